@@ -1,0 +1,329 @@
+"""The static descriptions: what a model is, how to decode with it, how to train it. All frozen and hashable."""
+
+import dataclasses
+import difflib
+import math
+from typing import Any, Literal
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    _require(value in choices, f"{name} '{value}' is not one of {', '.join(choices)}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Yarn:
+    """YaRN rotary scaling (Peng et al. 2309.00071), with DeepSeek's two softmax terms; names as in `rope_scaling`."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+
+    def magnitude(self, mscale: float) -> float:
+        """`0.1 * mscale * ln(factor) + 1`: YaRN's attention temperature."""
+        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 and mscale else 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """One architecture. A family is a set of these fields, never a class; names are Hugging Face's where it has one.
+
+    Letters of the shapes elsewhere: V vocab_size, D hidden_size, N num_attention_heads, K num_key_value_heads,
+    H head_dim, F a feed-forward width, E n_routed_experts, M num_mtp_modules.
+
+    Raises `ValueError`, naming the numbers, for values that do not fit together.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    intermediate_size: int
+    max_position_embeddings: int = 4096
+    rms_norm_eps: float = 1e-6
+    zero_centred_norm: bool = False  # multiply by (1 + w): Qwen3-Next, Qwen3.5
+    tie_word_embeddings: bool = False
+
+    # attention
+    attention: Literal["grouped", "latent"] = "grouped"
+    num_key_value_heads: int = 0  # 0: as many as query heads
+    head_dim: int = 0  # 0: hidden_size / num_attention_heads
+    attention_bias: bool = False  # on q, k, v; never on the output
+    use_qk_norm: bool = False  # RMSNorm over each head, before rotary
+    attn_output_gate: bool = False  # output times sigmoid(gate) before the output projection
+    q_lora_rank: int = 0  # latent only; 0: queries straight from the hidden state
+    kv_lora_rank: int = 0
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
+    latent_norm_eps: float = 1e-6  # of the two latent norms, whatever rms_norm_eps says (transformers)
+
+    # rotary
+    rope_theta: float = 10000.0
+    rope_interleave: bool = False  # channel pairs (2j, 2j+1) instead of halves
+    partial_rotary_factor: float = 1.0
+    rope_scaling: Yarn | None = None
+
+    # mixture of experts; n_routed_experts 0 means a dense feed-forward in every layer
+    n_routed_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    n_shared_experts: int = 0
+    shared_expert_gate: bool = False  # shared output times sigmoid(x w): Qwen
+    first_k_dense_replace: int = 0  # the first layers are dense
+    scoring_func: Literal["sigmoid", "softmax"] = "sigmoid"
+    router_correction_bias: bool = False  # chooses experts, does not weigh them (DeepSeek-V3 `noaux_tc`)
+    n_group: int = 1
+    topk_group: int = 1
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+
+    # multi-token prediction
+    num_mtp_modules: int = 0
+    mtp_chaining: Literal["chain", "trunk"] = "chain"  # module k takes module k-1's output, or always the trunk's
+    mtp_input: Literal["embedding_hidden", "hidden_embedding"] = "embedding_hidden"  # order of the pair
+    mtp_hidden_post_norm: bool = True  # which trunk hidden enters: after the final norm
+    mtp_chain_post_norm: bool = True  # which module hidden goes on: after the module's own norm
+    mtp_mask_first: bool = False  # zero the embedding at position 0 (vLLM's DeepSeek and GLM classes)
+    mtp_own_embedding: bool = False
+    mtp_own_head: bool = False
+
+    def __post_init__(self):
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
+            _require(getattr(self, name) > 0, f"{name} must be positive, not {getattr(self, name)}")
+        _require(self.num_mtp_modules >= 0, f"num_mtp_modules must not be negative, is {self.num_mtp_modules}")
+        _require_choice("attention", self.attention, ("grouped", "latent"))
+        _require_choice("scoring_func", self.scoring_func, ("sigmoid", "softmax"))
+        _require_choice("mtp_chaining", self.mtp_chaining, ("chain", "trunk"))
+        _require_choice("mtp_input", self.mtp_input, ("embedding_hidden", "hidden_embedding"))
+        if self.attention == "grouped":
+            self._check_grouped()
+        else:
+            for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+                _require(getattr(self, name) > 0, f"latent attention needs a positive {name}, not {getattr(self, name)}")
+        _require(self.rotary_dim % 2 == 0, f"the rotated width {self.rotary_dim} is odd")
+        if self.n_routed_experts:
+            self._check_experts()
+
+    def _check_grouped(self):
+        heads = self.num_attention_heads
+        if not self.head_dim:
+            _require(self.hidden_size % heads == 0, f"hidden_size {self.hidden_size} is no multiple of {heads} heads")
+            object.__setattr__(self, "head_dim", self.hidden_size // heads)
+        object.__setattr__(self, "num_key_value_heads", self.num_key_value_heads or heads)
+        kv_heads = self.num_key_value_heads
+        _require(heads % kv_heads == 0, f"{heads} query heads are no multiple of {kv_heads} key/value heads")
+
+    def _check_experts(self):
+        experts, groups = self.n_routed_experts, self.n_group
+        _require(self.moe_intermediate_size > 0, f"experts need a moe_intermediate_size, not {self.moe_intermediate_size}")
+        _require(experts % groups == 0, f"{experts} experts are no multiple of {groups} groups")
+        _require(1 <= self.topk_group <= groups, f"topk_group {self.topk_group} is not within 1..{groups}")
+        reach = self.topk_group * (experts // groups)
+        picked = self.num_experts_per_tok
+        _require(1 <= picked <= reach, f"num_experts_per_tok {picked} is not within 1..{reach} reachable experts")
+
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of each head that rotate."""
+        if self.attention == "latent":
+            return self.qk_rope_head_dim
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def is_moe(self) -> bool:
+        return self.n_routed_experts > 0
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Whether trunk layer `layer` (0-based) holds experts. An MTP block does whenever the family has any."""
+        return self.is_moe and layer >= self.first_k_dense_replace
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values only, for JSON."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "ModelConfig":
+        """The inverse of `to_dict`. Raises `ValueError` for a key it does not know, naming the nearest."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in values:
+            nearest = difflib.get_close_matches(name, known, 1)
+            hint = f"; the nearest is {nearest[0]}" if nearest else ""
+            _require(name in known, f"unknown model setting '{name}'{hint}")
+        yarn = values.get("rope_scaling")
+        return cls(**{**values, "rope_scaling": Yarn(**yarn) if isinstance(yarn, dict) else yarn})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeConfig:
+    """How to decode. Only `num_steps` and `prefill_chunk` are compiled in; the rest enters as arrays.
+
+    Attributes:
+        max_new_tokens: most tokens per row, at least 1.
+        num_steps: draft levels per round; 0 is plain decoding. Levels beyond the model's modules recycle the last.
+        stop_token_ids: a row ends after any of these (and returns it).
+        max_length: longest sequence, prompt included; None: the model's `max_position_embeddings`.
+        prefill_chunk: tokens per row and prefill pass.
+    """
+
+    max_new_tokens: int = 128
+    num_steps: int = 1
+    stop_token_ids: tuple[int, ...] = ()
+    max_length: int | None = None
+    prefill_chunk: int = 64
+
+    def __post_init__(self):
+        _require(self.max_new_tokens >= 1, f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
+        _require(self.num_steps >= 0, f"num_steps must be at least 0, not {self.num_steps}")
+        _require(self.prefill_chunk >= 1, f"prefill_chunk must be at least 1, not {self.prefill_chunk}")
+        _require(self.max_length is None or self.max_length >= 2, f"max_length must be at least 2, not {self.max_length}")
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A training run. It ends after `steps` updates or `seconds` of wall clock, whichever comes first.
+
+    Attributes:
+        preset: name of the architecture in `presets`.
+        output: run folder: `config.json`, `metrics.jsonl`, `checkpoint/`.
+        data: folder of text files to read; None: the running interpreter's standard library.
+        pattern: which files of `data`.
+        num_depths: draft depths with a loss; beyond the model's modules the last is recycled.
+        mtp_loss_scale, mtp_loss_scale_final: lambda of DeepSeek-V3 (2.2), the second after `mtp_loss_switch` of the run.
+        attention_layout: what a recycled depth attends to: "ttt" as in decoding, or "stream".
+    """
+
+    preset: str = "tiny"
+    output: str = "runs/train"
+    data: str | None = None
+    pattern: str = "*.py"
+    held_out_fraction: float = 0.05
+    steps: int = 1000
+    seconds: float = math.inf
+    batch_size: int = 16
+    row_length: int = 128
+    num_depths: int = 1
+    mtp_loss_scale: float = 0.3
+    mtp_loss_scale_final: float = 0.1
+    mtp_loss_switch: float = 0.7
+    attention_layout: Literal["ttt", "stream"] = "ttt"
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    learning_rate: float = 3e-3
+    weight_decay: float = 0.1
+    warmup: float = 0.02  # fraction of the run
+    final_learning_rate: float = 0.05  # of learning_rate, at the end of the cosine
+    gradient_clip: float = 1.0
+    log_every: int = 10
+    seed: int = 0
+
+    def __post_init__(self):
+        for name in ("steps", "batch_size", "log_every"):
+            _require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
+        _require(self.row_length >= 2, f"row_length must be at least 2, not {self.row_length}")
+        _require(self.seconds > 0, f"seconds must be positive, not {self.seconds}")
+        _require(self.num_depths >= 0, f"num_depths must not be negative, is {self.num_depths}")
+        _require(0 < self.held_out_fraction < 1, f"held_out_fraction {self.held_out_fraction} is not within 0..1")
+        _require_choice("optimizer", self.optimizer, ("adamw", "muon"))
+        _require_choice("attention_layout", self.attention_layout, ("ttt", "stream"))
+
+
+class _Presets(dict[str, ModelConfig]):
+    def __missing__(self, name: str):
+        raise ValueError(f"unknown preset '{name}'; there are {', '.join(self)}")
+
+
+presets = _Presets(
+    {
+        # Narrow and deep: on a CPU a second token is nearly free and one draft block is a small part of the trunk.
+        "tiny": ModelConfig(
+            vocab_size=256,
+            hidden_size=128,
+            num_hidden_layers=12,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            intermediate_size=384,
+            max_position_embeddings=2048,
+            num_mtp_modules=1,
+        ),
+        "tiny-moe": ModelConfig(
+            vocab_size=256,
+            hidden_size=128,
+            num_hidden_layers=8,
+            num_attention_heads=4,
+            intermediate_size=384,
+            max_position_embeddings=2048,
+            attention="latent",
+            q_lora_rank=64,
+            kv_lora_rank=64,
+            qk_nope_head_dim=32,
+            qk_rope_head_dim=16,
+            v_head_dim=32,
+            rope_interleave=True,
+            n_routed_experts=16,
+            num_experts_per_tok=2,
+            moe_intermediate_size=96,
+            n_shared_experts=1,
+            first_k_dense_replace=1,
+            router_correction_bias=True,
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=2.5,
+            num_mtp_modules=1,
+        ),
+        "deepseek-v3": ModelConfig(
+            vocab_size=129280,
+            hidden_size=7168,
+            num_hidden_layers=61,
+            num_attention_heads=128,
+            intermediate_size=18432,
+            max_position_embeddings=163840,
+            attention="latent",
+            q_lora_rank=1536,
+            kv_lora_rank=512,
+            qk_nope_head_dim=128,
+            qk_rope_head_dim=64,
+            v_head_dim=128,
+            rope_interleave=True,
+            rope_scaling=Yarn(factor=40, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=1.0),
+            n_routed_experts=256,
+            num_experts_per_tok=8,
+            moe_intermediate_size=2048,
+            n_shared_experts=1,
+            first_k_dense_replace=3,
+            router_correction_bias=True,
+            n_group=8,
+            topk_group=4,
+            routed_scaling_factor=2.5,
+            num_mtp_modules=1,
+        ),
+        "glm-4.5-air": ModelConfig(
+            vocab_size=151552,
+            hidden_size=4096,
+            num_hidden_layers=46,
+            num_attention_heads=96,
+            num_key_value_heads=8,
+            head_dim=128,
+            intermediate_size=10944,
+            max_position_embeddings=131072,
+            rms_norm_eps=1e-5,
+            attention_bias=True,
+            rope_theta=1e6,
+            partial_rotary_factor=0.5,
+            n_routed_experts=128,
+            num_experts_per_tok=8,
+            moe_intermediate_size=1408,
+            n_shared_experts=1,
+            first_k_dense_replace=1,
+            router_correction_bias=True,
+            num_mtp_modules=1,
+        ),
+    }
+)

@@ -1,0 +1,1 @@
+"""Decoding: propose, verify, accept, commit, in one `lax.while_loop`."""

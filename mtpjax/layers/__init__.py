@@ -1,0 +1,1 @@
+"""One file per kind of layer; `block.py` puts them together."""

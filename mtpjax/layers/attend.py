@@ -1,0 +1,74 @@
+"""What all attention shares: the view of one pass, and softmax attention over one or more sources of keys."""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from mtpjax.config import ModelConfig
+from mtpjax.layers.rotary import rotary_angles
+
+Entries = dict[str, jax.Array]  # what a layer keeps per position; also one layer of a cache
+
+
+@flax.struct.dataclass
+class View:
+    """Where the T tokens of a pass stand; the same for all layers."""
+
+    angles: tuple[jax.Array, jax.Array]  # cosines and sines, each [B, T, P]
+    mask: jax.Array  # [B, T, S] bool: which keys a query sees
+    start: jax.Array | None = None  # [B] first cache slot written; None: a pass without a cache
+
+
+@flax.struct.dataclass
+class Recycled:
+    """Memory of a recycled level in a full pass: row i sees `base` up to i, and entry i of every level since.
+
+    This is what decoding sees: true entries of the prefix, then the level's own (EAGLE-3's training-time test).
+    """
+
+    base: Entries
+    levels: tuple[Entries, ...] = ()
+
+
+def full_view(config: ModelConfig, segment_ids: jax.Array, *, shift: int = 0) -> View:
+    """View of whole rows `[B, T]`: causal within equal segment ids, positions counted from each segment's start.
+
+    `shift` moves the rotary positions on, for recycled levels.
+    """
+    index = jnp.arange(segment_ids.shape[1])[None, :]
+    begins = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
+    positions = index - jax.lax.cummax(jnp.where(begins, index, 0), axis=1) + shift
+    mask = (index[:, :, None] >= index[:, None, :]) & (segment_ids[:, :, None] == segment_ids[:, None, :])
+    return View(rotary_angles(config, positions), mask)
+
+
+def cached_view(config: ModelConfig, start: jax.Array, width: int, capacity: int) -> View:
+    """View of `width` tokens written into slots `start .. start+width-1` (`start [B]`) of caches with `capacity` slots."""
+    positions = start[:, None] + jnp.arange(width)[None, :]
+    mask = jnp.arange(capacity)[None, None, :] <= positions[:, :, None]
+    return View(rotary_angles(config, positions), mask, start)
+
+
+def attend(q: jax.Array, sources: list[tuple[jax.Array, jax.Array, jax.Array | None]], *, scale: float) -> jax.Array:
+    """Softmax attention of `q [B, K, T, G, H]` jointly over all `sources`; returns `[B, K, T, G, value width]`.
+
+    A source is keys `[B, K, S, H]`, values `[B, K, S, Hv]` and a mask `[B, T, S]`; without a mask S equals T and row i
+    sees entry i alone. Scores and softmax are float32.
+    """
+    scores = []
+    for key, _, mask in sources:
+        if mask is None:
+            own = jnp.einsum("BKTGH,BKTH->BKTG", q, key, preferred_element_type=jnp.float32)
+            scores.append(own[..., None])
+        else:
+            score = jnp.einsum("BKTGH,BKSH->BKTGS", q, key, preferred_element_type=jnp.float32)
+            scores.append(jnp.where(mask[:, None, :, None, :], score, jnp.finfo(jnp.float32).min))
+    joined = scores[0] if len(scores) == 1 else jnp.concatenate(scores, axis=-1)
+    weights = jax.nn.softmax(joined * scale, axis=-1).astype(q.dtype)
+    output, begin = jnp.zeros((), q.dtype), 0
+    for score, (_, value, mask) in zip(scores, sources, strict=True):
+        weight = weights[..., begin : begin + score.shape[-1]]
+        begin += score.shape[-1]
+        part = weight * value[:, :, :, None, :] if mask is None else jnp.einsum("BKTGS,BKSH->BKTGH", weight, value)
+        output = output + part
+    return output

@@ -1,0 +1,87 @@
+"""Multi-head latent attention (DeepSeek-V2, 2405.04434), expanded and absorbed."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from mtpjax.cache import append
+from mtpjax.config import ModelConfig
+from mtpjax.layers.attend import Entries, Recycled, View, attend
+from mtpjax.layers.norm import RMSNorm
+from mtpjax.layers.rotary import rotate, softmax_scale
+
+
+class LatentAttention(nn.Module):
+    """`[B, T, D] -> [B, T, D]`. Keeps `latent [B, S, R + P]`: the normalised latent and one rotated key for all heads.
+
+    Expanded, every position's keys and values are made from its latent; absorbed, the two matrices that would make them
+    are applied to the query and to the attended latent instead. Same numbers; `expanded` forces one, None takes the one
+    with fewer operations.
+    """
+
+    config: ModelConfig
+    expanded: bool | None = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array, view: View, memory: Entries | Recycled | None = None) -> tuple[jax.Array, Entries]:
+        config = self.config
+        B, T, D = x.shape
+        N, R, P = config.num_attention_heads, config.kv_lora_rank, config.qk_rope_head_dim
+        C, V = config.qk_nope_head_dim, config.v_head_dim
+
+        def product(name: str, x: jax.Array, width: int) -> jax.Array:
+            kernel = self.param(name, nn.initializers.lecun_normal(), (x.shape[-1], width))
+            return x @ kernel.astype(x.dtype)
+
+        if config.q_lora_rank:
+            reduced = RMSNorm(config.latent_norm_eps, name="norm_query")(product("query_down", x, config.q_lora_rank))
+            q = product("query_up", reduced, N * (C + P))
+        else:
+            q = product("query", x, N * (C + P))
+        q_content, q_rope = jnp.split(q.reshape(B, T, N, C + P), [C], axis=-1)
+        latent, k_rope = jnp.split(product("latent_down", x, R + P), [R], axis=-1)
+        latent = RMSNorm(config.latent_norm_eps, name="norm_latent")(latent)
+        q_rope = rotate(q_rope, view.angles, interleaved=config.rope_interleave)
+        k_rope = rotate(k_rope[:, :, None], view.angles, interleaved=config.rope_interleave)[:, :, 0]
+        entries = {"latent": jnp.concatenate([latent, k_rope], axis=-1)}
+
+        head_wise = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=2, out_axis=1, batch_axis=0)
+        key_up = self.param("key_up", head_wise, (N, C, R)).astype(x.dtype)
+        head_wise = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=2, batch_axis=0)
+        value_up = self.param("value_up", head_wise, (N, R, V)).astype(x.dtype)
+
+        if isinstance(memory, Recycled):
+            sources = [(memory.base, view.mask), *((level, None) for level in (*memory.levels, entries))]
+        else:
+            if memory is not None:
+                entries = append(memory, entries, view.start)
+            sources = [(entries, view.mask)]
+        scale = softmax_scale(config, C + P)
+        if self._expands(T, cached=view.start is not None):
+
+            def keys_and_values(kept: Entries) -> tuple[jax.Array, jax.Array]:
+                latent, rope = jnp.split(kept["latent"], [R], axis=-1)
+                content = jnp.einsum("BSR,NCR->BNSC", latent, key_up)
+                rope = jnp.broadcast_to(rope[:, None], (*content.shape[:3], P))
+                return jnp.concatenate([content, rope], axis=-1), jnp.einsum("BSR,NRV->BNSV", latent, value_up)
+
+            q = jnp.concatenate([q_content, q_rope], axis=-1).swapaxes(1, 2)[:, :, :, None]  # [B, N, T, 1, C+P]
+            output = attend(q, [(*keys_and_values(kept), mask) for kept, mask in sources], scale=scale)
+            output = output[:, :, :, 0].swapaxes(1, 2)
+        else:
+            absorbed = jnp.einsum("BTNC,NCR->BTNR", q_content, key_up)
+            q = jnp.concatenate([absorbed, q_rope], axis=-1)[:, None]  # [B, 1, T, N, R+P]: one key for all heads
+            shared = [(kept["latent"][:, None], mask) for kept, mask in sources]
+            # The rotated key rides along as a value and is dropped: slicing the cache would copy it.
+            attended = attend(q, [(latent, latent, mask) for latent, mask in shared], scale=scale)[:, 0, ..., :R]
+            output = jnp.einsum("BTNR,NRV->BTNV", attended, value_up)
+        return product("output", output.reshape(B, T, N * V), D), entries
+
+    def _expands(self, T: int, *, cached: bool) -> bool:
+        """Expanding costs R(C+V) per key, head and pass, but saves per query what the latent is wider than a head."""
+        if self.expanded is not None:
+            return self.expanded
+        config = self.config
+        R, P = config.kv_lora_rank, config.qk_rope_head_dim
+        C, V = config.qk_nope_head_dim, config.v_head_dim
+        return not cached or T * (2 * (R + P) - (C + P + V)) > R * (C + V)

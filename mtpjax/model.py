@@ -1,0 +1,189 @@
+"""The whole model: trunk, MTP modules, shared embedding and head; and its teacher-forced pass."""
+
+import functools
+
+import flax.linen as nn
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from mtpjax.cache import Cache
+from mtpjax.config import ModelConfig
+from mtpjax.layers.attend import Entries, Recycled, View, full_view
+from mtpjax.layers.norm import RMSNorm
+from mtpjax.mtp import MTPModule
+from mtpjax.trunk import Trunk, unstack_layers
+
+
+class MTPModel(nn.Module):
+    """Trunk and MTP modules. A static description: parameters are a pytree beside it, from `init_params` or `load`.
+
+    `scan_layers` is the form for training, with stacked trunk layers (`mtpjax.trunk.stack_layers`).
+    """
+
+    config: ModelConfig
+    scan_layers: bool = False
+
+    def setup(self):
+        config = self.config
+        table = nn.initializers.normal(1.0)
+        matrix = nn.initializers.lecun_normal()
+        self.embedding = self.param("embedding", table, (config.vocab_size, config.hidden_size))
+        if not config.tie_word_embeddings:
+            self.head = self.param("head", matrix, (config.hidden_size, config.vocab_size))
+        self.trunk = Trunk(config, self.scan_layers)
+        self.norm_final = RMSNorm(config.rms_norm_eps, config.zero_centred_norm)
+        modules = range(config.num_mtp_modules)
+        self.mtp = [MTPModule(config) for _ in modules]
+        if config.mtp_own_embedding:
+            shape = (config.vocab_size, config.hidden_size)
+            self.mtp_embedding = [self.param(f"mtp_embedding_{index}", table, shape) for index in modules]
+        if config.mtp_own_head:
+            shape = (config.hidden_size, config.vocab_size)
+            self.mtp_head = [self.param(f"mtp_head_{index}", matrix, shape) for index in modules]
+
+    def __call__(self, tokens: jax.Array) -> None:
+        """Touches every parameter once, for `init`."""
+        view = full_view(self.config, jnp.ones_like(tokens))
+        hidden, before, _ = self.run_trunk(tokens, view)
+        carried = self.entering(hidden, before)
+        for index in range(self.config.num_mtp_modules):
+            carried, _, _ = self.run_module(carried, tokens, view, index=index)
+
+    def run_trunk(self, tokens: jax.Array, view: View, cache: Cache | None = None):
+        """Tokens `[B, T]` -> hidden `[B, T, D]` after and before the final norm, and the cache with them appended."""
+        before, cache = self.trunk(self.embedding[tokens], view, cache)
+        return self.norm_final(before), before, cache
+
+    def entering(self, hidden: jax.Array, before: jax.Array) -> jax.Array:
+        """Which of the trunk's two hidden states enters the modules."""
+        return hidden if self.config.mtp_hidden_post_norm else before
+
+    def after_final_norm(self, entering: jax.Array) -> jax.Array:
+        """The state the head reads, from the one that enters the modules."""
+        return entering if self.config.mtp_hidden_post_norm else self.norm_final(entering)
+
+    def run_module(
+        self,
+        hidden: jax.Array,
+        tokens: jax.Array,
+        view: View,
+        memory: Entries | Recycled | None = None,
+        *,
+        index: int,
+        is_valid: jax.Array | None = None,
+    ):
+        """MTP module `index` (0-based) over hidden `[B, T, D]` and the tokens `[B, T]` that go with it.
+
+        `is_valid [B, T]` zeroes other embeddings. Returns the output for the head, the hidden that is passed on, and the
+        attention entries.
+        """
+        table = self.mtp_embedding[index] if self.config.mtp_own_embedding else self.embedding
+        embedding = table[tokens]
+        if is_valid is not None:
+            embedding = jnp.where(is_valid[:, :, None], embedding, 0)
+        if self.config.mtp_mask_first:
+            is_first = view.angles[1][:, :, :1] == 0  # the sine of position 0
+            embedding = jnp.where(is_first, 0, embedding)
+        after, before, entries = self.mtp[index](hidden, embedding, view, memory)
+        return after, after if self.config.mtp_chain_post_norm else before, entries
+
+    def logits(self, hidden: jax.Array, *, index: int | None = None) -> jax.Array:
+        """Head over hidden `[..., D]` (after its norm), as float32 `[..., V]`; of module `index` if that has its own."""
+        if index is not None and self.config.mtp_own_head:
+            head = self.mtp_head[index]
+        else:
+            head = self.embedding.T if self.config.tie_word_embeddings else self.head
+        return jnp.matmul(hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
+
+
+def init_params(model: MTPModel, key: jax.Array) -> dict:
+    """Random parameters: embedding with unit variance, matrices with variance 1 / inputs, norms at identity."""
+    stacked = model.clone(scan_layers=True)  # one layer to compile, however many there are
+    params = jax.jit(stacked.init)(key, jnp.zeros((1, 2), jnp.int32))["params"]
+    return params if model.scan_layers else unstack_layers(params, model.config)
+
+
+@flax.struct.dataclass
+class ForwardOutput:
+    """A teacher-forced pass over `[B, T]` tokens. Row i of depth k (index k-1) predicts t[i+k+1]; from T-k on: garbage."""
+
+    logits: jax.Array  # [B, T, V] float32
+    hidden: jax.Array  # [B, T, D] after the final norm
+    hidden_prenorm: jax.Array  # [B, T, D]
+    mtp_logits: tuple[jax.Array, ...]  # per depth [B, T, V] float32
+    mtp_hidden: tuple[jax.Array, ...]  # per depth [B, T, D], after the module's norm
+
+
+@functools.partial(jax.jit, static_argnames=("model", "num_depths", "attention_layout"))
+def forward(
+    params: dict,
+    tokens: jax.Array,
+    *,
+    model: MTPModel,
+    segment_ids: jax.Array | None = None,
+    lengths: jax.Array | None = None,
+    num_depths: int | None = None,
+    attention_layout: str = "ttt",
+) -> ForwardOutput:
+    """Trunk and MTP depths over whole rows of true tokens `[B, T]`.
+
+    `segment_ids [B, T]` (0 is padding) keep packed documents apart; `lengths [B]` marks right-padded rows instead.
+    `num_depths` (default: the number of modules) may go beyond the modules, whose last is then recycled: under `ttt` a
+    recycled row sees the true entries of its prefix and its own drafts, as decoding does; under `stream` the entries of
+    its own depth. Raises `ValueError` for shapes or choices that do not fit.
+    """
+    config = model.config
+    modules = config.num_mtp_modules
+    num_depths = modules if num_depths is None else num_depths
+    _check_forward(tokens, segment_ids, lengths, modules, num_depths, attention_layout)
+    if segment_ids is None:
+        segment_ids = jnp.ones(tokens.shape, jnp.int32)
+        if lengths is not None:
+            segment_ids = (jnp.arange(tokens.shape[1])[None, :] < lengths[:, None]).astype(jnp.int32)
+    apply = functools.partial(model.apply, {"params": params})
+
+    view = full_view(config, segment_ids)
+    hidden, before, _ = apply(tokens, view, method="run_trunk")
+    entering = carried = apply(hidden, before, method="entering")
+    logits, mtp_logits, mtp_hidden = apply(hidden, method="logits"), [], []
+    base, levels = None, ()
+    for depth in range(1, num_depths + 1):
+        index = min(depth, modules) - 1
+        shifted, is_valid = shift_left(tokens, depth), segment_ids == shift_left(segment_ids, depth)
+        memory = None
+        if depth <= modules:
+            source = entering if config.mtp_chaining == "trunk" else carried
+        else:
+            source = carried
+            if attention_layout == "ttt":
+                view = full_view(config, segment_ids, shift=depth - modules)
+                memory = Recycled(base, levels)
+        after, carried, entries = apply(
+            source, shifted, view, memory, index=index, is_valid=is_valid, method="run_module"
+        )
+        if depth == modules:
+            base = entries
+        elif memory is not None:
+            levels = (*levels, entries)
+        mtp_logits.append(apply(after, index=index, method="logits"))
+        mtp_hidden.append(after)
+    return ForwardOutput(logits, hidden, before, tuple(mtp_logits), tuple(mtp_hidden))
+
+
+def shift_left(rows: jax.Array, count: int) -> jax.Array:
+    """`rows [B, T]` moved `count` places to the left, zeros behind."""
+    return jnp.pad(rows, ((0, 0), (0, count)))[:, count:]
+
+
+def _check_forward(tokens, segment_ids, lengths, modules, num_depths, attention_layout):
+    if tokens.ndim != 2:
+        raise ValueError(f"tokens must be [B, T], not of shape {tokens.shape}")
+    if segment_ids is not None and segment_ids.shape != tokens.shape:
+        raise ValueError(f"segment_ids {segment_ids.shape} do not match tokens {tokens.shape}")
+    if lengths is not None and lengths.shape != tokens.shape[:1]:
+        raise ValueError(f"lengths {lengths.shape} do not match the batch of {tokens.shape[0]}")
+    if num_depths < 0 or (num_depths and not modules):
+        raise ValueError(f"num_depths {num_depths} is not possible with {modules} MTP modules")
+    if attention_layout not in ("ttt", "stream"):
+        raise ValueError(f"attention_layout '{attention_layout}' is not one of ttt, stream")

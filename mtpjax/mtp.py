@@ -1,0 +1,38 @@
+"""The MTP module: hidden and the next token's embedding to hidden one position further."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from mtpjax.config import ModelConfig
+from mtpjax.layers.attend import Entries, Recycled, View
+from mtpjax.layers.block import Block
+from mtpjax.layers.norm import RMSNorm
+
+
+class MTPModule(nn.Module):
+    """Carries hidden `[B, T, D]` one position further, given the next tokens' embedding `[B, T, D]`.
+
+    DeepSeek-V3 (2412.19437, equations 21-23) in the order of its checkpoints, embedding first. Slot i of module k takes
+    the embedding of t[i+k] and predicts t[i+k+1]. Returns the output after the module's own norm (which the head reads),
+    before it, and what attention keeps.
+    """
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(
+        self, hidden: jax.Array, embedding: jax.Array, view: View, memory: Entries | Recycled | None = None
+    ) -> tuple[jax.Array, jax.Array, Entries]:
+        config = self.config
+
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(config.rms_norm_eps, config.zero_centred_norm, name=name)
+
+        pair = [norm("norm_embedding")(embedding), norm("norm_hidden")(hidden)]
+        if config.mtp_input == "hidden_embedding":
+            pair.reverse()
+        project = self.param("project", nn.initializers.lecun_normal(), (2 * config.hidden_size, config.hidden_size))
+        x = jnp.concatenate(pair, axis=-1) @ project.astype(hidden.dtype)
+        before, entries = Block(config, is_moe=config.is_moe, name="block")(x, view, memory)
+        return norm("norm_output")(before), before, entries

@@ -1,0 +1,71 @@
+"""Two tables: parameter path -> names of its axes, and axis name -> mesh axis."""
+
+import re
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+# The first pattern found in a parameter's path decides; what no pattern knows (norms, routers) is replicated.
+PARAMETER_AXES = (
+    (r"embedding(_\d+)?$", ("vocab", "embed")),
+    (r"(^|/|mtp_)head(_\d+)?$", ("embed", "vocab")),
+    (r"attention/qkv$", ("embed", "heads", None, None)),
+    (r"attention/qkv_bias$", ("heads", None, None)),
+    (r"attention/(query|query_up)$", (None, "heads")),
+    (r"attention/(query_down|latent_down)$", ("embed", None)),
+    (r"attention/(key_up|value_up)$", ("heads", None, None)),
+    (r"attention/output$", ("heads", "embed")),
+    (r"(dense|shared)/gate_up$", ("embed", None, "ffn")),
+    (r"(dense|shared)/down$", ("ffn", "embed")),
+    (r"experts/gate_up$", ("expert", "embed", None, "ffn")),
+    (r"experts/down$", ("expert", "ffn", "embed")),
+)
+
+CACHE_AXES = {"key": ("batch", "heads", None, None), "value": ("batch", "heads", None, None), "latent": ("batch",)}
+
+MESH_AXES = {
+    "batch": "data",
+    "vocab": "tensor",
+    "heads": "tensor",
+    "ffn": "tensor",
+    "expert": "expert",
+    "embed": "fsdp",
+}
+
+
+def spec(axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+    """Where an array of `shape` with named `axes` lies. A size that its mesh axis does not divide stays whole."""
+    names = []
+    for axis, size in zip(axes, shape, strict=False):
+        name = MESH_AXES.get(axis or "")
+        names.append(name if name in mesh.shape and size % mesh.shape[name] == 0 else None)
+    return PartitionSpec(*names)
+
+
+def param_sharding(path: str, shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
+    """The sharding of one parameter, `path` like `trunk/layer_3/attention/qkv`; stacked layers have one axis more."""
+    axes = next((axes for pattern, axes in PARAMETER_AXES if re.search(pattern, path)), ())
+    if re.match(r"trunk/(dense|moe)/", path):
+        axes = (None, *axes)
+    return NamedSharding(mesh, spec(axes, shape, mesh))
+
+
+def shard_params(params: dict, mesh: Mesh) -> dict:
+    """The parameters laid out over `mesh`; nothing moves that already lies so."""
+
+    def place(path, leaf):
+        name = "/".join(str(getattr(key, "key", key)) for key in path)
+        return jax.device_put(leaf, param_sharding(name, leaf.shape, mesh))
+
+    return jax.tree_util.tree_map_with_path(place, params)
+
+
+def shard_state(state, mesh: Mesh):
+    """A `DecodeState` laid out over `mesh`: rows over `data`, heads of the caches over `tensor`, latents replicated."""
+
+    def place(path, leaf):
+        last = getattr(path[-1], "key", getattr(path[-1], "name", ""))
+        axes = CACHE_AXES.get(last, () if last == "stop_ids" else ("batch",))
+        return jax.device_put(leaf, NamedSharding(mesh, spec(axes, leaf.shape, mesh)))
+
+    return jax.tree_util.tree_map_with_path(place, state)

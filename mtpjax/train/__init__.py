@@ -1,0 +1,1 @@
+"""Training: documents, losses, steps and the loop over them."""

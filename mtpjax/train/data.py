@@ -1,0 +1,202 @@
+"""Documents -> packed rows -> batches. Plain numpy: no device takes part.
+
+The default corpus is the Python standard library of the running interpreter, so a first run downloads nothing.
+"""
+
+import dataclasses
+import hashlib
+import os
+import pathlib
+import site
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+_NEWLINE = 10
+_FEW_FILES = 100  # a whole standard library has over a thousand; a zipped or stripped one a handful
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Document:
+    """One file."""
+
+    name: str
+    tokens: np.ndarray  # [n] uint8, without an end token
+
+
+class Batch(NamedTuple):
+    """Packed rows. `loss_mask` belongs to the token as a target: true where predicting this token counts."""
+
+    tokens: np.ndarray  # [B, T] int32
+    segment_ids: np.ndarray  # [B, T] int32; 0 is padding, the documents of a row are 1, 2, …
+    loss_mask: np.ndarray  # [B, T] bool
+
+
+def python_sources(root=None) -> list[pathlib.Path]:
+    """The .py files under `root`, by default of the running interpreter's standard library, in sorted order.
+
+    Left out: installed packages, links that lead out of the folder or to a file already taken, and files that are
+    empty, unreadable, hold NUL or are no UTF-8. Where the standard library is zipped or stripped, the installed
+    packages make up for it. Raises FileNotFoundError if there is nothing.
+    """
+    if root is not None:
+        roots = [root]
+        files = _sources_under(root)
+    else:
+        roots = [sysconfig.get_path("stdlib")]
+        files = _sources_under(roots[0])
+        if len(files) < _FEW_FILES:
+            packages = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()]
+            roots += dict.fromkeys(packages)
+            files = list(dict.fromkeys(file for folder in roots for file in _sources_under(folder)))
+    if not files:
+        raise FileNotFoundError(f"no Python sources under {', '.join(map(str, roots))}: name a folder of .py files")
+    return files
+
+
+def read_documents(paths: Iterable[str | os.PathLike]) -> list[Document]:
+    """Reads each file into a document of its bytes. Raises OSError, or ValueError for what is no text."""
+    documents = []
+    for path in paths:
+        content = pathlib.Path(path).read_bytes()
+        if not _is_text(content):
+            raise ValueError(f"{path} is no text to train on: it is empty, holds NUL or is no UTF-8")
+        documents.append(Document(name=str(path), tokens=np.frombuffer(content, np.uint8)))
+    return documents
+
+
+def split_held_out(documents: Sequence[Document], fraction=0.05) -> tuple[list[Document], list[Document]]:
+    """Splits whole documents into `(train, held_out)`, about `fraction` of them held out.
+
+    The sha256 of the content decides alone: no path, order or neighbour changes the side, and copies of a file share
+    it. So a few documents can all fall on one side. Raises ValueError for a fraction outside 0..1.
+    """
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"held-out fraction {fraction} is outside 0..1")
+    train, held_out = [], []
+    for document in documents:
+        digest = hashlib.sha256(np.ascontiguousarray(document.tokens).data).digest()
+        is_held_out = int.from_bytes(digest[:8], "big") < fraction * 2**64
+        (held_out if is_held_out else train).append(document)
+    return train, held_out
+
+
+def pack(documents: Sequence[Document], row_length: int, *, seed: int, eos_token_id: int = 0) -> Batch:
+    """Shuffles the documents, ends each with `eos_token_id`, and cuts the stream into rows `[R, row_length]`.
+
+    Every token is kept once; a document goes on in the next row, as that row's segment 1. The end of the last row is
+    padding: segment 0, `eos_token_id`, no loss. Empty documents are skipped.
+
+    Raises ValueError for a row length below 1, for no tokens at all, and for a document that holds `eos_token_id`.
+    """
+    if row_length < 1:
+        raise ValueError(f"row_length {row_length} is below 1")
+    documents = [document for document in documents if len(document.tokens)]
+    if not documents:
+        raise ValueError("there are no documents to pack")
+    order = np.random.default_rng(seed).permutation(len(documents))
+    end = np.array([eos_token_id], np.int32)
+    parts = [part for index in order for part in (documents[index].tokens, end)]
+    lengths = np.array([len(documents[index].tokens) + 1 for index in order])
+    num_tokens = int(lengths.sum())
+    num_rows = -(-num_tokens // row_length)
+
+    stream = np.full(num_rows * row_length, eos_token_id, np.int32)
+    np.concatenate(parts, out=stream[:num_tokens])
+    _check_ends(stream[:num_tokens], lengths, [documents[index].name for index in order], eos_token_id)
+
+    owner = np.zeros_like(stream)  # which document a token is of
+    owner[:num_tokens] = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+    tokens, owner = stream.reshape(num_rows, row_length), owner.reshape(num_rows, row_length)
+    segment_ids = owner - owner[:, :1] + 1
+    segment_ids.reshape(-1)[num_tokens:] = 0
+    return Batch(tokens=tokens, segment_ids=segment_ids, loss_mask=segment_ids > 0)
+
+
+def batches(rows: Batch, batch_size: int, *, seed: int, start: int = 0) -> Iterator[Batch]:
+    """Batches `[batch_size, T]` without end, the rows in a new order every epoch.
+
+    The n-th batch depends on `seed` and n alone, so a resumed run goes on with `start` = batches already taken. The
+    rows that do not fill an epoch's last batch wait for a later epoch. Raises ValueError for fewer rows than that.
+    """
+    num_rows = len(rows.tokens)
+    if not 1 <= batch_size <= num_rows:
+        raise ValueError(f"batch_size {batch_size} is outside 1..{num_rows}, the number of packed rows")
+    if start < 0:
+        raise ValueError(f"start {start} is below 0")
+
+    def generate():  # an inner generator, so that the errors above come at the call
+        epoch, first = divmod(start, num_rows // batch_size)
+        while True:
+            order = np.random.default_rng([seed, epoch]).permutation(num_rows)
+            for batch in range(first, num_rows // batch_size):
+                taken = order[batch * batch_size : (batch + 1) * batch_size]
+                yield Batch(*(array[taken] for array in rows))
+            epoch, first = epoch + 1, 0
+
+    return generate()
+
+
+def held_out_prompts(
+    documents: Sequence[Document], *, count: int, prompt_length: int, continuation_length: int, seed: int
+) -> list[list[int]]:
+    """`count` prompts of `prompt_length` byte tokens, each from a line's start, each with a continuation in its file.
+
+    Every file gives one prompt before any gives a second; copies of a file count as one, and no start is used twice.
+    Raises ValueError, with the number found, if the documents hold fewer.
+    """
+    if min(count, prompt_length) < 1 or continuation_length < 0:
+        raise ValueError(f"no prompts: {count=}, {prompt_length=}, {continuation_length=}")
+    rng = np.random.default_rng(seed)
+    distinct = list({document.tokens.tobytes(): document.tokens for document in documents}.values())
+    places = []  # (round, document, start): sorted by round, documents take turns
+    for index in rng.permutation(len(distinct)):
+        starts = np.append(0, np.flatnonzero(distinct[index] == _NEWLINE) + 1)
+        starts = starts[starts + prompt_length + continuation_length <= len(distinct[index])]
+        places += [(turn, index, start) for turn, start in enumerate(rng.permutation(starts)[:count])]
+    places.sort(key=lambda place: place[0])  # stable: the shuffled order of the documents stays
+    if len(places) < count:
+        raise ValueError(
+            f"{len(distinct)} held-out documents hold {len(places)} prompts of {prompt_length} tokens with"
+            f" {continuation_length} to follow; {count} were asked for"
+        )
+    return [distinct[index][start : start + prompt_length].tolist() for _, index, start in places[:count]]
+
+
+def _sources_under(root) -> list[pathlib.Path]:
+    root = pathlib.Path(root)
+    inside = root.resolve()
+    files = {}  # resolved path -> path
+    for folder, subfolders, names in os.walk(root):  # follows no link to a folder
+        subfolders[:] = sorted(set(subfolders) - {"site-packages", "dist-packages"})
+        for name in sorted(names):
+            path = pathlib.Path(folder, name)
+            target = path.resolve()
+            if path.suffix == ".py" and target.is_relative_to(inside) and target not in files and _is_source(path):
+                files[target] = path
+    return sorted(files.values())
+
+
+def _is_source(path) -> bool:
+    try:
+        return path.is_file() and _is_text(path.read_bytes())
+    except OSError:
+        return False
+
+
+def _is_text(content: bytes) -> bool:
+    try:
+        content.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return bool(content) and b"\0" not in content
+
+
+def _check_ends(stream, lengths, names, eos_token_id):
+    """Raises ValueError naming the first document that holds the end token inside."""
+    ends = np.flatnonzero(stream == eos_token_id)
+    if len(ends) != len(lengths):
+        document = np.searchsorted(np.cumsum(lengths), np.setdiff1d(ends, np.cumsum(lengths) - 1)[0], side="right")
+        raise ValueError(f"document {names[document]} holds the end token {eos_token_id}")

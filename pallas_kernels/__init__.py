@@ -1,0 +1,5 @@
+"""Pallas kernels beside the plain JAX that says what they mean; one function per op."""
+
+from pallas_kernels.rms_norm import rms_norm
+
+__all__ = ["rms_norm"]

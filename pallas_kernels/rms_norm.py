@@ -1,0 +1,80 @@
+"""Root mean square normalisation: op, kernel, reference. The small one to copy."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+IMPLEMENTATIONS = ("auto", "xla", "triton")
+
+
+def rms_norm(x, scale, *, eps=1e-6, zero_centred=False, implementation="auto", interpret=False):
+    """Divides each row by its root mean square and multiplies it by `scale`, or by `1 + scale` if `zero_centred`.
+
+    x [..., D] and scale [D], floating, -> [..., D] in x's dtype. All between is float32, rounded once at the end.
+    `implementation` is "xla" (the reference), "triton" (the kernel: CUDA and ROCm; on a CPU only with `interpret`) or
+    "auto", which is "xla" until the kernel has measured faster. Differentiable in reverse mode. Raises ValueError for
+    other implementations and for shapes that do not fit.
+    """
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation {implementation!r} is none of {', '.join(IMPLEMENTATIONS)}")
+    if x.ndim == 0 or scale.shape != x.shape[-1:]:
+        raise ValueError(f"scale {scale.shape} does not fit the last dimension of x {x.shape}")
+    if implementation != "triton" or x.size == 0:
+        return rms_norm_reference(x, scale, eps=eps, zero_centred=zero_centred)
+    return _rms_norm_triton(x, scale, eps, zero_centred, interpret)
+
+
+def rms_norm_reference(x, scale, *, eps=1e-6, zero_centred=False):
+    """What `rms_norm` means: x [..., D], scale [D] -> [..., D]."""
+    x32 = x.astype(jnp.float32)
+    scale32 = scale.astype(jnp.float32) + (1.0 if zero_centred else 0.0)
+    normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (normed * scale32.reshape((1,) * (x.ndim - 1) + scale.shape)).astype(x.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _rms_norm_triton(x, scale, eps, zero_centred, interpret):
+    """The kernel over x as rows [R, D]: a program takes a block of whole rows, D padded to a power of two."""
+    num_rows, width = x.size // x.shape[-1], x.shape[-1]
+    padded = pl.next_power_of_2(width)  # Triton's arrays have power-of-two sizes
+    block = min(pl.next_power_of_2(num_rows), max(1, 4096 // padded))  # at most 4096 elements, or one longer row
+    block_of_rows = pl.BlockSpec((block, padded), lambda i: (i, 0))
+    out = pl.pallas_call(
+        functools.partial(_rms_norm_kernel, num_rows=num_rows, width=width, eps=eps, zero_centred=zero_centred),
+        out_shape=jax.ShapeDtypeStruct((num_rows, width), x.dtype),
+        grid=(pl.cdiv(num_rows, block),),
+        in_specs=[block_of_rows, pl.BlockSpec((padded,), lambda i: (0,))],
+        out_specs=block_of_rows,
+        compiler_params=plt.CompilerParams(num_warps=8 if padded >= 4096 else 4, num_stages=1),
+        interpret=interpret,
+        name="rms_norm",
+    )(x.reshape(num_rows, width), scale)
+    return out.reshape(x.shape)
+
+
+def _rms_norm_kernel(x_ref, scale_ref, out_ref, *, num_rows, width, eps, zero_centred):
+    """One block: x_ref [block, padded], scale_ref [padded]; what lies beyond `num_rows` or `width` is masked."""
+    block, padded = x_ref.shape
+    column = jnp.arange(padded)
+    row = pl.program_id(0) * block + jnp.arange(block)
+    mask = (row < num_rows)[:, None] & (column < width)[None, :]
+    x = plt.load(x_ref, mask=mask, other=0.0).astype(jnp.float32)
+    scale = plt.load(scale_ref, mask=column < width, other=0.0).astype(jnp.float32) + (1.0 if zero_centred else 0.0)
+    inverse = jax.lax.rsqrt(jnp.sum(x * x, axis=1, keepdims=True) / width + eps)
+    plt.store(out_ref, (x * inverse * scale[None, :]).astype(out_ref.dtype), mask=mask)
+
+
+def _forward(x, scale, eps, zero_centred, interpret):
+    return _rms_norm_triton(x, scale, eps, zero_centred, interpret), (x, scale)
+
+
+def _backward(eps, zero_centred, interpret, residuals, gradient):
+    del interpret  # the reference's own gradient: XLA fuses it, and nothing but x and scale was kept
+    _, pull = jax.vjp(functools.partial(rms_norm_reference, eps=eps, zero_centred=zero_centred), *residuals)
+    return pull(gradient)
+
+
+_rms_norm_triton.defvjp(_forward, _backward)

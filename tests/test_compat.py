@@ -1,0 +1,46 @@
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, use_abstract_mesh
+
+from mtpjax import compat
+
+
+def test_every_axis_of_a_mesh_is_automatic():
+    mesh = compat.make_mesh({"data": 2, "model": 4})
+    assert mesh.shape == {"data": 2, "model": 4}
+    assert mesh.axis_types == (AxisType.Auto, AxisType.Auto)
+    assert mesh.devices.size == 8
+
+
+def test_a_mesh_takes_the_devices_it_is_given():
+    devices = jax.devices()[3:5]
+    assert compat.make_mesh({"data": 2}, devices).devices.tolist() == devices
+
+
+def test_a_mesh_larger_than_its_devices_is_refused():
+    with pytest.raises(ValueError):
+        compat.make_mesh({"data": 3}, jax.devices()[:2])
+
+
+def test_a_plain_function_and_a_jitted_one_lower_alike():
+    x = jnp.ones((4, 8))
+    plain, jitted = compat.lower_for(jnp.sin, x), compat.lower_for(jax.jit(jnp.sin), x)
+    assert set(plain) == {"cuda", "rocm"}
+    assert "stablehlo.sine" in plain["rocm"].as_text() and plain["rocm"].as_text() == jitted["rocm"].as_text()
+
+
+def test_an_unknown_platform_is_refused():
+    with pytest.raises(ValueError, match="tpu"):
+        compat.lower_for(jnp.sin, jnp.ones(4), platforms=("tpu",))
+
+
+@pytest.mark.h100
+def test_a_sharded_product_compiles_for_eight_h100s():
+    mesh = compat.make_mesh({"model": 8}, compat.h100_devices("1x1x8"))
+    x = jax.ShapeDtypeStruct((16, 128), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(None, "model")))
+    w = jax.ShapeDtypeStruct((128, 32), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("model", None)))
+    replicated = NamedSharding(mesh, PartitionSpec())
+    with use_abstract_mesh(mesh.abstract_mesh):
+        compiled = jax.jit(jnp.dot, out_shardings=replicated).lower(x, w).compile()
+    assert "all-reduce" in compiled.as_text()

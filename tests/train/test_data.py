@@ -1,0 +1,215 @@
+import itertools
+import sysconfig
+
+import numpy as np
+import pytest
+
+from mtpjax.train import data
+
+
+def document(text, name="name"):
+    return data.Document(name=name, tokens=np.frombuffer(text.encode(), np.uint8))
+
+
+def lettered(num, rng_seed=0):
+    """`num` documents of 1 to 40 bytes, most of them different."""
+    rng = np.random.default_rng(rng_seed)
+    return [data.Document(str(i), rng.integers(1, 256, rng.integers(1, 41)).astype(np.uint8)) for i in range(num)]
+
+
+def unpacked(rows):
+    """The documents of packed rows, in order, as bytes without their end tokens."""
+    stream = rows.tokens[rows.segment_ids > 0]
+    return stream.astype(np.uint8).tobytes().removesuffix(b"\0").split(b"\0")
+
+
+# Packing.
+
+
+def test_segments_follow_the_documents_within_each_row():
+    rows = data.pack([document("abcde"), document("fg")], 4, seed=0)
+    expected = {  # by which document the shuffle put first
+        b"abcd": ([[1, 1, 1, 1], [1, 1, 2, 2], [1, 0, 0, 0]], b"abcde\0fg\0\0\0\0"),
+        b"fg\0a": ([[1, 1, 1, 2], [1, 1, 1, 1], [1, 0, 0, 0]], b"fg\0abcde\0\0\0\0"),
+    }
+    segment_ids, stream = expected[rows.tokens[0].astype(np.uint8).tobytes()]
+    np.testing.assert_array_equal(rows.segment_ids, segment_ids)
+    np.testing.assert_array_equal(rows.loss_mask, np.array(segment_ids) > 0)
+    assert rows.tokens.astype(np.uint8).tobytes() == stream
+    assert [array.dtype for array in rows] == [np.int32, np.int32, np.bool_]
+
+
+@pytest.mark.parametrize("row_length", [1, 7, 64, 10_000])
+def test_packing_keeps_every_token_once(row_length):
+    documents = lettered(50)
+    rows = data.pack(documents, row_length, seed=3)
+    assert rows.tokens.shape == rows.segment_ids.shape == rows.loss_mask.shape
+    assert rows.tokens.shape[1] == row_length
+    assert sorted(unpacked(rows)) == sorted(each.tokens.tobytes() for each in documents)
+    assert np.sum(rows.segment_ids == 0) < row_length  # padding in the last row only
+
+
+def test_a_segment_changes_exactly_after_an_end_token():
+    rows = data.pack(lettered(50), 64, seed=3)
+    steps = np.diff(rows.segment_ids, axis=1)
+    inside = rows.segment_ids[:, 1:] > 0
+    np.testing.assert_array_equal(steps[inside], (rows.tokens[:, :-1] == 0)[inside])
+    np.testing.assert_array_equal(rows.segment_ids[:, 0], 1)
+
+
+def test_a_full_last_row_has_no_padding():
+    rows = data.pack([document("abc"), document("defg"), document("hij")], 13, seed=0)
+    np.testing.assert_array_equal(rows.segment_ids > 0, True)
+
+
+def test_the_seed_decides_the_order_of_documents():
+    first, again, other = (unpacked(data.pack(lettered(50), 32, seed=seed)) for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_an_empty_document_is_skipped_and_nothing_to_pack_is_an_error():
+    assert unpacked(data.pack([document(""), document("a")], 8, seed=0)) == [b"a"]
+    with pytest.raises(ValueError, match="no documents"):
+        data.pack([document("")], 8, seed=0)
+    with pytest.raises(ValueError, match="row_length 0"):
+        data.pack([document("a")], 0, seed=0)
+
+
+@pytest.mark.parametrize("text", ["a\0b", "\0", "ab\0"])
+def test_a_document_with_the_end_token_inside_is_named(text):
+    with pytest.raises(ValueError, match="document bad holds the end token 0"):
+        data.pack([document("fine", "good"), document(text, "bad"), document("fine, too", "good")], 8, seed=0)
+
+
+# Batches.
+
+
+def test_an_epoch_takes_every_row_once_and_the_next_in_another_order():
+    rows = data.pack(lettered(50), 16, seed=0)
+    num_rows = len(rows.tokens)
+    rows = rows._replace(tokens=np.arange(num_rows * 16, dtype=np.int32).reshape(num_rows, 16))  # rows tell apart
+    first, second = (
+        [batch.tokens[0, 0] for batch in epoch] for epoch in epochs(data.batches(rows, 1, seed=0), num_rows)
+    )
+    assert sorted(first) == sorted(second) == list(rows.tokens[:, 0])
+    assert first != second
+
+
+def epochs(batches, length):
+    return [list(itertools.islice(batches, length)) for _ in range(2)]
+
+
+def test_batches_depend_on_seed_and_number_alone():
+    rows = data.pack(lettered(50), 16, seed=0)
+    batch_size = len(rows.tokens) // 3  # three or more an epoch, so that eight cross two epochs
+    run = list(itertools.islice(data.batches(rows, batch_size, seed=5), 8))
+    for start in range(8):
+        resumed = next(data.batches(rows, batch_size, seed=5, start=start))
+        for array, expected in zip(resumed, run[start], strict=True):
+            assert array.shape == (batch_size, 16)
+            np.testing.assert_array_equal(array, expected)
+    assert not np.array_equal(run[0].tokens, next(data.batches(rows, batch_size, seed=6)).tokens)
+
+
+def test_a_batch_larger_than_the_rows_is_refused_at_the_call():
+    rows = data.pack([document("abcdef")], 4, seed=0)  # two rows
+    with pytest.raises(ValueError, match=r"batch_size 3 is outside 1\.\.2"):
+        data.batches(rows, 3, seed=0)
+    with pytest.raises(ValueError, match="start -1"):
+        data.batches(rows, 1, seed=0, start=-1)
+
+
+# Held-out files.
+
+
+def test_the_content_alone_decides_what_is_held_out():
+    documents = lettered(400)
+    train, held_out = data.split_held_out(documents, 0.25)
+    assert 60 < len(held_out) < 140  # 100 +- 9: more than four standard deviations to either side
+    assert len(train) + len(held_out) == 400
+    renamed = [data.Document("other", each.tokens.copy()) for each in reversed(documents)]
+    again = data.split_held_out(renamed, 0.25)[1]
+    assert [each.tokens.tobytes() for each in again] == [each.tokens.tobytes() for each in reversed(held_out)]
+    assert data.split_held_out(documents, 0)[1] == data.split_held_out(documents, 1)[0] == []
+    with pytest.raises(ValueError, match=r"fraction 1\.5"):
+        data.split_held_out(documents, 1.5)
+
+
+def test_nothing_of_a_held_out_file_is_in_the_training_rows():
+    documents = [document(f"text {i % 150}") for i in range(200)]  # a quarter are copies
+    train, held_out = data.split_held_out(documents, 0.2)
+    seen = set(unpacked(data.pack(train, 32, seed=0)))
+    hidden = {each.tokens.tobytes() for each in held_out}
+    assert hidden and not hidden & seen
+    assert len(hidden | seen) == 150
+
+
+def test_prompts_start_lines_of_different_files_and_have_a_continuation():
+    documents = [document("".join(f"{letter}{i}: some line\n" for i in range(9))) for letter in "abcde"]
+    documents += [documents[0], document("x: too short\n")]
+    prompts = data.held_out_prompts(documents, count=8, prompt_length=12, continuation_length=20, seed=0)
+    texts = [bytes(prompt).decode() for prompt in prompts]
+    assert all(len(text) == 12 and text[2:] == ": some lin" for text in texts)
+    assert {text[0] for text in texts[:5]} == set("abcde")  # a copy gives no second turn
+    assert len(set(texts)) == 8
+    assert all(int(text[1]) <= 6 for text in texts)  # 32 bytes from the start of line 7 would pass the end
+    assert prompts == data.held_out_prompts(documents, count=8, prompt_length=12, continuation_length=20, seed=0)
+
+
+def test_too_few_prompts_are_an_error_with_the_numbers():
+    with pytest.raises(ValueError, match="1 held-out documents hold 2 prompts of 3 tokens with 1 to follow; 3 were"):
+        data.held_out_prompts([document("abc\nabc\n")], count=3, prompt_length=3, continuation_length=1, seed=0)
+    with pytest.raises(ValueError, match="count=0"):
+        data.held_out_prompts([document("abc")], count=0, prompt_length=1, continuation_length=1, seed=0)
+
+
+# Files.
+
+
+def test_the_standard_library_is_found_without_installed_packages():
+    files = data.python_sources()
+    names = [file.relative_to(sysconfig.get_path("stdlib")).as_posix() for file in files]
+    assert {"ast.py", "json/decoder.py"} <= set(names)
+    assert not any("site-packages" in name for name in names)
+    assert files == sorted(files)
+
+
+def test_unusable_files_and_links_out_of_the_folder_are_left_out(tmp_path):
+    folder, outside = tmp_path / "folder", tmp_path / "outside.py"
+    for name, content in {
+        "b/good.py": b"x = 1\n", "a.py": b"y = 2\n", "empty.py": b"", "nul.py": b"a\0", "latin.py": b"\xe4\n",
+        "readme.txt": b"text", "site-packages/p.py": b"z\n",
+    }.items():  # fmt: skip
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    outside.write_text("secret\n")
+    (folder / "out.py").symlink_to(outside)
+    (folder / "same.py").symlink_to(folder / "a.py")
+    (folder / "dangling.py").symlink_to(folder / "nothing.py")
+    assert data.python_sources(folder) == [folder / "a.py", folder / "b/good.py"]
+
+
+def test_a_stripped_standard_library_is_made_up_for_by_installed_packages(tmp_path, monkeypatch):
+    for name in ("stdlib/os.py", "packages/one/core.py"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("pass\n")
+    folders = {"stdlib": "stdlib", "purelib": "packages", "platlib": "packages"}
+    monkeypatch.setattr(data.sysconfig, "get_path", lambda name: str(tmp_path / folders[name]))
+    monkeypatch.setattr(data.site, "getsitepackages", lambda: [str(tmp_path / "packages")])
+    assert data.python_sources() == [tmp_path / "stdlib/os.py", tmp_path / "packages/one/core.py"]
+
+
+def test_a_folder_without_sources_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no Python sources under"):
+        data.python_sources(tmp_path)
+
+
+def test_documents_are_the_bytes_of_their_files(tmp_path):
+    file = tmp_path / "file.py"
+    file.write_bytes("é\n".encode())
+    [only] = data.read_documents([file])
+    assert only.name == str(file) and only.tokens.dtype == np.uint8
+    assert only.tokens.tobytes() == file.read_bytes()
+    file.write_bytes(b"a\0b")
+    with pytest.raises(ValueError, match="is no text to train on"):
+        data.read_documents([file])
