@@ -1,9 +1,15 @@
 """Multi-token prediction in JAX: train MTP modules, decode with them losslessly, on a CPU or a mesh of GPUs."""
 
-from mtpjax.config import DecodeConfig, ModelConfig, TrainConfig, presets
-from mtpjax.decode.generate import generate, speculative_generate
-from mtpjax.decode.result import GenerationResult
-from mtpjax.model import MTPModel, forward, init_params
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mtpjax import train
+    from mtpjax.checkpoint import load
+    from mtpjax.config import DecodeConfig, ModelConfig, TrainConfig, presets
+    from mtpjax.decode.generate import generate, speculative_generate
+    from mtpjax.decode.result import GenerationResult
+    from mtpjax.model import MTPModel, forward, init_params
 
 __all__ = [
     "DecodeConfig",
@@ -14,6 +20,26 @@ __all__ = [
     "forward",
     "generate",
     "init_params",
+    "load",
     "presets",
     "speculative_generate",
+    "train",
 ]
+
+_HOMES = {
+    "checkpoint": ("load",),
+    "config": ("DecodeConfig", "ModelConfig", "TrainConfig", "presets"),
+    "decode.generate": ("generate", "speculative_generate"),
+    "decode.result": ("GenerationResult",),
+    "model": ("MTPModel", "forward", "init_params"),
+}
+
+
+def __getattr__(name: str):
+    """Imports a public name when it is asked for, so that `mtpjax --help` need not wait for JAX."""
+    if name == "train":
+        return importlib.import_module("mtpjax.train")
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"mtpjax.{home}"), name)
+    raise AttributeError(f"module 'mtpjax' has no attribute '{name}'")

@@ -12,8 +12,7 @@ from mtpjax.config import ModelConfig
 from mtpjax.layers.attend import Entries
 
 
-@flax.struct.dataclass
-class Cache:
+class Cache(flax.struct.PyTreeNode):
     """Entries of the committed positions: per layer `key`, `value` `[B, K, S, H]`, or `latent` `[B, S, R+P]`."""
 
     layers: tuple[Entries, ...]

@@ -20,6 +20,11 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
+
+from mtpjax.config import ModelConfig
+from mtpjax.model import MTPModel
+from mtpjax.sharding import shard_params
 
 FORMAT = "mtpjax-checkpoint"
 VERSION = 1
@@ -70,6 +75,27 @@ def save(path, config_dict, params, *, metadata=None):
         _move_in_place(aside, path, old=path.with_name(f".old-{unique}"))
     finally:
         shutil.rmtree(aside, ignore_errors=True)  # gone already unless something failed
+
+
+def save_model(path, model: MTPModel, params: dict, *, metadata=None):
+    """`save` with the model's configuration. Parameters have unrolled layers."""
+    save(path, model.config.to_dict(), params, metadata=metadata)
+
+
+def load(path, *, dtype=None, mesh: Mesh | None = None) -> tuple[MTPModel, dict]:
+    """Reads a model: our checkpoint, or a run folder that holds one. Returns `(model, params)`.
+
+    `dtype=None` keeps what the file holds; `mesh` lays the parameters out over it. Raises `CheckpointError`.
+    """
+    path = pathlib.Path(path)
+    config, params, _ = restore(path / "checkpoint" if is_checkpoint(path / "checkpoint") else path)
+    try:
+        model = MTPModel(ModelConfig.from_dict(config))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} holds no model configuration: {error}") from error
+    if dtype is not None:
+        params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+    return model, params if mesh is None else shard_params(params, mesh)
 
 
 def restore(path):

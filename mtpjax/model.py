@@ -104,8 +104,7 @@ def init_params(model: MTPModel, key: jax.Array) -> dict:
     return params if model.scan_layers else unstack_layers(params, model.config)
 
 
-@flax.struct.dataclass
-class ForwardOutput:
+class ForwardOutput(flax.struct.PyTreeNode):
     """A teacher-forced pass over `[B, T]` tokens. Row i of depth k (index k-1) predicts t[i+k+1]; from T-k on: garbage."""
 
     logits: jax.Array  # [B, T, V] float32

@@ -61,7 +61,8 @@ def speculative_generate(
     if mesh is not None:
         platform = mesh.devices.flat[0].platform
         params, state = shard_params(params, mesh), shard_state(state, mesh)
-    width = verify_width(len(rows), config.num_steps, platform)
+    width = config.min_width or verify_width(len(rows), config.num_steps, platform)
+    width = max(width, config.num_steps + 1)
     with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
         state = decode(
             params, state, model=model, num_steps=config.num_steps, width=width, chunk=config.prefill_chunk
@@ -128,7 +129,7 @@ def _prepare(params, rows, limit: int, model: MTPModel, config: DecodeConfig) ->
     """The state before prefill, with room for the longest sequence and the widest write behind it."""
     lengths = np.array([row.size for row in rows], np.int32)
     limits = np.minimum(lengths + config.max_new_tokens, limit).astype(np.int32)
-    widest = max(config.num_steps + 2, hidden_rows(model, config.num_steps), config.prefill_chunk)
+    widest = max(config.num_steps + 2, config.min_width or 0, hidden_rows(model, config.num_steps), config.prefill_chunk)
     capacity = bucket(int(limits.max()) + widest)
     tokens = np.zeros((len(rows), capacity), np.int32)
     for place, row in zip(tokens, rows, strict=True):
@@ -153,5 +154,10 @@ def _report(state: DecodeState, prompt_lengths: np.ndarray) -> GenerationResult:
 
     counts = {name: host[name] for name in ("steps", "proposed", "accepted", "discarded")}
     stats = DecodeStats(**counts, emitted=lengths)
-    reasons = tuple("stop" if stopped else "length" for stopped in host["stopped"])
-    return GenerationResult(new("tokens"), lengths, new("origin"), reasons, stats)
+    return GenerationResult(
+        tokens=new("tokens"),
+        lengths=lengths,
+        origins=new("origin"),
+        finish_reasons=tuple("stop" if stopped else "length" for stopped in host["stopped"]),
+        stats=stats,
+    )

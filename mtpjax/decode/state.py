@@ -8,8 +8,7 @@ from mtpjax.cache import Cache, empty_cache
 from mtpjax.model import MTPModel
 
 
-@flax.struct.dataclass
-class DecodeState:
+class DecodeState(flax.struct.PyTreeNode):
     """One batch being decoded. Letters: L token slots, E hidden rows kept, K draft levels, M modules in use."""
 
     tokens: jax.Array  # [B, L] int32: committed tokens, behind them drafts and garbage

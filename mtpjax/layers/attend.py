@@ -10,8 +10,7 @@ from mtpjax.layers.rotary import rotary_angles
 Entries = dict[str, jax.Array]  # what a layer keeps per position; also one layer of a cache
 
 
-@flax.struct.dataclass
-class View:
+class View(flax.struct.PyTreeNode):
     """Where the T tokens of a pass stand; the same for all layers."""
 
     angles: tuple[jax.Array, jax.Array]  # cosines and sines, each [B, T, P]
@@ -19,8 +18,7 @@ class View:
     start: jax.Array | None = None  # [B] first cache slot written; None: a pass without a cache
 
 
-@flax.struct.dataclass
-class Recycled:
+class Recycled(flax.struct.PyTreeNode):
     """Memory of a recycled level in a full pass: row i sees `base` up to i, and entry i of every level since.
 
     This is what decoding sees: true entries of the prefix, then the level's own (EAGLE-3's training-time test).

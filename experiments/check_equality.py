@@ -1,0 +1,230 @@
+"""Does speculation change a token? A grid of small models in float32, each against three plain ways of decoding.
+
+    python experiments/check_equality.py [--quick]
+
+A cell is one model shape and draft depth. Its tokens must be those of `generate`, of `plain.py` and the arg-max of the
+full uncached pass, for 64 prompts of ragged lengths, with weights whose drafts are never, sometimes and always right, with a
+stop token at every place of a run, and with every limit up to two rounds. One line per cell; exit code 4 on a difference.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import sys
+import time
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mtpjax import DecodeConfig, ModelConfig, MTPModel, forward, generate, speculative_generate
+from mtpjax.decode.plain import plain_generate
+
+RIGS = ("random", "mixed", "right", "wrong")
+NUM_PROMPTS = 64
+NEW_TOKENS = 24
+LONGEST_PROMPT = 32
+SMALLEST_GAP = 1e-4  # between a greedy token's logit and the next best; float32 sums in another order differ by ~1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    attention: str
+    num_mtp_modules: int
+    num_steps: int
+    mtp_chaining: str = "chain"
+
+    def __str__(self):
+        return f"{self.attention:7} modules {self.num_mtp_modules} {self.mtp_chaining:5} steps {self.num_steps}"
+
+
+GRID = [
+    Cell(attention, modules, steps, chaining)
+    for attention, modules, steps, chaining in itertools.product(
+        ("grouped", "latent"), (1, 2, 3), (1, 2, 3, 4, 5), ("chain", "trunk")
+    )
+    if modules > 1 or chaining == "chain"  # one module has nothing to chain
+]
+COVERING = [  # each pair of values of the grid's four axes, or nearly
+    Cell("grouped", 1, 3),
+    Cell("grouped", 2, 1, "trunk"),
+    Cell("grouped", 3, 5, "chain"),
+    Cell("grouped", 3, 4, "trunk"),
+    Cell("latent", 1, 5),
+    Cell("latent", 2, 4, "chain"),
+    Cell("latent", 2, 3, "trunk"),
+    Cell("latent", 3, 2, "chain"),
+]
+
+
+def small_config(attention: str = "grouped", **changes) -> ModelConfig:
+    """A model of two layers: grouped-query and dense, or latent with experts in the second layer."""
+    values = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    values |= {"intermediate_size": 48, "max_position_embeddings": 256, "num_mtp_modules": 1}
+    if attention == "grouped":
+        values |= {"num_key_value_heads": 2}
+    else:
+        values |= {"q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 10}
+        values |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_shared_experts": 1}
+        values |= {"n_group": 4, "topk_group": 2, "router_correction_bias": True, "first_k_dense_replace": 1}
+        values |= {"rope_interleave": True, "routed_scaling_factor": 2.5}
+    return ModelConfig(attention=attention, **(values | changes))
+
+
+def random_params(model: MTPModel, seed: int = 0) -> dict:
+    """Noise in every parameter, norms and biases too; a leaf depends on its path, shape and `seed` only."""
+
+    def draw(path, leaf):
+        names = [key.key for key in path]
+        noise = np.random.default_rng([seed, zlib.crc32("/".join(names).encode())]).standard_normal(leaf.shape)
+        if names[-1] == "scale":
+            noise = (0 if model.config.zero_centred_norm else 1) + 0.1 * noise
+        elif names[-1] in ("qkv_bias", "correction_bias"):
+            noise = 0.1 * noise
+        elif "embedding" not in names[-1]:
+            fan_in = {"key_up": 2, "value_up": 1}.get(names[-1], int("experts" in names and leaf.ndim > 2))
+            noise = noise / leaf.shape[fan_in] ** 0.5
+        return jnp.asarray(noise, jnp.float32)
+
+    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+    return jax.tree_util.tree_map_with_path(draw, shapes)
+
+
+def rigged_params(model: MTPModel, rig: str, seed: int = 0) -> dict:
+    """Weights whose drafts are right by chance ("random"), "mixed"ly, always ("right") or never ("wrong").
+
+    But for the first, the head is the embedding along one cycle through the vocabulary and the modules look at the newest
+    token, so that trunk and modules say the token's successor. In "right" and "wrong" the blocks add nothing to it; in
+    "mixed" they add enough to miss at times, so that each draft depends on all that the caches hold.
+    """
+    params = random_params(model, seed)
+    if rig == "random":
+        return params
+    strength = 0.6 if rig == "mixed" else 0.0
+    sign = -1.0 if rig == "wrong" else 1.0
+
+    def weaken(path, leaf):
+        name = path[-1].key
+        if name == "project":
+            D = leaf.shape[1]
+            return jnp.concatenate([sign * jnp.eye(D), strength * leaf[D:]])
+        return strength * leaf if name in ("output", "down") else leaf
+
+    embedding = np.asarray(params["embedding"])
+    order = np.random.default_rng(seed).permutation(len(embedding))
+    head = np.zeros_like(embedding.T)
+    head[:, np.roll(order, -1)] = (embedding / np.linalg.norm(embedding, axis=1, keepdims=True))[order].T
+    return {**jax.tree_util.tree_map_with_path(weaken, params), "head": jnp.asarray(head)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """Prompts and how they go on: `rows[i]` has NEW_TOKENS tokens."""
+
+    prompts: list[list[int]]
+    rows: list[list[int]]
+
+    def until(self, max_new_tokens: int, stop_token_ids: tuple[int, ...] = ()) -> list[list[int]]:
+        """The rows, ended by a limit and stop tokens."""
+        ends = ([i + 1 for i, token in enumerate(row) if token in stop_token_ids] + [len(row)] for row in self.rows)
+        return [row[: min(end[0], max_new_tokens)] for row, end in zip(self.rows, ends, strict=True)]
+
+
+def make_reference(attention: str, rig: str, *, lengths: tuple[int, ...], num_plain: int, seed: int = 0) -> Reference:
+    """Prompts of the given lengths, in turn, decoded by `generate`; raises if another plain way disagrees.
+
+    Checked against the full pass and, for `num_plain` prompts, `plain.py`. Prompts with a near tie are left out.
+    """
+    model = MTPModel(small_config(attention, num_mtp_modules=3))
+    params = rigged_params(model, rig, seed)
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(0, 61, size).tolist() for size, _ in zip(itertools.cycle(lengths), range(NUM_PROMPTS + 16))]
+    rows = generate(params, prompts, model=model, config=DecodeConfig(max_new_tokens=NEW_TOKENS)).rows()
+
+    texts = [prompt + row for prompt, row in zip(prompts, rows, strict=True)]
+    padded = np.array([text + [0] * (LONGEST_PROMPT + NEW_TOKENS - len(text)) for text in texts])
+    sizes = np.array([len(text) for text in texts])
+    logits = np.asarray(forward(params, padded, model=model, lengths=sizes, num_depths=0).logits)
+    sorted_logits = np.sort(logits, axis=-1)
+    gaps = sorted_logits[:, :, -1] - sorted_logits[:, :, -2]
+    kept = []
+    for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
+        where = slice(len(prompt) - 1, len(prompt) + NEW_TOKENS - 1)
+        if gaps[number, where].min() < SMALLEST_GAP:
+            continue
+        _require_equal("forward", logits[number, where].argmax(axis=-1).tolist(), row)
+        if len(kept) < num_plain:  # one capacity for all, so that one step is compiled
+            most = LONGEST_PROMPT + NEW_TOKENS - len(prompt)
+            plain = plain_generate(params, prompt, model=model, max_new_tokens=most)
+            _require_equal("plain_generate", plain[:NEW_TOKENS], row)
+        kept.append(number)
+    kept = kept[:NUM_PROMPTS]
+    if len(kept) < NUM_PROMPTS:
+        raise AssertionError(f"{attention} {rig}: only {len(kept)} of {NUM_PROMPTS} prompts are free of near ties")
+    return Reference([prompts[number] for number in kept], [rows[number] for number in kept])
+
+
+def _require_equal(name: str, found: list[int], wanted: list[int]) -> None:
+    if found != wanted:
+        raise AssertionError(f"{name} gives {found}, generate {wanted}")
+
+
+def check_cell(cell: Cell, rig: str, reference: Reference, seed: int = 0) -> tuple[list[str], int, float]:
+    """Differences (one line each), the number of calls compared, and the accept length."""
+    model = MTPModel(
+        small_config(cell.attention, num_mtp_modules=cell.num_mtp_modules, mtp_chaining=cell.mtp_chaining)
+    )
+    params = rigged_params(model, rig, seed)
+    most = 2 * (cell.num_steps + 1)
+    calls: list[dict] = [{"max_new_tokens": NEW_TOKENS}]
+    if rig != "random":
+        calls += [{"max_new_tokens": limit} for limit in range(1, most + 1)]
+        calls += [{"max_new_tokens": NEW_TOKENS, "stop_token_ids": (token,)} for token in reference.rows[0][:most]]
+    differences, accept_length = [], 0.0
+    for call in calls:
+        config = DecodeConfig(num_steps=cell.num_steps, **call)
+        result = speculative_generate(params, reference.prompts, model=model, config=config)
+        result.stats.check()
+        accept_length = accept_length or result.stats.accept_length  # of the first call
+        for number, (found, wanted) in enumerate(zip(result.rows(), reference.until(**call), strict=True)):
+            if found != wanted:
+                differences.append(f"{cell} {rig} {call} prompt {number}: {found}, not {wanted}")
+    return differences, len(calls), accept_length
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the covering subset of the grid, fewer prompt lengths")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(argv)
+    jax.config.update("jax_default_matmul_precision", "highest")
+    began = time.monotonic()
+
+    lengths = (1, 2, 7, 16, 17, LONGEST_PROMPT) if options.quick else tuple(range(1, LONGEST_PROMPT + 1))
+    cells = COVERING if options.quick else GRID
+    references, differing, compared = {}, 0, 0
+    for attention, rig in itertools.product(("grouped", "latent"), RIGS):
+        references[attention, rig] = make_reference(
+            attention, rig, lengths=lengths, num_plain=NUM_PROMPTS, seed=options.seed
+        )
+        print(f"{attention:7} {rig:6} generate == plain == forward ({time.monotonic() - began:.0f} s)", flush=True)
+    for number, cell in enumerate(cells, start=1):
+        found, lengths_by_rig = [], []
+        for rig in RIGS:
+            differences, calls, accept_length = check_cell(cell, rig, references[cell.attention, rig], options.seed)
+            found += differences
+            compared += calls * NUM_PROMPTS
+            lengths_by_rig.append(f"{rig} {accept_length:.2f}")
+        differing += len(found)
+        verdict = f"DIFFERS in {len(found)} rows" if found else "equal"
+        seconds = time.monotonic() - began
+        print(f"{number:2}/{len(cells)} {cell} {verdict}; accept length {', '.join(lengths_by_rig)} ({seconds:.0f} s)")
+        print("\n".join(found[:3]), end="\n" if found else "", flush=True)
+        jax.clear_caches()  # or the programs of the whole grid stay in memory
+    print(f"{len(cells)} cells, {compared} rows compared, {differing} differ ({time.monotonic() - began:.0f} s)")
+    return 4 if differing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""What the parts of a round cost, and the speed-up they allow."""
+
+import dataclasses
+import functools
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mtpjax.cache import commit, empty_cache, read_rows
+from mtpjax.decode.state import hidden_rows
+from mtpjax.layers.attend import cached_view
+from mtpjax.model import MTPModel
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """Seconds of each part, one row: a plain step, and by draft levels K the verifying pass and the modules' intake."""
+
+    plain: float
+    verify: dict[int, float]
+    extend: dict[int, float]
+    draft: float
+
+    def ideal_ratio(self, accept_length: float, num_steps: int) -> float:
+        """`accept length / (verify(W) + extend(W) + (K-1) draft(1))`, in units of a plain step."""
+        round_ = self.verify[num_steps] + self.extend[num_steps] + (num_steps - 1) * self.draft
+        return accept_length * self.plain / round_
+
+
+def measure_costs(
+    params: dict, *, model: MTPModel, num_steps: tuple[int, ...], context: int, capacity: int, passes: int = 128, repeats: int = 5
+) -> Costs:
+    """Times every part in a `while_loop` of its own, interleaved; the median of `repeats`.
+
+    `context` tokens stand in caches of `capacity` slots; `passes` times the widest part must fit behind them or it starts
+    over. One module is assumed for `extend`: with several, each level of `num_steps` is one of them.
+    """
+    levels = sorted(set(num_steps))
+    parts = {("trunk", 1): _time_trunk(params, model, 1, context, capacity, passes)}
+    for level in levels:
+        parts["trunk", level + 1] = _time_trunk(params, model, level + 1, context, capacity, passes)
+        rows = hidden_rows(model, level)
+        parts["module", rows] = _time_module(params, model, rows, context, capacity, passes)
+    parts["module", 1] = _time_module(params, model, 1, context, capacity, passes)
+    seconds: dict = {part: [] for part in parts}
+    for _ in range(repeats):
+        for part, run in parts.items():
+            seconds[part].append(run())
+    median = {part: float(np.median(times)) for part, times in seconds.items()}
+    return Costs(
+        plain=median["trunk", 1],
+        verify={level: median["trunk", level + 1] for level in levels},
+        extend={level: median["module", hidden_rows(model, level)] for level in levels},
+        draft=median["module", 1],
+    )
+
+
+def _time_trunk(params, model, width, context, capacity, passes):
+    """A function that times `passes` trunk passes over `width` tokens with the head over all of them."""
+    config = model.config
+
+    def body(carry):
+        index, tokens, cache = carry
+        start = cache.length + index % max(1, capacity - context - width)
+        view = cached_view(config, start, width, capacity)
+        hidden, _, cache = model.apply({"params": params}, tokens, view, cache, method="run_trunk")
+        logits = model.apply({"params": params}, hidden, method="logits")
+        return index + 1, jnp.argmax(logits, axis=-1).astype(jnp.int32), cache
+
+    dtype = params["embedding"].dtype
+    cache = empty_cache(config, config.num_hidden_layers, 1, capacity, dtype)
+    return _timer(body, jnp.zeros((1, width), jnp.int32), commit(cache, jnp.full(1, context, jnp.int32)), passes)
+
+
+def _time_module(params, model, width, context, capacity, passes):
+    """A function that times `passes` passes of the last module over `width` rows with the head over one of them."""
+    config = model.config
+    index_of_last = config.num_mtp_modules - 1
+
+    def body(carry):
+        index, (tokens, hidden), cache = carry
+        start = cache.length + index % max(1, capacity - context - width)
+        view = cached_view(config, start, width, capacity)
+        after, passed, entries = model.apply(
+            {"params": params}, hidden, tokens, view, cache.layers[0], index=index_of_last, method="run_module"
+        )
+        newest = read_rows(after, index % width + jnp.zeros(1, jnp.int32), 1)
+        logits = model.apply({"params": params}, newest, index=index_of_last, method="logits")
+        draft = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return index + 1, (jnp.broadcast_to(draft, tokens.shape), passed), cache.replace(layers=(entries,))
+
+    dtype = params["embedding"].dtype
+    cache = commit(empty_cache(config, 1, 1, capacity, dtype), jnp.full(1, context, jnp.int32))
+    inputs = jnp.zeros((1, width), jnp.int32), jnp.ones((1, width, config.hidden_size), dtype)
+    return _timer(body, inputs, cache, passes)
+
+
+def _timer(body, inputs, cache, passes):
+    loop = jax.jit(functools.partial(jax.lax.while_loop, lambda carry: carry[0] < passes, body), donate_argnums=0)
+    state = [jax.block_until_ready(loop((jnp.zeros((), jnp.int32), inputs, cache)))]
+
+    def run() -> float:
+        _, inputs, cache = state[0]
+        begin = time.perf_counter()
+        state[0] = jax.block_until_ready(loop((jnp.zeros((), jnp.int32), inputs, cache)))
+        return (time.perf_counter() - begin) / passes
+
+    return run

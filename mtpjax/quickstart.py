@@ -1,0 +1,205 @@
+"""From nothing to a speed-up: train a small model on the interpreter's own sources, decode with it, compare."""
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import pathlib
+from typing import Any
+
+import numpy as np
+import rich.console
+import rich.table
+
+from mtpjax.config import TrainConfig
+from mtpjax.decode.costs import Costs
+from mtpjax.plots import plot_quickstart
+from mtpjax.timing import Worker
+from mtpjax.train.data import held_out_prompts
+from mtpjax.train.loop import TrainResult, train
+from mtpjax.train.panel import is_looping
+
+PROMPT_TOKENS, NEW_TOKENS, CAPACITY = 200, 112, 384  # one bucket with and without the new tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One way to run the decoder: draft levels, threads (0: all), least width of a pass."""
+
+    num_steps: int
+    threads: int
+    min_width: int
+
+
+@dataclasses.dataclass(frozen=True)
+class DepthRow:
+    """What one depth gave; `ratio` against the best plain setting, with its 95 % interval."""
+
+    num_steps: int
+    setting: Setting
+    accept_length: float
+    survival: list[float]
+    tokens_per_second: float
+    ratio: float
+    interval: tuple[float, float]
+    ideal: float
+
+
+def run(config: TrainConfig, *, depths: tuple[int, ...] = (1, 2, 3), rounds: int = 5, num_prompts: int = 10) -> int:
+    """Trains, measures, prints, draws. Returns the exit code: 4 if any speculative text differs from the plain one."""
+    console = rich.console.Console()
+    console.print(f"[bold]1[/] training '{config.preset}' on the standard library of this Python, {_budget(config)}")
+    trained = train(config, panel_depths=max(depths))
+    _print_panel(console, trained)
+
+    console.print("\n[bold]2[/] decoding held-out prompts, plain and speculative, in processes of 1 and of all threads")
+    every = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = (1, 0) if every > 1 else (1,)
+    settings = [Setting(0, thread, width) for thread in threads for width in (1, 2)]
+    settings += [Setting(depth, thread, 1) for depth in depths for thread in threads]
+    with contextlib.ExitStack() as stack:
+        workers = {thread: stack.enter_context(Worker(trained.path, threads=thread)) for thread in threads}
+        with console.status("compiling each setting"):
+            prompts = _find_prompts(workers, settings, trained, num_prompts)
+        seconds, answers = _measure(console, workers, settings, prompts, rounds)
+        identical = all(
+            [row["tokens"] for row in answers[setting]] == [row["tokens"] for row in answers[settings[0]]]
+            for setting in settings
+        )
+        plain = min((setting for setting in settings if not setting.num_steps), key=lambda s: np.median(seconds[s].sum(1)))
+        costs = _measure_costs(workers[plain.threads], depths)
+    rows = [_depth_row(depth, plain, settings, seconds, answers, costs) for depth in depths]
+    best = max(rows, key=lambda row: row.ratio)
+    _print_result(console, plain, seconds[plain], rows, best, identical=identical)
+
+    picture = pathlib.Path(config.output) / "quickstart.png"
+    plot_quickstart(picture, trained.history, rows)
+    console.print(f"\nwrote {config.output}/: metrics.jsonl, checkpoint/, {picture.name}")
+    steps = f"--speculative-num-steps {best.num_steps}"
+    console.print(f"next: [bold]mtpjax generate --model {config.output} --prompt 'def ' {steps}[/]", soft_wrap=True)
+    return 0 if identical else 4
+
+
+def _budget(config: TrainConfig) -> str:
+    return f"{config.seconds:.0f} s" if np.isfinite(config.seconds) else f"{config.steps} steps"
+
+
+def _find_prompts(workers, settings, trained: TrainResult, count: int) -> list[list[int]]:
+    """Held-out prompts whose plain continuation does not loop; every setting is compiled on the way, side by side."""
+    candidates = held_out_prompts(
+        trained.held_out,
+        count=4 * count,
+        prompt_length=PROMPT_TOKENS,
+        continuation_length=NEW_TOKENS,
+        seed=0,
+    )
+    asked = [setting for setting in settings]
+    for setting in asked:
+        _ask(workers, setting, candidates[:1])
+    for setting in asked:
+        workers[setting.threads].answer()
+    _ask(workers, settings[0], candidates)
+    rows = workers[settings[0].threads].answer()["rows"]
+    lively = [prompt for prompt, row in zip(candidates, rows, strict=True) if not is_looping(row["tokens"])]
+    return (lively or candidates)[:count]
+
+
+def _ask(workers: dict[int, Worker], setting: Setting, prompts: list[list[int]]) -> None:
+    workers[setting.threads].ask(
+        {
+            "do": "decode",
+            "prompts": prompts,
+            "max_new_tokens": NEW_TOKENS,
+            "num_steps": setting.num_steps,
+            "min_width": setting.min_width,
+        }
+    )
+
+
+def _measure(console, workers, settings, prompts, rounds: int) -> tuple[dict[Setting, np.ndarray], dict[Setting, Any]]:
+    """Seconds `[rounds, prompts]` of every setting, one after the other within each round, and the texts."""
+    seconds: dict[Setting, list] = {setting: [] for setting in settings}
+    answers = {}
+    with console.status("measuring") as status:
+        for number in range(rounds):
+            status.update(f"measuring: round {number + 1} of {rounds}, {len(prompts)} prompts x {len(settings)} settings")
+            for setting in settings if number % 2 == 0 else reversed(settings):
+                _ask(workers, setting, prompts)
+                answer = workers[setting.threads].answer()
+                seconds[setting].append(answer["seconds"])
+                answers[setting] = answer["rows"]
+    return {setting: np.array(times) for setting, times in seconds.items()}, answers
+
+
+def _measure_costs(worker: Worker, depths: tuple[int, ...]) -> Costs:
+    answer = worker.call(do="costs", num_steps=depths, context=PROMPT_TOKENS + NEW_TOKENS // 2, capacity=CAPACITY)
+    for name in ("verify", "extend"):
+        answer[name] = {int(depth): seconds for depth, seconds in answer[name].items()}
+    return Costs(**answer)
+
+
+def _depth_row(depth: int, plain: Setting, settings, seconds, answers, costs: Costs) -> DepthRow:
+    own = [setting for setting in settings if setting.num_steps == depth]
+    setting = min(own, key=lambda setting: np.median(seconds[setting].sum(1)))
+    rows = answers[setting]
+    steps = sum(row["steps"] for row in rows)
+    accepted = np.sum([row["accepted"] for row in rows], axis=0)
+    accept_length = float(1 + accepted.sum() / steps)
+    pairs = seconds[plain].sum(1) / seconds[setting].sum(1)  # one per round
+    by_prompt = (seconds[plain] / seconds[setting]).ravel()
+    rng = np.random.default_rng(0)
+    medians = np.median(rng.choice(by_prompt, (2000, len(by_prompt))), axis=1)
+    tokens = sum(len(row["tokens"]) - 1 for row in rows)  # the first comes from prefill
+    return DepthRow(
+        num_steps=depth,
+        setting=setting,
+        accept_length=accept_length,
+        survival=(accepted / steps).tolist(),
+        tokens_per_second=tokens / float(np.median(seconds[setting].sum(1))),
+        ratio=float(np.median(pairs)),
+        interval=(float(np.quantile(medians, 0.025)), float(np.quantile(medians, 0.975))),
+        ideal=costs.ideal_ratio(accept_length, depth),
+    )
+
+
+def _print_panel(console, trained: TrainResult) -> None:
+    panel = trained.panel
+    table = rich.table.Table(title="acceptance panel: held-out files, teacher-forced, all positions", title_style="")
+    for heading in ("draft level", "bits/byte", "agrees with trunk", "survives (this and all before)"):
+        table.add_column(heading, justify="right")
+    table.add_row("trunk", f"{panel.bits_per_token[0]:.2f}", "", "")
+    for level, row in enumerate(zip(panel.bits_per_token[1:], panel.agreement, panel.survival, strict=True), 1):
+        table.add_row(str(level), f"{row[0]:.2f}", f"{row[1]:.3f}", f"{row[2]:.3f}")
+    console.print(table)
+
+
+def _print_result(console, plain: Setting, plain_seconds, rows: list[DepthRow], best: DepthRow, *, identical: bool) -> None:
+    def threads(setting: Setting) -> str:
+        return "1" if setting.threads == 1 else "all"
+
+    table = rich.table.Table(title="greedy decoding at batch 1 of held-out prompts that do not loop", title_style="")
+    for heading in ("drafts", "threads", "accept length", "survival per level", "tokens/s", "ratio to plain", "ideal"):
+        table.add_column(heading, justify="right")
+    count = plain_seconds.shape[1] * (NEW_TOKENS - 1)
+    plain_rate = count / float(np.median(plain_seconds.sum(1)))
+    padded = ", 2 rows" if plain.min_width == 2 else ""
+    table.add_row("0 (best plain)", threads(plain) + padded, "1.00", "", f"{plain_rate:.0f}", "1.00", "1.00")
+    for row in rows:
+        low, high = row.interval
+        table.add_row(
+            str(row.num_steps),
+            threads(row.setting),
+            f"{row.accept_length:.2f}",
+            " ".join(f"{rate:.2f}" for rate in row.survival),
+            f"{row.tokens_per_second:.0f}",
+            f"{row.ratio:.2f} ({low:.2f}-{high:.2f})",
+            f"{row.ideal:.2f}",
+        )
+    console.print(table)
+    console.print(f"identical: {'yes' if identical else 'NO'}", style="bold green" if identical else "bold red")
+    low, high = best.interval
+    console.print(
+        f"speculative/plain: {best.ratio:.2f} ({low:.2f}-{high:.2f}) with {best.num_steps} drafts; "
+        f"{best.ratio / best.ideal:.2f} of the ideal {best.ideal:.2f}",
+        soft_wrap=True,
+    )

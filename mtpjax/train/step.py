@@ -1,0 +1,102 @@
+"""One jitted update."""
+
+import functools
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+import optax.contrib
+
+from mtpjax.config import TrainConfig
+from mtpjax.model import MTPModel, forward
+from mtpjax.train.data import Batch
+from mtpjax.train.losses import multi_depth_loss
+
+
+class TrainState(flax.struct.PyTreeNode):
+    """What an update changes. Parameters have stacked trunk layers."""
+
+    params: dict
+    optimizer: optax.OptState
+    step: jax.Array  # [] int32
+
+
+def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    """Clipped AdamW, or Muon for the matrices inside the layers and AdamW for the rest, at learning rate 1.
+
+    `train_step` scales the update, so that a run can end by the clock.
+    """
+    if config.optimizer == "muon":
+        core = optax.contrib.muon(
+            1.0,
+            weight_decay=config.weight_decay,
+            adam_b2=0.95,
+            adam_weight_decay=config.weight_decay,
+            muon_weight_dimension_numbers=_muon_axes,
+            consistent_rms=0.2,  # the size of Adam's updates, so that one learning rate serves both (2502.16982)
+        )
+    else:
+        core = optax.adamw(1.0, b2=0.95, weight_decay=config.weight_decay, mask=_is_matrix)
+    return optax.chain(optax.clip_by_global_norm(config.gradient_clip), core)
+
+
+def _is_matrix(params: dict) -> dict:
+    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+
+
+def _muon_axes(params: dict) -> dict:
+    """Which axes of each matrix inside a layer go in and out; None (AdamW) for embedding, head, norms and routers."""
+    axes = {  # counted from the end, since layers and experts are stacked in front
+        "qkv": ((-4,), (-3, -2, -1)),
+        "gate_up": ((-3,), (-2, -1)),
+        "key_up": ((-1,), (-2,)),
+    }
+    plain = ("output", "down", "project", "query", "query_down", "query_up", "latent_down", "value_up")
+
+    def of(path, leaf):
+        del leaf
+        name = path[-1].key
+        if name in axes or name in plain:
+            return optax.contrib.MuonDimensionNumbers(*axes.get(name, ((-2,), (-1,))))
+        return None
+
+    return jax.tree_util.tree_map_with_path(of, params)
+
+
+def train_step(
+    state: TrainState,
+    batch: Batch,
+    learning_rate: jax.Array,
+    mtp_scale: jax.Array,
+    *,
+    model: MTPModel,
+    optimizer: optax.GradientTransformation,
+    num_depths: int,
+    attention_layout: str,
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """Loss, gradients, update. Returns the losses per depth (nats) and the gradient norm beside the new state.
+
+    An update that is not finite is skipped and reported as such.
+    """
+
+    def loss_of(params):
+        output = forward(
+            params,
+            batch.tokens,
+            model=model,
+            segment_ids=batch.segment_ids,
+            num_depths=num_depths,
+            attention_layout=attention_layout,
+        )
+        return multi_depth_loss(output, *batch, mtp_scale=mtp_scale)
+
+    (loss, losses), gradients = jax.value_and_grad(loss_of, has_aux=True)(state.params)
+    norm = optax.global_norm(gradients)
+    updates, new_optimizer = optimizer.update(gradients, state.optimizer, state.params)
+    new_params = optax.apply_updates(state.params, jax.tree.map(lambda update: learning_rate * update, updates))
+    is_finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+    new = TrainState(new_params, new_optimizer, state.step)
+    kept = jax.tree.map(lambda after, before: jnp.where(is_finite, after, before), new, state)
+    metrics = {"losses": losses, "gradient_norm": norm, "is_finite": is_finite}
+    return kept.replace(step=state.step + 1), metrics
