@@ -21,6 +21,7 @@ import numpy as np
 from mtpjax import DecodeConfig, ModelConfig, MTPModel, forward, generate, speculative_generate
 from mtpjax.decode.plain import plain_generate
 
+MIXED_STRENGTH = {"grouped": 1.5, "latent": 0.15}  # each draft level is accepted and rejected often
 RIGS = ("random", "mixed", "right", "wrong")
 NUM_PROMPTS = 64
 NEW_TOKENS = 24
@@ -101,7 +102,7 @@ def rigged_params(model: MTPModel, rig: str, seed: int = 0) -> dict:
     params = random_params(model, seed)
     if rig == "random":
         return params
-    strength = 0.6 if rig == "mixed" else 0.0
+    strength = MIXED_STRENGTH[model.config.attention] if rig == "mixed" else 0.0
     sign = -1.0 if rig == "wrong" else 1.0
 
     def weaken(path, leaf):
@@ -181,12 +182,15 @@ def check_cell(cell: Cell, rig: str, reference: Reference, seed: int = 0) -> tup
     if rig != "random":
         calls += [{"max_new_tokens": limit} for limit in range(1, most + 1)]
         calls += [{"max_new_tokens": NEW_TOKENS, "stop_token_ids": (token,)} for token in reference.rows[0][:most]]
+    expected_length = {"right": cell.num_steps + 1, "wrong": 1}.get(rig)
     differences, accept_length = [], 0.0
     for call in calls:
         config = DecodeConfig(num_steps=cell.num_steps, **call)
         result = speculative_generate(params, reference.prompts, model=model, config=config)
         result.stats.check()
         accept_length = accept_length or result.stats.accept_length  # of the first call
+        if expected_length and result.stats.steps.any() and result.stats.accept_length != expected_length:
+            differences.append(f"{cell} {rig} {call}: accept length {result.stats.accept_length}, not {expected_length}")
         for number, (found, wanted) in enumerate(zip(result.rows(), reference.until(**call), strict=True)):
             if found != wanted:
                 differences.append(f"{cell} {rig} {call} prompt {number}: {found}, not {wanted}")

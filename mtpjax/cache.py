@@ -7,6 +7,7 @@ committing a chain only moves `length`, since the entries already stand in place
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from mtpjax.config import ModelConfig
 from mtpjax.layers.attend import Entries
@@ -49,8 +50,15 @@ def read_rows(buffer: jax.Array, start: jax.Array, width: int) -> jax.Array:
 
 
 def append(entries: Entries, new: Entries, start: jax.Array) -> Entries:
-    """One layer with `new` written from slot `start [B]` on. The slot axis is the last but one."""
-    return {name: write_rows(entries[name], new[name], start, axis=new[name].ndim - 2) for name in entries}
+    """One layer with `new` written from slot `start [B]` on. The slot axis is the last but one.
+
+    On one device the layout is pinned: left free, XLA for a GPU turns whole caches around at the loop's entry and exit.
+    (Over a mesh it is not: the partitioner would gather the array.)
+    """
+    written = {name: write_rows(entries[name], new[name], start, axis=new[name].ndim - 2) for name in entries}
+    if jax.sharding.get_abstract_mesh().size > 1:
+        return written
+    return {name: with_layout_constraint(array, Layout(tuple(range(array.ndim)))) for name, array in written.items()}
 
 
 def commit(cache: Cache, length: jax.Array) -> Cache:

@@ -28,7 +28,7 @@ class Setting:
 
     num_steps: int
     threads: int
-    min_width: int
+    min_rows: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +111,7 @@ def _ask(workers: dict[int, Worker], setting: Setting, prompts: list[list[int]])
             "prompts": prompts,
             "max_new_tokens": NEW_TOKENS,
             "num_steps": setting.num_steps,
-            "min_width": setting.min_width,
+            "min_rows": setting.min_rows,
         }
     )
 
@@ -182,7 +182,7 @@ def _print_result(console, plain: Setting, plain_seconds, rows: list[DepthRow], 
         table.add_column(heading, justify="right")
     count = plain_seconds.shape[1] * (NEW_TOKENS - 1)
     plain_rate = count / float(np.median(plain_seconds.sum(1)))
-    padded = ", 2 rows" if plain.min_width == 2 else ""
+    padded = ", 2 rows" if plain.min_rows == 2 else ""
     table.add_row("0 (best plain)", threads(plain) + padded, "1.00", "", f"{plain_rate:.0f}", "1.00", "1.00")
     for row in rows:
         low, high = row.interval

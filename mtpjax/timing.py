@@ -49,12 +49,12 @@ class Worker:
         return self.answer()
 
 
-def _decode(model, params, *, prompts, max_new_tokens: int, num_steps: int, min_width: int, repeats: int = 1) -> dict[str, Any]:
+def _decode(model, params, *, prompts, max_new_tokens: int, num_steps: int, min_rows: int, repeats: int = 1) -> dict[str, Any]:
     """Decodes the prompts one by one; the seconds of each beyond those of its prefill and first token (medians)."""
     from mtpjax.config import DecodeConfig
     from mtpjax.decode.generate import speculative_generate
 
-    config = DecodeConfig(max_new_tokens=max_new_tokens, num_steps=num_steps, min_width=min_width)
+    config = DecodeConfig(max_new_tokens=max_new_tokens, num_steps=num_steps, min_rows=min_rows)
     first_only = dataclasses.replace(config, max_new_tokens=1)
     rows, seconds = [], []
     for prompt in prompts:

@@ -6,10 +6,13 @@ import os
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import functools
+
 import jax
 import pytest
 
-from mtpjax import compat
+from experiments import check_equality
+from mtpjax import MTPModel, compat
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
@@ -18,6 +21,26 @@ jax.config.update("jax_default_matmul_precision", "highest")
 @pytest.fixture
 def key():
     return jax.random.key(0)
+
+
+@pytest.fixture(scope="module")
+def quick_compile():
+    """Leaves out LLVM's optimisations, most of a small program's compile time. What XLA itself does stays the same."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="session")
+def small():
+    """`small(attention, rig, **config changes)` -> model and parameters, see `experiments/check_equality.py`."""
+
+    @functools.cache
+    def make(attention="grouped", rig="random", **changes):
+        model = MTPModel(check_equality.small_config(attention, **changes))
+        return model, check_equality.rigged_params(model, rig)
+
+    return make
 
 
 def pytest_runtest_setup(item):

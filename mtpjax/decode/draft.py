@@ -11,7 +11,7 @@ from mtpjax.layers.attend import cached_view
 from mtpjax.model import MTPModel
 
 
-def propose(params: dict, state: DecodeState, *, model: MTPModel, num_steps: int) -> DecodeState:
+def propose(params: dict, state: DecodeState, *, model: MTPModel, num_steps: int, min_rows: int) -> DecodeState:
     """Writes `num_steps` drafted tokens behind the committed ones.
 
     Level k <= M is module k over all rows of true hidden at once, so what it had written from drafts is overwritten; its
@@ -40,15 +40,27 @@ def propose(params: dict, state: DecodeState, *, model: MTPModel, num_steps: int
             row = jnp.clip(newest - start, 0, rows - 1)
             after, passed = read_rows(after, row, 1), read_rows(carried, row, 1)
         else:
-            step_view = cached_view(model.config, newest + level - in_use, 1, capacity)
+            step_view = cached_view(model.config, newest + level - in_use, min_rows, capacity)
             after, passed, entries = apply(
-                passed, draft, step_view, caches[index].layers[0], index=index, method="run_module"
+                _pad(passed, min_rows),
+                _pad(draft, min_rows),
+                step_view,
+                caches[index].layers[0],
+                index=index,
+                method="run_module",
             )
+            after, passed = after[:, :1], passed[:, :1]
         caches[index] = caches[index].replace(layers=(entries,))
-        draft = jnp.argmax(apply(after, index=index, method="logits"), axis=-1).astype(jnp.int32)  # [B, 1]
+        logits = apply(_pad(after, min_rows), index=index, method="logits")
+        draft = jnp.argmax(logits[:, :1], axis=-1).astype(jnp.int32)  # [B, 1]
         tokens = write_rows(tokens, draft, state.length + level - 1)
     modules = tuple(commit(cache, jnp.maximum(state.length - 1 - index, 0)) for index, cache in enumerate(caches))
     return state.replace(tokens=tokens, modules=modules)
+
+
+def _pad(rows: jax.Array, count: int) -> jax.Array:
+    """The one row of `[B, 1, ...]` with zero rows behind it, `count` in all."""
+    return jnp.pad(rows, ((0, 0), (0, count - 1), *((0, 0) for _ in rows.shape[2:])))
 
 
 def keep_hidden(state: DecodeState, new: jax.Array, length: jax.Array, *, in_use: int) -> DecodeState:

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mtpjax.config import DecodeConfig
-from mtpjax.decode.loop import decode, verify_width
+from mtpjax.decode.loop import decode, least_rows
 from mtpjax.decode.result import DecodeStats, GenerationResult
 from mtpjax.decode.state import DecodeState, hidden_rows, init_state
 from mtpjax.model import MTPModel
@@ -61,11 +61,10 @@ def speculative_generate(
     if mesh is not None:
         platform = mesh.devices.flat[0].platform
         params, state = shard_params(params, mesh), shard_state(state, mesh)
-    width = config.min_width or verify_width(len(rows), config.num_steps, platform)
-    width = max(width, config.num_steps + 1)
+    min_rows = config.min_rows or least_rows(len(rows), platform)
     with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
         state = decode(
-            params, state, model=model, num_steps=config.num_steps, width=width, chunk=config.prefill_chunk
+            params, state, model=model, num_steps=config.num_steps, min_rows=min_rows, chunk=config.prefill_chunk
         )
     return _report(state, np.array([len(row) for row in rows]))
 
@@ -129,7 +128,7 @@ def _prepare(params, rows, limit: int, model: MTPModel, config: DecodeConfig) ->
     """The state before prefill, with room for the longest sequence and the widest write behind it."""
     lengths = np.array([row.size for row in rows], np.int32)
     limits = np.minimum(lengths + config.max_new_tokens, limit).astype(np.int32)
-    widest = max(config.num_steps + 2, config.min_width or 0, hidden_rows(model, config.num_steps), config.prefill_chunk)
+    widest = max(config.num_steps + 2, config.min_rows or 0, hidden_rows(model, config.num_steps), config.prefill_chunk)
     capacity = bucket(int(limits.max()) + widest)
     tokens = np.zeros((len(rows), capacity), np.int32)
     for place, row in zip(tokens, rows, strict=True):

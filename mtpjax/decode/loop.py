@@ -51,6 +51,7 @@ def prefill(params: dict, state: DecodeState, *, model: MTPModel, chunk: int) ->
     _, trunk, modules, hidden = jax.lax.while_loop(
         lambda carry: carry[0] < num_chunks, take_in, (0, state.trunk, state.modules, state.hidden)
     )
+    modules = tuple(commit(cache, jnp.maximum(state.length - 1 - index, 0)) for index, cache in enumerate(modules))
     last = read_rows(hidden, state.length - 1 - kept, 1)
     first = jnp.argmax(apply(apply(last, method="after_final_norm"), method="logits"), axis=-1).astype(jnp.int32)
     state = state.replace(trunk=trunk, modules=modules, hidden=hidden, hidden_start=kept)
@@ -58,26 +59,26 @@ def prefill(params: dict, state: DecodeState, *, model: MTPModel, chunk: int) ->
     return state.replace(trunk=commit(trunk, state.length - 1))
 
 
-def verify_width(batch: int, num_steps: int, platform: str) -> int:
-    """Tokens per row in a verifying pass: the pending one and the drafts.
+def least_rows(batch: int, platform: str) -> int:
+    """Fewest rows worth passing through a model: on a GPU a lone one gets another beside it, which is thrown away.
 
-    A lone token gets a second beside it, thrown away, on a GPU: there XLA writes the product of one row with a matrix out
-    as an elementwise product the size of the matrix.
+    There XLA writes the product of one row with a matrix out as an elementwise product the size of the matrix.
     """
-    return max(num_steps + 1, 2 if batch == 1 and platform != "cpu" else 1)
+    return 2 if batch == 1 and platform != "cpu" else 1
 
 
-def run_round(params: dict, state: DecodeState, *, model: MTPModel, num_steps: int, width: int) -> DecodeState:
+def run_round(params: dict, state: DecodeState, *, model: MTPModel, num_steps: int, min_rows: int) -> DecodeState:
     """One round for every row that is not done: drafts, one trunk pass, acceptance, commit."""
     apply = functools.partial(model.apply, {"params": params})
     if num_steps:
-        state = propose(params, state, model=model, num_steps=num_steps)
+        state = propose(params, state, model=model, num_steps=num_steps, min_rows=min_rows)
     start = state.length - 1
+    width = max(num_steps + 1, min_rows)
     view = cached_view(model.config, start, width, state.tokens.shape[1])
     nodes = read_rows(state.tokens, start, width)
     hidden, before, trunk = apply(nodes, view, state.trunk, method="run_trunk")
-    hidden, before, nodes = (array[:, : num_steps + 1] for array in (hidden, before, nodes))
     choices = jnp.argmax(apply(hidden, method="logits"), axis=-1).astype(jnp.int32)
+    hidden, before, nodes, choices = (array[:, : num_steps + 1] for array in (hidden, before, nodes, choices))
 
     count = accept_greedy(nodes[:, 1:], choices)
     is_running = ~state.done
@@ -116,11 +117,11 @@ def _emit(state: DecodeState, candidates: jax.Array, count: jax.Array) -> tuple[
     ), emitted
 
 
-@functools.partial(jax.jit, static_argnames=("model", "num_steps", "width", "chunk"), donate_argnames=("state",))
+@functools.partial(jax.jit, static_argnames=("model", "num_steps", "min_rows", "chunk"), donate_argnames=("state",))
 def decode(
-    params: dict, state: DecodeState, *, model: MTPModel, num_steps: int, width: int, chunk: int
+    params: dict, state: DecodeState, *, model: MTPModel, num_steps: int, min_rows: int, chunk: int
 ) -> DecodeState:
     """From prompts to the end of every row, in one call without a trip to the host. `state` is donated."""
     state = prefill(params, state, model=model, chunk=chunk)
-    round_ = functools.partial(run_round, params, model=model, num_steps=num_steps, width=width)
+    round_ = functools.partial(run_round, params, model=model, num_steps=num_steps, min_rows=min_rows)
     return jax.lax.while_loop(lambda state: ~state.done.all(), lambda state: round_(state), state)

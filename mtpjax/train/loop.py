@@ -93,25 +93,23 @@ def train(config: TrainConfig, *, panel_depths: int | None = None, evaluations: 
 
         last_time, last_step, number, progress = begin, 0, 0, 0.0
         while progress < 1:
-            elapsed = time.perf_counter() - begin
             scale = mtp_scale_at(
                 progress, scale=config.mtp_loss_scale, final=config.mtp_loss_scale_final, switch=config.mtp_loss_switch
             )
-            batch = next(stream)
-            state, metrics = step(state, batch, learning_rate_at(progress, config), scale)
+            state, metrics = step(state, next(stream), learning_rate_at(progress, config), scale)
+            jax.block_until_ready(metrics)
             number += 1
+            now = time.perf_counter()
+            before, progress = progress, min(max(number / config.steps, (now - begin) / config.seconds), 1.0)
             if number % config.log_every == 0:
-                losses = jax.device_get(metrics["losses"]) / math.log(2)
                 if not metrics["is_finite"]:
-                    raise FloatingPointError(f"the loss is not finite at step {number}: lower learning_rate {config.learning_rate}")
-                now = time.perf_counter()
+                    raise FloatingPointError(f"step {number} is not finite: lower learning_rate {config.learning_rate}")
                 rate = (number - last_step) * tokens_per_step / (now - last_time)
                 last_time, last_step = now, number
-                row = {"step": number, "seconds": now - begin, "bits": losses.tolist(), "tokens_per_second": rate}
+                bits = (jax.device_get(metrics["losses"]) / math.log(2)).tolist()
+                row = {"step": number, "seconds": now - begin, "bits": bits, "tokens_per_second": rate}
                 record(row)
                 show(progress, row)
-            elapsed = time.perf_counter() - begin
-            before, progress = progress, min(max(number / config.steps, elapsed / config.seconds), 1.0)
             if math.floor(progress * evaluations) > math.floor(before * evaluations) and progress < 1:
                 evaluate(number)
                 last_time, last_step = time.perf_counter(), number

@@ -92,7 +92,7 @@ def train_step(
         return multi_depth_loss(output, *batch, mtp_scale=mtp_scale)
 
     (loss, losses), gradients = jax.value_and_grad(loss_of, has_aux=True)(state.params)
-    norm = optax.global_norm(gradients)
+    norm = optax.tree.norm(gradients)
     updates, new_optimizer = optimizer.update(gradients, state.optimizer, state.params)
     new_params = optax.apply_updates(state.params, jax.tree.map(lambda update: learning_rate * update, updates))
     is_finite = jnp.isfinite(norm) & jnp.isfinite(loss)

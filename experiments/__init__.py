@@ -1,0 +1,1 @@
+"""One script per question, each with its command and what it measured."""

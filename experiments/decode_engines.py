@@ -1,0 +1,170 @@
+"""The engines that `bench_decode` measures. Each runs in a process of its own, which answers one request per line.
+
+`python -m experiments.decode_engines NAME THREADS SHAPE FOLDER` reads and writes JSON. With one thread the process
+pins itself to one core before it loads the engine.
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+
+class _Clock:
+    """Wall clock, CPU time, and how long the threads stood in line for a core: other programs' doing."""
+
+    def __init__(self):
+        self.begin = self._now()
+
+    def _now(self) -> tuple[float, float, float]:
+        waited = 0
+        for task in pathlib.Path("/proc/self/task").glob("*/schedstat"):
+            waited += int(task.read_text().split()[1])
+        return time.perf_counter(), time.process_time(), waited * 1e-9
+
+    def read(self) -> dict[str, float]:
+        names = ("seconds", "cpu_seconds", "waited_seconds")
+        return {name: now - begin for name, begin, now in zip(names, self.begin, self._now(), strict=True)}
+
+
+class Mtpjax:
+    """`generate` and `speculative_generate`."""
+
+    def __init__(self, shape: str, folder: pathlib.Path):
+        import jax
+
+        from experiments.decode_checkpoints import SHAPES, read_params
+        from mtpjax import MTPModel
+
+        self.model = MTPModel(SHAPES[shape])
+        self.params = {
+            name: jax.device_put(read_params(folder / name, self.model.config)) for name in ("random", "rigged")
+        }
+        self.versions = {name: _version(name) for name in ("mtpjax", "jax", "jaxlib")}
+
+    def run(self, weights: str, prompts: list[list[int]], num_steps: int, new_tokens: int) -> dict[str, Any]:
+        from mtpjax import DecodeConfig, generate, speculative_generate
+
+        # One prefill pass; with it a call for one token has the same cache as the call for all, and compiles once.
+        config = DecodeConfig(max_new_tokens=new_tokens, num_steps=num_steps, prefill_chunk=len(prompts[0]))
+        call = speculative_generate if num_steps else generate
+        clock = _Clock()
+        result = call(self.params[weights], prompts, model=self.model, config=config)
+        return {**clock.read(), "tokens": result.rows(), "accept_length": result.stats.accept_length}
+
+
+class Transformers:
+    """`generate()`, with `use_mtp` where drafts are asked for (DeepSeek, batch 1, one draft per step)."""
+
+    def __init__(self, shape: str, folder: pathlib.Path, threads: int):
+        import torch
+        import transformers
+
+        torch.set_num_threads(threads)
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        self.models = {}
+        for name in ("random", "rigged"):
+            model = transformers.AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
+            layers = model.config.num_hidden_layers
+            # MTP weights are found by this pattern, which the class fixes to the 61 layers of the published model.
+            model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{layers}\..*"]
+            self.models[name] = model.eval()
+        self.versions = {name: _version(name) for name in ("torch", "transformers")}
+
+    def run(self, weights: str, prompts: list[list[int]], num_steps: int, new_tokens: int) -> dict[str, Any]:
+        import torch
+
+        ids = torch.tensor(prompts)
+        options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
+        if num_steps:
+            options["use_mtp"] = True
+        clock = _Clock()
+        with torch.inference_mode():
+            output = self.models[weights].generate(ids, attention_mask=torch.ones_like(ids), **options)
+        return {**clock.read(), "tokens": output[:, ids.shape[1] :].tolist()}
+
+
+class Memory:
+    """Not an engine: how fast these threads read memory."""
+
+    def __init__(self, threads: int):
+        from concurrent.futures import ThreadPoolExecutor
+
+        import numpy as np
+
+        self.pool = ThreadPoolExecutor(threads)
+        self.parts = np.array_split(np.ones(512 * 2**18, np.float32), threads)  # 512 MB
+        self.versions = {"numpy": np.__version__}
+
+    def run(self) -> dict[str, Any]:
+        """Bytes per second of the best of three passes over 512 MB."""
+
+        def measure() -> float:
+            begin = time.perf_counter()
+            list(self.pool.map(lambda part: part.max(), self.parts))  # NumPy lets go of the interpreter lock
+            return sum(part.nbytes for part in self.parts) / (time.perf_counter() - begin)
+
+        return {"bandwidth": max(measure() for _ in range(3))}
+
+
+class Child:
+    """The other side: an engine's process, which `ask` sends a request to and waits for."""
+
+    def __init__(self, name: str, threads: int, shape: str, folder: pathlib.Path):
+        command = [sys.executable, "-m", "experiments.decode_engines", name, str(threads), shape, str(folder)]
+        self.name, self.log = name, tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the child)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True
+        )
+        self.versions = self._reply()
+
+    def ask(self, **request) -> dict:
+        assert self.process.stdin
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return self._reply()
+
+    def close(self) -> None:
+        self.process.communicate()
+        self.log.close()
+
+    def _reply(self) -> dict:
+        assert self.process.stdout
+        line = self.process.stdout.readline()
+        if not line:
+            self.log.seek(0)
+            raise SystemExit(f"{self.name} ended without an answer: {self.log.read().strip()[-2000:]}")
+        return json.loads(line)
+
+
+def _version(name: str) -> str:
+    from importlib.metadata import version
+
+    return version(name)
+
+
+def main() -> None:
+    name, threads, shape, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3], pathlib.Path(sys.argv[4])
+    if threads == 1:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a library prints is no reply
+    if name == "mtpjax":
+        engine = Mtpjax(shape, folder)
+    elif name == "transformers":
+        engine = Transformers(shape, folder, threads)
+    else:
+        engine = Memory(threads)
+    print(json.dumps(engine.versions), file=replies, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(engine.run(**json.loads(line))), file=replies, flush=True)
+
+
+if __name__ == "__main__":
+    main()

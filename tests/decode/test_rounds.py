@@ -1,0 +1,125 @@
+"""After every round each cache holds what a teacher-forced pass over the committed text gives, and the rest is not read."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mtpjax.cache import empty_cache
+from mtpjax.decode.loop import decode, prefill, run_round
+from mtpjax.decode.state import init_state
+from mtpjax.layers.attend import cached_view, full_view
+from mtpjax.model import shift_left
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+CAPACITY = 64
+LENGTHS = np.array([1, 2, 3, 9, 16, 21], np.int32)  # shorter than the modules reach, and over several chunks
+LIMITS = LENGTHS + np.array([25, 28, 9, 30, 18, 27], np.int32)
+LARGE = 1e30  # finite, so that zero weight times it is zero; any weight above 1e-30 shows
+
+CASES = [  # attention, modules, chaining, steps
+    ("grouped", 1, "chain", 3),
+    ("grouped", 2, "trunk", 2),
+    ("grouped", 3, "chain", 4),
+    ("grouped", 3, "chain", 2),  # the third module is left out
+    ("latent", 1, "chain", 2),
+    ("latent", 2, "chain", 3),
+    ("latent", 3, "trunk", 3),
+]
+
+
+def start_state(model, num_steps):
+    tokens = np.random.default_rng(1).integers(0, 61, (len(LENGTHS), CAPACITY)).astype(np.int32)
+    arrays = (jnp.asarray(array) for array in (tokens, LENGTHS, LIMITS, np.full(8, -1, np.int32)))
+    return init_state(*arrays, model=model, num_steps=num_steps, dtype=jnp.float32)
+
+
+def spoil(state):
+    """Every place whose content has no meaning, filled with what would show."""
+
+    def from_length_on(cache):
+        is_beyond = jnp.arange(CAPACITY)[None, :] >= cache.length[:, None]
+
+        def fill(entries):
+            shape = (entries.shape[0], *[1] * (entries.ndim - 3), CAPACITY, 1)
+            return jnp.where(is_beyond.reshape(shape), LARGE, entries)
+
+        return cache.replace(layers=jax.tree.map(fill, cache.layers))
+
+    is_text = jnp.arange(CAPACITY)[None, :] < state.length[:, None]
+    position = state.hidden_start[:, None] + jnp.arange(state.hidden.shape[1])[None, :]
+    is_known = position < state.length[:, None] - 1
+    return state.replace(
+        tokens=jnp.where(is_text, state.tokens, 60),
+        origin=jnp.where(is_text, state.origin, 99),
+        trunk=from_length_on(state.trunk),
+        modules=tuple(from_length_on(cache) for cache in state.modules),
+        hidden=jnp.where(is_known[:, :, None], state.hidden, 1e4),  # whose square is finite
+    )
+
+
+def teacher_forced(params, tokens, *, model, num_modules):
+    """What follows each token, and entries of the trunk's layers and of each module: one pass over whole rows."""
+    apply = functools.partial(model.apply, {"params": params})
+    cache = empty_cache(model.config, model.config.num_hidden_layers, *tokens.shape)
+    view = cached_view(model.config, cache.length, CAPACITY, CAPACITY)
+    hidden, before, cache = apply(tokens, view, cache, method="run_trunk")
+    choices = jnp.argmax(apply(hidden, method="logits"), axis=-1)
+    entering = carried = apply(hidden, before, method="entering")
+    view, modules = full_view(model.config, jnp.ones_like(tokens)), []
+    for index in range(num_modules):
+        source = entering if model.config.mtp_chaining == "trunk" else carried
+        _, carried, entries = apply(source, shift_left(tokens, index + 1), view, index=index, method="run_module")
+        modules.append((entries,))
+    return choices, cache.layers, modules
+
+
+def assert_same_entries(found, wanted, lengths):
+    """The first `lengths` slots, within 1e-5 of the largest: float32 sums in another order."""
+    for entries, expected in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        for row, length in enumerate(lengths):
+            kept, true = entries[row, ..., :length, :], expected[row, ..., :length, :]
+            np.testing.assert_allclose(kept, true, rtol=1e-5, atol=1e-5 * np.abs(true).max(initial=0))
+
+
+@pytest.mark.parametrize(("attention", "num_modules", "chaining", "num_steps"), CASES)
+def test_every_cache_equals_a_teacher_forced_prefill(attention, num_modules, chaining, num_steps, small):
+    model, params = small(attention, "mixed", num_mtp_modules=num_modules, mtp_chaining=chaining)
+    begin = jax.jit(lambda params, state: prefill(params, spoil(state), model=model, chunk=8))
+    keywords = {"model": model, "num_steps": num_steps, "min_rows": 1}
+    advance = jax.jit(lambda params, state: run_round(params, spoil(state), **keywords))
+    in_use = min(num_modules, num_steps)
+    truth = jax.jit(functools.partial(teacher_forced, model=model, num_modules=in_use))
+
+    state = jax.device_get(begin(params, start_state(model, num_steps)))
+    counts = set()
+    while not state.done.all():
+        before = state
+        state = jax.device_get(advance(params, state))
+        counts |= set((state.accepted - before.accepted).sum(axis=1)[~before.done].tolist())
+        choices, trunk, modules = jax.device_get(truth(params, state.tokens))
+        assert (state.trunk.length == state.length - 1).all()
+        assert_same_entries(state.trunk.layers, trunk, state.trunk.length)
+        for index, (cache, expected) in enumerate(zip(state.modules, modules, strict=True)):
+            # The text as it was when the modules took it in: its last token had no hidden yet.
+            assert (cache.length == np.maximum(before.length - 1 - index, 0)).all()
+            assert_same_entries(cache.layers, expected, cache.length)
+    assert counts == set(range(num_steps + 1))  # rejections at every level, and none
+    assert (state.length == LIMITS).all()
+    for row, (length, limit) in enumerate(zip(LENGTHS, LIMITS, strict=True)):
+        assert (state.tokens[row, length:limit] == choices[row, length - 1 : limit - 1]).all()
+
+
+@pytest.mark.parametrize("attention", ["grouped", "latent"])
+def test_a_call_reads_nothing_that_it_did_not_write(attention, small):
+    model, params = small(attention, "mixed", num_mtp_modules=2)
+    keywords = {"model": model, "num_steps": 3, "min_rows": 1, "chunk": 8}
+    clean = decode(params, start_state(model, 3), **keywords)
+    spoiled = decode(params, spoil(start_state(model, 3)), **keywords)
+    for name in ("length", "steps", "accepted", "discarded", "stopped"):
+        assert (getattr(clean, name) == getattr(spoiled, name)).all()
+    for row, limit in enumerate(LIMITS):
+        assert clean.tokens[row, :limit].tolist() == spoiled.tokens[row, :limit].tolist()

@@ -1,0 +1,58 @@
+"""Greedy speculation gives token for token what plain decoding gives, in float32."""
+
+import functools
+
+import numpy as np
+import pytest
+
+from experiments import check_equality
+from mtpjax import DecodeConfig, speculative_generate
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+LENGTHS = (1, 2, 7, 16, 17, 32)  # of the prompts, in turn: few, since plain.py compiles once for each
+CELLS = [pytest.param(cell, id=str(cell).replace(" ", "")) for cell in check_equality.COVERING]
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """Made once each; making it raises where `generate`, `plain.py` and the full pass differ."""
+    return functools.cache(functools.partial(check_equality.make_reference, lengths=LENGTHS, num_plain=12))
+
+
+@pytest.mark.parametrize("rig", check_equality.RIGS)
+@pytest.mark.parametrize("attention", ["grouped", "latent"])
+def test_plain_decoding_is_the_arg_max_of_the_full_pass(attention, rig, reference):
+    rows = reference(attention, rig).rows
+    assert len(rows) == 64 and {len(row) for row in rows} == {check_equality.NEW_TOKENS}
+
+
+@pytest.mark.parametrize("rig", check_equality.RIGS)
+@pytest.mark.parametrize("cell", CELLS)
+def test_greedy_speculation_reproduces_plain_decoding(cell, rig, reference):
+    differences, num_calls, _ = check_equality.check_cell(cell, rig, reference(cell.attention, rig))
+    assert not differences
+    assert num_calls == (1 if rig == "random" else 1 + 4 * (cell.num_steps + 1))
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_mixed_drafts_are_accepted_and_rejected_at_every_level(cell, reference, small):
+    """Without this the equality above would prove little."""
+    modules = {"num_mtp_modules": cell.num_mtp_modules, "mtp_chaining": cell.mtp_chaining}
+    model, params = small(cell.attention, "mixed", **modules)
+    config = DecodeConfig(max_new_tokens=check_equality.NEW_TOKENS, num_steps=cell.num_steps)
+    stats = speculative_generate(params, reference(cell.attention, "mixed").prompts, model=model, config=config).stats
+    assert (stats.conditional_rates > 0.1).all() and (stats.conditional_rates < 1).all()
+
+
+@pytest.mark.parametrize(("attention", "num_steps"), [("grouped", 4), ("latent", 2)])
+def test_one_row_decodes_as_it_does_in_a_batch(attention, num_steps, reference, small):
+    model, params = small(attention, "mixed", num_mtp_modules=3)
+    wanted = reference(attention, "mixed")
+    for number in range(6):  # one of each length
+        row = wanted.rows[number]
+        for stop in ((), *((token,) for token in row[: num_steps + 2])):
+            config = DecodeConfig(max_new_tokens=len(row), num_steps=num_steps, stop_token_ids=stop)
+            found = speculative_generate(params, [wanted.prompts[number]], model=model, config=config)
+            assert found.rows() == [wanted.until(len(row), stop)[number]]
+            assert np.all(found.tokens >= 0)

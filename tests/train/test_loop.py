@@ -1,0 +1,86 @@
+"""A whole run on a handful of files, and what it leaves behind."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from mtpjax import DecodeConfig, TrainConfig, generate, load, presets, speculative_generate, train
+from mtpjax.train.panel import is_looping
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A few steps of a narrow model on forty small files."""
+    import dataclasses
+
+    folder = tmp_path_factory.mktemp("texts")
+    for number in range(40):
+        (folder / f"file{number}.py").write_text(f"def function_{number}(x):\n    return x + {number}\n" * 30)
+    narrow = dataclasses.replace(
+        presets["tiny"], hidden_size=32, num_hidden_layers=2, intermediate_size=48, head_dim=8
+    )
+    presets["narrow"] = narrow
+    config = TrainConfig(
+        preset="narrow",
+        output=str(tmp_path_factory.mktemp("run") / "out"),
+        data=str(folder),
+        held_out_fraction=0.2,
+        steps=12,
+        batch_size=4,
+        row_length=32,
+        log_every=4,
+    )
+    yield config, train(config, panel_depths=3, evaluations=2)
+    del presets["narrow"]
+
+
+def test_metrics_hold_losses_and_panels(run):
+    config, result = run
+    rows = [json.loads(line) for line in open(f"{config.output}/metrics.jsonl")]
+    assert rows == result.history
+    assert [row["step"] for row in rows if "bits" in row] == [4, 8, 12]
+    panels = [row["eval"] for row in rows if "eval" in row]
+    assert len(panels) == 2
+    assert [len(panels[-1][name]) for name in ("bits_per_token", "agreement", "survival")] == [4, 3, 3]
+    survival = panels[-1]["survival"]
+    assert survival[0] == panels[-1]["agreement"][0]
+    assert survival == sorted(survival, reverse=True)
+
+
+def test_checkpoint_decodes_like_the_trained_model(run):
+    config, result = run
+    model, params = load(config.output)
+    assert model == result.model
+    for saved, trained in zip(jax.tree.leaves(params), jax.tree.leaves(result.params), strict=True):
+        np.testing.assert_array_equal(saved, trained)
+    prompts = [list(b"def "), list(b"return x")]
+    decode = DecodeConfig(max_new_tokens=12, num_steps=2)
+    speculative = speculative_generate(params, prompts, model=model, config=decode)
+    assert speculative.rows() == generate(result.params, prompts, model=model, config=decode).rows()
+
+
+def test_the_same_settings_give_the_same_losses(run, tmp_path):
+    import dataclasses
+
+    config, result = run
+    again = train(dataclasses.replace(config, output=str(tmp_path)), panel_depths=3, evaluations=2)
+    assert [row["bits"] for row in again.history if "bits" in row] == [
+        row["bits"] for row in result.history if "bits" in row
+    ]
+
+
+def test_no_files_and_too_few_files_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no files match"):
+        train(TrainConfig(data=str(tmp_path), output=str(tmp_path / "out")))
+    (tmp_path / "one.py").write_text("x = 1\n")
+    with pytest.raises(ValueError, match="1 files are too few"):
+        train(TrainConfig(data=str(tmp_path), output=str(tmp_path / "out")))
+
+
+def test_looping_text_is_recognised():
+    lively = list(np.random.default_rng(0).integers(0, 256, 96))
+    assert not is_looping(lively)
+    assert is_looping(lively[:40] + [7] * 56)
+    assert is_looping(lively[:40] + [1, 2, 3, 4, 5] * 12)

@@ -1,0 +1,62 @@
+"""One update: it learns, skips what is not finite, and both optimisers know every parameter."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mtpjax import MTPModel, TrainConfig, init_params, presets
+from mtpjax.train.data import Batch
+from mtpjax.train.loop import learning_rate_at
+from mtpjax.train.step import TrainState, make_optimizer, train_step
+
+
+def make(optimizer_name, config):
+    model = MTPModel(config, scan_layers=True)
+    optimizer = make_optimizer(TrainConfig(optimizer=optimizer_name))
+    params = init_params(model, jax.random.key(0))
+    state = TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
+    step = functools.partial(train_step, model=model, optimizer=optimizer, num_depths=2, attention_layout="ttt")
+    return state, jax.jit(step)
+
+
+def small(name):
+    import dataclasses
+
+    narrow = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "head_dim": 0}
+    return dataclasses.replace(presets[name], **narrow, num_key_value_heads=0)
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-moe"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_repeating_text_is_learnt_at_every_depth(name, optimizer):
+    state, step = make(optimizer, small(name))
+    tokens = np.tile(np.arange(8, dtype=np.int32), (4, 4))
+    batch = Batch(tokens, np.ones_like(tokens), np.ones_like(tokens, bool))
+    first = None
+    for _ in range(30):
+        state, metrics = step(state, batch, jnp.float32(1e-2), jnp.float32(0.3))
+        first = metrics["losses"] if first is None else first
+    assert metrics["losses"].shape == (3,)
+    assert (metrics["losses"] < 0.5 * first).all()
+
+
+def test_an_update_that_is_not_finite_changes_nothing():
+    state, step = make("adamw", small("tiny"))
+    tokens = np.zeros((1, 8), np.int32)
+    batch = Batch(tokens, np.ones_like(tokens), np.ones_like(tokens, bool))
+    after, metrics = step(state, batch, jnp.float32(1e-2), jnp.float32(jnp.nan))
+    assert not metrics["is_finite"]
+    assert after.step == 1
+    for old, new in zip(jax.tree.leaves(state.params), jax.tree.leaves(after.params), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+def test_learning_rate_warms_up_and_falls():
+    config = TrainConfig(learning_rate=1.0, warmup=0.1, final_learning_rate=0.05)
+    rates = [learning_rate_at(progress, config) for progress in np.linspace(0, 1, 101)]
+    assert rates[0] == 0
+    assert np.argmax(rates) == 10
+    assert rates[-1] == pytest.approx(0.05)
