@@ -221,9 +221,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def run(options: argparse.Namespace, console: Console) -> dict:
-    """Measures everything asked for. Returns what the result file holds."""
+def run(options: argparse.Namespace, command: str, console: Console) -> list[dict]:
+    """Measures everything asked for. The result file grows with every batch size measured."""
     rows, versions = [], {"python": platform.python_version()}
+    about = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "command": command}
     settings = {"1": 1, "all": len(os.sched_getaffinity(0))}
     threads_of = sorted({settings[name] for name in options.threads})
     with tempfile.TemporaryDirectory() as folder:
@@ -240,8 +241,10 @@ def run(options: argparse.Namespace, console: Console) -> dict:
                     for batch in options.batch:
                         rows += run_batch(shape, batch, threads, children, options)
                         console.print(f"measured {shape}, batch {batch}, {threads} thread(s)")
+                        content = {**about, "machine": machine(), "versions": versions, "rows": rows}
+                        write_json(options.output, content)
             shutil.rmtree(home)
-    return {"machine": machine(), "versions": versions, "rows": rows}
+    return rows
 
 
 def run_batch(
@@ -269,13 +272,11 @@ def main(arguments: list[str] | None = None) -> int:
         console.print(f"transformers is left out: {' and '.join(missing)} not installed (pip install 'mtpjax[bench]')")
         if not options.engines:
             return 1
-    begin = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    result = run(options, console)
-    show(result["rows"], console)
-    agree = all(row["tokens_agree"] for row in result["rows"])
-    console.print("every engine and depth gave the same tokens" if agree else "TOKENS DIFFER: see the last column")
     command = f"python -m experiments.bench_decode {' '.join(sys.argv[1:] if arguments is None else arguments)}".strip()
-    write_json(options.output, {"date": begin, "command": command, **result})
+    rows = run(options, command, console)
+    show(rows, console)
+    agree = all(row["tokens_agree"] for row in rows)
+    console.print("every engine and depth gave the same tokens" if agree else "TOKENS DIFFER: see the last column")
     console.print(f"written to {options.output}")
     return 0 if agree else 1
 

@@ -3,8 +3,9 @@
     python experiments/check_equality.py [--quick]
 
 A cell is one model shape and draft depth. Its tokens must be those of `generate`, of `plain.py` and the arg-max of the
-full uncached pass, for 64 prompts of ragged lengths, with weights whose drafts are never, sometimes and always right, with a
-stop token at every place of a run, and with every limit up to two rounds. One line per cell; exit code 4 on a difference.
+full uncached pass: for 64 prompts of ragged lengths, with weights whose drafts are right by chance, sometimes, always
+and never, with a stop token at every place of a run, and with every limit up to two rounds. One line per cell; exit
+code 4 on a difference.
 """
 
 import argparse
@@ -53,8 +54,7 @@ COVERING = [  # each pair of values of the grid's four axes, or nearly
     Cell("grouped", 3, 5, "chain"),
     Cell("grouped", 3, 4, "trunk"),
     Cell("latent", 1, 5),
-    Cell("latent", 2, 4, "chain"),
-    Cell("latent", 2, 3, "trunk"),
+    Cell("latent", 2, 4, "trunk"),
     Cell("latent", 3, 2, "chain"),
 ]
 
@@ -66,7 +66,13 @@ def small_config(attention: str = "grouped", **changes) -> ModelConfig:
     if attention == "grouped":
         values |= {"num_key_value_heads": 2}
     else:
-        values |= {"q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 10}
+        values |= {
+            "q_lora_rank": 20,
+            "kv_lora_rank": 12,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 10,
+        }
         values |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_shared_experts": 1}
         values |= {"n_group": 4, "topk_group": 2, "router_correction_bias": True, "first_k_dense_replace": 1}
         values |= {"rope_interleave": True, "routed_scaling_factor": 2.5}
@@ -95,9 +101,9 @@ def random_params(model: MTPModel, seed: int = 0) -> dict:
 def rigged_params(model: MTPModel, rig: str, seed: int = 0) -> dict:
     """Weights whose drafts are right by chance ("random"), "mixed"ly, always ("right") or never ("wrong").
 
-    But for the first, the head is the embedding along one cycle through the vocabulary and the modules look at the newest
-    token, so that trunk and modules say the token's successor. In "right" and "wrong" the blocks add nothing to it; in
-    "mixed" they add enough to miss at times, so that each draft depends on all that the caches hold.
+    But for the first, the head is the embedding along one cycle through the vocabulary and the modules look at the
+    newest token, so that trunk and modules say the token's successor. In "right" and "wrong" the blocks add nothing to
+    it; in "mixed" they add enough to miss at times, so that each draft depends on all that the caches hold.
     """
     params = random_params(model, seed)
     if rig == "random":
@@ -173,13 +179,11 @@ def _require_equal(name: str, found: list[int], wanted: list[int]) -> None:
 
 def check_cell(cell: Cell, rig: str, reference: Reference, seed: int = 0) -> tuple[list[str], int, float]:
     """Differences (one line each), the number of calls compared, and the accept length."""
-    model = MTPModel(
-        small_config(cell.attention, num_mtp_modules=cell.num_mtp_modules, mtp_chaining=cell.mtp_chaining)
-    )
+    model = MTPModel(small_config(cell.attention, num_mtp_modules=cell.num_mtp_modules, mtp_chaining=cell.mtp_chaining))
     params = rigged_params(model, rig, seed)
     most = 2 * (cell.num_steps + 1)
     calls: list[dict] = [{"max_new_tokens": NEW_TOKENS}]
-    if rig != "random":
+    if rig in ("mixed", "right"):  # the others accept next to nothing: no run to cut
         calls += [{"max_new_tokens": limit} for limit in range(1, most + 1)]
         calls += [{"max_new_tokens": NEW_TOKENS, "stop_token_ids": (token,)} for token in reference.rows[0][:most]]
     expected_length = {"right": cell.num_steps + 1, "wrong": 1}.get(rig)
@@ -190,7 +194,9 @@ def check_cell(cell: Cell, rig: str, reference: Reference, seed: int = 0) -> tup
         result.stats.check()
         accept_length = accept_length or result.stats.accept_length  # of the first call
         if expected_length and result.stats.steps.any() and result.stats.accept_length != expected_length:
-            differences.append(f"{cell} {rig} {call}: accept length {result.stats.accept_length}, not {expected_length}")
+            differences.append(
+                f"{cell} {rig} {call}: accept length {result.stats.accept_length}, not {expected_length}"
+            )
         for number, (found, wanted) in enumerate(zip(result.rows(), reference.until(**call), strict=True)):
             if found != wanted:
                 differences.append(f"{cell} {rig} {call} prompt {number}: {found}, not {wanted}")

@@ -33,7 +33,10 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class DepthRow:
-    """What one depth gave; `ratio` against the best plain setting, with its 95 % interval."""
+    """What one depth gave. `ratio` to the best plain setting: the median over prompts and rounds, and its 95 % interval
+
+    by resampling prompts.
+    """
 
     num_steps: int
     setting: Setting
@@ -93,10 +96,9 @@ def _find_prompts(workers, settings, trained: TrainResult, count: int) -> list[l
         continuation_length=NEW_TOKENS,
         seed=0,
     )
-    asked = [setting for setting in settings]
-    for setting in asked:
+    for setting in settings:
         _ask(workers, setting, candidates[:1])
-    for setting in asked:
+    for setting in settings:
         workers[setting.threads].answer()
     _ask(workers, settings[0], candidates)
     rows = workers[settings[0].threads].answer()["rows"]
@@ -145,10 +147,9 @@ def _depth_row(depth: int, plain: Setting, settings, seconds, answers, costs: Co
     steps = sum(row["steps"] for row in rows)
     accepted = np.sum([row["accepted"] for row in rows], axis=0)
     accept_length = float(1 + accepted.sum() / steps)
-    pairs = seconds[plain].sum(1) / seconds[setting].sum(1)  # one per round
-    by_prompt = (seconds[plain] / seconds[setting]).ravel()
-    rng = np.random.default_rng(0)
-    medians = np.median(rng.choice(by_prompt, (2000, len(by_prompt))), axis=1)
+    pairs = seconds[plain] / seconds[setting]  # [rounds, prompts]
+    drawn = np.random.default_rng(0).integers(pairs.shape[1], size=(2000, pairs.shape[1]))  # whole prompts at a time
+    medians = np.median(pairs[:, drawn], axis=(0, 2))
     tokens = sum(len(row["tokens"]) - 1 for row in rows)  # the first comes from prefill
     return DepthRow(
         num_steps=depth,

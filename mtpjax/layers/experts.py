@@ -31,8 +31,8 @@ class SwiGLU(nn.Module):
 def route(logits: jax.Array, bias: jax.Array | None, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
     """Chooses experts: `logits [n, E]` float32 -> ids and weights `[n, k]`.
 
-    DeepSeek-V3 (2412.19437, 2.1.2): score plus `bias [E]` chooses, first the groups (by the sum of their best two), then
-    the experts within; the weights are the scores without bias, normalised, times `routed_scaling_factor`.
+    DeepSeek-V3 (2412.19437, 2.1.2): score plus `bias [E]` chooses, first the groups (by the sum of their best two),
+    then the experts within; the weights are the scores without bias, normalised, times `routed_scaling_factor`.
     """
     n, E = logits.shape
     scores = jax.nn.sigmoid(logits) if config.scoring_func == "sigmoid" else jax.nn.softmax(logits, axis=-1)
@@ -62,7 +62,13 @@ def experts_reference(x, ids, weights, gate_up, down):
 
 
 def experts_for_few(x, ids, weights, gate_up, down):
-    """All tokens through each expert that any of them chose: reads those experts' weights once and no others'."""
+    """All tokens through each expert that any of them chose: reads those experts' weights once and no others'.
+
+    XLA copies each expert out of its stack first. On a CPU the copy stays in the processor's cache and costs 15 to 40 %
+    over experts in arrays of their own, the only form found without it: a conditional per expert, slices taken block by
+    block, choices unrolled and slices fused into a sum were no faster, gathered weights 2 to 3 times slower. Code and
+    compile time do not depend on the number of experts.
+    """
     combine = _combine(ids, weights, gate_up.shape[0]).astype(x.dtype)
     is_active = jax.nn.one_hot(ids, gate_up.shape[0], dtype=jnp.int32).sum(axis=(0, 1)) > 0
     active_first = jnp.argsort(~is_active, stable=True)
@@ -92,7 +98,8 @@ def experts_for_many(x, ids, weights, gate_up, down):
     owner = jnp.searchsorted(ends, jnp.arange(num_blocks) * block, side="right").clip(max=E - 1)
     rows = jnp.pad(x, ((0, 1), (0, 0)))[token].reshape(num_blocks, block, -1)
     made = jax.vmap(swiglu)(rows, gate_up[owner], down[owner]).reshape(num_blocks * block, -1)
-    weight = jnp.zeros(num_blocks * block, x.dtype).at[slot].set(weights.reshape(-1)[order].astype(x.dtype), mode="drop")
+    weight = weights.reshape(-1)[order].astype(x.dtype)
+    weight = jnp.zeros(num_blocks * block, x.dtype).at[slot].set(weight, mode="drop")
     return jnp.zeros_like(x).at[token].add(made * weight[:, None], mode="drop")
 
 
@@ -101,7 +108,9 @@ def _combine(ids, weights, num_experts):
     return jnp.einsum("nkE,nk->En", jax.nn.one_hot(ids, num_experts, dtype=weights.dtype), weights)
 
 
-FEW_TOKENS = 32  # up to here reading weights costs more than multiplying rows that an expert did not get
+# Up to here reading weights costs more than multiplying rows that an expert did not get. On a CPU, with 8 and with 64
+# experts of 512 x 512, top 2: 1.4 to 2.7 times as fast as `experts_for_many` at 64 tokens, 1.1 to 1.9 times at 128.
+FEW_TOKENS = 128
 
 
 class Experts(nn.Module):
@@ -142,7 +151,8 @@ def _over_mesh(form, num_experts: int, width: int):
     """`form` on each device's own experts and columns, tokens replicated, and one sum, where a mesh splits them."""
     mesh = jax.sharding.get_abstract_mesh()
     sizes = {"expert": num_experts, "tensor": width}
-    split = [] if mesh.empty else [axis for axis, size in sizes.items() if 1 < mesh.shape.get(axis, 1) and not size % mesh.shape[axis]]
+    many = [] if mesh.empty else [axis for axis in sizes if mesh.shape.get(axis, 1) > 1]
+    split = [axis for axis in many if sizes[axis] % mesh.shape[axis] == 0]
     if not split:
         return form
     expert, tensor = (axis if axis in split else None for axis in ("expert", "tensor"))

@@ -10,14 +10,14 @@ from mtpjax import DecodeConfig, speculative_generate
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-LENGTHS = (1, 2, 7, 16, 17, 32)  # of the prompts, in turn: few, since plain.py compiles once for each
+LENGTHS = (1, 2, 7, 17, 32)  # of the prompts, in turn: few, since plain.py compiles once for each
 CELLS = [pytest.param(cell, id=str(cell).replace(" ", "")) for cell in check_equality.COVERING]
 
 
 @pytest.fixture(scope="module")
 def reference():
     """Made once each; making it raises where `generate`, `plain.py` and the full pass differ."""
-    return functools.cache(functools.partial(check_equality.make_reference, lengths=LENGTHS, num_plain=12))
+    return functools.cache(functools.partial(check_equality.make_reference, lengths=LENGTHS, num_plain=10))
 
 
 @pytest.mark.parametrize("rig", check_equality.RIGS)
@@ -32,7 +32,7 @@ def test_plain_decoding_is_the_arg_max_of_the_full_pass(attention, rig, referenc
 def test_greedy_speculation_reproduces_plain_decoding(cell, rig, reference):
     differences, num_calls, _ = check_equality.check_cell(cell, rig, reference(cell.attention, rig))
     assert not differences
-    assert num_calls == (1 if rig == "random" else 1 + 4 * (cell.num_steps + 1))
+    assert num_calls == (1 + 4 * (cell.num_steps + 1) if rig in ("mixed", "right") else 1)
 
 
 @pytest.mark.parametrize("cell", CELLS)
@@ -49,7 +49,7 @@ def test_mixed_drafts_are_accepted_and_rejected_at_every_level(cell, reference, 
 def test_one_row_decodes_as_it_does_in_a_batch(attention, num_steps, reference, small):
     model, params = small(attention, "mixed", num_mtp_modules=3)
     wanted = reference(attention, "mixed")
-    for number in range(6):  # one of each length
+    for number in range(len(LENGTHS)):  # one of each length
         row = wanted.rows[number]
         for stop in ((), *((token,) for token in row[: num_steps + 2])):
             config = DecodeConfig(max_new_tokens=len(row), num_steps=num_steps, stop_token_ids=stop)

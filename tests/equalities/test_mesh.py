@@ -1,0 +1,40 @@
+"""A mesh changes no token."""
+
+import jax
+import numpy as np
+import pytest
+
+from mtpjax import DecodeConfig, compat, generate, speculative_generate
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [12, 13]]
+CONFIG = DecodeConfig(max_new_tokens=12, num_steps=3, prefill_chunk=8)
+
+
+@pytest.fixture(scope="module")
+def expected(small):
+    def decode(attention):
+        model, params = small(attention, "mixed", num_mtp_modules=2)
+        return generate(params, PROMPTS, model=model, config=CONFIG).rows()
+
+    return {attention: decode(attention) for attention in ("grouped", "latent")}
+
+
+@pytest.mark.parametrize(
+    ("attention", "axes", "decoder"),
+    [
+        ("grouped", {"data": 2, "tensor": 2}, speculative_generate),
+        ("grouped", {"tensor": 4}, speculative_generate),  # more than there are key/value heads
+        ("grouped", {"fsdp": 2, "tensor": 2}, generate),
+        ("latent", {"data": 1, "expert": 2, "tensor": 2}, speculative_generate),
+        ("latent", {"data": 2, "expert": 4}, speculative_generate),
+        ("latent", {"data": 1, "expert": 2, "tensor": 2}, generate),
+    ],
+)
+def test_a_mesh_gives_the_tokens_of_a_single_device(attention, axes, decoder, small, expected):
+    model, params = small(attention, "mixed", num_mtp_modules=2)
+    result = decoder(params, PROMPTS, model=model, config=CONFIG, mesh=compat.make_mesh(axes))
+    assert result.rows() == expected[attention]
+    result.stats.check()
+    assert len(jax.devices()) == 8 and np.prod(list(axes.values())) > 1
