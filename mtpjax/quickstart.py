@@ -19,7 +19,7 @@ from mtpjax.train.data import held_out_prompts
 from mtpjax.train.loop import TrainResult, train
 from mtpjax.train.panel import is_looping
 
-PROMPT_TOKENS, NEW_TOKENS, CAPACITY = 200, 112, 384  # one bucket with and without the new tokens
+PROMPT_TOKENS, NEW_TOKENS, CAPACITY = 64, 64, 256  # a training row; one bucket with and without the new tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class DepthRow:
     ideal: float
 
 
-def run(config: TrainConfig, *, depths: tuple[int, ...] = (1, 2, 3), rounds: int = 5, num_prompts: int = 10) -> int:
+def run(config: TrainConfig, *, depths: tuple[int, ...] = (1, 2, 3), rounds: int = 5, num_prompts: int = 16) -> int:
     """Trains, measures, prints, draws. Returns the exit code: 4 if any speculative text differs from the plain one."""
     console = rich.console.Console()
     console.print(f"[bold]1[/] training '{config.preset}' on the standard library of this Python, {_budget(config)}")
@@ -58,8 +58,8 @@ def run(config: TrainConfig, *, depths: tuple[int, ...] = (1, 2, 3), rounds: int
     console.print("\n[bold]2[/] decoding held-out prompts, plain and speculative, in processes of 1 and of all threads")
     every = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = (1, 0) if every > 1 else (1,)
-    settings = [Setting(0, thread, width) for thread in threads for width in (1, 2)]
-    settings += [Setting(depth, thread, 1) for depth in depths for thread in threads]
+    settings = [Setting(0, thread, 1) for thread in threads] + [Setting(0, 1, 2)]
+    settings += [Setting(depth, 1, 1) for depth in depths] + [Setting(min(2, max(depths)), thread, 1) for thread in threads[1:]]
     with contextlib.ExitStack() as stack:
         workers = {thread: stack.enter_context(Worker(trained.path, threads=thread)) for thread in threads}
         with console.status("compiling each setting"):

@@ -44,7 +44,7 @@ def learning_rate_at(progress: float, config: TrainConfig) -> float:
     return config.learning_rate * warm * (config.final_learning_rate + (1 - config.final_learning_rate) * cosine)
 
 
-def train(config: TrainConfig, *, panel_depths: int | None = None, evaluations: int = 8) -> TrainResult:
+def train(config: TrainConfig, *, panel_depths: int | None = None, evaluations: int = 6) -> TrainResult:
     """Trains `config.preset` from scratch and writes `config.output`.
 
     `metrics.jsonl` gets a row every `log_every` steps (losses per depth in bits) and one per evaluation (the panel, of
@@ -136,7 +136,7 @@ def _load_data(config: TrainConfig) -> tuple[data.Batch, data.Batch, list[data.D
     if not training or not held_out:
         raise ValueError(f"{len(paths)} files are too few to hold {config.held_out_fraction:.0%} of them out")
     rows = data.pack(training, config.row_length, seed=config.seed)
-    held_out_rows = data.pack(held_out, 2 * config.row_length, seed=config.seed)
+    held_out_rows = data.pack(held_out, config.row_length, seed=config.seed)
     panel_rows = next(data.batches(held_out_rows, min(32, len(held_out_rows.tokens)), seed=config.seed))
     return rows, panel_rows, held_out
 
