@@ -76,7 +76,7 @@ def small_config(attention: str = "grouped", **changes) -> ModelConfig:
         values |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_shared_experts": 1}
         values |= {"n_group": 4, "topk_group": 2, "router_correction_bias": True, "first_k_dense_replace": 1}
         values |= {"rope_interleave": True, "routed_scaling_factor": 2.5}
-    return ModelConfig(attention=attention, **(values | changes))
+    return ModelConfig.from_dict({"attention": attention, **values, **changes})
 
 
 def random_params(model: MTPModel, seed: int = 0) -> dict:

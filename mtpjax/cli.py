@@ -1,6 +1,7 @@
 """The `mtpjax` command: parse, call, print."""
 
 import codecs
+import math
 import os
 import pathlib
 import sys
@@ -27,7 +28,7 @@ def main(arguments: list[str] | None = None) -> None:
 def _keep_memory() -> None:
     """Starts the command again with a C library that keeps freed memory, in huge pages, where none was set up.
 
-    Every training step frees and takes some hundred megabytes; faulting them in anew took 40 % of a step (glibc, x86-64).
+    Every training step frees and takes some hundred megabytes; faulting them in anew took 40 % of a step (glibc).
     """
     if sys.platform == "linux" and "GLIBC_TUNABLES" not in os.environ:
         tunables = ("hugetlb=1", "mmap_threshold=4000000000", "trim_threshold=8000000000")
@@ -37,7 +38,9 @@ def _keep_memory() -> None:
 
 
 def _parser() -> jsonargparse.ArgumentParser:
-    parser = jsonargparse.ArgumentParser(prog="mtpjax", description="Multi-token prediction in JAX.", version=_version())
+    parser = jsonargparse.ArgumentParser(
+        prog="mtpjax", description="Multi-token prediction in JAX.", version=_version()
+    )
     commands = parser.add_subcommands(title="commands", metavar="COMMAND")
 
     quickstart = jsonargparse.ArgumentParser(
@@ -74,8 +77,8 @@ def _quickstart(options) -> int:
     from mtpjax import quickstart
     from mtpjax.config import TrainConfig
 
-    budget = {"steps": 20} if options.quick else {"steps": 10**9, "seconds": options.seconds}
-    config = TrainConfig(preset=options.preset, output=options.output, seed=options.seed, **budget)
+    steps, seconds = (20, math.inf) if options.quick else (10**9, options.seconds)
+    config = TrainConfig(preset=options.preset, output=options.output, seed=options.seed, steps=steps, seconds=seconds)
     return quickstart.run(config, **({"depths": (1,), "rounds": 2, "num_prompts": 2} if options.quick else {}))
 
 

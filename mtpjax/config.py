@@ -107,7 +107,9 @@ class ModelConfig:
             self._check_grouped()
         else:
             for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
-                _require(getattr(self, name) > 0, f"latent attention needs a positive {name}, not {getattr(self, name)}")
+                _require(
+                    getattr(self, name) > 0, f"latent attention needs a positive {name}, not {getattr(self, name)}"
+                )
         _require(self.rotary_dim % 2 == 0, f"the rotated width {self.rotary_dim} is odd")
         if self.n_routed_experts:
             self._check_experts()
@@ -123,7 +125,9 @@ class ModelConfig:
 
     def _check_experts(self):
         experts, groups = self.n_routed_experts, self.n_group
-        _require(self.moe_intermediate_size > 0, f"experts need a moe_intermediate_size, not {self.moe_intermediate_size}")
+        _require(
+            self.moe_intermediate_size > 0, f"experts need a moe_intermediate_size, not {self.moe_intermediate_size}"
+        )
         _require(experts % groups == 0, f"{experts} experts are no multiple of {groups} groups")
         _require(1 <= self.topk_group <= groups, f"topk_group {self.topk_group} is not within 1..{groups}")
         reach = self.topk_group * (experts // groups)
@@ -171,8 +175,8 @@ class DecodeConfig:
         stop_token_ids: a row ends after any of these (and returns it).
         max_length: longest sequence, prompt included; None: the model's `max_position_embeddings`.
         prefill_chunk: tokens per row and prefill pass.
-        min_rows: fewest tokens per row in any pass, padding included. None: 2 for a batch of one on a GPU, else 1. Where
-            two rows cost less than one, this is plain decoding's best form.
+        min_rows: fewest tokens per row in any pass, padding included. None: 2 for a batch of one on a GPU, else 1.
+            Where two rows cost less than one, this is plain decoding's best form.
     """
 
     max_new_tokens: int = 128
@@ -187,7 +191,9 @@ class DecodeConfig:
         _require(self.num_steps >= 0, f"num_steps must be at least 0, not {self.num_steps}")
         _require(self.prefill_chunk >= 1, f"prefill_chunk must be at least 1, not {self.prefill_chunk}")
         _require(self.min_rows is None or self.min_rows >= 1, f"min_rows must be at least 1, not {self.min_rows}")
-        _require(self.max_length is None or self.max_length >= 2, f"max_length must be at least 2, not {self.max_length}")
+        _require(
+            self.max_length is None or self.max_length >= 2, f"max_length must be at least 2, not {self.max_length}"
+        )
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
 
 
@@ -201,7 +207,7 @@ class TrainConfig:
         data: folder of text files to read; None: the running interpreter's standard library.
         pattern: which files of `data`.
         num_depths: draft depths with a loss; beyond the model's modules the last is recycled.
-        mtp_loss_scale, mtp_loss_scale_final: lambda of DeepSeek-V3 (2.2), the second after `mtp_loss_switch` of the run.
+        mtp_loss_scale, mtp_loss_scale_final: lambda of DeepSeek-V3 (2.2), the second from `mtp_loss_switch` on.
         attention_layout: what a recycled depth attends to: "ttt" as in decoding, or "stream".
     """
 

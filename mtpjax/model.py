@@ -75,8 +75,8 @@ class MTPModel(nn.Module):
     ):
         """MTP module `index` (0-based) over hidden `[B, T, D]` and the tokens `[B, T]` that go with it.
 
-        `is_valid [B, T]` zeroes other embeddings. Returns the output for the head, the hidden that is passed on, and the
-        attention entries.
+        `is_valid [B, T]` zeroes other embeddings. Returns the output for the head, the hidden that is passed on, and
+        the attention entries.
         """
         table = self.mtp_embedding[index] if self.config.mtp_own_embedding else self.embedding
         embedding = table[tokens]
@@ -89,7 +89,7 @@ class MTPModel(nn.Module):
         return after, after if self.config.mtp_chain_post_norm else before, entries
 
     def logits(self, hidden: jax.Array, *, index: int | None = None) -> jax.Array:
-        """Head over hidden `[..., D]` (after its norm), as float32 `[..., V]`; of module `index` if that has its own."""
+        """Head over hidden `[..., D]` (after its norm): float32 `[..., V]`; of module `index` if that has its own."""
         if index is not None and self.config.mtp_own_head:
             head = self.mtp_head[index]
         else:
@@ -105,7 +105,7 @@ def init_params(model: MTPModel, key: jax.Array) -> dict:
 
 
 class ForwardOutput(flax.struct.PyTreeNode):
-    """A teacher-forced pass over `[B, T]` tokens. Row i of depth k (index k-1) predicts t[i+k+1]; from T-k on: garbage."""
+    """A teacher-forced pass over `[B, T]` tokens. Row i of depth k (index k-1) predicts t[i+k+1]; from T-k: garbage."""
 
     logits: jax.Array  # [B, T, V] float32
     hidden: jax.Array  # [B, T, D] after the final norm

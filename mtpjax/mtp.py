@@ -14,7 +14,7 @@ class MTPModule(nn.Module):
     """Carries hidden `[B, T, D]` one position further, given the next tokens' embedding `[B, T, D]`.
 
     DeepSeek-V3 (2412.19437, equations 21-23) in the order of its checkpoints, embedding first. Slot i of module k takes
-    the embedding of t[i+k] and predicts t[i+k+1]. Returns the output after the module's own norm (which the head reads),
+    the embedding of t[i+k] and predicts t[i+k+1]. Returns the output after the module's own norm (the head reads it),
     before it, and what attention keeps.
     """
 

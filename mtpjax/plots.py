@@ -16,9 +16,13 @@ def plot_quickstart(path: pathlib.Path, history: list[dict[str, Any]], rows) -> 
     for depth in range(len(steps[0]["bits"]) if steps else 0):
         name = "trunk" if depth == 0 else f"draft {depth}"
         seconds = [row["seconds"] for row in steps]
-        losses.plot(seconds, [row["bits"][depth] for row in steps], color=f"C{depth}", alpha=0.6, label=f"{name}, training")
+        losses.plot(
+            seconds, [row["bits"][depth] for row in steps], color=f"C{depth}", alpha=0.6, label=f"{name}, training"
+        )
         held_out = [row["eval"]["bits_per_token"][depth] for row in evaluations]
-        losses.plot([row["seconds"] for row in evaluations], held_out, "o-", color=f"C{depth}", label=f"{name}, held out")
+        losses.plot(
+            [row["seconds"] for row in evaluations], held_out, "o-", color=f"C{depth}", label=f"{name}, held out"
+        )
     losses.set(title="loss", xlabel="seconds", ylabel="bits per byte", ylim=(1.5, 6))
     losses.legend(fontsize=8)
 

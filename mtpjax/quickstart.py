@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import itertools
 import os
 import pathlib
 from typing import Any
@@ -59,7 +58,9 @@ def run(config: TrainConfig, *, depths: tuple[int, ...] = (1, 2, 3), rounds: int
     every = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = (1, 0) if every > 1 else (1,)
     settings = [Setting(0, thread, 1) for thread in threads] + [Setting(0, 1, 2)]
-    settings += [Setting(depth, 1, 1) for depth in depths] + [Setting(min(2, max(depths)), thread, 1) for thread in threads[1:]]
+    settings += [Setting(depth, 1, 1) for depth in depths] + [
+        Setting(min(2, max(depths)), thread, 1) for thread in threads[1:]
+    ]
     with contextlib.ExitStack() as stack:
         workers = {thread: stack.enter_context(Worker(trained.path, threads=thread)) for thread in threads}
         with console.status("compiling each setting"):
@@ -69,7 +70,9 @@ def run(config: TrainConfig, *, depths: tuple[int, ...] = (1, 2, 3), rounds: int
             [row["tokens"] for row in answers[setting]] == [row["tokens"] for row in answers[settings[0]]]
             for setting in settings
         )
-        plain = min((setting for setting in settings if not setting.num_steps), key=lambda s: np.median(seconds[s].sum(1)))
+        plain = min(
+            (setting for setting in settings if not setting.num_steps), key=lambda s: np.median(seconds[s].sum(1))
+        )
         costs = _measure_costs(workers[plain.threads], depths)
     rows = [_depth_row(depth, plain, settings, seconds, answers, costs) for depth in depths]
     best = max(rows, key=lambda row: row.ratio)
@@ -124,7 +127,9 @@ def _measure(console, workers, settings, prompts, rounds: int) -> tuple[dict[Set
     answers = {}
     with console.status("measuring") as status:
         for number in range(rounds):
-            status.update(f"measuring: round {number + 1} of {rounds}, {len(prompts)} prompts x {len(settings)} settings")
+            status.update(
+                f"measuring: round {number + 1} of {rounds}, {len(prompts)} prompts x {len(settings)} settings"
+            )
             for setting in settings if number % 2 == 0 else reversed(settings):
                 _ask(workers, setting, prompts)
                 answer = workers[setting.threads].answer()
@@ -174,7 +179,9 @@ def _print_panel(console, trained: TrainResult) -> None:
     console.print(table)
 
 
-def _print_result(console, plain: Setting, plain_seconds, rows: list[DepthRow], best: DepthRow, *, identical: bool) -> None:
+def _print_result(
+    console, plain: Setting, plain_seconds, rows: list[DepthRow], best: DepthRow, *, identical: bool
+) -> None:
     def threads(setting: Setting) -> str:
         return "1" if setting.threads == 1 else "all"
 

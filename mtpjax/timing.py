@@ -1,7 +1,7 @@
 """Times decoding in processes of their own: thread settings act only before JAX starts.
 
-`Worker` is the parent's side; `python -m mtpjax.timing` the child's, which answers one JSON line per JSON line. Only one
-child works at a time, so that interleaved runs see the same machine.
+`Worker` is the parent's side; `python -m mtpjax.timing` the child's, which answers one JSON line per JSON line. Only
+one child works at a time, so that interleaved runs see the same machine.
 """
 
 import argparse
@@ -21,25 +21,27 @@ class Worker:
         command = [sys.executable, "-m", "mtpjax.timing", str(checkpoint), "--threads", str(threads)]
         self.threads = threads
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdin and self._process.stdout
+        self._requests, self._answers = self._process.stdin, self._process.stdout
 
     def __enter__(self) -> "Worker":
         return self
 
     def __exit__(self, *_):
-        self._process.stdin.close()  # ends the child's loop
+        self._requests.close()  # ends the child's loop
         self._process.wait()
 
     def ask(self, request: dict[str, Any]) -> None:
         """Sends a request; `answer` waits for its result. `{"do": "decode" | "costs", …}`, see `_decode`, `_costs`."""
         try:
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
+            self._requests.write(json.dumps(request) + "\n")
+            self._requests.flush()
         except BrokenPipeError:
             pass  # `answer` reports it
 
     def answer(self) -> dict[str, Any]:
         """The result of the oldest request. Raises `RuntimeError` if the child has ended."""
-        line = self._process.stdout.readline()
+        line = self._answers.readline()
         if not line:
             raise RuntimeError(f"the timing process ended with code {self._process.wait()}; its error is above")
         return json.loads(line)
@@ -49,7 +51,9 @@ class Worker:
         return self.answer()
 
 
-def _decode(model, params, *, prompts, max_new_tokens: int, num_steps: int, min_rows: int, repeats: int = 1) -> dict[str, Any]:
+def _decode(
+    model, params, *, prompts, max_new_tokens: int, num_steps: int, min_rows: int, repeats: int = 1
+) -> dict[str, Any]:
     """Decodes the prompts one by one; the seconds of each beyond those of its prefill and first token (medians)."""
     from mtpjax.config import DecodeConfig
     from mtpjax.decode.generate import speculative_generate

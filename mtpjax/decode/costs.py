@@ -30,12 +30,19 @@ class Costs:
 
 
 def measure_costs(
-    params: dict, *, model: MTPModel, num_steps: tuple[int, ...], context: int, capacity: int, passes: int = 128, repeats: int = 5
+    params: dict,
+    *,
+    model: MTPModel,
+    num_steps: tuple[int, ...],
+    context: int,
+    capacity: int,
+    passes: int = 128,
+    repeats: int = 5,
 ) -> Costs:
     """Times every part in a `while_loop` of its own, interleaved; the median of `repeats`.
 
-    `context` tokens stand in caches of `capacity` slots; `passes` times the widest part must fit behind them or it starts
-    over. One module is assumed for `extend`: with several, each level of `num_steps` is one of them.
+    `context` tokens stand in caches of `capacity` slots; a part that comes to their end starts over behind the context.
+    One module is assumed for `extend`: with several, each level of `num_steps` is one of them.
     """
     levels = sorted(set(num_steps))
     parts = {("trunk", 1): _time_trunk(params, model, 1, context, capacity, passes)}

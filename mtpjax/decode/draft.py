@@ -14,9 +14,9 @@ from mtpjax.model import MTPModel
 def propose(params: dict, state: DecodeState, *, model: MTPModel, num_steps: int, min_rows: int) -> DecodeState:
     """Writes `num_steps` drafted tokens behind the committed ones.
 
-    Level k <= M is module k over all rows of true hidden at once, so what it had written from drafts is overwritten; its
-    row of the newest slot is draft k, which module k+1 reads as a token. Later levels recycle module M on its own output,
-    one slot further each. Afterwards module k's cache is true up to the newest slot whose tokens are all committed.
+    Level k <= M is module k over all rows of true hidden at once, which overwrites what it had written from drafts; its
+    row of the newest slot is draft k, which module k+1 reads as a token. Later levels recycle module M on its own
+    output, one slot further each, in passes of `min_rows` rows. Afterwards module k's cache is true up to the newest slot whose tokens are all committed.
     """
     apply = functools.partial(model.apply, {"params": params})
     capacity = state.tokens.shape[1]
@@ -25,6 +25,7 @@ def propose(params: dict, state: DecodeState, *, model: MTPModel, num_steps: int
     view = cached_view(model.config, start, rows, capacity)
     tokens, caches, carried = state.tokens, list(state.modules), state.hidden
     in_use = len(caches)
+    passed, draft = state.hidden[:, :1], tokens[:, :1]  # level 1 makes the first real ones
     for level in range(1, num_steps + 1):
         index = min(level, in_use) - 1
         if level <= in_use:

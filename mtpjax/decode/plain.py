@@ -27,7 +27,9 @@ def plain_generate(
 @functools.partial(jax.jit, static_argnames="model")
 def _step(params, tokens, cache, *, model):
     """Takes in `tokens [1, T]`; returns the arg-max after them, a scalar, and the cache."""
-    view = cached_view(model.config, cache.length, tokens.shape[1], cache.layers[0][next(iter(cache.layers[0]))].shape[-2])
+    view = cached_view(
+        model.config, cache.length, tokens.shape[1], cache.layers[0][next(iter(cache.layers[0]))].shape[-2]
+    )
     hidden, _, cache = model.apply({"params": params}, tokens, view, cache, method="run_trunk")
     logits = model.apply({"params": params}, hidden[0, -1], method="logits")
     return jnp.argmax(logits).astype(jnp.int32), commit(cache, cache.length + tokens.shape[1])

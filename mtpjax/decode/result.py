@@ -10,7 +10,7 @@ import numpy as np
 class DecodeStats:
     """Counts per row (B rows, K draft levels), and the rates they give over all rows.
 
-    A step is one verifying pass. Drafts cut off at a stop token or limit count as accepted; `discarded` counts the tokens
+    A step is one verifying pass. Drafts cut off at a stop token or limit count as accepted; `discarded` counts what was
     cut off. So `emitted + discarded == 1 + steps + accepted`, the 1 being the token that prefill gives.
     """
 

@@ -39,7 +39,14 @@ def hidden_rows(model: MTPModel, num_steps: int) -> int:
 
 
 def init_state(
-    tokens: jax.Array, length: jax.Array, limit: jax.Array, stop_ids: jax.Array, *, model: MTPModel, num_steps: int, dtype
+    tokens: jax.Array,
+    length: jax.Array,
+    limit: jax.Array,
+    stop_ids: jax.Array,
+    *,
+    model: MTPModel,
+    num_steps: int,
+    dtype,
 ) -> DecodeState:
     """The state before prefill: prompts `tokens [B, L]` of `length [B]`, empty caches of L slots."""
     config = model.config

@@ -41,7 +41,7 @@ def full_view(config: ModelConfig, segment_ids: jax.Array, *, shift: int = 0) ->
 
 
 def cached_view(config: ModelConfig, start: jax.Array, width: int, capacity: int) -> View:
-    """View of `width` tokens written into slots `start .. start+width-1` (`start [B]`) of caches with `capacity` slots."""
+    """View of `width` tokens written into slots `start .. start+width-1` (`start [B]`) of caches of `capacity` slots."""
     positions = start[:, None] + jnp.arange(width)[None, :]
     mask = jnp.arange(capacity)[None, None, :] <= positions[:, :, None]
     return View(rotary_angles(config, positions), mask, start)

@@ -48,8 +48,8 @@ def train(config: TrainConfig, *, panel_depths: int | None = None, evaluations: 
     """Trains `config.preset` from scratch and writes `config.output`.
 
     `metrics.jsonl` gets a row every `log_every` steps (losses per depth in bits) and one per evaluation (the panel, of
-    `panel_depths` levels, on held-out files); `checkpoint/` the model. On a terminal a live bar shows the same; elsewhere
-    one line each. Raises `ValueError` for settings that do not fit, `FileNotFoundError` where there is no text.
+    `panel_depths` levels, on held-out files); `checkpoint/` the model. On a terminal a live bar shows the same,
+    elsewhere one line each. Raises `ValueError` for settings that do not fit, `FileNotFoundError` where there is no text.
     """
     model_config = presets[config.preset]
     num_depths = config.num_depths if model_config.num_mtp_modules else 0
@@ -152,7 +152,9 @@ def _display(config: TrainConfig):
     console = rich.console.Console(stderr=True)
 
     def text(row) -> str:
-        losses = " ".join(f"{'main' if depth == 0 else f'mtp{depth}'}={bits:.3f}" for depth, bits in enumerate(row["bits"]))
+        losses = " ".join(
+            f"{'main' if depth == 0 else f'mtp{depth}'}={bits:.3f}" for depth, bits in enumerate(row["bits"])
+        )
         return f"step={row['step']} {losses} tokens/s={row['tokens_per_second']:.0f}"
 
     if not console.is_terminal:

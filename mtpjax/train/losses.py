@@ -30,7 +30,12 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, is_valid: jax.Array) ->
 
 
 def multi_depth_loss(
-    output: ForwardOutput, tokens: jax.Array, segment_ids: jax.Array, loss_mask: jax.Array, *, mtp_scale: jax.Array | float
+    output: ForwardOutput,
+    tokens: jax.Array,
+    segment_ids: jax.Array,
+    loss_mask: jax.Array,
+    *,
+    mtp_scale: jax.Array | float,
 ) -> tuple[jax.Array, jax.Array]:
     """`L_main + mtp_scale / D * sum_k L_k` (DeepSeek-V3, equation 25), and the D+1 losses by themselves.
 

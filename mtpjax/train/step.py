@@ -1,7 +1,5 @@
 """One jitted update."""
 
-import functools
-
 import flax.struct
 import jax
 import jax.numpy as jnp

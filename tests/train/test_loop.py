@@ -1,6 +1,7 @@
 """A whole run on a handful of files, and what it leaves behind."""
 
 import json
+import pathlib
 
 import jax
 import numpy as np
@@ -18,9 +19,7 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("texts")
     for number in range(40):
         (folder / f"file{number}.py").write_text(f"def function_{number}(x):\n    return x + {number}\n" * 30)
-    narrow = dataclasses.replace(
-        presets["tiny"], hidden_size=32, num_hidden_layers=2, intermediate_size=48, head_dim=8
-    )
+    narrow = dataclasses.replace(presets["tiny"], hidden_size=32, num_hidden_layers=2, intermediate_size=48, head_dim=8)
     presets["narrow"] = narrow
     config = TrainConfig(
         preset="narrow",
@@ -38,7 +37,7 @@ def run(tmp_path_factory):
 
 def test_metrics_hold_losses_and_panels(run):
     config, result = run
-    rows = [json.loads(line) for line in open(f"{config.output}/metrics.jsonl")]
+    rows = [json.loads(line) for line in pathlib.Path(config.output, "metrics.jsonl").read_text().splitlines()]
     assert rows == result.history
     assert [row["step"] for row in rows if "bits" in row] == [4, 8, 12]
     panels = [row["eval"] for row in rows if "eval" in row]

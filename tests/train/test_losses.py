@@ -65,9 +65,7 @@ def test_padding_and_last_positions_have_no_target():
 def losses_and_gradients(params, model, tokens, segments, layout):
     def loss_of(params):
         tokens_, segments_ = jnp.asarray(tokens), jnp.asarray(segments)
-        output = forward(
-            params, tokens_, model=model, segment_ids=segments_, num_depths=4, attention_layout=layout
-        )
+        output = forward(params, tokens_, model=model, segment_ids=segments_, num_depths=4, attention_layout=layout)
         return multi_depth_loss(output, tokens_, segments_, segments_ > 0, mtp_scale=0.3)
 
     (_, losses), gradients = jax.jit(jax.value_and_grad(loss_of, has_aux=True))(params)
