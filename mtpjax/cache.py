@@ -50,15 +50,18 @@ def read_rows(buffer: jax.Array, start: jax.Array, width: int) -> jax.Array:
 
 
 def append(entries: Entries, new: Entries, start: jax.Array) -> Entries:
-    """One layer with `new` written from slot `start [B]` on. The slot axis is the last but one.
+    """One layer with `new` written from slot `start [B]` on. The slot axis is the last but one."""
+    return {name: _pinned(write_rows(entries[name], new[name], start, axis=new[name].ndim - 2)) for name in entries}
 
-    On one device the layout is pinned: left free, XLA for a GPU turns whole caches around at the loop's entry and exit.
-    (Over a mesh it is not: the partitioner would gather the array.)
+
+def _pinned(array: jax.Array) -> jax.Array:
+    """Keeps one device's caches in row-major order; left free, XLA turns them around within or about the loop.
+
+    Over a mesh it stays free: the partitioner would gather the array.
     """
-    written = {name: write_rows(entries[name], new[name], start, axis=new[name].ndim - 2) for name in entries}
     if jax.sharding.get_abstract_mesh().size > 1:
-        return written
-    return {name: with_layout_constraint(array, Layout(tuple(range(array.ndim)))) for name, array in written.items()}
+        return array
+    return with_layout_constraint(array, Layout(tuple(range(array.ndim))))
 
 
 def commit(cache: Cache, length: jax.Array) -> Cache:

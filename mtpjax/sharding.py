@@ -9,6 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 PARAMETER_AXES = (
     (r"embedding(_\d+)?$", ("vocab", "embed")),
     (r"(^|/|mtp_)head(_\d+)?$", ("embed", "vocab")),
+    (r"project$", ("embed", None)),
     (r"attention/qkv$", ("embed", "heads", None, None)),
     (r"attention/qkv_bias$", ("heads", None, None)),
     (r"attention/(query|query_up)$", (None, "heads")),

@@ -14,8 +14,8 @@ class Trunk(nn.Module):
     """All decoder layers.
 
     Unrolled, layer i has its own parameters `layer_i` and its own cache: the form for decoding, where scanning would
-    copy every weight each step. With `scanned`, layers of one kind are stacked in `dense` and `moe` and scanned over whole
-    rows: the form for training. `stack_layers` and `unstack_layers` go between the two.
+    copy every weight each step. With `scanned`, layers of one kind are stacked in `dense` and `moe` and scanned over
+    whole rows: the form for training. `stack_layers` and `unstack_layers` go between the two.
     """
 
     config: ModelConfig

@@ -16,7 +16,8 @@ def propose(params: dict, state: DecodeState, *, model: MTPModel, num_steps: int
 
     Level k <= M is module k over all rows of true hidden at once, which overwrites what it had written from drafts; its
     row of the newest slot is draft k, which module k+1 reads as a token. Later levels recycle module M on its own
-    output, one slot further each, in passes of `min_rows` rows. Afterwards module k's cache is true up to the newest slot whose tokens are all committed.
+    output, one slot further each, in passes of `min_rows` rows. Afterwards module k's cache is true up to the newest
+    slot whose tokens are all committed.
     """
     apply = functools.partial(model.apply, {"params": params})
     capacity = state.tokens.shape[1]

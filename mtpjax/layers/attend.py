@@ -41,7 +41,7 @@ def full_view(config: ModelConfig, segment_ids: jax.Array, *, shift: int = 0) ->
 
 
 def cached_view(config: ModelConfig, start: jax.Array, width: int, capacity: int) -> View:
-    """View of `width` tokens written into slots `start .. start+width-1` (`start [B]`) of caches of `capacity` slots."""
+    """View of `width` tokens written into slots `start .. start+width-1` of caches with `capacity` slots."""
     positions = start[:, None] + jnp.arange(width)[None, :]
     mask = jnp.arange(capacity)[None, None, :] <= positions[:, :, None]
     return View(rotary_angles(config, positions), mask, start)
@@ -59,7 +59,7 @@ def attend(q: jax.Array, sources: list[tuple[jax.Array, jax.Array, jax.Array | N
             own = jnp.einsum("BKTGH,BKTH->BKTG", q, key, preferred_element_type=jnp.float32)
             scores.append(own[..., None])
         else:
-            score = jnp.einsum("BKTGH,BKSH->BKTGS", q, key, preferred_element_type=jnp.float32)
+            score = _scores(q, key)
             scores.append(jnp.where(mask[:, None, :, None, :], score, jnp.finfo(jnp.float32).min))
     joined = scores[0] if len(scores) == 1 else jnp.concatenate(scores, axis=-1)
     weights = jax.nn.softmax(joined * scale, axis=-1).astype(q.dtype)
@@ -70,3 +70,15 @@ def attend(q: jax.Array, sources: list[tuple[jax.Array, jax.Array, jax.Array | N
         part = weight * value[:, :, :, None, :] if mask is None else jnp.einsum("BKTGS,BKSH->BKTGH", weight, value)
         output = output + part
     return output
+
+
+def _scores(q: jax.Array, key: jax.Array) -> jax.Array:
+    """Products of `q [B, K, T, G, H]` and keys `[B, K, S, H]`: `[B, K, T, G, S]` float32.
+
+    A batch or head axis of size one is left out of the product: with one, XLA on a CPU first writes all keys transposed.
+    """
+    ones = tuple(axis for axis in (0, 1) if key.shape[axis] == 1)
+    batch = "".join(name for axis, name in enumerate("BK") if axis not in ones)
+    equation = f"{batch}TGH,{batch}SH->{batch}TGS"
+    scores = jnp.einsum(equation, q.squeeze(ones), key.squeeze(ones), preferred_element_type=jnp.float32)
+    return jnp.expand_dims(scores, ones)

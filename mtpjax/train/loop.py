@@ -49,7 +49,8 @@ def train(config: TrainConfig, *, panel_depths: int | None = None, evaluations: 
 
     `metrics.jsonl` gets a row every `log_every` steps (losses per depth in bits) and one per evaluation (the panel, of
     `panel_depths` levels, on held-out files); `checkpoint/` the model. On a terminal a live bar shows the same,
-    elsewhere one line each. Raises `ValueError` for settings that do not fit, `FileNotFoundError` where there is no text.
+    elsewhere one line each. Raises `ValueError` for settings that do not fit, `FileNotFoundError` where there is no
+    text.
     """
     model_config = presets[config.preset]
     num_depths = config.num_depths if model_config.num_mtp_modules else 0

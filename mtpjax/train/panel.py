@@ -17,8 +17,8 @@ class Panel:
     """Teacher-forced figures on held-out rows; index k-1 is draft level k.
 
     Agreement is the share of positions where level k's arg-max is the trunk's own, on true text; survival the share
-    where levels 1..k all are. Decoding stands at other positions (behind its last rejection, on its own text), so its accept
-    length differs from `accept_length`: this is the plain estimate over all positions.
+    where levels 1..k all are. Decoding stands at other positions (behind its last rejection, on its own text), so its
+    accept length differs from `accept_length`: this is the plain estimate over all positions.
     """
 
     bits_per_token: tuple[float, ...]  # trunk, then each level, against the data
