@@ -75,7 +75,7 @@ def attend(q: jax.Array, sources: list[tuple[jax.Array, jax.Array, jax.Array | N
 def _scores(q: jax.Array, key: jax.Array) -> jax.Array:
     """Products of `q [B, K, T, G, H]` and keys `[B, K, S, H]`: `[B, K, T, G, S]` float32.
 
-    A batch or head axis of size one is left out of the product: with one, XLA on a CPU first writes all keys transposed.
+    A batch or head axis of size one is left out of the product: with one, XLA on a CPU first transposes all keys.
     """
     ones = tuple(axis for axis in (0, 1) if key.shape[axis] == 1)
     batch = "".join(name for axis, name in enumerate("BK") if axis not in ones)
