@@ -83,8 +83,9 @@ def train(config: TrainConfig, *, panel_depths: int | None = None, evaluations: 
         show = stack.enter_context(_display(config))
 
         def record(row: dict[str, Any]):
-            history.append(row)
-            log.write(json.dumps(row) + "\n")
+            line = json.dumps(row)
+            history.append(json.loads(line))
+            log.write(line + "\n")
             log.flush()
 
         def evaluate(step: int) -> Panel:
