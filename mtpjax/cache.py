@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from mtpjax.config import ModelConfig
-from mtpjax.layers.attend import Entries
+from mtpjax.layers.attend import Entries, Recycled, View
 
 
 class Cache(flax.struct.PyTreeNode):
@@ -62,6 +62,20 @@ def _pinned(array: jax.Array) -> jax.Array:
     if jax.sharding.get_abstract_mesh().size > 1:
         return array
     return with_layout_constraint(array, Layout(tuple(range(array.ndim))))
+
+
+def remember(
+    new: Entries, view: View, memory: Entries | Recycled | None
+) -> tuple[Entries, list[tuple[Entries, jax.Array | None]]]:
+    """What a layer keeps after a pass that made the entries `new`, and what its queries attend to, with masks.
+
+    The keys are the cache with `new` appended, the levels of a recycled pass, or `new` alone.
+    """
+    if isinstance(memory, Recycled):
+        return new, [(memory.base, view.mask), *((level, None) for level in (*memory.levels, new))]
+    if memory is not None:
+        new = append(memory, new, view.start)
+    return new, [(new, view.mask)]
 
 
 def commit(cache: Cache, length: jax.Array) -> Cache:

@@ -4,7 +4,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from mtpjax.cache import append
+from mtpjax.cache import remember
 from mtpjax.config import ModelConfig
 from mtpjax.layers.attend import Entries, Recycled, View, attend
 from mtpjax.layers.norm import RMSNorm
@@ -43,12 +43,7 @@ class GroupedAttention(nn.Module):
         k = rotate(k, view.angles, interleaved=config.rope_interleave)
         entries = {"key": k.swapaxes(1, 2), "value": v.reshape(B, T, K, H).swapaxes(1, 2)}
 
-        if isinstance(memory, Recycled):
-            sources = [(memory.base, view.mask), *((level, None) for level in (*memory.levels, entries))]
-        else:
-            if memory is not None:
-                entries = append(memory, entries, view.start)
-            sources = [(entries, view.mask)]
+        entries, sources = remember(entries, view, memory)
         output = attend(
             q, [(kept["key"], kept["value"], mask) for kept, mask in sources], scale=softmax_scale(config, H)
         )

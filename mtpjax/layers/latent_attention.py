@@ -4,7 +4,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from mtpjax.cache import append
+from mtpjax.cache import remember
 from mtpjax.config import ModelConfig
 from mtpjax.layers.attend import Entries, Recycled, View, attend
 from mtpjax.layers.norm import RMSNorm
@@ -50,12 +50,7 @@ class LatentAttention(nn.Module):
         head_wise = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=2, batch_axis=0)
         value_up = self.param("value_up", head_wise, (N, R, V)).astype(x.dtype)
 
-        if isinstance(memory, Recycled):
-            sources = [(memory.base, view.mask), *((level, None) for level in (*memory.levels, entries))]
-        else:
-            if memory is not None:
-                entries = append(memory, entries, view.start)
-            sources = [(entries, view.mask)]
+        entries, sources = remember(entries, view, memory)
         scale = softmax_scale(config, C + P)
         if self._expands(T, cached=view.start is not None):
 
