@@ -74,6 +74,7 @@ def remember(
     if isinstance(memory, Recycled):
         return new, [(memory.base, view.mask), *((level, None) for level in (*memory.levels, new))]
     if memory is not None:
+        assert view.start is not None, "a pass with a cache takes a cached view"
         new = append(memory, new, view.start)
     return new, [(new, view.mask)]
 

@@ -1,6 +1,8 @@
 """The whole model: trunk, MTP modules, shared embedding and head; and its teacher-forced pass."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import flax.struct
@@ -104,6 +106,11 @@ def init_params(model: MTPModel, key: jax.Array) -> dict:
     return params if model.scan_layers else unstack_layers(params, model.config)
 
 
+def bind(model: MTPModel, params: dict) -> Callable[..., Any]:
+    """`model` with its parameters: `apply(tokens, view, method="run_trunk")` calls one of its methods."""
+    return functools.partial(model.apply, {"params": params})
+
+
 class ForwardOutput(flax.struct.PyTreeNode):
     """A teacher-forced pass over `[B, T]` tokens. Row i of depth k (index k-1) predicts t[i+k+1]; from T-k: garbage."""
 
@@ -140,13 +147,14 @@ def forward(
         segment_ids = jnp.ones(tokens.shape, jnp.int32)
         if lengths is not None:
             segment_ids = (jnp.arange(tokens.shape[1])[None, :] < lengths[:, None]).astype(jnp.int32)
-    apply = functools.partial(model.apply, {"params": params})
+    apply = bind(model, params)
 
     view = full_view(config, segment_ids)
     hidden, before, _ = apply(tokens, view, method="run_trunk")
     entering = carried = apply(hidden, before, method="entering")
     logits, mtp_logits, mtp_hidden = apply(hidden, method="logits"), [], []
-    base, levels = None, ()
+    base: Entries = {}
+    levels: tuple[Entries, ...] = ()
     for depth in range(1, num_depths + 1):
         index = min(depth, modules) - 1
         shifted, is_valid = shift_left(tokens, depth), segment_ids == shift_left(segment_ids, depth)

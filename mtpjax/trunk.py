@@ -30,7 +30,7 @@ class Trunk(nn.Module):
                     lambda block, x, view: (block(x, view)[0], None),
                     variable_axes={"params": 0},
                     split_rngs={"params": True},
-                    in_axes=nn.broadcast,
+                    in_axes=nn.broadcast,  # pyright: ignore[reportArgumentType]
                     length=len(layers),
                 )
                 x, _ = scan(Block(config, is_moe=name == "moe", name=name), x, view)

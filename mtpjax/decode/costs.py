@@ -1,7 +1,6 @@
 """What the parts of a round cost, and the speed-up they allow."""
 
 import dataclasses
-import functools
 import time
 
 import jax
@@ -11,7 +10,7 @@ import numpy as np
 from mtpjax.cache import commit, empty_cache, read_rows
 from mtpjax.decode.state import hidden_rows
 from mtpjax.layers.attend import cached_view
-from mtpjax.model import MTPModel
+from mtpjax.model import MTPModel, bind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,14 +65,14 @@ def measure_costs(
 
 def _time_trunk(params, model, width, context, capacity, passes):
     """A function that times `passes` trunk passes over `width` tokens with the head over all of them."""
-    config = model.config
+    config, apply = model.config, bind(model, params)
 
     def body(carry):
         index, tokens, cache = carry
         start = cache.length + index % max(1, capacity - context - width)
         view = cached_view(config, start, width, capacity)
-        hidden, _, cache = model.apply({"params": params}, tokens, view, cache, method="run_trunk")
-        logits = model.apply({"params": params}, hidden, method="logits")
+        hidden, _, cache = apply(tokens, view, cache, method="run_trunk")
+        logits = apply(hidden, method="logits")
         return index + 1, jnp.argmax(logits, axis=-1).astype(jnp.int32), cache
 
     dtype = params["embedding"].dtype
@@ -83,18 +82,16 @@ def _time_trunk(params, model, width, context, capacity, passes):
 
 def _time_module(params, model, width, context, capacity, passes):
     """A function that times `passes` passes of the last module over `width` rows with the head over one of them."""
-    config = model.config
+    config, apply = model.config, bind(model, params)
     index_of_last = config.num_mtp_modules - 1
 
     def body(carry):
         index, (tokens, hidden), cache = carry
         start = cache.length + index % max(1, capacity - context - width)
         view = cached_view(config, start, width, capacity)
-        after, passed, entries = model.apply(
-            {"params": params}, hidden, tokens, view, cache.layers[0], index=index_of_last, method="run_module"
-        )
+        after, passed, entries = apply(hidden, tokens, view, cache.layers[0], index=index_of_last, method="run_module")
         newest = read_rows(after, index % width + jnp.zeros(1, jnp.int32), 1)
-        logits = model.apply({"params": params}, newest, index=index_of_last, method="logits")
+        logits = apply(newest, index=index_of_last, method="logits")
         draft = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         return index + 1, (jnp.broadcast_to(draft, tokens.shape), passed), cache.replace(layers=(entries,))
 
@@ -105,13 +102,13 @@ def _time_module(params, model, width, context, capacity, passes):
 
 
 def _timer(body, inputs, cache, passes):
-    loop = jax.jit(functools.partial(jax.lax.while_loop, lambda carry: carry[0] < passes, body), donate_argnums=0)
-    state = [jax.block_until_ready(loop((jnp.zeros((), jnp.int32), inputs, cache)))]
+    loop = jax.jit(lambda state: jax.lax.while_loop(lambda carry: carry[0] < passes, body, state), donate_argnums=0)
+    _, inputs, cache = jax.block_until_ready(loop((jnp.zeros((), jnp.int32), inputs, cache)))
 
     def run() -> float:
-        _, inputs, cache = state[0]
+        nonlocal inputs, cache
         begin = time.perf_counter()
-        state[0] = jax.block_until_ready(loop((jnp.zeros((), jnp.int32), inputs, cache)))
+        _, inputs, cache = jax.block_until_ready(loop((jnp.zeros((), jnp.int32), inputs, cache)))
         return (time.perf_counter() - begin) / passes
 
     return run

@@ -1,14 +1,12 @@
 """Drafting: the modules take in what was committed, then run ahead."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
 from mtpjax.cache import commit, read_rows, write_rows
 from mtpjax.decode.state import DecodeState
 from mtpjax.layers.attend import cached_view
-from mtpjax.model import MTPModel
+from mtpjax.model import MTPModel, bind
 
 
 def propose(params: dict, state: DecodeState, *, model: MTPModel, num_steps: int, min_rows: int) -> DecodeState:
@@ -19,7 +17,7 @@ def propose(params: dict, state: DecodeState, *, model: MTPModel, num_steps: int
     output, one slot further each, in passes of `min_rows` rows. Afterwards module k's cache is true up to the newest
     slot whose tokens are all committed.
     """
-    apply = functools.partial(model.apply, {"params": params})
+    apply = bind(model, params)
     capacity = state.tokens.shape[1]
     start, rows = state.hidden_start, state.hidden.shape[1]
     newest = state.length - 2  # the last slot with a committed hidden; a done row may have left its rows behind

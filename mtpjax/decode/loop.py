@@ -10,7 +10,7 @@ from mtpjax.decode.acceptance import accept_greedy
 from mtpjax.decode.draft import keep_hidden, propose
 from mtpjax.decode.state import DecodeState
 from mtpjax.layers.attend import cached_view
-from mtpjax.model import MTPModel
+from mtpjax.model import MTPModel, bind
 
 
 def prefill(params: dict, state: DecodeState, *, model: MTPModel, chunk: int) -> DecodeState:
@@ -18,7 +18,7 @@ def prefill(params: dict, state: DecodeState, *, model: MTPModel, chunk: int) ->
 
     The modules' caches cover the prompt but for the slots whose token is not there yet: the first round takes those in.
     """
-    apply = functools.partial(model.apply, {"params": params})
+    apply = bind(model, params)
     capacity = state.tokens.shape[1]
     in_use = len(state.modules)
     kept = jnp.maximum(state.length - max(in_use, 1), 0)  # position of the first hidden row to keep
@@ -69,7 +69,7 @@ def least_rows(batch: int, platform: str) -> int:
 
 def run_round(params: dict, state: DecodeState, *, model: MTPModel, num_steps: int, min_rows: int) -> DecodeState:
     """One round for every row that is not done: drafts, one trunk pass, acceptance, commit."""
-    apply = functools.partial(model.apply, {"params": params})
+    apply = bind(model, params)
     if num_steps:
         state = propose(params, state, model=model, num_steps=num_steps, min_rows=min_rows)
     start = state.length - 1

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from mtpjax.cache import commit, empty_cache
 from mtpjax.layers.attend import cached_view
-from mtpjax.model import MTPModel
+from mtpjax.model import MTPModel, bind
 
 
 def plain_generate(
@@ -30,6 +30,7 @@ def _step(params, tokens, cache, *, model):
     view = cached_view(
         model.config, cache.length, tokens.shape[1], cache.layers[0][next(iter(cache.layers[0]))].shape[-2]
     )
-    hidden, _, cache = model.apply({"params": params}, tokens, view, cache, method="run_trunk")
-    logits = model.apply({"params": params}, hidden[0, -1], method="logits")
+    apply = bind(model, params)
+    hidden, _, cache = apply(tokens, view, cache, method="run_trunk")
+    logits = apply(hidden[0, -1], method="logits")
     return jnp.argmax(logits).astype(jnp.int32), commit(cache, cache.length + tokens.shape[1])

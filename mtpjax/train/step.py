@@ -1,5 +1,7 @@
 """One jitted update."""
 
+from typing import Any
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -43,7 +45,7 @@ def _is_matrix(params: dict) -> dict:
     return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
 
 
-def _muon_axes(params: dict) -> dict:
+def _muon_axes(params: Any) -> Any:
     """Which axes of each matrix inside a layer go in and out; None (AdamW) for embedding, head, norms and routers."""
     axes = {  # counted from the end, since layers and experts are stacked in front
         "qkv": ((-4,), (-3, -2, -1)),
@@ -78,21 +80,23 @@ def train_step(
     An update that is not finite is skipped and reported as such.
     """
 
+    tokens, segment_ids, loss_mask = (jnp.asarray(array) for array in batch)
+
     def loss_of(params):
         output = forward(
             params,
-            batch.tokens,
+            tokens,
             model=model,
-            segment_ids=batch.segment_ids,
+            segment_ids=segment_ids,
             num_depths=num_depths,
             attention_layout=attention_layout,
         )
-        return multi_depth_loss(output, *batch, mtp_scale=mtp_scale)
+        return multi_depth_loss(output, tokens, segment_ids, loss_mask, mtp_scale=mtp_scale)
 
     (loss, losses), gradients = jax.value_and_grad(loss_of, has_aux=True)(state.params)
     norm = optax.tree.norm(gradients)
     updates, new_optimizer = optimizer.update(gradients, state.optimizer, state.params)
-    new_params = optax.apply_updates(state.params, jax.tree.map(lambda update: learning_rate * update, updates))
+    new_params: Any = optax.apply_updates(state.params, jax.tree.map(lambda update: learning_rate * update, updates))
     is_finite = jnp.isfinite(norm) & jnp.isfinite(loss)
     new = TrainState(new_params, new_optimizer, state.step)
     kept = jax.tree.map(lambda after, before: jnp.where(is_finite, after, before), new, state)

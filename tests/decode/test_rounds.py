@@ -11,7 +11,7 @@ from mtpjax.cache import empty_cache
 from mtpjax.decode.loop import decode, prefill, run_round
 from mtpjax.decode.state import init_state
 from mtpjax.layers.attend import cached_view, full_view
-from mtpjax.model import shift_left
+from mtpjax.model import bind, shift_left
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -62,7 +62,7 @@ def spoil(state):
 
 def teacher_forced(params, tokens, *, model, num_modules):
     """What follows each token, and entries of the trunk's layers and of each module: one pass over whole rows."""
-    apply = functools.partial(model.apply, {"params": params})
+    apply = bind(model, params)
     cache = empty_cache(model.config, model.config.num_hidden_layers, *tokens.shape)
     view = cached_view(model.config, cache.length, CAPACITY, CAPACITY)
     hidden, before, cache = apply(tokens, view, cache, method="run_trunk")

@@ -11,7 +11,7 @@ from mtpjax import MTPModel, forward
 from mtpjax.cache import commit, empty_cache
 from mtpjax.layers.attend import Recycled, cached_view, full_view
 from mtpjax.layers.latent_attention import LatentAttention
-from mtpjax.model import shift_left
+from mtpjax.model import bind, shift_left
 from mtpjax.trunk import stack_layers, unstack_layers
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -32,7 +32,7 @@ def test_the_cached_trunk_equals_the_full_pass(attention, widths, small):
     @jax.jit
     def step(tokens, cache):
         view = cached_view(model.config, cache.length, tokens.shape[1], 20)
-        hidden, _, cache = model.apply({"params": params}, tokens, view, cache, method="run_trunk")
+        hidden, _, cache = bind(model, params)(tokens, view, cache, method="run_trunk")
         return hidden, commit(cache, cache.length + tokens.shape[1])
 
     cache, begin, hidden = empty_cache(model.config, 2, 3, 20), 0, []
@@ -102,7 +102,7 @@ def test_a_recycled_depth_equals_cached_decoding_step_by_step(attention, num_mtp
     """Row i of the batch here is slot i of the sequence: true entries up to i, then one recycled step after another."""
     model, params = small(attention, num_mtp_modules=num_mtp_modules, mtp_chaining=chaining)
     config, M, T = model.config, num_mtp_modules, TOKENS.shape[1]
-    apply = functools.partial(model.apply, {"params": params})
+    apply = bind(model, params)
     output = forward(params, TOKENS[:1], model=model, num_depths=M + 2)
 
     @jax.jit
