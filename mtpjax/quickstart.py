@@ -7,6 +7,7 @@ import pathlib
 from typing import Any
 
 import numpy as np
+import rich.box
 import rich.console
 import rich.table
 
@@ -168,9 +169,14 @@ def _depth_row(depth: int, plain: Setting, settings, seconds, answers, costs: Co
     )
 
 
+def _table(title: str) -> rich.table.Table:
+    """Narrow enough for 80 columns, which is what a pipe gets."""
+    return rich.table.Table(title=title, title_style="", title_justify="left", box=rich.box.SIMPLE_HEAD, pad_edge=False)
+
+
 def _print_panel(console, trained: TrainResult) -> None:
     panel = trained.panel
-    table = rich.table.Table(title="acceptance panel: held-out files, teacher-forced, all positions", title_style="")
+    table = _table("acceptance panel: held-out files, teacher-forced, all positions")
     for heading in ("draft level", "bits/byte", "agrees with trunk", "survives (this and all before)"):
         table.add_column(heading, justify="right")
     table.add_row("trunk", f"{panel.bits_per_token[0]:.2f}", "", "")
@@ -185,8 +191,8 @@ def _print_result(
     def threads(setting: Setting) -> str:
         return "1" if setting.threads == 1 else "all"
 
-    table = rich.table.Table(title="greedy decoding at batch 1 of held-out prompts that do not loop", title_style="")
-    for heading in ("drafts", "threads", "accept length", "survival per level", "tokens/s", "ratio to plain", "ideal"):
+    table = _table("greedy decoding at batch 1 of held-out prompts that do not loop")
+    for heading in ("drafts", "threads", "accept length", "survival", "tokens/s", "ratio to plain", "ideal"):
         table.add_column(heading, justify="right")
     count = plain_seconds.shape[1] * (NEW_TOKENS - 1)
     plain_rate = count / float(np.median(plain_seconds.sum(1)))

@@ -44,17 +44,17 @@ def learning_rate_at(progress: float, config: TrainConfig) -> float:
     return config.learning_rate * warm * (config.final_learning_rate + (1 - config.final_learning_rate) * cosine)
 
 
-def train(config: TrainConfig, *, panel_depths: int | None = None, evaluations: int = 6) -> TrainResult:
+def train(config: TrainConfig, *, panel_depths: int = 0, evaluations: int = 6) -> TrainResult:
     """Trains `config.preset` from scratch and writes `config.output`.
 
     `metrics.jsonl` gets a row every `log_every` steps (losses per depth in bits) and one per evaluation (the panel, of
-    `panel_depths` levels, on held-out files); `checkpoint/` the model. On a terminal a live bar shows the same,
+    `panel_depths` levels or more, on held-out files); `checkpoint/` the model. On a terminal a live bar shows the same,
     elsewhere one line each. Raises `ValueError` for settings that do not fit, `FileNotFoundError` where there is no
     text.
     """
     model_config = presets[config.preset]
     num_depths = config.num_depths if model_config.num_mtp_modules else 0
-    panel_depths = num_depths if panel_depths is None else panel_depths
+    panel_depths = max(num_depths, panel_depths)
     rows, held_out_rows, held_out = _load_data(config)
     stream = data.batches(rows, config.batch_size, seed=config.seed)
 
