@@ -66,7 +66,7 @@ def run(config: TrainConfig, *, depths: tuple[int, ...] = (1, 2, 3), rounds: int
         workers = {thread: stack.enter_context(Worker(trained.path, threads=thread)) for thread in threads}
         with console.status("compiling each setting"):
             prompts = _find_prompts(workers, settings, trained, num_prompts)
-        seconds, answers = _measure(console, workers, settings, prompts, rounds)
+        seconds, answers, costs = _measure(console, workers, settings, prompts, rounds, depths)
         identical = all(
             [row["tokens"] for row in answers[setting]] == [row["tokens"] for row in answers[settings[0]]]
             for setting in settings
@@ -74,8 +74,7 @@ def run(config: TrainConfig, *, depths: tuple[int, ...] = (1, 2, 3), rounds: int
         plain = min(
             (setting for setting in settings if not setting.num_steps), key=lambda s: np.median(seconds[s].sum(1))
         )
-        costs = _measure_costs(workers[plain.threads], depths)
-    rows = [_depth_row(depth, plain, settings, seconds, answers, costs) for depth in depths]
+    rows = [_depth_row(depth, plain, settings, seconds, answers, costs[plain.threads]) for depth in depths]
     best = max(rows, key=lambda row: row.ratio)
     _print_result(console, plain, seconds[plain], rows, best, identical=identical)
 
@@ -122,10 +121,15 @@ def _ask(workers: dict[int, Worker], setting: Setting, prompts: list[list[int]])
     )
 
 
-def _measure(console, workers, settings, prompts, rounds: int) -> tuple[dict[Setting, np.ndarray], dict[Setting, Any]]:
-    """Seconds `[rounds, prompts]` of every setting, one after the other within each round, and the texts."""
+def _measure(
+    console, workers: dict[int, Worker], settings, prompts, rounds: int, depths: tuple[int, ...]
+) -> tuple[dict[Setting, np.ndarray], dict[Setting, Any], dict[int, Costs]]:
+    """Seconds `[rounds, prompts]` of every setting, the texts, and what the parts cost each number of threads.
+
+    All take turns within each round, so that they see the same machine.
+    """
     seconds: dict[Setting, list] = {setting: [] for setting in settings}
-    answers = {}
+    answers, costs = {}, {}
     with console.status("measuring") as status:
         for number in range(rounds):
             status.update(
@@ -136,7 +140,9 @@ def _measure(console, workers, settings, prompts, rounds: int) -> tuple[dict[Set
                 answer = workers[setting.threads].answer()
                 seconds[setting].append(answer["seconds"])
                 answers[setting] = answer["rows"]
-    return {setting: np.array(times) for setting, times in seconds.items()}, answers
+            for threads, worker in workers.items():
+                costs[threads] = _measure_costs(worker, depths)
+    return {setting: np.array(times) for setting, times in seconds.items()}, answers, costs
 
 
 def _measure_costs(worker: Worker, depths: tuple[int, ...]) -> Costs:

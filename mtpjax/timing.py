@@ -6,6 +6,7 @@ one child works at a time, so that interleaved runs see the same machine.
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import subprocess
@@ -32,7 +33,7 @@ class Worker:
         self._process.wait()
 
     def ask(self, request: dict[str, Any]) -> None:
-        """Sends a request; `answer` waits for its result. `{"do": "decode" | "costs", …}`, see `_decode`, `_costs`."""
+        """Sends a request; `answer` waits for its result. `{"do": "decode" | "costs", …}`, see `_Child`."""
         try:
             self._requests.write(json.dumps(request) + "\n")
             self._requests.flush()
@@ -51,37 +52,48 @@ class Worker:
         return self.answer()
 
 
-def _decode(
-    model, params, *, prompts, max_new_tokens: int, num_steps: int, min_rows: int, repeats: int = 1
-) -> dict[str, Any]:
-    """Decodes the prompts one by one; the seconds of each beyond those of its prefill and first token (medians)."""
-    from mtpjax.config import DecodeConfig
-    from mtpjax.decode.generate import speculative_generate
+class _Child:
+    """Answers requests about one model."""
 
-    config = DecodeConfig(max_new_tokens=max_new_tokens, num_steps=num_steps, min_rows=min_rows)
-    first_only = dataclasses.replace(config, max_new_tokens=1)
-    rows, seconds = [], []
-    for prompt in prompts:
-        times = []
-        for _ in range(repeats):
-            begin = time.perf_counter()
-            speculative_generate(params, [prompt], model=model, config=first_only)
-            middle = time.perf_counter()
-            result = speculative_generate(params, [prompt], model=model, config=config)
-            times.append(time.perf_counter() - middle - (middle - begin))
-        stats = result.stats
-        stats.check()
-        seconds.append(sorted(times)[len(times) // 2])
-        rows.append({"tokens": result.rows()[0], "steps": int(stats.steps[0]), "accepted": stats.accepted[0].tolist()})
-    return {"rows": rows, "seconds": seconds}
+    def __init__(self, model, params):
+        self.model, self.params, self.meter = model, params, None
 
+    def decode(
+        self, *, prompts, max_new_tokens: int, num_steps: int, min_rows: int, repeats: int = 1
+    ) -> dict[str, Any]:
+        """Decodes the prompts one by one; the seconds of each beyond those of its prefill and first token (medians)."""
+        from mtpjax.config import DecodeConfig
+        from mtpjax.decode.generate import speculative_generate
 
-def _costs(model, params, *, num_steps, context: int, capacity: int) -> dict[str, Any]:
-    from mtpjax.decode.costs import measure_costs
+        config = DecodeConfig(max_new_tokens=max_new_tokens, num_steps=num_steps, min_rows=min_rows)
+        first_only = dataclasses.replace(config, max_new_tokens=1)
+        decode = functools.partial(speculative_generate, self.params, model=self.model)
+        rows, seconds = [], []
+        for prompt in prompts:
+            times = []
+            for _ in range(repeats):
+                begin = time.perf_counter()
+                decode([prompt], config=first_only)
+                middle = time.perf_counter()
+                result = decode([prompt], config=config)
+                times.append(time.perf_counter() - middle - (middle - begin))
+            stats = result.stats
+            stats.check()
+            seconds.append(sorted(times)[len(times) // 2])
+            tokens, accepted = result.rows()[0], stats.accepted[0].tolist()
+            rows.append({"tokens": tokens, "steps": int(stats.steps[0]), "accepted": accepted})
+        return {"rows": rows, "seconds": seconds}
 
-    return dataclasses.asdict(
-        measure_costs(params, model=model, num_steps=tuple(num_steps), context=context, capacity=capacity)
-    )
+    def costs(self, *, num_steps, context: int, capacity: int) -> dict[str, Any]:
+        """Times each part once more; the medians so far (`mtpjax.decode.costs.Costs`)."""
+        from mtpjax.decode.costs import CostMeter
+
+        if self.meter is None:
+            self.meter = CostMeter(
+                self.params, model=self.model, num_steps=tuple(num_steps), context=context, capacity=capacity
+            )
+        self.meter.measure()
+        return dataclasses.asdict(self.meter.costs())
 
 
 def main() -> None:
@@ -94,11 +106,11 @@ def main() -> None:
 
     from mtpjax.checkpoint import load
 
-    model, params = load(options.checkpoint)
+    child = _Child(*load(options.checkpoint))
+    answers = {"decode": child.decode, "costs": child.costs}
     for line in sys.stdin:
         request = json.loads(line)
-        result = {"decode": _decode, "costs": _costs}[request.pop("do")](model, params, **request)
-        print(json.dumps(result), flush=True)
+        print(json.dumps(answers[request.pop("do")](**request)), flush=True)
 
 
 if __name__ == "__main__":

@@ -28,39 +28,48 @@ class Costs:
         return accept_length * self.plain / round_
 
 
-def measure_costs(
-    params: dict,
-    *,
-    model: MTPModel,
-    num_steps: tuple[int, ...],
-    context: int,
-    capacity: int,
-    passes: int = 128,
-    repeats: int = 5,
-) -> Costs:
-    """Times every part in a `while_loop` of its own, interleaved; the median of `repeats`.
+class CostMeter:
+    """Times every part in a `while_loop` of its own. Each `measure` adds one timing of each; `costs` gives the medians.
 
     `context` tokens stand in caches of `capacity` slots; a part that comes to their end starts over behind the context.
     One module is assumed for `extend`: with several, each level of `num_steps` is one of them.
     """
-    levels = sorted(set(num_steps))
-    parts = {("trunk", 1): _time_trunk(params, model, 1, context, capacity, passes)}
-    for level in levels:
-        parts["trunk", level + 1] = _time_trunk(params, model, level + 1, context, capacity, passes)
-        rows = hidden_rows(model, level)
-        parts["module", rows] = _time_module(params, model, rows, context, capacity, passes)
-    parts["module", 1] = _time_module(params, model, 1, context, capacity, passes)
-    seconds: dict = {part: [] for part in parts}
-    for _ in range(repeats):
-        for part, run in parts.items():
-            seconds[part].append(run())
-    median = {part: float(np.median(times)) for part, times in seconds.items()}
-    return Costs(
-        plain=median["trunk", 1],
-        verify={level: median["trunk", level + 1] for level in levels},
-        extend={level: median["module", hidden_rows(model, level)] for level in levels},
-        draft=median["module", 1],
-    )
+
+    def __init__(
+        self,
+        params: dict,
+        *,
+        model: MTPModel,
+        num_steps: tuple[int, ...],
+        context: int,
+        capacity: int,
+        passes: int = 128,
+    ):
+        self.num_steps = sorted(set(num_steps))
+        self.extended = {level: hidden_rows(model, level) for level in self.num_steps}
+        sizes = params, model
+        self._trunk = {
+            width: _time_trunk(*sizes, width, context, capacity, passes)
+            for width in (1, *(level + 1 for level in self.num_steps))
+        }
+        self._module = {
+            rows: _time_module(*sizes, rows, context, capacity, passes) for rows in {1, *self.extended.values()}
+        }
+        self._seconds: dict = {}
+
+    def measure(self) -> None:
+        for name, parts in (("trunk", self._trunk), ("module", self._module)):
+            for width, run in parts.items():
+                self._seconds.setdefault((name, width), []).append(run())
+
+    def costs(self) -> Costs:
+        median = {part: float(np.median(times)) for part, times in self._seconds.items()}
+        return Costs(
+            plain=median["trunk", 1],
+            verify={level: median["trunk", level + 1] for level in self.num_steps},
+            extend={level: median["module", rows] for level, rows in self.extended.items()},
+            draft=median["module", 1],
+        )
 
 
 def _time_trunk(params, model, width, context, capacity, passes):

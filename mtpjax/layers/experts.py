@@ -9,12 +9,12 @@ from mtpjax.config import ModelConfig
 
 
 def swiglu(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
-    """`(silu(x Wg) * (x Wu)) Wd` for `x [..., D]`, `gate_up [D, 2, F]`, `down [F, D]`: one product for gate and up.
+    """`(silu(x Wg) * (x Wu)) Wd` for `x [n, D]`, `gate_up [D, 2, F]`, `down [F, D]`: one product for gate and up.
 
-    The axis of two stays: flattened, a mesh that splits F would have to exchange halves.
+    Flattened, because an einsum that keeps the axis of two makes a pass over two rows on a CPU 10 % slower.
     """
-    gate_up = jnp.einsum("...D,DcF->...cF", x, gate_up)
-    return (jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]) @ down
+    gate, up = jnp.split(x @ gate_up.reshape(x.shape[-1], -1), 2, axis=-1)
+    return (jax.nn.silu(gate) * up) @ down
 
 
 class SwiGLU(nn.Module):
