@@ -1,6 +1,7 @@
 """What the parts of a round cost, and the speed-up they allow."""
 
 import dataclasses
+import functools
 import time
 
 import jax
@@ -29,10 +30,11 @@ class Costs:
 
 
 class CostMeter:
-    """Times every part in a `while_loop` of its own. Each `measure` adds one timing of each; `costs` gives the medians.
+    """Times the parts of a round, each in a `while_loop` of its own; `costs` gives the medians of all `measure` calls.
 
     `context` tokens stand in caches of `capacity` slots; a part that comes to their end starts over behind the context.
-    One module is assumed for `extend`: with several, each level of `num_steps` is one of them.
+    The intake is timed behind a verifying pass, as it runs, because that pushes the module's weights out of a CPU's
+    cache. One module is assumed: with several, each level of `num_steps` is one intake.
     """
 
     def __init__(
@@ -45,79 +47,74 @@ class CostMeter:
         capacity: int,
         passes: int = 128,
     ):
-        self.num_steps = sorted(set(num_steps))
-        self.extended = {level: hidden_rows(model, level) for level in self.num_steps}
-        sizes = params, model
-        self._trunk = {
-            width: _time_trunk(*sizes, width, context, capacity, passes)
-            for width in (1, *(level + 1 for level in self.num_steps))
-        }
-        self._module = {
-            rows: _time_module(*sizes, rows, context, capacity, passes) for rows in {1, *self.extended.values()}
-        }
-        self._seconds: dict = {}
+        self.levels = sorted(set(num_steps))
+        time_part = functools.partial(_timer, params, model, context, capacity, passes)
+        self._parts = {("plain", 0): time_part(1, 0), ("draft", 0): time_part(0, 1)}
+        for level in self.levels:
+            self._parts["verify", level] = time_part(level + 1, 0)
+            self._parts["round", level] = time_part(level + 1, hidden_rows(model, level))
+        self._seconds: dict = {part: [] for part in self._parts}
 
     def measure(self) -> None:
-        for name, parts in (("trunk", self._trunk), ("module", self._module)):
-            for width, run in parts.items():
-                self._seconds.setdefault((name, width), []).append(run())
+        for part, run in self._parts.items():
+            self._seconds[part].append(run())
 
     def costs(self) -> Costs:
         median = {part: float(np.median(times)) for part, times in self._seconds.items()}
         return Costs(
-            plain=median["trunk", 1],
-            verify={level: median["trunk", level + 1] for level in self.num_steps},
-            extend={level: median["module", rows] for level, rows in self.extended.items()},
-            draft=median["module", 1],
+            plain=median["plain", 0],
+            verify={level: median["verify", level] for level in self.levels},
+            extend={level: median["round", level] - median["verify", level] for level in self.levels},
+            draft=median["draft", 0],
         )
 
 
-def _time_trunk(params, model, width, context, capacity, passes):
-    """A function that times `passes` trunk passes over `width` tokens with the head over all of them."""
-    config, apply = model.config, bind(model, params)
+def _timer(params, model: MTPModel, context: int, capacity: int, passes: int, width: int, rows: int):
+    """A function that times one pass of the trunk over `width` tokens and of the last module over `rows`, or of one.
+
+    The trunk's head reads all tokens, the module's one row. What a call costs before its first pass is taken off.
+    """
+    config = model.config
+    last = config.num_mtp_modules - 1
 
     def body(carry):
-        index, tokens, cache = carry
-        start = cache.length + index % max(1, capacity - context - width)
-        view = cached_view(config, start, width, capacity)
-        hidden, _, cache = apply(tokens, view, cache, method="run_trunk")
-        logits = apply(hidden, method="logits")
-        return index + 1, jnp.argmax(logits, axis=-1).astype(jnp.int32), cache
+        index, limit, token, hidden, trunk, module = carry
+        apply = bind(model, params)
+        start = trunk.length + index % max(1, capacity - context - max(width, rows))
+        if width:
+            view = cached_view(config, start, width, capacity)
+            tokens = jnp.broadcast_to(token, (1, width))
+            output, _, trunk = apply(tokens, view, trunk, method="run_trunk")
+            token = jnp.argmax(apply(output, method="logits"), axis=-1).astype(jnp.int32)[:, -1:]
+        if rows:
+            view = cached_view(config, start, rows, capacity)
+            tokens = jnp.broadcast_to(token, (1, rows))
+            output, hidden, entries = apply(hidden, tokens, view, module.layers[0], index=last, method="run_module")
+            module = module.replace(layers=(entries,))
+            row = read_rows(output, index % rows + jnp.zeros(1, jnp.int32), 1)
+            token = jnp.argmax(apply(row, index=last, method="logits"), axis=-1).astype(jnp.int32)
+        return index + 1, limit, token, hidden, trunk, module
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def loop(limit, inputs):
+        carry = (jnp.zeros((), jnp.int32), limit, *inputs)
+        return jax.lax.while_loop(lambda carry: carry[0] < carry[1], body, carry)[2:]
 
     dtype = params["embedding"].dtype
-    cache = empty_cache(config, config.num_hidden_layers, 1, capacity, dtype)
-    return _timer(body, jnp.zeros((1, width), jnp.int32), commit(cache, jnp.full(1, context, jnp.int32)), passes)
-
-
-def _time_module(params, model, width, context, capacity, passes):
-    """A function that times `passes` passes of the last module over `width` rows with the head over one of them."""
-    config, apply = model.config, bind(model, params)
-    index_of_last = config.num_mtp_modules - 1
-
-    def body(carry):
-        index, (tokens, hidden), cache = carry
-        start = cache.length + index % max(1, capacity - context - width)
-        view = cached_view(config, start, width, capacity)
-        after, passed, entries = apply(hidden, tokens, view, cache.layers[0], index=index_of_last, method="run_module")
-        newest = read_rows(after, index % width + jnp.zeros(1, jnp.int32), 1)
-        logits = apply(newest, index=index_of_last, method="logits")
-        draft = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        return index + 1, (jnp.broadcast_to(draft, tokens.shape), passed), cache.replace(layers=(entries,))
-
-    dtype = params["embedding"].dtype
-    cache = commit(empty_cache(config, 1, 1, capacity, dtype), jnp.full(1, context, jnp.int32))
-    inputs = jnp.zeros((1, width), jnp.int32), jnp.ones((1, width, config.hidden_size), dtype)
-    return _timer(body, inputs, cache, passes)
-
-
-def _timer(body, inputs, cache, passes):
-    loop = jax.jit(lambda state: jax.lax.while_loop(lambda carry: carry[0] < passes, body, state), donate_argnums=0)
-    _, inputs, cache = jax.block_until_ready(loop((jnp.zeros((), jnp.int32), inputs, cache)))
+    inputs = (
+        jnp.zeros((1, 1), jnp.int32),
+        jnp.ones((1, rows, config.hidden_size), dtype),
+        commit(empty_cache(config, config.num_hidden_layers, 1, capacity, dtype), jnp.full(1, context, jnp.int32)),
+        commit(empty_cache(config, 1, 1, capacity, dtype), jnp.full(1, context, jnp.int32)),
+    )
+    inputs = jax.block_until_ready(loop(1, inputs))
 
     def run() -> float:
-        nonlocal inputs, cache
+        nonlocal inputs
         begin = time.perf_counter()
-        _, inputs, cache = jax.block_until_ready(loop((jnp.zeros((), jnp.int32), inputs, cache)))
-        return (time.perf_counter() - begin) / passes
+        inputs = jax.block_until_ready(loop(1, inputs))
+        middle = time.perf_counter()
+        inputs = jax.block_until_ready(loop(passes + 1, inputs))
+        return (time.perf_counter() - middle - (middle - begin)) / passes
 
     return run
