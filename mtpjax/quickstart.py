@@ -140,8 +140,8 @@ def _measure(
                 answer = workers[setting.threads].answer()
                 seconds[setting].append(answer["seconds"])
                 answers[setting] = answer["rows"]
-            for threads, worker in workers.items():
-                costs[threads] = _measure_costs(worker, depths)
+                for threads, worker in workers.items():
+                    costs[threads] = _measure_costs(worker, depths)
     return {setting: np.array(times) for setting, times in seconds.items()}, answers, costs
 
 
@@ -177,7 +177,9 @@ def _depth_row(depth: int, plain: Setting, settings, seconds, answers, costs: Co
 
 def _table(title: str) -> rich.table.Table:
     """Narrow enough for 80 columns, which is what a pipe gets."""
-    return rich.table.Table(title=title, title_style="", title_justify="left", box=rich.box.SIMPLE_HEAD, pad_edge=False)
+    return rich.table.Table(
+        title=title, title_style="", title_justify="left", box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
 
 
 def _print_panel(console, trained: TrainResult) -> None:
@@ -198,8 +200,8 @@ def _print_result(
         return "1" if setting.threads == 1 else "all"
 
     table = _table("greedy decoding at batch 1 of held-out prompts that do not loop")
-    for heading in ("drafts", "threads", "accept length", "survival", "tokens/s", "ratio", "95 %", "ideal"):
-        table.add_column(heading, justify="right", no_wrap=heading != "accept length")
+    for heading in ("drafts", "threads", "accept\nlength", "survival", "tokens/s", "ratio", "95 %", "ideal"):
+        table.add_column(heading, justify="right", no_wrap=True)
     count = plain_seconds.shape[1] * (NEW_TOKENS - 1)
     plain_rate = count / float(np.median(plain_seconds.sum(1)))
     padded = ", 2 rows" if plain.min_rows == 2 else ""

@@ -45,7 +45,7 @@ class CostMeter:
         num_steps: tuple[int, ...],
         context: int,
         capacity: int,
-        passes: int = 128,
+        passes: int = 32,
     ):
         self.levels = sorted(set(num_steps))
         time_part = functools.partial(_timer, params, model, context, capacity, passes)
