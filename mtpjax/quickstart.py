@@ -48,7 +48,7 @@ class DepthRow:
     ideal: float
 
 
-def run(config: TrainConfig, *, depths: tuple[int, ...] = (1, 2, 3), rounds: int = 5, num_prompts: int = 16) -> int:
+def run(config: TrainConfig, *, depths: tuple[int, ...] = (1, 2, 3), rounds: int = 8, num_prompts: int = 16) -> int:
     """Trains, measures, prints, draws. Returns the exit code: 4 if any speculative text differs from the plain one."""
     console = rich.console.Console()
     console.print(f"[bold]1[/] training '{config.preset}' on the standard library of this Python, {_budget(config)}")

@@ -33,8 +33,8 @@ class CostMeter:
     """Times the parts of a round, each in a `while_loop` of its own; `costs` gives the medians of all `measure` calls.
 
     `context` tokens stand in caches of `capacity` slots; a part that comes to their end starts over behind the context.
-    The intake is timed behind a verifying pass, as it runs, because that pushes the module's weights out of a CPU's
-    cache. One module is assumed: with several, each level of `num_steps` is one intake.
+    Intake and drafts are timed behind a verifying pass, as they run, because that pushes the module's weights and code
+    out of a CPU's cache. One module is assumed: with several, each level of `num_steps` is one intake.
     """
 
     def __init__(
@@ -49,10 +49,12 @@ class CostMeter:
     ):
         self.levels = sorted(set(num_steps))
         time_part = functools.partial(_timer, params, model, context, capacity, passes)
-        self._parts = {("plain", 0): time_part(1, 0), ("draft", 0): time_part(0, 1)}
+        self._parts = {("plain", 0): time_part(1, 0, 0)}
         for level in self.levels:
-            self._parts["verify", level] = time_part(level + 1, 0)
-            self._parts["round", level] = time_part(level + 1, hidden_rows(model, level))
+            rows = hidden_rows(model, level)
+            self._parts["verify", level] = time_part(level + 1, 0, 0)
+            self._parts["intake", level] = time_part(level + 1, rows, 0)
+        self._parts["drafts", level] = time_part(level + 1, rows, level - 1)
         self._seconds: dict = {part: [] for part in self._parts}
 
     def measure(self) -> None:
@@ -61,16 +63,18 @@ class CostMeter:
 
     def costs(self) -> Costs:
         median = {part: float(np.median(times)) for part, times in self._seconds.items()}
+        deepest = self.levels[-1]
+        drafts = median["drafts", deepest] - median["intake", deepest]
         return Costs(
             plain=median["plain", 0],
             verify={level: median["verify", level] for level in self.levels},
-            extend={level: median["round", level] - median["verify", level] for level in self.levels},
-            draft=median["draft", 0],
+            extend={level: median["intake", level] - median["verify", level] for level in self.levels},
+            draft=drafts / max(deepest - 1, 1),
         )
 
 
-def _timer(params, model: MTPModel, context: int, capacity: int, passes: int, width: int, rows: int):
-    """A function that times one pass of the trunk over `width` tokens and of the last module over `rows`, or of one.
+def _timer(params, model: MTPModel, context: int, capacity: int, passes: int, width: int, rows: int, drafts: int):
+    """A function that times a pass of the trunk over `width` tokens, of the last module over `rows`, and `drafts` more.
 
     The trunk's head reads all tokens, the module's one row. What a call costs before its first pass is taken off.
     """
@@ -80,18 +84,21 @@ def _timer(params, model: MTPModel, context: int, capacity: int, passes: int, wi
     def body(carry):
         index, limit, token, hidden, trunk, module = carry
         apply = bind(model, params)
-        start = trunk.length + index % max(1, capacity - context - max(width, rows))
-        if width:
-            view = cached_view(config, start, width, capacity)
-            tokens = jnp.broadcast_to(token, (1, width))
-            output, _, trunk = apply(tokens, view, trunk, method="run_trunk")
-            token = jnp.argmax(apply(output, method="logits"), axis=-1).astype(jnp.int32)[:, -1:]
-        if rows:
-            view = cached_view(config, start, rows, capacity)
-            tokens = jnp.broadcast_to(token, (1, rows))
-            output, hidden, entries = apply(hidden, tokens, view, module.layers[0], index=last, method="run_module")
-            module = module.replace(layers=(entries,))
-            row = read_rows(output, index % rows + jnp.zeros(1, jnp.int32), 1)
+        start = trunk.length + index % max(1, capacity - context - width - rows - drafts)
+        view = cached_view(config, start, width, capacity)
+        tokens = jnp.broadcast_to(token, (1, width))
+        output, _, trunk = apply(tokens, view, trunk, method="run_trunk")
+        token = jnp.argmax(apply(output, method="logits"), axis=-1).astype(jnp.int32)[:, -1:]
+        passed = hidden
+        for size in [rows] * bool(rows) + [1] * drafts:
+            view = cached_view(config, start, size, capacity)
+            tokens = jnp.broadcast_to(token, (1, size))
+            output, passed, entries = apply(
+                passed[:, -size:], tokens, view, module.layers[0], index=last, method="run_module"
+            )
+            hidden = passed if size == rows else hidden
+            module, start = module.replace(layers=(entries,)), start + size
+            row = read_rows(output, index % size + jnp.zeros(1, jnp.int32), 1)
             token = jnp.argmax(apply(row, index=last, method="logits"), axis=-1).astype(jnp.int32)
         return index + 1, limit, token, hidden, trunk, module
 
