@@ -22,7 +22,7 @@ import numpy as np
 from mtpjax import DecodeConfig, ModelConfig, MTPModel, forward, generate, speculative_generate
 from mtpjax.decode.plain import plain_generate
 
-MIXED_STRENGTH = {"grouped": 1.5, "latent": 0.15}  # each draft level is accepted and rejected often
+MIXED_STRENGTH = {"grouped": 1.5, "latent": 0.15, "sparse": 0.15, "hybrid": 0.3}  # each level is accepted and rejected
 RIGS = ("random", "mixed", "right", "wrong")
 NUM_PROMPTS = 64
 NEW_TOKENS = 24
@@ -47,7 +47,7 @@ GRID = [
         ("grouped", "latent"), (1, 2, 3), (1, 2, 3, 4, 5), ("chain", "trunk")
     )
     if modules > 1 or chaining == "chain"  # one module has nothing to chain
-]
+] + [Cell(attention, modules, steps) for attention in ("sparse", "hybrid") for modules in (1, 2) for steps in (1, 2, 4)]
 COVERING = [  # each pair of values of the grid's four axes, or nearly
     Cell("grouped", 1, 3),
     Cell("grouped", 2, 1, "trunk"),
@@ -56,16 +56,42 @@ COVERING = [  # each pair of values of the grid's four axes, or nearly
     Cell("latent", 1, 5),
     Cell("latent", 2, 4, "trunk"),
     Cell("latent", 3, 2, "chain"),
+    Cell("sparse", 2, 3),
+    Cell("hybrid", 1, 3),
 ]
 
 
 def small_config(attention: str = "grouped", **changes) -> ModelConfig:
-    """A model of two layers: grouped-query and dense, or latent with experts in the second layer."""
+    """A small model: "grouped" (dense), "latent" (experts in the second layer), "sparse" (latent, with an indexer that
+
+    one layer shares) or "hybrid" (linear and gated full attention, experts with a gated shared one).
+    """
     values = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     values |= {"intermediate_size": 48, "max_position_embeddings": 256, "num_mtp_modules": 1}
-    if attention == "grouped":
+    kind = {"sparse": "latent", "hybrid": "grouped"}.get(attention, attention)
+    if kind == "grouped":
         values |= {"num_key_value_heads": 2}
-    else:
+    if attention == "hybrid":
+        values |= {"num_hidden_layers": 3, "layer_types": ("linear_attention", "full_attention", "linear_attention")}
+        values |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        values |= {"linear_key_head_dim": 8, "linear_value_head_dim": 6}
+        values |= {
+            "zero_centred_norm": True,
+            "use_qk_norm": True,
+            "attn_output_gate": True,
+            "partial_rotary_factor": 0.5,
+        }
+        values |= {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "mlp_only_layers": (1,),
+        }
+        values |= {"shared_expert_intermediate_size": 10, "shared_expert_gate": True, "scoring_func": "softmax"}
+    if attention == "sparse":
+        values |= {"num_hidden_layers": 3, "indexer_types": ("full", "shared", "full")}
+        values |= {"index_topk": 7, "index_n_heads": 3, "index_head_dim": 6}
+    if kind == "latent":
         values |= {
             "q_lora_rank": 20,
             "kv_lora_rank": 12,
@@ -76,7 +102,7 @@ def small_config(attention: str = "grouped", **changes) -> ModelConfig:
         values |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_shared_experts": 1}
         values |= {"n_group": 4, "topk_group": 2, "router_correction_bias": True, "first_k_dense_replace": 1}
         values |= {"rope_interleave": True, "routed_scaling_factor": 2.5}
-    return ModelConfig.from_dict({"attention": attention, **values, **changes})
+    return ModelConfig.from_dict({"attention": kind, **values, **changes})
 
 
 def random_params(model: MTPModel, seed: int = 0) -> dict:
@@ -87,10 +113,12 @@ def random_params(model: MTPModel, seed: int = 0) -> dict:
         noise = np.random.default_rng([seed, zlib.crc32("/".join(names).encode())]).standard_normal(leaf.shape)
         if names[-1] == "scale":
             noise = (0 if model.config.zero_centred_norm else 1) + 0.1 * noise
-        elif names[-1] in ("qkv_bias", "correction_bias"):
+        elif names[-1] in ("norm", "norm_scale"):
+            noise = 1 + 0.1 * noise
+        elif names[-1] in ("qkv_bias", "correction_bias", "norm_bias"):
             noise = 0.1 * noise
         elif "embedding" not in names[-1]:
-            fan_in = {"key_up": 2, "value_up": 1}.get(names[-1], int("experts" in names and leaf.ndim > 2))
+            fan_in = {"key_up": 2, "value_up": 1, "conv": 2}.get(names[-1], int("experts" in names and leaf.ndim > 2))
             noise = noise / leaf.shape[fan_in] ** 0.5
         return jnp.asarray(noise, jnp.float32)
 
@@ -98,7 +126,7 @@ def random_params(model: MTPModel, seed: int = 0) -> dict:
     return jax.tree_util.tree_map_with_path(draw, shapes)
 
 
-def rigged_params(model: MTPModel, rig: str, seed: int = 0) -> dict:
+def rigged_params(model: MTPModel, attention: str, rig: str, seed: int = 0) -> dict:
     """Weights whose drafts are right by chance ("random"), "mixed"ly, always ("right") or never ("wrong").
 
     But for the first, the head is the embedding along one cycle through the vocabulary and the modules look at the
@@ -108,7 +136,7 @@ def rigged_params(model: MTPModel, rig: str, seed: int = 0) -> dict:
     params = random_params(model, seed)
     if rig == "random":
         return params
-    strength = MIXED_STRENGTH[model.config.attention] if rig == "mixed" else 0.0
+    strength = MIXED_STRENGTH[attention] if rig == "mixed" else 0.0
     sign = -1.0 if rig == "wrong" else 1.0
 
     def weaken(path, leaf):
@@ -144,7 +172,7 @@ def make_reference(attention: str, rig: str, *, lengths: tuple[int, ...], num_pl
     Checked against the full pass and, for `num_plain` prompts, `plain.py`. Prompts with a near tie are left out.
     """
     model = MTPModel(small_config(attention, num_mtp_modules=3))
-    params = rigged_params(model, rig, seed)
+    params = rigged_params(model, attention, rig, seed)
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(0, 61, size).tolist() for size, _ in zip(itertools.cycle(lengths), range(NUM_PROMPTS + 16))]
     rows = generate(params, prompts, model=model, config=DecodeConfig(max_new_tokens=NEW_TOKENS)).rows()
@@ -180,7 +208,7 @@ def _require_equal(name: str, found: list[int], wanted: list[int]) -> None:
 def check_cell(cell: Cell, rig: str, reference: Reference, seed: int = 0) -> tuple[list[str], int, float]:
     """Differences (one line each), the number of calls compared, and the accept length."""
     model = MTPModel(small_config(cell.attention, num_mtp_modules=cell.num_mtp_modules, mtp_chaining=cell.mtp_chaining))
-    params = rigged_params(model, rig, seed)
+    params = rigged_params(model, cell.attention, rig, seed)
     most = 2 * (cell.num_steps + 1)
     calls: list[dict] = [{"max_new_tokens": NEW_TOKENS}]
     if rig in ("mixed", "right"):  # the others accept next to nothing: no run to cut
@@ -214,7 +242,7 @@ def main(argv: list[str] | None = None) -> int:
     lengths = (1, 2, 7, 16, 17, LONGEST_PROMPT) if options.quick else tuple(range(1, LONGEST_PROMPT + 1))
     cells = COVERING if options.quick else GRID
     references, differing, compared = {}, 0, 0
-    for attention, rig in itertools.product(("grouped", "latent"), RIGS):
+    for attention, rig in itertools.product(MIXED_STRENGTH, RIGS):
         references[attention, rig] = make_reference(
             attention, rig, lengths=lengths, num_plain=NUM_PROMPTS, seed=options.seed
         )

@@ -113,7 +113,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     for layer in range(config.num_hidden_layers + config.num_mtp_modules):
         is_mtp = layer >= config.num_hidden_layers
         own = {"input_layernorm": (D,), "post_attention_layernorm": (D,), **_attention_shapes(config)}
-        own |= _feed_forward_shapes(config, is_moe=config.is_moe and (is_mtp or config.is_moe_layer(layer)))
+        own |= _feed_forward_shapes(config, is_moe=(config.mtp_kind if is_mtp else config.layer_kind(layer)).is_moe)
         if is_mtp:
             own |= {"enorm": (D,), "hnorm": (D,), "eh_proj": (D, 2 * D), "shared_head.norm": (D,)}
         for name, shape in own.items():

@@ -1,7 +1,8 @@
-"""The key/value cache: append, then commit, and nothing else.
+"""The cache: append, then commit, and nothing else.
 
 Every layer has one array per kind of entry. A pass appends its entries at `length ..` without moving `length`;
 committing a chain only moves `length`, since the entries already stand in place. Slots from `length` on are garbage.
+A recurrent layer has a state instead: between append and commit it holds one after each token, and committing picks.
 """
 
 import flax.struct
@@ -9,26 +10,44 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from mtpjax.config import ModelConfig
-from mtpjax.layers.attend import Entries, Recycled, View
+from mtpjax.config import LayerKind, ModelConfig
+from mtpjax.layers.attend import Entries, Masks, Recycled, View
 
 
 class Cache(flax.struct.PyTreeNode):
-    """Entries of the committed positions: per layer `key`, `value` `[B, K, S, H]`, or `latent` `[B, S, R+P]`."""
+    """Entries of the committed positions.
+
+    Per layer `key`, `value` `[B, K, S, H]`; or `latent` `[B, S, R+P]`, with an indexer `index` `[B, S, I]` too; or a
+    recurrent layer's `state` and `conv` (`mtpjax.layers.delta_rule`).
+    """
 
     layers: tuple[Entries, ...]
     length: jax.Array  # [B] int32, committed slots
 
 
-def empty_cache(config: ModelConfig, num_layers: int, batch: int, capacity: int, dtype=jnp.float32) -> Cache:
-    """A zero-filled cache of `capacity` slots."""
-    if config.attention == "latent":
-        shapes = {"latent": (batch, capacity, config.kv_lora_rank + config.qk_rope_head_dim)}
-    else:
-        heads = (batch, config.num_key_value_heads, capacity, config.head_dim)
-        shapes = {"key": heads, "value": heads}
-    layers = tuple({name: jnp.zeros(shape, dtype) for name, shape in shapes.items()} for _ in range(num_layers))
+def empty_cache(
+    config: ModelConfig, kinds: tuple[LayerKind, ...], batch: int, capacity: int, dtype=jnp.float32
+) -> Cache:
+    """A zero-filled cache of `capacity` slots for layers of these kinds (`config.trunk_kinds`, `config.mtp_kind`)."""
+    layers = tuple(_empty_entries(config, kind, batch, capacity, dtype) for kind in kinds)
     return Cache(layers, jnp.zeros(batch, jnp.int32))
+
+
+def _empty_entries(config: ModelConfig, kind: LayerKind, batch: int, capacity: int, dtype) -> Entries:
+    if kind.attention == "delta":
+        K, J = config.linear_num_key_heads, config.linear_num_value_heads
+        P, Q, C = config.linear_key_head_dim, config.linear_value_head_dim, config.linear_conv_kernel_dim
+        return {
+            "state": jnp.zeros((batch, J, P, Q), jnp.float32),
+            "conv": jnp.zeros((batch, C - 1, K, 2 * P + J // K * Q), dtype),
+        }
+    if kind.attention == "grouped":
+        heads = (batch, config.num_key_value_heads, capacity, config.head_dim)
+        return {"key": jnp.zeros(heads, dtype), "value": jnp.zeros(heads, dtype)}
+    entries = {"latent": jnp.zeros((batch, capacity, config.kv_lora_rank + config.qk_rope_head_dim), dtype)}
+    if kind.indexer == "full":
+        entries["index"] = jnp.zeros((batch, capacity, config.index_head_dim), dtype)
+    return entries
 
 
 def write_rows(buffer: jax.Array, rows: jax.Array, start: jax.Array, *, axis: int = 1) -> jax.Array:
@@ -64,21 +83,31 @@ def _pinned(array: jax.Array) -> jax.Array:
     return with_layout_constraint(array, Layout(tuple(range(array.ndim))))
 
 
-def remember(
-    new: Entries, view: View, memory: Entries | Recycled | None
-) -> tuple[Entries, list[tuple[Entries, jax.Array | None]]]:
+def remember(new: Entries, view: View, memory: Entries | Recycled | None) -> tuple[Entries, tuple[Entries, ...], Masks]:
     """What a layer keeps after a pass that made the entries `new`, and what its queries attend to, with masks.
 
     The keys are the cache with `new` appended, the levels of a recycled pass, or `new` alone.
     """
     if isinstance(memory, Recycled):
-        return new, [(memory.base, view.mask), *((level, None) for level in (*memory.levels, new))]
+        levels = (*memory.levels, new)
+        itself = jnp.ones((*view.mask.shape[:2], 1), bool)
+        return new, (memory.base, *levels), (view.mask, *(itself for _ in levels))
     if memory is not None:
         assert view.start is not None, "a pass with a cache takes a cached view"
         new = append(memory, new, view.start)
-    return new, [(new, view.mask)]
+    return new, (new,), (view.mask,)
 
 
 def commit(cache: Cache, length: jax.Array) -> Cache:
     """The cache whose committed entries are the first `length [B]`."""
-    return cache.replace(length=length)
+    taken = length - cache.length
+    return cache.replace(layers=tuple(_settle(entries, taken) for entries in cache.layers), length=length)
+
+
+def _settle(entries: Entries, taken: jax.Array) -> Entries:
+    """Picks a recurrent layer's state after `taken [B]` tokens of the last pass, and the inputs before the next."""
+    if "states" not in entries:
+        return entries
+    states, inputs = entries["states"], entries["inputs"]  # [T+1, B, …], [B, C-1+T, …]
+    state = jnp.take_along_axis(states, taken[None, :, None, None, None], axis=0)[0]
+    return {"state": state, "conv": read_rows(inputs, taken, inputs.shape[1] - states.shape[0] + 1)}

@@ -83,12 +83,18 @@ def save_model(path, model: MTPModel, params: dict, *, metadata=None):
 
 
 def load(path, *, dtype=None, mesh: Mesh | None = None) -> tuple[MTPModel, dict]:
-    """Reads a model: our checkpoint, or a run folder that holds one. Returns `(model, params)`.
+    """Reads `(model, params)` from our checkpoint, a run folder that holds one, or a Hugging Face directory.
 
-    `dtype=None` keeps what the file holds; `mesh` lays the parameters out over it. Raises `CheckpointError`.
+    `dtype=None` keeps what the files hold, fp8 with its scales included; `mesh` lays the parameters out over it. Raises
+    `CheckpointError`, or for a Hugging Face directory another `ValueError`.
     """
     path = pathlib.Path(path)
-    config, params, _ = restore(path / "checkpoint" if is_checkpoint(path / "checkpoint") else path)
+    inside = path / "checkpoint"
+    if not is_checkpoint(inside) and not is_checkpoint(path) and (path / "config.json").is_file():
+        from conversion.load import load as load_hugging_face
+
+        return load_hugging_face(path, dtype=dtype, mesh=mesh)
+    config, params, _ = restore(inside if is_checkpoint(inside) else path)
     try:
         model = MTPModel(ModelConfig.from_dict(config))
     except (TypeError, ValueError) as error:

@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import math
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 
 def _require(condition: bool, message: str) -> None:
@@ -13,6 +13,14 @@ def _require(condition: bool, message: str) -> None:
 
 def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     _require(value in choices, f"{name} '{value}' is not one of {', '.join(choices)}")
+
+
+class LayerKind(NamedTuple):
+    """What one decoder layer is made of."""
+
+    attention: Literal["grouped", "latent", "delta"]
+    is_moe: bool
+    indexer: Literal["", "full", "shared"] = ""  # of sparse latent attention: its own, or the choice of a layer before
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,6 +73,22 @@ class ModelConfig:
     v_head_dim: int = 0
     latent_norm_eps: float = 1e-6  # of the two latent norms, whatever rms_norm_eps says (transformers)
 
+    # sparse latent attention: an indexer chooses index_topk keys for each query; 0: every key is seen
+    index_topk: int = 0
+    index_n_heads: int = 0
+    index_head_dim: int = 0
+    indexer_rope_interleave: bool = False
+    indexer_types: tuple[Literal["full", "shared"], ...] = ()  # per layer; (): all have their own
+
+    # linear attention (gated delta rule) in the layers that layer_types names
+    layer_types: tuple[Literal["full_attention", "linear_attention"], ...] = ()  # (): full attention everywhere
+    linear_num_key_heads: int = 0
+    linear_num_value_heads: int = 0
+    linear_key_head_dim: int = 0
+    linear_value_head_dim: int = 0
+    linear_conv_kernel_dim: int = 4
+    linear_output_gate: Literal["silu", "sigmoid"] = "silu"
+
     # rotary
     rope_theta: float = 10000.0
     rope_interleave: bool = False  # channel pairs (2j, 2j+1) instead of halves
@@ -76,8 +100,10 @@ class ModelConfig:
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
     n_shared_experts: int = 0
+    shared_expert_intermediate_size: int = 0  # 0: n_shared_experts * moe_intermediate_size
     shared_expert_gate: bool = False  # shared output times sigmoid(x w): Qwen
     first_k_dense_replace: int = 0  # the first layers are dense
+    mlp_only_layers: tuple[int, ...] = ()  # so are these
     scoring_func: Literal["sigmoid", "softmax"] = "sigmoid"
     router_correction_bias: bool = False  # chooses experts, does not weigh them (DeepSeek-V3 `noaux_tc`)
     n_group: int = 1
@@ -103,6 +129,27 @@ class ModelConfig:
         _require_choice("scoring_func", self.scoring_func, ("sigmoid", "softmax"))
         _require_choice("mtp_chaining", self.mtp_chaining, ("chain", "trunk"))
         _require_choice("mtp_input", self.mtp_input, ("embedding_hidden", "hidden_embedding"))
+        for name in ("indexer_types", "layer_types"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+            given = len(getattr(self, name))
+            _require(given in (0, self.num_hidden_layers), f"{given} {name} for {self.num_hidden_layers} layers")
+        for kind in self.layer_types:
+            _require_choice("layer type", kind, ("full_attention", "linear_attention"))
+        for kind in self.indexer_types:
+            _require_choice("indexer type", kind, ("full", "shared"))
+        _require_choice("linear_output_gate", self.linear_output_gate, ("silu", "sigmoid"))
+        object.__setattr__(self, "mlp_only_layers", tuple(self.mlp_only_layers))
+        if "linear_attention" in self.layer_types:
+            self._check_linear()
+        if self.index_topk:
+            _require(
+                self.attention == "latent" and self.q_lora_rank > 0,
+                "an indexer needs latent attention with q_lora_rank",
+            )
+            _require(
+                min(self.index_n_heads, self.index_head_dim) > 0, "an indexer needs index_n_heads and index_head_dim"
+            )
+            _require(self.indexer_types[:1] != ("shared",), "the first layer has no indexer before it to share")
         if self.attention == "grouped":
             self._check_grouped()
         else:
@@ -122,6 +169,12 @@ class ModelConfig:
         object.__setattr__(self, "num_key_value_heads", self.num_key_value_heads or heads)
         kv_heads = self.num_key_value_heads
         _require(heads % kv_heads == 0, f"{heads} query heads are no multiple of {kv_heads} key/value heads")
+
+    def _check_linear(self):
+        for name in ("linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim"):
+            _require(getattr(self, name) > 0, f"linear attention needs a positive {name}, not {getattr(self, name)}")
+        keys, values = self.linear_num_key_heads, self.linear_num_value_heads
+        _require(values > 0 and values % keys == 0, f"{values} linear value heads are no multiple of {keys} key heads")
 
     def _check_experts(self):
         experts, groups = self.n_routed_experts, self.n_group
@@ -145,9 +198,27 @@ class ModelConfig:
     def is_moe(self) -> bool:
         return self.n_routed_experts > 0
 
-    def is_moe_layer(self, layer: int) -> bool:
-        """Whether trunk layer `layer` (0-based) holds experts. An MTP block does whenever the family has any."""
-        return self.is_moe and layer >= self.first_k_dense_replace
+    @property
+    def shared_width(self) -> int:
+        """Width of the shared experts, which are one feed-forward; 0 without any."""
+        return self.shared_expert_intermediate_size or self.n_shared_experts * self.moe_intermediate_size
+
+    def layer_kind(self, layer: int) -> LayerKind:
+        """Trunk layer `layer` (0-based)."""
+        is_moe = self.is_moe and layer >= self.first_k_dense_replace and layer not in self.mlp_only_layers
+        if self.layer_types and self.layer_types[layer] == "linear_attention":
+            return LayerKind("delta", is_moe)
+        indexer = (self.indexer_types[layer] if self.indexer_types else "full") if self.index_topk else ""
+        return LayerKind(self.attention, is_moe, indexer)
+
+    @property
+    def trunk_kinds(self) -> tuple[LayerKind, ...]:
+        return tuple(self.layer_kind(layer) for layer in range(self.num_hidden_layers))
+
+    @property
+    def mtp_kind(self) -> LayerKind:
+        """An MTP block: full attention with an indexer of its own, and experts whenever the family has any."""
+        return LayerKind(self.attention, self.is_moe, "full" if self.index_topk else "")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values only, for JSON."""

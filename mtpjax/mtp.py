@@ -34,5 +34,5 @@ class MTPModule(nn.Module):
             pair.reverse()
         project = self.param("project", nn.initializers.lecun_normal(), (2 * config.hidden_size, config.hidden_size))
         x = jnp.concatenate(pair, axis=-1) @ project.astype(hidden.dtype)
-        before, entries = Block(config, is_moe=config.is_moe, name="block")(x, view, memory)
+        before, entries, _ = Block(config, config.mtp_kind, name="block")(x, view, memory)
         return norm("norm_output")(before), before, entries

@@ -16,13 +16,24 @@ PARAMETER_AXES = (
     (r"attention/(query_down|latent_down)$", ("embed", None)),
     (r"attention/(key_up|value_up)$", ("heads", None, None)),
     (r"attention/output$", ("heads", "embed")),
+    (r"delta/(qkvz|ba)$", ("embed", "heads", None)),
+    (r"delta/conv$", ("heads", None, None)),
+    (r"delta/(log_rate|rate_bias)$", ("heads",)),
+    (r"delta/output$", ("heads", "embed")),
     (r"(dense|shared)/gate_up$", ("embed", None, "ffn")),
     (r"(dense|shared)/down$", ("ffn", "embed")),
     (r"experts/gate_up$", ("expert", "embed", None, "ffn")),
     (r"experts/down$", ("expert", "ffn", "embed")),
 )
 
-CACHE_AXES = {"key": ("batch", "heads", None, None), "value": ("batch", "heads", None, None), "latent": ("batch",)}
+CACHE_AXES = {
+    "key": ("batch", "heads", None, None),
+    "value": ("batch", "heads", None, None),
+    "latent": ("batch",),
+    "index": ("batch",),
+    "state": ("batch", "heads", None, None),
+    "conv": ("batch", None, "heads", None),
+}
 
 MESH_AXES = {
     "batch": "data",
@@ -46,7 +57,7 @@ def spec(axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh) -> Pa
 def param_sharding(path: str, shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
     """The sharding of one parameter, `path` like `trunk/layer_3/attention/qkv`; stacked layers have one axis more."""
     axes = next((axes for pattern, axes in PARAMETER_AXES if re.search(pattern, path)), ())
-    if re.match(r"trunk/(dense|moe)/", path):
+    if path.startswith("trunk/group_"):
         axes = (None, *axes)
     return NamedSharding(mesh, spec(axes, shape, mesh))
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from mtpjax.cache import Cache
 from mtpjax.config import ModelConfig
-from mtpjax.layers.attend import View
+from mtpjax.layers.attend import Masks, View
 from mtpjax.layers.block import Block
 
 
@@ -14,8 +14,8 @@ class Trunk(nn.Module):
     """All decoder layers.
 
     Unrolled, layer i has its own parameters `layer_i` and its own cache: the form for decoding, where scanning would
-    copy every weight each step. With `scanned`, layers of one kind are stacked in `dense` and `moe` and scanned over
-    whole rows: the form for training. `stack_layers` and `unstack_layers` go between the two.
+    copy every weight each step. With `scanned`, layers whose kinds repeat are stacked and scanned over whole rows: the
+    form for training. `stack_layers` and `unstack_layers` go between the two.
     """
 
     config: ModelConfig
@@ -24,47 +24,83 @@ class Trunk(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, view: View, cache: Cache | None = None) -> tuple[jax.Array, Cache | None]:
         config = self.config
+        chosen: Masks | None = None
         if self.scanned:
-            for name, layers in _groups(config).items():
+            if config.index_topk:
+                chosen = (view.mask,)  # a scan carries the same structure through
+            for name, (first, period, repeats) in _groups(config).items():
                 scan = nn.scan(
-                    lambda block, x, view: (block(x, view)[0], None),
+                    lambda stack, carry, view: (stack(*carry, view), None),
                     variable_axes={"params": 0},
                     split_rngs={"params": True},
                     in_axes=nn.broadcast,  # pyright: ignore[reportArgumentType]
-                    length=len(layers),
+                    length=repeats,
                 )
-                x, _ = scan(Block(config, is_moe=name == "moe", name=name), x, view)
+                (x, chosen), _ = scan(_Period(config, first, period, name=name), (x, chosen), view)
             return x, None
         layers = []
-        for index in range(config.num_hidden_layers):
-            block = Block(config, is_moe=config.is_moe_layer(index), name=f"layer_{index}")
-            x, entries = block(x, view, cache.layers[index] if cache else None)
+        for index, kind in enumerate(config.trunk_kinds):
+            block = Block(config, kind, name=f"layer_{index}")
+            x, entries, chosen = block(x, view, cache.layers[index] if cache else None, chosen)
             layers.append(entries)
         return x, cache.replace(layers=tuple(layers)) if cache else None
 
 
-def _groups(config: ModelConfig) -> dict[str, list[int]]:
-    """Layer numbers of each kind, in the order in which they run."""
-    groups: dict[str, list[int]] = {}
-    for index in range(config.num_hidden_layers):
-        groups.setdefault("moe" if config.is_moe_layer(index) else "dense", []).append(index)
+class _Period(nn.Module):
+    """The `period` layers from `first` on, which a scan repeats with other parameters."""
+
+    config: ModelConfig
+    first: int
+    period: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array, chosen: Masks | None, view: View) -> tuple[jax.Array, Masks | None]:
+        for place in range(self.period):
+            kind = self.config.layer_kind(self.first + place)
+            x, _, chosen = Block(self.config, kind, name=f"layer_{place}")(x, view, None, chosen)
+        return x, chosen
+
+
+def _groups(config: ModelConfig) -> dict[str, tuple[int, int, int]]:
+    """The trunk as runs of repeating kinds: name -> first layer, period, repeats; each as long as can be."""
+    kinds = config.trunk_kinds
+    groups, first = {}, 0
+    while first < len(kinds):
+        best = (1, 1)
+        for period in range(1, (len(kinds) - first) // 2 + 1):
+            repeats = 1
+            while kinds[first : first + period] == kinds[first + repeats * period : first + (repeats + 1) * period]:
+                repeats += 1
+            if repeats > 1 and period * repeats > best[0] * best[1]:
+                best = (period, repeats)
+        groups[f"group_{first}"] = (first, *best)
+        first += best[0] * best[1]
     return groups
 
 
 def stack_layers(params: dict, config: ModelConfig) -> dict:
-    """Model parameters with `trunk/layer_i` stacked along a new first axis; the inverse of `unstack_layers`."""
+    """Model parameters with the `trunk/layer_i` of a group stacked along a new first axis.
+
+    `trunk/group_<first>/layer_<place>` holds layers first + place, first + place + period, …. The inverse of
+    `unstack_layers`.
+    """
     trunk = params["trunk"]
-    stacked = {
-        name: jax.tree.map(lambda *leaves: jnp.stack(leaves), *(trunk[f"layer_{index}"] for index in layers))
-        for name, layers in _groups(config).items()
-    }
+    stacked = {}
+    for name, (first, period, repeats) in _groups(config).items():
+        stacked[name] = {}
+        for place in range(period):
+            layers = [trunk[f"layer_{first + place + period * turn}"] for turn in range(repeats)]
+            stacked[name][f"layer_{place}"] = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
     return {**params, "trunk": stacked}
 
 
 def unstack_layers(params: dict, config: ModelConfig) -> dict:
     """Model parameters with one entry `trunk/layer_i` per layer."""
     layers = {}
-    for name, indices in _groups(config).items():
-        for place, index in enumerate(indices):
-            layers[f"layer_{index}"] = jax.tree.map(lambda leaf, place=place: leaf[place], params["trunk"][name])
+    for name, (first, period, repeats) in _groups(config).items():
+        for turn in range(repeats):
+            for place in range(period):
+                stacked = params["trunk"][name][f"layer_{place}"]
+                layer = jax.tree.map(lambda leaf, turn=turn: leaf[turn], stacked)
+                layers[f"layer_{first + place + period * turn}"] = layer
     return {**params, "trunk": layers}

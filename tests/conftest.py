@@ -38,7 +38,7 @@ def small():
     @functools.cache
     def make(attention="grouped", rig="random", **changes):
         model = MTPModel(check_equality.small_config(attention, **changes))
-        return model, check_equality.rigged_params(model, rig)
+        return model, check_equality.rigged_params(model, attention, rig)
 
     return make
 

@@ -25,8 +25,8 @@ def test_absent_head_counts_are_filled_in():
 
 def test_the_first_layers_may_be_dense():
     config = ModelConfig(**BASE, **EXPERTS, first_k_dense_replace=1)
-    assert [config.is_moe_layer(layer) for layer in range(2)] == [False, True] and config.is_moe
-    assert not ModelConfig(**BASE).is_moe_layer(0)
+    assert [config.layer_kind(layer).is_moe for layer in range(2)] == [False, True] and config.is_moe
+    assert not ModelConfig(**BASE).layer_kind(0).is_moe
 
 
 def test_an_unknown_preset_is_refused():

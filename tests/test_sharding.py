@@ -56,9 +56,9 @@ def test_every_large_parameter_of_deepseek_is_split():
         ("mtp_embedding_0", (64, 32), PartitionSpec("tensor", None)),
         ("embedding", (61, 32), PartitionSpec(None, None)),  # 61 is odd
         ("trunk/layer_3/attention/qkv", (32, 2, 4, 8), PartitionSpec(None, "tensor", None, None)),
-        ("trunk/dense/attention/qkv", (5, 32, 2, 4, 8), PartitionSpec(None, None, "tensor", None, None)),
+        ("trunk/group_0/layer_0/attention/qkv", (5, 32, 2, 4, 8), PartitionSpec(None, None, "tensor", None, None)),
         ("mtp_0/block/experts/gate_up", (8, 32, 2, 12), PartitionSpec("expert", None, None, "tensor")),
-        ("trunk/moe/experts/down", (3, 8, 12, 32), PartitionSpec(None, "expert", "tensor", None)),
+        ("trunk/group_2/layer_0/experts/down", (3, 8, 12, 32), PartitionSpec(None, "expert", "tensor", None)),
         ("trunk/layer_0/norm_attention/scale", (32,), PartitionSpec()),
         ("trunk/layer_0/experts/router", (32, 8), PartitionSpec()),
     ],

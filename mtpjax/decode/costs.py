@@ -88,6 +88,7 @@ def _timer(params, model: MTPModel, context: int, capacity: int, passes: int, wi
         view = cached_view(config, start, width, capacity)
         tokens = jnp.broadcast_to(token, (1, width))
         output, _, trunk = apply(tokens, view, trunk, method="run_trunk")
+        trunk = commit(trunk, trunk.length)
         token = jnp.argmax(apply(output, method="logits"), axis=-1).astype(jnp.int32)[:, -1:]
         passed = hidden
         for size in [rows] * bool(rows) + [1] * drafts:
@@ -111,8 +112,8 @@ def _timer(params, model: MTPModel, context: int, capacity: int, passes: int, wi
     inputs = (
         jnp.zeros((1, 1), jnp.int32),
         jnp.ones((1, rows, config.hidden_size), dtype),
-        commit(empty_cache(config, config.num_hidden_layers, 1, capacity, dtype), jnp.full(1, context, jnp.int32)),
-        commit(empty_cache(config, 1, 1, capacity, dtype), jnp.full(1, context, jnp.int32)),
+        commit(empty_cache(config, config.trunk_kinds, 1, capacity, dtype), jnp.full(1, context, jnp.int32)),
+        commit(empty_cache(config, (config.mtp_kind,), 1, capacity, dtype), jnp.full(1, context, jnp.int32)),
     )
     inputs = jax.block_until_ready(loop(1, inputs))
 

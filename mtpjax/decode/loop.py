@@ -27,7 +27,8 @@ def prefill(params: dict, state: DecodeState, *, model: MTPModel, chunk: int) ->
     def take_in(carry):
         index, trunk, modules, hidden_kept = carry
         start = jnp.full_like(state.length, index * chunk)
-        view = cached_view(model.config, start, chunk, capacity)
+        taken = jnp.clip(state.length - start, 0, chunk)
+        view = cached_view(model.config, start, chunk, capacity, taken=taken)
         hidden, before, trunk = apply(read_rows(state.tokens, start, chunk), view, trunk, method="run_trunk")
         entering = carried = apply(hidden, before, method="entering")
         caches = []
@@ -74,7 +75,8 @@ def run_round(params: dict, state: DecodeState, *, model: MTPModel, num_steps: i
         state = propose(params, state, model=model, num_steps=num_steps, min_rows=min_rows)
     start = state.length - 1
     width = max(num_steps + 1, min_rows)
-    view = cached_view(model.config, start, width, state.tokens.shape[1])
+    taken = None if num_steps else (~state.done).astype(jnp.int32)
+    view = cached_view(model.config, start, width, state.tokens.shape[1], taken=taken)
     nodes = read_rows(state.tokens, start, width)
     hidden, before, trunk = apply(nodes, view, state.trunk, method="run_trunk")
     choices = jnp.argmax(apply(hidden, method="logits"), axis=-1).astype(jnp.int32)

@@ -63,8 +63,10 @@ def init_state(
         stop_ids=stop_ids,
         done=jnp.zeros(B, bool),
         stopped=jnp.zeros(B, bool),
-        trunk=empty_cache(config, config.num_hidden_layers, B, L, dtype),
-        modules=tuple(empty_cache(config, 1, B, L, dtype) for _ in range(modules_in_use(model, num_steps))),
+        trunk=empty_cache(config, config.trunk_kinds, B, L, dtype),
+        modules=tuple(
+            empty_cache(config, (config.mtp_kind,), B, L, dtype) for _ in range(modules_in_use(model, num_steps))
+        ),
         hidden=jnp.zeros((B, hidden_rows(model, num_steps), config.hidden_size), dtype),
         hidden_start=zero(),
         steps=zero(),

@@ -8,6 +8,7 @@ from mtpjax.config import ModelConfig
 from mtpjax.layers.rotary import rotary_angles
 
 Entries = dict[str, jax.Array]  # what a layer keeps per position; also one layer of a cache
+Masks = tuple[jax.Array, ...]  # bool, per source of keys `[B, T, S]`; `[B, T, 1]`: row i sees entry i alone
 
 
 class View(flax.struct.PyTreeNode):
@@ -16,6 +17,8 @@ class View(flax.struct.PyTreeNode):
     angles: tuple[jax.Array, jax.Array]  # cosines and sines, each [B, T, P]
     mask: jax.Array  # [B, T, S] bool: which keys a query sees
     start: jax.Array | None = None  # [B] first cache slot written; None: a pass without a cache
+    segment_ids: jax.Array | None = None  # [B, T] of whole rows
+    taken: jax.Array | None = None  # [B] how many of the tokens are committed for sure; None: that is decided later
 
 
 class Recycled(flax.struct.PyTreeNode):
@@ -37,38 +40,42 @@ def full_view(config: ModelConfig, segment_ids: jax.Array, *, shift: int = 0) ->
     begins = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
     positions = index - jax.lax.cummax(jnp.where(begins, index, 0), axis=1) + shift
     mask = (index[:, :, None] >= index[:, None, :]) & (segment_ids[:, :, None] == segment_ids[:, None, :])
-    return View(rotary_angles(config, positions), mask)
+    return View(rotary_angles(config, positions), mask, segment_ids=segment_ids)
 
 
-def cached_view(config: ModelConfig, start: jax.Array, width: int, capacity: int) -> View:
-    """View of `width` tokens written into slots `start .. start+width-1` of caches with `capacity` slots."""
+def cached_view(
+    config: ModelConfig, start: jax.Array, width: int, capacity: int, *, taken: jax.Array | None = None
+) -> View:
+    """View of `width` tokens written into slots `start .. start+width-1` of caches with `capacity` slots.
+
+    Where it is known before the pass how many of them are committed, `taken [B]` saves a recurrent layer its snapshots.
+    """
     positions = start[:, None] + jnp.arange(width)[None, :]
     mask = jnp.arange(capacity)[None, None, :] <= positions[:, :, None]
-    return View(rotary_angles(config, positions), mask, start)
+    return View(rotary_angles(config, positions), mask, start, taken=taken)
 
 
-def attend(q: jax.Array, sources: list[tuple[jax.Array, jax.Array, jax.Array | None]], *, scale: float) -> jax.Array:
+def attend(q: jax.Array, sources: list[tuple[jax.Array, jax.Array]], masks: Masks, *, scale: float) -> jax.Array:
     """Softmax attention of `q [B, K, T, G, H]` jointly over all `sources`; returns `[B, K, T, G, value width]`.
 
-    A source is keys `[B, K, S, H]`, values `[B, K, S, Hv]` and a mask `[B, T, S]`; without a mask S equals T and row i
-    sees entry i alone. Scores and softmax are float32.
+    A source is keys `[B, K, S, H]` and values `[B, K, S, Hv]`. Scores and softmax are float32.
     """
     scores = []
-    for key, _, mask in sources:
-        if mask is None:
+    for (key, _), mask in zip(sources, masks, strict=True):
+        if mask.shape[-1] == 1:
             own = jnp.einsum("BKTGH,BKTH->BKTG", q, key, preferred_element_type=jnp.float32)
-            scores.append(own[..., None])
+            score = own[..., None]
         else:
             score = _scores(q, key)
-            scores.append(jnp.where(mask[:, None, :, None, :], score, jnp.finfo(jnp.float32).min))
+        scores.append(jnp.where(mask[:, None, :, None, :], score, jnp.finfo(jnp.float32).min))
     joined = scores[0] if len(scores) == 1 else jnp.concatenate(scores, axis=-1)
     weights = jax.nn.softmax(joined * scale, axis=-1).astype(q.dtype)
     output, begin = jnp.zeros((), q.dtype), 0
-    for score, (_, value, mask) in zip(scores, sources, strict=True):
-        weight = weights[..., begin : begin + score.shape[-1]]
-        begin += score.shape[-1]
-        part = weight * value[:, :, :, None, :] if mask is None else jnp.einsum("BKTGS,BKSH->BKTGH", weight, value)
-        output = output + part
+    for (_, value), mask in zip(sources, masks, strict=True):
+        weight = weights[..., begin : begin + mask.shape[-1]]
+        begin += mask.shape[-1]
+        is_own = mask.shape[-1] == 1
+        output = output + (weight * value[:, :, :, None] if is_own else jnp.einsum("BKTGS,BKSH->BKTGH", weight, value))
     return output
 
 

@@ -3,34 +3,44 @@
 import flax.linen as nn
 import jax
 
-from mtpjax.config import ModelConfig
-from mtpjax.layers.attend import Entries, Recycled, View
+from mtpjax.config import LayerKind, ModelConfig
+from mtpjax.layers.attend import Entries, Masks, Recycled, View
+from mtpjax.layers.delta_rule import DeltaRule
 from mtpjax.layers.experts import Experts, SwiGLU
 from mtpjax.layers.grouped_attention import GroupedAttention
 from mtpjax.layers.latent_attention import LatentAttention
 from mtpjax.layers.norm import RMSNorm
 
-ATTENTION = {"grouped": GroupedAttention, "latent": LatentAttention}
-
 
 class Block(nn.Module):
-    """`[B, T, D] -> [B, T, D]`, and the entries that attention keeps.
+    """`[B, T, D] -> [B, T, D]`, the entries that attention keeps, and an indexer's choice of keys.
 
     `memory` is one layer of a cache (which comes back appended to), `Recycled`, or None for a pass over whole rows.
+    `chosen` is the choice of the last indexer before, which passes through layers that have none.
     """
 
     config: ModelConfig
-    is_moe: bool = False
+    kind: LayerKind
 
     @nn.compact
-    def __call__(self, x: jax.Array, view: View, memory: Entries | Recycled | None = None) -> tuple[jax.Array, Entries]:
+    def __call__(
+        self, x: jax.Array, view: View, memory: Entries | Recycled | None = None, chosen: Masks | None = None
+    ) -> tuple[jax.Array, Entries, Masks | None]:
         config = self.config
         normed = RMSNorm(config.rms_norm_eps, config.zero_centred_norm, name="norm_attention")(x)
-        attended, entries = ATTENTION[config.attention](config, name="attention")(normed, view, memory)
+        attended, entries, chosen = self._attention()(normed, view, memory, chosen)
         x = x + attended
         normed = RMSNorm(config.rms_norm_eps, config.zero_centred_norm, name="norm_feed_forward")(x)
-        if self.is_moe:
+        if self.kind.is_moe:
             made = Experts(config, name="experts")(normed, cached=view.start is not None)
         else:
             made = SwiGLU(config.intermediate_size, name="dense")(normed)
-        return x + made, entries
+        return x + made, entries, chosen
+
+    def _attention(self) -> nn.Module:
+        config, name = self.config, self.kind.attention
+        if name == "delta":
+            return DeltaRule(config, name="delta")
+        if name == "latent":
+            return LatentAttention(config, indexer=self.kind.indexer, name="attention")
+        return GroupedAttention(config, name="attention")

@@ -141,8 +141,8 @@ class Experts(nn.Module):
         ids, weights = route(logits, bias, config)
         form = experts_for_few if cached and B * T <= FEW_TOKENS else experts_for_many
         output = _over_mesh(form, E, F)(flat, ids, weights, gate_up, down).reshape(B, T, D)
-        if config.n_shared_experts:
-            shared = SwiGLU(F * config.n_shared_experts, name="shared")(x)
+        if config.shared_width:
+            shared = SwiGLU(config.shared_width, name="shared")(x)
             if config.shared_expert_gate:
                 gate = self.param("shared_gate", nn.initializers.lecun_normal(), (D, 1))
                 shared = shared * jax.nn.sigmoid(x @ gate.astype(x.dtype))

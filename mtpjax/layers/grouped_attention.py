@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from mtpjax.cache import remember
 from mtpjax.config import ModelConfig
-from mtpjax.layers.attend import Entries, Recycled, View, attend
+from mtpjax.layers.attend import Entries, Masks, Recycled, View, attend
 from mtpjax.layers.norm import RMSNorm
 from mtpjax.layers.rotary import rotate, softmax_scale
 
@@ -21,15 +21,17 @@ class GroupedAttention(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, x: jax.Array, view: View, memory: Entries | Recycled | None = None) -> tuple[jax.Array, Entries]:
+    def __call__(
+        self, x: jax.Array, view: View, memory: Entries | Recycled | None = None, chosen: Masks | None = None
+    ) -> tuple[jax.Array, Entries, Masks | None]:
         config = self.config
         B, T, D = x.shape
         K, H = config.num_key_value_heads, config.head_dim
         G = config.num_attention_heads // K
         parts = [G, 1, 1] + [G] * config.attn_output_gate
         initial = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0, out_axis=(1, 2, 3))
-        kernel = self.param("qkv", initial, (D, K, sum(parts), H))
-        made = (x @ kernel.reshape(D, -1).astype(x.dtype)).reshape(B, T, K, sum(parts), H)
+        kernel = self.param("qkv", initial, (D, K, sum(parts), H)).astype(x.dtype)
+        made = (x @ kernel.reshape(D, -1)).reshape(B, T, K, sum(parts), H)
         if config.attention_bias:
             bias = self.param("qkv_bias", nn.initializers.zeros, (K, G + 2, H))
             bias = jnp.pad(bias, ((0, 0), (0, sum(parts) - G - 2), (0, 0)))  # the gate has none
@@ -43,12 +45,11 @@ class GroupedAttention(nn.Module):
         k = rotate(k, view.angles, interleaved=config.rope_interleave)
         entries = {"key": k.swapaxes(1, 2), "value": v.reshape(B, T, K, H).swapaxes(1, 2)}
 
-        entries, sources = remember(entries, view, memory)
-        output = attend(
-            q, [(kept["key"], kept["value"], mask) for kept, mask in sources], scale=softmax_scale(config, H)
-        )
+        entries, sources, masks = remember(entries, view, memory)
+        keys = [(kept["key"], kept["value"]) for kept in sources]
+        output = attend(q, keys, masks, scale=softmax_scale(config, H))
         output = output.swapaxes(1, 2)
         if gate:
             output = output * jax.nn.sigmoid(gate[0])
         project = self.param("output", nn.initializers.lecun_normal(), (K * G * H, D))
-        return output.reshape(B, T, K * G * H) @ project.astype(x.dtype), entries
+        return output.reshape(B, T, K * G * H) @ project.astype(x.dtype), entries, chosen

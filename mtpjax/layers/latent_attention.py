@@ -6,7 +6,8 @@ import jax.numpy as jnp
 
 from mtpjax.cache import remember
 from mtpjax.config import ModelConfig
-from mtpjax.layers.attend import Entries, Recycled, View, attend
+from mtpjax.layers.attend import Entries, Masks, Recycled, View, attend
+from mtpjax.layers.indexer import Indexer
 from mtpjax.layers.norm import RMSNorm
 from mtpjax.layers.rotary import rotate, softmax_scale
 
@@ -17,13 +18,19 @@ class LatentAttention(nn.Module):
     Expanded, every position's keys and values are made from its latent; absorbed, the two matrices that would make them
     are applied to the query and to the attended latent instead. Same numbers; `expanded` forces one, None takes the one
     with fewer operations.
+
+    With an indexer a query sees the keys that are `chosen` alone: by this layer's own (which keeps `index [B, S, I]`
+    too and returns its choice), or by the layer before that had one.
     """
 
     config: ModelConfig
+    indexer: str = ""
     expanded: bool | None = None
 
     @nn.compact
-    def __call__(self, x: jax.Array, view: View, memory: Entries | Recycled | None = None) -> tuple[jax.Array, Entries]:
+    def __call__(
+        self, x: jax.Array, view: View, memory: Entries | Recycled | None = None, chosen: Masks | None = None
+    ) -> tuple[jax.Array, Entries, Masks | None]:
         config = self.config
         B, T, D = x.shape
         N, R, P = config.num_attention_heads, config.kv_lora_rank, config.qk_rope_head_dim
@@ -33,6 +40,7 @@ class LatentAttention(nn.Module):
             kernel = self.param(name, nn.initializers.lecun_normal(), (x.shape[-1], width))
             return x @ kernel.astype(x.dtype)
 
+        reduced = x
         if config.q_lora_rank:
             reduced = RMSNorm(config.latent_norm_eps, name="norm_query")(product("query_down", x, config.q_lora_rank))
             q = product("query_up", reduced, N * (C + P))
@@ -50,7 +58,13 @@ class LatentAttention(nn.Module):
         head_wise = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=2, batch_axis=0)
         value_up = self.param("value_up", head_wise, (N, R, V)).astype(x.dtype)
 
-        entries, sources = remember(entries, view, memory)
+        indexer = Indexer(config, name="indexer") if self.indexer == "full" else None
+        if indexer:
+            entries["index"] = indexer.key(x, view)
+        entries, sources, masks = remember(entries, view, memory)
+        if indexer:
+            chosen = indexer.choose(x, reduced, view, tuple(kept["index"] for kept in sources), masks)
+        masks = chosen if chosen is not None else masks
         scale = softmax_scale(config, C + P)
         if self._expands(T, cached=view.start is not None):
 
@@ -61,16 +75,16 @@ class LatentAttention(nn.Module):
                 return jnp.concatenate([content, rope], axis=-1), jnp.einsum("BSR,NRV->BNSV", latent, value_up)
 
             q = jnp.concatenate([q_content, q_rope], axis=-1).swapaxes(1, 2)[:, :, :, None]  # [B, N, T, 1, C+P]
-            output = attend(q, [(*keys_and_values(kept), mask) for kept, mask in sources], scale=scale)
+            output = attend(q, [keys_and_values(kept) for kept in sources], masks, scale=scale)
             output = output[:, :, :, 0].swapaxes(1, 2)
         else:
             absorbed = jnp.einsum("BTNC,NCR->BTNR", q_content, key_up)
             q = jnp.concatenate([absorbed, q_rope], axis=-1)[:, None]  # [B, 1, T, N, R+P]: one key for all heads
-            shared = [(kept["latent"][:, None], mask) for kept, mask in sources]
             # The rotated key rides along as a value and is dropped: slicing the cache would copy it.
-            attended = attend(q, [(latent, latent, mask) for latent, mask in shared], scale=scale)[:, 0, ..., :R]
+            shared = [(kept["latent"][:, None],) * 2 for kept in sources]
+            attended = attend(q, shared, masks, scale=scale)[:, 0, ..., :R]
             output = jnp.einsum("BTNR,NRV->BTNV", attended, value_up)
-        return product("output", output.reshape(B, T, N * V), D), entries
+        return product("output", output.reshape(B, T, N * V), D), entries, chosen
 
     def _expands(self, T: int, *, cached: bool) -> bool:
         """Expanding costs R(C+V) per key, head and pass, but saves per query what the latent is wider than a head."""

@@ -50,6 +50,8 @@ def _muon_axes(params: Any) -> Any:
     axes = {  # counted from the end, since layers and experts are stacked in front
         "qkv": ((-4,), (-3, -2, -1)),
         "gate_up": ((-3,), (-2, -1)),
+        "qkvz": ((-3,), (-2, -1)),
+        "ba": ((-3,), (-2, -1)),
         "key_up": ((-1,), (-2,)),
     }
     plain = ("output", "down", "project", "query", "query_down", "query_up", "latent_down", "value_up")

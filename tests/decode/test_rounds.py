@@ -27,6 +27,9 @@ CASES = [  # attention, modules, chaining, steps
     ("grouped", 3, "chain", 2),  # the third module is left out
     ("latent", 2, "chain", 4),
     ("latent", 3, "trunk", 3),
+    ("sparse", 2, "chain", 3),
+    ("hybrid", 1, "chain", 3),
+    ("hybrid", 2, "trunk", 2),
 ]
 
 
@@ -46,7 +49,8 @@ def spoil(state):
             shape = (entries.shape[0], *[1] * (entries.ndim - 3), CAPACITY, 1)
             return jnp.where(is_beyond.reshape(shape), LARGE, entries)
 
-        return cache.replace(layers=jax.tree.map(fill, cache.layers))
+        layers = (layer if "state" in layer else jax.tree.map(fill, layer) for layer in cache.layers)
+        return cache.replace(layers=tuple(layers))
 
     is_text = jnp.arange(CAPACITY)[None, :] < state.length[:, None]
     position = state.hidden_start[:, None] + jnp.arange(state.hidden.shape[1])[None, :]
@@ -63,7 +67,7 @@ def spoil(state):
 def teacher_forced(params, tokens, *, model, num_modules):
     """What follows each token, and entries of the trunk's layers and of each module: one pass over whole rows."""
     apply = bind(model, params)
-    cache = empty_cache(model.config, model.config.num_hidden_layers, *tokens.shape)
+    cache = empty_cache(model.config, model.config.trunk_kinds, *tokens.shape)
     view = cached_view(model.config, cache.length, CAPACITY, CAPACITY)
     hidden, before, cache = apply(tokens, view, cache, method="run_trunk")
     choices = jnp.argmax(apply(hidden, method="logits"), axis=-1)
@@ -77,11 +81,23 @@ def teacher_forced(params, tokens, *, model, num_modules):
 
 
 def assert_same_entries(found, wanted, lengths):
-    """The first `lengths` slots, within 1e-5 of the largest: float32 sums in another order."""
-    for entries, expected in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+    """The first `lengths` slots, or a recurrent layer's state after them.
+
+    Within 1e-5 of the largest: float32 sums in another order.
+    """
+    for layer, expected in zip(found, wanted, strict=True):
         for row, length in enumerate(lengths):
-            kept, true = entries[row, ..., :length, :], expected[row, ..., :length, :]
-            np.testing.assert_allclose(kept, true, rtol=1e-5, atol=1e-5 * np.abs(true).max(initial=0))
+            for name, kept, true in slots(layer, expected, row, length):
+                np.testing.assert_allclose(kept, true, rtol=1e-5, atol=1e-5 * np.abs(true).max(initial=0), err_msg=name)
+
+
+def slots(layer, expected, row, length):
+    if "state" in layer:
+        yield "state", layer["state"][row], expected["states"][length, row]
+        yield "conv", layer["conv"][row], expected["inputs"][row, length : length + layer["conv"].shape[1]]
+        return
+    for name, entries in layer.items():
+        yield name, entries[row, ..., :length, :], expected[name][row, ..., :length, :]
 
 
 @pytest.mark.parametrize(("attention", "num_modules", "chaining", "num_steps"), CASES)
@@ -112,7 +128,7 @@ def test_every_cache_equals_a_teacher_forced_prefill(attention, num_modules, cha
         assert (state.tokens[row, length:limit] == choices[row, length - 1 : limit - 1]).all()
 
 
-@pytest.mark.parametrize("attention", ["grouped", "latent"])
+@pytest.mark.parametrize("attention", ["grouped", "latent", "sparse", "hybrid"])
 def test_a_call_reads_nothing_that_it_did_not_write(attention, small):
     model, params = small(attention, "mixed", num_mtp_modules=2)
     keywords = {"model": model, "num_steps": 3, "min_rows": 1, "chunk": 8}

@@ -24,7 +24,7 @@ def assert_close(found, expected):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("attention", ["grouped", "latent"])
+@pytest.mark.parametrize("attention", ["grouped", "latent", "sparse", "hybrid"])
 @pytest.mark.parametrize("widths", [(4, 4, 4, 4), (11, 1, 1, 1, 1, 1)])
 def test_the_cached_trunk_equals_the_full_pass(attention, widths, small):
     model, params = small(attention)
@@ -35,7 +35,7 @@ def test_the_cached_trunk_equals_the_full_pass(attention, widths, small):
         hidden, _, cache = bind(model, params)(tokens, view, cache, method="run_trunk")
         return hidden, commit(cache, cache.length + tokens.shape[1])
 
-    cache, begin, hidden = empty_cache(model.config, 2, 3, 20), 0, []
+    cache, begin, hidden = empty_cache(model.config, model.config.trunk_kinds, 3, 20), 0, []
     for width in widths:
         made, cache = step(TOKENS[:, begin : begin + width], cache)
         hidden.append(made)
@@ -84,9 +84,20 @@ def test_packed_documents_equal_separate_ones(attention, layout, num_mtp_modules
                 assert_close(found[0, begin : begin + length - depth], expected[row, : length - depth])
 
 
-@pytest.mark.parametrize("attention", ["grouped", "latent"])
-def test_the_scanned_stack_equals_the_unrolled_one(attention, small):
-    model, params = small(attention, num_hidden_layers=3)
+@pytest.mark.parametrize(
+    ("attention", "changes"),
+    [
+        ("grouped", {"num_hidden_layers": 3}),
+        ("latent", {"num_hidden_layers": 3}),
+        ("sparse", {"num_hidden_layers": 5, "indexer_types": ("full", "full", "shared", "full", "shared")}),
+        (
+            "hybrid",
+            {"num_hidden_layers": 4, "mlp_only_layers": (), "layer_types": ("linear_attention", "full_attention") * 2},
+        ),
+    ],
+)
+def test_the_scanned_stack_equals_the_unrolled_one(attention, changes, small):
+    model, params = small(attention, **changes)
     stacked = jax.device_get(stack_layers(params, model.config))
     scanned = forward(stacked, TOKENS, model=MTPModel(model.config, scan_layers=True))
     unrolled = forward(params, TOKENS, model=model)
@@ -96,7 +107,7 @@ def test_the_scanned_stack_equals_the_unrolled_one(attention, small):
 
 @pytest.mark.parametrize(
     ("attention", "num_mtp_modules", "chaining"),
-    [("grouped", 1, "chain"), ("grouped", 2, "trunk"), ("latent", 2, "chain")],
+    [("grouped", 1, "chain"), ("grouped", 2, "trunk"), ("latent", 2, "chain"), ("sparse", 1, "chain")],
 )
 def test_a_recycled_depth_equals_cached_decoding_step_by_step(attention, num_mtp_modules, chaining, small):
     """Row i of the batch here is slot i of the sequence: true entries up to i, then one recycled step after another."""

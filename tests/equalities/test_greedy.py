@@ -21,7 +21,7 @@ def reference():
 
 
 @pytest.mark.parametrize("rig", check_equality.RIGS)
-@pytest.mark.parametrize("attention", ["grouped", "latent"])
+@pytest.mark.parametrize("attention", check_equality.MIXED_STRENGTH)
 def test_plain_decoding_is_the_arg_max_of_the_full_pass(attention, rig, reference):
     rows = reference(attention, rig).rows
     assert len(rows) == 64 and {len(row) for row in rows} == {check_equality.NEW_TOKENS}
@@ -45,7 +45,7 @@ def test_mixed_drafts_are_accepted_and_rejected_at_every_level(cell, reference, 
     assert (stats.conditional_rates > 0.1).all() and (stats.conditional_rates < 1).all()
 
 
-@pytest.mark.parametrize(("attention", "num_steps"), [("grouped", 4), ("latent", 2)])
+@pytest.mark.parametrize(("attention", "num_steps"), [("grouped", 4), ("latent", 2), ("hybrid", 3)])
 def test_one_row_decodes_as_it_does_in_a_batch(attention, num_steps, reference, small):
     model, params = small(attention, "mixed", num_mtp_modules=3)
     wanted = reference(attention, "mixed")

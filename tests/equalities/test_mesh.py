@@ -18,7 +18,7 @@ def expected(small):
         model, params = small(attention, "mixed", num_mtp_modules=2)
         return generate(params, PROMPTS, model=model, config=CONFIG).rows()
 
-    return {attention: decode(attention) for attention in ("grouped", "latent")}
+    return {attention: decode(attention) for attention in ("grouped", "latent", "sparse", "hybrid")}
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,8 @@ def expected(small):
         ("latent", {"data": 1, "expert": 2, "tensor": 2}, speculative_generate),
         ("latent", {"data": 2, "expert": 4}, speculative_generate),
         ("latent", {"data": 1, "expert": 2, "tensor": 2}, generate),
+        ("sparse", {"data": 2, "tensor": 2}, speculative_generate),
+        ("hybrid", {"data": 2, "expert": 2, "tensor": 2}, speculative_generate),
     ],
 )
 def test_a_mesh_gives_the_tokens_of_a_single_device(attention, axes, decoder, small, expected):

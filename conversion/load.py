@@ -1,0 +1,305 @@
+"""A Hugging Face checkpoint directory -> model and parameters, tensor by tensor."""
+
+import dataclasses
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+from jax.sharding import Mesh
+
+from conversion import hf_config
+from conversion.files import CheckpointFileError, Files
+from conversion.names import Leaf, Piece, mtp_names, table, tied_copies
+from mtpjax.config import ModelConfig
+from mtpjax.model import MTPModel
+from mtpjax.quantized import BlockScaled
+from mtpjax.sharding import param_sharding
+
+log = logging.getLogger("mtpjax.conversion")
+
+FLOATS = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+IGNORABLE = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+OTHER_PARTS = ("model.visual.", "visual.", "vision_tower.", "model.vision_tower.")  # of models that see images too
+
+Index = tuple[tuple[int, int], ...]  # begin, end of each axis of a leaf
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a directory holds in our terms; made from headers alone."""
+
+    model_type: str
+    config: ModelConfig
+    leaves: dict[str, Leaf]
+    scales: dict[str, str]  # fp8 tensor -> the tensor of its scales
+    block: tuple[int, int] | None
+    tied: dict[str, str]  # copies that are in the files -> what they repeat
+    other: tuple[str, ...]  # tensors of other parts of the model, passed through on export
+    dtypes: dict[str, np.dtype]  # of each leaf
+
+
+def plan(files: Files, *, dtype=None, allow_extra: bool = False) -> Plan:
+    """Reads `config.json` and checks names, shapes and dtypes. Raises `CheckpointFileError` or `ConfigError`."""
+    parsed = hf_config.parse(files.json("config.json"))
+    config, layout = _settle_modules(parsed, files), parsed.layout
+    config = _settle_copies(config, layout, files)
+    leaves = table(config, layout, files.tensors.__contains__)
+    tied = {copy: original for copy, original in tied_copies(config, layout) if copy in files.tensors}
+    wanted = {piece.name: piece.shape for leaf in leaves.values() for piece in leaf.pieces}
+    missing = sorted(wanted.keys() - files.tensors.keys())
+    if missing:
+        mtp = f", {sum('mtp' in name or 'eh_proj' in name for name in missing)} of them of MTP modules"
+        raise CheckpointFileError(f"{files.path} lacks {len(missing)} tensors{mtp}: {', '.join(missing[:5])}")
+    for name, shape in wanted.items():
+        if files.tensors[name].shape != shape:
+            raise CheckpointFileError(
+                f"tensor {name} has shape {files.tensors[name].shape}; the configuration gives {shape}"
+            )
+    scales = _scales(files, wanted, parsed.block)
+    known = wanted.keys() | tied.keys() | set(scales.values())
+    known |= {f"{name}_scale_inv" for name in tied}
+    other, extra = [], []
+    for name in sorted(files.tensors.keys() - known):
+        if name.startswith(OTHER_PARTS):
+            other.append(name)
+        elif name.endswith(IGNORABLE):
+            log.info("ignored: %s", name)
+            other.append(name)
+        else:
+            extra.append(name)
+    if extra and not allow_extra:
+        raise CheckpointFileError(f"{files.path} holds {len(extra)} tensors that are not known: {', '.join(extra[:5])}")
+    dtypes = {path: _leaf_dtype(path, leaf, files, scales, dtype) for path, leaf in leaves.items()}
+    return Plan(parsed.model_type, config, leaves, scales, parsed.block, tied, tuple(other + extra), dtypes)
+
+
+def _settle_modules(parsed: hf_config.Parsed, files: Files) -> ModelConfig:
+    """The MTP modules that the files hold must be those that the configuration names."""
+    config, layout = parsed.model, parsed.layout
+    found = 0
+    while mtp_names(config, layout, found)[0] + "input_layernorm.weight" in files.tensors:
+        found += 1
+    named = config.num_mtp_modules
+    if found < named:
+        prefix, _ = mtp_names(config, layout, found)
+        raise CheckpointFileError(
+            f"config.json names {named} MTP modules; the files hold {found}: {prefix}* is missing"
+        )
+    if found > named:
+        if parsed.mtp_given:
+            log.warning("config.json names %d MTP modules; the files hold %d, which are taken", named, found)
+        config = dataclasses.replace(config, num_mtp_modules=found)
+    return config
+
+
+def _settle_copies(config: ModelConfig, layout, files: Files) -> ModelConfig:
+    """Copies of embedding and head inside MTP modules: equal ones are tied, others are kept apart."""
+    own = {"embedding": [], "head": []}
+    for copy, original in tied_copies(config, layout):
+        if copy not in files.tensors or original not in files.tensors:
+            log.info("%s is shared: the files hold no copy", copy)
+            continue
+        same = _same_bytes(files, copy, original)
+        log.info("%s %s %s", copy, "equals, and is tied to," if same else "differs from, and is kept beside,", original)
+        if not same and copy == "lm_head.weight":
+            raise CheckpointFileError("tie_word_embeddings is true, but lm_head.weight differs from the embedding")
+        own["embedding" if "embed_tokens" in copy else "head"].append(not same)
+    changes = {}
+    for name, differs in own.items():
+        if any(differs):
+            if len(differs) < config.num_mtp_modules:
+                raise CheckpointFileError(f"some MTP modules have a {name} of their own and some have none")
+            changes[f"mtp_own_{name}"] = True
+    return dataclasses.replace(config, **changes) if changes else config
+
+
+def _same_bytes(files: Files, one: str, other: str, rows: int = 4096) -> bool:
+    a, b = files.tensors[one], files.tensors[other]
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    for begin in range(0, a.shape[0], rows):
+        end = min(begin + rows, a.shape[0])
+        if files.read(one, begin, end).tobytes() != files.read(other, begin, end).tobytes():
+            return False
+    return True
+
+
+def _scales(files: Files, wanted: dict[str, tuple[int, ...]], block: tuple[int, int] | None) -> dict[str, str]:
+    """The tensor of scales of every fp8 tensor: `weight_scale_inv`, or `weight_scale`, as some releases name it."""
+    scales = {}
+    for name, shape in wanted.items():
+        if files.tensors[name].dtype != E4M3:
+            continue
+        found = next((f"{name}{end}" for end in ("_scale_inv", "_scale") if f"{name}{end}" in files.tensors), None)
+        if found is None:
+            raise CheckpointFileError(f"tensor {name} is fp8, and {name}_scale_inv is missing")
+        if block is None:
+            raise CheckpointFileError(f"tensor {name} is fp8, and quantization_config names no block-wise fp8")
+        grid = tuple(-(-size // side) for size, side in zip(shape, block, strict=True)) if len(shape) == 2 else None
+        if files.tensors[found].shape != grid:
+            raise CheckpointFileError(
+                f"tensor {found} has shape {files.tensors[found].shape}; {shape} in blocks of {block} give {grid}"
+            )
+        scales[name] = found
+    return scales
+
+
+def _leaf_dtype(path: str, leaf: Leaf, files: Files, scales: dict[str, str], dtype) -> np.dtype:
+    found = {files.tensors[piece.name].dtype for piece in leaf.pieces}
+    for piece in leaf.pieces:
+        kind = files.tensors[piece.name].dtype
+        if kind not in FLOATS and piece.name not in scales and (dtype is None or kind.kind in "iub"):
+            raise CheckpointFileError(f"tensor {piece.name} is {kind}, which is no dtype of weights here")
+    if dtype is not None:
+        return np.dtype(dtype)
+    if len(found) > 1:
+        raise CheckpointFileError(f"{path} is made of tensors of several dtypes, {sorted(map(str, found))}: name one")
+    return found.pop()
+
+
+def load(
+    path,
+    *,
+    dtype=None,
+    mesh: Mesh | None = None,
+    allow_extra: bool = False,
+    progress: Callable[[int], Any] | None = None,
+) -> tuple[MTPModel, dict]:
+    """Reads a checkpoint directory: `(model, params)`.
+
+    `dtype=None` keeps what the files hold, fp8 with its scales included (`BlockScaled`). Over a `mesh` each process
+    reads what its devices hold. `progress` is called with the bytes of every leaf that is done.
+    """
+    with Files(path) as files:
+        made = plan(files, dtype=dtype, allow_extra=allow_extra)
+        _check_memory(made, mesh)
+        params: dict = {}
+        for leaf_path, leaf in made.leaves.items():
+            value = _load_leaf(files, made, leaf_path, leaf, mesh)
+            *folders, last = leaf_path.split("/")
+            node = params
+            for folder in folders:
+                node = node.setdefault(folder, {})
+            node[last] = value
+            if progress:
+                progress(sum(array.nbytes for array in jax.tree.leaves(value)))
+    return MTPModel(made.config), params
+
+
+def _load_leaf(files: Files, made: Plan, path: str, leaf: Leaf, mesh: Mesh | None):
+    dtype = made.dtypes[path]
+    if dtype == E4M3:
+        assert made.block is not None
+        scales = scale_leaf(leaf, made.block)
+        parts = {
+            "values": (leaf, lambda index: read_leaf(files, leaf, index)),
+            "scales": (scales, lambda index: read_scales(files, made, leaf, index)),
+        }
+        arrays = {name: _place(f"{path}/{name}", part.shape, mesh, read) for name, (part, read) in parts.items()}
+        return BlockScaled(**arrays, axis=leaf.in_axis, block=made.block[1])
+    return _place(path, leaf.shape, mesh, lambda index: read_as(files, made, leaf, index, dtype))
+
+
+def _place(path: str, shape: tuple[int, ...], mesh: Mesh | None, read: Callable[[Index], np.ndarray]) -> jax.Array:
+    if mesh is None:
+        return jax.numpy.asarray(read(tuple((0, size) for size in shape)))
+
+    def part(index) -> np.ndarray:
+        return read(tuple(cut.indices(size)[:2] for cut, size in zip(index, shape, strict=True)))
+
+    return jax.make_array_from_callback(shape, param_sharding(path, shape, mesh), part)
+
+
+def scale_leaf(leaf: Leaf, block: tuple[int, int]) -> Leaf:
+    """The shape of a leaf's scales: its input axis in blocks, the others as they are."""
+    shape = list(leaf.shape)
+    shape[leaf.in_axis] = -(-shape[leaf.in_axis] // block[1])
+    return dataclasses.replace(leaf, shape=tuple(shape))
+
+
+def read_as(files: Files, made: Plan, leaf: Leaf, index: Index, dtype: np.dtype) -> np.ndarray:
+    """A part of a leaf in `dtype`, dequantised where it is fp8 (multiplied in float32, then rounded once)."""
+    values = read_leaf(files, leaf, index)
+    if leaf.pieces[0].name in made.scales:
+        assert made.block is not None
+        axis, side = leaf.in_axis % len(leaf.shape), made.block[1]
+        begin, end = index[axis]
+        whole = (*index[:axis], (0, scale_leaf(leaf, made.block).shape[axis]), *index[axis + 1 :])
+        scales = np.repeat(read_scales(files, made, leaf, whole), side, axis=axis)
+        cut = (slice(None),) * axis + (slice(begin, end),)
+        values = values.astype(np.float32) * scales[cut]
+    return values if values.dtype == dtype else values.astype(dtype)
+
+
+def read_leaf(files: Files, leaf: Leaf, index: Index) -> np.ndarray:
+    """The part `index` of a leaf; of each tensor the rows that it needs are read, one tensor at a time."""
+    dtype = files.tensors[leaf.pieces[0].name].dtype
+    return _fill(leaf, index, dtype, lambda piece, begin, end: files.read(piece.name, begin, end))
+
+
+def read_scales(files: Files, made: Plan, leaf: Leaf, index: Index) -> np.ndarray:
+    """The scales of a part, float32; written out along rows, so that they follow the values' axes."""
+    assert made.block is not None
+    side = made.block[0]
+
+    def rows(piece: Piece, begin: int, end: int) -> np.ndarray:
+        first = begin // side
+        blocks = files.read(made.scales[piece.name], first, -(-end // side)).astype(np.float32)
+        return np.repeat(blocks, side, axis=0)[begin - first * side : end - first * side]
+
+    return _fill(scale_leaf(leaf, made.block), index, np.dtype(np.float32), rows)
+
+
+def _fill(leaf: Leaf, index: Index, dtype: np.dtype, rows: Callable[[Piece, int, int], np.ndarray]) -> np.ndarray:
+    out = np.empty([end - begin for begin, end in index], dtype)
+    for piece in leaf.pieces:
+        part = _part(piece, leaf, index)
+        if part is not None:
+            narrowed, local, target = part
+            out[target] = narrowed.read(rows(narrowed, *narrowed.rows))[local]
+    return out
+
+
+def _part(piece: Piece, leaf: Leaf, index: Index):
+    """What of `piece` lies within `index`: the piece with fewer rows, a cut of it, and where that goes; or None."""
+    kept = [factor for factor, cut in enumerate(piece.cut) if isinstance(cut, slice)]
+    local, target, axis = [], [], 0
+    for place, size, (begin, end) in zip(piece.place, leaf.shape, index, strict=True):
+        if not isinstance(place, slice):
+            if not begin <= place < end:
+                return None
+            target.append(place - begin)
+            continue
+        first, last, _ = place.indices(size)
+        low, high = max(first, begin), min(last, end)
+        if low >= high:
+            return None
+        target.append(slice(low - begin, high - begin))
+        factor = kept[piece.order[axis]]
+        axis += 1
+        if factor == 0 and piece.cut[0] == slice(None) and len(piece.split) > 1:
+            each = (piece.rows[1] - piece.rows[0]) // piece.split[0]
+            start = piece.rows[0]
+            rows = (start + (low - first) * each, start + (high - first) * each)
+            piece = piece._replace(rows=rows, split=(high - low, *piece.split[1:]))
+            local.append(slice(None))
+        else:
+            local.append(slice(low - first, high - first))
+    return piece, tuple(local), tuple(target)
+
+
+def _check_memory(made: Plan, mesh: Mesh | None) -> None:
+    """Refuses before anything is allocated what this machine cannot hold."""
+    need = sum(np.prod(leaf.shape, dtype=np.int64) * made.dtypes[path].itemsize for path, leaf in made.leaves.items())
+    devices = len(mesh.local_devices) / mesh.size if mesh is not None else 1
+    if not hasattr(os, "sysconf"):
+        return
+    have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    platform = mesh.devices.flat[0].platform if mesh is not None else jax.default_backend()
+    if platform == "cpu" and need * devices > have:
+        raise CheckpointFileError(f"the parameters need {need * devices:.3g} bytes; this machine has {have:.3g}")

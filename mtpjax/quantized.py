@@ -1,0 +1,33 @@
+"""Weights kept in fp8 blocks, as some checkpoints hold them."""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+
+class BlockScaled(flax.struct.PyTreeNode):
+    """A weight as fp8 `values` and a float32 scale for each block: `astype` gives what a layer computes with.
+
+    DeepSeek-V3's 128 x 128 blocks of `[out, in]`. The weight's axes may be factored and in any order, so `scales` has
+    the same axes, with the input axis (`axis`, from the end) shorter by `block`, and the others written out.
+    """
+
+    values: jax.Array
+    scales: jax.Array
+    axis: int = flax.struct.field(pytree_node=False)
+    block: int = flax.struct.field(pytree_node=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.values.ndim
+
+    def astype(self, dtype) -> jax.Array:
+        """`value * scale`, multiplied in float32."""
+        size = self.values.shape[self.axis]
+        scales = jnp.repeat(self.scales, self.block, axis=self.axis, total_repeat_length=None)
+        scales = jax.lax.slice_in_dim(scales, 0, size, axis=self.axis % self.values.ndim)
+        return (self.values.astype(jnp.float32) * scales).astype(dtype)
