@@ -97,9 +97,7 @@ class Files:
         row = (tensor.end - tensor.begin) // max(rows, 1)
         array = np.empty((end - begin, *tensor.shape[1:]) if tensor.shape else (), tensor.dtype)
         view = array.reshape(-1).view(np.uint8)
-        _pread_into(
-            self._descriptor(tensor.file), memoryview(view), tensor.begin + begin * row, self.path / tensor.file
-        )
+        _pread_into(self._descriptor(tensor.file), view.data, tensor.begin + begin * row, self.path / tensor.file)
         return array
 
     def _shards(self) -> list[str]:

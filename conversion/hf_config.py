@@ -226,7 +226,7 @@ def _grouped(reader: _Reader, fields: dict[str, Any]) -> dict[str, Any]:
 
 def _latent(reader: _Reader, fields: dict[str, Any]) -> dict[str, Any]:
     reader.require("attention_bias", False)
-    reader.get("head_dim"), reader.get("num_key_value_heads"), reader.get("qk_head_dim")
+    reader.seen |= {"head_dim", "num_key_value_heads", "qk_head_dim"}  # of no account here
     made = {
         "attention": "latent",
         "q_lora_rank": reader.integer("q_lora_rank", 0, low=0),

@@ -10,7 +10,7 @@ from jax.experimental.pallas import triton as plt
 IMPLEMENTATIONS = ("auto", "xla", "triton")
 
 
-def rms_norm(x, scale, *, eps=1e-6, zero_centred=False, implementation="auto", interpret=False):
+def rms_norm(x, scale, *, eps=1e-6, zero_centred=False, implementation="auto", interpret=False) -> jax.Array:
     """Divides each row by its root mean square and multiplies it by `scale`, or by `1 + scale` if `zero_centred`.
 
     x [..., D] and scale [D], floating, -> [..., D] in x's dtype. All between is float32, rounded once at the end.

@@ -32,7 +32,7 @@ def parameters(name, *, scan_layers):
 )
 def test_a_pattern_knows_every_matrix_of_a_preset(name, scan_layers):
     for path, shape in parameters(name, scan_layers=scan_layers).items():
-        stacked = int(bool(re.match("trunk/(dense|moe)/", path)))
+        stacked = int(bool(re.match("trunk/group_", path)))
         found = [axes for pattern, axes in PARAMETER_AXES if re.search(pattern, path)]
         if len(shape) - stacked > 1 and not REPLICATED.search(path):
             assert found, f"no pattern knows {path} {shape}"

@@ -81,7 +81,8 @@ class LatentAttention(nn.Module):
             absorbed = jnp.einsum("BTNC,NCR->BTNR", q_content, key_up)
             q = jnp.concatenate([absorbed, q_rope], axis=-1)[:, None]  # [B, 1, T, N, R+P]: one key for all heads
             # The rotated key rides along as a value and is dropped: slicing the cache would copy it.
-            shared = [(kept["latent"][:, None],) * 2 for kept in sources]
+            latents = [kept["latent"][:, None] for kept in sources]
+            shared = list(zip(latents, latents, strict=True))
             attended = attend(q, shared, masks, scale=scale)[:, 0, ..., :R]
             output = jnp.einsum("BTNR,NRV->BTNV", attended, value_up)
         return product("output", output.reshape(B, T, N * V), D), entries, chosen

@@ -85,7 +85,9 @@ def test_the_shapes_are_those_of_a_new_model_and_the_dtypes_those_of_the_files(n
 def test_kept_fp8_computes_what_dequantised_weights_do():
     model, kept = mtpjax.load(GOLDEN / "deepseek_v3_fp8")
     _, plain = mtpjax.load(GOLDEN / "deepseek_v3_fp8", dtype=jnp.float32)
-    found = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), kept, is_leaf=lambda leaf: isinstance(leaf, BlockScaled))
+    found = jax.tree.map(
+        lambda leaf: leaf.astype(jnp.float32), kept, is_leaf=lambda leaf: isinstance(leaf, BlockScaled)
+    )
     jax.tree.map(np.testing.assert_array_equal, found, plain)
     tokens = jnp.arange(12)[None] % model.config.vocab_size
     kept = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf, kept)
@@ -174,26 +176,50 @@ def test_a_tensor_twice_absent_or_elsewhere_is_named(copy):
 
 def test_unknown_tensors_are_refused_and_rotary_buffers_are_not(copy):
     path = copy("qwen3")
-    rewrite(path, lambda tensors: tensors.update({"model.layers.0.rotary_emb.inv_freq": np.ones(8, np.float32)})
-            if "model.norm.weight" in tensors else None)
+    rewrite(
+        path,
+        lambda tensors: (
+            tensors.update({"model.layers.0.rotary_emb.inv_freq": np.ones(8, np.float32)})
+            if "model.norm.weight" in tensors
+            else None
+        ),
+    )
     mtpjax.load(path)
-    rewrite(path, lambda tensors: tensors.update({"model.layers.0.adapter": np.ones(3, np.float32)})
-            if "model.norm.weight" in tensors else None)
+    rewrite(
+        path,
+        lambda tensors: (
+            tensors.update({"model.layers.0.adapter": np.ones(3, np.float32)})
+            if "model.norm.weight" in tensors
+            else None
+        ),
+    )
     refuses(path, "model.layers.0.adapter")
 
 
 def test_a_wrong_shape_is_named(copy):
     path = copy("qwen3")
-    rewrite(path, lambda tensors: tensors.update({"model.norm.weight": tensors["model.norm.weight"][:-1].copy()})
-            if "model.norm.weight" in tensors else None)
+    rewrite(
+        path,
+        lambda tensors: (
+            tensors.update({"model.norm.weight": tensors["model.norm.weight"][:-1].copy()})
+            if "model.norm.weight" in tensors
+            else None
+        ),
+    )
     refuses(path, "model.norm.weight", "shape")
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.float64])
 def test_other_dtypes_are_refused(dtype, copy):
     path = copy("qwen3")
-    rewrite(path, lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].astype(dtype)})
-            if "lm_head.weight" in tensors else None)
+    rewrite(
+        path,
+        lambda tensors: (
+            tensors.update({"lm_head.weight": tensors["lm_head.weight"].astype(dtype)})
+            if "lm_head.weight" in tensors
+            else None
+        ),
+    )
     refuses(path, "lm_head.weight", np.dtype(dtype).name)
 
 
@@ -264,7 +290,9 @@ def test_remote_code_is_not_run(copy, caplog):
     assert "auto_map" in caplog.text
 
 
-@pytest.mark.parametrize("header", [b'{"a": {}}', b"{" * 3000, b"\xff\xfe", b"[]", b'{"a": {"dtype": "F32", "shape": [-1]}}'])
+@pytest.mark.parametrize(
+    "header", [b'{"a": {}}', b"{" * 3000, b"\xff\xfe", b"[]", b'{"a": {"dtype": "F32", "shape": [-1]}}']
+)
 def test_a_damaged_header_is_refused(header, copy):
     path = copy("qwen3")
     shards(path)[0].write_bytes(struct.pack("<Q", len(header)) + header)
