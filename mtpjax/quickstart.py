@@ -48,7 +48,7 @@ class DepthRow:
     ideal: float
 
 
-def run(config: TrainConfig, *, depths: tuple[int, ...] = (1, 2, 3), rounds: int = 8, num_prompts: int = 16) -> int:
+def run(config: TrainConfig, *, depths: tuple[int, ...] = (1, 2, 3), rounds: int = 5, num_prompts: int = 16) -> int:
     """Trains, measures, prints, draws. Returns the exit code: 4 if any speculative text differs from the plain one."""
     console = rich.console.Console()
     console.print(f"[bold]1[/] training '{config.preset}' on the standard library of this Python, {_budget(config)}")
@@ -71,10 +71,8 @@ def run(config: TrainConfig, *, depths: tuple[int, ...] = (1, 2, 3), rounds: int
             [row["tokens"] for row in answers[setting]] == [row["tokens"] for row in answers[settings[0]]]
             for setting in settings
         )
-        plain = min(
-            (setting for setting in settings if not setting.num_steps), key=lambda s: np.median(seconds[s].sum(1))
-        )
-    rows = [_depth_row(depth, plain, settings, seconds, answers, costs[plain.threads]) for depth in depths]
+    plain = _best_plain(seconds)
+    rows = [_depth_row(depth, plain, settings, seconds, answers, costs) for depth in depths]
     best = max(rows, key=lambda row: row.ratio)
     _print_result(console, plain, seconds[plain], rows, best, identical=identical)
 
@@ -123,13 +121,13 @@ def _ask(workers: dict[int, Worker], setting: Setting, prompts: list[list[int]])
 
 def _measure(
     console, workers: dict[int, Worker], settings, prompts, rounds: int, depths: tuple[int, ...]
-) -> tuple[dict[Setting, np.ndarray], dict[Setting, Any], dict[int, Costs]]:
-    """Seconds `[rounds, prompts]` of every setting, the texts, and what the parts cost each number of threads.
+) -> tuple[dict[Setting, np.ndarray], dict[Setting, Any], Costs]:
+    """Seconds `[rounds, prompts]` of every setting, the texts, and what the parts cost where plain decoding is fastest.
 
     All take turns within each round, so that they see the same machine.
     """
     seconds: dict[Setting, list] = {setting: [] for setting in settings}
-    answers, costs = {}, {}
+    answers, costs, plain = {}, None, settings[0]
     with console.status("measuring") as status:
         for number in range(rounds):
             status.update(
@@ -140,9 +138,16 @@ def _measure(
                 answer = workers[setting.threads].answer()
                 seconds[setting].append(answer["seconds"])
                 answers[setting] = answer["rows"]
-                for threads, worker in workers.items():
-                    costs[threads] = _measure_costs(worker, depths)
+                if number:
+                    costs = _measure_costs(workers[plain.threads], depths)
+            plain = _best_plain(seconds)
+    assert costs is not None, "one round is too few"
     return {setting: np.array(times) for setting, times in seconds.items()}, answers, costs
+
+
+def _best_plain(seconds: dict[Setting, Any]) -> Setting:
+    plain = (setting for setting in seconds if not setting.num_steps)
+    return min(plain, key=lambda setting: np.median(np.sum(seconds[setting], axis=1)))
 
 
 def _measure_costs(worker: Worker, depths: tuple[int, ...]) -> Costs:
