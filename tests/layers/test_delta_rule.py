@@ -9,8 +9,10 @@ from mtpjax.layers.delta_rule import CHUNK, chunked_delta_rule, stepwise_delta_r
 
 B, J, P, Q = 2, 3, 8, 5
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 
-@pytest.fixture(params=[1, 7, CHUNK, CHUNK + 1, 2 * CHUNK + 9], ids=lambda T: f"T{T}")
+
+@pytest.fixture(params=[1, 7, CHUNK + 1, 2 * CHUNK + 9], ids=lambda T: f"T{T}")
 def rule(request, key):
     T = request.param
     keys = jax.random.split(key, 6)
