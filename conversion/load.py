@@ -267,9 +267,9 @@ def _fill(leaf: Leaf, index: Index, dtype: np.dtype, rows: Callable[[Piece, int,
 
 def _part(piece: Piece, leaf: Leaf, index: Index):
     """What of `piece` lies within `index`: the piece with fewer rows, a cut of it, and where that goes; or None."""
-    kept = [factor for factor, cut in enumerate(piece.cut) if isinstance(cut, slice)]
-    local, target, axis = [], [], 0
-    for place, size, (begin, end) in zip(piece.place, leaf.shape, index, strict=True):
+    local, target = [], []
+    narrow = piece
+    for axis, (place, size, (begin, end)) in enumerate(zip(piece.place, leaf.shape, index, strict=True)):
         if not isinstance(place, slice):
             if not begin <= place < end:
                 return None
@@ -280,17 +280,12 @@ def _part(piece: Piece, leaf: Leaf, index: Index):
         if low >= high:
             return None
         target.append(slice(low - begin, high - begin))
-        factor = kept[piece.order[axis]]
-        axis += 1
-        if factor == 0 and piece.cut[0] == slice(None) and len(piece.split) > 1:
-            each = (piece.rows[1] - piece.rows[0]) // piece.split[0]
-            start = piece.rows[0]
-            rows = (start + (low - first) * each, start + (high - first) * each)
-            piece = piece._replace(rows=rows, split=(high - low, *piece.split[1:]))
+        if axis == piece.rows_axis:
+            narrow = piece.narrowed(low - first, high - first)
             local.append(slice(None))
         else:
             local.append(slice(low - first, high - first))
-    return piece, tuple(local), tuple(target)
+    return narrow, tuple(local), tuple(target)
 
 
 def _check_memory(made: Plan, mesh: Mesh | None) -> None:

@@ -27,6 +27,32 @@ class Piece(NamedTuple):
     order: tuple[int, ...]
     place: tuple[int | slice, ...]
 
+    @property
+    def rows_axis(self) -> int | None:
+        """The leaf's axis along which the tensor's rows run, in units of the first factor; None if they are one unit."""
+        if self.cut[0] != ALL or len(self.split) == 1:
+            return None
+        kept = [factor for factor, cut in enumerate(self.cut) if isinstance(cut, slice)]
+        slices = [axis for axis, place in enumerate(self.place) if isinstance(place, slice)]
+        return slices[self.order.index(kept.index(0))]
+
+    @property
+    def units(self) -> int:
+        return 1 if self.rows_axis is None else self.split[0]
+
+    def narrowed(self, begin: int, end: int) -> "Piece":
+        """The piece that shares units `begin..end` only."""
+        axis = self.rows_axis
+        if axis is None:
+            return self
+        first, each = self.rows[0], (self.rows[1] - self.rows[0]) // self.split[0]
+        along = self.place[axis]
+        assert isinstance(along, slice)
+        start = along.start or 0
+        place = (*self.place[:axis], slice(start + begin, start + end), *self.place[axis + 1 :])
+        rows = (first + begin * each, first + end * each)
+        return self._replace(rows=rows, split=(end - begin, *self.split[1:]), place=place)
+
     def read(self, rows: np.ndarray) -> np.ndarray:
         """What goes into the leaf, from the tensor's `rows`, or from their scales (which have a shorter last axis)."""
         return rows.reshape(*self.split[:-1], -1)[self.cut].transpose(self.order)
@@ -43,6 +69,13 @@ class Leaf:
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
     in_axis: int = -1
+
+    @property
+    def rows_axis(self) -> int | None:
+        """The axis along which parts of the leaf need parts of the tensors: experts, or the tensors' rows."""
+        place = self.pieces[0].place
+        experts = next((axis for axis, index in enumerate(place) if not isinstance(index, slice)), None)
+        return self.pieces[0].rows_axis if experts is None else experts
 
 
 @dataclasses.dataclass(frozen=True)

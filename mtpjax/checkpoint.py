@@ -3,27 +3,32 @@
     config.json    format name and version, the configuration, metadata
     digests.json   the sha256 of every other file; per array its shape, dtype and the sha256 of its elements
     params/        the arrays, written by Orbax, in a folder each
+    huggingface/   what else the Hugging Face directory held that this was converted from
 
 Orbax restores flipped bits without an error: hence the digests. Those of the files are checked first, so that no
 parser meets damaged data; those of the arrays prove that what was read is what was in memory when it was saved.
 """
 
+import dataclasses
 import hashlib
+import itertools
 import json
-import os
+import math
 import pathlib
 import shutil
-import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from mtpjax.atomic import new_folder
 from mtpjax.config import ModelConfig
 from mtpjax.model import MTPModel
+from mtpjax.quantized import BlockScaled, is_scaled
 from mtpjax.sharding import shard_params
 
 FORMAT = "mtpjax-checkpoint"
@@ -34,18 +39,29 @@ class CheckpointError(ValueError):
     """A folder that is no checkpoint, or one whose content is not what was saved."""
 
 
-def save(path, config_dict, params, *, metadata=None):
+@dataclasses.dataclass(frozen=True)
+class Stream:
+    """An array that need never be in memory as a whole: `read(index)` gives one chunk after the other of it."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    chunks: tuple[int, ...]
+    read: Callable[[tuple[slice, ...]], np.ndarray]
+
+
+def save(path, config_dict, params, *, metadata=None, write_more: Callable[[pathlib.Path], Any] | None = None):
     """Writes a checkpoint folder at `path`, replacing one that is there once the new one is complete.
 
     Args:
       path: the folder; missing parents are made.
       config_dict: what JSON can hold. It comes back as JSON returns it: tuples as lists, keys as strings.
-      params: nested dicts of jax or numpy arrays, of any dtype that JAX holds; keys are strings without "/" and ".".
+      params: nested dicts of jax or numpy arrays, `BlockScaled` or `Stream`, of any dtype that JAX holds; keys are
+        strings without "/" and ".".
       metadata: further JSON, such as the step; `None` is an empty dict.
+      write_more: called with the folder while it is written, to add files.
 
-    Everything is written to a hidden sibling and renamed, so an exception leaves what was at `path` as it was. A
-    process killed between the two renames leaves both checkpoints complete under their hidden names. One process
-    saves: in a run of several, gather the arrays first.
+    An exception leaves what was at `path` as it was (`mtpjax.atomic`). One process saves: in a run of several, gather
+    the arrays first.
 
     Raises:
       ValueError: params hold something else than such arrays; no array, or one without elements; NaN in the JSON.
@@ -53,28 +69,19 @@ def save(path, config_dict, params, *, metadata=None):
       FileExistsError: `path` is neither a checkpoint nor an empty folder, and so is not ours to replace.
     """
     path = pathlib.Path(path).resolve()
-    if path.exists() and not is_checkpoint(path) and not (path.is_dir() and not any(path.iterdir())):
-        raise FileExistsError(f"{path} exists and is no mtpjax checkpoint: remove it, or save elsewhere")
+    params, scaled = _split_scaled(params)
     config = {"format": FORMAT, "version": VERSION, "config": config_dict, "metadata": metadata or {}}
-    config_bytes = _json_bytes(config)
+    config_bytes = _json_bytes(config | ({"block_scaled": scaled} if scaled else {}))
     arrays = _flatten(params)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unique = f"{path.name}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    aside = path.with_name(f".tmp-{unique}")
-    try:
-        aside.mkdir()
+    with new_folder(path, is_checkpoint, "mtpjax checkpoint") as aside:
         (aside / "config.json").write_bytes(config_bytes)
-        _write_arrays(aside / "params", arrays)
+        records = _write_arrays(aside / "params", arrays)
+        if write_more is not None:
+            write_more(aside)
         files = sorted(str(file.relative_to(aside)) for file in aside.rglob("*") if file.is_file())
         with ThreadPoolExecutor() as pool:  # hashing releases the interpreter lock
-            digests = {
-                "files": dict(zip(files, pool.map(_file_digest, (aside / file for file in files)), strict=True)),
-                "arrays": dict(zip(arrays, pool.map(_describe, arrays.values()), strict=True)),
-            }
-        (aside / "digests.json").write_bytes(_json_bytes(digests))
-        _move_in_place(aside, path, old=path.with_name(f".old-{unique}"))
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)  # gone already unless something failed
+            sums = dict(zip(files, pool.map(_file_digest, (aside / file for file in files)), strict=True))
+        (aside / "digests.json").write_bytes(_json_bytes({"files": sums, "arrays": records}))
 
 
 def save_model(path, model: MTPModel, params: dict, *, metadata=None):
@@ -94,14 +101,19 @@ def load(path, *, dtype=None, mesh: Mesh | None = None) -> tuple[MTPModel, dict]
         from conversion.load import load as load_hugging_face
 
         return load_hugging_face(path, dtype=dtype, mesh=mesh)
-    config, params, _ = restore(inside if is_checkpoint(inside) else path)
+    path = inside if is_checkpoint(inside) else path
+    config, params, _ = restore(path)
+    if dtype is not None:
+        params = jax.tree.map(lambda leaf: leaf.astype(dtype), params, is_leaf=is_scaled)
+    return MTPModel(model_config(config, path)), params if mesh is None else shard_params(params, mesh)
+
+
+def model_config(config: Any, path) -> ModelConfig:
+    """The configuration that `save_model` wrote. Raises `CheckpointError`."""
     try:
-        model = MTPModel(ModelConfig.from_dict(config))
+        return ModelConfig.from_dict(config)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{path} holds no model configuration: {error}") from error
-    if dtype is not None:
-        params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-    return model, params if mesh is None else shard_params(params, mesh)
 
 
 def restore(path):
@@ -114,23 +126,48 @@ def restore(path):
       CheckpointError: `path` is no checkpoint, is of a newer version, or something in it is missing, truncated or
         changed; the message names the array or the file.
     """
-    path = pathlib.Path(path).resolve()
-    config = _read_config(path)
-    if config is None:
-        raise CheckpointError(f"no mtpjax checkpoint at {path}: looked for a config.json with format {FORMAT!r}")
-    if config.get("version") != VERSION:
-        raise CheckpointError(f"{path / 'config.json'} has version {config.get('version')!r}, not {VERSION}")
-    files, recorded = _read_digests(path)
+    stored = Stored(path)
     with ThreadPoolExecutor() as pool:
-        for file, digest in zip(files, pool.map(_file_digest, (path / file for file in files)), strict=True):
-            if digest != files[file]:
-                problem = "is missing or unreadable" if digest is None else "differs from what was saved"
-                raise CheckpointError(f"{path / file}{_of_array(file, recorded)} {problem}")
-        arrays = _read_arrays(path / "params", recorded)
-        for name, found in zip(arrays, pool.map(_describe, arrays.values()), strict=True):
-            _check(path / "params", name, found, recorded[name])
+        arrays = _read_arrays(stored.path / "params", stored.records)
+        chunks = [stored.records[name].get("chunks") for name in arrays]
+        for name, found in zip(arrays, pool.map(_describe, arrays.values(), chunks), strict=True):
+            _check(stored.path / "params", name, found, stored.records[name])
     params = _unflatten({name: jnp.asarray(array) for name, array in arrays.items()})
-    return config["config"], params, config["metadata"]
+    return stored.config, _join_scaled(params, stored.scaled), stored.metadata
+
+
+class Stored:
+    """A checkpoint whose files have proved to be those that were saved; its arrays are read part by part.
+
+    Raises `CheckpointError` as `restore` does.
+    """
+
+    def __init__(self, path):
+        self.path = pathlib.Path(path).resolve()
+        config = _read_config(self.path)
+        if config is None:
+            raise CheckpointError(
+                f"no mtpjax checkpoint at {self.path}: looked for a config.json with format {FORMAT!r}"
+            )
+        if config.get("version") != VERSION:
+            raise CheckpointError(f"{self.path / 'config.json'} has version {config.get('version')!r}, not {VERSION}")
+        self.files, self.records = _read_digests(self.path)
+        with ThreadPoolExecutor() as pool:
+            found = pool.map(_file_digest, (self.path / file for file in self.files))
+            for file, digest in zip(self.files, found, strict=True):
+                if digest != self.files[file]:
+                    problem = "is missing or unreadable" if digest is None else "differs from what was saved"
+                    raise CheckpointError(f"{self.path / file}{_of_array(file, self.records)} {problem}")
+        self.config, self.metadata, self.scaled = config["config"], config["metadata"], config.get("block_scaled", {})
+        self._open = {}
+
+    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """The part `index` of array `name`, like `a/b`."""
+        import tensorstore
+
+        if name not in self._open:
+            self._open[name] = tensorstore.open(_store(self.path / "params", name), read=True).result()
+        return self._open[name][index].read().result()
 
 
 def is_checkpoint(path):
@@ -153,7 +190,7 @@ def _read_digests(path):
     try:
         digests = json.loads(file.read_bytes())
         files, arrays = dict(digests["files"]), dict(digests["arrays"])
-        complete = "config.json" in files and all(isinstance(record, dict) for record in arrays.values())
+        complete = "config.json" in files and all(_is_record(record) for record in arrays.values())
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{file} is missing or damaged: {_one_line(error)}") from error
     if not complete:
@@ -161,13 +198,68 @@ def _read_digests(path):
     return files, arrays
 
 
+def _is_record(record):
+    chunks = record.get("chunks", [1]) if isinstance(record, dict) else [0]
+    return isinstance(chunks, list) and all(isinstance(size, int) and size > 0 for size in chunks)
+
+
 def _write_arrays(folder, arrays):
+    """Writes the arrays with Orbax, and what it describes but is only streamed here; returns name -> record."""
     import orbax.checkpoint as ocp  # half a second, so only where it is used
 
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False)  # OCDBT would mix the arrays' bytes in shared files
     handler.finalize = lambda directory: None  # merges OCDBT files of several processes, and warns that it found none
+    streams = {name: array for name, array in arrays.items() if isinstance(array, Stream)}
+    stand_ins = {name: np.zeros(1, stream.dtype) for name, stream in streams.items()}
     with ocp.Checkpointer(handler) as checkpointer:
-        checkpointer.save(folder, args=ocp.args.PyTreeSave(_unflatten(arrays)))
+        checkpointer.save(folder, args=ocp.args.PyTreeSave(_unflatten(arrays | stand_ins)))
+    whole = {name: array for name, array in arrays.items() if name not in streams}
+    with ThreadPoolExecutor() as pool:
+        records = dict(zip(whole, pool.map(_describe, whole.values()), strict=True))
+    records |= _write_streams(folder, streams)
+    return {name: records[name] for name in arrays}
+
+
+def _write_streams(folder, streams):
+    """Writes arrays chunk by chunk, as uncompressed zarr, which is what Orbax reads; returns name -> record."""
+    import tensorstore
+
+    stores = {}
+    for name, stream in streams.items():
+        spec = _store(folder, name)
+        shutil.rmtree(spec["kvstore"]["path"])
+        dtype = "bool" if stream.dtype == np.bool_ else stream.dtype.name
+        spec |= {"dtype": dtype, "store_data_equal_to_fill_value": True}
+        spec["metadata"] = {"shape": stream.shape, "chunks": stream.chunks, "compressor": None}
+        stores[name] = tensorstore.open(spec, create=True).result()
+
+    def write(part):
+        name, index = part
+        array = np.ascontiguousarray(streams[name].read(index))
+        stores[name][index].write(array, can_reference_source_data_indefinitely=True).result()
+        return _digest(array)
+
+    parts = [(name, index) for name, stream in streams.items() for index in _grid(stream.shape, stream.chunks)]
+    with ThreadPoolExecutor() as pool:  # a chunk in memory for each thread
+        digests = list(pool.map(write, parts))
+    sums: dict[str, Any] = {name: hashlib.sha256() for name in streams}
+    for (name, _), digest in zip(parts, digests, strict=True):
+        sums[name].update(digest)
+    return {name: _record(stream, sums[name].hexdigest(), stream.chunks) for name, stream in streams.items()}
+
+
+def _store(folder, name):
+    """Where TensorStore finds an array that Orbax has written."""
+    return {"driver": "zarr", "kvstore": {"driver": "file", "path": str(folder / name.replace("/", "."))}}
+
+
+def _grid(shape, chunks):
+    """The index of every chunk, in C order."""
+    axes = [range(0, size, step) for size, step in zip(shape, chunks, strict=True)]
+    for begins in itertools.product(*axes):
+        yield tuple(
+            slice(begin, min(begin + step, size)) for begin, step, size in zip(begins, chunks, shape, strict=True)
+        )
 
 
 def _read_arrays(folder, recorded):
@@ -212,21 +304,63 @@ def _of_array(file, arrays):
     return f" of array {name!r}" if name in arrays else ""
 
 
-def _describe(array):
-    """The record of one numpy array; the digest is over its elements in C order, without a copy."""
-    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return {"shape": list(array.shape), "dtype": array.dtype.name, "sha256": hashlib.sha256(flat.data).hexdigest()}
+def _describe(array, chunks=None):
+    """The record of one numpy array: the digest of its elements in C order, or of the digests of its chunks."""
+    if chunks is None:
+        return _record(array, _digest(array).hex())
+    total = hashlib.sha256()
+    for index in _grid(array.shape, chunks):
+        total.update(_digest(np.ascontiguousarray(array[index])))
+    return _record(array, total.hexdigest(), chunks)
+
+
+def _record(array, digest, chunks=None):
+    record = {"shape": list(array.shape), "dtype": array.dtype.name, "sha256": digest}
+    return record if chunks is None else record | {"chunks": list(chunks)}
+
+
+def _digest(array):
+    return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).digest()  # without a copy
+
+
+def _split_scaled(params):
+    """`BlockScaled` leaves as `{values, scales}`, and name -> [axis, block] of them."""
+    scaled = {}
+
+    def split(path, leaf):
+        if not is_scaled(leaf):
+            return leaf
+        scaled["/".join(path)] = [leaf.axis, leaf.block]
+        return {"values": leaf.values, "scales": leaf.scales}
+
+    return _map_leaves(split, params), scaled
+
+
+def _join_scaled(params, scaled):
+    for name, (axis, block) in scaled.items():
+        *folders, last = name.split("/")
+        node = params
+        for folder in folders:
+            node = node[folder]
+        node[last] = BlockScaled(**node[last], axis=axis, block=block)
+    return params
+
+
+def _map_leaves(function, tree, path=()):
+    if not isinstance(tree, Mapping):
+        return function(path, tree)
+    return {key: _map_leaves(function, value, (*path, key)) for key, value in tree.items()}
 
 
 def _flatten(params):
     """Nested dicts of arrays -> `{"a/b": numpy array}`, refusing what could not come back the same."""
     arrays = {}
     for name, leaf in _flatten_tree(params).items():
-        if not isinstance(leaf, (jax.Array, np.ndarray)) or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if not isinstance(leaf, (jax.Array, np.ndarray, Stream)) or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             raise ValueError(f"params[{name!r}] is a {type(leaf).__name__}; a checkpoint holds jax or numpy arrays")
-        if not leaf.size:
+        if not math.prod(leaf.shape):
             raise ValueError(f"params[{name!r}] has shape {leaf.shape}; Orbax holds no array without elements")
-        array = np.asarray(leaf)
+        array = leaf if isinstance(leaf, Stream) else np.asarray(leaf)
         if not array.dtype.isnative or not _is_jax_dtype(array.dtype):
             raise ValueError(f"params[{name!r}] has dtype {array.dtype.str} ({array.dtype}); JAX would not restore it")
         arrays[name] = array
@@ -263,19 +397,6 @@ def _unflatten(leaves):
             node = node.setdefault(folder, {})
         node[last] = leaf
     return tree
-
-
-def _move_in_place(aside, path, *, old):
-    """Renames `aside` to `path`; what was at `path` goes to `old` meanwhile, and back if that fails."""
-    if path.exists():
-        path.rename(old)
-    try:
-        aside.rename(path)
-    except BaseException:
-        if old.exists():
-            old.rename(path)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _json_bytes(value):

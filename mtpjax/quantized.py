@@ -31,3 +31,8 @@ class BlockScaled(flax.struct.PyTreeNode):
         scales = jnp.repeat(self.scales, self.block, axis=self.axis, total_repeat_length=None)
         scales = jax.lax.slice_in_dim(scales, 0, size, axis=self.axis % self.values.ndim)
         return (self.values.astype(jnp.float32) * scales).astype(dtype)
+
+
+def is_scaled(leaf) -> bool:
+    """For `is_leaf` of tree maps over parameters."""
+    return isinstance(leaf, BlockScaled)

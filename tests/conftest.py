@@ -31,6 +31,13 @@ def quick_compile():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forget_compiled():
+    """Lets go of a module's programs. Each takes tens of memory mappings, and Linux gives a process 65,530."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="session")
 def small():
     """`small(attention, rig, **config changes)` -> model and parameters, see `experiments/check_equality.py`."""

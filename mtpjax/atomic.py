@@ -1,0 +1,37 @@
+"""Folders that appear complete or not at all."""
+
+import contextlib
+import os
+import pathlib
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+
+
+@contextlib.contextmanager
+def new_folder(path: pathlib.Path, is_ours: Callable[[pathlib.Path], bool], kind: str) -> Iterator[pathlib.Path]:
+    """Yields a hidden sibling of `path` to write into, and renames it to `path` once the block has ended.
+
+    An exception leaves what was at `path` as it was. A process killed between the two renames leaves both folders
+    complete under their hidden names. Raises `FileExistsError` where `path` is neither empty nor, as `is_ours` says, a
+    `kind` that may be replaced.
+    """
+    if path.exists() and not is_ours(path) and not (path.is_dir() and not any(path.iterdir())):
+        raise FileExistsError(f"{path} exists and is no {kind}: remove it, or write elsewhere")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unique = f"{path.name}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    aside, old = path.with_name(f".tmp-{unique}"), path.with_name(f".old-{unique}")
+    try:
+        aside.mkdir()
+        yield aside
+        if path.exists():
+            path.rename(old)
+        try:
+            aside.rename(path)
+        except BaseException:
+            if old.exists():
+                old.rename(path)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)  # gone already unless something failed
