@@ -5,15 +5,19 @@ Nothing outside the directory is opened, nothing is unpickled, and no more is in
 
 import dataclasses
 import json
+import logging
 import math
 import os
 import pathlib
 import stat
 import struct
+from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+
+log = logging.getLogger("mtpjax.conversion")
 
 DTYPES = {
     "F64": np.dtype(np.float64),
@@ -31,6 +35,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 LARGEST_HEADER = 32 << 20  # bytes; DeepSeek-V3's 91,991 tensors need a tenth, over all shards
 MOST_TENSORS = 500_000
+BLOCK = 32 << 20  # bytes that are in memory at once of what is only passed on
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".gguf")
 
@@ -52,20 +57,26 @@ class Tensor:
 
 
 class Files:
-    """A checkpoint directory, open for reading. Use as a context manager."""
+    """A checkpoint directory, open for reading. Use as a context manager.
 
-    def __init__(self, directory):
-        self.path = pathlib.Path(directory)
+    `strict` refuses weights that are not finite; otherwise they are counted, and `report` warns of them. `only` names
+    the one file to take.
+    """
+
+    def __init__(self, directory, *, strict: bool = False, only: str | None = None):
+        self.path, self.strict = pathlib.Path(directory), strict
+        self._not_finite: dict[tuple[str, int], int] = {}  # name, first row -> how many
         if not self.path.is_dir():
             raise CheckpointFileError(f"{self.path} is no directory")
         self._root = _root(self.path)
         self._open: dict[str, int] = {}
         self.metadata: dict[str, dict[str, str] | None] = {}  # of each file
         self.sizes: dict[str, int] = {}  # bytes of each file
+        self.headers: dict[str, bytes] = {}  # of each file, its length in front
         self.index: dict[str, Any] | None = None
         self.tensors: dict[str, Tensor] = {}
         try:
-            self._read_headers(self._shards())
+            self._read_headers(self._shards() if only is None else [only])
         except BaseException:
             self.close()
             raise
@@ -89,6 +100,38 @@ class Files:
             raise CheckpointFileError(f"{self.path / name} has {size} bytes: too large to be a description")
         return _parse_json(_pread(descriptor, size, 0, self.path / name), self.path / name)
 
+    def others(self) -> list[str]:
+        """The files beside the weights: configuration, tokenizer, text. What is no file or leads out is left out."""
+        kept = []
+        for name in sorted(os.listdir(self.path)):
+            if name.endswith((".safetensors", *PICKLES)) or (self.path / name).is_dir():
+                continue
+            try:
+                self._descriptor(name)
+            except CheckpointFileError as error:
+                log.warning("left out: %s", error)
+                continue
+            kept.append(name)
+        return kept
+
+    def bytes_of(self, name: str) -> Iterator[memoryview]:
+        """The content of a file, block by block."""
+        descriptor, offset = self._descriptor(name), 0
+        size = os.fstat(descriptor).st_size
+        while offset < size:
+            block = memoryview(bytearray(min(BLOCK, size - offset)))
+            _pread_into(descriptor, block, offset, self.path / name)
+            yield block
+            offset += len(block)
+
+    def blocks(self, name: str) -> Iterator[np.ndarray]:
+        """A tensor by blocks of rows."""
+        tensor = self.tensors[name]
+        rows = tensor.shape[0] if tensor.shape else 1
+        step = max(1, BLOCK * rows // max(tensor.end - tensor.begin, 1))
+        for begin in range(0, rows, step):
+            yield self.read(name, begin, min(begin + step, rows))
+
     def read(self, name: str, begin: int = 0, end: int | None = None) -> np.ndarray:
         """A tensor, or its rows `begin..end` along the first axis: a writable array of their own."""
         tensor = self.tensors[name]
@@ -99,6 +142,22 @@ class Files:
         view = array.reshape(-1).view(np.uint8)
         _pread_into(self._descriptor(tensor.file), view.data, tensor.begin + begin * row, self.path / tensor.file)
         return array
+
+    def read_checked(self, name: str, begin: int, end: int) -> np.ndarray:
+        """`read`, and a look whether every number is finite."""
+        array = self.read(name, begin, end)
+        count = count_not_finite(array)
+        if count:
+            self._not_finite[name, begin] = count
+            if self.strict:
+                raise CheckpointFileError(f"tensor {name} holds {count} numbers that are not finite")
+        return array
+
+    def report(self) -> None:
+        """Warns of weights that were read and are not finite."""
+        for name in dict.fromkeys(name for name, _ in self._not_finite):
+            count = sum(count for (other, _), count in self._not_finite.items() if other == name)
+            log.warning("tensor %s holds %d numbers that are not finite", name, count)
 
     def _shards(self) -> list[str]:
         """The safetensors files, in the index's order, or the one there is."""
@@ -157,25 +216,51 @@ class Files:
             raise CheckpointFileError(f"{path} has a header of {length} bytes; the most is {LARGEST_HEADER}")
         if length + 8 > size:
             raise CheckpointFileError(f"{path} is truncated: {size} bytes, and its header alone has {length}")
-        header = _parse_json(_pread(descriptor, length, 8, path), path)
-        if not isinstance(header, dict) or len(header) > MOST_TENSORS:
-            raise CheckpointFileError(f"{path} has no safetensors header")
-        self.metadata[file] = header.pop("__metadata__", None)
-        tensors = [_tensor(name, entry, file, path, 8 + length) for name, entry in header.items()]
-        place = 8 + length
-        for tensor in sorted(tensors, key=lambda tensor: (tensor.begin, tensor.end)):
-            if tensor.begin != place:
-                raise CheckpointFileError(f"{path}: tensor {tensor.name} begins at byte {tensor.begin}, not {place}")
-            place = tensor.end
-        if place != size:
-            kind = "truncated" if place > size else "longer than its header says"
-            raise CheckpointFileError(f"{path} is {kind}: {size} bytes instead of {place}")
+        self.headers[file] = _pread(descriptor, 8 + length, 0, path)
+        tensors, self.metadata[file] = parse_header(self.headers[file], file, path)
+        end = tensors[-1].end if tensors else 8 + length
+        if end != size:
+            kind = "truncated" if end > size else "longer than its header says"
+            raise CheckpointFileError(f"{path} is {kind}: {size} bytes instead of {end}")
         return tensors
 
     def _descriptor(self, file: str) -> int:
         if file not in self._open:
             self._open[file] = _open_inside(self.path / file, self._root)
         return self._open[file]
+
+
+EXPONENTS = {  # the bits that are all set in what is not finite (and in e4m3fn, which has no infinity, of NaN)
+    "float32": (np.uint32, 0x7F800000, 0x7FFFFFFF),
+    "float16": (np.uint16, 0x7C00, 0x7FFF),
+    "bfloat16": (np.uint16, 0x7F80, 0x7FFF),
+    "float8_e4m3fn": (np.uint8, 0x7F, 0x7F),
+}
+
+
+def count_not_finite(array: np.ndarray) -> int:
+    """How many numbers are infinite or NaN; 0 for other than the weights' dtypes."""
+    if array.dtype.name not in EXPONENTS or not array.size:
+        return 0
+    kind, least, mask = EXPONENTS[array.dtype.name]
+    bits = array.reshape(-1).view(kind) & kind(mask)
+    return int(np.count_nonzero(bits >= least)) if bits.max() >= least else 0
+
+
+def parse_header(content: bytes, file: str, path) -> tuple[list[Tensor], dict[str, str] | None]:
+    """The tensors of a safetensors header (its length included) in the order of their bytes, and its metadata."""
+    header = _parse_json(content[8:], path)
+    if not isinstance(header, dict) or len(header) > MOST_TENSORS:
+        raise CheckpointFileError(f"{path} has no safetensors header")
+    metadata = header.pop("__metadata__", None)
+    tensors = [_tensor(name, entry, file, path, len(content)) for name, entry in header.items()]
+    tensors.sort(key=lambda tensor: (tensor.begin, tensor.end))
+    place = len(content)
+    for tensor in tensors:
+        if tensor.begin != place:
+            raise CheckpointFileError(f"{path}: tensor {tensor.name} begins at byte {tensor.begin}, not {place}")
+        place = tensor.end
+    return tensors, metadata
 
 
 def _root(path: pathlib.Path) -> pathlib.Path:

@@ -335,3 +335,82 @@ def _quantization(reader: _Reader) -> tuple[dict[str, Any] | None, tuple[int, in
     if len(block) != 2 or min(block) < 1:
         raise ConfigError(f"config.json: weight_block_size is {list(block)}, not two positive integers")
     return given.values, (block[0], block[1])
+
+
+def describe(config: ModelConfig, model_type: str | None = None) -> tuple[str, dict[str, Any]]:
+    """The family that `config` belongs to, or `model_type`, and the content of its `config.json`.
+
+    What is written is what `parse` reads the same configuration from. Raises `ConfigError` if there is no such family,
+    naming what the nearest cannot say.
+    """
+    if model_type is not None and model_type not in FAMILIES:
+        raise ConfigError(f"model_type {model_type!r} is not known; there are {', '.join(FAMILIES)}")
+    nested = [name for name, family in FAMILIES.items() if family.layout.trunk != "model."]
+    names = [name for name in FAMILIES if name not in nested] if model_type is None else [model_type]
+    nearest: list[str] | None = None
+    for name in names:
+        values = {"architectures": [], "model_type": name, **_values(config, FAMILIES[name].layout)}
+        try:
+            found = parse(values).model
+        except ConfigError:
+            continue
+        fields = [field.name for field in dataclasses.fields(config)]
+        differing = [field for field in fields if getattr(found, field) != getattr(config, field)]
+        if not differing:
+            return name, values
+        nearest = min(nearest or differing, differing, key=len)
+    raise ConfigError(f"no published family has this model: {', '.join(nearest or ['none'])} cannot be said")
+
+
+def edited(
+    values: dict[str, Any], config: ModelConfig, *, dtypes: set[str], drop_quantization: bool
+) -> dict[str, Any]:
+    """A `config.json` after its weights have changed: dtype, quantisation, number of MTP modules."""
+    values = {**values}
+    if drop_quantization:
+        values.pop("quantization_config", None)
+    family = FAMILIES[values["model_type"]]
+    level = {**values["text_config"]} if "text_config" in values else values
+    if parse(values).model.num_mtp_modules != config.num_mtp_modules:
+        level["mtp_num_hidden_layers" if family.layout.mtp == "mtp" else "num_nextn_predict_layers"] = (
+            config.num_mtp_modules
+        )
+    if "text_config" in values:
+        values["text_config"] = level
+    main = sorted(dtypes, key=lambda name: (name == "float32", name))[0]  # beside bf16 weights, some are float32
+    for part in (values, level):
+        for key in ("torch_dtype", "dtype"):
+            if key in part and drop_quantization | (part[key] not in dtypes):
+                part[key] = main
+    return values
+
+
+def _values(config: ModelConfig, layout: Layout) -> dict[str, Any]:
+    """The keys of `config.json`, without defaults of sections that the model has not."""
+    same = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    names = [*same, "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "rope_theta"]
+    names += ["partial_rotary_factor", "attention_bias", "use_qk_norm"]
+    if config.attention == "latent":
+        names += ["q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
+        names += ["rope_interleave"]
+    else:
+        names += ["num_key_value_heads", "head_dim"]
+    if config.index_topk:
+        names += ["index_topk", "index_n_heads", "index_head_dim", "indexer_rope_interleave", "indexer_types"]
+    if config.layer_types:
+        names += [f"linear_{name}" for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")]
+        names += ["linear_conv_kernel_dim", "layer_types"]
+    if config.is_moe:
+        names += ["n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group"]
+        names += ["n_shared_experts", "shared_expert_intermediate_size", "norm_topk_prob", "routed_scaling_factor"]
+        names += ["scoring_func", "first_k_dense_replace", "mlp_only_layers"]
+    values = {name: getattr(config, name) for name in names}
+    values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    if config.rope_scaling is not None:
+        values["rope_scaling"] = {"type": "yarn", **dataclasses.asdict(config.rope_scaling)}
+    if config.linear_output_gate == "sigmoid":
+        values["output_gate_type"] = "sigmoid"
+    values["mtp_num_hidden_layers" if layout.mtp == "mtp" else "num_nextn_predict_layers"] = config.num_mtp_modules
+    if config.mtp_own_embedding:
+        values["mtp_use_dedicated_embeddings"] = True
+    return values

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from conversion import hf_config
 from conversion.files import CheckpointFileError, Files
-from conversion.names import Leaf, Piece, mtp_names, table, tied_copies
+from conversion.names import Layout, Leaf, Piece, mtp_names, table, tied_copies
 from mtpjax.config import ModelConfig
 from mtpjax.model import MTPModel
 from mtpjax.quantized import BlockScaled
@@ -31,32 +31,49 @@ Index = tuple[tuple[int, int], ...]  # begin, end of each axis of a leaf
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a directory holds in our terms; made from headers alone."""
+    """What a directory holds in our terms; made from headers, and from the few tensors that decide something."""
 
     model_type: str
     config: ModelConfig
+    layout: Layout
     leaves: dict[str, Leaf]
     scales: dict[str, str]  # fp8 tensor -> the tensor of its scales
     block: tuple[int, int] | None
     tied: dict[str, str]  # copies that are in the files -> what they repeat
     other: tuple[str, ...]  # tensors of other parts of the model, passed through on export
-    dtypes: dict[str, np.dtype]  # of each leaf
+    missing: tuple[str, ...]
+    extra: tuple[str, ...]  # not known
+    dtypes: dict[str, np.dtype]  # of each leaf; only where nothing is missing
 
 
 def plan(files: Files, *, dtype=None, allow_extra: bool = False) -> Plan:
     """Reads `config.json` and checks names, shapes and dtypes. Raises `CheckpointFileError` or `ConfigError`."""
+    made = survey(files)
+    if made.missing:
+        found, named = held_modules(made.config, made.layout, files), made.config.num_mtp_modules
+        modules = f"; config.json names {named} MTP modules, the files hold {found}" if found < named else ""
+        raise CheckpointFileError(
+            f"{files.path} lacks {len(made.missing)} tensors{modules}; missing: {', '.join(made.missing[:5])}"
+        )
+    if made.extra and not allow_extra:
+        raise CheckpointFileError(
+            f"{files.path} holds {len(made.extra)} tensors that are not known: {', '.join(made.extra[:5])}"
+        )
+    dtypes = {path: _leaf_dtype(path, leaf, files, made.scales, dtype) for path, leaf in made.leaves.items()}
+    return dataclasses.replace(made, other=(*made.other, *made.extra), dtypes=dtypes)
+
+
+def survey(files: Files) -> Plan:
+    """`plan` that puts up with tensors that are missing or not known, and says which. No weights are read."""
     parsed = hf_config.parse(files.json("config.json"))
     config, layout = _settle_modules(parsed, files), parsed.layout
     config = _settle_copies(config, layout, files)
     leaves = table(config, layout, files.tensors.__contains__)
+    config = _settle_norms(config, leaves, files)
     tied = {copy: original for copy, original in tied_copies(config, layout) if copy in files.tensors}
     wanted = {piece.name: piece.shape for leaf in leaves.values() for piece in leaf.pieces}
-    missing = sorted(wanted.keys() - files.tensors.keys())
-    if missing:
-        mtp = f", {sum('mtp' in name or 'eh_proj' in name for name in missing)} of them of MTP modules"
-        raise CheckpointFileError(f"{files.path} lacks {len(missing)} tensors{mtp}: {', '.join(missing[:5])}")
     for name, shape in wanted.items():
-        if files.tensors[name].shape != shape:
+        if name in files.tensors and files.tensors[name].shape != shape:
             raise CheckpointFileError(
                 f"tensor {name} has shape {files.tensors[name].shape}; the configuration gives {shape}"
             )
@@ -65,36 +82,41 @@ def plan(files: Files, *, dtype=None, allow_extra: bool = False) -> Plan:
     known |= {f"{name}_scale_inv" for name in tied}
     other, extra = [], []
     for name in sorted(files.tensors.keys() - known):
-        if name.startswith(OTHER_PARTS):
-            other.append(name)
-        elif name.endswith(IGNORABLE):
+        if name.endswith(IGNORABLE):
             log.info("ignored: %s", name)
-            other.append(name)
-        else:
-            extra.append(name)
-    if extra and not allow_extra:
-        raise CheckpointFileError(f"{files.path} holds {len(extra)} tensors that are not known: {', '.join(extra[:5])}")
-    dtypes = {path: _leaf_dtype(path, leaf, files, scales, dtype) for path, leaf in leaves.items()}
-    return Plan(parsed.model_type, config, leaves, scales, parsed.block, tied, tuple(other + extra), dtypes)
+        (other if name.startswith(OTHER_PARTS) or name.endswith(IGNORABLE) else extra).append(name)
+    return Plan(
+        model_type=parsed.model_type,
+        config=config,
+        layout=layout,
+        leaves=leaves,
+        scales=scales,
+        block=parsed.block,
+        tied=tied,
+        other=tuple(other),
+        missing=tuple(sorted(wanted.keys() - files.tensors.keys())),
+        extra=tuple(extra),
+        dtypes={},
+    )
 
 
 def _settle_modules(parsed: hf_config.Parsed, files: Files) -> ModelConfig:
-    """The MTP modules that the files hold must be those that the configuration names."""
-    config, layout = parsed.model, parsed.layout
-    found = 0
-    while mtp_names(config, layout, found)[0] + "input_layernorm.weight" in files.tensors:
-        found += 1
-    named = config.num_mtp_modules
-    if found < named:
-        prefix, _ = mtp_names(config, layout, found)
-        raise CheckpointFileError(
-            f"config.json names {named} MTP modules; the files hold {found}: {prefix}* is missing"
-        )
+    """As many MTP modules as the files hold, or as the configuration names where that is more."""
+    config = parsed.model
+    found, named = held_modules(config, parsed.layout, files), config.num_mtp_modules
     if found > named:
         if parsed.mtp_given:
             log.warning("config.json names %d MTP modules; the files hold %d, which are taken", named, found)
         config = dataclasses.replace(config, num_mtp_modules=found)
     return config
+
+
+def held_modules(config: ModelConfig, layout: Layout, files: Files) -> int:
+    """How many MTP modules the files hold: those that have a first norm."""
+    found = 0
+    while mtp_names(config, layout, found)[0] + "input_layernorm.weight" in files.tensors:
+        found += 1
+    return found
 
 
 def _settle_copies(config: ModelConfig, layout, files: Files) -> ModelConfig:
@@ -118,6 +140,19 @@ def _settle_copies(config: ModelConfig, layout, files: Files) -> ModelConfig:
     return dataclasses.replace(config, **changes) if changes else config
 
 
+def _settle_norms(config: ModelConfig, leaves: dict[str, Leaf], files: Files) -> ModelConfig:
+    """Zero-centred norms hold w of `1 + w`; some converted files hold `1 + w` already, and have means near 1."""
+    names = [leaf.pieces[0].name for path, leaf in leaves.items() if path.endswith("norm_attention/scale")]
+    held = [name for name in names if name in files.tensors and files.tensors[name].dtype in FLOATS]
+    if not config.zero_centred_norm or not held:
+        return config
+    typical = float(np.median([files.read(name).astype(np.float32).mean() for name in held]))
+    if typical < 0.5:
+        return config
+    log.warning("norm weights have a mean of %.2f: the files hold 1 + w already, and they are taken as they are", typical)
+    return dataclasses.replace(config, zero_centred_norm=False)
+
+
 def _same_bytes(files: Files, one: str, other: str, rows: int = 4096) -> bool:
     a, b = files.tensors[one], files.tensors[other]
     if (a.shape, a.dtype) != (b.shape, b.dtype):
@@ -133,7 +168,7 @@ def _scales(files: Files, wanted: dict[str, tuple[int, ...]], block: tuple[int, 
     """The tensor of scales of every fp8 tensor: `weight_scale_inv`, or `weight_scale`, as some releases name it."""
     scales = {}
     for name, shape in wanted.items():
-        if files.tensors[name].dtype != E4M3:
+        if name not in files.tensors or files.tensors[name].dtype != E4M3:
             continue
         found = next((f"{name}{end}" for end in ("_scale_inv", "_scale") if f"{name}{end}" in files.tensors), None)
         if found is None:
@@ -168,14 +203,16 @@ def load(
     dtype=None,
     mesh: Mesh | None = None,
     allow_extra: bool = False,
+    strict: bool = False,
     progress: Callable[[int], Any] | None = None,
 ) -> tuple[MTPModel, dict]:
     """Reads a checkpoint directory: `(model, params)`.
 
     `dtype=None` keeps what the files hold, fp8 with its scales included (`BlockScaled`). Over a `mesh` each process
-    reads what its devices hold. `progress` is called with the bytes of every leaf that is done.
+    reads what its devices hold. Weights that are not finite are counted in a warning, or refused if `strict`.
+    `progress` is called with the bytes of every leaf that is done.
     """
-    with Files(path) as files:
+    with Files(path, strict=strict) as files:
         made = plan(files, dtype=dtype, allow_extra=allow_extra)
         _check_memory(made, mesh)
         params: dict = {}
@@ -188,6 +225,7 @@ def load(
             node[last] = value
             if progress:
                 progress(sum(array.nbytes for array in jax.tree.leaves(value)))
+        files.report()
     return MTPModel(made.config), params
 
 
@@ -228,18 +266,21 @@ def read_as(files: Files, made: Plan, leaf: Leaf, index: Index, dtype: np.dtype)
     if leaf.pieces[0].name in made.scales:
         assert made.block is not None
         axis, side = leaf.in_axis % len(leaf.shape), made.block[1]
-        begin, end = index[axis]
         whole = (*index[:axis], (0, scale_leaf(leaf, made.block).shape[axis]), *index[axis + 1 :])
-        scales = np.repeat(read_scales(files, made, leaf, whole), side, axis=axis)
-        cut = (slice(None),) * axis + (slice(begin, end),)
-        values = values.astype(np.float32) * scales[cut]
+        values = dequantise(values, read_scales(files, made, leaf, whole), axis, side, index[axis][0])
     return values if values.dtype == dtype else values.astype(dtype)
+
+
+def dequantise(values: np.ndarray, scales: np.ndarray, axis: int, side: int, begin: int) -> np.ndarray:
+    """`value * scale` in float32, of values that begin at `begin` of the axis whose blocks of `side` share a scale."""
+    cut = (slice(None),) * axis + (slice(begin, begin + values.shape[axis]),)
+    return values.astype(np.float32) * np.repeat(scales, side, axis=axis)[cut]
 
 
 def read_leaf(files: Files, leaf: Leaf, index: Index) -> np.ndarray:
     """The part `index` of a leaf; of each tensor the rows that it needs are read, one tensor at a time."""
     dtype = files.tensors[leaf.pieces[0].name].dtype
-    return _fill(leaf, index, dtype, lambda piece, begin, end: files.read(piece.name, begin, end))
+    return _fill(leaf, index, dtype, lambda piece, begin, end: files.read_checked(piece.name, begin, end))
 
 
 def read_scales(files: Files, made: Plan, leaf: Leaf, index: Index) -> np.ndarray:

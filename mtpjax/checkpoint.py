@@ -95,17 +95,21 @@ def load(path, *, dtype=None, mesh: Mesh | None = None) -> tuple[MTPModel, dict]
     `dtype=None` keeps what the files hold, fp8 with its scales included; `mesh` lays the parameters out over it. Raises
     `CheckpointError`, or for a Hugging Face directory another `ValueError`.
     """
-    path = pathlib.Path(path)
-    inside = path / "checkpoint"
-    if not is_checkpoint(inside) and not is_checkpoint(path) and (path / "config.json").is_file():
+    path = find(path)
+    if not is_checkpoint(path) and (path / "config.json").is_file():
         from conversion.load import load as load_hugging_face
 
         return load_hugging_face(path, dtype=dtype, mesh=mesh)
-    path = inside if is_checkpoint(inside) else path
     config, params, _ = restore(path)
     if dtype is not None:
         params = jax.tree.map(lambda leaf: leaf.astype(dtype), params, is_leaf=is_scaled)
     return MTPModel(model_config(config, path)), params if mesh is None else shard_params(params, mesh)
+
+
+def find(path) -> pathlib.Path:
+    """The checkpoint of a run folder, or `path` itself."""
+    path = pathlib.Path(path)
+    return path / "checkpoint" if is_checkpoint(path / "checkpoint") else path
 
 
 def model_config(config: Any, path) -> ModelConfig:
