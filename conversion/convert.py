@@ -26,15 +26,23 @@ MODULES = "model-mtp.safetensors"  # the shard of MTP modules that the source ha
 
 
 def to_mtpjax(
-    source, target, *, dtype=None, allow_extra: bool = False, strict: bool = False, progress: Progress | None = None
+    source,
+    target,
+    *,
+    dtype=None,
+    model_type: str | None = None,
+    allow_extra: bool = False,
+    strict: bool = False,
+    progress: Progress | None = None,
 ) -> None:
     """Writes the Hugging Face directory `source` as our checkpoint `target`, and keeps there all else that it holds.
 
-    `dtype=None` keeps the dtypes of the files, fp8 with its scales included. Raises `CheckpointFileError`,
+    `dtype=None` keeps the dtypes of the files, fp8 with its scales included. `model_type` is taken instead of the one
+    that `config.json` names. Raises `CheckpointFileError`,
     `hf_config.ConfigError`, or `FileExistsError` where `target` is something else.
     """
     with Files(source, strict=strict) as files:
-        made = load.plan(files, dtype=dtype, allow_extra=allow_extra)
+        made = load.plan(files, dtype=dtype, model_type=model_type, allow_extra=allow_extra)
         params: dict = {}
         for path, leaf in made.leaves.items():
             *folders, last = path.split("/")
@@ -81,7 +89,9 @@ def to_hugging_face(source, target, *, dtype=None, model_type: str | None = None
     leaves = table(config, family.layout, tensors.__contains__)
     tied = {copy: original for copy, original in tied_copies(config, family.layout) if copy in tensors}
     dtypes = _stored_dtypes(stored, leaves, dtype)
-    wanted = {piece.name: Entry(piece.name, dtypes[path], piece.shape) for path in leaves for piece in leaves[path].pieces}
+    wanted = {
+        piece.name: Entry(piece.name, dtypes[path], piece.shape) for path in leaves for piece in leaves[path].pieces
+    }
     scales = {
         name: f"{name}{end}"
         for name, tensor in tensors.items()

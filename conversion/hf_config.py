@@ -132,13 +132,16 @@ class _Reader:
             raise ConfigError(f"config.json: {key} {value!r} is not supported, only {', '.join(map(repr, allowed))}")
 
 
-def parse(values: Any) -> Parsed:
-    """Reads the object that `config.json` holds. Raises `ConfigError`, one line with the key and its value."""
+def parse(values: Any, model_type: str | None = None) -> Parsed:
+    """Reads the object that `config.json` holds; `model_type` is taken instead of its own.
+
+    Raises `ConfigError`, one line with the key and its value.
+    """
     if not isinstance(values, dict):
         raise ConfigError(f"config.json holds a {type(values).__name__}, not an object")
     if "auto_map" in values:
         log.warning("config.json has auto_map: its code is not run")
-    model_type = values.get("model_type")
+    model_type = values.get("model_type") if model_type is None else model_type
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConfigError(f"model_type {model_type!r} is not known; there are {', '.join(FAMILIES)}")
     family = FAMILIES[model_type]
@@ -249,7 +252,15 @@ def _latent(reader: _Reader, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _indexer_types(reader: _Reader, layers: int) -> tuple[str, ...]:
-    """Which layers share the indexer of a layer before: as listed, by a pattern, or every so many (GLM-5.2)."""
+    """Which layers share the indexer of a layer before: as listed, by a pattern, or every so many (GLM-5.2).
+
+    Empty where none does.
+    """
+    types = _listed_indexer_types(reader, layers)
+    return () if set(types) == {"full"} else types
+
+
+def _listed_indexer_types(reader: _Reader, layers: int) -> tuple[str, ...]:
     listed = reader.items("indexer_types", str)
     if listed:
         return listed
@@ -363,9 +374,9 @@ def describe(config: ModelConfig, model_type: str | None = None) -> tuple[str, d
 
 
 def edited(
-    values: dict[str, Any], config: ModelConfig, *, dtypes: set[str], drop_quantization: bool
+    values: dict[str, Any], config: ModelConfig, *, dtypes: set[str] | None = None, drop_quantization: bool = False
 ) -> dict[str, Any]:
-    """A `config.json` after its weights have changed: dtype, quantisation, number of MTP modules."""
+    """A `config.json` after its weights have changed: number of MTP modules, dtypes of the weights, quantisation."""
     values = {**values}
     if drop_quantization:
         values.pop("quantization_config", None)
@@ -377,6 +388,8 @@ def edited(
         )
     if "text_config" in values:
         values["text_config"] = level
+    if dtypes is None:
+        return values
     main = sorted(dtypes, key=lambda name: (name == "float32", name))[0]  # beside bf16 weights, some are float32
     for part in (values, level):
         for key in ("torch_dtype", "dtype"):

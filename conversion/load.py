@@ -21,7 +21,8 @@ from mtpjax.sharding import param_sharding
 
 log = logging.getLogger("mtpjax.conversion")
 
-FLOATS = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
+BF16 = np.dtype(ml_dtypes.bfloat16)
+FLOATS = (np.dtype(np.float32), np.dtype(np.float16), BF16)
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 IGNORABLE = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 OTHER_PARTS = ("model.visual.", "visual.", "vision_tower.", "model.vision_tower.")  # of models that see images too
@@ -46,9 +47,12 @@ class Plan:
     dtypes: dict[str, np.dtype]  # of each leaf; only where nothing is missing
 
 
-def plan(files: Files, *, dtype=None, allow_extra: bool = False) -> Plan:
-    """Reads `config.json` and checks names, shapes and dtypes. Raises `CheckpointFileError` or `ConfigError`."""
-    made = survey(files)
+def plan(files: Files, *, dtype=None, model_type: str | None = None, allow_extra: bool = False) -> Plan:
+    """Reads `config.json` and checks names, shapes and dtypes. Raises `CheckpointFileError` or `ConfigError`.
+
+    `model_type` is taken instead of the one that the configuration names.
+    """
+    made = survey(files, model_type=model_type)
     if made.missing:
         found, named = held_modules(made.config, made.layout, files), made.config.num_mtp_modules
         modules = f"; config.json names {named} MTP modules, the files hold {found}" if found < named else ""
@@ -63,9 +67,9 @@ def plan(files: Files, *, dtype=None, allow_extra: bool = False) -> Plan:
     return dataclasses.replace(made, other=(*made.other, *made.extra), dtypes=dtypes)
 
 
-def survey(files: Files) -> Plan:
-    """`plan` that puts up with tensors that are missing or not known, and says which. No weights are read."""
-    parsed = hf_config.parse(files.json("config.json"))
+def survey(files: Files, *, model_type: str | None = None) -> Plan:
+    """`plan` that puts up with tensors that are missing or not known, and says which."""
+    parsed = hf_config.parse(files.json("config.json"), model_type)
     config, layout = _settle_modules(parsed, files), parsed.layout
     config = _settle_copies(config, layout, files)
     leaves = table(config, layout, files.tensors.__contains__)
@@ -149,7 +153,9 @@ def _settle_norms(config: ModelConfig, leaves: dict[str, Leaf], files: Files) ->
     typical = float(np.median([files.read(name).astype(np.float32).mean() for name in held]))
     if typical < 0.5:
         return config
-    log.warning("norm weights have a mean of %.2f: the files hold 1 + w already, and they are taken as they are", typical)
+    log.warning(
+        "norm weights have a mean of %.2f: the files hold 1 + w already, and they are taken as they are", typical
+    )
     return dataclasses.replace(config, zero_centred_norm=False)
 
 

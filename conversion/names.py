@@ -29,7 +29,7 @@ class Piece(NamedTuple):
 
     @property
     def rows_axis(self) -> int | None:
-        """The leaf's axis along which the tensor's rows run, in units of the first factor; None if they are one unit."""
+        """The leaf's axis along which the tensor's rows run, in units of the first factor; None for one unit."""
         if self.cut[0] != ALL or len(self.split) == 1:
             return None
         kept = [factor for factor, cut in enumerate(self.cut) if isinstance(cut, slice)]

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mtpjax import train
+    from mtpjax.architectures import presets
     from mtpjax.checkpoint import load
-    from mtpjax.config import DecodeConfig, ModelConfig, TrainConfig, presets
+    from mtpjax.config import DecodeConfig, ModelConfig, TrainConfig
     from mtpjax.decode.generate import generate, speculative_generate
     from mtpjax.decode.result import GenerationResult
     from mtpjax.model import MTPModel, forward, init_params
@@ -28,10 +29,11 @@ __all__ = [
 
 _HOMES = {
     "checkpoint": ("load",),
-    "config": ("DecodeConfig", "ModelConfig", "TrainConfig", "presets"),
+    "config": ("DecodeConfig", "ModelConfig", "TrainConfig"),
     "decode.generate": ("generate", "speculative_generate"),
     "decode.result": ("GenerationResult",),
     "model": ("MTPModel", "forward", "init_params"),
+    "architectures": ("presets",),
 }
 
 

@@ -1,10 +1,15 @@
 """The `mtpjax` command: parse, call, print."""
 
 import codecs
+import contextlib
+import json
+import logging
 import math
 import os
 import pathlib
 import sys
+import time
+from typing import Any
 
 import jsonargparse
 
@@ -15,13 +20,15 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if arguments is None and options.subcommand == "quickstart":
         _keep_memory()
+    logging.basicConfig(level=logging.WARNING, format="mtpjax: %(message)s")
+    command = options.subcommand
     try:
-        sys.exit({"quickstart": _quickstart, "generate": _generate}[options.subcommand](options[options.subcommand]))
+        sys.exit(COMMANDS[command](options[command]))
     except KeyboardInterrupt:
         sys.exit(130)
     except (ValueError, OSError) as error:
-        is_checkpoint = type(error).__name__ == "CheckpointError"
-        print(f"mtpjax {options.subcommand}: {error}", file=sys.stderr)
+        is_checkpoint = type(error).__name__ in ("CheckpointError", "CheckpointFileError", "ConfigError")
+        print(f"mtpjax {command}: {error}", file=sys.stderr)
         sys.exit(3 if is_checkpoint else 2)
 
 
@@ -64,7 +71,51 @@ def _parser() -> jsonargparse.ArgumentParser:
     generate.add_argument("--max-length", type=int, default=None, help="prompt and new tokens (default: the model's)")
     generate.add_argument("--check", action="store_true", help="decode plainly too, and exit with 4 if a text differs")
     commands.add_subcommand("generate", generate, help="continue a prompt with a trained model")
+    _add_conversion(commands)
     return parser
+
+
+def _add_conversion(commands) -> None:
+    inspect = jsonargparse.ArgumentParser(description="Tell what a checkpoint holds; its weights are not read.")
+    inspect.add_argument("path", help="a Hugging Face directory, our checkpoint, or a run folder with one")
+    inspect.add_argument("--mesh", default="", help="axes to divide the memory by, such as tensor=8,expert=4")
+    inspect.add_argument("--json", action="store_true", help="everything, for programs")
+    _add_model_type(inspect)
+    commands.add_subcommand("inspect", inspect, help="family, sizes, dtypes, missing tensors, memory per device")
+
+    convert = jsonargparse.ArgumentParser(
+        description="A Hugging Face directory becomes our checkpoint; our checkpoint becomes a Hugging Face directory, "
+        "the same bytes as it was read from where nothing has changed."
+    )
+    convert.add_argument("source", help="folder to read")
+    convert.add_argument("target", help="folder to write; it appears complete or not at all")
+    convert.add_argument("--dtype", default=None, help="float32, float16 or bfloat16 (default: as it is, fp8 included)")
+    convert.add_argument("--allow-extra", action="store_true", help="keep tensors that are not known")
+    convert.add_argument("--strict", action="store_true", help="refuse weights that are infinite or NaN")
+    _add_model_type(convert)
+    commands.add_subcommand("convert", convert, help="Hugging Face -> mtpjax, and back")
+
+    export = jsonargparse.ArgumentParser(
+        description="Write the MTP modules of a Hugging Face directory as a checkpoint of their own, with the names "
+        "and the configuration of xLLM's export_mtp.py; scaled fp8 becomes bfloat16."
+    )
+    export.add_argument("--input-dir", required=True, help="a full Hugging Face checkpoint")
+    export.add_argument("--output-dir", required=True, help="folder to write; it appears complete or not at all")
+    _add_model_type(export)
+    commands.add_subcommand("export-mtp", export, help="MTP modules as a checkpoint of their own")
+
+    merge = jsonargparse.ArgumentParser(
+        description="Put MTP modules back into a full Hugging Face checkpoint: every tensor that has not changed keeps "
+        "its bytes, a changed one takes the dtype of the one that it replaces."
+    )
+    merge.add_argument("--input-dir", required=True, help="a full Hugging Face checkpoint; with or without modules")
+    merge.add_argument("--mtp-dir", required=True, help="what export-mtp wrote, or a trained mtpjax checkpoint")
+    merge.add_argument("--output-dir", required=True, help="folder to write; it appears complete or not at all")
+    commands.add_subcommand("merge-mtp", merge, help="trained MTP modules into a full checkpoint")
+
+
+def _add_model_type(parser) -> None:
+    parser.add_argument("--model-type", default="auto", help="take this instead of config.json's")
 
 
 def _version() -> str:
@@ -116,6 +167,86 @@ def _generate(options) -> int:
     return 0
 
 
+def _model_type(options) -> str | None:
+    return None if options.model_type == "auto" else options.model_type
+
+
+def _inspect(options) -> int:
+    from conversion.inspect import inspect, lines
+
+    mesh = {}
+    for part in filter(None, options.mesh.split(",")):
+        axis, _, size = part.partition("=")
+        if axis not in ("data", "fsdp", "expert", "tensor") or not size.isdecimal() or int(size) < 1:
+            raise ValueError(f"--mesh {part!r} is no axis (data, fsdp, expert, tensor) and its size, such as tensor=8")
+        mesh[axis] = int(size)
+    facts = inspect(options.path, mesh=mesh, model_type=_model_type(options))
+    print(json.dumps(facts, indent=1) if options.json else "\n".join(lines(facts)))
+    return 3 if facts["missing"] or facts["extra"] else 0
+
+
+def _convert(options) -> int:
+    import ml_dtypes
+    import numpy as np
+
+    from conversion import convert
+    from mtpjax import checkpoint
+
+    dtypes = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+    if options.dtype is not None and options.dtype not in dtypes:
+        raise ValueError(f"--dtype {options.dtype!r} is not one of {', '.join(dtypes)}")
+    choice: dict[str, Any] = {"dtype": options.dtype and dtypes[options.dtype], "model_type": _model_type(options)}
+    with _progress(options.source, options.target) as progress:
+        if checkpoint.is_checkpoint(checkpoint.find(options.source)):
+            convert.to_hugging_face(options.source, options.target, **choice, progress=progress)
+        else:
+            choice |= {"allow_extra": options.allow_extra, "strict": options.strict, "progress": progress}
+            convert.to_mtpjax(options.source, options.target, **choice)
+    return 0
+
+
+def _export_mtp(options) -> int:
+    from conversion.export_mtp import export
+
+    with _progress(options.input_dir, options.output_dir) as progress:
+        export(options.input_dir, options.output_dir, model_type=_model_type(options), progress=progress)
+    return 0
+
+
+def _merge_mtp(options) -> int:
+    from conversion.merge_mtp import merge
+
+    with _progress(options.input_dir, options.output_dir) as progress:
+        report = merge(options.input_dir, options.mtp_dir, options.output_dir, progress=progress)
+    print(f"tensors of modules: {report.equal} equal, {report.replaced} replaced, {report.added} added")
+    return 0
+
+
+@contextlib.contextmanager
+def _progress(source: str, target: str):
+    """Yields what takes counts of bytes: a bar with bytes/s on a terminal, and one closing line everywhere."""
+    import rich.console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    console = rich.console.Console(stderr=True)
+    total = sum(file.stat().st_size for file in pathlib.Path(source).rglob("*") if file.is_file())
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    done, begin = 0, time.perf_counter()
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task(pathlib.Path(target).name, total=total)
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            bar.update(task, completed=done)
+
+        yield advance
+    seconds = time.perf_counter() - begin
+    print(f"{target}: {done / 1e9:.3f} GB in {seconds:.1f} s, {done / 1e6 / seconds:.0f} MB/s", file=sys.stderr)
+
+
 def _print_text(prompt: str, tokens: list[int], origins) -> None:
     """Prompt and continuation; on a terminal accepted drafts are coloured by level, what the trunk added is plain."""
     import rich.console
@@ -131,6 +262,15 @@ def _print_text(prompt: str, tokens: list[int], origins) -> None:
     text.append(decoder.decode(b"", final=True))
     console.print(text)
 
+
+COMMANDS = {
+    "quickstart": _quickstart,
+    "generate": _generate,
+    "inspect": _inspect,
+    "convert": _convert,
+    "export-mtp": _export_mtp,
+    "merge-mtp": _merge_mtp,
+}
 
 if __name__ == "__main__":
     main()

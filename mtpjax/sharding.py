@@ -1,6 +1,7 @@
 """Two tables: parameter path -> names of its axes, and axis name -> mesh axis."""
 
 import re
+from collections.abc import Mapping
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -45,21 +46,33 @@ MESH_AXES = {
 }
 
 
-def spec(axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-    """Where an array of `shape` with named `axes` lies. A size that its mesh axis does not divide stays whole."""
+def spec(axes: tuple[str | None, ...], shape: tuple[int, ...], sizes: Mapping[str, int]) -> PartitionSpec:
+    """Where an array of `shape` with named `axes` lies on a mesh of these axis `sizes`.
+
+    A size that its mesh axis does not divide stays whole.
+    """
     names = []
     for axis, size in zip(axes, shape, strict=False):
-        name = MESH_AXES.get(axis or "")
-        names.append(name if name in mesh.shape and size % mesh.shape[name] == 0 else None)
+        name = MESH_AXES.get(axis or "", "")
+        names.append(name if name in sizes and size % sizes[name] == 0 else None)
     return PartitionSpec(*names)
 
 
-def param_sharding(path: str, shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
-    """The sharding of one parameter, `path` like `trunk/layer_3/attention/qkv`; stacked layers have one axis more."""
+def param_spec(path: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> PartitionSpec:
+    """`spec` of one parameter, `path` like `trunk/layer_3/attention/qkv`; stacked layers have one axis more.
+
+    The values and scales of a `BlockScaled` weight lie as the weight does.
+    """
+    path = re.sub("/(values|scales)$", "", path)
     axes = next((axes for pattern, axes in PARAMETER_AXES if re.search(pattern, path)), ())
     if path.startswith("trunk/group_"):
         axes = (None, *axes)
-    return NamedSharding(mesh, spec(axes, shape, mesh))
+    return spec(axes, shape, sizes)
+
+
+def param_sharding(path: str, shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
+    """The sharding of one parameter over `mesh`."""
+    return NamedSharding(mesh, param_spec(path, shape, mesh.shape))
 
 
 def shard_params(params: dict, mesh: Mesh) -> dict:
@@ -78,6 +91,6 @@ def shard_state(state, mesh: Mesh):
     def place(path, leaf):
         last = getattr(path[-1], "key", getattr(path[-1], "name", ""))
         axes = CACHE_AXES.get(last, () if last == "stop_ids" else ("batch",))
-        return jax.device_put(leaf, NamedSharding(mesh, spec(axes, leaf.shape, mesh)))
+        return jax.device_put(leaf, NamedSharding(mesh, spec(axes, leaf.shape, mesh.shape)))
 
     return jax.tree_util.tree_map_with_path(place, state)

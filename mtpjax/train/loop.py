@@ -16,7 +16,8 @@ import rich.console
 import rich.progress
 
 from mtpjax import checkpoint
-from mtpjax.config import TrainConfig, presets
+from mtpjax.architectures import presets
+from mtpjax.config import TrainConfig
 from mtpjax.model import MTPModel, init_params
 from mtpjax.train import data
 from mtpjax.train.losses import mtp_scale_at

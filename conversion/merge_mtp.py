@@ -1,0 +1,227 @@
+"""MTP modules back into a full Hugging Face checkpoint: the inverse of `export_mtp`.
+
+What the modules have not changed keeps its bytes. A changed tensor takes the dtype of the one that it replaces: cast,
+or quantised to fp8 by blocks as DeepSeek-V3 does (scale = largest magnitude of the block / 448).
+"""
+
+import dataclasses
+import json
+import logging
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from conversion import hf_config, load
+from conversion.convert import MODULES, is_hugging_face
+from conversion.export import Assembly
+from conversion.export_mtp import WEIGHTS, dequantised_blocks, original_name, shared_tensors
+from conversion.files import INDEX, CheckpointFileError, Files
+from conversion.names import mtp_names, table
+from conversion.shards import Entry, Shard, copy_files, shard, write_index, write_shards
+from mtpjax import checkpoint
+from mtpjax.atomic import new_folder
+from mtpjax.config import ModelConfig
+
+log = logging.getLogger("mtpjax.conversion")
+
+FP8_MAX = 448.0  # the largest finite float8_e4m3fn
+
+
+@dataclasses.dataclass
+class Report:
+    """How many tensors of modules were `equal` to those of the checkpoint, `replaced`, or `added`."""
+
+    equal: int = 0
+    replaced: int = 0
+    added: int = 0
+
+
+@dataclasses.dataclass
+class Modules:
+    """Tensors of MTP modules, under the names of a full checkpoint."""
+
+    count: int
+    entries: dict[str, Entry]
+    blocks: Callable[[str], Iterator[np.ndarray]]
+
+
+def merge(base, modules, target, *, progress: Callable[[int], Any] | None = None) -> Report:
+    """Writes the checkpoint `base` with the MTP modules of `modules`, an export or one of our checkpoints, to `target`.
+
+    A base without modules gets them as a file of their own. Raises `CheckpointFileError` where the two do not fit.
+    """
+    with Files(base) as files:
+        made = load.plan(files, allow_extra=True)
+        if checkpoint.is_checkpoint(checkpoint.find(modules)):
+            return _merge(files, made, _from_ours(modules, made), target, progress)
+        if not (pathlib.Path(modules) / WEIGHTS).is_file():
+            raise CheckpointFileError(f"{modules} is neither an export of MTP modules nor an mtpjax checkpoint")
+        with Files(modules) as exported:
+            return _merge(files, made, _from_export(exported, files, made), target, progress)
+
+
+def _merge(files: Files, made: load.Plan, modules: Modules, target, progress) -> Report:
+    """Writes `target`."""
+    report = Report()
+    changed = set()
+    for name, entry in modules.entries.items():
+        if name not in files.tensors:
+            report.added += 1
+        elif files.tensors[name].shape != entry.shape:
+            raise CheckpointFileError(f"tensor {name} has shape {entry.shape}, not {files.tensors[name].shape}")
+        elif _is_equal(files, made, modules, name):
+            report.equal += 1
+        else:
+            report.replaced += 1
+            changed.add(name)
+    scale_of = {made.scales[name]: name for name in changed if name in made.scales}
+    shards = []
+    for file, header in files.headers.items():
+        tensors = [tensor for tensor in files.tensors.values() if tensor.file == file]
+        entries = [Entry(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
+        shards.append(Shard(file, header, tuple(entries)))
+    added = [entry for name, entry in modules.entries.items() if name not in files.tensors]
+    if added:
+        shards.append(shard(MODULES, added, {"format": "pt"}))
+
+    def blocks(entry: Entry) -> Iterator[np.ndarray]:
+        for part in parts(entry):
+            yield part
+            if progress:
+                progress(part.nbytes)
+
+    def parts(entry: Entry) -> Iterator[np.ndarray]:
+        name = scale_of.get(entry.name, entry.name)
+        if name in files.tensors and name not in changed:
+            yield from files.blocks(name)
+        elif name in made.scales:
+            for values, scales in _quantised(modules.blocks(name), made.block):
+                yield values if entry.name == name else scales.astype(entry.dtype)
+        else:
+            for part in modules.blocks(name):
+                yield part.astype(entry.dtype, copy=False)
+
+    with new_folder(pathlib.Path(target).resolve(), is_hugging_face, "Hugging Face checkpoint") as folder:
+        write_shards(folder, shards, blocks)
+        rewritten = {"config.json", INDEX} if added else set()
+        copy_files(folder, files.bytes_of, [name for name in files.others() if name not in rewritten])
+        if added:
+            config = dataclasses.replace(made.config, num_mtp_modules=modules.count)
+            content = hf_config.edited(files.json("config.json"), config)
+            (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
+            write_index(folder, shards)
+    return report
+
+
+def _from_export(exported: Files, files: Files, made: load.Plan) -> Modules:
+    """The tensors of an export, without those that it shares with the trunk."""
+    values = exported.json("config.json")
+    count = values.get("num_nextn_predict_layers") if isinstance(values, dict) else None
+    if not isinstance(count, int) or count < 1 or made.config.num_mtp_modules not in (0, count):
+        raise CheckpointFileError(
+            f"{exported.path} has {count!r} MTP modules; {files.path} {made.config.num_mtp_modules}"
+        )
+    config = dataclasses.replace(made.config, num_mtp_modules=count)
+    names = {original_name(name, config, made.layout): name for name in exported.tensors}
+    for name in shared_tensors(config, made.layout):
+        if name in names and not _same(files.blocks(name), exported.blocks(names.pop(name))):
+            log.warning("%s of the export differs from the checkpoint's, which is kept", name)
+    _check_names(names.keys(), config, made)
+    entries = {
+        name: Entry(name, exported.tensors[old].dtype, exported.tensors[old].shape) for name, old in names.items()
+    }
+    return Modules(count, entries, lambda name: exported.blocks(names[name]))
+
+
+def _from_ours(path, made: load.Plan) -> Modules:
+    """The modules of one of our checkpoints, whose trunk must be that of the base."""
+    stored = checkpoint.Stored(checkpoint.find(path))
+    config = checkpoint.model_config(stored.config, path)
+    if not config.num_mtp_modules:
+        raise CheckpointFileError(f"{path} has no MTP modules")
+    own = {name: getattr(config, name) for name in ("num_mtp_modules", "mtp_own_embedding", "mtp_own_head")}
+    expected = dataclasses.replace(made.config, **own)
+    differing = [key for key, value in expected.to_dict().items() if config.to_dict()[key] != value]
+    if differing:
+        raise CheckpointFileError(f"{path} is another model: it differs in {', '.join(differing)}")
+    held = {piece.name for leaf in made.leaves.values() for piece in leaf.pieces}
+    leaves = {
+        path: leaf for path, leaf in table(config, made.layout, held.__contains__).items() if path.startswith("mtp_")
+    }
+    names = {piece.name: (path, piece.shape) for path, leaf in leaves.items() for piece in leaf.pieces}
+    assembly = Assembly(leaves, stored.read, scaled=stored.scaled, scales={}, tied={}, block=made.block)
+
+    def entry(name: str) -> Entry:
+        path, shape = names[name]
+        dtype = load.BF16 if path in stored.scaled else np.dtype(stored.records[path]["dtype"])
+        return Entry(name, dtype, shape)
+
+    return Modules(
+        config.num_mtp_modules, {name: entry(name) for name in names}, lambda name: assembly.blocks(entry(name))
+    )
+
+
+def _check_names(names, config: ModelConfig, made: load.Plan) -> None:
+    """The names of an export are those of the modules, all of them; copies of embedding and head may be there."""
+    leaves = table(config, made.layout, names.__contains__)
+    wanted = {piece.name for path, leaf in leaves.items() if path.startswith("mtp_") for piece in leaf.pieces}
+    copies = set()
+    for number in range(config.num_mtp_modules):
+        _, around = mtp_names(config, made.layout, number)
+        copies |= {around[name] for name in ("embedding", "head") if name in around}
+    for problem, found in (("lacks", wanted - names), ("holds unknown", names - wanted - copies - {"rot.weight"})):
+        if found:
+            raise CheckpointFileError(f"the export {problem} {len(found)} tensors: {', '.join(sorted(found)[:5])}")
+
+
+def _is_equal(files: Files, made: load.Plan, modules: Modules, name: str) -> bool:
+    """Whether a module's tensor is what exporting the checkpoint's would give, in the module's own dtype."""
+    dtype = modules.entries[name].dtype
+    return _same((block.astype(dtype) for block in dequantised_blocks(files, made, name, dtype)), modules.blocks(name))
+
+
+def _same(ours: Iterator[np.ndarray], theirs: Iterator[np.ndarray]) -> bool:
+    """Whether two streams of blocks, cut in their own ways, hold the same."""
+    left: list[np.ndarray] = [np.empty(0), np.empty(0)]
+    streams = (ours, theirs)
+    while True:
+        for side, stream in enumerate(streams):
+            if not left[side].size:
+                block = next(stream, None)
+                left[side] = np.empty(0) if block is None else block.reshape(-1)
+        count = min(left[0].size, left[1].size)
+        if not count:
+            return not max(left[0].size, left[1].size)
+        one, two = left[0][:count], left[1][:count]
+        if one.dtype != two.dtype or one.tobytes() != two.tobytes():
+            return False
+        left = [left[0][count:], left[1][count:]]
+
+
+def _quantised(blocks: Iterator[np.ndarray], block: tuple[int, int] | None):
+    """Rows -> fp8 values and their scales, a row of blocks at a time at least."""
+    assert block is not None
+    rows, columns = block
+    rest: np.ndarray | None = None
+    for part in blocks:
+        part = part.astype(np.float32)
+        rest = part if rest is None else np.concatenate([rest, part])
+        whole = len(rest) // rows * rows
+        if whole:
+            yield _quantise(rest[:whole], rows, columns)
+            rest = rest[whole:]
+    if rest is not None and len(rest):
+        yield _quantise(rest, rows, columns)
+
+
+def _quantise(values: np.ndarray, rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
+    height, width = values.shape
+    grid = -(-height // rows), -(-width // columns)
+    padded = np.zeros((grid[0] * rows, grid[1] * columns), np.float32)
+    padded[:height, :width] = np.abs(values)
+    largest = padded.reshape(grid[0], rows, grid[1], columns).max(axis=(1, 3))
+    scales = np.where(largest > 0, largest / FP8_MAX, 1.0).astype(np.float32)
+    spread = np.repeat(np.repeat(scales, rows, axis=0), columns, axis=1)[:height, :width]
+    return (values / spread).astype(load.E4M3), scales
