@@ -1,10 +1,11 @@
 """Whole checkpoints: Hugging Face's layout -> ours, and back. No more than a few blocks are in memory at once."""
 
+import contextlib
 import json
-import logging
 import math
 import pathlib
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,8 @@ from mtpjax import checkpoint
 from mtpjax.atomic import new_folder
 from mtpjax.quantized import BlockScaled
 
-log = logging.getLogger("mtpjax.conversion")
-
 Progress = Callable[[int], Any]
 KEPT, SHARDS, OTHER = "huggingface", "shards.json", "other.safetensors"  # in our checkpoint: what is not ours
-MODULES = "model-mtp.safetensors"  # the shard of MTP modules that the source had not
 
 
 def to_mtpjax(
@@ -68,73 +66,53 @@ def to_mtpjax(
 def to_hugging_face(source, target, *, dtype=None, model_type: str | None = None, progress: Progress | None = None):
     """Writes our checkpoint `source` as a Hugging Face directory `target`.
 
-    What came from such a directory gets its files, names and order back, and its bytes where nothing has changed; MTP
-    modules that were added come as a file of their own. Another model is written as the family that describes it, or as
-    `model_type`. `dtype` casts all weights. Raises `CheckpointError`, or `hf_config.ConfigError` if no family does.
+    What came from such a directory gets its files, names and order back, and its bytes unless `dtype` casts the
+    weights. Another model is written as the family that describes it, or as `model_type`. Raises `CheckpointError`, or
+    `hf_config.ConfigError` if no family does.
     """
     stored = checkpoint.Stored(checkpoint.find(source))
     config = checkpoint.model_config(stored.config, source)
     kept = _read_kept(stored)
     if kept is None:
-        model_type, values = hf_config.describe(config, model_type)
-        content = values
+        model_type, content = hf_config.describe(config, model_type)
         headers: dict[str, bytes] = {}
     else:
-        model_type, headers = kept
-        content = json.loads((stored.path / KEPT / "config.json").read_bytes())
-    family = hf_config.FAMILIES[model_type]
-    tensors = {}
-    for file, header in headers.items():
-        tensors |= {tensor.name: tensor for tensor in parse_header(header, file, source)[0]}
-    leaves = table(config, family.layout, tensors.__contains__)
-    tied = {copy: original for copy, original in tied_copies(config, family.layout) if copy in tensors}
-    dtypes = _stored_dtypes(stored, leaves, dtype)
-    wanted = {
-        piece.name: Entry(piece.name, dtypes[path], piece.shape) for path in leaves for piece in leaves[path].pieces
-    }
-    scales = {
-        name: f"{name}{end}"
-        for name, tensor in tensors.items()
-        for end in ("_scale_inv", "_scale")
-        if f"{name}{end}" in tensors and name in wanted.keys() | tied.keys()
-    }
-    dropped = {scales[name] for name in scales if wanted[tied.get(name, name)].dtype != load.E4M3}
+        model_type, headers, content = kept
+    layout = hf_config.FAMILIES[model_type].layout
+    parsed = {file: parse_header(header, file, source) for file, header in headers.items()}
+    tensors = {tensor.name: tensor for found, _ in parsed.values() for tensor in found}
+    leaves = table(config, layout, tensors.__contains__)
+    tied = {copy: original for copy, original in tied_copies(config, layout) if copy in tensors}
+    wanted = _entries(stored, leaves, dtype)
+    wanted |= {copy: wanted[original]._replace(name=copy) for copy, original in tied.items()}
+    scales = {name: f"{name}{end}" for name in wanted for end in ("_scale_inv", "_scale") if f"{name}{end}" in tensors}
+    dropped = {scale for name, scale in scales.items() if wanted[name].dtype != load.E4M3}
     shards = []
-    for file, header in headers.items():
-        found, metadata = parse_header(header, file, source)
-        entries = []
-        for tensor in found:
-            if tensor.name in dropped:
-                continue
-            original = tied.get(tensor.name, tensor.name)
-            as_was = _entry(tensor)
-            entries.append(as_was._replace(dtype=wanted[original].dtype) if original in wanted else as_was)
+    for file, (found, metadata) in parsed.items():
+        entries = [wanted.get(tensor.name, _entry(tensor)) for tensor in found if tensor.name not in dropped]
         is_same = entries == [_entry(tensor) for tensor in found]
-        shards.append(Shard(file, header, tuple(entries)) if is_same else shard(file, entries, metadata))
-    added = [entry for name, entry in wanted.items() if name not in tensors]
-    if added:
-        shards += [shard(MODULES, added, {"format": "pt"})] if kept else new_shards(added)
+        shards.append(Shard(file, headers[file], tuple(entries)) if is_same else shard(file, entries, metadata))
+    if kept is None:
+        shards = new_shards(wanted.values())
     block = hf_config.parse(content).block
     assembly = Assembly(leaves, stored.read, scaled=stored.scaled, scales=scales, tied=tied, block=block)
-    has_other = kept is not None and (stored.path / KEPT / OTHER).is_file()
-    is_changed = kept is None or added or [shard.header for shard in shards] != list(headers.values())
     with new_folder(pathlib.Path(target).resolve(), is_hugging_face, "Hugging Face checkpoint") as folder:
-        other = Files(stored.path / KEPT, only=OTHER) if has_other else None
+        with _other_tensors(stored) as other:
 
-        def blocks(entry: Entry):
-            is_passed_on = other is not None and entry.name in other.tensors
-            parts = other.blocks(entry.name) if other and is_passed_on else assembly.blocks(entry)
-            for part in parts:
-                yield part
-                if progress:
-                    progress(part.nbytes)
+            def blocks(entry: Entry):
+                is_passed_on = other is not None and entry.name in other.tensors
+                for part in other.blocks(entry.name) if other and is_passed_on else assembly.blocks(entry):
+                    yield part
+                    if progress:
+                        progress(part.nbytes)
 
-        write_shards(folder, shards, blocks)
+            write_shards(folder, shards, blocks)
+        is_changed = [shard.header for shard in shards] != list(headers.values())
+        rewritten = {"config.json", INDEX} if is_changed else set()
         if kept is not None:
-            names = {file.name for file in (stored.path / KEPT).iterdir()} - {SHARDS, OTHER}
-            changed = {"config.json", INDEX} if is_changed else set()
-            for name in sorted(names - changed):
-                (folder / name).write_bytes((stored.path / KEPT / name).read_bytes())
+            for file in (stored.path / KEPT).iterdir():
+                if file.name not in {SHARDS, OTHER} | rewritten:
+                    shutil.copyfile(file, folder / file.name)
         if is_changed:
             found = {str(entry.dtype) for entry in wanted.values()}
             content = hf_config.edited(content, config, dtypes=found, drop_quantization=bool(dropped))
@@ -186,20 +164,33 @@ def _chunks(leaf: Leaf, dtype: np.dtype) -> tuple[int, ...]:
     return (*leaf.shape[:axis], -(-size // count), *leaf.shape[axis + 1 :])
 
 
-def _read_kept(stored: checkpoint.Stored) -> tuple[str, dict[str, bytes]] | None:
-    """Model type and file headers of the Hugging Face directory that `stored` was converted from."""
+def _read_kept(stored: checkpoint.Stored) -> tuple[str, dict[str, bytes], dict[str, Any]] | None:
+    """Model type, file headers and `config.json` of the Hugging Face directory that `stored` was converted from."""
     if f"{KEPT}/{SHARDS}" not in stored.files:
         return None
     kept = json.loads((stored.path / KEPT / SHARDS).read_bytes())
     headers = {file: text.encode() for file, text in kept["headers"].items()}
-    return kept["model_type"], {file: len(text).to_bytes(8, "little") + text for file, text in headers.items()}
+    headers = {file: len(text).to_bytes(8, "little") + text for file, text in headers.items()}
+    return kept["model_type"], headers, json.loads((stored.path / KEPT / "config.json").read_bytes())
 
 
-def _stored_dtypes(stored: checkpoint.Stored, leaves: dict[str, Leaf], dtype) -> dict[str, np.dtype]:
-    dtypes = {}
+@contextlib.contextmanager
+def _other_tensors(stored: checkpoint.Stored) -> Iterator[Files | None]:
+    """The tensors of the original that are no parameters of ours, if it had any."""
+    if f"{KEPT}/{OTHER}" not in stored.files:
+        yield None
+        return
+    with Files(stored.path / KEPT, only=OTHER) as files:
+        yield files
+
+
+def _entries(stored: checkpoint.Stored, leaves: dict[str, Leaf], dtype) -> dict[str, Entry]:
+    """The tensors of all parameters, in the dtype that they are stored in, or `dtype`."""
+    entries = {}
     for path, leaf in leaves.items():
         record = stored.records.get(f"{path}/values" if path in stored.scaled else path)
         if record is None or tuple(record["shape"]) != leaf.shape:
             raise CheckpointFileError(f"{stored.path} holds no array {path} of shape {leaf.shape}")
-        dtypes[path] = np.dtype(record["dtype"] if dtype is None else dtype)
-    return dtypes
+        kind = np.dtype(record["dtype"] if dtype is None else dtype)
+        entries |= {piece.name: Entry(piece.name, kind, piece.shape) for piece in leaf.pieces}
+    return entries

@@ -1,14 +1,11 @@
 """`config.json` of the published families <-> `ModelConfig`. Our own parser: no remote code, every value checked."""
 
 import dataclasses
-import logging
 import math
 from typing import Any
 
 from conversion.names import Layout
 from mtpjax.config import ModelConfig, Yarn
-
-log = logging.getLogger("mtpjax.conversion")
 
 MOST = 2**31  # no size in a configuration may reach this
 
@@ -68,7 +65,7 @@ IGNORED = {
 
 @dataclasses.dataclass(frozen=True)
 class Parsed:
-    """A configuration in our terms. `mtp_given`: whether it says how many MTP modules there are."""
+    """A configuration in our terms. `mtp_given`: whether it says how many MTP modules there are; `unknown`: keys."""
 
     model_type: str
     model: ModelConfig
@@ -76,6 +73,7 @@ class Parsed:
     quantization: dict[str, Any] | None
     block: tuple[int, int] | None  # rows, columns of a block-fp8 scale
     mtp_given: bool
+    unknown: tuple[str, ...]
 
 
 class _Reader:
@@ -139,8 +137,6 @@ def parse(values: Any, model_type: str | None = None) -> Parsed:
     """
     if not isinstance(values, dict):
         raise ConfigError(f"config.json holds a {type(values).__name__}, not an object")
-    if "auto_map" in values:
-        log.warning("config.json has auto_map: its code is not run")
     model_type = values.get("model_type") if model_type is None else model_type
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConfigError(f"model_type {model_type!r} is not known; there are {', '.join(FAMILIES)}")
@@ -163,11 +159,9 @@ def parse(values: Any, model_type: str | None = None) -> Parsed:
         raise
     except (ValueError, TypeError) as error:
         raise ConfigError(f"config.json: {error}") from error
-    unknown = sorted(set(reader.values) - reader.seen - IGNORED)
-    if unknown:
-        log.warning("config.json: not known, and ignored: %s", ", ".join(unknown))
+    unknown = tuple(sorted(set(reader.values) - reader.seen - IGNORED))
     quantization, block = _quantization(_Reader(values))
-    return Parsed(model_type, model, family.layout, quantization, block, mtp_given)
+    return Parsed(model_type, model, family.layout, quantization, block, mtp_given, unknown)
 
 
 def _common(reader: _Reader) -> dict[str, Any]:

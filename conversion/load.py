@@ -69,7 +69,12 @@ def plan(files: Files, *, dtype=None, model_type: str | None = None, allow_extra
 
 def survey(files: Files, *, model_type: str | None = None) -> Plan:
     """`plan` that puts up with tensors that are missing or not known, and says which."""
-    parsed = hf_config.parse(files.json("config.json"), model_type)
+    values = files.json("config.json")
+    parsed = hf_config.parse(values, model_type)
+    if "auto_map" in values:
+        log.warning("config.json has auto_map: its code is not run")
+    if parsed.unknown:
+        log.warning("config.json: not known, and ignored: %s", ", ".join(parsed.unknown))
     config, layout = _settle_modules(parsed, files), parsed.layout
     config = _settle_copies(config, layout, files)
     leaves = table(config, layout, files.tensors.__contains__)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from conversion import hf_config, load
-from conversion.convert import MODULES, is_hugging_face
+from conversion.convert import is_hugging_face
 from conversion.export import Assembly
 from conversion.export_mtp import WEIGHTS, dequantised_blocks, original_name, shared_tensors
 from conversion.files import INDEX, CheckpointFileError, Files
@@ -26,6 +26,7 @@ from mtpjax.config import ModelConfig
 
 log = logging.getLogger("mtpjax.conversion")
 
+ADDED = "model-mtp.safetensors"  # the file of modules that the base had not
 FP8_MAX = 448.0  # the largest finite float8_e4m3fn
 
 
@@ -84,7 +85,7 @@ def _merge(files: Files, made: load.Plan, modules: Modules, target, progress) ->
         shards.append(Shard(file, header, tuple(entries)))
     added = [entry for name, entry in modules.entries.items() if name not in files.tensors]
     if added:
-        shards.append(shard(MODULES, added, {"format": "pt"}))
+        shards.append(shard(ADDED, added, {"format": "pt"}))
 
     def blocks(entry: Entry) -> Iterator[np.ndarray]:
         for part in parts(entry):

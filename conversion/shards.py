@@ -47,14 +47,14 @@ def shard(file: str, entries: Iterable[Entry], metadata: dict[str, str] | None) 
     return Shard(file, struct.pack("<Q", len(text)) + text, entries)
 
 
-def new_shards(entries: Iterable[Entry]) -> list[Shard]:
-    """Tensors over as many files as `SHARD_BYTES` asks for, named as Hugging Face does."""
+def new_shards(entries: Iterable[Entry], most: int = SHARD_BYTES) -> list[Shard]:
+    """Tensors over files of `most` bytes, or of one tensor, named as Hugging Face does."""
     groups: list[list[Entry]] = [[]]
-    room = SHARD_BYTES
+    room = most
     for entry in entries:
         if groups[-1] and entry.nbytes > room:
             groups.append([])
-            room = SHARD_BYTES
+            room = most
         groups[-1].append(entry)
         room -= entry.nbytes
     count = len(groups)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from mtpjax.config import DecodeConfig, ModelConfig, TrainConfig
     from mtpjax.decode.generate import generate, speculative_generate
     from mtpjax.decode.result import GenerationResult
-    from mtpjax.model import MTPModel, forward, init_params
+    from mtpjax.model import MTPModel, add_mtp_modules, forward, init_params
 
 __all__ = [
     "DecodeConfig",
@@ -18,6 +18,7 @@ __all__ = [
     "MTPModel",
     "ModelConfig",
     "TrainConfig",
+    "add_mtp_modules",
     "forward",
     "generate",
     "init_params",
@@ -32,7 +33,7 @@ _HOMES = {
     "config": ("DecodeConfig", "ModelConfig", "TrainConfig"),
     "decode.generate": ("generate", "speculative_generate"),
     "decode.result": ("GenerationResult",),
-    "model": ("MTPModel", "forward", "init_params"),
+    "model": ("MTPModel", "add_mtp_modules", "forward", "init_params"),
     "architectures": ("presets",),
 }
 

@@ -1,5 +1,6 @@
 """The whole model: trunk, MTP modules, shared embedding and head; and its teacher-forced pass."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -104,6 +105,30 @@ def init_params(model: MTPModel, key: jax.Array) -> dict:
     stacked = model.clone(scan_layers=True)  # one layer to compile, however many there are
     params = jax.jit(stacked.init)(key, jnp.zeros((1, 2), jnp.int32))["params"]
     return params if model.scan_layers else unstack_layers(params, model.config)
+
+
+def add_mtp_modules(model: MTPModel, params: dict, num_modules: int, key: jax.Array) -> tuple[MTPModel, dict]:
+    """`model` with `num_modules` MTP modules more, new ones behind those that it has, in the embedding's dtype.
+
+    For fine-tuning a trunk that came without. The new modules share the trunk's embedding and head. Raises
+    `ValueError` where modules that are there have their own.
+    """
+    config = model.config
+    if num_modules < 1:
+        raise ValueError(f"num_modules must be at least 1, not {num_modules}")
+    if config.mtp_own_embedding or config.mtp_own_head:
+        raise ValueError("modules that are there have an embedding or a head of their own: new ones would have none")
+    view = full_view(config, jnp.ones((1, 2), jnp.int32))
+    hidden = jnp.zeros((1, 2, config.hidden_size))
+    init = jax.jit(lambda key: MTPModule(config).init(key, hidden, hidden, view)["params"])
+    first = config.num_mtp_modules
+    dtype = params["embedding"].dtype
+    new = {
+        f"mtp_{first + number}": jax.tree.map(lambda leaf: leaf.astype(dtype), init(jax.random.fold_in(key, number)))
+        for number in range(num_modules)
+    }
+    config = dataclasses.replace(config, num_mtp_modules=first + num_modules)
+    return MTPModel(config, model.scan_layers), {**params, **new}
 
 
 def bind(model: MTPModel, params: dict) -> Callable[..., Any]:

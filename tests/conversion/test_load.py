@@ -18,8 +18,9 @@ from conversion.files import CheckpointFileError, Files
 from conversion.load import plan, read_as
 from mtpjax import compat
 from mtpjax.quantized import BlockScaled
+from tests.golden import COLLECTION as GOLDEN
+from tests.golden import SETS
 
-GOLDEN = pathlib.Path(__file__).parents[3] / "shared" / "golden"
 pytestmark = pytest.mark.skipif(not GOLDEN.is_dir(), reason=f"the golden checkpoints are not at {GOLDEN}")
 
 
@@ -68,7 +69,7 @@ def refuses(path, *words):
     assert "\n" not in message and all(word in message for word in words), message
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in GOLDEN.glob("*/") if path.is_dir()))
+@pytest.mark.parametrize("name", SETS)
 def test_the_shapes_are_those_of_a_new_model_and_the_dtypes_those_of_the_files(name):
     model, params = mtpjax.load(GOLDEN / name)
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]

@@ -1,7 +1,6 @@
 """Published checkpoint layouts against transformers' own outputs, computed in float64."""
 
 import functools
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -13,20 +12,11 @@ from mtpjax import DecodeConfig, ModelConfig, MTPModel, forward, generate, specu
 from mtpjax.decode.draft import propose
 from mtpjax.decode.loop import prefill
 from mtpjax.decode.state import init_state
+from tests.golden import MTP_SETS, RECYCLING, SETS, case, cases, path
 
-GOLDEN = pathlib.Path(__file__).parents[3] / "shared" / "golden"
-RECYCLING = (
-    *("deepseek_v3", "deepseek_v3_fp8", "deepseek_v32", "glm4_moe", "glm_moe_dsa", "qwen3_next", "qwen3_5"),
-    *("qwen3_5_moe", "qwen3_5_tied_bf16"),
-)
-MTP_SETS = (*RECYCLING, "deepseek_v3_mtp2_bf16")
-SETS = (*MTP_SETS, "qwen3")
 PROMPTS = ("p0", "p1")
 
-pytestmark = [
-    pytest.mark.skipif(not GOLDEN.is_dir(), reason=f"the golden checkpoints are not at {GOLDEN}"),
-    pytest.mark.usefixtures("quick_compile"),
-]
+pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
 def assert_close(name, found, expected):
@@ -47,8 +37,8 @@ def assert_logits(name, found, expected):
 def load():
     @functools.cache
     def load(name):
-        model, params = mtpjax.load(GOLDEN / name, dtype=jnp.float32)
-        with np.load(GOLDEN / name / "expected.npz") as expected:
+        model, params = mtpjax.load(path(name), dtype=jnp.float32)
+        with np.load(path(name) / "expected.npz") as expected:
             return model, params, dict(expected)
 
     return load
@@ -69,14 +59,14 @@ def run(load):
     return run
 
 
-@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("name", cases(*SETS))
 def test_parameters_have_the_shapes_that_init_gives(name, load):
     model, params, _ = load(name)
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
     assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, shapes)
 
 
-@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("name", cases(*SETS))
 def test_the_trunk_matches(name, load, run):
     _, _, expected = load(name)
     output = run(name, num_depths=2 if name in MTP_SETS else 0)
@@ -87,14 +77,14 @@ def test_the_trunk_matches(name, load, run):
         assert_close(name, output.hidden_prenorm[row, :T], expected[f"{prompt}_hidden_prenorm"])
 
 
-@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("name", cases(*SETS))
 def test_a_longer_prompt_matches(name, load):
     model, params, expected = load(name)
     output = forward(params, expected["long_input_ids"][None], model=model, num_depths=0)
     assert_logits(name, output.logits[0, expected["long_positions"]], expected["long_logits"])
 
 
-@pytest.mark.parametrize("name", MTP_SETS)
+@pytest.mark.parametrize("name", cases(*MTP_SETS))
 def test_the_first_depth_matches(name, load, run):
     _, _, expected = load(name)
     output = run(name, num_depths=2)
@@ -107,9 +97,9 @@ def test_the_first_depth_matches(name, load, run):
 @pytest.mark.parametrize(
     ("name", "layout", "meant"),
     [
-        *((name, "ttt", "rec_eagle") for name in RECYCLING),
-        *((name, "stream", "rec_fresh") for name in ("deepseek_v3", "deepseek_v32", "glm4_moe", "qwen3_next")),
-        ("deepseek_v3_mtp2_bf16", "ttt", "layer"),
+        *(case(name, "ttt", "rec_eagle") for name in RECYCLING),
+        *(case(name, "stream", "rec_fresh") for name in ("deepseek_v3", "deepseek_v32", "glm4_moe", "qwen3_next")),
+        case("deepseek_v3_mtp2_bf16", "ttt", "layer"),
     ],
 )
 def test_the_second_depth_matches(name, layout, meant, load, run):
@@ -120,16 +110,17 @@ def test_the_second_depth_matches(name, layout, meant, load, run):
         assert_logits(name, output.mtp_logits[1][row, : T - 2], expected[f"{prompt}_mtp2_{meant}_logits"])
 
 
-def test_the_first_of_two_modules_can_be_recycled(load):
+@pytest.mark.parametrize("name", cases("deepseek_v3_mtp2_bf16"))
+def test_the_first_of_two_modules_can_be_recycled(name, load):
     """`mtp2_rec_eagle` of the set with two modules: its first module alone, recycled."""
-    model, params, expected = load("deepseek_v3_mtp2_bf16")
+    model, params, expected = load(name)
     model = MTPModel(ModelConfig.from_dict({**model.config.to_dict(), "num_mtp_modules": 1}))
     params = {name: value for name, value in params.items() if name != "mtp_1"}
     output = forward(params, expected["p0_input_ids"][None], model=model, num_depths=2)
     assert_logits("deepseek_v3", output.mtp_logits[1][0, :-2], expected["p0_mtp2_rec_eagle_logits"])
 
 
-@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("name", cases(*SETS))
 def test_greedy_tokens_match(name, load):
     model, params, expected = load(name)
     prompts = [expected[f"{prompt}_input_ids"] for prompt in PROMPTS]
@@ -139,7 +130,7 @@ def test_greedy_tokens_match(name, load):
     assert decoder(params, prompts, model=model, config=config).rows() == wanted
 
 
-@pytest.mark.parametrize("name", MTP_SETS)
+@pytest.mark.parametrize("name", cases(*MTP_SETS))
 def test_drafted_tokens_match(name, load):
     model, params, expected = load(name)
     num_steps = len(expected["p0_draft_ids"])

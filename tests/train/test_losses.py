@@ -72,8 +72,15 @@ def losses_and_gradients(params, model, tokens, segments, layout):
     return losses, gradients
 
 
-@pytest.mark.parametrize("layout", ["ttt", "stream"])
-@pytest.mark.parametrize("chaining", ["chain", "trunk"])
+@pytest.mark.parametrize(
+    ("layout", "chaining"),
+    [
+        ("ttt", "chain"),
+        ("stream", "trunk"),
+        pytest.param("ttt", "trunk", marks=pytest.mark.slow),
+        pytest.param("stream", "chain", marks=pytest.mark.slow),
+    ],
+)
 def test_packed_documents_train_like_separate_ones(layout, chaining, key):
     """Two modules and two recycled levels; every loss and every gradient, within float32's rounding."""
     model = MTPModel(dataclasses.replace(CONFIG, mtp_chaining=chaining))

@@ -29,8 +29,15 @@ def small(name):
     return dataclasses.replace(presets[name], **narrow, num_key_value_heads=0)
 
 
-@pytest.mark.parametrize("name", ["tiny", "tiny-moe"])
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [
+        ("tiny", "muon"),
+        ("tiny-moe", "adamw"),
+        pytest.param("tiny", "adamw", marks=pytest.mark.slow),
+        pytest.param("tiny-moe", "muon", marks=pytest.mark.slow),
+    ],
+)
 def test_repeating_text_is_learnt_at_every_depth(name, optimizer):
     state, step = make(optimizer, small(name))
     tokens = np.tile(np.arange(8, dtype=np.int32), (4, 4))
