@@ -45,17 +45,13 @@ class Assembly:
         groups: dict[tuple[int, int], list[tuple[str, Leaf, Piece]]] = {}
         for part in self.parts[name]:
             groups.setdefault(part[2].rows, []).append(part)
-        for (begin, end), group in sorted(groups.items()):
-            units = group[0][2].units
-            each = (end - begin) // units
-            width = int(np.prod(entry.shape[1:], dtype=np.int64)) * entry.dtype.itemsize
-            step = max(1, BLOCK // max(each * width, 1))
-            for low in range(0, units, step):
-                high = min(low + step, units)
-                rows = np.empty(((high - low) * each, *entry.shape[1:]) if entry.shape else (), entry.dtype)
-                for path, leaf, piece in group:
-                    narrow = piece.narrowed(low, high)
-                    narrow.write(rows, self._values(path, leaf, narrow, entry.dtype))
+        for _, group in sorted(groups.items()):
+            parts = [piece.blocks(BLOCK // entry.dtype.itemsize) for _, _, piece in group]  # cut alike: alike split
+            for pieces in zip(*parts, strict=True):
+                begin, end = pieces[0].rows
+                rows = np.empty((end - begin, *entry.shape[1:]), entry.dtype)
+                for (path, leaf, _), piece in zip(group, pieces, strict=True):
+                    piece.write(rows, self._values(path, leaf, piece, entry.dtype))
                 yield rows
 
     def _values(self, path: str, leaf: Leaf, piece: Piece, dtype: np.dtype) -> np.ndarray:

@@ -396,7 +396,7 @@ def _values(config: ModelConfig, layout: Layout) -> dict[str, Any]:
     """The keys of `config.json`, without defaults of sections that the model has not."""
     same = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
     names = [*same, "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "rope_theta"]
-    names += ["partial_rotary_factor", "attention_bias", "use_qk_norm"]
+    names += ["partial_rotary_factor", "attention_bias", *(["use_qk_norm"] if config.use_qk_norm else [])]
     if config.attention == "latent":
         names += ["q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
         names += ["rope_interleave"]

@@ -5,10 +5,12 @@ tensor, their axes factored, cut and put in another order. Nothing is added or r
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from mtpjax.config import LayerKind, ModelConfig
@@ -53,13 +55,20 @@ class Piece(NamedTuple):
         rows = (first + begin * each, first + end * each)
         return self._replace(rows=rows, split=(end - begin, *self.split[1:]), place=place)
 
+    def blocks(self, numbers: int) -> Iterator["Piece"]:
+        """The piece in parts of at most `numbers` each, or of one unit."""
+        each = math.prod(self.split) // self.units
+        step = max(1, numbers // max(each, 1))
+        for begin in range(0, self.units, step):
+            yield self.narrowed(begin, min(begin + step, self.units))
+
     def read(self, rows: np.ndarray) -> np.ndarray:
         """What goes into the leaf, from the tensor's `rows`, or from their scales (which have a shorter last axis)."""
         return rows.reshape(*self.split[:-1], -1)[self.cut].transpose(self.order)
 
     def write(self, rows: np.ndarray, part: np.ndarray) -> None:
         """The inverse of `read`, into `rows` of the tensor."""
-        rows.reshape(*self.split[:-1], -1)[self.cut] = part.transpose(np.argsort(self.order))
+        rows.reshape(*self.split[:-1], -1)[self.cut] = contiguous(part.transpose(np.argsort(self.order)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -348,3 +357,18 @@ def _experts(config: ModelConfig, prefix: str, has) -> dict[str, Leaf]:
     if config.shared_expert_gate:
         leaves["shared_gate"] = matrix(f"{prefix}shared_expert_gate.weight", D, 1)
     return leaves
+
+
+def contiguous(view: np.ndarray) -> np.ndarray:
+    """The same array in C order, put so by XLA, which does it several times as fast as NumPy."""
+    if view.flags.c_contiguous or view.nbytes < 1 << 16:
+        return view
+    return np.asarray(jax.device_put(view, _cpu())) if _cpu() is not None else np.ascontiguousarray(view)
+
+
+@functools.cache
+def _cpu():
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # JAX_PLATFORMS leaves it out
+        return None

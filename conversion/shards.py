@@ -4,6 +4,7 @@ import json
 import pathlib
 import struct
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -83,13 +84,22 @@ def write_shards(
             file.write(shard.header)
             for entry in shard.entries:
                 begin = file.tell()
-                for block in blocks(entry):
+                for block in _ahead(blocks(entry)):
                     assert block.dtype == entry.dtype, (entry, block.dtype)
                     file.write(np.ascontiguousarray(block).reshape(-1).view(np.uint8).data)
                     if progress:
                         progress(block.nbytes)
                 if file.tell() - begin != entry.nbytes:
                     raise CheckpointFileError(f"tensor {entry.name} came to {file.tell() - begin} bytes: {entry}")
+
+
+def _ahead(blocks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+    """The same blocks, each made while the one before is written."""
+    with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(next, blocks, None)
+        while (block := coming.result()) is not None:
+            coming = pool.submit(next, blocks, None)
+            yield block
 
 
 def copy_files(folder: pathlib.Path, content: Callable[[str], Iterator[memoryview]], names: Iterable[str]) -> None:

@@ -150,14 +150,15 @@ def measure(shape: str, options, folder: pathlib.Path) -> dict[str, Any]:
     sizes = [file.stat().st_size for file in source.glob("*.safetensors")]
     total = sum(sizes)
     print(f"{shape}: {total / 1e9:.2f} GB in {len(sizes)} shards, the largest {max(sizes) / 1e6:.0f} MB", flush=True)
+    ways = [way for way in WAYS if (shape, way) != ("fp8", "safetensors")]  # which has no fp8 for JAX or NumPy
     ask("to mtpjax", source, ours, target)
     target.rename(ours)
     rounds = []
     for number in range(options.repeats):
-        rounds.append({way: ask(way, source, ours, target) for way in WAYS})
+        rounds.append({way: ask(way, source, ours, target) for way in ways})
         print(f"  round {number + 1} of {options.repeats}", file=sys.stderr, flush=True)
     rows = {}
-    for way in WAYS:
+    for way in ways:
         reference = "cat" if way in ("cat", "load", "orbax", "safetensors", "export-mtp") else "cat copy"
         ratios = [one[reference]["seconds"] / one[way]["seconds"] for one in rounds]
         peaks = [one[way]["peak_bytes"] for one in rounds if "peak_bytes" in one[way]]

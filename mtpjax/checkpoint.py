@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import pathlib
 import shutil
 from collections.abc import Callable, Mapping
@@ -75,12 +76,13 @@ def save(path, config_dict, params, *, metadata=None, write_more: Callable[[path
     arrays = _flatten(params)
     with new_folder(path, is_checkpoint, "mtpjax checkpoint") as aside:
         (aside / "config.json").write_bytes(config_bytes)
-        records = _write_arrays(aside / "params", arrays)
+        records, known = _write_arrays(aside / "params", arrays)
         if write_more is not None:
             write_more(aside)
         files = sorted(str(file.relative_to(aside)) for file in aside.rglob("*") if file.is_file())
         with ThreadPoolExecutor() as pool:  # hashing releases the interpreter lock
-            sums = dict(zip(files, pool.map(_file_digest, (aside / file for file in files)), strict=True))
+            digests = pool.map(lambda file: known.get(file) or _file_digest(aside / file), files)
+            sums = dict(zip(files, digests, strict=True))
         (aside / "digests.json").write_bytes(_json_bytes({"files": sums, "arrays": records}))
 
 
@@ -209,7 +211,10 @@ def _is_record(record):
 
 
 def _write_arrays(folder, arrays):
-    """Writes the arrays with Orbax, and what it describes but is only streamed here; returns name -> record."""
+    """Writes the arrays with Orbax, and what it describes but is only streamed here.
+
+    Returns name -> record, and the digests of files that are known already.
+    """
     import orbax.checkpoint as ocp  # half a second, so only where it is used
 
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False)  # OCDBT would mix the arrays' bytes in shared files
@@ -221,12 +226,16 @@ def _write_arrays(folder, arrays):
     whole = {name: array for name, array in arrays.items() if name not in streams}
     with ThreadPoolExecutor() as pool:
         records = dict(zip(whole, pool.map(_describe, whole.values()), strict=True))
-    records |= _write_streams(folder, streams)
-    return {name: records[name] for name in arrays}
+    streamed, known = _write_streams(folder, streams)
+    records |= streamed
+    return {name: records[name] for name in arrays}, known
 
 
 def _write_streams(folder, streams):
-    """Writes arrays chunk by chunk, as uncompressed zarr, which is what Orbax reads; returns name -> record."""
+    """Writes arrays chunk by chunk, as uncompressed zarr, which is what Orbax reads; returns as `_write_arrays` does.
+
+    A file of a whole chunk has the chunk's own bytes, and so its digest.
+    """
     import tensorstore
 
     stores = {}
@@ -245,12 +254,17 @@ def _write_streams(folder, streams):
         return _digest(array)
 
     parts = [(name, index) for name, stream in streams.items() for index in _grid(stream.shape, stream.chunks)]
-    with ThreadPoolExecutor() as pool:  # a chunk in memory for each thread
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # a chunk in memory for each thread
         digests = list(pool.map(write, parts))
     sums: dict[str, Any] = {name: hashlib.sha256() for name in streams}
-    for (name, _), digest in zip(parts, digests, strict=True):
+    known = {}
+    for (name, index), digest in zip(parts, digests, strict=True):
         sums[name].update(digest)
-    return {name: _record(stream, sums[name].hexdigest(), stream.chunks) for name, stream in streams.items()}
+        chunks = streams[name].chunks
+        if all(cut.stop - cut.start == size for cut, size in zip(index, chunks, strict=True)):
+            place = ".".join(str(cut.start // size) for cut, size in zip(index, chunks, strict=True))
+            known[f"{folder.name}/{name.replace('/', '.')}/{place}"] = digest.hex()
+    return {name: _record(stream, sums[name].hexdigest(), stream.chunks) for name, stream in streams.items()}, known
 
 
 def _store(folder, name):
