@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 import pathlib
 import shutil
 from collections.abc import Callable, Iterator
@@ -12,7 +11,7 @@ import numpy as np
 
 from conversion import hf_config, load
 from conversion.export import Assembly
-from conversion.files import BLOCK, INDEX, CheckpointFileError, Files, Tensor, parse_header
+from conversion.files import INDEX, CheckpointFileError, Files, Tensor, parse_header
 from conversion.names import Leaf, table, tied_copies
 from conversion.shards import Entry, Shard, copy_files, new_shards, shard, write_index, write_shards
 from mtpjax import checkpoint
@@ -139,7 +138,7 @@ def _streams(files: Files, made: load.Plan, path: str, leaf: Leaf, progress: Pro
                 progress(array.nbytes)
             return array
 
-        return checkpoint.Stream(leaf.shape, dtype, _chunks(leaf, dtype), part)
+        return checkpoint.Stream(leaf.shape, dtype, leaf.chunks(dtype.itemsize), part)
 
     if dtype != load.E4M3:
         return stream(leaf, dtype, lambda index: load.read_as(files, made, leaf, index, dtype))
@@ -151,17 +150,6 @@ def _streams(files: Files, made: load.Plan, path: str, leaf: Leaf, progress: Pro
         "scales": stream(scales, np.dtype(np.float32), lambda index: load.read_scales(files, made, leaf, index)),
     }
     return BlockScaled(**parts, axis=leaf.in_axis, block=made.block[1])
-
-
-def _chunks(leaf: Leaf, dtype: np.dtype) -> tuple[int, ...]:
-    """Of about `BLOCK` bytes, along the axis whose parts need parts of the files only."""
-    axis = leaf.rows_axis
-    if axis is None:
-        return leaf.shape
-    size = leaf.shape[axis]
-    unit = math.prod(leaf.shape) // size * dtype.itemsize
-    count = -(-size // max(1, BLOCK // unit))
-    return (*leaf.shape[:axis], -(-size // count), *leaf.shape[axis + 1 :])
 
 
 def _read_kept(stored: checkpoint.Stored) -> tuple[str, dict[str, bytes], dict[str, Any]] | None:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from conversion.files import BLOCK
 from conversion.load import E4M3, dequantise, scale_leaf
 from conversion.names import Leaf, Piece
 from conversion.shards import Entry
@@ -46,7 +45,7 @@ class Assembly:
         for part in self.parts[name]:
             groups.setdefault(part[2].rows, []).append(part)
         for _, group in sorted(groups.items()):
-            parts = [piece.blocks(BLOCK // entry.dtype.itemsize) for _, _, piece in group]  # cut alike: alike split
+            parts = [piece.blocks(entry.dtype.itemsize) for _, _, piece in group]  # cut alike: alike split
             for pieces in zip(*parts, strict=True):
                 begin, end = pieces[0].rows
                 rows = np.empty((end - begin, *entry.shape[1:]), entry.dtype)

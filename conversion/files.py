@@ -35,7 +35,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 LARGEST_HEADER = 32 << 20  # bytes; DeepSeek-V3's 91,991 tensors need a tenth, over all shards
 MOST_TENSORS = 500_000
-BLOCK = 8 << 20  # bytes that are read, or put in another order, at once
+BLOCK = 4 << 20  # bytes that are in memory at once of what is read, written or put in another order
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".gguf")
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +13,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from conversion import hf_config
-from conversion.files import BLOCK, CheckpointFileError, Files
-from conversion.names import Layout, Leaf, Piece, contiguous, mtp_names, table, tied_copies
+from conversion.files import CheckpointFileError, Files
+from conversion.names import Layout, Leaf, Piece, copy_into, mtp_names, table, tied_copies
 from mtpjax.config import ModelConfig
 from mtpjax.model import MTPModel
 from mtpjax.quantized import BlockScaled
@@ -257,7 +258,7 @@ def _load_leaf(files: Files, made: Plan, path: str, leaf: Leaf, mesh: Mesh | Non
 
 def _place(path: str, shape: tuple[int, ...], mesh: Mesh | None, read: Callable[[Index], np.ndarray]) -> jax.Array:
     if mesh is None:
-        return jax.numpy.asarray(read(tuple((0, size) for size in shape)))
+        return jax.device_put(read(tuple((0, size) for size in shape)))
 
     def part(index) -> np.ndarray:
         return read(tuple(cut.indices(size)[:2] for cut, size in zip(index, shape, strict=True)))
@@ -309,14 +310,22 @@ def read_scales(files: Files, made: Plan, leaf: Leaf, index: Index) -> np.ndarra
 
 
 def _fill(leaf: Leaf, index: Index, dtype: np.dtype, rows: Callable[[Piece, int, int], np.ndarray]) -> np.ndarray:
-    out = np.empty([end - begin for begin, end in index], dtype)
+    out = _aligned([end - begin for begin, end in index], dtype)
     for piece in leaf.pieces:
-        for block in piece.blocks(BLOCK // dtype.itemsize):
+        for block in piece.blocks(dtype.itemsize):
             part = _part(block, leaf, index)
             if part is not None:
                 narrow, local, target = part
-                out[target] = contiguous(narrow.read(rows(narrow, *narrow.rows))[local])
+                copy_into(out[target], narrow.read(rows(narrow, *narrow.rows))[local])
     return out
+
+
+def _aligned(shape: list[int], dtype: np.dtype) -> np.ndarray:
+    """An empty array that JAX takes over on a CPU without a copy."""
+    size = math.prod(shape) * dtype.itemsize
+    buffer = np.empty(size + 64, np.uint8)
+    begin = -buffer.ctypes.data % 64
+    return buffer[begin : begin + size].view(dtype).reshape(shape)
 
 
 def _part(piece: Piece, leaf: Leaf, index: Index):

@@ -13,9 +13,11 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from conversion.files import BLOCK
 from mtpjax.config import LayerKind, ModelConfig
 
 ALL = slice(None)
+TILE = 1 << 20  # bytes of what XLA puts in another order at once
 
 
 class Piece(NamedTuple):
@@ -55,10 +57,9 @@ class Piece(NamedTuple):
         rows = (first + begin * each, first + end * each)
         return self._replace(rows=rows, split=(end - begin, *self.split[1:]), place=place)
 
-    def blocks(self, numbers: int) -> Iterator["Piece"]:
-        """The piece in parts of at most `numbers` each, or of one unit."""
-        each = math.prod(self.split) // self.units
-        step = max(1, numbers // max(each, 1))
+    def blocks(self, itemsize: int) -> Iterator["Piece"]:
+        """The piece in parts of at most `BLOCK` bytes each, or of one unit."""
+        step = even(self.units, BLOCK // max(math.prod(self.split) // self.units * itemsize, 1))
         for begin in range(0, self.units, step):
             yield self.narrowed(begin, min(begin + step, self.units))
 
@@ -68,7 +69,7 @@ class Piece(NamedTuple):
 
     def write(self, rows: np.ndarray, part: np.ndarray) -> None:
         """The inverse of `read`, into `rows` of the tensor."""
-        rows.reshape(*self.split[:-1], -1)[self.cut] = contiguous(part.transpose(np.argsort(self.order)))
+        copy_into(rows.reshape(*self.split[:-1], -1)[self.cut], part.transpose(np.argsort(self.order)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,12 +80,17 @@ class Leaf:
     pieces: tuple[Piece, ...]
     in_axis: int = -1
 
-    @property
-    def rows_axis(self) -> int | None:
-        """The axis along which parts of the leaf need parts of the tensors: experts, or the tensors' rows."""
-        place = self.pieces[0].place
-        experts = next((axis for axis, index in enumerate(place) if not isinstance(index, slice)), None)
-        return self.pieces[0].rows_axis if experts is None else experts
+    def chunks(self, itemsize: int) -> tuple[int, ...]:
+        """A shape of parts of at most `BLOCK` bytes, if parts of the tensors are all that they need.
+
+        Cut by experts first, and along the tensors' rows.
+        """
+        shape = list(self.shape)
+        for axis in (0 if not isinstance(self.pieces[0].place[0], slice) else None, self.pieces[0].rows_axis):
+            if axis is not None:
+                unit = math.prod(shape) // shape[axis] * itemsize
+                shape[axis] = even(shape[axis], BLOCK // unit)
+        return tuple(shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -359,11 +365,25 @@ def _experts(config: ModelConfig, prefix: str, has) -> dict[str, Leaf]:
     return leaves
 
 
-def contiguous(view: np.ndarray) -> np.ndarray:
-    """The same array in C order, put so by XLA, which does it several times as fast as NumPy."""
-    if view.flags.c_contiguous or view.nbytes < 1 << 16:
-        return view
-    return np.asarray(jax.device_put(view, _cpu())) if _cpu() is not None else np.ascontiguousarray(view)
+def even(size: int, most: int) -> int:
+    """The step that cuts `size` into as few parts as steps of `most` do, but even ones."""
+    count = -(-size // max(1, most))
+    return -(-size // max(count, 1))
+
+
+def copy_into(out: np.ndarray, view: np.ndarray) -> None:
+    """`out[...] = view`, by XLA where axes change places, tile by tile: several times as fast as NumPy.
+
+    Tiles are small because fresh memory is slow to come by, and freed pieces of their size are not given back.
+    """
+    if view.flags.c_contiguous or view.nbytes < TILE // 4 or _cpu() is None:
+        out[...] = view
+        return
+    axis = int(np.argmax(view.strides))
+    step = max(1, TILE * view.shape[axis] // view.nbytes)
+    for begin in range(0, view.shape[axis], step):
+        cut = (ALL,) * axis + (slice(begin, begin + step),)
+        out[cut] = np.asarray(jax.device_put(view[cut], _cpu()))
 
 
 @functools.cache

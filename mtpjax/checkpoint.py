@@ -166,14 +166,16 @@ class Stored:
                     problem = "is missing or unreadable" if digest is None else "differs from what was saved"
                     raise CheckpointError(f"{self.path / file}{_of_array(file, self.records)} {problem}")
         self.config, self.metadata, self.scaled = config["config"], config["metadata"], config.get("block_scaled", {})
-        self._open = {}
+        self._open, self._context = {}, None
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         """The part `index` of array `name`, like `a/b`."""
         import tensorstore
 
         if name not in self._open:
-            self._open[name] = tensorstore.open(_store(self.path / "params", name), read=True).result()
+            self._context = self._context or _one_thread()
+            spec = _store(self.path / "params", name)
+            self._open[name] = tensorstore.open(spec, read=True, context=self._context).result()
         return self._open[name][index].read().result()
 
 
@@ -238,14 +240,14 @@ def _write_streams(folder, streams):
     """
     import tensorstore
 
-    stores = {}
+    stores, context = {}, _one_thread()
     for name, stream in streams.items():
         spec = _store(folder, name)
         shutil.rmtree(spec["kvstore"]["path"])
         dtype = "bool" if stream.dtype == np.bool_ else stream.dtype.name
         spec |= {"dtype": dtype, "store_data_equal_to_fill_value": True}
         spec["metadata"] = {"shape": stream.shape, "chunks": stream.chunks, "compressor": None}
-        stores[name] = tensorstore.open(spec, create=True).result()
+        stores[name] = tensorstore.open(spec, create=True, context=context).result()
 
     def write(part):
         name, index = part
@@ -270,6 +272,13 @@ def _write_streams(folder, streams):
 def _store(folder, name):
     """Where TensorStore finds an array that Orbax has written."""
     return {"driver": "zarr", "kvstore": {"driver": "file", "path": str(folder / name.replace("/", "."))}}
+
+
+def _one_thread():
+    """Of TensorStore, for copies and for files: each more would keep memory of its own."""
+    import tensorstore
+
+    return tensorstore.Context({"data_copy_concurrency": {"limit": 1}, "file_io_concurrency": {"limit": 1}})
 
 
 def _grid(shape, chunks):
