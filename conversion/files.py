@@ -9,13 +9,14 @@ import logging
 import math
 import os
 import pathlib
-import stat
 import struct
 from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+
+from mtpjax.inside import OutsideError, open_inside, root_of
 
 log = logging.getLogger("mtpjax.conversion")
 
@@ -68,7 +69,7 @@ class Files:
         self._not_finite: dict[tuple[str, int], int] = {}  # name, first row -> how many
         if not self.path.is_dir():
             raise CheckpointFileError(f"{self.path} is no directory")
-        self._root = _root(self.path)
+        self._root = root_of(self.path)
         self._open: dict[str, int] = {}
         self.metadata: dict[str, dict[str, str] | None] = {}  # of each file
         self.sizes: dict[str, int] = {}  # bytes of each file
@@ -226,7 +227,10 @@ class Files:
 
     def _descriptor(self, file: str) -> int:
         if file not in self._open:
-            self._open[file] = _open_inside(self.path / file, self._root)
+            try:
+                self._open[file] = open_inside(self.path / file, self._root)
+            except OutsideError as error:
+                raise CheckpointFileError(str(error)) from error
         return self._open[file]
 
 
@@ -263,33 +267,8 @@ def parse_header(content: bytes, file: str, path) -> tuple[list[Tensor], dict[st
     return tensors, metadata
 
 
-def _root(path: pathlib.Path) -> pathlib.Path:
-    """What links may lead to: the directory itself, or the repository folder of a Hugging Face cache around it."""
-    real = path.resolve()
-    if real.parent.name == "snapshots" and real.parent.parent.name.startswith("models--"):
-        return real.parent.parent
-    return real
-
-
 def _exists(path: pathlib.Path) -> bool:
     return os.path.lexists(path)
-
-
-def _open_inside(path: pathlib.Path, root: pathlib.Path) -> int:
-    """Opens a regular file that lies under `root` once links are followed; anything else is refused unopened."""
-    try:
-        real = path.resolve(strict=True)
-        kind = os.lstat(real).st_mode
-    except (OSError, RuntimeError) as error:
-        raise CheckpointFileError(f"{path} is missing or cannot be read: {type(error).__name__}") from error
-    if not real.is_relative_to(root):
-        raise CheckpointFileError(f"{path} leads out of {root}: not opened")
-    if not stat.S_ISREG(kind):
-        raise CheckpointFileError(f"{path} is no regular file: not opened")
-    try:
-        return os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        raise CheckpointFileError(f"{path} cannot be opened: {error.strerror}") from error
 
 
 def _pread(descriptor: int, count: int, offset: int, path) -> bytes:

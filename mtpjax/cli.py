@@ -1,6 +1,5 @@
 """The `mtpjax` command: parse, call, print."""
 
-import codecs
 import contextlib
 import json
 import logging
@@ -27,9 +26,8 @@ def main(arguments: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except (ValueError, OSError) as error:
-        is_checkpoint = type(error).__name__ in ("CheckpointError", "CheckpointFileError", "ConfigError")
         print(f"mtpjax {command}: {error}", file=sys.stderr)
-        sys.exit(3 if is_checkpoint else 2)
+        sys.exit(3 if type(error).__name__ in CHECKPOINT_ERRORS else 2)
 
 
 def _keep_memory() -> None:
@@ -66,8 +64,12 @@ def _parser() -> jsonargparse.ArgumentParser:
     generate.add_argument("--prompt", action="append", required=True, help="text to continue; may be given again")
     generate.add_argument("--max-new-tokens", type=int, default=256, help="per prompt (default: %(default)s)")
     generate.add_argument(
-        "--speculative-num-steps", type=int, default=2, help="draft levels per round; 0: plain (default: %(default)s)"
+        "--speculative-num-steps",
+        type=int,
+        default=None,
+        help="draft levels per round; 0: plain (default: 2, or 0 for a model without MTP modules)",
     )
+    generate.add_argument("--chat", action="store_true", help="take each prompt for a message, by the chat template")
     generate.add_argument("--max-length", type=int, default=None, help="prompt and new tokens (default: the model's)")
     generate.add_argument("--check", action="store_true", help="decode plainly too, and exit with 4 if a text differs")
     commands.add_subcommand("generate", generate, help="continue a prompt with a trained model")
@@ -134,25 +136,28 @@ def _quickstart(options) -> int:
 
 
 def _generate(options) -> int:
-    from mtpjax.checkpoint import load
+    from mtpjax.checkpoint import find, load
     from mtpjax.config import DecodeConfig
     from mtpjax.decode.generate import generate, speculative_generate
-    from mtpjax.tokenizer import ByteTokenizer
+    from mtpjax.tokenizer import load_tokenizer
 
+    path = find(options.model_path)
+    model, params = load(path)
+    tokenizer = load_tokenizer(path, model.config.vocab_size)
+    num_steps = options.speculative_num_steps
     config = DecodeConfig(
         max_new_tokens=options.max_new_tokens,
-        num_steps=options.speculative_num_steps,
+        num_steps=(2 if model.config.num_mtp_modules else 0) if num_steps is None else num_steps,
         max_length=options.max_length,
-        stop_token_ids=(ByteTokenizer.eos_token_id,),
+        stop_token_ids=tokenizer.eos_token_ids,
     )
-    model, params = load(pathlib.Path(options.model_path))
-    tokenizer = ByteTokenizer()
-    if model.config.vocab_size != tokenizer.vocab_size:
-        raise ValueError(f"the model has {model.config.vocab_size} tokens, and generate knows the 256 bytes only")
-    prompts = [tokenizer.encode(text) for text in options.prompt]
+    if options.chat:
+        prompts = [tokenizer.chat([{"role": "user", "content": text}]) for text in options.prompt]
+    else:
+        prompts = [tokenizer.encode(text) for text in options.prompt]
     result = speculative_generate(params, prompts, model=model, config=config)
     for text, tokens, origins in zip(options.prompt, result.rows(), result.origins, strict=True):
-        _print_text(text, tokens, origins)
+        _print_text(text, tokens, origins, tokenizer.stream())
     stats = result.stats
     rates = " ".join(f"{rate:.2f}" for rate in stats.survival_rates)
     print(
@@ -247,7 +252,7 @@ def _progress(source: str, target: str):
     print(f"{target}: {done / 1e9:.3f} GB in {seconds:.1f} s, {done / 1e6 / seconds:.0f} MB/s", file=sys.stderr)
 
 
-def _print_text(prompt: str, tokens: list[int], origins) -> None:
+def _print_text(prompt: str, tokens: list[int], origins, stream) -> None:
     """Prompt and continuation; on a terminal accepted drafts are coloured by level, what the trunk added is plain."""
     import rich.console
     import rich.text
@@ -255,14 +260,14 @@ def _print_text(prompt: str, tokens: list[int], origins) -> None:
     console = rich.console.Console(highlight=False, soft_wrap=True)
     colours = ("green", "cyan", "magenta", "yellow")
     text = rich.text.Text(prompt, style="bold")
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may span tokens
     for token, origin in zip(tokens, origins, strict=False):
         style = colours[(int(origin) - 1) % len(colours)] if origin else ""
-        text.append(decoder.decode(bytes([token]) if token else b""), style=style)
-    text.append(decoder.decode(b"", final=True))
+        text.append(stream(token), style=style)
+    text.append(stream(None))
     console.print(text)
 
 
+CHECKPOINT_ERRORS = ("CheckpointError", "CheckpointFileError", "ConfigError", "OutsideError", "TokenizerError")
 COMMANDS = {
     "quickstart": _quickstart,
     "generate": _generate,

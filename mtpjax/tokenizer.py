@@ -1,7 +1,41 @@
-"""Text <-> token ids."""
+"""Text <-> token ids: bytes for our own models, `tokenizer.json` and its chat template for published ones."""
 
+import codecs
 import dataclasses
-from collections.abc import Iterable
+import datetime
+import json
+import pathlib
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from mtpjax.inside import read_inside
+
+MOST_BYTES = 64 << 20  # of a tokenizer.json; those of the families have 7 to 20 million
+MOST_TEMPLATE = 1 << 20
+MOST_MESSAGES = 10_000
+
+
+class TokenizerError(ValueError):
+    """A tokenizer or a chat template that is missing, damaged, or does not fit the model."""
+
+
+class Tokenizer(Protocol):
+    """What decoding needs of a tokenizer."""
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Iterable[int]) -> str: ...
+
+    def stream(self) -> Callable[[int | None], str]:
+        """A function from one token after the other to the text that each completes; None ends it."""
+        ...
+
+    def chat(self, messages: list[dict[str, Any]], **choices: Any) -> list[int]:
+        """The tokens of a conversation up to where the model answers. Raises `TokenizerError` without a template."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -10,6 +44,7 @@ class ByteTokenizer:
 
     vocab_size = 256
     eos_token_id = 0
+    eos_token_ids = (0,)
 
     def encode(self, text: str) -> list[int]:
         """The UTF-8 bytes of `text`, without an end token. Raises ValueError for NUL and lone surrogates."""
@@ -26,11 +61,146 @@ class ByteTokenizer:
 
         Raises ValueError for an id outside the vocabulary.
         """
-        kept = bytearray()
-        for index in ids:
-            token = int(index)
+        stream = self.stream()
+        return "".join(stream(int(index)) for index in ids) + stream(None)
+
+    def stream(self) -> Callable[[int | None], str]:
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may span tokens
+
+        def step(token: int | None) -> str:
+            if token is None:
+                return decoder.decode(b"", final=True)
             if not 0 <= token < self.vocab_size:
                 raise ValueError(f"token id {token} is outside the vocabulary of {self.vocab_size}")
-            if token != self.eos_token_id:
-                kept.append(token)
-        return kept.decode("utf-8", errors="replace")
+            return decoder.decode(bytes([token]) if token != self.eos_token_id else b"")
+
+        return step
+
+    def chat(self, messages: list[dict[str, Any]], **choices: Any) -> list[int]:
+        raise TokenizerError("a byte tokenizer has no chat template")
+
+
+class FileTokenizer:
+    """`tokenizer.json` of a Hugging Face directory, by the tokenizers package.
+
+    `eos_token_ids` are those of `generation_config.json`, else of `config.json`. Special tokens in a prompt's text
+    become those tokens, as everywhere. Raises `TokenizerError` for a damaged file, and for tokens beyond `vocab_size`.
+    """
+
+    def __init__(self, folder: pathlib.Path, vocab_size: int):
+        import tokenizers
+
+        content = read_inside(folder, "tokenizer.json", most=MOST_BYTES)
+        if content is None:
+            raise TokenizerError(f"{folder} has no tokenizer.json")
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
+        except Exception as error:  # tokenizers raises Exception itself
+            raise TokenizerError(f"{folder / 'tokenizer.json'} cannot be read: {str(error)[:200]}") from error
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        if largest >= vocab_size:
+            raise TokenizerError(f"{folder / 'tokenizer.json'} has token {largest}; the model has {vocab_size} tokens")
+        self.num_tokens = largest + 1
+        self.eos_token_ids = _eos_token_ids(folder)
+        self._settings = _json(folder, "tokenizer_config.json")
+        self._template = _template(folder, self._settings)
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text).ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._tokenizer.decode([int(index) for index in ids], skip_special_tokens=True)
+
+    def stream(self) -> Callable[[int | None], str]:
+        from tokenizers.decoders import DecodeStream
+
+        stream = DecodeStream(skip_special_tokens=True)
+        return lambda token: "" if token is None else stream.step(self._tokenizer, int(token)) or ""
+
+    def chat(self, messages: list[dict[str, Any]], **choices: Any) -> list[int]:
+        """`choices` are variables of the template, such as `enable_thinking`."""
+        if self._template is None:
+            raise TokenizerError("the checkpoint has no chat template")
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        special = {name: _text(self._settings[name]) for name in names if self._settings.get(name) is not None}
+        text = render_chat(self._template, messages, **{**special, **choices})
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def load_tokenizer(path, vocab_size: int) -> Tokenizer:
+    """The tokenizer of a checkpoint: of the Hugging Face directory that it is or came from, else bytes.
+
+    Raises `TokenizerError` where there is neither a `tokenizer.json` nor a vocabulary of 256.
+    """
+    path = pathlib.Path(path)
+    kept = path / "huggingface"
+    folder = kept if kept.is_dir() else path
+    if (folder / "tokenizer.json").exists():
+        return FileTokenizer(folder, vocab_size)
+    if vocab_size == ByteTokenizer.vocab_size:
+        return ByteTokenizer()
+    raise TokenizerError(f"{folder} has no tokenizer.json, and the model has {vocab_size} tokens, not the 256 bytes")
+
+
+def render_chat(template: str, messages: list[dict[str, Any]], **variables: Any) -> str:
+    """A conversation by a jinja2 template, in the sandbox that lets it change nothing and reach nothing.
+
+    The sandbox limits neither time nor memory: templates come with checkpoints, and never from requests. Raises
+    `TokenizerError` for a template that fails or refuses.
+    """
+    import jinja2
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    if len(template) > MOST_TEMPLATE or len(messages) > MOST_MESSAGES:
+        raise TokenizerError(f"a chat template of {len(template)} characters, or {len(messages)} messages: too large")
+
+    def raise_exception(message: str):
+        raise jinja2.TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    variables = {"messages": messages, "add_generation_prompt": True, **variables}
+    try:
+        return environment.from_string(template).render(variables)
+    except (jinja2.TemplateError, TypeError, ValueError, RecursionError, OverflowError) as error:
+        raise TokenizerError(f"the chat template failed: {type(error).__name__}: {str(error)[:200]}") from error
+
+
+def _template(folder: pathlib.Path, settings: dict[str, Any]) -> str | None:
+    content = read_inside(folder, "chat_template.jinja", most=MOST_TEMPLATE)
+    if content is not None:
+        return content.decode()
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _eos_token_ids(folder: pathlib.Path) -> tuple[int, ...]:
+    config = _json(folder, "config.json")
+    for values in (_json(folder, "generation_config.json"), config, config.get("text_config")):
+        found = values.get("eos_token_id") if isinstance(values, dict) else None
+        if found is not None:
+            return tuple(found) if isinstance(found, list) else (found,)
+    return ()
+
+
+def _json(folder: pathlib.Path, name: str) -> dict[str, Any]:
+    content = read_inside(folder, name, most=MOST_BYTES)
+    try:
+        values = json.loads(content) if content is not None else {}
+    except ValueError as error:
+        raise TokenizerError(f"{folder / name} is no JSON: {str(error)[:100]}") from error
+    return values if isinstance(values, dict) else {}
+
+
+def _text(token: Any) -> str | None:
+    """A special token as it is written: a string, or an object with its content."""
+    return token.get("content") if isinstance(token, dict) else token

@@ -1,14 +1,17 @@
 """The command line: help that answers, one line and the right exit code for what is wrong."""
 
+import shutil
 import subprocess
 import sys
 
 import jax
 import pytest
+import tokenizers
 
 from mtpjax import MTPModel, init_params, presets
 from mtpjax.checkpoint import save_model
 from mtpjax.cli import main
+from tests import golden
 
 
 def exit_code(arguments):
@@ -76,3 +79,57 @@ def test_wrong_usage_is_exit_code_2(capsys):
 def test_a_bad_checkpoint_is_exit_code_3(tmp_path, capsys):
     assert exit_code(["generate", "--model", str(tmp_path), "--prompt", "x"]) == 3
     assert "no mtpjax checkpoint" in capsys.readouterr().err
+
+
+def test_a_converted_checkpoint_generates_with_its_own_tokenizer(tmp_path, capsys):
+    """From a Hugging Face directory, and from ours made of it: the same text, by its tokens and its template."""
+    source = shutil.copytree(golden.path("qwen3_5_tied_bf16"), tmp_path / "source")
+    vocabulary = {f"w{index}": index for index in range(310)}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    words.save(str(source / "tokenizer.json"))
+    (source / "chat_template.jinja").write_text("w5 {{ messages[0].content }} w6")
+    assert exit_code(["convert", str(source), str(tmp_path / "ours")]) == 0
+    texts = []
+    for model in (source, tmp_path / "ours"):
+        arguments = [
+            "generate",
+            "--model",
+            str(model),
+            "--prompt",
+            "w7 w8",
+            "--chat",
+            "--max-new-tokens",
+            "6",
+            "--check",
+        ]
+        assert exit_code(arguments) == 0
+        captured = capsys.readouterr()
+        assert "identical to plain decoding: yes" in captured.err
+        texts.append(captured.out)
+    assert texts[0] == texts[1] and texts[0].startswith("w7 w8")
+    assert exit_code(["generate", "--model", str(golden.path("deepseek_v3_fp8")), "--prompt", "x"]) == 3
+    assert "no tokenizer.json, and the model has 320 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["inspect", "convert", "export-mtp", "merge-mtp"])
+def test_conversion_commands_answer_and_refuse(command, tmp_path, capsys):
+    assert exit_code([command, "--help"]) == 0
+    assert capsys.readouterr().out
+    missing, target = str(tmp_path / "missing"), str(tmp_path / "target")
+    arguments = {
+        "inspect": [missing],
+        "convert": [missing, target],
+        "export-mtp": ["--input-dir", missing, "--output-dir", target],
+        "merge-mtp": ["--input-dir", missing, "--mtp-dir", missing, "--output-dir", target],
+    }[command]
+    assert exit_code([command, *arguments]) == 3
+    captured = capsys.readouterr()
+    assert captured.err == f"mtpjax {command}: {missing} is no directory\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_converting_to_a_dtype_that_is_none_is_refused(tmp_path, capsys):
+    arguments = ["convert", str(golden.path("deepseek_v3_fp8")), str(tmp_path / "ours"), "--dtype", "int4"]
+    assert exit_code(arguments) == 2
+    assert "--dtype 'int4' is not one of float32, float16, bfloat16" in capsys.readouterr().err

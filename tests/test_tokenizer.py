@@ -1,7 +1,11 @@
+import json
+
 import numpy as np
 import pytest
+import tokenizers
 
-from mtpjax.tokenizer import ByteTokenizer
+from mtpjax.inside import OutsideError
+from mtpjax.tokenizer import ByteTokenizer, FileTokenizer, TokenizerError, load_tokenizer, render_chat
 
 TOKENIZER = ByteTokenizer()
 
@@ -29,3 +33,107 @@ def test_text_without_an_encoding_is_refused(text, problem):
 def test_an_id_outside_the_vocabulary_is_refused(token):
     with pytest.raises(ValueError, match=f"token id {token} .* 256"):
         TOKENIZER.decode([97, token])
+
+
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content | trim }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A byte-level tokenizer of 260 tokens, three of them special, with its configuration and template."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token=None))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    made = tokenizers.Tokenizer.from_str(
+        json.dumps(
+            json.loads(made.to_str())
+            | {"model": {"type": "BPE", "vocab": {c: i for i, c in enumerate(alphabet)}, "merges": []}}
+        )
+    )
+    made.add_special_tokens(["<|user|>", "<|assistant|>", "<|end|>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|end|>"}}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [258, 7]}))
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    return tmp_path
+
+
+@pytest.mark.parametrize("text", ["", "def f():\n\treturn 1\n", "naïve — 字 🙂"])
+def test_a_tokenizer_file_survives_the_round_trip_and_streams(folder, text):
+    tokenizer = load_tokenizer(folder, 320)
+    ids = tokenizer.encode(text)
+    stream = tokenizer.stream()
+    assert tokenizer.decode(ids) == "".join(map(stream, ids)) + stream(None) == text
+    assert tokenizer.decode([*ids, 258]) == text and tokenizer.eos_token_ids == (258, 7)
+
+
+def test_a_conversation_follows_the_template(folder):
+    tokenizer = load_tokenizer(folder, 320)
+    ids = tokenizer.chat([{"role": "user", "content": " hi "}])
+    assert ids == [256, *tokenizer.encode("hi"), 257]
+    assert tokenizer.chat([{"role": "user", "content": "hi"}], add_generation_prompt=False)[-1] != 257
+    (folder / "chat_template.jinja").unlink()
+    settings = {"chat_template": [{"name": "tool", "template": "x"}, {"name": "default", "template": TEMPLATE}]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert load_tokenizer(folder, 320).chat([{"role": "user", "content": "hi"}]) == ids
+    (folder / "tokenizer_config.json").unlink()
+    with pytest.raises(TokenizerError, match="no chat template"):
+        load_tokenizer(folder, 320).chat([{"role": "user", "content": "hi"}])
+
+
+def test_a_vocabulary_beyond_the_embedding_is_refused(folder):
+    assert isinstance(load_tokenizer(folder, 259), FileTokenizer)
+    with pytest.raises(TokenizerError, match="has token 258; the model has 258 tokens"):
+        load_tokenizer(folder, 258)
+
+
+def test_a_folder_without_a_tokenizer_has_bytes_or_none(tmp_path):
+    assert isinstance(load_tokenizer(tmp_path, 256), ByteTokenizer)
+    with pytest.raises(TokenizerError, match=r"no tokenizer.json, and the model has 320 tokens"):
+        load_tokenizer(tmp_path, 320)
+
+
+def test_damaged_files_are_refused(folder, tmp_path_factory):
+    (folder / "generation_config.json").write_text("{,")
+    with pytest.raises(TokenizerError, match=r"generation_config.json is no JSON"):
+        load_tokenizer(folder, 320)
+    (folder / "tokenizer.json").write_text('{"model": {}}')
+    with pytest.raises(TokenizerError, match=r"tokenizer.json cannot be read"):
+        load_tokenizer(folder, 320)
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "tokenizer.json"
+    elsewhere.write_text("{}")
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").symlink_to(elsewhere)
+    with pytest.raises(OutsideError, match="leads out of"):
+        load_tokenizer(folder, 320)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+        "{{ 'x' | attr('__class__') }}{{ messages.__len__.__self__ }}",
+        "{% for i in range(200000) %}{% endfor %}",
+        "{{ raise_exception('no such role') }}",
+        "{% include 'x' %}",
+        "{{ undefined.attribute }}",
+        "{% if %}",
+    ],
+)
+def test_a_template_reaches_nothing_and_fails_with_one_line(template):
+    with pytest.raises(TokenizerError, match="the chat template failed") as caught:
+        render_chat(template, [{"role": "user", "content": "hi"}])
+    assert "\n" not in str(caught.value)
+
+
+def test_templates_and_conversations_have_limits():
+    with pytest.raises(TokenizerError, match="too large"):
+        render_chat("x" * (1 << 21), [])
+    with pytest.raises(TokenizerError, match="too large"):
+        render_chat("x", [{}] * 10_001)
