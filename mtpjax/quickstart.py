@@ -152,7 +152,7 @@ def _best_plain(seconds: dict[Setting, Any]) -> Setting:
 
 def _measure_costs(worker: Worker, depths: tuple[int, ...]) -> Costs:
     answer = worker.call(do="costs", num_steps=depths, context=PROMPT_TOKENS + NEW_TOKENS // 2, capacity=CAPACITY)
-    for name in ("verify", "extend"):
+    for name in ("verify", "round"):
         answer[name] = {int(depth): seconds for depth, seconds in answer[name].items()}
     return Costs(**answer)
 

@@ -16,25 +16,26 @@ from mtpjax.model import MTPModel, bind
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Seconds of each part, one row: a plain step, and by draft levels K the verifying pass and the modules' intake."""
+    """Seconds, one row: a plain step, and by draft levels K the verifying pass alone and all parts of a round.
+
+    Those parts are `verify(W) + extend(W) + (K-1) draft(1)`: the pass over W = K+1 tokens, the module's over the rows
+    that it takes in, and K-1 more of its passes. They are timed together: differences of timings are mostly noise.
+    """
 
     plain: float
     verify: dict[int, float]
-    extend: dict[int, float]
-    draft: float
+    round: dict[int, float]
 
     def ideal_ratio(self, accept_length: float, num_steps: int) -> float:
-        """`accept length / (verify(W) + extend(W) + (K-1) draft(1))`, in units of a plain step."""
-        round_ = self.verify[num_steps] + self.extend[num_steps] + (num_steps - 1) * self.draft
-        return accept_length * self.plain / round_
+        """What the parts allow: `accept length / round`, in units of a plain step."""
+        return accept_length * self.plain / self.round[num_steps]
 
 
 class CostMeter:
-    """Times the parts of a round, each in a `while_loop` of its own; `costs` gives the medians of all `measure` calls.
+    """Times the parts of a round in `while_loop`s of their own; `costs` gives the medians of all `measure` calls.
 
     `context` tokens stand in caches of `capacity` slots; a part that comes to their end starts over behind the context.
-    Intake and drafts are timed behind a verifying pass, as they run, because that pushes the module's weights and code
-    out of a CPU's cache. One module is assumed: with several, each level of `num_steps` is one intake.
+    One module is assumed: with several, each level of `num_steps` is one intake.
     """
 
     def __init__(
@@ -51,10 +52,8 @@ class CostMeter:
         time_part = functools.partial(_timer, params, model, context, capacity, passes)
         self._parts = {("plain", 0): time_part(1, 0, 0)}
         for level in self.levels:
-            rows = hidden_rows(model, level)
             self._parts["verify", level] = time_part(level + 1, 0, 0)
-            self._parts["intake", level] = time_part(level + 1, rows, 0)
-        self._parts["drafts", level] = time_part(level + 1, rows, level - 1)
+            self._parts["round", level] = time_part(level + 1, hidden_rows(model, level), level - 1)
         self._seconds: dict = {part: [] for part in self._parts}
 
     def measure(self) -> None:
@@ -63,14 +62,8 @@ class CostMeter:
 
     def costs(self) -> Costs:
         median = {part: float(np.median(times)) for part, times in self._seconds.items()}
-        deepest = self.levels[-1]
-        drafts = median["drafts", deepest] - median["intake", deepest]
-        return Costs(
-            plain=median["plain", 0],
-            verify={level: median["verify", level] for level in self.levels},
-            extend={level: median["intake", level] - median["verify", level] for level in self.levels},
-            draft=drafts / max(deepest - 1, 1),
-        )
+        verify, round_ = ({level: median[part, level] for level in self.levels} for part in ("verify", "round"))
+        return Costs(plain=median["plain", 0], verify=verify, round=round_)
 
 
 def _timer(params, model: MTPModel, context: int, capacity: int, passes: int, width: int, rows: int, drafts: int):
