@@ -95,7 +95,7 @@ def to_hugging_face(source, target, *, dtype=None, model_type: str | None = None
         shards = new_shards(wanted.values())
     block = hf_config.parse(content).block
     assembly = Assembly(leaves, stored.read, scaled=stored.scaled, scales=scales, tied=tied, block=block)
-    with new_folder(pathlib.Path(target).resolve(), is_hugging_face, "Hugging Face checkpoint") as folder:
+    with new_folder(pathlib.Path(target).resolve()) as folder:
         with _other_tensors(stored) as other:
 
             def blocks(entry: Entry):
@@ -117,11 +117,6 @@ def to_hugging_face(source, target, *, dtype=None, model_type: str | None = None
             content = hf_config.edited(content, config, dtypes=found, drop_quantization=bool(dropped))
             (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
             write_index(folder, shards)
-
-
-def is_hugging_face(path: pathlib.Path) -> bool:
-    """Whether `path` is a folder of a configuration and safetensors, which a later one may replace."""
-    return (path / "config.json").is_file() and any(path.glob("*.safetensors")) and not checkpoint.is_checkpoint(path)
 
 
 def _entry(tensor: Tensor) -> Entry:

@@ -69,7 +69,7 @@ def export(source, target, *, model_type: str | None = None, progress: Callable[
                 if progress:
                     progress(part.nbytes)
 
-        with new_folder(pathlib.Path(target).resolve(), is_export, "export of MTP modules") as folder:
+        with new_folder(pathlib.Path(target).resolve(), is_export) as folder:
             write_shards(folder, shards, blocks)
             copy_files(folder, files.bytes_of, [name for name in files.others() if name not in (INDEX, "config.json")])
             (folder / INDEX).write_bytes(index_of(shards))

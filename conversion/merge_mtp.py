@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from conversion import hf_config, load
-from conversion.convert import is_hugging_face
 from conversion.export import Assembly
 from conversion.export_mtp import WEIGHTS, dequantised_blocks, original_name, shared_tensors
 from conversion.files import INDEX, CheckpointFileError, Files
@@ -104,7 +103,7 @@ def _merge(files: Files, made: load.Plan, modules: Modules, target, progress) ->
             for part in modules.blocks(name):
                 yield part.astype(entry.dtype, copy=False)
 
-    with new_folder(pathlib.Path(target).resolve(), is_hugging_face, "Hugging Face checkpoint") as folder:
+    with new_folder(pathlib.Path(target).resolve()) as folder:
         write_shards(folder, shards, blocks)
         rewritten = {"config.json", INDEX} if added else set()
         copy_files(folder, files.bytes_of, [name for name in files.others() if name not in rewritten])

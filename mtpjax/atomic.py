@@ -9,15 +9,16 @@ from collections.abc import Callable, Iterator
 
 
 @contextlib.contextmanager
-def new_folder(path: pathlib.Path, is_ours: Callable[[pathlib.Path], bool], kind: str) -> Iterator[pathlib.Path]:
+def new_folder(path: pathlib.Path, may_replace: Callable[[pathlib.Path], bool] | None = None) -> Iterator[pathlib.Path]:
     """Yields a hidden sibling of `path` to write into, and renames it to `path` once the block has ended.
 
     An exception leaves what was at `path` as it was. A process killed between the two renames leaves both folders
-    complete under their hidden names. Raises `FileExistsError` where `path` is neither empty nor, as `is_ours` says, a
-    `kind` that may be replaced.
+    complete under their hidden names. Raises `FileExistsError` where `path` is neither empty nor what `may_replace`
+    says yes to.
     """
-    if path.exists() and not is_ours(path) and not (path.is_dir() and not any(path.iterdir())):
-        raise FileExistsError(f"{path} exists and is no {kind}: remove it, or write elsewhere")
+    is_empty = not path.exists() or (path.is_dir() and not any(path.iterdir()))
+    if not is_empty and not (may_replace is not None and may_replace(path)):
+        raise FileExistsError(f"{path} exists and is not replaced: remove it, or write elsewhere")
     path.parent.mkdir(parents=True, exist_ok=True)
     unique = f"{path.name}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     aside, old = path.with_name(f".tmp-{unique}"), path.with_name(f".old-{unique}")

@@ -74,7 +74,7 @@ def save(path, config_dict, params, *, metadata=None, write_more: Callable[[path
     config = {"format": FORMAT, "version": VERSION, "config": config_dict, "metadata": metadata or {}}
     config_bytes = _json_bytes(config | ({"block_scaled": scaled} if scaled else {}))
     arrays = _flatten(params)
-    with new_folder(path, is_checkpoint, "mtpjax checkpoint") as aside:
+    with new_folder(path, is_checkpoint) as aside:
         (aside / "config.json").write_bytes(config_bytes)
         records, known = _write_arrays(aside / "params", arrays)
         if write_more is not None:

@@ -14,7 +14,7 @@ import rich.table
 from mtpjax.config import TrainConfig
 from mtpjax.decode.costs import Costs
 from mtpjax.plots import plot_quickstart
-from mtpjax.timing import Worker
+from mtpjax.timing import Worker, stepping_aside
 from mtpjax.train.data import held_out_prompts
 from mtpjax.train.loop import TrainResult, train
 from mtpjax.train.panel import is_looping
@@ -128,7 +128,7 @@ def _measure(
     """
     seconds: dict[Setting, list] = {setting: [] for setting in settings}
     answers, costs, plain = {}, None, settings[0]
-    with console.status("measuring") as status:
+    with stepping_aside(), console.status("measuring") as status:
         for number in range(rounds):
             status.update(
                 f"measuring: round {number + 1} of {rounds}, {len(prompts)} prompts x {len(settings)} settings"

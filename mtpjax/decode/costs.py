@@ -56,9 +56,13 @@ class CostMeter:
             self._parts["round", level] = time_part(level + 1, hidden_rows(model, level), level - 1)
         self._seconds: dict = {part: [] for part in self._parts}
 
-    def measure(self) -> None:
-        for part, run in self._parts.items():
-            self._seconds[part].append(run())
+    def measure(self, repeats: int = 3) -> None:
+        """Times every part `repeats` times, after once that only warms up what stood idle."""
+        for number in range(repeats + 1):
+            for part, run in self._parts.items():
+                seconds = run()
+                if number:
+                    self._seconds[part].append(seconds)
 
     def costs(self) -> Costs:
         median = {part: float(np.median(times)) for part, times in self._seconds.items()}

@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 import mtpjax
 from conversion import convert, hf_config
+from conversion.export_mtp import export
 from conversion.files import CheckpointFileError, Files
 from mtpjax import ModelConfig, MTPModel, checkpoint, init_params, presets
 from mtpjax.quantized import is_scaled
@@ -150,12 +151,12 @@ def test_a_killed_run_leaves_the_target_absent_or_as_it_was(call, is_first, conv
     name, target = "deepseek_v3_fp8", tmp_path / "target"
     before = {}
     if not is_first:
-        if "mtpjax" in call.partition("(")[0]:
+        if "to_mtpjax" in call:
             shutil.copytree(converted(name), target)
+        elif "export" in call:
+            export(path(name), target)
         else:
-            shutil.copytree(path(name), target)
-            if "export" in call:
-                (target / "mtp_layer_parameters.safetensors").write_bytes(b"an export's")
+            target.mkdir()
         before = {file: file.read_bytes() for file in target.rglob("*") if file.is_file()}
     call = call.format(source=str(path(name)), ours=str(converted(name)), target=str(target))
     done = subprocess.run([sys.executable, "-c", KILLED.format(call=call)], env=os.environ | {"JAX_PLATFORMS": "cpu"})
@@ -174,7 +175,11 @@ def test_a_full_disk_leaves_nothing(converted, tmp_path):
         assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_no_checkpoint_is_not_replaced(converted, tmp_path):
+def test_what_is_there_is_not_replaced(converted, tmp_path):
+    original = shutil.copytree(path("deepseek_v3_fp8"), tmp_path / "original")
+    with pytest.raises(FileExistsError, match="is not replaced"):
+        convert.to_hugging_face(converted("deepseek_v3_fp8"), original)
+    assert content(original) == content(path("deepseek_v3_fp8"))
     (tmp_path / "thesis.tex").write_text("years of work")
     for function, source in ((convert.to_mtpjax, path), (convert.to_hugging_face, converted)):
         with pytest.raises(FileExistsError, match="remove it, or write elsewhere"):
