@@ -19,7 +19,8 @@ from mtpjax.atomic import new_folder
 from mtpjax.quantized import BlockScaled
 
 Progress = Callable[[int], Any]
-KEPT, SHARDS, OTHER = "huggingface", "shards.json", "other.safetensors"  # in our checkpoint: what is not ours
+# In our checkpoint, what is not ours: files as they were, headers of the shards, tensors that are no parameters.
+KEPT, SHARDS, OTHER = "huggingface", "huggingface.json", "huggingface.safetensors"
 
 
 def to_mtpjax(
@@ -35,8 +36,8 @@ def to_mtpjax(
     """Writes the Hugging Face directory `source` as our checkpoint `target`, and keeps there all else that it holds.
 
     `dtype=None` keeps the dtypes of the files, fp8 with its scales included. `model_type` is taken instead of the one
-    that `config.json` names. Raises `CheckpointFileError`,
-    `hf_config.ConfigError`, or `FileExistsError` where `target` is something else.
+    that `config.json` names. Raises `CheckpointFileError`, `hf_config.ConfigError`, or `FileExistsError` where `target`
+    is something else.
     """
     with Files(source, strict=strict) as files:
         made = load.plan(files, dtype=dtype, model_type=model_type, allow_extra=allow_extra)
@@ -49,9 +50,8 @@ def to_mtpjax(
             node[last] = _streams(files, made, path, leaf, progress)
 
         def write_more(folder: pathlib.Path) -> None:
-            folder = folder / KEPT
-            folder.mkdir()
-            copy_files(folder, files.bytes_of, files.others())
+            (folder / KEPT).mkdir()
+            copy_files(folder / KEPT, files.bytes_of, files.others())
             headers = {file: header[8:].decode() for file, header in files.headers.items()}
             (folder / SHARDS).write_text(json.dumps({"model_type": made.model_type, "headers": headers}))
             if made.other:
@@ -93,7 +93,7 @@ def to_hugging_face(source, target, *, dtype=None, model_type: str | None = None
         shards.append(Shard(file, headers[file], tuple(entries)) if is_same else shard(file, entries, metadata))
     if kept is None:
         shards = new_shards(wanted.values())
-    block = hf_config.parse(content).block
+    block = hf_config.parse(content, model_type).block
     assembly = Assembly(leaves, stored.read, scaled=stored.scaled, scales=scales, tied=tied, block=block)
     with new_folder(pathlib.Path(target).resolve()) as folder:
         with _other_tensors(stored) as other:
@@ -110,11 +110,11 @@ def to_hugging_face(source, target, *, dtype=None, model_type: str | None = None
         rewritten = {"config.json", INDEX} if is_changed else set()
         if kept is not None:
             for file in (stored.path / KEPT).iterdir():
-                if file.name not in {SHARDS, OTHER} | rewritten:
+                if file.name not in rewritten:
                     shutil.copyfile(file, folder / file.name)
         if is_changed:
             found = {str(entry.dtype) for entry in wanted.values()}
-            content = hf_config.edited(content, config, dtypes=found, drop_quantization=bool(dropped))
+            content = hf_config.edited(content, layout, dtypes=found, drop_quantization=bool(dropped))
             (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
             write_index(folder, shards)
 
@@ -149,9 +149,9 @@ def _streams(files: Files, made: load.Plan, path: str, leaf: Leaf, progress: Pro
 
 def _read_kept(stored: checkpoint.Stored) -> tuple[str, dict[str, bytes], dict[str, Any]] | None:
     """Model type, file headers and `config.json` of the Hugging Face directory that `stored` was converted from."""
-    if f"{KEPT}/{SHARDS}" not in stored.files:
+    if SHARDS not in stored.files:
         return None
-    kept = json.loads((stored.path / KEPT / SHARDS).read_bytes())
+    kept = json.loads((stored.path / SHARDS).read_bytes())
     headers = {file: text.encode() for file, text in kept["headers"].items()}
     headers = {file: len(text).to_bytes(8, "little") + text for file, text in headers.items()}
     return kept["model_type"], headers, json.loads((stored.path / KEPT / "config.json").read_bytes())
@@ -160,10 +160,10 @@ def _read_kept(stored: checkpoint.Stored) -> tuple[str, dict[str, bytes], dict[s
 @contextlib.contextmanager
 def _other_tensors(stored: checkpoint.Stored) -> Iterator[Files | None]:
     """The tensors of the original that are no parameters of ours, if it had any."""
-    if f"{KEPT}/{OTHER}" not in stored.files:
+    if OTHER not in stored.files:
         yield None
         return
-    with Files(stored.path / KEPT, only=OTHER) as files:
+    with Files(stored.path, only=OTHER) as files:
         yield files
 
 

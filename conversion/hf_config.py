@@ -1,11 +1,12 @@
 """`config.json` of the published families <-> `ModelConfig`. Our own parser: no remote code, every value checked."""
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
 from conversion.names import Layout
-from mtpjax.config import ModelConfig, Yarn
+from mtpjax.config import Llama3Scaling, ModelConfig, Yarn
 
 MOST = 2**31  # no size in a configuration may reach this
 
@@ -188,23 +189,29 @@ def _rope(reader: _Reader) -> dict[str, Any]:
     theta = scaling.number("rope_theta", reader.number("rope_theta", 10000.0))
     partial = scaling.number("partial_rotary_factor", reader.number("partial_rotary_factor", 1.0))
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind not in ("default", "yarn", "mrope"):
-        raise ConfigError(f"config.json: rotary scaling {kind!r} is not supported, only yarn")
-    yarn = None
-    if kind == "yarn":
-        for key in ("truncate", "attention_factor"):
-            scaling.require(key, *((True,) if key == "truncate" else ()))
-        yarn = Yarn(
-            factor=scaling.number("factor", 1.0),
-            original_max_position_embeddings=scaling.integer(
-                "original_max_position_embeddings", reader.get("max_position_embeddings")
-            ),
-            beta_fast=scaling.number("beta_fast", 32.0),
-            beta_slow=scaling.number("beta_slow", 1.0),
-            mscale=scaling.number("mscale", 1.0),
-            mscale_all_dim=scaling.number("mscale_all_dim", 1.0) if scaling.get("mscale_all_dim") else 0.0,
-        )
-    return {"rope_theta": theta, "partial_rotary_factor": partial, "rope_scaling": yarn}
+    if kind not in ("default", "yarn", "mrope", "llama3"):
+        raise ConfigError(f"config.json: rotary scaling {kind!r} is not supported, only yarn and llama3")
+    made: Yarn | Llama3Scaling | None = None
+    if kind in ("yarn", "llama3"):
+        longest = reader.get("max_position_embeddings")
+        sizes: dict[str, Any] = {
+            "factor": scaling.number("factor", 1.0),
+            "original_max_position_embeddings": scaling.integer("original_max_position_embeddings", longest),
+        }
+        if kind == "llama3":
+            low, high = scaling.number("low_freq_factor", 1.0), scaling.number("high_freq_factor", 4.0)
+            made = Llama3Scaling(**sizes, low_freq_factor=low, high_freq_factor=high)
+        else:
+            scaling.require("truncate", True)
+            scaling.require("attention_factor")
+            made = Yarn(
+                **sizes,
+                beta_fast=scaling.number("beta_fast", 32.0),
+                beta_slow=scaling.number("beta_slow", 1.0),
+                mscale=scaling.number("mscale", 1.0),
+                mscale_all_dim=scaling.number("mscale_all_dim", 1.0) if scaling.get("mscale_all_dim") else 0.0,
+            )
+    return {"rope_theta": theta, "partial_rotary_factor": partial, "rope_scaling": made}
 
 
 def _grouped(reader: _Reader, fields: dict[str, Any]) -> dict[str, Any]:
@@ -368,26 +375,26 @@ def describe(config: ModelConfig, model_type: str | None = None) -> tuple[str, d
 
 
 def edited(
-    values: dict[str, Any], config: ModelConfig, *, dtypes: set[str] | None = None, drop_quantization: bool = False
+    values: dict[str, Any],
+    layout: Layout,
+    *,
+    num_mtp_modules: int | None = None,
+    dtypes: set[str] | None = None,
+    drop_quantization: bool = False,
 ) -> dict[str, Any]:
     """A `config.json` after its weights have changed: number of MTP modules, dtypes of the weights, quantisation."""
     values = {**values}
     if drop_quantization:
         values.pop("quantization_config", None)
-    family = FAMILIES[values["model_type"]]
-    level = {**values["text_config"]} if "text_config" in values else values
-    if parse(values).model.num_mtp_modules != config.num_mtp_modules:
-        level["mtp_num_hidden_layers" if family.layout.mtp == "mtp" else "num_nextn_predict_layers"] = (
-            config.num_mtp_modules
-        )
+    level = values
     if "text_config" in values:
-        values["text_config"] = level
-    if dtypes is None:
-        return values
-    main = sorted(dtypes, key=lambda name: (name == "float32", name))[0]  # beside bf16 weights, some are float32
-    for part in (values, level):
-        for key in ("torch_dtype", "dtype"):
-            if key in part and drop_quantization | (part[key] not in dtypes):
+        level = values["text_config"] = {**values["text_config"]}
+    if num_mtp_modules is not None:
+        level["mtp_num_hidden_layers" if layout.mtp == "mtp" else "num_nextn_predict_layers"] = num_mtp_modules
+    if dtypes is not None:
+        main = sorted(dtypes, key=lambda name: (name == "float32", name))[0]  # beside bf16 weights, some are float32
+        for part, key in itertools.product((values, level), ("torch_dtype", "dtype")):
+            if key in part and (drop_quantization or part[key] not in dtypes):
                 part[key] = main
     return values
 
@@ -414,7 +421,8 @@ def _values(config: ModelConfig, layout: Layout) -> dict[str, Any]:
     values = {name: getattr(config, name) for name in names}
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
     if config.rope_scaling is not None:
-        values["rope_scaling"] = {"type": "yarn", **dataclasses.asdict(config.rope_scaling)}
+        kind = "llama3" if isinstance(config.rope_scaling, Llama3Scaling) else "yarn"
+        values["rope_scaling"] = {"rope_type": kind, **dataclasses.asdict(config.rope_scaling)}
     if config.linear_output_gate == "sigmoid":
         values["output_gate_type"] = "sigmoid"
     values["mtp_num_hidden_layers" if layout.mtp == "mtp" else "num_nextn_predict_layers"] = config.num_mtp_modules

@@ -108,8 +108,7 @@ def _merge(files: Files, made: load.Plan, modules: Modules, target, progress) ->
         rewritten = {"config.json", INDEX} if added else set()
         copy_files(folder, files.bytes_of, [name for name in files.others() if name not in rewritten])
         if added:
-            config = dataclasses.replace(made.config, num_mtp_modules=modules.count)
-            content = hf_config.edited(files.json("config.json"), config)
+            content = hf_config.edited(files.json("config.json"), made.layout, num_mtp_modules=modules.count)
             (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
             write_index(folder, shards)
     return report

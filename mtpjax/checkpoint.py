@@ -3,7 +3,7 @@
     config.json    format name and version, the configuration, metadata
     digests.json   the sha256 of every other file; per array its shape, dtype and the sha256 of its elements
     params/        the arrays, written by Orbax, in a folder each
-    huggingface/   what else the Hugging Face directory held that this was converted from
+    huggingface*   what else the Hugging Face directory held that this was converted from (`conversion.convert`)
 
 Orbax restores flipped bits without an error: hence the digests. Those of the files are checked first, so that no
 parser meets damaged data; those of the arrays prove that what was read is what was in memory when it was saved.

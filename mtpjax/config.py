@@ -40,6 +40,20 @@ class Yarn:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Llama3Scaling:
+    """Llama 3.1's rotary scaling, by wavelength; names as in `rope_scaling` of `rope_type` "llama3"."""
+
+    factor: float
+    original_max_position_embeddings: int
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+    def __post_init__(self):
+        low, high = self.low_freq_factor, self.high_freq_factor
+        _require(low < high, f"low_freq_factor {low} is not below high_freq_factor {high}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """One architecture. A family is a set of these fields, never a class; names are Hugging Face's where it has one.
 
@@ -93,7 +107,7 @@ class ModelConfig:
     rope_theta: float = 10000.0
     rope_interleave: bool = False  # channel pairs (2j, 2j+1) instead of halves
     partial_rotary_factor: float = 1.0
-    rope_scaling: Yarn | None = None
+    rope_scaling: Yarn | Llama3Scaling | None = None
 
     # mixture of experts; n_routed_experts 0 means a dense feed-forward in every layer
     n_routed_experts: int = 0
@@ -232,8 +246,10 @@ class ModelConfig:
             nearest = difflib.get_close_matches(name, known, 1)
             hint = f"; the nearest is {nearest[0]}" if nearest else ""
             _require(name in known, f"unknown model setting '{name}'{hint}")
-        yarn = values.get("rope_scaling")
-        return cls(**{**values, "rope_scaling": Yarn(**yarn) if isinstance(yarn, dict) else yarn})
+        scaling = values.get("rope_scaling")
+        if isinstance(scaling, dict):
+            scaling = Llama3Scaling(**scaling) if "low_freq_factor" in scaling else Yarn(**scaling)
+        return cls(**{**values, "rope_scaling": scaling})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,14 +3,17 @@
 Needs `pip install -e ".[bench,test]"`.
 """
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import mtpjax
 from conversion import convert
-from experiments.check_equality import rigged_params, small_config
+from experiments.check_equality import random_params, rigged_params, small_config
 from mtpjax import DecodeConfig, MTPModel, checkpoint, generate, speculative_generate
+from mtpjax.config import Llama3Scaling
 from tests.golden import case, path
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -30,8 +33,9 @@ def open_there(folder):
     transformers.logging.disable_progress_bar()
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     layers = model.config.num_hidden_layers
+    modules = getattr(model.config, "num_nextn_predict_layers", 0)
     # MTP weights are found by this pattern, which the class fixes to the 61 layers of the published model.
-    numbers = "|".join(str(layers + number) for number in range(model.config.num_nextn_predict_layers))
+    numbers = "|".join(str(layers + number) for number in range(modules))
     model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.({numbers})\..*"]
     passes = []
     model.model.register_forward_hook(lambda *_: passes.append(1))
@@ -67,6 +71,25 @@ def test_golden_checkpoints_decode_alike(name):
     with np.load(path(name) / "expected.npz") as expected:
         prompts = [expected[f"{prompt}_input_ids"].tolist() for prompt in ("p0", "p1")]
     assert_same(path(name), prompts)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_plain_trunks_decode_alike(family, tmp_path, key):
+    """With Llama 3.1's rotary scaling, whose ramp lies within the head."""
+    scaling = Llama3Scaling(factor=4.0, original_max_position_embeddings=32) if family == "llama" else None
+    config = small_config("grouped", num_mtp_modules=0, use_qk_norm=family == "qwen3", head_dim=16)
+    config = dataclasses.replace(config, rope_scaling=scaling, rope_theta=100.0)
+    model = MTPModel(config)
+    checkpoint.save_model(tmp_path / "ours", model, random_params(model))
+    convert.to_hugging_face(tmp_path / "ours", tmp_path / "there", model_type=family)
+    model, params = mtpjax.load(tmp_path / "there")
+    assert model.config == config
+    theirs, _ = open_there(tmp_path / "there")
+    prompt = np.random.default_rng(0).integers(0, config.vocab_size, 60).tolist()
+    with torch.inference_mode():
+        wanted = theirs(torch.tensor([prompt])).logits[0].numpy()
+    found = mtpjax.forward(params, np.array([prompt]), model=model).logits[0]
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize("modules", [1, 2])

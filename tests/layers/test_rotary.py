@@ -1,4 +1,5 @@
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +7,7 @@ import numpy as np
 import pytest
 
 from mtpjax import ModelConfig
-from mtpjax.config import Yarn
+from mtpjax.config import Llama3Scaling, Yarn
 from mtpjax.layers.rotary import inverse_frequencies, rotary_angles, rotate, softmax_scale
 
 CONFIG = ModelConfig(
@@ -88,4 +89,24 @@ def test_yarn_scales_softmax_and_rotation():
 def test_yarn_without_scaling_is_plain():
     config = dataclasses.replace(CONFIG, rope_scaling=dataclasses.replace(YARN, factor=1.0))
     np.testing.assert_array_equal(inverse_frequencies(config), inverse_frequencies(CONFIG))
+    assert softmax_scale(config, 16) == 0.25
+
+
+def test_llama3_scaling_follows_its_definition():
+    """By wavelength, pair for pair: short ones stay, long ones are divided, and between them both are mixed."""
+    scaling = Llama3Scaling(factor=8.0, original_max_position_embeddings=64, low_freq_factor=1.0, high_freq_factor=4.0)
+    config = dataclasses.replace(CONFIG, rope_scaling=scaling, rope_theta=50.0)
+    unscaled = inverse_frequencies(dataclasses.replace(config, rope_scaling=None))
+    expected = []
+    for plain in unscaled.tolist():
+        wavelength = 2 * math.pi / plain
+        if wavelength < 64 / 4:
+            expected.append(plain)
+        elif wavelength > 64 / 1:
+            expected.append(plain / 8)
+        else:
+            smooth = (64 / wavelength - 1) / (4 - 1)
+            expected.append((1 - smooth) * plain / 8 + smooth * plain)
+    np.testing.assert_allclose(inverse_frequencies(config), expected, rtol=1e-6)
+    assert len(set(np.round(np.array(expected) / unscaled, 4).tolist())) > 2  # of all three kinds
     assert softmax_scale(config, 16) == 0.25
