@@ -35,15 +35,11 @@ class Mtpjax:
     """`generate` and `speculative_generate`."""
 
     def __init__(self, shape: str, folder: pathlib.Path):
-        import jax
+        import mtpjax
 
-        from experiments.decode_checkpoints import SHAPES, read_params
-        from mtpjax import MTPModel
-
-        self.model = MTPModel(SHAPES[shape])
-        self.params = {
-            name: jax.device_put(read_params(folder / name, self.model.config)) for name in ("random", "rigged")
-        }
+        loaded = {name: mtpjax.load(folder / name) for name in ("random", "rigged")}
+        self.model = loaded["random"][0]
+        self.params = {name: params for name, (_, params) in loaded.items()}
         self.versions = {name: _version(name) for name in ("mtpjax", "jax", "jaxlib")}
 
     def run(self, weights: str, prompts: list[list[int]], num_steps: int, new_tokens: int) -> dict[str, Any]:
