@@ -41,13 +41,9 @@ def to_mtpjax(
     """
     with Files(source, strict=strict) as files:
         made = load.plan(files, dtype=dtype, model_type=model_type, allow_extra=allow_extra)
-        params: dict = {}
-        for path, leaf in made.leaves.items():
-            *folders, last = path.split("/")
-            node = params
-            for folder in folders:
-                node = node.setdefault(folder, {})
-            node[last] = _streams(files, made, path, leaf, progress)
+        params = checkpoint.unflatten(
+            {path: _streams(files, made, path, leaf, progress) for path, leaf in made.leaves.items()}
+        )
 
         def write_more(folder: pathlib.Path) -> None:
             (folder / KEPT).mkdir()

@@ -5,6 +5,7 @@ import logging
 import math
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jax.sharding import Mesh
 from conversion import hf_config
 from conversion.files import CheckpointFileError, Files
 from conversion.names import Layout, Leaf, Piece, copy_into, mtp_names, table, tied_copies
+from mtpjax.checkpoint import unflatten
 from mtpjax.config import ModelConfig
 from mtpjax.model import MTPModel
 from mtpjax.quantized import BlockScaled
@@ -228,16 +230,16 @@ def load(
     with Files(path, strict=strict) as files:
         made = plan(files, dtype=dtype, allow_extra=allow_extra)
         _check_memory(made, mesh)
-        params: dict = {}
-        for leaf_path, leaf in made.leaves.items():
-            value = _load_leaf(files, made, leaf_path, leaf, mesh)
-            *folders, last = leaf_path.split("/")
-            node = params
-            for folder in folders:
-                node = node.setdefault(folder, {})
-            node[last] = value
+
+        def read(path: str):
+            value = _load_leaf(files, made, path, made.leaves[path], mesh)
             if progress:
                 progress(sum(array.nbytes for array in jax.tree.leaves(value)))
+            return value
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # reading and reordering let go of the interpreter lock
+            values = pool.map(read, made.leaves)
+            params = unflatten(dict(zip(made.leaves, values, strict=True)))
         files.report()
     return MTPModel(made.config), params
 

@@ -138,7 +138,7 @@ def restore(path):
         chunks = [stored.records[name].get("chunks") for name in arrays]
         for name, found in zip(arrays, pool.map(_describe, arrays.values(), chunks), strict=True):
             _check(stored.path / "params", name, found, stored.records[name])
-    params = _unflatten({name: jnp.asarray(array) for name, array in arrays.items()})
+    params = unflatten({name: jnp.asarray(array) for name, array in arrays.items()})
     return stored.config, _join_scaled(params, stored.scaled), stored.metadata
 
 
@@ -224,7 +224,7 @@ def _write_arrays(folder, arrays):
     streams = {name: array for name, array in arrays.items() if isinstance(array, Stream)}
     stand_ins = {name: np.zeros(1, stream.dtype) for name, stream in streams.items()}
     with ocp.Checkpointer(handler) as checkpointer:
-        checkpointer.save(folder, args=ocp.args.PyTreeSave(_unflatten(arrays | stand_ins)))
+        checkpointer.save(folder, args=ocp.args.PyTreeSave(unflatten(arrays | stand_ins)))
     whole = {name: array for name, array in arrays.items() if name not in streams}
     with ThreadPoolExecutor() as pool:
         records = dict(zip(whole, pool.map(_describe, whole.values()), strict=True))
@@ -300,8 +300,8 @@ def _read_arrays(folder, recorded):
             for name in sorted(recorded.keys() ^ stored.keys()):
                 absent = folder if name in recorded else folder.with_name("digests.json")
                 raise CheckpointError(f"array {name!r} is missing from {absent}")
-            item = _unflatten(dict.fromkeys(recorded, 0))
-            restore_args = _unflatten({name: ocp.RestoreArgs(restore_type=np.ndarray) for name in recorded})
+            item = unflatten(dict.fromkeys(recorded, 0))
+            restore_args = unflatten({name: ocp.RestoreArgs(restore_type=np.ndarray) for name in recorded})
             tree = checkpointer.restore(folder, args=ocp.args.PyTreeRestore(item=item, restore_args=restore_args))
             return _flatten_tree(tree)
     except CheckpointError:
@@ -416,8 +416,9 @@ def _flatten_tree(tree, prefix=""):
     return leaves
 
 
-def _unflatten(leaves):
-    tree = {}
+def unflatten(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"a/b": value}` -> nested dicts."""
+    tree: dict[str, Any] = {}
     for name, leaf in leaves.items():
         *folders, last = name.split("/")
         node = tree
