@@ -2,7 +2,8 @@
 
 Makes checkpoints of random weights (stacked experts in bfloat16; block-fp8 with an expert per tensor), then runs every
 way in processes of their own that take turns: ours, `cat` of the same files (to /dev/null, and to a copy), Orbax's
-safetensors reader and the safetensors package. Files come from the page cache. Peak memory is the process's largest
+safetensors reader and the safetensors package. Speeds count the bytes of the whole checkpoint, also those of
+`export-mtp`, which reads the modules only. Files come from the page cache. Peak memory is the process's largest
 resident size less what its imports took.
 """
 
