@@ -211,10 +211,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--new-tokens", type=count, default=97, help="at least 2; 12n + 1 fills the rounds of 1 to 3 drafts"
     )
     parser.add_argument("--repeats", type=count, default=5)
-    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("experiments/results/bench_decode.json"))
+    results = pathlib.Path("experiments/results/bench_decode.json")
+    parser.add_argument("--output", type=pathlib.Path, help=f"default: {results}; with --quick under runs/")
     options = parser.parse_args(arguments)
     if options.new_tokens < 2:
         parser.error("argument --new-tokens: 1 is not at least 2")
+    options.output = options.output or (pathlib.Path("runs", results.name) if options.quick else results)
     if options.quick:
         options.shapes, options.batch, options.engines = ["tiny"], [1], ["mtpjax"]
         options.num_steps, options.threads, options.repeats = [1], ["1"], 3
