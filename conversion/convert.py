@@ -11,9 +11,9 @@ import numpy as np
 
 from conversion import hf_config, load
 from conversion.export import Assembly
-from conversion.files import INDEX, CheckpointFileError, Files, Tensor, parse_header
+from conversion.files import INDEX, CheckpointFileError, Files, parse_header
 from conversion.names import Leaf, table, tied_copies
-from conversion.shards import Entry, Shard, copy_files, new_shards, shard, write_index, write_shards
+from conversion.shards import Entry, Shard, copy_files, entry_of, new_shards, shard, write_index, write_shards
 from mtpjax import checkpoint
 from mtpjax.atomic import new_folder
 from mtpjax.quantized import BlockScaled
@@ -51,7 +51,7 @@ def to_mtpjax(
             headers = {file: header[8:].decode() for file, header in files.headers.items()}
             (folder / SHARDS).write_text(json.dumps({"model_type": made.model_type, "headers": headers}))
             if made.other:
-                entries = [_entry(files.tensors[name]) for name in made.other]
+                entries = [entry_of(files.tensors[name]) for name in made.other]
                 write_shards(folder, [shard(OTHER, entries, None)], lambda entry: files.blocks(entry.name), progress)
 
         checkpoint.save(target, made.config.to_dict(), params, write_more=write_more)
@@ -84,8 +84,8 @@ def to_hugging_face(source, target, *, dtype=None, model_type: str | None = None
     dropped = {scale for name, scale in scales.items() if wanted[name].dtype != load.E4M3}
     shards = []
     for file, (found, metadata) in parsed.items():
-        entries = [wanted.get(tensor.name, _entry(tensor)) for tensor in found if tensor.name not in dropped]
-        is_same = entries == [_entry(tensor) for tensor in found]
+        entries = [wanted.get(tensor.name, entry_of(tensor)) for tensor in found if tensor.name not in dropped]
+        is_same = entries == [entry_of(tensor) for tensor in found]
         shards.append(Shard(file, headers[file], tuple(entries)) if is_same else shard(file, entries, metadata))
     if kept is None:
         shards = new_shards(wanted.values())
@@ -94,14 +94,12 @@ def to_hugging_face(source, target, *, dtype=None, model_type: str | None = None
     with new_folder(pathlib.Path(target).resolve()) as folder:
         with _other_tensors(stored) as other:
 
-            def blocks(entry: Entry):
-                is_passed_on = other is not None and entry.name in other.tensors
-                for part in other.blocks(entry.name) if other and is_passed_on else assembly.blocks(entry):
-                    yield part
-                    if progress:
-                        progress(part.nbytes)
+            def blocks(entry: Entry) -> Iterator[np.ndarray]:
+                if other is not None and entry.name in other.tensors:
+                    return other.blocks(entry.name)
+                return assembly.blocks(entry)
 
-            write_shards(folder, shards, blocks)
+            write_shards(folder, shards, blocks, progress)
         is_changed = [shard.header for shard in shards] != list(headers.values())
         rewritten = {"config.json", INDEX} if is_changed else set()
         if kept is not None:
@@ -113,10 +111,6 @@ def to_hugging_face(source, target, *, dtype=None, model_type: str | None = None
             content = hf_config.edited(content, layout, dtypes=found, drop_quantization=bool(dropped))
             (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
             write_index(folder, shards)
-
-
-def _entry(tensor: Tensor) -> Entry:
-    return Entry(tensor.name, tensor.dtype, tensor.shape)
 
 
 def _streams(files: Files, made: load.Plan, path: str, leaf: Leaf, progress: Progress | None):

@@ -17,7 +17,7 @@ import numpy as np
 from conversion import load
 from conversion.files import BLOCK, INDEX, CheckpointFileError, Files
 from conversion.names import Layout
-from conversion.shards import Entry, copy_files, index_of, shard, write_shards
+from conversion.shards import Entry, copy_files, entry_of, index_of, shard, write_shards
 from mtpjax.atomic import new_folder
 from mtpjax.config import ModelConfig
 
@@ -54,7 +54,7 @@ def export(source, target, *, model_type: str | None = None, progress: Callable[
             new = exported_name(name, config, made.layout)
             if new is not None and name not in made.scales.values():
                 names[new] = name
-        if "mtp" in made.layout.mtp:
+        if made.layout.mtp == "mtp":
             names |= {name: name for name in shared_tensors(config, made.layout)}
         entries = [
             Entry(new, load.BF16 if name in made.scales else files.tensors[name].dtype, files.tensors[name].shape)
@@ -63,14 +63,8 @@ def export(source, target, *, model_type: str | None = None, progress: Callable[
         shards = [shard(WEIGHTS, entries, {"format": "pt"})]
         content = edited_config(files.json("config.json"), made)
 
-        def blocks(entry: Entry) -> Iterator[np.ndarray]:
-            for part in dequantised_blocks(files, made, names[entry.name]):
-                yield part
-                if progress:
-                    progress(part.nbytes)
-
         with new_folder(pathlib.Path(target).resolve(), is_export) as folder:
-            write_shards(folder, shards, blocks)
+            write_shards(folder, shards, lambda entry: dequantised_blocks(files, made, names[entry.name]), progress)
             copy_files(folder, files.bytes_of, [name for name in files.others() if name not in (INDEX, "config.json")])
             (folder / INDEX).write_bytes(index_of(shards))
             (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
@@ -78,8 +72,7 @@ def export(source, target, *, model_type: str | None = None, progress: Callable[
                 described = _rename_described(files.json(ASCEND), config, made.layout)
                 (folder / ASCEND).write_text(json.dumps(described, indent=2) + "\n")
             with Files(folder) as written:
-                found = [Entry(tensor.name, tensor.dtype, tensor.shape) for tensor in written.tensors.values()]
-                assert sorted(found, key=lambda entry: entry.name) == entries
+                assert [entry_of(tensor) for _, tensor in sorted(written.tensors.items())] == entries
         return config.num_mtp_modules
 
 

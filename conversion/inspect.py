@@ -4,6 +4,7 @@ import collections
 import json
 import math
 import pathlib
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -105,18 +106,13 @@ def size(count: float) -> str:
 def _hugging_face(path, model_type: str | None) -> dict[str, Any]:
     with Files(path) as files:
         made = load.survey(files, model_type=model_type)
-        dtypes: dict[str, Any] = {}
-        for tensor in files.tensors.values():
-            kind = dtypes.setdefault(NAMES[tensor.dtype], {"tensors": 0, "bytes": 0})
-            kind["tensors"] += 1
-            kind["bytes"] += tensor.end - tensor.begin
         content = files.json("config.json")
         return {
             "path": str(path),
             "format": "Hugging Face",
             "model_type": made.model_type,
             "quantization": content.get("quantization_config"),
-            "dtypes": dtypes,
+            "dtypes": _tally((tensor.shape, tensor.dtype) for tensor in files.tensors.values()),
             "shards": dict(files.sizes),
             "tensors": len(files.tensors),
             "bytes": sum(files.sizes.values()),
@@ -141,20 +137,13 @@ def _sizes(files: Files, made: load.Plan):
 def _ours(path: pathlib.Path) -> dict[str, Any]:
     stored = checkpoint.Stored(path, verify=False)
     config = checkpoint.model_config(stored.config, path)
-    dtypes: dict[str, Any] = {}
-    sizes = {}
-    for name, record in stored.records.items():
-        shape, dtype = tuple(record["shape"]), np.dtype(record["dtype"])
-        sizes[name] = (shape, dtype)
-        kind = dtypes.setdefault(NAMES[dtype], {"tensors": 0, "bytes": 0})
-        kind["tensors"] += 1
-        kind["bytes"] += math.prod(shape) * dtype.itemsize
+    sizes = {name: (tuple(record["shape"]), np.dtype(record["dtype"])) for name, record in stored.records.items()}
     return {
         "path": str(path),
         "format": "mtpjax",
         "model_type": "described by the configuration",
         "quantization": {"block": next(iter(stored.scaled.values()))[1]} if stored.scaled else None,
-        "dtypes": dtypes,
+        "dtypes": _tally(sizes.values()),
         "shards": {name: (path / name).stat().st_size for name in stored.files},
         "tensors": len(sizes),
         "bytes": sum((path / name).stat().st_size for name in stored.files),
@@ -165,6 +154,16 @@ def _ours(path: pathlib.Path) -> dict[str, Any]:
         "config": config,
         "sizes": sizes,
     }
+
+
+def _tally(arrays: Iterable[tuple[tuple[int, ...], np.dtype]]) -> dict[str, dict[str, int]]:
+    """By dtype: how many arrays, and their bytes."""
+    kinds: dict[str, dict[str, int]] = {}
+    for shape, dtype in arrays:
+        kind = kinds.setdefault(NAMES[dtype], {"tensors": 0, "bytes": 0})
+        kind["tensors"] += 1
+        kind["bytes"] += math.prod(shape) * dtype.itemsize
+    return kinds
 
 
 def _share(name: str, shape: tuple[int, ...], mesh: dict[str, int]) -> int:

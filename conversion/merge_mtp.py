@@ -16,9 +16,9 @@ import numpy as np
 from conversion import hf_config, load
 from conversion.export import Assembly
 from conversion.export_mtp import WEIGHTS, dequantised_blocks, original_name, shared_tensors
-from conversion.files import INDEX, CheckpointFileError, Files
+from conversion.files import INDEX, CheckpointFileError, Files, parse_header
 from conversion.names import mtp_names, table
-from conversion.shards import Entry, Shard, copy_files, shard, write_index, write_shards
+from conversion.shards import Entry, Shard, copy_files, entry_of, shard, write_index, write_shards
 from mtpjax import checkpoint
 from mtpjax.atomic import new_folder
 from mtpjax.config import ModelConfig
@@ -79,20 +79,13 @@ def _merge(files: Files, made: load.Plan, modules: Modules, target, progress) ->
     scale_of = {made.scales[name]: name for name in changed if name in made.scales}
     shards = []
     for file, header in files.headers.items():
-        tensors = [tensor for tensor in files.tensors.values() if tensor.file == file]
-        entries = [Entry(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]
-        shards.append(Shard(file, header, tuple(entries)))
+        tensors, _ = parse_header(header, file, files.path)
+        shards.append(Shard(file, header, tuple(map(entry_of, tensors))))
     added = [entry for name, entry in modules.entries.items() if name not in files.tensors]
     if added:
         shards.append(shard(ADDED, added, {"format": "pt"}))
 
     def blocks(entry: Entry) -> Iterator[np.ndarray]:
-        for part in parts(entry):
-            yield part
-            if progress:
-                progress(part.nbytes)
-
-    def parts(entry: Entry) -> Iterator[np.ndarray]:
         name = scale_of.get(entry.name, entry.name)
         if name in files.tensors and name not in changed:
             yield from files.blocks(name)
@@ -104,7 +97,7 @@ def _merge(files: Files, made: load.Plan, modules: Modules, target, progress) ->
                 yield part.astype(entry.dtype, copy=False)
 
     with new_folder(pathlib.Path(target).resolve()) as folder:
-        write_shards(folder, shards, blocks)
+        write_shards(folder, shards, blocks, progress)
         rewritten = {"config.json", INDEX} if added else set()
         copy_files(folder, files.bytes_of, [name for name in files.others() if name not in rewritten])
         if added:
@@ -128,9 +121,7 @@ def _from_export(exported: Files, files: Files, made: load.Plan) -> Modules:
         if name in names and not _same(files.blocks(name), exported.blocks(names.pop(name))):
             log.warning("%s of the export differs from the checkpoint's, which is kept", name)
     _check_names(names.keys(), config, made)
-    entries = {
-        name: Entry(name, exported.tensors[old].dtype, exported.tensors[old].shape) for name, old in names.items()
-    }
+    entries = {name: entry_of(exported.tensors[old])._replace(name=name) for name, old in names.items()}
     return Modules(count, entries, lambda name: exported.blocks(names[name]))
 
 

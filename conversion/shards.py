@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from conversion.files import INDEX, NAMES, SINGLE, CheckpointFileError
+from conversion.files import INDEX, NAMES, SINGLE, CheckpointFileError, Tensor
 
 SHARD_BYTES = 5 << 30  # of a new shard; Hugging Face's own limit
 
@@ -24,6 +24,11 @@ class Entry(NamedTuple):
     @property
     def nbytes(self) -> int:
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+def entry_of(tensor: Tensor) -> Entry:
+    """A tensor to be written as it was read."""
+    return Entry(tensor.name, tensor.dtype, tensor.shape)
 
 
 class Shard(NamedTuple):
