@@ -234,6 +234,24 @@ class Files:
         return self._open[file]
 
 
+def same_content(ours: Iterator[np.ndarray], theirs: Iterator[np.ndarray]) -> bool:
+    """Whether two streams of blocks, cut in their own ways, hold the same."""
+    left: list[np.ndarray] = [np.empty(0), np.empty(0)]
+    streams = (ours, theirs)
+    while True:
+        for side, stream in enumerate(streams):
+            if not left[side].size:
+                block = next(stream, None)
+                left[side] = np.empty(0) if block is None else block.reshape(-1)
+        count = min(left[0].size, left[1].size)
+        if not count:
+            return not max(left[0].size, left[1].size)
+        one, two = left[0][:count], left[1][:count]
+        if one.dtype != two.dtype or one.tobytes() != two.tobytes():
+            return False
+        left = [left[0][count:], left[1][count:]]
+
+
 EXPONENTS = {  # the bits that are all set in what is not finite (and in e4m3fn, which has no infinity, of NaN)
     "float32": (np.uint32, 0x7F800000, 0x7FFFFFFF),
     "float16": (np.uint16, 0x7C00, 0x7FFF),

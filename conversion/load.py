@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from conversion import hf_config
-from conversion.files import CheckpointFileError, Files
+from conversion.files import CheckpointFileError, Files, same_content
 from conversion.names import Layout, Leaf, Piece, copy_into, mtp_names, table, tied_copies
 from mtpjax.checkpoint import unflatten
 from mtpjax.config import ModelConfig
@@ -168,15 +168,9 @@ def _settle_norms(config: ModelConfig, leaves: dict[str, Leaf], files: Files) ->
     return dataclasses.replace(config, zero_centred_norm=False)
 
 
-def _same_bytes(files: Files, one: str, other: str, rows: int = 4096) -> bool:
+def _same_bytes(files: Files, one: str, other: str) -> bool:
     a, b = files.tensors[one], files.tensors[other]
-    if (a.shape, a.dtype) != (b.shape, b.dtype):
-        return False
-    for begin in range(0, a.shape[0], rows):
-        end = min(begin + rows, a.shape[0])
-        if files.read(one, begin, end).tobytes() != files.read(other, begin, end).tobytes():
-            return False
-    return True
+    return (a.shape, a.dtype) == (b.shape, b.dtype) and same_content(files.blocks(one), files.blocks(other))
 
 
 def _scales(files: Files, wanted: dict[str, tuple[int, ...]], block: tuple[int, int] | None) -> dict[str, str]:

@@ -16,7 +16,7 @@ import numpy as np
 from conversion import hf_config, load
 from conversion.export import Assembly
 from conversion.export_mtp import WEIGHTS, dequantised_blocks, original_name, shared_tensors
-from conversion.files import INDEX, CheckpointFileError, Files, parse_header
+from conversion.files import INDEX, CheckpointFileError, Files, parse_header, same_content
 from conversion.names import mtp_names, table
 from conversion.shards import Entry, Shard, copy_files, entry_of, shard, write_index, write_shards
 from mtpjax import checkpoint
@@ -118,7 +118,7 @@ def _from_export(exported: Files, files: Files, made: load.Plan) -> Modules:
     config = dataclasses.replace(made.config, num_mtp_modules=count)
     names = {original_name(name, config, made.layout): name for name in exported.tensors}
     for name in shared_tensors(config, made.layout):
-        if name in names and not _same(files.blocks(name), exported.blocks(names.pop(name))):
+        if name in names and not same_content(files.blocks(name), exported.blocks(names.pop(name))):
             log.warning("%s of the export differs from the checkpoint's, which is kept", name)
     _check_names(names.keys(), config, made)
     entries = {name: entry_of(exported.tensors[old])._replace(name=name) for name, old in names.items()}
@@ -169,25 +169,9 @@ def _check_names(names, config: ModelConfig, made: load.Plan) -> None:
 def _is_equal(files: Files, made: load.Plan, modules: Modules, name: str) -> bool:
     """Whether a module's tensor is what exporting the checkpoint's would give, in the module's own dtype."""
     dtype = modules.entries[name].dtype
-    return _same((block.astype(dtype) for block in dequantised_blocks(files, made, name, dtype)), modules.blocks(name))
-
-
-def _same(ours: Iterator[np.ndarray], theirs: Iterator[np.ndarray]) -> bool:
-    """Whether two streams of blocks, cut in their own ways, hold the same."""
-    left: list[np.ndarray] = [np.empty(0), np.empty(0)]
-    streams = (ours, theirs)
-    while True:
-        for side, stream in enumerate(streams):
-            if not left[side].size:
-                block = next(stream, None)
-                left[side] = np.empty(0) if block is None else block.reshape(-1)
-        count = min(left[0].size, left[1].size)
-        if not count:
-            return not max(left[0].size, left[1].size)
-        one, two = left[0][:count], left[1][:count]
-        if one.dtype != two.dtype or one.tobytes() != two.tobytes():
-            return False
-        left = [left[0][count:], left[1][count:]]
+    return same_content(
+        (block.astype(dtype) for block in dequantised_blocks(files, made, name, dtype)), modules.blocks(name)
+    )
 
 
 def _quantised(blocks: Iterator[np.ndarray], block: tuple[int, int] | None):
