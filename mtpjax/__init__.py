@@ -7,7 +7,8 @@ if TYPE_CHECKING:
     from mtpjax import train
     from mtpjax.architectures import presets
     from mtpjax.checkpoint import load
-    from mtpjax.config import DecodeConfig, ModelConfig, TrainConfig
+    from mtpjax.config import ModelConfig, TrainConfig
+    from mtpjax.decode.config import DecodeConfig, SamplingParams
     from mtpjax.decode.generate import generate, speculative_generate
     from mtpjax.decode.result import GenerationResult
     from mtpjax.model import MTPModel, add_mtp_modules, forward, init_params
@@ -17,6 +18,7 @@ __all__ = [
     "GenerationResult",
     "MTPModel",
     "ModelConfig",
+    "SamplingParams",
     "TrainConfig",
     "add_mtp_modules",
     "forward",
@@ -30,7 +32,8 @@ __all__ = [
 
 _HOMES = {
     "checkpoint": ("load",),
-    "config": ("DecodeConfig", "ModelConfig", "TrainConfig"),
+    "config": ("ModelConfig", "TrainConfig"),
+    "decode.config": ("DecodeConfig", "SamplingParams"),
     "decode.generate": ("generate", "speculative_generate"),
     "decode.result": ("GenerationResult",),
     "model": ("MTPModel", "add_mtp_modules", "forward", "init_params"),

@@ -137,7 +137,7 @@ def _quickstart(options) -> int:
 
 def _generate(options) -> int:
     from mtpjax.checkpoint import find, load
-    from mtpjax.config import DecodeConfig
+    from mtpjax.decode.config import DecodeConfig
     from mtpjax.decode.generate import generate, speculative_generate
     from mtpjax.tokenizer import load_tokenizer
 

@@ -1,4 +1,4 @@
-"""The static descriptions: what a model is, how to decode with it, how to train it. All frozen and hashable."""
+"""The static descriptions: what a model is, how to train it. All frozen and hashable."""
 
 import dataclasses
 import difflib
@@ -250,38 +250,6 @@ class ModelConfig:
         if isinstance(scaling, dict):
             scaling = Llama3Scaling(**scaling) if "low_freq_factor" in scaling else Yarn(**scaling)
         return cls(**{**values, "rope_scaling": scaling})
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DecodeConfig:
-    """How to decode. Only `num_steps`, `prefill_chunk` and `min_rows` are compiled in; the rest enters as arrays.
-
-    Attributes:
-        max_new_tokens: most tokens per row, at least 1.
-        num_steps: draft levels per round; 0 is plain decoding. Levels beyond the model's modules recycle the last.
-        stop_token_ids: a row ends after any of these (and returns it).
-        max_length: longest sequence, prompt included; None: the model's `max_position_embeddings`.
-        prefill_chunk: tokens per row and prefill pass.
-        min_rows: fewest tokens per row in any pass, padding included. None: 2 for a batch of one on a GPU, else 1.
-            Where two rows cost less than one, this is plain decoding's best form.
-    """
-
-    max_new_tokens: int = 128
-    num_steps: int = 1
-    stop_token_ids: tuple[int, ...] = ()
-    max_length: int | None = None
-    prefill_chunk: int = 64
-    min_rows: int | None = None
-
-    def __post_init__(self):
-        _require(self.max_new_tokens >= 1, f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
-        _require(self.num_steps >= 0, f"num_steps must be at least 0, not {self.num_steps}")
-        _require(self.prefill_chunk >= 1, f"prefill_chunk must be at least 1, not {self.prefill_chunk}")
-        _require(self.min_rows is None or self.min_rows >= 1, f"min_rows must be at least 1, not {self.min_rows}")
-        _require(
-            self.max_length is None or self.max_length >= 2, f"max_length must be at least 2, not {self.max_length}"
-        )
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -78,7 +78,7 @@ class _Child:
         self, *, prompts, max_new_tokens: int, num_steps: int, min_rows: int, repeats: int = 1
     ) -> dict[str, Any]:
         """Decodes the prompts one by one; the seconds of each beyond those of its prefill and first token (medians)."""
-        from mtpjax.config import DecodeConfig
+        from mtpjax.decode.config import DecodeConfig
         from mtpjax.decode.generate import speculative_generate
 
         config = DecodeConfig(max_new_tokens=max_new_tokens, num_steps=num_steps, min_rows=min_rows)

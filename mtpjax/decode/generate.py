@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from mtpjax.config import DecodeConfig
+from mtpjax.decode.config import DecodeConfig
 from mtpjax.decode.loop import decode, least_rows
 from mtpjax.decode.result import DecodeStats, GenerationResult
 from mtpjax.decode.state import DecodeState, hidden_rows, init_state
