@@ -61,11 +61,11 @@ def write_rows(buffer: jax.Array, rows: jax.Array, start: jax.Array, *, axis: in
     return jax.vmap(lambda b, r, s: jax.lax.dynamic_update_slice_in_dim(b, r, s, axis - 1))(buffer, rows, start)
 
 
-def read_rows(buffer: jax.Array, start: jax.Array, width: int) -> jax.Array:
-    """`width` entries of `buffer [B, S, ...]` from `start [B]` on: `[B, width, ...]`."""
+def read_rows(buffer: jax.Array, start: jax.Array, width: int, *, axis: int = 1) -> jax.Array:
+    """`width` entries of `buffer` along `axis` from `start [B]` on: `[B, width, ...]` (axis 0 is B)."""
     if buffer.shape[0] == 1:
-        return jax.lax.dynamic_slice_in_dim(buffer, start[0], width, 1)
-    return jax.vmap(lambda b, s: jax.lax.dynamic_slice_in_dim(b, s, width, 0))(buffer, start)
+        return jax.lax.dynamic_slice_in_dim(buffer, start[0], width, axis)
+    return jax.vmap(lambda b, s: jax.lax.dynamic_slice_in_dim(b, s, width, axis - 1))(buffer, start)
 
 
 def append(entries: Entries, new: Entries, start: jax.Array) -> Entries:
@@ -86,7 +86,7 @@ def _pinned(array: jax.Array) -> jax.Array:
 def remember(new: Entries, view: View, memory: Entries | Recycled | None) -> tuple[Entries, tuple[Entries, ...], Masks]:
     """What a layer keeps after a pass that made the entries `new`, and what its queries attend to, with masks.
 
-    The keys are the cache with `new` appended, the levels of a recycled pass, or `new` alone.
+    The keys are the cache with `new` appended (the view's span of it), the levels of a recycled pass, or `new` alone.
     """
     if isinstance(memory, Recycled):
         levels = (*memory.levels, new)
@@ -95,13 +95,33 @@ def remember(new: Entries, view: View, memory: Entries | Recycled | None) -> tup
     if memory is not None:
         assert view.start is not None, "a pass with a cache takes a cached view"
         new = append(memory, new, view.start)
-    return new, (new,), (view.mask,)
+    if view.span is None:
+        return new, (new,), (view.mask,)
+    sinks, begin, size = view.span.sinks, view.span.begin, view.span.size
+    far = {name: jax.lax.slice_in_dim(kept, 0, sinks, axis=kept.ndim - 2) for name, kept in new.items()}
+    near = {name: read_rows(kept, begin, size, axis=kept.ndim - 2) for name, kept in new.items()}
+    return new, (far, near), (view.mask[:, :, :sinks], view.mask[:, :, sinks:])
 
 
 def commit(cache: Cache, length: jax.Array) -> Cache:
     """The cache whose committed entries are the first `length [B]`."""
     taken = length - cache.length
     return cache.replace(layers=tuple(_settle(entries, taken) for entries in cache.layers), length=length)
+
+
+def gather_path(cache: Cache, start: jax.Array, path: jax.Array, width: int) -> Cache:
+    """The cache with a tree's accepted entries side by side: slot `start + path[:, j]` moves to `start + j`.
+
+    `path [B, J]` holds places within the `width` slots from `start [B]` on, in rising order.
+    """
+
+    def move(kept: jax.Array) -> jax.Array:
+        axis = kept.ndim - 2
+        tree = read_rows(kept, start, width, axis=axis)
+        place = jnp.expand_dims(path, tuple(other for other in range(1, kept.ndim) if other != axis))
+        return _pinned(write_rows(kept, jnp.take_along_axis(tree, place, axis=axis), start, axis=axis))
+
+    return cache.replace(layers=tuple(jax.tree.map(move, entries) for entries in cache.layers))
 
 
 def _settle(entries: Entries, taken: jax.Array) -> Entries:

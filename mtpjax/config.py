@@ -72,6 +72,7 @@ class ModelConfig:
     rms_norm_eps: float = 1e-6
     zero_centred_norm: bool = False  # multiply by (1 + w): Qwen3-Next, Qwen3.5
     tie_word_embeddings: bool = False
+    num_tokens: int = 0  # ids from here on only pad the tables, and are never decoded; 0: all are tokens
 
     # attention
     attention: Literal["grouped", "latent"] = "grouped"
@@ -138,6 +139,9 @@ class ModelConfig:
     def __post_init__(self):
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
             _require(getattr(self, name) > 0, f"{name} must be positive, not {getattr(self, name)}")
+        _require(
+            0 <= self.num_tokens <= self.vocab_size, f"num_tokens {self.num_tokens} is not within 0..{self.vocab_size}"
+        )
         _require(self.num_mtp_modules >= 0, f"num_mtp_modules must not be negative, is {self.num_mtp_modules}")
         _require_choice("attention", self.attention, ("grouped", "latent"))
         _require_choice("scoring_func", self.scoring_func, ("sigmoid", "softmax"))

@@ -91,12 +91,15 @@ class MTPModel(nn.Module):
         after, before, entries = self.mtp[index](hidden, embedding, view, memory)
         return after, after if self.config.mtp_chain_post_norm else before, entries
 
+    def head_matrix(self, *, index: int | None = None) -> jax.Array:
+        """The head `[D, V]`; of module `index` if that has its own."""
+        if index is not None and self.config.mtp_own_head:
+            return self.mtp_head[index]
+        return self.embedding.T if self.config.tie_word_embeddings else self.head
+
     def logits(self, hidden: jax.Array, *, index: int | None = None) -> jax.Array:
         """Head over hidden `[..., D]` (after its norm): float32 `[..., V]`; of module `index` if that has its own."""
-        if index is not None and self.config.mtp_own_head:
-            head = self.mtp_head[index]
-        else:
-            head = self.embedding.T if self.config.tie_word_embeddings else self.head
+        head = self.head_matrix(index=index)
         return jnp.matmul(hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
 
 

@@ -89,8 +89,8 @@ def shard_state(state, mesh: Mesh):
     """A `DecodeState` laid out over `mesh`: rows over `data`, heads of the caches over `tensor`, latents replicated."""
 
     def place(path, leaf):
-        last = getattr(path[-1], "key", getattr(path[-1], "name", ""))
-        axes = CACHE_AXES.get(last, () if last == "stop_ids" else ("batch",))
+        first, last = (getattr(part, "key", getattr(part, "name", "")) for part in (path[0], path[-1]))
+        axes = CACHE_AXES.get(last, () if first in ("stops", "policy") else ("batch",))
         return jax.device_put(leaf, NamedSharding(mesh, spec(axes, leaf.shape, mesh.shape)))
 
     return jax.tree_util.tree_map_with_path(place, state)

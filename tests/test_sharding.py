@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from mtpjax import MTPModel, compat, presets
-from mtpjax.decode.state import init_state
+from mtpjax.decode.state import Plan, init_state
 from mtpjax.sharding import MESH_AXES, PARAMETER_AXES, param_sharding, shard_params, shard_state
 
 REPLICATED = re.compile(r"(experts/router|shared_gate)$")  # small, and each token needs them whole
@@ -74,10 +74,15 @@ def test_parameters_and_state_are_split_over_a_mesh(small):
     placed = shard_params(params, mesh)
     experts = placed["trunk"]["layer_1"]["experts"]["gate_up"]
     assert experts.addressable_shards[0].data.shape == (4, 32, 2, 6)
-    numbers = (jnp.zeros((2, 16), jnp.int32), jnp.ones(2, jnp.int32), jnp.ones(2, jnp.int32), jnp.zeros(8, jnp.int32))
-    state = shard_state(init_state(*numbers, model=model, num_steps=1, dtype=jnp.float32), mesh)
+    numbers = (
+        jnp.zeros((2, 16), jnp.int32),
+        jnp.ones(2, jnp.int32),
+        jnp.ones(2, jnp.int32),
+        jnp.zeros((8, 1), jnp.int32),
+    )
+    state = shard_state(init_state(*numbers, model=model, plan=Plan(1, num_nodes=2), dtype=jnp.float32), mesh)
     assert state.trunk.layers[0]["latent"].addressable_shards[0].data.shape == (1, 16, 16)
-    assert state.stop_ids.addressable_shards[0].data.shape == (8,)
+    assert state.stops.addressable_shards[0].data.shape == (8, 1)
 
 
 def test_every_axis_name_has_a_mesh_axis():

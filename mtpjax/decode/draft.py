@@ -1,80 +1,315 @@
-"""Drafting: the modules take in what was committed, then run ahead."""
+"""Drafting: the modules take in what was committed, then run ahead, along a chain or level by level of a tree."""
 
+import functools
+from collections.abc import Callable
+
+import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mtpjax.cache import commit, read_rows, write_rows
-from mtpjax.decode.state import DecodeState
-from mtpjax.layers.attend import cached_view
+from mtpjax.decode import noise
+from mtpjax.decode.probabilities import Path, adjust, distribution, draw
+from mtpjax.decode.state import DecodeState, Plan
+from mtpjax.decode.tree import Candidates, ancestry
+from mtpjax.layers.attend import Branches, cached_view
 from mtpjax.model import MTPModel, bind
 
 
-def propose(params: dict, state: DecodeState, *, model: MTPModel, num_steps: int, min_rows: int) -> DecodeState:
+class Draft(flax.struct.PyTreeNode):
+    """What one round verifies: W nodes per row, the pending token first. A chain's node n descends from node n-1."""
+
+    tokens: jax.Array  # [B, W] int32
+    probabilities: jax.Array | None = None  # [B, W, V] (chain: [B, W-1, V]) that a node's children were drawn from
+    parents: jax.Array | None = None  # [B, W] int32, of a tree
+    depths: jax.Array | None = None  # [B, W] int32, of a tree
+    is_on: jax.Array | None = None  # [B, W, W] bool, of a tree: (n, m): m is n or an ancestor
+
+
+class DraftHead(flax.struct.PyTreeNode):
+    """The columns of each module's head that a reduced vocabulary leaves."""
+
+    matrices: tuple[jax.Array, ...]  # per module, or one for all: [D, R]
+    place: jax.Array  # [V] int32, column of each token, -1 where it is left out
+
+
+def draft_head(params: dict, ids: jax.Array, *, model: MTPModel, dtype) -> DraftHead:
+    """Head columns of the tokens `ids [R]`; made once per call, before the loop."""
+    config = model.config
+    indices = range(config.num_mtp_modules) if config.mtp_own_head else [None]
+    apply = bind(model, params)
+    matrices = tuple(apply(index=index, method="head_matrix").astype(dtype)[:, ids] for index in indices)
+    place = jnp.full(config.vocab_size, -1, jnp.int32).at[ids].set(jnp.arange(len(ids), dtype=jnp.int32))
+    return DraftHead(matrices, place)
+
+
+def propose(
+    params: dict, state: DecodeState, *, model: MTPModel, plan: Plan, head: DraftHead | None = None
+) -> tuple[Draft, DecodeState]:
+    """The round's drafts. Afterwards module k's cache is true up to the newest slot whose tokens are all committed."""
+    drafter = functools.partial(_tree if plan.topk > 1 else _chain, params, state, model=model, plan=plan)
+    scorer = functools.partial(_score, bind(model, params), state, head, model)
+    draft, caches, tokens = drafter(scorer)
+    modules = tuple(commit(cache, jnp.maximum(state.length - 1 - index, 0)) for index, cache in enumerate(caches))
+    return draft, state.replace(tokens=tokens, modules=modules)
+
+
+Scorer = Callable[[jax.Array, int, Path | None, int], jax.Array]
+
+
+def _score(apply, state: DecodeState, head: DraftHead | None, model: MTPModel, hidden, index, path, level) -> jax.Array:
+    """Adjusted logits `[B, f, V]` of drafts at `level`, from a module's output `[B, f, D]` for them."""
+    if head is None:
+        logits = apply(hidden, index=index, method="logits")
+    else:
+        matrix = head.matrices[index if len(head.matrices) > 1 else 0]
+        few = jnp.matmul(hidden, matrix, preferred_element_type=jnp.float32)
+        is_left = (head.place >= 0)[None, None, :]
+        logits = jnp.where(is_left, jnp.take(few, jnp.maximum(head.place, 0), axis=-1), -jnp.inf)
+    num_new = state.length - state.prompt_length + level - 1
+    return adjust_logits(logits, state, path, jnp.broadcast_to(num_new[:, None], logits.shape[:2]), model)
+
+
+def adjust_logits(logits: jax.Array, state: DecodeState, path: Path | None, num_new: jax.Array, model: MTPModel):
+    """`adjust` with what the state knows."""
+    is_single = (state.stops[:, :-1] == -1).all(axis=1)
+    return adjust(
+        logits,
+        state.sampling,
+        state.history,
+        path=path,
+        num_new=num_new,
+        stop_ids=jnp.where(is_single, state.stops[:, -1], -1),
+        num_tokens=model.config.num_tokens or model.config.vocab_size,
+    )
+
+
+def _take_in(apply, state: DecodeState, model: MTPModel, plan: Plan, tokens, caches, carried, index: int):
+    """Module `index` over the rows of true hidden, which overwrites what it had written from drafts.
+
+    Returns its outputs of the newest slot, for the head and to pass on `[B, 1, D]`, and all that it passes on.
+    """
+    rows = plan.num_steps + len(caches)
+    start = state.hidden_start
+    view = cached_view(model.config, start, rows, tokens.shape[1], window=plan.window)
+    source = state.hidden[:, :rows] if model.config.mtp_chaining == "trunk" or carried is None else carried
+    shifted = read_rows(tokens, start + index + 1, rows)
+    after, carried, entries = apply(source, shifted, view, caches[index].layers[0], index=index, method="run_module")
+    caches[index] = caches[index].replace(layers=(entries,))
+    newest = jnp.clip(state.length - 2 - start, 0, rows - 1)  # a done row may have left its rows behind
+    return read_rows(after, newest, 1), read_rows(carried, newest, 1), carried
+
+
+def _chain(params, state: DecodeState, scorer: Scorer, *, model: MTPModel, plan: Plan):
     """Writes `num_steps` drafted tokens behind the committed ones.
 
-    Level k <= M is module k over all rows of true hidden at once, which overwrites what it had written from drafts; its
-    row of the newest slot is draft k, which module k+1 reads as a token. Later levels recycle module M on its own
-    output, one slot further each, in passes of `min_rows` rows. Afterwards module k's cache is true up to the newest
-    slot whose tokens are all committed.
+    Level k <= M is module k over all rows of true hidden at once; its row of the newest slot is draft k, which module
+    k+1 reads as a token. Later levels recycle module M on its own output, one slot further each.
     """
     apply = bind(model, params)
-    capacity = state.tokens.shape[1]
-    start, rows = state.hidden_start, state.hidden.shape[1]
-    newest = state.length - 2  # the last slot with a committed hidden; a done row may have left its rows behind
-    view = cached_view(model.config, start, rows, capacity)
-    tokens, caches, carried = state.tokens, list(state.modules), state.hidden
-    in_use = len(caches)
-    passed, draft = state.hidden[:, :1], tokens[:, :1]  # level 1 makes the first real ones
-    for level in range(1, num_steps + 1):
+    tokens, caches, carried = state.tokens, list(state.modules), None
+    in_use, K = len(caches), plan.num_steps
+    after = passed = state.hidden[:, :1]  # level 1 makes the first real ones
+    draft, probabilities = tokens[:, :1], []
+    is_drawn = plan.rule in ("token", "block")
+    for level in range(1, max(K, in_use) + 1):
         index = min(level, in_use) - 1
         if level <= in_use:
-            source = state.hidden if model.config.mtp_chaining == "trunk" else carried
-            after, carried, entries = apply(
-                source,
-                read_rows(tokens, start + level, rows),
+            after, passed, carried = _take_in(apply, state, model, plan, tokens, caches, carried, index)
+            if level > K:
+                continue  # a shallow round of an adaptive call: the module only takes in
+        else:
+            slot = state.length - 2 + level - in_use
+            view = cached_view(model.config, slot, plan.min_rows, tokens.shape[1], window=plan.window)
+            after, passed, entries = apply(
+                _pad(passed, plan.min_rows),
+                _pad(draft, plan.min_rows),
                 view,
                 caches[index].layers[0],
                 index=index,
                 method="run_module",
             )
-            row = jnp.clip(newest - start, 0, rows - 1)
-            after, passed = read_rows(after, row, 1), read_rows(carried, row, 1)
-        else:
-            step_view = cached_view(model.config, newest + level - in_use, min_rows, capacity)
-            after, passed, entries = apply(
-                _pad(passed, min_rows),
-                _pad(draft, min_rows),
-                step_view,
-                caches[index].layers[0],
-                index=index,
-                method="run_module",
-            )
             after, passed = after[:, :1], passed[:, :1]
-        caches[index] = caches[index].replace(layers=(entries,))
-        logits = apply(_pad(after, min_rows), index=index, method="logits")
-        draft = jnp.argmax(logits[:, :1], axis=-1).astype(jnp.int32)  # [B, 1]
+            caches[index] = caches[index].replace(layers=(entries,))
+        path = None
+        if state.sampling.counts_tokens:
+            is_before = jnp.broadcast_to(jnp.arange(K) < level - 1, (len(tokens), 1, K))
+            path = Path(read_rows(tokens, state.length, K), is_before)
+        logits = scorer(_pad(after, plan.min_rows), index, path, level)[:, :1]
+        if is_drawn:
+            probabilities.append(distribution(logits, state.sampling))
+            V = logits.shape[-1]
+            began = state.length[:, None]
+            draft = draw(
+                probabilities[-1], noise.gumbel(state.sampling.seed, began, noise.DRAFT, jnp.array([level]), V)
+            )
+        else:
+            draft = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         tokens = write_rows(tokens, draft, state.length + level - 1)
-    modules = tuple(commit(cache, jnp.maximum(state.length - 1 - index, 0)) for index, cache in enumerate(caches))
-    return state.replace(tokens=tokens, modules=modules)
+    nodes = read_rows(tokens, state.length - 1, K + 1)
+    return Draft(nodes, jnp.concatenate(probabilities, axis=1) if is_drawn else None), caches, tokens
+
+
+def _tree(params, state: DecodeState, scorer: Scorer, *, model: MTPModel, plan: Plan):
+    """Level by level, all nodes that have children in one pass: chosen as SGLang does, or a fixed shape's."""
+    apply = bind(model, params)
+    caches = list(state.modules)
+    grow = _Fixed(state, plan) if plan.shape else _Free(state, plan)
+    base = state.length - 1
+    slots, offset = jnp.zeros((len(base), 0), jnp.int32), 0  # tokens in the module's slots from `base` on
+    sees = path = tokens = origin = None
+    after, passed, _ = _take_in(apply, state, model, plan, state.tokens, caches, None, 0)
+    for level in range(1, grow.num_levels + 1):
+        if tokens is not None and origin is not None:
+            f = tokens.shape[1]
+            slots = jnp.concatenate([slots, tokens], axis=1)
+            itself = jnp.broadcast_to(jnp.eye(f, dtype=bool), (len(base), f, f))
+            if sees is None:
+                sees = itself
+            else:
+                sees = jnp.concatenate([jnp.take_along_axis(sees, origin[:, :, None], axis=1), itself], axis=2)
+            width = max(f, plan.min_rows)
+            branches = Branches(
+                base, jnp.full((len(base), width), level - 2), jnp.pad(sees, ((0, 0), (0, width - f), (0, 0)))
+            )
+            view = cached_view(
+                model.config, base + offset, width, state.tokens.shape[1], branches=branches, window=plan.window
+            )
+            passed = jnp.take_along_axis(passed, origin[:, :, None], axis=1)
+            after, passed, entries = apply(
+                _pad(passed, width), _pad(tokens, width), view, caches[0].layers[0], index=0, method="run_module"
+            )
+            after, passed = after[:, :f], passed[:, :f]
+            caches[0] = caches[0].replace(layers=(entries,))
+            offset += f
+            path = Path(slots, sees) if state.sampling.counts_tokens else None
+        f = after.shape[1]
+        logits = scorer(_pad(after, max(f, plan.min_rows)), 0, path, level)[:, :f]
+        tokens, origin = grow.level(level, logits)
+    return grow.draft(), caches, state.tokens
+
+
+class _Free:
+    """A tree of the best candidates. `level` takes their parents' logits, and gives the nodes to draft on."""
+
+    def __init__(self, state: DecodeState, plan: Plan):
+        self.state, self.plan, self.num_levels = state, plan, plan.num_steps
+        B = len(state.length)
+        self.candidates = Candidates()
+        self.scores, self.places = jnp.ones((B, 1)), jnp.full((B, 1), -1, jnp.int32)
+
+    def level(self, level: int, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Tokens `[B, topk]` of the next level's nodes, and which of this level's each descends from."""
+        probabilities = _spread(logits, self.state)
+        self.scores, tokens, self.places, origin = self.candidates.offer(
+            probabilities, self.scores, self.places, self.plan.topk
+        )
+        return tokens, origin
+
+    def draft(self) -> Draft:
+        tokens, parents = self.candidates.select(self.plan.num_nodes)
+        pending = read_rows(self.state.tokens, self.state.length - 1, 1)
+        depths, is_on = ancestry(parents, self.plan.num_steps)
+        return Draft(jnp.concatenate([pending, tokens], axis=1), None, parents, depths, is_on)
+
+
+class _Fixed:
+    """A tree of one shape, whose nodes' children are drawn without replacement."""
+
+    def __init__(self, state: DecodeState, plan: Plan):
+        assert plan.shape is not None
+        self.state, self.shape = state, plan.shape
+        self.inner = self.shape.levels()
+        self.num_levels = len(self.inner)
+        self.tokens: dict[int, jax.Array] = {0: read_rows(state.tokens, state.length - 1, 1)[:, 0]}
+        self.probabilities: list[jax.Array] = []
+
+    def level(self, level: int, logits: jax.Array) -> tuple[jax.Array | None, jax.Array]:
+        nodes, state = self.inner[level - 1], self.state
+        B, _, V = logits.shape
+        is_greedy = (state.sampling.temperature == 0)[:, None, None]
+        probabilities = jnp.where(is_greedy, _spread(logits, state), distribution(logits, state.sampling))
+        self.probabilities.append(probabilities)
+        began = jnp.broadcast_to(state.length[:, None], (B, len(nodes)))
+        gumbel = noise.gumbel(state.sampling.seed, began, noise.DRAFT, jnp.array(nodes), V)
+        scores = jnp.log(probabilities) + jnp.where(is_greedy, 0, gumbel)
+        _, drawn = jax.lax.top_k(scores, max(len(self.shape.children(node)) for node in nodes))
+        for place, node in enumerate(nodes):
+            for rank, child in enumerate(self.shape.children(node)):
+                self.tokens[child] = drawn[:, place, rank].astype(jnp.int32)
+        if level == self.num_levels:
+            return None, jnp.zeros((B, 0), jnp.int32)
+        following = self.inner[level]
+        origin = [nodes.index(self.shape.parents[node]) for node in following]
+        tokens = jnp.stack([self.tokens[node] for node in following], axis=1)
+        return tokens, jnp.broadcast_to(jnp.array(origin, jnp.int32), tokens.shape)
+
+    def draft(self) -> Draft:
+        W, B = len(self.shape.parents), len(self.state.length)
+        inner = [node for level in self.inner for node in level]
+        row = [inner.index(node) if node in inner else 0 for node in range(W)]
+        parents = jnp.broadcast_to(jnp.array(self.shape.parents, jnp.int32), (B, W))
+        depths, is_on = ancestry(parents, max(self.shape.depths))
+        return Draft(
+            jnp.stack([self.tokens[node] for node in range(W)], axis=1),
+            jnp.concatenate(self.probabilities, axis=1)[:, np.array(row)],
+            parents,
+            depths,
+            is_on,
+        )
+
+
+def _spread(logits: jax.Array, state: DecodeState) -> jax.Array:
+    """Softmax of adjusted logits at the row's temperature, or at 1 where that is 0: what candidates are ranked by."""
+    temperature = state.sampling.temperature[:, None, None]
+    scaled = jnp.maximum(logits, jnp.finfo(jnp.float32).min) / jnp.where(temperature == 0, 1, temperature)
+    return jax.nn.softmax(scaled, axis=-1)
 
 
 def _pad(rows: jax.Array, count: int) -> jax.Array:
-    """The one row of `[B, 1, ...]` with zero rows behind it, `count` in all."""
-    return jnp.pad(rows, ((0, 0), (0, count - 1), *((0, 0) for _ in rows.shape[2:])))
+    """`[B, f, ...]` with zero rows behind, `count` in all."""
+    return jnp.pad(rows, ((0, 0), (0, count - rows.shape[1]), *((0, 0) for _ in rows.shape[2:])))
 
 
-def keep_hidden(state: DecodeState, new: jax.Array, length: jax.Array, *, in_use: int) -> DecodeState:
-    """The rows that the modules take in next: `new [B, W, D]` (from slot `length - 1`), and M-1 kept ones before them.
+def catch_up(params: dict, state: DecodeState, *, model: MTPModel, plan: Plan) -> DecodeState:
+    """The modules take in the oldest waiting rows, as many as one round's; what drafting needs of them stays."""
+    apply = bind(model, params)
+    caches, in_use = list(state.modules), len(state.modules)
+    carried = None
+    for index in range(in_use):
+        _, _, carried = _take_in(apply, state, model, plan, state.tokens, caches, carried, index)
+    taken = jnp.clip(waiting(state) - in_use, 0, plan.num_steps + in_use)
+    rows = jnp.minimum(taken[:, None] + jnp.arange(state.hidden.shape[1])[None, :], state.hidden.shape[1] - 1)
+    return state.replace(
+        modules=tuple(caches),
+        hidden=jnp.take_along_axis(state.hidden, rows[:, :, None], axis=1),
+        hidden_start=state.hidden_start + taken,
+    )
 
-    Those M-1 newest slots had taken drafted tokens at some module, which may not have been accepted.
+
+def waiting(state: DecodeState) -> jax.Array:
+    """Committed positions `[B]` whose hidden some module has not taken in for good; 0 for rows that are done."""
+    return jnp.where(state.done, 0, state.length - 1 - state.hidden_start)
+
+
+def keep_hidden(state: DecodeState, new: jax.Array, length: jax.Array, *, has_drafted: bool) -> DecodeState:
+    """The rows that the modules take in next: `new [B, W, D]` (from slot `length - 1`), and older ones before them.
+
+    After drafting these are the M-1 newest slots, which had taken drafted tokens at some module that may not have been
+    accepted; without drafting all that wait.
     """
-    if in_use <= 1:
-        return state.replace(hidden=new, hidden_start=length - 1)
-    start = jnp.maximum(length - in_use, 0)
-    position = start[:, None] + jnp.arange(state.hidden.shape[1])[None, :]
+    E, in_use = state.hidden.shape[1], len(state.modules)
+    if not in_use:
+        return state
+    if has_drafted and in_use == 1:
+        hidden = jnp.pad(new, ((0, 0), (0, E - new.shape[1]), (0, 0)))
+        return state.replace(hidden=hidden, hidden_start=length - 1)
+    start = jnp.maximum(length - in_use, 0) if has_drafted else state.hidden_start
+    position = start[:, None] + jnp.arange(E)[None, :]
     is_old = position < length[:, None] - 1
     joined = jnp.concatenate([state.hidden, new], axis=1)
     old = position - state.hidden_start[:, None]
-    fresh = position - (length[:, None] - 1) + state.hidden.shape[1]
+    fresh = position - (length[:, None] - 1) + E
     index = jnp.clip(jnp.where(is_old, old, fresh), 0, joined.shape[1] - 1)
     return state.replace(hidden=jnp.take_along_axis(joined, index[:, :, None], axis=1), hidden_start=start)

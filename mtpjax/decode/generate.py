@@ -8,10 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from mtpjax.decode.config import DecodeConfig
+from mtpjax.decode.config import LOSSY_RULES, DecodeConfig, SamplingParams
 from mtpjax.decode.loop import decode, least_rows
+from mtpjax.decode.policy import init_policy
+from mtpjax.decode.request import sampling_arrays, temperatures
 from mtpjax.decode.result import DecodeStats, GenerationResult
-from mtpjax.decode.state import DecodeState, hidden_rows, init_state
+from mtpjax.decode.state import DecodeState, Plan, hidden_rows, init_state
+from mtpjax.decode.tree import full_shape_size
 from mtpjax.model import MTPModel
 from mtpjax.sharding import shard_params, shard_state
 
@@ -22,12 +25,18 @@ def generate(
     *,
     model: MTPModel,
     config: DecodeConfig,
+    sampling: SamplingParams | None = None,
+    key: jax.Array | None = None,
     lengths=None,
     mesh: Mesh | None = None,
 ) -> GenerationResult:
-    """Plain greedy decoding: `speculative_generate` without drafts, whatever `config.num_steps` says."""
-    plain = dataclasses.replace(config, num_steps=0)
-    return speculative_generate(params, prompts, model=model, config=plain, lengths=lengths, mesh=mesh)
+    """Plain decoding: `speculative_generate` without drafts, whatever `config` says of them."""
+    plain = dataclasses.replace(
+        config, num_steps=0, topk=1, num_draft_tokens=None, acceptance="auto", depth_policy="fixed"
+    )
+    return speculative_generate(
+        params, prompts, model=model, config=plain, sampling=sampling, key=key, lengths=lengths, mesh=mesh
+    )
 
 
 def speculative_generate(
@@ -36,37 +45,46 @@ def speculative_generate(
     *,
     model: MTPModel,
     config: DecodeConfig,
+    sampling: SamplingParams | None = None,
+    key: jax.Array | None = None,
     lengths=None,
     mesh: Mesh | None = None,
 ) -> GenerationResult:
-    """Continues each prompt greedily; the MTP modules draft `config.num_steps` tokens that one trunk pass verifies.
+    """Continues each prompt; the MTP modules draft tokens, and one trunk pass per round verifies them.
 
-    In float32 the tokens are those of `generate`, whatever the modules draft. The whole call is one jitted function: a
-    prefill and a `lax.while_loop`. Another call in the same bucket compiles nothing: shapes are the batch, the longest
-    sequence rounded up, and `num_steps`.
+    At temperature 0 the tokens are those of `generate` in float32, whatever the modules draft; above, they follow the
+    same distribution, under every rule but those that `DecodeConfig` calls lossy. The whole call is one jitted
+    function: a prefill and a `lax.while_loop`. Another call in the same bucket compiles nothing: shapes are the batch,
+    the longest sequence rounded up, what `DecodeConfig` compiles in, and which of the sampling parameters are in use.
 
     Args:
         params: parameters of `model` (unrolled layers).
         prompts: token lists, or an array `[B, T]`, right-padded where `lengths [B]` is given.
+        sampling: what rows ask for; None: the arg-max.
+        key: a `jax.random` key that rows without a seed take theirs from. A row's noise depends on its seed alone, or
+            on the key and its number.
         mesh: parameters and caches are laid out over it (`mtpjax.sharding`); None: where they are.
 
     Raises:
         ValueError: for an empty prompt, ids outside the vocabulary, a prompt longer than `max_length` leaves room for,
-            drafts without modules, or shapes that do not fit. One line, naming the value and the limit.
+            drafts without modules, sampling without a seed or key, settings that cannot be, or shapes that do not fit.
+            One line, naming the value and the limit.
     """
+    sampling = sampling or SamplingParams()
     rows = _rows(prompts, lengths)
     limit = _check(rows, model, config)
-    state = _prepare(params, rows, limit, model, config)
-    platform = jax.default_backend()
-    if mesh is not None:
-        platform = mesh.devices.flat[0].platform
-        params, state = shard_params(params, mesh), shard_state(state, mesh)
+    platform = mesh.devices.flat[0].platform if mesh is not None else jax.default_backend()
     min_rows = config.min_rows or least_rows(len(rows), platform)
+    plan = Plan.of(config, is_greedy=not temperatures(sampling, len(rows)).any(), min_rows=min_rows)
+    state = _prepare(params, rows, limit, model, config, plan, sampling, key)
+    if mesh is not None:
+        params, state = shard_params(params, mesh), shard_state(state, mesh)
+    ids = None
+    if config.draft_vocabulary is not None and config.num_steps:
+        ids = jnp.asarray(_draft_ids(config.draft_vocabulary, model))
     with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
-        state = decode(
-            params, state, model=model, num_steps=config.num_steps, min_rows=min_rows, chunk=config.prefill_chunk
-        )
-    return _report(state, np.array([len(row) for row in rows]))
+        state = decode(params, state, ids, model=model, plan=plan)
+    return _report(state, np.array([len(row) for row in rows]), is_exact=plan.rule not in LOSSY_RULES)
 
 
 def _rows(prompts, lengths) -> list[np.ndarray]:
@@ -108,14 +126,39 @@ def _check(rows: list[np.ndarray], model: MTPModel, config: DecodeConfig) -> int
                 raise ValueError(f"prompt {number} holds token id {token}, outside 0..{model.config.vocab_size - 1}")
         if row.size >= limit:
             raise ValueError(f"prompt {number} has {row.size} tokens; max_length {limit} leaves room for {limit - 1}")
-    for token in config.stop_token_ids:
+    for token in (*config.stop_token_ids, *(token for sequence in config.stop_sequences for token in sequence)):
         if not 0 <= token < model.config.vocab_size:
             raise ValueError(f"stop token id {token} is outside 0..{model.config.vocab_size - 1}")
+    if config.num_steps and config.topk > 1:
+        _check_tree(model, config)
     if config.num_steps and not model.config.num_mtp_modules:
         raise ValueError(f"num_steps {config.num_steps} needs an MTP module, and the model has none")
     if model.scan_layers:
         raise ValueError("decoding takes unrolled layers: unstack_layers(params, config) and MTPModel(config)")
     return limit
+
+
+def _check_tree(model: MTPModel, config: DecodeConfig) -> None:
+    modules, vocabulary = model.config.num_mtp_modules, model.config.num_tokens or model.config.vocab_size
+    if modules > 1:
+        raise ValueError(f"topk {config.topk} drafts trees, which take one MTP module; the model has {modules}")
+    if "linear_attention" in model.config.layer_types:
+        raise ValueError(f"topk {config.topk} drafts trees; a model with linear attention verifies chains: topk 1")
+    if config.draft_vocabulary is not None:
+        vocabulary = min(vocabulary, len(config.draft_vocabulary))
+    if config.topk > vocabulary:
+        raise ValueError(f"topk {config.topk} is more than the {vocabulary} tokens that can be drafted")
+    full = full_shape_size(config.topk, config.num_steps)
+    if config.acceptance in ("auto", "recursive") and config.num_nodes > full:
+        raise ValueError(f"num_draft_tokens {config.num_nodes} is more than the {full} of the full tree")
+
+
+def _draft_ids(ids: tuple[int, ...], model: MTPModel) -> np.ndarray:
+    """The reduced vocabulary in rising order."""
+    unique = np.unique(np.asarray(ids, np.int32))
+    if not unique.size or unique[0] < 0 or unique[-1] >= model.config.vocab_size:
+        raise ValueError(f"draft_vocabulary is empty or has ids outside 0..{model.config.vocab_size - 1}")
+    return unique
 
 
 def bucket(size: int) -> int:
@@ -124,24 +167,46 @@ def bucket(size: int) -> int:
     return -(-size // step) * step
 
 
-def _prepare(params, rows, limit: int, model: MTPModel, config: DecodeConfig) -> DecodeState:
+def _prepare(
+    params, rows, limit: int, model: MTPModel, config: DecodeConfig, plan: Plan, sampling: SamplingParams, key
+) -> DecodeState:
     """The state before prefill, with room for the longest sequence and the widest write behind it."""
     lengths = np.array([row.size for row in rows], np.int32)
     limits = np.minimum(lengths + config.max_new_tokens, limit).astype(np.int32)
-    widest = max(config.num_steps + 2, config.min_rows or 0, hidden_rows(model, config.num_steps), config.prefill_chunk)
-    capacity = bucket(int(limits.max()) + widest)
+    passes = (plan.num_nodes, plan.draft_slots + plan.min_rows, hidden_rows(model, plan.num_steps), plan.chunk)
+    capacity = bucket(int(limits.max()) + max(passes) + 1)
     tokens = np.zeros((len(rows), capacity), np.int32)
     for place, row in zip(tokens, rows, strict=True):
         place[: row.size] = row
-    stops = list(config.stop_token_ids)
-    stops += [-1] * (-len(stops) % 8 if stops else 8)
-    arrays = (jnp.asarray(array) for array in (tokens, lengths, limits, np.array(stops, np.int32)))
-    return init_state(*arrays, model=model, num_steps=config.num_steps, dtype=params["embedding"].dtype)
+    arrays = (jnp.asarray(array) for array in (tokens, lengths, limits, _stops(config)))
+    policy = None
+    if plan.is_adaptive:
+        policy = init_policy(jnp.asarray(config.depth_costs, jnp.float32), len(rows))
+    return init_state(
+        *arrays,
+        model=model,
+        plan=plan,
+        dtype=params["embedding"].dtype,
+        sampling=sampling_arrays(sampling, len(rows), model.config, key),
+        policy=policy,
+        logprobs=config.logprobs,
+    )
 
 
-def _report(state: DecodeState, prompt_lengths: np.ndarray) -> GenerationResult:
+def _stops(config: DecodeConfig) -> np.ndarray:
+    """Stop sequences `[N, Z]`, -1 before shorter ones and in unused rows; N and Z in buckets."""
+    sequences = [(token,) for token in config.stop_token_ids] + list(config.stop_sequences)
+    longest = max(map(len, sequences), default=1)
+    width = 1 if longest == 1 else -(-longest // 8) * 8
+    stops = np.full((max(-(-len(sequences) // 8), 1) * 8, width), -1, np.int32)
+    for place, sequence in zip(stops, sequences, strict=False):
+        place[-len(sequence) :] = sequence
+    return stops
+
+
+def _report(state: DecodeState, prompt_lengths: np.ndarray, *, is_exact: bool) -> GenerationResult:
     """Brings the final state to the host."""
-    names = ("tokens", "origin", "length", "stopped", "steps", "proposed", "accepted", "discarded")
+    names = ("tokens", "origin", "length", "stopped", "steps", "proposed", "accepted", "discarded", "logprobs")
     host = jax.device_get({name: getattr(state, name) for name in names})
     lengths = host["length"] - prompt_lengths
     column = np.arange(lengths.max())[None, :]
@@ -157,6 +222,8 @@ def _report(state: DecodeState, prompt_lengths: np.ndarray) -> GenerationResult:
         tokens=new("tokens"),
         lengths=lengths,
         origins=new("origin"),
+        logprobs=None if host["logprobs"] is None else new("logprobs"),
+        is_exact=is_exact,
         finish_reasons=tuple("stop" if stopped else "length" for stopped in host["stopped"]),
         stats=stats,
     )

@@ -6,31 +6,66 @@ import jax
 import jax.numpy as jnp
 
 from mtpjax.cache import commit, empty_cache
+from mtpjax.decode.probabilities import History, Sampling, adjust, distribution, draw_target
 from mtpjax.layers.attend import cached_view
 from mtpjax.model import MTPModel, bind
 
 
 def plain_generate(
-    params: dict, prompt: list[int], *, model: MTPModel, max_new_tokens: int, stop_token_ids: tuple[int, ...] = ()
+    params: dict,
+    prompt: list[int],
+    *,
+    model: MTPModel,
+    max_new_tokens: int,
+    stop_token_ids: tuple[int, ...] = (),
+    stop_sequences: tuple[tuple[int, ...], ...] = (),
+    sampling: Sampling | None = None,
 ) -> list[int]:
-    """Greedy continuation of one prompt; ends after `max_new_tokens` or with a stop token, which is returned."""
+    """Continuation of one prompt; ends after `max_new_tokens` or with a stop token or sequence, which is returned.
+
+    `sampling` is one row's; None is the arg-max.
+    """
     capacity = len(prompt) + max_new_tokens
     cache = empty_cache(model.config, model.config.trunk_kinds, 1, capacity, params["embedding"].dtype)
     step = functools.partial(_step, params, model=model, capacity=capacity)
-    token, cache = step(jnp.asarray([prompt], jnp.int32), cache)
-    new = [int(token)]
-    while len(new) < max_new_tokens and new[-1] not in stop_token_ids:
-        token, cache = step(token[None, None], cache)
-        new.append(int(token))
-    return new
+    pick = functools.partial(_pick, model=model)
+    logits, cache = step(jnp.asarray([prompt], jnp.int32), cache)
+    new: list[int] = []
+    stops = [(token,) for token in stop_token_ids] + list(stop_sequences)
+    least = 0 if sampling is None or sampling.min_new is None else int(sampling.min_new[0])
+    while True:
+        new.append(int(jnp.argmax(logits)) if sampling is None else pick(logits, sampling, prompt, new, stop_token_ids))
+        is_stopped = any(tuple(new[-len(stop) :]) == stop for stop in stops) and len(new) > least
+        if is_stopped or len(new) == max_new_tokens:
+            return new
+        logits, cache = step(jnp.asarray([new[-1:]], jnp.int32), cache)
+
+
+def _pick(logits, sampling: Sampling, prompt: list[int], new: list[int], stop_ids, *, model: MTPModel) -> int:
+    """Adjusts, filters and draws, for the token behind `prompt` and `new`."""
+    V = model.config.vocab_size
+    history = History(
+        jnp.zeros((1, V), bool).at[0, jnp.asarray(prompt)].set(True),
+        jnp.bincount(jnp.asarray(new, jnp.int32), length=V)[None].astype(jnp.int32),
+    )
+    adjusted = adjust(
+        logits[None, None],
+        sampling,
+        history,
+        path=None,
+        num_new=jnp.full((1, 1), len(new)),
+        stop_ids=jnp.asarray([*stop_ids, -1], jnp.int32),
+        num_tokens=model.config.num_tokens or V,
+    )
+    position = jnp.full((1, 1), len(prompt) + len(new))
+    return int(draw_target(distribution(adjusted, sampling), sampling, position)[0, 0])
 
 
 @functools.partial(jax.jit, static_argnames=("model", "capacity"))
 def _step(params, tokens, cache, *, model, capacity):
-    """Takes in `tokens [1, T]`; returns the arg-max after them, a scalar, and the cache."""
+    """Takes in `tokens [1, T]`; returns the logits after them `[V]`, and the cache."""
     T = tokens.shape[1]
     view = cached_view(model.config, cache.length, T, capacity, taken=jnp.full(1, T, jnp.int32))
     apply = bind(model, params)
     hidden, _, cache = apply(tokens, view, cache, method="run_trunk")
-    logits = apply(hidden[0, -1], method="logits")
-    return jnp.argmax(logits).astype(jnp.int32), commit(cache, cache.length + T)
+    return apply(hidden[0, -1], method="logits"), commit(cache, cache.length + T)

@@ -1,11 +1,81 @@
-"""What a decoding call carries from round to round."""
+"""What a decoding call carries from round to round, and the plan that it is compiled for."""
+
+import dataclasses
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
 from mtpjax.cache import Cache, empty_cache
+from mtpjax.decode.config import DecodeConfig
+from mtpjax.decode.policy import Policy
+from mtpjax.decode.probabilities import History, Sampling
+from mtpjax.decode.tree import Shape, fixed_shape
 from mtpjax.model import MTPModel
+
+RING = 32  # hidden rows that may wait for the modules while an adaptive call does not draft
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a round does: all that is compiled in. Hashable."""
+
+    num_steps: int
+    topk: int = 1
+    num_nodes: int = 1
+    rule: str = "greedy"
+    parameters: tuple[float, ...] = ()  # of a lossy rule
+    is_adaptive: bool = False
+    window: tuple[int, int] | None = None  # of the modules' attention: newest positions and sinks
+    min_rows: int = 1
+    chunk: int = 64
+
+    @classmethod
+    def of(cls, config: DecodeConfig, *, is_greedy: bool, min_rows: int) -> "Plan":
+        """`is_greedy`: every row is at temperature 0. Raises `ValueError` for a rule that cannot be."""
+        rule = config.acceptance
+        is_tree = config.topk > 1 and config.num_steps > 0
+        if rule == "auto":
+            rule = "greedy" if is_greedy else "recursive" if is_tree else "block"
+        if rule == "greedy" and not is_greedy:
+            raise ValueError("acceptance 'greedy' decodes at temperature 0; leave it out, or take an exact rule")
+        if not config.num_steps:
+            rule = "greedy" if is_greedy else "sample"
+        parameters = {
+            "threshold": (config.threshold_single, config.threshold_acc),
+            "typical": (config.typical_epsilon, config.typical_delta),
+            "relaxed": (config.relaxed_topk, config.relaxed_delta),
+        }
+        return cls(
+            num_steps=config.num_steps,
+            topk=config.topk if config.num_steps else 1,
+            num_nodes=config.num_nodes,
+            rule=rule,
+            parameters=parameters.get(rule, ()),
+            is_adaptive=config.depth_policy == "adaptive" and config.num_steps > 0,
+            window=None if config.draft_window is None else (config.draft_window, config.draft_sinks),
+            min_rows=min_rows,
+            chunk=config.prefill_chunk,
+        )
+
+    def at_depth(self, num_steps: int) -> "Plan":
+        """The plan of a chain's rounds with other levels."""
+        rule = self.rule if num_steps or self.rule == "greedy" else "sample"
+        return dataclasses.replace(self, num_steps=num_steps, num_nodes=num_steps + 1, rule=rule)
+
+    @property
+    def shape(self) -> Shape | None:
+        """The fixed tree of "recursive"; None where the tree is chosen among candidates, and for chains."""
+        is_fixed = self.rule == "recursive" and self.num_steps > 0
+        return fixed_shape(self.topk, self.num_steps, self.num_nodes) if is_fixed else None
+
+    @property
+    def draft_slots(self) -> int:
+        """Slots behind the text that drafting writes into a module's cache."""
+        if self.num_steps < 2:
+            return 0
+        shape = self.shape
+        return sum(map(len, shape.levels()[1:])) if shape else self.topk * (self.num_steps - 1)
 
 
 class DecodeState(flax.struct.PyTreeNode):
@@ -13,17 +83,22 @@ class DecodeState(flax.struct.PyTreeNode):
 
     tokens: jax.Array  # [B, L] int32: committed tokens, behind them drafts and garbage
     origin: jax.Array  # [B, L] int8: draft level that proposed the token; 0: the trunk (or the prompt)
+    logprobs: jax.Array | None  # [B, L] float32 of new tokens, where they are asked for
     length: jax.Array  # [B] int32, committed tokens; the newest is pending: the trunk has not seen it
+    prompt_length: jax.Array  # [B] int32
     limit: jax.Array  # [B] int32, a row ends at this length
-    stop_ids: jax.Array  # [S] int32, -1 where unused
+    stops: jax.Array  # [N, Z] int32: sequences that end a row, -1 before shorter ones
+    sampling: Sampling
+    history: History
     done: jax.Array  # [B] bool
-    stopped: jax.Array  # [B] bool, done because of a stop token
+    stopped: jax.Array  # [B] bool, done because of a stop sequence
     trunk: Cache
     modules: tuple[Cache, ...]  # M caches of one layer; length: slots that hold what a teacher-forced prefill gives
     hidden: jax.Array  # [B, E, D]: what enters the modules, from position hidden_start on
     hidden_start: jax.Array  # [B] int32
+    policy: Policy | None  # of an adaptive depth
     steps: jax.Array  # [B] int32, verification rounds
-    proposed: jax.Array  # [B, K] int32, drafts verified per level
+    proposed: jax.Array  # [B, K] int32, rounds that verified drafts of the level
     accepted: jax.Array  # [B, K] int32, drafts accepted per level, cut ones included
     discarded: jax.Array  # [B] int32, tokens cut off at a stop or limit
 
@@ -42,11 +117,14 @@ def init_state(
     tokens: jax.Array,
     length: jax.Array,
     limit: jax.Array,
-    stop_ids: jax.Array,
+    stops: jax.Array,
     *,
     model: MTPModel,
-    num_steps: int,
+    plan: Plan,
     dtype,
+    sampling: Sampling | None = None,
+    policy: Policy | None = None,
+    logprobs: bool = False,
 ) -> DecodeState:
     """The state before prefill: prompts `tokens [B, L]` of `length [B]`, empty caches of L slots."""
     config = model.config
@@ -55,22 +133,35 @@ def init_state(
     def zero(*shape: int) -> jax.Array:  # a buffer each: the state is donated
         return jnp.zeros((B, *shape), jnp.int32)
 
+    if sampling is None:
+        sampling = Sampling(jnp.zeros(B), jnp.zeros((B, 2), jnp.uint32))
+    history = History()
+    if sampling.counts_tokens:
+        is_prompt = jnp.arange(L)[None, :] < length[:, None]
+        rows = jax.vmap(lambda row, is_set: jnp.zeros(config.vocab_size, bool).at[row].max(is_set))
+        history = History(rows(tokens, is_prompt), zero(config.vocab_size))
+    rows = hidden_rows(model, plan.num_steps) if not plan.is_adaptive else RING + plan.num_steps
     return DecodeState(
         tokens=tokens,
         origin=jnp.zeros((B, L), jnp.int8),
+        logprobs=jnp.zeros((B, L), jnp.float32) if logprobs else None,
         length=length,
+        prompt_length=jnp.copy(length),
         limit=limit,
-        stop_ids=stop_ids,
+        stops=stops,
+        sampling=sampling,
+        history=history,
         done=jnp.zeros(B, bool),
         stopped=jnp.zeros(B, bool),
         trunk=empty_cache(config, config.trunk_kinds, B, L, dtype),
         modules=tuple(
-            empty_cache(config, (config.mtp_kind,), B, L, dtype) for _ in range(modules_in_use(model, num_steps))
+            empty_cache(config, (config.mtp_kind,), B, L, dtype) for _ in range(modules_in_use(model, plan.num_steps))
         ),
-        hidden=jnp.zeros((B, hidden_rows(model, num_steps), config.hidden_size), dtype),
+        hidden=jnp.zeros((B, rows, config.hidden_size), dtype),
         hidden_start=zero(),
+        policy=jax.tree.map(jnp.copy, policy),  # its leaves may be one buffer
         steps=zero(),
-        proposed=zero(num_steps),
-        accepted=zero(num_steps),
+        proposed=zero(plan.num_steps),
+        accepted=zero(plan.num_steps),
         discarded=zero(),
     )

@@ -11,14 +11,31 @@ Entries = dict[str, jax.Array]  # what a layer keeps per position; also one laye
 Masks = tuple[jax.Array, ...]  # bool, per source of keys `[B, T, S]`; `[B, T, 1]`: row i sees entry i alone
 
 
+class Span(flax.struct.PyTreeNode):
+    """The slots of a cache that a pass reads: the first `sinks`, and `size` from `begin [B]` on."""
+
+    begin: jax.Array
+    sinks: int = flax.struct.field(pytree_node=False)
+    size: int = flax.struct.field(pytree_node=False)
+
+
 class View(flax.struct.PyTreeNode):
     """Where the T tokens of a pass stand; the same for all layers."""
 
     angles: tuple[jax.Array, jax.Array]  # cosines and sines, each [B, T, P]
-    mask: jax.Array  # [B, T, S] bool: which keys a query sees
+    mask: jax.Array  # [B, T, S] bool: which keys a query sees; with a span [B, T, sinks + size]
     start: jax.Array | None = None  # [B] first cache slot written; None: a pass without a cache
     segment_ids: jax.Array | None = None  # [B, T] of whole rows
     taken: jax.Array | None = None  # [B] how many of the tokens are committed for sure; None: that is decided later
+    span: Span | None = None  # None: a cache is read whole
+
+
+class Branches(flax.struct.PyTreeNode):
+    """Tokens of a tree whose slots begin at `base [B]`, behind the text."""
+
+    base: jax.Array
+    depth: jax.Array  # [B, T] int32: the token stands at position base + depth
+    sees: jax.Array  # [B, T, X] bool: token t sees slot base + x
 
 
 class Recycled(flax.struct.PyTreeNode):
@@ -44,15 +61,58 @@ def full_view(config: ModelConfig, segment_ids: jax.Array, *, shift: int = 0) ->
 
 
 def cached_view(
-    config: ModelConfig, start: jax.Array, width: int, capacity: int, *, taken: jax.Array | None = None
+    config: ModelConfig,
+    start: jax.Array,
+    width: int,
+    capacity: int,
+    *,
+    taken: jax.Array | None = None,
+    branches: Branches | None = None,
+    window: tuple[int, int] | None = None,
 ) -> View:
     """View of `width` tokens written into slots `start .. start+width-1` of caches with `capacity` slots.
 
     Where it is known before the pass how many of them are committed, `taken [B]` saves a recurrent layer its snapshots.
+    Tokens follow each other unless `branches` say how they do. With a `window` of (newest positions, sinks) a token
+    sees itself and the text's newest positions before it, so many in all, and the first ones; other slots are not read.
     """
-    positions = start[:, None] + jnp.arange(width)[None, :]
-    mask = jnp.arange(capacity)[None, None, :] <= positions[:, :, None]
-    return View(rotary_angles(config, positions), mask, start, taken=taken)
+    if branches is None:
+        positions = start[:, None] + jnp.arange(width)[None, :]
+    else:
+        positions = branches.base[:, None] + branches.depth
+
+    def sees(slots: jax.Array) -> jax.Array:
+        """`slots [B, X] -> [B, T, X]`."""
+        slots, place = slots[:, None], positions[:, :, None]
+        is_near = slots <= place if branches is None else slots < branches.base[:, None, None]
+        if window is not None:
+            is_near &= (slots > place - window[0]) | (slots < window[1])
+        return is_near if branches is None else is_near | _on_branch(branches, slots[:, 0])
+
+    span = None
+    size = capacity
+    if window is not None:  # two sinks at least: a source of one slot means something else to `attend`
+        tree = 0 if branches is None else branches.sees.shape[2]
+        sinks, size = max(window[1], 2), window[0] + max(tree, width)
+    if window is None or sinks + size >= capacity:
+        mask = sees(jnp.arange(capacity)[None, :])
+    else:
+        first = start if branches is None else branches.base
+        begin = jnp.clip(first + 1 - window[0], 0, capacity - size)
+        near = begin[:, None] + jnp.arange(size)[None, :]
+        far = jnp.broadcast_to(jnp.arange(sinks)[None, :], (len(start), sinks))
+        mask = jnp.concatenate([sees(far) & (far < window[1])[:, None], sees(near)], axis=-1)
+        is_sink = jnp.concatenate([jnp.zeros_like(far, bool), near < window[1]], axis=-1)
+        mask, span = mask & ~is_sink[:, None], Span(begin, sinks, size)
+    return View(rotary_angles(config, positions), mask, start, taken=taken, span=span)
+
+
+def _on_branch(branches: Branches, slots: jax.Array) -> jax.Array:
+    """Which slots `[B, X]` hold a token that those of a tree see: `[B, T, X]`."""
+    index = slots - branches.base[:, None]
+    size = branches.sees.shape[2]
+    index, is_tree = jnp.broadcast_to(jnp.clip(index, 0, size - 1), index.shape), (index >= 0) & (index < size)
+    return jnp.take_along_axis(branches.sees, index[:, None], axis=2) & is_tree[:, None]
 
 
 def attend(q: jax.Array, sources: list[tuple[jax.Array, jax.Array]], masks: Masks, *, scale: float) -> jax.Array:

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec, use_abstract_mesh
 
 from mtpjax import DecodeConfig, ModelConfig, MTPModel, compat, generate, speculative_generate
 from mtpjax.decode.loop import decode, least_rows
-from mtpjax.decode.state import init_state
+from mtpjax.decode.state import Plan, init_state
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -122,19 +122,19 @@ def proper(shape):
 
 def compile_call(config, batch, num_steps, *, platform="cpu", dtype=jnp.float32, sharding=None):
     model = MTPModel(config)
+    plan = Plan(num_steps, num_nodes=num_steps + 1, min_rows=least_rows(batch, platform), chunk=4)
 
     def make():
         params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
         rows = jnp.ones(batch, jnp.int32)
-        tokens, stops = jnp.zeros((batch, SLOTS), jnp.int32), jnp.zeros(8, jnp.int32)
-        state = init_state(tokens, rows, rows, stops, model=model, num_steps=num_steps, dtype=dtype)
+        tokens, stops = jnp.zeros((batch, SLOTS), jnp.int32), jnp.zeros((8, 1), jnp.int32)
+        state = init_state(tokens, rows, rows, stops, model=model, plan=plan, dtype=dtype)
         return jax.tree.map(lambda leaf: leaf.astype(dtype), params), state
 
     shapes = jax.eval_shape(make)
     if sharding is not None:
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes)
-    min_rows = least_rows(batch, platform)
-    return decode.lower(*shapes, model=model, num_steps=num_steps, min_rows=min_rows, chunk=4).compile()
+    return decode.lower(*shapes, model=model, plan=plan).compile()
 
 
 def assert_keeps_to_the_rules(compiled, config, batch, num_steps, itemsize):

@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 
 from mtpjax.cache import empty_cache
+from mtpjax.decode.draft import catch_up, waiting
 from mtpjax.decode.loop import decode, prefill, run_round
-from mtpjax.decode.state import init_state
+from mtpjax.decode.policy import init_policy
+from mtpjax.decode.probabilities import Sampling
+from mtpjax.decode.state import Plan, init_state
 from mtpjax.layers.attend import cached_view, full_view
 from mtpjax.model import bind, shift_left
 
@@ -20,7 +23,8 @@ LENGTHS = np.array([1, 2, 3, 9, 16, 21], np.int32)  # shorter than the modules r
 LIMITS = LENGTHS + np.array([25, 28, 9, 30, 18, 27], np.int32)
 LARGE = 1e30  # finite, so that zero weight times it is zero; any weight above 1e-30 shows
 
-CASES = [  # attention, modules, chaining, steps
+TREE = {"topk": 3, "num_nodes": 9}
+CASES = [  # attention, modules, chaining, steps, and what differs from a greedy chain
     ("grouped", 1, "chain", 2),
     ("grouped", 2, "trunk", 2),
     ("grouped", 3, "chain", 4),
@@ -30,13 +34,25 @@ CASES = [  # attention, modules, chaining, steps
     ("sparse", 2, "chain", 3),
     ("hybrid", 1, "chain", 3),
     ("hybrid", 2, "trunk", 2),
+    ("grouped", 1, "chain", 3, TREE),
+    ("grouped", 1, "chain", 3, {**TREE, "rule": "recursive"}),
+    ("latent", 1, "chain", 3, {**TREE, "rule": "sample"}),
+    ("sparse", 1, "chain", 2, TREE),
+    ("grouped", 1, "chain", 3, {"rule": "block"}),
 ]
 
 
-def start_state(model, num_steps):
+def make_plan(num_steps, topk=1, num_nodes=None, rule="greedy", **changes):
+    return Plan(num_steps, topk, num_nodes or num_steps + 1, rule, chunk=8, **changes)
+
+
+def start_state(model, plan, policy=None):
     tokens = np.random.default_rng(1).integers(0, 61, (len(LENGTHS), CAPACITY)).astype(np.int32)
-    arrays = (jnp.asarray(array) for array in (tokens, LENGTHS, LIMITS, np.full(8, -1, np.int32)))
-    return init_state(*arrays, model=model, num_steps=num_steps, dtype=jnp.float32)
+    arrays = (jnp.asarray(array) for array in (tokens, LENGTHS, LIMITS, np.full((8, 1), -1, np.int32)))
+    warmth = jnp.full(len(LENGTHS), 0.0 if plan.rule == "greedy" else 0.7)
+    seeds = jnp.arange(2 * len(LENGTHS), dtype=jnp.uint32).reshape(-1, 2)
+    sampling = Sampling(warmth, seeds)
+    return init_state(*arrays, model=model, plan=plan, dtype=jnp.float32, sampling=sampling, policy=policy)
 
 
 def spoil(state):
@@ -100,17 +116,18 @@ def slots(layer, expected, row, length):
         yield name, entries[row, ..., :length, :], expected[name][row, ..., :length, :]
 
 
-@pytest.mark.parametrize(("attention", "num_modules", "chaining", "num_steps"), CASES)
-def test_every_cache_equals_a_teacher_forced_prefill(attention, num_modules, chaining, num_steps, small):
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(part) for part in case[:4]) + str(*case[4:]))
+def test_every_cache_equals_a_teacher_forced_prefill(case, small):
+    attention, num_modules, chaining, num_steps, *changes = case
     model, params = small(attention, "mixed", num_mtp_modules=num_modules, mtp_chaining=chaining)
-    begin = jax.jit(lambda params, state: prefill(params, spoil(state), model=model, chunk=8))
-    keywords = {"model": model, "num_steps": num_steps, "min_rows": 1}
-    advance = jax.jit(lambda params, state: run_round(params, spoil(state), **keywords))
+    plan = make_plan(num_steps, **dict(*changes))
+    begin = jax.jit(lambda params, state: prefill(params, spoil(state), model=model, plan=plan))
+    advance = jax.jit(lambda params, state: run_round(params, spoil(state), model=model, plan=plan))
     in_use = min(num_modules, num_steps)
     truth = jax.jit(functools.partial(teacher_forced, model=model, num_modules=in_use))
 
-    state = jax.device_get(begin(params, start_state(model, num_steps)))
-    counts = set()
+    state = jax.device_get(begin(params, start_state(model, plan)))
+    counts, choices = set(), state.tokens
     while not state.done.all():
         before = state
         state = jax.device_get(advance(params, state))
@@ -124,17 +141,67 @@ def test_every_cache_equals_a_teacher_forced_prefill(attention, num_modules, cha
             assert_same_entries(cache.layers, expected, cache.length)
     assert counts == set(range(num_steps + 1))  # rejections at every level, and none
     assert (state.length == LIMITS).all()
-    for row, (length, limit) in enumerate(zip(LENGTHS, LIMITS, strict=True)):
-        assert (state.tokens[row, length:limit] == choices[row, length - 1 : limit - 1]).all()
+    if plan.rule == "greedy":
+        for row, (length, limit) in enumerate(zip(LENGTHS, LIMITS, strict=True)):
+            assert (state.tokens[row, length:limit] == choices[row, length - 1 : limit - 1]).all()
 
 
 @pytest.mark.parametrize("attention", ["grouped", "latent", "sparse", "hybrid"])
 def test_a_call_reads_nothing_that_it_did_not_write(attention, small):
     model, params = small(attention, "mixed", num_mtp_modules=2)
-    keywords = {"model": model, "num_steps": 3, "min_rows": 1, "chunk": 8}
-    clean = decode(params, start_state(model, 3), **keywords)
-    spoiled = decode(params, spoil(start_state(model, 3)), **keywords)
+    assert_reads_nothing_else(model, params, make_plan(3))
+
+
+@pytest.mark.parametrize(
+    "changes", [TREE, {**TREE, "rule": "recursive"}, {"window": (4, 1)}, {**TREE, "window": (4, 1)}]
+)
+def test_a_tree_or_a_window_reads_nothing_else(changes, small):
+    assert_reads_nothing_else(*small("grouped", "mixed"), make_plan(3, **changes))
+
+
+def assert_reads_nothing_else(model, params, plan):
+    clean = decode(params, start_state(model, plan), model=model, plan=plan)
+    spoiled = decode(params, spoil(start_state(model, plan)), model=model, plan=plan)
     for name in ("length", "steps", "accepted", "discarded", "stopped"):
         assert (getattr(clean, name) == getattr(spoiled, name)).all()
     for row, limit in enumerate(LIMITS):
         assert clean.tokens[row, :limit].tolist() == spoiled.tokens[row, :limit].tolist()
+
+
+@pytest.mark.parametrize(
+    ("attention", "num_modules", "costs"),
+    [
+        ("grouped", 1, (1.0, 1.3, 1.7, 2.3)),
+        ("grouped", 2, (1.0, 1.1, 1.2, 1.3)),
+        ("hybrid", 1, (1.0, 1.4, 1.9, 2.6)),
+    ],
+)
+def test_depths_that_change_leave_every_cache_true(attention, num_modules, costs, small):
+    """Rounds of depths 0 to 3 in any order, by hand: what waits at depth 0 is taken in when drafting resumes."""
+    model, params = small(attention, "mixed", num_mtp_modules=num_modules)
+    plan = make_plan(3, is_adaptive=True)
+    begin = jax.jit(lambda params, state: prefill(params, spoil(state), model=model, plan=plan))
+    rounds = [
+        jax.jit(functools.partial(lambda params, state, plan: run_round(params, state, model=model, plan=plan), plan=p))
+        for p in map(plan.at_depth, range(4))
+    ]
+    follow_up = jax.jit(lambda params, state: catch_up(params, state, model=model, plan=plan))
+    truth = jax.jit(functools.partial(teacher_forced, model=model, num_modules=num_modules))
+    state = begin(params, start_state(model, plan, init_policy(jnp.array(costs), len(LENGTHS))))
+    order = np.random.default_rng(0)
+    while not bool(state.done.all()):
+        num_steps = int(order.choice([0, 0, 0, 1, 2, 3]))
+        if num_steps:
+            while int(waiting(state).max()) > num_steps + num_modules:
+                state = follow_up(params, state)
+        before = state
+        state = rounds[num_steps](params, state)
+        _, trunk, modules = jax.device_get(truth(params, state.tokens))
+        assert_same_entries(jax.device_get(state.trunk.layers), trunk, np.array(state.trunk.length))
+        if num_steps:
+            for index, (cache, expected) in enumerate(zip(state.modules, modules, strict=True)):
+                lengths = np.maximum(np.array(before.length) - 1 - index, 0)
+                assert_same_entries(jax.device_get(cache.layers), expected, lengths)
+    choices, *_ = jax.device_get(truth(params, state.tokens))
+    for row, (length, limit) in enumerate(zip(LENGTHS, LIMITS, strict=True)):
+        assert (np.array(state.tokens)[row, length:limit] == choices[row, length - 1 : limit - 1]).all()

@@ -11,7 +11,7 @@ import mtpjax
 from mtpjax import DecodeConfig, ModelConfig, MTPModel, forward, generate, speculative_generate
 from mtpjax.decode.draft import propose
 from mtpjax.decode.loop import prefill
-from mtpjax.decode.state import init_state
+from mtpjax.decode.state import Plan, init_state
 from tests.golden import MTP_SETS, RECYCLING, SETS, case, cases, path
 
 PROMPTS = ("p0", "p1")
@@ -137,16 +137,15 @@ def test_drafted_tokens_match(name, load):
     rows = [expected[f"{prompt}_input_ids"] for prompt in PROMPTS]
     lengths = np.array([len(row) for row in rows], np.int32)
     tokens = np.stack([np.pad(row, (0, 128 - len(row))) for row in rows])
-    arrays = (jnp.asarray(array) for array in (tokens, lengths, lengths + 24, np.full(8, -1, np.int32)))
-    state = init_state(*arrays, model=model, num_steps=num_steps, dtype=jnp.float32)
+    arrays = (jnp.asarray(array) for array in (tokens, lengths, lengths + 24, np.full((8, 1), -1, np.int32)))
+    plan = Plan(num_steps, num_nodes=num_steps + 1, chunk=16)
+    state = init_state(*arrays, model=model, plan=plan, dtype=jnp.float32)
 
     @jax.jit
     def draft(params, state):
-        return propose(
-            params, prefill(params, state, model=model, chunk=16), model=model, num_steps=num_steps, min_rows=1
-        )
+        return propose(params, prefill(params, state, model=model, plan=plan), model=model, plan=plan)[1].tokens
 
-    tokens = np.asarray(draft(params, state).tokens)
+    tokens = np.asarray(draft(params, state))
     for row, prompt in enumerate(PROMPTS):
         behind = tokens[row, lengths[row] :]
         assert behind[0] == expected[f"{prompt}_greedy_ids"][0]
