@@ -139,7 +139,7 @@ def threshold_tree(
     is_tried = (parents[:, None] == parents[None, :]) & (order[:, None] >= order[None, :])
     tried = jnp.where(is_tried, mass[None, :], 0).sum(axis=1)
     # SGLang's comparison: a coin of exactly 0 accepts what has no probability, where the other rules' never does.
-    passes = (u[parents] <= tried / max(acc, LEAST_THRESHOLD)) | (mass >= single)
+    passes = (u[parents] <= tried / jnp.maximum(acc, LEAST_THRESHOLD)) | (mass >= single)
     path, count = _descend(passes, parents, num_steps)
     last = path[-1]
     is_rejected = (parents == last) & (count < num_steps)

@@ -2,7 +2,7 @@
 
 A target p(.|prefix) and a drafter q(.|prefix) are tables over a few tokens. The real functions run over all drafts,
 each with the probability that it is drawn, and over all outcomes of the noise: a rule compares u[n] with one number,
-found by bisection of the rule itself, so two values per node, just below it and just above, stand for the whole interval.
+found by bisection of the rule itself, so two values per node, just below it and just above, stand for all of [0, 1).
 Uniforms are multiples of 2^-24, so these probabilities are exact. What a round leaves open is drawn from the target.
 """
 
@@ -233,7 +233,7 @@ def target_law(p):
 
 
 def enumerate_rule(rule, shape, p, q, drawn=None, prune=None):
-    """Largest error of the text's law and expected accepted drafts, both `[C]`, and how many outcomes there were.
+    """Largest error of the text's law and expected accepted drafts, both `[C]`.
 
     `drawn` are the tables that drafts really come from (q). `prune(tokens, code)` tells which nodes `[N, W]` are
     dropped before verification.
@@ -247,11 +247,7 @@ def enumerate_rule(rule, shape, p, q, drawn=None, prune=None):
     prob = prob[:, :, None] * chance
     np.testing.assert_allclose(prob.sum(axis=(1, 2)), 1, atol=1e-9)
     law = text_law(p, code, depth, prob, walk)
-    enumerate_rule.outcomes += int((prob > 0).sum())
     return np.abs(law - target_law(p)).max(axis=1), (prob * walk.count).sum(axis=(1, 2))
-
-
-enumerate_rule.outcomes = 0
 
 
 def enumerate_follow(shape, p, drawn, prune=None):
@@ -274,7 +270,6 @@ def enumerate_follow(shape, p, drawn, prune=None):
     walk = Walk(path, count, np.eye(V)[last])
     walk = jax.tree.map(lambda array: np.broadcast_to(array, (len(prob), *array.shape)), walk)
     law = text_law(p, code, depth, prob, walk)
-    enumerate_rule.outcomes += int((prob > 0).sum())
     return np.abs(law - target_law(p)).max(axis=1), (prob * walk.count).sum(axis=(1, 2))
 
 
@@ -525,14 +520,20 @@ def sglang_walk(tokens, parents, p, u, single, acc, num_steps):
     return accepted + accepted[-1:] * (num_steps - count), count, weights if weights.sum() > 0 else p[node]
 
 
+@functools.partial(jax.jit, static_argnums=6)
+def thresholds(tokens, parents, p, u, single, acc, num_steps):
+    return jax.vmap(functools.partial(threshold_tree, single=single, acc=acc, num_steps=num_steps))(
+        tokens, parents, p, u
+    )
+
+
 @pytest.mark.parametrize("num_steps", [4, 2])  # 2: the tree goes deeper than the walk may
 @pytest.mark.parametrize(
     "single, acc", [(1.0, 1.0), (0.5, 1.0), (1.0, 0.5), (0.3, 0.7), (1.0, 0.001), (0.001, 1.0), (1.0, 0.0), (0.0, 1.0)]
 )
 def test_thresholds_are_sglangs(single, acc, num_steps):
     trees = random_trees(100, 14, 8, 4)
-    run = functools.partial(threshold_tree, single=single, acc=acc, num_steps=num_steps)
-    walk = jax.jit(jax.vmap(run))(*trees)
+    walk = thresholds(*trees, single, acc, num_steps)
     for row, (tokens, parents, p, u) in enumerate(zip(*trees, strict=True)):
         path, count, weights = sglang_walk(tokens, parents, p, u, single, acc, num_steps)
         assert (walk.path[row].tolist(), int(walk.count[row])) == (path, count)
