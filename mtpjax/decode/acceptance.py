@@ -68,7 +68,7 @@ def block_chain(drafts: jax.Array, p: jax.Array, q: jax.Array, u: jax.Array) -> 
 
     With w_0 = 1 and w_i = min(1, w_{i-1} p(x_i)/q(x_i)), the first i drafts pass with probability h_i = r_i / (r_i + 1
     - w_i), r_i the sum of max(w_i p - q, 0) after them; h_K = w_K. The longest run that passes is accepted; the next
-    token comes from max(w p - q, 0), after all K from p (Sun et al., 2403.10444, algorithm 2, equations 3 and 4). In
+    token comes from max(w p - q, 0), after all K from p (Sun et al., 2403.10444). In
     expectation never fewer drafts than `token_chain`.
     """
     K = drafts.shape[0]
@@ -95,8 +95,8 @@ def recursive_tree(
 
     `q[n]` is what node n's children were drawn from, in ascending order; a leaf's row is not read. At each node in
     turn a child x is accepted with probability min(1, p(x)/q(x)). After a rejection p becomes norm(max(p - q, 0)) and
-    q becomes norm(q without x); what is left of p when no child is left gives the next token (Jeon et al., 2402.14160,
-    theorem 3.1; Sequoia, 2402.12374, algorithm 2).
+    q becomes norm(q without x); what is left of p when no child is left gives the next token (Jeon et al., 2402.14160;
+    Sequoia, 2402.12374).
 
     A child without probability in what is left of q was not drawn: the tree had a place for it anyway. It counts as
     the only candidate of a draft of its own, so it is accepted with probability p(x) and p loses it otherwise: at
@@ -139,7 +139,7 @@ def threshold_tree(
     is_tried = (parents[:, None] == parents[None, :]) & (order[:, None] >= order[None, :])
     tried = jnp.where(is_tried, mass[None, :], 0).sum(axis=1)
     # SGLang's comparison: a coin of exactly 0 accepts what has no probability, where the other rules' never does.
-    passes = (u[parents] <= tried / max(acc, LEAST_THRESHOLD)) | (mass >= single)
+    passes = (u[parents] <= tried / jnp.maximum(acc, LEAST_THRESHOLD)) | (mass >= single)
     path, count = _descend(passes, parents, num_steps)
     last = path[-1]
     is_rejected = (parents == last) & (count < num_steps)
@@ -151,7 +151,7 @@ def threshold_tree(
 def typical_tree(
     tokens: jax.Array, parents: jax.Array, p: jax.Array, *, epsilon: float, delta: float, num_steps: int
 ) -> Walk:
-    """Medusa's typical acceptance (2401.10774, section 2.3.1). Lossy.
+    """Medusa's typical acceptance (2401.10774). Lossy.
 
     A draft x passes if p(x) > min(epsilon, delta exp(-H(p))), H the entropy in nats. Of the paths on which every draft
     passes the longest is accepted, among several the likeliest; the next token comes from p after it.
