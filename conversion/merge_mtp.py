@@ -131,7 +131,8 @@ def _from_ours(path, made: load.Plan) -> Modules:
     config = checkpoint.model_config(stored.config, path)
     if not config.num_mtp_modules:
         raise CheckpointFileError(f"{path} has no MTP modules")
-    own = {name: getattr(config, name) for name in ("num_mtp_modules", "mtp_own_embedding", "mtp_own_head")}
+    own = ("num_mtp_modules", "mtp_own_embedding", "mtp_own_head", "num_tokens")  # the last is of the tokenizer beside
+    own = {name: getattr(config, name) for name in own}
     expected = dataclasses.replace(made.config, **own)
     differing = [key for key, value in expected.to_dict().items() if config.to_dict()[key] != value]
     if differing:

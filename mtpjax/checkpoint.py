@@ -31,6 +31,7 @@ from mtpjax.config import ModelConfig
 from mtpjax.model import MTPModel
 from mtpjax.quantized import BlockScaled, is_scaled
 from mtpjax.sharding import shard_params
+from mtpjax.tokenizer import count_tokens
 
 FORMAT = "mtpjax-checkpoint"
 VERSION = 1
@@ -94,6 +95,8 @@ def save_model(path, model: MTPModel, params: dict, *, metadata=None):
 def load(path, *, dtype=None, mesh: Mesh | None = None) -> tuple[MTPModel, dict]:
     """Reads `(model, params)` from our checkpoint, a run folder that holds one, or a Hugging Face directory.
 
+    Where a tokenizer stands beside it, `model.config.num_tokens` says how many ids have a meaning: no other is decoded.
+
     `dtype=None` keeps what the files hold, fp8 with its scales included; `mesh` lays the parameters out over it. Raises
     `CheckpointError`, or for a Hugging Face directory another `ValueError`.
     """
@@ -101,11 +104,21 @@ def load(path, *, dtype=None, mesh: Mesh | None = None) -> tuple[MTPModel, dict]
     if not is_checkpoint(path) and (path / "config.json").is_file():
         from conversion.load import load as load_hugging_face
 
-        return load_hugging_face(path, dtype=dtype, mesh=mesh)
+        model, params = load_hugging_face(path, dtype=dtype, mesh=mesh)
+        return _without_padding(model, path), params
     config, params, _ = restore(path)
     if dtype is not None:
         params = jax.tree.map(lambda leaf: leaf.astype(dtype), params, is_leaf=is_scaled)
-    return MTPModel(model_config(config, path)), params if mesh is None else shard_params(params, mesh)
+    model = _without_padding(MTPModel(model_config(config, path)), path)
+    return model, params if mesh is None else shard_params(params, mesh)
+
+
+def _without_padding(model: MTPModel, path) -> MTPModel:
+    """The model, told where its tables have more rows than the checkpoint's tokenizer has tokens."""
+    count = count_tokens(path)
+    if count is None or count >= model.config.vocab_size:
+        return model
+    return MTPModel(dataclasses.replace(model.config, num_tokens=count))
 
 
 def find(path) -> pathlib.Path:

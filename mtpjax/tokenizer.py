@@ -134,14 +134,34 @@ def load_tokenizer(path, vocab_size: int) -> Tokenizer:
 
     Raises `TokenizerError` where there is neither a `tokenizer.json` nor a vocabulary of 256.
     """
-    path = pathlib.Path(path)
-    kept = path / "huggingface"
-    folder = kept if kept.is_dir() else path
+    folder = _folder(path)
     if (folder / "tokenizer.json").exists():
         return FileTokenizer(folder, vocab_size)
     if vocab_size == ByteTokenizer.vocab_size:
         return ByteTokenizer()
     raise TokenizerError(f"{folder} has no tokenizer.json, and the model has {vocab_size} tokens, not the 256 bytes")
+
+
+def count_tokens(path) -> int | None:
+    """One more than the largest id in a checkpoint's `tokenizer.json`; None where there is none that can be read.
+
+    Tables are often longer, padded to a round size: rows from here on stand for nothing.
+    """
+    try:
+        content = read_inside(_folder(path), "tokenizer.json", most=MOST_BYTES)
+        values = json.loads(content) if content is not None else {}
+        vocabulary = values["model"]["vocab"]
+        largest = max(vocabulary.values()) if isinstance(vocabulary, dict) else len(vocabulary) - 1
+        return 1 + max([largest, *(token["id"] for token in values.get("added_tokens", ()))])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _folder(path) -> pathlib.Path:
+    """Where a checkpoint's tokenizer lies: in the Hugging Face directory that it is or came from."""
+    path = pathlib.Path(path)
+    kept = path / "huggingface"
+    return kept if kept.is_dir() else path
 
 
 def render_chat(template: str, messages: list[dict[str, Any]], **variables: Any) -> str:

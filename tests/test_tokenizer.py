@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 import tokenizers
 
+from mtpjax import DecodeConfig, SamplingParams, load, speculative_generate
+from mtpjax.checkpoint import save_model
 from mtpjax.inside import OutsideError
-from mtpjax.tokenizer import ByteTokenizer, FileTokenizer, TokenizerError, load_tokenizer, render_chat
+from mtpjax.tokenizer import ByteTokenizer, FileTokenizer, TokenizerError, count_tokens, load_tokenizer, render_chat
 
 TOKENIZER = ByteTokenizer()
 
@@ -89,6 +91,31 @@ def test_a_vocabulary_beyond_the_embedding_is_refused(folder):
     assert isinstance(load_tokenizer(folder, 259), FileTokenizer)
     with pytest.raises(TokenizerError, match="has token 258; the model has 258 tokens"):
         load_tokenizer(folder, 258)
+
+
+@pytest.mark.usefixtures("quick_compile")
+@pytest.mark.parametrize("sampling", [None, SamplingParams(temperature=1.5, seed=4)])
+def test_rows_behind_the_last_token_are_never_decoded(sampling, folder, small):
+    """The tables have 320 rows, the tokenizer 259 tokens; the padding is made the likeliest of all."""
+    model, params = small("grouped", "right", vocab_size=320)
+    params = {**params, "head": params["head"].at[:, 259:].set(50 * params["head"][:, :61])}
+    save_model(folder / "checkpoint", model, params)
+    assert load(folder / "checkpoint")[0].config.num_tokens == 0  # without a tokenizer beside it
+    (folder / "checkpoint" / "huggingface").mkdir()
+    (folder / "tokenizer.json").rename(folder / "checkpoint" / "huggingface" / "tokenizer.json")
+    loaded, _ = load(folder / "checkpoint")
+    assert loaded.config.num_tokens == 259
+    for shape in ({"num_steps": 0}, {"num_steps": 2}, {"num_steps": 2, "topk": 2}):
+        config = DecodeConfig(max_new_tokens=20, prefill_chunk=4, **shape)
+        for chosen, is_padded in ((loaded, False), (model, True)):
+            result = speculative_generate(params, [[1, 2, 3]], model=chosen, config=config, sampling=sampling)
+            assert (result.tokens >= 259).any() == is_padded
+
+
+def test_the_number_of_tokens_is_read_from_the_file(folder):
+    assert count_tokens(folder) == 259 and count_tokens(folder / "none") is None
+    (folder / "tokenizer.json").write_text("{,")
+    assert count_tokens(folder) is None
 
 
 def test_a_folder_without_a_tokenizer_has_bytes_or_none(tmp_path):
