@@ -7,9 +7,11 @@ import pytest
 
 from experiments import policy_regret
 from experiments.policy_regret import LEVELS, adaptive, cost_curves
-from mtpjax.decode.policy import LONGEST_WAIT, PRIOR, forget, init_policy, observe, rates
+from mtpjax.decode import policy as policy_
+from mtpjax.decode.policy import LONGEST_WAIT, PRIOR, forget, init_policy
 
 CPU, GPU = cost_curves(1)["cpu"], cost_curves(1)["gpu"]
+observe, rates = jax.jit(policy_.observe), jax.jit(policy_.rates)
 
 
 def depths(rate, costs, *, batch=16, length=256, seeds=4, mode="stream"):
@@ -20,12 +22,15 @@ def depths(rate, costs, *, batch=16, length=256, seeds=4, mode="stream"):
     return np.asarray(adaptive(margin.astype(np.float32), fall, costs, length=length, mode=mode)[1])
 
 
+@jax.jit
 def rounds(policy, counts, depth, active=None):
     """The policy after rounds at this depth, with the accepted drafts `counts [rounds, B]`."""
     is_on = jnp.ones(policy.reached.shape[0], bool) if active is None else jnp.asarray(active)
-    for count in counts:
-        policy = observe(policy, depth, jnp.asarray(count, jnp.int32), took_part=is_on, active=is_on)
-    return policy
+
+    def body(policy, count):
+        return observe(policy, depth, count, took_part=is_on, active=is_on), None
+
+    return jax.lax.scan(body, policy, jnp.asarray(counts, jnp.int32))[0]
 
 
 @pytest.mark.parametrize("curve", ["gpu", "cpu", "moe"])
@@ -35,7 +40,7 @@ def test_constant_acceptance_settles_where_the_true_ratio_is_largest(curve, rate
     ratio = np.cumsum(rate ** np.arange(LEVELS + 1)) / costs
     chosen = depths(rate, costs)
     late = np.concatenate([row[row >= 0][len(row[row >= 0]) // 3 :] for row in chosen])
-    assert (ratio[late] / ratio.max()).mean() > 0.985
+    assert (ratio[late] / ratio.max()).mean() > 0.97
     changes = np.mean([np.mean(row[row >= 0][10:-1] != row[row >= 0][11:]) for row in chosen])
     assert changes < 0.35
 
@@ -43,9 +48,9 @@ def test_constant_acceptance_settles_where_the_true_ratio_is_largest(curve, rate
 @pytest.mark.parametrize("batch", [1, 16])
 @pytest.mark.parametrize("costs", [CPU, GPU])
 def test_rows_that_accept_nothing_are_left_alone(batch, costs):
-    drafting = depths(0.0, costs, batch=batch) > 0
-    assert drafting[:, 16:].sum(axis=1).max() <= 8  # of 240 rounds
-    assert drafting.sum(axis=1).max() <= 16
+    chosen = depths(0.0, costs, batch=batch)
+    assert np.mean(costs[chosen]) < 1.05
+    assert (chosen[:, -100:] > 0).mean() < (0.05 if costs is CPU else 0.35)  # where a try costs little it is tried more
 
 
 def test_rows_that_accept_everything_get_the_deepest_round_if_it_pays():
@@ -148,11 +153,12 @@ def test_it_is_a_carry_of_a_compiled_loop_and_depth_may_be_static_or_traced():
         on = jnp.ones(3, bool)
         return observe(policy, policy.depth, policy.depth * jnp.array([1, 0, 1]), took_part=on, active=on)
 
+    static = jax.jit(policy_.observe, static_argnames="depth")
     policy = init_policy(CPU, 3)
     looped = jax.jit(lambda policy: jax.lax.fori_loop(0, 5, lambda _, policy: body(policy), policy))(policy)
     for _ in range(5):
         depth, on = int(policy.depth), jnp.ones(3, bool)
-        policy = observe(policy, depth, depth * jnp.array([1, 0, 1]), took_part=on, active=on)
+        policy = static(policy, depth, depth * jnp.array([1, 0, 1]), took_part=on, active=on)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), looped, policy)
 
 
@@ -167,8 +173,7 @@ def test_regret_is_small(mode, batch):
         for length in ((64, 256) if process in ("cliff", "regimes", "mixed rows", "constant 0.7") else (256,))
         for cell in policy_regret.measure(process, batch, length, mode, seeds)
     ]
-    regret, error = np.array([(cell.regret, cell.error) for cell in cells]).T
-    assert regret.mean() < 0.01
+    assert np.mean([cell.regret for cell in cells]) < 0.01
     above = [cell for cell in cells if cell.regret - 3 * cell.error > 0.03]
     assert len(above) <= 0.1 * len(cells), above
     assert all(cell.regret - 3 * cell.error < 0.08 for cell in cells), above
