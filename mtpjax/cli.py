@@ -73,8 +73,31 @@ def _parser() -> jsonargparse.ArgumentParser:
     generate.add_argument("--max-length", type=int, default=None, help="prompt and new tokens (default: the model's)")
     generate.add_argument("--check", action="store_true", help="decode plainly too, and exit with 4 if a text differs")
     commands.add_subcommand("generate", generate, help="continue a prompt with a trained model")
+    _add_profile(commands)
     _add_conversion(commands)
     return parser
+
+
+def _add_profile(commands) -> None:
+    profile = jsonargparse.ArgumentParser(
+        description="Measure on this device what rounds of 0..num-steps draft levels cost, per batch size. The file is "
+        "what adaptive depth goes by."
+    )
+    profile.add_argument("--model-path", "--model", required=True, help="a checkpoint, or a run folder with one")
+    profile.add_argument("--batch", type=int, nargs="+", default=[1], help="batch sizes (default: %(default)s)")
+    profile.add_argument(
+        "--speculative-num-steps", "--num-steps", type=int, default=5, help="deepest round (default: %(default)s)"
+    )
+    profile.add_argument(
+        "--speculative-eagle-topk", "--topk", type=int, default=1, help="above 1: trees (default: %(default)s)"
+    )
+    profile.add_argument(
+        "--speculative-num-draft-tokens", "--num-draft-tokens", type=int, default=None, help="most nodes of a tree"
+    )
+    profile.add_argument("--context", type=int, default=512, help="tokens in the caches (default: %(default)s)")
+    profile.add_argument("--rounds", type=int, default=8, help="measurements to take medians of (default: %(default)s)")
+    profile.add_argument("--output", default=None, help="file to write (default: profile.json in the model's folder)")
+    commands.add_subcommand("profile", profile, help="what drafting costs here, by depth and batch size")
 
 
 def _add_conversion(commands) -> None:
@@ -169,6 +192,40 @@ def _generate(options) -> int:
         identical = generate(params, prompts, model=model, config=config).rows() == result.rows()
         print(f"identical to plain decoding: {'yes' if identical else 'NO'}", file=sys.stderr)
         return 0 if identical else 4
+    return 0
+
+
+def _profile(options) -> int:
+    import rich.console
+    from rich.progress import Progress
+
+    from mtpjax.checkpoint import find, load
+    from mtpjax.decode import profile
+
+    profile.shapes_up_to(
+        options.speculative_num_steps, options.speculative_eagle_topk, options.speculative_num_draft_tokens
+    )
+    model, params = load(find(options.model_path))
+    output = profile.default_path(options.model_path) if options.output is None else options.output
+    console = rich.console.Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("compiling and measuring", total=None)
+        measured = profile.measure(
+            params,
+            model=model,
+            batches=tuple(options.batch),
+            num_steps=options.speculative_num_steps,
+            topk=options.speculative_eagle_topk,
+            num_draft_tokens=options.speculative_num_draft_tokens,
+            context=options.context,
+            rounds=options.rounds,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    profile.save(output, measured)
+    console = rich.console.Console()
+    for table in profile.tables(measured):
+        console.print(table)
+    print(f"wrote {output}", file=sys.stderr)
     return 0
 
 
@@ -271,6 +328,7 @@ CHECKPOINT_ERRORS = ("CheckpointError", "CheckpointFileError", "ConfigError", "O
 COMMANDS = {
     "quickstart": _quickstart,
     "generate": _generate,
+    "profile": _profile,
     "inspect": _inspect,
     "convert": _convert,
     "export-mtp": _export_mtp,

@@ -12,7 +12,7 @@ import rich.console
 import rich.table
 
 from mtpjax.config import TrainConfig
-from mtpjax.decode.costs import Costs
+from mtpjax.decode.costs import Costs, chain
 from mtpjax.plots import plot_quickstart
 from mtpjax.timing import Worker, stepping_aside
 from mtpjax.train.data import held_out_prompts
@@ -152,9 +152,7 @@ def _best_plain(seconds: dict[Setting, Any]) -> Setting:
 
 def _measure_costs(worker: Worker, depths: tuple[int, ...]) -> Costs:
     answer = worker.call(do="costs", num_steps=depths, context=PROMPT_TOKENS + NEW_TOKENS // 2, capacity=CAPACITY)
-    for name in ("verify", "round"):
-        answer[name] = {int(depth): seconds for depth, seconds in answer[name].items()}
-    return Costs(**answer)
+    return Costs.from_json(answer)
 
 
 def _depth_row(depth: int, plain: Setting, settings, seconds, answers, costs: Costs) -> DepthRow:
@@ -176,7 +174,7 @@ def _depth_row(depth: int, plain: Setting, settings, seconds, answers, costs: Co
         tokens_per_second=tokens / float(np.median(seconds[setting].sum(1))),
         ratio=float(np.median(pairs)),
         interval=(float(np.quantile(medians, 0.025)), float(np.quantile(medians, 0.975))),
-        ideal=costs.ideal_ratio(accept_length, depth),
+        ideal=costs.ideal_ratio(accept_length, chain(depth)),
     )
 
 

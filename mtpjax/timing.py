@@ -101,15 +101,14 @@ class _Child:
         return {"rows": rows, "seconds": seconds}
 
     def costs(self, *, num_steps, context: int, capacity: int) -> dict[str, Any]:
-        """Times each part some times more; the medians so far (`mtpjax.decode.costs.Costs`)."""
-        from mtpjax.decode.costs import CostMeter
+        """Times each part of chains some times more; the medians so far (`mtpjax.decode.costs.Costs.to_json`)."""
+        from mtpjax.decode.costs import CostMeter, chain
 
         if self.meter is None:
-            self.meter = CostMeter(
-                self.params, model=self.model, num_steps=tuple(num_steps), context=context, capacity=capacity
-            )
+            shapes = tuple(chain(depth) for depth in num_steps)
+            self.meter = CostMeter(self.params, model=self.model, shapes=shapes, context=context, capacity=capacity)
         self.meter.measure()
-        return dataclasses.asdict(self.meter.costs())
+        return self.meter.costs().to_json()
 
 
 def main() -> None:

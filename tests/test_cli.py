@@ -8,9 +8,11 @@ import jax
 import pytest
 import tokenizers
 
-from mtpjax import MTPModel, init_params, presets
+from mtpjax import DecodeConfig, MTPModel, init_params, load, presets
 from mtpjax.checkpoint import save_model
 from mtpjax.cli import main
+from mtpjax.decode import profile
+from mtpjax.decode.profile import load_costs
 from tests import golden
 
 
@@ -133,3 +135,27 @@ def test_converting_to_a_dtype_that_is_none_is_refused(tmp_path, capsys):
     arguments = ["convert", str(golden.path("deepseek_v3_fp8")), str(tmp_path / "ours"), "--dtype", "int4"]
     assert exit_code(arguments) == 2
     assert "--dtype 'int4' is not one of float32, float16, bfloat16" in capsys.readouterr().err
+
+
+def test_profile_measures_rounds_and_stores_them(checkpoint, tmp_path, capsys):
+    file = tmp_path / "costs.json"
+    arguments = ["--batch", "1", "3", "--num-steps", "1", "--context", "40", "--rounds", "1", "--output", str(file)]
+    assert exit_code(["profile", "--model", str(checkpoint), *arguments]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line.split()[:2] for line in lines if line.startswith("batch")] == [["batch", "1,"], ["batch", "3,"]]
+    costs = load_costs(file, batch=4, num_steps=1)
+    assert len(DecodeConfig(num_steps=1, depth_policy="adaptive", depth_costs=costs).depth_costs or ()) == 2
+
+
+def test_profile_stands_beside_the_model_or_where_it_is_told(checkpoint, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(profile, "measure", lambda params, **_: {"batches": []})
+    assert exit_code(["profile", "--model", str(checkpoint)]) == 0
+    assert (checkpoint / "profile.json").is_file()
+    load(checkpoint)  # is still one
+    monkeypatch.setattr(profile.os, "access", lambda *_: False)
+    assert exit_code(["profile", "--model", str(checkpoint)]) == 2
+    assert "say where the profile shall go with --output FILE" in capsys.readouterr().err
+    assert exit_code(["profile", "--model", str(checkpoint), "--num-steps", "0", "--output", str(tmp_path / "x")]) == 2
+    assert "num_steps must be at least 1" in capsys.readouterr().err
+    assert exit_code(["profile", "--model", str(tmp_path)]) == 3

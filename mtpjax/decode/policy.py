@@ -1,113 +1,144 @@
 """How deep to draft: what was accepted so far, and what rounds cost, choose the levels of the next round.
 
-One depth serves the batch, since a pass has one width: the one with the most expected tokens per cost, over the rows
-that run. It depends on earlier rounds alone, never on a draft that it decides about, so the text keeps its law under
-every acceptance rule. Pure arithmetic on `[B, S]` arrays, cheap enough for every round of a compiled loop.
+One depth serves the batch, for a pass has one width. It depends on earlier rounds alone, never on a draft that it
+decides about, so the text keeps its law under every acceptance rule (non-anticipation). Pure arithmetic on `[B, S]`
+arrays, cheap enough for every round of a compiled loop.
+
+Two things keep it from staying at a depth that was right once: counts fade, so that the estimate of a level that is not
+tried any more returns to that of the level before; and now and then a round *probes* a deeper level, if that could pay,
+ever more rarely while nothing comes of it. The constants are the best found by `experiments/policy_regret.py`; a bonus
+for the present depth (hysteresis) made it worse.
 """
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
-PRIOR = 0.75  # rate of a draft, before anything is known
-OWN_STRENGTH = 2.0  # drafts that the other rows' rate is worth, beside a row's own
-BATCH_STRENGTH = 2.0  # drafts that the level before is worth, beside the other rows
-MEMORY = 0.97  # of a count, per later draft at its level
-FADE = 0.99  # of a count, per round in which its level was not tried
-HOPE = 3.0  # accepted drafts more that would have to make a deeper round pay, for a probe
-MARGIN = 1.05  # and by how much
-POWER = 4.0
-FIRST_WAIT, LONGEST_WAIT = 12, 96  # rounds without a look at deeper levels
+PRIOR, PRIOR_DRAFTS = 0.75, 3.0  # rate before anything is known, and the drafts that it is worth at level 1
+BORROWED_DRAFTS = 2.0  # what the level before is worth at a deeper one
+OTHERS_DRAFTS = 1.0  # most that the other rows' drafts are worth at a deeper level; at level 1 all of them count
+BATCH_MEMORY, ROW_MEMORY = 24, 12  # drafts of a level that are remembered: by the batch, and at least by each row
+FADING = 0.99  # of a count, per round in which its level was not tried
+HOPED_DRAFTS, GAIN = 3.0, 1.1  # a probe: so many drafts more, all accepted, would make some depth pay by this factor
+SHORTEST_WAIT, LONGEST_WAIT = 12, 96  # rounds from one probe to the next
+SLOWEST = 4  # power of the mean over rows' times: 1 is their sum, large ones the slowest row's
 
 
 class Policy(flax.struct.PyTreeNode):
     """What is known of B rows and S levels, and the choice that follows from it."""
 
     costs: jax.Array  # [S+1] float32, duration of a round by its depth, in any unit
-    reached: jax.Array  # [B, S] float32, decayed count of drafts of level k verified, all before it accepted
+    reached: jax.Array  # [B, S] float32, fading count of drafts of level k verified with all before them accepted
     accepted: jax.Array  # [B, S] float32, those of them that were accepted
     depth: jax.Array  # [] int32, levels of the next round
-    settled: jax.Array  # [] int32, the depth that the estimates favour; `depth` is deeper in a round that probes
-    wait: jax.Array  # [] int32, rounds until the next probe
-    interval: jax.Array  # [] int32, and how many they were at first
+    settled: jax.Array  # [] int32, depth that the estimates favour; `depth` is deeper in a round that probes
+    promise: jax.Array  # [] float32, worth of the probed depth over that of the settled one, as estimated before it
+    wait: jax.Array  # [] int32, rounds until a probe
+    interval: jax.Array  # [] int32, the wait after the next probe that fails is twice this
 
 
 def init_policy(costs, batch: int) -> Policy:
-    """Nothing seen yet; the first depth is the prior's. `costs`: a round's duration at depths 0..S."""
+    """Nothing seen yet; the first depth follows from the prior. `costs`: a round's duration at depths 0..S, S >= 1."""
     costs = jnp.asarray(costs, jnp.float32)
-    S = costs.shape[0] - 1
-    zero = jnp.zeros((batch, S))
-    wait = jnp.asarray(FIRST_WAIT, jnp.int32)
-    policy = Policy(costs, zero, zero, jnp.int32(0), jnp.int32(0), wait, wait)
-    best, _ = _choose(policy, jnp.ones(batch, bool), None)
-    return policy.replace(depth=best, settled=best)
+    assert costs.ndim == 1 and costs.shape[0] > 1, "costs of depth 0 and of at least one more"
+    zero, counts = jnp.zeros((), jnp.int32), jnp.zeros((batch, costs.shape[0] - 1), jnp.float32)
+    wait = zero + SHORTEST_WAIT
+    policy = Policy(costs, counts, counts, zero, zero, jnp.ones((), jnp.float32), wait, wait)
+    settled, deeper, promise = _choose(policy, jnp.ones(batch, bool), None)
+    depth = jnp.where(settled == 0, deeper, settled)  # the first round is the cheapest to learn from
+    return policy.replace(depth=depth, settled=settled, promise=promise)
 
 
-def observe(policy, depth, count, took_part, active, remaining=None):
-    S = policy.reached.shape[1]
-    levels = jnp.arange(1, S + 1)[None, :]
-    drafts = count[:, None]
+def observe(
+    policy: Policy,
+    depth: int | jax.Array,
+    count: jax.Array,
+    *,
+    took_part: jax.Array,
+    active: jax.Array,
+    remaining: jax.Array | None = None,
+) -> Policy:
+    """Takes in a round of `depth` levels and chooses the next one's.
+
+    Args:
+        count: `[B]` drafts accepted, before anything is cut off at a stop or limit.
+        took_part: `[B]` bool, rows that ran in the round.
+        active: `[B]` bool, rows that run in the next one. The others count for nothing.
+        remaining: `[B]` tokens that a row may still take. With it the depth is that which ends the batch soonest, by
+            rows' estimated times, and no draft is made behind a limit. None: that which makes the most tokens, for
+            batches whose rows are replaced as they end.
+    """
+    levels = jnp.arange(1, policy.reached.shape[1] + 1)[None, :]
     was_tried = took_part[:, None] & (levels <= depth)
-    was_reached = was_tried & (drafts >= levels - 1)
-    was_accepted = was_reached & (drafts >= levels)
-    keep = jnp.where(was_reached, MEMORY, jnp.where(was_tried, 1.0, FADE))
-    # Whether a probe emitted more per cost than the settled depth was expected to.
+    was_reached = was_tried & (levels <= count[:, None] + 1)
+    was_accepted = was_reached & (levels <= count[:, None])
+    memory = max(ROW_MEMORY, BATCH_MEMORY / took_part.shape[0])
+    kept = jnp.where(was_reached, 1 - 1 / memory, jnp.where(was_tried, 1.0, FADING))
+    policy = policy.replace(reached=kept * policy.reached + was_reached, accepted=kept * policy.accepted + was_accepted)
+    score = _worth(policy.costs, rates(policy, active), active, remaining)
     probed = depth > policy.settled
-    emitted = jnp.where(took_part, jnp.minimum(drafts[:, 0], depth) + 1, 0).sum()
-    emitted_settled = jnp.where(took_part, jnp.minimum(drafts[:, 0], policy.settled) + 1, 0).sum()
-    good = emitted * policy.costs[policy.settled] > emitted_settled * policy.costs[depth]
-    policy = policy.replace(reached=keep * policy.reached + was_reached, accepted=keep * policy.accepted + was_accepted)
-    best, deeper = _choose(policy, active, remaining)
-    rose = best > policy.settled
-    interval = jnp.where(probed & ~good, jnp.minimum(2 * policy.interval, LONGEST_WAIT), policy.interval)
-    interval = jnp.where(rose, FIRST_WAIT, interval)
-    wait = jnp.where(probed, jnp.where(good, 0, interval), jnp.where(rose, interval, policy.wait - 1))
-    probe = (wait <= 0) & (deeper > best)
+    went_well = probed & (score[depth] > policy.promise * score[policy.settled])
+    settled, deeper, promise = _choose(policy, active, remaining)
+    rose = settled > policy.settled
+    longer = jnp.minimum(2 * policy.interval, LONGEST_WAIT)
+    interval = jnp.where(rose, SHORTEST_WAIT, jnp.where(probed & ~went_well, longer, policy.interval))
+    wait = jnp.where(went_well, 0, jnp.where(probed | rose, interval, jnp.maximum(policy.wait - 1, 0)))
     return policy.replace(
-        depth=jnp.where(probe, deeper, best).astype(jnp.int32),
-        settled=best,
-        wait=jnp.maximum(wait, 0).astype(jnp.int32),
-        interval=interval.astype(jnp.int32),
+        depth=jnp.where(wait == 0, deeper, settled), settled=settled, promise=promise, wait=wait, interval=interval
     )
 
 
-def rates(policy: Policy, active: jax.Array):
-    """`[B, S]`: the estimated rate of each row's level, given that all before it were accepted."""
-    reached = policy.reached * active[:, None]
-    accepted = policy.accepted * active[:, None]
-    other_reached = reached.sum(0)[None, :] - reached
-    other_accepted = accepted.sum(0)[None, :] - accepted
-    rate, columns = jnp.full(reached.shape[0], PRIOR), []
-    for level in range(reached.shape[1]):
-        others = (other_accepted[:, level] + BATCH_STRENGTH * rate) / (other_reached[:, level] + BATCH_STRENGTH)
-        rate = (policy.accepted[:, level] + OWN_STRENGTH * others) / (policy.reached[:, level] + OWN_STRENGTH)
+def forget(policy: Policy, rows: jax.Array) -> Policy:
+    """Rows `[B]` bool begin anew: another text takes their place."""
+    reached, accepted = (jnp.where(rows[:, None], 0, counts) for counts in (policy.reached, policy.accepted))
+    return policy.replace(reached=reached, accepted=accepted)
+
+
+def rates(policy: Policy, active: jax.Array) -> jax.Array:
+    """`[B, S]`: estimated rate of acceptance at each level, given that all before it were accepted.
+
+    A row's own counts, shrunk towards a mix of its rate at the level before (at level 1: the prior) and the other
+    active rows' rate at this one. Those that reach a deep level are the easy rows: hence they count for little there.
+    """
+    others_reached, others_accepted = (
+        (counts * active[:, None]).sum(axis=0)[None, :] - counts * active[:, None]
+        for counts in (policy.reached, policy.accepted)
+    )
+    rate, columns = jnp.full(active.shape, PRIOR, jnp.float32), []
+    for level in range(policy.reached.shape[1]):
+        reached, accepted = others_reached[:, level], others_accepted[:, level]
+        if level:
+            share = OTHERS_DRAFTS / jnp.maximum(reached, OTHERS_DRAFTS)
+            reached, accepted = share * reached, share * accepted
+        expected = (accepted + BORROWED_DRAFTS * rate) / (reached + BORROWED_DRAFTS)
+        strength = BORROWED_DRAFTS if level else PRIOR_DRAFTS
+        rate = (policy.accepted[:, level] + strength * expected) / (policy.reached[:, level] + strength)
         columns.append(rate)
-    return jnp.stack(columns, axis=1), reached.sum(0)[None, :] + OWN_STRENGTH
+    return jnp.stack(columns, axis=1)
 
 
-def _choose(policy, active, remaining):
-    rate, evidence = rates(policy, active)
-    S = rate.shape[1]
-    best = jnp.argmax(_score(policy.costs, rate, active, remaining))
-    score = _score(policy.costs, rate, active, remaining)
-    best = jnp.argmax(score)
-    is_deeper = jnp.arange(1, S + 1)[None, :] > best
-    hoped = jnp.where(is_deeper, (rate * evidence + HOPE) / (evidence + HOPE), rate)
-    hope = _score(policy.costs, hoped, active, remaining)
-    pays = hope > score[best]
-    worth = (hope > MARGIN * score[best]).any()
-    deeper = jnp.where(worth, jnp.argmax(pays), best)
-    return best.astype(jnp.int32), deeper.astype(jnp.int32)
+def _choose(policy: Policy, active: jax.Array, remaining: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The depth that the estimates favour, the one to probe (the same if none), and the worth of this over that."""
+    rate = rates(policy, active)
+    score = _worth(policy.costs, rate, active, remaining)
+    best = jnp.argmax(score).astype(jnp.int32)
+    evidence = (policy.reached * active[:, None]).sum(axis=0)[None, :]
+    hoped = (rate * evidence + HOPED_DRAFTS) / (evidence + HOPED_DRAFTS)
+    is_deeper = jnp.arange(1, rate.shape[1] + 1)[None, :] > best
+    hope = _worth(policy.costs, jnp.where(is_deeper, hoped, rate), active, remaining)
+    shallowest = jnp.argmax(hope > score[best]).astype(jnp.int32)
+    deeper = jnp.where((hope > GAIN * score[best]).any(), shallowest, best)
+    return best, deeper, score[deeper] / jnp.maximum(score[best], 1e-30)
 
 
-def _score(costs, rate, active, remaining):
+def _worth(costs: jax.Array, rate: jax.Array, active: jax.Array, remaining: jax.Array | None) -> jax.Array:
+    """`[S+1]`: what the next round is worth at each depth, by rates `[B, S]`."""
     survival = jnp.cumprod(rate, axis=1)
     if remaining is not None:
-        levels = jnp.arange(1, rate.shape[1] + 1)[None, :]
-        survival = jnp.where(levels < remaining[:, None], survival, 0)
-    tokens = 1 + jnp.pad(jnp.cumsum(survival, axis=1), ((0, 0), (1, 0)))
-    if remaining is None or POWER == 0:
-        return (tokens * active[:, None]).sum(0) / costs
-    time = jnp.where(active[:, None], remaining[:, None] / tokens, 0) * costs[None, :]
+        survival = jnp.where(jnp.arange(1, rate.shape[1] + 1)[None, :] < remaining[:, None], survival, 0)
+    tokens = 1 + jnp.pad(jnp.cumsum(survival, axis=1), ((0, 0), (1, 0)))  # a row's, by depth
+    if remaining is None:
+        return jnp.where(active[:, None], tokens, 0).sum(axis=0) / costs
+    time = jnp.where(active[:, None], remaining[:, None] * costs[None, :] / tokens, 0)
     time = time / jnp.maximum(time.max(), 1e-30)
-    return 1 / jnp.maximum((time**POWER).sum(0), 1e-30) ** (1 / POWER)
+    return jnp.maximum((time**SLOWEST).sum(axis=0), 1e-30) ** (-1 / SLOWEST)

@@ -1,0 +1,213 @@
+"""What choosing the depth costs beside knowing it: adaptive depth against the best fixed one, on synthetic rows.
+
+`python -m experiments.policy_regret [--batch 1 4 16 64] [--output FILE]` prints, per process, cost curve, batch size
+and length, by how much more time per token the policy takes than the fixed depth (0 included) that is best for this
+process, in percent. Rows either all end at `length` tokens, and time counts until the last one has ("batch"), or go on
+for ever, and time counts until the batch has made as many tokens together ("stream": rows are replaced as they end).
+
+Whether a draft is accepted is decided beforehand for every position, so that all depths see the same rows: from
+position t on a round accepts the run of positions whose drawn number stays below `rate[t] * fall[level]`.
+"""
+
+import argparse
+import functools
+import itertools
+import json
+import pathlib
+import time
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import rich.box
+import rich.console
+import rich.table
+
+from mtpjax.decode.policy import init_policy, observe
+
+LEVELS = 7
+BATCHES, LENGTHS, MODES = (1, 4, 16, 64), (64, 256), ("batch", "stream")
+SEEDS = {1: 1024, 4: 384, 16: 128, 64: 48}
+HARD, EASY, DWELL = 0.3, 0.95, 24  # rates, and the tokens that a stretch of either lasts on average
+PROCESSES = {
+    **{f"constant {rate}": {"rate": rate} for rate in (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.98)},
+    "falling 0.8": {"rate": 0.8, "fall": 0.65},  # per level
+    "falling 0.9": {"rate": 0.9, "fall": 0.8},
+    "cliff": {"rate": 0.9, "beyond": 0.1},  # of level 1, and what is left of it behind
+    "regimes": {},  # stretches of easy and hard text
+    "mixed rows": {},  # every second row is easy, the others are hard
+    "drops": {"first": 0.9, "second": 0.3},  # halfway
+    "rises": {"first": 0.3, "second": 0.9},
+}
+
+
+class Cell(NamedTuple):
+    """One process at one cost curve; shares of the best fixed depth's time per token."""
+
+    mode: str
+    batch: int
+    length: int
+    process: str
+    curve: str
+    best: int
+    speedup: float  # plain decoding's time over the best depth's
+    regret: float
+    error: float  # standard error of the regret
+
+
+def cost_curves(batch: int) -> dict[str, np.ndarray]:
+    """Rounds in plain steps at depths 0..LEVELS: `v(W) + depth c`."""
+    depth = np.arange(LEVELS + 1)
+
+    def bytes_read(tokens):  # DeepSeek-V3: 8 of 256 experts per token
+        return 16.6 + 20.4 / 8 * 256 * (1 - (1 - 8 / 256) ** tokens)
+
+    return {
+        "gpu": 1 + 0.02 * depth + 0.1 * depth,  # reads weights: more tokens are nearly free
+        "cpu": 1 + 0.5 * depth + 0.06 * depth,
+        "compute": 1 + 0.95 * depth + 0.04 * depth,  # a large batch: every token costs its share
+        "moe": bytes_read(batch * (depth + 1)) / bytes_read(batch) + 0.05 * depth,
+    }
+
+
+def draw(process: str, batch: int, length: int, seeds: int) -> tuple[np.ndarray, np.ndarray]:
+    """`margin [seeds, B, positions]` and `fall [LEVELS]`: a draft is accepted where their product is above 1."""
+    rng, kind = np.random.default_rng(0), PROCESSES[process]
+    positions = length + LEVELS
+    rate = np.full((seeds, batch, positions), kind.get("rate", 0.0), np.float32)
+    fall = kind.get("fall", 1.0) ** np.arange(LEVELS)
+    if "beyond" in kind:
+        fall[1:] = kind["beyond"]
+    if process == "regimes":
+        ends = rng.random((seeds, batch, positions)) < 1 / DWELL
+        first = rng.integers(2, size=(seeds, batch, 1))
+        rate[:] = np.where((first + ends.cumsum(axis=2)) % 2, EASY, HARD)
+    if process == "mixed rows":
+        is_easy = np.arange(batch)[None, :] % 2 == rng.integers(2, size=(seeds, 1))
+        rate[:] = np.where(is_easy, EASY, HARD)[:, :, None]
+    if "first" in kind:
+        rate[:, :, : length // 2], rate[:, :, length // 2 :] = kind["first"], kind["second"]
+    return rate / np.maximum(rng.random(rate.shape, np.float32), 1e-9), fall.astype(np.float32)
+
+
+def _accepted(margin, fall, position, depth):
+    """`[B]` drafts accepted in a round of `depth` levels from `position [B]` on; texts begin again at their end."""
+    place = (position[:, None] + jnp.arange(LEVELS)[None, :]) % margin.shape[1]
+    is_good = jnp.take_along_axis(margin, place, axis=1) * fall[None, :] > 1
+    return jnp.cumprod(is_good & (jnp.arange(LEVELS) < depth)[None, :], axis=1).sum(axis=1)
+
+
+def _decode(margin, fall, costs, length: int, mode: str, policy, choose):
+    """Time per token and row, and the depth of every round, of one batch. `choose(policy, …)` follows `policy`."""
+    batch = margin.shape[0]
+    limit = length if mode == "batch" else 10**6
+
+    def round_(carry, _):
+        position, policy, spent = carry
+        depth, is_going = policy.depth, position.sum() < batch * length
+        count = _accepted(margin, fall, position, depth)
+        after = jnp.where(is_going, jnp.minimum(position + count + 1, limit), position)
+        policy = choose(
+            policy,
+            depth,
+            count,
+            took_part=position < limit,
+            active=after < limit,
+            remaining=limit - after if mode == "batch" else None,
+        )
+        return (after, policy, spent + jnp.where(is_going, costs[depth], 0)), jnp.where(is_going, depth, -1)
+
+    carry = (jnp.zeros(batch, jnp.int32), policy, 0.0)
+    (position, _, spent), depths = jax.lax.scan(round_, carry, None, length=length)
+    return spent * batch / position.sum(), depths
+
+
+@functools.partial(jax.jit, static_argnames=("length", "mode"))
+def adaptive(margin, fall, costs, *, length: int, mode: str):
+    """Time per token `[seeds]` and depths `[seeds, rounds]` (-1: ended) under the policy."""
+    policy = init_policy(costs, margin.shape[1])
+    return jax.vmap(lambda rows: _decode(rows, fall, costs, length, mode, policy, observe))(margin)
+
+
+@functools.partial(jax.jit, static_argnames=("length", "mode"))
+def rounds_at_fixed(margin, fall, *, length: int, mode: str):
+    """Rounds per token `[seeds, LEVELS + 1]` at every fixed depth."""
+    ones = jnp.ones(LEVELS + 1)
+
+    def at(rows, depth):
+        policy = init_policy(ones, margin.shape[1]).replace(depth=depth)
+        return _decode(rows, fall, ones, length, mode, policy, lambda policy, *_, **__: policy)[0]
+
+    return jax.vmap(lambda rows: jax.vmap(lambda depth: at(rows, depth))(jnp.arange(LEVELS + 1)))(margin)
+
+
+def measure(process: str, batch: int, length: int, mode: str, seeds: int | None = None) -> list[Cell]:
+    """A cell for every cost curve."""
+    seeds = seeds or SEEDS[batch]
+    margin, fall = draw(process, batch, length, seeds)
+    rounds = np.asarray(rounds_at_fixed(margin, fall, length=length, mode=mode))
+    cells = []
+    for curve, costs in cost_curves(batch).items():
+        fixed = rounds * costs[None, :]
+        best = int(fixed.mean(axis=0).argmin())
+        spent, _ = adaptive(margin, fall, jnp.asarray(costs, jnp.float32), length=length, mode=mode)
+        least = fixed[:, best].mean()
+        more = (np.asarray(spent) - fixed[:, best]) / least
+        error = float(more.std() / np.sqrt(seeds))
+        speedup, regret = float(fixed[:, 0].mean() / least), float(more.mean())
+        cells.append(Cell(mode, batch, length, process, curve, best, speedup, regret, error))
+    return cells
+
+
+def _table(mode: str, batch: int, length: int, cells: list[Cell]) -> rich.table.Table:
+    """Narrow enough for 80 columns."""
+    table = rich.table.Table(
+        title=f"{mode}, {batch} rows, {length} tokens: best depth, its speed-up, regret in % (± 2 standard errors)",
+        title_style="",
+        title_justify="left",
+        box=rich.box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    curves = list(cost_curves(batch))
+    for heading in ("rows", *curves):
+        table.add_column(heading, no_wrap=True)
+    for process in PROCESSES:
+        own = {cell.curve: cell for cell in cells if cell.process == process}
+        texts = []
+        for curve in curves:
+            cell = own[curve]
+            text = f"{cell.best} {cell.speedup:.2f} {100 * cell.regret:5.1f} ±{200 * cell.error:.1f}"
+            texts.append(f"[bold red]{text}[/]" if cell.regret > 0.03 else text)
+        table.add_row(process, *texts)
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, nargs="+", default=BATCHES, choices=BATCHES)
+    parser.add_argument("--output", type=pathlib.Path, default=None, help="JSON file of all cells")
+    options = parser.parse_args()
+    console, begin, every = rich.console.Console(), time.perf_counter(), []
+    for mode in MODES:
+        for batch, length in itertools.product(options.batch, LENGTHS):
+            if mode == "stream" and batch == 1:
+                continue  # a batch of one differs by its last round only
+            cells = [cell for process in PROCESSES for cell in measure(process, batch, length, mode)]
+            console.print(_table(mode, batch, length, cells))
+            every += cells
+    regrets = np.array([cell.regret for cell in every])
+    over = sorted((cell for cell in every if cell.regret > 0.03), key=lambda cell: -cell.regret)
+    console.print(
+        f"{len(every)} cells in {time.perf_counter() - begin:.0f} s: mean regret {100 * regrets.mean():.2f} %, "
+        f"worst {100 * regrets.max():.1f} %, {len(over)} above 3 %:"
+    )
+    for cell in over:
+        where = f"{cell.mode} {cell.batch} x {cell.length}"
+        console.print(f"  {100 * cell.regret:4.1f} % {where:16} {cell.process:14} {cell.curve}", highlight=False)
+    if options.output is not None:
+        options.output.write_text(json.dumps([cell._asdict() for cell in every], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""What rounds cost on this device by depth and batch, measured once and stored; `DecodeConfig.depth_costs` takes it."""
+
+import datetime
+import hashlib
+import json
+import logging
+import math
+import os
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from mtpjax.config import ModelConfig
+from mtpjax.decode.config import DecodeConfig, largest_tree
+from mtpjax.decode.costs import CostMeter, Costs, Shape, widest_write
+from mtpjax.decode.loop import least_rows
+from mtpjax.model import MTPModel
+
+FORMAT, VERSION = "mtpjax-profile", 1
+NAME = "profile.json"
+SLOTS = 128  # caches are rounded up to so many, as in decoding
+log = logging.getLogger("mtpjax.decode")
+
+
+def shapes_up_to(num_steps: int, topk: int = 1, num_draft_tokens: int | None = None) -> tuple[Shape, ...]:
+    """The shapes of 1..num_steps levels, trees of `num_draft_tokens` nodes where they have room for so many.
+
+    Raises `ValueError` as `DecodeConfig` does.
+    """
+    if num_steps < 1:
+        raise ValueError(f"num_steps must be at least 1 to have something to compare, not {num_steps}")
+    DecodeConfig(num_steps=num_steps, topk=topk, num_draft_tokens=num_draft_tokens)
+    shapes = []
+    for depth in range(1, num_steps + 1):
+        most = None if num_draft_tokens is None else min(num_draft_tokens, largest_tree(topk, depth))
+        nodes = DecodeConfig(num_steps=depth, topk=topk, num_draft_tokens=most).num_nodes
+        shapes.append(Shape(depth, topk, nodes))
+    return tuple(shapes)
+
+
+def measure(
+    params: dict,
+    *,
+    model: MTPModel,
+    batches: tuple[int, ...] = (1,),
+    num_steps: int = 5,
+    topk: int = 1,
+    num_draft_tokens: int | None = None,
+    context: int = 512,
+    rounds: int = 8,
+    seconds: float = 0.02,
+    progress: Callable[[int, int], Any] = lambda done, total: None,
+) -> dict[str, Any]:
+    """Times rounds of 0..num_steps levels per batch size, `rounds` times in turn: the profile, as JSON holds it.
+
+    `context` tokens stand in the caches, fewer where the model has not so many positions. `progress` is told how many
+    of how many things are done. Raises `ValueError` for a model without modules or for what no round can be.
+    """
+    config = model.config
+    shapes = shapes_up_to(num_steps, topk, num_draft_tokens)
+    if not config.num_mtp_modules:
+        raise ValueError("the model has no MTP modules: there is nothing to draft with")
+    if topk > 1 and config.num_mtp_modules > 1:
+        raise ValueError(f"trees need one MTP module; the model has {config.num_mtp_modules}")
+    if not batches or min(batches) < 1:
+        raise ValueError(f"batch sizes {list(batches)} must be at least 1")
+    widest = max(widest_write(model, shape) for shape in shapes) + 2
+    if context < 1 or config.max_position_embeddings < 2 * widest:
+        raise ValueError(f"context {context} leaves nothing to measure with {config.max_position_embeddings} positions")
+    context = min(context, config.max_position_embeddings - widest)
+    capacity = -(-(context + 2 * widest) // SLOTS) * SLOTS
+    per_batch = 2 * len(shapes) + 1 + rounds
+    total, done, costs = per_batch * len(batches), 0, []
+
+    def advance() -> None:
+        nonlocal done
+        done += 1
+        progress(done, total)
+
+    for batch in sorted(set(batches)):
+        meter = CostMeter(
+            params,
+            model=model,
+            shapes=shapes,
+            context=context,
+            capacity=capacity,
+            batch=batch,
+            min_rows=least_rows(batch, jax.default_backend()),
+            seconds=seconds,
+            compiled=advance,
+        )
+        for _ in range(rounds):
+            meter.measure(repeats=1)
+            advance()
+        costs.append(meter.costs().to_json())
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **_here(),
+        "threads": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "dtype": params["embedding"].dtype.name,
+        "model_config_sha256": config_digest(config),
+        "context": context,
+        "capacity": capacity,
+        "batches": costs,
+    }
+
+
+def config_digest(config: ModelConfig) -> str:
+    """Names what costs depend on: shapes, not weights."""
+    return hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode()).hexdigest()
+
+
+def _here() -> dict[str, str]:
+    """What a profile must have in common with the process that uses it."""
+    return {"device_kind": jax.devices()[0].device_kind, "jax_version": jax.__version__}
+
+
+def default_path(folder) -> pathlib.Path:
+    """Where a model's profile stands: in its folder. Raises `ValueError` where none can be written there."""
+    folder = pathlib.Path(folder)
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"{folder} cannot be written to: say where the profile shall go with --output FILE")
+    return folder / NAME
+
+
+def save(path, profile: dict[str, Any]) -> None:
+    """Writes the file, complete or not at all."""
+    path = pathlib.Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}-{os.getpid()}")
+    try:
+        aside.write_text(json.dumps(profile, indent=1) + "\n")
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def read(path) -> tuple[dict[str, Any], tuple[Costs, ...]]:
+    """The profile at `path`, or in a folder, and its costs per batch size. Raises `ValueError` in one line."""
+    path = pathlib.Path(path)
+    path = path / NAME if path.is_dir() else path
+    try:
+        profile = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ValueError(f"no profile at {path}: `mtpjax profile` measures one") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no profile: {error}") from error
+    if not isinstance(profile, dict) or (profile.get("format"), profile.get("version")) != (FORMAT, VERSION):
+        raise ValueError(f"{path} is no profile of format {FORMAT!r}, version {VERSION}")
+    try:
+        costs = tuple(Costs.from_json(stored) for stored in profile["batches"])
+        seconds = [value for cost in costs for value in (cost.plain, *cost.verify.values(), *cost.round.values())]
+        complete = bool(costs) and all(math.isfinite(value) and value > 0 for value in seconds)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+    if not complete:
+        raise ValueError(f"{path} is damaged: a duration is missing, or not positive")
+    return profile, costs
+
+
+def load_costs(path, *, batch: int, num_steps: int, config: ModelConfig | None = None) -> tuple[float, ...]:
+    """Durations of rounds at depths 0..num_steps, in plain steps, for `DecodeConfig(depth_costs=...)`.
+
+    Of the profiled batch sizes the nearest is taken. A profile of another device or jax version is used with a warning.
+    Raises `ValueError` where there is none at `path` (a file, or a folder that holds `profile.json`), where it is not
+    as deep or holds trees only, and where it is of another model than `config`.
+    """
+    profile, measured = read(path)
+    if config is not None and profile.get("model_config_sha256") != config_digest(config):
+        raise ValueError(f"{path} is of another model: measure this one with `mtpjax profile`")
+    for name, here in _here().items():
+        if profile.get(name) != here:
+            log.warning("%s was measured with %s %r; here it is %r", path, name, profile.get(name), here)
+    nearest = min(measured, key=lambda costs: (abs(math.log(costs.batch / batch)), -costs.batch))
+    rounds = {shape.num_steps: seconds for shape, seconds in nearest.round.items() if shape.topk == 1}
+    missing = [depth for depth in range(1, num_steps + 1) if depth not in rounds]
+    if missing:
+        deepest = f"chains of 1..{max(rounds)} levels" if rounds else "no chains"
+        raise ValueError(f"{path} holds {deepest}, not of {missing[0]}: `mtpjax profile --num-steps {num_steps}`")
+    return (1.0, *(rounds[depth] / nearest.plain for depth in range(1, num_steps + 1)))
+
+
+def break_even_rate(relative: float, num_steps: int) -> float | None:
+    """The rate, the same at every level, from which a round that costs `relative` plain steps pays; None: never."""
+    if relative > num_steps + 1:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        rate = (low + high) / 2
+        low, high = (low, rate) if sum(rate**level for level in range(num_steps + 1)) > relative else (rate, high)
+    return high
+
+
+def tables(profile: dict[str, Any]):
+    """A `rich` table per batch size, within 80 columns."""
+    import rich.box
+    import rich.table
+
+    for stored in profile["batches"]:
+        costs = Costs.from_json(stored)
+        title = f"batch {costs.batch}, {profile['context']} tokens of context, {profile['dtype']}"
+        table = rich.table.Table(
+            title=title, title_style="", title_justify="left", box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+        )
+        headings = ("drafts", "nodes", "round\nms", "verify\nshare", "plain steps =\nbreak-even accept length")
+        for heading in (*headings, "rate per level\nto break even"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        table.add_row("0", "1", f"{1e3 * costs.plain:.3g}", "1.00", "1.00", "")
+        for shape, seconds in costs.round.items():
+            relative = seconds / costs.plain
+            rate = break_even_rate(relative, shape.num_steps)
+            table.add_row(
+                str(shape.num_steps),
+                str(shape.num_nodes),
+                f"{1e3 * seconds:.3g}",
+                f"{costs.verify[shape] / seconds:.2f}",
+                f"{relative:.2f}",
+                "never" if rate is None else f"{rate:.2f}",
+            )
+        yield table

@@ -1,0 +1,179 @@
+"""How deep to draft: the depth that pays is found and kept, rows count as they should, and regret is small."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import policy_regret
+from experiments.policy_regret import LEVELS, adaptive, cost_curves
+from mtpjax.decode import policy as policy_
+from mtpjax.decode.policy import LONGEST_WAIT, PRIOR, forget, init_policy
+
+CPU, GPU = cost_curves(1)["cpu"], cost_curves(1)["gpu"]
+observe, rates = jax.jit(policy_.observe), jax.jit(policy_.rates)
+
+
+def depths(rate, costs, *, batch=16, length=256, seeds=4, mode="stream"):
+    """Depths `[seeds, rounds]` over rows of one acceptance rate (or `[positions]` of them); -1 behind the end."""
+    drawn = np.random.default_rng(1).random((seeds, batch, length + LEVELS), np.float32)
+    margin = np.broadcast_to(rate, drawn.shape) / np.maximum(drawn, 1e-9)
+    fall, costs = np.ones(LEVELS, np.float32), jnp.asarray(costs, jnp.float32)
+    return np.asarray(adaptive(margin.astype(np.float32), fall, costs, length=length, mode=mode)[1])
+
+
+@jax.jit
+def rounds(policy, counts, depth, active=None):
+    """The policy after rounds at this depth, with the accepted drafts `counts [rounds, B]`."""
+    is_on = jnp.ones(policy.reached.shape[0], bool) if active is None else jnp.asarray(active)
+
+    def body(policy, count):
+        return observe(policy, depth, count, took_part=is_on, active=is_on), None
+
+    return jax.lax.scan(body, policy, jnp.asarray(counts, jnp.int32))[0]
+
+
+@pytest.mark.parametrize("curve", ["gpu", "cpu", "moe"])
+@pytest.mark.parametrize("rate", [0.3, 0.6, 0.8, 0.95])
+def test_constant_acceptance_settles_where_the_true_ratio_is_largest(curve, rate):
+    costs = cost_curves(16)[curve]
+    ratio = np.cumsum(rate ** np.arange(LEVELS + 1)) / costs
+    chosen = depths(rate, costs)
+    late = np.concatenate([row[row >= 0][len(row[row >= 0]) // 3 :] for row in chosen])
+    assert (ratio[late] / ratio.max()).mean() > 0.97
+    changes = np.mean([np.mean(row[row >= 0][10:-1] != row[row >= 0][11:]) for row in chosen])
+    assert changes < 0.35
+
+
+@pytest.mark.parametrize("batch", [1, 16])
+@pytest.mark.parametrize("costs", [CPU, GPU])
+def test_rows_that_accept_nothing_are_left_alone(batch, costs):
+    chosen = depths(0.0, costs, batch=batch)
+    assert np.mean(costs[chosen]) < 1.05
+    assert (chosen[:, -100:] > 0).mean() < (0.05 if costs is CPU else 0.35)  # where a try costs little it is tried more
+
+
+def test_rows_that_accept_everything_get_the_deepest_round_if_it_pays():
+    for costs in (CPU, GPU):
+        chosen = depths(1.0, costs)
+        assert (chosen[:, 4:20] == LEVELS).all()
+    shallow = np.concatenate([[1.0, 1.5], np.full(LEVELS - 1, 50.0)])
+    assert (depths(1.0, shallow)[:, :100] == 1).all()
+
+
+def test_where_drafting_never_pays_it_is_not_even_tried():
+    costs = 1 + 1.02 * np.arange(LEVELS + 1)
+    assert (depths(0.98, costs) <= 0).all()
+
+
+@pytest.mark.parametrize("batch", [1, 16])
+def test_drafting_is_taken_up_again_when_acceptance_comes_back(batch):
+    rate = np.where(np.arange(512 + LEVELS) < 256, 0.02, 0.97)
+    chosen = depths(rate, CPU, batch=batch, length=512, seeds=16)
+    assert (chosen[:, 100:240] > 0).mean() < 0.05
+    late = np.array([(row[256 + LONGEST_WAIT + 20 :] > 2).sum() for row in chosen])
+    ended = np.array([(row >= 0).sum() for row in chosen])
+    assert ((late > 0) | (ended < 512 - 64)).mean() > 0.9
+
+
+def test_probes_wait_ever_longer():
+    probes = np.flatnonzero(depths(0.0, CPU, batch=4, seeds=1)[0])
+    waits = np.diff(probes[probes > 12])
+    assert len(waits) >= 2 and (waits[1:] >= waits[:-1]).all() and waits[-1] <= LONGEST_WAIT + 1
+
+
+def test_rates_begin_at_the_prior_and_converge_to_what_is_accepted(key):
+    policy = init_policy(CPU, 4)
+    on = jnp.ones(4, bool)
+    np.testing.assert_allclose(rates(policy, on), PRIOR, rtol=1e-6)
+    counts = (np.asarray(jax.random.uniform(key, (400, 4, 3))) < 0.6).cumprod(axis=2).sum(axis=2)
+    estimate = rates(rounds(policy, counts, 3), on)
+    assert estimate[:, :3].mean() == pytest.approx(0.6, abs=0.06)
+    np.testing.assert_allclose(estimate[:, 3:], np.broadcast_to(estimate[:, 2:3], (4, LEVELS - 3)), rtol=1e-5)
+
+
+def test_levels_out_of_use_return_to_the_level_before():
+    policy = rounds(init_policy(CPU, 1), [[1]] * 20, 2)  # level 2 always fails
+    on = jnp.ones(1, bool)
+    before = rates(policy, on)[0, 1]
+    after = rates(rounds(policy, [[1]] * 400, 1), on)[0]
+    assert before < 0.15 < 0.8 < after[1] <= after[0]
+
+
+def test_a_row_that_is_done_counts_for_nothing():
+    """The same as a batch without it, whatever it did before."""
+    counts = np.array([[0, 3, 1], [1, 3, 0], [0, 2, 2], [1, 3, 1], [0, 3, 0]])
+    active = np.array([True, False, True])
+    # Rows of a smaller batch are remembered differently: so the other one has a row that never ran.
+    all_rows = rounds(init_policy(GPU, 3), counts, 3)
+    all_rows = rounds(all_rows, counts[:1], 3, active)
+    others = rounds(init_policy(GPU, 3), counts, 3, active)
+    others = rounds(others, counts[:1], 3, active)
+    np.testing.assert_allclose(rates(all_rows, active)[active], rates(others, active)[active], rtol=1e-6)
+    assert int(all_rows.settled) == int(others.settled)
+
+
+def test_a_row_hears_of_others_only_until_it_speaks_for_itself(key):
+    own = (np.asarray(jax.random.uniform(key, (60, 4))) < 0.7).cumprod(axis=1).sum(axis=1)
+    estimates = []
+    for other in (0, 4):
+        counts = np.stack([own, np.full(60, other)], axis=1)
+        estimates.append(np.asarray(rates(rounds(init_policy(GPU, 2), counts, 4), jnp.ones(2, bool)))[0])
+    assert np.abs(estimates[0] - estimates[1])[:3].max() < 0.2
+    assert np.abs(estimates[0] - estimates[1])[4:].max() < 0.35  # levels that neither tried
+
+
+def test_no_draft_is_made_behind_a_limit():
+    policy, on = init_policy(GPU, 2), jnp.ones(2, bool)
+    for remaining, most in (([1, 1], 0), ([3, 2], 2), ([1, 50], LEVELS)):
+        after = observe(
+            policy, 4, jnp.array([4, 4], jnp.int32), took_part=on, active=on, remaining=jnp.array(remaining)
+        )
+        assert int(after.depth) <= most
+        assert most < LEVELS or int(after.depth) > 4
+
+
+def test_without_rows_nothing_is_drafted_and_nothing_is_nan():
+    policy, off = init_policy(GPU, 2), jnp.zeros(2, bool)
+    for remaining in (None, jnp.zeros(2, jnp.int32)):
+        after = observe(policy, 3, jnp.zeros(2, jnp.int32), took_part=~off, active=off, remaining=remaining)
+        assert int(after.depth) == 0
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after))
+
+
+def test_a_new_row_begins_anew():
+    policy = rounds(init_policy(GPU, 2), [[0, 4]] * 5, 4)
+    after = forget(policy, jnp.array([True, False]))
+    assert not after.reached[0].any() and not after.accepted[0].any()
+    np.testing.assert_array_equal(after.reached[1], policy.reached[1])
+
+
+def test_it_is_a_carry_of_a_compiled_loop_and_depth_may_be_static_or_traced():
+    def body(policy):
+        on = jnp.ones(3, bool)
+        return observe(policy, policy.depth, policy.depth * jnp.array([1, 0, 1]), took_part=on, active=on)
+
+    static = jax.jit(policy_.observe, static_argnames="depth")
+    policy = init_policy(CPU, 3)
+    looped = jax.jit(lambda policy: jax.lax.fori_loop(0, 5, lambda _, policy: body(policy), policy))(policy)
+    for _ in range(5):
+        depth, on = int(policy.depth), jnp.ones(3, bool)
+        policy = static(policy, depth, depth * jnp.array([1, 0, 1]), took_part=on, active=on)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), looped, policy)
+
+
+# What costs more than 3 % here, all of it in texts of 64 tokens: what is learnt in the first rounds, which are few and
+# dear, or a change halfway that comes after ten rounds of evidence to the contrary.
+@pytest.mark.parametrize(("mode", "batch"), [("batch", 1), ("batch", 16), ("stream", 16)])
+def test_regret_is_small(mode, batch):
+    seeds = {1: 512, 16: 48}[batch]
+    cells = [
+        cell
+        for process in policy_regret.PROCESSES
+        for length in ((64, 256) if process in ("cliff", "regimes", "mixed rows", "constant 0.7") else (256,))
+        for cell in policy_regret.measure(process, batch, length, mode, seeds)
+    ]
+    assert np.mean([cell.regret for cell in cells]) < 0.01
+    above = [cell for cell in cells if cell.regret - 3 * cell.error > 0.03]
+    assert len(above) <= 0.1 * len(cells), above
+    assert all(cell.regret - 3 * cell.error < 0.08 for cell in cells), above

@@ -1,0 +1,113 @@
+"""What rounds cost: every shape is timed, stored and found again; what does not fit is told in one line."""
+
+import dataclasses
+import json
+import logging
+
+import pytest
+
+from mtpjax.decode import profile
+from mtpjax.decode.costs import CostMeter, Costs, Shape, chain
+from mtpjax.decode.profile import load_costs
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+def stored(tmp_path, *batches, **changes):
+    """A profile of batch sizes; a round of depth d at batch b takes `b + d` seconds."""
+    rows = [
+        Costs(
+            batch, float(batch), {chain(d): batch + d / 2 for d in (1, 2, 3)}, {chain(d): batch + d for d in (1, 2, 3)}
+        ).to_json()
+        for batch in batches
+    ]
+    file = tmp_path / "profile.json"
+    content = {"format": profile.FORMAT, "version": profile.VERSION, **profile._here(), "batches": rows, **changes}
+    profile.save(file, content)
+    return file
+
+
+def test_costs_come_back_from_json():
+    costs = Costs(2, 1.0, {chain(1): 1.5, Shape(2, 3, 9): 2.5}, {chain(1): 2.0, Shape(2, 3, 9): 4.0})
+    assert Costs.from_json(json.loads(json.dumps(costs.to_json()))) == costs
+    assert costs.ideal_ratio(3.0, Shape(2, 3, 9)) == 0.75
+
+
+@pytest.mark.parametrize(("modules", "shape", "batch"), [(1, Shape(2, 2, 6), 2), (2, chain(3), 1), (1, chain(0), 1)])
+def test_every_shape_is_timed(small, modules, shape, batch):
+    model, params = small(num_mtp_modules=modules)
+    compiled = []
+    meter = CostMeter(
+        params,
+        model=model,
+        shapes=(shape,),
+        context=20,
+        capacity=64,
+        batch=batch,
+        min_rows=2,
+        seconds=0.0,
+        compiled=lambda: compiled.append(1),
+    )
+    meter.measure(1)
+    costs = meter.costs()
+    assert len(compiled) == 3
+    assert min(costs.plain, costs.verify[shape], costs.round[shape]) > 0
+
+
+def test_shapes_grow_to_the_one_asked_for():
+    assert profile.shapes_up_to(3) == (chain(1), chain(2), chain(3))
+    assert profile.shapes_up_to(3, 2, 8) == (Shape(1, 2, 3), Shape(2, 2, 7), Shape(3, 2, 8))
+    with pytest.raises(ValueError, match="num_draft_tokens 9: a chain"):
+        profile.shapes_up_to(3, 1, 9)
+
+
+def test_the_nearest_batch_size_is_taken(tmp_path):
+    file = stored(tmp_path, 1, 4, 16)
+    assert load_costs(file, batch=1, num_steps=2) == (1.0, 2.0, 3.0)
+    assert load_costs(tmp_path, batch=5, num_steps=3) == (1.0, 1.25, 1.5, 1.75)
+    assert load_costs(file, batch=8, num_steps=1)[1] == 1 + 1 / 16  # as far from 4: the larger
+    assert load_costs(file, batch=1000, num_steps=0) == (1.0,)
+
+
+def test_what_is_missing_is_told(tmp_path, small):
+    with pytest.raises(ValueError, match=r"no profile at .*profile.json: `mtpjax profile` measures one"):
+        load_costs(tmp_path, batch=1, num_steps=1)
+    file = stored(tmp_path, 1)
+    with pytest.raises(ValueError, match=r"holds chains of 1\.\.3 levels, not of 4: `mtpjax profile --num-steps 5`"):
+        load_costs(file, batch=1, num_steps=5)
+    with pytest.raises(ValueError, match="of another model"):
+        load_costs(file, batch=1, num_steps=1, config=small()[0].config)
+    for text in ("", "[]", '{"format": "mtpjax-profile", "version": 2}', "[" * 10**5):
+        file.write_text(text)
+        with pytest.raises(ValueError, match="is no profile"):
+            load_costs(file, batch=1, num_steps=1)
+    for batches in ([], [{}], [{"batch": 1, "plain_seconds": 0.0, "rounds": []}], [1]):
+        with pytest.raises(ValueError, match="is damaged"):
+            load_costs(stored(tmp_path, batches=batches), batch=1, num_steps=1)
+
+
+def test_another_device_is_a_warning(tmp_path, caplog):
+    file = stored(tmp_path, 1, device_kind="abacus")
+    with caplog.at_level(logging.WARNING):
+        load_costs(file, batch=1, num_steps=1)
+    assert "device_kind 'abacus'; here it is 'cpu'" in caplog.text
+
+
+def test_rates_that_break_even():
+    assert profile.break_even_rate(1.5, 1) == pytest.approx(0.5)
+    assert profile.break_even_rate(1.75, 2) == pytest.approx(0.5)
+    assert profile.break_even_rate(3.1, 2) is None
+
+
+def test_what_cannot_be_measured_is_refused(small):
+    model, params = small()
+    for changes, said in (
+        ({"num_mtp_modules": 0}, "no MTP modules"),
+        ({"num_mtp_modules": 2}, "trees need one MTP module; the model has 2"),
+        ({"max_position_embeddings": 8}, "leaves nothing to measure with 8 positions"),
+    ):
+        other = model.clone(config=dataclasses.replace(model.config, **changes))
+        with pytest.raises(ValueError, match=said):
+            profile.measure(params, model=other, topk=2)
+    with pytest.raises(ValueError, match=r"batch sizes \[0\]"):
+        profile.measure(params, model=model, batches=(0,))
