@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from mtpjax.tokenizer import Tokenizer
+
 TEXT_KEYS = ("prompt", "text", "question")  # the first that a record has
 ID_KEYS = ("question_id", "id", "task_id")
 
@@ -97,6 +99,30 @@ def choose_prompts(
         order = rng.permutation(len(by_category[category]))
         places += [(turn, number, int(index)) for turn, index in enumerate(order[:count])]
     return [by_category[wanted[number]][index] for _, number, index in sorted(places)[:count]]
+
+
+def encode_prompts(
+    prompts: Sequence[Prompt], tokenizer: Tokenizer, *, most_tokens: int, chat: bool = False
+) -> tuple[list[list[int]], int]:
+    """The tokens of each prompt, the first `most_tokens` at most, and how many prompts were cut to that.
+
+    `chat` takes each for a message, by the tokenizer's template. Raises `ValueError`, naming the prompt.
+    """
+    if most_tokens < 1:
+        raise ValueError(f"prompts need room for at least 1 token, not {most_tokens}")
+    rows = []
+    for prompt in prompts:
+        try:
+            if chat:
+                tokens = tokenizer.chat([{"role": "user", "content": prompt.text}])
+            else:
+                tokens = tokenizer.encode(prompt.text)
+        except ValueError as error:
+            raise type(error)(f"prompt {prompt.id} of {prompt.category}: {error}") from error
+        if not tokens:
+            raise ValueError(f"prompt {prompt.id} of {prompt.category} has no tokens")
+        rows.append(tokens)
+    return [row[:most_tokens] for row in rows], sum(len(row) > most_tokens for row in rows)
 
 
 def _prompt(record: dict[str, Any], place: str, stem: str) -> Prompt:

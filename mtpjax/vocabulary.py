@@ -6,13 +6,13 @@ distribution: the trunk may still say every token.
 
 import dataclasses
 import json
-import os
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from mtpjax.atomic import write_text
 from mtpjax.prompts import read_records, read_text
 from mtpjax.tokenizer import Tokenizer
 
@@ -31,7 +31,7 @@ class Corpus:
 
 
 def corpus_files(path, pattern: str = "*") -> list[pathlib.Path]:
-    """`path` itself if it is a file, else the files under it whose names match, sorted. Raises `ValueError` for none."""
+    """`path` itself if it is a file, else the files under it that match, sorted. Raises `ValueError` for none."""
     path = pathlib.Path(path)
     if path.is_file():
         return [path]
@@ -74,7 +74,7 @@ def count_tokens(
     return Corpus(counts=counts, num_files=len(files) - len(skipped), skipped=tuple(skipped))
 
 
-def choose_vocabulary(counts: np.ndarray, size: int, *, kept: Sequence[int] = ()) -> tuple[int, ...]:
+def choose_vocabulary(counts: np.ndarray, size: int, *, kept: Iterable[int] = ()) -> tuple[int, ...]:
     """The ids `kept` and the most frequent others, `size` in all, ascending; of equally frequent ones the lower ids.
 
     Raises `ValueError` for a size outside `len(kept)..len(counts)`.
@@ -114,11 +114,7 @@ def save_vocabulary(path, ids: Sequence[int], *, counts: np.ndarray, source: str
         "source": source,
         "ids": list(ids),
     }
-    path = pathlib.Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(json.dumps(content) + "\n")
-    os.replace(part, path)
+    write_text(path, json.dumps(content) + "\n")
 
 
 def load_vocabulary(path) -> tuple[int, ...]:
@@ -131,7 +127,7 @@ def load_vocabulary(path) -> tuple[int, ...]:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"{path} is no vocabulary: its format is not {FORMAT!r}")
     ids, most = content.get("ids"), content.get("vocab_size")
-    if not isinstance(ids, list) or not ids or not all(type(index) is int for index in [*ids, most]):
+    if not isinstance(ids, list) or not ids or not all(type(index) is int for index in ids) or type(most) is not int:
         raise ValueError(f"{path} is damaged: ids must be a list of integers below an integer vocab_size")
     if sorted(set(ids)) != ids or not 0 <= ids[0] <= ids[-1] < most:
         raise ValueError(f"{path} is damaged: ids must ascend within 0..{most - 1}")
