@@ -5,8 +5,8 @@ all that it depends on, so that a run that was ended goes on behind its last cel
 anew.
 
 Ratios to plain decoding are medians over the repeats; within a repeat every batch of prompts is decoded both ways, one
-right after the other, and the time of a call for one token (prefill) is taken off each. The plain setting is the faster
-of a pass over one row and over two. Intervals are 95 %, by resampling whole batches of prompts and repeats.
+right after the other, and the least time of a call for one token (prefill) is taken off each. The plain setting is the
+faster of a pass over one row and over two. Intervals are 95 %, by resampling whole batches of prompts and repeats.
 """
 
 import csv
@@ -32,17 +32,19 @@ import rich.table
 from mtpjax import checkpoint
 from mtpjax.atomic import write_text
 from mtpjax.decode.config import EXACT_RULES, LOSSY_RULES, DecodeConfig
+from mtpjax.decode.costs import CostMeter
 from mtpjax.decode.evaluate import RESAMPLES, Estimate, decoded_rates, sampled, to_json
 from mtpjax.decode.generate import bucket, generate, speculative_generate
 from mtpjax.model import MTPModel
 from mtpjax.plots import plot_heatmap, plot_pareto
-from mtpjax.prompts import choose_prompts, encode_prompts, read_prompts
+from mtpjax.prompts import choose_prompts, encode_prompts, read_prompts, room_for_prompts
 from mtpjax.tokenizer import ByteTokenizer, load_tokenizer
 from mtpjax.train import data
 from mtpjax.train.panel import is_looping
 
 VERSION = 1  # of a cell's line: another one is measured anew
 PROMPT_TOKENS = 64  # of held-out files
+CANDIDATES = 16  # held-out prompts looked at, at most, for each that is used
 CELLS_IN_MEMORY = 16  # compiled programs take memory mappings; a process has 65,530
 
 
@@ -51,7 +53,7 @@ class Settings:
     """What is asked for: every combination of the tuples.
 
     Attributes:
-        num_draft_tokens: nodes verified per round; 0: what depth and topk give.
+        num_draft_tokens: nodes of trees, verified per round; 0: what depth and topk give. A chain has its depth's.
         rules: of acceptance; "auto" is the best exact one of each temperature and tree.
         repeats: rounds in which plain and speculative decoding take turns.
     """
@@ -110,6 +112,10 @@ class Cell:
         )
 
     @property
+    def tree(self) -> tuple[int, int, int]:
+        return self.num_steps, self.topk, self.num_nodes
+
+    @property
     def shape(self) -> str:
         return f"depth {self.num_steps}" + (f", topk {self.topk}, {self.num_nodes} nodes" if self.topk > 1 else "")
 
@@ -142,7 +148,7 @@ def plan(settings: Settings, *, num_modules: int) -> tuple[list[Cell], dict[str,
             shape = DecodeConfig(
                 num_steps=num_steps,
                 topk=topk,
-                num_draft_tokens=num_draft_tokens or None,
+                num_draft_tokens=num_draft_tokens or None if topk > 1 else None,
                 acceptance=acceptance,  # pyright: ignore[reportArgumentType]
             )
             _require_sense(acceptance, topk, temperature, num_modules)
@@ -211,13 +217,7 @@ def find_workload(
     `ValueError` for prompts that do not fit the model.
     """
     tokenizer = load_tokenizer(path, model.config.vocab_size)
-    room = model.config.max_position_embeddings - settings.max_new_tokens
-    if room < 1:
-        raise ValueError(
-            f"max_new_tokens {settings.max_new_tokens} leaves no room for a prompt in the model's "
-            f"{model.config.max_position_embeddings} positions"
-        )
-    most = min(prompt_tokens or room, room)
+    most = room_for_prompts(model.config.max_position_embeddings, settings.max_new_tokens, prompt_tokens)
     if prompts is not None:
         chosen = choose_prompts(read_prompts(prompts), num_prompts, categories=categories, seed=settings.seed)
         rows, cut = encode_prompts(chosen, tokenizer, most_tokens=most, chat=chat)
@@ -230,14 +230,18 @@ def find_workload(
     length = min(PROMPT_TOKENS, most)
     candidates = data.held_out_prompts(
         _held_out(path),
-        count=4 * num_prompts,
+        count=CANDIDATES * num_prompts,
         prompt_length=length,
         continuation_length=settings.max_new_tokens,
         seed=settings.seed,
     )
-    config = DecodeConfig(max_new_tokens=settings.max_new_tokens)
-    rows = generate(params, candidates, model=model, config=config).rows()
-    lively = [prompt for prompt, row in zip(candidates, rows, strict=True) if not is_looping(row)]
+    config, lively, at_once = DecodeConfig(max_new_tokens=settings.max_new_tokens), [], 4 * num_prompts
+    for begin in range(0, len(candidates), at_once):
+        some = candidates[begin : begin + at_once]
+        rows = generate(params, some, model=model, config=config).rows()
+        lively += [prompt for prompt, row in zip(some, rows, strict=True) if not is_looping(row)]
+        if len(lively) >= num_prompts:
+            break
     chosen = (lively or candidates)[:num_prompts]
     return Workload(chosen, f"{len(chosen)} prompts of {length} bytes from held-out files, that do not loop")
 
@@ -326,10 +330,11 @@ class Bench:
     params: dict
     settings: Settings
     workload: Workload
+    cells: Sequence[Cell] = ()  # to be measured
 
     def __post_init__(self):
         self._plain_rows: dict[tuple[int, float], int | None] = {}
-        self._costs: dict[tuple, dict[str, float] | None] = {}
+        self._costs: dict[int, dict[tuple[int, int, int], dict[str, float]]] = {}
         self.max_length = min(
             self.model.config.max_position_embeddings,
             max(map(len, self.workload.prompts)) + self.settings.max_new_tokens,
@@ -348,7 +353,7 @@ class Bench:
             for number, batch in enumerate(batches):
                 self._time(batch, config, cell.temperature, 0, number)
         shape = (self.settings.repeats, len(batches))
-        seconds, tokens = {name: np.zeros((2, *shape)) for name in ("seconds", "tokens")}.values()
+        whole, first, tokens = (np.zeros((2, *shape)) for _ in range(3))
         steps = np.zeros((len(batches), cell.batch_size))
         accepted = np.zeros((len(batches), cell.batch_size, cell.num_steps))
         differing = 0
@@ -357,8 +362,9 @@ class Bench:
             rows = {}
             for which in order:
                 config = (plain, drafted)[which]
-                taken, result = self._time(batches[number], config, cell.temperature, repeat, number)
-                seconds[which, repeat, number] = taken
+                first[which, repeat, number], whole[which, repeat, number], result = self._time(
+                    batches[number], config, cell.temperature, repeat, number
+                )
                 tokens[which, repeat, number] = np.maximum(result.lengths - 1, 0).sum()
                 rows[which] = result.rows()
                 if which and (cell.temperature or not repeat):
@@ -369,6 +375,7 @@ class Bench:
             raise ValueError("every prompt ends with its first new token: there is nothing to measure")
         count = len(self.workload.prompts)  # the last batch repeats some
         rates = decoded_rates(steps.reshape(-1)[:count], accepted.reshape(-1, cell.num_steps)[:count])
+        seconds = whole - first.min(axis=1, keepdims=True)
         ratio = paired_ratio(seconds, tokens)
         accept_length = rates["accept_length"].value
         costs = self._part_costs(cell, accept_length)
@@ -393,7 +400,7 @@ class Bench:
         return speculative_generate(self.params, batch, model=self.model, config=config, **sampled(temperature, seeds))
 
     def _time(self, batch, config: DecodeConfig, temperature: float, repeat: int, number: int):
-        """Seconds beyond those of prefill and first token, and the result."""
+        """Seconds for one token and for all, and the result."""
         first_only = dataclasses.replace(config, max_new_tokens=1)
         begin = time.perf_counter()
         self._decode(batch, first_only, temperature, repeat, number)
@@ -401,7 +408,7 @@ class Bench:
         result = self._decode(batch, config, temperature, repeat, number)
         end = time.perf_counter()
         result.stats.check()
-        return max(end - middle - (middle - begin), 1e-9), result
+        return middle - begin, end - middle, result
 
     def _best_rows(self, cell: Cell) -> int | None:
         """The faster form of plain decoding: a lone row is passed alone, or with another that is thrown away."""
@@ -412,38 +419,59 @@ class Bench:
             config = DecodeConfig(max_new_tokens=self.settings.max_new_tokens, num_steps=0, max_length=self.max_length)
             batch, times = self.workload.batches(1)[0], {}
             for rows in (1, 2) * 4:
-                taken, _ = self._time(batch, dataclasses.replace(config, min_rows=rows), cell.temperature, 0, 0)
+                _, taken, _ = self._time(batch, dataclasses.replace(config, min_rows=rows), cell.temperature, 0, 0)
                 times.setdefault(rows, []).append(taken)
-            self._plain_rows[key] = min(times, key=lambda rows: float(np.median(times[rows][1:])))
+            self._plain_rows[key] = min(times, key=lambda rows: min(times[rows]))
         return self._plain_rows[key]
 
     def _part_costs(self, cell: Cell, accept_length: float) -> dict[str, float] | None:
-        key = (cell.num_steps, cell.topk, cell.num_nodes, cell.batch_size)
-        if key not in self._costs:
+        """Costs of the parts, measured at once for all cells of a batch size that are to be measured."""
+        if cell.batch_size not in self._costs:
+            shapes = [other.tree for other in {*self.cells, cell} if other.batch_size == cell.batch_size]
             context = (
                 int(np.mean([len(prompt) for prompt in self.workload.prompts])) + self.settings.max_new_tokens // 2
             )
-            capacity = bucket(self.max_length + DecodeConfig().prefill_chunk)
-            self._costs[key] = part_costs(
-                self.params, self.model, cell, context=context, capacity=capacity, min_rows=self._best_rows(cell)
+            self._costs[cell.batch_size] = part_costs(
+                self.params,
+                self.model,
+                sorted(set(shapes)),
+                batch_size=cell.batch_size,
+                context=context,
+                capacity=bucket(self.max_length + DecodeConfig().prefill_chunk),
             )
-        costs = self._costs[key]
+        costs = self._costs[cell.batch_size].get(cell.tree)
         return costs and {**costs, "ideal_ratio": accept_length * costs["plain"] / costs["round"]}
 
 
 def part_costs(
-    params: dict, model: MTPModel, cell: Cell, *, context: int, capacity: int, min_rows: int | None
-) -> dict[str, float] | None:
-    """Seconds of a plain step, of a round's verifying pass, of its drafting and of all its parts; None: not known."""
-    from mtpjax.decode.costs import CostMeter
+    params: dict,
+    model: MTPModel,
+    trees: Sequence[tuple[int, int, int]],
+    *,
+    batch_size: int,
+    context: int,
+    capacity: int,
+) -> dict[tuple[int, int, int], dict[str, float]]:
+    """By (num_steps, topk, num_nodes): seconds of a plain step, of verifying, of drafting and of all parts of a round.
 
-    if cell.batch_size > 1 or cell.topk > 1 or model.config.num_mtp_modules > 1:
-        return None
-    meter = CostMeter(params, model=model, num_steps=(cell.num_steps,), context=context, capacity=capacity)
+    What cannot be measured is left out.
+    """
+    chains = [tree for tree in trees if tree[1] == 1]
+    if batch_size > 1 or not chains or model.config.num_mtp_modules > 1:
+        return {}
+    depths = tuple(num_steps for num_steps, _, _ in chains)
+    meter = CostMeter(params, model=model, num_steps=depths, context=context, capacity=capacity)
     meter.measure()
     costs = meter.costs()
-    verify, round_ = costs.verify[cell.num_steps], costs.round[cell.num_steps]
-    return {"plain": costs.plain, "verify": verify, "draft": max(round_ - verify, 0.0), "round": round_}
+    return {
+        tree: {
+            "plain": costs.plain,
+            "verify": costs.verify[tree[0]],
+            "draft": max(costs.round[tree[0]] - costs.verify[tree[0]], 0.0),
+            "round": costs.round[tree[0]],
+        }
+        for tree in chains
+    }
 
 
 def _verdict(cell: Cell, differing: int) -> str:
@@ -487,7 +515,7 @@ def run_cells(
     rows = {cell: known[prints[cell]] for cell in cells if prints[cell] in known}
     if rows:
         say(f"{len(rows)} of {len(cells)} cells are there already")
-    waiting = [cell for cell in cells if cell not in rows]
+    waiting = bench.cells = [cell for cell in cells if cell not in rows]
     begin = time.perf_counter()
     try:
         for number, cell in enumerate(waiting, start=1):
@@ -597,17 +625,15 @@ def recommendation(
     rows: list[dict[str, Any]], reasons: dict[str, int], workload: Workload, settings: Settings, about: dict[str, Any]
 ) -> str:
     """`recommendation.md`."""
-    lines = ["# Which draft settings to use", ""]
-    for advice in advise(rows):
+    lines, advices = ["# Which draft settings to use", ""], advise(rows)
+    for advice in advices:
         lines.append(f"- **batch {advice.batch_size}, temperature {advice.temperature:g}**: {advice.says}")
         if advice.certainty:
             lines.append(f"  - {advice.certainty}")
         if advice.best is not None:
             lines.append(f"  - `{flags(cell_of(advice.best))}`")
-    without = [advice for advice in advise(rows) if advice.best is None]
-    lines += ["", "## When not to speculate", ""]
-    lines += [f"- batch {advice.batch_size}, temperature {advice.temperature:g}: {advice.says}" for advice in without]
-    lines += [] if without else ["At none of the batch sizes and temperatures measured."]
+    without = [f"batch {each.batch_size} at temperature {each.temperature:g}" for each in advices if not each.best]
+    lines += ["", "When not to speculate: " + (", ".join(without) or "at nothing that was measured") + "."]
     lossy = [row for row in rows if row["lossless"] == "lossy"]
     if lossy:
         lines += ["", "## Lossy settings, which change the text's distribution and are never advised", ""]
@@ -695,18 +721,17 @@ def print_cells(console, rows: list[dict[str, Any]]) -> None:
             box=rich.box.SIMPLE_HEAD,
             padding=(0, 1, 0, 0),
         )
-        headings = ("depth", "topk", "nodes", "rule", "accept\nlength", "survival", "tokens/s", "ratio (95 %)", "ideal")
+        headings = ("depth", "topk/\nnodes", "rule", "accept\nlength", "survival", "tokens/s", "ratio (95 %)", "ideal")
         for heading in headings:
             table.add_column(heading, justify="right", no_wrap=heading != "survival")
         for row in group:
             cell, ratio = cell_of(row), row["ratio"]
             table.add_row(
                 str(cell.num_steps),
-                str(cell.topk),
-                str(cell.num_nodes),
+                f"{cell.topk}/{cell.num_nodes}",
                 cell.acceptance + ("" if row["lossless"] not in ("lossy", "DIFFERS") else f" {row['lossless']}"),
                 f"{row['accept_length']['value']:.2f}",
-                " ".join(f"{rate['value'] or 0:.2f}" for rate in row["survival"]),
+                " ".join(f"{rate['value'] or 0:.2f}".removeprefix("0") for rate in row["survival"]),
                 f"{row['tokens_per_second']:.0f}",
                 f"{ratio['value']:.2f} {ratio['low']:.2f}-{ratio['high']:.2f}",
                 "" if row["ideal_ratio"] is None else f"{row['ideal_ratio']:.2f}",

@@ -358,7 +358,7 @@ def _eval_acceptance(options) -> int:
     from mtpjax.checkpoint import find, load
     from mtpjax.decode import evaluate
     from mtpjax.decode.config import DecodeConfig
-    from mtpjax.prompts import choose_prompts, encode_prompts, read_prompts
+    from mtpjax.prompts import choose_prompts, encode_prompts, read_prompts, room_for_prompts
     from mtpjax.tokenizer import load_tokenizer
 
     chosen = choose_prompts(
@@ -367,8 +367,7 @@ def _eval_acceptance(options) -> int:
     path = find(options.model_path)
     model, params = load(path)
     tokenizer = load_tokenizer(path, model.config.vocab_size)
-    room = model.config.max_position_embeddings - options.max_new_tokens
-    most = min(options.prompt_tokens or room, room)
+    most = room_for_prompts(model.config.max_position_embeddings, options.max_new_tokens, options.prompt_tokens)
     prompts, cut = encode_prompts(chosen, tokenizer, most_tokens=most, chat=options.chat)
     config = DecodeConfig(
         max_new_tokens=options.max_new_tokens, num_steps=options.num_steps, stop_token_ids=tokenizer.eos_token_ids

@@ -4,7 +4,8 @@ import itertools
 import pathlib
 from typing import Any
 
-BLUE, ORANGE, GREEN, GREY = "#0072b2", "#d55e00", "#009e73", "#777777"  # Okabe and Ito's, told apart by all
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # Okabe and Ito's, told apart by all
+GREY = "#777777"
 
 
 def plot_quickstart(path: pathlib.Path, history: list[dict[str, Any]], rows) -> None:
@@ -57,62 +58,60 @@ def plot_heatmap(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
     """
     import matplotlib.colors
     import matplotlib.figure
-    import matplotlib.patches
 
-    panels = _panels(rows)
-    columns = max(len(group) for group in panels.values())
+    lines = [line for group in _panels(rows) for line in _pieces(group, 4)]
+    columns = max(map(len, lines))
     depths = sorted({row["cell"]["num_steps"] for row in rows})
     trees = sorted({_tree(row) for row in rows})
     ratios = [row["ratio"]["value"] for row in rows]
     most = max(1.25, *ratios, *(1 / ratio for ratio in ratios))
     norm = matplotlib.colors.LogNorm(1 / most, most)  # 1 is the middle: white
-    width, height = max(3.4, 1.5 * len(depths) + 1.6), max(2.2, 0.75 * len(trees) + 1.3)
-    figure = matplotlib.figure.Figure(figsize=(width * columns + 1.2, height * len(panels) + 0.5), layout="constrained")
-    axes = figure.subplots(len(panels), columns, squeeze=False)
-    colours = matplotlib.colormaps["RdBu"].copy()
-    colours.set_bad("#e8e8e8")
-    image = None
-    for line, (batch_size, group) in zip(axes, sorted(panels.items()), strict=True):
-        for axis, part in itertools.zip_longest(line, group):
-            if part is None:
+    width, height = max(2.8, 1.05 * len(depths) + 1.0), max(2.0, 0.7 * len(trees) + 1.0)
+    figure = matplotlib.figure.Figure(figsize=(width * columns + 1.0, height * len(lines) + 0.4), layout="constrained")
+    axes = figure.subplots(len(lines), columns, squeeze=False)
+    colours = matplotlib.colormaps["RdBu"].with_extremes(bad="#eeeeee")
+    for places, line in zip(axes, lines, strict=True):
+        for axis, panel in itertools.zip_longest(places, line):
+            if panel is None:
                 axis.set_axis_off()
-                continue
-            title, cells = part
-            grid = {(_tree(row), row["cell"]["num_steps"]): row for row in cells}
-            values = [
-                [grid[tree, d]["ratio"]["value"] if (tree, d) in grid else float("nan") for d in depths]
-                for tree in trees
-            ]
-            image = axis.imshow(values, cmap=colours, norm=norm, aspect="auto")
-            best = max(cells, key=lambda row: row["ratio"]["value"])
-            for (y, tree), (x, depth) in itertools.product(enumerate(trees), enumerate(depths)):
-                if (tree, depth) not in grid:
-                    axis.text(x, y, "–", ha="center", va="center", color=GREY)
-                    continue
-                row = grid[tree, depth]
-                red, green, blue, _ = colours(norm(row["ratio"]["value"]))
-                ink = "white" if 0.3 * red + 0.59 * green + 0.11 * blue < 0.5 else "black"
-                text = f"{row['ratio']['value']:.2f}"
-                axis.text(x, y - 0.13, text, ha="center", va="center", color=ink, fontsize=12, fontweight="bold")
-                note = f"{row['accept_length']['value']:.2f} tokens/step" + _mark(row)
-                axis.text(x, y + 0.2, note, ha="center", va="center", color=ink, fontsize=7.5)
-                if row is best:
-                    box = (x - 0.47, y - 0.46), 0.94, 0.92
-                    axis.add_patch(matplotlib.patches.Rectangle(*box, fill=False, edgecolor="black", linewidth=2.5))
-            axis.set_title(f"batch {batch_size}, {title}", fontsize=10)
-            axis.set_xticks(range(len(depths)), [str(depth) for depth in depths])
-            axis.set_yticks(range(len(trees)), [_tree_name(tree) for tree in trees])
-            axis.set_xlabel("draft levels per round")
-            axis.tick_params(length=0)
-            axis.spines[:].set_visible(False)
-    assert image is not None, "there is nothing to draw"
-    bar = figure.colorbar(image, ax=axes, shrink=0.8, pad=0.02)
+            else:
+                _draw_panel(axis, *panel, depths=depths, trees=trees, colours=colours, norm=norm)
+    bar = figure.colorbar(axes[0][0].images[0], ax=axes, shrink=min(0.8, 2.4 / len(lines)), aspect=25, pad=0.02)
     ticks = [tick for tick in (0.25, 0.33, 0.5, 0.67, 0.8, 1, 1.25, 1.5, 2, 3, 4) if 1 / most <= tick <= most]
     bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
     bar.ax.minorticks_off()
-    bar.set_label("speed over plain decoding")
-    figure.suptitle("speed over plain decoding of the same batch; frame: the best of its panel", fontsize=10)
+    figure.suptitle("speed over plain decoding of the same batch; framed: the best of the panel", fontsize=10)
     figure.savefig(path, dpi=120)
+
+
+def _draw_panel(axis, title: str, rows, *, depths, trees, colours, norm) -> None:
+    import matplotlib.patches
+
+    grid = {(_tree(row), row["cell"]["num_steps"]): row for row in rows}
+    best = max(rows, key=lambda row: row["ratio"]["value"])
+    values = [[grid[t, d]["ratio"]["value"] if (t, d) in grid else float("nan") for d in depths] for t in trees]
+    axis.imshow(values, cmap=colours, norm=norm, aspect="auto")
+    for (y, tree), (x, depth) in itertools.product(enumerate(trees), enumerate(depths)):
+        row = grid.get((tree, depth))
+        if row is None:
+            axis.text(x, y, "–", ha="center", va="center", color=GREY)
+            continue
+        red, green, blue, _ = colours(norm(row["ratio"]["value"]))
+        look = {"ha": "center", "color": "white" if 0.3 * red + 0.59 * green + 0.11 * blue < 0.5 else "black"}
+        axis.text(x, y, f"{row['ratio']['value']:.2f}", va="bottom", fontsize=12, fontweight="bold", **look)
+        mark = ", DIFFERS" if row["lossless"] == "DIFFERS" else ""
+        axis.text(x, y + 0.08, f"{row['accept_length']['value']:.2f} tok/step{mark}", va="top", fontsize=7, **look)
+        if row is best:
+            place = (x - 0.475, y - 0.46)
+            axis.add_patch(
+                matplotlib.patches.Rectangle(place, 0.95, 0.92, fill=False, edgecolor="black", linewidth=2.5)
+            )
+    axis.set_title(title, fontsize=9)
+    axis.set_xticks(range(len(depths)), [str(depth) for depth in depths])
+    axis.set_yticks(range(len(trees)), [_tree_name(tree) for tree in trees])
+    axis.set_xlabel("draft levels per round", fontsize=9)
+    axis.tick_params(length=0)
+    axis.spines[:].set_visible(False)
 
 
 def plot_pareto(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
@@ -121,7 +120,6 @@ def plot_pareto(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
     A panel per batch size and temperature, with lines of equal speed-up; labelled is what nothing beats in both.
     """
     import matplotlib.figure
-    import numpy as np
 
     groups: dict[tuple[int, float], list[dict[str, Any]]] = {}
     for row in rows:
@@ -130,92 +128,122 @@ def plot_pareto(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
     figure = matplotlib.figure.Figure(
         figsize=(5.2 * len(temperatures), 4.2 * len(batch_sizes) + 0.4), layout="constrained"
     )
-    axes = figure.subplots(len(batch_sizes), len(temperatures), squeeze=False, sharex=True, sharey=True)
-    points = {
-        id(row): (row["accept_length"]["value"] / row["ratio"]["value"], row["accept_length"]["value"]) for row in rows
-    }
-    right = 1.08 * max(cost for cost, _ in points.values())
-    top = 1.12 * max(row["accept_length"]["high"] for row in rows)
-    left = min(1.0, 0.95 * min(cost for cost, _ in points.values()))
+    axes = figure.subplots(len(batch_sizes), len(temperatures), squeeze=False)
+    lengths = [row["accept_length"] for row in rows]
+    costs = [row["accept_length"]["value"] / row["ratio"]["value"] for row in rows]
+    xlim = 0.72 * min(1.0, *costs), 1.15 * max(1.2, *costs)
+    ylim = 0.9, 1.1 * max(1.2, *(length["high"] for length in lengths))
     breadths = sorted({row["cell"]["topk"] for row in rows})
-    markers = dict(zip(breadths, itertools.cycle("os^DvP"), strict=False))
-    colours = dict(zip(breadths, itertools.cycle((BLUE, ORANGE, GREEN, "#cc79a7", "#56b4e9")), strict=False))
+    looks = dict(zip(breadths, itertools.cycle(zip("os^DvP", COLOURS, strict=True)), strict=False))
     for (y, batch_size), (x, temperature) in itertools.product(enumerate(batch_sizes), enumerate(temperatures)):
-        axis = axes[y][x]
-        group = groups.get((batch_size, temperature))
+        axis, group = axes[y][x], groups.get((batch_size, temperature))
         if group is None:
             axis.set_axis_off()
             continue
-        axis.set(xlim=(left - 0.03 * (right - left), right), ylim=(0.9, top))
-        line = np.array([0.0, right])
-        for speed in (0.5, 0.75, 1, 1.25, 1.5, 2, 2.5, 3, 4):
-            is_one = speed == 1
-            axis.plot(
-                line, speed * line, color="black" if is_one else "#bbbbbb", linewidth=1.2 if is_one else 0.8, zorder=0
-            )
-            place = (right, speed * right) if speed * right < top else (top / speed, top)
-            if place[0] > left and place[1] > 0.95:
-                at_top = speed * right >= top
-                axis.annotate(
-                    f"{speed:g}x",
-                    place,
-                    xytext=(0, 2) if at_top else (3, 0),
-                    textcoords="offset points",
-                    ha="center" if at_top else "left",
-                    va="bottom" if at_top else "center",
-                    fontsize=8,
-                    color="black" if is_one else GREY,
-                    annotation_clip=False,
-                )
+        axis.set(xscale="log", yscale="log", xlim=xlim, ylim=ylim)
+        _draw_speeds(axis, xlim, ylim)
+        axis.plot(1, 1, "*", color="black", markersize=11, zorder=3)
         for row in group:
-            cost, length = points[id(row)]
-            breadth, spread = row["cell"]["topk"], row["accept_length"]
+            (cost, length), spread, (marker, colour) = _point(row), row["accept_length"], looks[row["cell"]["topk"]]
             error = [[max(length - spread["low"], 0)], [max(spread["high"] - length, 0)]]
-            axis.errorbar(cost, length, error, color=colours[breadth], alpha=0.35, linewidth=1, zorder=1)
-            face = "white" if row["lossless"] == "lossy" else colours[breadth]
-            axis.plot(
-                cost, length, markers[breadth], color=colours[breadth], markerfacecolor=face, markersize=7, zorder=3
-            )
-        front = _frontier(group, points)
-        axis.plot(
-            *zip(*(points[id(row)] for row in front), strict=True), color=GREY, linewidth=1, linestyle="--", zorder=2
-        )
-        for row in front:
-            cell = row["cell"]
-            label = f"{cell['num_steps']}" + (
-                f" x {cell['topk']}, {cell['num_nodes']} nodes" if cell["topk"] > 1 else " deep"
-            )
-            axis.annotate(
-                label, points[id(row)], xytext=(-7, 5), textcoords="offset points", ha="right", va="bottom", fontsize=8
-            )
+            axis.errorbar(cost, length, error, color=colour, alpha=0.35, linewidth=1, zorder=1)
+            face = "white" if row["lossless"] == "lossy" else colour
+            axis.plot(cost, length, marker, color=colour, markerfacecolor=face, markersize=7, zorder=3)
+        front = [(1.0, 1.0)] + [_point(row) for row in _frontier(group)]
+        axis.plot(*zip(*front, strict=True), color=GREY, linewidth=1, linestyle="--", zorder=2)
         axis.set_title(f"batch {batch_size}, temperature {temperature:g}", fontsize=10, pad=16)
         axis.set_xlabel("cost of a round, in plain steps")
         axis.set_ylabel("accept length (tokens per round)")
-        axis.tick_params(labelbottom=True, labelleft=True)
+        ticks = (0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+        for limits, set_ticks in ((xlim, axis.set_xticks), (ylim, axis.set_yticks)):
+            shown = [tick for tick in ticks if limits[0] <= tick <= limits[1]]
+            set_ticks(shown, [f"{tick:g}" for tick in shown])
+        axis.minorticks_off()
         axis.spines[["top", "right"]].set_visible(False)
     handles = [
-        axes[0][0].plot([], [], markers[breadth], color=colours[breadth], label=f"topk {breadth}")[0]
-        for breadth in breadths
+        axes[0][0].plot([], [], marker, color=colour, label=f"topk {breadth}")[0]
+        for breadth, (marker, colour) in looks.items()
     ]
+    handles.append(axes[0][0].plot([], [], "*", color="black", markersize=11, label="plain")[0])
+    if any(row["lossless"] == "lossy" for row in rows):
+        handles.append(axes[0][0].plot([], [], "o", color=GREY, markerfacecolor="white", label="lossy")[0])
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+    figure.draw_without_rendering()  # the labels' places depend on the layout
+    for (batch_size, temperature), group in groups.items():
+        _label_frontier(axes[batch_sizes.index(batch_size)][temperatures.index(temperature)], group)
     figure.savefig(path, dpi=120)
 
 
-def _panels(rows: list[dict[str, Any]]) -> dict[int, list[tuple[str, list[dict[str, Any]]]]]:
-    """Batch size -> (title, rows) of each panel."""
+def _draw_speeds(axis, xlim, ylim) -> None:
+    """Lines of equal speed-up, each named where it leaves the panel."""
+    for speed in (0.25, 0.5, 0.75, 1, 1.25, 1.5, 2, 3, 4):
+        at_top = speed * xlim[1] >= ylim[1]
+        end = (ylim[1] / speed, ylim[1]) if at_top else (xlim[1], speed * xlim[1])
+        if end[0] <= xlim[0] or end[1] <= ylim[0]:
+            continue
+        colour, width = ("black", 1.2) if speed == 1 else ("#bbbbbb", 0.8)
+        axis.plot([xlim[0], end[0]], [speed * xlim[0], end[1]], color=colour, linewidth=width, zorder=0)
+        axis.annotate(
+            f"{speed:g}x",
+            end,
+            xytext=(0, 2) if at_top else (3, 0),
+            textcoords="offset points",
+            ha="center" if at_top else "left",
+            va="bottom" if at_top else "center",
+            fontsize=8,
+            color="black" if speed == 1 else GREY,
+        )
+
+
+def _label_frontier(axis, group: list[dict[str, Any]]) -> None:
+    """Names the frontier's points, longest first, where there is room: no label covers a point or another label."""
+    points = [axis.transData.transform(_point(row)) for row in group]
+    taken: list[Any] = []
+    for row in reversed(_frontier(group)):
+        cell = row["cell"]
+        text = f"depth {cell['num_steps']}" + (f", {cell['num_nodes']} nodes" if cell["topk"] > 1 else "")
+        for x, y in ((-7, 4), (7, -4), (-7, -4), (7, 4), (-9, 16), (9, -16)):
+            label = axis.annotate(
+                text,
+                _point(row),
+                xytext=(x, y),
+                textcoords="offset points",
+                ha="right" if x < 0 else "left",
+                va="bottom" if y > 0 else "top",
+                fontsize=8,
+                zorder=4,
+                bbox={"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 1},
+            )
+            label.set_in_layout(False)
+            box = label.get_window_extent()
+            covers = any(box.overlaps(other) for other in taken) or any(box.contains(*point) for point in points)
+            if not covers and axis.bbox.x0 <= box.x0 and box.x1 <= axis.bbox.x1:
+                taken.append(box)
+                break
+            label.remove()
+
+
+def _panels(rows: list[dict[str, Any]]) -> list[list[tuple[str, list[dict[str, Any]]]]]:
+    """(title, rows) of each panel, a list per batch size."""
     groups: dict[tuple[int, float], list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["cell"]["batch_size"], row["cell"]["temperature"]), []).append(row)
     panels: dict[int, list[tuple[str, list[dict[str, Any]]]]] = {}
     for (batch_size, temperature), group in sorted(groups.items()):
         places = {(_tree(row), row["cell"]["num_steps"]) for row in group}
-        rules = list(dict.fromkeys(row["cell"]["acceptance"] for row in group))
-        parts = {", ".join(rules): group}
+        rules = {row["cell"]["acceptance"]: " (lossy)" * (row["lossless"] == "lossy") for row in group}
+        parts = {", ".join(rule + mark for rule, mark in rules.items()): group}
         if len(places) < len(group):
-            parts = {rule: [row for row in group if row["cell"]["acceptance"] == rule] for rule in rules}
+            parts = {
+                rule + mark: [row for row in group if row["cell"]["acceptance"] == rule] for rule, mark in rules.items()
+            }
         for name, part in parts.items():
-            panels.setdefault(batch_size, []).append((f"temperature {temperature:g}\n{name}", part))
-    return panels
+            panels.setdefault(batch_size, []).append((f"batch {batch_size}, temperature {temperature:g}\n{name}", part))
+    return list(panels.values())
+
+
+def _pieces(values: list, size: int) -> list[list]:
+    return [values[begin : begin + size] for begin in range(0, len(values), size)]
 
 
 def _tree(row: dict[str, Any]) -> tuple[int, int]:
@@ -230,14 +258,16 @@ def _tree_name(tree: tuple[int, int]) -> str:
     return "chain" if topk == 1 else f"topk {topk}" + (f"\n{nodes} nodes" if nodes else "")
 
 
-def _mark(row: dict[str, Any]) -> str:
-    return {"lossy": "\nlossy", "DIFFERS": "\nDIFFERS"}.get(row["lossless"], "")
+def _point(row: dict[str, Any]) -> tuple[float, float]:
+    """A round's cost in plain steps, and the accept length."""
+    length = row["accept_length"]["value"]
+    return length / row["ratio"]["value"], length
 
 
-def _frontier(group: list[dict[str, Any]], points: dict[int, tuple[float, float]]) -> list[dict[str, Any]]:
+def _frontier(group: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows to which none is both cheaper and longer, from cheap to dear."""
     front: list[dict[str, Any]] = []
-    for row in sorted(group, key=lambda row: (points[id(row)][0], -points[id(row)][1])):
-        if not front or points[id(row)][1] > points[id(front[-1])][1]:
+    for row in sorted(group, key=lambda row: (_point(row)[0], -_point(row)[1])):
+        if not front or _point(row)[1] > _point(front[-1])[1]:
             front.append(row)
     return front

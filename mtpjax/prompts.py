@@ -108,8 +108,6 @@ def encode_prompts(
 
     `chat` takes each for a message, by the tokenizer's template. Raises `ValueError`, naming the prompt.
     """
-    if most_tokens < 1:
-        raise ValueError(f"prompts need room for at least 1 token, not {most_tokens}")
     rows = []
     for prompt in prompts:
         try:
@@ -123,6 +121,16 @@ def encode_prompts(
             raise ValueError(f"prompt {prompt.id} of {prompt.category} has no tokens")
         rows.append(tokens)
     return [row[:most_tokens] for row in rows], sum(len(row) > most_tokens for row in rows)
+
+
+def room_for_prompts(most_positions: int, max_new_tokens: int, asked: int | None = None) -> int:
+    """Most tokens of a prompt: `asked`, or what the new tokens leave. Raises `ValueError` where that is nothing."""
+    room = most_positions - max_new_tokens
+    if room < 1:
+        raise ValueError(f"max_new_tokens {max_new_tokens} leaves no room for prompts in {most_positions} positions")
+    if asked is not None and asked < 1:
+        raise ValueError(f"prompts must keep at least 1 token, not {asked}")
+    return room if asked is None else min(asked, room)
 
 
 def _prompt(record: dict[str, Any], place: str, stem: str) -> Prompt:

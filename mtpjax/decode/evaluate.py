@@ -79,6 +79,10 @@ def measure_acceptance(
     """
     if not config.num_steps:
         raise ValueError("acceptance needs draft levels: num_steps must be at least 1")
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, not {batch_size}")
+    if not (np.isfinite(temperature) and temperature >= 0):
+        raise ValueError(f"temperature {temperature} must be finite and not negative")
     forced, steps, accepted, is_identical = [], [], [], []
     for begin in range(0, len(prompts), batch_size):
         rows = list(prompts[begin : begin + batch_size])
