@@ -723,13 +723,14 @@ def print_cells(console, rows: list[dict[str, Any]]) -> None:
         )
         headings = ("depth", "topk/\nnodes", "rule", "accept\nlength", "survival", "tokens/s", "ratio (95 %)", "ideal")
         for heading in headings:
-            table.add_column(heading, justify="right", no_wrap=heading != "survival")
+            fixed = heading != "survival"
+            table.add_column(heading, justify="right", no_wrap=fixed, min_width=None if fixed else len(heading))
         for row in group:
             cell, ratio = cell_of(row), row["ratio"]
             table.add_row(
                 str(cell.num_steps),
                 f"{cell.topk}/{cell.num_nodes}",
-                cell.acceptance + ("" if row["lossless"] not in ("lossy", "DIFFERS") else f" {row['lossless']}"),
+                cell.acceptance + {"lossy": " *", "DIFFERS": " !"}.get(row["lossless"], ""),
                 f"{row['accept_length']['value']:.2f}",
                 " ".join(f"{rate['value'] or 0:.2f}".removeprefix("0") for rate in row["survival"]),
                 f"{row['tokens_per_second']:.0f}",
@@ -737,6 +738,11 @@ def print_cells(console, rows: list[dict[str, Any]]) -> None:
                 "" if row["ideal_ratio"] is None else f"{row['ideal_ratio']:.2f}",
             )
         console.print(table)
+    kinds = {row["lossless"] for row in rows}
+    if "lossy" in kinds:
+        console.print("* lossy: the text's distribution is another")
+    if "DIFFERS" in kinds:
+        console.print("! texts DIFFER from plain decoding", style="bold red")
 
 
 def run(
