@@ -29,6 +29,7 @@ import numpy as np
 import rich.box
 import rich.table
 
+from experiments.bench_decode import QUIET, machine
 from mtpjax import checkpoint
 from mtpjax.atomic import write_text
 from mtpjax.decode.config import EXACT_RULES, LOSSY_RULES, DecodeConfig
@@ -316,7 +317,7 @@ def describe(path: pathlib.Path) -> dict[str, Any]:
     return {
         "model": digest.hexdigest()[:16],
         "device": f"{device.device_kind}, {cores} cores" if device.platform == "cpu" else device.device_kind,
-        "processor": platform.processor() or platform.machine(),
+        "processor": machine()["cpu"] if hasattr(os, "sched_getaffinity") else platform.machine(),
         "jax": jax.__version__,
         "flags": os.environ.get("XLA_FLAGS", ""),
     }
@@ -356,7 +357,7 @@ class Bench:
         whole, first, tokens = (np.zeros((2, *shape)) for _ in range(3))
         steps = np.zeros((len(batches), cell.batch_size))
         accepted = np.zeros((len(batches), cell.batch_size, cell.num_steps))
-        differing = 0
+        differing, began, cpu_began = 0, time.perf_counter(), time.process_time()
         for repeat, number in np.ndindex(*shape):
             order = (0, 1) if (repeat + number) % 2 == 0 else (1, 0)
             rows = {}
@@ -373,6 +374,7 @@ class Bench:
             differing += sum(found != wanted for found, wanted in zip(rows[1], rows[0], strict=True))
         if not steps.any():
             raise ValueError("every prompt ends with its first new token: there is nothing to measure")
+        share = (time.process_time() - cpu_began) / (time.perf_counter() - began)
         count = len(self.workload.prompts)  # the last batch repeats some
         rates = decoded_rates(steps.reshape(-1)[:count], accepted.reshape(-1, cell.num_steps)[:count])
         seconds = whole - first.min(axis=1, keepdims=True)
@@ -391,6 +393,7 @@ class Bench:
             "ideal_ratio": costs and costs["ideal_ratio"],
             "lossless": _verdict(cell, differing),
             "differing_rows": differing,
+            "waited": max(0.0, 1 - share) if jax.default_backend() == "cpu" else 0.0,  # for a core
             "compared_rows": int(np.prod(shape)) * cell.batch_size,
             "seconds": time.perf_counter() - begin,
         }
@@ -648,6 +651,9 @@ def recommendation(
         f"- {about['device']}, {about['processor']}, jax {about['jax']}, model {about['model']}",
         "- ratio: tokens/s over those of plain decoding of the same prompts, batch and temperature, in turns; 95 %",
     ]
+    waited = max(row["waited"] for row in rows)
+    if waited > QUIET:
+        lines += [f"- others used the machine: it waited for a core up to {waited:.0%} of a cell's time. Run it again"]
     lines += [f"- left out: {reason} ({count} cells)" for reason, count in reasons.items()]
     return "\n".join(lines) + "\n"
 

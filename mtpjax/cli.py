@@ -165,8 +165,7 @@ def _add_measuring(commands) -> None:
         ("--batch-sizes", int, [1, 4], "prompts decoded together"),
     ]
     for flag, kind, default, meaning in grid:
-        shown = " ".join(f"{value:g}" if kind is float else str(value) for value in default)
-        ablate.add_argument(flag, type=kind, nargs="+", default=default, help=f"{meaning} (default: {shown})")
+        ablate.add_argument(flag, type=kind, nargs="+", default=default, help=meaning)
     ablate.add_argument(
         "--repeats", type=int, default=5, help="rounds of plain and speculative decoding (default: %(default)s)"
     )

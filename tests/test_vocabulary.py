@@ -1,11 +1,16 @@
 """Which tokens are frequent, what they cover, and files that are refused."""
 
+import dataclasses
 import json
 
+import jax
 import numpy as np
 import pytest
 import tokenizers
 
+from mtpjax import MTPModel, init_params, presets
+from mtpjax.checkpoint import save_model
+from mtpjax.cli import main
 from mtpjax.decode.config import DecodeConfig
 from mtpjax.tokenizer import ByteTokenizer, FileTokenizer
 from mtpjax.vocabulary import (
@@ -102,3 +107,22 @@ def test_a_corpus_without_text_is_refused(tmp_path):
     (tmp_path / "empty").write_bytes(b"\xff")
     with pytest.raises(ValueError, match="line 1 is no UTF-8"):
         count_tokens(corpus_files(tmp_path), ByteTokenizer(), 256)
+
+
+def test_the_command_counts_and_refuses_in_one_line(tmp_path, capsys):
+    narrow = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16, "head_dim": 4}
+    model = MTPModel(dataclasses.replace(presets["tiny"], **narrow))
+    save_model(tmp_path / "checkpoint", model, init_params(model, jax.random.key(0)))
+    (tmp_path / "text.txt").write_text("aabbbc")
+
+    def run(data, size):
+        arguments = ["--model", str(tmp_path / "checkpoint"), "--data", str(data), "--size", str(size)]
+        with pytest.raises(SystemExit) as exit_:
+            main(["vocabulary", *arguments, "--output", str(tmp_path / "ids.json")])
+        return exit_.value.code, capsys.readouterr()
+
+    code, said = run(tmp_path / "text.txt", 3)
+    assert code == 0 and "83.33%" in said.out and load_vocabulary(tmp_path / "ids.json") == (0, 97, 98)
+    for data, size, expected in (("missing", 3, "neither a file"), (tmp_path / "text.txt", 257, "outside 1..256")):
+        code, said = run(data, size)
+        assert code == 2 and expected in said.err and len(said.err.strip().splitlines()) == 1

@@ -54,6 +54,7 @@ def row(ratio, spread=0.05, *, batch_size=1, temperature=0.0, num_steps=1, topk=
         "lossless": lossless,
         "differing_rows": int(lossless == "DIFFERS"),
         "compared_rows": 10,
+        "waited": 0.2,
     }
 
 
@@ -219,6 +220,7 @@ def test_advice_says_what_how_sure_and_when_not():
     assert "--speculative-num-steps 2 --speculative-eagle-topk 1 --speculative-num-draft-tokens 3" in text
     assert "When not to speculate: batch 8 at temperature 0, batch 16 at temperature 0." in text
     assert "typical" in text and "1 of 10 texts" in text and "left out: a reason (3 cells)" in text
+    assert "waited for a core up to 20% of a cell's time" in text
 
 
 def test_tables_csv_and_pictures_show_every_cell(tmp_path):
@@ -304,6 +306,17 @@ def test_bad_input_is_one_line(checkpoint, tmp_path, capsys, extra, code, said):
     assert exit_.value.code == code
     error = capsys.readouterr().err.strip()
     assert said in error and len(error.splitlines()) == 1, error
+
+
+def test_ctrl_c_says_how_to_go_on(checkpoint, tmp_path, capsys, monkeypatch):
+    def interrupt(bench, cell):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Bench, "measure", interrupt)
+    with pytest.raises(SystemExit) as exit_:
+        main(["ablate", "--model", str(checkpoint), "--output", str(tmp_path / "out"), *GRID])
+    assert exit_.value.code == 75
+    assert "0 of 2 cells done: the same command goes on" in capsys.readouterr().out
 
 
 def test_prompts_without_a_file_are_of_files_that_training_held_out(small, checkpoint):
