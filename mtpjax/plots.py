@@ -59,7 +59,10 @@ def plot_heatmap(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
     import matplotlib.colors
     import matplotlib.figure
 
-    lines = [line for group in _panels(rows) for line in _pieces(group, 4)]
+    groups = _panels(rows)
+    if max(map(len, groups)) == 1:  # side by side, where each batch size has one panel
+        groups = [[panel for group in groups for panel in group]]
+    lines = [line for group in groups for line in _pieces(group, 4)]
     columns = max(map(len, lines))
     depths = sorted({row["cell"]["num_steps"] for row in rows})
     trees = sorted({_tree(row) for row in rows})
@@ -125,21 +128,24 @@ def plot_pareto(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
     for row in rows:
         groups.setdefault((row["cell"]["batch_size"], row["cell"]["temperature"]), []).append(row)
     batch_sizes, temperatures = sorted({key[0] for key in groups}), sorted({key[1] for key in groups})
-    figure = matplotlib.figure.Figure(
-        figsize=(5.2 * len(temperatures), 4.2 * len(batch_sizes) + 0.4), layout="constrained"
-    )
-    axes = figure.subplots(len(batch_sizes), len(temperatures), squeeze=False)
+    lines = [[(batch_size, temperature) for temperature in temperatures] for batch_size in batch_sizes]
+    if len(temperatures) == 1:  # side by side
+        lines = _pieces([line[0] for line in lines], 3)
+    figure = matplotlib.figure.Figure(figsize=(5.2 * len(lines[0]), 4.2 * len(lines) + 0.4), layout="constrained")
+    axes = figure.subplots(len(lines), len(lines[0]), squeeze=False)
+    places = {}
     lengths = [row["accept_length"] for row in rows]
     costs = [row["accept_length"]["value"] / row["ratio"]["value"] for row in rows]
     xlim = 0.72 * min(1.0, *costs), 1.15 * max(1.2, *costs)
     ylim = 0.9, 1.1 * max(1.2, *(length["high"] for length in lengths))
     breadths = sorted({row["cell"]["topk"] for row in rows})
     looks = dict(zip(breadths, itertools.cycle(zip("os^DvP", COLOURS, strict=True)), strict=False))
-    for (y, batch_size), (x, temperature) in itertools.product(enumerate(batch_sizes), enumerate(temperatures)):
-        axis, group = axes[y][x], groups.get((batch_size, temperature))
+    for axis, key in itertools.zip_longest(axes.flat, itertools.chain(*lines)):
+        group = groups.get(key)
         if group is None:
             axis.set_axis_off()
             continue
+        (batch_size, temperature), places[key] = key, axis
         axis.set(xscale="log", yscale="log", xlim=xlim, ylim=ylim)
         _draw_speeds(axis, xlim, ylim)
         axis.plot(1, 1, "*", color="black", markersize=11, zorder=3)
@@ -169,8 +175,8 @@ def plot_pareto(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
         handles.append(axes[0][0].plot([], [], "o", color=GREY, markerfacecolor="white", label="lossy")[0])
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
     figure.draw_without_rendering()  # the labels' places depend on the layout
-    for (batch_size, temperature), group in groups.items():
-        _label_frontier(axes[batch_sizes.index(batch_size)][temperatures.index(temperature)], group)
+    for key, group in groups.items():
+        _label_frontier(places[key], group)
     figure.savefig(path, dpi=120)
 
 

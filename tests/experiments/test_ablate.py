@@ -118,6 +118,25 @@ def test_a_cell_of_a_right_drafter_has_its_figures(small):
     json.dumps(figures, allow_nan=False)
 
 
+def test_sampled_rows_have_seeds_of_their_own_the_same_for_both_ways(small, monkeypatch):
+    model, params = small("grouped", "right")
+    bench = Bench(model, params, SETTINGS, WORKLOAD)
+    decode, asked = ablate.speculative_generate, []
+
+    def greedy(params, prompts, *, model, config, sampling):
+        asked.append((config.num_steps, config.acceptance, sampling.temperature, tuple(sampling.seed)))
+        return decode(params, prompts, model=model, config=dataclasses.replace(config, acceptance="auto"))
+
+    monkeypatch.setattr(ablate, "speculative_generate", greedy)
+    figures = bench.measure(Cell(2, 1, 1, 2, "sample", 0.7))
+    assert figures["lossless"] == "identical"
+    assert {(steps, rule) for steps, rule, _, _ in asked} == {(0, "auto"), (1, "sample")}
+    seeds = [{row for steps, _, _, row in asked if steps == way} for way in (0, 1)]
+    assert seeds[0] == seeds[1] and len({seed for row in seeds[0] for seed in row}) == 2 * 4  # repeats x rows
+    assert bench.measure(Cell(2, 1, 1, 2, "block", 0.7))["lossless"] == "exact by rule"
+    assert bench.measure(Cell(2, 1, 1, 2, "typical", 0.7))["lossless"] == "lossy"
+
+
 def test_a_text_that_differs_is_noticed(small, monkeypatch):
     model, params = small("grouped", "right")
     bench = Bench(model, params, SETTINGS, WORKLOAD)
