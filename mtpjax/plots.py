@@ -62,7 +62,7 @@ def plot_heatmap(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
     groups = _panels(rows)
     if max(map(len, groups)) == 1:  # side by side, where each batch size has one panel
         groups = [[panel for group in groups for panel in group]]
-    lines = [line for group in groups for line in _pieces(group, 4)]
+    lines = [line for group in groups for line in _pieces(group, 3 if len(groups) == 1 else 4)]
     columns = max(map(len, lines))
     depths = sorted({row["cell"]["num_steps"] for row in rows})
     trees = sorted({_tree(row) for row in rows})
@@ -105,10 +105,10 @@ def _draw_panel(axis, title: str, rows, *, depths, trees, colours, norm) -> None
         mark = ", DIFFERS" if row["lossless"] == "DIFFERS" else ""
         axis.text(x, y + 0.08, f"{row['accept_length']['value']:.2f} tok/step{mark}", va="top", fontsize=7, **look)
         if row is best:
-            place = (x - 0.475, y - 0.46)
-            axis.add_patch(
-                matplotlib.patches.Rectangle(place, 0.95, 0.92, fill=False, edgecolor="black", linewidth=2.5)
-            )
+            for colour, width in (("white", 5.0), ("black", 2.5)):  # seen on dark cells too
+                frame = matplotlib.patches.Rectangle((x - 0.465, y - 0.44), 0.93, 0.88, fill=False)
+                frame.set(edgecolor=colour, linewidth=width)
+                axis.add_patch(frame)
     axis.set_title(title, fontsize=9)
     axis.set_xticks(range(len(depths)), [str(depth) for depth in depths])
     axis.set_yticks(range(len(trees)), [_tree_name(tree) for tree in trees])
