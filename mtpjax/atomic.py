@@ -1,4 +1,4 @@
-"""Folders that appear complete or not at all."""
+"""Files and folders that appear complete or not at all."""
 
 import contextlib
 import os
@@ -36,3 +36,15 @@ def new_folder(path: pathlib.Path, may_replace: Callable[[pathlib.Path], bool] |
         shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(aside, ignore_errors=True)  # gone already unless something failed
+
+
+def write_text(path, content: str) -> None:
+    """Writes a file beside `path` and renames it to it; missing folders are made."""
+    path = pathlib.Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+    try:
+        aside.write_text(content)
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)

@@ -14,7 +14,10 @@ import jsonargparse
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Exits with 0; 2 for wrong usage, 3 for a bad checkpoint, 4 if a text differs from the plain one, 1 otherwise."""
+    """Exits with 0; 2 for wrong usage, 3 for a bad checkpoint, 4 if a text differs from the plain one, 1 otherwise.
+
+    75: ended by Ctrl-C, and the same command goes on where it was.
+    """
     parser = _parser()
     options = parser.parse_args(arguments)
     if arguments is None and options.subcommand == "quickstart":
@@ -75,6 +78,7 @@ def _parser() -> jsonargparse.ArgumentParser:
     commands.add_subcommand("generate", generate, help="continue a prompt with a trained model")
     _add_profile(commands)
     _add_conversion(commands)
+    _add_measuring(commands)
     return parser
 
 
@@ -137,6 +141,82 @@ def _add_conversion(commands) -> None:
     merge.add_argument("--mtp-dir", required=True, help="what export-mtp wrote, or a trained mtpjax checkpoint")
     merge.add_argument("--output-dir", required=True, help="folder to write; it appears complete or not at all")
     commands.add_subcommand("merge-mtp", merge, help="trained MTP modules into a full checkpoint")
+
+
+def _add_measuring(commands) -> None:
+    vocabulary = jsonargparse.ArgumentParser(
+        description="Count the tokens of a corpus and keep the most frequent ones, for modules that draft from fewer: "
+        "DecodeConfig(draft_vocabulary=mtpjax.vocabulary.load_vocabulary(FILE))."
+    )
+    _add_model(vocabulary)
+    vocabulary.add_argument("--data", required=True, help="a text or JSONL file, or a folder of them")
+    vocabulary.add_argument("--pattern", default="*", help="which files of a folder (default: %(default)s)")
+    vocabulary.add_argument("--size", type=int, required=True, help="ids to keep, special tokens among them")
+    vocabulary.add_argument("--output", required=True, help="JSON file to write")
+    commands.add_subcommand("vocabulary", vocabulary, help="the most frequent tokens of a corpus, to draft from")
+
+    acceptance = jsonargparse.ArgumentParser(
+        description="Accept length and rates by level, of each category of prompts and of all: decoded, and "
+        "teacher-forced along the model's own text; with 95 %% intervals over prompts. The accept length is 1 + "
+        "accepted drafts / steps; a conditional rate is over the steps that reached the level, a survival over all."
+    )
+    _add_model(acceptance)
+    _add_prompts(acceptance, required=True, count=64)
+    acceptance.add_argument("--num-steps", type=int, default=3, help="draft levels per round (default: %(default)s)")
+    acceptance.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default: %(default)s)")
+    acceptance.add_argument("--batch-size", type=int, default=8, help="prompts at a time (default: %(default)s)")
+    acceptance.add_argument("--output", default=None, help="JSON file to write, with everything that was counted")
+    evaluate = jsonargparse.ArgumentParser(description="Evaluate a trained model.")
+    commands.add_subcommand("eval", evaluate, help="what drafts are worth on given prompts")
+    kinds = evaluate.add_subcommands(title="what", metavar="WHAT", dest="what")
+    kinds.add_subcommand("acceptance", acceptance, help="accept length and acceptance rates on prompts")
+
+    ablate = jsonargparse.ArgumentParser(
+        description="Decode the same prompts with every combination of settings, each in turns with plain decoding at "
+        "the same batch size and temperature, and say which to use. Cells that are done are kept: the same command "
+        "goes on where it was ended. Writes cells.jsonl, cells.csv, heatmap.png, pareto.png and recommendation.md."
+    )
+    _add_model(ablate)
+    ablate.add_argument("--output", required=True, help="folder to write, and to go on from")
+    _add_prompts(ablate, required=False, count=12)
+    grid: list[tuple[str, type, list, str]] = [
+        ("--depths", int, [1, 2, 3], "draft levels per round"),
+        ("--topk", int, [1, 2], "candidates per node; 1: chains"),
+        ("--num-draft-tokens", int, [0], "nodes verified per round; 0: all that depth and topk give, up to 64"),
+        ("--rules", str, ["auto"], "of acceptance; auto: greedy at temperature 0, else block, or recursive for trees"),
+        ("--temperatures", float, [0.0, 1.0], "0: greedy"),
+        ("--batch-sizes", int, [1, 4], "prompts decoded together"),
+    ]
+    for flag, kind, default, meaning in grid:
+        ablate.add_argument(flag, type=kind, nargs="+", default=default, help=meaning)
+    ablate.add_argument(
+        "--repeats", type=int, default=5, help="rounds of plain and speculative decoding (default: %(default)s)"
+    )
+    ablate.add_argument(
+        "--threads",
+        type=int,
+        default=0,
+        help="of the processor; 0: all, but 1 for a model below 16 MB, which is faster so (default: %(default)s)",
+    )
+    commands.add_subcommand("ablate", ablate, help="which draft settings to use: a grid of measurements")
+
+
+def _add_model(parser) -> None:
+    parser.add_argument("--model-path", "--model", required=True, help="a checkpoint, or a run folder with one")
+
+
+def _add_prompts(parser, *, required: bool, count: int) -> None:
+    kinds = "Spec-Bench's, GSM8K's or other JSONL, or a text file by paragraphs"
+    otherwise = "" if required else " (default: held-out files of what the model was trained on, for a model of bytes)"
+    parser.add_argument("--prompts", required=required, default=None, help=kinds + otherwise)
+    parser.add_argument(
+        "--num-prompts", type=int, default=count, help="in all, evenly over the categories (default: %(default)s)"
+    )
+    parser.add_argument("--categories", nargs="+", default=[], help="these only (default: all)")
+    parser.add_argument("--prompt-tokens", type=int, default=None, help="cut prompts to so many (default: what fits)")
+    parser.add_argument("--chat", action="store_true", help="take each prompt for a message, by the chat template")
+    parser.add_argument("--max-new-tokens", type=int, default=96, help="per prompt (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the choice and of sampling (default: %(default)s)")
 
 
 def _add_model_type(parser) -> None:
@@ -284,6 +364,140 @@ def _merge_mtp(options) -> int:
     return 0
 
 
+def _vocabulary(options) -> int:
+    import numpy as np
+    import rich.console
+    import rich.table
+
+    from conversion.inspect import inspect
+    from mtpjax import vocabulary
+    from mtpjax.checkpoint import find
+    from mtpjax.tokenizer import load_tokenizer
+
+    path = find(options.model_path)
+    vocab_size = inspect(path)["configuration"]["vocab_size"]
+    tokenizer = load_tokenizer(path, vocab_size)
+    kept = {*tokenizer.eos_token_ids, *tokenizer.special_token_ids}
+    vocabulary.choose_vocabulary(np.zeros(vocab_size), options.size, kept=kept)  # a wrong size is told before the work
+    files = vocabulary.corpus_files(options.data, options.pattern)
+    with _progress(options.data, options.output) as progress:
+        corpus = vocabulary.count_tokens(files, tokenizer, vocab_size, progress=progress)
+
+    def choose(size: int) -> tuple[int, ...]:
+        return vocabulary.choose_vocabulary(corpus.counts, size, kept=kept)
+
+    sizes = vocabulary.sizes_around(options.size, vocab_size, len(kept))
+    shares = {size: vocabulary.coverage(corpus.counts, choose(size)) for size in sizes}
+    ids = choose(options.size)
+    vocabulary.save_vocabulary(options.output, ids, counts=corpus.counts, source=options.data, sizes=shares)
+    table = rich.table.Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("size", "of the vocabulary", "of the corpus"):
+        table.add_column(heading, justify="right")
+    for size, share in shares.items():
+        chosen = "bold" if size == options.size else ""
+        table.add_row(str(size), f"{size / vocab_size:.1%}", f"{share:.2%}", style=chosen)
+    rich.console.Console().print(table)
+    skipped = f", {len(corpus.skipped)} files that are no text skipped" if corpus.skipped else ""
+    print(f"{corpus.counts.sum()} tokens of {corpus.num_files} files{skipped}; {len(ids)} ids in {options.output}")
+    return 0
+
+
+def _eval(options) -> int:
+    return {"acceptance": _eval_acceptance}[options.what](options[options.what])
+
+
+def _eval_acceptance(options) -> int:
+    import rich.console
+    import rich.progress
+
+    from mtpjax.atomic import write_text
+    from mtpjax.checkpoint import find, load
+    from mtpjax.decode import evaluate
+    from mtpjax.decode.config import DecodeConfig
+    from mtpjax.prompts import choose_prompts, encode_prompts, read_prompts, room_for_prompts
+    from mtpjax.tokenizer import load_tokenizer
+
+    chosen = choose_prompts(
+        read_prompts(options.prompts), options.num_prompts, categories=options.categories, seed=options.seed
+    )
+    path = find(options.model_path)
+    model, params = load(path)
+    tokenizer = load_tokenizer(path, model.config.vocab_size)
+    most = room_for_prompts(model.config.max_position_embeddings, options.max_new_tokens, options.prompt_tokens)
+    prompts, cut = encode_prompts(chosen, tokenizer, most_tokens=most, chat=options.chat)
+    config = DecodeConfig(
+        max_new_tokens=options.max_new_tokens, num_steps=options.num_steps, stop_token_ids=tokenizer.eos_token_ids
+    )
+    console = rich.console.Console()
+    if cut:
+        print(f"{cut} of {len(prompts)} prompts are cut to {most} tokens", file=sys.stderr)
+    errors = rich.console.Console(stderr=True)
+    with rich.progress.Progress(console=errors, transient=True, disable=not errors.is_terminal) as bar:
+        task = bar.add_task("prompts", total=len(prompts))
+        acceptance = evaluate.measure_acceptance(
+            params,
+            prompts,
+            model=model,
+            config=config,
+            temperature=options.temperature,
+            seed=options.seed,
+            batch_size=options.batch_size,
+            progress=lambda count: bar.update(task, advance=count),
+        )
+    figures = evaluate.report(acceptance, [prompt.category for prompt in chosen])
+    evaluate.print_report(console, figures)
+    identical = int(acceptance.is_identical.sum())
+    if options.output is not None:
+        settings = {name: value for name, value in vars(options).items() if isinstance(value, (str, int, float, list))}
+        content = {"settings": settings, "prompts_cut": cut, "figures": evaluate.to_json(figures)}
+        write_text(options.output, json.dumps(content, indent=1, allow_nan=False) + "\n")
+    if options.temperature:
+        return 0
+    print(f"identical to plain decoding: {identical} of {len(prompts)}")
+    return 0 if identical == len(prompts) else 4
+
+
+def _ablate(options) -> int:
+    _limit_threads(options.threads, options.model_path)
+    import rich.console
+
+    from experiments import ablate
+
+    names = ("depths", "topk", "num_draft_tokens", "rules", "temperatures", "batch_sizes")
+    settings = ablate.Settings(
+        **{name: tuple(options[name]) for name in names},
+        max_new_tokens=options.max_new_tokens,
+        repeats=options.repeats,
+        seed=options.seed,
+    )
+    return ablate.run(
+        options.model_path,
+        options.output,
+        settings,
+        console=rich.console.Console(),
+        prompts=options.prompts,
+        num_prompts=options.num_prompts,
+        categories=options.categories,
+        prompt_tokens=options.prompt_tokens,
+        chat=options.chat,
+    )
+
+
+def _limit_threads(threads: int, model_path: str) -> None:
+    """Before JAX starts: 0 is all, but 1 for a small model, where handing out the work takes longer than the work."""
+    if threads < 0:
+        raise ValueError(f"threads must be 0 or more, not {threads}")
+    if "jax" in sys.modules or not hasattr(os, "sched_setaffinity"):
+        return
+    if not threads:
+        size = sum(file.stat().st_size for file in pathlib.Path(model_path).rglob("*") if file.is_file())
+        threads = 1 if size < 16 << 20 else 0
+    if threads:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
+    if threads == 1:
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
+
+
 @contextlib.contextmanager
 def _progress(source: str, target: str):
     """Yields what takes counts of bytes: a bar with bytes/s on a terminal, and one closing line everywhere."""
@@ -291,7 +505,8 @@ def _progress(source: str, target: str):
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     console = rich.console.Console(stderr=True)
-    total = sum(file.stat().st_size for file in pathlib.Path(source).rglob("*") if file.is_file())
+    place = pathlib.Path(source)
+    total = sum(file.stat().st_size for file in (place, *place.rglob("*")) if file.is_file())
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     done, begin = 0, time.perf_counter()
     with Progress(
@@ -333,6 +548,9 @@ COMMANDS = {
     "convert": _convert,
     "export-mtp": _export_mtp,
     "merge-mtp": _merge_mtp,
+    "vocabulary": _vocabulary,
+    "eval": _eval,
+    "ablate": _ablate,
 }
 
 if __name__ == "__main__":

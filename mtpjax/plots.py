@@ -1,7 +1,11 @@
 """Pictures of what was measured, as PNG files."""
 
+import itertools
 import pathlib
 from typing import Any
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # Okabe and Ito's, told apart by all
+GREY = "#777777"
 
 
 def plot_quickstart(path: pathlib.Path, history: list[dict[str, Any]], rows) -> None:
@@ -45,3 +49,231 @@ def plot_quickstart(path: pathlib.Path, history: list[dict[str, Any]], rows) -> 
     speed.set_ylim(bottom=0.5)
     speed.legend(fontsize=8)
     figure.savefig(path, dpi=110)
+
+
+def plot_heatmap(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
+    """Ratio to plain decoding over depth and tree, a panel per batch size, temperature and rule (`cells.jsonl` rows).
+
+    A panel holds the rules of chains and trees together unless two of them meet in one place.
+    """
+    import matplotlib.colors
+    import matplotlib.figure
+
+    groups = _panels(rows)
+    if max(map(len, groups)) == 1:  # side by side, where each batch size has one panel
+        groups = [[panel for group in groups for panel in group]]
+    lines = [line for group in groups for line in _pieces(group, 3 if len(groups) == 1 else 4)]
+    columns = max(map(len, lines))
+    depths = sorted({row["cell"]["num_steps"] for row in rows})
+    trees = sorted({_tree(row) for row in rows})
+    ratios = [row["ratio"]["value"] for row in rows]
+    most = max(1.25, *ratios, *(1 / ratio for ratio in ratios))
+    norm = matplotlib.colors.LogNorm(1 / most, most)  # 1 is the middle: white
+    width, height = max(2.8, 1.05 * len(depths) + 1.0), max(2.0, 0.7 * len(trees) + 1.0)
+    figure = matplotlib.figure.Figure(figsize=(width * columns + 1.0, height * len(lines) + 0.4), layout="constrained")
+    axes = figure.subplots(len(lines), columns, squeeze=False)
+    colours = matplotlib.colormaps["RdBu"].with_extremes(bad="#eeeeee")
+    for places, line in zip(axes, lines, strict=True):
+        for axis, panel in itertools.zip_longest(places, line):
+            if panel is None:
+                axis.set_axis_off()
+            else:
+                _draw_panel(axis, *panel, depths=depths, trees=trees, colours=colours, norm=norm)
+    bar = figure.colorbar(axes[0][0].images[0], ax=axes, shrink=min(0.8, 2.4 / len(lines)), aspect=25, pad=0.02)
+    ticks = [tick for tick in (0.25, 0.33, 0.5, 0.67, 0.8, 1, 1.25, 1.5, 2, 3, 4) if 1 / most <= tick <= most]
+    bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
+    bar.ax.minorticks_off()
+    figure.suptitle("speed over plain decoding of the same batch; framed: the best of the panel", fontsize=10)
+    figure.savefig(path, dpi=120)
+
+
+def _draw_panel(axis, title: str, rows, *, depths, trees, colours, norm) -> None:
+    import matplotlib.patches
+
+    grid = {(_tree(row), row["cell"]["num_steps"]): row for row in rows}
+    best = max(rows, key=lambda row: row["ratio"]["value"])
+    values = [[grid[t, d]["ratio"]["value"] if (t, d) in grid else float("nan") for d in depths] for t in trees]
+    axis.imshow(values, cmap=colours, norm=norm, aspect="auto")
+    for (y, tree), (x, depth) in itertools.product(enumerate(trees), enumerate(depths)):
+        row = grid.get((tree, depth))
+        if row is None:
+            axis.text(x, y, "–", ha="center", va="center", color=GREY)
+            continue
+        red, green, blue, _ = colours(norm(row["ratio"]["value"]))
+        look = {"ha": "center", "color": "white" if 0.3 * red + 0.59 * green + 0.11 * blue < 0.5 else "black"}
+        axis.text(x, y, f"{row['ratio']['value']:.2f}", va="bottom", fontsize=12, fontweight="bold", **look)
+        mark = ", DIFFERS" if row["lossless"] == "DIFFERS" else ""
+        axis.text(x, y + 0.08, f"{row['accept_length']['value']:.2f} tok/step{mark}", va="top", fontsize=7, **look)
+        if row is best:
+            for colour, width in (("white", 5.0), ("black", 2.5)):  # seen on dark cells too
+                frame = matplotlib.patches.Rectangle((x - 0.465, y - 0.44), 0.93, 0.88, fill=False)
+                frame.set(edgecolor=colour, linewidth=width)
+                axis.add_patch(frame)
+    axis.set_title(title, fontsize=9)
+    axis.set_xticks(range(len(depths)), [str(depth) for depth in depths])
+    axis.set_yticks(range(len(trees)), [_tree_name(tree) for tree in trees])
+    axis.set_xlabel("draft levels per round", fontsize=9)
+    axis.tick_params(length=0)
+    axis.spines[:].set_visible(False)
+
+
+def plot_pareto(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
+    """Accept length against what a round costs in plain steps, as measured: their quotient is the speed-up.
+
+    A panel per batch size and temperature, with lines of equal speed-up; labelled is what nothing beats in both.
+    """
+    import matplotlib.figure
+
+    groups: dict[tuple[int, float], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["cell"]["batch_size"], row["cell"]["temperature"]), []).append(row)
+    batch_sizes, temperatures = sorted({key[0] for key in groups}), sorted({key[1] for key in groups})
+    lines = [[(batch_size, temperature) for temperature in temperatures] for batch_size in batch_sizes]
+    if len(temperatures) == 1:  # side by side
+        lines = _pieces([line[0] for line in lines], 3)
+    figure = matplotlib.figure.Figure(figsize=(5.2 * len(lines[0]), 4.2 * len(lines) + 0.4), layout="constrained")
+    axes = figure.subplots(len(lines), len(lines[0]), squeeze=False)
+    places = {}
+    lengths = [row["accept_length"] for row in rows]
+    costs = [row["accept_length"]["value"] / row["ratio"]["value"] for row in rows]
+    xlim = 0.72 * min(1.0, *costs), 1.15 * max(1.2, *costs)
+    ylim = 0.9, 1.1 * max(1.2, *(length["high"] for length in lengths))
+    breadths = sorted({row["cell"]["topk"] for row in rows})
+    looks = dict(zip(breadths, itertools.cycle(zip("os^DvP", COLOURS, strict=True)), strict=False))
+    for axis, key in itertools.zip_longest(axes.flat, itertools.chain(*lines)):
+        group = groups.get(key)
+        if group is None:
+            axis.set_axis_off()
+            continue
+        (batch_size, temperature), places[key] = key, axis
+        axis.set(xscale="log", yscale="log", xlim=xlim, ylim=ylim)
+        _draw_speeds(axis, xlim, ylim)
+        axis.plot(1, 1, "*", color="black", markersize=11, zorder=3)
+        for row in group:
+            (cost, length), spread, (marker, colour) = _point(row), row["accept_length"], looks[row["cell"]["topk"]]
+            error = [[max(length - spread["low"], 0)], [max(spread["high"] - length, 0)]]
+            axis.errorbar(cost, length, error, color=colour, alpha=0.35, linewidth=1, zorder=1)
+            face = "white" if row["lossless"] == "lossy" else colour
+            axis.plot(cost, length, marker, color=colour, markerfacecolor=face, markersize=7, zorder=3)
+        front = [(1.0, 1.0)] + [_point(row) for row in _frontier(group)]
+        axis.plot(*zip(*front, strict=True), color=GREY, linewidth=1, linestyle="--", zorder=2)
+        axis.set_title(f"batch {batch_size}, temperature {temperature:g}", fontsize=10, pad=16)
+        axis.set_xlabel("cost of a round, in plain steps")
+        axis.set_ylabel("accept length (tokens per round)")
+        ticks = (0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+        for limits, set_ticks in ((xlim, axis.set_xticks), (ylim, axis.set_yticks)):
+            shown = [tick for tick in ticks if limits[0] <= tick <= limits[1]]
+            set_ticks(shown, [f"{tick:g}" for tick in shown])
+        axis.minorticks_off()
+        axis.spines[["top", "right"]].set_visible(False)
+    handles = [
+        axes[0][0].plot([], [], marker, color=colour, label=f"topk {breadth}")[0]
+        for breadth, (marker, colour) in looks.items()
+    ]
+    handles.append(axes[0][0].plot([], [], "*", color="black", markersize=11, label="plain")[0])
+    if any(row["lossless"] == "lossy" for row in rows):
+        handles.append(axes[0][0].plot([], [], "o", color=GREY, markerfacecolor="white", label="lossy")[0])
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+    figure.draw_without_rendering()  # the labels' places depend on the layout
+    for key, group in groups.items():
+        _label_frontier(places[key], group)
+    figure.savefig(path, dpi=120)
+
+
+def _draw_speeds(axis, xlim, ylim) -> None:
+    """Lines of equal speed-up, each named where it leaves the panel."""
+    for speed in (0.25, 0.5, 0.75, 1, 1.25, 1.5, 2, 3, 4):
+        at_top = speed * xlim[1] >= ylim[1]
+        end = (ylim[1] / speed, ylim[1]) if at_top else (xlim[1], speed * xlim[1])
+        if end[0] <= xlim[0] or end[1] <= ylim[0]:
+            continue
+        colour, width = ("black", 1.2) if speed == 1 else ("#bbbbbb", 0.8)
+        axis.plot([xlim[0], end[0]], [speed * xlim[0], end[1]], color=colour, linewidth=width, zorder=0)
+        axis.annotate(
+            f"{speed:g}x",
+            end,
+            xytext=(0, 2) if at_top else (3, 0),
+            textcoords="offset points",
+            ha="center" if at_top else "left",
+            va="bottom" if at_top else "center",
+            fontsize=8,
+            color="black" if speed == 1 else GREY,
+        )
+
+
+def _label_frontier(axis, group: list[dict[str, Any]]) -> None:
+    """Names the frontier's points, longest first, where there is room: no label covers a point or another label."""
+    points = [axis.transData.transform(_point(row)) for row in group]
+    taken: list[Any] = []
+    for row in reversed(_frontier(group)):
+        cell = row["cell"]
+        text = f"depth {cell['num_steps']}" + (f", {cell['num_nodes']} nodes" if cell["topk"] > 1 else "")
+        for x, y in ((-7, 4), (7, -4), (-7, -4), (7, 4), (-9, 16), (9, -16)):
+            label = axis.annotate(
+                text,
+                _point(row),
+                xytext=(x, y),
+                textcoords="offset points",
+                ha="right" if x < 0 else "left",
+                va="bottom" if y > 0 else "top",
+                fontsize=8,
+                zorder=4,
+                bbox={"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 1},
+            )
+            label.set_in_layout(False)
+            box = label.get_window_extent()
+            covers = any(box.overlaps(other) for other in taken) or any(box.contains(*point) for point in points)
+            if not covers and axis.bbox.x0 <= box.x0 and box.x1 <= axis.bbox.x1:
+                taken.append(box)
+                break
+            label.remove()
+
+
+def _panels(rows: list[dict[str, Any]]) -> list[list[tuple[str, list[dict[str, Any]]]]]:
+    """(title, rows) of each panel, a list per batch size."""
+    groups: dict[tuple[int, float], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["cell"]["batch_size"], row["cell"]["temperature"]), []).append(row)
+    panels: dict[int, list[tuple[str, list[dict[str, Any]]]]] = {}
+    for (batch_size, temperature), group in sorted(groups.items()):
+        places = {(_tree(row), row["cell"]["num_steps"]) for row in group}
+        rules = {row["cell"]["acceptance"]: " (lossy)" * (row["lossless"] == "lossy") for row in group}
+        parts = {", ".join(rule + mark for rule, mark in rules.items()): group}
+        if len(places) < len(group):
+            parts = {
+                rule + mark: [row for row in group if row["cell"]["acceptance"] == rule] for rule, mark in rules.items()
+            }
+        for name, part in parts.items():
+            panels.setdefault(batch_size, []).append((f"batch {batch_size}, temperature {temperature:g}\n{name}", part))
+    return list(panels.values())
+
+
+def _pieces(values: list, size: int) -> list[list]:
+    return [values[begin : begin + size] for begin in range(0, len(values), size)]
+
+
+def _tree(row: dict[str, Any]) -> tuple[int, int]:
+    """topk, and the nodes of a tree; those of a chain follow from its depth, those of a whole tree too."""
+    cell = row["cell"]
+    whole = 1 + cell["topk"] + (cell["num_steps"] - 1) * cell["topk"] ** 2
+    return cell["topk"], 0 if cell["topk"] == 1 or cell["num_nodes"] in (whole, 64) else cell["num_nodes"]
+
+
+def _tree_name(tree: tuple[int, int]) -> str:
+    topk, nodes = tree
+    return "chain" if topk == 1 else f"topk {topk}" + (f"\n{nodes} nodes" if nodes else "")
+
+
+def _point(row: dict[str, Any]) -> tuple[float, float]:
+    """A round's cost in plain steps, and the accept length."""
+    length = row["accept_length"]["value"]
+    return length / row["ratio"]["value"], length
+
+
+def _frontier(group: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows to which none is both cheaper and longer, from cheap to dear."""
+    front: list[dict[str, Any]] = []
+    for row in sorted(group, key=lambda row: (_point(row)[0], -_point(row)[1])):
+        if not front or _point(row)[1] > _point(front[-1])[1]:
+            front.append(row)
+    return front

@@ -25,6 +25,11 @@ class Tokenizer(Protocol):
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
 
+    @property
+    def special_token_ids(self) -> tuple[int, ...]:
+        """Those that stand for no text."""
+        ...
+
     def encode(self, text: str) -> list[int]: ...
 
     def decode(self, ids: Iterable[int]) -> str: ...
@@ -45,6 +50,7 @@ class ByteTokenizer:
     vocab_size = 256
     eos_token_id = 0
     eos_token_ids = (0,)
+    special_token_ids = (0,)
 
     def encode(self, text: str) -> list[int]:
         """The UTF-8 bytes of `text`, without an end token. Raises ValueError for NUL and lone surrogates."""
@@ -103,6 +109,8 @@ class FileTokenizer:
         if largest >= vocab_size:
             raise TokenizerError(f"{folder / 'tokenizer.json'} has token {largest}; the model has {vocab_size} tokens")
         self.num_tokens = largest + 1
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_token_ids = tuple(sorted(index for index, token in added.items() if token.special))
         self.eos_token_ids = _eos_token_ids(folder)
         self._settings = _json(folder, "tokenizer_config.json")
         self._template = _template(folder, self._settings)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from mtpjax.cache import commit, gather_path, read_rows, write_rows
 from mtpjax.decode.draft import Draft, DraftHead, adjust_logits, catch_up, draft_head, keep_hidden, propose, waiting
-from mtpjax.decode.policy import observe
+from mtpjax.decode.policy import Policy, observe
 from mtpjax.decode.probabilities import distribution, draw_target
 from mtpjax.decode.state import DecodeState, Plan
 from mtpjax.decode.verify import judge, verify
@@ -114,8 +114,15 @@ def run_round(
         trunk=commit(trunk, state.length - 1),
     )
     if plan.is_adaptive:
-        state = state.replace(policy=observe(state.policy, K, verdict.count, is_running, ~state.done))
+        state = state.replace(policy=_choose_depth(state, K, verdict.count, is_running))
     return state
+
+
+def _choose_depth(state: DecodeState, num_steps: int, count: jax.Array, is_running: jax.Array) -> Policy:
+    """The policy after a round of `num_steps` levels that accepted `count [B]` of the rows that were running."""
+    assert state.policy is not None
+    active, remaining = ~state.done, state.limit - state.length
+    return observe(state.policy, num_steps, count, took_part=is_running, active=active, remaining=remaining)
 
 
 def _emit(

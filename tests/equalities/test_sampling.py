@@ -136,7 +136,8 @@ def by_absolute_position(monkeypatch):
     gumbel, uniform = noise.gumbel, noise.uniform
 
     def absolute(position, purpose, node):
-        return position + (node - 1 if purpose in (noise.DRAFT, noise.ACCEPT) else 0), jnp.zeros_like(node)
+        own = (node - 1)[None, :] if purpose in (noise.DRAFT, noise.ACCEPT) else 0
+        return position + own, jnp.zeros_like(node)
 
     def mutant_gumbel(seed, position, purpose, node, size):
         return gumbel(seed, *insert(absolute(position, purpose, node), purpose), size)
@@ -216,7 +217,7 @@ MIXED = SamplingParams(
 )
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [4], [11, 12]]
 PLAIN = DecodeConfig(
-    max_new_tokens=20, stop_token_ids=(9, 33), stop_sequences=((7, 8), (20, 21, 22)), prefill_chunk=8, logprobs=True
+    max_new_tokens=20, stop_token_ids=(9, 33), stop_sequences=((46, 58, 41), (20, 21)), prefill_chunk=8, logprobs=True
 )
 
 

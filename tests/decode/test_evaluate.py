@@ -1,0 +1,176 @@
+"""Acceptance rates: against a plain count of one prompt after the other, and of drafters whose rates are known."""
+
+import dataclasses
+import io
+import json
+
+import jax
+import numpy as np
+import pytest
+import rich.console
+
+from mtpjax import DecodeConfig, forward, generate
+from mtpjax.checkpoint import save_model
+from mtpjax.cli import main
+from mtpjax.decode import evaluate
+from mtpjax.decode.evaluate import estimate, measure_acceptance, print_report, report, teacher_forced, to_json
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+CONFIG = DecodeConfig(max_new_tokens=20, num_steps=3, prefill_chunk=8)
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [10, 11], [12, 13, 14]]
+CATEGORIES = ["a", "b", "a", "b", "b"]
+
+
+@pytest.fixture(scope="module")
+def mixed(small):
+    model, params = small("grouped", "mixed")
+    told = []
+    acceptance = measure_acceptance(params, PROMPTS, model=model, config=CONFIG, batch_size=2, progress=told.append)
+    assert told == [2, 2, 1]
+    return model, params, acceptance
+
+
+def test_teacher_forced_counts_are_those_of_one_row_and_place_after_the_other(mixed):
+    model, params, acceptance = mixed
+    texts = generate(params, PROMPTS, model=model, config=CONFIG).rows()
+    for number, (prompt, text) in enumerate(zip(PROMPTS, texts, strict=True)):
+        row = prompt + text
+        output = forward(params, np.array([row + [0] * (32 - len(row))]), model=model, num_depths=3)
+        target = jax.nn.softmax(output.logits[0])
+        choices = np.argmax(target, axis=-1)
+        places, agrees, reached, survives = (np.zeros(3) for _ in range(4))
+        overlap, overlap_survives = np.zeros(3), np.zeros(3)
+        for place in range(len(prompt) - 1, len(row)):
+            is_right, product = True, 1.0
+            for depth, logits in enumerate(output.mtp_logits, start=1):
+                if place + depth >= len(row):
+                    break
+                agreed = int(np.argmax(logits[0, place])) == choices[place + depth]
+                shared = float(np.minimum(jax.nn.softmax(logits[0, place]), target[place + depth]).sum())
+                places[depth - 1] += 1
+                agrees[depth - 1] += agreed
+                reached[depth - 1] += is_right
+                is_right, product = is_right and agreed, product * shared
+                survives[depth - 1] += is_right
+                overlap[depth - 1] += shared
+                overlap_survives[depth - 1] += product
+        found = acceptance.forced
+        for name, wanted in (("places", places), ("agrees", agrees), ("reached", reached), ("survives", survives)):
+            assert getattr(found, name)[number].tolist() == wanted.tolist(), name
+        for name, wanted in (("overlap", overlap), ("overlap_survives", overlap_survives)):
+            np.testing.assert_allclose(getattr(found, name)[number], wanted, rtol=1e-4, err_msg=name)
+    assert 0 < found.agrees.sum() < found.places.sum()
+
+
+def test_rows_may_be_taken_in_parts(mixed, monkeypatch):
+    model, params, acceptance = mixed
+    texts = generate(params, PROMPTS, model=model, config=CONFIG).rows()
+    monkeypatch.setattr(evaluate, "MOST_LOGITS", 2 * 128 * model.config.vocab_size * 4)
+    parts = teacher_forced(params, PROMPTS, texts, model=model, config=CONFIG)
+    for field in dataclasses.fields(parts):
+        found, wanted = getattr(parts, field.name), getattr(acceptance.forced, field.name)
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, err_msg=field.name)
+
+
+@pytest.mark.parametrize(("rig", "expected"), [("right", 1.0), ("wrong", 0.0)])
+def test_a_known_drafter_has_its_rates(small, rig, expected):
+    model, params = small("grouped", rig)
+    acceptance = measure_acceptance(params, PROMPTS, model=model, config=CONFIG, batch_size=5)
+    assert acceptance.is_identical.all()
+    (row,) = report(acceptance, ["all"] * 5).values()
+    assert row["decoded"]["accept_length"].value == row["decoded"]["accept_length_macro"].low == 1 + 3 * expected
+    assert [rate.value for rate in row["decoded"]["survival"]] == [expected] * 3
+    assert [rate.value for rate in row["teacher_forced"]["agreement"]] == [expected] * 3
+    conditional = [rate.value for rate in row["teacher_forced"]["conditional"]]
+    assert conditional == [1.0] * 3 if expected else conditional[0] == 0.0 and np.isnan(conditional[1:]).all()
+
+
+def test_identities_hold_in_every_category(mixed):
+    _, _, acceptance = mixed
+    figures = report(acceptance, CATEGORIES)
+    assert list(figures) == ["overall", "a", "b"]
+    assert [figures[name]["prompts"] for name in figures] == [5, 2, 3]
+    for row in figures.values():
+        decoded, forced = row["decoded"], row["teacher_forced"]
+        survival = [rate.value for rate in decoded["survival"]]
+        assert decoded["accept_length"].value == pytest.approx(1 + sum(survival))
+        assert decoded["accept_length_without_bonus"].value == pytest.approx(sum(survival))
+        assert np.cumprod([rate.value for rate in decoded["conditional"]]) == pytest.approx(survival)
+        assert forced["accept_length"] == pytest.approx(1 + sum(rate.value for rate in forced["survival"]))
+        for rate in (*decoded["survival"], *forced["agreement"], decoded["accept_length"]):
+            assert rate.low <= rate.value <= rate.high
+    own = 1 + acceptance.accepted.sum(axis=1) / acceptance.steps
+    assert figures["overall"]["decoded"]["accept_length_macro"].value == pytest.approx(own.mean())
+
+
+def test_intervals_are_those_of_a_binomial_share():
+    hits = np.random.default_rng(0).random((400, 2)) < [0.3, 1.0]
+    share, sure = estimate(hits, np.ones((400, 2)))
+    assert share.value == hits[:, 0].mean()
+    half = 1.96 * (share.value * (1 - share.value) / 400) ** 0.5
+    assert share.high - share.value == pytest.approx(half, rel=0.15)
+    assert (sure.low, sure.high) == (1, 1)
+    (nothing,) = estimate(np.zeros((3, 1)), np.zeros((3, 1)))
+    assert nothing.to_dict() == {"value": None, "low": None, "high": None}
+
+
+def test_tables_fit_80_columns_and_json_has_no_nan(mixed):
+    _, _, acceptance = mixed
+    figures = report(acceptance, ["math_reasoning", "b", "math_reasoning", "b", "b"])
+    file = io.StringIO()
+    print_report(rich.console.Console(file=file, width=80), figures)
+    assert "math_reasoning" in file.getvalue() and max(map(len, file.getvalue().splitlines())) <= 80
+    assert "…" not in file.getvalue()
+    json.dumps(to_json(figures), allow_nan=False)
+
+
+def test_plain_decoding_has_no_acceptance(small):
+    model, params = small("grouped", "right")
+    with pytest.raises(ValueError, match="num_steps must be at least 1"):
+        measure_acceptance(params, PROMPTS, model=model, config=dataclasses.replace(CONFIG, num_steps=0))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(small, tmp_path_factory):
+    model, params = small("grouped", "mixed", vocab_size=256)
+    path = tmp_path_factory.mktemp("model") / "checkpoint"
+    save_model(path, model, params)
+    return path
+
+
+def test_the_command_prints_and_writes(checkpoint, tmp_path, capsys):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(f'{{"text": "abc{n}", "category": "{kind}"}}\n' for n in range(3) for kind in "xy"))
+    output = tmp_path / "out" / "acceptance.json"
+    arguments = ["eval", "acceptance", "--model", str(checkpoint), "--prompts", str(prompts)]
+    with pytest.raises(SystemExit) as exit_:
+        main([*arguments, "--max-new-tokens", "12", "--num-steps", "2", "--num-prompts", "4", "--output", str(output)])
+    assert exit_.value.code == 0
+    assert "identical to plain decoding: 4 of 4" in capsys.readouterr().out
+    content = json.loads(output.read_text())
+    assert content["figures"]["x"]["prompts"] == 2 and content["settings"]["num_steps"] == 2
+    assert len(content["figures"]["overall"]["decoded"]["conditional"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("extra", "code", "said"),
+    [
+        (["--num-prompts", "0"], 2, "at least 1, not 0"),
+        (["--num-steps", "0"], 2, "num_steps must be at least 1"),
+        (["--max-new-tokens", "256"], 2, "leaves no room"),
+        (["--batch-size", "0"], 2, "batch_size must be at least 1"),
+        (["--temperature", "-1"], 2, "temperature"),
+        (["--categories", "zzz"], 2, "no prompts of category 'zzz'"),
+        (["--prompts", "missing.jsonl"], 2, "missing.jsonl"),
+        (["--model", "missing"], 3, "no mtpjax checkpoint"),
+    ],
+)
+def test_bad_input_is_one_line(checkpoint, tmp_path, capsys, extra, code, said):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("one\ntwo\n")
+    with pytest.raises(SystemExit) as exit_:
+        main(["eval", "acceptance", "--model", str(checkpoint), "--prompts", str(prompts), *extra])
+    assert exit_.value.code == code
+    error = capsys.readouterr().err.strip()
+    assert said in error and len(error.splitlines()) == 1, error
