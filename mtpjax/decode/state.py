@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from mtpjax.cache import Cache, empty_cache
 from mtpjax.decode.config import DecodeConfig
-from mtpjax.decode.policy import Policy
+from mtpjax.decode.policy import Policy, may_pay
 from mtpjax.decode.probabilities import History, Sampling
 from mtpjax.decode.tree import Shape, fixed_shape
 from mtpjax.model import MTPModel
@@ -97,6 +97,7 @@ class DecodeState(flax.struct.PyTreeNode):
     hidden: jax.Array  # [B, E, D]: what enters the modules, from position hidden_start on
     hidden_start: jax.Array  # [B] int32
     policy: Policy | None  # of an adaptive depth
+    is_closed: jax.Array  # [] bool: an adaptive call drafts no more, its modules have fallen behind
     steps: jax.Array  # [B] int32, verification rounds
     proposed: jax.Array  # [B, K] int32, rounds that verified drafts of the level
     accepted: jax.Array  # [B, K] int32, drafts accepted per level, cut ones included
@@ -160,6 +161,7 @@ def init_state(
         hidden=jnp.zeros((B, rows, config.hidden_size), dtype),
         hidden_start=zero(),
         policy=jax.tree.map(jnp.copy, policy),  # its leaves may be one buffer
+        is_closed=jnp.zeros((), bool) if policy is None else ~may_pay(policy.costs),
         steps=zero(),
         proposed=zero(plan.num_steps),
         accepted=zero(plan.num_steps),
