@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from mtpjax.cache import Cache, empty_cache
-from mtpjax.decode.config import DecodeConfig
+from mtpjax.decode.config import FIXED_TREES, DecodeConfig
 from mtpjax.decode.policy import Policy, may_pay
 from mtpjax.decode.probabilities import History, Sampling
 from mtpjax.decode.tree import Shape, fixed_shape
@@ -37,6 +37,8 @@ class Plan:
         is_tree = config.topk > 1 and config.num_steps > 0
         if rule == "auto":
             rule = "greedy" if is_greedy else "recursive" if is_tree else "block"
+        if rule in FIXED_TREES and not is_tree:
+            rule = {"recursive": "token", "traversal": "block"}[rule]  # what they are on a chain
         if rule == "greedy" and not is_greedy:
             raise ValueError("acceptance 'greedy' decodes at temperature 0; leave it out, or take an exact rule")
         if not config.num_steps:
@@ -65,8 +67,8 @@ class Plan:
 
     @property
     def shape(self) -> Shape | None:
-        """The fixed tree of "recursive"; None where the tree is chosen among candidates, and for chains."""
-        is_fixed = self.rule == "recursive" and self.num_steps > 0
+        """The fixed tree of `FIXED_TREES`; None where the tree is chosen among candidates, and for chains."""
+        is_fixed = self.rule in FIXED_TREES and self.num_steps > 0
         return fixed_shape(self.topk, self.num_steps, self.num_nodes) if is_fixed else None
 
     @property

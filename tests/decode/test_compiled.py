@@ -24,12 +24,9 @@ GROUPED = ModelConfig(**SIZES, num_key_value_heads=2, head_dim=64)
 LATENT = ModelConfig(
     **SIZES, attention="latent", kv_lora_rank=112, qk_nope_head_dim=64, qk_rope_head_dim=16, v_head_dim=64
 )
-    "grouped": dataclasses.replace(GROUPED, num_mtp_modules=1),
-    "latent": dataclasses.replace(LATENT, num_mtp_modules=1),
-}
 EXPERTS = dataclasses.replace(LATENT, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
 CONFIGS = {"grouped": GROUPED, "latent": LATENT, "experts": EXPERTS}
-SINGLE = {
+SINGLE = {name: dataclasses.replace(CONFIGS[name], num_mtp_modules=1) for name in ("grouped", "latent")}
 
 PLANS = {  # beyond greedy chains; trees of few nodes, so that the scores of attention are smaller than a cache
     "tree": Plan(3, 2, 6, "greedy"),
