@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from mtpjax.cache import commit, gather_path, read_rows, write_rows
 from mtpjax.decode.draft import Draft, DraftHead, adjust_logits, catch_up, draft_head, keep_hidden, propose, waiting
-from mtpjax.decode.policy import Policy, observe
+from mtpjax.decode.policy import decide, is_due, record
 from mtpjax.decode.probabilities import distribution, draw_target
 from mtpjax.decode.state import RING, DecodeState, Plan
 from mtpjax.decode.verify import judge, verify
@@ -113,16 +113,9 @@ def run_round(
         discarded=state.discarded + jnp.where(is_running, verdict.count + 1 - emitted, 0),
         trunk=commit(trunk, state.length - 1),
     )
-    if plan.is_adaptive:
-        state = state.replace(policy=_choose_depth(state, K, verdict.count, is_running))
+    if state.policy is not None:
+        state = state.replace(policy=record(state.policy, K, verdict.count, is_running))
     return state
-
-
-def _choose_depth(state: DecodeState, num_steps: int, count: jax.Array, is_running: jax.Array) -> Policy:
-    """The policy after a round of `num_steps` levels that accepted `count [B]` of the rows that were running."""
-    assert state.policy is not None
-    active, remaining = ~state.done, state.limit - state.length
-    return observe(state.policy, num_steps, count, took_part=is_running, active=active, remaining=remaining)
 
 
 def _emit(
@@ -203,11 +196,16 @@ def decode(
         return state.is_closed | (waiting(state).max() <= most)
 
     def is_chosen(state: DecodeState, num_steps: int) -> jax.Array:
-        return (depth(state) == num_steps) & has_room(state, num_steps) & ~state.done.all()
+        assert state.policy is not None
+        is_settled = (state.is_closed | ~is_due(state.policy)) & has_room(state, num_steps)
+        return is_settled & (depth(state) == num_steps) & ~state.done.all()
 
     def choose(state: DecodeState) -> DecodeState:
         assert state.policy is not None
-        is_over = (depth(state) == 0) & ~has_room(state, 0) & (state.policy.interval > RING)
+        decided = decide(state.policy, ~state.done, state.limit - state.length)
+        policy = jax.tree.map(functools.partial(jnp.where, is_due(state.policy)), decided, state.policy)
+        state = state.replace(policy=policy)
+        is_over = (depth(state) == 0) & ~has_room(state, 0) & (policy.interval > RING)
         state = state.replace(is_closed=state.is_closed | is_over)
         state = jax.lax.while_loop(
             lambda state: ~has_room(state, depth(state)),

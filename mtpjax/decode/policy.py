@@ -10,6 +10,8 @@ ever more rarely while nothing comes of it. The constants are the best found by 
 for the present depth (hysteresis) made it worse.
 """
 
+import functools
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -21,6 +23,7 @@ BATCH_MEMORY, ROW_MEMORY = 24, 12  # drafts of a level that are remembered: by t
 FADING = 0.99  # of a count, per round in which its level was not tried
 HOPED_DRAFTS, GAIN = 3.0, 1.1  # a probe: so many drafts more, all accepted, would make some depth pay by this factor
 SHORTEST_WAIT, LONGEST_WAIT = 12, 96  # rounds from one probe to the next
+LONGEST_PAUSE = 4  # rounds from one choice to the next, while it stays the same: choosing costs a small model a step
 SLOWEST = 4  # power of the mean over rows' times: 1 is their sum, large ones the slowest row's
 
 
@@ -35,57 +38,80 @@ class Policy(flax.struct.PyTreeNode):
     promise: jax.Array  # [] float32, worth of the probed depth over that of the settled one, as estimated before it
     wait: jax.Array  # [] int32, rounds until a probe
     interval: jax.Array  # [] int32, the wait after the next probe that fails is twice this
+    pause: jax.Array  # [] int32, rounds from one choice to the next
+    rounds: jax.Array  # [] int32, rounds since the last choice
 
 
+@functools.partial(jax.jit, static_argnames="batch")  # in one call to the device
 def init_policy(costs, batch: int) -> Policy:
     """Nothing seen yet; the first depth follows from the prior. `costs`: a round's duration at depths 0..S, S >= 1."""
     costs = jnp.asarray(costs, jnp.float32)
     assert costs.ndim == 1 and costs.shape[0] > 1, "costs of depth 0 and of at least one more"
     zero, counts = jnp.zeros((), jnp.int32), jnp.zeros((batch, costs.shape[0] - 1), jnp.float32)
     wait = zero + SHORTEST_WAIT
-    policy = Policy(costs, counts, counts, zero, zero, jnp.ones((), jnp.float32), wait, wait)
+    policy = Policy(costs, counts, counts, zero, zero, jnp.ones((), jnp.float32), wait, wait, zero + 1, zero)
     settled, deeper, promise = _choose(policy, jnp.ones(batch, bool), None)
     depth = jnp.where(settled == 0, deeper, settled)  # the first round is the cheapest to learn from
     return policy.replace(depth=depth, settled=settled, promise=promise)
 
 
-def observe(
-    policy: Policy,
-    depth: int | jax.Array,
-    count: jax.Array,
-    *,
-    took_part: jax.Array,
-    active: jax.Array,
-    remaining: jax.Array | None = None,
-) -> Policy:
-    """Takes in a round of `depth` levels and chooses the next one's.
-
-    Args:
-        count: `[B]` drafts accepted, before anything is cut off at a stop or limit.
-        took_part: `[B]` bool, rows that ran in the round.
-        active: `[B]` bool, rows that run in the next one. The others count for nothing.
-        remaining: `[B]` tokens that a row may still take. With it the depth is that which ends the batch soonest, by
-            rows' estimated times, and no draft is made behind a limit. None: that which makes the most tokens, for
-            batches whose rows are replaced as they end.
-    """
+def record(policy: Policy, depth: int | jax.Array, count: jax.Array, took_part: jax.Array) -> Policy:
+    """Takes in a round of `depth` levels: `count [B]` drafts accepted, before any are cut, of rows that `took_part`."""
     levels = jnp.arange(1, policy.reached.shape[1] + 1)[None, :]
     was_tried = took_part[:, None] & (levels <= depth)
     was_reached = was_tried & (levels <= count[:, None] + 1)
     was_accepted = was_reached & (levels <= count[:, None])
     memory = max(ROW_MEMORY, BATCH_MEMORY / took_part.shape[0])
     kept = jnp.where(was_reached, 1 - 1 / memory, jnp.where(was_tried, 1.0, FADING))
-    policy = policy.replace(reached=kept * policy.reached + was_reached, accepted=kept * policy.accepted + was_accepted)
+    return policy.replace(
+        reached=kept * policy.reached + was_reached,
+        accepted=kept * policy.accepted + was_accepted,
+        rounds=policy.rounds + 1,
+    )
+
+
+def is_due(policy: Policy) -> jax.Array:
+    """Whether the depth is to be chosen before the next round, `[]` bool."""
+    return policy.rounds >= policy.pause
+
+
+def decide(policy: Policy, active: jax.Array, remaining: jax.Array | None = None) -> Policy:
+    """Chooses the depth of the next rounds, `pause` in number.
+
+    Args:
+        active: `[B]` bool, rows that run in the next round. The others count for nothing.
+        remaining: `[B]` tokens that a row may still take. With it the depth is that which ends the batch soonest, by
+            rows' estimated times, and no draft is made behind a limit. None: that which makes the most tokens, for
+            batches whose rows are replaced as they end.
+    """
+    before = policy.depth
     score = _worth(policy.costs, rates(policy, active), active, remaining)
-    probed = depth > policy.settled
-    went_well = probed & (score[depth] > policy.promise * score[policy.settled])
+    probed = before > policy.settled
+    went_well = probed & (score[before] > policy.promise * score[policy.settled])
     settled, deeper, promise = _choose(policy, active, remaining)
     rose = settled > policy.settled
     longer = jnp.minimum(2 * policy.interval, LONGEST_WAIT)
     interval = jnp.where(rose, SHORTEST_WAIT, jnp.where(probed & ~went_well, longer, policy.interval))
-    wait = jnp.where(went_well, 0, jnp.where(probed | rose, interval, jnp.maximum(policy.wait - 1, 0)))
+    left = jnp.maximum(policy.wait - policy.rounds, 0)
+    wait = jnp.where(went_well, 0, jnp.where(probed | rose, interval, left))
+    depth = jnp.where(wait == 0, deeper, settled)
+    is_steady = (depth == before) & (depth == settled)
     return policy.replace(
-        depth=jnp.where(wait == 0, deeper, settled), settled=settled, promise=promise, wait=wait, interval=interval
+        depth=depth,
+        settled=settled,
+        promise=promise,
+        wait=wait,
+        interval=interval,
+        pause=jnp.where(is_steady, jnp.minimum(2 * policy.pause, LONGEST_PAUSE), 1),
+        rounds=jnp.zeros_like(policy.rounds),
     )
+
+
+def observe(policy: Policy, depth, count: jax.Array, *, took_part, active, remaining=None) -> Policy:
+    """`record`, and where it `is_due` `decide`: what a loop does that knows no better."""
+    policy = record(policy, depth, count, took_part)
+    decided = decide(policy, active, remaining)
+    return jax.tree.map(lambda new, old: jnp.where(is_due(policy), new, old), decided, policy)
 
 
 def may_pay(costs: jax.Array) -> jax.Array:

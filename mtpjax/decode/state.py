@@ -1,6 +1,7 @@
 """What a decoding call carries from round to round, and the plan that it is compiled for."""
 
 import dataclasses
+import functools
 
 import flax.struct
 import jax
@@ -116,6 +117,7 @@ def hidden_rows(model: MTPModel, num_steps: int) -> int:
     return max(num_steps + modules_in_use(model, num_steps), 1)
 
 
+@functools.partial(jax.jit, static_argnames=("model", "plan", "dtype", "logprobs"))  # in one call to the device
 def init_state(
     tokens: jax.Array,
     length: jax.Array,
@@ -129,11 +131,14 @@ def init_state(
     policy: Policy | None = None,
     logprobs: bool = False,
 ) -> DecodeState:
-    """The state before prefill: prompts `tokens [B, L]` of `length [B]`, empty caches of L slots."""
+    """The state before prefill: prompts `tokens [B, L]` of `length [B]`, empty caches of L slots.
+
+    A buffer for each leaf, since the state is donated.
+    """
     config = model.config
     B, L = tokens.shape
 
-    def zero(*shape: int) -> jax.Array:  # a buffer each: the state is donated
+    def zero(*shape: int) -> jax.Array:
         return jnp.zeros((B, *shape), jnp.int32)
 
     if sampling is None:
@@ -162,7 +167,7 @@ def init_state(
         ),
         hidden=jnp.zeros((B, rows, config.hidden_size), dtype),
         hidden_start=zero(),
-        policy=jax.tree.map(jnp.copy, policy),  # its leaves may be one buffer
+        policy=jax.tree.map(jnp.copy, policy),
         is_closed=jnp.zeros((), bool) if policy is None else ~may_pay(policy.costs),
         steps=zero(),
         proposed=zero(plan.num_steps),
