@@ -1,0 +1,139 @@
+"""Is an adaptive depth as fast as the best fixed one, whatever the prompts and the batch?
+
+    python -m experiments.bench_adaptive --model runs/quickstart [--quick]
+
+Held-out prompts are sorted by how many drafts each accepts: the best are the easy set, the worst the hard one, and
+every other of both the mixed one. What rounds cost is profiled first, for each batch size. Then plain decoding, every
+fixed depth and the adaptive one decode the same prompts in turn, round after round, in one process.
+
+Two figures per cell, both the best fixed depth's (0 included) time over that of the adaptive one, 1.0 being equal: as
+measured, with a 95 % interval over rounds, and exactly by the rounds that each took and what the profile says they
+cost.
+"""
+
+import argparse
+import datetime
+import json
+import pathlib
+import sys
+import time
+
+import jax
+import numpy as np
+import rich.box
+from rich.console import Console
+from rich.table import Table
+
+from experiments.bench_decode import machine
+from mtpjax import DecodeConfig, load, speculative_generate
+from mtpjax.decode import profile
+from mtpjax.train.data import held_out_prompts, python_sources, read_documents, split_held_out
+
+PROMPT_TOKENS, NEW_TOKENS = 64, 128
+
+
+def prompt_sets(params, model, count: int, num_steps: int) -> dict[str, list[list[int]]]:
+    """`count` prompts each; accept lengths are of a decoding at `num_steps` levels."""
+    _, held_out = split_held_out(read_documents(python_sources()))
+    pool = held_out_prompts(
+        held_out, count=4 * count, prompt_length=PROMPT_TOKENS, continuation_length=NEW_TOKENS, seed=1
+    )
+    config = DecodeConfig(max_new_tokens=NEW_TOKENS, num_steps=num_steps)
+    stats = speculative_generate(params, pool, model=model, config=config).stats
+    order = np.argsort(-(stats.accepted.sum(axis=1) / stats.steps))
+    easy, hard = ([pool[index] for index in part] for part in (order[:count], order[-count:]))
+    mixed = [prompt for pair in zip(easy, hard, strict=True) for prompt in pair][:count]
+    return {"easy": easy, "hard": hard, "mixed": mixed}
+
+
+def modelled_time(stats, costs: tuple[float, ...]) -> float:
+    """Cost of a batch's rounds: those of its longest row, by their depths."""
+    row = int(stats.steps.argmax())
+    reached = np.concatenate([[stats.steps[row]], stats.proposed[row]])  # rounds of at least each depth
+    rounds = reached - np.append(reached[1:], 0)
+    return float(rounds @ np.array(costs[: len(rounds)]))
+
+
+def measure_cell(params, model, prompts, costs: tuple[float, ...], rounds: int) -> dict:
+    """One batch: the adaptive depth beside all fixed ones, in turn."""
+    num_steps = len(costs) - 1
+    configs = {str(depth): DecodeConfig(max_new_tokens=NEW_TOKENS, num_steps=depth) for depth in range(num_steps + 1)}
+    configs["adaptive"] = DecodeConfig(
+        max_new_tokens=NEW_TOKENS, num_steps=num_steps, depth_policy="adaptive", depth_costs=costs
+    )
+    seconds: dict[str, list[float]] = {name: [] for name in configs}
+    results = {}
+    for number in range(rounds + 1):  # the first compiles
+        for name in configs if number % 2 else reversed(configs):
+            begin = time.perf_counter()
+            results[name] = speculative_generate(params, prompts, model=model, config=configs[name])
+            if number:
+                seconds[name].append(time.perf_counter() - begin)
+    texts = [result.rows() for result in results.values()]
+    median = {name: float(np.median(times)) for name, times in seconds.items()}
+    modelled = {name: modelled_time(result.stats, costs) for name, result in results.items()}
+    fixed = [name for name in configs if name != "adaptive"]
+    best = min(fixed, key=median.__getitem__)
+    ratios = np.array(seconds[best]) / np.array(seconds["adaptive"])
+    drawn = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
+    low, high = np.quantile(np.median(drawn, axis=1), [0.025, 0.975])
+    return {
+        "batch": len(prompts),
+        "costs": list(costs),
+        "seconds": median,
+        "accept_length": {name: result.stats.accept_length for name, result in results.items()},
+        "best_fixed": int(best),
+        "ratio": float(np.median(ratios)),
+        "interval": [float(low), float(high)],
+        "to_plain": float(np.median(np.array(seconds["0"]) / np.array(seconds["adaptive"]))),
+        "modelled_ratio": min(modelled[name] for name in fixed) / modelled["adaptive"],
+        "identical": all(text == texts[0] for text in texts),
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="runs/quickstart", help="a checkpoint (default: %(default)s)")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--num-steps", type=int, default=3, help="deepest round (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=12, help="measurements per cell (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="two batch sizes, three rounds: to see that it runs")
+    parser.add_argument("--output", type=pathlib.Path, default=None, help="JSON file of the figures")
+    options = parser.parse_args(argv)
+    batches, rounds = ([1, 4], 3) if options.quick else (options.batch, options.rounds)
+    console = Console(highlight=False)
+    model, params = load(options.model)
+    sets = prompt_sets(params, model, max(batches), options.num_steps)
+    rows = []
+    table = Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("batch", "prompts", "best fixed", "best / adaptive", "95 %", "modelled", "plain / adaptive"):
+        table.add_column(heading, justify="right")
+    for batch in batches:
+        measured = profile.measure(
+            params,
+            model=model,
+            batches=(batch,),
+            num_steps=options.num_steps,
+            context=PROMPT_TOKENS + NEW_TOKENS // 2,
+            rounds=3 if options.quick else 8,
+        )
+        costs = profile.relative_costs(measured, batch=batch, num_steps=options.num_steps)
+        for name, prompts in sets.items():
+            row = {"prompts": name, **measure_cell(params, model, prompts[:batch], costs, rounds)}
+            rows.append(row)
+            low, high = row["interval"]
+            cells = (batch, name, row["best_fixed"], f"{row['ratio']:.2f}", f"{low:.2f}-{high:.2f}")
+            table.add_row(*map(str, cells), f"{row['modelled_ratio']:.3f}", f"{row['to_plain']:.2f}")
+            console.print(f"batch {batch} {name}: {row['ratio']:.2f} of the best fixed depth, {row['best_fixed']}")
+        jax.clear_caches()
+    console.print(table)
+    identical = all(row["identical"] for row in rows)
+    console.print(f"identical: {'yes' if identical else 'NO'}")
+    if options.output is not None:
+        about = {"date": datetime.date.today().isoformat(), "machine": machine(), "argv": sys.argv[1:], "cells": rows}
+        options.output.write_text(json.dumps(about, indent=1) + "\n")
+    return 0 if identical else 4
+
+
+if __name__ == "__main__":
+    sys.exit(main())
