@@ -30,11 +30,6 @@ WORKLOAD = Workload([[1, 2, 3], [4, 5], [6, 7, 8]], "three prompts")
 ABOUT = {"model": "m", "device": "d", "processor": "p", "jax": "j"}
 
 
-@pytest.fixture
-def trees(monkeypatch):
-    monkeypatch.setattr(ablate, "_decodes_trees", lambda: True)
-
-
 def row(ratio, spread=0.05, *, batch_size=1, temperature=0.0, num_steps=1, topk=1, lossless="identical", rule="greedy"):
     """A line of `cells.jsonl` as it might be."""
     nodes = DecodeConfig(num_steps=num_steps, topk=topk).num_nodes
@@ -58,7 +53,7 @@ def row(ratio, spread=0.05, *, batch_size=1, temperature=0.0, num_steps=1, topk=
     }
 
 
-def test_the_grid_leaves_out_what_is_impossible_with_its_reason(trees):
+def test_the_grid_leaves_out_what_is_impossible_with_its_reason(small):
     settings = Settings(
         depths=(1, 2), topk=(1, 2), num_draft_tokens=(0, 4), rules=("greedy", "block", "recursive"), batch_sizes=(1,)
     )
