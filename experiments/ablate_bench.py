@@ -118,25 +118,21 @@ class Bench:
     def __post_init__(self):
         self._plain_rows: dict[int, int | None] = {}
         self._costs: dict[int, Costs] = {}
-        self._limits = {
-            "max_new_tokens": self.settings.max_new_tokens,
-            "max_length": min(
-                self.model.config.max_position_embeddings,
-                max(map(len, self.workload.prompts)) + self.settings.max_new_tokens,
-            ),
-        }
+        longest = max(map(len, self.workload.prompts)) + self.settings.max_new_tokens
+        self._max_length = min(self.model.config.max_position_embeddings, longest)
+        self._plain = DecodeConfig(
+            num_steps=0,
+            max_new_tokens=self.settings.max_new_tokens,
+            max_length=self._max_length,
+            stop_token_ids=self.workload.stop_token_ids,
+        )
 
     def measure(self, cell: Cell) -> dict[str, Any]:
         """The figures of a cell, as JSON holds them."""
         begin = time.perf_counter()
         batches = self.workload.batches(cell.batch_size)
-        drafted = cell.config(**self._limits, stop_token_ids=self.workload.stop_token_ids)
-        plain = DecodeConfig(
-            num_steps=0,
-            **self._limits,
-            stop_token_ids=self.workload.stop_token_ids,
-            min_rows=self._best_rows(cell.batch_size),
-        )
+        drafted = cell.config(self._plain)
+        plain = dataclasses.replace(self._plain, min_rows=self._best_rows(cell.batch_size))
         for config in (plain, drafted):  # compiles: longer prompts may take another program
             for number, batch in enumerate(batches):
                 self._time(batch, config, cell.temperature, 0, number)
@@ -201,7 +197,7 @@ class Bench:
         if batch_size not in self._plain_rows:
             batch, times = self.workload.batches(1)[0], {}
             for rows in (1, 2) * 4:
-                config = DecodeConfig(num_steps=0, **self._limits, min_rows=rows)
+                config = dataclasses.replace(self._plain, min_rows=rows)
                 times.setdefault(rows, []).append(self._time(batch, config, 0.0, 0, 0)[1])
             self._plain_rows[batch_size] = min(times, key=lambda rows: min(times[rows]))
         return self._plain_rows[batch_size]
@@ -231,7 +227,7 @@ class Bench:
             batch=batch_size,
             min_rows=min_rows,
             context=context,
-            capacity=bucket(self._limits["max_length"] + max(widest, DecodeConfig().prefill_chunk)),
+            capacity=bucket(self._max_length + max(widest, DecodeConfig().prefill_chunk)),
         )
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import math
-from typing import Any
 
 from mtpjax.decode.config import CHAIN_RULES, EXACT_RULES, LOSSY_RULES, DecodeConfig
 from mtpjax.decode.costs import Shape
@@ -66,13 +65,13 @@ class Cell:
     acceptance: str
     temperature: float
 
-    def config(self, **more: Any) -> DecodeConfig:
-        return DecodeConfig(
+    def config(self, common: DecodeConfig) -> DecodeConfig:
+        return dataclasses.replace(
+            common,
             num_steps=self.num_steps,
             topk=self.topk,
             num_draft_tokens=self.num_nodes,
             acceptance=self.acceptance,  # pyright: ignore[reportArgumentType]
-            **more,
         )
 
     @property

@@ -43,8 +43,7 @@ class Advice:
 def advise(rows: Iterable[dict[str, Any]]) -> list[Advice]:
     """The fastest exact setting of each batch size and temperature, and how sure that is.
 
-    A setting whose ratio is not above 1 within its interval is not advised. Cells that failed their check are not
-    advised either.
+    A setting whose ratio is not above 1 within its interval is not advised, nor one that failed its check.
     """
     result = []
     for (batch_size, temperature), group in groups_of(rows).items():
@@ -52,16 +51,17 @@ def advise(rows: Iterable[dict[str, Any]]) -> list[Advice]:
         if not exact:
             result.append(Advice(batch_size, temperature, None, "no exact setting was measured", ""))
             continue
-        best, others = exact[0], exact[1:]
-        ratio = best["ratio"]
-        measured = f"ratio to plain {ratio['value']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})"
-        if ratio["low"] <= 1:
-            says = "do not speculate" if ratio["value"] <= 1 else "speculation is not shown to pay: decode plainly"
-            best_is = f"the fastest, {cell_of(best).setting}, has {measured}"
-            result.append(Advice(batch_size, temperature, None, says, best_is))
+        fastest, paying = exact[0], [row for row in exact if row["ratio"]["low"] > 1]
+        if not paying:
+            is_slower = fastest["ratio"]["value"] <= 1
+            says = "do not speculate" if is_slower else "speculation is not shown to pay: decode plainly"
+            why = f"the fastest, {cell_of(fastest).setting}, has ratio to plain {_spread(fastest['ratio'])}"
+            result.append(Advice(batch_size, temperature, None, says, why))
             continue
-        length = best["accept_length"]["value"]
-        says = f"{cell_of(best).setting}: accept length {length:.2f}, {measured}"
+        best = paying[0]
+        length, ratio = best["accept_length"]["value"], _spread(best["ratio"])
+        says = f"{cell_of(best).setting}: accept length {length:.2f}, ratio to plain {ratio}"
+        others = [row for row in exact if row is not best]
         result.append(Advice(batch_size, temperature, best, says, _certainty(best, others)))
     return result
 
@@ -71,11 +71,10 @@ def _certainty(best: dict[str, Any], others: list[dict[str, Any]]) -> str:
     if not others:
         return "there is no other setting to compare with"
     second = others[0]
-    name, ratio = cell_of(second).setting, second["ratio"]
-    measured = f"{name}: {ratio['value']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})"
-    if best["ratio"]["low"] > ratio["high"]:
+    measured = f"{cell_of(second).setting}: {_spread(second['ratio'])}"
+    if best["ratio"]["low"] > second["ratio"]["high"]:
         return f"surely before {measured}"
-    if best["ratio"]["low"] > ratio["value"]:
+    if best["ratio"]["low"] > second["ratio"]["value"]:
         return f"likely before {measured}"
     alike = [row for row in others if row["ratio"]["value"] >= best["ratio"]["low"]]
     return f"not told apart from {measured}" + (f", nor from {len(alike) - 1} more" if len(alike) > 1 else "")
@@ -207,10 +206,8 @@ def print_cells(console, rows: list[dict[str, Any]]) -> None:
 
 
 def summary(row: dict[str, Any]) -> str:
-    ratio = row["ratio"]
-    return (
-        f"accept length {row['accept_length']['value']:.2f}, ratio {ratio['value']:.2f} "
-        f"({ratio['low']:.2f}-{ratio['high']:.2f}), {row['lossless']}"
-    )
+    return f"accept length {row['accept_length']['value']:.2f}, ratio {_spread(row['ratio'])}, {row['lossless']}"
 
 
+def _spread(estimate: dict[str, float]) -> str:
+    return f"{estimate['value']:.2f} ({estimate['low']:.2f}-{estimate['high']:.2f})"
