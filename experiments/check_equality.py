@@ -1,11 +1,11 @@
 """Does speculation change a token? A grid of small models in float32, each against three plain ways of decoding.
 
-    python experiments/check_equality.py [--quick]
+    python experiments/check_equality.py [--quick] [--trees]
 
-A cell is one model shape and draft depth. Its tokens must be those of `generate`, of `plain.py` and the arg-max of the
-full uncached pass: for 64 prompts of ragged lengths, with weights whose drafts are right by chance, sometimes, always
-and never, with a stop token at every place of a run, and with every limit up to two rounds. One line per cell; exit
-code 4 on a difference.
+A cell is one model shape and one shape of drafts. Its tokens must be those of `generate`, of `plain.py` and the arg-max
+of the full uncached pass: for 64 prompts of ragged lengths, with weights whose drafts are right by chance, sometimes,
+always and never, with a stop token at every place of a run, and with every limit up to two rounds. One line per cell;
+exit code 4 on a difference.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtpjax import DecodeConfig, ModelConfig, MTPModel, forward, generate, speculative_generate
+from mtpjax.decode.config import largest_tree
 from mtpjax.decode.plain import plain_generate
 
 MIXED_STRENGTH = {"grouped": 1.5, "latent": 0.15, "sparse": 0.15, "hybrid": 0.3}  # each level is accepted and rejected
@@ -36,9 +37,12 @@ class Cell:
     num_mtp_modules: int
     num_steps: int
     mtp_chaining: str = "chain"
+    topk: int = 1
+    num_draft_tokens: int | None = None
 
     def __str__(self):
-        return f"{self.attention:7} modules {self.num_mtp_modules} {self.mtp_chaining:5} steps {self.num_steps}"
+        tree = f" topk {self.topk} tokens {self.num_draft_tokens}" if self.topk > 1 else ""
+        return f"{self.attention:7} modules {self.num_mtp_modules} {self.mtp_chaining:5} steps {self.num_steps}{tree}"
 
 
 GRID = [
@@ -48,6 +52,21 @@ GRID = [
     )
     if modules > 1 or chaining == "chain"  # one module has nothing to chain
 ] + [Cell(attention, modules, steps) for attention in ("sparse", "hybrid") for modules in (1, 2) for steps in (1, 2, 4)]
+TREES = [
+    Cell(attention, 1, steps, topk=topk, num_draft_tokens=tokens)
+    for attention, topk, steps, tokens in itertools.product(
+        ("grouped", "latent"), (2, 4, 8), (1, 2, 3, 4, 5), (4, 8, 16, 32)
+    )
+    if tokens <= largest_tree(topk, steps)
+]
+COVERING_TREES = [
+    Cell("grouped", 1, 1, topk=4, num_draft_tokens=4),
+    Cell("grouped", 1, 3, topk=8, num_draft_tokens=32),
+    Cell("grouped", 1, 5, topk=2, num_draft_tokens=16),
+    Cell("latent", 1, 2, topk=8, num_draft_tokens=16),
+    Cell("latent", 1, 4, topk=2, num_draft_tokens=8),
+    Cell("sparse", 1, 3, topk=4, num_draft_tokens=16),
+]
 COVERING = [  # each pair of values of the grid's four axes, or nearly
     Cell("grouped", 1, 3),
     Cell("grouped", 2, 1, "trunk"),
@@ -214,10 +233,12 @@ def check_cell(cell: Cell, rig: str, reference: Reference, seed: int = 0) -> tup
     if rig in ("mixed", "right"):  # the others accept next to nothing: no run to cut
         calls += [{"max_new_tokens": limit} for limit in range(1, most + 1)]
         calls += [{"max_new_tokens": NEW_TOKENS, "stop_token_ids": (token,)} for token in reference.rows[0][:most]]
-    expected_length = {"right": cell.num_steps + 1, "wrong": 1}.get(rig)
+    # Of a chain; in a tree the right token may not be among the best, and a wrong drafter's second thought be right.
+    expected_length = {"right": cell.num_steps + 1, "wrong": 1}.get(rig) if cell.topk == 1 else None
     differences, accept_length = [], 0.0
     for call in calls:
-        config = DecodeConfig(num_steps=cell.num_steps, **call)
+        shape = {"num_steps": cell.num_steps, "topk": cell.topk, "num_draft_tokens": cell.num_draft_tokens}
+        config = DecodeConfig(**shape, **call)
         result = speculative_generate(params, reference.prompts, model=model, config=config)
         result.stats.check()
         accept_length = accept_length or result.stats.accept_length  # of the first call
@@ -234,15 +255,19 @@ def check_cell(cell: Cell, rig: str, reference: Reference, seed: int = 0) -> tup
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the covering subset of the grid, fewer prompt lengths")
+    parser.add_argument("--trees", action="store_true", help="trees instead of chains")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
     jax.config.update("jax_default_matmul_precision", "highest")
     began = time.monotonic()
 
     lengths = (1, 2, 7, 16, 17, LONGEST_PROMPT) if options.quick else tuple(range(1, LONGEST_PROMPT + 1))
-    cells = COVERING if options.quick else GRID
+    if options.trees:
+        cells = COVERING_TREES if options.quick else TREES
+    else:
+        cells = COVERING if options.quick else GRID
     references, differing, compared = {}, 0, 0
-    for attention, rig in itertools.product(MIXED_STRENGTH, RIGS):
+    for attention, rig in itertools.product(dict.fromkeys(cell.attention for cell in cells), RIGS):
         references[attention, rig] = make_reference(
             attention, rig, lengths=lengths, num_plain=NUM_PROMPTS, seed=options.seed
         )

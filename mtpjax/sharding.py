@@ -90,7 +90,7 @@ def shard_state(state, mesh: Mesh):
 
     def place(path, leaf):
         first, last = (getattr(part, "key", getattr(part, "name", "")) for part in (path[0], path[-1]))
-        axes = CACHE_AXES.get(last, () if first in ("stops", "policy") else ("batch",))
+        axes = CACHE_AXES.get(last, () if first in ("stops", "policy", "is_closed") else ("batch",))
         return jax.device_put(leaf, NamedSharding(mesh, spec(axes, leaf.shape, mesh.shape)))
 
     return jax.tree_util.tree_map_with_path(place, state)

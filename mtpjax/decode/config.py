@@ -7,9 +7,10 @@ from typing import Any, Literal
 
 MOST_DRAFT_TOKENS = 64  # where `num_draft_tokens` is left out
 
-EXACT_RULES = ("greedy", "sample", "token", "block", "recursive")
+EXACT_RULES = ("greedy", "sample", "token", "block", "recursive", "traversal")
 LOSSY_RULES = ("threshold", "typical", "relaxed")
 CHAIN_RULES = ("token", "block")
+FIXED_TREES = ("recursive", "traversal")  # whose shape may not depend on what was drawn
 FREE_TREES = ("greedy", "sample", "threshold", "typical", "relaxed")  # whose nodes may be chosen by what they are
 
 
@@ -29,8 +30,8 @@ class DecodeConfig:
         num_draft_tokens: nodes verified per round, the pending token among them. None: `num_steps + 1` for a chain, for
             a tree as many as topk and num_steps give, up to 64.
         acceptance: the rule (`mtpjax.decode.acceptance`). "auto": "greedy" where every row is at temperature 0, else
-            "block" for a chain and "recursive" for a tree. "threshold", "typical" and "relaxed" change the law of the
-            text.
+            "block" for a chain and "recursive" for a tree, where "traversal" accepts a little more; on a chain these
+            two are "token" and "block". "threshold", "typical" and "relaxed" change the law of the text.
         depth_policy: "adaptive" chooses 0..num_steps levels before each round, by `depth_costs` and what was accepted.
         depth_costs: duration of a round by its levels, 0..num_steps, in any unit (`mtpjax profile`).
         threshold_single, threshold_acc: SGLang's, for "threshold"; 1 and 1 is "sample".
@@ -52,7 +53,7 @@ class DecodeConfig:
     topk: int = 1
     num_draft_tokens: int | None = None
     acceptance: Literal[
-        "auto", "greedy", "sample", "token", "block", "recursive", "threshold", "typical", "relaxed"
+        "auto", "greedy", "sample", "token", "block", "recursive", "traversal", "threshold", "typical", "relaxed"
     ] = "auto"
     depth_policy: Literal["fixed", "adaptive"] = "fixed"
     depth_costs: tuple[float, ...] | None = None

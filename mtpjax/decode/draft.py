@@ -305,7 +305,10 @@ def keep_hidden(state: DecodeState, new: jax.Array, length: jax.Array, *, has_dr
     if has_drafted and in_use == 1:
         hidden = jnp.pad(new, ((0, 0), (0, E - new.shape[1]), (0, 0)))
         return state.replace(hidden=hidden, hidden_start=length - 1)
-    start = jnp.maximum(length - in_use, 0) if has_drafted else state.hidden_start
+    if not has_drafted:
+        place = jnp.minimum(length - 1 - state.hidden_start, E - 1)
+        return state.replace(hidden=write_rows(state.hidden, new, place))
+    start = jnp.maximum(length - in_use, 0)
     position = start[:, None] + jnp.arange(E)[None, :]
     is_old = position < length[:, None] - 1
     joined = jnp.concatenate([state.hidden, new], axis=1)

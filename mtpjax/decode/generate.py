@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from mtpjax.decode.config import LOSSY_RULES, DecodeConfig, SamplingParams
+from mtpjax.decode.config import FIXED_TREES, LOSSY_RULES, DecodeConfig, SamplingParams
 from mtpjax.decode.loop import decode, least_rows
 from mtpjax.decode.policy import init_policy
 from mtpjax.decode.request import sampling_arrays, temperatures
@@ -150,7 +150,7 @@ def check_tree(model: MTPModel, config: DecodeConfig) -> None:
     if config.topk > vocabulary:
         raise ValueError(f"topk {config.topk} is more than the {vocabulary} tokens that can be drafted")
     full = full_shape_size(config.topk, config.num_steps)
-    if config.acceptance in ("auto", "recursive") and config.num_nodes > full:
+    if config.acceptance in ("auto", *FIXED_TREES) and config.num_nodes > full:
         raise ValueError(f"num_draft_tokens {config.num_nodes} is more than the {full} of the full tree")
 
 

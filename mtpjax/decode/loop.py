@@ -9,7 +9,7 @@ from mtpjax.cache import commit, gather_path, read_rows, write_rows
 from mtpjax.decode.draft import Draft, DraftHead, adjust_logits, catch_up, draft_head, keep_hidden, propose, waiting
 from mtpjax.decode.policy import Policy, observe
 from mtpjax.decode.probabilities import distribution, draw_target
-from mtpjax.decode.state import DecodeState, Plan
+from mtpjax.decode.state import RING, DecodeState, Plan
 from mtpjax.decode.verify import judge, verify
 from mtpjax.layers.attend import cached_view
 from mtpjax.model import MTPModel, bind
@@ -182,7 +182,8 @@ def decode(
     """From prompts to the end of every row, in one call without a trip to the host. `state` is donated.
 
     An adaptive depth is an outer loop around one loop per depth, which runs while the choice is its own: choosing
-    within one loop would copy the caches.
+    within one loop would copy the caches. At depth 0 the modules' rows wait in a ring; where it is full before the
+    policy means to look at drafting again, the call drafts no more.
     """
     state = prefill(params, state, model=model, plan=plan)
     head = None
@@ -192,19 +193,24 @@ def decode(
     if not plan.is_adaptive:
         return jax.lax.while_loop(lambda state: ~state.done.all(), functools.partial(round_, plan=plan), state)
 
+    def depth(state: DecodeState) -> jax.Array:
+        assert state.policy is not None
+        return jnp.where(state.is_closed, 0, state.policy.depth)
+
     def has_room(state: DecodeState, num_steps) -> jax.Array:
         """Whether a round of this depth can take in, or leave, the rows that wait for the modules."""
         most = jnp.where(num_steps == 0, state.hidden.shape[1] - 1, num_steps + len(state.modules))
-        return waiting(state).max() <= most
+        return state.is_closed | (waiting(state).max() <= most)
 
     def is_chosen(state: DecodeState, num_steps: int) -> jax.Array:
-        assert state.policy is not None
-        return (state.policy.depth == num_steps) & has_room(state, num_steps) & ~state.done.all()
+        return (depth(state) == num_steps) & has_room(state, num_steps) & ~state.done.all()
 
     def choose(state: DecodeState) -> DecodeState:
         assert state.policy is not None
+        is_over = (depth(state) == 0) & ~has_room(state, 0) & (state.policy.interval > RING)
+        state = state.replace(is_closed=state.is_closed | is_over)
         state = jax.lax.while_loop(
-            lambda state: ~has_room(state, state.policy.depth),  # pyright: ignore[reportOptionalMemberAccess]
+            lambda state: ~has_room(state, depth(state)),
             lambda state: catch_up(params, state, model=model, plan=plan),
             state,
         )

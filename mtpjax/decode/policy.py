@@ -88,10 +88,9 @@ def observe(
     )
 
 
-def forget(policy: Policy, rows: jax.Array) -> Policy:
-    """Rows `[B]` bool begin anew: another text takes their place."""
-    reached, accepted = (jnp.where(rows[:, None], 0, counts) for counts in (policy.reached, policy.accepted))
-    return policy.replace(reached=reached, accepted=accepted)
+def may_pay(costs: jax.Array) -> jax.Array:
+    """Whether any depth could pay enough to be tried, `[]` bool: with every draft accepted."""
+    return (jnp.arange(1, costs.shape[0] + 1) * costs[0] > GAIN * costs).any()
 
 
 def rates(policy: Policy, active: jax.Array) -> jax.Array:

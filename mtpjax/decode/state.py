@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from mtpjax.cache import Cache, empty_cache
-from mtpjax.decode.config import DecodeConfig
-from mtpjax.decode.policy import Policy
+from mtpjax.decode.config import FIXED_TREES, DecodeConfig
+from mtpjax.decode.policy import Policy, may_pay
 from mtpjax.decode.probabilities import History, Sampling
 from mtpjax.decode.tree import Shape, fixed_shape
 from mtpjax.model import MTPModel
@@ -37,6 +37,8 @@ class Plan:
         is_tree = config.topk > 1 and config.num_steps > 0
         if rule == "auto":
             rule = "greedy" if is_greedy else "recursive" if is_tree else "block"
+        if rule in FIXED_TREES and not is_tree:
+            rule = {"recursive": "token", "traversal": "block"}[rule]  # what they are on a chain
         if rule == "greedy" and not is_greedy:
             raise ValueError("acceptance 'greedy' decodes at temperature 0; leave it out, or take an exact rule")
         if not config.num_steps:
@@ -65,8 +67,8 @@ class Plan:
 
     @property
     def shape(self) -> Shape | None:
-        """The fixed tree of "recursive"; None where the tree is chosen among candidates, and for chains."""
-        is_fixed = self.rule == "recursive" and self.num_steps > 0
+        """The fixed tree of `FIXED_TREES`; None where the tree is chosen among candidates, and for chains."""
+        is_fixed = self.rule in FIXED_TREES and self.num_steps > 0
         return fixed_shape(self.topk, self.num_steps, self.num_nodes) if is_fixed else None
 
     @property
@@ -97,6 +99,7 @@ class DecodeState(flax.struct.PyTreeNode):
     hidden: jax.Array  # [B, E, D]: what enters the modules, from position hidden_start on
     hidden_start: jax.Array  # [B] int32
     policy: Policy | None  # of an adaptive depth
+    is_closed: jax.Array  # [] bool: an adaptive call drafts no more, its modules have fallen behind
     steps: jax.Array  # [B] int32, verification rounds
     proposed: jax.Array  # [B, K] int32, rounds that verified drafts of the level
     accepted: jax.Array  # [B, K] int32, drafts accepted per level, cut ones included
@@ -160,6 +163,7 @@ def init_state(
         hidden=jnp.zeros((B, rows, config.hidden_size), dtype),
         hidden_start=zero(),
         policy=jax.tree.map(jnp.copy, policy),  # its leaves may be one buffer
+        is_closed=jnp.zeros((), bool) if policy is None else ~may_pay(policy.costs),
         steps=zero(),
         proposed=zero(plan.num_steps),
         accepted=zero(plan.num_steps),

@@ -84,6 +84,11 @@ class Shape:
             depths.append(depths[parent] + 1)
         return depths
 
+    @property
+    def topk(self) -> int:
+        """Most children of a node."""
+        return max(map(self.parents.count, self.parents[1:]), default=0)
+
     def children(self, node: int) -> list[int]:
         return [child for child, parent in enumerate(self.parents) if parent == node]
 

@@ -98,7 +98,15 @@ def _tree_rule(plan: Plan):
     """One row's rule: tokens, parents, p, q and coins to a walk."""
     K = plan.num_steps
     if plan.rule == "recursive":
-        return lambda tokens, parents, p, q, u: acceptance.recursive_tree(tokens, parents, p, q, u, num_steps=K)
+        assert plan.shape is not None
+        topk = plan.shape.topk
+        return lambda tokens, parents, p, q, u: acceptance.recursive_tree(
+            tokens, parents, p, q, u, num_steps=K, topk=topk
+        )
+    if plan.rule == "traversal":
+        assert plan.shape is not None
+        shape = plan.shape.parents
+        return lambda tokens, _, p, q, u: acceptance.traversal_tree(tokens, p, q, u, parents=shape, num_steps=K)
     if plan.rule == "threshold":
         single, acc = plan.parameters
         return lambda tokens, parents, p, _, u: acceptance.threshold_tree(

@@ -23,13 +23,14 @@ from mtpjax.decode.acceptance import (
     relaxed_tree,
     threshold_tree,
     token_chain,
+    traversal_tree,
     typical_tree,
 )
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 UNIT = 2**24  # uniforms are multiples of 1/UNIT
-MARGIN = 8  # of them: the same arithmetic in two programs differs by some roundings
+MARGIN = 512  # of them: the same arithmetic in two programs differs by some roundings, the more the less is left of p
 TOLERANCE = 2e-6  # of a probability: a few float32 roundings
 CAUGHT = 1e-3  # a mutant moves some probability by more
 
@@ -52,15 +53,15 @@ def depths(parents):
     return np.array(depth)
 
 
-# Rules, all with the arguments of a tree rule: (tokens, parents, p, q, u, num_steps) -> Walk
+# Rules, all with the same arguments: (tokens, parents, p, q, u, shape) -> Walk, `parents` a part of the static shape
 
 
 def as_tree(rule):
     """A chain rule as a tree rule."""
 
-    def run(tokens, parents, p, q, u, num_steps):
+    def run(tokens, parents, p, q, u, shape):
         count, weights = rule(tokens[1:], p, q[:-1], u[1:])
-        return Walk(jnp.minimum(jnp.arange(num_steps + 1), count), count, weights)
+        return Walk(jnp.minimum(jnp.arange(len(shape)), count), count, weights)
 
     return run
 
@@ -68,8 +69,13 @@ def as_tree(rule):
 token, block = as_tree(token_chain), as_tree(block_chain)
 
 
-def recursive(tokens, parents, p, q, u, num_steps):
-    return recursive_tree(tokens, parents, p, q, u, num_steps=num_steps)
+def recursive(tokens, parents, p, q, u, shape):
+    topk = max(map(shape.count, shape[1:]))
+    return recursive_tree(tokens, parents, p, q, u, num_steps=int(depths(shape).max()), topk=topk)
+
+
+def traversal(tokens, parents, p, q, u, shape):
+    return traversal_tree(tokens, p, q, u, parents=tuple(shape), num_steps=int(depths(shape).max()))
 
 
 # Tables: p[level] and q[level] are [C, V^level, V] for C cases; a prefix is a number in base V
@@ -167,7 +173,7 @@ def rows_of(tables, code, depth):
 @functools.cache
 def outcomes_of(rule, shape):
     """All outcomes of `rule`'s noise on trees of this shape, compiled: walks and thresholds for `[C, N]` trees."""
-    W, num_steps = len(shape), int(depths(shape).max())
+    W = len(shape)
     is_ancestor = np.zeros((W, W), bool)
     for n in range(1, W):
         is_ancestor[n] = is_ancestor[shape[n]]
@@ -176,7 +182,7 @@ def outcomes_of(rule, shape):
 
     def run_one(tokens, parents, p, q):
         def run(u):
-            return rule(tokens, parents, p, q, u.astype(jnp.float32) / UNIT, num_steps)
+            return rule(tokens, parents, p, q, u.astype(jnp.float32) / UNIT, shape)
 
         def threshold(n, is_above):  # how many values of u[n] accept node n when the walk comes to it
             def halve(_, bounds):
@@ -277,17 +283,18 @@ def enumerate_follow(shape, p, drawn, prune=None):
 
 
 @pytest.mark.parametrize("K", CHAINS)
-@pytest.mark.parametrize("rule", [token, block, recursive], ids=["token", "block", "recursive"])
+@pytest.mark.parametrize("rule", [token, block, recursive, traversal], ids=lambda rule: rule.__name__)
 def test_a_chain_has_the_targets_law(rule, K):
     error, _ = enumerate_rule(rule, CHAINS[K], *make_tables({1: 5, 2: 4, 3: 3}[K], K))
     assert error.max() < TOLERANCE, dict(zip(KINDS, error, strict=True))
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_recursive_rejection_has_the_targets_law(name):
+@pytest.mark.parametrize("rule", [recursive, traversal], ids=lambda rule: rule.__name__)
+def test_a_tree_has_the_targets_law(rule, name):
     shape = TREES[name]
     V = 4 if len(shape) < 5 else 3
-    error, _ = enumerate_rule(recursive, shape, *make_tables(V, int(depths(shape).max())))
+    error, _ = enumerate_rule(rule, shape, *make_tables(V, int(depths(shape).max())))
     assert error.max() < TOLERANCE, dict(zip(KINDS, error, strict=True))
 
 
@@ -346,8 +353,8 @@ def test_a_dropped_second_token_makes_the_first_come_with_085():
 
 
 def resampled_from_p(rule):
-    def run(tokens, parents, p, q, u, num_steps):
-        walk = rule(tokens, parents, p, q, u, num_steps)
+    def run(*args):
+        walk, p = rule(*args), args[2]
         return walk._replace(weights=p[walk.path[-1]])
 
     return run
@@ -356,25 +363,30 @@ def resampled_from_p(rule):
 def with_one_hot_q(rule, *, in_residual):
     """q forgotten: 1 at each draft, in the ratio alone or in the residual too. Chains."""
 
-    def run(tokens, parents, p, q, u, num_steps):
+    def run(tokens, parents, p, q, u, shape):
         hot = jnp.eye(q.shape[1])[jnp.roll(tokens, -1)]
-        walk = rule(tokens, parents, p, hot, u, num_steps)
+        walk = rule(tokens, parents, p, hot, u, shape)
         rest = jnp.maximum(p[walk.count] - q[walk.count], 0)
-        weights = jnp.where((walk.count < num_steps) & (rest.sum() > 0), rest, p[walk.count])
+        weights = jnp.where((walk.count < len(shape) - 1) & (rest.sum() > 0), rest, p[walk.count])
         return walk if in_residual else walk._replace(weights=weights)
 
     return run
 
 
 def below_09(rule):
-    return lambda tokens, parents, p, q, u, num_steps: rule(tokens, parents, p, q, 0.9 * u, num_steps)
+    return lambda tokens, parents, p, q, u, shape: rule(tokens, parents, p, q, 0.9 * u, shape)
 
 
 def same(rule):
     return rule
 
 
-BOTH = {"token": (token, CHAINS[2]), "block": (block, CHAINS[2]), "recursive": (recursive, TREES["2"])}
+RULES = {
+    "token": (token, CHAINS[2]),
+    "block": (block, CHAINS[2]),
+    "recursive": (recursive, TREES["2"]),
+    "traversal": (traversal, TREES["2"]),
+}
 MUTANTS = {
     "resample from p": (resampled_from_p, None),
     "threshold 0.9": (below_09, None),
@@ -384,10 +396,10 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-@pytest.mark.parametrize("rule", BOTH)
+@pytest.mark.parametrize("rule", RULES)
 def test_mutants_are_caught(rule, name):
     change, redraw = MUTANTS[name]
-    function, shape = BOTH[rule]
+    function, shape = RULES[rule]
     p, q = make_tables(4, int(depths(shape).max()), kinds=["random", "close"])
     drawn = [redraw(table) for table in q] if redraw else q
     error, _ = enumerate_rule(change(function), shape, p, q, drawn=drawn)
@@ -397,17 +409,26 @@ def test_mutants_are_caught(rule, name):
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_q_forgotten_is_caught_in_the_ratio_and_is_sample_and_match_everywhere(rule):
     """Judged as if it were certain, a draft is accepted with p(x) and taken out of p: exact however it was drawn."""
-    function, shape = BOTH[rule]
+    function, shape = RULES[rule]
     p, q = make_tables(4, 2, kinds=["random", "close"])
     assert enumerate_rule(with_one_hot_q(function, in_residual=False), shape, p, q)[0].min() > CAUGHT
     assert enumerate_rule(with_one_hot_q(function, in_residual=True), shape, p, q)[0].max() < TOLERANCE
 
 
-def test_children_without_replacement_need_q_without_what_was_drawn(monkeypatch):
-    monkeypatch.setattr(acceptance, "_without", lambda q, token: q)
+@pytest.mark.parametrize("rule", [recursive, traversal], ids=lambda rule: rule.__name__)
+def test_children_without_replacement_need_q_without_what_was_drawn(rule, monkeypatch):
+    monkeypatch.setattr(acceptance, "_scale_of", lambda q, is_gone: jnp.ones_like(q[0]))
     p, q = make_tables(4, 1, kinds=["random", "close"])
-    error, _ = enumerate_rule(lambda *args: recursive(*args), TREES["3"], p, q)
+    error, _ = enumerate_rule(lambda *args: rule(*args), TREES["3"], p, q)
     assert error.min() > CAUGHT, error
+
+
+def test_a_node_that_lost_a_child_needs_another_w(monkeypatch):
+    monkeypatch.setattr(acceptance, "_narrowed", lambda w, r: w)
+    for shape in (CHAINS[2], TREES["1,2"]):
+        p, q = make_tables(3, 2, kinds=["random", "close"])
+        error, _ = enumerate_rule(lambda *args: traversal(*args), shape, p, q)
+        assert error.min() > CAUGHT, error
 
 
 # How much is accepted
@@ -422,6 +443,36 @@ def test_block_verification_never_accepts_fewer_than_token_by_token():
         assert by_block.mean() > 1.005 * by_token.mean()
 
 
+@pytest.mark.parametrize("rule, chain", [(recursive, token), (traversal, block)], ids=["recursive", "traversal"])
+def test_a_tree_rule_is_a_chains_on_a_chain(rule, chain):
+    rng = np.random.default_rng(0)
+    count, K, V = 300, 5, 4
+    p = dirichlet(rng, (count, K + 1), V).astype(np.float32)
+    q = (0.7 * p + 0.3 * dirichlet(rng, p.shape[:2], V)).astype(np.float32)
+    tokens = np.array([[rng.choice(V, p=row / row.sum()) for row in rows] for rows in np.roll(q, 1, 1)], np.int32)
+    u = rng.random(tokens.shape, np.float32)
+    parents = np.broadcast_to(np.arange(-1, K, dtype=np.int32), tokens.shape)
+    walk, twin = (
+        jax.jit(jax.vmap(functools.partial(rule, shape=tuple(range(-1, K)))))(tokens, parents, p, q, u)
+        for rule in (rule, chain)
+    )
+    assert set(np.asarray(walk.count)) == set(range(K + 1))
+    np.testing.assert_array_equal(walk.path, twin.path)
+    np.testing.assert_array_equal(walk.count, twin.count)
+    np.testing.assert_allclose(walk.weights, twin.weights / twin.weights.sum(axis=1, keepdims=True), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_traversal_never_accepts_fewer_than_recursive_rejection(name):
+    shape = TREES[name]
+    V = 4 if len(shape) < 5 else 3
+    tables = make_tables(V, int(depths(shape).max()))  # as above: nothing new is compiled
+    _, by_path = enumerate_rule(traversal, shape, *tables)
+    _, by_node = enumerate_rule(recursive, shape, *tables)
+    assert (by_path >= by_node - TOLERANCE).all()
+    assert depths(shape).max() == 1 or (by_path - by_node).max() > 1e-4
+
+
 @pytest.mark.parametrize("name", ["2", "2,1"])
 def test_recursive_rejection_accepts_more_than_following(name):
     shape = TREES[name]
@@ -431,7 +482,7 @@ def test_recursive_rejection_accepts_more_than_following(name):
     assert by_ratio.mean() > 1.02 * by_match.mean()
 
 
-@pytest.mark.parametrize("rule", [token, block, recursive], ids=["token", "block", "recursive"])
+@pytest.mark.parametrize("rule", [token, block, recursive, traversal], ids=lambda rule: rule.__name__)
 def test_one_draft_is_accepted_as_often_as_p_and_q_overlap(rule):
     p, q = make_tables(5, 1)
     _, accepted = enumerate_rule(rule, CHAINS[1], p, q)
@@ -470,8 +521,8 @@ def test_at_temperature_0_every_rule_follows_the_target():
     u = rng.random((num_rows, K + 1), np.float32)
     path, count = jax.jit(jax.vmap(functools.partial(follow, num_steps=K)))(tokens, parents, p.argmax(axis=-1))
     assert set(np.asarray(count)) == set(range(K + 1))
-    for rule in (token, block, recursive):
-        walk = jax.jit(jax.vmap(functools.partial(rule, num_steps=K)))(tokens, parents, p, q, u)
+    for rule in (token, block, recursive, traversal):
+        walk = jax.jit(jax.vmap(functools.partial(rule, shape=tuple(range(-1, K)))))(tokens, parents, p, q, u)
         np.testing.assert_array_equal(walk.path, path)
         np.testing.assert_array_equal(walk.count, count)
         np.testing.assert_array_equal(walk.weights, np.take_along_axis(p, path[:, -1:, None], axis=1)[:, 0])
@@ -482,7 +533,18 @@ def test_at_temperature_0_a_tree_keeps_the_children_that_q_gives_nothing():
     p = one_hot(p)
     q = one_hot(dirichlet(np.random.default_rng(1), p.shape[:2], 4))
     path, count = jax.jit(jax.vmap(functools.partial(follow, num_steps=4)))(tokens, parents, p.argmax(axis=-1))
-    walk = jax.jit(jax.vmap(functools.partial(recursive_tree, num_steps=4)))(tokens, parents, p, q, u)
+    walk = jax.jit(jax.vmap(functools.partial(recursive_tree, num_steps=4, topk=4)))(tokens, parents, p, q, u)
+    assert count.max() >= 3
+    np.testing.assert_array_equal(walk.path, path)
+    np.testing.assert_array_equal(walk.count, count)
+    np.testing.assert_array_equal(walk.weights, np.take_along_axis(p, np.asarray(path)[:, -1:, None], axis=1)[:, 0])
+    # Traversal verification, on one of these shapes at a time.
+    shape = (-1, 0, 0, 0, 1, 1, 2, 4, 4, 5, 8, 10)
+    tokens = np.tile(np.array([0, *[shape[:n].count(shape[n]) for n in range(1, 12)]], np.int32), (len(p), 1))
+    tokens = (tokens + np.random.default_rng(2).integers(4, size=tokens.shape)[:, np.array(shape)]) % 4
+    parents = np.broadcast_to(np.array(shape, np.int32), tokens.shape)
+    path, count = jax.jit(jax.vmap(functools.partial(follow, num_steps=5)))(tokens, parents, p.argmax(axis=-1))
+    walk = jax.jit(jax.vmap(functools.partial(traversal, shape=shape)))(tokens, parents, p, q, u)
     assert count.max() >= 3
     np.testing.assert_array_equal(walk.path, path)
     np.testing.assert_array_equal(walk.count, count)

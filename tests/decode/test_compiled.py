@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec, use_abstract_mesh
 
 from mtpjax import DecodeConfig, ModelConfig, MTPModel, compat, generate, speculative_generate
 from mtpjax.decode.loop import decode, least_rows
+from mtpjax.decode.policy import init_policy
 from mtpjax.decode.state import Plan, init_state
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -25,6 +26,20 @@ LATENT = ModelConfig(
 )
 EXPERTS = dataclasses.replace(LATENT, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
 CONFIGS = {"grouped": GROUPED, "latent": LATENT, "experts": EXPERTS}
+SINGLE = {name: dataclasses.replace(CONFIGS[name], num_mtp_modules=1) for name in ("grouped", "latent")}
+
+PLANS = {  # beyond greedy chains; trees of few nodes, so that the scores of attention are smaller than a cache
+    "tree": Plan(3, 2, 6, "greedy"),
+    "sample-tree": Plan(3, 2, 6, "sample"),
+    "recursive": Plan(3, 2, 6, "recursive"),
+    "traversal": Plan(3, 2, 6, "traversal"),
+    "block": Plan(3, 1, 4, "block"),
+    "token": Plan(3, 1, 4, "token"),
+    "threshold": Plan(2, 1, 3, "threshold", (0.001, 1.0)),
+    "window": Plan(3, 1, 4, "greedy", window=(64, 4)),
+    "adaptive": Plan(3, 1, 4, "greedy", is_adaptive=True),
+    "adaptive-block": Plan(3, 1, 4, "block", is_adaptive=True),
+}
 
 NO_RESULT = {"parameter", "get-tuple-element", "tuple", "bitcast", "while", "call", "conditional", "constant"}
 UPDATES = {"dynamic-update-slice", "scatter"}
@@ -82,7 +97,7 @@ def updates_in(computations, one: Instruction, is_large) -> int | None:
     return None
 
 
-def broken_rules(compiled, config, batch, num_steps, itemsize):
+def broken_rules(compiled, config, batch, plan, itemsize):
     """Lines of the loop that break a rule, and pairs of what was found and its bound: updates of caches, and memory."""
     computations = parse(compiled.as_text())
     entries = {"key": 2 * 64, "value": 2 * 64} if config.attention == "grouped" else {"latent": 128}
@@ -108,11 +123,22 @@ def broken_rules(compiled, config, batch, num_steps, itemsize):
                 broken.append(one.line)
         if any(map(is_weight, one.shapes)) and not config.is_moe:
             broken.append(one.line)
-    in_use = min(config.num_mtp_modules, num_steps)
-    # Prefill: each layer and module once. A round: each layer once, and one module at each level.
-    wanted = len(entries) * (2 * config.num_hidden_layers + in_use + num_steps)
+    wanted = len(entries) * passes_over_caches(plan, config)
     layer = sum(entries.values()) * SLOTS * batch * itemsize
     return broken, (updates, wanted), (compiled.memory_analysis().temp_size_in_bytes, layer)
+
+
+def passes_over_caches(plan, config):
+    """How often the program updates a layer's cache, each of them in its place."""
+    layers, in_use = config.num_hidden_layers, min(config.num_mtp_modules, plan.num_steps)
+    if plan.is_adaptive:
+        rounds = sum(layers + (max(depth, in_use) if depth else 0) for depth in range(plan.num_steps + 1)) + in_use
+    elif plan.topk > 1:
+        levels = len(plan.shape.levels()) if plan.shape else plan.num_steps
+        rounds = 2 * layers + levels  # accepted entries of a tree are gathered
+    else:
+        rounds = layers + plan.num_steps
+    return layers + in_use + rounds  # prefill, and what follows
 
 
 def proper(shape):
@@ -120,15 +146,20 @@ def proper(shape):
     return tuple(sorted(size for size in shape if size > 1))
 
 
-def compile_call(config, batch, num_steps, *, platform="cpu", dtype=jnp.float32, sharding=None):
+def chain(num_steps):
+    return Plan(num_steps, num_nodes=num_steps + 1)
+
+
+def compile_call(config, batch, plan, *, platform="cpu", dtype=jnp.float32, sharding=None):
     model = MTPModel(config)
-    plan = Plan(num_steps, num_nodes=num_steps + 1, min_rows=least_rows(batch, platform), chunk=4)
+    plan = dataclasses.replace(plan, min_rows=least_rows(batch, platform), chunk=4)
 
     def make():
         params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
         rows = jnp.ones(batch, jnp.int32)
         tokens, stops = jnp.zeros((batch, SLOTS), jnp.int32), jnp.zeros((8, 1), jnp.int32)
-        state = init_state(tokens, rows, rows, stops, model=model, plan=plan, dtype=dtype)
+        policy = init_policy(jnp.ones(plan.num_steps + 1), batch) if plan.is_adaptive else None
+        state = init_state(tokens, rows, rows, stops, model=model, plan=plan, dtype=dtype, policy=policy)
         return jax.tree.map(lambda leaf: leaf.astype(dtype), params), state
 
     shapes = jax.eval_shape(make)
@@ -137,23 +168,45 @@ def compile_call(config, batch, num_steps, *, platform="cpu", dtype=jnp.float32,
     return decode.lower(*shapes, model=model, plan=plan).compile()
 
 
-def assert_keeps_to_the_rules(compiled, config, batch, num_steps, itemsize):
-    broken, (updates, wanted), (temp, layer) = broken_rules(compiled, config, batch, num_steps, itemsize)
+def assert_keeps_to_the_rules(config, batch, plan, dtype=jnp.float32, **how):
+    compiled = compile_call(config, batch, plan, dtype=dtype, **how)
+    broken, (updates, wanted), (temp, layer) = broken_rules(compiled, config, batch, plan, jnp.dtype(dtype).itemsize)
     assert not broken, "\n".join(line[:300] for line in broken)
     assert updates == wanted
     assert temp < layer
+
+
+def assert_keeps_to_the_rules_on_an_h100(config, batch, plan, dtype):
+    mesh = compat.make_mesh({"data": 1}, compat.h100_devices())
+    with use_abstract_mesh(mesh.abstract_mesh):
+        sharding = NamedSharding(mesh, PartitionSpec())
+        assert_keeps_to_the_rules(config, batch, plan, dtype, platform="cuda", sharding=sharding)
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 3])
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("kind", ["grouped", "latent"])
 def test_the_loop_updates_caches_in_place_and_copies_no_weight(kind, batch, num_steps):
-    compiled = compile_call(CONFIGS[kind], batch, num_steps)
-    assert_keeps_to_the_rules(compiled, CONFIGS[kind], batch, num_steps, 4)
+    assert_keeps_to_the_rules(CONFIGS[kind], batch, chain(num_steps))
 
 
 def test_the_loop_updates_caches_in_place_with_experts():
-    assert_keeps_to_the_rules(compile_call(EXPERTS, 1, 1), EXPERTS, 1, 1, 4)
+    assert_keeps_to_the_rules(EXPERTS, 1, chain(1))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "batch"),
+    [
+        ("tree", "latent", 1),
+        ("recursive", "grouped", 4),
+        ("block", "latent", 4),
+        ("window", "grouped", 1),
+        ("adaptive", "grouped", 1),
+        ("adaptive-block", "latent", 4),
+    ],
+)
+def test_every_rule_and_policy_keeps_to_that(name, kind, batch):
+    assert_keeps_to_the_rules(SINGLE[kind], batch, PLANS[name])
 
 
 @pytest.mark.h100
@@ -162,15 +215,14 @@ def test_the_loop_updates_caches_in_place_with_experts():
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("kind", ["grouped", "latent"])
 def test_on_an_h100_the_loop_updates_caches_in_place_and_copies_no_weight(kind, batch, num_steps, dtype):
-    mesh = compat.make_mesh({"data": 1}, compat.h100_devices())
-    with use_abstract_mesh(mesh.abstract_mesh):
-        compiled = compile_call(
-            *(CONFIGS[kind], batch, num_steps),
-            platform="cuda",
-            dtype=dtype,
-            sharding=NamedSharding(mesh, PartitionSpec()),
-        )
-    assert_keeps_to_the_rules(compiled, CONFIGS[kind], batch, num_steps, dtype.dtype.itemsize)
+    assert_keeps_to_the_rules_on_an_h100(CONFIGS[kind], batch, chain(num_steps), dtype)
+
+
+@pytest.mark.h100
+@pytest.mark.parametrize(("kind", "batch"), [("grouped", 4), ("latent", 1)])
+@pytest.mark.parametrize("name", PLANS)
+def test_on_an_h100_every_rule_and_policy_keeps_to_that(name, kind, batch):
+    assert_keeps_to_the_rules_on_an_h100(SINGLE[kind], batch, PLANS[name], jnp.bfloat16)
 
 
 def test_the_rules_see_a_rewritten_cache_and_weight():
@@ -185,7 +237,7 @@ def test_the_rules_see_a_rewritten_cache_and_weight():
         return jax.lax.fori_loop(0, 3, body, (cache, x))
 
     shapes = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1, 2, SLOTS, 64), (256, 320), (1, 256)))
-    broken, _, (temp, layer) = broken_rules(jax.jit(wrong).lower(*shapes).compile(), GROUPED, 1, 0, 4)
+    broken, _, (temp, layer) = broken_rules(jax.jit(wrong).lower(*shapes).compile(), GROUPED, 1, chain(0), 4)
     assert any("256,320" in line for line in broken) and any(str(SLOTS) in line for line in broken)
     assert temp and layer
 
@@ -207,7 +259,7 @@ def test_a_call_is_one_program_with_its_loop_inside(small):
 
 
 def test_the_program_has_a_while_and_no_way_to_the_host():
-    text = compile_call(GROUPED, 1, 1).as_text()
+    text = compile_call(GROUPED, 1, chain(1)).as_text()
     opcodes = {one.opcode for body in parse(text).values() for one in body}
     assert "while" in opcodes
     assert not opcodes & {"infeed", "outfeed", "send", "recv"}

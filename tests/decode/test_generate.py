@@ -5,9 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from mtpjax import DecodeConfig, MTPModel, generate, speculative_generate
+from mtpjax import DecodeConfig, MTPModel, SamplingParams, generate, speculative_generate
 from mtpjax.decode.generate import bucket
 from mtpjax.decode.result import DecodeStats, GenerationResult
+from mtpjax.decode.state import Plan
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -104,6 +105,28 @@ def test_padding_rows_change_no_token(num_steps, small):
     result = speculative_generate(params, [[7, 8]], model=model, config=config)
     result.stats.check()
     assert result.rows() == wanted
+
+
+@pytest.mark.parametrize("rule", ["recursive", "traversal"])
+def test_rows_at_temperature_0_among_sampled_ones_are_plain_decoding(rule, small):
+    model, params = small("grouped", "mixed")
+    config = DecodeConfig(max_new_tokens=20, num_steps=3, topk=2, num_draft_tokens=8, acceptance=rule, prefill_chunk=8)
+    sampling = SamplingParams(temperature=(0.0, 0.7, 0.0), seed=(1, 2, 3))
+    result = speculative_generate(params, PROMPTS, model=model, config=config, sampling=sampling)
+    result.stats.check()
+    assert result.is_exact and result.stats.accepted.sum(axis=0).all()
+    wanted = generate(params, PROMPTS, model=model, config=config).rows()
+    assert result.rows()[::2] == wanted[::2]
+
+
+@pytest.mark.parametrize(("rule", "on_a_chain"), [("recursive", "token"), ("traversal", "block")])
+def test_on_a_chain_a_tree_rule_is_the_chains(rule, on_a_chain):
+    """`test_acceptance.py` has the proof."""
+    plans = (
+        Plan.of(DecodeConfig(num_steps=3, acceptance=acceptance), is_greedy=False, min_rows=1)
+        for acceptance in (rule, on_a_chain)
+    )
+    assert next(plans) == next(plans)
 
 
 @pytest.mark.parametrize("size", [1, 127, 128, 129, 1000, 1023, 1024, 1025, 5000, 100_000])

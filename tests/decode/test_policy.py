@@ -8,7 +8,7 @@ import pytest
 from experiments import policy_regret
 from experiments.policy_regret import LEVELS, adaptive, cost_curves
 from mtpjax.decode import policy as policy_
-from mtpjax.decode.policy import LONGEST_WAIT, PRIOR, forget, init_policy
+from mtpjax.decode.policy import LONGEST_WAIT, PRIOR, init_policy
 
 CPU, GPU = cost_curves(1)["cpu"], cost_curves(1)["gpu"]
 observe, rates = jax.jit(policy_.observe), jax.jit(policy_.rates)
@@ -139,13 +139,6 @@ def test_without_rows_nothing_is_drafted_and_nothing_is_nan():
         after = observe(policy, 3, jnp.zeros(2, jnp.int32), took_part=~off, active=off, remaining=remaining)
         assert int(after.depth) == 0
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after))
-
-
-def test_a_new_row_begins_anew():
-    policy = rounds(init_policy(GPU, 2), [[0, 4]] * 5, 4)
-    after = forget(policy, jnp.array([True, False]))
-    assert not after.reached[0].any() and not after.accepted[0].any()
-    np.testing.assert_array_equal(after.reached[1], policy.reached[1])
 
 
 def test_it_is_a_carry_of_a_compiled_loop_and_depth_may_be_static_or_traced():

@@ -1,17 +1,21 @@
 """Greedy speculation gives token for token what plain decoding gives, in float32."""
 
+import dataclasses
 import functools
 
 import numpy as np
 import pytest
 
 from experiments import check_equality
-from mtpjax import DecodeConfig, speculative_generate
+from mtpjax import DecodeConfig, SamplingParams, speculative_generate
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 LENGTHS = (1, 2, 7, 17, 32)  # of the prompts, in turn: few, since plain.py compiles once for each
-CELLS = [pytest.param(cell, id=str(cell).replace(" ", "")) for cell in check_equality.COVERING]
+CELLS, TREES = (
+    [pytest.param(cell, id=str(cell).replace(" ", "")) for cell in cells]
+    for cells in (check_equality.COVERING, check_equality.COVERING_TREES)
+)
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +37,45 @@ def test_greedy_speculation_reproduces_plain_decoding(cell, rig, reference):
     differences, num_calls, _ = check_equality.check_cell(cell, rig, reference(cell.attention, rig))
     assert not differences
     assert num_calls == (1 + 4 * (cell.num_steps + 1) if rig in ("mixed", "right") else 1)
+
+
+@pytest.mark.parametrize("rig", ["mixed", "right"])
+@pytest.mark.parametrize("cell", TREES)
+def test_greedy_trees_reproduce_plain_decoding(cell, rig, reference):
+    differences, _, accept_length = check_equality.check_cell(cell, rig, reference(cell.attention, rig))
+    assert not differences
+    assert accept_length > 1.5
+
+
+DEPLOYED = [  # num_steps, topk, num_draft_tokens and the thresholds of published deployments
+    (2, 1, 3, {"threshold_single": 0.001}),
+    (1, 4, 5, {}),
+    (1, 1, 2, {}),
+    (3, 1, 4, {}),
+    (5, 4, 8, {}),
+    (3, 4, None, {}),
+]
+
+
+@pytest.mark.parametrize(("num_steps", "topk", "num_draft_tokens", "more"), DEPLOYED)
+def test_settings_of_published_deployments_run(num_steps, topk, num_draft_tokens, more, reference, small):
+    model, params = small("grouped", "mixed")
+    wanted = reference("grouped", "mixed")
+    rule = "threshold" if more else "greedy"
+    config = DecodeConfig(
+        max_new_tokens=12, num_steps=num_steps, topk=topk, num_draft_tokens=num_draft_tokens, acceptance=rule, **more
+    )
+    assert config.num_nodes == (num_draft_tokens or 37)
+    result = speculative_generate(params, wanted.prompts[:6], model=model, config=config)
+    assert result.is_exact == (not more)
+    if not more:
+        assert result.rows() == wanted.until(12)[:6]
+    warm = SamplingParams(temperature=0.8, seed=list(range(6)))
+    rule = "threshold" if more else "auto"
+    config = dataclasses.replace(config, acceptance=rule)
+    lossy = speculative_generate(params, wanted.prompts[:6], model=model, config=config, sampling=warm)
+    lossy.stats.check()
+    assert (lossy.lengths == 12).all()
 
 
 @pytest.mark.parametrize("cell", CELLS)
