@@ -4,9 +4,10 @@ import dataclasses
 import itertools
 import math
 
-from mtpjax.decode.config import CHAIN_RULES, EXACT_RULES, LOSSY_RULES, DecodeConfig
+from mtpjax.decode.config import CHAIN_RULES, EXACT_RULES, FIXED_TREES, LOSSY_RULES, DecodeConfig
 from mtpjax.decode.costs import Shape
 from mtpjax.decode.generate import check_tree
+from mtpjax.decode.state import Plan
 from mtpjax.model import MTPModel
 
 RULES = ("auto", "exact", *EXACT_RULES, *LOSSY_RULES)
@@ -141,9 +142,9 @@ def _meant(name: str, topk: int, temperature: float) -> tuple[str, ...]:
     if not temperature:
         return ("greedy",)
     if name == "auto":
-        return ("block" if topk == 1 else "recursive",)
-    others = ("greedy", "recursive") if topk == 1 else ("greedy", *CHAIN_RULES)
-    return tuple(rule for rule in EXACT_RULES if rule not in others)
+        return (Plan.of(DecodeConfig(topk=topk), is_greedy=False, min_rows=1).rule,)
+    others = FIXED_TREES if topk == 1 else CHAIN_RULES
+    return tuple(rule for rule in EXACT_RULES if rule not in ("greedy", *others))
 
 
 def _require_sense(rule: str, topk: int, temperature: float) -> None:
@@ -152,5 +153,5 @@ def _require_sense(rule: str, topk: int, temperature: float) -> None:
         raise ValueError("greedy is for temperature 0")
     if rule in EXACT_RULES and rule != "greedy" and not temperature:
         raise ValueError("at temperature 0 every exact rule is greedy")
-    if rule == "recursive" and topk == 1:
-        raise ValueError("recursive is for trees: on a chain it is the rule token")
+    if rule in FIXED_TREES and topk == 1:
+        raise ValueError(f"{rule} is for trees: on a chain it is another rule")
