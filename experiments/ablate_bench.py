@@ -140,7 +140,7 @@ class Bench:
         whole, first, tokens = (np.zeros((2, *shape)) for _ in range(3))
         steps = np.zeros((len(batches), cell.batch_size))
         accepted = np.zeros((len(batches), cell.batch_size, cell.num_steps))
-        differing = 0
+        differing, began, cpu_began = 0, time.perf_counter(), time.process_time()
         for repeat, number in np.ndindex(*shape):
             rows = {}
             for which in (0, 1) if (repeat + number) % 2 == 0 else (1, 0):
@@ -156,6 +156,7 @@ class Bench:
             differing += sum(found != wanted for found, wanted in zip(rows[1], rows[0], strict=True))
         if not steps.any():
             raise ValueError("every prompt ends with its first new token: there is nothing to measure")
+        worked = (time.process_time() - cpu_began) / (time.perf_counter() - began)
         count = len(self.workload.prompts)  # the last batch repeats some
         rates = decoded_rates(steps.reshape(-1)[:count], accepted.reshape(-1, cell.num_steps)[:count])
         seconds = whole - first.min(axis=1, keepdims=True)
@@ -171,6 +172,7 @@ class Bench:
             "costs": {"plain": costs.plain, "verify": costs.verify[cell.shape], "round": costs.round[cell.shape]},
             "lossless": verdict(cell, differing),
             "differing_rows": differing,
+            "waited": max(0.0, 1 - worked) if jax.default_backend() == "cpu" else 0.0,  # share of the time, for a core
             "compared_rows": int(np.prod(shape)) * cell.batch_size,
             "seconds": time.perf_counter() - begin,
         }

@@ -14,6 +14,7 @@ import rich.table
 
 from experiments.ablate_bench import Workload
 from experiments.ablate_grid import Cell, Settings
+from experiments.bench_decode import QUIET
 
 
 def cell_of(row: dict[str, Any]) -> Cell:
@@ -108,6 +109,9 @@ def recommendation(
         "- ratio: tokens/s over those of plain decoding of the same prompts, batch and temperature, in turns; 95 %",
         "- ideal: accept length over what the passes of a round cost in plain steps; what sampling costs is not in it",
     ]
+    waited = max(row["waited"] for row in rows)
+    if waited > QUIET:
+        lines += [f"- others used the machine: it waited for a core up to {waited:.0%} of a cell's time. Run it again"]
     lines += [f"- left out: {reason} ({count} cells)" for reason, count in reasons.items()]
     return "\n".join(lines) + "\n"
 

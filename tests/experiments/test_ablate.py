@@ -53,6 +53,7 @@ def row(ratio, spread=0.05, *, batch_size=1, temperature=0.0, num_steps=1, topk=
         "lossless": lossless,
         "differing_rows": int(lossless == "DIFFERS"),
         "compared_rows": 10,
+        "waited": 0.2,
     }
 
 
@@ -254,10 +255,11 @@ def test_advice_says_what_how_sure_and_when_not():
     assert four.best is rows[2] and four.certainty.startswith("not told apart from depth 1, greedy")
     assert eight.best is None and eight.says == "do not speculate"
     assert sixteen.best is None and "not shown to pay" in sixteen.says
-    assert wide.best is rows[8] and wide.certainty.startswith("not told apart from depth 1")
+    assert wide.best is rows[7] and wide.certainty.startswith("not told apart from depth 1")
     text = recommendation(rows, {"a reason": 3}, WORKLOAD, SETTINGS, ABOUT)
     assert "--speculative-num-steps 2 --speculative-eagle-topk 1 --speculative-num-draft-tokens 3" in text
     assert "When not to speculate: batch 8 at temperature 0, batch 16 at temperature 0." in text
+    assert "waited for a core up to 20% of a cell's time" in text
     assert "typical" in text and "1 of 10 texts" in text and "left out: a reason (3 cells)" in text
 
 
