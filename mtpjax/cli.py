@@ -69,7 +69,7 @@ def _parser() -> jsonargparse.ArgumentParser:
     generate.add_argument("--model-path", "--model", required=True, help="a checkpoint, or a run folder with one")
     generate.add_argument("--prompt", action="append", required=True, help="text to continue; may be given again")
     generate.add_argument("--max-new-tokens", type=int, default=256, help="per prompt (default: %(default)s)")
-    add_draft_flags(generate, num_steps=None, note="; 0: plain (default: 2, or 0 for a model without MTP modules)")
+    add_draft_flags(generate, num_steps=None, note="(0: plain; default: 2, or 0 for a model without MTP modules)")
     generate.add_argument(
         "--depth-policy",
         default="fixed",
@@ -249,9 +249,7 @@ def _quickstart(options) -> int:
 
 def _generate(options) -> int:
     from mtpjax.checkpoint import find, load
-    from mtpjax.decode.config import DecodeConfig
     from mtpjax.decode.generate import generate, speculative_generate
-    from mtpjax.decode.profile import load_costs
     from mtpjax.tokenizer import load_tokenizer
 
     settings = draft_settings(options)
@@ -260,19 +258,7 @@ def _generate(options) -> int:
     path = find(options.model_path)
     model, params = load(path)
     tokenizer = load_tokenizer(path, model.config.vocab_size)
-    if settings["num_steps"] is None:
-        settings["num_steps"] = 2 if model.config.num_mtp_modules else 0
-    if options.depth_policy == "adaptive" and settings["num_steps"]:
-        settings["depth_costs"] = load_costs(
-            options.model_path, batch=len(options.prompt), num_steps=settings["num_steps"], config=model.config
-        )
-    config = DecodeConfig(
-        max_new_tokens=options.max_new_tokens,
-        depth_policy=options.depth_policy,
-        max_length=options.max_length,
-        stop_token_ids=tokenizer.eos_token_ids,
-        **settings,
-    )
+    config = _decode_config(options, settings, model, tokenizer)
     if options.chat:
         prompts = [tokenizer.chat([{"role": "user", "content": text}]) for text in options.prompt]
     else:
@@ -294,6 +280,28 @@ def _generate(options) -> int:
         print(f"identical to plain decoding: {'yes' if identical else 'NO'}", file=sys.stderr)
         return 0 if identical else 4
     return 0
+
+
+def _decode_config(options, settings: dict[str, Any], model, tokenizer):
+    """Of `mtpjax generate`, with `settings` from its flags of drafts; an adaptive depth reads the model's profile."""
+    from mtpjax.decode.config import DecodeConfig
+    from mtpjax.decode.profile import load_costs
+
+    num_steps = settings.pop("num_steps")
+    if num_steps is None:
+        num_steps = 2 if model.config.num_mtp_modules else 0
+    costs = None
+    if options.depth_policy == "adaptive" and num_steps:
+        costs = load_costs(options.model_path, batch=len(options.prompt), num_steps=num_steps, config=model.config)
+    return DecodeConfig(
+        max_new_tokens=options.max_new_tokens,
+        num_steps=num_steps,
+        depth_policy=options.depth_policy,
+        depth_costs=costs,
+        max_length=options.max_length,
+        stop_token_ids=tokenizer.eos_token_ids,
+        **settings,
+    )
 
 
 def _profile(options) -> int:
