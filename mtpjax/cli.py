@@ -1,6 +1,7 @@
 """The `mtpjax` command: parse, call, print."""
 
 import contextlib
+import dataclasses
 import json
 import logging
 import math
@@ -11,6 +12,8 @@ import time
 from typing import Any
 
 import jsonargparse
+
+from mtpjax.decode.options import add_draft_flags, add_sampling_flags, draft_settings, sampling_params
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -66,12 +69,13 @@ def _parser() -> jsonargparse.ArgumentParser:
     generate.add_argument("--model-path", "--model", required=True, help="a checkpoint, or a run folder with one")
     generate.add_argument("--prompt", action="append", required=True, help="text to continue; may be given again")
     generate.add_argument("--max-new-tokens", type=int, default=256, help="per prompt (default: %(default)s)")
+    add_draft_flags(generate, num_steps=None, note="(0: plain; default: 2, or 0 for a model without MTP modules)")
     generate.add_argument(
-        "--speculative-num-steps",
-        type=int,
-        default=None,
-        help="draft levels per round; 0: plain (default: 2, or 0 for a model without MTP modules)",
+        "--depth-policy",
+        default="fixed",
+        help="'adaptive': at most so many levels, by what `mtpjax profile` measured (default: %(default)s)",
     )
+    add_sampling_flags(generate)
     generate.add_argument("--chat", action="store_true", help="take each prompt for a message, by the chat template")
     generate.add_argument("--max-length", type=int, default=None, help="prompt and new tokens (default: the model's)")
     generate.add_argument("--check", action="store_true", help="decode plainly too, and exit with 4 if a text differs")
@@ -162,7 +166,7 @@ def _add_measuring(commands) -> None:
     )
     _add_model(acceptance)
     _add_prompts(acceptance, required=True, count=64)
-    acceptance.add_argument("--num-steps", type=int, default=3, help="draft levels per round (default: %(default)s)")
+    add_draft_flags(acceptance, num_steps=3)
     acceptance.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default: %(default)s)")
     acceptance.add_argument("--batch-size", type=int, default=8, help="prompts at a time (default: %(default)s)")
     acceptance.add_argument("--output", default=None, help="JSON file to write, with everything that was counted")
@@ -183,7 +187,12 @@ def _add_measuring(commands) -> None:
         ("--depths", int, [1, 2, 3], "draft levels per round"),
         ("--topk", int, [1, 2], "candidates per node; 1: chains"),
         ("--num-draft-tokens", int, [0], "nodes verified per round; 0: all that depth and topk give, up to 64"),
-        ("--rules", str, ["auto"], "of acceptance; auto: greedy at temperature 0, else block, or recursive for trees"),
+        (
+            "--rules",
+            str,
+            ["auto"],
+            "of acceptance; auto: the default one of temperature and tree; exact: all exact ones",
+        ),
         ("--temperatures", float, [0.0, 1.0], "0: greedy"),
         ("--batch-sizes", int, [1, 4], "prompts decoded together"),
     ]
@@ -240,39 +249,59 @@ def _quickstart(options) -> int:
 
 def _generate(options) -> int:
     from mtpjax.checkpoint import find, load
-    from mtpjax.decode.config import DecodeConfig
     from mtpjax.decode.generate import generate, speculative_generate
     from mtpjax.tokenizer import load_tokenizer
 
+    settings = draft_settings(options)
+    if options.check and options.temperature and settings["acceptance"] != "sample":
+        raise ValueError("--check above temperature 0 takes --acceptance sample: other rules give other tokens")
     path = find(options.model_path)
     model, params = load(path)
     tokenizer = load_tokenizer(path, model.config.vocab_size)
-    num_steps = options.speculative_num_steps
-    config = DecodeConfig(
-        max_new_tokens=options.max_new_tokens,
-        num_steps=(2 if model.config.num_mtp_modules else 0) if num_steps is None else num_steps,
-        max_length=options.max_length,
-        stop_token_ids=tokenizer.eos_token_ids,
-    )
+    config = _decode_config(options, settings, model, tokenizer)
     if options.chat:
         prompts = [tokenizer.chat([{"role": "user", "content": text}]) for text in options.prompt]
     else:
         prompts = [tokenizer.encode(text) for text in options.prompt]
-    result = speculative_generate(params, prompts, model=model, config=config)
+    asked: dict[str, Any] = {"model": model, "config": config, "sampling": sampling_params(options, len(prompts))}
+    result = speculative_generate(params, prompts, **asked)
     for text, tokens, origins in zip(options.prompt, result.rows(), result.origins, strict=True):
         _print_text(text, tokens, origins, tokenizer.stream())
     stats = result.stats
     rates = " ".join(f"{rate:.2f}" for rate in stats.survival_rates)
     print(
         f"{stats.emitted.sum()} tokens in {stats.steps.sum()} steps, accept length {stats.accept_length:.2f}"
-        + (f", accepted per level {rates}" if rates else ""),
+        + (f", accepted per level {rates}" if rates else "")
+        + ("" if result.is_exact else f"; acceptance '{config.acceptance}' has changed the text's distribution"),
         file=sys.stderr,
     )
     if options.check:
-        identical = generate(params, prompts, model=model, config=config).rows() == result.rows()
+        identical = generate(params, prompts, **asked).rows() == result.rows()
         print(f"identical to plain decoding: {'yes' if identical else 'NO'}", file=sys.stderr)
         return 0 if identical else 4
     return 0
+
+
+def _decode_config(options, settings: dict[str, Any], model, tokenizer):
+    """Of `mtpjax generate`, with `settings` from its flags of drafts; an adaptive depth reads the model's profile."""
+    from mtpjax.decode.config import DecodeConfig
+    from mtpjax.decode.profile import load_costs
+
+    num_steps = settings.pop("num_steps")
+    if num_steps is None:
+        num_steps = 2 if model.config.num_mtp_modules else 0
+    costs = None
+    if options.depth_policy == "adaptive" and num_steps:
+        costs = load_costs(options.model_path, batch=len(options.prompt), num_steps=num_steps, config=model.config)
+    return DecodeConfig(
+        max_new_tokens=options.max_new_tokens,
+        num_steps=num_steps,
+        depth_policy=options.depth_policy,
+        depth_costs=costs,
+        max_length=options.max_length,
+        stop_token_ids=tokenizer.eos_token_ids,
+        **settings,
+    )
 
 
 def _profile(options) -> int:
@@ -417,6 +446,7 @@ def _eval_acceptance(options) -> int:
     from mtpjax.prompts import choose_prompts, encode_prompts, read_prompts, room_for_prompts
     from mtpjax.tokenizer import load_tokenizer
 
+    config = DecodeConfig(max_new_tokens=options.max_new_tokens, **draft_settings(options))
     chosen = choose_prompts(
         read_prompts(options.prompts), options.num_prompts, categories=options.categories, seed=options.seed
     )
@@ -425,9 +455,7 @@ def _eval_acceptance(options) -> int:
     tokenizer = load_tokenizer(path, model.config.vocab_size)
     most = room_for_prompts(model.config.max_position_embeddings, options.max_new_tokens, options.prompt_tokens)
     prompts, cut = encode_prompts(chosen, tokenizer, most_tokens=most, chat=options.chat)
-    config = DecodeConfig(
-        max_new_tokens=options.max_new_tokens, num_steps=options.num_steps, stop_token_ids=tokenizer.eos_token_ids
-    )
+    config = dataclasses.replace(config, stop_token_ids=tokenizer.eos_token_ids)
     console = rich.console.Console()
     if cut:
         print(f"{cut} of {len(prompts)} prompts are cut to {most} tokens", file=sys.stderr)
@@ -451,7 +479,7 @@ def _eval_acceptance(options) -> int:
         settings = {name: value for name, value in vars(options).items() if isinstance(value, (str, int, float, list))}
         content = {"settings": settings, "prompts_cut": cut, "figures": evaluate.to_json(figures)}
         write_text(options.output, json.dumps(content, indent=1, allow_nan=False) + "\n")
-    if options.temperature:
+    if options.temperature and config.acceptance != "sample":
         return 0
     print(f"identical to plain decoding: {identical} of {len(prompts)}")
     return 0 if identical == len(prompts) else 4

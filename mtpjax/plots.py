@@ -52,33 +52,28 @@ def plot_quickstart(path: pathlib.Path, history: list[dict[str, Any]], rows) -> 
 
 
 def plot_heatmap(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
-    """Ratio to plain decoding over depth and tree, a panel per batch size, temperature and rule (`cells.jsonl` rows).
-
-    A panel holds the rules of chains and trees together unless two of them meet in one place.
-    """
+    """Ratio to plain decoding over depth, and tree and rule: a panel per batch size and temperature (`cells.jsonl`)."""
     import matplotlib.colors
     import matplotlib.figure
 
-    groups = _panels(rows)
-    if max(map(len, groups)) == 1:  # side by side, where each batch size has one panel
-        groups = [[panel for group in groups for panel in group]]
-    lines = [line for group in groups for line in _pieces(group, 3 if len(groups) == 1 else 4)]
-    columns = max(map(len, lines))
+    groups = _groups(rows)
     depths = sorted({row["cell"]["num_steps"] for row in rows})
-    trees = sorted({_tree(row) for row in rows})
+    trees = {key: sorted({_tree(row) for row in group}) for key, group in groups.items()}
+    lines = _lines(groups)
     ratios = [row["ratio"]["value"] for row in rows]
     most = max(1.25, *ratios, *(1 / ratio for ratio in ratios))
     norm = matplotlib.colors.LogNorm(1 / most, most)  # 1 is the middle: white
-    width, height = max(2.8, 1.05 * len(depths) + 1.0), max(2.0, 0.7 * len(trees) + 1.0)
-    figure = matplotlib.figure.Figure(figsize=(width * columns + 1.0, height * len(lines) + 0.4), layout="constrained")
-    axes = figure.subplots(len(lines), columns, squeeze=False)
+    width, height = max(2.8, 1.05 * len(depths) + 1.2), max(2.0, 0.7 * max(map(len, trees.values())) + 1.0)
+    size = (width * len(lines[0]) + 1.0, height * len(lines) + 0.4)
+    figure = matplotlib.figure.Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(len(lines), len(lines[0]), squeeze=False)
     colours = matplotlib.colormaps["RdBu"].with_extremes(bad="#eeeeee")
-    for places, line in zip(axes, lines, strict=True):
-        for axis, panel in itertools.zip_longest(places, line):
-            if panel is None:
-                axis.set_axis_off()
-            else:
-                _draw_panel(axis, *panel, depths=depths, trees=trees, colours=colours, norm=norm)
+    for axis, key in itertools.zip_longest(axes.flat, itertools.chain(*lines)):
+        if key in groups:
+            look = {"depths": depths, "trees": trees[key], "colours": colours, "norm": norm}
+            _draw_panel(axis, f"batch {key[0]}, temperature {key[1]:g}", groups[key], **look)
+        else:
+            axis.set_axis_off()
     bar = figure.colorbar(axes[0][0].images[0], ax=axes, shrink=min(0.8, 2.4 / len(lines)), aspect=25, pad=0.02)
     ticks = [tick for tick in (0.25, 0.33, 0.5, 0.67, 0.8, 1, 1.25, 1.5, 2, 3, 4) if 1 / most <= tick <= most]
     bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
@@ -124,13 +119,8 @@ def plot_pareto(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
     """
     import matplotlib.figure
 
-    groups: dict[tuple[int, float], list[dict[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault((row["cell"]["batch_size"], row["cell"]["temperature"]), []).append(row)
-    batch_sizes, temperatures = sorted({key[0] for key in groups}), sorted({key[1] for key in groups})
-    lines = [[(batch_size, temperature) for temperature in temperatures] for batch_size in batch_sizes]
-    if len(temperatures) == 1:  # side by side
-        lines = _pieces([line[0] for line in lines], 3)
+    groups = _groups(rows)
+    lines = _lines(groups)
     figure = matplotlib.figure.Figure(figsize=(5.2 * len(lines[0]), 4.2 * len(lines) + 0.4), layout="constrained")
     axes = figure.subplots(len(lines), len(lines[0]), squeeze=False)
     places = {}
@@ -208,6 +198,8 @@ def _label_frontier(axis, group: list[dict[str, Any]]) -> None:
     for row in reversed(_frontier(group)):
         cell = row["cell"]
         text = f"depth {cell['num_steps']}" + (f", {cell['num_nodes']} nodes" if cell["topk"] > 1 else "")
+        alike = [other for other in group if _place(other) == _place(row)]
+        text += f", {cell['acceptance']}" if len(alike) > 1 else ""
         for x, y in ((-7, 4), (7, -4), (-7, -4), (7, 4), (-9, 16), (9, -16)):
             label = axis.annotate(
                 text,
@@ -229,39 +221,41 @@ def _label_frontier(axis, group: list[dict[str, Any]]) -> None:
             label.remove()
 
 
-def _panels(rows: list[dict[str, Any]]) -> list[list[tuple[str, list[dict[str, Any]]]]]:
-    """(title, rows) of each panel, a list per batch size."""
+def _groups(rows: list[dict[str, Any]]) -> dict[tuple[int, float], list[dict[str, Any]]]:
+    """(batch size, temperature) -> its rows, in ascending order."""
     groups: dict[tuple[int, float], list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["cell"]["batch_size"], row["cell"]["temperature"]), []).append(row)
-    panels: dict[int, list[tuple[str, list[dict[str, Any]]]]] = {}
-    for (batch_size, temperature), group in sorted(groups.items()):
-        places = {(_tree(row), row["cell"]["num_steps"]) for row in group}
-        rules = {row["cell"]["acceptance"]: " (lossy)" * (row["lossless"] == "lossy") for row in group}
-        parts = {", ".join(rule + mark for rule, mark in rules.items()): group}
-        if len(places) < len(group):
-            parts = {
-                rule + mark: [row for row in group if row["cell"]["acceptance"] == rule] for rule, mark in rules.items()
-            }
-        for name, part in parts.items():
-            panels.setdefault(batch_size, []).append((f"batch {batch_size}, temperature {temperature:g}\n{name}", part))
-    return list(panels.values())
+    return dict(sorted(groups.items()))
+
+
+def _lines(groups) -> list[list[tuple[int, float]]]:
+    """Keys of panels: a line per batch size, a column per temperature; those of one temperature side by side."""
+    batch_sizes, temperatures = sorted({key[0] for key in groups}), sorted({key[1] for key in groups})
+    if len(temperatures) == 1:
+        return _pieces(list(groups), 3)
+    return [[(batch_size, temperature) for temperature in temperatures] for batch_size in batch_sizes]
 
 
 def _pieces(values: list, size: int) -> list[list]:
     return [values[begin : begin + size] for begin in range(0, len(values), size)]
 
 
-def _tree(row: dict[str, Any]) -> tuple[int, int]:
-    """topk, and the nodes of a tree; those of a chain follow from its depth, those of a whole tree too."""
+def _tree(row: dict[str, Any]) -> tuple[int, int, str]:
+    """topk, the nodes of a tree, and the rule; nodes of a chain follow from its depth, those of a whole tree too."""
     cell = row["cell"]
     whole = 1 + cell["topk"] + (cell["num_steps"] - 1) * cell["topk"] ** 2
-    return cell["topk"], 0 if cell["topk"] == 1 or cell["num_nodes"] in (whole, 64) else cell["num_nodes"]
+    nodes = 0 if cell["topk"] == 1 or cell["num_nodes"] in (whole, 64) else cell["num_nodes"]
+    return cell["topk"], nodes, cell["acceptance"] + " (lossy)" * (row["lossless"] == "lossy")
 
 
-def _tree_name(tree: tuple[int, int]) -> str:
-    topk, nodes = tree
-    return "chain" if topk == 1 else f"topk {topk}" + (f"\n{nodes} nodes" if nodes else "")
+def _tree_name(tree: tuple[int, int, str]) -> str:
+    topk, nodes, rule = tree
+    return ("chain" if topk == 1 else f"topk {topk}") + (f", {nodes} nodes" if nodes else "") + f"\n{rule}"
+
+
+def _place(row: dict[str, Any]) -> tuple[int, int, int]:
+    return row["cell"]["num_steps"], row["cell"]["topk"], row["cell"]["num_nodes"]
 
 
 def _point(row: dict[str, Any]) -> tuple[float, float]:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import jax
+import numpy as np
 import pytest
 import tokenizers
 
@@ -13,6 +14,7 @@ from mtpjax.checkpoint import save_model
 from mtpjax.cli import main
 from mtpjax.decode import profile
 from mtpjax.decode.profile import load_costs
+from mtpjax.vocabulary import save_vocabulary
 from tests import golden
 
 
@@ -53,9 +55,64 @@ def test_generate_prints_the_text_and_checks_it(checkpoint, capsys):
     assert "identical to plain decoding: yes" in captured.err
 
 
+def test_generate_samples_a_tree_and_checks_it(checkpoint, capsys):
+    arguments = [
+        "generate",
+        "--model",
+        str(checkpoint),
+        "--prompt",
+        "def ",
+        "--prompt",
+        "def ",
+        "--max-new-tokens",
+        "8",
+    ]
+    arguments += ["--temperature", "0.8", "--top-p", "0.95", "--seed", "3"]
+    arguments += [
+        "--speculative-num-steps",
+        "2",
+        "--speculative-eagle-topk",
+        "2",
+        "--speculative-num-draft-tokens",
+        "5",
+    ]
+    assert exit_code([*arguments, "--acceptance", "sample", "--check"]) == 0
+    captured = capsys.readouterr()
+    assert "identical to plain decoding: yes" in captured.err
+    first, second = captured.out.split("def ")[1:]
+    assert first.strip() != second.strip()  # a seed for each prompt
+    assert exit_code([*arguments, "--speculative-accept-threshold-single", "0.3"]) == 0
+    assert "acceptance 'threshold' has changed the text's distribution" in capsys.readouterr().err
+
+
+def test_generate_chooses_the_depth_by_a_profile(checkpoint, tmp_path, capsys):
+    model = shutil.copytree(checkpoint, tmp_path / "checkpoint", ignore=shutil.ignore_patterns("profile.json"))
+    arguments = ["generate", "--model", str(model), "--prompt", "def ", "--max-new-tokens", "8", "--check"]
+    arguments += ["--depth-policy", "adaptive", "--speculative-num-steps", "1"]
+    assert exit_code(arguments) == 2
+    error = capsys.readouterr().err
+    assert "no profile at" in error and "`mtpjax profile` measures one" in error and error.count("\n") == 1
+    assert exit_code(["profile", "--model", str(model), "--num-steps", "1", "--context", "40", "--rounds", "1"]) == 0
+    assert exit_code(arguments) == 0
+    assert "identical to plain decoding: yes" in capsys.readouterr().err
+
+
+def test_generate_drafts_from_a_vocabulary(checkpoint, tmp_path, capsys):
+    file = tmp_path / "frequent.json"
+    save_vocabulary(file, tuple(range(97, 123)), counts=np.ones(256, int), source="letters", sizes={})
+    arguments = ["generate", "--model", str(checkpoint), "--prompt", "def ", "--max-new-tokens", "8", "--check"]
+    assert exit_code([*arguments, "--draft-vocabulary", str(file), "--speculative-draft-window-size", "16"]) == 0
+    assert "identical to plain decoding: yes" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("extra", "said"),
     [
+        (["--prompt", "x", "--temperature", "1", "--check"], "--check above temperature 0 takes --acceptance sample"),
+        (["--prompt", "x", "--acceptance", "block", "--speculative-accept-threshold-acc", "0.5"], "not 'block'"),
+        (["--prompt", "x", "--speculative-accept-threshold-single", "-1"], "threshold_single -1.0 is not within 0..1"),
+        (["--prompt", "x", "--draft-vocabulary", "missing.json"], "missing.json"),
+        (["--prompt", "x", "--top-p", "2"], "top_p"),
         (["--prompt", ""], "prompt 0 is empty"),
         (["--prompt", "x" * 200], "max_length 128 leaves room for 127"),
         (["--prompt", "x", "--speculative-num-steps", "-1"], "num_steps must be at least 0, not -1"),

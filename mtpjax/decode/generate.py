@@ -130,7 +130,7 @@ def _check(rows: list[np.ndarray], model: MTPModel, config: DecodeConfig) -> int
         if not 0 <= token < model.config.vocab_size:
             raise ValueError(f"stop token id {token} is outside 0..{model.config.vocab_size - 1}")
     if config.num_steps and config.topk > 1:
-        _check_tree(model, config)
+        check_tree(model, config)
     if config.num_steps and not model.config.num_mtp_modules:
         raise ValueError(f"num_steps {config.num_steps} needs an MTP module, and the model has none")
     if model.scan_layers:
@@ -138,7 +138,8 @@ def _check(rows: list[np.ndarray], model: MTPModel, config: DecodeConfig) -> int
     return limit
 
 
-def _check_tree(model: MTPModel, config: DecodeConfig) -> None:
+def check_tree(model: MTPModel, config: DecodeConfig) -> None:
+    """Raises `ValueError` where the model cannot draft the tree, or the rule cannot verify it."""
     modules, vocabulary = model.config.num_mtp_modules, model.config.num_tokens or model.config.vocab_size
     if modules > 1:
         raise ValueError(f"topk {config.topk} drafts trees, which take one MTP module; the model has {modules}")

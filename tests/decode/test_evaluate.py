@@ -149,8 +149,21 @@ def test_the_command_prints_and_writes(checkpoint, tmp_path, capsys):
     assert exit_.value.code == 0
     assert "identical to plain decoding: 4 of 4" in capsys.readouterr().out
     content = json.loads(output.read_text())
-    assert content["figures"]["x"]["prompts"] == 2 and content["settings"]["num_steps"] == 2
+    assert content["figures"]["x"]["prompts"] == 2 and content["settings"]["speculative_num_steps"] == 2
     assert len(content["figures"]["overall"]["decoded"]["conditional"]) == 2
+
+
+def test_the_command_samples_trees(checkpoint, tmp_path, capsys):
+    """By the rule "sample" the tokens are those of plain sampling with the same seeds, and are compared."""
+    prompts, output = tmp_path / "prompts.txt", tmp_path / "acceptance.json"
+    prompts.write_text("one\ntwo\n")
+    arguments = ["eval", "acceptance", "--model", str(checkpoint), "--prompts", str(prompts), "--output", str(output)]
+    tree = ["--topk", "2", "--num-steps", "2", "--num-draft-tokens", "4", "--acceptance", "sample"]
+    with pytest.raises(SystemExit) as exit_:
+        main([*arguments, *tree, "--temperature", "0.8", "--max-new-tokens", "12"])
+    assert exit_.value.code == 0
+    assert "identical to plain decoding: 2 of 2" in capsys.readouterr().out
+    assert json.loads(output.read_text())["settings"]["speculative_num_draft_tokens"] == 4
 
 
 @pytest.mark.parametrize(
@@ -161,6 +174,8 @@ def test_the_command_prints_and_writes(checkpoint, tmp_path, capsys):
         (["--max-new-tokens", "256"], 2, "leaves no room"),
         (["--batch-size", "0"], 2, "batch_size must be at least 1"),
         (["--temperature", "-1"], 2, "temperature"),
+        (["--topk", "2", "--acceptance", "block"], 2, "'block' verifies chains"),
+        (["--acceptance", "greedy", "--temperature", "1"], 2, "acceptance 'greedy' decodes at temperature 0"),
         (["--categories", "zzz"], 2, "no prompts of category 'zzz'"),
         (["--prompts", "missing.jsonl"], 2, "missing.jsonl"),
         (["--model", "missing"], 3, "no mtpjax checkpoint"),

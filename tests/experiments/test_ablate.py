@@ -13,12 +13,16 @@ import numpy as np
 import pytest
 import rich.console
 
-from experiments import ablate
-from experiments.ablate import Bench, Cell, CellFile, Settings, Workload, advise, fingerprint, paired_ratio, plan
+from experiments import ablate, ablate_bench
+from experiments.ablate import CellFile, fingerprint
+from experiments.ablate_bench import Bench, Workload, find_workload, paired_ratio
+from experiments.ablate_grid import Cell, Settings, plan
+from experiments.ablate_report import advise, cell_of, print_cells, recommendation, to_csv
 from mtpjax import generate
 from mtpjax.checkpoint import save_model
 from mtpjax.cli import main
 from mtpjax.decode.config import DecodeConfig
+from mtpjax.decode.costs import Costs
 from mtpjax.plots import plot_heatmap, plot_pareto
 from mtpjax.train.data import read_documents, split_held_out
 from mtpjax.train.panel import is_looping
@@ -28,11 +32,6 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 SETTINGS = Settings(depths=(1, 2), topk=(1,), temperatures=(0.0,), batch_sizes=(1, 2), max_new_tokens=12, repeats=2)
 WORKLOAD = Workload([[1, 2, 3], [4, 5], [6, 7, 8]], "three prompts")
 ABOUT = {"model": "m", "device": "d", "processor": "p", "jax": "j"}
-
-
-@pytest.fixture
-def trees(monkeypatch):
-    monkeypatch.setattr(ablate, "_decodes_trees", lambda: True)
 
 
 def row(ratio, spread=0.05, *, batch_size=1, temperature=0.0, num_steps=1, topk=1, lossless="identical", rule="greedy"):
@@ -49,8 +48,8 @@ def row(ratio, spread=0.05, *, batch_size=1, temperature=0.0, num_steps=1, topk=
         "ratio": around(ratio, spread),
         "tokens_per_second": 100 * ratio,
         "plain_tokens_per_second": 100.0,
-        "costs": None,
-        "ideal_ratio": None,
+        "costs": {"plain": 1e-3, "verify": 1e-3, "round": 1.2e-3},
+        "ideal_ratio": length / 1.2,
         "lossless": lossless,
         "differing_rows": int(lossless == "DIFFERS"),
         "compared_rows": 10,
@@ -58,11 +57,12 @@ def row(ratio, spread=0.05, *, batch_size=1, temperature=0.0, num_steps=1, topk=
     }
 
 
-def test_the_grid_leaves_out_what_is_impossible_with_its_reason(trees):
+def test_the_grid_leaves_out_what_is_impossible_with_its_reason(small):
     settings = Settings(
         depths=(1, 2), topk=(1, 2), num_draft_tokens=(0, 4), rules=("greedy", "block", "recursive"), batch_sizes=(1,)
     )
-    cells, reasons = plan(settings, num_modules=1)
+    model, _ = small("grouped", "right")
+    cells, reasons = plan(settings, model=model)
     shapes = {(cell.num_steps, cell.topk, cell.num_nodes) for cell in cells}
     assert shapes == {(1, 1, 2), (2, 1, 3), (1, 2, 3), (2, 2, 7), (2, 2, 4)}
     assert {(cell.acceptance, cell.temperature, cell.topk) for cell in cells} == {
@@ -76,19 +76,30 @@ def test_the_grid_leaves_out_what_is_impossible_with_its_reason(trees):
         assert any(said in reason for reason in reasons), said
 
 
-def test_auto_is_the_best_exact_rule_and_counts_once(trees):
-    settings = Settings(depths=(2,), topk=(1, 2), rules=("auto", "block", "greedy"), batch_sizes=(1,))
-    cells, _ = plan(settings, num_modules=1)
-    assert {(cell.topk, cell.temperature): cell.acceptance for cell in cells} == {
-        (1, 0): "greedy",
-        (2, 0): "greedy",
-        (1, 1): "block",
-        (2, 1): "recursive",
-    }
-    assert len(cells) == 4
-    assert all(cell.topk == 1 for cell in plan(settings, num_modules=2)[0])
+def test_auto_is_the_default_rule_and_exact_is_all_that_fit(small):
+    model, _ = small("grouped", "right")
+
+    def rules(*names):
+        settings = Settings(depths=(2,), topk=(1, 2), rules=names, batch_sizes=(1,))
+        cells, _ = plan(settings, model=model)
+        assert len(cells) == len(set(cells))
+        return {(cell.topk, cell.temperature, cell.acceptance) for cell in cells}
+
+    greedy = {(1, 0, "greedy"), (2, 0, "greedy")}
+    assert rules("auto", "block", "greedy") == {*greedy, (1, 1, "block"), (2, 1, "recursive")}
+    chains, trees = {(1, 1, rule) for rule in ("sample", "token", "block")}, {(2, 1, "sample"), (2, 1, "recursive")}
+    assert rules("exact") >= {*greedy, *chains, *trees}
+    assert not rules("exact") & {(1, 1, "recursive"), (2, 1, "token"), (2, 1, "block"), (1, 1, "typical")}
+    assert {rule for _, _, rule in rules("typical")} == {"typical"}
+
+
+def test_a_model_that_cannot_draft_trees_has_chains_only(small):
+    model, _ = small("grouped", "right", num_mtp_modules=2)
+    cells, reasons = plan(Settings(), model=model)
+    assert {cell.topk for cell in cells} == {1} and any("take one MTP module" in reason for reason in reasons)
+    without = dataclasses.replace(model, config=dataclasses.replace(model.config, num_mtp_modules=0))
     with pytest.raises(ValueError, match="no MTP module"):
-        plan(settings, num_modules=0)
+        plan(Settings(), model=without)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +110,7 @@ def test_auto_is_the_best_exact_rule_and_counts_once(trees):
         ({"batch_sizes": (1, 0)}, "batch_sizes must be at least 1"),
         ({"temperatures": (-1.0,)}, "temperature -1.0"),
         ({"temperatures": (float("nan"),)}, "temperature nan"),
-        ({"rules": ("fast",)}, "rule 'fast' is not one of auto, greedy"),
+        ({"rules": ("fast",)}, "rule 'fast' is not one of auto, exact, greedy"),
         ({"max_new_tokens": 1}, "max_new_tokens must be at least 2"),
         ({"repeats": 0}, "repeats must be at least 1"),
     ],
@@ -111,9 +122,14 @@ def test_settings_that_make_no_sense_are_refused(changes, said):
 
 def test_a_cell_of_a_right_drafter_has_its_figures(small):
     model, params = small("grouped", "right")
-    figures = Bench(model, params, SETTINGS, WORKLOAD).measure(Cell(2, 2, 1, 3, "greedy", 0.0))
+    chain, tree = Cell(2, 2, 1, 3, "greedy", 0.0), Cell(2, 2, 2, 5, "greedy", 0.0)
+    bench = Bench(model, params, SETTINGS, WORKLOAD, [chain, tree])
+    wide, figures = bench.measure(tree), bench.measure(chain)
+    assert wide["accept_length"]["value"] == 3 and wide["lossless"] == "identical"
     assert figures["accept_length"] == {"value": 3, "low": 3, "high": 3}
     assert figures["lossless"] == "identical" and figures["compared_rows"] == 8
+    assert figures["costs"]["plain"] == wide["costs"]["plain"] and figures["costs"]["round"] != wide["costs"]["round"]
+    assert figures["ideal_ratio"] == pytest.approx(3 * figures["costs"]["plain"] / figures["costs"]["round"])
     assert figures["ratio"]["low"] <= figures["ratio"]["value"] <= figures["ratio"]["high"]
     json.dumps(figures, allow_nan=False)
 
@@ -121,13 +137,14 @@ def test_a_cell_of_a_right_drafter_has_its_figures(small):
 def test_sampled_rows_have_seeds_of_their_own_the_same_for_both_ways(small, monkeypatch):
     model, params = small("grouped", "right")
     bench = Bench(model, params, SETTINGS, WORKLOAD)
-    decode, asked = ablate.speculative_generate, []
+    decode, asked = ablate_bench.speculative_generate, []
 
-    def greedy(params, prompts, *, model, config, sampling):
+    def watched(params, prompts, *, model, config, sampling):
         asked.append((config.num_steps, config.acceptance, sampling.temperature, tuple(sampling.seed)))
-        return decode(params, prompts, model=model, config=dataclasses.replace(config, acceptance="auto"))
+        return decode(params, prompts, model=model, config=config, sampling=sampling)
 
-    monkeypatch.setattr(ablate, "speculative_generate", greedy)
+    monkeypatch.setattr(ablate_bench, "speculative_generate", watched)
+    monkeypatch.setattr(bench, "_part_costs", lambda cell: Costs(2, 1.0, {cell.shape: 1.0}, {cell.shape: 1.0}))
     figures = bench.measure(Cell(2, 1, 1, 2, "sample", 0.7))
     assert figures["lossless"] == "identical"
     assert {(steps, rule) for steps, rule, _, _ in asked} == {(0, "auto"), (1, "sample")}
@@ -140,6 +157,7 @@ def test_sampled_rows_have_seeds_of_their_own_the_same_for_both_ways(small, monk
 def test_a_text_that_differs_is_noticed(small, monkeypatch):
     model, params = small("grouped", "right")
     bench = Bench(model, params, SETTINGS, WORKLOAD)
+    monkeypatch.setattr(bench, "_part_costs", lambda cell: Costs(2, 1.0, {cell.shape: 1.0}, {cell.shape: 1.0}))
     decode = bench._decode
 
     def altered(batch, config, *rest):
@@ -182,8 +200,8 @@ def run_cells(tmp_path, bench, cells):
     return ablate.run_cells(cells, bench, CellFile(tmp_path / "cells.jsonl"), ABOUT, say=lambda line: None)
 
 
-def test_an_ended_run_goes_on_behind_its_last_cell(tmp_path):
-    cells, _ = plan(SETTINGS, num_modules=1)
+def test_an_ended_run_goes_on_behind_its_last_cell(tmp_path, small):
+    cells, _ = plan(SETTINGS, model=small("grouped", "right")[0])
     first = FakeBench(ends_at=2)
     rows, is_complete = run_cells(tmp_path, first, cells)
     assert len(rows) == 2 and not is_complete
@@ -192,7 +210,7 @@ def test_an_ended_run_goes_on_behind_its_last_cell(tmp_path):
     second = FakeBench()
     rows, is_complete = run_cells(tmp_path, second, cells)
     assert is_complete and first.measured + second.measured == cells
-    assert [ablate.cell_of(row) for row in rows] == cells
+    assert [cell_of(row) for row in rows] == cells
     assert len([json.loads(line) for line in path.read_text().splitlines()]) == 4
     third = FakeBench()
     run_cells(tmp_path, third, cells)
@@ -227,19 +245,22 @@ def test_advice_says_what_how_sure_and_when_not():
         row(1.3, num_steps=1, batch_size=4),
         row(0.9, batch_size=8),
         row(1.02, batch_size=16),
+        row(1.4, 0.5, batch_size=32),
+        row(1.3, batch_size=32, num_steps=2),
         row(2.0, batch_size=16, lossless="lossy", rule="typical", temperature=0.0),
         row(3.0, batch_size=16, lossless="DIFFERS", num_steps=2),
     ]
-    one, four, eight, sixteen = advise(rows)
+    one, four, eight, sixteen, wide = advise(rows)
     assert one.best is rows[0] and one.certainty.startswith("surely before depth 1, greedy: 1.20")
     assert four.best is rows[2] and four.certainty.startswith("not told apart from depth 1, greedy")
     assert eight.best is None and eight.says == "do not speculate"
     assert sixteen.best is None and "not shown to pay" in sixteen.says
-    text = ablate.recommendation(rows, {"a reason": 3}, WORKLOAD, SETTINGS, ABOUT)
+    assert wide.best is rows[7] and wide.certainty.startswith("not told apart from depth 1")
+    text = recommendation(rows, {"a reason": 3}, WORKLOAD, SETTINGS, ABOUT)
     assert "--speculative-num-steps 2 --speculative-eagle-topk 1 --speculative-num-draft-tokens 3" in text
     assert "When not to speculate: batch 8 at temperature 0, batch 16 at temperature 0." in text
-    assert "typical" in text and "1 of 10 texts" in text and "left out: a reason (3 cells)" in text
     assert "waited for a core up to 20% of a cell's time" in text
+    assert "typical" in text and "1 of 10 texts" in text and "left out: a reason (3 cells)" in text
 
 
 def test_tables_csv_and_pictures_show_every_cell(tmp_path):
@@ -250,11 +271,11 @@ def test_tables_csv_and_pictures_show_every_cell(tmp_path):
         for batch in (1, 16)
         for heat in (0.0, 1.0)
     ] + [row(0.7, num_steps=2, temperature=1.0, rule="typical", lossless="lossy")]
-    table = list(csv.DictReader(io.StringIO(ablate.to_csv(rows))))
+    table = list(csv.DictReader(io.StringIO(to_csv(rows))))
     assert len(table) == len(rows) and table[-1]["acceptance"] == "typical" and table[-1]["survival"] == "0.8000 0.8000"
     assert all(float(line["ratio_low"]) < float(line["ratio"]) for line in table)
     file = io.StringIO()
-    ablate.print_cells(rich.console.Console(file=file, width=80), rows)
+    print_cells(rich.console.Console(file=file, width=80), rows)
     assert max(map(len, file.getvalue().splitlines())) <= 80 and "…" not in file.getvalue()
     for plot in (plot_heatmap, plot_pareto):
         for part in (rows, rows[:1]):
@@ -341,7 +362,7 @@ def test_ctrl_c_says_how_to_go_on(checkpoint, tmp_path, capsys, monkeypatch):
 def test_prompts_without_a_file_are_of_files_that_training_held_out(small, checkpoint):
     """Those whose plain continuation repeats itself are left out, unless all do."""
     model, params = small("grouped", "mixed", vocab_size=256)
-    workload = ablate.find_workload(checkpoint, model, params, SETTINGS, num_prompts=2, prompt_tokens=16)
+    workload = find_workload(checkpoint, model, params, SETTINGS, num_prompts=2, prompt_tokens=16)
     assert len(workload.prompts) == 2 and all(len(prompt) == 16 for prompt in workload.prompts)
     _, held_out = split_held_out(read_documents(sorted(checkpoint.parent.glob("*.txt"))), 0.5)
     texts = [document.tokens.tobytes() for document in held_out]
