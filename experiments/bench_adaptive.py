@@ -27,6 +27,7 @@ from rich.table import Table
 from experiments.bench_decode import machine
 from mtpjax import DecodeConfig, load, speculative_generate
 from mtpjax.decode import profile
+from mtpjax.decode.costs import Costs
 from mtpjax.train.data import held_out_prompts, python_sources, read_documents, split_held_out
 
 PROMPT_TOKENS, NEW_TOKENS = 64, 128
@@ -117,7 +118,8 @@ def main(argv: list[str] | None = None) -> int:
             context=PROMPT_TOKENS + NEW_TOKENS // 2,
             rounds=3 if options.quick else 8,
         )
-        costs = profile.relative_costs(measured, batch=batch, num_steps=options.num_steps)
+        parts = [Costs.from_json(stored) for stored in measured["batches"]]
+        costs = profile.relative_costs(parts, options.model, batch=batch, num_steps=options.num_steps)
         for name, prompts in sets.items():
             row = {"prompts": name, **measure_cell(params, model, prompts[:batch], costs, rounds)}
             rows.append(row)

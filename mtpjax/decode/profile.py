@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -175,12 +175,20 @@ def load_costs(path, *, batch: int, num_steps: int, config: ModelConfig | None =
     for name, here in _here().items():
         if profile.get(name) != here:
             log.warning("%s was measured with %s %r; here it is %r", path, name, profile.get(name), here)
+    return relative_costs(measured, path, batch=batch, num_steps=num_steps)
+
+
+def relative_costs(measured: Sequence[Costs], origin, *, batch: int, num_steps: int) -> tuple[float, ...]:
+    """Of the measured batch size nearest to `batch`: rounds of chains at depths 0..num_steps, in plain steps.
+
+    Raises `ValueError`, naming `origin`, where they are not as deep.
+    """
     nearest = min(measured, key=lambda costs: (abs(math.log(costs.batch / batch)), -costs.batch))
     rounds = {shape.num_steps: seconds for shape, seconds in nearest.round.items() if shape.topk == 1}
     missing = [depth for depth in range(1, num_steps + 1) if depth not in rounds]
     if missing:
         deepest = f"chains of 1..{max(rounds)} levels" if rounds else "no chains"
-        raise ValueError(f"{path} holds {deepest}, not of {missing[0]}: `mtpjax profile --num-steps {num_steps}`")
+        raise ValueError(f"{origin} holds {deepest}, not of {missing[0]}: `mtpjax profile --num-steps {num_steps}`")
     return (1.0, *(rounds[depth] / nearest.plain for depth in range(1, num_steps + 1)))
 
 
