@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from mtpjax import DecodeConfig, compat, generate, speculative_generate
+from mtpjax import DecodeConfig, SamplingParams, compat, generate, speculative_generate
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -40,3 +40,25 @@ def test_a_mesh_gives_the_tokens_of_a_single_device(attention, axes, decoder, sm
     assert result.rows() == expected[attention]
     result.stats.check()
     assert len(jax.devices()) == 8 and np.prod(list(axes.values())) > 1
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"topk": 2, "num_draft_tokens": 6, "acceptance": "sample"},
+        {"topk": 2, "num_draft_tokens": 6, "acceptance": "recursive"},
+        {"acceptance": "sample", "depth_policy": "adaptive", "depth_costs": (1.0, 1.1, 1.3)},
+    ],
+    ids=lambda shape: "-".join(str(value) for value in shape.values()),
+)
+def test_sampled_trees_and_adaptive_depth_are_the_same_on_a_mesh(shape, small):
+    model, params = small("grouped", "mixed")
+    config = DecodeConfig(max_new_tokens=12, num_steps=2, prefill_chunk=8, logprobs=True, **shape)
+    asked = {"temperature": [0.0, 0.8, 1.0, 1.0], "top_k": 20, "frequency_penalty": 0.3, "logit_bias": {7: 1.0}}
+    sampling = SamplingParams(**asked, seed=[1, 2, 3, 4])
+    single, meshed = (
+        speculative_generate(params, PROMPTS, model=model, config=config, sampling=sampling, mesh=mesh)
+        for mesh in (None, compat.make_mesh({"data": 2, "tensor": 2}))
+    )
+    assert meshed.rows() == single.rows()
+    np.testing.assert_allclose(meshed.logprobs, single.logprobs, atol=1e-4)
