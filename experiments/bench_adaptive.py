@@ -98,13 +98,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--num-steps", type=int, default=3, help="deepest round (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=12, help="measurements per cell (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="two batch sizes, three rounds: to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="one batch size, two levels: to see that it runs")
     parser.add_argument("--output", type=pathlib.Path, default=None, help="JSON file of the figures")
     options = parser.parse_args(argv)
-    batches, rounds = ([1, 4], 3) if options.quick else (options.batch, options.rounds)
+    batches, num_steps, rounds = (options.batch, options.num_steps, options.rounds)
+    if options.quick:
+        batches, num_steps, rounds = [2], 2, 2
     console = Console(highlight=False)
     model, params = load(options.model)
-    sets = prompt_sets(params, model, max(batches), options.num_steps)
+    sets = prompt_sets(params, model, max(batches), num_steps)
     rows = []
     table = Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in ("batch", "prompts", "best fixed", "best / adaptive", "95 %", "modelled", "plain / adaptive"):
@@ -114,12 +116,12 @@ def main(argv: list[str] | None = None) -> int:
             params,
             model=model,
             batches=(batch,),
-            num_steps=options.num_steps,
+            num_steps=num_steps,
             context=PROMPT_TOKENS + NEW_TOKENS // 2,
-            rounds=3 if options.quick else 8,
+            rounds=2 if options.quick else 8,
         )
         parts = [Costs.from_json(stored) for stored in measured["batches"]]
-        costs = profile.relative_costs(parts, options.model, batch=batch, num_steps=options.num_steps)
+        costs = profile.relative_costs(parts, options.model, batch=batch, num_steps=num_steps)
         for name, prompts in sets.items():
             row = {"prompts": name, **measure_cell(params, model, prompts[:batch], costs, rounds)}
             rows.append(row)
