@@ -6,13 +6,14 @@ import math
 from typing import Any, Literal, NamedTuple
 
 
-def _require(condition: bool, message: str) -> None:
+def require(condition: bool, message: str) -> None:
+    """Raises `ValueError` with the message."""
     if not condition:
         raise ValueError(message)
 
 
-def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    _require(value in choices, f"{name} '{value}' is not one of {', '.join(choices)}")
+def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    require(value in choices, f"{name} '{value}' is not one of {', '.join(choices)}")
 
 
 class LayerKind(NamedTuple):
@@ -50,7 +51,7 @@ class Llama3Scaling:
 
     def __post_init__(self):
         low, high = self.low_freq_factor, self.high_freq_factor
-        _require(low < high, f"low_freq_factor {low} is not below high_freq_factor {high}")
+        require(low < high, f"low_freq_factor {low} is not below high_freq_factor {high}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,72 +139,70 @@ class ModelConfig:
 
     def __post_init__(self):
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
-            _require(getattr(self, name) > 0, f"{name} must be positive, not {getattr(self, name)}")
-        _require(
+            require(getattr(self, name) > 0, f"{name} must be positive, not {getattr(self, name)}")
+        require(
             0 <= self.num_tokens <= self.vocab_size, f"num_tokens {self.num_tokens} is not within 0..{self.vocab_size}"
         )
-        _require(self.num_mtp_modules >= 0, f"num_mtp_modules must not be negative, is {self.num_mtp_modules}")
-        _require_choice("attention", self.attention, ("grouped", "latent"))
-        _require_choice("scoring_func", self.scoring_func, ("sigmoid", "softmax"))
-        _require_choice("mtp_chaining", self.mtp_chaining, ("chain", "trunk"))
-        _require_choice("mtp_input", self.mtp_input, ("embedding_hidden", "hidden_embedding"))
+        require(self.num_mtp_modules >= 0, f"num_mtp_modules must not be negative, is {self.num_mtp_modules}")
+        require_choice("attention", self.attention, ("grouped", "latent"))
+        require_choice("scoring_func", self.scoring_func, ("sigmoid", "softmax"))
+        require_choice("mtp_chaining", self.mtp_chaining, ("chain", "trunk"))
+        require_choice("mtp_input", self.mtp_input, ("embedding_hidden", "hidden_embedding"))
         for name in ("indexer_types", "layer_types"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
             given = len(getattr(self, name))
-            _require(given in (0, self.num_hidden_layers), f"{given} {name} for {self.num_hidden_layers} layers")
+            require(given in (0, self.num_hidden_layers), f"{given} {name} for {self.num_hidden_layers} layers")
         for kind in self.layer_types:
-            _require_choice("layer type", kind, ("full_attention", "linear_attention"))
+            require_choice("layer type", kind, ("full_attention", "linear_attention"))
         for kind in self.indexer_types:
-            _require_choice("indexer type", kind, ("full", "shared"))
-        _require_choice("linear_output_gate", self.linear_output_gate, ("silu", "sigmoid"))
+            require_choice("indexer type", kind, ("full", "shared"))
+        require_choice("linear_output_gate", self.linear_output_gate, ("silu", "sigmoid"))
         object.__setattr__(self, "mlp_only_layers", tuple(self.mlp_only_layers))
         if "linear_attention" in self.layer_types:
             self._check_linear()
         if self.index_topk:
-            _require(
+            require(
                 self.attention == "latent" and self.q_lora_rank > 0,
                 "an indexer needs latent attention with q_lora_rank",
             )
-            _require(
+            require(
                 min(self.index_n_heads, self.index_head_dim) > 0, "an indexer needs index_n_heads and index_head_dim"
             )
-            _require(self.indexer_types[:1] != ("shared",), "the first layer has no indexer before it to share")
+            require(self.indexer_types[:1] != ("shared",), "the first layer has no indexer before it to share")
         if self.attention == "grouped":
             self._check_grouped()
         else:
             for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
-                _require(
-                    getattr(self, name) > 0, f"latent attention needs a positive {name}, not {getattr(self, name)}"
-                )
-        _require(self.rotary_dim % 2 == 0, f"the rotated width {self.rotary_dim} is odd")
+                require(getattr(self, name) > 0, f"latent attention needs a positive {name}, not {getattr(self, name)}")
+        require(self.rotary_dim % 2 == 0, f"the rotated width {self.rotary_dim} is odd")
         if self.n_routed_experts:
             self._check_experts()
 
     def _check_grouped(self):
         heads = self.num_attention_heads
         if not self.head_dim:
-            _require(self.hidden_size % heads == 0, f"hidden_size {self.hidden_size} is no multiple of {heads} heads")
+            require(self.hidden_size % heads == 0, f"hidden_size {self.hidden_size} is no multiple of {heads} heads")
             object.__setattr__(self, "head_dim", self.hidden_size // heads)
         object.__setattr__(self, "num_key_value_heads", self.num_key_value_heads or heads)
         kv_heads = self.num_key_value_heads
-        _require(heads % kv_heads == 0, f"{heads} query heads are no multiple of {kv_heads} key/value heads")
+        require(heads % kv_heads == 0, f"{heads} query heads are no multiple of {kv_heads} key/value heads")
 
     def _check_linear(self):
         for name in ("linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim"):
-            _require(getattr(self, name) > 0, f"linear attention needs a positive {name}, not {getattr(self, name)}")
+            require(getattr(self, name) > 0, f"linear attention needs a positive {name}, not {getattr(self, name)}")
         keys, values = self.linear_num_key_heads, self.linear_num_value_heads
-        _require(values > 0 and values % keys == 0, f"{values} linear value heads are no multiple of {keys} key heads")
+        require(values > 0 and values % keys == 0, f"{values} linear value heads are no multiple of {keys} key heads")
 
     def _check_experts(self):
         experts, groups = self.n_routed_experts, self.n_group
-        _require(
+        require(
             self.moe_intermediate_size > 0, f"experts need a moe_intermediate_size, not {self.moe_intermediate_size}"
         )
-        _require(experts % groups == 0, f"{experts} experts are no multiple of {groups} groups")
-        _require(1 <= self.topk_group <= groups, f"topk_group {self.topk_group} is not within 1..{groups}")
+        require(experts % groups == 0, f"{experts} experts are no multiple of {groups} groups")
+        require(1 <= self.topk_group <= groups, f"topk_group {self.topk_group} is not within 1..{groups}")
         reach = self.topk_group * (experts // groups)
         picked = self.num_experts_per_tok
-        _require(1 <= picked <= reach, f"num_experts_per_tok {picked} is not within 1..{reach} reachable experts")
+        require(1 <= picked <= reach, f"num_experts_per_tok {picked} is not within 1..{reach} reachable experts")
 
     @property
     def rotary_dim(self) -> int:
@@ -249,7 +248,7 @@ class ModelConfig:
         for name in values:
             nearest = difflib.get_close_matches(name, known, 1)
             hint = f"; the nearest is {nearest[0]}" if nearest else ""
-            _require(name in known, f"unknown model setting '{name}'{hint}")
+            require(name in known, f"unknown model setting '{name}'{hint}")
         scaling = values.get("rope_scaling")
         if isinstance(scaling, dict):
             scaling = Llama3Scaling(**scaling) if "low_freq_factor" in scaling else Yarn(**scaling)
@@ -295,10 +294,10 @@ class TrainConfig:
 
     def __post_init__(self):
         for name in ("steps", "batch_size", "log_every"):
-            _require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
-        _require(self.row_length >= 2, f"row_length must be at least 2, not {self.row_length}")
-        _require(self.seconds > 0, f"seconds must be positive, not {self.seconds}")
-        _require(self.num_depths >= 0, f"num_depths must not be negative, is {self.num_depths}")
-        _require(0 < self.held_out_fraction < 1, f"held_out_fraction {self.held_out_fraction} is not within 0..1")
-        _require_choice("optimizer", self.optimizer, ("adamw", "muon"))
-        _require_choice("attention_layout", self.attention_layout, ("ttt", "stream"))
+            require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
+        require(self.row_length >= 2, f"row_length must be at least 2, not {self.row_length}")
+        require(self.seconds > 0, f"seconds must be positive, not {self.seconds}")
+        require(self.num_depths >= 0, f"num_depths must not be negative, is {self.num_depths}")
+        require(0 < self.held_out_fraction < 1, f"held_out_fraction {self.held_out_fraction} is not within 0..1")
+        require_choice("optimizer", self.optimizer, ("adamw", "muon"))
+        require_choice("attention_layout", self.attention_layout, ("ttt", "stream"))

@@ -79,7 +79,7 @@ def shard_params(params: dict, mesh: Mesh) -> dict:
     """The parameters laid out over `mesh`; nothing moves that already lies so."""
 
     def place(path, leaf):
-        name = "/".join(str(getattr(key, "key", key)) for key in path)
+        name = "/".join(str(getattr(key, "key", getattr(key, "name", key))) for key in path)
         return jax.device_put(leaf, param_sharding(name, leaf.shape, mesh))
 
     return jax.tree_util.tree_map_with_path(place, params)

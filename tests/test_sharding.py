@@ -7,6 +7,7 @@ from jax.sharding import PartitionSpec
 
 from mtpjax import MTPModel, compat, presets
 from mtpjax.decode.state import Plan, init_state
+from mtpjax.quantized import BlockScaled
 from mtpjax.sharding import MESH_AXES, PARAMETER_AXES, param_sharding, shard_params, shard_state
 
 REPLICATED = re.compile(r"(experts/router|shared_gate)$")  # small, and each token needs them whole
@@ -83,6 +84,13 @@ def test_parameters_and_state_are_split_over_a_mesh(small):
     state = shard_state(init_state(*numbers, model=model, plan=Plan(1, num_nodes=2), dtype=jnp.float32), mesh)
     assert state.trunk.layers[0]["latent"].addressable_shards[0].data.shape == (1, 16, 16)
     assert state.stops.addressable_shards[0].data.shape == (8, 1)
+
+
+def test_scaled_weights_are_split_as_the_others():
+    mesh = compat.make_mesh({"tensor": 2})
+    scaled = BlockScaled(jnp.zeros((8, 4, 3, 8), jnp.float8_e4m3fn), jnp.ones((1, 4, 3, 8)), axis=-4, block=8)
+    placed = shard_params({"trunk": {"layer_0": {"attention": {"qkv": scaled}}}}, mesh)
+    assert jax.tree.leaves(placed)[0].addressable_shards[0].data.shape == (8, 2, 3, 8)
 
 
 def test_every_axis_name_has_a_mesh_axis():

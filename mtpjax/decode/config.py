@@ -5,6 +5,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from mtpjax.config import require
+
+MOST_STEPS = 127  # levels are reported as int8
 MOST_DRAFT_TOKENS = 64  # where `num_draft_tokens` is left out
 
 EXACT_RULES = ("greedy", "sample", "token", "block", "recursive", "traversal")
@@ -12,11 +15,6 @@ LOSSY_RULES = ("threshold", "typical", "relaxed")
 CHAIN_RULES = ("token", "block")
 FIXED_TREES = ("recursive", "traversal")  # whose shape may not depend on what was drawn
 FREE_TREES = ("greedy", "sample", "threshold", "typical", "relaxed")  # whose nodes may be chosen by what they are
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,39 +73,40 @@ class DecodeConfig:
 
     def __post_init__(self):
         for name, least in (("max_new_tokens", 1), ("num_steps", 0), ("topk", 1), ("prefill_chunk", 1)):
-            _require(getattr(self, name) >= least, f"{name} must be at least {least}, not {getattr(self, name)}")
+            require(getattr(self, name) >= least, f"{name} must be at least {least}, not {getattr(self, name)}")
         for name, least in (("min_rows", 1), ("max_length", 2), ("draft_window", 1), ("num_draft_tokens", 2)):
             value = getattr(self, name)
-            _require(value is None or value >= least, f"{name} must be at least {least}, not {value}")
-        _require(self.draft_sinks >= 0, f"draft_sinks must not be negative, is {self.draft_sinks}")
+            require(value is None or value >= least, f"{name} must be at least {least}, not {value}")
+        require(self.num_steps <= MOST_STEPS, f"num_steps {self.num_steps} is more than {MOST_STEPS}")
+        require(self.draft_sinks >= 0, f"draft_sinks must not be negative, is {self.draft_sinks}")
         rules = ("auto", *EXACT_RULES, *LOSSY_RULES)
-        _require(self.acceptance in rules, f"acceptance '{self.acceptance}' is not one of {', '.join(rules)}")
+        require(self.acceptance in rules, f"acceptance '{self.acceptance}' is not one of {', '.join(rules)}")
         policies = ("fixed", "adaptive")
-        _require(self.depth_policy in policies, f"depth_policy '{self.depth_policy}' is not one of fixed, adaptive")
+        require(self.depth_policy in policies, f"depth_policy '{self.depth_policy}' is not one of fixed, adaptive")
         for name in ("threshold_single", "threshold_acc"):
-            _require(0 <= getattr(self, name) <= 1, f"{name} {getattr(self, name)} is not within 0..1")
-        _require(self.relaxed_topk >= 1, f"relaxed_topk must be at least 1, not {self.relaxed_topk}")
+            require(0 <= getattr(self, name) <= 1, f"{name} {getattr(self, name)} is not within 0..1")
+        require(self.relaxed_topk >= 1, f"relaxed_topk must be at least 1, not {self.relaxed_topk}")
         for name in ("stop_token_ids", "stop_sequences", "depth_costs", "draft_vocabulary"):
             value = getattr(self, name)
             object.__setattr__(self, name, value if value is None else tuple(value))
         object.__setattr__(self, "stop_sequences", tuple(tuple(sequence) for sequence in self.stop_sequences))
-        _require(all(self.stop_sequences), "a stop sequence is empty")
+        require(all(self.stop_sequences), "a stop sequence is empty")
         self._check_tree()
         self._check_policy()
 
     def _check_tree(self):
         if self.topk > 1 and self.num_steps:
-            _require(self.acceptance not in CHAIN_RULES, f"'{self.acceptance}' verifies chains: topk must be 1")
+            require(self.acceptance not in CHAIN_RULES, f"'{self.acceptance}' verifies chains: topk must be 1")
         if self.num_draft_tokens is None or not self.num_steps:
             return
         shape = f"topk {self.topk} and num_steps {self.num_steps}"
         if self.topk == 1:
-            _require(
+            require(
                 self.num_draft_tokens == self.num_steps + 1,
                 f"num_draft_tokens {self.num_draft_tokens}: a chain ({shape}) has {self.num_steps + 1}",
             )
         most = largest_tree(self.topk, self.num_steps)
-        _require(
+        require(
             self.num_draft_tokens <= most,
             f"num_draft_tokens {self.num_draft_tokens} is more than the {most} that {shape} give",
         )
@@ -115,14 +114,14 @@ class DecodeConfig:
     def _check_policy(self):
         if self.depth_policy == "fixed" or not self.num_steps:
             return
-        _require(self.topk == 1, f"adaptive depth drafts chains: topk {self.topk} must be 1")
+        require(self.topk == 1, f"adaptive depth drafts chains: topk {self.topk} must be 1")
         given = "none" if self.depth_costs is None else str(len(self.depth_costs))
-        _require(
+        require(
             self.depth_costs is not None and len(self.depth_costs) == self.num_steps + 1,
             f"adaptive depth needs depth_costs of depths 0..{self.num_steps}, {self.num_steps + 1} in all; there are "
             f"{given} (`mtpjax profile` measures them)",
         )
-        _require(
+        require(
             all(math.isfinite(cost) and cost > 0 for cost in self.depth_costs or ()),
             f"depth_costs {self.depth_costs} must be positive and finite",
         )
@@ -154,7 +153,7 @@ class SamplingParams:
         min_p: tokens with at least this share of the likeliest one's probability; 0: all.
         repetition_penalty: of tokens in prompt or text (CTRL, 1909.05858); 1: none.
         frequency_penalty, presence_penalty: of new tokens, per occurrence and once (OpenAI); 0: none.
-        min_new_tokens: stop tokens and sequences do not end a row before it has so many.
+        min_new_tokens: before a row has so many, single stop tokens do not come and longer sequences do not end it.
         logit_bias: added to the logits of these token ids: a mapping for all rows, or one (or None) per row.
         allowed_tokens: no other token comes: ids for all rows, or a sequence of ids (or None) per row.
         banned_tokens: these do not come; given as allowed_tokens are.

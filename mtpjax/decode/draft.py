@@ -10,7 +10,7 @@ import numpy as np
 
 from mtpjax.cache import commit, read_rows, write_rows
 from mtpjax.decode import noise
-from mtpjax.decode.probabilities import Path, adjust, distribution, draw
+from mtpjax.decode.probabilities import Path, adjust, distribution, draw, scale
 from mtpjax.decode.state import DecodeState, Plan
 from mtpjax.decode.tree import Candidates, ancestry
 from mtpjax.layers.attend import Branches, cached_view
@@ -49,7 +49,7 @@ def propose(
 ) -> tuple[Draft, DecodeState]:
     """The round's drafts. Afterwards module k's cache is true up to the newest slot whose tokens are all committed."""
     drafter = functools.partial(_tree if plan.topk > 1 else _chain, params, state, model=model, plan=plan)
-    scorer = functools.partial(_score, bind(model, params), state, head, model)
+    scorer = functools.partial(_score, bind(model, params), state, head, model, plan.min_rows)
     draft, caches, tokens = drafter(scorer)
     modules = tuple(commit(cache, jnp.maximum(state.length - 1 - index, 0)) for index, cache in enumerate(caches))
     return draft, state.replace(tokens=tokens, modules=modules)
@@ -58,13 +58,15 @@ def propose(
 Scorer = Callable[[jax.Array, int, Path | None, int], jax.Array]
 
 
-def _score(apply, state: DecodeState, head: DraftHead | None, model: MTPModel, hidden, index, path, level) -> jax.Array:
+def _score(apply, state: DecodeState, head, model: MTPModel, min_rows: int, hidden, index, path, level) -> jax.Array:
     """Adjusted logits `[B, f, V]` of drafts at `level`, from a module's output `[B, f, D]` for them."""
+    f = hidden.shape[1]
+    hidden = _pad(hidden, max(f, min_rows))
     if head is None:
-        logits = apply(hidden, index=index, method="logits")
+        logits = apply(hidden, index=index, method="logits")[:, :f]
     else:
         matrix = head.matrices[index if len(head.matrices) > 1 else 0]
-        few = jnp.matmul(hidden, matrix, preferred_element_type=jnp.float32)
+        few = jnp.matmul(hidden, matrix, preferred_element_type=jnp.float32)[:, :f]
         is_left = (head.place >= 0)[None, None, :]
         logits = jnp.where(is_left, jnp.take(few, jnp.maximum(head.place, 0), axis=-1), -jnp.inf)
     num_new = state.length - state.prompt_length + level - 1
@@ -136,7 +138,7 @@ def _chain(params, state: DecodeState, scorer: Scorer, *, model: MTPModel, plan:
         if state.sampling.counts_tokens:
             is_before = jnp.broadcast_to(jnp.arange(K) < level - 1, (len(tokens), 1, K))
             path = Path(read_rows(tokens, state.length, K), is_before)
-        logits = scorer(_pad(after, plan.min_rows), index, path, level)[:, :1]
+        logits = scorer(after, index, path, level)
         if is_drawn:
             probabilities.append(distribution(logits, state.sampling))
             V = logits.shape[-1]
@@ -184,9 +186,7 @@ def _tree(params, state: DecodeState, scorer: Scorer, *, model: MTPModel, plan: 
             caches[0] = caches[0].replace(layers=(entries,))
             offset += f
             path = Path(slots, sees) if state.sampling.counts_tokens else None
-        f = after.shape[1]
-        logits = scorer(_pad(after, max(f, plan.min_rows)), 0, path, level)[:, :f]
-        tokens, origin = grow.level(level, logits)
+        tokens, origin = grow.level(level, scorer(after, 0, path, level))
     return grow.draft(), caches, state.tokens
 
 
@@ -263,8 +263,7 @@ class _Fixed:
 def _spread(logits: jax.Array, state: DecodeState) -> jax.Array:
     """Softmax of adjusted logits at the row's temperature, or at 1 where that is 0: what candidates are ranked by."""
     temperature = state.sampling.temperature[:, None, None]
-    scaled = jnp.maximum(logits, jnp.finfo(jnp.float32).min) / jnp.where(temperature == 0, 1, temperature)
-    return jax.nn.softmax(scaled, axis=-1)
+    return jax.nn.softmax(scale(logits, jnp.where(temperature == 0, 1, temperature)), axis=-1)
 
 
 def _pad(rows: jax.Array, count: int) -> jax.Array:

@@ -8,13 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from mtpjax.decode.config import FIXED_TREES, LOSSY_RULES, DecodeConfig, SamplingParams
+from mtpjax.decode.config import LOSSY_RULES, DecodeConfig, SamplingParams
 from mtpjax.decode.loop import decode, least_rows
 from mtpjax.decode.policy import init_policy
 from mtpjax.decode.request import sampling_arrays, temperatures
 from mtpjax.decode.result import DecodeStats, GenerationResult
 from mtpjax.decode.state import DecodeState, Plan, hidden_rows, init_state
-from mtpjax.decode.tree import full_shape_size
 from mtpjax.model import MTPModel
 from mtpjax.sharding import shard_params, shard_state
 
@@ -61,8 +60,8 @@ def speculative_generate(
         params: parameters of `model` (unrolled layers).
         prompts: token lists, or an array `[B, T]`, right-padded where `lengths [B]` is given.
         sampling: what rows ask for; None: the arg-max.
-        key: a `jax.random` key that rows without a seed take theirs from. A row's noise depends on its seed alone, or
-            on the key and its number.
+        key: a `jax.random` key that the rows take seeds from where `sampling` has none. A row's noise depends on its
+            seed alone, or on the key and its number.
         mesh: parameters and caches are laid out over it (`mtpjax.sharding`); None: where they are.
 
     Raises:
@@ -149,9 +148,6 @@ def check_tree(model: MTPModel, config: DecodeConfig) -> None:
         vocabulary = min(vocabulary, len(config.draft_vocabulary))
     if config.topk > vocabulary:
         raise ValueError(f"topk {config.topk} is more than the {vocabulary} tokens that can be drafted")
-    full = full_shape_size(config.topk, config.num_steps)
-    if config.acceptance in ("auto", *FIXED_TREES) and config.num_nodes > full:
-        raise ValueError(f"num_draft_tokens {config.num_nodes} is more than the {full} of the full tree")
 
 
 def _draft_ids(ids: tuple[int, ...], model: MTPModel) -> np.ndarray:
@@ -163,7 +159,7 @@ def _draft_ids(ids: tuple[int, ...], model: MTPModel) -> np.ndarray:
 
 
 def bucket(size: int) -> int:
-    """`size` rounded up so that at most a quarter is waste: multiples of 128, from 1024 on of ever larger steps."""
+    """`size` rounded up: to multiples of 128, from 1024 on in steps of which at most a quarter is waste."""
     step = max(128, 2 ** (size.bit_length() - 3))
     return -(-size // step) * step
 
@@ -173,13 +169,14 @@ def _prepare(
 ) -> DecodeState:
     """The state before prefill, with room for the longest sequence and the widest write behind it."""
     lengths = np.array([row.size for row in rows], np.int32)
-    limits = np.minimum(lengths + config.max_new_tokens, limit).astype(np.int32)
+    limits = np.minimum(lengths + min(config.max_new_tokens, limit), limit).astype(np.int32)
     passes = (plan.num_nodes, plan.draft_slots + plan.min_rows, hidden_rows(model, plan.num_steps), plan.chunk)
     capacity = bucket(int(limits.max()) + max(passes) + 1)
     tokens = np.zeros((len(rows), capacity), np.int32)
     for place, row in zip(tokens, rows, strict=True):
         place[: row.size] = row
     arrays = (jnp.asarray(array) for array in (tokens, lengths, limits, _stops(config)))
+    singles = (*config.stop_token_ids, *(sequence[0] for sequence in config.stop_sequences if len(sequence) == 1))
     policy = None
     if plan.is_adaptive:
         policy = init_policy(jnp.asarray(config.depth_costs, jnp.float32), len(rows))
@@ -188,7 +185,7 @@ def _prepare(
         model=model,
         plan=plan,
         dtype=params["embedding"].dtype,
-        sampling=sampling_arrays(sampling, len(rows), model.config, key),
+        sampling=sampling_arrays(sampling, len(rows), model.config, key, singles),
         policy=policy,
         logprobs=config.logprobs,
     )

@@ -30,11 +30,14 @@ def plain_generate(
     step = functools.partial(_step, params, model=model, capacity=capacity)
     pick = functools.partial(_pick, model=model)
     logits, cache = step(jnp.asarray([prompt], jnp.int32), cache)
+    if sampling is None:
+        sampling = Sampling(jnp.zeros(1), jnp.zeros((1, 2), jnp.uint32))
     new: list[int] = []
     stops = [(token,) for token in stop_token_ids] + list(stop_sequences)
-    least = 0 if sampling is None or sampling.min_new is None else int(sampling.min_new[0])
+    singles = [stop[0] for stop in stops if len(stop) == 1]
+    least = 0 if sampling.min_new is None else int(sampling.min_new[0])
     while True:
-        new.append(int(jnp.argmax(logits)) if sampling is None else pick(logits, sampling, prompt, new, stop_token_ids))
+        new.append(pick(logits, sampling, prompt, new, singles))
         is_stopped = any(tuple(new[-len(stop) :]) == stop for stop in stops) and len(new) > least
         if is_stopped or len(new) == max_new_tokens:
             return new

@@ -104,7 +104,7 @@ def distribution(logits: jax.Array, sampling: Sampling) -> jax.Array:
     """
     temperature = sampling.temperature[:, None, None]
     is_greedy = (temperature == 0) | (logits.max(axis=-1, keepdims=True) == -jnp.inf)
-    scaled = jnp.where(is_greedy, 0, logits) / jnp.where(temperature == 0, 1, temperature)
+    scaled = scale(jnp.where(is_greedy, 0, logits), jnp.where(temperature == 0, 1, temperature))
     probabilities = jax.nn.softmax(scaled, axis=-1)
     if sampling.top_k is not None:
         wanted = jnp.broadcast_to(sampling.top_k[:, None], logits.shape[:2]).astype(jnp.float32)
@@ -117,6 +117,12 @@ def distribution(logits: jax.Array, sampling: Sampling) -> jax.Array:
         least = sampling.min_p[:, None] * probabilities.max(axis=-1)
         probabilities = _keep(probabilities, least)
     return jnp.where(is_greedy, one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1]), probabilities)
+
+
+def scale(logits: jax.Array, temperature: jax.Array) -> jax.Array:
+    """`(l - max l) / temperature`, which no temperature above 0 takes out of range; zeros where every l is -inf."""
+    most = logits.max(axis=-1, keepdims=True)
+    return jnp.where(most == -jnp.inf, 0, logits - jnp.where(most == -jnp.inf, 0, most)) / temperature
 
 
 def one_hot(tokens: jax.Array, size: int) -> jax.Array:

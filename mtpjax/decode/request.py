@@ -29,8 +29,13 @@ def temperatures(sampling: SamplingParams, batch: int) -> np.ndarray:
     return _numbers(sampling, "temperature", batch, np.float32, 0, np.inf)
 
 
-def sampling_arrays(sampling: SamplingParams, batch: int, config: ModelConfig, key: jax.Array | None) -> Sampling:
-    """What the loop takes in; fields that no row uses are None. Raises `ValueError` naming the field and the value."""
+def sampling_arrays(
+    sampling: SamplingParams, batch: int, config: ModelConfig, key: jax.Array | None, stops: tuple[int, ...] = ()
+) -> Sampling:
+    """What the loop takes in; fields that no row uses are None. `stops` are the single stop tokens.
+
+    Raises `ValueError` naming the field and the value.
+    """
     V = config.vocab_size
     temperature = temperatures(sampling, batch)
     arrays: dict[str, np.ndarray | None] = {}
@@ -41,7 +46,8 @@ def sampling_arrays(sampling: SamplingParams, batch: int, config: ModelConfig, k
         arrays[name] = values if (values != neutral).any() else None
     if arrays["top_k"] is not None:
         arrays["top_k"] = np.where(arrays["top_k"] == 0, V, arrays["top_k"]).astype(np.int32)
-    bias = _bias(sampling, batch, config)
+    least = arrays["min_new_tokens"]
+    bias = _bias(sampling, batch, config, stops, np.zeros(batch) if least is None else least)
 
     def place(name: str) -> jax.Array | None:
         return None if arrays[name] is None else jnp.asarray(arrays[name])
@@ -85,7 +91,7 @@ def _per_row(name: str, value, batch: int, is_one) -> list:
     return values
 
 
-def _bias(sampling: SamplingParams, batch: int, config: ModelConfig) -> np.ndarray | None:
+def _bias(sampling: SamplingParams, batch: int, config: ModelConfig, stops, min_new) -> np.ndarray | None:
     """`[B, V]` float32: logit_bias, and -inf for what is banned or not allowed."""
     asked = (sampling.logit_bias, sampling.allowed_tokens, sampling.banned_tokens)
     if all(part is None for part in asked):
@@ -106,7 +112,8 @@ def _bias(sampling: SamplingParams, batch: int, config: ModelConfig) -> np.ndarr
         return isinstance(value, Mapping)
 
     def is_ids(value) -> bool:
-        return not isinstance(value, str) and all(isinstance(token, (int, np.integer)) for token in value or ())
+        is_list = np.iterable(value) and not isinstance(value, str)
+        return is_list and all(isinstance(token, (int, np.integer)) for token in value)
 
     if sampling.logit_bias is not None:
         for row, mapping in zip(bias, _per_row("logit_bias", sampling.logit_bias, batch, is_mapping), strict=True):
@@ -122,10 +129,15 @@ def _bias(sampling: SamplingParams, batch: int, config: ModelConfig) -> np.ndarr
                 row[is_out] = -np.inf
     if sampling.banned_tokens is not None:
         for row, banned in zip(bias, _per_row("banned_tokens", sampling.banned_tokens, batch, is_ids), strict=True):
-            row[ids("banned_tokens", banned or ())] = -np.inf
-    for number, row in enumerate(bias[:, :count]):
-        if np.isneginf(row).all():
+            row[ids("banned_tokens", () if banned is None else banned)] = -np.inf
+    is_left = ~np.isneginf(bias[:, :count])
+    for number, row in enumerate(is_left):
+        if not row.any():
             raise ValueError(f"row {number} may not emit any token: allowed_tokens and banned_tokens leave none")
+    is_left[:, [token for token in stops if token < count]] = False
+    for number, (row, least) in enumerate(zip(is_left, min_new, strict=True)):
+        if least and not row.any():
+            raise ValueError(f"row {number} may emit only stop tokens, and none of them before min_new_tokens {least}")
     return bias
 
 

@@ -10,9 +10,9 @@ import numpy as np
 class DecodeStats:
     """Counts per row (B rows, K draft levels), and the rates they give over all rows.
 
-    A step is one verifying pass; a level is proposed in it once, however many nodes a tree has there. Drafts cut off at
-    a stop token or limit count as accepted; `discarded` counts what was cut off. So `emitted + discarded == 1 + steps +
-    accepted`, the 1 being the token that prefill gives.
+    A step is one verifying pass; it proposes each level of its depth once, however many nodes a tree has there. Drafts
+    cut off at a stop token or limit count as accepted; `discarded` counts what was cut off. So `emitted + discarded ==
+    1 + steps + accepted`, the 1 being the token that prefill gives.
     """
 
     steps: np.ndarray  # [B]
@@ -37,7 +37,7 @@ class DecodeStats:
 
     @property
     def conditional_rates(self) -> np.ndarray:
-        """`[K]`: the chance of a draft whose predecessor was accepted, as the ratio of survival rates."""
+        """`[K]`: at a fixed depth, the share of drafts accepted of those whose predecessor was: ratios of survival."""
         survival = self.survival_rates
         before = np.concatenate([[1.0], survival])[: len(survival)]
         return survival / np.where(before > 0, before, 1)

@@ -102,7 +102,7 @@ class DecodeState(flax.struct.PyTreeNode):
     policy: Policy | None  # of an adaptive depth
     is_closed: jax.Array  # [] bool: an adaptive call drafts no more, its modules have fallen behind
     steps: jax.Array  # [B] int32, verification rounds
-    proposed: jax.Array  # [B, K] int32, rounds that verified drafts of the level
+    proposed: jax.Array  # [B, K] int32, rounds that were so many levels deep
     accepted: jax.Array  # [B, K] int32, drafts accepted per level, cut ones included
     discarded: jax.Array  # [B] int32, tokens cut off at a stop or limit
 

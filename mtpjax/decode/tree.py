@@ -9,7 +9,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-RANK_RATES = tuple(0.6 * 0.3**rank for rank in range(64))  # chance that a node's child of this rank is the one accepted
+FIRST_RATE = 0.6  # chance that a node's first child is the one accepted
+NEXT_RATE = 0.3  # and of each later child, to that of the one before
 
 
 class Candidates:
@@ -101,7 +102,7 @@ class Shape:
 
 @functools.cache
 def fixed_shape(topk: int, num_steps: int, num_nodes: int) -> Shape:
-    """The `num_nodes` nodes most likely to be accepted, if each child were at the rate of its rank (`RANK_RATES`).
+    """The `num_nodes` nodes most likely to be accepted, if each child's chance were that of its rank.
 
     The greedy form of Sequoia's choice (2402.12374): a node's value is the product of the rates on its way. A node has
     at most `topk` children; nodes come level by level.
@@ -113,13 +114,8 @@ def fixed_shape(topk: int, num_steps: int, num_nodes: int) -> Shape:
         value = ways.pop(way)
         chosen.append(way)
         if len(way) < num_steps:
-            ways[(*way, 0)] = value * RANK_RATES[0]
+            ways[(*way, 0)] = value * FIRST_RATE
         if way and way[-1] + 1 < topk:
-            ways[(*way[:-1], way[-1] + 1)] = value / RANK_RATES[way[-1]] * RANK_RATES[way[-1] + 1]
+            ways[(*way[:-1], way[-1] + 1)] = value * NEXT_RATE
     order = sorted(chosen, key=lambda way: (len(way), way))
     return Shape(tuple(order.index(way[:-1]) if way else -1 for way in order))
-
-
-def full_shape_size(topk: int, num_steps: int) -> int:
-    """Nodes of the tree with all of topk children everywhere."""
-    return sum(topk**depth for depth in range(num_steps + 1))

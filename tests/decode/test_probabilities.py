@@ -120,6 +120,11 @@ def test_a_row_without_any_token_left_is_one_at_token_0():
         assert probabilities[0, 0].tolist() == [1.0] + [0.0] * (V - 1)
 
 
+def test_the_smallest_temperature_is_the_arg_max():
+    logits = jnp.array([[[1.0, 35.0, -jnp.inf, -20.0] + [0.0] * (V - 4)]])
+    assert distribution(logits, arrays([{"temperature": 1e-37}]))[0, 0].tolist() == [0.0, 1.0] + [0.0] * (V - 2)
+
+
 def test_fields_that_are_not_in_use_change_nothing():
     logits = jnp.array(np.random.default_rng(0).standard_normal((2, 3, V)), jnp.float32)
     few = Sampling(jnp.array([0.0, 0.8]), jnp.zeros((2, 2), jnp.uint32))

@@ -95,6 +95,34 @@ def test_greedy_does_not_take_warm_rows():
         Plan.of(DecodeConfig(acceptance="greedy"), is_greedy=False, min_rows=1)
 
 
+def test_what_may_come_early_must_not_be_stop_tokens_alone(small):
+    model, params = small("grouped", "mixed")
+    config = DecodeConfig(stop_token_ids=(7,))
+    sampling = SamplingParams(allowed_tokens=np.array([7]), min_new_tokens=2)
+    with pytest.raises(ValueError, match="row 0 may emit only stop tokens, and none of them before min_new_tokens 2"):
+        speculative_generate(params, [[1]], model=model, config=config, sampling=sampling)
+
+
+def test_no_limit_is_the_models(small):
+    model, params = small("grouped", "mixed")
+    for most in (2**31 - 1, 2**40):
+        config = DecodeConfig(max_new_tokens=most, max_length=9, num_steps=1, prefill_chunk=4)
+        assert speculative_generate(params, [[1, 2]], model=model, config=config).lengths.tolist() == [7]
+
+
+def test_penalties_count_along_trees_whose_passes_are_padded(small):
+    model, params = small("grouped", "mixed")
+    shape = {"max_new_tokens": 12, "num_steps": 2, "min_rows": 4, "prefill_chunk": 4}
+    sampling = SamplingParams(repetition_penalty=1.3, banned_tokens=np.array([5]))
+    plain, tree = (
+        speculative_generate(
+            params, [[1, 2, 3]], model=model, config=DecodeConfig(**shape, topk=topk), sampling=sampling
+        ).rows()
+        for topk in (1, 2)
+    )
+    assert plain == tree
+
+
 def test_the_rule_follows_from_temperature_and_shape():
     def rule(is_greedy, **config):
         return Plan.of(DecodeConfig(**config), is_greedy=is_greedy, min_rows=1).rule
