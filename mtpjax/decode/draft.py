@@ -10,6 +10,7 @@ import numpy as np
 
 from mtpjax.cache import commit, read_rows, write_rows
 from mtpjax.decode import noise
+from mtpjax.decode.intake import take_in
 from mtpjax.decode.probabilities import Path, adjust, distribution, draw, scale
 from mtpjax.decode.state import DecodeState, Plan
 from mtpjax.decode.tree import Candidates, ancestry
@@ -87,22 +88,6 @@ def adjust_logits(logits: jax.Array, state: DecodeState, path: Path | None, num_
     )
 
 
-def _take_in(apply, state: DecodeState, model: MTPModel, plan: Plan, tokens, caches, carried, index: int):
-    """Module `index` over the rows of true hidden, which overwrites what it had written from drafts.
-
-    Returns its outputs of the newest slot, for the head and to pass on `[B, 1, D]`, and all that it passes on.
-    """
-    rows = plan.num_steps + len(caches)
-    start = state.hidden_start
-    view = cached_view(model.config, start, rows, tokens.shape[1], window=plan.window)
-    source = state.hidden[:, :rows] if model.config.mtp_chaining == "trunk" or carried is None else carried
-    shifted = read_rows(tokens, start + index + 1, rows)
-    after, carried, entries = apply(source, shifted, view, caches[index].layers[0], index=index, method="run_module")
-    caches[index] = caches[index].replace(layers=(entries,))
-    newest = jnp.clip(state.length - 2 - start, 0, rows - 1)  # a done row may have left its rows behind
-    return read_rows(after, newest, 1), read_rows(carried, newest, 1), carried
-
-
 def _chain(params, state: DecodeState, scorer: Scorer, *, model: MTPModel, plan: Plan):
     """Writes `num_steps` drafted tokens behind the committed ones.
 
@@ -118,7 +103,7 @@ def _chain(params, state: DecodeState, scorer: Scorer, *, model: MTPModel, plan:
     for level in range(1, max(K, in_use) + 1):
         index = min(level, in_use) - 1
         if level <= in_use:
-            after, passed, carried = _take_in(apply, state, model, plan, tokens, caches, carried, index)
+            after, passed, carried = take_in(apply, state, model, plan, tokens, caches, carried, index)
             if level > K:
                 continue  # a shallow round of an adaptive call: the module only takes in
         else:
@@ -161,7 +146,7 @@ def _tree(params, state: DecodeState, scorer: Scorer, *, model: MTPModel, plan: 
     base = state.length - 1
     slots, offset = jnp.zeros((len(base), 0), jnp.int32), 0  # tokens in the module's slots from `base` on
     sees = path = tokens = origin = None
-    after, passed, _ = _take_in(apply, state, model, plan, state.tokens, caches, None, 0)
+    after, passed, _ = take_in(apply, state, model, plan, state.tokens, caches, None, 0)
     for level in range(1, grow.num_levels + 1):
         if tokens is not None and origin is not None:
             f = tokens.shape[1]
@@ -269,49 +254,3 @@ def _spread(logits: jax.Array, state: DecodeState) -> jax.Array:
 def _pad(rows: jax.Array, count: int) -> jax.Array:
     """`[B, f, ...]` with zero rows behind, `count` in all."""
     return jnp.pad(rows, ((0, 0), (0, count - rows.shape[1]), *((0, 0) for _ in rows.shape[2:])))
-
-
-def catch_up(params: dict, state: DecodeState, *, model: MTPModel, plan: Plan) -> DecodeState:
-    """The modules take in the oldest waiting rows, as many as one round's; what drafting needs of them stays."""
-    apply = bind(model, params)
-    caches, in_use = list(state.modules), len(state.modules)
-    carried = None
-    for index in range(in_use):
-        _, _, carried = _take_in(apply, state, model, plan, state.tokens, caches, carried, index)
-    taken = jnp.clip(waiting(state) - in_use, 0, plan.num_steps + in_use)
-    rows = jnp.minimum(taken[:, None] + jnp.arange(state.hidden.shape[1])[None, :], state.hidden.shape[1] - 1)
-    return state.replace(
-        modules=tuple(caches),
-        hidden=jnp.take_along_axis(state.hidden, rows[:, :, None], axis=1),
-        hidden_start=state.hidden_start + taken,
-    )
-
-
-def waiting(state: DecodeState) -> jax.Array:
-    """Committed positions `[B]` whose hidden some module has not taken in for good; 0 for rows that are done."""
-    return jnp.where(state.done, 0, state.length - 1 - state.hidden_start)
-
-
-def keep_hidden(state: DecodeState, new: jax.Array, length: jax.Array, *, has_drafted: bool) -> DecodeState:
-    """The rows that the modules take in next: `new [B, W, D]` (from slot `length - 1`), and older ones before them.
-
-    After drafting these are the M-1 newest slots, which had taken drafted tokens at some module that may not have been
-    accepted; without drafting all that wait.
-    """
-    E, in_use = state.hidden.shape[1], len(state.modules)
-    if not in_use:
-        return state
-    if has_drafted and in_use == 1:
-        hidden = jnp.pad(new, ((0, 0), (0, E - new.shape[1]), (0, 0)))
-        return state.replace(hidden=hidden, hidden_start=length - 1)
-    if not has_drafted:
-        place = jnp.minimum(length - 1 - state.hidden_start, E - 1)
-        return state.replace(hidden=write_rows(state.hidden, new, place))
-    start = jnp.maximum(length - in_use, 0)
-    position = start[:, None] + jnp.arange(E)[None, :]
-    is_old = position < length[:, None] - 1
-    joined = jnp.concatenate([state.hidden, new], axis=1)
-    old = position - state.hidden_start[:, None]
-    fresh = position - (length[:, None] - 1) + E
-    index = jnp.clip(jnp.where(is_old, old, fresh), 0, joined.shape[1] - 1)
-    return state.replace(hidden=jnp.take_along_axis(joined, index[:, :, None], axis=1), hidden_start=start)

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from mtpjax.cache import commit, gather_path, read_rows, write_rows
-from mtpjax.decode.draft import Draft, DraftHead, adjust_logits, catch_up, draft_head, keep_hidden, propose, waiting
+from mtpjax.decode.draft import Draft, DraftHead, adjust_logits, draft_head, propose
+from mtpjax.decode.intake import catch_up, keep_hidden, waiting
 from mtpjax.decode.policy import decide, is_due, record
 from mtpjax.decode.probabilities import distribution, draw_target
 from mtpjax.decode.state import RING, DecodeState, Plan

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mtpjax.cache import empty_cache
-from mtpjax.decode.draft import catch_up, waiting
+from mtpjax.decode.intake import catch_up, waiting
 from mtpjax.decode.loop import decode, prefill, run_round
 from mtpjax.decode.policy import init_policy
 from mtpjax.decode.probabilities import Sampling
