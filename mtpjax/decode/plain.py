@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mtpjax.cache import commit, empty_cache
 from mtpjax.decode.probabilities import History, Sampling, adjust, distribution, draw_target
@@ -28,40 +29,38 @@ def plain_generate(
     capacity = len(prompt) + max_new_tokens
     cache = empty_cache(model.config, model.config.trunk_kinds, 1, capacity, params["embedding"].dtype)
     step = functools.partial(_step, params, model=model, capacity=capacity)
-    pick = functools.partial(_pick, model=model)
     logits, cache = step(jnp.asarray([prompt], jnp.int32), cache)
     if sampling is None:
         sampling = Sampling(jnp.zeros(1), jnp.zeros((1, 2), jnp.uint32))
     new: list[int] = []
     stops = [(token,) for token in stop_token_ids] + list(stop_sequences)
-    singles = [stop[0] for stop in stops if len(stop) == 1]
+    singles = np.array([stop[0] for stop in stops if len(stop) == 1] + [-1], np.int32)
+    V = model.config.vocab_size
+    is_prompt = jnp.asarray(np.bincount(prompt, minlength=V)[None] > 0)
     least = 0 if sampling.min_new is None else int(sampling.min_new[0])
     while True:
-        new.append(pick(logits, sampling, prompt, new, singles))
+        counts = jnp.asarray(np.bincount(np.array(new, int), minlength=V)[None], jnp.int32)
+        history = History(is_prompt, counts)
+        new.append(int(_pick(logits, sampling, history, len(new), len(prompt) + len(new), singles, model=model)))
         is_stopped = any(tuple(new[-len(stop) :]) == stop for stop in stops) and len(new) > least
         if is_stopped or len(new) == max_new_tokens:
             return new
         logits, cache = step(jnp.asarray([new[-1:]], jnp.int32), cache)
 
 
-def _pick(logits, sampling: Sampling, prompt: list[int], new: list[int], stop_ids, *, model: MTPModel) -> int:
-    """Adjusts, filters and draws, for the token behind `prompt` and `new`."""
-    V = model.config.vocab_size
-    history = History(
-        jnp.zeros((1, V), bool).at[0, jnp.asarray(prompt)].set(True),
-        jnp.bincount(jnp.asarray(new, jnp.int32), length=V)[None].astype(jnp.int32),
-    )
+@functools.partial(jax.jit, static_argnames="model")
+def _pick(logits, sampling: Sampling, history: History, num_new, position, stop_ids, *, model: MTPModel) -> jax.Array:
+    """Adjusts, filters and draws: the token for `position`, behind `num_new` new ones."""
     adjusted = adjust(
         logits[None, None],
         sampling,
         history,
         path=None,
-        num_new=jnp.full((1, 1), len(new)),
-        stop_ids=jnp.asarray([*stop_ids, -1], jnp.int32),
-        num_tokens=model.config.num_tokens or V,
+        num_new=jnp.reshape(num_new, (1, 1)),
+        stop_ids=stop_ids,
+        num_tokens=model.config.num_tokens or model.config.vocab_size,
     )
-    position = jnp.full((1, 1), len(prompt) + len(new))
-    return int(draw_target(distribution(adjusted, sampling), sampling, position)[0, 0])
+    return draw_target(distribution(adjusted, sampling), sampling, jnp.reshape(position, (1, 1)))[0, 0]
 
 
 @functools.partial(jax.jit, static_argnames=("model", "capacity"))

@@ -200,9 +200,9 @@ def test_the_loop_updates_caches_in_place_with_experts():
         ("tree", "latent", 1),
         ("recursive", "grouped", 4),
         ("block", "latent", 4),
-        ("window", "grouped", 1),
-        ("adaptive", "grouped", 1),
         ("adaptive-block", "latent", 4),
+        pytest.param("window", "grouped", 1, marks=pytest.mark.slow),
+        pytest.param("adaptive", "grouped", 1, marks=pytest.mark.slow),
     ],
 )
 def test_every_rule_and_policy_keeps_to_that(name, kind, batch):

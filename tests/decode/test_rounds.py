@@ -171,7 +171,6 @@ def assert_reads_nothing_else(model, params, plan):
 @pytest.mark.parametrize(
     ("attention", "num_modules", "costs"),
     [
-        ("grouped", 1, (1.0, 1.3, 1.7, 2.3)),
         ("grouped", 2, (1.0, 1.1, 1.2, 1.3)),
         ("hybrid", 1, (1.0, 1.4, 1.9, 2.6)),
     ],

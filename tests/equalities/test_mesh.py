@@ -46,7 +46,6 @@ def test_a_mesh_gives_the_tokens_of_a_single_device(attention, axes, decoder, sm
     "shape",
     [
         {"topk": 2, "num_draft_tokens": 6, "acceptance": "sample"},
-        {"topk": 2, "num_draft_tokens": 6, "acceptance": "recursive"},
         {"acceptance": "sample", "depth_policy": "adaptive", "depth_costs": (1.0, 1.1, 1.3)},
     ],
     ids=lambda shape: "-".join(str(value) for value in shape.values()),
