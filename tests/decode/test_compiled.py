@@ -1,6 +1,7 @@
 """What XLA makes of a decoding call: one program, whose loop rewrites no cache and no weight."""
 
 import dataclasses
+import itertools
 import math
 import re
 
@@ -219,8 +220,10 @@ def test_on_an_h100_the_loop_updates_caches_in_place_and_copies_no_weight(kind, 
 
 
 @pytest.mark.h100
-@pytest.mark.parametrize(("kind", "batch"), [("grouped", 4), ("latent", 1)])
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(
+    ("name", "kind", "batch"),
+    [(name, *where) for name, where in zip(PLANS, itertools.cycle([("grouped", 4), ("latent", 1)]), strict=False)],
+)
 def test_on_an_h100_every_rule_and_policy_keeps_to_that(name, kind, batch):
     assert_keeps_to_the_rules_on_an_h100(SINGLE[kind], batch, PLANS[name], jnp.bfloat16)
 
