@@ -14,8 +14,7 @@ DRAFT, ACCEPT, FINAL, TARGET = range(4)  # purposes
 def threefry(key: tuple[jax.Array, jax.Array], counter: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Threefry-2x32 with 20 rounds (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011); uint32 words.
 
-    The numbers of `jax.extend.random.threefry_2x32`, which on a CPU is a loop of small kernels and took as long as a
-    pass of a small model; this is one.
+    The numbers of `jax.extend.random.threefry_2x32`, which on a CPU is a loop of small kernels; this becomes one.
     """
     words = (*key, key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA))
     x, y = counter[0] + words[0], counter[1] + words[1]

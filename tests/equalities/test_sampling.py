@@ -44,14 +44,12 @@ WARM = {"temperature": 1.0}
 PENALTIES = {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.3}
 FILTERS = {"temperature": 0.7, "top_k": 4, "top_p": 0.9, "min_p": 0.1}
 FAST = [
-    (WARM, "token-3"),
     (FILTERS, "block-2"),
     ({**PENALTIES, **WARM}, "block-4"),
     ({**PENALTIES, "temperature": 0.8, "logit_bias": {3: 1.0}}, "sample-tree"),
     ({**PENALTIES, **FILTERS, "logit_bias": {3: 1.0}, "banned_tokens": [0]}, "recursive"),
-    (WARM, "block-subset"),
 ]
-SLOW = [(WARM, name) for name in RULES] + FAST[1:] + [(FILTERS, "recursive")]
+SLOW = [*((WARM, name) for name in RULES), *FAST, (FILTERS, "recursive")]
 
 
 @pytest.fixture(scope="module")
@@ -279,7 +277,7 @@ def test_log_probabilities_are_those_of_a_teacher_forced_pass(small):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"acceptance": "block"},
+        pytest.param({"acceptance": "block"}, marks=pytest.mark.slow),
         {"topk": 3, "num_draft_tokens": 9, "acceptance": "recursive"},
         {"acceptance": "sample", "depth_policy": "adaptive", "depth_costs": (1.0, 1.2, 1.4)},
     ],
