@@ -9,12 +9,10 @@ import io
 from collections.abc import Iterable
 from typing import Any
 
-import rich.box
-import rich.table
-
 from experiments.ablate_bench import Workload
 from experiments.ablate_grid import Cell, Settings
 from experiments.bench_decode import QUIET
+from mtpjax.tables import narrow_table
 
 
 def cell_of(row: dict[str, Any]) -> Cell:
@@ -177,14 +175,8 @@ def _number(rate: dict[str, float | None]) -> str:
 def print_cells(console, rows: list[dict[str, Any]]) -> None:
     """A table within 80 columns per batch size and temperature."""
     for (batch_size, temperature), group in groups_of(rows).items():
-        table = rich.table.Table(
-            title=f"batch {batch_size}, temperature {temperature:g}: plain {group[0]['plain_tokens_per_second']:.0f} "
-            "tokens/s",
-            title_style="",
-            title_justify="left",
-            box=rich.box.SIMPLE_HEAD,
-            padding=(0, 1, 0, 0),
-        )
+        plain = f"plain {group[0]['plain_tokens_per_second']:.0f} tokens/s"
+        table = narrow_table(f"batch {batch_size}, temperature {temperature:g}: {plain}")
         headings = ("depth", "topk/\nnodes", "rule", "accept\nlength", "survival", "tokens/s", "ratio (95 %)", "ideal")
         for heading in headings:
             fixed = heading != "survival"

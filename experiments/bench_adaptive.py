@@ -20,14 +20,13 @@ import time
 
 import jax
 import numpy as np
-import rich.box
 from rich.console import Console
-from rich.table import Table
 
 from experiments.bench_decode import machine
 from mtpjax import DecodeConfig, load, speculative_generate
 from mtpjax.decode import profile
 from mtpjax.decode.costs import Costs
+from mtpjax.tables import narrow_table
 from mtpjax.train.data import held_out_prompts, python_sources, read_documents, split_held_out
 
 PROMPT_TOKENS, NEW_TOKENS = 64, 128
@@ -108,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
     model, params = load(options.model)
     sets = prompt_sets(params, model, max(batches), num_steps)
     rows = []
-    table = Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = narrow_table()
     for heading in ("batch", "prompts", "best fixed", "best / adaptive", "95 %", "modelled", "plain / adaptive"):
         table.add_column(heading, justify="right")
     for batch in batches:

@@ -20,11 +20,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import rich.box
 import rich.console
 import rich.table
 
 from mtpjax.decode.policy import init_policy, observe
+from mtpjax.tables import narrow_table
 
 LEVELS = 7
 BATCHES, LENGTHS, MODES = (1, 4, 16, 64), (64, 256), ("batch", "stream")
@@ -161,13 +161,9 @@ def measure(process: str, batch: int, length: int, mode: str, seeds: int | None 
 
 
 def _table(mode: str, batch: int, length: int, cells: list[Cell]) -> rich.table.Table:
-    """Narrow enough for 80 columns."""
-    table = rich.table.Table(
-        title=f"{mode}, {batch} rows, {length} tokens: best depth, its speed-up, regret in % (± 2 standard errors)",
-        title_style="",
-        title_justify="left",
-        box=rich.box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+    """A row for each kind of rows, a column for each cost curve."""
+    table = narrow_table(
+        f"{mode}, {batch} rows, {length} tokens: best depth, its speed-up, regret in % (± 2 standard errors)"
     )
     curves = list(cost_curves(batch))
     for heading in ("rows", *curves):

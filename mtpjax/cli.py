@@ -13,7 +13,7 @@ from typing import Any
 
 import jsonargparse
 
-from mtpjax.decode.options import add_draft_flags, add_sampling_flags, draft_settings, sampling_params
+from mtpjax.decode.options import add_draft_flags, add_sampling_flags, add_shape_flags, draft_settings, sampling_params
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -66,7 +66,7 @@ def _parser() -> jsonargparse.ArgumentParser:
     commands.add_subcommand("quickstart", quickstart, help="train, decode, compare: see a lossless speed-up")
 
     generate = jsonargparse.ArgumentParser(description="Continue prompts with a trained model, drafts in colour.")
-    generate.add_argument("--model-path", "--model", required=True, help="a checkpoint, or a run folder with one")
+    _add_model(generate)
     generate.add_argument("--prompt", action="append", required=True, help="text to continue; may be given again")
     generate.add_argument("--max-new-tokens", type=int, default=256, help="per prompt (default: %(default)s)")
     add_draft_flags(generate, num_steps=None, note="(0: plain; default: 2, or 0 for a model without MTP modules)")
@@ -91,17 +91,9 @@ def _add_profile(commands) -> None:
         description="Measure on this device what rounds of 0..num-steps draft levels cost, per batch size. The file is "
         "what adaptive depth goes by."
     )
-    profile.add_argument("--model-path", "--model", required=True, help="a checkpoint, or a run folder with one")
+    _add_model(profile)
     profile.add_argument("--batch", type=int, nargs="+", default=[1], help="batch sizes (default: %(default)s)")
-    profile.add_argument(
-        "--speculative-num-steps", "--num-steps", type=int, default=5, help="deepest round (default: %(default)s)"
-    )
-    profile.add_argument(
-        "--speculative-eagle-topk", "--topk", type=int, default=1, help="above 1: trees (default: %(default)s)"
-    )
-    profile.add_argument(
-        "--speculative-num-draft-tokens", "--num-draft-tokens", type=int, default=None, help="most nodes of a tree"
-    )
+    add_shape_flags(profile, num_steps=5, note="of the deepest round (default: %(default)s)")
     profile.add_argument("--context", type=int, default=512, help="tokens in the caches (default: %(default)s)")
     profile.add_argument("--rounds", type=int, default=8, help="measurements to take medians of (default: %(default)s)")
     profile.add_argument("--output", default=None, help="file to write (default: profile.json in the model's folder)")
@@ -515,15 +507,14 @@ def _limit_threads(threads: int, model_path: str) -> None:
     """Before JAX starts: 0 is all, but 1 for a small model, where handing out the work takes longer than the work."""
     if threads < 0:
         raise ValueError(f"threads must be 0 or more, not {threads}")
+    from mtpjax.timing import limit_threads
+
     if "jax" in sys.modules or not hasattr(os, "sched_setaffinity"):
         return
     if not threads:
         size = sum(file.stat().st_size for file in pathlib.Path(model_path).rglob("*") if file.is_file())
         threads = 1 if size < 16 << 20 else 0
-    if threads:
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
-    if threads == 1:
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
+    limit_threads(threads)
 
 
 @contextlib.contextmanager

@@ -7,13 +7,12 @@ import pathlib
 from typing import Any
 
 import numpy as np
-import rich.box
 import rich.console
-import rich.table
 
 from mtpjax.config import TrainConfig
 from mtpjax.decode.costs import Costs, chain
 from mtpjax.plots import plot_quickstart
+from mtpjax.tables import narrow_table
 from mtpjax.timing import Worker, stepping_aside
 from mtpjax.train.data import held_out_prompts
 from mtpjax.train.loop import TrainResult, train
@@ -178,16 +177,9 @@ def _depth_row(depth: int, plain: Setting, settings, seconds, answers, costs: Co
     )
 
 
-def _table(title: str) -> rich.table.Table:
-    """Narrow enough for 80 columns, which is what a pipe gets."""
-    return rich.table.Table(
-        title=title, title_style="", title_justify="left", box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
-    )
-
-
 def _print_panel(console, trained: TrainResult) -> None:
     panel = trained.panel
-    table = _table("acceptance panel: held-out files, teacher-forced, all positions")
+    table = narrow_table("acceptance panel: held-out files, teacher-forced, all positions")
     for heading in ("draft level", "bits/byte", "agrees with trunk", "survives (this and all before)"):
         table.add_column(heading, justify="right")
     table.add_row("trunk", f"{panel.bits_per_token[0]:.2f}", "", "")
@@ -202,7 +194,7 @@ def _print_result(
     def threads(setting: Setting) -> str:
         return "1" if setting.threads == 1 else "all"
 
-    table = _table("greedy decoding at batch 1 of held-out prompts that do not loop")
+    table = narrow_table("greedy decoding at batch 1 of held-out prompts that do not loop")
     for heading in ("drafts", "threads", "accept\nlength", "survival", "tokens/s", "ratio", "95 %", "ideal"):
         table.add_column(heading, justify="right", no_wrap=True)
     count = plain_seconds.shape[1] * (NEW_TOKENS - 1)

@@ -68,6 +68,14 @@ def stepping_aside():
         os.sched_setaffinity(0, cores)
 
 
+def limit_threads(count: int) -> None:
+    """Leaves this process the first `count` of its cores (0: all). Acts on XLA only before JAX starts."""
+    if count and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:count])
+    if count == 1:  # no pool: handing work to its one thread costs a millisecond a call
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
+
+
 class _Child:
     """Answers requests about one model."""
 
@@ -116,10 +124,7 @@ def main() -> None:
     parser.add_argument("checkpoint")
     parser.add_argument("--threads", type=int, default=0)
     options = parser.parse_args()
-    if options.threads and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
-    if options.threads == 1:  # no pool: handing work to its one thread costs a millisecond a call
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
+    limit_threads(options.threads)
 
     from mtpjax.checkpoint import load
 

@@ -14,7 +14,7 @@ from mtpjax.decode.intake import take_in
 from mtpjax.decode.probabilities import Path, adjust, distribution, draw, scale
 from mtpjax.decode.state import DecodeState, Plan
 from mtpjax.decode.tree import Candidates, ancestry
-from mtpjax.layers.attend import Branches, cached_view
+from mtpjax.layers.attend import Branches, View, cached_view
 from mtpjax.model import MTPModel, bind
 
 
@@ -109,16 +109,7 @@ def _chain(params, state: DecodeState, scorer: Scorer, *, model: MTPModel, plan:
         else:
             slot = state.length - 2 + level - in_use
             view = cached_view(model.config, slot, plan.min_rows, tokens.shape[1], window=plan.window)
-            after, passed, entries = apply(
-                _pad(passed, plan.min_rows),
-                _pad(draft, plan.min_rows),
-                view,
-                caches[index].layers[0],
-                index=index,
-                method="run_module",
-            )
-            after, passed = after[:, :1], passed[:, :1]
-            caches[index] = caches[index].replace(layers=(entries,))
+            after, passed = _run_ahead(apply, caches, index, passed, draft, view)
         path = None
         if state.sampling.counts_tokens:
             is_before = jnp.broadcast_to(jnp.arange(K) < level - 1, (len(tokens), 1, K))
@@ -136,6 +127,20 @@ def _chain(params, state: DecodeState, scorer: Scorer, *, model: MTPModel, plan:
         tokens = write_rows(tokens, draft, state.length + level - 1)
     nodes = read_rows(tokens, state.length - 1, K + 1)
     return Draft(nodes, jnp.concatenate(probabilities, axis=1) if is_drawn else None), caches, tokens
+
+
+def _run_ahead(apply, caches, index: int, passed, tokens, view: View) -> tuple[jax.Array, jax.Array]:
+    """Module `index` over drafted `tokens [B, f]` and the hidden before each, padded to the view; its cache is updated.
+
+    Returns the outputs for the head and to pass on, `[B, f, D]`.
+    """
+    f, width = tokens.shape[1], view.mask.shape[1]
+    memory = caches[index].layers[0]
+    after, passed, entries = apply(
+        _pad(passed, width), _pad(tokens, width), view, memory, index=index, method="run_module"
+    )
+    caches[index] = caches[index].replace(layers=(entries,))
+    return after[:, :f], passed[:, :f]
 
 
 def _tree(params, state: DecodeState, scorer: Scorer, *, model: MTPModel, plan: Plan):
@@ -164,11 +169,7 @@ def _tree(params, state: DecodeState, scorer: Scorer, *, model: MTPModel, plan: 
                 model.config, base + offset, width, state.tokens.shape[1], branches=branches, window=plan.window
             )
             passed = jnp.take_along_axis(passed, origin[:, :, None], axis=1)
-            after, passed, entries = apply(
-                _pad(passed, width), _pad(tokens, width), view, caches[0].layers[0], index=0, method="run_module"
-            )
-            after, passed = after[:, :f], passed[:, :f]
-            caches[0] = caches[0].replace(layers=(entries,))
+            after, passed = _run_ahead(apply, caches, 0, passed, tokens, view)
             offset += f
             path = Path(slots, sees) if state.sampling.counts_tokens else None
         tokens, origin = grow.level(level, scorer(after, 0, path, level))

@@ -258,13 +258,10 @@ def to_json(value: Any) -> Any:
 
 def print_report(console, figures: dict[str, dict[str, Any]]) -> None:
     """Two tables, within 80 columns: accept lengths by category, and rates by category and level."""
-    import rich.box
-    import rich.table
+    from mtpjax.tables import narrow_table
 
     def table(title: str, *headings: str):
-        made = rich.table.Table(
-            title=title, title_style="", title_justify="left", box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
-        )
+        made = narrow_table(title)
         made.add_column("category", overflow="fold")
         for heading in headings:
             made.add_column(heading, justify="right", no_wrap=True)

@@ -203,8 +203,7 @@ def decode(
 
     def choose(state: DecodeState) -> DecodeState:
         assert state.policy is not None
-        decided = decide(state.policy, ~state.done, state.limit - state.length)
-        policy = jax.tree.map(functools.partial(jnp.where, is_due(state.policy)), decided, state.policy)
+        policy = decide(state.policy, ~state.done, state.limit - state.length)
         state = state.replace(policy=policy)
         is_over = (depth(state) == 0) & ~has_room(state, 0) & (policy.interval > RING)
         state = state.replace(is_closed=state.is_closed | is_over)

@@ -15,8 +15,8 @@ SAMPLING = {  # field -> type, what it asks for
 }
 
 
-def add_draft_flags(parser, *, num_steps: int | None, note: str = "(default: %(default)s)") -> None:
-    """What `draft_settings` reads; `note` tells the default of `num_steps`."""
+def add_shape_flags(parser, *, num_steps: int | None, note: str) -> None:
+    """Levels, topk and nodes; `note` tells the default of `num_steps`."""
     parser.add_argument(
         "--speculative-num-steps", "--num-steps", type=int, default=num_steps, help=f"draft levels per round {note}"
     )
@@ -30,6 +30,11 @@ def add_draft_flags(parser, *, num_steps: int | None, note: str = "(default: %(d
         default=None,
         help="nodes of a tree (default: all that topk and steps give, up to 64)",
     )
+
+
+def add_draft_flags(parser, *, num_steps: int | None, note: str = "(default: %(default)s)") -> None:
+    """What `draft_settings` reads; `note` tells the default of `num_steps`."""
+    add_shape_flags(parser, num_steps=num_steps, note=note)
     parser.add_argument(
         "--acceptance",
         default="auto",

@@ -31,7 +31,7 @@ def plain_generate(
     step = functools.partial(_step, params, model=model, capacity=capacity)
     logits, cache = step(jnp.asarray([prompt], jnp.int32), cache)
     if sampling is None:
-        sampling = Sampling(jnp.zeros(1), jnp.zeros((1, 2), jnp.uint32))
+        sampling = Sampling.greedy(1)
     new: list[int] = []
     stops = [(token,) for token in stop_token_ids] + list(stop_sequences)
     singles = np.array([stop[0] for stop in stops if len(stop) == 1] + [-1], np.int32)

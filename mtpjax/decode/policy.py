@@ -76,7 +76,7 @@ def is_due(policy: Policy) -> jax.Array:
 
 
 def decide(policy: Policy, active: jax.Array, remaining: jax.Array | None = None) -> Policy:
-    """Chooses the depth of the next rounds, `pause` in number.
+    """Chooses the depth of the next rounds, `pause` in number, where that `is_due`; else the policy stays as it is.
 
     Args:
         active: `[B]` bool, rows that run in the next round. The others count for nothing.
@@ -96,7 +96,7 @@ def decide(policy: Policy, active: jax.Array, remaining: jax.Array | None = None
     wait = jnp.where(went_well, 0, jnp.where(probed | rose, interval, left))
     depth = jnp.where(wait == 0, deeper, settled)
     is_steady = (depth == before) & (depth == settled)
-    return policy.replace(
+    decided = policy.replace(
         depth=depth,
         settled=settled,
         promise=promise,
@@ -105,13 +105,12 @@ def decide(policy: Policy, active: jax.Array, remaining: jax.Array | None = None
         pause=jnp.where(is_steady, jnp.minimum(2 * policy.pause, LONGEST_PAUSE), 1),
         rounds=jnp.zeros_like(policy.rounds),
     )
+    return jax.tree.map(functools.partial(jnp.where, is_due(policy)), decided, policy)
 
 
 def observe(policy: Policy, depth, count: jax.Array, *, took_part, active, remaining=None) -> Policy:
-    """`record`, and where it `is_due` `decide`: what a loop does that knows no better."""
-    policy = record(policy, depth, count, took_part)
-    decided = decide(policy, active, remaining)
-    return jax.tree.map(lambda new, old: jnp.where(is_due(policy), new, old), decided, policy)
+    """`record`, then `decide`: a round and the choice behind it."""
+    return decide(record(policy, depth, count, took_part), active, remaining)
 
 
 def may_pay(costs: jax.Array) -> jax.Array:

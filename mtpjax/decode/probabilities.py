@@ -23,6 +23,11 @@ class Sampling(flax.struct.PyTreeNode):
     presence: jax.Array | None = None  # [B] float32, 0 where off
     min_new: jax.Array | None = None  # [B] int32
 
+    @classmethod
+    def greedy(cls, batch: int) -> "Sampling":
+        """Every row at temperature 0, and nothing else asked for."""
+        return cls(jnp.zeros(batch), jnp.zeros((batch, 2), jnp.uint32))
+
     @property
     def counts_tokens(self) -> bool:
         """Whether penalties need to know what came before."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from mtpjax.atomic import write_text
 from mtpjax.config import ModelConfig
 from mtpjax.decode.config import DecodeConfig, largest_tree
 from mtpjax.decode.costs import CostMeter, Costs, Shape, widest_write
@@ -129,14 +130,7 @@ def default_path(folder) -> pathlib.Path:
 
 def save(path, profile: dict[str, Any]) -> None:
     """Writes the file, complete or not at all."""
-    path = pathlib.Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}-{os.getpid()}")
-    try:
-        aside.write_text(json.dumps(profile, indent=1) + "\n")
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
+    write_text(path, json.dumps(profile, indent=1) + "\n")
 
 
 def read(path) -> tuple[dict[str, Any], tuple[Costs, ...]]:
@@ -205,15 +199,12 @@ def break_even_rate(relative: float, num_steps: int) -> float | None:
 
 def tables(profile: dict[str, Any]):
     """A `rich` table per batch size, within 80 columns."""
-    import rich.box
-    import rich.table
+    from mtpjax.tables import narrow_table
 
     for stored in profile["batches"]:
         costs = Costs.from_json(stored)
         title = f"batch {costs.batch}, {profile['context']} tokens of context, {profile['dtype']}"
-        table = rich.table.Table(
-            title=title, title_style="", title_justify="left", box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
-        )
+        table = narrow_table(title)
         headings = ("drafts", "nodes", "round\nms", "verify\nshare", "plain steps =\nbreak-even accept length")
         for heading in (*headings, "rate per level\nto break even"):
             table.add_column(heading, justify="right", no_wrap=True)

@@ -142,7 +142,7 @@ def init_state(
         return jnp.zeros((B, *shape), jnp.int32)
 
     if sampling is None:
-        sampling = Sampling(jnp.zeros(B), jnp.zeros((B, 2), jnp.uint32))
+        sampling = Sampling.greedy(B)
     history = History()
     if sampling.counts_tokens:
         is_prompt = jnp.arange(L)[None, :] < length[:, None]

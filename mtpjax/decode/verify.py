@@ -84,7 +84,7 @@ def judge(state: DecodeState, draft: Draft, logits: jax.Array, *, model: MTPMode
         parents = draft.parents
         if parents is None:
             parents = jnp.broadcast_to(jnp.arange(W)[None, :] - 1, (B, W))
-        walk = jax.vmap(_tree_rule(plan))(draft.tokens, parents, probabilities, draft.probabilities, coins[:, :W])
+        walk = jax.vmap(_tree_rule(plan))(draft.tokens, parents, probabilities, draft.probabilities, coins)
         walked, count, weights = walk.path, walk.count, walk.weights
         accepted = jnp.take_along_axis(draft.tokens, walked[:, 1:], axis=1)
         walked = None if draft.parents is None else walked
