@@ -25,7 +25,7 @@ from mtpjax import checkpoint
 from mtpjax.atomic import write_text
 from mtpjax.plots import plot_heatmap, plot_pareto
 
-VERSION = 2  # of a cell's line: another one is measured anew
+VERSION = 3  # of a cell's line: another one is measured anew
 CELLS_IN_MEMORY = 16  # compiled programs take memory mappings; a process has 65,530
 
 

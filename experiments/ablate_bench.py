@@ -16,9 +16,9 @@ import numpy as np
 from experiments.ablate_grid import Cell, Settings
 from mtpjax import checkpoint
 from mtpjax.decode.config import LOSSY_RULES, DecodeConfig
-from mtpjax.decode.costs import CostMeter, Costs, Shape, widest_write
+from mtpjax.decode.costs import PLAIN, CostMeter, Costs, Shape, widest_write
 from mtpjax.decode.evaluate import RESAMPLES, Estimate, decoded_rates, sampled, to_json
-from mtpjax.decode.generate import bucket, generate, speculative_generate
+from mtpjax.decode.generate import generate, slots, speculative_generate
 from mtpjax.decode.loop import least_rows
 from mtpjax.model import MTPModel
 from mtpjax.prompts import choose_prompts, encode_prompts, read_prompts, room_for_prompts
@@ -169,7 +169,7 @@ class Bench:
             "plain_tokens_per_second": rate[0],
             "ratio": to_json(paired_ratio(seconds, tokens)),
             "ideal_ratio": costs.ideal_ratio(rates["accept_length"].value, cell.shape),
-            "costs": {"plain": costs.plain, "verify": costs.verify[cell.shape], "round": costs.round[cell.shape]},
+            "costs": {"plain": costs.plain, "verify": costs.verify[cell.shape], "parts": costs.parts[cell.shape]},
             "lossless": verdict(cell, differing),
             "differing_rows": differing,
             "waited": max(0.0, 1 - worked) if jax.default_backend() == "cpu" else 0.0,  # share of the time, for a core
@@ -216,12 +216,14 @@ class Bench:
             for meter in meters:
                 meter.measure()
             costs = meters[0].costs()
-            self._costs[batch_size] = dataclasses.replace(costs, plain=meters[-1].costs().plain)
+            costs.parts[PLAIN] = meters[-1].costs().plain
+            self._costs[batch_size] = costs
         return self._costs[batch_size]
 
     def _meter(self, batch_size: int, shapes: tuple[Shape, ...], min_rows: int) -> CostMeter:
         widest = max((widest_write(self.model, shape) for shape in shapes), default=1)
-        context = int(np.mean([len(row) for row in self.workload.prompts])) + self.settings.max_new_tokens // 2
+        lengths = [len(row) for row in self.workload.prompts]
+        context, longest = int(np.mean(lengths)) + self.settings.max_new_tokens // 2, max(lengths)
         return CostMeter(
             self.params,
             model=self.model,
@@ -229,7 +231,7 @@ class Bench:
             batch=batch_size,
             min_rows=min_rows,
             context=context,
-            capacity=bucket(self._max_length + max(widest, DecodeConfig().prefill_chunk)),
+            capacity=slots(longest, self._max_length, widest=widest, chunk=DecodeConfig().prefill_chunk),
         )
 
 

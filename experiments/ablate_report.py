@@ -135,7 +135,7 @@ CSV_COLUMNS = (
     "ideal_ratio",
     "plain_ms",
     "verify_ms",
-    "round_ms",
+    "parts_ms",
     "lossless",
 )
 

@@ -2,9 +2,10 @@
 
     python -m experiments.bench_adaptive --model runs/quickstart [--quick]
 
-Held-out prompts are sorted by how many drafts each accepts: the best are the easy set, the worst the hard one, and
-every other of both the mixed one. What rounds cost is profiled first, for each batch size. Then plain decoding, every
-fixed depth and the adaptive one decode the same prompts in turn, round after round, in one process.
+Held-out prompts whose texts do not loop are sorted by how many drafts each accepts: the better half are the easy set,
+the others the hard one, and every other of both the mixed one. What rounds cost is profiled first, for each batch size.
+Then plain decoding, every fixed depth and the adaptive one decode the same prompts in turn, round after round, in one
+process.
 
 Two figures per cell, both the best fixed depth's (0 included) time over that of the adaptive one, 1.0 being equal: as
 measured, with a 95 % interval over rounds, and exactly by the rounds that each took and what the profile says they
@@ -22,40 +23,44 @@ import jax
 import numpy as np
 from rich.console import Console
 
+from experiments.ablate_bench import PROMPT_TOKENS, Settings, find_workload
 from experiments.bench_decode import machine
 from mtpjax import DecodeConfig, load, speculative_generate
 from mtpjax.decode import profile
 from mtpjax.decode.costs import Costs
 from mtpjax.tables import narrow_table
-from mtpjax.train.data import held_out_prompts, python_sources, read_documents, split_held_out
 
-PROMPT_TOKENS, NEW_TOKENS = 64, 128
+NEW_TOKENS = 128
+LEAST_PROMPTS = 16  # of a set; small batches decode them one after the other
 
 
-def prompt_sets(params, model, count: int, num_steps: int) -> dict[str, list[list[int]]]:
+def prompt_sets(path: str, params, model, count: int, num_steps: int) -> dict[str, list[list[int]]]:
     """`count` prompts each; accept lengths are of a decoding at `num_steps` levels."""
-    _, held_out = split_held_out(read_documents(python_sources()))
-    pool = held_out_prompts(
-        held_out, count=4 * count, prompt_length=PROMPT_TOKENS, continuation_length=NEW_TOKENS, seed=1
-    )
+    settings = Settings(max_new_tokens=NEW_TOKENS)
+    pool = find_workload(pathlib.Path(path), model, params, settings, num_prompts=2 * count).prompts
+    if len(pool) < 2 * count:
+        raise SystemExit(f"{2 * count} prompts are needed; {len(pool)} were found whose texts do not loop")
     config = DecodeConfig(max_new_tokens=NEW_TOKENS, num_steps=num_steps)
     stats = speculative_generate(params, pool, model=model, config=config).stats
     order = np.argsort(-(stats.accepted.sum(axis=1) / stats.steps))
-    easy, hard = ([pool[index] for index in part] for part in (order[:count], order[-count:]))
+    easy, hard = ([pool[index] for index in part] for part in (order[:count], order[count:]))
     mixed = [prompt for pair in zip(easy, hard, strict=True) for prompt in pair][:count]
     return {"easy": easy, "hard": hard, "mixed": mixed}
 
 
-def modelled_time(stats, costs: tuple[float, ...]) -> float:
-    """Cost of a batch's rounds: those of its longest row, by their depths."""
-    row = int(stats.steps.argmax())
-    reached = np.concatenate([[stats.steps[row]], stats.proposed[row]])  # rounds of at least each depth
-    rounds = reached - np.append(reached[1:], 0)
-    return float(rounds @ np.array(costs[: len(rounds)]))
+def modelled_time(results, costs: tuple[float, ...]) -> float:
+    """Cost of the batches' rounds: those of each one's longest row, by their depths."""
+    total = 0.0
+    for stats in (result.stats for result in results):
+        row = int(stats.steps.argmax())
+        reached = np.concatenate([[stats.steps[row]], stats.proposed[row]])  # rounds of at least each depth
+        rounds = reached - np.append(reached[1:], 0)
+        total += float(rounds @ np.array(costs[: len(rounds)]))
+    return total
 
 
-def measure_cell(params, model, prompts, costs: tuple[float, ...], rounds: int) -> dict:
-    """One batch: the adaptive depth beside all fixed ones, in turn."""
+def measure_cell(params, model, batches, costs: tuple[float, ...], rounds: int) -> dict:
+    """One set of prompts in its batches: the adaptive depth beside all fixed ones, in turn."""
     num_steps = len(costs) - 1
     configs = {str(depth): DecodeConfig(max_new_tokens=NEW_TOKENS, num_steps=depth) for depth in range(num_steps + 1)}
     configs["adaptive"] = DecodeConfig(
@@ -66,22 +71,26 @@ def measure_cell(params, model, prompts, costs: tuple[float, ...], rounds: int) 
     for number in range(rounds + 1):  # the first compiles
         for name in configs if number % 2 else reversed(configs):
             begin = time.perf_counter()
-            results[name] = speculative_generate(params, prompts, model=model, config=configs[name])
+            results[name] = [speculative_generate(params, rows, model=model, config=configs[name]) for rows in batches]
             if number:
                 seconds[name].append(time.perf_counter() - begin)
-    texts = [result.rows() for result in results.values()]
+    texts = [[result.rows() for result in of_batches] for of_batches in results.values()]
     median = {name: float(np.median(times)) for name, times in seconds.items()}
-    modelled = {name: modelled_time(result.stats, costs) for name, result in results.items()}
+    modelled = {name: modelled_time(of_batches, costs) for name, of_batches in results.items()}
     fixed = [name for name in configs if name != "adaptive"]
     best = min(fixed, key=median.__getitem__)
     ratios = np.array(seconds[best]) / np.array(seconds["adaptive"])
     drawn = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
     low, high = np.quantile(np.median(drawn, axis=1), [0.025, 0.975])
     return {
-        "batch": len(prompts),
+        "batch": len(batches[0]),
+        "prompts": len(batches) * len(batches[0]),
         "costs": list(costs),
         "seconds": median,
-        "accept_length": {name: result.stats.accept_length for name, result in results.items()},
+        "accept_length": {
+            name: float(np.mean([result.stats.accept_length for result in of_batches]))
+            for name, of_batches in results.items()
+        },
         "best_fixed": int(best),
         "ratio": float(np.median(ratios)),
         "interval": [float(low), float(high)],
@@ -105,7 +114,7 @@ def main(argv: list[str] | None = None) -> int:
         batches, num_steps, rounds = [2], 2, 2
     console = Console(highlight=False)
     model, params = load(options.model)
-    sets = prompt_sets(params, model, max(batches), num_steps)
+    sets = prompt_sets(options.model, params, model, max(*batches, LEAST_PROMPTS), num_steps)
     rows = []
     table = narrow_table()
     for heading in ("batch", "prompts", "best fixed", "best / adaptive", "95 %", "modelled", "plain / adaptive"):
@@ -122,7 +131,9 @@ def main(argv: list[str] | None = None) -> int:
         parts = [Costs.from_json(stored) for stored in measured["batches"]]
         costs = profile.relative_costs(parts, options.model, batch=batch, num_steps=num_steps)
         for name, prompts in sets.items():
-            row = {"prompts": name, **measure_cell(params, model, prompts[:batch], costs, rounds)}
+            count = max(batch, LEAST_PROMPTS)
+            groups = [prompts[begin : begin + batch] for begin in range(0, count - batch + 1, batch)]
+            row = {"set": name, **measure_cell(params, model, groups, costs, rounds)}
             rows.append(row)
             low, high = row["interval"]
             cells = (batch, name, row["best_fixed"], f"{row['ratio']:.2f}", f"{low:.2f}-{high:.2f}")

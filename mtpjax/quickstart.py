@@ -18,7 +18,7 @@ from mtpjax.train.data import held_out_prompts
 from mtpjax.train.loop import TrainResult, train
 from mtpjax.train.panel import is_looping
 
-PROMPT_TOKENS, NEW_TOKENS, CAPACITY = 64, 128, 256  # together a training row; one bucket with the prefill chunk
+PROMPT_TOKENS, NEW_TOKENS, CAPACITY = 64, 128, 256  # together a training row; their bucket
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtpjax.cache import commit, empty_cache, read_rows
-from mtpjax.decode.state import hidden_rows
+from mtpjax.decode.loop import run_round
+from mtpjax.decode.state import DecodeState, Plan, hidden_rows, init_state
 from mtpjax.layers.attend import cached_view
 from mtpjax.model import MTPModel, bind
 
@@ -19,7 +20,7 @@ MOST_ROUNDS = 512  # in one timing
 
 
 class Shape(NamedTuple):
-    """What a round drafts and verifies; `chain` makes the common one."""
+    """What a round drafts and verifies; `chain` makes the common one, and `PLAIN` is a plain step."""
 
     num_steps: int
     topk: int
@@ -30,48 +31,63 @@ def chain(num_steps: int) -> Shape:
     return Shape(num_steps, 1, num_steps + 1)
 
 
+PLAIN = chain(0)
+
+
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Seconds, for a batch: a plain step, and by shape the verifying pass alone and all parts of a round.
+    """Seconds, for a batch, by shape: the verifying pass alone, all parts of a round, and the round itself.
 
     Those parts are `verify(nodes) + extend(W) + (K-1) draft(topk)`: the trunk's pass over the nodes, the module's over
     the W = K+1 rows that it takes in, and K-1 more of its passes. They are timed together: differences of timings are
-    mostly noise.
+    mostly noise. The round itself is that of `speculative_generate`, with all that it does beside; empty where it was
+    not asked for.
     """
 
     batch: int
-    plain: float
     verify: dict[Shape, float]
-    round: dict[Shape, float]
+    parts: dict[Shape, float]
+    round: dict[Shape, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def plain(self) -> float:
+        """A plain step's parts."""
+        return self.parts[PLAIN]
 
     def ideal_ratio(self, accept_length: float, shape: Shape) -> float:
-        """What the parts allow: `accept length / round`, in units of a plain step."""
-        return accept_length * self.plain / self.round[shape]
+        """What the parts allow: `accept length / parts`, in units of a plain step."""
+        return accept_length * self.plain / self.parts[shape]
 
     def to_json(self) -> dict[str, Any]:
         """What JSON holds: a row per shape, since its keys are strings."""
         rows = [
-            {**shape._asdict(), "verify_seconds": self.verify[shape], "round_seconds": seconds}
-            for shape, seconds in self.round.items()
+            {**shape._asdict(), **{f"{kind}_seconds": of[shape] for kind, of in self._kinds() if shape in of}}
+            for shape in self.parts
         ]
-        return {"batch": self.batch, "plain_seconds": self.plain, "rounds": rows}
+        return {"batch": self.batch, "rounds": rows}
+
+    def _kinds(self) -> list[tuple[str, dict[Shape, float]]]:
+        return [("verify", self.verify), ("parts", self.parts), ("round", self.round)]
 
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> "Costs":
         """The inverse of `to_json`. Raises `KeyError` or `TypeError` for anything else."""
-        verify, round_ = {}, {}
+        costs = cls(int(stored["batch"]), {}, {}, {})
         for row in stored["rounds"]:
             shape = Shape(row["num_steps"], row["topk"], row["num_nodes"])
-            verify[shape], round_[shape] = float(row["verify_seconds"]), float(row["round_seconds"])
-        return cls(int(stored["batch"]), float(stored["plain_seconds"]), verify, round_)
+            for kind, of in costs._kinds():
+                if f"{kind}_seconds" in row:
+                    of[shape] = float(row[f"{kind}_seconds"])
+        return costs
 
 
 class CostMeter:
-    """Times the parts of a round in `while_loop`s of their own; `costs` gives the medians of all `measure` calls.
+    """Times rounds of each of `shapes`, and of plain steps, in `while_loop`s of their own.
 
     `context` tokens of each of `batch` rows stand in caches of `capacity` slots; a part that comes to their end starts
     over behind the context. No pass takes fewer than `min_rows` tokens per row, as in decoding. One timing lasts about
-    `seconds`, or four rounds. `compiled` is called after each part is compiled.
+    `seconds`, or four rounds. `whole` rounds, as the loop runs them, are timed beside their parts where that is asked
+    for. `compiled` is called after each loop is compiled.
     """
 
     def __init__(
@@ -85,37 +101,37 @@ class CostMeter:
         batch: int = 1,
         min_rows: int = 1,
         seconds: float = 0.02,
+        whole: bool = False,
         compiled: Callable[[], None] = lambda: None,
     ):
-        self.batch, self.shapes = batch, tuple(dict.fromkeys(shapes))
-        self._parts = {}
-        for part in [("plain", chain(0))] + [(name, shape) for shape in self.shapes for name in ("verify", "round")]:
-            self._parts[part] = _timer(
-                params,
-                model,
-                part[1],
-                batch=batch,
-                context=context,
-                capacity=capacity,
-                min_rows=min_rows,
-                seconds=seconds,
-                drafts=part[0] == "round",
-            )
-            compiled()
-        self._seconds: dict = {part: [] for part in self._parts}
+        self.batch = batch
+        self._timers: dict[tuple[str, Shape], Callable[[], float]] = {}
+        place = _Place(batch, context, capacity, min_rows)
+        for shape in dict.fromkeys((PLAIN, *shapes)):
+            loops = {"parts": _parts(params, model, shape, place, drafts=True)}
+            if shape != PLAIN:
+                loops["verify"] = _parts(params, model, shape, place, drafts=False)
+            if whole:
+                loops["round"] = _whole_round(params, model, shape, place)
+            for kind, loop in loops.items():
+                self._timers[kind, shape] = _timer(*loop, seconds=seconds)
+                compiled()
+        self._seconds: dict = {timed: [] for timed in self._timers}
 
     def measure(self, repeats: int = 3) -> None:
-        """Times every part `repeats` times, after once that only warms up what stood idle."""
+        """Times every loop `repeats` times, after once that only warms up what stood idle."""
         for number in range(repeats + 1):
-            for part, run in self._parts.items():
+            for timed, run in self._timers.items():
                 seconds = run()
                 if number:
-                    self._seconds[part].append(seconds)
+                    self._seconds[timed].append(seconds)
 
     def costs(self) -> Costs:
-        median = {part: float(np.median(times)) for part, times in self._seconds.items()}
-        verify, round_ = ({shape: median[part, shape] for shape in self.shapes} for part in ("verify", "round"))
-        return Costs(self.batch, median["plain", chain(0)], verify, round_)
+        """The medians of all `measure` calls."""
+        median: dict[str, dict[Shape, float]] = {"verify": {}, "parts": {}, "round": {}}
+        for (kind, shape), times in self._seconds.items():
+            median[kind][shape] = float(np.median(times))
+        return Costs(self.batch, {PLAIN: median["parts"][PLAIN], **median["verify"]}, median["parts"], median["round"])
 
 
 def widest_write(model: MTPModel, shape: Shape) -> int:
@@ -123,28 +139,56 @@ def widest_write(model: MTPModel, shape: Shape) -> int:
     return max(shape.num_nodes, hidden_rows(model, shape.num_steps) + shape.topk * shape.num_steps)
 
 
-def _timer(
-    params,
-    model: MTPModel,
-    shape: Shape,
-    *,
-    batch: int,
-    context: int,
-    capacity: int,
-    min_rows: int,
-    seconds: float,
-    drafts: bool,
-) -> Callable[[], float]:
-    """A function that times a round of this shape, with `drafts` or without; for no steps a plain one.
+class _Place(NamedTuple):
+    """Where rounds take place; see `CostMeter`."""
+
+    batch: int
+    context: int
+    capacity: int
+    min_rows: int
+
+
+def _timer(body: Callable, inputs, *, seconds: float) -> Callable[[], float]:
+    """A function that times one of the rounds `inputs = body(index, inputs)`, which are run about `seconds` long.
+
+    What a call costs before its first round is taken off.
+    """
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def loop(limit, inputs):
+        return jax.lax.while_loop(
+            lambda carry: carry[0] < limit, lambda carry: (carry[0] + 1, body(*carry)), (jnp.int32(0), inputs)
+        )[1]
+
+    def call(rounds: int) -> float:
+        nonlocal inputs
+        begin = time.perf_counter()
+        inputs = jax.block_until_ready(loop(rounds, inputs))
+        return time.perf_counter() - begin
+
+    call(1)  # compiles
+    least = min(call(1) for _ in range(3))  # what a call costs, with one round
+    count = round(min(max(8 * seconds / max(call(9) - least, 1e-9), 4), MOST_ROUNDS))
+
+    def run() -> float:
+        nonlocal least
+        least = min(least, call(1))
+        return (call(count + 1) - least) / count
+
+    return run
+
+
+def _parts(params, model: MTPModel, shape: Shape, place: _Place, *, drafts: bool) -> tuple[Callable, Any]:
+    """The passes of a round of this shape, with `drafts` or without, as `_timer` takes them.
 
     The trunk's head reads all nodes. Modules take in the committed rows, and their heads read one; recycled levels are
-    passes over `topk` rows, and the head reads them all. What a call costs before its first pass is taken off.
+    passes over `topk` rows, and the head reads them all.
     """
-    config = model.config
+    config, (batch, context, capacity, min_rows) = model.config, place
     in_use = min(config.num_mtp_modules, shape.num_steps) if drafts else 0
     taken_in = hidden_rows(model, shape.num_steps)
     width, level_rows = max(shape.num_nodes, min_rows), max(shape.topk, min_rows)
-    room = capacity - context - max(width, widest_write(model, shape) + min_rows)
+    room = _room(model, shape, place)
     known = None if shape.num_steps else jnp.ones(batch, jnp.int32)  # plain decoding commits what it passes
 
     def spread(token, count: int):
@@ -156,10 +200,10 @@ def _timer(
         """The newest token. Only the arg-max is timed: what sampling does with logits would have its place here."""
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)[:, -1:]
 
-    def body(carry):
-        index, limit, token, hidden, trunk, modules = carry
+    def body(index, inputs):
+        token, hidden, trunk, modules = inputs
         apply, modules = bind(model, params), list(modules)
-        start = trunk.length + index % max(1, room)
+        start = trunk.length + index % room
         view = cached_view(config, start, width, capacity, taken=known)
         output, _, trunk = apply(spread(token, width), view, trunk, method="run_trunk")
         trunk = commit(trunk, trunk.length)
@@ -183,38 +227,55 @@ def _timer(
             if level <= in_use:
                 output = read_rows(output, index % rows + jnp.zeros(batch, jnp.int32), 1)
             token = choose(apply(output, index=number, method="logits"))
-        return index + 1, limit, token, hidden, trunk, tuple(modules)
-
-    @functools.partial(jax.jit, donate_argnums=1)
-    def loop(limit, inputs):
-        carry = (jnp.zeros((), jnp.int32), limit, *inputs)
-        return jax.lax.while_loop(lambda carry: carry[0] < carry[1], body, carry)[2:]
+        return token, hidden, trunk, tuple(modules)
 
     dtype = params["embedding"].dtype
 
     def filled(kinds):
         return commit(empty_cache(config, kinds, batch, capacity, dtype), jnp.full(batch, context, jnp.int32))
 
-    inputs = (
+    return body, (
         jnp.zeros((batch, 1), jnp.int32),
         jnp.ones((batch, taken_in, config.hidden_size), dtype),
         filled(config.trunk_kinds),
         tuple(filled((config.mtp_kind,)) for _ in range(in_use)),
     )
 
-    def call(rounds: int) -> float:
-        nonlocal inputs
-        begin = time.perf_counter()
-        inputs = jax.block_until_ready(loop(rounds, inputs))
-        return time.perf_counter() - begin
 
-    call(1)  # compiles
-    least = min(call(1) for _ in range(3))  # what a call costs, with one round
-    count = round(min(max(8 * seconds / max(call(9) - least, 1e-9), 4), MOST_ROUNDS))
+def _whole_round(params, model: MTPModel, shape: Shape, place: _Place) -> tuple[Callable, DecodeState]:
+    """A greedy round of decoding of this shape, as `_timer` takes it.
 
-    def run() -> float:
-        nonlocal least
-        least = min(least, call(1))
-        return (call(count + 1) - least) / count
+    Lengths move with the rounds: were they constant, XLA would take what depends on them out of the loop.
+    """
+    batch, context, capacity, min_rows = place
+    plan = Plan(*shape, min_rows=min_rows)
+    tokens = np.random.default_rng(0).integers(model.config.vocab_size, size=(batch, capacity))
+    length = jnp.full(batch, context + 1, jnp.int32)
+    state = init_state(
+        jnp.asarray(tokens, jnp.int32),
+        length,
+        jnp.full(batch, capacity, jnp.int32),
+        jnp.full((8, 1), -1, jnp.int32),
+        model=model,
+        plan=plan,
+        dtype=params["embedding"].dtype,
+    )
+    room = _room(model, shape, place)
 
-    return run
+    def body(index, state):
+        length = jnp.full_like(state.length, context + 1 + index % room)
+        state = state.replace(
+            length=length,
+            done=jnp.zeros_like(state.done),
+            trunk=state.trunk.replace(length=length - 1),
+            hidden_start=length - max(len(state.modules), 1),
+        )
+        return run_round(params, state, model=model, plan=plan)
+
+    return body, state
+
+
+def _room(model: MTPModel, shape: Shape, place: _Place) -> int:
+    """Slots behind the context that a round may begin at, at least 1."""
+    widest = max(shape.num_nodes, place.min_rows, widest_write(model, shape) + place.min_rows)
+    return max(1, place.capacity - place.context - widest)

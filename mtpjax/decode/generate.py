@@ -159,9 +159,18 @@ def _draft_ids(ids: tuple[int, ...], model: MTPModel) -> np.ndarray:
 
 
 def bucket(size: int) -> int:
-    """`size` rounded up: to multiples of 128, from 1024 on in steps of which at most a quarter is waste."""
+    """`size` rounded up: to 256, then to multiples of 128, from 1024 on to steps with a quarter of waste at most."""
     step = max(128, 2 ** (size.bit_length() - 3))
-    return -(-size // step) * step
+    return max(256, -(-size // step) * step)
+
+
+def slots(prompt: int, length: int, *, widest: int, chunk: int) -> int:
+    """Slots per row of a call with prompts of up to `prompt` tokens, which end at `length` or before.
+
+    `widest`: what a round writes behind the text at most; of `chunk` tokens prefill writes whole ones. Attention reads
+    all slots, so none is kept that nothing writes to.
+    """
+    return bucket(max(-(-prompt // chunk) * chunk, length) + widest + 1)
 
 
 def _prepare(
@@ -170,8 +179,8 @@ def _prepare(
     """The state before prefill, with room for the longest sequence and the widest write behind it."""
     lengths = np.array([row.size for row in rows], np.int32)
     limits = np.minimum(lengths + min(config.max_new_tokens, limit), limit).astype(np.int32)
-    passes = (plan.num_nodes, plan.draft_slots + plan.min_rows, hidden_rows(model, plan.num_steps), plan.chunk)
-    capacity = bucket(int(limits.max()) + max(passes) + 1)
+    widest = max(plan.num_nodes, plan.draft_slots + plan.min_rows, hidden_rows(model, plan.num_steps))
+    capacity = slots(int(lengths.max()), int(limits.max()), widest=widest, chunk=plan.chunk)
     tokens = np.zeros((len(rows), capacity), np.int32)
     for place, row in zip(tokens, rows, strict=True):
         place[: row.size] = row

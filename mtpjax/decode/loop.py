@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from mtpjax.cache import commit, gather_path, read_rows, write_rows
 from mtpjax.decode.draft import Draft, DraftHead, adjust_logits, draft_head, propose
 from mtpjax.decode.intake import catch_up, keep_hidden, waiting
-from mtpjax.decode.policy import decide, is_due, record
+from mtpjax.decode.policy import observe
 from mtpjax.decode.probabilities import distribution, draw_target
 from mtpjax.decode.state import RING, DecodeState, Plan
 from mtpjax.decode.verify import judge, verify
@@ -115,7 +115,15 @@ def run_round(
         trunk=commit(trunk, state.length - 1),
     )
     if state.policy is not None:
-        state = state.replace(policy=record(state.policy, K, verdict.count, is_running))
+        policy = observe(
+            state.policy,
+            K,
+            verdict.count,
+            took_part=is_running,
+            active=~state.done,
+            remaining=state.limit - state.length,
+        )
+        state = state.replace(policy=policy)
     return state
 
 
@@ -197,15 +205,11 @@ def decode(
         return state.is_closed | (waiting(state).max() <= most)
 
     def is_chosen(state: DecodeState, num_steps: int) -> jax.Array:
-        assert state.policy is not None
-        is_settled = (state.is_closed | ~is_due(state.policy)) & has_room(state, num_steps)
-        return is_settled & (depth(state) == num_steps) & ~state.done.all()
+        return has_room(state, num_steps) & (depth(state) == num_steps) & ~state.done.all()
 
     def choose(state: DecodeState) -> DecodeState:
         assert state.policy is not None
-        policy = decide(state.policy, ~state.done, state.limit - state.length)
-        state = state.replace(policy=policy)
-        is_over = (depth(state) == 0) & ~has_room(state, 0) & (policy.interval > RING)
+        is_over = (depth(state) == 0) & ~has_room(state, 0) & (state.policy.interval > RING)
         state = state.replace(is_closed=state.is_closed | is_over)
         state = jax.lax.while_loop(
             lambda state: ~has_room(state, depth(state)),

@@ -23,8 +23,7 @@ BATCH_MEMORY, ROW_MEMORY = 24, 12  # drafts of a level that are remembered: by t
 FADING = 0.99  # of a count, per round in which its level was not tried
 HOPED_DRAFTS, GAIN = 3.0, 1.1  # a probe: so many drafts more, all accepted, would make some depth pay by this factor
 SHORTEST_WAIT, LONGEST_WAIT = 12, 96  # rounds from one probe to the next
-LONGEST_PAUSE = 4  # rounds from one choice to the next, while it stays the same: choosing costs a small model a step
-SLOWEST = 4  # power of the mean over rows' times: 1 is their sum, large ones the slowest row's
+SLOWEST = 6  # power of the mean over rows' times: 1 is their sum, large ones the slowest row's
 
 
 class Policy(flax.struct.PyTreeNode):
@@ -38,8 +37,6 @@ class Policy(flax.struct.PyTreeNode):
     promise: jax.Array  # [] float32, worth of the probed depth over that of the settled one, as estimated before it
     wait: jax.Array  # [] int32, rounds until a probe
     interval: jax.Array  # [] int32, the wait after the next probe that fails is twice this
-    pause: jax.Array  # [] int32, rounds from one choice to the next
-    rounds: jax.Array  # [] int32, rounds since the last choice
 
 
 @functools.partial(jax.jit, static_argnames="batch")  # in one call to the device
@@ -49,7 +46,7 @@ def init_policy(costs, batch: int) -> Policy:
     assert costs.ndim == 1 and costs.shape[0] > 1, "costs of depth 0 and of at least one more"
     zero, counts = jnp.zeros((), jnp.int32), jnp.zeros((batch, costs.shape[0] - 1), jnp.float32)
     wait = zero + SHORTEST_WAIT
-    policy = Policy(costs, counts, counts, zero, zero, jnp.ones((), jnp.float32), wait, wait, zero + 1, zero)
+    policy = Policy(costs, counts, counts, zero, zero, jnp.ones((), jnp.float32), wait, wait)
     settled, deeper, promise = _choose(policy, jnp.ones(batch, bool), None)
     depth = jnp.where(settled == 0, deeper, settled)  # the first round is the cheapest to learn from
     return policy.replace(depth=depth, settled=settled, promise=promise)
@@ -66,17 +63,11 @@ def record(policy: Policy, depth: int | jax.Array, count: jax.Array, took_part: 
     return policy.replace(
         reached=kept * policy.reached + was_reached,
         accepted=kept * policy.accepted + was_accepted,
-        rounds=policy.rounds + 1,
     )
 
 
-def is_due(policy: Policy) -> jax.Array:
-    """Whether the depth is to be chosen before the next round, `[]` bool."""
-    return policy.rounds >= policy.pause
-
-
 def decide(policy: Policy, active: jax.Array, remaining: jax.Array | None = None) -> Policy:
-    """Chooses the depth of the next rounds, `pause` in number, where that `is_due`; else the policy stays as it is.
+    """Chooses the depth of the next round.
 
     Args:
         active: `[B]` bool, rows that run in the next round. The others count for nothing.
@@ -92,20 +83,15 @@ def decide(policy: Policy, active: jax.Array, remaining: jax.Array | None = None
     rose = settled > policy.settled
     longer = jnp.minimum(2 * policy.interval, LONGEST_WAIT)
     interval = jnp.where(rose, SHORTEST_WAIT, jnp.where(probed & ~went_well, longer, policy.interval))
-    left = jnp.maximum(policy.wait - policy.rounds, 0)
+    left = jnp.maximum(policy.wait - 1, 0)
     wait = jnp.where(went_well, 0, jnp.where(probed | rose, interval, left))
-    depth = jnp.where(wait == 0, deeper, settled)
-    is_steady = (depth == before) & (depth == settled)
-    decided = policy.replace(
-        depth=depth,
+    return policy.replace(
+        depth=jnp.where(wait == 0, deeper, settled),
         settled=settled,
         promise=promise,
         wait=wait,
         interval=interval,
-        pause=jnp.where(is_steady, jnp.minimum(2 * policy.pause, LONGEST_PAUSE), 1),
-        rounds=jnp.zeros_like(policy.rounds),
     )
-    return jax.tree.map(functools.partial(jnp.where, is_due(policy)), decided, policy)
 
 
 def observe(policy: Policy, depth, count: jax.Array, *, took_part, active, remaining=None) -> Policy:

@@ -15,11 +15,11 @@ import jax
 from mtpjax.atomic import write_text
 from mtpjax.config import ModelConfig
 from mtpjax.decode.config import DecodeConfig, largest_tree
-from mtpjax.decode.costs import CostMeter, Costs, Shape, widest_write
+from mtpjax.decode.costs import PLAIN, CostMeter, Costs, Shape, widest_write
 from mtpjax.decode.loop import least_rows
 from mtpjax.model import MTPModel
 
-FORMAT, VERSION = "mtpjax-profile", 1
+FORMAT, VERSION = "mtpjax-profile", 2
 NAME = "profile.json"
 SLOTS = 128  # caches are rounded up to so many, as in decoding
 log = logging.getLogger("mtpjax.decode")
@@ -72,7 +72,7 @@ def measure(
         raise ValueError(f"context {context} leaves nothing to measure with {config.max_position_embeddings} positions")
     context = min(context, config.max_position_embeddings - widest)
     capacity = -(-(context + 2 * widest) // SLOTS) * SLOTS
-    per_batch = 2 * len(shapes) + 1 + rounds
+    per_batch = 3 * len(shapes) + 2 + rounds
     total, done, costs = per_batch * len(batches), 0, []
 
     def advance() -> None:
@@ -90,6 +90,7 @@ def measure(
             batch=batch,
             min_rows=least_rows(batch, jax.default_backend()),
             seconds=seconds,
+            whole=True,
             compiled=advance,
         )
         for _ in range(rounds):
@@ -147,8 +148,11 @@ def read(path) -> tuple[dict[str, Any], tuple[Costs, ...]]:
         raise ValueError(f"{path} is no profile of format {FORMAT!r}, version {VERSION}")
     try:
         costs = tuple(Costs.from_json(stored) for stored in profile["batches"])
-        seconds = [value for cost in costs for value in (cost.plain, *cost.verify.values(), *cost.round.values())]
-        complete = bool(costs) and all(math.isfinite(value) and value > 0 for value in seconds)
+        complete = bool(costs) and all(
+            PLAIN in kind and kind.keys() == cost.parts.keys() and all(0 < value < math.inf for value in kind.values())
+            for cost in costs
+            for kind in (cost.verify, cost.parts, cost.round)
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
     if not complete:
@@ -181,9 +185,9 @@ def relative_costs(measured: Sequence[Costs], origin, *, batch: int, num_steps: 
     rounds = {shape.num_steps: seconds for shape, seconds in nearest.round.items() if shape.topk == 1}
     missing = [depth for depth in range(1, num_steps + 1) if depth not in rounds]
     if missing:
-        deepest = f"chains of 1..{max(rounds)} levels" if rounds else "no chains"
+        deepest = f"chains of 1..{max(rounds)} levels" if max(rounds) else "no chains"
         raise ValueError(f"{origin} holds {deepest}, not of {missing[0]}: `mtpjax profile --num-steps {num_steps}`")
-    return (1.0, *(rounds[depth] / nearest.plain for depth in range(1, num_steps + 1)))
+    return tuple(rounds[depth] / rounds[0] for depth in range(num_steps + 1))
 
 
 def break_even_rate(relative: float, num_steps: int) -> float | None:
@@ -205,17 +209,24 @@ def tables(profile: dict[str, Any]):
         costs = Costs.from_json(stored)
         title = f"batch {costs.batch}, {profile['context']} tokens of context, {profile['dtype']}"
         table = narrow_table(title)
-        headings = ("drafts", "nodes", "round\nms", "verify\nshare", "plain steps =\nbreak-even accept length")
+        headings = (
+            "drafts",
+            "nodes",
+            "round\nms",
+            "parts'\nshare",
+            "verify's\nshare",
+            "plain steps =\nbreak-even length",
+        )
         for heading in (*headings, "rate per level\nto break even"):
             table.add_column(heading, justify="right", no_wrap=True)
-        table.add_row("0", "1", f"{1e3 * costs.plain:.3g}", "1.00", "1.00", "")
         for shape, seconds in costs.round.items():
-            relative = seconds / costs.plain
-            rate = break_even_rate(relative, shape.num_steps)
+            relative = seconds / costs.round[PLAIN]
+            rate = break_even_rate(relative, shape.num_steps) if shape.num_steps else 0.0
             table.add_row(
                 str(shape.num_steps),
                 str(shape.num_nodes),
                 f"{1e3 * seconds:.3g}",
+                f"{costs.parts[shape] / seconds:.2f}",
                 f"{costs.verify[shape] / seconds:.2f}",
                 f"{relative:.2f}",
                 "never" if rate is None else f"{rate:.2f}",

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from mtpjax.decode import profile
-from mtpjax.decode.costs import CostMeter, Costs, Shape, chain
+from mtpjax.decode.costs import PLAIN, CostMeter, Costs, Shape, chain
 from mtpjax.decode.profile import load_costs
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -16,9 +16,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 def stored(tmp_path, *batches, **changes):
     """A profile of batch sizes; a round of depth d at batch b takes `b + d` seconds."""
     rows = [
-        Costs(
-            batch, float(batch), {chain(d): batch + d / 2 for d in (1, 2, 3)}, {chain(d): batch + d for d in (1, 2, 3)}
-        ).to_json()
+        Costs(batch, *({chain(d): batch + share * d for d in range(4)} for share in (0.5, 0.9, 1.0))).to_json()
         for batch in batches
     ]
     file = tmp_path / "profile.json"
@@ -28,12 +26,12 @@ def stored(tmp_path, *batches, **changes):
 
 
 def test_costs_come_back_from_json():
-    costs = Costs(2, 1.0, {chain(1): 1.5, Shape(2, 3, 9): 2.5}, {chain(1): 2.0, Shape(2, 3, 9): 4.0})
+    costs = Costs(2, {PLAIN: 1.0, Shape(2, 3, 9): 2.5}, {PLAIN: 1.0, Shape(2, 3, 9): 4.0}, {PLAIN: 1.5})
     assert Costs.from_json(json.loads(json.dumps(costs.to_json()))) == costs
     assert costs.ideal_ratio(3.0, Shape(2, 3, 9)) == 0.75
 
 
-@pytest.mark.parametrize(("modules", "shape", "batch"), [(1, Shape(2, 2, 6), 2), (2, chain(3), 1), (1, chain(0), 1)])
+@pytest.mark.parametrize(("modules", "shape", "batch"), [(1, Shape(2, 2, 6), 2), (2, chain(3), 1), (1, PLAIN, 1)])
 def test_every_shape_is_timed(small, modules, shape, batch):
     model, params = small(num_mtp_modules=modules)
     compiled = []
@@ -46,12 +44,13 @@ def test_every_shape_is_timed(small, modules, shape, batch):
         batch=batch,
         min_rows=2,
         seconds=0.0,
+        whole=True,
         compiled=lambda: compiled.append(1),
     )
     meter.measure(1)
     costs = meter.costs()
-    assert len(compiled) == 3
-    assert min(costs.plain, costs.verify[shape], costs.round[shape]) > 0
+    assert len(compiled) == (2 if shape == PLAIN else 5)
+    assert min(of[kind] for of in (costs.verify, costs.parts, costs.round) for kind in (PLAIN, shape)) > 0
 
 
 def test_shapes_grow_to_the_one_asked_for():
@@ -77,11 +76,11 @@ def test_what_is_missing_is_told(tmp_path, small):
         load_costs(file, batch=1, num_steps=5)
     with pytest.raises(ValueError, match="of another model"):
         load_costs(file, batch=1, num_steps=1, config=small()[0].config)
-    for text in ("", "[]", '{"format": "mtpjax-profile", "version": 2}', "[" * 10**5):
+    for text in ("", "[]", '{"format": "mtpjax-profile", "version": 3}', "[" * 10**5):
         file.write_text(text)
         with pytest.raises(ValueError, match="is no profile"):
             load_costs(file, batch=1, num_steps=1)
-    for batches in ([], [{}], [{"batch": 1, "plain_seconds": 0.0, "rounds": []}], [1]):
+    for batches in ([], [{}], [{"batch": 1, "rounds": []}], [1]):
         with pytest.raises(ValueError, match="is damaged"):
             load_costs(stored(tmp_path, batches=batches), batch=1, num_steps=1)
 

@@ -22,7 +22,7 @@ from mtpjax import generate
 from mtpjax.checkpoint import save_model
 from mtpjax.cli import main
 from mtpjax.decode.config import DecodeConfig
-from mtpjax.decode.costs import Costs
+from mtpjax.decode.costs import PLAIN, Costs
 from mtpjax.plots import plot_heatmap, plot_pareto
 from mtpjax.train.data import read_documents, split_held_out
 from mtpjax.train.panel import is_looping
@@ -48,7 +48,7 @@ def row(ratio, spread=0.05, *, batch_size=1, temperature=0.0, num_steps=1, topk=
         "ratio": around(ratio, spread),
         "tokens_per_second": 100 * ratio,
         "plain_tokens_per_second": 100.0,
-        "costs": {"plain": 1e-3, "verify": 1e-3, "round": 1.2e-3},
+        "costs": {"plain": 1e-3, "verify": 1e-3, "parts": 1.2e-3},
         "ideal_ratio": length / 1.2,
         "lossless": lossless,
         "differing_rows": int(lossless == "DIFFERS"),
@@ -128,8 +128,8 @@ def test_a_cell_of_a_right_drafter_has_its_figures(small):
     assert wide["accept_length"]["value"] == 3 and wide["lossless"] == "identical"
     assert figures["accept_length"] == {"value": 3, "low": 3, "high": 3}
     assert figures["lossless"] == "identical" and figures["compared_rows"] == 8
-    assert figures["costs"]["plain"] == wide["costs"]["plain"] and figures["costs"]["round"] != wide["costs"]["round"]
-    assert figures["ideal_ratio"] == pytest.approx(3 * figures["costs"]["plain"] / figures["costs"]["round"])
+    assert figures["costs"]["plain"] == wide["costs"]["plain"] and figures["costs"]["parts"] != wide["costs"]["parts"]
+    assert figures["ideal_ratio"] == pytest.approx(3 * figures["costs"]["plain"] / figures["costs"]["parts"])
     assert figures["ratio"]["low"] <= figures["ratio"]["value"] <= figures["ratio"]["high"]
     json.dumps(figures, allow_nan=False)
 
@@ -144,7 +144,7 @@ def test_sampled_rows_have_seeds_of_their_own_the_same_for_both_ways(small, monk
         return decode(params, prompts, model=model, config=config, sampling=sampling)
 
     monkeypatch.setattr(ablate_bench, "speculative_generate", watched)
-    monkeypatch.setattr(bench, "_part_costs", lambda cell: Costs(2, 1.0, {cell.shape: 1.0}, {cell.shape: 1.0}))
+    monkeypatch.setattr(bench, "_part_costs", lambda cell: Costs(2, {cell.shape: 1.0}, {PLAIN: 1.0, cell.shape: 1.0}))
     figures = bench.measure(Cell(2, 1, 1, 2, "sample", 0.7))
     assert figures["lossless"] == "identical"
     assert {(steps, rule) for steps, rule, _, _ in asked} == {(0, "auto"), (1, "sample")}
@@ -157,7 +157,7 @@ def test_sampled_rows_have_seeds_of_their_own_the_same_for_both_ways(small, monk
 def test_a_text_that_differs_is_noticed(small, monkeypatch):
     model, params = small("grouped", "right")
     bench = Bench(model, params, SETTINGS, WORKLOAD)
-    monkeypatch.setattr(bench, "_part_costs", lambda cell: Costs(2, 1.0, {cell.shape: 1.0}, {cell.shape: 1.0}))
+    monkeypatch.setattr(bench, "_part_costs", lambda cell: Costs(2, {cell.shape: 1.0}, {PLAIN: 1.0, cell.shape: 1.0}))
     decode = bench._decode
 
     def altered(batch, config, *rest):
