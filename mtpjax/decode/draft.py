@@ -103,7 +103,7 @@ def _chain(params, state: DecodeState, scorer: Scorer, *, model: MTPModel, plan:
     for level in range(1, max(K, in_use) + 1):
         index = min(level, in_use) - 1
         if level <= in_use:
-            after, passed, carried = take_in(apply, state, model, plan, tokens, caches, carried, index)
+            after, passed, carried = take_in(apply, state, model, plan, tokens, caches, carried, index, K + in_use)
             if level > K:
                 continue  # a shallow round of an adaptive call: the module only takes in
         else:
@@ -151,7 +151,7 @@ def _tree(params, state: DecodeState, scorer: Scorer, *, model: MTPModel, plan: 
     base = state.length - 1
     slots, offset = jnp.zeros((len(base), 0), jnp.int32), 0  # tokens in the module's slots from `base` on
     sees = path = tokens = origin = None
-    after, passed, _ = take_in(apply, state, model, plan, state.tokens, caches, None, 0)
+    after, passed, _ = take_in(apply, state, model, plan, state.tokens, caches, None, 0, plan.num_steps + 1)
     for level in range(1, grow.num_levels + 1):
         if tokens is not None and origin is not None:
             f = tokens.shape[1]

@@ -9,12 +9,11 @@ from mtpjax.layers.attend import cached_view
 from mtpjax.model import MTPModel, bind
 
 
-def take_in(apply, state: DecodeState, model: MTPModel, plan: Plan, tokens, caches, carried, index: int):
-    """Module `index` over the rows of true hidden, which overwrites what it had written from drafts.
+def take_in(apply, state: DecodeState, model: MTPModel, plan: Plan, tokens, caches, carried, index: int, rows: int):
+    """Module `index` over the oldest `rows` of true hidden, which overwrites what it had written from drafts.
 
     Returns its outputs of the newest slot, for the head and to pass on `[B, 1, D]`, and all that it passes on.
     """
-    rows = plan.num_steps + len(caches)
     start = state.hidden_start
     view = cached_view(model.config, start, rows, tokens.shape[1], window=plan.window)
     source = state.hidden[:, :rows] if model.config.mtp_chaining == "trunk" or carried is None else carried
@@ -25,18 +24,18 @@ def take_in(apply, state: DecodeState, model: MTPModel, plan: Plan, tokens, cach
     return read_rows(after, newest, 1), read_rows(carried, newest, 1), carried
 
 
-def catch_up(params: dict, state: DecodeState, *, model: MTPModel, plan: Plan) -> DecodeState:
-    """The modules take in the oldest waiting rows, as many as one round's; what drafting needs of them stays."""
+def catch_up(params: dict, state: DecodeState, *, model: MTPModel, plan: Plan, rows: int) -> DecodeState:
+    """The modules take in the oldest waiting `rows`, or as many as there are; what drafting needs of them stays."""
     apply = bind(model, params)
     caches, in_use = list(state.modules), len(state.modules)
     carried = None
     for index in range(in_use):
-        _, _, carried = take_in(apply, state, model, plan, state.tokens, caches, carried, index)
-    taken = jnp.clip(waiting(state) - in_use, 0, plan.num_steps + in_use)
-    rows = jnp.minimum(taken[:, None] + jnp.arange(state.hidden.shape[1])[None, :], state.hidden.shape[1] - 1)
+        _, _, carried = take_in(apply, state, model, plan, state.tokens, caches, carried, index, rows)
+    taken = jnp.clip(waiting(state) - in_use, 0, rows)
+    place = jnp.minimum(taken[:, None] + jnp.arange(state.hidden.shape[1])[None, :], state.hidden.shape[1] - 1)
     return state.replace(
         modules=tuple(caches),
-        hidden=jnp.take_along_axis(state.hidden, rows[:, :, None], axis=1),
+        hidden=jnp.take_along_axis(state.hidden, place[:, :, None], axis=1),
         hidden_start=state.hidden_start + taken,
     )
 

@@ -211,11 +211,13 @@ def decode(
         assert state.policy is not None
         is_over = (depth(state) == 0) & ~has_room(state, 0) & (state.policy.interval > RING)
         state = state.replace(is_closed=state.is_closed | is_over)
-        state = jax.lax.while_loop(
-            lambda state: ~has_room(state, depth(state)),
-            lambda state: catch_up(params, state, model=model, plan=plan),
-            state,
-        )
+        in_use = len(state.modules)
+        for rows, least in ((RING // 2, RING // 2 + in_use), (plan.num_steps + in_use, 0)):
+            state = jax.lax.while_loop(
+                lambda state, least=least: ~has_room(state, depth(state)) & (waiting(state).max() >= least),
+                lambda state, rows=rows: catch_up(params, state, model=model, plan=plan, rows=rows),
+                state,
+            )
         for num_steps in range(plan.num_steps + 1):
             state = jax.lax.while_loop(
                 functools.partial(is_chosen, num_steps=num_steps),

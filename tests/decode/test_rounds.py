@@ -184,7 +184,9 @@ def test_depths_that_change_leave_every_cache_true(attention, num_modules, costs
         jax.jit(functools.partial(lambda params, state, plan: run_round(params, state, model=model, plan=plan), plan=p))
         for p in map(plan.at_depth, range(4))
     ]
-    follow_up = jax.jit(lambda params, state: catch_up(params, state, model=model, plan=plan))
+    follow_up = jax.jit(
+        lambda params, state, rows: catch_up(params, state, model=model, plan=plan, rows=rows), static_argnums=2
+    )
     truth = jax.jit(functools.partial(teacher_forced, model=model, num_modules=num_modules))
     state = begin(params, start_state(model, plan, init_policy(jnp.array(costs), len(LENGTHS))))
     order = np.random.default_rng(0)
@@ -192,7 +194,8 @@ def test_depths_that_change_leave_every_cache_true(attention, num_modules, costs
         num_steps = int(order.choice([0, 0, 0, 1, 2, 3]))
         if num_steps:
             while int(waiting(state).max()) > num_steps + num_modules:
-                state = follow_up(params, state)
+                is_long = int(waiting(state).max()) >= 6 + num_modules
+                state = follow_up(params, state, 6 if is_long else 3 + num_modules)
         before = state
         state = rounds[num_steps](params, state)
         _, trunk, modules = jax.device_get(truth(params, state.tokens))
