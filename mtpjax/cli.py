@@ -19,11 +19,11 @@ from mtpjax.decode.options import add_draft_flags, add_sampling_flags, add_shape
 def main(arguments: list[str] | None = None) -> None:
     """Exits with 0; 2 for wrong usage, 3 for a bad checkpoint, 4 if a text differs from the plain one, 1 otherwise.
 
-    75: ended by Ctrl-C, and the same command goes on where it was.
+    75: interrupted with all that is needed to go on where it was.
     """
     parser = _parser()
     options = parser.parse_args(arguments)
-    if arguments is None and options.subcommand == "quickstart":
+    if arguments is None and options.subcommand in ("quickstart", "train"):
         _keep_memory()
     logging.basicConfig(level=logging.WARNING, format="mtpjax: %(message)s")
     command = options.subcommand
@@ -64,6 +64,25 @@ def _parser() -> jsonargparse.ArgumentParser:
     quickstart.add_argument("--seed", type=int, default=0, help="of weights and data order (default: %(default)s)")
     quickstart.add_argument("--quick", action="store_true", help="a few steps and prompts only, to see that it runs")
     commands.add_subcommand("quickstart", quickstart, help="train, decode, compare: see a lossless speed-up")
+
+    train = jsonargparse.ArgumentParser(
+        description="Train a model with its MTP modules. What the settings mean stands in `mtpjax.config.TrainConfig`; "
+        "--print-config shows all of them."
+    )
+    train.add_argument("--config", default=None, help="YAML file of settings (default: TrainConfig's own)")
+    train.add_argument("settings", nargs="*", metavar="key=value", help="settings over those of the file")
+    train.add_argument("--resume", action="store_true", help="go on with the run in the output folder")
+    train.add_argument("--overwrite", action="store_true", help="replace the run in the output folder")
+    train.add_argument(
+        "--allow-config-change",
+        nargs="+",
+        default=[],
+        metavar="key",
+        help="settings that may differ from those that the resumed run began with; 'data': files too",
+    )
+    train.add_argument("--dry-run", action="store_true", help="check settings and data, tell sizes, train nothing")
+    train.add_argument("--print-config", action="store_true", help="print every setting as YAML, train nothing")
+    commands.add_subcommand("train", train, help="train a model and its MTP modules; resumable")
 
     generate = jsonargparse.ArgumentParser(description="Continue prompts with a trained model, drafts in colour.")
     _add_model(generate)
@@ -237,6 +256,35 @@ def _quickstart(options) -> int:
     steps, seconds = (20, math.inf) if options.quick else (10**9, options.seconds)
     config = TrainConfig(preset=options.preset, output=options.output, seed=options.seed, steps=steps, seconds=seconds)
     return quickstart.run(config, **({"depths": (1,), "rounds": 2, "num_prompts": 2} if options.quick else {}))
+
+
+def _train(options) -> int:
+    from mtpjax.train.loop import Preempted, describe, train
+    from mtpjax.train.options import read_config, to_yaml
+
+    config = read_config(options.config, options.settings)
+    if options.resume and options.overwrite:
+        raise ValueError("--resume goes on with the run that --overwrite would replace: give one of them")
+    if options.print_config:
+        print(to_yaml(config), end="")
+        return 0
+    if options.dry_run:
+        for name, value in describe(config).items():
+            print(f"{name}: {value:,}")
+        return 0
+    try:
+        result = train(
+            config, resume=options.resume, overwrite=options.overwrite, allowed_changes=options.allow_config_change
+        )
+    except Preempted as ended:
+        print(f"mtpjax train: {ended}", file=sys.stderr)
+        return 75
+    except FloatingPointError as error:
+        print(f"mtpjax train: {error}", file=sys.stderr)
+        return 1
+    survival = " ".join(f"{share:.3f}" for share in result.panel.survival)
+    print(f"{result.path}: survival by level, teacher-forced on held-out text: {survival}")
+    return 0
 
 
 def _generate(options) -> int:
@@ -561,6 +609,7 @@ def _print_text(prompt: str, tokens: list[int], origins, stream) -> None:
 CHECKPOINT_ERRORS = ("CheckpointError", "CheckpointFileError", "ConfigError", "OutsideError", "TokenizerError")
 COMMANDS = {
     "quickstart": _quickstart,
+    "train": _train,
     "generate": _generate,
     "profile": _profile,
     "inspect": _inspect,

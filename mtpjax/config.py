@@ -267,6 +267,9 @@ class TrainConfig:
         num_depths: draft depths with a loss; beyond the model's modules the last is recycled.
         mtp_loss_scale, mtp_loss_scale_final: lambda of DeepSeek-V3 (2.2), the second from `mtp_loss_switch` on.
         attention_layout: what a recycled depth attends to: "ttt" as in decoding, or "stream".
+        save_every: updates between two saved states, which a killed run goes on from; 0: none but when preempted.
+        keep_states: the newest so many stay.
+        most_bad_steps: updates in a row that may be skipped for a loss or gradient that is not finite.
     """
 
     preset: str = "tiny"
@@ -290,14 +293,18 @@ class TrainConfig:
     final_learning_rate: float = 0.05  # of learning_rate, at the end of the cosine
     gradient_clip: float = 1.0
     log_every: int = 10
+    save_every: int = 0
+    keep_states: int = 2
+    most_bad_steps: int = 10
     seed: int = 0
 
     def __post_init__(self):
-        for name in ("steps", "batch_size", "log_every"):
+        for name in ("steps", "batch_size", "log_every", "keep_states", "most_bad_steps"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
         require(self.row_length >= 2, f"row_length must be at least 2, not {self.row_length}")
         require(self.seconds > 0, f"seconds must be positive, not {self.seconds}")
-        require(self.num_depths >= 0, f"num_depths must not be negative, is {self.num_depths}")
+        for name in ("num_depths", "save_every"):
+            require(getattr(self, name) >= 0, f"{name} must not be negative, is {getattr(self, name)}")
         require(0 < self.held_out_fraction < 1, f"held_out_fraction {self.held_out_fraction} is not within 0..1")
         require_choice("optimizer", self.optimizer, ("adamw", "muon"))
         require_choice("attention_layout", self.attention_layout, ("ttt", "stream"))

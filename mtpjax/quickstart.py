@@ -51,7 +51,7 @@ def run(config: TrainConfig, *, depths: tuple[int, ...] = (1, 2, 3), rounds: int
     """Trains, measures, prints, draws. Returns the exit code: 4 if any speculative text differs from the plain one."""
     console = rich.console.Console()
     console.print(f"[bold]1[/] training '{config.preset}' on the standard library of this Python, {_budget(config)}")
-    trained = train(config, panel_depths=max(depths))
+    trained = train(config, panel_depths=max(depths), overwrite=True)
     _print_panel(console, trained)
 
     console.print("\n[bold]2[/] decoding held-out prompts, plain and speculative, in processes of 1 and of all threads")

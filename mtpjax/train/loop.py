@@ -3,27 +3,36 @@
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import json
+import logging
 import math
 import pathlib
+import signal
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import rich.console
 import rich.progress
 
 from mtpjax import checkpoint
 from mtpjax.architectures import presets
-from mtpjax.config import TrainConfig
+from mtpjax.atomic import write_text
+from mtpjax.config import TrainConfig, require_choice
 from mtpjax.model import MTPModel, init_params
-from mtpjax.train import data
+from mtpjax.train import data, runs
 from mtpjax.train.losses import mtp_scale_at
 from mtpjax.train.panel import Panel, acceptance_panel
 from mtpjax.train.step import TrainState, make_optimizer, train_step
 from mtpjax.trunk import unstack_layers
+
+logger = logging.getLogger("mtpjax.train")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,19 +54,38 @@ def learning_rate_at(progress: float, config: TrainConfig) -> float:
     return config.learning_rate * warm * (config.final_learning_rate + (1 - config.final_learning_rate) * cosine)
 
 
-def train(config: TrainConfig, *, panel_depths: int = 0, evaluations: int = 6) -> TrainResult:
-    """Trains `config.preset` from scratch and writes `config.output`.
+class Preempted(Exception):
+    """The run was told to end (SIGTERM or SIGUSR1), and has saved its state: `resume` goes on from there."""
+
+
+def train(
+    config: TrainConfig,
+    *,
+    panel_depths: int = 0,
+    evaluations: int = 6,
+    resume: bool = False,
+    overwrite: bool = False,
+    allowed_changes: Sequence[str] = (),
+) -> TrainResult:
+    """Trains `config.preset` from scratch and writes `config.output` (`mtpjax.train.runs` says what is in it).
 
     `metrics.jsonl` gets a row every `log_every` steps (losses per depth in bits) and one per evaluation (the panel, of
     `panel_depths` levels or more, on held-out files); `checkpoint/` the model. On a terminal a live bar shows the same,
-    elsewhere one line each. Raises `ValueError` for settings that do not fit, `FileNotFoundError` where there is no
-    text.
+    elsewhere one line each.
+
+    With `resume` the run in the folder goes on from its newest state that is whole, or from the beginning where there
+    is none; on a CPU its losses are then those of an unbroken run, bit for bit. A setting or data that differ are
+    refused, but for `runs.FREE_SETTINGS` and `allowed_changes`. `overwrite` replaces a run that is in the folder.
+
+    Raises `ValueError` for settings that do not fit and for a folder that is in use or holds another run,
+    `FileNotFoundError` where there is no text, `FloatingPointError` after too many steps in a row that are not finite,
+    `Preempted` when told to end.
     """
+    require_choice("preset", config.preset, presets)
     model_config = presets[config.preset]
     num_depths = config.num_depths if model_config.num_mtp_modules else 0
     panel_depths = max(num_depths, panel_depths)
     rows, held_out_rows, held_out = _load_data(config)
-    stream = data.batches(rows, config.batch_size, seed=config.seed)
 
     model = MTPModel(model_config, scan_layers=True)
     params = init_params(model, jax.random.key(config.seed))
@@ -74,14 +102,23 @@ def train(config: TrainConfig, *, panel_depths: int = 0, evaluations: int = 6) -
         donate_argnames="state",
     )
 
-    output = pathlib.Path(config.output)
-    output.mkdir(parents=True, exist_ok=True)
-    history: list[dict[str, Any]] = []
-    begin = time.perf_counter()
     tokens_per_step = config.batch_size * config.row_length
     with contextlib.ExitStack() as stack:
-        log = stack.enter_context((output / "metrics.jsonl").open("w"))
+        output = stack.enter_context(runs.locked(config.output))
+        number, spent = 0, 0.0
+        settings, fingerprint = _json(config), _fingerprint(rows, held_out_rows)
+        if not resume:
+            runs.begin(output, settings, fingerprint, overwrite=overwrite)
+        else:
+            runs.check_same(output, settings, fingerprint, allowed_changes)
+            if (restored := runs.restore_state(output, state)) is not None:
+                state, metadata = restored
+                number, spent = metadata["step"], metadata["seconds"]
+        history = _history(output / runs.METRICS, number)
+        log = stack.enter_context((output / runs.METRICS).open("a"))
         show = stack.enter_context(_display(config))
+        is_told_to_end = stack.enter_context(_ending_signals())
+        begin = time.perf_counter() - spent
 
         def record(row: dict[str, Any]):
             line = json.dumps(row)
@@ -94,19 +131,30 @@ def train(config: TrainConfig, *, panel_depths: int = 0, evaluations: int = 6) -
             record({"step": step, "seconds": time.perf_counter() - begin, "eval": dataclasses.asdict(panel)})
             return panel
 
-        last_time, last_step, number, progress = begin, 0, 0, 0.0
+        def save() -> None:
+            seconds = time.perf_counter() - begin
+            runs.save_state(output, state, step=number, keep=config.keep_states, metadata={"seconds": seconds})
+
+        stream = data.batches(rows, config.batch_size, seed=config.seed, start=number)
+        last_time, last_step, bad_steps = time.perf_counter(), number, 0
+        progress = min(max(number / config.steps, spent / config.seconds), 1.0)
         while progress < 1:
             scale = mtp_scale_at(
                 progress, scale=config.mtp_loss_scale, final=config.mtp_loss_scale_final, switch=config.mtp_loss_switch
             )
             state, metrics = step(state, next(stream), learning_rate_at(progress, config), scale)
-            jax.block_until_ready(metrics)
+            bad_steps = 0 if metrics["is_finite"] else bad_steps + 1
             number += 1
+            if bad_steps:
+                logger.warning("step %d is not finite and was skipped", number)
+            if bad_steps >= config.most_bad_steps:
+                raise FloatingPointError(
+                    f"{bad_steps} steps in a row up to {number} were not finite, and changed nothing:"
+                    f" lower learning_rate {config.learning_rate}"
+                )
             now = time.perf_counter()
             before, progress = progress, min(max(number / config.steps, (now - begin) / config.seconds), 1.0)
             if number % config.log_every == 0:
-                if not metrics["is_finite"]:
-                    raise FloatingPointError(f"step {number} is not finite: lower learning_rate {config.learning_rate}")
                 rate = (number - last_step) * tokens_per_step / (now - last_time)
                 last_time, last_step = now, number
                 bits = (jax.device_get(metrics["losses"]) / math.log(2)).tolist()
@@ -116,14 +164,76 @@ def train(config: TrainConfig, *, panel_depths: int = 0, evaluations: int = 6) -
             if math.floor(progress * evaluations) > math.floor(before * evaluations) and progress < 1:
                 evaluate(number)
                 last_time, last_step = time.perf_counter(), number
+            if progress < 1 and is_told_to_end():
+                save()
+                raise Preempted(f"{output} was told to end and stands at step {number}: go on with resume")
+            if config.save_every and number % config.save_every == 0 and progress < 1:
+                save()
+                last_time, last_step = time.perf_counter(), number
         panel = evaluate(number)
 
-    params = unstack_layers(state.params, model_config)
-    model = MTPModel(model_config)
-    path = output / "checkpoint"
-    metadata = {"tokenizer": "bytes", "steps": number, "panel": dataclasses.asdict(panel), "train": _json(config)}
-    checkpoint.save_model(path, model, params, metadata=metadata)
+        params = unstack_layers(state.params, model_config)
+        model = MTPModel(model_config)
+        path = output / "checkpoint"
+        metadata = {"tokenizer": "bytes", "steps": number, "panel": dataclasses.asdict(panel), "train": settings}
+        checkpoint.save_model(path, model, params, metadata=metadata)
     return TrainResult(model, params, path, held_out, panel, history)
+
+
+def describe(config: TrainConfig) -> dict[str, int]:
+    """What a run would be: rows and tokens of its data, parameters, bytes of its state. Raises as `train` does."""
+    require_choice("preset", config.preset, presets)
+    rows, _, held_out = _load_data(config)
+    model = MTPModel(presets[config.preset], scan_layers=True)
+    params = jax.eval_shape(functools.partial(init_params, model), jax.random.key(config.seed))
+    state = (params, jax.eval_shape(make_optimizer(config).init, params))
+    return {
+        "rows": len(rows.tokens),
+        "tokens": int((rows.segment_ids > 0).sum()),
+        "held-out documents": len(held_out),
+        "updates per epoch": len(rows.tokens) // config.batch_size,
+        "parameters": sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)),
+        "bytes of parameters and optimiser": sum(
+            math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)
+        ),
+    }
+
+
+def _history(path: pathlib.Path, step: int) -> list[dict[str, Any]]:
+    """The rows of `metrics.jsonl` up to a step; later ones, which will be logged again, are cut off the file."""
+    rows = []
+    with contextlib.suppress(FileNotFoundError):
+        for line in path.read_text().splitlines():
+            with contextlib.suppress(ValueError):  # a line that a killed process had begun
+                rows.append(json.loads(line))
+    rows = [row for row in rows if row["step"] <= step]
+    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+    return rows
+
+
+def _fingerprint(*batches: data.Batch) -> str:
+    """Digest of all that a run trains and is measured on, in order."""
+    digest = hashlib.sha256()
+    for array in (array for batch in batches for array in batch):
+        digest.update(f"{array.dtype}{array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def _ending_signals() -> Iterator[Callable[[], bool]]:
+    """Gives a function that tells whether SIGTERM or SIGUSR1 has come; outside the main thread neither is caught."""
+    came: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    signals = (signal.SIGTERM, signal.SIGUSR1)
+    before = [signal.signal(which, lambda number, frame: came.append(number)) for which in signals]
+    try:
+        yield lambda: bool(came)
+    finally:
+        for which, handler in zip(signals, before, strict=True):
+            signal.signal(which, handler)
 
 
 def _load_data(config: TrainConfig) -> tuple[data.Batch, data.Batch, list[data.Document]]:

@@ -1,0 +1,262 @@
+"""A killed run goes on from its last whole state with the same losses; damage and differences are told."""
+
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from mtpjax import TrainConfig, checkpoint
+from mtpjax.train import runs
+from mtpjax.train.loop import Preempted, train
+from mtpjax.train.options import read_config, to_yaml
+from mtpjax.train.runs import RunError
+
+
+def state_at(step):
+    return {"weights": {"a": jnp.arange(6.0).reshape(2, 3) + step}, "moments": (jnp.ones(3) * step, jnp.int32(step))}
+
+
+def saved(folder, *steps, keep=9):
+    for step in steps:
+        assert runs.save_state(folder, state_at(step), step=step, keep=keep, metadata={"seconds": step / 2})
+    return folder
+
+
+def assert_state(folder, step):
+    state, metadata = runs.restore_state(folder, state_at(0))
+    assert metadata == {"step": step, "seconds": step / 2}
+    for found, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(state_at(step)), strict=True):
+        assert found.dtype == wanted.dtype and (found == wanted).all()
+
+
+def test_states_come_back_and_few_stay(tmp_path):
+    saved(tmp_path, 10, 20, 130, keep=2)
+    assert_state(tmp_path, 130)
+    assert [path.name for path in runs._states(tmp_path)] == ["00000130", "00000020"]
+    assert runs.restore_state(tmp_path / "empty", state_at(0)) is None
+
+
+def test_a_flipped_bit_anywhere_costs_one_state(tmp_path, caplog):
+    """T4: 40 random bits of the newest state, over all its files."""
+    saved(tmp_path, 10, 20)
+    files = [file for file in (tmp_path / "states" / "00000020").rglob("*") if file.is_file() and file.stat().st_size]
+    draw, fell_back = random.Random(0), 0
+    for number in range(40):
+        file = files[number % len(files)]
+        whole = file.read_bytes()
+        place = draw.randrange(len(whole))
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << draw.randrange(8)]) + whole[place + 1 :])
+        caplog.clear()
+        _, metadata = runs.restore_state(tmp_path, state_at(0))
+        fell_back += metadata["step"] == 10
+        if metadata["step"] == 10:
+            assert "skipping a damaged state" in caplog.text and "00000020" in caplog.text
+        file.write_bytes(whole)
+    assert fell_back == 40
+    assert_state(tmp_path, 20)
+
+
+def test_what_is_half_there_is_skipped(tmp_path):
+    """T5: truncated and missing files, a missing list of digests, what a killed process left behind."""
+    saved(tmp_path, 10)
+    newest = tmp_path / "states" / "00000020"
+    for spoil in (
+        lambda: (newest / "digests.json").unlink(),
+        lambda: (newest / "config.json").write_text((newest / "config.json").read_text()[:30]),
+        lambda: max(newest.rglob("*"), key=lambda file: file.stat().st_size if file.is_file() else 0).unlink(),
+    ):
+        saved(tmp_path, 20)
+        spoil()
+        assert_state(tmp_path, 10)
+    (tmp_path / "states" / ".tmp-00000030-1-abc").mkdir()
+    assert_state(tmp_path, 10)
+
+
+def test_a_full_disk_costs_one_state(tmp_path, monkeypatch, caplog):
+    saved(tmp_path, 10)
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "_write_arrays", full)
+    assert not runs.save_state(tmp_path, state_at(20), step=20, keep=1, metadata={})
+    assert "the state after step 20 could not be saved" in caplog.text and "No space left" in caplog.text
+    monkeypatch.undo()
+    assert os.listdir(tmp_path / "states") == ["00000010"]
+    assert_state(tmp_path, 10)
+
+
+def test_another_shape_dtype_or_tree_is_refused(tmp_path):
+    saved(tmp_path, 10)
+    like, had = state_at(0), r"float32\[2, 3\] where"
+    for other, said in (
+        (like | {"weights": {"a": jnp.zeros((3, 2))}}, had + r" float32\[3, 2\] is wanted, at \['weights'\]"),
+        (like | {"weights": {"a": jnp.zeros((2, 3), jnp.bfloat16)}}, had + r" bfloat16\[2, 3\] is wanted"),
+        (like | {"more": jnp.zeros(1)}, r"holds nothing where float32\[1\] is wanted, at \['more'\]"),
+        ({"weights": like["weights"]}, "holds arrays that are not wanted"),
+    ):
+        with pytest.raises(RunError, match=said):
+            runs.restore_state(tmp_path, other)
+
+
+def test_one_process_writes(tmp_path):
+    with runs.locked(tmp_path):
+        said = subprocess.run(
+            [sys.executable, "-c", f"from mtpjax.train import runs\nwith runs.locked({str(tmp_path)!r}): pass"],
+            capture_output=True,
+            text=True,
+        ).stderr
+        assert f"is being written to by process {os.getpid()} on " in said
+    with runs.locked(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(TrainConfig)])
+def test_a_changed_setting_is_refused_or_free(name, tmp_path):
+    """T7: every setting, one by one."""
+    settings = dataclasses.asdict(TrainConfig())
+    runs.begin(tmp_path, settings | {"seconds": None}, "digest", overwrite=False)
+    changed = settings | {"seconds": None, name: "changed"}
+    if name in runs.FREE_SETTINGS:
+        runs.check_same(tmp_path, changed, "digest")
+    else:
+        with pytest.raises(RunError, match=f"other settings: {name} was .*, is 'changed'"):
+            runs.check_same(tmp_path, changed, "digest")
+        runs.check_same(tmp_path, changed, "digest", [name])
+
+
+def test_other_data_and_other_runs_are_refused(tmp_path):
+    runs.begin(tmp_path, {}, "digest", overwrite=False)
+    with pytest.raises(RunError, match="other data"):
+        runs.check_same(tmp_path, {}, "another")
+    runs.check_same(tmp_path, {}, "another", ["data"])
+    with pytest.raises(RunError, match="holds a run: go on with it"):
+        runs.begin(tmp_path, {}, "digest", overwrite=False)
+    with pytest.raises(RunError, match="holds no run to resume"):
+        runs.check_same(tmp_path / "empty", {}, "digest")
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(RunError, match="is damaged"):
+        runs.check_same(tmp_path, {}, "digest")
+
+
+SETTINGS = {"steps": 24, "batch_size": 2, "row_length": 32, "log_every": 1, "save_every": 4, "num_depths": 1}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    for number in range(40):
+        (folder / f"{number}.py").write_text(f"def f{number}(x):\n    return x + {number}\n" * 8)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def unbroken(text, tmp_path_factory):
+    """The losses of a run that nothing happens to."""
+    config = TrainConfig(data=str(text), output=str(tmp_path_factory.mktemp("unbroken")), **SETTINGS)
+    return losses(train(config, evaluations=1).history)
+
+
+def losses(rows):
+    return {row["step"]: row["bits"] for row in rows if "bits" in row}
+
+
+def read_losses(folder):
+    rows = []
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        with contextlib.suppress(ValueError):  # being written
+            rows.append(json.loads(line))
+    return losses(rows)
+
+
+def test_a_killed_run_goes_on_bit_for_bit(text, unbroken, tmp_path):
+    """T1: killed at random moments, some of them while a state is written."""
+    pairs = [f"{name}={value}" for name, value in (SETTINGS | {"data": text, "output": tmp_path / "run"}).items()]
+    command = [sys.executable, "-m", "mtpjax.cli", "train", *pairs]
+    environment = os.environ | {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
+        "XLA_FLAGS": "",
+        "GLIBC_TUNABLES": "",
+    }
+    environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
+    draw = random.Random(1)
+    for kill in range(5):
+        run = subprocess.Popen(
+            command + (["--resume"] if kill else []), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment
+        )
+        reach = [4, 7, 12, 15, 20][kill]
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and run.poll() is None:
+            with_rows = (tmp_path / "run" / "metrics.jsonl").exists()
+            if with_rows and max(read_losses(tmp_path / "run"), default=0) >= reach:
+                break
+            time.sleep(0.01)
+        time.sleep(draw.random() * 0.05)
+        run.kill()
+        error = run.communicate()[1].decode()
+        assert run.returncode == -signal.SIGKILL, error[-2000:]
+    subprocess.run([*command, "--resume"], check=True, capture_output=True, env=environment)
+    assert read_losses(tmp_path / "run") == unbroken
+    assert checkpoint.is_checkpoint(tmp_path / "run" / "checkpoint")
+
+
+def test_a_run_that_is_told_to_end_says_so_and_goes_on(text, unbroken, tmp_path, monkeypatch):
+    """T17. The signal comes with the log's seventh row."""
+    config = TrainConfig(data=str(text), output=str(tmp_path), **SETTINGS | {"save_every": 0})
+    dumps = json.dumps
+
+    def tell(row, **options):
+        if isinstance(row, dict) and row.get("step") == 7 and "bits" in row:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return dumps(row, **options)
+
+    monkeypatch.setattr("mtpjax.train.loop.json.dumps", tell)
+    with pytest.raises(Preempted, match="stands at step 7"):
+        train(config, evaluations=1)
+    monkeypatch.undo()
+    assert losses(train(config, evaluations=1, resume=True).history) == unbroken
+
+
+def test_steps_that_are_not_finite_are_skipped_and_end_the_run(text, tmp_path, caplog):
+    """T11: a learning rate that overflows; parameters stay as they were."""
+    config = TrainConfig(
+        data=str(text), output=str(tmp_path), **SETTINGS | {"learning_rate": 1e38, "most_bad_steps": 3, "warmup": 0.0}
+    )
+    with pytest.raises(FloatingPointError, match="3 steps in a row up to"):
+        train(config, evaluations=1)
+    assert "is not finite and was skipped" in caplog.text
+
+
+def test_settings_are_read_key_by_key(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("steps: 5\nseconds: .inf\nlearning_rate: 1e-3\n")
+    config = read_config(file, ["mtp_loss_scale=1e-1", "data=some/folder"])
+    assert config == TrainConfig(steps=5, learning_rate=1e-3, mtp_loss_scale=0.1, data="some/folder")
+    file.write_text(to_yaml(config))
+    assert read_config(file) == config
+    for pairs, said in (
+        (["stepz=1"], "there is no setting stepz: did you mean steps?"),
+        (["steps=x"], 'key "steps": Expected'),
+        (["steps=0"], "steps must be at least 1, not 0"),
+        (["steps"], "'steps' is no key=value pair"),
+        (["optimizer=sgd"], "optimizer"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            read_config(None, pairs)
+    for content in ("[1]", "a: b: c"):
+        file.write_text(content)
+        with pytest.raises(ValueError, match=str(file)):
+            read_config(file)
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_config(pathlib.Path("nowhere.yaml"))
