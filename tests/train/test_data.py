@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from mtpjax.train import data
+from mtpjax.train.losses import depth_targets
 
 
 def document(text, name="name"):
@@ -79,6 +80,80 @@ def test_an_empty_document_is_skipped_and_nothing_to_pack_is_an_error():
 def test_a_document_with_the_end_token_inside_is_named(text):
     with pytest.raises(ValueError, match="document bad holds the end token 0"):
         data.pack([document("fine", "good"), document(text, "bad"), document("fine, too", "good")], 8, seed=0)
+
+
+def test_a_row_ends_with_the_first_tokens_of_the_next():
+    rows = data.pack([document("abcdefghij")], 4, seed=0, extra_tokens=2)
+    assert [row.astype(np.uint8).tobytes() for row in rows.tokens] == [b"abcdef", b"efghij", b"ij\0\0\0\0"]
+    np.testing.assert_array_equal(rows.segment_ids, [[1] * 6, [1] * 6, [1, 1, 1, 0, 0, 0]])
+    expected = [[True] * 6, [False] * 2 + [True] * 4, [False, False, True, False, False, False]]
+    np.testing.assert_array_equal(rows.loss_mask, expected)
+    short = data.pack([document("ab")], 4, seed=0, extra_tokens=3)  # ends within the first row's extra tokens
+    np.testing.assert_array_equal(short.tokens, [[97, 98, 0, 0, 0, 0, 0]])
+
+
+def test_a_document_brings_its_loss_mask_and_may_then_hold_the_end_token():
+    mask = np.array([False, True, True, False, True, False])
+    talk = data.Document("talk", np.array([300, 5, 0, 301, 7], np.int32), mask)
+    rows = data.pack([talk], 4, seed=0)
+    np.testing.assert_array_equal(rows.tokens, [[300, 5, 0, 301], [7, 0, 0, 0]])
+    np.testing.assert_array_equal(rows.segment_ids, [[1, 1, 1, 1], [1, 1, 0, 0]])  # an end token inside ends no segment
+    np.testing.assert_array_equal(rows.loss_mask, [[False, True, True, False], [True, False, False, False]])
+    mixed = data.pack([talk, document("abcd")], 11, seed=0)
+    first_is_talk = mixed.tokens[0, 0] == 300
+    parts = [mask, np.ones(5, bool)] if first_is_talk else [np.ones(5, bool), mask]
+    np.testing.assert_array_equal(mixed.loss_mask, [np.concatenate(parts)])
+    with pytest.raises(ValueError, match=r"document talk has a loss mask of shape \(5,\).* want \(6,\)"):
+        data.pack([data.Document("talk", talk.tokens, mask[:5])], 4, seed=0)
+    with pytest.raises(ValueError, match="extra_tokens -1"):
+        data.pack([talk], 4, seed=0, extra_tokens=-1)
+
+
+def targets_of(rows, row_length, depth):
+    """`(position, target)` in the stream of every target of `depth` that counts, sorted."""
+    _, is_valid = depth_targets(rows.tokens, rows.segment_ids, rows.loss_mask, depth)
+    row, column = np.nonzero(np.asarray(is_valid))
+    return sorted((int(at), int(at) + depth + 1) for at in row * row_length + column)
+
+
+def targets_in_stream(documents, stream, depth):
+    """The same by brute force, of the unbroken stream."""
+    found, start = [], 0
+    waiting = {each.tokens.tobytes(): each for each in documents}
+    while waiting:
+        [key] = [key for key, each in waiting.items() if np.array_equal(stream[start:][: len(key)], each.tokens)]
+        each = waiting.pop(key)
+        mask = np.ones(len(key) + 1, bool) if each.loss_mask is None else each.loss_mask
+        targets = [target for target in range(depth + 1, len(key) + 1) if mask[target]]
+        found += [(start + target - depth - 1, start + target) for target in targets]
+        start += len(key) + 1
+    return found
+
+
+@pytest.mark.parametrize("row_length, num_depths", [(2, 3), (5, 1), (8, 0), (16, 3), (1000, 2)])
+def test_with_a_token_more_than_depths_every_target_of_the_stream_counts_once(row_length, num_depths):
+    rng = np.random.default_rng(row_length)
+    documents = []
+    for index in range(12):  # a first letter of its own, then what an order cannot be told by
+        tokens = np.append(100 + index, rng.integers(1, 100, rng.integers(0, 24))).astype(np.uint8)
+        mask = rng.random(len(tokens) + 1) < 0.7 if index % 2 else None
+        documents.append(data.Document(str(index), tokens, mask))
+    plain = data.pack(documents, row_length, seed=1)
+    rows = data.pack(documents, row_length, seed=1, extra_tokens=num_depths + 1)
+    assert rows.tokens.shape[1] == row_length + num_depths + 1
+    lost = 0
+    for depth in range(num_depths + 1):
+        expected = targets_in_stream(documents, plain.tokens.reshape(-1), depth)
+        assert targets_of(rows, row_length, depth) == expected
+        lost += len(expected) - len(targets_of(plain, row_length, depth))
+    assert (lost > 0) == (len(plain.tokens) > 1)
+
+
+@pytest.mark.parametrize("extra_tokens, lost", [(0, [9, 18, 27]), (1, [0, 9, 18]), (2, [0, 0, 9]), (3, [0, 0, 0])])
+def test_what_fewer_extra_tokens_lose_at_the_ends_of_rows(extra_tokens, lost):
+    """One document of 100 tokens with its end, in rows of 10: depth k alone has 99 - k targets."""
+    rows = data.pack([document("a" * 99)], 10, seed=0, extra_tokens=extra_tokens)
+    assert [99 - depth - len(targets_of(rows, 10, depth)) for depth in range(3)] == lost
 
 
 # Batches.
