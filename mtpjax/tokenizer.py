@@ -21,6 +21,10 @@ class TokenizerError(ValueError):
     """A tokenizer or a chat template that is missing, damaged, or does not fit the model."""
 
 
+class ConversationError(TokenizerError):
+    """A conversation that the chat template refuses, or fails on."""
+
+
 class Tokenizer(Protocol):
     """What decoding needs of a tokenizer."""
 
@@ -201,17 +205,23 @@ def render_chat(template: str, messages: list[dict[str, Any]], **variables: Any)
     """A conversation by a jinja2 template, in the sandbox that lets it change nothing and reach nothing.
 
     The sandbox limits neither time nor memory: templates come with checkpoints, and never from requests. Raises
-    `TokenizerError` for a template that fails or refuses.
+    `TokenizerError` for what is no template, `ConversationError` for one that fails or refuses.
     """
     import jinja2
 
     if len(template) > MOST_TEMPLATE or len(messages) > MOST_MESSAGES:
-        raise TokenizerError(f"a chat template of {len(template)} characters, or {len(messages)} messages: too large")
+        raise ConversationError(
+            f"a chat template of {len(template)} characters, or {len(messages)} messages: too large"
+        )
     variables = {"messages": messages, "add_generation_prompt": True, **variables}
     try:
-        return _compiled(template).render(variables)
-    except (jinja2.TemplateError, TypeError, ValueError, RecursionError, OverflowError) as error:
+        compiled = _compiled(template)
+    except (jinja2.TemplateError, RecursionError) as error:
         raise TokenizerError(f"the chat template failed: {type(error).__name__}: {str(error)[:200]}") from error
+    try:
+        return compiled.render(variables)
+    except (jinja2.TemplateError, TypeError, ValueError, RecursionError, OverflowError) as error:
+        raise ConversationError(f"the chat template failed: {type(error).__name__}: {str(error)[:200]}") from error
 
 
 @functools.lru_cache(maxsize=8)  # compiling takes milliseconds, and data to train on has many conversations
