@@ -5,6 +5,7 @@ The default corpus is the Python standard library of the running interpreter, so
 
 import dataclasses
 import hashlib
+import itertools
 import os
 import pathlib
 import site
@@ -149,6 +150,48 @@ def batches(rows: Batch, batch_size: int, *, seed: int, start: int = 0) -> Itera
                 taken = order[batch * batch_size : (batch + 1) * batch_size]
                 yield Batch(*(array[taken] for array in rows))
             epoch, first = epoch + 1, 0
+
+    return generate()
+
+
+def mixed_batches(
+    parts: Sequence[Batch], weights: Sequence[float], batch_size: int, *, seed: int, start: int = 0
+) -> Iterator[Batch]:
+    """Batches `[batch_size, T]` without end, of the packed rows of several sources, in shares by `weights`.
+
+    The sources take turns, so that every stretch of rows has their shares to within a row or two; each gives its rows
+    in a new order every time they are used up, so small sources with a large weight repeat. The n-th batch depends on
+    the parts, weights, `seed` and n alone: a resumed run goes on with `start` = batches already taken, at once wherever
+    that is. One source gives the same as `batches`; several take grain, of the extra `train`.
+
+    Raises ValueError for other numbers of weights than parts, weights that are not positive, a batch size below 1, a
+    negative start; ImportError where grain is missing.
+    """
+    if len(parts) != len(weights) or not parts:
+        raise ValueError(f"there are {len(parts)} sources and {len(weights)} weights")
+    if not all(0 < weight < np.inf for weight in weights):
+        raise ValueError(f"weights must be positive, not {', '.join(map(str, weights))}")
+    if len(parts) == 1:
+        return batches(parts[0], batch_size, seed=seed, start=start)
+    if batch_size < 1 or start < 0:
+        raise ValueError(f"batch_size {batch_size} is below 1 or start {start} below 0")
+    try:
+        import grain
+    except ImportError as error:
+        raise ImportError("several sources are mixed by grain: pip install 'mtpjax[train]'") from error
+    ends = np.cumsum([len(part.tokens) for part in parts]).tolist()
+    seeds = np.random.SeedSequence(seed).generate_state(len(parts)).tolist()  # sources of one size differ in order
+    numbers = [
+        grain.MapDataset.range(begin, end).shuffle(seed=its_seed).repeat()
+        for begin, end, its_seed in zip([0, *ends], ends, seeds, strict=False)
+    ]
+    mixture = grain.MapDataset.mix(numbers, weights=list(weights)).batch(batch_size)  # [B] numbers of rows
+    rows = Batch(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+
+    def generate():
+        for number in itertools.count(start):
+            taken = mixture[number]
+            yield Batch(*(array[taken] for array in rows))
 
     return generate()
 

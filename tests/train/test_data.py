@@ -1,4 +1,5 @@
 import itertools
+import sys
 import sysconfig
 
 import numpy as np
@@ -192,6 +193,93 @@ def test_a_batch_larger_than_the_rows_is_refused_at_the_call():
         data.batches(rows, 3, seed=0)
     with pytest.raises(ValueError, match="start -1"):
         data.batches(rows, 1, seed=0, start=-1)
+
+
+# Mixtures.
+
+
+def numbered(*counts):
+    """A part per count, of rows that tell their part and number: `[[part, row], …]`."""
+    return [
+        data.Batch(
+            tokens=np.array([[part, row] for row in range(count)], np.int32),
+            segment_ids=np.ones((count, 2), np.int32),
+            loss_mask=np.full((count, 2), part % 2 == 0),
+        )
+        for part, count in enumerate(counts)
+    ]
+
+
+def taken(parts, weights, batch_size, number, **options):
+    """The `[part, row]` pairs of the first batches, `[number * batch_size, 2]`."""
+    stream = data.mixed_batches(parts, weights, batch_size, **options)
+    return np.concatenate([batch.tokens for batch in itertools.islice(stream, number)])
+
+
+def test_a_mixture_has_the_shares_of_its_weights_in_every_stretch():
+    pytest.importorskip("grain")
+    rows = taken(numbered(40, 7, 300), [5, 3, 2], 10, 60, seed=0)
+    for length in (10, 50, 600):
+        for begin in range(0, len(rows) - length + 1, 37):
+            counts = np.bincount(rows[begin : begin + length, 0], minlength=3)
+            assert np.all(np.abs(counts - length * np.array([0.5, 0.3, 0.2])) <= 2)
+    assert np.bincount(rows[:, 0]).tolist() == [300, 180, 120]
+
+
+def test_each_source_gives_every_row_before_any_again_and_then_in_another_order():
+    pytest.importorskip("grain")
+    rows = taken(numbered(9, 9, 30), [1, 1, 1], 6, 18, seed=0)
+    orders = {part: rows[rows[:, 0] == part, 1].tolist() for part in range(3)}
+    for part in (0, 1):
+        epochs = [orders[part][begin : begin + 9] for begin in range(0, 36, 9)]
+        assert all(sorted(epoch) == list(range(9)) for epoch in epochs)
+        assert len(set(map(tuple, epochs))) == 4
+    assert orders[0] != orders[1]  # though they are as many
+    assert sorted(orders[2][:30]) == list(range(30))
+
+
+def test_a_mixture_goes_on_anywhere_as_if_unbroken():
+    pytest.importorskip("grain")
+    parts, weights = numbered(11, 5, 23), [0.6, 0.3, 0.1]
+    run = list(itertools.islice(data.mixed_batches(parts, weights, 4, seed=5), 40))
+    for start in (0, 1, 7, 22, 37):
+        resumed = itertools.islice(data.mixed_batches(numbered(11, 5, 23), weights, 4, seed=5, start=start), 3)
+        for batch, expected in zip(resumed, run[start : start + 3], strict=True):
+            for array, wanted in zip(batch, expected, strict=True):
+                np.testing.assert_array_equal(array, wanted)
+    for batch in run:
+        np.testing.assert_array_equal(batch.loss_mask, batch.tokens[:, :1].repeat(2, 1) % 2 == 0)  # rows stay whole
+    first = taken(parts, weights, 4, 5, seed=5)
+    assert not np.array_equal(first, taken(parts, weights, 4, 5, seed=6))
+    assert not np.array_equal(first, taken(parts, [0.5, 0.4, 0.1], 4, 5, seed=5))
+    assert not np.array_equal(first, taken(numbered(11, 6, 23), weights, 4, 5, seed=5))
+    far = data.mixed_batches(parts, weights, 4, seed=5, start=10**9)  # days of training later, and still at once
+    assert next(far).tokens.shape == (4, 2)
+
+
+def test_one_source_needs_no_grain_and_several_say_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "grain", None)
+    [part] = numbered(12)
+    stream = data.mixed_batches([part], [3.0], 4, seed=1, start=2)
+    for mixed, plain in itertools.islice(zip(stream, data.batches(part, 4, seed=1, start=2), strict=True), 5):
+        np.testing.assert_array_equal(mixed.tokens, plain.tokens)
+    with pytest.raises(ImportError, match=r"mixed by grain: pip install 'mtpjax\[train\]'"):
+        data.mixed_batches([part, part], [1, 1], 4, seed=1)
+
+
+@pytest.mark.parametrize(
+    "weights, changes, message",
+    [
+        ([1], {}, "2 sources and 1 weights"),
+        ([1, 0], {}, "positive, not 1, 0"),
+        ([1, float("nan")], {}, "positive, not 1, nan"),
+        ([1, 1], {"batch_size": 0}, "batch_size 0"),
+        ([1, 1], {"start": -1}, "start -1"),
+    ],
+)
+def test_mixtures_that_cannot_be_are_refused_at_the_call(weights, changes, message):
+    with pytest.raises(ValueError, match=message):
+        data.mixed_batches(numbered(3, 3), weights, **{"batch_size": 2, "seed": 0, **changes})
 
 
 # Held-out files.
