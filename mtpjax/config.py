@@ -294,6 +294,9 @@ class TrainConfig:
         output: run folder: `config.json`, `metrics.jsonl`, `checkpoint/`.
         data: folder of text files to read; None: the running interpreter's standard library.
         pattern: which files of `data`.
+        sources: what to read instead of `data`: several are mixed by their weights.
+        tokenizer: Hugging Face directory with the `tokenizer.json` to read by; None: bytes.
+        extra_tokens: how far a row goes on into the next; `num_depths + 1` keeps every target of every depth.
         num_depths: draft depths with a loss; beyond the model's modules the last is recycled.
         mtp_loss_scale, mtp_loss_scale_final: lambda of DeepSeek-V3 (2.2), the second from `mtp_loss_switch` on.
         attention_layout: what a recycled depth attends to: "ttt" as in decoding, or "stream".
@@ -303,6 +306,9 @@ class TrainConfig:
     output: str = "runs/train"
     data: str | None = None
     pattern: str = "*.py"
+    sources: tuple[Source, ...] = ()
+    tokenizer: str | None = None
+    extra_tokens: int = 0
     held_out_fraction: float = 0.05
     steps: int = 1000
     seconds: float = math.inf
@@ -326,6 +332,9 @@ class TrainConfig:
         for name in ("steps", "batch_size", "log_every"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
         require(self.row_length >= 2, f"row_length must be at least 2, not {self.row_length}")
+        require(self.extra_tokens >= 0, f"extra_tokens must not be negative, is {self.extra_tokens}")
+        require(self.data is None or not self.sources, "data and sources are both given: name the folder as a source")
+        object.__setattr__(self, "sources", tuple(self.sources))
         require(self.seconds > 0, f"seconds must be positive, not {self.seconds}")
         require(self.num_depths >= 0, f"num_depths must not be negative, is {self.num_depths}")
         require(0 < self.held_out_fraction < 1, f"held_out_fraction {self.held_out_fraction} is not within 0..1")

@@ -123,11 +123,14 @@ def pack(
     owner[:num_tokens] = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
 
     def rows(array):
-        return np.lib.stride_tricks.sliding_window_view(array, row_length + extra_tokens)[::row_length].copy()
+        windows = np.lib.stride_tricks.sliding_window_view(array, row_length + extra_tokens, writeable=True)
+        return np.ascontiguousarray(windows[::row_length])  # copies where rows overlap
 
     tokens, owner, loss_mask = rows(stream), rows(owner), rows(is_target)
     loss_mask[1:, :extra_tokens] = False  # they were targets at the end of the row before
-    return Batch(tokens=tokens, segment_ids=np.where(owner < 0, 0, owner - owner[:, :1] + 1), loss_mask=loss_mask)
+    segment_ids = owner - owner[:, :1] + 1
+    segment_ids[owner < 0] = 0
+    return Batch(tokens=tokens, segment_ids=segment_ids, loss_mask=loss_mask)
 
 
 def batches(rows: Batch, batch_size: int, *, seed: int, start: int = 0) -> Iterator[Batch]:

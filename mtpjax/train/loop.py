@@ -8,6 +8,7 @@ import math
 import pathlib
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -17,18 +18,20 @@ import rich.progress
 
 from mtpjax import checkpoint
 from mtpjax.architectures import presets
-from mtpjax.config import TrainConfig
+from mtpjax.config import Source, TrainConfig
 from mtpjax.model import MTPModel, init_params
+from mtpjax.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from mtpjax.train import data
 from mtpjax.train.losses import mtp_scale_at
 from mtpjax.train.panel import Panel, acceptance_panel
+from mtpjax.train.sources import end_token_id, fingerprint, read_source
 from mtpjax.train.step import TrainState, make_optimizer, train_step
 from mtpjax.trunk import unstack_layers
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainResult:
-    """What a run leaves: the model for decoding, its checkpoint, the held-out files and every logged row."""
+    """What a run leaves: the model for decoding, its checkpoint, the held-out documents and every logged row."""
 
     model: MTPModel
     params: dict
@@ -49,15 +52,16 @@ def train(config: TrainConfig, *, panel_depths: int = 0, evaluations: int = 6) -
     """Trains `config.preset` from scratch and writes `config.output`.
 
     `metrics.jsonl` gets a row every `log_every` steps (losses per depth in bits) and one per evaluation (the panel, of
-    `panel_depths` levels or more, on held-out files); `checkpoint/` the model. On a terminal a live bar shows the same,
-    elsewhere one line each. Raises `ValueError` for settings that do not fit, `FileNotFoundError` where there is no
-    text.
+    `panel_depths` levels or more, on held-out documents); `checkpoint/` the model and its tokenizer, among the metadata
+    the data's fingerprint. On a terminal a live bar shows the same, elsewhere one line each. Raises `ValueError` for
+    settings that do not fit and for sources of which too much is of no use, `FileNotFoundError` where there is no text.
     """
     model_config = presets[config.preset]
     num_depths = config.num_depths if model_config.num_mtp_modules else 0
     panel_depths = max(num_depths, panel_depths)
-    rows, held_out_rows, held_out = _load_data(config)
-    stream = data.batches(rows, config.batch_size, seed=config.seed)
+    vocab_size = model_config.vocab_size
+    file = None if config.tokenizer is None else FileTokenizer(pathlib.Path(config.tokenizer), vocab_size)
+    stream, held_out_rows, held_out, summary = _load_data(config, file or ByteTokenizer(), vocab_size)
 
     model = MTPModel(model_config, scan_layers=True)
     params = init_params(model, jax.random.key(config.seed))
@@ -121,27 +125,38 @@ def train(config: TrainConfig, *, panel_depths: int = 0, evaluations: int = 6) -
     params = unstack_layers(state.params, model_config)
     model = MTPModel(model_config)
     path = output / "checkpoint"
-    metadata = {"tokenizer": "bytes", "steps": number, "panel": dataclasses.asdict(panel), "train": _json(config)}
-    checkpoint.save_model(path, model, params, metadata=metadata)
+    metadata = {"tokenizer": "huggingface" if file else "bytes", "steps": number, "panel": dataclasses.asdict(panel)}
+    metadata |= {"train": _json(config), "data": summary}
+    checkpoint.save_model(path, model, params, metadata=metadata, tokenizer=file)
     return TrainResult(model, params, path, held_out, panel, history)
 
 
-def _load_data(config: TrainConfig) -> tuple[data.Batch, data.Batch, list[data.Document]]:
-    """Packed training rows, a batch of packed held-out rows, and the held-out documents."""
-    if config.data is None:
-        paths = data.python_sources()
-    else:
-        folder = pathlib.Path(config.data)
-        paths = sorted(path for path in folder.rglob(config.pattern) if path.is_file())
-        if not paths:
-            raise FileNotFoundError(f"no files match {config.pattern} under {folder}")
-    training, held_out = data.split_held_out(data.read_documents(paths), config.held_out_fraction)
-    if not training or not held_out:
-        raise ValueError(f"{len(paths)} files are too few to hold {config.held_out_fraction:.0%} of them out")
-    rows = data.pack(training, config.row_length, seed=config.seed)
-    held_out_rows = data.pack(held_out, config.row_length, seed=config.seed)
+def _load_data(
+    config: TrainConfig, tokenizer: Tokenizer, vocab_size: int
+) -> tuple[Iterator[data.Batch], data.Batch, list[data.Document], dict[str, Any]]:
+    """Training batches, a batch of packed held-out rows, the held-out documents, and what the checkpoint says of it."""
+    sources = config.sources or (Source(path=config.data, pattern=config.pattern),)
+    packing = {"eos_token_id": end_token_id(tokenizer), "seed": config.seed}
+    parts, held_out, skipped = [], [], []
+    for source in sources:
+        reading = read_source(source, tokenizer, vocab_size=vocab_size)
+        training, apart = data.split_held_out(reading.documents, config.held_out_fraction)
+        held_out += apart
+        if not training or (source is sources[-1] and not held_out):
+            count = len(reading.documents)
+            raise ValueError(f"{count} documents are too few to hold {config.held_out_fraction:.0%} of them out")
+        parts.append(data.pack(training, config.row_length, extra_tokens=config.extra_tokens, **packing))
+        skipped.append(reading.skipped)
+        if any(reading.skipped.values()):
+            counts = " ".join(f"{reason}={count}" for reason, count in reading.skipped.items())
+            print(f"skipped of {source.path}: {counts}", file=sys.stderr, flush=True)
+    stream = data.mixed_batches(parts, [source.weight for source in sources], config.batch_size, seed=config.seed)
+    held_out_rows = data.pack(held_out, config.row_length, **packing)
     panel_rows = next(data.batches(held_out_rows, min(32, len(held_out_rows.tokens)), seed=config.seed))
-    return rows, panel_rows, held_out
+    names = ("seed", "batch_size", "row_length", "extra_tokens", "held_out_fraction")
+    settings = {name: getattr(config, name) for name in names}
+    digest = fingerprint(sources, tokenizer, vocab_size=vocab_size, **settings)
+    return stream, panel_rows, held_out, {"fingerprint": digest, "skipped": skipped}
 
 
 def _json(config: TrainConfig) -> dict[str, Any]:

@@ -132,12 +132,12 @@ def _encode(content: bytes, source: Source, tokenizer: Tokenizer) -> tuple[np.nd
 def _encode_text(text: str, tokenizer: Tokenizer) -> np.ndarray:
     if not text:
         raise _UnusableError("empty", "is empty")
+    if isinstance(tokenizer, ByteTokenizer):
+        return np.frombuffer(text.encode(), np.uint8)  # a list of so many would take far longer
     try:
         tokens = tokenizer.encode(text)
     except ValueError as error:
         raise _UnusableError("corrupt", str(error)) from error
-    if isinstance(tokenizer, ByteTokenizer):
-        return np.frombuffer(bytes(tokens), np.uint8)
     if tokens and tokens[-1] == end_token_id(tokenizer):
         tokens = tokens[:-1]  # some tokenizers end each text; packing does
     return np.array(tokens, np.int64)

@@ -92,7 +92,7 @@ BAD = [
     ("[1]", "corrupt", "is no JSON object"),
     ('{"txt": "a"}', "corrupt", "has no text 'text'"),
     ('{"text": 3}', "corrupt", "has no text 'text'"),
-    ('{"text": "a\\u0000b"}', "corrupt", "text holds NUL at character 1"),
+    ('{"text": "a\\u0000b"}', "corrupt", "holds the end token 0"),
     ('{"text": "a\\ud800b"}', "corrupt", "is no JSON: 'utf-8' codec"),
     ("[" * 100_000, "corrupt", "is no JSON"),
     (b'{"text": "\xe4"}', "corrupt", "is no UTF-8"),
