@@ -35,7 +35,7 @@ def encode_chat(
         prompt = tokenizer.chat(messages[:index], add_generation_prompt=True, **choices)
         through = tokenizer.chat(messages[: index + 1], add_generation_prompt=False, **choices)
         begin, end = len(prompt), len(through)
-        if begin >= end or tokens[:begin] != prompt or tokens[:end] != through:
+        if begin > end or tokens[:begin] != prompt or tokens[:end] != through:
             raise TokenizerError(
                 f"the answer in message {index + 1} of {len(messages)} cannot be told: the chat template, or the"
                 " tokenizer, writes what stands before it or in it otherwise than in the whole conversation"

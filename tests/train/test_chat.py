@@ -91,7 +91,7 @@ def test_an_end_token_within_an_answer_does_not_cut_it(make):
     check(make(), talk, [(prompt, False), ("a<|im_end|>b<|im_end|>", True), ("\n", False)], end=False)
 
 
-FORGETFUL = "{% for message in messages %}<|{{ message.role }}|>{{ message.content if loop.last else '' }}{% endfor %}"
+FORGETFUL = BARE.replace("message.content", "message.content if loop.last or message.role == 'user' else ''")
 THINKING = BARE.replace("<|assistant|>{% endif %}", "<|assistant|>think:{% endif %}")
 PLAIN = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -109,6 +109,15 @@ def test_a_template_whose_answers_cannot_be_told_is_refused(make, template, merg
     with pytest.raises(TokenizerError, match=rf"the answer in message {message} of 4 cannot be told") as raised:
         encode_chat(TALK[1:], tokenizer)
     assert "\n" not in str(raised.value) and not isinstance(raised.value, ConversationError)
+
+
+def test_an_empty_answer_is_its_stop_and_one_that_is_left_out_is_refused(make):
+    talk = [TALK[1], {"role": "assistant", "content": ""}, TALK[2]]
+    pieces = [("<|user|>ä?<|assistant|>", False), ("<|assistant|>", True), ("yes é", True)]
+    check(make(BARE, ("<|end|>", "<|assistant|>")), talk, pieces, end=True)
+    without_empty = BARE.replace("messages %}", "messages if message.content %}")
+    with pytest.raises(TokenizerError, match=r"the answer in message 2 of 3 cannot be told"):
+        encode_chat(talk, make(without_empty))
 
 
 def test_a_plain_template_is_fine_where_no_token_spans_its_boundaries(make):

@@ -89,6 +89,8 @@ def test_a_row_ends_with_the_first_tokens_of_the_next():
     np.testing.assert_array_equal(rows.segment_ids, [[1] * 6, [1] * 6, [1, 1, 1, 0, 0, 0]])
     expected = [[True] * 6, [False] * 2 + [True] * 4, [False, False, True, False, False, False]]
     np.testing.assert_array_equal(rows.loss_mask, expected)
+    full = data.pack([document("abcdefghi")], 4, seed=0, extra_tokens=2)  # a third row would have no target of its own
+    assert [row.astype(np.uint8).tobytes() for row in full.tokens] == [b"abcdef", b"efghi\0"]
     short = data.pack([document("ab")], 4, seed=0, extra_tokens=3)  # ends within the first row's extra tokens
     np.testing.assert_array_equal(short.tokens, [[97, 98, 0, 0, 0, 0, 0]])
 

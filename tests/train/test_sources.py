@@ -188,9 +188,10 @@ def swap(folder):
         lambda folder: (folder / "two/b.jsonl").unlink(),
         lambda folder: (folder / "two/c.jsonl").write_text(""),
         lambda folder: (folder / "one/b.jsonl").rename(folder / "one/0.jsonl"),  # another order
+        lambda folder: (folder / "one/b.jsonl").rename(folder / "one/c.jsonl"),
         swap,
     ],
-    ids=["content", "size", "fewer files", "more files", "name", "folders swapped"],
+    ids=["content", "size", "fewer files", "more files", "order", "name", "folders swapped"],
 )
 def test_the_fingerprint_sees_changes_of_files(change, folder):
     before = fingerprint(sources_in(folder), BYTES, **SETTINGS)
