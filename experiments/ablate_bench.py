@@ -15,6 +15,7 @@ import numpy as np
 
 from experiments.ablate_grid import Cell, Settings
 from mtpjax import checkpoint
+from mtpjax.config import Source
 from mtpjax.decode.config import LOSSY_RULES, DecodeConfig
 from mtpjax.decode.costs import PLAIN, CostMeter, Costs, Shape, widest_write
 from mtpjax.decode.evaluate import RESAMPLES, Estimate, decoded_rates, sampled, to_json
@@ -25,6 +26,7 @@ from mtpjax.prompts import choose_prompts, encode_prompts, read_prompts, room_fo
 from mtpjax.tokenizer import ByteTokenizer, load_tokenizer
 from mtpjax.train import data
 from mtpjax.train.panel import is_looping
+from mtpjax.train.sources import read_source
 
 PROMPT_TOKENS = 64  # of held-out files
 CANDIDATES = 16  # held-out prompts looked at, at most, for each that is used
@@ -83,13 +85,12 @@ def _lively_prompts(path, model: MTPModel, params, settings: Settings, *, num_pr
     trained = {}
     if checkpoint.is_checkpoint(path):
         trained = checkpoint.Stored(path, verify=False).metadata.get("train", {})
-    folder, pattern = trained.get("data"), trained.get("pattern", "*.py")
-    if folder is None:
-        files = data.python_sources()
-    else:
-        files = sorted(file for file in pathlib.Path(folder).rglob(pattern) if file.is_file())
+    sources = [Source(**values) for values in trained.get("sources", ())]
+    sources = sources or [Source(path=trained.get("data"), pattern=trained.get("pattern", "*.py"))]
+    readings = [read_source(source, ByteTokenizer(), vocab_size=ByteTokenizer.vocab_size) for source in sources]
+    documents = [document for reading in readings for document in reading.documents]
     candidates = data.held_out_prompts(
-        data.split_held_out(data.read_documents(files), trained.get("held_out_fraction", 0.05))[1],
+        data.split_held_out(documents, trained.get("held_out_fraction", 0.05))[1],
         count=CANDIDATES * num_prompts,
         prompt_length=length,
         continuation_length=settings.max_new_tokens,

@@ -31,7 +31,7 @@ from mtpjax.config import ModelConfig
 from mtpjax.model import MTPModel
 from mtpjax.quantized import BlockScaled, is_scaled
 from mtpjax.sharding import shard_params
-from mtpjax.tokenizer import count_tokens
+from mtpjax.tokenizer import FileTokenizer, count_tokens
 
 FORMAT = "mtpjax-checkpoint"
 VERSION = 1
@@ -87,9 +87,15 @@ def save(path, config_dict, params, *, metadata=None, write_more: Callable[[path
         (aside / "digests.json").write_bytes(_json_bytes({"files": sums, "arrays": records}))
 
 
-def save_model(path, model: MTPModel, params: dict, *, metadata=None):
-    """`save` with the model's configuration. Parameters have unrolled layers."""
-    save(path, model.config.to_dict(), params, metadata=metadata)
+def save_model(path, model: MTPModel, params: dict, *, metadata=None, tokenizer: FileTokenizer | None = None):
+    """`save` with the model's configuration, and a tokenizer beside it. Parameters have unrolled layers."""
+
+    def write_tokenizer(folder: pathlib.Path) -> None:
+        if tokenizer is not None:
+            (folder / "huggingface").mkdir()
+            tokenizer.save(folder / "huggingface")
+
+    save(path, model.config.to_dict(), params, metadata=metadata, write_more=write_tokenizer)
 
 
 def load(path, *, dtype=None, mesh: Mesh | None = None) -> tuple[MTPModel, dict]:

@@ -256,6 +256,36 @@ class ModelConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where documents to train on come from.
+
+    Attributes:
+        path: a file, or a folder with its subfolders; None: the running interpreter's standard library.
+        pattern: which files of a folder.
+        kind: "text": each file is a document; "jsonl": each line is an object that holds one; "chat": each line's
+            object holds a conversation, in OpenAI's form, of which only the answers are targets.
+        field: where an object holds it; by default `text`, of conversations `messages`.
+        weight: the source's share of the rows, beside the other sources' weights.
+        most_skipped: how many documents may be of no use before reading stops with an error.
+    """
+
+    path: str | None = None
+    pattern: str = "*"
+    kind: Literal["text", "jsonl", "chat"] = "text"
+    field: str = ""
+    weight: float = 1.0
+    most_skipped: int = 100
+
+    def __post_init__(self):
+        require_choice("kind", self.kind, ("text", "jsonl", "chat"))
+        require(self.path is not None or self.kind == "text", f"a source of kind '{self.kind}' needs a path")
+        require(0 < self.weight < math.inf, f"weight must be positive, not {self.weight}")
+        require(self.most_skipped >= 0, f"most_skipped must not be negative, is {self.most_skipped}")
+        if not self.field:
+            object.__setattr__(self, "field", "messages" if self.kind == "chat" else "text")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """A training run. It ends after `steps` updates or `seconds` of wall clock, whichever comes first.
 
@@ -264,6 +294,9 @@ class TrainConfig:
         output: run folder: `config.json`, `metrics.jsonl`, `checkpoint/`.
         data: folder of text files to read; None: the running interpreter's standard library.
         pattern: which files of `data`.
+        sources: what to read instead of `data`: several are mixed by their weights.
+        tokenizer: Hugging Face directory with the `tokenizer.json` to read by; None: bytes.
+        extra_tokens: how far a row goes on into the next; `num_depths + 1` keeps every target of every depth.
         num_depths: draft depths with a loss; beyond the model's modules the last is recycled.
         mtp_loss_scale, mtp_loss_scale_final: lambda of DeepSeek-V3 (2.2), the second from `mtp_loss_switch` on.
         attention_layout: what a recycled depth attends to: "ttt" as in decoding, or "stream".
@@ -276,6 +309,9 @@ class TrainConfig:
     output: str = "runs/train"
     data: str | None = None
     pattern: str = "*.py"
+    sources: tuple[Source, ...] = ()
+    tokenizer: str | None = None
+    extra_tokens: int = 0
     held_out_fraction: float = 0.05
     steps: int = 1000
     seconds: float = math.inf
@@ -302,6 +338,9 @@ class TrainConfig:
         for name in ("steps", "batch_size", "log_every", "keep_states", "most_bad_steps"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
         require(self.row_length >= 2, f"row_length must be at least 2, not {self.row_length}")
+        require(self.extra_tokens >= 0, f"extra_tokens must not be negative, is {self.extra_tokens}")
+        require(self.data is None or not self.sources, "data and sources are both given: name the folder as a source")
+        object.__setattr__(self, "sources", tuple(self.sources))
         require(self.seconds > 0, f"seconds must be positive, not {self.seconds}")
         for name in ("num_depths", "save_every"):
             require(getattr(self, name) >= 0, f"{name} must not be negative, is {getattr(self, name)}")

@@ -3,6 +3,8 @@
 import codecs
 import dataclasses
 import datetime
+import functools
+import hashlib
 import json
 import pathlib
 from collections.abc import Callable, Iterable
@@ -19,6 +21,10 @@ class TokenizerError(ValueError):
     """A tokenizer or a chat template that is missing, damaged, or does not fit the model."""
 
 
+class ConversationError(TokenizerError):
+    """A conversation that the chat template refuses, or fails on."""
+
+
 class Tokenizer(Protocol):
     """What decoding needs of a tokenizer."""
 
@@ -28,6 +34,11 @@ class Tokenizer(Protocol):
     @property
     def special_token_ids(self) -> tuple[int, ...]:
         """Those that stand for no text."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """Hexadecimal sha256 of all that decides which tokens a text or a conversation becomes, and the end tokens."""
         ...
 
     def encode(self, text: str) -> list[int]: ...
@@ -51,6 +62,7 @@ class ByteTokenizer:
     eos_token_id = 0
     eos_token_ids = (0,)
     special_token_ids = (0,)
+    digest = hashlib.sha256(b"bytes").hexdigest()
 
     def encode(self, text: str) -> list[int]:
         """The UTF-8 bytes of `text`, without an end token. Raises ValueError for NUL and lone surrogates."""
@@ -89,7 +101,8 @@ class ByteTokenizer:
 class FileTokenizer:
     """`tokenizer.json` of a Hugging Face directory, by the tokenizers package.
 
-    `eos_token_ids` are those of `generation_config.json`, else of `config.json`. Special tokens in a prompt's text
+    `eos_token_ids` are those of `generation_config.json`, else of `config.json`, else the `eos_token` of
+    `tokenizer_config.json`. Special tokens in a prompt's text
     become those tokens, as everywhere. Raises `TokenizerError` for a damaged file, and for tokens beyond `vocab_size`.
     """
 
@@ -111,9 +124,12 @@ class FileTokenizer:
         self.num_tokens = largest + 1
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_token_ids = tuple(sorted(index for index, token in added.items() if token.special))
-        self.eos_token_ids = _eos_token_ids(folder)
         self._settings = _json(folder, "tokenizer_config.json")
+        self.eos_token_ids = _eos_token_ids(folder) or self._named_token_ids("eos_token")
         self._template = _template(folder, self._settings)
+        self._content = content
+        decisive = [hashlib.sha256(content).hexdigest(), self._template, self._special_tokens(), self.eos_token_ids]
+        self.digest = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text).ids
@@ -131,10 +147,23 @@ class FileTokenizer:
         """`choices` are variables of the template, such as `enable_thinking`."""
         if self._template is None:
             raise TokenizerError("the checkpoint has no chat template")
-        names = ("bos_token", "eos_token", "pad_token", "unk_token")
-        special = {name: _text(self._settings[name]) for name in names if self._settings.get(name) is not None}
-        text = render_chat(self._template, messages, **{**special, **choices})
+        text = render_chat(self._template, messages, **{**self._special_tokens(), **choices})
         return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def save(self, folder: pathlib.Path) -> None:
+        """Writes the files that another `FileTokenizer` of the same digest is read from. The folder exists."""
+        (folder / "tokenizer.json").write_bytes(self._content)
+        (folder / "tokenizer_config.json").write_text(json.dumps(self._settings | {"chat_template": self._template}))
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(self.eos_token_ids)}))
+
+    def _special_tokens(self) -> dict[str, str | None]:
+        """The special tokens that a template may name, as they are written."""
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        return {name: _text(self._settings[name]) for name in names if self._settings.get(name) is not None}
+
+    def _named_token_ids(self, name: str) -> tuple[int, ...]:
+        index = self._tokenizer.token_to_id(self._special_tokens().get(name) or "")
+        return () if index is None else (index,)
 
 
 def load_tokenizer(path, vocab_size: int) -> Tokenizer:
@@ -176,13 +205,30 @@ def render_chat(template: str, messages: list[dict[str, Any]], **variables: Any)
     """A conversation by a jinja2 template, in the sandbox that lets it change nothing and reach nothing.
 
     The sandbox limits neither time nor memory: templates come with checkpoints, and never from requests. Raises
-    `TokenizerError` for a template that fails or refuses.
+    `TokenizerError` for what is no template, `ConversationError` for one that fails or refuses.
     """
     import jinja2
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     if len(template) > MOST_TEMPLATE or len(messages) > MOST_MESSAGES:
-        raise TokenizerError(f"a chat template of {len(template)} characters, or {len(messages)} messages: too large")
+        raise ConversationError(
+            f"a chat template of {len(template)} characters, or {len(messages)} messages: too large"
+        )
+    variables = {"messages": messages, "add_generation_prompt": True, **variables}
+    try:
+        compiled = _compiled(template)
+    except (jinja2.TemplateError, RecursionError) as error:
+        raise TokenizerError(f"the chat template failed: {type(error).__name__}: {str(error)[:200]}") from error
+    try:
+        return compiled.render(variables)
+    except (jinja2.TemplateError, TypeError, ValueError, RecursionError, OverflowError) as error:
+        raise ConversationError(f"the chat template failed: {type(error).__name__}: {str(error)[:200]}") from error
+
+
+@functools.lru_cache(maxsize=8)  # compiling takes milliseconds, and data to train on has many conversations
+def _compiled(template: str):
+    """The template in its sandbox. Raises jinja2's errors."""
+    import jinja2
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     def raise_exception(message: str):
         raise jinja2.TemplateError(message)
@@ -193,11 +239,7 @@ def render_chat(template: str, messages: list[dict[str, Any]], **variables: Any)
     environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    variables = {"messages": messages, "add_generation_prompt": True, **variables}
-    try:
-        return environment.from_string(template).render(variables)
-    except (jinja2.TemplateError, TypeError, ValueError, RecursionError, OverflowError) as error:
-        raise TokenizerError(f"the chat template failed: {type(error).__name__}: {str(error)[:200]}") from error
+    return environment.from_string(template)
 
 
 def _template(folder: pathlib.Path, settings: dict[str, Any]) -> str | None:

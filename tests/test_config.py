@@ -4,7 +4,7 @@ import json
 import pytest
 
 from mtpjax import DecodeConfig, ModelConfig, TrainConfig, presets
-from mtpjax.config import Yarn
+from mtpjax.config import Source, Yarn
 
 BASE = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 LATENT = {"attention": "latent", "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
@@ -87,6 +87,12 @@ def test_model_settings_that_do_not_fit_are_refused(changes, named):
         (DecodeConfig, {"max_length": 1}, "max_length must be at least 2, not 1"),
         (TrainConfig, {"steps": 0}, "steps must be at least 1, not 0"),
         (TrainConfig, {"row_length": 1}, "row_length must be at least 2, not 1"),
+        (TrainConfig, {"extra_tokens": -1}, "extra_tokens must not be negative, is -1"),
+        (TrainConfig, {"data": "a", "sources": (Source(path="b"),)}, "data and sources are both given"),
+        (Source, {"path": "a", "kind": "csv"}, "kind 'csv' is not one of text, jsonl, chat"),
+        (Source, {"kind": "jsonl"}, "a source of kind 'jsonl' needs a path"),
+        (Source, {"weight": 0.0}, "weight must be positive, not 0.0"),
+        (Source, {"most_skipped": -1}, "most_skipped must not be negative, is -1"),
         (TrainConfig, {"held_out_fraction": 1.0}, "held_out_fraction 1.0"),
         (TrainConfig, {"optimizer": "sgd"}, "optimizer 'sgd' is not one of adamw, muon"),
         (TrainConfig, {"attention_layout": "flat"}, "attention_layout 'flat'"),

@@ -87,6 +87,35 @@ def test_a_conversation_follows_the_template(folder):
         load_tokenizer(folder, 320).chat([{"role": "user", "content": "hi"}])
 
 
+def test_the_end_token_may_be_named_beside_the_tokenizer_alone(folder):
+    (folder / "generation_config.json").unlink()
+    assert load_tokenizer(folder, 320).eos_token_ids == (258,)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|none|>"}))
+    assert load_tokenizer(folder, 320).eos_token_ids == ()
+
+
+def test_a_saved_tokenizer_is_the_same_and_the_digest_sees_each_change(folder, tmp_path_factory):
+    tokenizer = FileTokenizer(folder, 320)
+    other = tmp_path_factory.mktemp("other")
+    tokenizer.save(other)
+    again = FileTokenizer(other, 320)
+    messages = [{"role": "user", "content": "hi"}]
+    assert again.digest == tokenizer.digest and again.eos_token_ids == tokenizer.eos_token_ids
+    assert again.chat(messages) == tokenizer.chat(messages)
+    for name, old, new in (
+        ("tokenizer.json", "<|user|>", "<|human|>"),
+        ("tokenizer_config.json", "<|end|>", "<|user|>"),
+        ("generation_config.json", "258, ", ""),
+        ("chat_template.jinja", "trim", "upper"),
+    ):
+        before = (folder / name).read_text()
+        assert old in before
+        (folder / name).write_text(before.replace(old, new))
+        assert FileTokenizer(folder, 320).digest != tokenizer.digest
+        (folder / name).write_text(before)
+    assert FileTokenizer(folder, 320).digest == tokenizer.digest != TOKENIZER.digest
+
+
 def test_a_vocabulary_beyond_the_embedding_is_refused(folder):
     assert isinstance(load_tokenizer(folder, 259), FileTokenizer)
     with pytest.raises(TokenizerError, match="has token 258; the model has 258 tokens"):

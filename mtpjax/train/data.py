@@ -5,6 +5,7 @@ The default corpus is the Python standard library of the running interpreter, so
 
 import dataclasses
 import hashlib
+import itertools
 import os
 import pathlib
 import site
@@ -20,10 +21,11 @@ _FEW_FILES = 100  # a whole standard library has over a thousand; a zipped or st
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Document:
-    """One file."""
+    """One file, or one record of a file."""
 
     name: str
-    tokens: np.ndarray  # [n] uint8, without an end token
+    tokens: np.ndarray  # [n] uint8 or int32, without the end token that packing adds
+    loss_mask: np.ndarray | None = None  # [n + 1] bool, the last of that end token; None: all count
 
 
 class Batch(NamedTuple):
@@ -83,36 +85,52 @@ def split_held_out(documents: Sequence[Document], fraction=0.05) -> tuple[list[D
     return train, held_out
 
 
-def pack(documents: Sequence[Document], row_length: int, *, seed: int, eos_token_id: int = 0) -> Batch:
-    """Shuffles the documents, ends each with `eos_token_id`, and cuts the stream into rows `[R, row_length]`.
+def pack(
+    documents: Sequence[Document], row_length: int, *, seed: int, eos_token_id: int = 0, extra_tokens: int = 0
+) -> Batch:
+    """Shuffles the documents, ends each with `eos_token_id`, and cuts the stream into rows, one every `row_length`.
 
-    Every token is kept once; a document goes on in the next row, as that row's segment 1. The end of the last row is
-    padding: segment 0, `eos_token_id`, no loss. Empty documents are skipped.
+    A row is `row_length + extra_tokens` long: it ends with the first `extra_tokens` of the next row, where they are no
+    targets again. So every token is a target once, and from the second row on all of a row's targets have at least
+    `extra_tokens` before them: with `D + 1` no target of the depths 0..D is lost where a row ends, with D one of depth
+    D, with 0 the first k + 1 of each later row at depth k (DeepSeek-V3's window, figure 3).
 
-    Raises ValueError for a row length below 1, for no tokens at all, and for a document that holds `eos_token_id`.
+    A document goes on in the next row, as that row's segment 1. The end of the last row is padding: segment 0,
+    `eos_token_id`, no loss. Empty documents are skipped; where a document has a loss mask, the row has it too.
+
+    Returns arrays `[R, row_length + extra_tokens]`. Raises ValueError for a row length below 1, for negative extra
+    tokens, for no tokens at all, for a loss mask of another length, and for a document that holds `eos_token_id`: one
+    with a loss mask may, as conversations have such tokens after each answer.
     """
     if row_length < 1:
         raise ValueError(f"row_length {row_length} is below 1")
+    if extra_tokens < 0:
+        raise ValueError(f"extra_tokens {extra_tokens} is below 0")
     documents = [document for document in documents if len(document.tokens)]
     if not documents:
         raise ValueError("there are no documents to pack")
-    order = np.random.default_rng(seed).permutation(len(documents))
+    documents = [documents[index] for index in np.random.default_rng(seed).permutation(len(documents))]
     end = np.array([eos_token_id], np.int32)
-    parts = [part for index in order for part in (documents[index].tokens, end)]
-    lengths = np.array([len(documents[index].tokens) + 1 for index in order])
+    lengths = np.array([len(document.tokens) + 1 for document in documents])
     num_tokens = int(lengths.sum())
-    num_rows = -(-num_tokens // row_length)
+    num_rows = max(1, -(-(num_tokens - extra_tokens) // row_length))
 
-    stream = np.full(num_rows * row_length, eos_token_id, np.int32)
-    np.concatenate(parts, out=stream[:num_tokens])
-    _check_ends(stream[:num_tokens], lengths, [documents[index].name for index in order], eos_token_id)
-
-    owner = np.zeros_like(stream)  # which document a token is of
+    stream = np.full(num_rows * row_length + extra_tokens, eos_token_id, np.int32)
+    np.concatenate([part for document in documents for part in (document.tokens, end)], out=stream[:num_tokens])
+    is_target = np.zeros(len(stream), bool)
+    np.concatenate([_loss_mask(document, eos_token_id) for document in documents], out=is_target[:num_tokens])
+    owner = np.full(len(stream), -1, np.int32)  # which document a token is of; of padding none
     owner[:num_tokens] = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
-    tokens, owner = stream.reshape(num_rows, row_length), owner.reshape(num_rows, row_length)
+
+    def rows(array):
+        windows = np.lib.stride_tricks.sliding_window_view(array, row_length + extra_tokens, writeable=True)
+        return np.ascontiguousarray(windows[::row_length])  # copies where rows overlap
+
+    tokens, owner, loss_mask = rows(stream), rows(owner), rows(is_target)
+    loss_mask[1:, :extra_tokens] = False  # they were targets at the end of the row before
     segment_ids = owner - owner[:, :1] + 1
-    segment_ids.reshape(-1)[num_tokens:] = 0
-    return Batch(tokens=tokens, segment_ids=segment_ids, loss_mask=segment_ids > 0)
+    segment_ids[owner < 0] = 0
+    return Batch(tokens=tokens, segment_ids=segment_ids, loss_mask=loss_mask)
 
 
 def batches(rows: Batch, batch_size: int, *, seed: int, start: int = 0) -> Iterator[Batch]:
@@ -135,6 +153,48 @@ def batches(rows: Batch, batch_size: int, *, seed: int, start: int = 0) -> Itera
                 taken = order[batch * batch_size : (batch + 1) * batch_size]
                 yield Batch(*(array[taken] for array in rows))
             epoch, first = epoch + 1, 0
+
+    return generate()
+
+
+def mixed_batches(
+    parts: Sequence[Batch], weights: Sequence[float], batch_size: int, *, seed: int, start: int = 0
+) -> Iterator[Batch]:
+    """Batches `[batch_size, T]` without end, of the packed rows of several sources, in shares by `weights`.
+
+    The sources take turns, so that every stretch of rows has their shares to within a row or two; each gives its rows
+    in a new order every time they are used up, so small sources with a large weight repeat. The n-th batch depends on
+    the parts, weights, `seed` and n alone: a resumed run goes on with `start` = batches already taken, at once wherever
+    that is. One source gives the same as `batches`; several take grain, of the extra `train`.
+
+    Raises ValueError for other numbers of weights than parts, weights that are not positive, a batch size below 1, a
+    negative start; ImportError where grain is missing.
+    """
+    if len(parts) != len(weights) or not parts:
+        raise ValueError(f"there are {len(parts)} sources and {len(weights)} weights")
+    if not all(0 < weight < np.inf for weight in weights):
+        raise ValueError(f"weights must be positive, not {', '.join(map(str, weights))}")
+    if len(parts) == 1:
+        return batches(parts[0], batch_size, seed=seed, start=start)
+    if batch_size < 1 or start < 0:
+        raise ValueError(f"batch_size {batch_size} is below 1 or start {start} below 0")
+    try:
+        import grain
+    except ImportError as error:
+        raise ImportError("several sources are mixed by grain: pip install 'mtpjax[train]'") from error
+    ends = np.cumsum([len(part.tokens) for part in parts]).tolist()
+    seeds = np.random.SeedSequence(seed).generate_state(len(parts)).tolist()  # sources of one size differ in order
+    numbers = [
+        grain.MapDataset.range(begin, end).shuffle(seed=its_seed).repeat()
+        for begin, end, its_seed in zip([0, *ends], ends, seeds, strict=False)
+    ]
+    mixture = grain.MapDataset.mix(numbers, weights=list(weights)).batch(batch_size)  # [B] numbers of rows
+    rows = Batch(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+
+    def generate():
+        for number in itertools.count(start):
+            taken = mixture[number]
+            yield Batch(*(array[taken] for array in rows))
 
     return generate()
 
@@ -194,9 +254,15 @@ def _is_text(content: bytes) -> bool:
     return bool(content) and b"\0" not in content
 
 
-def _check_ends(stream, lengths, names, eos_token_id):
-    """Raises ValueError naming the first document that holds the end token inside."""
-    ends = np.flatnonzero(stream == eos_token_id)
-    if len(ends) != len(lengths):
-        document = np.searchsorted(np.cumsum(lengths), np.setdiff1d(ends, np.cumsum(lengths) - 1)[0], side="right")
-        raise ValueError(f"document {names[document]} holds the end token {eos_token_id}")
+def _loss_mask(document: Document, eos_token_id: int) -> np.ndarray:
+    """Which tokens of a document and its end are targets, `[n + 1]`. Raises ValueError, see `pack`."""
+    if document.loss_mask is None:
+        if (document.tokens == eos_token_id).any():
+            raise ValueError(f"document {document.name} holds the end token {eos_token_id}")
+        return np.ones(len(document.tokens) + 1, bool)
+    if document.loss_mask.shape != (len(document.tokens) + 1,):
+        raise ValueError(
+            f"document {document.name} has a loss mask of shape {document.loss_mask.shape};"
+            f" its {len(document.tokens)} tokens and their end want ({len(document.tokens) + 1},)"
+        )
+    return document.loss_mask

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import json
 import logging
 import math
@@ -13,22 +12,23 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import rich.console
 import rich.progress
 
 from mtpjax import checkpoint
 from mtpjax.architectures import presets
 from mtpjax.atomic import write_text
-from mtpjax.config import TrainConfig, require_choice
+from mtpjax.config import Source, TrainConfig, require_choice
 from mtpjax.model import MTPModel, init_params
+from mtpjax.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from mtpjax.train import data, runs
 from mtpjax.train.losses import mtp_scale_at
 from mtpjax.train.panel import Panel, acceptance_panel
+from mtpjax.train.sources import end_token_id, fingerprint, read_source
 from mtpjax.train.step import TrainState, make_optimizer, train_step
 from mtpjax.trunk import unstack_layers
 
@@ -37,7 +37,7 @@ logger = logging.getLogger("mtpjax.train")
 
 @dataclasses.dataclass(frozen=True)
 class TrainResult:
-    """What a run leaves: the model for decoding, its checkpoint, the held-out files and every logged row."""
+    """What a run leaves: the model for decoding, its checkpoint, the held-out documents and every logged row."""
 
     model: MTPModel
     params: dict
@@ -70,22 +70,22 @@ def train(
     """Trains `config.preset` from scratch and writes `config.output` (`mtpjax.train.runs` says what is in it).
 
     `metrics.jsonl` gets a row every `log_every` steps (losses per depth in bits) and one per evaluation (the panel, of
-    `panel_depths` levels or more, on held-out files); `checkpoint/` the model. On a terminal a live bar shows the same,
-    elsewhere one line each.
+    `panel_depths` levels or more, on held-out documents); `checkpoint/` the model and its tokenizer. On a terminal a
+    live bar shows the same, elsewhere one line each.
 
     With `resume` the run in the folder goes on from its newest state that is whole, or from the beginning where there
     is none; on a CPU its losses are then those of an unbroken run, bit for bit. A setting or data that differ are
     refused, but for `runs.FREE_SETTINGS` and `allowed_changes`. `overwrite` replaces a run that is in the folder.
 
-    Raises `ValueError` for settings that do not fit and for a folder that is in use or holds another run,
-    `FileNotFoundError` where there is no text, `FloatingPointError` after too many steps in a row that are not finite,
-    `Preempted` when told to end.
+    Raises `ValueError` for settings that do not fit, for sources of which too much is of no use, and for a folder that
+    is in use or holds another run, `FileNotFoundError` where there is no text, `FloatingPointError` after too many
+    steps in a row that are not finite, `Preempted` when told to end.
     """
-    require_choice("preset", config.preset, presets)
+    require_choice("preset", config.preset, tuple(presets))
     model_config = presets[config.preset]
     num_depths = config.num_depths if model_config.num_mtp_modules else 0
     panel_depths = max(num_depths, panel_depths)
-    rows, held_out_rows, held_out = _load_data(config)
+    corpus = _load_data(config, model_config.vocab_size)
 
     model = MTPModel(model_config, scan_layers=True)
     params = init_params(model, jax.random.key(config.seed))
@@ -106,11 +106,11 @@ def train(
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(runs.locked(config.output))
         number, spent = 0, 0.0
-        settings, fingerprint = _json(config), _fingerprint(rows, held_out_rows)
+        settings, digest = _json(config), corpus.summary["fingerprint"]
         if not resume:
-            runs.begin(output, settings, fingerprint, overwrite=overwrite)
+            runs.begin(output, settings, digest, overwrite=overwrite)
         else:
-            runs.check_same(output, settings, fingerprint, allowed_changes)
+            runs.check_same(output, settings, digest, allowed_changes)
             if (restored := runs.restore_state(output, state)) is not None:
                 state, metadata = restored
                 number, spent = metadata["step"], metadata["seconds"]
@@ -127,7 +127,7 @@ def train(
             log.flush()
 
         def evaluate(step: int) -> Panel:
-            panel = acceptance_panel(state.params, held_out_rows, model=model, num_depths=panel_depths)
+            panel = acceptance_panel(state.params, corpus.panel_rows, model=model, num_depths=panel_depths)
             record({"step": step, "seconds": time.perf_counter() - begin, "eval": dataclasses.asdict(panel)})
             return panel
 
@@ -135,7 +135,7 @@ def train(
             seconds = time.perf_counter() - begin
             runs.save_state(output, state, step=number, keep=config.keep_states, metadata={"seconds": seconds})
 
-        stream = data.batches(rows, config.batch_size, seed=config.seed, start=number)
+        stream = data.mixed_batches(corpus.parts, corpus.weights, config.batch_size, seed=config.seed, start=number)
         last_time, last_step, bad_steps = time.perf_counter(), number, 0
         progress = min(max(number / config.steps, spent / config.seconds), 1.0)
         while progress < 1:
@@ -175,23 +175,23 @@ def train(
         params = unstack_layers(state.params, model_config)
         model = MTPModel(model_config)
         path = output / "checkpoint"
-        metadata = {"tokenizer": "bytes", "steps": number, "panel": dataclasses.asdict(panel), "train": settings}
-        checkpoint.save_model(path, model, params, metadata=metadata)
-    return TrainResult(model, params, path, held_out, panel, history)
+        metadata = {"steps": number, "panel": dataclasses.asdict(panel), "train": settings, "data": corpus.summary}
+        metadata["tokenizer"] = "huggingface" if corpus.file else "bytes"
+        checkpoint.save_model(path, model, params, metadata=metadata, tokenizer=corpus.file)
+    return TrainResult(model, params, path, corpus.held_out, panel, history)
 
 
 def describe(config: TrainConfig) -> dict[str, int]:
     """What a run would be: rows and tokens of its data, parameters, bytes of its state. Raises as `train` does."""
-    require_choice("preset", config.preset, presets)
-    rows, _, held_out = _load_data(config)
+    require_choice("preset", config.preset, tuple(presets))
     model = MTPModel(presets[config.preset], scan_layers=True)
+    corpus = _load_data(config, model.config.vocab_size)
     params = jax.eval_shape(functools.partial(init_params, model), jax.random.key(config.seed))
     state = (params, jax.eval_shape(make_optimizer(config).init, params))
     return {
-        "rows": len(rows.tokens),
-        "tokens": int((rows.segment_ids > 0).sum()),
-        "held-out documents": len(held_out),
-        "updates per epoch": len(rows.tokens) // config.batch_size,
+        "rows": sum(len(rows.tokens) for rows in corpus.parts),
+        "tokens": sum(int((rows.segment_ids > 0).sum()) for rows in corpus.parts),
+        "held-out documents": len(corpus.held_out),
         "parameters": sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)),
         "bytes of parameters and optimiser": sum(
             math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)
@@ -211,15 +211,6 @@ def _history(path: pathlib.Path, step: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _fingerprint(*batches: data.Batch) -> str:
-    """Digest of all that a run trains and is measured on, in order."""
-    digest = hashlib.sha256()
-    for array in (array for batch in batches for array in batch):
-        digest.update(f"{array.dtype}{array.shape}".encode())
-        digest.update(np.ascontiguousarray(array).data)
-    return digest.hexdigest()
-
-
 @contextlib.contextmanager
 def _ending_signals() -> Iterator[Callable[[], bool]]:
     """Gives a function that tells whether SIGTERM or SIGUSR1 has come; outside the main thread neither is caught."""
@@ -236,22 +227,40 @@ def _ending_signals() -> Iterator[Callable[[], bool]]:
             signal.signal(which, handler)
 
 
-def _load_data(config: TrainConfig) -> tuple[data.Batch, data.Batch, list[data.Document]]:
-    """Packed training rows, a batch of packed held-out rows, and the held-out documents."""
-    if config.data is None:
-        paths = data.python_sources()
-    else:
-        folder = pathlib.Path(config.data)
-        paths = sorted(path for path in folder.rglob(config.pattern) if path.is_file())
-        if not paths:
-            raise FileNotFoundError(f"no files match {config.pattern} under {folder}")
-    training, held_out = data.split_held_out(data.read_documents(paths), config.held_out_fraction)
-    if not training or not held_out:
-        raise ValueError(f"{len(paths)} files are too few to hold {config.held_out_fraction:.0%} of them out")
-    rows = data.pack(training, config.row_length, seed=config.seed)
-    held_out_rows = data.pack(held_out, config.row_length, seed=config.seed)
+class _Corpus(NamedTuple):
+    """What a run reads."""
+
+    parts: list[data.Batch]  # packed training rows of each source
+    weights: list[float]
+    panel_rows: data.Batch  # a batch of packed held-out rows
+    held_out: list[data.Document]
+    file: FileTokenizer | None  # None: bytes
+    summary: dict[str, Any]  # what the checkpoint says of it
+
+
+def _load_data(config: TrainConfig, vocab_size: int) -> _Corpus:
+    file = None if config.tokenizer is None else FileTokenizer(pathlib.Path(config.tokenizer), vocab_size)
+    tokenizer: Tokenizer = file or ByteTokenizer()
+    sources = config.sources or (Source(path=config.data, pattern=config.pattern),)
+    packing = {"eos_token_id": end_token_id(tokenizer), "seed": config.seed}
+    parts, held_out, skipped = [], [], []
+    for source in sources:
+        reading = read_source(source, tokenizer, vocab_size=vocab_size)
+        training, apart = data.split_held_out(reading.documents, config.held_out_fraction)
+        held_out += apart
+        if not training or (source is sources[-1] and not held_out):
+            count = len(reading.documents)
+            raise ValueError(f"{count} documents are too few to hold {config.held_out_fraction:.0%} of them out")
+        parts.append(data.pack(training, config.row_length, extra_tokens=config.extra_tokens, **packing))
+        skipped.append(reading.skipped)
+        if any(reading.skipped.values()):
+            counts = " ".join(f"{reason}={count}" for reason, count in reading.skipped.items())
+            print(f"skipped of {source.path}: {counts}", file=sys.stderr, flush=True)
+    held_out_rows = data.pack(held_out, config.row_length, **packing)
     panel_rows = next(data.batches(held_out_rows, min(32, len(held_out_rows.tokens)), seed=config.seed))
-    return rows, panel_rows, held_out
+    digest = fingerprint(sources, tokenizer, vocab_size=vocab_size)
+    weights = [source.weight for source in sources]
+    return _Corpus(parts, weights, panel_rows, held_out, file, {"fingerprint": digest, "skipped": skipped})
 
 
 def _json(config: TrainConfig) -> dict[str, Any]:

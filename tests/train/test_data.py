@@ -1,10 +1,12 @@
 import itertools
+import sys
 import sysconfig
 
 import numpy as np
 import pytest
 
 from mtpjax.train import data
+from mtpjax.train.losses import depth_targets
 
 
 def document(text, name="name"):
@@ -81,6 +83,82 @@ def test_a_document_with_the_end_token_inside_is_named(text):
         data.pack([document("fine", "good"), document(text, "bad"), document("fine, too", "good")], 8, seed=0)
 
 
+def test_a_row_ends_with_the_first_tokens_of_the_next():
+    rows = data.pack([document("abcdefghij")], 4, seed=0, extra_tokens=2)
+    assert [row.astype(np.uint8).tobytes() for row in rows.tokens] == [b"abcdef", b"efghij", b"ij\0\0\0\0"]
+    np.testing.assert_array_equal(rows.segment_ids, [[1] * 6, [1] * 6, [1, 1, 1, 0, 0, 0]])
+    expected = [[True] * 6, [False] * 2 + [True] * 4, [False, False, True, False, False, False]]
+    np.testing.assert_array_equal(rows.loss_mask, expected)
+    full = data.pack([document("abcdefghi")], 4, seed=0, extra_tokens=2)  # a third row would have no target of its own
+    assert [row.astype(np.uint8).tobytes() for row in full.tokens] == [b"abcdef", b"efghi\0"]
+    short = data.pack([document("ab")], 4, seed=0, extra_tokens=3)  # ends within the first row's extra tokens
+    np.testing.assert_array_equal(short.tokens, [[97, 98, 0, 0, 0, 0, 0]])
+
+
+def test_a_document_brings_its_loss_mask_and_may_then_hold_the_end_token():
+    mask = np.array([False, True, True, False, True, False])
+    talk = data.Document("talk", np.array([300, 5, 0, 301, 7], np.int32), mask)
+    rows = data.pack([talk], 4, seed=0)
+    np.testing.assert_array_equal(rows.tokens, [[300, 5, 0, 301], [7, 0, 0, 0]])
+    np.testing.assert_array_equal(rows.segment_ids, [[1, 1, 1, 1], [1, 1, 0, 0]])  # an end token inside ends no segment
+    np.testing.assert_array_equal(rows.loss_mask, [[False, True, True, False], [True, False, False, False]])
+    mixed = data.pack([talk, document("abcd")], 11, seed=0)
+    first_is_talk = mixed.tokens[0, 0] == 300
+    parts = [mask, np.ones(5, bool)] if first_is_talk else [np.ones(5, bool), mask]
+    np.testing.assert_array_equal(mixed.loss_mask, [np.concatenate(parts)])
+    with pytest.raises(ValueError, match=r"document talk has a loss mask of shape \(5,\).* want \(6,\)"):
+        data.pack([data.Document("talk", talk.tokens, mask[:5])], 4, seed=0)
+    with pytest.raises(ValueError, match="extra_tokens -1"):
+        data.pack([talk], 4, seed=0, extra_tokens=-1)
+
+
+def targets_of(rows, row_length, depth):
+    """`(position, target)` in the stream of every target of `depth` that counts, sorted."""
+    _, is_valid = depth_targets(rows.tokens, rows.segment_ids, rows.loss_mask, depth)
+    row, column = np.nonzero(np.asarray(is_valid))
+    return sorted((int(at), int(at) + depth + 1) for at in row * row_length + column)
+
+
+def targets_in_stream(documents, stream, depth):
+    """The same by brute force, of the unbroken stream."""
+    found, start = [], 0
+    waiting = {each.tokens.tobytes(): each for each in documents}
+    while waiting:
+        [key] = [key for key, each in waiting.items() if np.array_equal(stream[start:][: len(key)], each.tokens)]
+        each = waiting.pop(key)
+        mask = np.ones(len(key) + 1, bool) if each.loss_mask is None else each.loss_mask
+        targets = [target for target in range(depth + 1, len(key) + 1) if mask[target]]
+        found += [(start + target - depth - 1, start + target) for target in targets]
+        start += len(key) + 1
+    return found
+
+
+@pytest.mark.parametrize("row_length, num_depths", [(2, 3), (5, 1), (8, 0), (16, 3), (1000, 2)])
+def test_with_a_token_more_than_depths_every_target_of_the_stream_counts_once(row_length, num_depths):
+    rng = np.random.default_rng(row_length)
+    documents = []
+    for index in range(12):  # a first letter of its own, then what an order cannot be told by
+        tokens = np.append(100 + index, rng.integers(1, 100, rng.integers(0, 24))).astype(np.uint8)
+        mask = rng.random(len(tokens) + 1) < 0.7 if index % 2 else None
+        documents.append(data.Document(str(index), tokens, mask))
+    plain = data.pack(documents, row_length, seed=1)
+    rows = data.pack(documents, row_length, seed=1, extra_tokens=num_depths + 1)
+    assert rows.tokens.shape[1] == row_length + num_depths + 1
+    lost = 0
+    for depth in range(num_depths + 1):
+        expected = targets_in_stream(documents, plain.tokens.reshape(-1), depth)
+        assert targets_of(rows, row_length, depth) == expected
+        lost += len(expected) - len(targets_of(plain, row_length, depth))
+    assert (lost > 0) == (len(plain.tokens) > 1)
+
+
+@pytest.mark.parametrize("extra_tokens, lost", [(0, [9, 18, 27]), (1, [0, 9, 18]), (2, [0, 0, 9]), (3, [0, 0, 0])])
+def test_what_fewer_extra_tokens_lose_at_the_ends_of_rows(extra_tokens, lost):
+    """One document of 100 tokens with its end, in rows of 10: depth k alone has 99 - k targets."""
+    rows = data.pack([document("a" * 99)], 10, seed=0, extra_tokens=extra_tokens)
+    assert [99 - depth - len(targets_of(rows, 10, depth)) for depth in range(3)] == lost
+
+
 # Batches.
 
 
@@ -117,6 +195,93 @@ def test_a_batch_larger_than_the_rows_is_refused_at_the_call():
         data.batches(rows, 3, seed=0)
     with pytest.raises(ValueError, match="start -1"):
         data.batches(rows, 1, seed=0, start=-1)
+
+
+# Mixtures.
+
+
+def numbered(*counts):
+    """A part per count, of rows that tell their part and number: `[[part, row], …]`."""
+    return [
+        data.Batch(
+            tokens=np.array([[part, row] for row in range(count)], np.int32),
+            segment_ids=np.ones((count, 2), np.int32),
+            loss_mask=np.full((count, 2), part % 2 == 0),
+        )
+        for part, count in enumerate(counts)
+    ]
+
+
+def taken(parts, weights, batch_size, number, **options):
+    """The `[part, row]` pairs of the first batches, `[number * batch_size, 2]`."""
+    stream = data.mixed_batches(parts, weights, batch_size, **options)
+    return np.concatenate([batch.tokens for batch in itertools.islice(stream, number)])
+
+
+def test_a_mixture_has_the_shares_of_its_weights_in_every_stretch():
+    pytest.importorskip("grain")
+    rows = taken(numbered(40, 7, 300), [5, 3, 2], 10, 60, seed=0)
+    for length in (10, 50, 600):
+        for begin in range(0, len(rows) - length + 1, 37):
+            counts = np.bincount(rows[begin : begin + length, 0], minlength=3)
+            assert np.all(np.abs(counts - length * np.array([0.5, 0.3, 0.2])) <= 2)
+    assert np.bincount(rows[:, 0]).tolist() == [300, 180, 120]
+
+
+def test_each_source_gives_every_row_before_any_again_and_then_in_another_order():
+    pytest.importorskip("grain")
+    rows = taken(numbered(9, 9, 30), [1, 1, 1], 6, 18, seed=0)
+    orders = {part: rows[rows[:, 0] == part, 1].tolist() for part in range(3)}
+    for part in (0, 1):
+        epochs = [orders[part][begin : begin + 9] for begin in range(0, 36, 9)]
+        assert all(sorted(epoch) == list(range(9)) for epoch in epochs)
+        assert len(set(map(tuple, epochs))) == 4
+    assert orders[0] != orders[1]  # though they are as many
+    assert sorted(orders[2][:30]) == list(range(30))
+
+
+def test_a_mixture_goes_on_anywhere_as_if_unbroken():
+    pytest.importorskip("grain")
+    parts, weights = numbered(11, 5, 23), [0.6, 0.3, 0.1]
+    run = list(itertools.islice(data.mixed_batches(parts, weights, 4, seed=5), 40))
+    for start in (0, 1, 7, 22, 37):
+        resumed = itertools.islice(data.mixed_batches(numbered(11, 5, 23), weights, 4, seed=5, start=start), 3)
+        for batch, expected in zip(resumed, run[start : start + 3], strict=True):
+            for array, wanted in zip(batch, expected, strict=True):
+                np.testing.assert_array_equal(array, wanted)
+    for batch in run:
+        np.testing.assert_array_equal(batch.loss_mask, batch.tokens[:, :1].repeat(2, 1) % 2 == 0)  # rows stay whole
+    first = taken(parts, weights, 4, 5, seed=5)
+    assert not np.array_equal(first, taken(parts, weights, 4, 5, seed=6))
+    assert not np.array_equal(first, taken(parts, [0.5, 0.4, 0.1], 4, 5, seed=5))
+    assert not np.array_equal(first, taken(numbered(11, 6, 23), weights, 4, 5, seed=5))
+    far = data.mixed_batches(parts, weights, 4, seed=5, start=10**9)  # days of training later, and still at once
+    assert next(far).tokens.shape == (4, 2)
+
+
+def test_one_source_needs_no_grain_and_several_say_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "grain", None)
+    [part] = numbered(12)
+    stream = data.mixed_batches([part], [3.0], 4, seed=1, start=2)
+    for mixed, plain in itertools.islice(zip(stream, data.batches(part, 4, seed=1, start=2), strict=True), 5):
+        np.testing.assert_array_equal(mixed.tokens, plain.tokens)
+    with pytest.raises(ImportError, match=r"mixed by grain: pip install 'mtpjax\[train\]'"):
+        data.mixed_batches([part, part], [1, 1], 4, seed=1)
+
+
+@pytest.mark.parametrize(
+    "weights, changes, message",
+    [
+        ([1], {}, "2 sources and 1 weights"),
+        ([1, 0], {}, "positive, not 1, 0"),
+        ([1, float("nan")], {}, "positive, not 1, nan"),
+        ([1, 1], {"batch_size": 0}, "batch_size 0"),
+        ([1, 1], {"start": -1}, "start -1"),
+    ],
+)
+def test_mixtures_that_cannot_be_are_refused_at_the_call(weights, changes, message):
+    with pytest.raises(ValueError, match=message):
+        data.mixed_batches(numbered(3, 3), weights, **{"batch_size": 2, "seed": 0, **changes})
 
 
 # Held-out files.

@@ -6,9 +6,13 @@ import pathlib
 import jax
 import numpy as np
 import pytest
+import tokenizers
 
-from mtpjax import DecodeConfig, TrainConfig, generate, load, presets, speculative_generate, train
+from mtpjax import DecodeConfig, TrainConfig, checkpoint, generate, load, presets, speculative_generate, train
+from mtpjax.config import Source
+from mtpjax.tokenizer import FileTokenizer, load_tokenizer
 from mtpjax.train.panel import is_looping
+from mtpjax.train.sources import fingerprint
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +78,40 @@ def test_no_files_and_too_few_files_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="no files match"):
         train(TrainConfig(data=str(tmp_path), output=str(tmp_path / "out")))
     (tmp_path / "one.py").write_text("x = 1\n")
-    with pytest.raises(ValueError, match="1 files are too few"):
+    with pytest.raises(ValueError, match="1 documents are too few"):
         train(TrainConfig(data=str(tmp_path), output=str(tmp_path / "out")))
+
+
+@pytest.mark.usefixtures("quick_compile")
+def test_a_run_on_two_sources_keeps_its_tokenizer_and_says_what_it_read(run, tmp_path, capsys):
+    import dataclasses
+
+    pytest.importorskip("grain")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{n}": n for n in range(30)} | {"<|end|>": 30}, "w0"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 30}')
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}w1 {{ m.content }} {% endfor %}")
+    texts = [" ".join(f"w{(n * k) % 29}" for k in range(20)) for n in range(1, 29)]
+    talks = [[{"role": "user", "content": text}, {"role": "assistant", "content": text}] for text in texts]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in [*texts, ""]))
+    (tmp_path / "talks.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    sources = (
+        Source(path=str(tmp_path / "texts.jsonl"), kind="jsonl"),
+        Source(path=str(tmp_path / "talks.jsonl"), kind="chat", weight=2.0),
+    )
+    changes = {"sources": sources, "tokenizer": str(tmp_path), "extra_tokens": 3, "steps": 4}
+    config = dataclasses.replace(run[0], output=str(tmp_path / "out"), data=None, **changes)
+    result = train(config, evaluations=1)
+    assert [row["step"] for row in result.history if "bits" in row] == [4]
+    assert f"skipped of {sources[0].path}: corrupt=0 empty=1 vocabulary=0" in capsys.readouterr().err
+    metadata = checkpoint.Stored(result.path, verify=False).metadata
+    assert [each["empty"] for each in metadata["data"]["skipped"]] == [1, 0]
+    assert [Source(**values) for values in metadata["train"]["sources"]] == list(sources)
+    assert load_tokenizer(config.output + "/checkpoint", 256).digest == FileTokenizer(tmp_path, 256).digest
+    settings = {"seed": 0, "batch_size": 4, "row_length": 32, "extra_tokens": 3, "held_out_fraction": 0.2}
+    expected = fingerprint(sources, FileTokenizer(tmp_path, 256), vocab_size=256, **settings)
+    assert metadata["data"]["fingerprint"] == expected
 
 
 def test_looping_text_is_recognised():
