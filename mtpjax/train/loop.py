@@ -70,6 +70,7 @@ def train(config: TrainConfig, *, panel_depths: int = 0, evaluations: int = 6) -
             optimizer=optimizer,
             num_depths=num_depths,
             attention_layout=config.attention_layout,
+            objective=config.objective,
         ),
         donate_argnames="state",
     )
@@ -99,7 +100,7 @@ def train(config: TrainConfig, *, panel_depths: int = 0, evaluations: int = 6) -
             scale = mtp_scale_at(
                 progress, scale=config.mtp_loss_scale, final=config.mtp_loss_scale_final, switch=config.mtp_loss_switch
             )
-            state, metrics = step(state, next(stream), learning_rate_at(progress, config), scale)
+            state, metrics = step(state, next(stream), learning_rate_at(progress, config), scale, progress)
             jax.block_until_ready(metrics)
             number += 1
             now = time.perf_counter()
