@@ -29,15 +29,18 @@ class Terms(NamedTuple):
 
 def plain_terms(logits: Sequence[jax.Array], targets: jax.Array) -> Terms:
     """The terms of logits `[B, T, V]` of the trunk and every depth; `targets [1 + depths, B, T]`."""
-    logs = [jax.nn.log_softmax(array.astype(jnp.float32), axis=-1) for array in logits]
-    picked = [jnp.take_along_axis(log, of[:, :, None], axis=-1)[:, :, 0] for log, of in zip(logs, targets, strict=True)]
+    normalisers = [jax.nn.logsumexp(array, axis=-1) for array in logits]
+    picked = [
+        jnp.take_along_axis(row, of[:, :, None], axis=-1)[:, :, 0] for row, of in zip(logits, targets, strict=True)
+    ]
+    logs = [array - normaliser[:, :, None] for array, normaliser in zip(logits, normalisers, strict=True)]
     kl, overlap = [jnp.zeros((0, *targets.shape[1:]))], [jnp.zeros((0, *targets.shape[1:]))]
     for depth, log_q in enumerate(logs[1:], start=1):
         log_p = shift_left(jax.lax.stop_gradient(logs[0]), depth)
         p, q = jnp.exp(log_p), jnp.exp(log_q)
         kl.append((p * (log_p - log_q)).sum(-1)[None])
         overlap.append(jnp.where(q < p, q, p).sum(-1)[None])
-    return Terms(-jnp.stack(picked), jnp.concatenate(kl), jnp.concatenate(overlap))
+    return Terms(jnp.stack(normalisers) - jnp.stack(picked), jnp.concatenate(kl), jnp.concatenate(overlap))
 
 
 def chunked_terms(

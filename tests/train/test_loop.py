@@ -7,7 +7,17 @@ import jax
 import numpy as np
 import pytest
 
-from mtpjax import DecodeConfig, TrainConfig, generate, load, presets, speculative_generate, train
+from mtpjax import (
+    DecodeConfig,
+    Objective,
+    TrainConfig,
+    checkpoint,
+    generate,
+    load,
+    presets,
+    speculative_generate,
+    train,
+)
 from mtpjax.train.panel import is_looping
 
 
@@ -30,6 +40,7 @@ def run(tmp_path_factory):
         batch_size=4,
         row_length=32,
         log_every=4,
+        objective=Objective(mix={"end_to_end_tv": 1.0}, start={"kl": 1.0}, warmup=0.5, vocab_chunk=100),
     )
     yield config, train(config, panel_depths=3, evaluations=2)
     del presets["narrow"]
@@ -46,6 +57,12 @@ def test_metrics_hold_losses_and_panels(run):
     survival = panels[-1]["survival"]
     assert survival[0] == panels[-1]["agreement"][0]
     assert survival == sorted(survival, reverse=True)
+
+
+def test_checkpoint_says_what_it_was_trained_for(run):
+    config, result = run
+    _, _, metadata = checkpoint.restore(result.path)
+    assert Objective(**metadata["train"]["objective"]) == config.objective
 
 
 def test_checkpoint_decodes_like_the_trained_model(run):

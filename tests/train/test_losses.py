@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtpjax import ModelConfig, MTPModel, TrainConfig, forward, init_params
-from mtpjax.config import OBJECTIVES, Objective
+from mtpjax import ModelConfig, MTPModel, Objective, TrainConfig, forward, init_params
+from mtpjax.config import OBJECTIVES
 from mtpjax.train.losses import (
     all_targets,
     cross_entropy,

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtpjax.config import OBJECTIVES, Objective
+from mtpjax import Objective
+from mtpjax.config import OBJECTIVES
 from mtpjax.train.losses import all_targets, objective_loss
 from mtpjax.train.terms import chunked_terms, plain_terms
 
