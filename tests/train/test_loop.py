@@ -19,6 +19,7 @@ from mtpjax import (
     train,
 )
 from mtpjax.train.panel import is_looping
+from mtpjax.train.step import train_step
 
 
 @pytest.fixture(scope="module")
@@ -77,14 +78,23 @@ def test_checkpoint_decodes_like_the_trained_model(run):
     assert speculative.rows() == generate(result.params, prompts, model=model, config=decode).rows()
 
 
-def test_the_same_settings_give_the_same_losses(run, tmp_path):
+def test_the_same_settings_give_the_same_losses(run, tmp_path, monkeypatch):
+    """And every step gets the objective, and how far the run is."""
     import dataclasses
 
     config, result = run
+    traced = []
+
+    def spy(state, batch, learning_rate, mtp_scale, progress, *, objective, **settings):
+        traced.append((objective, isinstance(progress, jax.core.Tracer)))
+        return train_step(state, batch, learning_rate, mtp_scale, progress, objective=objective, **settings)
+
+    monkeypatch.setattr("mtpjax.train.loop.train_step", spy)
     again = train(dataclasses.replace(config, output=str(tmp_path)), panel_depths=3, evaluations=2)
     assert [row["bits"] for row in again.history if "bits" in row] == [
         row["bits"] for row in result.history if "bits" in row
     ]
+    assert traced == [(config.objective, True)]  # compiled once
 
 
 def test_no_files_and_too_few_files_are_named(tmp_path):

@@ -165,6 +165,10 @@ def test_objective_equals_a_loop_over_positions(name, num_depths, key):
     frozen = [np.asarray(array) for array in logits]
     for got, wanted in zip(gradients, jax.grad(expected)(logits, frozen, jnp), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-8)
+    _, is_valid = all_targets(tokens, jnp.asarray(SEGMENTS), mask, num_depths)
+    for gradient, counts in zip(gradients, is_valid, strict=True):
+        assert counts.any()
+        assert not gradient[~counts].any()
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
