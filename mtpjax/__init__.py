@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from mtpjax import train
     from mtpjax.architectures import presets
     from mtpjax.checkpoint import load
-    from mtpjax.config import ModelConfig, TrainConfig
+    from mtpjax.config import ModelConfig, Objective, TrainConfig
     from mtpjax.decode.config import DecodeConfig, SamplingParams
     from mtpjax.decode.generate import generate, speculative_generate
     from mtpjax.decode.result import GenerationResult
@@ -18,6 +18,7 @@ __all__ = [
     "GenerationResult",
     "MTPModel",
     "ModelConfig",
+    "Objective",
     "SamplingParams",
     "TrainConfig",
     "add_mtp_modules",
@@ -32,7 +33,7 @@ __all__ = [
 
 _HOMES = {
     "checkpoint": ("load",),
-    "config": ("ModelConfig", "TrainConfig"),
+    "config": ("ModelConfig", "Objective", "TrainConfig"),
     "decode.config": ("DecodeConfig", "SamplingParams"),
     "decode.generate": ("generate", "speculative_generate"),
     "decode.result": ("GenerationResult",),

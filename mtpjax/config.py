@@ -3,7 +3,10 @@
 import dataclasses
 import difflib
 import math
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
+
+OBJECTIVES = ("cross_entropy", "kl", "lk_hybrid", "end_to_end_tv")
 
 
 def require(condition: bool, message: str) -> None:
@@ -286,6 +289,53 @@ class Source:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Objective:
+    """What the draft depths minimise; `mtpjax.train.losses` says how. The trunk always minimises cross-entropy.
+
+    A mix is the weights of some objectives of `OBJECTIVES`, as a dict or as pairs, and is kept as pairs.
+
+    Attributes:
+        mix: the objectives and their weights.
+        start: the mix at step 0, which goes linearly into `mix` over the first `warmup` of the run; (): `mix` itself.
+        warmup: fraction of the run, 0..1.
+        lk_decay: eta of the LK hybrid.
+        depth_weights: "mean" (DeepSeek-V3), or "decayed" by `depth_decay` per depth (FastMTP). Both sum to 1, and the
+            lambda of the run multiplies either; end-to-end total variation weighs depths by itself.
+        vocab_chunk: columns of the head at a time, so that logits are never stored; 0: all of them, plainly.
+
+    Raises `ValueError` for names it does not know and numbers that do not fit.
+    """
+
+    mix: Mapping[str, float] | tuple[tuple[str, float], ...] = (("cross_entropy", 1.0),)
+    start: Mapping[str, float] | tuple[tuple[str, float], ...] = ()
+    warmup: float = 0.0
+    lk_decay: float = 3.0
+    depth_weights: Literal["mean", "decayed"] = "mean"
+    depth_decay: float = 0.6
+    vocab_chunk: int = 0
+
+    def __post_init__(self):
+        for field in ("mix", "start"):
+            weights = dict(getattr(self, field))
+            for name, weight in weights.items():
+                require_choice("objective", name, OBJECTIVES)
+                require(0 <= weight < math.inf, f"the weight of {name} must be finite and at least 0, not {weight}")
+            object.__setattr__(self, field, tuple(weights.items()))
+        require(len(self.mix) > 0, "mix names no objective")
+        require(0 <= self.warmup <= 1, f"warmup {self.warmup} is not within 0..1")
+        require(bool(self.start) == (self.warmup > 0), f"start {self.start} and warmup {self.warmup} need each other")
+        require(self.lk_decay >= 0, f"lk_decay must not be negative, is {self.lk_decay}")
+        require_choice("depth_weights", self.depth_weights, ("mean", "decayed"))
+        require(0 < self.depth_decay <= 1, f"depth_decay {self.depth_decay} is not within 0..1")
+        require(self.vocab_chunk >= 0, f"vocab_chunk must not be negative, is {self.vocab_chunk}")
+
+    @property
+    def compares_with_trunk(self) -> bool:
+        """Whether anything but the data is a target."""
+        return any(name != "cross_entropy" for name, _ in (*self.mix, *self.start))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """A training run. It ends after `steps` updates or `seconds` of wall clock, whichever comes first.
 
@@ -299,6 +349,7 @@ class TrainConfig:
         extra_tokens: how far a row goes on into the next; `num_depths + 1` keeps every target of every depth.
         num_depths: draft depths with a loss; beyond the model's modules the last is recycled.
         mtp_loss_scale, mtp_loss_scale_final: lambda of DeepSeek-V3 (2.2), the second from `mtp_loss_switch` on.
+        objective: what the draft depths minimise, and how their losses are weighed.
         attention_layout: what a recycled depth attends to: "ttt" as in decoding, or "stream".
         save_every: updates between two saved states, which a killed run goes on from; 0: none but when preempted.
         keep_states: the newest so many stay.
@@ -321,6 +372,7 @@ class TrainConfig:
     mtp_loss_scale: float = 0.3
     mtp_loss_scale_final: float = 0.1
     mtp_loss_switch: float = 0.7
+    objective: Objective = Objective()
     attention_layout: Literal["ttt", "stream"] = "ttt"
     optimizer: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = 4e-3

@@ -207,8 +207,8 @@ def forward(
 
 
 def shift_left(rows: jax.Array, count: int) -> jax.Array:
-    """`rows [B, T]` moved `count` places to the left, zeros behind."""
-    return jnp.pad(rows, ((0, 0), (0, count)))[:, count:]
+    """`rows [B, T, ...]` moved `count` places to the left, zeros behind."""
+    return jnp.pad(rows, ((0, 0), (0, count), *((0, 0),) * (rows.ndim - 2)))[:, count:]
 
 
 def _check_forward(tokens, segment_ids, lengths, modules, num_depths, attention_layout):

@@ -98,6 +98,7 @@ def train(
             optimizer=optimizer,
             num_depths=num_depths,
             attention_layout=config.attention_layout,
+            objective=config.objective,
         ),
         donate_argnames="state",
     )
@@ -142,7 +143,7 @@ def train(
             scale = mtp_scale_at(
                 progress, scale=config.mtp_loss_scale, final=config.mtp_loss_scale_final, switch=config.mtp_loss_switch
             )
-            state, metrics = step(state, next(stream), learning_rate_at(progress, config), scale)
+            state, metrics = step(state, next(stream), learning_rate_at(progress, config), scale, progress)
             bad_steps = 0 if metrics["is_finite"] else bad_steps + 1
             number += 1
             if bad_steps:

@@ -1,9 +1,22 @@
-"""Depth-k losses: pure functions of logits and tokens."""
+"""Depth-k losses: pure functions of logits, or of terms per position, and tokens.
+
+A draft depth minimises a mix of objectives (`mtpjax.config.Objective`). With p the trunk's distribution of the token
+that a depth predicts, q the draft's, and `alpha = sum min(p, q) = 1 - TV(p, q)`, the rate at which sampling accepts:
+
+- `cross_entropy`: `-log q[target]` of the data;
+- `kl`: `KL(p||q)`;
+- `lk_hybrid`: `w KL + (1 - w) (1 - alpha)` with `w = exp(-eta alpha)` (2602.23881), all three means over a depth;
+- `end_to_end_tv`: what is missing of the drafts that a whole chain gets accepted (2606.12370).
+
+p, and alpha in w, get no gradient.
+"""
 
 import jax
 import jax.numpy as jnp
 
+from mtpjax.config import Objective
 from mtpjax.model import ForwardOutput, shift_left
+from mtpjax.train.terms import Terms, plain_terms
 
 
 def depth_targets(
@@ -19,14 +32,100 @@ def depth_targets(
     return shift_left(tokens, depth + 1), is_valid
 
 
+def all_targets(
+    tokens: jax.Array, segment_ids: jax.Array, loss_mask: jax.Array, num_depths: int
+) -> tuple[jax.Array, jax.Array]:
+    """`depth_targets` of the trunk and of `num_depths` depths, both `[1 + num_depths, B, T]`."""
+    targets = [depth_targets(tokens, segment_ids, loss_mask, depth) for depth in range(num_depths + 1)]
+    return jnp.stack([target for target, _ in targets]), jnp.stack([is_valid for _, is_valid in targets])
+
+
+def valid_mean(values: jax.Array, is_valid: jax.Array) -> jax.Array:
+    """Mean over the valid positions of the last two axes, `[..., B, T] -> [...]`; 0 where there are none."""
+    return jnp.where(is_valid, values, 0).sum((-2, -1)) / jnp.maximum(is_valid.sum((-2, -1)), 1)
+
+
 def cross_entropy(logits: jax.Array, targets: jax.Array, is_valid: jax.Array) -> jax.Array:
     """Mean of `-log softmax(logits)[target]` in nats over the valid positions; 0 where there are none.
 
     `logits [B, T, V]`, the others `[B, T]`.
     """
-    picked = jnp.take_along_axis(logits, targets[:, :, None], axis=-1)[:, :, 0]
-    loss = jax.nn.logsumexp(logits, axis=-1) - picked
-    return jnp.where(is_valid, loss, 0).sum() / jnp.maximum(is_valid.sum(), 1)
+    return valid_mean(plain_terms([logits], targets[None]).cross_entropy[0], is_valid)
+
+
+def lk_hybrid(kl: jax.Array, overlap: jax.Array, is_valid: jax.Array, *, decay: float) -> jax.Array:
+    """The LK hybrid of each depth, `[depths, B, T] -> [depths]`; 0 for a depth without valid targets.
+
+    alpha is the mean over a depth's valid targets of the batch, so that each depth has one w, as in SpecForge's
+    `lk_loss.py`; vllm's speculators take a w per position.
+    """
+    alpha = valid_mean(overlap, is_valid)
+    w = jnp.exp(-decay * jax.lax.stop_gradient(alpha))
+    return w * valid_mean(kl, is_valid) + (1 - w) * valid_mean(1 - overlap, is_valid)
+
+
+def end_to_end_tv(overlap: jax.Array, is_valid: jax.Array) -> jax.Array:
+    """`1 - 1/K * sum_{j=1..K} prod_{k<=j} alpha_k` (2606.12370, equation 13), of `[depths, B, T]`; 0 without targets.
+
+    Position i is the anchor whose chain of drafts depths 1..K are, and K its number of valid depths before the first
+    that is not. The mean is over all anchors' depths: a long chain weighs more than one that a document cuts short.
+    """
+    is_reached = jnp.cumprod(is_valid, axis=0, dtype=bool)
+    survival, missing = jnp.ones(overlap.shape[1:]), jnp.zeros(())
+    for alpha, is_counted in zip(overlap, is_reached, strict=True):
+        survival = survival * alpha
+        missing += jnp.where(is_counted, 1 - survival, 0).sum()
+    return missing / jnp.maximum(is_reached.sum(), 1)
+
+
+def depth_weights(num_depths: int, objective: Objective) -> jax.Array:
+    """`[num_depths]`, summing to 1: equal (DeepSeek-V3, equation 25), or `beta^(k-1) / sum` (FastMTP, 2509.18362)."""
+    decay = objective.depth_decay if objective.depth_weights == "decayed" else 1.0
+    weights = decay ** jnp.arange(num_depths, dtype=jnp.float32)
+    return weights / weights.sum()
+
+
+def mix_at(progress: jax.Array | float, objective: Objective) -> dict[str, jax.Array | float]:
+    """Weight of each objective at `progress` 0..1 of a run: linearly from `start` to `mix` over `warmup`."""
+    mix, start = dict(objective.mix), dict(objective.start)
+    if not start:
+        return {**mix}
+    part = jnp.minimum(progress / objective.warmup, 1)
+    return {
+        name: (1 - part) * start.get(name, 0.0) + part * mix.get(name, 0.0) for name in dict.fromkeys((*start, *mix))
+    }
+
+
+def objective_loss(
+    terms: Terms,
+    is_valid: jax.Array,
+    *,
+    mtp_scale: jax.Array | float,
+    objective: Objective,
+    progress: jax.Array | float = 1.0,
+) -> tuple[jax.Array, jax.Array]:
+    """`L_main + mtp_scale * mix of the draft depths' objectives`, and the `[1 + depths]` cross-entropies by themselves.
+
+    `is_valid [1 + depths, B, T]`. Each loss is a mean over its valid targets, whatever their number (Megatron's
+    normalisation, not DeepSeek-V3's by T).
+    """
+    losses = valid_mean(terms.cross_entropy, is_valid)
+    if len(losses) == 1:
+        return losses[0], losses
+    weights = depth_weights(len(losses) - 1, objective)
+    drafts = is_valid[1:]
+    total = jnp.zeros(())
+    for name, share in mix_at(progress, objective).items():
+        if name == "cross_entropy":
+            value = weights @ losses[1:]
+        elif name == "kl":
+            value = weights @ valid_mean(terms.kl, drafts)
+        elif name == "lk_hybrid":
+            value = weights @ lk_hybrid(terms.kl, terms.overlap, drafts, decay=objective.lk_decay)
+        else:
+            value = end_to_end_tv(terms.overlap, drafts)
+        total += share * value
+    return losses[0] + mtp_scale * total, losses
 
 
 def multi_depth_loss(
@@ -36,18 +135,13 @@ def multi_depth_loss(
     loss_mask: jax.Array,
     *,
     mtp_scale: jax.Array | float,
+    objective: Objective = Objective(),  # noqa: B008, frozen
+    progress: jax.Array | float = 1.0,
 ) -> tuple[jax.Array, jax.Array]:
-    """`L_main + mtp_scale / D * sum_k L_k` (DeepSeek-V3, equation 25), and the D+1 losses by themselves.
-
-    Each is a mean over its valid targets, whatever their number (Megatron's normalisation, not the paper's by T).
-    """
-    losses = [
-        cross_entropy(logits, *depth_targets(tokens, segment_ids, loss_mask, depth))
-        for depth, logits in enumerate((output.logits, *output.mtp_logits))
-    ]
-    depths = losses[1:]
-    total = losses[0] + mtp_scale * sum(depths, start=jnp.zeros(())) / max(len(depths), 1)
-    return total, jnp.stack(losses)
+    """`objective_loss` of a pass's logits. By default `L_main + mtp_scale / D * sum L_k` (DeepSeek-V3, equation 25)."""
+    targets, is_valid = all_targets(tokens, segment_ids, loss_mask, len(output.mtp_logits))
+    terms = plain_terms((output.logits, *output.mtp_logits), targets)
+    return objective_loss(terms, is_valid, mtp_scale=mtp_scale, objective=objective, progress=progress)
 
 
 def mtp_scale_at(progress: float, *, scale: float, final: float, switch: float) -> float:

@@ -62,7 +62,7 @@ def _keys(values: dict[str, Any], place: str = "") -> Iterator[str]:
 
 
 def _check_key(key: str, known: list[str]) -> None:
-    if key not in known:
+    if not any(f"{key}.".startswith(f"{name}.") for name in known):  # a setting may hold keys of its own
         near = difflib.get_close_matches(key, known, n=1)
         raise ValueError(
             f"there is no setting {key}: " + (f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}")

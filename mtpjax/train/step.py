@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
-from mtpjax.config import TrainConfig
-from mtpjax.model import MTPModel, forward
+from mtpjax.config import Objective, TrainConfig
+from mtpjax.model import ForwardOutput, MTPModel, bind, forward
 from mtpjax.train.data import Batch
-from mtpjax.train.losses import multi_depth_loss
+from mtpjax.train.losses import all_targets, objective_loss
+from mtpjax.train.terms import Terms, chunked_terms, plain_terms
 
 
 class TrainState(flax.struct.PyTreeNode):
@@ -71,15 +72,18 @@ def train_step(
     batch: Batch,
     learning_rate: jax.Array,
     mtp_scale: jax.Array,
+    progress: jax.Array | float = 1.0,
     *,
     model: MTPModel,
     optimizer: optax.GradientTransformation,
     num_depths: int,
     attention_layout: str,
+    objective: Objective = Objective(),  # noqa: B008, frozen
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Loss, gradients, update. Returns the losses per depth (nats) and the gradient norm beside the new state.
+    """Loss, gradients, update. Returns the cross-entropies per depth (nats) and the gradient norm beside the new state.
 
-    An update that is not finite is skipped and reported as such.
+    `progress` 0..1 of the run says where the objective's warm-up stands. An update that is not finite is skipped and
+    reported as such.
     """
 
     tokens, segment_ids, loss_mask = (jnp.asarray(array) for array in batch)
@@ -93,7 +97,9 @@ def train_step(
             num_depths=num_depths,
             attention_layout=attention_layout,
         )
-        return multi_depth_loss(output, tokens, segment_ids, loss_mask, mtp_scale=mtp_scale)
+        targets, is_valid = all_targets(tokens, segment_ids, loss_mask, num_depths)
+        terms = _terms(params, output, targets, model=model, objective=objective)
+        return objective_loss(terms, is_valid, mtp_scale=mtp_scale, objective=objective, progress=progress)
 
     (loss, losses), gradients = jax.value_and_grad(loss_of, has_aux=True)(state.params)
     norm = optax.tree.norm(gradients)
@@ -104,3 +110,22 @@ def train_step(
     kept = jax.tree.map(lambda after, before: jnp.where(is_finite, after, before), new, state)
     metrics = {"losses": losses, "gradient_norm": norm, "is_finite": is_finite}
     return kept.replace(step=state.step + 1), metrics
+
+
+def _terms(params, output: ForwardOutput, targets: jax.Array, *, model: MTPModel, objective: Objective) -> Terms:
+    """From the logits; or from the hidden states, `vocab_chunk` columns at a time, when jit drops the unused logits."""
+    if not objective.vocab_chunk:
+        return plain_terms((output.logits, *output.mtp_logits), targets)
+    apply, modules, num_depths = bind(model, params), model.config.num_mtp_modules, len(output.mtp_hidden)
+    heads, head_of = [apply(method="head_matrix")], [0] * (1 + num_depths)
+    if model.config.mtp_own_head:
+        heads += [apply(index=index, method="head_matrix") for index in range(min(modules, num_depths))]
+        head_of = [0, *(min(depth, modules) for depth in range(1, num_depths + 1))]
+    return chunked_terms(
+        (output.hidden, *output.mtp_hidden),
+        heads,
+        targets,
+        head_of=head_of,
+        vocab_chunk=objective.vocab_chunk,
+        compares_with_trunk=objective.compares_with_trunk,
+    )

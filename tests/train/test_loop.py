@@ -8,11 +8,22 @@ import numpy as np
 import pytest
 import tokenizers
 
-from mtpjax import DecodeConfig, TrainConfig, checkpoint, generate, load, presets, speculative_generate, train
+from mtpjax import (
+    DecodeConfig,
+    Objective,
+    TrainConfig,
+    checkpoint,
+    generate,
+    load,
+    presets,
+    speculative_generate,
+    train,
+)
 from mtpjax.config import Source
 from mtpjax.tokenizer import FileTokenizer, load_tokenizer
 from mtpjax.train.panel import is_looping
 from mtpjax.train.sources import fingerprint
+from mtpjax.train.step import train_step
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +45,7 @@ def run(tmp_path_factory):
         batch_size=4,
         row_length=32,
         log_every=4,
+        objective=Objective(mix={"end_to_end_tv": 1.0}, start={"kl": 1.0}, warmup=0.5, vocab_chunk=100),
     )
     yield config, train(config, panel_depths=3, evaluations=2)
     del presets["narrow"]
@@ -52,6 +64,12 @@ def test_metrics_hold_losses_and_panels(run):
     assert survival == sorted(survival, reverse=True)
 
 
+def test_checkpoint_says_what_it_was_trained_for(run):
+    config, result = run
+    _, _, metadata = checkpoint.restore(result.path)
+    assert Objective(**metadata["train"]["objective"]) == config.objective
+
+
 def test_checkpoint_decodes_like_the_trained_model(run):
     config, result = run
     model, params = load(config.output)
@@ -64,14 +82,23 @@ def test_checkpoint_decodes_like_the_trained_model(run):
     assert speculative.rows() == generate(result.params, prompts, model=model, config=decode).rows()
 
 
-def test_the_same_settings_give_the_same_losses(run, tmp_path):
+def test_the_same_settings_give_the_same_losses(run, tmp_path, monkeypatch):
+    """And every step gets the objective, and how far the run is."""
     import dataclasses
 
     config, result = run
+    traced = []
+
+    def spy(state, batch, learning_rate, mtp_scale, progress, *, objective, **settings):
+        traced.append((objective, isinstance(progress, jax.core.Tracer)))
+        return train_step(state, batch, learning_rate, mtp_scale, progress, objective=objective, **settings)
+
+    monkeypatch.setattr("mtpjax.train.loop.train_step", spy)
     again = train(dataclasses.replace(config, output=str(tmp_path)), panel_depths=3, evaluations=2)
     assert [row["bits"] for row in again.history if "bits" in row] == [
         row["bits"] for row in result.history if "bits" in row
     ]
+    assert traced == [(config.objective, True)]  # compiled once
 
 
 def test_no_files_and_too_few_files_are_named(tmp_path):

@@ -1,15 +1,18 @@
 """One update: it learns, skips what is not finite, and both optimisers know every parameter."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from mtpjax import MTPModel, TrainConfig, init_params, presets
+from mtpjax import MTPModel, Objective, TrainConfig, forward, init_params, presets
 from mtpjax.train.data import Batch
 from mtpjax.train.loop import learning_rate_at
+from mtpjax.train.losses import multi_depth_loss
 from mtpjax.train.step import TrainState, make_optimizer, train_step
 
 
@@ -23,8 +26,6 @@ def make(optimizer_name, config):
 
 
 def small(name):
-    import dataclasses
-
     narrow = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "head_dim": 0}
     return dataclasses.replace(presets[name], **narrow, num_key_value_heads=0)
 
@@ -59,6 +60,34 @@ def test_an_update_that_is_not_finite_changes_nothing():
     assert after.step == 1
     for old, new in zip(jax.tree.leaves(state.params), jax.tree.leaves(after.params), strict=True):
         np.testing.assert_array_equal(old, new)
+
+
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_gradients_by_vocabulary_chunks_equal_those_from_all_logits(tied, quick_compile):
+    """Two modules, with heads of their own or the embedding, and a recycled level; halfway through a warm-up."""
+    config = dataclasses.replace(small("tiny"), num_mtp_modules=2, tie_word_embeddings=tied, mtp_own_head=not tied)
+    model = MTPModel(config, scan_layers=True)
+    keep = optax.trace(0.0)  # its state is the gradient
+    params = init_params(model, jax.random.key(0))
+    state = TrainState(params, keep.init(params), jnp.zeros((), jnp.int32))
+    tokens = np.asarray(jax.random.randint(jax.random.key(1), (2, 16), 0, config.vocab_size))
+    batch = Batch(tokens, np.repeat([[1, 2, 0], [1, 2, 3]], [6, 7, 3], axis=1), tokens % 7 > 0)
+    mix = {"lk_hybrid": 1.0, "end_to_end_tv": 0.5}
+    objective = Objective(mix=mix, start={"cross_entropy": 1.0}, warmup=0.5, vocab_chunk=100)
+    settings = {"model": model, "num_depths": 3, "attention_layout": "ttt"}
+    step = jax.jit(functools.partial(train_step, **settings, optimizer=keep, objective=objective))
+    after, metrics = step(state, batch, 0.0, 0.3, 0.25)
+
+    def plain_loss(params):
+        output = forward(params, batch.tokens, segment_ids=jnp.asarray(batch.segment_ids), **settings)
+        rest = {"mtp_scale": 0.3, "objective": objective, "progress": 0.25}
+        return multi_depth_loss(output, *map(jnp.asarray, batch), **rest)
+
+    gradients, losses = jax.jit(jax.grad(plain_loss, has_aux=True))(params)
+    np.testing.assert_allclose(metrics["losses"], losses, rtol=1e-5)
+    for got, expected in zip(jax.tree.leaves(after.optimizer.trace), jax.tree.leaves(gradients), strict=True):
+        assert jnp.linalg.norm(expected) > 0
+        assert jnp.linalg.norm(got - expected) <= 1e-5 * jnp.linalg.norm(expected)
 
 
 def test_learning_rate_warms_up_and_falls():
