@@ -60,7 +60,7 @@ def locked(folder) -> Iterator[pathlib.Path]:
 def begin(folder: pathlib.Path, settings: Mapping[str, Any], fingerprint: str, *, overwrite: bool) -> None:
     """Writes down what the run is. Raises `RunError` where the folder holds one that is not to be overwritten."""
     if (folder / SETTINGS).exists() and not overwrite:
-        raise RunError(f"{folder} holds a run: go on with it (resume), or choose another output")
+        raise RunError(f"{folder} holds a run: go on with it (resume), replace it (overwrite) or choose another output")
     shutil.rmtree(folder / STATES, ignore_errors=True)
     (folder / METRICS).unlink(missing_ok=True)
     write_text(folder / SETTINGS, json.dumps({"settings": dict(settings), "fingerprint": fingerprint}, indent=1) + "\n")

@@ -133,7 +133,8 @@ def passes_over_caches(plan, config):
     """How often the program updates a layer's cache, each of them in its place."""
     layers, in_use = config.num_hidden_layers, min(config.num_mtp_modules, plan.num_steps)
     if plan.is_adaptive:
-        rounds = sum(layers + (max(depth, in_use) if depth else 0) for depth in range(plan.num_steps + 1)) + in_use
+        rounds = sum(layers + (max(depth, in_use) if depth else 0) for depth in range(plan.num_steps + 1))
+        rounds += 2 * in_use  # catching up, in wide passes and in narrow ones
     elif plan.topk > 1:
         levels = len(plan.shape.levels()) if plan.shape else plan.num_steps
         rounds = 2 * layers + levels  # accepted entries of a tree are gathered

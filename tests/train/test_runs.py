@@ -22,6 +22,8 @@ from mtpjax.train.loop import Preempted, train
 from mtpjax.train.options import read_config, to_yaml
 from mtpjax.train.runs import RunError
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 
 def state_at(step):
     return {"weights": {"a": jnp.arange(6.0).reshape(2, 3) + step}, "moments": (jnp.ones(3) * step, jnp.int32(step))}
@@ -187,6 +189,7 @@ def test_a_killed_run_goes_on_bit_for_bit(text, unbroken, tmp_path):
     environment = os.environ | {
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
         "XLA_FLAGS": "",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         "GLIBC_TUNABLES": "",
     }
     environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
