@@ -180,11 +180,12 @@ def _depth_row(depth: int, plain: Setting, settings, seconds, answers, costs: Co
 def _print_panel(console, trained: TrainResult) -> None:
     panel = trained.panel
     table = narrow_table("acceptance panel: held-out files, teacher-forced, all positions")
-    for heading in ("draft level", "bits/byte", "agrees with trunk", "survives (this and all before)"):
+    columns = (panel.bits_per_token[1:], panel.agreement, panel.survival, panel.overlap, panel.sampled_survival)
+    for heading in ("level", "bits/byte", "agrees with\ntrunk", "and all\nbefore", "1 - TV", "times all\nbefore"):
         table.add_column(heading, justify="right")
-    table.add_row("trunk", f"{panel.bits_per_token[0]:.2f}", "", "")
-    for level, row in enumerate(zip(panel.bits_per_token[1:], panel.agreement, panel.survival, strict=True), 1):
-        table.add_row(str(level), f"{row[0]:.2f}", f"{row[1]:.3f}", f"{row[2]:.3f}")
+    table.add_row("trunk", f"{panel.bits_per_token[0]:.2f}")
+    for level, row in enumerate(zip(*columns, strict=True), 1):
+        table.add_row(str(level), f"{row[0]:.2f}", *(f"{share:.3f}" for share in row[1:]))
     console.print(table)
 
 
