@@ -341,7 +341,11 @@ class TrainConfig:
 
     Attributes:
         preset: name of the architecture in `presets`.
-        output: run folder: `config.json`, `metrics.jsonl`, `checkpoint/`.
+        init_from: checkpoint to go on training, of ours or Hugging Face's, instead of new weights of `preset`; a trunk
+            without MTP modules gets one. Where it holds a `tokenizer.json`, that is the default tokenizer.
+        trains: "all"; "modules" leaves the trunk, and what they share with it, as they are; "detached" trains all, but
+            the depths' losses do not reach the trunk.
+        output: run folder (`mtpjax.train.runs`).
         data: folder of text files to read; None: the running interpreter's standard library.
         pattern: which files of `data`.
         sources: what to read instead of `data`: several are mixed by their weights.
@@ -357,6 +361,8 @@ class TrainConfig:
     """
 
     preset: str = "tiny"
+    init_from: str | None = None
+    trains: Literal["all", "modules", "detached"] = "all"
     output: str = "runs/train"
     data: str | None = None
     pattern: str = "*.py"
@@ -398,4 +404,6 @@ class TrainConfig:
             require(getattr(self, name) >= 0, f"{name} must not be negative, is {getattr(self, name)}")
         require(0 < self.held_out_fraction < 1, f"held_out_fraction {self.held_out_fraction} is not within 0..1")
         require_choice("optimizer", self.optimizer, ("adamw", "muon"))
+        require_choice("trains", self.trains, ("all", "modules", "detached"))
+        require(self.num_depths > 0 or self.trains != "modules", "trains 'modules' needs num_depths of at least 1")
         require_choice("attention_layout", self.attention_layout, ("ttt", "stream"))

@@ -149,7 +149,17 @@ class ForwardOutput(flax.struct.PyTreeNode):
     mtp_hidden: tuple[jax.Array, ...]  # per depth [B, T, D], after the module's norm
 
 
-@functools.partial(jax.jit, static_argnames=("model", "num_depths", "attention_layout"))
+def is_of_modules(name: str) -> bool:
+    """Whether a top-level parameter is the modules' own, not the trunk's or shared with it."""
+    return name.startswith("mtp_")
+
+
+def detach_trunk(params: dict) -> dict:
+    """The parameters, without gradients for what is not the modules' own."""
+    return {name: leaf if is_of_modules(name) else jax.lax.stop_gradient(leaf) for name, leaf in params.items()}
+
+
+@functools.partial(jax.jit, static_argnames=("model", "num_depths", "attention_layout", "is_detached"))
 def forward(
     params: dict,
     tokens: jax.Array,
@@ -159,13 +169,15 @@ def forward(
     lengths: jax.Array | None = None,
     num_depths: int | None = None,
     attention_layout: str = "ttt",
+    is_detached: bool = False,
 ) -> ForwardOutput:
     """Trunk and MTP depths over whole rows of true tokens `[B, T]`.
 
     `segment_ids [B, T]` (0 is padding) keep packed documents apart; `lengths [B]` marks right-padded rows instead.
     `num_depths` (default: the number of modules) may go beyond the modules, whose last is then recycled: under `ttt` a
     recycled row sees the true entries of its prefix and its own drafts, as decoding does; under `stream` the entries of
-    its own depth. Raises `ValueError` for shapes or choices that do not fit.
+    its own depth. With `is_detached` no gradient goes from the depths to the trunk, nor to the embedding and head that
+    they share with it. Raises `ValueError` for shapes or choices that do not fit.
     """
     config = model.config
     modules = config.num_mtp_modules
@@ -181,6 +193,9 @@ def forward(
     hidden, before, _ = apply(tokens, view, method="run_trunk")
     entering = carried = apply(hidden, before, method="entering")
     logits, mtp_logits, mtp_hidden = apply(hidden, method="logits"), [], []
+    if is_detached:
+        entering = carried = jax.lax.stop_gradient(entering)
+        apply = bind(model, detach_trunk(params))
     base: Entries = {}
     levels: tuple[Entries, ...] = ()
     for depth in range(1, num_depths + 1):

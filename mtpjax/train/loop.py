@@ -23,14 +23,14 @@ from mtpjax import checkpoint
 from mtpjax.architectures import presets
 from mtpjax.atomic import write_text
 from mtpjax.config import Source, TrainConfig, require_choice
-from mtpjax.model import MTPModel, init_params
+from mtpjax.model import MTPModel, add_mtp_modules, init_params
 from mtpjax.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from mtpjax.train import data, runs
 from mtpjax.train.losses import mtp_scale_at
 from mtpjax.train.panel import Panel, acceptance_panel
 from mtpjax.train.sources import end_token_id, fingerprint, read_source
-from mtpjax.train.step import TrainState, make_optimizer, train_step
-from mtpjax.trunk import unstack_layers
+from mtpjax.train.step import TrainState, make_optimizer, train_step, trained
+from mtpjax.trunk import stack_layers, unstack_layers
 
 logger = logging.getLogger("mtpjax.train")
 
@@ -67,7 +67,7 @@ def train(
     overwrite: bool = False,
     allowed_changes: Sequence[str] = (),
 ) -> TrainResult:
-    """Trains `config.preset` from scratch and writes `config.output` (`mtpjax.train.runs` says what is in it).
+    """Trains `config.preset` from scratch, or the model of `config.init_from`, and writes `config.output`.
 
     `metrics.jsonl` gets a row every `log_every` steps (losses per depth in bits) and one per evaluation (the panel, of
     `panel_depths` levels or more, on held-out documents); `checkpoint/` the model and its tokenizer. On a terminal a
@@ -81,16 +81,13 @@ def train(
     is in use or holds another run, `FileNotFoundError` where there is no text, `FloatingPointError` after too many
     steps in a row that are not finite, `Preempted` when told to end.
     """
-    require_choice("preset", config.preset, tuple(presets))
-    model_config = presets[config.preset]
+    model, params = _initial(config)
+    model_config = model.config
     num_depths = config.num_depths if model_config.num_mtp_modules else 0
     panel_depths = max(num_depths, panel_depths)
     corpus = _load_data(config, model_config.vocab_size)
-
-    model = MTPModel(model_config, scan_layers=True)
-    params = init_params(model, jax.random.key(config.seed))
     optimizer = make_optimizer(config)
-    state = TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
+    state = TrainState(params, optimizer.init(trained(params, config.trains)), jnp.zeros((), jnp.int32))
     step = jax.jit(
         functools.partial(
             train_step,
@@ -99,6 +96,7 @@ def train(
             num_depths=num_depths,
             attention_layout=config.attention_layout,
             objective=config.objective,
+            trains=config.trains,
         ),
         donate_argnames="state",
     )
@@ -182,13 +180,24 @@ def train(
     return TrainResult(model, params, path, corpus.held_out, panel, history)
 
 
+def _initial(config: TrainConfig) -> tuple[MTPModel, dict]:
+    """The model in its form for training, and the parameters that it begins with, in float32."""
+    key = jax.random.key(config.seed)
+    if config.init_from is None:
+        require_choice("preset", config.preset, tuple(presets))
+        model = MTPModel(presets[config.preset], scan_layers=True)
+        return model, init_params(model, key)
+    model, params = checkpoint.load(config.init_from, dtype=jnp.float32)
+    if config.num_depths and not model.config.num_mtp_modules:
+        model, params = add_mtp_modules(model, params, 1, key)
+    return MTPModel(model.config, scan_layers=True), stack_layers(params, model.config)
+
+
 def describe(config: TrainConfig) -> dict[str, int]:
     """What a run would be: rows and tokens of its data, parameters, bytes of its state. Raises as `train` does."""
-    require_choice("preset", config.preset, tuple(presets))
-    model = MTPModel(presets[config.preset], scan_layers=True)
+    model, params = _initial(config)
     corpus = _load_data(config, model.config.vocab_size)
-    params = jax.eval_shape(functools.partial(init_params, model), jax.random.key(config.seed))
-    state = (params, jax.eval_shape(make_optimizer(config).init, params))
+    state = (params, jax.eval_shape(make_optimizer(config).init, trained(params, config.trains)))
     return {
         "rows": sum(len(rows.tokens) for rows in corpus.parts),
         "tokens": sum(int((rows.segment_ids > 0).sum()) for rows in corpus.parts),
@@ -240,7 +249,11 @@ class _Corpus(NamedTuple):
 
 
 def _load_data(config: TrainConfig, vocab_size: int) -> _Corpus:
-    file = None if config.tokenizer is None else FileTokenizer(pathlib.Path(config.tokenizer), vocab_size)
+    folder = config.tokenizer
+    if folder is None and config.init_from is not None:
+        beside = checkpoint.find(config.init_from)
+        folder = str(beside) if (beside / "tokenizer.json").is_file() else None
+    file = None if folder is None else FileTokenizer(pathlib.Path(folder), vocab_size)
     tokenizer: Tokenizer = file or ByteTokenizer()
     sources = config.sources or (Source(path=config.data, pattern=config.pattern),)
     packing = {"eos_token_id": end_token_id(tokenizer), "seed": config.seed}

@@ -9,7 +9,7 @@ import optax
 import optax.contrib
 
 from mtpjax.config import Objective, TrainConfig
-from mtpjax.model import ForwardOutput, MTPModel, bind, forward
+from mtpjax.model import ForwardOutput, MTPModel, bind, forward, is_of_modules
 from mtpjax.train.data import Batch
 from mtpjax.train.losses import all_targets, objective_loss
 from mtpjax.train.terms import Terms, chunked_terms, plain_terms
@@ -23,10 +23,16 @@ class TrainState(flax.struct.PyTreeNode):
     step: jax.Array  # [] int32
 
 
+def trained(params: dict, trains: str) -> dict:
+    """The parameters that a run changes: all, or where it `trains` "modules" the modules' own."""
+    return {name: leaf for name, leaf in params.items() if trains != "modules" or is_of_modules(name)}
+
+
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """Clipped AdamW, or Muon for the matrices inside the layers and AdamW for the rest, at learning rate 1.
 
-    `train_step` scales the update, so that a run can end by the clock.
+    It is for what `trained` leaves. `train_step` scales the update, so that a run can end by the clock. Detached
+    modules are clipped by a norm of their own.
     """
     if config.optimizer == "muon":
         core = optax.contrib.muon(
@@ -39,7 +45,10 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
         )
     else:
         core = optax.adamw(1.0, b2=0.95, weight_decay=config.weight_decay, mask=_is_matrix)
-    return optax.chain(optax.clip_by_global_norm(config.gradient_clip), core)
+    clip = optax.clip_by_global_norm(config.gradient_clip)
+    if config.trains == "detached":
+        clip = optax.partition({True: clip, False: clip}, lambda params: {name: is_of_modules(name) for name in params})
+    return optax.chain(clip, core)
 
 
 def _is_matrix(params: dict) -> dict:
@@ -79,16 +88,22 @@ def train_step(
     num_depths: int,
     attention_layout: str,
     objective: Objective = Objective(),  # noqa: B008, frozen
+    trains: str = "all",
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """Loss, gradients, update. Returns the cross-entropies per depth (nats) and the gradient norm beside the new state.
 
+    `trains` is "all"; "modules": the trunk and what is shared with it stay as they are, without a backward pass; or
+    "detached": all is trained, the trunk by its own loss alone.
     `progress` 0..1 of the run says where the objective's warm-up stands. An update that is not finite is skipped and
     reported as such.
     """
 
     tokens, segment_ids, loss_mask = (jnp.asarray(array) for array in batch)
 
-    def loss_of(params):
+    changing = trained(state.params, trains)
+
+    def loss_of(changing):
+        params = {**state.params, **changing}
         output = forward(
             params,
             tokens,
@@ -96,23 +111,26 @@ def train_step(
             segment_ids=segment_ids,
             num_depths=num_depths,
             attention_layout=attention_layout,
+            is_detached=trains == "detached",
         )
         targets, is_valid = all_targets(tokens, segment_ids, loss_mask, num_depths)
-        terms = _terms(params, output, targets, model=model, objective=objective)
+        terms = _terms(params, output, targets, model=model, objective=objective, is_detached=trains == "detached")
         return objective_loss(terms, is_valid, mtp_scale=mtp_scale, objective=objective, progress=progress)
 
-    (loss, losses), gradients = jax.value_and_grad(loss_of, has_aux=True)(state.params)
+    (loss, losses), gradients = jax.value_and_grad(loss_of, has_aux=True)(changing)
     norm = optax.tree.norm(gradients)
-    updates, new_optimizer = optimizer.update(gradients, state.optimizer, state.params)
-    new_params: Any = optax.apply_updates(state.params, jax.tree.map(lambda update: learning_rate * update, updates))
+    updates, new_optimizer = optimizer.update(gradients, state.optimizer, changing)
+    new: Any = optax.apply_updates(changing, jax.tree.map(lambda update: learning_rate * update, updates))
     is_finite = jnp.isfinite(norm) & jnp.isfinite(loss)
-    new = TrainState(new_params, new_optimizer, state.step)
+    new = TrainState({**state.params, **new}, new_optimizer, state.step)
     kept = jax.tree.map(lambda after, before: jnp.where(is_finite, after, before), new, state)
     metrics = {"losses": losses, "gradient_norm": norm, "is_finite": is_finite}
     return kept.replace(step=state.step + 1), metrics
 
 
-def _terms(params, output: ForwardOutput, targets: jax.Array, *, model: MTPModel, objective: Objective) -> Terms:
+def _terms(
+    params, output: ForwardOutput, targets: jax.Array, *, model: MTPModel, objective: Objective, is_detached: bool
+) -> Terms:
     """From the logits; or from the hidden states, `vocab_chunk` columns at a time, when jit drops the unused logits."""
     if not objective.vocab_chunk:
         return plain_terms((output.logits, *output.mtp_logits), targets)
@@ -121,6 +139,8 @@ def _terms(params, output: ForwardOutput, targets: jax.Array, *, model: MTPModel
     if model.config.mtp_own_head:
         heads += [apply(index=index, method="head_matrix") for index in range(min(modules, num_depths))]
         head_of = [0, *(min(depth, modules) for depth in range(1, num_depths + 1))]
+    elif is_detached:
+        heads, head_of = [heads[0], jax.lax.stop_gradient(heads[0])], [0, *[1] * num_depths]
     return chunked_terms(
         (output.hidden, *output.mtp_hidden),
         heads,
