@@ -15,6 +15,7 @@ from mtpjax.config import ModelConfig
 from mtpjax.layers.attend import Entries, Recycled, View, full_view
 from mtpjax.layers.norm import RMSNorm
 from mtpjax.mtp import MTPModule
+from mtpjax.quantized import is_scaled
 from mtpjax.trunk import Trunk, unstack_layers
 
 
@@ -113,8 +114,10 @@ def init_params(model: MTPModel, key: jax.Array) -> dict:
 def add_mtp_modules(model: MTPModel, params: dict, num_modules: int, key: jax.Array) -> tuple[MTPModel, dict]:
     """`model` with `num_modules` MTP modules more, new ones behind those that it has, in the embedding's dtype.
 
-    For fine-tuning a trunk that came without. The new modules share the trunk's embedding and head. Raises
-    `ValueError` where modules that are there have their own.
+    For fine-tuning a trunk that came without. Each begins as a copy of the module before it (looped extension,
+    2603.23911); the first as random, but for its decoder layer, a copy of the trunk's last one where that is of the
+    same kind. All share the trunk's embedding and head. `params` have unrolled layers. Raises `ValueError` where
+    modules that are there have their own.
     """
     config = model.config
     if num_modules < 1:
@@ -123,15 +126,24 @@ def add_mtp_modules(model: MTPModel, params: dict, num_modules: int, key: jax.Ar
         raise ValueError("modules that are there have an embedding or a head of their own: new ones would have none")
     view = full_view(config, jnp.ones((1, 2), jnp.int32))
     hidden = jnp.zeros((1, 2, config.hidden_size))
-    init = jax.jit(lambda key: MTPModule(config).init(key, hidden, hidden, view)["params"])
-    first = config.num_mtp_modules
-    dtype = params["embedding"].dtype
-    new = {
-        f"mtp_{first + number}": jax.tree.map(lambda leaf: leaf.astype(dtype), init(jax.random.fold_in(key, number)))
-        for number in range(num_modules)
-    }
+    first, dtype = config.num_mtp_modules, params["embedding"].dtype
+
+    def copy(tree):
+        return jax.tree.map(lambda leaf: jnp.copy(leaf.astype(dtype)), tree, is_leaf=is_scaled)
+
+    def shapes(tree):
+        return jax.tree.map(jnp.shape, tree)
+
+    params = dict(params)
+    for index in range(first, first + num_modules):
+        if index:
+            params[f"mtp_{index}"] = copy(params[f"mtp_{index - 1}"])
+            continue
+        new = copy(jax.jit(MTPModule(config).init)(key, hidden, hidden, view)["params"])
+        last = copy(params["trunk"][f"layer_{config.num_hidden_layers - 1}"])
+        params["mtp_0"] = {**new, "block": last} if shapes(last) == shapes(new["block"]) else new
     config = dataclasses.replace(config, num_mtp_modules=first + num_modules)
-    return MTPModel(config, model.scan_layers), {**params, **new}
+    return MTPModel(config, model.scan_layers), params
 
 
 def bind(model: MTPModel, params: dict) -> Callable[..., Any]:

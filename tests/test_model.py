@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtpjax import MTPModel, forward, init_params
+from mtpjax import MTPModel, add_mtp_modules, forward, init_params
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -95,3 +95,28 @@ def test_depths_without_modules_are_refused(small):
     model, params = small(num_mtp_modules=0)
     with pytest.raises(ValueError, match="num_depths 1 is not possible with 0 MTP modules"):
         forward(params, TOKENS, model=model, num_depths=1)
+
+
+def test_new_modules_begin_as_the_trunks_last_layer_and_as_each_other(small, key):
+    model, params = small(num_mtp_modules=0)
+    model, grown = add_mtp_modules(model, params, 2, key)
+    assert model.config.num_mtp_modules == 2
+
+    def assert_equal(found, wanted):
+        jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+    assert_equal(grown["mtp_0"]["block"], params["trunk"][f"layer_{model.config.num_hidden_layers - 1}"])
+    assert_equal(grown["mtp_1"], grown["mtp_0"])
+    _, more = add_mtp_modules(model, grown, 1, key)
+    assert_equal(more["mtp_2"], grown["mtp_1"])
+    output = forward(grown, jnp.zeros((1, 6), int), model=model)
+    assert all(jnp.isfinite(logits).all() for logits in output.mtp_logits)
+
+
+def test_a_new_module_of_another_kind_than_the_last_layer_is_random(small, key):
+    types = ("full_attention", "linear_attention")
+    model, params = small("hybrid", num_mtp_modules=0, num_hidden_layers=2, layer_types=types)
+    assert model.config.trunk_kinds[-1] != model.config.mtp_kind
+    model, grown = add_mtp_modules(model, params, 1, key)
+    assert jax.tree.structure(grown["mtp_0"]["block"]) != jax.tree.structure(params["trunk"]["layer_1"])
+    assert jnp.isfinite(forward(grown, jnp.zeros((1, 6), int), model=model).mtp_logits[0]).all()
