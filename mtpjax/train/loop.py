@@ -130,9 +130,9 @@ def train(
             record({"step": step, "seconds": time.perf_counter() - begin, "eval": dataclasses.asdict(panel)})
             return panel
 
-        def save() -> None:
-            seconds = time.perf_counter() - begin
-            runs.save_state(output, state, step=number, keep=config.keep_states, metadata={"seconds": seconds})
+        def save() -> bool:
+            metadata = {"seconds": time.perf_counter() - begin}
+            return runs.save_state(output, state, step=number, keep=config.keep_states, metadata=metadata)
 
         stream = data.mixed_batches(corpus.parts, corpus.weights, config.batch_size, seed=config.seed, start=number)
         last_time, last_step, bad_steps = time.perf_counter(), number, 0
@@ -147,6 +147,7 @@ def train(
             if bad_steps:
                 logger.warning("step %d is not finite and was skipped", number)
             if bad_steps >= config.most_bad_steps:
+                save()
                 raise FloatingPointError(
                     f"{bad_steps} steps in a row up to {number} were not finite, and changed nothing:"
                     f" lower learning_rate {config.learning_rate}"
@@ -164,7 +165,8 @@ def train(
                 evaluate(number)
                 last_time, last_step = time.perf_counter(), number
             if progress < 1 and is_told_to_end():
-                save()
+                if not save():
+                    raise OSError(f"{output} was told to end, and step {number} could not be saved")
                 raise Preempted(f"{output} was told to end and stands at step {number}: go on with resume")
             if config.save_every and number % config.save_every == 0 and progress < 1:
                 save()

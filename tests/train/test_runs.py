@@ -239,6 +239,7 @@ def test_steps_that_are_not_finite_are_skipped_and_end_the_run(text, tmp_path, c
     with pytest.raises(FloatingPointError, match="3 steps in a row up to"):
         train(config, evaluations=1)
     assert "is not finite and was skipped" in caplog.text
+    assert len(runs._states(tmp_path)) == 1  # as good as it was
 
 
 def test_settings_are_read_key_by_key(tmp_path):
