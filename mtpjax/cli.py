@@ -70,7 +70,7 @@ def _parser() -> jsonargparse.ArgumentParser:
         "--print-config shows all of them."
     )
     train.add_argument("--config", default=None, help="YAML file of settings (default: TrainConfig's own)")
-    train.add_argument("settings", nargs="*", metavar="key=value", help="settings over those of the file")
+    train.add_argument("settings", nargs="*", default=[], metavar="key=value", help="settings over those of the file")
     train.add_argument("--resume", action="store_true", help="go on with the run in the output folder")
     train.add_argument("--overwrite", action="store_true", help="replace the run in the output folder")
     train.add_argument(

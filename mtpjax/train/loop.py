@@ -22,7 +22,7 @@ import rich.progress
 from mtpjax import checkpoint
 from mtpjax.architectures import presets
 from mtpjax.atomic import write_text
-from mtpjax.config import Source, TrainConfig, require_choice
+from mtpjax.config import Source, TrainConfig
 from mtpjax.model import MTPModel, add_mtp_modules, init_params
 from mtpjax.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from mtpjax.train import data, runs
@@ -186,7 +186,6 @@ def _initial(config: TrainConfig) -> tuple[MTPModel, dict]:
     """The model in its form for training, and the parameters that it begins with, in float32."""
     key = jax.random.key(config.seed)
     if config.init_from is None:
-        require_choice("preset", config.preset, tuple(presets))
         model = MTPModel(presets[config.preset], scan_layers=True)
         return model, init_params(model, key)
     model, params = checkpoint.load(config.init_from, dtype=jnp.float32)
