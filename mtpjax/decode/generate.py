@@ -13,7 +13,7 @@ from mtpjax.decode.loop import decode, least_rows
 from mtpjax.decode.policy import init_policy
 from mtpjax.decode.request import sampling_arrays, temperatures
 from mtpjax.decode.result import DecodeStats, GenerationResult
-from mtpjax.decode.state import RING, DecodeState, Plan, hidden_rows, init_state
+from mtpjax.decode.state import WIDE, DecodeState, Plan, hidden_rows, init_state
 from mtpjax.model import MTPModel
 from mtpjax.sharding import shard_params, shard_state
 
@@ -179,7 +179,7 @@ def _prepare(
     """The state before prefill, with room for the longest sequence and the widest write behind it."""
     lengths = np.array([row.size for row in rows], np.int32)
     limits = np.minimum(lengths + min(config.max_new_tokens, limit), limit).astype(np.int32)
-    taken_in = RING if plan.is_adaptive else hidden_rows(model, plan.num_steps)
+    taken_in = max(hidden_rows(model, plan.num_steps), WIDE if plan.is_adaptive else 0)
     widest = max(plan.num_nodes, plan.draft_slots + plan.min_rows, taken_in)
     capacity = slots(int(lengths.max()), int(limits.max()), widest=widest, chunk=plan.chunk)
     tokens = np.zeros((len(rows), capacity), np.int32)

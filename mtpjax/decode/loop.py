@@ -10,7 +10,7 @@ from mtpjax.decode.draft import Draft, DraftHead, adjust_logits, draft_head, pro
 from mtpjax.decode.intake import catch_up, keep_hidden, waiting
 from mtpjax.decode.policy import observe
 from mtpjax.decode.probabilities import distribution, draw_target
-from mtpjax.decode.state import RING, DecodeState, Plan
+from mtpjax.decode.state import RING, WIDE, DecodeState, Plan
 from mtpjax.decode.verify import judge, verify
 from mtpjax.layers.attend import cached_view
 from mtpjax.model import MTPModel, bind
@@ -212,7 +212,7 @@ def decode(
         is_over = (depth(state) == 0) & ~has_room(state, 0) & (state.policy.interval > RING)
         state = state.replace(is_closed=state.is_closed | is_over)
         in_use = len(state.modules)
-        for rows, least in ((RING // 2, RING // 2 + in_use), (plan.num_steps + in_use, 0)):
+        for rows, least in ((WIDE, WIDE + in_use), (plan.num_steps + in_use, 0)):
             state = jax.lax.while_loop(
                 lambda state, least=least: ~has_room(state, depth(state)) & (waiting(state).max() >= least),
                 lambda state, rows=rows: catch_up(params, state, model=model, plan=plan, rows=rows),

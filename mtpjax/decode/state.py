@@ -15,6 +15,7 @@ from mtpjax.decode.tree import Shape, fixed_shape
 from mtpjax.model import MTPModel
 
 RING = 32  # hidden rows that may wait for the modules while an adaptive call does not draft
+WIDE = RING // 2  # of them taken in at once where so many wait
 
 
 @dataclasses.dataclass(frozen=True)

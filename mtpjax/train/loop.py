@@ -81,8 +81,8 @@ def train(
     is in use or holds another run, `FileNotFoundError` where there is no text, `FloatingPointError` after too many
     steps in a row that are not finite, `Preempted` when told to end.
     """
-    model, params = _initial(config)
-    model_config = model.config
+    model, begin_with = _initial(config)
+    params, model_config = begin_with(), model.config
     num_depths = config.num_depths if model_config.num_mtp_modules else 0
     panel_depths = max(num_depths, panel_depths)
     corpus = _load_data(config, model_config.vocab_size)
@@ -182,21 +182,22 @@ def train(
     return TrainResult(model, params, path, corpus.held_out, panel, history)
 
 
-def _initial(config: TrainConfig) -> tuple[MTPModel, dict]:
-    """The model in its form for training, and the parameters that it begins with, in float32."""
+def _initial(config: TrainConfig) -> tuple[MTPModel, Callable[[], dict]]:
+    """The model in its form for training, and what makes the parameters that it begins with, in float32."""
     key = jax.random.key(config.seed)
     if config.init_from is None:
         model = MTPModel(presets[config.preset], scan_layers=True)
-        return model, init_params(model, key)
+        return model, functools.partial(init_params, model, key)
     model, params = checkpoint.load(config.init_from, dtype=jnp.float32)
     if config.num_depths and not model.config.num_mtp_modules:
         model, params = add_mtp_modules(model, params, 1, key)
-    return MTPModel(model.config, scan_layers=True), stack_layers(params, model.config)
+    return MTPModel(model.config, scan_layers=True), functools.partial(stack_layers, params, model.config)
 
 
 def describe(config: TrainConfig) -> dict[str, int]:
     """What a run would be: rows and tokens of its data, parameters, bytes of its state. Raises as `train` does."""
-    model, params = _initial(config)
+    model, begin_with = _initial(config)
+    params = jax.eval_shape(begin_with)
     corpus = _load_data(config, model.config.vocab_size)
     state = (params, jax.eval_shape(make_optimizer(config).init, trained(params, config.trains)))
     return {

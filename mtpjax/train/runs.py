@@ -28,7 +28,7 @@ from mtpjax.checkpoint import CheckpointError
 
 SETTINGS, METRICS, STATES, LOCK = "run.json", "metrics.jsonl", "states", ".lock"
 # What may differ when a run goes on: none of it changes an update.
-FREE_SETTINGS = ("output", "log_every", "save_every", "keep_states", "most_bad_steps", "seconds")
+FREE_SETTINGS = ("output", "log_every", "save_every", "keep_states", "most_bad_steps")
 log = logging.getLogger("mtpjax.train")
 Tree = TypeVar("Tree")
 

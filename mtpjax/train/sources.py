@@ -82,12 +82,12 @@ def read_source(source: Source, tokenizer: Tokenizer, *, vocab_size: int) -> Rea
     return Reading(documents, skipped)
 
 
-def fingerprint(sources: Sequence[Source], tokenizer: Tokenizer, **settings: Any) -> str:
-    """Hexadecimal sha256 of all that decides which batch is the n-th, for a run that goes on to compare.
+def fingerprint(sources: Sequence[Source], tokenizer: Tokenizer, *, vocab_size: int) -> str:
+    """Hexadecimal sha256 of the data that a run reads, for a run that goes on to compare.
 
     That is the sources in order, each with kind, field, weight and its files (names below `path`, sizes, contents); the
-    tokenizer; and `settings`, what JSON can hold: the seed, batch size, row length, extra tokens, held-out fraction.
-    Where the files lie changes nothing. Raises FileNotFoundError, OSError.
+    tokenizer; and the size of the vocabulary, which decides what is skipped. Where the files lie changes nothing.
+    Raises FileNotFoundError, OSError.
     """
     parts = []
     for source in sources:
@@ -95,7 +95,7 @@ def fingerprint(sources: Sequence[Source], tokenizer: Tokenizer, **settings: Any
         root = os.path.commonpath([path.parent for path in files])
         contents = [(os.path.relpath(path, root), path.stat().st_size, _file_digest(path)) for path in files]
         parts.append({"kind": source.kind, "field": source.field, "weight": source.weight, "files": contents})
-    whole = {"sources": parts, "tokenizer": tokenizer.digest, "settings": settings}
+    whole = {"sources": parts, "tokenizer": tokenizer.digest, "vocab_size": vocab_size}
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
 
 

@@ -149,8 +149,6 @@ def test_a_document_longer_than_the_row_goes_on_in_the_next(tmp_path):
 
 # The fingerprint.
 
-SETTINGS = {"seed": 0, "batch_size": 4, "row_length": 32, "extra_tokens": 3, "held_out_fraction": 0.05}
-
 
 @pytest.fixture
 def folder(tmp_path):
@@ -166,12 +164,12 @@ def sources_in(folder):
 
 
 def test_the_fingerprint_stays_where_the_data_stays(folder, tmp_path_factory):
-    before = fingerprint(sources_in(folder), BYTES, **SETTINGS)
-    assert before == fingerprint(sources_in(folder), BYTES, **SETTINGS) and len(before) == 64
+    before = fingerprint(sources_in(folder), BYTES, vocab_size=256)
+    assert before == fingerprint(sources_in(folder), BYTES, vocab_size=256) and len(before) == 64
     os.utime(folder / "one" / "a.jsonl", (0, 0))
     moved = tmp_path_factory.mktemp("elsewhere") / "moved"
     folder.rename(moved)
-    assert fingerprint(sources_in(moved), BYTES, **SETTINGS) == before
+    assert fingerprint(sources_in(moved), BYTES, vocab_size=256) == before
 
 
 def swap(folder):
@@ -194,14 +192,14 @@ def swap(folder):
     ids=["content", "size", "fewer files", "more files", "order", "name", "folders swapped"],
 )
 def test_the_fingerprint_sees_changes_of_files(change, folder):
-    before = fingerprint(sources_in(folder), BYTES, **SETTINGS)
+    before = fingerprint(sources_in(folder), BYTES, vocab_size=256)
     change(folder)
-    assert fingerprint(sources_in(folder), BYTES, **SETTINGS) != before
+    assert fingerprint(sources_in(folder), BYTES, vocab_size=256) != before
 
 
 def test_the_fingerprint_sees_every_setting_and_no_two_are_alike(folder):
     one, two = sources_in(folder)
-    seen = [fingerprint([one, two], BYTES, **SETTINGS)]
+    seen = [fingerprint([one, two], BYTES, vocab_size=256)]
     for sources in (
         [two, one],
         [one],
@@ -211,9 +209,9 @@ def test_the_fingerprint_sees_every_setting_and_no_two_are_alike(folder):
         [one, dataclasses.replace(two, kind="text")],
         [one, dataclasses.replace(two, pattern="a*")],
     ):
-        seen.append(fingerprint(sources, BYTES, **SETTINGS))
-    seen.append(fingerprint([one, two], WordTokenizer(), **SETTINGS))
-    seen += [fingerprint([one, two], BYTES, **(SETTINGS | {name: value + 1})) for name, value in SETTINGS.items()]
-    assert len(set(seen)) == len(seen) == 9 + len(SETTINGS)
+        seen.append(fingerprint(sources, BYTES, vocab_size=256))
+    seen.append(fingerprint([one, two], WordTokenizer(), vocab_size=256))
+    seen.append(fingerprint([one, two], BYTES, vocab_size=257))
+    assert len(set(seen)) == len(seen) == 10
     loose = dataclasses.replace(two, most_skipped=5)  # changes no batch
-    assert fingerprint([one, loose], BYTES, **SETTINGS) == seen[0]
+    assert fingerprint([one, loose], BYTES, vocab_size=256) == seen[0]
