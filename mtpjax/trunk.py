@@ -36,7 +36,8 @@ class Trunk(nn.Module):
                     in_axes=nn.broadcast,  # pyright: ignore[reportArgumentType]
                     length=repeats,
                 )
-                (x, chosen), _ = scan(_Period(config, first, period, name=name), (x, chosen), view)
+                stretch = nn.remat(_Period, prevent_cse=False, policy=_keeps)
+                (x, chosen), _ = scan(stretch(config, first, period, name=name), (x, chosen), view)
             return x, None
         layers = []
         for index, kind in enumerate(config.trunk_kinds):
@@ -59,6 +60,18 @@ class _Period(nn.Module):
             kind = self.config.layer_kind(self.first + place)
             x, _, chosen = Block(self.config, kind, name=f"layer_{place}")(x, view, None, chosen)
         return x, chosen
+
+
+def _keeps(primitive, *_, **settings) -> bool:
+    """What a scanned layer keeps for the backward pass: products with weights.
+
+    Norms, activations and attention, whose products have batch axes for rows and for heads, are computed again. To keep
+    all was slower: stacked over the layers it is some three times the memory, and fresh memory is dear on a CPU.
+    """
+    if primitive.name != "dot_general":
+        return False
+    _, (batch, _) = settings["dimension_numbers"]
+    return len(batch) < 2
 
 
 def _groups(config: ModelConfig) -> dict[str, tuple[int, int, int]]:
