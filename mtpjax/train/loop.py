@@ -3,32 +3,25 @@
 import contextlib
 import dataclasses
 import functools
-import json
 import logging
 import math
 import pathlib
-import signal
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import rich.console
-import rich.progress
 
 from mtpjax import checkpoint
 from mtpjax.architectures import presets
-from mtpjax.atomic import write_text
-from mtpjax.config import Source, TrainConfig
+from mtpjax.config import TrainConfig
 from mtpjax.model import MTPModel, add_mtp_modules, init_params
-from mtpjax.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from mtpjax.train import data, runs
+from mtpjax.train.corpus import load_corpus
+from mtpjax.train.log import Log
 from mtpjax.train.losses import mtp_scale_at
 from mtpjax.train.panel import Panel, acceptance_panel
-from mtpjax.train.sources import end_token_id, fingerprint, read_source
 from mtpjax.train.step import TrainState, make_optimizer, train_step, trained
 from mtpjax.trunk import stack_layers, unstack_layers
 
@@ -82,104 +75,122 @@ def train(
     steps in a row that are not finite, `Preempted` when told to end.
     """
     model, begin_with = _initial(config)
-    params, model_config = begin_with(), model.config
-    num_depths = config.num_depths if model_config.num_mtp_modules else 0
+    num_depths = config.num_depths if model.config.num_mtp_modules else 0
     panel_depths = max(num_depths, panel_depths)
-    corpus = _load_data(config, model_config.vocab_size)
-    optimizer = make_optimizer(config)
-    state = TrainState(params, optimizer.init(trained(params, config.trains)), jnp.zeros((), jnp.int32))
-    step = jax.jit(
-        functools.partial(
-            train_step,
-            model=model,
-            optimizer=optimizer,
-            num_depths=num_depths,
-            attention_layout=config.attention_layout,
-            objective=config.objective,
-            trains=config.trains,
-        ),
-        donate_argnames="state",
-    )
-
-    tokens_per_step = config.batch_size * config.row_length
+    corpus = load_corpus(config, model.config.vocab_size)
+    state, step = _first_state(config, model, begin_with(), num_depths)
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(runs.locked(config.output))
-        number, spent = 0, 0.0
-        settings, digest = _json(config), corpus.summary["fingerprint"]
+        settings, clock = _json(config), _Clock(config)
         if not resume:
-            runs.begin(output, settings, digest, overwrite=overwrite)
+            runs.begin(output, settings, corpus.fingerprint, overwrite=overwrite)
         else:
-            runs.check_same(output, settings, digest, allowed_changes)
+            runs.check_same(output, settings, corpus.fingerprint, allowed_changes)
             if (restored := runs.restore_state(output, state)) is not None:
                 state, metadata = restored
-                number, spent = metadata["step"], metadata["seconds"]
-        history = _history(output / runs.METRICS, number)
-        log = stack.enter_context((output / runs.METRICS).open("a"))
-        show = stack.enter_context(_display(config))
-        is_told_to_end = stack.enter_context(_ending_signals())
-        begin = time.perf_counter() - spent
+                clock = _Clock(config, number=metadata["step"], spent=metadata["seconds"])
+        log = stack.enter_context(Log(output, step=clock.number))
+        is_told_to_end = stack.enter_context(runs.ending_signals())
 
-        def record(row: dict[str, Any]):
-            line = json.dumps(row)
-            history.append(json.loads(line))
-            log.write(line + "\n")
-            log.flush()
-
-        def evaluate(step: int) -> Panel:
+        def evaluate() -> Panel:
             panel = acceptance_panel(state.params, corpus.panel_rows, model=model, num_depths=panel_depths)
-            record({"step": step, "seconds": time.perf_counter() - begin, "eval": dataclasses.asdict(panel)})
+            log.record({"step": clock.number, "seconds": clock.seconds, "eval": dataclasses.asdict(panel)})
+            log.restart_clock(clock.number)
             return panel
 
         def save() -> bool:
-            metadata = {"seconds": time.perf_counter() - begin}
-            return runs.save_state(output, state, step=number, keep=config.keep_states, metadata=metadata)
+            metadata = {"seconds": clock.seconds}
+            is_saved = runs.save_state(output, state, step=clock.number, keep=config.keep_states, metadata=metadata)
+            log.restart_clock(clock.number)
+            return is_saved
 
-        stream = data.mixed_batches(corpus.parts, corpus.weights, config.batch_size, seed=config.seed, start=number)
-        last_time, last_step, bad_steps = time.perf_counter(), number, 0
-        progress = min(max(number / config.steps, spent / config.seconds), 1.0)
-        while progress < 1:
-            scale = mtp_scale_at(
-                progress, scale=config.mtp_loss_scale, final=config.mtp_loss_scale_final, switch=config.mtp_loss_switch
-            )
-            state, metrics = step(state, next(stream), learning_rate_at(progress, config), scale, progress)
+        stream = data.mixed_batches(
+            corpus.parts, corpus.weights, config.batch_size, seed=config.seed, start=clock.number
+        )
+        bad_steps = 0
+        while clock.progress < 1:
+            before = clock.progress
+            state, metrics = step(state, next(stream), *_rates(before, config), before)
+            clock.tick()
             bad_steps = 0 if metrics["is_finite"] else bad_steps + 1
-            number += 1
             if bad_steps:
-                logger.warning("step %d is not finite and was skipped", number)
+                logger.warning("step %d is not finite and was skipped", clock.number)
             if bad_steps >= config.most_bad_steps:
                 save()
                 raise FloatingPointError(
-                    f"{bad_steps} steps in a row up to {number} were not finite, and changed nothing:"
+                    f"{bad_steps} steps in a row up to {clock.number} were not finite, and changed nothing:"
                     f" lower learning_rate {config.learning_rate}"
                 )
-            now = time.perf_counter()
-            before, progress = progress, min(max(number / config.steps, (now - begin) / config.seconds), 1.0)
-            if number % config.log_every == 0:
-                rate = (number - last_step) * tokens_per_step / (now - last_time)
-                last_time, last_step = now, number
-                bits = (jax.device_get(metrics["losses"]) / math.log(2)).tolist()
-                row = {"step": number, "seconds": now - begin, "bits": bits, "tokens_per_second": rate}
-                record(row)
-                show(progress, row)
-            if math.floor(progress * evaluations) > math.floor(before * evaluations) and progress < 1:
-                evaluate(number)
-                last_time, last_step = time.perf_counter(), number
-            if progress < 1 and is_told_to_end():
+            if clock.number % config.log_every == 0:
+                losses, tokens = jax.device_get(metrics["losses"]), config.batch_size * config.row_length
+                log.record_step(clock.number, clock.seconds, clock.progress, losses=losses, tokens_per_step=tokens)
+            if clock.progress >= 1:
+                break
+            if math.floor(clock.progress * evaluations) > math.floor(before * evaluations):
+                evaluate()
+            if is_told_to_end():
                 if not save():
-                    raise OSError(f"{output} was told to end, and step {number} could not be saved")
-                raise Preempted(f"{output} was told to end and stands at step {number}: go on with resume")
-            if config.save_every and number % config.save_every == 0 and progress < 1:
+                    raise OSError(f"{output} was told to end, and step {clock.number} could not be saved")
+                raise Preempted(f"{output} was told to end and stands at step {clock.number}: go on with resume")
+            if config.save_every and clock.number % config.save_every == 0:
                 save()
-                last_time, last_step = time.perf_counter(), number
-        panel = evaluate(number)
+        panel = evaluate()
 
-        params = unstack_layers(state.params, model_config)
-        model = MTPModel(model_config)
+        params = unstack_layers(state.params, model.config)
+        model = MTPModel(model.config)
         path = output / "checkpoint"
-        metadata = {"steps": number, "panel": dataclasses.asdict(panel), "train": settings, "data": corpus.summary}
+        metadata = {
+            "steps": clock.number,
+            "panel": dataclasses.asdict(panel),
+            "train": settings,
+            "data": corpus.summary,
+        }
         metadata["tokenizer"] = "huggingface" if corpus.file else "bytes"
         checkpoint.save_model(path, model, params, metadata=metadata, tokenizer=corpus.file)
-    return TrainResult(model, params, path, corpus.held_out, panel, history)
+    return TrainResult(model, params, path, corpus.held_out, panel, log.history)
+
+
+class _Clock:
+    """How far a run is, by its updates or by the wall, whichever is further; `progress` 0..1 as of the last tick."""
+
+    def __init__(self, config: TrainConfig, *, number: int = 0, spent: float = 0.0):
+        self.config, self.number, self.begin = config, number, time.perf_counter() - spent
+        self.progress = self._progress()
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.begin
+
+    def tick(self) -> None:
+        self.number += 1
+        self.progress = self._progress()
+
+    def _progress(self) -> float:
+        return min(max(self.number / self.config.steps, self.seconds / self.config.seconds), 1.0)
+
+
+def _rates(progress: float, config: TrainConfig) -> tuple[float, float]:
+    """Learning rate and lambda."""
+    scale = mtp_scale_at(
+        progress, scale=config.mtp_loss_scale, final=config.mtp_loss_scale_final, switch=config.mtp_loss_switch
+    )
+    return learning_rate_at(progress, config), scale
+
+
+def _first_state(config: TrainConfig, model: MTPModel, params: dict, num_depths: int) -> tuple[TrainState, Callable]:
+    """The state before the first update, and the jitted update."""
+    optimizer = make_optimizer(config)
+    state = TrainState(params, optimizer.init(trained(params, config.trains)), jnp.zeros((), jnp.int32))
+    step = functools.partial(
+        train_step,
+        model=model,
+        optimizer=optimizer,
+        num_depths=num_depths,
+        attention_layout=config.attention_layout,
+        objective=config.objective,
+        trains=config.trains,
+    )
+    return state, jax.jit(step, donate_argnames="state")
 
 
 def _initial(config: TrainConfig) -> tuple[MTPModel, Callable[[], dict]]:
@@ -198,7 +209,7 @@ def describe(config: TrainConfig) -> dict[str, int]:
     """What a run would be: rows and tokens of its data, parameters, bytes of its state. Raises as `train` does."""
     model, begin_with = _initial(config)
     params = jax.eval_shape(begin_with)
-    corpus = _load_data(config, model.config.vocab_size)
+    corpus = load_corpus(config, model.config.vocab_size)
     state = (params, jax.eval_shape(make_optimizer(config).init, trained(params, config.trains)))
     return {
         "rows": sum(len(rows.tokens) for rows in corpus.parts),
@@ -211,104 +222,6 @@ def describe(config: TrainConfig) -> dict[str, int]:
     }
 
 
-def _history(path: pathlib.Path, step: int) -> list[dict[str, Any]]:
-    """The rows of `metrics.jsonl` up to a step; later ones, which will be logged again, are cut off the file."""
-    rows = []
-    with contextlib.suppress(FileNotFoundError):
-        for line in path.read_text().splitlines():
-            with contextlib.suppress(ValueError):  # a line that a killed process had begun
-                rows.append(json.loads(line))
-    rows = [row for row in rows if row["step"] <= step]
-    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
-    return rows
-
-
-@contextlib.contextmanager
-def _ending_signals() -> Iterator[Callable[[], bool]]:
-    """Gives a function that tells whether SIGTERM or SIGUSR1 has come; outside the main thread neither is caught."""
-    came: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: False
-        return
-    signals = (signal.SIGTERM, signal.SIGUSR1)
-    before = [signal.signal(which, lambda number, frame: came.append(number)) for which in signals]
-    try:
-        yield lambda: bool(came)
-    finally:
-        for which, handler in zip(signals, before, strict=True):
-            signal.signal(which, handler)
-
-
-class _Corpus(NamedTuple):
-    """What a run reads."""
-
-    parts: list[data.Batch]  # packed training rows of each source
-    weights: list[float]
-    panel_rows: data.Batch  # a batch of packed held-out rows
-    held_out: list[data.Document]
-    file: FileTokenizer | None  # None: bytes
-    summary: dict[str, Any]  # what the checkpoint says of it
-
-
-def _load_data(config: TrainConfig, vocab_size: int) -> _Corpus:
-    folder = config.tokenizer
-    if folder is None and config.init_from is not None:
-        beside = checkpoint.find(config.init_from)
-        folder = str(beside) if (beside / "tokenizer.json").is_file() else None
-    file = None if folder is None else FileTokenizer(pathlib.Path(folder), vocab_size)
-    tokenizer: Tokenizer = file or ByteTokenizer()
-    sources = config.sources or (Source(path=config.data, pattern=config.pattern),)
-    packing = {"eos_token_id": end_token_id(tokenizer), "seed": config.seed}
-    parts, held_out, skipped = [], [], []
-    for source in sources:
-        reading = read_source(source, tokenizer, vocab_size=vocab_size)
-        training, apart = data.split_held_out(reading.documents, config.held_out_fraction)
-        held_out += apart
-        if not training or (source is sources[-1] and not held_out):
-            count = len(reading.documents)
-            raise ValueError(f"{count} documents are too few to hold {config.held_out_fraction:.0%} of them out")
-        parts.append(data.pack(training, config.row_length, extra_tokens=config.extra_tokens, **packing))
-        skipped.append(reading.skipped)
-        if any(reading.skipped.values()):
-            counts = " ".join(f"{reason}={count}" for reason, count in reading.skipped.items())
-            print(f"skipped of {source.path}: {counts}", file=sys.stderr, flush=True)
-    held_out_rows = data.pack(held_out, config.row_length, **packing)
-    panel_rows = next(data.batches(held_out_rows, min(32, len(held_out_rows.tokens)), seed=config.seed))
-    digest = fingerprint(sources, tokenizer, vocab_size=vocab_size)
-    weights = [source.weight for source in sources]
-    return _Corpus(parts, weights, panel_rows, held_out, file, {"fingerprint": digest, "skipped": skipped})
-
-
 def _json(config: TrainConfig) -> dict[str, Any]:
     """The settings as JSON holds them: no infinite number."""
     return {name: None if value == math.inf else value for name, value in dataclasses.asdict(config).items()}
-
-
-@contextlib.contextmanager
-def _display(config: TrainConfig):
-    """Gives a function `show(progress, row)`: a live bar on a terminal, a line of `key=value` elsewhere."""
-    console = rich.console.Console(stderr=True)
-
-    def text(row) -> str:
-        losses = " ".join(
-            f"{'main' if depth == 0 else f'mtp{depth}'}={bits:.3f}" for depth, bits in enumerate(row["bits"])
-        )
-        return f"step={row['step']} {losses} tokens/s={row['tokens_per_second']:.0f}"
-
-    if not console.is_terminal:
-
-        def show_line(progress, row):
-            left = row["seconds"] * (1 - progress) / max(progress, 1e-9)
-            print(f"{text(row)} done={progress:.0%} left={left:.0f}s", file=sys.stderr, flush=True)
-
-        yield show_line
-        return
-    columns = (
-        rich.progress.BarColumn(),
-        rich.progress.TaskProgressColumn(),
-        rich.progress.TextColumn("{task.description}"),
-        rich.progress.TimeRemainingColumn(),
-    )
-    with rich.progress.Progress(*columns, console=console) as bar:
-        task = bar.add_task("compiling", total=1.0)
-        yield lambda progress, row: bar.update(task, completed=progress, description=text(row))

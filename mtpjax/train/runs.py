@@ -14,8 +14,10 @@ import logging
 import os
 import pathlib
 import shutil
+import signal
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -25,8 +27,9 @@ import numpy as np
 from mtpjax import checkpoint
 from mtpjax.atomic import write_text
 from mtpjax.checkpoint import CheckpointError
+from mtpjax.train.log import METRICS
 
-SETTINGS, METRICS, STATES, LOCK = "run.json", "metrics.jsonl", "states", ".lock"
+SETTINGS, STATES, LOCK = "run.json", "states", ".lock"
 # What may differ when a run goes on: none of it changes an update.
 FREE_SETTINGS = ("output", "log_every", "save_every", "keep_states", "most_bad_steps")
 log = logging.getLogger("mtpjax.train")
@@ -132,6 +135,22 @@ def restore_state(folder: pathlib.Path, like: Tree) -> tuple[Tree, dict[str, Any
         ]
         return jax.tree.unflatten(jax.tree.structure(like), arrays), metadata
     return None
+
+
+@contextlib.contextmanager
+def ending_signals() -> Iterator[Callable[[], bool]]:
+    """Gives a function that tells whether SIGTERM or SIGUSR1 has come; outside the main thread neither is caught."""
+    came: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    signals = (signal.SIGTERM, signal.SIGUSR1)
+    before = [signal.signal(which, lambda number, frame: came.append(number)) for which in signals]
+    try:
+        yield lambda: bool(came)
+    finally:
+        for which, handler in zip(signals, before, strict=True):
+            signal.signal(which, handler)
 
 
 def _states(folder: pathlib.Path) -> list[pathlib.Path]:
