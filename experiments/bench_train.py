@@ -33,7 +33,7 @@ from experiments.decode_engines import Child
 from experiments.train_engines import SHAPES, loss_memory, step_flops, write_start
 
 TOLERANCE = 1e-4  # of the losses of the first updates
-FIRST_UPDATES = 4
+FIRST_UPDATES = 3
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ import numpy as np
 from experiments.decode_checkpoints import SHAPES as DECODED
 from experiments.decode_engines import Clock, serve, version_of
 from mtpjax import ModelConfig, TrainConfig
+from mtpjax.allocator import keep_freed_memory
 
 SHAPES = {  # Llama-like, float32
     "5M": ModelConfig(
@@ -293,6 +294,7 @@ def loss_memory(
 
 
 def _make(name: str, threads: int, shape: str, folder: pathlib.Path) -> Any:
+    keep_freed_memory()  # as `mtpjax train` does; PyTorch gets the same
     if name == "mtpjax":
         return Mtpjax(shape, folder)
     if name == "products":

@@ -259,6 +259,7 @@ def _quickstart(options) -> int:
 
 
 def _train(options) -> int:
+    from mtpjax.allocator import keep_freed_memory
     from mtpjax.train.loop import Preempted, describe, train
     from mtpjax.train.options import read_config, to_yaml
 
@@ -272,6 +273,7 @@ def _train(options) -> int:
         for name, value in describe(config).items():
             print(f"{name}: {value:,}")
         return 0
+    keep_freed_memory()
     try:
         result = train(
             config, resume=options.resume, overwrite=options.overwrite, allowed_changes=options.allow_config_change
