@@ -28,7 +28,7 @@ import tempfile
 from rich.console import Console
 from rich.table import Table
 
-from experiments.bench_decode import QUIET, machine, spread, write_json
+from experiments.bench_decode import QUIET, count, disturbance, machine, spread, spread_text, write_json
 from experiments.decode_engines import Child
 from experiments.train_engines import SHAPES, loss_memory, step_flops, write_start
 
@@ -79,13 +79,9 @@ def measure(children: dict[str, Child], cells: list[Cell], options: argparse.Nam
             samples[cell] = {"seconds": sample["seconds"] / options.steps, **children["products"].ask()}
             samples[cell]["waited"] = sample["waited_seconds"] / sample["seconds"]
         rounds.append(samples)
-        quiet += _disturbance(samples) < QUIET
-    kept = sorted(rounds, key=_disturbance)[: options.repeats]
+        quiet += disturbance(samples) < QUIET
+    kept = sorted(rounds, key=disturbance)[: options.repeats]
     return {cell: [samples[cell] for samples in kept] for cell in cells}
-
-
-def _disturbance(samples: dict[Cell, dict]) -> float:
-    return max(sample["waited"] for sample in samples.values())
 
 
 def report(shape: str, threads: int, samples: dict[Cell, list[dict]], options: argparse.Namespace) -> list[dict]:
@@ -145,10 +141,10 @@ def show(content: dict, console: Console) -> None:
     for row in content["rows"]:
         table.add_row(
             *(str(row[name]) for name in ("shape", "threads", "engine", "num_depths")),
-            _cell(row["tokens_per_second"], "{:.0f}"),
-            *(_cell(row[name], "{:.2f}") for name in ("to_torch", "to_torch_compiled", "cost_over_trunk")),
+            spread_text(row["tokens_per_second"], "{:.0f}"),
+            *(spread_text(row[name], "{:.2f}") for name in ("to_torch", "to_torch_compiled", "cost_over_trunk")),
             f"{row['arithmetic_over_trunk']:.2f}" if row["num_depths"] else "",
-            _cell(row["share_of_limit"], "{:.0%}"),
+            spread_text(row["share_of_limit"], "{:.0%}"),
             f"{row['waited']:.0%}",
         )
     console.print(table)
@@ -162,19 +158,7 @@ def show(content: dict, console: Console) -> None:
     console.print(table)
 
 
-def _cell(values: dict[str, float] | None, form: str) -> str:
-    if values is None:
-        return ""
-    return f"{form.format(values['median'])} ({form.format(values['min'])}..{form.format(values['max'])})"
-
-
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    def count(text: str) -> int:
-        value = int(text)
-        if value < 1:
-            raise argparse.ArgumentTypeError(f"{value} is not at least 1")
-        return value
-
     first, _, rest = (__doc__ or "").partition("\n")
     parser = argparse.ArgumentParser(
         "bench_train", description=first, epilog=rest, formatter_class=argparse.RawTextHelpFormatter

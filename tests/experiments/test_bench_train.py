@@ -19,8 +19,7 @@ def test_the_twin_in_pytorch_has_the_same_losses_update_after_update(tmp_path):
     assert abs(ours[0][0] - ours[1][0]) > 1e-3  # batches differ, so equal rows would be a bug of the bench
 
 
-def test_a_run_asked_for_in_parts_is_the_same_run(tmp_path, monkeypatch):
-    monkeypatch.setitem(SHAPES, "tiny", SHAPES["tiny"])
+def test_a_run_asked_for_in_parts_is_the_same_run(tmp_path):
     write_start(tmp_path, "tiny")
     engine = Mtpjax("tiny", tmp_path)
     whole = engine.run(**{**UPDATES, "num_depths": 0})["losses"]
