@@ -148,6 +148,14 @@ def show(content: dict, console: Console) -> None:
             f"{row['waited']:.0%}",
         )
     console.print(table)
+    for entry in content["parts"]:
+        whole = sum(sum(part.values()) for part in entry["seconds"].values())
+        shares = ", ".join(
+            f"{name} {part['products'] / whole:.0%} + {part['rest'] / whole:.0%}"
+            for name, part in sorted(entry["seconds"].items())
+        )
+        setting = f"{entry['shape']}, {entry['threads']} thread(s), {entry['num_depths']} depth(s)"
+        console.print(f"time of a step in products of matrices + the rest, {setting}: {shares}")
     table = Table(title="memory of a step with two depths, beside parameters and optimiser")
     for name in ("shape", "vocabulary", "objective", "all logits", "by chunks", "ratio"):
         table.add_column(name, justify="right")
@@ -191,7 +199,7 @@ def run(options: argparse.Namespace, command: str, console: Console) -> dict:
     """Measures everything asked for. The result file grows with every shape and thread setting measured."""
     content = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "command": command}
     content |= {"machine": machine(), "versions": {"python": platform.python_version()}}
-    content |= {"differences": [], "rows": [], "memory": []}
+    content |= {"differences": [], "rows": [], "parts": [], "memory": []}
     settings = {"1": 1, "all": len(os.sched_getaffinity(0))}
     cells = cells_of(options.engines, options.depths)
     with tempfile.TemporaryDirectory() as folder:
@@ -207,8 +215,11 @@ def run(options: argparse.Namespace, command: str, console: Console) -> dict:
                         content["versions"] |= children[name].versions
                     difference = largest_difference(children, cells, options.rows, options.length)
                     samples = measure(children, cells, options)
+                    request = {"first": 0, "steps": 3, "rows": options.rows, "length": options.length}
+                    traced = children["mtpjax"].ask(num_depths=max(options.depths[:2]), is_traced=True, **request)
                 setting = {"shape": shape, "threads": threads}
                 content["differences"].append({**setting, "largest_difference_of_losses": difference})
+                content["parts"].append({**setting, "num_depths": max(options.depths[:2]), "seconds": traced["parts"]})
                 content["rows"] += report(shape, threads, samples, options)
                 console.print(f"measured {shape}, {threads} thread(s); losses differ by at most {difference:.1e}")
                 write_json(options.output, content)

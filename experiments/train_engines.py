@@ -9,6 +9,8 @@ import dataclasses
 import functools
 import math
 import pathlib
+import re
+import tempfile
 import time
 from typing import Any
 
@@ -95,21 +97,66 @@ class Mtpjax:
         state = TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
         return jax.jit(step, donate_argnames="state"), state
 
-    def run(self, num_depths: int, first: int, steps: int, rows: int, length: int) -> dict[str, Any]:
-        """`steps` updates from batch `first` on: times, and every update's losses."""
-        from mtpjax.train.data import Batch
+    def run(
+        self, num_depths: int, first: int, steps: int, rows: int, length: int, is_traced: bool = False
+    ) -> dict[str, Any]:
+        """`steps` updates from batch `first` on: times, and every update's losses; traced, also `parts_of_step`."""
+        import jax
 
         step, state = self.running.get(num_depths) or self._begin(num_depths)
+        if is_traced:
+            batch = self._batch(first, rows, length)
+            lowered = step.lower(state, batch, SETTINGS.learning_rate, SETTINGS.mtp_loss_scale)
+            with tempfile.TemporaryDirectory() as folder:
+                with jax.profiler.trace(folder):
+                    result = self.run(num_depths, first, steps, rows, length)
+                return {**result, "parts": parts_of_step(pathlib.Path(folder), lowered.compile().as_text(), steps)}
         losses, clock = [], Clock()
         for number in range(first, first + steps):
-            tokens = batch_tokens(self.shape, number, rows, length)
-            batch = Batch(tokens, np.ones_like(tokens), np.ones_like(tokens, bool))
+            batch = self._batch(number, rows, length)
             state, metrics = step(state, batch, SETTINGS.learning_rate, SETTINGS.mtp_loss_scale)
             assert metrics["is_finite"]  # a run looks every step too
             losses.append(metrics["losses"])
         times = clock.read()
         self.running[num_depths] = (step, state)
         return {**times, "losses": [row.tolist() for row in losses]}
+
+    def _batch(self, number: int, rows: int, length: int):
+        from mtpjax.train.data import Batch
+
+        tokens = batch_tokens(self.shape, number, rows, length)
+        return Batch(tokens, np.ones_like(tokens), np.ones_like(tokens, bool))
+
+
+def parts_of_step(folder: pathlib.Path, module: str, steps: int) -> dict[str, dict[str, float]]:
+    """Seconds of a step in each part of the model, products of matrices and everything else apart.
+
+    From the profiler's trace in `folder` of so many steps and the text of the compiled module, whose instructions say
+    what they come from.
+    """
+    import jax
+
+    sources = dict(re.findall(r'^ *(?:ROOT )?%?([\w.\-]+) = .*op_name="([^"]*)"', module, re.MULTILINE))
+    parts: dict[str, dict[str, float]] = {}
+    for plane in jax.profiler.ProfileData.from_file(str(next(folder.rglob("*.xplane.pb")))).planes:
+        for event in (event for line in plane.lines for event in line.events):
+            name = str(dict(event.stats).get("hlo_op", ""))
+            if name:
+                source = sources.get(name, "")
+                is_product = name.startswith("dot") or source.endswith("dot_general")
+                seconds = parts.setdefault(_part(source), {"products": 0.0, "rest": 0.0})
+                seconds["products" if is_product else "rest"] += event.duration_ns * 1e-9 / steps
+    return parts
+
+
+def _part(source: str) -> str:
+    if "/attention/" in source:
+        return "attention"
+    if "/dense/" in source:
+        return "feed-forward"
+    if "MTPModel.logits" in source or "jvp()" in source:
+        return "head and losses"
+    return "norms, embedding, copies" if "jvp(" in source or not source else "optimiser"
 
 
 class Torch:
