@@ -236,7 +236,7 @@ def forward_depths(
     attention_layout: str = "ttt",
     is_detached: bool = False,
 ) -> DepthsOutput:
-    """The trunk's head and the MTP depths, over its states `entering [B, T, D]` (`trunk_states`) of the tokens `[B, T]`.
+    """The head and the MTP depths over the trunk's states `entering [B, T, D]` (`trunk_states`) of the tokens `[B, T]`.
 
     `num_depths` (default: the number of modules) may go beyond the modules, whose last is then recycled: under `ttt` a
     recycled row sees the true entries of its prefix and its own drafts, as decoding does; under `stream` the entries of

@@ -100,7 +100,6 @@ def train_step(
     `progress` 0..1 of the run says where the objective's warm-up stands. An update that is not finite is skipped and
     reported as such. Raises `ValueError` for states of a trunk that is trained.
     """
-
     if states is not None and trains != "modules":
         raise ValueError(f"states are of a frozen trunk; trains '{trains}' changes it")
     tokens, segment_ids, loss_mask = (jnp.asarray(array) for array in batch)
