@@ -57,10 +57,8 @@ class Log:
         bits = [float(loss) / math.log(2) for loss in losses]
         row = {"step": step, "seconds": seconds, "bits": bits, "tokens_per_second": rate}
         self.record(row)
-        losses = " ".join(
-            f"{'main' if depth == 0 else f'mtp{depth}'}={bits:.3f}" for depth, bits in enumerate(row["bits"])
-        )
-        self.show(progress, f"step={step} {losses} tokens/s={rate:.0f}", seconds)
+        text = " ".join(f"{'main' if depth == 0 else f'mtp{depth}'}={loss:.3f}" for depth, loss in enumerate(bits))
+        self.show(progress, f"step={step} {text} tokens/s={rate:.0f}", seconds)
 
 
 def _history(path: pathlib.Path, step: int) -> list[dict[str, Any]]:

@@ -174,7 +174,7 @@ def _write(path: pathlib.Path, states: np.ndarray) -> str | None:
     try:
         with new_file(path) as aside:
             with aside.open("wb") as file:
-                np.save(file, states if states.dtype.isbuiltin else states.view(np.uint16))
+                np.save(file, states.view(np.uint16) if states.dtype == jnp.bfloat16 else states)
             return file_digest(aside)
     except OSError as error:
         raise OSError(
