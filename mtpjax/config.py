@@ -347,7 +347,7 @@ class TrainConfig:
             the depths' losses do not reach the trunk.
         trunk_states: folder of a frozen trunk's states (`mtpjax.train.states`), computed once for all runs on the same
             trunk and rows; None: the trunk runs in every step. It needs trains "modules".
-        trunk_states_dtype: "float32" changes no loss; "bfloat16" takes half the disk.
+        trunk_states_dtype: "float32" as they are; "bfloat16" takes half the disk.
         output: run folder (`mtpjax.train.runs`).
         data: folder of text files to read; None: the running interpreter's standard library.
         pattern: which files of `data`.

@@ -72,8 +72,10 @@ def stored_states(
     dtype: str = "float32",
     is_told_to_end: Callable[[], bool] = lambda: False,
 ) -> TrunkStates:
-    """The states of `rows` from `folder`; what it lacks is computed, at most `batch_size` rows at a time.
+    """The states of `rows` from `folder`; what it lacks is computed, `batch_size` rows at a time.
 
+    Steps on as many rows, in float32 on a CPU, then give the bits that they give without; passes of another width are
+    within rounding.
     Every block that is there is held against its digest, once; damaged ones are told, and computed again. A process
     that finds another one at this waits for it.
 
@@ -84,12 +86,12 @@ def stored_states(
     with runs.locked(folder, waits=True) as folder:
         for file in folder.glob(".tmp-*"):  # of a killed process
             file.unlink()
-        manifest = _read_manifest(folder, of, rows.tokens.shape[1] * bytes_per_token(model, dtype))
+        pass_bytes = batch_size * rows.tokens.shape[1] * bytes_per_token(model, dtype)
+        manifest = _read_manifest(folder, of, batch_size * max(1, BLOCK_BYTES // pass_bytes))
         size, digests = manifest["rows_per_block"], manifest["blocks"]
         _drop_damaged(folder, digests, tokens_per_block=size * rows.tokens.shape[1])
         names = [f"{number:06d}.npy" for number in range(-(-len(rows.tokens) // size))]
         missing = [number for number, name in enumerate(names) if name not in digests]
-        width = -(-size // -(-size // batch_size))  # of a pass: all are as wide, and little is left over
         with _progress("computing the trunk's states", len(missing), size * rows.tokens.shape[1]) as tick:
             for number in missing:
                 if is_told_to_end():
@@ -97,7 +99,7 @@ def stored_states(
                         f"told to end with {len(digests)} of {len(names)} blocks in {folder}: go on with resume"
                     )
                 block = Batch(*(array[number * size : (number + 1) * size] for array in rows))
-                states = _compute(params, block, model, width, dtype)
+                states = _compute(params, block, model, batch_size, dtype)
                 digests[names[number]] = _write(folder / names[number], states)
                 write_text(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
                 tick()
@@ -127,13 +129,13 @@ def _digest(arrays: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(records, sort_keys=True).encode()).hexdigest()
 
 
-def _read_manifest(folder: pathlib.Path, of: dict[str, Any], row_bytes: int) -> dict[str, Any]:
-    """The folder's manifest, a new one where the folder is empty."""
+def _read_manifest(folder: pathlib.Path, of: dict[str, Any], rows_per_block: int) -> dict[str, Any]:
+    """The folder's manifest; in an empty one it is made, for blocks of so many rows."""
     path = folder / MANIFEST
     if not path.exists():
         if others := [file.name for file in folder.iterdir() if file.name != runs.LOCK]:
             raise StatesError(f"{folder} holds no trunk's states but {others[0]}: name another folder for them")
-        manifest = {"of": of, "rows_per_block": max(1, BLOCK_BYTES // row_bytes), "blocks": {}}
+        manifest = {"of": of, "rows_per_block": rows_per_block, "blocks": {}}
         write_text(path, json.dumps(manifest, indent=1) + "\n")
         return manifest
     try:
@@ -159,11 +161,11 @@ def _drop_damaged(folder: pathlib.Path, digests: dict[str, str | None], *, token
             tick()
 
 
-def _compute(params: dict, rows: Batch, model: MTPModel, width: int, dtype: str) -> np.ndarray:
-    """The states of a block `[rows, T, D]`, `width` rows in each pass."""
+def _compute(params: dict, rows: Batch, model: MTPModel, batch_size: int, dtype: str) -> np.ndarray:
+    """The states of a block `[rows, T, D]`, by passes of `batch_size` rows."""
     passes, last = [], len(rows.tokens) - 1
-    for first in range(0, last + 1, width):
-        taken = np.minimum(np.arange(first, first + width), last)  # the last row again to fill the last pass
+    for first in range(0, last + 1, batch_size):
+        taken = np.minimum(np.arange(first, first + batch_size), last)  # the last row again to fill the last pass
         states = trunk_states(params, rows.tokens[taken], rows.segment_ids[taken], model=model)
         passes.append(states.astype(dtype))
     return np.concatenate(jax.device_get(passes))[: last + 1]

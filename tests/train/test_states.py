@@ -23,13 +23,13 @@ from mtpjax.train.step import TrainState, make_optimizer, train_step, trained
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-ROWS, LENGTH = 11, 19
+ROWS, LENGTH = 11, 16
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Of four rows of the small model in float32, also where rows are those of `configured`."""
-    monkeypatch.setattr(states, "BLOCK_BYTES", 4 * 19 * 32 * 4)
+    monkeypatch.setattr(states, "BLOCK_BYTES", 4 * LENGTH * 32 * 4)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def rows():
     return data.Batch(tokens, ends, np.ones(tokens.shape, bool))
 
 
-def read(folder, rows, small, *, batch_size=3, model=None, params=None, **options):
+def read(folder, rows, small, *, batch_size=4, model=None, params=None, **options):
     own_model, own_params = small()
     return stored_states(folder, params or own_params, rows, model=model or own_model, batch_size=batch_size, **options)
 
@@ -59,32 +59,34 @@ def test_states_are_those_of_the_trunks_pass(dtype, post_norm, rows, small, tmp_
     numbers = np.array([10, 0, 3, 3, 7])
     found = stored.take(numbers)
     assert found.dtype == jnp.dtype(dtype)
-    np.testing.assert_allclose(found.astype(np.float32), wanted[numbers], atol=1e-6, rtol=0.01 * (dtype != "float32"))
+    rtol = 1e-5 if dtype == "float32" else 2**-8  # sums in another order, or half a bfloat16's last place
+    np.testing.assert_allclose(found.astype(np.float32), wanted[numbers], atol=1e-5, rtol=rtol)
     each = states.bytes_per_token(model, dtype)
     assert sum(array.nbytes for array in stored.blocks) == each * rows.tokens.size
     assert len(stored.blocks) == (3 if dtype == "float32" else 2)  # the last is not full
 
 
-def test_states_depend_on_no_batch_size(rows, small, tmp_path):
-    for batch_size in (1, 3, 64):
-        read(tmp_path / str(batch_size), rows, small, batch_size=batch_size)
-    one, *others = [blocks(tmp_path / str(batch_size)) for batch_size in (1, 3, 64)]
-    assert all(one == other for other in others)
+def test_states_of_other_batch_sizes_differ_by_rounding(rows, small, tmp_path):
+    one, *others = [
+        read(tmp_path / str(size), rows, small, batch_size=size).take(np.arange(ROWS)) for size in (1, 3, 64)
+    ]
+    for other in others:
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("layout, chunk", [("ttt", 0), ("stream", 50)])
 def test_a_step_on_states_is_the_step_without_its_trunk(layout, chunk, rows, small, tmp_path):
     """The same losses and parameters, bit for bit on a CPU, and none of the trunk's arithmetic."""
-    model, params = small(num_hidden_layers=6, mtp_hidden_post_norm=not chunk)
+    model, params = small(num_hidden_layers=3, mtp_hidden_post_norm=not chunk)
     stored = read(tmp_path, rows, small, model=model, params=params)
     optimizer = make_optimizer(TrainConfig(trains="modules"))
     objective = Objective(mix={"kl": 1.0, "end_to_end_tv": 1.0}, vocab_chunk=chunk)
-    settings = {"num_depths": 3, "attention_layout": layout, "objective": objective, "trains": "modules"}
+    settings = {"num_depths": 2, "attention_layout": layout, "objective": objective, "trains": "modules"}
     step = jax.jit(functools.partial(train_step, model=model, optimizer=optimizer, **settings))
 
     def run(with_states):
         state, losses, flops = TrainState(params, optimizer.init(trained(params, "modules")), jnp.int32(0)), [], 0
-        for numbers in (np.array([0, 5, 10]), np.array([4, 4, 1])):
+        for numbers in (np.array([0, 5, 10, 2]), np.array([4, 4, 1, 9])):
             given = stored.take(numbers) if with_states else None
             arguments = (state, data.take(rows, numbers), 1e-2, 1.0, 1.0, given)
             flops = flops or step.lower(*arguments).compile().cost_analysis()["flops"]
@@ -94,7 +96,7 @@ def test_a_step_on_states_is_the_step_without_its_trunk(layout, chunk, rows, sma
 
     (losses, after, flops), (plain_losses, plain_after, plain_flops) = run(True), run(False)
     jax.tree.map(np.testing.assert_array_equal, (losses, after), (plain_losses, plain_after))
-    trunk = jax.jit(functools.partial(trunk_states, model=model)).lower(params, rows.tokens[:3], rows.segment_ids[:3])
+    trunk = jax.jit(functools.partial(trunk_states, model=model)).lower(params, rows.tokens[:4], rows.segment_ids[:4])
     trunk_flops = trunk.compile().cost_analysis()["flops"]
     assert flops == pytest.approx(plain_flops - trunk_flops, rel=0.02)
 
@@ -184,7 +186,7 @@ def test_blocks_that_were_complete_are_kept(rows, small, tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(np, "save", fill_up)
-    with pytest.raises(OSError, match=r"000001\.npy of 9728 bytes cannot be written: .*No space left"):
+    with pytest.raises(OSError, match=r"000001\.npy of 8192 bytes cannot be written: .*No space left"):
         read(folder, rows, small)
     monkeypatch.undo()
     monkeypatch.setattr(states, "BLOCK_BYTES", 1)  # blocks stay as large as they are
@@ -233,11 +235,11 @@ def origin(small, tmp_path_factory):
     return folder
 
 
-def configured(origin, output, **changes):
+def configured(origin, output, num_sources=1, **changes):
     sources = [Source(path=str(origin / "a")), Source(path=str(origin / "b"), weight=2.0)]
     settings = {
-        "init_from": str(origin / "trunk"), "trains": "modules", "sources": sources[: changes.pop("num_sources", 1)],
-        "output": str(output), "held_out_fraction": 0.2, "steps": 6, "batch_size": 2, "row_length": 16,
+        "init_from": str(origin / "trunk"), "trains": "modules", "sources": sources[:num_sources],
+        "output": str(output), "held_out_fraction": 0.2, "steps": 6, "batch_size": 2, "row_length": 13,
         "extra_tokens": 3, "num_depths": 2, "log_every": 1,
     }  # fmt: skip
     return TrainConfig(**settings | changes)
@@ -252,18 +254,15 @@ def assert_same(result, plain):
     jax.tree.map(np.testing.assert_array_equal, result.params, plain.params)
 
 
-@pytest.mark.parametrize("num_sources", [1, 2])
-def test_runs_of_all_seeds_and_objectives_share_a_folder(num_sources, origin, tmp_path, monkeypatch):
-    if num_sources > 1:
-        pytest.importorskip("grain")
+def test_runs_of_all_seeds_and_objectives_share_a_folder(origin, tmp_path, monkeypatch):
+    """On two sources; the second run finds all there is."""
+    pytest.importorskip("grain")
     folder = tmp_path / "states"
-    other = {"seed": 1, "objective": Objective(mix={"lk_hybrid": 1.0}, vocab_chunk=100)}
-    for number, changes in enumerate([{}, other]):
-        config = configured(origin, tmp_path / f"plain{number}", num_sources=num_sources, **changes)
-        plain = train(config, evaluations=1)
-        config = dataclasses.replace(config, trunk_states=str(folder), output=str(tmp_path / f"stored{number}"))
-        assert_same(train(config, evaluations=1), plain)
-        monkeypatch.setattr(states, "_compute", None)  # the second finds all there is
+    train(configured(origin, tmp_path / "first", num_sources=2, trunk_states=str(folder)), evaluations=1)
+    monkeypatch.setattr(states, "_compute", None)
+    changes = {"num_sources": 2, "seed": 1, "objective": Objective(mix={"lk_hybrid": 1.0}, vocab_chunk=100)}
+    config = configured(origin, tmp_path / "stored", trunk_states=str(folder), **changes)
+    assert_same(train(config, evaluations=1), train(configured(origin, tmp_path / "plain", **changes), evaluations=1))
     sizes = describe(config)
     stored = sum(np.load(file, mmap_mode="r").nbytes for file in folder.glob("*.npy"))
     assert sizes["bytes of the trunk's states"] == stored
