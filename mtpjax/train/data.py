@@ -11,7 +11,7 @@ import pathlib
 import site
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -210,7 +210,7 @@ def _mixed_numbers(
         grain.MapDataset.range(begin, end).shuffle(seed=its_seed).repeat()
         for begin, end, its_seed in zip([0, *ends], ends, seeds, strict=False)
     ]
-    mixture = grain.MapDataset.mix(numbers, weights=list(weights)).batch(batch_size)
+    mixture: Any = grain.MapDataset.mix(numbers, weights=list(weights)).batch(batch_size)
     return (mixture[number] for number in itertools.count(start))
 
 
