@@ -77,7 +77,7 @@ def train(
     model, begin_with = _initial(config)
     num_depths = config.num_depths if model.config.num_mtp_modules else 0
     panel_depths = max(num_depths, panel_depths)
-    corpus = load_corpus(config, model.config.vocab_size)
+    corpus = load_corpus(config, model.config)
     state, step = _first_state(config, model, begin_with(), num_depths)
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(runs.locked(config.output))
@@ -209,7 +209,7 @@ def describe(config: TrainConfig) -> dict[str, int]:
     """What a run would be: rows and tokens of its data, parameters, bytes of its state. Raises as `train` does."""
     model, begin_with = _initial(config)
     params = jax.eval_shape(begin_with)
-    corpus = load_corpus(config, model.config.vocab_size)
+    corpus = load_corpus(config, model.config)
     state = (params, jax.eval_shape(make_optimizer(config).init, trained(params, config.trains)))
     return {
         "rows": sum(len(rows.tokens) for rows in corpus.parts),
