@@ -99,6 +99,8 @@ def check_same(
 def save_state(folder: pathlib.Path, state: Any, *, step: int, keep: int, metadata: Mapping[str, Any]) -> bool:
     """Writes the state after `step` updates, then removes all but the newest `keep`; says whether it could.
 
+    What a killed process had not completed goes as well: the folder has one writer.
+
     A disk that is full costs this state alone: what was there stays, and the run may go on.
     """
     leaves = {f"{number:06d}": leaf for number, leaf in enumerate(jax.tree.leaves(state))}
@@ -110,7 +112,7 @@ def save_state(folder: pathlib.Path, state: Any, *, step: int, keep: int, metada
     except OSError as error:
         log.error("the state after step %d could not be saved, and the run goes on without: %s", step, error)
         return False
-    for old in _states(folder)[keep:]:
+    for old in [*_states(folder)[keep:], *(folder / STATES).glob(".*")]:
         shutil.rmtree(old, ignore_errors=True)
     return True
 
