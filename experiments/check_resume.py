@@ -199,8 +199,7 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as work:
         corpus, env = write_corpus(pathlib.Path(work, "text")), environment(pathlib.Path(work, "cache"))
         unbroken, killed = pathlib.Path(work, "unbroken"), pathlib.Path(work, "killed")
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        subprocess.run(train_command(corpus, unbroken, settings), check=True, env=env, **quiet)
+        subprocess.run(train_command(corpus, unbroken, settings), check=True, capture_output=True, env=env)
         say(f"unbroken run of {steps} steps")
         command = train_command(corpus, killed, settings)
         fell = kill_and_go_on(command, killed, kills=options.kills, steps=steps, seed=options.seed, env=env, say=say)

@@ -395,8 +395,10 @@ def _regenerate(options) -> int:
     path = checkpoint.find(options.model_path)
     model, params = checkpoint.load(path)
     tokenizer = load_tokenizer(path, model.config.vocab_size)
+    num_steps = _num_steps(settings.pop("num_steps"), model)
     config = DecodeConfig(
-        **settings | {"num_steps": _num_steps(settings["num_steps"], model)},
+        **settings,
+        num_steps=num_steps,
         max_new_tokens=options.max_new_tokens,
         max_length=options.max_length,
         stop_token_ids=tokenizer.eos_token_ids,
