@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mtpjax import checkpoint
-from mtpjax.config import ModelConfig, Source, TrainConfig
+from mtpjax.config import Source, TrainConfig
 from mtpjax.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from mtpjax.train.data import Batch, Document, batches, count_targets, pack, split_held_out
 from mtpjax.train.sources import end_token_id, fingerprint, read_source
@@ -29,13 +29,12 @@ class Corpus(NamedTuple):
         return self.summary["fingerprint"]
 
 
-def load_corpus(config: TrainConfig, model: ModelConfig) -> Corpus:
+def load_corpus(config: TrainConfig, vocab_size: int, *, num_depths: int = 0) -> Corpus:
     """Reads, splits and packs `config`'s sources; what is skipped is told on stderr.
 
-    Raises `ValueError` for sources of which too much is of no use, that leave nothing held out, or in which a depth
-    that `model` is trained on has no target; `FileNotFoundError` where there is no text.
+    Raises `ValueError` for sources of which too much is of no use, that leave nothing held out, or in which the trunk
+    or one of `num_depths` depths has no target; `FileNotFoundError` where there is no text.
     """
-    vocab_size, num_depths = model.vocab_size, config.num_depths if model.num_mtp_modules else 0
     folder = config.tokenizer
     if folder is None and config.init_from is not None:
         beside = checkpoint.find(config.init_from)
@@ -43,7 +42,7 @@ def load_corpus(config: TrainConfig, model: ModelConfig) -> Corpus:
     file = None if folder is None else FileTokenizer(pathlib.Path(folder), vocab_size)
     tokenizer: Tokenizer = file or ByteTokenizer()
     sources = config.sources or (Source(path=config.data, pattern=config.pattern),)
-    packing = {"eos_token_id": end_token_id(tokenizer), "seed": config.seed}
+    packing = {"eos_token_id": end_token_id(tokenizer), "seed": 0}  # runs of all seeds have the same rows: `states.py`
     parts, held_out, readings = [], [], []
     for source in sources:
         reading = read_source(source, tokenizer, vocab_size=vocab_size)
