@@ -66,9 +66,9 @@ def read_source(source: Source, tokenizer: Tokenizer, *, vocab_size: int) -> Rea
     skipped: dict[str, int] = dict.fromkeys(REASONS, 0)
     for place, content in _records(source):
         try:
-            tokens, loss_mask = _encode(content, source, tokenizer)
+            tokens, loss_mask, category = _encode(content, source, tokenizer)
             tokens = _checked(tokens, vocab_size, end if loss_mask is None else None)
-            documents.append(Document(place, tokens, loss_mask))
+            documents.append(Document(place, tokens, loss_mask, category))
         except _UnusableError as problem:
             skipped[problem.reason] += 1
             if sum(skipped.values()) > source.most_skipped:
@@ -112,21 +112,25 @@ def _records(source: Source) -> Iterator[tuple[str, bytes]]:
                     yield f"{path} line {number}", line
 
 
-def _encode(content: bytes, source: Source, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray | None]:
-    """Tokens `[n]` and, of a conversation, the loss mask `[n + 1]`. Raises `_UnusableError`, TokenizerError."""
+def _encode(content: bytes, source: Source, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray | None, str]:
+    """Tokens `[n]`, of a conversation the loss mask `[n + 1]`, and the category that a record names, else "".
+
+    Raises `_UnusableError`, TokenizerError.
+    """
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise _UnusableError("corrupt", "is no UTF-8") from error
     if source.kind == "text":
-        return _encode_text(text, tokenizer), None
+        return _encode_text(text, tokenizer), None, ""
     record = _object(text)
-    value = record.get(source.field)
+    value, category = record.get(source.field), record.get("category")
+    category = category if isinstance(category, str) else ""
     if source.kind == "chat":
-        return _encode_messages(value, record, source.field, tokenizer)
+        return *_encode_messages(value, record, source.field, tokenizer), category
     if not isinstance(value, str):
         raise _UnusableError("corrupt", f"has no text '{source.field}'")
-    return _encode_text(value, tokenizer), None
+    return _encode_text(value, tokenizer), None, category
 
 
 def _encode_text(text: str, tokenizer: Tokenizer) -> np.ndarray:

@@ -152,7 +152,15 @@ def test_other_data_and_other_runs_are_refused(tmp_path):
         runs.check_same(tmp_path, {}, "digest")
 
 
-SETTINGS = {"steps": 24, "batch_size": 2, "row_length": 32, "log_every": 1, "save_every": 4, "num_depths": 1}
+SETTINGS = {
+    "steps": 24,
+    "batch_size": 2,
+    "row_length": 32,
+    "log_every": 1,
+    "save_every": 4,
+    "num_depths": 1,
+    "panel_prompts": 0,
+}
 
 
 @pytest.fixture(scope="module")
