@@ -24,9 +24,9 @@ log = logging.getLogger("mtpjax.decode")
 
 
 def record(params: dict, tokens: np.ndarray, *, model: MTPModel, num_depths: int) -> dict[str, list]:
-    """What the checkpoint's metadata keep: up to 4 x 128 of `tokens [R, T]`, and per level the share of positions where
+    """What the checkpoint's metadata keep: up to 4 x 128 of `tokens [R, T]`, and what each level makes of them.
 
-    the drafts' arg-max is the trunk's, and the mean of 1 - TV.
+    "agreement" is the share of positions where a draft's arg-max is the trunk's, "overlap" the mean of 1 - TV.
     """
     kept = tokens[:ROWS, :COLUMNS]
     num_depths = max(0, min(num_depths, kept.shape[1] - 2))  # those with a position to measure at
@@ -36,7 +36,8 @@ def record(params: dict, tokens: np.ndarray, *, model: MTPModel, num_depths: int
 def check_acceptance(path, model: MTPModel, params: dict) -> list[str]:
     """How a model that was loaded from `path` drafts otherwise than its trainer measured, a line each; logs warnings.
 
-    Empty where all is well, and for a checkpoint that holds no such record. It takes one pass over 512 tokens.
+    Empty where all is well, and for a checkpoint that holds no such record. It takes one pass over 512 tokens. Raises
+    `ValueError` for a record that is damaged.
     """
     path = checkpoint.find(path)
     stored = _stored(path)
@@ -65,7 +66,18 @@ def _stored(path: pathlib.Path) -> dict[str, list] | None:
         if record is not None:
             return record
         path = path / "huggingface"  # of a directory that was converted
-    return json.loads((path / FILE).read_bytes()) if (path / FILE).is_file() else None
+    file = path / FILE
+    if not file.is_file():
+        return None
+    try:
+        record = json.loads(file.read_bytes())
+        np.array([record["agreement"], record["overlap"]], np.float32)
+        is_whole = np.array(record["tokens"], np.int32).ndim == 2
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is damaged: {type(error).__name__}: {error}") from error
+    if not is_whole:
+        raise ValueError(f"{file} is damaged: its tokens are no rows")
+    return record
 
 
 def _measure(params: dict, tokens: np.ndarray, *, model: MTPModel, num_depths: int) -> dict[str, list[float]]:

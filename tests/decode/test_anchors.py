@@ -31,12 +31,9 @@ def assert_exact(acceptance):
 @pytest.mark.parametrize(
     ("attention", "modules", "chaining", "num_steps"),
     [
-        ("grouped", 1, "chain", 4),
-        ("grouped", 2, "trunk", 2),
-        ("grouped", 3, "chain", 4),
-        ("latent", 2, "chain", 3),
-        ("sparse", 1, "chain", 2),
-        ("hybrid", 2, "chain", 3),
+        ("grouped", 2, "trunk", 4),
+        ("latent", 3, "chain", 3),
+        ("hybrid", 1, "chain", 2),
     ],
 )
 def test_greedy_rounds_are_predicted_one_by_one(attention, modules, chaining, num_steps, small):
@@ -67,7 +64,7 @@ def test_limits_and_stops_within_a_round_are_predicted(small):
         assert sum(map(len, found.texts)) < sum(map(len, whole.texts))
 
 
-@pytest.mark.parametrize("name", golden.cases("deepseek_v3_fp8", "deepseek_v3_mtp2_bf16", "glm_moe_dsa", "qwen3_next"))
+@pytest.mark.parametrize("name", golden.cases("deepseek_v3_fp8", "deepseek_v3_mtp2_bf16"))
 def test_greedy_rounds_of_golden_checkpoints_are_predicted_one_by_one(name):
     model, params = load(golden.path(name), dtype=jnp.float32)
     prompts = make_prompts(8, model.config.vocab_size)
@@ -84,8 +81,8 @@ def test_matched_samples_are_predicted_one_by_one(small):
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_sampled_accept_lengths_are_predicted_in_expectation(rule, small):
     """Of 240 texts, to three standard errors, less than 3 %; greedy rows in the same batch are certain."""
-    model, params = small("grouped", "mixed", num_mtp_modules=2)
-    config = dataclasses.replace(CONFIG, acceptance=rule, max_new_tokens=56)
+    model, params = small("grouped", "mixed")
+    config = dataclasses.replace(CONFIG, acceptance=rule, num_steps=2, max_new_tokens=56)
     prompts, temperatures = make_prompts(256), np.repeat([0.0, 1.0], [16, 240])
     acceptance = measure_acceptance(
         params, prompts, model=model, config=config, temperature=temperatures.tolist(), batch_size=256
@@ -124,10 +121,7 @@ def test_a_text_given_the_rounds_are_those_of_a_plain_walk():
         np.testing.assert_allclose(counts[1:] / 20_000, accepted[0], rtol=0.04)
 
 
-def test_trees_and_windows_are_not_predicted(small):
-    model, params = small("grouped", "mixed")
-    found = measure_acceptance(params, [[1, 2]], model=model, config=DecodeConfig(max_new_tokens=4, topk=2))
-    assert np.isnan(found.predicted_steps).all() and found.steps.sum() > 0
+def test_trees_and_windows_are_not_predicted():
     for changes in ({"topk": 2}, {"draft_window": 4}, {"draft_vocabulary": (1, 2, 3)}):
         assert not is_predictable(dataclasses.replace(CONFIG, **changes), "block")
     assert is_predictable(CONFIG, "block") and not is_predictable(CONFIG, "typical")

@@ -12,7 +12,7 @@ from conversion.load import load as load_hugging_face
 from mtpjax import MTPModel, TrainConfig, init_params, load, presets, train
 from mtpjax.checkpoint import save_model
 from mtpjax.compat import make_mesh
-from mtpjax.decode.self_check import check_acceptance
+from mtpjax.decode.self_check import FILE, check_acceptance
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -48,7 +48,6 @@ def differences(path, model, params, caplog):
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="mtpjax.decode"):
         found = check_acceptance(path, model, params)
-    print(found)
     assert ("does not draft as it did" in caplog.text) == bool(found)
     return found
 
@@ -103,4 +102,7 @@ def test_the_record_goes_with_a_conversion_and_back(trained, tmp_path, caplog):
         assert not differences(path, model, params, caplog)
         wrong = MTPModel(dataclasses.replace(model.config, mtp_input="hidden_embedding"))
         assert differences(path, wrong, params, caplog)
+    (tmp_path / "there" / FILE).write_text('{"tokens": [[1]], "agreement": [0.5]}')
+    with pytest.raises(ValueError, match=f"{FILE} is damaged: KeyError: 'overlap'"):
+        check_acceptance(tmp_path / "there", model, params)
     assert load_hugging_face(tmp_path / "there")[0] == load(trained[0])[0]
