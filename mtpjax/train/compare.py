@@ -59,7 +59,7 @@ def tables(runs: Sequence[Run]) -> Iterator[Any]:
         different.add_row(key, *values)
     yield different if rows else "the settings are the same"
 
-    figures = narrow_table("at the last evaluation" + "; in brackets: less the first run's" * (len(runs) > 1))
+    figures = narrow_table("at the last evaluation" + " (less the first run's)" * (len(runs) > 1))
     figures.add_column("", overflow="fold")
     for name in names:
         figures.add_column(name, justify="right", overflow="fold")
@@ -75,7 +75,7 @@ def _figures(run: Run) -> dict[str, float]:
     for level, bits in enumerate(panel["bits_per_token"]):
         found["bits per token, " + (f"draft {level}" if level else "trunk")] = bits
     for name, title in (("agreement", "agreement"), ("survival", "survival"), ("overlap", "1 - TV")):
-        found |= {f"{title}, level {level}": value for level, value in enumerate(panel[name], start=1)}
+        found |= {f"{title}, level {level}": value for level, value in enumerate(panel.get(name, ()), start=1)}
     for category, kinds in panel.get("decoded", {}).items():
         for kind, row in kinds.items():
             place = kind if category == "overall" else f"{category}, {kind}"

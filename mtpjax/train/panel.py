@@ -92,8 +92,9 @@ def print_panel(console, panel: Panel) -> None:
 
 def _lengths_table(decoded: Mapping[str, Mapping[str, Decoded]]):
     table = narrow_table(
-        "accept length on held-out prompts at temperature T: decoded; predicted at decoding's\n"
-        "anchors along the trunk's own text; teacher-forced over all positions of that text"
+        "accept length at temperature T on held-out prompts: decoded;\n"
+        "predicted at decoding's anchors along the trunk's own text;\n"
+        "teacher-forced over all positions of that text"
     )
     table.add_column("category", overflow="fold")
     headings = ("T", "prompts", "that\nloop", "decoded (95 %)", "pre-\ndicted", "teacher-\nforced")
