@@ -38,13 +38,20 @@ def new_folder(path: pathlib.Path, may_replace: Callable[[pathlib.Path], bool] |
         shutil.rmtree(aside, ignore_errors=True)  # gone already unless something failed
 
 
-def write_text(path, content: str) -> None:
-    """Writes a file beside `path` and renames it to it; missing folders are made."""
-    path = pathlib.Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+@contextlib.contextmanager
+def new_file(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yields a hidden sibling of `path` to write to, and renames it to `path` once the block has ended."""
     aside = path.with_name(f".tmp-{path.name}-{os.getpid()}")
     try:
-        aside.write_text(content)
+        yield aside
         os.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def write_text(path, content: str) -> None:
+    """Writes a file that appears complete; missing folders are made."""
+    path = pathlib.Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with new_file(path) as aside:
+        aside.write_text(content)

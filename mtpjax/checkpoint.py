@@ -82,7 +82,7 @@ def save(path, config_dict, params, *, metadata=None, write_more: Callable[[path
             write_more(aside)
         files = sorted(str(file.relative_to(aside)) for file in aside.rglob("*") if file.is_file())
         with ThreadPoolExecutor() as pool:  # hashing releases the interpreter lock
-            digests = pool.map(lambda file: known.get(file) or _file_digest(aside / file), files)
+            digests = pool.map(lambda file: known.get(file) or file_digest(aside / file), files)
             sums = dict(zip(files, digests, strict=True))
         (aside / "digests.json").write_bytes(_json_bytes({"files": sums, "arrays": records}))
 
@@ -155,7 +155,7 @@ def restore(path):
     with ThreadPoolExecutor() as pool:
         arrays = _read_arrays(stored.path / "params", stored.records)
         chunks = [stored.records[name].get("chunks") for name in arrays]
-        for name, found in zip(arrays, pool.map(_describe, arrays.values(), chunks), strict=True):
+        for name, found in zip(arrays, pool.map(describe_array, arrays.values(), chunks), strict=True):
             _check(stored.path / "params", name, found, stored.records[name])
     params = unflatten({name: jnp.asarray(array) for name, array in arrays.items()})
     return stored.config, _join_scaled(params, stored.scaled), stored.metadata
@@ -179,7 +179,7 @@ class Stored:
         self.files, self.records = _read_digests(self.path)
         with ThreadPoolExecutor() as pool:
             files = self.files if verify else {}
-            found = pool.map(_file_digest, (self.path / file for file in files))
+            found = pool.map(file_digest, (self.path / file for file in files))
             for file, digest in zip(files, found, strict=True):
                 if digest != self.files[file]:
                     problem = "is missing or unreadable" if digest is None else "differs from what was saved"
@@ -246,7 +246,7 @@ def _write_arrays(folder, arrays):
         checkpointer.save(folder, args=ocp.args.PyTreeSave(unflatten(arrays | stand_ins)))
     whole = {name: array for name, array in arrays.items() if name not in streams}
     with ThreadPoolExecutor() as pool:
-        records = dict(zip(whole, pool.map(_describe, whole.values()), strict=True))
+        records = dict(zip(whole, pool.map(describe_array, whole.values()), strict=True))
     streamed, known = _write_streams(folder, streams)
     records |= streamed
     return {name: records[name] for name in arrays}, known
@@ -336,7 +336,7 @@ def _check(folder, name, found, recorded):
             raise CheckpointError(f"array {name!r} in {folder} has {key} {value}; saved was {recorded.get(key)}")
 
 
-def _file_digest(file):
+def file_digest(file):
     """The sha256 of a file, or `None` where there is none to read."""
     try:
         with open(file, "rb") as stream:
@@ -351,7 +351,7 @@ def _of_array(file, arrays):
     return f" of array {name!r}" if name in arrays else ""
 
 
-def _describe(array, chunks=None):
+def describe_array(array, chunks=None):
     """The record of one numpy array: the digest of its elements in C order, or of the digests of its chunks."""
     if chunks is None:
         return _record(array, _digest(array).hex())

@@ -345,6 +345,9 @@ class TrainConfig:
             without MTP modules gets one. Where it holds a `tokenizer.json`, that is the default tokenizer.
         trains: "all"; "modules" leaves the trunk, and what they share with it, as they are; "detached" trains all, but
             the depths' losses do not reach the trunk.
+        trunk_states: folder of a frozen trunk's states (`mtpjax.train.states`), computed once for all runs on the same
+            trunk and rows; None: the trunk runs in every step. It needs trains "modules".
+        trunk_states_dtype: "float32" as they are; "bfloat16" takes half the disk.
         output: run folder (`mtpjax.train.runs`).
         data: folder of text files to read; None: the running interpreter's standard library.
         pattern: which files of `data`.
@@ -364,6 +367,8 @@ class TrainConfig:
     preset: str = "tiny"
     init_from: str | None = None
     trains: Literal["all", "modules", "detached"] = "all"
+    trunk_states: str | None = None
+    trunk_states_dtype: Literal["float32", "bfloat16"] = "float32"
     output: str = "runs/train"
     data: str | None = None
     pattern: str = "*.py"
@@ -408,4 +413,9 @@ class TrainConfig:
         require_choice("optimizer", self.optimizer, ("adamw", "muon"))
         require_choice("trains", self.trains, ("all", "modules", "detached"))
         require(self.num_depths > 0 or self.trains != "modules", "trains 'modules' needs num_depths of at least 1")
+        require_choice("trunk_states_dtype", self.trunk_states_dtype, ("float32", "bfloat16"))
+        require(
+            self.trunk_states is None or self.trains == "modules",
+            f"trunk_states are of a frozen trunk: they need trains 'modules', not '{self.trains}'",
+        )
         require_choice("attention_layout", self.attention_layout, ("ttt", "stream"))

@@ -151,14 +151,19 @@ def bind(model: MTPModel, params: dict) -> Callable[..., Any]:
     return functools.partial(model.apply, {"params": params})
 
 
-class ForwardOutput(flax.struct.PyTreeNode):
+class DepthsOutput(flax.struct.PyTreeNode):
     """A teacher-forced pass over `[B, T]` tokens. Row i of depth k (index k-1) predicts t[i+k+1]; from T-k: garbage."""
 
     logits: jax.Array  # [B, T, V] float32
     hidden: jax.Array  # [B, T, D] after the final norm
-    hidden_prenorm: jax.Array  # [B, T, D]
     mtp_logits: tuple[jax.Array, ...]  # per depth [B, T, V] float32
     mtp_hidden: tuple[jax.Array, ...]  # per depth [B, T, D], after the module's norm
+
+
+class ForwardOutput(DepthsOutput):
+    """`DepthsOutput` of a pass that had the trunk before it."""
+
+    hidden_prenorm: jax.Array  # [B, T, D]
 
 
 def is_of_modules(name: str) -> bool:
@@ -183,31 +188,73 @@ def forward(
     attention_layout: str = "ttt",
     is_detached: bool = False,
 ) -> ForwardOutput:
-    """Trunk and MTP depths over whole rows of true tokens `[B, T]`.
+    """Trunk and MTP depths over whole rows of true tokens `[B, T]`: its pass, then `forward_depths`.
 
     `segment_ids [B, T]` (0 is padding) keep packed documents apart; `lengths [B]` marks right-padded rows instead.
-    `num_depths` (default: the number of modules) may go beyond the modules, whose last is then recycled: under `ttt` a
-    recycled row sees the true entries of its prefix and its own drafts, as decoding does; under `stream` the entries of
-    its own depth. With `is_detached` no gradient goes from the depths to the trunk, nor to the embedding and head that
-    they share with it. Raises `ValueError` for shapes or choices that do not fit.
+    Raises `ValueError` for shapes or choices that do not fit.
     """
-    config = model.config
-    modules = config.num_mtp_modules
-    num_depths = modules if num_depths is None else num_depths
-    _check_forward(tokens, segment_ids, lengths, modules, num_depths, attention_layout)
+    _check_rows(tokens, segment_ids, lengths)
     if segment_ids is None:
         segment_ids = jnp.ones(tokens.shape, jnp.int32)
         if lengths is not None:
             segment_ids = (jnp.arange(tokens.shape[1])[None, :] < lengths[:, None]).astype(jnp.int32)
-    apply = bind(model, params)
+    entering, before = _trunk_pass(params, tokens, segment_ids, model)
+    output = forward_depths(
+        params,
+        entering,
+        tokens,
+        segment_ids,
+        model=model,
+        num_depths=num_depths,
+        attention_layout=attention_layout,
+        is_detached=is_detached,
+    )
+    return ForwardOutput(**vars(output), hidden_prenorm=before)
 
+
+@functools.partial(jax.jit, static_argnames="model")
+def trunk_states(params: dict, tokens: jax.Array, segment_ids: jax.Array, *, model: MTPModel) -> jax.Array:
+    """The trunk's pass alone: `[B, T, D]`, the state that enters the modules, from which `forward_depths` goes on."""
+    return _trunk_pass(params, tokens, segment_ids, model)[0]
+
+
+def _trunk_pass(params, tokens, segment_ids, model) -> tuple[jax.Array, jax.Array]:
+    """The state that enters the modules, and the one before the final norm."""
+    apply = bind(model, params)
+    hidden, before, _ = apply(tokens, full_view(model.config, segment_ids), method="run_trunk")
+    return apply(hidden, before, method="entering"), before
+
+
+def forward_depths(
+    params: dict,
+    entering: jax.Array,
+    tokens: jax.Array,
+    segment_ids: jax.Array,
+    *,
+    model: MTPModel,
+    num_depths: int | None = None,
+    attention_layout: str = "ttt",
+    is_detached: bool = False,
+) -> DepthsOutput:
+    """The head and the MTP depths over the trunk's states `entering [B, T, D]` (`trunk_states`) of the tokens `[B, T]`.
+
+    `num_depths` (default: the number of modules) may go beyond the modules, whose last is then recycled: under `ttt` a
+    recycled row sees the true entries of its prefix and its own drafts, as decoding does; under `stream` the entries of
+    its own depth. With `is_detached` no gradient goes from the depths to the trunk, nor to the embedding and head that
+    they share with it. Raises `ValueError` for choices that do not fit.
+    """
+    config = model.config
+    modules = config.num_mtp_modules
+    num_depths = modules if num_depths is None else num_depths
+    _check_depths(modules, num_depths, attention_layout)
+    apply = bind(model, params)
     view = full_view(config, segment_ids)
-    hidden, before, _ = apply(tokens, view, method="run_trunk")
-    entering = carried = apply(hidden, before, method="entering")
+    hidden = apply(entering, method="after_final_norm")
     logits, mtp_logits, mtp_hidden = apply(hidden, method="logits"), [], []
     if is_detached:
-        entering = carried = jax.lax.stop_gradient(entering)
+        entering = jax.lax.stop_gradient(entering)
         apply = bind(model, detach_trunk(params))
+    carried = entering
     base: Entries = {}
     levels: tuple[Entries, ...] = ()
     for depth in range(1, num_depths + 1):
@@ -230,7 +277,7 @@ def forward(
             levels = (*levels, entries)
         mtp_logits.append(apply(after, index=index, method="logits"))
         mtp_hidden.append(after)
-    return ForwardOutput(logits, hidden, before, tuple(mtp_logits), tuple(mtp_hidden))
+    return DepthsOutput(logits, hidden, tuple(mtp_logits), tuple(mtp_hidden))
 
 
 def shift_left(rows: jax.Array, count: int) -> jax.Array:
@@ -238,13 +285,16 @@ def shift_left(rows: jax.Array, count: int) -> jax.Array:
     return jnp.pad(rows, ((0, 0), (0, count), *((0, 0),) * (rows.ndim - 2)))[:, count:]
 
 
-def _check_forward(tokens, segment_ids, lengths, modules, num_depths, attention_layout):
+def _check_rows(tokens, segment_ids, lengths):
     if tokens.ndim != 2:
         raise ValueError(f"tokens must be [B, T], not of shape {tokens.shape}")
     if segment_ids is not None and segment_ids.shape != tokens.shape:
         raise ValueError(f"segment_ids {segment_ids.shape} do not match tokens {tokens.shape}")
     if lengths is not None and lengths.shape != tokens.shape[:1]:
         raise ValueError(f"lengths {lengths.shape} do not match the batch of {tokens.shape[0]}")
+
+
+def _check_depths(modules, num_depths, attention_layout):
     if num_depths < 0 or (num_depths and not modules):
         raise ValueError(f"num_depths {num_depths} is not possible with {modules} MTP modules")
     if attention_layout not in ("ttt", "stream"):

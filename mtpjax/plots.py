@@ -51,6 +51,36 @@ def plot_quickstart(path: pathlib.Path, history: list[dict[str, Any]], rows) -> 
     figure.savefig(path, dpi=110)
 
 
+def plot_objectives(path: pathlib.Path, settings: dict[str, dict[str, Any]]) -> None:
+    """Accept length of every setting at each temperature, and survival by level (`experiments.objectives`)."""
+    import matplotlib.figure
+
+    figure = matplotlib.figure.Figure(figsize=(13, 0.45 * len(settings) + 2.2), layout="constrained")
+    temperatures = list(next(iter(settings.values())))
+    axes = figure.subplots(1, 1 + len(temperatures))
+    for number, temperature in enumerate(temperatures):
+        for place, (name, columns) in enumerate(settings.items()):
+            row = columns[temperature]
+            value, low, high = (row["accept_length"][key] for key in ("value", "low", "high"))
+            colour, height = COLOURS[number], place + 0.2 * number - 0.1
+            axes[0].errorbar(value, height, xerr=[[value - low], [high - value]], fmt="o", color=colour, capsize=3)
+            axes[0].plot(row["of_seeds"], [height] * len(row["of_seeds"]), "|", color=colour, markersize=9)
+            line = axes[1 + number]
+            survival = [rate["value"] for rate in row["survival"]]
+            style = {"color": COLOURS[place % len(COLOURS)], "linestyle": "-" if place < len(COLOURS) else "--"}
+            line.plot(range(1, len(survival) + 1), survival, marker="o", markersize=3, label=name, **style)
+            line.set(title=f"survival, temperature {temperature}", xlabel="level", ylim=(0, 1))
+            line.set_xticks(range(1, len(survival) + 1))
+        axes[0].plot([], [], "o", color=COLOURS[number], label=f"temperature {temperature}")
+    axes[0].set_yticks(range(len(settings)), list(settings))
+    axes[0].invert_yaxis()
+    axes[0].set(title="accept length: 95 % over prompts, a stroke per seed", xlabel="tokens per round")
+    axes[0].grid(axis="x", alpha=0.3)
+    axes[0].legend(fontsize=8)
+    axes[-1].legend(fontsize=7)
+    figure.savefig(path, dpi=110)
+
+
 def plot_heatmap(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
     """Ratio to plain decoding over depth, and tree and rule: a panel per batch size and temperature (`cells.jsonl`)."""
     import matplotlib.colors

@@ -197,7 +197,7 @@ def test_a_failed_save_leaves_what_was_there(copy, params, monkeypatch, moment, 
     name, failing = {
         "before the arrays": ("mtpjax.checkpoint._write_arrays", fail),
         "after the arrays": ("mtpjax.checkpoint._write_arrays", lambda *args: fail_after_the_arrays(write, *args)),
-        "at the digests": ("mtpjax.checkpoint._file_digest", fail),
+        "at the digests": ("mtpjax.checkpoint.file_digest", fail),
         "at the rename": ("pathlib.Path.rename", fail_for_the_new),
     }[moment]
     if is_first:

@@ -11,7 +11,7 @@ import pathlib
 import site
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -134,13 +134,26 @@ def pack(
     return Batch(tokens=tokens, segment_ids=segment_ids, loss_mask=loss_mask)
 
 
+def join(parts: Sequence[Batch]) -> Batch:
+    """The rows of several sources, one after the other."""
+    return parts[0] if len(parts) == 1 else Batch(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+
+
+def take(rows: Batch, numbers: np.ndarray) -> Batch:
+    """The rows of these numbers."""
+    return Batch(*(array[numbers] for array in rows))
+
+
 def batches(rows: Batch, batch_size: int, *, seed: int, start: int = 0) -> Iterator[Batch]:
     """Batches `[batch_size, T]` without end, the rows in a new order every epoch.
 
     The n-th batch depends on `seed` and n alone, so a resumed run goes on with `start` = batches already taken. The
     rows that do not fill an epoch's last batch wait for a later epoch. Raises ValueError for fewer rows than that.
     """
-    num_rows = len(rows.tokens)
+    return (take(rows, numbers) for numbers in _numbers(len(rows.tokens), batch_size, seed=seed, start=start))
+
+
+def _numbers(num_rows: int, batch_size: int, *, seed: int, start: int) -> Iterator[np.ndarray]:
     if not 1 <= batch_size <= num_rows:
         raise ValueError(f"batch_size {batch_size} is outside 1..{num_rows}, the number of packed rows")
     if start < 0:
@@ -151,8 +164,7 @@ def batches(rows: Batch, batch_size: int, *, seed: int, start: int = 0) -> Itera
         while True:
             order = np.random.default_rng([seed, epoch]).permutation(num_rows)
             for batch in range(first, num_rows // batch_size):
-                taken = order[batch * batch_size : (batch + 1) * batch_size]
-                yield Batch(*(array[taken] for array in rows))
+                yield order[batch * batch_size : (batch + 1) * batch_size]
             epoch, first = epoch + 1, 0
 
     return generate()
@@ -160,8 +172,9 @@ def batches(rows: Batch, batch_size: int, *, seed: int, start: int = 0) -> Itera
 
 def mixed_batches(
     parts: Sequence[Batch], weights: Sequence[float], batch_size: int, *, seed: int, start: int = 0
-) -> Iterator[Batch]:
-    """Batches `[batch_size, T]` without end, of the packed rows of several sources, in shares by `weights`.
+) -> Iterator[tuple[np.ndarray, Batch]]:
+    """Batches `[batch_size, T]` without end, of the packed rows of several sources, in shares by `weights`; before each
+    the numbers `[batch_size]` of its rows among those of all parts, one part after the other (`join`).
 
     The sources take turns, so that every stretch of rows has their shares to within a row or two; each gives its rows
     in a new order every time they are used up, so small sources with a large weight repeat. The n-th batch depends on
@@ -175,29 +188,31 @@ def mixed_batches(
         raise ValueError(f"there are {len(parts)} sources and {len(weights)} weights")
     if not all(0 < weight < np.inf for weight in weights):
         raise ValueError(f"weights must be positive, not {', '.join(map(str, weights))}")
+    rows = join(parts)
     if len(parts) == 1:
-        return batches(parts[0], batch_size, seed=seed, start=start)
+        stream = _numbers(len(rows.tokens), batch_size, seed=seed, start=start)
+    else:
+        stream = _mixed_numbers([len(part.tokens) for part in parts], weights, batch_size, seed=seed, start=start)
+    return ((numbers, take(rows, numbers)) for numbers in stream)
+
+
+def _mixed_numbers(
+    sizes: Sequence[int], weights: Sequence[float], batch_size: int, *, seed: int, start: int
+) -> Iterator[np.ndarray]:
     if batch_size < 1 or start < 0:
         raise ValueError(f"batch_size {batch_size} is below 1 or start {start} below 0")
     try:
         import grain
     except ImportError as error:
         raise ImportError("several sources are mixed by grain: pip install 'mtpjax[train]'") from error
-    ends = np.cumsum([len(part.tokens) for part in parts]).tolist()
-    seeds = np.random.SeedSequence(seed).generate_state(len(parts)).tolist()  # sources of one size differ in order
+    ends = np.cumsum(sizes).tolist()
+    seeds = np.random.SeedSequence(seed).generate_state(len(sizes)).tolist()  # sources of one size differ in order
     numbers = [
         grain.MapDataset.range(begin, end).shuffle(seed=its_seed).repeat()
         for begin, end, its_seed in zip([0, *ends], ends, seeds, strict=False)
     ]
-    mixture = grain.MapDataset.mix(numbers, weights=list(weights)).batch(batch_size)  # [B] numbers of rows
-    rows = Batch(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
-
-    def generate():
-        for number in itertools.count(start):
-            taken = mixture[number]
-            yield Batch(*(array[taken] for array in rows))
-
-    return generate()
+    mixture: Any = grain.MapDataset.mix(numbers, weights=list(weights)).batch(batch_size)
+    return (mixture[number] for number in itertools.count(start))
 
 
 def held_out_prompts(

@@ -30,7 +30,7 @@ class Log:
     def __enter__(self) -> "Log":
         with contextlib.ExitStack() as stack:
             self.file = stack.enter_context(self.path.open("a"))
-            self.show = stack.enter_context(_display())
+            self.show = stack.enter_context(display())
             self.stack = stack.pop_all()
         self.restart_clock(self.step)
         return self
@@ -57,7 +57,8 @@ class Log:
         bits = [float(loss) / math.log(2) for loss in losses]
         row = {"step": step, "seconds": seconds, "bits": bits, "tokens_per_second": rate}
         self.record(row)
-        self.show(progress, row)
+        text = " ".join(f"{'main' if depth == 0 else f'mtp{depth}'}={loss:.3f}" for depth, loss in enumerate(bits))
+        self.show(progress, f"step={step} {text} tokens/s={rate:.0f}", seconds)
 
 
 def _history(path: pathlib.Path, step: int) -> list[dict[str, Any]]:
@@ -73,21 +74,14 @@ def _history(path: pathlib.Path, step: int) -> list[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def _display() -> Iterator[Callable[[float, dict[str, Any]], None]]:
-    """Gives a function `show(progress, row)`: a live bar on a terminal, a line of `key=value` elsewhere."""
+def display() -> Iterator[Callable[[float, str, float], None]]:
+    """Gives a function `show(progress, text, seconds)`: a live bar on a terminal, a line elsewhere."""
     console = rich.console.Console(stderr=True)
-
-    def text(row) -> str:
-        losses = " ".join(
-            f"{'main' if depth == 0 else f'mtp{depth}'}={bits:.3f}" for depth, bits in enumerate(row["bits"])
-        )
-        return f"step={row['step']} {losses} tokens/s={row['tokens_per_second']:.0f}"
-
     if not console.is_terminal:
 
-        def show_line(progress, row):
-            left = row["seconds"] * (1 - progress) / max(progress, 1e-9)
-            print(f"{text(row)} done={progress:.0%} left={left:.0f}s", file=sys.stderr, flush=True)
+        def show_line(progress, text, seconds):
+            left = seconds * (1 - progress) / max(progress, 1e-9)
+            print(f"{text} done={progress:.0%} left={left:.0f}s", file=sys.stderr, flush=True)
 
         yield show_line
         return
@@ -99,4 +93,4 @@ def _display() -> Iterator[Callable[[float, dict[str, Any]], None]]:
     )
     with rich.progress.Progress(*columns, console=console) as bar:
         task = bar.add_task("compiling", total=1.0)
-        yield lambda progress, row: bar.update(task, completed=progress, description=text(row))
+        yield lambda progress, text, seconds: bar.update(task, completed=progress, description=text)

@@ -19,12 +19,14 @@ from mtpjax.config import TrainConfig
 from mtpjax.decode import self_check
 from mtpjax.model import MTPModel, add_mtp_modules, init_params
 from mtpjax.train import data, runs
-from mtpjax.train.corpus import load_corpus
+from mtpjax.train.corpus import Corpus, load_corpus
 from mtpjax.train.decoded import PanelDecoder
 from mtpjax.train.log import Log
 from mtpjax.train.losses import mtp_scale_at
 from mtpjax.train.panel import Panel, acceptance_panel
 from mtpjax.train.pictures import plot_run
+from mtpjax.train.runs import Preempted
+from mtpjax.train.states import TrunkStates, bytes_per_token, stored_states
 from mtpjax.train.step import TrainState, make_optimizer, train_step, trained
 from mtpjax.trunk import stack_layers, unstack_layers
 
@@ -48,10 +50,6 @@ def learning_rate_at(progress: float, config: TrainConfig) -> float:
     warm = min(progress / config.warmup, 1.0) if config.warmup else 1.0
     cosine = 0.5 * (1 + math.cos(math.pi * progress))
     return config.learning_rate * warm * (config.final_learning_rate + (1 - config.final_learning_rate) * cosine)
-
-
-class Preempted(Exception):
-    """The run was told to end (SIGTERM or SIGUSR1), and has saved its state: `resume` goes on from there."""
 
 
 def train(
@@ -84,16 +82,18 @@ def train(
     state, step = _first_state(config, model, begin_with(), num_depths)
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(runs.locked(config.output))
-        settings, clock = _json(config), _Clock(config)
+        is_told_to_end = stack.enter_context(runs.ending_signals())
+        settings = _json(config)
         if not resume:
             runs.begin(output, settings, corpus.fingerprint, overwrite=overwrite)
         else:
             runs.check_same(output, settings, corpus.fingerprint, allowed_changes)
-            if (restored := runs.restore_state(output, state)) is not None:
-                state, metadata = restored
-                clock = _Clock(config, number=metadata["step"], spent=metadata["seconds"])
+        trunk_states = _trunk_states(config, model, state.params, corpus, is_told_to_end)
+        clock = _Clock(config)
+        if resume and (restored := runs.restore_state(output, state)) is not None:
+            state, metadata = restored
+            clock = _Clock(config, number=metadata["step"], spent=metadata["seconds"])
         log = stack.enter_context(Log(output, step=clock.number))
-        is_told_to_end = stack.enter_context(runs.ending_signals())
         decoder = PanelDecoder(corpus, model=model, num_depths=panel_depths, count=config.panel_prompts)
 
         def evaluate(*, is_last: bool = False) -> Panel:
@@ -116,7 +116,9 @@ def train(
         bad_steps = 0
         while clock.progress < 1:
             before = clock.progress
-            state, metrics = step(state, next(stream), *_rates(before, config), before)
+            numbers, batch = next(stream)
+            states = None if trunk_states is None else trunk_states.take(numbers)
+            state, metrics = step(state, batch, *_rates(before, config), before, states=states)
             clock.tick()
             bad_steps = 0 if metrics["is_finite"] else bad_steps + 1
             if bad_steps:
@@ -201,6 +203,22 @@ def _first_state(config: TrainConfig, model: MTPModel, params: dict, num_depths:
     return state, jax.jit(step, donate_argnames="state")
 
 
+def _trunk_states(
+    config: TrainConfig, model: MTPModel, params: dict, corpus: Corpus, is_told_to_end: Callable[[], bool]
+) -> TrunkStates | None:
+    if config.trunk_states is None:
+        return None
+    return stored_states(
+        config.trunk_states,
+        params,
+        data.join(corpus.parts),
+        model=model,
+        batch_size=config.batch_size,
+        dtype=config.trunk_states_dtype,
+        is_told_to_end=is_told_to_end,
+    )
+
+
 def _initial(config: TrainConfig) -> tuple[MTPModel, Callable[[], dict]]:
     """The model in its form for training, and what makes the parameters that it begins with, in float32."""
     key = jax.random.key(config.seed)
@@ -219,7 +237,7 @@ def describe(config: TrainConfig) -> dict[str, int]:
     params = jax.eval_shape(begin_with)
     corpus = load_corpus(config, model.config.vocab_size)
     state = (params, jax.eval_shape(make_optimizer(config).init, trained(params, config.trains)))
-    return {
+    sizes = {
         "rows": sum(len(rows.tokens) for rows in corpus.parts),
         "tokens": sum(int((rows.segment_ids > 0).sum()) for rows in corpus.parts),
         "held-out documents": len(corpus.held_out),
@@ -228,6 +246,11 @@ def describe(config: TrainConfig) -> dict[str, int]:
             math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)
         ),
     }
+    if config.trunk_states is not None:
+        each = bytes_per_token(model, config.trunk_states_dtype)
+        sizes["bytes of the trunk's states, each token"] = each
+        sizes["bytes of the trunk's states"] = each * sum(rows.tokens.size for rows in corpus.parts)
+    return sizes
 
 
 def _json(config: TrainConfig) -> dict[str, Any]:

@@ -40,9 +40,13 @@ class RunError(ValueError):
     """A run folder that cannot be written to, or gone on with."""
 
 
+class Preempted(Exception):
+    """The run was told to end (SIGTERM or SIGUSR1), and has saved what it needs: `resume` goes on from there."""
+
+
 @contextlib.contextmanager
-def locked(folder) -> Iterator[pathlib.Path]:
-    """Makes the run folder and holds it. Raises `RunError`, naming host and process, where another one does.
+def locked(folder, *, waits: bool = False) -> Iterator[pathlib.Path]:
+    """Makes the folder and holds it. Raises `RunError`, naming host and process, where another one does, or `waits`.
 
     The lock is the kernel's: it goes with its process, however that ends.
     """
@@ -53,7 +57,11 @@ def locked(folder) -> Iterator[pathlib.Path]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             file.seek(0)
-            raise RunError(f"{folder} is being written to by {file.read().strip() or 'another process'}") from None
+            problem = f"{folder} is being written to by {file.read().strip() or 'another process'}"
+            if not waits:
+                raise RunError(problem) from None
+            log.warning("%s: waiting", problem)
+            fcntl.flock(file, fcntl.LOCK_EX)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()

@@ -5,11 +5,12 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import optax.contrib
 
 from mtpjax.config import Objective, TrainConfig
-from mtpjax.model import ForwardOutput, MTPModel, bind, forward, is_of_modules
+from mtpjax.model import DepthsOutput, MTPModel, bind, forward_depths, is_of_modules, trunk_states
 from mtpjax.train.data import Batch
 from mtpjax.train.losses import all_targets, objective_loss
 from mtpjax.train.terms import Terms, chunked_terms, plain_terms
@@ -82,6 +83,7 @@ def train_step(
     learning_rate: jax.Array,
     mtp_scale: jax.Array,
     progress: jax.Array | float = 1.0,
+    states: jax.Array | np.ndarray | None = None,
     *,
     model: MTPModel,
     optimizer: optax.GradientTransformation,
@@ -93,22 +95,28 @@ def train_step(
     """Loss, gradients, update. Returns the cross-entropies per depth (nats) and the gradient norm beside the new state.
 
     `trains` is "all"; "modules": the trunk and what is shared with it stay as they are, without a backward pass; or
-    "detached": all is trained, the trunk by its own loss alone.
+    "detached": all is trained, the trunk by its own loss alone. `states [B, T, D]`, only for "modules", are what
+    `trunk_states` gives for the batch: with them the trunk does not run.
     `progress` 0..1 of the run says where the objective's warm-up stands. An update that is not finite is skipped and
-    reported as such.
+    reported as such. Raises `ValueError` for states of a trunk that is trained.
     """
-
+    if states is not None and trains != "modules":
+        raise ValueError(f"states are of a frozen trunk; trains '{trains}' changes it")
     tokens, segment_ids, loss_mask = (jnp.asarray(array) for array in batch)
-
     changing = trained(state.params, trains)
 
     def loss_of(changing):
         params = {**state.params, **changing}
-        output = forward(
+        if states is None:
+            entering = trunk_states(params, tokens, segment_ids, model=model)
+        else:
+            entering = jnp.asarray(states, params["embedding"].dtype)
+        output = forward_depths(
             params,
+            entering,
             tokens,
+            segment_ids,
             model=model,
-            segment_ids=segment_ids,
             num_depths=num_depths,
             attention_layout=attention_layout,
             is_detached=trains == "detached",
@@ -129,7 +137,7 @@ def train_step(
 
 
 def _terms(
-    params, output: ForwardOutput, targets: jax.Array, *, model: MTPModel, objective: Objective, is_detached: bool
+    params, output: DepthsOutput, targets: jax.Array, *, model: MTPModel, objective: Objective, is_detached: bool
 ) -> Terms:
     """From the logits; or from the hidden states, `vocab_chunk` columns at a time, when jit drops the unused logits."""
     if not objective.vocab_chunk:

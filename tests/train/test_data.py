@@ -215,7 +215,7 @@ def numbered(*counts):
 def taken(parts, weights, batch_size, number, **options):
     """The `[part, row]` pairs of the first batches, `[number * batch_size, 2]`."""
     stream = data.mixed_batches(parts, weights, batch_size, **options)
-    return np.concatenate([batch.tokens for batch in itertools.islice(stream, number)])
+    return np.concatenate([batch.tokens for _, batch in itertools.islice(stream, number)])
 
 
 def test_a_mixture_has_the_shares_of_its_weights_in_every_stretch():
@@ -246,25 +246,29 @@ def test_a_mixture_goes_on_anywhere_as_if_unbroken():
     run = list(itertools.islice(data.mixed_batches(parts, weights, 4, seed=5), 40))
     for start in (0, 1, 7, 22, 37):
         resumed = itertools.islice(data.mixed_batches(numbered(11, 5, 23), weights, 4, seed=5, start=start), 3)
-        for batch, expected in zip(resumed, run[start : start + 3], strict=True):
-            for array, wanted in zip(batch, expected, strict=True):
+        for (numbers, batch), (same, expected) in zip(resumed, run[start : start + 3], strict=True):
+            for array, wanted in zip((numbers, *batch), (same, *expected), strict=True):
                 np.testing.assert_array_equal(array, wanted)
-    for batch in run:
+    rows = data.join(parts)
+    for numbers, batch in run:
+        np.testing.assert_array_equal(batch.tokens, rows.tokens[numbers])
         np.testing.assert_array_equal(batch.loss_mask, batch.tokens[:, :1].repeat(2, 1) % 2 == 0)  # rows stay whole
     first = taken(parts, weights, 4, 5, seed=5)
     assert not np.array_equal(first, taken(parts, weights, 4, 5, seed=6))
     assert not np.array_equal(first, taken(parts, [0.5, 0.4, 0.1], 4, 5, seed=5))
     assert not np.array_equal(first, taken(numbered(11, 6, 23), weights, 4, 5, seed=5))
     far = data.mixed_batches(parts, weights, 4, seed=5, start=10**9)  # days of training later, and still at once
-    assert next(far).tokens.shape == (4, 2)
+    assert next(far)[1].tokens.shape == (4, 2)
 
 
 def test_one_source_needs_no_grain_and_several_say_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "grain", None)
     [part] = numbered(12)
     stream = data.mixed_batches([part], [3.0], 4, seed=1, start=2)
-    for mixed, plain in itertools.islice(zip(stream, data.batches(part, 4, seed=1, start=2), strict=True), 5):
-        np.testing.assert_array_equal(mixed.tokens, plain.tokens)
+    plain = data.batches(part, 4, seed=1, start=2)
+    for (numbers, batch), expected in itertools.islice(zip(stream, plain, strict=True), 5):
+        np.testing.assert_array_equal(batch.tokens, expected.tokens)
+        np.testing.assert_array_equal(part.tokens[numbers], expected.tokens)
     with pytest.raises(ImportError, match=r"mixed by grain: pip install 'mtpjax\[train\]'"):
         data.mixed_batches([part, part], [1, 1], 4, seed=1)
 

@@ -232,7 +232,7 @@ def test_a_run_that_is_told_to_end_says_so_and_goes_on(text, unbroken, tmp_path,
             os.kill(os.getpid(), signal.SIGTERM)
         return dumps(row, **options)
 
-    monkeypatch.setattr("mtpjax.train.loop.json.dumps", tell)
+    monkeypatch.setattr("mtpjax.train.log.json.dumps", tell)
     with pytest.raises(Preempted, match="stands at step 7"):
         train(config, evaluations=1)
     monkeypatch.undo()
