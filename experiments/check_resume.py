@@ -32,7 +32,7 @@ from mtpjax import MTPModel, TrainConfig, init_params, presets
 from mtpjax.train import runs
 from mtpjax.train.step import TrainState, make_optimizer
 
-SETTINGS = {"batch_size": 2, "row_length": 32, "log_every": 1, "num_depths": 1}
+SETTINGS = {"batch_size": 2, "row_length": 32, "log_every": 1, "num_depths": 1, "panel_prompts": 0}
 STEPS_PER_KILL = 10  # that a run needs to outlive its kills: each falls at most 4 steps, or a saved state, further on
 LONGEST_START, LONGEST_SAVE = 3.0, 0.3  # seconds in which a kill may fall
 PATIENCE = 120.0

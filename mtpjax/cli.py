@@ -86,6 +86,14 @@ def _parser() -> jsonargparse.ArgumentParser:
     train.add_argument("--print-config", action="store_true", help="print every setting as YAML, train nothing")
     commands.add_subcommand("train", train, help="train a model and its MTP modules; resumable")
 
+    compare = jsonargparse.ArgumentParser(
+        description="Settings that differ between training runs, and their last losses and panels side by side: "
+        "accept lengths on held-out prompts as decoded, and as predicted along the trunk's own text."
+    )
+    compare.add_argument("runs", nargs="+", metavar="RUN", help="run folder of `mtpjax train`")
+    compare.add_argument("--output", default=None, help="PNG file to draw")
+    commands.add_subcommand("compare", compare, help="training runs side by side")
+
     generate = jsonargparse.ArgumentParser(description="Continue prompts with a trained model, drafts in colour.")
     _add_model(generate)
     generate.add_argument("--prompt", action="append", required=True, help="text to continue; may be given again")
@@ -288,13 +296,23 @@ def _quickstart(options) -> int:
     from mtpjax.config import TrainConfig
 
     steps, seconds = (20, math.inf) if options.quick else (10**9, options.seconds)
-    config = TrainConfig(preset=options.preset, output=options.output, seed=options.seed, steps=steps, seconds=seconds)
+    config = TrainConfig(
+        preset=options.preset,
+        output=options.output,
+        seed=options.seed,
+        steps=steps,
+        seconds=seconds,
+        panel_prompts=2 if options.quick else 32,
+    )
     return quickstart.run(config, **({"depths": (1,), "rounds": 2, "num_prompts": 2} if options.quick else {}))
 
 
 def _train(options) -> int:
+    import rich.console
+
     from mtpjax.train.loop import Preempted, describe, train
     from mtpjax.train.options import read_config, to_yaml
+    from mtpjax.train.panel import print_panel
 
     config = read_config(options.config, options.settings)
     if options.resume and options.overwrite:
@@ -316,14 +334,31 @@ def _train(options) -> int:
     except FloatingPointError as error:
         print(f"mtpjax train: {error}", file=sys.stderr)
         return 1
-    survival = " ".join(f"{share:.3f}" for share in result.panel.survival)
-    print(f"{result.path}: survival by level, teacher-forced on held-out text: {survival}")
+    print_panel(rich.console.Console(), result.panel)
+    print(f"wrote {config.output}/: checkpoint/, metrics.jsonl, panel.png")
+    return 0
+
+
+def _compare(options) -> int:
+    import rich.console
+
+    from mtpjax.train.compare import read_run, tables
+    from mtpjax.train.pictures import plot_comparison
+
+    runs = [read_run(folder) for folder in options.runs]
+    console = rich.console.Console()
+    for table in tables(runs):
+        console.print(table)
+    if options.output is not None:
+        plot_comparison(options.output, {run.name: run.history for run in runs})
+        print(f"wrote {options.output}", file=sys.stderr)
     return 0
 
 
 def _generate(options) -> int:
     from mtpjax.checkpoint import find, load
     from mtpjax.decode.generate import generate, speculative_generate
+    from mtpjax.decode.self_check import check_acceptance
     from mtpjax.tokenizer import load_tokenizer
 
     settings = draft_settings(options)
@@ -333,6 +368,8 @@ def _generate(options) -> int:
     model, params = load(path)
     tokenizer = load_tokenizer(path, model.config.vocab_size)
     config = _decode_config(options, settings, model, tokenizer)
+    if config.num_steps:
+        check_acceptance(path, model, params)
     if options.chat:
         prompts = [tokenizer.chat([{"role": "user", "content": text}]) for text in options.prompt]
     else:
@@ -570,6 +607,7 @@ def _eval_acceptance(options) -> int:
     from mtpjax.checkpoint import find, load
     from mtpjax.decode import evaluate
     from mtpjax.decode.config import DecodeConfig
+    from mtpjax.decode.self_check import check_acceptance
     from mtpjax.prompts import choose_prompts, encode_prompts, read_prompts, room_for_prompts
     from mtpjax.tokenizer import load_tokenizer
 
@@ -583,6 +621,7 @@ def _eval_acceptance(options) -> int:
     most = room_for_prompts(model.config.max_position_embeddings, options.max_new_tokens, options.prompt_tokens)
     prompts, cut = encode_prompts(chosen, tokenizer, most_tokens=most, chat=options.chat)
     config = dataclasses.replace(config, stop_token_ids=tokenizer.eos_token_ids)
+    check_acceptance(path, model, params)
     console = rich.console.Console()
     if cut:
         print(f"{cut} of {len(prompts)} prompts are cut to {most} tokens", file=sys.stderr)
@@ -697,6 +736,7 @@ CHECKPOINT_ERRORS = ("CheckpointError", "CheckpointFileError", "ConfigError", "O
 COMMANDS = {
     "quickstart": _quickstart,
     "train": _train,
+    "compare": _compare,
     "generate": _generate,
     "regenerate": _regenerate,
     "profile": _profile,

@@ -361,6 +361,7 @@ class TrainConfig:
         save_every: updates between two saved states, which a killed run goes on from; 0: none but when preempted.
         keep_states: the newest so many stay.
         most_bad_steps: updates in a row that may be skipped for a loss or gradient that is not finite.
+        panel_prompts: held-out prompts that are decoded at the end, and a few of them on the way; 0: none.
     """
 
     preset: str = "tiny"
@@ -395,6 +396,7 @@ class TrainConfig:
     save_every: int = 0
     keep_states: int = 2
     most_bad_steps: int = 10
+    panel_prompts: int = 128
     seed: int = 0
 
     def __post_init__(self):
@@ -405,7 +407,7 @@ class TrainConfig:
         require(self.data is None or not self.sources, "data and sources are both given: name the folder as a source")
         object.__setattr__(self, "sources", tuple(self.sources))
         require(self.seconds > 0, f"seconds must be positive, not {self.seconds}")
-        for name in ("num_depths", "save_every"):
+        for name in ("num_depths", "save_every", "panel_prompts"):
             require(getattr(self, name) >= 0, f"{name} must not be negative, is {getattr(self, name)}")
         require(0 < self.held_out_fraction < 1, f"held_out_fraction {self.held_out_fraction} is not within 0..1")
         require_choice("optimizer", self.optimizer, ("adamw", "muon"))

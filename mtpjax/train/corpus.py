@@ -1,5 +1,6 @@
 """What a run reads: its sources as packed rows, some of their documents held out."""
 
+import dataclasses
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -20,9 +21,13 @@ class Corpus(NamedTuple):
     parts: list[Batch]  # packed training rows of each source
     weights: list[float]
     panel_rows: Batch  # a batch of packed held-out rows
-    held_out: list[Document]
+    held_out: list[Document]  # their category: what a record names, else of several sources the path
     file: FileTokenizer | None  # None: bytes
     summary: dict[str, Any]  # what the checkpoint says of it
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.file or ByteTokenizer()
 
     @property
     def fingerprint(self) -> str:
@@ -47,7 +52,8 @@ def load_corpus(config: TrainConfig, vocab_size: int, *, num_depths: int = 0) ->
     for source in sources:
         reading = read_source(source, tokenizer, vocab_size=vocab_size)
         training, apart = split_held_out(reading.documents, config.held_out_fraction)
-        held_out += apart
+        name = (source.path or "standard library") if config.sources[1:] else ""
+        held_out += [dataclasses.replace(each, category=each.category or name) for each in apart]
         if not training or (source is sources[-1] and not held_out):
             count = len(reading.documents)
             raise ValueError(f"{count} documents are too few to hold {config.held_out_fraction:.0%} of them out")

@@ -26,6 +26,7 @@ class Document:
     name: str
     tokens: np.ndarray  # [n] uint8 or int32, without the end token that packing adds
     loss_mask: np.ndarray | None = None  # [n + 1] bool, the last of that end token; None: all count
+    category: str = ""  # what the panel's figures are grouped by
 
 
 class Batch(NamedTuple):

@@ -16,12 +16,15 @@ import jax.numpy as jnp
 from mtpjax import checkpoint
 from mtpjax.architectures import presets
 from mtpjax.config import TrainConfig
+from mtpjax.decode import self_check
 from mtpjax.model import MTPModel, add_mtp_modules, init_params
 from mtpjax.train import data, runs
 from mtpjax.train.corpus import Corpus, load_corpus
+from mtpjax.train.decoded import PanelDecoder
 from mtpjax.train.log import Log
 from mtpjax.train.losses import mtp_scale_at
 from mtpjax.train.panel import Panel, acceptance_panel
+from mtpjax.train.pictures import plot_run
 from mtpjax.train.runs import Preempted
 from mtpjax.train.states import TrunkStates, bytes_per_token, stored_states
 from mtpjax.train.step import TrainState, make_optimizer, train_step, trained
@@ -61,8 +64,8 @@ def train(
     """Trains `config.preset` from scratch, or the model of `config.init_from`, and writes `config.output`.
 
     `metrics.jsonl` gets a row every `log_every` steps (losses per depth in bits) and one per evaluation (the panel, of
-    `panel_depths` levels or more, on held-out documents); `checkpoint/` the model and its tokenizer. On a terminal a
-    live bar shows the same, elsewhere one line each.
+    `panel_depths` levels or more, on held-out documents); `panel.png` shows both; `checkpoint/` holds the model and its
+    tokenizer. On a terminal a live bar shows the same, elsewhere one line each.
 
     With `resume` the run in the folder goes on from its newest state that is whole, or from the beginning where there
     is none; on a CPU its losses are then those of an unbroken run, bit for bit. A setting or data that differ are
@@ -91,9 +94,12 @@ def train(
             state, metadata = restored
             clock = _Clock(config, number=metadata["step"], spent=metadata["seconds"])
         log = stack.enter_context(Log(output, step=clock.number))
+        decoder = PanelDecoder(corpus, model=model, num_depths=panel_depths, count=config.panel_prompts)
 
-        def evaluate() -> Panel:
+        def evaluate(*, is_last: bool = False) -> Panel:
             panel = acceptance_panel(state.params, corpus.panel_rows, model=model, num_depths=panel_depths)
+            if is_last or decoder.fits(clock.seconds):
+                panel = dataclasses.replace(panel, decoded=decoder.measure(state.params, is_last=is_last))
             log.record({"step": clock.number, "seconds": clock.seconds, "eval": dataclasses.asdict(panel)})
             log.restart_clock(clock.number)
             return panel
@@ -136,7 +142,8 @@ def train(
                 raise Preempted(f"{output} was told to end and stands at step {clock.number}: go on with resume")
             if config.save_every and clock.number % config.save_every == 0:
                 save()
-        panel = evaluate()
+        panel = evaluate(is_last=True)
+        plot_run(output / "panel.png", log.history)
 
         params = unstack_layers(state.params, model.config)
         model = MTPModel(model.config)
@@ -146,6 +153,7 @@ def train(
             "panel": dataclasses.asdict(panel),
             "train": settings,
             "data": corpus.summary,
+            "self_check": self_check.record(params, corpus.panel_rows.tokens, model=model, num_depths=panel_depths),
         }
         metadata["tokenizer"] = "huggingface" if corpus.file else "bytes"
         checkpoint.save_model(path, model, params, metadata=metadata, tokenizer=corpus.file)

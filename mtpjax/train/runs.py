@@ -31,7 +31,7 @@ from mtpjax.train.log import METRICS
 
 SETTINGS, STATES, LOCK = "run.json", "states", ".lock"
 # What may differ when a run goes on: none of it changes an update.
-FREE_SETTINGS = ("output", "log_every", "save_every", "keep_states", "most_bad_steps")
+FREE_SETTINGS = ("output", "log_every", "save_every", "keep_states", "most_bad_steps", "panel_prompts")
 log = logging.getLogger("mtpjax.train")
 Tree = TypeVar("Tree")
 

@@ -61,9 +61,9 @@ def read_source(source: Source, tokenizer: Tokenizer, *, vocab_size: int) -> Rea
     files: list[File] = []
     for place, content in read_parts(find_files(source), by_line=source.kind != "text", files=files):
         try:
-            tokens, loss_mask = _encode(content, source, tokenizer)
+            tokens, loss_mask, category = _encode(content, source, tokenizer)
             tokens = _checked(tokens, vocab_size, end if loss_mask is None else None)
-            documents.append(Document(place, tokens, loss_mask))
+            documents.append(Document(place, tokens, loss_mask, category))
         except UnusableError as problem:
             skipped[problem.reason] += 1
             if sum(skipped.values()) > source.most_skipped:
@@ -94,17 +94,21 @@ def fingerprint(
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
 
 
-def _encode(content: bytes, source: Source, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray | None]:
-    """Tokens `[n]` and, of a conversation, the loss mask `[n + 1]`. Raises `UnusableError`, TokenizerError."""
+def _encode(content: bytes, source: Source, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray | None, str]:
+    """Tokens `[n]`, of a conversation the loss mask `[n + 1]`, and the category that a record names, else "".
+
+    Raises `UnusableError`, TokenizerError.
+    """
     if source.kind == "text":
-        return _encode_text(parse_text(content), tokenizer), None
+        return _encode_text(parse_text(content), tokenizer), None, ""
     record = parse_object(content)
-    value = record.get(source.field)
+    value, category = record.get(source.field), record.get("category")
+    category = category if isinstance(category, str) else ""
     if source.kind == "chat":
-        return _encode_messages(value, record, source.field, tokenizer)
+        return *_encode_messages(value, record, source.field, tokenizer), category
     if not isinstance(value, str):
         raise UnusableError("corrupt", f"has no text '{source.field}'")
-    return _encode_text(value, tokenizer), None
+    return _encode_text(value, tokenizer), None, category
 
 
 def _encode_text(text: str, tokenizer: Tokenizer) -> np.ndarray:

@@ -59,10 +59,12 @@ def test_a_folder_of_text_gives_a_document_per_file(tmp_path):
 
 def test_a_line_of_jsonl_gives_a_document_by_its_field(tmp_path):
     file = tmp_path / "some.jsonl"
-    file.write_text("\ufeff" + lines_of({"text": "one", "body": "1"}, "", {"text": "two\n", "body": "2"}))
+    records = {"text": "one", "body": "1", "category": "code"}, "", {"text": "two\n", "body": "2", "category": 3}
+    file.write_text("\ufeff" + lines_of(*records))
     reading = read(file, kind="jsonl")
     assert texts(reading) == ["one", "two\n"]
     assert [document.name for document in reading.documents] == [f"{file} line 1", f"{file} line 3"]
+    assert [document.category for document in reading.documents] == ["code", ""]
     assert texts(read(file, kind="jsonl", field="body")) == ["1", "2"]
 
 
