@@ -82,6 +82,14 @@ def _parser() -> jsonargparse.ArgumentParser:
         metavar="key",
         help="settings that may differ from those that the resumed run began with; 'data': files too",
     )
+    train.add_argument("--nnodes", type=int, default=1, help="processes that train together, one per host (default: 1)")
+    train.add_argument("--node-rank", type=int, default=None, help="which of them this one is, from 0")
+    train.add_argument(
+        "--dist-init-addr",
+        default=None,
+        metavar="HOST:PORT",
+        help="where the first listens; without it and --node-rank the launcher is asked (Slurm, Open MPI, Kubernetes)",
+    )
     train.add_argument("--dry-run", action="store_true", help="check settings and data, tell sizes, train nothing")
     train.add_argument("--print-config", action="store_true", help="print every setting as YAML, train nothing")
     commands.add_subcommand("train", train, help="train a model and its MTP modules; resumable")
@@ -310,6 +318,7 @@ def _quickstart(options) -> int:
 def _train(options) -> int:
     import rich.console
 
+    from mtpjax.train import processes
     from mtpjax.train.loop import Preempted, describe, train
     from mtpjax.train.options import read_config, to_yaml
     from mtpjax.train.panel import print_panel
@@ -324,6 +333,8 @@ def _train(options) -> int:
         for name, value in describe(config).items():
             print(f"{name}: {value:,}")
         return 0
+    if options.nnodes > 1:
+        processes.connect(options.nnodes, options.node_rank, options.dist_init_addr)
     try:
         result = train(
             config, resume=options.resume, overwrite=options.overwrite, allowed_changes=options.allow_config_change
@@ -331,6 +342,9 @@ def _train(options) -> int:
     except Preempted as ended:
         print(f"mtpjax train: {ended}", file=sys.stderr)
         return 75
+    except processes.LostProcess as lost:
+        print(f"mtpjax train: {lost}; go on with --resume", file=sys.stderr)
+        processes.leave(75)
     except FloatingPointError as error:
         print(f"mtpjax train: {error}", file=sys.stderr)
         return 1
