@@ -318,6 +318,7 @@ def _quickstart(options) -> int:
 def _train(options) -> int:
     import rich.console
 
+    from mtpjax.allocator import keep_freed_memory
     from mtpjax.train import processes
     from mtpjax.train.loop import Preempted, describe, train
     from mtpjax.train.options import read_config, to_yaml
@@ -333,6 +334,7 @@ def _train(options) -> int:
         for name, value in describe(config).items():
             print(f"{name}: {value:,}")
         return 0
+    keep_freed_memory()
     if options.nnodes > 1:
         processes.connect(options.nnodes, options.node_rank, options.dist_init_addr)
     try:

@@ -368,7 +368,7 @@ class TrainConfig:
         most_bad_steps: updates in a row that may be skipped for a loss or gradient that is not finite.
         panel_prompts: held-out prompts that are decoded at the end, and a few of them on the way; 0: none.
         accumulation: into how many parts a batch is split, one after the other: memory of one, the update of all.
-        remat: "layers" keeps no more than the input of each layer for the backward pass, which runs it again.
+        remat: what the backward pass runs again: "none" of the products with weights, or "layers" as a whole.
         dtype: what the layers compute in; parameters, their gradients' sums and the optimiser are float32 always.
         mesh: sizes of "data" and "fsdp", as a dict or as pairs: rows go over both, parameters and optimiser over fsdp.
         tensorboard: whether every number of `metrics.jsonl` goes to `tensorboard/` in the run folder, too.
