@@ -330,9 +330,14 @@ class Objective:
         require(self.vocab_chunk >= 0, f"vocab_chunk must not be negative, is {self.vocab_chunk}")
 
     @property
+    def names(self) -> set[str]:
+        """The objectives of either mix."""
+        return {name for name, _ in (*self.mix, *self.start)}
+
+    @property
     def compares_with_trunk(self) -> bool:
         """Whether anything but the data is a target."""
-        return any(name != "cross_entropy" for name, _ in (*self.mix, *self.start))
+        return self.names != {"cross_entropy"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -362,6 +367,13 @@ class TrainConfig:
         keep_states: the newest so many stay.
         most_bad_steps: updates in a row that may be skipped for a loss or gradient that is not finite.
         panel_prompts: held-out prompts that are decoded at the end, and a few of them on the way; 0: none.
+        accumulation: into how many parts a batch is split, one after the other: memory of one, the update of all.
+        remat: what the backward pass runs again: "none" of the products with weights, or "layers" as a whole.
+        dtype: what the layers compute in; parameters, their gradients' sums and the optimiser are float32 always.
+        mesh: sizes of "data" and "fsdp", as a dict or as pairs: rows go over both, parameters and optimiser over fsdp.
+        tensorboard: whether every number of `metrics.jsonl` goes to `tensorboard/` in the run folder, too.
+        wandb: project on Weights & Biases that gets them, too.
+        profile_start, profile_steps: a trace of so many updates after the first so many, in `profile/`; 0 steps: none.
     """
 
     preset: str = "tiny"
@@ -397,25 +409,48 @@ class TrainConfig:
     keep_states: int = 2
     most_bad_steps: int = 10
     panel_prompts: int = 128
+    accumulation: int = 1
+    remat: Literal["none", "layers"] = "none"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    mesh: Mapping[str, int] | tuple[tuple[str, int], ...] = ()
+    tensorboard: bool = False
+    wandb: str | None = None
+    profile_start: int = 10
+    profile_steps: int = 0
     seed: int = 0
 
     def __post_init__(self):
-        for name in ("steps", "batch_size", "log_every", "keep_states", "most_bad_steps"):
+        for name in ("steps", "batch_size", "log_every", "keep_states", "most_bad_steps", "accumulation"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
         require(self.row_length >= 2, f"row_length must be at least 2, not {self.row_length}")
         require(self.extra_tokens >= 0, f"extra_tokens must not be negative, is {self.extra_tokens}")
         require(self.data is None or not self.sources, "data and sources are both given: name the folder as a source")
         object.__setattr__(self, "sources", tuple(self.sources))
         require(self.seconds > 0, f"seconds must be positive, not {self.seconds}")
-        for name in ("num_depths", "save_every", "panel_prompts"):
+        for name in ("num_depths", "save_every", "panel_prompts", "profile_start", "profile_steps"):
             require(getattr(self, name) >= 0, f"{name} must not be negative, is {getattr(self, name)}")
         require(0 < self.held_out_fraction < 1, f"held_out_fraction {self.held_out_fraction} is not within 0..1")
         require_choice("optimizer", self.optimizer, ("adamw", "muon"))
         require_choice("trains", self.trains, ("all", "modules", "detached"))
         require(self.num_depths > 0 or self.trains != "modules", "trains 'modules' needs num_depths of at least 1")
+        require_choice("remat", self.remat, ("none", "layers"))
+        require_choice("dtype", self.dtype, ("float32", "bfloat16"))
+        self._check_mesh()
         require_choice("trunk_states_dtype", self.trunk_states_dtype, ("float32", "bfloat16"))
         require(
             self.trunk_states is None or self.trains == "modules",
             f"trunk_states are of a frozen trunk: they need trains 'modules', not '{self.trains}'",
         )
         require_choice("attention_layout", self.attention_layout, ("ttt", "stream"))
+
+    def _check_mesh(self):
+        sizes = dict(self.mesh)
+        for name, size in sizes.items():
+            require_choice("mesh axis", name, ("data", "fsdp"))
+            require(size >= 1, f"mesh axis {name} must be at least 1, not {size}")
+        object.__setattr__(self, "mesh", tuple(sizes.items()))
+        parts, rows = self.accumulation * math.prod(sizes.values()), self.batch_size
+        require(
+            rows % parts == 0,
+            f"batch_size {rows} is no multiple of {parts}, accumulation {self.accumulation} times the mesh {sizes}",
+        )

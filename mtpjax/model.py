@@ -22,11 +22,15 @@ from mtpjax.trunk import Trunk, unstack_layers
 class MTPModel(nn.Module):
     """Trunk and MTP modules. A static description: parameters are a pytree beside it, from `init_params` or `load`.
 
-    `scan_layers` is the form for training, with stacked trunk layers (`mtpjax.trunk.stack_layers`).
+    `scan_layers` is the form for training, with stacked trunk layers (`mtpjax.trunk.stack_layers`); there `remat` keeps
+    no more than the input of each trunk layer and module for the backward pass, and `dtype` is what layers compute in,
+    by default the embedding's: each casts its weights to its input's.
     """
 
     config: ModelConfig
     scan_layers: bool = False
+    remat: bool = False
+    dtype: str | None = None
 
     def setup(self):
         config = self.config
@@ -35,10 +39,11 @@ class MTPModel(nn.Module):
         self.embedding = self.param("embedding", table, (config.vocab_size, config.hidden_size))
         if not config.tie_word_embeddings:
             self.head = self.param("head", matrix, (config.hidden_size, config.vocab_size))
-        self.trunk = Trunk(config, self.scan_layers)
+        self.trunk = Trunk(config, self.scan_layers, self.remat)
         self.norm_final = RMSNorm(config.rms_norm_eps, config.zero_centred_norm)
         modules = range(config.num_mtp_modules)
-        self.mtp = [MTPModule(config) for _ in modules]
+        module = nn.remat(MTPModule) if self.remat else MTPModule
+        self.mtp = [module(config) for _ in modules]
         if config.mtp_own_embedding:
             shape = (config.vocab_size, config.hidden_size)
             self.mtp_embedding = [self.param(f"mtp_embedding_{index}", table, shape) for index in modules]
@@ -56,7 +61,7 @@ class MTPModel(nn.Module):
 
     def run_trunk(self, tokens: jax.Array, view: View, cache: Cache | None = None):
         """Tokens `[B, T]` -> hidden `[B, T, D]` after and before the final norm, and the cache with them appended."""
-        before, cache = self.trunk(self.embedding[tokens], view, cache)
+        before, cache = self.trunk(self._embed(self.embedding, tokens), view, cache)
         return self.norm_final(before), before, cache
 
     def entering(self, hidden: jax.Array, before: jax.Array) -> jax.Array:
@@ -83,7 +88,7 @@ class MTPModel(nn.Module):
         the attention entries.
         """
         table = self.mtp_embedding[index] if self.config.mtp_own_embedding else self.embedding
-        embedding = table[tokens]
+        embedding = self._embed(table, tokens)
         if is_valid is not None:
             embedding = jnp.where(is_valid[:, :, None], embedding, 0)
         if self.config.mtp_mask_first:
@@ -91,6 +96,10 @@ class MTPModel(nn.Module):
             embedding = jnp.where(is_first, 0, embedding)
         after, before, entries = self.mtp[index](hidden, embedding, view, memory)
         return after, after if self.config.mtp_chain_post_norm else before, entries
+
+    def _embed(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
+        """Cast behind the look-up, whose gradient sums over tokens in the table's own dtype."""
+        return table[tokens] if self.dtype is None else table[tokens].astype(self.dtype)
 
     def head_matrix(self, *, index: int | None = None) -> jax.Array:
         """The head `[D, V]`; of module `index` if that has its own."""

@@ -75,14 +75,19 @@ def param_sharding(path: str, shape: tuple[int, ...], mesh: Mesh) -> NamedShardi
     return NamedSharding(mesh, param_spec(path, shape, mesh.shape))
 
 
+def param_shardings(params: dict, mesh: Mesh) -> dict:
+    """The sharding of every parameter over `mesh`."""
+
+    def of(path, leaf):
+        name = "/".join(str(getattr(key, "key", getattr(key, "name", key))) for key in path)
+        return param_sharding(name, leaf.shape, mesh)
+
+    return jax.tree_util.tree_map_with_path(of, params)
+
+
 def shard_params(params: dict, mesh: Mesh) -> dict:
     """The parameters laid out over `mesh`; nothing moves that already lies so."""
-
-    def place(path, leaf):
-        name = "/".join(str(getattr(key, "key", getattr(key, "name", key))) for key in path)
-        return jax.device_put(leaf, param_sharding(name, leaf.shape, mesh))
-
-    return jax.tree_util.tree_map_with_path(place, params)
+    return jax.tree.map(jax.device_put, params, param_shardings(params, mesh))
 
 
 def shard_state(state, mesh: Mesh):

@@ -134,6 +134,15 @@ def pack(
     return Batch(tokens=tokens, segment_ids=segment_ids, loss_mask=loss_mask)
 
 
+def count_targets(rows: Batch, num_depths: int) -> np.ndarray:
+    """How many targets the trunk and every depth have, `[1 + num_depths]`, by the rule of `losses.depth_targets`."""
+    counts = []
+    for ahead in range(1, num_depths + 2):
+        here, there = rows.segment_ids[:, :-ahead], rows.segment_ids[:, ahead:]
+        counts.append(np.sum((here == there) & (there != 0) & rows.loss_mask[:, ahead:]))
+    return np.array(counts)
+
+
 def join(parts: Sequence[Batch]) -> Batch:
     """The rows of several sources, one after the other."""
     return parts[0] if len(parts) == 1 else Batch(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))

@@ -9,28 +9,32 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 import rich.console
 import rich.progress
 
 from mtpjax.atomic import write_text
 
-METRICS = "metrics.jsonl"
+METRICS, PROFILE = "metrics.jsonl", "profile"
 
 
 class Log:
-    """Writes rows down and shows them. `history` has every row of the run, also those from before it was gone on with.
+    """Writes rows down, shows them, and hands them to `send`. `history` has every row of the run, also those from
+    before it was gone on with. Without a `folder` rows are neither written nor shown.
 
     Raises `OSError` on entering where `folder` cannot be written to.
     """
 
-    def __init__(self, folder: pathlib.Path, *, step: int):
-        self.path, self.step = folder / METRICS, step
-        self.history = _history(self.path, step)
+    def __init__(self, folder: pathlib.Path | None, *, step: int, send: Callable[[dict[str, Any]], None] | None = None):
+        self.path, self.step, self.send = folder and folder / METRICS, step, send
+        self.history = _history(self.path, step) if self.path else []
 
     def __enter__(self) -> "Log":
+        self.file, self.show = None, None
         with contextlib.ExitStack() as stack:
-            self.file = stack.enter_context(self.path.open("a"))
-            self.show = stack.enter_context(display())
+            if self.path:
+                self.file = stack.enter_context(self.path.open("a"))
+                self.show = stack.enter_context(display())
             self.stack = stack.pop_all()
         self.restart_clock(self.step)
         return self
@@ -45,8 +49,11 @@ class Log:
     def record(self, row: dict[str, Any]) -> None:
         line = json.dumps(row)
         self.history.append(json.loads(line))
-        self.file.write(line + "\n")
-        self.file.flush()
+        if self.file:
+            self.file.write(line + "\n")
+            self.file.flush()
+        if self.send:
+            self.send(row)
 
     def record_step(
         self, step: int, seconds: float, progress: float, *, losses: Sequence[float], tokens_per_step: int
@@ -57,8 +64,9 @@ class Log:
         bits = [float(loss) / math.log(2) for loss in losses]
         row = {"step": step, "seconds": seconds, "bits": bits, "tokens_per_second": rate}
         self.record(row)
-        text = " ".join(f"{'main' if depth == 0 else f'mtp{depth}'}={loss:.3f}" for depth, loss in enumerate(bits))
-        self.show(progress, f"step={step} {text} tokens/s={rate:.0f}", seconds)
+        if self.show:
+            text = " ".join(f"{'main' if depth == 0 else f'mtp{depth}'}={loss:.3f}" for depth, loss in enumerate(bits))
+            self.show(progress, f"step={step} {text} tokens/s={rate:.0f}", seconds)
 
 
 def _history(path: pathlib.Path, step: int) -> list[dict[str, Any]]:
@@ -71,6 +79,23 @@ def _history(path: pathlib.Path, step: int) -> list[dict[str, Any]]:
     rows = [row for row in rows if row["step"] <= step]
     write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
     return rows
+
+
+@contextlib.contextmanager
+def trace_window(folder: pathlib.Path, *, start: int, steps: int) -> Iterator[Callable[[int], None]]:
+    """Gives a function that, told the number of updates before each, has JAX's profiler trace `steps` from `start` on.
+
+    The trace stands in `profile/`, for TensorBoard's profile plug-in, xprof or Perfetto.
+    """
+    with contextlib.ExitStack() as trace:
+
+        def at(number: int) -> None:
+            if number == start and steps:
+                trace.enter_context(jax.profiler.trace(str(folder / PROFILE)))
+            elif number == start + steps:
+                trace.close()
+
+        yield at
 
 
 @contextlib.contextmanager

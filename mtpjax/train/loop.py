@@ -12,22 +12,27 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mtpjax import checkpoint
+from mtpjax import checkpoint, compat
 from mtpjax.architectures import presets
 from mtpjax.config import TrainConfig
 from mtpjax.decode import self_check
 from mtpjax.model import MTPModel, add_mtp_modules, init_params
-from mtpjax.train import data, runs
+from mtpjax.sharding import shard_params
+from mtpjax.train import data, processes, runs
 from mtpjax.train.corpus import Corpus, load_corpus
 from mtpjax.train.decoded import PanelDecoder
-from mtpjax.train.log import Log
+from mtpjax.train.gradients import trained
+from mtpjax.train.log import Log, trace_window
 from mtpjax.train.losses import mtp_scale_at
+from mtpjax.train.mesh import place_rows, place_state
 from mtpjax.train.panel import Panel, acceptance_panel
 from mtpjax.train.pictures import plot_run
 from mtpjax.train.runs import Preempted
 from mtpjax.train.states import TrunkStates, bytes_per_token, stored_states
-from mtpjax.train.step import TrainState, make_optimizer, train_step, trained
+from mtpjax.train.step import TrainState, make_optimizer, train_step
+from mtpjax.train.trackers import require_trackers, tracking
 from mtpjax.trunk import stack_layers, unstack_layers
 
 logger = logging.getLogger("mtpjax.train")
@@ -73,42 +78,50 @@ def train(
 
     Raises `ValueError` for settings that do not fit, for sources of which too much is of no use, and for a folder that
     is in use or holds another run, `FileNotFoundError` where there is no text, `FloatingPointError` after too many
-    steps in a row that are not finite, `Preempted` when told to end.
+    steps in a row that are not finite, `Preempted` when told to end, `processes.LostProcess` where another process of
+    the run is lost.
     """
+    require_trackers(config)
+    mesh, is_first = _mesh(config), processes.is_first()
     model, begin_with = _initial(config)
-    num_depths = config.num_depths if model.config.num_mtp_modules else 0
+    num_depths = _num_depths(config, model)
     panel_depths = max(num_depths, panel_depths)
-    corpus = load_corpus(config, model.config.vocab_size)
-    state, step = _first_state(config, model, begin_with(), num_depths)
+    corpus = load_corpus(config, model.config.vocab_size, num_depths=num_depths)
+    state, step = _first_state(config, model, begin_with(), num_depths, mesh)
     with contextlib.ExitStack() as stack:
-        output = stack.enter_context(runs.locked(config.output))
+        stack.enter_context(processes.told_of_losses())
+        output = stack.enter_context(runs.locked(config.output)) if is_first else pathlib.Path(config.output)
         is_told_to_end = stack.enter_context(runs.ending_signals())
         settings = _json(config)
-        if not resume:
+        if not resume and is_first:
             runs.begin(output, settings, corpus.fingerprint, overwrite=overwrite)
-        else:
+        if resume:
             runs.check_same(output, settings, corpus.fingerprint, allowed_changes)
         trunk_states = _trunk_states(config, model, state.params, corpus, is_told_to_end)
         clock = _Clock(config)
         if resume and (restored := runs.restore_state(output, state)) is not None:
             state, metadata = restored
             clock = _Clock(config, number=metadata["step"], spent=metadata["seconds"])
-        log = stack.enter_context(Log(output, step=clock.number))
+        send = stack.enter_context(tracking(output, clock.number, config, settings)) if is_first else None
+        log = stack.enter_context(Log(output if is_first else None, step=clock.number, send=send))
+        trace = stack.enter_context(trace_window(output, start=config.profile_start, steps=config.profile_steps))
         decoder = PanelDecoder(corpus, model=model, num_depths=panel_depths, count=config.panel_prompts)
 
         def evaluate(*, is_last: bool = False) -> Panel:
-            panel = acceptance_panel(state.params, corpus.panel_rows, model=model, num_depths=panel_depths)
-            if is_last or decoder.fits(clock.seconds):
-                panel = dataclasses.replace(panel, decoded=decoder.measure(state.params, is_last=is_last))
+            params = processes.fetch(state.params)
+            panel = acceptance_panel(params, corpus.panel_rows, model=model, num_depths=panel_depths)
+            if is_first and (is_last or decoder.fits(clock.seconds)):
+                panel = dataclasses.replace(panel, decoded=decoder.measure(params, is_last=is_last))
             log.record({"step": clock.number, "seconds": clock.seconds, "eval": dataclasses.asdict(panel)})
             log.restart_clock(clock.number)
             return panel
 
         def save() -> bool:
-            metadata = {"seconds": clock.seconds}
-            is_saved = runs.save_state(output, state, step=clock.number, keep=config.keep_states, metadata=metadata)
+            metadata, whole, is_saved = {"seconds": clock.seconds}, processes.fetch(state), True
+            if is_first:
+                is_saved = runs.save_state(output, whole, step=clock.number, keep=config.keep_states, metadata=metadata)
             log.restart_clock(clock.number)
-            return is_saved
+            return not processes.any_of(not is_saved)
 
         stream = data.mixed_batches(
             corpus.parts, corpus.weights, config.batch_size, seed=config.seed, start=clock.number
@@ -116,8 +129,11 @@ def train(
         bad_steps = 0
         while clock.progress < 1:
             before = clock.progress
+            trace(clock.number)
             numbers, batch = next(stream)
             states = None if trunk_states is None else trunk_states.take(numbers)
+            if mesh is not None:
+                batch, states = place_rows((batch, states), mesh)
             state, metrics = step(state, batch, *_rates(before, config), before, states=states)
             clock.tick()
             bad_steps = 0 if metrics["is_finite"] else bad_steps + 1
@@ -136,16 +152,17 @@ def train(
                 break
             if math.floor(clock.progress * evaluations) > math.floor(before * evaluations):
                 evaluate()
-            if is_told_to_end():
+            if processes.any_of(is_told_to_end()):
                 if not save():
                     raise OSError(f"{output} was told to end, and step {clock.number} could not be saved")
                 raise Preempted(f"{output} was told to end and stands at step {clock.number}: go on with resume")
             if config.save_every and clock.number % config.save_every == 0:
                 save()
         panel = evaluate(is_last=True)
-        plot_run(output / "panel.png", log.history)
+        if is_first:
+            plot_run(output / "panel.png", log.history)
 
-        params = unstack_layers(state.params, model.config)
+        params = unstack_layers(processes.fetch(state.params), model.config)
         model = MTPModel(model.config)
         path = output / "checkpoint"
         metadata = {
@@ -156,7 +173,9 @@ def train(
             "self_check": self_check.record(params, corpus.panel_rows.tokens, model=model, num_depths=panel_depths),
         }
         metadata["tokenizer"] = "huggingface" if corpus.file else "bytes"
-        checkpoint.save_model(path, model, params, metadata=metadata, tokenizer=corpus.file)
+        if is_first:
+            checkpoint.save_model(path, model, params, metadata=metadata, tokenizer=corpus.file)
+        processes.wait("saved")
     return TrainResult(model, params, path, corpus.held_out, panel, log.history)
 
 
@@ -187,20 +206,40 @@ def _rates(progress: float, config: TrainConfig) -> tuple[float, float]:
     return learning_rate_at(progress, config), scale
 
 
-def _first_state(config: TrainConfig, model: MTPModel, params: dict, num_depths: int) -> tuple[TrainState, Callable]:
+def _mesh(config: TrainConfig) -> Mesh | None:
+    """None for one device. Raises `ValueError` where it does not fit the devices, or the run not several processes."""
+    size, devices, several = math.prod(dict(config.mesh).values()), jax.device_count(), processes.are_several()
+    if size > devices or (several and size != devices):
+        raise ValueError(f"the mesh {dict(config.mesh)} takes {size} devices, and there are {devices}")
+    if several and config.trunk_states is not None:
+        raise ValueError("trunk_states are stored by one process: make them first, without --nnodes")
+    if several and config.seconds < math.inf:
+        raise ValueError(f"seconds {config.seconds} ends one process by its clock: several end after steps alone")
+    return compat.make_mesh(dict(config.mesh)) if size > 1 else None
+
+
+def _first_state(
+    config: TrainConfig, model: MTPModel, params: dict, num_depths: int, mesh: Mesh | None
+) -> tuple[TrainState, Callable]:
     """The state before the first update, and the jitted update."""
     optimizer = make_optimizer(config)
+    params, stays = params if mesh is None else shard_params(params, mesh), None
     state = TrainState(params, optimizer.init(trained(params, config.trains)), jnp.zeros((), jnp.int32))
+    if mesh is not None:
+        state = place_state(state, mesh, optimizer=optimizer, trains=config.trains)
+        stays = (jax.tree.map(lambda leaf: leaf.sharding, state), NamedSharding(mesh, PartitionSpec()))
     step = functools.partial(
         train_step,
-        model=model,
+        model=model.clone(remat=config.remat == "layers", dtype=None if config.dtype == "float32" else config.dtype),
         optimizer=optimizer,
         num_depths=num_depths,
         attention_layout=config.attention_layout,
         objective=config.objective,
         trains=config.trains,
+        accumulation=config.accumulation,
+        mesh=mesh,
     )
-    return state, jax.jit(step, donate_argnames="state")
+    return state, jax.jit(step, donate_argnames="state", out_shardings=stays)
 
 
 def _trunk_states(
@@ -231,11 +270,15 @@ def _initial(config: TrainConfig) -> tuple[MTPModel, Callable[[], dict]]:
     return MTPModel(model.config, scan_layers=True), functools.partial(stack_layers, params, model.config)
 
 
+def _num_depths(config: TrainConfig, model: MTPModel) -> int:
+    return config.num_depths if model.config.num_mtp_modules else 0
+
+
 def describe(config: TrainConfig) -> dict[str, int]:
     """What a run would be: rows and tokens of its data, parameters, bytes of its state. Raises as `train` does."""
     model, begin_with = _initial(config)
     params = jax.eval_shape(begin_with)
-    corpus = load_corpus(config, model.config.vocab_size)
+    corpus = load_corpus(config, model.config.vocab_size, num_depths=_num_depths(config, model))
     state = (params, jax.eval_shape(make_optimizer(config).init, trained(params, config.trains)))
     sizes = {
         "rows": sum(len(rows.tokens) for rows in corpus.parts),

@@ -11,6 +11,8 @@ that a depth predicts, q the draft's, and `alpha = sum min(p, q) = 1 - TV(p, q)`
 p, and alpha in w, get no gradient.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -40,9 +42,29 @@ def all_targets(
     return jnp.stack([target for target, _ in targets]), jnp.stack([is_valid for _, is_valid in targets])
 
 
-def valid_mean(values: jax.Array, is_valid: jax.Array) -> jax.Array:
-    """Mean over the valid positions of the last two axes, `[..., B, T] -> [...]`; 0 where there are none."""
-    return jnp.where(is_valid, values, 0).sum((-2, -1)) / jnp.maximum(is_valid.sum((-2, -1)), 1)
+def valid_mean(values: jax.Array, is_valid: jax.Array, count: jax.Array | None = None) -> jax.Array:
+    """Mean over the valid positions of the last two axes, `[..., B, T] -> [...]`; 0 where there are none.
+
+    With the `count [...]` of a whole batch, what a part of it contributes to the batch's mean.
+    """
+    count = is_valid.sum((-2, -1)) if count is None else count
+    return jnp.where(is_valid, values, 0).sum((-2, -1)) / jnp.maximum(count, 1)
+
+
+class Totals(NamedTuple):
+    """What losses take from all rows of a batch: with these, the losses of its parts add up to the batch's.
+
+    The overlap makes the LK hybrid's w, through which no gradient goes.
+    """
+
+    valid: jax.Array  # [1 + depths] valid targets
+    reached: jax.Array  # [] drafts of the chains of end-to-end total variation
+    overlap: jax.Array  # [depths] mean over valid targets
+
+
+def batch_totals(is_valid: jax.Array, overlap: jax.Array) -> Totals:
+    """Of `is_valid [1 + depths, B, T]` and the mean `overlap [depths]`."""
+    return Totals(is_valid.sum((-2, -1)), jnp.cumprod(is_valid[1:], axis=0, dtype=bool).sum(), overlap)
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array, is_valid: jax.Array) -> jax.Array:
@@ -53,18 +75,20 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, is_valid: jax.Array) ->
     return valid_mean(plain_terms([logits], targets[None]).cross_entropy[0], is_valid)
 
 
-def lk_hybrid(kl: jax.Array, overlap: jax.Array, is_valid: jax.Array, *, decay: float) -> jax.Array:
+def lk_hybrid(
+    kl: jax.Array, overlap: jax.Array, is_valid: jax.Array, *, decay: float, totals: Totals | None = None
+) -> jax.Array:
     """The LK hybrid of each depth, `[depths, B, T] -> [depths]`; 0 for a depth without valid targets.
 
     alpha is the mean over a depth's valid targets of the batch, so that each depth has one w, as in SpecForge's
     `lk_loss.py`; vllm's speculators take a w per position.
     """
-    alpha = valid_mean(overlap, is_valid)
+    count, alpha = (None, valid_mean(overlap, is_valid)) if totals is None else (totals.valid[1:], totals.overlap)
     w = jnp.exp(-decay * jax.lax.stop_gradient(alpha))
-    return w * valid_mean(kl, is_valid) + (1 - w) * valid_mean(1 - overlap, is_valid)
+    return w * valid_mean(kl, is_valid, count) + (1 - w) * valid_mean(1 - overlap, is_valid, count)
 
 
-def end_to_end_tv(overlap: jax.Array, is_valid: jax.Array) -> jax.Array:
+def end_to_end_tv(overlap: jax.Array, is_valid: jax.Array, totals: Totals | None = None) -> jax.Array:
     """`1 - 1/K * sum_{j=1..K} prod_{k<=j} alpha_k` (2606.12370, equation 13), of `[depths, B, T]`; 0 without targets.
 
     Position i is the anchor whose chain of drafts depths 1..K are, and K its number of valid depths before the first
@@ -75,7 +99,7 @@ def end_to_end_tv(overlap: jax.Array, is_valid: jax.Array) -> jax.Array:
     for alpha, is_counted in zip(overlap, is_reached, strict=True):
         survival = survival * alpha
         missing += jnp.where(is_counted, 1 - survival, 0).sum()
-    return missing / jnp.maximum(is_reached.sum(), 1)
+    return missing / jnp.maximum(is_reached.sum() if totals is None else totals.reached, 1)
 
 
 def depth_weights(num_depths: int, objective: Objective) -> jax.Array:
@@ -103,13 +127,16 @@ def objective_loss(
     mtp_scale: jax.Array | float,
     objective: Objective,
     progress: jax.Array | float = 1.0,
+    totals: Totals | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`L_main + mtp_scale * mix of the draft depths' objectives`, and the `[1 + depths]` cross-entropies by themselves.
 
     `is_valid [1 + depths, B, T]`. Each loss is a mean over its valid targets, whatever their number (Megatron's
-    normalisation, not DeepSeek-V3's by T).
+    normalisation, not DeepSeek-V3's by T). With the `totals` of a batch the terms are of some of its rows, and both are
+    what these contribute to the batch's.
     """
-    losses = valid_mean(terms.cross_entropy, is_valid)
+    totals = totals or batch_totals(is_valid, valid_mean(terms.overlap, is_valid[1:]))
+    losses = valid_mean(terms.cross_entropy, is_valid, totals.valid)
     if len(losses) == 1:
         return losses[0], losses
     weights = depth_weights(len(losses) - 1, objective)
@@ -119,11 +146,11 @@ def objective_loss(
         if name == "cross_entropy":
             value = weights @ losses[1:]
         elif name == "kl":
-            value = weights @ valid_mean(terms.kl, drafts)
+            value = weights @ valid_mean(terms.kl, drafts, totals.valid[1:])
         elif name == "lk_hybrid":
-            value = weights @ lk_hybrid(terms.kl, terms.overlap, drafts, decay=objective.lk_decay)
+            value = weights @ lk_hybrid(terms.kl, terms.overlap, drafts, decay=objective.lk_decay, totals=totals)
         else:
-            value = end_to_end_tv(terms.overlap, drafts)
+            value = end_to_end_tv(terms.overlap, drafts, totals)
         total += share * value
     return losses[0] + mtp_scale * total, losses
 

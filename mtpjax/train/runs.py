@@ -2,6 +2,7 @@
 
 run.json            the settings, and the fingerprint of the data
 metrics.jsonl       a row per logged step and evaluation
+tensorboard/        the same for TensorBoard; wandb-id the run's name at Weights & Biases; profile/ a trace
 states/00000120/    parameters and optimiser after 120 updates (`mtpjax.checkpoint`)
 checkpoint/         the model, for decoding
 .lock               held while a process writes here
@@ -27,11 +28,13 @@ import numpy as np
 from mtpjax import checkpoint
 from mtpjax.atomic import write_text
 from mtpjax.checkpoint import CheckpointError
-from mtpjax.train.log import METRICS
+from mtpjax.train.log import METRICS, PROFILE
+from mtpjax.train.trackers import TENSORBOARD, WANDB_ID
 
 SETTINGS, STATES, LOCK = "run.json", "states", ".lock"
-# What may differ when a run goes on: none of it changes an update.
+# What may differ when a run goes on: none of it changes an update (accumulation, remat and mesh change its rounding).
 FREE_SETTINGS = ("output", "log_every", "save_every", "keep_states", "most_bad_steps", "panel_prompts")
+FREE_SETTINGS += ("tensorboard", "wandb", "profile_start", "profile_steps")
 log = logging.getLogger("mtpjax.train")
 Tree = TypeVar("Tree")
 
@@ -72,8 +75,10 @@ def begin(folder: pathlib.Path, settings: Mapping[str, Any], fingerprint: str, *
     """Writes down what the run is. Raises `RunError` where the folder holds one that is not to be overwritten."""
     if (folder / SETTINGS).exists() and not overwrite:
         raise RunError(f"{folder} holds a run: go on with it (resume), replace it (overwrite) or choose another output")
-    shutil.rmtree(folder / STATES, ignore_errors=True)
-    (folder / METRICS).unlink(missing_ok=True)
+    for name in (STATES, TENSORBOARD, PROFILE):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    for name in (METRICS, WANDB_ID):
+        (folder / name).unlink(missing_ok=True)
     write_text(folder / SETTINGS, json.dumps({"settings": dict(settings), "fingerprint": fingerprint}, indent=1) + "\n")
 
 
@@ -107,6 +112,8 @@ def check_same(
 def save_state(folder: pathlib.Path, state: Any, *, step: int, keep: int, metadata: Mapping[str, Any]) -> bool:
     """Writes the state after `step` updates, then removes all but the newest `keep`; says whether it could.
 
+    What a killed process had not completed goes as well: the folder has one writer.
+
     A disk that is full costs this state alone: what was there stays, and the run may go on.
     """
     leaves = {f"{number:06d}": leaf for number, leaf in enumerate(jax.tree.leaves(state))}
@@ -118,7 +125,7 @@ def save_state(folder: pathlib.Path, state: Any, *, step: int, keep: int, metada
     except OSError as error:
         log.error("the state after step %d could not be saved, and the run goes on without: %s", step, error)
         return False
-    for old in _states(folder)[keep:]:
+    for old in [*_states(folder)[keep:], *(folder / STATES).glob(".*")]:
         shutil.rmtree(old, ignore_errors=True)
     return True
 

@@ -1,5 +1,6 @@
 """One jitted update."""
 
+import functools
 from typing import Any
 
 import flax.struct
@@ -8,12 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
+from jax.sharding import Mesh
 
 from mtpjax.config import Objective, TrainConfig
-from mtpjax.model import DepthsOutput, MTPModel, bind, forward_depths, is_of_modules, trunk_states
+from mtpjax.model import MTPModel, is_of_modules
 from mtpjax.train.data import Batch
-from mtpjax.train.losses import all_targets, objective_loss
-from mtpjax.train.terms import Terms, chunked_terms, plain_terms
+from mtpjax.train.gradients import gradients_of_rows, trained
+from mtpjax.train.losses import all_targets, batch_totals
+from mtpjax.train.mesh import over_mesh
 
 
 class TrainState(flax.struct.PyTreeNode):
@@ -22,11 +25,6 @@ class TrainState(flax.struct.PyTreeNode):
     params: dict
     optimizer: optax.OptState
     step: jax.Array  # [] int32
-
-
-def trained(params: dict, trains: str) -> dict:
-    """The parameters that a run changes: all, or where it `trains` "modules" the modules' own."""
-    return {name: leaf for name, leaf in params.items() if trains != "modules" or is_of_modules(name)}
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
@@ -91,6 +89,8 @@ def train_step(
     attention_layout: str,
     objective: Objective = Objective(),  # noqa: B008, frozen
     trains: str = "all",
+    accumulation: int = 1,
+    mesh: Mesh | None = None,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """Loss, gradients, update. Returns the cross-entropies per depth (nats) and the gradient norm beside the new state.
 
@@ -99,33 +99,28 @@ def train_step(
     `trunk_states` gives for the batch: with them the trunk does not run.
     `progress` 0..1 of the run says where the objective's warm-up stands. An update that is not finite is skipped and
     reported as such. Raises `ValueError` for states of a trunk that is trained.
+
+    With `accumulation` the batch goes through in so many parts, one after the other, to the same gradients; the LK
+    hybrid then takes a forward pass more. On a `mesh` each device has its own rows (`mtpjax.train.mesh`).
     """
     if states is not None and trains != "modules":
         raise ValueError(f"states are of a frozen trunk; trains '{trains}' changes it")
-    tokens, segment_ids, loss_mask = (jnp.asarray(array) for array in batch)
+    rows = jax.tree.map(jnp.asarray, (*batch, states))
+    _, is_valid = all_targets(*rows[:3], num_depths)
+    totals = batch_totals(is_valid, jnp.zeros(num_depths))  # the overlap is not known before a pass
+    of_rows = functools.partial(
+        gradients_of_rows,
+        model=model,
+        num_depths=num_depths,
+        attention_layout=attention_layout,
+        objective=objective,
+        trains=trains,
+        accumulation=accumulation,
+    )
+    if mesh is not None:
+        of_rows = over_mesh(of_rows, mesh, trains=trains)
+    (loss, losses), gradients = of_rows(state.params, rows, totals, mtp_scale, progress)
     changing = trained(state.params, trains)
-
-    def loss_of(changing):
-        params = {**state.params, **changing}
-        if states is None:
-            entering = trunk_states(params, tokens, segment_ids, model=model)
-        else:
-            entering = jnp.asarray(states, params["embedding"].dtype)
-        output = forward_depths(
-            params,
-            entering,
-            tokens,
-            segment_ids,
-            model=model,
-            num_depths=num_depths,
-            attention_layout=attention_layout,
-            is_detached=trains == "detached",
-        )
-        targets, is_valid = all_targets(tokens, segment_ids, loss_mask, num_depths)
-        terms = _terms(params, output, targets, model=model, objective=objective, is_detached=trains == "detached")
-        return objective_loss(terms, is_valid, mtp_scale=mtp_scale, objective=objective, progress=progress)
-
-    (loss, losses), gradients = jax.value_and_grad(loss_of, has_aux=True)(changing)
     norm = optax.tree.norm(gradients)
     updates, new_optimizer = optimizer.update(gradients, state.optimizer, changing)
     new: Any = optax.apply_updates(changing, jax.tree.map(lambda update: learning_rate * update, updates))
@@ -134,26 +129,3 @@ def train_step(
     kept = jax.tree.map(lambda after, before: jnp.where(is_finite, after, before), new, state)
     metrics = {"losses": losses, "gradient_norm": norm, "is_finite": is_finite}
     return kept.replace(step=state.step + 1), metrics
-
-
-def _terms(
-    params, output: DepthsOutput, targets: jax.Array, *, model: MTPModel, objective: Objective, is_detached: bool
-) -> Terms:
-    """From the logits; or from the hidden states, `vocab_chunk` columns at a time, when jit drops the unused logits."""
-    if not objective.vocab_chunk:
-        return plain_terms((output.logits, *output.mtp_logits), targets)
-    apply, modules, num_depths = bind(model, params), model.config.num_mtp_modules, len(output.mtp_hidden)
-    heads, head_of = [apply(method="head_matrix")], [0] * (1 + num_depths)
-    if model.config.mtp_own_head:
-        heads += [apply(index=index, method="head_matrix") for index in range(min(modules, num_depths))]
-        head_of = [0, *(min(depth, modules) for depth in range(1, num_depths + 1))]
-    elif is_detached:
-        heads, head_of = [heads[0], jax.lax.stop_gradient(heads[0])], [0, *[1] * num_depths]
-    return chunked_terms(
-        (output.hidden, *output.mtp_hidden),
-        heads,
-        targets,
-        head_of=head_of,
-        vocab_chunk=objective.vocab_chunk,
-        compares_with_trunk=objective.compares_with_trunk,
-    )

@@ -24,7 +24,8 @@ from mtpjax.config import Source
 from mtpjax.decode.self_check import check_acceptance
 from mtpjax.tokenizer import FileTokenizer, load_tokenizer
 from mtpjax.train.decoded import is_looping
-from mtpjax.train.sources import fingerprint
+from mtpjax.train.loop import describe
+from mtpjax.train.sources import fingerprint, read_source
 from mtpjax.train.step import train_step
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -143,7 +144,45 @@ def test_a_run_on_two_sources_keeps_its_tokenizer_and_says_what_it_read(run, tmp
     assert [each["empty"] for each in metadata["data"]["skipped"]] == [1, 0]
     assert [Source(**values) for values in metadata["train"]["sources"]] == list(sources)
     assert load_tokenizer(config.output + "/checkpoint", 256).digest == FileTokenizer(tmp_path, 256).digest
-    assert metadata["data"]["fingerprint"] == fingerprint(sources, FileTokenizer(tmp_path, 256), vocab_size=256)
+    asked = {"tokenizer": FileTokenizer(tmp_path, 256), "vocab_size": 256}
+    readings = [read_source(source, **asked) for source in sources]
+    assert metadata["data"]["fingerprint"] == fingerprint(sources, readings, **asked)
+
+
+def test_too_much_of_no_use_stops_a_run_before_anything_is_compiled(run, tmp_path, monkeypatch):
+    """T10; what is skipped below the limit is counted in the checkpoint (`test_a_run_on_two_sources…`)."""
+    import dataclasses
+
+    monkeypatch.setattr("mtpjax.train.loop._first_state", None)
+    (tmp_path / "some.jsonl").write_text('{"text": "good"}\n{"text": ""}\n{"text": 3}\n' * 2)
+    source = Source(path=str(tmp_path / "some.jsonl"), kind="jsonl", most_skipped=3)
+    config = dataclasses.replace(run[0], data=None, sources=(source,), output=str(tmp_path / "out"))
+    with pytest.raises(
+        ValueError, match=r"over 3 documents of no use \(2 corrupt, 2 empty\); the last: .* line 6 has no"
+    ):
+        train(config)
+
+
+def test_a_depth_without_a_target_is_told_before_anything_is_compiled(run, tmp_path, monkeypatch):
+    """T12: rows, answers or documents too short for a depth; of the rows that are held out, too."""
+    import dataclasses
+
+    monkeypatch.setattr("mtpjax.train.loop._first_state", None)
+    changes = {"row_length": 4, "batch_size": 1, "output": str(tmp_path / "out")}
+    short = dataclasses.replace(run[0], **changes, num_depths=3)
+    with pytest.raises(ValueError, match=r"the training rows have no target at depth 3: .* row of 4; take longer rows"):
+        train(short)
+    with pytest.raises(ValueError, match="at depth 3"):
+        describe(short)
+    with pytest.raises(TypeError, match="NoneType"):  # goes on to `_first_state`
+        train(dataclasses.replace(short, num_depths=2))
+    monkeypatch.setattr("mtpjax.train.corpus.split_held_out", lambda documents, fraction: (documents, documents[:2]))
+    for number in range(40):
+        (tmp_path / f"{number}.txt").write_text("ab" + (" and more than two" if number > 20 else chr(97 + number)))
+    with pytest.raises(ValueError, match="the training rows have no target at depth 3"):
+        train(dataclasses.replace(short, row_length=32, data=str(tmp_path), pattern="?.txt"))
+    with pytest.raises(ValueError, match="the held-out rows have no target at depth 3"):
+        train(dataclasses.replace(short, row_length=32, data=str(tmp_path), pattern="*.txt"))
 
 
 @pytest.mark.parametrize("num_modules", [0, 1])

@@ -11,6 +11,7 @@ from mtpjax import ModelConfig, MTPModel, Objective, TrainConfig, forward, init_
 from mtpjax.config import OBJECTIVES
 from mtpjax.train.losses import (
     all_targets,
+    batch_totals,
     cross_entropy,
     depth_targets,
     depth_weights,
@@ -20,8 +21,9 @@ from mtpjax.train.losses import (
     mtp_scale_at,
     multi_depth_loss,
     objective_loss,
+    valid_mean,
 )
-from mtpjax.train.terms import plain_terms
+from mtpjax.train.terms import Terms, plain_terms
 
 CONFIG = ModelConfig(
     vocab_size=61,
@@ -358,3 +360,27 @@ def test_total_is_the_main_loss_plus_the_scaled_mean_over_depths(key):
 def test_lambda_falls_once():
     values = [mtp_scale_at(progress, scale=0.3, final=0.1, switch=0.7) for progress in (0, 0.69, 0.7, 1)]
     assert values == [0.3, 0.3, 0.1, 0.1]
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_losses_of_parts_add_up_with_the_totals_of_the_whole(name, key):
+    """And not without: a part's own means weigh its targets by how few it has."""
+    keys = jax.random.split(key, 3)
+    values = [jax.random.uniform(part, (depths, 4, 12)) for part, depths in zip(keys, (3, 2, 2), strict=True)]
+    segments, mask = np.repeat(SEGMENTS, 2, axis=0), np.ones((4, 12), bool)
+    mask[0, 3:], mask[3] = False, False
+    _, is_valid = all_targets(jnp.zeros((4, 12), jnp.int32), jnp.asarray(segments), jnp.asarray(mask), 2)
+    settings = {"mtp_scale": 0.3, "objective": Objective(mix={name: 1.0})}
+    whole = objective_loss(Terms(*values), is_valid, **settings)
+    totals = batch_totals(is_valid, valid_mean(values[2], is_valid[1:]))
+
+    def parts(**more):
+        rows = [slice(row, row + 1) for row in range(4)]
+        made = [(Terms(*(value[:, row] for value in values)), is_valid[:, row]) for row in rows]
+        return [objective_loss(*part, **settings, **more) for part in made]
+
+    for found, means, expected in zip(
+        zip(*parts(totals=totals), strict=True), zip(*parts(), strict=True), whole, strict=True
+    ):
+        np.testing.assert_allclose(sum(found), expected, rtol=1e-5)
+        assert abs(sum(means) / 4 - expected).max() > 1e-2
