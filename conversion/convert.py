@@ -16,6 +16,7 @@ from conversion.names import Leaf, table, tied_copies
 from conversion.shards import Entry, Shard, copy_files, entry_of, new_shards, shard, write_index, write_shards
 from mtpjax import checkpoint
 from mtpjax.atomic import new_folder
+from mtpjax.decode import self_check
 from mtpjax.quantized import BlockScaled
 
 Progress = Callable[[int], Any]
@@ -111,6 +112,8 @@ def to_hugging_face(source, target, *, dtype=None, model_type: str | None = None
             content = hf_config.edited(content, layout, dtypes=found, drop_quantization=bool(dropped))
             (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
             write_index(folder, shards)
+        if (record := stored.metadata.get("self_check")) is not None:
+            (folder / self_check.FILE).write_text(json.dumps(record) + "\n")
 
 
 def _streams(files: Files, made: load.Plan, path: str, leaf: Leaf, progress: Progress | None):

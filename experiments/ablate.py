@@ -77,14 +77,10 @@ def fingerprint(cell: Cell, settings: Settings, workload: Workload, about: dict[
 
 def describe(path: pathlib.Path) -> dict[str, Any]:
     """Model, machine and versions: what other figures would need."""
-    described = [path / name for name in ("digests.json", "config.json", "model.safetensors.index.json")]
-    digest = hashlib.sha256(b"".join(file.read_bytes() for file in described if file.is_file()))
-    for file in sorted(path.glob("*.safetensors")):
-        digest.update(f"{file.name} {file.stat().st_size}".encode())
     device = jax.devices()[0]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
-        "model": digest.hexdigest()[:16],
+        "model": checkpoint.digest(path)[:16],
         "device": f"{device.device_kind}, {cores} cores" if device.platform == "cpu" else device.device_kind,
         "processor": machine()["cpu"] if hasattr(os, "sched_getaffinity") else platform.machine(),
         "jax": jax.__version__,

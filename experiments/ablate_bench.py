@@ -25,7 +25,7 @@ from mtpjax.model import MTPModel
 from mtpjax.prompts import choose_prompts, encode_prompts, read_prompts, room_for_prompts
 from mtpjax.tokenizer import ByteTokenizer, load_tokenizer
 from mtpjax.train import data
-from mtpjax.train.panel import is_looping
+from mtpjax.train.decoded import is_looping
 from mtpjax.train.sources import read_source
 
 PROMPT_TOKENS = 64  # of held-out files

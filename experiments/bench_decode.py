@@ -25,6 +25,7 @@ import shutil
 import statistics
 import sys
 import tempfile
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -70,8 +71,8 @@ def measure(children: dict[str, Child], cells: list[Cell], prompts: list, new_to
         order = cells if len(rounds) % 2 == 0 else cells[::-1]
         samples = {cell: _sample(children, cell, prompts, new_tokens) for cell in order}
         rounds.append(samples)
-        quiet += _disturbance(samples) < QUIET
-    kept = sorted(rounds, key=_disturbance)[:repeats]
+        quiet += disturbance(samples) < QUIET
+    kept = sorted(rounds, key=disturbance)[:repeats]
     return {cell: [samples[cell] for samples in kept] for cell in cells}
 
 
@@ -85,7 +86,8 @@ def _sample(children: dict[str, Child], cell: Cell, prompts: list, new_tokens: i
     return {**sample, "accept_length": whole.get("accept_length"), **children["memory"].ask()}
 
 
-def _disturbance(samples: dict[Cell, dict]) -> float:
+def disturbance(samples: dict[Any, dict]) -> float:
+    """Of a round: the largest share of its time that a call stood in line for a core."""
     return max(sample["waited"] for sample in samples.values())
 
 
@@ -143,25 +145,26 @@ def show(rows: list[dict], console: Console) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("tokens")
     for row in rows:
-        ratios = [_cell(row[name], "{:.2f}") for name in ("to_transformers", "to_transformers_mtp", "to_plain")]
+        ratios = [spread_text(row[name], "{:.2f}") for name in ("to_transformers", "to_transformers_mtp", "to_plain")]
         table.add_row(
             row["shape"],
             str(row["batch"]),
             str(row["threads"]),
             row["engine"],
             str(row["num_steps"] or "plain"),
-            _cell(row["tokens_per_second"], "{:.1f}"),
+            spread_text(row["tokens_per_second"], "{:.1f}"),
             *ratios,
             f"{row['ideal_to_plain']:.2f}" if row["num_steps"] else "",
             f"{row['accept_length']:.2f}",
-            _cell(row["share_of_memory_limit"], "{:.0%}"),
+            spread_text(row["share_of_memory_limit"], "{:.0%}"),
             f"{row['waited']:.0%}",
             "agree" if row["tokens_agree"] else "DIFFER",
         )
     console.print(table)
 
 
-def _cell(values: dict[str, float] | None, form: str) -> str:
+def spread_text(values: dict[str, float] | None, form: str) -> str:
+    """`median (lowest..highest)`; nothing for no values."""
     if values is None:
         return ""
     return f"{form.format(values['median'])} ({form.format(values['min'])}..{form.format(values['max'])})"
@@ -182,13 +185,15 @@ def write_json(path: pathlib.Path, content: dict) -> None:
     part.replace(path)
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    def count(text: str) -> int:
-        value = int(text)
-        if value < 1:
-            raise argparse.ArgumentTypeError(f"{value} is not at least 1")
-        return value
+def count(text: str) -> int:
+    """An argument that is at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    return value
 
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
     first, _, rest = (__doc__ or "").partition("\n")
     parser = argparse.ArgumentParser(
         "bench_decode", description=first, epilog=rest, formatter_class=argparse.RawTextHelpFormatter

@@ -11,10 +11,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from typing import Any
 
 
-class _Clock:
+class Clock:
     """Wall clock, CPU time, and how long the threads stood in line for a core: other programs' doing."""
 
     def __init__(self):
@@ -40,7 +41,7 @@ class Mtpjax:
         loaded = {name: mtpjax.load(folder / name) for name in ("random", "rigged")}
         self.model = loaded["random"][0]
         self.params = {name: params for name, (_, params) in loaded.items()}
-        self.versions = {name: _version(name) for name in ("mtpjax", "jax", "jaxlib")}
+        self.versions = {name: version_of(name) for name in ("mtpjax", "jax", "jaxlib")}
 
     def run(self, weights: str, prompts: list[list[int]], num_steps: int, new_tokens: int) -> dict[str, Any]:
         from mtpjax import DecodeConfig, generate, speculative_generate
@@ -48,7 +49,7 @@ class Mtpjax:
         # One prefill pass; with it a call for one token has the same cache as the call for all, and compiles once.
         config = DecodeConfig(max_new_tokens=new_tokens, num_steps=num_steps, prefill_chunk=len(prompts[0]))
         call = speculative_generate if num_steps else generate
-        clock = _Clock()
+        clock = Clock()
         result = call(self.params[weights], prompts, model=self.model, config=config)
         return {**clock.read(), "tokens": result.rows(), "accept_length": result.stats.accept_length}
 
@@ -70,7 +71,7 @@ class Transformers:
             # MTP weights are found by this pattern, which the class fixes to the 61 layers of the published model.
             model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{layers}\..*"]
             self.models[name] = model.eval()
-        self.versions = {name: _version(name) for name in ("torch", "transformers")}
+        self.versions = {name: version_of(name) for name in ("torch", "transformers")}
 
     def run(self, weights: str, prompts: list[list[int]], num_steps: int, new_tokens: int) -> dict[str, Any]:
         import torch
@@ -79,7 +80,7 @@ class Transformers:
         options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
         if num_steps:
             options["use_mtp"] = True
-        clock = _Clock()
+        clock = Clock()
         with torch.inference_mode():
             output = self.models[weights].generate(ids, attention_mask=torch.ones_like(ids), **options)
         return {**clock.read(), "tokens": output[:, ids.shape[1] :].tolist()}
@@ -111,8 +112,10 @@ class Memory:
 class Child:
     """The other side: an engine's process, which `ask` sends a request to and waits for."""
 
-    def __init__(self, name: str, threads: int, shape: str, folder: pathlib.Path):
-        command = [sys.executable, "-m", "experiments.decode_engines", name, str(threads), shape, str(folder)]
+    def __init__(
+        self, name: str, threads: int, shape: str, folder: pathlib.Path, module: str = "experiments.decode_engines"
+    ):
+        command = [sys.executable, "-m", module, name, str(threads), shape, str(folder)]
         self.name, self.log = name, tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the child)
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True
@@ -138,29 +141,31 @@ class Child:
         return json.loads(line)
 
 
-def _version(name: str) -> str:
+def version_of(name: str) -> str:
     from importlib.metadata import version
 
     return version(name)
 
 
-def main() -> None:
+def serve(make: Callable[[str, int, str, pathlib.Path], Any]) -> None:
+    """A child's side: makes the engine of its command line, NAME THREADS SHAPE FOLDER, and answers with its `run`."""
     name, threads, shape, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3], pathlib.Path(sys.argv[4])
     if threads == 1:
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     os.environ["OMP_NUM_THREADS"] = str(threads)
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints is no reply
-    if name == "mtpjax":
-        engine = Mtpjax(shape, folder)
-    elif name == "transformers":
-        engine = Transformers(shape, folder, threads)
-    else:
-        engine = Memory(threads)
+    engine = make(name, threads, shape, folder)
     print(json.dumps(engine.versions), file=replies, flush=True)
     for line in sys.stdin:
         print(json.dumps(engine.run(**json.loads(line))), file=replies, flush=True)
 
 
+def _make(name: str, threads: int, shape: str, folder: pathlib.Path) -> Any:
+    if name == "mtpjax":
+        return Mtpjax(shape, folder)
+    return Transformers(shape, folder, threads) if name == "transformers" else Memory(threads)
+
+
 if __name__ == "__main__":
-    main()
+    serve(_make)

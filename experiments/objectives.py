@@ -34,7 +34,7 @@ from mtpjax.tables import narrow_table
 from mtpjax.tokenizer import ByteTokenizer
 from mtpjax.train.corpus import load_corpus
 from mtpjax.train.data import held_out_prompts
-from mtpjax.train.panel import is_looping
+from mtpjax.train.decoded import is_looping
 
 LEVELS = 4
 NEW_TOKENS = 128
@@ -70,7 +70,7 @@ def train_module(folder: pathlib.Path, trunk: pathlib.Path, name: str, seed: int
     output = folder / f"{name.replace(' ', '-').replace(',', '')}-{seed}"
     config = TrainConfig(
         init_from=str(trunk), trains="modules", steps=steps, batch_size=8, seed=seed, log_every=100,
-        mtp_loss_scale=1.0, mtp_loss_scale_final=1.0,
+        mtp_loss_scale=1.0, mtp_loss_scale_final=1.0, panel_prompts=0,
         trunk_states=str(folder / "states"), output=str(output), **settings,
     )  # fmt: skip
     if not checkpoint.is_checkpoint(output / "checkpoint"):

@@ -39,6 +39,9 @@ PROCESSES = {
     "mixed rows": {},  # every second row is easy, the others are hard
     "drops": {"first": 0.9, "second": 0.3},  # halfway
     "rises": {"first": 0.3, "second": 0.9},
+    "period 3": {"rate": 1.0, "period": 3},  # every third token cannot be known, all others can
+    "period 4": {"rate": 1.0, "period": 4},
+    "period 4, noisy": {"rate": 0.9, "period": 4},
 }
 
 
@@ -88,6 +91,9 @@ def draw(process: str, batch: int, length: int, seeds: int) -> tuple[np.ndarray,
         rate[:] = np.where(is_easy, EASY, HARD)[:, :, None]
     if "first" in kind:
         rate[:, :, : length // 2], rate[:, :, length // 2 :] = kind["first"], kind["second"]
+    if "period" in kind:
+        phase = rng.integers(kind["period"], size=(seeds, batch, 1))
+        rate[(np.arange(positions) + phase) % kind["period"] == 0] = 0
     return rate / np.maximum(rng.random(rate.shape, np.float32), 1e-9), fall.astype(np.float32)
 
 

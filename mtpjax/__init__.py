@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from mtpjax.decode.config import DecodeConfig, SamplingParams
     from mtpjax.decode.generate import generate, speculative_generate
     from mtpjax.decode.result import GenerationResult
+    from mtpjax.decode.self_check import check_acceptance
     from mtpjax.model import MTPModel, add_mtp_modules, forward, init_params
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "SamplingParams",
     "TrainConfig",
     "add_mtp_modules",
+    "check_acceptance",
     "forward",
     "generate",
     "init_params",
@@ -37,6 +39,7 @@ _HOMES = {
     "decode.config": ("DecodeConfig", "SamplingParams"),
     "decode.generate": ("generate", "speculative_generate"),
     "decode.result": ("GenerationResult",),
+    "decode.self_check": ("check_acceptance",),
     "model": ("MTPModel", "add_mtp_modules", "forward", "init_params"),
     "architectures": ("presets",),
 }

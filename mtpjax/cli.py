@@ -15,6 +15,8 @@ import jsonargparse
 
 from mtpjax.decode.options import add_draft_flags, add_sampling_flags, add_shape_flags, draft_settings, sampling_params
 
+DEFAULT_STEPS = "(0: plain; default: 2, or 0 for a model without MTP modules)"
+
 
 def main(arguments: list[str] | None = None) -> None:
     """Exits with 0; 2 for wrong usage, 3 for a bad checkpoint, 4 if a text differs from the plain one, 1 otherwise.
@@ -92,11 +94,19 @@ def _parser() -> jsonargparse.ArgumentParser:
     train.add_argument("--print-config", action="store_true", help="print every setting as YAML, train nothing")
     commands.add_subcommand("train", train, help="train a model and its MTP modules; resumable")
 
+    compare = jsonargparse.ArgumentParser(
+        description="Settings that differ between training runs, and their last losses and panels side by side: "
+        "accept lengths on held-out prompts as decoded, and as predicted along the trunk's own text."
+    )
+    compare.add_argument("runs", nargs="+", metavar="RUN", help="run folder of `mtpjax train`")
+    compare.add_argument("--output", default=None, help="PNG file to draw")
+    commands.add_subcommand("compare", compare, help="training runs side by side")
+
     generate = jsonargparse.ArgumentParser(description="Continue prompts with a trained model, drafts in colour.")
     _add_model(generate)
     generate.add_argument("--prompt", action="append", required=True, help="text to continue; may be given again")
     generate.add_argument("--max-new-tokens", type=int, default=256, help="per prompt (default: %(default)s)")
-    add_draft_flags(generate, num_steps=None, note="(0: plain; default: 2, or 0 for a model without MTP modules)")
+    add_draft_flags(generate, num_steps=None, note=DEFAULT_STEPS)
     generate.add_argument(
         "--depth-policy",
         default="fixed",
@@ -107,10 +117,42 @@ def _parser() -> jsonargparse.ArgumentParser:
     generate.add_argument("--max-length", type=int, default=None, help="prompt and new tokens (default: the model's)")
     generate.add_argument("--check", action="store_true", help="decode plainly too, and exit with 4 if a text differs")
     commands.add_subcommand("generate", generate, help="continue a prompt with a trained model")
+    _add_regenerate(commands)
     _add_profile(commands)
     _add_conversion(commands)
     _add_measuring(commands)
     return parser
+
+
+def _add_regenerate(commands) -> None:
+    parser = jsonargparse.ArgumentParser(
+        description="Let the model write the answers of conversations, or continuations of prompts and documents, for "
+        "`mtpjax train`: drafts trained on the model's own text are accepted more often. The output has a line for "
+        "each record, with 'messages' or 'text' and how each answer ended; what was asked, and how far it is, stands "
+        "beside it in OUTPUT.about.json. The same command goes on where it was ended."
+    )
+    _add_model(parser)
+    parser.add_argument(
+        "--data",
+        required=True,
+        help="JSONL of conversations (OpenAI's 'messages'; each of the assistant's is answered anew) or of prompts "
+        "(Spec-Bench's, GSM8K's, others); any other file is a document. A file, or a folder of one kind",
+    )
+    parser.add_argument("--pattern", default="*", help="which files of a folder (default: %(default)s)")
+    parser.add_argument("--output", required=True, help="JSONL file to write, and to go on with")
+    parser.add_argument("--chat", action="store_true", help="take prompts for messages, by the chat template")
+    parser.add_argument(
+        "--prompt-tokens",
+        type=int,
+        default=None,
+        help="keep so many of a prompt or document (default: all of a prompt, 64 of a document)",
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=256, help="per answer (default: %(default)s)")
+    parser.add_argument("--max-length", type=int, default=None, help="prompt and new tokens (default: the model's)")
+    parser.add_argument("--batch-size", type=int, default=8, help="records decoded together (default: %(default)s)")
+    add_draft_flags(parser, num_steps=None, note=DEFAULT_STEPS)
+    add_sampling_flags(parser, seed="a record's noise depends on it and on the record's number")
+    commands.add_subcommand("regenerate", parser, help="answers of the model itself, to train drafts on")
 
 
 def _add_profile(commands) -> None:
@@ -262,14 +304,25 @@ def _quickstart(options) -> int:
     from mtpjax.config import TrainConfig
 
     steps, seconds = (20, math.inf) if options.quick else (10**9, options.seconds)
-    config = TrainConfig(preset=options.preset, output=options.output, seed=options.seed, steps=steps, seconds=seconds)
+    config = TrainConfig(
+        preset=options.preset,
+        output=options.output,
+        seed=options.seed,
+        steps=steps,
+        seconds=seconds,
+        panel_prompts=2 if options.quick else 32,
+    )
     return quickstart.run(config, **({"depths": (1,), "rounds": 2, "num_prompts": 2} if options.quick else {}))
 
 
 def _train(options) -> int:
+    import rich.console
+
+    from mtpjax.allocator import keep_freed_memory
     from mtpjax.train import processes
     from mtpjax.train.loop import Preempted, describe, train
     from mtpjax.train.options import read_config, to_yaml
+    from mtpjax.train.panel import print_panel
 
     config = read_config(options.config, options.settings)
     if options.resume and options.overwrite:
@@ -281,6 +334,7 @@ def _train(options) -> int:
         for name, value in describe(config).items():
             print(f"{name}: {value:,}")
         return 0
+    keep_freed_memory()
     if options.nnodes > 1:
         processes.connect(options.nnodes, options.node_rank, options.dist_init_addr)
     try:
@@ -296,14 +350,31 @@ def _train(options) -> int:
     except FloatingPointError as error:
         print(f"mtpjax train: {error}", file=sys.stderr)
         return 1
-    survival = " ".join(f"{share:.3f}" for share in result.panel.survival)
-    print(f"{result.path}: survival by level, teacher-forced on held-out text: {survival}")
+    print_panel(rich.console.Console(), result.panel)
+    print(f"wrote {config.output}/: checkpoint/, metrics.jsonl, panel.png")
+    return 0
+
+
+def _compare(options) -> int:
+    import rich.console
+
+    from mtpjax.train.compare import read_run, tables
+    from mtpjax.train.pictures import plot_comparison
+
+    runs = [read_run(folder) for folder in options.runs]
+    console = rich.console.Console()
+    for table in tables(runs):
+        console.print(table)
+    if options.output is not None:
+        plot_comparison(options.output, {run.name: run.history for run in runs})
+        print(f"wrote {options.output}", file=sys.stderr)
     return 0
 
 
 def _generate(options) -> int:
     from mtpjax.checkpoint import find, load
     from mtpjax.decode.generate import generate, speculative_generate
+    from mtpjax.decode.self_check import check_acceptance
     from mtpjax.tokenizer import load_tokenizer
 
     settings = draft_settings(options)
@@ -313,6 +384,8 @@ def _generate(options) -> int:
     model, params = load(path)
     tokenizer = load_tokenizer(path, model.config.vocab_size)
     config = _decode_config(options, settings, model, tokenizer)
+    if config.num_steps:
+        check_acceptance(path, model, params)
     if options.chat:
         prompts = [tokenizer.chat([{"role": "user", "content": text}]) for text in options.prompt]
     else:
@@ -341,9 +414,7 @@ def _decode_config(options, settings: dict[str, Any], model, tokenizer):
     from mtpjax.decode.config import DecodeConfig
     from mtpjax.decode.profile import load_costs
 
-    num_steps = settings.pop("num_steps")
-    if num_steps is None:
-        num_steps = 2 if model.config.num_mtp_modules else 0
+    num_steps = _num_steps(settings.pop("num_steps"), model)
     costs = None
     if options.depth_policy == "adaptive" and num_steps:
         costs = load_costs(options.model_path, batch=len(options.prompt), num_steps=num_steps, config=model.config)
@@ -356,6 +427,61 @@ def _decode_config(options, settings: dict[str, Any], model, tokenizer):
         stop_token_ids=tokenizer.eos_token_ids,
         **settings,
     )
+
+
+def _num_steps(asked: int | None, model) -> int:
+    return asked if asked is not None else 2 if model.config.num_mtp_modules else 0
+
+
+def _regenerate(options) -> int:
+    import rich.console
+    import rich.progress
+
+    from mtpjax import checkpoint
+    from mtpjax.decode.config import DecodeConfig
+    from mtpjax.decode.regenerate import Request, regenerate
+    from mtpjax.tokenizer import load_tokenizer
+    from mtpjax.vocabulary import corpus_files
+
+    names = ("chat", "prompt_tokens", "batch_size", "seed")
+    settings, paths = draft_settings(options), corpus_files(options.data, options.pattern)
+    path = checkpoint.find(options.model_path)
+    model, params = checkpoint.load(path)
+    tokenizer = load_tokenizer(path, model.config.vocab_size)
+    num_steps = _num_steps(settings.pop("num_steps"), model)
+    config = DecodeConfig(
+        **settings,
+        num_steps=num_steps,
+        max_new_tokens=options.max_new_tokens,
+        max_length=options.max_length,
+        stop_token_ids=tokenizer.eos_token_ids,
+    )
+    sampling = dataclasses.replace(sampling_params(options, 1), seed=None)
+    request = Request(paths=paths, config=config, sampling=sampling, **{name: options[name] for name in names})
+    console = rich.console.Console(stderr=True)
+    with rich.progress.Progress(console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("compiling", total=1.0)
+
+        def show(tally, share: float) -> None:
+            bar.update(task, completed=share, description=f"{tally.regenerated} records")
+            if not console.is_terminal:
+                print(f"{share:.0%} done: {tally}", file=sys.stderr, flush=True)
+
+        try:
+            tally = regenerate(
+                params,
+                request,
+                options.output,
+                model=model,
+                tokenizer=tokenizer,
+                model_digest=checkpoint.digest(path),
+                progress=show,
+            )
+        except KeyboardInterrupt:
+            print(f"mtpjax regenerate: {options.output} is not complete: the same command goes on", file=sys.stderr)
+            return 75
+    print(f"{options.output} (kind {request.output_kind}): {tally}")
+    return 0
 
 
 def _profile(options) -> int:
@@ -497,6 +623,7 @@ def _eval_acceptance(options) -> int:
     from mtpjax.checkpoint import find, load
     from mtpjax.decode import evaluate
     from mtpjax.decode.config import DecodeConfig
+    from mtpjax.decode.self_check import check_acceptance
     from mtpjax.prompts import choose_prompts, encode_prompts, read_prompts, room_for_prompts
     from mtpjax.tokenizer import load_tokenizer
 
@@ -510,6 +637,7 @@ def _eval_acceptance(options) -> int:
     most = room_for_prompts(model.config.max_position_embeddings, options.max_new_tokens, options.prompt_tokens)
     prompts, cut = encode_prompts(chosen, tokenizer, most_tokens=most, chat=options.chat)
     config = dataclasses.replace(config, stop_token_ids=tokenizer.eos_token_ids)
+    check_acceptance(path, model, params)
     console = rich.console.Console()
     if cut:
         print(f"{cut} of {len(prompts)} prompts are cut to {most} tokens", file=sys.stderr)
@@ -624,7 +752,9 @@ CHECKPOINT_ERRORS = ("CheckpointError", "CheckpointFileError", "ConfigError", "O
 COMMANDS = {
     "quickstart": _quickstart,
     "train": _train,
+    "compare": _compare,
     "generate": _generate,
+    "regenerate": _regenerate,
     "profile": _profile,
     "inspect": _inspect,
     "convert": _convert,

@@ -366,8 +366,9 @@ class TrainConfig:
         save_every: updates between two saved states, which a killed run goes on from; 0: none but when preempted.
         keep_states: the newest so many stay.
         most_bad_steps: updates in a row that may be skipped for a loss or gradient that is not finite.
+        panel_prompts: held-out prompts that are decoded at the end, and a few of them on the way; 0: none.
         accumulation: into how many parts a batch is split, one after the other: memory of one, the update of all.
-        remat: "layers" keeps no more than the input of each layer for the backward pass, which runs it again.
+        remat: what the backward pass runs again: "none" of the products with weights, or "layers" as a whole.
         dtype: what the layers compute in; parameters, their gradients' sums and the optimiser are float32 always.
         mesh: sizes of "data" and "fsdp", as a dict or as pairs: rows go over both, parameters and optimiser over fsdp.
         tensorboard: whether every number of `metrics.jsonl` goes to `tensorboard/` in the run folder, too.
@@ -407,6 +408,7 @@ class TrainConfig:
     save_every: int = 0
     keep_states: int = 2
     most_bad_steps: int = 10
+    panel_prompts: int = 128
     accumulation: int = 1
     remat: Literal["none", "layers"] = "none"
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -425,7 +427,7 @@ class TrainConfig:
         require(self.data is None or not self.sources, "data and sources are both given: name the folder as a source")
         object.__setattr__(self, "sources", tuple(self.sources))
         require(self.seconds > 0, f"seconds must be positive, not {self.seconds}")
-        for name in ("num_depths", "save_every", "profile_start", "profile_steps"):
+        for name in ("num_depths", "save_every", "panel_prompts", "profile_start", "profile_steps"):
             require(getattr(self, name) >= 0, f"{name} must not be negative, is {getattr(self, name)}")
         require(0 < self.held_out_fraction < 1, f"held_out_fraction {self.held_out_fraction} is not within 0..1")
         require_choice("optimizer", self.optimizer, ("adamw", "muon"))

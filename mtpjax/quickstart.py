@@ -15,8 +15,9 @@ from mtpjax.plots import plot_quickstart
 from mtpjax.tables import narrow_table
 from mtpjax.timing import Worker, stepping_aside
 from mtpjax.train.data import held_out_prompts
+from mtpjax.train.decoded import is_looping
 from mtpjax.train.loop import TrainResult, train
-from mtpjax.train.panel import is_looping
+from mtpjax.train.panel import print_panel
 
 PROMPT_TOKENS, NEW_TOKENS, CAPACITY = 64, 128, 256  # together a training row; their bucket
 
@@ -52,7 +53,7 @@ def run(config: TrainConfig, *, depths: tuple[int, ...] = (1, 2, 3), rounds: int
     console = rich.console.Console()
     console.print(f"[bold]1[/] training '{config.preset}' on the standard library of this Python, {_budget(config)}")
     trained = train(config, panel_depths=max(depths), overwrite=True)
-    _print_panel(console, trained)
+    print_panel(console, trained.panel)
 
     console.print("\n[bold]2[/] decoding held-out prompts, plain and speculative, in processes of 1 and of all threads")
     every = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -77,7 +78,7 @@ def run(config: TrainConfig, *, depths: tuple[int, ...] = (1, 2, 3), rounds: int
 
     picture = pathlib.Path(config.output) / "quickstart.png"
     plot_quickstart(picture, trained.history, rows)
-    console.print(f"\nwrote {config.output}/: metrics.jsonl, checkpoint/, {picture.name}")
+    console.print(f"\nwrote {config.output}/: metrics.jsonl, checkpoint/, panel.png, {picture.name}")
     steps = f"--speculative-num-steps {best.num_steps}"
     console.print(f"next: [bold]mtpjax generate --model {config.output} --prompt 'def ' {steps}[/]", soft_wrap=True)
     return 0 if identical else 4
@@ -175,18 +176,6 @@ def _depth_row(depth: int, plain: Setting, settings, seconds, answers, costs: Co
         interval=(float(np.quantile(medians, 0.025)), float(np.quantile(medians, 0.975))),
         ideal=costs.ideal_ratio(accept_length, chain(depth)),
     )
-
-
-def _print_panel(console, trained: TrainResult) -> None:
-    panel = trained.panel
-    table = narrow_table("acceptance panel: held-out files, teacher-forced, all positions")
-    columns = (panel.bits_per_token[1:], panel.agreement, panel.survival, panel.overlap, panel.sampled_survival)
-    for heading in ("level", "bits/byte", "agrees with\ntrunk", "and all\nbefore", "1 - TV", "times all\nbefore"):
-        table.add_column(heading, justify="right")
-    table.add_row("trunk", f"{panel.bits_per_token[0]:.2f}")
-    for level, row in enumerate(zip(*columns, strict=True), 1):
-        table.add_row(str(level), f"{row[0]:.2f}", *(f"{share:.3f}" for share in row[1:]))
-    console.print(table)
 
 
 def _print_result(

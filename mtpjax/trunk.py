@@ -15,8 +15,8 @@ class Trunk(nn.Module):
 
     Unrolled, layer i has its own parameters `layer_i` and its own cache: the form for decoding, where scanning would
     copy every weight each step. With `scanned`, layers whose kinds repeat are stacked and scanned over whole rows: the
-    form for training. `stack_layers` and `unstack_layers` go between the two. With `remat` the backward pass runs each
-    repeated stretch of layers again instead of keeping what is inside.
+    form for training. `stack_layers` and `unstack_layers` go between the two. Of these the backward pass has
+    what `_keeps` says; with `remat` nothing, and runs each repeated stretch of layers again.
     """
 
     config: ModelConfig
@@ -30,7 +30,7 @@ class Trunk(nn.Module):
         if self.scanned:
             if config.index_topk:
                 chosen = (view.mask,)  # a scan carries the same structure through
-            stretch = nn.remat(_Period, prevent_cse=False) if self.remat else _Period
+            stretch = nn.remat(_Period, prevent_cse=False, policy=None if self.remat else _keeps)
             for name, (first, period, repeats) in _groups(config).items():
                 scan = nn.scan(
                     lambda stack, carry, view: (stack(*carry, view), None),
@@ -62,6 +62,18 @@ class _Period(nn.Module):
             kind = self.config.layer_kind(self.first + place)
             x, _, chosen = Block(self.config, kind, name=f"layer_{place}")(x, view, None, chosen)
         return x, chosen
+
+
+def _keeps(primitive, *_, **settings) -> bool:
+    """What a scanned layer keeps for the backward pass: products with weights.
+
+    Norms, activations and attention, whose products have batch axes for rows and for heads, are computed again. To keep
+    all was slower: stacked over the layers it is some three times the memory, and fresh memory is dear on a CPU.
+    """
+    if primitive.name != "dot_general":
+        return False
+    _, (batch, _) = settings["dimension_numbers"]
+    return len(batch) < 2
 
 
 def _groups(config: ModelConfig) -> dict[str, tuple[int, int, int]]:

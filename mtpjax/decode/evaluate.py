@@ -2,21 +2,24 @@
 
 Rates are named as in `mtpjax.decode.result`: a level's *conditional* rate is over the places where all levels before it
 were right, its *survival* over all places. Accept lengths include the bonus token unless they say otherwise; *micro* is
-over all steps, *macro* the mean of each prompt's own. Intervals are 95 %, by resampling whole prompts.
+over all steps, *macro* the mean of each prompt's own. Intervals are 95 %, by resampling whole prompts. *Predicted* is
+what the teacher-forced pass says of decoding (`mtpjax.decode.anchors`).
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mtpjax.decode.anchors import acceptance_along, expected_rounds
 from mtpjax.decode.config import DecodeConfig, SamplingParams
 from mtpjax.decode.generate import bucket, generate, speculative_generate
-from mtpjax.model import MTPModel, forward
+from mtpjax.decode.state import Plan
+from mtpjax.model import MTPModel, forward, shift_left
 
 MOST_LOGITS = 1 << 28  # numbers of a teacher-forced pass: a gigabyte
 RESAMPLES = 2000
@@ -59,7 +62,21 @@ class Acceptance:
     forced: TeacherForced
     steps: np.ndarray  # [P]
     accepted: np.ndarray  # [P, K]
+    predicted_steps: np.ndarray  # [P] float64, nan where the drafts are none that `is_predictable` knows
+    predicted_accepted: np.ndarray  # [P, K] float64
     is_identical: np.ndarray  # [P] whether the text is that of plain decoding with the same seed
+    texts: list[list[int]]  # plain decoding's
+
+    def take(self, mask: np.ndarray) -> "Acceptance":
+        """Of the prompts in `mask [P]` alone."""
+        return Acceptance(
+            forced=TeacherForced(*(array[mask] for array in _fields(self.forced))),
+            texts=[text for text, is_in in zip(self.texts, mask, strict=True) if is_in],
+            **{name: getattr(self, name)[mask] for name in _COUNTS},
+        )
+
+
+_COUNTS = ("steps", "accepted", "predicted_steps", "predicted_accepted", "is_identical")
 
 
 def measure_acceptance(
@@ -68,12 +85,16 @@ def measure_acceptance(
     *,
     model: MTPModel,
     config: DecodeConfig,
-    temperature: float = 0.0,
+    temperature: float | Sequence[float] = 0.0,
     seed: int = 0,
     batch_size: int = 8,
     progress: Callable[[int], Any] = lambda count: None,
 ) -> Acceptance:
     """Decodes the prompts plainly and with drafts, and runs the model over the plain texts. `progress` is told prompts.
+
+    `temperature` is one for all prompts, or one for each; so greedy and sampled ones share a batch. The plain texts go
+    on behind a limit or stop token for as long as a round's drafts may, which is what these are compared with; where
+    the model has no such positions, predicted drafts end with the text.
 
     Raises `ValueError` for what decoding refuses, and for no draft levels.
     """
@@ -81,92 +102,146 @@ def measure_acceptance(
         raise ValueError("acceptance needs draft levels: num_steps must be at least 1")
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, not {batch_size}")
-    if not (np.isfinite(temperature) and temperature >= 0):
+    temperatures = np.broadcast_to(np.asarray(temperature, float), len(prompts))
+    if not (np.isfinite(temperatures) & (temperatures >= 0)).all():
         raise ValueError(f"temperature {temperature} must be finite and not negative")
-    forced, steps, accepted, is_identical = [], [], [], []
+    longest = model.config.max_position_embeddings
+    beyond = dataclasses.replace(
+        config,
+        max_new_tokens=config.max_new_tokens + config.num_steps,
+        max_length=min((config.max_length or longest) + config.num_steps, longest),
+        stop_token_ids=(),
+        stop_sequences=(),
+    )
+    parts: list[Acceptance] = []
     for begin in range(0, len(prompts), batch_size):
         rows = list(prompts[begin : begin + batch_size])
-        seeds = [seed + begin + number for number in range(len(rows))]
-        asked = sampled(temperature, seeds)
-        texts = generate(params, rows, model=model, config=config, **asked).rows()
+        warmth = temperatures[begin : begin + batch_size]
+        asked = sampled(warmth, [seed + begin + number for number in range(len(rows))])
+        long = generate(params, rows, model=model, config=beyond, **asked).rows()
+        texts = [_ended(text, config, len(row), model) for row, text in zip(rows, long, strict=True)]
         result = speculative_generate(params, rows, model=model, config=config, **asked)
-        forced.append(teacher_forced(params, rows, texts, model=model, config=config, temperature=temperature))
-        steps.append(result.stats.steps)
-        accepted.append(result.stats.accepted)
-        is_identical += [found == wanted for found, wanted in zip(result.rows(), texts, strict=True)]
+        is_identical = np.array([found == wanted for found, wanted in zip(result.rows(), texts, strict=True)])
+        forced, steps, accepted = _along(params, rows, texts, long, model=model, config=config, temperatures=warmth)
+        stats = result.stats
+        parts.append(Acceptance(forced, stats.steps, stats.accepted, steps, accepted, is_identical, texts))
         progress(len(rows))
+    return _joined(parts)
+
+
+def _joined(parts: Sequence[Acceptance]) -> Acceptance:
+    forced = zip(*(_fields(part.forced) for part in parts), strict=True)
     return Acceptance(
-        forced=TeacherForced(*(np.concatenate(arrays) for arrays in zip(*map(_fields, forced), strict=True))),
-        steps=np.concatenate(steps),
-        accepted=np.concatenate(accepted),
-        is_identical=np.array(is_identical),
+        forced=TeacherForced(*map(np.concatenate, forced)),
+        texts=[text for part in parts for text in part.texts],
+        **{name: np.concatenate([getattr(part, name) for part in parts]) for name in _COUNTS},
     )
 
 
-def sampled(temperature: float, seeds: list[int]) -> dict[str, Any]:
-    """What a call gets beyond its prompts for rows of their own seeds; nothing at temperature 0."""
-    return {"sampling": SamplingParams(temperature=temperature, seed=seeds)} if temperature else {}
+def sampled(temperature, seeds: list[int]) -> dict[str, Any]:
+    """What a call gets beyond its prompts for rows of their own seeds; nothing where all are at temperature 0."""
+    return {"sampling": SamplingParams(temperature=temperature, seed=seeds)} if np.any(temperature) else {}
 
 
-def teacher_forced(
-    params: dict,
-    prompts: list[list[int]],
-    continuations: list[list[int]],
-    *,
-    model: MTPModel,
-    config: DecodeConfig,
-    temperature: float = 0.0,
-) -> TeacherForced:
-    """One pass over prompts and continuations; overlaps are at `temperature`, or at 1 where that is 0."""
+def is_predictable(config: DecodeConfig, rule: str) -> bool:
+    """Whether `mtpjax.decode.anchors` knows how decoding accepts: chains of a fixed depth under an exact rule."""
+    is_plain = config.topk == 1 and config.depth_policy == "fixed" and config.draft_window is None
+    return is_plain and config.draft_vocabulary is None and rule in ("greedy", "sample", "token", "block")
+
+
+def _ended(text: list[int], config: DecodeConfig, prompt_length: int, model: MTPModel) -> list[int]:
+    """The text as `config` ends it: by its limits and stop sequences."""
+    longest = config.max_length or model.config.max_position_embeddings
+    text = text[: min(config.max_new_tokens, longest - prompt_length)]
+    stops = [(token,) for token in config.stop_token_ids] + list(config.stop_sequences)
+    ends = (end for end in range(1, len(text) + 1) if any(tuple(text[:end][-len(stop) :]) == stop for stop in stops))
+    return text[: next(ends, len(text))]
+
+
+def _along(params, prompts, texts, long, *, model: MTPModel, config: DecodeConfig, temperatures: np.ndarray):
+    """One pass over the prompts and their `long` texts: `TeacherForced` of `texts`, predicted rounds and drafts."""
+    places = _run_along(params, prompts, long, model=model, config=config, temperatures=temperatures)
+    starts = np.array([len(prompt) for prompt in prompts])
+    ends = starts + np.array([len(text) for text in texts])
+    is_greedy = temperatures == 0
+    rule = Plan.of(config, is_greedy=bool(is_greedy.all()), min_rows=1).rule
+    steps, accepted = np.full(len(prompts), np.nan), np.full((len(prompts), config.num_steps), np.nan)
+    if is_predictable(config, rule):
+        acceptance = acceptance_along(places.is_text, places.log_ratio, is_greedy, rule=rule)
+        steps, accepted = expected_rounds(acceptance, starts, ends)
+    return _forced(places, starts, ends), steps, accepted
+
+
+class _Places(NamedTuple):
+    """What a teacher-forced pass says of each place i of a text and each level k: arrays `[B, T, K]`."""
+
+    agrees: Any  # level k's arg-max is the trunk's choice for the same token, i + k + 1
+    overlap: Any  # 1 - TV of their distributions
+    is_text: Any  # level k's arg-max is the text's token
+    log_ratio: Any  # log q - log p of the text's token; -inf where the text has ended
+
+
+def _run_along(
+    params, prompts, continuations, *, model: MTPModel, config: DecodeConfig, temperatures: np.ndarray
+) -> _Places:
     texts = [prompt + row for prompt, row in zip(prompts, continuations, strict=True)]
     columns = bucket(max(map(len, texts)))
     size = columns * model.config.vocab_size * (config.num_steps + 1)
     rows_at_once = min(max(1, MOST_LOGITS // size), len(texts))
+    compare = functools.partial(_compare, model=model, num_depths=config.num_steps)
     parts = []
     for begin in range(0, len(texts), rows_at_once):
         group = texts[begin : begin + rows_at_once]
+        warmth = np.ones(rows_at_once, np.float32)
+        warmth[: len(group)] = temperatures[begin : begin + rows_at_once]
         group += [[0]] * (rows_at_once - len(group))  # one shape
         tokens = np.array([text + [0] * (columns - len(text)) for text in group], np.int32)
         lengths = np.array([len(text) for text in group], np.int32)
-        starts = np.array([len(prompt) for prompt in prompts[begin : begin + rows_at_once]], np.int32)
-        starts = np.pad(starts, (0, rows_at_once - len(starts)), constant_values=columns)
-        sums = _forced_sums(
-            params,
-            tokens,
-            lengths,
-            starts,
-            jnp.float32(temperature or 1.0),
-            model=model,
-            num_depths=config.num_steps,
-        )
-        parts.append([np.asarray(array) for array in jax.device_get(sums)])
-    joined = (np.concatenate(arrays)[: len(texts)] for arrays in zip(*parts, strict=True))
-    return TeacherForced(*joined)
+        parts.append(jax.device_get(compare(params, tokens, lengths, np.where(warmth == 0, 1, warmth))))
+    return _Places(*(np.concatenate(arrays)[: len(texts)] for arrays in zip(*parts, strict=True)))
 
 
 @functools.partial(jax.jit, static_argnames=("model", "num_depths"))
-def _forced_sums(params, tokens, lengths, starts, temperature, *, model: MTPModel, num_depths: int):
-    """The fields of `TeacherForced`, each `[B, K]`."""
+def _compare(params, tokens, lengths, temperature, *, model: MTPModel, num_depths: int) -> _Places:
+    """Levels 1..num_depths against the trunk, at every place of `tokens [B, T]`."""
     output = forward(params, tokens, model=model, lengths=lengths, num_depths=num_depths, attention_layout="ttt")
+    is_token = jnp.arange(model.config.vocab_size) < (model.config.num_tokens or model.config.vocab_size)
+
+    def logs(logits):
+        return jax.nn.log_softmax(jnp.where(is_token[None, None], logits, -jnp.inf) / temperature[:, None, None])
+
+    target = logs(output.logits)
     columns = jnp.arange(tokens.shape[1])[None, :]
-    choices = jnp.argmax(output.logits, axis=-1)
-    target = jax.nn.softmax(output.logits / temperature, axis=-1)
-    survives = jnp.ones(tokens.shape, bool)
-    product = jnp.ones(tokens.shape, jnp.float32)
-    sums = []
+    levels = []
     for depth, logits in enumerate(output.mtp_logits, start=1):
+        draft, trunk = logs(logits), shift_left(target, depth)
+        text = shift_left(tokens, depth + 1)
+        choice = jnp.argmax(draft, axis=-1)
+        of_draft, of_trunk = (jnp.take_along_axis(log, text[:, :, None], axis=-1)[:, :, 0] for log in (draft, trunk))
+        is_known = columns + depth + 1 < lengths[:, None]
+        levels.append(
+            _Places(
+                choice == jnp.argmax(trunk, axis=-1),
+                jnp.exp(jnp.minimum(draft, trunk)).sum(axis=-1),
+                is_known & (choice == text),
+                jnp.where(is_known, of_draft - of_trunk, -jnp.inf),
+            )
+        )
+    return _Places(*(jnp.stack(field, axis=-1) for field in zip(*levels, strict=True)))
 
-        def ahead(rows, depth=depth):  # what stands `depth` columns further
-            return jnp.pad(rows[:, depth:], ((0, 0), (0, depth)) + ((0, 0),) * (rows.ndim - 2))
 
-        is_counted = (columns >= starts[:, None] - 1) & (columns + depth < lengths[:, None])
-        agrees = jnp.argmax(logits, axis=-1) == ahead(choices)
-        overlap = jnp.minimum(jax.nn.softmax(logits / temperature, axis=-1), ahead(target)).sum(axis=-1)
-        reached, product_reached = survives, product
-        survives, product = survives & agrees, product * overlap
-        fields = (is_counted, agrees, reached, survives, overlap, product_reached, product)
-        sums.append([jnp.where(is_counted, field, 0).sum(axis=1) for field in fields])
-    return [jnp.stack(field, axis=1) for field in zip(*sums, strict=True)]
+def _forced(places: _Places, starts: np.ndarray, ends: np.ndarray) -> TeacherForced:
+    """Sums over the continuations, which reach from `starts [B]` to `ends [B]`."""
+    _, T, K = places.agrees.shape
+    column, level = np.arange(T)[None, :, None], np.arange(1, K + 1)[None, None, :]
+    is_counted = (column >= starts[:, None, None] - 1) & (column + level < ends[:, None, None])
+
+    def before(products: np.ndarray) -> np.ndarray:
+        return np.concatenate([np.ones_like(products[..., :1]), products[..., :-1]], axis=-1)
+
+    survives, product = np.cumprod(places.agrees, axis=-1), np.cumprod(places.overlap, axis=-1)
+    fields = (places.agrees, before(survives), survives, places.overlap, before(product), product)
+    return TeacherForced(is_counted.sum(axis=1), *(np.where(is_counted, field, 0).sum(axis=1) for field in fields))
 
 
 def estimate(numerator: np.ndarray, denominator: np.ndarray, *, offset: float = 0.0) -> list[Estimate]:
@@ -226,7 +301,7 @@ def _fields(forced: TeacherForced) -> list[np.ndarray]:
 
 
 def report(acceptance: Acceptance, categories: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Category -> its figures, "overall" first: `{"prompts", "decoded", "teacher_forced", "identical"}`."""
+    """Category -> its figures, "overall" first: `{"prompts", "decoded", "predicted", "teacher_forced", …}`."""
     names = np.array(categories)
     groups = {"overall": np.ones(len(names), bool)}
     groups |= {f"{name}": names == name for name in dict.fromkeys(categories)}
@@ -234,13 +309,14 @@ def report(acceptance: Acceptance, categories: Sequence[str]) -> dict[str, dict[
         del groups[categories[0]]  # it is the whole
     result = {}
     for name, mask in groups.items():
-        forced = TeacherForced(*(array[mask] for array in _fields(acceptance.forced)))
+        part = acceptance.take(mask)
         result[name] = {
             "prompts": int(mask.sum()),
-            "steps": int(acceptance.steps[mask].sum()),
-            "identical": int(acceptance.is_identical[mask].sum()),
-            "decoded": decoded_rates(acceptance.steps[mask], acceptance.accepted[mask]),
-            "teacher_forced": forced_rates(forced),
+            "steps": int(part.steps.sum()),
+            "identical": int(part.is_identical.sum()),
+            "decoded": decoded_rates(part.steps, part.accepted),
+            "predicted": decoded_rates(part.predicted_steps, part.predicted_accepted),
+            "teacher_forced": forced_rates(part.forced),
         }
     return result
 
@@ -276,17 +352,20 @@ def print_report(console, figures: dict[str, dict[str, Any]]) -> None:
         "micro",
         "macro",
         "without\nbonus",
+        "pre-\ndicted",
         "teacher-\nforced",
         "1-TV",
     )
     for name, row in figures.items():
         decoded, forced = row["decoded"], row["teacher_forced"]
+        predicted = row["predicted"]["accept_length"].value
         lengths.add_row(
             name,
             str(row["prompts"]),
             spread(decoded["accept_length"], 2),
             spread(decoded["accept_length_macro"], 2),
             f"{decoded['accept_length_without_bonus'].value:.2f}",
+            "-" if np.isnan(predicted) else f"{predicted:.2f}",
             f"{forced['accept_length']:.2f}",
             f"{forced['overlap_accept_length']:.2f}",
         )

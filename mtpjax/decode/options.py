@@ -76,8 +76,8 @@ def draft_settings(options) -> dict[str, Any]:
     }
 
 
-def add_sampling_flags(parser) -> None:
-    """What `sampling_params` reads."""
+def add_sampling_flags(parser, *, seed: str = "of the first prompt; +1 for each other") -> None:
+    """What `sampling_params` reads; `seed` tells what that is of."""
     defaults = SamplingParams()
     for name, (kind, meaning) in SAMPLING.items():
         parser.add_argument(
@@ -86,7 +86,7 @@ def add_sampling_flags(parser) -> None:
             default=getattr(defaults, name),
             help=f"{meaning} (default: %(default)s)",
         )
-    parser.add_argument("--seed", type=int, default=0, help="of the first prompt; +1 for each other (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help=f"{seed} (default: %(default)s)")
 
 
 def sampling_params(options, batch: int) -> SamplingParams:

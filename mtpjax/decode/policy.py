@@ -4,6 +4,12 @@ One depth serves the batch, for a pass has one width. It depends on earlier roun
 decides about, so the text keeps its law under every acceptance rule (non-anticipation). Pure arithmetic on `[B, S]`
 arrays, cheap enough for every round of a compiled loop.
 
+Levels are estimated one by one, as if failures came at random. Where they come at regular distances (a list whose
+every fourth token cannot be known) that is wrong by up to a factor of two, either way: two drafts and a bonus token
+stop short of the fourth token every time, three drafts leave it to the bonus. So a row also remembers its *gaps*, the
+tokens from one failure to the next, as the rounds that each depth would have needed for them, and its tokens per round
+are corrected by how these compare with those of random gaps of the same mean.
+
 Two things keep it from staying at a depth that was right once: counts fade, so that the estimate of a level that is not
 tried any more returns to that of the level before; and now and then a round *probes* a deeper level, if that could pay,
 ever more rarely while nothing comes of it. The constants are the best found by `experiments/policy_regret.py`; a bonus
@@ -20,9 +26,10 @@ PRIOR, PRIOR_DRAFTS = 0.75, 3.0  # rate before anything is known, and the drafts
 BORROWED_DRAFTS = 2.0  # what the level before is worth at a deeper one
 OTHERS_DRAFTS = 1.0  # most that the other rows' drafts are worth at a deeper level; at level 1 all of them count
 BATCH_MEMORY, ROW_MEMORY = 24, 12  # drafts of a level that are remembered: by the batch, and at least by each row
+GAP_MEMORY, RANDOM_GAPS = 6, 8.0  # gaps that a row remembers; random ones that are added to them
 FADING = 0.99  # of a count, per round in which its level was not tried
-HOPED_DRAFTS, GAIN = 3.0, 1.1  # a probe: so many drafts more, all accepted, would make some depth pay by this factor
-SHORTEST_WAIT, LONGEST_WAIT = 12, 96  # rounds from one probe to the next
+HOPED_DRAFTS, GAIN = 3.0, 1.2  # a probe: so many drafts more, all accepted, would make some depth pay by this factor
+SHORTEST_WAIT, LONGEST_WAIT = 8, 96  # rounds from one probe to the next
 SLOWEST = 6  # power of the mean over rows' times: 1 is their sum, large ones the slowest row's
 
 
@@ -32,6 +39,9 @@ class Policy(flax.struct.PyTreeNode):
     costs: jax.Array  # [S+1] float32, duration of a round by its depth, in any unit
     reached: jax.Array  # [B, S] float32, fading count of drafts of level k verified with all before them accepted
     accepted: jax.Array  # [B, S] float32, those of them that were accepted
+    run: jax.Array  # [B] float32, tokens since the row's last failure
+    gaps: jax.Array  # [B] float32, fading count of gaps
+    passes: jax.Array  # [B, S+1] float32, fading sum of the rounds for these gaps, by depth; at depth 0 their tokens
     depth: jax.Array  # [] int32, levels of the next round
     settled: jax.Array  # [] int32, depth that the estimates favour; `depth` is deeper in a round that probes
     promise: jax.Array  # [] float32, worth of the probed depth over that of the settled one, as estimated before it
@@ -44,9 +54,9 @@ def init_policy(costs, batch: int) -> Policy:
     """Nothing seen yet; the first depth follows from the prior. `costs`: a round's duration at depths 0..S, S >= 1."""
     costs = jnp.asarray(costs, jnp.float32)
     assert costs.ndim == 1 and costs.shape[0] > 1, "costs of depth 0 and of at least one more"
-    zero, counts = jnp.zeros((), jnp.int32), jnp.zeros((batch, costs.shape[0] - 1), jnp.float32)
-    wait = zero + SHORTEST_WAIT
-    policy = Policy(costs, counts, counts, zero, zero, jnp.ones((), jnp.float32), wait, wait)
+    zero, by_depth = jnp.zeros((), jnp.int32), jnp.zeros((batch, costs.shape[0]), jnp.float32)
+    counts, none, wait = by_depth[:, 1:], by_depth[:, 0], zero + SHORTEST_WAIT
+    policy = Policy(costs, counts, counts, none, none, by_depth, zero, zero, jnp.ones((), jnp.float32), wait, wait)
     settled, deeper, promise = _choose(policy, jnp.ones(batch, bool), None)
     depth = jnp.where(settled == 0, deeper, settled)  # the first round is the cheapest to learn from
     return policy.replace(depth=depth, settled=settled, promise=promise)
@@ -60,9 +70,16 @@ def record(policy: Policy, depth: int | jax.Array, count: jax.Array, took_part: 
     was_accepted = was_reached & (levels <= count[:, None])
     memory = max(ROW_MEMORY, BATCH_MEMORY / took_part.shape[0])
     kept = jnp.where(was_reached, 1 - 1 / memory, jnp.where(was_tried, 1.0, FADING))
+    failed = took_part & (count < depth)
+    tokens = policy.run + jnp.where(took_part & (depth > 0), count + 1, 0)
+    old = jnp.where(failed, 1 - 1 / GAP_MEMORY, 1.0)
+    needed = jnp.ceil(tokens[:, None] / _widths(policy))
     return policy.replace(
         reached=kept * policy.reached + was_reached,
         accepted=kept * policy.accepted + was_accepted,
+        run=jnp.where(failed, 0, tokens),
+        gaps=old * policy.gaps + failed,
+        passes=old[:, None] * policy.passes + jnp.where(failed[:, None], needed, 0),
     )
 
 
@@ -76,7 +93,7 @@ def decide(policy: Policy, active: jax.Array, remaining: jax.Array | None = None
             batches whose rows are replaced as they end.
     """
     before = policy.depth
-    score = _worth(policy.costs, rates(policy, active), active, remaining)
+    score = _worth(policy, rates(policy, active), active, remaining)
     probed = before > policy.settled
     went_well = probed & (score[before] > policy.promise * score[policy.settled])
     settled, deeper, promise = _choose(policy, active, remaining)
@@ -127,26 +144,46 @@ def rates(policy: Policy, active: jax.Array) -> jax.Array:
     return jnp.stack(columns, axis=1)
 
 
+def regularity(policy: Policy) -> jax.Array:
+    """`[B, S+1]`: a row's tokens per round at each depth, over what random failures as frequent as its own would give.
+
+    Random gaps of mean m take a round of depth d `1 / (1 - (1 - 1/m)^(d+1))` passes. What the last round's depth gives
+    is in the rates already, so all are relative to that one. 1 where nothing is known.
+    """
+    mean = jnp.maximum(policy.passes[:, :1] / jnp.maximum(policy.gaps[:, None], 1e-6), 1)
+    per_round = 1 - (1 - 1 / mean) ** _widths(policy)
+    over_random = (policy.gaps[:, None] + RANDOM_GAPS) / (policy.passes * per_round + RANDOM_GAPS)
+    is_last = _widths(policy) == policy.depth + 1
+    return over_random / jnp.where(is_last, over_random, 0).sum(axis=1, keepdims=True)
+
+
+def _widths(policy: Policy) -> jax.Array:
+    """`[1, S+1]`: most tokens that a round of each depth makes."""
+    return jnp.arange(1, policy.passes.shape[1] + 1)[None, :]
+
+
 def _choose(policy: Policy, active: jax.Array, remaining: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The depth that the estimates favour, the one to probe (the same if none), and the worth of this over that."""
     rate = rates(policy, active)
-    score = _worth(policy.costs, rate, active, remaining)
+    score = _worth(policy, rate, active, remaining)
     best = jnp.argmax(score).astype(jnp.int32)
     evidence = (policy.reached * active[:, None]).sum(axis=0)[None, :]
     hoped = (rate * evidence + HOPED_DRAFTS) / (evidence + HOPED_DRAFTS)
     is_deeper = jnp.arange(1, rate.shape[1] + 1)[None, :] > best
-    hope = _worth(policy.costs, jnp.where(is_deeper, hoped, rate), active, remaining)
+    hope = _worth(policy, jnp.where(is_deeper, hoped, rate), active, remaining)
     shallowest = jnp.argmax(hope > score[best]).astype(jnp.int32)
     deeper = jnp.where((hope > GAIN * score[best]).any(), shallowest, best)
     return best, deeper, score[deeper] / jnp.maximum(score[best], 1e-30)
 
 
-def _worth(costs: jax.Array, rate: jax.Array, active: jax.Array, remaining: jax.Array | None) -> jax.Array:
+def _worth(policy: Policy, rate: jax.Array, active: jax.Array, remaining: jax.Array | None) -> jax.Array:
     """`[S+1]`: what the next round is worth at each depth, by rates `[B, S]`."""
     survival = jnp.cumprod(rate, axis=1)
     if remaining is not None:
         survival = jnp.where(jnp.arange(1, rate.shape[1] + 1)[None, :] < remaining[:, None], survival, 0)
     tokens = 1 + jnp.pad(jnp.cumsum(survival, axis=1), ((0, 0), (1, 0)))  # a row's, by depth
+    tokens = jnp.clip(tokens * regularity(policy), 1, _widths(policy))
+    costs = policy.costs
     if remaining is None:
         return jnp.where(active[:, None], tokens, 0).sum(axis=0) / costs
     time = jnp.where(active[:, None], remaining[:, None] * costs[None, :] / tokens, 0)

@@ -26,6 +26,7 @@ class Document:
     name: str
     tokens: np.ndarray  # [n] uint8 or int32, without the end token that packing adds
     loss_mask: np.ndarray | None = None  # [n + 1] bool, the last of that end token; None: all count
+    category: str = ""  # what the panel's figures are grouped by
 
 
 class Batch(NamedTuple):
@@ -131,6 +132,15 @@ def pack(
     segment_ids = owner - owner[:, :1] + 1
     segment_ids[owner < 0] = 0
     return Batch(tokens=tokens, segment_ids=segment_ids, loss_mask=loss_mask)
+
+
+def count_targets(rows: Batch, num_depths: int) -> np.ndarray:
+    """How many targets the trunk and every depth have, `[1 + num_depths]`, by the rule of `losses.depth_targets`."""
+    counts = []
+    for ahead in range(1, num_depths + 2):
+        here, there = rows.segment_ids[:, :-ahead], rows.segment_ids[:, ahead:]
+        counts.append(np.sum((here == there) & (there != 0) & rows.loss_mask[:, ahead:]))
+    return np.array(counts)
 
 
 def join(parts: Sequence[Batch]) -> Batch:

@@ -17,15 +17,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mtpjax import checkpoint, compat
 from mtpjax.architectures import presets
 from mtpjax.config import TrainConfig
+from mtpjax.decode import self_check
 from mtpjax.model import MTPModel, add_mtp_modules, init_params
 from mtpjax.sharding import shard_params
 from mtpjax.train import data, processes, runs
 from mtpjax.train.corpus import Corpus, load_corpus
+from mtpjax.train.decoded import PanelDecoder
 from mtpjax.train.gradients import trained
 from mtpjax.train.log import Log, trace_window
 from mtpjax.train.losses import mtp_scale_at
 from mtpjax.train.mesh import place_rows, place_state
 from mtpjax.train.panel import Panel, acceptance_panel
+from mtpjax.train.pictures import plot_run
 from mtpjax.train.runs import Preempted
 from mtpjax.train.states import TrunkStates, bytes_per_token, stored_states
 from mtpjax.train.step import TrainState, make_optimizer, train_step
@@ -66,8 +69,8 @@ def train(
     """Trains `config.preset` from scratch, or the model of `config.init_from`, and writes `config.output`.
 
     `metrics.jsonl` gets a row every `log_every` steps (losses per depth in bits) and one per evaluation (the panel, of
-    `panel_depths` levels or more, on held-out documents); `checkpoint/` the model and its tokenizer. On a terminal a
-    live bar shows the same, elsewhere one line each.
+    `panel_depths` levels or more, on held-out documents); `panel.png` shows both; `checkpoint/` holds the model and its
+    tokenizer. On a terminal a live bar shows the same, elsewhere one line each.
 
     With `resume` the run in the folder goes on from its newest state that is whole, or from the beginning where there
     is none; on a CPU its losses are then those of an unbroken run, bit for bit. A setting or data that differ are
@@ -81,9 +84,9 @@ def train(
     require_trackers(config)
     mesh, is_first = _mesh(config), processes.is_first()
     model, begin_with = _initial(config)
-    num_depths = config.num_depths if model.config.num_mtp_modules else 0
+    num_depths = _num_depths(config, model)
     panel_depths = max(num_depths, panel_depths)
-    corpus = load_corpus(config, model.config.vocab_size)
+    corpus = load_corpus(config, model.config.vocab_size, num_depths=num_depths)
     state, step = _first_state(config, model, begin_with(), num_depths, mesh)
     with contextlib.ExitStack() as stack:
         stack.enter_context(processes.told_of_losses())
@@ -102,10 +105,13 @@ def train(
         send = stack.enter_context(tracking(output, clock.number, config, settings)) if is_first else None
         log = stack.enter_context(Log(output if is_first else None, step=clock.number, send=send))
         trace = stack.enter_context(trace_window(output, start=config.profile_start, steps=config.profile_steps))
+        decoder = PanelDecoder(corpus, model=model, num_depths=panel_depths, count=config.panel_prompts)
 
-        def evaluate() -> Panel:
+        def evaluate(*, is_last: bool = False) -> Panel:
             params = processes.fetch(state.params)
             panel = acceptance_panel(params, corpus.panel_rows, model=model, num_depths=panel_depths)
+            if is_first and (is_last or decoder.fits(clock.seconds)):
+                panel = dataclasses.replace(panel, decoded=decoder.measure(params, is_last=is_last))
             log.record({"step": clock.number, "seconds": clock.seconds, "eval": dataclasses.asdict(panel)})
             log.restart_clock(clock.number)
             return panel
@@ -152,7 +158,9 @@ def train(
                 raise Preempted(f"{output} was told to end and stands at step {clock.number}: go on with resume")
             if config.save_every and clock.number % config.save_every == 0:
                 save()
-        panel = evaluate()
+        panel = evaluate(is_last=True)
+        if is_first:
+            plot_run(output / "panel.png", log.history)
 
         params = unstack_layers(processes.fetch(state.params), model.config)
         model = MTPModel(model.config)
@@ -162,6 +170,7 @@ def train(
             "panel": dataclasses.asdict(panel),
             "train": settings,
             "data": corpus.summary,
+            "self_check": self_check.record(params, corpus.panel_rows.tokens, model=model, num_depths=panel_depths),
         }
         metadata["tokenizer"] = "huggingface" if corpus.file else "bytes"
         if is_first:
@@ -261,11 +270,15 @@ def _initial(config: TrainConfig) -> tuple[MTPModel, Callable[[], dict]]:
     return MTPModel(model.config, scan_layers=True), functools.partial(stack_layers, params, model.config)
 
 
+def _num_depths(config: TrainConfig, model: MTPModel) -> int:
+    return config.num_depths if model.config.num_mtp_modules else 0
+
+
 def describe(config: TrainConfig) -> dict[str, int]:
     """What a run would be: rows and tokens of its data, parameters, bytes of its state. Raises as `train` does."""
     model, begin_with = _initial(config)
     params = jax.eval_shape(begin_with)
-    corpus = load_corpus(config, model.config.vocab_size)
+    corpus = load_corpus(config, model.config.vocab_size, num_depths=_num_depths(config, model))
     state = (params, jax.eval_shape(make_optimizer(config).init, trained(params, config.trains)))
     sizes = {
         "rows": sum(len(rows.tokens) for rows in corpus.parts),

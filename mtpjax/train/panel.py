@@ -2,13 +2,16 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mtpjax.model import MTPModel, forward, shift_left
+from mtpjax.tables import narrow_table
 from mtpjax.train.data import Batch
+from mtpjax.train.decoded import KINDS, Decoded
 from mtpjax.train.losses import all_targets, valid_mean
 from mtpjax.train.terms import plain_terms
 
@@ -21,7 +24,8 @@ class Panel:
     where levels 1..k all are. Overlap is the mean of 1 - TV between the trunk's distribution and the draft's, the rate
     at which the rule "token" accepts at temperature 1; sampled survival the mean of its product over levels 1..k.
     Decoding stands at other positions (behind its last rejection, on its own text), so its accept lengths differ from
-    these: they are the plain estimates over all positions.
+    these: they are the plain estimates over all positions. `decoded` has what decoding shows, category -> "greedy" and
+    "sampled", where it was measured.
     """
 
     bits_per_token: tuple[float, ...]  # trunk, then each level, against the data
@@ -29,6 +33,7 @@ class Panel:
     survival: tuple[float, ...]
     overlap: tuple[float, ...]
     sampled_survival: tuple[float, ...]
+    decoded: Mapping[str, Mapping[str, Decoded]] = dataclasses.field(default_factory=dict)
 
     @property
     def accept_length(self) -> float:
@@ -44,7 +49,8 @@ class Panel:
 def acceptance_panel(params: dict, batch: Batch, *, model: MTPModel, num_depths: int) -> Panel:
     """The panel of `model` on held-out rows, recycled levels as decoding runs them (`ttt`)."""
     losses, *shares = jax.device_get(_panel(params, batch, model=model, num_depths=num_depths))
-    return Panel(*(tuple(row.tolist()) for row in (losses / np.log(2), *shares)))
+    bits, agreement, survival, overlap, products = (tuple(row.tolist()) for row in (losses / np.log(2), *shares))
+    return Panel(bits, agreement, survival, overlap, products)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "num_depths"))
@@ -63,12 +69,47 @@ def _panel(params, batch: Batch, *, model: MTPModel, num_depths: int):
     return valid_mean(terms.cross_entropy, is_valid), *(valid_mean(share, is_valid[1:]) for share in shares)
 
 
-def is_looping(tokens, *, longest_period: int = 48) -> bool:
-    """Whether a text's second half repeats itself: nine tokens in ten equal the one some period before.
+def print_panel(console, panel: Panel) -> None:
+    """Two tables, within 80 columns: rates by level, and accept lengths by category and temperature."""
+    rates = narrow_table("acceptance panel: held-out text, teacher-forced, all positions; decoded prompts")
+    headings = ("level", "bits/\ntoken", "agrees with\ntrunk", "and all\nbefore", "1 - TV", "times all\nbefore")
+    overall = panel.decoded.get("overall", {})
+    for heading in (*headings, *(f"survives,\n{kind}" for kind in overall)):
+        rates.add_column(heading, justify="right")
+    rates.add_row("trunk", f"{panel.bits_per_token[0]:.2f}")
+    columns = (panel.agreement, panel.survival, panel.overlap, panel.sampled_survival)
+    columns += tuple(row.survival for row in overall.values())
+    for level, (bits, *shares) in enumerate(zip(panel.bits_per_token[1:], *columns, strict=True), 1):
+        rates.add_row(str(level), f"{bits:.2f}", *(f"{share:.3f}" for share in shares))
+    if panel.agreement:
+        lengths = (panel.accept_length, panel.sampled_accept_length, *(row.real for row in overall.values()))
+        greedy, sampled, *decoded = (f"{length:.2f}" for length in lengths)
+        rates.add_row("1 + sum", "", "", greedy, "", sampled, *decoded)
+    console.print(rates)
+    if panel.decoded:
+        console.print(_lengths_table(panel.decoded))
 
-    Greedy text of small models falls into loops, where drafting is easy: they would inflate an accept length.
-    """
-    tokens = np.asarray(tokens)
-    half = len(tokens) // 2
-    periods = range(1, min(longest_period, half) + 1)
-    return any(np.mean(tokens[half:] == tokens[half - period : len(tokens) - period]) >= 0.9 for period in periods)
+
+def _lengths_table(decoded: Mapping[str, Mapping[str, Decoded]]):
+    table = narrow_table(
+        "accept length at temperature T on held-out prompts: decoded;\n"
+        "predicted at decoding's anchors along the trunk's own text;\n"
+        "teacher-forced over all positions of that text"
+    )
+    table.add_column("category", overflow="fold")
+    headings = ("T", "prompts", "that\nloop", "decoded (95 %)", "pre-\ndicted", "teacher-\nforced")
+    for heading in (*headings, "speed-\nup"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for category, kinds in decoded.items():
+        for kind, row in kinds.items():
+            table.add_row(
+                category if kind == next(iter(kinds)) else "",
+                f"{KINDS[kind]:g}",
+                str(row.prompts),
+                str(row.looping),
+                f"{row.real:.2f} {row.real_low:.2f}-{row.real_high:.2f}",
+                f"{row.predicted:.2f}",
+                f"{row.teacher_forced:.2f}",
+                "" if row.speed_up is None else f"{row.speed_up:.2f}",
+            )
+    return table

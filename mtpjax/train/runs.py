@@ -33,7 +33,7 @@ from mtpjax.train.trackers import TENSORBOARD, WANDB_ID
 
 SETTINGS, STATES, LOCK = "run.json", "states", ".lock"
 # What may differ when a run goes on: none of it changes an update (accumulation, remat and mesh change its rounding).
-FREE_SETTINGS = ("output", "log_every", "save_every", "keep_states", "most_bad_steps")
+FREE_SETTINGS = ("output", "log_every", "save_every", "keep_states", "most_bad_steps", "panel_prompts")
 FREE_SETTINGS += ("tensorboard", "wandb", "profile_start", "profile_steps")
 log = logging.getLogger("mtpjax.train")
 Tree = TypeVar("Tree")
@@ -112,6 +112,8 @@ def check_same(
 def save_state(folder: pathlib.Path, state: Any, *, step: int, keep: int, metadata: Mapping[str, Any]) -> bool:
     """Writes the state after `step` updates, then removes all but the newest `keep`; says whether it could.
 
+    What a killed process had not completed goes as well: the folder has one writer.
+
     A disk that is full costs this state alone: what was there stays, and the run may go on.
     """
     leaves = {f"{number:06d}": leaf for number, leaf in enumerate(jax.tree.leaves(state))}
@@ -123,7 +125,7 @@ def save_state(folder: pathlib.Path, state: Any, *, step: int, keep: int, metada
     except OSError as error:
         log.error("the state after step %d could not be saved, and the run goes on without: %s", step, error)
         return False
-    for old in _states(folder)[keep:]:
+    for old in [*_states(folder)[keep:], *(folder / STATES).glob(".*")]:
         shutil.rmtree(old, ignore_errors=True)
     return True
 

@@ -1,19 +1,18 @@
 """Sources -> documents: files of text, records of JSONL, conversations; and the fingerprint of what a run reads."""
 
-import codecs
 import dataclasses
 import hashlib
 import json
-import os
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from mtpjax.chat import encode_chat, is_conversation
 from mtpjax.config import Source
+from mtpjax.records import File, UnusableError, parse_object, parse_text, read_parts
 from mtpjax.tokenizer import ByteTokenizer, ConversationError, Tokenizer, TokenizerError
-from mtpjax.train.chat import encode_chat
 from mtpjax.train.data import Document, python_sources
 
 REASONS = ("corrupt", "empty", "vocabulary")  # why a document is skipped
@@ -21,16 +20,11 @@ REASONS = ("corrupt", "empty", "vocabulary")  # why a document is skipped
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """What a source gave, and how many documents it would have given besides, by reason."""
+    """What a source gave, how many documents it would have given besides, by reason, and the files it was read from."""
 
     documents: list[Document]
     skipped: dict[str, int]
-
-
-class _UnusableError(ValueError):
-    def __init__(self, reason: str, message: str):
-        super().__init__(message)
-        self.reason = reason
+    files: list[File]
 
 
 def find_files(source: Source) -> list[pathlib.Path]:
@@ -64,12 +58,13 @@ def read_source(source: Source, tokenizer: Tokenizer, *, vocab_size: int) -> Rea
     end = end_token_id(tokenizer)
     documents: list[Document] = []
     skipped: dict[str, int] = dict.fromkeys(REASONS, 0)
-    for place, content in _records(source):
+    files: list[File] = []
+    for place, content in read_parts(find_files(source), by_line=source.kind != "text", files=files):
         try:
-            tokens, loss_mask = _encode(content, source, tokenizer)
+            tokens, loss_mask, category = _encode(content, source, tokenizer)
             tokens = _checked(tokens, vocab_size, end if loss_mask is None else None)
-            documents.append(Document(place, tokens, loss_mask))
-        except _UnusableError as problem:
+            documents.append(Document(place, tokens, loss_mask, category))
+        except UnusableError as problem:
             skipped[problem.reason] += 1
             if sum(skipped.values()) > source.most_skipped:
                 counts = ", ".join(f"{count} {reason}" for reason, count in skipped.items() if count)
@@ -79,65 +74,52 @@ def read_source(source: Source, tokenizer: Tokenizer, *, vocab_size: int) -> Rea
                 ) from problem
         except TokenizerError as error:
             raise TokenizerError(f"{place}: {error}") from error
-    return Reading(documents, skipped)
+    return Reading(documents, skipped, files)
 
 
-def fingerprint(sources: Sequence[Source], tokenizer: Tokenizer, *, vocab_size: int) -> str:
-    """Hexadecimal sha256 of the data that a run reads, for a run that goes on to compare.
+def fingerprint(
+    sources: Sequence[Source], readings: Sequence[Reading], tokenizer: Tokenizer, *, vocab_size: int
+) -> str:
+    """Hexadecimal sha256 of the data that a run has read, for a run that goes on to compare.
 
-    That is the sources in order, each with kind, field, weight and its files (names below `path`, sizes, contents); the
-    tokenizer; and the size of the vocabulary, which decides what is skipped. Where the files lie changes nothing.
-    Raises FileNotFoundError, OSError.
+    That is the sources in order, each with kind, field, weight and its files (names below the folder that they share,
+    sizes, contents); the tokenizer; and the size of the vocabulary, which decides what is skipped. Where the files lie
+    changes nothing.
     """
-    parts = []
-    for source in sources:
-        files = find_files(source)
-        root = os.path.commonpath([path.parent for path in files])
-        contents = [(os.path.relpath(path, root), path.stat().st_size, _file_digest(path)) for path in files]
-        parts.append({"kind": source.kind, "field": source.field, "weight": source.weight, "files": contents})
+    parts = [
+        {"kind": source.kind, "field": source.field, "weight": source.weight, "files": reading.files}
+        for source, reading in zip(sources, readings, strict=True)
+    ]
     whole = {"sources": parts, "tokenizer": tokenizer.digest, "vocab_size": vocab_size}
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
 
 
-def _records(source: Source) -> Iterator[tuple[str, bytes]]:
-    """Whole files of text, or lines that are not blank, each with its place: the file, or "FILE line N"."""
-    for path in find_files(source):
-        if source.kind == "text":
-            yield str(path), path.read_bytes()
-            continue
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-                if line.strip():
-                    yield f"{path} line {number}", line
+def _encode(content: bytes, source: Source, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray | None, str]:
+    """Tokens `[n]`, of a conversation the loss mask `[n + 1]`, and the category that a record names, else "".
 
-
-def _encode(content: bytes, source: Source, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray | None]:
-    """Tokens `[n]` and, of a conversation, the loss mask `[n + 1]`. Raises `_UnusableError`, TokenizerError."""
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise _UnusableError("corrupt", "is no UTF-8") from error
+    Raises `UnusableError`, TokenizerError.
+    """
     if source.kind == "text":
-        return _encode_text(text, tokenizer), None
-    record = _object(text)
-    value = record.get(source.field)
+        return _encode_text(parse_text(content), tokenizer), None, ""
+    record = parse_object(content)
+    value, category = record.get(source.field), record.get("category")
+    category = category if isinstance(category, str) else ""
     if source.kind == "chat":
-        return _encode_messages(value, record, source.field, tokenizer)
+        return *_encode_messages(value, record, source.field, tokenizer), category
     if not isinstance(value, str):
-        raise _UnusableError("corrupt", f"has no text '{source.field}'")
-    return _encode_text(value, tokenizer), None
+        raise UnusableError("corrupt", f"has no text '{source.field}'")
+    return _encode_text(value, tokenizer), None, category
 
 
 def _encode_text(text: str, tokenizer: Tokenizer) -> np.ndarray:
     if not text:
-        raise _UnusableError("empty", "is empty")
+        raise UnusableError("empty", "is empty")
     if isinstance(tokenizer, ByteTokenizer):
         return np.frombuffer(text.encode(), np.uint8)  # a list of so many would take far longer
     try:
         tokens = tokenizer.encode(text)
     except ValueError as error:
-        raise _UnusableError("corrupt", str(error)) from error
+        raise UnusableError("corrupt", str(error)) from error
     if tokens and tokens[-1] == end_token_id(tokenizer):
         tokens = tokens[:-1]  # some tokenizers end each text; packing does
     return np.array(tokens, np.int64)
@@ -146,41 +128,24 @@ def _encode_text(text: str, tokenizer: Tokenizer) -> np.ndarray:
 def _encode_messages(
     messages: Any, record: dict[str, Any], field: str, tokenizer: Tokenizer
 ) -> tuple[np.ndarray, np.ndarray]:
-    is_list = isinstance(messages, list) and len(messages) > 0
-    if not is_list or not all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in messages):
-        raise _UnusableError("corrupt", f"has no '{field}', a list of objects with a role each")
+    if not is_conversation(messages):
+        raise UnusableError("corrupt", f"has no '{field}', a list of objects with a role each")
     choices = {"tools": record["tools"]} if "tools" in record else {}
     try:
         tokens, is_target = encode_chat(messages, tokenizer, **choices)
     except ConversationError as error:
-        raise _UnusableError("corrupt", str(error)) from error
+        raise UnusableError("corrupt", str(error)) from error
     if not is_target.any():
-        raise _UnusableError("empty", "holds no answer")
+        raise UnusableError("empty", "holds no answer")
     return np.array(tokens, np.int64), is_target
 
 
 def _checked(tokens: np.ndarray, vocab_size: int, end: int | None) -> np.ndarray:
-    """The tokens as a document holds them. Raises `_UnusableError`, also where `end` is among them."""
+    """The tokens as a document holds them. Raises `UnusableError`, also where `end` is among them."""
     if not len(tokens):
-        raise _UnusableError("empty", "has no tokens")
+        raise UnusableError("empty", "has no tokens")
     if tokens.min() < 0 or tokens.max() >= vocab_size:
-        raise _UnusableError("vocabulary", f"has an id outside of the {vocab_size} of the vocabulary")
+        raise UnusableError("vocabulary", f"has an id outside of the {vocab_size} of the vocabulary")
     if end is not None and (tokens == end).any():
-        raise _UnusableError("corrupt", f"holds the end token {end}")
+        raise UnusableError("corrupt", f"holds the end token {end}")
     return tokens if tokens.dtype == np.uint8 else tokens.astype(np.int32)
-
-
-def _object(text: str) -> dict[str, Any]:
-    try:
-        record = json.loads(text)
-        json.dumps(record, ensure_ascii=False).encode()  # lone surrogates have no UTF-8, and no tokens
-    except (ValueError, RecursionError) as error:
-        raise _UnusableError("corrupt", f"is no JSON: {str(error)[:100]}") from error
-    if not isinstance(record, dict):
-        raise _UnusableError("corrupt", "is no JSON object")
-    return record
-
-
-def _file_digest(path: pathlib.Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -13,7 +13,7 @@ from mtpjax import DecodeConfig, forward, generate
 from mtpjax.checkpoint import save_model
 from mtpjax.cli import main
 from mtpjax.decode import evaluate
-from mtpjax.decode.evaluate import estimate, measure_acceptance, print_report, report, teacher_forced, to_json
+from mtpjax.decode.evaluate import estimate, measure_acceptance, print_report, report, to_json
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -65,11 +65,10 @@ def test_teacher_forced_counts_are_those_of_one_row_and_place_after_the_other(mi
 
 def test_rows_may_be_taken_in_parts(mixed, monkeypatch):
     model, params, acceptance = mixed
-    texts = generate(params, PROMPTS, model=model, config=CONFIG).rows()
-    monkeypatch.setattr(evaluate, "MOST_LOGITS", 2 * 128 * model.config.vocab_size * 4)
-    parts = teacher_forced(params, PROMPTS, texts, model=model, config=CONFIG)
-    for field in dataclasses.fields(parts):
-        found, wanted = getattr(parts, field.name), getattr(acceptance.forced, field.name)
+    monkeypatch.setattr(evaluate, "MOST_LOGITS", 2 * 256 * model.config.vocab_size * 4)
+    parts = measure_acceptance(params, PROMPTS, model=model, config=CONFIG, batch_size=5)
+    for field in dataclasses.fields(parts.forced):
+        found, wanted = getattr(parts.forced, field.name), getattr(acceptance.forced, field.name)
         np.testing.assert_allclose(found, wanted, rtol=1e-4, err_msg=field.name)
 
 

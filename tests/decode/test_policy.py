@@ -165,6 +165,7 @@ def test_regret_is_small(mode, batch):
     cells = [
         cell
         for process in policy_regret.PROCESSES
+        if "period" not in process
         for length in ((64, 256) if process in ("cliff", "regimes", "mixed rows", "constant 0.7") else (256,))
         for cell in policy_regret.measure(process, batch, length, mode, seeds)
     ]
@@ -172,3 +173,32 @@ def test_regret_is_small(mode, batch):
     above = [cell for cell in cells if cell.regret - 3 * cell.error > 0.03]
     assert len(above) <= 0.1 * len(cells), above
     assert all(cell.regret - 3 * cell.error < 0.08 for cell in cells), above
+
+
+def test_regular_failures_are_seen_where_levels_do_not_tell(monkeypatch):
+    """Every fourth token fails: 2 drafts need two rounds for four tokens, and 3 one."""
+    costs = jnp.array([1.0, 1.5, 2.0, 2.5])
+    policy = rounds(init_policy(costs, 1), [[2], [0]] * 8, 2).replace(depth=jnp.int32(2))
+    tokens = np.cumsum(np.concatenate([[1], np.cumprod(rates(policy, jnp.ones(1, bool))[0])]))
+    corrected = tokens * np.asarray(policy_.regularity(policy))[0]
+    assert abs(corrected[2] - 2) < 0.1 and np.argmax(tokens / costs) < 3
+    assert corrected[3] > 2.9 and np.argmax(corrected / costs) == 3
+
+    def regret():
+        adaptive.clear_cache()
+        cells = [policy_regret.measure(name, 4, 256, "batch", 8) for name in ("period 3", "period 4")]
+        return np.array([[cell.regret for cell in row if cell.curve == "cpu"] for row in cells])
+
+    with_gaps = regret()
+    monkeypatch.setattr(policy_, "RANDOM_GAPS", 1e6)
+    without = regret()
+    adaptive.clear_cache()
+    assert (with_gaps < without).all() and with_gaps.mean() < 0.85 * without.mean()
+
+
+def test_random_failures_leave_the_levels_as_they_are(key):
+    accepted = jnp.cumprod(jax.random.bernoulli(key, 0.7, (400, 8, LEVELS)), axis=-1).sum(axis=-1)
+    policy = rounds(init_policy(CPU, 8), accepted, LEVELS)
+    np.testing.assert_allclose(policy_.regularity(policy).mean(axis=0), 1, atol=0.15)
+    fresh = init_policy(CPU, 2)
+    np.testing.assert_array_equal(policy_.regularity(fresh), np.ones((2, LEVELS + 1)))

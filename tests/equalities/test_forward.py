@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -103,6 +104,22 @@ def test_the_scanned_stack_equals_the_unrolled_one(attention, changes, small):
     unrolled = forward(params, TOKENS, model=model)
     jax.tree.map(assert_close, jax.device_get(scanned), jax.device_get(unrolled))
     jax.tree.map(np.testing.assert_array_equal, unstack_layers(stacked, model.config), params)
+
+
+@pytest.mark.parametrize(("attention", "layers"), [("grouped", 3), ("latent", 3), ("hybrid", 4)])
+def test_the_scanned_stack_has_the_gradients_of_the_unrolled_one(attention, layers, small):
+    """The one computes much of the forward pass again, the other keeps all of it."""
+    kinds = {"layer_types": ("linear_attention", "full_attention") * 2, "mlp_only_layers": ()}
+    model, params = small(attention, num_hidden_layers=layers, **(kinds if attention == "hybrid" else {}))
+
+    @functools.partial(jax.jit, static_argnames="model")
+    def gradients(params, model):
+        return jax.grad(lambda params: jnp.square(forward(params, TOKENS, model=model).mtp_logits[0]).mean())(params)
+
+    scanned = gradients(stack_layers(params, model.config), MTPModel(model.config, scan_layers=True))
+    found, expected = unstack_layers(scanned, model.config), gradients(params, model)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    assert_close(*(jax.flatten_util.ravel_pytree(tree)[0] for tree in (found, expected)))
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from mtpjax.decode.config import DecodeConfig
 from mtpjax.decode.costs import PLAIN, Costs
 from mtpjax.plots import plot_heatmap, plot_pareto
 from mtpjax.train.data import read_documents, split_held_out
-from mtpjax.train.panel import is_looping
+from mtpjax.train.decoded import is_looping
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

@@ -1,7 +1,9 @@
+import dataclasses
 import itertools
 import sys
 import sysconfig
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -23,6 +25,19 @@ def unpacked(rows):
     """The documents of packed rows, in order, as bytes without their end tokens."""
     stream = rows.tokens[rows.segment_ids > 0]
     return stream.astype(np.uint8).tobytes().removesuffix(b"\0").split(b"\0")
+
+
+# Targets.
+
+
+@pytest.mark.parametrize("row_length, extra_tokens", [(1, 0), (3, 0), (5, 2), (16, 4), (64, 0)])
+def test_targets_are_counted_as_the_losses_take_them(row_length, extra_tokens):
+    rng = np.random.default_rng(1)
+    masked = [dataclasses.replace(each, loss_mask=rng.random(len(each.tokens) + 1) < 0.3) for each in lettered(20, 1)]
+    rows = data.pack([*lettered(20), *masked], row_length, seed=0, extra_tokens=extra_tokens)
+    counts = data.count_targets(rows, 4)
+    assert counts.tolist() == [int(depth_targets(*map(jnp.asarray, rows), depth)[1].sum()) for depth in range(5)]
+    assert counts.any() == (row_length + extra_tokens > 1)
 
 
 # Packing.

@@ -1,5 +1,6 @@
 """A whole run on a handful of files, and what it leaves behind."""
 
+import dataclasses
 import json
 import pathlib
 
@@ -20,17 +21,19 @@ from mtpjax import (
     train,
 )
 from mtpjax.config import Source
+from mtpjax.decode.self_check import check_acceptance
 from mtpjax.tokenizer import FileTokenizer, load_tokenizer
-from mtpjax.train.panel import is_looping
-from mtpjax.train.sources import fingerprint
+from mtpjax.train.decoded import is_looping
+from mtpjax.train.loop import describe
+from mtpjax.train.sources import fingerprint, read_source
 from mtpjax.train.step import train_step
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A few steps of a narrow model on forty small files."""
-    import dataclasses
-
     folder = tmp_path_factory.mktemp("texts")
     for number in range(40):
         (folder / f"file{number}.py").write_text(f"def function_{number}(x):\n    return x + {number}\n" * 30)
@@ -45,6 +48,7 @@ def run(tmp_path_factory):
         batch_size=4,
         row_length=32,
         log_every=4,
+        panel_prompts=4,
         objective=Objective(mix={"end_to_end_tv": 1.0}, start={"kl": 1.0}, warmup=0.5, vocab_chunk=100),
     )
     yield config, train(config, panel_depths=3, evaluations=2)
@@ -59,6 +63,13 @@ def test_metrics_hold_losses_and_panels(run):
     panels = [row["eval"] for row in rows if "eval" in row]
     assert len(panels) == 2
     assert [len(panels[-1][name]) for name in ("bits_per_token", "agreement", "survival")] == [4, 3, 3]
+    assert panels[0]["decoded"] == {}  # it would have taken more than its share of the run
+    (name,) = panels[-1]["decoded"]
+    greedy, sampled = (panels[-1]["decoded"][name][kind] for kind in ("greedy", "sampled"))
+    assert name == "overall" and greedy["prompts"] == sampled["prompts"] == 4 and len(sampled["survival"]) == 3
+    assert greedy["real"] == greedy["predicted"]
+    assert min(greedy["speed_up"], sampled["speed_up"]) > 0
+    assert pathlib.Path(config.output, "panel.png").read_bytes()[1:4] == b"PNG"
     survival = panels[-1]["survival"]
     assert survival[0] == panels[-1]["agreement"][0]
     assert survival == sorted(survival, reverse=True)
@@ -84,8 +95,6 @@ def test_checkpoint_decodes_like_the_trained_model(run):
 
 def test_the_same_settings_give_the_same_losses(run, tmp_path, monkeypatch):
     """And every step gets the objective, and how far the run is."""
-    import dataclasses
-
     config, result = run
     traced = []
 
@@ -94,7 +103,7 @@ def test_the_same_settings_give_the_same_losses(run, tmp_path, monkeypatch):
         return train_step(state, batch, learning_rate, mtp_scale, progress, objective=objective, **settings)
 
     monkeypatch.setattr("mtpjax.train.loop.train_step", spy)
-    again = train(dataclasses.replace(config, output=str(tmp_path)), panel_depths=3, evaluations=2)
+    again = train(dataclasses.replace(config, output=str(tmp_path), panel_prompts=0), panel_depths=3, evaluations=2)
     assert [row["bits"] for row in again.history if "bits" in row] == [
         row["bits"] for row in result.history if "bits" in row
     ]
@@ -109,10 +118,7 @@ def test_no_files_and_too_few_files_are_named(tmp_path):
         train(TrainConfig(data=str(tmp_path), output=str(tmp_path / "out")))
 
 
-@pytest.mark.usefixtures("quick_compile")
 def test_a_run_on_two_sources_keeps_its_tokenizer_and_says_what_it_read(run, tmp_path, capsys):
-    import dataclasses
-
     pytest.importorskip("grain")
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{n}": n for n in range(30)} | {"<|end|>": 30}, "w0"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -127,16 +133,69 @@ def test_a_run_on_two_sources_keeps_its_tokenizer_and_says_what_it_read(run, tmp
         Source(path=str(tmp_path / "texts.jsonl"), kind="jsonl"),
         Source(path=str(tmp_path / "talks.jsonl"), kind="chat", weight=2.0),
     )
-    changes = {"sources": sources, "tokenizer": str(tmp_path), "extra_tokens": 3, "steps": 4}
+    changes = {"sources": sources, "tokenizer": str(tmp_path), "extra_tokens": 3, "steps": 4, "panel_prompts": 6}
     config = dataclasses.replace(run[0], output=str(tmp_path / "out"), data=None, **changes)
     result = train(config, evaluations=1)
     assert [row["step"] for row in result.history if "bits" in row] == [4]
     assert f"skipped of {sources[0].path}: corrupt=0 empty=1 vocabulary=0" in capsys.readouterr().err
+    prompts = {name: kinds["greedy"].prompts for name, kinds in result.panel.decoded.items()}
+    assert prompts == {"overall": 6, str(tmp_path / "talks.jsonl"): 3, str(tmp_path / "texts.jsonl"): 3}
     metadata = checkpoint.Stored(result.path, verify=False).metadata
     assert [each["empty"] for each in metadata["data"]["skipped"]] == [1, 0]
     assert [Source(**values) for values in metadata["train"]["sources"]] == list(sources)
     assert load_tokenizer(config.output + "/checkpoint", 256).digest == FileTokenizer(tmp_path, 256).digest
-    assert metadata["data"]["fingerprint"] == fingerprint(sources, FileTokenizer(tmp_path, 256), vocab_size=256)
+    asked = {"tokenizer": FileTokenizer(tmp_path, 256), "vocab_size": 256}
+    readings = [read_source(source, **asked) for source in sources]
+    assert metadata["data"]["fingerprint"] == fingerprint(sources, readings, **asked)
+
+
+def test_too_much_of_no_use_stops_a_run_before_anything_is_compiled(run, tmp_path, monkeypatch):
+    """T10; what is skipped below the limit is counted in the checkpoint (`test_a_run_on_two_sources…`)."""
+    import dataclasses
+
+    monkeypatch.setattr("mtpjax.train.loop._first_state", None)
+    (tmp_path / "some.jsonl").write_text('{"text": "good"}\n{"text": ""}\n{"text": 3}\n' * 2)
+    source = Source(path=str(tmp_path / "some.jsonl"), kind="jsonl", most_skipped=3)
+    config = dataclasses.replace(run[0], data=None, sources=(source,), output=str(tmp_path / "out"))
+    with pytest.raises(
+        ValueError, match=r"over 3 documents of no use \(2 corrupt, 2 empty\); the last: .* line 6 has no"
+    ):
+        train(config)
+
+
+def test_a_depth_without_a_target_is_told_before_anything_is_compiled(run, tmp_path, monkeypatch):
+    """T12: rows, answers or documents too short for a depth; of the rows that are held out, too."""
+    import dataclasses
+
+    monkeypatch.setattr("mtpjax.train.loop._first_state", None)
+    changes = {"row_length": 4, "batch_size": 1, "output": str(tmp_path / "out")}
+    short = dataclasses.replace(run[0], **changes, num_depths=3)
+    with pytest.raises(ValueError, match=r"the training rows have no target at depth 3: .* row of 4; take longer rows"):
+        train(short)
+    with pytest.raises(ValueError, match="at depth 3"):
+        describe(short)
+    with pytest.raises(TypeError, match="NoneType"):  # goes on to `_first_state`
+        train(dataclasses.replace(short, num_depths=2))
+    monkeypatch.setattr("mtpjax.train.corpus.split_held_out", lambda documents, fraction: (documents, documents[:2]))
+    for number in range(40):
+        (tmp_path / f"{number}.txt").write_text("ab" + (" and more than two" if number > 20 else chr(97 + number)))
+    with pytest.raises(ValueError, match="the training rows have no target at depth 3"):
+        train(dataclasses.replace(short, row_length=32, data=str(tmp_path), pattern="?.txt"))
+    with pytest.raises(ValueError, match="the held-out rows have no target at depth 3"):
+        train(dataclasses.replace(short, row_length=32, data=str(tmp_path), pattern="*.txt"))
+
+
+@pytest.mark.parametrize("num_modules", [0, 1])
+def test_a_run_without_drafts_has_a_panel_of_the_trunk(num_modules, run, tmp_path):
+    presets["bare"] = dataclasses.replace(presets["narrow"], num_mtp_modules=num_modules)
+    config = dataclasses.replace(
+        run[0], preset="bare", output=str(tmp_path / "out"), steps=2, num_depths=0, objective=Objective()
+    )
+    panel = train(config, evaluations=1).panel
+    del presets["bare"]
+    assert len(panel.bits_per_token) == 1 and not panel.agreement and not panel.decoded
+    assert not check_acceptance(config.output, *load(config.output))
+    assert (tmp_path / "out" / "panel.png").is_file()
 
 
 def test_looping_text_is_recognised():

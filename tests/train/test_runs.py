@@ -1,24 +1,21 @@
 """A killed run goes on from its last whole state with the same losses; damage and differences are told."""
 
-import contextlib
 import dataclasses
 import errno
-import json
 import os
 import pathlib
-import random
-import signal
+import shutil
 import subprocess
 import sys
-import time
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from experiments import check_resume
 from mtpjax import TrainConfig, checkpoint
 from mtpjax.train import runs
-from mtpjax.train.loop import Preempted, train
+from mtpjax.train.loop import train
 from mtpjax.train.options import read_config, to_yaml
 from mtpjax.train.runs import RunError
 
@@ -50,23 +47,21 @@ def test_states_come_back_and_few_stay(tmp_path):
 
 
 def test_a_flipped_bit_anywhere_costs_one_state(tmp_path, caplog):
-    """T4: 40 random bits of the newest state, over all its files."""
+    """T4: 40 random bits of the newest state, over all its files; `experiments.check_resume` flips 200."""
     saved(tmp_path, 10, 20)
-    files = [file for file in (tmp_path / "states" / "00000020").rglob("*") if file.is_file() and file.stat().st_size]
-    draw, fell_back = random.Random(0), 0
-    for number in range(40):
-        file = files[number % len(files)]
-        whole = file.read_bytes()
-        place = draw.randrange(len(whole))
-        file.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << draw.randrange(8)]) + whole[place + 1 :])
-        caplog.clear()
-        _, metadata = runs.restore_state(tmp_path, state_at(0))
-        fell_back += metadata["step"] == 10
-        if metadata["step"] == 10:
-            assert "skipping a damaged state" in caplog.text and "00000020" in caplog.text
-        file.write_bytes(whole)
-    assert fell_back == 40
+    assert check_resume.flip_bits(tmp_path, state_at(0), bits=40, seed=0) == {"found": 40}
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 40 and all("skipping a damaged state" in line and "00000020" in line for line in said)
     assert_state(tmp_path, 20)
+
+
+def test_flipped_bits_that_restoring_lets_through_are_told(tmp_path, monkeypatch):
+    saved(tmp_path, 10, 20)
+    found = [(20, 20), (20, 20), (21, 20), (10, 10)]  # what restoring gives: of which step its arrays are, and it
+    answers = iter([(state_at(content), {"step": step}) for content, step in found])
+    monkeypatch.setattr(runs, "restore_state", lambda folder, like: next(answers))
+    outcomes = check_resume.flip_bits(tmp_path, state_at(0), bits=3, seed=0)
+    assert outcomes == {"harmless": 1, "silent": 1, "found": 1}
 
 
 def test_what_is_half_there_is_skipped(tmp_path):
@@ -83,6 +78,44 @@ def test_what_is_half_there_is_skipped(tmp_path):
         assert_state(tmp_path, 10)
     (tmp_path / "states" / ".tmp-00000030-1-abc").mkdir()
     assert_state(tmp_path, 10)
+
+
+class Killed(BaseException):
+    """What no code expects."""
+
+
+@pytest.mark.parametrize(
+    "owner, name, is_done, newest",
+    [
+        (checkpoint, "save", False, 10),
+        (checkpoint, "_write_arrays", False, 10),
+        (checkpoint, "_write_arrays", True, 10),
+        (pathlib.Path, "rename", False, 10),
+        (pathlib.Path, "rename", True, 20),
+        (runs, "_states", False, 20),
+    ],
+    ids=["before saving", "begun", "written", "before the rename", "after the rename", "before older states go"],
+)
+def test_a_run_killed_while_saving_goes_on_from_a_whole_state(tmp_path, monkeypatch, owner, name, is_done, newest):
+    """T2. What the dead process would clean up stays, and goes when the next state has been saved."""
+    saved(tmp_path, 10)
+    real = getattr(owner, name)
+
+    def dies(*args, **kwargs):
+        if is_done:
+            real(*args, **kwargs)
+        monkeypatch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)
+        raise Killed
+
+    monkeypatch.setattr(owner, name, dies)
+    with pytest.raises(Killed):
+        saved(tmp_path, 20, keep=1)
+    monkeypatch.undo()
+    assert {int(path.name) for path in runs._states(tmp_path)} == {10, newest}
+    assert_state(tmp_path, newest)
+    saved(tmp_path, newest + 10, keep=1)
+    assert os.listdir(tmp_path / "states") == [f"{newest + 10:08d}"]
+    assert_state(tmp_path, newest + 10)
 
 
 def test_a_full_disk_costs_one_state(tmp_path, monkeypatch, caplog):
@@ -152,83 +185,52 @@ def test_other_data_and_other_runs_are_refused(tmp_path):
         runs.check_same(tmp_path, {}, "digest")
 
 
-SETTINGS = {"steps": 24, "batch_size": 2, "row_length": 32, "log_every": 1, "save_every": 4, "num_depths": 1}
+SETTINGS = check_resume.SETTINGS | {"steps": 5 * check_resume.STEPS_PER_KILL, "save_every": 4}
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("text")
-    for number in range(40):
-        (folder / f"{number}.py").write_text(f"def f{number}(x):\n    return x + {number}\n" * 8)
-    return folder
+    return check_resume.write_corpus(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")
-def unbroken(text, tmp_path_factory):
-    """The losses of a run that nothing happens to."""
-    config = TrainConfig(data=str(text), output=str(tmp_path_factory.mktemp("unbroken")), **SETTINGS)
-    return losses(train(config, evaluations=1).history)
+def env(tmp_path_factory):
+    return check_resume.environment(tmp_path_factory.mktemp("cache"))
 
 
-def losses(rows):
-    return {row["step"]: row["bits"] for row in rows if "bits" in row}
+@pytest.fixture(scope="module")
+def unbroken(text, env, tmp_path_factory):
+    """The losses of a run that nothing happens to; a process like the others, for roundings depend on the threads."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    subprocess.run(check_resume.train_command(text, folder, SETTINGS), check=True, capture_output=True, env=env)
+    losses = check_resume.read_losses(folder)
+    assert list(losses) == list(range(1, SETTINGS["steps"] + 1))
+    return losses
 
 
-def read_losses(folder):
-    rows = []
-    for line in (folder / "metrics.jsonl").read_text().splitlines():
-        with contextlib.suppress(ValueError):  # being written
-            rows.append(json.loads(line))
-    return losses(rows)
-
-
-def test_a_killed_run_goes_on_bit_for_bit(text, unbroken, tmp_path):
+def test_a_killed_run_goes_on_bit_for_bit(text, env, unbroken, tmp_path):
     """T1: killed at random moments, some of them while a state is written."""
-    pairs = [f"{name}={value}" for name, value in (SETTINGS | {"data": text, "output": tmp_path / "run"}).items()]
-    command = [sys.executable, "-m", "mtpjax.cli", "train", *pairs]
-    environment = os.environ | {
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
-        "XLA_FLAGS": "",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        "GLIBC_TUNABLES": "",
-    }
-    environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
-    draw = random.Random(1)
-    for kill in range(5):
-        run = subprocess.Popen(
-            command + (["--resume"] if kill else []), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment
-        )
-        reach = [4, 7, 12, 15, 20][kill]
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline and run.poll() is None:
-            with_rows = (tmp_path / "run" / "metrics.jsonl").exists()
-            if with_rows and max(read_losses(tmp_path / "run"), default=0) >= reach:
-                break
-            time.sleep(0.01)
-        time.sleep(draw.random() * 0.05)
-        run.kill()
-        error = run.communicate()[1].decode()
-        assert run.returncode == -signal.SIGKILL, error[-2000:]
-    subprocess.run([*command, "--resume"], check=True, capture_output=True, env=environment)
-    assert read_losses(tmp_path / "run") == unbroken
-    assert checkpoint.is_checkpoint(tmp_path / "run" / "checkpoint")
+    command = check_resume.train_command(text, tmp_path, SETTINGS)
+    fell = check_resume.kill_and_go_on(command, tmp_path, kills=5, steps=SETTINGS["steps"], seed=1, env=env)
+    assert fell.total() == 5 and len(fell) > 1
+    assert check_resume.read_losses(tmp_path) == unbroken
+    assert checkpoint.is_checkpoint(tmp_path / "checkpoint")
 
 
-def test_a_run_that_is_told_to_end_says_so_and_goes_on(text, unbroken, tmp_path, monkeypatch):
-    """T17. The signal comes with the log's seventh row."""
-    config = TrainConfig(data=str(text), output=str(tmp_path), **SETTINGS | {"save_every": 0})
-    dumps = json.dumps
-
-    def tell(row, **options):
-        if isinstance(row, dict) and row.get("step") == 7 and "bits" in row:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return dumps(row, **options)
-
-    monkeypatch.setattr("mtpjax.train.log.json.dumps", tell)
-    with pytest.raises(Preempted, match="stands at step 7"):
-        train(config, evaluations=1)
-    monkeypatch.undo()
-    assert losses(train(config, evaluations=1, resume=True).history) == unbroken
+def test_a_run_that_is_told_to_end_says_so_and_goes_on(text, env, unbroken, tmp_path):
+    """T17."""
+    command = check_resume.train_command(text, tmp_path, SETTINGS | {"save_every": 0})
+    run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=env, text=True)
+    assert run.stderr is not None
+    for line in run.stderr:
+        if line.startswith("step=7 "):
+            run.terminate()
+            break
+    said = run.communicate()[1]
+    assert run.returncode == 75 and "was told to end and stands at step " in said
+    assert len(runs._states(tmp_path)) == 1
+    subprocess.run([*command, "--resume"], check=True, capture_output=True, env=env)
+    assert check_resume.read_losses(tmp_path) == unbroken
 
 
 def test_steps_that_are_not_finite_are_skipped_and_end_the_run(text, tmp_path, caplog):

@@ -59,10 +59,12 @@ def test_a_folder_of_text_gives_a_document_per_file(tmp_path):
 
 def test_a_line_of_jsonl_gives_a_document_by_its_field(tmp_path):
     file = tmp_path / "some.jsonl"
-    file.write_text("\ufeff" + lines_of({"text": "one", "body": "1"}, "", {"text": "two\n", "body": "2"}))
+    records = {"text": "one", "body": "1", "category": "code"}, "", {"text": "two\n", "body": "2", "category": 3}
+    file.write_text("\ufeff" + lines_of(*records))
     reading = read(file, kind="jsonl")
     assert texts(reading) == ["one", "two\n"]
     assert [document.name for document in reading.documents] == [f"{file} line 1", f"{file} line 3"]
+    assert [document.category for document in reading.documents] == ["code", ""]
     assert texts(read(file, kind="jsonl", field="body")) == ["1", "2"]
 
 
@@ -150,6 +152,11 @@ def test_a_document_longer_than_the_row_goes_on_in_the_next(tmp_path):
 # The fingerprint.
 
 
+def fingerprint_of(sources, tokenizer=BYTES, vocab_size=256):
+    readings = [read_source(source, tokenizer, vocab_size=vocab_size) for source in sources]
+    return fingerprint(sources, readings, tokenizer, vocab_size=vocab_size)
+
+
 @pytest.fixture
 def folder(tmp_path):
     for name in ("one", "two"):
@@ -164,12 +171,12 @@ def sources_in(folder):
 
 
 def test_the_fingerprint_stays_where_the_data_stays(folder, tmp_path_factory):
-    before = fingerprint(sources_in(folder), BYTES, vocab_size=256)
-    assert before == fingerprint(sources_in(folder), BYTES, vocab_size=256) and len(before) == 64
+    before = fingerprint_of(sources_in(folder))
+    assert before == fingerprint_of(sources_in(folder)) and len(before) == 64
     os.utime(folder / "one" / "a.jsonl", (0, 0))
     moved = tmp_path_factory.mktemp("elsewhere") / "moved"
     folder.rename(moved)
-    assert fingerprint(sources_in(moved), BYTES, vocab_size=256) == before
+    assert fingerprint_of(sources_in(moved)) == before
 
 
 def swap(folder):
@@ -192,14 +199,14 @@ def swap(folder):
     ids=["content", "size", "fewer files", "more files", "order", "name", "folders swapped"],
 )
 def test_the_fingerprint_sees_changes_of_files(change, folder):
-    before = fingerprint(sources_in(folder), BYTES, vocab_size=256)
+    before = fingerprint_of(sources_in(folder))
     change(folder)
-    assert fingerprint(sources_in(folder), BYTES, vocab_size=256) != before
+    assert fingerprint_of(sources_in(folder)) != before
 
 
 def test_the_fingerprint_sees_every_setting_and_no_two_are_alike(folder):
     one, two = sources_in(folder)
-    seen = [fingerprint([one, two], BYTES, vocab_size=256)]
+    seen = [fingerprint_of([one, two])]
     for sources in (
         [two, one],
         [one],
@@ -209,9 +216,9 @@ def test_the_fingerprint_sees_every_setting_and_no_two_are_alike(folder):
         [one, dataclasses.replace(two, kind="text")],
         [one, dataclasses.replace(two, pattern="a*")],
     ):
-        seen.append(fingerprint(sources, BYTES, vocab_size=256))
-    seen.append(fingerprint([one, two], WordTokenizer(), vocab_size=256))
-    seen.append(fingerprint([one, two], BYTES, vocab_size=257))
+        seen.append(fingerprint_of(sources))
+    seen.append(fingerprint_of([one, two], WordTokenizer()))
+    seen.append(fingerprint_of([one, two], vocab_size=257))
     assert len(set(seen)) == len(seen) == 10
     loose = dataclasses.replace(two, most_skipped=5)  # changes no batch
-    assert fingerprint([one, loose], BYTES, vocab_size=256) == seen[0]
+    assert fingerprint_of([one, loose]) == seen[0]

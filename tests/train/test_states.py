@@ -240,7 +240,7 @@ def configured(origin, output, num_sources=1, **changes):
     settings = {
         "init_from": str(origin / "trunk"), "trains": "modules", "sources": sources[:num_sources],
         "output": str(output), "held_out_fraction": 0.2, "steps": 6, "batch_size": 2, "row_length": 13,
-        "extra_tokens": 3, "num_depths": 2, "log_every": 1,
+        "extra_tokens": 3, "num_depths": 2, "log_every": 1, "panel_prompts": 0,
     }  # fmt: skip
     return TrainConfig(**settings | changes)
 

@@ -95,7 +95,7 @@ def test_modules_of_a_published_checkpoint_are_tuned_merged_and_decoded(tmp_path
         (tmp_path / f"{number}.txt").write_text(f"words to be read {number} times again\n" * 8)
     config = TrainConfig(
         init_from=str(origin), trains="modules", data=str(tmp_path), pattern="*.txt", output=str(tmp_path / "run"),
-        steps=3, batch_size=2, row_length=16, num_depths=1, held_out_fraction=0.2,
+        steps=3, batch_size=2, row_length=16, num_depths=1, held_out_fraction=0.2, panel_prompts=0,
     )  # fmt: skip
     result = train(config, evaluations=1)
     merge = ["merge-mtp", "--input-dir", origin, "--mtp-dir", tmp_path / "run", "--output-dir", tmp_path / "merged"]

@@ -1,27 +1,24 @@
 """Which tokens of a conversation are answers, token by token."""
 
+import dataclasses
+import functools
 import json
 
 import numpy as np
 import pytest
-import tokenizers
 
+from mtpjax.chat import encode_chat
 from mtpjax.config import Source
-from mtpjax.tokenizer import ByteTokenizer, ConversationError, TokenizerError, load_tokenizer
+from mtpjax.tokenizer import ByteTokenizer, ConversationError, TokenizerError
 from mtpjax.train import data
-from mtpjax.train.chat import encode_chat
 from mtpjax.train.losses import depth_targets
 from mtpjax.train.sources import read_source
+from tests.chatml import CHATML, save_tokenizer
 
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 BARE = (  # nothing ends an answer but the next message
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-SPECIAL = ["<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>", "<|end|>"]  # ids from 256 on
 TALK = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "ä?"},
@@ -35,26 +32,7 @@ TALK = [
 def make(tmp_path):
     """`make(template, end tokens, merges)` -> a byte-level tokenizer."""
 
-    def tokenizer(template=CHATML, ends=("<|im_end|>",), merges=()):
-        alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-        vocab = {piece: index for index, piece in enumerate(alphabet)}
-        vocab |= {"".join(pair): 256 + len(SPECIAL) + index for index, pair in enumerate(merges)}
-        made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=list(merges)))
-        made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        made.decoder = tokenizers.decoders.ByteLevel()
-        content = json.loads(made.to_str())
-        content["added_tokens"] = [
-            {"id": 256 + index, "content": name, "special": True, "normalized": False}
-            | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
-            for index, name in enumerate(SPECIAL)
-        ]
-        (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-        ids = [256 + SPECIAL.index(end) for end in ends]
-        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
-        (tmp_path / "chat_template.jinja").write_text(template)
-        return load_tokenizer(tmp_path, 300)
-
-    return tokenizer
+    return functools.partial(save_tokenizer, tmp_path)
 
 
 def check(tokenizer, messages, pieces, *, end):
@@ -156,6 +134,19 @@ def test_conversations_are_read_with_their_masks_and_bad_ones_are_counted(make, 
         tokens, is_target = encode_chat(messages, tokenizer, tools=[tool])
         assert document.tokens.tolist() == tokens and tokenizer.decode(tokens).startswith(tool)
         np.testing.assert_array_equal(document.loss_mask, is_target)
+
+
+def test_conversations_of_no_use_stop_reading_at_the_limit(make, tmp_path):
+    """T10: those with ids outside of the vocabulary, and those without an answer."""
+    file = tmp_path / "talks.jsonl"
+    records = [{"messages": TALK}, {"messages": TALK[:2]}, {"messages": []}]
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    source = Source(path=str(file), kind="chat", most_skipped=3)
+    reading = read_source(source, make(), vocab_size=257)  # <|im_end|> is 257
+    assert reading.skipped == {"corrupt": 1, "empty": 1, "vocabulary": 1} and not reading.documents
+    said = r"over 2 documents of no use \(1 corrupt, 1 empty, 1 vocabulary\); the last: .*line 3 has no 'messages'"
+    with pytest.raises(ValueError, match=said):
+        read_source(dataclasses.replace(source, most_skipped=2), make(), vocab_size=257)
 
 
 def test_a_tokenizer_that_cannot_read_conversations_stops_at_the_first(make, tmp_path):

@@ -8,7 +8,16 @@ import numpy as np
 
 from mtpjax.tokenizer import Tokenizer, TokenizerError
 
-_DAY = datetime.datetime(2025, 1, 1)  # for templates that name the date: on another day the tokens are still the same
+DAY = datetime.datetime(2025, 1, 1)  # for templates that name the date: on another day the tokens are still the same
+
+
+def is_conversation(value: Any) -> bool:
+    """Whether it is a list of messages in OpenAI's form."""
+    return (
+        isinstance(value, list)
+        and len(value) > 0
+        and all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in value)
+    )
 
 
 def encode_chat(
@@ -25,7 +34,7 @@ def encode_chat(
     follow, or whose last token before an answer or behind it spans both. ConversationError where it refuses these
     messages.
     """
-    choices = {"strftime_now": _DAY.strftime, **choices}
+    choices = {"strftime_now": DAY.strftime, **choices}
     messages = list(messages)
     tokens = tokenizer.chat(messages, add_generation_prompt=False, **choices)
     is_target = np.zeros(len(tokens) + 1, bool)
