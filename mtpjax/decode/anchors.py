@@ -2,7 +2,7 @@
 
 An anchor is a place where a round begins: the first is a prompt's end, and behind a round that accepts n drafts the
 next is n + 1 further. A mean over all places is another figure: after a rejection the next anchor stands in a harder
-stretch than most places do (`algorithms.md` 4).
+stretch than most places do.
 
 Let the text y be the trunk's own continuation, p the trunk's distributions and q the modules', teacher-forced along
 y. Speculative decoding gives y the same law as plain decoding does, so its rounds may be conditioned on y. At an anchor
