@@ -24,6 +24,7 @@ import pathlib
 import platform
 import sys
 import tempfile
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -197,7 +198,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def run(options: argparse.Namespace, command: str, console: Console) -> dict:
     """Measures everything asked for. The result file grows with every shape and thread setting measured."""
-    content = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "command": command}
+    content: dict[str, Any] = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "command": command}
     content |= {"machine": machine(), "versions": {"python": platform.python_version()}}
     content |= {"differences": [], "rows": [], "parts": [], "memory": []}
     settings = {"1": 1, "all": len(os.sched_getaffinity(0))}

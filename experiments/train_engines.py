@@ -337,7 +337,8 @@ def loss_memory(
     integers, is_target = (jax.ShapeDtypeStruct((rows, length), dtype) for dtype in (jnp.int32, bool))
     batch: Any = Batch(integers, integers, is_target)  # pyright: ignore[reportArgumentType]
     compiled = jax.jit(step, donate_argnames="state").lower(jax.eval_shape(begin), batch, 0.0, 0.0).compile()
-    return compiled.memory_analysis().temp_size_in_bytes
+    memory: Any = compiled.memory_analysis()
+    return memory.temp_size_in_bytes
 
 
 def _make(name: str, threads: int, shape: str, folder: pathlib.Path) -> Any:
