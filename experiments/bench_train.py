@@ -198,7 +198,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def run(options: argparse.Namespace, command: str, console: Console) -> dict:
     """Measures everything asked for. The result file grows with every shape and thread setting measured."""
-    content: dict[str, Any] = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "command": command}
+    content: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": command,
+    }
     content |= {"machine": machine(), "versions": {"python": platform.python_version()}}
     content |= {"differences": [], "rows": [], "parts": [], "memory": []}
     settings = {"1": 1, "all": len(os.sched_getaffinity(0))}
