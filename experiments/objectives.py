@@ -19,7 +19,6 @@ import pathlib
 import sys
 from typing import Any
 
-import jax
 import numpy as np
 from rich.console import Console
 
@@ -46,7 +45,6 @@ SETTINGS: dict[str, dict[str, Any]] = {  # the first is what the others are comp
     "CE, stream": {"attention_layout": "stream"},
     "CE, ttt, weights decayed": {"objective": Objective(depth_weights="decayed")},
     "KL, ttt": {"objective": Objective(mix={"kl": 1.0})},
-    "KL + CE, ttt": {"objective": Objective(mix={"kl": 0.5, "cross_entropy": 0.5})},
     "LK hybrid, ttt": {"objective": Objective(mix={"lk_hybrid": 1.0}, **LK)},
     "end-to-end TV, ttt": {"objective": Objective(mix={"end_to_end_tv": 1.0}, **LK)},
 }
@@ -56,7 +54,9 @@ def train_trunk(folder: pathlib.Path, *, steps: int, preset: str) -> pathlib.Pat
     """A checkpoint of `preset` without its modules, trained once."""
     path = folder / "trunk"
     if not checkpoint.is_checkpoint(path):
-        config = TrainConfig(preset=preset, num_depths=0, steps=steps, batch_size=16, output=str(folder / "trunk-run"))
+        config = TrainConfig(
+            preset=preset, num_depths=0, steps=steps, output=str(folder / "trunk-run"), panel_prompts=0
+        )
         result = train(config, overwrite=True)
         kept = {name: leaf for name, leaf in result.params.items() if not is_of_modules(name)}
         model = MTPModel(dataclasses.replace(result.model.config, num_mtp_modules=0))
@@ -71,7 +71,7 @@ def train_module(folder: pathlib.Path, trunk: pathlib.Path, name: str, seed: int
     config = TrainConfig(
         init_from=str(trunk), trains="modules", steps=steps, batch_size=8, seed=seed, log_every=100,
         mtp_loss_scale=1.0, mtp_loss_scale_final=1.0, panel_prompts=0,
-        trunk_states=str(folder / "states"), output=str(output), **settings,
+        trunk_states=str(folder / "states"), output=str(output), panel_prompts=0, **settings,
     )  # fmt: skip
     if not checkpoint.is_checkpoint(output / "checkpoint"):
         train(config, overwrite=True, panel_depths=LEVELS, evaluations=1)
@@ -129,7 +129,6 @@ def measure(
             found[name].append([decode(path, prompts, temperature) for temperature in TEMPERATURES])
             lengths = " and ".join(f"{1 + accepted.sum() / rounds.sum():.3f}" for rounds, accepted in found[name][-1])
             console.print(f"{name}, seed {seed}: accept length {lengths} at temperature 0 and 1")
-            jax.clear_caches()
 
     def counts(name: str, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Of every seed at one temperature: rounds `[seeds, P]`, accepted drafts `[seeds, P, LEVELS]`."""
@@ -166,8 +165,8 @@ def print_tables(console: Console, settings: dict[str, dict[str, Any]]) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="tiny", help="architecture, of bytes (default: %(default)s)")
-    parser.add_argument("--trunk-steps", type=int, default=1500, help="updates of the trunk (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=800, help="updates of each module (default: %(default)s)")
+    parser.add_argument("--trunk-steps", type=int, default=1000, help="updates of the trunk (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=500, help="updates of each module (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=3, help="modules of each setting (default: %(default)s)")
     parser.add_argument("--prompts", type=int, default=64, help="held-out prompts (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="a few updates of each: to see that it runs")
