@@ -71,7 +71,7 @@ def train_module(folder: pathlib.Path, trunk: pathlib.Path, name: str, seed: int
     config = TrainConfig(
         init_from=str(trunk), trains="modules", steps=steps, batch_size=8, seed=seed, log_every=100,
         mtp_loss_scale=1.0, mtp_loss_scale_final=1.0, panel_prompts=0,
-        trunk_states=str(folder / "states"), output=str(output), panel_prompts=0, **settings,
+        trunk_states=str(folder / "states"), output=str(output), **settings,
     )  # fmt: skip
     if not checkpoint.is_checkpoint(output / "checkpoint"):
         train(config, overwrite=True, panel_depths=LEVELS, evaluations=1)
