@@ -176,8 +176,8 @@ class Torch:
         import torch
 
         params = {name: torch.nn.Parameter(torch.tensor(array)) for name, array in self.start.items()}
-        is_decayed = {name: leaf.ndim > 1 or name.startswith("trunk.") for name, leaf in params.items()}
-        groups = [  # mtpjax decays what has two axes, and so the trunk's norms, which are stacked
+        is_decayed = {name: leaf.ndim > 1 for name, leaf in params.items()}
+        groups = [
             {"params": [params[name] for name in params if is_decayed[name] == decayed], "weight_decay": decay}
             for decayed, decay in ((True, SETTINGS.weight_decay), (False, 0.0))
         ]

@@ -33,25 +33,24 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     It is for what `trained` leaves. `train_step` scales the update, so that a run can end by the clock. Detached
     modules are clipped by a norm of their own.
     """
+    core = optax.adam(1.0, b2=0.95)
     if config.optimizer == "muon":
         core = optax.contrib.muon(
             1.0,
-            weight_decay=config.weight_decay,
             adam_b2=0.95,
-            adam_weight_decay=config.weight_decay,
             muon_weight_dimension_numbers=_muon_axes,
             consistent_rms=0.2,  # the size of Adam's updates, so that one learning rate serves both (2502.16982)
         )
-    else:
-        core = optax.adamw(1.0, b2=0.95, weight_decay=config.weight_decay, mask=_is_matrix)
+    decay = optax.add_decayed_weights(-config.weight_decay, mask=_is_matrix)  # beside updates, which go downhill
     clip = optax.clip_by_global_norm(config.gradient_clip)
     if config.trains == "detached":
         clip = optax.partition({True: clip, False: clip}, lambda params: {name: is_of_modules(name) for name in params})
-    return optax.chain(clip, core)
+    return optax.chain(clip, core, decay)
 
 
 def _is_matrix(params: dict) -> dict:
-    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+    """Which leaves decay: not norms and biases. The trunk's have an axis more, over its stacked layers."""
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: leaf.ndim - (path[0].key == "trunk") > 1, params)
 
 
 def _muon_axes(params: Any) -> Any:

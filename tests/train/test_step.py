@@ -51,6 +51,17 @@ def test_repeating_text_is_learnt_at_every_depth(name, optimizer):
     assert (metrics["losses"] < 0.5 * first).all()
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_matrices_decay_and_norms_do_not(optimizer):
+    params = init_params(MTPModel(small("tiny"), scan_layers=True), jax.random.key(0))
+    made = make_optimizer(TrainConfig(optimizer=optimizer, weight_decay=0.5))
+    updates, _ = made.update(jax.tree.map(jnp.zeros_like, params), made.init(params), params)
+    after = jax.tree_util.tree_leaves_with_path(optax.apply_updates(params, updates))
+    for (path, leaf), before in zip(after, jax.tree.leaves(params), strict=True):
+        expected = before if path[-1].key == "scale" else 0.5 * before
+        np.testing.assert_allclose(leaf, expected, rtol=1e-6, err_msg=jax.tree_util.keystr(path))
+
+
 def test_an_update_that_is_not_finite_changes_nothing():
     state, step = make("adamw", small("tiny"))
     tokens = np.zeros((1, 8), np.int32)
