@@ -24,7 +24,7 @@ from rich.console import Console
 
 from experiments.ablate_bench import PROMPT_TOKENS
 from experiments.bench_decode import machine
-from mtpjax import DecodeConfig, MTPModel, Objective, TrainConfig, checkpoint, load, train
+from mtpjax import DecodeConfig, MTPModel, Objective, TrainConfig, checkpoint, load
 from mtpjax.decode.evaluate import Estimate, estimate, sampled
 from mtpjax.decode.generate import generate, speculative_generate
 from mtpjax.model import is_of_modules
@@ -34,6 +34,7 @@ from mtpjax.tokenizer import ByteTokenizer
 from mtpjax.train.corpus import load_corpus
 from mtpjax.train.data import held_out_prompts
 from mtpjax.train.decoded import is_looping
+from mtpjax.train.loop import train
 
 LEVELS = 4
 NEW_TOKENS = 128
@@ -71,7 +72,7 @@ def train_module(folder: pathlib.Path, trunk: pathlib.Path, name: str, seed: int
     config = TrainConfig(
         init_from=str(trunk), trains="modules", steps=steps, batch_size=8, seed=seed, log_every=100,
         mtp_loss_scale=1.0, mtp_loss_scale_final=1.0, panel_prompts=0,
-        trunk_states=str(folder / "states"), output=str(output), **settings,
+        output=str(output), **settings,
     )  # fmt: skip
     if not checkpoint.is_checkpoint(output / "checkpoint"):
         train(config, overwrite=True, panel_depths=LEVELS, evaluations=1)
@@ -132,7 +133,8 @@ def measure(
 
     def counts(name: str, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Of every seed at one temperature: rounds `[seeds, P]`, accepted drafts `[seeds, P, LEVELS]`."""
-        return tuple(np.stack(arrays) for arrays in zip(*(row[number] for row in found[name]), strict=True))
+        rounds, accepted = zip(*(row[number] for row in found[name]), strict=True)
+        return np.stack(rounds), np.stack(accepted)
 
     first = next(iter(SETTINGS))
     settings = {
@@ -166,7 +168,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="tiny", help="architecture, of bytes (default: %(default)s)")
     parser.add_argument("--trunk-steps", type=int, default=1000, help="updates of the trunk (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=500, help="updates of each module (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=400, help="updates of each module (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=3, help="modules of each setting (default: %(default)s)")
     parser.add_argument("--prompts", type=int, default=64, help="held-out prompts (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="a few updates of each: to see that it runs")

@@ -105,7 +105,7 @@ def train_step(
     if states is not None and trains != "modules":
         raise ValueError(f"states are of a frozen trunk; trains '{trains}' changes it")
     rows = jax.tree.map(jnp.asarray, (*batch, states))
-    _, is_valid = all_targets(*rows[:3], num_depths)
+    _, is_valid = all_targets(rows[0], rows[1], rows[2], num_depths)
     totals = batch_totals(is_valid, jnp.zeros(num_depths))  # the overlap is not known before a pass
     of_rows = functools.partial(
         gradients_of_rows,
