@@ -250,11 +250,11 @@ def _write_arrays(folder, arrays):
     """
     import orbax.checkpoint as ocp  # half a second, so only where it is used
 
-    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False)  # OCDBT would mix the arrays' bytes in shared files
+    checkpointer, handler = _checkpointer()
     handler.finalize = lambda directory: None  # merges OCDBT files of several processes, and warns that it found none
     streams = {name: array for name, array in arrays.items() if isinstance(array, Stream)}
     stand_ins = {name: np.zeros(1, stream.dtype) for name, stream in streams.items()}
-    with ocp.Checkpointer(handler) as checkpointer:
+    with checkpointer:
         checkpointer.save(folder, args=ocp.args.PyTreeSave(unflatten(arrays | stand_ins)))
     whole = {name: array for name, array in arrays.items() if name not in streams}
     with ThreadPoolExecutor() as pool:
@@ -305,6 +305,19 @@ def _store(folder, name):
     return {"driver": "zarr", "kvstore": {"driver": "file", "path": str(folder / name.replace("/", "."))}}
 
 
+def _checkpointer():
+    """Orbax's, and its handler: for this process alone, since the others of a run do not save or wait with it."""
+    import orbax.checkpoint as ocp
+
+    index = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=index, active_processes={index}, barrier_sync_key_prefix=f"process_{index}"
+    )
+    # OCDBT would mix the arrays' bytes in shared files.
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, multiprocessing_options=alone)
+    return ocp.Checkpointer(handler, multiprocessing_options=alone), handler
+
+
 def _one_thread():
     """Of TensorStore, for copies and for files: each more would keep memory of its own."""
     import tensorstore
@@ -326,7 +339,7 @@ def _read_arrays(folder, recorded):
     import orbax.checkpoint as ocp
 
     try:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as checkpointer:
+        with _checkpointer()[0] as checkpointer:
             stored = _flatten_tree(checkpointer.metadata(folder).item_metadata.tree)
             for name in sorted(recorded.keys() ^ stored.keys()):
                 absent = folder if name in recorded else folder.with_name("digests.json")
