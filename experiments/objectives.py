@@ -39,12 +39,13 @@ from mtpjax.train.loop import train
 LEVELS = 4
 NEW_TOKENS = 128
 TEMPERATURES = (0.0, 1.0)
+CE = Objective(mix={"cross_entropy": 1.0})
 LK = {"start": {"kl": 1.0}, "warmup": 0.2}  # as published: from KL to what decides acceptance
 SETTINGS: dict[str, dict[str, Any]] = {  # the first is what the others are compared with
-    "CE, ttt": {},
-    "CE, 1 level, recycled naively": {"num_depths": 1},
-    "CE, stream": {"attention_layout": "stream"},
-    "CE, ttt, weights decayed": {"objective": Objective(depth_weights="decayed")},
+    "CE, ttt": {"objective": CE},
+    "CE, 1 level, recycled naively": {"num_depths": 1, "objective": CE},
+    "CE, stream": {"attention_layout": "stream", "objective": CE},
+    "CE, ttt, weights decayed": {"objective": dataclasses.replace(CE, depth_weights="decayed")},
     "KL, ttt": {"objective": Objective(mix={"kl": 1.0})},
     "LK hybrid, ttt": {"objective": Objective(mix={"lk_hybrid": 1.0}, **LK)},
     "end-to-end TV, ttt": {"objective": Objective(mix={"end_to_end_tv": 1.0}, **LK)},

@@ -295,7 +295,8 @@ class Objective:
     A mix is the weights of some objectives of `OBJECTIVES`, as a dict or as pairs, and is kept as pairs.
 
     Attributes:
-        mix: the objectives and their weights.
+        mix: the objectives and their weights; (): KL for modules on a trunk that their losses do not reach, which
+            drafted best in `experiments/objectives.py`, and cross-entropy where all is trained.
         start: the mix at step 0, which goes linearly into `mix` over the first `warmup` of the run; (): `mix` itself.
         warmup: fraction of the run, 0..1.
         lk_decay: eta of the LK hybrid.
@@ -306,7 +307,7 @@ class Objective:
     Raises `ValueError` for names it does not know and numbers that do not fit.
     """
 
-    mix: Mapping[str, float] | tuple[tuple[str, float], ...] = (("cross_entropy", 1.0),)
+    mix: Mapping[str, float] | tuple[tuple[str, float], ...] = ()
     start: Mapping[str, float] | tuple[tuple[str, float], ...] = ()
     warmup: float = 0.0
     lk_decay: float = 3.0
@@ -321,7 +322,6 @@ class Objective:
                 require_choice("objective", name, OBJECTIVES)
                 require(0 <= weight < math.inf, f"the weight of {name} must be finite and at least 0, not {weight}")
             object.__setattr__(self, field, tuple(weights.items()))
-        require(len(self.mix) > 0, "mix names no objective")
         require(0 <= self.warmup <= 1, f"warmup {self.warmup} is not within 0..1")
         require(bool(self.start) == (self.warmup > 0), f"start {self.start} and warmup {self.warmup} need each other")
         require(self.lk_decay >= 0, f"lk_decay must not be negative, is {self.lk_decay}")
@@ -431,6 +431,9 @@ class TrainConfig:
             require(getattr(self, name) >= 0, f"{name} must not be negative, is {getattr(self, name)}")
         require(0 < self.held_out_fraction < 1, f"held_out_fraction {self.held_out_fraction} is not within 0..1")
         require_choice("optimizer", self.optimizer, ("adamw", "muon"))
+        if not self.objective.mix:
+            mix = {"cross_entropy" if self.trains == "all" else "kl": 1.0}
+            object.__setattr__(self, "objective", dataclasses.replace(self.objective, mix=mix))
         require_choice("trains", self.trains, ("all", "modules", "detached"))
         require(self.num_depths > 0 or self.trains != "modules", "trains 'modules' needs num_depths of at least 1")
         require_choice("remat", self.remat, ("none", "layers"))

@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from mtpjax import DecodeConfig, ModelConfig, TrainConfig, presets
+from mtpjax import DecodeConfig, ModelConfig, Objective, TrainConfig, presets
 from mtpjax.config import Source, Yarn
 
 BASE = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
@@ -106,3 +106,10 @@ def test_other_settings_that_do_not_fit_are_refused(kind, changes, named):
 
 def test_stop_tokens_given_as_a_list_can_be_hashed():
     assert hash(DecodeConfig(stop_token_ids=[1, 2])) == hash(DecodeConfig(stop_token_ids=(1, 2)))
+
+
+def test_what_trains_decides_the_objective_unless_one_is_named():
+    assert TrainConfig().objective.mix == (("cross_entropy", 1.0),)
+    assert TrainConfig(trains="modules").objective == Objective(mix={"kl": 1.0})
+    named = Objective(mix={"lk_hybrid": 1.0}, vocab_chunk=8)
+    assert TrainConfig(trains="detached", objective=named).objective == named

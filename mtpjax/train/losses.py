@@ -110,8 +110,11 @@ def depth_weights(num_depths: int, objective: Objective) -> jax.Array:
 
 
 def mix_at(progress: jax.Array | float, objective: Objective) -> dict[str, jax.Array | float]:
-    """Weight of each objective at `progress` 0..1 of a run: linearly from `start` to `mix` over `warmup`."""
-    mix, start = dict(objective.mix), dict(objective.start)
+    """Weight of each objective at `progress` 0..1 of a run: linearly from `start` to `mix` over `warmup`.
+
+    An empty mix, outside a `TrainConfig`, is cross-entropy.
+    """
+    mix, start = dict(objective.mix) or {"cross_entropy": 1.0}, dict(objective.start)
     if not start:
         return {**mix}
     part = jnp.minimum(progress / objective.warmup, 1)
