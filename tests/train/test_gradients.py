@@ -136,7 +136,7 @@ def test_layers_run_again_take_less_memory(batch):
         compiled(long, EACH["cross_entropy"], config=deep, remat=remat)[0].memory_analysis() for remat in (False, True)
     )
     print(f"temporary bytes: {kept.temp_size_in_bytes:,}, running layers again {again.temp_size_in_bytes:,}")
-    assert again.temp_size_in_bytes < 0.6 * kept.temp_size_in_bytes
+    assert again.temp_size_in_bytes < 0.9 * kept.temp_size_in_bytes  # which keeps products with weights alone
 
 
 @pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 4])

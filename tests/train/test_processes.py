@@ -124,7 +124,8 @@ class Processes:
 
     def goes_on_alone(self):
         run = self.start("--resume", "--allow-config-change", "mesh")
-        assert run.wait(120) == 0, run.communicate()[1][-3000:]
+        error = run.communicate(timeout=120)[1]
+        assert run.returncode == 0, error[-3000:]
         return self.losses()
 
     def end(self):
