@@ -74,9 +74,9 @@ def plot_objectives(path: pathlib.Path, settings: dict[str, dict[str, Any]]) -> 
         axes[0].plot([], [], "o", color=COLOURS[number], label=f"temperature {temperature}")
     axes[0].set_yticks(range(len(settings)), list(settings))
     axes[0].invert_yaxis()
-    axes[0].set(title="accept length: 95 % over prompts, a stroke per seed", xlabel="tokens per round")
+    axes[0].set(title="accept length (strokes: seeds)", xlabel="tokens per round; 95 % over prompts")
     axes[0].grid(axis="x", alpha=0.3)
-    axes[0].legend(fontsize=8)
+    axes[0].legend(fontsize=8, loc="upper right")
     axes[-1].legend(fontsize=7)
     figure.savefig(path, dpi=110)
 
