@@ -139,7 +139,8 @@ def test_layers_run_again_take_less_memory(batch):
     assert again.temp_size_in_bytes < 0.9 * kept.temp_size_in_bytes  # which keeps products with weights alone
 
 
-@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulation", [1, 4])
 def test_bfloat16_layers_have_float32_gradients_near_the_true_ones(accumulation, batch, whole):
     objective = MIXED
     losses, found = gradients(batch, objective, dtype="bfloat16", accumulation=accumulation)

@@ -159,6 +159,7 @@ def test_a_process_that_dies_ends_the_others_and_the_run_goes_on_with_one(launch
     assert_close(run.goes_on_alone(), unbroken)
 
 
+@pytest.mark.slow
 def test_a_process_that_is_told_to_end_ends_all_of_them(launch, unbroken):
     """T17 in two processes: the second gets the signal."""
     run = launch()

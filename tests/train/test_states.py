@@ -269,6 +269,7 @@ def test_runs_of_all_seeds_and_objectives_share_a_folder(origin, tmp_path, monke
     assert sizes["bytes of the trunk's states, each token"] == 4 * 32
 
 
+@pytest.mark.slow
 def test_a_run_that_is_told_to_end_goes_on_with_its_states(origin, tmp_path, monkeypatch):
     """While they are computed, and while it trains."""
     config = configured(origin, tmp_path / "run", trunk_states=str(tmp_path / "states"))
