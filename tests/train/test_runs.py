@@ -244,6 +244,13 @@ def test_steps_that_are_not_finite_are_skipped_and_end_the_run(text, tmp_path, c
     assert len(runs._states(tmp_path)) == 1  # as good as it was
 
 
+@pytest.mark.parametrize("name", ["joint", "recycled", "total_variation"])
+def test_recipes_are_settings(name):
+    recipe = pathlib.Path(check_resume.__file__).parent / "recipes" / f"{name}.yaml"
+    config = read_config(recipe, ["steps=3"])
+    assert config.steps == 3 and config.extra_tokens == config.num_depths + 1  # no target is lost
+
+
 def test_settings_are_read_key_by_key(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("steps: 5\nseconds: .inf\nlearning_rate: 1e-3\n")
