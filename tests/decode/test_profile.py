@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 
+import numpy as np
 import pytest
 
 from mtpjax.decode import profile
@@ -50,7 +51,8 @@ def test_every_shape_is_timed(small, modules, shape, batch):
     meter.measure(1)
     costs = meter.costs()
     assert len(compiled) == (2 if shape == PLAIN else 5)
-    assert min(of[kind] for of in (costs.verify, costs.parts, costs.round) for kind in (PLAIN, shape)) > 0
+    timed = [of[kind] for of in (costs.verify, costs.parts, costs.round) for kind in (PLAIN, shape)]
+    assert np.isfinite(timed).all() and all(timed)  # in one round on a busy machine a difference may be negative
 
 
 def test_shapes_grow_to_the_one_asked_for():
