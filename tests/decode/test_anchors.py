@@ -32,7 +32,7 @@ def assert_exact(acceptance):
     ("attention", "modules", "chaining", "num_steps"),
     [
         ("grouped", 2, "trunk", 4),
-        ("latent", 3, "chain", 3),
+        pytest.param("latent", 3, "chain", 3, marks=pytest.mark.slow),
         pytest.param("hybrid", 1, "chain", 2, marks=pytest.mark.slow),
     ],
 )
@@ -78,7 +78,7 @@ def test_matched_samples_are_predicted_one_by_one(small):
     assert_exact(measure_acceptance(params, make_prompts(16), model=model, config=config, temperature=0.7))
 
 
-@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("rule", [pytest.param("token", marks=pytest.mark.slow), "block"])
 def test_sampled_accept_lengths_are_predicted_in_expectation(rule, small):
     """Of 240 texts, to three standard errors, less than 3 %; greedy rows in the same batch are certain."""
     model, params = small("grouped", "mixed")

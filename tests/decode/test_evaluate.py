@@ -152,6 +152,7 @@ def test_the_command_prints_and_writes(checkpoint, tmp_path, capsys):
     assert len(content["figures"]["overall"]["decoded"]["conditional"]) == 2
 
 
+@pytest.mark.slow
 def test_the_command_samples_trees(checkpoint, tmp_path, capsys):
     """By the rule "sample" the tokens are those of plain sampling with the same seeds, and are compared."""
     prompts, output = tmp_path / "prompts.txt", tmp_path / "acceptance.json"

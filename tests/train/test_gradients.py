@@ -112,7 +112,7 @@ def test_arrays_move_once_an_update(axes, batch):
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "trains"), [pytest.param("adamw", "modules", marks=pytest.mark.slow), ("muon", "all")]
+    ("optimizer", "trains"), [("adamw", "modules"), pytest.param("muon", "all", marks=pytest.mark.slow)]
 )
 def test_parameters_and_what_the_optimiser_keeps_are_split(optimizer, trains, batch):
     """A device holds half of every matrix, of what the optimiser keeps of it, and of the update."""
@@ -130,6 +130,7 @@ def test_layers_run_again_give_the_same(batch, whole):
     assert_same(gradients(batch, MIXED, remat=True), whole(MIXED))
 
 
+@pytest.mark.slow
 def test_layers_run_again_take_less_memory(batch):
     deep, long = dataclasses.replace(CONFIG, num_hidden_layers=8), Batch(*(np.tile(rows, (1, 8)) for rows in batch))
     kept, again = (
