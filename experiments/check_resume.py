@@ -10,7 +10,6 @@ One line per kill; exit code 1 on a difference.
 
 import argparse
 import contextlib
-import json
 import logging
 import math
 import os
@@ -22,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -30,7 +29,8 @@ import numpy as np
 
 from mtpjax import MTPModel, TrainConfig, init_params, presets
 from mtpjax.train import runs
-from mtpjax.train.step import TrainState, make_optimizer
+from mtpjax.train.log import METRICS, read_rows
+from mtpjax.train.step import TrainState, first_state, make_optimizer
 
 SETTINGS = {"batch_size": 2, "row_length": 32, "log_every": 1, "num_depths": 1, "panel_prompts": 0}
 STEPS_PER_KILL = 10  # that a run needs to outlive its kills: each falls at most 4 steps, or a saved state, further on
@@ -65,11 +65,11 @@ def environment(cache: pathlib.Path) -> dict[str, str]:
 
 def read_losses(folder: pathlib.Path) -> dict[int, list[float]]:
     """Step -> bits, of what a run has logged so far."""
-    rows = []
-    with contextlib.suppress(FileNotFoundError):
-        for line in (folder / "metrics.jsonl").read_text().splitlines():
-            with contextlib.suppress(ValueError):  # being written
-                rows.append(json.loads(line))
+    return losses(read_rows(folder / METRICS))
+
+
+def losses(rows: Iterable[dict[str, Any]]) -> dict[int, list[float]]:
+    """Step -> bits, of a run's rows."""
     return {row["step"]: row["bits"] for row in rows if "bits" in row}
 
 
@@ -219,8 +219,7 @@ def _state_like(settings: dict[str, Any]) -> TrainState:
     model = MTPModel(presets[config.preset], scan_layers=True)
 
     def first() -> TrainState:
-        params = init_params(model, jax.random.key(config.seed))
-        return TrainState(params, make_optimizer(config).init(params), jax.numpy.zeros((), jax.numpy.int32))
+        return first_state(init_params(model, jax.random.key(config.seed)), make_optimizer(config))
 
     return jax.eval_shape(first)
 

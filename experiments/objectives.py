@@ -22,18 +22,14 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from experiments.ablate_bench import PROMPT_TOKENS
+from experiments.ablate_bench import Settings, find_workload
 from experiments.bench_decode import machine
 from mtpjax import DecodeConfig, MTPModel, Objective, TrainConfig, checkpoint, load
 from mtpjax.decode.evaluate import Estimate, estimate, sampled
-from mtpjax.decode.generate import generate, speculative_generate
+from mtpjax.decode.generate import speculative_generate
 from mtpjax.model import is_of_modules
 from mtpjax.plots import plot_objectives
 from mtpjax.tables import narrow_table
-from mtpjax.tokenizer import ByteTokenizer
-from mtpjax.train.corpus import load_corpus
-from mtpjax.train.data import held_out_prompts
-from mtpjax.train.decoded import is_looping
 from mtpjax.train.loop import train
 
 LEVELS = 4
@@ -80,16 +76,6 @@ def train_module(folder: pathlib.Path, trunk: pathlib.Path, name: str, seed: int
     return output / "checkpoint"
 
 
-def find_prompts(trunk: pathlib.Path, held_out, count: int) -> list[list[int]]:
-    """Starts of lines of held-out files whose greedy continuation by the trunk does not repeat itself."""
-    model, params = load(trunk)
-    candidates = held_out_prompts(
-        held_out, count=6 * count, prompt_length=PROMPT_TOKENS, continuation_length=NEW_TOKENS, seed=0
-    )
-    rows = generate(params, candidates, model=model, config=DecodeConfig(max_new_tokens=NEW_TOKENS)).rows()
-    return [prompt for prompt, row in zip(candidates, rows, strict=True) if not is_looping(row)][:count]
-
-
 def decode(path: pathlib.Path, prompts: list[list[int]], temperature: float) -> tuple[np.ndarray, np.ndarray]:
     """Rounds `[P]` and accepted drafts by level `[P, LEVELS]`."""
     model, params = load(path)
@@ -123,7 +109,8 @@ def measure(
 ) -> dict[str, Any]:
     """`{"prompts": how many, "settings": {name: {temperature: figures}}}`."""
     trunk = train_trunk(folder, steps=trunk_steps, preset=preset)
-    prompts = find_prompts(trunk, load_corpus(TrainConfig(), ByteTokenizer.vocab_size).held_out, count)
+    model, params = load(trunk)
+    prompts = find_workload(trunk, model, params, Settings(max_new_tokens=NEW_TOKENS), num_prompts=count).prompts
     found: dict[str, list] = {name: [] for name in SETTINGS}
     for seed in range(seeds):
         for name in SETTINGS:

@@ -88,13 +88,12 @@ class Mtpjax:
         import jax
         import jax.numpy as jnp
 
-        from mtpjax.train.step import TrainState, make_optimizer, train_step
+        from mtpjax.train.step import first_state, make_optimizer, train_step
 
         optimizer = make_optimizer(SETTINGS)
         settings = {"num_depths": num_depths, "attention_layout": "ttt"}
         step = functools.partial(train_step, model=self.model, optimizer=optimizer, **settings)
-        params = jax.tree.map(jnp.array, self.params)
-        state = TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
+        state = first_state(jax.tree.map(jnp.array, self.params), optimizer)
         return jax.jit(step, donate_argnames="state"), state
 
     def run(
@@ -186,7 +185,9 @@ class Torch:
     def run(self, num_depths: int, first: int, steps: int, rows: int, length: int) -> dict[str, Any]:
         import torch
 
-        params, optimizer = self.running.setdefault(num_depths, self._begin())
+        if num_depths not in self.running:
+            self.running[num_depths] = self._begin()
+        params, optimizer = self.running[num_depths]
         config, losses, clock = SHAPES[self.shape], [], Clock()
         for number in range(first, first + steps):
             tokens = torch.from_numpy(batch_tokens(self.shape, number, rows, length)).long()
@@ -317,7 +318,7 @@ def loss_memory(
 
     from mtpjax import MTPModel, Objective, init_params
     from mtpjax.train.data import Batch
-    from mtpjax.train.step import TrainState, make_optimizer, train_step
+    from mtpjax.train.step import first_state, make_optimizer, train_step
 
     model = MTPModel(dataclasses.replace(SHAPES[shape], vocab_size=vocab_size), scan_layers=True)
     optimizer = make_optimizer(SETTINGS)
@@ -331,8 +332,7 @@ def loss_memory(
     )
 
     def begin():
-        params = init_params(model, jax.random.key(0))
-        return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
+        return first_state(init_params(model, jax.random.key(0)), optimizer)
 
     integers, is_target = (jax.ShapeDtypeStruct((rows, length), dtype) for dtype in (jnp.int32, bool))
     batch: Any = Batch(integers, integers, is_target)  # pyright: ignore[reportArgumentType]

@@ -172,7 +172,7 @@ def _along(params, prompts, texts, long, *, model: MTPModel, config: DecodeConfi
     return _forced(places, starts, ends), steps, accepted
 
 
-class _Places(NamedTuple):
+class Places(NamedTuple):
     """What a teacher-forced pass says of each place i of a text and each level k: arrays `[B, T, K]`."""
 
     agrees: Any  # level k's arg-max is the trunk's choice for the same token, i + k + 1
@@ -183,12 +183,12 @@ class _Places(NamedTuple):
 
 def _run_along(
     params, prompts, continuations, *, model: MTPModel, config: DecodeConfig, temperatures: np.ndarray
-) -> _Places:
+) -> Places:
     texts = [prompt + row for prompt, row in zip(prompts, continuations, strict=True)]
     columns = bucket(max(map(len, texts)))
     size = columns * model.config.vocab_size * (config.num_steps + 1)
     rows_at_once = min(max(1, MOST_LOGITS // size), len(texts))
-    compare = functools.partial(_compare, model=model, num_depths=config.num_steps)
+    compare = functools.partial(compare_levels, model=model, num_depths=config.num_steps)
     parts = []
     for begin in range(0, len(texts), rows_at_once):
         group = texts[begin : begin + rows_at_once]
@@ -198,11 +198,11 @@ def _run_along(
         tokens = np.array([text + [0] * (columns - len(text)) for text in group], np.int32)
         lengths = np.array([len(text) for text in group], np.int32)
         parts.append(jax.device_get(compare(params, tokens, lengths, np.where(warmth == 0, 1, warmth))))
-    return _Places(*(np.concatenate(arrays)[: len(texts)] for arrays in zip(*parts, strict=True)))
+    return Places(*(np.concatenate(arrays)[: len(texts)] for arrays in zip(*parts, strict=True)))
 
 
 @functools.partial(jax.jit, static_argnames=("model", "num_depths"))
-def _compare(params, tokens, lengths, temperature, *, model: MTPModel, num_depths: int) -> _Places:
+def compare_levels(params, tokens, lengths, temperature, *, model: MTPModel, num_depths: int) -> Places:
     """Levels 1..num_depths against the trunk, at every place of `tokens [B, T]`."""
     output = forward(params, tokens, model=model, lengths=lengths, num_depths=num_depths, attention_layout="ttt")
     is_token = jnp.arange(model.config.vocab_size) < (model.config.num_tokens or model.config.vocab_size)
@@ -220,17 +220,17 @@ def _compare(params, tokens, lengths, temperature, *, model: MTPModel, num_depth
         of_draft, of_trunk = (jnp.take_along_axis(log, text[:, :, None], axis=-1)[:, :, 0] for log in (draft, trunk))
         is_known = columns + depth + 1 < lengths[:, None]
         levels.append(
-            _Places(
+            Places(
                 choice == jnp.argmax(trunk, axis=-1),
                 jnp.exp(jnp.minimum(draft, trunk)).sum(axis=-1),
                 is_known & (choice == text),
                 jnp.where(is_known, of_draft - of_trunk, -jnp.inf),
             )
         )
-    return _Places(*(jnp.stack(field, axis=-1) for field in zip(*levels, strict=True)))
+    return Places(*(jnp.stack(field, axis=-1) for field in zip(*levels, strict=True)))
 
 
-def _forced(places: _Places, starts: np.ndarray, ends: np.ndarray) -> TeacherForced:
+def _forced(places: Places, starts: np.ndarray, ends: np.ndarray) -> TeacherForced:
     """Sums over the continuations, which reach from `starts [B]` to `ends [B]`."""
     _, T, K = places.agrees.shape
     column, level = np.arange(T)[None, :, None], np.arange(1, K + 1)[None, None, :]

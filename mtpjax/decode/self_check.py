@@ -4,17 +4,16 @@ Wrong norms, a swapped pair of inputs or modules of another checkpoint raise no 
 acceptance falls. So training leaves a few held-out rows in the checkpoint's metadata, and what the model made of them.
 """
 
-import functools
+import dataclasses
 import json
 import logging
 import pathlib
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from mtpjax import checkpoint
-from mtpjax.model import MTPModel, forward, shift_left
+from mtpjax.decode.evaluate import compare_levels
+from mtpjax.model import MTPModel
 
 FILE = "mtpjax_self_check.json"  # the record of a Hugging Face directory that was converted from ours
 ROWS, COLUMNS = 4, 128
@@ -81,19 +80,12 @@ def _stored(path: pathlib.Path) -> dict[str, list] | None:
 
 
 def _measure(params: dict, tokens: np.ndarray, *, model: MTPModel, num_depths: int) -> dict[str, list[float]]:
-    agreement, overlap = jax.device_get(_rates(params, jnp.asarray(tokens), model=model, num_depths=num_depths))
-    return {"agreement": agreement.tolist(), "overlap": overlap.tolist()}
-
-
-@functools.partial(jax.jit, static_argnames=("model", "num_depths"))
-def _rates(params, tokens, *, model: MTPModel, num_depths: int):
-    """Agreement and overlap of each level, `[K]` each, over the positions where all levels have a choice to meet."""
-    output = forward(params, tokens, model=model, num_depths=num_depths)
-    target = jax.nn.softmax(output.logits, axis=-1)
-    agreement, overlap = [], []
-    for depth, logits in enumerate(output.mtp_logits, start=1):
-        draft, trunk = jax.nn.softmax(logits, axis=-1), shift_left(target, depth)
-        agreement.append(jnp.argmax(draft, axis=-1) == jnp.argmax(trunk, axis=-1))
-        overlap.append(jnp.minimum(draft, trunk).sum(axis=-1))
-    last = tokens.shape[1] - num_depths
-    return tuple(jnp.array([rows[:, :last].mean() for rows in kind], jnp.float32) for kind in (agreement, overlap))
+    """Over the positions where all levels have a choice to meet."""
+    if not num_depths:
+        return {"agreement": [], "overlap": []}
+    model = model.clone(config=dataclasses.replace(model.config, num_tokens=0))  # a trainer's has all of its columns
+    B, T = tokens.shape
+    lengths, temperatures = np.full(B, T, np.int32), np.ones(B, np.float32)
+    places = compare_levels(params, tokens, lengths, temperatures, model=model, num_depths=num_depths)
+    fields = {"agreement": places.agrees, "overlap": places.overlap}
+    return {name: np.asarray(field)[:, : T - num_depths].mean((0, 1)).tolist() for name, field in fields.items()}

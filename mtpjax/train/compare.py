@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mtpjax.tables import narrow_table
-from mtpjax.train.log import METRICS
+from mtpjax.train.log import METRICS, read_rows
 from mtpjax.train.runs import SETTINGS, RunError
 
 
@@ -36,12 +36,11 @@ def read_run(folder) -> Run:
     try:
         stored = json.loads((folder / SETTINGS).read_bytes())
         settings, fingerprint = _flat(stored["settings"]), str(stored["fingerprint"])
-        lines = (folder / METRICS).read_text().splitlines() if (folder / METRICS).exists() else []
+        history = read_rows(folder / METRICS)
     except (FileNotFoundError, NotADirectoryError):
         raise RunError(f"{folder} holds no run: there is no {SETTINGS}") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(f"{folder / SETTINGS} is damaged: {type(error).__name__}: {error}") from error
-    history = [row for row in map(_row, lines) if row is not None]
     if not any("eval" in row for row in history):
         raise RunError(f"{folder} has not evaluated yet: {METRICS} holds {len(history)} rows and no panel")
     return Run(str(folder), settings, fingerprint, history)
@@ -118,12 +117,3 @@ def _flat(values: dict[str, Any], place: str = "") -> dict[str, Any]:
     for key, value in values.items():
         flat |= _flat(value, f"{place}{key}.") if isinstance(value, dict) and value else {f"{place}{key}": value}
     return flat
-
-
-def _row(line: str) -> dict[str, Any] | None:
-    """A row, or None for a line that a killed process had begun."""
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) else None

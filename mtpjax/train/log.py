@@ -69,14 +69,19 @@ class Log:
             self.show(progress, f"step={step} {text} tokens/s={rate:.0f}", seconds)
 
 
-def _history(path: pathlib.Path, step: int) -> list[dict[str, Any]]:
-    """The rows of `metrics.jsonl` up to a step; later ones, which will be logged again, are cut off the file."""
+def read_rows(path: pathlib.Path) -> list[dict[str, Any]]:
+    """The rows of a `metrics.jsonl`, but a line that a process has begun; none where there is no file."""
     rows = []
     with contextlib.suppress(FileNotFoundError):
         for line in path.read_text().splitlines():
-            with contextlib.suppress(ValueError):  # a line that a killed process had begun
+            with contextlib.suppress(ValueError):
                 rows.append(json.loads(line))
-    rows = [row for row in rows if row["step"] <= step]
+    return [row for row in rows if isinstance(row, dict)]
+
+
+def _history(path: pathlib.Path, step: int) -> list[dict[str, Any]]:
+    """The rows of `metrics.jsonl` up to a step; later ones, which will be logged again, are cut off the file."""
+    rows = [row for row in read_rows(path) if row["step"] <= step]
     write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
     return rows
 

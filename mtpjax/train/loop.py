@@ -31,7 +31,7 @@ from mtpjax.train.panel import Panel, acceptance_panel
 from mtpjax.train.pictures import plot_run
 from mtpjax.train.runs import Preempted
 from mtpjax.train.states import TrunkStates, bytes_per_token, stored_states
-from mtpjax.train.step import TrainState, make_optimizer, train_step
+from mtpjax.train.step import TrainState, first_state, make_optimizer, train_step
 from mtpjax.train.trackers import require_trackers, tracking
 from mtpjax.trunk import stack_layers, unstack_layers
 
@@ -224,7 +224,7 @@ def _first_state(
     """The state before the first update, and the jitted update."""
     optimizer = make_optimizer(config)
     params, stays = params if mesh is None else shard_params(params, mesh), None
-    state = TrainState(params, optimizer.init(trained(params, config.trains)), jnp.zeros((), jnp.int32))
+    state = first_state(params, optimizer, config.trains)
     if mesh is not None:
         state = place_state(state, mesh, optimizer=optimizer, trains=config.trains)
         stays = (jax.tree.map(lambda leaf: leaf.sharding, state), NamedSharding(mesh, PartitionSpec()))

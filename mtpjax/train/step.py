@@ -27,6 +27,11 @@ class TrainState(flax.struct.PyTreeNode):
     step: jax.Array  # [] int32
 
 
+def first_state(params: dict, optimizer: optax.GradientTransformation, trains: str = "all") -> TrainState:
+    """The state before the first update; the optimiser keeps something of what `trains` changes alone."""
+    return TrainState(params, optimizer.init(trained(params, trains)), jnp.zeros((), jnp.int32))
+
+
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """Clipped AdamW, or Muon for the matrices inside the layers and AdamW for the rest, at learning rate 1.
 

@@ -10,7 +10,6 @@ import pytest
 import rich.console
 
 from mtpjax import DecodeConfig, forward, generate
-from mtpjax.checkpoint import save_model
 from mtpjax.cli import main
 from mtpjax.decode import evaluate
 from mtpjax.decode.evaluate import estimate, measure_acceptance, print_report, report, to_json
@@ -128,14 +127,6 @@ def test_plain_decoding_has_no_acceptance(small):
     model, params = small("grouped", "right")
     with pytest.raises(ValueError, match="num_steps must be at least 1"):
         measure_acceptance(params, PROMPTS, model=model, config=dataclasses.replace(CONFIG, num_steps=0))
-
-
-@pytest.fixture(scope="module")
-def checkpoint(small, tmp_path_factory):
-    model, params = small("grouped", "mixed", vocab_size=256)
-    path = tmp_path_factory.mktemp("model") / "checkpoint"
-    save_model(path, model, params)
-    return path
 
 
 def test_the_command_prints_and_writes(checkpoint, tmp_path, capsys):

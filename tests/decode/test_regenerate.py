@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from mtpjax import DecodeConfig, SamplingParams, generate
-from mtpjax.checkpoint import save_model
 from mtpjax.cli import main
 from mtpjax.config import Source
 from mtpjax.decode import regenerate as module
@@ -300,14 +299,6 @@ def test_files_of_two_kinds_and_a_model_without_a_template_are_told(rig, run, tm
         Request(paths=[tmp_path / "a.jsonl", tmp_path / "b.txt"], config=rig[3])
     with pytest.raises(TokenizerError, match=r"data.jsonl line 1: a byte tokenizer has no chat template"):
         run(TALKS, tokenizer=ByteTokenizer())
-
-
-@pytest.fixture(scope="module")
-def checkpoint(small, tmp_path_factory):
-    model, params = small("grouped", "mixed", vocab_size=256)
-    path = tmp_path_factory.mktemp("model") / "checkpoint"
-    save_model(path, model, params)
-    return path
 
 
 def command(arguments):

@@ -11,7 +11,7 @@ import pytest
 from mtpjax import DecodeConfig, ModelConfig, MTPModel, TrainConfig, generate, init_params, speculative_generate
 from mtpjax.train import data
 from mtpjax.train.panel import acceptance_panel
-from mtpjax.train.step import TrainState, make_optimizer, train_step
+from mtpjax.train.step import first_state, make_optimizer, train_step
 from mtpjax.trunk import unstack_layers
 
 CONFIG = ModelConfig(
@@ -48,7 +48,7 @@ def trained():
     params = init_params(model, jax.random.key(0))
     for number, norm in enumerate((params["norm_final"], params["mtp_0"]["norm_output"])):
         norm["scale"] = jnp.exp(3.0 * jax.random.normal(jax.random.key(number), norm["scale"].shape))
-    state = TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
+    state = first_state(params, optimizer)
     step = jax.jit(
         functools.partial(train_step, model=model, optimizer=optimizer, num_depths=2, attention_layout="ttt"),
         donate_argnames="state",

@@ -13,9 +13,9 @@ import pytest
 from mtpjax import MTPModel, Objective, TrainConfig, compat, init_params, presets
 from mtpjax.config import OBJECTIVES
 from mtpjax.train.data import Batch
-from mtpjax.train.gradients import add_up, trained
+from mtpjax.train.gradients import add_up
 from mtpjax.train.mesh import place_rows, place_state
-from mtpjax.train.step import TrainState, make_optimizer, train_step
+from mtpjax.train.step import first_state, make_optimizer, train_step
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 NARROW = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "head_dim": 0, "num_key_value_heads": 0}
@@ -40,7 +40,7 @@ def compiled(batch, objective, *, optimizer=None, accumulation=1, axes=None, tra
     model = MTPModel(config, scan_layers=True, **form)
     optimizer = optimizer or optax.trace(0.0)
     params, mesh = init_params(model, jax.random.key(0)), None
-    state = TrainState(params, optimizer.init(trained(params, trains)), jnp.zeros((), jnp.int32))
+    state = first_state(params, optimizer, trains)
     if axes:
         mesh = compat.make_mesh(axes)
         state, batch = place_state(state, mesh, optimizer=optimizer, trains=trains), place_rows(batch, mesh)

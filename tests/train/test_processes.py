@@ -2,18 +2,16 @@
 
 import contextlib
 import dataclasses
-import json
-import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 
 import jax
 import numpy as np
 import pytest
 
+from experiments import check_resume
 from mtpjax import TrainConfig, compat, train
 from mtpjax.train import data, processes
 from mtpjax.train.mesh import place_rows
@@ -21,26 +19,19 @@ from mtpjax.train.options import read_config, to_yaml
 from mtpjax.train.runs import RunError
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
-SETTINGS = {"steps": 10, "batch_size": 4, "row_length": 32, "log_every": 1, "save_every": 2, "num_depths": 1}
+SETTINGS = check_resume.SETTINGS | {"steps": 10, "batch_size": 4, "save_every": 2}
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("text")
-    for number in range(40):
-        (folder / f"{number}.py").write_text(f"def f{number}(x):\n    return x + {number}\n" * 8)
-    return str(folder)
+    return str(check_resume.write_corpus(tmp_path_factory.mktemp("text")))
 
 
 @pytest.fixture(scope="module")
 def unbroken(text, tmp_path_factory):
     """The losses of a run on one device that nothing happens to."""
     config = TrainConfig(data=text, output=str(tmp_path_factory.mktemp("unbroken")), **SETTINGS)
-    return losses(train(config, evaluations=1).history)
-
-
-def losses(rows):
-    return {row["step"]: row["bits"] for row in rows if "bits" in row}
+    return check_resume.losses(train(config, evaluations=1).history)
 
 
 def assert_close(found, expected):
@@ -53,14 +44,14 @@ def test_a_run_on_a_mesh_goes_on_with_one_device(text, unbroken, tmp_path):
     mesh = {"data": 2, "fsdp": 2}
     config = TrainConfig(data=text, output=str(tmp_path), **SETTINGS, mesh=mesh)
     result = train(config, evaluations=1)
-    assert_close(losses(result.history), unbroken)
+    assert_close(check_resume.losses(result.history), unbroken)
     embedding = result.params["embedding"]
     assert embedding.addressable_shards[0].data.size == embedding.size // 2
     single = dataclasses.replace(config, mesh=())
     with pytest.raises(RunError, match=r"mesh was \[\[.data., 2\], \[.fsdp., 2\]\], is \[\]"):
         train(single, resume=True)
     again = train(single, evaluations=1, resume=True, allowed_changes=["mesh"])
-    assert_close(losses(again.history), unbroken)
+    assert_close(check_resume.losses(again.history), unbroken)
 
 
 def test_processes_take_every_row_once():
@@ -86,34 +77,21 @@ class Processes:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{free.getsockname()[1]}"
-        self.settings = SETTINGS | {"data": text, "output": folder / "run"} | changes
-        self.environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "GLIBC_TUNABLES": ""}
-        self.environment |= {
-            "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-            "JAX_DEFAULT_MATMUL_PRECISION": "highest",
-        }
-        self.metrics = folder / "run" / "metrics.jsonl"
+        self.text, self.output, self.settings = text, folder / "run", SETTINGS | changes
+        self.environment = check_resume.environment(folder / "cache")
         self.both = [
             self.start("mesh.data=2", "--nnodes", "2", "--node-rank", str(rank), "--dist-init-addr", address)
             for rank in (0, 1)
         ]
 
     def start(self, *more):
-        pairs = [f"{name}={value}" for name, value in self.settings.items()]
-        command = [sys.executable, "-m", "mtpjax.cli", "train", *pairs, *more]
+        command = [*check_resume.train_command(self.text, self.output, self.settings), *more]
         return subprocess.Popen(
             command, env=self.environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
     def losses(self):
-        rows = []
-        with contextlib.suppress(FileNotFoundError):
-            for line in self.metrics.read_text().splitlines():
-                with contextlib.suppress(ValueError):  # being written
-                    rows.append(json.loads(line))
-        return losses(rows)
+        return check_resume.read_losses(self.output)
 
     def wait_for(self, step):
         deadline = time.monotonic() + 120

@@ -19,7 +19,7 @@ from mtpjax.train import data, runs, states
 from mtpjax.train.loop import describe, train
 from mtpjax.train.runs import Preempted
 from mtpjax.train.states import StatesError, stored_states
-from mtpjax.train.step import TrainState, make_optimizer, train_step, trained
+from mtpjax.train.step import TrainState, first_state, make_optimizer, train_step
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -85,7 +85,7 @@ def test_a_step_on_states_is_the_step_without_its_trunk(layout, chunk, rows, sma
     step = jax.jit(functools.partial(train_step, model=model, optimizer=optimizer, **settings))
 
     def run(with_states):
-        state, losses, flops = TrainState(params, optimizer.init(trained(params, "modules")), jnp.int32(0)), [], 0
+        state, losses, flops = first_state(params, optimizer, "modules"), [], 0
         for numbers in (np.array([0, 5, 10, 2]), np.array([4, 4, 1, 9])):
             given = stored.take(numbers) if with_states else None
             arguments = (state, data.take(rows, numbers), 1e-2, 1.0, 1.0, given)

@@ -9,6 +9,7 @@ import types
 
 import pytest
 
+from experiments import check_resume
 from mtpjax import TrainConfig, train
 from mtpjax.train import trackers
 from mtpjax.train.log import Log, trace_window
@@ -60,10 +61,7 @@ def read_events(folder):
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("text")
-    for number in range(40):
-        (folder / f"{number}.py").write_text(f"def f{number}(x):\n    return x + {number}\n" * 8)
-    return str(folder)
+    return str(check_resume.write_corpus(tmp_path_factory.mktemp("text")))
 
 
 @pytest.mark.usefixtures("quick_compile")

@@ -15,7 +15,7 @@ from mtpjax import DecodeConfig, Objective, TrainConfig, forward, generate, load
 from mtpjax.model import is_of_modules
 from mtpjax.train.data import Batch
 from mtpjax.train.losses import multi_depth_loss
-from mtpjax.train.step import TrainState, make_optimizer, train_step, trained
+from mtpjax.train.step import first_state, make_optimizer, train_step
 from tests import golden
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -28,7 +28,7 @@ def batch_of(config, seed=0):
 
 def update(model, params, *, trains, steps=1, optimizer=None, **settings):
     optimizer = optimizer or make_optimizer(TrainConfig(trains=trains))
-    state = TrainState(params, optimizer.init(trained(params, trains)), jnp.zeros((), jnp.int32))
+    state = first_state(params, optimizer, trains)
     step = jax.jit(
         functools.partial(
             train_step,
