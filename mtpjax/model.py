@@ -24,13 +24,15 @@ class MTPModel(nn.Module):
 
     `scan_layers` is the form for training, with stacked trunk layers (`mtpjax.trunk.stack_layers`); there `remat` keeps
     no more than the input of each trunk layer and module for the backward pass, and `dtype` is what layers compute in,
-    by default the embedding's: each casts its weights to its input's.
+    by default the embedding's: each casts its weights to its input's. `implementation` is every kernel's
+    (`pallas_kernels.dispatch`).
     """
 
     config: ModelConfig
     scan_layers: bool = False
     remat: bool = False
     dtype: str | None = None
+    implementation: str = "auto"
 
     def setup(self):
         config = self.config
@@ -39,11 +41,11 @@ class MTPModel(nn.Module):
         self.embedding = self.param("embedding", table, (config.vocab_size, config.hidden_size))
         if not config.tie_word_embeddings:
             self.head = self.param("head", matrix, (config.hidden_size, config.vocab_size))
-        self.trunk = Trunk(config, self.scan_layers, self.remat)
+        self.trunk = Trunk(config, self.scan_layers, self.remat, self.implementation)
         self.norm_final = RMSNorm(config.rms_norm_eps, config.zero_centred_norm)
         modules = range(config.num_mtp_modules)
         module = nn.remat(MTPModule) if self.remat else MTPModule
-        self.mtp = [module(config) for _ in modules]
+        self.mtp = [module(config, self.implementation) for _ in modules]
         if config.mtp_own_embedding:
             shape = (config.vocab_size, config.hidden_size)
             self.mtp_embedding = [self.param(f"mtp_embedding_{index}", table, shape) for index in modules]
@@ -152,7 +154,7 @@ def add_mtp_modules(model: MTPModel, params: dict, num_modules: int, key: jax.Ar
         last = copy(params["trunk"][f"layer_{config.num_hidden_layers - 1}"])
         params["mtp_0"] = {**new, "block": last} if shapes(last) == shapes(new["block"]) else new
     config = dataclasses.replace(config, num_mtp_modules=first + num_modules)
-    return MTPModel(config, model.scan_layers), params
+    return model.clone(config=config), params
 
 
 def bind(model: MTPModel, params: dict) -> Callable[..., Any]:

@@ -19,6 +19,7 @@ class MTPModule(nn.Module):
     """
 
     config: ModelConfig
+    implementation: str = "auto"
 
     @nn.compact
     def __call__(
@@ -34,5 +35,5 @@ class MTPModule(nn.Module):
             pair.reverse()
         project = self.param("project", nn.initializers.lecun_normal(), (2 * config.hidden_size, config.hidden_size))
         x = jnp.concatenate(pair, axis=-1) @ project.astype(hidden.dtype)
-        before, entries, _ = Block(config, config.mtp_kind, name="block")(x, view, memory)
+        before, entries, _ = Block(config, config.mtp_kind, self.implementation, name="block")(x, view, memory)
         return norm("norm_output")(before), before, entries

@@ -22,6 +22,7 @@ class Trunk(nn.Module):
     config: ModelConfig
     scanned: bool = False
     remat: bool = False
+    implementation: str = "auto"
 
     @nn.compact
     def __call__(self, x: jax.Array, view: View, cache: Cache | None = None) -> tuple[jax.Array, Cache | None]:
@@ -39,11 +40,11 @@ class Trunk(nn.Module):
                     in_axes=nn.broadcast,  # pyright: ignore[reportArgumentType]
                     length=repeats,
                 )
-                (x, chosen), _ = scan(stretch(config, first, period, name=name), (x, chosen), view)
+                (x, chosen), _ = scan(stretch(config, first, period, self.implementation, name=name), (x, chosen), view)
             return x, None
         layers = []
         for index, kind in enumerate(config.trunk_kinds):
-            block = Block(config, kind, name=f"layer_{index}")
+            block = Block(config, kind, self.implementation, name=f"layer_{index}")
             x, entries, chosen = block(x, view, cache.layers[index] if cache else None, chosen)
             layers.append(entries)
         return x, cache.replace(layers=tuple(layers)) if cache else None
@@ -55,12 +56,13 @@ class _Period(nn.Module):
     config: ModelConfig
     first: int
     period: int
+    implementation: str
 
     @nn.compact
     def __call__(self, x: jax.Array, chosen: Masks | None, view: View) -> tuple[jax.Array, Masks | None]:
         for place in range(self.period):
             kind = self.config.layer_kind(self.first + place)
-            x, _, chosen = Block(self.config, kind, name=f"layer_{place}")(x, view, None, chosen)
+            x, _, chosen = Block(self.config, kind, self.implementation, name=f"layer_{place}")(x, view, None, chosen)
         return x, chosen
 
 

@@ -7,24 +7,23 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-IMPLEMENTATIONS = ("auto", "xla", "triton")
+from pallas_kernels.dispatch import choose
 
 
-def rms_norm(x, scale, *, eps=1e-6, zero_centred=False, implementation="auto", interpret=False) -> jax.Array:
+def rms_norm(x, scale, *, eps=1e-6, zero_centred=False, implementation="auto") -> jax.Array:
     """Divides each row by its root mean square and multiplies it by `scale`, or by `1 + scale` if `zero_centred`.
 
     x [..., D] and scale [D], floating, -> [..., D] in x's dtype. All between is float32, rounded once at the end.
-    `implementation` is "xla" (the reference), "triton" (the kernel: CUDA and ROCm; on a CPU only with `interpret`) or
-    "auto", which is "xla" until the kernel has measured faster. Differentiable in reverse mode. Raises ValueError for
+    `implementation` is "xla" (the reference), "triton" (the kernel: CUDA and ROCm), "interpreted" (the kernel on any
+    machine, slowly) or "auto", see `pallas_kernels.dispatch`. Differentiable in reverse mode. Raises ValueError for
     other implementations and for shapes that do not fit.
     """
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation {implementation!r} is none of {', '.join(IMPLEMENTATIONS)}")
     if x.ndim == 0 or scale.shape != x.shape[-1:]:
         raise ValueError(f"scale {scale.shape} does not fit the last dimension of x {x.shape}")
-    if implementation != "triton" or x.size == 0:
+    chosen = choose("rms_norm", implementation, ("xla", "triton"), rows=x.size // x.shape[-1], width=x.shape[-1])
+    if chosen == "xla" or x.size == 0:
         return rms_norm_reference(x, scale, eps=eps, zero_centred=zero_centred)
-    return _rms_norm_triton(x, scale, eps, zero_centred, interpret)
+    return _rms_norm_triton(x, scale, eps, zero_centred, chosen == "interpreted")
 
 
 def rms_norm_reference(x, scale, *, eps=1e-6, zero_centred=False):

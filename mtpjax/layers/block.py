@@ -21,6 +21,7 @@ class Block(nn.Module):
 
     config: ModelConfig
     kind: LayerKind
+    implementation: str = "auto"
 
     @nn.compact
     def __call__(
@@ -32,15 +33,15 @@ class Block(nn.Module):
         x = x + attended
         normed = RMSNorm(config.rms_norm_eps, config.zero_centred_norm, name="norm_feed_forward")(x)
         if self.kind.is_moe:
-            made = Experts(config, name="experts")(normed, cached=view.start is not None)
+            made = Experts(config, self.implementation, name="experts")(normed, cached=view.start is not None)
         else:
-            made = SwiGLU(config.intermediate_size, name="dense")(normed)
+            made = SwiGLU(config.intermediate_size, self.implementation, name="dense")(normed)
         return x + made, entries, chosen
 
     def _attention(self) -> nn.Module:
-        config, name = self.config, self.kind.attention
+        config, name, implementation = self.config, self.kind.attention, self.implementation
         if name == "delta":
-            return DeltaRule(config, name="delta")
+            return DeltaRule(config, implementation, name="delta")
         if name == "latent":
-            return LatentAttention(config, indexer=self.kind.indexer, name="attention")
-        return GroupedAttention(config, name="attention")
+            return LatentAttention(config, self.kind.indexer, implementation=implementation, name="attention")
+        return GroupedAttention(config, implementation, name="attention")

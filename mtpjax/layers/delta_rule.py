@@ -23,6 +23,7 @@ class DeltaRule(nn.Module):
     """
 
     config: ModelConfig
+    implementation: str = "auto"
 
     @nn.compact
     def __call__(

@@ -21,6 +21,7 @@ class SwiGLU(nn.Module):
     """The dense feed-forward, `[..., D] -> [..., D]`."""
 
     width: int
+    implementation: str = "auto"
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -120,6 +121,7 @@ class Experts(nn.Module):
     """Routed and shared experts, `[B, T, D] -> [B, T, D]`. `cached` tells a decoding pass, which needs no gradient."""
 
     config: ModelConfig
+    implementation: str = "auto"
 
     @nn.compact
     def __call__(self, x: jax.Array, *, cached: bool = False) -> jax.Array:
@@ -142,7 +144,7 @@ class Experts(nn.Module):
         form = experts_for_few if cached and B * T <= FEW_TOKENS else experts_for_many
         output = _over_mesh(form, E, F)(flat, ids, weights, gate_up, down).reshape(B, T, D)
         if config.shared_width:
-            shared = SwiGLU(config.shared_width, name="shared")(x)
+            shared = SwiGLU(config.shared_width, self.implementation, name="shared")(x)
             if config.shared_expert_gate:
                 gate = self.param("shared_gate", nn.initializers.lecun_normal(), (D, 1))
                 shared = shared * jax.nn.sigmoid(x @ gate.astype(x.dtype))

@@ -19,6 +19,7 @@ class GroupedAttention(nn.Module):
     """
 
     config: ModelConfig
+    implementation: str = "auto"
 
     @nn.compact
     def __call__(

@@ -26,6 +26,7 @@ class LatentAttention(nn.Module):
     config: ModelConfig
     indexer: str = ""
     expanded: bool | None = None
+    implementation: str = "auto"
 
     @nn.compact
     def __call__(
