@@ -22,6 +22,7 @@ import numpy as np
 from mtpjax import DecodeConfig, ModelConfig, MTPModel, forward, generate, speculative_generate
 from mtpjax.decode.config import largest_tree
 from mtpjax.decode.plain import plain_generate
+from mtpjax.decode.result import DecodeStats
 
 MIXED_STRENGTH = {"grouped": 1.5, "latent": 0.15, "sparse": 0.15, "hybrid": 0.3}  # each level is accepted and rejected
 RIGS = ("random", "mixed", "right", "wrong")
@@ -185,7 +186,15 @@ class Reference:
         return [row[: min(end[0], max_new_tokens)] for row, end in zip(self.rows, ends, strict=True)]
 
 
-def make_reference(attention: str, rig: str, *, lengths: tuple[int, ...], num_plain: int, seed: int = 0) -> Reference:
+def make_reference(
+    attention: str,
+    rig: str,
+    *,
+    lengths: tuple[int, ...],
+    num_prompts: int = NUM_PROMPTS,
+    num_plain: int = NUM_PROMPTS,
+    seed: int = 0,
+) -> Reference:
     """Prompts of the given lengths, in turn, decoded by `generate`; raises if another plain way disagrees.
 
     Checked against the full pass and, for `num_plain` prompts, `plain.py`. Prompts with a near tie are left out.
@@ -193,7 +202,7 @@ def make_reference(attention: str, rig: str, *, lengths: tuple[int, ...], num_pl
     model = MTPModel(small_config(attention, num_mtp_modules=3))
     params = rigged_params(model, attention, rig, seed)
     rng = np.random.default_rng(seed)
-    prompts = [rng.integers(0, 61, size).tolist() for size, _ in zip(itertools.cycle(lengths), range(NUM_PROMPTS + 16))]
+    prompts = [rng.integers(0, 61, size).tolist() for size, _ in zip(itertools.cycle(lengths), range(num_prompts + 16))]
     rows = generate(params, prompts, model=model, config=DecodeConfig(max_new_tokens=NEW_TOKENS)).rows()
 
     texts = [prompt + row for prompt, row in zip(prompts, rows, strict=True)]
@@ -213,9 +222,9 @@ def make_reference(attention: str, rig: str, *, lengths: tuple[int, ...], num_pl
             plain = plain_generate(params, prompt, model=model, max_new_tokens=most)
             _require_equal("plain_generate", plain[:NEW_TOKENS], row)
         kept.append(number)
-    kept = kept[:NUM_PROMPTS]
-    if len(kept) < NUM_PROMPTS:
-        raise AssertionError(f"{attention} {rig}: only {len(kept)} of {NUM_PROMPTS} prompts are free of near ties")
+    kept = kept[:num_prompts]
+    if len(kept) < num_prompts:
+        raise AssertionError(f"{attention} {rig}: only {len(kept)} of {num_prompts} prompts are free of near ties")
     return Reference([prompts[number] for number in kept], [rows[number] for number in kept])
 
 
@@ -224,8 +233,8 @@ def _require_equal(name: str, found: list[int], wanted: list[int]) -> None:
         raise AssertionError(f"{name} gives {found}, generate {wanted}")
 
 
-def check_cell(cell: Cell, rig: str, reference: Reference, seed: int = 0) -> tuple[list[str], int, float]:
-    """Differences (one line each), the number of calls compared, and the accept length."""
+def check_cell(cell: Cell, rig: str, reference: Reference, seed: int = 0) -> tuple[list[str], int, DecodeStats]:
+    """Differences (one line each), the number of calls compared, and the statistics of the call that is not cut."""
     model = MTPModel(small_config(cell.attention, num_mtp_modules=cell.num_mtp_modules, mtp_chaining=cell.mtp_chaining))
     params = rigged_params(model, cell.attention, rig, seed)
     most = 2 * (cell.num_steps + 1)
@@ -235,13 +244,13 @@ def check_cell(cell: Cell, rig: str, reference: Reference, seed: int = 0) -> tup
         calls += [{"max_new_tokens": NEW_TOKENS, "stop_token_ids": (token,)} for token in reference.rows[0][:most]]
     # Of a chain; in a tree the right token may not be among the best, and a wrong drafter's second thought be right.
     expected_length = {"right": cell.num_steps + 1, "wrong": 1}.get(rig) if cell.topk == 1 else None
-    differences, accept_length = [], 0.0
+    differences, stats = [], None
     for call in calls:
         shape = {"num_steps": cell.num_steps, "topk": cell.topk, "num_draft_tokens": cell.num_draft_tokens}
         config = DecodeConfig(**shape, **call)
         result = speculative_generate(params, reference.prompts, model=model, config=config)
         result.stats.check()
-        accept_length = accept_length or result.stats.accept_length  # of the first call
+        stats = stats or result.stats
         if expected_length and result.stats.steps.any() and result.stats.accept_length != expected_length:
             differences.append(
                 f"{cell} {rig} {call}: accept length {result.stats.accept_length}, not {expected_length}"
@@ -249,7 +258,8 @@ def check_cell(cell: Cell, rig: str, reference: Reference, seed: int = 0) -> tup
         for number, (found, wanted) in enumerate(zip(result.rows(), reference.until(**call), strict=True)):
             if found != wanted:
                 differences.append(f"{cell} {rig} {call} prompt {number}: {found}, not {wanted}")
-    return differences, len(calls), accept_length
+    assert stats is not None
+    return differences, len(calls), stats
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -268,17 +278,15 @@ def main(argv: list[str] | None = None) -> int:
         cells = COVERING if options.quick else GRID
     references, differing, compared = {}, 0, 0
     for attention, rig in itertools.product(dict.fromkeys(cell.attention for cell in cells), RIGS):
-        references[attention, rig] = make_reference(
-            attention, rig, lengths=lengths, num_plain=NUM_PROMPTS, seed=options.seed
-        )
+        references[attention, rig] = make_reference(attention, rig, lengths=lengths, seed=options.seed)
         print(f"{attention:7} {rig:6} generate == plain == forward ({time.monotonic() - began:.0f} s)", flush=True)
     for number, cell in enumerate(cells, start=1):
         found, lengths_by_rig = [], []
         for rig in RIGS:
-            differences, calls, accept_length = check_cell(cell, rig, references[cell.attention, rig], options.seed)
+            differences, calls, stats = check_cell(cell, rig, references[cell.attention, rig], options.seed)
             found += differences
             compared += calls * NUM_PROMPTS
-            lengths_by_rig.append(f"{rig} {accept_length:.2f}")
+            lengths_by_rig.append(f"{rig} {stats.accept_length:.2f}")
         differing += len(found)
         verdict = f"DIFFERS in {len(found)} rows" if found else "equal"
         seconds = time.monotonic() - began

@@ -12,6 +12,7 @@ from mtpjax import DecodeConfig, SamplingParams, speculative_generate
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 LENGTHS = (1, 2, 7, 17, 32)  # of the prompts, in turn: few, since plain.py compiles once for each
+PROMPTS = 16
 CELLS, TREES = (
     [pytest.param(cell, id=str(cell).replace(" ", "")) for cell in cells]
     for cells in (check_equality.COVERING, check_equality.COVERING_TREES)
@@ -21,29 +22,33 @@ CELLS, TREES = (
 @pytest.fixture(scope="module")
 def reference():
     """Made once each; making it raises where `generate`, `plain.py` and the full pass differ."""
-    return functools.cache(functools.partial(check_equality.make_reference, lengths=LENGTHS, num_plain=10))
+    return functools.cache(
+        functools.partial(check_equality.make_reference, lengths=LENGTHS, num_prompts=PROMPTS, num_plain=10)
+    )
 
 
 @pytest.mark.parametrize("rig", check_equality.RIGS)
 @pytest.mark.parametrize("attention", check_equality.MIXED_STRENGTH)
 def test_plain_decoding_is_the_arg_max_of_the_full_pass(attention, rig, reference):
     rows = reference(attention, rig).rows
-    assert len(rows) == 64 and {len(row) for row in rows} == {check_equality.NEW_TOKENS}
+    assert len(rows) == PROMPTS and {len(row) for row in rows} == {check_equality.NEW_TOKENS}
 
 
 @pytest.mark.parametrize("rig", check_equality.RIGS)
 @pytest.mark.parametrize("cell", CELLS)
 def test_greedy_speculation_reproduces_plain_decoding(cell, rig, reference):
-    differences, num_calls, _ = check_equality.check_cell(cell, rig, reference(cell.attention, rig))
+    differences, num_calls, stats = check_equality.check_cell(cell, rig, reference(cell.attention, rig))
     assert not differences
+    if rig == "mixed":  # without this the equality would prove little: at every level some are accepted, some not
+        assert (stats.conditional_rates > 0.1).all() and (stats.conditional_rates < 1).all()
     assert num_calls == (1 + 4 * (cell.num_steps + 1) if rig in ("mixed", "right") else 1)
 
 
 @pytest.mark.parametrize("cell", TREES)
 def test_greedy_trees_reproduce_plain_decoding(cell, reference):
-    differences, _, accept_length = check_equality.check_cell(cell, "mixed", reference(cell.attention, "mixed"))
+    differences, _, stats = check_equality.check_cell(cell, "mixed", reference(cell.attention, "mixed"))
     assert not differences
-    assert accept_length > 1.5
+    assert stats.accept_length > 1.5
 
 
 DEPLOYED = [  # num_steps, topk, num_draft_tokens and the thresholds of published deployments
@@ -75,16 +80,6 @@ def test_settings_of_published_deployments_run(num_steps, topk, num_draft_tokens
     lossy = speculative_generate(params, wanted.prompts[:6], model=model, config=config, sampling=warm)
     lossy.stats.check()
     assert (lossy.lengths == 12).all()
-
-
-@pytest.mark.parametrize("cell", CELLS)
-def test_mixed_drafts_are_accepted_and_rejected_at_every_level(cell, reference, small):
-    """Without this the equality above would prove little."""
-    modules = {"num_mtp_modules": cell.num_mtp_modules, "mtp_chaining": cell.mtp_chaining}
-    model, params = small(cell.attention, "mixed", **modules)
-    config = DecodeConfig(max_new_tokens=check_equality.NEW_TOKENS, num_steps=cell.num_steps)
-    stats = speculative_generate(params, reference(cell.attention, "mixed").prompts, model=model, config=config).stats
-    assert (stats.conditional_rates > 0.1).all() and (stats.conditional_rates < 1).all()
 
 
 @pytest.mark.parametrize(("attention", "num_steps"), [("grouped", 4), ("latent", 2), ("hybrid", 3)])
