@@ -55,6 +55,7 @@ def test_generate_prints_the_text_and_checks_it(checkpoint, capsys):
     assert "identical to plain decoding: yes" in captured.err
 
 
+@pytest.mark.slow  # .ci/run has the command
 def test_generate_samples_a_tree_and_checks_it(checkpoint, capsys):
     arguments = [
         "generate",
@@ -85,6 +86,7 @@ def test_generate_samples_a_tree_and_checks_it(checkpoint, capsys):
     assert "acceptance 'threshold' has changed the text's distribution" in capsys.readouterr().err
 
 
+@pytest.mark.slow  # .ci/run has the command
 def test_generate_chooses_the_depth_by_a_profile(checkpoint, tmp_path, capsys):
     model = shutil.copytree(checkpoint, tmp_path / "checkpoint", ignore=shutil.ignore_patterns("profile.json"))
     arguments = ["generate", "--model", str(model), "--prompt", "def ", "--max-new-tokens", "8", "--check"]

@@ -172,7 +172,7 @@ def assert_reads_nothing_else(model, params, plan):
     ("attention", "num_modules", "costs"),
     [
         ("grouped", 2, (1.0, 1.1, 1.2, 1.3)),
-        ("hybrid", 1, (1.0, 1.4, 1.9, 2.6)),
+        pytest.param("hybrid", 1, (1.0, 1.4, 1.9, 2.6), marks=pytest.mark.slow),
     ],
 )
 def test_depths_that_change_leave_every_cache_true(attention, num_modules, costs, small):

@@ -13,10 +13,14 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 LENGTHS = (1, 2, 7, 17, 32)  # of the prompts, in turn: few, since plain.py compiles once for each
 PROMPTS = 16
-CELLS, TREES = (
-    [pytest.param(cell, id=str(cell).replace(" ", "")) for cell in cells]
-    for cells in (check_equality.COVERING, check_equality.COVERING_TREES)
-)
+
+
+def named(cell):
+    is_slow = cell.topk > 1 and cell.num_steps > 3
+    return pytest.param(cell, id=str(cell).replace(" ", ""), marks=[pytest.mark.slow] * is_slow)
+
+
+CELLS, TREES = (list(map(named, cells)) for cells in (check_equality.COVERING, check_equality.COVERING_TREES))
 
 
 @pytest.fixture(scope="module")

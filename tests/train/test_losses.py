@@ -323,7 +323,7 @@ def losses_and_gradients(params, model, tokens, segments, layout):
     ("layout", "chaining"),
     [
         ("ttt", "chain"),
-        ("stream", "trunk"),
+        pytest.param("stream", "trunk", marks=pytest.mark.slow),
         pytest.param("ttt", "trunk", marks=pytest.mark.slow),
         pytest.param("stream", "chain", marks=pytest.mark.slow),
     ],

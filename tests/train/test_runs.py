@@ -208,6 +208,7 @@ def unbroken(text, env, tmp_path_factory):
     return losses
 
 
+@pytest.mark.slow  # .ci/run has it as a command, experiments/check_resume.py
 def test_a_killed_run_goes_on_bit_for_bit(text, env, unbroken, tmp_path):
     """T1: killed at random moments, some of them while a state is written."""
     command = check_resume.train_command(text, tmp_path, SETTINGS)
