@@ -41,13 +41,19 @@ def _rms_norm_triton(x, scale, eps, zero_centred, interpret):
     padded = pl.next_power_of_2(width)  # Triton's arrays have power-of-two sizes
     block = min(pl.next_power_of_2(num_rows), max(1, 4096 // padded))  # at most 4096 elements, or one longer row
     block_of_rows = pl.BlockSpec((block, padded), lambda i: (i, 0))
+    grid = (pl.cdiv(num_rows, block),)
     out = pl.pallas_call(
         functools.partial(_rms_norm_kernel, num_rows=num_rows, width=width, eps=eps, zero_centred=zero_centred),
         out_shape=jax.ShapeDtypeStruct((num_rows, width), x.dtype),
-        grid=(pl.cdiv(num_rows, block),),
+        grid=grid,
         in_specs=[block_of_rows, pl.BlockSpec((padded,), lambda i: (0,))],
         out_specs=block_of_rows,
         compiler_params=plt.CompilerParams(num_warps=8 if padded >= 4096 else 4, num_stages=1),
+        cost_estimate=pl.CostEstimate(
+            flops=4 * x.size,
+            transcendentals=num_rows,
+            bytes_accessed=2 * x.nbytes + grid[0] * scale.nbytes,  # each program reads the scale
+        ),
         interpret=interpret,
         name="rms_norm",
     )(x.reshape(num_rows, width), scale)

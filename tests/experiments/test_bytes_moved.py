@@ -1,0 +1,222 @@
+"""Bytes of a round: what compiled text is counted to move, and that kernels move what they declare."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from experiments import bytes_moved
+from experiments.bytes_moved import count_round, least_bytes, round_of, tally
+from experiments.decode_checkpoints import SHAPES, bytes_per_round
+from experiments.hlo_bytes import Counter, parse
+from experiments.kernel_bytes import declared_calls, run_counted
+from experiments.kernel_cases import cases
+from pallas_kernels import rms_norm
+
+MODULE = """HloModule example
+
+%sliced (p0: f32[64,256], p1: s32[], p2: f32[1,256]) -> f32[1,256] {
+  %p0 = f32[64,256]{1,0} parameter(0)
+  %p1 = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %p2 = f32[1,256]{1,0} parameter(2)
+  %slice = f32[1,256]{1,0} dynamic-slice(%p0, %p1, %zero), dynamic_slice_sizes={1,256}
+  ROOT %add = f32[1,256]{1,0} add(%slice, %p2)
+}
+
+%updated (p0.1: bf16[64,256], p1.1: f32[1,256], p2.1: s32[]) -> bf16[64,256] {
+  %p0.1 = bf16[64,256]{1,0} parameter(0)
+  %p1.1 = f32[1,256]{1,0} parameter(1)
+  %update = bf16[1,256]{1,0} convert(%p1.1)
+  %p2.1 = s32[] parameter(2)
+  %zero.1 = s32[] constant(0)
+  ROOT %put = bf16[64,256]{1,0} dynamic-update-slice(%p0.1, %update, %p2.1, %zero.1)
+}
+
+%body (state: (s32[], bf16[64,256], f32[64,256], f32[1,256])) -> (s32[], bf16[64,256], f32[64,256], f32[1,256]) {
+  %state = (s32[], bf16[64,256]{1,0}, f32[64,256]{1,0}, /*index=3*/f32[1,256]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %cache = bf16[64,256]{1,0} get-tuple-element(%state), index=1
+  %weight = f32[64,256]{1,0} get-tuple-element(%state), index=2
+  %x = f32[1,256]{1,0} get-tuple-element(%state), index=3
+  %y = f32[1,256]{1,0} fusion(%weight, %i, %x), calls=%sliced, metadata={op_name="jit(f)/while/body/layer_3/a"}
+  %copy = f32[64,256]{1,0} copy(%weight), metadata={op_name="jit(f)/while/body/layer_4/b"}
+  %z = f32[1,256]{1,0} custom-call(%copy, %y), custom_call_target="__gpu$xla.gpu.triton", KERNEL
+  %cache.1 = bf16[64,256]{1,0} fusion(%cache, %z, %i), kind=kLoop, calls=%updated
+  ROOT %next = (s32[], bf16[64,256]{1,0}, f32[64,256]{1,0}, f32[1,256]{1,0}) tuple(%i, %cache.1, %weight, %z)
+}
+
+%condition (state.1: (s32[], bf16[64,256], f32[64,256], f32[1,256])) -> pred[] {
+  %state.1 = (s32[], bf16[64,256]{1,0}, f32[64,256]{1,0}, f32[1,256]{1,0}) parameter(0)
+  ROOT %go = pred[] constant(true)
+}
+
+ENTRY %main (a: bf16[64,256], b: f32[64,256], c: f32[1,256]) -> bf16[64,256] {
+  %a = bf16[64,256]{1,0} parameter(0)
+  %b = f32[64,256]{1,0} parameter(1)
+  %c = f32[1,256]{1,0} parameter(2)
+  %start = s32[] constant(0)
+  %init = (s32[], bf16[64,256]{1,0}, f32[64,256]{1,0}, f32[1,256]{1,0}) tuple(%start, %a, %b, %c)
+  %loop = (s32[], bf16[64,256]{1,0}, f32[64,256]{1,0}, f32[1,256]{1,0}) while(%init), LOOP
+  ROOT %out = bf16[64,256]{1,0} get-tuple-element(%loop), index=1
+}
+"""
+KERNEL = 'backend_config={grid_x = 1 : i32, ir = "ML\\EFR(%", name = "mix", num_stages = 1 : i32, num_warps = 4 : i32}'
+LOOP = (
+    'condition=%condition, body=%body, metadata={op_name="jit(f)/while"}, backend_config={"known_trip_count":{"n":"5"}}'
+)
+MODULE = MODULE.replace("KERNEL", KERNEL).replace("LOOP", LOOP)
+ROW, WHOLE = 4 * 256, 4 * 64 * 256  # bytes
+
+
+def count_module(mix_bytes):
+    computations, entry = parse(MODULE)
+
+    def declared(instruction, operands):
+        assert [operand.shape for operand in operands] == [(64, 256), (1, 256)]
+        return mix_bytes
+
+    return list(Counter(computations, declared, turns=lambda loop: 1).moved(entry, [0, 1, 2]))
+
+
+def test_slices_updates_copies_kernels_and_loops_are_counted_as_they_move():
+    moved = {one.instruction.name: one for one in count_module(mix_bytes=3 * ROW)}
+    assert moved.keys() == {"y", "copy", "z", "cache.1"} and {one.times for one in moved.values()} == {5}
+    assert moved["y"].total == 5 * (3 * ROW + 4)  # a slice, an index, a row; a row
+    assert moved["copy"].total == 5 * 2 * WHOLE
+    assert moved["z"].total == 5 * 3 * ROW  # as declared
+    assert moved["cache.1"].total == 5 * (ROW + 4 + ROW // 2)  # the update alone, and nothing read of the cache
+    assert moved["copy"].origins == {"weight": 1} and moved["cache.1"].origins["cache"] == 0
+    assert moved["z"].origins["copy"] is None  # a copy is not the weight, and x is replaced in each turn
+    assert moved["y"].origins == {"weight": 1, "i": None, "x": None}
+
+
+def test_excess_is_what_is_beyond_reading_each_array_as_often_as_needed():
+    count = tally(count_module(mix_bytes=3 * ROW), least=[0, 5 * ROW + 100, 7])
+    assert count.kernels == {"mix": 15 * ROW} and count.outside == 0
+    groups = {group.place: group for group in count.groups}
+    assert groups["layer_*/a"].excess == groups["layer_*/a"].nbytes - 5 * ROW
+    assert groups["layer_*/b"].excess == groups["layer_*/b"].nbytes - 100
+    assert count.unread == 7  # x is no input of the second turn
+
+
+def test_what_a_kernel_declares_is_found_by_its_name_and_arrays(key):
+    def function(x, scale):
+        return rms_norm(rms_norm(x, scale, implementation="triton")[:4], scale, implementation="triton")
+
+    calls = list(declared_calls(function, jnp.ones((40, 64)), jnp.ones(64)))
+    assert [(call.name, call.nbytes) for call in calls] == [("rms_norm", 4 * 64 * 81), ("rms_norm", 4 * 64 * 9)]
+    of = bytes_moved._declared_bytes(calls)
+    computations, _ = parse(MODULE.replace("mix", "rms_norm").replace("f32[64,256]", "f32[40,64]"))
+    call = computations["body"].instructions["z"]
+    call = dataclasses.replace(call, results=computations["body"].instructions["copy"].results)
+    assert of(call, [*call.results, dataclasses.replace(call.results[0], shape=(64,))]) == 4 * 64 * 81
+
+
+# Small calls of every op, whose arrays make it move all that it declares: lengths full, experts all different.
+SMALL = {
+    "rms_norm, rows that do not fill a block": (rms_norm, ((13, 96), (96,))),
+    "rms_norm, rows longer than a block": (rms_norm, ((3, 5000), (5000,))),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_kernel_moves_what_it_declares(name, key):
+    op, shapes = SMALL[name]
+    arguments = [jax.random.normal(key, shape) for shape in shapes]
+    result, calls = run_counted(functools.partial(op, implementation="triton"), *arguments)
+    assert calls
+    for call in calls:
+        assert call.declared.nbytes, f"{call.declared.name} declares nothing"
+        assert call.read + call.written == pytest.approx(call.declared.nbytes, rel=0.02)
+    np.testing.assert_allclose(result, op(*arguments, implementation="xla"), rtol=1e-5, atol=1e-5)
+
+
+def test_every_op_is_among_them():
+    assert {case.op for case in cases()} == {name.split(",")[0] for name in SMALL}
+
+
+def gather(x, ids, *, size=32, declared=0):
+    """A kernel with what kernels have: x [64, 128], ids [4] -> its rows [4, 128], and twice the first one."""
+
+    def kernel(ids_ref, x_ref, out_ref, twice_ref):
+        step = pl.program_id(0)
+
+        def part(index, _):
+            columns = index * size + jnp.arange(size)
+            is_inside = columns < 120
+            row = plt.load(x_ref.at[ids_ref[0], columns], mask=is_inside, other=0)
+            plt.store(out_ref.at[pl.ds(index * size, size)], row, mask=is_inside)
+            return ()
+
+        jax.lax.fori_loop(jnp.int32(0), jnp.int32(128 // size), part, ())
+
+        @pl.when(step == 0)
+        def _():
+            twice_ref[...] = 2 * out_ref[...]
+
+    return pl.pallas_call(
+        kernel,
+        out_shape=[jax.ShapeDtypeStruct((4, 128), x.dtype), jax.ShapeDtypeStruct((128,), x.dtype)],
+        grid=(4,),
+        in_specs=[pl.BlockSpec((1,), lambda i: (i,)), pl.BlockSpec(x.shape, lambda i: (0, 0))],
+        out_specs=[pl.BlockSpec((None, 128), lambda i: (i, 0)), pl.BlockSpec((128,), lambda i: (0,))],
+        compiler_params=plt.CompilerParams(),
+        cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=declared),
+        name="gather",
+    )(ids, x)
+
+
+def test_loads_and_stores_are_counted_under_their_masks_and_where_they_run(key):
+    x, ids = jax.random.normal(key, (64, 128)), jnp.array([3, 60, 3, 0])
+    (rows, twice), [call] = run_counted(gather, x, ids)
+    np.testing.assert_array_equal(rows[:, :120], x[ids][:, :120])
+    np.testing.assert_array_equal(twice[:120], 2 * x[3, :120])
+    assert call.read == 4 * (4 * 4 + 4 * 120) + 4 * 128  # the id again in each turn
+    assert call.written == 4 * (4 * 120 + 128)
+
+
+def test_an_access_outside_of_its_array_is_an_error():
+    with pytest.raises(IndexError, match=r"gather, program \(1,\)"):
+        run_counted(gather, jnp.ones((64, 128)), jnp.array([3, 64, 3, 0]))
+
+
+@pytest.mark.parametrize("name", ["S", "M", "D"])
+@pytest.mark.parametrize("num_steps", [0, 1, 3])
+def test_the_minimum_is_that_of_the_decoding_bench(name, num_steps):
+    subject = bytes_moved.SUBJECTS[name]
+    _, shapes = round_of(subject, 8, num_steps, "xla")
+    leaves, _ = jax.tree_util.tree_flatten_with_path(dict(zip(("params", "state"), shapes, strict=True)))
+    least = sum(
+        least_bytes(subject.config, 8, num_steps, jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
+        for path, leaf in leaves
+    )
+    # There weights are float32, and 8 rows choose experts at random, so not quite all.
+    assert least == pytest.approx(bytes_per_round(SHAPES[name], 8, num_steps, subject.slots) / 2, rel=0.06)
+
+
+@pytest.mark.h100
+@pytest.mark.parametrize("name, batch, num_steps, most", [("S", 1, 1, 1.1), ("D", 8, 3, 10)])
+def test_every_weight_and_cache_is_seen_to_be_read(name, batch, num_steps, most):
+    subject = dataclasses.replace(
+        bytes_moved.SUBJECTS[name], config=dataclasses.replace(SHAPES[name], num_hidden_layers=2)
+    )
+    count, least = count_round(subject, batch, num_steps, "xla")
+    assert count.unread < 0.01 * least
+    assert least < count.nbytes < most * least
+    assert count.nbytes - least + count.unread == pytest.approx(sum(group.excess for group in count.groups))
+
+
+@pytest.mark.h100
+def test_a_kernel_in_a_round_counts_what_it_declares(monkeypatch):
+    """Every norm of the round as one: five in the trunk and five in the module, of two rows each."""
+    monkeypatch.setattr("mtpjax.layers.norm.rms_norm", functools.partial(rms_norm, implementation="triton"))
+    config = dataclasses.replace(SHAPES["S"], num_hidden_layers=2)
+    count, _ = count_round(bytes_moved.Subject(config, 2048), 1, 1, "triton")
+    assert count.kernels == {"rms_norm": 10 * 2 * (2 + 2 + 1) * 512}
+    assert count.unread == 0
