@@ -121,7 +121,7 @@ def _tiles(num_rows: int, width: int, is_latent: bool, itemsize: int, platform: 
         return _Tiles(rows, 64 if width <= (192 if is_cuda else 128) else 32, max(4, rows // 16), 3 if is_cuda else 2)
     if not is_cuda:
         return _Tiles(min(rows, 32), 16, 4, 2)
-    if rows * width > 2**14 and width % 2 == 0:
+    if rows * width > 2**14 and width % 32 == 0:  # halves in powers of two, 16 or more
         return _Tiles(rows, 32, max(4, rows // 16), 2, halves=True)
     return _Tiles(rows, 32, 8, 3)
 
@@ -208,11 +208,11 @@ def _tables(base, sees, begin, num_slots) -> tuple[jax.Array, jax.Array]:
     begin = jnp.zeros((B, T), jnp.int32) if begin is None else begin.astype(jnp.int32)
     base = jnp.minimum(base, num_slots).astype(jnp.int32)
     sees = sees & (base[:, None] + jnp.arange(X)[None, :] < num_slots)[:, None]  # so the kernel need not look
-    bits = jnp.pad(sees, ((0, 0), (0, 0), (0, MOST_BEHIND - X))).reshape(B, T, 2, 32)
+    sees = jnp.concatenate([sees, sees.any(axis=1, keepdims=True)], axis=1)  # the row's own behind its tokens'
+    bits = jnp.pad(sees, ((0, 0), (0, 0), (0, MOST_BEHIND - X))).reshape(B, T + 1, 2, 32)
     words = jnp.left_shift(bits.astype(jnp.int32), jnp.arange(32)[None, None, None, :]).sum(axis=-1)
-    any_word = jax.lax.reduce(words, jnp.int32(0), jax.lax.bitwise_or, (1,))
-    rows = jnp.concatenate([base[:, None], begin.min(axis=1, keepdims=True), any_word], axis=1)
-    return rows, jnp.concatenate([begin[:, :, None], words], axis=2)
+    rows = jnp.concatenate([base[:, None], begin.min(axis=1, keepdims=True), words[:, T]], axis=1)
+    return rows, jnp.concatenate([begin[:, :, None], words[:, :T]], axis=2)
 
 
 def _pieces(*ends: int) -> list[tuple[int, int, int]]:
