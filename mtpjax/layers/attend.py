@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from mtpjax.config import ModelConfig
 from mtpjax.layers.rotary import rotary_angles
+from pallas_kernels.verify_attention import choose_for, verify_attention
 
 Entries = dict[str, jax.Array]  # what a layer keeps per position; also one layer of a cache
 Masks = tuple[jax.Array, ...]  # bool, per source of keys `[B, T, S]`; `[B, T, 1]`: row i sees entry i alone
@@ -19,6 +20,15 @@ class Span(flax.struct.PyTreeNode):
     size: int = flax.struct.field(pytree_node=False)
 
 
+class Reach(flax.struct.PyTreeNode):
+    """What the tokens of a pass see of a cache, in few numbers: a kernel's form of `View.mask`."""
+
+    base: jax.Array  # [B] slots of text, all of which is seen but for a window
+    sees: jax.Array  # [B, T, X] bool: token t sees slot base + x
+    begin: jax.Array | None = None  # [B, T] with a window: the first slot of text in it
+    sinks: int = flax.struct.field(pytree_node=False, default=0)  # and so many at the beginning
+
+
 class View(flax.struct.PyTreeNode):
     """Where the T tokens of a pass stand; the same for all layers."""
 
@@ -28,6 +38,7 @@ class View(flax.struct.PyTreeNode):
     segment_ids: jax.Array | None = None  # [B, T] of whole rows
     taken: jax.Array | None = None  # [B] how many of the tokens are committed for sure; None: that is decided later
     span: Span | None = None  # None: a cache is read whole
+    reach: Reach | None = None  # of a pass with a cache
 
 
 class Branches(flax.struct.PyTreeNode):
@@ -89,6 +100,13 @@ def cached_view(
             is_near &= (slots > place - window[0]) | (slots < window[1])
         return is_near if branches is None else is_near | _on_branch(branches, slots[:, 0])
 
+    if branches is None:
+        reach = Reach(start, sees(positions))
+    else:
+        reach = Reach(branches.base, branches.sees)
+    if window is not None:
+        reach = reach.replace(begin=positions - window[0] + 1, sinks=window[1])
+
     span = None
     size = capacity
     if window is not None:  # two sinks at least: a source of one slot means something else to `attend`
@@ -104,7 +122,7 @@ def cached_view(
         mask = jnp.concatenate([sees(far) & (far < window[1])[:, None], sees(near)], axis=-1)
         is_sink = jnp.concatenate([jnp.zeros_like(far, bool), near < window[1]], axis=-1)
         mask, span = mask & ~is_sink[:, None], Span(begin, sinks, size)
-    return View(rotary_angles(config, positions), mask, start, taken=taken, span=span)
+    return View(rotary_angles(config, positions), mask, start, taken=taken, span=span, reach=reach)
 
 
 def _on_branch(branches: Branches, slots: jax.Array) -> jax.Array:
@@ -137,6 +155,41 @@ def attend(q: jax.Array, sources: list[tuple[jax.Array, jax.Array]], masks: Mask
         is_own = mask.shape[-1] == 1
         output = output + (weight * value[:, :, :, None] if is_own else jnp.einsum("BKTGS,BKSH->BKTGH", weight, value))
     return output
+
+
+def attend_cache(
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array | None,
+    view: View,
+    *,
+    scale: float,
+    implementation: str,
+    value_width: int | None = None,
+) -> jax.Array | None:
+    """`attend` to a whole layer of a cache, by a kernel; None where that is left to XLA.
+
+    Without `values` they are the first `value_width` columns of the keys. Only what the tokens see is read, a window's
+    slots too: nobody need cut them out before.
+    """
+    reach = view.reach
+    if reach is None:
+        return None
+    chosen = choose_for(q, keys, reach.sees, implementation)
+    if chosen == "xla":
+        return None
+    return verify_attention(
+        q,
+        keys,
+        values,
+        reach.base,
+        reach.sees,
+        reach.begin,
+        scale=scale,
+        sinks=reach.sinks,
+        value_width=value_width,
+        implementation=chosen,
+    )
 
 
 def _scores(q: jax.Array, key: jax.Array) -> jax.Array:

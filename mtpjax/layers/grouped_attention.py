@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from mtpjax.cache import remember
 from mtpjax.config import ModelConfig
-from mtpjax.layers.attend import Entries, Masks, Recycled, View, attend
+from mtpjax.layers.attend import Entries, Masks, Recycled, View, attend, attend_cache
 from mtpjax.layers.norm import RMSNorm
 from mtpjax.layers.rotary import rotate, softmax_scale
 
@@ -47,8 +47,12 @@ class GroupedAttention(nn.Module):
         entries = {"key": k.swapaxes(1, 2), "value": v.reshape(B, T, K, H).swapaxes(1, 2)}
 
         entries, sources, masks = remember(entries, view, memory)
-        keys = [(kept["key"], kept["value"]) for kept in sources]
-        output = attend(q, keys, masks, scale=softmax_scale(config, H))
+        scale = softmax_scale(config, H)
+        output = attend_cache(
+            q, entries["key"], entries["value"], view, scale=scale, implementation=self.implementation
+        )
+        if output is None:
+            output = attend(q, [(kept["key"], kept["value"]) for kept in sources], masks, scale=scale)
         output = output.swapaxes(1, 2)
         if gate:
             output = output * jax.nn.sigmoid(gate[0])

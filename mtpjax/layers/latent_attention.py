@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from mtpjax.cache import remember
 from mtpjax.config import ModelConfig
-from mtpjax.layers.attend import Entries, Masks, Recycled, View, attend
+from mtpjax.layers.attend import Entries, Masks, Recycled, View, attend, attend_cache
 from mtpjax.layers.indexer import Indexer
 from mtpjax.layers.norm import RMSNorm
 from mtpjax.layers.rotary import rotate, softmax_scale
@@ -81,11 +81,15 @@ class LatentAttention(nn.Module):
         else:
             absorbed = jnp.einsum("BTNC,NCR->BTNR", q_content, key_up)
             q = jnp.concatenate([absorbed, q_rope], axis=-1)[:, None]  # [B, 1, T, N, R+P]: one key for all heads
-            # The rotated key rides along as a value and is dropped: slicing the cache would copy it.
-            latents = [kept["latent"][:, None] for kept in sources]
-            shared = list(zip(latents, latents, strict=True))
-            attended = attend(q, shared, masks, scale=scale)[:, 0, ..., :R]
-            output = jnp.einsum("BTNR,NRV->BTNV", attended, value_up)
+            attended = None
+            if chosen is None:
+                latent, kernel = entries["latent"][:, None], self.implementation
+                attended = attend_cache(q, latent, None, view, scale=scale, implementation=kernel, value_width=R)
+            if attended is None:
+                # The rotated key rides along as a value and is dropped: slicing the cache would copy it.
+                latents = [kept["latent"][:, None] for kept in sources]
+                attended = attend(q, list(zip(latents, latents, strict=True)), masks, scale=scale)[..., :R]
+            output = jnp.einsum("BTNR,NRV->BTNV", attended[:, 0], value_up)
         return product("output", output.reshape(B, T, N * V), D), entries, chosen
 
     def _expands(self, T: int, *, cached: bool) -> bool:

@@ -16,7 +16,7 @@ from experiments.decode_checkpoints import SHAPES, bytes_per_round
 from experiments.hlo_bytes import Counter, parse
 from experiments.kernel_bytes import declared_calls, run_counted
 from experiments.kernel_cases import cases
-from pallas_kernels import rms_norm
+from pallas_kernels import rms_norm, verify_attention
 
 MODULE = """HloModule example
 
@@ -118,8 +118,20 @@ def test_what_a_kernel_declares_is_found_by_its_name_and_arrays(key):
     assert of(call, [*call.results, dataclasses.replace(call.results[0], shape=(64,))]) == 4 * 64 * 81
 
 
+def attention(q, keys, values=None, *, implementation):
+    """Of tokens that follow each other at the cache's end."""
+    (B, _, T, _, H), S = q.shape, keys.shape[2]
+    base, sees = jnp.full(B, S - T), jnp.broadcast_to(jnp.tri(T, dtype=bool), (B, T, T))
+    width = None if values is not None else H - 16
+    return verify_attention(
+        q, keys, values, base, sees, scale=H**-0.5, value_width=width, implementation=implementation
+    )
+
+
 # Small calls of every op, whose arrays make it move all that it declares: lengths full, experts all different.
 SMALL = {
+    "verify_attention, of a few heads": (attention, ((2, 2, 3, 4, 32), (2, 2, 600, 32), (2, 2, 600, 32))),
+    "verify_attention, of a latent": (attention, ((1, 1, 4, 8, 48), (1, 1, 600, 48))),
     "rms_norm, rows that do not fill a block": (rms_norm, ((13, 96), (96,))),
     "rms_norm, rows longer than a block": (rms_norm, ((3, 5000), (5000,))),
 }

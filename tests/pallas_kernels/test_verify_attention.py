@@ -1,0 +1,213 @@
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.kernel_cases import cases
+from mtpjax import DecodeConfig, compat, generate, speculative_generate
+from mtpjax.cache import empty_cache
+from mtpjax.layers.attend import Branches, cached_view
+from mtpjax.model import bind
+from pallas_kernels import verify_attention
+from pallas_kernels.verify_attention import verify_attention_reference
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+FP8 = jnp.float8_e4m3fn
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """`[B, K, T, G, H]` queries against a cache of S slots; `latent` is the width of the values in the keys."""
+
+    T: int
+    G: int
+    H: int
+    S: int = 300
+    K: int = 2
+    values: int | None = None
+    latent: int | None = None
+    tree: int | None = None  # slots behind the text, any of which a token may see; None: tokens follow each other
+    window: tuple[int, int] | None = None  # positions and sinks
+    dtype: object = jnp.float32
+    cache: object = None
+
+    def __str__(self):
+        words = [f"{field.name}{getattr(self, field.name)}" for field in dataclasses.fields(self)[:-2]]
+        types = [jnp.dtype(kind).name for kind in (self.dtype, self.cache) if kind]
+        return "-".join([word for word in words if "None" not in word] + types).replace(" ", "")
+
+
+BF16 = {"dtype": jnp.bfloat16}
+SHAPES = [  # rows: T * G, 16 and 128 or more to a block; blocks of 16 slots in float32, of 64 or 32 in bfloat16
+    Shape(1, 1, 64, S=40, K=1),
+    Shape(3, 4, 128, S=300, tree=37),
+    Shape(5, 2, 256, S=200, window=(30, 5)),
+    Shape(2, 2, 64, S=900, tree=8, window=(100, 20)),
+    Shape(3, 5, 16, latent=12, K=1),
+    Shape(16, 9, 64, **BF16),
+    Shape(5, 3, 192, values=128, tree=64, **BF16),
+    Shape(4, 2, 96, cache=FP8, **BF16),
+    Shape(4, 16, 576, latent=512, K=1, S=100, tree=5, **BF16),
+    Shape(1, 16, 576, latent=512, K=1, S=100, cache=FP8, **BF16),
+]
+kernel = functools.partial(verify_attention, implementation="triton")
+interpreted = functools.partial(verify_attention, implementation="interpreted")
+
+
+def inputs(key, shape: Shape):
+    """Arrays and keywords of a call: rows with no text, some, all; NaN in all slots that no token of a row sees."""
+    keys = jax.random.split(key, 4)
+    B, T = 4, shape.T
+    q = jax.random.normal(keys[0], (B, shape.K, T, shape.G, shape.H), shape.dtype)
+    X = shape.tree or T
+    base = jnp.array([0, shape.S - X, shape.S // 2, 1])
+    sees = jnp.broadcast_to(jnp.tri(T, dtype=bool)[None], (B, T, T))
+    if shape.tree:
+        sees = jax.random.bernoulli(keys[1], 0.5, (B, T, X)).at[0].set(False)  # nothing to see in the first row
+    begin, sinks = None, 0
+    if shape.window:
+        begin, sinks = base[:, None] + jnp.arange(T)[None, :] - shape.window[0] + 1, shape.window[1]
+    slot = jnp.arange(shape.S)[None, :]
+    first = jnp.zeros(B, int) if begin is None else begin.min(axis=1)
+    is_seen = (slot < base[:, None]) & ((slot >= first[:, None]) | (slot < sinks))
+    behind = slot - base[:, None]
+    is_behind = jnp.take_along_axis(sees.any(axis=1), jnp.clip(behind, 0, X - 1), axis=1)
+    is_seen |= is_behind & (behind >= 0) & (behind < X)
+
+    def cache(key, width):
+        entries = jax.random.normal(key, (B, shape.K, shape.S, width), shape.dtype)
+        return jnp.where(is_seen[:, None, :, None], entries, jnp.nan).astype(shape.cache or shape.dtype)
+
+    values = None if shape.latent else cache(keys[3], shape.values or shape.H)
+    keywords = {"scale": shape.H**-0.5, "sinks": sinks, "value_width": shape.latent}
+    return (q, cache(keys[2], shape.H), values, base, sees, begin), keywords
+
+
+def assert_kernel_is_reference(call, key, shape):
+    arrays, keywords = inputs(key, shape)
+    found = jax.jit(functools.partial(call, **keywords))(*arrays)
+    exact = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if leaf.dtype.itemsize < 4 else leaf, arrays[:3])
+    expected = verify_attention_reference(*exact, *arrays[3:], **keywords)
+    assert found.shape == expected.shape and found.dtype == shape.dtype
+    # Weights of values near one are rounded to q's dtype before they are summed.
+    error = 1e-5 if shape.dtype == jnp.float32 else 1e-2
+    np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=error, atol=error)
+    assert not shape.tree or not found[0].any()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_kernel_matches_reference_and_reads_nothing_else(shape, key):
+    assert_kernel_is_reference(interpreted, key, shape)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_compiled_kernel_matches_reference_on_a_gpu(shape, key):
+    assert_kernel_is_reference(kernel, key, shape)
+
+
+def test_reference_is_softmax_attention_under_a_mask(key):
+    (q, keys, values, base, sees, _), keywords = inputs(key, Shape(3, 2, 16, S=20))
+    found = verify_attention_reference(q, keys, values, base, sees, **keywords)
+    for row, length in enumerate(base):
+        for token in range(3):
+            see = int(length) + token + 1
+            scores = np.einsum("KGH,KSH->KGS", q[row, :, token], keys[row, :, :see]) / 4
+            weights = np.exp(scores) / np.exp(scores).sum(axis=-1, keepdims=True)
+            expected = np.einsum("KGS,KSH->KGH", weights, values[row, :, :see])
+            np.testing.assert_allclose(found[row, :, token], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_row_depends_on_no_other(key):
+    arrays, keywords = inputs(key, Shape(3, 2, 16, S=600))
+    call = jax.jit(functools.partial(interpreted, **keywords))
+    together = call(*arrays)
+    others = [array[jnp.array([1, 1, 2, 0])] if array is not None else None for array in arrays]
+    np.testing.assert_array_equal(call(*others)[2], together[2])
+
+
+@pytest.mark.parametrize("tokens, behind", [(17, 17), (2, 65)])
+def test_many_tokens_or_large_trees_take_the_reference(tokens, behind):
+    q, keys = jnp.ones((1, 1, tokens, 1, 16)), jnp.ones((1, 1, 80, 16))
+    sees = jnp.ones((1, tokens, behind), bool)
+    call = functools.partial(kernel, scale=1.0)
+    assert "pallas_call" not in str(jax.make_jaxpr(call)(q, keys, keys, jnp.zeros(1, int), sees))
+
+
+def test_what_does_not_fit_is_refused():
+    q, keys, base, sees = jnp.ones((1, 2, 3, 1, 16)), jnp.ones((1, 2, 8, 16)), jnp.zeros(1, int), jnp.ones((1, 3, 3))
+    with pytest.raises(ValueError, match=r"\(1, 2, 8, 8\)"):
+        verify_attention(q, keys[..., :8], keys, base, sees > 0, scale=1.0)
+    with pytest.raises(ValueError, match="value_width"):
+        verify_attention(q, keys, None, base, sees > 0, scale=1.0)
+    with pytest.raises(ValueError, match="auto, xla, triton, interpreted"):
+        verify_attention(q, keys, keys, base, sees > 0, scale=1.0, implementation="cudnn")
+    shapes = [jax.ShapeDtypeStruct(shape, FP8) for shape in ((64, 8, 1, 4, 128), (64, 8, 32768, 128))]
+    call = functools.partial(kernel, scale=1.0)
+    with pytest.raises(ValueError, match="2\\^31"):
+        few = jnp.zeros(64, int), jnp.ones((64, 1, 1), bool)
+        jax.eval_shape(call, shapes[0], shapes[1], shapes[1], *few)
+
+
+def test_each_platform_gets_its_own_kernel_alone():
+    case = next(case for case in cases() if case.op == "verify_attention")
+    shapes = jax.eval_shape(case.make, jax.random.key(0))
+    for platform, lowered in compat.lower_for(functools.partial(case.run, implementation="triton"), *shapes).items():
+        assert [kernel.name for kernel in compat.triton_kernels(lowered)] == [f"verify_attention_{platform}"]
+
+
+@pytest.mark.parametrize(
+    "attention, is_tree, window",
+    [("grouped", False, (4, 1)), ("grouped", True, None), ("latent", False, None), ("latent", True, (4, 1))],
+)
+def test_a_cached_pass_with_the_kernel_equals_one_without_and_reads_no_garbage(attention, is_tree, window, small, key):
+    model, params = small(attention)
+    capacity, base = 40, jnp.array([0, 7, 30])
+    cache = empty_cache(model.config, model.config.trunk_kinds, 3, capacity)
+    noise = iter(jax.random.split(key, 8))
+    layers = jax.tree.map(lambda leaf: jax.random.normal(next(noise), leaf.shape), cache.layers)
+    branches = None
+    if is_tree:
+        sees = jnp.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], bool)
+        branches = Branches(base, jnp.array([[0, 1, 1, 2]] * 3), jnp.stack([sees] * 3))
+    view = cached_view(model.config, base, 4, capacity, branches=branches, window=window)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(implementation, layers):
+        apply = bind(model.clone(implementation=implementation), params)
+        return apply(jnp.arange(12).reshape(3, 4), view, cache.replace(layers=layers), method="run_trunk")[0]
+
+    def spoil(leaf):
+        is_garbage = jnp.arange(capacity)[None, :] >= base[:, None] + 4
+        if window is not None:
+            near = base[:, None] - window[0]
+            is_garbage |= (jnp.arange(capacity)[None, :] <= near) & (jnp.arange(capacity)[None, :] >= window[1])
+        is_garbage = is_garbage.reshape(3, *(1,) * (leaf.ndim - 3), capacity, 1)
+        return jnp.where(is_garbage, jnp.nan, leaf)
+
+    expected = run("xla", layers)
+    found = run("interpreted", jax.tree.map(spoil, layers))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "attention, shape",
+    [
+        ("grouped", {"num_steps": 3}),
+        ("latent", {"num_steps": 2, "draft_window": 4, "draft_sinks": 1}),
+        ("grouped", {"num_steps": 2, "topk": 2, "num_draft_tokens": 5}),
+        ("latent", {"num_steps": 2, "topk": 2, "num_draft_tokens": 5}),
+    ],
+)
+def test_greedy_speculation_with_the_kernel_reproduces_plain_decoding(attention, shape, small):
+    model, params = small(attention, "mixed")
+    prompts = [[3], list(range(5)), list(range(40, 51))]
+    plain = generate(params, prompts, model=model, config=DecodeConfig(max_new_tokens=12))
+    model = model.clone(implementation="interpreted")
+    found = speculative_generate(params, prompts, model=model, config=DecodeConfig(max_new_tokens=12, **shape))
+    assert found.rows() == plain.rows()
+    assert 0 < found.stats.accepted.sum() < found.stats.proposed.sum()
