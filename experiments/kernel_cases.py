@@ -7,8 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from pallas_kernels import rms_norm, verify_attention
+from pallas_kernels import grouped_matmul, rms_norm, verify_attention
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,7 @@ class Case:
 
 def cases() -> list[Case]:
     """All of them, op by op."""
-    return [*_rms_norm(), *_verify_attention()]
+    return [*_rms_norm(), *_verify_attention(), *_grouped_matmul()]
 
 
 def _rms_norm() -> Iterator[Case]:
@@ -146,3 +147,66 @@ def _dot_product_attention(q, keys, values, base, sees, begin, *, scale, impleme
         **given,
     )
     return found.reshape(B, K, T, G, H)
+
+
+def _grouped_matmul() -> Iterator[Case]:
+    deepseek_v3 = {"name": "DeepSeek-V3", "experts": 256, "chosen": 8, "width": 7168, "expert_width": 2048}
+    medium = {"name": "16B-A2.4B", "experts": 64, "chosen": 6, "width": 2048, "expert_width": 1408}
+    for tokens in (1, 4, 16, 64):
+        yield _experts(**deepseek_v3, tokens=tokens)
+        yield _experts(**deepseek_v3, tokens=tokens, is_fp8=True)
+    for tokens in (1, 4, 64, 2048):
+        yield _experts(**medium, tokens=tokens)
+    yield _experts(**medium, tokens=2048, is_trained=True)
+
+
+def _experts(*, name, tokens, experts, chosen, width, expert_width, is_fp8=False, is_trained=False) -> Case:
+    """Tokens that choose uniformly among the experts, always the same."""
+    rng = np.random.default_rng(0)
+    ids = np.stack([rng.permutation(experts)[:chosen] for _ in range(tokens)]).astype(np.int32)
+    shapes = (experts, width, 2, expert_width), (experts, expert_width, width)
+    block = 128
+
+    def make(key):
+        keys = jax.random.split(key, 4)
+        x = jax.random.normal(keys[0], (tokens, width), jnp.bfloat16)
+        weights = jax.random.uniform(keys[1], ids.shape)
+        if not is_fp8:
+            stacks = [jax.random.normal(*each, jnp.bfloat16) for each in zip(keys[2:], shapes, strict=True)]
+            stacks = [stack * stack.shape[1] ** -0.5 for stack in stacks]
+            return x, jnp.asarray(ids), weights, *stacks
+        # Any bits but those of the largest numbers and of NaN.
+        bits = (jax.random.bits(k, shape, jnp.uint8) & 0xBF for k, shape in zip(keys[2:], shapes, strict=True))
+        values = (jax.lax.bitcast_convert_type(each, jnp.float8_e4m3fn) for each in bits)
+        scales = (jnp.full((each[0], each[1] // block, *each[2:]), each[1] ** -0.5) for each in shapes)
+        return x, jnp.asarray(ids), weights, *values, *scales
+
+    def run(x, ids, weights, gate_up, down, gate_up_scales=None, down_scales=None, *, implementation):
+        scales = {"gate_up_scales": gate_up_scales, "down_scales": down_scales, "block": block}
+        form = functools.partial(grouped_matmul, **scales, implementation=implementation)
+        if not is_trained:
+            return form(x, ids, weights, gate_up, down, inference=True)
+        loss = lambda x, weights, gate_up, down: jnp.sum(form(x, ids, weights, gate_up, down).astype(jnp.float32))
+        return jax.grad(loss, argnums=(0, 1, 2, 3))(x, weights, gate_up, down)
+
+    touched = len(np.unique(ids))
+    expert = 3 * width * expert_width * (1 + 4 / block if is_fp8 else 2)
+    # What enters and leaves; training also writes a gradient of each weight, touched or not, and reads that of y.
+    moved = touched * expert + 2 * 2 * tokens * width + 8 * ids.size
+    if is_trained:
+        moved += experts * expert + 2 * 2 * tokens * width + 4 * ids.size
+    return Case(
+        op="grouped_matmul",
+        name=f"{name}, {tokens} tokens, {'fp8' if is_fp8 else 'bfloat16'}{', gradients' if is_trained else ''}",
+        sizes={
+            "tokens": tokens,
+            "chosen": chosen,
+            "experts": experts,
+            "width": width,
+            "expert_width": expert_width,
+        },
+        run=run,
+        make=make,
+        bytes=int(moved),
+        operations=6 * ids.size * width * expert_width * (3 if is_trained else 1),
+    )

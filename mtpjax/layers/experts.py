@@ -1,11 +1,15 @@
 """Feed-forward layers: SwiGLU, and a mixture of routed and shared experts."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from mtpjax.config import ModelConfig
+from mtpjax.quantized import is_scaled
+from pallas_kernels import grouped_matmul
 
 
 def swiglu(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
@@ -54,67 +58,16 @@ def route(logits: jax.Array, bias: jax.Array | None, config: ModelConfig) -> tup
     return ids, weights * config.routed_scaling_factor
 
 
-# Three forms of one sum, `y[t] = sum_j weights[t, j] * swiglu(x[t]; expert ids[t, j])`, all over `x [n, D]`,
-# `ids, weights [n, k]`, `gate_up [E, D, 2, F]`, `down [E, F, D]`. An id of E or more stands for no expert.
-
-
-def experts_reference(x, ids, weights, gate_up, down):
-    """Every token through every expert: the meaning of the others."""
-    combine = _combine(ids, weights, gate_up.shape[0]).astype(x.dtype)
-    every = jax.vmap(swiglu, in_axes=(None, 0, 0))(x, gate_up, down)
-    return jnp.einsum("En,EnD->nD", combine, every)
-
-
-def experts_for_few(x, ids, weights, gate_up, down):
-    """All tokens through each expert that any of them chose: reads those experts' weights once and no others'.
-
-    XLA copies each expert out of its stack first. On a CPU the copy stays in the processor's cache and costs 15 to 40 %
-    over experts in arrays of their own, the only form found without it: a conditional per expert, slices taken block by
-    block, choices unrolled and slices fused into a sum were no faster, gathered weights 2 to 3 times slower. Code and
-    compile time do not depend on the number of experts.
-    """
-    combine = _combine(ids, weights, gate_up.shape[0]).astype(x.dtype)
-    is_active = jax.nn.one_hot(ids, gate_up.shape[0], dtype=jnp.int32).sum(axis=(0, 1)) > 0
-    active_first = jnp.argsort(~is_active, stable=True)
-
-    def add_one(index, total):
-        expert = active_first[index]
-        return total + combine[expert][:, None] * swiglu(x, gate_up[expert], down[expert])
-
-    return jax.lax.fori_loop(0, is_active.sum(), add_one, jnp.zeros_like(x))
-
-
-def experts_for_many(x, ids, weights, gate_up, down):
-    """Rows sorted by expert and padded to blocks, each block one product; differentiable, drops nothing."""
-    n, k = ids.shape
-    E = gate_up.shape[0]
-    block = max(8, min(64, n * k // E))
-    num_blocks = n * k // block + E
-    flat = ids.reshape(-1)
-    order = jnp.argsort(flat, stable=True)
-    expert = flat[order]
-    counts = jnp.bincount(flat, length=E)  # drops ids beyond
-    ends = jnp.cumsum(-(-counts // block) * block)
-    begins = jnp.pad(ends, (1, 0))[:E]
-    rank = jnp.arange(n * k) - (jnp.cumsum(counts) - counts)[jnp.minimum(expert, E - 1)]
-    slot = jnp.where(expert < E, begins[jnp.minimum(expert, E - 1)] + rank, num_blocks * block)
-    token = jnp.full(num_blocks * block, n).at[slot].set(order // k, mode="drop")
-    owner = jnp.searchsorted(ends, jnp.arange(num_blocks) * block, side="right").clip(max=E - 1)
-    rows = jnp.pad(x, ((0, 1), (0, 0)))[token].reshape(num_blocks, block, -1)
-    made = jax.vmap(swiglu)(rows, gate_up[owner], down[owner]).reshape(num_blocks * block, -1)
-    weight = weights.reshape(-1)[order].astype(x.dtype)
-    weight = jnp.zeros(num_blocks * block, x.dtype).at[slot].set(weight, mode="drop")
-    return jnp.zeros_like(x).at[token].add(made * weight[:, None], mode="drop")
-
-
-def _combine(ids, weights, num_experts):
-    """Weight of each expert for each token, `[E, n]`."""
-    return jnp.einsum("nkE,nk->En", jax.nn.one_hot(ids, num_experts, dtype=weights.dtype), weights)
-
-
-# Up to here reading weights costs more than multiplying rows that an expert did not get. On a CPU, with 8 and with 64
-# experts of 512 x 512, top 2: 1.4 to 2.7 times as fast as `experts_for_many` at 64 tokens, 1.1 to 1.9 times at 128.
-FEW_TOKENS = 128
+def mix_experts(x, ids, weights, gate_up, down, *, inference: bool, implementation: str) -> jax.Array:
+    """`grouped_matmul`, for stacks of any kind: `BlockScaled` ones are read as they are where a kernel runs."""
+    scales = {}
+    if is_scaled(gate_up) and is_scaled(down) and gate_up.block == down.block:
+        assert (gate_up.axis, down.axis) == (-3, -2)
+        scales = {"gate_up_scales": gate_up.scales, "down_scales": down.scales, "block": gate_up.block}
+        gate_up, down = gate_up.values, down.values
+    else:
+        gate_up, down = gate_up.astype(x.dtype), down.astype(x.dtype)
+    return grouped_matmul(x, ids, weights, gate_up, down, **scales, inference=inference, implementation=implementation)
 
 
 class Experts(nn.Module):
@@ -130,9 +83,10 @@ class Experts(nn.Module):
         E, F = config.n_routed_experts, config.moe_intermediate_size
         router = self.param("router", nn.initializers.lecun_normal(), (D, E))
         initial = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=(2, 3), batch_axis=0)
-        gate_up = self.param("gate_up", initial, (E, D, 2, F)).astype(x.dtype)
+        gate_up = self.param("gate_up", initial, (E, D, 2, F))
         initial = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=2, batch_axis=0)
-        down = self.param("down", initial, (E, F, D)).astype(x.dtype)
+        down = self.param("down", initial, (E, F, D))
+        gate_up, down = (stack if is_scaled(stack) else stack.astype(x.dtype) for stack in (gate_up, down))
         bias = None
         if config.router_correction_bias:
             bias = self.param("correction_bias", nn.initializers.zeros, (E,)).astype(jnp.float32)
@@ -141,7 +95,7 @@ class Experts(nn.Module):
         flat = x.reshape(B * T, D)
         logits = flat.astype(jnp.float32) @ router.astype(jnp.float32)
         ids, weights = route(logits, bias, config)
-        form = experts_for_few if cached and B * T <= FEW_TOKENS else experts_for_many
+        form = functools.partial(mix_experts, inference=cached, implementation=self.implementation)
         output = _over_mesh(form, E, F)(flat, ids, weights, gate_up, down).reshape(B, T, D)
         if config.shared_width:
             shared = SwiGLU(config.shared_width, self.implementation, name="shared")(x)
@@ -157,16 +111,24 @@ def _over_mesh(form, num_experts: int, width: int):
     mesh = jax.sharding.get_abstract_mesh()
     sizes = {"expert": num_experts, "tensor": width}
     many = [] if mesh.empty else [axis for axis in sizes if mesh.shape.get(axis, 1) > 1]
-    split = [axis for axis in many if sizes[axis] % mesh.shape[axis] == 0]
-    if not split:
+    axes = [axis for axis in many if sizes[axis] % mesh.shape[axis] == 0]
+    if not axes:
         return form
-    expert, tensor = (axis if axis in split else None for axis in ("expert", "tensor"))
+    expert, tensor = (axis if axis in axes else None for axis in ("expert", "tensor"))
+
+    def split(x, ids, weights, gate_up, down):
+        # Blocks that a border would cut are multiplied out before, all others after the split.
+        if tensor and is_scaled(down) and width // mesh.shape[tensor] % down.block:
+            gate_up, down = gate_up.astype(x.dtype), down.astype(x.dtype)
+        return jax.shard_map(local, in_specs=specs, out_specs=everywhere, check_vma=False)(
+            x, ids, weights, gate_up, down
+        )
 
     def local(x, ids, weights, gate_up, down):
         own = gate_up.shape[0]
         first = jax.lax.axis_index(expert) * own if expert else 0
         is_own = (ids >= first) & (ids < first + own)
-        return jax.lax.psum(form(x, jnp.where(is_own, ids - first, own), weights, gate_up, down), tuple(split))
+        return jax.lax.psum(form(x, jnp.where(is_own, ids - first, own), weights, gate_up, down), tuple(axes))
 
     everywhere = PartitionSpec()
     specs = (
@@ -176,4 +138,4 @@ def _over_mesh(form, num_experts: int, width: int):
         PartitionSpec(expert, None, None, tensor),
         PartitionSpec(expert, tensor),
     )
-    return jax.shard_map(local, in_specs=specs, out_specs=everywhere, check_vma=False)
+    return split

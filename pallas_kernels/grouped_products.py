@@ -1,0 +1,400 @@
+"""The kernels behind `grouped_matmul`: products of rows with the matrix of the expert that each row chose.
+
+Rows go by the number of their pair: token t and its choice j are pair `t * k + j`. A program takes rows of one expert
+and one slab of its columns, and writes each row where its pair stands: nothing has to be sorted back, no two programs
+write the same number, and the same call gives the same bits.
+
+A `Route` says who takes which rows. That of `route_few` is found inside the kernel: there is a program per pair and
+slab, which looks at all ids and goes on only if its pair is the first with this expert, so an expert is read once and
+nothing runs before the kernel. That of `route_many` is a table made from the sorted ids: a program per block of rows.
+
+fp8 weights go in as `uint16`, two columns each, for two reasons. Tensor cores want two rows of a column side by side,
+and on the way out of shared memory that transposition exists for 16-bit numbers and not for bytes (256 loads of one
+byte per thread and step against 16 of 16 bytes). And Pallas addresses an array of up to 2^32 bytes with 32 bits, so
+that offsets wrap in one of 2^31 to 2^32 numbers of one byte (DeepSeek-V3's `down`: 3.8e9); of 16 bits they cannot.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+ROWS = 16  # of a product for few tokens: the fewest that tensor cores take
+PROGRAMS = 132  # an H100's multiprocessors, which one token's programs should keep busy
+SHARED = 60 * 1024  # bytes of a block: a block has 64 KB on an MI300X, and three fit on an H100's multiprocessor
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """Which rows each program takes; `arrays` are the kernel's first inputs."""
+
+    arrays: tuple[jax.Array, ...]
+    visit: Callable  # (refs of the arrays, block, body): calls body(expert, [(pairs [rows], is_valid [rows]), ...])
+    num_experts: int
+    num_tokens: int
+    num_pairs: int
+    num_blocks: int  # programs for each slab of columns
+    rows: int  # of one product
+    groups: int  # of rows in a program, at most
+    together: int  # blocks whose programs for one slab follow each other, so that they share it in the L2 cache
+    loads: int  # bytes of `arrays` that the programs of one slab read
+
+
+def route_few(ids, num_experts: int) -> Route:
+    """A block for each pair of ids [n, k] int32, of which the first with an expert takes all of the expert's rows.
+
+    Products have 16 rows however many the expert has, so that no row's sums depend on other rows.
+    """
+    num_tokens, k = ids.shape
+    num_pairs = num_tokens * k
+    padded = pl.next_power_of_2(num_pairs)
+    groups = pl.cdiv(num_tokens, ROWS)
+
+    def visit(refs, block, body):
+        (ids_ref,) = refs
+        pair = jnp.arange(padded)
+        expert = plt.load(ids_ref.at[block])
+        is_mine = plt.load(ids_ref.at[pl.ds(0, padded)], mask=pair < num_pairs, other=num_experts) == expert
+        is_first = jnp.sum((is_mine & (pair < block)).astype(jnp.int32)) == 0
+        is_active = is_first & (expert < num_experts)
+        count = jnp.sum(is_mine.astype(jnp.int32))
+
+        def take_dense():
+            """The expert's rows close together in one group."""
+            row = jnp.arange(ROWS)
+            before = jnp.cumsum(is_mine.astype(jnp.int32))
+            pairs = jnp.sum((before[None, :] <= row[:, None]).astype(jnp.int32), axis=1)  # where row + 1 stands
+            body(expert, [(jnp.where(row < count, pairs, num_pairs), row < count)])
+
+        def take_all():
+            """A row for each token. A token that chose the expert several times has its turn as often."""
+            choice = jnp.arange(pl.next_power_of_2(k))[None, :]
+
+            def chosen(group):
+                place = (group * ROWS + jnp.arange(ROWS))[:, None] * k + choice
+                loaded = plt.load(ids_ref.at[place], mask=(choice < k) & (place < num_pairs), other=num_experts)
+                return place, (loaded == expert).astype(jnp.int32)
+
+            def turn(index, _):
+                taken = []
+                for group in range(groups):
+                    place, is_chosen = chosen(group)
+                    is_now = (is_chosen > 0) & (jnp.cumsum(is_chosen, axis=1) == index + 1)
+                    is_valid = jnp.sum(is_now.astype(jnp.int32), axis=1) > 0
+                    pairs = jnp.sum(jnp.where(is_now, place, 0), axis=1)
+                    taken.append((jnp.where(is_valid, pairs, num_pairs), is_valid))
+                body(expert, taken)
+
+            turns = jnp.int32(1)
+            for group in range(groups):
+                turns = jnp.maximum(turns, jnp.max(jnp.sum(chosen(group)[1], axis=1)))
+            jax.lax.fori_loop(jnp.int32(0), turns, turn, None)
+
+        if groups == 1:
+            pl.when(is_active)(take_all)
+        else:  # the weights are read once in both cases
+            pl.when(is_active & (count <= ROWS))(take_dense)
+            pl.when(is_active & (count > ROWS))(take_all)
+
+    return Route(
+        arrays=(ids.reshape(-1),),
+        visit=visit,
+        num_experts=num_experts,
+        num_tokens=num_tokens,
+        num_pairs=num_pairs,
+        num_blocks=num_pairs,
+        rows=ROWS,
+        groups=groups,
+        together=1,
+        loads=4 * num_pairs * (num_pairs + 1),
+    )
+
+
+def route_many(ids, num_experts: int, most_rows: int = 128) -> tuple[Route, jax.Array]:
+    """Blocks of pairs sorted by expert; and where each expert's begin among them, [E + 1]. ids [n, k] int32."""
+    num_pairs, together = ids.size, 8
+    rows = next(
+        rows for rows in (128, 64, 32, ROWS) if rows <= most_rows and (rows * num_experts <= num_pairs or rows == ROWS)
+    )
+    flat = ids.reshape(-1)
+    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
+    counts = jnp.bincount(flat, length=num_experts).astype(jnp.int32)  # drops ids beyond
+    begins = jnp.pad(jnp.cumsum(counts), (1, 0)).astype(jnp.int32)
+    blocks = -(-counts // rows)
+    ends = jnp.cumsum(blocks)
+    num_blocks = pl.cdiv(num_pairs // rows + min(num_experts, num_pairs), together) * together
+    block = jnp.arange(num_blocks, dtype=jnp.int32)
+    owner = jnp.searchsorted(ends, block, side="right").astype(jnp.int32)
+    own = owner.clip(max=num_experts - 1)
+    begin = begins[own] + (block - (ends - blocks)[own]) * rows
+    num_rows = jnp.where(owner < num_experts, begins[own + 1] - begin, 0).astype(jnp.int32)
+
+    def visit(refs, block, body):
+        order_ref, owner_ref, begin_ref, num_rows_ref = refs
+        num_rows = plt.load(num_rows_ref.at[block])
+
+        @pl.when(num_rows > 0)
+        def _():
+            row = jnp.arange(rows)
+            is_valid = row < num_rows
+            place = pl.ds(plt.load(begin_ref.at[block]), rows)
+            pairs = plt.load(order_ref.at[place], mask=is_valid, other=num_pairs)
+            body(plt.load(owner_ref.at[block]), [(pairs, is_valid)])
+
+    route = Route(
+        arrays=(order, owner, begin.astype(jnp.int32), num_rows),
+        visit=visit,
+        num_experts=num_experts,
+        num_tokens=ids.shape[0],
+        num_pairs=num_pairs,
+        num_blocks=num_blocks,
+        rows=rows,
+        groups=1,
+        together=together,
+        loads=4 * (num_pairs + 3 * num_blocks),
+    )
+    return route, begins
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """The part of a weight that a program multiplies with in one step."""
+
+    columns: int  # as numbers in memory: two of them in one for fp8
+    depth: int
+    warps: int
+    stages: int
+
+
+def _tile(route: Route, weight, K, N, parts, lanes, transposed, block) -> Tile:
+    """Chosen by the model's shapes, and not by the number of tokens, on which no row's sums should depend."""
+    itemsize = weight.dtype.itemsize
+    if route.rows == ROWS:
+        # A step reads whole cache lines of 128 bytes, half ones where a token would otherwise leave processors idle.
+        columns, depth = 128 // itemsize, 32 if itemsize == 4 else 64
+        if route.num_pairs // route.num_tokens * pl.cdiv(N // lanes, columns) < PROGRAMS:
+            columns //= 2
+    else:
+        columns, depth = (64 if parts == 2 else 128) // lanes, 32
+    columns = max(ROWS, min(columns, pl.next_power_of_2(N // lanes)))
+    depth = max(ROWS, min(depth, pl.next_power_of_2(K)))
+    if lanes == 2:
+        depth = min(depth, block & -block)  # a step has one scale: its largest power of two divides the block
+    step = depth * (columns * parts * itemsize + route.groups * route.rows * 2)
+    warps = 8 if columns * parts * lanes * max(route.rows, 32) >= 128 * 64 else 4
+    return Tile(columns, depth, warps, 1 + max(1, min(5, SHARED // step)))
+
+
+def product(
+    route, x, weight, *, out_dtype, scales=None, block=None, transposed=False, keep=False, interpret=False
+) -> Any:
+    """Each pair's row times its expert's matrix: x [R, K], weight [E, K, N] -> [n * k, N].
+
+    x has a row for each pair or for each token. `transposed` takes weight [E, N, K]. A weight [E, K, 2, N] is gate and
+    up, and gives `silu(x gate) * (x up)`; with `keep` also both factors' products, [n * k, 2, N] in x's dtype.
+    fp8 weights [..., K, ...] have float32 `scales` [..., ceil(K / block), ...] and otherwise of the same shape.
+    Sums are float32. Rows of a pair whose id is E or more are not written.
+    """
+    E, K, N = (weight.shape[axis] for axis in ((0, 2, 1) if transposed else (0, 1, -1)))
+    parts, lanes = weight.ndim - 2, 1 if scales is None else 2
+    weights_size = weight.size // E * weight.dtype.itemsize
+    if scales is not None:
+        weights_size += 4 * scales.size // E
+        scales = scales.reshape(E, -1, parts, N // 2, 2)
+        weight = jax.lax.bitcast_convert_type(weight.reshape(*weight.shape[:-1], N // 2, 2), jnp.uint16)
+    if not transposed:
+        weight = weight.reshape(E, K, parts, N // lanes)
+    tile = _tile(route, weight, K, N, parts, lanes, transposed, block)
+    slabs = pl.cdiv(N // lanes, tile.columns)
+    outputs = [jax.ShapeDtypeStruct((route.num_pairs, N // lanes, lanes), out_dtype)]
+    if keep:
+        outputs.append(jax.ShapeDtypeStruct((route.num_pairs, parts, N), x.dtype))
+    inputs = [x, weight] + ([] if scales is None else [scales])
+    # How many experts are touched is in the ids alone: as many as uniform ones touch, read again for each block.
+    touched = E * (1 - (1 - min(1.0, route.num_pairs / route.num_tokens / E)) ** route.num_tokens)
+    visits = max(touched, route.num_pairs / route.rows) if route.groups == 1 else touched
+    moved = visits * weights_size + route.num_pairs * slabs * K * x.dtype.itemsize + route.loads * slabs
+    made = pl.pallas_call(
+        functools.partial(
+            _product_kernel,
+            visit=route.visit,
+            num_arrays=len(route.arrays),
+            together=route.together,
+            tile=tile,
+            slabs=slabs,
+            depth=K,
+            choices=route.num_pairs // x.shape[0],
+            block=block,
+            is_transposed=transposed,
+            has_scales=scales is not None,
+        ),
+        out_shape=outputs,
+        grid=(slabs * route.num_blocks,),
+        compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * route.num_pairs * K * N * parts,
+            transcendentals=route.num_pairs * N if parts == 2 else 0,
+            bytes_accessed=int(moved) + sum(output.size * output.dtype.itemsize for output in outputs),
+        ),
+        interpret=interpret,
+        name="grouped_gate_up" if parts == 2 else "grouped_product",
+    )(*route.arrays, *inputs)
+    out = made[0].reshape(route.num_pairs, N)
+    return (out, made[1]) if keep else out
+
+
+def _product_kernel(*refs, visit, num_arrays, together, tile, slabs, depth, choices, block, is_transposed, has_scales):
+    """One block of rows and one slab of columns; `depth` is K, `choices` the number of pairs to a row of x."""
+    route_refs, (x_ref, weight_ref, *rest) = refs[:num_arrays], refs[num_arrays:]
+    scales_ref = rest.pop(0) if has_scales else None
+    out_ref, *kept_ref = rest
+    parts = 1 if is_transposed else weight_ref.shape[2]
+    width, lanes = out_ref.shape[1:]
+    program = pl.program_id(0)
+    slab = jax.lax.div(jax.lax.rem(program, slabs * together), together)
+    row_block = jax.lax.div(program, slabs * together) * together + jax.lax.rem(program, together)
+    column = slab * tile.columns + jnp.arange(tile.columns)
+    columns = pl.ds(slab * tile.columns, tile.columns)
+    precision = jax.lax.Precision.HIGHEST if x_ref.dtype == jnp.float32 else None
+    num_steps = pl.cdiv(depth, tile.depth)
+    is_whole = depth % tile.depth == 0 and width % tile.columns == 0
+
+    def load_weight(expert, step, part):
+        """A tile [depth, columns] for each lane, in x's dtype."""
+        inner = pl.ds(step * tile.depth, tile.depth)
+        inside = step * tile.depth + jnp.arange(tile.depth) < depth
+        mask = None if is_whole else inside[:, None] & (column < width)[None, :]
+        if is_transposed:
+            mask = None if mask is None else mask.T
+            return [_load(weight_ref.at[expert, columns, inner], mask).T]
+        loaded = _load(weight_ref.at[expert, inner, np.int32(part), columns], mask)
+        if not has_scales:
+            return [loaded]
+        halves = (loaded.astype(jnp.uint8), (loaded >> 8).astype(jnp.uint8))
+        return [_from_fp8(half, x_ref.dtype) for half in halves]
+
+    def load_scales(expert, step):
+        if scales_ref is None:
+            return []
+        row = jax.lax.div(step * tile.depth, block)
+        mask = None if width % tile.columns == 0 else column < width
+        return [
+            _load(scales_ref.at[expert, row, np.int32(part), columns, np.int32(lane)], mask)
+            for part in range(parts)
+            for lane in range(lanes)
+        ]
+
+    def body(expert, groups):
+        rows = [jax.lax.div(pairs, choices) if choices > 1 else pairs for pairs, _ in groups]
+
+        def step(index, carry):
+            sums, scales = carry
+            inner = index * tile.depth + jnp.arange(tile.depth)
+            x = []
+            for row, (_, is_valid) in zip(rows, groups, strict=True):
+                mask = jnp.broadcast_to(is_valid[:, None], (row.size, tile.depth))
+                mask = mask if depth % tile.depth == 0 else mask & (inner < depth)[None, :]
+                x.append(plt.load(x_ref.at[row[:, None], inner[None, :]], mask=mask, other=0))
+            tiles = [made for part in range(parts) for made in load_weight(expert, index, part)]
+            sums = list(sums)
+            for group, part in itertools.product(range(len(groups)), range(len(tiles))):
+                place = group * len(tiles) + part
+                made = jnp.dot(x[group], tiles[part], precision=precision, preferred_element_type=jnp.float32)
+                sums[place] += made * scales[part][None, :] if has_scales else made
+            return tuple(sums), load_scales(expert, jnp.minimum(index + 1, num_steps - 1))  # ahead of their step
+
+        zeros = tuple(jnp.zeros((row.size, tile.columns), jnp.float32) for row in rows for _ in range(parts * lanes))
+        sums, _ = jax.lax.fori_loop(
+            jnp.int32(0), jnp.int32(num_steps), step, (zeros, load_scales(expert, jnp.int32(0)))
+        )
+        for group, (pairs, is_valid) in enumerate(groups):
+            mask = is_valid[:, None] & (column < width)[None, :]
+            for lane in range(lanes):
+                made = [sums[(group * parts + part) * lanes + lane] for part in range(parts)]
+                for part in range(parts if kept_ref else 0):
+                    place = kept_ref[0].at[pairs[:, None], np.int32(part), column[None, :]]
+                    plt.store(place, made[part].astype(kept_ref[0].dtype), mask=mask)
+                result = made[0] if parts == 1 else made[0] * jax.nn.sigmoid(made[0]) * made[1]
+                place = out_ref.at[pairs[:, None], column[None, :], np.int32(lane)]
+                plt.store(place, result.astype(out_ref.dtype), mask=mask)
+
+    visit(route_refs, row_block, body)
+
+
+def _load(ref, mask):
+    return plt.load(ref) if mask is None else plt.load(ref, mask=mask, other=0)
+
+
+def _from_fp8(bits, dtype):
+    """Through float32: to bfloat16 directly Triton takes an instruction of an eighth of the rate."""
+    return jax.lax.bitcast_convert_type(bits, jnp.float8_e4m3fn).astype(jnp.float32).astype(dtype)
+
+
+def outer(route, begins, left, right, *, out_dtype, interpret=False):
+    """Each expert's sum over its pairs of `left^T right`: [R, A] and [R, B] -> [E, A, B], zero for the idle.
+
+    left and right have a row for each pair or for each token; `route` and `begins` are those of `route_many`.
+    """
+    A, B = left.shape[1], right.shape[1]
+    most, depth = (32, 16) if left.dtype == jnp.float32 else (128, 32)
+    tile = [max(ROWS, min(most, pl.next_power_of_2(size))) for size in (A, B)]
+    slabs = pl.cdiv(A, tile[0]), pl.cdiv(B, tile[1])
+    itemsize, (num_pairs, num_experts) = left.dtype.itemsize, (route.num_pairs, route.num_experts)
+    output = jax.ShapeDtypeStruct((num_experts, A, B), out_dtype)
+    read = num_pairs * (itemsize * (A * slabs[1] + B * slabs[0]) + 4 * slabs[0] * slabs[1])
+    return pl.pallas_call(
+        functools.partial(
+            _outer_kernel,
+            tile=tile,
+            slabs=slabs,
+            depth=depth,
+            choices=(num_pairs // left.shape[0], num_pairs // right.shape[0]),
+        ),
+        out_shape=output,
+        grid=(num_experts * slabs[0] * slabs[1],),
+        compiler_params=plt.CompilerParams(num_warps=8 if min(tile) >= 128 else 4, num_stages=4),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * num_pairs * A * B,
+            transcendentals=0,
+            bytes_accessed=read + output.size * output.dtype.itemsize,
+        ),
+        interpret=interpret,
+        name="grouped_outer",
+    )(route.arrays[0], begins, left, right)
+
+
+def _outer_kernel(order_ref, begins_ref, left_ref, right_ref, out_ref, *, tile, slabs, depth, choices):
+    """One expert, one tile of its sum; `choices` are the numbers of pairs to a row of left and of right."""
+    program = pl.program_id(0)
+    expert = jax.lax.div(program, slabs[0] * slabs[1])
+    at = jax.lax.rem(jax.lax.div(program, slabs[1]), slabs[0]), jax.lax.rem(program, slabs[1])
+    columns = [place * size + jnp.arange(size) for place, size in zip(at, tile, strict=True)]
+    inside = [column < size for column, size in zip(columns, out_ref.shape[1:], strict=True)]
+    begin, end = plt.load(begins_ref.at[expert]), plt.load(begins_ref.at[expert + 1])
+    precision = jax.lax.Precision.HIGHEST if left_ref.dtype == jnp.float32 else None
+
+    def step(index, total):
+        start = begin + index * depth
+        is_valid = start + jnp.arange(depth) < end
+        pairs = plt.load(order_ref.at[pl.ds(start, depth)], mask=is_valid, other=0)
+        left, right = (
+            plt.load(
+                ref.at[jax.lax.div(pairs, np.int32(each))[:, None], column[None, :]],
+                mask=is_valid[:, None] & is_inside[None, :],
+                other=0,
+            )
+            for ref, each, column, is_inside in zip((left_ref, right_ref), choices, columns, inside, strict=True)
+        )
+        return total + jnp.dot(left.T, right, precision=precision, preferred_element_type=jnp.float32)
+
+    steps = jax.lax.div(end - begin + (depth - 1), jnp.int32(depth))
+    total = jax.lax.fori_loop(jnp.int32(0), steps, step, jnp.zeros(tile, jnp.float32))
+    place = out_ref.at[expert, pl.ds(at[0] * tile[0], tile[0]), pl.ds(at[1] * tile[1], tile[1])]
+    plt.store(place, total.astype(out_ref.dtype), mask=inside[0][:, None] & inside[1][None, :])

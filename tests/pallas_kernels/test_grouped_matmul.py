@@ -1,0 +1,245 @@
+import functools
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.kernel_cases import cases
+from mtpjax import DecodeConfig, ModelConfig, MTPModel, compat, generate, speculative_generate
+from mtpjax.layers.experts import Experts
+from mtpjax.quantized import BlockScaled
+from pallas_kernels import grouped_matmul, grouped_products
+from pallas_kernels.grouped_matmul import dequantise, grouped_matmul_reference
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+kernel = functools.partial(grouped_matmul, implementation="triton")
+interpreted = functools.partial(grouped_matmul, implementation="interpreted")
+reference = jax.jit(grouped_matmul_reference)
+BLOCK = 16
+
+
+def problem(n, E, k, D=24, F=20, dtype=jnp.float32):
+    """Tokens, ids, weights and two stacks. Ids are drawn with repetition, and some are E: no expert."""
+    rng = np.random.default_rng(0)
+    return (
+        jnp.asarray(rng.standard_normal((n, D)), dtype),
+        jnp.asarray(rng.integers(0, E + 1, (n, k)), jnp.int32),
+        jnp.asarray(rng.random((n, k)), jnp.float32),
+        jnp.asarray(rng.standard_normal((E, D, 2, F)) * D**-0.5, dtype),
+        jnp.asarray(rng.standard_normal((E, F, D)) * F**-0.5, dtype),
+    )
+
+
+def in_fp8(stack):
+    """A stack of about the same values, its scales, which differ from column to column, and what both stand for."""
+    scales = jnp.asarray(np.random.default_rng(1).uniform(0.5, 2, stack[:, ::BLOCK].shape), jnp.float32)
+    values = stack.astype(jnp.float8_e4m3fn)
+    return values, scales, dequantise(values, scales, BLOCK)
+
+
+def assert_close(actual, expected, tolerance=1e-5):
+    """Sums in another order: some roundings of the largest value."""
+    actual, expected = (np.asarray(array, np.float32) for array in (actual, expected))
+    assert np.isfinite(actual).all()
+    np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance * max(np.abs(expected).max(), 1e-3))
+
+
+# One row. Several. More than a product takes, with few for an expert, or with many and twice the same. More than the
+# kernels for few tokens take. No size but the second's fills a tile, and that has two.
+SIZES = [(1, 8, 2), (7, 4, 3, 128, 64), (40, 24, 2), (40, 2, 3), (70, 5, 3, 40, 72)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_kernel_matches_reference(size):
+    arrays = problem(*size)
+    assert_close(interpreted(*arrays), reference(*arrays))
+
+
+@pytest.mark.parametrize("size", [SIZES[1], SIZES[4]])
+def test_kernel_matches_reference_in_bfloat16(size):
+    arrays = problem(*size, dtype=jnp.bfloat16)
+    out = interpreted(*arrays)
+    assert out.dtype == jnp.bfloat16
+    # The reference rounds gate, up, their product and the answers, the kernel fewer of these.
+    assert_close(out, reference(*arrays), 2e-2)
+
+
+@pytest.mark.parametrize("size", [SIZES[0], SIZES[3], SIZES[4]])
+def test_kernel_matches_reference_in_fp8(size):
+    x, ids, weights, *stacks = problem(*size)
+    (gate_up, gate_up_scales, gate_up_meant), (down, down_scales, down_meant) = map(in_fp8, stacks)
+    scales = {"gate_up_scales": gate_up_scales, "down_scales": down_scales, "block": BLOCK}
+    expected = reference(x, ids, weights, gate_up_meant, down_meant)
+    assert_close(interpreted(x, ids, weights, gate_up, down, **scales), expected)
+    assert_close(grouped_matmul(x, ids, weights, gate_up, down, implementation="xla", **scales), expected)
+
+
+@pytest.mark.parametrize("size", [(40, 6, 2), (70, 6, 2)])
+def test_no_weight_of_an_idle_expert_is_read(size):
+    x, ids, weights, gate_up, down = problem(*size)
+    ids = jnp.where(ids > 3, 6, ids)
+    expected = reference(x, ids, weights, gate_up, down)
+    assert_close(interpreted(x, ids, weights, gate_up.at[4:].set(jnp.nan), down.at[4:].set(jnp.nan)), expected)
+    assert not interpreted(x, jnp.full_like(ids, 6), weights, gate_up, down).any()
+
+
+def test_a_row_has_the_same_bits_whatever_its_neighbours():
+    x, ids, weights, *stacks = problem(40, 3, 2)
+    together = interpreted(x, ids, weights, *stacks)
+    for rows in (slice(5, 6), slice(3, 20), slice(8, 39)):
+        np.testing.assert_array_equal(interpreted(x[rows], ids[rows], weights[rows], *stacks), together[rows])
+    others = jnp.where(jnp.arange(40)[:, None] == 5, ids, 1)  # all with one expert
+    np.testing.assert_array_equal(interpreted(x, others, weights, *stacks)[5], together[5])
+
+
+@pytest.mark.parametrize("size", [(3, 8, 2), (40, 3, 2)])
+def test_gradients_match_reference(size):
+    x, ids, weights, gate_up, down = problem(*size)
+    direction = np.random.default_rng(1).standard_normal(x.shape, np.float32)
+
+    def loss(form, x, weights, gate_up, down):
+        return (form(x, ids, weights, gate_up, down) * direction).sum()
+
+    def gradients(form):
+        return jax.jit(jax.grad(functools.partial(loss, form), argnums=(0, 1, 2, 3)))(x, weights, gate_up, down)
+
+    for actual, expected in zip(gradients(interpreted), gradients(grouped_matmul_reference), strict=True):
+        assert_close(actual, expected)
+
+
+def test_fp8_has_no_gradient_in_the_kernels():
+    x, ids, weights, *stacks = problem(3, 8, 2)
+    (gate_up, gate_up_scales, _), (down, down_scales, _) = map(in_fp8, stacks)
+    scales = {"gate_up_scales": gate_up_scales, "down_scales": down_scales, "block": BLOCK}
+    with pytest.raises(ValueError, match="no gradient"):
+        jax.grad(lambda x: interpreted(x, ids, weights, gate_up, down, **scales).sum())(x)
+
+
+# Whole models' shapes, as the test of lowering takes them.
+CASES = [case for case in cases() if case.op == "grouped_matmul"]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_offsets_into_stacks_do_not_overflow(case):
+    """Each array of 2^31 numbers or more is addressed with 64 bits, and one of them is there in DeepSeek-V3's cases.
+
+    The arrays of a kernel are the operands of its call, and offsets are what the Triton IR adds to their pointers.
+    """
+    shapes = jax.eval_shape(case.make, jax.random.key(0))
+    lowered = compat.lower_for(functools.partial(case.run, implementation="triton"), *shapes, platforms=("cuda",))
+    calls = re.findall(r"custom_call @__gpu\$xla.gpu.triton\(.*: \((.*)\) -> (.*)", lowered["cuda"].as_text())
+    kernels = compat.triton_kernels(lowered["cuda"])
+    assert len(calls) == len(kernels) >= 2
+    wide = 0
+    for call, made in zip(calls, kernels, strict=True):
+        arrays = re.findall(r"tensor<((?:\d+x)+)", "".join(call))
+        sizes = [np.prod([int(size) for size in dims.split("x")[:-1]], dtype=np.int64) for dims in arrays]
+        signature = next(line for line in made.ir.splitlines() if "tt.func" in line)
+        assert "f8E4M3FN" not in signature  # they go in as numbers of two bytes
+        pointers = re.findall(r"(%\w+): !tt.ptr", signature)
+        assert len(sizes) == len(pointers)
+        for pointer, size in zip(pointers, sizes, strict=True):
+            offsets = offsets_added(made.ir, pointer)
+            assert offsets
+            if size >= 2**31:
+                wide += 1
+                assert offsets == {"i64"}
+    assert wide or "DeepSeek" not in case.name
+
+
+def offsets_added(ir, pointer):
+    """The integer types of what is added to a pointer or to what is made of it."""
+    made, types = {pointer}, set()
+    for line in ir.splitlines():
+        if match := re.match(r"\s*(%\w+) = (\S+) (%\w+)?", line):
+            result, operation, operand = match.groups()
+            made.discard(result)  # another block's, of the same name
+            if operation in ("tt.splat", "tt.broadcast", "tt.addptr") and operand in made:
+                made.add(result)
+                if operation == "tt.addptr":
+                    types.add(re.findall(r"(i\d+)>?$", line)[0])
+    return types
+
+
+def layer_problem():
+    """A layer of experts, its parameters and tokens [2, 9, D]."""
+    base = {"vocab_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    config = ModelConfig(**base, hidden_size=32, n_routed_experts=4, moe_intermediate_size=64, num_experts_per_tok=2)
+    x = jax.random.normal(jax.random.key(1), (2, 9, 32))
+    make = lambda implementation: Experts(config, implementation)
+    return make, make("xla").init(jax.random.key(0), x)["params"], x
+
+
+def as_block_scaled(params):
+    """Blocks of 16 along the input."""
+    made = {name: in_fp8(params[name])[:2] for name in ("gate_up", "down")}
+    axes = {"gate_up": -3, "down": -2}
+    return params | {name: BlockScaled(*parts, axis=axes[name], block=BLOCK) for name, parts in made.items()}
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
+@pytest.mark.parametrize("axes", [{}, {"expert": 2, "tensor": 2}])
+def test_layer_runs_the_kernel_on_one_device_and_on_each_of_a_mesh(axes, is_fp8, monkeypatch):
+    make, params, x = layer_problem()
+    params = as_block_scaled(params) if is_fp8 else params
+    expected = make("xla").apply({"params": params}, x, cached=True)
+    calls = []
+    product = grouped_products.product
+    module = sys.modules["pallas_kernels.grouped_matmul"]  # its function has its name
+    monkeypatch.setattr(module, "product", lambda *a, **k: calls.append(a) or product(*a, **k))
+    with jax.set_mesh(compat.make_mesh(axes)):
+        out = jax.jit(lambda params, x: make("interpreted").apply({"params": params}, x, cached=True))(params, x)
+    assert_close(out, expected)
+    assert [weight.dtype for _, _, weight in calls] == 2 * [jnp.float8_e4m3fn if is_fp8 else jnp.float32]
+    assert {weight.shape[0] for _, _, weight in calls} == {4 // axes.get("expert", 1)}
+
+
+def test_speculation_with_the_kernel_in_the_loop_gives_the_tokens_of_plain_decoding(small):
+    model, params = small("latent", "mixed")
+    prompts = [[3, 14, 15], [9, 2, 6, 5, 3]]
+    expected = generate(params, prompts, model=model, config=DecodeConfig(max_new_tokens=10)).rows()
+    with_kernel = MTPModel(model.config, implementation="interpreted")
+    config = DecodeConfig(max_new_tokens=10, num_steps=2)
+    result = speculative_generate(params, prompts, model=with_kernel, config=config)
+    assert result.rows() == expected
+    assert result.stats.accept_length > 1
+
+
+def test_what_does_not_fit_is_refused():
+    x, ids, weights, gate_up, down = problem(3, 8, 2)
+    with pytest.raises(ValueError, match="auto, xla, triton, interpreted"):
+        grouped_matmul(x, ids, weights, gate_up, down, implementation="cuda")
+    with pytest.raises(ValueError, match=r"\(8, 20, 23\) do not fit"):
+        grouped_matmul(x, ids, weights, gate_up, down[..., 1:])
+    with pytest.raises(ValueError, match="a row for each of 3 tokens"):
+        grouped_matmul(x, ids[:2], weights[:2], gate_up, down)
+    with pytest.raises(ValueError, match="gate_up float32 and down bfloat16 must be float32"):
+        grouped_matmul(x, ids, weights, gate_up, down.astype(jnp.bfloat16))
+    with pytest.raises(ValueError, match="not float16"):
+        interpreted(*(array.astype(jnp.float16) for array in (x, ids, weights, gate_up, down)))
+    (values, scales, _), (down, down_scales, _) = in_fp8(gate_up), in_fp8(down)
+    with pytest.raises(ValueError, match=r"blocks of 8 must be \(\(8, 3, 2, 20\), \(8, 3, 24\)\)"):
+        grouped_matmul(x, ids, weights, values, down, gate_up_scales=scales, down_scales=down_scales, block=8)
+    with pytest.raises(ValueError, match="blocks of 24, no multiple of 16"):
+        scales = {"gate_up_scales": jnp.ones((8, 1, 2, 20)), "down_scales": jnp.ones((8, 1, 24)), "block": 24}
+        interpreted(x, ids, weights, values, down, **scales)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_fp8", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("size", [*SIZES, (64, 64, 6, 512, 384), (4, 64, 6, 512, 384)])
+def test_compiled_kernel_matches_reference_on_a_gpu(size, dtype, is_fp8):
+    x, ids, weights, *stacks = problem(*size, dtype=dtype)
+    scales, meant = {}, stacks
+    if is_fp8:
+        (gate_up, gate_up_scales, gate_up_meant), (down, down_scales, down_meant) = map(in_fp8, stacks)
+        scales = {"gate_up_scales": gate_up_scales, "down_scales": down_scales, "block": BLOCK}
+        stacks, meant = (gate_up, down), (gate_up_meant, down_meant)
+    wide = (array.astype(jnp.float32) for array in (x, *meant))
+    expected = (lambda x, *meant: reference(x, ids, weights, *meant))(*wide)
+    assert_close(kernel(x, ids, weights, *stacks, **scales), expected, 1e-5 if dtype == jnp.float32 else 2e-2)
