@@ -1,6 +1,8 @@
 """What differs between JAX versions, and nothing else."""
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -52,6 +54,45 @@ def lower_for(function, *arguments, platforms=("cuda", "rocm")) -> dict[str, jax
         with use_abstract_mesh(mesh):
             lowered[platform] = jitted.trace(*arguments).lower(lowering_platforms=(platform,))
     return lowered
+
+
+@dataclasses.dataclass(frozen=True)
+class TritonKernel:
+    """What Pallas hands to the Triton compiler."""
+
+    name: str
+    ir: str  # the module in Triton's dialect of MLIR (TTIR), as text
+    num_warps: int
+    num_stages: int
+
+
+def triton_kernels(lowered: jax.stages.Lowered) -> list[TritonKernel]:
+    """The Triton kernels of a module that `lower_for` gave, in the order of their calls."""
+    from jax._src.lib.triton import dialect  # pyright: ignore[reportPrivateImportUsage]
+    from jaxlib.mlir import ir
+
+    kernels = []
+
+    def visit(operation: Any):
+        if operation.name == "stablehlo.custom_call" and "triton" in operation.attributes["call_target_name"].value:
+            call = operation.attributes["mhlo.backend_config"]
+            # Bytecode, and in a context of its own: jax's does not know the dialect.
+            with ir.Context() as context, ir.Location.unknown():
+                dialect.register_dialect(context)
+                text = ir.Module.parse(call["ir"].value_bytes).operation.get_asm()
+            kernels.append(
+                TritonKernel(
+                    name=call["name"].value,
+                    ir=str(text),
+                    num_warps=call["num_warps"].value,
+                    num_stages=call["num_stages"].value,
+                )
+            )
+        return ir.WalkResult.ADVANCE
+
+    module: Any = lowered.compiler_ir("stablehlo")
+    module.operation.walk(visit)
+    return kernels
 
 
 @functools.cache  # one device is one object, so that meshes made in two places are equal

@@ -11,7 +11,7 @@ import functools
 import jax
 import pytest
 
-from experiments import check_equality
+from experiments import check_equality, machine_code
 from mtpjax import MTPModel, compat
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -53,6 +53,8 @@ def small():
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
         pytest.skip("jax has no GPU here")
+    if item.get_closest_marker("triton") and machine_code.find_python() is None:
+        pytest.skip("no triton here, and MTPJAX_TRITON_PYTHON names no interpreter that has it")
     if item.get_closest_marker("h100"):
         try:
             compat.h100_devices()

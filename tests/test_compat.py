@@ -4,6 +4,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from mtpjax import compat
+from pallas_kernels import rms_norm
 
 
 def test_every_axis_of_a_mesh_is_automatic():
@@ -33,6 +34,22 @@ def test_a_plain_function_and_a_jitted_one_lower_alike():
 def test_an_unknown_platform_is_refused():
     with pytest.raises(ValueError, match="tpu"):
         compat.lower_for(jnp.sin, jnp.ones(4), platforms=("tpu",))
+
+
+@pytest.mark.parametrize("platform", ["cuda", "rocm"])
+def test_the_triton_kernels_of_a_module_come_in_order_as_text(platform):
+    def function(x, scale):
+        return rms_norm(x[:3] + rms_norm(x, scale, implementation="triton")[:3], scale, implementation="triton")
+
+    lowered = compat.lower_for(function, jnp.ones((40, 64)), jnp.ones(64), platforms=(platform,))[platform]
+    first, second = compat.triton_kernels(lowered)
+    assert (first.name, first.num_warps, first.num_stages) == ("rms_norm", 4, 1)
+    assert "tt.func public @rms_norm" in first.ir and "arith.constant 40 : i32" in first.ir
+    assert "arith.constant 40 : i32" not in second.ir
+
+
+def test_a_module_without_kernels_has_none():
+    assert compat.triton_kernels(compat.lower_for(jnp.sin, jnp.ones(4))["cuda"]) == []
 
 
 @pytest.mark.h100
