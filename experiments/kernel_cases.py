@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import grouped_matmul, rms_norm, verify_attention
+from pallas_kernels import grouped_matmul, head_top_k, rms_norm, verify_attention
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Case:
 
 def cases() -> list[Case]:
     """All of them, op by op."""
-    return [*_rms_norm(), *_verify_attention(), *_grouped_matmul()]
+    return [*_rms_norm(), *_verify_attention(), *_grouped_matmul(), *_head_top_k()]
 
 
 def _rms_norm() -> Iterator[Case]:
@@ -210,3 +210,34 @@ def _experts(*, name, tokens, experts, chosen, width, expert_width, is_fp8=False
         bytes=int(moved),
         operations=6 * ids.size * width * expert_width * (3 if is_trained else 1),
     )
+
+
+def _head_top_k() -> Iterator[Case]:
+    """DeepSeek-V3's head, whole and reduced to 32,768 tokens: drafts (few rows), verified nodes (16, 64); others'."""
+    wide, reduced, glm, tied = (7168, 129280, False), (7168, 32768, False), (4096, 151552, False), (4096, 131072, True)
+    shapes = [(*head, rows, k, jnp.bfloat16) for head in (wide, reduced) for rows in (1, 4, 16) for k in (1, 4)]
+    shapes += [(*head, 4, k, jnp.bfloat16) for head in (glm, tied) for k in (1, 4)]
+    shapes += [(*wide, 64, 1, jnp.bfloat16), (*tied, 64, 4, jnp.bfloat16), (*reduced, 4, 4, jnp.float32)]
+    for width, size, is_transposed, rows, k, dtype in shapes:
+
+        def make(key, width=width, size=size, is_transposed=is_transposed, rows=rows, dtype=dtype):
+            hidden, head = jax.random.split(key)
+            shape = (size, width) if is_transposed else (width, size)
+            return jax.random.normal(hidden, (rows, width), dtype), jax.random.normal(head, shape, dtype)
+
+        def peer(hidden, head, is_transposed=is_transposed, k=k):
+            head = head.T if is_transposed else head
+            logits = jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
+            return jnp.argmax(logits, axis=-1) if k == 1 else jax.lax.top_k(logits, k)
+
+        itemsize = jnp.dtype(dtype).itemsize
+        yield Case(
+            op="head_top_k",
+            name=f"best {k} of {rows} rows of {width} x {size}{' as it is embedded' * is_transposed}, {dtype.__name__}",
+            sizes={"rows": rows, "width": width, "vocabulary": size, "k": k},
+            run=functools.partial(head_top_k, k=k, is_transposed=is_transposed),
+            make=make,
+            bytes=itemsize * width * (size + rows) + rows * (8 * k + 4),
+            operations=2 * rows * width * size,
+            peers={"XLA, without the log-sum-exp": peer},
+        )

@@ -17,6 +17,7 @@ from mtpjax.layers.norm import RMSNorm
 from mtpjax.mtp import MTPModule
 from mtpjax.quantized import is_scaled
 from mtpjax.trunk import Trunk, unstack_layers
+from pallas_kernels import head_top_k
 
 
 class MTPModel(nn.Module):
@@ -113,6 +114,22 @@ class MTPModel(nn.Module):
         """Head over hidden `[..., D]` (after its norm): float32 `[..., V]`; of module `index` if that has its own."""
         head = self.head_matrix(index=index)
         return jnp.matmul(hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
+
+    def top_tokens(self, hidden: jax.Array, *, k: int, index: int | None = None):
+        """Of the logits over hidden `[..., D]`: the `k` best tokens' `[..., k]`, those tokens, log-sum-exp `[...]`.
+
+        Ids that only pad the tables count nowhere. A tied embedding is read as it lies.
+        """
+        config = self.config
+        is_tied = config.tie_word_embeddings and not (index is not None and config.mtp_own_head)
+        return head_top_k(
+            hidden,
+            self.embedding if is_tied else self.head_matrix(index=index),
+            k=k,
+            num_tokens=config.num_tokens or config.vocab_size,
+            is_transposed=is_tied,
+            implementation=self.implementation,
+        )
 
 
 def init_params(model: MTPModel, key: jax.Array) -> dict:

@@ -1,7 +1,8 @@
 """Pallas kernels beside the plain JAX that says what they mean; one function per op."""
 
 from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.head_top_k import head_top_k
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.verify_attention import verify_attention
 
-__all__ = ["grouped_matmul", "rms_norm", "verify_attention"]
+__all__ = ["grouped_matmul", "head_top_k", "rms_norm", "verify_attention"]

@@ -196,9 +196,9 @@ def _parts(params, model: MTPModel, shape: Shape, place: _Place, *, drafts: bool
         steps = jnp.arange(batch * count, dtype=jnp.int32).reshape(batch, count)
         return (token + 31 * steps) % config.vocab_size
 
-    def choose(logits):
+    def choose(output, number=None):
         """The newest token. Only the arg-max is timed: what sampling does with logits would have its place here."""
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)[:, -1:]
+        return bind(model, params)(output, k=1, index=number, method="top_tokens")[1][:, -1:, 0]
 
     def body(index, inputs):
         token, hidden, trunk, modules = inputs
@@ -207,7 +207,7 @@ def _parts(params, model: MTPModel, shape: Shape, place: _Place, *, drafts: bool
         view = cached_view(config, start, width, capacity, taken=known)
         output, _, trunk = apply(spread(token, width), view, trunk, method="run_trunk")
         trunk = commit(trunk, trunk.length)
-        token = choose(apply(output, method="logits"))
+        token = choose(output)
         entering = hidden
         for level in range(1, shape.num_steps + 1 if drafts else 1):
             number, rows = min(level, in_use) - 1, taken_in if level <= in_use else level_rows
@@ -226,7 +226,7 @@ def _parts(params, model: MTPModel, shape: Shape, place: _Place, *, drafts: bool
                 entering, start = passed, start + level_rows
             if level <= in_use:
                 output = read_rows(output, index % rows + jnp.zeros(batch, jnp.int32), 1)
-            token = choose(apply(output, index=number, method="logits"))
+            token = choose(output, number)
         return token, hidden, trunk, tuple(modules)
 
     dtype = params["embedding"].dtype

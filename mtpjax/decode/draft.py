@@ -1,5 +1,6 @@
 """Drafting: the modules take in what was committed, then run ahead, along a chain or level by level of a tree."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -16,6 +17,7 @@ from mtpjax.decode.state import DecodeState, Plan
 from mtpjax.decode.tree import Candidates, ancestry
 from mtpjax.layers.attend import Branches, View, cached_view
 from mtpjax.model import MTPModel, bind
+from pallas_kernels import head_top_k
 
 
 class Draft(flax.struct.PyTreeNode):
@@ -32,17 +34,18 @@ class DraftHead(flax.struct.PyTreeNode):
     """The columns of each module's head that a reduced vocabulary leaves."""
 
     matrices: tuple[jax.Array, ...]  # per module, or one for all: [D, R]
+    ids: jax.Array  # [R] int32, token of each column, rising
     place: jax.Array  # [V] int32, column of each token, -1 where it is left out
 
 
 def draft_head(params: dict, ids: jax.Array, *, model: MTPModel, dtype) -> DraftHead:
-    """Head columns of the tokens `ids [R]`; made once per call, before the loop."""
+    """Head columns of the tokens `ids [R]`, rising; made once per call, before the loop."""
     config = model.config
     indices = range(config.num_mtp_modules) if config.mtp_own_head else [None]
     apply = bind(model, params)
     matrices = tuple(apply(index=index, method="head_matrix").astype(dtype)[:, ids] for index in indices)
     place = jnp.full(config.vocab_size, -1, jnp.int32).at[ids].set(jnp.arange(len(ids), dtype=jnp.int32))
-    return DraftHead(matrices, place)
+    return DraftHead(matrices, ids, place)
 
 
 def propose(
@@ -50,28 +53,58 @@ def propose(
 ) -> tuple[Draft, DecodeState]:
     """The round's drafts. Afterwards module k's cache is true up to the newest slot whose tokens are all committed."""
     drafter = functools.partial(_tree if plan.topk > 1 else _chain, params, state, model=model, plan=plan)
-    scorer = functools.partial(_score, bind(model, params), state, head, model, plan.min_rows)
+    scorer = functools.partial(_Scores, bind(model, params), state, head, model, plan.min_rows)
     draft, caches, tokens = drafter(scorer)
     modules = tuple(commit(cache, jnp.maximum(state.length - 1 - index, 0)) for index, cache in enumerate(caches))
     return draft, state.replace(tokens=tokens, modules=modules)
 
 
-Scorer = Callable[[jax.Array, int, Path | None, int], jax.Array]
+@dataclasses.dataclass(frozen=True)
+class _Scores:
+    """What the head says of drafts at `level`, from a module's output `[B, f, D]`: all of it, or the best alone."""
+
+    apply: Callable
+    state: DecodeState
+    head: DraftHead | None
+    model: MTPModel
+    min_rows: int
+    hidden: jax.Array
+    index: int
+    path: Path | None
+    level: int
+
+    def logits(self) -> jax.Array:
+        """Adjusted logits `[B, f, V]`."""
+        f, state, head = self.hidden.shape[1], self.state, self.head
+        hidden = _pad(self.hidden, max(f, self.min_rows))
+        if head is None:
+            logits = self.apply(hidden, index=self.index, method="logits")[:, :f]
+        else:
+            few = jnp.matmul(hidden, self._matrix(head), preferred_element_type=jnp.float32)[:, :f]
+            is_left = (head.place >= 0)[None, None, :]
+            logits = jnp.where(is_left, jnp.take(few, jnp.maximum(head.place, 0), axis=-1), -jnp.inf)
+        num_new = state.length - state.prompt_length + self.level - 1
+        num_new = jnp.broadcast_to(num_new[:, None], logits.shape[:2])
+        return adjust_logits(logits, state, self.path, num_new, self.model)
+
+    def best(self, k: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Of logits that nobody wants changed: the `k` largest, their tokens `[B, f, k]`, log-sum-exp `[B, f]`."""
+        assert not self.state.sampling.changes_logits
+        f = self.hidden.shape[1]
+        hidden = _pad(self.hidden, max(f, self.min_rows))
+        if self.head is None:
+            values, tokens, logsumexp = self.apply(hidden, k=k, index=self.index, method="top_tokens")
+        else:
+            matrix = self._matrix(self.head)
+            values, columns, logsumexp = head_top_k(hidden, matrix, k=k, implementation=self.model.implementation)
+            tokens = self.head.ids[columns]
+        return values[:, :f], tokens[:, :f], logsumexp[:, :f]
+
+    def _matrix(self, head: DraftHead) -> jax.Array:
+        return head.matrices[self.index if len(head.matrices) > 1 else 0]
 
 
-def _score(apply, state: DecodeState, head, model: MTPModel, min_rows: int, hidden, index, path, level) -> jax.Array:
-    """Adjusted logits `[B, f, V]` of drafts at `level`, from a module's output `[B, f, D]` for them."""
-    f = hidden.shape[1]
-    hidden = _pad(hidden, max(f, min_rows))
-    if head is None:
-        logits = apply(hidden, index=index, method="logits")[:, :f]
-    else:
-        matrix = head.matrices[index if len(head.matrices) > 1 else 0]
-        few = jnp.matmul(hidden, matrix, preferred_element_type=jnp.float32)[:, :f]
-        is_left = (head.place >= 0)[None, None, :]
-        logits = jnp.where(is_left, jnp.take(few, jnp.maximum(head.place, 0), axis=-1), -jnp.inf)
-    num_new = state.length - state.prompt_length + level - 1
-    return adjust_logits(logits, state, path, jnp.broadcast_to(num_new[:, None], logits.shape[:2]), model)
+Scorer = Callable[[jax.Array, int, Path | None, int], _Scores]
 
 
 def adjust_logits(logits: jax.Array, state: DecodeState, path: Path | None, num_new: jax.Array, model: MTPModel):
@@ -114,16 +147,19 @@ def _chain(params, state: DecodeState, scorer: Scorer, *, model: MTPModel, plan:
         if state.sampling.counts_tokens:
             is_before = jnp.broadcast_to(jnp.arange(K) < level - 1, (len(tokens), 1, K))
             path = Path(read_rows(tokens, state.length, K), is_before)
-        logits = scorer(after, index, path, level)
+        scores = scorer(after, index, path, level)
         if is_drawn:
+            logits = scores.logits()
             probabilities.append(distribution(logits, state.sampling))
             V = logits.shape[-1]
             began = state.length[:, None]
             draft = draw(
                 probabilities[-1], noise.gumbel(state.sampling.seed, began, noise.DRAFT, jnp.array([level]), V)
             )
+        elif state.sampling.changes_logits:
+            draft = jnp.argmax(scores.logits(), axis=-1).astype(jnp.int32)
         else:
-            draft = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+            draft = scores.best(1)[1][:, :, 0]
         tokens = write_rows(tokens, draft, state.length + level - 1)
     nodes = read_rows(tokens, state.length - 1, K + 1)
     return Draft(nodes, jnp.concatenate(probabilities, axis=1) if is_drawn else None), caches, tokens
@@ -177,7 +213,7 @@ def _tree(params, state: DecodeState, scorer: Scorer, *, model: MTPModel, plan: 
 
 
 class _Free:
-    """A tree of the best candidates. `level` takes their parents' logits, and gives the nodes to draft on."""
+    """A tree of the best candidates. `level` takes their parents' scores, and gives the nodes to draft on."""
 
     def __init__(self, state: DecodeState, plan: Plan):
         self.state, self.plan, self.num_levels = state, plan, plan.num_steps
@@ -185,11 +221,15 @@ class _Free:
         self.candidates = Candidates()
         self.scores, self.places = jnp.ones((B, 1)), jnp.full((B, 1), -1, jnp.int32)
 
-    def level(self, level: int, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def level(self, level: int, scores: _Scores) -> tuple[jax.Array, jax.Array]:
         """Tokens `[B, topk]` of the next level's nodes, and which of this level's each descends from."""
-        probabilities = _spread(logits, self.state)
+        if self.plan.rule == "greedy" and not self.state.sampling.changes_logits:  # every row's temperature is 0
+            values, tokens, logsumexp = scores.best(self.plan.topk)
+            probabilities = jnp.exp(values - logsumexp[:, :, None])
+        else:
+            probabilities, tokens = jax.lax.top_k(_spread(scores.logits(), self.state), self.plan.topk)
         self.scores, tokens, self.places, origin = self.candidates.offer(
-            probabilities, self.scores, self.places, self.plan.topk
+            probabilities, tokens, self.scores, self.places
         )
         return tokens, origin
 
@@ -211,16 +251,19 @@ class _Fixed:
         self.tokens: dict[int, jax.Array] = {0: read_rows(state.tokens, state.length - 1, 1)[:, 0]}
         self.probabilities: list[jax.Array] = []
 
-    def level(self, level: int, logits: jax.Array) -> tuple[jax.Array | None, jax.Array]:
+    def level(self, level: int, scores: _Scores) -> tuple[jax.Array | None, jax.Array]:
         nodes, state = self.inner[level - 1], self.state
+        logits = scores.logits()
         B, _, V = logits.shape
         is_greedy = (state.sampling.temperature == 0)[:, None, None]
         probabilities = jnp.where(is_greedy, _spread(logits, state), distribution(logits, state.sampling))
         self.probabilities.append(probabilities)
         began = jnp.broadcast_to(state.length[:, None], (B, len(nodes)))
         gumbel = noise.gumbel(state.sampling.seed, began, noise.DRAFT, jnp.array(nodes), V)
-        scores = jnp.log(probabilities) + jnp.where(is_greedy, 0, gumbel)
-        _, drawn = jax.lax.top_k(scores, max(len(self.shape.children(node)) for node in nodes))
+        _, drawn = jax.lax.top_k(
+            jnp.log(probabilities) + jnp.where(is_greedy, 0, gumbel),
+            max(len(self.shape.children(node)) for node in nodes),
+        )
         for place, node in enumerate(nodes):
             for rank, child in enumerate(self.shape.children(node)):
                 self.tokens[child] = drawn[:, place, rank].astype(jnp.int32)

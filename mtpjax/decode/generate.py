@@ -145,17 +145,20 @@ def check_tree(model: MTPModel, config: DecodeConfig) -> None:
     if "linear_attention" in model.config.layer_types:
         raise ValueError(f"topk {config.topk} drafts trees; a model with linear attention verifies chains: topk 1")
     if config.draft_vocabulary is not None:
-        vocabulary = min(vocabulary, len(config.draft_vocabulary))
+        vocabulary = len(_draft_ids(config.draft_vocabulary, model))
     if config.topk > vocabulary:
         raise ValueError(f"topk {config.topk} is more than the {vocabulary} tokens that can be drafted")
 
 
 def _draft_ids(ids: tuple[int, ...], model: MTPModel) -> np.ndarray:
-    """The reduced vocabulary in rising order."""
+    """The reduced vocabulary in rising order, without ids that only pad the tables: those never come."""
     unique = np.unique(np.asarray(ids, np.int32))
+    num_tokens = model.config.num_tokens or model.config.vocab_size
     if not unique.size or unique[0] < 0 or unique[-1] >= model.config.vocab_size:
         raise ValueError(f"draft_vocabulary is empty or has ids outside 0..{model.config.vocab_size - 1}")
-    return unique
+    if num_tokens <= unique[0]:
+        raise ValueError(f"draft_vocabulary has no token: ids from {num_tokens} on only pad the tables")
+    return unique[unique < num_tokens]
 
 
 def bucket(size: int) -> int:

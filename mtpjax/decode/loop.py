@@ -86,7 +86,7 @@ def run_round(
     else:
         draft = Draft(read_rows(state.tokens, state.length - 1, 1))
     verified = verify(params, state, draft, model=model, plan=plan)
-    verdict = judge(state, draft, verified.logits, model=model, plan=plan)
+    verdict = judge(state, draft, verified, model=model, plan=plan)
 
     length, is_running = state.length, ~state.done
     levels = jnp.arange(1, K + 2)[None, :]
@@ -99,7 +99,8 @@ def run_round(
     trunk, logits, entering = verified.trunk, verified.logits, verified.entering
     if verdict.path is not None:
         trunk = gather_path(trunk, length - 1, verdict.path, draft.tokens.shape[1])
-        logits = jnp.take_along_axis(logits, verdict.path[:, :, None], axis=1)
+        if logits is not None:
+            logits = jnp.take_along_axis(logits, verdict.path[:, :, None], axis=1)
         entering = jnp.take_along_axis(entering, verdict.path[:, :, None], axis=1)
     origin = write_rows(state.origin, jnp.where(levels <= verdict.count[:, None], levels, 0), length)
     state = state.replace(
@@ -128,12 +129,12 @@ def run_round(
 
 
 def _emit(
-    state: DecodeState, candidates: jax.Array, count: jax.Array, logits: jax.Array
+    state: DecodeState, candidates: jax.Array, count: jax.Array, logits: jax.Array | None
 ) -> tuple[DecodeState, jax.Array]:
     """Commits the first `count [B]` of `candidates [B, W]`, less what lies behind a stop sequence or the row's limit.
 
-    Rows that are done stay as they are. `logits [B, W, V]` are what each candidate came from. Returns how many tokens
-    were committed, too.
+    Rows that are done stay as they are. `logits [B, W, V]` are what each candidate came from, where log-probabilities
+    are asked for. Returns how many tokens were committed, too.
     """
     W = candidates.shape[1]
     is_end = _ends_here(state, candidates)
@@ -144,6 +145,7 @@ def _emit(
     stopped = state.stopped | (~state.done & (before_stop <= emitted))
     logprobs, history = state.logprobs, state.history
     if logprobs is not None:
+        assert logits is not None
         chosen = jnp.take_along_axis(logits, candidates[:, :, None], axis=2)[:, :, 0]
         logprobs = write_rows(logprobs, chosen - jax.nn.logsumexp(logits, axis=-1), state.length)
     if history.counts is not None:

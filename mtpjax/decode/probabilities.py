@@ -33,6 +33,11 @@ class Sampling(flax.struct.PyTreeNode):
         """Whether penalties need to know what came before."""
         return not (self.repetition is None and self.frequency is None and self.presence is None)
 
+    @property
+    def changes_logits(self) -> bool:
+        """Whether `adjust` does more than to leave out ids that pad the tables."""
+        return self.counts_tokens or self.bias is not None or self.min_new is not None
+
 
 class History(flax.struct.PyTreeNode):
     """What penalties count. Empty (None) where no row has any."""

@@ -26,14 +26,13 @@ class Candidates:
         self.parents: list[jax.Array] = []  # flat index of the parent, -1 for the root
         self.count = 0
 
-    def offer(self, probabilities: jax.Array, scores: jax.Array, places: jax.Array, topk: int):
-        """Children of a level's nodes, with `probabilities [B, f, V]`, nodes' `scores [B, f]` and flat `places [B, f]`.
+    def offer(self, probabilities: jax.Array, tokens: jax.Array, scores: jax.Array, places: jax.Array):
+        """Of a level's nodes, the likeliest children `[B, f, topk]`, the nodes' `scores` and flat `places [B, f]`.
 
         Returns the topk best: scores, tokens, flat places `[B, topk]`, and which node each descends from.
         """
-        best, tokens = jax.lax.top_k(probabilities, topk)
-        B = len(best)
-        scores = (scores[:, :, None] * best).reshape(B, -1)
+        B, _, topk = tokens.shape
+        scores = (scores[:, :, None] * probabilities).reshape(B, -1)
         tokens = tokens.astype(jnp.int32).reshape(B, -1)
         self.scores.append(scores)
         self.tokens.append(tokens)

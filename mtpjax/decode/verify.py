@@ -16,7 +16,8 @@ from mtpjax.model import MTPModel, bind
 class Verified(flax.struct.PyTreeNode):
     """The trunk's pass over W nodes."""
 
-    logits: jax.Array  # [B, W, V] float32, as they are
+    logits: jax.Array | None  # [B, W, V] float32, as they are; None where nothing reads them
+    choices: jax.Array | None  # [B, W] int32, the tokens of the largest, where nothing else is read
     entering: jax.Array  # [B, W, D], what the modules take in
     trunk: Cache  # with the nodes appended
 
@@ -43,13 +44,20 @@ def verify(params: dict, state: DecodeState, draft: Draft, *, model: MTPModel, p
     taken = None if plan.num_steps else (~state.done).astype(jnp.int32)
     view = cached_view(model.config, start, width, state.tokens.shape[1], taken=taken, branches=branches)
     hidden, before, trunk = apply(tokens, view, state.trunk, method="run_trunk")
-    logits = apply(hidden, method="logits")[:, :W]
-    return Verified(logits, apply(hidden, before, method="entering")[:, :W], trunk)
+    logits = choices = None
+    if plan.rule == "greedy" and not state.sampling.changes_logits and state.logprobs is None:
+        choices = apply(hidden, k=1, method="top_tokens")[1][:, :W, 0]
+    else:
+        logits = apply(hidden, method="logits")[:, :W]
+    return Verified(logits, choices, apply(hidden, before, method="entering")[:, :W], trunk)
 
 
-def judge(state: DecodeState, draft: Draft, logits: jax.Array, *, model: MTPModel, plan: Plan) -> Verdict:
-    """Accepts drafts by `plan.rule`, given the trunk's logits `[B, W, V]` after each node."""
-    B, W, V = logits.shape
+def judge(state: DecodeState, draft: Draft, verified: Verified, *, model: MTPModel, plan: Plan) -> Verdict:
+    """Accepts drafts by `plan.rule`, given what the trunk says after each node."""
+    if verified.choices is not None:
+        return _follow(draft, verified.choices, plan.num_steps)
+    assert verified.logits is not None
+    B, W, V = verified.logits.shape
     K = plan.num_steps
     depth = jnp.broadcast_to(jnp.arange(W)[None, :], (B, W)) if draft.depths is None else draft.depths
     num_new = (state.length - state.prompt_length)[:, None] + depth
@@ -57,7 +65,7 @@ def judge(state: DecodeState, draft: Draft, logits: jax.Array, *, model: MTPMode
     if state.sampling.counts_tokens:
         is_on = jnp.broadcast_to(jnp.tri(W, dtype=bool)[None], (B, W, W)) if draft.is_on is None else draft.is_on
         path = Path(draft.tokens, is_on & (jnp.arange(W) > 0)[None, None])  # the pending token is history
-    adjusted = adjust_logits(logits, state, path, num_new, model)
+    adjusted = adjust_logits(verified.logits, state, path, num_new, model)
     seed, began = state.sampling.seed, state.length[:, None]
 
     if plan.rule in ("greedy", "sample"):
@@ -66,11 +74,7 @@ def judge(state: DecodeState, draft: Draft, logits: jax.Array, *, model: MTPMode
         else:
             probabilities = distribution(adjusted, state.sampling)
             choices = draw_target(probabilities, state.sampling, began + depth)
-        if draft.parents is None:
-            return Verdict(None, acceptance.accept_greedy(draft.tokens[:, 1:], choices), choices)
-        follow = jax.vmap(lambda *row: acceptance.follow(*row, num_steps=K))
-        walked, count = follow(draft.tokens, draft.parents, choices)
-        return Verdict(walked, count, jnp.take_along_axis(choices, walked, axis=1))
+        return _follow(draft, choices, K)
 
     probabilities = distribution(adjusted, state.sampling)
     nodes = jnp.arange(1, W + 1 if draft.parents is not None else W)
@@ -92,6 +96,15 @@ def judge(state: DecodeState, draft: Draft, logits: jax.Array, *, model: MTPMode
     places = jnp.arange(K + 1)[None, :]
     tokens = jnp.where(places < count[:, None], jnp.pad(accepted, ((0, 0), (0, 1))), bonus)
     return Verdict(walked, count, tokens)
+
+
+def _follow(draft: Draft, choices: jax.Array, num_steps: int) -> Verdict:
+    """Accepts drafts that are the trunk's `choices [B, W]`."""
+    if draft.parents is None:
+        return Verdict(None, acceptance.accept_greedy(draft.tokens[:, 1:], choices), choices)
+    follow = jax.vmap(lambda *row: acceptance.follow(*row, num_steps=num_steps))
+    walked, count = follow(draft.tokens, draft.parents, choices)
+    return Verdict(walked, count, jnp.take_along_axis(choices, walked, axis=1))
 
 
 def _tree_rule(plan: Plan):

@@ -43,7 +43,7 @@ def test_candidates_become_sglangs_tree(topk, num_steps, num_nodes):
     scores, places = jnp.ones((1, 1)), jnp.full((1, 1), -1)
     for _ in range(num_steps):
         probabilities = jnp.array([[tables(path) for path in paths[-1]]])
-        scores, tokens, places, origin = candidates.offer(probabilities, scores, places, topk)
+        scores, tokens, places, origin = candidates.offer(*jax.lax.top_k(probabilities, topk), scores, places)
         paths.append([(*paths[-1][int(o)], int(t)) for o, t in zip(origin[0], tokens[0], strict=True)])
     tokens, parents = candidates.select(num_nodes)
     wanted_tokens, wanted_parents = plain_tree(tables, topk, num_steps, num_nodes)
@@ -56,7 +56,7 @@ def test_equal_scores_leave_a_tree():
         scores, places = jnp.ones((1, 1)), jnp.full((1, 1), -1)
         for _ in range(3):
             spread = jnp.broadcast_to(probabilities, (1, scores.shape[1], V))
-            scores, _, places, _ = candidates.offer(spread, scores, places, 3)
+            scores, _, places, _ = candidates.offer(*jax.lax.top_k(spread, 3), scores, places)
         _, parents = candidates.select(9)
         assert all(-1 < parent < node for node, parent in enumerate(parents[0].tolist()) if node)
 

@@ -1,0 +1,181 @@
+"""The likeliest tokens of an output head, without writing its logits: op, kernel, reference."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels.dispatch import choose
+
+
+def head_top_k(
+    hidden, head, *, k=1, num_tokens=None, is_transposed=False, implementation="auto"
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The `k` largest of the logits `hidden @ head`, which columns they are, and the log-sum-exp of all logits.
+
+    hidden [..., D] and head [D, V], or [V, D] if `is_transposed` (a tied embedding, read as it lies) -> values [..., k]
+    float32, indices [..., k] int32, logsumexp [...] float32. Largest first, and of equal logits the lower column first,
+    as `jnp.argmax` and `jax.lax.top_k` have it. Columns from `num_tokens` (default: V) on count nowhere. The head is
+    cast to hidden's dtype; products are summed in float32, those of float32 numbers at full precision in the kernel
+    and at JAX's default precision by XLA. `implementation` is "xla" (the reference), "triton" (the kernel: CUDA and
+    ROCm), "interpreted" (the kernel on any machine, slowly) or "auto", see `pallas_kernels.dispatch`. No gradients.
+    Logits that are -inf or NaN are not for the kernel. Raises ValueError for other implementations, shapes that do not
+    fit, dtypes other than float32, bfloat16 and float16, and a `k` outside 1..num_tokens.
+    """
+    width, size = head.shape[::-1] if is_transposed and head.ndim == 2 else head.shape
+    if head.ndim != 2 or hidden.ndim == 0 or hidden.shape[-1] != width:
+        layout = "[V, D]" if is_transposed else "[D, V]"
+        raise ValueError(f"head {head.shape}, as {layout}, does not fit the last dimension of hidden {hidden.shape}")
+    num_tokens = size if num_tokens is None else num_tokens
+    if not 1 <= num_tokens <= size:
+        raise ValueError(f"num_tokens {num_tokens} is outside 1..{size}, the columns of the head")
+    if not 1 <= k <= num_tokens:
+        raise ValueError(f"k {k} is outside 1..{num_tokens}")
+    for array in (hidden, head):
+        if array.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+            raise ValueError(f"hidden and head must be float32, bfloat16 or float16, not {array.dtype}")
+    rows = hidden.size // width
+    chosen = choose("head_top_k", implementation, ("xla", "triton"), rows=rows, width=width, vocabulary=num_tokens, k=k)
+    if chosen == "xla" or rows == 0:
+        return head_top_k_reference(hidden, head, k=k, num_tokens=num_tokens, is_transposed=is_transposed)
+    values, indices, logsumexp = _head_top_k_triton(
+        hidden.reshape(rows, width), head, k, num_tokens, is_transposed, chosen == "interpreted"
+    )
+    leading = hidden.shape[:-1]
+    return values.reshape(*leading, k), indices.reshape(*leading, k), logsumexp.reshape(leading)
+
+
+def head_top_k_reference(hidden, head, *, k=1, num_tokens=None, is_transposed=False):
+    """What `head_top_k` means."""
+    head = head.astype(hidden.dtype)
+    logits = jnp.matmul(hidden, head.T if is_transposed else head, preferred_element_type=jnp.float32)
+    if num_tokens is not None and num_tokens < logits.shape[-1]:
+        is_token = jnp.arange(logits.shape[-1]) < num_tokens
+        logits = jnp.where(is_token.reshape((1,) * (logits.ndim - 1) + is_token.shape), logits, -jnp.inf)
+    if k == 1:
+        values, indices = logits.max(axis=-1, keepdims=True), jnp.argmax(logits, axis=-1, keepdims=True)
+    else:
+        values, indices = jax.lax.top_k(logits, k)
+    return values, indices.astype(jnp.int32), jax.nn.logsumexp(logits, axis=-1)
+
+
+def _head_top_k_triton(hidden, head, k, num_tokens, is_transposed, interpret):
+    """hidden [R, D]: a program takes a block of columns over all of D, and leaves its k best and its sum of exp.
+
+    Few rows: the head's bytes are the time. Each is read once, but for a second block of rows, whose program stands
+    beside the first one's and finds them in the cache.
+    """
+    (num_rows, width), size = hidden.shape, head.shape[0 if is_transposed else 1]
+    block_rows = min(max(pl.next_power_of_2(num_rows), 16), 64)  # 16: the least of the matrix units
+    block_columns, block_depth = (64, 32) if hidden.dtype == jnp.float32 else (128, 64)
+    num_stages = 3 if block_rows == 64 else 4  # what an MI300X has shared memory for
+    grid = (pl.cdiv(num_rows, block_rows), pl.cdiv(num_tokens, block_columns))  # what is no token is not read
+    if is_transposed:
+        head_spec = pl.BlockSpec((block_columns, width), lambda i, j: (j, 0))
+    else:
+        head_spec = pl.BlockSpec((width, block_columns), lambda i, j: (0, j))
+    best = (jnp.float32, jnp.int32)
+    columns_read = min(grid[1] * block_columns, size)
+    values, indices, sums = pl.pallas_call(
+        functools.partial(
+            _head_top_k_kernel,
+            num_rows=num_rows,
+            width=width,
+            size=size,
+            num_tokens=num_tokens,
+            k=k,
+            block_depth=block_depth,
+            is_transposed=is_transposed,
+        ),
+        out_shape=[
+            *(jax.ShapeDtypeStruct((num_rows, grid[1], k), dtype) for dtype in best),
+            jax.ShapeDtypeStruct((num_rows, grid[1]), jnp.float32),
+        ],
+        grid=grid,
+        in_specs=[pl.BlockSpec((block_rows, width), lambda i, j: (i, 0)), head_spec],
+        out_specs=[
+            *(pl.BlockSpec((block_rows, None, k), lambda i, j: (i, j, 0)) for _ in best),
+            pl.BlockSpec((block_rows, None), lambda i, j: (i, j)),
+        ],
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=num_stages),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * num_rows * width * columns_read,
+            transcendentals=num_rows * num_tokens,
+            bytes_accessed=grid[0] * columns_read * width * head.dtype.itemsize
+            + grid[1] * num_rows * width * hidden.dtype.itemsize
+            + grid[1] * num_rows * 4 * (2 * k + 1),
+        ),
+        interpret=interpret,
+        name="head_top_k",
+    )(hidden, head)
+    most = values[:, :, 0].max(axis=1, keepdims=True)
+    logsumexp = most[:, 0] + jnp.log((sums * jnp.exp(values[:, :, 0] - most)).sum(axis=1))
+    values, indices = values.reshape(num_rows, -1), indices.reshape(num_rows, -1)  # in the order of columns where equal
+    if k == 1:
+        place = jnp.argmax(values, axis=1, keepdims=True)
+        values = most
+    else:
+        values, place = jax.lax.top_k(values, k)
+    return values, jnp.take_along_axis(indices, place, axis=1), logsumexp
+
+
+def _head_top_k_kernel(
+    hidden_ref,
+    head_ref,
+    values_ref,
+    indices_ref,
+    sums_ref,
+    *,
+    num_rows,
+    width,
+    size,
+    num_tokens,
+    k,
+    block_depth,
+    is_transposed,
+):
+    """hidden_ref [block_rows, D] and a block of columns of the head -> values_ref and indices_ref [block_rows, k].
+
+    sums_ref [block_rows] is the sum of exp(logit - largest logit of the block).
+    """
+    block_rows = hidden_ref.shape[0]
+    block_columns = head_ref.shape[0 if is_transposed else 1]
+    row = pl.program_id(0) * block_rows + jnp.arange(block_rows)
+    column = pl.program_id(1) * block_columns + jnp.arange(block_columns)
+    is_row, is_column = row < num_rows, column < size
+
+    def add(step, logits):
+        start = step * block_depth
+        is_deep = start + jnp.arange(block_depth) < width
+        hidden = plt.load(
+            hidden_ref.at[:, pl.ds(start, block_depth)], mask=is_row[:, None] & is_deep[None, :], other=0.0
+        )
+        if is_transposed:
+            tile = plt.load(
+                head_ref.at[:, pl.ds(start, block_depth)], mask=is_column[:, None] & is_deep[None, :], other=0.0
+            ).T
+        else:
+            tile = plt.load(
+                head_ref.at[pl.ds(start, block_depth)], mask=is_deep[:, None] & is_column[None, :], other=0.0
+            )
+        return logits + jnp.dot(
+            hidden,
+            tile.astype(hidden.dtype),
+            preferred_element_type=jnp.float32,
+            precision=jax.lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else None,
+        )
+
+    steps = jnp.int32(pl.cdiv(width, block_depth))
+    logits = jnp.zeros((block_rows, block_columns), jnp.float32)
+    logits = jax.lax.fori_loop(jnp.int32(0), steps, add, logits)
+    logits = jnp.where((column < num_tokens)[None, :], logits, -jnp.inf)
+    for rank in range(k):
+        value = jnp.max(logits, axis=1)
+        if rank == 0:
+            plt.store(sums_ref, jnp.sum(jnp.exp(logits - value[:, None]), axis=1), mask=is_row)
+        index = jnp.min(jnp.where(logits == value[:, None], column[None, :], num_tokens - 1), axis=1)
+        plt.store(values_ref.at[:, jnp.int32(rank)], value, mask=is_row)
+        plt.store(indices_ref.at[:, jnp.int32(rank)], index, mask=is_row)
+        logits = jnp.where(column[None, :] == index[:, None], -jnp.inf, logits)
