@@ -157,6 +157,7 @@ def _grouped_matmul() -> Iterator[Case]:
         yield _experts(**deepseek_v3, tokens=tokens, is_fp8=True)
     for tokens in (1, 4, 64, 2048):
         yield _experts(**medium, tokens=tokens)
+    yield _experts(**medium, tokens=2048, is_fp8=True)
     yield _experts(**medium, tokens=2048, is_trained=True)
 
 

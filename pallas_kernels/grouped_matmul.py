@@ -154,15 +154,22 @@ def _experts(x, ids, weights, gate_up, down, gate_up_scales, down_scales, block,
     """The kernels. Beside the weights little moves: the hidden rows [n * k, F] and the experts' answers [n * k, D]."""
     num_experts = len(down)
     is_few = len(x) <= FEW_TOKENS_OF_KERNEL
-    route = route_few(ids, num_experts) if is_few else _route_many(x, ids, num_experts)[0]
+    route = _route_few(ids, down, x.dtype) if is_few else _route_many(ids, down, x.dtype)[0]
     made = functools.partial(product, route, block=block, interpret=interpret)
     hidden = made(x, gate_up, scales=gate_up_scales, out_dtype=x.dtype)
     answers = made(hidden, down, scales=down_scales, out_dtype=jnp.float32 if is_few else x.dtype)
     return _weighted_sum(ids, weights, answers, num_experts).astype(x.dtype)
 
 
-def _route_many(x, ids, num_experts):
-    return route_many(ids, num_experts, most_rows=32 if x.dtype == jnp.float32 else 128)  # float32 fills the registers
+def _route_few(ids, down, dtype):
+    """As many rows share a pass over the weights as fit the registers: with fp8 32, so one of more is read twice."""
+    return route_few(ids, len(down), most_groups=4 if down.dtype == dtype else 2)
+
+
+def _route_many(ids, down, dtype):
+    """As many rows to a product as fit the registers."""
+    is_fp8 = down.dtype != dtype
+    return route_many(ids, len(down), most_rows=32 if dtype == jnp.float32 else 64 if is_fp8 else 128)
 
 
 def _weighted_sum(ids, weights, answers, num_experts):
@@ -180,7 +187,7 @@ def _forward(x, ids, weights, gate_up, down, gate_up_scales, down_scales, block,
     del block
     if gate_up_scales is not None or down_scales is not None:
         raise ValueError("experts in fp8 have no gradient in the kernels: pass weights that `dequantise` gave")
-    route, _ = _route_many(x, ids, len(down))
+    route, _ = _route_many(ids, down, x.dtype)
     hidden, factors = product(route, x, gate_up, out_dtype=x.dtype, keep=True, interpret=interpret)
     answers = product(route, hidden, down, out_dtype=x.dtype, interpret=interpret)
     y = _weighted_sum(ids, weights, answers, len(down)).astype(x.dtype)
@@ -195,7 +202,7 @@ def _backward(block, interpret, residuals, gradient):
     del block
     x, ids, weights, gate_up, down, factors = residuals
     E, D, _, F = gate_up.shape
-    route, begins = _route_many(x, ids, E)
+    route, begins = _route_many(ids, down, x.dtype)
     made = functools.partial(product, route, transposed=True, interpret=interpret)
     summed = functools.partial(outer, route, begins, out_dtype=gate_up.dtype, interpret=interpret)
     is_own = ids.reshape(-1, 1) < E

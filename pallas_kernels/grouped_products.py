@@ -27,7 +27,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 ROWS = 16  # of a product for few tokens: the fewest that tensor cores take
-PROGRAMS = 132  # an H100's multiprocessors, which one token's programs should keep busy
 SHARED = 60 * 1024  # bytes of a block: a block has 64 KB on an MI300X, and three fit on an H100's multiprocessor
 
 
@@ -47,15 +46,17 @@ class Route:
     loads: int  # bytes of `arrays` that the programs of one slab read
 
 
-def route_few(ids, num_experts: int) -> Route:
+def route_few(ids, num_experts: int, most_groups: int = 4) -> Route:
     """A block for each pair of ids [n, k] int32, of which the first with an expert takes all of the expert's rows.
 
-    Products have 16 rows however many the expert has, so that no row's sums depend on other rows.
+    Products have 16 rows however many the expert has, so that no row's sums depend on other rows. Up to `most_groups`
+    of them share one pass over the expert's weights.
     """
     num_tokens, k = ids.shape
     num_pairs = num_tokens * k
     padded = pl.next_power_of_2(num_pairs)
-    groups = pl.cdiv(num_tokens, ROWS)
+    groups = min(most_groups, pl.cdiv(num_tokens, ROWS))
+    passes = pl.cdiv(num_tokens, ROWS * groups)
 
     def visit(refs, block, body):
         (ids_ref,) = refs
@@ -82,24 +83,25 @@ def route_few(ids, num_experts: int) -> Route:
                 loaded = plt.load(ids_ref.at[place], mask=(choice < k) & (place < num_pairs), other=num_experts)
                 return place, (loaded == expert).astype(jnp.int32)
 
-            def turn(index, _):
+            def take(index, _):
+                turn, first = jax.lax.div(index, passes) + 1, jax.lax.rem(index, passes) * groups
                 taken = []
                 for group in range(groups):
-                    place, is_chosen = chosen(group)
-                    is_now = (is_chosen > 0) & (jnp.cumsum(is_chosen, axis=1) == index + 1)
+                    place, is_chosen = chosen(first + group)
+                    is_now = (is_chosen > 0) & (jnp.cumsum(is_chosen, axis=1) == turn)
                     is_valid = jnp.sum(is_now.astype(jnp.int32), axis=1) > 0
                     pairs = jnp.sum(jnp.where(is_now, place, 0), axis=1)
                     taken.append((jnp.where(is_valid, pairs, num_pairs), is_valid))
                 body(expert, taken)
 
             turns = jnp.int32(1)
-            for group in range(groups):
+            for group in range(groups * passes):
                 turns = jnp.maximum(turns, jnp.max(jnp.sum(chosen(group)[1], axis=1)))
-            jax.lax.fori_loop(jnp.int32(0), turns, turn, None)
+            jax.lax.fori_loop(jnp.int32(0), turns * passes, take, None)
 
-        if groups == 1:
+        if num_tokens <= ROWS:
             pl.when(is_active)(take_all)
-        else:  # the weights are read once in both cases
+        else:
             pl.when(is_active & (count <= ROWS))(take_dense)
             pl.when(is_active & (count > ROWS))(take_all)
 
@@ -173,13 +175,17 @@ class Tile:
     stages: int
 
 
-def _tile(route: Route, weight, K, N, parts, lanes, transposed, block) -> Tile:
-    """Chosen by the model's shapes, and not by the number of tokens, on which no row's sums should depend."""
+def _tile(route: Route, weight, K, N, parts, lanes, block) -> Tile:
+    """Chosen by shapes. `depth`, the number of rows to a step, must not depend on that of tokens: in fp8 it is that of
+
+    terms summed before a scale multiplies them, and a row's sums should be the same in any company.
+    """
     itemsize = weight.dtype.itemsize
     if route.rows == ROWS:
-        # A step reads whole cache lines of 128 bytes, half ones where a token would otherwise leave processors idle.
+        # A step reads whole cache lines of 128 bytes, and halves of them where there would else be too few programs to
+        # keep an H100's 132 multiprocessors busy: one for most of them, more if they have fp8 to unpack.
         columns, depth = 128 // itemsize, 32 if itemsize == 4 else 64
-        if route.num_pairs // route.num_tokens * pl.cdiv(N // lanes, columns) < PROGRAMS:
+        if min(route.num_pairs, route.num_experts) * pl.cdiv(N // lanes, columns) < (100 if lanes == 1 else 200):
             columns //= 2
     else:
         columns, depth = (64 if parts == 2 else 128) // lanes, 32
@@ -188,8 +194,9 @@ def _tile(route: Route, weight, K, N, parts, lanes, transposed, block) -> Tile:
     if lanes == 2:
         depth = min(depth, block & -block)  # a step has one scale: its largest power of two divides the block
     step = depth * (columns * parts * itemsize + route.groups * route.rows * 2)
-    warps = 8 if columns * parts * lanes * max(route.rows, 32) >= 128 * 64 else 4
-    return Tile(columns, depth, warps, 1 + max(1, min(5, SHARED // step)))
+    warps = 8 if route.rows * columns * parts >= 128 * 128 else 4
+    most = 4 if route.rows == ROWS and route.groups == 1 else 3  # tiles on their way; more of them spill registers
+    return Tile(columns, depth, warps, 1 + max(1, min(most, SHARED // step)))
 
 
 def product(
@@ -211,7 +218,7 @@ def product(
         weight = jax.lax.bitcast_convert_type(weight.reshape(*weight.shape[:-1], N // 2, 2), jnp.uint16)
     if not transposed:
         weight = weight.reshape(E, K, parts, N // lanes)
-    tile = _tile(route, weight, K, N, parts, lanes, transposed, block)
+    tile = _tile(route, weight, K, N, parts, lanes, block)
     slabs = pl.cdiv(N // lanes, tile.columns)
     outputs = [jax.ShapeDtypeStruct((route.num_pairs, N // lanes, lanes), out_dtype)]
     if keep:
@@ -286,7 +293,7 @@ def _product_kernel(*refs, visit, num_arrays, together, tile, slabs, depth, choi
         row = jax.lax.div(step * tile.depth, block)
         mask = None if width % tile.columns == 0 else column < width
         return [
-            _load(scales_ref.at[expert, row, np.int32(part), columns, np.int32(lane)], mask)
+            _load(scales_ref.at[expert, row, np.int32(part), columns, np.int32(lane)], mask) * 256  # see `_from_fp8`
             for part in range(parts)
             for lane in range(lanes)
         ]
@@ -333,8 +340,18 @@ def _load(ref, mask):
 
 
 def _from_fp8(bits, dtype):
-    """Through float32: to bfloat16 directly Triton takes an instruction of an eighth of the rate."""
-    return jax.lax.bitcast_convert_type(bits, jnp.float8_e4m3fn).astype(jnp.float32).astype(dtype)
+    """float8_e4m3fn as bits, uint8, to float32 or bfloat16, divided by 256; exact, but for NaN, which is 480.
+
+    Sign, exponent and fraction go where float16 has them, whose exponents' bias is larger by 8; bfloat16 lacks no digit
+    of the result. That needs no GPU that knows fp8, on an H100 no more instructions than Triton's own conversion, and
+    on an MI300X, which knows another fp8, fewer registers.
+    """
+    number = (((bits.astype(jnp.int32) << 24) >> 1) >> 16).astype(jnp.int16) & np.int16(0xBF80 - 2**16)  # sign twice
+    number = jax.lax.bitcast_convert_type(number, jnp.float16).astype(jnp.float32)
+    if dtype == jnp.float32:
+        return number
+    upper = (jax.lax.bitcast_convert_type(number, jnp.int32) >> 16).astype(jnp.int16)
+    return jax.lax.bitcast_convert_type(upper, jnp.bfloat16)
 
 
 def outer(route, begins, left, right, *, out_dtype, interpret=False):

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
 
 from experiments.kernel_cases import cases
 from mtpjax import DecodeConfig, ModelConfig, MTPModel, compat, generate, speculative_generate
@@ -87,6 +89,36 @@ def test_no_weight_of_an_idle_expert_is_read(size):
     assert not interpreted(x, jnp.full_like(ids, 6), weights, gate_up, down).any()
 
 
+@pytest.mark.parametrize(("n", "E"), [(5, 8), (16, 2), (40, 24), (40, 3), (64, 2)])
+def test_each_chosen_expert_is_visited_once_and_each_of_its_rows(n, E):
+    """Whether few of the tokens chose it or all, so that its weights are read once."""
+    rng = np.random.default_rng(0)
+    ids = np.stack([rng.permutation(E + 3)[:2] for _ in range(n)]).astype(np.int32)  # E, E + 1 and E + 2 are nobody
+    route = grouped_products.route_few(jnp.asarray(ids), E)
+
+    def kernel(ids_ref, visits_ref, taken_ref):
+        block = pl.program_id(0)
+
+        @pl.when(block == 0)
+        def _():
+            visits_ref[...] = jnp.zeros(visits_ref.shape, jnp.int32)
+            taken_ref[...] = jnp.zeros(taken_ref.shape, jnp.int32)
+
+        def body(expert, groups):
+            visits_ref[expert] += 1
+            for pairs, is_valid in groups:
+                before = plt.load(taken_ref.at[pairs], mask=is_valid, other=0)
+                plt.store(taken_ref.at[pairs], before + 1 + 1000 * expert, mask=is_valid)
+
+        route.visit((ids_ref,), block, body)
+
+    shapes = [jax.ShapeDtypeStruct((size,), jnp.int32) for size in (E, ids.size)]
+    call = pl.pallas_call(kernel, out_shape=shapes, grid=(route.num_blocks,), interpret=True)
+    visits, taken = call(*route.arrays)
+    np.testing.assert_array_equal(visits, np.isin(np.arange(E), ids))
+    np.testing.assert_array_equal(taken, np.where(ids < E, 1 + 1000 * ids, 0).reshape(-1))
+
+
 def test_a_row_has_the_same_bits_whatever_its_neighbours():
     x, ids, weights, *stacks = problem(40, 3, 2)
     together = interpreted(x, ids, weights, *stacks)
@@ -149,6 +181,21 @@ def test_offsets_into_stacks_do_not_overflow(case):
                 wide += 1
                 assert offsets == {"i64"}
     assert wide or "DeepSeek" not in case.name
+
+
+def test_bytes_would_be_addressed_with_too_few_bits():
+    """The hazard that the test above looks for, in a kernel of its own."""
+
+    def kernel(stack_ref, out_ref):
+        out_ref[...] = stack_ref[pl.program_id(0), 0, pl.ds(0, 128)].astype(jnp.float32)
+
+    params = plt.CompilerParams(num_warps=4)
+    out = jax.ShapeDtypeStruct((128,), jnp.float32)
+    call = pl.pallas_call(kernel, out_shape=out, grid=(256,), compiler_params=params)
+    stack = jax.ShapeDtypeStruct((256, 2048, 7168), jnp.float8_e4m3fn)
+    assert stack.size >= 2**31
+    (made,) = compat.triton_kernels(compat.lower_for(call, stack, platforms=("cuda",))["cuda"])
+    assert offsets_added(made.ir, "%arg0") == {"i32"}
 
 
 def offsets_added(ir, pointer):
