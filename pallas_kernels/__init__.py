@@ -2,7 +2,15 @@
 
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.head_top_k import head_top_k
+from pallas_kernels.linear_cross_entropy import linear_cross_entropy, linear_total_variation
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.verify_attention import verify_attention
 
-__all__ = ["grouped_matmul", "head_top_k", "rms_norm", "verify_attention"]
+__all__ = [
+    "grouped_matmul",
+    "head_top_k",
+    "linear_cross_entropy",
+    "linear_total_variation",
+    "rms_norm",
+    "verify_attention",
+]

@@ -94,7 +94,10 @@ def add_up(function: Callable[[Any], Any], parts: Any) -> Any:
 def _terms(
     params, output: DepthsOutput, targets: jax.Array, *, model: MTPModel, objective: Objective, is_detached: bool
 ) -> Terms:
-    """From the logits; or from the hidden states, `vocab_chunk` columns at a time, when jit drops the unused logits."""
+    """From the logits; or from the hidden states, `vocab_chunk` columns at a time, when jit drops the unused logits.
+
+    The latter may be a kernel, the model's `implementation`.
+    """
     if not objective.vocab_chunk:
         return plain_terms((output.logits, *output.mtp_logits), targets)
     apply, modules, num_depths = bind(model, params), model.config.num_mtp_modules, len(output.mtp_hidden)
@@ -111,4 +114,5 @@ def _terms(
         head_of=head_of,
         vocab_chunk=objective.vocab_chunk,
         compares_with_trunk=objective.compares_with_trunk,
+        implementation=model.implementation,
     )

@@ -1,7 +1,7 @@
 """What objectives need to know of a position: its cross-entropy, and how far its draft is from the trunk.
 
 `plain_terms` has all logits before it and is the meaning. `chunked_terms` takes hidden states and the head, runs over
-the vocabulary in chunks, forward and backward, and never holds `[B, T, V]`.
+the vocabulary in chunks, forward and backward, and never holds `[B, T, V]`; or leaves that to a kernel.
 
 The vocabulary is every column of the head, also the ids from `num_tokens` on, which only pad it: no target ever names
 one, so training teaches them down for engines that would decode them.
@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from mtpjax.model import shift_left
+from pallas_kernels import linear_cross_entropy, linear_total_variation
+from pallas_kernels.dispatch import choose
 
 
 class Terms(NamedTuple):
@@ -51,18 +53,57 @@ def chunked_terms(
     head_of: Sequence[int],
     vocab_chunk: int,
     compares_with_trunk: bool,
+    implementation: str = "auto",
 ) -> Terms:
     """`plain_terms` of `hidden[n] @ heads[head_of[n]]`, with `vocab_chunk` columns of the logits at a time.
 
     `hidden` are `[B, T, D]` of the trunk and every depth, as the head reads them; `heads` the distinct ones `[D, V]`.
     The first pass finds log-sum-exp, the second, which needs it, KL and overlap: without `compares_with_trunk` it is
     left out and both are 0. The backward pass computes the logits again. Products are taken in the dtype of `hidden`
-    and summed in float32. Raises `ValueError` for a `vocab_chunk` below 1.
+    and summed in float32. `implementation` "xla" is the loop over chunks here, another one a kernel, see
+    `pallas_kernels.linear_cross_entropy`. Raises `ValueError` for a `vocab_chunk` below 1.
     """
     if vocab_chunk < 1:
         raise ValueError(f"vocab_chunk must be at least 1, not {vocab_chunk}")
-    chunk = min(vocab_chunk, heads[0].shape[1])
+    compares_with_trunk = compares_with_trunk and len(hidden) > 1
+    (D, V), drafts = heads[0].shape, len(hidden) - 1
+    sizes = {"rows": targets[0].size, "width": D, "vocabulary": V}
+    if compares_with_trunk:
+        chosen = choose("linear_total_variation", implementation, ("xla", "triton"), drafts=drafts, **sizes)
+    else:
+        chosen = choose("linear_cross_entropy", implementation, ("xla", "triton"), **sizes)
+    if chosen != "xla":
+        how = {"vocab_chunk": vocab_chunk, "implementation": chosen}
+        return _kernel_terms(hidden, heads, targets, head_of, compares_with_trunk, **how)
+    chunk = min(vocab_chunk, V)
     return _terms(tuple(hidden), tuple(heads), targets, tuple(head_of), chunk, compares_with_trunk)
+
+
+def _kernel_terms(hidden, heads, targets, head_of, compares_with_trunk, **how) -> Terms:
+    """The kernels compare rows of one number: depth k moves k places to the right, where its p stands, and back."""
+    depths, B, T = targets.shape
+    groups = {which: [depth for depth in range(depths) if head_of[depth] == which] for which in head_of}
+    order = [depth for group in groups.values() for depth in group]
+
+    def stack(arrays, group):
+        return jnp.stack([_shift_right(arrays[depth], depth).reshape(B * T, -1) for depth in group])
+
+    states, heads = [stack(hidden, group) for group in groups.values()], [heads[which] for which in groups]
+    moved = [stack(targets, group)[:, :, 0] for group in groups.values()]
+
+    def back(array, first=0):
+        rows = [array[order.index(depth) - first].reshape(B, T) for depth in range(first, depths)]
+        return jnp.stack([shift_left(row, depth) for depth, row in enumerate(rows, start=first)])
+
+    if compares_with_trunk:
+        terms = linear_total_variation(states, heads, jnp.concatenate(moved), **how)
+        return Terms(back(terms.cross_entropy), back(terms.kl, 1), back(terms.overlap, 1))
+    losses = [
+        linear_cross_entropy(array.reshape(of.size, -1), head, of.reshape(-1), **how).reshape(of.shape)
+        for array, head, of in zip(states, heads, moved, strict=True)
+    ]
+    zeros = jnp.zeros((depths - 1, B, T))
+    return Terms(back(jnp.concatenate(losses)), zeros, zeros)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
@@ -158,6 +199,11 @@ def _terms_backward(head_of, chunk, compares_with_trunk, residuals, cotangents):
 
 
 _terms.defvjp(_terms_forward, _terms_backward)
+
+
+def _shift_right(rows, count):
+    """The other way than `shift_left`."""
+    return jnp.pad(rows, ((0, 0), (count, 0), *((0, 0),) * (rows.ndim - 2)))[:, : rows.shape[1]]
 
 
 def _columns(step, chunk, V):

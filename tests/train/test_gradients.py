@@ -130,6 +130,12 @@ def test_layers_run_again_give_the_same(batch, whole):
     assert_same(gradients(batch, MIXED, remat=True), whole(MIXED))
 
 
+@pytest.mark.parametrize(("axes", "parts"), [(None, 1), pytest.param(TWO, 2, marks=pytest.mark.slow)])
+def test_kernels_give_the_same(axes, parts, batch, whole):
+    found = gradients(batch, MIXED, implementation="interpreted", axes=axes, accumulation=parts)
+    assert_same(found, whole(MIXED))
+
+
 @pytest.mark.slow
 def test_layers_run_again_take_less_memory(batch):
     deep, long = dataclasses.replace(CONFIG, num_hidden_layers=8), Batch(*(np.tile(rows, (1, 8)) for rows in batch))

@@ -22,13 +22,14 @@ def rows(key, num_depths, num_heads, dtype=jnp.float32, scale=1.0):
     return list(hidden.astype(dtype)), list(heads), jax.random.randint(keys[2], (B, T), 0, V)
 
 
-def loss_of(hidden, heads, tokens, *, head_of, objective):
+def loss_of(hidden, heads, tokens, *, head_of, objective, implementation="xla"):
     """The whole loss, by chunks if the objective says so; every depth counts, and the mask hides some targets."""
     targets, is_valid = all_targets(tokens, jnp.asarray(SEGMENTS), tokens % 5 > 0, len(hidden) - 1)
     if objective.vocab_chunk:
         needs = objective.compares_with_trunk
         chunk = objective.vocab_chunk
-        terms = chunked_terms(hidden, heads, targets, head_of=head_of, vocab_chunk=chunk, compares_with_trunk=needs)
+        how = {"vocab_chunk": chunk, "compares_with_trunk": needs, "implementation": implementation}
+        terms = chunked_terms(hidden, heads, targets, head_of=head_of, **how)
     else:
         logits = [
             jnp.matmul(state, heads[which].astype(state.dtype), preferred_element_type=jnp.float32)
@@ -38,11 +39,12 @@ def loss_of(hidden, heads, tokens, *, head_of, objective):
     return objective_loss(terms, is_valid, mtp_scale=0.3, objective=objective)
 
 
-def compare(hidden, heads, tokens, head_of, mix, chunk, tolerance):
+def compare(hidden, heads, tokens, head_of, mix, chunk, tolerance, implementation="xla"):
     def run(vocab_chunk):
         def total(hidden, heads):
             objective = Objective(mix=mix, vocab_chunk=vocab_chunk)
-            return loss_of(hidden, heads, tokens, head_of=head_of, objective=objective)
+            how = {"head_of": head_of, "objective": objective, "implementation": implementation}
+            return loss_of(hidden, heads, tokens, **how)
 
         return jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True))(hidden, heads)
 
@@ -67,6 +69,18 @@ def test_chunks_of_any_size_equal_all_logits(chunk, key):
 def test_each_objective_by_chunks_equals_all_logits(name, key):
     """Two modules with heads of their own, the last of them recycled."""
     compare(*rows(key, 3, 3), (0, 1, 2, 2), {name: 1.0}, 8, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("mix", "num_depths", "head_of"),
+    [
+        ({"cross_entropy": 1.0}, 0, (0,)),
+        ({"cross_entropy": 1.0}, 3, (0, 1, 0, 1)),
+        ({"lk_hybrid": 1.0, "end_to_end_tv": 0.9, "cross_entropy": 0.1}, 3, (0, 1, 0, 2)),
+    ],
+)
+def test_kernels_equal_all_logits(mix, num_depths, head_of, key):
+    compare(*rows(key, num_depths, max(head_of) + 1), head_of, mix, 16, 1e-5, "interpreted")
 
 
 def test_a_trunk_alone_has_chunks_too(key):
