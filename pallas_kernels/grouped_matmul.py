@@ -154,16 +154,11 @@ def _experts(x, ids, weights, gate_up, down, gate_up_scales, down_scales, block,
     """The kernels. Beside the weights little moves: the hidden rows [n * k, F] and the experts' answers [n * k, D]."""
     num_experts = len(down)
     is_few = len(x) <= FEW_TOKENS_OF_KERNEL
-    route = _route_few(ids, down, x.dtype) if is_few else _route_many(ids, down, x.dtype)[0]
+    route = route_few(ids, num_experts) if is_few else _route_many(ids, down, x.dtype)[0]
     made = functools.partial(product, route, block=block, interpret=interpret)
     hidden = made(x, gate_up, scales=gate_up_scales, out_dtype=x.dtype)
     answers = made(hidden, down, scales=down_scales, out_dtype=jnp.float32 if is_few else x.dtype)
     return _weighted_sum(ids, weights, answers, num_experts).astype(x.dtype)
-
-
-def _route_few(ids, down, dtype):
-    """As many rows share a pass over the weights as fit the registers: with fp8 32, so one of more is read twice."""
-    return route_few(ids, len(down), most_groups=4 if down.dtype == dtype else 2)
 
 
 def _route_many(ids, down, dtype):

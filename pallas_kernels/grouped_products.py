@@ -46,63 +46,44 @@ class Route:
     loads: int  # bytes of `arrays` that the programs of one slab read
 
 
-def route_few(ids, num_experts: int, most_groups: int = 4) -> Route:
+def route_few(ids, num_experts: int) -> Route:
     """A block for each pair of ids [n, k] int32, of which the first with an expert takes all of the expert's rows.
 
-    Products have 16 rows however many the expert has, so that no row's sums depend on other rows. Up to `most_groups`
-    of them share one pass over the expert's weights.
+    Products have 16 rows however many the expert has, so that no row's sums depend on other rows. Two of them share a
+    pass over the weights, for want of registers: an expert is read twice if more than 32 of 33 to 64 tokens chose it.
     """
     num_tokens, k = ids.shape
     num_pairs = num_tokens * k
     padded = pl.next_power_of_2(num_pairs)
-    groups = min(most_groups, pl.cdiv(num_tokens, ROWS))
-    passes = pl.cdiv(num_tokens, ROWS * groups)
+    groups = min(2, pl.cdiv(num_tokens, ROWS))
 
     def visit(refs, block, body):
         (ids_ref,) = refs
-        pair = jnp.arange(padded)
+        place = jnp.arange(padded)
         expert = plt.load(ids_ref.at[block])
-        is_mine = plt.load(ids_ref.at[pl.ds(0, padded)], mask=pair < num_pairs, other=num_experts) == expert
-        is_first = jnp.sum((is_mine & (pair < block)).astype(jnp.int32)) == 0
-        is_active = is_first & (expert < num_experts)
+        is_mine = plt.load(ids_ref.at[pl.ds(0, padded)], mask=place < num_pairs, other=num_experts) == expert
+        so_far = jnp.cumsum(is_mine.astype(jnp.int32))
         count = jnp.sum(is_mine.astype(jnp.int32))
+        is_first = jnp.sum((is_mine & (place < block)).astype(jnp.int32)) == 0
+        is_active = is_first & (expert < num_experts)
 
-        def take_dense():
-            """The expert's rows close together in one group."""
-            row = jnp.arange(ROWS)
-            before = jnp.cumsum(is_mine.astype(jnp.int32))
-            pairs = jnp.sum((before[None, :] <= row[:, None]).astype(jnp.int32), axis=1)  # where row + 1 stands
-            body(expert, [(jnp.where(row < count, pairs, num_pairs), row < count)])
+        def take(begin, groups):
+            """The expert's rows from `begin`."""
+            taken = []
+            for group in range(groups):
+                row = begin + group * ROWS + jnp.arange(ROWS)
+                pairs = jnp.sum((so_far[None, :] <= row[:, None]).astype(jnp.int32), axis=1)  # all that come before it
+                taken.append((jnp.where(row < count, pairs, num_pairs), row < count))
+            body(expert, taken)
 
         def take_all():
-            """A row for each token. A token that chose the expert several times has its turn as often."""
-            choice = jnp.arange(pl.next_power_of_2(k))[None, :]
+            passes = jax.lax.div(count + (groups * ROWS - 1), jnp.int32(groups * ROWS))
+            jax.lax.fori_loop(jnp.int32(0), passes, lambda i, _: take(i * (groups * ROWS), groups), None)
 
-            def chosen(group):
-                place = (group * ROWS + jnp.arange(ROWS))[:, None] * k + choice
-                loaded = plt.load(ids_ref.at[place], mask=(choice < k) & (place < num_pairs), other=num_experts)
-                return place, (loaded == expert).astype(jnp.int32)
-
-            def take(index, _):
-                turn, first = jax.lax.div(index, passes) + 1, jax.lax.rem(index, passes) * groups
-                taken = []
-                for group in range(groups):
-                    place, is_chosen = chosen(first + group)
-                    is_now = (is_chosen > 0) & (jnp.cumsum(is_chosen, axis=1) == turn)
-                    is_valid = jnp.sum(is_now.astype(jnp.int32), axis=1) > 0
-                    pairs = jnp.sum(jnp.where(is_now, place, 0), axis=1)
-                    taken.append((jnp.where(is_valid, pairs, num_pairs), is_valid))
-                body(expert, taken)
-
-            turns = jnp.int32(1)
-            for group in range(groups * passes):
-                turns = jnp.maximum(turns, jnp.max(jnp.sum(chosen(group)[1], axis=1)))
-            jax.lax.fori_loop(jnp.int32(0), turns * passes, take, None)
-
-        if num_tokens <= ROWS:
+        if groups == 1:  # one pass, unless a token chose the expert several times
             pl.when(is_active)(take_all)
         else:
-            pl.when(is_active & (count <= ROWS))(take_dense)
+            pl.when(is_active & (count <= ROWS))(lambda: take(0, 1))
             pl.when(is_active & (count > ROWS))(take_all)
 
     return Route(
@@ -175,10 +156,10 @@ class Tile:
     stages: int
 
 
-def _tile(route: Route, weight, K, N, parts, lanes, block) -> Tile:
-    """Chosen by shapes. `depth`, the number of rows to a step, must not depend on that of tokens: in fp8 it is that of
+def _tile(route: Route, x, weight, K, N, parts, lanes, block) -> Tile:
+    """Chosen by shapes, but `depth` not by the number of tokens.
 
-    terms summed before a scale multiplies them, and a row's sums should be the same in any company.
+    In fp8 it says how many terms are summed before a scale multiplies them, and no row's sums should depend on others.
     """
     itemsize = weight.dtype.itemsize
     if route.rows == ROWS:
@@ -193,7 +174,7 @@ def _tile(route: Route, weight, K, N, parts, lanes, block) -> Tile:
     depth = max(ROWS, min(depth, pl.next_power_of_2(K)))
     if lanes == 2:
         depth = min(depth, block & -block)  # a step has one scale: its largest power of two divides the block
-    step = depth * (columns * parts * itemsize + route.groups * route.rows * 2)
+    step = depth * (columns * parts * itemsize + route.groups * route.rows * x.dtype.itemsize)
     warps = 8 if route.rows * columns * parts >= 128 * 128 else 4
     most = 4 if route.rows == ROWS and route.groups == 1 else 3  # tiles on their way; more of them spill registers
     return Tile(columns, depth, warps, 1 + max(1, min(most, SHARED // step)))
@@ -218,7 +199,7 @@ def product(
         weight = jax.lax.bitcast_convert_type(weight.reshape(*weight.shape[:-1], N // 2, 2), jnp.uint16)
     if not transposed:
         weight = weight.reshape(E, K, parts, N // lanes)
-    tile = _tile(route, weight, K, N, parts, lanes, block)
+    tile = _tile(route, x, weight, K, N, parts, lanes, block)
     slabs = pl.cdiv(N // lanes, tile.columns)
     outputs = [jax.ShapeDtypeStruct((route.num_pairs, N // lanes, lanes), out_dtype)]
     if keep:
@@ -293,7 +274,7 @@ def _product_kernel(*refs, visit, num_arrays, together, tile, slabs, depth, choi
         row = jax.lax.div(step * tile.depth, block)
         mask = None if width % tile.columns == 0 else column < width
         return [
-            _load(scales_ref.at[expert, row, np.int32(part), columns, np.int32(lane)], mask) * 256  # see `_from_fp8`
+            _load(scales_ref.at[expert, row, np.int32(part), columns, np.int32(lane)], mask)
             for part in range(parts)
             for lane in range(lanes)
         ]
@@ -321,6 +302,8 @@ def _product_kernel(*refs, visit, num_arrays, together, tile, slabs, depth, choi
         sums, _ = jax.lax.fori_loop(
             jnp.int32(0), jnp.int32(num_steps), step, (zeros, load_scales(expert, jnp.int32(0)))
         )
+        if has_scales:
+            sums = tuple(total * 256 for total in sums)  # by which `_from_fp8` divides
         for group, (pairs, is_valid) in enumerate(groups):
             mask = is_valid[:, None] & (column < width)[None, :]
             for lane in range(lanes):
