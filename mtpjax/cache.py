@@ -2,7 +2,8 @@
 
 Every layer has one array per kind of entry. A pass appends its entries at `length ..` without moving `length`;
 committing a chain only moves `length`, since the entries already stand in place. Slots from `length` on are garbage.
-A recurrent layer has a state instead: between append and commit it holds one after each token, and committing picks.
+A recurrent layer has a state instead: between append and commit it holds what each token would do to it, and committing
+takes in those accepted.
 """
 
 import flax.struct
@@ -12,6 +13,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from mtpjax.config import LayerKind, ModelConfig
 from mtpjax.layers.attend import Entries, Masks, Recycled, View
+from pallas_kernels import gated_delta_replay
 
 
 class Cache(flax.struct.PyTreeNode):
@@ -125,9 +127,9 @@ def gather_path(cache: Cache, start: jax.Array, path: jax.Array, width: int) -> 
 
 
 def _settle(entries: Entries, taken: jax.Array) -> Entries:
-    """Picks a recurrent layer's state after `taken [B]` tokens of the last pass, and the inputs before the next."""
-    if "states" not in entries:
+    """A recurrent layer's state after `taken [B]` tokens of the last pass, and the inputs before the next."""
+    if "corrections" not in entries:
         return entries
-    states, inputs = entries["states"], entries["inputs"]  # [T+1, B, …], [B, C-1+T, …]
-    state = jnp.take_along_axis(states, taken[None, :, None, None, None], axis=0)[0]
-    return {"state": state, "conv": read_rows(inputs, taken, inputs.shape[1] - states.shape[0] + 1)}
+    keys, log_decay, corrections, inputs = (entries[name] for name in ("keys", "log_decay", "corrections", "inputs"))
+    state = gated_delta_replay(keys, log_decay, corrections, entries["state"], taken)
+    return {"state": state, "conv": read_rows(inputs, taken, inputs.shape[1] - keys.shape[1])}

@@ -1,5 +1,6 @@
 """Pallas kernels beside the plain JAX that says what they mean; one function per op."""
 
+from pallas_kernels.gated_delta import gated_delta, gated_delta_replay, gated_delta_steps, gated_delta_verify
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.head_top_k import head_top_k
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy, linear_total_variation
@@ -7,6 +8,10 @@ from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.verify_attention import verify_attention
 
 __all__ = [
+    "gated_delta",
+    "gated_delta_replay",
+    "gated_delta_steps",
+    "gated_delta_verify",
     "grouped_matmul",
     "head_top_k",
     "linear_cross_entropy",

@@ -83,8 +83,8 @@ def cached_view(
 ) -> View:
     """View of `width` tokens written into slots `start .. start+width-1` of caches with `capacity` slots.
 
-    Where it is known before the pass how many of them are committed, `taken [B]` saves a recurrent layer its snapshots.
-    Tokens follow each other unless `branches` say how they do. With a `window` of (newest positions, sinks) a token
+    Where it is known before the pass how many of them are committed, `taken [B]` saves a recurrent layer work. Tokens
+    follow each other unless `branches` say how they do. With a `window` of (newest positions, sinks) a token
     sees itself and the text's newest positions before it, so many in all, and the first ones; other slots are not read.
     """
     if branches is None:

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 from mtpjax.cache import read_rows
 from mtpjax.config import ModelConfig
 from mtpjax.layers.attend import Entries, Masks, View
-from pallas_kernels import rms_norm
+from pallas_kernels import gated_delta, gated_delta_steps, gated_delta_verify, rms_norm
 
-CHUNK = 64  # tokens that one step of `chunked_delta_rule` takes in at once
 FEW_TOKENS = 16  # up to here one token after the other; a drafted run is never longer than this in practice
 
 
@@ -17,9 +16,9 @@ class DeltaRule(nn.Module):
     """`[B, T, D] -> [B, T, D]` with a state of fixed size (Gated DeltaNet, 2412.06464, as Qwen3-Next has it).
 
     Keeps, for J value heads, `state [B, J, P, Q]` float32 from keys to values, and `conv [B, C-1, K, channels]`, the
-    last inputs of the convolution. Where tokens may yet be rejected it keeps `states`, after each of them, and all
-    `inputs`; `mtpjax.cache.commit` picks. Value head j reads key head j // (J / K): a key head with its value heads
-    splits over a mesh whole.
+    last inputs of the convolution. Where tokens may yet be rejected `state` stays as it was before them, beside what
+    each of them would do to it (`keys`, `log_decay`, `corrections`) and all `inputs`; `mtpjax.cache.commit` takes in
+    those accepted. Value head j reads key head j // (J / K): a key head with its value heads splits over a mesh whole.
     """
 
     config: ModelConfig
@@ -52,7 +51,7 @@ class DeltaRule(nn.Module):
         inputs = jnp.concatenate([before.astype(x.dtype), made], axis=1)
         mixed = jax.nn.silu(_convolve(inputs, taps, view.segment_ids)).astype(jnp.float32)
         q, k, v = jnp.split(mixed, [P, 2 * P], axis=-1)
-        q, k = (jnp.repeat(_unit(part), G, axis=2) for part in (q, k))
+        q, k = _unit(q) * P**-0.5, _unit(k)
         v = v.reshape(B, T, J, Q)
         beta = jax.nn.sigmoid(write).reshape(B, T, J)
         log_decay = -jnp.exp(log_rate)[None, None] * jax.nn.softplus(decay.reshape(B, T, J) + rate_bias[None, None])
@@ -60,16 +59,18 @@ class DeltaRule(nn.Module):
             is_taken = (jnp.arange(T)[None, :] < view.taken[:, None])[:, :, None]
             beta, log_decay = jnp.where(is_taken, beta, 0), jnp.where(is_taken, log_decay, 0)
 
-        rule = (q * P**-0.5, k, v, log_decay, beta, state)
-        if memory is None or (view.taken is not None and T > FEW_TOKENS):
-            output, state = chunked_delta_rule(*rule, segment_ids=view.segment_ids)
-            states = state[None]
+        q, k, v = (part.astype(x.dtype) for part in (q, k, v))
+        rule, implementation = (q, k, v, log_decay, beta, state), self.implementation
+        if memory is not None and view.taken is None:
+            output, corrections = gated_delta_verify(*rule, implementation=implementation)
+            entries = {"state": state, "keys": k, "log_decay": log_decay, "corrections": corrections, "inputs": inputs}
         else:
-            output, states = stepwise_delta_rule(*rule)
-        if view.taken is None:
-            entries = {"states": states, "inputs": inputs}
-        else:
-            entries = {"state": states[-1], "conv": read_rows(inputs, view.taken, before.shape[1])}
+            if memory is None or T > FEW_TOKENS:
+                output, state = gated_delta(*rule, segment_ids=view.segment_ids, implementation=implementation)
+            else:
+                output, state = gated_delta_steps(*rule, implementation=implementation)
+            taken = jnp.full(B, T) if view.taken is None else view.taken
+            entries = {"state": state, "conv": read_rows(inputs, taken, before.shape[1])}
         scale = self.param("norm", nn.initializers.ones, (Q,))
         squash = jax.nn.sigmoid if config.linear_output_gate == "sigmoid" else jax.nn.silu
         output = rms_norm(output, scale, eps=config.rms_norm_eps).reshape(B, T, K, G * Q)
@@ -99,71 +100,3 @@ def _convolve(inputs: jax.Array, taps: jax.Array, segment_ids: jax.Array | None)
             part = jnp.where((there == segment_ids)[:, :, None, None], part, 0)
         total = total + part
     return total
-
-
-def stepwise_delta_rule(q, k, v, log_decay, beta, state) -> tuple[jax.Array, jax.Array]:
-    """One token after the other: outputs `[B, T, J, Q]` and the states before and after each, `[T+1, B, J, P, Q]`.
-
-    `S <- exp(log_decay) S;  S <- S + k (beta (v - S^T k))^T;  o = S^T q` (2412.06464, equation 10), for queries and
-    keys `[B, T, J, P]`, values `[B, T, J, Q]`, `log_decay` and `beta` `[B, T, J]`, `state [B, J, P, Q]`, all float32.
-    """
-
-    def step(state, token):
-        q, k, v, log_decay, beta = token
-        state = state * jnp.exp(log_decay)[:, :, None, None]
-        error = (v - jnp.einsum("BJPQ,BJP->BJQ", state, k)) * beta[:, :, None]
-        state = state + k[:, :, :, None] * error[:, :, None, :]
-        return state, (jnp.einsum("BJPQ,BJP->BJQ", state, q), state)
-
-    tokens = jax.tree.map(lambda x: x.swapaxes(0, 1), (q, k, v, log_decay, beta))
-    _, (output, states) = jax.lax.scan(step, state, tokens, unroll=min(q.shape[1], FEW_TOKENS))
-    return output.swapaxes(0, 1), jnp.concatenate([state[None], states])
-
-
-def chunked_delta_rule(
-    q, k, v, log_decay, beta, state, *, segment_ids: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """The same by chunks, whose tokens are taken in at once: outputs, and the last state only.
-
-    Within a chunk the corrections `u_i = beta_i (v_i - S_i^T k_i)` solve a unit lower triangular system (the WY form of
-    2406.06484 with the decays of 2412.06464). With `segment_ids [B, T]` each document starts from an empty state.
-    """
-    B, T, J, _ = q.shape
-    C = min(CHUNK, T)
-    pad = -T % C
-    if segment_ids is None:
-        segment_ids = jnp.zeros((B, T), jnp.int32)
-
-    def chunks(x, mode="constant"):
-        """`[B, T, J, …]` -> `[chunks, B, J, C, …]`."""
-        x = jnp.pad(x, ((0, 0), (0, pad), *((0, 0) for _ in x.shape[2:])), mode=mode)
-        x = x.reshape(B, -1, C, *x.shape[2:]).swapaxes(0, 1)
-        return x.swapaxes(2, 3) if x.ndim > 3 else x
-
-    segment = chunks(segment_ids, "edge")  # [chunks, B, C]
-    before = jnp.concatenate([segment[:1, :, :1], segment[:-1, :, -1:]])  # the segment of the state that comes in
-    q, k, v, log_decay, beta = (chunks(x) for x in (q, k, v, log_decay, beta))
-    index = jnp.arange(C)
-    sees = (segment[:, :, :, None] == segment[:, :, None, :]) & (index[:, None] >= index[None, :])[None, None]
-    is_before = (index[:, None] > index[None, :])[None, None, None]
-    # Each sum by itself: as a difference of running sums it would drown in what was forgotten before.
-    steps = jnp.where(is_before, log_decay[..., :, None], 0)
-    decay = jnp.exp(jnp.where(sees[:, :, None], jnp.cumsum(steps, axis=-2), -jnp.inf))  # from token j to i: [.., i, j]
-    from_state = jnp.where((segment == before)[:, :, None], jnp.exp(jnp.cumsum(log_decay, axis=-1)), 0)
-    to_state = decay[..., -1, :]
-
-    system = jnp.where(is_before, beta[..., None] * decay * jnp.einsum("nBJIP,nBJKP->nBJIK", k, k), 0)
-    given = beta[..., None] * jnp.concatenate([v, from_state[..., None] * k], axis=-1)
-    solved = jax.scipy.linalg.solve_triangular(system, given, lower=True, unit_diagonal=True)
-    update, correction = jnp.split(solved, [v.shape[-1]], axis=-1)
-    within = decay * jnp.einsum("nBJIP,nBJKP->nBJIK", q, k)
-
-    def step(state, chunk):
-        update, correction, within, q, k, keeps = chunk
-        update = update - correction @ state
-        output = q @ state + within @ update
-        return keeps[:, :, None, None] * state + jnp.einsum("BJCP,BJCQ->BJPQ", k, update), output
-
-    chunk = (update, correction, within, q * from_state[..., None], k * to_state[..., None], from_state[..., -1])
-    state, output = jax.lax.scan(step, state, chunk)
-    return output.transpose(1, 0, 3, 2, 4).reshape(B, T + pad, J, -1)[:, :T], state
