@@ -155,13 +155,10 @@ def test_logits_that_somebody_wants_changed_are_made(small, calls):
     model, params = small("grouped", "mixed", **WIDE)
     config = DecodeConfig(max_new_tokens=8, num_steps=2, prefill_chunk=8)
     sampling = SamplingParams(repetition_penalty=1.3)
-    rows = [
-        speculative_generate(
-            params, PROMPTS, model=model.clone(implementation=name), config=config, sampling=sampling
-        ).rows()
-        for name in ("xla", "interpreted")
-    ]
-    assert rows[0] == rows[1] and not calls
+    model = model.clone(implementation="interpreted")
+    changed = speculative_generate(params, PROMPTS, model=model, config=config, sampling=sampling)
+    assert changed.rows() == generate(params, PROMPTS, model=model, config=config, sampling=sampling).rows()
+    assert not calls
 
 
 @pytest.mark.gpu
