@@ -10,6 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import (
+    gated_delta,
+    gated_delta_steps,
+    gated_delta_verify,
     grouped_matmul,
     head_top_k,
     linear_cross_entropy,
@@ -17,8 +21,6 @@ import numpy as np
     rms_norm,
     verify_attention,
 )
-from pallas_kernels import (
-from pallas_kernels import gated_delta, gated_delta_steps, gated_delta_verify, rms_norm
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,10 +49,10 @@ def cases() -> list[Case]:
         *_head_top_k(),
         *_linear_cross_entropy(),
         *_linear_total_variation(),
+        *_gated_delta_verify(),
+        *_gated_delta_steps(),
+        *_gated_delta(),
     ]
-
-
-    return [*_rms_norm(), *_gated_delta_verify(), *_gated_delta_steps(), *_gated_delta()]
 
 
 def _rms_norm() -> Iterator[Case]:
