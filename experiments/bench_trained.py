@@ -1,0 +1,141 @@
+"""What is MTP worth on this GPU, with a model trained on it: speed-up over plain decoding, batch by batch.
+
+    python -m experiments.bench_trained --data DIRECTORY_OF_INSTALLED_PACKAGES
+    python -m experiments.bench_trained --quick               # a tiny model and few updates, to see that it runs
+
+Trains a dense model of 180 M parameters with one MTP module, recycled over three levels, on Python source text, in
+bfloat16 over float32. Then plain decoding and every depth decode the same held-out prompts in turn, in bfloat16, at
+each batch size. The ratio of the best depth stands beside published speed-ups of DeepSeek-R1 with its MTP module in
+SGLang on MI300X at the same batch sizes (AMD's figures: another model, another machine).
+"""
+
+import argparse
+import datetime
+import json
+import pathlib
+import sys
+import tempfile
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+
+from mtpjax import DecodeConfig, ModelConfig, MTPModel, TrainConfig, init_params, load, presets, speculative_generate
+from mtpjax.checkpoint import save_model
+from mtpjax.tables import narrow_table
+from mtpjax.train.data import held_out_prompts
+from mtpjax.train.loop import train
+
+SHAPE = ModelConfig(
+    vocab_size=512,  # bytes, and room
+    hidden_size=1024,
+    num_hidden_layers=16,
+    num_attention_heads=16,
+    num_key_value_heads=4,
+    intermediate_size=2816,
+    max_position_embeddings=2048,
+    num_mtp_modules=1,
+)
+PUBLISHED = {1: 2.11, 2: 2.04, 4: 1.84, 8: 1.70, 16: 1.53, 32: 1.44, 64: 1.25}
+DEPTHS = (1, 2, 3)
+PROMPT_TOKENS, NEW_TOKENS = 128, 256
+
+
+def settings(folder: pathlib.Path, options: argparse.Namespace) -> TrainConfig:
+    """The run, from new weights of `SHAPE` that are saved first."""
+    shape = presets["tiny"] if options.quick else SHAPE
+    model = MTPModel(shape)
+    save_model(folder / "new", model, init_params(model, jax.random.key(0)))
+    size: dict[str, Any] = {"steps": 4, "batch_size": 2, "row_length": 64, "panel_prompts": 0}
+    if not options.quick:
+        size = {"steps": 10**6, "seconds": options.seconds, "dtype": "bfloat16", "batch_size": 64, "row_length": 512}
+    return TrainConfig(
+        init_from=str(folder / "new"),
+        output=str(folder / "run"),
+        data=options.data,
+        num_depths=len(DEPTHS),
+        learning_rate=1e-3,
+        **size,
+    )
+
+
+def measure(params, model, prompts: list[list[int]], rounds: int) -> dict:
+    """Plain decoding (depth 0) and every depth, in turn: seconds, accept lengths, and the ratio of the best."""
+    new_tokens = min(NEW_TOKENS, model.config.max_position_embeddings // 4)
+    configs = {depth: DecodeConfig(max_new_tokens=new_tokens, num_steps=depth) for depth in (0, *DEPTHS)}
+    took: dict[int, list[float]] = {depth: [] for depth in configs}
+    lengths = {}
+    for number in range(rounds + 1):  # the first compiles
+        for depth, config in configs.items():
+            begin = time.perf_counter()
+            result = speculative_generate(params, prompts, model=model, config=config)
+            if number:
+                took[depth].append(time.perf_counter() - begin)
+            lengths[depth] = float(np.mean(result.stats.accept_length))
+    median = {depth: float(np.median(times)) for depth, times in took.items()}
+    best = min(DEPTHS, key=median.__getitem__)
+    ratios = np.array(took[0]) / np.array(took[best])
+    return {
+        "batch": len(prompts),
+        "seconds": took,
+        "accept_length": lengths,
+        "best_depth": best,
+        "ratio": float(np.median(ratios)),
+        "range": [float(ratios.min()), float(ratios.max())],
+        "tokens_a_second": {depth: len(prompts) * new_tokens / median[depth] for depth in median},
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", default=None, help="folder of .py files (default: the standard library)")
+    parser.add_argument("--seconds", type=float, default=480, help="of training (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each depth (default: %(default)s)")
+    parser.add_argument("--batch", type=int, nargs="+", default=list(PUBLISHED))
+    parser.add_argument("--implementation", default="auto", help="of the kernels, see pallas_kernels/dispatch.py")
+    parser.add_argument("--quick", action="store_true", help="a tiny model and few updates: to see that it runs")
+    parser.add_argument("--output", type=pathlib.Path, default=None, help="JSON file of the figures")
+    options = parser.parse_args(argv)
+    if min(options.batch) < 1:
+        parser.error(f"batch sizes {options.batch} must be at least 1")
+    if not options.quick and jax.default_backend() != "gpu":
+        print("this trains 180 M parameters, on a GPU: jax has none here; --quick runs anywhere", file=sys.stderr)
+        return 3
+    if options.quick:
+        options.batch, options.rounds = [1, 2], 1
+    console = Console(highlight=False)
+    with tempfile.TemporaryDirectory() as folder:
+        result = train(settings(pathlib.Path(folder), options))
+        model, params = load(result.path, dtype=None if options.quick else jnp.bfloat16)
+    model = model.clone(implementation=options.implementation)
+    prompts = held_out_prompts(
+        result.held_out,
+        count=max(options.batch),
+        prompt_length=min(PROMPT_TOKENS, model.config.max_position_embeddings // 4),
+        continuation_length=NEW_TOKENS,
+        seed=0,
+    )
+    table = narrow_table()
+    for heading in ("batch", "best depth", "accept length", "to plain", "range", "published"):
+        table.add_column(heading, justify="right")
+    rows = []
+    for batch in options.batch:
+        row = measure(params, model, prompts[:batch], options.rounds)
+        rows.append(row)
+        length, (low, high) = row["accept_length"][row["best_depth"]], row["range"]
+        cells = (batch, row["best_depth"], f"{length:.2f}", f"{row['ratio']:.2f}", f"{low:.2f}-{high:.2f}")
+        table.add_row(*map(str, cells), f"{PUBLISHED[batch]:.2f}" if batch in PUBLISHED else "-")
+        console.print(f"batch {batch}: {row['ratio']:.2f} x plain decoding at depth {row['best_depth']}")
+    console.print(table)
+    if options.output is not None:
+        about = {"date": datetime.date.today().isoformat(), "device": jax.devices()[0].device_kind}
+        about |= {"jax": jax.__version__, "argv": sys.argv[1:], "batches": rows}
+        options.output.write_text(json.dumps(about, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
