@@ -6,6 +6,7 @@ update in place writes the update alone, and views cost nothing.
 """
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -36,7 +37,8 @@ class Array:
 @dataclasses.dataclass(frozen=True)
 class Instruction:
     name: str
-    results: tuple[Array, ...]
+    results: tuple[Array, ...]  # of tuples within tuples too
+    parts: tuple[int, ...]  # how many of them each element of the outermost tuple has
     opcode: str
     operands: tuple[str, ...]
     attributes: str
@@ -110,10 +112,21 @@ def _instruction(name: str, text: str) -> Instruction:
     kind, rest = _cut(text) if text.startswith("(") else text.split(" ", 1)
     opcode, rest = rest.strip().split("(", 1)
     inside, attributes = _cut("(" + rest)
-    results = re.findall(r"([a-z]\w*)\[([\d,]*)\]", kind)
+    parts = [kind]
+    if kind.startswith("("):
+        parts, depth = [""], 0
+        for sign in kind[1:-1]:
+            depth += (sign in "([{") - (sign in ")]}")
+            parts = [*parts, ""] if sign == "," and not depth else [*parts[:-1], parts[-1] + sign]
+    arrays = [_arrays(part) for part in parts]
     operands = re.findall(r"%([\w.$-]+)", inside) if opcode != "parameter" else [inside.strip("()")]
-    shapes = (Array(dtype, tuple(int(size) for size in shape.split(",") if size)) for dtype, shape in results)
-    return Instruction(name, tuple(shapes), opcode, tuple(operands), attributes)
+    results = tuple(itertools.chain(*arrays))
+    return Instruction(name, results, tuple(map(len, arrays)), opcode, tuple(operands), attributes)
+
+
+def _arrays(kind: str) -> list[Array]:
+    found = re.findall(r"([a-z]\w*)\[([\d,]*)\]", kind)
+    return [Array(dtype, tuple(int(size) for size in shape.split(",") if size)) for dtype, shape in found]
 
 
 def _cut(text: str) -> tuple[str, str]:
@@ -153,7 +166,7 @@ class Counter:
         for one in computation.instructions.values():
             if one.opcode == "parameter":
                 continue
-            known[one.name] = self._origins(one, known)
+            known[one.name] = self._origins(computation, one, known)
             inner = [origin for operand in one.operands for origin in known[operand]]
             if one.opcode == "while":
                 found = re.search(r'"known_trip_count":\{"n":"(\d+)"', one.attributes)
@@ -166,15 +179,29 @@ class Counter:
                 yield from self.moved(one.called("to_apply"), inner, times, loops)
             elif one.opcode == "async-start":
                 yield from self.moved(one.called("calls"), inner, times, loops)
+            elif one.opcode == "conditional":  # the branch that moves most
+                several = re.findall(r"branch_computations=\{(.*?)\}", one.attributes)
+                names = (
+                    re.findall(r"[\w.$-]+", several[0])
+                    if several
+                    else [one.called("true_computation"), one.called("false_computation")]
+                )
+                taken = zip(names, one.operands[1:], strict=True)
+                branches = [list(self.moved(name, known[operand], times, loops)) for name, operand in taken]
+                yield from max(branches, key=lambda branch: sum(each.total for each in branch))
             elif one.opcode not in VIEWS | {"async-done", "async-update"}:
                 read, written = self._bytes(computation, one)
                 places = {operand: known[operand][0] if known[operand] else None for operand in one.operands}
                 yield Moved(one, times, loops, read, written, places)
 
-    def _origins(self, one: Instruction, known: Mapping[str, list[int | None]]) -> list[int | None]:
+    def _origins(
+        self, computation: Computation, one: Instruction, known: Mapping[str, list[int | None]]
+    ) -> list[int | None]:
         of = [known[operand] for operand in one.operands if operand in known]
         if one.opcode == "get-tuple-element":
-            return [of[0][self._index(one)]]
+            place = int(re.findall(r"\bindex=(\d+)", one.attributes)[0])
+            parts = computation.instructions[one.operands[0]].parts
+            return of[0][sum(parts[:place]) : sum(parts[: place + 1])]
         if one.opcode == "tuple":
             return [origin for origins in of for origin in origins]
         if one.opcode == "bitcast":
@@ -193,9 +220,6 @@ class Counter:
                 return [None if place is None else of[place][0] for place in updated]
         return [None] * len(one.results)
 
-    def _index(self, one: Instruction) -> int:
-        return int(re.findall(r"index=(\d+)", one.attributes)[0])
-
     def _unchanging(self, body: str, origins: list[int | None]) -> list[int | None]:
         """A loop's `origins`, but None for what a turn of it replaces by something else."""
         computation = self.computations[body]
@@ -205,22 +229,23 @@ class Counter:
         known: dict[str, list[int | None]] = {parameter.name: list(range(len(origins)))}
         for one in computation.instructions.values():
             if one.opcode != "parameter":
-                known[one.name] = self._origins(one, known)
+                known[one.name] = self._origins(computation, one, known)
         made = [origin for operand in root.operands for origin in known[operand]]
         return [origin if made[place] == place else None for place, origin in enumerate(origins)]
 
     def _bytes(self, computation: Computation, one: Instruction) -> tuple[Mapping[str, float], float]:
-        operands = [
-            computation.instructions[name].results[0] for name in one.operands if self._array(computation, name)
-        ]
-        names = [name for name in one.operands if self._array(computation, name)]
+        names = [name for name in one.operands if len(computation.instructions[name].results) == 1]
+        operands = [computation.instructions[name].results[0] for name in names]
         if one.opcode == "custom-call" and "triton" in one.target:
             # Its own figure: what is not written is read, and goes to the operands by their size.
             whole = self.declared(one, operands)
             made = [result.nbytes for place, result in enumerate(one.results) if place not in one.aliases]
             written = min(sum(made), whole)
             share = (whole - written) / (sum(operand.nbytes for operand in operands) or 1)
-            return {name: share * operand.nbytes for name, operand in zip(names, operands, strict=True)}, written
+            shares: dict[str, float] = dict.fromkeys(names, 0.0)
+            for name, operand in zip(names, operands, strict=True):
+                shares[name] += share * operand.nbytes
+            return shares, written
         if one.opcode == "fusion":
             return self._fusion_bytes(one)
         results = list(one.results)
@@ -238,20 +263,20 @@ class Counter:
             read[one.operands[0]] = min(written, read[one.operands[0]])
         return read, written
 
-    def _array(self, computation: Computation, name: str) -> bool:
-        return len(computation.instructions[name].results) == 1
-
     def _fusion_bytes(self, one: Instruction) -> tuple[dict[str, int], int]:
         inside = self.computations[one.called("calls")]
-        needed = self._needed(inside, None)
+        needed = self._needed(inside)
         read: dict[str, int] = {}
         for operand, parameter in zip(one.operands, inside.parameters, strict=True):
             read[operand] = read.get(operand, 0) + needed[parameter.name] * parameter.results[0].itemsize
         return read, sum(self._updated(inside, root)[1] for root in self._roots(inside))
 
     def _roots(self, computation: Computation) -> list[str]:
-        root = computation.instructions[computation.root]
-        return list(root.operands) if root.opcode == "tuple" else [root.name]
+        roots = [computation.root]
+        while any(computation.instructions[name].opcode == "tuple" for name in roots):
+            nested = (computation.instructions[name] for name in roots)
+            roots = [name for one in nested for name in (one.operands if one.opcode == "tuple" else [one.name])]
+        return roots
 
     def _updated(self, computation: Computation, root: str) -> tuple[int | None, int]:
         """The parameter that a fusion's result is an update of, in its place, else None; and the bytes written."""
@@ -270,7 +295,7 @@ class Counter:
             one = computation.instructions[one.operands[0]]
         return one
 
-    def _needed(self, computation: Computation, wanted: float | None) -> dict[str, int]:
+    def _needed(self, computation: Computation, wanted: float = math.inf) -> dict[str, int]:
         """How many elements of each instruction a fusion makes or reads; of its root `wanted`, by default all."""
         need = dict.fromkeys(computation.instructions, 0)
 
@@ -279,7 +304,7 @@ class Counter:
             need[name] = math.ceil(min(size, need[name] + count))
 
         for root in self._roots(computation):
-            ask(root, math.inf if wanted is None else wanted)
+            ask(root, wanted)
         for one in reversed(list(computation.instructions.values())):
             count = need[one.name]
             if not count or one.opcode in ("parameter", "constant", "iota"):

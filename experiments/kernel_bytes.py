@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
+_CALLS = {"jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "checkpoint"}
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]  # (dtype, shape) of each array
 
 
@@ -47,7 +48,14 @@ def _calls(jaxpr) -> Iterator[Declared]:
         if equation.primitive.name == "pallas_call":
             yield _declared(equation)
             continue
-        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")):
+        inner = list(equation.params.values())
+        if platforms := equation.params.get("branches_platforms"):  # what is lowered for an H100
+            [inner] = [
+                branch
+                for branch, names in zip(equation.params["branches"], platforms, strict=True)
+                if "cuda" in (names or ("cuda",))
+            ]
+        for value in jax.tree.leaves(inner, is_leaf=lambda leaf: hasattr(leaf, "eqns")):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
                 yield from _calls(inner)
@@ -139,9 +147,8 @@ class _Run:
         name, params = equation.primitive.name, equation.params
         if hasattr(self, f"_{name}"):
             return getattr(self, f"_{name}")(values, params, equation)
-        for inner in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-            if inner in params:
-                return self.closed(params[inner], values)
+        if name in _CALLS:
+            return self.closed(params["jaxpr" if "jaxpr" in params else "call_jaxpr"], values)
         results = equation.primitive.bind(*values, **params)
         return results if equation.primitive.multiple_results else [results]
 
