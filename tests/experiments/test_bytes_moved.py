@@ -16,7 +16,7 @@ from experiments.decode_checkpoints import SHAPES, bytes_per_round
 from experiments.hlo_bytes import Counter, parse
 from experiments.kernel_bytes import declared_calls, run_counted
 from experiments.kernel_cases import cases
-from pallas_kernels import rms_norm
+from pallas_kernels import block_scaled_matmul, rms_norm
 
 MODULE = """HloModule example
 
@@ -122,6 +122,8 @@ def test_what_a_kernel_declares_is_found_by_its_name_and_arrays(key):
 SMALL = {
     "rms_norm, rows that do not fill a block": (rms_norm, ((13, 96), (96,))),
     "rms_norm, rows longer than a block": (rms_norm, ((3, 5000), (5000,))),
+    "block_scaled_matmul, inputs in parts": (block_scaled_matmul, ((3, 1100), (1100, 72), (9, 72))),
+    "block_scaled_matmul, no scales": (block_scaled_matmul, ((17, 70), (70, 130))),
 }
 
 
