@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import (
+    block_scaled_matmul,
     gated_delta,
     gated_delta_steps,
     gated_delta_verify,
@@ -52,6 +53,7 @@ def cases() -> list[Case]:
         *_gated_delta_verify(),
         *_gated_delta_steps(),
         *_gated_delta(),
+        *_block_scaled_matmul(),
     ]
 
 
@@ -385,3 +387,37 @@ def _gated_delta() -> Iterator[Case]:
     for rows, tokens, heads in ((1, 8192, DELTA_HEADS[0]), (4, 8192, DELTA_HEADS[0]), (1, 8192, DELTA_HEADS[1])):
         yield _delta_case(gated_delta, rows, tokens, heads, states=2, made=1)
     yield _delta_case(gated_delta, 16, 64, DELTA_HEADS[0], states=2, made=1)  # a prefill pass of decoding
+
+
+def _block_scaled_matmul() -> Iterator[Case]:
+    """DeepSeek-V3's matrices in fp8, then those of an 8 B Llama in bfloat16; n is batch times verified nodes."""
+    fp8 = ((7168, 2112), (1536, 24576), (16384, 7168), (7168, 2 * 18432), (18432, 7168))
+    plain = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
+    for D, F, rows, is_fp8 in (
+        *((*shape, rows, True) for shape in fp8 for rows in (1, 4, 16)),
+        *((*shape, rows, False) for shape in plain for rows in (1, 4)),
+    ):
+
+        def make(key, D=D, F=F, rows=rows, is_fp8=is_fp8):
+            keys = jax.random.split(key, 3)
+            x = jax.random.normal(keys[0], (rows, D), jnp.bfloat16)
+            weights = jax.random.normal(keys[1], (D, F), jnp.bfloat16)
+            if not is_fp8:
+                return x, weights
+            return x, weights.astype(jnp.float8_e4m3fn), jax.random.uniform(keys[2], (D // 128, F))
+
+        yield Case(
+            op="block_scaled_matmul",
+            name=f"{rows} rows, {D} x {F}, {'fp8' if is_fp8 else 'bfloat16'}",
+            sizes={"rows": rows, "inputs": D, "outputs": F, "weight_bits": 8 if is_fp8 else 16},
+            run=block_scaled_matmul,
+            make=make,
+            bytes=D * F + D // 128 * F * 4 + 2 * rows * (D + F) if is_fp8 else 2 * (D * F + rows * (D + F)),
+            operations=2 * rows * D * F,
+            peers={"two rows, one thrown away": _with_a_second_row} if rows == 1 else {},
+        )
+
+
+def _with_a_second_row(x, weights, scales=None):
+    """One row through XLA, without the product of a weight's size that XLA makes of one row (jax 0.10)."""
+    return block_scaled_matmul(jnp.concatenate([x, x]), weights, scales, implementation="xla")[:1]

@@ -8,6 +8,7 @@ from mtpjax.config import ModelConfig
 from mtpjax.layers.attend import Entries, Recycled, View
 from mtpjax.layers.block import Block
 from mtpjax.layers.norm import RMSNorm
+from mtpjax.quantized import matrix_product
 
 
 class MTPModule(nn.Module):
@@ -34,6 +35,6 @@ class MTPModule(nn.Module):
         if config.mtp_input == "hidden_embedding":
             pair.reverse()
         project = self.param("project", nn.initializers.lecun_normal(), (2 * config.hidden_size, config.hidden_size))
-        x = jnp.concatenate(pair, axis=-1) @ project.astype(hidden.dtype)
+        x = matrix_product(jnp.concatenate(pair, axis=-1), project, implementation=self.implementation)
         before, entries, _ = Block(config, config.mtp_kind, self.implementation, name="block")(x, view, memory)
         return norm("norm_output")(before), before, entries

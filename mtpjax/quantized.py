@@ -1,8 +1,10 @@
-"""Weights kept in fp8 blocks, as some checkpoints hold them."""
+"""Weights kept in fp8 blocks, as some checkpoints hold them, and the product with a weight of either kind."""
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+
+from pallas_kernels import block_scaled_matmul
 
 
 class BlockScaled(flax.struct.PyTreeNode):
@@ -36,3 +38,17 @@ class BlockScaled(flax.struct.PyTreeNode):
 def is_scaled(leaf) -> bool:
     """For `is_leaf` of tree maps over parameters."""
     return isinstance(leaf, BlockScaled)
+
+
+def matrix_product(x: jax.Array, weight: jax.Array | BlockScaled, *, implementation: str = "auto") -> jax.Array:
+    """`x [..., D] @ weight [D, ...]` -> `[..., F]` in x's dtype, the weight's other axes flattened.
+
+    Without a kernel the weight is cast to x's dtype first, which writes fp8 out once more in x's dtype.
+    """
+    D = x.shape[-1]
+    if not isinstance(weight, BlockScaled):
+        return block_scaled_matmul(x, weight.reshape(D, -1), implementation=implementation)
+    assert weight.axis == -weight.ndim, "scales are along the input axis"
+    values = weight.values.reshape(D, -1)
+    scales = weight.scales.reshape(-1, values.shape[1])
+    return block_scaled_matmul(x, values, scales, block=weight.block, implementation=implementation)

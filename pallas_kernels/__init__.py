@@ -1,5 +1,6 @@
 """Pallas kernels beside the plain JAX that says what they mean; one function per op."""
 
+from pallas_kernels.block_scaled_matmul import block_scaled_matmul
 from pallas_kernels.gated_delta import gated_delta, gated_delta_replay, gated_delta_steps, gated_delta_verify
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.head_top_k import head_top_k
@@ -8,6 +9,7 @@ from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.verify_attention import verify_attention
 
 __all__ = [
+    "block_scaled_matmul",
     "gated_delta",
     "gated_delta_replay",
     "gated_delta_steps",

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from mtpjax.cache import read_rows
 from mtpjax.config import ModelConfig
 from mtpjax.layers.attend import Entries, Masks, View
+from mtpjax.quantized import matrix_product
 from pallas_kernels import gated_delta, gated_delta_steps, gated_delta_verify, rms_norm
 
 FEW_TOKENS = 16  # up to here one token after the other; a drafted run is never longer than this in practice
@@ -35,8 +36,8 @@ class DeltaRule(nn.Module):
 
         def product(name: str, width: int) -> jax.Array:
             initial = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0, out_axis=(1, 2))
-            kernel = self.param(name, initial, (D, K, width)).astype(x.dtype)
-            return (x @ kernel.reshape(D, -1)).reshape(B, T, K, width)
+            kernel = self.param(name, initial, (D, K, width))
+            return matrix_product(x, kernel, implementation=self.implementation).reshape(B, T, K, width)
 
         made, gate = jnp.split(product("qkvz", 2 * P + 2 * G * Q), [2 * P + G * Q], axis=-1)
         write, decay = jnp.split(product("ba", 2 * G).astype(jnp.float32), 2, axis=-1)
@@ -75,8 +76,9 @@ class DeltaRule(nn.Module):
         squash = jax.nn.sigmoid if config.linear_output_gate == "sigmoid" else jax.nn.silu
         output = rms_norm(output, scale, eps=config.rms_norm_eps).reshape(B, T, K, G * Q)
         output = (output * squash(gate.astype(jnp.float32))).astype(x.dtype)
-        project = self.param("output", nn.initializers.lecun_normal(), (J * Q, D)).astype(x.dtype)
-        return output.reshape(B, T, J * Q) @ project, entries, chosen
+        project = self.param("output", nn.initializers.lecun_normal(), (J * Q, D))
+        output = output.reshape(B, T, J * Q)
+        return matrix_product(output, project, implementation=self.implementation), entries, chosen
 
 
 def _unit(x: jax.Array) -> jax.Array:

@@ -9,6 +9,7 @@ from mtpjax.config import ModelConfig
 from mtpjax.layers.attend import Entries, Masks, Recycled, View, attend, attend_cache
 from mtpjax.layers.norm import RMSNorm
 from mtpjax.layers.rotary import rotate, softmax_scale
+from mtpjax.quantized import matrix_product
 
 
 class GroupedAttention(nn.Module):
@@ -31,8 +32,8 @@ class GroupedAttention(nn.Module):
         G = config.num_attention_heads // K
         parts = [G, 1, 1] + [G] * config.attn_output_gate
         initial = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0, out_axis=(1, 2, 3))
-        kernel = self.param("qkv", initial, (D, K, sum(parts), H)).astype(x.dtype)
-        made = (x @ kernel.reshape(D, -1)).reshape(B, T, K, sum(parts), H)
+        kernel = self.param("qkv", initial, (D, K, sum(parts), H))
+        made = matrix_product(x, kernel, implementation=self.implementation).reshape(B, T, K, sum(parts), H)
         if config.attention_bias:
             bias = self.param("qkv_bias", nn.initializers.zeros, (K, G + 2, H))
             bias = jnp.pad(bias, ((0, 0), (0, sum(parts) - G - 2), (0, 0)))  # the gate has none
@@ -57,4 +58,5 @@ class GroupedAttention(nn.Module):
         if gate:
             output = output * jax.nn.sigmoid(gate[0])
         project = self.param("output", nn.initializers.lecun_normal(), (K * G * H, D))
-        return output.reshape(B, T, K * G * H) @ project.astype(x.dtype), entries, chosen
+        output = output.reshape(B, T, K * G * H)
+        return matrix_product(output, project, implementation=self.implementation), entries, chosen

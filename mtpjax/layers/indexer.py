@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from mtpjax.config import ModelConfig
 from mtpjax.layers.attend import Masks, View
 from mtpjax.layers.rotary import rotate
+from mtpjax.quantized import matrix_product
 
 
 class Indexer(nn.Module):
@@ -17,6 +18,7 @@ class Indexer(nn.Module):
     """
 
     config: ModelConfig
+    implementation: str = "auto"
 
     def setup(self):
         config = self.config
@@ -28,9 +30,12 @@ class Indexer(nn.Module):
         self.norm_scale = self.param("norm_scale", nn.initializers.ones, (width,))
         self.norm_bias = self.param("norm_bias", nn.initializers.zeros, (width,))
 
+    def _product(self, x: jax.Array, weight: jax.Array) -> jax.Array:
+        return matrix_product(x, weight, implementation=self.implementation)
+
     def key(self, x: jax.Array, view: View) -> jax.Array:
         """`x [B, T, D]` -> `[B, T, I]`: a LayerNorm (eps 1e-6), then rotary on the first channels."""
-        key = (x @ self.key_down.astype(x.dtype)).astype(jnp.float32)
+        key = self._product(x, self.key_down).astype(jnp.float32)
         key = key - jnp.mean(key, axis=-1, keepdims=True)
         key = key * jax.lax.rsqrt(jnp.mean(key * key, axis=-1, keepdims=True) + 1e-6)
         key = key * self.norm_scale[None, None].astype(jnp.float32) + self.norm_bias[None, None].astype(jnp.float32)
@@ -48,9 +53,9 @@ class Indexer(nn.Module):
         if total <= config.index_topk:
             return masks
         B, T, _ = x.shape
-        q = (reduced @ self.query_up.astype(x.dtype)).reshape(B, T, J, width)
+        q = self._product(reduced, self.query_up).reshape(B, T, J, width)
         q = rotate(q, view.angles, interleaved=config.indexer_rope_interleave)
-        weights = (x @ self.head_weights.astype(x.dtype)).astype(jnp.float32) * (width * J) ** -0.5
+        weights = self._product(x, self.head_weights).astype(jnp.float32) * (width * J) ** -0.5
 
         def score(key: jax.Array, mask: jax.Array) -> jax.Array:
             equation = "BTJI,BTI->BTJ" if mask.shape[-1] == 1 else "BTJI,BSI->BTJS"

@@ -10,6 +10,7 @@ from mtpjax.layers.attend import Entries, Masks, Recycled, View, attend, attend_
 from mtpjax.layers.indexer import Indexer
 from mtpjax.layers.norm import RMSNorm
 from mtpjax.layers.rotary import rotate, softmax_scale
+from mtpjax.quantized import matrix_product
 
 
 class LatentAttention(nn.Module):
@@ -39,7 +40,7 @@ class LatentAttention(nn.Module):
 
         def product(name: str, x: jax.Array, width: int) -> jax.Array:
             kernel = self.param(name, nn.initializers.lecun_normal(), (x.shape[-1], width))
-            return x @ kernel.astype(x.dtype)
+            return matrix_product(x, kernel, implementation=self.implementation)
 
         reduced = x
         if config.q_lora_rank:
@@ -59,7 +60,7 @@ class LatentAttention(nn.Module):
         head_wise = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=2, batch_axis=0)
         value_up = self.param("value_up", head_wise, (N, R, V)).astype(x.dtype)
 
-        indexer = Indexer(config, name="indexer") if self.indexer == "full" else None
+        indexer = Indexer(config, self.implementation, name="indexer") if self.indexer == "full" else None
         if indexer:
             entries["index"] = indexer.key(x, view)
         entries, sources, masks = remember(entries, view, memory)
