@@ -105,10 +105,10 @@ _ATTENTION: list[tuple[tuple[int, int, int, int, int], dict]] = [
 
 
 def _verify_attention() -> Iterator[Case]:
-    return (_attention_case(*sizes, **changes) for sizes, changes in _ATTENTION)
+    return (attention_case(*sizes, **changes) for sizes, changes in _ATTENTION)
 
 
-def _attention_case(
+def attention_case(
     B, K, T, G, H, *, slots=8192, behind=None, window=None, dtype=jnp.bfloat16, cache=None, is_ragged=False
 ) -> Case:
     """A width of 576 is a latent, of which 512 are the values; a tree's tokens see about half of what is behind."""

@@ -122,9 +122,10 @@ class MTPModel(nn.Module):
         """
         config = self.config
         is_tied = config.tie_word_embeddings and not (index is not None and config.mtp_own_head)
+        head = self.embedding if is_tied else self.head_matrix(index=index)
         return head_top_k(
             hidden,
-            self.embedding if is_tied else self.head_matrix(index=index),
+            head.astype(hidden.dtype) if is_scaled(head) else head,
             k=k,
             num_tokens=config.num_tokens or config.vocab_size,
             is_transposed=is_tied,

@@ -248,7 +248,14 @@ def _steps_triton(q, k, v, log_decay, beta, state, *, is_known, interpret):
 def _steps_kernel(
     q_ref, k_ref, v_ref, log_decay_ref, beta_ref, state_ref, out_ref, made_ref, *, width, value_width, is_known
 ):
-    """q_ref, k_ref [T, padded], v_ref, out_ref [T, columns], state_ref [padded, columns], made_ref as one of these."""
+    """q_ref, k_ref [T, padded], v_ref, out_ref [T, columns], state_ref [padded, columns], made_ref as one of these.
+
+    Limits on an H100 (reckoned, not measured), for heads of 128 x 128: the state's bytes for one token. Each further
+    token costs a program 128 cycles of arithmetic at the least (4 operations an element), against 1,130 cycles in which
+    an SM is sent its 16 KB: with two sums over four warps a token, arithmetic may lead from 5 tokens on, and does from
+    9. One row of 32 heads is 128 programs of 16 KB, less than an SM must have in flight to be fed at full speed: there
+    the time is the latency of one load and of T steps. From 16 rows on 6 programs share an SM (80 registers a thread).
+    """
     (num_tokens, padded), columns = q_ref.shape, v_ref.shape[1]
     num_columns = value_width - pl.program_id(0) * columns if value_width % columns else columns
     limits, value_mask = (width, num_columns), _mask((columns,), (num_columns,))
@@ -384,6 +391,9 @@ def _scores_kernel(q_ref, k_ref, log_decay_ref, beta_ref, *refs, num_tokens, wid
 
     Writes system_ref [C, C], how each correction depends on those before it; within_ref [C, C], from the corrections to
     the outputs; and what each token sees of the state that comes in and leaves to the state that goes out, [C] each.
+
+    Limits on an H100 (reckoned): bytes. 8192 tokens of 32 heads read 134 MB of keys and queries, those of a key head
+    once for each of its value heads (the second time from L2), and write 103 MB.
     """
     *segment_ref, system_ref, within_ref, from_state_ref, to_state_ref = refs
     chunk, padded = q_ref.shape
@@ -408,7 +418,12 @@ def _scores_kernel(q_ref, k_ref, log_decay_ref, beta_ref, *refs, num_tokens, wid
 
 
 def _solve_kernel(system_ref, beta_ref, solve_ref, *, num_tokens):
-    """`(I + system)^-1 diag(beta)` of one chunk, all [C, C]; beta_ref [C]. One warp works on blocks of 16 tokens."""
+    """`(I + system)^-1 diag(beta)` of one chunk, all [C, C]; beta_ref [C]. One warp works on blocks of 16 tokens.
+
+    Limits on an H100 (reckoned): latency. Some 40 small products follow each other, and 8 warps fit an SM (250
+    registers); the bytes are few (76 MB for 8192 tokens of 32 heads). It is a kernel of its own because together with
+    the scores it spilled 1.4 to 2.4 KB a thread, which the 109 MB of the systems' way through memory are cheaper than.
+    """
     chunk = system_ref.shape[0]
     blocks = range(chunk // BLOCK)
     at = [pl.ds(block * BLOCK, BLOCK) for block in blocks]
@@ -464,6 +479,13 @@ def _chunks_kernel(
 
     q_ref, k_ref [T, padded], v_ref, out_ref [T, columns], state_ref, last_ref [padded, columns]; the others, a leading
     axis for the chunk, as the kernels above write them.
+
+    Limits on an H100 (reckoned): latency. A chunk is five small products, of which three wait for each other, and the
+    next chunk for the last of them; one row of 32 heads is 128 programs, one to an SM. The next chunk's loads are under
+    way meanwhile (two stages of 56 KB). Narrower columns make more programs, each of which reads all keys and queries
+    again, mostly from L2: 812 MB for 8192 tokens in four splits, where 203 MB would do. Arithmetic is the least of it,
+    34 GFLOP. Float32 spills here and in the scores (0.7 and 2.1 KB a thread at 128 x 128) and
+    asks for more shared memory than an MI300X has: it is there for tests, not for speed.
     """
     (num_tokens, padded), (num_chunks, chunk), columns = q_ref.shape, from_state_ref.shape, v_ref.shape[1]
     num_columns = value_width - pl.program_id(0) * columns if value_width % columns else columns

@@ -61,7 +61,7 @@ def route_few(ids, num_experts: int) -> Route:
         (ids_ref,) = refs
         place = jnp.arange(padded)
         expert = plt.load(ids_ref.at[block])
-        is_mine = plt.load(ids_ref.at[pl.ds(0, padded)], mask=place < num_pairs, other=num_experts) == expert
+        is_mine = plt.load(ids_ref.at[place], mask=place < num_pairs, other=num_experts) == expert
         so_far = jnp.cumsum(is_mine.astype(jnp.int32))
         count = jnp.sum(is_mine.astype(jnp.int32))
         is_first = jnp.sum((is_mine & (place < block)).astype(jnp.int32)) == 0

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.kernel_cases import cases
+from experiments.kernel_cases import attention_case, cases
 from mtpjax import DecodeConfig, compat, generate, speculative_generate
 from mtpjax.cache import empty_cache
 from mtpjax.layers.attend import Branches, cached_view
@@ -151,6 +151,14 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="2\\^31"):
         few = jnp.zeros(64, int), jnp.ones((64, 1, 1), bool)
         jax.eval_shape(call, shapes[0], shapes[1], shapes[1], *few)
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_what_it_is_timed_against_computes_the_same(tokens, key):
+    case = attention_case(2, 2, tokens, 3, 64, slots=40, is_ragged=True)
+    arrays = case.make(key)
+    found, expected = case.peers["jax.nn, xla"](*arrays), case.run(*arrays, implementation="xla")
+    np.testing.assert_allclose(found.astype(jnp.float32), expected.astype(jnp.float32), atol=1e-2)
 
 
 def test_each_platform_gets_its_own_kernel_alone():
