@@ -93,7 +93,8 @@ def round_of(subject: Subject, batch: int, num_steps: int, implementation: str):
         rows, stops = jnp.ones(batch, jnp.int32), jnp.zeros((8, 1), jnp.int32)
         tokens = jnp.zeros((batch, subject.slots), jnp.int32)
         state = init_state(tokens, rows, rows, stops, model=model, plan=plan, dtype=jnp.bfloat16)
-        return jax.tree_util.tree_map_with_path(functools.partial(_stored, subject), params), state
+        keep = functools.partial(as_stored, dtype=jnp.bfloat16, has_fp8_experts=subject.has_fp8_experts)
+        return jax.tree_util.tree_map_with_path(keep, params), state
 
     def rounds(params, state):
         body = functools.partial(run_round, params, model=model, plan=plan)
@@ -102,11 +103,11 @@ def round_of(subject: Subject, batch: int, num_steps: int, implementation: str):
     return jax.jit(rounds, donate_argnums=1, keep_unused=True), jax.eval_shape(make)
 
 
-def _stored(subject: Subject, path, leaf):
-    """A parameter as a checkpoint holds it."""
+def as_stored(path, leaf, *, dtype, has_fp8_experts: bool):
+    """A parameter as a checkpoint holds it; `path` is its path of keys."""
     axis = {"experts/gate_up": -3, "experts/down": -2}.get("/".join(key.key for key in path[-2:]))  # of the input
-    if axis is None or not subject.has_fp8_experts:
-        return leaf.astype(jnp.bfloat16)
+    if axis is None or not has_fp8_experts:
+        return leaf.astype(dtype)
     shape = list(leaf.shape)
     shape[axis] = -(-shape[axis] // 128)
     return BlockScaled(leaf.astype(jnp.float8_e4m3fn), jnp.ones(shape, jnp.float32), axis=axis, block=128)

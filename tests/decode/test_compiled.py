@@ -1,6 +1,7 @@
 """What XLA makes of a decoding call: one program, whose loop rewrites no cache and no weight."""
 
 import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -11,7 +12,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec, use_abstract_mesh
 
+from experiments.bytes_moved import as_stored
 from mtpjax import DecodeConfig, ModelConfig, MTPModel, compat, generate, speculative_generate
+from mtpjax.architectures import presets
 from mtpjax.decode.loop import decode, least_rows
 from mtpjax.decode.policy import init_policy
 from mtpjax.decode.state import Plan, init_state
@@ -98,7 +101,7 @@ def updates_in(computations, one: Instruction, is_large) -> int | None:
     return None
 
 
-def broken_rules(compiled, config, batch, plan, itemsize):
+def broken_rules(compiled, config, batch, plan, itemsize, *, may_write_experts=False):
     """Lines of the loop that break a rule, and pairs of what was found and its bound: updates of caches, and memory."""
     computations = parse(compiled.as_text())
     entries = {"key": 2 * 64, "value": 2 * 64} if config.attention == "grouped" else {"latent": 128}
@@ -122,7 +125,7 @@ def broken_rules(compiled, config, batch, plan, itemsize):
             updates += count or 0
             if count is None:
                 broken.append(one.line)
-        if any(map(is_weight, one.shapes)) and not config.is_moe:
+        if any(map(is_weight, one.shapes)) and not may_write_experts:
             broken.append(one.line)
     wanted = len(entries) * passes_over_caches(plan, config)
     layer = sum(entries.values()) * SLOTS * batch * itemsize
@@ -152,8 +155,9 @@ def chain(num_steps):
     return Plan(num_steps, num_nodes=num_steps + 1)
 
 
-def compile_call(config, batch, plan, *, platform="cpu", dtype=jnp.float32, sharding=None):
-    model = MTPModel(config)
+def call_of(config, batch, plan, *, platform="cpu", dtype=jnp.float32, has_fp8_experts=False, implementation="auto"):
+    """`decode` of everything but the arrays, and their shapes."""
+    model = MTPModel(config, implementation=implementation)
     plan = dataclasses.replace(plan, min_rows=least_rows(batch, platform), chunk=4)
 
     def make():
@@ -162,27 +166,35 @@ def compile_call(config, batch, plan, *, platform="cpu", dtype=jnp.float32, shar
         tokens, stops = jnp.zeros((batch, SLOTS), jnp.int32), jnp.zeros((8, 1), jnp.int32)
         policy = init_policy(jnp.ones(plan.num_steps + 1), batch) if plan.is_adaptive else None
         state = init_state(tokens, rows, rows, stops, model=model, plan=plan, dtype=dtype, policy=policy)
-        return jax.tree.map(lambda leaf: leaf.astype(dtype), params), state
+        keep = functools.partial(as_stored, dtype=dtype, has_fp8_experts=has_fp8_experts)
+        return jax.tree_util.tree_map_with_path(keep, params), state
 
-    shapes = jax.eval_shape(make)
+    return functools.partial(decode, model=model, plan=plan), jax.eval_shape(make)
+
+
+def compile_call(*what, sharding=None, **how):
+    call, shapes = call_of(*what, **how)
     if sharding is not None:
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes)
-    return decode.lower(*shapes, model=model, plan=plan).compile()
+    return decode.lower(*shapes, **call.keywords).compile()
 
 
-def assert_keeps_to_the_rules(config, batch, plan, dtype=jnp.float32, **how):
+def assert_keeps_to_the_rules(config, batch, plan, dtype=jnp.float32, may_write_experts=False, **how):
     compiled = compile_call(config, batch, plan, dtype=dtype, **how)
-    broken, (updates, wanted), (temp, layer) = broken_rules(compiled, config, batch, plan, jnp.dtype(dtype).itemsize)
+    itemsize = jnp.dtype(dtype).itemsize
+    broken, (updates, wanted), (temp, layer) = broken_rules(
+        compiled, config, batch, plan, itemsize, may_write_experts=may_write_experts
+    )
     assert not broken, "\n".join(line[:300] for line in broken)
     assert updates == wanted
     assert temp < layer
 
 
-def assert_keeps_to_the_rules_on_an_h100(config, batch, plan, dtype):
+def assert_keeps_to_the_rules_on_an_h100(config, batch, plan, dtype, **how):
     mesh = compat.make_mesh({"data": 1}, compat.h100_devices())
     with use_abstract_mesh(mesh.abstract_mesh):
         sharding = NamedSharding(mesh, PartitionSpec())
-        assert_keeps_to_the_rules(config, batch, plan, dtype, platform="cuda", sharding=sharding)
+        assert_keeps_to_the_rules(config, batch, plan, dtype, platform="cuda", sharding=sharding, **how)
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 3])
@@ -193,7 +205,7 @@ def test_the_loop_updates_caches_in_place_and_copies_no_weight(kind, batch, num_
 
 
 def test_the_loop_updates_caches_in_place_with_experts():
-    assert_keeps_to_the_rules(EXPERTS, 1, chain(1))
+    assert_keeps_to_the_rules(EXPERTS, 1, chain(1), may_write_experts=True)
 
 
 @pytest.mark.parametrize(
@@ -227,6 +239,34 @@ def test_on_an_h100_the_loop_updates_caches_in_place_and_copies_no_weight(kind, 
 )
 def test_on_an_h100_every_rule_and_policy_keeps_to_that(name, kind, batch):
     assert_keeps_to_the_rules_on_an_h100(SINGLE[kind], batch, PLANS[name], jnp.bfloat16)
+
+
+@pytest.mark.h100
+@pytest.mark.parametrize("num_steps", [0, 1, 3])
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("kind", list(CONFIGS))
+def test_on_an_h100_the_loop_with_kernels_copies_no_weight_not_even_of_experts(kind, batch, num_steps):
+    plan = chain(num_steps)
+    assert_keeps_to_the_rules_on_an_h100(CONFIGS[kind], batch, plan, jnp.bfloat16, implementation="triton")
+
+
+@pytest.mark.parametrize(
+    ("config", "how"),
+    [
+        (presets["tiny-moe"], {}),
+        (
+            dataclasses.replace(presets["deepseek-v3"], num_hidden_layers=2, first_k_dense_replace=1),
+            {"dtype": jnp.bfloat16, "has_fp8_experts": True},
+        ),
+    ],
+    ids=["tiny-moe", "2 layers of DeepSeek-V3"],
+)
+def test_the_call_with_its_kernels_lowers_for_both_platforms(config, how):
+    call, shapes = call_of(config, 4, chain(1), platform="cuda", implementation="triton", **how)
+    for platform, lowered in compat.lower_for(call, *shapes).items():
+        names = {kernel.name for kernel in compat.triton_kernels(lowered)}
+        assert names >= {"block_scaled_matmul", "grouped_gate_up", "grouped_product", "head_top_k"}
+        assert f"verify_attention_{platform}" in names
 
 
 def test_the_rules_see_a_rewritten_cache_and_weight():
