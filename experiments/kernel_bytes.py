@@ -184,7 +184,7 @@ class _Run:
         shared = {out: place for place, out in params["input_output_aliases"]}
         arrays = [np.array(value) for value in values]
         for out, aval in enumerate(params["out_avals"]):
-            arrays.append(arrays[shared[out]] if out in shared else np.full(aval.shape, np.nan).astype(aval.dtype))
+            arrays.append(arrays[shared[out]] if out in shared else _garbage(aval))
         grid = tuple(int(size) for size in mapping.grid)
         own = [axis for axis in range(len(grid)) if axis not in mapping.vmapped_dims]
         for step in np.ndindex(*grid):
@@ -258,3 +258,8 @@ def _block(array: np.ndarray, mapping, step: tuple[int, ...]) -> _Ref:
         assert kind in ("Blocked", "Squeezed", "Element"), f"a block of the kind {kind}"
         starts.append(int(place) * (block.block_size if kind == "Blocked" else 1))
     return _Ref(array, tuple(starts), tuple(type(block).__name__ != "Squeezed" for block in mapping.block_shape))
+
+
+def _garbage(aval) -> np.ndarray:
+    """What an output holds before it is written."""
+    return np.full(aval.shape, np.nan if jnp.issubdtype(aval.dtype, jnp.floating) else -1).astype(aval.dtype)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mtpjax.layers.attend import attend
 from pallas_kernels import (
     block_scaled_matmul,
     gated_delta,
@@ -22,6 +23,7 @@ from pallas_kernels import (
     rms_norm,
     verify_attention,
 )
+from pallas_kernels.dispatch import recorded
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,15 +32,27 @@ class Case:
 
     op: str  # its name in `pallas_kernels`
     name: str  # the shape in words
-    sizes: Mapping[str, int]  # as the op gives them to `pallas_kernels.dispatch.choose`
     run: Callable[..., Any]
     make: Callable[[jax.Array], tuple]  # random arrays; `jax.eval_shape` of it gives the shapes alone
     bytes: int  # each input that is needed read once, each output written once
     operations: int  # multiplications and additions, two for a product
+    plain: Callable[..., Any] | None = None  # what a model runs where not the kernel; None: `run` with "xla"
     peers: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)  # others' forms of `run`
+    carried: int | None = None  # the argument that the last result replaces, in its place
 
     def __str__(self) -> str:
         return f"{self.op}: {self.name}"
+
+    def forms(self) -> dict[str, Callable[..., Any]]:
+        """The kernel ("triton"), what runs in its place ("xla"), and the peers."""
+        kernel, xla = (functools.partial(self.run, implementation=name) for name in ("triton", "xla"))
+        return {"triton": kernel, "xla": self.plain or xla, **self.peers}
+
+    def shape(self) -> dict[str, Any]:
+        """As the op gives it to `pallas_kernels.dispatch.choose`."""
+        with recorded() as questions:
+            jax.eval_shape(lambda key: self.run(*self.make(key), implementation="xla"), jax.random.key(0))
+        return next(shape for op, shape in questions if op == self.op)
 
 
 def cases() -> list[Case]:
@@ -67,7 +81,6 @@ def _rms_norm() -> Iterator[Case]:
         yield Case(
             op="rms_norm",
             name=f"{rows} rows of {width}, bfloat16",
-            sizes={"rows": rows, "width": width},
             run=rms_norm,
             make=make,
             bytes=2 * (2 * rows * width + width),
@@ -138,18 +151,44 @@ def attention_case(
         op="verify_attention",
         name=f"{B} rows x {T} tokens, {K * G} heads / {K} of {H}, {slots} slots, "
         + ", ".join(kind for kind, is_kind in zip(kinds, is_named, strict=True) if is_kind),
-        sizes={"batch": B, "heads": K, "queries": T * G, "width": H, "slots": slots},
         run=run,
         make=make,
         bytes=K * read * kept.itemsize * (H if latent else 2 * H)
         + B * K * T * G * (H + (latent or H)) * jnp.dtype(dtype).itemsize,
         operations=2 * K * T * G * read * (H + (latent or H)),
+        plain=functools.partial(_attend, scale=H**-0.5, window=window, value_width=latent),
         peers={
             f"jax.nn, {name}": functools.partial(_dot_product_attention, scale=H**-0.5, implementation=name)
             for name in ("cudnn", "xla")
             if has_peers
         },
     )
+
+
+def _attend(q, keys, values, base, sees, begin, *, scale, window, value_width):
+    """As `mtpjax.layers` has it: a latent's values are sliced afterwards, a window's slots are cut out before."""
+    values = keys if values is None else values
+    slot = jnp.broadcast_to(jnp.arange(keys.shape[2])[None, :], (len(q), keys.shape[2]))
+    if window is not None:
+        size = window[0] + q.shape[2]
+        first = jnp.clip(base + 1 - window[0], 0, keys.shape[2] - size)
+        slot = first[:, None] + jnp.arange(size)[None, :]
+
+        def cut(cache):
+            near = jax.vmap(lambda row, begin: jax.lax.dynamic_slice_in_dim(row, begin, size, axis=1))(cache, first)
+            return jnp.concatenate([cache[:, :, : window[1]], near], axis=2)
+
+        sinks = jnp.broadcast_to(jnp.arange(window[1])[None, :], (len(q), window[1]))
+        slot = jnp.concatenate([sinks, slot], axis=1)
+        keys, values = cut(keys), cut(values)
+    behind = slot - base[:, None]
+    is_behind = (behind >= 0) & (behind < sees.shape[2])
+    mask = jnp.take_along_axis(sees, jnp.clip(behind, 0, sees.shape[2] - 1)[:, None], axis=2) & is_behind[:, None]
+    is_text = jnp.broadcast_to((behind < 0)[:, None], mask.shape)
+    if window is not None:
+        is_text &= (slot[:, None] >= begin[:, :, None]) | (slot < window[1])[:, None]
+    source = (keys.astype(q.dtype), values.astype(q.dtype))
+    return attend(q, [source], (mask | is_text,), scale=scale)[..., :value_width]
 
 
 def _dot_product_attention(q, keys, values, base, sees, begin, *, scale, implementation):
@@ -222,13 +261,6 @@ def _experts(*, name, tokens, experts, chosen, width, expert_width, is_fp8=False
     return Case(
         op="grouped_matmul",
         name=f"{name}, {tokens} tokens, {'fp8' if is_fp8 else 'bfloat16'}{', gradients' if is_trained else ''}",
-        sizes={
-            "tokens": tokens,
-            "chosen": chosen,
-            "experts": experts,
-            "width": width,
-            "expert_width": expert_width,
-        },
         run=run,
         make=make,
         bytes=int(moved),
@@ -258,7 +290,6 @@ def _head_top_k() -> Iterator[Case]:
         yield Case(
             op="head_top_k",
             name=f"best {k} of {rows} rows of {width} x {size}{' as it is embedded' * is_transposed}, {dtype.__name__}",
-            sizes={"rows": rows, "width": width, "vocabulary": size, "k": k},
             run=functools.partial(head_top_k, k=k, is_transposed=is_transposed),
             make=make,
             bytes=itemsize * width * (size + rows) + rows * (8 * k + 4),
@@ -274,12 +305,11 @@ def _linear_cross_entropy() -> Iterator[Case]:
         yield Case(
             op="linear_cross_entropy",
             name=f"{rows} rows of {width}, {vocabulary} words, bfloat16, with gradients",
-            sizes={"rows": rows, "width": width, "vocabulary": vocabulary},
             run=_of_rows,
             make=functools.partial(_rows_and_head, depths=1, rows=rows, width=width, vocabulary=vocabulary),
             bytes=2 * 2 * (rows * width + width * vocabulary) + 4 * 2 * rows,
             operations=3 * 2 * rows * width * vocabulary,
-            peers={"chunks": functools.partial(_by_chunks, compares_with_trunk=False)},
+            plain=functools.partial(_by_chunks, compares_with_trunk=False),
         )
 
 
@@ -290,12 +320,11 @@ def _linear_total_variation() -> Iterator[Case]:
         yield Case(
             op="linear_total_variation",
             name=f"{drafts} drafts, {rows} rows of {width}, {vocabulary} words, bfloat16, with gradients",
-            sizes={"rows": rows, "width": width, "vocabulary": vocabulary, "drafts": drafts},
             run=_of_drafts,
             make=functools.partial(_rows_and_head, depths=1 + drafts, rows=rows, width=width, vocabulary=vocabulary),
             bytes=2 * 2 * ((1 + drafts) * rows * width + width * vocabulary) + 4 * (2 + 4 * drafts) * rows,
             operations=3 * 2 * (1 + drafts) * rows * width * vocabulary,
-            peers={"chunks": functools.partial(_by_chunks, compares_with_trunk=True)},
+            plain=functools.partial(_by_chunks, compares_with_trunk=True),
         )
 
 
@@ -333,6 +362,7 @@ def _by_chunks(hidden, head, targets, *, compares_with_trunk):
             head_of=(0,) * len(hidden),
             vocab_chunk=8192,
             compares_with_trunk=compares_with_trunk,
+            implementation="xla",
         )
         return terms.cross_entropy.sum() + terms.kl.sum() - terms.overlap.sum()
 
@@ -364,11 +394,11 @@ def _delta_case(op: Callable[..., Any], rows: int, tokens: int, heads: tuple[int
     return Case(
         op=op.__name__,
         name=f"{rows} rows of {tokens} tokens, {key_heads} key heads, {value_heads} value heads",
-        sizes={"rows": rows, "tokens": tokens, "heads": value_heads, "state": DELTA_WIDTH**2},
         run=op,
         make=make,
         bytes=rows * (tokens * per_token + 4 * states * state),
         operations=7 * rows * tokens * state,  # token by token; by chunks there are others
+        carried=5 if op is gated_delta_steps else None,
     )
 
 
@@ -409,7 +439,6 @@ def _block_scaled_matmul() -> Iterator[Case]:
         yield Case(
             op="block_scaled_matmul",
             name=f"{rows} rows, {D} x {F}, {'fp8' if is_fp8 else 'bfloat16'}",
-            sizes={"rows": rows, "inputs": D, "outputs": F, "weight_bits": 8 if is_fp8 else 16},
             run=block_scaled_matmul,
             make=make,
             bytes=D * F + D // 128 * F * 4 + 2 * rows * (D + F) if is_fp8 else 2 * (D * F + rows * (D + F)),

@@ -26,7 +26,7 @@ class MTPModel(nn.Module):
     `scan_layers` is the form for training, with stacked trunk layers (`mtpjax.trunk.stack_layers`); there `remat` keeps
     no more than the input of each trunk layer and module for the backward pass, and `dtype` is what layers compute in,
     by default the embedding's: each casts its weights to its input's. `implementation` is every kernel's
-    (`pallas_kernels.dispatch`).
+    (`pallas_kernels.dispatch`); over a mesh only the experts' run, on each device's own, and norms are always XLA's.
     """
 
     config: ModelConfig
@@ -135,7 +135,7 @@ class MTPModel(nn.Module):
 
 def init_params(model: MTPModel, key: jax.Array) -> dict:
     """Random parameters: embedding with unit variance, matrices with variance 1 / inputs, norms at identity."""
-    stacked = model.clone(scan_layers=True)  # one layer to compile, however many there are
+    stacked = model.clone(scan_layers=True, implementation="xla")  # one layer to compile, however many there are
     params = jax.jit(stacked.init)(key, jnp.zeros((1, 2), jnp.int32))["params"]
     return params if model.scan_layers else unstack_layers(params, model.config)
 

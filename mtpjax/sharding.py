@@ -90,6 +90,13 @@ def shard_params(params: dict, mesh: Mesh) -> dict:
     return jax.tree.map(jax.device_put, params, param_shardings(params, mesh))
 
 
+def mesh_of(array: jax.Array) -> Mesh | None:
+    """The mesh of several devices that an array lies on, if it does."""
+    sharding = array.sharding
+    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+    return mesh if isinstance(mesh, Mesh) and mesh.size > 1 else None
+
+
 def shard_state(state, mesh: Mesh):
     """A `DecodeState` laid out over `mesh`: rows over `data`, heads of the caches over `tensor`, latents replicated."""
 

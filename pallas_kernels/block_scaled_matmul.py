@@ -41,15 +41,15 @@ def block_scaled_matmul(x, weights, scales=None, *, block=128, implementation="a
     if scales is not None and scales.shape != (pl.cdiv(D, block), F):
         raise ValueError(f"scales {scales.shape} do not fit weights {weights.shape} in blocks of {block} inputs")
     rows = x.size // D if D else 0
-    bits = 8 * weights.dtype.itemsize
-    sizes = {"rows": rows, "inputs": D, "outputs": F, "weight_bits": bits}
-    chosen = choose("block_scaled_matmul", implementation, ("xla", "triton"), **sizes)
-    if chosen == "xla" or rows > MOST_ROWS or 0 in (rows, F):
+    is_few, unfit = 0 < rows <= MOST_ROWS and F > 0, None
+    if is_few and scales is not None and (block < 16 or block & (block - 1)):
+        unfit = f"the kernel takes blocks of 16 inputs, 32, 64 and so on, not of {block}"
+    if is_few and weights.dtype.itemsize == 1 and weights.size >= 2**31:
+        unfit = f"weights {weights.shape} are 2^31 elements or more, which 32-bit offsets do not reach"
+    shape = {"rows": rows, "inputs": D, "outputs": F, "dtype": str(x.dtype), "weights": str(weights.dtype)}
+    chosen = choose("block_scaled_matmul", implementation, ("xla", "triton"), shape, unfit=unfit)
+    if chosen == "xla" or not is_few:
         return _block_scaled_matmul_xla(x, weights, scales, block)
-    if scales is not None and (block < 16 or block & (block - 1)):
-        raise ValueError(f"the kernel takes blocks of 16 inputs, 32, 64 and so on, not of {block}")
-    if bits == 8 and weights.size >= 2**31:
-        raise ValueError(f"weights {weights.shape} are 2^31 elements or more, which 32-bit offsets do not reach")
     return _block_scaled_matmul_triton(x, weights, scales, block, chosen == "interpreted")
 
 

@@ -41,8 +41,8 @@ def gated_delta_verify(q, k, v, log_decay, beta, state, *, implementation="auto"
     "interpreted" (the kernel on any machine, slowly) or "auto", see `pallas_kernels.dispatch`. The kernel has no
     gradient. Raises ValueError for other implementations and for shapes or dtypes that do not fit.
     """
-    sizes = _sizes(q, k, v, log_decay, beta, state)
-    chosen = choose("gated_delta_verify", implementation, ("xla", "triton"), **sizes)
+    shape = _shape(q, k, v, log_decay, beta, state)
+    chosen = choose("gated_delta_verify", implementation, ("xla", "triton"), shape)
     if chosen == "xla":
         output, corrections, _ = gated_delta_steps_reference(q, k, v, log_decay, beta, state)
         return output, corrections
@@ -51,8 +51,8 @@ def gated_delta_verify(q, k, v, log_decay, beta, state, *, implementation="auto"
 
 def gated_delta_steps(q, k, v, log_decay, beta, state, *, implementation="auto") -> tuple[jax.Array, jax.Array]:
     """Outputs of one token after the other, and the last state. All else is as in `gated_delta_verify`."""
-    sizes = _sizes(q, k, v, log_decay, beta, state)
-    chosen = choose("gated_delta_steps", implementation, ("xla", "triton"), **sizes)
+    shape = _shape(q, k, v, log_decay, beta, state)
+    chosen = choose("gated_delta_steps", implementation, ("xla", "triton"), shape)
     if chosen == "xla":
         output, _, state = gated_delta_steps_reference(q, k, v, log_decay, beta, state)
         return output, state
@@ -62,7 +62,8 @@ def gated_delta_steps(q, k, v, log_decay, beta, state, *, implementation="auto")
 def gated_delta_replay(k, log_decay, corrections, state, taken) -> jax.Array:
     """The state after the first `taken [B]` tokens, from what `gated_delta_verify` took and made.
 
-    The same sums as there, element by element: XLA reads the state once and writes it in place.
+    The sums that were made there, but for the last bit: compilers round between product and sum, or do not. XLA reads
+    the state once and writes it in place.
     """
     (B, J, P, Q), (T, K) = state.shape, k.shape[1:3]
     is_taken = (jnp.arange(T)[None, :] < taken[:, None])[:, :, None]
@@ -90,14 +91,14 @@ def gated_delta(
     Differentiable in reverse mode; the gradient is the reference's, which computes everything again. Raises ValueError
     for other implementations and for shapes or dtypes that do not fit.
     """
-    sizes = _sizes(q, k, v, log_decay, beta, state, segment_ids)
-    chosen = choose("gated_delta", implementation, ("xla", "triton"), **sizes)
+    shape = _shape(q, k, v, log_decay, beta, state, segment_ids)
+    chosen = choose("gated_delta", implementation, ("xla", "triton"), shape)
     if chosen == "xla":
         return gated_delta_reference(q, k, v, log_decay, beta, state, segment_ids=segment_ids)
     return _chunks_triton(q, k, v, log_decay, beta, state, segment_ids, chosen == "interpreted")
 
 
-def _sizes(q, k, v, log_decay, beta, state, segment_ids=None) -> dict[str, int]:
+def _shape(q, k, v, log_decay, beta, state, segment_ids=None) -> dict[str, int | str]:
     """What the dispatcher chooses by; raises for what does not fit together."""
     if q.ndim != 4 or v.ndim != 4:
         raise ValueError(f"q {q.shape} and v {v.shape} are not [batch, tokens, heads, width]")
@@ -118,7 +119,7 @@ def _sizes(q, k, v, log_decay, beta, state, segment_ids=None) -> dict[str, int]:
     for name, array in {"log_decay": log_decay, "beta": beta, "state": state}.items():
         if array.dtype != jnp.float32:
             raise ValueError(f"{name} is {array.dtype}, not float32")
-    return {"rows": B, "tokens": T, "heads": J, "state": P * Q}
+    return {"rows": B, "tokens": T, "heads": J, "state": P * Q, "dtype": str(v.dtype)}
 
 
 def _to_value_heads(q, k, v):

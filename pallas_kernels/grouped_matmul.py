@@ -48,9 +48,14 @@ def grouped_matmul(
     _check(x, ids, weights, gate_up, down, gate_up_scales, down_scales, block)
     E, D, _, F = gate_up.shape
     n, k = ids.shape
-    chosen = choose(
-        "grouped_matmul", implementation, ("xla", "triton"), tokens=n, chosen=k, experts=E, width=D, expert_width=F
-    )
+    unfit = None
+    if x.dtype not in (jnp.float32, jnp.bfloat16):
+        unfit = f"the kernels take float32 and bfloat16, not {x.dtype}"
+    elif gate_up_scales is not None and (D % 2 or F % 2 or block % ROWS):
+        unfit = f"fp8 experts of an odd width ({D} or {F}) or in blocks of {block}, no multiple of {ROWS}"
+    shape = {"tokens": n, "chosen": k, "experts": E, "width": D, "expert_width": F}
+    shape |= {"dtype": str(x.dtype), "weights": str(down.dtype), "use": "inference" if inference else "training"}
+    chosen = choose("grouped_matmul", implementation, ("xla", "triton"), shape, unfit=unfit)
     ids = ids.astype(jnp.int32)
     if chosen == "xla" or 0 in (n, k, E):
         if gate_up_scales is not None:
@@ -58,10 +63,6 @@ def grouped_matmul(
             down = dequantise(down, down_scales, block).astype(x.dtype)
         form = experts_for_few if inference and n <= FEW_TOKENS else experts_for_many
         return form(x, ids, weights, gate_up, down)
-    if x.dtype not in (jnp.float32, jnp.bfloat16):
-        raise ValueError(f"the kernels take float32 and bfloat16, not {x.dtype}")
-    if gate_up_scales is not None and (D % 2 or F % 2 or block % ROWS):
-        raise ValueError(f"fp8 experts of an odd width ({D} or {F}) or in blocks of {block}, no multiple of {ROWS}")
     return _experts(x, ids, weights, gate_up, down, gate_up_scales, down_scales, block, chosen == "interpreted")
 
 

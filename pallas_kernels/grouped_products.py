@@ -37,7 +37,6 @@ class Route:
     arrays: tuple[jax.Array, ...]
     visit: Callable  # (refs of the arrays, block, body): calls body(expert, [(pairs [rows], is_valid [rows]), ...])
     num_experts: int
-    num_tokens: int
     num_pairs: int
     num_blocks: int  # programs for each slab of columns
     rows: int  # of one product
@@ -90,7 +89,6 @@ def route_few(ids, num_experts: int) -> Route:
         arrays=(ids.reshape(-1),),
         visit=visit,
         num_experts=num_experts,
-        num_tokens=num_tokens,
         num_pairs=num_pairs,
         num_blocks=num_pairs,
         rows=ROWS,
@@ -135,7 +133,6 @@ def route_many(ids, num_experts: int, most_rows: int = 128) -> tuple[Route, jax.
         arrays=(order, owner, begin.astype(jnp.int32), num_rows),
         visit=visit,
         num_experts=num_experts,
-        num_tokens=ids.shape[0],
         num_pairs=num_pairs,
         num_blocks=num_blocks,
         rows=rows,
@@ -194,19 +191,20 @@ def product(
     parts, lanes = weight.ndim - 2, 1 if scales is None else 2
     weights_size = weight.size // E * weight.dtype.itemsize
     if scales is not None:
-        weights_size += 4 * scales.size // E
         scales = scales.reshape(E, -1, parts, N // 2, 2)
         weight = jax.lax.bitcast_convert_type(weight.reshape(*weight.shape[:-1], N // 2, 2), jnp.uint16)
     if not transposed:
         weight = weight.reshape(E, K, parts, N // lanes)
     tile = _tile(route, x, weight, K, N, parts, lanes, block)
+    if scales is not None:
+        weights_size += 4 * N * parts * (pl.cdiv(K, tile.depth) + 1)  # in each step, and ahead of none
     slabs = pl.cdiv(N // lanes, tile.columns)
     outputs = [jax.ShapeDtypeStruct((route.num_pairs, N // lanes, lanes), out_dtype)]
     if keep:
         outputs.append(jax.ShapeDtypeStruct((route.num_pairs, parts, N), x.dtype))
     inputs = [x, weight] + ([] if scales is None else [scales])
-    # How many experts are touched is in the ids alone: as many as uniform ones touch, read again for each block.
-    touched = E * (1 - (1 - min(1.0, route.num_pairs / route.num_tokens / E)) ** route.num_tokens)
+    # How many experts are touched is in the ids alone: as many as can be, read again for each block.
+    touched = min(E, route.num_pairs)
     visits = max(touched, route.num_pairs / route.rows) if route.groups == 1 else touched
     moved = visits * weights_size + route.num_pairs * slabs * K * x.dtype.itemsize + route.loads * slabs
     made = pl.pallas_call(

@@ -37,7 +37,8 @@ def head_top_k(
         if array.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
             raise ValueError(f"hidden and head must be float32, bfloat16 or float16, not {array.dtype}")
     rows = hidden.size // width
-    chosen = choose("head_top_k", implementation, ("xla", "triton"), rows=rows, width=width, vocabulary=num_tokens, k=k)
+    shape = {"rows": rows, "width": width, "vocabulary": num_tokens, "k": k, "dtype": str(hidden.dtype)}
+    chosen = choose("head_top_k", implementation, ("xla", "triton"), shape)
     if chosen == "xla" or rows == 0:
         return head_top_k_reference(hidden, head, k=k, num_tokens=num_tokens, is_transposed=is_transposed)
     values, indices, logsumexp = _head_top_k_triton(

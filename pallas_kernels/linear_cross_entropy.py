@@ -47,8 +47,7 @@ def linear_cross_entropy(hidden, head, targets, *, vocab_chunk=8192, implementat
     if hidden.ndim != 2 or targets.shape != hidden.shape[:1]:
         raise ValueError(f"hidden {hidden.shape} and targets {targets.shape} must be [N, D] and [N]")
     _check([hidden[None]], [head], targets[None], vocab_chunk)
-    sizes = {"rows": hidden.shape[0], "width": hidden.shape[1], "vocabulary": head.shape[1]}
-    chosen = choose("linear_cross_entropy", implementation, ("xla", "triton"), **sizes)
+    chosen = choose_for([hidden[None]], [head], implementation, compares=False)
     if chosen == "xla" or hidden.size == 0:
         return linear_cross_entropy_reference(hidden, head, targets)
     terms: LinearTerms = _terms((hidden[None],), (head,), targets[None], vocab_chunk, chosen == "interpreted")
@@ -70,12 +69,20 @@ def linear_total_variation(hidden, heads, targets, *, vocab_chunk=8192, implemen
     pass no other sum. Each pass computes the trunk's logits once, whatever the number of drafts.
     """
     _check(hidden, heads, targets, vocab_chunk)
-    _, N, D = hidden[0].shape
-    sizes = {"rows": N, "width": D, "vocabulary": heads[0].shape[1], "drafts": len(targets) - 1}
-    chosen = choose("linear_total_variation", implementation, ("xla", "triton"), **sizes)
+    chosen = choose_for(hidden, heads, implementation, compares=True)
     if chosen == "xla" or hidden[0].size == 0:
         return linear_total_variation_reference(hidden, heads, targets)
     return _terms(tuple(hidden), tuple(heads), targets, vocab_chunk, chosen == "interpreted")
+
+
+def choose_for(hidden, heads, implementation: str, *, compares: bool) -> str:
+    """Which implementation the op takes that `compares` drafts with the trunk, or the one that does not."""
+    rows, width = hidden[0].shape[1:]
+    shape = {"rows": rows, "width": width, "vocabulary": heads[0].shape[1], "dtype": str(hidden[0].dtype)}
+    if compares:
+        shape["drafts"] = sum(map(len, hidden)) - 1
+    op = "linear_total_variation" if compares else "linear_cross_entropy"
+    return choose(op, implementation, ("xla", "triton"), shape)
 
 
 def linear_cross_entropy_reference(hidden, head, targets):

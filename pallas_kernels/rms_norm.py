@@ -20,7 +20,8 @@ def rms_norm(x, scale, *, eps=1e-6, zero_centred=False, implementation="auto") -
     """
     if x.ndim == 0 or scale.shape != x.shape[-1:]:
         raise ValueError(f"scale {scale.shape} does not fit the last dimension of x {x.shape}")
-    chosen = choose("rms_norm", implementation, ("xla", "triton"), rows=x.size // x.shape[-1], width=x.shape[-1])
+    shape = {"rows": x.size // x.shape[-1], "width": x.shape[-1]}
+    chosen = choose("rms_norm", implementation, ("xla", "triton"), shape)
     if chosen == "xla" or x.size == 0:
         return rms_norm_reference(x, scale, eps=eps, zero_centred=zero_centred)
     return _rms_norm_triton(x, scale, eps, zero_centred, chosen == "interpreted")
@@ -39,7 +40,7 @@ def _rms_norm_triton(x, scale, eps, zero_centred, interpret):
     """The kernel over x as rows [R, D]: a program takes a block of whole rows, D padded to a power of two."""
     num_rows, width = x.size // x.shape[-1], x.shape[-1]
     padded = pl.next_power_of_2(width)  # Triton's arrays have power-of-two sizes
-    block = min(pl.next_power_of_2(num_rows), max(1, 4096 // padded))  # at most 4096 elements, or one longer row
+    block = max(1, 4096 // padded)  # 4096 elements or one longer row; of the width alone, so a row's bits never change
     block_of_rows = pl.BlockSpec((block, padded), lambda i: (i, 0))
     grid = (pl.cdiv(num_rows, block),)
     out = pl.pallas_call(

@@ -47,24 +47,26 @@ def verify_attention(
     if any(array.shape != shape for array, shape in wanted) or not 0 < (value_width or 1) <= H:
         found = ", ".join(str(array.shape) for array, _ in wanted)
         raise ValueError(f"q {q.shape} does not fit keys, base, sees, values, begin of shapes {found}, {value_width=}")
-    chosen = choose_for(q, keys, sees, implementation)
+    chosen = choose_for(q, keys, sees, implementation, is_windowed=begin is not None)
     if chosen == "xla" or q.size == 0:
         return verify_attention_reference(
             q, keys, values, base, sees, begin, scale=scale, sinks=sinks, value_width=value_width
         )
-    if keys.dtype.itemsize == 1 and keys.size >= 2**31:
-        raise ValueError(f"a cache {keys.shape} of {keys.dtype} has 2^31 elements or more: split it")
     return _verify_attention_triton(
         q, keys, values, base, sees, begin, scale, sinks, value_width, chosen == "interpreted"
     )
 
 
-def choose_for(q, keys, sees, implementation: str) -> str:
+def choose_for(q, keys, sees, implementation: str, *, is_windowed: bool) -> str:
     """Which implementation `verify_attention` takes for arrays of these shapes."""
     B, K, T, G, H = q.shape
-    sizes = {"batch": B, "heads": K, "queries": T * G, "width": H, "slots": keys.shape[2]}
-    chosen = choose("verify_attention", implementation, ("xla", "triton"), **sizes)
-    return "xla" if T > MOST_QUERIES or sees.shape[2] > MOST_BEHIND else chosen
+    is_few, unfit = T <= MOST_QUERIES and sees.shape[2] <= MOST_BEHIND, None
+    if is_few and keys.dtype.itemsize == 1 and keys.size >= 2**31:
+        unfit = f"a cache {keys.shape} of {keys.dtype} has 2^31 elements or more: split it"
+    shape = {"batch": B, "heads": K, "queries": T * G, "width": H, "slots": keys.shape[2]}
+    shape |= {"dtype": str(q.dtype), "cache": str(keys.dtype), "reads": "a window" if is_windowed else "all"}
+    chosen = choose("verify_attention", implementation, ("xla", "triton"), shape, unfit=unfit)
+    return chosen if is_few else "xla"
 
 
 def verify_attention_reference(q, keys, values, base, sees, begin=None, *, scale, sinks=0, value_width=None):
@@ -171,7 +173,7 @@ def _run(q, caches, base, sees, begin, *, scale, sinks, value_width, interpret, 
         ),
         out_shape=[
             jax.ShapeDtypeStruct((B, K, splits, R, width), jnp.float32),
-            jax.ShapeDtypeStruct((B, K, splits, R), jnp.float32),
+            jax.ShapeDtypeStruct((parts, B, K, splits, R), jnp.float32),
         ],
         grid=(num_blocks, splits, K, B),
         in_specs=[
@@ -182,7 +184,7 @@ def _run(q, caches, base, sees, begin, *, scale, sinks, value_width, interpret, 
         ],
         out_specs=[
             pl.BlockSpec((None, None, None, tiles.rows, output_width), lambda i, z, k, b: (b, k, z, i // parts, 0)),
-            pl.BlockSpec((None, None, None, tiles.rows), lambda i, z, k, b: (b, k, z, i // parts)),
+            pl.BlockSpec((None, None, None, None, tiles.rows), lambda i, z, k, b: (i % parts, b, k, z, i // parts)),
         ],
         compiler_params=plt.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
         cost_estimate=pl.CostEstimate(
@@ -193,8 +195,10 @@ def _run(q, caches, base, sees, begin, *, scale, sinks, value_width, interpret, 
         interpret=interpret,
         name=f"verify_attention_{platform}",
     )(rows, tokens, q.reshape(B, K, R, H), *caches)
-    # Each share's result is an average with a weight, of which `weight` is the logarithm.
-    weight = jnp.exp2(weight - weight.max(axis=2, keepdims=True))[..., None]
+    # Each share's result is an average with a weight, of which `weight` is the logarithm: one for each half of the
+    # columns, since they need not be the same to the last bit.
+    weight = jnp.exp2(weight - weight.max(axis=3, keepdims=True))
+    weight = jnp.repeat(jnp.moveaxis(weight, 0, -1), own, axis=-1)
     joined = (weight * output).sum(axis=2) / weight.sum(axis=2)
     return joined.astype(q.dtype).reshape(B, K, T, G, width)
 

@@ -1,12 +1,23 @@
-"""Eight CPU devices, strict flags, the `key` fixture, and when a marked test is skipped."""
-
-import os
-
-# Before jax is imported.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+"""Eight CPU devices, quick compiling, strict flags, the `key` fixture, and when a marked test is skipped."""
 
 import functools
+import importlib.metadata
+import os
+
+# Before jax is imported, and for processes that tests start. Nearly all of a test's time is compiling small programs:
+# LLVM leaves out its optimisations, in one thread, for the other cores have tests of their own. What XLA itself does
+# stays the same. Flags in the environment come last, so they win.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        "--xla_force_host_platform_device_count=8 --xla_cpu_parallel_codegen_split_count=1",
+        *["--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"]
+        * (os.environ["JAX_PLATFORMS"] == "cpu"),
+        # Later ones have no other emitters.
+        *["--xla_cpu_use_fusion_emitters=false"] * importlib.metadata.version("jaxlib").startswith("0.10."),
+        os.environ.get("XLA_FLAGS", ""),
+    ]
+)
 
 import jax
 import pytest
@@ -21,14 +32,6 @@ jax.config.update("jax_default_matmul_precision", "highest")
 @pytest.fixture
 def key():
     return jax.random.key(0)
-
-
-@pytest.fixture(scope="module")
-def quick_compile():
-    """Leaves out LLVM's optimisations, most of a small program's compile time. What XLA itself does stays the same."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module", autouse=True)

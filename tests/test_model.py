@@ -7,8 +7,6 @@ import pytest
 
 from mtpjax import MTPModel, add_mtp_modules, forward, init_params
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 TOKENS = np.random.default_rng(5).integers(0, 61, (2, 9))
 
 

@@ -122,7 +122,6 @@ def test_a_vocabulary_beyond_the_embedding_is_refused(folder):
         load_tokenizer(folder, 258)
 
 
-@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize(
     "sampling", [pytest.param(None, marks=pytest.mark.slow), SamplingParams(temperature=1.5, seed=4)]
 )

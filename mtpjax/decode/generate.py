@@ -15,7 +15,7 @@ from mtpjax.decode.request import sampling_arrays, temperatures
 from mtpjax.decode.result import DecodeStats, GenerationResult
 from mtpjax.decode.state import WIDE, DecodeState, Plan, hidden_rows, init_state
 from mtpjax.model import MTPModel
-from mtpjax.sharding import shard_params, shard_state
+from mtpjax.sharding import mesh_of, shard_params, shard_state
 
 
 def generate(
@@ -72,7 +72,8 @@ def speculative_generate(
     sampling = sampling or SamplingParams()
     rows = _rows(prompts, lengths)
     limit = _check(rows, model, config)
-    platform = mesh.devices.flat[0].platform if mesh is not None else jax.default_backend()
+    layout = mesh or mesh_of(params["embedding"])
+    platform = layout.devices.flat[0].platform if layout is not None else jax.default_backend()
     min_rows = config.min_rows or least_rows(len(rows), platform)
     plan = Plan.of(config, is_greedy=not temperatures(sampling, len(rows)).any(), min_rows=min_rows)
     state = _prepare(params, rows, limit, model, config, plan, sampling, key)
@@ -81,7 +82,13 @@ def speculative_generate(
     ids = None
     if config.draft_vocabulary is not None and config.num_steps:
         ids = jnp.asarray(_draft_ids(config.draft_vocabulary, model))
-    with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
+    with contextlib.ExitStack() as settings:
+        if layout is not None:
+            settings.enter_context(jax.set_mesh(layout))
+        if (
+            platform != "cpu" and state.hidden.dtype == jnp.float32
+        ):  # else a GPU rounds factors, in some forms of a pass
+            settings.enter_context(jax.default_matmul_precision("highest"))
         state = decode(params, state, ids, model=model, plan=plan)
     return _report(state, np.array([len(row) for row in rows]), is_exact=plan.rule not in LOSSY_RULES)
 

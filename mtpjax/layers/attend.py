@@ -175,7 +175,7 @@ def attend_cache(
     reach = view.reach
     if reach is None:
         return None
-    chosen = choose_for(q, keys, reach.sees, implementation)
+    chosen = choose_for(q, keys, reach.sees, implementation, is_windowed=reach.begin is not None)
     if chosen == "xla":
         return None
     return verify_attention(

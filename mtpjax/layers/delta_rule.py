@@ -10,7 +10,7 @@ from mtpjax.layers.attend import Entries, Masks, View
 from mtpjax.quantized import matrix_product
 from pallas_kernels import gated_delta, gated_delta_steps, gated_delta_verify, rms_norm
 
-FEW_TOKENS = 16  # up to here one token after the other; a drafted run is never longer than this in practice
+FEW_TOKENS = 16  # of a pass whose tokens stay: up to here one after the other, beyond by chunks
 
 
 class DeltaRule(nn.Module):
@@ -74,7 +74,7 @@ class DeltaRule(nn.Module):
             entries = {"state": state, "conv": read_rows(inputs, taken, before.shape[1])}
         scale = self.param("norm", nn.initializers.ones, (Q,))
         squash = jax.nn.sigmoid if config.linear_output_gate == "sigmoid" else jax.nn.silu
-        output = rms_norm(output, scale, eps=config.rms_norm_eps).reshape(B, T, K, G * Q)
+        output = rms_norm(output, scale, eps=config.rms_norm_eps, implementation="xla").reshape(B, T, K, G * Q)
         output = (output * squash(gate.astype(jnp.float32))).astype(x.dtype)
         project = self.param("output", nn.initializers.lecun_normal(), (J * Q, D))
         output = output.reshape(B, T, J * Q)

@@ -7,7 +7,10 @@ from pallas_kernels import rms_norm
 
 
 class RMSNorm(nn.Module):
-    """`x / rms(x) * scale`, or `* (1 + scale)` when zero-centred, over the last axis; `[..., D] -> [..., D]`."""
+    """`x / rms(x) * scale`, or `* (1 + scale)` when zero-centred, over the last axis; `[..., D] -> [..., D]`.
+
+    Always XLA's, which makes it one with what stands before and behind it.
+    """
 
     eps: float = 1e-6
     zero_centred: bool = False
@@ -16,4 +19,4 @@ class RMSNorm(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         initial = nn.initializers.zeros if self.zero_centred else nn.initializers.ones
         scale = self.param("scale", initial, (x.shape[-1],))
-        return rms_norm(x, scale, eps=self.eps, zero_centred=self.zero_centred)
+        return rms_norm(x, scale, eps=self.eps, zero_centred=self.zero_centred, implementation="xla")

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from mtpjax.model import shift_left
 from pallas_kernels import linear_cross_entropy, linear_total_variation
-from pallas_kernels.dispatch import choose
+from pallas_kernels.linear_cross_entropy import choose_for
 
 
 class Terms(NamedTuple):
@@ -66,17 +66,22 @@ def chunked_terms(
     if vocab_chunk < 1:
         raise ValueError(f"vocab_chunk must be at least 1, not {vocab_chunk}")
     compares_with_trunk = compares_with_trunk and len(hidden) > 1
-    (D, V), drafts = heads[0].shape, len(hidden) - 1
-    sizes = {"rows": targets[0].size, "width": D, "vocabulary": V}
-    if compares_with_trunk:
-        chosen = choose("linear_total_variation", implementation, ("xla", "triton"), drafts=drafts, **sizes)
-    else:
-        chosen = choose("linear_cross_entropy", implementation, ("xla", "triton"), **sizes)
+    chosen = _choose(hidden, heads, head_of, implementation, compares_with_trunk)
     if chosen != "xla":
         how = {"vocab_chunk": vocab_chunk, "implementation": chosen}
         return _kernel_terms(hidden, heads, targets, head_of, compares_with_trunk, **how)
-    chunk = min(vocab_chunk, V)
+    chunk = min(vocab_chunk, heads[0].shape[1])
     return _terms(tuple(hidden), tuple(heads), targets, tuple(head_of), chunk, compares_with_trunk)
+
+
+def _choose(hidden, heads, head_of, implementation: str, compares_with_trunk: bool) -> str:
+    """Which form: by the rows, as a kernel gets them, of the head that reads most."""
+    of_head = [head_of.count(which) for which in range(len(heads))]
+    rows = (len(hidden), hidden[0].size // hidden[0].shape[-1])
+    if not compares_with_trunk:
+        rows = (1, max(of_head) * rows[1])
+    states = jax.ShapeDtypeStruct((*rows, hidden[0].shape[-1]), hidden[0].dtype)
+    return choose_for([states], heads, implementation, compares=compares_with_trunk)
 
 
 def _kernel_terms(hidden, heads, targets, head_of, compares_with_trunk, **how) -> Terms:

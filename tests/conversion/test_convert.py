@@ -24,8 +24,6 @@ from mtpjax import ModelConfig, MTPModel, checkpoint, init_params, presets
 from mtpjax.quantized import is_scaled
 from tests.golden import SETS, cases, path
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 def content(folder: pathlib.Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}

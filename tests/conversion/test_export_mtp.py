@@ -26,9 +26,6 @@ AROUND = ("eh_proj.weight", "enorm.weight", "hnorm.weight", "shared_head.norm.we
 COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
-
 def content(folder: pathlib.Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 

@@ -27,8 +27,6 @@ from mtpjax.decode.acceptance import (
     typical_tree,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 UNIT = 2**24  # uniforms are multiples of 1/UNIT
 MARGIN = 512  # of them: the same arithmetic in two programs differs by some roundings, the more the less is left of p
 TOLERANCE = 2e-6  # of a probability: a few float32 roundings

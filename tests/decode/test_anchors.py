@@ -11,8 +11,6 @@ from mtpjax.decode.anchors import acceptance_along, expected_rounds
 from mtpjax.decode.evaluate import decoded_rates, is_predictable, measure_acceptance
 from tests import golden
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 CONFIG = DecodeConfig(max_new_tokens=24, num_steps=3, prefill_chunk=8)
 
 

@@ -19,8 +19,6 @@ from mtpjax.decode.loop import decode, least_rows
 from mtpjax.decode.policy import init_policy
 from mtpjax.decode.state import Plan, init_state
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 SLOTS = 1536  # what `bucket` gives, and no other size here
 SIZES = {"vocab_size": 320, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"intermediate_size": 384, "num_mtp_modules": 2, "max_position_embeddings": SLOTS}

@@ -10,8 +10,6 @@ from mtpjax.decode.generate import bucket
 from mtpjax.decode.result import DecodeStats, GenerationResult
 from mtpjax.decode.state import Plan
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 PROMPTS = [[1, 2, 3], [4], [5, 6]]
 CONFIG = DecodeConfig(max_new_tokens=9, num_steps=2, prefill_chunk=8)
 

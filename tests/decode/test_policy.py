@@ -158,7 +158,7 @@ def test_it_is_a_carry_of_a_compiled_loop_and_depth_may_be_static_or_traced():
 # What costs more than 3 % here, all of it in texts of 64 tokens: what is learnt in the first rounds, which are few and
 # dear, or a change halfway that comes after ten rounds of evidence to the contrary.
 @pytest.mark.parametrize(
-    ("mode", "batch"), [("batch", 1), ("stream", 16), pytest.param("batch", 16, marks=pytest.mark.slow)]
+    ("mode", "batch"), [("batch", 1), *(pytest.param(mode, 16, marks=pytest.mark.slow) for mode in ("stream", "batch"))]
 )
 def test_regret_is_small(mode, batch):
     seeds = {1: 512, 16: 48}[batch]

@@ -11,8 +11,6 @@ from mtpjax.decode import profile
 from mtpjax.decode.costs import PLAIN, CostMeter, Costs, Shape, chain
 from mtpjax.decode.profile import load_costs
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 def stored(tmp_path, *batches, **changes):
     """A profile of batch sizes; a round of depth d at batch b takes `b + d` seconds."""

@@ -18,8 +18,6 @@ from mtpjax.tokenizer import ByteTokenizer, TokenizerError
 from mtpjax.train.sources import read_source
 from tests.chatml import CHATML, SPECIAL, save_tokenizer
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 STOP = 256 + SPECIAL.index("<|im_end|>")
 TALKS: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "old"}], "source": "x"},

@@ -11,8 +11,6 @@ from mtpjax.decode.loop import decode
 from mtpjax.decode.request import sampling_arrays
 from mtpjax.decode.state import Plan
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 @pytest.mark.parametrize(
     ("values", "message"),

@@ -17,8 +17,6 @@ from mtpjax.layers.attend import cached_view, full_view
 from mtpjax.model import bind, shift_left
 from pallas_kernels import gated_delta_replay
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 CAPACITY = 64
 LENGTHS = np.array([1, 2, 3, 9, 16, 21], np.int32)  # shorter than the modules reach, and over several chunks
 LIMITS = LENGTHS + np.array([25, 28, 9, 30, 18, 27], np.int32)
@@ -34,11 +32,11 @@ CASES = [  # attention, modules, chaining, steps, and what differs from a greedy
     ("latent", 3, "trunk", 3),
     ("sparse", 2, "chain", 3),
     ("hybrid", 1, "chain", 3),
-    ("hybrid", 2, "trunk", 2),
+    pytest.param(("hybrid", 2, "trunk", 2), marks=pytest.mark.slow),
     ("grouped", 1, "chain", 3, TREE),
     ("grouped", 1, "chain", 3, {**TREE, "rule": "recursive"}),
     ("latent", 1, "chain", 3, {**TREE, "rule": "sample"}),
-    ("sparse", 1, "chain", 2, TREE),
+    pytest.param(("sparse", 1, "chain", 2, TREE), marks=pytest.mark.slow),
     ("grouped", 1, "chain", 3, {"rule": "block"}),
 ]
 
@@ -148,7 +146,7 @@ def test_every_cache_equals_a_teacher_forced_prefill(case, small):
             assert (state.tokens[row, length:limit] == choices[row, length - 1 : limit - 1]).all()
 
 
-@pytest.mark.parametrize("attention", ["grouped", "latent", "sparse", "hybrid"])
+@pytest.mark.parametrize("attention", ["grouped", "latent", pytest.param("sparse", marks=pytest.mark.slow), "hybrid"])
 def test_a_call_reads_nothing_that_it_did_not_write(attention, small):
     model, params = small(attention, "mixed", num_mtp_modules=2)
     assert_reads_nothing_else(model, params, make_plan(3))

@@ -14,8 +14,6 @@ from mtpjax.checkpoint import save_model
 from mtpjax.compat import make_mesh
 from mtpjax.decode.self_check import FILE, check_acceptance
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):

@@ -15,8 +15,6 @@ from mtpjax.layers.latent_attention import LatentAttention
 from mtpjax.model import bind, shift_left
 from mtpjax.trunk import stack_layers, unstack_layers
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 TOKENS = np.random.default_rng(3).integers(0, 61, (3, 16))
 
 

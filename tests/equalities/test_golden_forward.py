@@ -16,8 +16,6 @@ from tests.golden import MTP_SETS, RECYCLING, SETS, case, cases, path
 
 PROMPTS = ("p0", "p1")
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 def assert_close(name, found, expected):
     """Golden's own recommendation for float32: its numbers are float64, and float32 torch differs by up to 2e-4.

@@ -9,8 +9,6 @@ import pytest
 from experiments import check_equality
 from mtpjax import DecodeConfig, SamplingParams, speculative_generate
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 LENGTHS = (1, 2, 7, 17, 32)  # of the prompts, in turn: few, since plain.py compiles once for each
 PROMPTS = 16
 

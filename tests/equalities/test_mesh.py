@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 from mtpjax import DecodeConfig, SamplingParams, compat, generate, speculative_generate
-
-pytestmark = pytest.mark.usefixtures("quick_compile")
+from mtpjax.sharding import shard_params
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [12, 13]]
 CONFIG = DecodeConfig(max_new_tokens=12, num_steps=3, prefill_chunk=8)
@@ -40,6 +39,13 @@ def test_a_mesh_gives_the_tokens_of_a_single_device(attention, axes, decoder, sm
     assert result.rows() == expected[attention]
     result.stats.check()
     assert len(jax.devices()) == 8 and np.prod(list(axes.values())) > 1
+
+
+def test_parameters_on_a_mesh_are_decoded_there_without_kernels_that_it_cannot_split(small, expected):
+    model, params = small("grouped", "mixed", num_mtp_modules=2)
+    params = shard_params(params, compat.make_mesh({"tensor": 2}))
+    model = model.clone(implementation="triton")  # which does not run on a CPU
+    assert speculative_generate(params, PROMPTS, model=model, config=CONFIG).rows() == expected["grouped"]
 
 
 @pytest.mark.parametrize(

@@ -54,8 +54,11 @@ SLOW = [*((WARM, name) for name in RULES), *FAST, (FILTERS, "recursive")]
 
 @pytest.fixture(scope="module")
 def tiny(small):
+    """Caches are no longer than the texts: of so many rows, 256 slots are what the time goes into."""
     sizes = {"vocab_size": V, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    return small("grouped", "random", **sizes, num_attention_heads=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mtpjax.decode.generate.bucket", lambda size: -(-size // 32) * 32)
+        yield small("grouped", "random", **sizes, num_attention_heads=2)
 
 
 def exact_law(model, params, request):
@@ -227,7 +230,6 @@ def mixed_plain(make):
     return generate(params, PROMPTS, model=model, config=PLAIN, sampling=MIXED)
 
 
-@pytest.mark.usefixtures("quick_compile")
 def test_plain_decoding_draws_what_the_python_loop_draws(small):
     model, params = small("grouped", "mixed")
     arrays = sampling_arrays(MIXED, len(PROMPTS), model.config, None)
@@ -245,7 +247,6 @@ def test_plain_decoding_draws_what_the_python_loop_draws(small):
         assert row == wanted
 
 
-@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("shape", [(3, 1, 4), (3, 3, 12)], ids=str)
 def test_sample_draws_the_tokens_of_plain_decoding(shape, small):
     """Penalties count drafts before they are accepted, stop sequences end a row within a run, as in plain decoding."""
@@ -262,7 +263,6 @@ def test_sample_draws_the_tokens_of_plain_decoding(shape, small):
     np.testing.assert_allclose(result.logprobs, plain.logprobs, atol=1e-4)
 
 
-@pytest.mark.usefixtures("quick_compile")
 def test_log_probabilities_are_those_of_a_teacher_forced_pass(small):
     model, params = small("grouped", "mixed")
     plain = mixed_plain(small)
@@ -273,7 +273,6 @@ def test_log_probabilities_are_those_of_a_teacher_forced_pass(small):
         assert not found[len(row) :].any()
 
 
-@pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize(
     "changes",
     [

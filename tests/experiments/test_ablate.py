@@ -27,8 +27,6 @@ from mtpjax.plots import plot_heatmap, plot_pareto
 from mtpjax.train.data import read_documents, split_held_out
 from mtpjax.train.decoded import is_looping
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 SETTINGS = Settings(depths=(1, 2), topk=(1,), temperatures=(0.0,), batch_sizes=(1, 2), max_new_tokens=12, repeats=2)
 WORKLOAD = Workload([[1, 2, 3], [4, 5], [6, 7, 8]], "three prompts")
 ABOUT = {"model": "m", "device": "d", "processor": "p", "jax": "j"}

@@ -1,11 +1,13 @@
+import dataclasses
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from experiments import bench_kernels
-from experiments.kernel_cases import Case
+from experiments.kernel_cases import Case, attention_case
 from pallas_kernels import dispatch, rms_norm
 
 
@@ -19,8 +21,7 @@ def case():
         return rms_norm(x, scale, implementation={"triton": "interpreted"}.get(implementation, implementation))
 
     peers = {"another": lambda x, scale: x, "one that fails": lambda x, scale: x @ x}
-    sizes = {"rows": 3, "width": 64}
-    return Case(op="rms_norm", name="small", sizes=sizes, run=run, make=make, bytes=1, operations=1, peers=peers)
+    return Case(op="rms_norm", name="small", run=run, make=make, bytes=1, operations=1, peers=peers)
 
 
 def test_forms_are_compared_and_timed_in_turn(case, monkeypatch):
@@ -29,6 +30,43 @@ def test_forms_are_compared_and_timed_in_turn(case, monkeypatch):
     assert row["error"] < 1e-6 and row["copies"] == bench_kernels.MOST_COPIES
     assert {name: len(times) for name, times in row["seconds"].items()} == {"triton": 2, "xla": 2, "another": 2}
     assert list(row["failed"]) == ["one that fails"]
+    assert case.shape() == {"rows": 3, "width": 64}
+
+
+def test_a_form_without_the_memory_leaves_the_others(case, monkeypatch):
+    monkeypatch.setattr(bench_kernels, "seconds", lambda call: call() and 1.0)
+
+    def plain(x, scale):
+        raise MemoryError("RESOURCE_EXHAUSTED\nof what")
+
+    row = bench_kernels.measure(dataclasses.replace(case, plain=plain), rounds=1)
+    assert row["failed"]["xla"] == "MemoryError: RESOURCE_EXHAUSTED" and row["error"] is None
+    assert sorted(row["seconds"]) == ["another", "triton"]
+
+
+def test_what_is_carried_is_given_away_and_comes_back(key):
+    def count(x, total, by):
+        return x + by, total + by
+
+    inputs = [(jnp.zeros(3), jnp.full(3, number), jnp.ones(3)) for number in range(2)]
+    call = bench_kernels.repeated(count, inputs, carried=1)
+    first, second = call(), call()
+    assert [len(result) for result in first] == [1, 1]
+    assert not inputs[1][1].is_deleted() and not second[0][0].is_deleted()
+
+
+def test_what_stands_in_a_kernels_place_computes_the_same(key):
+    for case in (
+        attention_case(2, 2, 3, 2, 32, slots=64),
+        attention_case(2, 1, 2, 4, 576, slots=48, behind=8),
+        attention_case(2, 2, 3, 2, 32, slots=640, window=(512, 4)),
+    ):
+        arguments = jax.tree.map(
+            lambda leaf: leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf, case.make(key)
+        )
+        assert case.plain is not None
+        expected = case.run(*arguments, implementation="xla")
+        np.testing.assert_allclose(case.plain(*arguments), expected, atol=2e-6)
 
 
 def test_a_wrong_result_has_a_large_error():
@@ -39,10 +77,13 @@ def test_a_wrong_result_has_a_large_error():
 
 
 def test_what_was_fastest_is_what_auto_takes():
-    sizes = {"rows": 4, "width": 64}
-    rows = [{"op": "rms_norm", "sizes": sizes, "seconds": {"xla": [2.0, 9.0, 2.0], "triton": [1.0, 1.0, 9.0]}}]
+    shape = {"rows": 4, "width": 64, "dtype": "float32"}
+    rows = [{"op": "rms_norm", "shape": shape, "seconds": {"xla": [2.0, 9.0, 2.0], "triton": [1.0, 1.0, 9.0]}}]
     table = json.loads(json.dumps(bench_kernels.fastest_table(rows)))
-    assert dispatch._fastest(table["rms_norm"], sizes) == "triton"
+    assert dispatch._fastest(table["rms_norm"], shape) == "triton"
+    rows += [{"op": "rms_norm", "shape": shape, "seconds": {"xla": [1.0], "triton": [3.0]}}]  # the sum of both
+    [cell] = bench_kernels.fastest_table(rows)["rms_norm"]
+    assert cell["milliseconds"] == {"xla": 3000.0, "triton": 4000.0}
 
 
 def test_without_a_gpu_it_says_so(capsys):

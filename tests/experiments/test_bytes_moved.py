@@ -218,6 +218,7 @@ SMALL = {
         ({"scale": 0.1, "value_width": 128}, attention((2, 1, 2, 4, 160), (2, 1, 200, 160), tokens=2)),
     ],
     "gated_delta_steps": [({}, delta(3))],
+    "gated_delta_verify": [({}, delta(3))],
     "gated_delta": [({}, delta(100))],
 }
 
@@ -316,6 +317,6 @@ def test_a_kernel_in_a_round_counts_what_it_declares(monkeypatch):
     """Every norm of the round as one: five in the trunk and five in the module, of two rows each."""
     monkeypatch.setattr("mtpjax.layers.norm.rms_norm", functools.partial(rms_norm, implementation="triton"))
     config = dataclasses.replace(SHAPES["S"], num_hidden_layers=2)
-    count, _ = count_round(bytes_moved.Subject(config, 2048), 1, 1, "triton")
+    count, _ = count_round(bytes_moved.Subject(config, 2048), 1, 1, "xla")
     assert count.kernels == {"rms_norm": 10 * 2 * (2 + 2 + 1) * 512}
     assert count.unread == 0

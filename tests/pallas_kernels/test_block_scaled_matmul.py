@@ -13,8 +13,6 @@ from pallas_kernels import block_scaled_matmul
 from pallas_kernels.block_scaled_matmul import block_scaled_matmul_reference
 from tests.golden import cases, path
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 FP8 = jnp.float8_e4m3fn
 kernel = functools.partial(block_scaled_matmul, implementation="triton")
 interpreted = functools.partial(block_scaled_matmul, implementation="interpreted")
@@ -149,7 +147,8 @@ def test_a_layer_multiplies_by_weights_with_factored_axes_of_either_kind(impleme
     ("attention", "num_products"),
     [
         ("hybrid", 2 * (3 + 2) + (2 + 2) + (1 + 2 + 2)),  # two linear layers, one of full attention, a module
-        ("sparse", 2 * (4 + 3 + 2) + (4 + 2) + (1 + 4 + 3 + 2)),  # two layers with an indexer, one without, a module
+        # Two layers with an indexer, one without, a module.
+        pytest.param("sparse", 2 * (4 + 3 + 2) + (4 + 2) + (1 + 4 + 3 + 2), marks=pytest.mark.slow),
     ],
 )
 def test_every_layer_multiplies_with_the_kernel(attention, num_products, small):

@@ -12,8 +12,6 @@ from mtpjax import DecodeConfig, MTPModel, compat, generate, speculative_generat
 from pallas_kernels import gated_delta, gated_delta_replay, gated_delta_steps, gated_delta_verify
 from pallas_kernels.gated_delta import CHUNK, gated_delta_reference, gated_delta_steps_reference
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 # rows, tokens, key heads, value heads, and the widths of keys and values
 FEW = [
     ((2, 1, 2, 4, 8, 6), jnp.float32),

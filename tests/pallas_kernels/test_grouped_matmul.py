@@ -16,8 +16,6 @@ from mtpjax.quantized import BlockScaled
 from pallas_kernels import grouped_matmul, grouped_products
 from pallas_kernels.grouped_matmul import dequantise, grouped_matmul_reference
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 kernel = functools.partial(grouped_matmul, implementation="triton")
 interpreted = functools.partial(grouped_matmul, implementation="interpreted")
 reference = jax.jit(grouped_matmul_reference)

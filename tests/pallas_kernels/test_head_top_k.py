@@ -133,8 +133,9 @@ DECODED = {
 }
 
 
-@pytest.mark.usefixtures("quick_compile")
-@pytest.mark.parametrize("name", DECODED)
+@pytest.mark.parametrize(
+    "name", ["chain", "tree", "reduced", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tied", "plain"))]
+)
 def test_decoding_with_the_kernel_gives_the_tokens_of_plain_decoding(name, small, calls):
     rig, changes, shape, traced = DECODED[name]
     model, params = small("grouped", rig, **WIDE, **changes)
@@ -150,7 +151,6 @@ def test_decoding_with_the_kernel_gives_the_tokens_of_plain_decoding(name, small
         assert found.stats.accept_length > 1.2
 
 
-@pytest.mark.usefixtures("quick_compile")
 def test_logits_that_somebody_wants_changed_are_made(small, calls):
     model, params = small("grouped", "mixed", **WIDE)
     config = DecodeConfig(max_new_tokens=8, num_steps=2, prefill_chunk=8)

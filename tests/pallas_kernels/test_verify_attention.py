@@ -14,8 +14,6 @@ from mtpjax.model import bind
 from pallas_kernels import verify_attention
 from pallas_kernels.verify_attention import verify_attention_reference
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 FP8 = jnp.float8_e4m3fn
 
 
@@ -206,7 +204,7 @@ def test_a_cached_pass_with_the_kernel_equals_one_without_and_reads_no_garbage(a
     "attention, shape",
     [
         ("grouped", {"num_steps": 3}),
-        ("latent", {"num_steps": 2, "draft_window": 4, "draft_sinks": 1}),
+        pytest.param("latent", {"num_steps": 2, "draft_window": 4, "draft_sinks": 1}, marks=pytest.mark.slow),
         ("grouped", {"num_steps": 2, "topk": 2, "num_draft_tokens": 5}),
         ("latent", {"num_steps": 2, "topk": 2, "num_draft_tokens": 5}),
     ],

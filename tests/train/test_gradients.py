@@ -17,7 +17,6 @@ from mtpjax.train.gradients import add_up
 from mtpjax.train.mesh import place_rows, place_state
 from mtpjax.train.step import first_state, make_optimizer, train_step
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 NARROW = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "head_dim": 0, "num_key_value_heads": 0}
 CONFIG = dataclasses.replace(presets["tiny"], **NARROW)
 MOVES = re.compile(r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\(")

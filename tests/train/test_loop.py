@@ -28,8 +28,6 @@ from mtpjax.train.loop import describe
 from mtpjax.train.sources import fingerprint, read_source
 from mtpjax.train.step import train_step
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):

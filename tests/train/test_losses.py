@@ -34,7 +34,6 @@ CONFIG = ModelConfig(
     intermediate_size=48,
     num_mtp_modules=2,
 )
-pytestmark = pytest.mark.usefixtures("quick_compile")
 SEGMENTS = np.array([[1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 3, 0], [1, 1, 1, 1, 1, 1, 1, 2, 2, 0, 0, 0]])
 
 

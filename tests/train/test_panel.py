@@ -15,8 +15,6 @@ from mtpjax.train.data import Batch, Document
 from mtpjax.train.decoded import Decoded, PanelDecoder, choose_prompts
 from mtpjax.train.panel import Panel, acceptance_panel, print_panel
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 @pytest.mark.parametrize("num_depths", [0, 3])
 def test_figures_are_those_of_a_loop_over_positions(num_depths, small):

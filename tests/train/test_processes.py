@@ -18,7 +18,6 @@ from mtpjax.train.mesh import place_rows
 from mtpjax.train.options import read_config, to_yaml
 from mtpjax.train.runs import RunError
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 SETTINGS = check_resume.SETTINGS | {"steps": 10, "batch_size": 4, "save_every": 2}
 
 
@@ -40,6 +39,7 @@ def assert_close(found, expected):
     np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_on_a_mesh_goes_on_with_one_device(text, unbroken, tmp_path):
     mesh = {"data": 2, "fsdp": 2}
     config = TrainConfig(data=text, output=str(tmp_path), **SETTINGS, mesh=mesh)

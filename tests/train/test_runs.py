@@ -19,8 +19,6 @@ from mtpjax.train.loop import train
 from mtpjax.train.options import read_config, to_yaml
 from mtpjax.train.runs import RunError
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 def state_at(step):
     return {"weights": {"a": jnp.arange(6.0).reshape(2, 3) + step}, "moments": (jnp.ones(3) * step, jnp.int32(step))}

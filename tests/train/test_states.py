@@ -21,8 +21,6 @@ from mtpjax.train.runs import Preempted
 from mtpjax.train.states import StatesError, stored_states
 from mtpjax.train.step import TrainState, first_state, make_optimizer, train_step
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 ROWS, LENGTH = 11, 16
 
 
@@ -254,6 +252,7 @@ def assert_same(result, plain):
     jax.tree.map(np.testing.assert_array_equal, result.params, plain.params)
 
 
+@pytest.mark.slow
 def test_runs_of_all_seeds_and_objectives_share_a_folder(origin, tmp_path, monkeypatch):
     """On two sources; the second run finds all there is."""
     pytest.importorskip("grain")

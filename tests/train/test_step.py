@@ -74,7 +74,7 @@ def test_an_update_that_is_not_finite_changes_nothing():
 
 
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_gradients_by_vocabulary_chunks_equal_those_from_all_logits(tied, quick_compile):
+def test_gradients_by_vocabulary_chunks_equal_those_from_all_logits(tied):
     """Two modules, with heads of their own or the embedding, and a recycled level; halfway through a warm-up."""
     config = dataclasses.replace(small("tiny"), num_mtp_modules=2, tie_word_embeddings=tied, mtp_own_head=not tied)
     model = MTPModel(config, scan_layers=True)

@@ -10,7 +10,6 @@ from mtpjax.config import OBJECTIVES
 from mtpjax.train.losses import all_targets, objective_loss
 from mtpjax.train.terms import chunked_terms, plain_terms
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 B, T, D, V = 2, 9, 8, 37
 SEGMENTS = np.array([[1, 1, 1, 1, 2, 2, 2, 2, 2], [1, 1, 1, 1, 1, 1, 1, 0, 0]])
 

@@ -64,7 +64,7 @@ def text(tmp_path_factory):
     return str(check_resume.write_corpus(tmp_path_factory.mktemp("text")))
 
 
-@pytest.mark.usefixtures("quick_compile")
+@pytest.mark.slow
 def test_a_run_writes_its_rows_for_tensorboard_and_a_trace(text, tmp_path):
     more = {"tensorboard": True, "profile_start": 2, "profile_steps": 2}
     config = TrainConfig(data=text, output=str(tmp_path / "run"), **SETTINGS, **more)
@@ -155,7 +155,6 @@ def test_a_package_that_is_missing_is_told_before_anything_begins(monkeypatch, t
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.usefixtures("quick_compile")
 def test_a_clock_that_jumps_changes_nothing(text, tmp_path, monkeypatch, capsys):
     """T19: an hour back at every look."""
     now = iter(range(10**9, 0, -3600))

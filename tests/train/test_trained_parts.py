@@ -18,8 +18,6 @@ from mtpjax.train.losses import multi_depth_loss
 from mtpjax.train.step import first_state, make_optimizer, train_step
 from tests import golden
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 def batch_of(config, seed=0):
     tokens = np.random.default_rng(seed).integers(config.vocab_size, size=(2, 12)).astype(np.int32)
@@ -65,7 +63,13 @@ def test_frozen_trunks_have_no_backward_pass(small):
     assert flops["modules"] < 0.7 * flops["all"]
 
 
-@pytest.mark.parametrize("changes", [{}, {"mtp_own_head": True}, {"tie_word_embeddings": True}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mtp_own_head": True},
+        *(pytest.param(more, marks=pytest.mark.slow) for more in ({}, {"tie_word_embeddings": True})),
+    ],
+)
 def test_detached_depths_leave_the_trunks_gradient_alone(changes, small):
     """Plainly and by chunks: the trunk's is that of its own loss, the modules' that of joint training."""
     model, params = small(**changes)
