@@ -85,9 +85,7 @@ def speculative_generate(
     with contextlib.ExitStack() as settings:
         if layout is not None:
             settings.enter_context(jax.set_mesh(layout))
-        if (
-            platform != "cpu" and state.hidden.dtype == jnp.float32
-        ):  # else a GPU rounds factors, in some forms of a pass
+        if platform != "cpu" and state.hidden.dtype == jnp.float32:  # a GPU would round factors, but not in kernels
             settings.enter_context(jax.default_matmul_precision("highest"))
         state = decode(params, state, ids, model=model, plan=plan)
     return _report(state, np.array([len(row) for row in rows]), is_exact=plan.rule not in LOSSY_RULES)

@@ -277,7 +277,7 @@ def test_log_probabilities_are_those_of_a_teacher_forced_pass(small):
     "changes",
     [
         pytest.param({"acceptance": "block"}, marks=pytest.mark.slow),
-        {"topk": 3, "num_draft_tokens": 9, "acceptance": "recursive"},
+        pytest.param({"topk": 3, "num_draft_tokens": 9, "acceptance": "recursive"}, marks=pytest.mark.slow),
         {"acceptance": "sample", "depth_policy": "adaptive", "depth_costs": (1.0, 1.2, 1.4)},
     ],
     ids=lambda changes: changes["acceptance"],

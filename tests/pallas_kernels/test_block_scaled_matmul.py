@@ -7,7 +7,7 @@ import pytest
 
 import mtpjax
 from experiments.kernel_bytes import run_counted
-from mtpjax import DecodeConfig, compat, forward, generate, speculative_generate
+from mtpjax import DecodeConfig, compat, forward, speculative_generate
 from mtpjax.quantized import BlockScaled, is_scaled, matrix_product
 from pallas_kernels import block_scaled_matmul
 from pallas_kernels.block_scaled_matmul import block_scaled_matmul_reference
@@ -172,6 +172,5 @@ def test_speculation_with_the_kernel_reproduces_plain_decoding_from_fp8_weights(
         )
     model = model.clone(implementation="interpreted")
     config = DecodeConfig(max_new_tokens=12, num_steps=2)
-    plain = generate(params, prompts, model=model, config=config).rows()
     result = speculative_generate(params, prompts, model=model, config=config)
-    assert result.rows() == plain == [row[:12].tolist() for row in wanted]
+    assert result.rows() == [row[:12].tolist() for row in wanted]  # which are those of plain decoding

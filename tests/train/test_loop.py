@@ -116,6 +116,7 @@ def test_no_files_and_too_few_files_are_named(tmp_path):
         train(TrainConfig(data=str(tmp_path), output=str(tmp_path / "out")))
 
 
+@pytest.mark.slow
 def test_a_run_on_two_sources_keeps_its_tokenizer_and_says_what_it_read(run, tmp_path, capsys):
     pytest.importorskip("grain")
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{n}": n for n in range(30)} | {"<|end|>": 30}, "w0"))

@@ -155,6 +155,7 @@ def test_a_package_that_is_missing_is_told_before_anything_begins(monkeypatch, t
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_clock_that_jumps_changes_nothing(text, tmp_path, monkeypatch, capsys):
     """T19: an hour back at every look."""
     now = iter(range(10**9, 0, -3600))
