@@ -210,7 +210,7 @@ class Bench:
         batch_size = cell.batch_size
         if batch_size not in self._costs:
             shapes = tuple({other.shape: None for other in (*self.cells, cell) if other.batch_size == batch_size})
-            usual = least_rows(batch_size, jax.default_backend())
+            usual = least_rows(batch_size, jax.default_backend(), self.model.implementation)
             meters = [self._meter(batch_size, shapes, usual)]
             if (best := self._best_rows(batch_size) or usual) != usual:
                 meters.append(self._meter(batch_size, (), best))

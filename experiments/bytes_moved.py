@@ -86,7 +86,7 @@ CELLS = ((1, 0), (1, 1), (1, 3), (8, 0), (8, 3))  # rows and draft levels
 def round_of(subject: Subject, batch: int, num_steps: int, implementation: str):
     """A loop of rounds as a jitted function, the shapes of its arguments, and its plan."""
     model = MTPModel(subject.config, implementation=implementation)
-    plan = Plan(num_steps, num_nodes=num_steps + 1, min_rows=least_rows(batch, "cuda"))
+    plan = Plan(num_steps, num_nodes=num_steps + 1, min_rows=least_rows(batch, "cuda", implementation))
 
     def make():
         params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]

@@ -74,7 +74,7 @@ def speculative_generate(
     limit = _check(rows, model, config)
     layout = mesh or mesh_of(params["embedding"])
     platform = layout.devices.flat[0].platform if layout is not None else jax.default_backend()
-    min_rows = config.min_rows or least_rows(len(rows), platform)
+    min_rows = config.min_rows or least_rows(len(rows), platform, model.implementation)
     plan = Plan.of(config, is_greedy=not temperatures(sampling, len(rows)).any(), min_rows=min_rows)
     state = _prepare(params, rows, limit, model, config, plan, sampling, key)
     if mesh is not None:

@@ -68,12 +68,13 @@ def prefill(params: dict, state: DecodeState, *, model: MTPModel, plan: Plan) ->
     return state.replace(trunk=commit(trunk, state.length - 1))
 
 
-def least_rows(batch: int, platform: str) -> int:
+def least_rows(batch: int, platform: str, implementation: str) -> int:
     """Fewest rows worth passing through a model: on a GPU a lone one gets another beside it, which is thrown away.
 
-    There XLA writes the product of one row with a matrix out as an elementwise product the size of the matrix.
+    There XLA writes the product of one row with a matrix out as an elementwise product the size of the matrix. The
+    kernels take one row.
     """
-    return 2 if batch == 1 and platform != "cpu" else 1
+    return 2 if batch == 1 and platform != "cpu" and implementation != "triton" else 1
 
 
 def run_round(

@@ -88,7 +88,7 @@ def measure(
             context=context,
             capacity=capacity,
             batch=batch,
-            min_rows=least_rows(batch, jax.default_backend()),
+            min_rows=least_rows(batch, jax.default_backend(), model.implementation),
             seconds=seconds,
             whole=True,
             compiled=advance,

@@ -128,7 +128,7 @@ class PanelDecoder:
             shapes=(shape,),
             context=context,
             capacity=bucket(2 * context + shape.num_nodes),
-            min_rows=least_rows(1, jax.default_backend()),
+            min_rows=least_rows(1, jax.default_backend(), self.model.implementation),
         )
         meter.measure(5)
         costs = meter.costs()

@@ -24,9 +24,9 @@ SIZES = {"vocab_size": 320, "hidden_size": 256, "num_hidden_layers": 2, "num_att
 SIZES |= {"intermediate_size": 384, "num_mtp_modules": 2, "max_position_embeddings": SLOTS}
 GROUPED = ModelConfig(**SIZES, num_key_value_heads=2, head_dim=64)
 LATENT = ModelConfig(
-    **SIZES, attention="latent", kv_lora_rank=112, qk_nope_head_dim=64, qk_rope_head_dim=16, v_head_dim=64
+    **SIZES, attention="latent", kv_lora_rank=64, qk_nope_head_dim=64, qk_rope_head_dim=64, v_head_dim=64
 )
-EXPERTS = dataclasses.replace(LATENT, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
+EXPERTS = dataclasses.replace(LATENT, n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=64)
 CONFIGS = {"grouped": GROUPED, "latent": LATENT, "experts": EXPERTS}
 SINGLE = {name: dataclasses.replace(CONFIGS[name], num_mtp_modules=1) for name in ("grouped", "latent")}
 
@@ -156,7 +156,7 @@ def chain(num_steps):
 def call_of(config, batch, plan, *, platform="cpu", dtype=jnp.float32, has_fp8_experts=False, implementation="auto"):
     """`decode` of everything but the arrays, and their shapes."""
     model = MTPModel(config, implementation=implementation)
-    plan = dataclasses.replace(plan, min_rows=least_rows(batch, platform), chunk=4)
+    plan = dataclasses.replace(plan, min_rows=least_rows(batch, platform, implementation), chunk=4)
 
     def make():
         params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]

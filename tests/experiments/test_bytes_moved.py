@@ -315,7 +315,12 @@ def test_every_weight_and_cache_is_seen_to_be_read(name, batch, num_steps, most)
 @pytest.mark.h100
 def test_a_kernel_in_a_round_counts_what_it_declares(monkeypatch):
     """Every norm of the round as one: five in the trunk and five in the module, of two rows each."""
-    monkeypatch.setattr("mtpjax.layers.norm.rms_norm", functools.partial(rms_norm, implementation="triton"))
+
+    def norm(x, scale, *, implementation, **how):
+        assert implementation == "xla"
+        return rms_norm(x, scale, implementation="triton", **how)
+
+    monkeypatch.setattr("mtpjax.layers.norm.rms_norm", norm)
     config = dataclasses.replace(SHAPES["S"], num_hidden_layers=2)
     count, _ = count_round(bytes_moved.Subject(config, 2048), 1, 1, "xla")
     assert count.kernels == {"rms_norm": 10 * 2 * (2 + 2 + 1) * 512}
