@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import block_scaled_matmul
+from pallas_kernels.blocks import dequantise
 
 
 class BlockScaled(flax.struct.PyTreeNode):
@@ -29,10 +30,14 @@ class BlockScaled(flax.struct.PyTreeNode):
 
     def astype(self, dtype) -> jax.Array:
         """`value * scale`, multiplied in float32."""
+        return dequantise(self.values, self.scales, self.block, self.axis).astype(dtype)
+
+    def in_blocks_of(self, block: int) -> "BlockScaled":
+        """The same weight in smaller blocks, of a divisor of their size."""
         size = self.values.shape[self.axis]
-        scales = jnp.repeat(self.scales, self.block, axis=self.axis, total_repeat_length=None)
-        scales = jax.lax.slice_in_dim(scales, 0, size, axis=self.axis % self.values.ndim)
-        return (self.values.astype(jnp.float32) * scales).astype(dtype)
+        scales = jnp.repeat(self.scales, self.block // block, axis=self.axis)
+        scales = jax.lax.slice_in_dim(scales, 0, -(-size // block), axis=self.axis % self.values.ndim)
+        return self.replace(scales=scales, block=block)
 
 
 def is_scaled(leaf) -> bool:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.blocks import dequantise
 from pallas_kernels.dispatch import choose
 
 MOST_ROWS = 64  # beyond, multiplying takes longer than reading
@@ -65,8 +66,7 @@ def _block_scaled_matmul_xla(x, weights, scales, block):
 
 
 def _scaled(weights, scales, block):
-    weights = weights.astype(jnp.float32)
-    return weights if scales is None else weights * jnp.repeat(scales, block, axis=0)[: len(weights)]
+    return weights.astype(jnp.float32) if scales is None else dequantise(weights, scales, block, axis=0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))

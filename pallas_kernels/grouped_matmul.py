@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.blocks import dequantise
 from pallas_kernels.dispatch import choose
 from pallas_kernels.grouped_products import ROWS, outer, product, route_few, route_many
 
@@ -59,8 +60,8 @@ def grouped_matmul(
     ids = ids.astype(jnp.int32)
     if chosen == "xla" or 0 in (n, k, E):
         if gate_up_scales is not None:
-            gate_up = dequantise(gate_up, gate_up_scales, block).astype(x.dtype)
-            down = dequantise(down, down_scales, block).astype(x.dtype)
+            gate_up = dequantise(gate_up, gate_up_scales, block, axis=1).astype(x.dtype)
+            down = dequantise(down, down_scales, block, axis=1).astype(x.dtype)
         form = experts_for_few if inference and n <= FEW_TOKENS else experts_for_many
         return form(x, ids, weights, gate_up, down)
     return _experts(x, ids, weights, gate_up, down, gate_up_scales, down_scales, block, chosen == "interpreted")
@@ -79,12 +80,6 @@ def _check(x, ids, weights, gate_up, down, gate_up_scales, down_scales, block):
     found = None if gate_up_scales is None else (gate_up_scales.shape, jnp.shape(down_scales))
     if found != shapes:
         raise ValueError(f"scales {found} for blocks of {block} must be {shapes}")
-
-
-def dequantise(values, scales, block):
-    """`value * scale` in float32: values [E, K, ...], scales [E, ceil(K / block), ...]."""
-    scales = jnp.repeat(scales, block, axis=1)[:, : values.shape[1]]
-    return values.astype(jnp.float32) * scales
 
 
 # The plain forms, all over the same arguments; the first is the meaning of the others and of the kernels.

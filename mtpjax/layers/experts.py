@@ -1,6 +1,7 @@
 """Feed-forward layers: SwiGLU, and a mixture of routed and shared experts."""
 
 import functools
+import math
 
 import flax.linen as nn
 import jax
@@ -10,6 +11,8 @@ from jax.sharding import PartitionSpec
 from mtpjax.config import ModelConfig
 from mtpjax.quantized import is_scaled, matrix_product
 from pallas_kernels import grouped_matmul
+
+LEAST_BLOCK = 16  # of fp8 weights that a kernel takes
 
 
 class SwiGLU(nn.Module):
@@ -109,9 +112,13 @@ def _over_mesh(form, num_experts: int, width: int):
     expert, tensor = (axis if axis in axes else None for axis in ("expert", "tensor"))
 
     def split(x, ids, weights, gate_up, down):
-        # Blocks that a border would cut are multiplied out before, all others after the split.
-        if tensor and is_scaled(down) and width // mesh.shape[tensor] % down.block:
-            gate_up, down = gate_up.astype(x.dtype), down.astype(x.dtype)
+        own = width // mesh.shape[tensor] if tensor else width
+        if is_scaled(gate_up) and is_scaled(down) and own % down.block:  # a border would cut a block
+            block = math.gcd(own, gate_up.block, down.block)
+            if block < LEAST_BLOCK:
+                gate_up, down = gate_up.astype(x.dtype), down.astype(x.dtype)
+            else:
+                gate_up, down = gate_up.in_blocks_of(block), down.in_blocks_of(block)
         return jax.shard_map(local, in_specs=specs, out_specs=everywhere, check_vma=False)(
             x, ids, weights, gate_up, down
         )

@@ -14,7 +14,8 @@ from mtpjax import DecodeConfig, ModelConfig, MTPModel, compat, generate, specul
 from mtpjax.layers.experts import Experts
 from mtpjax.quantized import BlockScaled
 from pallas_kernels import grouped_matmul, grouped_products
-from pallas_kernels.grouped_matmul import dequantise, grouped_matmul_reference
+from pallas_kernels.blocks import dequantise
+from pallas_kernels.grouped_matmul import grouped_matmul_reference
 
 kernel = functools.partial(grouped_matmul, implementation="triton")
 interpreted = functools.partial(grouped_matmul, implementation="interpreted")
@@ -34,11 +35,11 @@ def problem(n, E, k, D=24, F=20, dtype=jnp.float32):
     )
 
 
-def in_fp8(stack):
+def in_fp8(stack, block=BLOCK):
     """A stack of about the same values, its scales, which differ from column to column, and what both stand for."""
-    scales = jnp.asarray(np.random.default_rng(1).uniform(0.5, 2, stack[:, ::BLOCK].shape), jnp.float32)
+    scales = jnp.asarray(np.random.default_rng(1).uniform(0.5, 2, stack[:, ::block].shape), jnp.float32)
     values = stack.astype(jnp.float8_e4m3fn)
-    return values, scales, dequantise(values, scales, BLOCK)
+    return values, scales, dequantise(values, scales, block, axis=1)
 
 
 def assert_close(actual, expected, tolerance=1e-5):
@@ -220,18 +221,19 @@ def layer_problem():
     return make, make("xla").init(jax.random.key(0), x)["params"], x
 
 
-def as_block_scaled(params):
-    """Blocks of 16 along the input."""
-    made = {name: in_fp8(params[name])[:2] for name in ("gate_up", "down")}
+def as_block_scaled(params, block):
+    """Blocks along the input."""
+    made = {name: in_fp8(params[name], block)[:2] for name in ("gate_up", "down")}
     axes = {"gate_up": -3, "down": -2}
-    return params | {name: BlockScaled(*parts, axis=axes[name], block=BLOCK) for name, parts in made.items()}
+    return params | {name: BlockScaled(*parts, axis=axes[name], block=block) for name, parts in made.items()}
 
 
-@pytest.mark.parametrize("is_fp8", [False, True])
-@pytest.mark.parametrize("axes", [{}, {"expert": 2, "tensor": 2}])
-def test_layer_runs_the_kernel_on_one_device_and_on_each_of_a_mesh(axes, is_fp8, monkeypatch):
+@pytest.mark.parametrize("axes, block", [({}, 0), ({}, 16), *(({"expert": 2, "tensor": 2}, b) for b in (0, 16, 64))])
+def test_layer_runs_the_kernel_on_one_device_and_on_each_of_a_mesh(axes, block, monkeypatch):
+    """In float32, and in fp8 of such blocks; those of 64 would be cut by the borders of 32 columns."""
     make, params, x = layer_problem()
-    params = as_block_scaled(params) if is_fp8 else params
+    is_fp8 = block > 0
+    params = as_block_scaled(params, block) if is_fp8 else params
     expected = make("xla").apply({"params": params}, x, cached=True)
     calls = []
     product = grouped_products.product
