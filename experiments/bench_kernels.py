@@ -55,9 +55,8 @@ def seconds(call: Callable[[], Any], least: float = 0.05) -> float:
         count *= 2
 
 
-def limits() -> tuple[float, float]:
-    """Bytes a second of a 4 GB copy, read and written, and operations a second of a bfloat16 product."""
-    length, width = 2**30, 8192
+def limits(length: int = 2**30, width: int = 8192) -> tuple[float, float]:
+    """Bytes a second of a float32 copy, read and written, and operations a second of a square bfloat16 product."""
     numbers = jax.random.normal(jax.random.key(0), (length,), jnp.float32)
     matrix = jax.random.normal(jax.random.key(1), (width, width), jnp.bfloat16)
     copy = functools.partial(jax.jit(lambda x: x + 1), numbers)

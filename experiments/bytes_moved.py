@@ -141,6 +141,13 @@ def least_bytes(config: ModelConfig, batch: int, num_steps: int, path: str, leaf
     return nbytes * len(rows)
 
 
+def least_of_all(config: ModelConfig, batch: int, num_steps: int, shapes) -> list[int]:
+    """`least_bytes` of each array of parameters and state, in the order of `jax.tree.leaves(shapes)`."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(dict(zip(("params", "state"), shapes, strict=True)))
+    names = (jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves)
+    return [least_bytes(config, batch, num_steps, name, leaf) for name, (_, leaf) in zip(names, leaves, strict=True)]
+
+
 @dataclasses.dataclass(frozen=True)
 class Group:
     """What instructions from one place of the program move in a round, and how much of that is needed."""
@@ -171,14 +178,10 @@ def count_round(subject: Subject, batch: int, num_steps: int, implementation: st
     with use_abstract_mesh(mesh.abstract_mesh):
         declared = list(declared_calls(function, *shapes))
         text = str(function.lower(*shapes).compile().as_text())
-    leaves, _ = jax.tree_util.tree_flatten_with_path(dict(zip(("params", "state"), shapes, strict=True)))
-    least = []
-    for path, leaf in leaves:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        least.append(least_bytes(config, batch, num_steps, name, leaf))
+    least = least_of_all(config, batch, num_steps, shapes)
     computations, entry = parse(text)
     counter = Counter(computations, _declared_bytes(declared), functools.partial(_turns, config))
-    return tally(counter.moved(entry, list(range(len(leaves)))), least), sum(least)
+    return tally(counter.moved(entry, list(range(len(least)))), least), sum(least)
 
 
 def _declared_bytes(declared: Iterable[Declared]):
@@ -323,7 +326,10 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
     parser.add_argument("--output", type=pathlib.Path, default=RESULT)
     options = parser.parse_args()
-    rows = [measure(name, *cell) for name in options.models for cell in CELLS]
+    wanted, rows = [(name, *cell) for name in options.models for cell in CELLS], []
+    for number, cell in enumerate(wanted, start=1):
+        print(f"{number}/{len(wanted)} {cell[0]}: batch {cell[1]}, drafts {cell[2]}", file=sys.stderr)
+        rows.append(measure(*cell))
     show(rows, Console(width=None if sys.stdout.isatty() else 160))
     about = {
         "date": str(datetime.date.today()),

@@ -99,6 +99,8 @@ def run_jobs(jobs: Sequence[Mapping], command: Sequence[str]) -> list[dict]:
             assert child.stdin and child.stdout
             try:
                 while len(answers) < len(jobs):
+                    if len(answers) % 20 == 0:
+                        print(f"{len(answers)}/{len(jobs)} kernels compiled", file=sys.stderr)
                     child.stdin.write(json.dumps(jobs[len(answers)]).encode() + b"\n")
                     child.stdin.flush()
                     answers.append(json.loads(child.stdout.readline()))

@@ -108,13 +108,14 @@ class CostMeter:
         self._timers: dict[tuple[str, Shape], Callable[[], float]] = {}
         place = _Place(batch, context, capacity, min_rows)
         for shape in dict.fromkeys((PLAIN, *shapes)):
-            loops = {"parts": _parts(params, model, shape, place, drafts=True)}
+            dtype = params["embedding"].dtype
+            loops = {"parts": _parts(dtype, model, shape, place, drafts=True)}
             if shape != PLAIN:
-                loops["verify"] = _parts(params, model, shape, place, drafts=False)
+                loops["verify"] = _parts(dtype, model, shape, place, drafts=False)
             if whole:
-                loops["round"] = _whole_round(params, model, shape, place)
+                loops["round"] = _whole_round(dtype, model, shape, place)
             for kind, loop in loops.items():
-                self._timers[kind, shape] = _timer(*loop, seconds=seconds)
+                self._timers[kind, shape] = _timer(params, *loop, seconds=seconds)
                 compiled()
         self._seconds: dict = {timed: [] for timed in self._timers}
 
@@ -148,22 +149,22 @@ class _Place(NamedTuple):
     min_rows: int
 
 
-def _timer(body: Callable, inputs, *, seconds: float) -> Callable[[], float]:
-    """A function that times one of the rounds `inputs = body(index, inputs)`, which are run about `seconds` long.
+def _timer(params, body: Callable, inputs, *, seconds: float) -> Callable[[], float]:
+    """A function that times one of the rounds `inputs = body(params, index, inputs)`, which are run about `seconds`.
 
     What a call costs before its first round is taken off.
     """
 
-    @functools.partial(jax.jit, donate_argnums=1)
-    def loop(limit, inputs):
+    @functools.partial(jax.jit, donate_argnums=2)
+    def loop(limit, params, inputs):  # parameters as in decoding: constants would be folded, and be in the program
         return jax.lax.while_loop(
-            lambda carry: carry[0] < limit, lambda carry: (carry[0] + 1, body(*carry)), (jnp.int32(0), inputs)
+            lambda carry: carry[0] < limit, lambda carry: (carry[0] + 1, body(params, *carry)), (jnp.int32(0), inputs)
         )[1]
 
     def call(rounds: int) -> float:
         nonlocal inputs
         begin = time.perf_counter()
-        inputs = jax.block_until_ready(loop(rounds, inputs))
+        inputs = jax.block_until_ready(loop(rounds, params, inputs))
         return time.perf_counter() - begin
 
     call(1)  # compiles
@@ -178,7 +179,7 @@ def _timer(body: Callable, inputs, *, seconds: float) -> Callable[[], float]:
     return run
 
 
-def _parts(params, model: MTPModel, shape: Shape, place: _Place, *, drafts: bool) -> tuple[Callable, Any]:
+def _parts(dtype, model: MTPModel, shape: Shape, place: _Place, *, drafts: bool) -> tuple[Callable, Any]:
     """The passes of a round of this shape, with `drafts` or without, as `_timer` takes them.
 
     The trunk's head reads all nodes. Modules take in the committed rows, and their heads read one; recycled levels are
@@ -196,13 +197,14 @@ def _parts(params, model: MTPModel, shape: Shape, place: _Place, *, drafts: bool
         steps = jnp.arange(batch * count, dtype=jnp.int32).reshape(batch, count)
         return (token + 31 * steps) % config.vocab_size
 
-    def choose(output, number=None):
-        """The newest token. Only the arg-max is timed: what sampling does with logits would have its place here."""
-        return bind(model, params)(output, k=1, index=number, method="top_tokens")[1][:, -1:, 0]
-
-    def body(index, inputs):
+    def body(params, index, inputs):
         token, hidden, trunk, modules = inputs
         apply, modules = bind(model, params), list(modules)
+
+        def choose(output, number=None):
+            """The newest token. Only the arg-max is timed: what sampling does with logits would have its place here."""
+            return apply(output, k=1, index=number, method="top_tokens")[1][:, -1:, 0]
+
         start = trunk.length + index % room
         view = cached_view(config, start, width, capacity, taken=known)
         output, _, trunk = apply(spread(token, width), view, trunk, method="run_trunk")
@@ -229,8 +231,6 @@ def _parts(params, model: MTPModel, shape: Shape, place: _Place, *, drafts: bool
             token = choose(output, number)
         return token, hidden, trunk, tuple(modules)
 
-    dtype = params["embedding"].dtype
-
     def filled(kinds):
         return commit(empty_cache(config, kinds, batch, capacity, dtype), jnp.full(batch, context, jnp.int32))
 
@@ -242,7 +242,7 @@ def _parts(params, model: MTPModel, shape: Shape, place: _Place, *, drafts: bool
     )
 
 
-def _whole_round(params, model: MTPModel, shape: Shape, place: _Place) -> tuple[Callable, DecodeState]:
+def _whole_round(dtype, model: MTPModel, shape: Shape, place: _Place) -> tuple[Callable, DecodeState]:
     """A greedy round of decoding of this shape, as `_timer` takes it.
 
     Lengths move with the rounds: were they constant, XLA would take what depends on them out of the loop.
@@ -258,11 +258,11 @@ def _whole_round(params, model: MTPModel, shape: Shape, place: _Place) -> tuple[
         jnp.full((8, 1), -1, jnp.int32),
         model=model,
         plan=plan,
-        dtype=params["embedding"].dtype,
+        dtype=dtype,
     )
     room = _room(model, shape, place)
 
-    def body(index, state):
+    def body(params, index, state):
         length = jnp.full_like(state.length, context + 1 + index % room)
         state = state.replace(
             length=length,
