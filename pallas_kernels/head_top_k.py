@@ -21,7 +21,8 @@ def head_top_k(
     cast to hidden's dtype; products are summed in float32, those of float32 numbers at full precision in the kernel
     and at JAX's default precision by XLA. `implementation` is "xla" (the reference), "triton" (the kernel: CUDA and
     ROCm), "interpreted" (the kernel on any machine, slowly) or "auto", see `pallas_kernels.dispatch`. No gradients.
-    Logits that are -inf or NaN are not for the kernel. Raises ValueError for other implementations, shapes that do not
+    Logits that are -inf or NaN are not for the kernel, whose sums are in one order for up to 16 rows, and maybe in
+    another for more. Raises ValueError for other implementations, shapes that do not
     fit, dtypes other than float32, bfloat16 and float16, and a `k` outside 1..num_tokens.
     """
     width, size = head.shape[::-1] if is_transposed and head.ndim == 2 else head.shape
