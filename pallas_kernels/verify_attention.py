@@ -30,8 +30,8 @@ def verify_attention(
     The text lies in slots 0 .. base - 1, base [B] int32, and token t sees all of it, or with begin [B, T] int32 (a
     window) what lies from slot `begin` on or before `sinks`. Of the slots behind the text it sees base + x where
     sees [B, T, X] bool: the lower triangle for tokens that follow each other, ancestors in a tree. A token that sees
-    nothing gets zeros. Slots that no token of the row sees are not read, and may hold NaN. In the kernel the order of sums,
-    so the last bits, depends on B, T and S: they decide into how many shares the slots are split.
+    nothing gets zeros. Slots that no token of the row sees are not read, and may hold NaN. In the kernel the order of
+    sums, so the last bits, depends on B, T and S: they decide into how many shares the slots are split.
 
     `implementation` is "xla" (the reference), "triton" (the kernel: CUDA and ROCm), "interpreted" (the kernel on any
     machine, slowly) or "auto", see `pallas_kernels.dispatch`; more than 16 tokens or 64 slots behind the text take the
