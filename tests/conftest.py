@@ -27,7 +27,6 @@ from mtpjax import MTPModel, compat
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
-jax.config.update("jax_captured_constants_warn_bytes", 2**16)  # weights that became part of a program
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 
+import jax
 import numpy as np
 import pytest
 
@@ -31,8 +32,17 @@ def test_costs_come_back_from_json():
     assert costs.ideal_ratio(3.0, Shape(2, 3, 9)) == 0.75
 
 
+@pytest.fixture
+def no_captured_weights():
+    """A warning, here an error, where weights become part of a program, which decoding's are not."""
+    before = jax.config.jax_captured_constants_warn_bytes
+    jax.config.update("jax_captured_constants_warn_bytes", 2**14)
+    yield
+    jax.config.update("jax_captured_constants_warn_bytes", before)
+
+
 @pytest.mark.parametrize(("modules", "shape", "batch"), [(1, Shape(2, 2, 6), 2), (2, chain(3), 1), (1, PLAIN, 1)])
-def test_every_shape_is_timed(small, modules, shape, batch):
+def test_every_shape_is_timed(small, modules, shape, batch, no_captured_weights):
     model, params = small(num_mtp_modules=modules)
     compiled = []
     meter = CostMeter(
