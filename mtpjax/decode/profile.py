@@ -1,6 +1,5 @@
 """What rounds cost on this device by depth and batch, measured once and stored; `DecodeConfig.depth_costs` takes it."""
 
-import dataclasses
 import datetime
 import hashlib
 import json
@@ -8,26 +7,21 @@ import logging
 import math
 import os
 import pathlib
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from mtpjax.atomic import write_text
 from mtpjax.config import ModelConfig
 from mtpjax.decode.config import DecodeConfig, largest_tree
-from mtpjax.decode.costs import PLAIN, CostMeter, Costs, Shape, chain, widest_write
-from mtpjax.decode.generate import bucket, speculative_generate
+from mtpjax.decode.costs import PLAIN, CostMeter, Costs, Shape, widest_write
 from mtpjax.decode.loop import least_rows
 from mtpjax.model import MTPModel
 
 FORMAT, VERSION = "mtpjax-profile", 2
 NAME = "profile.json"
 SLOTS = 128  # caches are rounded up to so many, as in decoding
-CALL_TOKENS = 96  # that a timed call makes
-UNWANTED = 100.0  # cost of depths that a call shall not choose, over that of the one that it shall
 log = logging.getLogger("mtpjax.decode")
 
 
@@ -78,8 +72,7 @@ def measure(
         raise ValueError(f"context {context} leaves nothing to measure with {config.max_position_embeddings} positions")
     context = min(context, config.max_position_embeddings - widest)
     capacity = -(-(context + 2 * widest) // SLOTS) * SLOTS
-    of_chains = topk == 1
-    per_batch = (2 * len(shapes) + 2 if of_chains else 3 * len(shapes) + 2) + rounds
+    per_batch = 3 * len(shapes) + 2 + rounds
     total, done, costs = per_batch * len(batches), 0, []
 
     def advance() -> None:
@@ -97,22 +90,13 @@ def measure(
             batch=batch,
             min_rows=least_rows(batch, jax.default_backend(), model.implementation),
             seconds=seconds,
-            whole=not of_chains,
+            whole=True,
             compiled=advance,
         )
-        calls = None
-        if of_chains:
-            calls = AdaptiveCalls(params, model=model, num_steps=num_steps, batch=batch, context=context)
-            advance()
         for _ in range(rounds):
             meter.measure(repeats=1)
-            if calls is not None:
-                calls.measure()
             advance()
-        measured = meter.costs()
-        if calls is not None:
-            measured = dataclasses.replace(measured, round=calls.seconds())
-        costs.append(measured.to_json())
+        costs.append(meter.costs().to_json())
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -125,46 +109,6 @@ def measure(
         "capacity": capacity,
         "batches": costs,
     }
-
-
-class AdaptiveCalls:
-    """Times rounds of chains as an adaptive call runs them: all depths in one program, and costs that leave no choice.
-
-    Programs of their own, a loop for each depth, are faster or slower than the very same rounds there, on a CPU by up
-    to a quarter at batch 1, each by its own luck; and what the policy compares are the rounds of that one program.
-    """
-
-    def __init__(self, params, *, model: MTPModel, num_steps: int, batch: int, context: int):
-        self._params, self._model, self._num_steps = params, model, num_steps
-        room = model.config.max_position_embeddings - 1
-        self._tokens = min(CALL_TOKENS, room // 2)
-        length = max(1, min(context - self._tokens // 2, room - self._tokens))
-        while length > 1 and bucket(length + SLOTS // 2) != bucket(length + self._tokens + SLOTS // 2):
-            length -= 1  # so that the short call has the long one's caches
-        vocabulary = model.config.num_tokens or model.config.vocab_size
-        self._prompts = np.random.default_rng(0).integers(vocabulary, size=(batch, length))
-        self._seconds: dict[int, list[float]] = {depth: [] for depth in range(num_steps + 1)}
-        self._call(0, self._tokens)  # compiles
-
-    def measure(self) -> None:
-        """Times a round of each depth, once."""
-        for depth, times in self._seconds.items():
-            (short, _), (long, rounds) = (self._call(depth, tokens) for tokens in (1, self._tokens))
-            times.append((long - short) / rounds)
-
-    def seconds(self) -> dict[Shape, float]:
-        """The medians of all `measure` calls."""
-        return {chain(depth): float(np.median(times)) for depth, times in self._seconds.items()}
-
-    def _call(self, depth: int, new_tokens: int) -> tuple[float, int]:
-        """Seconds and rounds."""
-        costs = tuple(1.0 if other == depth else UNWANTED for other in range(self._num_steps + 1))
-        config = DecodeConfig(
-            max_new_tokens=new_tokens, num_steps=self._num_steps, depth_policy="adaptive", depth_costs=costs
-        )
-        begin = time.perf_counter()
-        stats = speculative_generate(self._params, self._prompts, model=self._model, config=config).stats
-        return time.perf_counter() - begin, int(stats.steps.max())
 
 
 def config_digest(config: ModelConfig) -> str:

@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import pytest
 
-from mtpjax import speculative_generate
 from mtpjax.decode import profile
 from mtpjax.decode.costs import PLAIN, CostMeter, Costs, Shape, chain
 from mtpjax.decode.profile import load_costs
@@ -62,26 +61,6 @@ def test_every_shape_is_timed(small, modules, shape, batch, no_captured_weights)
     assert len(compiled) == (2 if shape == PLAIN else 5)
     timed = [of[kind] for of in (costs.verify, costs.parts, costs.round) for kind in (PLAIN, shape)]
     assert np.isfinite(timed).all() and all(timed)  # in one round on a busy machine a difference may be negative
-
-
-def test_an_adaptive_call_runs_rounds_of_the_depth_that_is_timed(small, monkeypatch):
-    model, params = small("grouped", "mixed")
-    found = []
-
-    def recorded(*arguments, config, **more):
-        result = speculative_generate(*arguments, config=config, **more)
-        found.append((config, result.stats))
-        return result
-
-    monkeypatch.setattr(profile, "speculative_generate", recorded)
-    calls = profile.AdaptiveCalls(params, model=model, num_steps=3, batch=2, context=32)
-    calls.measure()
-    assert list(calls.seconds()) == [chain(depth) for depth in range(4)]
-    assert len(found) == 1 + 2 * 4
-    for config, stats in found:
-        depth = config.depth_costs.index(1.0)
-        rounds = np.broadcast_to(stats.steps[:, None], stats.proposed.shape)
-        assert (stats.proposed == np.where(np.arange(3) < depth, rounds, 0)).all()
 
 
 def test_shapes_grow_to_the_one_asked_for():
