@@ -18,9 +18,7 @@ from jax.experimental.pallas import triton as plt
 from pallas_kernels.blocks import dequantise
 from pallas_kernels.dispatch import choose
 
-# Of fp8 weights: beyond, multiplying takes longer than reading. Of others, which XLA reads once too from two rows on:
-# beyond a tensor core's 16, parts' sums and rows read again for each column of tiles are no longer small.
-MOST_ROWS = {1: 64, 2: 16, 4: 16}  # by the bytes of a weight
+MOST_ROWS = 64  # beyond, multiplying takes longer than reading
 _TILE_BYTES = 16384  # of weights: eight loads of 16 bytes for each of 128 threads
 
 
@@ -33,8 +31,8 @@ def block_scaled_matmul(x, weights, scales=None, *, block=128, implementation="a
     "xla" rounds each scaled weight to x's dtype.
 
     `implementation` is "xla", "triton" (the kernel: CUDA and ROCm), "interpreted" (the kernel on any machine, slowly)
-    or "auto", see `pallas_kernels.dispatch`. The kernel is for up to 64 rows of fp8 weights and 16 of others: more are
-    left to "xla", whichever is asked for. Differentiable in reverse mode: the gradient is that of "xla". Raises
+    or "auto", see `pallas_kernels.dispatch`. The kernel is for up to 64 rows: more are left to "xla",
+    whichever is asked for. Differentiable in reverse mode: the gradient is that of "xla". Raises
     ValueError for other implementations, for shapes that do not fit, and from the kernel for blocks that are no power
     of two from 16 on and for one-byte weights of 2^31 elements or more, which its 32-bit offsets do not reach.
     """
@@ -44,7 +42,7 @@ def block_scaled_matmul(x, weights, scales=None, *, block=128, implementation="a
     if scales is not None and scales.shape != (pl.cdiv(D, block), F):
         raise ValueError(f"scales {scales.shape} do not fit weights {weights.shape} in blocks of {block} inputs")
     rows = x.size // D if D else 0
-    is_few, unfit = 0 < rows <= MOST_ROWS[weights.dtype.itemsize] and F > 0, None
+    is_few, unfit = 0 < rows <= MOST_ROWS and F > 0, None
     if is_few and scales is not None and (block < 16 or block & (block - 1)):
         unfit = f"the kernel takes blocks of 16 inputs, 32, 64 and so on, not of {block}"
     if is_few and weights.dtype.itemsize == 1 and weights.size >= 2**31:
@@ -90,8 +88,8 @@ def _block_scaled_matmul_triton(x, weights, scales, block, interpret):
         out_shape=jax.ShapeDtypeStruct((parts, n, F), out_dtype),
         grid=(num_columns, parts),
         out_specs=pl.BlockSpec((None, n, F), lambda column, part: (part, 0, 0)),
-        # One byte: no stages, see the kernel; other programs hide its wait.
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1 if is_narrow else 4),
+        # One byte: no stages, see the kernel; other programs hide its wait. 64 rows: 64 KB is all that an MI300X has.
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1 if is_narrow else 4 if padded < 64 else 3),
         cost_estimate=pl.CostEstimate(
             flops=2 * padded * D * F,
             transcendentals=0,
