@@ -7,6 +7,10 @@ Nothing runs: the round is compiled ahead of time for an H100 (`compat.h100_devi
 alone, and its bytes are counted in the compiled loop (`experiments/hlo_bytes.py`); a Triton kernel moves what it
 declares. The minimum is every weight that a pass needs once, and every cache once.
 
+Bytes are those that memory is asked for: of XLA's kernels each operand once, and of ours all that their programs load,
+but once what they share and find in the L2 cache, a few MB of activations at most (`pallas_kernels/blocks.py`). What
+they load from there is in a column of its own; caches and weights that are loaded twice count twice everywhere.
+
 Assumed is the most there can be: every row is as long as its cache, and each token of a pass chose experts that no
 other chose while there are such. The weights are bfloat16, and as the model says fp8 with scales in the experts.
 """
@@ -164,6 +168,7 @@ class Count:
     nbytes: int
     groups: tuple[Group, ...]  # the most excess first
     kernels: Mapping[str, int]  # bytes that Triton kernels declare, by name
+    from_l2: int  # not among `nbytes`: what their programs load again from the L2 cache
     outside: int  # bytes moved before and after the loop, not per round
     unread: int  # of the minimum, what was not seen to be read: little, from a copy, or the count has lost an array
 
@@ -180,12 +185,17 @@ def count_round(subject: Subject, batch: int, num_steps: int, implementation: st
         text = str(function.lower(*shapes).compile().as_text())
     least = least_of_all(config, batch, num_steps, shapes)
     computations, entry = parse(text)
-    counter = Counter(computations, _declared_bytes(declared), functools.partial(_turns, config))
-    return tally(counter.moved(entry, list(range(len(least)))), least), sum(least)
+
+    def moved(is_from_l2: bool):
+        counter = Counter(computations, _declared_bytes(declared, is_from_l2), functools.partial(_turns, config))
+        return counter.moved(entry, list(range(len(least))))
+
+    from_l2 = sum(one.total for one in moved(True) if one.loops and "triton" in one.instruction.target)
+    return tally(moved(False), least, from_l2), sum(least)
 
 
-def _declared_bytes(declared: Iterable[Declared]):
-    """For `Counter`: what a Triton call declares, told by its name and its arrays."""
+def _declared_bytes(declared: Iterable[Declared], is_from_l2: bool):
+    """For `Counter`: what a Triton call, told by its name and its arrays, asks memory for, or the L2 cache again."""
 
     def key(name, arrays):
         return re.sub(r"\W", "_", name), tuple(arrays)
@@ -196,7 +206,7 @@ def _declared_bytes(declared: Iterable[Declared]):
             raise ValueError(f"kernel {call.name} declares no bytes: it needs a cost_estimate")
         arrays = [(shape, jnp.dtype(dtype).itemsize) for dtype, shape in (*call.operands, *call.results)]
         name = key(call.name, arrays)
-        known[name] = max(known.get(name, 0), call.nbytes)
+        known[name] = max(known.get(name, 0), call.from_l2 if is_from_l2 else call.nbytes - call.from_l2)
 
     def of(instruction: Instruction, operands) -> int:
         arrays = [(array.shape, array.itemsize) for array in (*operands, *instruction.results)]
@@ -220,7 +230,7 @@ def _turns(config: ModelConfig, loop: Instruction) -> int:
     raise ValueError(f"a loop of unknown length: {loop.source}")
 
 
-def tally(moved: Iterable[Moved], least: list[int]) -> Count:
+def tally(moved: Iterable[Moved], least: list[int], from_l2: int = 0) -> Count:
     """Sums what was moved. Of each array so many bytes read are needed as `least` says; the rest is excess."""
     left = list(least)
     groups: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
@@ -244,7 +254,7 @@ def tally(moved: Iterable[Moved], least: list[int]) -> Count:
         group[1] += excess
     ordered = sorted(groups.items(), key=lambda item: -item[1][1])
     rows = tuple(Group(place, *sums) for place, sums in ordered)
-    return Count(sum(group.nbytes for group in rows), rows, dict(kernels), outside, sum(left))
+    return Count(sum(group.nbytes for group in rows), rows, dict(kernels), from_l2, outside, sum(left))
 
 
 def _place(one: Moved) -> str:
@@ -260,11 +270,12 @@ def _place(one: Moved) -> str:
 def show(rows: list[dict[str, Any]], console: Console) -> None:
     table = Table(title="bytes of a decoding round on an H100: compiled, not run")
     table.add_column("model", no_wrap=True)
-    for name in ("batch", "drafts", "minimum", "at 3.35 TB/s", "xla", "with kernels"):
+    for name in ("batch", "drafts", "minimum", "at 3.35 TB/s", "xla", "with kernels", "from L2"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("most bytes beyond the minimum, with kernels")
     for row in rows:
         forms = [f"{row[form]['ratio']:.2f} x" for form in ("xla", "triton")]
+        forms.append(f"+ {row['triton']['from_l2'] / row['minimum']:.2f}")
         top = [f"{group['excess'] / 1e6:.1f} MB {group['place']}" for group in row["triton"]["most_excess"]]
         table.add_row(
             row["model"],
@@ -313,6 +324,7 @@ def measure(name: str, batch: int, num_steps: int) -> dict[str, Any]:
         row[form] = {
             "bytes": count.nbytes,
             "ratio": count.nbytes / least,
+            "from_l2": count.from_l2,
             "outside_the_loop": count.outside,
             "unread": count.unread,
             "kernels": count.kernels,

@@ -5,6 +5,7 @@ distinct elements under its mask are counted. Slow, for small shapes alone. An a
 where Pallas's own interpreter pads.
 """
 
+import collections
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,7 @@ class Declared:
     operands: Shapes
     results: Shapes
     nbytes: int | None  # None: it declares nothing
+    from_l2: int = 0  # of them, loads that memory is not asked for again: `pallas_kernels.blocks.loads_from_l2`
 
 
 @dataclasses.dataclass
@@ -36,6 +38,8 @@ class Traced:
     declared: Declared
     read: int = 0
     written: int = 0
+    again: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)  # of `read`, by operand
+    loaded: dict[int, set[int]] = dataclasses.field(default_factory=dict)  # which elements of each operand
 
 
 def declared_calls(function, *arguments) -> Iterator[Declared]:
@@ -67,7 +71,8 @@ def _declared(equation) -> Declared:
         tuple((str(variable.aval.dtype), variable.aval.shape) for variable in variables)
         for variables in (equation.invars, equation.outvars)
     )
-    return Declared(equation.params["name"], operands, results, cost and cost.bytes_accessed)
+    from_l2 = int(dict(equation.params["metadata"] or {}).get("from_l2", 0))
+    return Declared(equation.params["name"], operands, results, cost and cost.bytes_accessed, from_l2)
 
 
 def run_counted(function, *arguments) -> tuple[Any, list[Traced]]:
@@ -82,6 +87,7 @@ def run_counted(function, *arguments) -> tuple[Any, list[Traced]]:
 class _Ref:
     """A block of an array: what a kernel's argument is."""
 
+    operand: int  # which of the kernel's arrays it is
     array: np.ndarray
     starts: tuple[int, ...]  # in the array, by axis
     is_axis: tuple[bool, ...]  # which of the array's axes the block has
@@ -189,8 +195,8 @@ class _Run:
         own = [axis for axis in range(len(grid)) if axis not in mapping.vmapped_dims]
         for step in np.ndindex(*grid):
             program = _Run([traced], [step[axis] for axis in own], [grid[axis] for axis in own])
-            blocks = zip(arrays, mapping.block_mappings, strict=True)
-            program.evaluate(params["jaxpr"], (), [_block(array, block, step) for array, block in blocks])
+            blocks = enumerate(zip(arrays, mapping.block_mappings, strict=True))
+            program.evaluate(params["jaxpr"], (), [_block(place, *pair, step) for place, pair in blocks])
         return [jnp.asarray(array) for array in arrays[len(values) :]]
 
     def _program_id(self, values, params, equation) -> list:
@@ -243,12 +249,16 @@ class _Run:
         mask = np.broadcast_to(True if mask is None else np.asarray(mask), places.shape)
         if (places[mask] < 0).any():
             raise IndexError(f"{self.traced[0].declared.name}, program {tuple(self.ids)}: {equation} is out of bounds")
-        nbytes = len(np.unique(places[mask])) * ref.array.dtype.itemsize
-        setattr(self.traced[0], kind, getattr(self.traced[0], kind) + nbytes)
+        traced, touched, itemsize = self.traced[0], set(places[mask].tolist()), ref.array.dtype.itemsize
+        setattr(traced, kind, getattr(traced, kind) + len(touched) * itemsize)
+        if kind == "read":
+            loaded = traced.loaded.setdefault(ref.operand, set())
+            traced.again[ref.operand] += len(touched & loaded) * itemsize
+            loaded |= touched
         return places, mask
 
 
-def _block(array: np.ndarray, mapping, step: tuple[int, ...]) -> _Ref:
+def _block(operand: int, array: np.ndarray, mapping, step: tuple[int, ...]) -> _Ref:
     """The block of an array that the program at `step` of the grid is given."""
     index = mapping.index_map_jaxpr
     places = _Run([]).closed(index, [jnp.int32(axis) for axis in step])
@@ -257,7 +267,9 @@ def _block(array: np.ndarray, mapping, step: tuple[int, ...]) -> _Ref:
         kind = type(block).__name__
         assert kind in ("Blocked", "Squeezed", "Element"), f"a block of the kind {kind}"
         starts.append(int(place) * (block.block_size if kind == "Blocked" else 1))
-    return _Ref(array, tuple(starts), tuple(type(block).__name__ != "Squeezed" for block in mapping.block_shape))
+    return _Ref(
+        operand, array, tuple(starts), tuple(type(block).__name__ != "Squeezed" for block in mapping.block_shape)
+    )
 
 
 def _garbage(aval) -> np.ndarray:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.blocks import dequantise
+from pallas_kernels.blocks import dequantise, loads_from_l2
 from pallas_kernels.dispatch import choose
 
 MOST_ROWS = 64  # beyond, multiplying takes longer than reading
@@ -98,6 +98,7 @@ def _block_scaled_matmul_triton(x, weights, scales, block, interpret):
             + (0 if scales is None else num_tiles * F * scales.dtype.itemsize)
             + parts * n * F * jnp.dtype(out_dtype).itemsize,
         ),
+        metadata=loads_from_l2((x.nbytes, num_columns)),
         interpret=interpret,
         name="block_scaled_matmul",
     )(x.reshape(n, D), weights, *([] if scales is None else [scales]))

@@ -26,6 +26,8 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.blocks import loads_from_l2
+
 ROWS = 16  # of a product for few tokens: the fewest that tensor cores take
 SHARED = 60 * 1024  # bytes of a block: a block has 64 KB on an MI300X, and three fit on an H100's multiprocessor
 
@@ -206,6 +208,8 @@ def product(
     # How many experts are touched is in the ids alone: as many as can be, read again for each block.
     touched = min(E, route.num_pairs)
     visits = max(touched, route.num_pairs / route.rows) if route.groups == 1 else touched
+    choices = route.num_pairs // x.shape[0]
+    tables = sum(array.nbytes for array in route.arrays)
     moved = visits * weights_size + route.num_pairs * slabs * K * x.dtype.itemsize + route.loads * slabs
     made = pl.pallas_call(
         functools.partial(
@@ -216,7 +220,7 @@ def product(
             tile=tile,
             slabs=slabs,
             depth=K,
-            choices=route.num_pairs // x.shape[0],
+            choices=choices,
             block=block,
             is_transposed=transposed,
             has_scales=scales is not None,
@@ -229,6 +233,7 @@ def product(
             transcendentals=route.num_pairs * N if parts == 2 else 0,
             bytes_accessed=int(moved) + sum(output.size * output.dtype.itemsize for output in outputs),
         ),
+        metadata=loads_from_l2((x.nbytes, slabs * choices), (tables, slabs * route.loads // tables)),
         interpret=interpret,
         name="grouped_gate_up" if parts == 2 else "grouped_product",
     )(*route.arrays, *inputs)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.blocks import loads_from_l2
 from pallas_kernels.dispatch import choose
 
 
@@ -115,6 +116,7 @@ def _head_top_k_triton(hidden, head, k, num_tokens, is_transposed, interpret):
             + grid[1] * num_rows * width * hidden.dtype.itemsize
             + grid[1] * num_rows * 4 * (2 * k + 1),
         ),
+        metadata=loads_from_l2((hidden.nbytes, grid[1])),
         interpret=interpret,
         name="head_top_k",
     )(hidden, head)

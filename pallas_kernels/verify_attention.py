@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.blocks import loads_from_l2
 from pallas_kernels.dispatch import choose
 
 MOST_QUERIES = 16  # tokens per row that the kernel takes
@@ -143,9 +144,10 @@ def _run(q, caches, base, sees, begin, *, scale, sinks, value_width, interpret, 
     tiles = _tiles(R, width, is_latent, q.dtype.itemsize, platform)
     parts = 2 if tiles.halves else 1
     num_blocks = pl.cdiv(R, tiles.rows) * parts
-    # Enough programs for the device, of 256 slots or more each; and shares of 4096 at most, for one long row's sake.
+    # Enough programs for the device; of 256 slots or more each, or of 512 for more rows, since a program's sums are
+    # written and read again; and of 4096 at most, for one long row's sake.
     splits = pl.cdiv(_NUM_PROCESSORS * 8 // tiles.num_warps, B * K * num_blocks)
-    splits = max(min(splits, pl.cdiv(S, 256)), pl.cdiv(S, 4096))
+    splits = max(min(splits, pl.cdiv(S, 256 if tiles.rows == 16 else 512)), pl.cdiv(S, 4096))
     rows, tokens = _tables(base, sees, begin, S)
     own = width // parts
     value_pieces = _pieces(own)
@@ -155,7 +157,8 @@ def _run(q, caches, base, sees, begin, *, scale, sinks, value_width, interpret, 
         for pieces in (_pieces(width), key_pieces, *([] if is_latent else [value_pieces]))
     ]
     moved = num_blocks * sum(cache.nbytes for cache in caches) + 4 * B * K * splits * R * (width + parts)
-    moved += splits * num_blocks * (K * (rows.nbytes + tokens.nbytes) + q.nbytes * tiles.rows // R)
+    loads = (rows.nbytes, splits * num_blocks * K), (tokens.nbytes, splits * parts * K), (q.nbytes, splits * parts)
+    moved += sum(nbytes * times for nbytes, times in loads)
 
     output, weight = pl.pallas_call(
         functools.partial(
@@ -193,6 +196,7 @@ def _run(q, caches, base, sees, begin, *, scale, sinks, value_width, interpret, 
             transcendentals=B * K * R * S * parts,
             bytes_accessed=moved,
         ),
+        metadata=loads_from_l2(*loads),
         interpret=interpret,
         name=f"verify_attention_{platform}",
     )(rows, tokens, q.reshape(B, K, R, H), *caches)
