@@ -299,6 +299,10 @@ def plot(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
         heights = [place + 0.36 * turn for place in range(len(rows))]
         ratios = [row[form]["ratio"] for row in rows]
         bars = axes.barh(heights, ratios, 0.34, color=COLOURS[turn], label=label)
+        if form == "triton":
+            again = [row[form]["from_l2"] / row["minimum"] for row in rows]
+            label = "and loaded again from the L2 cache"
+            bars = axes.barh(heights, again, 0.34, ratios, color=COLOURS[turn], alpha=0.4, label=label)
         axes.bar_label(bars, [f"{ratio:.2f}" for ratio in ratios], padding=2, fontsize=7)
     names = [f"{row['model']}: batch {row['batch']}, drafts {row['drafts']}" for row in rows]
     axes.set_yticks([place + 0.18 for place in range(len(rows))], names, fontsize=8)
