@@ -164,6 +164,9 @@ def _add_profile(commands) -> None:
     profile.add_argument("--batch", type=int, nargs="+", default=[1], help="batch sizes (default: %(default)s)")
     add_shape_flags(profile, num_steps=5, note="of the deepest round (default: %(default)s)")
     profile.add_argument("--context", type=int, default=512, help="tokens in the caches (default: %(default)s)")
+    profile.add_argument(
+        "--temperature", type=float, default=0.0, help="above 0: rounds that draw their tokens (default: %(default)s)"
+    )
     profile.add_argument("--rounds", type=int, default=8, help="measurements to take medians of (default: %(default)s)")
     profile.add_argument("--output", default=None, help="file to write (default: profile.json in the model's folder)")
     commands.add_subcommand("profile", profile, help="what drafting costs here, by depth and batch size")
@@ -507,6 +510,7 @@ def _profile(options) -> int:
             topk=options.speculative_eagle_topk,
             num_draft_tokens=options.speculative_num_draft_tokens,
             context=options.context,
+            temperature=options.temperature,
             rounds=options.rounds,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )

@@ -11,7 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtpjax.cache import commit, empty_cache, read_rows
+from mtpjax.decode import noise
+from mtpjax.decode.config import DecodeConfig
 from mtpjax.decode.loop import run_round
+from mtpjax.decode.probabilities import Sampling, distribution, draw
 from mtpjax.decode.state import DecodeState, Plan, hidden_rows, init_state
 from mtpjax.layers.attend import cached_view
 from mtpjax.model import MTPModel, bind
@@ -87,7 +90,8 @@ class CostMeter:
     `context` tokens of each of `batch` rows stand in caches of `capacity` slots; a part that comes to their end starts
     over behind the context. No pass takes fewer than `min_rows` tokens per row, as in decoding. One timing lasts about
     `seconds`, or four rounds. `whole` rounds, as the loop runs them, are timed beside their parts where that is asked
-    for. `compiled` is called after each loop is compiled.
+    for. At a `temperature` above 0 tokens are drawn: rounds are those of the default rules, and heads give
+    distributions. `compiled` is called after each loop is compiled.
     """
 
     def __init__(
@@ -100,13 +104,14 @@ class CostMeter:
         capacity: int,
         batch: int = 1,
         min_rows: int = 1,
+        temperature: float = 0.0,
         seconds: float = 0.02,
         whole: bool = False,
         compiled: Callable[[], None] = lambda: None,
     ):
         self.batch = batch
         self._timers: dict[tuple[str, Shape], Callable[[], float]] = {}
-        place = _Place(batch, context, capacity, min_rows)
+        place = _Place(batch, context, capacity, min_rows, temperature)
         for shape in dict.fromkeys((PLAIN, *shapes)):
             dtype = params["embedding"].dtype
             loops = {"parts": _parts(dtype, model, shape, place, drafts=True)}
@@ -147,6 +152,11 @@ class _Place(NamedTuple):
     context: int
     capacity: int
     min_rows: int
+    temperature: float
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling.greedy(self.batch).replace(temperature=jnp.full(self.batch, self.temperature))
 
 
 def _timer(params, body: Callable, inputs, *, seconds: float) -> Callable[[], float]:
@@ -185,7 +195,7 @@ def _parts(dtype, model: MTPModel, shape: Shape, place: _Place, *, drafts: bool)
     The trunk's head reads all nodes. Modules take in the committed rows, and their heads read one; recycled levels are
     passes over `topk` rows, and the head reads them all.
     """
-    config, (batch, context, capacity, min_rows) = model.config, place
+    config, (batch, context, capacity, min_rows, temperature) = model.config, place
     in_use = min(config.num_mtp_modules, shape.num_steps) if drafts else 0
     taken_in = hidden_rows(model, shape.num_steps)
     width, level_rows = max(shape.num_nodes, min_rows), max(shape.topk, min_rows)
@@ -202,8 +212,13 @@ def _parts(dtype, model: MTPModel, shape: Shape, place: _Place, *, drafts: bool)
         apply, modules = bind(model, params), list(modules)
 
         def choose(output, number=None):
-            """The newest token. Only the arg-max is timed: what sampling does with logits would have its place here."""
-            return apply(output, k=1, index=number, method="top_tokens")[1][:, -1:, 0]
+            """The newest token, or one drawn from what is said of all rows together."""
+            if not temperature:
+                return apply(output, k=1, index=number, method="top_tokens")[1][:, -1:, 0]
+            probabilities = distribution(apply(output, index=number, method="logits"), place.sampling)
+            node = jnp.zeros(1, jnp.int32)
+            numbers = noise.gumbel(place.sampling.seed, start[:, None], noise.DRAFT, node, config.vocab_size)
+            return draw(probabilities.mean(axis=1, keepdims=True), numbers)
 
         start = trunk.length + index % room
         view = cached_view(config, start, width, capacity, taken=known)
@@ -243,12 +258,14 @@ def _parts(dtype, model: MTPModel, shape: Shape, place: _Place, *, drafts: bool)
 
 
 def _whole_round(dtype, model: MTPModel, shape: Shape, place: _Place) -> tuple[Callable, DecodeState]:
-    """A greedy round of decoding of this shape, as `_timer` takes it.
+    """A round of decoding of this shape, by the default rule, as `_timer` takes it.
 
     Lengths move with the rounds: were they constant, XLA would take what depends on them out of the loop.
     """
-    batch, context, capacity, min_rows = place
-    plan = Plan(*shape, min_rows=min_rows)
+    batch, context, capacity, min_rows, temperature = place
+    nodes = shape.num_nodes if shape.num_steps else None
+    config = DecodeConfig(num_steps=shape.num_steps, topk=shape.topk, num_draft_tokens=nodes)
+    plan = Plan.of(config, is_greedy=not temperature, min_rows=min_rows)
     tokens = np.random.default_rng(0).integers(model.config.vocab_size, size=(batch, capacity))
     length = jnp.full(batch, context + 1, jnp.int32)
     state = init_state(
@@ -259,6 +276,7 @@ def _whole_round(dtype, model: MTPModel, shape: Shape, place: _Place) -> tuple[C
         model=model,
         plan=plan,
         dtype=dtype,
+        sampling=place.sampling,
     )
     room = _room(model, shape, place)
 

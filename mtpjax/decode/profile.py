@@ -50,14 +50,16 @@ def measure(
     topk: int = 1,
     num_draft_tokens: int | None = None,
     context: int = 512,
+    temperature: float = 0.0,
     rounds: int = 8,
     seconds: float = 0.02,
     progress: Callable[[int, int], Any] = lambda done, total: None,
 ) -> dict[str, Any]:
     """Times rounds of 0..num_steps levels per batch size, `rounds` times in turn: the profile, as JSON holds it.
 
-    `context` tokens stand in the caches, fewer where the model has not so many positions. `progress` is told how many
-    of how many things are done. Raises `ValueError` for a model without modules or for what no round can be.
+    `context` tokens stand in the caches, fewer where the model has not so many positions; at a `temperature` above 0
+    rounds draw their tokens. `progress` is told how many of how many things are done. Raises `ValueError` for a model
+    without modules or for what no round can be.
     """
     config = model.config
     shapes = shapes_up_to(num_steps, topk, num_draft_tokens)
@@ -65,6 +67,8 @@ def measure(
         raise ValueError("the model has no MTP modules: there is nothing to draft with")
     if topk > 1 and config.num_mtp_modules > 1:
         raise ValueError(f"trees need one MTP module; the model has {config.num_mtp_modules}")
+    if not temperature >= 0:
+        raise ValueError(f"temperature {temperature} must be at least 0")
     if not batches or min(batches) < 1:
         raise ValueError(f"batch sizes {list(batches)} must be at least 1")
     widest = max(widest_write(model, shape) for shape in shapes) + 2
@@ -89,6 +93,7 @@ def measure(
             capacity=capacity,
             batch=batch,
             min_rows=least_rows(batch, jax.default_backend(), model.implementation),
+            temperature=temperature,
             seconds=seconds,
             whole=True,
             compiled=advance,
@@ -106,6 +111,7 @@ def measure(
         "dtype": params["embedding"].dtype.name,
         "model_config_sha256": config_digest(config),
         "context": context,
+        "temperature": temperature,
         "capacity": capacity,
         "batches": costs,
     }
@@ -208,6 +214,7 @@ def tables(profile: dict[str, Any]):
     for stored in profile["batches"]:
         costs = Costs.from_json(stored)
         title = f"batch {costs.batch}, {profile['context']} tokens of context, {profile['dtype']}"
+        title += f", temperature {profile['temperature']}" if profile["temperature"] else ""
         table = narrow_table(title)
         headings = (
             "drafts",

@@ -40,8 +40,17 @@ def no_captured_weights():
     jax.config.update("jax_captured_constants_warn_bytes", before)
 
 
-@pytest.mark.parametrize(("modules", "shape", "batch"), [(1, Shape(2, 2, 6), 2), (2, chain(3), 1), (1, PLAIN, 1)])
-def test_every_shape_is_timed(small, modules, shape, batch, no_captured_weights):
+@pytest.mark.parametrize(
+    ("modules", "shape", "batch", "temperature"),
+    [
+        (1, Shape(2, 2, 6), 2, 0.0),
+        (2, chain(3), 1, 0.0),
+        (1, PLAIN, 1, 0.0),
+        (1, Shape(2, 2, 6), 1, 0.7),
+        (1, chain(2), 2, 0.7),
+    ],
+)
+def test_every_shape_is_timed(small, modules, shape, batch, temperature, no_captured_weights):
     model, params = small(num_mtp_modules=modules)
     compiled = []
     meter = CostMeter(
@@ -52,6 +61,7 @@ def test_every_shape_is_timed(small, modules, shape, batch, no_captured_weights)
         capacity=64,
         batch=batch,
         min_rows=2,
+        temperature=temperature,
         seconds=0.0,
         whole=True,
         compiled=lambda: compiled.append(1),
@@ -120,3 +130,5 @@ def test_what_cannot_be_measured_is_refused(small):
             profile.measure(params, model=other, topk=2)
     with pytest.raises(ValueError, match=r"batch sizes \[0\]"):
         profile.measure(params, model=model, batches=(0,))
+    with pytest.raises(ValueError, match="temperature -1 must be at least 0"):
+        profile.measure(params, model=model, temperature=-1)
