@@ -10,7 +10,6 @@ from jax.sharding import Mesh
 
 from mtpjax.decode.config import LOSSY_RULES, DecodeConfig, SamplingParams
 from mtpjax.decode.loop import decode, least_rows
-from mtpjax.decode.policy import init_policy
 from mtpjax.decode.request import sampling_arrays, temperatures
 from mtpjax.decode.result import DecodeStats, GenerationResult
 from mtpjax.decode.state import WIDE, DecodeState, Plan, hidden_rows, init_state
@@ -193,18 +192,17 @@ def _prepare(
     tokens = np.zeros((len(rows), capacity), np.int32)
     for place, row in zip(tokens, rows, strict=True):
         place[: row.size] = row
-    arrays = (jnp.asarray(array) for array in (tokens, lengths, limits, _stops(config)))
     singles = (*config.stop_token_ids, *(sequence[0] for sequence in config.stop_sequences if len(sequence) == 1))
-    policy = None
-    if plan.is_adaptive:
-        policy = init_policy(jnp.asarray(config.depth_costs, jnp.float32), len(rows))
-    return init_state(
-        *arrays,
+    return init_state(  # all in one call to the device
+        tokens,
+        lengths,
+        limits,
+        _stops(config),
         model=model,
         plan=plan,
         dtype=params["embedding"].dtype,
         sampling=sampling_arrays(sampling, len(rows), model.config, key, singles),
-        policy=policy,
+        depth_costs=np.asarray(config.depth_costs, np.float32) if plan.is_adaptive else None,
         logprobs=config.logprobs,
     )
 

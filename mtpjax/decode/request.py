@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from mtpjax.config import ModelConfig
@@ -32,7 +31,7 @@ def temperatures(sampling: SamplingParams, batch: int) -> np.ndarray:
 def sampling_arrays(
     sampling: SamplingParams, batch: int, config: ModelConfig, key: jax.Array | None, stops: tuple[int, ...] = ()
 ) -> Sampling:
-    """What the loop takes in; fields that no row uses are None. `stops` are the single stop tokens.
+    """What the loop takes in, on the host; fields that no row uses are None. `stops` are the single stop tokens.
 
     Raises `ValueError` naming the field and the value.
     """
@@ -49,20 +48,17 @@ def sampling_arrays(
     least = arrays["min_new_tokens"]
     bias = _bias(sampling, batch, config, stops, np.zeros(batch) if least is None else least)
 
-    def place(name: str) -> jax.Array | None:
-        return None if arrays[name] is None else jnp.asarray(arrays[name])
-
     return Sampling(
-        temperature=jnp.asarray(temperature),
+        temperature=temperature,
         seed=_seeds(sampling, batch, key, is_needed=bool(temperature.any())),
-        top_k=place("top_k"),
-        top_p=place("top_p"),
-        min_p=place("min_p"),
-        bias=None if bias is None else jnp.asarray(bias),
-        repetition=place("repetition_penalty"),
-        frequency=place("frequency_penalty"),
-        presence=place("presence_penalty"),
-        min_new=place("min_new_tokens"),
+        top_k=arrays["top_k"],
+        top_p=arrays["top_p"],
+        min_p=arrays["min_p"],
+        bias=bias,
+        repetition=arrays["repetition_penalty"],
+        frequency=arrays["frequency_penalty"],
+        presence=arrays["presence_penalty"],
+        min_new=arrays["min_new_tokens"],
     )
 
 
@@ -141,12 +137,12 @@ def _bias(sampling: SamplingParams, batch: int, config: ModelConfig, stops, min_
     return bias
 
 
-def _seeds(sampling: SamplingParams, batch: int, key: jax.Array | None, *, is_needed: bool) -> jax.Array:
+def _seeds(sampling: SamplingParams, batch: int, key: jax.Array | None, *, is_needed: bool) -> np.ndarray | jax.Array:
     """`[B, 2]` uint32."""
     if sampling.seed is None:
         if key is None and is_needed:
             raise ValueError("a temperature above 0 needs a seed (SamplingParams) or a key")
-        return jnp.zeros((batch, 2), jnp.uint32) if key is None else seeds_from(key, batch)
+        return np.zeros((batch, 2), np.uint32) if key is None else seeds_from(key, batch)
     given = sampling.seed if np.iterable(sampling.seed) else [sampling.seed] * batch
     seeds = list(given)
     if len(seeds) != batch:
@@ -154,4 +150,4 @@ def _seeds(sampling: SamplingParams, batch: int, key: jax.Array | None, *, is_ne
     for seed in seeds:
         if not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**64:
             raise ValueError(f"seed {seed!r} is no whole number within 0..2^64-1")
-    return jnp.asarray(np.array([divmod(int(seed), 2**32) for seed in seeds], np.uint32))
+    return np.array([divmod(int(seed), 2**32) for seed in seeds], np.uint32)

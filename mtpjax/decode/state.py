@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from mtpjax.cache import Cache, empty_cache
 from mtpjax.decode.config import FIXED_TREES, DecodeConfig
-from mtpjax.decode.policy import Policy, may_pay
+from mtpjax.decode.policy import Policy, init_policy, may_pay
 from mtpjax.decode.probabilities import History, Sampling
 from mtpjax.decode.tree import Shape, fixed_shape
 from mtpjax.model import MTPModel
@@ -129,15 +129,16 @@ def init_state(
     plan: Plan,
     dtype,
     sampling: Sampling | None = None,
-    policy: Policy | None = None,
+    depth_costs: jax.Array | None = None,
     logprobs: bool = False,
 ) -> DecodeState:
     """The state before prefill: prompts `tokens [B, L]` of `length [B]`, empty caches of L slots.
 
-    A buffer for each leaf, since the state is donated.
+    `depth_costs` are an adaptive depth's, see `init_policy`. A buffer for each leaf, since the state is donated.
     """
     config = model.config
     B, L = tokens.shape
+    policy = None if depth_costs is None else init_policy(depth_costs, B)
 
     def zero(*shape: int) -> jax.Array:
         return jnp.zeros((B, *shape), jnp.int32)

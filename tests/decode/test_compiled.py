@@ -16,7 +16,6 @@ from experiments.bytes_moved import as_stored
 from mtpjax import DecodeConfig, ModelConfig, MTPModel, compat, generate, speculative_generate
 from mtpjax.architectures import presets
 from mtpjax.decode.loop import decode, least_rows
-from mtpjax.decode.policy import init_policy
 from mtpjax.decode.state import Plan, init_state
 
 SLOTS = 1536  # what `bucket` gives, and no other size here
@@ -162,8 +161,8 @@ def call_of(config, batch, plan, *, platform="cpu", dtype=jnp.float32, has_fp8_e
         params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
         rows = jnp.ones(batch, jnp.int32)
         tokens, stops = jnp.zeros((batch, SLOTS), jnp.int32), jnp.zeros((8, 1), jnp.int32)
-        policy = init_policy(jnp.ones(plan.num_steps + 1), batch) if plan.is_adaptive else None
-        state = init_state(tokens, rows, rows, stops, model=model, plan=plan, dtype=dtype, policy=policy)
+        costs = jnp.ones(plan.num_steps + 1) if plan.is_adaptive else None
+        state = init_state(tokens, rows, rows, stops, model=model, plan=plan, dtype=dtype, depth_costs=costs)
         keep = functools.partial(as_stored, dtype=dtype, has_fp8_experts=has_fp8_experts)
         return jax.tree_util.tree_map_with_path(keep, params), state
 

@@ -10,7 +10,6 @@ import pytest
 from mtpjax.cache import empty_cache
 from mtpjax.decode.intake import catch_up, waiting
 from mtpjax.decode.loop import decode, prefill, run_round
-from mtpjax.decode.policy import init_policy
 from mtpjax.decode.probabilities import Sampling
 from mtpjax.decode.state import Plan, init_state
 from mtpjax.layers.attend import cached_view, full_view
@@ -45,13 +44,13 @@ def make_plan(num_steps, topk=1, num_nodes=None, rule="greedy", **changes):
     return Plan(num_steps, topk, num_nodes or num_steps + 1, rule, chunk=8, **changes)
 
 
-def start_state(model, plan, policy=None):
+def start_state(model, plan, depth_costs=None):
     tokens = np.random.default_rng(1).integers(0, 61, (len(LENGTHS), CAPACITY)).astype(np.int32)
     arrays = (jnp.asarray(array) for array in (tokens, LENGTHS, LIMITS, np.full((8, 1), -1, np.int32)))
     warmth = jnp.full(len(LENGTHS), 0.0 if plan.rule == "greedy" else 0.7)
     seeds = jnp.arange(2 * len(LENGTHS), dtype=jnp.uint32).reshape(-1, 2)
     sampling = Sampling(warmth, seeds)
-    return init_state(*arrays, model=model, plan=plan, dtype=jnp.float32, sampling=sampling, policy=policy)
+    return init_state(*arrays, model=model, plan=plan, dtype=jnp.float32, sampling=sampling, depth_costs=depth_costs)
 
 
 def spoil(state):
@@ -188,7 +187,7 @@ def test_depths_that_change_leave_every_cache_true(attention, num_modules, costs
         lambda params, state, rows: catch_up(params, state, model=model, plan=plan, rows=rows), static_argnums=2
     )
     truth = jax.jit(functools.partial(teacher_forced, model=model, num_modules=num_modules))
-    state = begin(params, start_state(model, plan, init_policy(jnp.array(costs), len(LENGTHS))))
+    state = begin(params, start_state(model, plan, jnp.array(costs)))
     order = np.random.default_rng(0)
     while not bool(state.done.all()):
         num_steps = int(order.choice([0, 0, 0, 1, 2, 3]))
