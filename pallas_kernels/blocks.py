@@ -1,4 +1,4 @@
-"""Weights of one byte with a scale for each block of inputs."""
+"""What several kernels share: weights of one byte with a scale for each block of inputs, and what the L2 cache spares."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ def dequantise(values, scales, block, axis) -> jax.Array:
     return values.astype(jnp.float32) * scales
 
 
-L2_SHARE = 4 * 2**20  # bytes that a kernel's programs share and find in the L2 cache: of 50 MB, on an MI300X of 4 a die
+L2_SHARE = 4 * 2**20  # bytes of an array that stay in the L2 cache: it has 50 MB on an H100, 4 on each die of an MI300X
 
 
 def loads_from_l2(*arrays: tuple[int, int]) -> dict[str, str]:
