@@ -1,4 +1,4 @@
-"""What several kernels share: weights of one byte with a scale for each block of inputs, and what the L2 cache spares."""
+"""What several kernels share: weights of one byte in scaled blocks, and the loads that the L2 cache answers."""
 
 import jax
 import jax.numpy as jnp

@@ -128,8 +128,8 @@ def _in_one_turn(function, is_wanted: jax.Array, carry):
     """`function(carry)` if `is_wanted`, as a loop that turns once.
 
     Where a loop moves large arrays, XLA on a CPU hands its operations out to threads, small ones too, and waking one
-    takes longer than all of the policy: plain steps of a small model took up to 20 % more. A loop of small arrays has one
-    thread. XLA must not know that `is_wanted` holds.
+    takes longer than all of the policy: plain steps of a small model took up to 20 % more. A loop of small arrays has
+    one thread. XLA must not know that `is_wanted` holds.
     """
     return jax.lax.while_loop(lambda turn: turn[1], lambda turn: (function(turn[0]), ~turn[1]), (carry, is_wanted))[0]
 
