@@ -1,6 +1,7 @@
 """What rows ask for, as arrays: `SamplingParams` checked and laid out for a batch."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -48,18 +49,19 @@ def sampling_arrays(
     least = arrays["min_new_tokens"]
     bias = _bias(sampling, batch, config, stops, np.zeros(batch) if least is None else least)
 
-    return Sampling(
-        temperature=temperature,
-        seed=_seeds(sampling, batch, key, is_needed=bool(temperature.any())),
-        top_k=arrays["top_k"],
-        top_p=arrays["top_p"],
-        min_p=arrays["min_p"],
-        bias=bias,
-        repetition=arrays["repetition_penalty"],
-        frequency=arrays["frequency_penalty"],
-        presence=arrays["presence_penalty"],
-        min_new=arrays["min_new_tokens"],
-    )
+    fields: dict[str, Any] = {
+        "temperature": temperature,
+        "seed": _seeds(sampling, batch, key, is_needed=bool(temperature.any())),
+        "top_k": arrays["top_k"],
+        "top_p": arrays["top_p"],
+        "min_p": arrays["min_p"],
+        "bias": bias,
+        "repetition": arrays["repetition_penalty"],
+        "frequency": arrays["frequency_penalty"],
+        "presence": arrays["presence_penalty"],
+        "min_new": arrays["min_new_tokens"],
+    }
+    return Sampling(**fields)  # jit takes the host's arrays in one go
 
 
 def _numbers(sampling: SamplingParams, name: str, batch: int, dtype, least: float, most: float) -> np.ndarray:
