@@ -3,9 +3,9 @@
     python -m experiments.bench_adaptive --model runs/quickstart [--quick]
 
 Held-out prompts whose texts do not loop are sorted by how many drafts each accepts: the better half are the easy set,
-the others the hard one, and every other of both the mixed one. What rounds cost is profiled first, for each batch size.
-Then plain decoding, every fixed depth and the adaptive one decode the same prompts in turn, round after round, in one
-process.
+the others the hard one, and every other of both the mixed one. What rounds cost is profiled first, for each batch size,
+and how often each level is accepted is counted on prompts of none of these sets. Then plain decoding, every fixed depth
+and the adaptive one decode the same prompts in turn, round after round, in one process.
 
 Two figures per cell, both the best fixed depth's (0 included) time over that of the adaptive one, 1.0 being equal: as
 measured, with a 95 % interval over rounds, and exactly by the rounds that each took and what the profile says they
@@ -15,6 +15,7 @@ cost.
 import argparse
 import datetime
 import json
+import os
 import pathlib
 import sys
 import time
@@ -28,23 +29,28 @@ from experiments.bench_decode import machine
 from mtpjax import DecodeConfig, load, speculative_generate
 from mtpjax.decode import profile
 from mtpjax.decode.costs import Costs
+from mtpjax.decode.evaluate import decoded_rates
 from mtpjax.tables import narrow_table
+from mtpjax.timing import limit_threads, threads_for
 
 NEW_TOKENS = 128
 LEAST_PROMPTS = 16  # of a set; small batches decode them one after the other
+RATE_PROMPTS = 32  # to count acceptance on
 
 
-def prompt_sets(path: str, params, model, count: int, num_steps: int) -> dict[str, list[list[int]]]:
-    """`count` prompts each; accept lengths are of a decoding at `num_steps` levels."""
+def prompt_sets(path: str, params, model, count: int, num_steps: int):
+    """`count` prompts each, by accept lengths of a decoding at `num_steps` levels; and rates of other prompts."""
     settings = Settings(max_new_tokens=NEW_TOKENS)
-    found = find_workload(pathlib.Path(path), model, params, settings, num_prompts=2 * count).prompts
-    pool = (2 * count * found)[: 2 * count]  # some twice where too few were found
+    found = find_workload(pathlib.Path(path), model, params, settings, num_prompts=2 * count + RATE_PROMPTS).prompts
+    others, pool = found[:RATE_PROMPTS], found[RATE_PROMPTS:]
+    pool = (2 * count * pool)[: 2 * count]  # some twice where too few were found
     config = DecodeConfig(max_new_tokens=NEW_TOKENS, num_steps=num_steps)
-    stats = speculative_generate(params, pool, model=model, config=config).stats
-    order = np.argsort(-(stats.accepted.sum(axis=1) / stats.steps))
+    decoded = [speculative_generate(params, prompts, model=model, config=config).stats for prompts in (pool, others)]
+    order = np.argsort(-(decoded[0].accepted.sum(axis=1) / decoded[0].steps))
     easy, hard = ([pool[index] for index in part] for part in (order[:count], order[count:]))
     mixed = [prompt for pair in zip(easy, hard, strict=True) for prompt in pair][:count]
-    return {"easy": easy, "hard": hard, "mixed": mixed}
+    rates = [rate.value for rate in decoded_rates(decoded[1].steps, decoded[1].accepted)["conditional"]]
+    return {"easy": easy, "hard": hard, "mixed": mixed}, rates
 
 
 def modelled_time(results, costs: tuple[float, ...]) -> float:
@@ -58,12 +64,13 @@ def modelled_time(results, costs: tuple[float, ...]) -> float:
     return total
 
 
-def measure_cell(params, model, batches, costs: tuple[float, ...], rounds: int) -> dict:
-    """One set of prompts in its batches: the adaptive depth beside all fixed ones, in turn."""
+def measure_cell(params, model, batches, depths: dict, rounds: int) -> dict:
+    """One set of prompts in its batches: the adaptive depth, by the profile's `depths`, beside all fixed ones."""
+    costs = depths["depth_costs"]
     num_steps = len(costs) - 1
     configs = {str(depth): DecodeConfig(max_new_tokens=NEW_TOKENS, num_steps=depth) for depth in range(num_steps + 1)}
     configs["adaptive"] = DecodeConfig(
-        max_new_tokens=NEW_TOKENS, num_steps=num_steps, depth_policy="adaptive", depth_costs=costs
+        max_new_tokens=NEW_TOKENS, num_steps=num_steps, depth_policy="adaptive", **depths
     )
     seconds: dict[str, list[float]] = {name: [] for name in configs}
     results = {}
@@ -84,7 +91,7 @@ def measure_cell(params, model, batches, costs: tuple[float, ...], rounds: int) 
     return {
         "batch": len(batches[0]),
         "prompts": len(batches) * len(batches[0]),
-        "costs": list(costs),
+        **depths,
         "seconds": median,
         "accept_length": {
             name: float(np.mean([result.stats.accept_length for result in of_batches]))
@@ -105,6 +112,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--num-steps", type=int, default=3, help="deepest round (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=12, help="measurements per cell (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=0, help="0: all, but 1 for a model below 16 MB")
     parser.add_argument("--quick", action="store_true", help="one batch size, two levels: to see that it runs")
     parser.add_argument("--output", type=pathlib.Path, default=None, help="JSON file of the figures")
     options = parser.parse_args(argv)
@@ -112,8 +120,9 @@ def main(argv: list[str] | None = None) -> int:
     if options.quick:
         batches, num_steps, rounds = [2], 2, 2
     console = Console(highlight=False)
+    limit_threads(options.threads or threads_for(options.model))
     model, params = load(options.model)
-    sets = prompt_sets(options.model, params, model, max(*batches, LEAST_PROMPTS), num_steps)
+    sets, rates = prompt_sets(options.model, params, model, max(*batches, LEAST_PROMPTS), num_steps)
     rows = []
     table = narrow_table()
     for heading in ("batch", "prompts", "best fixed", "best / adaptive", "95 %", "modelled", "plain / adaptive"):
@@ -125,14 +134,14 @@ def main(argv: list[str] | None = None) -> int:
             batches=(batch,),
             num_steps=num_steps,
             context=PROMPT_TOKENS + NEW_TOKENS // 2,
-            rounds=2 if options.quick else 8,
+            rounds=2 if options.quick else 48,
         )
         parts = [Costs.from_json(stored) for stored in measured["batches"]]
-        costs = profile.relative_costs(parts, options.model, batch=batch, num_steps=num_steps)
+        depths = profile.settings(parts, rates, options.model, batch=batch, num_steps=num_steps)
         for name, prompts in sets.items():
             count = max(batch, LEAST_PROMPTS)
             groups = [prompts[begin : begin + batch] for begin in range(0, count - batch + 1, batch)]
-            row = {"set": name, **measure_cell(params, model, groups, costs, rounds)}
+            row = {"set": name, **measure_cell(params, model, groups, depths, rounds)}
             rows.append(row)
             low, high = row["interval"]
             cells = (batch, name, row["best_fixed"], f"{row['ratio']:.2f}", f"{low:.2f}-{high:.2f}")
@@ -143,7 +152,8 @@ def main(argv: list[str] | None = None) -> int:
     identical = all(row["identical"] for row in rows)
     console.print(f"identical: {'yes' if identical else 'NO'}")
     if options.output is not None:
-        about = {"date": datetime.date.today().isoformat(), "machine": machine(), "argv": sys.argv[1:], "cells": rows}
+        about = {"date": datetime.date.today().isoformat(), "machine": machine(), "argv": sys.argv[1:]}
+        about |= {"threads": len(os.sched_getaffinity(0)), "cells": rows}
         options.output.write_text(json.dumps(about, indent=1) + "\n")
     return 0 if identical else 4
 

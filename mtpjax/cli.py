@@ -167,7 +167,14 @@ def _add_profile(commands) -> None:
     profile.add_argument(
         "--temperature", type=float, default=0.0, help="above 0: rounds that draw their tokens (default: %(default)s)"
     )
-    profile.add_argument("--rounds", type=int, default=8, help="measurements to take medians of (default: %(default)s)")
+    profile.add_argument(
+        "--acceptance",
+        default=None,
+        metavar="FILE",
+        help="what `mtpjax eval acceptance --output FILE` wrote, of prompts like those to come: its rates are where "
+        "adaptive depth begins",
+    )
+    profile.add_argument("--rounds", type=int, default=48, help="most measurements of each loop (default: %(default)s)")
     profile.add_argument("--output", default=None, help="file to write (default: profile.json in the model's folder)")
     commands.add_subcommand("profile", profile, help="what drafting costs here, by depth and batch size")
 
@@ -415,17 +422,16 @@ def _generate(options) -> int:
 def _decode_config(options, settings: dict[str, Any], model, tokenizer):
     """Of `mtpjax generate`, with `settings` from its flags of drafts; an adaptive depth reads the model's profile."""
     from mtpjax.decode.config import DecodeConfig
-    from mtpjax.decode.profile import load_costs
+    from mtpjax.decode.profile import load_settings
 
     num_steps = _num_steps(settings.pop("num_steps"), model)
-    costs = None
     if options.depth_policy == "adaptive" and num_steps:
-        costs = load_costs(options.model_path, batch=len(options.prompt), num_steps=num_steps, config=model.config)
+        batch = len(options.prompt)
+        settings |= load_settings(options.model_path, batch=batch, num_steps=num_steps, config=model.config)
     return DecodeConfig(
         max_new_tokens=options.max_new_tokens,
         num_steps=num_steps,
         depth_policy=options.depth_policy,
-        depth_costs=costs,
         max_length=options.max_length,
         stop_token_ids=tokenizer.eos_token_ids,
         **settings,
@@ -497,6 +503,7 @@ def _profile(options) -> int:
     profile.shapes_up_to(
         options.speculative_num_steps, options.speculative_eagle_topk, options.speculative_num_draft_tokens
     )
+    rates = None if options.acceptance is None else profile.read_rates(options.acceptance)
     model, params = load(find(options.model_path))
     output = profile.default_path(options.model_path) if options.output is None else options.output
     console = rich.console.Console(stderr=True)
@@ -511,6 +518,7 @@ def _profile(options) -> int:
             num_draft_tokens=options.speculative_num_draft_tokens,
             context=options.context,
             temperature=options.temperature,
+            rates=rates,
             rounds=options.rounds,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
@@ -698,17 +706,13 @@ def _ablate(options) -> int:
 
 
 def _limit_threads(threads: int, model_path: str) -> None:
-    """Before JAX starts: 0 is all, but 1 for a small model, where handing out the work takes longer than the work."""
+    """Before JAX starts: 0 is what suits the model."""
     if threads < 0:
         raise ValueError(f"threads must be 0 or more, not {threads}")
-    from mtpjax.timing import limit_threads
+    from mtpjax.timing import limit_threads, threads_for
 
-    if "jax" in sys.modules or not hasattr(os, "sched_setaffinity"):
-        return
-    if not threads:
-        size = sum(file.stat().st_size for file in pathlib.Path(model_path).rglob("*") if file.is_file())
-        threads = 1 if size < 16 << 20 else 0
-    limit_threads(threads)
+    if "jax" not in sys.modules:
+        limit_threads(threads or threads_for(model_path))
 
 
 @contextlib.contextmanager

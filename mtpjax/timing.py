@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import os
+import pathlib
 import subprocess
 import sys
 import time
@@ -74,6 +75,12 @@ def limit_threads(count: int) -> None:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:count])
     if count == 1:  # no pool: handing work to its one thread costs a millisecond a call
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
+
+
+def threads_for(model_path) -> int:
+    """0 is all: but 1 for a small model, where handing out the work takes longer than the work."""
+    size = sum(file.stat().st_size for file in pathlib.Path(model_path).rglob("*") if file.is_file())
+    return 1 if size < 16 << 20 else 0
 
 
 class _Child:

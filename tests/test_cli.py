@@ -13,7 +13,7 @@ from mtpjax import DecodeConfig, MTPModel, init_params, load, presets
 from mtpjax.checkpoint import save_model
 from mtpjax.cli import main
 from mtpjax.decode import profile
-from mtpjax.decode.profile import load_costs
+from mtpjax.decode.profile import load_settings
 from mtpjax.vocabulary import save_vocabulary
 from tests import golden
 
@@ -203,8 +203,8 @@ def test_profile_measures_rounds_and_stores_them(checkpoint, tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert [line.split()[:2] for line in lines if line.startswith("batch")] == [["batch", "1,"], ["batch", "3,"]]
-    costs = load_costs(file, batch=4, num_steps=1)
-    assert len(DecodeConfig(num_steps=1, depth_policy="adaptive", depth_costs=costs).depth_costs or ()) == 2
+    settings = load_settings(file, batch=4, num_steps=1)
+    assert len(DecodeConfig(num_steps=1, depth_policy="adaptive", **settings).depth_costs or ()) == 2
 
 
 def test_profile_stands_beside_the_model_or_where_it_is_told(checkpoint, tmp_path, capsys, monkeypatch):

@@ -32,6 +32,9 @@ class DecodeConfig:
             two are "token" and "block". "threshold", "typical" and "relaxed" change the law of the text.
         depth_policy: "adaptive" chooses 0..num_steps levels before each round, by `depth_costs` and what was accepted.
         depth_costs: duration of a round by its levels, 0..num_steps, in any unit (`mtpjax profile`).
+        depth_change: how much longer a round takes that follows one of other levels, in that unit (`mtpjax profile`).
+        depth_rates: share of each level's drafts, 1..num_steps, that is accepted where those before it were, on texts
+            like these (`mtpjax eval acceptance`): where the estimates begin. None: unknown.
         threshold_single, threshold_acc: SGLang's, for "threshold"; 1 and 1 is "sample".
         typical_epsilon, typical_delta: Medusa's, for "typical".
         relaxed_topk, relaxed_delta: TensorRT-LLM's, for "relaxed".
@@ -55,6 +58,8 @@ class DecodeConfig:
     ] = "auto"
     depth_policy: Literal["fixed", "adaptive"] = "fixed"
     depth_costs: tuple[float, ...] | None = None
+    depth_change: float = 0.0
+    depth_rates: tuple[float, ...] | None = None
     threshold_single: float = 1.0
     threshold_acc: float = 1.0
     typical_epsilon: float = 0.09
@@ -86,7 +91,7 @@ class DecodeConfig:
         for name in ("threshold_single", "threshold_acc"):
             require(0 <= getattr(self, name) <= 1, f"{name} {getattr(self, name)} is not within 0..1")
         require(self.relaxed_topk >= 1, f"relaxed_topk must be at least 1, not {self.relaxed_topk}")
-        for name in ("stop_token_ids", "stop_sequences", "depth_costs", "draft_vocabulary"):
+        for name in ("stop_token_ids", "stop_sequences", "depth_costs", "depth_rates", "draft_vocabulary"):
             value = getattr(self, name)
             object.__setattr__(self, name, value if value is None else tuple(value))
         object.__setattr__(self, "stop_sequences", tuple(tuple(sequence) for sequence in self.stop_sequences))
@@ -124,6 +129,15 @@ class DecodeConfig:
         require(
             all(math.isfinite(cost) and cost > 0 for cost in self.depth_costs or ()),
             f"depth_costs {self.depth_costs} must be positive and finite",
+        )
+        require(
+            math.isfinite(self.depth_change) and self.depth_change >= 0,
+            f"depth_change {self.depth_change} must be finite, and not negative",
+        )
+        rates = self.depth_rates
+        require(
+            rates is None or (len(rates) == self.num_steps and all(0 < rate <= 1 for rate in rates)),
+            f"depth_rates {rates} must be {self.num_steps}, one per level, above 0 and at most 1",
         )
 
     @property

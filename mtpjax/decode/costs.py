@@ -13,7 +13,7 @@ import numpy as np
 from mtpjax.cache import commit, empty_cache, read_rows
 from mtpjax.decode import noise
 from mtpjax.decode.config import DecodeConfig
-from mtpjax.decode.loop import run_round
+from mtpjax.decode.loop import in_one_turn, run_round
 from mtpjax.decode.probabilities import Sampling, distribution, draw
 from mtpjax.decode.state import DecodeState, Plan, hidden_rows, init_state
 from mtpjax.layers.attend import cached_view
@@ -44,13 +44,14 @@ class Costs:
     Those parts are `verify(nodes) + extend(W) + (K-1) draft(topk)`: the trunk's pass over the nodes, the module's over
     the W = K+1 rows that it takes in, and K-1 more of its passes. They are timed together: differences of timings are
     mostly noise. The round itself is that of `speculative_generate`, with all that it does beside; empty where it was
-    not asked for.
+    not asked for. `change` is how much longer a round takes behind one of another shape.
     """
 
     batch: int
     verify: dict[Shape, float]
     parts: dict[Shape, float]
     round: dict[Shape, float] = dataclasses.field(default_factory=dict)
+    change: float = 0.0
 
     @property
     def plain(self) -> float:
@@ -67,7 +68,7 @@ class Costs:
             {**shape._asdict(), **{f"{kind}_seconds": of[shape] for kind, of in self._kinds() if shape in of}}
             for shape in self.parts
         ]
-        return {"batch": self.batch, "rounds": rows}
+        return {"batch": self.batch, "change_seconds": self.change, "rounds": rows}
 
     def _kinds(self) -> list[tuple[str, dict[Shape, float]]]:
         return [("verify", self.verify), ("parts", self.parts), ("round", self.round)]
@@ -75,7 +76,7 @@ class Costs:
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> "Costs":
         """The inverse of `to_json`. Raises `KeyError` or `TypeError` for anything else."""
-        costs = cls(int(stored["batch"]), {}, {}, {})
+        costs = cls(int(stored["batch"]), {}, {}, {}, float(stored["change_seconds"]))
         for row in stored["rounds"]:
             shape = Shape(row["num_steps"], row["topk"], row["num_nodes"])
             for kind, of in costs._kinds():
@@ -90,8 +91,9 @@ class CostMeter:
     `context` tokens of each of `batch` rows stand in caches of `capacity` slots; a part that comes to their end starts
     over behind the context. No pass takes fewer than `min_rows` tokens per row, as in decoding. One timing lasts about
     `seconds`, or four rounds. `whole` rounds, as the loop runs them, are timed beside their parts where that is asked
-    for. At a `temperature` above 0 tokens are drawn: rounds are those of the default rules, and heads give
-    distributions. `compiled` is called after each loop is compiled.
+    for; chains also in turn, a round of each depth behind one of another. At a `temperature` above 0 tokens are drawn:
+    rounds are those of the default rules, and heads give distributions. `compiled` is called after each loop is
+    compiled.
     """
 
     def __init__(
@@ -118,10 +120,15 @@ class CostMeter:
             if shape != PLAIN:
                 loops["verify"] = _parts(dtype, model, shape, place, drafts=False)
             if whole:
-                loops["round"] = _whole_round(dtype, model, shape, place)
+                loops["round"] = _whole_rounds(dtype, model, (shape,), place)
             for kind, loop in loops.items():
                 self._timers[kind, shape] = _timer(params, *loop, seconds=seconds)
                 compiled()
+        chains = tuple(dict.fromkeys((PLAIN, *(shape for shape in shapes if shape.topk == 1))))
+        if whole and len(chains) > 1:
+            loop = _whole_rounds(params["embedding"].dtype, model, chains, place)
+            self._timers["in turn", PLAIN] = _timer(params, *loop, seconds=seconds)
+            compiled()
         self._seconds: dict = {timed: [] for timed in self._timers}
 
     def measure(self, repeats: int = 3) -> None:
@@ -133,11 +140,15 @@ class CostMeter:
                     self._seconds[timed].append(seconds)
 
     def costs(self) -> Costs:
-        """The medians of all `measure` calls."""
-        median: dict[str, dict[Shape, float]] = {"verify": {}, "parts": {}, "round": {}}
+        """Of all `measure` calls the fast ones (the tenth part): what else the machine does only adds to a timing."""
+        fast: dict[str, dict[Shape, float]] = {"verify": {}, "parts": {}, "round": {}, "in turn": {}}
         for (kind, shape), times in self._seconds.items():
-            median[kind][shape] = float(np.median(times))
-        return Costs(self.batch, {PLAIN: median["parts"][PLAIN], **median["verify"]}, median["parts"], median["round"])
+            fast[kind][shape] = float(np.quantile(times, 0.1))
+        rounds, change = fast["round"], 0.0
+        if fast["in turn"]:
+            chains = [seconds for shape, seconds in rounds.items() if shape.topk == 1]
+            change = max(fast["in turn"][PLAIN] - sum(chains), 0.0) / len(chains)
+        return Costs(self.batch, {PLAIN: fast["parts"][PLAIN], **fast["verify"]}, fast["parts"], rounds, change)
 
 
 def widest_write(model: MTPModel, shape: Shape) -> int:
@@ -257,15 +268,17 @@ def _parts(dtype, model: MTPModel, shape: Shape, place: _Place, *, drafts: bool)
     )
 
 
-def _whole_round(dtype, model: MTPModel, shape: Shape, place: _Place) -> tuple[Callable, DecodeState]:
-    """A round of decoding of this shape, by the default rule, as `_timer` takes it.
+def _whole_rounds(dtype, model: MTPModel, shapes: tuple[Shape, ...], place: _Place) -> tuple[Callable, DecodeState]:
+    """A round of decoding of each of these shapes (several: chains), by the default rule, as `_timer` takes them.
 
     Lengths move with the rounds: were they constant, XLA would take what depends on them out of the loop.
     """
     batch, context, capacity, min_rows, temperature = place
+    shape = max(shapes)
     nodes = shape.num_nodes if shape.num_steps else None
     config = DecodeConfig(num_steps=shape.num_steps, topk=shape.topk, num_draft_tokens=nodes)
     plan = Plan.of(config, is_greedy=not temperature, min_rows=min_rows)
+    plans = [plan.at_depth(shape.num_steps) for shape in shapes] if len(shapes) > 1 else [plan]
     tokens = np.random.default_rng(0).integers(model.config.vocab_size, size=(batch, capacity))
     length = jnp.full(batch, context + 1, jnp.int32)
     state = init_state(
@@ -282,13 +295,16 @@ def _whole_round(dtype, model: MTPModel, shape: Shape, place: _Place) -> tuple[C
 
     def body(params, index, state):
         length = jnp.full_like(state.length, context + 1 + index % room)
-        state = state.replace(
-            length=length,
-            done=jnp.zeros_like(state.done),
-            trunk=state.trunk.replace(length=length - 1),
-            hidden_start=length - max(len(state.modules), 1),
-        )
-        return run_round(params, state, model=model, plan=plan)
+        for plan in plans:
+            state = state.replace(
+                length=length,
+                done=jnp.zeros_like(state.done),
+                trunk=state.trunk.replace(length=length - 1),
+                hidden_start=length - max(len(state.modules), 1),
+            )
+            round_ = functools.partial(run_round, params, model=model, plan=plan)
+            state = in_one_turn(round_, index >= 0, state) if len(plans) > 1 else round_(state)  # loops as in `decode`
+        return state
 
     return body, state
 

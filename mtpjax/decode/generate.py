@@ -203,6 +203,8 @@ def _prepare(
         dtype=params["embedding"].dtype,
         sampling=sampling_arrays(sampling, len(rows), model.config, key, singles),
         depth_costs=np.asarray(config.depth_costs, np.float32) if plan.is_adaptive else None,
+        depth_change=np.float32(config.depth_change),
+        depth_rates=None if config.depth_rates is None else np.asarray(config.depth_rates, np.float32),
         logprobs=config.logprobs,
     )
 

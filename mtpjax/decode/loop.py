@@ -119,12 +119,12 @@ def run_round(
     if state.policy is not None:
         round_ = {"took_part": is_running, "active": ~state.done, "remaining": state.limit - state.length}
         learn = functools.partial(observe, depth=K, count=verdict.count, **round_)
-        in_one_thread = functools.partial(_in_one_turn, learn, is_running.any())
+        in_one_thread = functools.partial(in_one_turn, learn, is_running.any())
         state = state.replace(policy=jax.lax.platform_dependent(state.policy, cpu=in_one_thread, default=learn))
     return state
 
 
-def _in_one_turn(function, is_wanted: jax.Array, carry):
+def in_one_turn(function, is_wanted: jax.Array, carry):
     """`function(carry)` if `is_wanted`, as a loop that turns once.
 
     Where a loop moves large arrays, XLA on a CPU hands its operations out to threads, small ones too, and waking one

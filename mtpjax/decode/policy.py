@@ -12,8 +12,11 @@ are corrected by how these compare with those of random gaps of the same mean.
 
 Two things keep it from staying at a depth that was right once: counts fade, so that the estimate of a level that is not
 tried any more returns to that of the level before; and now and then a round *probes* a deeper level, if that could pay,
-ever more rarely while nothing comes of it. The constants are the best found by `experiments/policy_regret.py`; a bonus
-for the present depth (hysteresis) made it worse.
+ever more rarely while nothing comes of it. What a change of depth costs by itself (each depth is a program of its own,
+which the processor's caches must take in) is charged for.
+
+The constants are the best found by `experiments/policy_regret.py`, and on recorded texts for what a measured prior is
+worth.
 """
 
 import functools
@@ -23,13 +26,16 @@ import jax
 import jax.numpy as jnp
 
 PRIOR, PRIOR_DRAFTS = 0.75, 3.0  # rate before anything is known, and the drafts that it is worth at level 1
+MEASURED_DRAFTS = 24.0  # what it is worth where it was measured on other texts
 BORROWED_DRAFTS = 2.0  # what the level before is worth at a deeper one
+SHARED_PRIOR = 1 / 12  # of these drafts, for each row: what it is worth beside what the other rows did
 OTHERS_DRAFTS = 1.0  # most that the other rows' drafts are worth at a deeper level; at level 1 all of them count
 BATCH_MEMORY, ROW_MEMORY = 24, 12  # drafts of a level that are remembered: by the batch, and at least by each row
-GAP_MEMORY, RANDOM_GAPS = 6, 8.0  # gaps that a row remembers; random ones that are added to them
+GAP_MEMORY, RANDOM_GAPS = 12, 8.0  # gaps that a row remembers; random ones that are added to them
 FADING = 0.99  # of a count, per round in which its level was not tried
 HOPED_DRAFTS, GAIN = 3.0, 1.2  # a probe: so many drafts more, all accepted, would make some depth pay by this factor
 SHORTEST_WAIT, LONGEST_WAIT = 8, 96  # rounds from one probe to the next
+CHANGES = 16  # rounds that a change of depth is spread over, for batches whose rows are replaced
 SLOWEST = 6  # power of the mean over rows' times: 1 is their sum, large ones the slowest row's
 
 
@@ -37,6 +43,9 @@ class Policy(flax.struct.PyTreeNode):
     """What is known of B rows and S levels, and the choice that follows from it."""
 
     costs: jax.Array  # [S+1] float32, duration of a round by its depth, in any unit
+    change: jax.Array  # [] float32, what a round takes longer that follows one of another depth, in that unit
+    prior: jax.Array  # [S] float32, rate of each level before anything is known
+    prior_drafts: jax.Array  # [B] float32, what that of level 1 is worth; it fades as the row's own drafts come in
     reached: jax.Array  # [B, S] float32, fading count of drafts of level k verified with all before them accepted
     accepted: jax.Array  # [B, S] float32, those of them that were accepted
     run: jax.Array  # [B] float32, tokens since the row's last failure
@@ -50,14 +59,34 @@ class Policy(flax.struct.PyTreeNode):
 
 
 @functools.partial(jax.jit, static_argnames="batch")  # in one call to the device
-def init_policy(costs, batch: int) -> Policy:
-    """Nothing seen yet; the first depth follows from the prior. `costs`: a round's duration at depths 0..S, S >= 1."""
+def init_policy(costs, batch: int, *, change=0.0, prior=None) -> Policy:
+    """Nothing seen yet; the first depth follows from the prior.
+
+    `costs`: a round's duration at depths 0..S, S >= 1. `change`: see `Policy`. `prior [S]`: rates of the levels,
+    measured on other texts; None: the same guess for all.
+    """
     costs = jnp.asarray(costs, jnp.float32)
     assert costs.ndim == 1 and costs.shape[0] > 1, "costs of depth 0 and of at least one more"
-    zero, by_depth = jnp.zeros((), jnp.int32), jnp.zeros((batch, costs.shape[0]), jnp.float32)
-    counts, none, wait = by_depth[:, 1:], by_depth[:, 0], zero + SHORTEST_WAIT
-    policy = Policy(costs, counts, counts, none, none, by_depth, zero, zero, jnp.ones((), jnp.float32), wait, wait)
-    settled, deeper, promise = _choose(policy, jnp.ones(batch, bool), None)
+    zero, one, by_depth = jnp.zeros((), jnp.int32), jnp.ones(()), jnp.zeros((batch, costs.shape[0]), jnp.float32)
+    drafts = jnp.full(batch, PRIOR_DRAFTS if prior is None else MEASURED_DRAFTS)
+    prior = jnp.broadcast_to(jnp.asarray(PRIOR if prior is None else prior, jnp.float32), costs[1:].shape)
+    policy = Policy(
+        costs=costs,
+        change=change * one,
+        prior=prior,
+        prior_drafts=drafts,
+        reached=by_depth[:, 1:],
+        accepted=by_depth[:, 1:],
+        run=by_depth[:, 0],
+        gaps=by_depth[:, 0],
+        passes=by_depth,
+        depth=zero - 1,
+        settled=zero,
+        promise=one,
+        wait=zero + SHORTEST_WAIT,
+        interval=zero + SHORTEST_WAIT,
+    )
+    settled, deeper, promise, _ = _choose(policy, jnp.ones(batch, bool), None)
     depth = jnp.where(settled == 0, deeper, settled)  # the first round is the cheapest to learn from
     return policy.replace(depth=depth, settled=settled, promise=promise)
 
@@ -74,7 +103,9 @@ def record(policy: Policy, depth: int | jax.Array, count: jax.Array, took_part: 
     tokens = policy.run + jnp.where(took_part & (depth > 0), count + 1, 0)
     old = jnp.where(failed, 1 - 1 / GAP_MEMORY, 1.0)
     needed = jnp.ceil(tokens[:, None] / _widths(policy))
+    faded = jnp.maximum((1 - 1 / memory) * policy.prior_drafts, PRIOR_DRAFTS)
     return policy.replace(
+        prior_drafts=jnp.where(was_reached[:, 0], faded, policy.prior_drafts),
         reached=kept * policy.reached + was_reached,
         accepted=kept * policy.accepted + was_accepted,
         run=jnp.where(failed, 0, tokens),
@@ -92,11 +123,9 @@ def decide(policy: Policy, active: jax.Array, remaining: jax.Array | None = None
             rows' estimated times, and no draft is made behind a limit. None: that which makes the most tokens, for
             batches whose rows are replaced as they end.
     """
-    before = policy.depth
-    score = _worth(policy, rates(policy, active), active, remaining)
-    probed = before > policy.settled
-    went_well = probed & (score[before] > policy.promise * score[policy.settled])
-    settled, deeper, promise = _choose(policy, active, remaining)
+    settled, deeper, promise, score = _choose(policy, active, remaining)
+    probed = policy.depth > policy.settled
+    went_well = probed & (score[policy.depth] > policy.promise * score[policy.settled])
     rose = settled > policy.settled
     longer = jnp.minimum(2 * policy.interval, LONGEST_WAIT)
     interval = jnp.where(rose, SHORTEST_WAIT, jnp.where(probed & ~went_well, longer, policy.interval))
@@ -124,21 +153,26 @@ def may_pay(costs: jax.Array) -> jax.Array:
 def rates(policy: Policy, active: jax.Array) -> jax.Array:
     """`[B, S]`: estimated rate of acceptance at each level, given that all before it were accepted.
 
-    A row's own counts, shrunk towards a mix of its rate at the level before (at level 1: the prior) and the other
-    active rows' rate at this one. Those that reach a deep level are the easy rows: hence they count for little there.
+    A row's own counts, shrunk towards a mix of what its rate at the level before says (at level 1: of the prior) and
+    the other active rows' rate at this one. Those that reach a deep level are the easy rows: hence they count for
+    little there. A level's prior over that of the level before is how much likelier it is accepted.
     """
     others_reached, others_accepted = (
         (counts * active[:, None]).sum(axis=0)[None, :] - counts * active[:, None]
         for counts in (policy.reached, policy.accepted)
     )
-    rate, columns = jnp.full(active.shape, PRIOR, jnp.float32), []
+    num_active = jnp.maximum(active.sum(), 1)
+    rate, columns = jnp.ones(active.shape, jnp.float32), []
     for level in range(policy.reached.shape[1]):
         reached, accepted = others_reached[:, level], others_accepted[:, level]
+        prior = policy.prior[level]
+        strength, shared = policy.prior_drafts, SHARED_PRIOR * policy.prior_drafts * num_active
         if level:
             share = OTHERS_DRAFTS / jnp.maximum(reached, OTHERS_DRAFTS)
             reached, accepted = share * reached, share * accepted
-        expected = (accepted + BORROWED_DRAFTS * rate) / (reached + BORROWED_DRAFTS)
-        strength = BORROWED_DRAFTS if level else PRIOR_DRAFTS
+            prior = jnp.minimum(rate * prior / policy.prior[level - 1], jnp.maximum(rate, prior))
+            strength = shared = BORROWED_DRAFTS
+        expected = (accepted + shared * prior) / (reached + shared)
         rate = (policy.accepted[:, level] + strength * expected) / (policy.reached[:, level] + strength)
         columns.append(rate)
     return jnp.stack(columns, axis=1)
@@ -153,8 +187,7 @@ def regularity(policy: Policy) -> jax.Array:
     mean = jnp.maximum(policy.passes[:, :1] / jnp.maximum(policy.gaps[:, None], 1e-6), 1)
     per_round = 1 - (1 - 1 / mean) ** _widths(policy)
     over_random = (policy.gaps[:, None] + RANDOM_GAPS) / (policy.passes * per_round + RANDOM_GAPS)
-    is_last = _widths(policy) == policy.depth + 1
-    return over_random / jnp.where(is_last, over_random, 0).sum(axis=1, keepdims=True)
+    return over_random / jax.lax.dynamic_index_in_dim(over_random, jnp.maximum(policy.depth, 0), axis=1)
 
 
 def _widths(policy: Policy) -> jax.Array:
@@ -162,30 +195,39 @@ def _widths(policy: Policy) -> jax.Array:
     return jnp.arange(1, policy.passes.shape[1] + 1)[None, :]
 
 
-def _choose(policy: Policy, active: jax.Array, remaining: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The depth that the estimates favour, the one to probe (the same if none), and the worth of this over that."""
+def _choose(policy: Policy, active: jax.Array, remaining: jax.Array | None) -> tuple[jax.Array, ...]:
+    """The depth that the estimates favour, the one to probe (the same if none), its worth over that of the first; and
+    all depths' worth `[S+1]`."""
     rate = rates(policy, active)
-    score = _worth(policy, rate, active, remaining)
+    pace = regularity(policy)
+    score = _worth(policy, rate, pace, active, remaining)
     best = jnp.argmax(score).astype(jnp.int32)
     evidence = (policy.reached * active[:, None]).sum(axis=0)[None, :]
     hoped = (rate * evidence + HOPED_DRAFTS) / (evidence + HOPED_DRAFTS)
     is_deeper = jnp.arange(1, rate.shape[1] + 1)[None, :] > best
-    hope = _worth(policy, jnp.where(is_deeper, hoped, rate), active, remaining)
+    hope = _worth(policy, jnp.where(is_deeper, hoped, rate), pace, active, remaining)
     shallowest = jnp.argmax(hope > score[best]).astype(jnp.int32)
     deeper = jnp.where((hope > GAIN * score[best]).any(), shallowest, best)
-    return best, deeper, score[deeper] / jnp.maximum(score[best], 1e-30)
+    return best, deeper, score[deeper] / jnp.maximum(score[best], 1e-30), score
 
 
-def _worth(policy: Policy, rate: jax.Array, active: jax.Array, remaining: jax.Array | None) -> jax.Array:
-    """`[S+1]`: what the next round is worth at each depth, by rates `[B, S]`."""
-    survival = jnp.cumprod(rate, axis=1)
-    if remaining is not None:
-        survival = jnp.where(jnp.arange(1, rate.shape[1] + 1)[None, :] < remaining[:, None], survival, 0)
-    tokens = 1 + jnp.pad(jnp.cumsum(survival, axis=1), ((0, 0), (1, 0)))  # a row's, by depth
-    tokens = jnp.clip(tokens * regularity(policy), 1, _widths(policy))
-    costs = policy.costs
+def _worth(policy: Policy, rate, pace, active: jax.Array, remaining: jax.Array | None) -> jax.Array:
+    """`[S+1]`: what the next round is worth at each depth, by rates `[B, S]` and `pace [B, S+1]` (`regularity`).
+
+    Levels one by one: a product of them along the axis would be a kernel of its own.
+    """
+    survival = made = jnp.ones(active.shape, jnp.float32)
+    columns = [made]
+    for level in range(rate.shape[1]):
+        survival = survival * rate[:, level]
+        if remaining is not None:
+            survival = jnp.where(level + 1 < remaining, survival, 0)
+        made = made + survival
+        columns.append(made)
+    tokens = jnp.clip(jnp.stack(columns, axis=1) * pace, 1, _widths(policy))
+    is_change = jnp.arange(len(columns)) != policy.depth
     if remaining is None:
-        return jnp.where(active[:, None], tokens, 0).sum(axis=0) / costs
-    time = jnp.where(active[:, None], remaining[:, None] * costs[None, :] / tokens, 0)
-    time = time / jnp.maximum(time.max(), 1e-30)
-    return jnp.maximum((time**SLOWEST).sum(axis=0), 1e-30) ** (-1 / SLOWEST)
+        return jnp.where(active[:, None], tokens, 0).sum(axis=0) / (policy.costs + is_change * policy.change / CHANGES)
+    time = remaining[:, None] * policy.costs[None, :] / tokens + is_change[None, :] * policy.change
+    time = time / jnp.maximum(jnp.where(active, remaining, 0).max() * policy.costs[0], 1e-30)
+    return jnp.maximum(jnp.where(active[:, None], time**SLOWEST, 0).sum(axis=0), 1e-30) ** (-1 / SLOWEST)

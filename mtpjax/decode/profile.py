@@ -1,4 +1,4 @@
-"""What rounds cost on this device by depth and batch, measured once and stored; `DecodeConfig.depth_costs` takes it."""
+"""What rounds cost on this device by depth and batch, measured once and stored; an adaptive depth goes by it."""
 
 import datetime
 import hashlib
@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import pathlib
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,8 +20,10 @@ from mtpjax.decode.costs import PLAIN, CostMeter, Costs, Shape, widest_write
 from mtpjax.decode.loop import least_rows
 from mtpjax.model import MTPModel
 
-FORMAT, VERSION = "mtpjax-profile", 2
+FORMAT, VERSION = "mtpjax-profile", 3
 NAME = "profile.json"
+LEAST_RATE = 0.01  # of a level; measured ones may be 0
+AT_A_TIME, MOST_SECONDS = 4, 20.0  # measurements between ticks of the progress, and per batch size where they are long
 SLOTS = 128  # caches are rounded up to so many, as in decoding
 log = logging.getLogger("mtpjax.decode")
 
@@ -51,15 +54,18 @@ def measure(
     num_draft_tokens: int | None = None,
     context: int = 512,
     temperature: float = 0.0,
-    rounds: int = 8,
+    rates: Sequence[float] | None = None,
+    rounds: int = 48,
     seconds: float = 0.02,
     progress: Callable[[int, int], Any] = lambda done, total: None,
 ) -> dict[str, Any]:
     """Times rounds of 0..num_steps levels per batch size, `rounds` times in turn: the profile, as JSON holds it.
 
+    Where rounds are long fewer measurements do, and 20 s per batch size are the most that is taken for more than four.
     `context` tokens stand in the caches, fewer where the model has not so many positions; at a `temperature` above 0
-    rounds draw their tokens. `progress` is told how many of how many things are done. Raises `ValueError` for a model
-    without modules or for what no round can be.
+    rounds draw their tokens. `rates` of acceptance by level are kept beside the costs (`read_rates`). `progress` is
+    told how many of how many things are done. Raises `ValueError` for a model without modules or for what no round can
+    be.
     """
     config = model.config
     shapes = shapes_up_to(num_steps, topk, num_draft_tokens)
@@ -76,12 +82,12 @@ def measure(
         raise ValueError(f"context {context} leaves nothing to measure with {config.max_position_embeddings} positions")
     context = min(context, config.max_position_embeddings - widest)
     capacity = -(-(context + 2 * widest) // SLOTS) * SLOTS
-    per_batch = 3 * len(shapes) + 2 + rounds
+    per_batch = 3 * len(shapes) + 2 + (topk == 1) + rounds
     total, done, costs = per_batch * len(batches), 0, []
 
-    def advance() -> None:
+    def advance(by: int = 1) -> None:
         nonlocal done
-        done += 1
+        done += by
         progress(done, total)
 
     for batch in sorted(set(batches)):
@@ -98,9 +104,13 @@ def measure(
             whole=True,
             compiled=advance,
         )
-        for _ in range(rounds):
-            meter.measure(repeats=1)
-            advance()
+        left, begin = rounds, time.perf_counter()
+        while left and (left == rounds or time.perf_counter() - begin < MOST_SECONDS):
+            repeats = min(AT_A_TIME, left)
+            meter.measure(repeats)
+            left -= repeats
+            advance(repeats)
+        advance(left)
         costs.append(meter.costs().to_json())
     return {
         "format": FORMAT,
@@ -113,6 +123,7 @@ def measure(
         "context": context,
         "temperature": temperature,
         "capacity": capacity,
+        "rates": None if rates is None else list(rates),
         "batches": costs,
     }
 
@@ -159,15 +170,16 @@ def read(path) -> tuple[dict[str, Any], tuple[Costs, ...]]:
             for cost in costs
             for kind in (cost.verify, cost.parts, cost.round)
         )
+        complete &= all(0 < rate <= 1 for rate in profile["rates"] or ())
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
     if not complete:
-        raise ValueError(f"{path} is damaged: a duration is missing, or not positive")
+        raise ValueError(f"{path} is damaged: a duration is missing or not positive, or a rate is not within 0..1")
     return profile, costs
 
 
-def load_costs(path, *, batch: int, num_steps: int, config: ModelConfig | None = None) -> tuple[float, ...]:
-    """Durations of rounds at depths 0..num_steps, in plain steps, for `DecodeConfig(depth_costs=...)`.
+def load_settings(path, *, batch: int, num_steps: int, config: ModelConfig | None = None) -> dict[str, Any]:
+    """What the profile says of an adaptive depth of 0..num_steps: `DecodeConfig(depth_policy="adaptive", …, **this)`.
 
     Of the profiled batch sizes the nearest is taken. A profile of another device or jax version is used with a warning.
     Raises `ValueError` where there is none at `path` (a file, or a folder that holds `profile.json`), where it is not
@@ -179,13 +191,16 @@ def load_costs(path, *, batch: int, num_steps: int, config: ModelConfig | None =
     for name, here in _here().items():
         if profile.get(name) != here:
             log.warning("%s was measured with %s %r; here it is %r", path, name, profile.get(name), here)
-    return relative_costs(measured, path, batch=batch, num_steps=num_steps)
+    return settings(measured, profile.get("rates"), path, batch=batch, num_steps=num_steps)
 
 
-def relative_costs(measured: Sequence[Costs], origin, *, batch: int, num_steps: int) -> tuple[float, ...]:
-    """Of the measured batch size nearest to `batch`: rounds of chains at depths 0..num_steps, in plain steps.
+def settings(
+    measured: Sequence[Costs], rates: Sequence[float] | None, origin, *, batch: int, num_steps: int
+) -> dict[str, Any]:
+    """`depth_costs` and `depth_change`, in plain steps, of the batch size nearest to `batch`; and `depth_rates`.
 
-    Raises `ValueError`, naming `origin`, where they are not as deep.
+    Rates of levels that were not decoded are those of the deepest one that was. Raises `ValueError`, naming `origin`,
+    where chains of `num_steps` levels were not measured.
     """
     nearest = min(measured, key=lambda costs: (abs(math.log(costs.batch / batch)), -costs.batch))
     rounds = {shape.num_steps: seconds for shape, seconds in nearest.round.items() if shape.topk == 1}
@@ -193,7 +208,24 @@ def relative_costs(measured: Sequence[Costs], origin, *, batch: int, num_steps: 
     if missing:
         deepest = f"chains of 1..{max(rounds)} levels" if max(rounds) else "no chains"
         raise ValueError(f"{origin} holds {deepest}, not of {missing[0]}: `mtpjax profile --num-steps {num_steps}`")
-    return tuple(rounds[depth] / rounds[0] for depth in range(num_steps + 1))
+    plain = rounds[0]
+    return {
+        "depth_costs": tuple(rounds[depth] / plain for depth in range(num_steps + 1)),
+        "depth_change": nearest.change / plain,
+        "depth_rates": tuple((*rates, *[rates[-1]] * num_steps)[:num_steps]) if rates else None,
+    }
+
+
+def read_rates(path) -> list[float]:
+    """Rates by level of what `mtpjax eval acceptance --output` wrote, decoded ones. Raises `ValueError` in one line."""
+    try:
+        levels = json.loads(pathlib.Path(path).read_bytes())["figures"]["overall"]["decoded"]["conditional"]
+        rates = [max(float(level["value"]), LEAST_RATE) for level in levels if level["value"] is not None]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path} is not what `mtpjax eval acceptance --output` wrote: {error!r}") from error
+    if not rates or max(rates) > 1:
+        raise ValueError(f"{path} holds no rates of acceptance by level")
+    return rates
 
 
 def break_even_rate(relative: float, num_steps: int) -> float | None:
@@ -215,6 +247,7 @@ def tables(profile: dict[str, Any]):
         costs = Costs.from_json(stored)
         title = f"batch {costs.batch}, {profile['context']} tokens of context, {profile['dtype']}"
         title += f", temperature {profile['temperature']}" if profile["temperature"] else ""
+        title += f"; a change of depth takes {1e3 * costs.change:.2g} ms" if costs.change else ""
         table = narrow_table(title)
         headings = (
             "drafts",

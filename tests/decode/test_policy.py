@@ -92,6 +92,33 @@ def test_rates_begin_at_the_prior_and_converge_to_what_is_accepted(key):
     np.testing.assert_allclose(estimate[:, 3:], np.broadcast_to(estimate[:, 2:3], (4, LEVELS - 3)), rtol=1e-5)
 
 
+def test_measured_rates_are_where_estimates_begin_and_they_last_longer(key):
+    measured = 0.9 - 0.1 * np.arange(LEVELS)
+    on = jnp.ones(4, bool)
+    known, unknown = init_policy(CPU, 4, prior=measured), init_policy(CPU, 4)
+    np.testing.assert_allclose(rates(known, on), np.broadcast_to(measured, (4, LEVELS)), rtol=1e-6)
+    failed = [rates(rounds(policy, [[0] * 4] * 2, 1), on)[:, 0] for policy in (known, unknown)]
+    assert (failed[0] - failed[1]).min() > 0.2
+    counts = (np.asarray(jax.random.uniform(key, (400, 4, 3))) < 0.5).cumprod(axis=2).sum(axis=2)
+    np.testing.assert_allclose(rates(rounds(known, counts, 3), on)[:, 0].mean(), 0.5, atol=0.15)
+    # Where the first level does better than it was measured to, the next is thought better too.
+    assert (rates(rounds(known, [[1] * 4] * 20, 1), on)[:, 1] > measured[1]).all()
+
+
+@pytest.mark.parametrize("remaining", [None, 60])
+def test_a_change_of_depth_has_to_pay_for_itself(remaining):
+    on, costs = jnp.ones(1, bool), np.array([1.0, 1.2, 1.4])
+    left = None if remaining is None else jnp.array([remaining])
+    chosen = []
+    for change in (0.0, 0.5, 1000.0):
+        policy = init_policy(costs, 1, change=change, prior=[0.9, 0.9])
+        assert int(policy.depth) == 2  # the first round is no change
+        for _ in range(40):
+            policy = observe(policy, 2, jnp.array([0]), took_part=on, active=on, remaining=left)
+        chosen.append(int(policy.settled))
+    assert chosen == [0, 0, 2]
+
+
 def test_levels_out_of_use_return_to_the_level_before():
     policy = rounds(init_policy(CPU, 1), [[1]] * 20, 2)  # level 2 always fails
     on = jnp.ones(1, bool)

@@ -10,23 +10,24 @@ import pytest
 
 from mtpjax.decode import profile
 from mtpjax.decode.costs import PLAIN, CostMeter, Costs, Shape, chain
-from mtpjax.decode.profile import load_costs
+from mtpjax.decode.profile import load_settings, read_rates
 
 
 def stored(tmp_path, *batches, **changes):
-    """A profile of batch sizes; a round of depth d at batch b takes `b + d` seconds."""
+    """A profile of batch sizes; a round of depth d at batch b takes `b + d` seconds, half a second more by a change."""
     rows = [
-        Costs(batch, *({chain(d): batch + share * d for d in range(4)} for share in (0.5, 0.9, 1.0))).to_json()
+        Costs(batch, *({chain(d): batch + share * d for d in range(4)} for share in (0.5, 0.9, 1.0)), 0.5).to_json()
         for batch in batches
     ]
     file = tmp_path / "profile.json"
-    content = {"format": profile.FORMAT, "version": profile.VERSION, **profile._here(), "batches": rows, **changes}
+    about = {"format": profile.FORMAT, "version": profile.VERSION, **profile._here(), "rates": None}
+    content = {**about, "batches": rows, **changes}
     profile.save(file, content)
     return file
 
 
 def test_costs_come_back_from_json():
-    costs = Costs(2, {PLAIN: 1.0, Shape(2, 3, 9): 2.5}, {PLAIN: 1.0, Shape(2, 3, 9): 4.0}, {PLAIN: 1.5})
+    costs = Costs(2, {PLAIN: 1.0, Shape(2, 3, 9): 2.5}, {PLAIN: 1.0, Shape(2, 3, 9): 4.0}, {PLAIN: 1.5}, 0.25)
     assert Costs.from_json(json.loads(json.dumps(costs.to_json()))) == costs
     assert costs.ideal_ratio(3.0, Shape(2, 3, 9)) == 0.75
 
@@ -68,7 +69,8 @@ def test_every_shape_is_timed(small, modules, shape, batch, temperature, no_capt
     )
     meter.measure(1)
     costs = meter.costs()
-    assert len(compiled) == (2 if shape == PLAIN else 5)
+    assert len(compiled) == (2 if shape == PLAIN else 5 + (shape.topk == 1))
+    assert costs.change >= 0
     timed = [of[kind] for of in (costs.verify, costs.parts, costs.round) for kind in (PLAIN, shape)]
     assert np.isfinite(timed).all() and all(timed)  # in one round on a busy machine a difference may be negative
 
@@ -82,33 +84,54 @@ def test_shapes_grow_to_the_one_asked_for():
 
 def test_the_nearest_batch_size_is_taken(tmp_path):
     file = stored(tmp_path, 1, 4, 16)
-    assert load_costs(file, batch=1, num_steps=2) == (1.0, 2.0, 3.0)
-    assert load_costs(tmp_path, batch=5, num_steps=3) == (1.0, 1.25, 1.5, 1.75)
-    assert load_costs(file, batch=8, num_steps=1)[1] == 1 + 1 / 16  # as far from 4: the larger
-    assert load_costs(file, batch=1000, num_steps=0) == (1.0,)
+    one = load_settings(file, batch=1, num_steps=2)
+    assert one == {"depth_costs": (1.0, 2.0, 3.0), "depth_change": 0.5, "depth_rates": None}
+    four = load_settings(tmp_path, batch=5, num_steps=3)
+    assert four == {"depth_costs": (1.0, 1.25, 1.5, 1.75), "depth_change": 0.125, "depth_rates": None}
+    assert load_settings(file, batch=8, num_steps=1)["depth_costs"][1] == 1 + 1 / 16  # as far from 4: the larger
+    assert load_settings(file, batch=1000, num_steps=0)["depth_costs"] == (1.0,)
+
+
+def test_rates_are_those_that_acceptance_was_measured_at(tmp_path):
+    file = tmp_path / "rates.json"
+    levels = [{"value": 0.8, "low": 0.7, "high": 0.9}, {"value": 0.0, "low": 0.0, "high": 0.0}, {"value": None}]
+    file.write_text(json.dumps({"figures": {"overall": {"decoded": {"conditional": levels}}}}))
+    rates = read_rates(file)
+    assert rates == [0.8, profile.LEAST_RATE]  # a level that was never reached has none
+    settings = load_settings(stored(tmp_path, 1, rates=rates), batch=1, num_steps=3)
+    assert settings["depth_rates"] == (0.8, profile.LEAST_RATE, profile.LEAST_RATE)
+    assert load_settings(tmp_path, batch=1, num_steps=1)["depth_rates"] == (0.8,)
+    levels[0]["value"] = 1.5
+    for text in (json.dumps({"figures": {"overall": {"decoded": {"conditional": levels}}}}), "{}", "[1]", "x"):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=r"rates.json (is not what `mtpjax eval acceptance|holds no rates)"):
+            read_rates(file)
 
 
 def test_what_is_missing_is_told(tmp_path, small):
     with pytest.raises(ValueError, match=r"no profile at .*profile.json: `mtpjax profile` measures one"):
-        load_costs(tmp_path, batch=1, num_steps=1)
+        load_settings(tmp_path, batch=1, num_steps=1)
     file = stored(tmp_path, 1)
     with pytest.raises(ValueError, match=r"holds chains of 1\.\.3 levels, not of 4: `mtpjax profile --num-steps 5`"):
-        load_costs(file, batch=1, num_steps=5)
+        load_settings(file, batch=1, num_steps=5)
     with pytest.raises(ValueError, match="of another model"):
-        load_costs(file, batch=1, num_steps=1, config=small()[0].config)
-    for text in ("", "[]", '{"format": "mtpjax-profile", "version": 3}', "[" * 10**5):
+        load_settings(file, batch=1, num_steps=1, config=small()[0].config)
+    for text in ("", "[]", '{"format": "mtpjax-profile", "version": 2}', "[" * 10**5):
         file.write_text(text)
         with pytest.raises(ValueError, match="is no profile"):
-            load_costs(file, batch=1, num_steps=1)
+            load_settings(file, batch=1, num_steps=1)
     for batches in ([], [{}], [{"batch": 1, "rounds": []}], [1]):
         with pytest.raises(ValueError, match="is damaged"):
-            load_costs(stored(tmp_path, batches=batches), batch=1, num_steps=1)
+            load_settings(stored(tmp_path, batches=batches), batch=1, num_steps=1)
+    for rates in ([1.5], ["a"], 0.5):
+        with pytest.raises(ValueError, match="is damaged"):
+            load_settings(stored(tmp_path, 1, rates=rates), batch=1, num_steps=1)
 
 
 def test_another_device_is_a_warning(tmp_path, caplog):
     file = stored(tmp_path, 1, device_kind="abacus")
     with caplog.at_level(logging.WARNING):
-        load_costs(file, batch=1, num_steps=1)
+        load_settings(file, batch=1, num_steps=1)
     assert "device_kind 'abacus'; here it is 'cpu'" in caplog.text
 
 

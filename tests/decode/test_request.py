@@ -54,6 +54,14 @@ def test_requests_that_cannot_be_are_refused(values, message, small):
         ({"num_steps": 2, "depth_policy": "adaptive"}, r"needs depth_costs of depths 0..2, 3 in all; there are none"),
         ({"num_steps": 1, "depth_policy": "adaptive", "depth_costs": (1, 0)}, "must be positive and finite"),
         (
+            {"num_steps": 1, "depth_policy": "adaptive", "depth_costs": (1, 2), "depth_change": -1},
+            "depth_change -1 must be finite, and not negative",
+        ),
+        (
+            {"num_steps": 1, "depth_policy": "adaptive", "depth_costs": (1, 2), "depth_rates": (0.5, 0.5)},
+            r"depth_rates \(0.5, 0.5\) must be 1, one per level",
+        ),
+        (
             {"num_steps": 2, "topk": 2, "depth_policy": "adaptive", "depth_costs": (1, 2, 3)},
             "adaptive depth drafts chains",
         ),
