@@ -28,7 +28,7 @@ import jax.numpy as jnp
 PRIOR, PRIOR_DRAFTS = 0.75, 3.0  # rate before anything is known, and the drafts that it is worth at level 1
 MEASURED_DRAFTS = 24.0  # what it is worth where it was measured on other texts
 BORROWED_DRAFTS = 2.0  # what the level before is worth at a deeper one
-SHARED_PRIOR = 1 / 12  # of these drafts, for each row: what it is worth beside what the other rows did
+SHARED_PRIOR = 1 / 12  # share of these drafts, per row, that it is worth beside what the other rows did
 OTHERS_DRAFTS = 1.0  # most that the other rows' drafts are worth at a deeper level; at level 1 all of them count
 BATCH_MEMORY, ROW_MEMORY = 24, 12  # drafts of a level that are remembered: by the batch, and at least by each row
 GAP_MEMORY, RANDOM_GAPS = 12, 8.0  # gaps that a row remembers; random ones that are added to them
@@ -166,7 +166,8 @@ def rates(policy: Policy, active: jax.Array) -> jax.Array:
     for level in range(policy.reached.shape[1]):
         reached, accepted = others_reached[:, level], others_accepted[:, level]
         prior = policy.prior[level]
-        strength, shared = policy.prior_drafts, SHARED_PRIOR * policy.prior_drafts * num_active
+        strength = policy.prior_drafts
+        shared = BORROWED_DRAFTS + SHARED_PRIOR * (strength - PRIOR_DRAFTS) * num_active
         if level:
             share = OTHERS_DRAFTS / jnp.maximum(reached, OTHERS_DRAFTS)
             reached, accepted = share * reached, share * accepted
