@@ -15,7 +15,6 @@ cost.
 import argparse
 import datetime
 import json
-import os
 import pathlib
 import sys
 import time
@@ -42,15 +41,16 @@ def prompt_sets(path: str, params, model, count: int, num_steps: int):
     """`count` prompts each, by accept lengths of a decoding at `num_steps` levels; and rates of other prompts."""
     settings = Settings(max_new_tokens=NEW_TOKENS)
     found = find_workload(pathlib.Path(path), model, params, settings, num_prompts=2 * count + RATE_PROMPTS).prompts
-    others, pool = found[:RATE_PROMPTS], found[RATE_PROMPTS:]
+    split = min(RATE_PROMPTS, len(found) // 2)
+    others, pool = found[:split] or found, found[split:]
     pool = (2 * count * pool)[: 2 * count]  # some twice where too few were found
     config = DecodeConfig(max_new_tokens=NEW_TOKENS, num_steps=num_steps)
     decoded = [speculative_generate(params, prompts, model=model, config=config).stats for prompts in (pool, others)]
     order = np.argsort(-(decoded[0].accepted.sum(axis=1) / decoded[0].steps))
     easy, hard = ([pool[index] for index in part] for part in (order[:count], order[count:]))
     mixed = [prompt for pair in zip(easy, hard, strict=True) for prompt in pair][:count]
-    rates = [rate.value for rate in decoded_rates(decoded[1].steps, decoded[1].accepted)["conditional"]]
-    return {"easy": easy, "hard": hard, "mixed": mixed}, rates
+    counted = decoded_rates(decoded[1].steps, decoded[1].accepted)["conditional"]
+    return {"easy": easy, "hard": hard, "mixed": mixed}, profile.usable_rates(rate.value for rate in counted)
 
 
 def modelled_time(results, costs: tuple[float, ...]) -> float:
@@ -152,8 +152,7 @@ def main(argv: list[str] | None = None) -> int:
     identical = all(row["identical"] for row in rows)
     console.print(f"identical: {'yes' if identical else 'NO'}")
     if options.output is not None:
-        about = {"date": datetime.date.today().isoformat(), "machine": machine(), "argv": sys.argv[1:]}
-        about |= {"threads": len(os.sched_getaffinity(0)), "cells": rows}
+        about = {"date": datetime.date.today().isoformat(), "machine": machine(), "argv": sys.argv[1:], "cells": rows}
         options.output.write_text(json.dumps(about, indent=1) + "\n")
     return 0 if identical else 4
 

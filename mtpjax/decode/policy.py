@@ -166,13 +166,14 @@ def rates(policy: Policy, active: jax.Array) -> jax.Array:
     for level in range(policy.reached.shape[1]):
         reached, accepted = others_reached[:, level], others_accepted[:, level]
         prior = policy.prior[level]
-        strength = policy.prior_drafts
-        shared = BORROWED_DRAFTS + SHARED_PRIOR * (strength - PRIOR_DRAFTS) * num_active
         if level:
             share = OTHERS_DRAFTS / jnp.maximum(reached, OTHERS_DRAFTS)
             reached, accepted = share * reached, share * accepted
             prior = jnp.minimum(rate * prior / policy.prior[level - 1], jnp.maximum(rate, prior))
             strength = shared = BORROWED_DRAFTS
+        else:
+            strength = policy.prior_drafts
+            shared = BORROWED_DRAFTS + SHARED_PRIOR * (strength - PRIOR_DRAFTS) * num_active
         expected = (accepted + shared * prior) / (reached + shared)
         rate = (policy.accepted[:, level] + strength * expected) / (policy.reached[:, level] + strength)
         columns.append(rate)

@@ -8,7 +8,7 @@ import math
 import os
 import pathlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -104,13 +104,7 @@ def measure(
             whole=True,
             compiled=advance,
         )
-        left, begin = rounds, time.perf_counter()
-        while left and (left == rounds or time.perf_counter() - begin < MOST_SECONDS):
-            repeats = min(AT_A_TIME, left)
-            meter.measure(repeats)
-            left -= repeats
-            advance(repeats)
-        advance(left)
+        _measure_for_long_enough(meter, rounds, advance)
         costs.append(meter.costs().to_json())
     return {
         "format": FORMAT,
@@ -126,6 +120,17 @@ def measure(
         "rates": None if rates is None else list(rates),
         "batches": costs,
     }
+
+
+def _measure_for_long_enough(meter: CostMeter, rounds: int, advance: Callable[[int], None]) -> None:
+    """`rounds` measurements, or as many as `MOST_SECONDS` hold; `advance` is told of all of them."""
+    left, begin = rounds, time.perf_counter()
+    while left and (left == rounds or time.perf_counter() - begin < MOST_SECONDS):
+        repeats = min(AT_A_TIME, left)
+        meter.measure(repeats)
+        left -= repeats
+        advance(repeats)
+    advance(left)
 
 
 def config_digest(config: ModelConfig) -> str:
@@ -191,7 +196,7 @@ def load_settings(path, *, batch: int, num_steps: int, config: ModelConfig | Non
     for name, here in _here().items():
         if profile.get(name) != here:
             log.warning("%s was measured with %s %r; here it is %r", path, name, profile.get(name), here)
-    return settings(measured, profile.get("rates"), path, batch=batch, num_steps=num_steps)
+    return settings(measured, profile["rates"], path, batch=batch, num_steps=num_steps)
 
 
 def settings(
@@ -216,11 +221,17 @@ def settings(
     }
 
 
+def usable_rates(values: Iterable[float]) -> list[float]:
+    """Counted rates of levels, as a prior takes them: none is 0, and those that nothing was counted of (nan) are left
+    out, which are the deepest."""
+    return [max(float(value), LEAST_RATE) for value in values if not math.isnan(value)]
+
+
 def read_rates(path) -> list[float]:
     """Rates by level of what `mtpjax eval acceptance --output` wrote, decoded ones. Raises `ValueError` in one line."""
     try:
         levels = json.loads(pathlib.Path(path).read_bytes())["figures"]["overall"]["decoded"]["conditional"]
-        rates = [max(float(level["value"]), LEAST_RATE) for level in levels if level["value"] is not None]
+        rates = usable_rates(level["value"] for level in levels if level["value"] is not None)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is not what `mtpjax eval acceptance --output` wrote: {error!r}") from error
     if not rates or max(rates) > 1:

@@ -101,6 +101,7 @@ def test_rates_are_those_that_acceptance_was_measured_at(tmp_path):
     settings = load_settings(stored(tmp_path, 1, rates=rates), batch=1, num_steps=3)
     assert settings["depth_rates"] == (0.8, profile.LEAST_RATE, profile.LEAST_RATE)
     assert load_settings(tmp_path, batch=1, num_steps=1)["depth_rates"] == (0.8,)
+    assert profile.usable_rates([0.5, 0.0, float("nan")]) == [0.5, profile.LEAST_RATE]
     levels[0]["value"] = 1.5
     for text in (json.dumps({"figures": {"overall": {"decoded": {"conditional": levels}}}}), "{}", "[1]", "x"):
         file.write_text(text)
