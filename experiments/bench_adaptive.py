@@ -26,6 +26,7 @@ from rich.console import Console
 from experiments.ablate_bench import PROMPT_TOKENS, Settings, find_workload
 from experiments.bench_decode import machine
 from mtpjax import DecodeConfig, load, speculative_generate
+from mtpjax.atomic import write_text
 from mtpjax.decode import profile
 from mtpjax.decode.costs import Costs
 from mtpjax.decode.evaluate import decoded_rates
@@ -143,6 +144,9 @@ def main(argv: list[str] | None = None) -> int:
             groups = [prompts[begin : begin + batch] for begin in range(0, count - batch + 1, batch)]
             row = {"set": name, **measure_cell(params, model, groups, depths, rounds)}
             rows.append(row)
+            if options.output is not None:  # what there is so far
+                about = {"date": datetime.date.today().isoformat(), "machine": machine(), "argv": sys.argv[1:]}
+                write_text(options.output, json.dumps({**about, "cells": rows}, indent=1) + "\n")
             low, high = row["interval"]
             cells = (batch, name, row["best_fixed"], f"{row['ratio']:.2f}", f"{low:.2f}-{high:.2f}")
             table.add_row(*map(str, cells), f"{row['modelled_ratio']:.3f}", f"{row['to_plain']:.2f}")
@@ -151,9 +155,6 @@ def main(argv: list[str] | None = None) -> int:
     console.print(table)
     identical = all(row["identical"] for row in rows)
     console.print(f"identical: {'yes' if identical else 'NO'}")
-    if options.output is not None:
-        about = {"date": datetime.date.today().isoformat(), "machine": machine(), "argv": sys.argv[1:], "cells": rows}
-        options.output.write_text(json.dumps(about, indent=1) + "\n")
     return 0 if identical else 4
 
 

@@ -10,6 +10,7 @@ exit code 4 on a difference.
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import sys
 import time
@@ -142,8 +143,12 @@ def random_params(model: MTPModel, seed: int = 0) -> dict:
             noise = noise / leaf.shape[fan_in] ** 0.5
         return jnp.asarray(noise, jnp.float32)
 
-    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
-    return jax.tree_util.tree_map_with_path(draw, shapes)
+    return jax.tree_util.tree_map_with_path(draw, _parameter_shapes(model))
+
+
+@functools.cache  # the same models come again and again, and tracing one takes a third of a second
+def _parameter_shapes(model: MTPModel) -> dict:
+    return jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
 
 
 def rigged_params(model: MTPModel, attention: str, rig: str, seed: int = 0) -> dict:

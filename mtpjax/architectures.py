@@ -22,6 +22,17 @@ _SMALL = {
         max_position_embeddings=2048,
         num_mtp_modules=1,
     ),
+    # 29 MB of weights, so that a round takes milliseconds and little of it is not the model.
+    "small": ModelConfig(
+        vocab_size=256,
+        hidden_size=256,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=768,
+        max_position_embeddings=2048,
+        num_mtp_modules=1,
+    ),
     "tiny-moe": ModelConfig(
         vocab_size=256,
         hidden_size=128,

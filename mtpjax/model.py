@@ -136,8 +136,13 @@ class MTPModel(nn.Module):
 def init_params(model: MTPModel, key: jax.Array) -> dict:
     """Random parameters: embedding with unit variance, matrices with variance 1 / inputs, norms at identity."""
     stacked = model.clone(scan_layers=True, implementation="xla")  # one layer to compile, however many there are
-    params = jax.jit(stacked.init)(key, jnp.zeros((1, 2), jnp.int32))["params"]
+    params = _draw_params(stacked, key)
     return params if model.scan_layers else unstack_layers(params, model.config)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _draw_params(model: MTPModel, key: jax.Array) -> dict:
+    return model.init(key, jnp.zeros((1, 2), jnp.int32))["params"]
 
 
 def add_mtp_modules(model: MTPModel, params: dict, num_modules: int, key: jax.Array) -> tuple[MTPModel, dict]:

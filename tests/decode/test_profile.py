@@ -44,7 +44,7 @@ def no_captured_weights():
 @pytest.mark.parametrize(
     ("modules", "shape", "batch", "temperature"),
     [
-        (1, Shape(2, 2, 6), 2, 0.0),
+        pytest.param(1, Shape(2, 2, 6), 2, 0.0, marks=pytest.mark.slow),
         (2, chain(3), 1, 0.0),
         (1, PLAIN, 1, 0.0),
         (1, Shape(2, 2, 6), 1, 0.7),

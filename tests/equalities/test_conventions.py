@@ -34,7 +34,7 @@ LEVELS = 6  # the norm on matters from the second level on, and more with each
 
 @pytest.fixture(scope="module")
 def trained():
-    """Two hundred steps on the standard library: a model whose drafts are often right.
+    """A hundred and twenty steps on the standard library: a model whose drafts are often right.
 
     Returns parameters, held-out prompts and held-out rows.
 
@@ -53,7 +53,7 @@ def trained():
         functools.partial(train_step, model=model, optimizer=optimizer, num_depths=2, attention_layout="ttt"),
         donate_argnames="state",
     )
-    for number in range(200):
+    for number in range(120):
         state, _ = step(state, next(stream), jnp.float32(5e-3 * min(1, number / 20)), jnp.float32(0.3))
     prompts = data.held_out_prompts(held_out, count=48, prompt_length=64, continuation_length=0, seed=0)
     rows = next(data.batches(data.pack(held_out, 64, seed=0), 128, seed=0))

@@ -15,6 +15,7 @@ from mtpjax.decode.state import Plan, init_state
 from tests.golden import MTP_SETS, RECYCLING, SETS, case, cases, path
 
 PROMPTS = ("p0", "p1")
+PASSED = (*PROMPTS, "long")  # through a teacher-forced pass
 
 
 def assert_close(name, found, expected):
@@ -44,12 +45,12 @@ def load():
 
 @pytest.fixture(scope="module")
 def run(load):
-    """The teacher-forced pass over both prompts, padded to one length."""
+    """The teacher-forced pass over all prompts, padded to one length."""
 
     @functools.cache
     def run(name, layout="ttt", num_depths=None):
         model, params, expected = load(name)
-        rows = [expected[f"{prompt}_input_ids"] for prompt in PROMPTS]
+        rows = [expected[f"{prompt}_input_ids"] for prompt in PASSED]
         lengths = np.array([len(row) for row in rows])
         tokens = np.stack([np.pad(row, (0, lengths.max() - len(row))) for row in rows])
         return forward(params, tokens, model=model, lengths=lengths, attention_layout=layout, num_depths=num_depths)
@@ -76,10 +77,11 @@ def test_the_trunk_matches(name, load, run):
 
 
 @pytest.mark.parametrize("name", cases(*SETS))
-def test_a_longer_prompt_matches(name, load):
-    model, params, expected = load(name)
-    output = forward(params, expected["long_input_ids"][None], model=model, num_depths=0)
-    assert_logits(name, output.logits[0, expected["long_positions"]], expected["long_logits"])
+def test_a_longer_prompt_matches(name, load, run):
+    _, _, expected = load(name)
+    output = run(name, num_depths=2 if name in MTP_SETS else 0)
+    long = output.logits[PASSED.index("long")]
+    assert_logits(name, long[expected["long_positions"]], expected["long_logits"])
 
 
 @pytest.mark.parametrize("name", cases(*MTP_SETS))

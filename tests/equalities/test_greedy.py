@@ -25,7 +25,7 @@ CELLS, TREES = (list(map(named, cells)) for cells in (check_equality.COVERING, c
 def reference():
     """Made once each; making it raises where `generate`, `plain.py` and the full pass differ."""
     return functools.cache(
-        functools.partial(check_equality.make_reference, lengths=LENGTHS, num_prompts=PROMPTS, num_plain=10)
+        functools.partial(check_equality.make_reference, lengths=LENGTHS, num_prompts=PROMPTS, num_plain=len(LENGTHS))
     )
 
 

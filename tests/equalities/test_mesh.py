@@ -28,7 +28,7 @@ def expected(small):
         ("grouped", {"fsdp": 2, "tensor": 2}, generate),
         ("latent", {"data": 1, "expert": 2, "tensor": 2}, speculative_generate),
         ("latent", {"data": 2, "expert": 4}, speculative_generate),
-        ("latent", {"data": 1, "expert": 2, "tensor": 2}, generate),
+        pytest.param("latent", {"data": 1, "expert": 2, "tensor": 2}, generate, marks=pytest.mark.slow),
         ("sparse", {"data": 2, "tensor": 2}, speculative_generate),
         ("hybrid", {"data": 2, "expert": 2, "tensor": 2}, speculative_generate),
     ],

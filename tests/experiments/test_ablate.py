@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import rich.console
 
-from experiments import ablate, ablate_bench
+from experiments import ablate, ablate_bench, check_resume
 from experiments.ablate import CellFile, fingerprint
 from experiments.ablate_bench import Bench, Workload, find_workload, paired_ratio
 from experiments.ablate_grid import Cell, Settings, plan
@@ -303,7 +303,7 @@ def test_a_killed_run_goes_on(checkpoint, tmp_path):
     prompts.write_text("one\ntwo\nthree\n")
     command = [sys.executable, "-m", "mtpjax.cli", "ablate", "--model", str(checkpoint), "--output", str(output)]
     command += ["--prompts", str(prompts), *GRID]
-    environment = {**os.environ, "PYTHONPATH": os.getcwd(), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": ""}
+    environment = check_resume.environment(tmp_path / "cache") | {"PYTHONPATH": os.getcwd()}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         for line in process.stdout:

@@ -183,7 +183,7 @@ def test_other_data_and_other_runs_are_refused(tmp_path):
         runs.check_same(tmp_path, {}, "digest")
 
 
-SETTINGS = check_resume.SETTINGS | {"steps": 5 * check_resume.STEPS_PER_KILL, "save_every": 4}
+SETTINGS = check_resume.SETTINGS | {"steps": 30, "save_every": 4}
 
 
 @pytest.fixture(scope="module")
@@ -198,27 +198,36 @@ def env(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def unbroken(text, env, tmp_path_factory):
-    """The losses of a run that nothing happens to; a process like the others, for roundings depend on the threads."""
-    folder = tmp_path_factory.mktemp("unbroken")
-    subprocess.run(check_resume.train_command(text, folder, SETTINGS), check=True, capture_output=True, env=env)
-    losses = check_resume.read_losses(folder)
-    assert list(losses) == list(range(1, SETTINGS["steps"] + 1))
-    return losses
+    """`unbroken(settings)`: losses of a run that nothing happens to; a process like the others, for roundings depend on
+
+    the threads.
+    """
+
+    def run(settings):
+        folder = tmp_path_factory.mktemp("unbroken")
+        subprocess.run(check_resume.train_command(text, folder, settings), check=True, capture_output=True, env=env)
+        losses = check_resume.read_losses(folder)
+        assert list(losses) == list(range(1, settings["steps"] + 1))
+        return losses
+
+    return run
 
 
 @pytest.mark.slow  # .ci/run has it as a command, experiments/check_resume.py
 def test_a_killed_run_goes_on_bit_for_bit(text, env, unbroken, tmp_path):
     """T1: killed at random moments, some of them while a state is written."""
-    command = check_resume.train_command(text, tmp_path, SETTINGS)
-    fell = check_resume.kill_and_go_on(command, tmp_path, kills=5, steps=SETTINGS["steps"], seed=1, env=env)
+    settings = SETTINGS | {"steps": 5 * check_resume.STEPS_PER_KILL}
+    command = check_resume.train_command(text, tmp_path, settings)
+    fell = check_resume.kill_and_go_on(command, tmp_path, kills=5, steps=settings["steps"], seed=1, env=env)
     assert fell.total() == 5
-    assert check_resume.read_losses(tmp_path) == unbroken
+    assert check_resume.read_losses(tmp_path) == unbroken(settings)
     assert checkpoint.is_checkpoint(tmp_path / "checkpoint")
 
 
 def test_a_run_that_is_told_to_end_says_so_and_goes_on(text, env, unbroken, tmp_path):
     """T17."""
-    command = check_resume.train_command(text, tmp_path, SETTINGS | {"save_every": 0})
+    settings = SETTINGS | {"save_every": 0}
+    command = check_resume.train_command(text, tmp_path, settings)
     run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=env, text=True)
     assert run.stderr is not None
     for line in run.stderr:
@@ -229,7 +238,7 @@ def test_a_run_that_is_told_to_end_says_so_and_goes_on(text, env, unbroken, tmp_
     assert run.returncode == 75 and "was told to end and stands at step " in said
     assert len(runs._states(tmp_path)) == 1
     subprocess.run([*command, "--resume"], check=True, capture_output=True, env=env)
-    assert check_resume.read_losses(tmp_path) == unbroken
+    assert check_resume.read_losses(tmp_path) == unbroken(settings)
 
 
 def test_steps_that_are_not_finite_are_skipped_and_end_the_run(text, tmp_path, caplog):
