@@ -142,7 +142,7 @@ def init_params(model: MTPModel, key: jax.Array) -> dict:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _draw_params(model: MTPModel, key: jax.Array) -> dict:
-    return model.init(key, jnp.zeros((1, 2), jnp.int32))["params"]
+    return dict(model.init(key, jnp.zeros((1, 2), jnp.int32))["params"])
 
 
 def add_mtp_modules(model: MTPModel, params: dict, num_modules: int, key: jax.Array) -> tuple[MTPModel, dict]:
