@@ -30,7 +30,7 @@ def test_the_first_layers_may_be_dense():
 
 
 def test_an_unknown_preset_is_refused():
-    with pytest.raises(ValueError, match=r"unknown preset 'huge'; there are tiny, tiny-moe") as raised:
+    with pytest.raises(ValueError, match=r"unknown preset 'huge'; there are tiny, small, tiny-moe") as raised:
         presets["huge"]
     assert "\n" not in str(raised.value)
 
