@@ -124,6 +124,7 @@ def main(argv: list[str] | None = None) -> int:
     limit_threads(options.threads or threads_for(options.model))
     model, params = load(options.model)
     sets, rates = prompt_sets(options.model, params, model, max(*batches, LEAST_PROMPTS), num_steps)
+    about = {"date": datetime.date.today().isoformat(), "machine": machine(), "argv": sys.argv[1:]}
     rows = []
     table = narrow_table()
     for heading in ("batch", "prompts", "best fixed", "best / adaptive", "95 %", "modelled", "plain / adaptive"):
@@ -145,7 +146,6 @@ def main(argv: list[str] | None = None) -> int:
             row = {"set": name, **measure_cell(params, model, groups, depths, rounds)}
             rows.append(row)
             if options.output is not None:  # what there is so far
-                about = {"date": datetime.date.today().isoformat(), "machine": machine(), "argv": sys.argv[1:]}
                 write_text(options.output, json.dumps({**about, "cells": rows}, indent=1) + "\n")
             low, high = row["interval"]
             cells = (batch, name, row["best_fixed"], f"{row['ratio']:.2f}", f"{low:.2f}-{high:.2f}")
