@@ -20,15 +20,17 @@ worth.
 """
 
 import functools
+import math
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
 PRIOR, PRIOR_DRAFTS = 0.75, 3.0  # rate before anything is known, and the drafts that it is worth at level 1
-MEASURED_DRAFTS = 24.0  # what it is worth where it was measured on other texts
-BORROWED_DRAFTS = 2.0  # what the level before is worth at a deeper one
-SHARED_PRIOR = 1 / 12  # share of these drafts, per row, that it is worth beside what the other rows did
+MEASURED_DRAFTS, DEEPER = 21.0, 0.5  # what it is worth more where it was measured, if trusted; share of it deeper down
+MOST_TRUST, LEAST_TRUST = 1000.0, 1 / 32  # odds that measured rates hold for a row: at first, and when they do not
+EITHER = 0.5  # likelihood of whatever becomes of a draft, in a row for which they do not hold
+BORROWED_DRAFTS = 2.0  # what the level before is worth at a deeper one; what either is beside the other rows' drafts
 OTHERS_DRAFTS = 1.0  # most that the other rows' drafts are worth at a deeper level; at level 1 all of them count
 BATCH_MEMORY, ROW_MEMORY = 24, 12  # drafts of a level that are remembered: by the batch, and at least by each row
 GAP_MEMORY, RANDOM_GAPS = 12, 8.0  # gaps that a row remembers; random ones that are added to them
@@ -37,6 +39,7 @@ HOPED_DRAFTS, GAIN = 3.0, 1.2  # a probe: so many drafts more, all accepted, wou
 SHORTEST_WAIT, LONGEST_WAIT = 8, 96  # rounds from one probe to the next
 CHANGES = 16  # rounds that a change of depth is spread over, for batches whose rows are replaced
 SLOWEST = 6  # power of the mean over rows' times: 1 is their sum, large ones the slowest row's
+SLOWEST_MEASURED = 3  # the same per doubling of the batch, if that is larger, where measured rates temper the noise
 
 
 class Policy(flax.struct.PyTreeNode):
@@ -45,7 +48,8 @@ class Policy(flax.struct.PyTreeNode):
     costs: jax.Array  # [S+1] float32, duration of a round by its depth, in any unit
     change: jax.Array  # [] float32, what a round takes longer that follows one of another depth, in that unit
     prior: jax.Array  # [S] float32, rate of each level before anything is known
-    prior_drafts: jax.Array  # [B] float32, what that of level 1 is worth; it fades as the row's own drafts come in
+    measured_drafts: jax.Array  # [] float32, drafts that it is worth more at level 1, for having been measured
+    trust: jax.Array  # [B] float32, odds that it holds for the row, by what became of its first drafts of each round
     reached: jax.Array  # [B, S] float32, fading count of drafts of level k verified with all before them accepted
     accepted: jax.Array  # [B, S] float32, those of them that were accepted
     run: jax.Array  # [B] float32, tokens since the row's last failure
@@ -56,6 +60,7 @@ class Policy(flax.struct.PyTreeNode):
     promise: jax.Array  # [] float32, worth of the probed depth over that of the settled one, as estimated before it
     wait: jax.Array  # [] int32, rounds until a probe
     interval: jax.Array  # [] int32, the wait after the next probe that fails is twice this
+    slowest: int = flax.struct.field(pytree_node=False)  # power of the mean over rows' times
 
 
 @functools.partial(jax.jit, static_argnames="batch")  # in one call to the device
@@ -68,13 +73,16 @@ def init_policy(costs, batch: int, *, change=0.0, prior=None) -> Policy:
     costs = jnp.asarray(costs, jnp.float32)
     assert costs.ndim == 1 and costs.shape[0] > 1, "costs of depth 0 and of at least one more"
     zero, one, by_depth = jnp.zeros((), jnp.int32), jnp.ones(()), jnp.zeros((batch, costs.shape[0]), jnp.float32)
-    drafts = jnp.full(batch, PRIOR_DRAFTS if prior is None else MEASURED_DRAFTS)
+    measured_drafts, slowest = 0.0, SLOWEST
+    if prior is not None:
+        measured_drafts, slowest = MEASURED_DRAFTS, max(SLOWEST, round(SLOWEST_MEASURED * math.log2(batch)))
     prior = jnp.broadcast_to(jnp.asarray(PRIOR if prior is None else prior, jnp.float32), costs[1:].shape)
     policy = Policy(
         costs=costs,
         change=change * one,
         prior=prior,
-        prior_drafts=drafts,
+        measured_drafts=measured_drafts * one,
+        trust=jnp.full(batch, MOST_TRUST),
         reached=by_depth[:, 1:],
         accepted=by_depth[:, 1:],
         run=by_depth[:, 0],
@@ -85,6 +93,7 @@ def init_policy(costs, batch: int, *, change=0.0, prior=None) -> Policy:
         promise=one,
         wait=zero + SHORTEST_WAIT,
         interval=zero + SHORTEST_WAIT,
+        slowest=slowest,
     )
     settled, deeper, promise, _ = _choose(policy, jnp.ones(batch, bool), None)
     depth = jnp.where(settled == 0, deeper, settled)  # the first round is the cheapest to learn from
@@ -103,9 +112,10 @@ def record(policy: Policy, depth: int | jax.Array, count: jax.Array, took_part: 
     tokens = policy.run + jnp.where(took_part & (depth > 0), count + 1, 0)
     old = jnp.where(failed, 1 - 1 / GAP_MEMORY, 1.0)
     needed = jnp.ceil(tokens[:, None] / _widths(policy))
-    faded = jnp.maximum((1 - 1 / memory) * policy.prior_drafts, PRIOR_DRAFTS)
+    likelihood = jnp.where(count > 0, policy.prior[0], 1 - policy.prior[0])
+    trust = jnp.clip(policy.trust * likelihood / EITHER, LEAST_TRUST, MOST_TRUST)
     return policy.replace(
-        prior_drafts=jnp.where(was_reached[:, 0], faded, policy.prior_drafts),
+        trust=jnp.where(was_reached[:, 0], trust, policy.trust),
         reached=kept * policy.reached + was_reached,
         accepted=kept * policy.accepted + was_accepted,
         run=jnp.where(failed, 0, tokens),
@@ -155,28 +165,32 @@ def rates(policy: Policy, active: jax.Array) -> jax.Array:
 
     A row's own counts, shrunk towards a mix of what its rate at the level before says (at level 1: of the prior) and
     the other active rows' rate at this one. Those that reach a deep level are the easy rows: hence they count for
-    little there. A level's prior over that of the level before is how much likelier it is accepted.
+    little there. A level's prior over that of the level before is how much likelier it is accepted; where that is above
+    1, it is by differences between rows, and fades with what is known of this one. Measured rates weigh more, beside
+    the mix, as long as they may hold for the row: by the odds at first, times the likelihood of the row's drafts under
+    them over that under any other rate.
     """
     others_reached, others_accepted = (
         (counts * active[:, None]).sum(axis=0)[None, :] - counts * active[:, None]
         for counts in (policy.reached, policy.accepted)
     )
-    num_active = jnp.maximum(active.sum(), 1)
-    rate, columns = jnp.ones(active.shape, jnp.float32), []
+    measured = policy.measured_drafts * jnp.minimum(policy.trust, 1)
+    known = policy.reached[:, 0] / (policy.reached[:, 0] + BORROWED_DRAFTS)
+    strength, prior = PRIOR_DRAFTS, policy.prior[0]
+    columns = []
     for level in range(policy.reached.shape[1]):
         reached, accepted = others_reached[:, level], others_accepted[:, level]
-        prior = policy.prior[level]
         if level:
             share = OTHERS_DRAFTS / jnp.maximum(reached, OTHERS_DRAFTS)
             reached, accepted = share * reached, share * accepted
-            prior = jnp.minimum(rate * prior / policy.prior[level - 1], jnp.maximum(rate, prior))
-            strength = shared = BORROWED_DRAFTS
-        else:
-            strength = policy.prior_drafts
-            shared = BORROWED_DRAFTS + SHARED_PRIOR * (strength - PRIOR_DRAFTS) * num_active
-        expected = (accepted + shared * prior) / (reached + shared)
-        rate = (policy.accepted[:, level] + strength * expected) / (policy.reached[:, level] + strength)
-        columns.append(rate)
+            strength = BORROWED_DRAFTS
+            ratio = policy.prior[level] / policy.prior[level - 1]
+            ratio = jnp.where(ratio > 1, ratio + (1 - ratio) * known, ratio)
+            prior = jnp.minimum(columns[-1] * ratio, jnp.maximum(columns[-1], policy.prior[level]))
+        worth = DEEPER * measured if level else measured
+        mixed = (accepted + BORROWED_DRAFTS * prior) / (reached + BORROWED_DRAFTS)
+        expected = policy.accepted[:, level] + strength * mixed + worth * prior
+        columns.append(expected / (policy.reached[:, level] + strength + worth))
     return jnp.stack(columns, axis=1)
 
 
@@ -232,4 +246,4 @@ def _worth(policy: Policy, rate, pace, active: jax.Array, remaining: jax.Array |
         return jnp.where(active[:, None], tokens, 0).sum(axis=0) / (policy.costs + is_change * policy.change / CHANGES)
     time = remaining[:, None] * policy.costs[None, :] / tokens + is_change[None, :] * policy.change
     time = time / jnp.maximum(jnp.where(active, remaining, 0).max() * policy.costs[0], 1e-30)
-    return jnp.maximum(jnp.where(active[:, None], time**SLOWEST, 0).sum(axis=0), 1e-30) ** (-1 / SLOWEST)
+    return jnp.maximum(jnp.where(active[:, None], time**policy.slowest, 0).sum(axis=0), 1e-30) ** (-1 / policy.slowest)

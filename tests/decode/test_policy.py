@@ -105,6 +105,45 @@ def test_measured_rates_are_where_estimates_begin_and_they_last_longer(key):
     assert (rates(rounds(known, [[1] * 4] * 20, 1), on)[:, 1] > measured[1]).all()
 
 
+def test_measured_rates_are_given_up_for_a_row_that_they_do_not_hold_for():
+    on, measured = jnp.ones(2, bool), np.full(LEVELS, 0.85)
+    # One row accepts nothing; the other, after a bad beginning, as much as was measured.
+    counts = [[0, 0]] * 3 + [[0, 3], [0, 3], [0, 0], [0, 3], [0, 3]] * 3
+    estimate = np.asarray(rates(rounds(init_policy(CPU, 2, prior=measured), counts, 3), on))[:, 0]
+    unknown = np.asarray(rates(rounds(init_policy(CPU, 2), counts, 3), on))[:, 0]
+    assert abs(estimate[0] - unknown[0]) < 0.1  # no more held against what it does than a guess
+    assert estimate[1] > unknown[1] + 0.03
+
+
+def test_one_row_that_accepts_nothing_ends_drafting_for_a_batch_that_waits_for_it():
+    """Its 63 neighbours gain by drafts, but it is the one that ends the batch."""
+    costs, batch = jnp.array([1.0, 1.35, 2.05, 2.45]), 64
+
+    def decode(has_bad):
+        policy, remaining, spent = init_policy(costs, batch, prior=[0.87, 0.8, 0.9]), jnp.full(batch, 128), 0.0
+        while remaining.any():
+            is_good = (jnp.arange(batch) > 0) | (not has_bad)
+            count = jnp.where(is_good & (remaining % 9 > 0), policy.depth, 0)
+            spent += float(costs[policy.depth])
+            took_part, remaining = remaining > 0, jnp.maximum(remaining - count - 1, 0)
+            policy = observe(
+                policy, policy.depth, count, took_part=took_part, active=remaining > 0, remaining=remaining
+            )
+        return spent
+
+    assert decode(has_bad=True) < 1.1 * 128
+    assert decode(has_bad=False) < 0.8 * 128
+
+
+def test_levels_that_only_easy_rows_reach_promise_nothing_to_a_hard_one():
+    """Measured over rows of which half accept most and half little, deeper levels look likelier than the first."""
+    on, measured = jnp.ones(1, bool), np.concatenate([[0.45], np.full(LEVELS - 1, 0.9)])
+    fresh = rates(init_policy(CPU, 1, prior=measured), on)[0]
+    np.testing.assert_allclose(fresh, measured, rtol=1e-6)
+    hard = rates(rounds(init_policy(CPU, 1, prior=measured), [[0], [0], [1], [0], [0]] * 4, 1), on)[0]
+    assert hard[0] < 0.45 and (hard[1:] < hard[0] * (0.9 / 0.45) ** 0.3).all()
+
+
 @pytest.mark.parametrize("remaining", [None, 60])
 def test_a_change_of_depth_has_to_pay_for_itself(remaining):
     on, costs = jnp.ones(1, bool), np.array([1.0, 1.2, 1.4])
