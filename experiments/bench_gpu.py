@@ -29,6 +29,7 @@ from rich.console import Console
 
 from experiments.bench_kernels import limits
 from experiments.bytes_moved import LITE, Subject, least_of_all, round_of
+from experiments.check_equality import parameter_shapes
 from mtpjax import DecodeConfig, ModelConfig, MTPModel, generate, presets
 from mtpjax.decode.costs import PLAIN, CostMeter, chain
 from mtpjax.decode.loop import least_rows
@@ -70,7 +71,7 @@ def random_params(model: MTPModel, dtype) -> dict:
         scale = leaf.shape[-2] ** -0.5
         return jax.jit(lambda key: (jax.random.normal(key, leaf.shape, dtype) * scale).astype(dtype))(key)
 
-    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+    shapes = parameter_shapes(model.config, model.scan_layers)
     leaves, tree = jax.tree.flatten(shapes)
     keys = jax.random.split(jax.random.key(0), len(leaves))
     return jax.tree.unflatten(tree, [make(key, leaf) for key, leaf in zip(keys, leaves, strict=True)])

@@ -143,11 +143,12 @@ def random_params(model: MTPModel, seed: int = 0) -> dict:
             noise = noise / leaf.shape[fan_in] ** 0.5
         return jnp.asarray(noise, jnp.float32)
 
-    return jax.tree_util.tree_map_with_path(draw, _parameter_shapes(model.config, model.scan_layers))
+    return jax.tree_util.tree_map_with_path(draw, parameter_shapes(model.config, model.scan_layers))
 
 
 @functools.cache  # the same models come again and again, and tracing one takes a third of a second
-def _parameter_shapes(config: ModelConfig, scan_layers: bool) -> dict:
+def parameter_shapes(config: ModelConfig, scan_layers: bool = False) -> dict:
+    """The shapes and dtypes of a model's parameters, as a tree of `jax.ShapeDtypeStruct`."""
     model = MTPModel(config, scan_layers=scan_layers)
     return jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
 

@@ -1,9 +1,10 @@
 """What choosing the depth costs beside knowing it: adaptive depth against the best fixed one, on synthetic rows.
 
-`python -m experiments.policy_regret [--batch 1 4 16 64] [--output FILE]` prints, per process, cost curve, batch size
-and length, by how much more time per token the policy takes than the fixed depth (0 included) that is best for this
-process, in percent. Rows either all end at `length` tokens, and time counts until the last one has ("batch"), or go on
-for ever, and time counts until the batch has made as many tokens together ("stream": rows are replaced as they end).
+`python -m experiments.policy_regret [--measured] [--batch 1 4 16 64] [--output FILE]` prints, per process, cost curve,
+batch size and length, by how much more time per token the policy takes than the fixed depth (0 included) that is best
+for this process, in percent. It knows the costs, and with `--measured` how often each level is accepted in other rows
+of the process. Rows either all end at `length` tokens, and time counts until the last one has ("batch"), or go on for
+ever, and time counts until the batch has made as many tokens together ("stream": rows are replaced as they end).
 
 Whether a draft is accepted is decided beforehand for every position, so that all depths see the same rows: from
 position t on a round accepts the run of positions whose drawn number stays below `rate[t] * fall[level]`.
@@ -24,6 +25,7 @@ import rich.console
 import rich.table
 
 from mtpjax.decode.policy import init_policy, observe
+from mtpjax.decode.profile import LEAST_RATE
 from mtpjax.tables import narrow_table
 
 LEVELS = 7
@@ -74,9 +76,9 @@ def cost_curves(batch: int) -> dict[str, np.ndarray]:
     }
 
 
-def draw(process: str, batch: int, length: int, seeds: int) -> tuple[np.ndarray, np.ndarray]:
+def draw(process: str, batch: int, length: int, seeds: int, *, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """`margin [seeds, B, positions]` and `fall [LEVELS]`: a draft is accepted where their product is above 1."""
-    rng, kind = np.random.default_rng(0), PROCESSES[process]
+    rng, kind = np.random.default_rng(seed), PROCESSES[process]
     positions = length + LEVELS
     rate = np.full((seeds, batch, positions), kind.get("rate", 0.0), np.float32)
     fall = kind.get("fall", 1.0) ** np.arange(LEVELS)
@@ -130,9 +132,9 @@ def _decode(margin, fall, costs, length: int, mode: str, policy, choose):
 
 
 @functools.partial(jax.jit, static_argnames=("length", "mode"))
-def adaptive(margin, fall, costs, *, length: int, mode: str):
+def adaptive(margin, fall, costs, prior=None, *, length: int, mode: str):
     """Time per token `[seeds]` and depths `[seeds, rounds]` (-1: ended) under the policy."""
-    policy = init_policy(costs, margin.shape[1])
+    policy = init_policy(costs, margin.shape[1], prior=prior)
     return jax.vmap(lambda rows: _decode(rows, fall, costs, length, mode, policy, observe))(margin)
 
 
@@ -148,16 +150,33 @@ def rounds_at_fixed(margin, fall, *, length: int, mode: str):
     return jax.vmap(lambda rows: jax.vmap(lambda depth: at(rows, depth))(jnp.arange(LEVELS + 1)))(margin)
 
 
-def measure(process: str, batch: int, length: int, mode: str, seeds: int | None = None) -> list[Cell]:
+@functools.partial(jax.jit, static_argnames="length")
+def measured_rates(margin, fall, *, length: int):
+    """`[LEVELS]`: how often each level is accepted after all before it, in rounds of all levels."""
+    rows = margin.reshape(-1, margin.shape[-1])
+
+    def round_(position, _):
+        count = _accepted(rows, fall, position, LEVELS)
+        reached = jnp.where(position < length, count + 1, 0)[:, None] >= jnp.arange(1, LEVELS + 2)[None, :]
+        return jnp.minimum(position + count + 1, length), reached.sum(axis=0)
+
+    reached = jax.lax.scan(round_, jnp.zeros(len(rows), jnp.int32), None, length=length)[1].sum(axis=0)
+    return jnp.maximum(reached[1:] / jnp.maximum(reached[:-1], 1), LEAST_RATE)
+
+
+def measure(
+    process: str, batch: int, length: int, mode: str, seeds: int | None = None, *, is_measured: bool = False
+) -> list[Cell]:
     """A cell for every cost curve."""
     seeds = seeds or SEEDS[batch]
     margin, fall = draw(process, batch, length, seeds)
+    prior = measured_rates(*draw(process, batch, length, seeds, seed=1), length=length) if is_measured else None
     rounds = np.asarray(rounds_at_fixed(margin, fall, length=length, mode=mode))
     cells = []
     for curve, costs in cost_curves(batch).items():
         fixed = rounds * costs[None, :]
         best = int(fixed.mean(axis=0).argmin())
-        spent, _ = adaptive(margin, fall, jnp.asarray(costs, jnp.float32), length=length, mode=mode)
+        spent, _ = adaptive(margin, fall, jnp.asarray(costs, jnp.float32), prior, length=length, mode=mode)
         least = fixed[:, best].mean()
         more = (np.asarray(spent) - fixed[:, best]) / least
         error = float(more.std() / np.sqrt(seeds))
@@ -188,6 +207,7 @@ def _table(mode: str, batch: int, length: int, cells: list[Cell]) -> rich.table.
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, nargs="+", default=BATCHES, choices=BATCHES)
+    parser.add_argument("--measured", action="store_true", help="the policy knows rates of acceptance of other rows")
     parser.add_argument("--output", type=pathlib.Path, default=None, help="JSON file of all cells")
     options = parser.parse_args()
     console, begin, every = rich.console.Console(), time.perf_counter(), []
@@ -195,7 +215,8 @@ def main() -> None:
         for batch, length in itertools.product(options.batch, LENGTHS):
             if mode == "stream" and batch == 1:
                 continue  # a batch of one differs by its last round only
-            cells = [cell for process in PROCESSES for cell in measure(process, batch, length, mode)]
+            measured = [measure(name, batch, length, mode, is_measured=options.measured) for name in PROCESSES]
+            cells = [cell for of_process in measured for cell in of_process]
             console.print(_table(mode, batch, length, cells))
             every += cells
     regrets = np.array([cell.regret for cell in every])

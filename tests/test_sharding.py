@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from mtpjax import MTPModel, compat, presets
+from experiments.check_equality import parameter_shapes
+from mtpjax import compat, presets
 from mtpjax.decode.state import Plan, init_state
 from mtpjax.quantized import BlockScaled
 from mtpjax.sharding import MESH_AXES, PARAMETER_AXES, param_sharding, shard_params, shard_state
@@ -14,9 +15,7 @@ REPLICATED = re.compile(r"(experts/router|shared_gate)$")  # small, and each tok
 
 
 def parameters(name, *, scan_layers):
-    model = MTPModel(presets[name], scan_layers=scan_layers)
-    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
-    leaves = jax.tree_util.tree_leaves_with_path(shapes)
+    leaves = jax.tree_util.tree_leaves_with_path(parameter_shapes(presets[name], scan_layers))
     return {"/".join(key.key for key in path): leaf.shape for path, leaf in leaves}
 
 

@@ -3,13 +3,13 @@
 import math
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from conversion import hf_config
 from conversion.inspect import count_parameters
 from conversion.names import table, tied_copies
-from mtpjax import MTPModel, presets
+from experiments.check_equality import parameter_shapes
+from mtpjax import presets
 
 FAMILY = {
     "deepseek-v3": "deepseek_v3",
@@ -37,8 +37,7 @@ def tensors(name: str, *, stacked: bool) -> dict[str, tuple[int, ...]]:
 def test_the_model_has_the_parameters_of_the_table(name):
     """Shapes only: nothing is allocated."""
     config = presets[name]
-    model = MTPModel(config, scan_layers=True)
-    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+    shapes = parameter_shapes(config, scan_layers=True)
     counts = count_parameters(config)
     assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)) == counts["trunk"] + counts["mtp"]
     modules = {name: value for name, value in shapes.items() if name.startswith("mtp_")}

@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec, use_abstract_mesh
 
 from experiments.bytes_moved import as_stored
+from experiments.check_equality import parameter_shapes
 from mtpjax import DecodeConfig, ModelConfig, MTPModel, compat, generate, speculative_generate
 from mtpjax.architectures import presets
 from mtpjax.decode.loop import decode, least_rows
@@ -103,7 +104,7 @@ def broken_rules(compiled, config, batch, plan, itemsize, *, may_write_experts=F
     computations = parse(compiled.as_text())
     entries = {"key": 2 * 64, "value": 2 * 64} if config.attention == "grouped" else {"latent": 128}
     cache_size = min(entries.values()) * SLOTS * batch
-    shapes = jax.eval_shape(MTPModel(config).init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+    shapes = parameter_shapes(config)
     weights = {proper(leaf.shape) for leaf in jax.tree.leaves(shapes) if leaf.ndim > 1}
     weights |= {proper((shape[0], math.prod(shape[1:]))) for shape in weights}
 

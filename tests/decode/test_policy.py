@@ -224,21 +224,35 @@ def test_it_is_a_carry_of_a_compiled_loop_and_depth_may_be_static_or_traced():
 # What costs more than 3 % here, all of it in texts of 64 tokens: what is learnt in the first rounds, which are few and
 # dear, or a change halfway that comes after ten rounds of evidence to the contrary.
 @pytest.mark.parametrize(
-    ("mode", "batch"), [("batch", 1), *(pytest.param(mode, 16, marks=pytest.mark.slow) for mode in ("stream", "batch"))]
+    ("mode", "batch", "is_measured"),
+    [
+        ("batch", 1, False),
+        pytest.param("stream", 16, False, marks=pytest.mark.slow),
+        pytest.param("batch", 16, False, marks=pytest.mark.slow),
+        pytest.param("batch", 16, True, marks=pytest.mark.slow),
+    ],
 )
-def test_regret_is_small(mode, batch):
+def test_regret_is_small(mode, batch, is_measured):
     seeds = {1: 160, 16: 48}[batch]
     cells = [
         cell
         for process in policy_regret.PROCESSES
         if "period" not in process
         for length in ((64, 256) if process in ("cliff", "regimes", "mixed rows", "constant 0.7") else (256,))
-        for cell in policy_regret.measure(process, batch, length, mode, seeds)
+        for cell in policy_regret.measure(process, batch, length, mode, seeds, is_measured=is_measured)
     ]
     assert np.mean([cell.regret for cell in cells]) < 0.01
     above = [cell for cell in cells if cell.regret - 3 * cell.error > 0.03]
     assert len(above) <= 0.1 * len(cells), above
     assert all(cell.regret - 3 * cell.error < 0.08 for cell in cells), above
+
+
+def test_rates_of_a_process_are_counted_as_its_rounds_meet_them():
+    margin, fall = policy_regret.draw("falling 0.8", 8, 256, 32)
+    counted = policy_regret.measured_rates(margin, fall, length=256)
+    np.testing.assert_allclose(counted[:3], 0.8 * 0.65 ** np.arange(3), atol=0.02)
+    margin, fall = policy_regret.draw("period 3", 1, 255, 4)  # two drafts, and the bonus token is the third
+    np.testing.assert_array_equal(policy_regret.measured_rates(margin, fall, length=255)[:2] > 0.98, True)
 
 
 def test_regular_failures_are_seen_where_levels_do_not_tell(monkeypatch):

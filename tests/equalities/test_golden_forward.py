@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import mtpjax
+from experiments.check_equality import parameter_shapes
 from mtpjax import DecodeConfig, ModelConfig, MTPModel, forward, generate, speculative_generate
 from mtpjax.decode.draft import propose
 from mtpjax.decode.loop import prefill
@@ -61,7 +62,7 @@ def run(load):
 @pytest.mark.parametrize("name", cases(*SETS))
 def test_parameters_have_the_shapes_that_init_gives(name, load):
     model, params, _ = load(name)
-    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+    shapes = parameter_shapes(model.config, model.scan_layers)
     assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, shapes)
 
 
