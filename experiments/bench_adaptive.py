@@ -4,8 +4,8 @@
 
 Held-out prompts whose texts do not loop are sorted by how many drafts each accepts: the better half are the easy set,
 the others the hard one, and every other of both the mixed one. What rounds cost is profiled first, for each batch size,
-and how often each level is accepted is counted on prompts of none of these sets. Then plain decoding, every fixed depth
-and the adaptive one decode the same prompts in turn, round after round, in one process.
+and acceptance is measured on prompts of none of these sets. Then plain decoding, every fixed depth and the adaptive one
+decode the same prompts in turn, round after round, in one process.
 
 Two figures per cell, both the best fixed depth's (0 included) time over that of the adaptive one, 1.0 being equal: as
 measured, with a 95 % interval over rounds, and exactly by the rounds that each took and what the profile says they
@@ -29,29 +29,31 @@ from mtpjax import DecodeConfig, load, speculative_generate
 from mtpjax.atomic import write_text
 from mtpjax.decode import profile
 from mtpjax.decode.costs import Costs
-from mtpjax.decode.evaluate import decoded_rates
+from mtpjax.decode.evaluate import measure_acceptance, report, to_json
 from mtpjax.tables import narrow_table
 from mtpjax.timing import limit_threads, threads_for
 
 NEW_TOKENS = 128
-LEAST_PROMPTS = 16  # of a set; small batches decode them one after the other
+LEAST_PROMPTS = 16  # of a cell; small batches decode them one after the other
+BATCHES, LARGEST_BATCHES = 4, 2  # of a cell, and of one of the largest batch size
 RATE_PROMPTS = 32  # to count acceptance on
 
 
 def prompt_sets(path: str, params, model, count: int, num_steps: int):
-    """`count` prompts each, by accept lengths of a decoding at `num_steps` levels; and rates of other prompts."""
+    """`count` prompts each, by accept lengths of a decoding at `num_steps` levels; and acceptance on others."""
     settings = Settings(max_new_tokens=NEW_TOKENS)
     found = find_workload(pathlib.Path(path), model, params, settings, num_prompts=2 * count + RATE_PROMPTS).prompts
     split = min(RATE_PROMPTS, len(found) // 2)
     others, pool = found[:split] or found, found[split:]
     pool = (2 * count * pool)[: 2 * count]  # some twice where too few were found
     config = DecodeConfig(max_new_tokens=NEW_TOKENS, num_steps=num_steps)
-    decoded = [speculative_generate(params, prompts, model=model, config=config).stats for prompts in (pool, others)]
-    order = np.argsort(-(decoded[0].accepted.sum(axis=1) / decoded[0].steps))
+    decoded = speculative_generate(params, pool, model=model, config=config).stats
+    order = np.argsort(-(decoded.accepted.sum(axis=1) / decoded.steps))
     easy, hard = ([pool[index] for index in part] for part in (order[:count], order[count:]))
     mixed = [prompt for pair in zip(easy, hard, strict=True) for prompt in pair][:count]
-    counted = decoded_rates(decoded[1].steps, decoded[1].accepted)["conditional"]
-    return {"easy": easy, "hard": hard, "mixed": mixed}, profile.usable_rates(rate.value for rate in counted)
+    counted = measure_acceptance(params, others, model=model, config=config, batch_size=len(others))
+    figures = to_json(report(counted, ["others"] * len(others)))["overall"]
+    return {"easy": easy, "hard": hard, "mixed": mixed}, profile.usable_acceptance(figures)
 
 
 def modelled_time(results, costs: tuple[float, ...]) -> float:
@@ -123,7 +125,8 @@ def main(argv: list[str] | None = None) -> int:
     console = Console(highlight=False)
     limit_threads(options.threads or threads_for(options.model))
     model, params = load(options.model)
-    sets, rates = prompt_sets(options.model, params, model, max(*batches, LEAST_PROMPTS), num_steps)
+    most = max(LARGEST_BATCHES * max(batches), LEAST_PROMPTS)
+    sets, acceptance = prompt_sets(options.model, params, model, most, num_steps)
     about = {"date": datetime.date.today().isoformat(), "machine": machine(), "argv": sys.argv[1:]}
     rows = []
     table = narrow_table()
@@ -139,9 +142,9 @@ def main(argv: list[str] | None = None) -> int:
             rounds=2 if options.quick else 48,
         )
         parts = [Costs.from_json(stored) for stored in measured["batches"]]
-        depths = profile.settings(parts, rates, options.model, batch=batch, num_steps=num_steps)
+        depths = profile.settings(parts, acceptance, options.model, batch=batch, num_steps=num_steps)
         for name, prompts in sets.items():
-            count = max(batch, LEAST_PROMPTS)
+            count = min(max(BATCHES * batch, LEAST_PROMPTS), most)
             groups = [prompts[begin : begin + batch] for begin in range(0, count - batch + 1, batch)]
             row = {"set": name, **measure_cell(params, model, groups, depths, rounds)}
             rows.append(row)

@@ -2,9 +2,10 @@
 
 `python -m experiments.policy_regret [--measured] [--batch 1 4 16 64] [--output FILE]` prints, per process, cost curve,
 batch size and length, by how much more time per token the policy takes than the fixed depth (0 included) that is best
-for this process, in percent. It knows the costs, and with `--measured` how often each level is accepted in other rows
-of the process. Rows either all end at `length` tokens, and time counts until the last one has ("batch"), or go on for
-ever, and time counts until the batch has made as many tokens together ("stream": rows are replaced as they end).
+for this process, in percent. It knows the costs, and with `--measured` rates of levels and accept lengths by depth of
+other rows of the process. Rows either all end at `length` tokens, and time counts until the last one has ("batch"), or
+go on for ever, and time counts until the batch has made as many tokens together ("stream": rows are replaced as they
+end).
 
 Whether a draft is accepted is decided beforehand for every position, so that all depths see the same rows: from
 position t on a round accepts the run of positions whose drawn number stays below `rate[t] * fall[level]`.
@@ -132,9 +133,9 @@ def _decode(margin, fall, costs, length: int, mode: str, policy, choose):
 
 
 @functools.partial(jax.jit, static_argnames=("length", "mode"))
-def adaptive(margin, fall, costs, prior=None, *, length: int, mode: str):
+def adaptive(margin, fall, costs, prior=None, lengths=None, *, length: int, mode: str):
     """Time per token `[seeds]` and depths `[seeds, rounds]` (-1: ended) under the policy."""
-    policy = init_policy(costs, margin.shape[1], prior=prior)
+    policy = init_policy(costs, margin.shape[1], prior=prior, lengths=lengths)
     return jax.vmap(lambda rows: _decode(rows, fall, costs, length, mode, policy, observe))(margin)
 
 
@@ -151,17 +152,21 @@ def rounds_at_fixed(margin, fall, *, length: int, mode: str):
 
 
 @functools.partial(jax.jit, static_argnames="length")
-def measured_rates(margin, fall, *, length: int):
-    """`[LEVELS]`: how often each level is accepted after all before it, in rounds of all levels."""
+def acceptance(margin, fall, *, length: int) -> tuple[jax.Array, jax.Array]:
+    """Rates of acceptance by level `[LEVELS]`, in rounds of all levels, and accept lengths at depths 1..LEVELS."""
     rows = margin.reshape(-1, margin.shape[-1])
 
-    def round_(position, _):
-        count = _accepted(rows, fall, position, LEVELS)
-        reached = jnp.where(position < length, count + 1, 0)[:, None] >= jnp.arange(1, LEVELS + 2)[None, :]
-        return jnp.minimum(position + count + 1, length), reached.sum(axis=0)
+    def at(depth):
+        def round_(position, _):
+            count = _accepted(rows, fall, position, depth)
+            reached = jnp.where(position < length, count + 1, 0)[:, None] >= jnp.arange(1, LEVELS + 2)[None, :]
+            return jnp.minimum(position + count + 1, length), reached.sum(axis=0)
 
-    reached = jax.lax.scan(round_, jnp.zeros(len(rows), jnp.int32), None, length=length)[1].sum(axis=0)
-    return jnp.maximum(reached[1:] / jnp.maximum(reached[:-1], 1), LEAST_RATE)
+        return jax.lax.scan(round_, jnp.zeros(len(rows), jnp.int32), None, length=length)[1].sum(axis=0)
+
+    reached = jax.vmap(at)(jnp.arange(1, LEVELS + 1))
+    rates = jnp.maximum(reached[-1, 1:] / jnp.maximum(reached[-1, :-1], 1), LEAST_RATE)
+    return rates, reached.sum(axis=1) / reached[:, 0]
 
 
 def measure(
@@ -170,13 +175,13 @@ def measure(
     """A cell for every cost curve."""
     seeds = seeds or SEEDS[batch]
     margin, fall = draw(process, batch, length, seeds)
-    prior = measured_rates(*draw(process, batch, length, seeds, seed=1), length=length) if is_measured else None
+    known = acceptance(*draw(process, batch, length, seeds, seed=1), length=length) if is_measured else ()
     rounds = np.asarray(rounds_at_fixed(margin, fall, length=length, mode=mode))
     cells = []
     for curve, costs in cost_curves(batch).items():
         fixed = rounds * costs[None, :]
         best = int(fixed.mean(axis=0).argmin())
-        spent, _ = adaptive(margin, fall, jnp.asarray(costs, jnp.float32), prior, length=length, mode=mode)
+        spent, _ = adaptive(margin, fall, jnp.asarray(costs, jnp.float32), *known, length=length, mode=mode)
         least = fixed[:, best].mean()
         more = (np.asarray(spent) - fixed[:, best]) / least
         error = float(more.std() / np.sqrt(seeds))
@@ -207,7 +212,7 @@ def _table(mode: str, batch: int, length: int, cells: list[Cell]) -> rich.table.
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, nargs="+", default=BATCHES, choices=BATCHES)
-    parser.add_argument("--measured", action="store_true", help="the policy knows rates of acceptance of other rows")
+    parser.add_argument("--measured", action="store_true", help="the policy knows the acceptance of other rows")
     parser.add_argument("--output", type=pathlib.Path, default=None, help="JSON file of all cells")
     options = parser.parse_args()
     console, begin, every = rich.console.Console(), time.perf_counter(), []

@@ -171,7 +171,7 @@ def _add_profile(commands) -> None:
         "--acceptance",
         default=None,
         metavar="FILE",
-        help="what `mtpjax eval acceptance --output FILE` wrote, of prompts like those to come: its rates are where "
+        help="what `mtpjax eval acceptance --output FILE` wrote, of prompts like those to come: its figures are where "
         "adaptive depth begins",
     )
     profile.add_argument("--rounds", type=int, default=48, help="most measurements of each loop (default: %(default)s)")
@@ -503,7 +503,7 @@ def _profile(options) -> int:
     profile.shapes_up_to(
         options.speculative_num_steps, options.speculative_eagle_topk, options.speculative_num_draft_tokens
     )
-    rates = None if options.acceptance is None else profile.read_rates(options.acceptance)
+    acceptance = None if options.acceptance is None else profile.read_acceptance(options.acceptance)
     model, params = load(find(options.model_path))
     output = profile.default_path(options.model_path) if options.output is None else options.output
     console = rich.console.Console(stderr=True)
@@ -518,7 +518,7 @@ def _profile(options) -> int:
             num_draft_tokens=options.speculative_num_draft_tokens,
             context=options.context,
             temperature=options.temperature,
-            rates=rates,
+            acceptance=acceptance,
             rounds=options.rounds,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )

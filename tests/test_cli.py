@@ -1,5 +1,6 @@
 """The command line: help that answers, one line and the right exit code for what is wrong."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -199,7 +200,8 @@ def test_converting_to_a_dtype_that_is_none_is_refused(tmp_path, capsys):
 def test_profile_measures_rounds_and_stores_them(checkpoint, tmp_path, capsys):
     file = tmp_path / "costs.json"
     acceptance = tmp_path / "rates.json"
-    acceptance.write_text('{"figures": {"overall": {"decoded": {"conditional": [{"value": 0.75}]}}}}')
+    overall = {"decoded": {"conditional": [{"value": 0.75}]}, "predicted": {"accept_length_at_depth": [{"value": 1.7}]}}
+    acceptance.write_text(json.dumps({"figures": {"overall": overall}}))
     arguments = ["--batch", "1", "3", "--num-steps", "1", "--context", "40", "--rounds", "1", "--output", str(file)]
     arguments += ["--acceptance", str(acceptance)]
     assert exit_code(["profile", "--model", str(checkpoint), *arguments]) == 0
@@ -207,7 +209,7 @@ def test_profile_measures_rounds_and_stores_them(checkpoint, tmp_path, capsys):
     assert max(map(len, lines)) <= 80
     assert [line.split()[:2] for line in lines if line.startswith("batch")] == [["batch", "1,"], ["batch", "3,"]]
     settings = load_settings(file, batch=4, num_steps=1)
-    assert settings["depth_rates"] == (0.75,)
+    assert (settings["depth_rates"], settings["depth_lengths"]) == ((0.75,), (1.7,))
     assert len(DecodeConfig(num_steps=1, depth_policy="adaptive", **settings).depth_costs or ()) == 2
 
 

@@ -35,6 +35,8 @@ class DecodeConfig:
         depth_change: how much longer a round takes that follows one of other levels, in that unit (`mtpjax profile`).
         depth_rates: share of each level's drafts, 1..num_steps, that is accepted where those before it were, on texts
             like these (`mtpjax eval acceptance`): where the estimates begin. None: unknown.
+        depth_lengths: accept lengths, bonus token included, of rounds of 1..num_steps levels on those texts. None: what
+            depth_rates give if failures come at random, which they do not where a text repeats itself.
         threshold_single, threshold_acc: SGLang's, for "threshold"; 1 and 1 is "sample".
         typical_epsilon, typical_delta: Medusa's, for "typical".
         relaxed_topk, relaxed_delta: TensorRT-LLM's, for "relaxed".
@@ -60,6 +62,7 @@ class DecodeConfig:
     depth_costs: tuple[float, ...] | None = None
     depth_change: float = 0.0
     depth_rates: tuple[float, ...] | None = None
+    depth_lengths: tuple[float, ...] | None = None
     threshold_single: float = 1.0
     threshold_acc: float = 1.0
     typical_epsilon: float = 0.09
@@ -91,7 +94,8 @@ class DecodeConfig:
         for name in ("threshold_single", "threshold_acc"):
             require(0 <= getattr(self, name) <= 1, f"{name} {getattr(self, name)} is not within 0..1")
         require(self.relaxed_topk >= 1, f"relaxed_topk must be at least 1, not {self.relaxed_topk}")
-        for name in ("stop_token_ids", "stop_sequences", "depth_costs", "depth_rates", "draft_vocabulary"):
+        depths = ("depth_costs", "depth_rates", "depth_lengths")
+        for name in ("stop_token_ids", "stop_sequences", "draft_vocabulary", *depths):
             value = getattr(self, name)
             object.__setattr__(self, name, value if value is None else tuple(value))
         object.__setattr__(self, "stop_sequences", tuple(tuple(sequence) for sequence in self.stop_sequences))
@@ -139,6 +143,13 @@ class DecodeConfig:
             rates is None or (len(rates) == self.num_steps and all(0 < rate <= 1 for rate in rates)),
             f"depth_rates {rates} must be {self.num_steps}, one per level, above 0 and at most 1",
         )
+        lengths = self.depth_lengths
+        if lengths is not None:
+            require(rates is not None, "depth_lengths go with depth_rates of the same texts, which are missing")
+            require(
+                len(lengths) == self.num_steps and all(1 <= mean <= most for most, mean in enumerate(lengths, start=2)),
+                f"depth_lengths {lengths} must be {self.num_steps}, one per depth, from 1 to the depth and one more",
+            )
 
     @property
     def num_nodes(self) -> int:

@@ -62,10 +62,16 @@ class Acceptance:
     forced: TeacherForced
     steps: np.ndarray  # [P]
     accepted: np.ndarray  # [P, K]
-    predicted_steps: np.ndarray  # [P] float64, nan where the drafts are none that `is_predictable` knows
-    predicted_accepted: np.ndarray  # [P, K] float64
+    predicted_accepted: np.ndarray  # [P, K] float64, nan where the drafts are none that `is_predictable` knows
+    steps_at_depth: np.ndarray  # [P, K] float64, predicted if rounds had 1..K levels; the last are decoding's
+    accepted_at_depth: np.ndarray  # [P, K] float64, of all levels
     is_identical: np.ndarray  # [P] whether the text is that of plain decoding with the same seed
     texts: list[list[int]]  # plain decoding's
+
+    @property
+    def predicted_steps(self) -> np.ndarray:
+        """`[P]`."""
+        return self.steps_at_depth[:, -1]
 
     def take(self, mask: np.ndarray) -> "Acceptance":
         """Of the prompts in `mask [P]` alone."""
@@ -76,7 +82,7 @@ class Acceptance:
         )
 
 
-_COUNTS = ("steps", "accepted", "predicted_steps", "predicted_accepted", "is_identical")
+_COUNTS = ("steps", "accepted", "predicted_accepted", "steps_at_depth", "accepted_at_depth", "is_identical")
 
 
 def measure_acceptance(
@@ -122,9 +128,9 @@ def measure_acceptance(
         texts = [_ended(text, config, len(row), model) for row, text in zip(rows, long, strict=True)]
         result = speculative_generate(params, rows, model=model, config=config, **asked)
         is_identical = np.array([found == wanted for found, wanted in zip(result.rows(), texts, strict=True)])
-        forced, steps, accepted = _along(params, rows, texts, long, model=model, config=config, temperatures=warmth)
-        stats = result.stats
-        parts.append(Acceptance(forced, stats.steps, stats.accepted, steps, accepted, is_identical, texts))
+        forced, predicted = _along(params, rows, texts, long, model=model, config=config, temperatures=warmth)
+        steps, accepted = result.stats.steps, result.stats.accepted
+        parts.append(Acceptance(forced, steps, accepted, **predicted, is_identical=is_identical, texts=texts))
         progress(len(rows))
     return _joined(parts)
 
@@ -159,17 +165,24 @@ def _ended(text: list[int], config: DecodeConfig, prompt_length: int, model: MTP
 
 
 def _along(params, prompts, texts, long, *, model: MTPModel, config: DecodeConfig, temperatures: np.ndarray):
-    """One pass over the prompts and their `long` texts: `TeacherForced` of `texts`, predicted rounds and drafts."""
+    """One pass over the prompts and their `long` texts: `TeacherForced` of `texts`, and what `Acceptance` says is predicted."""
     places = _run_along(params, prompts, long, model=model, config=config, temperatures=temperatures)
     starts = np.array([len(prompt) for prompt in prompts])
     ends = starts + np.array([len(text) for text in texts])
     is_greedy = temperatures == 0
     rule = Plan.of(config, is_greedy=bool(is_greedy.all()), min_rows=1).rule
-    steps, accepted = np.full(len(prompts), np.nan), np.full((len(prompts), config.num_steps), np.nan)
+    accepted, steps_at_depth, accepted_at_depth = np.full((3, len(prompts), config.num_steps), np.nan)
     if is_predictable(config, rule):
         acceptance = acceptance_along(places.is_text, places.log_ratio, is_greedy, rule=rule)
-        steps, accepted = expected_rounds(acceptance, starts, ends)
-    return _forced(places, starts, ends), steps, accepted
+        for depth in range(1, config.num_steps + 1):
+            steps_at_depth[:, depth - 1], accepted = expected_rounds(acceptance[:, :, :depth], starts, ends)
+            accepted_at_depth[:, depth - 1] = accepted.sum(axis=1)
+    predicted = {
+        "predicted_accepted": accepted,
+        "steps_at_depth": steps_at_depth,
+        "accepted_at_depth": accepted_at_depth,
+    }
+    return _forced(places, starts, ends), predicted
 
 
 class Places(NamedTuple):
@@ -315,7 +328,10 @@ def report(acceptance: Acceptance, categories: Sequence[str]) -> dict[str, dict[
             "steps": int(part.steps.sum()),
             "identical": int(part.is_identical.sum()),
             "decoded": decoded_rates(part.steps, part.accepted),
-            "predicted": decoded_rates(part.predicted_steps, part.predicted_accepted),
+            "predicted": {
+                **decoded_rates(part.predicted_steps, part.predicted_accepted),
+                "accept_length_at_depth": estimate(part.accepted_at_depth, part.steps_at_depth, offset=1.0),
+            },
             "teacher_forced": forced_rates(part.forced),
         }
     return result
@@ -391,3 +407,7 @@ def print_report(console, figures: dict[str, dict[str, Any]]) -> None:
                 spread(decoded["survival"][level], 2),
             )
     console.print(rates)
+    at_depth = [length.value for length in figures["overall"]["predicted"]["accept_length_at_depth"]]
+    if not np.isnan(at_depth[0]):
+        values = ", ".join(f"{value:.2f}" for value in at_depth)
+        console.print(f"accept length of rounds of 1..{len(at_depth)} levels, predicted: {values}")

@@ -205,6 +205,7 @@ def _prepare(
         depth_costs=np.asarray(config.depth_costs, np.float32) if plan.is_adaptive else None,
         depth_change=np.float32(config.depth_change),
         depth_rates=None if config.depth_rates is None else np.asarray(config.depth_rates, np.float32),
+        depth_lengths=None if config.depth_lengths is None else np.asarray(config.depth_lengths, np.float32),
         logprobs=config.logprobs,
     )
 

@@ -8,7 +8,8 @@ Levels are estimated one by one, as if failures came at random. Where they come 
 every fourth token cannot be known) that is wrong by up to a factor of two, either way: two drafts and a bonus token
 stop short of the fourth token every time, three drafts leave it to the bonus. So a row also remembers its *gaps*, the
 tokens from one failure to the next, as the rounds that each depth would have needed for them, and its tokens per round
-are corrected by how these compare with those of random gaps of the same mean.
+are corrected by how these compare with those of random gaps of the same mean, and at first by how accept lengths that
+were measured at each depth compare with those of random failures.
 
 Two things keep it from staying at a depth that was right once: counts fade, so that the estimate of a level that is not
 tried any more returns to that of the level before; and now and then a round *probes* a deeper level, if that could pay,
@@ -20,7 +21,6 @@ worth.
 """
 
 import functools
-import math
 
 import flax.struct
 import jax
@@ -29,17 +29,16 @@ import jax.numpy as jnp
 PRIOR, PRIOR_DRAFTS = 0.75, 3.0  # rate before anything is known, and the drafts that it is worth at level 1
 MEASURED_DRAFTS, DEEPER = 21.0, 0.5  # what it is worth more where it was measured, if trusted; share of it deeper down
 MOST_TRUST, LEAST_TRUST = 1000.0, 1 / 32  # odds that measured rates hold for a row: at first, and when they do not
-EITHER = 0.5  # likelihood of whatever becomes of a draft, in a row for which they do not hold
 BORROWED_DRAFTS = 2.0  # what the level before is worth at a deeper one; what either is beside the other rows' drafts
 OTHERS_DRAFTS = 1.0  # most that the other rows' drafts are worth at a deeper level; at level 1 all of them count
 BATCH_MEMORY, ROW_MEMORY = 24, 12  # drafts of a level that are remembered: by the batch, and at least by each row
-GAP_MEMORY, RANDOM_GAPS = 12, 8.0  # gaps that a row remembers; random ones that are added to them
+GAP_MEMORY, USUAL_GAPS = 12, 8.0  # gaps that a row remembers; what the usual ones are worth that are added to them
 FADING = 0.99  # of a count, per round in which its level was not tried
 HOPED_DRAFTS, GAIN = 3.0, 1.2  # a probe: so many drafts more, all accepted, would make some depth pay by this factor
 SHORTEST_WAIT, LONGEST_WAIT = 8, 96  # rounds from one probe to the next
 CHANGES = 16  # rounds that a change of depth is spread over, for batches whose rows are replaced
 SLOWEST = 6  # power of the mean over rows' times: 1 is their sum, large ones the slowest row's
-SLOWEST_MEASURED = 3  # the same per doubling of the batch, if that is larger, where measured rates temper the noise
+SLOWEST_MEASURED = 20  # most that half the batch size makes of it where measured rates temper the noise
 
 
 class Policy(flax.struct.PyTreeNode):
@@ -48,6 +47,7 @@ class Policy(flax.struct.PyTreeNode):
     costs: jax.Array  # [S+1] float32, duration of a round by its depth, in any unit
     change: jax.Array  # [] float32, what a round takes longer that follows one of another depth, in that unit
     prior: jax.Array  # [S] float32, rate of each level before anything is known
+    usual: jax.Array  # [S+1] float32, `regularity` of the texts that `prior` was measured on; 1 where it was not
     measured_drafts: jax.Array  # [] float32, drafts that it is worth more at level 1, for having been measured
     trust: jax.Array  # [B] float32, odds that it holds for the row, by what became of its first drafts of each round
     reached: jax.Array  # [B, S] float32, fading count of drafts of level k verified with all before them accepted
@@ -64,23 +64,28 @@ class Policy(flax.struct.PyTreeNode):
 
 
 @functools.partial(jax.jit, static_argnames="batch")  # in one call to the device
-def init_policy(costs, batch: int, *, change=0.0, prior=None) -> Policy:
+def init_policy(costs, batch: int, *, change=0.0, prior=None, lengths=None) -> Policy:
     """Nothing seen yet; the first depth follows from the prior.
 
     `costs`: a round's duration at depths 0..S, S >= 1. `change`: see `Policy`. `prior [S]`: rates of the levels,
-    measured on other texts; None: the same guess for all.
+    measured on other texts, in rounds of all levels; None: the same guess for all. `lengths [S]`: accept lengths of
+    rounds of 1..S levels, measured there too; None: those that such rates give if failures come at random.
     """
     costs = jnp.asarray(costs, jnp.float32)
     assert costs.ndim == 1 and costs.shape[0] > 1, "costs of depth 0 and of at least one more"
     zero, one, by_depth = jnp.zeros((), jnp.int32), jnp.ones(()), jnp.zeros((batch, costs.shape[0]), jnp.float32)
     measured_drafts, slowest = 0.0, SLOWEST
     if prior is not None:
-        measured_drafts, slowest = MEASURED_DRAFTS, max(SLOWEST, round(SLOWEST_MEASURED * math.log2(batch)))
+        measured_drafts, slowest = MEASURED_DRAFTS, max(SLOWEST, min(batch // 2, SLOWEST_MEASURED))
     prior = jnp.broadcast_to(jnp.asarray(PRIOR if prior is None else prior, jnp.float32), costs[1:].shape)
+    usual = jnp.ones(costs.shape)
+    if lengths is not None:
+        usual = usual.at[1:].set(jnp.asarray(lengths, jnp.float32) / (1 + jnp.cumsum(jnp.cumprod(prior))))
     policy = Policy(
         costs=costs,
         change=change * one,
         prior=prior,
+        usual=usual,
         measured_drafts=measured_drafts * one,
         trust=jnp.full(batch, MOST_TRUST),
         reached=by_depth[:, 1:],
@@ -113,7 +118,9 @@ def record(policy: Policy, depth: int | jax.Array, count: jax.Array, took_part: 
     old = jnp.where(failed, 1 - 1 / GAP_MEMORY, 1.0)
     needed = jnp.ceil(tokens[:, None] / _widths(policy))
     likelihood = jnp.where(count > 0, policy.prior[0], 1 - policy.prior[0])
-    trust = jnp.clip(policy.trust * likelihood / EITHER, LEAST_TRUST, MOST_TRUST)
+    alike = jnp.where(count > 0, policy.accepted[:, 0], policy.reached[:, 0] - policy.accepted[:, 0])
+    by_any_rate = (alike + 1) / (policy.reached[:, 0] + 2)  # Laplace's rule of succession
+    trust = jnp.clip(policy.trust * likelihood / by_any_rate, LEAST_TRUST, MOST_TRUST)
     return policy.replace(
         trust=jnp.where(was_reached[:, 0], trust, policy.trust),
         reached=kept * policy.reached + was_reached,
@@ -160,21 +167,21 @@ def may_pay(costs: jax.Array) -> jax.Array:
     return (jnp.arange(1, costs.shape[0] + 1) * costs[0] > GAIN * costs).any()
 
 
-def rates(policy: Policy, active: jax.Array) -> jax.Array:
+def rates(policy: Policy, active: jax.Array, *, trusting: bool = True) -> jax.Array:
     """`[B, S]`: estimated rate of acceptance at each level, given that all before it were accepted.
 
     A row's own counts, shrunk towards a mix of what its rate at the level before says (at level 1: of the prior) and
     the other active rows' rate at this one. Those that reach a deep level are the easy rows: hence they count for
     little there. A level's prior over that of the level before is how much likelier it is accepted; where that is above
-    1, it is by differences between rows, and fades with what is known of this one. Measured rates weigh more, beside
-    the mix, as long as they may hold for the row: by the odds at first, times the likelihood of the row's drafts under
-    them over that under any other rate.
+    1, it is by differences between rows, and fades with what is known of this one. Where it is `trusting`, measured
+    rates weigh more, beside the mix, as long as they may hold for the row: by the odds at first, times the likelihood
+    of the row's drafts under them over that under a rate of which nothing is known (`record`).
     """
     others_reached, others_accepted = (
         (counts * active[:, None]).sum(axis=0)[None, :] - counts * active[:, None]
         for counts in (policy.reached, policy.accepted)
     )
-    measured = policy.measured_drafts * jnp.minimum(policy.trust, 1)
+    measured = policy.measured_drafts * jnp.minimum(policy.trust, 1) if trusting else jnp.zeros(active.shape)
     known = policy.reached[:, 0] / (policy.reached[:, 0] + BORROWED_DRAFTS)
     strength, prior = PRIOR_DRAFTS, policy.prior[0]
     columns = []
@@ -198,11 +205,12 @@ def regularity(policy: Policy) -> jax.Array:
     """`[B, S+1]`: a row's tokens per round at each depth, over what random failures as frequent as its own would give.
 
     Random gaps of mean m take a round of depth d `1 / (1 - (1 - 1/m)^(d+1))` passes. What the last round's depth gives
-    is in the rates already, so all are relative to that one. 1 where nothing is known.
+    is in the rates already, so all are relative to that one. Where nothing is known of the row it is that of the texts
+    that were measured, or 1.
     """
     mean = jnp.maximum(policy.passes[:, :1] / jnp.maximum(policy.gaps[:, None], 1e-6), 1)
     per_round = 1 - (1 - 1 / mean) ** _widths(policy)
-    over_random = (policy.gaps[:, None] + RANDOM_GAPS) / (policy.passes * per_round + RANDOM_GAPS)
+    over_random = (policy.gaps[:, None] + USUAL_GAPS) / (policy.passes * per_round + USUAL_GAPS / policy.usual[None, :])
     return over_random / jax.lax.dynamic_index_in_dim(over_random, jnp.maximum(policy.depth, 0), axis=1)
 
 
@@ -214,7 +222,7 @@ def _widths(policy: Policy) -> jax.Array:
 def _choose(policy: Policy, active: jax.Array, remaining: jax.Array | None) -> tuple[jax.Array, ...]:
     """The depth that the estimates favour, the one to probe (the same if none), its worth over that of the first; and
     all depths' worth `[S+1]`."""
-    rate = rates(policy, active)
+    rate = rates(policy, active, trusting=remaining is not None)  # one bad guess of many counts where all are awaited
     pace = regularity(policy)
     score = _worth(policy, rate, pace, active, remaining)
     best = jnp.argmax(score).astype(jnp.int32)

@@ -8,10 +8,11 @@ import math
 import os
 import pathlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from mtpjax.atomic import write_text
 from mtpjax.config import ModelConfig
@@ -20,7 +21,7 @@ from mtpjax.decode.costs import PLAIN, CostMeter, Costs, Shape, widest_write
 from mtpjax.decode.loop import least_rows
 from mtpjax.model import MTPModel
 
-FORMAT, VERSION = "mtpjax-profile", 3
+FORMAT, VERSION = "mtpjax-profile", 4
 NAME = "profile.json"
 LEAST_RATE = 0.01  # of a level; measured ones may be 0
 AT_A_TIME, MOST_SECONDS = 4, 20.0  # measurements between ticks of the progress, and per batch size where they are long
@@ -54,7 +55,7 @@ def measure(
     num_draft_tokens: int | None = None,
     context: int = 512,
     temperature: float = 0.0,
-    rates: Sequence[float] | None = None,
+    acceptance: dict[str, list[float]] | None = None,
     rounds: int = 48,
     seconds: float = 0.02,
     progress: Callable[[int, int], Any] = lambda done, total: None,
@@ -63,9 +64,9 @@ def measure(
 
     Where rounds are long fewer measurements do, and 20 s per batch size are the most that is taken for more than four.
     `context` tokens stand in the caches, fewer where the model has not so many positions; at a `temperature` above 0
-    rounds draw their tokens. `rates` of acceptance by level are kept beside the costs (`read_rates`). `progress` is
-    told how many of how many things are done. Raises `ValueError` for a model without modules or for what no round can
-    be.
+    rounds draw their tokens. `acceptance` on other texts is kept beside the costs (`usable_acceptance`). `progress`
+    is told how many of how many things are done. Raises `ValueError` for a model without modules or for what no round
+    can be.
     """
     config = model.config
     shapes = shapes_up_to(num_steps, topk, num_draft_tokens)
@@ -117,7 +118,7 @@ def measure(
         "context": context,
         "temperature": temperature,
         "capacity": capacity,
-        "rates": None if rates is None else list(rates),
+        "acceptance": acceptance,
         "batches": costs,
     }
 
@@ -175,11 +176,11 @@ def read(path) -> tuple[dict[str, Any], tuple[Costs, ...]]:
             for cost in costs
             for kind in (cost.verify, cost.parts, cost.round)
         )
-        complete &= all(0 < rate <= 1 for rate in profile["rates"] or ())
+        complete &= profile["acceptance"] is None or _is_usable(**profile["acceptance"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
     if not complete:
-        raise ValueError(f"{path} is damaged: a duration is missing or not positive, or a rate is not within 0..1")
+        raise ValueError(f"{path} is damaged: a duration is missing or not positive, or a rate or length cannot be")
     return profile, costs
 
 
@@ -196,16 +197,17 @@ def load_settings(path, *, batch: int, num_steps: int, config: ModelConfig | Non
     for name, here in _here().items():
         if profile.get(name) != here:
             log.warning("%s was measured with %s %r; here it is %r", path, name, profile.get(name), here)
-    return settings(measured, profile["rates"], path, batch=batch, num_steps=num_steps)
+    return settings(measured, profile["acceptance"], path, batch=batch, num_steps=num_steps)
 
 
 def settings(
-    measured: Sequence[Costs], rates: Sequence[float] | None, origin, *, batch: int, num_steps: int
+    measured: Sequence[Costs], acceptance: dict[str, list[float]] | None, origin, *, batch: int, num_steps: int
 ) -> dict[str, Any]:
-    """`depth_costs` and `depth_change`, in plain steps, of the batch size nearest to `batch`; and `depth_rates`.
+    """`depth_costs` and `depth_change`, in plain steps, of the batch size nearest to `batch`; `depth_rates` and
+    `depth_lengths` by `acceptance`, see `usable_acceptance`.
 
-    Rates of levels that were not decoded are those of the deepest one that was. Raises `ValueError`, naming `origin`,
-    where chains of `num_steps` levels were not measured.
+    Rates of levels that were not decoded are those of the deepest one that was, and lengths what these give. Raises
+    `ValueError`, naming `origin`, where chains of `num_steps` levels were not measured.
     """
     nearest = min(measured, key=lambda costs: (abs(math.log(costs.batch / batch)), -costs.batch))
     rounds = {shape.num_steps: seconds for shape, seconds in nearest.round.items() if shape.topk == 1}
@@ -217,26 +219,46 @@ def settings(
     return {
         "depth_costs": tuple(rounds[depth] / plain for depth in range(num_steps + 1)),
         "depth_change": nearest.change / plain,
-        "depth_rates": tuple((*rates, *[rates[-1]] * num_steps)[:num_steps]) if rates else None,
+        **_as_deep(acceptance, num_steps),
     }
 
 
-def usable_rates(values: Iterable[float]) -> list[float]:
-    """Counted rates of levels, as a prior takes them: none is 0, and those that nothing was counted of (nan) are left
-    out, which are the deepest."""
-    return [max(float(value), LEAST_RATE) for value in values if not math.isnan(value)]
+def _as_deep(acceptance: dict[str, list[float]] | None, num_steps: int) -> dict[str, tuple[float, ...] | None]:
+    if acceptance is None:
+        return {"depth_rates": None, "depth_lengths": None}
+    rates, lengths = acceptance["rates"], acceptance["lengths"]
+    rates = [*rates, *rates[-1:] * num_steps][:num_steps]
+    by_rates = 1 + np.cumsum(np.cumprod(rates))
+    return {"depth_rates": tuple(rates), "depth_lengths": (*lengths[:num_steps], *by_rates[len(lengths) :].tolist())}
 
 
-def read_rates(path) -> list[float]:
-    """Rates by level of what `mtpjax eval acceptance --output` wrote, decoded ones. Raises `ValueError` in one line."""
+def usable_acceptance(figures: dict[str, Any]) -> dict[str, list[float]]:
+    """`{"rates", "lengths"}` by level and depth of `evaluate.report`'s figures as JSON: where adaptive depth begins.
+
+    No rate is 0, and those that nothing was counted of are left out, which are the deepest. There are no lengths where
+    none could be predicted. Raises `ValueError` where there is no rate, or one that cannot be.
+    """
+    rates, lengths = (
+        [level["value"] for level in levels if level["value"] is not None]
+        for levels in (figures["decoded"]["conditional"], figures["predicted"]["accept_length_at_depth"])
+    )
+    found = {"rates": [max(rate, LEAST_RATE) for rate in rates], "lengths": lengths[: len(rates)]}
+    if not _is_usable(**found):
+        raise ValueError(f"no rates of acceptance by level, or impossible ones: {found}")
+    return found
+
+
+def _is_usable(rates: list[float], lengths: list[float]) -> bool:
+    are_possible = all(1 <= length <= depth + 1 for depth, length in enumerate(lengths, start=1))
+    return bool(rates) and all(0 < rate <= 1 for rate in rates) and len(lengths) <= len(rates) and are_possible
+
+
+def read_acceptance(path) -> dict[str, list[float]]:
+    """`usable_acceptance` of what `mtpjax eval acceptance --output` wrote. Raises `ValueError` in one line."""
     try:
-        levels = json.loads(pathlib.Path(path).read_bytes())["figures"]["overall"]["decoded"]["conditional"]
-        rates = usable_rates(level["value"] for level in levels if level["value"] is not None)
+        return usable_acceptance(json.loads(pathlib.Path(path).read_bytes())["figures"]["overall"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is not what `mtpjax eval acceptance --output` wrote: {error!r}") from error
-    if not rates or max(rates) > 1:
-        raise ValueError(f"{path} holds no rates of acceptance by level")
-    return rates
 
 
 def break_even_rate(relative: float, num_steps: int) -> float | None:

@@ -132,16 +132,19 @@ def init_state(
     depth_costs: jax.Array | None = None,
     depth_change: jax.Array | float = 0.0,
     depth_rates: jax.Array | None = None,
+    depth_lengths: jax.Array | None = None,
     logprobs: bool = False,
 ) -> DecodeState:
     """The state before prefill: prompts `tokens [B, L]` of `length [B]`, empty caches of L slots.
 
-    `depth_costs`, `depth_change` and `depth_rates` are an adaptive depth's, see `init_policy`. A buffer for each leaf,
-    since the state is donated.
+    `depth_costs`, `depth_change`, `depth_rates` and `depth_lengths` are those of an adaptive depth, see `init_policy`.
+    A buffer for each leaf, since the state is donated.
     """
     config = model.config
     B, L = tokens.shape
-    policy = None if depth_costs is None else init_policy(depth_costs, B, change=depth_change, prior=depth_rates)
+    policy = None
+    if depth_costs is not None:
+        policy = init_policy(depth_costs, B, change=depth_change, prior=depth_rates, lengths=depth_lengths)
 
     def zero(*shape: int) -> jax.Array:
         return jnp.zeros((B, *shape), jnp.int32)

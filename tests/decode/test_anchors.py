@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtpjax import DecodeConfig, load
+from mtpjax import DecodeConfig, load, speculative_generate
 from mtpjax.decode.anchors import acceptance_along, expected_rounds
-from mtpjax.decode.evaluate import decoded_rates, is_predictable, measure_acceptance
+from mtpjax.decode.evaluate import decoded_rates, is_predictable, measure_acceptance, report
 from tests import golden
 
 CONFIG = DecodeConfig(max_new_tokens=24, num_steps=3, prefill_chunk=8)
@@ -41,6 +41,20 @@ def test_greedy_rounds_are_predicted_one_by_one(attention, modules, chaining, nu
     acceptance = measure_acceptance(params, prompts, model=model, config=config, batch_size=16)
     assert_exact(acceptance)
     assert 0 < acceptance.accepted.sum() < acceptance.steps.sum() * num_steps
+
+
+def test_rounds_of_fewer_levels_are_predicted_on_the_way(small):
+    model, params = small("grouped", "mixed")
+    prompts = make_prompts(16)
+    acceptance = measure_acceptance(params, prompts, model=model, config=CONFIG, batch_size=16)
+    at_two = dataclasses.replace(CONFIG, num_steps=2)
+    stats = speculative_generate(params, prompts, model=model, config=at_two).stats
+    assert acceptance.steps_at_depth[:, 1].tolist() == stats.steps.tolist() != acceptance.steps.tolist()
+    assert acceptance.accepted_at_depth[:, 1].tolist() == stats.accepted.sum(axis=1).tolist()
+    figures = report(acceptance, ["all"] * 16)["overall"]
+    lengths = [length.value for length in figures["predicted"]["accept_length_at_depth"]]
+    assert lengths[1] == pytest.approx(stats.accept_length)
+    assert lengths[-1] == pytest.approx(figures["decoded"]["accept_length"].value)
 
 
 def test_limits_and_stops_within_a_round_are_predicted(small):

@@ -115,6 +115,19 @@ def test_measured_rates_are_given_up_for_a_row_that_they_do_not_hold_for():
     assert estimate[1] > unknown[1] + 0.03
 
 
+def test_measured_lengths_tell_at_once_which_depth_suits_regular_failures():
+    """Every fourth token fails: one draft or two make two tokens a round, and three make four."""
+    costs, rates_, lengths = jnp.array([1.0, 1.5, 1.8, 2.6]), np.ones(3), np.array([2.0, 2.0, 4.0])
+    assert init_policy(costs, 2, prior=rates_).depth == 2  # for 3 tokens by rates
+    policy = init_policy(costs, 2, prior=rates_, lengths=lengths)
+    assert policy.depth == 3
+    assert init_policy(costs, 2, prior=rates_, lengths=1 + np.arange(1, 4)).depth == 2
+    # A row without failures leaves it at that; one where every other token fails has gaps that three tokens hold too.
+    whole, halves = np.asarray(policy_.regularity(rounds(policy, [[3, 1]] * 24, 3)))
+    np.testing.assert_allclose(whole, [1, 1, 2 / 3, 1], rtol=1e-5)
+    assert halves[2] / halves[1] > 2 / 3 + 0.05
+
+
 def test_one_row_that_accepts_nothing_ends_drafting_for_a_batch_that_waits_for_it():
     """Its 63 neighbours gain by drafts, but it is the one that ends the batch."""
     costs, batch = jnp.array([1.0, 1.35, 2.05, 2.45]), 64
@@ -247,12 +260,16 @@ def test_regret_is_small(mode, batch, is_measured):
     assert all(cell.regret - 3 * cell.error < 0.08 for cell in cells), above
 
 
-def test_rates_of_a_process_are_counted_as_its_rounds_meet_them():
+def test_acceptance_of_a_process_is_counted_as_its_rounds_meet_it():
     margin, fall = policy_regret.draw("falling 0.8", 8, 256, 32)
-    counted = policy_regret.measured_rates(margin, fall, length=256)
-    np.testing.assert_allclose(counted[:3], 0.8 * 0.65 ** np.arange(3), atol=0.02)
+    counted, lengths = policy_regret.acceptance(margin, fall, length=256)
+    expected = 0.8 * 0.65 ** np.arange(3)
+    np.testing.assert_allclose(counted[:3], expected, atol=0.02)
+    np.testing.assert_allclose(lengths[:3], 1 + np.cumsum(np.cumprod(expected)), atol=0.02)
     margin, fall = policy_regret.draw("period 3", 1, 255, 4)  # two drafts, and the bonus token is the third
-    np.testing.assert_array_equal(policy_regret.measured_rates(margin, fall, length=255)[:2] > 0.98, True)
+    counted, lengths = policy_regret.acceptance(margin, fall, length=255)
+    np.testing.assert_array_equal(counted[:2] > 0.98, True)
+    np.testing.assert_allclose(lengths[:2], [1.5, 3], atol=0.05)
 
 
 def test_regular_failures_are_seen_where_levels_do_not_tell(monkeypatch):
@@ -270,7 +287,7 @@ def test_regular_failures_are_seen_where_levels_do_not_tell(monkeypatch):
         return np.array([[cell.regret for cell in row if cell.curve == "cpu"] for row in cells])
 
     with_gaps = regret()
-    monkeypatch.setattr(policy_, "RANDOM_GAPS", 1e6)
+    monkeypatch.setattr(policy_, "USUAL_GAPS", 1e6)
     without = regret()
     adaptive.clear_cache()
     assert (with_gaps < without).all() and with_gaps.mean() < 0.85 * without.mean()

@@ -8,9 +8,12 @@ import jax
 import numpy as np
 import pytest
 
+from mtpjax import DecodeConfig
 from mtpjax.decode import profile
 from mtpjax.decode.costs import PLAIN, CostMeter, Costs, Shape, chain
-from mtpjax.decode.profile import load_settings, read_rates
+from mtpjax.decode.profile import load_settings, read_acceptance
+
+UNKNOWN = {"depth_rates": None, "depth_lengths": None}
 
 
 def stored(tmp_path, *batches, **changes):
@@ -20,7 +23,7 @@ def stored(tmp_path, *batches, **changes):
         for batch in batches
     ]
     file = tmp_path / "profile.json"
-    about = {"format": profile.FORMAT, "version": profile.VERSION, **profile._here(), "rates": None}
+    about = {"format": profile.FORMAT, "version": profile.VERSION, **profile._here(), "acceptance": None}
     content = {**about, "batches": rows, **changes}
     profile.save(file, content)
     return file
@@ -85,28 +88,42 @@ def test_shapes_grow_to_the_one_asked_for():
 def test_the_nearest_batch_size_is_taken(tmp_path):
     file = stored(tmp_path, 1, 4, 16)
     one = load_settings(file, batch=1, num_steps=2)
-    assert one == {"depth_costs": (1.0, 2.0, 3.0), "depth_change": 0.5, "depth_rates": None}
+    assert one == {"depth_costs": (1.0, 2.0, 3.0), "depth_change": 0.5, **UNKNOWN}
     four = load_settings(tmp_path, batch=5, num_steps=3)
-    assert four == {"depth_costs": (1.0, 1.25, 1.5, 1.75), "depth_change": 0.125, "depth_rates": None}
+    assert four == {"depth_costs": (1.0, 1.25, 1.5, 1.75), "depth_change": 0.125, **UNKNOWN}
     assert load_settings(file, batch=8, num_steps=1)["depth_costs"][1] == 1 + 1 / 16  # as far from 4: the larger
     assert load_settings(file, batch=1000, num_steps=0)["depth_costs"] == (1.0,)
 
 
-def test_rates_are_those_that_acceptance_was_measured_at(tmp_path):
-    file = tmp_path / "rates.json"
-    levels = [{"value": 0.8, "low": 0.7, "high": 0.9}, {"value": 0.0, "low": 0.0, "high": 0.0}, {"value": None}]
-    file.write_text(json.dumps({"figures": {"overall": {"decoded": {"conditional": levels}}}}))
-    rates = read_rates(file)
-    assert rates == [0.8, profile.LEAST_RATE]  # a level that was never reached has none
-    settings = load_settings(stored(tmp_path, 1, rates=rates), batch=1, num_steps=3)
-    assert settings["depth_rates"] == (0.8, profile.LEAST_RATE, profile.LEAST_RATE)
-    assert load_settings(tmp_path, batch=1, num_steps=1)["depth_rates"] == (0.8,)
-    assert profile.usable_rates([0.5, 0.0, float("nan")]) == [0.5, profile.LEAST_RATE]
-    levels[0]["value"] = 1.5
-    for text in (json.dumps({"figures": {"overall": {"decoded": {"conditional": levels}}}}), "{}", "[1]", "x"):
-        file.write_text(text)
-        with pytest.raises(ValueError, match=r"rates.json (is not what `mtpjax eval acceptance|holds no rates)"):
-            read_rates(file)
+def figures(rates, lengths):
+    """What `mtpjax eval acceptance --output` writes, as far as it is read."""
+    decoded, predicted = ([{"value": value} for value in values] for values in (rates, lengths))
+    return {"decoded": {"conditional": decoded}, "predicted": {"accept_length_at_depth": predicted}}
+
+
+def test_rates_and_lengths_are_those_that_acceptance_was_measured_at(tmp_path):
+    file, least = tmp_path / "rates.json", profile.LEAST_RATE
+
+    def read(*found):
+        file.write_text(json.dumps({"figures": {"overall": figures(*found)}}))
+        return read_acceptance(file)
+
+    acceptance = read([0.8, 0.0, None], [1.75, 1.9, 1.9])  # a level that was never reached has no rate
+    assert acceptance == {"rates": [0.8, least], "lengths": [1.75, 1.9]}
+    file = stored(tmp_path, 1, acceptance=acceptance)
+    settings = load_settings(file, batch=1, num_steps=3)
+    assert settings["depth_rates"] == (0.8, least, least)
+    assert settings["depth_lengths"][:2] == (1.75, 1.9)
+    assert settings["depth_lengths"][2] == pytest.approx(1 + 0.8 + 0.8 * least + 0.8 * least**2)
+    assert DecodeConfig(num_steps=3, depth_policy="adaptive", **settings).depth_lengths == settings["depth_lengths"]
+    one = load_settings(file, batch=1, num_steps=1)
+    assert (one["depth_rates"], one["depth_lengths"]) == ((0.8,), (1.75,))
+    unpredicted = stored(tmp_path, 1, acceptance=read([0.8, 0.5], [None, None]))
+    assert load_settings(unpredicted, batch=1, num_steps=2)["depth_lengths"] == pytest.approx((1.8, 2.2))
+    for damaged in (figures([1.5], [1.5]), figures([None], [None]), figures([0.5], [2.5]), {}, [1]):
+        file.write_text(json.dumps({"figures": {"overall": damaged}}))
+        with pytest.raises(ValueError, match=r"is not what `mtpjax eval acceptance --output` wrote"):
+            read_acceptance(file)
 
 
 def test_what_is_missing_is_told(tmp_path, small):
@@ -124,9 +141,10 @@ def test_what_is_missing_is_told(tmp_path, small):
     for batches in ([], [{}], [{"batch": 1, "rounds": []}], [1]):
         with pytest.raises(ValueError, match="is damaged"):
             load_settings(stored(tmp_path, batches=batches), batch=1, num_steps=1)
-    for rates in ([1.5], ["a"], 0.5):
+    for rates, lengths in (([1.5], []), (["a"], []), (0.5, []), ([], []), ([0.5], [2.5]), ([0.5], [1.5, 2.5])):
         with pytest.raises(ValueError, match="is damaged"):
-            load_settings(stored(tmp_path, 1, rates=rates), batch=1, num_steps=1)
+            acceptance = {"rates": rates, "lengths": lengths}
+            load_settings(stored(tmp_path, 1, acceptance=acceptance), batch=1, num_steps=1)
 
 
 def test_another_device_is_a_warning(tmp_path, caplog):

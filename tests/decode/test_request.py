@@ -62,6 +62,17 @@ def test_requests_that_cannot_be_are_refused(values, message, small):
             r"depth_rates \(0.5, 0.5\) must be 1, one per level",
         ),
         (
+            {"num_steps": 1, "depth_policy": "adaptive", "depth_costs": (1, 2), "depth_lengths": (1.5,)},
+            "depth_lengths go with depth_rates of the same texts",
+        ),
+        *(
+            (
+                {"num_steps": 1, "depth_policy": "adaptive", "depth_costs": (1, 2), "depth_rates": (1,), **lengths},
+                r"depth_lengths .* must be 1, one per depth, from 1 to the depth and one more",
+            )
+            for lengths in ({"depth_lengths": (0.9,)}, {"depth_lengths": (2.1,)}, {"depth_lengths": (1.5, 2)})
+        ),
+        (
             {"num_steps": 2, "topk": 2, "depth_policy": "adaptive", "depth_costs": (1, 2, 3)},
             "adaptive depth drafts chains",
         ),
