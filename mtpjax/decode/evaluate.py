@@ -165,7 +165,7 @@ def _ended(text: list[int], config: DecodeConfig, prompt_length: int, model: MTP
 
 
 def _along(params, prompts, texts, long, *, model: MTPModel, config: DecodeConfig, temperatures: np.ndarray):
-    """One pass over the prompts and their `long` texts: `TeacherForced` of `texts`, and what `Acceptance` says is predicted."""
+    """One pass over the prompts and their `long` texts: `TeacherForced` of `texts`, and `Acceptance`'s predictions."""
     places = _run_along(params, prompts, long, model=model, config=config, temperatures=temperatures)
     starts = np.array([len(prompt) for prompt in prompts])
     ends = starts + np.array([len(text) for text in texts])
