@@ -18,7 +18,8 @@ from mtpjax import checkpoint
 from mtpjax.config import Source
 from mtpjax.decode.config import LOSSY_RULES, DecodeConfig
 from mtpjax.decode.costs import PLAIN, CostMeter, Costs, Shape, widest_write
-from mtpjax.decode.evaluate import RESAMPLES, Estimate, decoded_rates, sampled, to_json
+from mtpjax.decode.evaluate import sampled
+from mtpjax.decode.figures import RESAMPLES, Estimate, decoded_rates, to_json
 from mtpjax.decode.generate import generate, slots, speculative_generate
 from mtpjax.decode.loop import least_rows
 from mtpjax.model import MTPModel

@@ -16,6 +16,7 @@ import argparse
 import datetime
 import json
 import pathlib
+import platform
 import sys
 import time
 
@@ -29,7 +30,8 @@ from mtpjax import DecodeConfig, load, speculative_generate
 from mtpjax.atomic import write_text
 from mtpjax.decode import profile
 from mtpjax.decode.costs import Costs
-from mtpjax.decode.evaluate import measure_acceptance, report, to_json
+from mtpjax.decode.evaluate import measure_acceptance
+from mtpjax.decode.figures import report, to_json
 from mtpjax.tables import narrow_table
 from mtpjax.timing import limit_threads, threads_for
 
@@ -127,7 +129,12 @@ def main(argv: list[str] | None = None) -> int:
     model, params = load(options.model)
     most = max(LARGEST_BATCHES * max(batches), LEAST_PROMPTS)
     sets, acceptance = prompt_sets(options.model, params, model, most, num_steps)
-    about = {"date": datetime.date.today().isoformat(), "machine": machine(), "argv": sys.argv[1:]}
+    about = {
+        "date": datetime.date.today().isoformat(),
+        "machine": machine(),
+        "versions": {"python": platform.python_version(), "jax": jax.__version__},
+        "argv": sys.argv[1:],
+    }
     rows = []
     table = narrow_table()
     for heading in ("batch", "prompts", "best fixed", "best / adaptive", "95 %", "modelled", "plain / adaptive"):

@@ -25,7 +25,8 @@ from rich.console import Console
 from experiments.ablate_bench import Settings, find_workload
 from experiments.bench_decode import machine
 from mtpjax import DecodeConfig, MTPModel, Objective, TrainConfig, checkpoint, load
-from mtpjax.decode.evaluate import Estimate, estimate, sampled
+from mtpjax.decode.evaluate import sampled
+from mtpjax.decode.figures import Estimate, estimate
 from mtpjax.decode.generate import speculative_generate
 from mtpjax.model import is_of_modules
 from mtpjax.plots import plot_objectives

@@ -633,8 +633,9 @@ def _eval_acceptance(options) -> int:
 
     from mtpjax.atomic import write_text
     from mtpjax.checkpoint import find, load
-    from mtpjax.decode import evaluate
     from mtpjax.decode.config import DecodeConfig
+    from mtpjax.decode.evaluate import measure_acceptance
+    from mtpjax.decode.figures import print_report, report, to_json
     from mtpjax.decode.self_check import check_acceptance
     from mtpjax.prompts import choose_prompts, encode_prompts, read_prompts, room_for_prompts
     from mtpjax.tokenizer import load_tokenizer
@@ -656,7 +657,7 @@ def _eval_acceptance(options) -> int:
     errors = rich.console.Console(stderr=True)
     with rich.progress.Progress(console=errors, transient=True, disable=not errors.is_terminal) as bar:
         task = bar.add_task("prompts", total=len(prompts))
-        acceptance = evaluate.measure_acceptance(
+        acceptance = measure_acceptance(
             params,
             prompts,
             model=model,
@@ -666,12 +667,12 @@ def _eval_acceptance(options) -> int:
             batch_size=options.batch_size,
             progress=lambda count: bar.update(task, advance=count),
         )
-    figures = evaluate.report(acceptance, [prompt.category for prompt in chosen])
-    evaluate.print_report(console, figures)
+    figures = report(acceptance, [prompt.category for prompt in chosen])
+    print_report(console, figures)
     identical = int(acceptance.is_identical.sum())
     if options.output is not None:
         settings = {name: value for name, value in vars(options).items() if isinstance(value, (str, int, float, list))}
-        content = {"settings": settings, "prompts_cut": cut, "figures": evaluate.to_json(figures)}
+        content = {"settings": settings, "prompts_cut": cut, "figures": to_json(figures)}
         write_text(options.output, json.dumps(content, indent=1, allow_nan=False) + "\n")
     if options.temperature and config.acceptance != "sample":
         return 0

@@ -233,7 +233,7 @@ def _as_deep(acceptance: dict[str, list[float]] | None, num_steps: int) -> dict[
 
 
 def usable_acceptance(figures: dict[str, Any]) -> dict[str, list[float]]:
-    """`{"rates", "lengths"}` by level and depth of `evaluate.report`'s figures as JSON: where adaptive depth begins.
+    """`{"rates", "lengths"}` by level and depth of `figures.report`, as JSON: where adaptive depth begins.
 
     No rate is 0, and those that nothing was counted of are left out, which are the deepest. There are no lengths where
     none could be predicted. Raises `ValueError` where there is no rate, or one that cannot be.

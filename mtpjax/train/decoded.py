@@ -10,7 +10,8 @@ import numpy as np
 
 from mtpjax.decode.config import DecodeConfig
 from mtpjax.decode.costs import CostMeter, chain
-from mtpjax.decode.evaluate import measure_acceptance, report
+from mtpjax.decode.evaluate import measure_acceptance
+from mtpjax.decode.figures import report
 from mtpjax.decode.generate import bucket
 from mtpjax.decode.loop import least_rows
 from mtpjax.model import MTPModel

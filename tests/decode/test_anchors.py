@@ -8,7 +8,8 @@ import pytest
 
 from mtpjax import DecodeConfig, load, speculative_generate
 from mtpjax.decode.anchors import acceptance_along, expected_rounds
-from mtpjax.decode.evaluate import decoded_rates, is_predictable, measure_acceptance, report
+from mtpjax.decode.evaluate import is_predictable, measure_acceptance
+from mtpjax.decode.figures import decoded_rates, report
 from tests import golden
 
 CONFIG = DecodeConfig(max_new_tokens=24, num_steps=3, prefill_chunk=8)

@@ -12,7 +12,8 @@ import rich.console
 from mtpjax import DecodeConfig, forward, generate
 from mtpjax.cli import main
 from mtpjax.decode import evaluate
-from mtpjax.decode.evaluate import estimate, measure_acceptance, print_report, report, to_json
+from mtpjax.decode.evaluate import measure_acceptance
+from mtpjax.decode.figures import estimate, print_report, report, to_json
 
 CONFIG = DecodeConfig(max_new_tokens=20, num_steps=3, prefill_chunk=8)
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [10, 11], [12, 13, 14]]

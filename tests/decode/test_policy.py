@@ -113,6 +113,12 @@ def test_measured_rates_are_given_up_for_a_row_that_they_do_not_hold_for():
     unknown = np.asarray(rates(rounds(init_policy(CPU, 2), counts, 3), on))[:, 0]
     assert abs(estimate[0] - unknown[0]) < 0.1  # no more held against what it does than a guess
     assert estimate[1] > unknown[1] + 0.03
+    everything = [[3, 3]] * 14
+    easy, unknown = (
+        rates(rounds(init_policy(CPU, 2, prior=prior), everything, 3), on)[0, 0]
+        for prior in (np.full(LEVELS, 0.4), None)
+    )
+    assert easy > unknown - 0.15
 
 
 def test_measured_lengths_tell_at_once_which_depth_suits_regular_failures():
@@ -242,7 +248,7 @@ def test_it_is_a_carry_of_a_compiled_loop_and_depth_may_be_static_or_traced():
         ("batch", 1, False),
         pytest.param("stream", 16, False, marks=pytest.mark.slow),
         pytest.param("batch", 16, False, marks=pytest.mark.slow),
-        pytest.param("batch", 16, True, marks=pytest.mark.slow),
+        *(pytest.param(mode, 16, True, marks=pytest.mark.slow) for mode in ("stream", "batch")),
     ],
 )
 def test_regret_is_small(mode, batch, is_measured):
