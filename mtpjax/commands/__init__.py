@@ -1,0 +1,1 @@
+"""The commands of `mtpjax`: in each file the flags of some, and what runs them. None imports JAX before it runs."""
