@@ -13,8 +13,9 @@ were measured at each depth compare with those of random failures.
 
 Two things keep it from staying at a depth that was right once: counts fade, so that the estimate of a level that is not
 tried any more returns to that of the level before; and now and then a round *probes* a deeper level, if that could pay,
-ever more rarely while nothing comes of it. What a change of depth costs by itself (each depth is a program of its own,
-which the processor's caches must take in) is charged for.
+ever more rarely while nothing comes of it. Where rates were measured, deep levels also get the benefit of the doubt
+until this batch has tried them: deep rounds tell about shallow levels, and not the other way round. What a change of
+depth costs by itself (each depth is a program of its own, which the processor's caches must take in) is charged for.
 
 The constants are the best found by `experiments/policy_regret.py`, and on recorded texts for what a measured prior is
 worth.
@@ -36,6 +37,7 @@ GAP_MEMORY, USUAL_GAPS = 12, 8.0  # gaps that a row remembers; what the usual on
 FADING = 0.99  # of a count, per round in which its level was not tried
 HOPED_DRAFTS, GAIN = 3.0, 1.2  # a probe: so many drafts more, all accepted, would make some depth pay by this factor
 SHORTEST_WAIT, LONGEST_WAIT = 8, 96  # rounds from one probe to the next
+OPTIMISM, ENOUGH = 0.1, 8.0  # `Policy.optimism` where rates were measured; the drafts per row that halve it
 CHANGES = 16  # rounds that a change of depth is spread over, for batches whose rows are replaced
 SLOWEST = 6  # power of the mean over rows' times: 1 is their sum, large ones the slowest row's
 SLOWEST_MEASURED = 20  # most that half the batch size makes of it where measured rates temper the noise
@@ -49,9 +51,11 @@ class Policy(flax.struct.PyTreeNode):
     prior: jax.Array  # [S] float32, rate of each level before anything is known
     usual: jax.Array  # [S+1] float32, `regularity` of the texts that `prior` was measured on; 1 where it was not
     measured_drafts: jax.Array  # [] float32, drafts that it is worth more at level 1, for having been measured
+    optimism: jax.Array  # [] float32, share by which a depth of 2 or more counts for more until it was tried
     trust: jax.Array  # [B] float32, odds that it holds for the row, by what became of its first drafts of each round
     reached: jax.Array  # [B, S] float32, fading count of drafts of level k verified with all before them accepted
     accepted: jax.Array  # [B, S] float32, those of them that were accepted
+    tried: jax.Array  # [S] float32, all that were ever verified of a level, per row of the batch
     run: jax.Array  # [B] float32, tokens since the row's last failure
     gaps: jax.Array  # [B] float32, fading count of gaps
     passes: jax.Array  # [B, S+1] float32, fading sum of the rounds for these gaps, by depth; at depth 0 their tokens
@@ -74,9 +78,10 @@ def init_policy(costs, batch: int, *, change=0.0, prior=None, lengths=None) -> P
     costs = jnp.asarray(costs, jnp.float32)
     assert costs.ndim == 1 and costs.shape[0] > 1, "costs of depth 0 and of at least one more"
     zero, one, by_depth = jnp.zeros((), jnp.int32), jnp.ones(()), jnp.zeros((batch, costs.shape[0]), jnp.float32)
-    measured_drafts, slowest = 0.0, SLOWEST
+    measured_drafts, optimism, slowest = 0.0, 0.0, SLOWEST
     if prior is not None:
-        measured_drafts, slowest = MEASURED_DRAFTS, max(SLOWEST, min(batch // 2, SLOWEST_MEASURED))
+        measured_drafts, optimism = MEASURED_DRAFTS, OPTIMISM
+        slowest = max(SLOWEST, min(batch // 2, SLOWEST_MEASURED))
     prior = jnp.broadcast_to(jnp.asarray(PRIOR if prior is None else prior, jnp.float32), costs[1:].shape)
     usual = jnp.ones(costs.shape)
     if lengths is not None:
@@ -87,9 +92,11 @@ def init_policy(costs, batch: int, *, change=0.0, prior=None, lengths=None) -> P
         prior=prior,
         usual=usual,
         measured_drafts=measured_drafts * one,
+        optimism=optimism * one,
         trust=jnp.full(batch, MOST_TRUST),
         reached=by_depth[:, 1:],
         accepted=by_depth[:, 1:],
+        tried=by_depth[0, 1:],
         run=by_depth[:, 0],
         gaps=by_depth[:, 0],
         passes=by_depth,
@@ -125,6 +132,7 @@ def record(policy: Policy, depth: int | jax.Array, count: jax.Array, took_part: 
         trust=jnp.where(was_reached[:, 0], trust, policy.trust),
         reached=kept * policy.reached + was_reached,
         accepted=kept * policy.accepted + was_accepted,
+        tried=policy.tried + was_reached.mean(axis=0),
         run=jnp.where(failed, 0, tokens),
         gaps=old * policy.gaps + failed,
         passes=old[:, None] * policy.passes + jnp.where(failed[:, None], needed, 0),
@@ -225,7 +233,8 @@ def _choose(policy: Policy, active: jax.Array, remaining: jax.Array | None) -> t
     rate = rates(policy, active, trusting=remaining is not None)  # one bad guess of many counts where all are awaited
     pace = regularity(policy)
     score = _worth(policy, rate, pace, active, remaining)
-    best = jnp.argmax(score).astype(jnp.int32)
+    hopes = jnp.pad(policy.optimism / (1 + policy.tried[1:] / ENOUGH), (2, 0))
+    best = jnp.argmax(score * (1 + hopes)).astype(jnp.int32)
     evidence = (policy.reached * active[:, None]).sum(axis=0)[None, :]
     hoped = (rate * evidence + HOPED_DRAFTS) / (evidence + HOPED_DRAFTS)
     is_deeper = jnp.arange(1, rate.shape[1] + 1)[None, :] > best

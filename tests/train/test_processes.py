@@ -124,6 +124,7 @@ def launch(text, tmp_path):
         yield start
 
 
+@pytest.mark.slow  # three processes; .ci/run has it beside other commands
 def test_a_process_that_dies_ends_the_others_and_the_run_goes_on_with_one(launch, unbroken):
     """T9, T20."""
     run = launch(steps=10)

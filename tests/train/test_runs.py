@@ -224,6 +224,7 @@ def test_a_killed_run_goes_on_bit_for_bit(text, env, unbroken, tmp_path):
     assert checkpoint.is_checkpoint(tmp_path / "checkpoint")
 
 
+@pytest.mark.slow  # three processes; .ci/run has it beside other commands
 def test_a_run_that_is_told_to_end_says_so_and_goes_on(text, env, unbroken, tmp_path):
     """T17."""
     settings = SETTINGS | {"save_every": 0}
