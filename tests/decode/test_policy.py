@@ -135,14 +135,14 @@ def test_measured_lengths_tell_at_once_which_depth_suits_regular_failures():
 
 
 def test_deep_levels_are_tried_where_by_measured_rates_they_are_nearly_as_good():
-    """One draft makes 1.9 tokens for 1.5, three make 3.2 for 2.7, 6 % less: until this batch has shown it, too."""
-    costs, measured = jnp.array([1.0, 1.5, 2.1, 2.7]), np.array([0.9, 0.8, 0.9])
+    """One draft makes 1.9 tokens for 1.5, three make 3.3 for 2.7, 4 % less: until this batch has shown it, too."""
+    costs, measured = jnp.array([1.0, 1.5, 2.3, 2.7]), np.array([0.9, 0.8, 0.9])
     policy = init_policy(costs, 2, prior=measured)
     assert policy.depth == 3
-    as_measured = [[3, 1], [0, 3], [3, 3], [3, 3], [3, 0], [1, 3], [3, 3], [3, 3], [2, 3], [3, 3]] * 4
+    as_measured = [[3, 1], [0, 3], [3, 3], [1, 3], [3, 0], [1, 3], [3, 3], [3, 1], [2, 3], [3, 3]] * 4
     assert rounds(policy, as_measured, 3).settled == 1
-    assert init_policy(jnp.array([1.0, 1.5, 2.2, 3.0]), 2, prior=measured).depth == 1  # 15 % less
-    assert init_policy(jnp.array([1.0, 1.95, 2.8, 3.6]), 2, prior=measured).settled == 0  # one draft is no deep level
+    assert init_policy(jnp.array([1.0, 1.5, 2.4, 3.0]), 2, prior=measured).depth == 1  # 14 % less
+    assert init_policy(jnp.array([1.0, 1.95, 3.0, 3.8]), 2, prior=measured).settled == 0  # one draft is no deep level
 
 
 def test_one_row_that_accepts_nothing_ends_drafting_for_a_batch_that_waits_for_it():

@@ -52,7 +52,6 @@ def trained():
     step = jax.jit(
         functools.partial(train_step, model=model, optimizer=optimizer, num_depths=2, attention_layout="ttt"),
         donate_argnames="state",
-        compiler_options={"xla_backend_optimization_level": 2, "xla_llvm_disable_expensive_passes": False},
     )
     for number in range(120):
         state, _ = step(state, next(stream), jnp.float32(5e-3 * min(1, number / 20)), jnp.float32(0.3))
