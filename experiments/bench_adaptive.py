@@ -122,12 +122,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=pathlib.Path, default=None, help="JSON file of the figures")
     options = parser.parse_args(argv)
     batches, num_steps, rounds = (options.batch, options.num_steps, options.rounds)
+    most = max(LARGEST_BATCHES * max(batches), LEAST_PROMPTS)
     if options.quick:
-        batches, num_steps, rounds = [2], 2, 2
+        batches, num_steps, rounds, most = [2], 2, 2, 4
     console = Console(highlight=False)
     limit_threads(options.threads or threads_for(options.model))
     model, params = load(options.model)
-    most = max(LARGEST_BATCHES * max(batches), LEAST_PROMPTS)
     sets, acceptance = prompt_sets(options.model, params, model, most, num_steps)
     about = {
         "date": datetime.date.today().isoformat(),
