@@ -11,20 +11,25 @@ def add_model(parser) -> None:
     parser.add_argument("--model-path", "--model", required=True, help="a checkpoint, or a run folder with one")
 
 
+def progress_bar(*columns):
+    """A `rich` bar on the error stream, if that is a terminal, which goes when all is done."""
+    import rich.console
+    from rich.progress import Progress
+
+    console = rich.console.Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
 @contextlib.contextmanager
 def bytes_done(source: str, target: str):
     """Yields what takes counts of bytes: a bar with bytes/s on a terminal, and one closing line everywhere."""
-    import rich.console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    console = rich.console.Console(stderr=True)
     place = pathlib.Path(source)
     total = sum(file.stat().st_size for file in (place, *place.rglob("*")) if file.is_file())
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     done, begin = 0, time.perf_counter()
-    with Progress(
-        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
+    with progress_bar(*columns, TimeRemainingColumn()) as bar:
         task = bar.add_task(pathlib.Path(target).name, total=total)
 
         def advance(count: int) -> None:

@@ -6,7 +6,7 @@ import sys
 
 import jsonargparse
 
-from mtpjax.commands.common import add_model, bytes_done
+from mtpjax.commands.common import add_model, bytes_done, progress_bar
 from mtpjax.decode.options import add_draft_flags, add_shape_flags, draft_settings
 
 
@@ -125,7 +125,6 @@ def _add_prompts(parser, *, required: bool, count: int) -> None:
 
 def _profile(options) -> int:
     import rich.console
-    from rich.progress import Progress
 
     from mtpjax.checkpoint import find, load
     from mtpjax.decode import profile
@@ -136,8 +135,7 @@ def _profile(options) -> int:
     acceptance = None if options.acceptance is None else profile.read_acceptance(options.acceptance)
     model, params = load(find(options.model_path))
     output = profile.default_path(options.model_path) if options.output is None else options.output
-    console = rich.console.Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+    with progress_bar() as bar:
         task = bar.add_task("compiling and measuring", total=None)
         measured = profile.measure(
             params,
@@ -204,7 +202,6 @@ def _eval(options) -> int:
 
 def _eval_acceptance(options) -> int:
     import rich.console
-    import rich.progress
 
     from mtpjax.atomic import write_text
     from mtpjax.checkpoint import find, load
@@ -229,8 +226,7 @@ def _eval_acceptance(options) -> int:
     console = rich.console.Console()
     if cut:
         print(f"{cut} of {len(prompts)} prompts are cut to {most} tokens", file=sys.stderr)
-    errors = rich.console.Console(stderr=True)
-    with rich.progress.Progress(console=errors, transient=True, disable=not errors.is_terminal) as bar:
+    with progress_bar() as bar:
         task = bar.add_task("prompts", total=len(prompts))
         acceptance = measure_acceptance(
             params,
