@@ -37,7 +37,7 @@ GAP_MEMORY, USUAL_GAPS = 12, 8.0  # gaps that a row remembers; what the usual on
 FADING = 0.99  # of a count, per round in which its level was not tried
 HOPED_DRAFTS, GAIN = 3.0, 1.2  # a probe: so many drafts more, all accepted, would make some depth pay by this factor
 SHORTEST_WAIT, LONGEST_WAIT = 8, 96  # rounds from one probe to the next
-OPTIMISM, ENOUGH = 0.1, 8.0  # `Policy.optimism` where rates were measured; the drafts per row that halve it
+OPTIMISM, ENOUGH = 0.1, 8.0  # by which depths of 2 or more count for more, if measured; drafts per row that halve it
 CHANGES = 16  # rounds that a change of depth is spread over, for batches whose rows are replaced
 SLOWEST = 6  # power of the mean over rows' times: 1 is their sum, large ones the slowest row's
 SLOWEST_MEASURED = 20  # most that half the batch size makes of it where measured rates temper the noise
@@ -50,8 +50,7 @@ class Policy(flax.struct.PyTreeNode):
     change: jax.Array  # [] float32, what a round takes longer that follows one of another depth, in that unit
     prior: jax.Array  # [S] float32, rate of each level before anything is known
     usual: jax.Array  # [S+1] float32, `regularity` of the texts that `prior` was measured on; 1 where it was not
-    measured_drafts: jax.Array  # [] float32, drafts that it is worth more at level 1, for having been measured
-    optimism: jax.Array  # [] float32, share by which a depth of 2 or more counts for more until it was tried
+    is_measured: jax.Array  # [] float32, 1 where `prior` was measured on other texts, 0 where it is a guess
     trust: jax.Array  # [B] float32, odds that it holds for the row, by what became of its first drafts of each round
     reached: jax.Array  # [B, S] float32, fading count of drafts of level k verified with all before them accepted
     accepted: jax.Array  # [B, S] float32, those of them that were accepted
@@ -78,10 +77,8 @@ def init_policy(costs, batch: int, *, change=0.0, prior=None, lengths=None) -> P
     costs = jnp.asarray(costs, jnp.float32)
     assert costs.ndim == 1 and costs.shape[0] > 1, "costs of depth 0 and of at least one more"
     zero, one, by_depth = jnp.zeros((), jnp.int32), jnp.ones(()), jnp.zeros((batch, costs.shape[0]), jnp.float32)
-    measured_drafts, optimism, slowest = 0.0, 0.0, SLOWEST
-    if prior is not None:
-        measured_drafts, optimism = MEASURED_DRAFTS, OPTIMISM
-        slowest = max(SLOWEST, min(batch // 2, SLOWEST_MEASURED))
+    is_measured = prior is not None
+    slowest = max(SLOWEST, min(batch // 2, SLOWEST_MEASURED)) if is_measured else SLOWEST
     prior = jnp.broadcast_to(jnp.asarray(PRIOR if prior is None else prior, jnp.float32), costs[1:].shape)
     usual = jnp.ones(costs.shape)
     if lengths is not None:
@@ -91,8 +88,7 @@ def init_policy(costs, batch: int, *, change=0.0, prior=None, lengths=None) -> P
         change=change * one,
         prior=prior,
         usual=usual,
-        measured_drafts=measured_drafts * one,
-        optimism=optimism * one,
+        is_measured=is_measured * one,
         trust=jnp.full(batch, MOST_TRUST),
         reached=by_depth[:, 1:],
         accepted=by_depth[:, 1:],
@@ -189,7 +185,7 @@ def rates(policy: Policy, active: jax.Array, *, trusting: bool = True) -> jax.Ar
         (counts * active[:, None]).sum(axis=0)[None, :] - counts * active[:, None]
         for counts in (policy.reached, policy.accepted)
     )
-    measured = policy.measured_drafts * jnp.minimum(policy.trust, 1) if trusting else jnp.zeros(active.shape)
+    measured = MEASURED_DRAFTS * policy.is_measured * jnp.minimum(policy.trust, 1) * trusting
     known = policy.reached[:, 0] / (policy.reached[:, 0] + BORROWED_DRAFTS)
     strength, prior = PRIOR_DRAFTS, policy.prior[0]
     columns = []
@@ -233,8 +229,8 @@ def _choose(policy: Policy, active: jax.Array, remaining: jax.Array | None) -> t
     rate = rates(policy, active, trusting=remaining is not None)  # one bad guess of many counts where all are awaited
     pace = regularity(policy)
     score = _worth(policy, rate, pace, active, remaining)
-    hopes = jnp.pad(policy.optimism / (1 + policy.tried[1:] / ENOUGH), (2, 0))
-    best = jnp.argmax(score * (1 + hopes)).astype(jnp.int32)
+    bonus = jnp.pad(OPTIMISM * policy.is_measured / (1 + policy.tried[1:] / ENOUGH), (2, 0))
+    best = jnp.argmax(score * (1 + bonus)).astype(jnp.int32)
     evidence = (policy.reached * active[:, None]).sum(axis=0)[None, :]
     hoped = (rate * evidence + HOPED_DRAFTS) / (evidence + HOPED_DRAFTS)
     is_deeper = jnp.arange(1, rate.shape[1] + 1)[None, :] > best
