@@ -37,7 +37,7 @@ from mtpjax.timing import limit_threads, threads_for
 
 NEW_TOKENS = 128
 LEAST_PROMPTS = 16  # of a cell; small batches decode them one after the other
-BATCHES, LARGEST_BATCHES = 4, 2  # of a cell, and of one of the largest batch size
+BATCHES, LARGEST_BATCHES = 8, 2  # of a cell, and of one of the largest batch size
 RATE_PROMPTS = 32  # to count acceptance on
 
 

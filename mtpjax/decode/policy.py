@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 
 PRIOR, PRIOR_DRAFTS = 0.75, 3.0  # rate before anything is known, and the drafts that it is worth at level 1
-MEASURED_DRAFTS, DEEPER = 21.0, 0.5  # what it is worth more where it was measured, if trusted; share of it deeper down
+MEASURED_DRAFTS, DEEPER = 35.0, 0.5  # what it is worth more where it was measured, if trusted; share of it deeper down
 MOST_TRUST, LEAST_TRUST = 1000.0, 1 / 32  # odds that measured rates hold for a row: at first, and when they do not
 BORROWED_DRAFTS = 2.0  # what the level before is worth at a deeper one; what either is beside the other rows' drafts
 OTHERS_DRAFTS = 1.0  # most that the other rows' drafts are worth at a deeper level; at level 1 all of them count
@@ -37,10 +37,9 @@ GAP_MEMORY, USUAL_GAPS = 12, 8.0  # gaps that a row remembers; what the usual on
 FADING = 0.99  # of a count, per round in which its level was not tried
 HOPED_DRAFTS, GAIN = 3.0, 1.2  # a probe: so many drafts more, all accepted, would make some depth pay by this factor
 SHORTEST_WAIT, LONGEST_WAIT = 8, 96  # rounds from one probe to the next
-OPTIMISM, ENOUGH = 0.1, 8.0  # by which depths of 2 or more count for more, if measured; drafts per row that halve it
+OPTIMISM, ENOUGH = 0.05, 8.0  # by which depths of 2 or more count for more, if measured; drafts per row that halve it
 CHANGES = 16  # rounds that a change of depth is spread over, for batches whose rows are replaced
-SLOWEST = 6  # power of the mean over rows' times: 1 is their sum, large ones the slowest row's
-SLOWEST_MEASURED = 20  # most that half the batch size makes of it where measured rates temper the noise
+SLOWEST, SLOWEST_MEASURED = 6, 12  # power of the mean over rows' times: 1 is their sum, large ones the slowest row's
 
 
 class Policy(flax.struct.PyTreeNode):
@@ -78,7 +77,6 @@ def init_policy(costs, batch: int, *, change=0.0, prior=None, lengths=None) -> P
     assert costs.ndim == 1 and costs.shape[0] > 1, "costs of depth 0 and of at least one more"
     zero, one, by_depth = jnp.zeros((), jnp.int32), jnp.ones(()), jnp.zeros((batch, costs.shape[0]), jnp.float32)
     is_measured = prior is not None
-    slowest = max(SLOWEST, min(batch // 2, SLOWEST_MEASURED)) if is_measured else SLOWEST
     prior = jnp.broadcast_to(jnp.asarray(PRIOR if prior is None else prior, jnp.float32), costs[1:].shape)
     usual = jnp.ones(costs.shape)
     if lengths is not None:
@@ -101,7 +99,7 @@ def init_policy(costs, batch: int, *, change=0.0, prior=None, lengths=None) -> P
         promise=one,
         wait=zero + SHORTEST_WAIT,
         interval=zero + SHORTEST_WAIT,
-        slowest=slowest,
+        slowest=SLOWEST_MEASURED if is_measured else SLOWEST,
     )
     settled, deeper, promise, _ = _choose(policy, jnp.ones(batch, bool), None)
     depth = jnp.where(settled == 0, deeper, settled)  # the first round is the cheapest to learn from
