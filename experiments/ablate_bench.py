@@ -96,6 +96,7 @@ def _lively_prompts(path, model: MTPModel, params, settings: Settings, *, num_pr
         prompt_length=length,
         continuation_length=settings.max_new_tokens,
         seed=settings.seed,
+        least=num_prompts,
     )
     config, lively, at_once = DecodeConfig(max_new_tokens=settings.max_new_tokens), [], 4 * num_prompts
     for begin in range(0, len(candidates), at_once):

@@ -92,10 +92,11 @@ class Cell:
 
     @property
     def flags(self) -> str:
-        """The setting as SGLang's flags."""
+        """The setting as SGLang's flags; the rule too, where it is not the default one."""
+        is_default = self.acceptance in _meant("auto", self.topk, self.temperature)
         return (
             f"--speculative-num-steps {self.num_steps} --speculative-eagle-topk {self.topk} "
-            f"--speculative-num-draft-tokens {self.num_nodes}"
+            f"--speculative-num-draft-tokens {self.num_nodes}{'' if is_default else f' --acceptance {self.acceptance}'}"
         )
 
 

@@ -107,6 +107,10 @@ def recommendation(
         "- ratio: tokens/s over those of plain decoding of the same prompts, batch and temperature, in turns; 95 %",
         "- ideal: accept length over what the passes of a round cost in plain steps; what sampling costs is not in it",
     ]
+    alone = sorted(size for size in settings.batch_sizes if len(workload.batches(size)) == 1)
+    if alone:
+        sizes = ", ".join(map(str, alone))
+        lines.append(f"- the prompts are one batch of {sizes}: intervals there tell of timing, not of other prompts")
     waited = max(row["waited"] for row in rows)
     if waited > QUIET:
         lines += [f"- others used the machine: it waited for a core up to {waited:.0%} of a cell's time. Run it again"]

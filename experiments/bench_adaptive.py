@@ -118,13 +118,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--num-steps", type=int, default=3, help="deepest round (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=12, help="measurements per cell (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=0, help="0: all, but 1 for a model below 16 MB")
-    parser.add_argument("--quick", action="store_true", help="one batch size, two levels: to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="one batch size, one level: to see that it runs")
     parser.add_argument("--output", type=pathlib.Path, default=None, help="JSON file of the figures")
     options = parser.parse_args(argv)
     batches, num_steps, rounds = (options.batch, options.num_steps, options.rounds)
     most = max(LARGEST_BATCHES * max(batches), LEAST_PROMPTS)
     if options.quick:
-        batches, num_steps, rounds, most = [2], 2, 2, 4
+        batches, num_steps, rounds, most = [2], 1, 2, 4
     console = Console(highlight=False)
     limit_threads(options.threads or threads_for(options.model))
     model, params = load(options.model)

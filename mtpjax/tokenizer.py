@@ -54,6 +54,13 @@ class Tokenizer(Protocol):
         ...
 
 
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"text holds a lone surrogate at character {error.start}: it has no UTF-8") from error
+
+
 @dataclasses.dataclass(frozen=True)
 class ByteTokenizer:
     """One token per UTF-8 byte. Byte 0 never occurs in text, so it ends a document."""
@@ -69,10 +76,7 @@ class ByteTokenizer:
         position = text.find("\0")
         if position >= 0:
             raise ValueError(f"text holds NUL at character {position}: byte 0 is the end token")
-        try:
-            return list(text.encode("utf-8"))
-        except UnicodeEncodeError as error:
-            raise ValueError(f"text holds a lone surrogate at character {error.start}: it has no UTF-8") from error
+        return list(_utf8(text))
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, ints or a 1-D integer array: end tokens skipped, bytes that are no UTF-8 as U+FFFD.
@@ -132,6 +136,8 @@ class FileTokenizer:
         self.digest = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
+        """Raises ValueError for lone surrogates."""
+        _utf8(text)
         return self._tokenizer.encode(text).ids
 
     def decode(self, ids: Iterable[int]) -> str:

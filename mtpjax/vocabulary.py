@@ -57,10 +57,10 @@ def count_tokens(
     counts = np.zeros(vocab_size, np.int64)
     skipped = []
     for file in files:
-        done = 0
+        done, found = 0, np.zeros_like(counts)
         try:
             for piece in _pieces(file):
-                counts += np.bincount(np.asarray(tokenizer.encode(piece), np.int64), minlength=vocab_size)
+                found += np.bincount(np.asarray(tokenizer.encode(piece), np.int64), minlength=vocab_size)
                 size = len(piece.encode())
                 done += size
                 progress(size)
@@ -68,6 +68,8 @@ def count_tokens(
             if len(files) == 1:
                 raise
             skipped.append(str(file))
+        else:
+            counts += found
         progress(max(file.stat().st_size - done, 0))
     if not counts.any():
         raise ValueError(f"{len(files)} files hold no token")

@@ -48,10 +48,10 @@ def test_help_does_not_wait_for_jax():
 
 
 def test_generate_prints_the_text_and_checks_it(checkpoint, capsys):
-    arguments = ["generate", "--model", str(checkpoint), "--prompt", "def ", "--max-new-tokens", "8", "--check"]
+    arguments = ["generate", "--model", str(checkpoint), "--prompt", "\tdef\f", "--max-new-tokens", "8", "--check"]
     assert exit_code(arguments) == 0
     captured = capsys.readouterr()
-    assert captured.out.startswith("def ")
+    assert captured.out.startswith("\tdef\f")  # as it is, for it may be written to a file
     assert "accept length" in captured.err
     assert "identical to plain decoding: yes" in captured.err
 
@@ -98,6 +98,8 @@ def test_generate_chooses_the_depth_by_a_profile(checkpoint, tmp_path, capsys):
     assert exit_code(["profile", "--model", str(model), "--num-steps", "1", "--context", "40", "--rounds", "1"]) == 0
     assert exit_code(arguments) == 0
     assert "identical to plain decoding: yes" in capsys.readouterr().err
+    (model / "profile.json").rename(tmp_path / "elsewhere.json")
+    assert exit_code([*arguments, "--profile", str(tmp_path / "elsewhere.json")]) == 0
 
 
 def test_generate_drafts_from_a_vocabulary(checkpoint, tmp_path, capsys):
@@ -201,7 +203,9 @@ def test_profile_measures_rounds_and_stores_them(checkpoint, tmp_path, capsys):
     file = tmp_path / "costs.json"
     acceptance = tmp_path / "rates.json"
     overall = {"decoded": {"conditional": [{"value": 0.75}]}, "predicted": {"accept_length_at_depth": [{"value": 1.7}]}}
-    acceptance.write_text(json.dumps({"figures": {"overall": overall}}))
+    asked = {"speculative_eagle_topk": 1, "acceptance": "auto"}
+    asked |= {"speculative_accept_threshold_single": 1.0, "speculative_accept_threshold_acc": 1.0}
+    acceptance.write_text(json.dumps({"settings": asked, "figures": {"overall": overall}}))
     arguments = ["--batch", "1", "3", "--num-steps", "1", "--context", "40", "--rounds", "1", "--output", str(file)]
     arguments += ["--acceptance", str(acceptance)]
     assert exit_code(["profile", "--model", str(checkpoint), *arguments]) == 0

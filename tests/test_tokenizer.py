@@ -71,6 +71,8 @@ def test_a_tokenizer_file_survives_the_round_trip_and_streams(folder, text):
     stream = tokenizer.stream()
     assert tokenizer.decode(ids) == "".join(map(stream, ids)) + stream(None) == text
     assert tokenizer.decode([*ids, 258]) == text and tokenizer.eos_token_ids == (258, 7)
+    with pytest.raises(ValueError, match=f"surrogate at character {len(text)}"):
+        tokenizer.encode(text + "\ud83d")
 
 
 def test_a_conversation_follows_the_template(folder):

@@ -29,12 +29,13 @@ def test_counts_are_those_of_all_texts_however_cut(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("ab\nab\nfünf\nabab")
     (tmp_path / "b.jsonl").write_text('{"question": "b", "answer": "bb", "category": "zzz"}\n{"turns": ["c", "d"]}\n')
     (tmp_path / "c.bin").write_bytes(b"\xff\0")
+    (tmp_path / "d.jsonl").write_text('{"text": "zzz"}\n{"text": "\\ud83d"}\n')  # half a character in the second
     told = []
     files = corpus_files(tmp_path)
     corpus = count_tokens(files, ByteTokenizer(), 256, progress=told.append)
     expected = np.bincount(np.frombuffer("ab\nab\nfünf\nababbbbcd".encode(), np.uint8), minlength=256)
     assert (corpus.counts == expected).all()
-    assert corpus.num_files == 2 and corpus.skipped == (str(tmp_path / "c.bin"),)
+    assert corpus.num_files == 2 and corpus.skipped == (str(tmp_path / "c.bin"), str(tmp_path / "d.jsonl"))
     assert sum(told) == sum(file.stat().st_size for file in files)
 
 

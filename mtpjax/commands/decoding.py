@@ -1,6 +1,7 @@
 """`mtpjax generate` and `regenerate`."""
 
 import dataclasses
+import pathlib
 import sys
 from typing import Any
 
@@ -24,6 +25,7 @@ def add(commands) -> None:
         default="fixed",
         help="'adaptive': at most so many levels, by what `mtpjax profile` measured (default: %(default)s)",
     )
+    generate.add_argument("--profile", default=None, help="its file (default: profile.json in the model's folder)")
     add_sampling_flags(generate)
     generate.add_argument("--chat", action="store_true", help="take each prompt for a message, by the chat template")
     generate.add_argument("--max-length", type=int, default=None, help="prompt and new tokens (default: the model's)")
@@ -108,6 +110,9 @@ def _print_text(prompt: str, tokens: list[int], origins, stream) -> None:
     import rich.text
 
     console = rich.console.Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:  # rich would replace tabs and leave out other control characters
+        print(prompt, *map(stream, (*tokens, None)), sep="")
+        return
     colours = ("green", "cyan", "magenta", "yellow")
     text = rich.text.Text(prompt, style="bold")
     for token, origin in zip(tokens, origins, strict=False):
@@ -118,14 +123,14 @@ def _print_text(prompt: str, tokens: list[int], origins, stream) -> None:
 
 
 def _decode_config(options, settings: dict[str, Any], model, tokenizer):
-    """Of `mtpjax generate`, with `settings` from its flags of drafts; an adaptive depth reads the model's profile."""
+    """Of `mtpjax generate`, with `settings` from its flags of drafts; an adaptive depth reads a profile."""
     from mtpjax.decode.config import DecodeConfig
     from mtpjax.decode.profile import load_settings
 
     num_steps = _num_steps(settings.pop("num_steps"), model)
     if options.depth_policy == "adaptive" and num_steps:
-        batch = len(options.prompt)
-        settings |= load_settings(options.model_path, batch=batch, num_steps=num_steps, config=model.config)
+        profile = options.profile or options.model_path
+        settings |= load_settings(profile, batch=len(options.prompt), num_steps=num_steps, config=model.config)
     return DecodeConfig(
         max_new_tokens=options.max_new_tokens,
         num_steps=num_steps,
@@ -147,11 +152,14 @@ def _regenerate(options) -> int:
     from mtpjax import checkpoint
     from mtpjax.decode.config import DecodeConfig
     from mtpjax.decode.regenerate import Request, regenerate
+    from mtpjax.decode.regenerate_output import about_path
     from mtpjax.tokenizer import load_tokenizer
     from mtpjax.vocabulary import corpus_files
 
     names = ("chat", "prompt_tokens", "batch_size", "seed")
-    settings, paths = draft_settings(options), corpus_files(options.data, options.pattern)
+    settings, output = draft_settings(options), pathlib.Path(options.output).resolve()
+    own = (output, about_path(output))  # the data's folder may hold them
+    paths = [file for file in corpus_files(options.data, options.pattern) if file.resolve() not in own]
     path = checkpoint.find(options.model_path)
     model, params = checkpoint.load(path)
     tokenizer = load_tokenizer(path, model.config.vocab_size)

@@ -239,12 +239,12 @@ def _eval_acceptance(options) -> int:
             progress=lambda count: bar.update(task, advance=count),
         )
     figures = report(acceptance, [prompt.category for prompt in chosen])
-    print_report(console, figures)
-    identical = int(acceptance.is_identical.sum())
     if options.output is not None:
         settings = {name: value for name, value in vars(options).items() if isinstance(value, (str, int, float, list))}
         content = {"settings": settings, "prompts_cut": cut, "figures": to_json(figures)}
         write_text(options.output, json.dumps(content, indent=1, allow_nan=False) + "\n")
+    print_report(console, figures)
+    identical = int(acceptance.is_identical.sum())
     if options.temperature and config.acceptance != "sample":
         return 0
     print(f"identical to plain decoding: {identical} of {len(prompts)}")

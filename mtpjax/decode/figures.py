@@ -81,12 +81,14 @@ def forced_rates(forced: TeacherForced) -> dict[str, Any]:
 
 
 def report(acceptance: Acceptance, categories: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Category -> its figures, "overall" first: `{"prompts", "decoded", "predicted", "teacher_forced", …}`."""
-    names = np.array(categories)
+    """Category -> its figures, "overall" first: `{"prompts", "decoded", "predicted", "teacher_forced", …}`.
+
+    One category alone is the whole; one that is called "overall" itself becomes "category overall".
+    """
+    names, distinct = np.array(categories), dict.fromkeys(categories)
     groups = {"overall": np.ones(len(names), bool)}
-    groups |= {f"{name}": names == name for name in dict.fromkeys(categories)}
-    if len(groups) == 2:
-        del groups[categories[0]]  # it is the whole
+    if len(distinct) > 1:
+        groups |= {f"category {name}" if name in groups else name: names == name for name in distinct}
     result = {}
     for name, mask in groups.items():
         part = acceptance.take(mask)
@@ -117,6 +119,8 @@ def to_json(value: Any) -> Any:
 
 def print_report(console, figures: dict[str, dict[str, Any]]) -> None:
     """Two tables, within 80 columns: accept lengths by category, and rates by category and level."""
+    from rich.markup import escape
+
     from mtpjax.tables import narrow_table
 
     def table(title: str, *headings: str):
@@ -143,7 +147,7 @@ def print_report(console, figures: dict[str, dict[str, Any]]) -> None:
         decoded, forced = row["decoded"], row["teacher_forced"]
         predicted = row["predicted"]["accept_length"].value
         lengths.add_row(
-            name,
+            escape(name),
             str(row["prompts"]),
             spread(decoded["accept_length"], 2),
             spread(decoded["accept_length_macro"], 2),
@@ -167,7 +171,7 @@ def print_report(console, figures: dict[str, dict[str, Any]]) -> None:
         decoded, forced = row["decoded"], row["teacher_forced"]
         for level in range(len(decoded["survival"])):
             rates.add_row(
-                name if not level else "",
+                escape(name) if not level else "",
                 str(level + 1),
                 *(f"{forced[key][level].value:.3f}" for key in ("agreement", "conditional", "overlap")),
                 spread(decoded["conditional"][level], 2),

@@ -16,7 +16,7 @@ import numpy as np
 
 from mtpjax.atomic import write_text
 from mtpjax.config import ModelConfig
-from mtpjax.decode.config import DecodeConfig, largest_tree
+from mtpjax.decode.config import LOSSY_RULES, DecodeConfig, largest_tree
 from mtpjax.decode.costs import PLAIN, CostMeter, Costs, Shape, widest_write
 from mtpjax.decode.loop import least_rows
 from mtpjax.model import MTPModel
@@ -254,11 +254,21 @@ def _is_usable(rates: list[float], lengths: list[float]) -> bool:
 
 
 def read_acceptance(path) -> dict[str, list[float]]:
-    """`usable_acceptance` of what `mtpjax eval acceptance --output` wrote. Raises `ValueError` in one line."""
+    """`usable_acceptance` of what `mtpjax eval acceptance --output` wrote. Raises `ValueError` in one line.
+
+    Trees and lossy rules are refused: adaptive depth drafts chains, which accept less.
+    """
     try:
-        return usable_acceptance(json.loads(pathlib.Path(path).read_bytes())["figures"]["overall"])
+        content = json.loads(pathlib.Path(path).read_bytes())
+        found, asked = usable_acceptance(content["figures"]["overall"]), content["settings"]
+        is_chain = asked["speculative_eagle_topk"] == 1
+        thresholds = (asked[f"speculative_accept_threshold_{name}"] for name in ("single", "acc"))
+        is_lossy = asked["acceptance"] in LOSSY_RULES or min(thresholds) < 1
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is not what `mtpjax eval acceptance --output` wrote: {error!r}") from error
+    if is_lossy or not is_chain:
+        raise ValueError(f"{path} is of {'a lossy rule' if is_chain else 'trees'}: adaptive depth needs exact chains")
+    return found
 
 
 def break_even_rate(relative: float, num_steps: int) -> float | None:

@@ -53,11 +53,16 @@ class Tally:
         )
 
 
+def about_path(path: pathlib.Path) -> pathlib.Path:
+    """The file beside the records at `path`."""
+    return path.with_name(f"{path.name}.about.json")
+
+
 class Output:
     """Records in the file at `path`; `tally` is how far they are."""
 
     def __init__(self, path: pathlib.Path, file: IO[bytes], settings: Mapping[str, Any], kind: str):
-        self.path, self.about_path, self.file = path, path.with_name(f"{path.name}.about.json"), file
+        self.path, self.about_path, self.file = path, about_path(path), file
         self.settings, self.kind, self.tally = json.loads(json.dumps(dict(settings))), kind, Tally()
         self.size, self.digest = 0, hashlib.sha256()
 

@@ -225,12 +225,18 @@ def _mixed_numbers(
 
 
 def held_out_prompts(
-    documents: Sequence[Document], *, count: int, prompt_length: int, continuation_length: int, seed: int
+    documents: Sequence[Document],
+    *,
+    count: int,
+    prompt_length: int,
+    continuation_length: int,
+    seed: int,
+    least: int | None = None,
 ) -> list[list[int]]:
     """`count` prompts of `prompt_length` byte tokens, each from a line's start, each with a continuation in its file.
 
     Every file gives one prompt before any gives a second; copies of a file count as one, and no start is used twice.
-    Raises ValueError, with the number found, if the documents hold fewer.
+    Raises ValueError, with the number found, if the documents hold fewer; or, with `least`, fewer than that.
     """
     if min(count, prompt_length) < 1 or continuation_length < 0:
         raise ValueError(f"no prompts: {count=}, {prompt_length=}, {continuation_length=}")
@@ -242,10 +248,11 @@ def held_out_prompts(
         starts = starts[starts + prompt_length + continuation_length <= len(distinct[index])]
         places += [(turn, index, start) for turn, start in enumerate(rng.permutation(starts)[:count])]
     places.sort(key=lambda place: place[0])  # stable: the shuffled order of the documents stays
-    if len(places) < count:
+    least = count if least is None else least
+    if len(places) < least:
         raise ValueError(
             f"{len(distinct)} held-out documents hold {len(places)} prompts of {prompt_length} tokens with"
-            f" {continuation_length} to follow; {count} were asked for"
+            f" {continuation_length} to follow; {least} were asked for"
         )
     return [distinct[index][start : start + prompt_length].tolist() for _, index, start in places[:count]]
 

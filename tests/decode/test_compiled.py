@@ -223,7 +223,7 @@ def test_every_rule_and_policy_keeps_to_that(name, kind, batch):
 
 @pytest.mark.h100
 @pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.bfloat16])
-@pytest.mark.parametrize("num_steps", [0, 1, 3])
+@pytest.mark.parametrize("num_steps", [0, pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("kind", ["grouped", "latent"])
 def test_on_an_h100_the_loop_updates_caches_in_place_and_copies_no_weight(kind, batch, num_steps, dtype):
@@ -240,7 +240,7 @@ def test_on_an_h100_every_rule_and_policy_keeps_to_that(name, kind, batch):
 
 
 @pytest.mark.h100
-@pytest.mark.parametrize(("batch", "num_steps"), [(1, 0), (1, 3), (4, 1)])
+@pytest.mark.parametrize(("batch", "num_steps"), [(1, 0), (4, 3), pytest.param(4, 1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", list(CONFIGS))
 def test_on_an_h100_the_loop_with_kernels_copies_no_weight_not_even_of_experts(kind, batch, num_steps):
     plan = chain(num_steps)
@@ -250,13 +250,13 @@ def test_on_an_h100_the_loop_with_kernels_copies_no_weight_not_even_of_experts(k
 @pytest.mark.parametrize(
     ("config", "how"),
     [
-        (presets["tiny-moe"], {}),
+        (dataclasses.replace(presets["tiny-moe"], num_hidden_layers=2), {}),
         (
             dataclasses.replace(presets["deepseek-v3"], num_hidden_layers=2, first_k_dense_replace=1),
             {"dtype": jnp.bfloat16, "has_fp8_experts": True},
         ),
     ],
-    ids=["tiny-moe", "2 layers of DeepSeek-V3"],
+    ids=["2 layers of tiny-moe", "2 layers of DeepSeek-V3"],
 )
 def test_the_call_with_its_kernels_lowers_for_both_platforms(config, how):
     call, shapes = call_of(config, 4, chain(1), platform="cuda", implementation="triton", **how)

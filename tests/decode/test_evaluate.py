@@ -114,11 +114,14 @@ def test_intervals_are_those_of_a_binomial_share():
 
 def test_tables_fit_80_columns_and_json_has_no_nan(mixed):
     _, _, acceptance = mixed
-    figures = report(acceptance, ["math_reasoning", "b", "math_reasoning", "b", "b"])
+    figures = report(acceptance, ["math_reasoning", "overall", "math_reasoning", "[/b]", "[/b]"])
+    assert list(figures) == ["overall", "math_reasoning", "category overall", "[/b]"]
+    assert figures["overall"]["prompts"] == 5 and figures["category overall"]["prompts"] == 1
     file = io.StringIO()
     print_report(rich.console.Console(file=file, width=80), figures)
-    assert "math_reasoning" in file.getvalue() and max(map(len, file.getvalue().splitlines())) <= 80
-    assert "…" not in file.getvalue()
+    shown = file.getvalue()
+    assert "math_reasoning" in shown and "[/b]" in shown and max(map(len, shown.splitlines())) <= 80
+    assert "…" not in shown
     json.dumps(to_json(figures), allow_nan=False)
 
 

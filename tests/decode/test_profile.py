@@ -95,8 +95,12 @@ def test_the_nearest_batch_size_is_taken(tmp_path):
     assert load_settings(file, batch=1000, num_steps=0)["depth_costs"] == (1.0,)
 
 
+ASKED = {"speculative_eagle_topk": 1, "acceptance": "auto"}
+ASKED |= {f"speculative_accept_threshold_{name}": 1.0 for name in ("single", "acc")}
+
+
 def figures(rates, lengths):
-    """What `mtpjax eval acceptance --output` writes, as far as it is read."""
+    """What `mtpjax eval acceptance --output` writes beside ASKED, as far as it is read."""
     decoded, predicted = ([{"value": value} for value in values] for values in (rates, lengths))
     return {"decoded": {"conditional": decoded}, "predicted": {"accept_length_at_depth": predicted}}
 
@@ -105,7 +109,7 @@ def test_rates_and_lengths_are_those_that_acceptance_was_measured_at(tmp_path):
     file, least = tmp_path / "rates.json", profile.LEAST_RATE
 
     def read(*found):
-        file.write_text(json.dumps({"figures": {"overall": figures(*found)}}))
+        file.write_text(json.dumps({"settings": ASKED, "figures": {"overall": figures(*found)}}))
         return read_acceptance(file)
 
     acceptance = read([0.8, 0.0, None], [1.75, 1.9, 1.9])  # a level that was never reached has no rate
@@ -121,9 +125,24 @@ def test_rates_and_lengths_are_those_that_acceptance_was_measured_at(tmp_path):
     unpredicted = stored(tmp_path, 1, acceptance=read([0.8, 0.5], [None, None]))
     assert load_settings(unpredicted, batch=1, num_steps=2)["depth_lengths"] == pytest.approx((1.8, 2.2))
     for damaged in (figures([1.5], [1.5]), figures([None], [None]), figures([0.5], [2.5]), {}, [1]):
-        file.write_text(json.dumps({"figures": {"overall": damaged}}))
+        file.write_text(json.dumps({"settings": ASKED, "figures": {"overall": damaged}}))
         with pytest.raises(ValueError, match=r"is not what `mtpjax eval acceptance --output` wrote"):
             read_acceptance(file)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"speculative_eagle_topk": 4}, "of trees"),
+        ({"acceptance": "relaxed"}, "of a lossy rule"),
+        ({"speculative_accept_threshold_acc": 0.5}, "of a lossy rule"),
+    ],
+)
+def test_acceptance_of_trees_and_lossy_rules_is_no_chains(asked, said, tmp_path):
+    file = tmp_path / "rates.json"
+    file.write_text(json.dumps({"settings": ASKED | asked, "figures": {"overall": figures([0.5], [1.5])}}))
+    with pytest.raises(ValueError, match=f"{said}: adaptive depth needs exact chains"):
+        read_acceptance(file)
 
 
 def test_what_is_missing_is_told(tmp_path, small):

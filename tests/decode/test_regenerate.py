@@ -348,3 +348,5 @@ def test_the_command_writes_tells_and_goes_on(checkpoint, tmp_path, capsys, monk
         error = capsys.readouterr().err.strip()
         assert text in error and len(error.splitlines()) == 1
     assert command(["--help"]) == 0 and "--prompt-tokens" in capsys.readouterr().out
+    among_the_data = [*arguments[:6], "--output", folder / "answers.txt", *arguments[8:]]
+    assert command(among_the_data) == command(among_the_data) == 0  # but none of it

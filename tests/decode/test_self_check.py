@@ -28,7 +28,8 @@ def trained(tmp_path_factory):
         (folder / f"{number}.py").write_text("\n    return\n".join(lines))
     narrow = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "head_dim": 8, "num_mtp_modules": 2}
     model = MTPModel(dataclasses.replace(presets["tiny"], **narrow))
-    settings = {"data": str(folder), "held_out_fraction": 0.2, "steps": 150, "row_length": 64, "panel_prompts": 0}
+    settings = {"data": str(folder), "held_out_fraction": 0.2, "panel_prompts": 0}
+    settings |= {"steps": 150, "batch_size": 4, "row_length": 64}
     paths = []
     for seed in (0, 1):
         place, key = tmp_path_factory.mktemp("run"), jax.random.key(seed)

@@ -258,7 +258,12 @@ def test_advice_says_what_how_sure_and_when_not():
     assert "--speculative-num-steps 2 --speculative-eagle-topk 1 --speculative-num-draft-tokens 3" in text
     assert "When not to speculate: batch 8 at temperature 0, batch 16 at temperature 0." in text
     assert "waited for a core up to 20% of a cell's time" in text
+    assert "one batch" not in text and "--acceptance" not in text
     assert "typical" in text and "1 of 10 texts" in text and "left out: a reason (3 cells)" in text
+    settings = dataclasses.replace(SETTINGS, batch_sizes=(2, 4))
+    text = recommendation([row(1.5, temperature=1.0, rule="token")], {}, WORKLOAD, settings, ABOUT)
+    assert "--speculative-num-draft-tokens 2 --acceptance token`" in text
+    assert "one batch of 4: intervals there tell of timing" in text
 
 
 def test_tables_csv_and_pictures_show_every_cell(tmp_path):
@@ -297,6 +302,7 @@ GRID = ["--depths", "1", "2", "--topk", "1", "--temperatures", "0", "--batch-siz
 GRID += ["--max-new-tokens", "8", "--repeats", "2", "--num-prompts", "3"]
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on(checkpoint, tmp_path):
     """The process is killed behind its first cell; the second run measures the other and writes the results."""
     prompts, output = tmp_path / "prompts.txt", tmp_path / "out"

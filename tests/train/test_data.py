@@ -341,8 +341,10 @@ def test_prompts_start_lines_of_different_files_and_have_a_continuation():
 
 
 def test_too_few_prompts_are_an_error_with_the_numbers():
+    asked = {"count": 3, "prompt_length": 3, "continuation_length": 1, "seed": 0}
     with pytest.raises(ValueError, match="1 held-out documents hold 2 prompts of 3 tokens with 1 to follow; 3 were"):
-        data.held_out_prompts([document("abc\nabc\n")], count=3, prompt_length=3, continuation_length=1, seed=0)
+        data.held_out_prompts([document("abc\nabc\n")], **asked)
+    assert len(data.held_out_prompts([document("abc\nabc\n")], **asked, least=2)) == 2
     with pytest.raises(ValueError, match="count=0"):
         data.held_out_prompts([document("abc")], count=0, prompt_length=1, continuation_length=1, seed=0)
 
