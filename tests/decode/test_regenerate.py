@@ -136,7 +136,6 @@ def test_sampled_texts_depend_on_the_number_and_the_seed_alone(rig, run, tmp_pat
     tokenizer = rig[2]
     records = [*TALKS, *TALKS]
     one = run(records, "1.jsonl", temperature=0.9, batch_size=1)[0]
-    assert one == run(records, "3.jsonl", temperature=0.9, batch_size=3)[0]
     assert one == run(records, "8.jsonl", temperature=0.9, batch_size=8)[0]
     assert one != run(records, "seed.jsonl", temperature=0.9, batch_size=8, seed=1)[0]
     texts = [record["messages"] for record in one]

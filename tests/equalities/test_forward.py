@@ -104,7 +104,9 @@ def test_the_scanned_stack_equals_the_unrolled_one(attention, changes, small):
     jax.tree.map(np.testing.assert_array_equal, unstack_layers(stacked, model.config), params)
 
 
-@pytest.mark.parametrize(("attention", "layers"), [("grouped", 3), ("latent", 3), ("hybrid", 4)])
+@pytest.mark.parametrize(
+    ("attention", "layers"), [("grouped", 3), ("latent", 3), pytest.param("hybrid", 4, marks=pytest.mark.slow)]
+)
 def test_the_scanned_stack_has_the_gradients_of_the_unrolled_one(attention, layers, small):
     """The one computes much of the forward pass again, the other keeps all of it."""
     kinds = {"layer_types": ("linear_attention", "full_attention") * 2, "mlp_only_layers": ()}
