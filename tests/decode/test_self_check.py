@@ -1,34 +1,62 @@
-"""A loaded model that drafts otherwise than its trainer measured is told; one that only rounds otherwise is not."""
+"""A loaded model that drafts otherwise than its trainer measured is told; one that only rounds otherwise is not.
+
+No comparison of texts can tell.
+"""
 
 import dataclasses
 import logging
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from conversion import convert
 from conversion.load import load as load_hugging_face
-from mtpjax import MTPModel, TrainConfig, init_params, load, presets, train
+from mtpjax import (
+    DecodeConfig,
+    MTPModel,
+    SamplingParams,
+    TrainConfig,
+    generate,
+    init_params,
+    load,
+    presets,
+    speculative_generate,
+    train,
+)
 from mtpjax.checkpoint import save_model
 from mtpjax.compat import make_mesh
 from mtpjax.decode.self_check import FILE, check_acceptance
+from mtpjax.train import data
+from mtpjax.train.panel import acceptance_panel
+
+CONVENTIONS = [{"mtp_hidden_post_norm": False}, {"mtp_chain_post_norm": False}, {"mtp_input": "hidden_embedding"}]
+HELD_OUT = 0.2
+GROUPS = 8
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """Two runs of a narrow model with two modules, on the same made-up sources, that differ in their seed.
-
-    The scales of two norms start spread out, as those of large checkpoints are (`test_conventions.py`).
-    """
+def texts(tmp_path_factory):
+    """A folder of made-up sources."""
     folder = tmp_path_factory.mktemp("texts")
     words = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "mu"]
     for number in range(60):
         lines = (f"def {words[(number + line) % 12]}_{line}({words[number % 12]}):" for line in range(40))
         (folder / f"{number}.py").write_text("\n    return\n".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(texts, tmp_path_factory):
+    """Two runs of a narrow model with two modules, on the same texts, that differ in their seed.
+
+    The scales of two norms start spread out, as those of large checkpoints are after long training: at one, where they
+    start by default, they would hardly move in so few steps, and the norm after them hides the rest.
+    """
     narrow = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "head_dim": 8, "num_mtp_modules": 2}
     model = MTPModel(dataclasses.replace(presets["tiny"], **narrow))
-    settings = {"data": str(folder), "held_out_fraction": 0.2, "panel_prompts": 0}
+    settings = {"data": str(texts), "held_out_fraction": HELD_OUT, "panel_prompts": 0}
     settings |= {"steps": 150, "batch_size": 4, "row_length": 64}
     paths = []
     for seed in (0, 1):
@@ -66,9 +94,7 @@ def test_a_sharded_model_is_as_measured(trained, caplog):
 @pytest.mark.parametrize(
     "change",
     [
-        {"mtp_hidden_post_norm": False},
-        {"mtp_chain_post_norm": False},
-        {"mtp_input": "hidden_embedding"},
+        *CONVENTIONS,
         {"mtp_chaining": "trunk"},
         {"rope_interleave": True},
     ],
@@ -78,6 +104,48 @@ def test_a_wrong_convention_is_told(change, dtype, trained, caplog):
     model, params = load(trained[0], dtype=dtype)
     wrong = MTPModel(dataclasses.replace(model.config, **change))
     assert differences(trained[0], wrong, params, caplog)
+
+
+@pytest.fixture(scope="module")
+def decoded(texts, trained):
+    """Decodes held-out prompts with some settings of the first run's model changed; greedy texts stay the plain ones.
+
+    Gives the accept length at temperature 1, and those that groups of held-out rows promise at temperature 0.
+    """
+    _, held_out = data.split_held_out(data.read_documents(sorted(texts.iterdir())), HELD_OUT)
+    prompts = data.held_out_prompts(held_out, count=64, prompt_length=64, continuation_length=0, seed=0)
+    rows = next(data.batches(data.pack(held_out, 64, seed=0), 64, seed=0))
+    groups = [jax.tree.map(lambda array, first=first: array[first::GROUPS], rows) for first in range(GROUPS)]
+    model, params = load(trained[0])
+    config = DecodeConfig(max_new_tokens=24, num_steps=2)
+    plain = generate(params, prompts, model=model, config=config)
+
+    def decode(**changes):
+        changed = MTPModel(dataclasses.replace(model.config, **changes))
+        text = speculative_generate(params, prompts, model=changed, config=config).rows()
+        assert text == plain.rows()
+        sampling = SamplingParams(temperature=1.0, seed=list(range(len(prompts))))
+        sampled = speculative_generate(params, prompts, model=changed, config=config, sampling=sampling)
+        panels = [acceptance_panel(params, group, model=changed, num_depths=2) for group in groups]
+        return sampled.stats.accept_length, np.array([panel.accept_length for panel in panels])
+
+    return decode
+
+
+@pytest.fixture(scope="module")
+def sound(decoded):
+    return decoded()
+
+
+@pytest.mark.parametrize("change", CONVENTIONS)
+def test_a_wrong_convention_costs_acceptance_and_no_text_shows_it(change, decoded, sound):
+    (accept_length, promised), (wrong_accept_length, wrong_promised) = sound, decoded(**change)
+    lost = promised - wrong_promised
+    error = lost.std(ddof=1) / np.sqrt(GROUPS)
+    print(f"{change}: accept length {accept_length:.2f} -> {wrong_accept_length:.2f}", end=", ")
+    print(f"over all positions {promised.mean():.2f} -> {wrong_promised.mean():.2f}: {lost.mean():.3f} +- {error:.3f}")
+    assert wrong_accept_length < accept_length
+    assert lost.mean() > 3 * error, (lost, error)
 
 
 def test_modules_of_another_checkpoint_are_told(trained, tmp_path, caplog):
