@@ -3,7 +3,7 @@
 from pallas_kernels.block_scaled_matmul import block_scaled_matmul
 from pallas_kernels.gated_delta import gated_delta, gated_delta_replay, gated_delta_steps, gated_delta_verify
 from pallas_kernels.grouped_matmul import grouped_matmul
-from pallas_kernels.head_top_k import head_top_k
+from pallas_kernels.head_top_k import head_top_k, top_k
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy, linear_total_variation
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.verify_attention import verify_attention
@@ -19,5 +19,6 @@ __all__ = [
     "linear_cross_entropy",
     "linear_total_variation",
     "rms_norm",
+    "top_k",
     "verify_attention",
 ]

@@ -17,7 +17,7 @@ from mtpjax.decode.state import DecodeState, Plan
 from mtpjax.decode.tree import Candidates, ancestry
 from mtpjax.layers.attend import Branches, View, cached_view
 from mtpjax.model import MTPModel, bind
-from pallas_kernels import head_top_k
+from pallas_kernels import head_top_k, top_k
 
 
 class Draft(flax.struct.PyTreeNode):
@@ -227,7 +227,7 @@ class _Free:
             values, tokens, logsumexp = scores.best(self.plan.topk)
             probabilities = jnp.exp(values - logsumexp[:, :, None])
         else:
-            probabilities, tokens = jax.lax.top_k(_spread(scores.logits(), self.state), self.plan.topk)
+            probabilities, tokens = top_k(_spread(scores.logits(), self.state), self.plan.topk)
         self.scores, tokens, self.places, origin = self.candidates.offer(
             probabilities, tokens, self.scores, self.places
         )
@@ -260,7 +260,7 @@ class _Fixed:
         self.probabilities.append(probabilities)
         began = jnp.broadcast_to(state.length[:, None], (B, len(nodes)))
         gumbel = noise.gumbel(state.sampling.seed, began, noise.DRAFT, jnp.array(nodes), V)
-        _, drawn = jax.lax.top_k(
+        _, drawn = top_k(
             jnp.log(probabilities) + jnp.where(is_greedy, 0, gumbel),
             max(len(self.shape.children(node)) for node in nodes),
         )

@@ -9,6 +9,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import top_k
+
 FIRST_RATE = 0.6  # chance that a node's first child is the one accepted
 NEXT_RATE = 0.3  # and of each later child, to that of the one before
 
@@ -37,7 +39,7 @@ class Candidates:
         self.scores.append(scores)
         self.tokens.append(tokens)
         self.parents.append(jnp.repeat(places, topk, axis=1))
-        kept, index = jax.lax.top_k(scores, topk)
+        kept, index = top_k(scores, topk)
         first, self.count = self.count, self.count + scores.shape[1]
         return kept, jnp.take_along_axis(tokens, index, axis=1), first + index, index // topk
 
@@ -47,7 +49,7 @@ class Candidates:
         A child's score is at most its parent's and its flat index larger, so that every node's parent is there.
         """
         scores, tokens, parents = (jnp.concatenate(part, axis=1) for part in (self.scores, self.tokens, self.parents))
-        _, chosen = jax.lax.top_k(scores, num_nodes - 1)
+        _, chosen = top_k(scores, num_nodes - 1)
         chosen = jnp.sort(chosen, axis=1)
         parent = jnp.take_along_axis(parents, chosen, axis=1)
         node = 1 + (chosen[:, None, :] < parent[:, :, None]).sum(axis=2)

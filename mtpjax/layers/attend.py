@@ -126,11 +126,21 @@ def cached_view(
 
 
 def _on_branch(branches: Branches, slots: jax.Array) -> jax.Array:
-    """Which slots `[B, X]` hold a token that those of a tree see: `[B, T, X]`."""
-    index = slots - branches.base[:, None]
-    size = branches.sees.shape[2]
-    index, is_tree = jnp.broadcast_to(jnp.clip(index, 0, size - 1), index.shape), (index >= 0) & (index < size)
-    return jnp.take_along_axis(branches.sees, index[:, None], axis=2) & is_tree[:, None]
+    """Which slots `[B, X]` hold a token that those of a tree see: `[B, T, X]`.
+
+    What a token sees is kept in bits, and read by arithmetic that goes along with every layer's scores: a gather's
+    result lies slots first, and reading it took a CPU as long as the layer's softmax.
+    """
+    index = (slots - branches.base[:, None])[:, None]
+    is_seen = jnp.zeros((), bool)
+    for begin in range(0, branches.sees.shape[2], 32):
+        bits = branches.sees[:, :, begin : begin + 32].astype(jnp.uint32)
+        bits = bits << jax.lax.broadcasted_iota(jnp.uint32, bits.shape, 2)
+        bits = bits.sum(axis=2, keepdims=True, dtype=jnp.uint32)
+        place = index - begin
+        bit = bits >> jnp.clip(place, 0, 31).astype(jnp.uint32)
+        is_seen |= (place >= 0) & (place < 32) & ((bit & 1) == 1)
+    return is_seen
 
 
 def attend(q: jax.Array, sources: list[tuple[jax.Array, jax.Array]], masks: Masks, *, scale: float) -> jax.Array:

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from mtpjax.config import ModelConfig
 from mtpjax.quantized import is_scaled, matrix_product
-from pallas_kernels import grouped_matmul
+from pallas_kernels import grouped_matmul, top_k
 
 LEAST_BLOCK = 16  # of fp8 weights that a kernel takes
 
@@ -42,11 +42,11 @@ def route(logits: jax.Array, bias: jax.Array | None, config: ModelConfig) -> tup
     choice = scores if bias is None else scores + bias[None, :]
     if config.n_group > 1:
         grouped = choice.reshape(n, config.n_group, -1)
-        best_two = jax.lax.top_k(grouped, min(2, grouped.shape[-1]))[0].sum(axis=-1)
-        _, kept = jax.lax.top_k(best_two, config.topk_group)
+        best_two = top_k(grouped, min(2, grouped.shape[-1]))[0].sum(axis=-1)
+        _, kept = top_k(best_two, config.topk_group)
         is_kept = jax.nn.one_hot(kept, config.n_group).sum(axis=1) > 0
         choice = jnp.where(is_kept[:, :, None], grouped, -jnp.inf).reshape(n, E)
-    _, ids = jax.lax.top_k(choice, config.num_experts_per_tok)
+    _, ids = top_k(choice, config.num_experts_per_tok)
     weights = jnp.take_along_axis(scores, ids, axis=-1)
     if config.norm_topk_prob:
         weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mtpjax import DecodeConfig, SamplingParams, generate, speculative_generate
-from pallas_kernels import head_top_k
+from pallas_kernels import head_top_k, top_k
 from pallas_kernels.head_top_k import head_top_k_reference
 
 interpreted = functools.partial(head_top_k, implementation="interpreted")
@@ -47,6 +47,17 @@ def test_kernel_matches_reference(shape, size, num_tokens, k, is_transposed, dty
     hidden, head = inputs(key, shape, size, is_transposed, dtype)
     options = {"k": k, "num_tokens": num_tokens, "is_transposed": is_transposed}
     assert_same(interpreted(hidden, head, **options), head_top_k_reference(hidden, head, **options))
+
+
+@pytest.mark.parametrize("k", [1, 4, 26, 27, 70])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_top_k_is_what_jax_gives(k, dtype, key):
+    values = jax.random.normal(key, (3, 2, 70), dtype)
+    values = values.at[0].set(jnp.round(values[0]) + 0.0)  # equal ones, no -0
+    values = values.at[1, 0, 2:].set(-jnp.inf).at[1, 1].set(-jnp.inf)
+    for found, expected in zip(jax.jit(top_k, static_argnums=1)(values, k), jax.lax.top_k(values, k), strict=True):
+        assert found.dtype == expected.dtype
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_reference_is_what_jax_says_of_the_logits(key):
