@@ -1,5 +1,6 @@
 """The command line: help that answers, one line and the right exit code for what is wrong."""
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -10,10 +11,11 @@ import numpy as np
 import pytest
 import tokenizers
 
-from mtpjax import DecodeConfig, MTPModel, init_params, load, presets
+from mtpjax import DecodeConfig, MTPModel, generate, init_params, load, presets
 from mtpjax.checkpoint import save_model
 from mtpjax.cli import main
 from mtpjax.decode import profile
+from mtpjax.decode.evaluate import NEAR_TIES
 from mtpjax.decode.profile import load_settings
 from mtpjax.vocabulary import save_vocabulary
 from tests import golden
@@ -27,8 +29,6 @@ def exit_code(arguments):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    import dataclasses
-
     path = tmp_path_factory.mktemp("model") / "checkpoint"
     narrow = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "head_dim": 8}
     model = MTPModel(dataclasses.replace(presets["tiny"], **narrow, max_position_embeddings=128))
@@ -54,6 +54,24 @@ def test_generate_prints_the_text_and_checks_it(checkpoint, capsys):
     assert captured.out.startswith("\tdef\f")  # as it is, for it may be written to a file
     assert "accept length" in captured.err
     assert "identical to plain decoding: yes" in captured.err
+
+
+def test_generate_says_where_a_text_leaves_plain_decoding(checkpoint, capsys, monkeypatch):
+    def altered(*args, **keywords):
+        result = generate(*args, **keywords)
+        tokens = result.tokens.copy()
+        tokens[:, 3] = (tokens[:, 3] + 1) % 61
+        return dataclasses.replace(result, tokens=tokens)
+
+    monkeypatch.setattr("mtpjax.decode.generate.generate", altered)
+    arguments = ["generate", "--model", str(checkpoint), "--prompt", "def ", "--max-new-tokens", "8", "--check"]
+    assert exit_code(arguments) == 4
+    said = capsys.readouterr().err
+    assert (
+        "identical to plain decoding: NO\nprompt 1 from new token 4 on: the trunk's logits of the two tokens are"
+        in said
+    )
+    assert NEAR_TIES not in said  # it is: nothing is put down to rounding
 
 
 @pytest.mark.slow  # .ci/run has the command

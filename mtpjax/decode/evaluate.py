@@ -6,6 +6,8 @@ pass says of decoding (`mtpjax.decode.anchors`).
 
 import dataclasses
 import functools
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +21,7 @@ from mtpjax.decode.generate import bucket, generate, speculative_generate
 from mtpjax.decode.state import Plan
 from mtpjax.model import MTPModel, forward, shift_left
 
+NEAR_TIES = "below float32 passes of other widths round otherwise, and near ties may fall either way"
 MOST_LOGITS = 1 << 28  # numbers of a teacher-forced pass: a gigabyte
 
 
@@ -127,6 +130,50 @@ def _joined(parts: Sequence[Acceptance]) -> Acceptance:
         texts=[text for part in parts for text in part.texts],
         **{name: np.concatenate([getattr(part, name) for part in parts]) for name in _COUNTS},
     )
+
+
+class Parting(NamedTuple):
+    """The first new token, from 0, that two texts do not share, and how far apart the logits of theirs are."""
+
+    place: int
+    gap: float
+
+
+def partings(
+    params: dict,
+    prompts: Sequence[list[int]],
+    rows: Sequence[list[int]],
+    others: Sequence[list[int]],
+    *,
+    model: MTPModel,
+) -> list[Parting | None]:
+    """Of two texts behind each prompt, where they part (None: nowhere), by the trunk's logits as they are.
+
+    A text that is the other's beginning parts from it at its end, with an infinite gap.
+    """
+    places: dict[int, int] = {}
+    for number, texts in enumerate(zip(rows, others, strict=True)):
+        unlike = [place for place, (token, other) in enumerate(itertools.zip_longest(*texts)) if token != other]
+        if unlike:
+            places[number] = unlike[0]
+    compared = [number for number, place in places.items() if place < min(len(rows[number]), len(others[number]))]
+    gaps = dict.fromkeys(places, math.inf)
+    if compared:
+        config = DecodeConfig(num_steps=0, max_new_tokens=1, logprobs=True)
+        shared = [[*prompts[number], *rows[number][: places[number]]] for number in compared]
+        logprobs = []
+        for texts in (rows, others):
+            sampling = SamplingParams(allowed_tokens=[[texts[number][places[number]]] for number in compared])
+            result = generate(params, shared, model=model, config=config, sampling=sampling)
+            assert result.logprobs is not None
+            logprobs.append(result.logprobs[:, 0])
+        gaps |= dict(zip(compared, np.abs(logprobs[0] - logprobs[1]).tolist(), strict=True))
+    return [Parting(places[number], gaps[number]) if number in places else None for number in range(len(rows))]
+
+
+def is_rounding_visible(params: dict) -> bool:
+    """Whether the model computes in less than float32, so that near ties of two tokens may fall either way."""
+    return jnp.finfo(params["embedding"].dtype).bits < 32
 
 
 def sampled(temperature, seeds: list[int]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import rich.console
 from mtpjax import DecodeConfig, forward, generate
 from mtpjax.cli import main
 from mtpjax.decode import evaluate
-from mtpjax.decode.evaluate import measure_acceptance
+from mtpjax.decode.evaluate import Parting, measure_acceptance, partings
 from mtpjax.decode.figures import estimate, print_report, report, to_json
 
 CONFIG = DecodeConfig(max_new_tokens=20, num_steps=3, prefill_chunk=8)
@@ -27,6 +27,23 @@ def mixed(small):
     acceptance = measure_acceptance(params, PROMPTS, model=model, config=CONFIG, batch_size=2, progress=told.append)
     assert told == [2, 2, 1]
     return model, params, acceptance
+
+
+def test_texts_part_at_their_first_other_token_by_the_trunk_s_logits(mixed):
+    model, params, _ = mixed
+    plain = generate(params, PROMPTS, model=model, config=CONFIG).rows()
+    others = [list(row) for row in plain]
+    others[0][0], others[2][5] = (others[0][0] + 1) % 60, (others[2][5] + 7) % 60
+    others[2][6] += 1  # behind the first it says nothing
+    others[3] = others[3][:4]
+    found = partings(params, PROMPTS, others, plain, model=model)
+    assert found[1] is None and found[4] is None and found[3] == Parting(4, float("inf"))
+    for number, place in ((0, 0), (2, 5)):
+        shared = PROMPTS[number] + plain[number][:place]
+        logits = np.asarray(forward(params, np.array([shared]), model=model, num_depths=0).logits)[0, -1]
+        parting = found[number]
+        assert parting is not None and parting.place == place
+        np.testing.assert_allclose(parting.gap, logits[plain[number][place]] - logits[others[number][place]], rtol=1e-5)
 
 
 def test_teacher_forced_counts_are_those_of_one_row_and_place_after_the_other(mixed):
