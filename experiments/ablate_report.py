@@ -12,7 +12,6 @@ from typing import Any
 from experiments.ablate_bench import Workload
 from experiments.ablate_grid import Cell, Settings
 from experiments.bench_decode import QUIET
-from mtpjax.decode.evaluate import NEAR_TIES
 from mtpjax.tables import narrow_table
 
 
@@ -101,12 +100,6 @@ def recommendation(
     if wrong:
         lines += ["", "## Texts that differ from plain decoding", ""]
         lines += [f"- {cell_of(row).name}: {row['differing_rows']} of {row['compared_rows']} texts" for row in wrong]
-    rounded = [row for row in rows if row["lossless"] == "rounding"]
-    if rounded:
-        lines += ["", f"## Texts that part from plain decoding: {NEAR_TIES}", ""]
-        for row in rounded:
-            gap = "" if row["largest_gap"] is None else f", at logits at most {row['largest_gap']:.2g} apart"
-            lines.append(f"- {cell_of(row).name}: {row['differing_rows']} of {row['compared_rows']} texts{gap}")
     lines += ["", "## Measured", ""]
     lines += [
         f"- {len(rows)} cells, {settings.repeats} repeats, {settings.max_new_tokens} new tokens; {workload.source}",
@@ -197,7 +190,7 @@ def print_cells(console, rows: list[dict[str, Any]]) -> None:
             table.add_row(
                 str(cell.num_steps),
                 f"{cell.topk}/{cell.num_nodes}",
-                cell.acceptance + {"lossy": " *", "rounding": " ~", "DIFFERS": " !"}.get(row["lossless"], ""),
+                cell.acceptance + {"lossy": " *", "DIFFERS": " !"}.get(row["lossless"], ""),
                 f"{row['accept_length']['value']:.2f}",
                 " ".join(f"{rate['value'] or 0:.2f}".removeprefix("0") for rate in row["survival"]),
                 f"{row['tokens_per_second']:.0f}",
@@ -208,8 +201,6 @@ def print_cells(console, rows: list[dict[str, Any]]) -> None:
     kinds = {row["lossless"] for row in rows}
     if "lossy" in kinds:
         console.print("* lossy: the text's distribution is another")
-    if "rounding" in kinds:
-        console.print("~ some texts part from plain decoding where rounding decides")
     if "DIFFERS" in kinds:
         console.print("! texts DIFFER from plain decoding", style="bold red")
 

@@ -206,7 +206,7 @@ def _eval_acceptance(options) -> int:
     from mtpjax.atomic import write_text
     from mtpjax.checkpoint import find, load
     from mtpjax.decode.config import DecodeConfig
-    from mtpjax.decode.evaluate import NEAR_TIES, is_rounding_visible, measure_acceptance
+    from mtpjax.decode.evaluate import measure_acceptance
     from mtpjax.decode.figures import print_report, report, to_json
     from mtpjax.decode.self_check import check_acceptance
     from mtpjax.prompts import choose_prompts, encode_prompts, read_prompts, room_for_prompts
@@ -248,9 +248,6 @@ def _eval_acceptance(options) -> int:
     if options.temperature and config.acceptance != "sample":
         return 0
     print(f"identical to plain decoding: {identical} of {len(prompts)}")
-    if identical < len(prompts) and is_rounding_visible(params):
-        print(NEAR_TIES)
-        return 0
     return 0 if identical == len(prompts) else 4
 
 

@@ -21,7 +21,6 @@ from mtpjax.decode.generate import bucket, generate, speculative_generate
 from mtpjax.decode.state import Plan
 from mtpjax.model import MTPModel, forward, shift_left
 
-NEAR_TIES = "below float32 passes of other widths round otherwise, and near ties may fall either way"
 MOST_LOGITS = 1 << 28  # numbers of a teacher-forced pass: a gigabyte
 
 
@@ -53,7 +52,7 @@ class Acceptance:
     predicted_accepted: np.ndarray  # [P, K] float64, nan where the drafts are none that `is_predictable` knows
     steps_at_depth: np.ndarray  # [P, K] float64, predicted if rounds had 1..K levels; the last are decoding's
     accepted_at_depth: np.ndarray  # [P, K] float64, of all levels
-    is_identical: np.ndarray  # [P] whether the text is that of plain decoding with the same seed
+    is_identical: np.ndarray  # [P] whether the text is that of plain decoding with the same seed, see `is_plain`
     texts: list[list[int]]  # plain decoding's
 
     @property
@@ -115,7 +114,7 @@ def measure_acceptance(
         long = generate(params, rows, model=model, config=beyond, **asked).rows()
         texts = [_ended(text, config, len(row), model) for row, text in zip(rows, long, strict=True)]
         result = speculative_generate(params, rows, model=model, config=config, **asked)
-        is_identical = np.array([found == wanted for found, wanted in zip(result.rows(), texts, strict=True)])
+        is_identical = is_plain(params, rows, result.rows(), texts, model=model, config=config, **asked)
         forced, predicted = _along(params, rows, texts, long, model=model, config=config, temperatures=warmth)
         steps, accepted = result.stats.steps, result.stats.accepted
         parts.append(Acceptance(forced, steps, accepted, **predicted, is_identical=is_identical, texts=texts))
@@ -171,9 +170,27 @@ def partings(
     return [Parting(places[number], gaps[number]) if number in places else None for number in range(len(rows))]
 
 
-def is_rounding_visible(params: dict) -> bool:
-    """Whether the model computes in less than float32, so that near ties of two tokens may fall either way."""
-    return jnp.finfo(params["embedding"].dtype).bits < 32
+def is_plain(
+    params: dict,
+    prompts: Sequence[list[int]],
+    rows: Sequence[list[int]],
+    plain: Sequence[list[int]],
+    *,
+    model: MTPModel,
+    config: DecodeConfig,
+    **asked,
+) -> np.ndarray:
+    """Whether texts, decoded by `config`, are plain decoding's `[P]`; `asked` is what that call was given besides.
+
+    Below float32 passes of other widths round differently, and near ties fall either way: there a text that is not the
+    `plain` one may be that of plain decoding in passes as wide as the drafts'.
+    """
+    found = np.array([row == other for row, other in zip(rows, plain, strict=True)])
+    if found.all() or jnp.finfo(params["embedding"].dtype).bits >= 32:
+        return found
+    as_wide = dataclasses.replace(config, min_rows=max(config.num_nodes, config.min_rows or 1))
+    wide = generate(params, prompts, model=model, config=as_wide, **asked).rows()
+    return found | np.array([row == other for row, other in zip(rows, wide, strict=True)])
 
 
 def sampled(temperature, seeds: list[int]) -> dict[str, Any]:

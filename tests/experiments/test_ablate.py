@@ -153,8 +153,8 @@ def test_sampled_rows_have_seeds_of_their_own_the_same_for_both_ways(small, monk
     assert bench.measure(Cell(2, 1, 1, 2, "typical", 0.7))["lossless"] == "lossy"
 
 
-@pytest.mark.parametrize(("dtype", "verdict"), [("float32", "DIFFERS"), ("bfloat16", "rounding")])
-def test_a_text_that_differs_is_noticed(dtype, verdict, small, monkeypatch):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_text_that_differs_is_noticed(dtype, small, monkeypatch):
     model, params = small("grouped", "right")
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
     bench = Bench(model, params, SETTINGS, WORKLOAD)
@@ -163,12 +163,11 @@ def test_a_text_that_differs_is_noticed(dtype, verdict, small, monkeypatch):
 
     def altered(batch, config, *rest):
         result = decode(batch, config, *rest)
-        return dataclasses.replace(result, tokens=(result.tokens + 1) % 61) if config.num_steps else result
+        return dataclasses.replace(result, tokens=result.tokens + 1) if config.num_steps else result
 
     monkeypatch.setattr(bench, "_decode", altered)
     figures = bench.measure(Cell(2, 1, 1, 2, "greedy", 0.0))
-    assert figures["lossless"] == verdict and figures["differing_rows"] == figures["compared_rows"]
-    assert figures["largest_gap"] > 0.1  # the weights are rigged: the next best token is far behind
+    assert figures["lossless"] == "DIFFERS" and figures["differing_rows"] == figures["compared_rows"]
 
 
 def test_a_fingerprint_tells_every_setting_apart():
@@ -251,7 +250,6 @@ def test_advice_says_what_how_sure_and_when_not():
         row(1.3, batch_size=32, num_steps=2),
         row(2.0, batch_size=16, lossless="lossy", rule="typical", temperature=0.0),
         row(3.0, batch_size=16, lossless="DIFFERS", num_steps=2),
-        row(0.8, batch_size=8, lossless="rounding") | {"differing_rows": 2, "largest_gap": 0.0321},
     ]
     one, four, eight, sixteen, wide = advise(rows)
     assert one.best is rows[0] and one.certainty.startswith("surely before depth 1, greedy: 1.20")
@@ -264,7 +262,6 @@ def test_advice_says_what_how_sure_and_when_not():
     assert "When not to speculate: batch 8 at temperature 0, batch 16 at temperature 0." in text
     assert "waited for a core up to 20% of a cell's time" in text
     assert "one batch" not in text and "--acceptance" not in text
-    assert "2 of 10 texts, at logits at most 0.032 apart" in text
     assert "typical" in text and "1 of 10 texts" in text and "left out: a reason (3 cells)" in text
     settings = dataclasses.replace(SETTINGS, batch_sizes=(2, 4))
     text = recommendation([row(1.5, temperature=1.0, rule="token")], {}, WORKLOAD, settings, ABOUT)
