@@ -24,6 +24,7 @@ from experiments.bench_decode import machine
 from mtpjax import checkpoint
 from mtpjax.atomic import write_text
 from mtpjax.plots import plot_heatmap, plot_pareto
+from mtpjax.threads import num_threads
 
 VERSION = 3  # of a cell's line: another one is measured anew
 CELLS_IN_MEMORY = 16  # compiled programs take memory mappings; a process has 65,530
@@ -78,10 +79,9 @@ def fingerprint(cell: Cell, settings: Settings, workload: Workload, about: dict[
 def describe(path: pathlib.Path) -> dict[str, Any]:
     """Model, machine and versions: what other figures would need."""
     device = jax.devices()[0]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "model": checkpoint.digest(path)[:16],
-        "device": f"{device.device_kind}, {cores} cores" if device.platform == "cpu" else device.device_kind,
+        "device": f"{device.device_kind}, threads: {num_threads()}" if device.platform == "cpu" else device.device_kind,
         "processor": machine()["cpu"] if hasattr(os, "sched_getaffinity") else platform.machine(),
         "jax": jax.__version__,
         "flags": os.environ.get("XLA_FLAGS", ""),

@@ -33,7 +33,7 @@ from mtpjax.decode.costs import Costs
 from mtpjax.decode.evaluate import measure_acceptance
 from mtpjax.decode.figures import report, to_json
 from mtpjax.tables import narrow_table
-from mtpjax.timing import limit_threads, threads_for
+from mtpjax.threads import limit_threads, suitable_threads
 
 NEW_TOKENS = 128
 LEAST_PROMPTS = 16  # of a cell; small batches decode them one after the other
@@ -126,7 +126,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.quick:
         batches, num_steps, rounds, most = [2], 1, 2, 4
     console = Console(highlight=False)
-    limit_threads(options.threads or threads_for(options.model))
+    limit_threads(options.threads or suitable_threads(options.model))
     model, params = load(options.model)
     sets, acceptance = prompt_sets(options.model, params, model, most, num_steps)
     about = {

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import os
 import pathlib
 from typing import Any
 
@@ -13,7 +12,8 @@ from mtpjax.config import TrainConfig
 from mtpjax.decode.costs import Costs, chain
 from mtpjax.plots import plot_quickstart
 from mtpjax.tables import narrow_table
-from mtpjax.timing import Worker, stepping_aside
+from mtpjax.threads import num_threads
+from mtpjax.timing import Worker
 from mtpjax.train.data import held_out_prompts
 from mtpjax.train.decoded import is_looping
 from mtpjax.train.loop import TrainResult, train
@@ -56,8 +56,7 @@ def run(config: TrainConfig, *, depths: tuple[int, ...] = (1, 2, 3), rounds: int
     print_panel(console, trained.panel)
 
     console.print("\n[bold]2[/] decoding held-out prompts, plain and speculative, in processes of 1 and of all threads")
-    every = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = (1, 0) if every > 1 else (1,)
+    threads = (1, 0) if num_threads() > 1 else (1,)
     settings = [Setting(0, thread, 1) for thread in threads] + [Setting(0, 1, 2)]
     settings += [Setting(depth, 1, 1) for depth in depths] + [
         Setting(min(2, max(depths)), thread, 1) for thread in threads[1:]
@@ -128,7 +127,7 @@ def _measure(
     """
     seconds: dict[Setting, list] = {setting: [] for setting in settings}
     answers, costs, plain = {}, None, settings[0]
-    with stepping_aside(), console.status("measuring") as status:
+    with console.status("measuring") as status:
         for number in range(rounds):
             status.update(
                 f"measuring: round {number + 1} of {rounds}, {len(prompts)} prompts x {len(settings)} settings"

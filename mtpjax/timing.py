@@ -5,16 +5,15 @@ one child works at a time, so that interleaved runs see the same machine.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import json
-import os
-import pathlib
 import subprocess
 import sys
 import time
 from typing import Any
+
+from mtpjax.threads import limit_threads
 
 
 class Worker:
@@ -52,35 +51,6 @@ class Worker:
     def call(self, **request) -> dict[str, Any]:
         self.ask(request)
         return self.answer()
-
-
-@contextlib.contextmanager
-def stepping_aside():
-    """Keeps this process off the core that workers of one thread run on, which cannot evade it."""
-    if not hasattr(os, "sched_setaffinity"):
-        yield
-        return
-    cores = os.sched_getaffinity(0)
-    others = set(sorted(cores)[1:])
-    os.sched_setaffinity(0, others or cores)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, cores)
-
-
-def limit_threads(count: int) -> None:
-    """Leaves this process the first `count` of its cores (0: all). Acts on XLA only before JAX starts."""
-    if count and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:count])
-    if count == 1:  # no pool: handing work to its one thread costs a millisecond a call
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
-
-
-def threads_for(model_path) -> int:
-    """0 is all: but 1 for a small model, where handing out the work takes longer than the work."""
-    size = sum(file.stat().st_size for file in pathlib.Path(model_path).rglob("*") if file.is_file())
-    return 1 if size < 16 << 20 else 0
 
 
 class _Child:

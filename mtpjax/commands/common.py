@@ -11,6 +11,16 @@ def add_model(parser) -> None:
     parser.add_argument("--model-path", "--model", required=True, help="a checkpoint, or a run folder with one")
 
 
+def set_threads(model_path: str, threads: int = 0) -> None:
+    """Before JAX starts: on a CPU so many threads, or what suits the model (0). Raises `ValueError` below 0."""
+    from mtpjax.threads import limit_threads, suitable_threads
+
+    if threads < 0:
+        raise ValueError(f"threads must be 0 or more, not {threads}")
+    if "jax" not in sys.modules:
+        limit_threads(threads or suitable_threads(model_path))
+
+
 def progress_bar(*columns):
     """A `rich` bar on the error stream, if that is a terminal, which goes when all is done."""
     import rich.console

@@ -7,7 +7,7 @@ from typing import Any
 
 import jsonargparse
 
-from mtpjax.commands.common import add_model
+from mtpjax.commands.common import add_model, set_threads
 from mtpjax.decode.options import add_draft_flags, add_sampling_flags, draft_settings, sampling_params
 
 DEFAULT_STEPS = "(0: plain; default: 2, or 0 for a model without MTP modules)"
@@ -67,6 +67,7 @@ def _add_regenerate(commands) -> None:
 
 
 def _generate(options) -> int:
+    set_threads(options.model_path)
     from mtpjax.checkpoint import find, load
     from mtpjax.decode.generate import generate, speculative_generate
     from mtpjax.decode.self_check import check_acceptance
@@ -158,6 +159,7 @@ def _num_steps(asked: int | None, model) -> int:
 
 
 def _regenerate(options) -> int:
+    set_threads(options.model_path)
     import rich.console
     import rich.progress
 

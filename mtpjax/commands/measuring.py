@@ -6,7 +6,7 @@ import sys
 
 import jsonargparse
 
-from mtpjax.commands.common import add_model, bytes_done, progress_bar
+from mtpjax.commands.common import add_model, bytes_done, progress_bar, set_threads
 from mtpjax.decode.options import add_draft_flags, add_shape_flags, draft_settings
 
 
@@ -124,6 +124,7 @@ def _add_prompts(parser, *, required: bool, count: int) -> None:
 
 
 def _profile(options) -> int:
+    set_threads(options.model_path)
     import rich.console
 
     from mtpjax.checkpoint import find, load
@@ -201,6 +202,7 @@ def _eval(options) -> int:
 
 
 def _eval_acceptance(options) -> int:
+    set_threads(options.model_path)
     import rich.console
 
     from mtpjax.atomic import write_text
@@ -252,7 +254,7 @@ def _eval_acceptance(options) -> int:
 
 
 def _ablate(options) -> int:
-    _limit_threads(options.threads, options.model_path)
+    set_threads(options.model_path, options.threads)
     import rich.console
 
     from experiments import ablate
@@ -275,16 +277,6 @@ def _ablate(options) -> int:
         prompt_tokens=options.prompt_tokens,
         chat=options.chat,
     )
-
-
-def _limit_threads(threads: int, model_path: str) -> None:
-    """Before JAX starts: 0 is what suits the model."""
-    if threads < 0:
-        raise ValueError(f"threads must be 0 or more, not {threads}")
-    from mtpjax.timing import limit_threads, threads_for
-
-    if "jax" not in sys.modules:
-        limit_threads(threads or threads_for(model_path))
 
 
 COMMANDS = {

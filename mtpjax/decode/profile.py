@@ -20,6 +20,7 @@ from mtpjax.decode.config import LOSSY_RULES, DecodeConfig, largest_tree
 from mtpjax.decode.costs import PLAIN, CostMeter, Costs, Shape, widest_write
 from mtpjax.decode.loop import least_rows
 from mtpjax.model import MTPModel
+from mtpjax.threads import num_threads
 
 FORMAT, VERSION = "mtpjax-profile", 4
 NAME = "profile.json"
@@ -112,7 +113,6 @@ def measure(
         "version": VERSION,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **_here(),
-        "threads": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "dtype": params["embedding"].dtype.name,
         "model_config_sha256": config_digest(config),
         "context": context,
@@ -139,9 +139,10 @@ def config_digest(config: ModelConfig) -> str:
     return hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode()).hexdigest()
 
 
-def _here() -> dict[str, str]:
+def _here() -> dict[str, Any]:
     """What a profile must have in common with the process that uses it."""
-    return {"device_kind": jax.devices()[0].device_kind, "jax_version": jax.__version__}
+    threads = {"threads": num_threads()} if jax.default_backend() == "cpu" else {}
+    return {"device_kind": jax.devices()[0].device_kind, "jax_version": jax.__version__, **threads}
 
 
 def default_path(folder) -> pathlib.Path:
@@ -187,7 +188,8 @@ def read(path) -> tuple[dict[str, Any], tuple[Costs, ...]]:
 def load_settings(path, *, batch: int, num_steps: int, config: ModelConfig | None = None) -> dict[str, Any]:
     """What the profile says of an adaptive depth of 0..num_steps: `DecodeConfig(depth_policy="adaptive", …, **this)`.
 
-    Of the profiled batch sizes the nearest is taken. A profile of another device or jax version is used with a warning.
+    Of the profiled batch sizes the nearest is taken. A profile of another device, jax version or number
+    of threads is used with a warning.
     Raises `ValueError` where there is none at `path` (a file, or a folder that holds `profile.json`), where it is not
     as deep or holds trees only, and where it is of another model than `config`.
     """
