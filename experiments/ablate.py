@@ -26,7 +26,7 @@ from mtpjax.atomic import write_text
 from mtpjax.plots import plot_heatmap, plot_pareto
 from mtpjax.threads import num_threads
 
-VERSION = 3  # of a cell's line: another one is measured anew
+VERSION = 4  # of a cell's line: another one is measured anew
 CELLS_IN_MEMORY = 16  # compiled programs take memory mappings; a process has 65,530
 
 

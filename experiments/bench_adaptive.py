@@ -15,6 +15,7 @@ cost.
 import argparse
 import datetime
 import json
+import os
 import pathlib
 import platform
 import sys
@@ -33,7 +34,7 @@ from mtpjax.decode.costs import Costs
 from mtpjax.decode.evaluate import measure_acceptance
 from mtpjax.decode.figures import report, to_json
 from mtpjax.tables import narrow_table
-from mtpjax.threads import limit_threads, suitable_threads
+from mtpjax.threads import limit_threads, num_threads, suitable_threads
 
 NEW_TOKENS = 128
 LEAST_PROMPTS = 16  # of a cell; small batches decode them one after the other
@@ -117,7 +118,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--num-steps", type=int, default=3, help="deepest round (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=12, help="measurements per cell (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=0, help="0: all, but 1 for a model below 16 MB")
+    parser.add_argument(
+        "--threads", type=int, default=0, help="of XLA, one on one core; 0: all, but 1 for a model below 16 MB"
+    )
     parser.add_argument("--quick", action="store_true", help="one batch size, one level: to see that it runs")
     parser.add_argument("--output", type=pathlib.Path, default=None, help="JSON file of the figures")
     options = parser.parse_args(argv)
@@ -127,6 +130,8 @@ def main(argv: list[str] | None = None) -> int:
         batches, num_steps, rounds, most = [2], 1, 2, 4
     console = Console(highlight=False)
     limit_threads(options.threads or suitable_threads(options.model))
+    if num_threads() == 1 and hasattr(os, "sched_setaffinity"):  # JAX's thread and XLA's on two cores wake each other
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
     model, params = load(options.model)
     sets, acceptance = prompt_sets(options.model, params, model, most, num_steps)
     about = {

@@ -3,20 +3,26 @@
 import os
 import pathlib
 
-_VARIABLE = "PJRT_NPROC"  # of XLA's client; whatever it says, compiling has all cores
-SMALL = 16 << 20
+_VARIABLES = ("PJRT_NPROC", "NPROC")  # of XLA's client, the first that holds a number
+_SMALL = 16 << 20
 
 
 def limit_threads(count: int) -> None:
     """Leaves XLA so many threads (0: as it is), before JAX makes its devices."""
     if count:
-        os.environ[_VARIABLE] = str(count)
+        os.environ[_VARIABLES[0]] = str(count)
 
 
 def num_threads() -> int:
-    """What XLA has in this process: all cores, where nothing limits it."""
+    """What XLA takes for one device: what the environment says, or all cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return int(os.environ.get(_VARIABLE, 0)) or cores or 1
+    return _asked() or cores or 1
+
+
+def _asked() -> int:
+    """What the environment says; 0: nothing."""
+    values = (os.environ.get(name, "") for name in _VARIABLES)
+    return next((int(value) for value in values if value.isdecimal()), 0)
 
 
 def suitable_threads(model_path) -> int:
@@ -26,7 +32,7 @@ def suitable_threads(model_path) -> int:
     """
     from mtpjax.checkpoint import find
 
-    if _VARIABLE in os.environ:
+    if _asked():
         return 0
     size = sum(file.stat().st_size for file in pathlib.Path(find(model_path)).rglob("*") if file.is_file())
-    return 1 if size < SMALL else 0
+    return 1 if size < _SMALL else 0

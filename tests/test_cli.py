@@ -14,7 +14,7 @@ import tokenizers
 from mtpjax import DecodeConfig, MTPModel, generate, init_params, load, presets
 from mtpjax.checkpoint import save_model
 from mtpjax.cli import main
-from mtpjax.decode import profile
+from mtpjax.decode import evaluate, profile
 from mtpjax.decode.profile import load_settings
 from mtpjax.vocabulary import save_vocabulary
 from tests import golden
@@ -67,7 +67,7 @@ def test_generate_says_where_a_text_leaves_plain_decoding(as_wide, code, verdict
         return dataclasses.replace(result, tokens=tokens)
 
     if as_wide:
-        monkeypatch.setattr("mtpjax.decode.evaluate.is_plain", lambda *args, **keywords: np.array([True]))
+        monkeypatch.setattr(evaluate, "is_plain", lambda *args, **keywords: np.array([True]))
     monkeypatch.setattr("mtpjax.decode.generate.generate", altered)
     arguments = ["generate", "--model", str(checkpoint), "--prompt", "def ", "--max-new-tokens", "8", "--check"]
     assert exit_code(arguments) == code

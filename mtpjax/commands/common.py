@@ -12,7 +12,7 @@ def add_model(parser) -> None:
 
 
 def set_threads(model_path: str, threads: int = 0) -> None:
-    """Before JAX starts: on a CPU so many threads, or what suits the model (0). Raises `ValueError` below 0."""
+    """XLA's on a CPU, if JAX is not imported yet: 0 is what suits the model. Raises `ValueError` below 0."""
     from mtpjax.threads import limit_threads, suitable_threads
 
     if threads < 0:

@@ -1,6 +1,7 @@
 """`mtpjax generate` and `regenerate`."""
 
 import dataclasses
+import math
 import pathlib
 import sys
 from typing import Any
@@ -113,7 +114,8 @@ def _compare(params, prompts, rows, plain, asked: dict[str, Any]) -> int:
     for number, parting in enumerate(partings(params, prompts, rows, plain, model=asked["model"]), start=1):
         if parting is not None:
             gap = f"the trunk's logits of the two tokens are {parting.gap:.2g} apart"
-            print(f"prompt {number} differs from new token {parting.place + 1} on, where {gap}", file=sys.stderr)
+            where = "one text ends" if math.isinf(parting.gap) else gap
+            print(f"prompt {number} differs from new token {parting.place + 1} on, where {where}", file=sys.stderr)
     return 0 if identical else 4
 
 

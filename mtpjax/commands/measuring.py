@@ -104,7 +104,7 @@ def _add_ablate(commands) -> None:
         "--threads",
         type=int,
         default=0,
-        help="of the processor; 0: all, but 1 for a model below 16 MB, which is faster so (default: %(default)s)",
+        help="of XLA on a CPU; 0: all, but 1 for a model below 16 MB, which is faster so (default: %(default)s)",
     )
     commands.add_subcommand("ablate", ablate, help="which draft settings to use: a grid of measurements")
 

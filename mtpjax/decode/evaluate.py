@@ -183,7 +183,8 @@ def is_plain(
     """Whether texts, decoded by `config`, are plain decoding's `[P]`; `asked` is what that call was given besides.
 
     Below float32 passes of other widths round differently, and near ties fall either way: there a text that is not the
-    `plain` one may be that of plain decoding in passes as wide as the drafts'.
+    `plain` one may be that of plain decoding in passes as wide as the drafts'. An adaptive depth's have several widths,
+    but with `config.min_rows` that of the deepest; and linear attention's replayed states may differ in the last bit.
     """
     found = np.array([row == other for row, other in zip(rows, plain, strict=True)])
     if found.all() or jnp.finfo(params["embedding"].dtype).bits >= 32:
@@ -200,8 +201,8 @@ def sampled(temperature, seeds: list[int]) -> dict[str, Any]:
 
 def is_predictable(config: DecodeConfig, rule: str) -> bool:
     """Whether `mtpjax.decode.anchors` knows how decoding accepts: chains of a fixed depth under an exact rule."""
-    is_plain = config.topk == 1 and config.depth_policy == "fixed" and config.draft_window is None
-    return is_plain and config.draft_vocabulary is None and rule in ("greedy", "sample", "token", "block")
+    is_chain = config.topk == 1 and config.depth_policy == "fixed" and config.draft_window is None
+    return is_chain and config.draft_vocabulary is None and rule in ("greedy", "sample", "token", "block")
 
 
 def _ended(text: list[int], config: DecodeConfig, prompt_length: int, model: MTPModel) -> list[int]:

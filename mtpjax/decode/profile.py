@@ -188,10 +188,9 @@ def read(path) -> tuple[dict[str, Any], tuple[Costs, ...]]:
 def load_settings(path, *, batch: int, num_steps: int, config: ModelConfig | None = None) -> dict[str, Any]:
     """What the profile says of an adaptive depth of 0..num_steps: `DecodeConfig(depth_policy="adaptive", …, **this)`.
 
-    Of the profiled batch sizes the nearest is taken. A profile of another device, jax version or number
-    of threads is used with a warning.
-    Raises `ValueError` where there is none at `path` (a file, or a folder that holds `profile.json`), where it is not
-    as deep or holds trees only, and where it is of another model than `config`.
+    Of the profiled batch sizes the nearest is taken. A profile of another device, jax version or number of
+    threads is used with a warning. Raises `ValueError` where there is none at `path` (a file, or a folder that holds
+    `profile.json`), where it is not as deep or holds trees only, and where it is of another model than `config`.
     """
     profile, measured = read(path)
     if config is not None and profile.get("model_config_sha256") != config_digest(config):

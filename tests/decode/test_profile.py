@@ -12,6 +12,7 @@ from mtpjax import DecodeConfig
 from mtpjax.decode import profile
 from mtpjax.decode.costs import PLAIN, CostMeter, Costs, Shape, chain
 from mtpjax.decode.profile import load_settings, read_acceptance
+from mtpjax.threads import num_threads
 
 UNKNOWN = {"depth_rates": None, "depth_lengths": None}
 
@@ -167,10 +168,11 @@ def test_what_is_missing_is_told(tmp_path, small):
 
 
 def test_another_device_is_a_warning(tmp_path, caplog):
-    file = stored(tmp_path, 1, device_kind="abacus")
+    file = stored(tmp_path, 1, device_kind="abacus", threads=99)
     with caplog.at_level(logging.WARNING):
         load_settings(file, batch=1, num_steps=1)
     assert "device_kind 'abacus'; here it is 'cpu'" in caplog.text
+    assert f"threads 99; here it is {num_threads()}" in caplog.text
 
 
 def test_rates_that_break_even():
