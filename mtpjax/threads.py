@@ -1,7 +1,6 @@
 """How many threads XLA has on a CPU. It takes their number when JAX makes its devices, and keeps it."""
 
 import os
-import pathlib
 
 _VARIABLES = ("PJRT_NPROC", "NPROC")  # of XLA's client, the first that holds a number
 _SMALL = 16 << 20
@@ -34,5 +33,5 @@ def suitable_threads(model_path) -> int:
 
     if _asked():
         return 0
-    size = sum(file.stat().st_size for file in pathlib.Path(find(model_path)).rglob("*") if file.is_file())
+    size = sum(file.stat().st_size for file in find(model_path).rglob("*") if file.is_file())
     return 1 if size < _SMALL else 0
