@@ -19,7 +19,7 @@ from conversion.files import BLOCK, INDEX, CheckpointFileError, Files
 from conversion.names import Layout
 from conversion.shards import Entry, copy_files, entry_of, index_of, shard, write_shards
 from mtpjax.atomic import new_folder
-from mtpjax.config import ModelConfig
+from mtpjax.models.config import ModelConfig
 
 WEIGHTS = "mtp_layer_parameters.safetensors"
 ASCEND = "quant_model_description.json"  # which tensors Ascend's tools have quantised, by name
@@ -170,6 +170,6 @@ def _rename_described(described: dict[str, Any], config: ModelConfig, layout: La
 if __name__ == "__main__":
     import sys
 
-    from mtpjax.cli import main
+    from mtpjax.cli.main import main
 
     main(["export-mtp", *sys.argv[1:]])

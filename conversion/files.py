@@ -16,7 +16,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from mtpjax.inside import OutsideError, open_inside, root_of
+from mtpjax.safe_open import OutsideError, open_inside, root_of
 
 log = logging.getLogger("mtpjax.conversion")
 

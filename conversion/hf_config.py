@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from conversion.names import Layout
-from mtpjax.config import Llama3Scaling, ModelConfig, Yarn
+from mtpjax.models.config import Llama3Scaling, ModelConfig, Yarn
 
 MOST = 2**31  # no size in a configuration may reach this
 

@@ -16,11 +16,11 @@ from jax.sharding import Mesh
 from conversion import hf_config
 from conversion.files import CheckpointFileError, Files, same_content
 from conversion.names import Layout, Leaf, Piece, copy_into, mtp_names, table, tied_copies
-from mtpjax.checkpoint import unflatten
-from mtpjax.config import ModelConfig
-from mtpjax.model import MTPModel
-from mtpjax.quantized import BlockScaled
-from mtpjax.sharding import param_sharding
+from mtpjax.io.checkpoint import unflatten
+from mtpjax.models.config import ModelConfig
+from mtpjax.models.model import MTPModel
+from mtpjax.models.quantized import BlockScaled
+from mtpjax.models.sharding import param_sharding
 
 log = logging.getLogger("mtpjax.conversion")
 

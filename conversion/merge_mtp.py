@@ -19,9 +19,9 @@ from conversion.export_mtp import WEIGHTS, dequantised_blocks, original_name, sh
 from conversion.files import INDEX, CheckpointFileError, Files, parse_header, same_content
 from conversion.names import mtp_names, table
 from conversion.shards import Entry, Shard, copy_files, entry_of, shard, write_index, write_shards
-from mtpjax import checkpoint
 from mtpjax.atomic import new_folder
-from mtpjax.config import ModelConfig
+from mtpjax.io import checkpoint
+from mtpjax.models.config import ModelConfig
 
 log = logging.getLogger("mtpjax.conversion")
 

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from conversion.files import BLOCK
-from mtpjax.config import LayerKind, ModelConfig
+from mtpjax.models.config import LayerKind, ModelConfig
 
 ALL = slice(None)
 TILE = 1 << 20  # bytes of what XLA puts in another order at once

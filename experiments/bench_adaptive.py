@@ -25,16 +25,16 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from experiments.ablate_bench import PROMPT_TOKENS, Settings, find_workload
 from experiments.bench_decode import machine
 from mtpjax import DecodeConfig, load, speculative_generate
+from mtpjax.ablation.bench import PROMPT_TOKENS, Settings, find_workload
 from mtpjax.atomic import write_text
-from mtpjax.decode import profile
-from mtpjax.decode.costs import Costs
-from mtpjax.decode.evaluate import measure_acceptance
-from mtpjax.decode.figures import report, to_json
-from mtpjax.tables import narrow_table
-from mtpjax.threads import limit_threads, num_threads, suitable_threads
+from mtpjax.console import narrow_table
+from mtpjax.evaluation import profile
+from mtpjax.evaluation.acceptance import measure_acceptance
+from mtpjax.evaluation.metrics import report, to_json
+from mtpjax.evaluation.round_costs import Costs
+from mtpjax.host import limit_threads, num_threads, suitable_threads
 
 NEW_TOKENS = 128
 LEAST_PROMPTS = 16  # of a cell; small batches decode them one after the other

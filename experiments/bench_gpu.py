@@ -31,9 +31,9 @@ from experiments.bench_kernels import limits
 from experiments.bytes_moved import LITE, Subject, least_of_all, round_of
 from experiments.check_equality import parameter_shapes
 from mtpjax import DecodeConfig, ModelConfig, MTPModel, generate, presets
-from mtpjax.decode.costs import PLAIN, CostMeter, chain
-from mtpjax.decode.loop import least_rows
-from mtpjax.tables import narrow_table
+from mtpjax.console import narrow_table
+from mtpjax.decoding.loop import least_rows
+from mtpjax.evaluation.round_costs import PLAIN, CostMeter, chain
 
 RESULT = pathlib.Path(__file__).parent / "results" / "bench_gpu.json"
 DENSE = {"num_mtp_modules": 1, "rope_theta": 500000.0, "max_position_embeddings": 8192}

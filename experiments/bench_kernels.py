@@ -31,7 +31,7 @@ import numpy as np
 from rich.console import Console
 
 from experiments.kernel_cases import Case, cases
-from mtpjax.tables import narrow_table
+from mtpjax.console import narrow_table
 from pallas_kernels.dispatch import MEASURED
 
 RESULT = pathlib.Path(__file__).parent / "results" / "bench_kernels.json"

@@ -87,9 +87,9 @@ def run_one(way: str, source: pathlib.Path, ours: pathlib.Path, target: pathlib.
     import orbax.checkpoint
     import tensorstore  # noqa: F401 (its memory is an import's)
 
-    from conversion import convert
     from conversion.export_mtp import export
     from conversion.load import load
+    from mtpjax.io import convert
 
     def orbax_load():
         import orbax.checkpoint.experimental.v1 as ocp

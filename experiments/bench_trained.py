@@ -25,10 +25,10 @@ import numpy as np
 from rich.console import Console
 
 from mtpjax import DecodeConfig, ModelConfig, MTPModel, TrainConfig, init_params, load, presets, speculative_generate
-from mtpjax.checkpoint import save_model
-from mtpjax.tables import narrow_table
-from mtpjax.train.data import held_out_prompts
-from mtpjax.train.loop import train
+from mtpjax.console import narrow_table
+from mtpjax.data.packing import held_out_prompts
+from mtpjax.io.checkpoint import save_model
+from mtpjax.training.trainer import train
 
 SHAPE = ModelConfig(
     vocab_size=512,  # bytes, and room

@@ -38,11 +38,11 @@ from experiments.decode_checkpoints import SHAPES
 from experiments.hlo_bytes import Counter, Instruction, Moved, parse
 from experiments.kernel_bytes import Declared, declared_calls
 from mtpjax import ModelConfig, MTPModel, compat
-from mtpjax.architectures import presets
-from mtpjax.decode.loop import least_rows, run_round
-from mtpjax.decode.state import Plan, init_state
-from mtpjax.plots import COLOURS, GREY
-from mtpjax.quantized import BlockScaled
+from mtpjax.decoding.loop import least_rows, run_round
+from mtpjax.decoding.state import Plan, init_state
+from mtpjax.evaluation.plots import COLOURS, GREY
+from mtpjax.models.presets import presets
+from mtpjax.models.quantized import BlockScaled
 
 BAR = 1.15  # of the minimum, with kernels
 BANDWIDTH = 3.35e12  # of an H100 SXM, bytes a second
@@ -121,7 +121,7 @@ def passes_of(config: ModelConfig, batch: int, num_steps: int) -> dict[str, list
     """The passes of a round through the trunk and through each module: the tokens that each takes."""
     modules = min(config.num_mtp_modules, num_steps)
     passes = {"trunk": [batch * (num_steps + 1)], **{f"mtp_{index}": [] for index in range(modules)}}
-    for level in range(1, num_steps + 1):  # as in `mtpjax.decode.draft`: the last module is recycled
+    for level in range(1, num_steps + 1):  # as in `mtpjax.decoding.draft`: the last module is recycled
         rows = batch * (num_steps + modules if level <= modules else 1)
         passes[f"mtp_{min(level, modules) - 1}"].append(rows)
     return passes

@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtpjax import DecodeConfig, ModelConfig, MTPModel, forward, generate, speculative_generate
-from mtpjax.decode.config import largest_tree
-from mtpjax.decode.plain import plain_generate
-from mtpjax.decode.result import DecodeStats
+from mtpjax.decoding.config import largest_tree
+from mtpjax.decoding.reference import plain_generate
+from mtpjax.decoding.result import DecodeStats
 
 MIXED_STRENGTH = {"grouped": 1.5, "latent": 0.15, "sparse": 0.15, "hybrid": 0.3}  # each level is accepted and rejected
 RIGS = ("random", "mixed", "right", "wrong")

@@ -28,9 +28,9 @@ import jax
 import numpy as np
 
 from mtpjax import MTPModel, TrainConfig, init_params, presets
-from mtpjax.train import runs
-from mtpjax.train.log import METRICS, read_rows
-from mtpjax.train.step import TrainState, first_state, make_optimizer
+from mtpjax.training import run_dir
+from mtpjax.training.log import METRICS, read_rows
+from mtpjax.training.step import TrainState, first_state, make_optimizer
 
 SETTINGS = {"batch_size": 2, "row_length": 32, "log_every": 1, "num_depths": 1, "panel_prompts": 0}
 STEPS_PER_KILL = 10  # that a run needs to outlive its kills: each falls at most 4 steps, or a saved state, further on
@@ -48,7 +48,7 @@ def write_corpus(folder: pathlib.Path) -> pathlib.Path:
 
 def train_command(corpus: pathlib.Path, output: pathlib.Path, settings: dict[str, Any]) -> list[str]:
     pairs = {**SETTINGS, **settings, "data": corpus, "output": output}
-    return [sys.executable, "-m", "mtpjax.cli", "train", *(f"{name}={value}" for name, value in pairs.items())]
+    return [sys.executable, "-m", "mtpjax.cli.main", "train", *(f"{name}={value}" for name, value in pairs.items())]
 
 
 def environment(cache: pathlib.Path) -> dict[str, str]:
@@ -133,25 +133,25 @@ def flip_bits(folder: pathlib.Path, like: Any, *, bits: int, seed: int) -> Count
 
 
 def _restored(folder: pathlib.Path, like: Any) -> tuple[Any, dict[str, Any]]:
-    restored = runs.restore_state(folder, like)
+    restored = run_dir.restore_state(folder, like)
     if restored is None:
         raise RuntimeError(f"{folder} holds no state that is whole")
     return restored
 
 
 def _states(folder: pathlib.Path) -> list[pathlib.Path]:
-    return list((folder / runs.STATES).glob("[0-9]*"))
+    return list((folder / run_dir.STATES).glob("[0-9]*"))
 
 
 def _left_behind(folder: pathlib.Path) -> set[pathlib.Path]:
     """States that were not complete."""
-    return set((folder / runs.STATES).glob(".tmp-*"))
+    return set((folder / run_dir.STATES).glob(".tmp-*"))
 
 
 @contextlib.contextmanager
 def _started(command: list[str], folder: pathlib.Path, env: dict[str, str]):
     """The run as a process of its own, gone on with where there is one; it does not outlive the block."""
-    command = [*command, "--resume"] if (folder / runs.SETTINGS).exists() else command
+    command = [*command, "--resume"] if (folder / run_dir.SETTINGS).exists() else command
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=env, text=True)
     try:
         yield process

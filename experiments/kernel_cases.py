@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mtpjax.layers.attend import attend
+from mtpjax.models.layers.attend import attend
 from pallas_kernels import (
     block_scaled_matmul,
     gated_delta,
@@ -166,7 +166,7 @@ def attention_case(
 
 
 def _attend(q, keys, values, base, sees, begin, *, scale, window, value_width):
-    """As `mtpjax.layers` has it: a latent's values are sliced afterwards, a window's slots are cut out before."""
+    """As `mtpjax.models.layers` has it: a latent's values are sliced afterwards, a window's slots are cut out before."""
     values = keys if values is None else values
     slot = jnp.broadcast_to(jnp.arange(keys.shape[2])[None, :], (len(q), keys.shape[2]))
     if window is not None:
@@ -352,7 +352,7 @@ def _of_drafts(hidden, head, targets, *, implementation):
 
 def _by_chunks(hidden, head, targets, *, compares_with_trunk):
     """The trainer's own form, a loop over columns; drafts stand one place apart from the trunk."""
-    from mtpjax.train.terms import chunked_terms  # with the trainer come all models
+    from mtpjax.training.position_losses import chunked_terms
 
     def total(hidden, head):
         terms = chunked_terms(

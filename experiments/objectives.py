@@ -22,16 +22,17 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from experiments.ablate_bench import Settings, find_workload
 from experiments.bench_decode import machine
-from mtpjax import DecodeConfig, MTPModel, Objective, TrainConfig, checkpoint, load
-from mtpjax.decode.evaluate import sampled
-from mtpjax.decode.figures import Estimate, estimate
-from mtpjax.decode.generate import speculative_generate
-from mtpjax.model import is_of_modules
-from mtpjax.plots import plot_objectives
-from mtpjax.tables import narrow_table
-from mtpjax.train.loop import train
+from mtpjax import DecodeConfig, MTPModel, Objective, TrainConfig, load
+from mtpjax.ablation.bench import Settings, find_workload
+from mtpjax.console import narrow_table
+from mtpjax.decoding.generate import speculative_generate
+from mtpjax.evaluation.acceptance import sampled
+from mtpjax.evaluation.metrics import Estimate, estimate
+from mtpjax.evaluation.plots import plot_objectives
+from mtpjax.io import checkpoint
+from mtpjax.models.model import is_of_modules
+from mtpjax.training.trainer import train
 
 LEVELS = 4
 NEW_TOKENS = 128

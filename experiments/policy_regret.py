@@ -25,9 +25,9 @@ import numpy as np
 import rich.console
 import rich.table
 
-from mtpjax.decode.policy import init_policy, observe
-from mtpjax.decode.profile import LEAST_RATE
-from mtpjax.tables import narrow_table
+from mtpjax.console import narrow_table
+from mtpjax.decoding.depth_policy import init_policy, observe
+from mtpjax.evaluation.profile import LEAST_RATE
 
 LEVELS = 7
 BATCHES, LENGTHS, MODES = (1, 4, 16, 64), (64, 256), ("batch", "stream")

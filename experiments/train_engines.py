@@ -19,7 +19,7 @@ import numpy as np
 from experiments.decode_checkpoints import SHAPES as DECODED
 from experiments.decode_engines import Clock, serve, version_of
 from mtpjax import ModelConfig, TrainConfig
-from mtpjax.allocator import keep_freed_memory
+from mtpjax.host import keep_freed_memory
 
 SHAPES = {  # Llama-like, float32
     "5M": ModelConfig(
@@ -73,7 +73,7 @@ class Mtpjax:
 
     def __init__(self, shape: str, folder: pathlib.Path):
         from mtpjax import MTPModel
-        from mtpjax.trunk import stack_layers
+        from mtpjax.models.trunk import stack_layers
 
         params: dict[str, Any] = {}
         for name, array in np.load(folder / START).items():
@@ -88,7 +88,7 @@ class Mtpjax:
         import jax
         import jax.numpy as jnp
 
-        from mtpjax.train.step import first_state, make_optimizer, train_step
+        from mtpjax.training.step import first_state, make_optimizer, train_step
 
         optimizer = make_optimizer(SETTINGS)
         settings = {"num_depths": num_depths, "attention_layout": "ttt"}
@@ -121,7 +121,7 @@ class Mtpjax:
         return {**times, "losses": [row.tolist() for row in losses]}
 
     def _batch(self, number: int, rows: int, length: int):
-        from mtpjax.train.data import Batch
+        from mtpjax.data.packing import Batch
 
         tokens = batch_tokens(self.shape, number, rows, length)
         return Batch(tokens, np.ones_like(tokens), np.ones_like(tokens, bool))
@@ -209,7 +209,7 @@ def _torch_layout(name: str, array: np.ndarray) -> np.ndarray:
 
 
 def torch_losses(params: dict[str, Any], tokens, config: ModelConfig, num_depths: int):
-    """Cross-entropies `[1 + num_depths]` of tokens `[B, T]`, as `mtpjax.train.losses` has them."""
+    """Cross-entropies `[1 + num_depths]` of tokens `[B, T]`, as `mtpjax.training.losses` has them."""
     import torch
     import torch.nn.functional as F
 
@@ -317,8 +317,8 @@ def loss_memory(
     import jax.numpy as jnp
 
     from mtpjax import MTPModel, Objective, init_params
-    from mtpjax.train.data import Batch
-    from mtpjax.train.step import first_state, make_optimizer, train_step
+    from mtpjax.data.packing import Batch
+    from mtpjax.training.step import first_state, make_optimizer, train_step
 
     model = MTPModel(dataclasses.replace(SHAPES[shape], vocab_size=vocab_size), scan_layers=True)
     optimizer = make_optimizer(SETTINGS)

@@ -4,15 +4,16 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mtpjax import train
-    from mtpjax.architectures import presets
-    from mtpjax.checkpoint import load
-    from mtpjax.config import ModelConfig, Objective, TrainConfig
-    from mtpjax.decode.config import DecodeConfig, SamplingParams
-    from mtpjax.decode.generate import generate, speculative_generate
-    from mtpjax.decode.result import GenerationResult
-    from mtpjax.decode.self_check import check_acceptance
-    from mtpjax.model import MTPModel, add_mtp_modules, forward, init_params
+    from mtpjax.decoding.config import DecodeConfig, SamplingParams
+    from mtpjax.decoding.generate import generate, speculative_generate
+    from mtpjax.decoding.result import GenerationResult
+    from mtpjax.evaluation.self_check import check_acceptance
+    from mtpjax.io.checkpoint import load
+    from mtpjax.models.config import ModelConfig
+    from mtpjax.models.model import MTPModel, add_mtp_modules, forward, init_params
+    from mtpjax.models.presets import presets
+    from mtpjax.training.config import Objective, TrainConfig
+    from mtpjax.training.trainer import train
 
 __all__ = [
     "DecodeConfig",
@@ -34,21 +35,21 @@ __all__ = [
 ]
 
 _HOMES = {
-    "checkpoint": ("load",),
-    "config": ("ModelConfig", "Objective", "TrainConfig"),
-    "decode.config": ("DecodeConfig", "SamplingParams"),
-    "decode.generate": ("generate", "speculative_generate"),
-    "decode.result": ("GenerationResult",),
-    "decode.self_check": ("check_acceptance",),
-    "model": ("MTPModel", "add_mtp_modules", "forward", "init_params"),
-    "architectures": ("presets",),
+    "decoding.config": ("DecodeConfig", "SamplingParams"),
+    "decoding.generate": ("generate", "speculative_generate"),
+    "decoding.result": ("GenerationResult",),
+    "evaluation.self_check": ("check_acceptance",),
+    "io.checkpoint": ("load",),
+    "models.config": ("ModelConfig",),
+    "models.model": ("MTPModel", "add_mtp_modules", "forward", "init_params"),
+    "models.presets": ("presets",),
+    "training.config": ("Objective", "TrainConfig"),
+    "training.trainer": ("train",),
 }
 
 
 def __getattr__(name: str):
     """Imports a public name when it is asked for, so that `mtpjax --help` need not wait for JAX."""
-    if name == "train":
-        return importlib.import_module("mtpjax.train")
     for home, names in _HOMES.items():
         if name in names:
             return getattr(importlib.import_module(f"mtpjax.{home}"), name)

@@ -15,11 +15,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import mtpjax
-from conversion import convert, load
+from conversion import load
 from conversion.export_mtp import WEIGHTS, export
 from conversion.files import CheckpointFileError, Files
 from conversion.merge_mtp import Report, merge
-from mtpjax import ModelConfig, MTPModel, add_mtp_modules, checkpoint, init_params
+from mtpjax import ModelConfig, MTPModel, add_mtp_modules, init_params
+from mtpjax.io import checkpoint, convert
 from tests.golden import MTP_SETS, case, cases, path
 
 AROUND = ("eh_proj.weight", "enorm.weight", "hnorm.weight", "shared_head.norm.weight")

@@ -18,7 +18,7 @@ from conversion.files import CheckpointFileError, Files
 from conversion.load import plan, read_as
 from experiments.check_equality import parameter_shapes
 from mtpjax import compat
-from mtpjax.quantized import BlockScaled
+from mtpjax.models.quantized import BlockScaled
 from tests.golden import COLLECTION as GOLDEN
 from tests.golden import SETS
 

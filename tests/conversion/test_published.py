@@ -6,10 +6,10 @@ import jax
 import pytest
 
 from conversion import hf_config
-from conversion.inspect import count_parameters
 from conversion.names import table, tied_copies
 from experiments.check_equality import parameter_shapes
 from mtpjax import presets
+from mtpjax.io.inspect import count_parameters
 
 FAMILY = {
     "deepseek-v3": "deepseek_v3",

@@ -10,7 +10,7 @@ import pytest
 
 from experiments.check_equality import LONGEST_PROMPT, NEW_TOKENS
 from mtpjax import DecodeConfig, forward, generate, speculative_generate
-from mtpjax.decode.evaluate import is_plain, partings
+from mtpjax.evaluation.acceptance import is_plain, partings
 
 RNG = np.random.default_rng(0)
 PROMPTS = [RNG.integers(0, 61, 1 + number % LONGEST_PROMPT).tolist() for number in range(64)]

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from mtpjax import MTPModel, forward
-from mtpjax.cache import commit, empty_cache
-from mtpjax.layers.attend import Recycled, cached_view, full_view
-from mtpjax.layers.latent_attention import LatentAttention
-from mtpjax.model import bind, shift_left
-from mtpjax.trunk import stack_layers, unstack_layers
+from mtpjax.models.cache import commit, empty_cache
+from mtpjax.models.layers.attend import Recycled, cached_view, full_view
+from mtpjax.models.layers.latent_attention import LatentAttention
+from mtpjax.models.model import bind, shift_left
+from mtpjax.models.trunk import stack_layers, unstack_layers
 
 TOKENS = np.random.default_rng(3).integers(0, 61, (3, 16))
 

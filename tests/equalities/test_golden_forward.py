@@ -10,9 +10,9 @@ import pytest
 import mtpjax
 from experiments.check_equality import parameter_shapes
 from mtpjax import DecodeConfig, ModelConfig, MTPModel, forward, generate, speculative_generate
-from mtpjax.decode.draft import propose
-from mtpjax.decode.loop import prefill
-from mtpjax.decode.state import Plan, init_state
+from mtpjax.decoding.draft import propose
+from mtpjax.decoding.loop import prefill
+from mtpjax.decoding.state import Plan, init_state
 from tests.golden import MTP_SETS, RECYCLING, SETS, case, cases, path
 
 PROMPTS = ("p0", "p1")

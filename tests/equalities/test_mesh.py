@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from mtpjax import DecodeConfig, SamplingParams, compat, generate, speculative_generate
-from mtpjax.sharding import shard_params
+from mtpjax.models.sharding import shard_params
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [12, 13]]
 CONFIG = DecodeConfig(max_new_tokens=12, num_steps=3, prefill_chunk=8)

@@ -10,11 +10,11 @@ import pytest
 from scipy import stats
 
 from mtpjax import DecodeConfig, SamplingParams, forward, generate, speculative_generate
-from mtpjax.decode import acceptance, noise
-from mtpjax.decode.loop import decode
-from mtpjax.decode.plain import plain_generate
-from mtpjax.decode.probabilities import History, adjust, distribution, draw
-from mtpjax.decode.request import sampling_arrays
+from mtpjax.decoding import acceptance, rng
+from mtpjax.decoding.loop import decode
+from mtpjax.decoding.reference import plain_generate
+from mtpjax.decoding.sampling import History, adjust, distribution, draw
+from mtpjax.decoding.sampling_params import sampling_arrays
 
 V, LENGTH, PROMPT = 5, 3, [1, 2, 4]
 BATCH = 8192
@@ -57,7 +57,7 @@ def tiny(small):
     """Caches are no longer than the texts: of so many rows, 256 slots are what the time goes into."""
     sizes = {"vocab_size": V, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mtpjax.decode.generate.bucket", lambda size: -(-size // 32) * 32)
+        patch.setattr("mtpjax.decoding.generate.bucket", lambda size: -(-size // 32) * 32)
         yield small("grouped", "random", **sizes, num_attention_heads=2)
 
 
@@ -134,10 +134,10 @@ def test_many_texts_follow_the_targets_law(asked, name, tiny):
 
 def by_absolute_position(monkeypatch):
     """Noise that the next round uses again: each draft's keyed by its own position in place of the round's."""
-    gumbel, uniform = noise.gumbel, noise.uniform
+    gumbel, uniform = rng.gumbel, rng.uniform
 
     def absolute(position, purpose, node):
-        own = (node - 1)[None, :] if purpose in (noise.DRAFT, noise.ACCEPT) else 0
+        own = (node - 1)[None, :] if purpose in (rng.DRAFT, rng.ACCEPT) else 0
         return position + own, jnp.zeros_like(node)
 
     def mutant_gumbel(seed, position, purpose, node, size):
@@ -146,9 +146,9 @@ def by_absolute_position(monkeypatch):
     def insert(pair, purpose):
         return pair[0], purpose, pair[1]
 
-    monkeypatch.setattr(noise, "gumbel", mutant_gumbel)
+    monkeypatch.setattr(rng, "gumbel", mutant_gumbel)
     monkeypatch.setattr(
-        noise,
+        rng,
         "uniform",
         lambda seed, position, purpose, node: uniform(seed, *insert(absolute(position, purpose, node), purpose)),
     )
@@ -305,7 +305,7 @@ def test_a_row_is_the_same_alone_and_in_any_batch(changes, small):
 
 def test_drawing_follows_weights_that_are_not_normalised():
     weights = jnp.array([[[0.0, 2.0, 6.0]]])
-    seeds = noise.seeds_from(jax.random.key(0), 4000)
-    gumbel = noise.gumbel(seeds, jnp.zeros((4000, 1), jnp.int32), noise.FINAL, jnp.zeros(1, jnp.int32), 3)
+    seeds = rng.seeds_from(jax.random.key(0), 4000)
+    gumbel = rng.gumbel(seeds, jnp.zeros((4000, 1), jnp.int32), rng.FINAL, jnp.zeros(1, jnp.int32), 3)
     drawn = np.asarray(draw(jnp.broadcast_to(weights, gumbel.shape), gumbel))
     assert not (drawn == 0).any() and abs((drawn == 2).mean() - 0.75) < 0.03

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import mtpjax
-from conversion import convert
 from experiments.check_equality import random_params, rigged_params, small_config
-from mtpjax import DecodeConfig, MTPModel, checkpoint, generate, speculative_generate
-from mtpjax.config import Llama3Scaling
+from mtpjax import DecodeConfig, MTPModel, generate, speculative_generate
+from mtpjax.io import checkpoint, convert
+from mtpjax.models.config import Llama3Scaling
 from tests.golden import case, path
 
 torch = pytest.importorskip("torch", reason="torch is not installed")

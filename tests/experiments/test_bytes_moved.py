@@ -331,7 +331,7 @@ def test_a_kernel_in_a_round_counts_what_it_declares(monkeypatch):
         assert implementation == "xla"
         return rms_norm(x, scale, implementation="triton", **how)
 
-    monkeypatch.setattr("mtpjax.layers.norm.rms_norm", norm)
+    monkeypatch.setattr("mtpjax.models.layers.norm.rms_norm", norm)
     config = dataclasses.replace(SHAPES["S"], num_hidden_layers=2)
     count, _ = count_round(bytes_moved.Subject(config, 2048), 1, 1, "xla")
     assert count.kernels == {"rms_norm": 10 * 2 * (2 + 2 + 1) * 512}

@@ -8,7 +8,7 @@ import pytest
 import mtpjax
 from experiments.kernel_bytes import run_counted
 from mtpjax import DecodeConfig, compat, forward, speculative_generate
-from mtpjax.quantized import BlockScaled, is_scaled, matrix_product
+from mtpjax.models.quantized import BlockScaled, is_scaled, matrix_product
 from pallas_kernels import block_scaled_matmul
 from pallas_kernels.block_scaled_matmul import block_scaled_matmul_reference
 from tests.golden import cases, path

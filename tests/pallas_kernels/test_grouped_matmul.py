@@ -11,8 +11,8 @@ from jax.experimental.pallas import triton as plt
 
 from experiments.kernel_cases import cases
 from mtpjax import DecodeConfig, ModelConfig, MTPModel, compat, generate, speculative_generate
-from mtpjax.layers.experts import Experts
-from mtpjax.quantized import BlockScaled
+from mtpjax.models.layers.experts import Experts
+from mtpjax.models.quantized import BlockScaled
 from pallas_kernels import grouped_matmul, grouped_products
 from pallas_kernels.blocks import dequantise
 from pallas_kernels.grouped_matmul import grouped_matmul_reference

@@ -8,9 +8,9 @@ import pytest
 
 from experiments.kernel_cases import attention_case, cases
 from mtpjax import DecodeConfig, compat, generate, speculative_generate
-from mtpjax.cache import empty_cache
-from mtpjax.layers.attend import Branches, cached_view
-from mtpjax.model import bind
+from mtpjax.models.cache import empty_cache
+from mtpjax.models.layers.attend import Branches, cached_view
+from mtpjax.models.model import bind
 from pallas_kernels import verify_attention
 from pallas_kernels.verify_attention import verify_attention_reference
 

@@ -1,0 +1,1 @@
+"""`mtpjax ablate`: a grid of draft settings, each timed beside plain decoding."""

@@ -1,0 +1,158 @@
+"""The cells of an ablation: which combinations of settings there are, and why others are left out."""
+
+import dataclasses
+import itertools
+import math
+
+from mtpjax.decoding.config import CHAIN_RULES, EXACT_RULES, FIXED_TREES, LOSSY_RULES, DecodeConfig
+from mtpjax.decoding.generate import check_tree
+from mtpjax.decoding.state import Plan
+from mtpjax.evaluation.round_costs import Shape
+from mtpjax.models.model import MTPModel
+
+RULES = ("auto", "exact", *EXACT_RULES, *LOSSY_RULES)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is asked for: every combination of the tuples.
+
+    Attributes:
+        num_draft_tokens: nodes of trees, verified per round; 0: what depth and topk give. A chain has its depth's.
+        rules: of acceptance; "auto" is the default one of each temperature and tree, "exact" every exact one.
+        repeats: rounds in which plain and speculative decoding take turns.
+    """
+
+    depths: tuple[int, ...] = (1, 2, 3)
+    topk: tuple[int, ...] = (1, 2)
+    num_draft_tokens: tuple[int, ...] = (0,)
+    rules: tuple[str, ...] = ("auto",)
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    batch_sizes: tuple[int, ...] = (1, 4)
+    max_new_tokens: int = 96
+    repeats: int = 5
+    seed: int = 0
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, (list, tuple)):
+                if not value:
+                    raise ValueError(f"{field.name} is empty")
+                object.__setattr__(self, field.name, tuple(dict.fromkeys(value)))
+        for name, least in (("depths", 1), ("topk", 1), ("batch_sizes", 1), ("num_draft_tokens", 0)):
+            smallest = min(getattr(self, name))
+            if smallest < least:
+                raise ValueError(f"{name} must be at least {least}, not {smallest}")
+        for name, least in (("max_new_tokens", 2), ("repeats", 1), ("seed", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
+        for temperature in self.temperatures:
+            if not (math.isfinite(temperature) and temperature >= 0):
+                raise ValueError(f"temperature {temperature} must be finite and not negative")
+        for rule in self.rules:
+            if rule not in RULES:
+                raise ValueError(f"rule '{rule}' is not one of {', '.join(RULES)}")
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Cell:
+    """One combination of settings; its rule is a rule's own name."""
+
+    batch_size: int
+    num_steps: int
+    topk: int
+    num_nodes: int
+    acceptance: str
+    temperature: float
+
+    def config(self, common: DecodeConfig) -> DecodeConfig:
+        return dataclasses.replace(
+            common,
+            num_steps=self.num_steps,
+            topk=self.topk,
+            num_draft_tokens=self.num_nodes,
+            acceptance=self.acceptance,  # pyright: ignore[reportArgumentType]
+        )
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.num_steps, self.topk, self.num_nodes)
+
+    @property
+    def setting(self) -> str:
+        """Such as "depth 3, topk 2, 11 nodes, recursive"."""
+        tree = f", topk {self.topk}, {self.num_nodes} nodes" if self.topk > 1 else ""
+        return f"depth {self.num_steps}{tree}, {self.acceptance}"
+
+    @property
+    def name(self) -> str:
+        """Such as "batch 4, temperature 0, depth 3, greedy"."""
+        return f"batch {self.batch_size}, temperature {self.temperature:g}, {self.setting}"
+
+    @property
+    def flags(self) -> str:
+        """The setting as SGLang's flags; the rule too, where it is not the default one."""
+        is_default = self.acceptance in _meant("auto", self.topk, self.temperature)
+        return (
+            f"--speculative-num-steps {self.num_steps} --speculative-eagle-topk {self.topk} "
+            f"--speculative-num-draft-tokens {self.num_nodes}{'' if is_default else f' --acceptance {self.acceptance}'}"
+        )
+
+
+def plan(settings: Settings, *, model: MTPModel) -> tuple[list[Cell], dict[str, int]]:
+    """The cells that are possible, and reason -> how many are not.
+
+    Raises `ValueError` for a model without modules.
+    """
+    if not model.config.num_mtp_modules:
+        raise ValueError("the model has no MTP module: there is nothing to draft with")
+    cells: dict[Cell, None] = {}
+    reasons: dict[str, int] = {}
+    product = itertools.product(
+        settings.batch_sizes,
+        settings.depths,
+        settings.topk,
+        settings.num_draft_tokens,
+        settings.rules,
+        settings.temperatures,
+    )
+    for batch_size, num_steps, topk, num_draft_tokens, name, temperature in product:
+        for rule in _meant(name, topk, temperature):
+            try:
+                config = DecodeConfig(
+                    num_steps=num_steps,
+                    topk=topk,
+                    num_draft_tokens=num_draft_tokens or None if topk > 1 else None,
+                    acceptance=rule,  # pyright: ignore[reportArgumentType]
+                )
+                if topk > 1:
+                    check_tree(model, config)
+                _require_sense(rule, topk, temperature)
+            except ValueError as error:
+                reasons[str(error)] = reasons.get(str(error), 0) + 1
+                continue
+            cells[Cell(batch_size, num_steps, topk, config.num_nodes, rule, temperature)] = None
+    return list(cells), reasons
+
+
+def _meant(name: str, topk: int, temperature: float) -> tuple[str, ...]:
+    """The rules that "auto" and "exact" stand for; any other stands for itself."""
+    if name not in ("auto", "exact"):
+        return (name,)
+    if not temperature:
+        return ("greedy",)
+    if name == "auto":
+        return (Plan.of(DecodeConfig(topk=topk), is_greedy=False, min_rows=1).rule,)
+    others = FIXED_TREES if topk == 1 else CHAIN_RULES
+    return tuple(rule for rule in EXACT_RULES if rule not in ("greedy", *others))
+
+
+def _require_sense(rule: str, topk: int, temperature: float) -> None:
+    """Raises `ValueError` for what decoding refuses, and for what another cell measures."""
+    if rule == "greedy" and temperature:
+        raise ValueError("greedy is for temperature 0")
+    if rule in EXACT_RULES and rule != "greedy" and not temperature:
+        raise ValueError("at temperature 0 every exact rule is greedy")
+    if rule in FIXED_TREES and topk == 1:
+        raise ValueError(f"{rule} is for trees: on a chain it is another rule")

@@ -1,0 +1,213 @@
+"""What follows from an ablation's cells: advice, tables, `cells.csv` and `recommendation.md`.
+
+A row is a line of `cells.jsonl`.
+"""
+
+import csv
+import dataclasses
+import io
+from collections.abc import Iterable
+from typing import Any
+
+from experiments.bench_decode import QUIET
+from mtpjax.ablation.bench import Workload
+from mtpjax.ablation.grid import Cell, Settings
+from mtpjax.console import narrow_table
+
+
+def cell_of(row: dict[str, Any]) -> Cell:
+    return Cell(**row["cell"])
+
+
+def groups_of(rows: Iterable[dict[str, Any]]) -> dict[tuple[int, float], list[dict[str, Any]]]:
+    """(batch size, temperature) -> its rows, fastest first; in ascending order."""
+    groups: dict[tuple[int, float], list[dict[str, Any]]] = {}
+    for row in sorted(rows, key=lambda row: -row["ratio"]["value"]):
+        cell = cell_of(row)
+        groups.setdefault((cell.batch_size, cell.temperature), []).append(row)
+    return dict(sorted(groups.items()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Advice:
+    """What to use at one batch size and temperature. `best` is None where plain decoding is best."""
+
+    batch_size: int
+    temperature: float
+    best: dict[str, Any] | None
+    says: str
+    certainty: str
+
+
+def advise(rows: Iterable[dict[str, Any]]) -> list[Advice]:
+    """The fastest exact setting of each batch size and temperature, and how sure that is.
+
+    A setting whose ratio is not above 1 within its interval is not advised, nor one that failed its check.
+    """
+    result = []
+    for (batch_size, temperature), group in groups_of(rows).items():
+        exact = [row for row in group if row["lossless"] not in ("lossy", "DIFFERS")]
+        if not exact:
+            result.append(Advice(batch_size, temperature, None, "no exact setting was measured", ""))
+            continue
+        fastest, paying = exact[0], [row for row in exact if row["ratio"]["low"] > 1]
+        if not paying:
+            is_slower = fastest["ratio"]["value"] <= 1
+            says = "do not speculate" if is_slower else "speculation is not shown to pay: decode plainly"
+            why = f"the fastest, {cell_of(fastest).setting}, has ratio to plain {_spread(fastest['ratio'])}"
+            result.append(Advice(batch_size, temperature, None, says, why))
+            continue
+        best = paying[0]
+        length, ratio = best["accept_length"]["value"], _spread(best["ratio"])
+        says = f"{cell_of(best).setting}: accept length {length:.2f}, ratio to plain {ratio}"
+        others = [row for row in exact if row is not best]
+        result.append(Advice(batch_size, temperature, best, says, _certainty(best, others)))
+    return result
+
+
+def _certainty(best: dict[str, Any], others: list[dict[str, Any]]) -> str:
+    """The best against the runner-up, by their intervals."""
+    if not others:
+        return "there is no other setting to compare with"
+    second = others[0]
+    measured = f"{cell_of(second).setting}: {_spread(second['ratio'])}"
+    if best["ratio"]["low"] > second["ratio"]["high"]:
+        return f"surely before {measured}"
+    if best["ratio"]["low"] > second["ratio"]["value"]:
+        return f"likely before {measured}"
+    alike = [row for row in others if row["ratio"]["value"] >= best["ratio"]["low"]]
+    return f"not told apart from {measured}" + (f", nor from {len(alike) - 1} more" if len(alike) > 1 else "")
+
+
+def recommendation(
+    rows: list[dict[str, Any]], reasons: dict[str, int], workload: Workload, settings: Settings, about: dict[str, Any]
+) -> str:
+    """`recommendation.md`."""
+    lines, advices = ["# Which draft settings to use", ""], advise(rows)
+    for advice in advices:
+        lines.append(f"- **batch {advice.batch_size}, temperature {advice.temperature:g}**: {advice.says}")
+        if advice.certainty:
+            lines.append(f"  - {advice.certainty}")
+        if advice.best is not None:
+            lines.append(f"  - `{cell_of(advice.best).flags}`")
+    without = [f"batch {each.batch_size} at temperature {each.temperature:g}" for each in advices if not each.best]
+    lines += ["", "When not to speculate: " + (", ".join(without) or "at nothing that was measured") + "."]
+    lossy = [row for row in rows if row["lossless"] == "lossy"]
+    if lossy:
+        lines += ["", "## Lossy settings, which change the text's distribution and are never advised", ""]
+        lines += [f"- {cell_of(row).name}: {summary(row)}" for row in lossy]
+    wrong = [row for row in rows if row["lossless"] == "DIFFERS"]
+    if wrong:
+        lines += ["", "## Texts that differ from plain decoding", ""]
+        lines += [f"- {cell_of(row).name}: {row['differing_rows']} of {row['compared_rows']} texts" for row in wrong]
+    lines += ["", "## Measured", ""]
+    lines += [
+        f"- {len(rows)} cells, {settings.repeats} repeats, {settings.max_new_tokens} new tokens; {workload.source}",
+        f"- {about['device']}, {about['processor']}, jax {about['jax']}, model {about['model']}",
+        "- ratio: tokens/s over those of plain decoding of the same prompts, batch and temperature, in turns; 95 %",
+        "- ideal: accept length over what the passes of a round cost in plain steps; what sampling costs is not in it",
+    ]
+    alone = sorted(size for size in settings.batch_sizes if len(workload.batches(size)) == 1)
+    if alone:
+        sizes = ", ".join(map(str, alone))
+        lines.append(f"- the prompts are one batch of {sizes}: intervals there tell of timing, not of other prompts")
+    waited = max(row["waited"] for row in rows)
+    if waited > QUIET:
+        lines += [f"- others used the machine: it waited for a core up to {waited:.0%} of a cell's time. Run it again"]
+    lines += [f"- left out: {reason} ({count} cells)" for reason, count in reasons.items()]
+    return "\n".join(lines) + "\n"
+
+
+CSV_COLUMNS = (
+    "batch_size",
+    "temperature",
+    "num_steps",
+    "topk",
+    "num_nodes",
+    "acceptance",
+    "accept_length",
+    "accept_length_low",
+    "accept_length_high",
+    "accept_length_macro",
+    "conditional",
+    "survival",
+    "tokens_per_second",
+    "plain_tokens_per_second",
+    "ratio",
+    "ratio_low",
+    "ratio_high",
+    "ideal_ratio",
+    "plain_ms",
+    "verify_ms",
+    "parts_ms",
+    "lossless",
+)
+
+
+def to_csv(rows: Iterable[dict[str, Any]]) -> str:
+    """A line per cell; rates by level are separated by spaces."""
+    file = io.StringIO()
+    writer = csv.DictWriter(file, CSV_COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        spreads = {}
+        for name in ("accept_length", "ratio"):
+            spreads |= {name: row[name]["value"], f"{name}_low": row[name]["low"], f"{name}_high": row[name]["high"]}
+        numbers = {
+            **spreads,
+            "accept_length_macro": row["accept_length_macro"]["value"],
+            "tokens_per_second": row["tokens_per_second"],
+            "plain_tokens_per_second": row["plain_tokens_per_second"],
+            "ideal_ratio": row["ideal_ratio"],
+            **{f"{part}_ms": 1e3 * seconds for part, seconds in row["costs"].items()},
+        }
+        writer.writerow(
+            {
+                **{name: row["cell"][name] for name in CSV_COLUMNS[:6]},
+                **{name: "" if value is None else f"{value:.5g}" for name, value in numbers.items()},
+                **{name: " ".join(_number(rate) for rate in row[name]) for name in ("conditional", "survival")},
+                "lossless": row["lossless"],
+            }
+        )
+    return file.getvalue()
+
+
+def _number(rate: dict[str, float | None]) -> str:
+    return "" if rate["value"] is None else f"{rate['value']:.4f}"
+
+
+def print_cells(console, rows: list[dict[str, Any]]) -> None:
+    """A table within 80 columns per batch size and temperature."""
+    for (batch_size, temperature), group in groups_of(rows).items():
+        plain = f"plain {group[0]['plain_tokens_per_second']:.0f} tokens/s"
+        table = narrow_table(f"batch {batch_size}, temperature {temperature:g}: {plain}")
+        headings = ("depth", "topk/\nnodes", "rule", "accept\nlength", "survival", "tokens/s", "ratio (95 %)", "ideal")
+        for heading in headings:
+            fixed = heading != "survival"
+            table.add_column(heading, justify="right", no_wrap=fixed, min_width=None if fixed else len(heading))
+        for row in group:
+            cell, ratio = cell_of(row), row["ratio"]
+            table.add_row(
+                str(cell.num_steps),
+                f"{cell.topk}/{cell.num_nodes}",
+                cell.acceptance + {"lossy": " *", "DIFFERS": " !"}.get(row["lossless"], ""),
+                f"{row['accept_length']['value']:.2f}",
+                " ".join(f"{rate['value'] or 0:.2f}".removeprefix("0") for rate in row["survival"]),
+                f"{row['tokens_per_second']:.0f}",
+                f"{ratio['value']:.2f} {ratio['low']:.2f}-{ratio['high']:.2f}",
+                f"{row['ideal_ratio']:.2f}",
+            )
+        console.print(table)
+    kinds = {row["lossless"] for row in rows}
+    if "lossy" in kinds:
+        console.print("* lossy: the text's distribution is another")
+    if "DIFFERS" in kinds:
+        console.print("! texts DIFFER from plain decoding", style="bold red")
+
+
+def summary(row: dict[str, Any]) -> str:
+    return f"accept length {row['accept_length']['value']:.2f}, ratio {_spread(row['ratio'])}, {row['lossless']}"
+
+
+def _spread(estimate: dict[str, float]) -> str:
+    return f"{estimate['value']:.2f} ({estimate['low']:.2f}-{estimate['high']:.2f})"

@@ -1,0 +1,134 @@
+"""`mtpjax quickstart`, `train` and `compare`."""
+
+import math
+import sys
+
+import jsonargparse
+
+
+def add(commands) -> None:
+    """Their flags."""
+    quickstart = jsonargparse.ArgumentParser(
+        description="Train a small model with an MTP module on the standard library of this Python, decode held-out "
+        "prompts plainly and speculatively, and compare: about three minutes on two cores, nothing is downloaded."
+    )
+    quickstart.add_argument("--output", default="runs/quickstart", help="folder to write (default: %(default)s)")
+    quickstart.add_argument("--preset", default="tiny", help="architecture (default: %(default)s)")
+    quickstart.add_argument("--seconds", type=float, default=90.0, help="time to train (default: %(default)s)")
+    quickstart.add_argument("--seed", type=int, default=0, help="of weights and data order (default: %(default)s)")
+    quickstart.add_argument("--quick", action="store_true", help="a few steps and prompts only, to see that it runs")
+    commands.add_subcommand("quickstart", quickstart, help="train, decode, compare: see a lossless speed-up")
+
+    train = jsonargparse.ArgumentParser(
+        description="Train a model with its MTP modules. What the settings mean stands in `mtpjax.training.config.TrainConfig`; "
+        "--print-config shows all of them."
+    )
+    train.add_argument("--config", default=None, help="YAML file of settings (default: TrainConfig's own)")
+    train.add_argument("settings", nargs="*", default=[], metavar="key=value", help="settings over those of the file")
+    train.add_argument("--resume", action="store_true", help="go on with the run in the output folder")
+    train.add_argument("--overwrite", action="store_true", help="replace the run in the output folder")
+    train.add_argument(
+        "--allow-config-change",
+        nargs="+",
+        default=[],
+        metavar="key",
+        help="settings that may differ from those that the resumed run began with; 'data': files too",
+    )
+    train.add_argument("--nnodes", type=int, default=1, help="processes that train together, one per host (default: 1)")
+    train.add_argument("--node-rank", type=int, default=None, help="which of them this one is, from 0")
+    train.add_argument(
+        "--dist-init-addr",
+        default=None,
+        metavar="HOST:PORT",
+        help="where the first listens; without it and --node-rank the launcher is asked (Slurm, Open MPI, Kubernetes)",
+    )
+    train.add_argument("--dry-run", action="store_true", help="check settings and data, tell sizes, train nothing")
+    train.add_argument("--print-config", action="store_true", help="print every setting as YAML, train nothing")
+    commands.add_subcommand("train", train, help="train a model and its MTP modules; resumable")
+
+    compare = jsonargparse.ArgumentParser(
+        description="Settings that differ between training runs, and their last losses and panels side by side: "
+        "accept lengths on held-out prompts as decoded, and as predicted along the trunk's own text."
+    )
+    compare.add_argument("runs", nargs="+", metavar="RUN", help="run folder of `mtpjax train`")
+    compare.add_argument("--output", default=None, help="PNG file to draw")
+    commands.add_subcommand("compare", compare, help="training runs side by side")
+
+
+def _quickstart(options) -> int:
+    from mtpjax.training import quickstart
+    from mtpjax.training.config import TrainConfig
+
+    steps, seconds = (20, math.inf) if options.quick else (10**9, options.seconds)
+    config = TrainConfig(
+        preset=options.preset,
+        output=options.output,
+        seed=options.seed,
+        steps=steps,
+        seconds=seconds,
+        panel_prompts=2 if options.quick else 32,
+    )
+    return quickstart.run(config, **({"depths": (1,), "rounds": 2, "num_prompts": 2} if options.quick else {}))
+
+
+def _train(options) -> int:
+    import rich.console
+
+    from mtpjax.host import keep_freed_memory
+    from mtpjax.training import distributed
+    from mtpjax.training.panel import print_panel
+    from mtpjax.training.trainer import Preempted, describe, train
+    from mtpjax.training.yaml_config import read_config, to_yaml
+
+    config = read_config(options.config, options.settings)
+    if options.resume and options.overwrite:
+        raise ValueError("--resume goes on with the run that --overwrite would replace: give one of them")
+    if options.print_config:
+        print(to_yaml(config), end="")
+        return 0
+    if options.dry_run:
+        for name, value in describe(config).items():
+            print(f"{name}: {value:,}")
+        return 0
+    keep_freed_memory()
+    if options.nnodes > 1:
+        distributed.connect(options.nnodes, options.node_rank, options.dist_init_addr)
+    try:
+        result = train(
+            config, resume=options.resume, overwrite=options.overwrite, allowed_changes=options.allow_config_change
+        )
+    except Preempted as ended:
+        print(f"mtpjax train: {ended}", file=sys.stderr)
+        return 75
+    except distributed.LostProcess as lost:
+        print(f"mtpjax train: {lost}; go on with --resume", file=sys.stderr)
+        distributed.leave(75)
+    except FloatingPointError as error:
+        print(f"mtpjax train: {error}", file=sys.stderr)
+        return 1
+    print_panel(rich.console.Console(), result.panel)
+    print(f"wrote {config.output}/: checkpoint/, metrics.jsonl, panel.png")
+    return 0
+
+
+def _compare(options) -> int:
+    import rich.console
+
+    from mtpjax.training.compare import read_run, tables
+    from mtpjax.training.plots import plot_comparison
+
+    runs = [read_run(folder) for folder in options.runs]
+    console = rich.console.Console()
+    for table in tables(runs):
+        console.print(table)
+    if options.output is not None:
+        plot_comparison(options.output, {run.name: run.history for run in runs})
+        print(f"wrote {options.output}", file=sys.stderr)
+    return 0
+
+
+COMMANDS = {
+    "quickstart": _quickstart,
+    "train": _train,
+    "compare": _compare,
+}

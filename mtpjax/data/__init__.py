@@ -1,0 +1,1 @@
+"""Data: tokenizers, chat templates, prompts, training sources, packing."""

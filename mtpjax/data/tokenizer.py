@@ -1,0 +1,282 @@
+"""Text <-> token ids: bytes for our own models, `tokenizer.json` and its chat template for published ones."""
+
+import codecs
+import dataclasses
+import datetime
+import functools
+import hashlib
+import json
+import pathlib
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from mtpjax.safe_open import read_inside
+
+MOST_BYTES = 64 << 20  # of a tokenizer.json; those of the families have 7 to 20 million
+MOST_TEMPLATE = 1 << 20
+MOST_MESSAGES = 10_000
+
+
+class TokenizerError(ValueError):
+    """A tokenizer or a chat template that is missing, damaged, or does not fit the model."""
+
+
+class ConversationError(TokenizerError):
+    """A conversation that the chat template refuses, or fails on."""
+
+
+class Tokenizer(Protocol):
+    """What decoding needs of a tokenizer."""
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def special_token_ids(self) -> tuple[int, ...]:
+        """Those that stand for no text."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """Hexadecimal sha256 of all that decides which tokens a text or a conversation becomes, and the end tokens."""
+        ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Iterable[int]) -> str: ...
+
+    def stream(self) -> Callable[[int | None], str]:
+        """A function from one token after the other to the text that each completes; None ends it."""
+        ...
+
+    def chat(self, messages: list[dict[str, Any]], **choices: Any) -> list[int]:
+        """The tokens of a conversation up to where the model answers. Raises `TokenizerError` without a template."""
+        ...
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"text holds a lone surrogate at character {error.start}: it has no UTF-8") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class ByteTokenizer:
+    """One token per UTF-8 byte. Byte 0 never occurs in text, so it ends a document."""
+
+    vocab_size = 256
+    eos_token_id = 0
+    eos_token_ids = (0,)
+    special_token_ids = (0,)
+    digest = hashlib.sha256(b"bytes").hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """The UTF-8 bytes of `text`, without an end token. Raises ValueError for NUL and lone surrogates."""
+        position = text.find("\0")
+        if position >= 0:
+            raise ValueError(f"text holds NUL at character {position}: byte 0 is the end token")
+        return list(_utf8(text))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`, ints or a 1-D integer array: end tokens skipped, bytes that are no UTF-8 as U+FFFD.
+
+        Raises ValueError for an id outside the vocabulary.
+        """
+        stream = self.stream()
+        return "".join(stream(int(index)) for index in ids) + stream(None)
+
+    def stream(self) -> Callable[[int | None], str]:
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may span tokens
+
+        def step(token: int | None) -> str:
+            if token is None:
+                return decoder.decode(b"", final=True)
+            if not 0 <= token < self.vocab_size:
+                raise ValueError(f"token id {token} is outside the vocabulary of {self.vocab_size}")
+            return decoder.decode(bytes([token]) if token != self.eos_token_id else b"")
+
+        return step
+
+    def chat(self, messages: list[dict[str, Any]], **choices: Any) -> list[int]:
+        raise TokenizerError("a byte tokenizer has no chat template")
+
+
+class FileTokenizer:
+    """`tokenizer.json` of a Hugging Face directory, by the tokenizers package.
+
+    `eos_token_ids` are those of `generation_config.json`, else of `config.json`, else the `eos_token` of
+    `tokenizer_config.json`. Special tokens in a prompt's text
+    become those tokens, as everywhere. Raises `TokenizerError` for a damaged file, and for tokens beyond `vocab_size`.
+    """
+
+    def __init__(self, folder: pathlib.Path, vocab_size: int):
+        import tokenizers
+
+        content = read_inside(folder, "tokenizer.json", most=MOST_BYTES)
+        if content is None:
+            raise TokenizerError(f"{folder} has no tokenizer.json")
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
+        except Exception as error:  # tokenizers raises Exception itself
+            raise TokenizerError(f"{folder / 'tokenizer.json'} cannot be read: {str(error)[:200]}") from error
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        if largest >= vocab_size:
+            raise TokenizerError(f"{folder / 'tokenizer.json'} has token {largest}; the model has {vocab_size} tokens")
+        self.num_tokens = largest + 1
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_token_ids = tuple(sorted(index for index, token in added.items() if token.special))
+        self._settings = _json(folder, "tokenizer_config.json")
+        self.eos_token_ids = _eos_token_ids(folder) or self._named_token_ids("eos_token")
+        self._template = _template(folder, self._settings)
+        self._content = content
+        decisive = [hashlib.sha256(content).hexdigest(), self._template, self._special_tokens(), self.eos_token_ids]
+        self.digest = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """Raises ValueError for lone surrogates."""
+        _utf8(text)
+        return self._tokenizer.encode(text).ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._tokenizer.decode([int(index) for index in ids], skip_special_tokens=True)
+
+    def stream(self) -> Callable[[int | None], str]:
+        from tokenizers.decoders import DecodeStream
+
+        stream = DecodeStream(skip_special_tokens=True)
+        return lambda token: "" if token is None else stream.step(self._tokenizer, int(token)) or ""
+
+    def chat(self, messages: list[dict[str, Any]], **choices: Any) -> list[int]:
+        """`choices` are variables of the template, such as `enable_thinking`."""
+        if self._template is None:
+            raise TokenizerError("the checkpoint has no chat template")
+        text = render_chat(self._template, messages, **{**self._special_tokens(), **choices})
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def save(self, folder: pathlib.Path) -> None:
+        """Writes the files that another `FileTokenizer` of the same digest is read from. The folder exists."""
+        (folder / "tokenizer.json").write_bytes(self._content)
+        (folder / "tokenizer_config.json").write_text(json.dumps(self._settings | {"chat_template": self._template}))
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(self.eos_token_ids)}))
+
+    def _special_tokens(self) -> dict[str, str | None]:
+        """The special tokens that a template may name, as they are written."""
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        return {name: _text(self._settings[name]) for name in names if self._settings.get(name) is not None}
+
+    def _named_token_ids(self, name: str) -> tuple[int, ...]:
+        index = self._tokenizer.token_to_id(self._special_tokens().get(name) or "")
+        return () if index is None else (index,)
+
+
+def load_tokenizer(path, vocab_size: int) -> Tokenizer:
+    """The tokenizer of a checkpoint: of the Hugging Face directory that it is or came from, else bytes.
+
+    Raises `TokenizerError` where there is neither a `tokenizer.json` nor a vocabulary of 256.
+    """
+    folder = _folder(path)
+    if (folder / "tokenizer.json").exists():
+        return FileTokenizer(folder, vocab_size)
+    if vocab_size == ByteTokenizer.vocab_size:
+        return ByteTokenizer()
+    raise TokenizerError(f"{folder} has no tokenizer.json, and the model has {vocab_size} tokens, not the 256 bytes")
+
+
+def count_tokens(path) -> int | None:
+    """One more than the largest id in a checkpoint's `tokenizer.json`; None where there is none that can be read.
+
+    Tables are often longer, padded to a round size: rows from here on stand for nothing.
+    """
+    try:
+        content = read_inside(_folder(path), "tokenizer.json", most=MOST_BYTES)
+        values = json.loads(content) if content is not None else {}
+        vocabulary = values["model"]["vocab"]
+        largest = max(vocabulary.values()) if isinstance(vocabulary, dict) else len(vocabulary) - 1
+        return 1 + max([largest, *(token["id"] for token in values.get("added_tokens", ()))])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _folder(path) -> pathlib.Path:
+    """Where a checkpoint's tokenizer lies: in the Hugging Face directory that it is or came from."""
+    path = pathlib.Path(path)
+    kept = path / "huggingface"
+    return kept if kept.is_dir() else path
+
+
+def render_chat(template: str, messages: list[dict[str, Any]], **variables: Any) -> str:
+    """A conversation by a jinja2 template, in the sandbox that lets it change nothing and reach nothing.
+
+    The sandbox limits neither time nor memory: templates come with checkpoints, and never from requests. Raises
+    `TokenizerError` for what is no template, `ConversationError` for one that fails or refuses.
+    """
+    import jinja2
+
+    if len(template) > MOST_TEMPLATE or len(messages) > MOST_MESSAGES:
+        raise ConversationError(
+            f"a chat template of {len(template)} characters, or {len(messages)} messages: too large"
+        )
+    variables = {"messages": messages, "add_generation_prompt": True, **variables}
+    try:
+        compiled = _compiled(template)
+    except (jinja2.TemplateError, RecursionError) as error:
+        raise TokenizerError(f"the chat template failed: {type(error).__name__}: {str(error)[:200]}") from error
+    try:
+        return compiled.render(variables)
+    except (jinja2.TemplateError, TypeError, ValueError, RecursionError, OverflowError) as error:
+        raise ConversationError(f"the chat template failed: {type(error).__name__}: {str(error)[:200]}") from error
+
+
+@functools.lru_cache(maxsize=8)  # compiling takes milliseconds, and data to train on has many conversations
+def _compiled(template: str):
+    """The template in its sandbox. Raises jinja2's errors."""
+    import jinja2
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def raise_exception(message: str):
+        raise jinja2.TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment.from_string(template)
+
+
+def _template(folder: pathlib.Path, settings: dict[str, Any]) -> str | None:
+    content = read_inside(folder, "chat_template.jinja", most=MOST_TEMPLATE)
+    if content is not None:
+        return content.decode()
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _eos_token_ids(folder: pathlib.Path) -> tuple[int, ...]:
+    config = _json(folder, "config.json")
+    for values in (_json(folder, "generation_config.json"), config, config.get("text_config")):
+        found = values.get("eos_token_id") if isinstance(values, dict) else None
+        if found is not None:
+            return tuple(found) if isinstance(found, list) else (found,)
+    return ()
+
+
+def _json(folder: pathlib.Path, name: str) -> dict[str, Any]:
+    content = read_inside(folder, name, most=MOST_BYTES)
+    try:
+        values = json.loads(content) if content is not None else {}
+    except ValueError as error:
+        raise TokenizerError(f"{folder / name} is no JSON: {str(error)[:100]}") from error
+    return values if isinstance(values, dict) else {}
+
+
+def _text(token: Any) -> str | None:
+    """A special token as it is written: a string, or an object with its content."""
+    return token.get("content") if isinstance(token, dict) else token

@@ -1,0 +1,1 @@
+"""Measurements of a model: acceptance, round costs, self-check."""

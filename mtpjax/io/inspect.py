@@ -1,0 +1,172 @@
+"""What a checkpoint holds, from its headers and its configuration: no weights are loaded."""
+
+import collections
+import json
+import math
+import pathlib
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from conversion import load
+from conversion.files import NAMES, Files
+from conversion.names import Layout, table
+from mtpjax.io import checkpoint
+from mtpjax.models.config import ModelConfig
+from mtpjax.models.sharding import param_spec
+
+
+def inspect(path, *, mesh: dict[str, int] | None = None, model_type: str | None = None) -> dict[str, Any]:
+    """Facts about a Hugging Face directory, or one of our checkpoints, as plain values.
+
+    `mesh` gives the sizes of its axes, such as `{"tensor": 8}`: `bytes_per_device` is what parameters take there.
+    """
+    found = checkpoint.find(path)
+    facts = _ours(found) if checkpoint.is_checkpoint(found) else _hugging_face(path, model_type)
+    config, sizes = facts.pop("config"), facts.pop("sizes")
+    facts["parameters"] = count_parameters(config)
+    facts["bytes_of_parameters"] = sum(math.prod(shape) * dtype.itemsize for shape, dtype in sizes.values())
+    mesh = mesh or {}
+    facts["mesh"] = mesh
+    facts["bytes_per_device"] = sum(
+        _share(name, shape, mesh) * dtype.itemsize for name, (shape, dtype) in sizes.items()
+    )
+    facts["configuration"] = config.to_dict()
+    return facts
+
+
+def count_parameters(config: ModelConfig) -> dict[str, int]:
+    """How many numbers a model holds: in the trunk (embedding and head included) and in its MTP modules.
+
+    `active` are those that a token is multiplied with: of the routed experts `num_experts_per_tok`, of the embedding
+    none, unless it is the head too.
+    """
+    counts = collections.Counter(trunk=0, mtp=0, active=0, mtp_active=0)
+    for path, leaf in table(config, Layout(), lambda name: False).items():
+        part = "mtp" if path.startswith("mtp_") else "trunk"
+        number = math.prod(leaf.shape)
+        counts[part] += number
+        if path.endswith(("experts/gate_up", "experts/down")):
+            number = number // config.n_routed_experts * config.num_experts_per_tok
+        if path.startswith(("embedding", "mtp_embedding")) and not config.tie_word_embeddings:
+            continue
+        counts["mtp_active" if part == "mtp" else "active"] += number
+    return dict(counts)
+
+
+def lines(facts: dict[str, Any]) -> list[str]:
+    """The facts for people."""
+    config, parameters = facts["configuration"], facts["parameters"]
+    kinds = collections.Counter(config["layer_types"] or ["full_attention"] * config["num_hidden_layers"])
+    experts = (
+        f"{config['n_routed_experts']} experts, {config['num_experts_per_tok']} per token, "
+        f"from layer {config['first_k_dense_replace']} on"
+        if config["n_routed_experts"]
+        else "dense"
+    )
+    dtypes = (f"{kind['tensors']} {name} ({size(kind['bytes'])})" for name, kind in facts["dtypes"].items())
+    mesh = " x ".join(f"{name}={count}" for name, count in facts["mesh"].items()) or "one device"
+    rows = [
+        ("checkpoint", f"{facts['path']} ({facts['format']})"),
+        ("family", facts["model_type"]),
+        ("layers", ", ".join(f"{count} {kind}" for kind, count in kinds.items()) + f"; {experts}"),
+        (
+            "sizes",
+            f"vocabulary {config['vocab_size']}, width {config['hidden_size']}, context "
+            f"{config['max_position_embeddings']}",
+        ),
+        ("MTP modules", str(config["num_mtp_modules"])),
+        (
+            "parameters",
+            f"{parameters['trunk']:,} in the trunk, {parameters['active']:,} of them active; "
+            f"{parameters['mtp']:,} in MTP modules, {parameters['mtp_active']:,} active",
+        ),
+        ("dtypes", ", ".join(dtypes)),
+        ("quantisation", json.dumps(facts["quantization"]) if facts["quantization"] else "none"),
+        ("files", f"{len(facts['shards'])} shards, {facts['tensors']} tensors, {size(facts['bytes'])}"),
+        ("memory", f"{size(facts['bytes_per_device'])} of parameters per device on {mesh}"),
+    ]
+    for name in ("tied", "other", "missing", "extra"):
+        found = facts[name]
+        if found:
+            rows.append((f"{name} tensors", f"{len(found)}: {', '.join(found[:4])}{', …' if len(found) > 4 else ''}"))
+    if not facts["missing"] and not facts["extra"]:
+        rows.append(("complete", "every tensor is there, and none is unknown"))
+    return [f"{name:<14} {value}" for name, value in rows]
+
+
+def size(count: float) -> str:
+    """Bytes for people."""
+    units = ("B", "kB", "MB", "GB", "TB")
+    power = next((power for power in range(len(units) - 1) if count < 1000 ** (power + 1)), len(units) - 1)
+    return f"{count / 1000**power:.4g} {units[power]}"
+
+
+def _hugging_face(path, model_type: str | None) -> dict[str, Any]:
+    with Files(path) as files:
+        made = load.survey(files, model_type=model_type)
+        content = files.json("config.json")
+        return {
+            "path": str(path),
+            "format": "Hugging Face",
+            "model_type": made.model_type,
+            "quantization": content.get("quantization_config"),
+            "dtypes": _tally((tensor.shape, tensor.dtype) for tensor in files.tensors.values()),
+            "shards": dict(files.sizes),
+            "tensors": len(files.tensors),
+            "bytes": sum(files.sizes.values()),
+            "missing": list(made.missing),
+            "extra": list(made.extra),
+            "tied": list(made.tied),
+            "other": list(made.other),
+            "config": made.config,
+            "sizes": dict(_sizes(files, made)),
+        }
+
+
+def _sizes(files: Files, made: load.Plan):
+    """Arrays as they would be in memory: (path, (shape, dtype))."""
+    for path, leaf in made.leaves.items():
+        tensor = files.tensors.get(leaf.pieces[0].name)
+        yield path, (leaf.shape, tensor.dtype if tensor else np.dtype(np.float32))
+        if tensor and tensor.name in made.scales and made.block:
+            yield f"{path}/scales", (load.scale_leaf(leaf, made.block).shape, np.dtype(np.float32))
+
+
+def _ours(path: pathlib.Path) -> dict[str, Any]:
+    stored = checkpoint.Stored(path, verify=False)
+    config = checkpoint.model_config(stored.config, path)
+    sizes = {name: (tuple(record["shape"]), np.dtype(record["dtype"])) for name, record in stored.records.items()}
+    return {
+        "path": str(path),
+        "format": "mtpjax",
+        "model_type": "described by the configuration",
+        "quantization": {"block": next(iter(stored.scaled.values()))[1]} if stored.scaled else None,
+        "dtypes": _tally(sizes.values()),
+        "shards": {name: (path / name).stat().st_size for name in stored.files},
+        "tensors": len(sizes),
+        "bytes": sum((path / name).stat().st_size for name in stored.files),
+        "missing": [],
+        "extra": [],
+        "tied": [],
+        "other": [],
+        "config": config,
+        "sizes": sizes,
+    }
+
+
+def _tally(arrays: Iterable[tuple[tuple[int, ...], np.dtype]]) -> dict[str, dict[str, int]]:
+    """By dtype: how many arrays, and their bytes."""
+    kinds: dict[str, dict[str, int]] = {}
+    for shape, dtype in arrays:
+        kind = kinds.setdefault(NAMES[dtype], {"tensors": 0, "bytes": 0})
+        kind["tensors"] += 1
+        kind["bytes"] += math.prod(shape) * dtype.itemsize
+    return kinds
+
+
+def _share(name: str, shape: tuple[int, ...], mesh: dict[str, int]) -> int:
+    """How many numbers of an array one device holds."""
+    parts = math.prod(mesh[axis] for axis in param_spec(name, shape, mesh) if axis is not None)
+    return math.prod(shape) // parts

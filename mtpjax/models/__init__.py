@@ -1,0 +1,1 @@
+"""Model definition: configuration, trunk, MTP modules, caches, sharding."""

@@ -1,0 +1,140 @@
+"""Feed-forward layers: SwiGLU, and a mixture of routed and shared experts."""
+
+import functools
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from mtpjax.models.config import ModelConfig
+from mtpjax.models.quantized import is_scaled, matrix_product
+from pallas_kernels import grouped_matmul, top_k
+
+LEAST_BLOCK = 16  # of fp8 weights that a kernel takes
+
+
+class SwiGLU(nn.Module):
+    """The dense feed-forward `(silu(x Wg) * (x Wu)) Wd`, `[..., D] -> [..., D]`: one product for gate and up."""
+
+    width: int
+    implementation: str = "auto"
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        D = x.shape[-1]
+        initial = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0, out_axis=(1, 2))
+        gate_up = self.param("gate_up", initial, (D, 2, self.width))
+        down = self.param("down", nn.initializers.lecun_normal(), (self.width, D))
+        gate, up = jnp.split(matrix_product(x, gate_up, implementation=self.implementation), 2, axis=-1)
+        return matrix_product(jax.nn.silu(gate) * up, down, implementation=self.implementation)
+
+
+def route(logits: jax.Array, bias: jax.Array | None, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
+    """Chooses experts: `logits [n, E]` float32 -> ids and weights `[n, k]`.
+
+    DeepSeek-V3 (2412.19437, 2.1.2): score plus `bias [E]` chooses, first the groups (by the sum of their best two),
+    then the experts within; the weights are the scores without bias, normalised, times `routed_scaling_factor`.
+    """
+    n, E = logits.shape
+    scores = jax.nn.sigmoid(logits) if config.scoring_func == "sigmoid" else jax.nn.softmax(logits, axis=-1)
+    choice = scores if bias is None else scores + bias[None, :]
+    if config.n_group > 1:
+        grouped = choice.reshape(n, config.n_group, -1)
+        best_two = top_k(grouped, min(2, grouped.shape[-1]))[0].sum(axis=-1)
+        _, kept = top_k(best_two, config.topk_group)
+        is_kept = jax.nn.one_hot(kept, config.n_group).sum(axis=1) > 0
+        choice = jnp.where(is_kept[:, :, None], grouped, -jnp.inf).reshape(n, E)
+    _, ids = top_k(choice, config.num_experts_per_tok)
+    weights = jnp.take_along_axis(scores, ids, axis=-1)
+    if config.norm_topk_prob:
+        weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
+    return ids, weights * config.routed_scaling_factor
+
+
+def mix_experts(x, ids, weights, gate_up, down, *, inference: bool, implementation: str) -> jax.Array:
+    """`grouped_matmul`, for stacks of any kind: `BlockScaled` ones are read as they are where a kernel runs."""
+    scales = {}
+    if is_scaled(gate_up) and is_scaled(down) and gate_up.block == down.block:
+        assert (gate_up.axis, down.axis) == (-3, -2)
+        scales = {"gate_up_scales": gate_up.scales, "down_scales": down.scales, "block": gate_up.block}
+        gate_up, down = gate_up.values, down.values
+    else:
+        gate_up, down = gate_up.astype(x.dtype), down.astype(x.dtype)
+    return grouped_matmul(x, ids, weights, gate_up, down, **scales, inference=inference, implementation=implementation)
+
+
+class Experts(nn.Module):
+    """Routed and shared experts, `[B, T, D] -> [B, T, D]`. `cached` tells a decoding pass, which needs no gradient."""
+
+    config: ModelConfig
+    implementation: str = "auto"
+
+    @nn.compact
+    def __call__(self, x: jax.Array, *, cached: bool = False) -> jax.Array:
+        config = self.config
+        B, T, D = x.shape
+        E, F = config.n_routed_experts, config.moe_intermediate_size
+        router = self.param("router", nn.initializers.lecun_normal(), (D, E))
+        initial = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=(2, 3), batch_axis=0)
+        gate_up = self.param("gate_up", initial, (E, D, 2, F))
+        initial = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=2, batch_axis=0)
+        down = self.param("down", initial, (E, F, D))
+        gate_up, down = (stack if is_scaled(stack) else stack.astype(x.dtype) for stack in (gate_up, down))
+        bias = None
+        if config.router_correction_bias:
+            bias = self.param("correction_bias", nn.initializers.zeros, (E,)).astype(jnp.float32)
+            bias = jax.lax.stop_gradient(bias)
+
+        flat = x.reshape(B * T, D)
+        logits = flat.astype(jnp.float32) @ router.astype(jnp.float32)
+        ids, weights = route(logits, bias, config)
+        form = functools.partial(mix_experts, inference=cached, implementation=self.implementation)
+        output = _over_mesh(form, E, F)(flat, ids, weights, gate_up, down).reshape(B, T, D)
+        if config.shared_width:
+            shared = SwiGLU(config.shared_width, self.implementation, name="shared")(x)
+            if config.shared_expert_gate:
+                gate = self.param("shared_gate", nn.initializers.lecun_normal(), (D, 1))
+                shared = shared * jax.nn.sigmoid(x @ gate.astype(x.dtype))
+            output = output + shared
+        return output
+
+
+def _over_mesh(form, num_experts: int, width: int):
+    """`form` on each device's own experts and columns, tokens replicated, and one sum, where a mesh splits them."""
+    mesh = jax.sharding.get_abstract_mesh()
+    sizes = {"expert": num_experts, "tensor": width}
+    many = [] if mesh.empty else [axis for axis in sizes if mesh.shape.get(axis, 1) > 1]
+    axes = [axis for axis in many if sizes[axis] % mesh.shape[axis] == 0]
+    if not axes:
+        return form
+    expert, tensor = (axis if axis in axes else None for axis in ("expert", "tensor"))
+
+    def split(x, ids, weights, gate_up, down):
+        own = width // mesh.shape[tensor] if tensor else width
+        if is_scaled(gate_up) and is_scaled(down) and own % down.block:  # a border would cut a block
+            block = math.gcd(own, gate_up.block, down.block)
+            if block < LEAST_BLOCK:
+                gate_up, down = gate_up.astype(x.dtype), down.astype(x.dtype)
+            else:
+                gate_up, down = gate_up.in_blocks_of(block), down.in_blocks_of(block)
+        return jax.shard_map(local, in_specs=specs, out_specs=everywhere, check_vma=False)(
+            x, ids, weights, gate_up, down
+        )
+
+    def local(x, ids, weights, gate_up, down):
+        own = gate_up.shape[0]
+        first = jax.lax.axis_index(expert) * own if expert else 0
+        is_own = (ids >= first) & (ids < first + own)
+        return jax.lax.psum(form(x, jnp.where(is_own, ids - first, own), weights, gate_up, down), tuple(axes))
+
+    everywhere = PartitionSpec()
+    specs = (
+        everywhere,
+        everywhere,
+        everywhere,
+        PartitionSpec(expert, None, None, tensor),
+        PartitionSpec(expert, tensor),
+    )
+    return split

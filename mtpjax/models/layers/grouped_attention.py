@@ -1,0 +1,62 @@
+"""Grouped-query attention, with optional bias, query/key norm and output gate."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from mtpjax.models.cache import remember
+from mtpjax.models.config import ModelConfig
+from mtpjax.models.layers.attend import Entries, Masks, Recycled, View, attend, attend_cache
+from mtpjax.models.layers.norm import RMSNorm
+from mtpjax.models.layers.rotary import rotate, softmax_scale
+from mtpjax.models.quantized import matrix_product
+
+
+class GroupedAttention(nn.Module):
+    """`[B, T, D] -> [B, T, D]`. Keeps `key`, `value` `[B, K, S, H]`, keys already rotated.
+
+    One matrix makes all of a key/value group at once, `[D, K, G + 2, H]`: its G = N/K queries, its key, its value (and
+    with an output gate G gates more). So each group splits over a mesh whole, and a step has one product, not three.
+    """
+
+    config: ModelConfig
+    implementation: str = "auto"
+
+    @nn.compact
+    def __call__(
+        self, x: jax.Array, view: View, memory: Entries | Recycled | None = None, chosen: Masks | None = None
+    ) -> tuple[jax.Array, Entries, Masks | None]:
+        config = self.config
+        B, T, D = x.shape
+        K, H = config.num_key_value_heads, config.head_dim
+        G = config.num_attention_heads // K
+        parts = [G, 1, 1] + [G] * config.attn_output_gate
+        initial = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0, out_axis=(1, 2, 3))
+        kernel = self.param("qkv", initial, (D, K, sum(parts), H))
+        made = matrix_product(x, kernel, implementation=self.implementation).reshape(B, T, K, sum(parts), H)
+        if config.attention_bias:
+            bias = self.param("qkv_bias", nn.initializers.zeros, (K, G + 2, H))
+            bias = jnp.pad(bias, ((0, 0), (0, sum(parts) - G - 2), (0, 0)))  # the gate has none
+            made = made + bias[None, None].astype(x.dtype)
+        q, k, v, *gate = jnp.split(made, [G, G + 1, G + 2][: len(parts) - 1], axis=3)
+        q, k = q.reshape(B, T, K * G, H), k.reshape(B, T, K, H)
+        if config.use_qk_norm:
+            q = RMSNorm(config.rms_norm_eps, config.zero_centred_norm, name="norm_q")(q)
+            k = RMSNorm(config.rms_norm_eps, config.zero_centred_norm, name="norm_k")(k)
+        q = rotate(q, view.angles, interleaved=config.rope_interleave).reshape(B, T, K, G, H).swapaxes(1, 2)
+        k = rotate(k, view.angles, interleaved=config.rope_interleave)
+        entries = {"key": k.swapaxes(1, 2), "value": v.reshape(B, T, K, H).swapaxes(1, 2)}
+
+        entries, sources, masks = remember(entries, view, memory)
+        scale = softmax_scale(config, H)
+        output = attend_cache(
+            q, entries["key"], entries["value"], view, scale=scale, implementation=self.implementation
+        )
+        if output is None:
+            output = attend(q, [(kept["key"], kept["value"]) for kept in sources], masks, scale=scale)
+        output = output.swapaxes(1, 2)
+        if gate:
+            output = output * jax.nn.sigmoid(gate[0])
+        project = self.param("output", nn.initializers.lecun_normal(), (K * G * H, D))
+        output = output.reshape(B, T, K * G * H)
+        return matrix_product(output, project, implementation=self.implementation), entries, chosen

@@ -1,0 +1,65 @@
+"""Rotary position embedding: half-split, interleaved, partial, scaled as YaRN and Llama 3.1 do."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mtpjax.models.config import Llama3Scaling, ModelConfig, Yarn
+
+
+def inverse_frequencies(config: ModelConfig) -> np.ndarray:
+    """Angle per position of each rotated pair, `[P]` float32 with P = rotary_dim / 2.
+
+    `theta^(-2j/dim)`; under YaRN the slow pairs are divided by `factor`, with a linear ramp between the pairs that turn
+    `beta_fast` and `beta_slow` times over the original length (2309.00071, as DeepSeek-V3 computes it). Llama 3.1 does
+    so with a ramp in the number of turns, from `low_freq_factor` to `high_freq_factor`.
+    """
+    dim = config.rotary_dim
+    plain = config.rope_theta ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
+    yarn = config.rope_scaling
+    if yarn is None:
+        return plain.astype(np.float32)
+    if isinstance(yarn, Llama3Scaling):
+        turns = yarn.original_max_position_embeddings * plain / (2 * math.pi)
+        fast = np.clip((turns - yarn.low_freq_factor) / (yarn.high_freq_factor - yarn.low_freq_factor), 0, 1)
+        return (plain * fast + plain / yarn.factor * (1 - fast)).astype(np.float32)
+
+    def pair_that_turns(times: float) -> float:
+        length = yarn.original_max_position_embeddings
+        return dim * math.log(length / (times * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+
+    low = max(math.floor(pair_that_turns(yarn.beta_fast)), 0)
+    high = min(math.ceil(pair_that_turns(yarn.beta_slow)), dim - 1)
+    slow = np.clip((np.arange(dim // 2) - low) / max(high - low, 0.001), 0, 1)
+    return (plain * (1 - slow) + plain / yarn.factor * slow).astype(np.float32)
+
+
+def rotary_angles(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines `[B, T, P]` float32 of positions `[B, T]`, times YaRN's ratio of magnitudes."""
+    angles = positions[:, :, None].astype(jnp.float32) * inverse_frequencies(config)[None, None, :]
+    yarn = config.rope_scaling
+    is_yarn = isinstance(yarn, Yarn)
+    ratio = yarn.magnitude(yarn.mscale) / yarn.magnitude(yarn.mscale_all_dim) if is_yarn else 1.0
+    return jnp.cos(angles) * ratio, jnp.sin(angles) * ratio
+
+
+def softmax_scale(config: ModelConfig, width: int) -> float:
+    """`width^-0.5`, times the square of YaRN's magnitude where the checkpoint asks for it (`mscale_all_dim`)."""
+    yarn = config.rope_scaling
+    return width**-0.5 * (yarn.magnitude(yarn.mscale_all_dim) ** 2 if isinstance(yarn, Yarn) else 1.0)
+
+
+def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array], *, interleaved: bool) -> jax.Array:
+    """Turns the first 2P channels of `x [B, T, N, H]` by `angles` (two `[B, T, P]`); the others pass.
+
+    Interleaved pairs (2j, 2j+1) come out as halves, as transformers leaves them: only products of two rotated vectors
+    have a meaning.
+    """
+    cos, sin = (table[:, :, None, :] for table in angles)
+    turned, passed = jnp.split(x, [2 * cos.shape[-1]], axis=-1)
+    turned = turned.astype(jnp.float32)
+    first, second = (turned[..., 0::2], turned[..., 1::2]) if interleaved else jnp.split(turned, 2, axis=-1)
+    halves = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate([half.astype(x.dtype) for half in halves] + [passed], axis=-1)

@@ -1,0 +1,1 @@
+"""Training: settings, losses, steps, run folders and their evaluation."""

@@ -1,0 +1,99 @@
+"""Pictures of runs: losses and the panel over the steps, of one run or of several side by side."""
+
+import pathlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from mtpjax.evaluation.plots import COLOURS, GREY
+from mtpjax.training.decoding_eval import KINDS
+
+History = Sequence[Mapping[str, Any]]  # rows of metrics.jsonl
+
+
+def plot_run(path: pathlib.Path, history: History) -> None:
+    """Losses, agreement and survival by level, and accept lengths over the steps of a run that has evaluated."""
+    import matplotlib.figure
+
+    figure = matplotlib.figure.Figure(figsize=(14, 4.2), layout="constrained")
+    losses, rates, lengths = figure.subplots(1, 3)
+    evaluations = [row for row in history if "eval" in row]
+    steps = [row["step"] for row in evaluations]
+    _draw_losses(losses, history, evaluations)
+    for level in range(len(evaluations[-1]["eval"]["agreement"])):
+        for name, style in (("agreement", "o-"), ("survival", "s--"))[: level + 1]:  # at level 1 they are the same
+            values = [row["eval"][name][level] for row in evaluations]
+            rates.plot(steps, values, style, color=_colour(level), markersize=4, label=f"{name}, level {level + 1}")
+    _finish(rates, "drafts and trunk on held-out text, all positions", "share", ylim=(0, 1))
+    for number, (kind, survival) in enumerate({"greedy": "survival", "sampled": "sampled_survival"}.items()):
+        look, name = {"color": _colour(number)}, f"temperature {KINDS[kind]:g}"
+        plain = [1 + sum(row["eval"][survival]) for row in evaluations]
+        lengths.plot(steps, plain, ":", **look, label=f"{name}, teacher-forced, all positions")
+        decoded = {row["step"]: _overall(row)[kind] for row in evaluations if kind in _overall(row)}
+        if decoded:
+            at, predicted = list(decoded), [row["predicted"] for row in decoded.values()]
+            lengths.errorbar(at, *_spread(decoded.values()), **look, fmt="o-", label=f"{name}, decoded (95 %)")
+            lengths.plot(at, predicted, "x", **look, markersize=9, label=f"{name}, predicted")
+    _finish(lengths, "accept length", "tokens per step", ylim=(1, None))
+    figure.savefig(path, dpi=110)
+
+
+def plot_comparison(path: pathlib.Path, runs: Mapping[str, History]) -> None:
+    """Name -> history of runs that have evaluated: the trunk's loss; survival and accept lengths at the end."""
+    import matplotlib.figure
+
+    figure = matplotlib.figure.Figure(figsize=(14, 4.2), layout="constrained")
+    losses, rates, lengths = figure.subplots(1, 3)
+    width, levels = 0.8 / len(runs), 1
+    for number, (name, history) in enumerate(runs.items()):
+        look, shift = {"color": _colour(number), "label": name}, (number - (len(runs) - 1) / 2) * width
+        evaluations = [row for row in history if "eval" in row]
+        bits = [row["eval"]["bits_per_token"][0] for row in evaluations]
+        losses.plot([row["step"] for row in evaluations], bits, "o-", markersize=4, **look)
+        survival, decoded = evaluations[-1]["eval"]["survival"], _overall(evaluations[-1])
+        levels = max(levels, len(survival))
+        rates.bar([level + shift for level in range(1, len(survival) + 1)], survival, width, **look)
+        places = [place + shift for place, kind in enumerate(KINDS) if kind in decoded]
+        heights, sides = _spread(decoded[kind] for kind in KINDS if kind in decoded)
+        lengths.bar(places, heights, width, yerr=sides, capsize=4, **look)
+    rates.set_xticks(range(1, levels + 1))
+    lengths.set_xticks(range(len(KINDS)), [f"temperature {temperature:g}" for temperature in KINDS.values()])
+    _finish(losses, "trunk's loss on held-out text", "bits per token")
+    _finish(rates, "survival, teacher-forced, at the last evaluation", "share", xlabel="draft level", ylim=(0, 1))
+    _finish(lengths, "accept length, decoded (95 %)", "tokens per step", xlabel="")
+    figure.savefig(path, dpi=110)
+
+
+def _draw_losses(axis, history: History, evaluations: History) -> None:
+    steps = [row for row in history if "bits" in row]
+    for depth in range(len(evaluations[-1]["eval"]["bits_per_token"])):
+        name, colour = ("trunk", "black") if depth == 0 else (f"draft {depth}", _colour(depth - 1))
+        logged = [row for row in steps if depth < len(row["bits"])]
+        axis.plot([row["step"] for row in logged], [row["bits"][depth] for row in logged], color=colour, alpha=0.35)
+        values = [row["eval"]["bits_per_token"][depth] for row in evaluations]
+        axis.plot([row["step"] for row in evaluations], values, "o-", color=colour, markersize=4, label=name)
+    _finish(axis, "loss: training (pale) and held out", "bits per token")
+
+
+def _overall(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Kind -> decoded figures of an evaluation, over all prompts; empty where nothing was decoded."""
+    return row["eval"].get("decoded", {}).get("overall", {})
+
+
+def _spread(figures: Iterable[Mapping[str, float]]) -> tuple[list[float], tuple[list[float], list[float]]]:
+    """Accept lengths, and how far their intervals reach to both sides."""
+    rows = list(figures)
+    sides = [row["real"] - row["real_low"] for row in rows], [row["real_high"] - row["real"] for row in rows]
+    return [row["real"] for row in rows], sides
+
+
+def _colour(number: int) -> str:
+    return COLOURS[number % len(COLOURS)]
+
+
+def _finish(axis, title: str, ylabel: str, *, xlabel: str = "steps", **limits) -> None:
+    axis.set_title(title, fontsize=10)
+    axis.set(xlabel=xlabel, ylabel=ylabel, **limits)
+    axis.grid(color=GREY, alpha=0.2)
+    axis.spines[["top", "right"]].set_visible(False)
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(fontsize=7, frameon=False)

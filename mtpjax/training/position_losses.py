@@ -1,0 +1,239 @@
+"""What objectives need to know of a position: its cross-entropy, and how far its draft is from the trunk.
+
+`plain_terms` has all logits before it and is the meaning. `chunked_terms` takes hidden states and the head, runs over
+the vocabulary in chunks, forward and backward, and never holds `[B, T, V]`; or leaves that to a kernel.
+
+The vocabulary is every column of the head, also the ids from `num_tokens` on, which only pad it: no target ever names
+one, so training teaches them down for engines that would decode them.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mtpjax.models.model import shift_left
+from pallas_kernels import linear_cross_entropy, linear_total_variation
+from pallas_kernels.linear_cross_entropy import choose_for
+
+
+class Terms(NamedTuple):
+    """Per position; garbage, though finite, where there is no target. `p` is the trunk's distribution of the token that
+    depth k predicts at position i, which stands at position i+k and gets no gradient; `q` the draft's.
+    """
+
+    cross_entropy: jax.Array  # [1 + depths, B, T] nats against the data; the trunk first
+    kl: jax.Array  # [depths, B, T] KL(p||q) in nats
+    overlap: jax.Array  # [depths, B, T] sum over the vocabulary of min(p, q), which is 1 - TV(p, q)
+
+
+def plain_terms(logits: Sequence[jax.Array], targets: jax.Array) -> Terms:
+    """The terms of logits `[B, T, V]` of the trunk and every depth; `targets [1 + depths, B, T]`."""
+    normalisers = [jax.nn.logsumexp(array, axis=-1) for array in logits]
+    picked = [
+        jnp.take_along_axis(row, of[:, :, None], axis=-1)[:, :, 0] for row, of in zip(logits, targets, strict=True)
+    ]
+    logs = [array - normaliser[:, :, None] for array, normaliser in zip(logits, normalisers, strict=True)]
+    kl, overlap = [jnp.zeros((0, *targets.shape[1:]))], [jnp.zeros((0, *targets.shape[1:]))]
+    for depth, log_q in enumerate(logs[1:], start=1):
+        log_p = shift_left(jax.lax.stop_gradient(logs[0]), depth)
+        p, q = jnp.exp(log_p), jnp.exp(log_q)
+        kl.append((p * (log_p - log_q)).sum(-1)[None])
+        overlap.append(jnp.where(q < p, q, p).sum(-1)[None])
+    return Terms(jnp.stack(normalisers) - jnp.stack(picked), jnp.concatenate(kl), jnp.concatenate(overlap))
+
+
+def chunked_terms(
+    hidden: Sequence[jax.Array],
+    heads: Sequence[jax.Array],
+    targets: jax.Array,
+    *,
+    head_of: Sequence[int],
+    vocab_chunk: int,
+    compares_with_trunk: bool,
+    implementation: str = "auto",
+) -> Terms:
+    """`plain_terms` of `hidden[n] @ heads[head_of[n]]`, with `vocab_chunk` columns of the logits at a time.
+
+    `hidden` are `[B, T, D]` of the trunk and every depth, as the head reads them; `heads` the distinct ones `[D, V]`.
+    The first pass finds log-sum-exp, the second, which needs it, KL and overlap: without `compares_with_trunk` it is
+    left out and both are 0. The backward pass computes the logits again. Products are taken in the dtype of `hidden`
+    and summed in float32. `implementation` "xla" is the loop over chunks here, another one a kernel, see
+    `pallas_kernels.linear_cross_entropy`. Raises `ValueError` for a `vocab_chunk` below 1.
+    """
+    if vocab_chunk < 1:
+        raise ValueError(f"vocab_chunk must be at least 1, not {vocab_chunk}")
+    compares_with_trunk = compares_with_trunk and len(hidden) > 1
+    chosen = _choose(hidden, heads, head_of, implementation, compares_with_trunk)
+    if chosen != "xla":
+        how = {"vocab_chunk": vocab_chunk, "implementation": chosen}
+        return _kernel_terms(hidden, heads, targets, head_of, compares_with_trunk, **how)
+    chunk = min(vocab_chunk, heads[0].shape[1])
+    return _terms(tuple(hidden), tuple(heads), targets, tuple(head_of), chunk, compares_with_trunk)
+
+
+def _choose(hidden, heads, head_of, implementation: str, compares_with_trunk: bool) -> str:
+    """Which form: by the rows, as a kernel gets them, of the head that reads most."""
+    of_head = [head_of.count(which) for which in range(len(heads))]
+    rows = (len(hidden), hidden[0].size // hidden[0].shape[-1])
+    if not compares_with_trunk:
+        rows = (1, max(of_head) * rows[1])
+    states = jax.ShapeDtypeStruct((*rows, hidden[0].shape[-1]), hidden[0].dtype)
+    return choose_for([states], heads, implementation, compares=compares_with_trunk)
+
+
+def _kernel_terms(hidden, heads, targets, head_of, compares_with_trunk, **how) -> Terms:
+    """The kernels compare rows of one number: depth k moves k places to the right, where its p stands, and back."""
+    depths, B, T = targets.shape
+    groups = {which: [depth for depth in range(depths) if head_of[depth] == which] for which in head_of}
+    order = [depth for group in groups.values() for depth in group]
+
+    def stack(arrays, group):
+        return jnp.stack([_shift_right(arrays[depth], depth).reshape(B * T, -1) for depth in group])
+
+    states, heads = [stack(hidden, group) for group in groups.values()], [heads[which] for which in groups]
+    moved = [stack(targets, group)[:, :, 0] for group in groups.values()]
+
+    def back(array, first=0):
+        rows = [array[order.index(depth) - first].reshape(B, T) for depth in range(first, depths)]
+        return jnp.stack([shift_left(row, depth) for depth, row in enumerate(rows, start=first)])
+
+    if compares_with_trunk:
+        terms = linear_total_variation(states, heads, jnp.concatenate(moved), **how)
+        return Terms(back(terms.cross_entropy), back(terms.kl, 1), back(terms.overlap, 1))
+    losses = [
+        linear_cross_entropy(array.reshape(of.size, -1), head, of.reshape(-1), **how).reshape(of.shape)
+        for array, head, of in zip(states, heads, moved, strict=True)
+    ]
+    zeros = jnp.zeros((depths - 1, B, T))
+    return Terms(back(jnp.concatenate(losses)), zeros, zeros)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _terms(hidden, heads, targets, head_of, chunk, compares_with_trunk) -> Terms:
+    return _terms_forward(hidden, heads, targets, head_of, chunk, compares_with_trunk)[0]
+
+
+def _terms_forward(hidden, heads, targets, head_of, chunk, compares_with_trunk):
+    V = heads[0].shape[1]
+    steps = -(-V // chunk)
+
+    def normalise(step, carry):
+        """Online log-sum-exp: the highest logit so far, the sum relative to it, and the target's logit."""
+        start, columns, is_new = _columns(step, chunk, V)
+        after = []
+        for (top, total, picked), target, logits in zip(
+            carry, targets, _logits(hidden, heads, head_of, start, chunk), strict=True
+        ):
+            logits = jnp.where(is_new, logits, -jnp.inf)
+            higher = jnp.maximum(top, logits.max(-1))
+            total = total * jnp.exp(top - higher) + jnp.exp(logits - higher[:, :, None]).sum(-1)
+            is_target = (columns == target[:, :, None]) & is_new
+            after.append((higher, total, picked + jnp.where(is_target, logits, 0).sum(-1)))
+        return after
+
+    zeros = jnp.zeros(targets.shape[1:])
+    carry = jax.lax.fori_loop(0, steps, normalise, [(zeros - jnp.inf, zeros, zeros)] * len(hidden))
+    normaliser = jnp.stack([top + jnp.log(total) for top, total, _ in carry])
+    cross_entropy = normaliser - jnp.stack([picked for _, _, picked in carry])
+
+    def compare(step, carry):
+        start, _, is_new = _columns(step, chunk, V)
+        logs = _log_probabilities(hidden, heads, head_of, start, chunk, normaliser)
+        after = []
+        for depth, (log_q, (kl, overlap, below)) in enumerate(zip(logs[1:], carry, strict=True), start=1):
+            log_p = shift_left(logs[0], depth)
+            p, q = _probabilities(log_p, is_new), _probabilities(log_q, is_new)
+            is_below = q < p
+            kl += (p * (log_p - log_q)).sum(-1)
+            overlap += jnp.where(is_below, q, p).sum(-1)
+            after.append((kl, overlap, below + jnp.where(is_below, q, 0).sum(-1)))
+        return after
+
+    distances = [(zeros, zeros, zeros)] * (len(hidden) - 1)
+    if compares_with_trunk:
+        distances = jax.lax.fori_loop(0, steps, compare, distances)
+    kl, overlap, below = (
+        jnp.concatenate([zeros[None][:0], *(distance[n][None] for distance in distances)]) for n in range(3)
+    )
+    return Terms(cross_entropy, kl, overlap), (hidden, heads, targets, normaliser, below)
+
+
+def _terms_backward(head_of, chunk, compares_with_trunk, residuals, cotangents):
+    """With z the draft's logits: `dCE/dz = q - onehot`, `dKL/dz = q - p`, and of the overlap
+    `q (1[q < p] - sum of q where q < p)` (2602.23881); p gets none.
+    """
+    hidden, heads, targets, normaliser, below = residuals
+    of_cross_entropy, of_kl, of_overlap = (array[:, :, :, None] for array in cotangents)
+    V = heads[0].shape[1]
+
+    def accumulate(step, carry):
+        hidden_gradients, head_gradients = carry
+        start, columns, is_new = _columns(step, chunk, V)
+        logs = _log_probabilities(hidden, heads, head_of, start, chunk, normaliser)
+        slices = [_slice(gradient, start, chunk) for gradient in head_gradients]
+        after = []
+        for depth, (log_q, state, gradient) in enumerate(zip(logs, hidden, hidden_gradients, strict=True)):
+            q = _probabilities(log_q, is_new)
+            is_target = (columns == targets[depth][:, :, None]) & is_new
+            slope = of_cross_entropy[depth] * (q - is_target)
+            if depth and compares_with_trunk:
+                p = _probabilities(shift_left(logs[0], depth), is_new)
+                slope += of_kl[depth - 1] * (q - p)
+                slope += of_overlap[depth - 1] * q * ((q < p) - below[depth - 1][:, :, None])
+            slope = slope.astype(state.dtype)
+            which = head_of[depth]
+            head = _slice(heads[which], start, chunk).astype(state.dtype)
+            after.append(gradient + jnp.einsum("BTV,DV->BTD", slope, head, preferred_element_type=jnp.float32))
+            slices[which] += jnp.einsum("BTD,BTV->DV", state, slope, preferred_element_type=jnp.float32)
+        head_gradients = [
+            jax.lax.dynamic_update_slice_in_dim(gradient, part, start, axis=1)
+            for gradient, part in zip(head_gradients, slices, strict=True)
+        ]
+        return after, head_gradients
+
+    zeros = [[jnp.zeros(array.shape) for array in arrays] for arrays in (hidden, heads)]
+    gradients = jax.lax.fori_loop(0, -(-V // chunk), accumulate, tuple(zeros))
+    hidden_gradients, head_gradients = (
+        tuple(gradient.astype(array.dtype) for gradient, array in zip(sums, arrays, strict=True))
+        for sums, arrays in zip(gradients, (hidden, heads), strict=True)
+    )
+    return hidden_gradients, head_gradients, None
+
+
+_terms.defvjp(_terms_forward, _terms_backward)
+
+
+def _shift_right(rows, count):
+    """The other way than `shift_left`."""
+    return jnp.pad(rows, ((0, 0), (count, 0), *((0, 0),) * (rows.ndim - 2)))[:, : rows.shape[1]]
+
+
+def _columns(step, chunk, V):
+    """Where a chunk starts, its columns `[1, 1, chunk]`, and which are new: the last chunk reaches back."""
+    start = jnp.minimum(step * chunk, V - chunk)
+    columns = (start + jnp.arange(chunk))[None, None]
+    return start, columns, columns >= step * chunk
+
+
+def _slice(head, start, chunk):
+    return jax.lax.dynamic_slice_in_dim(head, start, chunk, axis=1)
+
+
+def _logits(hidden, heads, head_of, start, chunk):
+    """Of the trunk and every depth, `[B, T, chunk]` float32."""
+    return [
+        jnp.matmul(state, _slice(heads[which], start, chunk).astype(state.dtype), preferred_element_type=jnp.float32)
+        for state, which in zip(hidden, head_of, strict=True)
+    ]
+
+
+def _log_probabilities(hidden, heads, head_of, start, chunk, normaliser):
+    logits = _logits(hidden, heads, head_of, start, chunk)
+    return [array - of[:, :, None] for array, of in zip(logits, normaliser, strict=True)]
+
+
+def _probabilities(logs, is_new):
+    return jnp.where(is_new, jnp.exp(logs), 0)

@@ -1,0 +1,212 @@
+"""From nothing to a speed-up: train a small model on the interpreter's own sources, decode with it, compare."""
+
+import contextlib
+import dataclasses
+import pathlib
+from typing import Any
+
+import numpy as np
+import rich.console
+
+from mtpjax.console import narrow_table
+from mtpjax.data.packing import held_out_prompts
+from mtpjax.evaluation.plots import plot_quickstart
+from mtpjax.evaluation.round_costs import Costs, chain
+from mtpjax.evaluation.timing import Worker
+from mtpjax.host import num_threads
+from mtpjax.training.config import TrainConfig
+from mtpjax.training.decoding_eval import is_looping
+from mtpjax.training.panel import print_panel
+from mtpjax.training.trainer import TrainResult, train
+
+PROMPT_TOKENS, NEW_TOKENS, CAPACITY = 64, 128, 256  # together a training row; their bucket
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One way to run the decoder: draft levels, threads (0: all), least width of a pass."""
+
+    num_steps: int
+    threads: int
+    min_rows: int
+
+
+@dataclasses.dataclass(frozen=True)
+class DepthRow:
+    """What one depth gave. `ratio` to the best plain setting: the median over prompts and rounds, and its 95 % interval
+
+    by resampling prompts.
+    """
+
+    num_steps: int
+    setting: Setting
+    accept_length: float
+    survival: list[float]
+    tokens_per_second: float
+    ratio: float
+    interval: tuple[float, float]
+    ideal: float
+
+
+def run(config: TrainConfig, *, depths: tuple[int, ...] = (1, 2, 3), rounds: int = 5, num_prompts: int = 16) -> int:
+    """Trains, measures, prints, draws. Returns the exit code: 4 if any speculative text differs from the plain one."""
+    console = rich.console.Console()
+    console.print(f"[bold]1[/] training '{config.preset}' on the standard library of this Python, {_budget(config)}")
+    trained = train(config, panel_depths=max(depths), overwrite=True)
+    print_panel(console, trained.panel)
+
+    console.print("\n[bold]2[/] decoding held-out prompts, plain and speculative, in processes of 1 and of all threads")
+    threads = (1, 0) if num_threads() > 1 else (1,)
+    settings = [Setting(0, thread, 1) for thread in threads] + [Setting(0, 1, 2)]
+    settings += [Setting(depth, 1, 1) for depth in depths] + [
+        Setting(min(2, max(depths)), thread, 1) for thread in threads[1:]
+    ]
+    with contextlib.ExitStack() as stack:
+        workers = {thread: stack.enter_context(Worker(trained.path, threads=thread)) for thread in threads}
+        with console.status("compiling each setting"):
+            prompts = _find_prompts(workers, settings, trained, num_prompts)
+        seconds, answers, costs = _measure(console, workers, settings, prompts, rounds, depths)
+        identical = all(
+            [row["tokens"] for row in answers[setting]] == [row["tokens"] for row in answers[settings[0]]]
+            for setting in settings
+        )
+    plain = _best_plain(seconds)
+    rows = [_depth_row(depth, plain, settings, seconds, answers, costs) for depth in depths]
+    best = max(rows, key=lambda row: row.ratio)
+    _print_result(console, plain, seconds[plain], rows, best, identical=identical)
+
+    picture = pathlib.Path(config.output) / "quickstart.png"
+    plot_quickstart(picture, trained.history, rows)
+    console.print(f"\nwrote {config.output}/: metrics.jsonl, checkpoint/, panel.png, {picture.name}")
+    steps = f"--speculative-num-steps {best.num_steps}"
+    console.print(f"next: [bold]mtpjax generate --model {config.output} --prompt 'def ' {steps}[/]", soft_wrap=True)
+    return 0 if identical else 4
+
+
+def _budget(config: TrainConfig) -> str:
+    return f"{config.seconds:.0f} s" if np.isfinite(config.seconds) else f"{config.steps} steps"
+
+
+def _find_prompts(workers, settings, trained: TrainResult, count: int) -> list[list[int]]:
+    """Held-out prompts whose plain continuation does not loop; every setting is compiled on the way, side by side."""
+    candidates = held_out_prompts(
+        trained.held_out,
+        count=4 * count,
+        prompt_length=PROMPT_TOKENS,
+        continuation_length=NEW_TOKENS,
+        seed=0,
+    )
+    for setting in settings:
+        _ask(workers, setting, candidates[:1])
+    for setting in settings:
+        workers[setting.threads].answer()
+    _ask(workers, settings[0], candidates)
+    rows = workers[settings[0].threads].answer()["rows"]
+    lively = [prompt for prompt, row in zip(candidates, rows, strict=True) if not is_looping(row["tokens"])]
+    return (lively or candidates)[:count]
+
+
+def _ask(workers: dict[int, Worker], setting: Setting, prompts: list[list[int]]) -> None:
+    workers[setting.threads].ask(
+        {
+            "do": "decode",
+            "prompts": prompts,
+            "max_new_tokens": NEW_TOKENS,
+            "num_steps": setting.num_steps,
+            "min_rows": setting.min_rows,
+        }
+    )
+
+
+def _measure(
+    console, workers: dict[int, Worker], settings, prompts, rounds: int, depths: tuple[int, ...]
+) -> tuple[dict[Setting, np.ndarray], dict[Setting, Any], Costs]:
+    """Seconds `[rounds, prompts]` of every setting, the texts, and what the parts cost where plain decoding is fastest.
+
+    All take turns within each round, so that they see the same machine.
+    """
+    seconds: dict[Setting, list] = {setting: [] for setting in settings}
+    answers, costs, plain = {}, None, settings[0]
+    with console.status("measuring") as status:
+        for number in range(rounds):
+            status.update(
+                f"measuring: round {number + 1} of {rounds}, {len(prompts)} prompts x {len(settings)} settings"
+            )
+            for setting in settings if number % 2 == 0 else reversed(settings):
+                _ask(workers, setting, prompts)
+                answer = workers[setting.threads].answer()
+                seconds[setting].append(answer["seconds"])
+                answers[setting] = answer["rows"]
+                if number:
+                    costs = _measure_costs(workers[plain.threads], depths)
+            plain = _best_plain(seconds)
+    assert costs is not None, "one round is too few"
+    return {setting: np.array(times) for setting, times in seconds.items()}, answers, costs
+
+
+def _best_plain(seconds: dict[Setting, Any]) -> Setting:
+    plain = (setting for setting in seconds if not setting.num_steps)
+    return min(plain, key=lambda setting: np.median(np.sum(seconds[setting], axis=1)))
+
+
+def _measure_costs(worker: Worker, depths: tuple[int, ...]) -> Costs:
+    answer = worker.call(do="costs", num_steps=depths, context=PROMPT_TOKENS + NEW_TOKENS // 2, capacity=CAPACITY)
+    return Costs.from_json(answer)
+
+
+def _depth_row(depth: int, plain: Setting, settings, seconds, answers, costs: Costs) -> DepthRow:
+    own = [setting for setting in settings if setting.num_steps == depth]
+    setting = min(own, key=lambda setting: np.median(seconds[setting].sum(1)))
+    rows = answers[setting]
+    steps = sum(row["steps"] for row in rows)
+    accepted = np.sum([row["accepted"] for row in rows], axis=0)
+    accept_length = float(1 + accepted.sum() / steps)
+    pairs = seconds[plain] / seconds[setting]  # [rounds, prompts]
+    drawn = np.random.default_rng(0).integers(pairs.shape[1], size=(2000, pairs.shape[1]))  # whole prompts at a time
+    medians = np.median(pairs[:, drawn], axis=(0, 2))
+    tokens = sum(len(row["tokens"]) - 1 for row in rows)  # the first comes from prefill
+    return DepthRow(
+        num_steps=depth,
+        setting=setting,
+        accept_length=accept_length,
+        survival=(accepted / steps).tolist(),
+        tokens_per_second=tokens / float(np.median(seconds[setting].sum(1))),
+        ratio=float(np.median(pairs)),
+        interval=(float(np.quantile(medians, 0.025)), float(np.quantile(medians, 0.975))),
+        ideal=costs.ideal_ratio(accept_length, chain(depth)),
+    )
+
+
+def _print_result(
+    console, plain: Setting, plain_seconds, rows: list[DepthRow], best: DepthRow, *, identical: bool
+) -> None:
+    def threads(setting: Setting) -> str:
+        return "1" if setting.threads == 1 else "all"
+
+    table = narrow_table("greedy decoding at batch 1 of held-out prompts that do not loop")
+    for heading in ("drafts", "threads", "accept\nlength", "survival", "tokens/s", "ratio", "95 %", "ideal"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    count = plain_seconds.shape[1] * (NEW_TOKENS - 1)
+    plain_rate = count / float(np.median(plain_seconds.sum(1)))
+    padded = ", 2 rows" if plain.min_rows == 2 else ""
+    table.add_row("0", threads(plain) + padded, "1.00", "", f"{plain_rate:.0f}", "1.00", "", "1.00")
+    for row in rows:
+        low, high = row.interval
+        table.add_row(
+            str(row.num_steps),
+            threads(row.setting),
+            f"{row.accept_length:.2f}",
+            " ".join(f"{rate:.2f}" for rate in row.survival),
+            f"{row.tokens_per_second:.0f}",
+            f"{row.ratio:.2f}",
+            f"{low:.2f}-{high:.2f}",
+            f"{row.ideal:.2f}",
+        )
+    console.print(table)
+    console.print(f"identical: {'yes' if identical else 'NO'}", style="bold green" if identical else "bold red")
+    low, high = best.interval
+    console.print(
+        f"speculative/plain: {best.ratio:.2f} ({low:.2f}-{high:.2f}) with {best.num_steps} drafts; "
+        f"{best.ratio / best.ideal:.2f} of the ideal {best.ideal:.2f}",
+        soft_wrap=True,
+    )

@@ -1,0 +1,145 @@
+"""TensorBoard and Weights & Biases get a run's rows, too. None of them can stop the run."""
+
+import contextlib
+import importlib
+import logging
+import os
+import pathlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+from mtpjax.atomic import write_text
+from mtpjax.training.config import TrainConfig
+
+TENSORBOARD, WANDB_ID = "tensorboard", "wandb-id"
+log = logging.getLogger("mtpjax.train")
+
+
+class Tracker(Protocol):
+    """Where numbers go."""
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def flatten(row: Any, name: str = "") -> dict[str, float]:
+    """Every number of a row by its path, whatever its structure; text and empty values are left out.
+
+    Lists count from 1, as draft levels do; those of bits begin with the trunk: `bits/main`, `bits/mtp1`.
+    """
+    if isinstance(row, Mapping):
+        items = [(str(key), value) for key, value in row.items()]
+    elif isinstance(row, list | tuple):
+        names = map(str, range(1, len(row) + 1))
+        if name.rpartition("/")[2].startswith("bits"):
+            names = ["main", *(f"mtp{depth}" for depth in range(1, len(row)))]
+        items = list(zip(names, row, strict=False))
+    else:
+        return {name: float(row)} if isinstance(row, int | float) else {}
+    numbers = {}
+    for key, value in items:
+        numbers |= flatten(value, f"{name}/{key}".lstrip("/"))
+    return numbers
+
+
+class TensorBoard:
+    """Event files in a folder. TensorBoard drops what earlier ones say of the steps after `step`.
+
+    Written in the run's own thread: the usual `SummaryWriter` hands events to one that ends without a word where the
+    disk is full, and then blocks.
+    """
+
+    def __init__(self, folder: pathlib.Path, step: int):
+        from tensorboardX.event_file_writer import EventsWriter
+
+        folder.mkdir(parents=True, exist_ok=True)
+        self.event: Any = importlib.import_module("tensorboardX.proto.event_pb2")
+        self.summary: Any = importlib.import_module("tensorboardX.proto.summary_pb2").Summary
+        self.file = EventsWriter(str(folder / "events"), f".{os.getpid()}.{step}")
+        self._add(step + 1, session_log=self.event.SessionLog(status=self.event.SessionLog.START))
+
+    def _add(self, step: int, **content) -> None:
+        self.file.write_event(self.event.Event(wall_time=time.time(), step=step, **content))
+        self.file.flush()
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        values = [self.summary.Value(tag=name, simple_value=number) for name, number in numbers.items()]
+        self._add(step, summary=self.summary(value=values))
+
+    def close(self) -> None:
+        self.file.close()
+
+
+class Wandb:
+    """A run on Weights & Biases, the same one when the folder's run goes on: it ignores steps that it has."""
+
+    def __init__(self, folder: pathlib.Path, project: str, settings: Mapping[str, Any]):
+        import wandb
+
+        file = folder / WANDB_ID
+        known = file.read_text().strip() if file.exists() else None
+        self.run = wandb.init(
+            project=project, name=folder.name, dir=str(folder), id=known, resume="allow", config=dict(settings)
+        )
+        write_text(file, f"{self.run.id}\n")
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        self.run.log(dict(numbers), step=step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+def require_trackers(config: TrainConfig) -> None:
+    """Raises `ValueError` where a package is missing that a tracker of `config` needs."""
+    for wanted, name, install in (
+        (config.tensorboard, "tensorboardX", "pip install 'mtpjax[train]', or leave out tensorboard"),
+        (config.wandb is not None, "wandb", f"pip install wandb, or leave out wandb={config.wandb}"),
+    ):
+        if wanted:
+            try:
+                __import__(name)
+            except ImportError as error:
+                raise ValueError(f"{name} is not installed: {install}") from error
+
+
+@contextlib.contextmanager
+def tracking(
+    folder: pathlib.Path, step: int, config: TrainConfig, settings: Mapping[str, Any]
+) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """Gives a function that sends a row to the trackers of `config`. One that fails is told once, and left out.
+
+    They have a clock of their own: the row's seconds stay here.
+    """
+    makers: dict[str, Callable[[], Tracker]] = {}
+    if config.tensorboard:
+        makers["TensorBoard"] = lambda: TensorBoard(folder / TENSORBOARD, step)
+    if config.wandb is not None:
+        makers["Weights & Biases"] = lambda: Wandb(folder, str(config.wandb), settings)
+    trackers: dict[str, Tracker] = {}
+
+    def attempt(name: str, action: Callable[[], Any]) -> Any:
+        try:
+            return action()
+        except Exception as error:
+            if (tracker := trackers.pop(name, None)) is not None:
+                with contextlib.suppress(Exception):
+                    tracker.close()
+            log.warning("%s gets nothing more of this run, which goes on: %s: %s", name, type(error).__name__, error)
+
+    for name, make in makers.items():
+        if (tracker := attempt(name, make)) is not None:
+            trackers[name] = tracker
+
+    def send(row: Mapping[str, Any]) -> None:
+        numbers = flatten({key: value for key, value in row.items() if key not in ("step", "seconds")})
+        for name, tracker in list(trackers.items()):
+            attempt(name, lambda tracker=tracker: tracker.write(row["step"], numbers))
+
+    try:
+        yield send
+    finally:
+        for name, tracker in list(trackers.items()):
+            attempt(name, tracker.close)

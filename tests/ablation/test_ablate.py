@@ -1,0 +1,380 @@
+"""The grid, its resumption, what is measured of a cell, and what is advised."""
+
+import csv
+import dataclasses
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+import rich.console
+
+from experiments import check_resume
+from mtpjax import generate
+from mtpjax.ablation import bench as bench_module
+from mtpjax.ablation import run
+from mtpjax.ablation.bench import Bench, Workload, find_workload, paired_ratio
+from mtpjax.ablation.grid import Cell, Settings, plan
+from mtpjax.ablation.report import advise, cell_of, print_cells, recommendation, to_csv
+from mtpjax.ablation.run import CellFile, fingerprint
+from mtpjax.cli.main import main
+from mtpjax.data.packing import read_documents, split_held_out
+from mtpjax.decoding.config import DecodeConfig
+from mtpjax.evaluation.plots import plot_heatmap, plot_pareto
+from mtpjax.evaluation.round_costs import PLAIN, Costs
+from mtpjax.io.checkpoint import save_model
+from mtpjax.training.decoding_eval import is_looping
+
+SETTINGS = Settings(depths=(1, 2), topk=(1,), temperatures=(0.0,), batch_sizes=(1, 2), max_new_tokens=12, repeats=2)
+WORKLOAD = Workload([[1, 2, 3], [4, 5], [6, 7, 8]], "three prompts")
+ABOUT = {"model": "m", "device": "d", "processor": "p", "jax": "j"}
+
+
+def row(ratio, spread=0.05, *, batch_size=1, temperature=0.0, num_steps=1, topk=1, lossless="identical", rule="greedy"):
+    """A line of `cells.jsonl` as it might be."""
+    nodes = DecodeConfig(num_steps=num_steps, topk=topk).num_nodes
+    length = 1 + 0.8 * num_steps
+    around = lambda value, by: {"value": value, "low": value - by, "high": value + by}
+    return {
+        "cell": dataclasses.asdict(Cell(batch_size, num_steps, topk, nodes, rule, temperature)),
+        "accept_length": around(length, 0.1),
+        "accept_length_macro": around(length, 0.1),
+        "conditional": [around(0.8, 0.02)] * num_steps,
+        "survival": [around(0.8, 0.02)] * num_steps,
+        "ratio": around(ratio, spread),
+        "tokens_per_second": 100 * ratio,
+        "plain_tokens_per_second": 100.0,
+        "costs": {"plain": 1e-3, "verify": 1e-3, "parts": 1.2e-3},
+        "ideal_ratio": length / 1.2,
+        "lossless": lossless,
+        "differing_rows": int(lossless == "DIFFERS"),
+        "compared_rows": 10,
+        "waited": 0.2,
+    }
+
+
+def test_the_grid_leaves_out_what_is_impossible_with_its_reason(small):
+    settings = Settings(
+        depths=(1, 2), topk=(1, 2), num_draft_tokens=(0, 4), rules=("greedy", "block", "recursive"), batch_sizes=(1,)
+    )
+    model, _ = small("grouped", "right")
+    cells, reasons = plan(settings, model=model)
+    shapes = {(cell.num_steps, cell.topk, cell.num_nodes) for cell in cells}
+    assert shapes == {(1, 1, 2), (2, 1, 3), (1, 2, 3), (2, 2, 7), (2, 2, 4)}
+    assert {(cell.acceptance, cell.temperature, cell.topk) for cell in cells} == {
+        ("greedy", 0, 1),
+        ("greedy", 0, 2),
+        ("block", 1, 1),
+        ("recursive", 1, 2),
+    }
+    assert len(cells) == len(set(cells)) == 10
+    for said in ("greedy is for temperature 0", "recursive is for trees", "'block' verifies chains", "more than the 3"):
+        assert any(said in reason for reason in reasons), said
+
+
+def test_auto_is_the_default_rule_and_exact_is_all_that_fit(small):
+    model, _ = small("grouped", "right")
+
+    def rules(*names):
+        settings = Settings(depths=(2,), topk=(1, 2), rules=names, batch_sizes=(1,))
+        cells, _ = plan(settings, model=model)
+        assert len(cells) == len(set(cells))
+        return {(cell.topk, cell.temperature, cell.acceptance) for cell in cells}
+
+    greedy = {(1, 0, "greedy"), (2, 0, "greedy")}
+    assert rules("auto", "block", "greedy") == {*greedy, (1, 1, "block"), (2, 1, "recursive")}
+    chains, trees = {(1, 1, rule) for rule in ("sample", "token", "block")}, {(2, 1, "sample"), (2, 1, "recursive")}
+    assert rules("exact") >= {*greedy, *chains, *trees}
+    assert not rules("exact") & {(1, 1, "recursive"), (2, 1, "token"), (2, 1, "block"), (1, 1, "typical")}
+    assert {rule for _, _, rule in rules("typical")} == {"typical"}
+
+
+def test_a_model_that_cannot_draft_trees_has_chains_only(small):
+    model, _ = small("grouped", "right", num_mtp_modules=2)
+    cells, reasons = plan(Settings(), model=model)
+    assert {cell.topk for cell in cells} == {1} and any("take one MTP module" in reason for reason in reasons)
+    without = dataclasses.replace(model, config=dataclasses.replace(model.config, num_mtp_modules=0))
+    with pytest.raises(ValueError, match="no MTP module"):
+        plan(Settings(), model=without)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"depths": ()}, "depths is empty"),
+        ({"depths": (0,)}, "depths must be at least 1"),
+        ({"batch_sizes": (1, 0)}, "batch_sizes must be at least 1"),
+        ({"temperatures": (-1.0,)}, "temperature -1.0"),
+        ({"temperatures": (float("nan"),)}, "temperature nan"),
+        ({"rules": ("fast",)}, "rule 'fast' is not one of auto, exact, greedy"),
+        ({"max_new_tokens": 1}, "max_new_tokens must be at least 2"),
+        ({"repeats": 0}, "repeats must be at least 1"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(changes, said):
+    with pytest.raises(ValueError, match=said):
+        Settings(**changes)
+
+
+def test_a_cell_of_a_right_drafter_has_its_figures(small):
+    model, params = small("grouped", "right")
+    chain, tree = Cell(2, 2, 1, 3, "greedy", 0.0), Cell(2, 2, 2, 5, "greedy", 0.0)
+    bench = Bench(model, params, SETTINGS, WORKLOAD, [chain, tree])
+    wide, figures = bench.measure(tree), bench.measure(chain)
+    assert wide["accept_length"]["value"] == 3 and wide["lossless"] == "identical"
+    assert figures["accept_length"] == {"value": 3, "low": 3, "high": 3}
+    assert figures["lossless"] == "identical" and figures["compared_rows"] == 8
+    assert figures["costs"]["plain"] == wide["costs"]["plain"] and figures["costs"]["parts"] != wide["costs"]["parts"]
+    assert figures["ideal_ratio"] == pytest.approx(3 * figures["costs"]["plain"] / figures["costs"]["parts"])
+    assert figures["ratio"]["low"] <= figures["ratio"]["value"] <= figures["ratio"]["high"]
+    json.dumps(figures, allow_nan=False)
+
+
+def test_sampled_rows_have_seeds_of_their_own_the_same_for_both_ways(small, monkeypatch):
+    model, params = small("grouped", "right")
+    bench = Bench(model, params, SETTINGS, WORKLOAD)
+    decode, asked = bench.speculative_generate, []
+
+    def watched(params, prompts, *, model, config, sampling):
+        asked.append((config.num_steps, config.acceptance, sampling.temperature, tuple(sampling.seed)))
+        return decode(params, prompts, model=model, config=config, sampling=sampling)
+
+    monkeypatch.setattr(bench_module, "speculative_generate", watched)
+    monkeypatch.setattr(bench, "_part_costs", lambda cell: Costs(2, {cell.shape: 1.0}, {PLAIN: 1.0, cell.shape: 1.0}))
+    figures = bench.measure(Cell(2, 1, 1, 2, "sample", 0.7))
+    assert figures["lossless"] == "identical"
+    assert {(steps, rule) for steps, rule, _, _ in asked} == {(0, "auto"), (1, "sample")}
+    seeds = [{row for steps, _, _, row in asked if steps == way} for way in (0, 1)]
+    assert seeds[0] == seeds[1] and len({seed for row in seeds[0] for seed in row}) == 2 * 4  # repeats x rows
+    assert bench.measure(Cell(2, 1, 1, 2, "block", 0.7))["lossless"] == "exact by rule"
+    assert bench.measure(Cell(2, 1, 1, 2, "typical", 0.7))["lossless"] == "lossy"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_text_that_differs_is_noticed(dtype, small, monkeypatch):
+    model, params = small("grouped", "right")
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+    bench = Bench(model, params, SETTINGS, WORKLOAD)
+    monkeypatch.setattr(bench, "_part_costs", lambda cell: Costs(2, {cell.shape: 1.0}, {PLAIN: 1.0, cell.shape: 1.0}))
+    decode = bench._decode
+
+    def altered(batch, config, *rest):
+        result = decode(batch, config, *rest)
+        return dataclasses.replace(result, tokens=result.tokens + 1) if config.num_steps else result
+
+    monkeypatch.setattr(bench, "_decode", altered)
+    figures = bench.measure(Cell(2, 1, 1, 2, "greedy", 0.0))
+    assert figures["lossless"] == "DIFFERS" and figures["differing_rows"] == figures["compared_rows"]
+
+
+def test_a_fingerprint_tells_every_setting_apart():
+    cell = Cell(1, 1, 1, 2, "greedy", 0.0)
+    first = fingerprint(cell, SETTINGS, WORKLOAD, ABOUT)
+    assert first == fingerprint(cell, dataclasses.replace(SETTINGS, depths=(3,)), WORKLOAD, ABOUT)
+    others = [
+        fingerprint(dataclasses.replace(cell, batch_size=2), SETTINGS, WORKLOAD, ABOUT),
+        fingerprint(cell, dataclasses.replace(SETTINGS, repeats=3), WORKLOAD, ABOUT),
+        fingerprint(cell, dataclasses.replace(SETTINGS, max_new_tokens=13), WORKLOAD, ABOUT),
+        fingerprint(cell, SETTINGS, dataclasses.replace(WORKLOAD, prompts=[[1]]), ABOUT),
+        fingerprint(cell, SETTINGS, WORKLOAD, {**ABOUT, "model": "n"}),
+    ]
+    assert len({first, *others}) == 6
+
+
+class FakeBench:
+    """Measures nothing; ends the run like Ctrl-C at the n-th cell."""
+
+    def __init__(self, ends_at=None, settings=SETTINGS):
+        self.settings, self.workload, self.ends_at, self.measured = settings, WORKLOAD, ends_at, []
+
+    def measure(self, cell):
+        if len(self.measured) == self.ends_at:
+            raise KeyboardInterrupt
+        self.measured.append(cell)
+        return {**row(1.2), "cell": dataclasses.asdict(cell)}
+
+
+def run_cells(tmp_path, bench, cells):
+    return run.run_cells(cells, bench, CellFile(tmp_path / "cells.jsonl"), ABOUT, say=lambda line: None)
+
+
+def test_an_ended_run_goes_on_behind_its_last_cell(tmp_path, small):
+    cells, _ = plan(SETTINGS, model=small("grouped", "right")[0])
+    first = FakeBench(ends_at=2)
+    rows, is_complete = run_cells(tmp_path, first, cells)
+    assert len(rows) == 2 and not is_complete
+    path = tmp_path / "cells.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"fingerprint": "torn')
+    second = FakeBench()
+    rows, is_complete = run_cells(tmp_path, second, cells)
+    assert is_complete and first.measured + second.measured == cells
+    assert [cell_of(row) for row in rows] == cells
+    assert len([json.loads(line) for line in path.read_text().splitlines()]) == 4
+    third = FakeBench()
+    run_cells(tmp_path, third, cells)
+    assert not third.measured
+    changed = FakeBench(settings=dataclasses.replace(SETTINGS, repeats=4))
+    rows, _ = run_cells(tmp_path, changed, cells)
+    assert changed.measured == cells and len(rows) == 4
+
+
+def test_a_damaged_line_is_told(tmp_path):
+    path = tmp_path / "cells.jsonl"
+    path.write_text('{"fingerprint": "a"}\nnonsense\n{"fingerprint": "b"}\n')
+    with pytest.raises(ValueError, match="line 2 is damaged"):
+        CellFile(path).read()
+
+
+def test_ratios_are_paired_within_a_repeat():
+    """A machine that slows down to a half from one repeat to the next changes no ratio."""
+    pace = np.array([1.0, 2.0, 0.5])[:, None] * np.array([1.0, 1.5])
+    seconds = np.stack([pace, pace / 1.25])
+    ratio = paired_ratio(seconds, np.full((2, 3, 2), 11.0))
+    assert [ratio.value, ratio.low, ratio.high] == pytest.approx([1.25] * 3)
+    twice = paired_ratio(seconds, np.stack([np.full((3, 2), 11.0), np.full((3, 2), 22.0)]))
+    assert twice.value == pytest.approx(2.5)
+
+
+def test_advice_says_what_how_sure_and_when_not():
+    rows = [
+        row(1.5, num_steps=2),
+        row(1.2, num_steps=1),
+        row(1.32, num_steps=3, batch_size=4),
+        row(1.3, num_steps=1, batch_size=4),
+        row(0.9, batch_size=8),
+        row(1.02, batch_size=16),
+        row(1.4, 0.5, batch_size=32),
+        row(1.3, batch_size=32, num_steps=2),
+        row(2.0, batch_size=16, lossless="lossy", rule="typical", temperature=0.0),
+        row(3.0, batch_size=16, lossless="DIFFERS", num_steps=2),
+    ]
+    one, four, eight, sixteen, wide = advise(rows)
+    assert one.best is rows[0] and one.certainty.startswith("surely before depth 1, greedy: 1.20")
+    assert four.best is rows[2] and four.certainty.startswith("not told apart from depth 1, greedy")
+    assert eight.best is None and eight.says == "do not speculate"
+    assert sixteen.best is None and "not shown to pay" in sixteen.says
+    assert wide.best is rows[7] and wide.certainty.startswith("not told apart from depth 1")
+    text = recommendation(rows, {"a reason": 3}, WORKLOAD, SETTINGS, ABOUT)
+    assert "--speculative-num-steps 2 --speculative-eagle-topk 1 --speculative-num-draft-tokens 3" in text
+    assert "When not to speculate: batch 8 at temperature 0, batch 16 at temperature 0." in text
+    assert "waited for a core up to 20% of a cell's time" in text
+    assert "one batch" not in text and "--acceptance" not in text
+    assert "typical" in text and "1 of 10 texts" in text and "left out: a reason (3 cells)" in text
+    settings = dataclasses.replace(SETTINGS, batch_sizes=(2, 4))
+    text = recommendation([row(1.5, temperature=1.0, rule="token")], {}, WORKLOAD, settings, ABOUT)
+    assert "--speculative-num-draft-tokens 2 --acceptance token`" in text
+    assert "one batch of 4: intervals there tell of timing" in text
+
+
+def test_tables_csv_and_pictures_show_every_cell(tmp_path):
+    rows = [
+        row(1 + 0.1 * depth - 0.2 * (topk - 1), num_steps=depth, topk=topk, batch_size=batch, temperature=heat)
+        for depth in (1, 2, 3)
+        for topk in (1, 2)
+        for batch in (1, 16)
+        for heat in (0.0, 1.0)
+    ] + [row(0.7, num_steps=2, temperature=1.0, rule="typical", lossless="lossy")]
+    table = list(csv.DictReader(io.StringIO(to_csv(rows))))
+    assert len(table) == len(rows) and table[-1]["acceptance"] == "typical" and table[-1]["survival"] == "0.8000 0.8000"
+    assert all(float(line["ratio_low"]) < float(line["ratio"]) for line in table)
+    file = io.StringIO()
+    print_cells(rich.console.Console(file=file, width=80), rows)
+    assert max(map(len, file.getvalue().splitlines())) <= 80 and "…" not in file.getvalue()
+    for plot in (plot_heatmap, plot_pareto):
+        for part in (rows, rows[:1]):
+            plot(tmp_path / "picture.png", part)
+            assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(small, tmp_path_factory):
+    """Of a run that was trained on a folder of files, half of which it held out."""
+    model, params = small("grouped", "mixed", vocab_size=256)
+    folder = tmp_path_factory.mktemp("model")
+    for number in range(16):
+        (folder / f"{number}.txt").write_text(f"{number} and {number + 1} make {2 * number + 1}.\n" * 20)
+    train = {"data": str(folder), "pattern": "*.txt", "held_out_fraction": 0.5}
+    save_model(folder / "checkpoint", model, params, metadata={"train": train})
+    return folder / "checkpoint"
+
+
+GRID = ["--depths", "1", "2", "--topk", "1", "--temperatures", "0", "--batch-sizes", "2"]
+GRID += ["--max-new-tokens", "8", "--repeats", "2", "--num-prompts", "3"]
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on(checkpoint, tmp_path):
+    """The process is killed behind its first cell; the second run measures the other and writes the results."""
+    prompts, output = tmp_path / "prompts.txt", tmp_path / "out"
+    prompts.write_text("one\ntwo\nthree\n")
+    command = [sys.executable, "-m", "mtpjax.cli.main", "ablate", "--model", str(checkpoint), "--output", str(output)]
+    command += ["--prompts", str(prompts), *GRID]
+    environment = check_resume.environment(tmp_path / "cache") | {"PYTHONPATH": os.getcwd()}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("1/2 "):
+                process.send_signal(signal.SIGKILL)
+                break
+    first = (output / "cells.jsonl").read_bytes()
+    assert first.count(b"\n") == 1 and not (output / "cells.csv").exists()
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True)
+    assert "1 of 2 cells are there already" in done.stdout
+    content = (output / "cells.jsonl").read_bytes()
+    assert content.startswith(first) and content.count(b"\n") == 2
+    assert {file.name for file in output.iterdir()} == {
+        "cells.jsonl",
+        "cells.csv",
+        "heatmap.png",
+        "pareto.png",
+        "recommendation.md",
+    }
+
+
+@pytest.mark.parametrize(
+    ("extra", "code", "said"),
+    [
+        (["--depths", "0"], 2, "depths must be at least 1"),
+        (["--rules", "fast"], 2, "rule 'fast' is not one of"),
+        (["--prompts", "missing.jsonl"], 2, "missing.jsonl"),
+        (["--num-prompts", "0"], 2, "at least 1, not 0"),
+        (["--max-new-tokens", "256"], 2, "leaves no room"),
+        (["--threads", "-1"], 2, "threads must be 0 or more"),
+        (["--model", "missing"], 3, "no mtpjax checkpoint"),
+        (["--temperatures", "1", "--rules", "greedy"], 2, "no combination of the settings is possible"),
+    ],
+)
+def test_bad_input_is_one_line(checkpoint, tmp_path, capsys, extra, code, said):
+    with pytest.raises(SystemExit) as exit_:
+        main(["ablate", "--model", str(checkpoint), "--output", str(tmp_path / "out"), *GRID, *extra])
+    assert exit_.value.code == code
+    error = capsys.readouterr().err.strip()
+    assert said in error and len(error.splitlines()) == 1, error
+
+
+def test_ctrl_c_says_how_to_go_on(checkpoint, tmp_path, capsys, monkeypatch):
+    def interrupt(bench, cell):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Bench, "measure", interrupt)
+    with pytest.raises(SystemExit) as exit_:
+        main(["ablate", "--model", str(checkpoint), "--output", str(tmp_path / "out"), *GRID])
+    assert exit_.value.code == 75
+    assert "0 of 2 cells done: the same command goes on" in capsys.readouterr().out
+
+
+def test_prompts_without_a_file_are_of_files_that_training_held_out(small, checkpoint):
+    """Those whose plain continuation repeats itself are left out, unless all do."""
+    model, params = small("grouped", "mixed", vocab_size=256)
+    workload = find_workload(checkpoint, model, params, SETTINGS, num_prompts=2, prompt_tokens=16)
+    assert len(workload.prompts) == 2 and all(len(prompt) == 16 for prompt in workload.prompts)
+    _, held_out = split_held_out(read_documents(sorted(checkpoint.parent.glob("*.txt"))), 0.5)
+    texts = [document.tokens.tobytes() for document in held_out]
+    assert 0 < len(texts) < 16 and all(any(bytes(prompt) in text for text in texts) for prompt in workload.prompts)
+    rows = generate(params, workload.prompts, model=model, config=DecodeConfig(max_new_tokens=12)).rows()
+    assert not any(is_looping(row) for row in rows)

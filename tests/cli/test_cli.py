@@ -1,0 +1,249 @@
+"""The command line: help that answers, one line and the right exit code for what is wrong."""
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+import tokenizers
+
+from mtpjax import DecodeConfig, MTPModel, generate, init_params, load, presets
+from mtpjax.cli.main import main
+from mtpjax.data.draft_vocabulary import save_vocabulary
+from mtpjax.evaluation import profile
+from mtpjax.evaluation.profile import load_settings
+from mtpjax.io.checkpoint import save_model
+from tests import golden
+
+
+def exit_code(arguments):
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    return exit_.value.code
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "checkpoint"
+    narrow = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "head_dim": 8}
+    model = MTPModel(dataclasses.replace(presets["tiny"], **narrow, max_position_embeddings=128))
+    save_model(path, model, init_params(model, jax.random.key(0)))
+    return path
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["quickstart", "--help"], ["generate", "--help"], ["--version"]])
+def test_help_answers(arguments, capsys):
+    assert exit_code(arguments) == 0
+    assert capsys.readouterr().out
+
+
+def test_help_does_not_wait_for_jax():
+    code = "import sys, mtpjax.cli; assert 'jax' not in sys.modules, 'jax was imported'"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_generate_prints_the_text_and_checks_it(checkpoint, capsys):
+    arguments = ["generate", "--model", str(checkpoint), "--prompt", "\tdef\f", "--max-new-tokens", "8", "--check"]
+    assert exit_code(arguments) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith("\tdef\f")  # as it is, for it may be written to a file
+    assert "accept length" in captured.err
+    assert "identical to plain decoding: yes" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("as_wide", "code", "verdict"),
+    [(False, 4, "NO\n"), (True, 0, "yes, in passes as wide: narrow ones round otherwise\n")],
+)
+def test_generate_says_where_a_text_leaves_plain_decoding(as_wide, code, verdict, checkpoint, capsys, monkeypatch):
+    def altered(*args, **keywords):
+        result = generate(*args, **keywords)
+        tokens = result.tokens.copy()
+        tokens[:, 3:] = (tokens[:, 3:] + 1) % 61
+        return dataclasses.replace(result, tokens=tokens)
+
+    if as_wide:
+        monkeypatch.setattr("mtpjax.evaluation.acceptance.is_plain", lambda *args, **keywords: np.array([True]))
+    monkeypatch.setattr("mtpjax.decoding.generate.generate", altered)
+    arguments = ["generate", "--model", str(checkpoint), "--prompt", "def ", "--max-new-tokens", "8", "--check"]
+    assert exit_code(arguments) == code
+    where = "prompt 1 differs from new token 4 on, where the trunk's logits of the two tokens are"
+    assert f"identical to plain decoding: {verdict}{where}" in capsys.readouterr().err
+
+
+@pytest.mark.slow  # .ci/run has the command
+def test_generate_samples_a_tree_and_checks_it(checkpoint, capsys):
+    arguments = [
+        "generate",
+        "--model",
+        str(checkpoint),
+        "--prompt",
+        "def ",
+        "--prompt",
+        "def ",
+        "--max-new-tokens",
+        "8",
+    ]
+    arguments += ["--temperature", "0.8", "--top-p", "0.95", "--seed", "3"]
+    arguments += [
+        "--speculative-num-steps",
+        "2",
+        "--speculative-eagle-topk",
+        "2",
+        "--speculative-num-draft-tokens",
+        "5",
+    ]
+    assert exit_code([*arguments, "--acceptance", "sample", "--check"]) == 0
+    captured = capsys.readouterr()
+    assert "identical to plain decoding: yes" in captured.err
+    first, second = captured.out.split("def ")[1:]
+    assert first.strip() != second.strip()  # a seed for each prompt
+    assert exit_code([*arguments, "--speculative-accept-threshold-single", "0.3"]) == 0
+    assert "acceptance 'threshold' has changed the text's distribution" in capsys.readouterr().err
+
+
+@pytest.mark.slow  # .ci/run has the command
+def test_generate_chooses_the_depth_by_a_profile(checkpoint, tmp_path, capsys):
+    model = shutil.copytree(checkpoint, tmp_path / "checkpoint", ignore=shutil.ignore_patterns("profile.json"))
+    arguments = ["generate", "--model", str(model), "--prompt", "def ", "--max-new-tokens", "8", "--check"]
+    arguments += ["--depth-policy", "adaptive", "--speculative-num-steps", "1"]
+    assert exit_code(arguments) == 2
+    error = capsys.readouterr().err
+    assert "no profile at" in error and "`mtpjax profile` measures one" in error and error.count("\n") == 1
+    assert exit_code(["profile", "--model", str(model), "--num-steps", "1", "--context", "40", "--rounds", "1"]) == 0
+    assert exit_code(arguments) == 0
+    assert "identical to plain decoding: yes" in capsys.readouterr().err
+    (model / "profile.json").rename(tmp_path / "elsewhere.json")
+    assert exit_code([*arguments, "--profile", str(tmp_path / "elsewhere.json")]) == 0
+
+
+def test_generate_drafts_from_a_vocabulary(checkpoint, tmp_path, capsys):
+    file = tmp_path / "frequent.json"
+    save_vocabulary(file, tuple(range(97, 123)), counts=np.ones(256, int), source="letters", sizes={})
+    arguments = ["generate", "--model", str(checkpoint), "--prompt", "def ", "--max-new-tokens", "8", "--check"]
+    assert exit_code([*arguments, "--draft-vocabulary", str(file), "--speculative-draft-window-size", "16"]) == 0
+    assert "identical to plain decoding: yes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        (["--prompt", "x", "--temperature", "1", "--check"], "--check above temperature 0 takes --acceptance sample"),
+        (["--prompt", "x", "--acceptance", "block", "--speculative-accept-threshold-acc", "0.5"], "not 'block'"),
+        (["--prompt", "x", "--speculative-accept-threshold-single", "-1"], "threshold_single -1.0 is not within 0..1"),
+        (["--prompt", "x", "--draft-vocabulary", "missing.json"], "missing.json"),
+        (["--prompt", "x", "--top-p", "2"], "top_p"),
+        (["--prompt", ""], "prompt 0 is empty"),
+        (["--prompt", "x" * 200], "max_length 128 leaves room for 127"),
+        (["--prompt", "x", "--speculative-num-steps", "-1"], "num_steps must be at least 0, not -1"),
+        (["--prompt", "x", "--max-new-tokens", "0"], "max_new_tokens must be at least 1, not 0"),
+        (["--prompt", "x", "--max-length", "1000"], "max_length 1000 is beyond the model's 128 positions"),
+        (["--prompt", "a\0b"], "NUL at character 1"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(checkpoint, extra, said, capsys):
+    assert exit_code(["generate", "--model", str(checkpoint), *extra]) == 2
+    error = capsys.readouterr().err.strip()
+    assert said in error
+    assert len(error.splitlines()) == 1
+
+
+def test_wrong_usage_is_exit_code_2(capsys):
+    assert exit_code(["generate"]) == 2
+    assert exit_code(["no-such-command"]) == 2
+    assert exit_code(["quickstart", "--preset", "huge"]) == 2
+    assert "unknown preset 'huge'; there are tiny" in capsys.readouterr().err
+
+
+def test_a_bad_checkpoint_is_exit_code_3(tmp_path, capsys):
+    assert exit_code(["generate", "--model", str(tmp_path), "--prompt", "x"]) == 3
+    assert "no mtpjax checkpoint" in capsys.readouterr().err
+
+
+def test_a_converted_checkpoint_generates_with_its_own_tokenizer(tmp_path, capsys):
+    """From a Hugging Face directory, and from ours made of it: the same text, by its tokens and its template."""
+    source = shutil.copytree(golden.path("qwen3_5_tied_bf16"), tmp_path / "source")
+    vocabulary = {f"w{index}": index for index in range(310)}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    words.save(str(source / "tokenizer.json"))
+    (source / "chat_template.jinja").write_text("w5 {{ messages[0].content }} w6")
+    assert exit_code(["convert", str(source), str(tmp_path / "ours")]) == 0
+    texts = []
+    for model in (source, tmp_path / "ours"):
+        arguments = [
+            "generate",
+            "--model",
+            str(model),
+            "--prompt",
+            "w7 w8",
+            "--chat",
+            "--max-new-tokens",
+            "6",
+            "--check",
+        ]
+        assert exit_code(arguments) == 0
+        captured = capsys.readouterr()
+        assert "identical to plain decoding: yes" in captured.err
+        texts.append(captured.out)
+    assert texts[0] == texts[1] and texts[0].startswith("w7 w8")
+    assert exit_code(["generate", "--model", str(golden.path("deepseek_v3_fp8")), "--prompt", "x"]) == 3
+    assert "no tokenizer.json, and the model has 320 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["inspect", "convert", "export-mtp", "merge-mtp"])
+def test_conversion_commands_answer_and_refuse(command, tmp_path, capsys):
+    assert exit_code([command, "--help"]) == 0
+    assert capsys.readouterr().out
+    missing, target = str(tmp_path / "missing"), str(tmp_path / "target")
+    arguments = {
+        "inspect": [missing],
+        "convert": [missing, target],
+        "export-mtp": ["--input-dir", missing, "--output-dir", target],
+        "merge-mtp": ["--input-dir", missing, "--mtp-dir", missing, "--output-dir", target],
+    }[command]
+    assert exit_code([command, *arguments]) == 3
+    captured = capsys.readouterr()
+    assert captured.err == f"mtpjax {command}: {missing} is no directory\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_converting_to_a_dtype_that_is_none_is_refused(tmp_path, capsys):
+    arguments = ["convert", str(golden.path("deepseek_v3_fp8")), str(tmp_path / "ours"), "--dtype", "int4"]
+    assert exit_code(arguments) == 2
+    assert "--dtype 'int4' is not one of float32, float16, bfloat16" in capsys.readouterr().err
+
+
+def test_profile_measures_rounds_and_stores_them(checkpoint, tmp_path, capsys):
+    file = tmp_path / "costs.json"
+    acceptance = tmp_path / "rates.json"
+    overall = {"decoded": {"conditional": [{"value": 0.75}]}, "predicted": {"accept_length_at_depth": [{"value": 1.7}]}}
+    asked = {"speculative_eagle_topk": 1, "acceptance": "auto"}
+    asked |= {"speculative_accept_threshold_single": 1.0, "speculative_accept_threshold_acc": 1.0}
+    acceptance.write_text(json.dumps({"settings": asked, "figures": {"overall": overall}}))
+    arguments = ["--batch", "1", "3", "--num-steps", "1", "--context", "40", "--rounds", "1", "--output", str(file)]
+    arguments += ["--acceptance", str(acceptance)]
+    assert exit_code(["profile", "--model", str(checkpoint), *arguments]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line.split()[:2] for line in lines if line.startswith("batch")] == [["batch", "1,"], ["batch", "3,"]]
+    settings = load_settings(file, batch=4, num_steps=1)
+    assert (settings["depth_rates"], settings["depth_lengths"]) == ((0.75,), (1.7,))
+    assert len(DecodeConfig(num_steps=1, depth_policy="adaptive", **settings).depth_costs or ()) == 2
+
+
+def test_profile_stands_beside_the_model_or_where_it_is_told(checkpoint, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(profile, "measure", lambda params, **_: {"batches": []})
+    assert exit_code(["profile", "--model", str(checkpoint)]) == 0
+    assert (checkpoint / "profile.json").is_file()
+    load(checkpoint)  # is still one
+    monkeypatch.setattr(profile.os, "access", lambda *_: False)
+    assert exit_code(["profile", "--model", str(checkpoint)]) == 2
+    assert "say where the profile shall go with --output FILE" in capsys.readouterr().err
+    assert exit_code(["profile", "--model", str(checkpoint), "--num-steps", "0", "--output", str(tmp_path / "x")]) == 2
+    assert "num_steps must be at least 1" in capsys.readouterr().err
+    assert exit_code(["profile", "--model", str(tmp_path)]) == 3

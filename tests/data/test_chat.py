@@ -1,0 +1,172 @@
+"""Which tokens of a conversation are answers, token by token."""
+
+import dataclasses
+import functools
+import json
+
+import numpy as np
+import pytest
+
+from mtpjax.data import packing
+from mtpjax.data.chat import encode_chat
+from mtpjax.data.config import Source
+from mtpjax.data.sources import read_source
+from mtpjax.data.tokenizer import ByteTokenizer, ConversationError, TokenizerError
+from mtpjax.training.losses import depth_targets
+from tests.helpers.chatml import CHATML, save_tokenizer
+
+BARE = (  # nothing ends an answer but the next message
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "ä?"},
+    {"role": "assistant", "content": "yes é"},
+    {"role": "user", "content": "sure?"},
+    {"role": "assistant", "content": "no"},
+]
+
+
+@pytest.fixture
+def make(tmp_path):
+    """`make(template, end tokens, merges)` -> a byte-level tokenizer."""
+
+    return functools.partial(save_tokenizer, tmp_path)
+
+
+def check(tokenizer, messages, pieces, *, end):
+    """`pieces`: the conversation's text, cut by hand into `(text, is an answer)`; `end`: whether packing's token is."""
+    tokens, is_target = encode_chat(messages, tokenizer)
+    encoded = [(tokenizer.encode(text), is_answer) for text, is_answer in pieces]
+    assert tokens == [token for ids, _ in encoded for token in ids]
+    assert is_target.tolist() == [is_answer for ids, is_answer in encoded for _ in ids] + [end]
+
+
+def test_answers_count_up_to_their_end_token(make):
+    tokenizer = make()
+    assert tokenizer.encode("<|im_end|>\nä") == [257, *tokenizer.encode("\n"), *tokenizer.encode("ä")]
+    before = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nä?<|im_end|>\n<|im_start|>assistant\n"
+    between = "\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n"
+    pieces = [(before, False), ("yes é<|im_end|>", True), (between, False), ("no<|im_end|>", True), ("\n", False)]
+    check(tokenizer, TALK, pieces, end=False)
+    check(tokenizer, TALK[:4], [*pieces[:2], ("\n<|im_start|>user\nsure?<|im_end|>\n", False)], end=False)
+    quiet = [*TALK[:2], {**TALK[2], "weight": 0}, *TALK[3:]]
+    check(tokenizer, quiet, [(before + "yes é<|im_end|>" + between, False), *pieces[3:]], end=False)
+
+
+def test_without_end_tokens_what_stops_decoding_counts(make):
+    pieces = [("<|user|>ä?<|assistant|>", False), ("yes é", True), ("<|user|>sure?<|assistant|>", False), ("no", True)]
+    check(make(BARE, ("<|end|>",)), TALK[1:], pieces, end=True)
+    pieces[2:3] = [("<|user|>", True), ("sure?<|assistant|>", False)]
+    check(make(BARE, ("<|end|>", "<|user|>")), TALK[1:], pieces, end=True)
+    check(make(BARE, ("<|end|>", "<|user|>")), TALK[1:4], [*pieces[:3], ("sure?", False)], end=False)
+
+
+def test_an_end_token_within_an_answer_does_not_cut_it(make):
+    talk = [TALK[1], {"role": "assistant", "content": "a<|im_end|>b"}]
+    prompt = "<|im_start|>user\nä?<|im_end|>\n<|im_start|>assistant\n"
+    check(make(), talk, [(prompt, False), ("a<|im_end|>b<|im_end|>", True), ("\n", False)], end=False)
+
+
+FORGETFUL = BARE.replace("message.content", "message.content if loop.last or message.role == 'user' else ''")
+THINKING = BARE.replace("<|assistant|>{% endif %}", "<|assistant|>think:{% endif %}")
+PLAIN = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    "template, merges, message",
+    [(FORGETFUL, [], 2), (THINKING, [], 2), (PLAIN, [("Ġ", "y")], 2), (PLAIN, [("Ġ", "n")], 4)],
+    ids=["forgets earlier answers", "another prompt", "first answer joined", "second answer joined"],
+)
+def test_a_template_whose_answers_cannot_be_told_is_refused(make, template, merges, message):
+    tokenizer = make(template, merges=merges)
+    with pytest.raises(TokenizerError, match=rf"the answer in message {message} of 4 cannot be told") as raised:
+        encode_chat(TALK[1:], tokenizer)
+    assert "\n" not in str(raised.value) and not isinstance(raised.value, ConversationError)
+
+
+def test_an_empty_answer_is_its_stop_and_one_that_is_left_out_is_refused(make):
+    talk = [TALK[1], {"role": "assistant", "content": ""}, TALK[2]]
+    pieces = [("<|user|>ä?<|assistant|>", False), ("<|assistant|>", True), ("yes é", True)]
+    check(make(BARE, ("<|end|>", "<|assistant|>")), talk, pieces, end=True)
+    without_empty = BARE.replace("messages %}", "messages if message.content %}")
+    with pytest.raises(TokenizerError, match=r"the answer in message 2 of 3 cannot be told"):
+        encode_chat(talk, make(without_empty))
+
+
+def test_a_plain_template_is_fine_where_no_token_spans_its_boundaries(make):
+    pieces = [("user: ä?\nassistant: ", False), ("yes é\n", True), ("user: sure?\nassistant: ", False), ("no\n", True)]
+    check(make(PLAIN), TALK[1:], pieces, end=True)
+
+
+def test_the_tokens_are_the_same_on_another_day(make):
+    tokenizer = make("{{ strftime_now('%Y-%m-%d') }}" + BARE)
+    tokens, _ = encode_chat(TALK[1:], tokenizer)
+    assert tokenizer.decode(tokens).startswith("2025-01-01")
+
+
+# JSONL of conversations.
+
+
+def test_conversations_are_read_with_their_masks_and_bad_ones_are_counted(make, tmp_path):
+    strict = "{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}{{ tools[0] }}" + CHATML
+    tokenizer = make(strict)
+    records = [
+        {"messages": TALK[1:], "tools": ["T"]},
+        {"messages": TALK, "tools": [""]},  # the template refuses it
+        {"messages": TALK[1:2], "tools": [""]},  # no answer
+        {"messages": []},
+        {"messages": "hello"},
+        {"messages": [{"content": "hello"}]},
+        {"text": "hello"},
+        {"messages": TALK[1:3], "tools": ["U"]},
+    ]
+    file = tmp_path / "talks.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    reading = read_source(Source(path=str(file), kind="chat"), tokenizer, vocab_size=300)
+    assert reading.skipped == {"corrupt": 5, "empty": 1, "vocabulary": 0}
+    assert [document.name.rpartition(" ")[2] for document in reading.documents] == ["1", "8"]
+    for document, (messages, tool) in zip(reading.documents, ((TALK[1:], "T"), (TALK[1:3], "U")), strict=True):
+        tokens, is_target = encode_chat(messages, tokenizer, tools=[tool])
+        assert document.tokens.tolist() == tokens and tokenizer.decode(tokens).startswith(tool)
+        np.testing.assert_array_equal(document.loss_mask, is_target)
+
+
+def test_conversations_of_no_use_stop_reading_at_the_limit(make, tmp_path):
+    """T10: those with ids outside of the vocabulary, and those without an answer."""
+    file = tmp_path / "talks.jsonl"
+    records = [{"messages": TALK}, {"messages": TALK[:2]}, {"messages": []}]
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    source = Source(path=str(file), kind="chat", most_skipped=3)
+    reading = read_source(source, make(), vocab_size=257)  # <|im_end|> is 257
+    assert reading.skipped == {"corrupt": 1, "empty": 1, "vocabulary": 1} and not reading.documents
+    said = r"over 2 documents of no use \(1 corrupt, 1 empty, 1 vocabulary\); the last: .*line 3 has no 'messages'"
+    with pytest.raises(ValueError, match=said):
+        read_source(dataclasses.replace(source, most_skipped=2), make(), vocab_size=257)
+
+
+def test_a_tokenizer_that_cannot_read_conversations_stops_at_the_first(make, tmp_path):
+    file = tmp_path / "talks.jsonl"
+    file.write_text(json.dumps({"messages": TALK}) + "\n")
+    with pytest.raises(TokenizerError, match=r"talks\.jsonl line 1: a byte tokenizer has no chat template"):
+        read_source(Source(path=str(file), kind="chat"), ByteTokenizer(), vocab_size=256)
+    with pytest.raises(TokenizerError, match=r"talks\.jsonl line 1: the answer in message 3 of 5"):
+        read_source(Source(path=str(file), kind="chat"), make(FORGETFUL), vocab_size=300)
+    with pytest.raises(TokenizerError, match=r"talks\.jsonl line 1: the chat template failed: TemplateSyntaxError"):
+        read_source(Source(path=str(file), kind="chat"), make("{% if %}"), vocab_size=300)
+
+
+def test_packed_targets_of_every_depth_are_answer_tokens(make, tmp_path):
+    tokenizer = make()
+    file = tmp_path / "talks.jsonl"
+    file.write_text("".join(json.dumps({"messages": TALK[first:]}) + "\n" for first in (0, 1) * 4))
+    documents = read_source(Source(path=str(file), kind="chat"), tokenizer, vocab_size=300).documents
+    rows = packing.pack(documents, 40, seed=0, eos_token_id=tokenizer.eos_token_ids[0], extra_tokens=4)
+    answers = sorted([*tokenizer.encode("yes é<|im_end|>"), *tokenizer.encode("no<|im_end|>")] * 8)
+    for depth in range(4):
+        targets, is_valid = map(np.asarray, depth_targets(rows.tokens, rows.segment_ids, rows.loss_mask, depth))
+        assert sorted(targets[is_valid].tolist()) == answers

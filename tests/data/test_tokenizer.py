@@ -1,0 +1,205 @@
+import json
+
+import numpy as np
+import pytest
+import tokenizers
+
+from mtpjax import DecodeConfig, SamplingParams, load, speculative_generate
+from mtpjax.data.tokenizer import (
+    ByteTokenizer,
+    FileTokenizer,
+    TokenizerError,
+    count_tokens,
+    load_tokenizer,
+    render_chat,
+)
+from mtpjax.io.checkpoint import save_model
+from mtpjax.safe_open import OutsideError
+
+TOKENIZER = ByteTokenizer()
+
+
+@pytest.mark.parametrize("text", ["", "def f():\n\treturn 1\n", "naïve — 字 🙂"])
+def test_text_survives_the_round_trip(text):
+    ids = TOKENIZER.encode(text)
+    assert ids == list(text.encode("utf-8"))
+    assert TOKENIZER.decode(ids) == TOKENIZER.decode(np.array(ids, np.int32)) == text
+
+
+def test_the_end_token_is_skipped_and_broken_bytes_are_replaced():
+    ids = [*TOKENIZER.encode("a字"), TOKENIZER.eos_token_id]
+    assert TOKENIZER.decode(ids) == "a字"
+    assert TOKENIZER.decode(ids[:-2]) == "a\ufffd"
+
+
+@pytest.mark.parametrize("text, problem", [("ab\0c", "NUL at character 2"), ("a\ud800", "surrogate at character 1")])
+def test_text_without_an_encoding_is_refused(text, problem):
+    with pytest.raises(ValueError, match=problem):
+        TOKENIZER.encode(text)
+
+
+@pytest.mark.parametrize("token", [-1, 256])
+def test_an_id_outside_the_vocabulary_is_refused(token):
+    with pytest.raises(ValueError, match=f"token id {token} .* 256"):
+        TOKENIZER.decode([97, token])
+
+
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content | trim }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A byte-level tokenizer of 260 tokens, three of them special, with its configuration and template."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token=None))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    made = tokenizers.Tokenizer.from_str(
+        json.dumps(
+            json.loads(made.to_str())
+            | {"model": {"type": "BPE", "vocab": {c: i for i, c in enumerate(alphabet)}, "merges": []}}
+        )
+    )
+    made.add_special_tokens(["<|user|>", "<|assistant|>", "<|end|>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|end|>"}}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [258, 7]}))
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    return tmp_path
+
+
+@pytest.mark.parametrize("text", ["", "def f():\n\treturn 1\n", "naïve — 字 🙂"])
+def test_a_tokenizer_file_survives_the_round_trip_and_streams(folder, text):
+    tokenizer = load_tokenizer(folder, 320)
+    ids = tokenizer.encode(text)
+    stream = tokenizer.stream()
+    assert tokenizer.decode(ids) == "".join(map(stream, ids)) + stream(None) == text
+    assert tokenizer.decode([*ids, 258]) == text and tokenizer.eos_token_ids == (258, 7)
+    with pytest.raises(ValueError, match=f"surrogate at character {len(text)}"):
+        tokenizer.encode(text + "\ud83d")
+
+
+def test_a_conversation_follows_the_template(folder):
+    tokenizer = load_tokenizer(folder, 320)
+    ids = tokenizer.chat([{"role": "user", "content": " hi "}])
+    assert ids == [256, *tokenizer.encode("hi"), 257]
+    assert tokenizer.chat([{"role": "user", "content": "hi"}], add_generation_prompt=False)[-1] != 257
+    (folder / "chat_template.jinja").unlink()
+    settings = {"chat_template": [{"name": "tool", "template": "x"}, {"name": "default", "template": TEMPLATE}]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert load_tokenizer(folder, 320).chat([{"role": "user", "content": "hi"}]) == ids
+    (folder / "tokenizer_config.json").unlink()
+    with pytest.raises(TokenizerError, match="no chat template"):
+        load_tokenizer(folder, 320).chat([{"role": "user", "content": "hi"}])
+
+
+def test_the_end_token_may_be_named_beside_the_tokenizer_alone(folder):
+    (folder / "generation_config.json").unlink()
+    assert load_tokenizer(folder, 320).eos_token_ids == (258,)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|none|>"}))
+    assert load_tokenizer(folder, 320).eos_token_ids == ()
+
+
+def test_a_saved_tokenizer_is_the_same_and_the_digest_sees_each_change(folder, tmp_path_factory):
+    tokenizer = FileTokenizer(folder, 320)
+    other = tmp_path_factory.mktemp("other")
+    tokenizer.save(other)
+    again = FileTokenizer(other, 320)
+    messages = [{"role": "user", "content": "hi"}]
+    assert again.digest == tokenizer.digest and again.eos_token_ids == tokenizer.eos_token_ids
+    assert again.chat(messages) == tokenizer.chat(messages)
+    for name, old, new in (
+        ("tokenizer.json", "<|user|>", "<|human|>"),
+        ("tokenizer_config.json", "<|end|>", "<|user|>"),
+        ("generation_config.json", "258, ", ""),
+        ("chat_template.jinja", "trim", "upper"),
+    ):
+        before = (folder / name).read_text()
+        assert old in before
+        (folder / name).write_text(before.replace(old, new))
+        assert FileTokenizer(folder, 320).digest != tokenizer.digest
+        (folder / name).write_text(before)
+    assert FileTokenizer(folder, 320).digest == tokenizer.digest != TOKENIZER.digest
+
+
+def test_a_vocabulary_beyond_the_embedding_is_refused(folder):
+    assert isinstance(load_tokenizer(folder, 259), FileTokenizer)
+    with pytest.raises(TokenizerError, match="has token 258; the model has 258 tokens"):
+        load_tokenizer(folder, 258)
+
+
+@pytest.mark.parametrize(
+    "sampling", [pytest.param(None, marks=pytest.mark.slow), SamplingParams(temperature=1.5, seed=4)]
+)
+def test_rows_behind_the_last_token_are_never_decoded(sampling, folder, small):
+    """The tables have 320 rows, the tokenizer 259 tokens; the padding is made the likeliest of all."""
+    model, params = small("grouped", "right", vocab_size=320)
+    params = {**params, "head": params["head"].at[:, 259:].set(50 * params["head"][:, :61])}
+    save_model(folder / "checkpoint", model, params)
+    assert load(folder / "checkpoint")[0].config.num_tokens == 0  # without a tokenizer beside it
+    (folder / "checkpoint" / "huggingface").mkdir()
+    (folder / "tokenizer.json").rename(folder / "checkpoint" / "huggingface" / "tokenizer.json")
+    loaded, _ = load(folder / "checkpoint")
+    assert loaded.config.num_tokens == 259
+    for shape in ({"num_steps": 0}, {"num_steps": 2, "topk": 2}):
+        config = DecodeConfig(max_new_tokens=20, prefill_chunk=4, **shape)
+        for chosen, is_padded in ((loaded, False), (model, True)):
+            result = speculative_generate(params, [[1, 2, 3]], model=chosen, config=config, sampling=sampling)
+            assert (result.tokens >= 259).any() == is_padded
+
+
+def test_the_number_of_tokens_is_read_from_the_file(folder):
+    assert count_tokens(folder) == 259 and count_tokens(folder / "none") is None
+    (folder / "tokenizer.json").write_text("{,")
+    assert count_tokens(folder) is None
+
+
+def test_a_folder_without_a_tokenizer_has_bytes_or_none(tmp_path):
+    assert isinstance(load_tokenizer(tmp_path, 256), ByteTokenizer)
+    with pytest.raises(TokenizerError, match=r"no tokenizer.json, and the model has 320 tokens"):
+        load_tokenizer(tmp_path, 320)
+
+
+def test_damaged_files_are_refused(folder, tmp_path_factory):
+    (folder / "generation_config.json").write_text("{,")
+    with pytest.raises(TokenizerError, match=r"generation_config.json is no JSON"):
+        load_tokenizer(folder, 320)
+    (folder / "tokenizer.json").write_text('{"model": {}}')
+    with pytest.raises(TokenizerError, match=r"tokenizer.json cannot be read"):
+        load_tokenizer(folder, 320)
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "tokenizer.json"
+    elsewhere.write_text("{}")
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").symlink_to(elsewhere)
+    with pytest.raises(OutsideError, match="leads out of"):
+        load_tokenizer(folder, 320)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+        "{{ 'x' | attr('__class__') }}{{ messages.__len__.__self__ }}",
+        "{% for i in range(200000) %}{% endfor %}",
+        "{{ raise_exception('no such role') }}",
+        "{% include 'x' %}",
+        "{{ undefined.attribute }}",
+        "{% if %}",
+    ],
+)
+def test_a_template_reaches_nothing_and_fails_with_one_line(template):
+    with pytest.raises(TokenizerError, match="the chat template failed") as caught:
+        render_chat(template, [{"role": "user", "content": "hi"}])
+    assert "\n" not in str(caught.value)
+
+
+def test_templates_and_conversations_have_limits():
+    with pytest.raises(TokenizerError, match="too large"):
+        render_chat("x" * (1 << 21), [])
+    with pytest.raises(TokenizerError, match="too large"):
+        render_chat("x", [{}] * 10_001)

@@ -1,0 +1,313 @@
+"""What XLA makes of a decoding call: one program, whose loop rewrites no cache and no weight."""
+
+import dataclasses
+import functools
+import itertools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec, use_abstract_mesh
+
+from experiments.bytes_moved import as_stored
+from experiments.check_equality import parameter_shapes
+from mtpjax import DecodeConfig, ModelConfig, MTPModel, compat, generate, speculative_generate
+from mtpjax.decoding.loop import decode, least_rows
+from mtpjax.decoding.state import Plan, init_state
+from mtpjax.models.presets import presets
+
+SLOTS = 1536  # what `bucket` gives, and no other size here
+SIZES = {"vocab_size": 320, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"intermediate_size": 384, "num_mtp_modules": 2, "max_position_embeddings": SLOTS}
+GROUPED = ModelConfig(**SIZES, num_key_value_heads=2, head_dim=64)
+LATENT = ModelConfig(
+    **SIZES, attention="latent", kv_lora_rank=64, qk_nope_head_dim=64, qk_rope_head_dim=64, v_head_dim=64
+)
+EXPERTS = dataclasses.replace(LATENT, n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=64)
+CONFIGS = {"grouped": GROUPED, "latent": LATENT, "experts": EXPERTS}
+SINGLE = {name: dataclasses.replace(CONFIGS[name], num_mtp_modules=1) for name in ("grouped", "latent")}
+
+PLANS = {  # beyond greedy chains; trees of few nodes, so that the scores of attention are smaller than a cache
+    "tree": Plan(3, 2, 6, "greedy"),
+    "sample-tree": Plan(3, 2, 6, "sample"),
+    "recursive": Plan(3, 2, 6, "recursive"),
+    "traversal": Plan(3, 2, 6, "traversal"),
+    "block": Plan(3, 1, 4, "block"),
+    "token": Plan(3, 1, 4, "token"),
+    "threshold": Plan(2, 1, 3, "threshold", (0.001, 1.0)),
+    "window": Plan(3, 1, 4, "greedy", window=(64, 4)),
+    "adaptive": Plan(3, 1, 4, "greedy", is_adaptive=True),
+    "adaptive-block": Plan(3, 1, 4, "block", is_adaptive=True),
+}
+
+NO_RESULT = {"parameter", "get-tuple-element", "tuple", "bitcast", "while", "call", "conditional", "constant"}
+UPDATES = {"dynamic-update-slice", "scatter"}
+
+
+@dataclasses.dataclass
+class Instruction:
+    name: str
+    shapes: list[tuple[int, ...]]  # of each part of the result
+    opcode: str
+    line: str
+
+
+def parse(text: str) -> dict[str, list[Instruction]]:
+    """The computations of a compiled module; the last instruction of each is its root."""
+    computations, current = {}, None
+    for line in text.splitlines():
+        if header := re.match(r"(?:ENTRY )?%?([\w.-]+) \(.*\{$", line):
+            current = computations.setdefault(header[1], [])
+        elif found := re.match(r"\s+(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\(", line):
+            shapes = re.findall(r"\w+\[([\d,]*)\]", found[2])
+            shapes = [tuple(int(size) for size in shape.split(",") if size) for shape in shapes]
+            current.append(Instruction(found[1], shapes, found[3], line.strip()))
+    return computations
+
+
+def called(line: str, *attributes: str) -> list[str]:
+    return re.findall(rf"\b(?:{'|'.join(attributes)})=%?([\w.-]+)", line)
+
+
+def loop_instructions(computations) -> list[Instruction]:
+    """All that runs within loops, fusions as one."""
+    waiting = [name for body in computations.values() for one in body for name in called(one.line, "body")]
+    seen, found = set(), []
+    while waiting:
+        name = waiting.pop()
+        if name not in seen:
+            seen.add(name)
+            found += computations[name]
+            for one in computations[name]:
+                if one.opcode != "fusion":
+                    waiting += called(one.line, "body", "condition", "to_apply")
+    return found
+
+
+def updates_in(computations, one: Instruction, is_large) -> int | None:
+    """How many large arrays an instruction updates in place; None where it makes one anew."""
+    parts = [shape for shape in one.shapes if is_large(shape)]
+    if one.opcode in UPDATES:
+        return len(parts)
+    if one.opcode == "fusion":
+        inside = computations[called(one.line, "calls")[0]]
+        made = [other for other in inside if other.opcode in UPDATES and any(map(is_large, other.shapes))]
+        return len(made) if len(made) == len(parts) else None
+    return None
+
+
+def broken_rules(compiled, config, batch, plan, itemsize, *, may_write_experts=False):
+    """Lines of the loop that break a rule, and pairs of what was found and its bound: updates of caches, and memory."""
+    computations = parse(compiled.as_text())
+    entries = {"key": 2 * 64, "value": 2 * 64} if config.attention == "grouped" else {"latent": 128}
+    cache_size = min(entries.values()) * SLOTS * batch
+    shapes = parameter_shapes(config)
+    weights = {proper(leaf.shape) for leaf in jax.tree.leaves(shapes) if leaf.ndim > 1}
+    weights |= {proper((shape[0], math.prod(shape[1:]))) for shape in weights}
+
+    def is_cache(shape):  # or a part of its columns, or a padded one
+        return any(size >= SLOTS for size in shape) and math.prod(shape) >= cache_size
+
+    def is_weight(shape):
+        return proper(shape) in weights or proper(shape[1:]) in weights
+
+    broken, updates = [], 0
+    for one in loop_instructions(computations):
+        if one.opcode in NO_RESULT:
+            continue
+        if any(map(is_cache, one.shapes)):
+            count = updates_in(computations, one, is_cache)
+            updates += count or 0
+            if count is None:
+                broken.append(one.line)
+        if any(map(is_weight, one.shapes)) and not may_write_experts:
+            broken.append(one.line)
+    wanted = len(entries) * passes_over_caches(plan, config)
+    layer = sum(entries.values()) * SLOTS * batch * itemsize
+    return broken, (updates, wanted), (compiled.memory_analysis().temp_size_in_bytes, layer)
+
+
+def passes_over_caches(plan, config):
+    """How often the program updates a layer's cache, each of them in its place."""
+    layers, in_use = config.num_hidden_layers, min(config.num_mtp_modules, plan.num_steps)
+    if plan.is_adaptive:
+        rounds = sum(layers + (max(depth, in_use) if depth else 0) for depth in range(plan.num_steps + 1))
+        rounds += 2 * in_use  # catching up, in wide passes and in narrow ones
+    elif plan.topk > 1:
+        levels = len(plan.shape.levels()) if plan.shape else plan.num_steps
+        rounds = 2 * layers + levels  # accepted entries of a tree are gathered
+    else:
+        rounds = layers + plan.num_steps
+    return layers + in_use + rounds  # prefill, and what follows
+
+
+def proper(shape):
+    """The sizes in any order, without ones."""
+    return tuple(sorted(size for size in shape if size > 1))
+
+
+def chain(num_steps):
+    return Plan(num_steps, num_nodes=num_steps + 1)
+
+
+def call_of(config, batch, plan, *, platform="cpu", dtype=jnp.float32, has_fp8_experts=False, implementation="auto"):
+    """`decode` of everything but the arrays, and their shapes."""
+    model = MTPModel(config, implementation=implementation)
+    plan = dataclasses.replace(plan, min_rows=least_rows(batch, platform, implementation), chunk=4)
+
+    def make():
+        params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+        rows = jnp.ones(batch, jnp.int32)
+        tokens, stops = jnp.zeros((batch, SLOTS), jnp.int32), jnp.zeros((8, 1), jnp.int32)
+        costs = jnp.ones(plan.num_steps + 1) if plan.is_adaptive else None
+        state = init_state(tokens, rows, rows, stops, model=model, plan=plan, dtype=dtype, depth_costs=costs)
+        keep = functools.partial(as_stored, dtype=dtype, has_fp8_experts=has_fp8_experts)
+        return jax.tree_util.tree_map_with_path(keep, params), state
+
+    return functools.partial(decode, model=model, plan=plan), jax.eval_shape(make)
+
+
+def compile_call(*what, sharding=None, **how):
+    call, shapes = call_of(*what, **how)
+    if sharding is not None:
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes)
+    return decode.lower(*shapes, **call.keywords).compile()
+
+
+def assert_keeps_to_the_rules(config, batch, plan, dtype=jnp.float32, may_write_experts=False, **how):
+    compiled = compile_call(config, batch, plan, dtype=dtype, **how)
+    itemsize = jnp.dtype(dtype).itemsize
+    broken, (updates, wanted), (temp, layer) = broken_rules(
+        compiled, config, batch, plan, itemsize, may_write_experts=may_write_experts
+    )
+    assert not broken, "\n".join(line[:300] for line in broken)
+    assert updates == wanted
+    assert temp < layer
+
+
+def assert_keeps_to_the_rules_on_an_h100(config, batch, plan, dtype, **how):
+    mesh = compat.make_mesh({"data": 1}, compat.h100_devices())
+    with use_abstract_mesh(mesh.abstract_mesh):
+        sharding = NamedSharding(mesh, PartitionSpec())
+        assert_keeps_to_the_rules(config, batch, plan, dtype, platform="cuda", sharding=sharding, **how)
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 3])
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("kind", ["grouped", "latent"])
+def test_the_loop_updates_caches_in_place_and_copies_no_weight(kind, batch, num_steps):
+    assert_keeps_to_the_rules(CONFIGS[kind], batch, chain(num_steps))
+
+
+def test_the_loop_updates_caches_in_place_with_experts():
+    assert_keeps_to_the_rules(EXPERTS, 1, chain(1), may_write_experts=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "batch"),
+    [
+        ("tree", "latent", 1),
+        ("recursive", "grouped", 4),
+        ("block", "latent", 4),
+        ("adaptive-block", "latent", 4),
+        pytest.param("window", "grouped", 1, marks=pytest.mark.slow),
+        pytest.param("adaptive", "grouped", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_every_rule_and_policy_keeps_to_that(name, kind, batch):
+    assert_keeps_to_the_rules(SINGLE[kind], batch, PLANS[name])
+
+
+@pytest.mark.h100
+@pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.bfloat16])
+@pytest.mark.parametrize("num_steps", [0, pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("kind", ["grouped", "latent"])
+def test_on_an_h100_the_loop_updates_caches_in_place_and_copies_no_weight(kind, batch, num_steps, dtype):
+    assert_keeps_to_the_rules_on_an_h100(CONFIGS[kind], batch, chain(num_steps), dtype)
+
+
+@pytest.mark.h100
+@pytest.mark.parametrize(
+    ("name", "kind", "batch"),
+    [(name, *where) for name, where in zip(PLANS, itertools.cycle([("grouped", 4), ("latent", 1)]), strict=False)],
+)
+def test_on_an_h100_every_rule_and_policy_keeps_to_that(name, kind, batch):
+    assert_keeps_to_the_rules_on_an_h100(SINGLE[kind], batch, PLANS[name], jnp.bfloat16)
+
+
+@pytest.mark.h100
+@pytest.mark.parametrize(("batch", "num_steps"), [(1, 0), (1, 3), pytest.param(4, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", list(CONFIGS))
+def test_on_an_h100_the_loop_with_kernels_copies_no_weight_not_even_of_experts(kind, batch, num_steps):
+    plan = chain(num_steps)
+    assert_keeps_to_the_rules_on_an_h100(CONFIGS[kind], batch, plan, jnp.bfloat16, implementation="triton")
+
+
+@pytest.mark.parametrize(
+    ("config", "how"),
+    [
+        (dataclasses.replace(presets["tiny-moe"], num_hidden_layers=2), {}),
+        (
+            dataclasses.replace(presets["deepseek-v3"], num_hidden_layers=2, first_k_dense_replace=1),
+            {"dtype": jnp.bfloat16, "has_fp8_experts": True},
+        ),
+    ],
+    ids=["2 layers of tiny-moe", "2 layers of DeepSeek-V3"],
+)
+def test_the_call_with_its_kernels_lowers_for_both_platforms(config, how):
+    call, shapes = call_of(config, 4, chain(1), platform="cuda", implementation="triton", **how)
+    for platform, lowered in compat.lower_for(call, *shapes).items():
+        names = {kernel.name for kernel in compat.triton_kernels(lowered)}
+        assert names >= {"block_scaled_matmul", "grouped_gate_up", "grouped_product", "head_top_k"}
+        assert f"verify_attention_{platform}" in names
+
+
+def test_the_rules_see_a_rewritten_cache_and_weight():
+    """The checker itself, on a loop that does what must not be."""
+
+    def wrong(cache, weight, x):
+        def body(_, carry):
+            cache, x = carry
+            cache = jax.lax.dynamic_update_slice(cache, x[:, None, None, :64], (0, 0, 3, 0))
+            return cache[:, ::-1], x + ((weight * x.sum()) @ jnp.ones((320, 1)))[:, 0][None]
+
+        return jax.lax.fori_loop(0, 3, body, (cache, x))
+
+    shapes = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1, 2, SLOTS, 64), (256, 320), (1, 256)))
+    broken, _, (temp, layer) = broken_rules(jax.jit(wrong).lower(*shapes).compile(), GROUPED, 1, chain(0), 4)
+    assert any("256,320" in line for line in broken) and any(str(SLOTS) in line for line in broken)
+    assert temp and layer
+
+
+def test_a_call_is_one_program_with_its_loop_inside(small):
+    model, params = small("grouped", num_mtp_modules=1)
+    config = DecodeConfig(max_new_tokens=5, num_steps=1)
+    compiled_before = decode._cache_size()
+    speculative_generate(params, [[1, 2, 3], [4]], model=model, config=config)
+    assert decode._cache_size() == compiled_before + 1
+    for call in (  # other lengths, limits, stop tokens, and tokens
+        ([[5] * 40, [6, 7]], {"max_new_tokens": 9}),
+        ([[1], [2]], {"stop_token_ids": (3,)}),
+        ([[1], [2]], {"stop_token_ids": (3, 5, 60, 8), "max_length": 17}),
+        (np.array([[1, 2], [3, 4]]), {}),
+    ):
+        speculative_generate(params, call[0], model=model, config=dataclasses.replace(config, **call[1]))
+    assert decode._cache_size() == compiled_before + 1
+
+
+def test_the_program_has_a_while_and_no_way_to_the_host():
+    text = compile_call(GROUPED, 1, chain(1)).as_text()
+    opcodes = {one.opcode for body in parse(text).values() for one in body}
+    assert "while" in opcodes
+    assert not opcodes & {"infeed", "outfeed", "send", "recv"}
+    assert "callback" not in "".join(re.findall(r'custom_call_target="[^"]*"', text))
+
+
+def test_generate_ignores_the_number_of_draft_steps(small):
+    model, params = small("grouped", num_mtp_modules=1)
+    result = generate(params, [[1, 2, 3]], model=model, config=DecodeConfig(max_new_tokens=5, num_steps=1))
+    assert result.stats.proposed.shape == (1, 0) and result.stats.steps.tolist() == [4]

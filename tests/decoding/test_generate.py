@@ -1,0 +1,185 @@
+"""What callers hand in and get back."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from mtpjax import DecodeConfig, MTPModel, SamplingParams, generate, speculative_generate
+from mtpjax.decoding.generate import bucket
+from mtpjax.decoding.result import DecodeStats, GenerationResult
+from mtpjax.decoding.state import Plan
+
+PROMPTS = [[1, 2, 3], [4], [5, 6]]
+CONFIG = DecodeConfig(max_new_tokens=9, num_steps=2, prefill_chunk=8)
+
+
+@pytest.fixture(scope="module")
+def result(small):
+    """Of a drafter that is right: the text runs through one cycle of the vocabulary."""
+    model, params = small("grouped", "right")
+    stop = generate(params, PROMPTS, model=model, config=CONFIG).rows()[1][4]
+    config = dataclasses.replace(CONFIG, stop_token_ids=(stop,))
+    return speculative_generate(params, PROMPTS, model=model, config=config)
+
+
+def test_tokens_come_with_zeros_behind_each_end(result):
+    assert result.tokens.shape == (3, result.lengths.max())
+    for row, (tokens, length) in enumerate(zip(result.tokens, result.lengths, strict=True)):
+        assert result.rows()[row] == tokens[:length].tolist() and not tokens[length:].any()
+
+
+def test_a_row_ends_with_its_stop_token_or_at_its_limit(result):
+    assert result.lengths[1] == 5 and result.finish_reasons[1] == "stop"
+    for length, reason in zip(result.lengths, result.finish_reasons, strict=True):
+        assert reason == ("stop" if length < 9 else "length")
+
+
+def test_origins_name_the_draft_level_of_each_token(result):
+    # The prefill's token, then rounds of two accepted drafts and the trunk's own token.
+    assert result.origins[1].tolist()[:5] == [0, 1, 2, 0, 1]
+
+
+def test_counts_agree_with_each_other(result):
+    stats = result.stats
+    stats.check()
+    assert (stats.emitted == result.lengths).all()
+    assert (stats.emitted + stats.discarded == 1 + stats.steps + stats.accepted.sum(axis=1)).all()
+    assert stats.accept_length == pytest.approx(1 + stats.survival_rates.sum()) == 3
+    assert stats.conditional_rates.tolist() == [1, 1]
+    assert stats.discarded[1] == 2  # the stop stands first in the second round
+
+
+def test_counts_that_contradict_each_other_are_refused(result):
+    for name in ("steps", "emitted", "proposed", "accepted"):
+        wrong = dataclasses.replace(result.stats, **{name: getattr(result.stats, name) + 1})
+        with pytest.raises(AssertionError):
+            wrong.check()
+
+
+def test_rates_of_known_counts():
+    counts = {"steps": [4, 6], "proposed": [[4, 4], [6, 6]], "accepted": [[3, 1], [2, 1]], "discarded": [0, 0]}
+    stats = DecodeStats(**{name: np.array(value) for name, value in counts.items()}, emitted=np.array([9, 10]))
+    stats.check()
+    assert stats.accept_length == 1.7
+    assert stats.survival_rates.tolist() == [0.5, 0.2] and stats.conditional_rates.tolist() == [0.5, 0.4]
+
+
+def test_no_step_gives_no_accept_length():
+    none = np.zeros(1, int)
+    stats = DecodeStats(none, np.zeros((1, 2), int), np.zeros((1, 2), int), none, none + 1)
+    stats.check()
+    assert np.isnan(stats.accept_length) and not stats.conditional_rates.any()
+
+
+def test_plain_decoding_proposes_nothing(small):
+    model, params = small("grouped", "right")
+    result = generate(params, PROMPTS, model=model, config=CONFIG)
+    result.stats.check()
+    assert result.stats.accept_length == 1.0 and result.stats.proposed.shape == (3, 0)
+    assert isinstance(result, GenerationResult) and not result.origins.any()
+
+
+def test_padded_arrays_and_lists_are_the_same_prompts(small):
+    model, params = small("grouped", "right")
+    padded = np.array([[1, 2, 3], [4, 60, 60], [5, 6, 60]])
+    found = generate(params, padded, lengths=np.array([3, 1, 2]), model=model, config=CONFIG)
+    assert found.rows() == generate(params, PROMPTS, model=model, config=CONFIG).rows()
+
+
+def test_max_length_ends_a_row(small):
+    model, params = small("grouped", "right")
+    config = dataclasses.replace(CONFIG, max_length=6)
+    result = speculative_generate(params, PROMPTS, model=model, config=config)
+    assert result.lengths.tolist() == [3, 5, 4] and result.finish_reasons == ("length",) * 3
+
+
+@pytest.mark.parametrize("num_steps", [0, 3])
+def test_padding_rows_change_no_token(num_steps, small):
+    """`min_rows` is what a batch of one gets on a GPU."""
+    model, params = small("grouped", "mixed", num_mtp_modules=2)
+    config = DecodeConfig(max_new_tokens=20, num_steps=num_steps, min_rows=2, prefill_chunk=8)
+    wanted = generate(params, [[7, 8]], model=model, config=dataclasses.replace(config, min_rows=None)).rows()
+    result = speculative_generate(params, [[7, 8]], model=model, config=config)
+    result.stats.check()
+    assert result.rows() == wanted
+
+
+@pytest.mark.parametrize("rule", ["recursive", "traversal"])
+def test_rows_at_temperature_0_among_sampled_ones_are_plain_decoding(rule, small):
+    model, params = small("grouped", "mixed")
+    config = DecodeConfig(max_new_tokens=20, num_steps=3, topk=2, num_draft_tokens=8, acceptance=rule, prefill_chunk=8)
+    sampling = SamplingParams(temperature=(0.0, 0.7, 0.0), seed=(1, 2, 3))
+    result = speculative_generate(params, PROMPTS, model=model, config=config, sampling=sampling)
+    result.stats.check()
+    assert result.is_exact and result.stats.accepted.sum(axis=0).all()
+    wanted = generate(params, PROMPTS, model=model, config=config).rows()
+    assert result.rows()[::2] == wanted[::2]
+
+
+@pytest.mark.parametrize(("rule", "on_a_chain"), [("recursive", "token"), ("traversal", "block")])
+def test_on_a_chain_a_tree_rule_is_the_chains(rule, on_a_chain):
+    """`test_acceptance.py` has the proof."""
+    plans = (
+        Plan.of(DecodeConfig(num_steps=3, acceptance=acceptance), is_greedy=False, min_rows=1)
+        for acceptance in (rule, on_a_chain)
+    )
+    assert next(plans) == next(plans)
+
+
+@pytest.mark.parametrize("size", [1, 127, 128, 129, 1000, 1023, 1024, 1025, 5000, 100_000])
+def test_a_bucket_holds_its_size_and_little_more(size):
+    assert size <= bucket(size) <= max(256, size * 1.25, 128 + size // 128 * 128)
+    assert bucket(bucket(size)) == bucket(size) and bucket(size) % 128 == 0
+
+
+def test_buckets_are_few():
+    assert len({bucket(size) for size in range(1, 100_000)}) < 50
+
+
+BAD = [  # prompts, keywords, what the message names
+    ([], {}, "empty"),
+    ([[1], []], {}, "prompt 1 is empty"),
+    (np.zeros((2, 0), int), {}, "prompt 0 is empty"),
+    ([[1, 61]], {}, "61, outside 0..60"),
+    ([[1], [-3]], {}, "prompt 1 holds token id -3, outside 0..60"),
+    ([[1] * 300], {}, "300 tokens; max_length 256"),
+    ([[1] * 8], {"max_length": 8}, "8 tokens; max_length 8"),
+    ([[1]], {"max_length": 257}, "257 is beyond the model's 256"),
+    ([[1]], {"stop_token_ids": (61,)}, "61 is outside 0..60"),
+    ([[1]], {"stop_token_ids": (-1,)}, "-1 is outside 0..60"),
+    ([[1.5]], {}, "float64"),
+    ([[[1]]], {}, "shape"),
+    (["text"], {}, "encode text first"),
+    ([1, 2], {}, "list of token lists"),
+    (np.zeros(3, int), {}, "(3,)"),
+    (np.zeros((2, 3, 4), int), {}, "(2, 3, 4)"),
+    (np.zeros((2, 3), int), {"lengths": np.array([1, 2, 3])}, "lengths (3,) do not match the batch of 2"),
+    (np.zeros((2, 3), int), {"lengths": np.array([1, 4])}, "4 is beyond the 3"),
+    (np.zeros((2, 3), int), {"lengths": np.array([1, 0])}, "prompt 1 is empty"),
+    (np.zeros((2, 3), int), {"lengths": np.array([1, -2])}, "prompt 1 is empty"),
+    ([[1]], {"lengths": np.array([1])}, "not with a list"),
+]
+
+
+@pytest.mark.parametrize(("prompts", "keywords", "named"), BAD)
+def test_bad_input_is_one_line_that_names_it(prompts, keywords, named, small):
+    model, params = small("grouped", "right")
+    lengths = keywords.get("lengths")
+    config = dataclasses.replace(CONFIG, **{name: value for name, value in keywords.items() if name != "lengths"})
+    for decoder in (generate, speculative_generate):
+        with pytest.raises(ValueError) as raised:
+            decoder(params, prompts, model=model, config=config, lengths=lengths)
+        assert named in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_drafting_without_modules_is_refused(small):
+    model, params = small("grouped", num_mtp_modules=0)
+    with pytest.raises(ValueError, match="num_steps 2 needs an MTP module"):
+        speculative_generate(params, PROMPTS, model=model, config=CONFIG)
+
+
+def test_decoding_with_stacked_layers_is_refused(small):
+    model, params = small()
+    with pytest.raises(ValueError, match="unstack_layers"):
+        generate(params, PROMPTS, model=MTPModel(model.config, scan_layers=True), config=CONFIG)

@@ -1,0 +1,231 @@
+"""What a request may ask for, and one line for what it may not."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from mtpjax import DecodeConfig, SamplingParams, speculative_generate
+from mtpjax.decoding.loop import decode
+from mtpjax.decoding.sampling_params import sampling_arrays
+from mtpjax.decoding.state import Plan
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"temperature": -0.1}, "temperature -0.1 is not within 0"),
+        ({"temperature": float("nan")}, "temperature nan is not within"),
+        ({"temperature": [0.5, 0.5]}, r"temperature has shape \(2,\); there are 3 rows"),
+        ({"temperature": "warm"}, "temperature 'warm' is no number"),
+        ({"top_p": 0.0}, "top_p must be above 0"),
+        ({"top_p": 1.1}, "top_p 1.1 is not within 0..1"),
+        ({"top_k": -1}, "top_k -1 is not within"),
+        ({"top_k": 1.5}, "top_k 1.5 is no whole number"),
+        ({"min_p": [0, 2, 0]}, "min_p .* is not within 0..1"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be above 0"),
+        ({"min_new_tokens": -2}, "min_new_tokens -2 is not within"),
+        ({"logit_bias": {61: 1.0}}, "logit_bias holds token id 61, outside 0..60"),
+        ({"logit_bias": {3: float("inf")}}, "logit_bias holds a value that is not finite"),
+        ({"logit_bias": [{3: 1.0}]}, "logit_bias is neither one for all rows nor a sequence"),
+        ({"allowed_tokens": []}, "row 0 may not emit any token"),
+        ({"allowed_tokens": [[1], None, [2]], "banned_tokens": [2]}, "row 2 may not emit any token"),
+        ({"banned_tokens": [-1]}, "banned_tokens holds token id -1"),
+        ({"temperature": 1.0}, "a temperature above 0 needs a seed"),
+        ({"seed": -1}, "seed -1 is no whole number within"),
+        ({"seed": [1, 2]}, "there are 2 seeds for 3 rows"),
+    ],
+)
+def test_requests_that_cannot_be_are_refused(values, message, small):
+    model, _ = small("grouped", "mixed")
+    with pytest.raises(ValueError, match=message) as caught:
+        sampling_arrays(SamplingParams(**values), 3, model.config, None)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"topk": 4, "num_steps": 1, "num_draft_tokens": 8}, "num_draft_tokens 8 is more than the 5 that topk 4"),
+        ({"topk": 1, "num_steps": 3, "num_draft_tokens": 3}, r"num_draft_tokens 3: a chain .* has 4"),
+        ({"topk": 2, "acceptance": "block"}, "'block' verifies chains: topk must be 1"),
+        ({"acceptance": "best"}, "acceptance 'best' is not one of auto, greedy"),
+        ({"num_steps": 2, "depth_policy": "adaptive"}, r"needs depth_costs of depths 0..2, 3 in all; there are none"),
+        ({"num_steps": 1, "depth_policy": "adaptive", "depth_costs": (1, 0)}, "must be positive and finite"),
+        (
+            {"num_steps": 1, "depth_policy": "adaptive", "depth_costs": (1, 2), "depth_change": -1},
+            "depth_change -1 must be finite, and not negative",
+        ),
+        (
+            {"num_steps": 1, "depth_policy": "adaptive", "depth_costs": (1, 2), "depth_rates": (0.5, 0.5)},
+            r"depth_rates \(0.5, 0.5\) must be 1, one per level",
+        ),
+        (
+            {"num_steps": 1, "depth_policy": "adaptive", "depth_costs": (1, 2), "depth_lengths": (1.5,)},
+            "depth_lengths go with depth_rates of the same texts",
+        ),
+        *(
+            (
+                {"num_steps": 1, "depth_policy": "adaptive", "depth_costs": (1, 2), "depth_rates": (1,), **lengths},
+                r"depth_lengths .* must be 1, one per depth, from 1 to the depth and one more",
+            )
+            for lengths in ({"depth_lengths": (0.9,)}, {"depth_lengths": (2.1,)}, {"depth_lengths": (1.5, 2)})
+        ),
+        (
+            {"num_steps": 2, "topk": 2, "depth_policy": "adaptive", "depth_costs": (1, 2, 3)},
+            "adaptive depth drafts chains",
+        ),
+        ({"threshold_acc": 1.5}, "threshold_acc 1.5 is not within 0..1"),
+        ({"stop_sequences": ((1,), ())}, "a stop sequence is empty"),
+        ({"draft_window": 0}, "draft_window must be at least 1, not 0"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        DecodeConfig(**values)
+
+
+@pytest.mark.parametrize(
+    ("changes", "config", "message"),
+    [
+        ({"num_mtp_modules": 2}, {"topk": 2}, "trees, which take one MTP module; the model has 2"),
+        ({"attention": "hybrid"}, {"topk": 2}, "a model with linear attention verifies chains"),
+        ({}, {"topk": 62}, "topk 62 is more than the 61 tokens"),
+        ({}, {"topk": 2, "draft_vocabulary": (3,)}, "topk 2 is more than the 1 tokens"),
+        ({}, {"draft_vocabulary": (3, 61)}, "draft_vocabulary is empty or has ids outside 0..60"),
+        ({}, {"stop_sequences": ((3, 61),)}, "stop token id 61 is outside 0..60"),
+    ],
+)
+def test_what_a_model_cannot_do_is_refused(changes, config, message, small):
+    model, params = small(
+        changes.get("attention", "grouped"),
+        "mixed",
+        **{name: value for name, value in changes.items() if name != "attention"},
+    )
+    with pytest.raises(ValueError, match=message):
+        speculative_generate(params, [[1]], model=model, config=DecodeConfig(**config))
+
+
+def test_greedy_does_not_take_warm_rows():
+    with pytest.raises(ValueError, match="acceptance 'greedy' decodes at temperature 0"):
+        Plan.of(DecodeConfig(acceptance="greedy"), is_greedy=False, min_rows=1)
+
+
+def test_what_may_come_early_must_not_be_stop_tokens_alone(small):
+    model, params = small("grouped", "mixed")
+    config = DecodeConfig(stop_token_ids=(7,))
+    sampling = SamplingParams(allowed_tokens=np.array([7]), min_new_tokens=2)
+    with pytest.raises(ValueError, match="row 0 may emit only stop tokens, and none of them before min_new_tokens 2"):
+        speculative_generate(params, [[1]], model=model, config=config, sampling=sampling)
+
+
+def test_no_limit_is_the_models(small):
+    model, params = small("grouped", "mixed")
+    for most in (2**31 - 1, 2**40):
+        config = DecodeConfig(max_new_tokens=most, max_length=9, num_steps=1, prefill_chunk=4)
+        assert speculative_generate(params, [[1, 2]], model=model, config=config).lengths.tolist() == [7]
+
+
+def test_penalties_count_along_trees_whose_passes_are_padded(small):
+    model, params = small("grouped", "mixed")
+    shape = {"max_new_tokens": 12, "num_steps": 2, "min_rows": 4, "prefill_chunk": 4}
+    sampling = SamplingParams(repetition_penalty=1.3, banned_tokens=np.array([5]))
+    plain, tree = (
+        speculative_generate(
+            params, [[1, 2, 3]], model=model, config=DecodeConfig(**shape, topk=topk), sampling=sampling
+        ).rows()
+        for topk in (1, 2)
+    )
+    assert plain == tree
+
+
+def test_the_rule_follows_from_temperature_and_shape():
+    def rule(is_greedy, **config):
+        return Plan.of(DecodeConfig(**config), is_greedy=is_greedy, min_rows=1).rule
+
+    assert rule(True) == rule(True, topk=2) == rule(True, num_steps=0) == "greedy"
+    assert rule(False) == "block" and rule(False, topk=2) == "recursive" and rule(False, num_steps=0) == "sample"
+
+
+def test_fields_that_no_row_uses_are_left_out(small):
+    model, _ = small("grouped", "mixed")
+    none = sampling_arrays(SamplingParams(), 2, model.config, None)
+    assert [name for name, value in vars(none).items() if value is not None] == ["temperature", "seed"]
+    some = sampling_arrays(SamplingParams(top_k=[0, 3], min_p=0.0), 2, model.config, None)
+    assert some.top_k.tolist() == [61, 3] and some.min_p is None
+
+
+def test_other_requests_compile_nothing_new(small):
+    """Only which fields are in use, the shape of drafts and the rule are compiled in."""
+    model, params = small("grouped", "mixed")
+    config = DecodeConfig(max_new_tokens=5, num_steps=1, prefill_chunk=4)
+
+    def call(config=config, **asked):
+        asked = {"temperature": [0.0, 0.7], "seed": [1, 2], "top_p": 0.9, **asked}
+        prompts = [[1, 2, 3], [4]]
+        return speculative_generate(params, prompts, model=model, config=config, sampling=SamplingParams(**asked))
+
+    call()
+    compiled = decode._cache_size()
+    call(temperature=1.3, seed=7, top_p=[0.5, 1.0])
+    call(dataclasses.replace(config, stop_token_ids=(3, 4), max_new_tokens=7))
+    assert decode._cache_size() == compiled
+
+
+def test_adaptive_costs_compile_nothing_new(small):
+    model, params = small("grouped", "mixed")
+    config = DecodeConfig(
+        max_new_tokens=9, num_steps=2, depth_policy="adaptive", depth_costs=(1, 1.2, 1.3), prefill_chunk=4
+    )
+    first = speculative_generate(params, [[1, 2]], model=model, config=config)
+    compiled = decode._cache_size()
+    second = speculative_generate(
+        params, [[1, 2]], model=model, config=dataclasses.replace(config, depth_costs=(1, 5, 9))
+    )
+    assert decode._cache_size() == compiled
+    assert first.rows() == second.rows()
+    assert first.stats.proposed.sum() > 0 and second.stats.proposed.sum() == 0  # where no depth can pay
+
+
+def test_a_key_gives_each_row_its_own_noise(small):
+    model, params = small("grouped", "mixed")
+    config = DecodeConfig(max_new_tokens=12, num_steps=2, prefill_chunk=4)
+
+    def rows(key):
+        sampling = SamplingParams(temperature=1.0)
+        return speculative_generate(
+            params, [[1, 2]] * 3, model=model, config=config, sampling=sampling, key=jax.random.key(key)
+        ).rows()
+
+    assert rows(0) == rows(0) != rows(1)
+    assert len({tuple(row) for row in rows(0)}) == 3
+
+
+def test_a_reduced_draft_vocabulary_drafts_nothing_else(small):
+    model, params = small("grouped", "right")
+    some = tuple(range(0, 61, 2))
+    config = DecodeConfig(max_new_tokens=40, num_steps=2, draft_vocabulary=some, prefill_chunk=4)
+    result = speculative_generate(params, [[1, 2], [5]], model=model, config=config)
+    plain = speculative_generate(params, [[1, 2], [5]], model=model, config=dataclasses.replace(config, num_steps=0))
+    assert result.rows() == plain.rows()
+    drafted = result.tokens[result.origins > 0]
+    assert drafted.size and set(drafted.tolist()) <= set(some)
+    everything = dataclasses.replace(config, draft_vocabulary=None)
+    full = speculative_generate(params, [[1, 2], [5]], model=model, config=everything)
+    assert set(full.tokens[full.origins > 0].tolist()) - set(some)
+    assert np.array_equal(full.tokens, plain.tokens)
+
+
+def test_a_window_only_changes_what_is_drafted(small):
+    model, params = small("grouped", "mixed")
+    prompts = [np.random.default_rng(0).integers(0, 61, 40).tolist(), [3, 4]]
+    shape = {"max_new_tokens": 30, "num_steps": 2, "prefill_chunk": 8}
+    plain = speculative_generate(params, prompts, model=model, config=DecodeConfig(**{**shape, "num_steps": 0}))
+    accepted = {}
+    for window in (None, 2, 500):
+        config = DecodeConfig(**shape, draft_window=window, draft_sinks=2)
+        result = speculative_generate(params, prompts, model=model, config=config)
+        assert result.rows() == plain.rows()
+        accepted[window] = result.stats.accepted.tolist()
+    assert accepted[500] == accepted[None] != accepted[2]

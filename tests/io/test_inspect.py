@@ -1,0 +1,105 @@
+"""What `mtpjax inspect` says, and that it reads no weights."""
+
+import json
+import math
+import pathlib
+import shutil
+
+import jax
+import pytest
+
+import mtpjax
+from conversion.files import Files
+from mtpjax import compat
+from mtpjax.cli.main import main
+from mtpjax.io import convert
+from mtpjax.io.inspect import inspect, lines
+from tests.golden import SETS, cases, path
+
+
+def run(arguments, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["inspect", *map(str, arguments)])
+    return exit_.value.code, capsys.readouterr()
+
+
+@pytest.mark.parametrize("name", cases(*SETS))
+def test_the_facts_are_those_of_the_loaded_model(name):
+    facts = inspect(path(name))
+    _, params = mtpjax.load(path(name))
+    assert facts["bytes_of_parameters"] == sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    assert facts["missing"] == facts["extra"] == []
+    assert facts["bytes"] == sum(file.stat().st_size for file in path(name).glob("*.safetensors"))
+    assert sum(kind["tensors"] for kind in facts["dtypes"].values()) == facts["tensors"]
+    counted = facts["parameters"]["trunk"] + facts["parameters"]["mtp"]
+    values = jax.tree.map(lambda leaf: leaf.shape, params, is_leaf=mtpjax.models.quantized.is_scaled)
+    assert counted == sum(math.prod(shape) for shape in jax.tree.leaves(values, is_leaf=lambda x: isinstance(x, tuple)))
+
+
+def test_memory_per_device_is_what_a_mesh_holds():
+    axes = {"expert": 2, "tensor": 4}
+    _, params = mtpjax.load(path("deepseek_v3_fp8"), mesh=compat.make_mesh(axes))
+    device = jax.devices()[0]
+    held = [
+        shard.data.nbytes
+        for leaf in jax.tree.leaves(params)
+        for shard in leaf.addressable_shards
+        if shard.device == device
+    ]
+    assert inspect(path("deepseek_v3_fp8"), mesh=axes)["bytes_per_device"] == sum(held)
+
+
+def test_no_weights_are_read(monkeypatch):
+    read = Files.read
+    sizes = []
+
+    def watched(files, name, begin=0, end=None):
+        sizes.append(files.tensors[name].end - files.tensors[name].begin)
+        return read(files, name, begin, end)
+
+    monkeypatch.setattr(Files, "read", watched)
+    inspect(path("qwen3_5_tied_bf16"))
+    assert max(sizes, default=0) < 1000  # norms, to see whether they have been shifted
+
+
+def test_our_checkpoints_are_described_too(tmp_path):
+    convert.to_mtpjax(path("deepseek_v3_fp8"), tmp_path / "ours")
+    ours, theirs = inspect(tmp_path / "ours"), inspect(path("deepseek_v3_fp8"))
+    for key in ("parameters", "bytes_of_parameters", "configuration"):
+        assert ours[key] == theirs[key]
+
+
+def test_the_command_prints_lines_or_json(capsys):
+    code, captured = run([path("deepseek_v3_fp8"), "--mesh", "expert=4,tensor=2"], capsys)
+    assert code == 0
+    for word in ("deepseek_v3", "12 experts, 4 per token", "F8_E4M3", "weight_block_size", "expert=4 x tensor=2"):
+        assert word in captured.out
+    code, captured = run([path("deepseek_v3_fp8"), "--json"], capsys)
+    assert code == 0 and json.loads(captured.out)["configuration"]["num_mtp_modules"] == 1
+
+
+def test_what_is_missing_or_unknown_is_listed(tmp_path, capsys):
+    copy = pathlib.Path(shutil.copytree(path("deepseek_v3_fp8"), tmp_path / "copy"))
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 2}))
+    code, captured = run([copy], capsys)
+    assert code == 3 and "missing tensors" in captured.out and "model.layers.5." in captured.out
+    (copy / "config.json").write_text(json.dumps(config))
+    for file in copy.glob("*.safetensors*"):
+        file.write_bytes(file.read_bytes().replace(b"layers.4.enorm", b"layers.4.other"))
+    facts = inspect(copy)
+    assert facts["missing"] == ["model.layers.4.enorm.weight"] and facts["extra"] == ["model.layers.4.other.weight"]
+    assert any("extra tensors" in line for line in lines(facts))
+
+
+@pytest.mark.parametrize("mesh", ["tensor", "tensor=0", "heads=2", "tensor=x"])
+def test_a_mesh_that_is_none_is_refused(mesh, capsys):
+    code, captured = run([path("deepseek_v3_fp8"), "--mesh", mesh], capsys)
+    assert code == 2 and mesh in captured.err
+
+
+def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path, capsys):
+    code, captured = run([tmp_path / "nothing"], capsys)
+    assert code == 3 and "is no directory" in captured.err
+    code, captured = run([tmp_path], capsys)
+    assert code == 3 and "holds no safetensors" in captured.err

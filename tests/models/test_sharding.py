@@ -1,0 +1,97 @@
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec
+
+from experiments.check_equality import parameter_shapes
+from mtpjax import compat, presets
+from mtpjax.decoding.state import Plan, init_state
+from mtpjax.models.quantized import BlockScaled
+from mtpjax.models.sharding import MESH_AXES, PARAMETER_AXES, param_sharding, shard_params, shard_state
+
+REPLICATED = re.compile(r"(experts/router|shared_gate)$")  # small, and each token needs them whole
+
+
+def parameters(name, *, scan_layers):
+    leaves = jax.tree_util.tree_leaves_with_path(parameter_shapes(presets[name], scan_layers))
+    return {"/".join(key.key for key in path): leaf.shape for path, leaf in leaves}
+
+
+@pytest.mark.parametrize(
+    ("name", "scan_layers"),
+    [
+        ("tiny", False),
+        ("tiny", True),
+        ("tiny-moe", False),
+        ("tiny-moe", True),
+        ("glm-4.5-air", True),
+        ("deepseek-v3", True),
+    ],
+)
+def test_a_pattern_knows_every_matrix_of_a_preset(name, scan_layers):
+    for path, shape in parameters(name, scan_layers=scan_layers).items():
+        stacked = int(bool(re.match("trunk/group_", path)))
+        found = [axes for pattern, axes in PARAMETER_AXES if re.search(pattern, path)]
+        if len(shape) - stacked > 1 and not REPLICATED.search(path):
+            assert found, f"no pattern knows {path} {shape}"
+        if found:
+            assert len(found[0]) == len(shape) - stacked, f"{found[0]} does not fit {path} {shape}"
+
+
+def test_every_large_parameter_of_deepseek_is_split():
+    mesh = jax.sharding.AbstractMesh((1, 2, 2, 2), ("data", "fsdp", "expert", "tensor"))
+    for path, shape in parameters("deepseek-v3", scan_layers=True).items():
+        if len(shape) > 2 and not REPLICATED.search(path):
+            assert any(param_sharding(path, shape, mesh).spec), path
+
+
+@pytest.mark.parametrize(
+    ("path", "shape", "expected"),
+    [
+        ("embedding", (64, 32), PartitionSpec("tensor", None)),
+        ("head", (32, 64), PartitionSpec(None, "tensor")),
+        ("mtp_head_1", (32, 64), PartitionSpec(None, "tensor")),
+        ("mtp_embedding_0", (64, 32), PartitionSpec("tensor", None)),
+        ("embedding", (61, 32), PartitionSpec(None, None)),  # 61 is odd
+        ("trunk/layer_3/attention/qkv", (32, 2, 4, 8), PartitionSpec(None, "tensor", None, None)),
+        ("trunk/group_0/layer_0/attention/qkv", (5, 32, 2, 4, 8), PartitionSpec(None, None, "tensor", None, None)),
+        ("mtp_0/block/experts/gate_up", (8, 32, 2, 12), PartitionSpec("expert", None, None, "tensor")),
+        ("trunk/group_2/layer_0/experts/down", (3, 8, 12, 32), PartitionSpec(None, "expert", "tensor", None)),
+        ("trunk/layer_0/norm_attention/scale", (32,), PartitionSpec()),
+        ("trunk/layer_0/experts/router", (32, 8), PartitionSpec()),
+    ],
+)
+def test_parameters_lie_where_the_tables_say(path, shape, expected):
+    mesh = compat.make_mesh({"data": 2, "expert": 2, "tensor": 2})
+    assert param_sharding(path, shape, mesh).spec == expected
+
+
+def test_parameters_and_state_are_split_over_a_mesh(small):
+    model, params = small("latent", num_mtp_modules=1)
+    mesh = compat.make_mesh({"data": 2, "expert": 2, "tensor": 2})
+    placed = shard_params(params, mesh)
+    experts = placed["trunk"]["layer_1"]["experts"]["gate_up"]
+    assert experts.addressable_shards[0].data.shape == (4, 32, 2, 6)
+    numbers = (
+        jnp.zeros((2, 16), jnp.int32),
+        jnp.ones(2, jnp.int32),
+        jnp.ones(2, jnp.int32),
+        jnp.zeros((8, 1), jnp.int32),
+    )
+    state = shard_state(init_state(*numbers, model=model, plan=Plan(1, num_nodes=2), dtype=jnp.float32), mesh)
+    assert state.trunk.layers[0]["latent"].addressable_shards[0].data.shape == (1, 16, 16)
+    assert state.stops.addressable_shards[0].data.shape == (8, 1)
+
+
+def test_scaled_weights_are_split_as_the_others():
+    mesh = compat.make_mesh({"tensor": 2})
+    scaled = BlockScaled(jnp.zeros((8, 4, 3, 8), jnp.float8_e4m3fn), jnp.ones((1, 4, 3, 8)), axis=-4, block=8)
+    placed = shard_params({"trunk": {"layer_0": {"attention": {"qkv": scaled}}}}, mesh)
+    assert jax.tree.leaves(placed)[0].addressable_shards[0].data.shape == (8, 2, 3, 8)
+
+
+def test_every_axis_name_has_a_mesh_axis():
+    names = {axis for _, axes in PARAMETER_AXES for axis in axes if axis}
+    assert names <= set(MESH_AXES)

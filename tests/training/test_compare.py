@@ -1,0 +1,101 @@
+"""`mtpjax compare`: what differs between runs, from their folders alone; what is no run is told in one line."""
+
+import json
+
+import pytest
+
+from mtpjax.cli.main import main
+
+PANEL = {
+    "bits_per_token": [2.0, 3.0],
+    "agreement": [0.5],
+    "survival": [0.5],
+    "overlap": [0.4],
+    "sampled_survival": [0.4],
+}
+
+
+def figures(real, **changes):
+    row = {"prompts": 8, "looping": 0, "real": real, "real_low": real - 0.1, "real_high": real + 0.1}
+    return {**row, "predicted": real + 0.01, "teacher_forced": 1.4, "survival": [real - 1], "speed_up": 1.2, **changes}
+
+
+def write_run(folder, *, survival=0.5, decoded=None, fingerprint="a" * 64, rows=None, **settings):
+    folder.mkdir()
+    settings = {"output": str(folder), "seed": 0, "objective": {"mix": [["kl", 1.0]], "warmup": 0.0}} | settings
+    (folder / "run.json").write_text(json.dumps({"settings": settings, "fingerprint": fingerprint}))
+    if rows is None:
+        panel = {**PANEL, "survival": [survival], "decoded": decoded or {}}
+        rows = [
+            {"step": 5, "seconds": 1.0, "bits": [2.5, 3.5], "tokens_per_second": 9.0},
+            {"step": 10, "seconds": 2.5, "eval": panel},
+        ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 1')
+    return folder
+
+
+def run(*arguments):
+    with pytest.raises(SystemExit) as exit_:
+        main(["compare", *map(str, arguments)])
+    return exit_.value.code
+
+
+def test_settings_and_figures_stand_side_by_side(tmp_path, capsys):
+    decoded = {"overall": {"greedy": figures(1.5), "sampled": figures(1.3)}, "code": {"greedy": figures(1.6)}}
+    write_run(tmp_path / "first", decoded=decoded)
+    better = {"overall": {"greedy": figures(1.75, speed_up=None)}}
+    objective = {"mix": [["kl", 1.0]], "warmup": 0.5}
+    write_run(tmp_path / "second", survival=0.75, decoded=better, fingerprint="b" * 64, seed=1, objective=objective)
+    picture = tmp_path / "compare.png"
+    assert run(tmp_path / "first", tmp_path / "second", "--output", picture) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    lines = {" ".join(line.split()) for line in out.splitlines()}
+    for line in (
+        "seed 0 1",
+        "objective.warmup 0.0 0.5",
+        "data (fingerprint) aaaaaaaa bbbbbbbb",
+        "steps 10 10",
+        "bits per token, draft 1 3.000 3.000 (+0.000)",
+        "survival, level 1 0.500 0.750 (+0.250)",
+        "greedy: accept length 1.500 1.750 (+0.250)",
+        "greedy: speed-up 1.200 -",
+        "sampled: predicted 1.310 -",
+        "code, greedy: accept length 1.600 -",
+    ):
+        assert line in lines, line
+    assert "objective.mix" not in out and "output" not in out
+    assert picture.read_bytes()[1:4] == b"PNG"
+
+
+def test_one_run_and_equal_runs_are_shown(tmp_path, capsys):
+    write_run(tmp_path / "first")
+    (tmp_path / "other").mkdir()
+    write_run(tmp_path / "other" / "first")
+    assert run(tmp_path / "first", tmp_path / "other" / "first") == 0
+    assert "the settings are the same" in capsys.readouterr().out
+    assert run(tmp_path / "first") == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "holds no run: there is no run.json"),
+        ({}, "holds no run: there is no run.json"),
+        ({"run.json": "{"}, "is damaged: JSONDecodeError"),
+        ({"run.json": "[1]"}, "is damaged: TypeError"),
+        ({"run.json": '{"settings": {}, "fingerprint": "x"}'}, "has not evaluated yet: metrics.jsonl holds 0 rows"),
+        (
+            {"run.json": '{"settings": {}, "fingerprint": "x"}', "metrics.jsonl": '{"step": 1, "bits": [2.0]}\n'},
+            "has not evaluated yet: metrics.jsonl holds 1 rows and no panel",
+        ),
+    ],
+)
+def test_what_is_no_run_is_one_line(content, said, tmp_path, capsys):
+    if content is not None:
+        (tmp_path / "run").mkdir()
+        for name, text in content.items():
+            (tmp_path / "run" / name).write_text(text)
+    assert run(tmp_path / "run") == 2
+    error = capsys.readouterr().err.strip()
+    assert said in error and len(error.splitlines()) == 1

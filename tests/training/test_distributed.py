@@ -1,0 +1,188 @@
+"""Runs over a mesh and in several processes: the losses of one device, states that go on elsewhere, lost processes."""
+
+import contextlib
+import dataclasses
+import signal
+import socket
+import subprocess
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from experiments import check_resume
+from mtpjax import TrainConfig, compat, train
+from mtpjax.data import packing
+from mtpjax.training import distributed
+from mtpjax.training.data_parallel import place_rows
+from mtpjax.training.run_dir import RunError
+from mtpjax.training.yaml_config import read_config, to_yaml
+
+SETTINGS = check_resume.SETTINGS | {"steps": 10, "batch_size": 4, "save_every": 2}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return str(check_resume.write_corpus(tmp_path_factory.mktemp("text")))
+
+
+@pytest.fixture(scope="module")
+def unbroken(text, tmp_path_factory):
+    """The losses of a run on one device that nothing happens to."""
+    config = TrainConfig(data=text, output=str(tmp_path_factory.mktemp("unbroken")), **SETTINGS)
+    return check_resume.losses(train(config, evaluations=1).history)
+
+
+def assert_close(found, expected):
+    """Rounding grows from step to step: Adam divides small gradients by themselves."""
+    assert list(found) == list(expected)
+    np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_run_on_a_mesh_goes_on_with_one_device(text, unbroken, tmp_path):
+    mesh = {"data": 2, "fsdp": 2}
+    config = TrainConfig(data=text, output=str(tmp_path), **SETTINGS, mesh=mesh)
+    result = train(config, evaluations=1)
+    assert_close(check_resume.losses(result.history), unbroken)
+    embedding = result.params["embedding"]
+    assert embedding.addressable_shards[0].data.size == embedding.size // 2
+    single = dataclasses.replace(config, mesh=())
+    with pytest.raises(RunError, match=r"mesh was \[\[.data., 2\], \[.fsdp., 2\]\], is \[\]"):
+        train(single, resume=True)
+    again = train(single, evaluations=1, resume=True, allowed_changes=["mesh"])
+    assert_close(check_resume.losses(again.history), unbroken)
+
+
+def test_processes_take_every_row_once():
+    """T9: two for the first updates of an epoch, then one."""
+    rows = packing.Batch(*(np.arange(48, dtype=np.int32).reshape(24, 2) for _ in range(3)))
+    mesh, seen = compat.make_mesh({"data": 2}), []
+    stream = packing.batches(rows, 4, seed=0)
+    for _ in range(2):
+        batch = place_rows(next(stream), mesh)
+        hosts = [np.asarray(shard.data) for shard in batch.tokens.addressable_shards]
+        assert [len(taken) for taken in hosts] == [2, 2]
+        seen += [row for taken in hosts for row in taken[:, 0]]
+    stream = packing.batches(rows, 4, seed=0, start=2)
+    for _ in range(4):
+        seen += list(next(stream).tokens[:, 0])
+    assert sorted(seen) == list(rows.tokens[:, 0])
+
+
+class Processes:
+    """Two processes that train together, by the command line."""
+
+    def __init__(self, folder, text, **changes):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+        self.text, self.output, self.settings = text, folder / "run", SETTINGS | changes
+        self.environment = check_resume.environment(folder / "cache")
+        self.both = [
+            self.start("mesh.data=2", "--nnodes", "2", "--node-rank", str(rank), "--dist-init-addr", address)
+            for rank in (0, 1)
+        ]
+
+    def start(self, *more):
+        command = [*check_resume.train_command(self.text, self.output, self.settings), *more]
+        return subprocess.Popen(
+            command, env=self.environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def losses(self):
+        return check_resume.read_losses(self.output)
+
+    def wait_for(self, step):
+        deadline = time.monotonic() + 120
+        while max(self.losses(), default=0) < step:
+            ended = [process for process in self.both if process.poll() is not None]
+            assert not ended and time.monotonic() < deadline, [process.communicate()[1][-3000:] for process in ended]
+            time.sleep(0.02)
+
+    def goes_on_alone(self):
+        run = self.start("--resume", "--allow-config-change", "mesh")
+        error = run.communicate(timeout=120)[1]
+        assert run.returncode == 0, error[-3000:]
+        return self.losses()
+
+    def end(self):
+        for process in self.both:
+            process.kill()
+            process.communicate()
+
+
+@pytest.fixture
+def launch(text, tmp_path):
+    with contextlib.ExitStack() as stack:
+
+        def start(**changes):
+            run = Processes(tmp_path, text, **changes)
+            stack.callback(run.end)
+            return run
+
+        yield start
+
+
+@pytest.mark.slow  # three processes; .ci/run has it beside other commands
+def test_a_process_that_dies_ends_the_others_and_the_run_goes_on_with_one(launch, unbroken):
+    """T9, T20."""
+    run = launch(steps=10)
+    run.wait_for(5)
+    run.both[1].send_signal(signal.SIGKILL)
+    begin = time.monotonic()
+    error = run.both[0].communicate(timeout=60)[1]
+    print(f"the other ended after {time.monotonic() - begin:.1f} s")
+    assert run.both[0].returncode == 75, error[-3000:]
+    assert "mtpjax train: another process of this run has ended or is out of reach" in error
+    assert_close(run.goes_on_alone(), unbroken)
+
+
+@pytest.mark.slow
+def test_a_process_that_is_told_to_end_ends_all_of_them(launch, unbroken):
+    """T17 in two processes: the second gets the signal."""
+    run = launch()
+    run.wait_for(3)
+    run.both[1].send_signal(signal.SIGTERM)
+    errors = [process.communicate(timeout=60)[1] for process in run.both]
+    assert [process.returncode for process in run.both] == [75, 75], errors
+    assert_close(run.goes_on_alone(), unbroken)
+
+
+def test_meshes_that_do_not_fit_are_refused(tmp_path, monkeypatch):
+    for changes, said in (
+        ({"mesh": {"tensor": 2}}, "mesh axis 'tensor' is not one of data, fsdp"),
+        ({"mesh": {"data": 0}}, "mesh axis data must be at least 1, not 0"),
+        ({"mesh": {"data": 3}}, "batch_size 8 is no multiple of 3, accumulation 1 times the mesh {'data': 3}"),
+        ({"accumulation": 5}, "batch_size 8 is no multiple of 5"),
+        ({"accumulation": 0}, "accumulation must be at least 1, not 0"),
+        ({"remat": "all"}, "remat 'all' is not one of none, layers"),
+        ({"dtype": "float16"}, "dtype 'float16' is not one of float32, bfloat16"),
+        ({"profile_steps": -1}, "profile_steps must not be negative, is -1"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            TrainConfig(**changes)
+    config = TrainConfig(mesh={"data": 16}, batch_size=16, output=str(tmp_path))
+    with pytest.raises(ValueError, match=r"the mesh {'data': 16} takes 16 devices, and there are 8"):
+        train(config)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match=r"the mesh {} takes 1 devices, and there are 8"):
+        train(TrainConfig(output=str(tmp_path)))
+    with pytest.raises(ValueError, match=r"seconds 9.0 ends one process by its clock"):
+        train(TrainConfig(output=str(tmp_path), mesh={"data": 8}, seconds=9.0))
+
+
+def test_a_rank_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="node-rank and dist-init-addr go together"):
+        distributed.connect(2, 1)
+    with pytest.raises(ValueError, match=r"node-rank 2 is outside 0\.\.1"):
+        distributed.connect(2, 2, "localhost:1")
+
+
+def test_settings_of_scale_are_read_and_printed(tmp_path):
+    pairs = ["mesh.data=2", "mesh.fsdp=4", "accumulation=1", "remat=layers", "dtype=bfloat16", "wandb=drafts"]
+    config = read_config(None, pairs)
+    assert config == TrainConfig(mesh={"data": 2, "fsdp": 4}, remat="layers", dtype="bfloat16", wandb="drafts")
+    (tmp_path / "run.yaml").write_text(to_yaml(config))
+    assert read_config(tmp_path / "run.yaml") == config
