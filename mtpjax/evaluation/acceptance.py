@@ -1,7 +1,7 @@
 """What drafts are worth on given prompts: teacher-forced along the model's own text, and in decoding.
 
-Counts of each prompt; `mtpjax.evaluation.metrics` makes rates and lengths of them. *Predicted* is what the teacher-forced
-pass says of decoding (`mtpjax.evaluation.predict`).
+Counts of each prompt; `mtpjax.evaluation.metrics` makes rates and lengths of them. *Predicted* is what the
+teacher-forced pass says of decoding (`mtpjax.evaluation.predict`).
 """
 
 import dataclasses

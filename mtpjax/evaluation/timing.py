@@ -1,7 +1,7 @@
 """Times decoding in processes of their own: thread settings act only before JAX starts.
 
-`Worker` is the parent's side; `python -m mtpjax.evaluation.timing` the child's, which answers one JSON line per JSON line. Only
-one child works at a time, so that interleaved runs see the same machine.
+`Worker` is the parent's side; `python -m mtpjax.evaluation.timing` the child's, which answers one JSON line per JSON
+line. Only one child works at a time, so that interleaved runs see the same machine.
 """
 
 import argparse
@@ -86,7 +86,7 @@ class _Child:
         return {"rows": rows, "seconds": seconds}
 
     def costs(self, *, num_steps, context: int, capacity: int) -> dict[str, Any]:
-        """Times each part of chains some times more; the medians so far (`mtpjax.evaluation.round_costs.Costs.to_json`)."""
+        """Times each part of chains some times more; returns the medians so far as JSON (`Costs.to_json`)."""
         from mtpjax.evaluation.round_costs import CostMeter, chain
 
         if self.meter is None:
