@@ -16,7 +16,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from mtpjax.safe_open import OutsideError, open_inside, root_of
+from mtpjax.errors import CheckpointFileError, UnsafeFileError
+from mtpjax.safe_open import open_inside, root_of
 
 log = logging.getLogger("mtpjax.conversion")
 
@@ -39,10 +40,6 @@ MOST_TENSORS = 500_000
 BLOCK = 4 << 20  # bytes that are in memory at once of what is read, written or put in another order
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".gguf")
-
-
-class CheckpointFileError(ValueError):
-    """A checkpoint directory that is damaged, incomplete, or not what it should be. One line, with the name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,7 +226,7 @@ class Files:
         if file not in self._open:
             try:
                 self._open[file] = open_inside(self.path / file, self._root)
-            except OutsideError as error:
+            except UnsafeFileError as error:
                 raise CheckpointFileError(str(error)) from error
         return self._open[file]
 

@@ -6,13 +6,10 @@ import math
 from typing import Any
 
 from conversion.names import Layout
+from mtpjax.errors import ConfigError
 from mtpjax.models.config import Llama3Scaling, ModelConfig, Yarn
 
 MOST = 2**31  # no size in a configuration may reach this
-
-
-class ConfigError(ValueError):
-    """A configuration that is damaged, or of an architecture that is not known."""
 
 
 @dataclasses.dataclass(frozen=True)

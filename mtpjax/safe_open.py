@@ -1,16 +1,26 @@
-"""Files of a directory, and of nowhere else: what a link leads out of it, or is no regular file, is not opened."""
+"""Opens files of a checkpoint safely.
+
+Checkpoints are downloaded, so their file names and symlinks are untrusted. A file is opened only if it is a regular
+file that lies inside the checkpoint directory once symlinks are resolved. The Hugging Face cache keeps the files of a
+snapshot as symlinks to a sibling folder of blobs; those are accepted.
+"""
 
 import os
 import pathlib
 import stat
 
-
-class OutsideError(ValueError):
-    """A file that is missing, no regular file, or outside of its directory. One line, with the name."""
+from mtpjax.errors import UnsafeFileError
 
 
 def root_of(path: pathlib.Path) -> pathlib.Path:
-    """What links may lead to: the directory itself, or the repository folder of a Hugging Face cache around it."""
+    """Finds the folder that the symlinks of a checkpoint directory may point into.
+
+    Args:
+      path: a checkpoint directory.
+
+    Returns:
+      The resolved directory, or for a snapshot of the Hugging Face cache the repository folder around it.
+    """
     real = path.resolve()
     if real.parent.name == "snapshots" and real.parent.parent.name.startswith("models--"):
         return real.parent.parent
@@ -18,32 +28,55 @@ def root_of(path: pathlib.Path) -> pathlib.Path:
 
 
 def open_inside(path: pathlib.Path, root: pathlib.Path) -> int:
-    """A descriptor of the regular file `path`, which lies under `root` once links are followed.
+    """Opens a regular file that lies under `root` once symlinks are resolved.
 
-    Raises `OutsideError`.
+    Args:
+      path: the file.
+      root: the folder that it must lie in, as `root_of` returns it.
+
+    Returns:
+      A file descriptor, open for reading. The caller closes it.
+
+    Raises:
+      UnsafeFileError: the file is missing, unreadable, not a regular file, or outside of `root`.
     """
+    # Resolve symlinks first: the checks below hold for the file that is opened, not for the name that was given.
     try:
         real = path.resolve(strict=True)
         kind = os.lstat(real).st_mode
     except (OSError, RuntimeError) as error:
-        raise OutsideError(f"{path} is missing or cannot be read: {type(error).__name__}") from error
+        raise UnsafeFileError(f"{path} is missing or cannot be read: {type(error).__name__}") from error
     if not real.is_relative_to(root):
-        raise OutsideError(f"{path} leads out of {root}: not opened")
+        raise UnsafeFileError(f"{path} is a symlink that leads out of {root}: not opened")
     if not stat.S_ISREG(kind):
-        raise OutsideError(f"{path} is no regular file: not opened")
+        raise UnsafeFileError(f"{path} is not a regular file: not opened")
+    # O_NOFOLLOW: the file may have been replaced by a symlink since. O_NONBLOCK: a named pipe must not block.
     try:
         return os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        raise OutsideError(f"{path} cannot be opened: {error.strerror}") from error
+        raise UnsafeFileError(f"{path} cannot be opened: {error.strerror}") from error
 
 
 def read_inside(folder: pathlib.Path, name: str, *, most: int) -> bytes | None:
-    """The content of a file of `folder`; None where there is none. Raises `OutsideError`, also beyond `most` bytes."""
+    """Reads a small file of a checkpoint directory.
+
+    Args:
+      folder: the directory.
+      name: the file's name.
+      most: the largest size in bytes that is accepted.
+
+    Returns:
+      The content, or `None` if the directory has no such file.
+
+    Raises:
+      UnsafeFileError: `open_inside` rejects the file, or it is larger than `most`.
+    """
     path = folder / name
     if not os.path.lexists(path):
         return None
+    # Read one byte more than allowed: the size that the file system reports can change while the file is read.
     with open(open_inside(path, root_of(folder)), "rb") as stream:
         content = stream.read(most + 1)
     if len(content) > most:
-        raise OutsideError(f"{path} has over {most} bytes")
+        raise UnsafeFileError(f"{path} is larger than {most} bytes")
     return content

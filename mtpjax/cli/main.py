@@ -8,10 +8,17 @@ import sys
 import jsonargparse
 
 from mtpjax.cli import conversion, decoding, measuring, training
+from mtpjax.errors import CheckpointError, ResumableError, UsageError
 
 GROUPS = (training, decoding, conversion, measuring)
 COMMANDS = {name: run for group in GROUPS for name, run in group.COMMANDS.items()}
-CHECKPOINT_ERRORS = ("CheckpointError", "CheckpointFileError", "ConfigError", "OutsideError", "TokenizerError")
+# Exit code of an exception: the first class that it is an instance of. `errors.py` says what each means.
+EXIT_CODES = (
+    (UsageError, 2),
+    (CheckpointError, 3),
+    (ResumableError, 75),
+    ((ValueError, OSError), 2),
+)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -29,9 +36,9 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(COMMANDS[command](options[command]))
     except KeyboardInterrupt:
         sys.exit(130)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ResumableError) as error:
         print(f"mtpjax {command}: {error}", file=sys.stderr)
-        sys.exit(3 if type(error).__name__ in CHECKPOINT_ERRORS else 2)
+        sys.exit(next(code for kind, code in EXIT_CODES if isinstance(error, kind)))
 
 
 def _keep_memory() -> None:

@@ -74,10 +74,11 @@ def _quickstart(options) -> int:
 def _train(options) -> int:
     import rich.console
 
+    from mtpjax.errors import LostProcess, Preempted
     from mtpjax.host import keep_freed_memory
     from mtpjax.training import distributed
     from mtpjax.training.panel import print_panel
-    from mtpjax.training.trainer import Preempted, describe, train
+    from mtpjax.training.trainer import describe, train
     from mtpjax.training.yaml_config import read_config, to_yaml
 
     config = read_config(options.config, options.settings)
@@ -100,7 +101,7 @@ def _train(options) -> int:
     except Preempted as ended:
         print(f"mtpjax train: {ended}", file=sys.stderr)
         return 75
-    except distributed.LostProcess as lost:
+    except LostProcess as lost:
         print(f"mtpjax train: {lost}; go on with --resume", file=sys.stderr)
         distributed.leave(75)
     except FloatingPointError as error:

@@ -10,19 +10,12 @@ import pathlib
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
+from mtpjax.errors import ConversationError, TokenizerError
 from mtpjax.safe_open import read_inside
 
 MOST_BYTES = 64 << 20  # of a tokenizer.json; those of the families have 7 to 20 million
 MOST_TEMPLATE = 1 << 20
 MOST_MESSAGES = 10_000
-
-
-class TokenizerError(ValueError):
-    """A tokenizer or a chat template that is missing, damaged, or does not fit the model."""
-
-
-class ConversationError(TokenizerError):
-    """A conversation that the chat template refuses, or fails on."""
 
 
 class Tokenizer(Protocol):

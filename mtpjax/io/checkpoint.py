@@ -28,6 +28,7 @@ from jax.sharding import Mesh
 
 from mtpjax.atomic import new_folder
 from mtpjax.data.tokenizer import FileTokenizer, count_tokens
+from mtpjax.errors import CheckpointError
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.model import MTPModel
 from mtpjax.models.quantized import BlockScaled, is_scaled
@@ -35,10 +36,6 @@ from mtpjax.models.sharding import shard_params
 
 FORMAT = "mtpjax-checkpoint"
 VERSION = 1
-
-
-class CheckpointError(ValueError):
-    """A folder that is no checkpoint, or one whose content is not what was saved."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,11 +13,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from mtpjax.errors import LostProcess
+
 SILENCE = 30  # seconds after which a process that is not heard of counts as lost
-
-
-class LostProcess(RuntimeError):
-    """Another process of the run has ended or cannot be reached."""
 
 
 def connect(num_processes: int, process_id: int | None = None, address: str | None = None) -> None:

@@ -24,6 +24,7 @@ import numpy as np
 
 from mtpjax.atomic import new_file, write_text
 from mtpjax.data.packing import Batch
+from mtpjax.errors import Preempted, UsageError
 from mtpjax.io.checkpoint import describe_array, file_digest
 from mtpjax.models.model import MTPModel, is_of_modules, trunk_states
 from mtpjax.training import run_dir
@@ -41,7 +42,7 @@ ANOTHER = {  # how the states in a folder can differ from those of a run
 log = logging.getLogger("mtpjax.train")
 
 
-class StatesError(ValueError):
+class StatesError(UsageError):
     """A folder that holds other states than those of the run, or something else."""
 
 
@@ -80,7 +81,7 @@ def stored_states(
     that finds another one at this waits for it.
 
     Raises `StatesError` for a folder that holds something else, naming what differs; `OSError` where a block cannot be
-    written, as on a full disk: those that are complete stay; `run_dir.Preempted` when told to end, between two blocks.
+    written, as on a full disk: those that are complete stay; `Preempted` when told to end, between two blocks.
     """
     of = _identity(params, rows, model, dtype)
     with run_dir.locked(folder, waits=True) as folder:
@@ -95,7 +96,7 @@ def stored_states(
         with _progress("computing the trunk's states", len(missing), size * rows.tokens.shape[1]) as tick:
             for number in missing:
                 if is_told_to_end():
-                    raise run_dir.Preempted(
+                    raise Preempted(
                         f"told to end with {len(digests)} of {len(names)} blocks in {folder}: go on with resume"
                     )
                 block = Batch(*(array[number * size : (number + 1) * size] for array in rows))

@@ -26,8 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtpjax.atomic import write_text
+from mtpjax.errors import CheckpointError, UsageError
 from mtpjax.io import checkpoint
-from mtpjax.io.checkpoint import CheckpointError
 from mtpjax.training.log import METRICS, PROFILE
 from mtpjax.training.trackers import TENSORBOARD, WANDB_ID
 
@@ -39,12 +39,8 @@ log = logging.getLogger("mtpjax.train")
 Tree = TypeVar("Tree")
 
 
-class RunError(ValueError):
+class RunError(UsageError):
     """A run folder that cannot be written to, or gone on with."""
-
-
-class Preempted(Exception):
-    """The run was told to end (SIGTERM or SIGUSR1), and has saved what it needs: `resume` goes on from there."""
 
 
 @contextlib.contextmanager

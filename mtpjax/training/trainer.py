@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mtpjax import compat
 from mtpjax.data import packing
 from mtpjax.data.corpus import Corpus, load_corpus
+from mtpjax.errors import Preempted
 from mtpjax.evaluation import self_check
 from mtpjax.io import checkpoint
 from mtpjax.models.model import MTPModel, add_mtp_modules, init_params
@@ -33,7 +34,6 @@ from mtpjax.training.log import Log, trace_window
 from mtpjax.training.losses import mtp_scale_at
 from mtpjax.training.panel import Panel, acceptance_panel
 from mtpjax.training.plots import plot_run
-from mtpjax.training.run_dir import Preempted
 from mtpjax.training.step import TrainState, first_state, make_optimizer, train_step
 from mtpjax.training.trackers import require_trackers, tracking
 

@@ -13,8 +13,8 @@ from mtpjax.data.tokenizer import (
     load_tokenizer,
     render_chat,
 )
+from mtpjax.errors import UnsafeFileError
 from mtpjax.io.checkpoint import save_model
-from mtpjax.safe_open import OutsideError
 
 TOKENIZER = ByteTokenizer()
 
@@ -174,7 +174,7 @@ def test_damaged_files_are_refused(folder, tmp_path_factory):
     elsewhere.write_text("{}")
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer.json").symlink_to(elsewhere)
-    with pytest.raises(OutsideError, match="leads out of"):
+    with pytest.raises(UnsafeFileError, match="leads out of"):
         load_tokenizer(folder, 320)
 
 

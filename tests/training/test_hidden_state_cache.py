@@ -15,11 +15,11 @@ import pytest
 from mtpjax import MTPModel, Objective, TrainConfig, forward
 from mtpjax.data import packing
 from mtpjax.data.config import Source
+from mtpjax.errors import Preempted
 from mtpjax.io import checkpoint
 from mtpjax.models.model import trunk_states
 from mtpjax.training import hidden_state_cache, run_dir
 from mtpjax.training.hidden_state_cache import StatesError, stored_states
-from mtpjax.training.run_dir import Preempted
 from mtpjax.training.step import TrainState, first_state, make_optimizer, train_step
 from mtpjax.training.trainer import describe, train
 
