@@ -6,9 +6,12 @@ Beyond that script: Qwen3-Next, several modules, fp8 of every family dequantised
 shapes and names checked before and after, a few blocks in memory at once, and no remote code.
 """
 
+import argparse
 import json
+import logging
 import pathlib
 import re
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +22,7 @@ from conversion.files import BLOCK, INDEX, CheckpointFileError, Files
 from conversion.names import Layout
 from conversion.shards import Entry, copy_files, entry_of, index_of, shard, write_shards
 from mtpjax.atomic import new_folder
+from mtpjax.errors import CheckpointError
 from mtpjax.models.config import ModelConfig
 
 WEIGHTS = "mtp_layer_parameters.safetensors"
@@ -167,9 +171,28 @@ def _rename_described(described: dict[str, Any], config: ModelConfig, layout: La
     return kept
 
 
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line of this file, which takes the flags of xLLM's script.
+
+    Args:
+      arguments: the arguments; those of the process by default.
+
+    Returns:
+      The exit code: 0, or 3 for a checkpoint that cannot be exported.
+    """
+    parser = argparse.ArgumentParser(prog="python -m conversion.export_mtp", description=__doc__)
+    parser.add_argument("--input-dir", required=True, help="a full Hugging Face checkpoint")
+    parser.add_argument("--output-dir", required=True, help="folder to write; it appears complete or not at all")
+    parser.add_argument("--model-type", default=None, help="use this family instead of the one in config.json")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    try:
+        export(options.input_dir, options.output_dir, model_type=options.model_type)
+    except CheckpointError as error:
+        print(error, file=sys.stderr)
+        return 3
+    return 0
+
+
 if __name__ == "__main__":
-    import sys
-
-    from mtpjax.cli.main import main
-
-    main(["export-mtp", *sys.argv[1:]])
+    sys.exit(main())

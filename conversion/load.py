@@ -11,12 +11,12 @@ from typing import Any
 import jax
 import ml_dtypes
 import numpy as np
+from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh
 
 from conversion import hf_config
 from conversion.files import CheckpointFileError, Files, same_content
 from conversion.names import Layout, Leaf, Piece, copy_into, mtp_names, table, tied_copies
-from mtpjax.io.checkpoint import unflatten
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.model import MTPModel
 from mtpjax.models.quantized import BlockScaled
@@ -233,7 +233,7 @@ def load(
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # reading and reordering let go of the interpreter lock
             values = pool.map(read, made.leaves)
-            params = unflatten(dict(zip(made.leaves, values, strict=True)))
+            params = unflatten_dict(dict(zip(made.leaves, values, strict=True)), sep="/")
         files.report()
     return MTPModel(made.config), params
 

@@ -14,13 +14,11 @@ from typing import Any
 import numpy as np
 
 from conversion import hf_config, load
-from conversion.export import Assembly
 from conversion.export_mtp import WEIGHTS, dequantised_blocks, original_name, shared_tensors
 from conversion.files import INDEX, CheckpointFileError, Files, parse_header, same_content
 from conversion.names import mtp_names, table
 from conversion.shards import Entry, Shard, copy_files, entry_of, shard, write_index, write_shards
 from mtpjax.atomic import new_folder
-from mtpjax.io import checkpoint
 from mtpjax.models.config import ModelConfig
 
 log = logging.getLogger("mtpjax.conversion")
@@ -47,23 +45,33 @@ class Modules:
     blocks: Callable[[str], Iterator[np.ndarray]]
 
 
-def merge(base, modules, target, *, progress: Callable[[int], Any] | None = None) -> Report:
-    """Writes the checkpoint `base` with the MTP modules of `modules`, an export or one of our checkpoints, to `target`.
+def merge_export(base, modules, target, *, progress: Callable[[int], Any] | None = None) -> Report:
+    """Writes the checkpoint `base` with the MTP modules of the export `modules` to `target`.
 
-    A base without modules gets them as a file of their own. Raises `CheckpointFileError` where the two do not fit.
+    Args:
+      base: a full Hugging Face checkpoint, with or without MTP modules. Modules that it lacks go into a new file.
+      modules: a folder that `export_mtp` wrote.
+      target: the folder to write. It appears complete or not at all.
+      progress: called with the number of bytes of each block that is written.
+
+    Returns:
+      How many tensors were equal, replaced and added.
+
+    Raises:
+      CheckpointFileError: one of the checkpoints is damaged, or the two do not fit.
     """
     with Files(base) as files:
         made = load.plan(files, allow_extra=True)
-        if checkpoint.is_checkpoint(checkpoint.find(modules)):
-            return _merge(files, made, _from_ours(modules, made), target, progress)
         if not (pathlib.Path(modules) / WEIGHTS).is_file():
             raise CheckpointFileError(f"{modules} is neither an export of MTP modules nor an mtpjax checkpoint")
         with Files(modules) as exported:
-            return _merge(files, made, _from_export(exported, files, made), target, progress)
+            return merge_tensors(files, made, _from_export(exported, files, made), target, progress=progress)
 
 
-def _merge(files: Files, made: load.Plan, modules: Modules, target, progress) -> Report:
-    """Writes `target`."""
+def merge_tensors(
+    files: Files, made: load.Plan, modules: Modules, target, *, progress: Callable[[int], Any] | None = None
+) -> Report:
+    """Writes the checkpoint of `files` with the tensors of `modules` to `target`."""
     report = Report()
     changed = set()
     for name, entry in modules.entries.items():
@@ -123,35 +131,6 @@ def _from_export(exported: Files, files: Files, made: load.Plan) -> Modules:
     _check_names(names.keys(), config, made)
     entries = {name: entry_of(exported.tensors[old])._replace(name=name) for name, old in names.items()}
     return Modules(count, entries, lambda name: exported.blocks(names[name]))
-
-
-def _from_ours(path, made: load.Plan) -> Modules:
-    """The modules of one of our checkpoints, whose trunk must be that of the base."""
-    stored = checkpoint.Stored(checkpoint.find(path))
-    config = checkpoint.model_config(stored.config, path)
-    if not config.num_mtp_modules:
-        raise CheckpointFileError(f"{path} has no MTP modules")
-    own = ("num_mtp_modules", "mtp_own_embedding", "mtp_own_head", "num_tokens")  # the last is of the tokenizer beside
-    own = {name: getattr(config, name) for name in own}
-    expected = dataclasses.replace(made.config, **own)
-    differing = [key for key, value in expected.to_dict().items() if config.to_dict()[key] != value]
-    if differing:
-        raise CheckpointFileError(f"{path} is another model: it differs in {', '.join(differing)}")
-    held = {piece.name for leaf in made.leaves.values() for piece in leaf.pieces}
-    leaves = {
-        path: leaf for path, leaf in table(config, made.layout, held.__contains__).items() if path.startswith("mtp_")
-    }
-    names = {piece.name: (path, piece.shape) for path, leaf in leaves.items() for piece in leaf.pieces}
-    assembly = Assembly(leaves, stored.read, scaled=stored.scaled, scales={}, tied={}, block=made.block)
-
-    def entry(name: str) -> Entry:
-        path, shape = names[name]
-        dtype = load.BF16 if path in stored.scaled else np.dtype(stored.records[path]["dtype"])
-        return Entry(name, dtype, shape)
-
-    return Modules(
-        config.num_mtp_modules, {name: entry(name) for name in names}, lambda name: assembly.blocks(entry(name))
-    )
 
 
 def _check_names(names, config: ModelConfig, made: load.Plan) -> None:

@@ -35,6 +35,7 @@ from mtpjax.evaluation.acceptance import measure_acceptance
 from mtpjax.evaluation.metrics import report, to_json
 from mtpjax.evaluation.round_costs import Costs
 from mtpjax.host import limit_threads, num_threads, suitable_threads
+from mtpjax.io.checkpoint_format import checkpoint_bytes
 
 NEW_TOKENS = 128
 LEAST_PROMPTS = 16  # of a cell; small batches decode them one after the other
@@ -129,7 +130,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.quick:
         batches, num_steps, rounds, most = [2], 1, 2, 4
     console = Console(highlight=False)
-    limit_threads(options.threads or suitable_threads(options.model))
+    limit_threads(options.threads or suitable_threads(checkpoint_bytes(options.model)))
     if num_threads() == 1 and hasattr(os, "sched_setaffinity"):  # JAX's thread and XLA's on two cores wake each other
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
     model, params = load(options.model)

@@ -31,6 +31,7 @@ from mtpjax.evaluation.acceptance import sampled
 from mtpjax.evaluation.metrics import Estimate, estimate
 from mtpjax.evaluation.plots import plot_objectives
 from mtpjax.io import checkpoint
+from mtpjax.io.checkpoint_reader import CheckpointReader
 from mtpjax.models.model import is_of_modules
 from mtpjax.training.trainer import train
 
@@ -60,7 +61,7 @@ def train_trunk(folder: pathlib.Path, *, steps: int, preset: str) -> pathlib.Pat
         result = train(config, overwrite=True)
         kept = {name: leaf for name, leaf in result.params.items() if not is_of_modules(name)}
         model = MTPModel(dataclasses.replace(result.model.config, num_mtp_modules=0))
-        checkpoint.save_model(path, model, kept, metadata=checkpoint.Stored(result.path, verify=False).metadata)
+        checkpoint.save_model(path, model, kept, metadata=CheckpointReader(result.path, verify=False).metadata)
     return path
 
 

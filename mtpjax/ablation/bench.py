@@ -26,7 +26,8 @@ from mtpjax.decoding.loop import least_rows
 from mtpjax.evaluation.acceptance import is_plain, sampled
 from mtpjax.evaluation.metrics import RESAMPLES, Estimate, decoded_rates, to_json
 from mtpjax.evaluation.round_costs import PLAIN, CostMeter, Costs, Shape, widest_write
-from mtpjax.io import checkpoint
+from mtpjax.io.checkpoint_format import is_checkpoint
+from mtpjax.io.checkpoint_reader import CheckpointReader
 from mtpjax.models.model import MTPModel
 from mtpjax.training.decoding_eval import is_looping
 
@@ -86,8 +87,8 @@ def find_workload(
 def _lively_prompts(path, model: MTPModel, params, settings: Settings, *, num_prompts: int, length: int):
     """Held-out prompts but those whose plain continuation repeats itself, which would be too easy to draft."""
     trained = {}
-    if checkpoint.is_checkpoint(path):
-        trained = checkpoint.Stored(path, verify=False).metadata.get("train", {})
+    if is_checkpoint(path):
+        trained = CheckpointReader(path, verify=False).metadata.get("train", {})
     sources = [Source(**values) for values in trained.get("sources", ())]
     sources = sources or [Source(path=trained.get("data"), pattern=trained.get("pattern", "*.py"))]
     readings = [read_source(source, ByteTokenizer(), vocab_size=ByteTokenizer.vocab_size) for source in sources]

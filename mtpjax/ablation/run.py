@@ -24,7 +24,8 @@ from mtpjax.ablation.report import print_cells, recommendation, summary, to_csv
 from mtpjax.atomic import write_text
 from mtpjax.evaluation.plots import plot_heatmap, plot_pareto
 from mtpjax.host import num_threads
-from mtpjax.io import checkpoint
+from mtpjax.io.checkpoint import load
+from mtpjax.io.checkpoint_format import checkpoint_digest, find_checkpoint
 
 VERSION = 4  # of a cell's line: another one is measured anew
 CELLS_IN_MEMORY = 16  # compiled programs take memory mappings; a process has 65,530
@@ -80,7 +81,7 @@ def describe(path: pathlib.Path) -> dict[str, Any]:
     """Model, machine and versions: what other figures would need."""
     device = jax.devices()[0]
     return {
-        "model": checkpoint.digest(path)[:16],
+        "model": checkpoint_digest(path)[:16],
         "device": f"{device.device_kind}, threads: {num_threads()}" if device.platform == "cpu" else device.device_kind,
         "processor": machine()["cpu"] if hasattr(os, "sched_getaffinity") else platform.machine(),
         "jax": jax.__version__,
@@ -135,8 +136,8 @@ def run(
     chat: bool = False,
 ) -> int:
     """Measures the grid, writes the results, prints them. Returns 4 if a text differs, 75 if it was ended before."""
-    path = checkpoint.find(model_path)
-    model, params = checkpoint.load(path)
+    path = find_checkpoint(model_path)
+    model, params = load(path)
     cells, reasons = plan(settings, model=model)
     for reason, count in reasons.items():
         console.print(f"left out: {reason} ({count} cells)", highlight=False)

@@ -14,11 +14,12 @@ def add_model(parser) -> None:
 def set_threads(model_path: str, threads: int = 0) -> None:
     """XLA's on a CPU, if JAX is not imported yet: 0 is what suits the model. Raises `ValueError` below 0."""
     from mtpjax.host import limit_threads, suitable_threads
+    from mtpjax.io.checkpoint_format import checkpoint_bytes
 
     if threads < 0:
         raise ValueError(f"threads must be 0 or more, not {threads}")
     if "jax" not in sys.modules:
-        limit_threads(threads or suitable_threads(model_path))
+        limit_threads(threads or suitable_threads(checkpoint_bytes(model_path)))
 
 
 def progress_bar(*columns):

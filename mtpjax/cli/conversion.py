@@ -74,14 +74,15 @@ def _convert(options) -> int:
     import ml_dtypes
     import numpy as np
 
-    from mtpjax.io import checkpoint, convert
+    from mtpjax.io import convert
+    from mtpjax.io.checkpoint_format import find_checkpoint, is_checkpoint
 
     dtypes = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
     if options.dtype is not None and options.dtype not in dtypes:
         raise ValueError(f"--dtype {options.dtype!r} is not one of {', '.join(dtypes)}")
     choice: dict[str, Any] = {"dtype": options.dtype and dtypes[options.dtype], "model_type": _model_type(options)}
     with bytes_done(options.source, options.target) as progress:
-        if checkpoint.is_checkpoint(checkpoint.find(options.source)):
+        if is_checkpoint(find_checkpoint(options.source)):
             convert.to_hugging_face(options.source, options.target, **choice, progress=progress)
         else:
             choice |= {"allow_extra": options.allow_extra, "strict": options.strict, "progress": progress}
@@ -98,10 +99,10 @@ def _export_mtp(options) -> int:
 
 
 def _merge_mtp(options) -> int:
-    from conversion.merge_mtp import merge
+    from mtpjax.io.merge import merge_mtp
 
     with bytes_done(options.input_dir, options.output_dir) as progress:
-        report = merge(options.input_dir, options.mtp_dir, options.output_dir, progress=progress)
+        report = merge_mtp(options.input_dir, options.mtp_dir, options.output_dir, progress=progress)
     print(f"tensors of modules: {report.equal} equal, {report.replaced} replaced, {report.added} added")
     return 0
 

@@ -72,12 +72,13 @@ def _generate(options) -> int:
     from mtpjax.data.tokenizer import load_tokenizer
     from mtpjax.decoding.generate import generate, speculative_generate
     from mtpjax.evaluation.self_check import check_acceptance
-    from mtpjax.io.checkpoint import find, load
+    from mtpjax.io.checkpoint import load
+    from mtpjax.io.checkpoint_format import find_checkpoint
 
     settings = draft_settings(options)
     if options.check and options.temperature and settings["acceptance"] != "sample":
         raise ValueError("--check above temperature 0 takes --acceptance sample: other rules give other tokens")
-    path = find(options.model_path)
+    path = find_checkpoint(options.model_path)
     model, params = load(path)
     tokenizer = load_tokenizer(path, model.config.vocab_size)
     config = _decode_config(options, settings, model, tokenizer)
@@ -169,15 +170,16 @@ def _regenerate(options) -> int:
     from mtpjax.data.regeneration_output import about_path
     from mtpjax.data.tokenizer import load_tokenizer
     from mtpjax.decoding.config import DecodeConfig
-    from mtpjax.io import checkpoint
+    from mtpjax.io.checkpoint import load
+    from mtpjax.io.checkpoint_format import checkpoint_digest, find_checkpoint
     from mtpjax.training.regenerate import Request, regenerate
 
     names = ("chat", "prompt_tokens", "batch_size", "seed")
     settings, output = draft_settings(options), pathlib.Path(options.output).resolve()
     own = (output, about_path(output))  # the data's folder may hold them
     paths = [file for file in corpus_files(options.data, options.pattern) if file.resolve() not in own]
-    path = checkpoint.find(options.model_path)
-    model, params = checkpoint.load(path)
+    path = find_checkpoint(options.model_path)
+    model, params = load(path)
     tokenizer = load_tokenizer(path, model.config.vocab_size)
     num_steps = _num_steps(settings.pop("num_steps"), model)
     config = DecodeConfig(
@@ -205,7 +207,7 @@ def _regenerate(options) -> int:
                 options.output,
                 model=model,
                 tokenizer=tokenizer,
-                model_digest=checkpoint.digest(path),
+                model_digest=checkpoint_digest(path),
                 progress=show,
             )
         except KeyboardInterrupt:

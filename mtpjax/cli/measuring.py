@@ -128,13 +128,14 @@ def _profile(options) -> int:
     import rich.console
 
     from mtpjax.evaluation import profile
-    from mtpjax.io.checkpoint import find, load
+    from mtpjax.io.checkpoint import load
+    from mtpjax.io.checkpoint_format import find_checkpoint
 
     profile.shapes_up_to(
         options.speculative_num_steps, options.speculative_eagle_topk, options.speculative_num_draft_tokens
     )
     acceptance = None if options.acceptance is None else profile.read_acceptance(options.acceptance)
-    model, params = load(find(options.model_path))
+    model, params = load(find_checkpoint(options.model_path))
     output = profile.default_path(options.model_path) if options.output is None else options.output
     with progress_bar() as bar:
         task = bar.add_task("compiling and measuring", total=None)
@@ -166,10 +167,10 @@ def _vocabulary(options) -> int:
 
     from mtpjax.data import draft_vocabulary
     from mtpjax.data.tokenizer import load_tokenizer
-    from mtpjax.io.checkpoint import find
+    from mtpjax.io.checkpoint_format import find_checkpoint
     from mtpjax.io.inspect import inspect
 
-    path = find(options.model_path)
+    path = find_checkpoint(options.model_path)
     vocab_size = inspect(path)["configuration"]["vocab_size"]
     tokenizer = load_tokenizer(path, vocab_size)
     kept = {*tokenizer.eos_token_ids, *tokenizer.special_token_ids}
@@ -214,13 +215,14 @@ def _eval_acceptance(options) -> int:
     from mtpjax.evaluation.acceptance import measure_acceptance
     from mtpjax.evaluation.metrics import print_report, report, to_json
     from mtpjax.evaluation.self_check import check_acceptance
-    from mtpjax.io.checkpoint import find, load
+    from mtpjax.io.checkpoint import load
+    from mtpjax.io.checkpoint_format import find_checkpoint
 
     config = DecodeConfig(max_new_tokens=options.max_new_tokens, **draft_settings(options))
     chosen = choose_prompts(
         read_prompts(options.prompts), options.num_prompts, categories=options.categories, seed=options.seed
     )
-    path = find(options.model_path)
+    path = find_checkpoint(options.model_path)
     model, params = load(path)
     tokenizer = load_tokenizer(path, model.config.vocab_size)
     most = room_for_prompts(model.config.max_position_embeddings, options.max_new_tokens, options.prompt_tokens)

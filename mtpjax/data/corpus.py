@@ -12,7 +12,7 @@ from mtpjax.data.config import Source
 from mtpjax.data.packing import Batch, Document, batches, count_targets, pack, split_held_out
 from mtpjax.data.sources import end_token_id, fingerprint, read_source
 from mtpjax.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
-from mtpjax.io import checkpoint
+from mtpjax.io.checkpoint_format import find_checkpoint
 from mtpjax.training.config import TrainConfig
 
 
@@ -43,7 +43,7 @@ def load_corpus(config: TrainConfig, vocab_size: int, *, num_depths: int = 0) ->
     """
     folder = config.tokenizer
     if folder is None and config.init_from is not None:
-        beside = checkpoint.find(config.init_from)
+        beside = find_checkpoint(config.init_from)
         folder = str(beside) if (beside / "tokenizer.json").is_file() else None
     file = None if folder is None else FileTokenizer(pathlib.Path(folder), vocab_size)
     tokenizer: Tokenizer = file or ByteTokenizer()

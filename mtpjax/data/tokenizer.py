@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from mtpjax.errors import ConversationError, TokenizerError
+from mtpjax.io.huggingface_files import MAX_TOKENIZER_BYTES, huggingface_folder
 from mtpjax.safe_open import read_inside
 
-MOST_BYTES = 64 << 20  # of a tokenizer.json; those of the families have 7 to 20 million
 MOST_TEMPLATE = 1 << 20
 MOST_MESSAGES = 10_000
 
@@ -106,7 +106,7 @@ class FileTokenizer:
     def __init__(self, folder: pathlib.Path, vocab_size: int):
         import tokenizers
 
-        content = read_inside(folder, "tokenizer.json", most=MOST_BYTES)
+        content = read_inside(folder, "tokenizer.json", most=MAX_TOKENIZER_BYTES)
         if content is None:
             raise TokenizerError(f"{folder} has no tokenizer.json")
         try:
@@ -170,34 +170,12 @@ def load_tokenizer(path, vocab_size: int) -> Tokenizer:
 
     Raises `TokenizerError` where there is neither a `tokenizer.json` nor a vocabulary of 256.
     """
-    folder = _folder(path)
+    folder = huggingface_folder(path)
     if (folder / "tokenizer.json").exists():
         return FileTokenizer(folder, vocab_size)
     if vocab_size == ByteTokenizer.vocab_size:
         return ByteTokenizer()
     raise TokenizerError(f"{folder} has no tokenizer.json, and the model has {vocab_size} tokens, not the 256 bytes")
-
-
-def count_tokens(path) -> int | None:
-    """One more than the largest id in a checkpoint's `tokenizer.json`; None where there is none that can be read.
-
-    Tables are often longer, padded to a round size: rows from here on stand for nothing.
-    """
-    try:
-        content = read_inside(_folder(path), "tokenizer.json", most=MOST_BYTES)
-        values = json.loads(content) if content is not None else {}
-        vocabulary = values["model"]["vocab"]
-        largest = max(vocabulary.values()) if isinstance(vocabulary, dict) else len(vocabulary) - 1
-        return 1 + max([largest, *(token["id"] for token in values.get("added_tokens", ()))])
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
-
-
-def _folder(path) -> pathlib.Path:
-    """Where a checkpoint's tokenizer lies: in the Hugging Face directory that it is or came from."""
-    path = pathlib.Path(path)
-    kept = path / "huggingface"
-    return kept if kept.is_dir() else path
 
 
 def render_chat(template: str, messages: list[dict[str, Any]], **variables: Any) -> str:
@@ -262,7 +240,7 @@ def _eos_token_ids(folder: pathlib.Path) -> tuple[int, ...]:
 
 
 def _json(folder: pathlib.Path, name: str) -> dict[str, Any]:
-    content = read_inside(folder, name, most=MOST_BYTES)
+    content = read_inside(folder, name, most=MAX_TOKENIZER_BYTES)
     try:
         values = json.loads(content) if content is not None else {}
     except ValueError as error:

@@ -12,10 +12,11 @@ import pathlib
 import numpy as np
 
 from mtpjax.evaluation.acceptance import compare_levels
-from mtpjax.io import checkpoint
+from mtpjax.io.checkpoint_format import find_checkpoint, is_checkpoint
+from mtpjax.io.checkpoint_reader import CheckpointReader
+from mtpjax.io.huggingface_files import SELF_CHECK
 from mtpjax.models.model import MTPModel
 
-FILE = "mtpjax_self_check.json"  # the record of a Hugging Face directory that was converted from ours
 ROWS, COLUMNS = 4, 128
 # bfloat16 moves these means by less (`tests/decode/test_self_check.py`).
 TOLERANCE = {"agreement": 0.05, "overlap": 0.02}
@@ -38,7 +39,7 @@ def check_acceptance(path, model: MTPModel, params: dict) -> list[str]:
     Empty where all is well, and for a checkpoint that holds no such record. It takes one pass over 512 tokens. Raises
     `ValueError` for a record that is damaged.
     """
-    path = checkpoint.find(path)
+    path = find_checkpoint(path)
     stored = _stored(path)
     if not stored or not stored["agreement"]:
         return []
@@ -60,12 +61,12 @@ def check_acceptance(path, model: MTPModel, params: dict) -> list[str]:
 
 def _stored(path: pathlib.Path) -> dict[str, list] | None:
     """The record of a checkpoint of ours, or of a Hugging Face directory; None where there is none."""
-    if checkpoint.is_checkpoint(path):
-        record = checkpoint.Stored(path, verify=False).metadata.get("self_check")
+    if is_checkpoint(path):
+        record = CheckpointReader(path, verify=False).metadata.get("self_check")
         if record is not None:
             return record
         path = path / "huggingface"  # of a directory that was converted
-    file = path / FILE
+    file = path / SELF_CHECK
     if not file.is_file():
         return None
     try:

@@ -15,13 +15,15 @@ from conversion.files import INDEX, CheckpointFileError, Files, parse_header
 from conversion.names import Leaf, table, tied_copies
 from conversion.shards import Entry, Shard, copy_files, entry_of, new_shards, shard, write_index, write_shards
 from mtpjax.atomic import new_folder
-from mtpjax.evaluation import self_check
-from mtpjax.io import checkpoint
+from mtpjax.io import checkpoint, huggingface_files
+from mtpjax.io.array_files import StreamedArray
+from mtpjax.io.checkpoint_format import find_checkpoint
+from mtpjax.io.checkpoint_reader import CheckpointReader
+from mtpjax.io.huggingface_files import FOLDER, HEADERS, OTHER_TENSORS
+from mtpjax.io.param_tree import unflatten
 from mtpjax.models.quantized import BlockScaled
 
 Progress = Callable[[int], Any]
-# In our checkpoint, what is not ours: files as they were, headers of the shards, tensors that are no parameters.
-KEPT, SHARDS, OTHER = "huggingface", "huggingface.json", "huggingface.safetensors"
 
 
 def to_mtpjax(
@@ -42,18 +44,18 @@ def to_mtpjax(
     """
     with Files(source, strict=strict) as files:
         made = load.plan(files, dtype=dtype, model_type=model_type, allow_extra=allow_extra)
-        params = checkpoint.unflatten(
-            {path: _streams(files, made, path, leaf, progress) for path, leaf in made.leaves.items()}
-        )
+        params = unflatten({path: _streams(files, made, path, leaf, progress) for path, leaf in made.leaves.items()})
 
         def write_more(folder: pathlib.Path) -> None:
-            (folder / KEPT).mkdir()
-            copy_files(folder / KEPT, files.bytes_of, files.others())
+            (folder / FOLDER).mkdir()
+            copy_files(folder / FOLDER, files.bytes_of, files.others())
             headers = {file: header[8:].decode() for file, header in files.headers.items()}
-            (folder / SHARDS).write_text(json.dumps({"model_type": made.model_type, "headers": headers}))
+            (folder / HEADERS).write_text(json.dumps({"model_type": made.model_type, "headers": headers}))
             if made.other:
                 entries = [entry_of(files.tensors[name]) for name in made.other]
-                write_shards(folder, [shard(OTHER, entries, None)], lambda entry: files.blocks(entry.name), progress)
+                write_shards(
+                    folder, [shard(OTHER_TENSORS, entries, None)], lambda entry: files.blocks(entry.name), progress
+                )
 
         checkpoint.save(target, made.config.to_dict(), params, write_more=write_more)
         files.report()
@@ -66,8 +68,8 @@ def to_hugging_face(source, target, *, dtype=None, model_type: str | None = None
     weights. Another model is written as the family that describes it, or as `model_type`. Raises `CheckpointError`, or
     `hf_config.ConfigError` if no family does.
     """
-    stored = checkpoint.Stored(checkpoint.find(source))
-    config = checkpoint.model_config(stored.config, source)
+    stored = CheckpointReader(find_checkpoint(source))
+    config = stored.model_config()
     kept = _read_kept(stored)
     if kept is None:
         model_type, content = hf_config.describe(config, model_type)
@@ -104,7 +106,7 @@ def to_hugging_face(source, target, *, dtype=None, model_type: str | None = None
         is_changed = [shard.header for shard in shards] != list(headers.values())
         rewritten = {"config.json", INDEX} if is_changed else set()
         if kept is not None:
-            for file in (stored.path / KEPT).iterdir():
+            for file in (stored.path / FOLDER).iterdir():
                 if file.name not in rewritten:
                     shutil.copyfile(file, folder / file.name)
         if is_changed:
@@ -113,20 +115,20 @@ def to_hugging_face(source, target, *, dtype=None, model_type: str | None = None
             (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
             write_index(folder, shards)
         if (record := stored.metadata.get("self_check")) is not None:
-            (folder / self_check.FILE).write_text(json.dumps(record) + "\n")
+            (folder / huggingface_files.SELF_CHECK).write_text(json.dumps(record) + "\n")
 
 
 def _streams(files: Files, made: load.Plan, path: str, leaf: Leaf, progress: Progress | None):
     dtype = made.dtypes[path]
 
-    def stream(leaf: Leaf, dtype: np.dtype, read: Callable[[load.Index], np.ndarray]) -> checkpoint.Stream:
+    def stream(leaf: Leaf, dtype: np.dtype, read: Callable[[load.Index], np.ndarray]) -> StreamedArray:
         def part(index: tuple[slice, ...]) -> np.ndarray:
             array = read(tuple((cut.start, cut.stop) for cut in index))
             if progress:
                 progress(array.nbytes)
             return array
 
-        return checkpoint.Stream(leaf.shape, dtype, leaf.chunks(dtype.itemsize), part)
+        return StreamedArray(leaf.shape, dtype, leaf.chunks(dtype.itemsize), part)
 
     if dtype != load.E4M3:
         return stream(leaf, dtype, lambda index: load.read_as(files, made, leaf, index, dtype))
@@ -140,27 +142,27 @@ def _streams(files: Files, made: load.Plan, path: str, leaf: Leaf, progress: Pro
     return BlockScaled(**parts, axis=leaf.in_axis, block=made.block[1])
 
 
-def _read_kept(stored: checkpoint.Stored) -> tuple[str, dict[str, bytes], dict[str, Any]] | None:
+def _read_kept(stored: CheckpointReader) -> tuple[str, dict[str, bytes], dict[str, Any]] | None:
     """Model type, file headers and `config.json` of the Hugging Face directory that `stored` was converted from."""
-    if SHARDS not in stored.files:
+    if HEADERS not in stored.files:
         return None
-    kept = json.loads((stored.path / SHARDS).read_bytes())
+    kept = json.loads((stored.path / HEADERS).read_bytes())
     headers = {file: text.encode() for file, text in kept["headers"].items()}
     headers = {file: len(text).to_bytes(8, "little") + text for file, text in headers.items()}
-    return kept["model_type"], headers, json.loads((stored.path / KEPT / "config.json").read_bytes())
+    return kept["model_type"], headers, json.loads((stored.path / FOLDER / "config.json").read_bytes())
 
 
 @contextlib.contextmanager
-def _other_tensors(stored: checkpoint.Stored) -> Iterator[Files | None]:
+def _other_tensors(stored: CheckpointReader) -> Iterator[Files | None]:
     """The tensors of the original that are no parameters of ours, if it had any."""
-    if OTHER not in stored.files:
+    if OTHER_TENSORS not in stored.files:
         yield None
         return
-    with Files(stored.path, only=OTHER) as files:
+    with Files(stored.path, only=OTHER_TENSORS) as files:
         yield files
 
 
-def _entries(stored: checkpoint.Stored, leaves: dict[str, Leaf], dtype) -> dict[str, Entry]:
+def _entries(stored: CheckpointReader, leaves: dict[str, Leaf], dtype) -> dict[str, Entry]:
     """The tensors of all parameters, in the dtype that they are stored in, or `dtype`."""
     entries = {}
     for path, leaf in leaves.items():

@@ -12,7 +12,8 @@ import numpy as np
 from conversion import load
 from conversion.files import NAMES, Files
 from conversion.names import Layout, table
-from mtpjax.io import checkpoint
+from mtpjax.io.checkpoint_format import find_checkpoint, is_checkpoint
+from mtpjax.io.checkpoint_reader import CheckpointReader
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.sharding import param_spec
 
@@ -22,8 +23,8 @@ def inspect(path, *, mesh: dict[str, int] | None = None, model_type: str | None 
 
     `mesh` gives the sizes of its axes, such as `{"tensor": 8}`: `bytes_per_device` is what parameters take there.
     """
-    found = checkpoint.find(path)
-    facts = _ours(found) if checkpoint.is_checkpoint(found) else _hugging_face(path, model_type)
+    found = find_checkpoint(path)
+    facts = _ours(found) if is_checkpoint(found) else _hugging_face(path, model_type)
     config, sizes = facts.pop("config"), facts.pop("sizes")
     facts["parameters"] = count_parameters(config)
     facts["bytes_of_parameters"] = sum(math.prod(shape) * dtype.itemsize for shape, dtype in sizes.values())
@@ -135,8 +136,8 @@ def _sizes(files: Files, made: load.Plan):
 
 
 def _ours(path: pathlib.Path) -> dict[str, Any]:
-    stored = checkpoint.Stored(path, verify=False)
-    config = checkpoint.model_config(stored.config, path)
+    stored = CheckpointReader(path, verify=False)
+    config = stored.model_config()
     sizes = {name: (tuple(record["shape"]), np.dtype(record["dtype"])) for name, record in stored.records.items()}
     return {
         "path": str(path),

@@ -25,7 +25,8 @@ import numpy as np
 from mtpjax.atomic import new_file, write_text
 from mtpjax.data.packing import Batch
 from mtpjax.errors import Preempted, UsageError
-from mtpjax.io.checkpoint import describe_array, file_digest
+from mtpjax.io.array_files import array_record
+from mtpjax.io.checkpoint_format import file_digest
 from mtpjax.models.model import MTPModel, is_of_modules, trunk_states
 from mtpjax.training import run_dir
 from mtpjax.training.log import display
@@ -126,7 +127,7 @@ def _identity(params: dict, rows: Batch, model: MTPModel, dtype: str) -> dict[st
 
 
 def _digest(arrays: Mapping[str, Any]) -> str:
-    records = {name: describe_array(np.asarray(array)) for name, array in arrays.items()}
+    records = {name: array_record(np.asarray(array)) for name, array in arrays.items()}
     return hashlib.sha256(json.dumps(records, sort_keys=True).encode()).hexdigest()
 
 

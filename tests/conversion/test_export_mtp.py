@@ -18,9 +18,10 @@ import mtpjax
 from conversion import load
 from conversion.export_mtp import WEIGHTS, export
 from conversion.files import CheckpointFileError, Files
-from conversion.merge_mtp import Report, merge
+from conversion.merge_mtp import Report
 from mtpjax import ModelConfig, MTPModel, add_mtp_modules, init_params
 from mtpjax.io import checkpoint, convert
+from mtpjax.io.merge import merge_mtp
 from tests.golden import MTP_SETS, case, cases, path
 
 AROUND = ("eh_proj.weight", "enorm.weight", "hnorm.weight", "shared_head.norm.weight")
@@ -49,7 +50,7 @@ def exported(tmp_path_factory):
 
 @pytest.mark.parametrize("name", cases(*MTP_SETS))
 def test_export_then_merge_gives_the_original_bytes(name, exported, tmp_path):
-    report = merge(path(name), exported(name), tmp_path / "merged")
+    report = merge_mtp(path(name), exported(name), tmp_path / "merged")
     assert report.equal and report == Report(equal=report.equal)
     assert content(tmp_path / "merged") == content(path(name))
 
@@ -138,7 +139,7 @@ def test_a_trained_module_is_put_back_and_nothing_else_changes(name, form, expor
             if key.endswith("self_attn.o_proj.weight"):
                 tensors[key] = (tensor.astype(np.float32) * 1.25).astype(tensor.dtype)
         save_file(tensors, tmp_path / "modules" / WEIGHTS)
-    report = merge(source, tmp_path / "modules", tmp_path / "merged")
+    report = merge_mtp(source, tmp_path / "modules", tmp_path / "merged")
     assert report.replaced == 2 and not report.added
     with Files(source) as before, Files(tmp_path / "merged") as after:
         assert before.headers == after.headers
@@ -168,7 +169,7 @@ def test_new_modules_are_added_to_a_plain_checkpoint(tmp_path, key):
     convert.to_hugging_face(tmp_path / "ours", tmp_path / "plain", model_type="qwen3")
     model, params = add_mtp_modules(*mtpjax.load(tmp_path / "plain"), 2, key)
     checkpoint.save_model(tmp_path / "trained", model, params)
-    report = merge(tmp_path / "plain", tmp_path / "trained", tmp_path / "merged")
+    report = merge_mtp(tmp_path / "plain", tmp_path / "trained", tmp_path / "merged")
     assert report == Report(added=2 * 15)
     found, again = mtpjax.load(tmp_path / "merged")
     assert found.config == model.config and found.config.num_mtp_modules == 2
@@ -176,13 +177,13 @@ def test_new_modules_are_added_to_a_plain_checkpoint(tmp_path, key):
     plain, merged = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "merged"))
     assert all(plain[name].tobytes() == merged[name].tobytes() for name in plain)
     export(tmp_path / "merged", tmp_path / "exported")
-    assert merge(tmp_path / "plain", tmp_path / "exported", tmp_path / "again") == report
+    assert merge_mtp(tmp_path / "plain", tmp_path / "exported", tmp_path / "again") == report
 
 
 def test_what_does_not_fit_is_refused(exported, tmp_path, key):
     source = path("deepseek_v3_fp8")
     with pytest.raises(CheckpointFileError, match="neither an export"):
-        merge(source, tmp_path, tmp_path / "merged")
+        merge_mtp(source, tmp_path, tmp_path / "merged")
     shutil.copytree(exported("deepseek_v3_fp8"), tmp_path / "modules")
     tensors = load_file(tmp_path / "modules" / WEIGHTS)
     del tensors["model.eh_proj.weight"]
@@ -190,16 +191,16 @@ def test_what_does_not_fit_is_refused(exported, tmp_path, key):
     index = {"weight_map": dict.fromkeys(tensors, WEIGHTS)}
     (tmp_path / "modules" / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointFileError, match=r"lacks 1 tensors: model.layers.4.eh_proj.weight"):
-        merge(source, tmp_path / "modules", tmp_path / "merged")
+        merge_mtp(source, tmp_path / "modules", tmp_path / "merged")
     model, params = mtpjax.load(path("qwen3_5_tied_bf16"))
     checkpoint.save_model(tmp_path / "other", model, params)
     with pytest.raises(CheckpointFileError, match="is another model: it differs in"):
-        merge(source, tmp_path / "other", tmp_path / "merged")
+        merge_mtp(source, tmp_path / "other", tmp_path / "merged")
     config = dataclasses.replace(model.config, num_mtp_modules=0)
     params = {name: value for name, value in params.items() if not name.startswith("mtp")}
     checkpoint.save_model(tmp_path / "plain", MTPModel(config), params)
     with pytest.raises(CheckpointFileError, match="has no MTP modules"):
-        merge(path("qwen3_5_tied_bf16"), tmp_path / "plain", tmp_path / "merged")
+        merge_mtp(path("qwen3_5_tied_bf16"), tmp_path / "plain", tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
 
 

@@ -9,12 +9,12 @@ from mtpjax.data.tokenizer import (
     ByteTokenizer,
     FileTokenizer,
     TokenizerError,
-    count_tokens,
     load_tokenizer,
     render_chat,
 )
 from mtpjax.errors import UnsafeFileError
 from mtpjax.io.checkpoint import save_model
+from mtpjax.io.huggingface_files import count_tokens
 
 TOKENIZER = ByteTokenizer()
 

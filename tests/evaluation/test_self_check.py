@@ -26,9 +26,10 @@ from mtpjax import (
 )
 from mtpjax.compat import make_mesh
 from mtpjax.data import packing
-from mtpjax.evaluation.self_check import FILE, check_acceptance
+from mtpjax.evaluation.self_check import check_acceptance
 from mtpjax.io import convert
 from mtpjax.io.checkpoint import save_model
+from mtpjax.io.huggingface_files import SELF_CHECK
 from mtpjax.training.panel import acceptance_panel
 
 CONVENTIONS = [{"mtp_hidden_post_norm": False}, {"mtp_chain_post_norm": False}, {"mtp_input": "hidden_embedding"}]
@@ -169,7 +170,7 @@ def test_the_record_goes_with_a_conversion_and_back(trained, tmp_path, caplog):
         assert not differences(path, model, params, caplog)
         wrong = MTPModel(dataclasses.replace(model.config, mtp_input="hidden_embedding"))
         assert differences(path, wrong, params, caplog)
-    (tmp_path / "there" / FILE).write_text('{"tokens": [[1]], "agreement": [0.5]}')
-    with pytest.raises(ValueError, match=f"{FILE} is damaged: KeyError: 'overlap'"):
+    (tmp_path / "there" / SELF_CHECK).write_text('{"tokens": [[1]], "agreement": [0.5]}')
+    with pytest.raises(ValueError, match=f"{SELF_CHECK} is damaged: KeyError: 'overlap'"):
         check_acceptance(tmp_path / "there", model, params)
     assert load_hugging_face(tmp_path / "there")[0] == load(trained[0])[0]

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mtpjax.errors import CheckpointError
 from mtpjax.io import checkpoint
 
 CONFIG = {"hidden_size": 64, "rope": {"theta": 1e4}, "layers": ["full", "latent"]}
@@ -85,7 +86,7 @@ def test_arrays_sharded_over_devices_restore_where_there_is_one(tmp_path):
     environment = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", program, tmp_path / "saved"],
-        env=environment, cwd=pathlib.Path(__file__).parents[1], capture_output=True, text=True,
+        env=environment, cwd=pathlib.Path(__file__).parents[2], capture_output=True, text=True,
     )  # fmt: skip
     assert (done.stdout.strip(), done.stderr) == (f"bfloat16 {np.asarray(array).tobytes().hex()}", "")
 
@@ -101,7 +102,7 @@ def test_a_flipped_bit_in_any_file_is_found(copy, seed):
         flipped = bytearray(content)
         flipped[rng.randrange(len(flipped))] ^= 1 << rng.randrange(8)
         file.write_bytes(flipped)
-        with pytest.raises(checkpoint.CheckpointError):
+        with pytest.raises(CheckpointError):
             checkpoint.restore(copy)
         file.write_bytes(content)
     checkpoint.restore(copy)
@@ -114,7 +115,7 @@ def test_a_truncated_or_missing_file_is_found_and_named(copy, damage):
         file.unlink()
         if damage == "truncated":
             file.write_bytes(content[: len(content) // 2])
-        with pytest.raises(checkpoint.CheckpointError, match=file.name):
+        with pytest.raises(CheckpointError, match=file.name):
             checkpoint.restore(copy)
         file.write_bytes(content)
 
@@ -122,7 +123,7 @@ def test_a_truncated_or_missing_file_is_found_and_named(copy, damage):
 def test_the_message_names_the_array_and_its_file(copy, capfd):
     [file] = [file for file in files_of(copy) if file.match("block.kernel/0.0")]
     file.write_bytes(file.read_bytes()[::-1])
-    with pytest.raises(checkpoint.CheckpointError, match=r"block\.kernel/0\.0 of array 'block/kernel' differs"):
+    with pytest.raises(CheckpointError, match=r"block\.kernel/0\.0 of array 'block/kernel' differs"):
         checkpoint.restore(copy)
     assert capfd.readouterr().err == ""  # no parser met it
 
@@ -133,7 +134,7 @@ def test_an_array_unlike_its_record_is_refused_with_both_values(copy, key, value
     found = digests["arrays"]["block/kernel"][key]
     digests["arrays"]["block/kernel"][key] = value
     (copy / "digests.json").write_text(json.dumps(digests))
-    with pytest.raises(checkpoint.CheckpointError) as error:
+    with pytest.raises(CheckpointError) as error:
         checkpoint.restore(copy)
     assert f"'block/kernel' in {copy / 'params'} has {key} {found}; saved was {value}" in str(error.value)
 
@@ -144,7 +145,7 @@ def test_a_tree_unlike_its_record_is_refused(copy, name, absent):
     record = digests["arrays"].pop("block/kernel")
     digests["arrays"] |= {"block/kernel": record, "block/other": record} if absent == "params" else {}
     (copy / "digests.json").write_text(json.dumps(digests))
-    with pytest.raises(checkpoint.CheckpointError, match=f"array '{name}' is missing from .*{absent}"):
+    with pytest.raises(CheckpointError, match=f"array '{name}' is missing from .*{absent}"):
         checkpoint.restore(copy)
 
 
@@ -153,7 +154,7 @@ def test_another_folder_is_no_checkpoint(tmp_path, content):
     if content is not None:
         (tmp_path / "config.json").write_text(content, encoding="latin-1")
     assert not checkpoint.is_checkpoint(tmp_path)
-    with pytest.raises(checkpoint.CheckpointError, match=r"looked for a config\.json with format 'mtpjax-checkpoint'"):
+    with pytest.raises(CheckpointError, match=r"looked for a config\.json with format 'mtpjax-checkpoint'"):
         checkpoint.restore(tmp_path)
 
 
@@ -161,7 +162,7 @@ def test_a_newer_version_is_recognised_and_refused(copy):
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {"version": 2}))
     assert checkpoint.is_checkpoint(copy)
-    with pytest.raises(checkpoint.CheckpointError, match="has version 2, not 1"):
+    with pytest.raises(CheckpointError, match="has version 2, not 1"):
         checkpoint.restore(copy)
 
 
@@ -189,14 +190,14 @@ def fail_after_the_arrays(write, *arguments):
 @pytest.mark.parametrize("moment", ["before the arrays", "after the arrays", "at the digests", "at the rename"])
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_failed_save_leaves_what_was_there(copy, params, monkeypatch, moment, is_first):
-    write, rename = checkpoint._write_arrays, pathlib.Path.rename
+    write, rename = checkpoint.write_arrays, pathlib.Path.rename
 
     def fail_for_the_new(source, target):
         return fail() if source.name.startswith(".tmp-") and not target.name.startswith(".") else rename(source, target)
 
     name, failing = {
-        "before the arrays": ("mtpjax.io.checkpoint._write_arrays", fail),
-        "after the arrays": ("mtpjax.io.checkpoint._write_arrays", lambda *args: fail_after_the_arrays(write, *args)),
+        "before the arrays": ("mtpjax.io.checkpoint.write_arrays", fail),
+        "after the arrays": ("mtpjax.io.checkpoint.write_arrays", lambda *args: fail_after_the_arrays(write, *args)),
         "at the digests": ("mtpjax.io.checkpoint.file_digest", fail),
         "at the rename": ("pathlib.Path.rename", fail_for_the_new),
     }[moment]
@@ -222,7 +223,7 @@ def test_a_folder_that_is_not_ours_is_not_replaced(tmp_path, params):
     "bad, problem",
     [
         ({}, "no array"),
-        ([np.ones(2)], "not nested dicts"),
+        ([np.ones(2)], "must be nested dicts"),
         ({"a": {"b": [np.ones(2)]}}, "'a/b'.* is a list"),
         ({"a": {}}, "is a dict"),
         ({"a.b": np.ones(2)}, "key 'a.b'"),

@@ -21,7 +21,9 @@ from conversion import hf_config
 from conversion.export_mtp import export
 from conversion.files import CheckpointFileError, Files
 from mtpjax import ModelConfig, MTPModel, init_params, presets
+from mtpjax.errors import CheckpointError
 from mtpjax.io import checkpoint, convert
+from mtpjax.io.checkpoint_reader import CheckpointReader
 from mtpjax.models.quantized import is_scaled
 from tests.golden import SETS, cases, path
 
@@ -67,7 +69,7 @@ def test_several_chunks_are_one_array(tmp_path, monkeypatch):
     monkeypatch.setattr("conversion.names.BLOCK", 2000)
     source = path("deepseek_v3_fp8")
     convert.to_mtpjax(source, tmp_path / "ours")
-    records = checkpoint.Stored(tmp_path / "ours").records
+    records = CheckpointReader(tmp_path / "ours").records
     assert any(record["chunks"] != record["shape"] for record in records.values())
     assert_same_params(mtpjax.load(tmp_path / "ours")[1], mtpjax.load(source)[1])
     for block in (700, 3000):
@@ -82,7 +84,7 @@ def test_a_flipped_bit_in_a_chunk_is_found(converted, tmp_path):
     data = bytearray(chunk.read_bytes())
     data[500] ^= 4
     chunk.write_bytes(data)
-    with pytest.raises(checkpoint.CheckpointError, match="differs from what was saved"):
+    with pytest.raises(CheckpointError, match="differs from what was saved"):
         convert.to_hugging_face(copy, tmp_path / "back")
     assert not (tmp_path / "back").exists()
 

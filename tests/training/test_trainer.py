@@ -15,6 +15,7 @@ from mtpjax.data.sources import fingerprint, read_source
 from mtpjax.data.tokenizer import FileTokenizer, load_tokenizer
 from mtpjax.evaluation.self_check import check_acceptance
 from mtpjax.io import checkpoint
+from mtpjax.io.checkpoint_reader import CheckpointReader
 from mtpjax.training.decoding_eval import is_looping
 from mtpjax.training.step import train_step
 from mtpjax.training.trainer import describe
@@ -130,7 +131,7 @@ def test_a_run_on_two_sources_keeps_its_tokenizer_and_says_what_it_read(run, tmp
     assert f"skipped of {sources[0].path}: corrupt=0 empty=1 vocabulary=0" in capsys.readouterr().err
     prompts = {name: kinds["greedy"].prompts for name, kinds in result.panel.decoded.items()}
     assert prompts == {"overall": 6, str(tmp_path / "talks.jsonl"): 3, str(tmp_path / "texts.jsonl"): 3}
-    metadata = checkpoint.Stored(result.path, verify=False).metadata
+    metadata = CheckpointReader(result.path, verify=False).metadata
     assert [each["empty"] for each in metadata["data"]["skipped"]] == [1, 0]
     assert [Source(**values) for values in metadata["train"]["sources"]] == list(sources)
     assert load_tokenizer(config.output + "/checkpoint", 256).digest == FileTokenizer(tmp_path, 256).digest

@@ -1,0 +1,234 @@
+"""Arrays of a checkpoint on disk: written and read with Orbax, or streamed in chunks with TensorStore.
+
+Both write uncompressed zarr. Arrays that fit in memory go through Orbax. A converted checkpoint can be larger than
+memory, so its arrays are streamed: a few chunks are in memory at once, and one file holds the bytes of one chunk.
+"""
+
+import dataclasses
+import hashlib
+import itertools
+import os
+import pathlib
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+from flax import traverse_util
+
+from mtpjax.errors import CheckpointError
+from mtpjax.io.checkpoint_format import DIGESTS, one_line
+
+Index = tuple[slice, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamedArray:
+    """An array that is never in memory as a whole: `read(index)` returns one chunk of it."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    chunks: tuple[int, ...]  # the shape of a chunk
+    read: Callable[[Index], np.ndarray]
+
+
+def write_arrays(folder: pathlib.Path, arrays: Mapping[str, Any]) -> tuple[dict[str, dict], dict[str, str]]:
+    """Writes arrays into a new folder.
+
+    Args:
+      folder: the folder to make.
+      arrays: numpy arrays and `StreamedArray`s by flat name.
+
+    Returns:
+      `(records, digests)`: what `digests.json` says of each array, and the sha256 of the files for which it is already
+      known, by file name relative to the parent of `folder`.
+    """
+    import orbax.checkpoint as ocp  # slow to import, so only where it is used
+
+    checkpointer, handler = _checkpointer()
+    # Orbax would merge OCDBT files of several processes here, and warn that there are none.
+    handler.finalize = lambda directory: None
+    # Orbax writes its description of all arrays. Streamed arrays are one element for it, and are written below.
+    streams = {name: array for name, array in arrays.items() if isinstance(array, StreamedArray)}
+    stand_ins = {name: np.zeros(1, stream.dtype) for name, stream in streams.items()}
+    with checkpointer:
+        tree = traverse_util.unflatten_dict(dict(arrays) | stand_ins, sep="/")
+        checkpointer.save(folder, args=ocp.args.PyTreeSave(tree))
+    # Hashing releases the interpreter lock, so threads hash several arrays at once.
+    whole = {name: array for name, array in arrays.items() if name not in streams}
+    with ThreadPoolExecutor() as pool:
+        records = dict(zip(whole, pool.map(array_record, whole.values()), strict=True))
+    streamed, known = _write_streams(folder, streams)
+    records |= streamed
+    return {name: records[name] for name in arrays}, known
+
+
+def _write_streams(folder: pathlib.Path, streams: Mapping[str, StreamedArray]):
+    """Writes arrays chunk by chunk in the form that Orbax reads; returns as `write_arrays` does."""
+    import tensorstore
+
+    # Replace Orbax's one-element arrays by empty stores of the right shape.
+    stores, context = {}, single_thread_context()
+    for name, stream in streams.items():
+        spec = array_spec(folder, name)
+        shutil.rmtree(spec["kvstore"]["path"])
+        dtype = "bool" if stream.dtype == np.bool_ else stream.dtype.name
+        spec |= {"dtype": dtype, "store_data_equal_to_fill_value": True}
+        spec["metadata"] = {"shape": stream.shape, "chunks": stream.chunks, "compressor": None}
+        stores[name] = tensorstore.open(spec, create=True, context=context).result()
+
+    def write(part):
+        name, index = part
+        array = np.ascontiguousarray(streams[name].read(index))
+        stores[name][index].write(array, can_reference_source_data_indefinitely=True).result()
+        return _sha256(array)
+
+    # One chunk per thread is in memory. Chunks are hashed while they are there: files need not be read again.
+    parts = [(name, index) for name, stream in streams.items() for index in chunk_grid(stream.shape, stream.chunks)]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        digests = list(pool.map(write, parts))
+    # An array's digest is the digest of its chunks' digests, in C order. A file that holds a whole chunk has exactly
+    # the chunk's bytes, and so its digest; chunks at the edge are padded in their files.
+    sums: dict[str, Any] = {name: hashlib.sha256() for name in streams}
+    known = {}
+    for (name, index), digest in zip(parts, digests, strict=True):
+        sums[name].update(digest)
+        chunks = streams[name].chunks
+        if all(cut.stop - cut.start == size for cut, size in zip(index, chunks, strict=True)):
+            place = ".".join(str(cut.start // size) for cut, size in zip(index, chunks, strict=True))
+            known[f"{folder.name}/{name.replace('/', '.')}/{place}"] = digest.hex()
+    return {name: _record(stream, sums[name].hexdigest(), stream.chunks) for name, stream in streams.items()}, known
+
+
+def read_arrays(folder: pathlib.Path, records: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Reads all arrays of a checkpoint into memory, without placing them on a device.
+
+    Args:
+      folder: the folder that `write_arrays` made.
+      records: the arrays that `digests.json` lists, by flat name.
+
+    Returns:
+      numpy arrays by flat name, with the dtypes and shapes that are stored.
+
+    Raises:
+      CheckpointError: the arrays cannot be read, or are not those that `records` lists.
+    """
+    import orbax.checkpoint as ocp
+
+    try:
+        with _checkpointer()[0] as checkpointer:
+            # Compare names first: Orbax would skip an array that the request does not name.
+            stored = traverse_util.flatten_dict(checkpointer.metadata(folder).item_metadata.tree, sep="/")
+            for name in sorted(records.keys() ^ stored.keys()):
+                absent = folder if name in records else folder.with_name(DIGESTS)
+                raise CheckpointError(f"array {name!r} is missing from {absent}")
+            item = traverse_util.unflatten_dict(dict.fromkeys(records, 0), sep="/")
+            # Ask for numpy arrays: Orbax would otherwise look for the devices of the process that saved.
+            restore_args = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in records}
+            request = ocp.args.PyTreeRestore(
+                item=item, restore_args=traverse_util.unflatten_dict(restore_args, sep="/")
+            )
+            arrays: Any = traverse_util.flatten_dict(checkpointer.restore(folder, args=request), sep="/")
+            return arrays
+    except CheckpointError:
+        raise
+    except Exception as error:  # Orbax and TensorStore raise whatever their parsers meet
+        raise CheckpointError(f"{folder} cannot be read: {one_line(error)}") from error
+
+
+def check_record(folder: pathlib.Path, name: str, found: Mapping[str, Any], recorded: Mapping[str, Any]) -> None:
+    """Compares an array that was read with the record that was made when it was saved.
+
+    Args:
+      folder: the folder of the arrays, for the message.
+      name: the array's flat name.
+      found: `array_record` of the array that was read.
+      recorded: its record in `digests.json`.
+
+    Raises:
+      CheckpointError: shape, dtype or sha256 differ.
+    """
+    for key, value in found.items():
+        if value != recorded.get(key):
+            raise CheckpointError(f"array {name!r} in {folder} has {key} {value}; saved was {recorded.get(key)}")
+
+
+def array_record(array: np.ndarray, chunks: list[int] | None = None) -> dict[str, Any]:
+    """Describes an array for `digests.json`.
+
+    Args:
+      array: the array.
+      chunks: the shape of the chunks in which it was streamed, if it was.
+
+    Returns:
+      `{"shape", "dtype", "sha256"}`, where the digest covers the elements in C order; for a streamed array it covers the
+      digests of the chunks, and "chunks" is added.
+    """
+    if chunks is None:
+        return _record(array, _sha256(array).hex())
+    total = hashlib.sha256()
+    for index in chunk_grid(array.shape, chunks):
+        total.update(_sha256(np.ascontiguousarray(array[index])))
+    return _record(array, total.hexdigest(), chunks)
+
+
+def _record(array, digest: str, chunks=None) -> dict[str, Any]:
+    record = {"shape": list(array.shape), "dtype": array.dtype.name, "sha256": digest}
+    return record if chunks is None else record | {"chunks": list(chunks)}
+
+
+def _sha256(array: np.ndarray) -> bytes:
+    """Hashes the elements in C order, without a copy of a contiguous array."""
+    return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).digest()
+
+
+def chunk_grid(shape, chunks) -> Iterator[Index]:
+    """Lists the chunks of an array in C order.
+
+    Args:
+      shape: the array's shape.
+      chunks: the shape of a chunk. Chunks at the edge are smaller.
+
+    Yields:
+      The index of each chunk.
+    """
+    axes = [range(0, size, step) for size, step in zip(shape, chunks, strict=True)]
+    for begins in itertools.product(*axes):
+        yield tuple(
+            slice(begin, min(begin + step, size)) for begin, step, size in zip(begins, chunks, shape, strict=True)
+        )
+
+
+def array_spec(folder: pathlib.Path, name: str) -> dict[str, Any]:
+    """Builds the TensorStore spec of an array in Orbax's layout.
+
+    Args:
+      folder: the folder of the arrays.
+      name: the array's flat name.
+
+    Returns:
+      The spec: a zarr array in the folder `a.b` for the name `a/b`.
+    """
+    return {"driver": "zarr", "kvstore": {"driver": "file", "path": str(folder / name.replace("/", "."))}}
+
+
+def single_thread_context():
+    """Makes a TensorStore context with one copy thread and one file thread, since each keeps memory of its own."""
+    import tensorstore
+
+    return tensorstore.Context({"data_copy_concurrency": {"limit": 1}, "file_io_concurrency": {"limit": 1}})
+
+
+def _checkpointer():
+    """Makes an Orbax checkpointer and its handler for this process alone: other processes of a run do not wait."""
+    import orbax.checkpoint as ocp
+
+    index = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=index, active_processes={index}, barrier_sync_key_prefix=f"process_{index}"
+    )
+    # OCDBT would mix the bytes of several arrays in shared files, and a digest could no longer name the array.
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, multiprocessing_options=alone)
+    return ocp.Checkpointer(handler, multiprocessing_options=alone), handler

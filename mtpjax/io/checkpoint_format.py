@@ -1,0 +1,166 @@
+"""Layout of mtpjax's own checkpoint folders. Imports no JAX, so that commands can look at a checkpoint before JAX starts.
+
+    config.json    format name and version, the model configuration, metadata
+    digests.json   the sha256 of every other file; for each array its shape, dtype and the sha256 of its elements
+    params/        the arrays, written by Orbax, one folder each
+    huggingface*   the rest of the Hugging Face directory that the checkpoint was converted from (`huggingface_files`)
+
+Orbax restores flipped bits without an error, so every checkpoint carries digests. File digests are checked first, so
+that no parser sees damaged data. Array digests then prove that the arrays in memory are the ones that were saved.
+"""
+
+import hashlib
+import json
+import pathlib
+from typing import Any
+
+from mtpjax.errors import CheckpointError
+
+FORMAT = "mtpjax-checkpoint"
+VERSION = 1
+CONFIG, DIGESTS, ARRAYS = "config.json", "digests.json", "params"
+
+
+def is_checkpoint(path) -> bool:
+    """Returns whether `path` is a checkpoint folder of this format, of any version. Never raises.
+
+    Args:
+      path: a folder, which need not exist. Only its `config.json` is read.
+
+    Returns:
+      True if `config.json` names this format. The arrays may still be damaged.
+    """
+    return read_config(pathlib.Path(path)) is not None
+
+
+def find_checkpoint(path) -> pathlib.Path:
+    """Finds the checkpoint that a user means by `path`.
+
+    Args:
+      path: a run folder of `mtpjax train`, a checkpoint, or a Hugging Face directory.
+
+    Returns:
+      The `checkpoint/` folder inside a run folder, otherwise `path` itself.
+    """
+    path = pathlib.Path(path)
+    return path / "checkpoint" if is_checkpoint(path / "checkpoint") else path
+
+
+def checkpoint_bytes(path) -> int:
+    """Adds up the sizes of the files of the checkpoint that `find_checkpoint` finds.
+
+    Args:
+      path: as for `find_checkpoint`.
+
+    Returns:
+      Bytes on disk; 0 if there are no files.
+    """
+    return sum(file.stat().st_size for file in find_checkpoint(path).rglob("*") if file.is_file())
+
+
+def checkpoint_digest(path: pathlib.Path) -> str:
+    """Identifies a checkpoint without reading its weights.
+
+    Args:
+      path: a checkpoint of either format.
+
+    Returns:
+      A hexadecimal sha256: over the digests of our own format, or over the configuration, the index and the file sizes
+      of a Hugging Face directory.
+    """
+    described = [path / name for name in (DIGESTS, CONFIG, "model.safetensors.index.json")]
+    whole = hashlib.sha256(b"".join(file.read_bytes() for file in described if file.is_file()))
+    for file in sorted(path.glob("*.safetensors")):
+        whole.update(f"{file.name} {file.stat().st_size}".encode())
+    return whole.hexdigest()
+
+
+def read_config(path: pathlib.Path) -> dict[str, Any] | None:
+    """Reads `config.json` of a checkpoint folder.
+
+    Args:
+      path: a folder, which need not exist.
+
+    Returns:
+      The content, or `None` if the file is missing, unreadable or of another format.
+    """
+    try:
+        config = json.loads((path / CONFIG).read_bytes())
+    except (OSError, ValueError, RecursionError):  # ValueError: the file is not JSON, or not UTF-8
+        return None
+    return config if isinstance(config, dict) and config.get("format") == FORMAT else None
+
+
+def read_digests(path: pathlib.Path) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
+    """Reads `digests.json` of a checkpoint folder.
+
+    Args:
+      path: the checkpoint folder.
+
+    Returns:
+      `(files, arrays)`: the sha256 by relative file name, and `{"shape", "dtype", "sha256"}` by array name. Arrays that
+      were written in chunks also have "chunks".
+
+    Raises:
+      CheckpointError: the file is missing, damaged or incomplete.
+    """
+    file = path / DIGESTS
+    try:
+        digests = json.loads(file.read_bytes())
+        files, arrays = dict(digests["files"]), dict(digests["arrays"])
+        is_complete = CONFIG in files and all(_is_record(record) for record in arrays.values())
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{file} is missing or damaged: {one_line(error)}") from error
+    if not is_complete:
+        raise CheckpointError(f"{file} is damaged: config.json or an array has no record")
+    return files, arrays
+
+
+def _is_record(record: Any) -> bool:
+    """Returns whether an array's record has usable chunk sizes; other fields are compared when the array is read."""
+    chunks = record.get("chunks", [1]) if isinstance(record, dict) else [0]
+    return isinstance(chunks, list) and all(isinstance(size, int) and size > 0 for size in chunks)
+
+
+def file_digest(file: pathlib.Path) -> str | None:
+    """Computes the sha256 of a file.
+
+    Args:
+      file: the file.
+
+    Returns:
+      The hexadecimal digest, or `None` if the file cannot be read.
+    """
+    try:
+        with open(file, "rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError:
+        return None
+
+
+def json_bytes(value: Any) -> bytes:
+    """Encodes a value as JSON.
+
+    Args:
+      value: anything that JSON can hold.
+
+    Returns:
+      UTF-8 bytes that end in a newline.
+
+    Raises:
+      ValueError: `value` contains NaN or infinity.
+      TypeError: `value` contains a type that JSON has not.
+    """
+    return (json.dumps(value, indent=1, allow_nan=False) + "\n").encode()
+
+
+def one_line(error: Exception) -> str:
+    """Shortens an exception of another library to one line.
+
+    Args:
+      error: the exception.
+
+    Returns:
+      The type and the first line of the message, at most 300 characters of it.
+    """
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"

@@ -1,0 +1,144 @@
+"""Reads mtpjax's own checkpoints: all at once (`restore`), or part by part (`CheckpointReader`)."""
+
+import pathlib
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from mtpjax.errors import CheckpointError
+from mtpjax.io.array_files import Index, array_record, array_spec, check_record, read_arrays, single_thread_context
+from mtpjax.io.checkpoint_format import ARRAYS, CONFIG, FORMAT, VERSION, file_digest, read_config, read_digests
+from mtpjax.io.param_tree import join_scaled, unflatten
+from mtpjax.models.config import ModelConfig
+
+
+def restore(path) -> tuple[Any, dict, dict]:
+    """Reads a whole checkpoint and verifies every digest.
+
+    Args:
+      path: a checkpoint folder that `mtpjax.io.checkpoint.save` wrote.
+
+    Returns:
+      `(config_dict, params, metadata)`. The params are nested dicts of jax arrays on the default device, with the
+      shapes, dtypes and bits that were saved, whatever devices the saving process had.
+
+    Raises:
+      CheckpointError: `path` is not a checkpoint, has a newer version, or some part of it is missing, truncated or
+        changed. The message names the array or the file.
+    """
+    # The reader checks the digests of all files before Orbax parses any of them.
+    reader = CheckpointReader(path)
+    folder = reader.path / ARRAYS
+    arrays = read_arrays(folder, reader.records)
+    # The arrays in memory must be the ones that were in memory when they were saved.
+    with ThreadPoolExecutor() as pool:
+        chunks = [reader.records[name].get("chunks") for name in arrays]
+        for name, found in zip(arrays, pool.map(array_record, arrays.values(), chunks), strict=True):
+            check_record(folder, name, found, reader.records[name])
+    params = unflatten({name: jnp.asarray(array) for name, array in arrays.items()})
+    return reader.config, join_scaled(params, reader.scaled), reader.metadata
+
+
+class CheckpointReader:
+    """A checkpoint whose arrays are read part by part, for conversion with bounded memory.
+
+    Attributes:
+      path: the resolved folder.
+      config: the model configuration as plain values.
+      metadata: the metadata that was saved.
+      files: sha256 by file name.
+      records: shape, dtype and sha256 by flat array name.
+      scaled: `[axis, block]` of quantised parameters by flat name.
+    """
+
+    def __init__(self, path, *, verify: bool = True):
+        """Opens a checkpoint and checks the digests of its files.
+
+        Args:
+          path: the checkpoint folder.
+          verify: check the digest of every file. False reads only descriptions, which suits `mtpjax inspect`.
+
+        Raises:
+          CheckpointError: as for `restore`.
+        """
+        self.path = pathlib.Path(path).resolve()
+        config = read_config(self.path)
+        if config is None:
+            raise CheckpointError(
+                f"no mtpjax checkpoint at {self.path}: looked for a config.json with format {FORMAT!r}"
+            )
+        if config.get("version") != VERSION:
+            raise CheckpointError(
+                f"{self.path / CONFIG} has version {config.get('version')!r}, not {VERSION}: it was written by another "
+                "version of mtpjax"
+            )
+        self.files, self.records = read_digests(self.path)
+        if verify:
+            self._verify_files()
+        self.config, self.metadata, self.scaled = config["config"], config["metadata"], config.get("block_scaled", {})
+        self._open, self._context = {}, None
+
+    def model_config(self) -> ModelConfig:
+        """Reads the configuration as a `ModelConfig`.
+
+        Returns:
+          The configuration that `save_model` wrote.
+
+        Raises:
+          CheckpointError: the checkpoint holds something else.
+        """
+        return model_config(self.config, self.path)
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        """Reads a part of an array.
+
+        Args:
+          name: the flat name, such as "trunk/layer_0/attention/qkv".
+          index: the part, one slice per axis.
+
+        Returns:
+          The part as a numpy array.
+        """
+        import tensorstore
+
+        if name not in self._open:
+            self._context = self._context or single_thread_context()
+            spec = array_spec(self.path / ARRAYS, name)
+            self._open[name] = tensorstore.open(spec, read=True, context=self._context).result()
+        return self._open[name][index].read().result()
+
+    def _verify_files(self) -> None:
+        """Compares every file with its digest, several at once."""
+        with ThreadPoolExecutor() as pool:
+            found = pool.map(file_digest, (self.path / file for file in self.files))
+            for file, digest in zip(self.files, found, strict=True):
+                if digest != self.files[file]:
+                    problem = "is missing or unreadable" if digest is None else "differs from what was saved"
+                    raise CheckpointError(f"{self.path / file}{_of_array(file, self.records)} {problem}")
+
+
+def model_config(values: Any, path) -> ModelConfig:
+    """Builds a `ModelConfig` from the values in a checkpoint.
+
+    Args:
+      values: the configuration as plain values.
+      path: the checkpoint, for the message.
+
+    Returns:
+      The configuration.
+
+    Raises:
+      CheckpointError: `values` is not a model configuration.
+    """
+    try:
+        return ModelConfig.from_dict(values)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} holds no model configuration: {error}") from error
+
+
+def _of_array(file: str, arrays: dict[str, Any]) -> str:
+    """Returns " of array 'a/b'" for the file `params/a.b/0.0`, and "" for a file that belongs to no single array."""
+    name = file.split("/")[1].replace(".", "/") if file.count("/") > 1 else ""
+    return f" of array {name!r}" if name in arrays else ""

@@ -1,0 +1,50 @@
+"""Files of a Hugging Face directory that a checkpoint of ours keeps beside its parameters. Imports no JAX.
+
+huggingface/              config.json, tokenizer and other small files, byte for byte
+huggingface.json          model type and the headers of the safetensors files, so that export can repeat them
+huggingface.safetensors   tensors that are not parameters of the model, such as a vision tower
+"""
+
+import json
+import pathlib
+
+from mtpjax.safe_open import read_inside
+
+FOLDER, HEADERS, OTHER_TENSORS = "huggingface", "huggingface.json", "huggingface.safetensors"
+SELF_CHECK = "mtpjax_self_check.json"  # acceptance that training measured, in a directory that was exported
+MAX_TOKENIZER_BYTES = 64 << 20  # of a tokenizer.json; the published ones have 7 to 20 MB
+
+
+def huggingface_folder(path) -> pathlib.Path:
+    """Finds the Hugging Face files, such as the tokenizer, of a checkpoint.
+
+    Args:
+      path: a checkpoint of ours, or a Hugging Face directory.
+
+    Returns:
+      The `huggingface/` folder of a checkpoint of ours, if it has one; otherwise `path` itself.
+    """
+    path = pathlib.Path(path)
+    kept = path / FOLDER
+    return kept if kept.is_dir() else path
+
+
+def count_tokens(path) -> int | None:
+    """Counts the token ids that a checkpoint's tokenizer defines.
+
+    Embedding tables are often padded to a round size. Rows from this count on belong to no token.
+
+    Args:
+      path: a checkpoint of ours, or a Hugging Face directory.
+
+    Returns:
+      One more than the largest id in `tokenizer.json`; `None` if that file is missing or cannot be read.
+    """
+    try:
+        content = read_inside(huggingface_folder(path), "tokenizer.json", most=MAX_TOKENIZER_BYTES)
+        values = json.loads(content) if content is not None else {}
+        vocabulary = values["model"]["vocab"]
+        largest = max(vocabulary.values()) if isinstance(vocabulary, dict) else len(vocabulary) - 1
+        return 1 + max([largest, *(token["id"] for token in values.get("added_tokens", ()))])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
