@@ -20,8 +20,8 @@ def add(commands) -> None:
     commands.add_subcommand("quickstart", quickstart, help="train, decode, compare: see a lossless speed-up")
 
     train = jsonargparse.ArgumentParser(
-        description="Train a model with its MTP modules. What the settings mean stands in `mtpjax.training.config.TrainConfig`; "
-        "--print-config shows all of them."
+        description="Train a model together with its MTP modules. `mtpjax.training.config.TrainConfig` documents every "
+        "setting; --print-config prints them with their values."
     )
     train.add_argument("--config", default=None, help="YAML file of settings (default: TrainConfig's own)")
     train.add_argument("settings", nargs="*", default=[], metavar="key=value", help="settings over those of the file")
