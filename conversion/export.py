@@ -1,85 +1,99 @@
-"""Parameters -> the tensors of Hugging Face files, block by block: `names.py` read backwards."""
+"""Assembles the tensors of Hugging Face files from parameters, block by block: the inverse of loading."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
-from conversion.load import E4M3, dequantise, scale_leaf
-from conversion.names import Leaf, Piece
-from conversion.shards import Entry
+from conversion.read_params import E4M3, ScaleMap, dequantize, scale_spec
+from conversion.shards import TensorEntry
+from conversion.tensor_slice import ParamSpec, TensorSlice
 
-Read = Callable[[str, tuple[slice, ...]], np.ndarray]  # path of an array and index -> that part of it
+ReadParam = Callable[[str, tuple[slice, ...]], np.ndarray]  # (name of a stored array, index) -> that part of it
 
 
-class Assembly:
-    """Tensors made from parameters.
-
-    `read` gives parts of arrays; those of a leaf in `scaled` (path -> axis, block) are `path/values` and `path/scales`.
-    `tied` names copies of tensors, `scales` the tensor of the scales of an fp8 tensor, `block` its rows and columns.
-    """
+class TensorAssembler:
+    """Makes tensors from parameters that are read part by part."""
 
     def __init__(
         self,
-        leaves: dict[str, Leaf],
-        read: Read,
+        specs: Mapping[str, ParamSpec],
+        read: ReadParam,
         *,
-        scaled: dict[str, list[int]],
-        scales: dict[str, str],
-        tied: dict[str, str],
-        block: tuple[int, int] | None,
+        scaled: Mapping[str, list[int]],
+        scales: ScaleMap,
+        tied: Mapping[str, str],
     ):
-        self.read, self.scaled, self.tied, self.block = read, scaled, tied, block
-        self.scale_of = {scale: name for name, scale in scales.items()}
-        self.parts: dict[str, list[tuple[str, Leaf, Piece]]] = {}
-        for path, leaf in leaves.items():
-            for piece in leaf.pieces:
-                self.parts.setdefault(piece.name, []).append((path, leaf, piece))
+        """Indexes the slices of each tensor.
 
-    def blocks(self, entry: Entry) -> Iterator[np.ndarray]:
-        """The rows of a tensor, block by block, in `entry`'s dtype."""
+        Args:
+          specs: the parameters by flat name.
+          read: reads a part of a stored array. A quantized parameter is stored as `path/values` and `path/scales`.
+          scaled: `[axis, block]` of the parameters that are stored quantized, by flat name.
+          scales: the scale tensors to make, for fp8 tensors.
+          tied: tensors that are copies of other ones.
+        """
+        self.read, self.scaled, self.tied, self.scales = read, scaled, tied, scales
+        self.fp8_tensor = {scale: name for name, scale in scales.names.items()}
+        self.parts: dict[str, list[tuple[str, ParamSpec, TensorSlice]]] = {}
+        for path, spec in specs.items():
+            for piece in spec.slices:
+                self.parts.setdefault(piece.name, []).append((path, spec, piece))
+
+    def blocks(self, entry: TensorEntry) -> Iterator[np.ndarray]:
+        """Makes the rows of a tensor.
+
+        Args:
+          entry: the tensor.
+
+        Yields:
+          Its rows in order, block after block, in the entry's dtype.
+        """
         name = self.tied.get(entry.name, entry.name)
-        if name in self.scale_of:
-            yield self._scales(self.scale_of[name], entry)
+        if name in self.fp8_tensor:
+            yield self._scale_tensor(self.fp8_tensor[name], entry)
             return
-        groups: dict[tuple[int, int], list[tuple[str, Leaf, Piece]]] = {}
+        # Several slices can share rows of a tensor, such as the query and the gate of `q_proj`. They are cut alike, and
+        # a block of rows is written once all of them have filled it.
+        groups: dict[tuple[int, int], list[tuple[str, ParamSpec, TensorSlice]]] = {}
         for part in self.parts[name]:
             groups.setdefault(part[2].rows, []).append(part)
         for _, group in sorted(groups.items()):
-            parts = [piece.blocks(entry.dtype.itemsize) for _, _, piece in group]  # cut alike: alike split
+            parts = [piece.blocks(entry.dtype.itemsize) for _, _, piece in group]
             for pieces in zip(*parts, strict=True):
                 begin, end = pieces[0].rows
                 rows = np.empty((end - begin, *entry.shape[1:]), entry.dtype)
-                for (path, leaf, _), piece in zip(group, pieces, strict=True):
-                    piece.write(rows, self._values(path, leaf, piece, entry.dtype))
+                for (path, spec, _), piece in zip(group, pieces, strict=True):
+                    piece.write(rows, self._values(path, spec, piece, entry.dtype))
                 yield rows
 
-    def _values(self, path: str, leaf: Leaf, piece: Piece, dtype: np.dtype) -> np.ndarray:
-        index, kept = _index(piece, leaf.shape)
+    def _values(self, path: str, spec: ParamSpec, piece: TensorSlice, dtype: np.dtype) -> np.ndarray:
+        """Reads the part of a parameter that a slice covers, dequantized unless the tensor is fp8 as well."""
+        index, kept = _index(piece, spec.shape)
         if path not in self.scaled:
             return self.read(path, index)[kept].astype(dtype, copy=False)
         values = self.read(f"{path}/values", index)
         if dtype == E4M3:
             return values[kept]
-        axis, side = self.scaled[path]
+        # All scales along the input axis are read: a part may begin inside a block.
+        axis, block = self.scaled[path]
         whole = list(index)
-        whole[axis] = slice(0, -(-leaf.shape[axis] // side))
+        whole[axis] = slice(0, -(-spec.shape[axis] // block))
         scales = self.read(f"{path}/scales", tuple(whole))
-        return dequantise(values, scales, axis % len(leaf.shape), side, index[axis].start)[kept].astype(dtype)
+        return dequantize(values, scales, axis % len(spec.shape), block, index[axis].start)[kept].astype(dtype)
 
-    def _scales(self, name: str, entry: Entry) -> np.ndarray:
-        """A tensor of scales: those of its parts are written out along rows, and every `block[0]`-th row is kept."""
-        assert self.block is not None
+    def _scale_tensor(self, name: str, entry: TensorEntry) -> np.ndarray:
+        """Makes the scales of an fp8 tensor: the parameter repeats them along rows, so every n-th row is kept."""
         rows = np.empty((self.parts[name][0][2].shape[0], entry.shape[1]), np.float32)
-        for path, leaf, piece in self.parts[name]:
-            index, kept = _index(piece, scale_leaf(leaf, self.block).shape)
+        for path, spec, piece in self.parts[name]:
+            index, kept = _index(piece, scale_spec(spec, self.scales).shape)
             piece.write(rows[slice(*piece.rows)], self.read(f"{path}/scales", index)[kept])
-        return rows[:: self.block[0]].astype(entry.dtype)
+        return rows[:: self.scales.rows].astype(entry.dtype)
 
 
-def _index(piece: Piece, shape: tuple[int, ...]) -> tuple[tuple[slice, ...], tuple[int | slice, ...]]:
-    """Where a piece lies in its leaf: as slices, and what drops the axes along which it has one place."""
+def _index(piece: TensorSlice, shape: tuple[int, ...]) -> tuple[tuple[slice, ...], tuple[int | slice, ...]]:
+    """Returns the slice's target as slices, and the index that then drops the axes where it has a single place."""
     index = tuple(
         slice(*place.indices(size)[:2]) if isinstance(place, slice) else slice(place, place + 1)
-        for place, size in zip(piece.place, shape, strict=True)
+        for place, size in zip(piece.target, shape, strict=True)
     )
-    return index, tuple(slice(None) if isinstance(place, slice) else 0 for place in piece.place)
+    return index, tuple(slice(None) if isinstance(place, slice) else 0 for place in piece.target)

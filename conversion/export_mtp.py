@@ -1,9 +1,10 @@
-"""The MTP modules of a Hugging Face checkpoint as a checkpoint of their own, laid out as xLLM's script does.
+"""Exports the MTP modules of a Hugging Face checkpoint as a checkpoint of their own, laid out as xLLM's script does.
 
     python -m conversion.export_mtp --input-dir DIR --output-dir DIR [--model-type TYPE]
 
-Beyond that script: Qwen3-Next, several modules, fp8 of every family dequantised by the configuration's own blocks,
-shapes and names checked before and after, a few blocks in memory at once, and no remote code.
+Inference engines load such an export as a draft model. Compared to xLLM's script it also supports Qwen3-Next and
+several modules, dequantizes fp8 of every family by the block size of the configuration, checks names and shapes, keeps
+only a few blocks in memory, and runs no remote code.
 """
 
 import argparse
@@ -12,23 +13,24 @@ import logging
 import pathlib
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
-from conversion import load
-from conversion.files import BLOCK, INDEX, CheckpointFileError, Files
-from conversion.names import Layout
-from conversion.shards import Entry, copy_files, entry_of, index_of, shard, write_shards
+from conversion.families import Layout
+from conversion.files import INDEX, CheckpointFiles
+from conversion.fp8_blocks import dequantized_blocks
+from conversion.load_plan import LoadPlan, make_plan
+from conversion.read_params import BF16
+from conversion.shards import TensorEntry, copy_files, entry_of, index_bytes, make_shard, write_shards
 from mtpjax.atomic import new_folder
-from mtpjax.errors import CheckpointError
+from mtpjax.errors import CheckpointError, CheckpointFileError
 from mtpjax.models.config import ModelConfig
 
 WEIGHTS = "mtp_layer_parameters.safetensors"
-ASCEND = "quant_model_description.json"  # which tensors Ascend's tools have quantised, by name
-AROUND = ("embed_tokens.", "shared_head.", "enorm.", "hnorm.", "eh_proj.")  # tensors around a module's decoder layer
+ASCEND_QUANTIZATION = "quant_model_description.json"  # Ascend's list of quantized tensors, by name
+AROUND = ("embed_tokens.", "shared_head.", "enorm.", "hnorm.", "eh_proj.")  # tensors beside a module's decoder layer
 
+# The architecture that engines load an export as; "MtpForCausalLM" for families that are not listed.
 ARCHITECTURES = {
     "deepseek_v3": "DeepseekMTPForCausalLM",
     "deepseek_v32": "DeepseekV32MtpForCausalLM",
@@ -40,58 +42,85 @@ ARCHITECTURES = {
 }
 
 
-def export(source, target, *, model_type: str | None = None, progress: Callable[[int], Any] | None = None) -> int:
-    """Writes the modules of `source` to the folder `target`; returns how many there are.
+def export_mtp(source, target, *, model_type: str | None = None, progress: Callable[[int], Any] | None = None) -> int:
+    """Writes the MTP modules of a checkpoint to a folder.
 
-    Raises `CheckpointFileError` for a checkpoint without modules, or one that is damaged; `hf_config.ConfigError`.
+    Args:
+      source: a full Hugging Face checkpoint.
+      target: the folder to write. It appears complete or not at all; an older export is replaced.
+      model_type: the family to use instead of the one that `config.json` names.
+      progress: called with the number of bytes of each block that is written.
+
+    Returns:
+      The number of modules.
+
+    Raises:
+      CheckpointFileError: the checkpoint has no MTP modules, or is damaged.
+      ConfigError: its configuration is damaged or not supported.
+      FileExistsError: `target` is neither empty nor an export.
     """
-    with Files(source) as files:
-        made = load.plan(files, model_type=model_type, allow_extra=True)
-        config = made.config
+    with CheckpointFiles(source) as files:
+        plan = make_plan(files, model_type=model_type, allow_extra=True)
+        config = plan.config
         if not config.num_mtp_modules:
             raise CheckpointFileError(
-                f"{files.path} has no MTP modules: neither num_nextn_predict_layers nor mtp_num_hidden_layers names "
-                "one, nor do the files hold any"
+                f"{files.path} has no MTP modules: config.json names none (num_nextn_predict_layers, "
+                "mtp_num_hidden_layers), and the files contain none"
             )
-        names = {}  # as written -> as read
+        # Choose the modules' tensors and their new names. Scales are left out, since fp8 becomes bfloat16.
+        sources = {}  # new name -> name in the checkpoint
         for name in files.tensors:
-            new = exported_name(name, config, made.layout)
-            if new is not None and name not in made.scales.values():
-                names[new] = name
-        if made.layout.mtp == "mtp":
-            names |= {name: name for name in shared_tensors(config, made.layout)}
-        entries = [
-            Entry(new, load.BF16 if name in made.scales else files.tensors[name].dtype, files.tensors[name].shape)
-            for new, name in sorted(names.items())
-        ]
-        shards = [shard(WEIGHTS, entries, {"format": "pt"})]
-        content = edited_config(files.json("config.json"), made)
+            new = exported_name(name, config, plan.layout)
+            if new is not None and name not in plan.scales.names.values():
+                sources[new] = name
+        if plan.layout.mtp == "mtp":
+            sources |= {name: name for name in shared_tensors(config, plan.layout)}
+        entries = [_entry(files, plan, new, name) for new, name in sorted(sources.items())]
+        shards = [make_shard(WEIGHTS, entries, {"format": "pt"})]
+        content = _edit_config(files.json("config.json"), plan)
 
+        # Write the tensors, copy the other files, and replace the files that describe the weights.
         with new_folder(pathlib.Path(target).resolve(), is_export) as folder:
-            write_shards(folder, shards, lambda entry: dequantised_blocks(files, made, names[entry.name]), progress)
-            copy_files(folder, files.bytes_of, [name for name in files.others() if name not in (INDEX, "config.json")])
-            (folder / INDEX).write_bytes(index_of(shards))
+
+            def blocks(entry: TensorEntry):
+                return dequantized_blocks(files, plan.scales, sources[entry.name])
+
+            write_shards(folder, shards, blocks, progress)
+            others = [name for name in files.other_files() if name not in (INDEX, "config.json")]
+            copy_files(folder, files.bytes_of, others)
+            (folder / INDEX).write_bytes(index_bytes(shards))
             (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
-            if (folder / ASCEND).is_file():
-                described = _rename_described(files.json(ASCEND), config, made.layout)
-                (folder / ASCEND).write_text(json.dumps(described, indent=2) + "\n")
-            with Files(folder) as written:
+            if (folder / ASCEND_QUANTIZATION).is_file():
+                described = _rename_described(files.json(ASCEND_QUANTIZATION), config, plan.layout)
+                (folder / ASCEND_QUANTIZATION).write_text(json.dumps(described, indent=2) + "\n")
+            # Read the export back before it appears under its name.
+            with CheckpointFiles(folder) as written:
                 assert [entry_of(tensor) for _, tensor in sorted(written.tensors.items())] == entries
         return config.num_mtp_modules
 
 
 def exported_name(name: str, config: ModelConfig, layout: Layout) -> str | None:
-    """What a tensor of an MTP module is called in an export; None for other tensors.
+    """Renames a tensor for an export.
 
-    A module's decoder layer becomes `model.layers.<module>`. What stands around the layer goes up to `model.` where
-    there is one module, and stays with its layer where there are several (which xLLM's script refuses).
+    The decoder layer of module k becomes `model.layers.k`. Tensors around the layer move up to `model.` if there is one
+    module, and stay with their layer if there are several, a case that xLLM's script rejects. Qwen and MiMo keep their
+    names.
+
+    Args:
+      name: the tensor's name in the checkpoint.
+      config: the model's configuration.
+      layout: how its family names tensors.
+
+    Returns:
+      The name in the export, or `None` if the tensor does not belong to a module.
     """
     if layout.mtp == "mtp":
         return name if name.startswith(("mtp.", "model.mtp.")) else None
     if layout.mtp == "mimo":
         return name if name.startswith(f"{layout.trunk}mtp_layers.") else None
-    if name == "rot.weight":
+    if name == "rot.weight":  # a rotation that some quantized checkpoints have
         return "model.rot.weight"
+    # Modules are the decoder layers behind those of the trunk.
     found = re.fullmatch(rf"{re.escape(layout.trunk)}layers\.(\d+)\.(.+)", name)
     if found is None or int(found[1]) < config.num_hidden_layers:
         return None
@@ -101,55 +130,79 @@ def exported_name(name: str, config: ModelConfig, layout: Layout) -> str | None:
 
 
 def original_name(name: str, config: ModelConfig, layout: Layout) -> str:
-    """The inverse of `exported_name`, for the tensors of an export."""
+    """Inverts `exported_name`.
+
+    Args:
+      name: a tensor's name in an export.
+      config: the model's configuration.
+      layout: how its family names tensors.
+
+    Returns:
+      The name in a full checkpoint.
+
+    Raises:
+      CheckpointFileError: an export has no tensor of this name.
+    """
     if layout.mtp != "layers":
         return name
     if name == "model.rot.weight":
         return "rot.weight"
     found = re.fullmatch(r"model\.(?:layers\.(\d+)\.)?(.+)", name)
     if found is None:
-        raise CheckpointFileError(f"tensor {name} is of no MTP module")
+        raise CheckpointFileError(f"tensor {name} does not belong to an MTP module")
     return f"{layout.trunk}layers.{config.num_hidden_layers + int(found[1] or 0)}.{found[2]}"
 
 
 def shared_tensors(config: ModelConfig, layout: Layout) -> list[str]:
-    """What Qwen's exports hold beside the modules: the trunk's embedding and head."""
+    """Lists the trunk's tensors that Qwen's exports contain beside the modules: the embedding and the head.
+
+    Args:
+      config: the model's configuration.
+      layout: how its family names tensors.
+
+    Returns:
+      The tensors' names.
+    """
     embedding = f"{layout.trunk}embed_tokens.weight"
     return [embedding] if config.tie_word_embeddings else [embedding, "lm_head.weight"]
 
 
-def dequantised_blocks(files: Files, made: load.Plan, name: str, dtype=load.BF16) -> Iterator[np.ndarray]:
-    """A tensor by blocks of rows, in `dtype` where the files hold scaled fp8."""
-    if name not in made.scales:
-        yield from files.blocks(name)
-        return
-    assert made.block is not None
-    rows, columns = files.tensors[name].shape
-    side = made.block[0]
-    step = max(1, BLOCK // (side * columns * 4)) * side
-    for begin in range(0, rows, step):
-        end = min(begin + step, rows)
-        scales = files.read(made.scales[name], begin // side, -(-end // side)).astype(np.float32)
-        scales = np.repeat(scales, side, axis=0)[: end - begin]
-        yield load.dequantise(files.read_checked(name, begin, end), scales, 1, made.block[1], 0).astype(dtype)
+def is_export(path: pathlib.Path) -> bool:
+    """Returns whether a folder is an export, which a later one may replace.
+
+    Args:
+      path: the folder.
+
+    Returns:
+      True if it contains the exported weights.
+    """
+    return (path / WEIGHTS).is_file()
 
 
-def edited_config(values: dict[str, Any], made: load.Plan) -> dict[str, Any]:
-    """The export's `config.json`: a model whose only layers are the modules."""
-    count = made.config.num_mtp_modules
-    base = made.model_type.removesuffix("_text")
+def _entry(files: CheckpointFiles, plan: LoadPlan, new: str, name: str) -> TensorEntry:
+    """Makes the entry of an exported tensor: fp8 with scales becomes bfloat16, other dtypes stay."""
+    tensor = files.tensors[name]
+    return TensorEntry(new, BF16 if name in plan.scales.names else tensor.dtype, tensor.shape)
+
+
+def _edit_config(values: dict[str, Any], plan: LoadPlan) -> dict[str, Any]:
+    """Makes the export's `config.json`: a model whose only layers are the modules."""
+    count = plan.config.num_mtp_modules
+    family = plan.model_type.removesuffix("_text")
     sizes = {"num_hidden_layers": count, "num_nextn_predict_layers": count}
     values = {**values, **sizes, "first_k_dense_replace": 0, "quantization_config": ""}
-    values["architectures"] = [ARCHITECTURES.get(base, "MtpForCausalLM")]
-    values["model_type"] = f"{base}_mtp"
-    if made.layout.mtp == "mtp":
+    values["architectures"] = [ARCHITECTURES.get(family, "MtpForCausalLM")]
+    values["model_type"] = f"{family}_mtp"
+    # Qwen: modules have full attention, and multimodal configurations nest the sizes.
+    if plan.layout.mtp == "mtp":
         values["mtp_num_hidden_layers"] = count
         kinds = {"mtp_num_hidden_layers": count, "layer_types": ["full_attention"] * count}
         if "text_config" in values:
             values["text_config"] = {**values["text_config"], "num_hidden_layers": count, **kinds}
         else:
             values |= kinds
-    if made.config.index_topk and values.get("index_share_for_mtp_iteration"):
+    # GLM-5.2: one module runs several times, and reuses the tokens that its indexer has selected.
+    if plan.config.index_topk and values.get("index_share_for_mtp_iteration"):
         frequency = values.get("index_topk_freq") or 0
         shared = {"index_topk_freq": max(frequency, 2), "index_skip_topk_offset": 0, "index_topk_pattern": "S"}
         shared["indexer_types"] = ["full"]
@@ -157,12 +210,8 @@ def edited_config(values: dict[str, Any], made: load.Plan) -> dict[str, Any]:
     return values
 
 
-def is_export(path: pathlib.Path) -> bool:
-    """Whether `path` is a folder that a later export may replace."""
-    return (path / WEIGHTS).is_file()
-
-
 def _rename_described(described: dict[str, Any], config: ModelConfig, layout: Layout) -> dict[str, Any]:
+    """Renames the tensors in Ascend's list; entries that are not about tensors stay."""
     kept = {}
     for name, value in described.items():
         new = exported_name(name, config, layout) if name.endswith((".weight", ".bias", "_scale", "_offset")) else name
@@ -172,7 +221,7 @@ def _rename_described(described: dict[str, Any], config: ModelConfig, layout: La
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line of this file, which takes the flags of xLLM's script.
+    """Runs the command line of this file, which has the flags of xLLM's script.
 
     Args:
       arguments: the arguments; those of the process by default.
@@ -187,7 +236,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:
-        export(options.input_dir, options.output_dir, model_type=options.model_type)
+        export_mtp(options.input_dir, options.output_dir, model_type=options.model_type)
     except CheckpointError as error:
         print(error, file=sys.stderr)
         return 3

@@ -1,154 +1,61 @@
-"""`config.json` of the published families <-> `ModelConfig`. Our own parser: no remote code, every value checked."""
+"""Parses the `config.json` of the supported families into a `ModelConfig`.
+
+mtpjax has its own parser: no remote code runs, and every value is checked. A value that would need other arithmetic
+than the model implements is an error, not a default.
+"""
 
 import dataclasses
-import itertools
-import math
 from typing import Any
 
-from conversion.names import Layout
+from conversion.config_reader import ConfigReader
+from conversion.families import FAMILIES, IGNORED_KEYS, Layout
 from mtpjax.errors import ConfigError
 from mtpjax.models.config import Llama3Scaling, ModelConfig, Yarn
 
-MOST = 2**31  # no size in a configuration may reach this
-
 
 @dataclasses.dataclass(frozen=True)
-class Family:
-    """What the configurations of a `model_type` leave unsaid."""
-
-    layout: Layout = dataclasses.field(default_factory=Layout)
-    attention: str = "grouped"
-    fixed: tuple[tuple[str, Any], ...] = ()  # of ModelConfig
-
-
-_QWEN_HYBRID = (
-    ("zero_centred_norm", True),
-    ("use_qk_norm", True),
-    ("attn_output_gate", True),
-    ("scoring_func", "softmax"),
-    ("shared_expert_gate", True),
-)
-_DEEPSEEK = (("rope_interleave", True), ("router_correction_bias", True))
-
-FAMILIES = {
-    "deepseek_v3": Family(attention="latent", fixed=_DEEPSEEK),
-    "kimi_k2": Family(attention="latent", fixed=_DEEPSEEK),
-    "deepseek_v32": Family(attention="latent", fixed=_DEEPSEEK),
-    "glm_moe_dsa": Family(attention="latent", fixed=_DEEPSEEK),
-    "glm4_moe": Family(fixed=(("router_correction_bias", True),)),
-    "qwen3_next": Family(Layout(mtp="mtp", packed_delta=True), fixed=_QWEN_HYBRID),
-    "qwen3_5": Family(Layout("model.language_model.", mtp="mtp"), fixed=_QWEN_HYBRID),
-    "qwen3_5_text": Family(Layout(mtp="mtp"), fixed=_QWEN_HYBRID),
-    "qwen3_5_moe": Family(Layout("model.language_model.", mtp="mtp"), fixed=_QWEN_HYBRID),
-    "qwen3_5_moe_text": Family(Layout(mtp="mtp"), fixed=_QWEN_HYBRID),
-    "qwen3": Family(fixed=(("use_qk_norm", True),)),
-    "llama": Family(),
-    "mimo": Family(
-        Layout(mtp="mimo"),
-        fixed=(("mtp_input", "hidden_embedding"), ("mtp_chaining", "trunk"), ("attention_bias", True)),
-    ),
-}
-
-# Keys that change nothing here: training, tokens, caches, and what other code wants to know.
-IGNORED = {
-    *("architectures", "model_type", "auto_map", "torch_dtype", "dtype", "transformers_version", "use_cache"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "attention_dropout", "initializer_range", "pretraining_tp"),
-    *("ep_size", "aux_loss_alpha", "seq_aux", "router_aux_loss_coef", "output_router_logits", "mlp_bias"),
-    *("max_window_layers", "sliding_window", "use_sliding_window", "index_topk_freq", "index_topk_pattern"),
-    *("index_skip_topk_offset", "index_share_for_mtp_iteration", "mamba_ssm_dtype", "vision_config", "text_config"),
-    *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "quantization_config"),
-    *("language_model_only", "scale_fmt", "moe_router_dtype", "rope_parameters", "rope_scaling", "name_or_path"),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Parsed:
-    """A configuration in our terms. `mtp_given`: whether it says how many MTP modules there are; `unknown`: keys."""
+class ParsedConfig:
+    """A `config.json` in terms of the model."""
 
     model_type: str
     model: ModelConfig
     layout: Layout
-    quantization: dict[str, Any] | None
-    block: tuple[int, int] | None  # rows, columns of a block-fp8 scale
-    mtp_given: bool
-    unknown: tuple[str, ...]
+    block: tuple[int, int] | None  # rows, columns that share an fp8 scale
+    names_modules: bool  # the file says how many MTP modules there are
+    unknown: tuple[str, ...]  # keys that are neither used nor known to be irrelevant
 
 
-class _Reader:
-    """Typed access to one level of a configuration; remembers what was asked for."""
+def parse_config(values: Any, model_type: str | None = None) -> ParsedConfig:
+    """Parses the content of a `config.json`.
 
-    def __init__(self, values: dict[str, Any]):
-        self.values, self.seen = values, set()
+    Args:
+      values: the JSON value.
+      model_type: the family to use instead of the one that the file names.
 
-    def get(self, key: str) -> Any:
-        self.seen.add(key)
-        return self.values.get(key)
+    Returns:
+      The parsed configuration.
 
-    def integer(self, key: str, default: int | None = None, *, low: int = 1) -> int:
-        value = self.get(key)
-        value = default if value is None else value
-        if value is None:
-            raise ConfigError(f"config.json lacks {key}")
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value < MOST:
-            raise ConfigError(f"config.json: {key} is {value!r}, not an integer from {low} on")
-        return value
-
-    def number(self, key: str, default: float) -> float:
-        value = self.get(key)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-            raise ConfigError(f"config.json: {key} is {value!r}, not a positive number")
-        return float(value)
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self.get(key)
-        value = default if value is None else value
-        if not isinstance(value, bool):
-            raise ConfigError(f"config.json: {key} is {value!r}, not true or false")
-        return value
-
-    def items(self, key: str, kind: type) -> tuple:
-        value = self.get(key)
-        value = [] if value is None else value
-        if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
-            raise ConfigError(f"config.json: {key} is no list of {kind.__name__}")
-        return tuple(value)
-
-    def section(self, key: str) -> "_Reader":
-        value = self.get(key)
-        value = {} if value is None else value
-        if not isinstance(value, dict):
-            raise ConfigError(f"config.json: {key} is {value!r}, not an object")
-        return _Reader(value)
-
-    def require(self, key: str, *allowed: Any) -> None:
-        """Refuses a value that would need other arithmetic than ours."""
-        value = self.get(key)
-        if value is not None and value not in allowed:
-            raise ConfigError(f"config.json: {key} {value!r} is not supported, only {', '.join(map(repr, allowed))}")
-
-
-def parse(values: Any, model_type: str | None = None) -> Parsed:
-    """Reads the object that `config.json` holds; `model_type` is taken instead of its own.
-
-    Raises `ConfigError`, one line with the key and its value.
+    Raises:
+      ConfigError: the configuration is damaged or not supported; one line with the key and its value.
     """
     if not isinstance(values, dict):
-        raise ConfigError(f"config.json holds a {type(values).__name__}, not an object")
+        raise ConfigError(f"config.json contains a {type(values).__name__}, not an object")
     model_type = values.get("model_type") if model_type is None else model_type
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise ConfigError(f"model_type {model_type!r} is not known; there are {', '.join(FAMILIES)}")
+        raise ConfigError(f"unsupported model_type {model_type!r}; supported: {', '.join(FAMILIES)}")
     family = FAMILIES[model_type]
-    top = _Reader(values)
+    # Multimodal checkpoints nest the language model's values; those of the nested section win.
+    top = ConfigReader(values)
     text = top.section("text_config")
-    reader = _Reader({**values, **text.values})
+    reader = ConfigReader({**values, **text.values})
+    # Collect the fields of ModelConfig, part by part; later parts read the fields of earlier ones.
     fields = dict(family.fixed)
     try:
         fields |= _common(reader)
         fields |= {"latent": _latent, "grouped": _grouped}[family.attention](reader, fields)
         fields |= _linear(reader, fields)
         fields |= _experts(reader, fields)
-        fields["num_mtp_modules"], mtp_given = _mtp(reader)
+        fields["num_mtp_modules"], names_modules = _mtp(reader)
         fields["mtp_own_embedding"] = reader.flag("mtp_use_dedicated_embeddings", False)
         if model_type == "deepseek_v3" and fields.get("index_topk"):
             raise ConfigError("config.json: index_topk with model_type deepseek_v3; sparse attention is deepseek_v32")
@@ -157,12 +64,12 @@ def parse(values: Any, model_type: str | None = None) -> Parsed:
         raise
     except (ValueError, TypeError) as error:
         raise ConfigError(f"config.json: {error}") from error
-    unknown = tuple(sorted(set(reader.values) - reader.seen - IGNORED))
-    quantization, block = _quantization(_Reader(values))
-    return Parsed(model_type, model, family.layout, quantization, block, mtp_given, unknown)
+    unknown = tuple(sorted(set(reader.values) - reader.seen - IGNORED_KEYS))
+    return ParsedConfig(model_type, model, family.layout, _fp8_block(top), names_modules, unknown)
 
 
-def _common(reader: _Reader) -> dict[str, Any]:
+def _common(reader: ConfigReader) -> dict[str, Any]:
+    """Reads what every family has."""
     reader.require("hidden_act", "silu", "swish")
     reader.require("use_sliding_window", False)
     reader.require("mlp_bias", False)
@@ -180,14 +87,16 @@ def _common(reader: _Reader) -> dict[str, Any]:
     }
 
 
-def _rope(reader: _Reader) -> dict[str, Any]:
+def _rope(reader: ConfigReader) -> dict[str, Any]:
+    """Reads rotary embeddings: `rope_parameters` (transformers 5) or `rope_scaling` and `rope_theta` (before)."""
     scaling = reader.section("rope_parameters")
     scaling = scaling if scaling.values else reader.section("rope_scaling")
     theta = scaling.number("rope_theta", reader.number("rope_theta", 10000.0))
     partial = scaling.number("partial_rotary_factor", reader.number("partial_rotary_factor", 1.0))
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind not in ("default", "yarn", "mrope", "llama3"):
-        raise ConfigError(f"config.json: rotary scaling {kind!r} is not supported, only yarn and llama3")
+        raise ConfigError(f"config.json: unsupported rope_type {kind!r}; supported: default, yarn, llama3, mrope")
+    # On text alone, mrope's three sections have the same positions, so it equals the default.
     made: Yarn | Llama3Scaling | None = None
     if kind in ("yarn", "llama3"):
         longest = reader.get("max_position_embeddings")
@@ -211,7 +120,8 @@ def _rope(reader: _Reader) -> dict[str, Any]:
     return {"rope_theta": theta, "partial_rotary_factor": partial, "rope_scaling": made}
 
 
-def _grouped(reader: _Reader, fields: dict[str, Any]) -> dict[str, Any]:
+def _grouped(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
+    """Reads grouped-query attention."""
     heads = fields["num_attention_heads"]
     made = {
         "num_key_value_heads": reader.integer("num_key_value_heads", heads),
@@ -225,9 +135,10 @@ def _grouped(reader: _Reader, fields: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
-def _latent(reader: _Reader, fields: dict[str, Any]) -> dict[str, Any]:
+def _latent(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
+    """Reads multi-head latent attention, and the indexer of sparse attention if there is one."""
     reader.require("attention_bias", False)
-    reader.seen |= {"head_dim", "num_key_value_heads", "qk_head_dim"}  # of no account here
+    reader.seen |= {"head_dim", "num_key_value_heads", "qk_head_dim"}  # implied by the other sizes
     made = {
         "attention": "latent",
         "q_lora_rank": reader.integer("q_lora_rank", 0, low=0),
@@ -249,16 +160,14 @@ def _latent(reader: _Reader, fields: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
-def _indexer_types(reader: _Reader, layers: int) -> tuple[str, ...]:
-    """Which layers share the indexer of a layer before: as listed, by a pattern, or every so many (GLM-5.2).
-
-    Empty where none does.
-    """
+def _indexer_types(reader: ConfigReader, layers: int) -> tuple[str, ...]:
+    """Returns "full" or "shared" for each layer; empty if every layer has an indexer of its own."""
     types = _listed_indexer_types(reader, layers)
     return () if set(types) == {"full"} else types
 
 
-def _listed_indexer_types(reader: _Reader, layers: int) -> tuple[str, ...]:
+def _listed_indexer_types(reader: ConfigReader, layers: int) -> tuple[str, ...]:
+    """Reads which layers share an earlier layer's indexer: from a list, a pattern of letters, or a frequency."""
     listed = reader.items("indexer_types", str)
     if listed:
         return listed
@@ -271,7 +180,8 @@ def _listed_indexer_types(reader: _Reader, layers: int) -> tuple[str, ...]:
     return tuple("shared" if is_shared else "full" for is_shared in shares)
 
 
-def _linear(reader: _Reader, fields: dict[str, Any]) -> dict[str, Any]:
+def _linear(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
+    """Reads which layers have linear attention (Qwen3-Next, Qwen3.5), and its sizes."""
     interval = reader.get("full_attention_interval")
     if interval is None and not fields.get("zero_centred_norm"):
         reader.require("layer_types", ["full_attention"] * fields["num_hidden_layers"])
@@ -290,8 +200,10 @@ def _linear(reader: _Reader, fields: dict[str, Any]) -> dict[str, Any]:
     return {"layer_types": types, **sizes, "linear_output_gate": gate}
 
 
-def _experts(reader: _Reader, fields: dict[str, Any]) -> dict[str, Any]:
+def _experts(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
+    """Reads the mixture of experts, and which layers are dense."""
     names = [name for name in ("n_routed_experts", "num_experts") if reader.get(name) is not None]
+    # A dense model: drop the family's fields about experts.
     if not names or not reader.integer(names[0], low=0):
         for field in ("scoring_func", "shared_expert_gate", "router_correction_bias"):
             fields.pop(field, None)
@@ -311,6 +223,7 @@ def _experts(reader: _Reader, fields: dict[str, Any]) -> dict[str, Any]:
         "norm_topk_prob": reader.flag("norm_topk_prob", True),
         "routed_scaling_factor": reader.number("routed_scaling_factor", 1.0),
     }
+    # Which layers are dense: the first few, those listed, all but every n-th, or as each layer's type says.
     first = reader.integer("first_k_dense_replace", 0, low=0)
     each = reader.integer("moe_layer_freq", reader.integer("decoder_sparse_step", 1))
     phase = 0 if reader.get("moe_layer_freq") is not None else 1  # DeepSeek counts layers from 0, Qwen from 1
@@ -325,104 +238,20 @@ def _experts(reader: _Reader, fields: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
-def _mtp(reader: _Reader) -> tuple[int, bool]:
+def _mtp(reader: ConfigReader) -> tuple[int, bool]:
+    """Returns the number of MTP modules, and whether the file names one (DeepSeek and GLM, Qwen, MiMo)."""
     for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers"):
         if reader.get(key) is not None:
             return reader.integer(key, low=0), True
     return 0, False
 
 
-def _quantization(reader: _Reader) -> tuple[dict[str, Any] | None, tuple[int, int] | None]:
-    """What `quantization_config` says, and the block of its scales. Which tensors are scaled, the files decide."""
+def _fp8_block(reader: ConfigReader) -> tuple[int, int] | None:
+    """Returns rows and columns of an fp8 block; `None` without fp8. The files decide which tensors have scales."""
     given = reader.section("quantization_config")
-    if not given.values:
-        return None, None
-    method = given.get("quant_method")
-    if method != "fp8":
-        return given.values, None
+    if given.get("quant_method") != "fp8":
+        return None
     block = given.items("weight_block_size", int) or (128, 128)
     if len(block) != 2 or min(block) < 1:
         raise ConfigError(f"config.json: weight_block_size is {list(block)}, not two positive integers")
-    return given.values, (block[0], block[1])
-
-
-def describe(config: ModelConfig, model_type: str | None = None) -> tuple[str, dict[str, Any]]:
-    """The family that `config` belongs to, or `model_type`, and the content of its `config.json`.
-
-    What is written is what `parse` reads the same configuration from. Raises `ConfigError` if there is no such family,
-    naming what the nearest cannot say.
-    """
-    if model_type is not None and model_type not in FAMILIES:
-        raise ConfigError(f"model_type {model_type!r} is not known; there are {', '.join(FAMILIES)}")
-    nested = [name for name, family in FAMILIES.items() if family.layout.trunk != "model."]
-    names = [name for name in FAMILIES if name not in nested] if model_type is None else [model_type]
-    nearest: list[str] | None = None
-    for name in names:
-        values = {"architectures": [], "model_type": name, **_values(config, FAMILIES[name].layout)}
-        try:
-            found = parse(values).model
-        except ConfigError:
-            continue
-        fields = [field.name for field in dataclasses.fields(config)]
-        differing = [field for field in fields if getattr(found, field) != getattr(config, field)]
-        if not differing:
-            return name, values
-        nearest = min(nearest or differing, differing, key=len)
-    raise ConfigError(f"no published family has this model: {', '.join(nearest or ['none'])} cannot be said")
-
-
-def edited(
-    values: dict[str, Any],
-    layout: Layout,
-    *,
-    num_mtp_modules: int | None = None,
-    dtypes: set[str] | None = None,
-    drop_quantization: bool = False,
-) -> dict[str, Any]:
-    """A `config.json` after its weights have changed: number of MTP modules, dtypes of the weights, quantisation."""
-    values = {**values}
-    if drop_quantization:
-        values.pop("quantization_config", None)
-    level = values
-    if "text_config" in values:
-        level = values["text_config"] = {**values["text_config"]}
-    if num_mtp_modules is not None:
-        level["mtp_num_hidden_layers" if layout.mtp == "mtp" else "num_nextn_predict_layers"] = num_mtp_modules
-    if dtypes is not None:
-        main = sorted(dtypes, key=lambda name: (name == "float32", name))[0]  # beside bf16 weights, some are float32
-        for part, key in itertools.product((values, level), ("torch_dtype", "dtype")):
-            if key in part and (drop_quantization or part[key] not in dtypes):
-                part[key] = main
-    return values
-
-
-def _values(config: ModelConfig, layout: Layout) -> dict[str, Any]:
-    """The keys of `config.json`, without defaults of sections that the model has not."""
-    same = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-    names = [*same, "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "rope_theta"]
-    names += ["partial_rotary_factor", "attention_bias", *(["use_qk_norm"] if config.use_qk_norm else [])]
-    if config.attention == "latent":
-        names += ["q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
-        names += ["rope_interleave"]
-    else:
-        names += ["num_key_value_heads", "head_dim"]
-    if config.index_topk:
-        names += ["index_topk", "index_n_heads", "index_head_dim", "indexer_rope_interleave", "indexer_types"]
-    if config.layer_types:
-        names += [f"linear_{name}" for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")]
-        names += ["linear_conv_kernel_dim", "layer_types"]
-    if config.is_moe:
-        names += ["n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group"]
-        names += ["n_shared_experts", "shared_expert_intermediate_size", "norm_topk_prob", "routed_scaling_factor"]
-        names += ["scoring_func", "first_k_dense_replace", "mlp_only_layers"]
-    values = {name: getattr(config, name) for name in names}
-    values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-    if config.rope_scaling is not None:
-        kind = "llama3" if isinstance(config.rope_scaling, Llama3Scaling) else "yarn"
-        values["rope_scaling"] = {"rope_type": kind, **dataclasses.asdict(config.rope_scaling)}
-    if config.linear_output_gate == "sigmoid":
-        values["output_gate_type"] = "sigmoid"
-    values["mtp_num_hidden_layers" if layout.mtp == "mtp" else "num_nextn_predict_layers"] = config.num_mtp_modules
-    if config.mtp_own_embedding:
-        values["mtp_use_dedicated_embeddings"] = True
-    return values
+    return block[0], block[1]

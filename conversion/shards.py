@@ -1,4 +1,8 @@
-"""Safetensors files out: tensors written block by block behind a header that is made, or repeated."""
+"""Writes safetensors files block by block, so that a tensor is never in memory as a whole.
+
+The safetensors package is not used for writing: `save_file` takes whole arrays, orders tensors its own way and makes a
+header of its own, while a converted checkpoint must repeat the original header byte for byte.
+"""
 
 import json
 import pathlib
@@ -9,13 +13,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from conversion.files import INDEX, NAMES, SINGLE, CheckpointFileError, Tensor
+from conversion.files import INDEX, SINGLE
+from conversion.safetensors_header import DTYPE_NAMES, TensorInfo
+from mtpjax.errors import CheckpointFileError
 
-SHARD_BYTES = 5 << 30  # of a new shard; Hugging Face's own limit
+SHARD_BYTES = 5 << 30  # of a new shard, as Hugging Face has it
 
 
-class Entry(NamedTuple):
-    """A tensor to be written."""
+class TensorEntry(NamedTuple):
+    """A tensor to write."""
 
     name: str
     dtype: np.dtype
@@ -23,39 +29,65 @@ class Entry(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """Its size in bytes."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
-def entry_of(tensor: Tensor) -> Entry:
-    """A tensor to be written as it was read."""
-    return Entry(tensor.name, tensor.dtype, tensor.shape)
-
-
 class Shard(NamedTuple):
-    """A file to be written. `entries` in the order of their bytes."""
+    """A safetensors file to write."""
 
     file: str
-    header: bytes
-    entries: tuple[Entry, ...]
+    header: bytes  # with its 8 length bytes
+    entries: tuple[TensorEntry, ...]  # in the order of their bytes
 
 
-def shard(file: str, entries: Iterable[Entry], metadata: dict[str, str] | None) -> Shard:
-    """A file of these tensors, in their order, under a new header."""
+def entry_of(tensor: TensorInfo) -> TensorEntry:
+    """Makes the entry that writes a tensor as it was read.
+
+    Args:
+      tensor: the tensor that was read.
+
+    Returns:
+      The entry, with the same name, dtype and shape.
+    """
+    return TensorEntry(tensor.name, tensor.dtype, tensor.shape)
+
+
+def make_shard(file: str, entries: Iterable[TensorEntry], metadata: dict[str, str] | None) -> Shard:
+    """Makes a file of tensors under a new header.
+
+    Args:
+      file: the file's name.
+      entries: its tensors, in the order of their bytes.
+      metadata: the `__metadata__` of the header; transformers expects `{"format": "pt"}`.
+
+    Returns:
+      The shard.
+    """
     entries, place, header = tuple(entries), 0, {}
     if metadata is not None:
         header["__metadata__"] = metadata
     for entry in entries:
         offsets = [place, place + entry.nbytes]
-        header[entry.name] = {"dtype": NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
+        header[entry.name] = {"dtype": DTYPE_NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
         place += entry.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
+    # Spaces behind the header align the tensors to 8 bytes, as the safetensors package does.
     text += b" " * (-len(text) % 8)
     return Shard(file, struct.pack("<Q", len(text)) + text, entries)
 
 
-def new_shards(entries: Iterable[Entry], most: int = SHARD_BYTES) -> list[Shard]:
-    """Tensors over files of `most` bytes, or of one tensor, named as Hugging Face does."""
-    groups: list[list[Entry]] = [[]]
+def split_into_shards(entries: Iterable[TensorEntry], most: int = SHARD_BYTES) -> list[Shard]:
+    """Distributes tensors over files, named as Hugging Face names them.
+
+    Args:
+      entries: the tensors, in order.
+      most: the largest size of a file in bytes; a larger tensor gets a file of its own.
+
+    Returns:
+      The shards; a single one is called `model.safetensors`.
+    """
+    groups: list[list[TensorEntry]] = [[]]
     room = most
     for entry in entries:
         if groups[-1] and entry.nbytes > room:
@@ -65,11 +97,18 @@ def new_shards(entries: Iterable[Entry], most: int = SHARD_BYTES) -> list[Shard]
         room -= entry.nbytes
     count = len(groups)
     names = [SINGLE] if count == 1 else [f"model-{n + 1:05}-of-{count:05}.safetensors" for n in range(count)]
-    return [shard(name, group, {"format": "pt"}) for name, group in zip(names, groups, strict=True)]
+    return [make_shard(name, group, {"format": "pt"}) for name, group in zip(names, groups, strict=True)]
 
 
-def index_of(shards: Iterable[Shard]) -> bytes:
-    """The index file of some shards."""
+def index_bytes(shards: Iterable[Shard]) -> bytes:
+    """Makes the content of `model.safetensors.index.json`.
+
+    Args:
+      shards: all files of the checkpoint.
+
+    Returns:
+      The JSON text as bytes.
+    """
     shards = list(shards)
     total = sum(entry.nbytes for shard in shards for entry in shard.entries)
     places = {entry.name: shard.file for shard in shards for entry in shard.entries}
@@ -80,26 +119,39 @@ def index_of(shards: Iterable[Shard]) -> bytes:
 def write_shards(
     folder: pathlib.Path,
     shards: Iterable[Shard],
-    blocks: Callable[[Entry], Iterator[np.ndarray]],
+    blocks: Callable[[TensorEntry], Iterator[np.ndarray]],
     progress: Callable[[int], object] | None = None,
 ) -> None:
-    """Writes the files; `blocks` gives a tensor's rows, piece after piece. `progress` hears of bytes."""
+    """Writes safetensors files.
+
+    Args:
+      folder: an existing folder, which must not contain the files yet.
+      shards: the files.
+      blocks: returns the rows of a tensor, block after block, in the entry's dtype.
+      progress: called with the number of bytes of each block that is written.
+
+    Raises:
+      CheckpointFileError: `blocks` gave more or fewer bytes than the entry has.
+    """
     for shard in shards:
         with open(folder / shard.file, "xb") as file:
             file.write(shard.header)
             for entry in shard.entries:
                 begin = file.tell()
-                for block in _ahead(blocks(entry)):
+                # The next block is read and converted while this one is written.
+                for block in _prefetched(blocks(entry)):
                     assert block.dtype == entry.dtype, (entry, block.dtype)
                     file.write(np.ascontiguousarray(block).reshape(-1).view(np.uint8).data)
                     if progress:
                         progress(block.nbytes)
                 if file.tell() - begin != entry.nbytes:
-                    raise CheckpointFileError(f"tensor {entry.name} came to {file.tell() - begin} bytes: {entry}")
+                    raise CheckpointFileError(
+                        f"tensor {entry.name} has {entry.nbytes} bytes, but {file.tell() - begin} were written"
+                    )
 
 
-def _ahead(blocks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
-    """The same blocks, each made while the one before is written."""
+def _prefetched(blocks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+    """Yields the same blocks, and makes each one in a thread while the one before is used."""
     with ThreadPoolExecutor(1) as pool:
         coming = pool.submit(next, blocks, None)
         while (block := coming.result()) is not None:
@@ -108,11 +160,24 @@ def _ahead(blocks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
 
 
 def copy_files(folder: pathlib.Path, content: Callable[[str], Iterator[memoryview]], names: Iterable[str]) -> None:
+    """Writes files block by block.
+
+    Args:
+      folder: an existing folder, which must not contain the files yet.
+      content: returns the blocks of a file, such as `CheckpointFiles.bytes_of`.
+      names: the files' names.
+    """
     for name in names:
         with open(folder / name, "xb") as file:
             file.writelines(content(name))
 
 
 def write_index(folder: pathlib.Path, shards: list[Shard]) -> None:
+    """Writes `model.safetensors.index.json`, unless the only shard is `model.safetensors`.
+
+    Args:
+      folder: the folder of the shards.
+      shards: all files of the checkpoint.
+    """
     if len(shards) > 1 or shards[0].file != SINGLE:
-        (folder / INDEX).write_bytes(index_of(shards))
+        (folder / INDEX).write_bytes(index_bytes(shards))

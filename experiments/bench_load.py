@@ -45,37 +45,38 @@ def make_checkpoint(shape: str, folder: pathlib.Path, *, shard_bytes: int, chang
     """A checkpoint directory of random weights."""
     import ml_dtypes
 
-    from conversion import hf_config
-    from conversion.names import table
-    from conversion.shards import Entry, new_shards, write_index, write_shards
+    from conversion.families import FAMILIES
+    from conversion.hf_config_write import describe_config
+    from conversion.names import param_specs
+    from conversion.shards import TensorEntry, split_into_shards, write_index, write_shards
 
     preset, fewer = SHAPES[shape]
     config = dataclasses.replace(presets[preset], **{**fewer, "vocab_size": 16384, **changes})
     is_fp8 = shape == "fp8"
-    model_type, values = hf_config.describe(config, "deepseek_v3" if is_fp8 else "qwen3_5_moe_text")
+    model_type, values = describe_config(config, "deepseek_v3" if is_fp8 else "qwen3_5_moe_text")
     if is_fp8:
         values["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
-    leaves = table(config, hf_config.FAMILIES[model_type].layout, lambda name: not is_fp8)
+    specs = param_specs(config, FAMILIES[model_type].layout, lambda name: not is_fp8)
     bf16, fp8 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
-    entries: dict[str, Entry] = {}
-    for piece in (piece for leaf in leaves.values() for piece in leaf.pieces):
-        entries[piece.name] = Entry(piece.name, bf16, piece.shape)
+    entries: dict[str, TensorEntry] = {}
+    for piece in (piece for spec in specs.values() for piece in spec.slices):
+        entries[piece.name] = TensorEntry(piece.name, bf16, piece.shape)
         if is_fp8 and len(piece.shape) == 2 and piece.name.endswith("_proj.weight") and "eh_proj" not in piece.name:
-            entries[piece.name] = Entry(piece.name, fp8, piece.shape)
+            entries[piece.name] = TensorEntry(piece.name, fp8, piece.shape)
             grid = tuple(-(-side // 128) for side in piece.shape)
-            entries[f"{piece.name}_scale_inv"] = Entry(f"{piece.name}_scale_inv", np.dtype(np.float32), grid)
+            entries[f"{piece.name}_scale_inv"] = TensorEntry(f"{piece.name}_scale_inv", np.dtype(np.float32), grid)
         if piece.name.endswith(("e_score_correction_bias", "A_log")):
-            entries[piece.name] = Entry(piece.name, np.dtype(np.float32), piece.shape)
+            entries[piece.name] = TensorEntry(piece.name, np.dtype(np.float32), piece.shape)
     noise = np.random.default_rng(0).standard_normal(1 << 22, dtype=np.float32) * 0.02
 
-    def blocks(entry: Entry):
+    def blocks(entry: TensorEntry):
         values = noise.astype(entry.dtype)
         count = int(np.prod(entry.shape))
         for begin in range(0, count, noise.size):
             yield values[: min(noise.size, count - begin)]
 
     folder.mkdir()
-    shards = new_shards(entries.values(), shard_bytes)
+    shards = split_into_shards(entries.values(), shard_bytes)
     write_shards(folder, shards, blocks)
     write_index(folder, shards)
     (folder / "config.json").write_text(json.dumps(values, indent=1))
@@ -87,7 +88,7 @@ def run_one(way: str, source: pathlib.Path, ours: pathlib.Path, target: pathlib.
     import orbax.checkpoint
     import tensorstore  # noqa: F401 (its memory is an import's)
 
-    from conversion.export_mtp import export
+    from conversion.export_mtp import export_mtp
     from conversion.load import load
     from mtpjax.io import convert
 
@@ -113,7 +114,7 @@ def run_one(way: str, source: pathlib.Path, ours: pathlib.Path, target: pathlib.
         "safetensors": safetensors_load,
         "to mtpjax": lambda: convert.to_mtpjax(source, target),
         "to hugging face": lambda: convert.to_hugging_face(ours, target),
-        "export-mtp": lambda: export(source, target),
+        "export-mtp": lambda: export_mtp(source, target),
     }
     assert orbax.checkpoint and jax.devices()
     before = resident()

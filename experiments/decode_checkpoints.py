@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from conversion import hf_config
-from conversion.names import table
+from conversion.families import FAMILIES
+from conversion.hf_config_write import describe_config
+from conversion.names import param_specs
 from mtpjax import ModelConfig
 
 _LLAMA: dict[str, Any] = {"max_position_embeddings": 2048, "tie_word_embeddings": True, "num_mtp_modules": 1}
@@ -88,7 +89,7 @@ FAMILY = {"grouped": ("llama", "LlamaForCausalLM"), "latent": ("deepseek_v3", "D
 def config_json(config: ModelConfig) -> dict[str, Any]:
     """The `config.json` that every engine reads; without tokens that end a text."""
     model_type, architecture = FAMILY[config.attention]
-    _, values = hf_config.describe(config, model_type)
+    _, values = describe_config(config, model_type)
     ends = {"bos_token_id": None, "eos_token_id": None, "torch_dtype": "float32", "hidden_act": "silu"}
     kv_heads = config.num_key_value_heads or config.num_attention_heads
     return {**values, "architectures": [architecture], "num_key_value_heads": kv_heads, **ends}
@@ -96,8 +97,8 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor of a checkpoint; matrices are `[out, in]`, one-dimensional ones are norms but for the bias."""
-    leaves = table(config, hf_config.FAMILIES[FAMILY[config.attention][0]].layout, lambda name: False)
-    return {piece.name: piece.shape for leaf in leaves.values() for piece in leaf.pieces}
+    specs = param_specs(config, FAMILIES[FAMILY[config.attention][0]].layout, lambda name: False)
+    return {piece.name: piece.shape for spec in specs.values() for piece in spec.slices}
 
 
 def bytes_per_round(config: ModelConfig, batch: int, num_steps: int, length: float) -> float:

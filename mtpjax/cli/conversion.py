@@ -91,10 +91,10 @@ def _convert(options) -> int:
 
 
 def _export_mtp(options) -> int:
-    from conversion.export_mtp import export
+    from conversion.export_mtp import export_mtp
 
     with bytes_done(options.input_dir, options.output_dir) as progress:
-        export(options.input_dir, options.output_dir, model_type=_model_type(options), progress=progress)
+        export_mtp(options.input_dir, options.output_dir, model_type=_model_type(options), progress=progress)
     return 0
 
 

@@ -163,8 +163,8 @@ def array_record(array: np.ndarray, chunks: list[int] | None = None) -> dict[str
       chunks: the shape of the chunks in which it was streamed, if it was.
 
     Returns:
-      `{"shape", "dtype", "sha256"}`, where the digest covers the elements in C order; for a streamed array it covers the
-      digests of the chunks, and "chunks" is added.
+      `{"shape", "dtype", "sha256"}`, where the digest covers the elements in C order; for a streamed array it covers
+      the digests of the chunks, and "chunks" is added.
     """
     if chunks is None:
         return _record(array, _sha256(array).hex())

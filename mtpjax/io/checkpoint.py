@@ -110,8 +110,8 @@ def load(path, *, dtype=None, mesh: Mesh | None = None) -> tuple[MTPModel, dict]
     and decoding never samples the padding rows.
 
     Args:
-      path: an mtpjax checkpoint, a run folder of `mtpjax train`, or a Hugging Face directory with safetensors files of a
-        supported family.
+      path: an mtpjax checkpoint, a run folder of `mtpjax train`, or a Hugging Face directory with safetensors files of
+        a supported family.
       dtype: dtype to cast the parameters to. `None` keeps the dtypes of the files; block-quantised fp8 weights stay
         fp8 with their scales (`BlockScaled`).
       mesh: lays the parameters out over this mesh; each process reads only what its devices hold.

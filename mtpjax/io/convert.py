@@ -1,25 +1,45 @@
-"""Whole checkpoints: Hugging Face's layout -> ours, and back. No more than a few blocks are in memory at once."""
+"""Converts whole checkpoints between Hugging Face's layout and ours, with only a few blocks in memory at once.
+
+Converting a Hugging Face directory and back gives the same bytes in every file: our checkpoint keeps the small files,
+the headers of the safetensors files, and the tensors that are not parameters.
+"""
 
 import contextlib
 import json
 import pathlib
 import shutil
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from conversion import hf_config, load
-from conversion.export import Assembly
-from conversion.files import INDEX, CheckpointFileError, Files, parse_header
-from conversion.names import Leaf, table, tied_copies
-from conversion.shards import Entry, Shard, copy_files, entry_of, new_shards, shard, write_index, write_shards
+from conversion.export import TensorAssembler
+from conversion.families import FAMILIES, Layout
+from conversion.files import INDEX, CheckpointFiles
+from conversion.hf_config import parse_config
+from conversion.hf_config_write import describe_config, edit_config
+from conversion.load_plan import LoadPlan, make_plan
+from conversion.names import param_specs, tied_copies
+from conversion.read_params import E4M3, Index, ScaleMap, read_as, read_scales, read_values, scale_spec
+from conversion.safetensors_header import TensorInfo, parse_header
+from conversion.shards import (
+    Shard,
+    TensorEntry,
+    copy_files,
+    entry_of,
+    make_shard,
+    split_into_shards,
+    write_index,
+    write_shards,
+)
+from conversion.tensor_slice import ParamSpec
 from mtpjax.atomic import new_folder
-from mtpjax.io import checkpoint, huggingface_files
+from mtpjax.errors import CheckpointFileError
+from mtpjax.io import checkpoint
 from mtpjax.io.array_files import StreamedArray
 from mtpjax.io.checkpoint_format import find_checkpoint
 from mtpjax.io.checkpoint_reader import CheckpointReader
-from mtpjax.io.huggingface_files import FOLDER, HEADERS, OTHER_TENSORS
+from mtpjax.io.huggingface_files import FOLDER, HEADERS, OTHER_TENSORS, SELF_CHECK
 from mtpjax.io.param_tree import unflatten
 from mtpjax.models.quantized import BlockScaled
 
@@ -36,139 +56,191 @@ def to_mtpjax(
     strict: bool = False,
     progress: Progress | None = None,
 ) -> None:
-    """Writes the Hugging Face directory `source` as our checkpoint `target`, and keeps there all else that it holds.
+    """Converts a Hugging Face directory to a checkpoint of ours, which keeps everything else in the directory too.
 
-    `dtype=None` keeps the dtypes of the files, fp8 with its scales included. `model_type` is taken instead of the one
-    that `config.json` names. Raises `CheckpointFileError`, `hf_config.ConfigError`, or `FileExistsError` where `target`
-    is something else.
+    Args:
+      source: the Hugging Face directory.
+      target: the checkpoint folder to write. It appears complete or not at all; an older checkpoint is replaced.
+      dtype: dtype to cast the parameters to. `None` keeps those of the files; block-quantized fp8 stays fp8.
+      model_type: the family to use instead of the one that `config.json` names.
+      allow_extra: keep tensors that are unknown, instead of raising an error.
+      strict: raise an error for infinite or NaN weights instead of a warning.
+      progress: called with the number of bytes of each chunk that is converted.
+
+    Raises:
+      CheckpointFileError: the directory is damaged, incomplete or not supported.
+      ConfigError: its configuration is damaged or not supported.
+      FileExistsError: `target` is neither empty nor a checkpoint.
     """
-    with Files(source, strict=strict) as files:
-        made = load.plan(files, dtype=dtype, model_type=model_type, allow_extra=allow_extra)
-        params = unflatten({path: _streams(files, made, path, leaf, progress) for path, leaf in made.leaves.items()})
+    with CheckpointFiles(source, strict=strict) as files:
+        plan = make_plan(files, dtype=dtype, model_type=model_type, allow_extra=allow_extra)
+        params = unflatten({path: _streamed_param(files, plan, path, progress) for path in plan.specs})
 
-        def write_more(folder: pathlib.Path) -> None:
+        def write_rest(folder: pathlib.Path) -> None:
+            # Keep what exporting the same bytes again needs: small files, headers, and tensors of other parts.
             (folder / FOLDER).mkdir()
-            copy_files(folder / FOLDER, files.bytes_of, files.others())
+            copy_files(folder / FOLDER, files.bytes_of, files.other_files())
             headers = {file: header[8:].decode() for file, header in files.headers.items()}
-            (folder / HEADERS).write_text(json.dumps({"model_type": made.model_type, "headers": headers}))
-            if made.other:
-                entries = [entry_of(files.tensors[name]) for name in made.other]
-                write_shards(
-                    folder, [shard(OTHER_TENSORS, entries, None)], lambda entry: files.blocks(entry.name), progress
-                )
+            (folder / HEADERS).write_text(json.dumps({"model_type": plan.model_type, "headers": headers}))
+            if plan.other:
+                entries = [entry_of(files.tensors[name]) for name in plan.other]
+                shards = [make_shard(OTHER_TENSORS, entries, None)]
+                write_shards(folder, shards, lambda entry: files.blocks(entry.name), progress)
 
-        checkpoint.save(target, made.config.to_dict(), params, write_more=write_more)
+        checkpoint.save(target, plan.config.to_dict(), params, write_more=write_rest)
         files.report()
 
 
-def to_hugging_face(source, target, *, dtype=None, model_type: str | None = None, progress: Progress | None = None):
-    """Writes our checkpoint `source` as a Hugging Face directory `target`.
+def _streamed_param(files: CheckpointFiles, plan: LoadPlan, path: str, progress: Progress | None):
+    """Makes a parameter that is read from the files chunk by chunk while it is saved."""
+    spec, dtype = plan.specs[path], plan.dtypes[path]
 
-    What came from such a directory gets its files, names and order back, and its bytes unless `dtype` casts the
-    weights. Another model is written as the family that describes it, or as `model_type`. Raises `CheckpointError`, or
-    `hf_config.ConfigError` if no family does.
-    """
-    stored = CheckpointReader(find_checkpoint(source))
-    config = stored.model_config()
-    kept = _read_kept(stored)
-    if kept is None:
-        model_type, content = hf_config.describe(config, model_type)
-        headers: dict[str, bytes] = {}
-    else:
-        model_type, headers, content = kept
-    layout = hf_config.FAMILIES[model_type].layout
-    parsed = {file: parse_header(header, file, source) for file, header in headers.items()}
-    tensors = {tensor.name: tensor for found, _ in parsed.values() for tensor in found}
-    leaves = table(config, layout, tensors.__contains__)
-    tied = {copy: original for copy, original in tied_copies(config, layout) if copy in tensors}
-    wanted = _entries(stored, leaves, dtype)
-    wanted |= {copy: wanted[original]._replace(name=copy) for copy, original in tied.items()}
-    scales = {name: f"{name}{end}" for name in wanted for end in ("_scale_inv", "_scale") if f"{name}{end}" in tensors}
-    dropped = {scale for name, scale in scales.items() if wanted[name].dtype != load.E4M3}
-    shards = []
-    for file, (found, metadata) in parsed.items():
-        entries = [wanted.get(tensor.name, entry_of(tensor)) for tensor in found if tensor.name not in dropped]
-        is_same = entries == [entry_of(tensor) for tensor in found]
-        shards.append(Shard(file, headers[file], tuple(entries)) if is_same else shard(file, entries, metadata))
-    if kept is None:
-        shards = new_shards(wanted.values())
-    block = hf_config.parse(content, model_type).block
-    assembly = Assembly(leaves, stored.read, scaled=stored.scaled, scales=scales, tied=tied, block=block)
-    with new_folder(pathlib.Path(target).resolve()) as folder:
-        with _other_tensors(stored) as other:
-
-            def blocks(entry: Entry) -> Iterator[np.ndarray]:
-                if other is not None and entry.name in other.tensors:
-                    return other.blocks(entry.name)
-                return assembly.blocks(entry)
-
-            write_shards(folder, shards, blocks, progress)
-        is_changed = [shard.header for shard in shards] != list(headers.values())
-        rewritten = {"config.json", INDEX} if is_changed else set()
-        if kept is not None:
-            for file in (stored.path / FOLDER).iterdir():
-                if file.name not in rewritten:
-                    shutil.copyfile(file, folder / file.name)
-        if is_changed:
-            found = {str(entry.dtype) for entry in wanted.values()}
-            content = hf_config.edited(content, layout, dtypes=found, drop_quantization=bool(dropped))
-            (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
-            write_index(folder, shards)
-        if (record := stored.metadata.get("self_check")) is not None:
-            (folder / huggingface_files.SELF_CHECK).write_text(json.dumps(record) + "\n")
-
-
-def _streams(files: Files, made: load.Plan, path: str, leaf: Leaf, progress: Progress | None):
-    dtype = made.dtypes[path]
-
-    def stream(leaf: Leaf, dtype: np.dtype, read: Callable[[load.Index], np.ndarray]) -> StreamedArray:
+    def stream(spec: ParamSpec, dtype: np.dtype, read: Callable[[Index], np.ndarray]) -> StreamedArray:
         def part(index: tuple[slice, ...]) -> np.ndarray:
             array = read(tuple((cut.start, cut.stop) for cut in index))
             if progress:
                 progress(array.nbytes)
             return array
 
-        return StreamedArray(leaf.shape, dtype, leaf.chunks(dtype.itemsize), part)
+        return StreamedArray(spec.shape, dtype, spec.chunks(dtype.itemsize), part)
 
-    if dtype != load.E4M3:
-        return stream(leaf, dtype, lambda index: load.read_as(files, made, leaf, index, dtype))
-    assert made.block is not None
-    values = stream(leaf, dtype, lambda index: load.read_leaf(files, leaf, index))
-    scales = load.scale_leaf(leaf, made.block)
-    parts: dict[str, Any] = {
-        "values": values,
-        "scales": stream(scales, np.dtype(np.float32), lambda index: load.read_scales(files, made, leaf, index)),
-    }
-    return BlockScaled(**parts, axis=leaf.in_axis, block=made.block[1])
+    if dtype != E4M3:
+        return stream(spec, dtype, lambda index: read_as(files, plan.scales, spec, index, dtype))
+    values = stream(spec, dtype, lambda index: read_values(files, spec, index))
+    scales = stream(
+        scale_spec(spec, plan.scales), np.dtype(np.float32), lambda index: read_scales(files, plan.scales, spec, index)
+    )
+    parts: dict[str, Any] = {"values": values, "scales": scales}
+    return BlockScaled(**parts, axis=spec.in_axis, block=plan.scales.columns)
 
 
-def _read_kept(stored: CheckpointReader) -> tuple[str, dict[str, bytes], dict[str, Any]] | None:
-    """Model type, file headers and `config.json` of the Hugging Face directory that `stored` was converted from."""
-    if HEADERS not in stored.files:
+class _Original(NamedTuple):
+    """The Hugging Face directory that a checkpoint was converted from, or the one that describes its model."""
+
+    model_type: str
+    content: dict[str, Any]  # of config.json
+    headers: dict[str, bytes]  # by file; empty if the checkpoint was not converted
+
+    @property
+    def layout(self) -> Layout:
+        return FAMILIES[self.model_type].layout
+
+
+def to_hugging_face(
+    source, target, *, dtype=None, model_type: str | None = None, progress: Progress | None = None
+) -> None:
+    """Converts a checkpoint of ours to a Hugging Face directory.
+
+    A checkpoint that was converted from such a directory gets its files, names and order back, and the same bytes
+    unless `dtype` casts the weights. Another model is written as the first family that can describe it.
+
+    Args:
+      source: the checkpoint, or a run folder that holds one.
+      target: the folder to write, which must be empty or missing. It appears complete or not at all.
+      dtype: dtype to cast the weights to. `None` keeps those of the checkpoint.
+      model_type: the family to write a model as that was not converted from a Hugging Face directory.
+      progress: called with the number of bytes of each block that is written.
+
+    Raises:
+      CheckpointError: the checkpoint is damaged.
+      ConfigError: no supported family can describe the model.
+      FileExistsError: `target` is not empty.
+    """
+    reader = CheckpointReader(find_checkpoint(source))
+    config = reader.model_config()
+    converted = _read_original(reader)
+    original = converted or _Original(*describe_config(config, model_type), {})
+    # Name the tensors as the original did: its layout, its experts stacked or apart, its copies of embedding and head.
+    parsed = {file: parse_header(header, file, source) for file, header in original.headers.items()}
+    before = {tensor.name: tensor for found, _ in parsed.values() for tensor in found}
+    specs = param_specs(config, original.layout, before.__contains__)
+    tied = {copy: name for copy, name in tied_copies(config, original.layout) if copy in before}
+    entries = _entries(reader, specs, dtype)
+    entries |= {copy: entries[name]._replace(name=copy) for copy, name in tied.items()}
+    scales = _original_scales(original, before, entries)
+    # Tensors that are cast from fp8 lose their scales.
+    dropped = {scale for name, scale in scales.names.items() if entries[name].dtype != E4M3}
+    shards = [
+        _repeat_shard(file, original.headers[file], found, metadata, entries, dropped)
+        for file, (found, metadata) in parsed.items()
+    ]
+    if converted is None:
+        shards = split_into_shards(entries.values())
+    assembler = TensorAssembler(specs, reader.read, scaled=reader.scaled, scales=scales, tied=tied)
+    with new_folder(pathlib.Path(target).resolve()) as folder:
+        with _other_tensors(reader) as other:
+
+            def blocks(entry: TensorEntry) -> Iterator[np.ndarray]:
+                if other is not None and entry.name in other.tensors:
+                    return other.blocks(entry.name)
+                return assembler.blocks(entry)
+
+            write_shards(folder, shards, blocks, progress)
+        # Copy the small files. Configuration and index are written anew if a header has changed.
+        is_changed = [shard.header for shard in shards] != list(original.headers.values())
+        rewritten = {"config.json", INDEX} if is_changed else set()
+        if converted is not None:
+            for file in (reader.path / FOLDER).iterdir():
+                if file.name not in rewritten:
+                    shutil.copyfile(file, folder / file.name)
+        if is_changed:
+            dtypes = {str(entry.dtype) for entry in entries.values()}
+            content = edit_config(original.content, original.layout, dtypes=dtypes, drop_quantization=bool(dropped))
+            (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
+            write_index(folder, shards)
+        # Training's record of its acceptance goes along, so that `check_acceptance` works on the export.
+        if (record := reader.metadata.get("self_check")) is not None:
+            (folder / SELF_CHECK).write_text(json.dumps(record) + "\n")
+
+
+def _read_original(reader: CheckpointReader) -> _Original | None:
+    """Reads what the checkpoint keeps of the Hugging Face directory that it was converted from, if it was."""
+    if HEADERS not in reader.files:
         return None
-    kept = json.loads((stored.path / HEADERS).read_bytes())
+    kept = json.loads((reader.path / HEADERS).read_bytes())
     headers = {file: text.encode() for file, text in kept["headers"].items()}
     headers = {file: len(text).to_bytes(8, "little") + text for file, text in headers.items()}
-    return kept["model_type"], headers, json.loads((stored.path / FOLDER / "config.json").read_bytes())
+    return _Original(kept["model_type"], json.loads((reader.path / FOLDER / "config.json").read_bytes()), headers)
+
+
+def _original_scales(original: _Original, before: dict[str, TensorInfo], entries: dict[str, TensorEntry]) -> ScaleMap:
+    """Finds the scale tensors that the original had, and its block size."""
+    names = {name: f"{name}{end}" for name in entries for end in ("_scale_inv", "_scale") if f"{name}{end}" in before}
+    return ScaleMap(names, parse_config(original.content, original.model_type).block)
+
+
+def _repeat_shard(
+    file: str,
+    header: bytes,
+    found: list[TensorInfo],
+    metadata: dict[str, str] | None,
+    entries: dict[str, TensorEntry],
+    dropped: set[str],
+) -> Shard:
+    """Makes a file again: under the same header if its tensors have not changed, otherwise under a new one."""
+    wanted = [entries.get(tensor.name, entry_of(tensor)) for tensor in found if tensor.name not in dropped]
+    if wanted == [entry_of(tensor) for tensor in found]:
+        return Shard(file, header, tuple(wanted))
+    return make_shard(file, wanted, metadata)
 
 
 @contextlib.contextmanager
-def _other_tensors(stored: CheckpointReader) -> Iterator[Files | None]:
-    """The tensors of the original that are no parameters of ours, if it had any."""
-    if OTHER_TENSORS not in stored.files:
+def _other_tensors(reader: CheckpointReader) -> Iterator[CheckpointFiles | None]:
+    """Opens the tensors of the original that are not parameters, if it had any."""
+    if OTHER_TENSORS not in reader.files:
         yield None
         return
-    with Files(stored.path, only=OTHER_TENSORS) as files:
+    with CheckpointFiles(reader.path, only=OTHER_TENSORS) as files:
         yield files
 
 
-def _entries(stored: CheckpointReader, leaves: dict[str, Leaf], dtype) -> dict[str, Entry]:
-    """The tensors of all parameters, in the dtype that they are stored in, or `dtype`."""
+def _entries(reader: CheckpointReader, specs: dict[str, ParamSpec], dtype) -> dict[str, TensorEntry]:
+    """Lists the tensors of all parameters, in `dtype` or the dtype that they are stored in."""
     entries = {}
-    for path, leaf in leaves.items():
-        record = stored.records.get(f"{path}/values" if path in stored.scaled else path)
-        if record is None or tuple(record["shape"]) != leaf.shape:
-            raise CheckpointFileError(f"{stored.path} holds no array {path} of shape {leaf.shape}")
+    for path, spec in specs.items():
+        record = reader.records.get(f"{path}/values" if path in reader.scaled else path)
+        if record is None or tuple(record["shape"]) != spec.shape:
+            raise CheckpointFileError(f"{reader.path} has no array {path} of shape {spec.shape}")
         kind = np.dtype(record["dtype"] if dtype is None else dtype)
-        entries |= {piece.name: Entry(piece.name, kind, piece.shape) for piece in leaf.pieces}
+        entries |= {piece.name: TensorEntry(piece.name, kind, piece.shape) for piece in spec.slices}
     return entries

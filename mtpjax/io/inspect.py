@@ -9,9 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from conversion import load
-from conversion.files import NAMES, Files
-from conversion.names import Layout, table
+from conversion.families import Layout
+from conversion.files import CheckpointFiles
+from conversion.load_plan import LoadPlan, inspect_files
+from conversion.names import param_specs
+from conversion.read_params import scale_spec
+from conversion.safetensors_header import DTYPE_NAMES
 from mtpjax.io.checkpoint_format import find_checkpoint, is_checkpoint
 from mtpjax.io.checkpoint_reader import CheckpointReader
 from mtpjax.models.config import ModelConfig
@@ -44,9 +47,9 @@ def count_parameters(config: ModelConfig) -> dict[str, int]:
     none, unless it is the head too.
     """
     counts = collections.Counter(trunk=0, mtp=0, active=0, mtp_active=0)
-    for path, leaf in table(config, Layout(), lambda name: False).items():
+    for path, spec in param_specs(config, Layout(), lambda name: False).items():
         part = "mtp" if path.startswith("mtp_") else "trunk"
-        number = math.prod(leaf.shape)
+        number = math.prod(spec.shape)
         counts[part] += number
         if path.endswith(("experts/gate_up", "experts/down")):
             number = number // config.n_routed_experts * config.num_experts_per_tok
@@ -105,34 +108,34 @@ def size(count: float) -> str:
 
 
 def _hugging_face(path, model_type: str | None) -> dict[str, Any]:
-    with Files(path) as files:
-        made = load.survey(files, model_type=model_type)
+    with CheckpointFiles(path) as files:
+        plan = inspect_files(files, model_type=model_type)
         content = files.json("config.json")
         return {
             "path": str(path),
             "format": "Hugging Face",
-            "model_type": made.model_type,
+            "model_type": plan.model_type,
             "quantization": content.get("quantization_config"),
             "dtypes": _tally((tensor.shape, tensor.dtype) for tensor in files.tensors.values()),
             "shards": dict(files.sizes),
             "tensors": len(files.tensors),
             "bytes": sum(files.sizes.values()),
-            "missing": list(made.missing),
-            "extra": list(made.extra),
-            "tied": list(made.tied),
-            "other": list(made.other),
-            "config": made.config,
-            "sizes": dict(_sizes(files, made)),
+            "missing": list(plan.missing),
+            "extra": list(plan.extra),
+            "tied": list(plan.tied),
+            "other": list(plan.other),
+            "config": plan.config,
+            "sizes": dict(_sizes(files, plan)),
         }
 
 
-def _sizes(files: Files, made: load.Plan):
+def _sizes(files: CheckpointFiles, plan: LoadPlan):
     """Arrays as they would be in memory: (path, (shape, dtype))."""
-    for path, leaf in made.leaves.items():
-        tensor = files.tensors.get(leaf.pieces[0].name)
-        yield path, (leaf.shape, tensor.dtype if tensor else np.dtype(np.float32))
-        if tensor and tensor.name in made.scales and made.block:
-            yield f"{path}/scales", (load.scale_leaf(leaf, made.block).shape, np.dtype(np.float32))
+    for path, spec in plan.specs.items():
+        tensor = files.tensors.get(spec.slices[0].name)
+        yield path, (spec.shape, tensor.dtype if tensor else np.dtype(np.float32))
+        if tensor and tensor.name in plan.scales.names:
+            yield f"{path}/scales", (scale_spec(spec, plan.scales).shape, np.dtype(np.float32))
 
 
 def _ours(path: pathlib.Path) -> dict[str, Any]:
@@ -161,7 +164,7 @@ def _tally(arrays: Iterable[tuple[tuple[int, ...], np.dtype]]) -> dict[str, dict
     """By dtype: how many arrays, and their bytes."""
     kinds: dict[str, dict[str, int]] = {}
     for shape, dtype in arrays:
-        kind = kinds.setdefault(NAMES[dtype], {"tensors": 0, "bytes": 0})
+        kind = kinds.setdefault(DTYPE_NAMES[dtype], {"tensors": 0, "bytes": 0})
         kind["tensors"] += 1
         kind["bytes"] += math.prod(shape) * dtype.itemsize
     return kinds

@@ -6,17 +6,19 @@ from typing import Any
 
 import numpy as np
 
-from conversion import load
-from conversion.export import Assembly
-from conversion.files import CheckpointFileError, Files
-from conversion.merge_mtp import Modules, Report, merge_export, merge_tensors
-from conversion.names import table
-from conversion.shards import Entry
+from conversion.export import TensorAssembler
+from conversion.files import CheckpointFiles
+from conversion.load_plan import LoadPlan, make_plan
+from conversion.merge_mtp import MergeReport, ModuleTensors, merge_export, merge_tensors
+from conversion.names import param_specs
+from conversion.read_params import BF16, ScaleMap
+from conversion.shards import TensorEntry
+from mtpjax.errors import CheckpointFileError
 from mtpjax.io.checkpoint_format import find_checkpoint, is_checkpoint
 from mtpjax.io.checkpoint_reader import CheckpointReader
 
 
-def merge_mtp(base, modules, target, *, progress: Callable[[int], Any] | None = None) -> Report:
+def merge_mtp(base, modules, target, *, progress: Callable[[int], Any] | None = None) -> MergeReport:
     """Writes the Hugging Face checkpoint `base` with the MTP modules of `modules` to `target`.
 
     Args:
@@ -34,35 +36,37 @@ def merge_mtp(base, modules, target, *, progress: Callable[[int], Any] | None = 
     path = find_checkpoint(modules)
     if not is_checkpoint(path):
         return merge_export(base, modules, target, progress=progress)
-    with Files(base) as files:
-        made = load.plan(files, allow_extra=True)
-        return merge_tensors(files, made, _module_tensors(CheckpointReader(path), made), target, progress=progress)
+    with CheckpointFiles(base) as files:
+        plan = make_plan(files, allow_extra=True)
+        return merge_tensors(files, plan, _module_tensors(CheckpointReader(path), plan), target, progress=progress)
 
 
-def _module_tensors(stored: CheckpointReader, made: load.Plan) -> Modules:
+def _module_tensors(reader: CheckpointReader, plan: LoadPlan) -> ModuleTensors:
     """Lists the tensors of a checkpoint's MTP modules under their Hugging Face names."""
-    config = stored.model_config()
+    config = reader.model_config()
     if not config.num_mtp_modules:
-        raise CheckpointFileError(f"{stored.path} has no MTP modules")
+        raise CheckpointFileError(f"{reader.path} has no MTP modules")
     # The trunk must be the base's. What modules may change, and what the tokenizer sets, is left out of the comparison.
     own = ("num_mtp_modules", "mtp_own_embedding", "mtp_own_head", "num_tokens")
-    expected = dataclasses.replace(made.config, **{name: getattr(config, name) for name in own})
+    expected = dataclasses.replace(plan.config, **{name: getattr(config, name) for name in own})
     differing = [key for key, value in expected.to_dict().items() if config.to_dict()[key] != value]
     if differing:
-        raise CheckpointFileError(f"{stored.path} is another model: it differs in {', '.join(differing)}")
+        raise CheckpointFileError(f"{reader.path} is another model: it differs in {', '.join(differing)}")
     # Name the tensors as the base names its own: its layout, and its experts stacked or apart.
-    held = {piece.name for leaf in made.leaves.values() for piece in leaf.pieces}
-    leaves = {
-        path: leaf for path, leaf in table(config, made.layout, held.__contains__).items() if path.startswith("mtp_")
+    stored_names = {piece.name for spec in plan.specs.values() for piece in spec.slices}
+    specs = {
+        path: spec
+        for path, spec in param_specs(config, plan.layout, stored_names.__contains__).items()
+        if path.startswith("mtp_")
     }
-    names = {piece.name: (path, piece.shape) for path, leaf in leaves.items() for piece in leaf.pieces}
-    assembly = Assembly(leaves, stored.read, scaled=stored.scaled, scales={}, tied={}, block=made.block)
+    names = {piece.name: (path, piece.shape) for path, spec in specs.items() for piece in spec.slices}
+    assembly = TensorAssembler(specs, reader.read, scaled=reader.scaled, scales=ScaleMap({}, None), tied={})
 
-    def entry(name: str) -> Entry:
-        # fp8 modules are compared and written as bfloat16; the merge quantises them again where the base is fp8.
+    def entry(name: str) -> TensorEntry:
+        # fp8 modules are compared and written as bfloat16; the merge quantizes them again where the base is fp8.
         path, shape = names[name]
-        dtype = load.BF16 if path in stored.scaled else np.dtype(stored.records[path]["dtype"])
-        return Entry(name, dtype, shape)
+        dtype = BF16 if path in reader.scaled else np.dtype(reader.records[path]["dtype"])
+        return TensorEntry(name, dtype, shape)
 
     entries = {name: entry(name) for name in names}
-    return Modules(config.num_mtp_modules, entries, lambda name: assembly.blocks(entry(name)))
+    return ModuleTensors(config.num_mtp_modules, entries, lambda name: assembly.blocks(entry(name)))

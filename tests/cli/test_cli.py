@@ -208,7 +208,7 @@ def test_conversion_commands_answer_and_refuse(command, tmp_path, capsys):
     }[command]
     assert exit_code([command, *arguments]) == 3
     captured = capsys.readouterr()
-    assert captured.err == f"mtpjax {command}: {missing} is no directory\n"
+    assert captured.err == f"mtpjax {command}: {missing} is not a directory\n"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -15,11 +15,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import mtpjax
-from conversion import load
-from conversion.export_mtp import WEIGHTS, export
-from conversion.files import CheckpointFileError, Files
-from conversion.merge_mtp import Report
+from conversion.export_mtp import WEIGHTS, export_mtp
+from conversion.files import CheckpointFiles
+from conversion.fp8_blocks import quantized_blocks
+from conversion.load_plan import make_plan
+from conversion.merge_mtp import MergeReport
 from mtpjax import ModelConfig, MTPModel, add_mtp_modules, init_params
+from mtpjax.errors import CheckpointFileError
 from mtpjax.io import checkpoint, convert
 from mtpjax.io.merge import merge_mtp
 from tests.golden import MTP_SETS, case, cases, path
@@ -42,7 +44,7 @@ def exported(tmp_path_factory):
 
     def make(name):
         if not (folder / name).exists():
-            export(path(name), folder / name)
+            export_mtp(path(name), folder / name)
         return folder / name
 
     return make
@@ -51,7 +53,7 @@ def exported(tmp_path_factory):
 @pytest.mark.parametrize("name", cases(*MTP_SETS))
 def test_export_then_merge_gives_the_original_bytes(name, exported, tmp_path):
     report = merge_mtp(path(name), exported(name), tmp_path / "merged")
-    assert report.equal and report == Report(equal=report.equal)
+    assert report.equal and report == MergeReport(equal=report.equal)
     assert content(tmp_path / "merged") == content(path(name))
 
 
@@ -71,7 +73,7 @@ def test_export_then_merge_gives_the_original_bytes(name, exported, tmp_path):
 )
 def test_files_names_and_configuration_are_those_of_xllm(name, model_type, architecture, exported):
     folder, source = exported(name), path(name)
-    with Files(folder) as files, Files(source) as original:
+    with CheckpointFiles(folder) as files, CheckpointFiles(source) as original:
         found, before = set(files.tensors), set(original.tensors)
         assert {tensor.file for tensor in files.tensors.values()} == {WEIGHTS}
         total = sum(tensor.end - tensor.begin for tensor in files.tensors.values())
@@ -101,7 +103,7 @@ def test_files_names_and_configuration_are_those_of_xllm(name, model_type, archi
 
 @pytest.mark.parametrize("name", cases("deepseek_v3_mtp2_bf16"))
 def test_several_modules_keep_their_layers(name, exported):
-    with Files(exported(name)) as files:
+    with CheckpointFiles(exported(name)) as files:
         assert all(name.startswith(("model.layers.0.", "model.layers.1.")) for name in files.tensors)
         assert "model.layers.1.eh_proj.weight" in files.tensors
     assert config_of(exported(name))["num_nextn_predict_layers"] == 2
@@ -110,12 +112,12 @@ def test_several_modules_keep_their_layers(name, exported):
 def test_fp8_becomes_the_loaders_bfloat16(exported):
     source = path("deepseek_v3_fp8")
     _, params = mtpjax.load(source, dtype=jnp.bfloat16)
-    with Files(exported("deepseek_v3_fp8")) as files, Files(source) as original:
+    with CheckpointFiles(exported("deepseek_v3_fp8")) as files, CheckpointFiles(source) as original:
         assert not any("scale" in name for name in files.tensors)
-        for name, leaf in load.plan(original).leaves.items():
+        for name, spec in make_plan(original).specs.items():
             if not name.startswith("mtp_0/block/experts/down"):
                 continue
-            values = [files.read(piece.name.replace("layers.4.", "layers.0.")) for piece in leaf.pieces]
+            values = [files.read(piece.name.replace("layers.4.", "layers.0.")) for piece in spec.slices]
             wanted = np.asarray(params["mtp_0"]["block"]["experts"]["down"])
             np.testing.assert_array_equal(np.stack(values).transpose(0, 2, 1), wanted)
 
@@ -141,7 +143,7 @@ def test_a_trained_module_is_put_back_and_nothing_else_changes(name, form, expor
         save_file(tensors, tmp_path / "modules" / WEIGHTS)
     report = merge_mtp(source, tmp_path / "modules", tmp_path / "merged")
     assert report.replaced == 2 and not report.added
-    with Files(source) as before, Files(tmp_path / "merged") as after:
+    with CheckpointFiles(source) as before, CheckpointFiles(tmp_path / "merged") as after:
         assert before.headers == after.headers
         changed = {key for key in before.tensors if before.read(key).tobytes() != after.read(key).tobytes()}
     assert (
@@ -170,13 +172,13 @@ def test_new_modules_are_added_to_a_plain_checkpoint(tmp_path, key):
     model, params = add_mtp_modules(*mtpjax.load(tmp_path / "plain"), 2, key)
     checkpoint.save_model(tmp_path / "trained", model, params)
     report = merge_mtp(tmp_path / "plain", tmp_path / "trained", tmp_path / "merged")
-    assert report == Report(added=2 * 15)
+    assert report == MergeReport(added=2 * 15)
     found, again = mtpjax.load(tmp_path / "merged")
     assert found.config == model.config and found.config.num_mtp_modules == 2
     jax.tree.map(np.testing.assert_array_equal, again, params)
     plain, merged = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "merged"))
     assert all(plain[name].tobytes() == merged[name].tobytes() for name in plain)
-    export(tmp_path / "merged", tmp_path / "exported")
+    export_mtp(tmp_path / "merged", tmp_path / "exported")
     assert merge_mtp(tmp_path / "plain", tmp_path / "exported", tmp_path / "again") == report
 
 
@@ -211,19 +213,17 @@ def test_a_checkpoint_without_modules_has_none_to_export(tmp_path, key):
     checkpoint.save_model(tmp_path / "ours", model, init_params(model, key))
     convert.to_hugging_face(tmp_path / "ours", tmp_path / "plain")
     with pytest.raises(CheckpointFileError, match="has no MTP modules"):
-        export(tmp_path / "plain", tmp_path / "exported")
+        export_mtp(tmp_path / "plain", tmp_path / "exported")
     assert not (tmp_path / "exported").exists()
 
 
 def test_quantisation_is_exact_where_values_are_representable():
     """Blocks whose largest magnitude is 448 come back as they are, at partial edges too."""
-    from conversion.merge_mtp import _quantised
-
     rng = np.random.default_rng(0)
     exact = rng.integers(-448, 449, (300, 200)).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
     exact[::50, ::50] = 448
     parts = [exact[:100], exact[100:130], exact[130:]]
-    values, scales = zip(*_quantised(iter(parts), (128, 128)), strict=True)
+    values, scales = zip(*quantized_blocks(iter(parts), (128, 128)), strict=True)
     values, scales = np.concatenate(values), np.concatenate(scales)
     assert scales.shape == (3, 2)
     spread = np.kron(scales, np.ones((128, 128), np.float32))[:300, :200]

@@ -14,10 +14,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import mtpjax
-from conversion.files import CheckpointFileError, Files
-from conversion.load import plan, read_as
+from conversion.files import CheckpointFiles
+from conversion.load_plan import make_plan
+from conversion.read_params import read_as
 from experiments.check_equality import parameter_shapes
 from mtpjax import compat
+from mtpjax.errors import CheckpointFileError
 from mtpjax.models.quantized import BlockScaled
 from tests.golden import COLLECTION as GOLDEN
 from tests.golden import SETS
@@ -99,16 +101,16 @@ def test_kept_fp8_computes_what_dequantised_weights_do():
 
 def test_dequantised_blocks_are_exact_at_the_edges():
     """Against float64 on the very tensor, whose last blocks are partial."""
-    with Files(GOLDEN / "deepseek_v3_fp8") as files:
-        made = plan(files, dtype=np.float32)
-        for path, leaf in made.leaves.items():
+    with CheckpointFiles(GOLDEN / "deepseek_v3_fp8") as files:
+        plan = make_plan(files, dtype=np.float32)
+        for path, spec in plan.specs.items():
             if not path.endswith("latent_down"):
                 continue
-            name = leaf.pieces[0].name
+            name = spec.slices[0].name
             values, scales = files.read(name).astype(np.float64), files.read(f"{name}_scale_inv").astype(np.float64)
             assert values.shape[0] % 128 or values.shape[1] % 128
             exact = values * np.kron(scales, np.ones((128, 128)))[: values.shape[0], : values.shape[1]]
-            found = read_as(files, made, leaf, tuple((0, size) for size in leaf.shape), np.dtype(np.float32))
+            found = read_as(files, plan.scales, spec, tuple((0, size) for size in spec.shape), np.dtype(np.float32))
             np.testing.assert_allclose(found.T, exact, rtol=1e-6)
 
 
@@ -129,7 +131,7 @@ def test_a_missing_shard_index_or_weight_map_is_named(copy):
     (path / "model.safetensors.index.json").write_text("{}")
     refuses(path, "weight_map")
     (path / "model.safetensors.index.json").write_text("{,")
-    refuses(path, "no JSON")
+    refuses(path, "not valid JSON")
     (path / "model.safetensors.index.json").unlink()
     refuses(path, "index.json")
 

@@ -5,8 +5,10 @@ import math
 import jax
 import pytest
 
-from conversion import hf_config
-from conversion.names import table, tied_copies
+from conversion.families import FAMILIES
+from conversion.hf_config import parse_config
+from conversion.hf_config_write import describe_config
+from conversion.names import param_specs, tied_copies
 from experiments.check_equality import parameter_shapes
 from mtpjax import presets
 from mtpjax.io.inspect import count_parameters
@@ -26,9 +28,9 @@ FAMILY = {
 
 def tensors(name: str, *, stacked: bool) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor of a release; DeepSeek's and GLM's copies of embedding and head included."""
-    config, layout = presets[name], hf_config.FAMILIES[FAMILY[name]].layout
-    leaves = table(config, layout, lambda tensor: stacked)
-    shapes = {piece.name: piece.shape for leaf in leaves.values() for piece in leaf.pieces}
+    config, layout = presets[name], FAMILIES[FAMILY[name]].layout
+    specs = param_specs(config, layout, lambda tensor: stacked)
+    shapes = {piece.name: piece.shape for spec in specs.values() for piece in spec.slices}
     copies = tied_copies(config, layout) if layout.mtp == "layers" else ()
     return shapes | {copy: shapes[original] for copy, original in copies}
 
@@ -278,5 +280,5 @@ def test_what_stands_around_qwens_layers(name):
 def test_the_preset_is_what_its_config_json_says(name):
     """`describe` and `parse` are each other's inverse on the published configurations."""
     flat = FAMILY[name].replace("qwen3_5", "qwen3_5_text").replace("_text_moe", "_moe_text")
-    family, values = hf_config.describe(presets[name], flat)
-    assert hf_config.parse(values).model == presets[name] and family == flat
+    family, values = describe_config(presets[name], flat)
+    assert parse_config(values).model == presets[name] and family == flat

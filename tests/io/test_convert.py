@@ -17,11 +17,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import mtpjax
-from conversion import hf_config
-from conversion.export_mtp import export
-from conversion.files import CheckpointFileError, Files
+from conversion.export_mtp import export_mtp
+from conversion.files import CheckpointFiles
 from mtpjax import ModelConfig, MTPModel, init_params, presets
-from mtpjax.errors import CheckpointError
+from mtpjax.errors import CheckpointError, CheckpointFileError, ConfigError
 from mtpjax.io import checkpoint, convert
 from mtpjax.io.checkpoint_reader import CheckpointReader
 from mtpjax.models.quantized import is_scaled
@@ -66,14 +65,14 @@ def test_a_converted_checkpoint_loads_as_the_original(name, converted):
 
 
 def test_several_chunks_are_one_array(tmp_path, monkeypatch):
-    monkeypatch.setattr("conversion.names.BLOCK", 2000)
+    monkeypatch.setattr("conversion.tensor_slice.BLOCK_BYTES", 2000)
     source = path("deepseek_v3_fp8")
     convert.to_mtpjax(source, tmp_path / "ours")
     records = CheckpointReader(tmp_path / "ours").records
     assert any(record["chunks"] != record["shape"] for record in records.values())
     assert_same_params(mtpjax.load(tmp_path / "ours")[1], mtpjax.load(source)[1])
     for block in (700, 3000):
-        monkeypatch.setattr("conversion.names.BLOCK", block)
+        monkeypatch.setattr("conversion.tensor_slice.BLOCK_BYTES", block)
         convert.to_hugging_face(tmp_path / "ours", tmp_path / f"back {block}")
         assert content(tmp_path / f"back {block}") == content(source)
 
@@ -93,7 +92,7 @@ def test_a_dtype_is_cast_and_the_configuration_says_so(tmp_path):
     source = path("deepseek_v3_fp8")
     convert.to_mtpjax(source, tmp_path / "ours", dtype=ml_dtypes.bfloat16)
     convert.to_hugging_face(tmp_path / "ours", tmp_path / "back")
-    with Files(tmp_path / "back") as files, Files(source) as original:
+    with CheckpointFiles(tmp_path / "back") as files, CheckpointFiles(source) as original:
         kinds = {str(tensor.dtype) for tensor in files.tensors.values()}
         scales = {name for name in original.tensors if name.endswith("_scale_inv")}
         assert kinds == {"bfloat16"} and files.tensors.keys() == original.tensors.keys() - scales
@@ -112,7 +111,7 @@ def test_a_model_of_our_own_is_written_as_the_family_that_describes_it(name, tmp
     found, again = mtpjax.load(tmp_path / "there")
     assert found.config == model.config
     assert_same_params(again, params)
-    with pytest.raises(hf_config.ConfigError, match="no published family has this model"):
+    with pytest.raises(ConfigError, match="no supported family can describe this model"):
         convert.to_hugging_face(tmp_path / "ours", tmp_path / "other", model_type="qwen3_next")
 
 
@@ -145,7 +144,7 @@ def progress(count):
     [
         "convert.to_mtpjax({source!r}, {target!r}, progress=progress)",
         "convert.to_hugging_face({ours!r}, {target!r}, progress=progress)",
-        "export_mtp.export({source!r}, {target!r}, progress=progress)",
+        "export_mtp.export_mtp({source!r}, {target!r}, progress=progress)",
     ],
 )
 @pytest.mark.parametrize("is_first", [True, False])
@@ -156,7 +155,7 @@ def test_a_killed_run_leaves_the_target_absent_or_as_it_was(call, is_first, conv
         if "to_mtpjax" in call:
             shutil.copytree(converted(name), target)
         elif "export" in call:
-            export(path(name), target)
+            export_mtp(path(name), target)
         else:
             target.mkdir()
         before = {file: file.read_bytes() for file in target.rglob("*") if file.is_file()}
@@ -197,8 +196,8 @@ def test_numbers_that_are_not_finite_are_counted_or_refused(tmp_path, caplog):
     tensors[name][3, 4:6] = np.nan, np.inf
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     convert.to_mtpjax(source, tmp_path / "ours")
-    assert f"tensor {name} holds 2 numbers that are not finite" in caplog.text
-    with pytest.raises(CheckpointFileError, match="2 numbers that are not finite"):
+    assert f"tensor {name} has 2 infinite or NaN elements" in caplog.text
+    with pytest.raises(CheckpointFileError, match="2 infinite or NaN elements"):
         convert.to_mtpjax(source, tmp_path / "strict", strict=True)
     assert not (tmp_path / "strict").exists()
 
@@ -206,7 +205,7 @@ def test_numbers_that_are_not_finite_are_counted_or_refused(tmp_path, caplog):
 def test_norms_that_hold_one_plus_w_are_taken_as_they_are(tmp_path, caplog):
     """Zero-centred weights of some converted files have been shifted: the same logits from either."""
     source = pathlib.Path(shutil.copytree(path("qwen3_5_tied_bf16"), tmp_path / "shifted"))
-    with Files(source) as files:
+    with CheckpointFiles(source) as files:
         tensors = {name: files.read(name).astype(np.float32) for name in files.tensors}
     for name in tensors:
         if name.endswith(("norm.weight", "layernorm.weight", "embedding.weight", "hidden.weight")):
@@ -217,7 +216,7 @@ def test_norms_that_hold_one_plus_w_are_taken_as_they_are(tmp_path, caplog):
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     tokens = jnp.arange(12)[None]
     shifted, plain = mtpjax.load(source, dtype=jnp.float32), mtpjax.load(path("qwen3_5_tied_bf16"), dtype=jnp.float32)
-    assert "hold 1 + w already" in caplog.text and not shifted[0].config.zero_centred_norm
+    assert "the files store 1 + w" in caplog.text and not shifted[0].config.zero_centred_norm
     found, wanted = (mtpjax.forward(params, tokens, model=model) for model, params in (shifted, plain))
     np.testing.assert_allclose(found.logits, wanted.logits, rtol=1e-4, atol=1e-3)
     np.testing.assert_allclose(found.mtp_logits[0], wanted.mtp_logits[0], rtol=1e-4, atol=1e-3)

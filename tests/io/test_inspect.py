@@ -9,7 +9,7 @@ import jax
 import pytest
 
 import mtpjax
-from conversion.files import Files
+from conversion.files import CheckpointFiles
 from mtpjax import compat
 from mtpjax.cli.main import main
 from mtpjax.io import convert
@@ -50,14 +50,14 @@ def test_memory_per_device_is_what_a_mesh_holds():
 
 
 def test_no_weights_are_read(monkeypatch):
-    read = Files.read
+    read = CheckpointFiles.read
     sizes = []
 
     def watched(files, name, begin=0, end=None):
         sizes.append(files.tensors[name].end - files.tensors[name].begin)
         return read(files, name, begin, end)
 
-    monkeypatch.setattr(Files, "read", watched)
+    monkeypatch.setattr(CheckpointFiles, "read", watched)
     inspect(path("qwen3_5_tied_bf16"))
     assert max(sizes, default=0) < 1000  # norms, to see whether they have been shifted
 
@@ -100,6 +100,6 @@ def test_a_mesh_that_is_none_is_refused(mesh, capsys):
 
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path, capsys):
     code, captured = run([tmp_path / "nothing"], capsys)
-    assert code == 3 and "is no directory" in captured.err
+    assert code == 3 and "is not a directory" in captured.err
     code, captured = run([tmp_path], capsys)
-    assert code == 3 and "holds no safetensors" in captured.err
+    assert code == 3 and "contains no safetensors" in captured.err

@@ -1,0 +1,59 @@
+"""Checks on the bytes of arrays: equality of two streams of blocks, and numbers that are not finite."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+# By dtype: an unsigned type of the same width, the smallest bit pattern that is infinite or NaN, and a mask that
+# removes the sign. float8_e4m3fn has no infinity, and one NaN.
+_NONFINITE = {
+    "float32": (np.uint32, 0x7F800000, 0x7FFFFFFF),
+    "float16": (np.uint16, 0x7C00, 0x7FFF),
+    "bfloat16": (np.uint16, 0x7F80, 0x7FFF),
+    "float8_e4m3fn": (np.uint8, 0x7F, 0x7F),
+}
+
+
+def count_nonfinite(array: np.ndarray) -> int:
+    """Counts the infinite and NaN elements of an array of weights.
+
+    Args:
+      array: any shape; float32, float16, bfloat16 or float8_e4m3fn.
+
+    Returns:
+      The count; 0 for every other dtype.
+    """
+    if array.dtype.name not in _NONFINITE or not array.size:
+        return 0
+    # Compare bit patterns: NumPy's isfinite would first cast bfloat16 and fp8 to float32.
+    kind, least, mask = _NONFINITE[array.dtype.name]
+    bits = array.reshape(-1).view(kind) & kind(mask)
+    return int(np.count_nonzero(bits >= least)) if bits.max() >= least else 0
+
+
+def streams_equal(ours: Iterator[np.ndarray], theirs: Iterator[np.ndarray]) -> bool:
+    """Compares two streams of blocks, which may be cut at different places.
+
+    Args:
+      ours: blocks of one tensor.
+      theirs: blocks of the other.
+
+    Returns:
+      True if both streams have the same dtype and the same bytes.
+    """
+    left: list[np.ndarray] = [np.empty(0), np.empty(0)]
+    streams = (ours, theirs)
+    while True:
+        # Refill the side that has run out of elements.
+        for side, stream in enumerate(streams):
+            if not left[side].size:
+                block = next(stream, None)
+                left[side] = np.empty(0) if block is None else block.reshape(-1)
+        # Compare as many elements as both sides hold; the streams are equal if both end together.
+        count = min(left[0].size, left[1].size)
+        if not count:
+            return not max(left[0].size, left[1].size)
+        one, two = left[0][:count], left[1][:count]
+        if one.dtype != two.dtype or one.tobytes() != two.tobytes():
+            return False
+        left = [left[0][count:], left[1][count:]]

@@ -1,0 +1,77 @@
+"""Typed, checked access to the values of a `config.json`, which is untrusted."""
+
+import math
+from typing import Any
+
+from mtpjax.errors import ConfigError
+
+LIMIT = 2**31  # every integer of a configuration must be smaller
+
+
+class ConfigReader:
+    """Reads the values of one JSON object, and remembers which keys were asked for.
+
+    Every method raises `ConfigError`, one line with the key and its value, for a value of the wrong type or range. A
+    value of null counts as missing.
+
+    Attributes:
+      values: the object.
+      seen: the keys that were asked for.
+    """
+
+    def __init__(self, values: dict[str, Any]):
+        self.values, self.seen = values, set()
+
+    def get(self, key: str) -> Any:
+        """Returns the value of `key` unchecked, or `None`."""
+        self.seen.add(key)
+        return self.values.get(key)
+
+    def integer(self, key: str, default: int | None = None, *, low: int = 1) -> int:
+        """Returns an integer of at least `low`; without a default the key is required."""
+        value = self.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise ConfigError(f"config.json lacks {key}")
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value < LIMIT:
+            raise ConfigError(f"config.json: {key} is {value!r}, not an integer of at least {low}")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        """Returns a positive, finite number."""
+        value = self.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+            raise ConfigError(f"config.json: {key} is {value!r}, not a positive number")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """Returns a boolean."""
+        value = self.get(key)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise ConfigError(f"config.json: {key} is {value!r}, not true or false")
+        return value
+
+    def items(self, key: str, kind: type) -> tuple:
+        """Returns a list whose items are all of one type, as a tuple; empty if missing."""
+        value = self.get(key)
+        value = [] if value is None else value
+        if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
+            raise ConfigError(f"config.json: {key} must be a list of {kind.__name__}")
+        return tuple(value)
+
+    def section(self, key: str) -> "ConfigReader":
+        """Returns a reader of a nested object; empty if missing."""
+        value = self.get(key)
+        value = {} if value is None else value
+        if not isinstance(value, dict):
+            raise ConfigError(f"config.json: {key} is {value!r}, not an object")
+        return ConfigReader(value)
+
+    def require(self, key: str, *allowed: Any) -> None:
+        """Rejects a value that the model does not implement; a missing one is accepted."""
+        value = self.get(key)
+        if value is not None and value not in allowed:
+            supported = f"; supported: {', '.join(map(repr, allowed))}" if allowed else ""
+            raise ConfigError(f"config.json: {key} {value!r} is not supported{supported}")

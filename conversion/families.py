@@ -1,0 +1,63 @@
+"""Supported model families: what the `config.json` of a `model_type` leaves unsaid, and how its tensors are named."""
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a family names its tensors."""
+
+    trunk: str = "model."  # prefix of embedding, layers and final norm
+    mtp: str = "layers"  # MTP modules are further "layers" (DeepSeek, GLM), or under "mtp" (Qwen) or "mimo"
+    packed_delta: bool = False  # Qwen3-Next packs the projections of linear attention per key head
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A supported `model_type`."""
+
+    layout: Layout = dataclasses.field(default_factory=Layout)
+    attention: str = "grouped"  # "grouped" (GQA) or "latent" (MLA)
+    fixed: tuple[tuple[str, Any], ...] = ()  # fields of ModelConfig that no configuration of the family names
+
+
+_QWEN_HYBRID = (
+    ("zero_centred_norm", True),
+    ("use_qk_norm", True),
+    ("attn_output_gate", True),
+    ("scoring_func", "softmax"),
+    ("shared_expert_gate", True),
+)
+_DEEPSEEK = (("rope_interleave", True), ("router_correction_bias", True))
+
+FAMILIES = {
+    "deepseek_v3": Family(attention="latent", fixed=_DEEPSEEK),
+    "kimi_k2": Family(attention="latent", fixed=_DEEPSEEK),
+    "deepseek_v32": Family(attention="latent", fixed=_DEEPSEEK),
+    "glm_moe_dsa": Family(attention="latent", fixed=_DEEPSEEK),
+    "glm4_moe": Family(fixed=(("router_correction_bias", True),)),
+    "qwen3_next": Family(Layout(mtp="mtp", packed_delta=True), fixed=_QWEN_HYBRID),
+    "qwen3_5": Family(Layout("model.language_model.", mtp="mtp"), fixed=_QWEN_HYBRID),
+    "qwen3_5_text": Family(Layout(mtp="mtp"), fixed=_QWEN_HYBRID),
+    "qwen3_5_moe": Family(Layout("model.language_model.", mtp="mtp"), fixed=_QWEN_HYBRID),
+    "qwen3_5_moe_text": Family(Layout(mtp="mtp"), fixed=_QWEN_HYBRID),
+    "qwen3": Family(fixed=(("use_qk_norm", True),)),
+    "llama": Family(),
+    "mimo": Family(
+        Layout(mtp="mimo"),
+        fixed=(("mtp_input", "hidden_embedding"), ("mtp_chaining", "trunk"), ("attention_bias", True)),
+    ),
+}
+
+# Keys of `config.json` that do not change what the model computes: about training, special tokens, caches, and what
+# other programs want to know. Every other unknown key is reported with a warning.
+IGNORED_KEYS = {
+    *("architectures", "model_type", "auto_map", "torch_dtype", "dtype", "transformers_version", "use_cache"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "attention_dropout", "initializer_range", "pretraining_tp"),
+    *("ep_size", "aux_loss_alpha", "seq_aux", "router_aux_loss_coef", "output_router_logits", "mlp_bias"),
+    *("max_window_layers", "sliding_window", "use_sliding_window", "index_topk_freq", "index_topk_pattern"),
+    *("index_skip_topk_offset", "index_share_for_mtp_iteration", "mamba_ssm_dtype", "vision_config", "text_config"),
+    *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "quantization_config"),
+    *("language_model_only", "scale_fmt", "moe_router_dtype", "rope_parameters", "rope_scaling", "name_or_path"),
+}

@@ -1,0 +1,74 @@
+"""Streams of block-scaled fp8: tensors dequantized block by block, and quantized again as DeepSeek-V3 does."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from conversion.files import BLOCK_BYTES, CheckpointFiles
+from conversion.read_params import BF16, E4M3, ScaleMap, dequantize
+
+FP8_MAX = 448.0  # the largest finite float8_e4m3fn
+
+
+def dequantized_blocks(files: CheckpointFiles, scales: ScaleMap, name: str, dtype=BF16) -> Iterator[np.ndarray]:
+    """Reads a tensor in blocks of rows, and dequantizes it if it has scales.
+
+    Args:
+      files: the checkpoint.
+      scales: its scales.
+      name: the tensor.
+      dtype: dtype of a dequantized tensor. Tensors without scales keep theirs.
+
+    Yields:
+      The rows in order.
+    """
+    if name not in scales.names:
+        yield from files.blocks(name)
+        return
+    rows, columns = files.tensors[name].shape
+    # Whole blocks of rows are read at once, so that a row of scales is needed only once.
+    side = scales.rows
+    step = max(1, BLOCK_BYTES // (side * columns * 4)) * side
+    for begin in range(0, rows, step):
+        end = min(begin + step, rows)
+        part = files.read(scales.names[name], begin // side, -(-end // side)).astype(np.float32)
+        part = np.repeat(part, side, axis=0)[: end - begin]
+        yield dequantize(files.read_checked(name, begin, end), part, 1, scales.columns, 0).astype(dtype)
+
+
+def quantized_blocks(blocks: Iterator[np.ndarray], block: tuple[int, int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Quantizes the rows of a tensor to fp8 with one scale per block.
+
+    Args:
+      blocks: the tensor's rows in order, cut anywhere.
+      block: rows and columns that share a scale.
+
+    Yields:
+      `(values, scales)`: float8_e4m3fn rows, and the float32 scales of their blocks. At least one row of blocks is
+      quantized at a time.
+    """
+    rows, columns = block
+    rest: np.ndarray | None = None
+    for part in blocks:
+        # Keep rows back until their blocks are complete.
+        part = part.astype(np.float32)
+        rest = part if rest is None else np.concatenate([rest, part])
+        whole = len(rest) // rows * rows
+        if whole:
+            yield _quantize(rest[:whole], rows, columns)
+            rest = rest[whole:]
+    if rest is not None and len(rest):
+        yield _quantize(rest, rows, columns)
+
+
+def _quantize(values: np.ndarray, rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
+    """Quantizes rows as DeepSeek-V3 does: a block's scale is its largest magnitude / 448, or 1 if all are zero."""
+    height, width = values.shape
+    # Pad to whole blocks with zeros, which do not change the largest magnitude.
+    grid = -(-height // rows), -(-width // columns)
+    padded = np.zeros((grid[0] * rows, grid[1] * columns), np.float32)
+    padded[:height, :width] = np.abs(values)
+    largest = padded.reshape(grid[0], rows, grid[1], columns).max(axis=(1, 3))
+    scales = np.where(largest > 0, largest / FP8_MAX, 1.0).astype(np.float32)
+    spread = np.repeat(np.repeat(scales, rows, axis=0), columns, axis=1)[:height, :width]
+    return (values / spread).astype(E4M3), scales

@@ -1,0 +1,186 @@
+"""Reads parameters, or parts of them, from the tensors of a checkpoint, and dequantizes block-scaled fp8.
+
+fp8 checkpoints (DeepSeek-V3) store `[out, in]` weights as float8_e4m3fn, with one float32 scale per block, usually of
+128 x 128. A parameter keeps the scales along its input axis per block, and repeats them along the rows, so that any
+transposition of the weight applies to its scales too.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import ml_dtypes
+import numpy as np
+
+from conversion.files import CheckpointFiles
+from conversion.tensor_slice import ParamSpec, TensorSlice, copy_into
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+_E4M3_VALUES = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)  # looking values up is faster than casting
+
+Index = tuple[tuple[int, int], ...]  # begin, end of each axis of a parameter
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaleMap:
+    """Where the scales of fp8 tensors are."""
+
+    names: dict[str, str]  # fp8 tensor -> the tensor of its scales
+    block: tuple[int, int] | None  # rows, columns of a tensor that share a scale; `None` without fp8
+
+    @property
+    def rows(self) -> int:
+        """Rows of a block."""
+        assert self.block is not None
+        return self.block[0]
+
+    @property
+    def columns(self) -> int:
+        """Columns of a block."""
+        assert self.block is not None
+        return self.block[1]
+
+
+def scale_spec(spec: ParamSpec, scales: ScaleMap) -> ParamSpec:
+    """Describes the scales of a parameter.
+
+    Args:
+      spec: the parameter.
+      scales: the checkpoint's scales.
+
+    Returns:
+      A spec whose input axis counts blocks; the other axes are as in the parameter.
+    """
+    shape = list(spec.shape)
+    shape[spec.in_axis] = -(-shape[spec.in_axis] // scales.columns)
+    return dataclasses.replace(spec, shape=tuple(shape))
+
+
+def read_as(files: CheckpointFiles, scales: ScaleMap, spec: ParamSpec, index: Index, dtype: np.dtype) -> np.ndarray:
+    """Reads a part of a parameter and casts it; fp8 with scales is multiplied in float32 and rounded once.
+
+    Args:
+      files: the checkpoint.
+      scales: its scales.
+      spec: the parameter.
+      index: the part.
+      dtype: the dtype of the result.
+
+    Returns:
+      The part.
+    """
+    values = read_values(files, spec, index)
+    if spec.slices[0].name in scales.names:
+        # A part may begin inside a block, so all scales along the input axis are read, and the part's are cut out.
+        axis = spec.in_axis % len(spec.shape)
+        whole = (*index[:axis], (0, scale_spec(spec, scales).shape[axis]), *index[axis + 1 :])
+        values = dequantize(values, read_scales(files, scales, spec, whole), axis, scales.columns, index[axis][0])
+    return values if values.dtype == dtype else values.astype(dtype)
+
+
+def dequantize(values: np.ndarray, scales: np.ndarray, axis: int, block: int, begin: int) -> np.ndarray:
+    """Multiplies fp8 values by their scales.
+
+    Args:
+      values: float8_e4m3fn, any shape; a part of an array along `axis`.
+      scales: float32, with the axes of `values`, and one entry per block along `axis`, from the array's begin on.
+      axis: the axis along which `block` elements share a scale.
+      block: the block's length.
+      begin: the place of `values` along `axis` in the whole array.
+
+    Returns:
+      `value * scale` in float32.
+    """
+    part = (slice(None),) * axis + (slice(begin, begin + values.shape[axis]),)
+    return _E4M3_VALUES.take(values.view(np.uint8)) * np.repeat(scales, block, axis=axis)[part]
+
+
+def read_values(files: CheckpointFiles, spec: ParamSpec, index: Index) -> np.ndarray:
+    """Reads a part of a parameter in the dtype of its tensors, without applying scales.
+
+    Args:
+      files: the checkpoint.
+      spec: the parameter.
+      index: the part.
+
+    Returns:
+      The part. Only the rows that it needs are read.
+    """
+    dtype = files.tensors[spec.slices[0].name].dtype
+    return _assemble(spec, index, dtype, lambda piece, begin, end: files.read_checked(piece.name, begin, end))
+
+
+def read_scales(files: CheckpointFiles, scales: ScaleMap, spec: ParamSpec, index: Index) -> np.ndarray:
+    """Reads the scales of a part of a parameter.
+
+    Args:
+      files: the checkpoint.
+      scales: where its scales are.
+      spec: the parameter.
+      index: the part of `scale_spec(spec)`.
+
+    Returns:
+      float32 scales, repeated along the tensors' rows.
+    """
+    side = scales.rows
+
+    def rows(piece: TensorSlice, begin: int, end: int) -> np.ndarray:
+        # Repeat each row of scales for the rows of its block, then cut out the rows that were asked for.
+        first = begin // side
+        blocks = files.read(scales.names[piece.name], first, -(-end // side)).astype(np.float32)
+        return np.repeat(blocks, side, axis=0)[begin - first * side : end - first * side]
+
+    return _assemble(scale_spec(spec, scales), index, np.dtype(np.float32), rows)
+
+
+def _assemble(
+    spec: ParamSpec, index: Index, dtype: np.dtype, rows: Callable[[TensorSlice, int, int], np.ndarray]
+) -> np.ndarray:
+    """Assembles a part of a parameter from rows of its tensors, a few blocks in memory at once."""
+    out = _aligned([end - begin for begin, end in index], dtype)
+    for piece in spec.slices:
+        for block in piece.blocks(dtype.itemsize):
+            overlap = _overlap(block, spec, index)
+            if overlap is not None:
+                narrow, local, target = overlap
+                copy_into(out[target], narrow.read(rows(narrow, *narrow.rows))[local])
+    return out
+
+
+def _aligned(shape: list[int], dtype: np.dtype) -> np.ndarray:
+    """Allocates an array aligned to 64 bytes, which JAX's CPU backend takes over without a copy."""
+    size = math.prod(shape) * dtype.itemsize
+    buffer = np.empty(size + 64, np.uint8)
+    begin = -buffer.ctypes.data % 64
+    return buffer[begin : begin + size].view(dtype).reshape(shape)
+
+
+def _overlap(piece: TensorSlice, spec: ParamSpec, index: Index):
+    """Intersects a slice with a part of the parameter.
+
+    Returns the slice with only the rows that are needed, an index into what it reads, and an index into the part; or
+    `None` if the two do not overlap.
+    """
+    local, target = [], []
+    narrow = piece
+    for axis, (place, size, (begin, end)) in enumerate(zip(piece.target, spec.shape, index, strict=True)):
+        # An axis where the slice has one place, such as the expert's number: inside of the part or not.
+        if not isinstance(place, slice):
+            if not begin <= place < end:
+                return None
+            target.append(place - begin)
+            continue
+        # An axis where the slice has a range: intersect the two ranges.
+        first, last, _ = place.indices(size)
+        low, high = max(first, begin), min(last, end)
+        if low >= high:
+            return None
+        target.append(slice(low - begin, high - begin))
+        # Along the tensor's rows fewer rows are read; along other axes the rest is cut off after reading.
+        if axis == piece.rows_axis:
+            narrow = piece.narrowed(low - first, high - first)
+            local.append(slice(None))
+        else:
+            local.append(slice(low - first, high - first))
+    return narrow, tuple(local), tuple(target)

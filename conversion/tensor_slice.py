@@ -1,0 +1,244 @@
+"""How tensors of a Hugging Face checkpoint map to parameters.
+
+A parameter (`ParamSpec`) is assembled from `TensorSlice`s. A slice is a rectangle that one tensor and one parameter
+share: some rows of the tensor, reshaped, indexed and transposed. Nothing is added or rounded, so the same slices also
+write the parameter back to the tensor, with the same bytes.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from conversion.files import BLOCK_BYTES
+
+ALL = slice(None)
+TILE_BYTES = 1 << 20  # of what XLA transposes at once
+
+
+class TensorSlice(NamedTuple):
+    """`param[target] = tensor[begin:end].reshape(split)[select].transpose(axes)`.
+
+    Rows along the first axis of the tensor are contiguous in its file, so a slice is read and written by row ranges.
+    The first factor of `split` divides the rows into units; a unit is the least that is read at once.
+    """
+
+    name: str  # of the tensor
+    shape: tuple[int, ...]  # of the whole tensor
+    rows: tuple[int, int]  # begin, end along its first axis
+    split: tuple[int, ...]  # the rows with their axes factored; the last axis is not factored
+    select: tuple[int | slice, ...]  # one entry per factor; an integer drops the axis
+    axes: tuple[int, ...]  # the transposition
+    target: tuple[int | slice, ...]  # one entry per axis of the parameter
+
+    @property
+    def rows_axis(self) -> int | None:
+        """The parameter's axis along which the units run; `None` if the slice is a single unit."""
+        if self.select[0] != ALL or len(self.split) == 1:
+            return None
+        kept = [factor for factor, cut in enumerate(self.select) if isinstance(cut, slice)]
+        slices = [axis for axis, place in enumerate(self.target) if isinstance(place, slice)]
+        return slices[self.axes.index(kept.index(0))]
+
+    @property
+    def units(self) -> int:
+        """The number of units."""
+        return 1 if self.rows_axis is None else self.split[0]
+
+    def narrowed(self, begin: int, end: int) -> "TensorSlice":
+        """Cuts the slice along its rows.
+
+        Args:
+          begin: the first unit to keep.
+          end: one after the last unit to keep.
+
+        Returns:
+          The slice of these units only, with fewer rows and a smaller target.
+        """
+        axis = self.rows_axis
+        if axis is None:
+            return self
+        first, rows_per_unit = self.rows[0], (self.rows[1] - self.rows[0]) // self.split[0]
+        along = self.target[axis]
+        assert isinstance(along, slice)
+        start = along.start or 0
+        target = (*self.target[:axis], slice(start + begin, start + end), *self.target[axis + 1 :])
+        rows = (first + begin * rows_per_unit, first + end * rows_per_unit)
+        return self._replace(rows=rows, split=(end - begin, *self.split[1:]), target=target)
+
+    def blocks(self, itemsize: int) -> Iterator["TensorSlice"]:
+        """Cuts the slice so that each part fits in memory.
+
+        Args:
+          itemsize: bytes of an element.
+
+        Yields:
+          Slices of at most `BLOCK_BYTES`, or of a single unit if one is larger.
+        """
+        step = even_step(self.units, BLOCK_BYTES // max(math.prod(self.split) // self.units * itemsize, 1))
+        for begin in range(0, self.units, step):
+            yield self.narrowed(begin, min(begin + step, self.units))
+
+    def read(self, rows: np.ndarray) -> np.ndarray:
+        """Arranges rows of the tensor as the parameter has them.
+
+        Args:
+          rows: the slice's rows of the tensor. The last axis may be shorter, as it is for block scales.
+
+        Returns:
+          A view of `rows`, to be assigned to `param[target]`.
+        """
+        return rows.reshape(*self.split[:-1], -1)[self.select].transpose(self.axes)
+
+    def write(self, rows: np.ndarray, part: np.ndarray) -> None:
+        """Inverts `read`.
+
+        Args:
+          rows: the slice's rows of the tensor, which are written to.
+          part: `param[target]`.
+        """
+        copy_into(rows.reshape(*self.split[:-1], -1)[self.select], part.transpose(np.argsort(self.axes)))
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamSpec:
+    """Shape of a parameter, and the tensor slices that it is assembled from."""
+
+    shape: tuple[int, ...]
+    slices: tuple[TensorSlice, ...]
+    in_axis: int = -1  # from the end: the axis that is the tensors' last one, along which block scales are shorter
+
+    def chunks(self, itemsize: int) -> tuple[int, ...]:
+        """Chooses chunks in which the parameter can be converted with bounded memory.
+
+        A chunk needs no more of the tensors than it holds itself: it is cut between experts, which are tensors of their
+        own, and along the tensors' rows.
+
+        Args:
+          itemsize: bytes of an element.
+
+        Returns:
+          The shape of a chunk of at most `BLOCK_BYTES`, if cuts along these two axes suffice.
+        """
+        shape = list(self.shape)
+        has_experts = not isinstance(self.slices[0].target[0], slice)
+        for axis in (0 if has_experts else None, self.slices[0].rows_axis):
+            if axis is not None:
+                unit = math.prod(shape) // shape[axis] * itemsize
+                shape[axis] = even_step(shape[axis], BLOCK_BYTES // unit)
+        return tuple(shape)
+
+
+def tensor_slice(name: str, shape, target, *, rows=None, split=None, select=(), axes=None) -> TensorSlice:
+    """Makes a `TensorSlice` with defaults for what is left out.
+
+    Args:
+      name: the tensor's name.
+      shape: the tensor's shape.
+      target: one index per axis of the parameter.
+      rows: begin and end along the tensor's first axis; by default all rows.
+      split: the factored shape of these rows; by default their own.
+      select: indices into the factors; those left out are `slice(None)`.
+      axes: the transposition; by default none.
+
+    Returns:
+      The slice.
+    """
+    begin, end = rows or (0, shape[0])
+    split = split or (end - begin, *shape[1:])
+    assert math.prod(split) == (end - begin) * math.prod(shape[1:]), (name, shape, split)
+    select = tuple(select) + (ALL,) * (len(split) - len(select))
+    left = sum(isinstance(index, slice) for index in select)
+    return TensorSlice(
+        name, tuple(shape), (begin, end), tuple(split), select, tuple(axes or range(left)), tuple(target)
+    )
+
+
+def copied(name: str, *shape: int) -> ParamSpec:
+    """Describes a parameter that is a tensor unchanged, such as a norm's scale or the embedding.
+
+    Args:
+      name: the tensor's name.
+      *shape: its shape.
+
+    Returns:
+      The spec.
+    """
+    return ParamSpec(shape, (tensor_slice(name, shape, (ALL,) * len(shape)),))
+
+
+def linear(name: str, inputs: int, outputs: int) -> ParamSpec:
+    """Describes a linear layer, which PyTorch stores as `[out, in]` and mtpjax as `[in, out]`.
+
+    Args:
+      name: the tensor's name.
+      inputs: the input width.
+      outputs: the output width.
+
+    Returns:
+      The spec.
+    """
+    return ParamSpec((inputs, outputs), (tensor_slice(name, (outputs, inputs), (ALL, ALL), axes=(1, 0)),), in_axis=-2)
+
+
+def gate_up(prefix: str, D: int, F: int) -> ParamSpec:
+    """Describes the gate and up projections of a SwiGLU layer, which mtpjax stores as one array `[D, 2, F]`.
+
+    Args:
+      prefix: what the tensors' names begin with.
+      D: the model's width.
+      F: the layer's inner width.
+
+    Returns:
+      The spec.
+    """
+    parts = [
+        tensor_slice(f"{prefix}{name}_proj.weight", (F, D), (ALL, place, ALL), axes=(1, 0))
+        for place, name in enumerate(("gate", "up"))
+    ]
+    return ParamSpec((D, 2, F), tuple(parts), in_axis=-3)
+
+
+def even_step(size: int, largest: int) -> int:
+    """Chooses a step that cuts an axis into as few parts as `largest` allows, of nearly equal size.
+
+    Args:
+      size: length of the axis.
+      largest: the longest part that is allowed; at least 1 is used.
+
+    Returns:
+      The length of a part.
+    """
+    count = -(-size // max(1, largest))
+    return -(-size // max(count, 1))
+
+
+def copy_into(out: np.ndarray, view: np.ndarray) -> None:
+    """Assigns `out[...] = view`. Transposed views are copied by XLA, which is several times as fast as NumPy.
+
+    Args:
+      out: the array to write.
+      view: an array of the same shape, of any strides.
+    """
+    if view.flags.c_contiguous or view.nbytes < TILE_BYTES // 4 or _cpu() is None:
+        out[...] = view
+        return
+    # Small tiles: their memory is reused from one to the next, and touching fresh memory would cost more than the copy.
+    axis = int(np.argmax(view.strides))
+    step = max(1, TILE_BYTES * view.shape[axis] // view.nbytes)
+    for begin in range(0, view.shape[axis], step):
+        tile = (ALL,) * axis + (slice(begin, begin + step),)
+        out[tile] = np.asarray(jax.device_put(view[tile], _cpu()))
+
+
+@functools.cache
+def _cpu():
+    """Returns JAX's CPU device, or `None` if JAX_PLATFORMS excludes it."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return None
