@@ -32,7 +32,7 @@ from experiments.bytes_moved import LITE, Subject, least_of_all, round_of
 from experiments.check_equality import parameter_shapes
 from mtpjax import DecodeConfig, ModelConfig, MTPModel, generate, presets
 from mtpjax.console import narrow_table
-from mtpjax.decoding.loop import least_rows
+from mtpjax.decoding.capacity import min_rows_per_pass
 from mtpjax.evaluation.round_costs import PLAIN, CostMeter, chain
 
 RESULT = pathlib.Path(__file__).parent / "results" / "bench_gpu.json"
@@ -167,7 +167,7 @@ def measure(config: ModelConfig, bandwidth: float, options: argparse.Namespace) 
             shapes=(DRAFTS,),
             context=options.prompt_length,
             capacity=options.prompt_length + 2 * options.new_tokens,
-            min_rows=least_rows(1, jax.default_backend(), name),
+            min_rows=min_rows_per_pass(1, jax.default_backend(), name),
             whole=True,
         )
         for name, model in models.items()

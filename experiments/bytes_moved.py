@@ -38,8 +38,13 @@ from experiments.decode_checkpoints import SHAPES
 from experiments.hlo_bytes import Counter, Instruction, Moved, parse
 from experiments.kernel_bytes import Declared, declared_calls
 from mtpjax import ModelConfig, MTPModel, compat
-from mtpjax.decoding.loop import least_rows, run_round
-from mtpjax.decoding.state import Plan, init_state
+from mtpjax.decoding.capacity import min_rows_per_pass
+from mtpjax.decoding.config import DecodeConfig
+from mtpjax.decoding.loop import run_round
+from mtpjax.decoding.requests import drafter_of
+from mtpjax.decoding.sampling import SamplingFeatures
+from mtpjax.decoding.spec import DecodeSpec
+from mtpjax.decoding.state import empty_state
 from mtpjax.evaluation.plots import COLOURS, GREY
 from mtpjax.models.presets import presets
 from mtpjax.models.quantized import BlockScaled
@@ -88,20 +93,31 @@ CELLS = ((1, 0), (1, 1), (1, 3), (8, 0), (8, 3))  # rows and draft levels
 
 
 def round_of(subject: Subject, batch: int, num_steps: int, implementation: str):
-    """A loop of rounds as a jitted function, the shapes of its arguments, and its plan."""
+    """A loop of rounds as a jitted function, the shapes of its arguments."""
     model = MTPModel(subject.config, implementation=implementation)
-    plan = Plan(num_steps, num_nodes=num_steps + 1, min_rows=least_rows(batch, "cuda", implementation))
+    config = DecodeConfig(num_steps=num_steps)
+    drafter = drafter_of(config)
+    spec = DecodeSpec.of(config, is_greedy=True, min_rows=min_rows_per_pass(batch, "cuda", implementation))
 
     def make():
         params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
-        rows, stops = jnp.ones(batch, jnp.int32), jnp.zeros((8, 1), jnp.int32)
-        tokens = jnp.zeros((batch, subject.slots), jnp.int32)
-        state = init_state(tokens, rows, rows, stops, model=model, plan=plan, dtype=jnp.bfloat16)
+        state = empty_state(
+            model=model,
+            drafter=drafter,
+            spec=spec,
+            batch=batch,
+            capacity=subject.slots,
+            stops_shape=(8, 1),
+            features=SamplingFeatures(),
+            dtype=jnp.bfloat16,
+        )
         keep = functools.partial(as_stored, dtype=jnp.bfloat16, has_fp8_experts=subject.has_fp8_experts)
         return jax.tree_util.tree_map_with_path(keep, params), state
 
     def rounds(params, state):
-        body = functools.partial(run_round, params, model=model, plan=plan)
+        own = drafter.own_params(params, config, model=model)
+        prepared = drafter.prepare(params, own, model=model, dtype=jnp.bfloat16)
+        body = functools.partial(run_round, params, model=model, drafter=drafter, spec=spec, prepared=prepared)
         return jax.lax.while_loop(lambda state: ~state.done.all(), body, state)
 
     return jax.jit(rounds, donate_argnums=1, keep_unused=True), jax.eval_shape(make)
@@ -121,7 +137,7 @@ def passes_of(config: ModelConfig, batch: int, num_steps: int) -> dict[str, list
     """The passes of a round through the trunk and through each module: the tokens that each takes."""
     modules = min(config.num_mtp_modules, num_steps)
     passes = {"trunk": [batch * (num_steps + 1)], **{f"mtp_{index}": [] for index in range(modules)}}
-    for level in range(1, num_steps + 1):  # as in `mtpjax.decoding.draft`: the last module is recycled
+    for level in range(1, num_steps + 1):  # as in `mtpjax.decoding.drafters.mtp_chain`: the last module is recycled
         rows = batch * (num_steps + modules if level <= modules else 1)
         passes[f"mtp_{min(level, modules) - 1}"].append(rows)
     return passes
@@ -137,8 +153,8 @@ def least_bytes(config: ModelConfig, batch: int, num_steps: int, path: str, leaf
         return nbytes * (num_steps + 1)
     if path.startswith("params/norm_final"):
         return nbytes
-    found = re.match(r"(?:params|state)/(trunk|mtp_\d+|modules/\d+)/(?!length)", path)
-    rows = passes.get(found[1].replace("modules/", "mtp_"), []) if found else []
+    found = re.match(r"(?:params|state)/(trunk|mtp_\d+|drafter/caches/\d+)/(?!length)", path)
+    rows = passes.get(found[1].replace("drafter/caches/", "mtp_"), []) if found else []
     if "/experts/" in path and leaf.shape[:1] == (config.n_routed_experts,) and len(leaf.shape) > 2:
         share = config.num_experts_per_tok / config.n_routed_experts
         return round(nbytes * sum(min(1.0, count * share) for count in rows))

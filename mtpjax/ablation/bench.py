@@ -20,9 +20,9 @@ from mtpjax.data.config import Source
 from mtpjax.data.prompts import choose_prompts, encode_prompts, read_prompts, room_for_prompts
 from mtpjax.data.sources import read_source
 from mtpjax.data.tokenizer import ByteTokenizer, load_tokenizer
+from mtpjax.decoding.capacity import cache_capacity, min_rows_per_pass
 from mtpjax.decoding.config import LOSSY_RULES, DecodeConfig
-from mtpjax.decoding.generate import generate, slots, speculative_generate
-from mtpjax.decoding.loop import least_rows
+from mtpjax.decoding.generate import generate, speculative_generate
 from mtpjax.evaluation.acceptance import is_plain, sampled
 from mtpjax.evaluation.metrics import RESAMPLES, Estimate, decoded_rates, to_json
 from mtpjax.evaluation.round_costs import PLAIN, CostMeter, Costs, Shape, widest_write
@@ -230,7 +230,7 @@ class Bench:
         batch_size = cell.batch_size
         if batch_size not in self._costs:
             shapes = tuple({other.shape: None for other in (*self.cells, cell) if other.batch_size == batch_size})
-            usual = least_rows(batch_size, jax.default_backend(), self.model.implementation)
+            usual = min_rows_per_pass(batch_size, jax.default_backend(), self.model.implementation)
             meters = [self._meter(batch_size, shapes, usual)]
             if (best := self._best_rows(batch_size) or usual) != usual:
                 meters.append(self._meter(batch_size, (), best))
@@ -252,7 +252,7 @@ class Bench:
             batch=batch_size,
             min_rows=min_rows,
             context=context,
-            capacity=slots(longest, self._max_length, widest=widest, chunk=DecodeConfig().prefill_chunk),
+            capacity=cache_capacity(longest, self._max_length, widest=widest, chunk=DecodeConfig().prefill_chunk),
         )
 
 

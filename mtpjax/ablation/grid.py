@@ -4,9 +4,9 @@ import dataclasses
 import itertools
 import math
 
-from mtpjax.decoding.config import CHAIN_RULES, EXACT_RULES, FIXED_TREES, LOSSY_RULES, DecodeConfig
-from mtpjax.decoding.generate import check_tree
-from mtpjax.decoding.state import Plan
+from mtpjax.decoding.config import CHAIN_RULES, EXACT_RULES, FIXED_TREE_RULES, LOSSY_RULES, DecodeConfig
+from mtpjax.decoding.drafters.mtp import check_tree
+from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.evaluation.round_costs import Shape
 from mtpjax.models.model import MTPModel
 
@@ -143,8 +143,8 @@ def _meant(name: str, topk: int, temperature: float) -> tuple[str, ...]:
     if not temperature:
         return ("greedy",)
     if name == "auto":
-        return (Plan.of(DecodeConfig(topk=topk), is_greedy=False, min_rows=1).rule,)
-    others = FIXED_TREES if topk == 1 else CHAIN_RULES
+        return (DecodeSpec.of(DecodeConfig(topk=topk), is_greedy=False).rule,)
+    others = FIXED_TREE_RULES if topk == 1 else CHAIN_RULES
     return tuple(rule for rule in EXACT_RULES if rule not in ("greedy", *others))
 
 
@@ -154,5 +154,5 @@ def _require_sense(rule: str, topk: int, temperature: float) -> None:
         raise ValueError("greedy is for temperature 0")
     if rule in EXACT_RULES and rule != "greedy" and not temperature:
         raise ValueError("at temperature 0 every exact rule is greedy")
-    if rule in FIXED_TREES and topk == 1:
+    if rule in FIXED_TREE_RULES and topk == 1:
         raise ValueError(f"{rule} is for trees: on a chain it is another rule")

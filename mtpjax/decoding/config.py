@@ -1,68 +1,95 @@
-"""How to decode: what is the same for a whole call, and what each row asks for."""
+"""Decoding settings: `DecodeConfig` holds for a whole call, `SamplingParams` says what each row asks for."""
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from mtpjax.models.config import require
 
-MOST_STEPS = 127  # levels are reported as int8
-MOST_DRAFT_TOKENS = 64  # where `num_draft_tokens` is left out
+MAX_STEPS = 127  # draft levels are reported as int8
+DEFAULT_MAX_NODES = 64  # cap of `num_draft_tokens` where it is left out
 
+DRAFTERS = ("mtp", "lookup")
 EXACT_RULES = ("greedy", "sample", "token", "block", "recursive", "traversal")
 LOSSY_RULES = ("threshold", "typical", "relaxed")
 CHAIN_RULES = ("token", "block")
-FIXED_TREES = ("recursive", "traversal")  # whose shape may not depend on what was drawn
-FREE_TREES = ("greedy", "sample", "threshold", "typical", "relaxed")  # whose nodes may be chosen by what they are
+# These rules need a tree whose shape is fixed before any token is drawn.
+FIXED_TREE_RULES = ("recursive", "traversal")
+# These rules accept any tree, so its nodes may be chosen by the drafted tokens' scores.
+DYNAMIC_TREE_RULES = ("greedy", "sample", *LOSSY_RULES)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeConfig:
-    """How to decode. Shapes and rules are compiled in; limits, stop sequences, costs and vocabularies enter as arrays.
+    """Settings of a decoding call.
+
+    Shapes and rules are compiled in. Limits, stop sequences, thresholds, costs and vocabularies enter the compiled call
+    as arrays, so changing them compiles nothing.
 
     Attributes:
-        max_new_tokens: most tokens per row, at least 1.
-        num_steps: draft levels per round; 0 is plain decoding. Levels beyond the model's modules recycle the last.
-        topk: candidates per node; 1 drafts a chain, more a tree (one module at most).
-        num_draft_tokens: nodes verified per round, the pending token among them. None: `num_steps + 1` for a chain, for
-            a tree as many as topk and num_steps give, up to 64.
-        acceptance: the rule (`mtpjax.decoding.acceptance`). "auto": "greedy" where every row is at temperature 0, else
-            "block" for a chain and "recursive" for a tree, where "traversal" accepts a little more; on a chain these
-            two are "token" and "block". "threshold", "typical" and "relaxed" change the law of the text.
-        depth_policy: "adaptive" chooses 0..num_steps levels before each round, by `depth_costs` and what was accepted.
-        depth_costs: duration of a round by its levels, 0..num_steps, in any unit (`mtpjax profile`).
-        depth_change: how much longer a round takes that follows one of other levels, in that unit (`mtpjax profile`).
-        depth_rates: share of each level's drafts, 1..num_steps, that is accepted where those before it were, on texts
-            like these (`mtpjax eval acceptance`): where the estimates begin. None: unknown.
-        depth_lengths: accept lengths, bonus token included, of rounds of 1..num_steps levels on those texts. None: what
-            depth_rates give if failures come at random, which they do not where a text repeats itself.
-        threshold_single, threshold_acc: SGLang's, for "threshold"; 1 and 1 is "sample".
-        typical_epsilon, typical_delta: Medusa's, for "typical".
-        relaxed_topk, relaxed_delta: TensorRT-LLM's, for "relaxed".
-        draft_vocabulary: ids that the modules may draft; None: all. The text keeps its distribution.
-        draft_window: newest positions that the modules attend to, beside the first `draft_sinks`; None: all.
-        stop_token_ids: a row ends after any of these (and returns it).
-        stop_sequences: a row ends after any of these runs of new tokens (and returns it).
-        logprobs: report log-probabilities of the new tokens, by the trunk's logits as they are.
-        max_length: longest sequence, prompt included; None: the model's `max_position_embeddings`.
-        prefill_chunk: tokens per row and prefill pass.
-        min_rows: fewest tokens per row in any pass, padding included. None: 2 for a batch of one on a GPU, else 1.
-            Where two rows cost less than one, this is plain decoding's best form.
+        max_new_tokens: maximum number of new tokens per row, at least 1.
+        drafter: what proposes tokens: "mtp" (the model's MTP modules), "lookup" (n-grams copied from the row's own
+            text) or a `mtpjax.decoding.drafters.Drafter` of your own.
+        num_steps: draft levels per round; 0 is plain decoding. Levels beyond the number of MTP modules run the last
+            module again on its own output.
+        topk: candidates per tree node; 1 drafts a chain. More than 1 drafts a tree and needs exactly one MTP module.
+        num_draft_tokens: nodes verified per round, including the pending token. None: `num_steps + 1` for a chain; for
+            a tree as many as topk and num_steps allow, up to 64.
+        acceptance: the acceptance rule (`mtpjax.decoding.acceptance`), by name or as a callable. "auto" is "greedy" if
+            every row is at temperature 0, else "block" for a chain and "recursive" for a tree. On a chain "recursive"
+            is "token" and "traversal" is "block". "threshold", "typical" and "relaxed" change the distribution of the
+            text.
+        depth_policy: "fixed", or "adaptive" to choose 0..num_steps levels before each round.
+        depth_costs: duration of a round at each depth 0..num_steps, in any unit (`mtpjax profile` measures them).
+        depth_rates: acceptance rate of each level 1..num_steps given that the levels before it were accepted, measured
+            on similar texts (`mtpjax eval acceptance`). The adaptive policy starts from them. None: unknown.
+        prompt_lookup_min: shortest n-gram that "lookup" matches, in tokens.
+        prompt_lookup_max: longest n-gram that "lookup" matches, in tokens.
+        threshold_single: SGLang's `speculative_accept_threshold_single`, for "threshold"; 1 is exact.
+        threshold_acc: SGLang's `speculative_accept_threshold_acc`, for "threshold"; 1 is exact.
+        typical_epsilon: Medusa's posterior threshold, for "typical".
+        typical_delta: Medusa's posterior alpha, for "typical".
+        relaxed_topk: TensorRT-LLM's number of candidates, for "relaxed".
+        relaxed_delta: TensorRT-LLM's probability margin, for "relaxed".
+        draft_vocabulary: token ids that the MTP modules may draft; None allows all. The text keeps its distribution.
+        draft_window: newest positions that the MTP modules attend to, beside the first `draft_sinks`; None is all.
+        draft_sinks: first positions that the MTP modules always attend to when `draft_window` is set.
+        stop_token_ids: a row ends after any of these tokens, and returns it.
+        stop_sequences: a row ends after any of these sequences of new tokens, and returns it.
+        logprobs: report the log-probability of each new token under the trunk's unmodified logits.
+        max_length: longest sequence, including the prompt; None is the model's `max_position_embeddings`.
+        prefill_chunk: tokens per row in one prefill pass.
+        min_rows: fewest token rows per forward pass, including padding. None: 2 for a batch of one on a GPU, else 1.
+
+    Raises:
+        ValueError: for a value out of range, or settings that contradict each other.
+
+    Example:
+        >>> from mtpjax import DecodeConfig
+        >>> config = DecodeConfig(max_new_tokens=64, num_steps=3)
+        >>> config.num_nodes  # a chain of three drafts behind the pending token
+        4
+        >>> DecodeConfig(num_steps=3, topk=2, num_draft_tokens=8).num_nodes  # a tree
+        8
     """
 
     max_new_tokens: int = 128
+    drafter: Literal["mtp", "lookup"] | Any = "mtp"
     num_steps: int = 1
     topk: int = 1
     num_draft_tokens: int | None = None
-    acceptance: Literal[
-        "auto", "greedy", "sample", "token", "block", "recursive", "traversal", "threshold", "typical", "relaxed"
-    ] = "auto"
+    acceptance: (
+        Literal[
+            "auto", "greedy", "sample", "token", "block", "recursive", "traversal", "threshold", "typical", "relaxed"
+        ]
+        | Callable[..., Any]
+    ) = "auto"
     depth_policy: Literal["fixed", "adaptive"] = "fixed"
     depth_costs: tuple[float, ...] | None = None
-    depth_change: float = 0.0
     depth_rates: tuple[float, ...] | None = None
-    depth_lengths: tuple[float, ...] | None = None
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 4
     threshold_single: float = 1.0
     threshold_acc: float = 1.0
     typical_epsilon: float = 0.09
@@ -80,109 +107,130 @@ class DecodeConfig:
     min_rows: int | None = None
 
     def __post_init__(self):
+        # Ranges of single values.
         for name, least in (("max_new_tokens", 1), ("num_steps", 0), ("topk", 1), ("prefill_chunk", 1)):
-            require(getattr(self, name) >= least, f"{name} must be at least {least}, not {getattr(self, name)}")
+            require(getattr(self, name) >= least, f"{name} must be at least {least}, got {getattr(self, name)}")
         for name, least in (("min_rows", 1), ("max_length", 2), ("draft_window", 1), ("num_draft_tokens", 2)):
             value = getattr(self, name)
-            require(value is None or value >= least, f"{name} must be at least {least}, not {value}")
-        require(self.num_steps <= MOST_STEPS, f"num_steps {self.num_steps} is more than {MOST_STEPS}")
-        require(self.draft_sinks >= 0, f"draft_sinks must not be negative, is {self.draft_sinks}")
-        rules = ("auto", *EXACT_RULES, *LOSSY_RULES)
-        require(self.acceptance in rules, f"acceptance '{self.acceptance}' is not one of {', '.join(rules)}")
+            require(value is None or value >= least, f"{name} must be at least {least}, got {value}")
+        require(self.num_steps <= MAX_STEPS, f"num_steps must be at most {MAX_STEPS}, got {self.num_steps}")
+        require(self.draft_sinks >= 0, f"draft_sinks must not be negative, got {self.draft_sinks}")
+        require(
+            1 <= self.prompt_lookup_min <= self.prompt_lookup_max,
+            f"prompt_lookup_min ({self.prompt_lookup_min}) must be at least 1 and at most prompt_lookup_max "
+            f"({self.prompt_lookup_max})",
+        )
+        # Choices by name; drafters and rules may also be the user's own objects.
+        if isinstance(self.drafter, str):
+            require(self.drafter in DRAFTERS, f"unknown drafter '{self.drafter}'; supported: {', '.join(DRAFTERS)}")
+        if not callable(self.acceptance):
+            rules = ("auto", *EXACT_RULES, *LOSSY_RULES)
+            require(
+                self.acceptance in rules, f"unknown acceptance rule '{self.acceptance}'; supported: {', '.join(rules)}"
+            )
         policies = ("fixed", "adaptive")
-        require(self.depth_policy in policies, f"depth_policy '{self.depth_policy}' is not one of fixed, adaptive")
+        require(
+            self.depth_policy in policies,
+            f"unknown depth_policy '{self.depth_policy}'; supported: {', '.join(policies)}",
+        )
         for name in ("threshold_single", "threshold_acc"):
-            require(0 <= getattr(self, name) <= 1, f"{name} {getattr(self, name)} is not within 0..1")
-        require(self.relaxed_topk >= 1, f"relaxed_topk must be at least 1, not {self.relaxed_topk}")
-        depths = ("depth_costs", "depth_rates", "depth_lengths")
-        for name in ("stop_token_ids", "stop_sequences", "draft_vocabulary", *depths):
+            require(0 <= getattr(self, name) <= 1, f"{name} must be within 0..1, got {getattr(self, name)}")
+        require(self.relaxed_topk >= 1, f"relaxed_topk must be at least 1, got {self.relaxed_topk}")
+        # Lists become tuples, so that a config is hashable.
+        for name in ("stop_token_ids", "stop_sequences", "draft_vocabulary", "depth_costs", "depth_rates"):
             value = getattr(self, name)
             object.__setattr__(self, name, value if value is None else tuple(value))
         object.__setattr__(self, "stop_sequences", tuple(tuple(sequence) for sequence in self.stop_sequences))
-        require(all(self.stop_sequences), "a stop sequence is empty")
+        require(all(self.stop_sequences), "stop_sequences contains an empty sequence")
         self._check_tree()
         self._check_policy()
 
     def _check_tree(self):
         if self.topk > 1 and self.num_steps:
-            require(self.acceptance not in CHAIN_RULES, f"'{self.acceptance}' verifies chains: topk must be 1")
+            require(
+                self.acceptance not in CHAIN_RULES,
+                f"acceptance '{self.acceptance}' supports only chains: set topk to 1, got {self.topk}",
+            )
+            require(
+                not getattr(self.acceptance, "needs_q", False),
+                f"a custom acceptance rule with needs_q supports only chains: set topk to 1, got {self.topk}",
+            )
         if self.num_draft_tokens is None or not self.num_steps:
             return
         shape = f"topk {self.topk} and num_steps {self.num_steps}"
         if self.topk == 1:
             require(
                 self.num_draft_tokens == self.num_steps + 1,
-                f"num_draft_tokens {self.num_draft_tokens}: a chain ({shape}) has {self.num_steps + 1}",
+                f"num_draft_tokens must be {self.num_steps + 1} for a chain ({shape}), got {self.num_draft_tokens}",
             )
         most = largest_tree(self.topk, self.num_steps)
         require(
             self.num_draft_tokens <= most,
-            f"num_draft_tokens {self.num_draft_tokens} is more than the {most} that {shape} give",
+            f"num_draft_tokens must be at most {most} for {shape}, got {self.num_draft_tokens}",
         )
 
     def _check_policy(self):
         if self.depth_policy == "fixed" or not self.num_steps:
             return
-        require(self.topk == 1, f"adaptive depth drafts chains: topk {self.topk} must be 1")
+        require(self.topk == 1, f"depth_policy 'adaptive' supports only chains: set topk to 1, got {self.topk}")
         given = "none" if self.depth_costs is None else str(len(self.depth_costs))
         require(
             self.depth_costs is not None and len(self.depth_costs) == self.num_steps + 1,
-            f"adaptive depth needs depth_costs of depths 0..{self.num_steps}, {self.num_steps + 1} in all; there are "
+            f"depth_policy 'adaptive' needs {self.num_steps + 1} depth_costs, for depths 0..{self.num_steps}; got "
             f"{given} (`mtpjax profile` measures them)",
         )
         require(
             all(math.isfinite(cost) and cost > 0 for cost in self.depth_costs or ()),
-            f"depth_costs {self.depth_costs} must be positive and finite",
-        )
-        require(
-            math.isfinite(self.depth_change) and self.depth_change >= 0,
-            f"depth_change {self.depth_change} must be finite, and not negative",
+            f"depth_costs must be positive and finite, got {self.depth_costs}",
         )
         rates = self.depth_rates
         require(
             rates is None or (len(rates) == self.num_steps and all(0 < rate <= 1 for rate in rates)),
-            f"depth_rates {rates} must be {self.num_steps}, one per level, above 0 and at most 1",
+            f"depth_rates must hold {self.num_steps} rates above 0 and at most 1, one per level; got {rates}",
         )
-        lengths = self.depth_lengths
-        if lengths is not None:
-            require(rates is not None, "depth_lengths go with depth_rates of the same texts, which are missing")
-            require(
-                len(lengths) == self.num_steps and all(1 <= mean <= most for most, mean in enumerate(lengths, start=2)),
-                f"depth_lengths {lengths} must be {self.num_steps}, one per depth, from 1 to the depth and one more",
-            )
 
     @property
     def num_nodes(self) -> int:
-        """Nodes verified per round, the pending token among them."""
+        """Nodes verified per round, including the pending token."""
         if self.topk == 1 or not self.num_steps:
             return self.num_steps + 1
-        return self.num_draft_tokens or min(MOST_DRAFT_TOKENS, largest_tree(self.topk, self.num_steps))
+        return self.num_draft_tokens or min(DEFAULT_MAX_NODES, largest_tree(self.topk, self.num_steps))
 
 
 def largest_tree(topk: int, num_steps: int) -> int:
-    """Nodes of the largest tree, the root among them: topk at level 1, topk of each of topk nodes at every other."""
+    """Returns the size of the largest tree, including the root.
+
+    SGLang's construction: topk nodes at level 1, and topk children of each of the topk best nodes at later levels.
+    """
     return 1 + topk + (num_steps - 1) * topk**2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """What rows ask for: one value for all of them, or a sequence with one for each.
+    """How the next token is chosen: each field is one value for all rows, or a sequence with one value per row.
 
-    In this order: penalties, bias, banned tokens, temperature, top_k, top_p, min_p
+    They apply in this order: penalties, bias, banned tokens, temperature, top_k, top_p, min_p
     (`mtpjax.decoding.sampling` has the formulas).
 
     Attributes:
-        temperature: 0 is the arg-max.
-        top_k: as many of the likeliest tokens; 0: all.
-        top_p: the likeliest tokens that hold this share of what top_k left; 1: all.
-        min_p: tokens with at least this share of the likeliest one's probability; 0: all.
-        repetition_penalty: of tokens in prompt or text (CTRL, 1909.05858); 1: none.
-        frequency_penalty, presence_penalty: of new tokens, per occurrence and once (OpenAI); 0: none.
-        min_new_tokens: before a row has so many, single stop tokens do not come and longer sequences do not end it.
-        logit_bias: added to the logits of these token ids: a mapping for all rows, or one (or None) per row.
-        allowed_tokens: no other token comes: ids for all rows, or a sequence of ids (or None) per row.
-        banned_tokens: these do not come; given as allowed_tokens are.
-        seed: of a row's noise, 0..2^64-1; None: from the call's key.
+        temperature: softmax temperature; 0 picks the arg-max.
+        top_k: keep this many of the most likely tokens; 0 keeps all.
+        top_p: keep the most likely tokens that hold this share of the probability that top_k kept; 1 keeps all.
+        min_p: keep tokens with at least this share of the most likely token's probability; 0 keeps all.
+        repetition_penalty: penalty of tokens in the prompt or text (CTRL, 1909.05858); 1 is off.
+        frequency_penalty: OpenAI's penalty per occurrence among the new tokens; 0 is off.
+        presence_penalty: OpenAI's penalty for tokens that occur among the new tokens; 0 is off.
+        min_new_tokens: until a row has this many new tokens, single stop tokens are banned and longer stop sequences
+            do not end it.
+        logit_bias: values added to the logits of token ids: one mapping for all rows, or one (or None) per row.
+        allowed_tokens: ban every other token: ids for all rows, or a sequence of ids (or None) per row.
+        banned_tokens: ban these tokens; same form as allowed_tokens.
+        seed: seed of the row's random numbers, 0..2^64-1; None derives it from the call's key.
+
+    Example:
+        >>> from mtpjax import SamplingParams
+        >>> SamplingParams(temperature=[0.0, 0.8], top_p=0.95, seed=[1, 2]).top_p
+        0.95
     """
 
     temperature: float | Sequence[float] = 0.0

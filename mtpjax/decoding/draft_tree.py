@@ -1,6 +1,6 @@
-"""Trees of drafts: which nodes there are, who descends from whom.
+"""Draft trees: which nodes a tree has and which nodes are ancestors of which.
 
-Nodes are in topological order, node 0 the root: the pending token. `parents[n] < n`, and -1 for the root.
+Nodes are in topological order: `parents[n] < n`. Node 0 is the root, the pending token; its parent is -1.
 """
 
 import dataclasses
@@ -11,27 +11,38 @@ import jax.numpy as jnp
 
 from pallas_kernels import top_k
 
-FIRST_RATE = 0.6  # chance that a node's first child is the one accepted
-NEXT_RATE = 0.3  # and of each later child, to that of the one before
+FIRST_CHILD_RATE = 0.6  # assumed chance that a node's first child is accepted
+NEXT_CHILD_RATE = 0.3  # assumed chance of each later child, relative to the one before
 
 
 class Candidates:
-    """All children that a free tree's levels offered: flat lists that grow level by level, each topk per node.
+    """The children that all levels of a dynamic tree offered, in flat lists that grow level by level.
 
-    SGLang's construction: a candidate's score is the product of the draft's probabilities on its way; the topk best of
-    a level are drafted on; of all, the best become the tree.
+    SGLang's and EAGLE-2's construction (2406.16858): a candidate's score is the product of the draft probabilities on
+    its path. The topk best candidates of a level are expanded; in the end the best candidates of all levels become the
+    tree.
     """
 
     def __init__(self):
         self.scores: list[jax.Array] = []  # [B, C] float32 per level
-        self.tokens: list[jax.Array] = []
-        self.parents: list[jax.Array] = []  # flat index of the parent, -1 for the root
+        self.tokens: list[jax.Array] = []  # [B, C] int32 per level
+        self.parents: list[jax.Array] = []  # [B, C] flat index of the parent candidate, -1 for the root
         self.count = 0
 
-    def offer(self, probabilities: jax.Array, tokens: jax.Array, scores: jax.Array, places: jax.Array):
-        """Of a level's nodes, the likeliest children `[B, f, topk]`, the nodes' `scores` and flat `places [B, f]`.
+    def offer(
+        self, probabilities: jax.Array, tokens: jax.Array, scores: jax.Array, places: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Adds the children of one level's nodes and picks the ones to expand.
 
-        Returns the topk best: scores, tokens, flat places `[B, topk]`, and which node each descends from.
+        Args:
+            probabilities: `[B, f, topk]` draft probabilities of each node's most likely children.
+            tokens: `[B, f, topk]` those children.
+            scores: `[B, f]` the nodes' own scores.
+            places: `[B, f]` the nodes' flat indices.
+
+        Returns:
+            Scores, tokens and flat indices of the topk best children, and the node that each descends from; all
+            `[B, topk]`.
         """
         B, _, topk = tokens.shape
         scores = (scores[:, :, None] * probabilities).reshape(B, -1)
@@ -44,13 +55,19 @@ class Candidates:
         return kept, jnp.take_along_axis(tokens, index, axis=1), first + index, index // topk
 
     def select(self, num_nodes: int) -> tuple[jax.Array, jax.Array]:
-        """Tokens `[B, num_nodes - 1]` and parents `[B, num_nodes]` of the tree of the best candidates.
+        """Picks the best candidates of all levels.
 
-        A child's score is at most its parent's and its flat index larger, so that every node's parent is there.
+        Args:
+            num_nodes: nodes of the tree, including the root.
+
+        Returns:
+            Tokens `[B, num_nodes - 1]` and parents `[B, num_nodes]`.
         """
         scores, tokens, parents = (jnp.concatenate(part, axis=1) for part in (self.scores, self.tokens, self.parents))
+        # A child scores at most as much as its parent and has a larger flat index, so each parent is chosen as well.
         _, chosen = top_k(scores, num_nodes - 1)
         chosen = jnp.sort(chosen, axis=1)
+        # Translate flat indices of parents to node numbers: count the chosen candidates before the parent.
         parent = jnp.take_along_axis(parents, chosen, axis=1)
         node = 1 + (chosen[:, None, :] < parent[:, :, None]).sum(axis=2)
         node = jnp.where(parent < 0, 0, node)
@@ -59,28 +76,39 @@ class Candidates:
 
 
 def ancestry(parents: jax.Array, num_steps: int) -> tuple[jax.Array, jax.Array]:
-    """Of trees `parents [B, W]` at most `num_steps` deep: depths `[B, W]`, and who is on whose way.
+    """Computes depths and the ancestor mask of trees.
 
-    `[B, W, W]`: entry (n, m) says that m is n or one of its ancestors.
+    Args:
+        parents: `[B, W]` int32.
+        num_steps: depth of the deepest tree, at most.
+
+    Returns:
+        Depths `[B, W]` int32, and the mask `[B, W, W]` bool: entry (n, m) says that m is n or an ancestor of n.
     """
     W = parents.shape[1]
-    itself = jnp.arange(W)[None]
-    node = jnp.broadcast_to(itself, parents.shape)
-    is_on = jnp.zeros((*parents.shape, W), bool)
+    places = jnp.arange(W)[None]
+    node = jnp.broadcast_to(places, parents.shape)
+    mask = jnp.zeros((*parents.shape, W), bool)
+    # Every node climbs to the root, one parent per turn, and marks where it passes.
     for _ in range(num_steps + 1):
-        is_on |= node[:, :, None] == itself[:, None]
+        mask |= node[:, :, None] == places[:, None]
         node = jnp.where(node >= 0, jnp.take_along_axis(parents, jnp.maximum(node, 0), axis=1), -1)
-    return is_on.sum(axis=2).astype(jnp.int32) - 1, is_on
+    return mask.sum(axis=2).astype(jnp.int32) - 1, mask
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
-    """A tree fixed before anything is drawn: for rules that may not choose nodes by what they are."""
+class TreeShape:
+    """A tree that is fixed before any token is drawn, for rules that forbid choosing nodes by their tokens.
+
+    Attributes:
+        parents: parent of each node, -1 for the root.
+    """
 
     parents: tuple[int, ...]
 
     @property
     def depths(self) -> list[int]:
+        """Depth of each node; the root has 0."""
         depths = [0]
         for parent in self.parents[1:]:
             depths.append(depths[parent] + 1)
@@ -88,35 +116,45 @@ class Shape:
 
     @property
     def topk(self) -> int:
-        """Most children of a node."""
+        """Largest number of children of a node."""
         return max(map(self.parents.count, self.parents[1:]), default=0)
 
     def children(self, node: int) -> list[int]:
+        """Returns a node's children in ascending order."""
         return [child for child, parent in enumerate(self.parents) if parent == node]
 
-    def levels(self) -> list[list[int]]:
-        """Per depth below the last, its nodes that have children."""
+    def inner_levels(self) -> list[list[int]]:
+        """Returns, for each depth but the last, the nodes that have children."""
         depths = self.depths
         inner = sorted(set(self.parents[1:]))
         return [[node for node in inner if depths[node] == depth] for depth in range(max(depths))]
 
 
 @functools.cache
-def fixed_shape(topk: int, num_steps: int, num_nodes: int) -> Shape:
-    """The `num_nodes` nodes most likely to be accepted, if each child's chance were that of its rank.
+def fixed_shape(topk: int, num_steps: int, num_nodes: int) -> TreeShape:
+    """Chooses the nodes that are most likely to be accepted under assumed rates per child rank.
 
-    The greedy form of Sequoia's choice (2402.12374): a node's value is the product of the rates on its way. A node has
-    at most `topk` children; nodes come level by level.
+    The greedy form of Sequoia's construction (2402.12374): a node's value is the product of the rates on its path.
+
+    Args:
+        topk: most children of a node.
+        num_steps: depth of the tree.
+        num_nodes: nodes, including the root.
+
+    Returns:
+        The shape, with nodes in level order.
     """
-    ways: dict[tuple[int, ...], float] = {(): 1.0}
+    # A path is the tuple of child ranks from the root. The frontier holds paths whose parent is chosen.
+    frontier: dict[tuple[int, ...], float] = {(): 1.0}
     chosen: list[tuple[int, ...]] = []
     while len(chosen) < num_nodes:
-        way = max(ways, key=lambda way: ways[way])
-        value = ways.pop(way)
-        chosen.append(way)
-        if len(way) < num_steps:
-            ways[(*way, 0)] = value * FIRST_RATE
-        if way and way[-1] + 1 < topk:
-            ways[(*way[:-1], way[-1] + 1)] = value * NEXT_RATE
-    order = sorted(chosen, key=lambda way: (len(way), way))
-    return Shape(tuple(order.index(way[:-1]) if way else -1 for way in order))
+        path = max(frontier, key=lambda path: frontier[path])
+        value = frontier.pop(path)
+        chosen.append(path)
+        # A chosen node opens its first child and its next sibling.
+        if len(path) < num_steps:
+            frontier[(*path, 0)] = value * FIRST_CHILD_RATE
+        if path and path[-1] + 1 < topk:
+            frontier[(*path[:-1], path[-1] + 1)] = value * NEXT_CHILD_RATE
+    order = sorted(chosen, key=lambda path: (len(path), path))
+    return TreeShape(tuple(order.index(path[:-1]) if path else -1 for path in order))

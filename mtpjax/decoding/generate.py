@@ -1,34 +1,73 @@
-"""The public decoding functions: check, bucket, place, call the loop, report."""
+"""The public decoding functions: check the request, size the caches, run the compiled call, report."""
 
 import contextlib
 import dataclasses
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from mtpjax.decoding.config import LOSSY_RULES, DecodeConfig, SamplingParams
-from mtpjax.decoding.loop import decode, least_rows
-from mtpjax.decoding.result import DecodeStats, GenerationResult
-from mtpjax.decoding.sampling_params import sampling_arrays, temperatures
-from mtpjax.decoding.state import WIDE, DecodeState, Plan, hidden_rows, init_state
+from mtpjax.decoding.capacity import cache_capacity, min_rows_per_pass
+from mtpjax.decoding.config import DecodeConfig, SamplingParams
+from mtpjax.decoding.depth_policy import may_pay
+from mtpjax.decoding.drafters.base import Drafter
+from mtpjax.decoding.loop import decode
+from mtpjax.decoding.requests import check_request, drafter_of, new_rows, prompt_rows
+from mtpjax.decoding.result import GenerationResult, collect
+from mtpjax.decoding.sampling import SamplingFeatures
+from mtpjax.decoding.sampling_params import temperatures
+from mtpjax.decoding.spec import DecodeSpec
+from mtpjax.decoding.state import DecodeState, empty_state
 from mtpjax.models.model import MTPModel
 from mtpjax.models.sharding import mesh_of, shard_params, shard_state
+
+make_empty_state = jax.jit(  # one call to the device makes all buffers
+    empty_state,
+    static_argnames=("model", "drafter", "spec", "batch", "capacity", "stops_shape", "features", "dtype"),
+)
 
 
 def generate(
     params: dict,
-    prompts,
+    prompts: Any,
     *,
     model: MTPModel,
     config: DecodeConfig,
     sampling: SamplingParams | None = None,
     key: jax.Array | None = None,
-    lengths=None,
+    lengths: Any = None,
     mesh: Mesh | None = None,
 ) -> GenerationResult:
-    """Plain decoding: `speculative_generate` without drafts, whatever `config` says of them."""
+    """Decodes without drafts, one token per pass: `speculative_generate` with `num_steps=0`.
+
+    Args:
+        params: parameters of `model` with unrolled layers.
+        prompts: token lists, or an array `[B, T]`.
+        model: the model.
+        config: settings; everything about drafts is ignored.
+        sampling: sampling parameters per row; None picks the arg-max.
+        key: seeds for rows without one.
+        lengths: `[B]` prompt lengths of a right-padded array.
+        mesh: lays parameters and caches out over this mesh.
+
+    Returns:
+        The new tokens.
+
+    Raises:
+        ValueError: as `speculative_generate`.
+
+    Example:
+        >>> import jax
+        >>> from mtpjax import DecodeConfig, ModelConfig, MTPModel, generate, init_params
+        >>> model = MTPModel(ModelConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        ...                              intermediate_size=32, max_position_embeddings=64))
+        >>> params = init_params(model, jax.random.key(0))
+        >>> generate(params, [[1, 2, 3]], model=model, config=DecodeConfig(max_new_tokens=5)).tokens.shape
+        (1, 5)
+    """
     plain = dataclasses.replace(
         config, num_steps=0, topk=1, num_draft_tokens=None, acceptance="auto", depth_policy="fixed"
     )
@@ -39,208 +78,153 @@ def generate(
 
 def speculative_generate(
     params: dict,
-    prompts,
+    prompts: Any,
     *,
     model: MTPModel,
     config: DecodeConfig,
     sampling: SamplingParams | None = None,
     key: jax.Array | None = None,
-    lengths=None,
+    lengths: Any = None,
     mesh: Mesh | None = None,
+    draft_params: Any = None,
 ) -> GenerationResult:
-    """Continues each prompt; the MTP modules draft tokens, and one trunk pass per round verifies them.
+    """Continues prompts with speculative decoding: a drafter proposes tokens, one trunk pass per round verifies them.
 
-    At temperature 0 the tokens are those of `generate` in float32, whatever the modules draft; above, they follow the
-    same distribution, under every rule but those that `DecodeConfig` calls lossy. The whole call is one jitted
-    function: a prefill and a `lax.while_loop`. Another call in the same bucket compiles nothing: shapes are the batch,
-    the longest sequence rounded up, what `DecodeConfig` compiles in, and which of the sampling parameters are in use.
+    At temperature 0 the tokens equal those of `generate` in float32, whatever is drafted. Above, they follow the same
+    distribution, under every acceptance rule except the lossy ones (`DecodeConfig`). The whole call is one jitted
+    function: a prefill and a `lax.while_loop`. A second call compiles nothing if the batch, the cache capacity (the
+    longest sequence, rounded up), the static settings and the sampling options in use are the same.
 
     Args:
-        params: parameters of `model` (unrolled layers).
-        prompts: token lists, or an array `[B, T]`, right-padded where `lengths [B]` is given.
-        sampling: what rows ask for; None: the arg-max.
-        key: a `jax.random` key that the rows take seeds from where `sampling` has none. A row's noise depends on its
-            seed alone, or on the key and its number.
-        mesh: parameters and caches are laid out over it (`mtpjax.models.sharding`); None: where they are.
+        params: parameters of `model` with unrolled layers.
+        prompts: token lists, or an array `[B, T]`.
+        model: the model.
+        config: settings.
+        sampling: sampling parameters per row; None picks the arg-max.
+        key: a `jax.random` key that seeds rows without a seed. A row's random numbers depend on its seed alone, or on
+            the key and the row's number.
+        lengths: `[B]` prompt lengths of a right-padded array.
+        mesh: lays parameters and caches out over this mesh (`mtpjax.models.sharding`); None leaves them where they are.
+        draft_params: the drafter's own parameters; None takes the MTP modules' from `params`.
+
+    Returns:
+        The new tokens, finish reasons and acceptance counts.
 
     Raises:
-        ValueError: for an empty prompt, ids outside the vocabulary, a prompt longer than `max_length` leaves room for,
-            drafts without modules, sampling without a seed or key, settings that cannot be, or shapes that do not fit.
-            One line, naming the value and the limit.
+        ValueError: for an empty prompt, ids outside the vocabulary, a prompt that `max_length` leaves no room for,
+            drafts without MTP modules, sampling without a seed or key, or settings that contradict each other. One
+            line, with the value and the limit.
+
+    Example:
+        >>> import jax
+        >>> from mtpjax import DecodeConfig, ModelConfig, MTPModel, generate, init_params, speculative_generate
+        >>> model = MTPModel(ModelConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        ...                              intermediate_size=32, max_position_embeddings=64, num_mtp_modules=1))
+        >>> params = init_params(model, jax.random.key(0))
+        >>> config = DecodeConfig(max_new_tokens=8, num_steps=2)
+        >>> result = speculative_generate(params, [[1, 2, 3], [4]], model=model, config=config)
+        >>> result.rows() == generate(params, [[1, 2, 3], [4]], model=model, config=config).rows()
+        True
     """
     sampling = sampling or SamplingParams()
-    rows = _rows(prompts, lengths)
-    limit = _check(rows, model, config)
+    drafter = drafter_of(config)
+    prompts = prompt_rows(prompts, lengths)
+    limit = check_request(prompts, model, config, drafter)
+    # Resolve everything that is compiled in.
+    B = len(prompts)
     layout = mesh or mesh_of(params["embedding"])
-    platform = layout.devices.flat[0].platform if layout is not None else jax.default_backend()
-    min_rows = config.min_rows or least_rows(len(rows), platform, model.implementation)
-    plan = Plan.of(config, is_greedy=not temperatures(sampling, len(rows)).any(), min_rows=min_rows)
-    state = _prepare(params, rows, limit, model, config, plan, sampling, key)
+    spec = resolve_spec(config, model, layout, batch=B, is_greedy=not temperatures(sampling, B).any())
+    # Size the caches for the longest sequence, and lay the requests out.
+    longest = max(row.size for row in prompts)
+    capacity = cache_capacity(
+        longest,
+        min(longest + min(config.max_new_tokens, limit), limit),
+        widest=max(spec.num_nodes, drafter.scratch_slots(model, spec)),
+        chunk=spec.chunk,
+    )
+    rows = new_rows(prompts, model=model, config=config, limit=limit, capacity=capacity, sampling=sampling, key=key)
+    state = start_state(
+        params,
+        model=model,
+        config=config,
+        drafter=drafter,
+        spec=spec,
+        batch=B,
+        capacity=capacity,
+        stops_shape=rows.settings.stops.shape[1:],
+        features=rows.settings.sampling.features,
+    )
     if mesh is not None:
-        params, state = shard_params(params, mesh), shard_state(state, mesh)
-    ids = None
-    if config.draft_vocabulary is not None and config.num_steps:
-        ids = jnp.asarray(_draft_ids(config.draft_vocabulary, model))
+        params, state, rows = shard_params(params, mesh), shard_state(state, mesh), shard_state(rows, mesh)
+    if draft_params is None:
+        draft_params = drafter.own_params(params, config, model=model)
+    with device_settings(params, layout):
+        state = decode(params, draft_params, state, rows, model=model, drafter=drafter, spec=spec)
+    return collect(state, is_exact=spec.is_exact)
+
+
+def resolve_spec(
+    config: DecodeConfig, model: MTPModel, layout: Mesh | None, *, batch: int, is_greedy: bool
+) -> DecodeSpec:
+    """Resolves what a call compiles in.
+
+    Args:
+        config: settings.
+        model: the model.
+        layout: mesh of the parameters; None for one device.
+        batch: rows, B.
+        is_greedy: True if every row is at temperature 0.
+
+    Returns:
+        The spec.
+    """
+    platform = layout.devices.flat[0].platform if layout is not None else jax.default_backend()
+    min_rows = config.min_rows or min_rows_per_pass(batch, platform, model.implementation)
+    return DecodeSpec.of(config, is_greedy=is_greedy, min_rows=min_rows)
+
+
+def start_state(
+    params: dict,
+    *,
+    model: MTPModel,
+    config: DecodeConfig,
+    drafter: Drafter,
+    spec: DecodeSpec,
+    batch: int,
+    capacity: int,
+    stops_shape: tuple[int, ...],
+    features: SamplingFeatures,
+) -> DecodeState:
+    """Makes a state of B free slots on the device; arguments as in `empty_state`."""
+    costs = rates = None
+    is_disabled = False
+    if spec.is_adaptive:
+        costs = np.asarray(config.depth_costs, np.float32)
+        rates = None if config.depth_rates is None else np.asarray(config.depth_rates, np.float32)
+        is_disabled = not may_pay(costs)
+    return make_empty_state(
+        model=model,
+        drafter=drafter,
+        spec=spec,
+        batch=batch,
+        capacity=capacity,
+        stops_shape=tuple(stops_shape),
+        features=features,
+        dtype=params["embedding"].dtype,
+        depth_costs=costs,
+        depth_rates=rates,
+        drafting_disabled=np.bool_(is_disabled),
+    )
+
+
+@contextlib.contextmanager
+def device_settings(params: dict, layout: Mesh | None) -> Iterator[None]:
+    """Sets the mesh, and full float32 precision on GPUs, for calls with these parameters."""
+    platform = layout.devices.flat[0].platform if layout is not None else jax.default_backend()
     with contextlib.ExitStack() as settings:
         if layout is not None:
             settings.enter_context(jax.set_mesh(layout))
-        if platform != "cpu" and state.hidden.dtype == jnp.float32:  # a GPU would round factors, but not in kernels
+        if platform != "cpu" and params["embedding"].dtype == jnp.float32:
+            # XLA on a GPU would round float32 factors to TF32, which the kernels do not.
             settings.enter_context(jax.default_matmul_precision("highest"))
-        state = decode(params, state, ids, model=model, plan=plan)
-    return _report(state, np.array([len(row) for row in rows]), is_exact=plan.rule not in LOSSY_RULES)
-
-
-def _rows(prompts, lengths) -> list[np.ndarray]:
-    """The prompts as a list of id arrays."""
-    if isinstance(prompts, (np.ndarray, jax.Array)):
-        prompts = np.asarray(prompts)
-        if prompts.ndim != 2:
-            raise ValueError(f"prompts must be [B, T] or a list of token lists, not of shape {prompts.shape}")
-        if lengths is None:
-            return list(prompts)
-        lengths = np.asarray(lengths)
-        if lengths.shape != prompts.shape[:1]:
-            raise ValueError(f"lengths {lengths.shape} do not match the batch of {prompts.shape[0]}")
-        if (lengths > prompts.shape[1]).any():
-            raise ValueError(f"length {lengths.max()} is beyond the {prompts.shape[1]} columns of the prompts")
-        return [row[: max(length, 0)] for row, length in zip(prompts, lengths, strict=True)]
-    if lengths is not None:
-        raise ValueError("lengths go with an array of prompts, not with a list")
-    if any(not np.iterable(row) or isinstance(row, str) for row in prompts):
-        raise ValueError("prompts must be [B, T] or a list of token lists; encode text first")
-    return [np.asarray(row) for row in prompts]
-
-
-def _check(rows: list[np.ndarray], model: MTPModel, config: DecodeConfig) -> int:
-    """Raises for what the compiled call would silently clamp; returns the longest sequence allowed."""
-    if not rows:
-        raise ValueError("there are no prompts: the batch is empty")
-    most = model.config.max_position_embeddings
-    limit = most if config.max_length is None else config.max_length
-    if limit > most:
-        raise ValueError(f"max_length {limit} is beyond the model's {most} positions")
-    for number, row in enumerate(rows):
-        if row.ndim != 1 or not row.size:
-            raise ValueError(f"prompt {number} is empty" if not row.size else f"prompt {number} has shape {row.shape}")
-        if not np.issubdtype(row.dtype, np.integer):
-            raise ValueError(f"prompt {number} holds {row.dtype}, not token ids")
-        for token in (int(row.min()), int(row.max())):
-            if not 0 <= token < model.config.vocab_size:
-                raise ValueError(f"prompt {number} holds token id {token}, outside 0..{model.config.vocab_size - 1}")
-        if row.size >= limit:
-            raise ValueError(f"prompt {number} has {row.size} tokens; max_length {limit} leaves room for {limit - 1}")
-    for token in (*config.stop_token_ids, *(token for sequence in config.stop_sequences for token in sequence)):
-        if not 0 <= token < model.config.vocab_size:
-            raise ValueError(f"stop token id {token} is outside 0..{model.config.vocab_size - 1}")
-    if config.num_steps and config.topk > 1:
-        check_tree(model, config)
-    if config.num_steps and not model.config.num_mtp_modules:
-        raise ValueError(f"num_steps {config.num_steps} needs an MTP module, and the model has none")
-    if model.scan_layers:
-        raise ValueError("decoding takes unrolled layers: unstack_layers(params, config) and MTPModel(config)")
-    return limit
-
-
-def check_tree(model: MTPModel, config: DecodeConfig) -> None:
-    """Raises `ValueError` where the model cannot draft the tree, or the rule cannot verify it."""
-    modules, vocabulary = model.config.num_mtp_modules, model.config.num_tokens or model.config.vocab_size
-    if modules > 1:
-        raise ValueError(f"topk {config.topk} drafts trees, which take one MTP module; the model has {modules}")
-    if "linear_attention" in model.config.layer_types:
-        raise ValueError(f"topk {config.topk} drafts trees; a model with linear attention verifies chains: topk 1")
-    if config.draft_vocabulary is not None:
-        vocabulary = len(_draft_ids(config.draft_vocabulary, model))
-    if config.topk > vocabulary:
-        raise ValueError(f"topk {config.topk} is more than the {vocabulary} tokens that can be drafted")
-
-
-def _draft_ids(ids: tuple[int, ...], model: MTPModel) -> np.ndarray:
-    """The reduced vocabulary in rising order, without ids that only pad the tables: those never come."""
-    unique = np.unique(np.asarray(ids, np.int32))
-    num_tokens = model.config.num_tokens or model.config.vocab_size
-    if not unique.size or unique[0] < 0 or unique[-1] >= model.config.vocab_size:
-        raise ValueError(f"draft_vocabulary is empty or has ids outside 0..{model.config.vocab_size - 1}")
-    if num_tokens <= unique[0]:
-        raise ValueError(f"draft_vocabulary has no token: ids from {num_tokens} on only pad the tables")
-    return unique[unique < num_tokens]
-
-
-def bucket(size: int) -> int:
-    """`size` rounded up: to 256, then to multiples of 128, from 1024 on to steps with a quarter of waste at most."""
-    step = max(128, 2 ** (size.bit_length() - 3))
-    return max(256, -(-size // step) * step)
-
-
-def slots(prompt: int, length: int, *, widest: int, chunk: int) -> int:
-    """Slots per row of a call with prompts of up to `prompt` tokens, which end at `length` or before.
-
-    `widest`: what a round writes behind the text at most; of `chunk` tokens prefill writes whole ones. Attention reads
-    all slots, so none is kept that nothing writes to.
-    """
-    return bucket(max(-(-prompt // chunk) * chunk, length) + widest + 1)
-
-
-def _prepare(
-    params, rows, limit: int, model: MTPModel, config: DecodeConfig, plan: Plan, sampling: SamplingParams, key
-) -> DecodeState:
-    """The state before prefill, with room for the longest sequence and the widest write behind it."""
-    lengths = np.array([row.size for row in rows], np.int32)
-    limits = np.minimum(lengths + min(config.max_new_tokens, limit), limit).astype(np.int32)
-    taken_in = max(hidden_rows(model, plan.num_steps), WIDE if plan.is_adaptive else 0)
-    widest = max(plan.num_nodes, plan.draft_slots + plan.min_rows, taken_in)
-    capacity = slots(int(lengths.max()), int(limits.max()), widest=widest, chunk=plan.chunk)
-    tokens = np.zeros((len(rows), capacity), np.int32)
-    for place, row in zip(tokens, rows, strict=True):
-        place[: row.size] = row
-    singles = (*config.stop_token_ids, *(sequence[0] for sequence in config.stop_sequences if len(sequence) == 1))
-    return init_state(  # all in one call to the device
-        tokens,
-        lengths,
-        limits,
-        _stops(config),
-        model=model,
-        plan=plan,
-        dtype=params["embedding"].dtype,
-        sampling=sampling_arrays(sampling, len(rows), model.config, key, singles),
-        depth_costs=np.asarray(config.depth_costs, np.float32) if plan.is_adaptive else None,
-        depth_change=np.float32(config.depth_change),
-        depth_rates=None if config.depth_rates is None else np.asarray(config.depth_rates, np.float32),
-        depth_lengths=None if config.depth_lengths is None else np.asarray(config.depth_lengths, np.float32),
-        logprobs=config.logprobs,
-    )
-
-
-def _stops(config: DecodeConfig) -> np.ndarray:
-    """Stop sequences `[N, Z]`, -1 before shorter ones and in unused rows; N and Z in buckets."""
-    sequences = [(token,) for token in config.stop_token_ids] + list(config.stop_sequences)
-    longest = max(map(len, sequences), default=1)
-    width = 1 if longest == 1 else -(-longest // 8) * 8
-    stops = np.full((max(-(-len(sequences) // 8), 1) * 8, width), -1, np.int32)
-    for place, sequence in zip(stops, sequences, strict=False):
-        place[-len(sequence) :] = sequence
-    return stops
-
-
-def _report(state: DecodeState, prompt_lengths: np.ndarray, *, is_exact: bool) -> GenerationResult:
-    """Brings the final state to the host."""
-    names = ("tokens", "origin", "length", "stopped", "steps", "proposed", "accepted", "discarded", "logprobs")
-    host = jax.device_get({name: getattr(state, name) for name in names})
-    lengths = host["length"] - prompt_lengths
-    column = np.arange(lengths.max())[None, :]
-    place = np.minimum(prompt_lengths[:, None] + column, host["tokens"].shape[1] - 1)
-    is_new = column < lengths[:, None]
-
-    def new(name: str) -> np.ndarray:
-        return np.where(is_new, np.take_along_axis(host[name], place, axis=1), 0)
-
-    counts = {name: host[name] for name in ("steps", "proposed", "accepted", "discarded")}
-    stats = DecodeStats(**counts, emitted=lengths)
-    return GenerationResult(
-        tokens=new("tokens"),
-        lengths=lengths,
-        origins=new("origin"),
-        logprobs=None if host["logprobs"] is None else new("logprobs"),
-        is_exact=is_exact,
-        finish_reasons=tuple("stop" if stopped else "length" for stopped in host["stopped"]),
-        stats=stats,
-    )
+        yield

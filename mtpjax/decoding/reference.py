@@ -1,4 +1,4 @@
-"""One token per pass, in Python: what the loop must reproduce, kept as plain as can be."""
+"""The plain twin of the compiled loop: one token per pass, in Python."""
 
 import functools
 
@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtpjax.decoding.sampling import History, Sampling, adjust, distribution, draw_target
-from mtpjax.models.cache import commit, empty_cache
-from mtpjax.models.layers.attend import cached_view
+from mtpjax.models.cache import Cache, commit, empty_cache
+from mtpjax.models.masks import cached_view
 from mtpjax.models.model import MTPModel, bind
 
 
@@ -22,23 +22,35 @@ def plain_generate(
     stop_sequences: tuple[tuple[int, ...], ...] = (),
     sampling: Sampling | None = None,
 ) -> list[int]:
-    """Continuation of one prompt; ends after `max_new_tokens` or with a stop token or sequence, which is returned.
+    """Continues one prompt, token by token. `speculative_generate` must give the same tokens.
 
-    `sampling` is one row's; None is the arg-max.
+    Args:
+        params: model parameters.
+        prompt: token ids.
+        model: the model.
+        max_new_tokens: limit of new tokens.
+        stop_token_ids: end after any of these, and return it.
+        stop_sequences: end after any of these, and return it.
+        sampling: one row's parameters; None picks the arg-max.
+
+    Returns:
+        The new tokens.
     """
     capacity = len(prompt) + max_new_tokens
     cache = empty_cache(model.config, model.config.trunk_kinds, 1, capacity, params["embedding"].dtype)
     step = functools.partial(_step, params, model=model, capacity=capacity)
+    # Prefill in one pass.
     logits, cache = step(jnp.asarray([prompt], jnp.int32), cache)
     if sampling is None:
         sampling = Sampling.greedy(1)
     new: list[int] = []
     stops = [(token,) for token in stop_token_ids] + list(stop_sequences)
-    singles = np.array([stop[0] for stop in stops if len(stop) == 1] + [-1], np.int32)
+    singles = np.array([[stop[0] for stop in stops if len(stop) == 1] + [-1]], np.int32)
     V = model.config.vocab_size
     is_prompt = jnp.asarray(np.bincount(prompt, minlength=V)[None] > 0)
-    least = 0 if sampling.min_new is None else int(sampling.min_new[0])
+    least = int(sampling.min_new[0])
     while True:
+        # Choose a token from the newest logits, then pass it through the trunk.
         counts = jnp.asarray(np.bincount(np.array(new, int), minlength=V)[None], jnp.int32)
         history = History(is_prompt, counts)
         new.append(int(_pick(logits, sampling, history, len(new), len(prompt) + len(new), singles, model=model)))
@@ -49,8 +61,17 @@ def plain_generate(
 
 
 @functools.partial(jax.jit, static_argnames="model")
-def _pick(logits, sampling: Sampling, history: History, num_new, position, stop_ids, *, model: MTPModel) -> jax.Array:
-    """Adjusts, filters and draws: the token for `position`, behind `num_new` new ones."""
+def _pick(
+    logits: jax.Array,
+    sampling: Sampling,
+    history: History,
+    num_new: int,
+    position: int,
+    stop_ids: np.ndarray,
+    *,
+    model: MTPModel,
+) -> jax.Array:
+    """Adjusts, filters and draws the token for `position`, after `num_new` new ones."""
     adjusted = adjust(
         logits[None, None],
         sampling,
@@ -64,10 +85,10 @@ def _pick(logits, sampling: Sampling, history: History, num_new, position, stop_
 
 
 @functools.partial(jax.jit, static_argnames=("model", "capacity"))
-def _step(params, tokens, cache, *, model, capacity):
-    """Takes in `tokens [1, T]`; returns the logits after them `[V]`, and the cache."""
+def _step(params: dict, tokens: jax.Array, cache: Cache, *, model: MTPModel, capacity: int) -> tuple[jax.Array, Cache]:
+    """Passes `tokens [1, T]` through the trunk; returns the logits after them `[V]`, and the cache."""
     T = tokens.shape[1]
-    view = cached_view(model.config, cache.length, T, capacity, taken=jnp.full(1, T, jnp.int32))
+    view = cached_view(model.config, cache.length, T, capacity, num_valid=jnp.full(1, T, jnp.int32))
     apply = bind(model, params)
-    hidden, _, cache = apply(tokens, view, cache, method="run_trunk")
-    return apply(hidden[0, -1], method="logits"), commit(cache, cache.length + T)
+    output = apply(tokens, view, cache, method="run_trunk")
+    return apply(output.hidden[0, -1], method="logits"), commit(output.cache, cache.length + T)

@@ -1,49 +1,60 @@
-"""What a decoding call reports."""
+"""The result of a decoding call: tokens, finish reasons, and acceptance counts."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal
 
+import jax
 import numpy as np
+
+from mtpjax.decoding.state import DecodeState
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeStats:
-    """Counts per row (B rows, K draft levels), and the rates they give over all rows.
+    """Acceptance counts per row, and the rates over all rows.
 
-    A step is one verifying pass; it proposes each level of its depth once, however many nodes a tree has there. Drafts
-    cut off at a stop token or limit count as accepted; `discarded` counts what was cut off. So `emitted + discarded ==
-    1 + steps + accepted`, the 1 being the token that prefill gives.
+    A step is one verification pass. It proposes each level of its depth once, however many nodes a tree has there.
+    Drafts that were cut off at a stop sequence or limit count as accepted, and `discarded` counts them, so `emitted +
+    discarded == 1 + steps + accepted`: prefill emits one token, and each step one beside the accepted drafts.
+
+    Attributes:
+        steps: `[B]` verification passes.
+        proposed: `[B, K]` steps that drafted at least this many levels.
+        accepted: `[B, K]` accepted drafts per level.
+        discarded: `[B]` tokens cut off at a stop sequence or limit.
+        emitted: `[B]` new tokens.
     """
 
-    steps: np.ndarray  # [B]
-    proposed: np.ndarray  # [B, K]
-    accepted: np.ndarray  # [B, K]
-    discarded: np.ndarray  # [B]
-    emitted: np.ndarray  # [B]
+    steps: np.ndarray
+    proposed: np.ndarray
+    accepted: np.ndarray
+    discarded: np.ndarray
+    emitted: np.ndarray
 
     @property
     def accept_length(self) -> float:
-        """Tokens per step, bonus token included, cut ones too; 1.0 for plain decoding, nan without a step."""
+        """Mean tokens per step, including the bonus token and cut-off ones; 1.0 without drafts, nan without steps."""
         steps = self.steps.sum()
         return float(1 + self.accepted.sum() / steps) if steps else float("nan")
 
     @property
     def survival_rates(self) -> np.ndarray:
-        """`[K]`: drafts accepted at each level, over steps that proposed any there.
+        """`[K]` accepted drafts at each level over the steps that proposed it.
 
-        At a fixed depth their sum plus one is the accept length.
+        At a fixed depth, one plus their sum is the accept length.
         """
         return self.accepted.sum(axis=0) / np.maximum(self.proposed.sum(axis=0), 1)
 
     @property
     def conditional_rates(self) -> np.ndarray:
-        """`[K]`: at a fixed depth, the share of drafts accepted of those whose predecessor was: ratios of survival."""
+        """`[K]` share of drafts accepted among those whose predecessor was accepted, at a fixed depth."""
         survival = self.survival_rates
         before = np.concatenate([[1.0], survival])[: len(survival)]
         return survival / np.where(before > 0, before, 1)
 
     def check(self) -> None:
-        """Raises `AssertionError` where the counts contradict each other."""
+        """Raises `AssertionError` if the counts contradict each other."""
         gained = 1 + self.steps + self.accepted.sum(axis=1)
         assert (self.emitted + self.discarded == gained).all(), (self.emitted, self.discarded, gained)
         assert (self.proposed <= self.steps[:, None]).all(), (self.proposed, self.steps)
@@ -53,16 +64,78 @@ class DecodeStats:
 
 @dataclasses.dataclass(frozen=True)
 class GenerationResult:
-    """New tokens of each row, without the prompt."""
+    """New tokens of B rows, without the prompts.
 
-    tokens: np.ndarray  # [B, N] int32, zeros behind each row's end
-    lengths: np.ndarray  # [B] new tokens
-    origins: np.ndarray  # [B, N] int8: the draft level that proposed a token, 0 where it is the trunk's own
-    finish_reasons: tuple[Literal["stop", "length"], ...]
-    logprobs: np.ndarray | None  # [B, N] float32 of the new tokens, by the trunk's logits as they are
-    is_exact: bool  # False: the acceptance rule has changed the distribution of the text
+    Attributes:
+        tokens: `[B, N]` int32, zeros behind each row's end.
+        lengths: `[B]` int32 new tokens.
+        origins: `[B, N]` int8 draft level that proposed each token; 0 for the trunk's own.
+        finish_reasons: per row "stop" (a stop sequence) or "length" (the limit); "running" in a partial result.
+        logprobs: `[B, N]` float32 log-probabilities under the trunk's unmodified logits; None unless asked for.
+        is_exact: False if the acceptance rule changes the distribution of the text.
+        stats: acceptance counts.
+
+    Example:
+        >>> import numpy as np
+        >>> from mtpjax import GenerationResult
+        >>> from mtpjax.decoding.result import DecodeStats
+        >>> stats = DecodeStats(*(np.array(part) for part in ([1], [[1]], [[1]], [0], [3])))
+        >>> result = GenerationResult(np.array([[5, 6, 7]]), np.array([3]), np.array([[0, 1, 0]]), ("length",), None,
+        ...                           True, stats)
+        >>> result.rows(), result.stats.accept_length
+        ([[5, 6, 7]], 2.0)
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    origins: np.ndarray
+    finish_reasons: tuple[Literal["stop", "length", "running"], ...]
+    logprobs: np.ndarray | None
+    is_exact: bool
     stats: DecodeStats
 
     def rows(self) -> list[list[int]]:
-        """The new tokens as lists of their true lengths."""
+        """Returns the new tokens as lists without padding."""
         return [row[:length].tolist() for row, length in zip(self.tokens, self.lengths, strict=True)]
+
+
+def collect(state: DecodeState, slots: Sequence[int] | None = None, *, is_exact: bool = True) -> GenerationResult:
+    """Copies rows of a state to the host.
+
+    Args:
+        state: a state; its rows may still be running.
+        slots: rows to copy; None: all.
+        is_exact: reported as it is.
+
+    Returns:
+        The rows' new tokens so far, and their counts.
+    """
+    # One transfer for all fields.
+    names = ("tokens", "origin", "length", "done", "stopped", "steps", "proposed", "accepted", "discarded", "logprobs")
+    fields = {name: getattr(state, name) for name in names} | {"prompt_length": state.settings.prompt_length}
+    host = jax.device_get(fields)
+    if slots is not None:
+        host = {name: field[np.asarray(slots, np.int32)] for name, field in host.items()}
+    # The new tokens of a row begin behind its prompt.
+    lengths = host["length"] - host["prompt_length"]
+    column = np.arange(lengths.max(initial=0))[None, :]
+    place = np.minimum(host["prompt_length"][:, None] + column, host["tokens"].shape[1] - 1)
+    is_new = column < lengths[:, None]
+
+    def new(name: str) -> np.ndarray:
+        return np.where(is_new, np.take_along_axis(host[name], place, axis=1), 0)
+
+    reasons: list[Literal["stop", "length", "running"]] = [
+        "stop" if stopped else "length" if done else "running"
+        for stopped, done in zip(host["stopped"], host["done"], strict=True)
+    ]
+    counts = {name: host[name] for name in ("steps", "proposed", "accepted", "discarded")}
+    return GenerationResult(
+        tokens=new("tokens"),
+        lengths=lengths,
+        origins=new("origin"),
+        logprobs=new("logprobs") if host["logprobs"].shape[1] else None,
+        is_exact=is_exact,
+        finish_reasons=tuple(reasons),
+        stats=DecodeStats(**counts, emitted=lengths),
+    )

@@ -1,23 +1,35 @@
-"""Randomness of a row: a function of its seed, a position, a node and a purpose, so that no neighbour changes it.
+"""Random numbers of a row, as a function of (row seed, position, node, purpose).
 
-Draws of a round are keyed by the position at which the round began: keyed by their own, block verification would use
-noise again that an earlier round has already conditioned on. Draws from the target alone (plain decoding and `sample`)
-are keyed by the position of the token, so that both give the same text.
+No neighbour, batch size or restart changes a row's noise. Draws that belong to a round are keyed by the position at
+which the round began. Keying them by their own position would reuse noise that an earlier round has already
+conditioned on, which makes block verification biased. Draws from the target alone (plain decoding and the rule
+`sample`) are keyed by the position of the token, so both produce the same text from the same seed.
 """
 
 import jax
 import jax.numpy as jnp
 
-DRAFT, ACCEPT, FINAL, TARGET = range(4)  # purposes
+DRAFT, ACCEPT, FINAL, TARGET = range(
+    4
+)  # purposes: draft a token, accept it, draw the bonus token, draw from the target
 
 
 def threefry(key: tuple[jax.Array, jax.Array], counter: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Threefry-2x32 with 20 rounds (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011); uint32 words.
+    """Computes Threefry-2x32 with 20 rounds.
 
-    The numbers of `jax.extend.random.threefry_2x32`, which on a CPU is a loop of small kernels; this becomes one.
+    Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011. The numbers equal those of
+    `jax.extend.random.threefry_2x32`, which XLA compiles to a loop of small kernels on a CPU; this form fuses into one.
+
+    Args:
+        key: two uint32 words.
+        counter: two uint32 words; broadcast against the key.
+
+    Returns:
+        Two uint32 words.
     """
     words = (*key, key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA))
     x, y = counter[0] + words[0], counter[1] + words[1]
+    # Five groups of four rounds; a key word is mixed in after each group.
     for group in range(5):
         for turn in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
             x = x + y
@@ -31,30 +43,41 @@ def _bits(seed: jax.Array, position: jax.Array, purpose: int, node: jax.Array, s
     """`[B, T, size]` uint32 from `seed [B, 2]` uint32, `position [B, T]` and `node [T]`."""
     place = position.astype(jnp.uint32)[:, :, None]
     use = (4 * node + purpose).astype(jnp.uint32)[None, :, None]
+    # First derive a key of this draw from the row's seed, then count through the vocabulary with it.
     own = threefry((seed[:, 0, None, None], seed[:, 1, None, None]), (place, jnp.broadcast_to(use, place.shape)))
     index = jnp.arange(size, dtype=jnp.uint32)[None, None, :]
     return threefry(own, (index, jnp.zeros_like(index)))[0]
 
 
-def _between(bits: jax.Array) -> jax.Array:
-    """float32 in (0, 1), in steps of 2^-23."""
+def _to_unit_interval(bits: jax.Array) -> jax.Array:
+    """float32 in the open interval (0, 1), in steps of 2^-23."""
     return ((bits >> 9).astype(jnp.float32) + 0.5) * 2**-23
 
 
 def gumbel(seed: jax.Array, position: jax.Array, purpose: int, node: jax.Array, size: int) -> jax.Array:
-    """Standard Gumbel noise `[B, T, size]`: `argmax(log p + noise)` is a draw from p, the k largest are k draws from p
+    """Draws standard Gumbel noise.
 
-    without replacement (Kool et al. 1903.06059).
+    `argmax(log p + noise)` is a draw from p; the k largest are k draws without replacement (Kool et al., 1903.06059).
+
+    Args:
+        seed: `[B, 2]` uint32.
+        position: `[B, T]` position that keys the draw.
+        purpose: `DRAFT`, `ACCEPT`, `FINAL` or `TARGET`.
+        node: `[T]` node of the draft tree.
+        size: vocabulary size V.
+
+    Returns:
+        `[B, T, V]` float32.
     """
-    return -jnp.log(-jnp.log(_between(_bits(seed, position, purpose, node, size))))
+    return -jnp.log(-jnp.log(_to_unit_interval(_bits(seed, position, purpose, node, size))))
 
 
 def uniform(seed: jax.Array, position: jax.Array, purpose: int, node: jax.Array) -> jax.Array:
-    """Uniforms `[B, T]` in (0, 1)."""
-    return _between(_bits(seed, position, purpose, node, 1))[:, :, 0]
+    """Draws uniforms `[B, T]` in (0, 1); arguments as in `gumbel`."""
+    return _to_unit_interval(_bits(seed, position, purpose, node, 1))[:, :, 0]
 
 
 def seeds_from(key: jax.Array, batch: int) -> jax.Array:
-    """`[B, 2]` uint32 from a key: row b's depends on b alone."""
+    """Derives row seeds `[B, 2]` uint32 from a `jax.random` key; the seed of row b depends on b alone."""
     rows = jax.vmap(lambda row: jax.random.bits(jax.random.fold_in(key, row), (2,), jnp.uint32))
     return rows(jnp.arange(batch))

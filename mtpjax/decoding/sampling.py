@@ -1,4 +1,6 @@
-"""Logits -> the distribution that a request asked for. Drafting, verifying and plain decoding share it."""
+"""From logits to the distribution that a request asks for. Drafting, verification and plain decoding share it."""
+
+import dataclasses
 
 import flax.struct
 import jax
@@ -6,51 +8,100 @@ import jax.numpy as jnp
 
 from mtpjax.decoding import rng
 
-BITS_OF_TWO = 0x40000000  # as float32: above every probability
+BITS_OF_TWO = 0x40000000  # bits of 2.0 as float32: above every probability
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingFeatures:
+    """The sampling options that are compiled in. An option that is off costs nothing and its values are not read."""
+
+    top_k: bool = False
+    top_p: bool = False
+    min_p: bool = False
+    bias: bool = False
+    repetition: bool = False
+    frequency: bool = False
+    presence: bool = False
+    min_new: bool = False
+
+    @classmethod
+    def everything(cls) -> "SamplingFeatures":
+        """Returns features with every option compiled in, for states whose later requests are not known yet."""
+        return cls(**{field.name: True for field in dataclasses.fields(cls)})
 
 
 class Sampling(flax.struct.PyTreeNode):
-    """What each of B rows asks for, on the device; None where no row asks (and nothing is compiled for it)."""
+    """Sampling parameters of B rows, as arrays. The tree has the same leaves whichever options are in use."""
 
-    temperature: jax.Array  # [B] float32; 0: the arg-max
+    temperature: jax.Array  # [B] float32; 0: arg-max
     seed: jax.Array  # [B, 2] uint32
-    top_k: jax.Array | None = None  # [B] int32, V where off
-    top_p: jax.Array | None = None  # [B] float32, 1 where off
-    min_p: jax.Array | None = None  # [B] float32, 0 where off
-    bias: jax.Array | None = None  # [B, V] float32; -inf: a token that does not come
-    repetition: jax.Array | None = None  # [B] float32, 1 where off
-    frequency: jax.Array | None = None  # [B] float32, 0 where off
-    presence: jax.Array | None = None  # [B] float32, 0 where off
-    min_new: jax.Array | None = None  # [B] int32
+    top_k: jax.Array  # [B] int32; V: off
+    top_p: jax.Array  # [B] float32; 1: off
+    min_p: jax.Array  # [B] float32; 0: off
+    repetition: jax.Array  # [B] float32; 1: off
+    frequency: jax.Array  # [B] float32; 0: off
+    presence: jax.Array  # [B] float32; 0: off
+    min_new: jax.Array  # [B] int32; 0: off
+    bias: jax.Array  # [B, V] float32, -inf bans a token; [B, 0] if `features.bias` is off
+    features: SamplingFeatures = flax.struct.field(pytree_node=False, default=SamplingFeatures())
 
     @classmethod
-    def greedy(cls, batch: int) -> "Sampling":
-        """Every row at temperature 0, and nothing else asked for."""
-        return cls(jnp.zeros(batch), jnp.zeros((batch, 2), jnp.uint32))
+    def greedy(cls, batch: int, vocab_size: int = 0, features: SamplingFeatures | None = None) -> "Sampling":
+        """Makes parameters that pick the arg-max and change nothing else.
+
+        Args:
+            batch: number of rows, B.
+            vocab_size: V; needed only where `features` includes top_k or bias.
+            features: the options to compile in; none by default.
+
+        Returns:
+            `Sampling` with neutral values.
+        """
+        features = features or SamplingFeatures()
+        # Every field has a buffer of its own, since states are donated.
+        return cls(
+            temperature=jnp.zeros(batch),
+            seed=jnp.zeros((batch, 2), jnp.uint32),
+            top_k=jnp.full(batch, vocab_size, jnp.int32),
+            top_p=jnp.ones(batch),
+            min_p=jnp.zeros(batch),
+            repetition=jnp.ones(batch),
+            frequency=jnp.zeros(batch),
+            presence=jnp.zeros(batch),
+            min_new=jnp.zeros(batch, jnp.int32),
+            bias=jnp.zeros((batch, vocab_size if features.bias else 0)),
+            features=features,
+        )
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether penalties need to know what came before."""
-        return not (self.repetition is None and self.frequency is None and self.presence is None)
+        """True if a penalty needs to know which tokens came before."""
+        return self.features.repetition or self.features.frequency or self.features.presence
 
     @property
     def changes_logits(self) -> bool:
-        """Whether `adjust` does more than to leave out ids that pad the tables."""
-        return self.counts_tokens or self.bias is not None or self.min_new is not None
+        """True if `adjust` does more than ban the ids that pad the embedding table."""
+        return self.counts_tokens or self.features.bias or self.features.min_new
 
 
 class History(flax.struct.PyTreeNode):
-    """What penalties count. Empty (None) where no row has any."""
+    """Token counts that penalties read; `[B, 0]` if no penalty is compiled in."""
 
-    prompt: jax.Array | None = None  # [B, V] bool, tokens of the prompt
-    counts: jax.Array | None = None  # [B, V] int32, of the new tokens
+    prompt: jax.Array  # [B, V] bool, True for tokens of the prompt
+    counts: jax.Array  # [B, V] int32, occurrences among the new tokens
+
+    @classmethod
+    def empty(cls, batch: int, vocab_size: int, sampling: Sampling) -> "History":
+        """Makes a history without tokens for rows with these sampling options."""
+        size = vocab_size if sampling.counts_tokens else 0
+        return cls(jnp.zeros((batch, size), bool), jnp.zeros((batch, size), jnp.int32))
 
 
 class Path(flax.struct.PyTreeNode):
-    """Drafted tokens between the committed text and each of T nodes: `is_on[b, t, x]` says that `tokens[b, x]` is."""
+    """The drafted tokens between the committed text and each of T nodes."""
 
     tokens: jax.Array  # [B, X] int32
-    is_on: jax.Array  # [B, T, X] bool
+    is_ancestor: jax.Array  # [B, T, X] bool: tokens[b, x] stands before node t's next token
 
 
 def adjust(
@@ -63,94 +114,118 @@ def adjust(
     stop_ids: jax.Array,
     num_tokens: int,
 ) -> jax.Array:
-    """Logits `[B, T, V]` with penalties, bias and bans, float32; their arg-max is greedy decoding's choice.
+    """Applies penalties, bias and bans. The arg-max of the result is what greedy decoding picks.
 
-    Of a logit l: `l / r` if positive, else `l r`, for tokens in prompt, text or path (repetition penalty r, CTRL,
-    1909.05858, section 4.1); then `l - f count - p [count > 0]`, count in text and path (frequency f and presence p,
-    OpenAI's); then the bias. Ids from `num_tokens` on, which pad the tables, do not come; nor do single `stop_ids
-    [S]` where `num_new [B, T]`, the new tokens so far, are fewer than asked for.
+    1. Repetition penalty r (CTRL, 1909.05858, section 4.1): `l / r` if l is positive, else `l r`, for tokens of the
+       prompt, the text or the path.
+    2. Frequency and presence penalties f and p (OpenAI): `l - f count - p [count > 0]`, count over text and path.
+    3. The bias is added; ids from `num_tokens` on, which only pad the embedding table, are banned.
+    4. Single stop tokens are banned until a row has `min_new` tokens.
+
+    Args:
+        logits: `[B, T, V]`.
+        sampling: the rows' parameters.
+        history: the rows' token counts.
+        path: drafted tokens before each of the T nodes; None if there are none.
+        num_new: `[B, T]` new tokens before each node.
+        stop_ids: `[B, N]` single stop tokens of each row, -1 in unused places.
+        num_tokens: ids below this are real tokens.
+
+    Returns:
+        `[B, T, V]` float32.
     """
+    features = sampling.features
     logits = logits.astype(jnp.float32)
     B, T, V = logits.shape
     if sampling.counts_tokens:
-        assert history.prompt is not None and history.counts is not None
         counts = jnp.broadcast_to(history.counts[:, None], (B, T, V))
         if path is not None:
             counts = counts + _occurrences(path, V)
-        if sampling.repetition is not None:
+        if features.repetition:
             penalty = sampling.repetition[:, None, None]
             is_seen = history.prompt[:, None] | (counts > 0)
             logits = jnp.where(is_seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
-        if sampling.frequency is not None:
+        if features.frequency:
             logits = logits - sampling.frequency[:, None, None] * counts
-        if sampling.presence is not None:
+        if features.presence:
             logits = logits - sampling.presence[:, None, None] * (counts > 0)
-    if sampling.bias is not None:
+    if features.bias:
         logits = logits + sampling.bias[:, None]
     if num_tokens < V:
         logits = jnp.where(jnp.arange(V)[None, None] < num_tokens, logits, -jnp.inf)
-    if sampling.min_new is not None:
-        is_stop = (jnp.arange(V)[:, None] == stop_ids[None]).any(axis=1)
+    if features.min_new:
+        is_stop = (jnp.arange(V)[None, :, None] == stop_ids[:, None, :]).any(axis=2)
         is_early = num_new < sampling.min_new[:, None]
-        logits = jnp.where(is_early[:, :, None] & is_stop[None, None], -jnp.inf, logits)
+        logits = jnp.where(is_early[:, :, None] & is_stop[:, None], -jnp.inf, logits)
     return logits
 
 
 def _occurrences(path: Path, size: int) -> jax.Array:
-    """How often each token stands on the way to each node: `[B, T, V]` int32."""
+    """Counts each token on the way to each node: `[B, T, V]` int32."""
 
-    def count(tokens, is_on):  # [X], [X]
-        return jnp.zeros(size, jnp.int32).at[tokens].add(is_on.astype(jnp.int32))
+    def count(tokens, is_ancestor):  # [X], [X]
+        return jnp.zeros(size, jnp.int32).at[tokens].add(is_ancestor.astype(jnp.int32))
 
-    return jax.vmap(jax.vmap(count, (None, 0)))(path.tokens, path.is_on)
+    return jax.vmap(jax.vmap(count, (None, 0)))(path.tokens, path.is_ancestor)
 
 
 def distribution(logits: jax.Array, sampling: Sampling) -> jax.Array:
-    """Adjusted logits `[B, T, V]` -> probabilities; rows at temperature 0 are one at the arg-max.
+    """Converts adjusted logits to the probabilities that a token is sampled from.
 
-    Softmax of `l / temperature`; of it the top_k likeliest, renormalised; of those the likeliest whose sum reaches
-    top_p (Holtzman et al. 1904.09751); of those the ones with at least min_p of the largest (2407.01082). Equally
-    likely tokens stay or go together. A row whose every logit is -inf is one at token 0.
+    The softmax of `l / temperature` is cut to the top_k most likely tokens and renormalised; then to the most likely
+    ones whose sum reaches top_p (Holtzman et al., 1904.09751); then to those with at least min_p of the largest
+    probability (2407.01082). Equally likely tokens are kept or dropped together.
+
+    Args:
+        logits: `[B, T, V]` float32, from `adjust`.
+        sampling: the rows' parameters.
+
+    Returns:
+        `[B, T, V]` float32. Rows at temperature 0 are one-hot at the arg-max; a row whose logits are all -inf is
+        one-hot at token 0.
     """
+    features = sampling.features
     temperature = sampling.temperature[:, None, None]
     is_greedy = (temperature == 0) | (logits.max(axis=-1, keepdims=True) == -jnp.inf)
     scaled = scale(jnp.where(is_greedy, 0, logits), jnp.where(temperature == 0, 1, temperature))
     probabilities = jax.nn.softmax(scaled, axis=-1)
-    if sampling.top_k is not None:
+    if features.top_k:
         wanted = jnp.broadcast_to(sampling.top_k[:, None], logits.shape[:2]).astype(jnp.float32)
         probabilities = _keep(probabilities, _cut(probabilities, jnp.ones_like(probabilities), wanted))
-    if sampling.top_p is not None:
+    if features.top_p:
+        # A row with top_p 1 asks for more than there is, so nothing is cut.
         wanted = jnp.where(sampling.top_p >= 1, jnp.inf, sampling.top_p)[:, None]
         wanted = jnp.broadcast_to(wanted, logits.shape[:2])
         probabilities = _keep(probabilities, _cut(probabilities, probabilities, wanted))
-    if sampling.min_p is not None:
+    if features.min_p:
         least = sampling.min_p[:, None] * probabilities.max(axis=-1)
         probabilities = _keep(probabilities, least)
     return jnp.where(is_greedy, one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1]), probabilities)
 
 
 def scale(logits: jax.Array, temperature: jax.Array) -> jax.Array:
-    """`(l - max l) / temperature`, which no temperature above 0 takes out of range; zeros where every l is -inf."""
+    """Computes `(l - max l) / temperature`, which cannot overflow; zeros where every logit is -inf."""
     most = logits.max(axis=-1, keepdims=True)
     return jnp.where(most == -jnp.inf, 0, logits - jnp.where(most == -jnp.inf, 0, most)) / temperature
 
 
 def one_hot(tokens: jax.Array, size: int) -> jax.Array:
-    """`[B, T]` -> `[B, T, size]` float32."""
+    """Converts tokens `[B, T]` to one-hot rows `[B, T, size]` float32."""
     return jax.nn.one_hot(tokens, size, dtype=jnp.float32)
 
 
 def _keep(probabilities: jax.Array, least: jax.Array) -> jax.Array:
-    """Those of at least `least [B, T]`, renormalised."""
+    """Drops probabilities below `least [B, T]` and renormalises."""
     kept = jnp.where(probabilities >= least[:, :, None], probabilities, 0)
     return kept / kept.sum(axis=-1, keepdims=True)
 
 
 def _cut(values: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.Array:
-    """The largest value such that the weights of all values not below it come to `wanted [B, T]`; 0 if all do not.
+    """Finds the largest threshold such that the weights of all values at or above it sum to `wanted [B, T]`.
 
-    By bisection over the bits of `values [B, T, V]`, which are not negative: 31 sums in place of a sort.
+    Returns 0 where all weights together are not enough.
     """
+    # Positive floats order like their bits, so bisecting over the bits needs 31 sums and no sort.
     bits = jax.lax.bitcast_convert_type(values, jnp.int32)
 
     def halve(_, bounds):
@@ -165,11 +240,20 @@ def _cut(values: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.Array:
 
 
 def draw(probabilities: jax.Array, gumbel: jax.Array) -> jax.Array:
-    """Draws `[B, T]` from weights `[B, T, V]`, with Gumbel noise of that shape."""
+    """Draws tokens `[B, T]` int32 from weights `[B, T, V]` with Gumbel noise of the same shape."""
     return jnp.argmax(jnp.log(probabilities) + gumbel, axis=-1).astype(jnp.int32)
 
 
 def draw_target(probabilities: jax.Array, sampling: Sampling, position: jax.Array) -> jax.Array:
-    """The tokens that plain decoding draws for `position [B, T]` from `[B, T, V]`: `[B, T]`."""
+    """Draws the tokens that plain decoding draws at `position [B, T]`.
+
+    Args:
+        probabilities: `[B, T, V]`.
+        sampling: the rows' parameters; only the seeds are read.
+        position: `[B, T]` position of each token.
+
+    Returns:
+        `[B, T]` int32.
+    """
     _, T, V = probabilities.shape
     return draw(probabilities, rng.gumbel(sampling.seed, position, rng.TARGET, jnp.zeros(T, jnp.int32), V))

@@ -1,6 +1,7 @@
-"""What rows ask for, as arrays: `SamplingParams` checked and laid out for a batch."""
+"""Sampling parameters on the host: `SamplingParams` checked and laid out as arrays for a batch."""
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -8,89 +9,135 @@ import numpy as np
 
 from mtpjax.decoding.config import SamplingParams
 from mtpjax.decoding.rng import seeds_from
-from mtpjax.decoding.sampling import Sampling
+from mtpjax.decoding.sampling import Sampling, SamplingFeatures
 from mtpjax.models.config import ModelConfig
 
-# Field, its dtype, the value that asks for nothing, and the least and largest that are allowed.
-NUMBERS = {
-    "top_k": (np.int32, 0, 0, np.inf),
-    "top_p": (np.float32, 1, 0, 1),
-    "min_p": (np.float32, 0, 0, 1),
-    "repetition_penalty": (np.float32, 1, 0, np.inf),
-    "frequency_penalty": (np.float32, 0, -np.inf, np.inf),
-    "presence_penalty": (np.float32, 0, -np.inf, np.inf),
-    "min_new_tokens": (np.int32, 0, 0, np.inf),
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """A numeric sampling option.
+
+    Attributes:
+        feature: its name in `Sampling` and `SamplingFeatures`.
+        dtype: dtype of its array.
+        neutral: the value that changes nothing.
+        least: smallest value.
+        most: largest value.
+        is_positive: True if 0 is not allowed.
+    """
+
+    feature: str
+    dtype: Any
+    neutral: float
+    least: float
+    most: float
+    is_positive: bool = False
+
+
+OPTIONS = {
+    "top_k": Option("top_k", np.int32, 0, 0, np.inf),
+    "top_p": Option("top_p", np.float32, 1, 0, 1, is_positive=True),
+    "min_p": Option("min_p", np.float32, 0, 0, 1),
+    "repetition_penalty": Option("repetition", np.float32, 1, 0, np.inf, is_positive=True),
+    "frequency_penalty": Option("frequency", np.float32, 0, -np.inf, np.inf),
+    "presence_penalty": Option("presence", np.float32, 0, -np.inf, np.inf),
+    "min_new_tokens": Option("min_new", np.int32, 0, 0, np.inf),
 }
-EXCLUSIVE = ("top_p", "repetition_penalty")  # 0 itself has no meaning
 
 
 def temperatures(sampling: SamplingParams, batch: int) -> np.ndarray:
-    """`[B]` float32. Raises `ValueError`."""
+    """Returns the rows' temperatures, `[B]` float32.
+
+    Args:
+        sampling: the rows' parameters.
+        batch: number of rows, B.
+
+    Raises:
+        ValueError: for a temperature that is negative or not finite, or a sequence of another length.
+    """
     return _numbers(sampling, "temperature", batch, np.float32, 0, np.inf)
 
 
 def sampling_arrays(
-    sampling: SamplingParams, batch: int, config: ModelConfig, key: jax.Array | None, stops: tuple[int, ...] = ()
+    sampling: SamplingParams,
+    batch: int,
+    config: ModelConfig,
+    key: jax.Array | None,
+    stops: tuple[int, ...] = (),
+    *,
+    features: SamplingFeatures | None = None,
 ) -> Sampling:
-    """What the loop takes in, on the host; fields that no row uses are None. `stops` are the single stop tokens.
+    """Checks sampling parameters and lays them out as arrays.
 
-    Raises `ValueError` naming the field and the value.
+    Args:
+        sampling: the rows' parameters.
+        batch: number of rows, B.
+        config: the model's config.
+        key: seeds for rows without one.
+        stops: single stop tokens, which min_new_tokens bans.
+        features: options that are compiled in; None: the ones that some row uses.
+
+    Returns:
+        `Sampling` of host arrays.
+
+    Raises:
+        ValueError: naming the field and the value, or an option that `features` lacks.
     """
     V = config.vocab_size
     temperature = temperatures(sampling, batch)
-    arrays: dict[str, np.ndarray | None] = {}
-    for name, (dtype, neutral, least, most) in NUMBERS.items():
-        values = _numbers(sampling, name, batch, dtype, least, most)
-        if name in EXCLUSIVE and (values == 0).any():
-            raise ValueError(f"{name} must be above 0")
-        arrays[name] = values if (values != neutral).any() else None
-    if arrays["top_k"] is not None:
-        arrays["top_k"] = np.where(arrays["top_k"] == 0, V, arrays["top_k"]).astype(np.int32)
-    least = arrays["min_new_tokens"]
-    bias = _bias(sampling, batch, config, stops, np.zeros(batch) if least is None else least)
-
-    fields: dict[str, Any] = {
-        "temperature": temperature,
-        "seed": _seeds(sampling, batch, key, is_needed=bool(temperature.any())),
-        "top_k": arrays["top_k"],
-        "top_p": arrays["top_p"],
-        "min_p": arrays["min_p"],
-        "bias": bias,
-        "repetition": arrays["repetition_penalty"],
-        "frequency": arrays["frequency_penalty"],
-        "presence": arrays["presence_penalty"],
-        "min_new": arrays["min_new_tokens"],
-    }
-    return Sampling(**fields)  # jit takes the host's arrays in one go
+    # 1. Numeric options. An option is in use if some row differs from the neutral value.
+    arrays: dict[str, np.ndarray] = {}
+    used: dict[str, bool] = {}
+    for name, option in OPTIONS.items():
+        values = _numbers(sampling, name, batch, option.dtype, option.least, option.most)
+        if option.is_positive and (values == 0).any():
+            raise ValueError(f"{name} must be above 0, got {getattr(sampling, name)}")
+        arrays[option.feature], used[option.feature] = values, bool((values != option.neutral).any())
+    arrays["top_k"] = np.where(arrays["top_k"] == 0, V, arrays["top_k"]).astype(np.int32)
+    # 2. Bias and bans.
+    bias = _bias(sampling, batch, config, stops, arrays["min_new"])
+    used["bias"] = bias is not None
+    # 3. Compile in what is used, or what the running state was compiled with.
+    if features is None:
+        features = SamplingFeatures(**used)
+    missing = [name for name, is_used in used.items() if is_used and not getattr(features, name)]
+    if missing:
+        raise ValueError(f"the decoding state was made without these sampling options: {', '.join(missing)}")
+    if bias is None:
+        bias = np.zeros((batch, V if features.bias else 0), np.float32)
+    seed = _seeds(sampling, batch, key, is_needed=bool(temperature.any()))
+    return Sampling(temperature=temperature, seed=seed, bias=bias, features=features, **arrays)
 
 
 def _numbers(sampling: SamplingParams, name: str, batch: int, dtype, least: float, most: float) -> np.ndarray:
-    """One value per row."""
+    """Returns one value per row, `[B]`, checked against the range."""
     try:
         values = np.asarray(getattr(sampling, name), np.float64)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{name} {getattr(sampling, name)!r} is no number, nor one per row") from error
+        raise ValueError(f"{name} must be a number or one per row, got {getattr(sampling, name)!r}") from error
     if values.ndim > 1 or (values.ndim and len(values) != batch):
-        raise ValueError(f"{name} has shape {values.shape}; there are {batch} rows")
+        raise ValueError(f"{name} has shape {values.shape}, but there are {batch} rows")
     if not (np.isfinite(values).all() and (values >= least).all() and (values <= most).all()):
-        raise ValueError(f"{name} {getattr(sampling, name)} is not within {least}..{most}")
+        raise ValueError(f"{name} {getattr(sampling, name)} must be within {least}..{most}")
     if np.issubdtype(dtype, np.integer) and (values != np.round(values)).any():
-        raise ValueError(f"{name} {getattr(sampling, name)} is no whole number")
+        raise ValueError(f"{name} must be an integer, got {getattr(sampling, name)}")
     return np.broadcast_to(np.minimum(values, np.iinfo(np.int32).max).astype(dtype), (batch,)).copy()
 
 
-def _per_row(name: str, value, batch: int, is_one) -> list:
-    """`value` for every row if it `is_one`, else the sequence with one (or None) for each."""
+def _per_row(name: str, value: Any, batch: int, is_one: Callable[[Any], bool]) -> list[Any]:
+    """Repeats `value` for every row if it `is_one`; else it must be a sequence with one (or None) per row."""
     if is_one(value):
         return [value] * batch
     values = list(value)
     if len(values) != batch or not all(row is None or is_one(row) for row in values):
-        raise ValueError(f"{name} is neither one for all rows nor a sequence with one (or None) for each of {batch}")
+        raise ValueError(
+            f"{name} must be one value for all rows, or a sequence of {batch} values (or None), one per row"
+        )
     return values
 
 
 def _bias(sampling: SamplingParams, batch: int, config: ModelConfig, stops, min_new) -> np.ndarray | None:
-    """`[B, V]` float32: logit_bias, and -inf for what is banned or not allowed."""
+    """Returns `[B, V]` float32: logit_bias, and -inf for banned tokens; None if no row asks for either."""
     asked = (sampling.logit_bias, sampling.allowed_tokens, sampling.banned_tokens)
     if all(part is None for part in asked):
         return None
@@ -100,7 +147,7 @@ def _bias(sampling: SamplingParams, batch: int, config: ModelConfig, stops, min_
     def ids(name: str, values) -> np.ndarray:
         values = np.asarray(list(values))
         if values.size and not np.issubdtype(values.dtype, np.integer):
-            raise ValueError(f"{name} holds {values.dtype}, not token ids")
+            raise ValueError(f"{name} must hold token ids, got dtype {values.dtype}")
         if values.size and not (values.min() >= 0 and values.max() < V):
             wrong = values[(values < 0) | (values >= V)][0]
             raise ValueError(f"{name} holds token id {wrong}, outside 0..{V - 1}")
@@ -113,11 +160,12 @@ def _bias(sampling: SamplingParams, batch: int, config: ModelConfig, stops, min_
         is_list = np.iterable(value) and not isinstance(value, str)
         return is_list and all(isinstance(token, (int, np.integer)) for token in value)
 
+    # Biases add up; then everything outside allowed_tokens is banned; then banned_tokens.
     if sampling.logit_bias is not None:
         for row, mapping in zip(bias, _per_row("logit_bias", sampling.logit_bias, batch, is_mapping), strict=True):
             values = np.asarray(list((mapping or {}).values()), np.float32)
             if not np.isfinite(values).all():
-                raise ValueError("logit_bias holds a value that is not finite; banned_tokens bans")
+                raise ValueError("logit_bias holds a value that is not finite; use banned_tokens to ban a token")
             row[ids("logit_bias", (mapping or {}).keys())] += values
     if sampling.allowed_tokens is not None:
         for row, allowed in zip(bias, _per_row("allowed_tokens", sampling.allowed_tokens, batch, is_ids), strict=True):
@@ -128,28 +176,31 @@ def _bias(sampling: SamplingParams, batch: int, config: ModelConfig, stops, min_
     if sampling.banned_tokens is not None:
         for row, banned in zip(bias, _per_row("banned_tokens", sampling.banned_tokens, batch, is_ids), strict=True):
             row[ids("banned_tokens", () if banned is None else banned)] = -np.inf
+    # Every row must be able to emit some token, also while its stop tokens are banned.
     is_left = ~np.isneginf(bias[:, :count])
     for number, row in enumerate(is_left):
         if not row.any():
-            raise ValueError(f"row {number} may not emit any token: allowed_tokens and banned_tokens leave none")
+            raise ValueError(
+                f"row {number} cannot emit any token: allowed_tokens and banned_tokens exclude all of them"
+            )
     is_left[:, [token for token in stops if token < count]] = False
     for number, (row, least) in enumerate(zip(is_left, min_new, strict=True)):
         if least and not row.any():
-            raise ValueError(f"row {number} may emit only stop tokens, and none of them before min_new_tokens {least}")
+            raise ValueError(f"row {number} can emit only stop tokens, which min_new_tokens {least} bans at first")
     return bias
 
 
 def _seeds(sampling: SamplingParams, batch: int, key: jax.Array | None, *, is_needed: bool) -> np.ndarray | jax.Array:
-    """`[B, 2]` uint32."""
+    """Returns row seeds `[B, 2]` uint32, the high word first."""
     if sampling.seed is None:
         if key is None and is_needed:
-            raise ValueError("a temperature above 0 needs a seed (SamplingParams) or a key")
+            raise ValueError("a temperature above 0 needs SamplingParams.seed or a key")
         return np.zeros((batch, 2), np.uint32) if key is None else seeds_from(key, batch)
     given = sampling.seed if np.iterable(sampling.seed) else [sampling.seed] * batch
     seeds = list(given)
     if len(seeds) != batch:
-        raise ValueError(f"there are {len(seeds)} seeds for {batch} rows")
+        raise ValueError(f"seed has {len(seeds)} values, but there are {batch} rows")
     for seed in seeds:
         if not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**64:
-            raise ValueError(f"seed {seed!r} is no whole number within 0..2^64-1")
+            raise ValueError(f"seed must be an integer within 0..2^64-1, got {seed!r}")
     return np.array([divmod(int(seed), 2**32) for seed in seeds], np.uint32)

@@ -1,136 +1,182 @@
-"""Verifying: one trunk pass over the drafted nodes, and what a rule makes of it."""
+"""Verification: one trunk pass over the drafted nodes, then the acceptance rule picks a path."""
 
+from collections.abc import Callable
+from typing import Any
+
+import chex
 import flax.struct
 import jax
 import jax.numpy as jnp
 
 from mtpjax.decoding import acceptance, rng
-from mtpjax.decoding.draft import Draft, adjust_logits
+from mtpjax.decoding.drafters.base import Draft, Drafter
+from mtpjax.decoding.logits import adjust_logits
 from mtpjax.decoding.sampling import Path, distribution, draw, draw_target
-from mtpjax.decoding.state import DecodeState, Plan
+from mtpjax.decoding.spec import DecodeSpec
+from mtpjax.decoding.state import DecodeState
 from mtpjax.models.cache import Cache
-from mtpjax.models.layers.attend import Branches, cached_view
+from mtpjax.models.masks import TreeSlots, cached_view
 from mtpjax.models.model import MTPModel, bind
 
 
 class Verified(flax.struct.PyTreeNode):
     """The trunk's pass over W nodes."""
 
-    logits: jax.Array | None  # [B, W, V] float32, as they are; None where nothing reads them
-    choices: jax.Array | None  # [B, W] int32, the tokens of the largest, where nothing else is read
-    entering: jax.Array  # [B, W, D], what the modules take in
+    logits: jax.Array | None  # [B, W, V] float32, unmodified; None where only the arg-max is needed
+    choices: jax.Array | None  # [B, W] int32 arg-max after each node, where nothing else is needed
+    states: Any  # what the drafter selected, [B, W, ...]
     trunk: Cache  # with the nodes appended
 
 
-class Verdict(flax.struct.PyTreeNode):
-    """What a rule accepted."""
+class Acceptance(flax.struct.PyTreeNode):
+    """What the rule accepted."""
 
-    path: jax.Array | None  # [B, K+1] int32, nodes; None: 0, 1, … of a chain
-    count: jax.Array  # [B] int32, accepted drafts
-    tokens: jax.Array  # [B, K+1] int32: the accepted drafts and one more token; behind them garbage
+    path: jax.Array | None  # [B, K+1] int32 nodes of the accepted path; None for a chain, where it is 0, 1, ...
+    count: jax.Array  # [B] int32 accepted drafts
+    tokens: jax.Array  # [B, K+1] int32: the accepted drafts, then the bonus token, then garbage
 
 
-def verify(params: dict, state: DecodeState, draft: Draft, *, model: MTPModel, plan: Plan) -> Verified:
-    """Passes the nodes through the trunk, each after its ancestors, behind the committed text."""
+def verify(
+    params: dict, state: DecodeState, draft: Draft, *, model: MTPModel, drafter: Drafter, spec: DecodeSpec
+) -> Verified:
+    """Runs the trunk over the nodes, behind the committed text.
+
+    Args:
+        params: model parameters.
+        state: the rows.
+        draft: the nodes.
+        model: the model.
+        drafter: says which states to keep.
+        spec: the shape of the round.
+
+    Returns:
+        Logits or arg-max after each node, and the trunk's cache with all nodes appended.
+    """
     apply = bind(model, params)
-    start, W = state.length - 1, draft.tokens.shape[1]
-    width = max(W, plan.min_rows)
-    tokens = jnp.pad(draft.tokens, ((0, 0), (0, width - W)))
-    branches = None
-    if draft.is_on is not None and draft.depths is not None:
-        extra = width - W
-        depth = jnp.pad(draft.depths, ((0, 0), (0, extra)))
-        branches = Branches(start, depth, jnp.pad(draft.is_on, ((0, 0), (0, extra), (0, extra))))
-    taken = None if plan.num_steps else (~state.done).astype(jnp.int32)
-    view = cached_view(model.config, start, width, state.tokens.shape[1], taken=taken, branches=branches)
-    hidden, before, trunk = apply(tokens, view, state.trunk, method="run_trunk")
+    B, W = draft.tokens.shape
+    chex.assert_shape(draft.tokens, (B, spec.num_nodes))
+    # The pass starts with the pending token, which the trunk has not seen.
+    start = state.length - 1
+    # 1. Pad to the narrowest pass that runs fast. Padding nodes are behind all others and nobody sees them.
+    width = max(W, spec.min_rows)
+    extra = width - W
+    tokens = jnp.pad(draft.tokens, ((0, 0), (0, extra)))
+    # 2. In a tree each node attends to the text, its ancestors and itself.
+    tree = None
+    if draft.ancestor_mask is not None and draft.depths is not None:
+        depths = jnp.pad(draft.depths, ((0, 0), (0, extra)))
+        tree = TreeSlots(start, depths, jnp.pad(draft.ancestor_mask, ((0, 0), (0, extra), (0, extra))))
+    # A plain step commits its only token for sure, so recurrent layers can advance their state in the pass.
+    num_valid = None if spec.num_steps else (~state.done).astype(jnp.int32)
+    view = cached_view(model.config, start, width, state.tokens.shape[1], num_valid=num_valid, tree=tree)
+    output = apply(tokens, view, state.trunk, layer_ids=drafter.layer_ids, method="run_trunk")
+    # 3. Score. At temperature 0 without changes to the logits, the arg-max is enough and no logits are stored.
     logits = choices = None
-    if plan.rule == "greedy" and not state.sampling.changes_logits and state.logprobs is None:
-        choices = apply(hidden, k=1, method="top_tokens")[1][:, :W, 0]
+    if spec.rule == "greedy" and not state.settings.sampling.changes_logits and not spec.logprobs:
+        choices = apply(output.hidden, k=1, method="top_tokens")[1][:, :W, 0]
     else:
-        logits = apply(hidden, method="logits")[:, :W]
-    return Verified(logits, choices, apply(hidden, before, method="entering")[:, :W], trunk)
+        logits = apply(output.hidden, method="logits")[:, :W]
+    states = jax.tree.map(lambda kept: kept[:, :W], drafter.select(output, model=model))
+    return Verified(logits, choices, states, output.cache)
 
 
-def judge(state: DecodeState, draft: Draft, verified: Verified, *, model: MTPModel, plan: Plan) -> Verdict:
-    """Accepts drafts by `plan.rule`, given what the trunk says after each node."""
+def accept(state: DecodeState, draft: Draft, verified: Verified, *, model: MTPModel, spec: DecodeSpec) -> Acceptance:
+    """Applies the acceptance rule.
+
+    Args:
+        state: the rows.
+        draft: the nodes and the distributions they were drawn from.
+        verified: the trunk's pass over them.
+        model: the model.
+        spec: the shape of the round, with the rule.
+
+    Returns:
+        The accepted path and its tokens.
+    """
     if verified.choices is not None:
-        return _follow(draft, verified.choices, plan.num_steps)
+        return _follow(draft, verified.choices, spec.num_steps)
     assert verified.logits is not None
     B, W, V = verified.logits.shape
-    K = plan.num_steps
+    K, sampling = spec.num_steps, state.settings.sampling
+    # 1. The target's distribution after each node: penalties count the tokens on the way to it.
     depth = jnp.broadcast_to(jnp.arange(W)[None, :], (B, W)) if draft.depths is None else draft.depths
-    num_new = (state.length - state.prompt_length)[:, None] + depth
+    num_new = (state.length - state.settings.prompt_length)[:, None] + depth
     path = None
-    if state.sampling.counts_tokens:
-        is_on = jnp.broadcast_to(jnp.tri(W, dtype=bool)[None], (B, W, W)) if draft.is_on is None else draft.is_on
-        path = Path(draft.tokens, is_on & (jnp.arange(W) > 0)[None, None])  # the pending token is history
+    if sampling.counts_tokens:
+        mask = draft.ancestor_mask
+        if mask is None:
+            mask = jnp.broadcast_to(jnp.tri(W, dtype=bool)[None], (B, W, W))
+        # The pending token is committed: the history counts it already.
+        path = Path(draft.tokens, mask & (jnp.arange(W) > 0)[None, None])
     adjusted = adjust_logits(verified.logits, state, path, num_new, model)
-    seed, began = state.sampling.seed, state.length[:, None]
+    began = state.length[:, None]
 
-    if plan.rule in ("greedy", "sample"):
-        if plan.rule == "greedy":
-            choices = jnp.argmax(adjusted, axis=-1).astype(jnp.int32)
-        else:
-            probabilities = distribution(adjusted, state.sampling)
-            choices = draw_target(probabilities, state.sampling, began + depth)
-        return _follow(draft, choices, K)
+    # 2. Rules that compare drafts with the target's own choice.
+    if spec.rule == "greedy":
+        return _follow(draft, jnp.argmax(adjusted, axis=-1).astype(jnp.int32), K)
+    probabilities = distribution(adjusted, sampling)
+    if spec.rule == "sample":
+        return _follow(draft, draw_target(probabilities, sampling, began + depth), K)
 
-    probabilities = distribution(adjusted, state.sampling)
+    # 3. Rules that accept with a probability: one coin per draft.
     nodes = jnp.arange(1, W + 1 if draft.parents is not None else W)
-    coins = rng.uniform(seed, jnp.broadcast_to(began, (B, len(nodes))), rng.ACCEPT, nodes)
-    if plan.rule in ("token", "block"):
+    coins = rng.uniform(sampling.seed, jnp.broadcast_to(began, (B, len(nodes))), rng.ACCEPT, nodes)
+    if spec.rule in ("token", "block"):
         assert draft.probabilities is not None
-        rule = {"token": acceptance.token_chain, "block": acceptance.block_chain}[plan.rule]
+        rule = acceptance.token_chain if spec.rule == "token" else acceptance.block_chain
         count, weights = jax.vmap(rule)(draft.tokens[:, 1:], probabilities, draft.probabilities, coins)
         walked, accepted = None, draft.tokens[:, 1:]
     else:
         parents = draft.parents
         if parents is None:
             parents = jnp.broadcast_to(jnp.arange(W)[None, :] - 1, (B, W))
-        walk = jax.vmap(_tree_rule(plan))(draft.tokens, parents, probabilities, draft.probabilities, coins)
+        walk = jax.vmap(_walk_rule(spec))(
+            draft.tokens, parents, probabilities, draft.probabilities, coins, state.settings.rule_params
+        )
         walked, count, weights = walk.path, walk.count, walk.weights
         accepted = jnp.take_along_axis(draft.tokens, walked[:, 1:], axis=1)
         walked = None if draft.parents is None else walked
-    bonus = draw(weights[:, None], rng.gumbel(seed, began, rng.FINAL, jnp.zeros(1, jnp.int32), V))
+    # 4. The bonus token comes from what the rule left of the target's distribution.
+    bonus = draw(weights[:, None], rng.gumbel(sampling.seed, began, rng.FINAL, jnp.zeros(1, jnp.int32), V))
     places = jnp.arange(K + 1)[None, :]
     tokens = jnp.where(places < count[:, None], jnp.pad(accepted, ((0, 0), (0, 1))), bonus)
-    return Verdict(walked, count, tokens)
+    return Acceptance(walked, count, tokens)
 
 
-def _follow(draft: Draft, choices: jax.Array, num_steps: int) -> Verdict:
-    """Accepts drafts that are the trunk's `choices [B, W]`."""
+def _follow(draft: Draft, choices: jax.Array, num_steps: int) -> Acceptance:
+    """Accepts the drafts that equal the target's `choices [B, W]`."""
     if draft.parents is None:
-        return Verdict(None, acceptance.accept_greedy(draft.tokens[:, 1:], choices), choices)
+        return Acceptance(None, acceptance.accept_greedy(draft.tokens[:, 1:], choices), choices)
     follow = jax.vmap(lambda *row: acceptance.follow(*row, num_steps=num_steps))
     walked, count = follow(draft.tokens, draft.parents, choices)
-    return Verdict(walked, count, jnp.take_along_axis(choices, walked, axis=1))
+    return Acceptance(walked, count, jnp.take_along_axis(choices, walked, axis=1))
 
 
-def _tree_rule(plan: Plan):
-    """One row's rule: tokens, parents, p, q and coins to a walk."""
-    K = plan.num_steps
-    if plan.rule == "recursive":
-        assert plan.shape is not None
-        topk = plan.shape.topk
-        return lambda tokens, parents, p, q, u: acceptance.recursive_tree(
+def _walk_rule(spec: DecodeSpec) -> Callable[..., acceptance.Walk]:
+    """Returns one row's rule: tokens, parents, p, q, coins and the row's parameters to a `Walk`."""
+    K = spec.num_steps
+    if callable(spec.rule):
+        custom = spec.rule
+        return lambda tokens, parents, p, q, u, _: custom(tokens, parents, p, q, u, num_steps=K)
+    if spec.rule == "recursive":
+        assert spec.tree_shape is not None
+        topk = spec.tree_shape.topk
+        return lambda tokens, parents, p, q, u, _: acceptance.recursive_tree(
             tokens, parents, p, q, u, num_steps=K, topk=topk
         )
-    if plan.rule == "traversal":
-        assert plan.shape is not None
-        shape = plan.shape.parents
-        return lambda tokens, _, p, q, u: acceptance.traversal_tree(tokens, p, q, u, parents=shape, num_steps=K)
-    if plan.rule == "threshold":
-        single, acc = plan.parameters
-        return lambda tokens, parents, p, _, u: acceptance.threshold_tree(
-            tokens, parents, p, u, single=single, acc=acc, num_steps=K
+    if spec.rule == "traversal":
+        assert spec.tree_shape is not None
+        shape = spec.tree_shape.parents
+        return lambda tokens, _, p, q, u, __: acceptance.traversal_tree(tokens, p, q, u, parents=shape, num_steps=K)
+    if spec.rule == "threshold":
+        return lambda tokens, parents, p, _, u, row: acceptance.threshold_tree(
+            tokens, parents, p, u, single=row[0], acc=row[1], num_steps=K
         )
-    if plan.rule == "typical":
-        epsilon, delta = plan.parameters
-        return lambda tokens, parents, p, *_: acceptance.typical_tree(
-            tokens, parents, p, epsilon=epsilon, delta=delta, num_steps=K
+    if spec.rule == "typical":
+        return lambda tokens, parents, p, _, __, row: acceptance.typical_tree(
+            tokens, parents, p, epsilon=row[0], delta=row[1], num_steps=K
         )
-    topk, delta = plan.parameters
-    return lambda tokens, parents, p, *_: acceptance.relaxed_tree(
-        tokens, parents, p, topk=int(topk), delta=delta, num_steps=K
+    assert spec.rule == "relaxed", spec.rule
+    return lambda tokens, parents, p, _, __, row: acceptance.relaxed_tree(
+        tokens, parents, p, topk=row[0], delta=row[1], num_steps=K
     )

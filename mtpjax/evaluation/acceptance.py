@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mtpjax.decoding.capacity import bucket
 from mtpjax.decoding.config import DecodeConfig, SamplingParams
-from mtpjax.decoding.generate import bucket, generate, speculative_generate
-from mtpjax.decoding.state import Plan
+from mtpjax.decoding.generate import generate, speculative_generate
+from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.evaluation.predict import acceptance_along, expected_rounds
 from mtpjax.models.model import MTPModel, forward, shift_left
 
@@ -220,7 +221,7 @@ def _along(params, prompts, texts, long, *, model: MTPModel, config: DecodeConfi
     starts = np.array([len(prompt) for prompt in prompts])
     ends = starts + np.array([len(text) for text in texts])
     is_greedy = temperatures == 0
-    rule = Plan.of(config, is_greedy=bool(is_greedy.all()), min_rows=1).rule
+    rule = DecodeSpec.of(config, is_greedy=bool(is_greedy.all())).rule
     accepted, steps_at_depth, accepted_at_depth = np.full((3, len(prompts), config.num_steps), np.nan)
     if is_predictable(config, rule):
         acceptance = acceptance_along(places.is_text, places.log_ratio, is_greedy, rule=rule)

@@ -15,8 +15,8 @@ import jax
 import numpy as np
 
 from mtpjax.atomic import write_text
+from mtpjax.decoding.capacity import min_rows_per_pass
 from mtpjax.decoding.config import LOSSY_RULES, DecodeConfig, largest_tree
-from mtpjax.decoding.loop import least_rows
 from mtpjax.evaluation.round_costs import PLAIN, CostMeter, Costs, Shape, widest_write
 from mtpjax.host import num_threads
 from mtpjax.models.config import ModelConfig
@@ -100,7 +100,7 @@ def measure(
             context=context,
             capacity=capacity,
             batch=batch,
-            min_rows=least_rows(batch, jax.default_backend(), model.implementation),
+            min_rows=min_rows_per_pass(batch, jax.default_backend(), model.implementation),
             temperature=temperature,
             seconds=seconds,
             whole=True,

@@ -11,12 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtpjax.decoding import rng
+from mtpjax.decoding.commit import run_as_loop
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.loop import in_one_turn, run_round
+from mtpjax.decoding.drafters.modules import rows_per_round
+from mtpjax.decoding.loop import run_round
+from mtpjax.decoding.requests import drafter_of
 from mtpjax.decoding.sampling import Sampling, distribution, draw
-from mtpjax.decoding.state import DecodeState, Plan, hidden_rows, init_state
+from mtpjax.decoding.spec import DecodeSpec
+from mtpjax.decoding.state import DecodeState, NewRows, begin_rows, empty_state
 from mtpjax.models.cache import commit, empty_cache, read_rows
-from mtpjax.models.layers.attend import cached_view
+from mtpjax.models.masks import cached_view
 from mtpjax.models.model import MTPModel, bind
 
 MOST_ROUNDS = 512  # in one timing
@@ -157,7 +161,7 @@ class CostMeter:
 
 def widest_write(model: MTPModel, shape: Shape) -> int:
     """Cache slots behind the committed tokens that a round of this shape writes, at most."""
-    return max(shape.num_nodes, hidden_rows(model, shape.num_steps) + shape.topk * shape.num_steps)
+    return max(shape.num_nodes, rows_per_round(model, shape.num_steps) + shape.topk * shape.num_steps)
 
 
 class _Place(NamedTuple):
@@ -215,7 +219,7 @@ def _parts(dtype, model: MTPModel, shape: Shape, place: _Place, *, drafts: bool)
     """
     config, (batch, context, capacity, min_rows, temperature) = model.config, place
     in_use = min(config.num_mtp_modules, shape.num_steps) if drafts else 0
-    taken_in = hidden_rows(model, shape.num_steps)
+    taken_in = rows_per_round(model, shape.num_steps)
     width, level_rows = max(shape.num_nodes, min_rows), max(shape.topk, min_rows)
     room = _room(model, shape, place)
     known = None if shape.num_steps else jnp.ones(batch, jnp.int32)  # plain decoding commits what it passes
@@ -239,10 +243,10 @@ def _parts(dtype, model: MTPModel, shape: Shape, place: _Place, *, drafts: bool)
             return draw(probabilities.mean(axis=1, keepdims=True), numbers)
 
         start = trunk.length + index % room
-        view = cached_view(config, start, width, capacity, taken=known)
-        output, _, trunk = apply(spread(token, width), view, trunk, method="run_trunk")
-        trunk = commit(trunk, trunk.length)
-        token = choose(output)
+        view = cached_view(config, start, width, capacity, num_valid=known)
+        output = apply(spread(token, width), view, trunk, method="run_trunk")
+        trunk = commit(output.cache, trunk.length)
+        token = choose(output.hidden)
         entering = hidden
         for level in range(1, shape.num_steps + 1 if drafts else 1):
             number, rows = min(level, in_use) - 1, taken_in if level <= in_use else level_rows
@@ -284,33 +288,44 @@ def _whole_rounds(dtype, model: MTPModel, shapes: tuple[Shape, ...], place: _Pla
     shape = max(shapes)
     nodes = shape.num_nodes if shape.num_steps else None
     config = DecodeConfig(num_steps=shape.num_steps, topk=shape.topk, num_draft_tokens=nodes)
-    plan = Plan.of(config, is_greedy=not temperature, min_rows=min_rows)
-    plans = [plan.at_depth(shape.num_steps) for shape in shapes] if len(shapes) > 1 else [plan]
+    spec = DecodeSpec.of(config, is_greedy=not temperature, min_rows=min_rows)
+    specs = [spec.at_depth(shape.num_steps) for shape in shapes] if len(shapes) > 1 else [spec]
+    drafter = drafter_of(config)
     tokens = np.random.default_rng(0).integers(model.config.vocab_size, size=(batch, capacity))
-    length = jnp.full(batch, context + 1, jnp.int32)
-    state = init_state(
+    rows = NewRows.without_stops(
         jnp.asarray(tokens, jnp.int32),
-        length,
+        jnp.full(batch, context + 1, jnp.int32),
         jnp.full(batch, capacity, jnp.int32),
-        jnp.full((8, 1), -1, jnp.int32),
-        model=model,
-        plan=plan,
-        dtype=dtype,
-        sampling=place.sampling,
+        place.sampling,
     )
+    state = empty_state(
+        model=model,
+        drafter=drafter,
+        spec=spec,
+        batch=batch,
+        capacity=capacity,
+        stops_shape=rows.settings.stops.shape[1:],
+        features=place.sampling.features,
+        dtype=dtype,
+    )
+    state = begin_rows(state, rows, vocab_size=model.config.vocab_size)
     room = _room(model, shape, place)
 
     def body(params, index, state):
+        prepared = drafter.prepare(params, drafter.own_params(params, config, model=model), model=model, dtype=dtype)
         length = jnp.full_like(state.length, context + 1 + index % room)
-        for plan in plans:
+        for spec in specs:
+            draft_state = state.drafter
+            if shape.num_steps:
+                draft_state = draft_state.replace(hidden_start=length - max(len(draft_state.caches), 1))
             state = state.replace(
                 length=length,
                 done=jnp.zeros_like(state.done),
                 trunk=state.trunk.replace(length=length - 1),
-                hidden_start=length - max(len(state.modules), 1),
+                drafter=draft_state,
             )
-            round_ = functools.partial(run_round, params, model=model, plan=plan)
-            state = in_one_turn(round_, index >= 0, state) if len(plans) > 1 else round_(state)  # loops as in `decode`
+            round_ = functools.partial(run_round, params, model=model, drafter=drafter, spec=spec, prepared=prepared)
+            state = run_as_loop(round_, index >= 0, state) if len(specs) > 1 else round_(state)  # loops as in `decode`
         return state
 
     return body, state

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from mtpjax.models.config import LayerKind, ModelConfig
-from mtpjax.models.layers.attend import Entries, Masks, Recycled, View
+from mtpjax.models.masks import Entries, Masks, Recycled, View
 from pallas_kernels import gated_delta_replay
 
 
@@ -106,9 +106,30 @@ def remember(new: Entries, view: View, memory: Entries | Recycled | None) -> tup
 
 
 def commit(cache: Cache, length: jax.Array) -> Cache:
-    """The cache whose committed entries are the first `length [B]`."""
-    taken = length - cache.length
-    return cache.replace(layers=tuple(_settle(entries, taken) for entries in cache.layers), length=length)
+    """Keeps the first `length [B]` entries as the committed ones.
+
+    Attention layers only move their length, since the entries are already in place. Recurrent layers advance their
+    state over the tokens that were accepted.
+    """
+    num_committed = length - cache.length
+    layers = tuple(advance_recurrent_state(entries, num_committed) for entries in cache.layers)
+    return cache.replace(layers=layers, length=length)
+
+
+def reset_rows(cache: Cache, is_new: jax.Array) -> Cache:
+    """Prepares rows for a new text: zero recurrent states where `is_new [B]`; attention entries may stay."""
+
+    def reset(entries: Entries) -> Entries:
+        if "state" not in entries:
+            return entries
+        return {
+            name: jnp.where(is_new.reshape(-1, *(1 for _ in kept.shape[1:])), jnp.zeros((), kept.dtype), kept)
+            for name, kept in entries.items()
+        }
+
+    return cache.replace(
+        layers=tuple(reset(entries) for entries in cache.layers), length=jnp.where(is_new, 0, cache.length)
+    )
 
 
 def gather_path(cache: Cache, start: jax.Array, path: jax.Array, width: int) -> Cache:
@@ -126,10 +147,14 @@ def gather_path(cache: Cache, start: jax.Array, path: jax.Array, width: int) -> 
     return cache.replace(layers=tuple(jax.tree.map(move, entries) for entries in cache.layers))
 
 
-def _settle(entries: Entries, taken: jax.Array) -> Entries:
-    """A recurrent layer's state after `taken [B]` tokens of the last pass, and the inputs before the next."""
+def advance_recurrent_state(entries: Entries, num_committed: jax.Array) -> Entries:
+    """Advances a recurrent layer over the first `num_committed [B]` tokens of the last pass.
+
+    Other layers, and recurrent ones that have advanced within the pass, are returned as they are.
+    """
     if "corrections" not in entries:
         return entries
     keys, log_decay, corrections, inputs = (entries[name] for name in ("keys", "log_decay", "corrections", "inputs"))
-    state = gated_delta_replay(keys, log_decay, corrections, entries["state"], taken)
-    return {"state": state, "conv": read_rows(inputs, taken, inputs.shape[1] - keys.shape[1])}
+    state = gated_delta_replay(keys, log_decay, corrections, entries["state"], num_committed)
+    # The convolution needs the last inputs before the next token.
+    return {"state": state, "conv": read_rows(inputs, num_committed, inputs.shape[1] - keys.shape[1])}

@@ -12,12 +12,21 @@ import jax.numpy as jnp
 
 from mtpjax.models.cache import Cache
 from mtpjax.models.config import ModelConfig
-from mtpjax.models.layers.attend import Entries, Recycled, View, full_view
 from mtpjax.models.layers.norm import RMSNorm
+from mtpjax.models.masks import Entries, Recycled, View, full_view
 from mtpjax.models.mtp import MTPModule
 from mtpjax.models.quantized import is_scaled
 from mtpjax.models.trunk import Trunk, unstack_layers
 from pallas_kernels import head_top_k
+
+
+class TrunkOutput(flax.struct.PyTreeNode):
+    """A pass of the trunk over `[B, T]` tokens."""
+
+    hidden: jax.Array  # [B, T, D] after the final norm: the head reads it
+    prenorm: jax.Array  # [B, T, D] before the final norm
+    states: tuple[jax.Array, ...]  # [B, T, D] each: states that enter the layers which were asked for
+    cache: Cache | None  # with the tokens appended
 
 
 class MTPModel(nn.Module):
@@ -57,23 +66,34 @@ class MTPModel(nn.Module):
     def __call__(self, tokens: jax.Array) -> None:
         """Touches every parameter once, for `init`."""
         view = full_view(self.config, jnp.ones_like(tokens))
-        hidden, before, _ = self.run_trunk(tokens, view)
-        carried = self.entering(hidden, before)
+        chained_hidden = self.mtp_input_hidden(self.run_trunk(tokens, view))
         for index in range(self.config.num_mtp_modules):
-            carried, _, _ = self.run_module(carried, tokens, view, index=index)
+            chained_hidden, _, _ = self.run_module(chained_hidden, tokens, view, index=index)
 
-    def run_trunk(self, tokens: jax.Array, view: View, cache: Cache | None = None):
-        """Tokens `[B, T]` -> hidden `[B, T, D]` after and before the final norm, and the cache with them appended."""
-        before, cache = self.trunk(self._embed(self.embedding, tokens), view, cache)
-        return self.norm_final(before), before, cache
+    def run_trunk(
+        self, tokens: jax.Array, view: View, cache: Cache | None = None, *, layer_ids: tuple[int, ...] = ()
+    ) -> TrunkOutput:
+        """Runs the trunk.
 
-    def entering(self, hidden: jax.Array, before: jax.Array) -> jax.Array:
-        """Which of the trunk's two hidden states enters the modules."""
-        return hidden if self.config.mtp_hidden_post_norm else before
+        Args:
+            tokens: `[B, T]` int32.
+            view: positions and masks (`mtpjax.models.masks`).
+            cache: the trunk's cache; None for a pass over whole rows.
+            layer_ids: layers whose input states are returned as well.
 
-    def after_final_norm(self, entering: jax.Array) -> jax.Array:
-        """The state the head reads, from the one that enters the modules."""
-        return entering if self.config.mtp_hidden_post_norm else self.norm_final(entering)
+        Returns:
+            Hidden states and the cache.
+        """
+        prenorm, cache, states = self.trunk(self._embed(self.embedding, tokens), view, cache, layer_ids=layer_ids)
+        return TrunkOutput(self.norm_final(prenorm), prenorm, states, cache)
+
+    def mtp_input_hidden(self, output: TrunkOutput) -> jax.Array:
+        """Picks the hidden states `[B, T, D]` that the MTP modules read, by the family's convention."""
+        return output.hidden if self.config.mtp_hidden_post_norm else output.prenorm
+
+    def head_input_hidden(self, mtp_hidden: jax.Array) -> jax.Array:
+        """Computes the hidden states that the head reads from those that the MTP modules read."""
+        return mtp_hidden if self.config.mtp_hidden_post_norm else self.norm_final(mtp_hidden)
 
     def run_module(
         self,
@@ -232,10 +252,10 @@ def forward(
         segment_ids = jnp.ones(tokens.shape, jnp.int32)
         if lengths is not None:
             segment_ids = (jnp.arange(tokens.shape[1])[None, :] < lengths[:, None]).astype(jnp.int32)
-    entering, before = _trunk_pass(params, tokens, segment_ids, model)
+    mtp_hidden, prenorm = _trunk_pass(params, tokens, segment_ids, model)
     output = forward_depths(
         params,
-        entering,
+        mtp_hidden,
         tokens,
         segment_ids,
         model=model,
@@ -243,7 +263,7 @@ def forward(
         attention_layout=attention_layout,
         is_detached=is_detached,
     )
-    return ForwardOutput(**vars(output), hidden_prenorm=before)
+    return ForwardOutput(**vars(output), hidden_prenorm=prenorm)
 
 
 @functools.partial(jax.jit, static_argnames="model")
@@ -254,14 +274,13 @@ def trunk_states(params: dict, tokens: jax.Array, segment_ids: jax.Array, *, mod
 
 def _trunk_pass(params, tokens, segment_ids, model) -> tuple[jax.Array, jax.Array]:
     """The state that enters the modules, and the one before the final norm."""
-    apply = bind(model, params)
-    hidden, before, _ = apply(tokens, full_view(model.config, segment_ids), method="run_trunk")
-    return apply(hidden, before, method="entering"), before
+    output = bind(model, params)(tokens, full_view(model.config, segment_ids), method="run_trunk")
+    return model.mtp_input_hidden(output), output.prenorm
 
 
 def forward_depths(
     params: dict,
-    entering: jax.Array,
+    mtp_hidden: jax.Array,
     tokens: jax.Array,
     segment_ids: jax.Array,
     *,
@@ -270,7 +289,7 @@ def forward_depths(
     attention_layout: str = "ttt",
     is_detached: bool = False,
 ) -> DepthsOutput:
-    """The head and the MTP depths over the trunk's states `entering [B, T, D]` (`trunk_states`) of the tokens `[B, T]`.
+    """Runs the head and the MTP depths over the trunk's states `mtp_hidden [B, T, D]` (`trunk_states`) of its tokens.
 
     `num_depths` (default: the number of modules) may go beyond the modules, whose last is then recycled: under `ttt` a
     recycled row sees the true entries of its prefix and its own drafts, as decoding does; under `stream` the entries of
@@ -283,12 +302,12 @@ def forward_depths(
     _check_depths(modules, num_depths, attention_layout)
     apply = bind(model, params)
     view = full_view(config, segment_ids)
-    hidden = apply(entering, method="after_final_norm")
-    logits, mtp_logits, mtp_hidden = apply(hidden, method="logits"), [], []
+    hidden = apply(mtp_hidden, method="head_input_hidden")
+    logits, mtp_logits, mtp_outputs = apply(hidden, method="logits"), [], []
     if is_detached:
-        entering = jax.lax.stop_gradient(entering)
+        mtp_hidden = jax.lax.stop_gradient(mtp_hidden)
         apply = bind(model, detach_trunk(params))
-    carried = entering
+    chained_hidden = mtp_hidden
     base: Entries = {}
     levels: tuple[Entries, ...] = ()
     for depth in range(1, num_depths + 1):
@@ -296,22 +315,22 @@ def forward_depths(
         shifted, is_valid = shift_left(tokens, depth), segment_ids == shift_left(segment_ids, depth)
         memory = None
         if depth <= modules:
-            source = entering if config.mtp_chaining == "trunk" else carried
+            source = mtp_hidden if config.mtp_chaining == "trunk" else chained_hidden
         else:
-            source = carried
+            source = chained_hidden
             if attention_layout == "ttt":
                 view = full_view(config, segment_ids, shift=depth - modules)
                 memory = Recycled(base, levels)
-        after, carried, entries = apply(
+        output, chained_hidden, entries = apply(
             source, shifted, view, memory, index=index, is_valid=is_valid, method="run_module"
         )
         if depth == modules:
             base = entries
         elif memory is not None:
             levels = (*levels, entries)
-        mtp_logits.append(apply(after, index=index, method="logits"))
-        mtp_hidden.append(after)
-    return DepthsOutput(logits, hidden, tuple(mtp_logits), tuple(mtp_hidden))
+        mtp_logits.append(apply(output, index=index, method="logits"))
+        mtp_outputs.append(output)
+    return DepthsOutput(logits, hidden, tuple(mtp_logits), tuple(mtp_outputs))
 
 
 def shift_left(rows: jax.Array, count: int) -> jax.Array:

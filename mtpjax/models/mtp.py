@@ -5,9 +5,9 @@ import jax
 import jax.numpy as jnp
 
 from mtpjax.models.config import ModelConfig
-from mtpjax.models.layers.attend import Entries, Recycled, View
 from mtpjax.models.layers.block import Block
 from mtpjax.models.layers.norm import RMSNorm
+from mtpjax.models.masks import Entries, Recycled, View
 from mtpjax.models.quantized import matrix_product
 
 

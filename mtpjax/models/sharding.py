@@ -98,11 +98,15 @@ def mesh_of(array: jax.Array) -> Mesh | None:
 
 
 def shard_state(state, mesh: Mesh):
-    """A `DecodeState` laid out over `mesh`: rows over `data`, heads of the caches over `tensor`, latents replicated."""
+    """Lays a decoding state (or its new rows) out over a mesh.
+
+    Rows are split over `data`, heads of the caches over `tensor`; latents are the same on all tensor shards. Leaves of
+    the depth policy, which the whole batch shares, are on every device.
+    """
 
     def place(path, leaf):
         first, last = (getattr(part, "key", getattr(part, "name", "")) for part in (path[0], path[-1]))
-        axes = CACHE_AXES.get(last, () if first in ("stops", "policy", "is_closed") else ("batch",))
+        axes = CACHE_AXES.get(last, () if first in ("policy", "drafting_disabled") else ("batch",))
         return jax.device_put(leaf, NamedSharding(mesh, spec(axes, leaf.shape, mesh.shape)))
 
     return jax.tree_util.tree_map_with_path(place, state)

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 
 from mtpjax.models.cache import Cache
 from mtpjax.models.config import ModelConfig
-from mtpjax.models.layers.attend import Masks, View
 from mtpjax.models.layers.block import Block
+from mtpjax.models.masks import Masks, View
 
 
 class Trunk(nn.Module):
@@ -25,8 +25,29 @@ class Trunk(nn.Module):
     implementation: str = "auto"
 
     @nn.compact
-    def __call__(self, x: jax.Array, view: View, cache: Cache | None = None) -> tuple[jax.Array, Cache | None]:
+    def __call__(
+        self, x: jax.Array, view: View, cache: Cache | None = None, *, layer_ids: tuple[int, ...] = ()
+    ) -> tuple[jax.Array, Cache | None, tuple[jax.Array, ...]]:
+        """Runs all layers.
+
+        Args:
+            x: `[B, T, D]` embedded tokens.
+            view: positions and masks.
+            cache: the layers' cache; None for a pass over whole rows.
+            layer_ids: layers whose input states are returned as well; unrolled layers only.
+
+        Returns:
+            Hidden states `[B, T, D]` before the final norm, the cache with the tokens appended, and the states
+            `[B, T, D]` that enter the layers `layer_ids`.
+
+        Raises:
+            ValueError: for a layer id out of range, or layer_ids with scanned layers.
+        """
         config = self.config
+        if layer_ids and (self.scanned or not all(0 <= layer < config.num_hidden_layers for layer in layer_ids)):
+            raise ValueError(
+                f"layer_ids {layer_ids} need unrolled layers and ids within 0..{config.num_hidden_layers - 1}"
+            )
         chosen: Masks | None = None
         if self.scanned:
             if config.index_topk:
@@ -41,13 +62,15 @@ class Trunk(nn.Module):
                     length=repeats,
                 )
                 (x, chosen), _ = scan(stretch(config, first, period, self.implementation, name=name), (x, chosen), view)
-            return x, None
-        layers = []
+            return x, None, ()
+        layers, states = [], {}
         for index, kind in enumerate(config.trunk_kinds):
+            states[index] = x
             block = Block(config, kind, self.implementation, name=f"layer_{index}")
             x, entries, chosen = block(x, view, cache.layers[index] if cache else None, chosen)
             layers.append(entries)
-        return x, cache.replace(layers=tuple(layers)) if cache else None
+        cache = cache.replace(layers=tuple(layers)) if cache else None
+        return x, cache, tuple(states[layer] for layer in layer_ids)
 
 
 class _Period(nn.Module):

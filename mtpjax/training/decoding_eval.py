@@ -10,9 +10,8 @@ import numpy as np
 
 from mtpjax.data.corpus import Corpus
 from mtpjax.data.packing import Document
+from mtpjax.decoding.capacity import bucket, min_rows_per_pass
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.generate import bucket
-from mtpjax.decoding.loop import least_rows
 from mtpjax.evaluation.acceptance import measure_acceptance
 from mtpjax.evaluation.metrics import report
 from mtpjax.evaluation.round_costs import CostMeter, chain
@@ -129,7 +128,7 @@ class PanelDecoder:
             shapes=(shape,),
             context=context,
             capacity=bucket(2 * context + shape.num_nodes),
-            min_rows=least_rows(1, jax.default_backend(), self.model.implementation),
+            min_rows=min_rows_per_pass(1, jax.default_backend(), self.model.implementation),
         )
         meter.measure(5)
         costs = meter.costs()

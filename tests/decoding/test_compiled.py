@@ -15,8 +15,13 @@ from jax.sharding import NamedSharding, PartitionSpec, use_abstract_mesh
 from experiments.bytes_moved import as_stored
 from experiments.check_equality import parameter_shapes
 from mtpjax import DecodeConfig, ModelConfig, MTPModel, compat, generate, speculative_generate
-from mtpjax.decoding.loop import decode, least_rows
-from mtpjax.decoding.state import Plan, init_state
+from mtpjax.decoding.capacity import min_rows_per_pass
+from mtpjax.decoding.drafters.base import Drafter
+from mtpjax.decoding.drafters.mtp import MTPDrafter
+from mtpjax.decoding.loop import decode
+from mtpjax.decoding.sampling import Sampling
+from mtpjax.decoding.spec import DecodeSpec
+from mtpjax.decoding.state import NewRows, empty_state
 from mtpjax.models.presets import presets
 
 SLOTS = 1536  # what `bucket` gives, and no other size here
@@ -30,17 +35,17 @@ EXPERTS = dataclasses.replace(LATENT, n_routed_experts=6, num_experts_per_tok=2,
 CONFIGS = {"grouped": GROUPED, "latent": LATENT, "experts": EXPERTS}
 SINGLE = {name: dataclasses.replace(CONFIGS[name], num_mtp_modules=1) for name in ("grouped", "latent")}
 
-PLANS = {  # beyond greedy chains; trees of few nodes, so that the scores of attention are smaller than a cache
-    "tree": Plan(3, 2, 6, "greedy"),
-    "sample-tree": Plan(3, 2, 6, "sample"),
-    "recursive": Plan(3, 2, 6, "recursive"),
-    "traversal": Plan(3, 2, 6, "traversal"),
-    "block": Plan(3, 1, 4, "block"),
-    "token": Plan(3, 1, 4, "token"),
-    "threshold": Plan(2, 1, 3, "threshold", (0.001, 1.0)),
-    "window": Plan(3, 1, 4, "greedy", window=(64, 4)),
-    "adaptive": Plan(3, 1, 4, "greedy", is_adaptive=True),
-    "adaptive-block": Plan(3, 1, 4, "block", is_adaptive=True),
+SPECS = {  # beyond greedy chains; trees of few nodes, so that the scores of attention are smaller than a cache
+    "tree": DecodeSpec(3, 2, 6, "greedy"),
+    "sample-tree": DecodeSpec(3, 2, 6, "sample"),
+    "recursive": DecodeSpec(3, 2, 6, "recursive"),
+    "traversal": DecodeSpec(3, 2, 6, "traversal"),
+    "block": DecodeSpec(3, 1, 4, "block"),
+    "token": DecodeSpec(3, 1, 4, "token"),
+    "threshold": DecodeSpec(2, 1, 3, "threshold"),
+    "window": DecodeSpec(3, 1, 4, "greedy", window=(64, 4)),
+    "adaptive": DecodeSpec(3, 1, 4, "greedy", is_adaptive=True),
+    "adaptive-block": DecodeSpec(3, 1, 4, "block", is_adaptive=True),
 }
 
 NO_RESULT = {"parameter", "get-tuple-element", "tuple", "bitcast", "while", "call", "conditional", "constant"}
@@ -99,7 +104,7 @@ def updates_in(computations, one: Instruction, is_large) -> int | None:
     return None
 
 
-def broken_rules(compiled, config, batch, plan, itemsize, *, may_write_experts=False):
+def broken_rules(compiled, config, batch, spec, itemsize, *, may_write_experts=False):
     """Lines of the loop that break a rule, and pairs of what was found and its bound: updates of caches, and memory."""
     computations = parse(compiled.as_text())
     entries = {"key": 2 * 64, "value": 2 * 64} if config.attention == "grouped" else {"latent": 128}
@@ -125,22 +130,22 @@ def broken_rules(compiled, config, batch, plan, itemsize, *, may_write_experts=F
                 broken.append(one.line)
         if any(map(is_weight, one.shapes)) and not may_write_experts:
             broken.append(one.line)
-    wanted = len(entries) * passes_over_caches(plan, config)
+    wanted = len(entries) * passes_over_caches(spec, config)
     layer = sum(entries.values()) * SLOTS * batch * itemsize
     return broken, (updates, wanted), (compiled.memory_analysis().temp_size_in_bytes, layer)
 
 
-def passes_over_caches(plan, config):
+def passes_over_caches(spec, config):
     """How often the program updates a layer's cache, each of them in its place."""
-    layers, in_use = config.num_hidden_layers, min(config.num_mtp_modules, plan.num_steps)
-    if plan.is_adaptive:
-        rounds = sum(layers + (max(depth, in_use) if depth else 0) for depth in range(plan.num_steps + 1))
+    layers, in_use = config.num_hidden_layers, min(config.num_mtp_modules, spec.num_steps)
+    if spec.is_adaptive:
+        rounds = sum(layers + (max(depth, in_use) if depth else 0) for depth in range(spec.num_steps + 1))
         rounds += 2 * in_use  # catching up, in wide passes and in narrow ones
-    elif plan.topk > 1:
-        levels = len(plan.shape.levels()) if plan.shape else plan.num_steps
+    elif spec.topk > 1:
+        levels = len(spec.tree_shape.inner_levels()) if spec.tree_shape else spec.num_steps
         rounds = 2 * layers + levels  # accepted entries of a tree are gathered
     else:
-        rounds = layers + plan.num_steps
+        rounds = layers + spec.num_steps
     return layers + in_use + rounds  # prefill, and what follows
 
 
@@ -150,24 +155,36 @@ def proper(shape):
 
 
 def chain(num_steps):
-    return Plan(num_steps, num_nodes=num_steps + 1)
+    return DecodeSpec(num_steps, num_nodes=num_steps + 1)
 
 
-def call_of(config, batch, plan, *, platform="cpu", dtype=jnp.float32, has_fp8_experts=False, implementation="auto"):
+def call_of(config, batch, spec, *, platform="cpu", dtype=jnp.float32, has_fp8_experts=False, implementation="auto"):
     """`decode` of everything but the arrays, and their shapes."""
     model = MTPModel(config, implementation=implementation)
-    plan = dataclasses.replace(plan, min_rows=least_rows(batch, platform, implementation), chunk=4)
+    spec = dataclasses.replace(spec, min_rows=min_rows_per_pass(batch, platform, implementation), chunk=4)
+    drafter = MTPDrafter() if spec.num_steps else Drafter()
 
     def make():
         params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
-        rows = jnp.ones(batch, jnp.int32)
-        tokens, stops = jnp.zeros((batch, SLOTS), jnp.int32), jnp.zeros((8, 1), jnp.int32)
-        costs = jnp.ones(plan.num_steps + 1) if plan.is_adaptive else None
-        state = init_state(tokens, rows, rows, stops, model=model, plan=plan, dtype=dtype, depth_costs=costs)
         keep = functools.partial(as_stored, dtype=dtype, has_fp8_experts=has_fp8_experts)
-        return jax.tree_util.tree_map_with_path(keep, params), state
+        params = jax.tree_util.tree_map_with_path(keep, params)
+        sampling = Sampling.greedy(batch)
+        one = jnp.ones(batch, jnp.int32)
+        state = empty_state(
+            model=model,
+            drafter=drafter,
+            spec=spec,
+            batch=batch,
+            capacity=SLOTS,
+            stops_shape=(8, 1),
+            features=sampling.features,
+            dtype=dtype,
+            depth_costs=jnp.ones(spec.num_steps + 1) if spec.is_adaptive else None,
+        )
+        own = drafter.own_params(params, DecodeConfig(), model=model)
+        return params, own, state, NewRows.without_stops(jnp.zeros((batch, SLOTS), jnp.int32), one, one, sampling)
 
-    return functools.partial(decode, model=model, plan=plan), jax.eval_shape(make)
+    return functools.partial(decode, model=model, drafter=drafter, spec=spec), jax.eval_shape(make)
 
 
 def compile_call(*what, sharding=None, **how):
@@ -177,22 +194,22 @@ def compile_call(*what, sharding=None, **how):
     return decode.lower(*shapes, **call.keywords).compile()
 
 
-def assert_keeps_to_the_rules(config, batch, plan, dtype=jnp.float32, may_write_experts=False, **how):
-    compiled = compile_call(config, batch, plan, dtype=dtype, **how)
+def assert_keeps_to_the_rules(config, batch, spec, dtype=jnp.float32, may_write_experts=False, **how):
+    compiled = compile_call(config, batch, spec, dtype=dtype, **how)
     itemsize = jnp.dtype(dtype).itemsize
     broken, (updates, wanted), (temp, layer) = broken_rules(
-        compiled, config, batch, plan, itemsize, may_write_experts=may_write_experts
+        compiled, config, batch, spec, itemsize, may_write_experts=may_write_experts
     )
     assert not broken, "\n".join(line[:300] for line in broken)
     assert updates == wanted
     assert temp < layer
 
 
-def assert_keeps_to_the_rules_on_an_h100(config, batch, plan, dtype, **how):
+def assert_keeps_to_the_rules_on_an_h100(config, batch, spec, dtype, **how):
     mesh = compat.make_mesh({"data": 1}, compat.h100_devices())
     with use_abstract_mesh(mesh.abstract_mesh):
         sharding = NamedSharding(mesh, PartitionSpec())
-        assert_keeps_to_the_rules(config, batch, plan, dtype, platform="cuda", sharding=sharding, **how)
+        assert_keeps_to_the_rules(config, batch, spec, dtype, platform="cuda", sharding=sharding, **how)
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 3])
@@ -218,7 +235,7 @@ def test_the_loop_updates_caches_in_place_with_experts():
     ],
 )
 def test_every_rule_and_policy_keeps_to_that(name, kind, batch):
-    assert_keeps_to_the_rules(SINGLE[kind], batch, PLANS[name])
+    assert_keeps_to_the_rules(SINGLE[kind], batch, SPECS[name])
 
 
 @pytest.mark.h100
@@ -233,18 +250,18 @@ def test_on_an_h100_the_loop_updates_caches_in_place_and_copies_no_weight(kind, 
 @pytest.mark.h100
 @pytest.mark.parametrize(
     ("name", "kind", "batch"),
-    [(name, *where) for name, where in zip(PLANS, itertools.cycle([("grouped", 4), ("latent", 1)]), strict=False)],
+    [(name, *where) for name, where in zip(SPECS, itertools.cycle([("grouped", 4), ("latent", 1)]), strict=False)],
 )
 def test_on_an_h100_every_rule_and_policy_keeps_to_that(name, kind, batch):
-    assert_keeps_to_the_rules_on_an_h100(SINGLE[kind], batch, PLANS[name], jnp.bfloat16)
+    assert_keeps_to_the_rules_on_an_h100(SINGLE[kind], batch, SPECS[name], jnp.bfloat16)
 
 
 @pytest.mark.h100
 @pytest.mark.parametrize(("batch", "num_steps"), [(1, 0), (1, 3), pytest.param(4, 1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", list(CONFIGS))
 def test_on_an_h100_the_loop_with_kernels_copies_no_weight_not_even_of_experts(kind, batch, num_steps):
-    plan = chain(num_steps)
-    assert_keeps_to_the_rules_on_an_h100(CONFIGS[kind], batch, plan, jnp.bfloat16, implementation="triton")
+    spec = chain(num_steps)
+    assert_keeps_to_the_rules_on_an_h100(CONFIGS[kind], batch, spec, jnp.bfloat16, implementation="triton")
 
 
 @pytest.mark.parametrize(

@@ -84,5 +84,5 @@ def test_fixed_shapes_are_trees_within_their_bounds(topk, num_steps, num_nodes):
     assert len(shape.parents) == num_nodes and max(shape.depths) <= num_steps
     assert shape.depths == sorted(shape.depths) and all(parent < node for node, parent in enumerate(shape.parents))
     assert max(len(shape.children(node)) for node in range(num_nodes)) <= topk
-    inner = [node for level in shape.levels() for node in level]
+    inner = [node for level in shape.inner_levels() for node in level]
     assert sorted(inner) == sorted(set(shape.parents[1:]))

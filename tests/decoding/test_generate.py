@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from mtpjax import DecodeConfig, MTPModel, SamplingParams, generate, speculative_generate
-from mtpjax.decoding.generate import bucket
+from mtpjax.decoding.capacity import bucket
 from mtpjax.decoding.result import DecodeStats, GenerationResult
-from mtpjax.decoding.state import Plan
+from mtpjax.decoding.spec import DecodeSpec
 
 PROMPTS = [[1, 2, 3], [4], [5, 6]]
 CONFIG = DecodeConfig(max_new_tokens=9, num_steps=2, prefill_chunk=8)
@@ -120,11 +120,11 @@ def test_rows_at_temperature_0_among_sampled_ones_are_plain_decoding(rule, small
 @pytest.mark.parametrize(("rule", "on_a_chain"), [("recursive", "token"), ("traversal", "block")])
 def test_on_a_chain_a_tree_rule_is_the_chains(rule, on_a_chain):
     """`test_acceptance.py` has the proof."""
-    plans = (
-        Plan.of(DecodeConfig(num_steps=3, acceptance=acceptance), is_greedy=False, min_rows=1)
+    tree, chain = (
+        DecodeSpec.of(DecodeConfig(num_steps=3, acceptance=acceptance), is_greedy=False)
         for acceptance in (rule, on_a_chain)
     )
-    assert next(plans) == next(plans)
+    assert tree == chain
 
 
 @pytest.mark.parametrize("size", [1, 127, 128, 129, 1000, 1023, 1024, 1025, 5000, 100_000])
@@ -145,7 +145,7 @@ BAD = [  # prompts, keywords, what the message names
     ([[1], [-3]], {}, "prompt 1 holds token id -3, outside 0..60"),
     ([[1] * 300], {}, "300 tokens; max_length 256"),
     ([[1] * 8], {"max_length": 8}, "8 tokens; max_length 8"),
-    ([[1]], {"max_length": 257}, "257 is beyond the model's 256"),
+    ([[1]], {"max_length": 257}, "257 exceeds the model's 256"),
     ([[1]], {"stop_token_ids": (61,)}, "61 is outside 0..60"),
     ([[1]], {"stop_token_ids": (-1,)}, "-1 is outside 0..60"),
     ([[1.5]], {}, "float64"),
@@ -154,8 +154,8 @@ BAD = [  # prompts, keywords, what the message names
     ([1, 2], {}, "list of token lists"),
     (np.zeros(3, int), {}, "(3,)"),
     (np.zeros((2, 3, 4), int), {}, "(2, 3, 4)"),
-    (np.zeros((2, 3), int), {"lengths": np.array([1, 2, 3])}, "lengths (3,) do not match the batch of 2"),
-    (np.zeros((2, 3), int), {"lengths": np.array([1, 4])}, "4 is beyond the 3"),
+    (np.zeros((2, 3), int), {"lengths": np.array([1, 2, 3])}, "lengths has shape (3,), but there are 2 prompts"),
+    (np.zeros((2, 3), int), {"lengths": np.array([1, 4])}, "4 exceeds the 3"),
     (np.zeros((2, 3), int), {"lengths": np.array([1, 0])}, "prompt 1 is empty"),
     (np.zeros((2, 3), int), {"lengths": np.array([1, -2])}, "prompt 1 is empty"),
     ([[1]], {"lengths": np.array([1])}, "not with a list"),
@@ -175,7 +175,7 @@ def test_bad_input_is_one_line_that_names_it(prompts, keywords, named, small):
 
 def test_drafting_without_modules_is_refused(small):
     model, params = small("grouped", num_mtp_modules=0)
-    with pytest.raises(ValueError, match="num_steps 2 needs an MTP module"):
+    with pytest.raises(ValueError, match="needs at least one MTP module"):
         speculative_generate(params, PROMPTS, model=model, config=CONFIG)
 
 

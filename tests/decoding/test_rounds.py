@@ -7,12 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtpjax.decoding.intake import catch_up, waiting
-from mtpjax.decoding.loop import decode, prefill, run_round
+from mtpjax import DecodeConfig
+from mtpjax.decoding.drafters.modules import extend_backlog, num_pending
+from mtpjax.decoding.drafters.mtp import MTPDrafter
+from mtpjax.decoding.loop import decode, run_round
+from mtpjax.decoding.prefill import insert_rows
 from mtpjax.decoding.sampling import Sampling
-from mtpjax.decoding.state import Plan, init_state
+from mtpjax.decoding.spec import DecodeSpec
+from mtpjax.decoding.state import NewRows, empty_state
 from mtpjax.models.cache import empty_cache
-from mtpjax.models.layers.attend import cached_view, full_view
+from mtpjax.models.masks import cached_view, full_view
 from mtpjax.models.model import bind, shift_left
 from pallas_kernels import gated_delta_replay
 
@@ -41,17 +45,46 @@ CASES = [  # attention, modules, chaining, steps, and what differs from a greedy
 ]
 
 
-def make_plan(num_steps, topk=1, num_nodes=None, rule="greedy", **changes):
-    return Plan(num_steps, topk, num_nodes or num_steps + 1, rule, chunk=8, **changes)
+DRAFTER = MTPDrafter()
 
 
-def start_state(model, plan, depth_costs=None):
+def make_spec(num_steps, topk=1, num_nodes=None, rule="greedy", **changes):
+    return DecodeSpec(num_steps, topk, num_nodes or num_steps + 1, rule, chunk=8, **changes)
+
+
+def new_rows(spec):
+    """Prompts of different lengths, with random tokens behind them."""
     tokens = np.random.default_rng(1).integers(0, 61, (len(LENGTHS), CAPACITY)).astype(np.int32)
-    arrays = (jnp.asarray(array) for array in (tokens, LENGTHS, LIMITS, np.full((8, 1), -1, np.int32)))
-    warmth = jnp.full(len(LENGTHS), 0.0 if plan.rule == "greedy" else 0.7)
-    seeds = jnp.arange(2 * len(LENGTHS), dtype=jnp.uint32).reshape(-1, 2)
-    sampling = Sampling(warmth, seeds)
-    return init_state(*arrays, model=model, plan=plan, dtype=jnp.float32, sampling=sampling, depth_costs=depth_costs)
+    temperature = jnp.full(len(LENGTHS), 0.0 if spec.rule == "greedy" else 0.7)
+    seed = jnp.arange(2 * len(LENGTHS), dtype=jnp.uint32).reshape(-1, 2)
+    sampling = Sampling.greedy(len(LENGTHS)).replace(temperature=temperature, seed=seed)
+    return NewRows.without_stops(*map(jnp.asarray, (tokens, LENGTHS, LIMITS)), sampling)
+
+
+def free_state(model, spec, depth_costs=None):
+    return empty_state(
+        model=model,
+        drafter=DRAFTER,
+        spec=spec,
+        batch=len(LENGTHS),
+        capacity=CAPACITY,
+        stops_shape=(8, 1),
+        features=Sampling.greedy(1).features,
+        dtype=jnp.float32,
+        depth_costs=depth_costs,
+    )
+
+
+def prepare(model, params):
+    return DRAFTER.prepare(params, DRAFTER.own_params(params, DecodeConfig(), model=model), model=model, dtype=None)
+
+
+def prefilled(params, state, rows, *, model, spec):
+    return insert_rows(params, prepare(model, params), spoil(state), rows, model=model, drafter=DRAFTER, spec=spec)
+
+
+def advanced(params, state, *, model, spec):
+    return run_round(params, state, model=model, drafter=DRAFTER, spec=spec, prepared=prepare(model, params))
 
 
 def spoil(state):
@@ -68,14 +101,17 @@ def spoil(state):
         return cache.replace(layers=tuple(layers))
 
     is_text = jnp.arange(CAPACITY)[None, :] < state.length[:, None]
-    position = state.hidden_start[:, None] + jnp.arange(state.hidden.shape[1])[None, :]
+    kept = state.drafter
+    position = kept.hidden_start[:, None] + jnp.arange(kept.hidden.shape[1])[None, :]
     is_known = position < state.length[:, None] - 1
     return state.replace(
         tokens=jnp.where(is_text, state.tokens, 60),
         origin=jnp.where(is_text, state.origin, 99),
         trunk=from_length_on(state.trunk),
-        modules=tuple(from_length_on(cache) for cache in state.modules),
-        hidden=jnp.where(is_known[:, :, None], state.hidden, 1e4),  # whose square is finite
+        drafter=kept.replace(
+            caches=tuple(from_length_on(cache) for cache in kept.caches),
+            hidden=jnp.where(is_known[:, :, None], kept.hidden, 1e4),  # whose square is finite
+        ),
     )
 
 
@@ -84,15 +120,15 @@ def teacher_forced(params, tokens, *, model, num_modules):
     apply = bind(model, params)
     cache = empty_cache(model.config, model.config.trunk_kinds, *tokens.shape)
     view = cached_view(model.config, cache.length, CAPACITY, CAPACITY)
-    hidden, before, cache = apply(tokens, view, cache, method="run_trunk")
-    choices = jnp.argmax(apply(hidden, method="logits"), axis=-1)
-    entering = carried = apply(hidden, before, method="entering")
+    output = apply(tokens, view, cache, method="run_trunk")
+    choices = jnp.argmax(apply(output.hidden, method="logits"), axis=-1)
+    mtp_hidden = chained = model.mtp_input_hidden(output)
     view, modules = full_view(model.config, jnp.ones_like(tokens)), []
     for index in range(num_modules):
-        source = entering if model.config.mtp_chaining == "trunk" else carried
-        _, carried, entries = apply(source, shift_left(tokens, index + 1), view, index=index, method="run_module")
+        source = mtp_hidden if model.config.mtp_chaining == "trunk" else chained
+        _, chained, entries = apply(source, shift_left(tokens, index + 1), view, index=index, method="run_module")
         modules.append((entries,))
-    return choices, cache.layers, modules
+    return choices, output.cache.layers, modules
 
 
 def assert_same_entries(found, wanted, lengths):
@@ -120,13 +156,13 @@ def slots(layer, expected, row, length):
 def test_every_cache_equals_a_teacher_forced_prefill(case, small):
     attention, num_modules, chaining, num_steps, *changes = case
     model, params = small(attention, "mixed", num_mtp_modules=num_modules, mtp_chaining=chaining)
-    plan = make_plan(num_steps, **dict(*changes))
-    begin = jax.jit(lambda params, state: prefill(params, spoil(state), model=model, plan=plan))
-    advance = jax.jit(lambda params, state: run_round(params, spoil(state), model=model, plan=plan))
+    spec = make_spec(num_steps, **dict(*changes))
+    begin = jax.jit(functools.partial(prefilled, model=model, spec=spec))
+    advance = jax.jit(lambda params, state: advanced(params, spoil(state), model=model, spec=spec))
     in_use = min(num_modules, num_steps)
     truth = jax.jit(functools.partial(teacher_forced, model=model, num_modules=in_use))
 
-    state = jax.device_get(begin(params, start_state(model, plan)))
+    state = jax.device_get(begin(params, free_state(model, spec), new_rows(spec)))
     counts, choices = set(), state.tokens
     while not state.done.all():
         before = state
@@ -135,13 +171,13 @@ def test_every_cache_equals_a_teacher_forced_prefill(case, small):
         choices, trunk, modules = jax.device_get(truth(params, state.tokens))
         assert (state.trunk.length == state.length - 1).all()
         assert_same_entries(state.trunk.layers, trunk, state.trunk.length)
-        for index, (cache, expected) in enumerate(zip(state.modules, modules, strict=True)):
+        for index, (cache, expected) in enumerate(zip(state.drafter.caches, modules, strict=True)):
             # The text as it was when the modules took it in: its last token had no hidden yet.
             assert (cache.length == np.maximum(before.length - 1 - index, 0)).all()
             assert_same_entries(cache.layers, expected, cache.length)
     assert counts == set(range(num_steps + 1))  # rejections at every level, and none
     assert (state.length == LIMITS).all()
-    if plan.rule == "greedy":
+    if spec.rule == "greedy":
         for row, (length, limit) in enumerate(zip(LENGTHS, LIMITS, strict=True)):
             assert (state.tokens[row, length:limit] == choices[row, length - 1 : limit - 1]).all()
 
@@ -149,19 +185,21 @@ def test_every_cache_equals_a_teacher_forced_prefill(case, small):
 @pytest.mark.parametrize("attention", ["grouped", "latent", pytest.param("sparse", marks=pytest.mark.slow), "hybrid"])
 def test_a_call_reads_nothing_that_it_did_not_write(attention, small):
     model, params = small(attention, "mixed", num_mtp_modules=2)
-    assert_reads_nothing_else(model, params, make_plan(3))
+    assert_reads_nothing_else(model, params, make_spec(3))
 
 
 @pytest.mark.parametrize(
     "changes", [TREE, {**TREE, "rule": "recursive"}, {"window": (4, 1)}, {**TREE, "window": (4, 1)}]
 )
 def test_a_tree_or_a_window_reads_nothing_else(changes, small):
-    assert_reads_nothing_else(*small("grouped", "mixed"), make_plan(3, **changes))
+    assert_reads_nothing_else(*small("grouped", "mixed"), make_spec(3, **changes))
 
 
-def assert_reads_nothing_else(model, params, plan):
-    clean = decode(params, start_state(model, plan), model=model, plan=plan)
-    spoiled = decode(params, spoil(start_state(model, plan)), model=model, plan=plan)
+def assert_reads_nothing_else(model, params, spec):
+    own = DRAFTER.own_params(params, DecodeConfig(), model=model)
+    statics = {"model": model, "drafter": DRAFTER, "spec": spec}
+    clean = decode(params, own, free_state(model, spec), new_rows(spec), **statics)
+    spoiled = decode(params, own, spoil(free_state(model, spec)), new_rows(spec), **statics)
     for name in ("length", "steps", "accepted", "discarded", "stopped"):
         assert (getattr(clean, name) == getattr(spoiled, name)).all()
     for row, limit in enumerate(LIMITS):
@@ -178,30 +216,28 @@ def assert_reads_nothing_else(model, params, plan):
 def test_depths_that_change_leave_every_cache_true(attention, num_modules, costs, small):
     """Rounds of depths 0 to 3 in any order, by hand: what waits at depth 0 is taken in when drafting resumes."""
     model, params = small(attention, "mixed", num_mtp_modules=num_modules)
-    plan = make_plan(3, is_adaptive=True)
-    begin = jax.jit(lambda params, state: prefill(params, spoil(state), model=model, plan=plan))
-    rounds = [
-        jax.jit(functools.partial(lambda params, state, plan: run_round(params, state, model=model, plan=plan), plan=p))
-        for p in map(plan.at_depth, range(4))
-    ]
+    spec = make_spec(3, is_adaptive=True)
+    begin = jax.jit(functools.partial(prefilled, model=model, spec=spec))
+    rounds = [jax.jit(functools.partial(advanced, model=model, spec=spec.at_depth(depth))) for depth in range(4)]
     follow_up = jax.jit(
-        lambda params, state, rows: catch_up(params, state, model=model, plan=plan, rows=rows), static_argnums=2
+        lambda params, state, rows: extend_backlog(prepare(model, params), state, model=model, spec=spec, rows=rows),
+        static_argnums=2,
     )
     truth = jax.jit(functools.partial(teacher_forced, model=model, num_modules=num_modules))
-    state = begin(params, start_state(model, plan, jnp.array(costs)))
+    state = begin(params, free_state(model, spec, jnp.array(costs)), new_rows(spec))
     order = np.random.default_rng(0)
     while not bool(state.done.all()):
         num_steps = int(order.choice([0, 0, 0, 1, 2, 3]))
         if num_steps:
-            while int(waiting(state).max()) > num_steps + num_modules:
-                is_long = int(waiting(state).max()) >= 6 + num_modules
+            while int(num_pending(state).max()) > num_steps + num_modules:
+                is_long = int(num_pending(state).max()) >= 6 + num_modules
                 state = follow_up(params, state, 6 if is_long else 3 + num_modules)
         before = state
         state = rounds[num_steps](params, state)
         _, trunk, modules = jax.device_get(truth(params, state.tokens))
         assert_same_entries(jax.device_get(state.trunk.layers), trunk, np.array(state.trunk.length))
         if num_steps:
-            for index, (cache, expected) in enumerate(zip(state.modules, modules, strict=True)):
+            for index, (cache, expected) in enumerate(zip(state.drafter.caches, modules, strict=True)):
                 # A row that is done may have left rows behind that a shallower round does not reach.
                 lengths = np.where(before.done, 0, np.maximum(np.array(before.length) - 1 - index, 0))
                 assert_same_entries(jax.device_get(cache.layers), expected, lengths)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtpjax.decoding.sampling import History, Path, Sampling, adjust, distribution
+from mtpjax.decoding.sampling import History, Path, Sampling, SamplingFeatures, adjust, distribution
 
 V = 12
 OFF = {"temperature": 1.0, "top_k": V, "top_p": 1.0, "min_p": 0.0, "repetition": 1.0, "frequency": 0.0, "presence": 0.0}
@@ -75,13 +75,20 @@ def arrays(rows):
         name: jnp.array([row[name] for row in full], jnp.int32 if name == "top_k" else jnp.float32) for name in OFF
     }
     least = jnp.array([row.get("min_new", 0) for row in rows], jnp.int32)
-    return Sampling(seed=jnp.zeros((len(rows), 2), jnp.uint32), bias=jnp.array(bias), min_new=least, **fields)
+    seed, features = jnp.zeros((len(rows), 2), jnp.uint32), SamplingFeatures.everything()
+    return Sampling(seed=seed, bias=jnp.array(bias), min_new=least, features=features, **fields)
 
 
 @jax.jit
 def both(logits, sampling, history, path, num_new):
     adjusted = adjust(
-        logits, sampling, history, path=path, num_new=num_new, stop_ids=jnp.array(STOPS), num_tokens=V - 1
+        logits,
+        sampling,
+        history,
+        path=path,
+        num_new=num_new,
+        stop_ids=jnp.broadcast_to(jnp.array(STOPS), (len(logits), len(STOPS))),
+        num_tokens=V - 1,
     )
     return adjusted, distribution(adjusted, sampling)
 
@@ -125,8 +132,8 @@ def test_the_smallest_temperature_is_the_arg_max():
     assert distribution(logits, arrays([{"temperature": 1e-37}]))[0, 0].tolist() == [0.0, 1.0] + [0.0] * (V - 2)
 
 
-def test_fields_that_are_not_in_use_change_nothing():
+def test_neutral_values_change_nothing():
     logits = jnp.array(np.random.default_rng(0).standard_normal((2, 3, V)), jnp.float32)
-    few = Sampling(jnp.array([0.0, 0.8]), jnp.zeros((2, 2), jnp.uint32))
+    few = Sampling.greedy(2).replace(temperature=jnp.array([0.0, 0.8]))
     many = arrays([{"temperature": 0.0}, {"temperature": 0.8}])
     np.testing.assert_allclose(distribution(logits, few), distribution(logits, many), rtol=1e-6)

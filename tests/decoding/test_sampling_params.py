@@ -8,33 +8,34 @@ import pytest
 
 from mtpjax import DecodeConfig, SamplingParams, speculative_generate
 from mtpjax.decoding.loop import decode
+from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.decoding.sampling_params import sampling_arrays
-from mtpjax.decoding.state import Plan
+from mtpjax.decoding.spec import DecodeSpec
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"temperature": -0.1}, "temperature -0.1 is not within 0"),
-        ({"temperature": float("nan")}, "temperature nan is not within"),
-        ({"temperature": [0.5, 0.5]}, r"temperature has shape \(2,\); there are 3 rows"),
-        ({"temperature": "warm"}, "temperature 'warm' is no number"),
+        ({"temperature": -0.1}, "temperature -0.1 must be within 0"),
+        ({"temperature": float("nan")}, "temperature nan must be within"),
+        ({"temperature": [0.5, 0.5]}, r"temperature has shape \(2,\), but there are 3 rows"),
+        ({"temperature": "warm"}, "temperature must be a number or one per row, got 'warm'"),
         ({"top_p": 0.0}, "top_p must be above 0"),
-        ({"top_p": 1.1}, "top_p 1.1 is not within 0..1"),
-        ({"top_k": -1}, "top_k -1 is not within"),
-        ({"top_k": 1.5}, "top_k 1.5 is no whole number"),
-        ({"min_p": [0, 2, 0]}, "min_p .* is not within 0..1"),
+        ({"top_p": 1.1}, "top_p 1.1 must be within 0..1"),
+        ({"top_k": -1}, "top_k -1 must be within"),
+        ({"top_k": 1.5}, "top_k must be an integer, got 1.5"),
+        ({"min_p": [0, 2, 0]}, "min_p .* must be within 0..1"),
         ({"repetition_penalty": 0}, "repetition_penalty must be above 0"),
-        ({"min_new_tokens": -2}, "min_new_tokens -2 is not within"),
+        ({"min_new_tokens": -2}, "min_new_tokens -2 must be within"),
         ({"logit_bias": {61: 1.0}}, "logit_bias holds token id 61, outside 0..60"),
         ({"logit_bias": {3: float("inf")}}, "logit_bias holds a value that is not finite"),
-        ({"logit_bias": [{3: 1.0}]}, "logit_bias is neither one for all rows nor a sequence"),
-        ({"allowed_tokens": []}, "row 0 may not emit any token"),
-        ({"allowed_tokens": [[1], None, [2]], "banned_tokens": [2]}, "row 2 may not emit any token"),
+        ({"logit_bias": [{3: 1.0}]}, "logit_bias must be one value for all rows, or a sequence"),
+        ({"allowed_tokens": []}, "row 0 cannot emit any token"),
+        ({"allowed_tokens": [[1], None, [2]], "banned_tokens": [2]}, "row 2 cannot emit any token"),
         ({"banned_tokens": [-1]}, "banned_tokens holds token id -1"),
-        ({"temperature": 1.0}, "a temperature above 0 needs a seed"),
-        ({"seed": -1}, "seed -1 is no whole number within"),
-        ({"seed": [1, 2]}, "there are 2 seeds for 3 rows"),
+        ({"temperature": 1.0}, "a temperature above 0 needs SamplingParams.seed"),
+        ({"seed": -1}, "seed must be an integer within .*, got -1"),
+        ({"seed": [1, 2]}, "seed has 2 values, but there are 3 rows"),
     ],
 )
 def test_requests_that_cannot_be_are_refused(values, message, small):
@@ -47,38 +48,23 @@ def test_requests_that_cannot_be_are_refused(values, message, small):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"topk": 4, "num_steps": 1, "num_draft_tokens": 8}, "num_draft_tokens 8 is more than the 5 that topk 4"),
-        ({"topk": 1, "num_steps": 3, "num_draft_tokens": 3}, r"num_draft_tokens 3: a chain .* has 4"),
-        ({"topk": 2, "acceptance": "block"}, "'block' verifies chains: topk must be 1"),
-        ({"acceptance": "best"}, "acceptance 'best' is not one of auto, greedy"),
-        ({"num_steps": 2, "depth_policy": "adaptive"}, r"needs depth_costs of depths 0..2, 3 in all; there are none"),
+        ({"topk": 4, "num_steps": 1, "num_draft_tokens": 8}, "num_draft_tokens must be at most 5 for topk 4"),
+        ({"topk": 1, "num_steps": 3, "num_draft_tokens": 3}, r"num_draft_tokens must be 4 for a chain .*, got 3"),
+        ({"topk": 2, "acceptance": "block"}, "'block' supports only chains: set topk to 1"),
+        ({"acceptance": "best"}, "unknown acceptance rule 'best'; supported: auto, greedy"),
+        ({"num_steps": 2, "depth_policy": "adaptive"}, r"needs 3 depth_costs, for depths 0..2; got none"),
         ({"num_steps": 1, "depth_policy": "adaptive", "depth_costs": (1, 0)}, "must be positive and finite"),
         (
-            {"num_steps": 1, "depth_policy": "adaptive", "depth_costs": (1, 2), "depth_change": -1},
-            "depth_change -1 must be finite, and not negative",
-        ),
-        (
             {"num_steps": 1, "depth_policy": "adaptive", "depth_costs": (1, 2), "depth_rates": (0.5, 0.5)},
-            r"depth_rates \(0.5, 0.5\) must be 1, one per level",
-        ),
-        (
-            {"num_steps": 1, "depth_policy": "adaptive", "depth_costs": (1, 2), "depth_lengths": (1.5,)},
-            "depth_lengths go with depth_rates of the same texts",
-        ),
-        *(
-            (
-                {"num_steps": 1, "depth_policy": "adaptive", "depth_costs": (1, 2), "depth_rates": (1,), **lengths},
-                r"depth_lengths .* must be 1, one per depth, from 1 to the depth and one more",
-            )
-            for lengths in ({"depth_lengths": (0.9,)}, {"depth_lengths": (2.1,)}, {"depth_lengths": (1.5, 2)})
+            r"depth_rates must hold 1 rates .*, one per level; got \(0.5, 0.5\)",
         ),
         (
             {"num_steps": 2, "topk": 2, "depth_policy": "adaptive", "depth_costs": (1, 2, 3)},
-            "adaptive depth drafts chains",
+            "'adaptive' supports only chains",
         ),
-        ({"threshold_acc": 1.5}, "threshold_acc 1.5 is not within 0..1"),
-        ({"stop_sequences": ((1,), ())}, "a stop sequence is empty"),
-        ({"draft_window": 0}, "draft_window must be at least 1, not 0"),
+        ({"threshold_acc": 1.5}, "threshold_acc must be within 0..1, got 1.5"),
+        ({"stop_sequences": ((1,), ())}, "stop_sequences contains an empty sequence"),
+        ({"draft_window": 0}, "draft_window must be at least 1, got 0"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(values, message):
@@ -89,10 +75,10 @@ def test_settings_that_cannot_be_are_refused(values, message):
 @pytest.mark.parametrize(
     ("changes", "config", "message"),
     [
-        ({"num_mtp_modules": 2}, {"topk": 2}, "trees, which take one MTP module; the model has 2"),
-        ({"attention": "hybrid"}, {"topk": 2}, "a model with linear attention verifies chains"),
-        ({}, {"topk": 62}, "topk 62 is more than the 61 tokens"),
-        ({}, {"topk": 2, "draft_vocabulary": (3,)}, "topk 2 is more than the 1 tokens"),
+        ({"num_mtp_modules": 2}, {"topk": 2}, "trees, which need exactly one MTP module; the model has 2"),
+        ({"attention": "hybrid"}, {"topk": 2}, "linear attention supports only chains"),
+        ({}, {"topk": 62}, "topk 62 exceeds the 61 tokens"),
+        ({}, {"topk": 2, "draft_vocabulary": (3,)}, "topk 2 exceeds the 1 tokens"),
         ({}, {"draft_vocabulary": (3, 61)}, "draft_vocabulary is empty or has ids outside 0..60"),
         ({}, {"stop_sequences": ((3, 61),)}, "stop token id 61 is outside 0..60"),
     ],
@@ -108,15 +94,15 @@ def test_what_a_model_cannot_do_is_refused(changes, config, message, small):
 
 
 def test_greedy_does_not_take_warm_rows():
-    with pytest.raises(ValueError, match="acceptance 'greedy' decodes at temperature 0"):
-        Plan.of(DecodeConfig(acceptance="greedy"), is_greedy=False, min_rows=1)
+    with pytest.raises(ValueError, match="acceptance 'greedy' supports only temperature 0"):
+        DecodeSpec.of(DecodeConfig(acceptance="greedy"), is_greedy=False)
 
 
 def test_what_may_come_early_must_not_be_stop_tokens_alone(small):
     model, params = small("grouped", "mixed")
     config = DecodeConfig(stop_token_ids=(7,))
     sampling = SamplingParams(allowed_tokens=np.array([7]), min_new_tokens=2)
-    with pytest.raises(ValueError, match="row 0 may emit only stop tokens, and none of them before min_new_tokens 2"):
+    with pytest.raises(ValueError, match="row 0 can emit only stop tokens, which min_new_tokens 2 bans"):
         speculative_generate(params, [[1]], model=model, config=config, sampling=sampling)
 
 
@@ -142,18 +128,22 @@ def test_penalties_count_along_trees_whose_passes_are_padded(small):
 
 def test_the_rule_follows_from_temperature_and_shape():
     def rule(is_greedy, **config):
-        return Plan.of(DecodeConfig(**config), is_greedy=is_greedy, min_rows=1).rule
+        return DecodeSpec.of(DecodeConfig(**config), is_greedy=is_greedy).rule
 
     assert rule(True) == rule(True, topk=2) == rule(True, num_steps=0) == "greedy"
     assert rule(False) == "block" and rule(False, topk=2) == "recursive" and rule(False, num_steps=0) == "sample"
 
 
-def test_fields_that_no_row_uses_are_left_out(small):
+def test_options_that_no_row_uses_are_not_compiled_in(small):
     model, _ = small("grouped", "mixed")
     none = sampling_arrays(SamplingParams(), 2, model.config, None)
-    assert [name for name, value in vars(none).items() if value is not None] == ["temperature", "seed"]
+    assert none.features == SamplingFeatures() and none.bias.shape == (2, 0)
     some = sampling_arrays(SamplingParams(top_k=[0, 3], min_p=0.0), 2, model.config, None)
-    assert some.top_k.tolist() == [61, 3] and some.min_p is None
+    assert some.top_k.tolist() == [61, 3] and some.features == SamplingFeatures(top_k=True)
+    everything = sampling_arrays(SamplingParams(), 2, model.config, None, features=SamplingFeatures.everything())
+    assert jax.tree.structure(everything.replace(features=None)) == jax.tree.structure(some.replace(features=None))
+    with pytest.raises(ValueError, match="made without these sampling options: top_k"):
+        sampling_arrays(SamplingParams(top_k=3), 2, model.config, None, features=SamplingFeatures(top_p=True))
 
 
 def test_other_requests_compile_nothing_new(small):

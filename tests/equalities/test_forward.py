@@ -10,8 +10,8 @@ import pytest
 
 from mtpjax import MTPModel, forward
 from mtpjax.models.cache import commit, empty_cache
-from mtpjax.models.layers.attend import Recycled, cached_view, full_view
 from mtpjax.models.layers.latent_attention import LatentAttention
+from mtpjax.models.masks import Recycled, cached_view, full_view
 from mtpjax.models.model import bind, shift_left
 from mtpjax.models.trunk import stack_layers, unstack_layers
 
@@ -31,8 +31,8 @@ def test_the_cached_trunk_equals_the_full_pass(attention, widths, small):
     @jax.jit
     def step(tokens, cache):
         view = cached_view(model.config, cache.length, tokens.shape[1], 20)
-        hidden, _, cache = bind(model, params)(tokens, view, cache, method="run_trunk")
-        return hidden, commit(cache, cache.length + tokens.shape[1])
+        output = bind(model, params)(tokens, view, cache, method="run_trunk")
+        return output.hidden, commit(output.cache, cache.length + tokens.shape[1])
 
     cache, begin, hidden = empty_cache(model.config, model.config.trunk_kinds, 3, 20), 0, []
     for width in widths:
@@ -136,13 +136,12 @@ def test_a_recycled_depth_equals_cached_decoding_step_by_step(attention, num_mtp
     @jax.jit
     def stepwise(tokens):
         view = full_view(config, jnp.ones_like(tokens))
-        hidden, before, _ = apply(tokens, view, method="run_trunk")
-        entering = carried = apply(hidden, before, method="entering")
+        mtp_hidden = chained = model.mtp_input_hidden(apply(tokens, view, method="run_trunk"))
         for index in range(M):
-            source = entering if chaining == "trunk" else carried
-            _, carried, entries = apply(source, shift_left(tokens, index + 1), view, index=index, method="run_module")
+            source = mtp_hidden if chaining == "trunk" else chained
+            _, chained, entries = apply(source, shift_left(tokens, index + 1), view, index=index, method="run_module")
         memory = jax.tree.map(lambda kept: jnp.repeat(pad_slots(kept), T, axis=0), entries)
-        passed, logits = carried.swapaxes(0, 1), []
+        passed, logits = chained.swapaxes(0, 1), []
         for level in (1, 2):
             view = cached_view(config, jnp.arange(T) + level, 1, T + 2)
             token = shift_left(tokens, M + level).T

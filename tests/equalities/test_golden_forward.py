@@ -10,9 +10,11 @@ import pytest
 import mtpjax
 from experiments.check_equality import parameter_shapes
 from mtpjax import DecodeConfig, ModelConfig, MTPModel, forward, generate, speculative_generate
-from mtpjax.decoding.draft import propose
-from mtpjax.decoding.loop import prefill
-from mtpjax.decoding.state import Plan, init_state
+from mtpjax.decoding.drafters.mtp import MTPDrafter
+from mtpjax.decoding.prefill import insert_rows
+from mtpjax.decoding.sampling import Sampling
+from mtpjax.decoding.spec import DecodeSpec
+from mtpjax.decoding.state import NewRows, empty_state
 from tests.golden import MTP_SETS, RECYCLING, SETS, case, cases, path
 
 PROMPTS = ("p0", "p1")
@@ -138,15 +140,27 @@ def test_drafted_tokens_match(name, load):
     rows = [expected[f"{prompt}_input_ids"] for prompt in PROMPTS]
     lengths = np.array([len(row) for row in rows], np.int32)
     tokens = np.stack([np.pad(row, (0, 128 - len(row))) for row in rows])
-    arrays = (jnp.asarray(array) for array in (tokens, lengths, lengths + 24, np.full((8, 1), -1, np.int32)))
-    plan = Plan(num_steps, num_nodes=num_steps + 1, chunk=16)
-    state = init_state(*arrays, model=model, plan=plan, dtype=jnp.float32)
+    sampling = Sampling.greedy(len(rows))
+    batch = NewRows.without_stops(*map(jnp.asarray, (tokens, lengths, lengths + 24)), sampling)
+    statics = {
+        "model": model,
+        "drafter": MTPDrafter(),
+        "spec": DecodeSpec(num_steps, num_nodes=num_steps + 1, chunk=16),
+    }
+    state = empty_state(
+        **statics, batch=2, capacity=128, stops_shape=(8, 1), features=sampling.features, dtype=jnp.float32
+    )
 
     @jax.jit
-    def draft(params, state):
-        return propose(params, prefill(params, state, model=model, plan=plan), model=model, plan=plan)[1].tokens
+    def draft(params, state, batch):
+        drafter, spec = statics["drafter"], statics["spec"]
+        prepared = drafter.prepare(
+            params, drafter.own_params(params, DecodeConfig(), model=model), model=model, dtype=None
+        )
+        state = insert_rows(params, prepared, state, batch, **statics)
+        return drafter.propose(prepared, state, model=model, spec=spec)[1].tokens
 
-    tokens = np.asarray(draft(params, state))
+    tokens = np.asarray(draft(params, state, batch))
     for row, prompt in enumerate(PROMPTS):
         behind = tokens[row, lengths[row] :]
         assert behind[0] == expected[f"{prompt}_greedy_ids"][0]

@@ -57,7 +57,7 @@ def tiny(small):
     """Caches are no longer than the texts: of so many rows, 256 slots are what the time goes into."""
     sizes = {"vocab_size": V, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mtpjax.decoding.generate.bucket", lambda size: -(-size // 32) * 32)
+        patch.setattr("mtpjax.decoding.capacity.bucket", lambda size: -(-size // 32) * 32)
         yield small("grouped", "random", **sizes, num_attention_heads=2)
 
 
@@ -77,7 +77,7 @@ def exact_law(model, params, request):
             History(prompt, counts),
             path=None,
             num_new=jnp.full((len(texts), 1), place),
-            stop_ids=jnp.array([-1]),
+            stop_ids=jnp.full((len(texts), 1), -1),
             num_tokens=V,
         )
         law *= np.take_along_axis(np.asarray(distribution(adjusted, sampling))[:, 0], texts[:, place, None], 1)[:, 0]

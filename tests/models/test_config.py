@@ -81,11 +81,11 @@ def test_model_settings_that_do_not_fit_are_refused(changes, named):
 @pytest.mark.parametrize(
     ("kind", "changes", "named"),
     [
-        (DecodeConfig, {"max_new_tokens": 0}, "max_new_tokens must be at least 1, not 0"),
-        (DecodeConfig, {"num_steps": -1}, "num_steps must be at least 0, not -1"),
-        (DecodeConfig, {"prefill_chunk": 0}, "prefill_chunk must be at least 1, not 0"),
-        (DecodeConfig, {"min_rows": 0}, "min_rows must be at least 1, not 0"),
-        (DecodeConfig, {"max_length": 1}, "max_length must be at least 2, not 1"),
+        (DecodeConfig, {"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        (DecodeConfig, {"num_steps": -1}, "num_steps must be at least 0, got -1"),
+        (DecodeConfig, {"prefill_chunk": 0}, "prefill_chunk must be at least 1, got 0"),
+        (DecodeConfig, {"min_rows": 0}, "min_rows must be at least 1, got 0"),
+        (DecodeConfig, {"max_length": 1}, "max_length must be at least 2, got 1"),
         (TrainConfig, {"steps": 0}, "steps must be at least 1, not 0"),
         (TrainConfig, {"row_length": 1}, "row_length must be at least 2, not 1"),
         (TrainConfig, {"extra_tokens": -1}, "extra_tokens must not be negative, is -1"),

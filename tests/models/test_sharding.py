@@ -7,7 +7,10 @@ from jax.sharding import PartitionSpec
 
 from experiments.check_equality import parameter_shapes
 from mtpjax import compat, presets
-from mtpjax.decoding.state import Plan, init_state
+from mtpjax.decoding.drafters.mtp import MTPDrafter
+from mtpjax.decoding.sampling import SamplingFeatures
+from mtpjax.decoding.spec import DecodeSpec
+from mtpjax.decoding.state import empty_state
 from mtpjax.models.quantized import BlockScaled
 from mtpjax.models.sharding import MESH_AXES, PARAMETER_AXES, param_sharding, shard_params, shard_state
 
@@ -74,15 +77,19 @@ def test_parameters_and_state_are_split_over_a_mesh(small):
     placed = shard_params(params, mesh)
     experts = placed["trunk"]["layer_1"]["experts"]["gate_up"]
     assert experts.addressable_shards[0].data.shape == (4, 32, 2, 6)
-    numbers = (
-        jnp.zeros((2, 16), jnp.int32),
-        jnp.ones(2, jnp.int32),
-        jnp.ones(2, jnp.int32),
-        jnp.zeros((8, 1), jnp.int32),
+    state = empty_state(
+        model=model,
+        drafter=MTPDrafter(),
+        spec=DecodeSpec(1, num_nodes=2),
+        batch=2,
+        capacity=16,
+        stops_shape=(8, 1),
+        features=SamplingFeatures(),
+        dtype=jnp.float32,
     )
-    state = shard_state(init_state(*numbers, model=model, plan=Plan(1, num_nodes=2), dtype=jnp.float32), mesh)
+    state = shard_state(state, mesh)
     assert state.trunk.layers[0]["latent"].addressable_shards[0].data.shape == (1, 16, 16)
-    assert state.stops.addressable_shards[0].data.shape == (8, 1)
+    assert state.settings.stops.addressable_shards[0].data.shape == (1, 8, 1)
 
 
 def test_scaled_weights_are_split_as_the_others():

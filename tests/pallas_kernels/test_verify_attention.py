@@ -9,7 +9,7 @@ import pytest
 from experiments.kernel_cases import attention_case, cases
 from mtpjax import DecodeConfig, compat, generate, speculative_generate
 from mtpjax.models.cache import empty_cache
-from mtpjax.models.layers.attend import Branches, cached_view
+from mtpjax.models.masks import TreeSlots, cached_view
 from mtpjax.models.model import bind
 from pallas_kernels import verify_attention
 from pallas_kernels.verify_attention import verify_attention_reference
@@ -176,16 +176,16 @@ def test_a_cached_pass_with_the_kernel_equals_one_without_and_reads_no_garbage(a
     cache = empty_cache(model.config, model.config.trunk_kinds, 3, capacity)
     noise = iter(jax.random.split(key, 8))
     layers = jax.tree.map(lambda leaf: jax.random.normal(next(noise), leaf.shape), cache.layers)
-    branches = None
+    tree = None
     if is_tree:
         sees = jnp.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], bool)
-        branches = Branches(base, jnp.array([[0, 1, 1, 2]] * 3), jnp.stack([sees] * 3))
-    view = cached_view(model.config, base, 4, capacity, branches=branches, window=window)
+        tree = TreeSlots(base, jnp.array([[0, 1, 1, 2]] * 3), jnp.stack([sees] * 3))
+    view = cached_view(model.config, base, 4, capacity, tree=tree, window=window)
 
     @functools.partial(jax.jit, static_argnums=0)
     def run(implementation, layers):
         apply = bind(model.clone(implementation=implementation), params)
-        return apply(jnp.arange(12).reshape(3, 4), view, cache.replace(layers=layers), method="run_trunk")[0]
+        return apply(jnp.arange(12).reshape(3, 4), view, cache.replace(layers=layers), method="run_trunk").hidden
 
     def spoil(leaf):
         is_garbage = jnp.arange(capacity)[None, :] >= base[:, None] + 4

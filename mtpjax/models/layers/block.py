@@ -4,12 +4,12 @@ import flax.linen as nn
 import jax
 
 from mtpjax.models.config import LayerKind, ModelConfig
-from mtpjax.models.layers.attend import Entries, Masks, Recycled, View
 from mtpjax.models.layers.delta_rule import DeltaRule
 from mtpjax.models.layers.experts import Experts, SwiGLU
 from mtpjax.models.layers.grouped_attention import GroupedAttention
 from mtpjax.models.layers.latent_attention import LatentAttention
 from mtpjax.models.layers.norm import RMSNorm
+from mtpjax.models.masks import Entries, Masks, Recycled, View
 
 
 class Block(nn.Module):

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from mtpjax.models.cache import read_rows
 from mtpjax.models.config import ModelConfig
-from mtpjax.models.layers.attend import Entries, Masks, View
+from mtpjax.models.masks import Entries, Masks, View
 from mtpjax.models.quantized import matrix_product
 from pallas_kernels import gated_delta, gated_delta_steps, gated_delta_verify, rms_norm
 
@@ -56,13 +56,13 @@ class DeltaRule(nn.Module):
         v = v.reshape(B, T, J, Q)
         beta = jax.nn.sigmoid(write).reshape(B, T, J)
         log_decay = -jnp.exp(log_rate)[None, None] * jax.nn.softplus(decay.reshape(B, T, J) + rate_bias[None, None])
-        if view.taken is not None:  # the tokens behind leave the state as it is
-            is_taken = (jnp.arange(T)[None, :] < view.taken[:, None])[:, :, None]
-            beta, log_decay = jnp.where(is_taken, beta, 0), jnp.where(is_taken, log_decay, 0)
+        if view.num_valid is not None:  # the tokens behind leave the state as it is
+            is_valid = (jnp.arange(T)[None, :] < view.num_valid[:, None])[:, :, None]
+            beta, log_decay = jnp.where(is_valid, beta, 0), jnp.where(is_valid, log_decay, 0)
 
         q, k, v = (part.astype(x.dtype) for part in (q, k, v))
         rule, implementation = (q, k, v, log_decay, beta, state), self.implementation
-        if memory is not None and view.taken is None:
+        if memory is not None and view.num_valid is None:
             output, corrections = gated_delta_verify(*rule, implementation=implementation)
             entries = {"state": state, "keys": k, "log_decay": log_decay, "corrections": corrections, "inputs": inputs}
         else:
@@ -70,8 +70,8 @@ class DeltaRule(nn.Module):
                 output, state = gated_delta(*rule, segment_ids=view.segment_ids, implementation=implementation)
             else:
                 output, state = gated_delta_steps(*rule, implementation=implementation)
-            taken = jnp.full(B, T) if view.taken is None else view.taken
-            entries = {"state": state, "conv": read_rows(inputs, taken, before.shape[1])}
+            num_valid = jnp.full(B, T) if view.num_valid is None else view.num_valid
+            entries = {"state": state, "conv": read_rows(inputs, num_valid, before.shape[1])}
         scale = self.param("norm", nn.initializers.ones, (Q,))
         squash = jax.nn.sigmoid if config.linear_output_gate == "sigmoid" else jax.nn.silu
         output = rms_norm(output, scale, eps=config.rms_norm_eps, implementation="xla").reshape(B, T, K, G * Q)

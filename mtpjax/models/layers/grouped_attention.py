@@ -6,9 +6,10 @@ import jax.numpy as jnp
 
 from mtpjax.models.cache import remember
 from mtpjax.models.config import ModelConfig
-from mtpjax.models.layers.attend import Entries, Masks, Recycled, View, attend, attend_cache
+from mtpjax.models.layers.attend import attend, attend_cache
 from mtpjax.models.layers.norm import RMSNorm
 from mtpjax.models.layers.rotary import rotate, softmax_scale
+from mtpjax.models.masks import Entries, Masks, Recycled, View
 from mtpjax.models.quantized import matrix_product
 
 

@@ -6,10 +6,11 @@ import jax.numpy as jnp
 
 from mtpjax.models.cache import remember
 from mtpjax.models.config import ModelConfig
-from mtpjax.models.layers.attend import Entries, Masks, Recycled, View, attend, attend_cache
+from mtpjax.models.layers.attend import attend, attend_cache
 from mtpjax.models.layers.indexer import Indexer
 from mtpjax.models.layers.norm import RMSNorm
 from mtpjax.models.layers.rotary import rotate, softmax_scale
+from mtpjax.models.masks import Entries, Masks, Recycled, View
 from mtpjax.models.quantized import matrix_product
 
 
@@ -61,7 +62,7 @@ class LatentAttention(nn.Module):
         value_up = self.param("value_up", head_wise, (N, R, V)).astype(x.dtype)
 
         def by_head(rows, matrices):
-            """`[B, T, N, C]` by `[N, C, R]`. No kernel's: a lone row gets another beside it, see `least_rows`."""
+            """`[B, T, N, C]` by `[N, C, R]`. No kernel's: a lone row gets another beside it, see `min_rows_per_pass`."""
             is_lone = B * T == 1 and self.implementation == "triton"
             made = jnp.einsum("BTNC,NCR->BTNR", jnp.repeat(rows, 2, axis=1) if is_lone else rows, matrices)
             return made[:, :T]

@@ -1,0 +1,40 @@
+"""Acceptance rules: which drafts of a round are accepted, and from which distribution the bonus token is drawn.
+
+Every rule is pure arithmetic on the arrays of one row; the loop maps it over the batch. The arrays of a round:
+
+- `tokens [W]`: drafted tokens; node 0 is the root, the pending token.
+- `parents [W]`: parent of each node, parents before children; -1 for the root and for unused places.
+- `p [W, V]`: the target's distribution after each node.
+- `q [W, V]`: the distribution that the children of each node were drawn from. For a chain of K drafts `q [K, V]`, and
+  row j of p and q belongs to draft j+1.
+- `u`: uniforms in [0, 1). They are compared with acceptance probabilities and used nowhere else, so probability 1
+  always accepts and probability 0 never does.
+
+Exact rules leave the target's distribution unchanged. `follow` (rules `greedy` and `sample`) is exact for any tree,
+however it was chosen. The ratio rules (`token_chain`, `block_chain`, `recursive_tree`, `traversal_tree`) need the q
+that tokens were really drawn from, and they must see every drafted node: whether a node is submitted must not depend on
+the token drawn there. Example: with p = (0.7, 0.3), q = (0.5, 0.5), and drafts of the second token dropped, the first
+token comes out with probability 0.85.
+
+A rule of your own is a callable `rule(tokens, parents, p, q, u, *, num_steps) -> Walk`, passed as
+`DecodeConfig(acceptance=rule)`. Give it the attribute `needs_q = True` to have drafts sampled from q (chains only), and
+`is_exact = True` if it keeps the target's distribution.
+"""
+
+from mtpjax.decoding.acceptance.chain import accept_greedy, block_chain, token_chain
+from mtpjax.decoding.acceptance.lossy import relaxed_tree, threshold_tree, typical_tree
+from mtpjax.decoding.acceptance.tree import recursive_tree, traversal_tree
+from mtpjax.decoding.acceptance.walk import Walk, follow
+
+__all__ = [
+    "Walk",
+    "accept_greedy",
+    "block_chain",
+    "follow",
+    "recursive_tree",
+    "relaxed_tree",
+    "threshold_tree",
+    "token_chain",
+    "traversal_tree",
+    "typical_tree",
+]

@@ -1,0 +1,84 @@
+"""Acceptance rules for chains of drafts: greedy, token-wise rejection, block verification. All exact."""
+
+import jax
+import jax.numpy as jnp
+
+from mtpjax.decoding.acceptance.walk import residual
+
+
+def accept_greedy(drafts: jax.Array, choices: jax.Array) -> jax.Array:
+    """Counts accepted drafts: the longest prefix that equals the target's choices.
+
+    Choice j is the target's token after drafts 1..j, so choices 0..n are the n accepted drafts and the bonus token.
+
+    Args:
+        drafts: `[B, K]` drafted tokens.
+        choices: `[B, K+1]` the target's tokens.
+
+    Returns:
+        `[B]` int32.
+    """
+    matches = drafts == choices[:, : drafts.shape[1]]
+    return jnp.cumprod(matches, axis=1).sum(axis=1).astype(jnp.int32)
+
+
+def token_chain(drafts: jax.Array, p: jax.Array, q: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Accepts drafts one by one with probability min(1, p(x)/q(x)).
+
+    After the first rejection the bonus token comes from max(p - q, 0), after none from p (Leviathan et al., 2211.17192,
+    algorithm 1; Chen et al., 2302.01318, algorithm 2).
+
+    Args:
+        drafts: `[K]` drafted tokens.
+        p: `[K+1, V]` target distributions.
+        q: `[K, V]` draft distributions.
+        u: `[K]` uniforms.
+
+    Returns:
+        Number of accepted drafts `[]`, and the bonus token's weights `[V]`.
+    """
+    K = drafts.shape[0]
+    place = jnp.arange(K)
+    # u < p/q, written without a division so that q = 0 needs no special case.
+    is_accepted = u * q[place, drafts] < p[place, drafts]
+    count = jnp.cumprod(is_accepted).sum().astype(jnp.int32)
+    # After the last draft nothing was proposed: its q is 0 and the residual is p.
+    proposed = jnp.pad(q, ((0, 1), (0, 0)))[count]
+    return count, residual(p[count], proposed, p[count])
+
+
+def block_chain(drafts: jax.Array, p: jax.Array, q: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Accepts a prefix of the chain by block verification (Sun et al., 2403.10444).
+
+    With w_0 = 1 and w_i = min(1, w_{i-1} p(x_i)/q(x_i)), the first i drafts pass with probability
+    h_i = r_i / (r_i + 1 - w_i), where r_i is the sum of max(w_i p - q, 0) after them; h_K = w_K. The longest prefix that
+    passes is accepted, and the bonus token comes from max(w p - q, 0), after all K drafts from p. The expected number of
+    accepted drafts is never below that of `token_chain`.
+
+    Args:
+        drafts: `[K]` drafted tokens.
+        p: `[K+1, V]` target distributions.
+        q: `[K, V]` draft distributions.
+        u: `[K]` uniforms.
+
+    Returns:
+        Number of accepted drafts `[]`, and the bonus token's weights `[V]`.
+    """
+    K = drafts.shape[0]
+    place = jnp.arange(K)
+    ratios = p[place, drafts] / jnp.maximum(q[place, drafts], jnp.finfo(q.dtype).tiny)
+
+    # w_i: joint likelihood ratio of the first i drafts, cut at 1 after every step.
+    def narrow(w, ratio):
+        w = jnp.minimum(w * ratio, 1)
+        return w, w
+
+    _, w = jax.lax.scan(narrow, jnp.ones_like(p[0, 0]), ratios, unroll=True)
+    w = jnp.concatenate([jnp.ones_like(p[0, :1]), w])  # [K+1]
+    # r_i: the probability mass of the target that the next draft does not cover.
+    proposed = jnp.pad(q, ((0, 1), (0, 0)))
+    r = jnp.maximum(w[:, None] * p - proposed, 0).sum(axis=-1)  # [K+1]
+    # Every prefix is tested with its own coin; the longest that passes wins. Without a further draft r_K = w_K.
+    passes = (w[1:] >= 1) | (u * (r[1:] + 1 - w[1:]) < r[1:])
+    count = jnp.max(jnp.where(passes, place + 1, 0), initial=0).astype(jnp.int32)
+    return count, residual(w[count] * p[count], proposed[count], p[count])

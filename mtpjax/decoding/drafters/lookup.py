@@ -1,0 +1,87 @@
+"""Prompt lookup: copy the tokens that followed the same n-gram earlier in the row's own text."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mtpjax.decoding.config import DecodeConfig
+from mtpjax.decoding.drafters.base import Draft, Drafter
+from mtpjax.decoding.sampling import one_hot
+from mtpjax.decoding.spec import DecodeSpec
+from mtpjax.decoding.state import DecodeState
+from mtpjax.models.cache import read_rows
+from mtpjax.models.model import MTPModel
+
+
+@dataclasses.dataclass(frozen=True)
+class LookupDrafter(Drafter):
+    """Drafts by n-gram lookup, as vLLM's `ngram` method does. Needs no modules, no parameters and no state.
+
+    Attributes:
+        min_n: shortest n-gram that counts as a match.
+        max_n: longest n-gram that is compared.
+    """
+
+    min_n: int = 2
+    max_n: int = 4
+
+    def check(self, model: MTPModel, config: DecodeConfig) -> None:
+        """Raises `ValueError` for trees and for settings that only MTP modules have."""
+        if config.topk > 1:
+            raise ValueError(f"drafter 'lookup' supports only chains: set topk to 1, got {config.topk}")
+        for name in ("draft_vocabulary", "draft_window"):
+            if getattr(config, name) is not None:
+                raise ValueError(f"{name} applies only to drafter 'mtp'; drafter 'lookup' copies from the text")
+
+    def propose(
+        self, prepared: Any, state: DecodeState, *, model: MTPModel, spec: DecodeSpec
+    ) -> tuple[Draft, DecodeState]:
+        """Copies `spec.num_steps` tokens; see `Drafter.propose`."""
+        pending = read_rows(state.tokens, state.length - 1, 1)
+        if not spec.num_steps:
+            return Draft(pending), state
+        find = jax.vmap(lambda tokens, length: find_ngram(tokens, length, self.min_n, self.max_n, spec.num_steps))
+        drafts, _ = find(state.tokens, state.length)
+        # A copied token was not sampled: its draft distribution is one-hot.
+        q = one_hot(drafts, model.config.vocab_size) if spec.is_ratio_rule else None
+        return Draft(jnp.concatenate([pending, drafts], axis=1), q), state
+
+
+def find_ngram(
+    tokens: jax.Array, length: jax.Array, min_n: int, max_n: int, num_drafts: int
+) -> tuple[jax.Array, jax.Array]:
+    """Finds an earlier occurrence of the text's last n tokens and copies what follows it.
+
+    The longest suffix with `min_n <= n <= max_n` that occurs earlier wins; among its occurrences the earliest. vLLM's
+    `ngram_proposer.py` makes the same choices. Matches may overlap the suffix.
+
+    Args:
+        tokens: `[L]` int32, the text in its first `length` places.
+        length: `[]` int32 tokens of the text.
+        min_n: shortest n-gram.
+        max_n: longest n-gram.
+        num_drafts: tokens to copy, K.
+
+    Returns:
+        drafts `[K]` int32 and their number `[]` int32. Drafts past that number repeat the copied tokens (without a
+        match: the last token), since a round of the compiled loop always verifies K of them.
+    """
+    L = tokens.shape[0]
+    # An occurrence is named by its end: the place of the token that follows it, before the text's own end.
+    end = jnp.arange(L)
+    matched, num_matched = end < length, jnp.zeros(L, jnp.int32)
+    for back in range(1, max_n + 1):
+        # Compare the token `back` places before each end with the one `back` places before the text's end.
+        before = jnp.pad(tokens, (back, 0))[:L]
+        matched &= (before == tokens[jnp.maximum(length - back, 0)]) & (end >= back)
+        num_matched += matched
+    longest = num_matched.max()
+    found = longest >= min_n
+    follows = jnp.where(found, jnp.argmax(num_matched == longest), length - 1)  # argmax: the first one
+    # The text ends `available` tokens behind the match; from there on the copy starts over.
+    available = length - follows
+    step = jnp.arange(num_drafts) % jnp.maximum(available, 1)
+    drafts = tokens[jnp.clip(follows + step, 0, L - 1)]
+    return drafts, jnp.where(found, jnp.minimum(available, num_drafts), 0).astype(jnp.int32)

@@ -1,0 +1,76 @@
+"""Drafting a chain with the MTP modules."""
+
+import jax
+import jax.numpy as jnp
+
+from mtpjax.decoding import rng
+from mtpjax.decoding.drafters.base import Draft
+from mtpjax.decoding.drafters.modules import PreparedMTP, extend_and_read, run_drafted
+from mtpjax.decoding.drafters.scoring import DraftScores
+from mtpjax.decoding.sampling import Path, distribution, draw
+from mtpjax.decoding.spec import DecodeSpec
+from mtpjax.decoding.state import DecodeState
+from mtpjax.models.cache import Cache, read_rows, write_rows
+from mtpjax.models.masks import cached_view
+from mtpjax.models.model import MTPModel, bind
+
+
+def draft_chain(
+    prepared: PreparedMTP, state: DecodeState, *, model: MTPModel, spec: DecodeSpec
+) -> tuple[Draft, list[Cache], jax.Array]:
+    """Drafts K tokens and writes them behind the committed text.
+
+    Level k <= M extends module k over all waiting hidden states at once; its output at the newest slot is draft k,
+    which module k+1 reads as a token. Later levels run module M on its own output, one slot further each time.
+
+    Args:
+        prepared: the modules and heads.
+        state: the rows.
+        model: the model.
+        spec: a chain's spec.
+
+    Returns:
+        The draft, the modules' caches, and the tokens `[B, L]`.
+    """
+    apply = bind(model, prepared.params)
+    tokens, caches = state.tokens, list(state.drafter.caches)
+    num_modules, K = len(caches), spec.num_steps
+    sampling = state.settings.sampling
+    rows, capacity = K + num_modules, tokens.shape[1]
+    extend_view = cached_view(model.config, state.drafter.hidden_start, rows, capacity, window=spec.window)
+    draft, probabilities = tokens[:, :1], []
+    output = newest = chained = None
+    for level in range(1, max(K, num_modules) + 1):
+        index = min(level, num_modules) - 1
+        if level <= num_modules:
+            # 1. Extend a module over the positions that the last round committed.
+            output, newest, chained = extend_and_read(
+                apply, caches, index, chained, state, tokens, rows, extend_view, model=model
+            )
+            if level > K:
+                continue  # a shallow round of an adaptive call only extends the deeper modules
+        else:
+            # 2. Past the last module: run it again on its own output and the token it just drafted.
+            slot = state.length - 2 + level - num_modules
+            view = cached_view(model.config, slot, spec.min_rows, capacity, window=spec.window)
+            assert newest is not None
+            output, newest = run_drafted(apply, caches, index, newest, draft, view)
+        # 3. Score the next token. Penalties also count the tokens drafted so far.
+        path = None
+        if sampling.counts_tokens:
+            is_before = jnp.broadcast_to(jnp.arange(K) < level - 1, (len(tokens), 1, K))
+            path = Path(read_rows(tokens, state.length, K), is_before)
+        scores = DraftScores(apply, state, prepared.head, model, spec.min_rows, output, index, path, level)
+        # 4. Choose it: sampled from q where the acceptance rule compares p with q, else the arg-max.
+        if spec.is_ratio_rule:
+            logits = scores.logits()
+            probabilities.append(distribution(logits, sampling))
+            noise = rng.gumbel(sampling.seed, state.length[:, None], rng.DRAFT, jnp.array([level]), logits.shape[-1])
+            draft = draw(probabilities[-1], noise)
+        elif sampling.changes_logits:
+            draft = jnp.argmax(scores.logits(), axis=-1).astype(jnp.int32)
+        else:
+            draft = scores.best(1)[1][:, :, 0]
+        tokens = write_rows(tokens, draft, state.length + level - 1)
+    nodes = read_rows(tokens, state.length - 1, K + 1)
+    return Draft(nodes, jnp.concatenate(probabilities, axis=1) if probabilities else None), caches, tokens

@@ -1,0 +1,169 @@
+"""Drafting a tree with one MTP module, level by level."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mtpjax.decoding import rng
+from mtpjax.decoding.draft_tree import Candidates, ancestry
+from mtpjax.decoding.drafters.base import Draft
+from mtpjax.decoding.drafters.modules import PreparedMTP, extend_and_read, run_drafted
+from mtpjax.decoding.drafters.scoring import DraftScores
+from mtpjax.decoding.sampling import Path, distribution, scale
+from mtpjax.decoding.spec import DecodeSpec
+from mtpjax.decoding.state import DecodeState
+from mtpjax.models.cache import Cache, read_rows
+from mtpjax.models.masks import TreeSlots, cached_view
+from mtpjax.models.model import MTPModel, bind
+from pallas_kernels import top_k
+
+
+def draft_tree(
+    prepared: PreparedMTP, state: DecodeState, *, model: MTPModel, spec: DecodeSpec
+) -> tuple[Draft, list[Cache], jax.Array]:
+    """Drafts a tree; all nodes of a level that have children go through the module in one pass.
+
+    Args:
+        prepared: the module and its head.
+        state: the rows.
+        model: a model with one MTP module.
+        spec: a tree's spec.
+
+    Returns:
+        The draft, the module's cache in a list, and the tokens `[B, L]`, which a tree leaves as they are.
+    """
+    apply = bind(model, prepared.params)
+    caches = list(state.drafter.caches)
+    builder = FixedTree(state, spec) if spec.tree_shape else DynamicTree(state, spec)
+    B, capacity = state.tokens.shape
+    base = state.length - 1  # the module's slots from here on hold drafted nodes
+    slot_tokens, num_slots = jnp.zeros((B, 0), jnp.int32), 0
+    mask = path = tokens = parent = None  # of the level in work: `parent` is the place in the level before
+
+    # 1. Extend the module over what the last round committed. Its newest output gives the children of the root.
+    rows = spec.num_steps + 1
+    view = cached_view(model.config, state.drafter.hidden_start, rows, capacity, window=spec.window)
+    output, chained, _ = extend_and_read(apply, caches, 0, None, state, state.tokens, rows, view, model=model)
+
+    for level in range(1, builder.num_levels + 1):
+        if tokens is not None and parent is not None:
+            # 2. Run the module over the nodes chosen in the level before. Each sees the text, its ancestors and
+            #    itself: a node's mask is its parent's, extended by one column per node of this level.
+            f = tokens.shape[1]
+            slot_tokens = jnp.concatenate([slot_tokens, tokens], axis=1)
+            own = jnp.broadcast_to(jnp.eye(f, dtype=bool), (B, f, f))
+            if mask is None:
+                mask = own
+            else:
+                mask = jnp.concatenate([jnp.take_along_axis(mask, parent[:, :, None], axis=1), own], axis=2)
+            width = max(f, spec.min_rows)
+            tree = TreeSlots(base, jnp.full((B, width), level - 2), jnp.pad(mask, ((0, 0), (0, width - f), (0, 0))))
+            view = cached_view(model.config, base + num_slots, width, capacity, tree=tree, window=spec.window)
+            chained = jnp.take_along_axis(chained, parent[:, :, None], axis=1)
+            output, chained = run_drafted(apply, caches, 0, chained, tokens, view)
+            num_slots += f
+            path = Path(slot_tokens, mask) if state.settings.sampling.counts_tokens else None
+        # 3. Score the children of these nodes, and choose the nodes that get children of their own.
+        scores = DraftScores(apply, state, prepared.head, model, spec.min_rows, output, 0, path, level)
+        tokens, parent = builder.add_level(level, scores)
+    return builder.draft(), caches, state.tokens
+
+
+class DynamicTree:
+    """A tree of the most likely nodes, for rules that accept any tree (`DYNAMIC_TREE_RULES`)."""
+
+    def __init__(self, state: DecodeState, spec: DecodeSpec):
+        self.state, self.spec, self.num_levels = state, spec, spec.num_steps
+        B = len(state.length)
+        self.candidates = Candidates()
+        self.scores, self.places = jnp.ones((B, 1)), jnp.full((B, 1), -1, jnp.int32)
+
+    def add_level(self, level: int, scores: DraftScores) -> tuple[jax.Array, jax.Array]:
+        """Adds the topk best children of each node of the level before.
+
+        Returns:
+            The nodes to expand next: tokens and places of their parents, `[B, topk]`.
+        """
+        if self.spec.rule == "greedy" and not self.state.settings.sampling.changes_logits:
+            # Every row is at temperature 0 and the logits stay as they are: the kernel finds the best without storing
+            # all logits.
+            values, tokens, logsumexp = scores.best(self.spec.topk)
+            probabilities = jnp.exp(values - logsumexp[:, :, None])
+        else:
+            probabilities, tokens = top_k(softmax_at_temperature(scores.logits(), self.state), self.spec.topk)
+        self.scores, tokens, self.places, parent = self.candidates.offer(
+            probabilities, tokens, self.scores, self.places
+        )
+        return tokens, parent
+
+    def draft(self) -> Draft:
+        """Returns the tree of the best candidates of all levels."""
+        tokens, parents = self.candidates.select(self.spec.num_nodes)
+        pending = read_rows(self.state.tokens, self.state.length - 1, 1)
+        depths, mask = ancestry(parents, self.spec.num_steps)
+        return Draft(jnp.concatenate([pending, tokens], axis=1), None, parents, depths, mask)
+
+
+class FixedTree:
+    """A tree of a fixed shape, whose nodes' children are drawn without replacement (`FIXED_TREE_RULES`)."""
+
+    def __init__(self, state: DecodeState, spec: DecodeSpec):
+        assert spec.tree_shape is not None
+        self.state, self.shape = state, spec.tree_shape
+        self.inner = self.shape.inner_levels()
+        self.num_levels = len(self.inner)
+        self.tokens: dict[int, jax.Array] = {0: read_rows(state.tokens, state.length - 1, 1)[:, 0]}
+        self.probabilities: list[jax.Array] = []
+
+    def add_level(self, level: int, scores: DraftScores) -> tuple[jax.Array | None, jax.Array]:
+        """Draws the children of the level's inner nodes.
+
+        Returns:
+            The next level's inner nodes: tokens `[B, f]` (None at the last level) and places of their parents.
+        """
+        nodes, state = self.inner[level - 1], self.state
+        sampling = state.settings.sampling
+        logits = scores.logits()
+        B, _, V = logits.shape
+        # The k largest of log q + Gumbel noise are k draws without replacement. At temperature 0 they are the k best.
+        is_greedy = (sampling.temperature == 0)[:, None, None]
+        probabilities = jnp.where(is_greedy, softmax_at_temperature(logits, state), distribution(logits, sampling))
+        self.probabilities.append(probabilities)
+        began = jnp.broadcast_to(state.length[:, None], (B, len(nodes)))
+        gumbel = rng.gumbel(sampling.seed, began, rng.DRAFT, jnp.array(nodes), V)
+        _, drawn = top_k(
+            jnp.log(probabilities) + jnp.where(is_greedy, 0, gumbel),
+            max(len(self.shape.children(node)) for node in nodes),
+        )
+        for place, node in enumerate(nodes):
+            for rank, child in enumerate(self.shape.children(node)):
+                self.tokens[child] = drawn[:, place, rank].astype(jnp.int32)
+        if level == self.num_levels:
+            return None, jnp.zeros((B, 0), jnp.int32)
+        # The shape is static, so the nodes of the next level and their parents' places are known.
+        following = self.inner[level]
+        parent = [nodes.index(self.shape.parents[node]) for node in following]
+        tokens = jnp.stack([self.tokens[node] for node in following], axis=1)
+        return tokens, jnp.broadcast_to(jnp.array(parent, jnp.int32), tokens.shape)
+
+    def draft(self) -> Draft:
+        """Returns the tree with the distribution that each node's children were drawn from."""
+        W, B = len(self.shape.parents), len(self.state.length)
+        # Leaves have no distribution of their own; rules do not read their rows.
+        inner = [node for level in self.inner for node in level]
+        row = [inner.index(node) if node in inner else 0 for node in range(W)]
+        parents = jnp.broadcast_to(jnp.array(self.shape.parents, jnp.int32), (B, W))
+        depths, mask = ancestry(parents, max(self.shape.depths))
+        return Draft(
+            jnp.stack([self.tokens[node] for node in range(W)], axis=1),
+            jnp.concatenate(self.probabilities, axis=1)[:, np.array(row)],
+            parents,
+            depths,
+            mask,
+        )
+
+
+def softmax_at_temperature(logits: jax.Array, state: DecodeState) -> jax.Array:
+    """Computes the softmax that ranks candidates: at the row's temperature, or at 1 where that is 0."""
+    temperature = state.settings.sampling.temperature[:, None, None]
+    return jax.nn.softmax(scale(logits, jnp.where(temperature == 0, 1, temperature)), axis=-1)

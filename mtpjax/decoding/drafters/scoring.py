@@ -1,0 +1,112 @@
+"""Token scores of the MTP modules: the full head, or the columns of a reduced draft vocabulary."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from mtpjax.decoding.logits import adjust_logits
+from mtpjax.decoding.sampling import Path
+from mtpjax.decoding.state import DecodeState
+from mtpjax.models.model import MTPModel, bind
+from pallas_kernels import head_top_k
+
+
+class ReducedHead(flax.struct.PyTreeNode):
+    """The head columns of a reduced draft vocabulary of R tokens."""
+
+    matrices: tuple[jax.Array, ...]  # [D, R] per module, or one that all modules share
+    ids: jax.Array  # [R] int32, token of each column, ascending
+    column: jax.Array  # [V] int32, column of each token, -1 where the token cannot be drafted
+
+
+def reduce_head(params: dict, ids: jax.Array, *, model: MTPModel, dtype: Any) -> ReducedHead:
+    """Gathers the head columns of a reduced vocabulary, once per call, before the loop.
+
+    Args:
+        params: model parameters.
+        ids: `[R]` int32 token ids, ascending.
+        model: the model.
+        dtype: dtype of the columns.
+
+    Returns:
+        The reduced head of every module.
+    """
+    config = model.config
+    indices = range(config.num_mtp_modules) if config.mtp_own_head else [None]
+    apply = bind(model, params)
+    matrices = tuple(apply(index=index, method="head_matrix").astype(dtype)[:, ids] for index in indices)
+    column = jnp.full(config.vocab_size, -1, jnp.int32).at[ids].set(jnp.arange(len(ids), dtype=jnp.int32))
+    return ReducedHead(matrices, ids, column)
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftScores:
+    """Scores of the children of f draft nodes at one level. Computed on demand: all logits, or only the best tokens.
+
+    Attributes:
+        apply: calls the model's methods.
+        state: the rows.
+        head: the reduced head; None uses the full head.
+        model: the model.
+        min_rows: fewest rows that are passed through the head.
+        hidden: `[B, f, D]` a module's output, after its norm.
+        index: the module.
+        path: drafted tokens before each node's children, for penalties.
+        level: draft level of the children, from 1.
+    """
+
+    apply: Callable[..., Any]
+    state: DecodeState
+    head: ReducedHead | None
+    model: MTPModel
+    min_rows: int
+    hidden: jax.Array
+    index: int
+    path: Path | None
+    level: int
+
+    def logits(self) -> jax.Array:
+        """Computes adjusted logits `[B, f, V]` float32; tokens outside a reduced vocabulary have -inf."""
+        f, state, head = self.hidden.shape[1], self.state, self.head
+        hidden = pad_rows(self.hidden, max(f, self.min_rows))
+        if head is None:
+            logits = self.apply(hidden, index=self.index, method="logits")[:, :f]
+        else:
+            few = jnp.matmul(hidden, self._matrix(head), preferred_element_type=jnp.float32)[:, :f]
+            is_draftable = (head.column >= 0)[None, None, :]
+            logits = jnp.where(is_draftable, jnp.take(few, jnp.maximum(head.column, 0), axis=-1), -jnp.inf)
+        num_new = state.length - state.settings.prompt_length + self.level - 1
+        num_new = jnp.broadcast_to(num_new[:, None], logits.shape[:2])
+        return adjust_logits(logits, state, self.path, num_new, self.model)
+
+    def best(self, k: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Finds the k best tokens without storing all logits; only where nothing changes the logits.
+
+        Args:
+            k: number of tokens.
+
+        Returns:
+            Their logits and ids, `[B, f, k]`, and the log-sum-exp over the vocabulary, `[B, f]`.
+        """
+        assert not self.state.settings.sampling.changes_logits
+        f = self.hidden.shape[1]
+        hidden = pad_rows(self.hidden, max(f, self.min_rows))
+        if self.head is None:
+            values, tokens, logsumexp = self.apply(hidden, k=k, index=self.index, method="top_tokens")
+        else:
+            matrix = self._matrix(self.head)
+            values, columns, logsumexp = head_top_k(hidden, matrix, k=k, implementation=self.model.implementation)
+            tokens = self.head.ids[columns]
+        return values[:, :f], tokens[:, :f], logsumexp[:, :f]
+
+    def _matrix(self, head: ReducedHead) -> jax.Array:
+        return head.matrices[self.index if len(head.matrices) > 1 else 0]
+
+
+def pad_rows(rows: jax.Array, count: int) -> jax.Array:
+    """Pads `[B, f, ...]` with zero rows to `[B, count, ...]`."""
+    return jnp.pad(rows, ((0, 0), (0, count - rows.shape[1]), *((0, 0) for _ in rows.shape[2:])))

@@ -1,0 +1,200 @@
+"""Requests on the host: checked prompts and settings, laid out as the arrays that the compiled call takes."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from mtpjax.decoding.config import DecodeConfig, SamplingParams
+from mtpjax.decoding.drafters.base import Drafter
+from mtpjax.decoding.drafters.lookup import LookupDrafter
+from mtpjax.decoding.drafters.mtp import MTPDrafter
+from mtpjax.decoding.sampling_params import sampling_arrays
+from mtpjax.decoding.state import NewRows, RowSettings
+from mtpjax.models.model import MTPModel
+
+
+def drafter_of(config: DecodeConfig) -> Drafter:
+    """Returns the drafter that `config` names; without draft levels, the one that drafts nothing.
+
+    Args:
+        config: the settings.
+
+    Returns:
+        A drafter.
+
+    Raises:
+        ValueError: if `config.drafter` is neither a known name nor a `Drafter`.
+    """
+    if not config.num_steps:
+        return Drafter()
+    if config.drafter == "mtp":
+        return MTPDrafter()
+    if config.drafter == "lookup":
+        return LookupDrafter(min_n=config.prompt_lookup_min, max_n=config.prompt_lookup_max)
+    if not isinstance(config.drafter, Drafter):
+        raise ValueError(
+            f"drafter must be 'mtp', 'lookup' or a mtpjax.decoding.drafters.Drafter, got {config.drafter!r}"
+        )
+    return config.drafter
+
+
+def prompt_rows(prompts: Any, lengths: Any = None) -> list[np.ndarray]:
+    """Converts prompts to a list of token id arrays.
+
+    Args:
+        prompts: token lists, or an array `[B, T]`.
+        lengths: `[B]` lengths of a right-padded array.
+
+    Returns:
+        One array per prompt.
+
+    Raises:
+        ValueError: for shapes that do not fit, or text in the place of token ids.
+    """
+    if isinstance(prompts, (np.ndarray, jax.Array)):
+        prompts = np.asarray(prompts)
+        if prompts.ndim != 2:
+            raise ValueError(f"prompts must be [B, T] or a list of token lists, got shape {prompts.shape}")
+        if lengths is None:
+            return list(prompts)
+        lengths = np.asarray(lengths)
+        if lengths.shape != prompts.shape[:1]:
+            raise ValueError(f"lengths has shape {lengths.shape}, but there are {prompts.shape[0]} prompts")
+        if (lengths > prompts.shape[1]).any():
+            raise ValueError(f"length {lengths.max()} exceeds the {prompts.shape[1]} columns of the prompts")
+        return [row[: max(length, 0)] for row, length in zip(prompts, lengths, strict=True)]
+    if lengths is not None:
+        raise ValueError("lengths must come with an array of prompts, not with a list")
+    if any(not np.iterable(row) or isinstance(row, str) for row in prompts):
+        raise ValueError("prompts must be [B, T] or a list of token lists; encode text first")
+    return [np.asarray(row) for row in prompts]
+
+
+def check_request(rows: list[np.ndarray], model: MTPModel, config: DecodeConfig, drafter: Drafter) -> int:
+    """Checks everything that the compiled call would silently clamp.
+
+    Args:
+        rows: prompts.
+        model: the model.
+        config: the settings.
+        drafter: the draft method.
+
+    Returns:
+        The longest sequence that a row may reach, in tokens.
+
+    Raises:
+        ValueError: one line that names the value and the limit.
+    """
+    if not rows:
+        raise ValueError("prompts is empty: decoding needs at least one row")
+    limit = check_settings(model, config, drafter)
+    vocab_size = model.config.vocab_size
+    for number, row in enumerate(rows):
+        if row.ndim != 1 or not row.size:
+            raise ValueError(f"prompt {number} is empty" if not row.size else f"prompt {number} has shape {row.shape}")
+        if not np.issubdtype(row.dtype, np.integer):
+            raise ValueError(f"prompt {number} must hold token ids, got dtype {row.dtype}")
+        for token in (int(row.min()), int(row.max())):
+            if not 0 <= token < vocab_size:
+                raise ValueError(f"prompt {number} holds token id {token}, outside 0..{vocab_size - 1}")
+        if row.size >= limit:
+            raise ValueError(f"prompt {number} has {row.size} tokens; max_length {limit} leaves room for {limit - 1}")
+    return limit
+
+
+def check_settings(model: MTPModel, config: DecodeConfig, drafter: Drafter) -> int:
+    """Checks settings against a model; returns and raises as `check_request`."""
+    most, vocab_size = model.config.max_position_embeddings, model.config.vocab_size
+    limit = most if config.max_length is None else config.max_length
+    if limit > most:
+        raise ValueError(f"max_length {limit} exceeds the model's {most} positions (max_position_embeddings)")
+    for token in (*config.stop_token_ids, *(token for sequence in config.stop_sequences for token in sequence)):
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"stop token id {token} is outside 0..{vocab_size - 1}")
+    if model.scan_layers:
+        raise ValueError("decoding needs unrolled layers: use unstack_layers(params, config) and MTPModel(config)")
+    if config.num_steps:
+        if config.topk > 1 and "linear_attention" in model.config.layer_types:
+            raise ValueError(f"linear attention supports only chains: set topk to 1, got {config.topk}")
+        drafter.check(model, config)
+    return limit
+
+
+def stop_table(config: DecodeConfig) -> np.ndarray:
+    """Lays out the stop sequences as a table.
+
+    Args:
+        config: the settings.
+
+    Returns:
+        `[N, Z]` int32, right-aligned, -1 before shorter sequences and in unused rows. N and Z are rounded up, so that
+        similar requests share a compiled program.
+    """
+    sequences = [(token,) for token in config.stop_token_ids] + list(config.stop_sequences)
+    longest = max(map(len, sequences), default=1)
+    width = 1 if longest == 1 else -(-longest // 8) * 8
+    stops = np.full((max(-(-len(sequences) // 8), 1) * 8, width), -1, np.int32)
+    for place, sequence in zip(stops, sequences, strict=False):
+        place[-len(sequence) :] = sequence
+    return stops
+
+
+def rule_params(config: DecodeConfig) -> tuple[float, float]:
+    """Returns the parameters of a lossy acceptance rule; zeros for any other rule."""
+    return {
+        "threshold": (config.threshold_single, config.threshold_acc),
+        "typical": (config.typical_epsilon, config.typical_delta),
+        "relaxed": (float(config.relaxed_topk), config.relaxed_delta),
+    }.get(config.acceptance if isinstance(config.acceptance, str) else "", (0.0, 0.0))
+
+
+def new_rows(
+    rows: list[np.ndarray],
+    *,
+    model: MTPModel,
+    config: DecodeConfig,
+    limit: int,
+    capacity: int,
+    sampling: SamplingParams,
+    key: jax.Array | None = None,
+    num_cached: np.ndarray | None = None,
+    features: Any = None,
+    stops: np.ndarray | None = None,
+) -> NewRows:
+    """Lays out checked requests as arrays.
+
+    Args:
+        rows: R prompts.
+        model: the model.
+        config: the requests' settings.
+        limit: longest sequence in tokens.
+        capacity: cache slots per row, L.
+        sampling: the requests' sampling parameters.
+        key: seeds for rows that have none.
+        num_cached: `[R]` prompt tokens that the slots already hold; None: none.
+        features: `SamplingFeatures` of the state; None: the fewest that these requests need.
+        stops: `[N, Z]` stop table; None: `stop_table(config)`.
+
+    Returns:
+        `NewRows` of host arrays; jit transfers them at once.
+
+    Raises:
+        ValueError: for sampling parameters out of range.
+    """
+    R = len(rows)
+    lengths = np.array([row.size for row in rows], np.int32)
+    limits = np.minimum(lengths + min(config.max_new_tokens, limit), limit).astype(np.int32)
+    tokens = np.zeros((R, capacity), np.int32)
+    for place, row in zip(tokens, rows, strict=True):
+        place[: row.size] = row
+    singles = (*config.stop_token_ids, *(sequence[0] for sequence in config.stop_sequences if len(sequence) == 1))
+    stops = stop_table(config) if stops is None else stops
+    settings = RowSettings(
+        prompt_length=lengths.copy(),
+        limit=limits,
+        stops=np.broadcast_to(stops, (R, *stops.shape)).copy(),
+        rule_params=np.broadcast_to(np.array(rule_params(config), np.float32), (R, 2)).copy(),
+        sampling=sampling_arrays(sampling, R, model.config, key, singles, features=features),
+    )
+    return NewRows(tokens, lengths, np.zeros(R, np.int32) if num_cached is None else num_cached, settings)

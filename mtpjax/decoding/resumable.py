@@ -1,0 +1,284 @@
+"""The resumable loop: requests enter and leave the slots of a running state. A server drives these functions.
+
+    state = init_state(params, model=model, config=config, num_slots=8, max_length=2048)
+    state = insert(params, state, [0, 3], prompts, model=model, config=config)
+    state = run(params, state, 16, model=model, config=config, until="any")
+    result = collect(state, [0])
+
+A row's tokens do not depend on the other rows, nor on when it was inserted. Three functions are compiled: insert, once
+per number of requests (rounded up to a power of two), and run, once per value of `until`.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from mtpjax.decoding.capacity import bucket
+from mtpjax.decoding.config import DecodeConfig, SamplingParams
+from mtpjax.decoding.drafters.base import Drafter
+from mtpjax.decoding.generate import device_settings, resolve_spec, start_state
+from mtpjax.decoding.loop import run_rounds
+from mtpjax.decoding.prefill import insert_rows
+from mtpjax.decoding.requests import check_request, check_settings, drafter_of, new_rows, prompt_rows, stop_table
+from mtpjax.decoding.sampling import SamplingFeatures
+from mtpjax.decoding.spec import DecodeSpec
+from mtpjax.decoding.state import DecodeState, NewRows
+from mtpjax.models.model import MTPModel
+from mtpjax.models.sharding import mesh_of, shard_state
+
+
+def init_state(
+    params: dict,
+    *,
+    model: MTPModel,
+    config: DecodeConfig,
+    num_slots: int,
+    max_length: int | None = None,
+    stops_shape: tuple[int, int] | None = None,
+    features: SamplingFeatures | None = None,
+    mesh: Mesh | None = None,
+) -> DecodeState:
+    """Makes a state with free slots.
+
+    Args:
+        params: parameters of `model` with unrolled layers.
+        model: the model.
+        config: settings; the static ones hold for every request. `acceptance="auto"` takes the rule for sampled rows,
+            which decodes rows at temperature 0 greedily too.
+        num_slots: rows that decode at the same time, B.
+        max_length: longest sequence in tokens, prompt included; None: the model's `max_position_embeddings`.
+        stops_shape: largest number and length of a request's stop sequences; None: `config`'s, at least (8, 8).
+        features: sampling options that requests may use; None: all.
+        mesh: lays the state out over this mesh; None: the parameters' own, if they have one.
+
+    Returns:
+        The state.
+
+    Raises:
+        ValueError: for settings that contradict each other or exceed the model.
+    """
+    if num_slots < 1:
+        raise ValueError(f"num_slots must be at least 1, got {num_slots}")
+    drafter, spec, layout = _statics(params, model, config, num_slots)
+    limit = check_settings(model, config, drafter)
+    length = limit if max_length is None else max_length
+    if not 2 <= length <= limit:
+        raise ValueError(f"max_length must be within 2..{limit}, got {length}")
+    # Prefill may write a whole chunk behind a prompt, and a round its widest draft behind a full sequence.
+    widest = max(spec.num_nodes, drafter.scratch_slots(model, spec), spec.chunk)
+    if stops_shape is None:
+        number, width = stop_table(config).shape
+        stops_shape = (max(number, 8), max(width, 8))
+    state = start_state(
+        params,
+        model=model,
+        config=config,
+        drafter=drafter,
+        spec=spec,
+        batch=num_slots,
+        capacity=bucket(length + widest + 1),
+        stops_shape=stops_shape,
+        features=SamplingFeatures.everything() if features is None else features,
+    )
+    layout = mesh or layout
+    return state if layout is None else shard_state(state, layout)
+
+
+def insert(
+    params: dict,
+    state: DecodeState,
+    slots: Sequence[int],
+    prompts: Any,
+    *,
+    model: MTPModel,
+    config: DecodeConfig,
+    sampling: SamplingParams | None = None,
+    key: jax.Array | None = None,
+    num_cached: Sequence[int] | None = None,
+    draft_params: Any = None,
+) -> DecodeState:
+    """Puts new requests into free slots and prefills them. The other rows are not touched.
+
+    Args:
+        params: model parameters.
+        state: a state; donated, so use only the returned one.
+        slots: one free slot per prompt.
+        prompts: token lists, or an array `[R, T]`.
+        model: the model.
+        config: settings of these requests: limits, stop sequences and thresholds are theirs alone; static settings
+            must be those of the state.
+        sampling: sampling parameters per request; None picks the arg-max.
+        key: seeds for requests without one.
+        num_cached: per request, how many tokens at the beginning of its prompt equal the text that the slot decoded
+            before; their cache entries are used again. Attention layers only.
+        draft_params: the drafter's own parameters; None takes the MTP modules' from `params`.
+
+    Returns:
+        The state with these rows running, each with its first new token.
+
+    Raises:
+        ValueError: for bad prompts or settings, slots that are taken, repeated or out of range, and options that the
+            state was not made for.
+    """
+    num_slots, capacity = state.tokens.shape
+    drafter, spec, layout = _statics(params, model, config, num_slots)
+    rows = prompt_rows(prompts)
+    limit = check_request(rows, model, config, drafter)
+    # The state's capacity bounds every row: keep room for a whole prefill chunk and for the widest draft.
+    widest = max(spec.num_nodes, drafter.scratch_slots(model, spec), spec.chunk)
+    limit = min(limit, capacity - widest - 1)
+    for number, row in enumerate(rows):
+        if row.size >= limit:
+            raise ValueError(f"prompt {number} has {row.size} tokens; the state has room for {limit - 1}")
+    places = _checked_slots(state, slots, len(rows))
+    cached = _checked_cache(num_cached, rows, model)
+    # Requests are padded to a power of two; padding goes to a slot that does not exist.
+    padded = 1 << (len(rows) - 1).bit_length()
+    extra = padded - len(rows)
+    requests = new_rows(
+        rows,
+        model=model,
+        config=config,
+        limit=limit,
+        capacity=capacity,
+        sampling=sampling or SamplingParams(),
+        key=key,
+        num_cached=cached,
+        features=state.settings.sampling.features,
+        stops=_fitted_stops(stop_table(config), state.settings.stops.shape[1:]),
+    )
+    if extra:
+        requests = jax.tree.map(lambda leaf: np.concatenate([leaf, np.repeat(leaf[:1], extra, axis=0)]), requests)
+        places = np.concatenate([places, np.full(extra, num_slots, np.int32)])
+    if draft_params is None:
+        draft_params = drafter.own_params(params, config, model=model)
+    with device_settings(params, layout):
+        return _insert(params, draft_params, state, requests, places, model=model, drafter=drafter, spec=spec)
+
+
+def run(
+    params: dict,
+    state: DecodeState,
+    max_rounds: int,
+    *,
+    model: MTPModel,
+    config: DecodeConfig,
+    until: Literal["all", "any"] = "all",
+    draft_params: Any = None,
+) -> DecodeState:
+    """Runs speculative rounds.
+
+    Args:
+        params: model parameters.
+        state: a state; donated, so use only the returned one.
+        max_rounds: most rounds to run, at least 0.
+        model: the model.
+        config: the settings that the state was made with.
+        until: "all" stops when every row has ended, "any" when one has.
+        draft_params: the drafter's own parameters; None takes the MTP modules' from `params`.
+
+    Returns:
+        The state.
+
+    Raises:
+        ValueError: for a negative `max_rounds` or an unknown `until`.
+    """
+    if max_rounds < 0:
+        raise ValueError(f"max_rounds must not be negative, got {max_rounds}")
+    if until not in ("all", "any"):
+        raise ValueError(f"unknown until '{until}'; supported: all, any")
+    drafter, spec, layout = _statics(params, model, config, len(state.length))
+    if draft_params is None:
+        draft_params = drafter.own_params(params, config, model=model)
+    with device_settings(params, layout):
+        rounds = np.int32(min(max_rounds, np.iinfo(np.int32).max))
+        return _run(params, draft_params, state, rounds, model=model, drafter=drafter, spec=spec, until=until)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "drafter", "spec"), donate_argnames=("state",))
+def _insert(
+    params: dict,
+    draft_params: Any,
+    state: DecodeState,
+    rows: NewRows,
+    slots: jax.Array,
+    *,
+    model: MTPModel,
+    drafter: Drafter,
+    spec: DecodeSpec,
+) -> DecodeState:
+    prepared = drafter.prepare(params, draft_params, model=model, dtype=params["embedding"].dtype)
+    return insert_rows(params, prepared, state, rows, slots, model=model, drafter=drafter, spec=spec)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "drafter", "spec", "until"), donate_argnames=("state",))
+def _run(
+    params: dict,
+    draft_params: Any,
+    state: DecodeState,
+    max_rounds: jax.Array,
+    *,
+    model: MTPModel,
+    drafter: Drafter,
+    spec: DecodeSpec,
+    until: Literal["all", "any"],
+) -> DecodeState:
+    prepared = drafter.prepare(params, draft_params, model=model, dtype=params["embedding"].dtype)
+    return run_rounds(params, prepared, state, max_rounds, model=model, drafter=drafter, spec=spec, until=until)
+
+
+def _statics(
+    params: dict, model: MTPModel, config: DecodeConfig, num_slots: int
+) -> tuple[Drafter, DecodeSpec, Mesh | None]:
+    """Resolves the drafter, the spec and the mesh. A state must serve any temperature, unless its rule is greedy."""
+    layout = mesh_of(params["embedding"])
+    spec = resolve_spec(config, model, layout, batch=num_slots, is_greedy=config.acceptance == "greedy")
+    return drafter_of(config), spec, layout
+
+
+def _checked_slots(state: DecodeState, slots: Sequence[int], num_rows: int) -> np.ndarray:
+    """Returns the slots as an array; raises `ValueError` if they do not fit the requests or are taken."""
+    places = np.asarray(slots, np.int32).reshape(-1)
+    num_slots = len(state.length)
+    if len(places) != num_rows:
+        raise ValueError(f"got {len(places)} slots for {num_rows} prompts")
+    if len(set(places.tolist())) != len(places):
+        raise ValueError(f"slots must be distinct, got {places.tolist()}")
+    if (places < 0).any() or (places >= num_slots).any():
+        raise ValueError(f"slots must be within 0..{num_slots - 1}, got {places.tolist()}")
+    is_done = np.asarray(jax.device_get(state.done))
+    taken = [slot for slot in places.tolist() if not is_done[slot]]
+    if taken:
+        raise ValueError(f"slots {taken} still hold running rows; run them to their end first")
+    return places
+
+
+def _checked_cache(num_cached: Sequence[int] | None, rows: list[np.ndarray], model: MTPModel) -> np.ndarray:
+    """Returns `[R]` cached tokens; raises `ValueError` where they cannot be used."""
+    cached = np.zeros(len(rows), np.int32) if num_cached is None else np.asarray(num_cached, np.int32)
+    if cached.shape != (len(rows),):
+        raise ValueError(f"num_cached has shape {cached.shape}, but there are {len(rows)} prompts")
+    if any(not 0 <= count <= row.size for count, row in zip(cached.tolist(), rows, strict=True)):
+        raise ValueError(f"num_cached must be within 0..prompt length, got {cached.tolist()}")
+    if cached.any() and "linear_attention" in model.config.layer_types:
+        raise ValueError("num_cached must be 0 for a model with linear attention: its state cannot go back")
+    return cached
+
+
+def _fitted_stops(stops: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Lays a stop table out in the state's `shape`; raises `ValueError` if it is too large."""
+    is_used = stops != -1
+    number, width = int(is_used.any(axis=1).sum()), int(is_used.any(axis=0).sum())
+    if number > shape[0] or width > shape[1]:
+        raise ValueError(
+            f"{number} stop sequences of up to {width} tokens exceed the state's {shape[0]} of {shape[1]}; "
+            "make the state with a larger stops_shape"
+        )
+    table = np.full(shape, -1, np.int32)
+    used = stops[:number, stops.shape[1] - width :]
+    table[:number, shape[1] - width :] = used
+    return table

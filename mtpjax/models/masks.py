@@ -1,0 +1,159 @@
+"""Where the tokens of a pass stand and what they attend to: positions, attention masks and cache slots."""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from mtpjax.models.config import ModelConfig
+from mtpjax.models.layers.rotary import rotary_angles
+
+Entries = dict[str, jax.Array]  # what an attention layer keeps per position; also one layer of a cache
+Masks = tuple[jax.Array, ...]  # bool, per source of keys `[B, T, S]`; `[B, T, 1]` means that row i sees entry i alone
+
+
+class Span(flax.struct.PyTreeNode):
+    """The slots of a cache that a windowed pass reads: the first `sinks`, and `size` slots from `begin [B]` on."""
+
+    begin: jax.Array
+    sinks: int = flax.struct.field(pytree_node=False)
+    size: int = flax.struct.field(pytree_node=False)
+
+
+class Reach(flax.struct.PyTreeNode):
+    """The same information as `View.mask` in few numbers: the form that attention kernels read."""
+
+    base: jax.Array  # [B] slots of text; each token sees all of them, or those within its window
+    ancestor_mask: jax.Array  # [B, T, X] bool: token t sees slot base + x
+    begin: jax.Array | None = None  # [B, T] with a window: the first slot of text in it
+    sinks: int = flax.struct.field(pytree_node=False, default=0)  # slots at the beginning that are always seen
+
+
+class View(flax.struct.PyTreeNode):
+    """Positions and masks of the T tokens of a pass; the same for all layers."""
+
+    angles: tuple[jax.Array, jax.Array]  # cosines and sines of the rotary embedding, each [B, T, P]
+    mask: jax.Array  # [B, T, S] bool: keys that a query sees; with a span [B, T, sinks + size]
+    start: jax.Array | None = None  # [B] first cache slot written; None: a pass without a cache
+    segment_ids: jax.Array | None = None  # [B, T] documents of packed rows
+    num_valid: jax.Array | None = None  # [B] tokens that are committed for sure; None: acceptance decides later
+    span: Span | None = None  # None: the whole cache is read
+    reach: Reach | None = None  # of a pass with a cache
+
+
+class TreeSlots(flax.struct.PyTreeNode):
+    """The tokens of a draft tree, which occupy cache slots from `base` on, behind the text."""
+
+    base: jax.Array  # [B] int32
+    depths: jax.Array  # [B, T] int32: token t has position base + depths[t]
+    ancestor_mask: jax.Array  # [B, T, X] bool: token t sees slot base + x
+
+
+class Recycled(flax.struct.PyTreeNode):
+    """Keys of a recycled MTP depth in a full pass: row i sees `base` up to i, and entry i of every level since.
+
+    Decoding sees the same: true entries of the prefix, then the draft's own (the training-time test of EAGLE-3,
+    2503.01840).
+    """
+
+    base: Entries
+    levels: tuple[Entries, ...] = ()
+
+
+def full_view(config: ModelConfig, segment_ids: jax.Array, *, shift: int = 0) -> View:
+    """Makes the view of whole rows without a cache: causal within each segment.
+
+    Args:
+        config: the model's config.
+        segment_ids: `[B, T]` int32 documents of packed rows.
+        shift: added to the rotary positions, for recycled MTP depths.
+
+    Returns:
+        The view; positions count from the start of each segment.
+    """
+    index = jnp.arange(segment_ids.shape[1])[None, :]
+    begins = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
+    positions = index - jax.lax.cummax(jnp.where(begins, index, 0), axis=1) + shift
+    mask = (index[:, :, None] >= index[:, None, :]) & (segment_ids[:, :, None] == segment_ids[:, None, :])
+    return View(rotary_angles(config, positions), mask, segment_ids=segment_ids)
+
+
+def cached_view(
+    config: ModelConfig,
+    start: jax.Array,
+    width: int,
+    capacity: int,
+    *,
+    num_valid: jax.Array | None = None,
+    tree: TreeSlots | None = None,
+    window: tuple[int, int] | None = None,
+) -> View:
+    """Makes the view of tokens that are written to cache slots `start .. start + width - 1`.
+
+    Args:
+        config: the model's config.
+        start: `[B]` int32 first slot.
+        width: tokens of the pass, T.
+        capacity: slots of the cache, S.
+        num_valid: `[B]` tokens that are committed for sure, if that is known before the pass; recurrent layers then
+            advance their state at once. None: acceptance decides later.
+        tree: the tokens form a draft tree. None: each token follows the one before.
+        window: (newest positions, sinks). A token sees that many newest positions, itself included, and the first
+            sinks; other slots are not read. None: a token sees all text before it.
+
+    Returns:
+        The view.
+    """
+    # 1. Positions: consecutive in a chain, by depth in a tree.
+    positions = start[:, None] + jnp.arange(width)[None, :] if tree is None else tree.base[:, None] + tree.depths
+
+    def is_visible(slots: jax.Array) -> jax.Array:
+        """`slots [B, X]` -> `[B, T, X]`: text before the token, within the window; in a tree also its ancestors."""
+        slots, place = slots[:, None], positions[:, :, None]
+        is_text = slots <= place if tree is None else slots < tree.base[:, None, None]
+        if window is not None:
+            is_text &= (slots > place - window[0]) | (slots < window[1])
+        return is_text if tree is None else is_text | _is_ancestor(tree, slots[:, 0])
+
+    # 2. The kernels' form.
+    if tree is None:
+        reach = Reach(start, is_visible(positions))
+    else:
+        reach = Reach(tree.base, tree.ancestor_mask)
+    if window is not None:
+        reach = reach.replace(begin=positions - window[0] + 1, sinks=window[1])
+
+    # 3. The mask over the slots that are read: all of them, or with a window the sinks and the newest ones.
+    span = None
+    size = capacity
+    if window is not None:
+        # At least two sinks: `attend` gives a source of one slot another meaning.
+        drafted = 0 if tree is None else tree.ancestor_mask.shape[2]
+        sinks, size = max(window[1], 2), window[0] + max(drafted, width)
+    if window is None or sinks + size >= capacity:
+        mask = is_visible(jnp.arange(capacity)[None, :])
+    else:
+        first = start if tree is None else tree.base
+        begin = jnp.clip(first + 1 - window[0], 0, capacity - size)
+        near = begin[:, None] + jnp.arange(size)[None, :]
+        far = jnp.broadcast_to(jnp.arange(sinks)[None, :], (len(start), sinks))
+        mask = jnp.concatenate([is_visible(far) & (far < window[1])[:, None], is_visible(near)], axis=-1)
+        # The two ranges overlap in short texts; a sink counts once.
+        is_sink = jnp.concatenate([jnp.zeros_like(far, bool), near < window[1]], axis=-1)
+        mask, span = mask & ~is_sink[:, None], Span(begin, sinks, size)
+    return View(rotary_angles(config, positions), mask, start, num_valid=num_valid, span=span, reach=reach)
+
+
+def _is_ancestor(tree: TreeSlots, slots: jax.Array) -> jax.Array:
+    """Returns `[B, T, X]` whether slots `[B, X]` hold a token that each node of the tree sees."""
+    # The mask is packed into 32-bit words and read by shifts. Arithmetic fuses into the computation of every layer's
+    # scores; the result of a gather would be laid out slots first, which is slow to read on a CPU.
+    index = (slots - tree.base[:, None])[:, None]
+    is_seen = jnp.zeros((), bool)
+    for begin in range(0, tree.ancestor_mask.shape[2], 32):
+        bits = tree.ancestor_mask[:, :, begin : begin + 32].astype(jnp.uint32)
+        bits = bits << jax.lax.broadcasted_iota(jnp.uint32, bits.shape, 2)
+        bits = bits.sum(axis=2, keepdims=True, dtype=jnp.uint32)
+        place = index - begin
+        bit = bits >> jnp.clip(place, 0, 31).astype(jnp.uint32)
+        is_seen |= (place >= 0) & (place < 32) & ((bit & 1) == 1)
+    return is_seen
