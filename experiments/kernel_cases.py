@@ -166,7 +166,8 @@ def attention_case(
 
 
 def _attend(q, keys, values, base, sees, begin, *, scale, window, value_width):
-    """As `mtpjax.models.layers` has it: a latent's values are sliced afterwards, a window's slots are cut out before."""
+    """As `mtpjax.models.layers` has it: a latent's values are sliced afterwards, a window's slots are cut out
+    before."""
     values = keys if values is None else values
     slot = jnp.broadcast_to(jnp.arange(keys.shape[2])[None, :], (len(q), keys.shape[2]))
     if window is not None:

@@ -1,7 +1,8 @@
 """Metrics of acceptance: rates and accept lengths from the counts of `mtpjax.evaluation.acceptance`.
 
 Rates are named as in `mtpjax.decoding.result`: a level's *conditional* rate is over the places where all levels before
-it were right, its *survival* over all places. Accept lengths include the bonus token unless they say otherwise; *micro* is
+it were right, its *survival* over all places. Accept lengths include the bonus token unless they say otherwise;
+*micro* is
 over all steps, *macro* the mean of each prompt's own. Intervals are 95 %, by resampling whole prompts.
 """
 

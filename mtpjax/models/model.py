@@ -32,7 +32,8 @@ class TrunkOutput(flax.struct.PyTreeNode):
 class MTPModel(nn.Module):
     """Trunk and MTP modules. A static description: parameters are a pytree beside it, from `init_params` or `load`.
 
-    `scan_layers` is the form for training, with stacked trunk layers (`mtpjax.models.trunk.stack_layers`); there `remat` keeps
+    `scan_layers` is the form for training, with stacked trunk layers (`mtpjax.models.trunk.stack_layers`); there
+    `remat` keeps
     no more than the input of each trunk layer and module for the backward pass, and `dtype` is what layers compute in,
     by default the embedding's: each casts its weights to its input's. `implementation` is every kernel's
     (`pallas_kernels.dispatch`); over a mesh only the experts' run, on each device's own, and norms are always XLA's.

@@ -73,7 +73,8 @@ class TrainConfig:
             without MTP modules gets one. Where it holds a `tokenizer.json`, that is the default tokenizer.
         trains: "all"; "modules" leaves the trunk, and what they share with it, as they are; "detached" trains all, but
             the depths' losses do not reach the trunk.
-        trunk_states: folder of a frozen trunk's states (`mtpjax.training.hidden_state_cache`), computed once for all runs on the same
+        trunk_states: folder of a frozen trunk's states (`mtpjax.training.hidden_state_cache`), computed once for all
+            runs on the same
             trunk and rows; None: the trunk runs in every step. It needs trains "modules".
         trunk_states_dtype: "float32" as they are; "bfloat16" takes half the disk.
         output: run folder (`mtpjax.training.run_dir`).

@@ -23,7 +23,8 @@ def place_rows(arrays: Any, mesh: Mesh) -> Any:
 
 
 def place_state(state: Any, mesh: Mesh, *, optimizer: optax.GradientTransformation, trains: str) -> Any:
-    """A `TrainState` laid out over the mesh: parameters by the tables of `mtpjax.models.sharding`, what the optimiser keeps of
+    """A `TrainState` laid out over the mesh: parameters by the tables of `mtpjax.models.sharding`, what the optimiser
+    keeps of
     one as the parameter lies, the rest on every device.
     """
     params, everywhere = shard_params(state.params, mesh), NamedSharding(mesh, PartitionSpec())

@@ -32,7 +32,8 @@ class Decoded:
     """Figures of a category of held-out prompts at a temperature; accept lengths include the bonus token.
 
     `real` is what decoding had, with its 95 % interval over prompts; `predicted` what the trunk's own plain text says
-    of it (`mtpjax.evaluation.predict`); `teacher_forced` the plain estimate over all positions of that text, `1 + sum of
+    of it (`mtpjax.evaluation.predict`); `teacher_forced` the plain estimate over all positions of that text, `1 + sum
+    of
     survival`. Per level: `survival` of decoding; `agreement` of arg-maxes and `overlap`, 1 - TV, over all positions.
     """
 

@@ -1,6 +1,7 @@
 """Depth-k losses: pure functions of logits, or of terms per position, and tokens.
 
-A draft depth minimises a mix of objectives (`mtpjax.training.config.Objective`). With p the trunk's distribution of the token
+A draft depth minimises a mix of objectives (`mtpjax.training.config.Objective`). With p the trunk's distribution of
+the token
 that a depth predicts, q the draft's, and `alpha = sum min(p, q) = 1 - TV(p, q)`, the rate at which sampling accepts:
 
 - `cross_entropy`: `-log q[target]` of the data;

@@ -18,7 +18,8 @@ class DeltaRule(nn.Module):
 
     Keeps, for J value heads, `state [B, J, P, Q]` float32 from keys to values, and `conv [B, C-1, K, channels]`, the
     last inputs of the convolution. Where tokens may yet be rejected `state` stays as it was before them, beside what
-    each of them would do to it (`keys`, `log_decay`, `corrections`) and all `inputs`; `mtpjax.models.cache.commit` takes in
+    each of them would do to it (`keys`, `log_decay`, `corrections`) and all `inputs`; `mtpjax.models.cache.commit`
+    takes in
     those accepted. Value head j reads key head j // (J / K): a key head with its value heads splits over a mesh whole.
     """
 

@@ -62,7 +62,8 @@ class LatentAttention(nn.Module):
         value_up = self.param("value_up", head_wise, (N, R, V)).astype(x.dtype)
 
         def by_head(rows, matrices):
-            """`[B, T, N, C]` by `[N, C, R]`. No kernel's: a lone row gets another beside it, see `min_rows_per_pass`."""
+            """`[B, T, N, C]` by `[N, C, R]`. No kernel's: a lone row gets another beside it, see
+            `min_rows_per_pass`."""
             is_lone = B * T == 1 and self.implementation == "triton"
             made = jnp.einsum("BTNC,NCR->BTNR", jnp.repeat(rows, 2, axis=1) if is_lone else rows, matrices)
             return made[:, :T]
