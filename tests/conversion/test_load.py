@@ -21,10 +21,8 @@ from experiments.check_equality import parameter_shapes
 from mtpjax import compat
 from mtpjax.errors import CheckpointFileError
 from mtpjax.models.quantized import BlockScaled
-from tests.golden import COLLECTION as GOLDEN
+from tests.golden import HERE as GOLDEN
 from tests.golden import SETS
-
-pytestmark = pytest.mark.skipif(not GOLDEN.is_dir(), reason=f"the golden checkpoints are not at {GOLDEN}")
 
 
 @pytest.fixture

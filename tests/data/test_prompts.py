@@ -1,14 +1,11 @@
 """Prompts of every format, a choice that stays the same, and errors that say where."""
 
 import json
-import pathlib
 from collections import Counter
 
 import pytest
 
 from mtpjax.data.prompts import Prompt, choose_prompts, read_prompts
-
-SPEC_BENCH = pathlib.Path(__file__).parents[1] / "../shared/data/spec_bench_question.jsonl"
 
 
 def write(path, *records):
@@ -106,9 +103,17 @@ def test_a_choice_of_nothing_is_refused():
         choose_prompts(prompts, 0)
 
 
-@pytest.mark.skipif(not SPEC_BENCH.exists(), reason="Spec-Bench's questions are not beside the project")
-def test_spec_bench_as_it_is_published():
-    prompts = read_prompts(SPEC_BENCH)
+def test_the_layout_of_the_published_spec_bench_file_is_read(tmp_path):
+    """The published file's ids, categories and keys: 80 questions of MT-bench, then 80 of each of five tasks."""
+    mt_bench = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+    tasks = ("translation", "summarization", "qa", "math_reasoning", "rag")
+    categories = [name for name in mt_bench for _ in range(10)] + [name for name in tasks for _ in range(80)]
+    records = []
+    for number, category in enumerate(categories, start=81):
+        turns = [f"Question {number}.", "Shorter, please."][: 2 if category in mt_bench else 1]
+        answer = {"reference": ["42"]} if category in ("math", "reasoning", "coding") else {}
+        records.append({"question_id": number, "category": category, "turns": turns, **answer})
+    prompts = read_prompts(write(tmp_path / "question.jsonl", *records))
     counts = Counter(prompt.category for prompt in prompts)
     assert len(prompts) == 480 and prompts[0].id == "81" and prompts[-1].id == "560"
     assert len(counts) == 13 and counts["rag"] == 80 and counts["writing"] == 10

@@ -15,7 +15,7 @@ from mtpjax.decoding.prefill import insert_rows
 from mtpjax.decoding.sampling import Sampling
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import NewRows, empty_state
-from tests.golden import MTP_SETS, RECYCLING, SETS, case, cases, path
+from tests.golden import MTP_SETS, RECYCLING, SETS, path
 
 PROMPTS = ("p0", "p1")
 PASSED = (*PROMPTS, "long")  # through a teacher-forced pass
@@ -61,14 +61,14 @@ def run(load):
     return run
 
 
-@pytest.mark.parametrize("name", cases(*SETS))
+@pytest.mark.parametrize("name", SETS)
 def test_parameters_have_the_shapes_that_init_gives(name, load):
     model, params, _ = load(name)
     shapes = parameter_shapes(model.config, model.scan_layers)
     assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, shapes)
 
 
-@pytest.mark.parametrize("name", cases(*SETS))
+@pytest.mark.parametrize("name", SETS)
 def test_the_trunk_matches(name, load, run):
     _, _, expected = load(name)
     output = run(name, num_depths=2 if name in MTP_SETS else 0)
@@ -79,7 +79,7 @@ def test_the_trunk_matches(name, load, run):
         assert_close(name, output.hidden_prenorm[row, :T], expected[f"{prompt}_hidden_prenorm"])
 
 
-@pytest.mark.parametrize("name", cases(*SETS))
+@pytest.mark.parametrize("name", SETS)
 def test_a_longer_prompt_matches(name, load, run):
     _, _, expected = load(name)
     output = run(name, num_depths=2 if name in MTP_SETS else 0)
@@ -87,7 +87,7 @@ def test_a_longer_prompt_matches(name, load, run):
     assert_logits(name, long[expected["long_positions"]], expected["long_logits"])
 
 
-@pytest.mark.parametrize("name", cases(*MTP_SETS))
+@pytest.mark.parametrize("name", MTP_SETS)
 def test_the_first_depth_matches(name, load, run):
     _, _, expected = load(name)
     output = run(name, num_depths=2)
@@ -100,9 +100,9 @@ def test_the_first_depth_matches(name, load, run):
 @pytest.mark.parametrize(
     ("name", "layout", "meant"),
     [
-        *(case(name, "ttt", "rec_eagle") for name in RECYCLING),
-        *(case(name, "stream", "rec_fresh") for name in ("deepseek_v3", "deepseek_v32", "glm4_moe", "qwen3_next")),
-        case("deepseek_v3_mtp2_bf16", "ttt", "layer"),
+        *((name, "ttt", "rec_eagle") for name in RECYCLING),
+        *((name, "stream", "rec_fresh") for name in ("deepseek_v3", "deepseek_v32", "glm4_moe", "qwen3_next")),
+        ("deepseek_v3_mtp2_bf16", "ttt", "layer"),
     ],
 )
 def test_the_second_depth_matches(name, layout, meant, load, run):
@@ -113,7 +113,7 @@ def test_the_second_depth_matches(name, layout, meant, load, run):
         assert_logits(name, output.mtp_logits[1][row, : T - 2], expected[f"{prompt}_mtp2_{meant}_logits"])
 
 
-@pytest.mark.parametrize("name", cases("deepseek_v3_mtp2_bf16"))
+@pytest.mark.parametrize("name", ["deepseek_v3_mtp2_bf16"])
 def test_the_first_of_two_modules_can_be_recycled(name, load):
     """`mtp2_rec_eagle` of the set with two modules: its first module alone, recycled."""
     model, params, expected = load(name)
@@ -123,7 +123,7 @@ def test_the_first_of_two_modules_can_be_recycled(name, load):
     assert_logits("deepseek_v3", output.mtp_logits[1][0, :-2], expected["p0_mtp2_rec_eagle_logits"])
 
 
-@pytest.mark.parametrize("name", cases(*SETS))
+@pytest.mark.parametrize("name", SETS)
 def test_greedy_tokens_match(name, load):
     model, params, expected = load(name)
     prompts = [expected[f"{prompt}_input_ids"] for prompt in PROMPTS]
@@ -133,7 +133,7 @@ def test_greedy_tokens_match(name, load):
     assert decoder(params, prompts, model=model, config=config).rows() == wanted
 
 
-@pytest.mark.parametrize("name", cases(*MTP_SETS))
+@pytest.mark.parametrize("name", MTP_SETS)
 def test_drafted_tokens_match(name, load):
     model, params, expected = load(name)
     num_steps = len(expected["p0_draft_ids"])

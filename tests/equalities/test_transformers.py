@@ -14,7 +14,7 @@ from experiments.check_equality import random_params, rigged_params, small_confi
 from mtpjax import DecodeConfig, MTPModel, generate, speculative_generate
 from mtpjax.io import checkpoint, convert
 from mtpjax.models.config import Llama3Scaling
-from tests.golden import case, path
+from tests.golden import path
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -66,7 +66,7 @@ def assert_same(folder, prompts):
     return emitted / rounds
 
 
-@pytest.mark.parametrize("name", [case("deepseek_v3"), case("glm4_moe"), case("deepseek_v3_mtp2_bf16")])
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "deepseek_v3_mtp2_bf16"])
 def test_golden_checkpoints_decode_alike(name):
     with np.load(path(name) / "expected.npz") as expected:
         prompts = [expected[f"{prompt}_input_ids"].tolist() for prompt in ("p0", "p1")]

@@ -1,15 +1,9 @@
-"""Golden checkpoints in published layouts, with outputs of an independent implementation (transformers, float64).
-
-Two are here; a project that has the whole collection beside it tests all of them.
-"""
+"""Golden checkpoints in published layouts, with outputs of an independent implementation; see `README.md` here."""
 
 import pathlib
 
-import pytest
-
 HERE = pathlib.Path(__file__).parent
-COLLECTION = HERE.parents[2] / "shared" / "golden"
-RECYCLING = (
+RECYCLING = (  # one MTP module, which engines reuse for each further draft
     *("deepseek_v3", "deepseek_v3_fp8", "deepseek_v32", "glm4_moe", "glm_moe_dsa", "qwen3_next", "qwen3_5"),
     *("qwen3_5_moe", "qwen3_5_tied_bf16"),
 )
@@ -18,17 +12,4 @@ SETS = (*MTP_SETS, "qwen3")
 
 
 def path(name: str) -> pathlib.Path:
-    inside = HERE / name
-    return inside if inside.is_dir() else COLLECTION / name
-
-
-def case(name: str, *more):
-    """A parameter set that begins with `name`, skipped where that checkpoint is missing."""
-    is_missing = not path(name).is_dir()
-    return pytest.param(
-        name, *more, marks=pytest.mark.skipif(is_missing, reason=f"golden checkpoint {name} is missing")
-    )
-
-
-def cases(*names: str) -> list:
-    return [case(name) for name in names]
+    return HERE / name

@@ -24,7 +24,7 @@ from mtpjax.errors import CheckpointError, CheckpointFileError, ConfigError
 from mtpjax.io import checkpoint, convert
 from mtpjax.io.checkpoint_reader import CheckpointReader
 from mtpjax.models.quantized import is_scaled
-from tests.golden import SETS, cases, path
+from tests.golden import SETS, path
 
 
 def content(folder: pathlib.Path) -> dict[str, bytes]:
@@ -50,13 +50,13 @@ def converted(tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("name", cases(*SETS))
+@pytest.mark.parametrize("name", SETS)
 def test_the_way_there_and_back_gives_the_same_bytes(name, converted, tmp_path):
     convert.to_hugging_face(converted(name), tmp_path / "back")
     assert content(tmp_path / "back") == content(path(name))
 
 
-@pytest.mark.parametrize("name", cases(*SETS))
+@pytest.mark.parametrize("name", SETS)
 def test_a_converted_checkpoint_loads_as_the_original(name, converted):
     model, params = mtpjax.load(converted(name))
     original, wanted = mtpjax.load(path(name))

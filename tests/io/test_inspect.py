@@ -14,7 +14,7 @@ from mtpjax import compat
 from mtpjax.cli.main import main
 from mtpjax.io import convert
 from mtpjax.io.inspect import inspect, lines
-from tests.golden import SETS, cases, path
+from tests.golden import SETS, path
 
 
 def run(arguments, capsys):
@@ -23,7 +23,7 @@ def run(arguments, capsys):
     return exit_.value.code, capsys.readouterr()
 
 
-@pytest.mark.parametrize("name", cases(*SETS))
+@pytest.mark.parametrize("name", SETS)
 def test_the_facts_are_those_of_the_loaded_model(name):
     facts = inspect(path(name))
     _, params = mtpjax.load(path(name))

@@ -11,7 +11,7 @@ from mtpjax import DecodeConfig, compat, forward, speculative_generate
 from mtpjax.models.quantized import BlockScaled, is_scaled, matrix_product
 from pallas_kernels import block_scaled_matmul
 from pallas_kernels.block_scaled_matmul import block_scaled_matmul_reference
-from tests.golden import cases, path
+from tests.golden import path
 
 FP8 = jnp.float8_e4m3fn
 kernel = functools.partial(block_scaled_matmul, implementation="triton")
@@ -162,7 +162,7 @@ def test_every_layer_multiplies_with_the_kernel(attention, num_products, small):
 
 
 @pytest.mark.slow  # each layer's products are compared above
-@pytest.mark.parametrize("name", cases("deepseek_v3_fp8"))
+@pytest.mark.parametrize("name", ["deepseek_v3_fp8"])
 def test_speculation_with_the_kernel_reproduces_plain_decoding_from_fp8_weights(name):
     """In float32, as the golden tokens are, from the fp8 weights that the checkpoint holds."""
     model, params = mtpjax.load(path(name))
