@@ -29,11 +29,11 @@ from rich.console import Console
 
 from experiments.bench_kernels import limits
 from experiments.bytes_moved import LITE, Subject, least_of_all, round_of
-from experiments.check_equality import parameter_shapes
 from mtpjax import DecodeConfig, ModelConfig, MTPModel, generate, presets
 from mtpjax.console import narrow_table
 from mtpjax.decoding.capacity import min_rows_per_pass
 from mtpjax.evaluation.round_costs import PLAIN, CostMeter, chain
+from mtpjax.models.model import param_shapes
 
 RESULT = pathlib.Path(__file__).parent / "results" / "bench_gpu.json"
 DENSE = {"num_mtp_modules": 1, "rope_theta": 500000.0, "max_position_embeddings": 8192}
@@ -71,7 +71,7 @@ def random_params(model: MTPModel, dtype) -> dict:
         scale = leaf.shape[-2] ** -0.5
         return jax.jit(lambda key: (jax.random.normal(key, leaf.shape, dtype) * scale).astype(dtype))(key)
 
-    shapes = parameter_shapes(model.config, model.scan_layers)
+    shapes = param_shapes(model.config, model.scan_layers)
     leaves, tree = jax.tree.flatten(shapes)
     keys = jax.random.split(jax.random.key(0), len(leaves))
     return jax.tree.unflatten(tree, [make(key, leaf) for key, leaf in zip(keys, leaves, strict=True)])

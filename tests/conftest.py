@@ -23,8 +23,8 @@ os.environ["XLA_FLAGS"] = " ".join(
 import jax
 import pytest
 
-from experiments import check_equality, machine_code
 from mtpjax import MTPModel, compat
+from mtpjax.evaluation import small_models
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
@@ -45,12 +45,12 @@ def forget_compiled():
 
 @pytest.fixture(scope="session")
 def small():
-    """`small(attention, rig, **config changes)` -> model and parameters, see `experiments/check_equality.py`."""
+    """`small(attention, rig, **config changes)` -> model and parameters, see `mtpjax/evaluation/small_models.py`."""
 
     @functools.cache
     def make(attention="grouped", rig="random", **changes):
-        model = MTPModel(check_equality.small_config(attention, **changes))
-        return model, check_equality.rigged_params(model, attention, rig)
+        model = MTPModel(small_models.small_config(attention, **changes))
+        return model, small_models.rigged_params(model, attention, rig)
 
     return make
 
@@ -65,8 +65,6 @@ def pytest_collection_finish(session):
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
         pytest.skip("jax has no GPU here")
-    if item.get_closest_marker("triton") and machine_code.find_python() is None:
-        pytest.skip("no triton here, and MTPJAX_TRITON_PYTHON names no interpreter that has it")
     if item.get_closest_marker("h100"):
         try:
             compat.h100_devices()

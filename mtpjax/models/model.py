@@ -166,6 +166,21 @@ def _draw_params(model: MTPModel, key: jax.Array) -> dict:
     return dict(model.init(key, jnp.zeros((1, 2), jnp.int32))["params"])
 
 
+@functools.cache  # the same models come again and again, and tracing one takes a third of a second
+def param_shapes(config: ModelConfig, scan_layers: bool = False) -> dict:
+    """Returns the shapes and dtypes of a model's parameters without allocating any.
+
+    Args:
+        config: The model's configuration.
+        scan_layers: Whether the layers of the trunk are stacked, as `MTPModel(scan_layers=True)` has them.
+
+    Returns:
+        A tree of `jax.ShapeDtypeStruct` with the structure of `init_params`.
+    """
+    model = MTPModel(config, scan_layers=scan_layers)
+    return jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+
+
 def add_mtp_modules(model: MTPModel, params: dict, num_modules: int, key: jax.Array) -> tuple[MTPModel, dict]:
     """`model` with `num_modules` MTP modules more, new ones behind those that it has, in the embedding's dtype.
 

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import rich.console
 
-from experiments import check_resume
 from mtpjax import generate
 from mtpjax.ablation import bench as bench_module
 from mtpjax.ablation import run
@@ -29,6 +28,7 @@ from mtpjax.evaluation.plots import plot_heatmap, plot_pareto
 from mtpjax.evaluation.round_costs import PLAIN, Costs
 from mtpjax.io.checkpoint import save_model
 from mtpjax.training.decoding_eval import is_looping
+from tests.helpers import training_runs
 
 SETTINGS = Settings(depths=(1, 2), topk=(1,), temperatures=(0.0,), batch_sizes=(1, 2), max_new_tokens=12, repeats=2)
 WORKLOAD = Workload([[1, 2, 3], [4, 5], [6, 7, 8]], "three prompts")
@@ -314,7 +314,7 @@ def test_a_killed_run_goes_on(checkpoint, tmp_path):
     prompts.write_text("one\ntwo\nthree\n")
     command = [sys.executable, "-m", "mtpjax.cli.main", "ablate", "--model", str(checkpoint), "--output", str(output)]
     command += ["--prompts", str(prompts), *GRID]
-    environment = check_resume.environment(tmp_path / "cache") | {"PYTHONPATH": os.getcwd()}
+    environment = training_runs.environment(tmp_path / "cache") | {"PYTHONPATH": os.getcwd()}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         for line in process.stdout:

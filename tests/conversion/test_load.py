@@ -17,9 +17,9 @@ import mtpjax
 from conversion.files import CheckpointFiles
 from conversion.load_plan import make_plan
 from conversion.read_params import read_as
-from experiments.check_equality import parameter_shapes
 from mtpjax import compat
 from mtpjax.errors import CheckpointFileError
+from mtpjax.models.model import param_shapes
 from mtpjax.models.quantized import BlockScaled
 from tests.golden import HERE as GOLDEN
 from tests.golden import SETS
@@ -73,7 +73,7 @@ def refuses(path, *words):
 @pytest.mark.parametrize("name", SETS)
 def test_the_shapes_are_those_of_a_new_model_and_the_dtypes_those_of_the_files(name):
     model, params = mtpjax.load(GOLDEN / name)
-    shapes = parameter_shapes(model.config, model.scan_layers)
+    shapes = param_shapes(model.config, model.scan_layers)
     is_scaled = lambda leaf: isinstance(leaf, BlockScaled)
     assert jax.tree.map(jnp.shape, params, is_leaf=is_scaled) == jax.tree.map(jnp.shape, shapes)
     kinds = {str(leaf.dtype) for leaf in jax.tree.leaves(params)}

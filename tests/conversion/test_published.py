@@ -9,9 +9,9 @@ from conversion.families import FAMILIES
 from conversion.hf_config import parse_config
 from conversion.hf_config_write import describe_config
 from conversion.names import param_specs, tied_copies
-from experiments.check_equality import parameter_shapes
 from mtpjax import presets
 from mtpjax.io.inspect import count_parameters
+from mtpjax.models.model import param_shapes
 
 FAMILY = {
     "deepseek-v3": "deepseek_v3",
@@ -39,7 +39,7 @@ def tensors(name: str, *, stacked: bool) -> dict[str, tuple[int, ...]]:
 def test_the_model_has_the_parameters_of_the_table(name):
     """Shapes only: nothing is allocated."""
     config = presets[name]
-    shapes = parameter_shapes(config, scan_layers=True)
+    shapes = param_shapes(config, scan_layers=True)
     counts = count_parameters(config)
     assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)) == counts["trunk"] + counts["mtp"]
     modules = {name: value for name, value in shapes.items() if name.startswith("mtp_")}

@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec, use_abstract_mesh
 
-from experiments.bytes_moved import as_stored
-from experiments.check_equality import parameter_shapes
 from mtpjax import DecodeConfig, ModelConfig, MTPModel, compat, generate, speculative_generate
 from mtpjax.decoding.capacity import min_rows_per_pass
 from mtpjax.decoding.drafters.base import Drafter
@@ -22,7 +20,9 @@ from mtpjax.decoding.loop import decode
 from mtpjax.decoding.sampling import Sampling
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import NewRows, empty_state
+from mtpjax.models.model import param_shapes
 from mtpjax.models.presets import presets
+from mtpjax.models.quantized import BlockScaled
 
 SLOTS = 1536  # what `bucket` gives, and no other size here
 SIZES = {"vocab_size": 320, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -109,7 +109,7 @@ def broken_rules(compiled, config, batch, spec, itemsize, *, may_write_experts=F
     computations = parse(compiled.as_text())
     entries = {"key": 2 * 64, "value": 2 * 64} if config.attention == "grouped" else {"latent": 128}
     cache_size = min(entries.values()) * SLOTS * batch
-    shapes = parameter_shapes(config)
+    shapes = param_shapes(config)
     weights = {proper(leaf.shape) for leaf in jax.tree.leaves(shapes) if leaf.ndim > 1}
     weights |= {proper((shape[0], math.prod(shape[1:]))) for shape in weights}
 
@@ -156,6 +156,16 @@ def proper(shape):
 
 def chain(num_steps):
     return DecodeSpec(num_steps, num_nodes=num_steps + 1)
+
+
+def as_stored(path, leaf, *, dtype, has_fp8_experts):
+    """A parameter as a checkpoint holds it: experts in fp8 blocks if asked for, all else in `dtype`."""
+    axis = {"experts/gate_up": -3, "experts/down": -2}.get("/".join(key.key for key in path[-2:]))  # of the input
+    if axis is None or not has_fp8_experts:
+        return leaf.astype(dtype)
+    shape = list(leaf.shape)
+    shape[axis] = -(-shape[axis] // 128)
+    return BlockScaled(leaf.astype(jnp.float8_e4m3fn), jnp.ones(shape, jnp.float32), axis=axis, block=128)
 
 
 def call_of(config, batch, spec, *, platform="cpu", dtype=jnp.float32, has_fp8_experts=False, implementation="auto"):

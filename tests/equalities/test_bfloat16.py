@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.check_equality import LONGEST_PROMPT, NEW_TOKENS
 from mtpjax import DecodeConfig, forward, generate, speculative_generate
 from mtpjax.evaluation.acceptance import is_plain, partings
 
+LONGEST_PROMPT, NEW_TOKENS = 32, 24
 RNG = np.random.default_rng(0)
 PROMPTS = [RNG.integers(0, 61, 1 + number % LONGEST_PROMPT).tolist() for number in range(64)]
 SETTINGS = {  # of 64 rows XLA computes products of 16 tokens otherwise than of 4 and of 1

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 import mtpjax
-from experiments.check_equality import parameter_shapes
 from mtpjax import DecodeConfig, ModelConfig, MTPModel, forward, generate, speculative_generate
 from mtpjax.decoding.drafters.mtp import MTPDrafter
 from mtpjax.decoding.prefill import insert_rows
 from mtpjax.decoding.sampling import Sampling
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import NewRows, empty_state
+from mtpjax.models.model import param_shapes
 from tests.golden import MTP_SETS, RECYCLING, SETS, path
 
 PROMPTS = ("p0", "p1")
@@ -64,7 +64,7 @@ def run(load):
 @pytest.mark.parametrize("name", SETS)
 def test_parameters_have_the_shapes_that_init_gives(name, load):
     model, params, _ = load(name)
-    shapes = parameter_shapes(model.config, model.scan_layers)
+    shapes = param_shapes(model.config, model.scan_layers)
     assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, shapes)
 
 

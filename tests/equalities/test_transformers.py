@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import mtpjax
-from experiments.check_equality import random_params, rigged_params, small_config
 from mtpjax import DecodeConfig, MTPModel, generate, speculative_generate
+from mtpjax.evaluation.small_models import random_params, rigged_params, small_config
 from mtpjax.io import checkpoint, convert
 from mtpjax.models.config import Llama3Scaling
 from tests.golden import path

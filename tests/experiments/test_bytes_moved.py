@@ -301,6 +301,17 @@ def test_an_access_outside_of_its_array_is_an_error():
         run_counted(gather, jnp.ones((64, 128)), jnp.array([3, 64, 3, 0]))
 
 
+def test_block_scaled_matmul_reads_nothing_beyond_an_array_and_fp8_weights_once(key):
+    keys = jax.random.split(key, 3)
+    x, weights = (jax.random.normal(key, shape) for key, shape in zip(keys, ((3, 300), (300, 200)), strict=False))
+    scales = jnp.exp(jax.random.normal(keys[2], (3, 200)))
+    arguments = x.astype(jnp.bfloat16), weights.astype(jnp.float8_e4m3fn), scales
+    interpreted = functools.partial(pallas_kernels.block_scaled_matmul, block=128, implementation="interpreted")
+    made, (traced,) = run_counted(interpreted, *arguments)  # raises at an access outside of an array
+    assert traced.read + traced.written == traced.declared.nbytes
+    np.testing.assert_array_equal(made, interpreted(*arguments))
+
+
 @pytest.mark.parametrize("name", ["S", "M", "D"])
 @pytest.mark.parametrize("num_steps", [0, 1, 3])
 def test_the_minimum_is_that_of_the_decoding_bench(name, num_steps):

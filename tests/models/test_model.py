@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.check_equality import parameter_shapes
 from mtpjax import MTPModel, add_mtp_modules, forward, init_params
+from mtpjax.models.model import param_shapes
 
 TOKENS = np.random.default_rng(5).integers(0, 61, (2, 9))
 
@@ -66,7 +66,7 @@ def test_later_tokens_change_no_earlier_row(small):
 def test_init_gives_hidden_states_and_logits_of_unit_size(small):
     model, _ = small("grouped")
     params = init_params(model, jax.random.key(0))
-    shapes = parameter_shapes(model.config, model.scan_layers)
+    shapes = param_shapes(model.config, model.scan_layers)
     assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, shapes)
     output = forward(params, TOKENS, model=model)
     assert np.std(output.logits) == pytest.approx(1, abs=0.3)

@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from experiments.check_equality import parameter_shapes
 from mtpjax import compat, presets
 from mtpjax.decoding.drafters.mtp import MTPDrafter
 from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import empty_state
+from mtpjax.models.model import param_shapes
 from mtpjax.models.quantized import BlockScaled
 from mtpjax.models.sharding import MESH_AXES, PARAMETER_AXES, param_sharding, shard_params, shard_state
 
@@ -18,7 +18,7 @@ REPLICATED = re.compile(r"(experts/router|shared_gate)$")  # small, and each tok
 
 
 def parameters(name, *, scan_layers):
-    leaves = jax.tree_util.tree_leaves_with_path(parameter_shapes(presets[name], scan_layers))
+    leaves = jax.tree_util.tree_leaves_with_path(param_shapes(presets[name], scan_layers))
     return {"/".join(key.key for key in path): leaf.shape for path, leaf in leaves}
 
 

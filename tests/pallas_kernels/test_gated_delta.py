@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import check_equality
 from mtpjax import DecodeConfig, MTPModel, compat, generate, speculative_generate
+from mtpjax.evaluation import small_models
 from pallas_kernels import gated_delta, gated_delta_replay, gated_delta_steps, gated_delta_verify
 from pallas_kernels.gated_delta import CHUNK, gated_delta_reference, gated_delta_steps_reference
 
@@ -157,8 +157,8 @@ def test_each_document_starts_from_an_empty_state(key):
 def test_decoding_with_the_kernels_reproduces_decoding_without():
     """The longest prompt is taken in by chunks, the other rounds of plain decoding in steps, drafts are verified."""
     types = ("linear_attention", "full_attention")
-    config = check_equality.small_config("hybrid", num_hidden_layers=2, layer_types=types)
-    params = check_equality.rigged_params(MTPModel(config), "hybrid", "mixed")
+    config = small_models.small_config("hybrid", num_hidden_layers=2, layer_types=types)
+    params = small_models.rigged_params(MTPModel(config), "hybrid", "mixed")
     model = MTPModel(config, implementation="interpreted")
     prompts = [np.random.default_rng(size).integers(0, 61, size).tolist() for size in (1, 7, 40)]
     wanted = generate(params, prompts, model=MTPModel(config), config=DecodeConfig(max_new_tokens=9)).rows()

@@ -1,5 +1,4 @@
 import functools
-import re
 import sys
 
 import jax
@@ -9,7 +8,6 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from experiments.kernel_cases import cases
 from mtpjax import DecodeConfig, ModelConfig, MTPModel, compat, generate, speculative_generate
 from mtpjax.models.layers.experts import Experts
 from mtpjax.models.quantized import BlockScaled
@@ -149,67 +147,6 @@ def test_fp8_has_no_gradient_in_the_kernels():
     scales = {"gate_up_scales": gate_up_scales, "down_scales": down_scales, "block": BLOCK}
     with pytest.raises(ValueError, match="no gradient"):
         jax.grad(lambda x: interpreted(x, ids, weights, gate_up, down, **scales).sum())(x)
-
-
-# Whole models' shapes, as the test of lowering takes them.
-CASES = [case for case in cases() if case.op == "grouped_matmul"]
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_offsets_into_stacks_do_not_overflow(case):
-    """Each array of 2^31 numbers or more is addressed with 64 bits, and one of them is there in DeepSeek-V3's cases.
-
-    The arrays of a kernel are the operands of its call, and offsets are what the Triton IR adds to their pointers.
-    """
-    shapes = jax.eval_shape(case.make, jax.random.key(0))
-    lowered = compat.lower_for(functools.partial(case.run, implementation="triton"), *shapes, platforms=("cuda",))
-    calls = re.findall(r"custom_call @__gpu\$xla.gpu.triton\(.*: \((.*)\) -> (.*)", lowered["cuda"].as_text())
-    kernels = compat.triton_kernels(lowered["cuda"])
-    assert len(calls) == len(kernels) >= 2
-    wide = 0
-    for call, made in zip(calls, kernels, strict=True):
-        arrays = re.findall(r"tensor<((?:\d+x)+)", "".join(call))
-        sizes = [np.prod([int(size) for size in dims.split("x")[:-1]], dtype=np.int64) for dims in arrays]
-        signature = next(line for line in made.ir.splitlines() if "tt.func" in line)
-        assert "f8E4M3FN" not in signature  # they go in as numbers of two bytes
-        pointers = re.findall(r"(%\w+): !tt.ptr", signature)
-        assert len(sizes) == len(pointers)
-        for pointer, size in zip(pointers, sizes, strict=True):
-            offsets = offsets_added(made.ir, pointer)
-            assert offsets
-            if size >= 2**31:
-                wide += 1
-                assert offsets == {"i64"}
-    assert wide or "DeepSeek" not in case.name
-
-
-def test_bytes_would_be_addressed_with_too_few_bits():
-    """The hazard that the test above looks for, in a kernel of its own."""
-
-    def kernel(stack_ref, out_ref):
-        out_ref[...] = stack_ref[pl.program_id(0), 0, pl.ds(0, 128)].astype(jnp.float32)
-
-    params = plt.CompilerParams(num_warps=4)
-    out = jax.ShapeDtypeStruct((128,), jnp.float32)
-    call = pl.pallas_call(kernel, out_shape=out, grid=(256,), compiler_params=params)
-    stack = jax.ShapeDtypeStruct((256, 2048, 7168), jnp.float8_e4m3fn)
-    assert stack.size >= 2**31
-    (made,) = compat.triton_kernels(compat.lower_for(call, stack, platforms=("cuda",))["cuda"])
-    assert offsets_added(made.ir, "%arg0") == {"i32"}
-
-
-def offsets_added(ir, pointer):
-    """The integer types of what is added to a pointer or to what is made of it."""
-    made, types = {pointer}, set()
-    for line in ir.splitlines():
-        if match := re.match(r"\s*(%\w+) = (\S+) (%\w+)?", line):
-            result, operation, operand = match.groups()
-            made.discard(result)  # another block's, of the same name
-            if operation in ("tt.splat", "tt.broadcast", "tt.addptr") and operand in made:
-                made.add(result)
-                if operation == "tt.addptr":
-                    types.add(re.findall(r"(i\d+)>?$", line)[0])
-    return types
 
 
 def layer_problem():

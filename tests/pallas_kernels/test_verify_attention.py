@@ -6,8 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.kernel_cases import attention_case, cases
-from mtpjax import DecodeConfig, compat, generate, speculative_generate
+from mtpjax import DecodeConfig, generate, speculative_generate
 from mtpjax.models.cache import empty_cache
 from mtpjax.models.masks import TreeSlots, cached_view
 from mtpjax.models.model import bind
@@ -149,21 +148,6 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="2\\^31"):
         few = jnp.zeros(64, int), jnp.ones((64, 1, 1), bool)
         jax.eval_shape(call, shapes[0], shapes[1], shapes[1], *few)
-
-
-@pytest.mark.parametrize("tokens", [1, 4])
-def test_what_it_is_timed_against_computes_the_same(tokens, key):
-    case = attention_case(2, 2, tokens, 3, 64, slots=40, is_ragged=True)
-    arrays = case.make(key)
-    found, expected = case.peers["jax.nn, xla"](*arrays), case.run(*arrays, implementation="xla")
-    np.testing.assert_allclose(found.astype(jnp.float32), expected.astype(jnp.float32), atol=1e-2)
-
-
-def test_each_platform_gets_its_own_kernel_alone():
-    case = next(case for case in cases() if case.op == "verify_attention")
-    shapes = jax.eval_shape(case.make, jax.random.key(0))
-    for platform, lowered in compat.lower_for(functools.partial(case.run, implementation="triton"), *shapes).items():
-        assert [kernel.name for kernel in compat.triton_kernels(lowered)] == [f"verify_attention_{platform}"]
 
 
 @pytest.mark.parametrize(

@@ -11,27 +11,27 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import check_resume
 from mtpjax import TrainConfig, compat, train
 from mtpjax.data import packing
 from mtpjax.training import distributed
 from mtpjax.training.data_parallel import place_rows
 from mtpjax.training.run_dir import RunError
 from mtpjax.training.yaml_config import read_config, to_yaml
+from tests.helpers import training_runs
 
-SETTINGS = check_resume.SETTINGS | {"steps": 10, "batch_size": 4, "save_every": 2}
+SETTINGS = training_runs.SETTINGS | {"steps": 10, "batch_size": 4, "save_every": 2}
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    return str(check_resume.write_corpus(tmp_path_factory.mktemp("text")))
+    return str(training_runs.write_corpus(tmp_path_factory.mktemp("text")))
 
 
 @pytest.fixture(scope="module")
 def unbroken(text, tmp_path_factory):
     """The losses of a run on one device that nothing happens to."""
     config = TrainConfig(data=text, output=str(tmp_path_factory.mktemp("unbroken")), **SETTINGS)
-    return check_resume.losses(train(config, evaluations=1).history)
+    return training_runs.losses(train(config, evaluations=1).history)
 
 
 def assert_close(found, expected):
@@ -45,14 +45,14 @@ def test_a_run_on_a_mesh_goes_on_with_one_device(text, unbroken, tmp_path):
     mesh = {"data": 2, "fsdp": 2}
     config = TrainConfig(data=text, output=str(tmp_path), **SETTINGS, mesh=mesh)
     result = train(config, evaluations=1)
-    assert_close(check_resume.losses(result.history), unbroken)
+    assert_close(training_runs.losses(result.history), unbroken)
     embedding = result.params["embedding"]
     assert embedding.addressable_shards[0].data.size == embedding.size // 2
     single = dataclasses.replace(config, mesh=())
     with pytest.raises(RunError, match=r"mesh was \[\[.data., 2\], \[.fsdp., 2\]\], is \[\]"):
         train(single, resume=True)
     again = train(single, evaluations=1, resume=True, allowed_changes=["mesh"])
-    assert_close(check_resume.losses(again.history), unbroken)
+    assert_close(training_runs.losses(again.history), unbroken)
 
 
 def test_processes_take_every_row_once():
@@ -79,20 +79,20 @@ class Processes:
             free.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{free.getsockname()[1]}"
         self.text, self.output, self.settings = text, folder / "run", SETTINGS | changes
-        self.environment = check_resume.environment(folder / "cache")
+        self.environment = training_runs.environment(folder / "cache")
         self.both = [
             self.start("mesh.data=2", "--nnodes", "2", "--node-rank", str(rank), "--dist-init-addr", address)
             for rank in (0, 1)
         ]
 
     def start(self, *more):
-        command = [*check_resume.train_command(self.text, self.output, self.settings), *more]
+        command = [*training_runs.train_command(self.text, self.output, self.settings), *more]
         return subprocess.Popen(
             command, env=self.environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
     def losses(self):
-        return check_resume.read_losses(self.output)
+        return training_runs.read_losses(self.output)
 
     def wait_for(self, step):
         deadline = time.monotonic() + 120

@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments import check_resume
 from mtpjax import TrainConfig
 from mtpjax.io import checkpoint
 from mtpjax.training import run_dir
 from mtpjax.training.run_dir import RunError
 from mtpjax.training.trainer import train
 from mtpjax.training.yaml_config import read_config, to_yaml
+from tests.helpers import training_runs
 
 
 def state_at(step):
@@ -45,24 +45,6 @@ def test_states_come_back_and_few_stay(tmp_path):
     assert run_dir.restore_state(tmp_path / "empty", state_at(0)) is None
 
 
-def test_a_flipped_bit_anywhere_costs_one_state(tmp_path, caplog):
-    """T4: 40 random bits of the newest state, over all its files; `experiments.check_resume` flips 200."""
-    saved(tmp_path, 10, 20)
-    assert check_resume.flip_bits(tmp_path, state_at(0), bits=40, seed=0) == {"found": 40}
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 40 and all("skipping a damaged state" in line and "00000020" in line for line in said)
-    assert_state(tmp_path, 20)
-
-
-def test_flipped_bits_that_restoring_lets_through_are_told(tmp_path, monkeypatch):
-    saved(tmp_path, 10, 20)
-    found = [(20, 20), (20, 20), (21, 20), (10, 10)]  # what restoring gives: of which step its arrays are, and it
-    answers = iter([(state_at(content), {"step": step}) for content, step in found])
-    monkeypatch.setattr(run_dir, "restore_state", lambda folder, like: next(answers))
-    outcomes = check_resume.flip_bits(tmp_path, state_at(0), bits=3, seed=0)
-    assert outcomes == {"harmless": 1, "silent": 1, "found": 1}
-
-
 def test_what_is_half_there_is_skipped(tmp_path):
     """T5: truncated and missing files, a missing list of digests, what a killed process left behind."""
     saved(tmp_path, 10)
@@ -87,8 +69,8 @@ class Killed(BaseException):
     "owner, name, is_done, newest",
     [
         (checkpoint, "save", False, 10),
-        (checkpoint, "_write_arrays", False, 10),
-        (checkpoint, "_write_arrays", True, 10),
+        (checkpoint, "write_arrays", False, 10),
+        (checkpoint, "write_arrays", True, 10),
         (pathlib.Path, "rename", False, 10),
         (pathlib.Path, "rename", True, 20),
         (run_dir, "_states", False, 20),
@@ -123,7 +105,7 @@ def test_a_full_disk_costs_one_state(tmp_path, monkeypatch, caplog):
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "_write_arrays", full)
+    monkeypatch.setattr(checkpoint, "write_arrays", full)
     assert not run_dir.save_state(tmp_path, state_at(20), step=20, keep=1, metadata={})
     assert "the state after step 20 could not be saved" in caplog.text and "No space left" in caplog.text
     monkeypatch.undo()
@@ -147,7 +129,7 @@ def test_another_shape_dtype_or_tree_is_refused(tmp_path):
 def test_one_process_writes(tmp_path):
     with run_dir.locked(tmp_path):
         said = subprocess.run(
-            [sys.executable, "-c", f"from mtpjax.train import runs\nwith run_dir.locked({str(tmp_path)!r}): pass"],
+            [sys.executable, "-c", f"from mtpjax.training import run_dir\nwith run_dir.locked({str(tmp_path)!r}): pass"],
             capture_output=True,
             text=True,
         ).stderr
@@ -184,17 +166,17 @@ def test_other_data_and_other_runs_are_refused(tmp_path):
         run_dir.check_same(tmp_path, {}, "digest")
 
 
-SETTINGS = check_resume.SETTINGS | {"steps": 30, "save_every": 4}
+SETTINGS = training_runs.SETTINGS | {"steps": 30, "save_every": 4}
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    return check_resume.write_corpus(tmp_path_factory.mktemp("text"))
+    return training_runs.write_corpus(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")
 def env(tmp_path_factory):
-    return check_resume.environment(tmp_path_factory.mktemp("cache"))
+    return training_runs.environment(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="module")
@@ -206,30 +188,19 @@ def unbroken(text, env, tmp_path_factory):
 
     def run(settings):
         folder = tmp_path_factory.mktemp("unbroken")
-        subprocess.run(check_resume.train_command(text, folder, settings), check=True, capture_output=True, env=env)
-        losses = check_resume.read_losses(folder)
+        subprocess.run(training_runs.train_command(text, folder, settings), check=True, capture_output=True, env=env)
+        losses = training_runs.read_losses(folder)
         assert list(losses) == list(range(1, settings["steps"] + 1))
         return losses
 
     return run
 
 
-@pytest.mark.slow  # .ci/run has it as a command, experiments/check_resume.py
-def test_a_killed_run_goes_on_bit_for_bit(text, env, unbroken, tmp_path):
-    """T1: killed at random moments, some of them while a state is written."""
-    settings = SETTINGS | {"steps": 5 * check_resume.STEPS_PER_KILL}
-    command = check_resume.train_command(text, tmp_path, settings)
-    fell = check_resume.kill_and_go_on(command, tmp_path, kills=5, steps=settings["steps"], seed=1, env=env)
-    assert fell.total() == 5
-    assert check_resume.read_losses(tmp_path) == unbroken(settings)
-    assert checkpoint.is_checkpoint(tmp_path / "checkpoint")
-
-
 @pytest.mark.slow  # three processes; .ci/run has it beside other commands
 def test_a_run_that_is_told_to_end_says_so_and_goes_on(text, env, unbroken, tmp_path):
     """T17."""
     settings = SETTINGS | {"save_every": 0}
-    command = check_resume.train_command(text, tmp_path, settings)
+    command = training_runs.train_command(text, tmp_path, settings)
     run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=env, text=True)
     assert run.stderr is not None
     for line in run.stderr:
@@ -240,7 +211,7 @@ def test_a_run_that_is_told_to_end_says_so_and_goes_on(text, env, unbroken, tmp_
     assert run.returncode == 75 and "was told to end and stands at step " in said
     assert len(run_dir._states(tmp_path)) == 1
     subprocess.run([*command, "--resume"], check=True, capture_output=True, env=env)
-    assert check_resume.read_losses(tmp_path) == unbroken(settings)
+    assert training_runs.read_losses(tmp_path) == unbroken(settings)
 
 
 def test_steps_that_are_not_finite_are_skipped_and_end_the_run(text, tmp_path, caplog):
@@ -256,7 +227,7 @@ def test_steps_that_are_not_finite_are_skipped_and_end_the_run(text, tmp_path, c
 
 @pytest.mark.parametrize("name", ["joint", "recycled", "total_variation"])
 def test_recipes_are_settings(name):
-    recipe = pathlib.Path(check_resume.__file__).parent / "recipes" / f"{name}.yaml"
+    recipe = pathlib.Path(run_dir.__file__).parent / "recipes" / f"{name}.yaml"
     config = read_config(recipe, ["steps=3"])
     assert config.steps == 3 and config.extra_tokens == config.num_depths + 1  # no target is lost
 

@@ -9,11 +9,11 @@ import types
 
 import pytest
 
-from experiments import check_resume
 from mtpjax import TrainConfig, train
 from mtpjax.training import trackers
 from mtpjax.training.log import Log, trace_window
 from mtpjax.training.trackers import flatten, require_trackers, tracking
+from tests.helpers import training_runs
 
 pytest.importorskip("tensorboardX")
 SETTINGS = {"steps": 6, "batch_size": 2, "row_length": 32, "log_every": 2, "num_depths": 1}
@@ -61,7 +61,7 @@ def read_events(folder):
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    return str(check_resume.write_corpus(tmp_path_factory.mktemp("text")))
+    return str(training_runs.write_corpus(tmp_path_factory.mktemp("text")))
 
 
 @pytest.mark.slow

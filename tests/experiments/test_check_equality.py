@@ -8,6 +8,7 @@ import pytest
 
 from experiments import check_equality
 from mtpjax import DecodeConfig, SamplingParams, speculative_generate
+from mtpjax.evaluation.small_models import MIXED_STRENGTH, RIGS
 
 LENGTHS = (1, 2, 7, 17, 32)  # of the prompts, in turn: few, since plain.py compiles once for each
 PROMPTS = 16
@@ -29,14 +30,14 @@ def reference():
     )
 
 
-@pytest.mark.parametrize("rig", check_equality.RIGS)
-@pytest.mark.parametrize("attention", check_equality.MIXED_STRENGTH)
+@pytest.mark.parametrize("rig", RIGS)
+@pytest.mark.parametrize("attention", MIXED_STRENGTH)
 def test_plain_decoding_is_the_arg_max_of_the_full_pass(attention, rig, reference):
     rows = reference(attention, rig).rows
     assert len(rows) == PROMPTS and {len(row) for row in rows} == {check_equality.NEW_TOKENS}
 
 
-@pytest.mark.parametrize("rig", check_equality.RIGS)
+@pytest.mark.parametrize("rig", RIGS)
 @pytest.mark.parametrize("cell", CELLS)
 def test_greedy_speculation_reproduces_plain_decoding(cell, rig, reference):
     differences, num_calls, stats = check_equality.check_cell(cell, rig, reference(cell.attention, rig))

@@ -1,0 +1,105 @@
+"""Small models for tests of decoding, with weights whose drafts are right by chance, sometimes, always or never."""
+
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mtpjax.models.config import ModelConfig
+from mtpjax.models.model import MTPModel, param_shapes
+
+# How much of a block's output "mixed" weights keep, so that each draft level is both accepted and rejected.
+MIXED_STRENGTH = {"grouped": 1.5, "latent": 0.15, "sparse": 0.15, "hybrid": 0.3}
+RIGS = ("random", "mixed", "right", "wrong")
+
+
+def small_config(attention: str = "grouped", **changes) -> ModelConfig:
+    """A small model: "grouped" (dense), "latent" (experts in the second layer), "sparse" (latent, with an indexer that
+
+    one layer shares) or "hybrid" (linear and gated full attention, experts with a gated shared one).
+    """
+    values = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    values |= {"intermediate_size": 48, "max_position_embeddings": 256, "num_mtp_modules": 1}
+    kind = {"sparse": "latent", "hybrid": "grouped"}.get(attention, attention)
+    if kind == "grouped":
+        values |= {"num_key_value_heads": 2}
+    if attention == "hybrid":
+        values |= {"num_hidden_layers": 3, "layer_types": ("linear_attention", "full_attention", "linear_attention")}
+        values |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        values |= {"linear_key_head_dim": 8, "linear_value_head_dim": 6}
+        values |= {
+            "zero_centred_norm": True,
+            "use_qk_norm": True,
+            "attn_output_gate": True,
+            "partial_rotary_factor": 0.5,
+        }
+        values |= {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "mlp_only_layers": (1,),
+        }
+        values |= {"shared_expert_intermediate_size": 10, "shared_expert_gate": True, "scoring_func": "softmax"}
+    if attention == "sparse":
+        values |= {"num_hidden_layers": 3, "indexer_types": ("full", "shared", "full")}
+        values |= {"index_topk": 7, "index_n_heads": 3, "index_head_dim": 6}
+    if kind == "latent":
+        values |= {
+            "q_lora_rank": 20,
+            "kv_lora_rank": 12,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 10,
+        }
+        values |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_shared_experts": 1}
+        values |= {"n_group": 4, "topk_group": 2, "router_correction_bias": True, "first_k_dense_replace": 1}
+        values |= {"rope_interleave": True, "routed_scaling_factor": 2.5}
+    return ModelConfig.from_dict({"attention": kind, **values, **changes})
+
+
+def random_params(model: MTPModel, seed: int = 0) -> dict:
+    """Noise in every parameter, norms and biases too; a leaf depends on its path, shape and `seed` only."""
+
+    def draw(path, leaf):
+        names = [key.key for key in path]
+        noise = np.random.default_rng([seed, zlib.crc32("/".join(names).encode())]).standard_normal(leaf.shape)
+        if names[-1] == "scale":
+            noise = (0 if model.config.zero_centred_norm else 1) + 0.1 * noise
+        elif names[-1] in ("norm", "norm_scale"):
+            noise = 1 + 0.1 * noise
+        elif names[-1] in ("qkv_bias", "correction_bias", "norm_bias"):
+            noise = 0.1 * noise
+        elif "embedding" not in names[-1]:
+            fan_in = {"key_up": 2, "value_up": 1, "conv": 2}.get(names[-1], int("experts" in names and leaf.ndim > 2))
+            noise = noise / leaf.shape[fan_in] ** 0.5
+        return jnp.asarray(noise, jnp.float32)
+
+    return jax.tree_util.tree_map_with_path(draw, param_shapes(model.config, model.scan_layers))
+
+
+def rigged_params(model: MTPModel, attention: str, rig: str, seed: int = 0) -> dict:
+    """Weights whose drafts are right by chance ("random"), "mixed"ly, always ("right") or never ("wrong").
+
+    But for the first, the head is the embedding along one cycle through the vocabulary and the modules look at the
+    newest token, so that trunk and modules say the token's successor. In "right" and "wrong" the blocks add nothing to
+    it; in "mixed" they add enough to miss at times, so that each draft depends on all that the caches hold.
+    """
+    params = random_params(model, seed)
+    if rig == "random":
+        return params
+    strength = MIXED_STRENGTH[attention] if rig == "mixed" else 0.0
+    sign = -1.0 if rig == "wrong" else 1.0
+
+    def weaken(path, leaf):
+        name = path[-1].key
+        if name == "project":
+            D = leaf.shape[1]
+            return jnp.concatenate([sign * jnp.eye(D), strength * leaf[D:]])
+        return strength * leaf if name in ("output", "down") else leaf
+
+    embedding = np.asarray(params["embedding"])
+    order = np.random.default_rng(seed).permutation(len(embedding))
+    head = np.zeros_like(embedding.T)
+    head[:, np.roll(order, -1)] = (embedding / np.linalg.norm(embedding, axis=1, keepdims=True))[order].T
+    return {**jax.tree_util.tree_map_with_path(weaken, params), "head": jnp.asarray(head)}
