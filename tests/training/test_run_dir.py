@@ -129,7 +129,11 @@ def test_another_shape_dtype_or_tree_is_refused(tmp_path):
 def test_one_process_writes(tmp_path):
     with run_dir.locked(tmp_path):
         said = subprocess.run(
-            [sys.executable, "-c", f"from mtpjax.training import run_dir\nwith run_dir.locked({str(tmp_path)!r}): pass"],
+            [
+                sys.executable,
+                "-c",
+                f"from mtpjax.training import run_dir\nwith run_dir.locked({str(tmp_path)!r}): pass",
+            ],
             capture_output=True,
             text=True,
         ).stderr
