@@ -1,0 +1,35 @@
+"""The layout that readers rely on: imports go one way, without circles, and the code of a round is near its caller."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def figures():
+    """The figures of `python -m experiments.code_report`, by name."""
+    command = [sys.executable, "-m", "experiments.code_report", "--json"]
+    report = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)  # exits 1 if any figure misses its bar
+    return {figure["name"]: figure for figure in json.loads(report.stdout)}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "median file, lines",
+        "90th percentile of files, lines",
+        "import circles, imports inside functions included",
+        "imports that point up",
+        "files that may not import experiments and do",
+        "longest import chain, packages that each import the next",
+        "files opened from speculative_generate to the function that commits",
+    ],
+)
+def test_the_figure_meets_its_bar(name, figures):
+    figure = figures[name]
+    assert figure["passes"], f"{name}: {figure['value']}, bar {figure['bar']}: {figure['details']}"
