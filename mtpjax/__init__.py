@@ -1,4 +1,4 @@
-"""Multi-token prediction in JAX: train MTP modules, decode with them losslessly, on a CPU or a mesh of GPUs."""
+"""Multi-token prediction in JAX: train MTP modules, and decode with them faster without changing the text."""
 
 import importlib
 from typing import TYPE_CHECKING
@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mtpjax.decoding.config import DecodeConfig, SamplingParams
     from mtpjax.decoding.generate import generate, speculative_generate
-    from mtpjax.decoding.result import GenerationResult
+    from mtpjax.decoding.result import GenerationResult, collect
+    from mtpjax.decoding.resumable import init_state, insert, run
     from mtpjax.evaluation.self_check import check_acceptance
     from mtpjax.io.checkpoint import load
     from mtpjax.models.config import ModelConfig
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from mtpjax.models.presets import presets
     from mtpjax.training.config import Objective, TrainConfig
     from mtpjax.training.trainer import train
+
+__version__ = "0.1.0"
 
 __all__ = [
     "DecodeConfig",
@@ -25,19 +28,26 @@ __all__ = [
     "TrainConfig",
     "add_mtp_modules",
     "check_acceptance",
+    "collect",
     "forward",
     "generate",
     "init_params",
+    "init_state",
+    "insert",
     "load",
     "presets",
+    "run",
     "speculative_generate",
     "train",
 ]
 
+# The module that defines each public name. `__getattr__` imports it on first use, since importing JAX takes seconds
+# and `mtpjax --help` must answer at once.
 _HOMES = {
     "decoding.config": ("DecodeConfig", "SamplingParams"),
     "decoding.generate": ("generate", "speculative_generate"),
-    "decoding.result": ("GenerationResult",),
+    "decoding.result": ("GenerationResult", "collect"),
+    "decoding.resumable": ("init_state", "insert", "run"),
     "evaluation.self_check": ("check_acceptance",),
     "io.checkpoint": ("load",),
     "models.config": ("ModelConfig",),
@@ -49,8 +59,13 @@ _HOMES = {
 
 
 def __getattr__(name: str):
-    """Imports a public name when it is asked for, so that `mtpjax --help` need not wait for JAX."""
+    """Imports a public name when it is first used."""
     for home, names in _HOMES.items():
         if name in names:
             return getattr(importlib.import_module(f"mtpjax.{home}"), name)
     raise AttributeError(f"module 'mtpjax' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    """Lists the public names, which `globals()` does not hold."""
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

@@ -105,10 +105,22 @@ def collect(state: DecodeState, slots: Sequence[int] | None = None, *, is_exact:
     Args:
         state: a state; its rows may still be running.
         slots: rows to copy; None: all.
-        is_exact: reported as it is.
+        is_exact: value of the result's field of this name; False for a lossy acceptance rule.
 
     Returns:
         The rows' new tokens so far, and their counts.
+
+    Example:
+        >>> import jax
+        >>> from mtpjax import DecodeConfig, ModelConfig, MTPModel, collect, init_params, init_state, insert
+        >>> model = MTPModel(ModelConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        ...                              intermediate_size=32, max_position_embeddings=64, num_mtp_modules=1))
+        >>> params = init_params(model, jax.random.key(0))
+        >>> config = DecodeConfig(max_new_tokens=8, num_steps=2)
+        >>> state = init_state(params, model=model, config=config, num_slots=2)
+        >>> state = insert(params, state, [1], [[1, 2, 3]], model=model, config=config)
+        >>> collect(state, [1]).finish_reasons
+        ('running',)
     """
     # One transfer for all fields.
     names = ("tokens", "origin", "length", "done", "stopped", "steps", "proposed", "accepted", "discarded", "logprobs")

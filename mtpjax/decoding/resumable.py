@@ -60,6 +60,17 @@ def init_state(
 
     Raises:
         ValueError: for settings that contradict each other or exceed the model.
+
+    Example:
+        >>> import jax
+        >>> from mtpjax import DecodeConfig, ModelConfig, MTPModel, init_params, init_state
+        >>> model = MTPModel(ModelConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        ...                              intermediate_size=32, max_position_embeddings=64, num_mtp_modules=1))
+        >>> params = init_params(model, jax.random.key(0))
+        >>> config = DecodeConfig(max_new_tokens=8, num_steps=2)
+        >>> state = init_state(params, model=model, config=config, num_slots=4)
+        >>> state.done.tolist()  # every slot is free
+        [True, True, True, True]
     """
     if num_slots < 1:
         raise ValueError(f"num_slots must be at least 1, got {num_slots}")
@@ -123,6 +134,18 @@ def insert(
     Raises:
         ValueError: for bad prompts or settings, slots that are taken, repeated or out of range, and options that the
             state was not made for.
+
+    Example:
+        >>> import jax
+        >>> from mtpjax import DecodeConfig, ModelConfig, MTPModel, collect, init_params, init_state, insert
+        >>> model = MTPModel(ModelConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        ...                              intermediate_size=32, max_position_embeddings=64, num_mtp_modules=1))
+        >>> params = init_params(model, jax.random.key(0))
+        >>> config = DecodeConfig(max_new_tokens=8, num_steps=2)
+        >>> state = init_state(params, model=model, config=config, num_slots=4)
+        >>> state = insert(params, state, [2, 0], [[1, 2, 3], [4]], model=model, config=config)
+        >>> collect(state, [2]).lengths.tolist()  # prefill emits the first new token
+        [1]
     """
     num_slots, capacity = state.tokens.shape
     drafter, spec, layout = _statics(params, model, config, num_slots)
@@ -186,6 +209,19 @@ def run(
 
     Raises:
         ValueError: for a negative `max_rounds` or an unknown `until`.
+
+    Example:
+        >>> import jax
+        >>> from mtpjax import DecodeConfig, ModelConfig, MTPModel, collect, init_params, init_state, insert, run
+        >>> model = MTPModel(ModelConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        ...                              intermediate_size=32, max_position_embeddings=64, num_mtp_modules=1))
+        >>> params = init_params(model, jax.random.key(0))
+        >>> config = DecodeConfig(max_new_tokens=8, num_steps=2)
+        >>> state = init_state(params, model=model, config=config, num_slots=4)
+        >>> state = insert(params, state, [2], [[1, 2, 3]], model=model, config=config)
+        >>> state = run(params, state, 100, model=model, config=config)
+        >>> collect(state, [2]).finish_reasons
+        ('length',)
     """
     if max_rounds < 0:
         raise ValueError(f"max_rounds must not be negative, got {max_rounds}")
