@@ -3,6 +3,8 @@
 import importlib
 from typing import TYPE_CHECKING
 
+from mtpjax.version import __version__
+
 if TYPE_CHECKING:
     from mtpjax.decoding.config import DecodeConfig, SamplingParams
     from mtpjax.decoding.generate import generate, speculative_generate
@@ -16,8 +18,6 @@ if TYPE_CHECKING:
     from mtpjax.training.config import Objective, TrainConfig
     from mtpjax.training.trainer import train
 
-__version__ = "0.1.0"
-
 __all__ = [
     "DecodeConfig",
     "GenerationResult",
@@ -26,6 +26,7 @@ __all__ = [
     "Objective",
     "SamplingParams",
     "TrainConfig",
+    "__version__",
     "add_mtp_modules",
     "check_acceptance",
     "collect",
@@ -68,4 +69,4 @@ def __getattr__(name: str):
 
 def __dir__() -> list[str]:
     """Lists the public names, which `globals()` does not hold."""
-    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

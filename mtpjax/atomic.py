@@ -1,4 +1,4 @@
-"""Files and folders that appear complete or not at all."""
+"""Writes files and folders atomically: they appear only when they are complete."""
 
 import contextlib
 import os
@@ -10,48 +10,73 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def new_folder(path: pathlib.Path, may_replace: Callable[[pathlib.Path], bool] | None = None) -> Iterator[pathlib.Path]:
-    """Yields a hidden sibling of `path` to write into, and renames it to `path` once the block has ended.
+    """Yields an empty folder to write into, and renames it to `path` at the end of the block.
 
-    An exception leaves what was at `path` as it was. A process killed between the two renames leaves both folders
-    complete under their hidden names. Raises `FileExistsError` where `path` is neither empty nor what `may_replace`
-    says yes to.
+    An exception in the block leaves `path` unchanged. A process killed between the two renames leaves the old and the
+    new folder complete, under hidden names beside `path`.
+
+    Args:
+        path: the folder to make; missing parents are made.
+        may_replace: says whether an existing folder at `path` may be replaced. Empty folders always may; None allows
+            no others.
+
+    Yields:
+        A hidden folder beside `path`, so that the rename stays on one file system.
+
+    Raises:
+        FileExistsError: `path` exists, is not empty and may not be replaced.
     """
     is_empty = not path.exists() or (path.is_dir() and not any(path.iterdir()))
     if not is_empty and not (may_replace is not None and may_replace(path)):
         raise FileExistsError(f"{path} exists and is not replaced: remove it, or write elsewhere")
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Names of this process and call alone: several processes may write side by side.
     unique = f"{path.name}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    aside, old = path.with_name(f".tmp-{unique}"), path.with_name(f".old-{unique}")
+    unfinished, old = path.with_name(f".tmp-{unique}"), path.with_name(f".old-{unique}")
     try:
-        aside.mkdir()
-        yield aside
+        unfinished.mkdir()
+        yield unfinished
+        # A folder cannot be renamed onto another that has files, so the old one is moved away first.
         if path.exists():
             path.rename(old)
         try:
-            aside.rename(path)
+            unfinished.rename(path)
         except BaseException:
             if old.exists():
                 old.rename(path)
             raise
         shutil.rmtree(old, ignore_errors=True)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)  # gone already unless something failed
+        # Only a failure leaves something here.
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def new_file(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yields a hidden sibling of `path` to write to, and renames it to `path` once the block has ended."""
-    aside = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+    """Yields a path to write a file at, and renames it to `path` at the end of the block.
+
+    Args:
+        path: the file to make or replace; its folder exists.
+
+    Yields:
+        A hidden path beside `path`, where no file is yet. An exception removes it and leaves `path` unchanged.
+    """
+    unfinished = path.with_name(f".tmp-{path.name}-{os.getpid()}")
     try:
-        yield aside
-        os.replace(aside, path)
+        yield unfinished
+        os.replace(unfinished, path)
     finally:
-        aside.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
 
 
 def write_text(path, content: str) -> None:
-    """Writes a file that appears complete; missing folders are made."""
+    """Writes a text file atomically.
+
+    Args:
+        path: the file to make or replace; missing folders are made.
+        content: the text.
+    """
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with new_file(path) as aside:
-        aside.write_text(content)
+    with new_file(path) as unfinished:
+        unfinished.write_text(content)

@@ -1,11 +1,18 @@
-"""Tables for the terminal, narrow enough for 80 columns, which is what a pipe gets."""
+"""Tables for the terminal."""
 
 import rich.box
 import rich.table
 
 
 def narrow_table(title: str | None = None) -> rich.table.Table:
-    """One without columns yet."""
+    """Makes a table that fits 80 columns, the width that `rich` takes for pipes.
+
+    Args:
+        title: a line above the table.
+
+    Returns:
+        A table without columns and rows.
+    """
     return rich.table.Table(
         title=title, title_style="", title_justify="left", box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )

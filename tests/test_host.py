@@ -57,5 +57,5 @@ def test_of_a_run_the_checkpoint_alone_counts(tmp_path, small, monkeypatch):
 
 
 def test_threads_below_none_are_an_error(tmp_path):
-    with pytest.raises(ValueError, match="threads must be 0 or more, not -1"):
+    with pytest.raises(ValueError, match="threads must be at least 0, got -1"):
         set_threads(str(tmp_path), -1)

@@ -1,1 +1,1 @@
-"""The commands of `mtpjax`: in each file the flags of some, and what runs them. None imports JAX before it runs."""
+"""The commands of `mtpjax`, one file per group. Parsing imports no JAX; a command imports it when it runs."""

@@ -1,29 +1,46 @@
-"""What several commands have in common."""
+"""Flags, progress bars and threads that several commands share."""
 
 import contextlib
 import pathlib
 import sys
 import time
+from collections.abc import Callable, Iterator
 
 
 def add_model(parser) -> None:
-    """The flag that names a checkpoint."""
-    parser.add_argument("--model-path", "--model", required=True, help="a checkpoint, or a run folder with one")
+    """Adds `--model-path`, the flag that names a checkpoint."""
+    parser.add_argument("--model-path", "--model", required=True, help="a checkpoint, or a run folder that holds one")
 
 
 def set_threads(model_path: str, threads: int = 0) -> None:
-    """XLA's on a CPU, if JAX is not imported yet: 0 is what suits the model. Raises `ValueError` below 0."""
+    """Sets the number of XLA's CPU threads, unless JAX is already imported.
+
+    Args:
+        model_path: the checkpoint; models below 16 MiB decode fastest on one thread.
+        threads: the number of threads; 0 chooses by the size of the model.
+
+    Raises:
+        ValueError: `threads` is negative.
+    """
     from mtpjax.host import limit_threads, suitable_threads
     from mtpjax.io.checkpoint_format import checkpoint_bytes
 
     if threads < 0:
-        raise ValueError(f"threads must be 0 or more, not {threads}")
+        raise ValueError(f"threads must be at least 0, got {threads}")
+    # XLA reads the number once, when JAX makes its devices.
     if "jax" not in sys.modules:
         limit_threads(threads or suitable_threads(checkpoint_bytes(model_path)))
 
 
 def progress_bar(*columns):
-    """A `rich` bar on the error stream, if that is a terminal, which goes when all is done."""
+    """Makes a `rich` progress bar on stderr, shown only on a terminal and removed at the end.
+
+    Args:
+        *columns: `rich.progress` columns; none: the default ones.
+
+    Returns:
+        A `rich.progress.Progress`, which is a context manager.
+    """
     import rich.console
     from rich.progress import Progress
 
@@ -32,8 +49,16 @@ def progress_bar(*columns):
 
 
 @contextlib.contextmanager
-def bytes_done(source: str, target: str):
-    """Yields what takes counts of bytes: a bar with bytes/s on a terminal, and one closing line everywhere."""
+def show_bytes(source: str, target: str) -> Iterator[Callable[[int], None]]:
+    """Shows how many bytes a command has read: a bar on a terminal, and one closing line on stderr.
+
+    Args:
+        source: file or folder that the command reads; its size is the bar's total.
+        target: what the command writes, named in the closing line.
+
+    Yields:
+        A function that takes the number of bytes read since the last call.
+    """
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     place = pathlib.Path(source)

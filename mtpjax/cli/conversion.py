@@ -5,51 +5,60 @@ from typing import Any
 
 import jsonargparse
 
-from mtpjax.cli.common import bytes_done
+from mtpjax.cli.common import show_bytes
 
 
 def add(commands) -> None:
-    """Their flags."""
-    inspect = jsonargparse.ArgumentParser(description="Tell what a checkpoint holds; its weights are not read.")
-    inspect.add_argument("path", help="a Hugging Face directory, our checkpoint, or a run folder with one")
-    inspect.add_argument("--mesh", default="", help="axes to divide the memory by, such as tensor=8,expert=4")
-    inspect.add_argument("--json", action="store_true", help="everything, for programs")
+    """Adds the commands and their flags.
+
+    Args:
+        commands: the subcommands of the `mtpjax` parser.
+    """
+    inspect = jsonargparse.ArgumentParser(
+        description="Describe a checkpoint without reading its weights. The exit code is 3 if tensors are missing or "
+        "unknown."
+    )
+    inspect.add_argument("path", help="a Hugging Face directory, an mtpjax checkpoint, or a run folder that holds one")
+    inspect.add_argument("--mesh", default="", help="mesh to divide the memory by, such as tensor=8,expert=4")
+    inspect.add_argument("--json", action="store_true", help="print everything as JSON")
     _add_model_type(inspect)
-    commands.add_subcommand("inspect", inspect, help="family, sizes, dtypes, missing tensors, memory per device")
+    commands.add_subcommand("inspect", inspect, help="show family, sizes, dtypes, missing tensors, memory per device")
 
     convert = jsonargparse.ArgumentParser(
-        description="A Hugging Face directory becomes our checkpoint; our checkpoint becomes a Hugging Face directory, "
-        "the same bytes as it was read from where nothing has changed."
+        description="Convert a Hugging Face directory to an mtpjax checkpoint, or an mtpjax checkpoint to a Hugging "
+        "Face directory. Converting back gives the same bytes for everything that has not changed."
     )
     convert.add_argument("source", help="folder to read")
-    convert.add_argument("target", help="folder to write; it appears complete or not at all")
-    convert.add_argument("--dtype", default=None, help="float32, float16 or bfloat16 (default: as it is, fp8 included)")
-    convert.add_argument("--allow-extra", action="store_true", help="keep tensors that are not known")
-    convert.add_argument("--strict", action="store_true", help="refuse weights that are infinite or NaN")
+    convert.add_argument("target", help="folder to write; it appears only when it is complete")
+    convert.add_argument(
+        "--dtype", default=None, help="float32, float16 or bfloat16 (default: keep each dtype, also fp8)"
+    )
+    convert.add_argument("--allow-extra", action="store_true", help="keep unknown tensors")
+    convert.add_argument("--strict", action="store_true", help="fail on weights that are infinite or NaN")
     _add_model_type(convert)
-    commands.add_subcommand("convert", convert, help="Hugging Face -> mtpjax, and back")
+    commands.add_subcommand("convert", convert, help="convert between Hugging Face and mtpjax checkpoints")
 
     export = jsonargparse.ArgumentParser(
-        description="Write the MTP modules of a Hugging Face directory as a checkpoint of their own, with the names "
-        "and the configuration of xLLM's export_mtp.py; scaled fp8 becomes bfloat16."
+        description="Write the MTP modules of a Hugging Face directory as a checkpoint of their own, with the tensor "
+        "names and the configuration of xLLM's export_mtp.py. Block-scaled fp8 becomes bfloat16."
     )
     export.add_argument("--input-dir", required=True, help="a full Hugging Face checkpoint")
-    export.add_argument("--output-dir", required=True, help="folder to write; it appears complete or not at all")
+    export.add_argument("--output-dir", required=True, help="folder to write; it appears only when it is complete")
     _add_model_type(export)
-    commands.add_subcommand("export-mtp", export, help="MTP modules as a checkpoint of their own")
+    commands.add_subcommand("export-mtp", export, help="write the MTP modules as a checkpoint of their own")
 
     merge = jsonargparse.ArgumentParser(
-        description="Put MTP modules back into a full Hugging Face checkpoint: every tensor that has not changed keeps "
-        "its bytes, a changed one takes the dtype of the one that it replaces."
+        description="Put MTP modules into a full Hugging Face checkpoint. Every unchanged tensor keeps its bytes; a "
+        "changed one is stored in the dtype of the tensor it replaces."
     )
-    merge.add_argument("--input-dir", required=True, help="a full Hugging Face checkpoint; with or without modules")
-    merge.add_argument("--mtp-dir", required=True, help="what export-mtp wrote, or a trained mtpjax checkpoint")
-    merge.add_argument("--output-dir", required=True, help="folder to write; it appears complete or not at all")
-    commands.add_subcommand("merge-mtp", merge, help="trained MTP modules into a full checkpoint")
+    merge.add_argument("--input-dir", required=True, help="a full Hugging Face checkpoint, with or without MTP modules")
+    merge.add_argument("--mtp-dir", required=True, help="folder that export-mtp wrote, or a trained mtpjax checkpoint")
+    merge.add_argument("--output-dir", required=True, help="folder to write; it appears only when it is complete")
+    commands.add_subcommand("merge-mtp", merge, help="put trained MTP modules into a full checkpoint")
 
 
 def _add_model_type(parser) -> None:
-    parser.add_argument("--model-type", default="auto", help="take this instead of config.json's")
+    parser.add_argument("--model-type", default="auto", help="model type to use instead of config.json's")
 
 
 def _model_type(options) -> str | None:
@@ -63,7 +72,7 @@ def _inspect(options) -> int:
     for part in filter(None, options.mesh.split(",")):
         axis, _, size = part.partition("=")
         if axis not in ("data", "fsdp", "expert", "tensor") or not size.isdecimal() or int(size) < 1:
-            raise ValueError(f"--mesh {part!r} is no axis (data, fsdp, expert, tensor) and its size, such as tensor=8")
+            raise ValueError(f"--mesh {part!r} must name an axis (data, fsdp, expert, tensor) and its size: tensor=8")
         mesh[axis] = int(size)
     facts = inspect(options.path, mesh=mesh, model_type=_model_type(options))
     print(json.dumps(facts, indent=1) if options.json else "\n".join(lines(facts)))
@@ -81,7 +90,8 @@ def _convert(options) -> int:
     if options.dtype is not None and options.dtype not in dtypes:
         raise ValueError(f"--dtype {options.dtype!r} is not one of {', '.join(dtypes)}")
     choice: dict[str, Any] = {"dtype": options.dtype and dtypes[options.dtype], "model_type": _model_type(options)}
-    with bytes_done(options.source, options.target) as progress:
+    # The source decides the direction.
+    with show_bytes(options.source, options.target) as progress:
         if is_checkpoint(find_checkpoint(options.source)):
             convert.to_hugging_face(options.source, options.target, **choice, progress=progress)
         else:
@@ -93,7 +103,7 @@ def _convert(options) -> int:
 def _export_mtp(options) -> int:
     from conversion.export_mtp import export_mtp
 
-    with bytes_done(options.input_dir, options.output_dir) as progress:
+    with show_bytes(options.input_dir, options.output_dir) as progress:
         export_mtp(options.input_dir, options.output_dir, model_type=_model_type(options), progress=progress)
     return 0
 
@@ -101,9 +111,9 @@ def _export_mtp(options) -> int:
 def _merge_mtp(options) -> int:
     from mtpjax.io.merge import merge_mtp
 
-    with bytes_done(options.input_dir, options.output_dir) as progress:
+    with show_bytes(options.input_dir, options.output_dir) as progress:
         report = merge_mtp(options.input_dir, options.mtp_dir, options.output_dir, progress=progress)
-    print(f"tensors of modules: {report.equal} equal, {report.replaced} replaced, {report.added} added")
+    print(f"tensors of MTP modules: {report.equal} equal, {report.replaced} replaced, {report.added} added")
     return 0
 
 

@@ -1,6 +1,5 @@
-"""The `mtpjax` command: parse, call, print."""
+"""The `mtpjax` command: parses the flags, runs the command, maps exceptions to exit codes."""
 
-import importlib.metadata
 import logging
 import os
 import sys
@@ -9,6 +8,7 @@ import jsonargparse
 
 from mtpjax.cli import conversion, decoding, measuring, training
 from mtpjax.errors import CheckpointError, ResumableError, UsageError
+from mtpjax.version import __version__
 
 GROUPS = (training, decoding, conversion, measuring)
 COMMANDS = {name: run for group in GROUPS for name, run in group.COMMANDS.items()}
@@ -22,14 +22,20 @@ EXIT_CODES = (
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Exits with 0; 2 for wrong usage, 3 for a bad checkpoint, 4 if a text differs from the plain one, 1 otherwise.
+    """Runs a command and exits.
 
-    75: interrupted with all that is needed to go on where it was.
+    The exit code is 0 on success, 2 for wrong usage, 3 for a bad checkpoint, 4 if a text differs from plain decoding's,
+    75 if the run was interrupted and the same command continues it, 130 after Ctrl-C, and 1 for any other error.
+
+    Args:
+        arguments: the command line without the program's name; None: `sys.argv`.
+
+    Raises:
+        SystemExit: always, with the exit code.
     """
-    parser = _parser()
-    options = parser.parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     if arguments is None and options.subcommand in ("quickstart", "train"):
-        _keep_memory()
+        _restart_with_tunables()
     logging.basicConfig(level=logging.WARNING, format="mtpjax: %(message)s")
     command = options.subcommand
     try:
@@ -37,14 +43,15 @@ def main(arguments: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except (ValueError, OSError, ResumableError) as error:
+        # The user's fault, not the program's: one line without a traceback.
         print(f"mtpjax {command}: {error}", file=sys.stderr)
         sys.exit(next(code for kind, code in EXIT_CODES if isinstance(error, kind)))
 
 
-def _keep_memory() -> None:
-    """Starts the command again with a C library that keeps freed memory, in huge pages, where none was set up.
+def _restart_with_tunables() -> None:
+    """Starts the command again with a glibc that keeps freed memory, in huge pages, unless the user set tunables.
 
-    Every training step frees and takes some hundred megabytes; faulting them in anew took 40 % of a step (glibc).
+    glibc reads its tunables when a process starts, so the process has to start again.
     """
     if sys.platform == "linux" and "GLIBC_TUNABLES" not in os.environ:
         tunables = ("hugetlb=1", "mmap_threshold=4000000000", "trim_threshold=8000000000")
@@ -53,9 +60,15 @@ def _keep_memory() -> None:
         os.execv(sys.executable, [sys.executable, "-m", "mtpjax.cli.main", *sys.argv[1:]])
 
 
-def _parser() -> jsonargparse.ArgumentParser:
-    version = importlib.metadata.version("mtpjax")
-    parser = jsonargparse.ArgumentParser(prog="mtpjax", description="Multi-token prediction in JAX.", version=version)
+def make_parser() -> jsonargparse.ArgumentParser:
+    """Makes the parser of the `mtpjax` command with all subcommands.
+
+    Returns:
+        The parser.
+    """
+    parser = jsonargparse.ArgumentParser(
+        prog="mtpjax", description="Multi-token prediction in JAX.", version=__version__
+    )
     commands = parser.add_subcommands(title="commands", metavar="COMMAND")
     for group in GROUPS:
         group.add(commands)

@@ -6,12 +6,16 @@ import sys
 
 import jsonargparse
 
-from mtpjax.cli.common import add_model, bytes_done, progress_bar, set_threads
-from mtpjax.cli.decode_flags import add_draft_flags, add_shape_flags, draft_settings
+from mtpjax.cli.common import add_model, progress_bar, set_threads, show_bytes
+from mtpjax.cli.config_flags import DRAFT_FIELDS, SHAPE_FIELDS, add_config_flags, decode_settings
 
 
 def add(commands) -> None:
-    """Their flags."""
+    """Adds the commands and their flags.
+
+    Args:
+        commands: the subcommands of the `mtpjax` parser.
+    """
     _add_profile(commands)
     _add_vocabulary(commands)
     _add_eval(commands)
@@ -20,79 +24,80 @@ def add(commands) -> None:
 
 def _add_profile(commands) -> None:
     profile = jsonargparse.ArgumentParser(
-        description="Measure on this device what rounds of 0..num-steps draft levels cost, per batch size. The file is "
-        "what adaptive depth goes by."
+        description="Measure on this device how long rounds of 0..num-steps draft levels take, per batch size. "
+        "`mtpjax generate --depth-policy adaptive` reads the file."
     )
     add_model(profile)
     profile.add_argument("--batch", type=int, nargs="+", default=[1], help="batch sizes (default: %(default)s)")
-    add_shape_flags(profile, num_steps=5, note="of the deepest round (default: %(default)s)")
-    profile.add_argument("--context", type=int, default=512, help="tokens in the caches (default: %(default)s)")
+    add_config_flags(profile, SHAPE_FIELDS, num_steps=5)
+    profile.add_argument("--context", type=int, default=512, help="tokens in the KV caches (default: %(default)s)")
     profile.add_argument(
-        "--temperature", type=float, default=0.0, help="above 0: rounds that draw their tokens (default: %(default)s)"
+        "--temperature", type=float, default=0.0, help="above 0: measure rounds that sample (default: %(default)s)"
     )
     profile.add_argument(
         "--acceptance",
         default=None,
         metavar="FILE",
-        help="what `mtpjax eval acceptance --output FILE` wrote, of prompts like those to come: its figures are where "
-        "adaptive depth begins",
+        help="file of `mtpjax eval acceptance --output`, measured on similar prompts: adaptive depth starts from its "
+        "acceptance rates",
     )
-    profile.add_argument("--rounds", type=int, default=48, help="most measurements of each loop (default: %(default)s)")
+    profile.add_argument("--rounds", type=int, default=48, help="most measurements per loop (default: %(default)s)")
     profile.add_argument("--output", default=None, help="file to write (default: profile.json in the model's folder)")
-    commands.add_subcommand("profile", profile, help="what drafting costs here, by depth and batch size")
+    commands.add_subcommand("profile", profile, help="measure what drafting costs, by depth and batch size")
 
 
 def _add_vocabulary(commands) -> None:
     vocabulary = jsonargparse.ArgumentParser(
-        description="Count the tokens of a corpus and keep the most frequent ones, for modules that draft from fewer: "
-        "DecodeConfig(draft_vocabulary=mtpjax.data.draft_vocabulary.load_vocabulary(FILE))."
+        description="Count the tokens of a corpus and write the most frequent ones to a file. With --draft-vocabulary, "
+        "MTP modules draft only those tokens, which makes their output head smaller."
     )
     add_model(vocabulary)
     vocabulary.add_argument("--data", required=True, help="a text or JSONL file, or a folder of them")
     vocabulary.add_argument("--pattern", default="*", help="which files of a folder (default: %(default)s)")
-    vocabulary.add_argument("--size", type=int, required=True, help="ids to keep, special tokens among them")
+    vocabulary.add_argument("--size", type=int, required=True, help="token ids to keep, special tokens included")
     vocabulary.add_argument("--output", required=True, help="JSON file to write")
-    commands.add_subcommand("vocabulary", vocabulary, help="the most frequent tokens of a corpus, to draft from")
+    commands.add_subcommand("vocabulary", vocabulary, help="choose the tokens that MTP modules may draft")
 
 
 def _add_eval(commands) -> None:
     acceptance = jsonargparse.ArgumentParser(
-        description="Accept length and rates by level, of each category of prompts and of all: decoded, and "
-        "teacher-forced along the model's own text; with 95 %% intervals over prompts. The accept length is 1 + "
-        "accepted drafts / steps; a conditional rate is over the steps that reached the level, a survival over all."
+        description="Measure accept length and acceptance rates per draft level, for each category of prompts and "
+        "for all: by decoding, and teacher-forced along the model's own text, with 95 %% intervals over prompts. The "
+        "accept length is 1 + accepted drafts / steps. A conditional rate counts the steps that accepted the levels "
+        "before; a survival rate counts all steps."
     )
     add_model(acceptance)
     _add_prompts(acceptance, required=True, count=64)
-    add_draft_flags(acceptance, num_steps=3)
+    add_config_flags(acceptance, DRAFT_FIELDS, num_steps=3)
     acceptance.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default: %(default)s)")
-    acceptance.add_argument("--batch-size", type=int, default=8, help="prompts at a time (default: %(default)s)")
-    acceptance.add_argument("--output", default=None, help="JSON file to write, with everything that was counted")
+    acceptance.add_argument("--batch-size", type=int, default=8, help="prompts decoded together (default: %(default)s)")
+    acceptance.add_argument("--output", default=None, help="JSON file to write, with all counts")
     evaluate = jsonargparse.ArgumentParser(description="Evaluate a trained model.")
-    commands.add_subcommand("eval", evaluate, help="what drafts are worth on given prompts")
+    commands.add_subcommand("eval", evaluate, help="evaluate a model on prompts")
     kinds = evaluate.add_subcommands(title="what", metavar="WHAT", dest="what")
     kinds.add_subcommand("acceptance", acceptance, help="accept length and acceptance rates on prompts")
 
 
 def _add_ablate(commands) -> None:
     ablate = jsonargparse.ArgumentParser(
-        description="Decode the same prompts with every combination of settings, each in turns with plain decoding at "
-        "the same batch size and temperature, and say which to use. Cells that are done are kept: the same command "
-        "goes on where it was ended. Writes cells.jsonl, cells.csv, heatmap.png, pareto.png and recommendation.md."
+        description="Decode the same prompts with every combination of settings, each alternating with plain decoding "
+        "at the same batch size and temperature, and recommend one. Finished cells are kept: run the same command "
+        "again to continue. Writes cells.jsonl, cells.csv, heatmap.png, pareto.png and recommendation.md."
     )
     add_model(ablate)
-    ablate.add_argument("--output", required=True, help="folder to write, and to go on from")
+    ablate.add_argument("--output", required=True, help="folder to write or to continue")
     _add_prompts(ablate, required=False, count=12)
     grid: list[tuple[str, type, list, str]] = [
         ("--depths", int, [1, 2, 3], "draft levels per round"),
-        ("--topk", int, [1, 2], "candidates per node; 1: chains"),
-        ("--num-draft-tokens", int, [0], "nodes verified per round; 0: all that depth and topk give, up to 64"),
+        ("--topk", int, [1, 2], "candidates per tree node; 1: chains"),
+        ("--num-draft-tokens", int, [0], "nodes verified per round; 0: as many as depth and topk allow, up to 64"),
         (
             "--rules",
             str,
             ["auto"],
-            "of acceptance; auto: the default one of temperature and tree; exact: all exact ones",
+            "acceptance rules; auto: the default for temperature and tree; exact: all exact rules",
         ),
-        ("--temperatures", float, [0.0, 1.0], "0: greedy"),
+        ("--temperatures", float, [0.0, 1.0], "softmax temperatures; 0: greedy"),
         ("--batch-sizes", int, [1, 4], "prompts decoded together"),
     ]
     for flag, kind, default, meaning in grid:
@@ -104,23 +109,26 @@ def _add_ablate(commands) -> None:
         "--threads",
         type=int,
         default=0,
-        help="of XLA on a CPU; 0: all, but 1 for a model below 16 MB, which is faster so (default: %(default)s)",
+        help="XLA's CPU threads; 0: one for a model below 16 MiB, else all cores (default: %(default)s)",
     )
-    commands.add_subcommand("ablate", ablate, help="which draft settings to use: a grid of measurements")
+    commands.add_subcommand("ablate", ablate, help="measure a grid of draft settings and recommend one")
 
 
 def _add_prompts(parser, *, required: bool, count: int) -> None:
-    kinds = "Spec-Bench's, GSM8K's or other JSONL, or a text file by paragraphs"
-    otherwise = "" if required else " (default: held-out files of what the model was trained on, for a model of bytes)"
+    kinds = "JSONL of prompts (Spec-Bench, GSM8K and others), or a text file with a prompt per paragraph"
+    otherwise = "" if required else " (default: held-out files of the training data, for byte-level models)"
     parser.add_argument("--prompts", required=required, default=None, help=kinds + otherwise)
     parser.add_argument(
-        "--num-prompts", type=int, default=count, help="in all, evenly over the categories (default: %(default)s)"
+        "--num-prompts",
+        type=int,
+        default=count,
+        help="prompts in all, spread over the categories (default: %(default)s)",
     )
-    parser.add_argument("--categories", nargs="+", default=[], help="these only (default: all)")
-    parser.add_argument("--prompt-tokens", type=int, default=None, help="cut prompts to so many (default: what fits)")
-    parser.add_argument("--chat", action="store_true", help="take each prompt for a message, by the chat template")
+    parser.add_argument("--categories", nargs="+", default=[], help="only these categories (default: all)")
+    parser.add_argument("--prompt-tokens", type=int, default=None, help="longest prompt in tokens (default: what fits)")
+    parser.add_argument("--chat", action="store_true", help="make each prompt a user message of the chat template")
     parser.add_argument("--max-new-tokens", type=int, default=96, help="per prompt (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the choice and of sampling (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of prompt choice and sampling (default: %(default)s)")
 
 
 def _profile(options) -> int:
@@ -131,9 +139,8 @@ def _profile(options) -> int:
     from mtpjax.io.checkpoint import load
     from mtpjax.io.checkpoint_format import find_checkpoint
 
-    profile.shapes_up_to(
-        options.speculative_num_steps, options.speculative_eagle_topk, options.speculative_num_draft_tokens
-    )
+    # Check the shape and the acceptance file before the model is loaded.
+    profile.shapes_up_to(options.num_steps, options.topk, options.num_draft_tokens)
     acceptance = None if options.acceptance is None else profile.read_acceptance(options.acceptance)
     model, params = load(find_checkpoint(options.model_path))
     output = profile.default_path(options.model_path) if options.output is None else options.output
@@ -143,9 +150,9 @@ def _profile(options) -> int:
             params,
             model=model,
             batches=tuple(options.batch),
-            num_steps=options.speculative_num_steps,
-            topk=options.speculative_eagle_topk,
-            num_draft_tokens=options.speculative_num_draft_tokens,
+            num_steps=options.num_steps,
+            topk=options.topk,
+            num_draft_tokens=options.num_draft_tokens,
             context=options.context,
             temperature=options.temperature,
             acceptance=acceptance,
@@ -174,16 +181,16 @@ def _vocabulary(options) -> int:
     vocab_size = inspect(path)["configuration"]["vocab_size"]
     tokenizer = load_tokenizer(path, vocab_size)
     kept = {*tokenizer.eos_token_ids, *tokenizer.special_token_ids}
-    draft_vocabulary.choose_vocabulary(
-        np.zeros(vocab_size), options.size, kept=kept
-    )  # a wrong size is told before the work
+    # Raise for a wrong size before the corpus is read.
+    draft_vocabulary.choose_vocabulary(np.zeros(vocab_size), options.size, kept=kept)
     files = draft_vocabulary.corpus_files(options.data, options.pattern)
-    with bytes_done(options.data, options.output) as progress:
+    with show_bytes(options.data, options.output) as progress:
         corpus = draft_vocabulary.count_tokens(files, tokenizer, vocab_size, progress=progress)
 
     def choose(size: int) -> tuple[int, ...]:
         return draft_vocabulary.choose_vocabulary(corpus.counts, size, kept=kept)
 
+    # Report how much of the corpus other sizes would cover, to help choose one.
     sizes = draft_vocabulary.sizes_around(options.size, vocab_size, len(kept))
     shares = {size: draft_vocabulary.coverage(corpus.counts, choose(size)) for size in sizes}
     ids = choose(options.size)
@@ -195,7 +202,7 @@ def _vocabulary(options) -> int:
         chosen = "bold" if size == options.size else ""
         table.add_row(str(size), f"{size / vocab_size:.1%}", f"{share:.2%}", style=chosen)
     rich.console.Console().print(table)
-    skipped = f", {len(corpus.skipped)} files that are no text skipped" if corpus.skipped else ""
+    skipped = f", {len(corpus.skipped)} files skipped, which are not text" if corpus.skipped else ""
     print(f"{corpus.counts.sum()} tokens of {corpus.num_files} files{skipped}; {len(ids)} ids in {options.output}")
     return 0
 
@@ -218,7 +225,8 @@ def _eval_acceptance(options) -> int:
     from mtpjax.io.checkpoint import load
     from mtpjax.io.checkpoint_format import find_checkpoint
 
-    config = DecodeConfig(max_new_tokens=options.max_new_tokens, **draft_settings(options))
+    # Check the settings and read the prompts before the model is loaded.
+    config = DecodeConfig(**decode_settings(options))
     chosen = choose_prompts(
         read_prompts(options.prompts), options.num_prompts, categories=options.categories, seed=options.seed
     )
@@ -228,10 +236,11 @@ def _eval_acceptance(options) -> int:
     most = room_for_prompts(model.config.max_position_embeddings, options.max_new_tokens, options.prompt_tokens)
     prompts, cut = encode_prompts(chosen, tokenizer, most_tokens=most, chat=options.chat)
     config = dataclasses.replace(config, stop_token_ids=tokenizer.eos_token_ids)
+    # Warn if the MTP modules draft worse than they did in training.
     check_acceptance(path, model, params)
     console = rich.console.Console()
     if cut:
-        print(f"{cut} of {len(prompts)} prompts are cut to {most} tokens", file=sys.stderr)
+        print(f"{cut} of {len(prompts)} prompts were cut to {most} tokens", file=sys.stderr)
     with progress_bar() as bar:
         task = bar.add_task("prompts", total=len(prompts))
         acceptance = measure_acceptance(
@@ -251,6 +260,7 @@ def _eval_acceptance(options) -> int:
         write_text(options.output, json.dumps(content, indent=1, allow_nan=False) + "\n")
     print_report(console, figures)
     identical = int(acceptance.is_identical.sum())
+    # Above temperature 0 only the rule "sample" draws the very tokens of plain decoding.
     if options.temperature and config.acceptance != "sample":
         return 0
     print(f"identical to plain decoding: {identical} of {len(prompts)}")

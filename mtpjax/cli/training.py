@@ -7,52 +7,58 @@ import jsonargparse
 
 
 def add(commands) -> None:
-    """Their flags."""
+    """Adds the commands and their flags.
+
+    Args:
+        commands: the subcommands of the `mtpjax` parser.
+    """
     quickstart = jsonargparse.ArgumentParser(
         description="Train a small model with an MTP module on the standard library of this Python, decode held-out "
-        "prompts plainly and speculatively, and compare: about three minutes on two cores, nothing is downloaded."
+        "prompts with and without drafts, and compare. Takes about three minutes on two cores and downloads nothing."
     )
     quickstart.add_argument("--output", default="runs/quickstart", help="folder to write (default: %(default)s)")
-    quickstart.add_argument("--preset", default="tiny", help="architecture (default: %(default)s)")
-    quickstart.add_argument("--seconds", type=float, default=90.0, help="time to train (default: %(default)s)")
-    quickstart.add_argument("--seed", type=int, default=0, help="of weights and data order (default: %(default)s)")
-    quickstart.add_argument("--quick", action="store_true", help="a few steps and prompts only, to see that it runs")
-    commands.add_subcommand("quickstart", quickstart, help="train, decode, compare: see a lossless speed-up")
+    quickstart.add_argument("--preset", default="tiny", help="name in `mtpjax.presets` (default: %(default)s)")
+    quickstart.add_argument("--seconds", type=float, default=90.0, help="seconds of training (default: %(default)s)")
+    quickstart.add_argument("--seed", type=int, default=0, help="seed of weights and data order (default: %(default)s)")
+    quickstart.add_argument(
+        "--quick", action="store_true", help="run a few steps and prompts only, to see that it works"
+    )
+    commands.add_subcommand("quickstart", quickstart, help="train a small model, decode with it, and see the speed-up")
 
     train = jsonargparse.ArgumentParser(
         description="Train a model together with its MTP modules. `mtpjax.training.config.TrainConfig` documents every "
         "setting; --print-config prints them with their values."
     )
-    train.add_argument("--config", default=None, help="YAML file of settings (default: TrainConfig's own)")
-    train.add_argument("settings", nargs="*", default=[], metavar="key=value", help="settings over those of the file")
-    train.add_argument("--resume", action="store_true", help="go on with the run in the output folder")
+    train.add_argument("--config", default=None, help="YAML file of settings (default: the defaults of TrainConfig)")
+    train.add_argument("settings", nargs="*", default=[], metavar="key=value", help="settings that override the file's")
+    train.add_argument("--resume", action="store_true", help="continue the run in the output folder")
     train.add_argument("--overwrite", action="store_true", help="replace the run in the output folder")
     train.add_argument(
         "--allow-config-change",
         nargs="+",
         default=[],
         metavar="key",
-        help="settings that may differ from those that the resumed run began with; 'data': files too",
+        help="settings that may differ from the resumed run's; 'data' allows changed files too",
     )
     train.add_argument("--nnodes", type=int, default=1, help="processes that train together, one per host (default: 1)")
-    train.add_argument("--node-rank", type=int, default=None, help="which of them this one is, from 0")
+    train.add_argument("--node-rank", type=int, default=None, help="number of this process, from 0")
     train.add_argument(
         "--dist-init-addr",
         default=None,
         metavar="HOST:PORT",
-        help="where the first listens; without it and --node-rank the launcher is asked (Slurm, Open MPI, Kubernetes)",
+        help="address of process 0; without it and --node-rank, the launcher gives both (Slurm, Open MPI, Kubernetes)",
     )
-    train.add_argument("--dry-run", action="store_true", help="check settings and data, tell sizes, train nothing")
-    train.add_argument("--print-config", action="store_true", help="print every setting as YAML, train nothing")
-    commands.add_subcommand("train", train, help="train a model and its MTP modules; resumable")
+    train.add_argument("--dry-run", action="store_true", help="check settings and data, print sizes, and exit")
+    train.add_argument("--print-config", action="store_true", help="print every setting as YAML, and exit")
+    commands.add_subcommand("train", train, help="train a model and its MTP modules")
 
     compare = jsonargparse.ArgumentParser(
-        description="Settings that differ between training runs, and their last losses and panels side by side: "
-        "accept lengths on held-out prompts as decoded, and as predicted along the trunk's own text."
+        description="Show training runs side by side: the settings that differ, the last losses, and accept lengths on "
+        "held-out prompts, measured by decoding and predicted along the trunk's own text."
     )
-    compare.add_argument("runs", nargs="+", metavar="RUN", help="run folder of `mtpjax train`")
-    compare.add_argument("--output", default=None, help="PNG file to draw")
-    commands.add_subcommand("compare", compare, help="training runs side by side")
+    compare.add_argument("runs", nargs="+", metavar="RUN", help="folder of a training run")
+    compare.add_argument("--output", default=None, help="PNG file to write, with the loss curves")
+    commands.add_subcommand("compare", compare, help="compare training runs")
 
 
 def _quickstart(options) -> int:
@@ -83,7 +89,7 @@ def _train(options) -> int:
 
     config = read_config(options.config, options.settings)
     if options.resume and options.overwrite:
-        raise ValueError("--resume goes on with the run that --overwrite would replace: give one of them")
+        raise ValueError("--resume and --overwrite exclude each other: one continues the run, the other replaces it")
     if options.print_config:
         print(to_yaml(config), end="")
         return 0
@@ -91,6 +97,7 @@ def _train(options) -> int:
         for name, value in describe(config).items():
             print(f"{name}: {value:,}")
         return 0
+    # Before JAX starts its threads: every step frees and takes the same buffers again.
     keep_freed_memory()
     if options.nnodes > 1:
         distributed.connect(options.nnodes, options.node_rank, options.dist_init_addr)
@@ -102,7 +109,7 @@ def _train(options) -> int:
         print(f"mtpjax train: {ended}", file=sys.stderr)
         return 75
     except LostProcess as lost:
-        print(f"mtpjax train: {lost}; go on with --resume", file=sys.stderr)
+        print(f"mtpjax train: {lost}; continue with --resume", file=sys.stderr)
         distributed.leave(75)
     except FloatingPointError as error:
         print(f"mtpjax train: {error}", file=sys.stderr)

@@ -262,8 +262,8 @@ def read_acceptance(path) -> dict[str, list[float]]:
     try:
         content = json.loads(pathlib.Path(path).read_bytes())
         found, asked = usable_acceptance(content["figures"]["overall"]), content["settings"]
-        is_chain = asked["speculative_eagle_topk"] == 1
-        thresholds = (asked[f"speculative_accept_threshold_{name}"] for name in ("single", "acc"))
+        is_chain = asked["topk"] == 1
+        thresholds = (asked[f"threshold_{name}"] for name in ("single", "acc"))
         is_lossy = asked["acceptance"] in LOSSY_RULES or min(thresholds) < 1
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is not what `mtpjax eval acceptance --output` wrote: {error!r}") from error

@@ -7,12 +7,14 @@ import subprocess
 import sys
 
 import jax
+import jsonargparse
 import numpy as np
 import pytest
 import tokenizers
 
-from mtpjax import DecodeConfig, MTPModel, generate, init_params, load, presets
-from mtpjax.cli.main import main
+from mtpjax import DecodeConfig, MTPModel, SamplingParams, generate, init_params, load, presets
+from mtpjax.cli import config_flags
+from mtpjax.cli.main import COMMANDS, main
 from mtpjax.data.draft_vocabulary import save_vocabulary
 from mtpjax.evaluation import profile
 from mtpjax.evaluation.profile import load_settings
@@ -41,9 +43,45 @@ def test_help_answers(arguments, capsys):
     assert capsys.readouterr().out
 
 
-def test_help_does_not_wait_for_jax():
-    code = "import sys, mtpjax.cli; assert 'jax' not in sys.modules, 'jax was imported'"
+COMMAND_LINES = [["--help"], *([name, "--help"] for name in COMMANDS), ["eval", "acceptance", "--help"]]
+
+
+def test_help_of_no_command_imports_jax():
+    code = f"""
+import contextlib, io, sys
+from mtpjax.cli import config_flags
+from mtpjax.cli.main import COMMANDS, main
+for arguments in {COMMAND_LINES}:
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()) as out:
+        main(arguments)
+    assert "usage: mtpjax" in out.getvalue(), arguments
+    assert not {{"jax", "numpy"}} & set(sys.modules), arguments
+"""
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_flag_of_a_setting_has_its_field_name_type_default_and_text(capsys):
+    """Flags are derived: a field that changes in `DecodeConfig` or `SamplingParams` changes on the command line too."""
+    parser = jsonargparse.ArgumentParser()
+    fields = [field.name for field in dataclasses.fields(DecodeConfig) if field.name in config_flags.FLAG_FIELDS]
+    assert set(fields) == set(config_flags.FLAG_FIELDS)
+    config_flags.add_config_flags(parser, fields)
+    config_flags.add_sampling_flags(parser)
+    options = parser.parse_args([])
+    assert DecodeConfig(**config_flags.decode_settings(options)) == DecodeConfig()
+    assert config_flags.sampling_params(options, 2) == SamplingParams(seed=[0, 1])
+    texts = config_flags.field_docs(DecodeConfig) | config_flags.field_docs(SamplingParams)
+    assert texts.keys() >= {*fields, *config_flags.SAMPLING_FIELDS}
+
+
+def test_sglang_names_of_flags_are_aliases():
+    parser = jsonargparse.ArgumentParser()
+    config_flags.add_config_flags(parser, config_flags.SGLANG_FLAGS)
+    values = {"num_steps": 3, "topk": 2, "num_draft_tokens": 5, "threshold_single": 0.5, "threshold_acc": 0.25}
+    values |= {"draft_window": 64}
+    assert values.keys() == config_flags.SGLANG_FLAGS.keys()
+    options = parser.parse_args([f"{config_flags.SGLANG_FLAGS[name]}={value}" for name, value in values.items()])
+    assert {name: options[name] for name in values} == values
 
 
 def test_generate_prints_the_text_and_checks_it(checkpoint, capsys):
@@ -57,7 +95,7 @@ def test_generate_prints_the_text_and_checks_it(checkpoint, capsys):
 
 @pytest.mark.parametrize(
     ("as_wide", "code", "verdict"),
-    [(False, 4, "NO\n"), (True, 0, "yes, in passes as wide: narrow ones round otherwise\n")],
+    [(False, 4, "NO\n"), (True, 0, "yes, in passes of the same width: narrower ones round differently\n")],
 )
 def test_generate_says_where_a_text_leaves_plain_decoding(as_wide, code, verdict, checkpoint, capsys, monkeypatch):
     def altered(*args, **keywords):
@@ -129,19 +167,45 @@ def test_generate_drafts_from_a_vocabulary(checkpoint, tmp_path, capsys):
     assert "identical to plain decoding: yes" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("num_mtp_modules", [0, 1])
+def test_generate_drafts_by_lookup_with_and_without_mtp_modules(num_mtp_modules, tmp_path, capsys):
+    """The drafts of `DecodeConfig(drafter="lookup")`, from flags; without modules "mtp" decodes plainly."""
+    narrow = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "head_dim": 8}
+    config = dataclasses.replace(presets["tiny"], **narrow, num_mtp_modules=num_mtp_modules)
+    model = MTPModel(config)
+    save_model(tmp_path / "model", model, init_params(model, jax.random.key(0)))
+    arguments = ["generate", "--model", str(tmp_path / "model"), "--prompt", "abcabcabcab", "--max-new-tokens", "24"]
+    arguments += ["--check"]
+    assert exit_code([*arguments, "--drafter", "lookup", "--prompt-lookup-min", "1", "--prompt-lookup-max", "3"]) == 0
+    error = capsys.readouterr().err
+    assert "identical to plain decoding: yes" in error
+    rates = error.split("accepted per level ")[1].split("\n")[0].split()
+    assert len(rates) == config_flags.DEFAULT_LOOKUP_STEPS and float(rates[0]) > 0
+    assert exit_code([*arguments, "--drafter", "lookup", "--topk", "2"]) == 2
+    assert "drafter 'lookup' supports only chains" in capsys.readouterr().err
+    assert exit_code([*arguments, "--drafter", "n-gram"]) == 2
+    assert "unknown drafter 'n-gram'; supported: mtp, lookup" in capsys.readouterr().err
+    if not num_mtp_modules:
+        assert exit_code(arguments) == 0
+        assert "accepted per level" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("extra", "said"),
     [
-        (["--prompt", "x", "--temperature", "1", "--check"], "--check above temperature 0 takes --acceptance sample"),
+        (["--prompt", "x", "--temperature", "1", "--check"], "--check above temperature 0 needs --acceptance sample"),
         (["--prompt", "x", "--acceptance", "block", "--speculative-accept-threshold-acc", "0.5"], "not 'block'"),
-        (["--prompt", "x", "--speculative-accept-threshold-single", "-1"], "threshold_single -1.0 is not within 0..1"),
+        (
+            ["--prompt", "x", "--speculative-accept-threshold-single", "-1"],
+            "threshold_single must be within 0..1, got",
+        ),
         (["--prompt", "x", "--draft-vocabulary", "missing.json"], "missing.json"),
         (["--prompt", "x", "--top-p", "2"], "top_p"),
         (["--prompt", ""], "prompt 0 is empty"),
         (["--prompt", "x" * 200], "max_length 128 leaves room for 127"),
-        (["--prompt", "x", "--speculative-num-steps", "-1"], "num_steps must be at least 0, not -1"),
-        (["--prompt", "x", "--max-new-tokens", "0"], "max_new_tokens must be at least 1, not 0"),
-        (["--prompt", "x", "--max-length", "1000"], "max_length 1000 is beyond the model's 128 positions"),
+        (["--prompt", "x", "--speculative-num-steps", "-1"], "num_steps must be at least 0, got -1"),
+        (["--prompt", "x", "--max-new-tokens", "0"], "max_new_tokens must be at least 1, got 0"),
+        (["--prompt", "x", "--max-length", "1000"], "max_length 1000 exceeds the model's 128 positions"),
         (["--prompt", "a\0b"], "NUL at character 1"),
     ],
 )
@@ -222,8 +286,7 @@ def test_profile_measures_rounds_and_stores_them(checkpoint, tmp_path, capsys):
     file = tmp_path / "costs.json"
     acceptance = tmp_path / "rates.json"
     overall = {"decoded": {"conditional": [{"value": 0.75}]}, "predicted": {"accept_length_at_depth": [{"value": 1.7}]}}
-    asked = {"speculative_eagle_topk": 1, "acceptance": "auto"}
-    asked |= {"speculative_accept_threshold_single": 1.0, "speculative_accept_threshold_acc": 1.0}
+    asked = {"topk": 1, "acceptance": "auto", "threshold_single": 1.0, "threshold_acc": 1.0}
     acceptance.write_text(json.dumps({"settings": asked, "figures": {"overall": overall}}))
     arguments = ["--batch", "1", "3", "--num-steps", "1", "--context", "40", "--rounds", "1", "--output", str(file)]
     arguments += ["--acceptance", str(acceptance)]

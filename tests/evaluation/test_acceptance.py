@@ -158,7 +158,7 @@ def test_the_command_prints_and_writes(checkpoint, tmp_path, capsys):
     assert exit_.value.code == 0
     assert "identical to plain decoding: 4 of 4" in capsys.readouterr().out
     content = json.loads(output.read_text())
-    assert content["figures"]["x"]["prompts"] == 2 and content["settings"]["speculative_num_steps"] == 2
+    assert content["figures"]["x"]["prompts"] == 2 and content["settings"]["num_steps"] == 2
     assert len(content["figures"]["overall"]["decoded"]["conditional"]) == 2
 
 
@@ -173,7 +173,7 @@ def test_the_command_samples_trees(checkpoint, tmp_path, capsys):
         main([*arguments, *tree, "--temperature", "0.8", "--max-new-tokens", "12"])
     assert exit_.value.code == 0
     assert "identical to plain decoding: 2 of 2" in capsys.readouterr().out
-    assert json.loads(output.read_text())["settings"]["speculative_num_draft_tokens"] == 4
+    assert json.loads(output.read_text())["settings"]["num_draft_tokens"] == 4
 
 
 @pytest.mark.parametrize(

@@ -96,8 +96,8 @@ def test_the_nearest_batch_size_is_taken(tmp_path):
     assert load_settings(file, batch=1000, num_steps=0)["depth_costs"] == (1.0,)
 
 
-ASKED = {"speculative_eagle_topk": 1, "acceptance": "auto"}
-ASKED |= {f"speculative_accept_threshold_{name}": 1.0 for name in ("single", "acc")}
+ASKED = {"topk": 1, "acceptance": "auto"}
+ASKED |= {f"threshold_{name}": 1.0 for name in ("single", "acc")}
 
 
 def figures(rates, lengths):
@@ -134,9 +134,9 @@ def test_rates_and_lengths_are_those_that_acceptance_was_measured_at(tmp_path):
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"speculative_eagle_topk": 4}, "of trees"),
+        ({"topk": 4}, "of trees"),
         ({"acceptance": "relaxed"}, "of a lossy rule"),
-        ({"speculative_accept_threshold_acc": 0.5}, "of a lossy rule"),
+        ({"threshold_acc": 0.5}, "of a lossy rule"),
     ],
 )
 def test_acceptance_of_trees_and_lossy_rules_is_no_chains(asked, said, tmp_path):

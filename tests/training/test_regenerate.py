@@ -323,7 +323,7 @@ def test_the_command_writes_tells_and_goes_on(checkpoint, tmp_path, capsys, monk
     monkeypatch.setattr(module, "speculative_generate", interrupted)
     assert command(arguments) == 75
     said = capsys.readouterr().err
-    assert "40% done: 2 records: 2 regenerated" in said and "the same command goes on" in said
+    assert "40% done: 2 records: 2 regenerated" in said and "run the same command again" in said
     assert command(arguments) == 0
     captured = capsys.readouterr()
     assert f"{output} (kind jsonl): 5 records: 5 regenerated, 0 skipped; 5 answers" in captured.out

@@ -1,0 +1,174 @@
+"""Command-line flags made from the fields of `DecodeConfig` and `SamplingParams`. Imports no JAX.
+
+The dataclass is the only description of a setting. A flag has its field's name, type and default, and the field's text
+in the class's docstring is its help. Where SGLang has a flag for the same setting, SGLang's name is an alias.
+"""
+
+import dataclasses
+import re
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mtpjax.decoding.config import EXACT_RULES, LOSSY_RULES, DecodeConfig, SamplingParams
+
+SGLANG_FLAGS = {
+    "num_steps": "--speculative-num-steps",
+    "topk": "--speculative-eagle-topk",
+    "num_draft_tokens": "--speculative-num-draft-tokens",
+    "threshold_single": "--speculative-accept-threshold-single",
+    "threshold_acc": "--speculative-accept-threshold-acc",
+    "draft_window": "--speculative-draft-window-size",
+}
+# Settings of the draft's shape, of acceptance, and of one drafter each.
+SHAPE_FIELDS = ("num_steps", "topk", "num_draft_tokens")
+ACCEPTANCE_FIELDS = (
+    "acceptance",
+    "threshold_single",
+    "threshold_acc",
+    "typical_epsilon",
+    "typical_delta",
+    "relaxed_topk",
+    "relaxed_delta",
+)
+MTP_FIELDS = ("draft_vocabulary", "draft_window", "draft_sinks")
+LOOKUP_FIELDS = ("prompt_lookup_min", "prompt_lookup_max")
+DRAFT_FIELDS = (*SHAPE_FIELDS, *ACCEPTANCE_FIELDS, *MTP_FIELDS)
+FLAG_FIELDS = ("max_new_tokens", "max_length", "drafter", "depth_policy", *DRAFT_FIELDS, *LOOKUP_FIELDS)
+# Numbers with one value for all rows. The other fields of `SamplingParams` have no form on a command line.
+SAMPLING_FIELDS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "min_new_tokens",
+)
+# Fields whose flag takes something else than the field does.
+_HELP = {
+    "acceptance": f"acceptance rule: auto, {', '.join(EXACT_RULES)}; {', '.join(LOSSY_RULES)} change the text's "
+    "distribution. auto is greedy if every prompt is at temperature 0, else block for a chain and recursive for a tree",
+    "drafter": "what proposes tokens: 'mtp' (the model's MTP modules) or 'lookup' (n-grams copied from the row's own "
+    "text; needs no MTP modules)",
+    "draft_vocabulary": "file that `mtpjax vocabulary` wrote: the MTP modules draft only its tokens",
+}
+DEFAULT_MTP_STEPS, DEFAULT_LOOKUP_STEPS = 2, 4
+
+
+def add_config_flags(parser, fields: Iterable[str], **defaults: Any) -> None:
+    """Adds a flag for each of these fields of `DecodeConfig`.
+
+    Args:
+        parser: an argument parser.
+        fields: names of the fields.
+        **defaults: defaults of flags that differ from the fields' own.
+    """
+    _add_flags(parser, DecodeConfig, fields, defaults)
+
+
+def add_sampling_flags(parser, *, seed: str = "seed of the first prompt; each further prompt adds 1") -> None:
+    """Adds a flag for each number in `SamplingParams`, and `--seed`.
+
+    Args:
+        parser: an argument parser.
+        seed: the help of `--seed`.
+    """
+    _add_flags(parser, SamplingParams, SAMPLING_FIELDS, {})
+    parser.add_argument("--seed", type=int, default=0, help=f"{seed} (default: %(default)s)")
+
+
+def _add_flags(parser, kind: type, fields: Iterable[str], defaults: Mapping[str, Any]) -> None:
+    texts = field_docs(kind) | _HELP
+    types = typing.get_type_hints(kind)
+    own_defaults = {field.name: field.default for field in dataclasses.fields(kind)}
+    for name in fields:
+        names = [f"--{name.replace('_', '-')}", *filter(None, [SGLANG_FLAGS.get(name)])]
+        default = defaults.get(name, own_defaults[name])
+        # Of the defaults that are None, the text says what they stand for.
+        shown = "" if default is None else " (default: %(default)s)"
+        if name == "num_steps" and default is None:
+            shown = f"; by default {DEFAULT_MTP_STEPS} with MTP modules, {DEFAULT_LOOKUP_STEPS} for lookup, else 0"
+        text = texts.get(name, "").replace("%", "%%")
+        parser.add_argument(*names, type=_number_or_text(types[name]), default=default, help=text + shown)
+
+
+def field_docs(kind: type) -> dict[str, str]:
+    """Reads what a dataclass's docstring says of its fields.
+
+    Args:
+        kind: a class whose docstring has an `Attributes:` section in Google style.
+
+    Returns:
+        The text of each field, on one line; nothing where Python was told to drop docstrings.
+    """
+    _, _, section = (kind.__doc__ or "").partition("Attributes:\n")
+    section = re.split(r"\n\s*\n", section)[0]
+    entries = re.findall(r"^ {8}(\w+): (.*(?:\n {9,}.*)*)", section, flags=re.MULTILINE)
+    return {name: re.sub(r"\s+", " ", text).rstrip(".") for name, text in entries}
+
+
+def _number_or_text(annotation: Any) -> type:
+    """Returns the type that a flag's text is converted to."""
+    options = (annotation, *typing.get_args(annotation))
+    return next((kind for kind in (int, float) if kind in options), str)
+
+
+def decode_settings(options) -> dict[str, Any]:
+    """Collects the fields of `DecodeConfig` that the parsed flags hold.
+
+    Args:
+        options: what a parser with `add_config_flags` returned.
+
+    Returns:
+        Arguments of `DecodeConfig`. A threshold below 1 selects the acceptance rule "threshold", as in SGLang, and the
+        draft vocabulary is read from its file.
+
+    Raises:
+        ValueError: a threshold below 1 is given with another rule, or the file is not a draft vocabulary.
+        OSError: the file cannot be read.
+    """
+    known = {field.name for field in dataclasses.fields(DecodeConfig)}
+    settings = {name: value for name, value in vars(options).items() if name in known}
+    if min(settings.get(name, 1.0) for name in ("threshold_single", "threshold_acc")) < 1:
+        if settings["acceptance"] not in ("auto", "threshold"):
+            raise ValueError(f"thresholds below 1 need acceptance 'threshold', not '{settings['acceptance']}'")
+        settings["acceptance"] = "threshold"
+    if settings.get("draft_vocabulary") is not None:
+        from mtpjax.data.draft_vocabulary import load_vocabulary
+
+        settings["draft_vocabulary"] = load_vocabulary(settings["draft_vocabulary"])
+    return settings
+
+
+def choose_num_steps(asked: int | None, drafter: str, num_mtp_modules: int) -> int:
+    """Chooses the number of draft levels where the command line leaves it out.
+
+    Args:
+        asked: the flag's value.
+        drafter: "mtp" or "lookup".
+        num_mtp_modules: modules of the model.
+
+    Returns:
+        `asked` if it is given. Else 2 for MTP modules, 4 for lookup, and 0, which is plain decoding, without modules.
+    """
+    if asked is not None:
+        return asked
+    if drafter == "lookup":
+        return DEFAULT_LOOKUP_STEPS
+    return DEFAULT_MTP_STEPS if num_mtp_modules else 0
+
+
+def sampling_params(options, num_prompts: int) -> SamplingParams:
+    """Makes the sampling parameters of a batch.
+
+    Args:
+        options: what a parser with `add_sampling_flags` returned.
+        num_prompts: rows of the batch.
+
+    Returns:
+        The same numbers for every row and one seed per row, so that a prompt given twice gets two texts.
+    """
+    numbers = {name: options[name] for name in SAMPLING_FIELDS}
+    return SamplingParams(**numbers, seed=[options.seed + row for row in range(num_prompts)])
