@@ -33,6 +33,7 @@ class ConfigReader:
         value = default if value is None else value
         if value is None:
             raise ConfigError(f"config.json lacks {key}")
+        # bool is a subclass of int in Python, but true is not a size.
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value < LIMIT:
             raise ConfigError(f"config.json: {key} is {value!r}, not an integer of at least {low}")
         return value

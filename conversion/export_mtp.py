@@ -47,7 +47,7 @@ def export_mtp(source, target, *, model_type: str | None = None, progress: Calla
 
     Args:
       source: a full Hugging Face checkpoint.
-      target: the folder to write. It appears complete or not at all; an older export is replaced.
+      target: the folder to write. It appears only when it is complete; an older export is replaced.
       model_type: the family to use instead of the one that `config.json` names.
       progress: called with the number of bytes of each block that is written.
 
@@ -147,6 +147,7 @@ def original_name(name: str, config: ModelConfig, layout: Layout) -> str:
         return name
     if name == "model.rot.weight":
         return "rot.weight"
+    # Tensors of a single module have no layer number, except those of its decoder layer.
     found = re.fullmatch(r"model\.(?:layers\.(\d+)\.)?(.+)", name)
     if found is None:
         raise CheckpointFileError(f"tensor {name} does not belong to an MTP module")
@@ -163,6 +164,7 @@ def shared_tensors(config: ModelConfig, layout: Layout) -> list[str]:
     Returns:
       The tensors' names.
     """
+    # The engines run Qwen's export as a complete model, so it needs both.
     embedding = f"{layout.trunk}embed_tokens.weight"
     return [embedding] if config.tie_word_embeddings else [embedding, "lm_head.weight"]
 
@@ -187,6 +189,7 @@ def _entry(files: CheckpointFiles, plan: LoadPlan, new: str, name: str) -> Tenso
 
 def _edit_config(values: dict[str, Any], plan: LoadPlan) -> dict[str, Any]:
     """Makes the export's `config.json`: a model whose only layers are the modules."""
+    # Engines read the number of layers, and pick the class by `architectures` and `model_type`.
     count = plan.config.num_mtp_modules
     family = plan.model_type.removesuffix("_text")
     sizes = {"num_hidden_layers": count, "num_nextn_predict_layers": count}
@@ -212,6 +215,7 @@ def _edit_config(values: dict[str, Any], plan: LoadPlan) -> dict[str, Any]:
 
 def _rename_described(described: dict[str, Any], config: ModelConfig, layout: Layout) -> dict[str, Any]:
     """Renames the tensors in Ascend's list; entries that are not about tensors stay."""
+    # Entries about other layers are dropped, like the tensors themselves.
     kept = {}
     for name, value in described.items():
         new = exported_name(name, config, layout) if name.endswith((".weight", ".bias", "_scale", "_offset")) else name
@@ -231,7 +235,7 @@ def main(arguments: list[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m conversion.export_mtp", description=__doc__)
     parser.add_argument("--input-dir", required=True, help="a full Hugging Face checkpoint")
-    parser.add_argument("--output-dir", required=True, help="folder to write; it appears complete or not at all")
+    parser.add_argument("--output-dir", required=True, help="folder to write; it appears only when it is complete")
     parser.add_argument("--model-type", default=None, help="use this family instead of the one in config.json")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")

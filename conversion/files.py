@@ -90,6 +90,7 @@ class CheckpointFiles:
         Raises:
           CheckpointFileError: the file is missing, too large, or not JSON.
         """
+        # The size is checked first, so that a huge file is not read.
         descriptor = self._descriptor(name)
         size = os.fstat(descriptor).st_size
         if size > MAX_HEADER_BYTES * 4:
@@ -142,6 +143,7 @@ class CheckpointFiles:
         """
         tensor = self.tensors[name]
         rows = tensor.shape[0] if tensor.shape else 1
+        # At least one row, which may be longer than a block.
         step = max(1, BLOCK_BYTES * rows // max(tensor.end - tensor.begin, 1))
         for begin in range(0, rows, step):
             yield self.read(name, begin, min(begin + step, rows))
@@ -161,6 +163,7 @@ class CheckpointFiles:
         rows = tensor.shape[0] if tensor.shape else 1
         end = rows if end is None else end
         row_bytes = (tensor.end - tensor.begin) // max(rows, 1)
+        # Read the bytes straight into the array.
         array = np.empty((end - begin, *tensor.shape[1:]) if tensor.shape else (), tensor.dtype)
         view, offset = array.reshape(-1).view(np.uint8), tensor.begin + begin * row_bytes
         _pread_into(self._descriptor(tensor.file), view.data, offset, self.path / tensor.file)

@@ -70,6 +70,7 @@ def parse_config(values: Any, model_type: str | None = None) -> ParsedConfig:
 
 def _common(reader: ConfigReader) -> dict[str, Any]:
     """Reads what every family has."""
+    # Values that the model does not implement are errors.
     reader.require("hidden_act", "silu", "swish")
     reader.require("use_sliding_window", False)
     reader.require("mlp_bias", False)
@@ -89,6 +90,7 @@ def _common(reader: ConfigReader) -> dict[str, Any]:
 
 def _rope(reader: ConfigReader) -> dict[str, Any]:
     """Reads rotary embeddings: `rope_parameters` (transformers 5) or `rope_scaling` and `rope_theta` (before)."""
+    # The newer section wins; `rope_theta` may stand in it or beside it.
     scaling = reader.section("rope_parameters")
     scaling = scaling if scaling.values else reader.section("rope_scaling")
     theta = scaling.number("rope_theta", reader.number("rope_theta", 10000.0))
@@ -105,9 +107,11 @@ def _rope(reader: ConfigReader) -> dict[str, Any]:
             "original_max_position_embeddings": scaling.integer("original_max_position_embeddings", longest),
         }
         if kind == "llama3":
+            # Llama 3 scales low frequencies only, with a smooth transition.
             low, high = scaling.number("low_freq_factor", 1.0), scaling.number("high_freq_factor", 4.0)
             made = Llama3Scaling(**sizes, low_freq_factor=low, high_freq_factor=high)
         else:
+            # YaRN, with the two softmax terms of DeepSeek.
             scaling.require("truncate", True)
             scaling.require("attention_factor")
             made = Yarn(
@@ -128,6 +132,7 @@ def _grouped(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
         "head_dim": reader.integer("head_dim", fields["hidden_size"] // heads or 1),
         "attention_bias": reader.flag("attention_bias", fields.get("attention_bias", False)),
     }
+    # A family that always normalizes queries and keys has it in its fixed fields.
     if not fields.get("use_qk_norm"):
         made["use_qk_norm"] = reader.flag("use_qk_norm", False)
     if fields.get("attn_output_gate"):
@@ -171,9 +176,11 @@ def _listed_indexer_types(reader: ConfigReader, layers: int) -> tuple[str, ...]:
     listed = reader.items("indexer_types", str)
     if listed:
         return listed
+    # GLM's pattern: a letter per layer.
     pattern = reader.get("index_topk_pattern")
     if isinstance(pattern, str) and pattern:
         return tuple({"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern)
+    # GLM's frequency: from `offset` on, every freq-th layer has an indexer of its own.
     freq = reader.integer("index_topk_freq", 1)
     offset = reader.integer("index_skip_topk_offset", 2, low=0)
     shares = (max(layer - offset + 1, 0) % freq != 0 for layer in range(layers))
@@ -186,6 +193,7 @@ def _linear(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     if interval is None and not fields.get("zero_centred_norm"):
         reader.require("layer_types", ["full_attention"] * fields["num_hidden_layers"])
         return {}
+    # Qwen lists the layers' types, or gives the interval of those with full attention.
     layers = range(1, fields["num_hidden_layers"] + 1)
     interval = reader.integer("full_attention_interval", 4)
     types = reader.items("layer_types", str) or tuple(
@@ -248,6 +256,7 @@ def _mtp(reader: ConfigReader) -> tuple[int, bool]:
 
 def _fp8_block(reader: ConfigReader) -> tuple[int, int] | None:
     """Returns rows and columns of an fp8 block; `None` without fp8. The files decide which tensors have scales."""
+    # Other quantization methods are found later, when a tensor turns out to have an unsupported dtype.
     given = reader.section("quantization_config")
     if given.get("quant_method") != "fp8":
         return None

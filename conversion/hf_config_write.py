@@ -1,4 +1,4 @@
-"""Writes `config.json`: for a model of ours (`describe_config`), and for changed weights (`edit_config`)."""
+"""Writes `config.json`: for an mtpjax model (`describe_config`), and for changed weights (`edit_config`)."""
 
 import dataclasses
 import itertools
@@ -30,6 +30,7 @@ def describe_config(config: ModelConfig, model_type: str | None = None) -> tuple
     names = [name for name in FAMILIES if name not in nested] if model_type is None else [model_type]
     nearest: list[str] | None = None
     for name in names:
+        # Write the values as the family spells them, and parse them back.
         values = {"architectures": [], "model_type": name, **_values(config, FAMILIES[name].layout)}
         try:
             found = parse_config(values).model
@@ -87,6 +88,7 @@ def edit_config(
 def _values(config: ModelConfig, layout: Layout) -> dict[str, Any]:
     """Makes the keys of `config.json`; sections that the model does not have are left out."""
     same = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    # What every family has.
     names = [*same, "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "rope_theta"]
     names += ["partial_rotary_factor", "attention_bias", *(["use_qk_norm"] if config.use_qk_norm else [])]
     # Attention: latent (MLA) with an optional indexer, or grouped (GQA); some layers may be linear.

@@ -46,12 +46,14 @@ def decoder_layer(
         "norm_attention/scale": copied(f"{prefix}input_layernorm.weight", D),
         "norm_feed_forward/scale": copied(f"{prefix}post_attention_layernorm.weight", D),
     }
+    # Attention of one of three kinds.
     if kind.attention == "delta":
         specs |= prefixed("delta/", _delta(config, f"{prefix}linear_attn.", layout))
     elif kind.attention == "latent":
         specs |= prefixed("attention/", _latent(config, kind, f"{prefix}self_attn."))
     else:
         specs |= prefixed("attention/", _grouped(config, f"{prefix}self_attn."))
+    # Feed-forward: experts, or one dense SwiGLU.
     if kind.is_moe:
         return specs | prefixed("experts/", _experts(config, f"{prefix}mlp.", has))
     F = config.intermediate_size
@@ -93,6 +95,7 @@ def _grouped(config: ModelConfig, prefix: str) -> dict[str, ParamSpec]:
             ]
         return [*queries, of("k", 1, slice(G, G + 1)), of("v", 1, slice(G + 1, G + 2))]
 
+    # The third axis: queries, key, value, and gates if there are any.
     heads = G + 2 + (G if gates == 2 else 0)
     specs = {"qkv": ParamSpec((D, K, heads, H), tuple(slices("weight", D)), in_axis=-4)}
     if config.attention_bias:

@@ -68,6 +68,7 @@ def load(
 def _load_param(files: CheckpointFiles, plan: LoadPlan, path: str, mesh: Mesh | None):
     """Loads one parameter; fp8 with scales becomes a `BlockScaled`."""
     dtype, spec = plan.dtypes[path], plan.specs[path]
+    # Block-scaled fp8 is loaded as two arrays: the values and their scales.
     if dtype == E4M3:
         scales = scale_spec(spec, plan.scales)
         parts = {
@@ -92,6 +93,7 @@ def _place(path: str, shape: tuple[int, ...], mesh: Mesh | None, read: Callable[
 
 def _check_memory(plan: LoadPlan, mesh: Mesh | None) -> None:
     """Rejects a model that this machine's memory cannot hold, before anything is allocated. Only checked on CPUs."""
+    # What this process's devices will hold: their share under a mesh, all without one.
     need = sum(np.prod(spec.shape, dtype=np.int64) * plan.dtypes[path].itemsize for path, spec in plan.specs.items())
     devices = len(mesh.local_devices) / mesh.size if mesh is not None else 1
     if not hasattr(os, "sysconf"):

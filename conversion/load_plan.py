@@ -92,6 +92,7 @@ def inspect_files(files: CheckpointFiles, *, model_type: str | None = None) -> L
       ConfigError: `config.json` is damaged or not supported.
     """
     values = files.json("config.json")
+    # Parse the configuration; nothing in it is executed.
     parsed = hf_config.parse_config(values, model_type)
     if "auto_map" in values:
         log.warning("config.json has auto_map: remote code is not run")
@@ -102,6 +103,7 @@ def inspect_files(files: CheckpointFiles, *, model_type: str | None = None) -> L
     config, layout = _with_stored_modules(parsed, files), parsed.layout
     config = _with_own_copies(config, layout, files)
     specs = param_specs(config, layout, files.tensors.__contains__)
+    # The norms can only be read once the names of their tensors are known.
     config = _with_norm_convention(config, specs, files)
     tied = {copy: original for copy, original in tied_copies(config, layout) if copy in files.tensors}
     # Every tensor that is needed must have the shape that the configuration implies.
@@ -146,6 +148,7 @@ def count_stored_modules(config: ModelConfig, layout: Layout, files: CheckpointF
       The number of modules.
     """
     found = 0
+    # Every module has a decoder layer, and every decoder layer has this norm.
     while mtp_names(config, layout, found)[0] + "input_layernorm.weight" in files.tensors:
         found += 1
     return found
@@ -155,6 +158,7 @@ def _with_stored_modules(parsed: hf_config.ParsedConfig, files: CheckpointFiles)
     """Counts MTP modules: those in the files, or those that the configuration names if that is more."""
     config = parsed.model
     found, named = count_stored_modules(config, parsed.layout, files), config.num_mtp_modules
+    # Some published configurations name fewer modules than the files hold. Fewer in the files are missing tensors.
     if found > named:
         if parsed.names_modules:
             log.warning("config.json names %d MTP modules; the files hold %d, which are used", named, found)
@@ -166,6 +170,7 @@ def _with_own_copies(config: ModelConfig, layout: Layout, files: CheckpointFiles
     """Compares the copies of embedding and head in MTP modules: equal ones are tied, others are loaded beside."""
     own = {"embedding": [], "head": []}
     for copy, original in tied_copies(config, layout):
+        # Most checkpoints leave the copies out.
         if copy not in files.tensors or original not in files.tensors:
             log.info("%s is shared: the files contain no copy", copy)
             continue
@@ -174,6 +179,7 @@ def _with_own_copies(config: ModelConfig, layout: Layout, files: CheckpointFiles
         if not same and copy == "lm_head.weight":
             raise CheckpointFileError("tie_word_embeddings is true, but lm_head.weight differs from the embedding")
         own["embedding" if "embed_tokens" in copy else "head"].append(not same)
+    # The model has own embeddings or heads for all modules or for none.
     changes = {}
     for name, differs in own.items():
         if any(differs):
@@ -185,6 +191,7 @@ def _with_own_copies(config: ModelConfig, layout: Layout, files: CheckpointFiles
 
 def _with_norm_convention(config: ModelConfig, specs: dict[str, ParamSpec], files: CheckpointFiles) -> ModelConfig:
     """Detects how norm weights are stored: as w of `1 + w` (zero-centred), or as `1 + w`, with means near 1."""
+    # Norm weights are trained from 0 or from 1 and stay near it, so their mean tells the two conventions apart.
     names = [spec.slices[0].name for path, spec in specs.items() if path.endswith("norm_attention/scale")]
     stored = [name for name in names if name in files.tensors and files.tensors[name].dtype in FLOATS]
     if not config.zero_centred_norm or not stored:
@@ -216,6 +223,7 @@ def _scale_names(
             raise CheckpointFileError(
                 f"tensor {name} is float8_e4m3fn, but quantization_config does not describe block-wise fp8"
             )
+        # There is one scale per block; blocks at the edges are smaller.
         grid = tuple(-(-size // side) for size, side in zip(shape, block, strict=True)) if len(shape) == 2 else None
         if files.tensors[found].shape != grid:
             raise CheckpointFileError(
@@ -227,6 +235,7 @@ def _scale_names(
 
 def _param_dtype(path: str, spec: ParamSpec, files: CheckpointFiles, scales: ScaleMap, dtype) -> np.dtype:
     """Chooses a parameter's dtype, and rejects weights that cannot be loaded in it."""
+    # A parameter such as `qkv` is assembled from several tensors, which must agree.
     found = {files.tensors[piece.name].dtype for piece in spec.slices}
     for piece in spec.slices:
         kind = files.tensors[piece.name].dtype

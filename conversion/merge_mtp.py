@@ -55,7 +55,7 @@ def merge_export(base, modules, target, *, progress: Callable[[int], Any] | None
     Args:
       base: a full Hugging Face checkpoint, with or without MTP modules. Modules that it lacks go into a new file.
       modules: a folder that `export_mtp` wrote.
-      target: the folder to write. It appears complete or not at all.
+      target: the folder to write. It appears only when it is complete.
       progress: called with the number of bytes of each block that is written.
 
     Returns:
@@ -86,7 +86,7 @@ def merge_tensors(
       files: the base checkpoint.
       plan: its plan.
       modules: the modules to put in.
-      target: the folder to write. It appears complete or not at all.
+      target: the folder to write. It appears only when it is complete.
       progress: called with the number of bytes of each block that is written.
 
     Returns:
@@ -96,6 +96,7 @@ def merge_tensors(
       CheckpointFileError: a tensor has another shape than the one that it replaces.
     """
     report, changed = _compare(files, plan, modules)
+    # A changed fp8 tensor gets new scales, so the tensor of its scales changes with it.
     scaled_tensor = {plan.scales.names[name]: name for name in changed if name in plan.scales.names}
     # The base's files keep their headers, since names, dtypes and shapes stay. New modules get a file of their own.
     shards = []
@@ -150,6 +151,7 @@ def _compare(files: CheckpointFiles, plan: LoadPlan, modules: ModuleTensors) -> 
 
 def _is_equal(files: CheckpointFiles, plan: LoadPlan, modules: ModuleTensors, name: str) -> bool:
     """Returns whether exporting the base's tensor would give the module's, in the module's own dtype."""
+    # An export of an fp8 checkpoint holds bfloat16: dequantize the base in the same way before comparing.
     dtype = modules.entries[name].dtype
     ours = (block.astype(dtype) for block in dequantized_blocks(files, plan.scales, name, dtype))
     return streams_equal(ours, modules.blocks(name))
@@ -165,6 +167,7 @@ def _from_export(exported: CheckpointFiles, files: CheckpointFiles, plan: LoadPl
             f"{exported.path} has {count!r} MTP modules, but {files.path} has {plan.config.num_mtp_modules}"
         )
     config = dataclasses.replace(plan.config, num_mtp_modules=count)
+    # From here on tensors have the names of the full checkpoint.
     names = {original_name(name, config, plan.layout): name for name in exported.tensors}
     # Embedding and head belong to the trunk, which a merge does not change.
     for name in shared_tensors(config, plan.layout):
@@ -178,8 +181,10 @@ def _from_export(exported: CheckpointFiles, files: CheckpointFiles, plan: LoadPl
 def _check_names(names: Iterable[str], config: ModelConfig, plan: LoadPlan) -> None:
     """Checks that an export has all tensors of the modules and no others; copies of embedding and head are optional."""
     names = set(names)
+    # The tensors that modules of this configuration must have.
     specs = param_specs(config, plan.layout, names.__contains__)
     wanted = {piece.name for path, spec in specs.items() if path.startswith("mtp_") for piece in spec.slices}
+    # Copies of the trunk's embedding and head, which some families put into each module.
     copies = set()
     for number in range(config.num_mtp_modules):
         _, around = mtp_names(config, plan.layout, number)

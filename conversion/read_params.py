@@ -92,6 +92,7 @@ def dequantize(values: np.ndarray, scales: np.ndarray, axis: int, block: int, be
     Returns:
       `value * scale` in float32.
     """
+    # Repeat each scale for the elements of its block, and cut out the part that `values` covers.
     part = (slice(None),) * axis + (slice(begin, begin + values.shape[axis]),)
     return _E4M3_VALUES.take(values.view(np.uint8)) * np.repeat(scales, block, axis=axis)[part]
 
@@ -138,6 +139,7 @@ def _assemble(
     spec: ParamSpec, index: Index, dtype: np.dtype, rows: Callable[[TensorSlice, int, int], np.ndarray]
 ) -> np.ndarray:
     """Assembles a part of a parameter from rows of its tensors, a few blocks in memory at once."""
+    # Each slice fills its rectangle of the part; together they cover it.
     out = _aligned([end - begin for begin, end in index], dtype)
     for piece in spec.slices:
         for block in piece.blocks(dtype.itemsize):

@@ -60,6 +60,7 @@ def parse_header(content: bytes, file: str, path) -> tuple[list[TensorInfo], dic
       CheckpointFileError: the header is damaged, or describes tensors that overlap, leave gaps, or have an unsupported
         dtype.
     """
+    # The header is JSON: a dict of tensors by name, and optional metadata.
     header = parse_json(content[8:], path)
     if not isinstance(header, dict) or len(header) > MAX_TENSORS:
         raise CheckpointFileError(f"{path} has no safetensors header")
@@ -116,6 +117,7 @@ def _tensor(name: str, entry: Any, file: str, path, data_begin: int) -> TensorIn
         raise CheckpointFileError(
             f"{problem} has no valid shape and offsets or an unsupported dtype; supported: {', '.join(DTYPES)}"
         ) from error
+    # Check every number before it is used in arithmetic or in an allocation.
     numbers = (*shape, begin, end)
     if not all(isinstance(number, int) and not isinstance(number, bool) and 0 <= number < 2**63 for number in numbers):
         raise CheckpointFileError(f"{problem} has shape {shape} at {begin}..{end}")

@@ -68,6 +68,7 @@ def make_shard(file: str, entries: Iterable[TensorEntry], metadata: dict[str, st
     if metadata is not None:
         header["__metadata__"] = metadata
     for entry in entries:
+        # Offsets count from the end of the header.
         offsets = [place, place + entry.nbytes]
         header[entry.name] = {"dtype": DTYPE_NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
         place += entry.nbytes
@@ -87,6 +88,7 @@ def split_into_shards(entries: Iterable[TensorEntry], most: int = SHARD_BYTES) -
     Returns:
       The shards; a single one is called `model.safetensors`.
     """
+    # Fill files in order: a tensor that does not fit begins the next file.
     groups: list[list[TensorEntry]] = [[]]
     room = most
     for entry in entries:

@@ -59,6 +59,7 @@ class TensorSlice(NamedTuple):
         Returns:
           The slice of these units only, with fewer rows and a smaller target.
         """
+        # A slice of a single unit cannot be cut.
         axis = self.rows_axis
         if axis is None:
             return self
@@ -79,6 +80,7 @@ class TensorSlice(NamedTuple):
         Yields:
           Slices of at most `BLOCK_BYTES`, or of a single unit if one is larger.
         """
+        # As many units as fit into a block of memory, in steps of nearly equal size.
         step = even_step(self.units, BLOCK_BYTES // max(math.prod(self.split) // self.units * itemsize, 1))
         for begin in range(0, self.units, step):
             yield self.narrowed(begin, min(begin + step, self.units))
@@ -124,6 +126,7 @@ class ParamSpec:
         Returns:
           The shape of a chunk of at most `BLOCK_BYTES`, if cuts along these two axes suffice.
         """
+        # Cut the expert axis first: each expert is a tensor of its own. Then cut along the rows.
         shape = list(self.shape)
         has_experts = not isinstance(self.slices[0].target[0], slice)
         for axis in (0 if has_experts else None, self.slices[0].rows_axis):
@@ -148,6 +151,7 @@ def tensor_slice(name: str, shape, target, *, rows=None, split=None, select=(), 
     Returns:
       The slice.
     """
+    # Fill in the defaults: all rows, not factored, nothing selected, not transposed.
     begin, end = rows or (0, shape[0])
     split = split or (end - begin, *shape[1:])
     assert math.prod(split) == (end - begin) * math.prod(shape[1:]), (name, shape, split)
@@ -224,6 +228,7 @@ def copy_into(out: np.ndarray, view: np.ndarray) -> None:
       out: the array to write.
       view: an array of the same shape, of any strides.
     """
+    # NumPy copies contiguous and small arrays as fast as the memory allows.
     if view.flags.c_contiguous or view.nbytes < TILE_BYTES // 4 or _cpu() is None:
         out[...] = view
         return

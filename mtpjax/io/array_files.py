@@ -75,6 +75,7 @@ def _write_streams(folder: pathlib.Path, streams: Mapping[str, StreamedArray]):
         spec = array_spec(folder, name)
         shutil.rmtree(spec["kvstore"]["path"])
         dtype = "bool" if stream.dtype == np.bool_ else stream.dtype.name
+        # zarr would leave out the files of chunks that hold only zeros; with all files there, a missing one is damage.
         spec |= {"dtype": dtype, "store_data_equal_to_fill_value": True}
         spec["metadata"] = {"shape": stream.shape, "chunks": stream.chunks, "compressor": None}
         stores[name] = tensorstore.open(spec, create=True, context=context).result()
@@ -97,6 +98,7 @@ def _write_streams(folder: pathlib.Path, streams: Mapping[str, StreamedArray]):
         sums[name].update(digest)
         chunks = streams[name].chunks
         if all(cut.stop - cut.start == size for cut, size in zip(index, chunks, strict=True)):
+            # zarr names a chunk file by the chunk's numbers along each axis.
             place = ".".join(str(cut.start // size) for cut, size in zip(index, chunks, strict=True))
             known[f"{folder.name}/{name.replace('/', '.')}/{place}"] = digest.hex()
     return {name: _record(stream, sums[name].hexdigest(), stream.chunks) for name, stream in streams.items()}, known
@@ -168,6 +170,7 @@ def array_record(array: np.ndarray, chunks: list[int] | None = None) -> dict[str
     """
     if chunks is None:
         return _record(array, _sha256(array).hex())
+    # The same digest as when the chunks were streamed.
     total = hashlib.sha256()
     for index in chunk_grid(array.shape, chunks):
         total.update(_sha256(np.ascontiguousarray(array[index])))
@@ -194,6 +197,7 @@ def chunk_grid(shape, chunks) -> Iterator[Index]:
     Yields:
       The index of each chunk.
     """
+    # Chunks in C order: the digest of an array depends on it.
     axes = [range(0, size, step) for size, step in zip(shape, chunks, strict=True)]
     for begins in itertools.product(*axes):
         yield tuple(

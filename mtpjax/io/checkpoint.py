@@ -76,6 +76,7 @@ def save(path, config_dict, params, *, metadata=None, write_more: Callable[[path
         with ThreadPoolExecutor() as pool:
             digests = pool.map(lambda file: known.get(file) or file_digest(unfinished / file), files)
             sums = dict(zip(files, digests, strict=True))
+        # Digests come last: a folder without them is incomplete.
         (unfinished / DIGESTS).write_bytes(json_bytes({"files": sums, "arrays": records}))
 
 
@@ -112,7 +113,7 @@ def load(path, *, dtype=None, mesh: Mesh | None = None) -> tuple[MTPModel, dict]
     Args:
       path: an mtpjax checkpoint, a run folder of `mtpjax train`, or a Hugging Face directory with safetensors files of
         a supported family.
-      dtype: dtype to cast the parameters to. `None` keeps the dtypes of the files; block-quantised fp8 weights stay
+      dtype: dtype to cast the parameters to. `None` keeps the dtypes of the files; block-quantized fp8 weights stay
         fp8 with their scales (`BlockScaled`).
       mesh: lays the parameters out over this mesh; each process reads only what its devices hold.
 
@@ -138,13 +139,15 @@ def load(path, *, dtype=None, mesh: Mesh | None = None) -> tuple[MTPModel, dict]
       (32, 16)
     """
     path = find_checkpoint(path)
+    # A Hugging Face directory: `conversion` reads it in place, without an mtpjax copy on disk.
     if not is_checkpoint(path) and (path / CONFIG).is_file():
         from conversion.load import load as load_hugging_face
 
         model, params = load_hugging_face(path, dtype=dtype, mesh=mesh)
         return _exclude_padding(model, path), params
+    # An mtpjax checkpoint: every digest is verified.
     config, params, _ = restore(path)
-    # `BlockScaled` leaves are dequantised by `astype`.
+    # `BlockScaled` leaves are dequantized by `astype`.
     if dtype is not None:
         params = jax.tree.map(lambda leaf: leaf.astype(dtype), params, is_leaf=is_scaled)
     model = _exclude_padding(MTPModel(model_config(config, path)), path)

@@ -65,9 +65,10 @@ def checkpoint_digest(path: pathlib.Path) -> str:
       path: a checkpoint of either format.
 
     Returns:
-      A hexadecimal sha256: over the digests of our own format, or over the configuration, the index and the file sizes
-      of a Hugging Face directory.
+      A hexadecimal sha256: over the digests of an mtpjax checkpoint, or over the configuration, the index and the file
+      sizes of a Hugging Face directory.
     """
+    # Digests of an mtpjax checkpoint cover its weights. For a Hugging Face directory the file sizes stand in.
     described = [path / name for name in (DIGESTS, CONFIG, "model.safetensors.index.json")]
     whole = hashlib.sha256(b"".join(file.read_bytes() for file in described if file.is_file()))
     for file in sorted(path.glob("*.safetensors")):
@@ -106,6 +107,7 @@ def read_digests(path: pathlib.Path) -> tuple[dict[str, str], dict[str, dict[str
     """
     file = path / DIGESTS
     try:
+        # The file may be damaged in any way: check the structure before anything uses it.
         digests = json.loads(file.read_bytes())
         files, arrays = dict(digests["files"]), dict(digests["arrays"])
         is_complete = CONFIG in files and all(_is_record(record) for record in arrays.values())

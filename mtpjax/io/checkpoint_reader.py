@@ -50,7 +50,7 @@ class CheckpointReader:
       metadata: the metadata that was saved.
       files: sha256 by file name.
       records: shape, dtype and sha256 by flat array name.
-      scaled: `[axis, block]` of quantised parameters by flat name.
+      scaled: `[axis, block]` of quantized parameters by flat name.
     """
 
     def __init__(self, path, *, verify: bool = True):
@@ -69,6 +69,7 @@ class CheckpointReader:
             raise CheckpointError(
                 f"no mtpjax checkpoint at {self.path}: looked for a config.json with format {FORMAT!r}"
             )
+        # Formats of other versions are rejected, not guessed at.
         if config.get("version") != VERSION:
             raise CheckpointError(
                 f"{self.path / CONFIG} has version {config.get('version')!r}, not {VERSION}: it was written by another "
@@ -103,6 +104,7 @@ class CheckpointReader:
         """
         import tensorstore
 
+        # Opening an array reads its metadata, so each is opened once.
         if name not in self._open:
             self._context = self._context or single_thread_context()
             spec = array_spec(self.path / ARRAYS, name)
@@ -140,5 +142,6 @@ def model_config(values: Any, path) -> ModelConfig:
 
 def _of_array(file: str, arrays: dict[str, Any]) -> str:
     """Returns " of array 'a/b'" for the file `params/a.b/0.0`, and "" for a file that belongs to no single array."""
+    # Orbax stores the array `a/b` in the folder `params/a.b`.
     name = file.split("/")[1].replace(".", "/") if file.count("/") > 1 else ""
     return f" of array {name!r}" if name in arrays else ""

@@ -56,11 +56,11 @@ def to_mtpjax(
     strict: bool = False,
     progress: Progress | None = None,
 ) -> None:
-    """Converts a Hugging Face directory to a checkpoint of ours, which keeps everything else in the directory too.
+    """Converts a Hugging Face directory to an mtpjax checkpoint, which keeps everything else in the directory too.
 
     Args:
       source: the Hugging Face directory.
-      target: the checkpoint folder to write. It appears complete or not at all; an older checkpoint is replaced.
+      target: the checkpoint folder to write. It appears only when it is complete; an older checkpoint is replaced.
       dtype: dtype to cast the parameters to. `None` keeps those of the files; block-quantized fp8 stays fp8.
       model_type: the family to use instead of the one that `config.json` names.
       allow_extra: keep tensors that are unknown, instead of raising an error.
@@ -73,6 +73,7 @@ def to_mtpjax(
       FileExistsError: `target` is neither empty nor a checkpoint.
     """
     with CheckpointFiles(source, strict=strict) as files:
+        # Only headers are read here. Weights are read while the checkpoint is saved, a chunk at a time.
         plan = make_plan(files, dtype=dtype, model_type=model_type, allow_extra=allow_extra)
         params = unflatten({path: _streamed_param(files, plan, path, progress) for path in plan.specs})
 
@@ -106,6 +107,7 @@ def _streamed_param(files: CheckpointFiles, plan: LoadPlan, path: str, progress:
 
     if dtype != E4M3:
         return stream(spec, dtype, lambda index: read_as(files, plan.scales, spec, index, dtype))
+    # fp8 weights keep their values, and their scales become a second array.
     values = stream(spec, dtype, lambda index: read_values(files, spec, index))
     scales = stream(
         scale_spec(spec, plan.scales), np.dtype(np.float32), lambda index: read_scales(files, plan.scales, spec, index)
@@ -129,14 +131,14 @@ class _Original(NamedTuple):
 def to_hugging_face(
     source, target, *, dtype=None, model_type: str | None = None, progress: Progress | None = None
 ) -> None:
-    """Converts a checkpoint of ours to a Hugging Face directory.
+    """Converts an mtpjax checkpoint to a Hugging Face directory.
 
     A checkpoint that was converted from such a directory gets its files, names and order back, and the same bytes
     unless `dtype` casts the weights. Another model is written as the first family that can describe it.
 
     Args:
       source: the checkpoint, or a run folder that holds one.
-      target: the folder to write, which must be empty or missing. It appears complete or not at all.
+      target: the folder to write, which must be empty or missing. It appears only when it is complete.
       dtype: dtype to cast the weights to. `None` keeps those of the checkpoint.
       model_type: the family to write a model as that was not converted from a Hugging Face directory.
       progress: called with the number of bytes of each block that is written.
@@ -146,6 +148,7 @@ def to_hugging_face(
       ConfigError: no supported family can describe the model.
       FileExistsError: `target` is not empty.
     """
+    # Read the description of the checkpoint, and of the directory that it was converted from.
     reader = CheckpointReader(find_checkpoint(source))
     config = reader.model_config()
     converted = _read_original(reader)
@@ -160,6 +163,7 @@ def to_hugging_face(
     scales = _original_scales(original, before, entries)
     # Tensors that are cast from fp8 lose their scales.
     dropped = {scale for name, scale in scales.names.items() if entries[name].dtype != E4M3}
+    # Repeat the original files, or make new ones.
     shards = [
         _repeat_shard(file, original.headers[file], found, metadata, entries, dropped)
         for file, (found, metadata) in parsed.items()
@@ -171,6 +175,7 @@ def to_hugging_face(
         with _other_tensors(reader) as other:
 
             def blocks(entry: TensorEntry) -> Iterator[np.ndarray]:
+                # Tensors that are not parameters were kept in a file of their own.
                 if other is not None and entry.name in other.tensors:
                     return other.blocks(entry.name)
                 return assembler.blocks(entry)
@@ -199,6 +204,7 @@ def _read_original(reader: CheckpointReader) -> _Original | None:
         return None
     kept = json.loads((reader.path / HEADERS).read_bytes())
     headers = {file: text.encode() for file, text in kept["headers"].items()}
+    # A header begins with its length, 8 bytes little-endian.
     headers = {file: len(text).to_bytes(8, "little") + text for file, text in headers.items()}
     return _Original(kept["model_type"], json.loads((reader.path / FOLDER / "config.json").read_bytes()), headers)
 
@@ -218,6 +224,7 @@ def _repeat_shard(
     dropped: set[str],
 ) -> Shard:
     """Makes a file again: under the same header if its tensors have not changed, otherwise under a new one."""
+    # Tensors of other parts have no entry and stay as they were.
     wanted = [entries.get(tensor.name, entry_of(tensor)) for tensor in found if tensor.name not in dropped]
     if wanted == [entry_of(tensor) for tensor in found]:
         return Shard(file, header, tuple(wanted))
@@ -238,6 +245,7 @@ def _entries(reader: CheckpointReader, specs: dict[str, ParamSpec], dtype) -> di
     """Lists the tensors of all parameters, in `dtype` or the dtype that they are stored in."""
     entries = {}
     for path, spec in specs.items():
+        # A quantized parameter is stored as two arrays, of which the values have its shape.
         record = reader.records.get(f"{path}/values" if path in reader.scaled else path)
         if record is None or tuple(record["shape"]) != spec.shape:
             raise CheckpointFileError(f"{reader.path} has no array {path} of shape {spec.shape}")

@@ -1,4 +1,4 @@
-"""Files of a Hugging Face directory that a checkpoint of ours keeps beside its parameters. Imports no JAX.
+"""Files of a Hugging Face directory that an mtpjax checkpoint keeps beside its parameters. Imports no JAX.
 
 huggingface/              config.json, tokenizer and other small files, byte for byte
 huggingface.json          model type and the headers of the safetensors files, so that export can repeat them
@@ -19,10 +19,10 @@ def huggingface_folder(path) -> pathlib.Path:
     """Finds the Hugging Face files, such as the tokenizer, of a checkpoint.
 
     Args:
-      path: a checkpoint of ours, or a Hugging Face directory.
+      path: an mtpjax checkpoint, or a Hugging Face directory.
 
     Returns:
-      The `huggingface/` folder of a checkpoint of ours, if it has one; otherwise `path` itself.
+      The `huggingface/` folder of an mtpjax checkpoint, if it has one; otherwise `path` itself.
     """
     path = pathlib.Path(path)
     kept = path / FOLDER
@@ -35,7 +35,7 @@ def count_tokens(path) -> int | None:
     Embedding tables are often padded to a round size. Rows from this count on belong to no token.
 
     Args:
-      path: a checkpoint of ours, or a Hugging Face directory.
+      path: an mtpjax checkpoint, or a Hugging Face directory.
 
     Returns:
       One more than the largest id in `tokenizer.json`; `None` if that file is missing or cannot be read.
@@ -43,6 +43,7 @@ def count_tokens(path) -> int | None:
     try:
         content = read_inside(huggingface_folder(path), "tokenizer.json", most=MAX_TOKENIZER_BYTES)
         values = json.loads(content) if content is not None else {}
+        # BPE and WordPiece list tokens by id in a dict, Unigram in a list. Added tokens are listed apart.
         vocabulary = values["model"]["vocab"]
         largest = max(vocabulary.values()) if isinstance(vocabulary, dict) else len(vocabulary) - 1
         return 1 + max([largest, *(token["id"] for token in values.get("added_tokens", ()))])

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, from its headers and its configuration: no weights are loaded."""
+"""Describes a checkpoint from its headers and its configuration, without loading weights."""
 
 import collections
 import json
@@ -22,15 +22,27 @@ from mtpjax.models.sharding import param_spec
 
 
 def inspect(path, *, mesh: dict[str, int] | None = None, model_type: str | None = None) -> dict[str, Any]:
-    """Facts about a Hugging Face directory, or one of our checkpoints, as plain values.
+    """Describes a Hugging Face directory or an mtpjax checkpoint.
 
-    `mesh` gives the sizes of its axes, such as `{"tensor": 8}`: `bytes_per_device` is what parameters take there.
+    Args:
+      path: the checkpoint, or a run folder that holds one.
+      mesh: axis sizes by name, such as `{"tensor": 8}`, for "bytes_per_device"; `None` is one device.
+      model_type: the family to use instead of the one that `config.json` names.
+
+    Returns:
+      Values that JSON can hold: format, family, dtypes, files, missing and unknown tensors, the configuration, and
+      numbers and bytes of the parameters.
+
+    Raises:
+      CheckpointError: the checkpoint is damaged or not supported. Missing or unknown tensors raise no error.
     """
     found = find_checkpoint(path)
-    facts = _ours(found) if is_checkpoint(found) else _hugging_face(path, model_type)
+    facts = _mtpjax(found) if is_checkpoint(found) else _hugging_face(path, model_type)
     config, sizes = facts.pop("config"), facts.pop("sizes")
+    # The same numbers for both formats: they follow from the configuration and the shapes.
     facts["parameters"] = count_parameters(config)
     facts["bytes_of_parameters"] = sum(math.prod(shape) * dtype.itemsize for shape, dtype in sizes.values())
+    # Sharded as `mtpjax.load(mesh=...)` lays parameters out; axes that an array does not use hold copies.
     mesh = mesh or {}
     facts["mesh"] = mesh
     facts["bytes_per_device"] = sum(
@@ -41,18 +53,25 @@ def inspect(path, *, mesh: dict[str, int] | None = None, model_type: str | None 
 
 
 def count_parameters(config: ModelConfig) -> dict[str, int]:
-    """How many numbers a model holds: in the trunk (embedding and head included) and in its MTP modules.
+    """Counts a model's parameters.
 
-    `active` are those that a token is multiplied with: of the routed experts `num_experts_per_tok`, of the embedding
-    none, unless it is the head too.
+    Args:
+      config: the model's configuration.
+
+    Returns:
+      "trunk" (with embedding and head) and "mtp" (the MTP modules); "active" and "mtp_active" are those that take part
+      in a matrix product for each token: `num_experts_per_tok` of the routed experts, and the embedding only if it is
+      the head too.
     """
     counts = collections.Counter(trunk=0, mtp=0, active=0, mtp_active=0)
     for path, spec in param_specs(config, Layout(), lambda name: False).items():
         part = "mtp" if path.startswith("mtp_") else "trunk"
         number = math.prod(spec.shape)
         counts[part] += number
+        # A token runs through a few of the routed experts.
         if path.endswith(("experts/gate_up", "experts/down")):
             number = number // config.n_routed_experts * config.num_experts_per_tok
+        # The embedding is a table look-up, unless it is also the head.
         if path.startswith(("embedding", "mtp_embedding")) and not config.tie_word_embeddings:
             continue
         counts["mtp_active" if part == "mtp" else "active"] += number
@@ -60,8 +79,16 @@ def count_parameters(config: ModelConfig) -> dict[str, int]:
 
 
 def lines(facts: dict[str, Any]) -> list[str]:
-    """The facts for people."""
+    """Formats what `inspect` returned as a table.
+
+    Args:
+      facts: the description.
+
+    Returns:
+      The table's lines.
+    """
     config, parameters = facts["configuration"], facts["parameters"]
+    # Summarize attention kinds and experts on one line each.
     kinds = collections.Counter(config["layer_types"] or ["full_attention"] * config["num_hidden_layers"])
     experts = (
         f"{config['n_routed_experts']} experts, {config['num_experts_per_tok']} per token, "
@@ -87,21 +114,22 @@ def lines(facts: dict[str, Any]) -> list[str]:
             f"{parameters['mtp']:,} in MTP modules, {parameters['mtp_active']:,} active",
         ),
         ("dtypes", ", ".join(dtypes)),
-        ("quantisation", json.dumps(facts["quantization"]) if facts["quantization"] else "none"),
+        ("quantization", json.dumps(facts["quantization"]) if facts["quantization"] else "none"),
         ("files", f"{len(facts['shards'])} shards, {facts['tensors']} tensors, {size(facts['bytes'])}"),
         ("memory", f"{size(facts['bytes_per_device'])} of parameters per device on {mesh}"),
     ]
+    # List what differs from a plain, complete checkpoint, with a few names of each.
     for name in ("tied", "other", "missing", "extra"):
         found = facts[name]
         if found:
             rows.append((f"{name} tensors", f"{len(found)}: {', '.join(found[:4])}{', …' if len(found) > 4 else ''}"))
     if not facts["missing"] and not facts["extra"]:
-        rows.append(("complete", "every tensor is there, and none is unknown"))
+        rows.append(("complete", "no tensor is missing, none is unknown"))
     return [f"{name:<14} {value}" for name, value in rows]
 
 
 def size(count: float) -> str:
-    """Bytes for people."""
+    """Formats a number of bytes with a decimal unit, such as "1.5 GB"."""
     units = ("B", "kB", "MB", "GB", "TB")
     power = next((power for power in range(len(units) - 1) if count < 1000 ** (power + 1)), len(units) - 1)
     return f"{count / 1000**power:.4g} {units[power]}"
@@ -130,15 +158,16 @@ def _hugging_face(path, model_type: str | None) -> dict[str, Any]:
 
 
 def _sizes(files: CheckpointFiles, plan: LoadPlan):
-    """Arrays as they would be in memory: (path, (shape, dtype))."""
+    """Yields `(path, (shape, dtype))` of each parameter as it would be in memory."""
     for path, spec in plan.specs.items():
+        # A missing tensor counts as float32, so that an incomplete checkpoint can still be described.
         tensor = files.tensors.get(spec.slices[0].name)
         yield path, (spec.shape, tensor.dtype if tensor else np.dtype(np.float32))
         if tensor and tensor.name in plan.scales.names:
             yield f"{path}/scales", (scale_spec(spec, plan.scales).shape, np.dtype(np.float32))
 
 
-def _ours(path: pathlib.Path) -> dict[str, Any]:
+def _mtpjax(path: pathlib.Path) -> dict[str, Any]:
     stored = CheckpointReader(path, verify=False)
     config = stored.model_config()
     sizes = {name: (tuple(record["shape"]), np.dtype(record["dtype"])) for name, record in stored.records.items()}
@@ -161,7 +190,7 @@ def _ours(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _tally(arrays: Iterable[tuple[tuple[int, ...], np.dtype]]) -> dict[str, dict[str, int]]:
-    """By dtype: how many arrays, and their bytes."""
+    """Counts arrays and their bytes by dtype."""
     kinds: dict[str, dict[str, int]] = {}
     for shape, dtype in arrays:
         kind = kinds.setdefault(DTYPE_NAMES[dtype], {"tensors": 0, "bytes": 0})
@@ -171,6 +200,6 @@ def _tally(arrays: Iterable[tuple[tuple[int, ...], np.dtype]]) -> dict[str, dict
 
 
 def _share(name: str, shape: tuple[int, ...], mesh: dict[str, int]) -> int:
-    """How many numbers of an array one device holds."""
+    """Returns the number of elements of an array that one device holds."""
     parts = math.prod(mesh[axis] for axis in param_spec(name, shape, mesh) if axis is not None)
     return math.prod(shape) // parts

@@ -1,4 +1,4 @@
-"""Merges MTP modules, from an export or from a checkpoint of ours, into a full Hugging Face checkpoint."""
+"""Merges MTP modules, from an export or from an mtpjax checkpoint, into a full Hugging Face checkpoint."""
 
 import dataclasses
 from collections.abc import Callable
@@ -23,8 +23,8 @@ def merge_mtp(base, modules, target, *, progress: Callable[[int], Any] | None = 
 
     Args:
       base: a full Hugging Face checkpoint, with or without MTP modules. Modules that it lacks go into a new file.
-      modules: a folder that `mtpjax export-mtp` wrote, a checkpoint of ours, or a run folder that holds one.
-      target: the folder to write. It appears complete or not at all.
+      modules: a folder that `mtpjax export-mtp` wrote, an mtpjax checkpoint, or a run folder that holds one.
+      target: the folder to write. It appears only when it is complete.
       progress: called with the number of bytes of each block that is written.
 
     Returns:
@@ -33,6 +33,7 @@ def merge_mtp(base, modules, target, *, progress: Callable[[int], Any] | None = 
     Raises:
       CheckpointError: a checkpoint is damaged, or the two do not fit.
     """
+    # An export has Hugging Face names already; a trained checkpoint is renamed by the plan of the base.
     path = find_checkpoint(modules)
     if not is_checkpoint(path):
         return merge_export(base, modules, target, progress=progress)

@@ -42,6 +42,7 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
         raise ValueError(f"params must be nested dicts of arrays, not {type(tree).__name__}")
     leaves = {}
     for key, value in tree.items():
+        # Keys become names of folders and files.
         if not isinstance(key, str) or not key or "/" in key or "." in key:  # Orbax joins names with "."
             raise ValueError(f"params key {key!r} under {prefix!r} must be a non-empty string without '/' and '.'")
         if isinstance(value, Mapping) and value:
@@ -65,11 +66,13 @@ def flatten_arrays(params: Any) -> dict[str, np.ndarray | StreamedArray]:
     """
     arrays = {}
     for name, leaf in flatten(params).items():
+        # PRNG keys are arrays too, but their bits mean nothing without their implementation.
         is_array = isinstance(leaf, (jax.Array, np.ndarray, StreamedArray))
         if not is_array or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             raise ValueError(f"params[{name!r}] is a {type(leaf).__name__}; a checkpoint holds jax or numpy arrays")
         if not math.prod(leaf.shape):
             raise ValueError(f"params[{name!r}] has shape {leaf.shape}; Orbax cannot store an array without elements")
+        # A streamed array stays where it is until its chunks are written.
         array = leaf if isinstance(leaf, StreamedArray) else np.asarray(leaf)
         if not array.dtype.isnative or not _is_jax_dtype(array.dtype):
             raise ValueError(f"params[{name!r}] has dtype {array.dtype.str} ({array.dtype}); JAX would not restore it")
@@ -80,7 +83,7 @@ def flatten_arrays(params: Any) -> dict[str, np.ndarray | StreamedArray]:
 
 
 def split_scaled(params: Any) -> tuple[Any, dict[str, list[int]]]:
-    """Replaces quantised leaves by plain arrays, which is the form that is stored.
+    """Replaces quantized leaves by plain arrays, which is the form that is stored.
 
     Args:
       params: nested dicts that may hold `BlockScaled` leaves.
@@ -101,7 +104,7 @@ def split_scaled(params: Any) -> tuple[Any, dict[str, list[int]]]:
 
 
 def join_scaled(params: dict[str, Any], scaled: Mapping[str, list[int]]) -> dict[str, Any]:
-    """Rebuilds the quantised leaves that `split_scaled` took apart, in place.
+    """Rebuilds the quantized leaves that `split_scaled` took apart, in place.
 
     Args:
       params: nested dicts of arrays.
@@ -111,6 +114,7 @@ def join_scaled(params: dict[str, Any], scaled: Mapping[str, list[int]]) -> dict
       `params`.
     """
     for name, (axis, block) in scaled.items():
+        # Walk to the dict that holds the parameter, and replace its two arrays.
         *folders, last = name.split("/")
         node = params
         for folder in folders:
