@@ -342,7 +342,6 @@ def loss_memory(
 
 
 def _make(name: str, threads: int, shape: str, folder: pathlib.Path) -> Any:
-    keep_freed_memory()  # as `mtpjax train` does; PyTorch gets the same
     if name == "mtpjax":
         return Mtpjax(shape, folder)
     if name == "products":
@@ -351,4 +350,6 @@ def _make(name: str, threads: int, shape: str, folder: pathlib.Path) -> Any:
 
 
 if __name__ == "__main__":
+    # As `mtpjax train` does; PyTorch gets the same.
+    keep_freed_memory()
     serve(_make)

@@ -1,6 +1,5 @@
 """The process's threads and memory on the host CPU. Imports no JAX: both must be set before JAX starts."""
 
-import ctypes
 import os
 import sys
 
@@ -47,23 +46,25 @@ def suitable_threads(checkpoint_bytes: int) -> int:
     return 1 if checkpoint_bytes < _SMALL_MODEL else 0
 
 
-# Parameters of mallopt, from glibc's malloc.h.
-_TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
+# glibc reads these when a process starts: blocks of up to 4 GB come from the heap, the heap shrinks only where 8 GB are
+# free at its end, and its pages are huge ones.
+_TUNABLES = {"mmap_threshold": 4_000_000_000, "trim_threshold": 8_000_000_000, "hugetlb": 1}
 
 
-def keep_freed_memory() -> bool:
-    """Makes glibc keep freed memory for later allocations. Call it before JAX starts its threads.
+def keep_freed_memory() -> None:
+    """Restarts this program with a glibc that keeps freed memory for later allocations. Call it first in a program.
 
     On a CPU, XLA frees the temporaries of a training step after the step. By default glibc returns such large blocks to
-    the system, and the next step takes a page fault for every page again. The price is that the process never shrinks,
-    so this suits processes that run one training loop.
+    the system, and the next step takes a page fault for every page again. The price is that the process hardly shrinks,
+    so this suits programs that run one training loop.
 
     Returns:
-        True if the C library supports it; False without glibc.
+        None, without a restart, in the restarted program, where the user has set GLIBC_TUNABLES, and outside of Linux.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is None:
-        return False
-    # One heap for all threads; no block outside of it in a mapping of its own; the heap's end is never given back.
-    settings = {_ARENA_MAX: 1, _MMAP_MAX: 0, _TRIM_THRESHOLD: -1}
-    return all([mallopt(name, value) for name, value in settings.items()])
+    if sys.platform != "linux" or "GLIBC_TUNABLES" in os.environ:
+        return
+    os.environ["GLIBC_TUNABLES"] = ":".join(f"glibc.malloc.{name}={value}" for name, value in _TUNABLES.items())
+    # The new program takes the place of this one, under the same process id; what is still buffered would be lost.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

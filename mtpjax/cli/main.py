@@ -1,13 +1,13 @@
 """The `mtpjax` command: parses the flags, runs the command, maps exceptions to exit codes."""
 
 import logging
-import os
 import sys
 
 import jsonargparse
 
 from mtpjax.cli import conversion, decoding, measuring, training
 from mtpjax.errors import CheckpointError, ResumableError, UsageError
+from mtpjax.host import keep_freed_memory
 from mtpjax.version import __version__
 
 GROUPS = (training, decoding, conversion, measuring)
@@ -34,8 +34,9 @@ def main(arguments: list[str] | None = None) -> None:
         SystemExit: always, with the exit code.
     """
     options = make_parser().parse_args(arguments)
+    # Only a process of our own may be restarted, not one that calls this function.
     if arguments is None and options.subcommand in ("quickstart", "train"):
-        _restart_with_tunables()
+        keep_freed_memory()
     logging.basicConfig(level=logging.WARNING, format="mtpjax: %(message)s")
     command = options.subcommand
     try:
@@ -46,18 +47,6 @@ def main(arguments: list[str] | None = None) -> None:
         # The user's fault, not the program's: one line without a traceback.
         print(f"mtpjax {command}: {error}", file=sys.stderr)
         sys.exit(next(code for kind, code in EXIT_CODES if isinstance(error, kind)))
-
-
-def _restart_with_tunables() -> None:
-    """Starts the command again with a glibc that keeps freed memory, in huge pages, unless the user set tunables.
-
-    glibc reads its tunables when a process starts, so the process has to start again.
-    """
-    if sys.platform == "linux" and "GLIBC_TUNABLES" not in os.environ:
-        tunables = ("hugetlb=1", "mmap_threshold=4000000000", "trim_threshold=8000000000")
-        os.environ["GLIBC_TUNABLES"] = ":".join(f"glibc.malloc.{tunable}" for tunable in tunables)
-        sys.stdout.flush()
-        os.execv(sys.executable, [sys.executable, "-m", "mtpjax.cli.main", *sys.argv[1:]])
 
 
 def make_parser() -> jsonargparse.ArgumentParser:

@@ -81,7 +81,6 @@ def _train(options) -> int:
     import rich.console
 
     from mtpjax.errors import LostProcess, Preempted
-    from mtpjax.host import keep_freed_memory
     from mtpjax.training import distributed
     from mtpjax.training.panel import print_panel
     from mtpjax.training.trainer import describe, train
@@ -97,8 +96,6 @@ def _train(options) -> int:
         for name, value in describe(config).items():
             print(f"{name}: {value:,}")
         return 0
-    # Before JAX starts its threads: every step frees and takes the same buffers again.
-    keep_freed_memory()
     if options.nnodes > 1:
         distributed.connect(options.nnodes, options.node_rank, options.dist_init_addr)
     try:
