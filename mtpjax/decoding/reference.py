@@ -45,7 +45,7 @@ def plain_generate(
         sampling = Sampling.greedy(1)
     new: list[int] = []
     stops = [(token,) for token in stop_token_ids] + list(stop_sequences)
-    singles = np.array([[stop[0] for stop in stops if len(stop) == 1] + [-1]], np.int32)
+    singles = jnp.array([[stop[0] for stop in stops if len(stop) == 1] + [-1]], jnp.int32)
     V = model.config.vocab_size
     is_prompt = jnp.asarray(np.bincount(prompt, minlength=V)[None] > 0)
     least = int(sampling.min_new[0])
@@ -67,7 +67,7 @@ def _pick(
     history: History,
     num_new: int,
     position: int,
-    stop_ids: np.ndarray,
+    stop_ids: jax.Array,
     *,
     model: MTPModel,
 ) -> jax.Array:

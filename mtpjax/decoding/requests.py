@@ -190,11 +190,19 @@ def new_rows(
         place[: row.size] = row
     singles = (*config.stop_token_ids, *(sequence[0] for sequence in config.stop_sequences if len(sequence) == 1))
     stops = stop_table(config) if stops is None else stops
+    # Host arrays: jit transfers all of them at once. Each field has a buffer of its own, since states are donated.
+    arrays: dict[str, Any] = {
+        "prompt_length": lengths.copy(),
+        "limit": limits,
+        "stops": np.broadcast_to(stops, (R, *stops.shape)).copy(),
+        "rule_params": np.broadcast_to(np.array(rule_params(config), np.float32), (R, 2)).copy(),
+    }
     settings = RowSettings(
-        prompt_length=lengths.copy(),
-        limit=limits,
-        stops=np.broadcast_to(stops, (R, *stops.shape)).copy(),
-        rule_params=np.broadcast_to(np.array(rule_params(config), np.float32), (R, 2)).copy(),
-        sampling=sampling_arrays(sampling, R, model.config, key, singles, features=features),
+        sampling=sampling_arrays(sampling, R, model.config, key, singles, features=features), **arrays
     )
-    return NewRows(tokens, lengths, np.zeros(R, np.int32) if num_cached is None else num_cached, settings)
+    prompts: dict[str, Any] = {
+        "tokens": tokens,
+        "length": lengths,
+        "num_cached": np.zeros(R, np.int32) if num_cached is None else num_cached,
+    }
+    return NewRows(settings=settings, **prompts)

@@ -86,7 +86,7 @@ def sampling_arrays(
     V = config.vocab_size
     temperature = temperatures(sampling, batch)
     # 1. Numeric options. An option is in use if some row differs from the neutral value.
-    arrays: dict[str, np.ndarray] = {}
+    arrays: dict[str, Any] = {}  # host arrays, which jit transfers
     used: dict[str, bool] = {}
     for name, option in OPTIONS.items():
         values = _numbers(sampling, name, batch, option.dtype, option.least, option.most)
@@ -105,8 +105,12 @@ def sampling_arrays(
         raise ValueError(f"the decoding state was made without these sampling options: {', '.join(missing)}")
     if bias is None:
         bias = np.zeros((batch, V if features.bias else 0), np.float32)
-    seed = _seeds(sampling, batch, key, is_needed=bool(temperature.any()))
-    return Sampling(temperature=temperature, seed=seed, bias=bias, features=features, **arrays)
+    arrays |= {
+        "temperature": temperature,
+        "seed": _seeds(sampling, batch, key, is_needed=bool(temperature.any())),
+        "bias": bias,
+    }
+    return Sampling(features=features, **arrays)
 
 
 def _numbers(sampling: SamplingParams, name: str, batch: int, dtype, least: float, most: float) -> np.ndarray:

@@ -52,10 +52,8 @@ def block_chain(drafts: jax.Array, p: jax.Array, q: jax.Array, u: jax.Array) -> 
 
     With w_0 = 1 and w_i = min(1, w_{i-1} p(x_i)/q(x_i)), the first i drafts pass with probability
     h_i = r_i / (r_i + 1 - w_i), where r_i is the sum of max(w_i p - q, 0) after them; h_K = w_K. The longest prefix
-    that
-    passes is accepted, and the bonus token comes from max(w p - q, 0), after all K drafts from p. The expected number
-    of
-    accepted drafts is never below that of `token_chain`.
+    that passes is accepted, and the bonus token comes from max(w p - q, 0), after all K drafts from p. The expected
+    number of accepted drafts is never below that of `token_chain`.
 
     Args:
         drafts: `[K]` drafted tokens.

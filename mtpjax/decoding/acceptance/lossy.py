@@ -11,22 +11,35 @@ LEAST_THRESHOLD = 1e-9  # SGLang's floor of `threshold_acc`, against division by
 def threshold_tree(
     tokens: jax.Array, parents: jax.Array, p: jax.Array, u: jax.Array, *, single: float, acc: float, num_steps: int
 ) -> Walk:
-    """SGLang's thresholds (sgl-kernel's TreeSpeculativeSamplingTargetOnly). Exact with both at 1, lossy below.
+    """Walks the tree by SGLang's thresholds (sgl-kernel's TreeSpeculativeSamplingTargetOnly).
 
-    One coin `u[n]` per node that the walk stands on. Child x is accepted if the coin is at most the probability of the
-    children tried so far, x included, divided by `acc`, or if p(x) alone is at least `single`. Rejected children are
-    left out of the draw of the next token, with acc < 1 too.
+    Exact if both thresholds are 1, lossy below. Each node on the walk draws one coin for its children. Child x is
+    accepted if the coin is at most the total probability of the children tried so far, x included, divided by `acc`,
+    or if p(x) alone is at least `single`. The bonus token is never one of the rejected children.
+
+    Args:
+        tokens: `[W]` token of each node; node 0 is the root.
+        parents: `[W]` parent of each node, -1 for unused nodes.
+        p: `[W, V]` target distribution after each node.
+        u: `[W]` uniforms, one per node.
+        single: `threshold_single` of SGLang.
+        acc: `threshold_acc` of SGLang.
+        num_steps: most nodes on a path, K.
+
+    Returns:
+        The accepted path, its length, and the bonus token's weights.
     """
-    mass = p[parents, tokens]  # the root's own is never looked at
+    # tried[n]: total probability of node n and of its elder siblings.
+    mass = p[parents, tokens]  # the root's own is never read
     order = jnp.arange(len(parents))
     is_tried = (parents[:, None] == parents[None, :]) & (order[:, None] >= order[None, :])
     tried = jnp.where(is_tried, mass[None, :], 0).sum(axis=1)
-    # SGLang's comparison: a coin of exactly 0 accepts what has no probability, where the other rules' never does.
+    # This is SGLang's comparison: a coin of exactly 0 accepts a token without probability. The other rules reject it.
     passes = (u[parents] <= tried / jnp.maximum(acc, LEAST_THRESHOLD)) | (mass >= single)
     path, count = descend(passes, parents, num_steps)
     last = path[-1]
     is_rejected = (parents == last) & (count < num_steps)
-    # Where nothing is left by rounding SGLang gives the last id of the vocabulary; here p.
+    # If rounding leaves nothing, SGLang emits the last id of the vocabulary; here the token is drawn from p.
     rest = p[last].at[jnp.where(is_rejected, tokens, p.shape[1])].set(0, mode="drop")
     return Walk(path, count, jnp.where(rest.sum() > 0, rest, p[last]))
 
@@ -34,26 +47,41 @@ def threshold_tree(
 def typical_tree(
     tokens: jax.Array, parents: jax.Array, p: jax.Array, *, epsilon: float, delta: float, num_steps: int
 ) -> Walk:
-    """Medusa's typical acceptance (2401.10774). Lossy.
+    """Picks a path by Medusa's typical acceptance (2401.10774). Lossy.
 
-    A draft x passes if p(x) > min(epsilon, delta exp(-H(p))), H the entropy in nats. Of the paths on which every draft
-    passes the longest is accepted, among several the likeliest; the next token comes from p after it.
+    A draft x passes if p(x) > min(epsilon, delta exp(-H(p))), where H is the entropy in nats. The longest path on which
+    every draft passes is accepted; among several of that length, the most probable. The bonus token comes from p.
+
+    Args:
+        tokens: `[W]` token of each node; node 0 is the root.
+        parents: `[W]` parent of each node, -1 for unused nodes.
+        p: `[W, V]` target distribution after each node.
+        epsilon: hard threshold.
+        delta: threshold relative to exp(-entropy).
+        num_steps: most nodes on a path, K.
+
+    Returns:
+        The accepted path, its length, and the bonus token's weights.
     """
-    mass = p[parents, tokens]  # the root's own is never looked at
+    # own[n]: log-probability of node n, or -inf if it does not pass.
+    mass = p[parents, tokens]  # the root's own is never read
     least = jnp.minimum(epsilon, delta * jnp.exp(-jax.scipy.special.entr(p).sum(axis=-1)))
     own = jnp.where(mass > least[parents], jnp.log(mass), -jnp.inf)
     is_root = jnp.arange(len(parents)) == 0
     is_node = parents >= 0
 
+    # After j steps score[n] sums the last j nodes of the path to n, so K steps reach every root; -inf spreads down.
     def deepen(_, carry):
         depth, score = carry
         return jnp.where(is_node, depth[parents] + 1, 0), jnp.where(is_node, score[parents] + own, score)
 
     carry = (jnp.zeros_like(parents), jnp.where(is_root, 0, -jnp.inf).astype(p.dtype))
     depth, score = jax.lax.fori_loop(0, num_steps, deepen, carry)
+    # The deepest node with a finite score ends the accepted path; the highest score breaks ties.
     depth = jnp.where(jnp.isfinite(score), depth, -1)
     count = depth.max()
     best = jnp.argmax(jnp.where(depth == count, score, -jnp.inf)).astype(parents.dtype)
+    # Climb to the root, then reverse; the path's tail repeats its last node.
     rising = [best]
     for _ in range(num_steps):
         rising.append(jnp.maximum(parents[rising[-1]], 0))
@@ -64,13 +92,25 @@ def typical_tree(
 def relaxed_tree(
     tokens: jax.Array, parents: jax.Array, p: jax.Array, *, topk: int, delta: float, num_steps: int
 ) -> Walk:
-    """TensorRT-LLM's relaxed acceptance (`mtpRelaxedAcceptance`), from chains to trees. Lossy.
+    """Walks the tree by TensorRT-LLM's relaxed acceptance (`mtpRelaxedAcceptance`), extended to trees. Lossy.
 
-    A draft x passes if it is among the topk likeliest tokens (of equal ones the lower id) and p(x) >= max p - delta.
-    The walk goes to the lowest-numbered child that passes; the next token comes from p after it. Unlike there, a token
-    without probability never passes: it may be one that the request bans.
+    A draft x passes if it is among the `topk` most probable tokens (the lower id wins a tie) and p(x) >= max p - delta.
+    The walk goes to the lowest-numbered child that passes, and the bonus token comes from p after it. Unlike in
+    TensorRT-LLM, a token without probability never passes, since the request may ban it.
+
+    Args:
+        tokens: `[W]` token of each node; node 0 is the root.
+        parents: `[W]` parent of each node, -1 for unused nodes.
+        p: `[W, V]` target distribution after each node.
+        topk: how many of the most probable tokens pass.
+        delta: largest distance in probability from the most probable token.
+        num_steps: most nodes on a path, K.
+
+    Returns:
+        The accepted path, its length, and the bonus token's weights.
     """
-    mass = p[parents, tokens]  # the root's own is never looked at
+    # A token's rank is the number of tokens ahead of it.
+    mass = p[parents, tokens]  # the root's own is never read
     rows = p[parents]
     is_ahead = (rows > mass[:, None]) | ((rows == mass[:, None]) & (jnp.arange(p.shape[1])[None, :] < tokens[:, None]))
     passes = (is_ahead.sum(axis=1) < topk) & (mass >= rows.max(axis=1) - delta) & (mass > 0)

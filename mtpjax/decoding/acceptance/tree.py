@@ -13,25 +13,36 @@ from mtpjax.decoding.acceptance.walk import Walk, residual
 def recursive_tree(
     tokens: jax.Array, parents: jax.Array, p: jax.Array, q: jax.Array, u: jax.Array, *, num_steps: int, topk: int
 ) -> Walk:
-    """Recursive rejection of children drawn without replacement, at most `topk` of a node. Exact.
+    """Walks the tree by recursive rejection sampling without replacement. Exact.
 
-    `q[n]` is what node n's children were drawn from, in ascending order; a leaf's row is not read. At each node in
-    turn a child x is accepted with probability min(1, p(x)/q(x)). After a rejection p becomes norm(max(p - q, 0)) and
-    q becomes norm(q without x); what is left of p when no child is left gives the next token (Jeon et al., 2402.14160;
-    Sequoia, 2402.12374).
+    At each node the children are tried in ascending order. Child x is accepted with probability min(1, p(x)/q(x)).
+    After a rejection p becomes norm(max(p - q, 0)) and q becomes norm(q without x). When every child of a node is
+    rejected, the rest of p gives the bonus token (Jeon et al., 2402.14160; Sequoia, 2402.12374).
 
-    A child without probability in what is left of q was not drawn: the tree had a place for it anyway. It counts as
-    the only candidate of a draft of its own, so it is accepted with probability p(x) and p loses it otherwise: at
-    temperature 0, where q is one-hot, this is `follow`. Exact as long as such a child is a function of what was drawn
-    before it.
+    The tree's shape is fixed, so a node can hold a child that has no probability left in q: nothing was drawn for it.
+    Such a child is tested as a draft with a one-hot q: it is accepted with probability p(x), and after a rejection p
+    loses x. At temperature 0, where every q is one-hot, this follows the arg-max. The rule stays exact as long as such
+    a child is a function of the children drawn before it.
 
-    Reads two rows of [V] per child tried, of which there are at most num_steps * topk.
+    Cost: two rows of [V] per child tried, for at most num_steps * topk children.
+
+    Args:
+        tokens: `[W]` token of each node; node 0 is the root, the last committed token.
+        parents: `[W]` parent of each node, -1 for unused nodes.
+        p: `[W, V]` target distribution after each node.
+        q: `[W, V]` distribution that each node's children were drawn from; rows of leaves are not read.
+        u: `[W]` uniforms, one per node.
+        num_steps: most nodes on a path, K.
+        topk: most children of a node.
+
+    Returns:
+        The accepted path, its length, and the bonus token's weights.
     """
     children = _children_table(parents, topk)
     depths = jnp.arange(num_steps + 1)
     whole, one = _whole(p[0, 0]), jnp.ones_like(p[0, 0])
 
-    def turned_down(node, rank):
+    def rejected_children(node, rank):
         return jnp.where(jnp.arange(topk) < rank, tokens[children[node, :topk]], -1)
 
     def shares(node, rank, left):
@@ -39,15 +50,18 @@ def recursive_tree(
         return _shares(left, p[node, token], q[node, token])
 
     def visit(_, carry):
-        # The next child's shares come with the carry: worked out in two places, they could differ by their rounding.
+        # 1. Test the next child. Its shares of p and q come with the carry: computed in two places, XLA could round
+        # them differently.
         node, rank, count, path, left, (mine, its, is_drawn) = carry
         n = children[node, rank]
         is_tried = (n > 0) & (count < num_steps)
         is_accepted = is_tried & (u[n] * its < mine)
-        less, _ = _less(left, one, is_drawn, turned_down(node, rank + 1), p[node], q[node])
+        # 2. After a rejection p and q lose this child; after an acceptance the walk starts afresh at the child.
+        less, _ = _less(left, one, is_drawn, rejected_children(node, rank + 1), p[node], q[node])
         left = jax.tree.map(
             lambda new, less, left: jnp.where(is_accepted, new, jnp.where(is_tried, less, left)), whole, less, left
         )
+        # 3. Entries of the path behind the newest node repeat it.
         path = jnp.where(is_accepted & (depths > count), n, path)
         rank = jnp.where(is_accepted, 0, rank + is_tried)
         node = jnp.where(is_accepted, n, node)
@@ -56,30 +70,43 @@ def recursive_tree(
     root = jnp.zeros_like(parents[0])
     path = jnp.zeros_like(parents, shape=num_steps + 1)
     carry = (root, root, root, path, whole, shares(root, root, whole))
+    # Every visit rejects one child or goes one level down, so this many visits reach the end of every walk.
     most = min(num_steps * topk, len(parents) - 1)
     node, rank, count, path, left, _ = jax.lax.fori_loop(0, most, visit, carry)
-    return Walk(path, count, _left_of_p(left, turned_down(node, rank), p[node], q[node]))
+    return Walk(path, count, _left_of_p(left, rejected_children(node, rank), p[node], q[node]))
 
 
 def traversal_tree(
     tokens: jax.Array, p: jax.Array, q: jax.Array, u: jax.Array, *, parents: tuple[int, ...], num_steps: int
 ) -> Walk:
-    """Traversal verification of children drawn without replacement, from leaf to root (2505.12398). Exact.
+    """Walks the tree by traversal verification, from the leaves to the root (2505.12398). Exact.
 
-    Down a path w_0 = 1 and w = min(1, w p(x)/q(x)), as in `block_chain`. The leaf of the first path is accepted, and
-    the path with it, with probability w. Otherwise the leaf goes, and at its parent p becomes norm(max(w p - q, 0)), q
-    becomes norm(q without x) and w becomes r / (r + 1 - w), r the sum of max(w p - q, 0); then the next path, a parent
-    without children being a leaf. On a chain this is `block_chain`.
+    Along a path w_0 = 1 and w = min(1, w p(x)/q(x)), as in `block_chain`. Leaves are tried in post-order: a leaf is
+    accepted, together with its path, with probability w. A rejected leaf is removed. At its parent p becomes
+    norm(max(w p - q, 0)), q becomes norm(q without x) and w becomes r / (r + 1 - w), where r is the sum of
+    max(w p - q, 0). A parent that has lost all its children is a leaf. On a chain this is `block_chain`.
 
-    A child without probability in what is left of q is treated as in `recursive_tree`, its q being one-hot: it has w
-    p(x), and otherwise p loses it. Exact under the same condition: on average over x a node's part in the text is w p,
-    of which min(q, w p) comes through the child and r norm(max(w p - q, 0)) remains, whatever the next child's q.
+    A child without probability left in q is treated as in `recursive_tree`, with a one-hot q. The rule stays exact
+    under the same condition: averaged over x, a node contributes w p to the text; min(q, w p) of it goes through the
+    child and r norm(max(w p - q, 0)) remains, whatever q the next child has.
 
-    What becomes of a node depends on its own w and its children's tokens, not on what is below them. So w goes down
-    the tree level by level, all nodes of a level at once, and of the nodes with u < w the first in post-order is it.
-    That takes as many steps as the widest families of the levels have children, and reads two rows of [V] per child.
-    The shape is static: it may not depend on what was drawn anyway.
+    A node's fate depends on its own w and on its children's tokens, not on anything below them. So w is computed level
+    by level for all nodes of a level at once, and the accepted node is the first in post-order with u < w. This takes
+    as many steps as the largest families of the levels have children, and reads two rows of [V] per child. The tree's
+    shape is static: an exact rule requires that it does not depend on the drawn tokens.
+
+    Args:
+        tokens: `[W]` token of each node; node 0 is the root, the last committed token.
+        p: `[W, V]` target distribution after each node.
+        q: `[W, V]` distribution that each node's children were drawn from; rows of leaves are not read.
+        u: `[W]` uniforms, one per node.
+        parents: parent of each node, static; -1 for the root.
+        num_steps: most nodes on a path, K.
+
+    Returns:
+        The accepted path, its length, and the bonus token's weights.
     """
+    # Static layout of the tree: the children of each node and the path from the root to it.
     children: list[list[int]] = [
         [n for n, parent in enumerate(parents) if parent == node] for node in range(len(parents))
     ]
@@ -87,6 +114,7 @@ def traversal_tree(
     for node in range(1, len(parents)):
         ways.append([*ways[parents[node]], node])
     assert max(map(len, ways)) <= num_steps + 1
+    # Go down level by level, and at each level through the children of all its nodes: first children, second ones, ...
     left, w = _whole(p[:, 0]), jnp.ones_like(p[:, 0])
     for depth, rank in itertools.product(range(num_steps), range(max(map(len, children)))):
         family = [node for node in range(len(parents)) if len(ways[node]) == depth + 1 and len(children[node]) > rank]
@@ -95,14 +123,18 @@ def traversal_tree(
         above, below = np.array(family), np.array([children[node][rank] for node in family])
         gone = tokens[np.array([children[node][: rank + 1] for node in family])]
         here = jax.tree.map(lambda factor, above=above: factor[above], left)
+        # The child's w, from what its elder siblings' rejections left of the parent's p and q.
         mine, its, is_drawn = _shares(here, p[above, tokens[below]], q[above, tokens[below]])
         w = w.at[below].set(jnp.minimum(w[above] * (mine / its), 1))
+        # What is left at the parent if this child is rejected too.
         here, r = jax.vmap(_less)(here, w[above], is_drawn, gone, p[above], q[above])
         left = jax.tree.map(lambda factor, new, above=above: factor.at[above].set(new), left, here)
-        w = w.at[above].set(_narrowed(w[above], r))
+        w = w.at[above].set(_reduced_w(w[above], r))
+    # Accept the first node in post-order that passes its coin.
     order = np.array(_post_order(children))
     node = jnp.asarray(order)[jnp.argmax((u < w)[order])]  # the root's w is 1
     path = np.array([way + way[-1:] * (num_steps + 1 - len(way)) for way in ways], np.int32)
+    # The bonus token comes from the rest of p after all of that node's children were rejected.
     widest = max(map(len, children))
     places = np.array([family + [0] * (widest - len(family)) for family in children], np.int32).reshape(-1, widest)
     gone = jnp.where(jnp.asarray(places > 0)[node], tokens[jnp.asarray(places)[node]], -1)
@@ -112,13 +144,14 @@ def traversal_tree(
 
 
 class _Left(NamedTuple):
-    """What the children turned down so far leave of a node's p and q, as factors of its own rows.
+    """The rest of a node's p and q after some of its children were rejected, as factors of the node's own rows.
 
-    Off these children's tokens max(a p - b q, 0) and c q are left, at them nothing: a child with w p(x) >= q(x) is not
-    turned down. As max(w max(a p - b q, 0) - c q, 0) = max(w a p - (w b + c) q, 0), rows are read and never written.
+    At the rejected children's tokens nothing is left, since a child with w p(x) >= q(x) is never rejected. Elsewhere
+    the rest is max(a p - b q, 0) and c q. Since max(w max(a p - b q, 0) - c q, 0) = max(w a p - (w b + c) q, 0),
+    another rejection changes only the factors: rows of [V] are read and never written.
     """
 
-    a: jax.Array
+    a: jax.Array  # [] or one per node
     b: jax.Array
     c: jax.Array
 
@@ -128,9 +161,9 @@ def _whole(like: jax.Array) -> _Left:
 
 
 def _shares(left: _Left, mine: jax.Array, its: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What is left of p and q at a child's token, from the rows' own values there, and whether q has any of it.
+    """Returns the rest of p and of q at a child's token, given the rows' values there, and if the child was drawn.
 
-    Where it has none the child is the only candidate: its share is 1.
+    A child that was not drawn has a one-hot q, so its share of q is 1.
     """
     least = jnp.finfo(its.dtype).tiny
     share = left.c * its
@@ -138,11 +171,12 @@ def _shares(left: _Left, mine: jax.Array, its: jax.Array) -> tuple[jax.Array, ja
 
 
 def _less(left: _Left, w, is_drawn, gone: jax.Array, p: jax.Array, q: jax.Array) -> tuple[_Left, jax.Array]:
-    """What one more child leaves, the last in `gone [C]`, and r: the sum of max(w p - q, 0)."""
+    """Returns the rest after one more rejection, of the last child in `gone [C]`, and r, the sum of max(w p - q, 0)."""
     a, b = w * left.a, w * left.b + jnp.where(is_drawn, left.c, 0)
     is_gone = _is_gone(gone, p)
     r = jnp.where(is_gone, 0, jnp.maximum(a * p - b * q, 0)).sum()
-    # A sum below its terms' rounding is nothing. Then p itself, with a chance of that size; so a stays below 1 / eps.
+    # A sum below the rounding error of its terms counts as 0, and p itself takes its place. The chance of reaching this
+    # case is of the same size, and the factor a stays below 1 / eps.
     is_left = r > a * jnp.finfo(p.dtype).eps
     scale = jnp.where(is_left, r, 1)
     return _Left(jnp.where(is_left, a / scale, 1), jnp.where(is_left, b / scale, 0), _scale_of(q, is_gone)), r
@@ -153,19 +187,20 @@ def _left_of_p(left: _Left, gone: jax.Array, p: jax.Array, q: jax.Array) -> jax.
 
 
 def _scale_of(q: jax.Array, is_gone: jax.Array) -> jax.Array:
-    """What makes q without the tokens gone a distribution; 0 where nothing of it is left."""
+    """Returns the factor that normalises q without the removed tokens; 0 if nothing is left."""
     total = jnp.where(is_gone, 0, q).sum()
     least = jnp.finfo(q.dtype).tiny
     return jnp.where(total >= least, 1 / jnp.maximum(total, least), 0)
 
 
-def _narrowed(w: jax.Array, r: jax.Array) -> jax.Array:
-    """w of a node that has lost a child."""
+def _reduced_w(w: jax.Array, r: jax.Array) -> jax.Array:
+    """Returns the new w of a node after the rejection of a child."""
     return jnp.where(w >= 1, 1, r / jnp.where(w >= 1, 1, r + 1 - w))
 
 
 def _is_gone(gone: jax.Array, row: jax.Array) -> jax.Array:
-    """`[V]`: whether a token is among `gone [C]`. Few comparisons, which fuse into what reads the row."""
+    """Returns `[V]` bool: the token is among `gone [C]`."""
+    # C comparisons instead of a scatter: they fuse into the operation that reads the row.
     tokens = jnp.arange(len(row))
     is_gone = jnp.zeros(len(row), bool)
     for place in range(len(gone)):
@@ -174,11 +209,15 @@ def _is_gone(gone: jax.Array, row: jax.Array) -> jax.Array:
 
 
 def _children_table(parents: jax.Array, topk: int) -> jax.Array:
-    """`[W, topk + 1]`: each node's children in ascending order, 0 behind them."""
+    """Returns `[W, topk + 1]`: each node's children in ascending order, then zeros."""
     order = jnp.arange(len(parents), dtype=parents.dtype)
-    is_elder = (parents[:, None] == parents[None, :]) & (order[None, :] < order[:, None])
+    is_elder_sibling = (parents[:, None] == parents[None, :]) & (order[None, :] < order[:, None])
     rows = jnp.where(parents >= 0, parents, len(parents))
-    table = jnp.zeros_like(parents, shape=(len(parents), topk)).at[rows, is_elder.sum(axis=1)].set(order, mode="drop")
+    table = (
+        jnp.zeros_like(parents, shape=(len(parents), topk))
+        .at[rows, is_elder_sibling.sum(axis=1)]
+        .set(order, mode="drop")
+    )
     return jnp.pad(table, ((0, 0), (0, 1)))
 
 
