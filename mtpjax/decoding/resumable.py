@@ -50,7 +50,8 @@ def init_state(
         config: settings; the static ones hold for every request. `acceptance="auto"` takes the rule for sampled rows,
             which decodes rows at temperature 0 greedily too.
         num_slots: rows that decode at the same time, B.
-        max_length: longest sequence in tokens, prompt included; None: the model's `max_position_embeddings`.
+        max_length: tokens that a row must have room for, prompt included (the room is rounded up); None: the model's
+            `max_position_embeddings`.
         stops_shape: largest number and length of a request's stop sequences; None: `config`'s, at least (8, 8).
         features: sampling options that requests may use; None: all.
         mesh: lays the state out over this mesh; None: the parameters' own, if they have one.

@@ -1,0 +1,173 @@
+"""Drafters beside MTP: prompt lookup against vLLM's drafts, a model without modules, and drafters of one's own."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mtpjax import DecodeConfig, SamplingParams, forward, generate, speculative_generate
+from mtpjax.decoding.acceptance import Walk
+from mtpjax.decoding.drafters.base import Draft, Drafter
+from mtpjax.decoding.drafters.lookup import find_ngram
+from mtpjax.decoding.reference import plain_generate
+from mtpjax.models.cache import read_rows
+
+CASES = json.loads((Path(__file__).parents[1] / "golden" / "lookup" / "cases.json").read_text())
+PROMPTS = [[1, 2, 3, 1, 2], [4], [5, 6, 5, 6, 5], [9, 8, 7, 9, 8, 7, 9]]
+LOOKUP = DecodeConfig(max_new_tokens=24, num_steps=3, drafter="lookup", prefill_chunk=8, stop_sequences=((3, 4),))
+
+
+@pytest.fixture(scope="module")
+def without_modules(small):
+    """A model whose small vocabulary makes its text repeat itself, so that lookups succeed and fail."""
+    return small("grouped", "random", vocab_size=11, num_mtp_modules=0)
+
+
+def test_every_drafted_text_equals_vllms():
+    """All 200 cases, padded to one length and run with each case's own settings."""
+    L = max(len(case["tokens"]) for case in CASES) + 8
+    find = jax.jit(find_ngram, static_argnums=(2, 3, 4))
+    assert len(CASES) == 200
+    for case in CASES:
+        tokens = np.full(L, 2, np.int32)  # the rest of the buffer is garbage that occurs in the texts too
+        tokens[: len(case["tokens"])] = case["tokens"]
+        drafts, count = find(tokens, len(case["tokens"]), case["min_n"], case["max_n"], case["k"])
+        assert drafts[: int(count)].tolist() == case["vllm"], case
+
+
+def test_lookup_keeps_the_greedy_text_of_a_model_without_modules(without_modules):
+    model, params = without_modules
+    result = speculative_generate(params, PROMPTS, model=model, config=LOOKUP)
+    result.stats.check()
+    stops = {"stop_sequences": LOOKUP.stop_sequences}
+    for prompt, row in zip(PROMPTS, result.rows(), strict=True):
+        assert row == plain_generate(params, prompt, model=model, max_new_tokens=24, **stops)
+    # Drafts were accepted and rejected.
+    assert 0 < result.stats.accepted.sum() < result.stats.proposed.sum()
+
+
+def test_lookup_draws_the_tokens_of_plain_decoding(without_modules):
+    """Rule "sample" uses the same noise as plain decoding, so the texts are equal and not only alike in law."""
+    model, params = without_modules
+    sampling = SamplingParams(temperature=[0.3, 0.7, 0.0, 0.5], top_k=[0, 5, 0, 0], seed=[1, 2, 3, 4])
+    config = dataclasses.replace(LOOKUP, acceptance="sample")
+    plain = generate(params, PROMPTS, model=model, config=config, sampling=sampling)
+    result = speculative_generate(params, PROMPTS, model=model, config=config, sampling=sampling)
+    assert result.rows() == plain.rows() and result.stats.accepted.sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"topk": 2}, "supports only chains"),
+        ({"draft_vocabulary": (1, 2)}, "draft_vocabulary applies only to drafter 'mtp'"),
+        ({"draft_window": 4}, "draft_window applies only to drafter 'mtp'"),
+    ],
+)
+def test_settings_of_modules_are_refused(changes, message, without_modules):
+    model, params = without_modules
+    with pytest.raises(ValueError, match=message):
+        speculative_generate(params, PROMPTS, model=model, config=dataclasses.replace(LOOKUP, **changes))
+
+
+def test_ranges_of_the_ngrams_are_checked():
+    with pytest.raises(ValueError, match="prompt_lookup_min"):
+        DecodeConfig(drafter="lookup", prompt_lookup_min=4, prompt_lookup_max=2)
+    with pytest.raises(ValueError, match="unknown drafter 'ngram'"):
+        DecodeConfig(drafter="ngram")
+
+
+@dataclasses.dataclass(frozen=True)
+class UnigramDrafter(Drafter):
+    """Draws every draft from one distribution over the vocabulary, its parameters: `[V]` log-probabilities."""
+
+    def propose(self, prepared, state, *, model, spec):
+        pending = read_rows(state.tokens, state.length - 1, 1)
+        B, K = pending.shape[0], spec.num_steps
+        if not K:
+            return Draft(pending), state
+        # The draw may depend on the seed and on the round's position alone, never on noise that verification uses.
+        seed, length = state.settings.sampling.seed[:, 0], state.length
+        keys = jax.vmap(lambda s, n: jax.random.fold_in(jax.random.fold_in(jax.random.key(123), s), n))(seed, length)
+        drafts = jax.vmap(lambda key: jax.random.categorical(key, prepared, shape=(K,)))(keys).astype(jnp.int32)
+        q = jnp.broadcast_to(jax.nn.softmax(prepared)[None, None], (B, K, len(prepared)))
+        return Draft(jnp.concatenate([pending, drafts], axis=1), q), state
+
+
+def first_token_law(sampled: np.ndarray, expected: np.ndarray) -> float:
+    """Largest distance between a frequency and its probability, in standard errors."""
+    share = np.bincount(sampled, minlength=len(expected)) / len(sampled)
+    return float(np.max(np.abs(share - expected) / np.sqrt(expected * (1 - expected) / len(sampled))))
+
+
+def second_tokens(model, params, config, draft_params=None, batch=4096):
+    """Second new token of rows that share a prompt and differ in their seeds; the first round verifies it."""
+    sampling = SamplingParams(temperature=1.0)
+    rows = np.tile([[1, 2, 3, 1, 2, 3, 1]], (batch, 1))
+    args = {"model": model, "config": config, "sampling": sampling, "key": jax.random.key(5)}
+    result = speculative_generate(params, rows, **args, draft_params=draft_params)
+    return result.tokens[:, 1], result
+
+
+def second_token_law(model, params):
+    """`[V]`: probability of the second token, summed over the first one."""
+    V = model.config.vocab_size
+    prompt = [1, 2, 3, 1, 2, 3, 1]
+    rows = np.concatenate([np.tile(prompt, (V, 1)), np.arange(V)[:, None]], axis=1)
+    probabilities = np.asarray(jax.nn.softmax(forward(params, rows, model=model, num_depths=0).logits))
+    return probabilities[0, -2] @ probabilities[:, -1]
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "sample"])
+@pytest.mark.parametrize("drafter", ["lookup", "own"])
+def test_sampled_texts_follow_the_targets_law(drafter, rule, without_modules):
+    model, params = without_modules
+    V = model.config.vocab_size
+    own = drafter == "own"
+    config = DecodeConfig(
+        max_new_tokens=3,
+        num_steps=2,
+        acceptance=rule,
+        prefill_chunk=8,
+        drafter=UnigramDrafter() if own else "lookup",
+    )
+    unigram = jax.random.normal(jax.random.key(9), (V,)) if own else None
+    tokens, result = second_tokens(model, params, config, unigram)
+    assert 0 < result.stats.accepted.sum() < result.stats.proposed.sum()
+    # 4.5 standard errors in 11 tokens and 6 cases: by chance once in 2,000 runs.
+    assert first_token_law(tokens, second_token_law(model, params)) < 4.5
+
+
+def test_a_wrong_q_is_caught(without_modules):
+    """The test above can fail: a drafter that states another distribution than it draws from breaks the law."""
+
+    @dataclasses.dataclass(frozen=True)
+    class WrongDrafter(UnigramDrafter):
+        def propose(self, prepared, state, *, model, spec):
+            draft, state = super().propose(prepared, state, model=model, spec=spec)
+            return draft.replace(probabilities=jnp.roll(draft.probabilities, 1, axis=-1)), state
+
+    model, params = without_modules
+    config = DecodeConfig(max_new_tokens=3, num_steps=2, acceptance="token", prefill_chunk=8, drafter=WrongDrafter())
+    unigram = 2 * jax.random.normal(jax.random.key(9), (model.config.vocab_size,))
+    tokens, _ = second_tokens(model, params, config, unigram)
+    assert first_token_law(tokens, second_token_law(model, params)) > 4.5
+
+
+def accept_every_draft(tokens, parents, p, q, u, *, num_steps):
+    """Accepts the whole chain, whatever the target says; the bonus token follows the target."""
+    path = jnp.arange(num_steps + 1)
+    return Walk(path, jnp.int32(num_steps), p[num_steps])
+
+
+def test_an_acceptance_rule_of_ones_own_is_followed(without_modules):
+    model, params = without_modules
+    config = dataclasses.replace(LOOKUP, acceptance=accept_every_draft, stop_sequences=())
+    result = speculative_generate(
+        params, PROMPTS, model=model, config=config, sampling=SamplingParams(temperature=0.5, seed=1)
+    )
+    assert (result.stats.accepted == result.stats.proposed).all() and not result.is_exact
