@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from mtpjax.version import __version__
 
+# Type checkers and editors follow these imports; at run time `__getattr__` does them.
 if TYPE_CHECKING:
     from mtpjax.decoding.config import DecodeConfig, SamplingParams
     from mtpjax.decoding.generate import generate, speculative_generate

@@ -26,6 +26,7 @@ def new_folder(path: pathlib.Path, may_replace: Callable[[pathlib.Path], bool] |
     Raises:
         FileExistsError: `path` exists, is not empty and may not be replaced.
     """
+    # Refuse before anything is written, not after hours of work in the block.
     is_empty = not path.exists() or (path.is_dir() and not any(path.iterdir()))
     if not is_empty and not (may_replace is not None and may_replace(path)):
         raise FileExistsError(f"{path} exists and is not replaced: remove it, or write elsewhere")
@@ -41,6 +42,7 @@ def new_folder(path: pathlib.Path, may_replace: Callable[[pathlib.Path], bool] |
             path.rename(old)
         try:
             unfinished.rename(path)
+        # The new folder could not take its place: put the old one back, also after Ctrl-C.
         except BaseException:
             if old.exists():
                 old.rename(path)
@@ -61,6 +63,7 @@ def new_file(path: pathlib.Path) -> Iterator[pathlib.Path]:
     Yields:
         A hidden path beside `path`, where no file is yet. An exception removes it and leaves `path` unchanged.
     """
+    # Beside the target: `os.replace` is atomic only within one file system.
     unfinished = path.with_name(f".tmp-{path.name}-{os.getpid()}")
     try:
         yield unfinished

@@ -1,4 +1,4 @@
-"""What differs between JAX versions, and nothing else."""
+"""Code that depends on the version of JAX, so that no other file does."""
 
 import dataclasses
 import functools
@@ -14,6 +14,7 @@ _GPUS = {
     "rocm": AbstractDevice(device_kind="gfx942", num_cores=304, platform="gpu"),  # MI300X, which only goes by this name
 }
 
+# XLA's description of an H100 (SXM), which compiling ahead of time takes in the place of a device.
 _H100 = """
 gpu_device_info {
   threads_per_block_limit: 1024  threads_per_warp: 32  shared_memory_per_block: 49152  shared_memory_per_core: 233472
@@ -29,27 +30,44 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 
 
 def make_mesh(shape, devices=None) -> Mesh:
-    """Makes a mesh from axis sizes by name, such as `{"data": 2, "model": 4}`, whose axes are all automatic.
+    """Makes a device mesh whose axes are all automatic.
 
-    `jax.make_mesh` would make them explicit, where linen modules fail. `devices` defaults to all of `jax.devices()`, of
-    which the first that suffice are taken; fewer than the product of the sizes is a ValueError.
+    Args:
+        shape: axis sizes by name, such as `{"data": 2, "model": 4}`.
+        devices: the devices to use, in order; None: the first of `jax.devices()`.
+
+    Returns:
+        A mesh of the product of the sizes many devices.
+
+    Raises:
+        ValueError: there are fewer devices than that product.
     """
+    # `jax.make_mesh` makes axes explicit by default, and Flax linen modules fail under explicit axes.
     types = (AxisType.Auto,) * len(shape)
     return jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=types, devices=devices)
 
 
 def lower_for(function, *arguments, platforms=("cuda", "rocm")) -> dict[str, jax.stages.Lowered]:
-    """Lowers a function for GPUs on a machine that has none: `{platform: lowered}`, where `.as_text()` is the module.
+    """Lowers a function for one GPU on a machine without a GPU. The result can be read but not compiled.
 
-    `function` is a Python function or a jitted one, `arguments` are arrays or `jax.ShapeDtypeStruct`s, `platforms` some
-    of "cuda" (an H100) and "rocm" (an MI300X). One device; the result can be read but not compiled.
+    Args:
+        function: a Python function or a jitted one.
+        *arguments: its arguments, arrays or `jax.ShapeDtypeStruct`s.
+        platforms: some of "cuda" (an H100) and "rocm" (an MI300X).
+
+    Returns:
+        The lowered function per platform; its `as_text()` is the StableHLO module.
+
+    Raises:
+        ValueError: a platform is unknown.
     """
     unknown = set(platforms) - set(_GPUS)
     if unknown:
-        raise ValueError(f"platforms {sorted(unknown)} are none of {sorted(_GPUS)}")
+        raise ValueError(f"unknown platforms {sorted(unknown)}: expected some of {sorted(_GPUS)}")
     jitted = function if isinstance(function, jax.stages.Wrapped) else jax.jit(function)
     lowered = {}
     for platform in platforms:
+        # The mesh names the device for the Triton lowering; both platforms lower from the same trace.
         mesh = AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,), abstract_device=_GPUS[platform])
         with use_abstract_mesh(mesh):
             lowered[platform] = jitted.trace(*arguments).lower(lowering_platforms=(platform,))
@@ -58,7 +76,7 @@ def lower_for(function, *arguments, platforms=("cuda", "rocm")) -> dict[str, jax
 
 @dataclasses.dataclass(frozen=True)
 class TritonKernel:
-    """What Pallas hands to the Triton compiler."""
+    """A kernel as Pallas passes it to the Triton compiler."""
 
     name: str
     ir: str  # the module in Triton's dialect of MLIR (TTIR), as text
@@ -67,7 +85,15 @@ class TritonKernel:
 
 
 def triton_kernels(lowered: jax.stages.Lowered) -> list[TritonKernel]:
-    """The Triton kernels of a module that `lower_for` gave, in the order of their calls."""
+    """Collects the Triton kernels of a lowered function.
+
+    Args:
+        lowered: a result of `lower_for`.
+
+    Returns:
+        The kernels in the order of their calls.
+    """
+    # JAX has no public module for these; keep the private import inside the function that needs it.
     from jax._src.lib.triton import dialect  # pyright: ignore[reportPrivateImportUsage]
     from jaxlib.mlir import ir
 
@@ -76,7 +102,8 @@ def triton_kernels(lowered: jax.stages.Lowered) -> list[TritonKernel]:
     def visit(operation: Any):
         if operation.name == "stablehlo.custom_call" and "triton" in operation.attributes["call_target_name"].value:
             call = operation.attributes["mhlo.backend_config"]
-            # Bytecode, and in a context of its own: jax's does not know the dialect.
+            # The call carries the kernel as MLIR bytecode. JAX's own context does not know Triton's dialect, so
+            # parse it in a new one.
             with ir.Context() as context, ir.Location.unknown():
                 dialect.register_dialect(context)
                 text = ir.Module.parse(call["ir"].value_bytes).operation.get_asm()
@@ -90,6 +117,7 @@ def triton_kernels(lowered: jax.stages.Lowered) -> list[TritonKernel]:
             )
         return ir.WalkResult.ADVANCE
 
+    # Kernels can be nested in loops and called functions, so walk every operation.
     module: Any = lowered.compiler_ir("stablehlo")
     module.operation.walk(visit)
     return kernels
@@ -97,15 +125,23 @@ def triton_kernels(lowered: jax.stages.Lowered) -> list[TritonKernel]:
 
 @functools.cache  # one device is one object, so that meshes made in two places are equal
 def h100_devices(topology: str = "1x1x1") -> tuple:
-    """H100s to compile for ahead of time, on a machine that has none; nothing runs on them.
+    """Describes H100 devices to compile for ahead of time on a machine without a GPU. Nothing runs on them.
 
-    `topology` is partitions x hosts x GPUs per host. Needs the jax-cuda13-plugin and jax-cuda13-pjrt wheels, in jax's
-    own version (without their dependencies); where they are missing a RuntimeError says so::
+    Needs the jax-cuda13-plugin and jax-cuda13-pjrt wheels in the version of jax, without their dependencies::
 
         mesh = make_mesh({"data": 8}, h100_devices("1x1x8"))
         with use_abstract_mesh(mesh.abstract_mesh):
             x = jax.ShapeDtypeStruct((8, 64), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data")))
             compiled = jax.jit(function).lower(x).compile()
+
+    Args:
+        topology: partitions x hosts x GPUs per host.
+
+    Returns:
+        The devices.
+
+    Raises:
+        RuntimeError: the wheels are missing, or `JAX_SKIP_CUDA_CONSTRAINTS_CHECK` is not set.
     """
     try:
         return tuple(topologies.get_topology_desc("", "cuda", target_config=_H100, topology=topology).devices)

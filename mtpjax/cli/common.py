@@ -44,6 +44,7 @@ def progress_bar(*columns):
     import rich.console
     from rich.progress import Progress
 
+    # stdout carries the command's results only, so that they can be piped.
     console = rich.console.Console(stderr=True)
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
@@ -62,6 +63,7 @@ def show_bytes(source: str, target: str) -> Iterator[Callable[[int], None]]:
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     place = pathlib.Path(source)
+    # `rglob` of a file yields nothing, so this holds for a file and for a folder.
     total = sum(file.stat().st_size for file in (place, *place.rglob("*")) if file.is_file())
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     done, begin = 0, time.perf_counter()
@@ -74,5 +76,6 @@ def show_bytes(source: str, target: str) -> Iterator[Callable[[int], None]]:
             bar.update(task, completed=done)
 
         yield advance
+    # The bar disappears at the end; this line stays, also in logs.
     seconds = time.perf_counter() - begin
     print(f"{target}: {done / 1e9:.3f} GB in {seconds:.1f} s, {done / 1e6 / seconds:.0f} MB/s", file=sys.stderr)

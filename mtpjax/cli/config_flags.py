@@ -12,6 +12,7 @@ from typing import Any
 
 from mtpjax.decoding.config import EXACT_RULES, LOSSY_RULES, DecodeConfig, SamplingParams
 
+# SGLang's server flags for the same settings, accepted as aliases.
 SGLANG_FLAGS = {
     "num_steps": "--speculative-num-steps",
     "topk": "--speculative-eagle-topk",
@@ -54,6 +55,7 @@ _HELP = {
     "text; needs no MTP modules)",
     "draft_vocabulary": "file that `mtpjax vocabulary` wrote: the MTP modules draft only its tokens",
 }
+# Draft levels where the command line names none: copied n-grams are often right for longer than MTP drafts.
 DEFAULT_MTP_STEPS, DEFAULT_LOOKUP_STEPS = 2, 4
 
 
@@ -84,12 +86,14 @@ def _add_flags(parser, kind: type, fields: Iterable[str], defaults: Mapping[str,
     types = typing.get_type_hints(kind)
     own_defaults = {field.name: field.default for field in dataclasses.fields(kind)}
     for name in fields:
+        # The flag's own name comes first: argparse stores the value under it, and `decode_settings` finds it there.
         names = [f"--{name.replace('_', '-')}", *filter(None, [SGLANG_FLAGS.get(name)])]
         default = defaults.get(name, own_defaults[name])
         # Of the defaults that are None, the text says what they stand for.
         shown = "" if default is None else " (default: %(default)s)"
         if name == "num_steps" and default is None:
             shown = f"; by default {DEFAULT_MTP_STEPS} with MTP modules, {DEFAULT_LOOKUP_STEPS} for lookup, else 0"
+        # argparse formats help texts with `%`, so a literal one is doubled.
         text = texts.get(name, "").replace("%", "%%")
         parser.add_argument(*names, type=_number_or_text(types[name]), default=default, help=text + shown)
 
@@ -103,14 +107,17 @@ def field_docs(kind: type) -> dict[str, str]:
     Returns:
         The text of each field, on one line; nothing where Python was told to drop docstrings.
     """
+    # The section ends at the first empty line.
     _, _, section = (kind.__doc__ or "").partition("Attributes:\n")
     section = re.split(r"\n\s*\n", section)[0]
+    # An entry is `name: text` at 8 spaces; deeper lines continue it.
     entries = re.findall(r"^ {8}(\w+): (.*(?:\n {9,}.*)*)", section, flags=re.MULTILINE)
     return {name: re.sub(r"\s+", " ", text).rstrip(".") for name, text in entries}
 
 
 def _number_or_text(annotation: Any) -> type:
     """Returns the type that a flag's text is converted to."""
+    # A union such as `int | None` or `float | Sequence[float]` converts to its number.
     options = (annotation, *typing.get_args(annotation))
     return next((kind for kind in (int, float) if kind in options), str)
 
@@ -129,12 +136,15 @@ def decode_settings(options) -> dict[str, Any]:
         ValueError: a threshold below 1 is given with another rule, or the file is not a draft vocabulary.
         OSError: the file cannot be read.
     """
+    # The parser holds flags of the command itself too; keep those that `DecodeConfig` knows.
     known = {field.name for field in dataclasses.fields(DecodeConfig)}
     settings = {name: value for name, value in vars(options).items() if name in known}
+    # SGLang has no flag for the rule: a threshold below 1 turns it on.
     if min(settings.get(name, 1.0) for name in ("threshold_single", "threshold_acc")) < 1:
         if settings["acceptance"] not in ("auto", "threshold"):
             raise ValueError(f"thresholds below 1 need acceptance 'threshold', not '{settings['acceptance']}'")
         settings["acceptance"] = "threshold"
+    # The flag names a file; the configuration holds the token ids.
     if settings.get("draft_vocabulary") is not None:
         from mtpjax.data.draft_vocabulary import load_vocabulary
 
@@ -170,5 +180,6 @@ def sampling_params(options, num_prompts: int) -> SamplingParams:
     Returns:
         The same numbers for every row and one seed per row, so that a prompt given twice gets two texts.
     """
+    # One number for all rows; only the seed differs.
     numbers = {name: options[name] for name in SAMPLING_FIELDS}
     return SamplingParams(**numbers, seed=[options.seed + row for row in range(num_prompts)])

@@ -68,12 +68,14 @@ def _model_type(options) -> str | None:
 def _inspect(options) -> int:
     from mtpjax.io.inspect import inspect, lines
 
+    # Parse the mesh, such as "tensor=8,expert=4", into axis sizes; only sizes are needed, no devices.
     mesh = {}
     for part in filter(None, options.mesh.split(",")):
         axis, _, size = part.partition("=")
         if axis not in ("data", "fsdp", "expert", "tensor") or not size.isdecimal() or int(size) < 1:
             raise ValueError(f"--mesh {part!r} must name an axis (data, fsdp, expert, tensor) and its size: tensor=8")
         mesh[axis] = int(size)
+    # Read the configuration and the tensor headers, and print one of two forms.
     facts = inspect(options.path, mesh=mesh, model_type=_model_type(options))
     print(json.dumps(facts, indent=1) if options.json else "\n".join(lines(facts)))
     return 3 if facts["missing"] or facts["extra"] else 0
@@ -86,11 +88,12 @@ def _convert(options) -> int:
     from mtpjax.io import convert
     from mtpjax.io.checkpoint_format import find_checkpoint, is_checkpoint
 
+    # The dtypes that weights may be converted to; fp8 is only kept, never made.
     dtypes = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
     if options.dtype is not None and options.dtype not in dtypes:
         raise ValueError(f"--dtype {options.dtype!r} is not one of {', '.join(dtypes)}")
     choice: dict[str, Any] = {"dtype": options.dtype and dtypes[options.dtype], "model_type": _model_type(options)}
-    # The source decides the direction.
+    # The source's kind decides the direction: an mtpjax checkpoint goes to Hugging Face, anything else comes from it.
     with show_bytes(options.source, options.target) as progress:
         if is_checkpoint(find_checkpoint(options.source)):
             convert.to_hugging_face(options.source, options.target, **choice, progress=progress)
@@ -113,6 +116,7 @@ def _merge_mtp(options) -> int:
 
     with show_bytes(options.input_dir, options.output_dir) as progress:
         report = merge_mtp(options.input_dir, options.mtp_dir, options.output_dir, progress=progress)
+    # The counts show at once whether the modules were trained or are those that the checkpoint already had.
     print(f"tensors of MTP modules: {report.equal} equal, {report.replaced} replaced, {report.added} added")
     return 0
 

@@ -100,6 +100,7 @@ def _generate(options) -> int:
     # Warn if the MTP modules draft worse than they did in training; damaged modules raise no error otherwise.
     if config.num_steps and config.drafter == "mtp":
         check_acceptance(path, model, params)
+    # Make the prompts' tokens: messages through the chat template, or plain text.
     if options.chat:
         prompts = [tokenizer.chat([{"role": "user", "content": text}]) for text in options.prompt]
     else:
@@ -110,6 +111,7 @@ def _generate(options) -> int:
     for text, tokens, origins in zip(options.prompt, result.rows(), result.origins, strict=True):
         _print_text(text, tokens, origins, tokenizer.stream())
     _print_stats(result, config)
+    # Decode again without drafts and compare the tokens.
     if options.check:
         return _compare(params, prompts, result.rows(), generate(params, prompts, **asked).rows(), asked)
     return 0
@@ -119,6 +121,7 @@ def _print_stats(result, config) -> None:
     stats = result.stats
     rates = " ".join(f"{rate:.2f}" for rate in stats.survival_rates)
     line = f"{stats.emitted.sum()} tokens in {stats.steps.sum()} steps, accept length {stats.accept_length:.2f}"
+    # Without drafts there are no rates to show.
     if rates:
         line += f", accepted per level {rates}"
     if not result.is_exact:
@@ -130,9 +133,12 @@ def _compare(params, prompts, rows, plain, asked: dict[str, Any]) -> int:
     """Prints whether the texts equal plain decoding's, and where they differ. Returns the exit code, 0 or 4."""
     from mtpjax.evaluation.acceptance import is_plain, partings
 
+    # bfloat16 matmuls round differently at different widths, so near-tied logits can flip. Where texts differ,
+    # `is_plain` compares again with plain decoding in passes of the drafts' width.
     identical = bool(is_plain(params, prompts, rows, plain, **asked).all())
     how = ", in passes of the same width: narrower ones round differently" if identical and rows != plain else ""
     print(f"identical to plain decoding: {'yes' if identical else 'NO'}{how}", file=sys.stderr)
+    # For each prompt that differs, show where, and how close the two tokens' logits are: a near tie is rounding.
     for number, parting in enumerate(partings(params, prompts, rows, plain, model=asked["model"]), start=1):
         if parting is not None:
             gap = f"the trunk's logits of the two tokens are {parting.gap:.2g} apart"
@@ -153,6 +159,7 @@ def _print_text(prompt: str, tokens: list[int], origins, stream) -> None:
         return
     colours = ("green", "cyan", "magenta", "yellow")
     text = rich.text.Text(prompt, style="bold")
+    # The colour tells the draft level that proposed the token; tokens of the trunk itself stay plain.
     for token, origin in zip(tokens, origins, strict=False):
         style = colours[(int(origin) - 1) % len(colours)] if origin else ""
         text.append(stream(token), style=style)
@@ -166,6 +173,7 @@ def _decode_config(options, settings: dict[str, Any], model, tokenizer):
     from mtpjax.evaluation.profile import load_settings
 
     settings = _with_num_steps(settings, model)
+    # Adaptive depth weighs accept length against measured round times, which depend on the device.
     if options.depth_policy == "adaptive" and settings["num_steps"]:
         profile = options.profile or options.model_path
         settings |= load_settings(
@@ -192,6 +200,7 @@ def _regenerate(options) -> int:
     from mtpjax.io.checkpoint_format import checkpoint_digest, find_checkpoint
     from mtpjax.training.regenerate import Request, regenerate
 
+    # The settings that decide the output's content; `regenerate` refuses to continue a file made with others.
     names = ("chat", "prompt_tokens", "batch_size", "seed")
     settings, output = decode_settings(options), pathlib.Path(options.output).resolve()
     # The output may lie in the folder of the data. It must not be read as data when the command runs again.
@@ -204,6 +213,7 @@ def _regenerate(options) -> int:
     # Each record gets its own seed, so the batch's seeds are left out.
     sampling = dataclasses.replace(sampling_params(options, 1), seed=None)
     request = Request(paths=paths, config=config, sampling=sampling, **{name: options[name] for name in names})
+    # On a terminal a bar shows the progress; elsewhere each update is a line.
     console = rich.console.Console(stderr=True)
     with rich.progress.Progress(console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("compiling", total=1.0)
@@ -223,6 +233,7 @@ def _regenerate(options) -> int:
                 model_digest=checkpoint_digest(path),
                 progress=show,
             )
+        # The output is complete up to the last record, so the same command continues it.
         except KeyboardInterrupt:
             print(f"mtpjax regenerate: {options.output} is incomplete; run the same command again", file=sys.stderr)
             return 75

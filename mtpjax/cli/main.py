@@ -37,6 +37,7 @@ def main(arguments: list[str] | None = None) -> None:
     # Only a process of our own may be restarted, not one that calls this function.
     if arguments is None and options.subcommand in ("quickstart", "train"):
         keep_freed_memory()
+    # Warnings of the library, such as MTP modules that draft badly, reach the user in one line each.
     logging.basicConfig(level=logging.WARNING, format="mtpjax: %(message)s")
     command = options.subcommand
     try:
@@ -55,6 +56,7 @@ def make_parser() -> jsonargparse.ArgumentParser:
     Returns:
         The parser.
     """
+    # Every group adds its own commands. This runs without JAX, so `--help` answers at once.
     parser = jsonargparse.ArgumentParser(
         prog="mtpjax", description="Multi-token prediction in JAX.", version=__version__
     )

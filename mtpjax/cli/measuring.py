@@ -87,6 +87,7 @@ def _add_ablate(commands) -> None:
     add_model(ablate)
     ablate.add_argument("--output", required=True, help="folder to write or to continue")
     _add_prompts(ablate, required=False, count=12)
+    # Every flag takes several values; the grid is their product.
     grid: list[tuple[str, type, list, str]] = [
         ("--depths", int, [1, 2, 3], "draft levels per round"),
         ("--topk", int, [1, 2], "candidates per tree node; 1: chains"),
@@ -115,6 +116,7 @@ def _add_ablate(commands) -> None:
 
 
 def _add_prompts(parser, *, required: bool, count: int) -> None:
+    # Without a file, `mtpjax ablate` takes held-out files of the model's own training data.
     kinds = "JSONL of prompts (Spec-Bench, GSM8K and others), or a text file with a prompt per paragraph"
     otherwise = "" if required else " (default: held-out files of the training data, for byte-level models)"
     parser.add_argument("--prompts", required=required, default=None, help=kinds + otherwise)
@@ -159,6 +161,7 @@ def _profile(options) -> int:
             rounds=options.rounds,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
+    # Save before printing: the tables are only a summary of the file.
     profile.save(output, measured)
     console = rich.console.Console()
     for table in profile.tables(measured):
@@ -180,9 +183,11 @@ def _vocabulary(options) -> int:
     path = find_checkpoint(options.model_path)
     vocab_size = inspect(path)["configuration"]["vocab_size"]
     tokenizer = load_tokenizer(path, vocab_size)
+    # Always keep the special tokens: without end-of-text, MTP modules could not draft the end of an answer.
     kept = {*tokenizer.eos_token_ids, *tokenizer.special_token_ids}
     # Raise for a wrong size before the corpus is read.
     draft_vocabulary.choose_vocabulary(np.zeros(vocab_size), options.size, kept=kept)
+    # Count the corpus once; every size below is chosen from the same counts.
     files = draft_vocabulary.corpus_files(options.data, options.pattern)
     with show_bytes(options.data, options.output) as progress:
         corpus = draft_vocabulary.count_tokens(files, tokenizer, vocab_size, progress=progress)
@@ -195,6 +200,7 @@ def _vocabulary(options) -> int:
     shares = {size: draft_vocabulary.coverage(corpus.counts, choose(size)) for size in sizes}
     ids = choose(options.size)
     draft_vocabulary.save_vocabulary(options.output, ids, counts=corpus.counts, source=options.data, sizes=shares)
+    # Show the sizes with the chosen one in bold.
     table = rich.table.Table(box=None, padding=(0, 2, 0, 0))
     for heading in ("size", "of the vocabulary", "of the corpus"):
         table.add_column(heading, justify="right")
@@ -202,6 +208,7 @@ def _vocabulary(options) -> int:
         chosen = "bold" if size == options.size else ""
         table.add_row(str(size), f"{size / vocab_size:.1%}", f"{share:.2%}", style=chosen)
     rich.console.Console().print(table)
+    # Name what was not read, so that a wrong --pattern does not pass unnoticed.
     skipped = f", {len(corpus.skipped)} files skipped, which are not text" if corpus.skipped else ""
     print(f"{corpus.counts.sum()} tokens of {corpus.num_files} files{skipped}; {len(ids)} ids in {options.output}")
     return 0
@@ -239,6 +246,7 @@ def _eval_acceptance(options) -> int:
     # Warn if the MTP modules draft worse than they did in training.
     check_acceptance(path, model, params)
     console = rich.console.Console()
+    # Cut prompts change what is measured, so say so.
     if cut:
         print(f"{cut} of {len(prompts)} prompts were cut to {most} tokens", file=sys.stderr)
     with progress_bar() as bar:
@@ -253,12 +261,15 @@ def _eval_acceptance(options) -> int:
             batch_size=options.batch_size,
             progress=lambda count: bar.update(task, advance=count),
         )
+    # Summarise per category and over all prompts, with intervals.
     figures = report(acceptance, [prompt.category for prompt in chosen])
+    # The file also records the settings, so that two files can be compared.
     if options.output is not None:
         settings = {name: value for name, value in vars(options).items() if isinstance(value, (str, int, float, list))}
         content = {"settings": settings, "prompts_cut": cut, "figures": to_json(figures)}
         write_text(options.output, json.dumps(content, indent=1, allow_nan=False) + "\n")
     print_report(console, figures)
+    # Check that speculation did not change the text.
     identical = int(acceptance.is_identical.sum())
     # Above temperature 0 only the rule "sample" draws the very tokens of plain decoding.
     if options.temperature and config.acceptance != "sample":
@@ -273,6 +284,7 @@ def _ablate(options) -> int:
 
     from mtpjax.ablation import run
 
+    # The grid's axes; every other setting is the same in all cells.
     names = ("depths", "topk", "num_draft_tokens", "rules", "temperatures", "batch_sizes")
     settings = run.Settings(
         **{name: tuple(options[name]) for name in names},

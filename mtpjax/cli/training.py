@@ -65,6 +65,7 @@ def _quickstart(options) -> int:
     from mtpjax.training import quickstart
     from mtpjax.training.config import TrainConfig
 
+    # --quick stops after a few steps; otherwise the clock ends the training.
     steps, seconds = (20, math.inf) if options.quick else (10**9, options.seconds)
     config = TrainConfig(
         preset=options.preset,
@@ -86,9 +87,11 @@ def _train(options) -> int:
     from mtpjax.training.trainer import describe, train
     from mtpjax.training.yaml_config import read_config, to_yaml
 
+    # Settings come from the file, then from `key=value` arguments, which win.
     config = read_config(options.config, options.settings)
     if options.resume and options.overwrite:
         raise ValueError("--resume and --overwrite exclude each other: one continues the run, the other replaces it")
+    # Two modes that train nothing: print the settings, or check them against data and memory.
     if options.print_config:
         print(to_yaml(config), end="")
         return 0
@@ -96,18 +99,22 @@ def _train(options) -> int:
         for name, value in describe(config).items():
             print(f"{name}: {value:,}")
         return 0
+    # Join the other processes before the first JAX call that makes devices.
     if options.nnodes > 1:
         distributed.connect(options.nnodes, options.node_rank, options.dist_init_addr)
     try:
         result = train(
             config, resume=options.resume, overwrite=options.overwrite, allowed_changes=options.allow_config_change
         )
+    # The state is saved in both of these cases; 75 tells a scheduler to start the command again.
     except Preempted as ended:
         print(f"mtpjax train: {ended}", file=sys.stderr)
         return 75
     except LostProcess as lost:
         print(f"mtpjax train: {lost}; continue with --resume", file=sys.stderr)
+        # A normal exit would wait in JAX's shutdown barrier for the lost process, and then abort.
         distributed.leave(75)
+    # The losses became infinite or NaN; running again would end the same way.
     except FloatingPointError as error:
         print(f"mtpjax train: {error}", file=sys.stderr)
         return 1
@@ -122,6 +129,7 @@ def _compare(options) -> int:
     from mtpjax.training.compare import read_run, tables
     from mtpjax.training.plots import plot_comparison
 
+    # Read all runs first: a wrong folder fails before anything is printed.
     runs = [read_run(folder) for folder in options.runs]
     console = rich.console.Console()
     for table in tables(runs):
