@@ -1,4 +1,4 @@
-"""Eight CPU devices, quick compiling, strict flags, the `key` fixture, and when a marked test is skipped."""
+"""Eight CPU devices, quick compiling, strict flags, shared fixtures, and when a marked test is skipped."""
 
 import functools
 import gc
@@ -25,6 +25,7 @@ import pytest
 
 from mtpjax import MTPModel, compat
 from mtpjax.evaluation import small_models
+from mtpjax.io.checkpoint import save_model
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
@@ -53,6 +54,15 @@ def small():
         return model, small_models.rigged_params(model, attention, rig)
 
     return make
+
+
+@pytest.fixture(scope="module")
+def checkpoint(small, tmp_path_factory):
+    """A model of bytes on disk, whose drafts are right now and then."""
+    model, params = small("grouped", "mixed", vocab_size=256)
+    path = tmp_path_factory.mktemp("model") / "checkpoint"
+    save_model(path, model, params)
+    return path
 
 
 def pytest_collection_finish(session):

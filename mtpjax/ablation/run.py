@@ -22,6 +22,7 @@ from mtpjax.ablation.bench import Bench, Workload, find_workload
 from mtpjax.ablation.grid import Cell, Settings, plan
 from mtpjax.ablation.report import print_cells, recommendation, summary, to_csv
 from mtpjax.atomic import write_text
+from mtpjax.data.jsonl_writer import JsonlWriter
 from mtpjax.evaluation.plots import plot_heatmap, plot_pareto
 from mtpjax.host import num_threads
 from mtpjax.io.checkpoint import load
@@ -29,37 +30,6 @@ from mtpjax.io.checkpoint_format import checkpoint_digest, find_checkpoint
 
 VERSION = 4  # of a cell's line: another one is measured anew
 CELLS_IN_MEMORY = 16  # compiled programs take memory mappings; a process has 65,530
-
-
-class CellFile:
-    """`cells.jsonl`: a line per finished cell, whole or not at all."""
-
-    def __init__(self, path: pathlib.Path):
-        self.path = path
-
-    def read(self) -> dict[str, dict[str, Any]]:
-        """Fingerprint -> the newest line of it. A torn last line is cut off. Raises `ValueError` for another one."""
-        if not self.path.exists():
-            return {}
-        content = self.path.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]
-        if whole != content:
-            with self.path.open("r+b") as file:
-                file.truncate(len(whole))
-        found = {}
-        for number, line in enumerate(whole.splitlines(), start=1):
-            try:
-                row = json.loads(line)
-                found[row["fingerprint"]] = row
-            except (ValueError, TypeError, KeyError, RecursionError) as error:
-                raise ValueError(f"{self.path} line {number} is damaged: remove that line to go on") from error
-        return found
-
-    def append(self, row: dict[str, Any]) -> None:
-        line = (json.dumps(row, allow_nan=False) + "\n").encode()
-        with self.path.open("ab", buffering=0) as file:
-            file.write(line)
-            os.fsync(file.fileno())
 
 
 def fingerprint(cell: Cell, settings: Settings, workload: Workload, about: dict[str, Any]) -> str:
@@ -92,13 +62,14 @@ def describe(path: pathlib.Path) -> dict[str, Any]:
 def run_cells(
     cells: list[Cell],
     bench: Bench,
-    file: CellFile,
+    writer: JsonlWriter,
     about: dict[str, Any],
     *,
     say: Callable[[str], Any] = print,
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Measures what `file` does not hold. Returns the rows there are, and whether they are all: not after Ctrl-C."""
-    known = file.read()
+    """Measures what the file does not hold. Returns the rows there are, and whether they are all: not after Ctrl-C."""
+    # Of two lines with the same fingerprint the newer one counts.
+    known = {row["fingerprint"]: row for row in writer.resume(required=("fingerprint",))}
     prints = {cell: fingerprint(cell, bench.settings, bench.workload, about) for cell in cells}
     rows = {cell: known[prints[cell]] for cell in cells if prints[cell] in known}
     if rows:
@@ -108,7 +79,7 @@ def run_cells(
     try:
         for number, cell in enumerate(waiting, start=1):
             row = {"fingerprint": prints[cell], "about": about, **bench.measure(cell)}
-            file.append(row)
+            writer.append([row])
             rows[cell] = row
             left = (time.perf_counter() - begin) / number * (len(waiting) - number)
             say(f"{len(rows)}/{len(cells)} {cell.name}: {summary(row)}; {_minutes(left)} left")
@@ -163,7 +134,9 @@ def run(
     def say(line: str) -> None:
         console.print(line, highlight=False, soft_wrap=True)
 
-    rows, is_complete = run_cells(cells, bench, CellFile(output / "cells.jsonl"), about, say=say)
+    # Every finished cell is a line that is on the disk before the next cell starts.
+    with JsonlWriter(output / "cells.jsonl", allow_nan=False) as writer:
+        rows, is_complete = run_cells(cells, bench, writer, about, say=say)
     if rows:
         print_cells(console, rows)
         text = recommendation(rows, reasons, workload, settings, about)

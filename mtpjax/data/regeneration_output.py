@@ -2,15 +2,14 @@
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
-import os
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import IO, Any
+from typing import Any
 
 from mtpjax.atomic import write_text
+from mtpjax.data.jsonl_writer import JsonlWriter
 from mtpjax.data.regeneration_tasks import REASONS
 
 FORMAT = "mtpjax-regenerated"
@@ -61,24 +60,20 @@ def about_path(path: pathlib.Path) -> pathlib.Path:
 class Output:
     """Records in the file at `path`; `tally` is how far they are."""
 
-    def __init__(self, path: pathlib.Path, file: IO[bytes], settings: Mapping[str, Any], kind: str):
-        self.path, self.about_path, self.file = path, about_path(path), file
+    def __init__(self, writer: JsonlWriter, settings: Mapping[str, Any], kind: str):
+        self.path, self.about_path, self.writer = writer.path, about_path(writer.path), writer
         self.settings, self.kind, self.tally = json.loads(json.dumps(dict(settings))), kind, Tally()
-        self.size, self.digest = 0, hashlib.sha256()
+        self.digest = hashlib.sha256()
 
     def append(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Adds a window; a process that ends on the way leaves what the next one cuts off. Raises `OSError`."""
-        content = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
-        self.file.write(content)
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        self.digest.update(content)
-        self.size += len(content)
+        # The records reach the disk before the note that counts them: `go_on` cuts off what the note does not count.
+        self.digest.update(self.writer.append(records))
         self.note()
 
     def note(self) -> None:
         """Writes down what the file is, and how far."""
-        written = {"bytes": self.size, "sha256": self.digest.hexdigest()}
+        written = {"bytes": self.writer.size, "sha256": self.digest.hexdigest()}
         about = {"format": FORMAT, "source": {"path": self.path.name, "kind": self.kind}, "written": written}
         about |= {"tally": dataclasses.asdict(self.tally), "settings": self.settings}
         write_text(self.about_path, json.dumps(about, indent=1) + "\n")
@@ -99,14 +94,15 @@ class Output:
         ]
         if changed and tally.read:
             raise ValueError(f"{self.path} was begun otherwise: {'; '.join(changed)}. To begin anew, {advice}")
+        # The bytes that the note counts must be those that were written; another program may have edited them.
         with self.path.open("rb") as file:
             while part := file.read(min(left, 1 << 20)):
                 self.digest.update(part)
                 left -= len(part)
         if self.digest.hexdigest() != written["sha256"]:
             raise ValueError(f"{self.path} is not what was written to it: {advice}")
-        self.file.truncate(size)
-        self.size, self.tally = size, tally
+        self.writer.truncate(size)
+        self.tally = tally
 
 
 @contextlib.contextmanager
@@ -118,15 +114,11 @@ def open_output(path, settings: Mapping[str, Any], kind: str) -> Iterator[Output
     """
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ValueError(f"{path} is being written to by another process") from None
-        output = Output(path, file, settings, kind)
+    with JsonlWriter(path) as writer:
+        output = Output(writer, settings, kind)
         if output.about_path.exists():
             output.go_on()
-        elif file.tell():
+        elif writer.size:
             raise ValueError(f"{path} exists, and no {output.about_path.name} beside it: choose another output")
         else:
             output.note()

@@ -20,8 +20,9 @@ from mtpjax.ablation import run
 from mtpjax.ablation.bench import Bench, Workload, find_workload, paired_ratio
 from mtpjax.ablation.grid import Cell, Settings, plan
 from mtpjax.ablation.report import advise, cell_of, print_cells, recommendation, to_csv
-from mtpjax.ablation.run import CellFile, fingerprint
+from mtpjax.ablation.run import fingerprint
 from mtpjax.cli.main import main
+from mtpjax.data.jsonl_writer import JsonlWriter
 from mtpjax.data.packing import read_documents, split_held_out
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.evaluation.plots import plot_heatmap, plot_pareto
@@ -73,8 +74,14 @@ def test_the_grid_leaves_out_what_is_impossible_with_its_reason(small):
         ("recursive", 1, 2),
     }
     assert len(cells) == len(set(cells)) == 10
-    for said in ("greedy is for temperature 0", "recursive is for trees", "'block' verifies chains", "more than the 3"):
-        assert any(said in reason for reason in reasons), said
+    said = (
+        "greedy is for temperature 0",
+        "recursive is for trees",
+        "'block' supports only chains",
+        "must be at most 3",
+    )
+    for part in said:
+        assert any(part in reason for reason in reasons), part
 
 
 def test_auto_is_the_default_rule_and_exact_is_all_that_fit(small):
@@ -97,7 +104,7 @@ def test_auto_is_the_default_rule_and_exact_is_all_that_fit(small):
 def test_a_model_that_cannot_draft_trees_has_chains_only(small):
     model, _ = small("grouped", "right", num_mtp_modules=2)
     cells, reasons = plan(Settings(), model=model)
-    assert {cell.topk for cell in cells} == {1} and any("take one MTP module" in reason for reason in reasons)
+    assert {cell.topk for cell in cells} == {1} and any("need exactly one MTP module" in reason for reason in reasons)
     without = dataclasses.replace(model, config=dataclasses.replace(model.config, num_mtp_modules=0))
     with pytest.raises(ValueError, match="no MTP module"):
         plan(Settings(), model=without)
@@ -138,7 +145,7 @@ def test_a_cell_of_a_right_drafter_has_its_figures(small):
 def test_sampled_rows_have_seeds_of_their_own_the_same_for_both_ways(small, monkeypatch):
     model, params = small("grouped", "right")
     bench = Bench(model, params, SETTINGS, WORKLOAD)
-    decode, asked = bench.speculative_generate, []
+    decode, asked = bench_module.speculative_generate, []
 
     def watched(params, prompts, *, model, config, sampling):
         asked.append((config.num_steps, config.acceptance, sampling.temperature, tuple(sampling.seed)))
@@ -200,7 +207,8 @@ class FakeBench:
 
 
 def run_cells(tmp_path, bench, cells):
-    return run.run_cells(cells, bench, CellFile(tmp_path / "cells.jsonl"), ABOUT, say=lambda line: None)
+    with JsonlWriter(tmp_path / "cells.jsonl") as writer:
+        return run.run_cells(cells, bench, writer, ABOUT, say=lambda line: None)
 
 
 def test_an_ended_run_goes_on_behind_its_last_cell(tmp_path, small):
@@ -223,11 +231,11 @@ def test_an_ended_run_goes_on_behind_its_last_cell(tmp_path, small):
     assert changed.measured == cells and len(rows) == 4
 
 
-def test_a_damaged_line_is_told(tmp_path):
-    path = tmp_path / "cells.jsonl"
-    path.write_text('{"fingerprint": "a"}\nnonsense\n{"fingerprint": "b"}\n')
+@pytest.mark.parametrize("line", ["nonsense", '{"cell": {}}'])
+def test_a_damaged_line_is_told(tmp_path, line):
+    (tmp_path / "cells.jsonl").write_text(f'{{"fingerprint": "a"}}\n{line}\n{{"fingerprint": "b"}}\n')
     with pytest.raises(ValueError, match="line 2 is damaged"):
-        CellFile(path).read()
+        run_cells(tmp_path, FakeBench(), [])
 
 
 def test_ratios_are_paired_within_a_repeat():
@@ -344,7 +352,7 @@ def test_a_killed_run_goes_on(checkpoint, tmp_path):
         (["--prompts", "missing.jsonl"], 2, "missing.jsonl"),
         (["--num-prompts", "0"], 2, "at least 1, not 0"),
         (["--max-new-tokens", "256"], 2, "leaves no room"),
-        (["--threads", "-1"], 2, "threads must be 0 or more"),
+        (["--threads", "-1"], 2, "threads must be at least 0"),
         (["--model", "missing"], 3, "no mtpjax checkpoint"),
         (["--temperatures", "1", "--rules", "greedy"], 2, "no combination of the settings is possible"),
     ],

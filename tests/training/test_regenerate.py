@@ -334,7 +334,7 @@ def test_the_command_writes_tells_and_goes_on(checkpoint, tmp_path, capsys, monk
     assert about["settings"]["top_p"] == 0.9 and about["settings"]["num_steps"] == 1 and about["tally"]["read"] == 5
     other = [*arguments[:6], "--output", tmp_path / "other.jsonl", *arguments[8:]]
     assert command([*other, "--top-p", 2]) == 2
-    assert "top_p 2.0 is not within 0..1" in capsys.readouterr().err
+    assert "top_p 2.0 must be within 0..1" in capsys.readouterr().err
     assert command(other) == 0 and (tmp_path / "other.jsonl").read_bytes() == output.read_bytes()
     assert command([*arguments, "--seed", 1]) == 2
     assert "begun otherwise: seed was 0, is 1" in capsys.readouterr().err

@@ -1,0 +1,147 @@
+"""JSONL files that a run appends to and that the next run continues: the one writer of `regenerate`, `ablate`, `train`.
+
+A process can be killed at any byte. A record counts only once its line ends in a newline, so readers stop before an
+incomplete last line, and `JsonlWriter` cuts it off before it appends.
+"""
+
+import fcntl
+import json
+import os
+import pathlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+
+def read_records(
+    path, *, required: Collection[str] = (), skip_damaged: bool = False
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Reads the records of a JSONL file that a process may still be appending to.
+
+    Args:
+        path: the file; a missing file has no records.
+        required: keys that every record has.
+        skip_damaged: leave damaged lines out instead of raising an error.
+
+    Yields:
+        `(end, record)`: the byte offset behind the record's line, and the record. An incomplete last line is left out.
+
+    Raises:
+        ValueError: a complete line is not a JSON object with the required keys.
+        OSError: the file cannot be read.
+    """
+    try:
+        file = open(path, "rb")  # noqa: SIM115
+    except FileNotFoundError:
+        return
+    with file:
+        end = 0
+        for number, line in enumerate(file, start=1):
+            # Only the last line can lack a newline: its process was killed, or is still writing it.
+            if not line.endswith(b"\n"):
+                return
+            end += len(line)
+            try:
+                record = json.loads(line)
+                if not isinstance(record, dict) or not record.keys() >= set(required):
+                    raise ValueError(f"is not an object with the keys {sorted(required)}")
+            except (ValueError, RecursionError) as error:
+                if skip_damaged:
+                    continue
+                raise ValueError(f"{path} line {number} is damaged: remove that line to continue") from error
+            yield end, record
+
+
+class JsonlWriter:
+    """Appends records to a JSONL file that belongs to this process while it is open. Use it as a context manager.
+
+    Attributes:
+        path: the file.
+        size: its length in bytes.
+    """
+
+    def __init__(self, path, *, sync: bool = True, allow_nan: bool = True):
+        """Opens the file at its end; a missing file is made.
+
+        Args:
+            path: the file; its folder exists.
+            sync: let `append` wait until the disk has the records, so that they survive a power failure.
+            allow_nan: accept numbers that are infinite or NaN, for which JSON has no form of its own.
+
+        Raises:
+            ValueError: another process has the file open for writing.
+            OSError: the file cannot be opened.
+        """
+        self.path, self._sync, self._allow_nan = pathlib.Path(path), sync, allow_nan
+        self._file = self.path.open("ab")
+        # The system releases the lock when the process ends, however it ends.
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._file.close()
+            raise ValueError(f"{self.path} is being written to by another process") from None
+        self.size = self._file.tell()
+
+    def __enter__(self) -> "JsonlWriter":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._file.close()
+
+    def resume(
+        self,
+        is_kept: Callable[[dict[str, Any]], bool] = lambda record: True,
+        *,
+        required: Collection[str] = (),
+        skip_damaged: bool = False,
+    ) -> list[dict[str, Any]]:
+        """Reads the records of earlier processes, and cuts off an incomplete last line. Call it before `append`.
+
+        Args:
+            is_kept: the first record for which this is false is cut off, with all behind it; by default none.
+            required: keys that every record has.
+            skip_damaged: leave damaged lines out instead of raising an error.
+
+        Returns:
+            The records that the file keeps.
+
+        Raises:
+            ValueError: a line is damaged. The file stays as it is.
+            OSError: the file cannot be read or cut.
+        """
+        records, size = [], 0
+        for end, record in read_records(self.path, required=required, skip_damaged=skip_damaged):
+            if not is_kept(record):
+                break
+            records.append(record)
+            size = end
+        self.truncate(size)
+        return records
+
+    def truncate(self, size: int) -> None:
+        """Cuts off everything behind the first `size` bytes."""
+        # The file is open for appending, so the next write begins at the new end.
+        self._file.truncate(size)
+        self.size = size
+
+    def append(self, records: Iterable[Mapping[str, Any]]) -> bytes:
+        """Appends records, a line each.
+
+        Args:
+            records: mappings that JSON can express.
+
+        Returns:
+            The bytes that were written.
+
+        Raises:
+            ValueError: a number is infinite or NaN and `allow_nan` is off; nothing is written.
+            OSError: the disk is full or fails; some of the bytes may be written.
+        """
+        # Encode every record first, so that one that has no JSON form leaves the file unchanged.
+        lines = [json.dumps(record, ensure_ascii=False, allow_nan=self._allow_nan) + "\n" for record in records]
+        content = "".join(lines).encode()
+        self._file.write(content)
+        self._file.flush()
+        if self._sync:
+            os.fsync(self._file.fileno())
+        self.size += len(content)
+        return content
