@@ -25,13 +25,13 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from experiments.bench_decode import machine
 from mtpjax import DecodeConfig, load, speculative_generate
 from mtpjax.ablation.bench import PROMPT_TOKENS, Settings, find_workload
 from mtpjax.atomic import write_text
 from mtpjax.console import narrow_table
 from mtpjax.evaluation import profile
 from mtpjax.evaluation.acceptance import measure_acceptance
+from mtpjax.evaluation.machine import machine
 from mtpjax.evaluation.metrics import report, to_json
 from mtpjax.evaluation.round_costs import Costs
 from mtpjax.host import limit_threads, num_threads, suitable_threads

@@ -33,8 +33,7 @@ from rich.table import Table
 
 from experiments.decode_checkpoints import SHAPES, bytes_per_round, write_checkpoint
 from experiments.decode_engines import Child
-
-QUIET = 0.03  # a round counts as undisturbed if its calls waited this share of their time for a core
+from mtpjax.evaluation.machine import QUIET, machine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,13 +167,6 @@ def spread_text(values: dict[str, float] | None, form: str) -> str:
     if values is None:
         return ""
     return f"{form.format(values['median'])} ({form.format(values['min'])}..{form.format(values['max'])})"
-
-
-def machine() -> dict[str, str | int]:
-    """What the figures depend on besides the code."""
-    lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines() if os.path.exists("/proc/cpuinfo") else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return {"cpu": names[0] if names else platform.processor(), "cores": len(os.sched_getaffinity(0))}
 
 
 def write_json(path: pathlib.Path, content: dict) -> None:

@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.bench_decode import machine
 from mtpjax import presets
+from mtpjax.evaluation.machine import machine
 
 # (preset, what is changed): widths are those of the releases, layers and experts fewer
 SHAPES = {

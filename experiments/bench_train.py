@@ -29,9 +29,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from experiments.bench_decode import QUIET, count, disturbance, machine, spread, spread_text, write_json
+from experiments.bench_decode import count, disturbance, spread, spread_text, write_json
 from experiments.decode_engines import Child
 from experiments.train_engines import SHAPES, loss_memory, step_flops, write_start
+from mtpjax.evaluation.machine import QUIET, machine
 
 TOLERANCE = 1e-4  # of the losses of the first updates
 FIRST_UPDATES = 3

@@ -14,22 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-
-class Clock:
-    """Wall clock, CPU time, and how long the threads stood in line for a core: other programs' doing."""
-
-    def __init__(self):
-        self.begin = self._now()
-
-    def _now(self) -> tuple[float, float, float]:
-        waited = 0
-        for task in pathlib.Path("/proc/self/task").glob("*/schedstat"):
-            waited += int(task.read_text().split()[1])
-        return time.perf_counter(), time.process_time(), waited * 1e-9
-
-    def read(self) -> dict[str, float]:
-        names = ("seconds", "cpu_seconds", "waited_seconds")
-        return {name: now - begin for name, begin, now in zip(names, self.begin, self._now(), strict=True)}
+from mtpjax.evaluation.machine import Clock
 
 
 class Mtpjax:

@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from experiments.bench_decode import machine
 from mtpjax import DecodeConfig, MTPModel, Objective, TrainConfig, load
 from mtpjax.ablation.bench import Settings, find_workload
 from mtpjax.console import narrow_table
 from mtpjax.decoding.generate import speculative_generate
 from mtpjax.evaluation.acceptance import sampled
+from mtpjax.evaluation.machine import machine
 from mtpjax.evaluation.metrics import Estimate, estimate
 from mtpjax.evaluation.plots import plot_objectives
 from mtpjax.io import checkpoint

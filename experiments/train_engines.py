@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from experiments.decode_checkpoints import SHAPES as DECODED
-from experiments.decode_engines import Clock, serve, version_of
+from experiments.decode_engines import serve, version_of
 from mtpjax import ModelConfig, TrainConfig
+from mtpjax.evaluation.machine import Clock
 from mtpjax.host import keep_freed_memory
 
 SHAPES = {  # Llama-like, float32

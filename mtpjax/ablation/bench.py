@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.decode_engines import Clock
 from mtpjax.ablation.grid import Cell, Settings
 from mtpjax.data import packing
 from mtpjax.data.config import Source
@@ -24,6 +23,7 @@ from mtpjax.decoding.capacity import cache_capacity, min_rows_per_pass
 from mtpjax.decoding.config import LOSSY_RULES, DecodeConfig
 from mtpjax.decoding.generate import generate, speculative_generate
 from mtpjax.evaluation.acceptance import is_plain, sampled
+from mtpjax.evaluation.machine import Clock
 from mtpjax.evaluation.metrics import RESAMPLES, Estimate, decoded_rates, to_json
 from mtpjax.evaluation.round_costs import PLAIN, CostMeter, Costs, Shape, widest_write
 from mtpjax.io.checkpoint_format import is_checkpoint

@@ -9,10 +9,10 @@ import io
 from collections.abc import Iterable
 from typing import Any
 
-from experiments.bench_decode import QUIET
 from mtpjax.ablation.bench import Workload
 from mtpjax.ablation.grid import Cell, Settings
 from mtpjax.console import narrow_table
+from mtpjax.evaluation.machine import QUIET
 
 
 def cell_of(row: dict[str, Any]) -> Cell:

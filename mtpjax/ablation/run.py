@@ -17,12 +17,12 @@ from typing import Any
 
 import jax
 
-from experiments.bench_decode import machine
 from mtpjax.ablation.bench import Bench, Workload, find_workload
 from mtpjax.ablation.grid import Cell, Settings, plan
 from mtpjax.ablation.report import print_cells, recommendation, summary, to_csv
 from mtpjax.atomic import write_text
 from mtpjax.data.jsonl_writer import JsonlWriter
+from mtpjax.evaluation.machine import machine
 from mtpjax.evaluation.plots import plot_heatmap, plot_pareto
 from mtpjax.host import num_threads
 from mtpjax.io.checkpoint import load

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from mtpjax.atomic import write_text
 from mtpjax.decoding.capacity import min_rows_per_pass
@@ -204,11 +203,20 @@ def load_settings(path, *, batch: int, num_steps: int, config: ModelConfig | Non
 def settings(
     measured: Sequence[Costs], acceptance: dict[str, list[float]] | None, origin, *, batch: int, num_steps: int
 ) -> dict[str, Any]:
-    """`depth_costs` and `depth_change`, in plain steps, of the batch size nearest to `batch`; `depth_rates` and
-    `depth_lengths` by `acceptance`, see `usable_acceptance`.
+    """Makes the fields of `DecodeConfig` that adaptive depth needs.
 
-    Rates of levels that were not decoded are those of the deepest one that was, and lengths what these give. Raises
-    `ValueError`, naming `origin`, where chains of `num_steps` levels were not measured.
+    Args:
+        measured: round costs, per batch size.
+        acceptance: rates of similar prompts, see `usable_acceptance`, if they were measured.
+        origin: the file or model that an error names.
+        batch: rows that will be decoded; the costs of the nearest measured batch size are used.
+        num_steps: the deepest draft.
+
+    Returns:
+        `depth_costs`, relative to a round without drafts, and `depth_rates`, which are None without `acceptance`.
+
+    Raises:
+        ValueError: chains of `num_steps` levels were not measured.
     """
     nearest = min(measured, key=lambda costs: (abs(math.log(costs.batch / batch)), -costs.batch))
     rounds = {shape.num_steps: seconds for shape, seconds in nearest.round.items() if shape.topk == 1}
@@ -219,18 +227,13 @@ def settings(
     plain = rounds[0]
     return {
         "depth_costs": tuple(rounds[depth] / plain for depth in range(num_steps + 1)),
-        "depth_change": nearest.change / plain,
-        **_as_deep(acceptance, num_steps),
+        "depth_rates": None if acceptance is None else _rates_to_depth(acceptance["rates"], num_steps),
     }
 
 
-def _as_deep(acceptance: dict[str, list[float]] | None, num_steps: int) -> dict[str, tuple[float, ...] | None]:
-    if acceptance is None:
-        return {"depth_rates": None, "depth_lengths": None}
-    rates, lengths = acceptance["rates"], acceptance["lengths"]
-    rates = [*rates, *rates[-1:] * num_steps][:num_steps]
-    by_rates = 1 + np.cumsum(np.cumprod(rates))
-    return {"depth_rates": tuple(rates), "depth_lengths": (*lengths[:num_steps], *by_rates[len(lengths) :].tolist())}
+def _rates_to_depth(rates: Sequence[float], num_steps: int) -> tuple[float, ...]:
+    """Returns a rate per level; levels that were not decoded get the rate of the deepest level that was."""
+    return tuple([*rates, *rates[-1:] * num_steps][:num_steps])
 
 
 def usable_acceptance(figures: dict[str, Any]) -> dict[str, list[float]]:

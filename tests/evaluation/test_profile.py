@@ -14,7 +14,7 @@ from mtpjax.evaluation.profile import load_settings, read_acceptance
 from mtpjax.evaluation.round_costs import PLAIN, CostMeter, Costs, Shape, chain
 from mtpjax.host import num_threads
 
-UNKNOWN = {"depth_rates": None, "depth_lengths": None}
+UNKNOWN = {"depth_rates": None}
 
 
 def stored(tmp_path, *batches, **changes):
@@ -89,9 +89,9 @@ def test_shapes_grow_to_the_one_asked_for():
 def test_the_nearest_batch_size_is_taken(tmp_path):
     file = stored(tmp_path, 1, 4, 16)
     one = load_settings(file, batch=1, num_steps=2)
-    assert one == {"depth_costs": (1.0, 2.0, 3.0), "depth_change": 0.5, **UNKNOWN}
+    assert one == {"depth_costs": (1.0, 2.0, 3.0), **UNKNOWN}
     four = load_settings(tmp_path, batch=5, num_steps=3)
-    assert four == {"depth_costs": (1.0, 1.25, 1.5, 1.75), "depth_change": 0.125, **UNKNOWN}
+    assert four == {"depth_costs": (1.0, 1.25, 1.5, 1.75), **UNKNOWN}
     assert load_settings(file, batch=8, num_steps=1)["depth_costs"][1] == 1 + 1 / 16  # as far from 4: the larger
     assert load_settings(file, batch=1000, num_steps=0)["depth_costs"] == (1.0,)
 
@@ -118,13 +118,11 @@ def test_rates_and_lengths_are_those_that_acceptance_was_measured_at(tmp_path):
     file = stored(tmp_path, 1, acceptance=acceptance)
     settings = load_settings(file, batch=1, num_steps=3)
     assert settings["depth_rates"] == (0.8, least, least)
-    assert settings["depth_lengths"][:2] == (1.75, 1.9)
-    assert settings["depth_lengths"][2] == pytest.approx(1 + 0.8 + 0.8 * least + 0.8 * least**2)
-    assert DecodeConfig(num_steps=3, depth_policy="adaptive", **settings).depth_lengths == settings["depth_lengths"]
+    assert DecodeConfig(num_steps=3, depth_policy="adaptive", **settings).depth_rates == settings["depth_rates"]
     one = load_settings(file, batch=1, num_steps=1)
-    assert (one["depth_rates"], one["depth_lengths"]) == ((0.8,), (1.75,))
+    assert one["depth_rates"] == (0.8,)
     unpredicted = stored(tmp_path, 1, acceptance=read([0.8, 0.5], [None, None]))
-    assert load_settings(unpredicted, batch=1, num_steps=2)["depth_lengths"] == pytest.approx((1.8, 2.2))
+    assert load_settings(unpredicted, batch=1, num_steps=2)["depth_rates"] == (0.8, 0.5)
     for damaged in (figures([1.5], [1.5]), figures([None], [None]), figures([0.5], [2.5]), {}, [1]):
         file.write_text(json.dumps({"settings": ASKED, "figures": {"overall": damaged}}))
         with pytest.raises(ValueError, match=r"is not what `mtpjax eval acceptance --output` wrote"):
