@@ -231,7 +231,7 @@ def settings(
     }
 
 
-def _rates_to_depth(rates: Sequence[float], num_steps: int) -> tuple[float, ...]:
+def _rates_to_depth(rates: list[float], num_steps: int) -> tuple[float, ...]:
     """Returns a rate per level; levels that were not decoded get the rate of the deepest level that was."""
     return tuple([*rates, *rates[-1:] * num_steps][:num_steps])
 
