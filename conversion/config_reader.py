@@ -24,6 +24,7 @@ class ConfigReader:
 
     def get(self, key: str) -> Any:
         """Returns the value of `key` unchecked, or `None`."""
+        # `parse_config` warns of keys that nothing asked for: they may change what the model computes.
         self.seen.add(key)
         return self.values.get(key)
 
@@ -42,6 +43,7 @@ class ConfigReader:
         """Returns a positive, finite number."""
         value = self.get(key)
         value = default if value is None else value
+        # Python's JSON parser accepts NaN and Infinity.
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
             raise ConfigError(f"config.json: {key} is {value!r}, not a positive number")
         return float(value)

@@ -35,6 +35,7 @@ class TensorAssembler:
         self.read, self.scaled, self.tied, self.scales = read, scaled, tied, scales
         self.fp8_tensor = {scale: name for name, scale in scales.names.items()}
         self.parts: dict[str, list[tuple[str, ParamSpec, TensorSlice]]] = {}
+        # Loading goes from a parameter to its slices; exporting needs the way back, from a tensor to its slices.
         for path, spec in specs.items():
             for piece in spec.slices:
                 self.parts.setdefault(piece.name, []).append((path, spec, piece))
@@ -48,6 +49,7 @@ class TensorAssembler:
         Yields:
           Its rows in order, block after block, in the entry's dtype.
         """
+        # A copy, such as a module's embedding, is made from the tensor that it copies.
         name = self.tied.get(entry.name, entry.name)
         if name in self.fp8_tensor:
             yield self._scale_tensor(self.fp8_tensor[name], entry)
@@ -71,6 +73,7 @@ class TensorAssembler:
         index, kept = _index(piece, spec.shape)
         if path not in self.scaled:
             return self.read(path, index)[kept].astype(dtype, copy=False)
+        # fp8 to fp8 copies the values; the tensor of scales is made apart.
         values = self.read(f"{path}/values", index)
         if dtype == E4M3:
             return values[kept]
@@ -83,6 +86,7 @@ class TensorAssembler:
 
     def _scale_tensor(self, name: str, entry: TensorEntry) -> np.ndarray:
         """Makes the scales of an fp8 tensor: the parameter repeats them along rows, so every n-th row is kept."""
+        # Assemble the scales with one row per row of the weight, as the parameter has them.
         rows = np.empty((self.parts[name][0][2].shape[0], entry.shape[1]), np.float32)
         for path, spec, piece in self.parts[name]:
             index, kept = _index(piece, scale_spec(spec, self.scales).shape)

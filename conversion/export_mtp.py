@@ -239,6 +239,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model-type", default=None, help="use this family instead of the one in config.json")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    # Print one line for a checkpoint that is at fault; anything else is a bug and keeps its traceback.
     try:
         export_mtp(options.input_dir, options.output_dir, model_type=options.model_type)
     except CheckpointError as error:

@@ -22,6 +22,7 @@ class Family:
     fixed: tuple[tuple[str, Any], ...] = ()  # fields of ModelConfig that no configuration of the family names
 
 
+# Qwen3-Next and Qwen3.5: norms scale by 1 + weight, gated attention outputs, a gated shared expert.
 _QWEN_HYBRID = (
     ("zero_centred_norm", True),
     ("use_qk_norm", True),
@@ -29,8 +30,10 @@ _QWEN_HYBRID = (
     ("scoring_func", "softmax"),
     ("shared_expert_gate", True),
 )
+# DeepSeek-V3 and its relatives: interleaved rotary pairs, and a router with a correction bias per expert.
 _DEEPSEEK = (("rope_interleave", True), ("router_correction_bias", True))
 
+# By `model_type`. Everything that `config.json` states itself is read from there, not listed here.
 FAMILIES = {
     "deepseek_v3": Family(attention="latent", fixed=_DEEPSEEK),
     "kimi_k2": Family(attention="latent", fixed=_DEEPSEEK),

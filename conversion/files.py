@@ -53,6 +53,7 @@ class CheckpointFiles:
         self._nonfinite: dict[tuple[str, int], int] = {}  # (tensor, first row) -> count
         if not self.path.is_dir():
             raise CheckpointFileError(f"{self.path} is not a directory")
+        # Symlinks may lead to this folder and below; see `mtpjax.safe_open`.
         self._root = root_of(self.path)
         self._open: dict[str, int] = {}
         self.metadata: dict[str, dict[str, str] | None] = {}
@@ -227,6 +228,7 @@ class CheckpointFiles:
         for file in files:
             if not isinstance(file, str) or file != os.path.basename(file) or not file or "\0" in file:
                 raise CheckpointFileError(f"{self.path / INDEX} names {file!r}, which is not a file of the directory")
+        # Name all missing shards at once: an interrupted download usually lacks several.
         missing = [file for file in files if not os.path.lexists(self.path / file)]
         if missing:
             raise CheckpointFileError(
@@ -243,6 +245,7 @@ class CheckpointFiles:
                 self.tensors[tensor.name] = tensor
             if len(self.tensors) > MAX_TENSORS:
                 raise CheckpointFileError(f"{self.path} has more than {MAX_TENSORS} tensors")
+        # A single file has no index to compare with.
         if self.index is None:
             return
         for name, file in self.index["weight_map"].items():
@@ -267,6 +270,7 @@ class CheckpointFiles:
         self.headers[file] = _pread(descriptor, 8 + length, 0, path)
         tensors, self.metadata[file] = parse_header(self.headers[file], file, path)
         end = tensors[-1].end if tensors else 8 + length
+        # Bytes behind the last tensor belong to nothing: the header is of another file, or a download went wrong.
         if end != size:
             kind = "truncated" if end > size else "longer than its header says"
             raise CheckpointFileError(f"{path} is {kind}: {size} bytes instead of {end}")
@@ -276,6 +280,7 @@ class CheckpointFiles:
         """Opens a file once, and returns its descriptor."""
         if file not in self._open:
             try:
+                # The descriptor stays open: the file that was checked is the file that is read later.
                 self._open[file] = open_inside(self.path / file, self._root)
             except UnsafeFileError as error:
                 raise CheckpointFileError(str(error)) from error
@@ -292,6 +297,7 @@ def _pread_into(descriptor: int, view: memoryview, offset: int, path) -> None:
     """Fills `view` from a place in a file. Linux reads at most 2 GiB per call, so it reads 1 GiB at a time."""
     done = 0
     while done < len(view):
+        # `preadv` reads at an offset without moving a shared position, so threads can read one file at once.
         count = os.preadv(descriptor, [view[done : done + (1 << 30)]], offset + done)
         if not count:
             raise CheckpointFileError(f"{path} is truncated: it ended at byte {offset + done} while it was read")

@@ -57,6 +57,7 @@ def quantized_blocks(blocks: Iterator[np.ndarray], block: tuple[int, int]) -> It
         if whole:
             yield _quantize(rest[:whole], rows, columns)
             rest = rest[whole:]
+    # The last blocks may have fewer rows than the others.
     if rest is not None and len(rest):
         yield _quantize(rest, rows, columns)
 
@@ -70,5 +71,6 @@ def _quantize(values: np.ndarray, rows: int, columns: int) -> tuple[np.ndarray, 
     padded[:height, :width] = np.abs(values)
     largest = padded.reshape(grid[0], rows, grid[1], columns).max(axis=(1, 3))
     scales = np.where(largest > 0, largest / FP8_MAX, 1.0).astype(np.float32)
+    # Divide each value by its block's scale, and round once, to fp8.
     spread = np.repeat(np.repeat(scales, rows, axis=0), columns, axis=1)[:height, :width]
     return (values / spread).astype(E4M3), scales

@@ -86,8 +86,10 @@ def _grouped(config: ModelConfig, prefix: str) -> dict[str, ParamSpec]:
             return tensor_slice(full, (rows, *inputs), where, split=(*split, *inputs), select=select, axes=axes)
 
         if gates == 1:
+            # All rows of `q_proj` are queries.
             queries = [of("q", G, slice(0, G))]
         else:
+            # The rows of each head are its query, then its gate.
             split = (K, G, 2, H)
             queries = [
                 of("q", G, slice(0, G), (ALL, ALL, 0), split),
@@ -115,6 +117,7 @@ def _latent(config: ModelConfig, kind: LayerKind, prefix: str) -> dict[str, Para
     """
     D, N, R = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
     C, P, V, L = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim, config.q_lora_rank
+    # Both slices read `kv_b_proj [N * (C + V), R]`: of each head's rows the first C are keys, the others values.
     up = {"name": f"{prefix}kv_b_proj.weight", "shape": (N * (C + V), R), "split": (N, C + V, R), "target": (ALL,) * 3}
     specs = {
         "latent_down": linear(f"{prefix}kv_a_proj_with_mqa.weight", D, R + P),

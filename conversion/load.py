@@ -85,6 +85,7 @@ def _place(path: str, shape: tuple[int, ...], mesh: Mesh | None, read: Callable[
     if mesh is None:
         return jax.device_put(read(tuple((0, size) for size in shape)))
 
+    # JAX asks for each shard that this process's devices hold, so no process reads the whole array.
     def part(index) -> np.ndarray:
         return read(tuple(cut.indices(size)[:2] for cut, size in zip(index, shape, strict=True)))
 
@@ -96,8 +97,10 @@ def _check_memory(plan: LoadPlan, mesh: Mesh | None) -> None:
     # What this process's devices will hold: their share under a mesh, all without one.
     need = sum(np.prod(spec.shape, dtype=np.int64) * plan.dtypes[path].itemsize for path, spec in plan.specs.items())
     devices = len(mesh.local_devices) / mesh.size if mesh is not None else 1
+    # Windows cannot tell; the load then fails where memory runs out.
     if not hasattr(os, "sysconf"):
         return
+    # Accelerators report running out of memory themselves; a CPU machine would swap or kill the process.
     have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     platform = mesh.devices.flat[0].platform if mesh is not None else jax.default_backend()
     if platform == "cpu" and need * devices > have:

@@ -52,6 +52,7 @@ def scale_spec(spec: ParamSpec, scales: ScaleMap) -> ParamSpec:
     Returns:
       A spec whose input axis counts blocks; the other axes are as in the parameter.
     """
+    # Along the input axis one scale serves a whole block; along the other axes scales are repeated.
     shape = list(spec.shape)
     shape[spec.in_axis] = -(-shape[spec.in_axis] // scales.columns)
     return dataclasses.replace(spec, shape=tuple(shape))
@@ -124,6 +125,7 @@ def read_scales(files: CheckpointFiles, scales: ScaleMap, spec: ParamSpec, index
     Returns:
       float32 scales, repeated along the tensors' rows.
     """
+    # Scales are stored per block of rows, and a parameter wants them per row.
     side = scales.rows
 
     def rows(piece: TensorSlice, begin: int, end: int) -> np.ndarray:
@@ -143,6 +145,7 @@ def _assemble(
     out = _aligned([end - begin for begin, end in index], dtype)
     for piece in spec.slices:
         for block in piece.blocks(dtype.itemsize):
+            # Blocks that the part does not need are not read.
             overlap = _overlap(block, spec, index)
             if overlap is not None:
                 narrow, local, target = overlap
@@ -153,6 +156,7 @@ def _assemble(
 def _aligned(shape: list[int], dtype: np.dtype) -> np.ndarray:
     """Allocates an array aligned to 64 bytes, which JAX's CPU backend takes over without a copy."""
     size = math.prod(shape) * dtype.itemsize
+    # Allocate a little more, and begin at the first aligned byte.
     buffer = np.empty(size + 64, np.uint8)
     begin = -buffer.ctypes.data % 64
     return buffer[begin : begin + size].view(dtype).reshape(shape)

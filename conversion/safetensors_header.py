@@ -15,6 +15,7 @@ import numpy as np
 
 from mtpjax.errors import CheckpointFileError
 
+# The format's names of the supported dtypes; ml_dtypes adds those that NumPy lacks.
 DTYPES = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
@@ -29,6 +30,7 @@ DTYPES = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
+# Limits that no real checkpoint comes near, so that a damaged one cannot exhaust the memory.
 MAX_HEADER_BYTES = 32 << 20  # the headers of DeepSeek-V3's 91,991 tensors are a tenth of it, over all shards
 MAX_TENSORS = 500_000
 
@@ -91,6 +93,7 @@ def parse_json(content: bytes, path) -> Any:
     """
 
     def unique(pairs):
+        # `dict` keeps the last of equal keys, so it is shorter than the list of pairs.
         result = dict(pairs)
         if len(result) < len(pairs):
             names = [name for name, _ in pairs]
@@ -121,6 +124,7 @@ def _tensor(name: str, entry: Any, file: str, path, data_begin: int) -> TensorIn
     numbers = (*shape, begin, end)
     if not all(isinstance(number, int) and not isinstance(number, bool) and 0 <= number < 2**63 for number in numbers):
         raise CheckpointFileError(f"{problem} has shape {shape} at {begin}..{end}")
+    # Shape, dtype and byte range must agree, so that reading can trust each of them.
     if begin > end or math.prod(shape) * dtype.itemsize != end - begin:
         raise CheckpointFileError(f"{problem} of shape {shape} and {dtype} does not fit its {end - begin} bytes")
     return TensorInfo(name, file, dtype, shape, data_begin + begin, data_begin + end)

@@ -112,6 +112,7 @@ def index_bytes(shards: Iterable[Shard]) -> bytes:
       The JSON text as bytes.
     """
     shards = list(shards)
+    # Hugging Face's loaders read `weight_map`; `total_size` counts tensors without headers.
     total = sum(entry.nbytes for shard in shards for entry in shard.entries)
     places = {entry.name: shard.file for shard in shards for entry in shard.entries}
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
@@ -136,6 +137,7 @@ def write_shards(
       CheckpointFileError: `blocks` gave more or fewer bytes than the entry has.
     """
     for shard in shards:
+        # "x" fails for a file that exists, so a shard never overwrites another file.
         with open(folder / shard.file, "xb") as file:
             file.write(shard.header)
             for entry in shard.entries:

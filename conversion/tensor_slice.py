@@ -40,6 +40,7 @@ class TensorSlice(NamedTuple):
         """The parameter's axis along which the units run; `None` if the slice is a single unit."""
         if self.select[0] != ALL or len(self.split) == 1:
             return None
+        # Follow the first factor through the selection and the transposition to its axis of the parameter.
         kept = [factor for factor, cut in enumerate(self.select) if isinstance(cut, slice)]
         slices = [axis for axis, place in enumerate(self.target) if isinstance(place, slice)]
         return slices[self.axes.index(kept.index(0))]
@@ -63,6 +64,7 @@ class TensorSlice(NamedTuple):
         axis = self.rows_axis
         if axis is None:
             return self
+        # A unit is some rows of the tensor and one place along the parameter's axis; cut both alike.
         first, rows_per_unit = self.rows[0], (self.rows[1] - self.rows[0]) // self.split[0]
         along = self.target[axis]
         assert isinstance(along, slice)
@@ -156,6 +158,7 @@ def tensor_slice(name: str, shape, target, *, rows=None, split=None, select=(), 
     split = split or (end - begin, *shape[1:])
     assert math.prod(split) == (end - begin) * math.prod(shape[1:]), (name, shape, split)
     select = tuple(select) + (ALL,) * (len(split) - len(select))
+    # Integers in `select` drop their axes, so only slices are left to be transposed.
     left = sum(isinstance(index, slice) for index in select)
     return TensorSlice(
         name, tuple(shape), (begin, end), tuple(split), select, tuple(axes or range(left)), tuple(target)
@@ -217,6 +220,7 @@ def even_step(size: int, largest: int) -> int:
     Returns:
       The length of a part.
     """
+    # First the number of parts, rounded up, then their length: 10 in steps of at most 6 gives 5 and 5, not 6 and 4.
     count = -(-size // max(1, largest))
     return -(-size // max(count, 1))
 

@@ -10,6 +10,7 @@ Every other `ValueError` or `OSError` exits with 2 too.
 """
 
 
+# The base classes, one per exit code (with `ResumableError` below).
 class UsageError(ValueError):
     """The request cannot be carried out as given. The command line exits with 2."""
 
@@ -18,6 +19,7 @@ class CheckpointError(ValueError):
     """A checkpoint is missing, damaged, unsupported or does not fit the request. The command line exits with 3."""
 
 
+# Checkpoints: the part that is missing, damaged or unsupported.
 class CheckpointFileError(CheckpointError):
     """A Hugging Face checkpoint directory is damaged, incomplete or not supported. One line that names the file."""
 
@@ -42,6 +44,7 @@ class ResumableError(Exception):
     """The run was interrupted and saved what it needs to continue. The command line exits with 75 (EX_TEMPFAIL)."""
 
 
+# Training: the reason for the interruption.
 class Preempted(ResumableError):
     """The run was told to stop (SIGTERM or SIGUSR1) and saved its state; `--resume` continues from there."""
 

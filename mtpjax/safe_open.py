@@ -21,6 +21,7 @@ def root_of(path: pathlib.Path) -> pathlib.Path:
     Returns:
       The resolved directory, or for a snapshot of the Hugging Face cache the repository folder around it.
     """
+    # `.../models--ORG--NAME/snapshots/REVISION` links to `.../models--ORG--NAME/blobs`.
     real = path.resolve()
     if real.parent.name == "snapshots" and real.parent.parent.name.startswith("models--"):
         return real.parent.parent
@@ -72,6 +73,7 @@ def read_inside(folder: pathlib.Path, name: str, *, most: int) -> bytes | None:
       UnsafeFileError: `open_inside` rejects the file, or it is larger than `most`.
     """
     path = folder / name
+    # `lexists` is true for a broken symlink, which `open_inside` then reports.
     if not os.path.lexists(path):
         return None
     # Read one byte more than allowed: the size that the file system reports can change while the file is read.

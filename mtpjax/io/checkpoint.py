@@ -66,6 +66,7 @@ def save(path, config_dict, params, *, metadata=None, write_more: Callable[[path
     config = {"format": FORMAT, "version": VERSION, "config": config_dict, "metadata": metadata or {}}
     config_bytes = json_bytes(config | ({"block_scaled": scaled} if scaled else {}))
     arrays = flatten_arrays(params)
+    # The folder gets its name once it is complete, so readers never see half a checkpoint.
     with new_folder(path, is_checkpoint) as unfinished:
         (unfinished / CONFIG).write_bytes(config_bytes)
         records, known = write_arrays(unfinished / ARRAYS, arrays)
@@ -98,6 +99,7 @@ def save_model(
 
     def write_tokenizer(folder: pathlib.Path) -> None:
         if tokenizer is not None:
+            # Where a converted checkpoint keeps the original's tokenizer, so loading looks in one place.
             (folder / FOLDER).mkdir()
             tokenizer.save(folder / FOLDER)
 

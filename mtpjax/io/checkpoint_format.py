@@ -43,6 +43,7 @@ def find_checkpoint(path) -> pathlib.Path:
       The `checkpoint/` folder inside a run folder, otherwise `path` itself.
     """
     path = pathlib.Path(path)
+    # A run folder holds states of the training too; decoding wants the model alone.
     return path / "checkpoint" if is_checkpoint(path / "checkpoint") else path
 
 
@@ -89,6 +90,7 @@ def read_config(path: pathlib.Path) -> dict[str, Any] | None:
         config = json.loads((path / CONFIG).read_bytes())
     except (OSError, ValueError, RecursionError):  # ValueError: the file is not JSON, or not UTF-8
         return None
+    # Hugging Face directories have a `config.json` as well; only this format names itself.
     return config if isinstance(config, dict) and config.get("format") == FORMAT else None
 
 
@@ -113,6 +115,7 @@ def read_digests(path: pathlib.Path) -> tuple[dict[str, str], dict[str, dict[str
         is_complete = CONFIG in files and all(_is_record(record) for record in arrays.values())
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{file} is missing or damaged: {one_line(error)}") from error
+    # Without the digest of `config.json` a changed configuration would go unnoticed.
     if not is_complete:
         raise CheckpointError(f"{file} is damaged: config.json or an array has no record")
     return files, arrays
@@ -120,6 +123,7 @@ def read_digests(path: pathlib.Path) -> tuple[dict[str, str], dict[str, dict[str
 
 def _is_record(record: Any) -> bool:
     """Returns whether an array's record has usable chunk sizes; other fields are compared when the array is read."""
+    # `[0]` stands for a record that is not an object: 0 is not a chunk size, so it fails the check.
     chunks = record.get("chunks", [1]) if isinstance(record, dict) else [0]
     return isinstance(chunks, list) and all(isinstance(size, int) and size > 0 for size in chunks)
 
@@ -153,6 +157,7 @@ def json_bytes(value: Any) -> bytes:
       ValueError: `value` contains NaN or infinity.
       TypeError: `value` contains a type that JSON has not.
     """
+    # NaN is not JSON: other parsers reject files that contain it.
     return (json.dumps(value, indent=1, allow_nan=False) + "\n").encode()
 
 

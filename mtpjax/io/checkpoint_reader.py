@@ -37,6 +37,7 @@ def restore(path) -> tuple[Any, dict, dict]:
         chunks = [reader.records[name].get("chunks") for name in arrays]
         for name, found in zip(arrays, pool.map(array_record, arrays.values(), chunks), strict=True):
             check_record(folder, name, found, reader.records[name])
+    # Nest the arrays by name, and put values and scales of quantized parameters together again.
     params = unflatten({name: jnp.asarray(array) for name, array in arrays.items()})
     return reader.config, join_scaled(params, reader.scaled), reader.metadata
 
@@ -79,6 +80,7 @@ class CheckpointReader:
         if verify:
             self._verify_files()
         self.config, self.metadata, self.scaled = config["config"], config["metadata"], config.get("block_scaled", {})
+        # Arrays are opened when they are first read, since a converter reads them one after the other.
         self._open, self._context = {}, None
 
     def model_config(self) -> ModelConfig:

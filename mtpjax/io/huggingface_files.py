@@ -25,6 +25,7 @@ def huggingface_folder(path) -> pathlib.Path:
       The `huggingface/` folder of an mtpjax checkpoint, if it has one; otherwise `path` itself.
     """
     path = pathlib.Path(path)
+    # Converting keeps the original's small files in this folder.
     kept = path / FOLDER
     return kept if kept.is_dir() else path
 
@@ -46,6 +47,7 @@ def count_tokens(path) -> int | None:
         # BPE and WordPiece list tokens by id in a dict, Unigram in a list. Added tokens are listed apart.
         vocabulary = values["model"]["vocab"]
         largest = max(vocabulary.values()) if isinstance(vocabulary, dict) else len(vocabulary) - 1
+        # Added tokens may have ids above or inside the vocabulary's range, so compare both.
         return 1 + max([largest, *(token["id"] for token in values.get("added_tokens", ()))])
     except (ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -37,6 +37,7 @@ def inspect(path, *, mesh: dict[str, int] | None = None, model_type: str | None 
       CheckpointError: the checkpoint is damaged or not supported. Missing or unknown tensors raise no error.
     """
     found = find_checkpoint(path)
+    # Read the description of either format; `config` and `sizes` are intermediate values, the rest is reported.
     facts = _mtpjax(found) if is_checkpoint(found) else _hugging_face(path, model_type)
     config, sizes = facts.pop("config"), facts.pop("sizes")
     # The same numbers for both formats: they follow from the configuration and the shapes.
@@ -64,6 +65,7 @@ def count_parameters(config: ModelConfig) -> dict[str, int]:
       the head too.
     """
     counts = collections.Counter(trunk=0, mtp=0, active=0, mtp_active=0)
+    # Any family's layout gives the same parameters, so the plain one serves for all.
     for path, spec in param_specs(config, Layout(), lambda name: False).items():
         part = "mtp" if path.startswith("mtp_") else "trunk"
         number = math.prod(spec.shape)
@@ -137,6 +139,7 @@ def size(count: float) -> str:
 
 def _hugging_face(path, model_type: str | None) -> dict[str, Any]:
     with CheckpointFiles(path) as files:
+        # Unlike `make_plan`, this lists missing and unknown tensors instead of raising an error.
         plan = inspect_files(files, model_type=model_type)
         content = files.json("config.json")
         return {
@@ -168,6 +171,7 @@ def _sizes(files: CheckpointFiles, plan: LoadPlan):
 
 
 def _mtpjax(path: pathlib.Path) -> dict[str, Any]:
+    # Hashing every file would take minutes for a large checkpoint; loading does it.
     stored = CheckpointReader(path, verify=False)
     config = stored.model_config()
     sizes = {name: (tuple(record["shape"]), np.dtype(record["dtype"])) for name, record in stored.records.items()}
@@ -201,5 +205,6 @@ def _tally(arrays: Iterable[tuple[tuple[int, ...], np.dtype]]) -> dict[str, dict
 
 def _share(name: str, shape: tuple[int, ...], mesh: dict[str, int]) -> int:
     """Returns the number of elements of an array that one device holds."""
+    # The sharding rules name a mesh axis, or none, per axis of the array; each named axis divides it.
     parts = math.prod(mesh[axis] for axis in param_spec(name, shape, mesh) if axis is not None)
     return math.prod(shape) // parts

@@ -45,6 +45,7 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
         # Keys become names of folders and files.
         if not isinstance(key, str) or not key or "/" in key or "." in key:  # Orbax joins names with "."
             raise ValueError(f"params key {key!r} under {prefix!r} must be a non-empty string without '/' and '.'")
+        # An empty dict has no arrays to descend to; `flatten_arrays` rejects it with its name.
         if isinstance(value, Mapping) and value:
             leaves |= flatten(value, f"{prefix}{key}/")
         else:
@@ -74,6 +75,7 @@ def flatten_arrays(params: Any) -> dict[str, np.ndarray | StreamedArray]:
             raise ValueError(f"params[{name!r}] has shape {leaf.shape}; Orbax cannot store an array without elements")
         # A streamed array stays where it is until its chunks are written.
         array = leaf if isinstance(leaf, StreamedArray) else np.asarray(leaf)
+        # JAX converts foreign byte orders and, by default, 64-bit types, so these would not restore to the same bits.
         if not array.dtype.isnative or not _is_jax_dtype(array.dtype):
             raise ValueError(f"params[{name!r}] has dtype {array.dtype.str} ({array.dtype}); JAX would not restore it")
         arrays[name] = array
@@ -132,5 +134,6 @@ def _map_leaves(function: Callable[[tuple[str, ...], Any], Any], tree: Any, path
 
 def _is_jax_dtype(dtype) -> bool:
     """Returns whether JAX keeps the dtype; float64 only does so under jax_enable_x64."""
+    # `canonicalize_dtype` returns the dtype that JAX would store instead, if it cannot keep this one.
     is_number = jnp.issubdtype(dtype, np.number) or dtype == np.bool_
     return is_number and jax.dtypes.canonicalize_dtype(dtype) == dtype
