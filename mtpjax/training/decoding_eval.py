@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from mtpjax.data.corpus import Corpus
 from mtpjax.data.packing import Document
 from mtpjax.decoding.capacity import bucket, min_rows_per_pass
 from mtpjax.decoding.config import DecodeConfig
@@ -17,6 +16,7 @@ from mtpjax.evaluation.metrics import report
 from mtpjax.evaluation.round_costs import CostMeter, chain
 from mtpjax.models.model import MTPModel
 from mtpjax.models.trunk import unstack_layers
+from mtpjax.training.corpus import Corpus
 
 PROMPT_TOKENS, NEW_TOKENS = 64, 64
 AT_ONCE = 32  # prompts in a batch, each at both temperatures

@@ -16,7 +16,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mtpjax import compat
 from mtpjax.data import packing
-from mtpjax.data.corpus import Corpus, load_corpus
 from mtpjax.errors import Preempted
 from mtpjax.evaluation import self_check
 from mtpjax.io import checkpoint
@@ -26,6 +25,7 @@ from mtpjax.models.sharding import shard_params
 from mtpjax.models.trunk import stack_layers, unstack_layers
 from mtpjax.training import distributed, run_dir
 from mtpjax.training.config import TrainConfig
+from mtpjax.training.corpus import Corpus, load_corpus
 from mtpjax.training.data_parallel import place_rows, place_state
 from mtpjax.training.decoding_eval import PanelDecoder
 from mtpjax.training.gradients import trained

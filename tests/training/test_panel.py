@@ -9,9 +9,9 @@ import pytest
 import rich.console
 
 from mtpjax import DecodeConfig, speculative_generate
-from mtpjax.data.corpus import Corpus
 from mtpjax.data.packing import Batch, Document
 from mtpjax.models.model import forward
+from mtpjax.training.corpus import Corpus
 from mtpjax.training.decoding_eval import Decoded, PanelDecoder, choose_prompts
 from mtpjax.training.panel import Panel, acceptance_panel, print_panel
 

@@ -167,7 +167,7 @@ def test_a_depth_without_a_target_is_told_before_anything_is_compiled(run, tmp_p
         describe(short)
     with pytest.raises(TypeError, match="NoneType"):  # goes on to `_first_state`
         train(dataclasses.replace(short, num_depths=2))
-    monkeypatch.setattr("mtpjax.data.corpus.split_held_out", lambda documents, fraction: (documents, documents[:2]))
+    monkeypatch.setattr("mtpjax.training.corpus.split_held_out", lambda documents, fraction: (documents, documents[:2]))
     for number in range(40):
         (tmp_path / f"{number}.txt").write_text("ab" + (" and more than two" if number > 20 else chr(97 + number)))
     with pytest.raises(ValueError, match="the training rows have no target at depth 3"):
