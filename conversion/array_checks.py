@@ -18,10 +18,10 @@ def count_nonfinite(array: np.ndarray) -> int:
     """Counts the infinite and NaN elements of an array of weights.
 
     Args:
-      array: any shape; float32, float16, bfloat16 or float8_e4m3fn.
+        array: any shape; float32, float16, bfloat16 or float8_e4m3fn.
 
     Returns:
-      The count; 0 for every other dtype.
+        The count; 0 for every other dtype.
     """
     if array.dtype.name not in _NONFINITE or not array.size:
         return 0
@@ -35,11 +35,11 @@ def streams_equal(ours: Iterator[np.ndarray], theirs: Iterator[np.ndarray]) -> b
     """Compares two streams of blocks, which may be cut at different places.
 
     Args:
-      ours: blocks of one tensor.
-      theirs: blocks of the other.
+        ours: blocks of one tensor.
+        theirs: blocks of the other.
 
     Returns:
-      True if both streams have the same dtype and the same bytes.
+        True if both streams have the same dtype and the same bytes.
     """
     left: list[np.ndarray] = [np.empty(0), np.empty(0)]
     streams = (ours, theirs)

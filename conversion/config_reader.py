@@ -15,8 +15,8 @@ class ConfigReader:
     value of null counts as missing.
 
     Attributes:
-      values: the object.
-      seen: the keys that were asked for.
+        values: the object.
+        seen: the keys that were asked for.
     """
 
     def __init__(self, values: dict[str, Any]):

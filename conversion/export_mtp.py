@@ -46,18 +46,18 @@ def export_mtp(source, target, *, model_type: str | None = None, progress: Calla
     """Writes the MTP modules of a checkpoint to a folder.
 
     Args:
-      source: a full Hugging Face checkpoint.
-      target: the folder to write. It appears only when it is complete; an older export is replaced.
-      model_type: the family to use instead of the one that `config.json` names.
-      progress: called with the number of bytes of each block that is written.
+        source: a full Hugging Face checkpoint.
+        target: the folder to write. It appears only when it is complete; an older export is replaced.
+        model_type: the family to use instead of the one that `config.json` names.
+        progress: called with the number of bytes of each block that is written.
 
     Returns:
-      The number of modules.
+        The number of modules.
 
     Raises:
-      CheckpointFileError: the checkpoint has no MTP modules, or is damaged.
-      ConfigError: its configuration is damaged or not supported.
-      FileExistsError: `target` is neither empty nor an export.
+        CheckpointFileError: the checkpoint has no MTP modules, or is damaged.
+        ConfigError: its configuration is damaged or not supported.
+        FileExistsError: `target` is neither empty nor an export.
     """
     with CheckpointFiles(source) as files:
         plan = make_plan(files, model_type=model_type, allow_extra=True)
@@ -107,12 +107,12 @@ def exported_name(name: str, config: ModelConfig, layout: Layout) -> str | None:
     names.
 
     Args:
-      name: the tensor's name in the checkpoint.
-      config: the model's configuration.
-      layout: how its family names tensors.
+        name: the tensor's name in the checkpoint.
+        config: the model's configuration.
+        layout: how its family names tensors.
 
     Returns:
-      The name in the export, or `None` if the tensor does not belong to a module.
+        The name in the export, or `None` if the tensor does not belong to a module.
     """
     if layout.mtp == "mtp":
         return name if name.startswith(("mtp.", "model.mtp.")) else None
@@ -133,15 +133,15 @@ def original_name(name: str, config: ModelConfig, layout: Layout) -> str:
     """Inverts `exported_name`.
 
     Args:
-      name: a tensor's name in an export.
-      config: the model's configuration.
-      layout: how its family names tensors.
+        name: a tensor's name in an export.
+        config: the model's configuration.
+        layout: how its family names tensors.
 
     Returns:
-      The name in a full checkpoint.
+        The name in a full checkpoint.
 
     Raises:
-      CheckpointFileError: an export has no tensor of this name.
+        CheckpointFileError: an export has no tensor of this name.
     """
     if layout.mtp != "layers":
         return name
@@ -158,11 +158,11 @@ def shared_tensors(config: ModelConfig, layout: Layout) -> list[str]:
     """Lists the trunk's tensors that Qwen's exports contain beside the modules: the embedding and the head.
 
     Args:
-      config: the model's configuration.
-      layout: how its family names tensors.
+        config: the model's configuration.
+        layout: how its family names tensors.
 
     Returns:
-      The tensors' names.
+        The tensors' names.
     """
     # The engines run Qwen's export as a complete model, so it needs both.
     embedding = f"{layout.trunk}embed_tokens.weight"
@@ -173,10 +173,10 @@ def is_export(path: pathlib.Path) -> bool:
     """Returns whether a folder is an export, which a later one may replace.
 
     Args:
-      path: the folder.
+        path: the folder.
 
     Returns:
-      True if it contains the exported weights.
+        True if it contains the exported weights.
     """
     return (path / WEIGHTS).is_file()
 
@@ -228,10 +228,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command line of this file, which has the flags of xLLM's script.
 
     Args:
-      arguments: the arguments; those of the process by default.
+        arguments: the arguments; those of the process by default.
 
     Returns:
-      The exit code: 0, or 3 for a checkpoint that cannot be exported.
+        The exit code: 0, or 3 for a checkpoint that cannot be exported.
     """
     parser = argparse.ArgumentParser(prog="python -m conversion.export_mtp", description=__doc__)
     parser.add_argument("--input-dir", required=True, help="a full Hugging Face checkpoint")

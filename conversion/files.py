@@ -30,24 +30,24 @@ class CheckpointFiles:
     """A checkpoint directory, open for reading. Use it as a context manager.
 
     Attributes:
-      path: the directory.
-      tensors: where each tensor is, by name.
-      headers: the raw header of each safetensors file, with its 8 length bytes.
-      metadata: the `__metadata__` of each safetensors file.
-      sizes: the size of each safetensors file in bytes.
-      index: the content of `model.safetensors.index.json`, if there is one.
+        path: the directory.
+        tensors: where each tensor is, by name.
+        headers: the raw header of each safetensors file, with its 8 length bytes.
+        metadata: the `__metadata__` of each safetensors file.
+        sizes: the size of each safetensors file in bytes.
+        index: the content of `model.safetensors.index.json`, if there is one.
     """
 
     def __init__(self, directory, *, strict: bool = False, only: str | None = None):
         """Opens the files and checks their headers.
 
         Args:
-          directory: the checkpoint directory.
-          strict: raise an error for infinite or NaN weights. Otherwise they are counted, and `report` warns of them.
-          only: the one safetensors file to open; by default all that the index names.
+            directory: the checkpoint directory.
+            strict: raise an error for infinite or NaN weights. Otherwise they are counted, and `report` warns of them.
+            only: the one safetensors file to open; by default all that the index names.
 
         Raises:
-          CheckpointFileError: the directory or one of its files is missing, damaged or not supported.
+            CheckpointFileError: the directory or one of its files is missing, damaged or not supported.
         """
         self.path, self.strict = pathlib.Path(directory), strict
         self._nonfinite: dict[tuple[str, int], int] = {}  # (tensor, first row) -> count
@@ -83,13 +83,13 @@ class CheckpointFiles:
         """Reads a JSON file of the directory.
 
         Args:
-          name: the file's name.
+            name: the file's name.
 
         Returns:
-          The parsed content.
+            The parsed content.
 
         Raises:
-          CheckpointFileError: the file is missing, too large, or not JSON.
+            CheckpointFileError: the file is missing, too large, or not JSON.
         """
         # The size is checked first, so that a huge file is not read.
         descriptor = self._descriptor(name)
@@ -102,7 +102,8 @@ class CheckpointFiles:
         """Lists the files beside the weights: configuration, tokenizer, text.
 
         Returns:
-          File names. Folders, pickles, and files that cannot be opened safely are left out; the latter with a warning.
+            File names. Folders, pickles, and files that cannot be opened safely are left out; the latter with a
+            warning.
         """
         kept = []
         for name in sorted(os.listdir(self.path)):
@@ -120,10 +121,10 @@ class CheckpointFiles:
         """Reads a file block by block.
 
         Args:
-          name: the file's name.
+            name: the file's name.
 
         Yields:
-          Its content.
+            Its content.
         """
         descriptor, offset = self._descriptor(name), 0
         size = os.fstat(descriptor).st_size
@@ -137,10 +138,10 @@ class CheckpointFiles:
         """Reads a tensor in blocks of rows, of about `BLOCK_BYTES` each.
 
         Args:
-          name: the tensor's name.
+            name: the tensor's name.
 
         Yields:
-          Its rows, in order.
+            Its rows, in order.
         """
         tensor = self.tensors[name]
         rows = tensor.shape[0] if tensor.shape else 1
@@ -153,12 +154,12 @@ class CheckpointFiles:
         """Reads a tensor or some of its rows.
 
         Args:
-          name: the tensor's name.
-          begin: the first row along the first axis.
-          end: one after the last row; by default all rows from `begin`.
+            name: the tensor's name.
+            begin: the first row along the first axis.
+            end: one after the last row; by default all rows from `begin`.
 
         Returns:
-          The rows, in an array that the caller may write to.
+            The rows, in an array that the caller may write to.
         """
         tensor = self.tensors[name]
         rows = tensor.shape[0] if tensor.shape else 1
@@ -174,15 +175,15 @@ class CheckpointFiles:
         """Reads rows of a tensor, and counts their infinite and NaN elements.
 
         Args:
-          name: the tensor's name.
-          begin: the first row.
-          end: one after the last row.
+            name: the tensor's name.
+            begin: the first row.
+            end: one after the last row.
 
         Returns:
-          The rows.
+            The rows.
 
         Raises:
-          CheckpointFileError: an element is not finite, and the files were opened with `strict`.
+            CheckpointFileError: an element is not finite, and the files were opened with `strict`.
         """
         array = self.read(name, begin, end)
         count = count_nonfinite(array)

@@ -14,13 +14,13 @@ def dequantized_blocks(files: CheckpointFiles, scales: ScaleMap, name: str, dtyp
     """Reads a tensor in blocks of rows, and dequantizes it if it has scales.
 
     Args:
-      files: the checkpoint.
-      scales: its scales.
-      name: the tensor.
-      dtype: dtype of a dequantized tensor. Tensors without scales keep theirs.
+        files: the checkpoint.
+        scales: its scales.
+        name: the tensor.
+        dtype: dtype of a dequantized tensor. Tensors without scales keep theirs.
 
     Yields:
-      The rows in order.
+        The rows in order.
     """
     if name not in scales.names:
         yield from files.blocks(name)
@@ -40,12 +40,12 @@ def quantized_blocks(blocks: Iterator[np.ndarray], block: tuple[int, int]) -> It
     """Quantizes the rows of a tensor to fp8 with one scale per block.
 
     Args:
-      blocks: the tensor's rows in order, cut anywhere.
-      block: rows and columns that share a scale.
+        blocks: the tensor's rows in order, cut anywhere.
+        block: rows and columns that share a scale.
 
     Yields:
-      `(values, scales)`: float8_e4m3fn rows, and the float32 scales of their blocks. At least one row of blocks is
-      quantized at a time.
+        `(values, scales)`: float8_e4m3fn rows, and the float32 scales of their blocks. At least one row of blocks is
+        quantized at a time.
     """
     rows, columns = block
     rest: np.ndarray | None = None

@@ -29,14 +29,14 @@ def parse_config(values: Any, model_type: str | None = None) -> ParsedConfig:
     """Parses the content of a `config.json`.
 
     Args:
-      values: the JSON value.
-      model_type: the family to use instead of the one that the file names.
+        values: the JSON value.
+        model_type: the family to use instead of the one that the file names.
 
     Returns:
-      The parsed configuration.
+        The parsed configuration.
 
     Raises:
-      ConfigError: the configuration is damaged or not supported; one line with the key and its value.
+        ConfigError: the configuration is damaged or not supported; one line with the key and its value.
     """
     if not isinstance(values, dict):
         raise ConfigError(f"config.json contains a {type(values).__name__}, not an object")

@@ -14,14 +14,14 @@ def describe_config(config: ModelConfig, model_type: str | None = None) -> tuple
     """Finds a family that can describe a model, and makes its `config.json`.
 
     Args:
-      config: the model's configuration.
-      model_type: the family to use; by default the first that fits.
+        config: the model's configuration.
+        model_type: the family to use; by default the first that fits.
 
     Returns:
-      `(model_type, values)`, where `parse_config(values)` gives `config` again.
+        `(model_type, values)`, where `parse_config(values)` gives `config` again.
 
     Raises:
-      ConfigError: no family can describe the model; the message names the fields that the closest one cannot express.
+        ConfigError: no family can describe the model; the message names the fields that the closest one cannot express.
     """
     if model_type is not None and model_type not in FAMILIES:
         raise ConfigError(f"unsupported model_type {model_type!r}; supported: {', '.join(FAMILIES)}")
@@ -58,14 +58,14 @@ def edit_config(
     """Edits a `config.json` for weights that have changed. Keys that are not concerned stay as they are.
 
     Args:
-      values: the content of the file.
-      layout: how the family names tensors.
-      num_mtp_modules: the new number of MTP modules.
-      dtypes: names of the dtypes of the weights, such as "bfloat16".
-      drop_quantization: remove `quantization_config`, because the weights are no longer quantized.
+        values: the content of the file.
+        layout: how the family names tensors.
+        num_mtp_modules: the new number of MTP modules.
+        dtypes: names of the dtypes of the weights, such as "bfloat16".
+        drop_quantization: remove `quantization_config`, because the weights are no longer quantized.
 
     Returns:
-      The new content.
+        The new content.
     """
     values = {**values}
     if drop_quantization:

@@ -17,11 +17,11 @@ def prefixed(prefix: str, specs: dict[str, ParamSpec]) -> dict[str, ParamSpec]:
     """Puts a prefix in front of parameter names.
 
     Args:
-      prefix: the prefix, such as "trunk/layer_0/".
-      specs: specs by parameter name.
+        prefix: the prefix, such as "trunk/layer_0/".
+        specs: specs by parameter name.
 
     Returns:
-      The specs by their longer names.
+        The specs by their longer names.
     """
     return {f"{prefix}{path}": spec for path, spec in specs.items()}
 
@@ -32,14 +32,14 @@ def decoder_layer(
     """Lists the parameters of a decoder layer.
 
     Args:
-      config: the model's configuration.
-      kind: attention and feed-forward kind of the layer.
-      prefix: what the layer's tensor names begin with, such as "model.layers.0.".
-      layout: how the family names tensors.
-      has: returns whether the checkpoint contains a tensor.
+        config: the model's configuration.
+        kind: attention and feed-forward kind of the layer.
+        prefix: what the layer's tensor names begin with, such as "model.layers.0.".
+        layout: how the family names tensors.
+        has: returns whether the checkpoint contains a tensor.
 
     Returns:
-      The specs by parameter name within the layer.
+        The specs by parameter name within the layer.
     """
     D = config.hidden_size
     specs = {

@@ -31,20 +31,20 @@ def load(
     """Loads a checkpoint directory.
 
     Args:
-      path: a directory with `config.json` and safetensors files.
-      dtype: dtype to cast the parameters to. `None` keeps those of the files; block-quantized fp8 weights stay fp8 with
-        their scales (`BlockScaled`).
-      mesh: lays the parameters out over this mesh; each process reads only what its devices hold.
-      allow_extra: skip unknown tensors instead of raising an error.
-      strict: raise an error for infinite or NaN weights instead of a warning.
-      progress: called with the bytes of every parameter that is loaded.
+        path: a directory with `config.json` and safetensors files.
+        dtype: dtype to cast the parameters to. `None` keeps those of the files; block-quantized fp8 weights stay fp8
+            with their scales (`BlockScaled`).
+        mesh: lays the parameters out over this mesh; each process reads only what its devices hold.
+        allow_extra: skip unknown tensors instead of raising an error.
+        strict: raise an error for infinite or NaN weights instead of a warning.
+        progress: called with the bytes of every parameter that is loaded.
 
     Returns:
-      `(model, params)`: the model, and its parameters as nested dicts of jax arrays.
+        `(model, params)`: the model, and its parameters as nested dicts of jax arrays.
 
     Raises:
-      CheckpointFileError: the files are damaged, incomplete or not supported, or do not fit into memory.
-      ConfigError: `config.json` is damaged or not supported.
+        CheckpointFileError: the files are damaged, incomplete or not supported, or do not fit into memory.
+        ConfigError: `config.json` is damaged or not supported.
     """
     with CheckpointFiles(path, strict=strict) as files:
         # Check everything that headers can tell before any weight is read.

@@ -47,17 +47,17 @@ def make_plan(
     """Plans loading, and rejects a checkpoint that cannot be loaded completely.
 
     Args:
-      files: the checkpoint.
-      dtype: dtype of all parameters; `None` keeps those of the files.
-      model_type: the family to use instead of the one that `config.json` names.
-      allow_extra: accept tensors that are unknown. They are not loaded; conversion keeps them.
+        files: the checkpoint.
+        dtype: dtype of all parameters; `None` keeps those of the files.
+        model_type: the family to use instead of the one that `config.json` names.
+        allow_extra: accept tensors that are unknown. They are not loaded; conversion keeps them.
 
     Returns:
-      The plan.
+        The plan.
 
     Raises:
-      CheckpointFileError: tensors are missing, unknown, or of the wrong shape or dtype.
-      ConfigError: `config.json` is damaged or not supported.
+        CheckpointFileError: tensors are missing, unknown, or of the wrong shape or dtype.
+        ConfigError: `config.json` is damaged or not supported.
     """
     plan = inspect_files(files, model_type=model_type)
     if plan.missing:
@@ -81,15 +81,15 @@ def inspect_files(files: CheckpointFiles, *, model_type: str | None = None) -> L
     Only headers are read, and the few tensors that decide something: copies of embedding and head, and norms.
 
     Args:
-      files: the checkpoint.
-      model_type: the family to use instead of the one that `config.json` names.
+        files: the checkpoint.
+        model_type: the family to use instead of the one that `config.json` names.
 
     Returns:
-      The plan, without dtypes.
+        The plan, without dtypes.
 
     Raises:
-      CheckpointFileError: a tensor has the wrong shape, or fp8 scales are missing.
-      ConfigError: `config.json` is damaged or not supported.
+        CheckpointFileError: a tensor has the wrong shape, or fp8 scales are missing.
+        ConfigError: `config.json` is damaged or not supported.
     """
     values = files.json("config.json")
     # Parse the configuration; nothing in it is executed.
@@ -140,12 +140,12 @@ def count_stored_modules(config: ModelConfig, layout: Layout, files: CheckpointF
     """Counts the MTP modules that the files contain, by the first norm of each.
 
     Args:
-      config: the model's configuration.
-      layout: how its family names tensors.
-      files: the checkpoint.
+        config: the model's configuration.
+        layout: how its family names tensors.
+        files: the checkpoint.
 
     Returns:
-      The number of modules.
+        The number of modules.
     """
     found = 0
     # Every module has a decoder layer, and every decoder layer has this norm.

@@ -53,16 +53,16 @@ def merge_export(base, modules, target, *, progress: Callable[[int], Any] | None
     """Writes the checkpoint `base` with the MTP modules of an export.
 
     Args:
-      base: a full Hugging Face checkpoint, with or without MTP modules. Modules that it lacks go into a new file.
-      modules: a folder that `export_mtp` wrote.
-      target: the folder to write. It appears only when it is complete.
-      progress: called with the number of bytes of each block that is written.
+        base: a full Hugging Face checkpoint, with or without MTP modules. Modules that it lacks go into a new file.
+        modules: a folder that `export_mtp` wrote.
+        target: the folder to write. It appears only when it is complete.
+        progress: called with the number of bytes of each block that is written.
 
     Returns:
-      How many tensors were equal, replaced and added.
+        How many tensors were equal, replaced and added.
 
     Raises:
-      CheckpointFileError: one of the checkpoints is damaged, or the two do not fit.
+        CheckpointFileError: one of the checkpoints is damaged, or the two do not fit.
     """
     with CheckpointFiles(base) as files:
         plan = make_plan(files, allow_extra=True)
@@ -83,17 +83,17 @@ def merge_tensors(
     """Writes a checkpoint with other MTP modules.
 
     Args:
-      files: the base checkpoint.
-      plan: its plan.
-      modules: the modules to put in.
-      target: the folder to write. It appears only when it is complete.
-      progress: called with the number of bytes of each block that is written.
+        files: the base checkpoint.
+        plan: its plan.
+        modules: the modules to put in.
+        target: the folder to write. It appears only when it is complete.
+        progress: called with the number of bytes of each block that is written.
 
     Returns:
-      How many tensors were equal, replaced and added.
+        How many tensors were equal, replaced and added.
 
     Raises:
-      CheckpointFileError: a tensor has another shape than the one that it replaces.
+        CheckpointFileError: a tensor has another shape than the one that it replaces.
     """
     report, changed = _compare(files, plan, modules)
     # A changed fp8 tensor gets new scales, so the tensor of its scales changes with it.

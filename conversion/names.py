@@ -16,13 +16,13 @@ def param_specs(config: ModelConfig, layout: Layout, has: Callable[[str], bool])
     """Lists every parameter of a model.
 
     Args:
-      config: the model's configuration.
-      layout: how its family names tensors.
-      has: returns whether the checkpoint contains a tensor of this name. Experts are stored one by one or stacked, and
-        this decides which.
+        config: the model's configuration.
+        layout: how its family names tensors.
+        has: returns whether the checkpoint contains a tensor of this name. Experts are stored one by one or stacked,
+            and this decides which.
 
     Returns:
-      The specs by flat parameter name, such as "trunk/layer_0/attention/qkv".
+        The specs by flat parameter name, such as "trunk/layer_0/attention/qkv".
     """
     D, V = config.hidden_size, config.vocab_size
     # The trunk: embedding, final norm, head (unless it is the embedding), and the decoder layers.
@@ -55,14 +55,14 @@ def mtp_names(config: ModelConfig, layout: Layout, number: int) -> tuple[str, di
     """Names the tensors of an MTP module.
 
     Args:
-      config: the model's configuration.
-      layout: how its family names tensors.
-      number: the module, from 0.
+        config: the model's configuration.
+        layout: how its family names tensors.
+        number: the module, from 0.
 
     Returns:
-      `(prefix, around)`: the prefix of the module's decoder layer, and the names of the tensors around that layer by
-      what they are: "project", "norm_embedding", "norm_hidden", "norm_output", and where the family may repeat them
-      "embedding" and "head".
+        `(prefix, around)`: the prefix of the module's decoder layer, and the names of the tensors around that layer by
+        what they are: "project", "norm_embedding", "norm_hidden", "norm_output", and where the family may repeat them
+        "embedding" and "head".
     """
     # Qwen: modules share the projection and the norms, if there are several.
     if layout.mtp == "mtp":
@@ -104,11 +104,11 @@ def tied_copies(config: ModelConfig, layout: Layout) -> Iterator[tuple[str, str]
     Some checkpoints store a copy of both in every MTP module, and a copy of a tied embedding as the head.
 
     Args:
-      config: the model's configuration.
-      layout: how its family names tensors.
+        config: the model's configuration.
+        layout: how its family names tensors.
 
     Yields:
-      `(copy, original)` names.
+        `(copy, original)` names.
     """
     embedding = f"{layout.trunk}embed_tokens.weight"
     head = embedding if config.tie_word_embeddings else "lm_head.weight"

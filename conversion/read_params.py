@@ -46,11 +46,11 @@ def scale_spec(spec: ParamSpec, scales: ScaleMap) -> ParamSpec:
     """Describes the scales of a parameter.
 
     Args:
-      spec: the parameter.
-      scales: the checkpoint's scales.
+        spec: the parameter.
+        scales: the checkpoint's scales.
 
     Returns:
-      A spec whose input axis counts blocks; the other axes are as in the parameter.
+        A spec whose input axis counts blocks; the other axes are as in the parameter.
     """
     # Along the input axis one scale serves a whole block; along the other axes scales are repeated.
     shape = list(spec.shape)
@@ -62,14 +62,14 @@ def read_as(files: CheckpointFiles, scales: ScaleMap, spec: ParamSpec, index: In
     """Reads a part of a parameter and casts it; fp8 with scales is multiplied in float32 and rounded once.
 
     Args:
-      files: the checkpoint.
-      scales: its scales.
-      spec: the parameter.
-      index: the part.
-      dtype: the dtype of the result.
+        files: the checkpoint.
+        scales: its scales.
+        spec: the parameter.
+        index: the part.
+        dtype: the dtype of the result.
 
     Returns:
-      The part.
+        The part.
     """
     values = read_values(files, spec, index)
     if spec.slices[0].name in scales.names:
@@ -84,14 +84,14 @@ def dequantize(values: np.ndarray, scales: np.ndarray, axis: int, block: int, be
     """Multiplies fp8 values by their scales.
 
     Args:
-      values: float8_e4m3fn, any shape; a part of an array along `axis`.
-      scales: float32, with the axes of `values`, and one entry per block along `axis`, from the array's begin on.
-      axis: the axis along which `block` elements share a scale.
-      block: the block's length.
-      begin: the place of `values` along `axis` in the whole array.
+        values: float8_e4m3fn, any shape; a part of an array along `axis`.
+        scales: float32, with the axes of `values`, and one entry per block along `axis`, from the array's begin on.
+        axis: the axis along which `block` elements share a scale.
+        block: the block's length.
+        begin: the place of `values` along `axis` in the whole array.
 
     Returns:
-      `value * scale` in float32.
+        `value * scale` in float32.
     """
     # Repeat each scale for the elements of its block, and cut out the part that `values` covers.
     part = (slice(None),) * axis + (slice(begin, begin + values.shape[axis]),)
@@ -102,12 +102,12 @@ def read_values(files: CheckpointFiles, spec: ParamSpec, index: Index) -> np.nda
     """Reads a part of a parameter in the dtype of its tensors, without applying scales.
 
     Args:
-      files: the checkpoint.
-      spec: the parameter.
-      index: the part.
+        files: the checkpoint.
+        spec: the parameter.
+        index: the part.
 
     Returns:
-      The part. Only the rows that it needs are read.
+        The part. Only the rows that it needs are read.
     """
     dtype = files.tensors[spec.slices[0].name].dtype
     return _assemble(spec, index, dtype, lambda piece, begin, end: files.read_checked(piece.name, begin, end))
@@ -117,13 +117,13 @@ def read_scales(files: CheckpointFiles, scales: ScaleMap, spec: ParamSpec, index
     """Reads the scales of a part of a parameter.
 
     Args:
-      files: the checkpoint.
-      scales: where its scales are.
-      spec: the parameter.
-      index: the part of `scale_spec(spec)`.
+        files: the checkpoint.
+        scales: where its scales are.
+        spec: the parameter.
+        index: the part of `scale_spec(spec)`.
 
     Returns:
-      float32 scales, repeated along the tensors' rows.
+        float32 scales, repeated along the tensors' rows.
     """
     # Scales are stored per block of rows, and a parameter wants them per row.
     side = scales.rows

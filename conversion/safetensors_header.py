@@ -51,16 +51,16 @@ def parse_header(content: bytes, file: str, path) -> tuple[list[TensorInfo], dic
     """Parses the header of a safetensors file.
 
     Args:
-      content: the header, with the 8 bytes of its length in front.
-      file: the file's name, which the tensors are recorded under.
-      path: the file or directory that error messages name.
+        content: the header, with the 8 bytes of its length in front.
+        file: the file's name, which the tensors are recorded under.
+        path: the file or directory that error messages name.
 
     Returns:
-      `(tensors, metadata)`: the tensors in the order of their bytes, and the header's `__metadata__`, if any.
+        `(tensors, metadata)`: the tensors in the order of their bytes, and the header's `__metadata__`, if any.
 
     Raises:
-      CheckpointFileError: the header is damaged, or describes tensors that overlap, leave gaps, or have an unsupported
-        dtype.
+        CheckpointFileError: the header is damaged, or describes tensors that overlap, leave gaps, or have an
+            unsupported dtype.
     """
     # The header is JSON: a dict of tensors by name, and optional metadata.
     header = parse_json(content[8:], path)
@@ -82,14 +82,14 @@ def parse_json(content: bytes, path) -> Any:
     """Parses JSON of a checkpoint, and rejects keys that occur twice, of which parsers keep either one.
 
     Args:
-      content: UTF-8 bytes.
-      path: the file that error messages name.
+        content: UTF-8 bytes.
+        path: the file that error messages name.
 
     Returns:
-      The parsed value.
+        The parsed value.
 
     Raises:
-      CheckpointFileError: the content is not JSON, or an object has a key twice.
+        CheckpointFileError: the content is not JSON, or an object has a key twice.
     """
 
     def unique(pairs):

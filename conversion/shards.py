@@ -45,10 +45,10 @@ def entry_of(tensor: TensorInfo) -> TensorEntry:
     """Makes the entry that writes a tensor as it was read.
 
     Args:
-      tensor: the tensor that was read.
+        tensor: the tensor that was read.
 
     Returns:
-      The entry, with the same name, dtype and shape.
+        The entry, with the same name, dtype and shape.
     """
     return TensorEntry(tensor.name, tensor.dtype, tensor.shape)
 
@@ -57,12 +57,12 @@ def make_shard(file: str, entries: Iterable[TensorEntry], metadata: dict[str, st
     """Makes a file of tensors under a new header.
 
     Args:
-      file: the file's name.
-      entries: its tensors, in the order of their bytes.
-      metadata: the `__metadata__` of the header; transformers expects `{"format": "pt"}`.
+        file: the file's name.
+        entries: its tensors, in the order of their bytes.
+        metadata: the `__metadata__` of the header; transformers expects `{"format": "pt"}`.
 
     Returns:
-      The shard.
+        The shard.
     """
     entries, place, header = tuple(entries), 0, {}
     if metadata is not None:
@@ -82,11 +82,11 @@ def split_into_shards(entries: Iterable[TensorEntry], most: int = SHARD_BYTES) -
     """Distributes tensors over files, named as Hugging Face names them.
 
     Args:
-      entries: the tensors, in order.
-      most: the largest size of a file in bytes; a larger tensor gets a file of its own.
+        entries: the tensors, in order.
+        most: the largest size of a file in bytes; a larger tensor gets a file of its own.
 
     Returns:
-      The shards; a single one is called `model.safetensors`.
+        The shards; a single one is called `model.safetensors`.
     """
     # Fill files in order: a tensor that does not fit begins the next file.
     groups: list[list[TensorEntry]] = [[]]
@@ -106,10 +106,10 @@ def index_bytes(shards: Iterable[Shard]) -> bytes:
     """Makes the content of `model.safetensors.index.json`.
 
     Args:
-      shards: all files of the checkpoint.
+        shards: all files of the checkpoint.
 
     Returns:
-      The JSON text as bytes.
+        The JSON text as bytes.
     """
     shards = list(shards)
     # Hugging Face's loaders read `weight_map`; `total_size` counts tensors without headers.
@@ -128,13 +128,13 @@ def write_shards(
     """Writes safetensors files.
 
     Args:
-      folder: an existing folder, which must not contain the files yet.
-      shards: the files.
-      blocks: returns the rows of a tensor, block after block, in the entry's dtype.
-      progress: called with the number of bytes of each block that is written.
+        folder: an existing folder, which must not contain the files yet.
+        shards: the files.
+        blocks: returns the rows of a tensor, block after block, in the entry's dtype.
+        progress: called with the number of bytes of each block that is written.
 
     Raises:
-      CheckpointFileError: `blocks` gave more or fewer bytes than the entry has.
+        CheckpointFileError: `blocks` gave more or fewer bytes than the entry has.
     """
     for shard in shards:
         # "x" fails for a file that exists, so a shard never overwrites another file.
@@ -167,9 +167,9 @@ def copy_files(folder: pathlib.Path, content: Callable[[str], Iterator[memoryvie
     """Writes files block by block.
 
     Args:
-      folder: an existing folder, which must not contain the files yet.
-      content: returns the blocks of a file, such as `CheckpointFiles.bytes_of`.
-      names: the files' names.
+        folder: an existing folder, which must not contain the files yet.
+        content: returns the blocks of a file, such as `CheckpointFiles.bytes_of`.
+        names: the files' names.
     """
     for name in names:
         with open(folder / name, "xb") as file:
@@ -180,8 +180,8 @@ def write_index(folder: pathlib.Path, shards: list[Shard]) -> None:
     """Writes `model.safetensors.index.json`, unless the only shard is `model.safetensors`.
 
     Args:
-      folder: the folder of the shards.
-      shards: all files of the checkpoint.
+        folder: the folder of the shards.
+        shards: all files of the checkpoint.
     """
     if len(shards) > 1 or shards[0].file != SINGLE:
         (folder / INDEX).write_bytes(index_bytes(shards))

@@ -54,11 +54,11 @@ class TensorSlice(NamedTuple):
         """Cuts the slice along its rows.
 
         Args:
-          begin: the first unit to keep.
-          end: one after the last unit to keep.
+            begin: the first unit to keep.
+            end: one after the last unit to keep.
 
         Returns:
-          The slice of these units only, with fewer rows and a smaller target.
+            The slice of these units only, with fewer rows and a smaller target.
         """
         # A slice of a single unit cannot be cut.
         axis = self.rows_axis
@@ -77,10 +77,10 @@ class TensorSlice(NamedTuple):
         """Cuts the slice so that each part fits in memory.
 
         Args:
-          itemsize: bytes of an element.
+            itemsize: bytes of an element.
 
         Yields:
-          Slices of at most `BLOCK_BYTES`, or of a single unit if one is larger.
+            Slices of at most `BLOCK_BYTES`, or of a single unit if one is larger.
         """
         # As many units as fit into a block of memory, in steps of nearly equal size.
         step = even_step(self.units, BLOCK_BYTES // max(math.prod(self.split) // self.units * itemsize, 1))
@@ -91,10 +91,10 @@ class TensorSlice(NamedTuple):
         """Arranges rows of the tensor as the parameter has them.
 
         Args:
-          rows: the slice's rows of the tensor. The last axis may be shorter, as it is for block scales.
+            rows: the slice's rows of the tensor. The last axis may be shorter, as it is for block scales.
 
         Returns:
-          A view of `rows`, to be assigned to `param[target]`.
+            A view of `rows`, to be assigned to `param[target]`.
         """
         return rows.reshape(*self.split[:-1], -1)[self.select].transpose(self.axes)
 
@@ -102,8 +102,8 @@ class TensorSlice(NamedTuple):
         """Inverts `read`.
 
         Args:
-          rows: the slice's rows of the tensor, which are written to.
-          part: `param[target]`.
+            rows: the slice's rows of the tensor, which are written to.
+            part: `param[target]`.
         """
         copy_into(rows.reshape(*self.split[:-1], -1)[self.select], part.transpose(np.argsort(self.axes)))
 
@@ -123,10 +123,10 @@ class ParamSpec:
         own, and along the tensors' rows.
 
         Args:
-          itemsize: bytes of an element.
+            itemsize: bytes of an element.
 
         Returns:
-          The shape of a chunk of at most `BLOCK_BYTES`, if cuts along these two axes suffice.
+            The shape of a chunk of at most `BLOCK_BYTES`, if cuts along these two axes suffice.
         """
         # Cut the expert axis first: each expert is a tensor of its own. Then cut along the rows.
         shape = list(self.shape)
@@ -142,16 +142,16 @@ def tensor_slice(name: str, shape, target, *, rows=None, split=None, select=(), 
     """Makes a `TensorSlice` with defaults for what is left out.
 
     Args:
-      name: the tensor's name.
-      shape: the tensor's shape.
-      target: one index per axis of the parameter.
-      rows: begin and end along the tensor's first axis; by default all rows.
-      split: the factored shape of these rows; by default their own.
-      select: indices into the factors; those left out are `slice(None)`.
-      axes: the transposition; by default none.
+        name: the tensor's name.
+        shape: the tensor's shape.
+        target: one index per axis of the parameter.
+        rows: begin and end along the tensor's first axis; by default all rows.
+        split: the factored shape of these rows; by default their own.
+        select: indices into the factors; those left out are `slice(None)`.
+        axes: the transposition; by default none.
 
     Returns:
-      The slice.
+        The slice.
     """
     # Fill in the defaults: all rows, not factored, nothing selected, not transposed.
     begin, end = rows or (0, shape[0])
@@ -169,11 +169,11 @@ def copied(name: str, *shape: int) -> ParamSpec:
     """Describes a parameter that is a tensor unchanged, such as a norm's scale or the embedding.
 
     Args:
-      name: the tensor's name.
-      *shape: its shape.
+        name: the tensor's name.
+        *shape: its shape.
 
     Returns:
-      The spec.
+        The spec.
     """
     return ParamSpec(shape, (tensor_slice(name, shape, (ALL,) * len(shape)),))
 
@@ -182,12 +182,12 @@ def linear(name: str, inputs: int, outputs: int) -> ParamSpec:
     """Describes a linear layer, which PyTorch stores as `[out, in]` and mtpjax as `[in, out]`.
 
     Args:
-      name: the tensor's name.
-      inputs: the input width.
-      outputs: the output width.
+        name: the tensor's name.
+        inputs: the input width.
+        outputs: the output width.
 
     Returns:
-      The spec.
+        The spec.
     """
     return ParamSpec((inputs, outputs), (tensor_slice(name, (outputs, inputs), (ALL, ALL), axes=(1, 0)),), in_axis=-2)
 
@@ -196,12 +196,12 @@ def gate_up(prefix: str, D: int, F: int) -> ParamSpec:
     """Describes the gate and up projections of a SwiGLU layer, which mtpjax stores as one array `[D, 2, F]`.
 
     Args:
-      prefix: what the tensors' names begin with.
-      D: the model's width.
-      F: the layer's inner width.
+        prefix: what the tensors' names begin with.
+        D: the model's width.
+        F: the layer's inner width.
 
     Returns:
-      The spec.
+        The spec.
     """
     parts = [
         tensor_slice(f"{prefix}{name}_proj.weight", (F, D), (ALL, place, ALL), axes=(1, 0))
@@ -214,11 +214,11 @@ def even_step(size: int, largest: int) -> int:
     """Chooses a step that cuts an axis into as few parts as `largest` allows, of nearly equal size.
 
     Args:
-      size: length of the axis.
-      largest: the longest part that is allowed; at least 1 is used.
+        size: length of the axis.
+        largest: the longest part that is allowed; at least 1 is used.
 
     Returns:
-      The length of a part.
+        The length of a part.
     """
     # First the number of parts, rounded up, then their length: 10 in steps of at most 6 gives 5 and 5, not 6 and 4.
     count = -(-size // max(1, largest))
@@ -229,8 +229,8 @@ def copy_into(out: np.ndarray, view: np.ndarray) -> None:
     """Assigns `out[...] = view`. Transposed views are copied by XLA, which is several times as fast as NumPy.
 
     Args:
-      out: the array to write.
-      view: an array of the same shape, of any strides.
+        out: the array to write.
+        view: an array of the same shape, of any strides.
     """
     # NumPy copies contiguous and small arrays as fast as the memory allows.
     if view.flags.c_contiguous or view.nbytes < TILE_BYTES // 4 or _cpu() is None:

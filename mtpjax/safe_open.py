@@ -16,10 +16,10 @@ def root_of(path: pathlib.Path) -> pathlib.Path:
     """Finds the folder that the symlinks of a checkpoint directory may point into.
 
     Args:
-      path: a checkpoint directory.
+        path: a checkpoint directory.
 
     Returns:
-      The resolved directory, or for a snapshot of the Hugging Face cache the repository folder around it.
+        The resolved directory, or for a snapshot of the Hugging Face cache the repository folder around it.
     """
     # `.../models--ORG--NAME/snapshots/REVISION` links to `.../models--ORG--NAME/blobs`.
     real = path.resolve()
@@ -32,14 +32,14 @@ def open_inside(path: pathlib.Path, root: pathlib.Path) -> int:
     """Opens a regular file that lies under `root` once symlinks are resolved.
 
     Args:
-      path: the file.
-      root: the folder that it must lie in, as `root_of` returns it.
+        path: the file.
+        root: the folder that it must lie in, as `root_of` returns it.
 
     Returns:
-      A file descriptor, open for reading. The caller closes it.
+        A file descriptor, open for reading. The caller closes it.
 
     Raises:
-      UnsafeFileError: the file is missing, unreadable, not a regular file, or outside of `root`.
+        UnsafeFileError: the file is missing, unreadable, not a regular file, or outside of `root`.
     """
     # Resolve symlinks first: the checks below hold for the file that is opened, not for the name that was given.
     try:
@@ -62,15 +62,15 @@ def read_inside(folder: pathlib.Path, name: str, *, most: int) -> bytes | None:
     """Reads a small file of a checkpoint directory.
 
     Args:
-      folder: the directory.
-      name: the file's name.
-      most: the largest size in bytes that is accepted.
+        folder: the directory.
+        name: the file's name.
+        most: the largest size in bytes that is accepted.
 
     Returns:
-      The content, or `None` if the directory has no such file.
+        The content, or `None` if the directory has no such file.
 
     Raises:
-      UnsafeFileError: `open_inside` rejects the file, or it is larger than `most`.
+        UnsafeFileError: `open_inside` rejects the file, or it is larger than `most`.
     """
     path = folder / name
     # `lexists` is true for a broken symlink, which `open_inside` then reports.

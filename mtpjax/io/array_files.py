@@ -38,12 +38,12 @@ def write_arrays(folder: pathlib.Path, arrays: Mapping[str, Any]) -> tuple[dict[
     """Writes arrays into a new folder.
 
     Args:
-      folder: the folder to make.
-      arrays: numpy arrays and `StreamedArray`s by flat name.
+        folder: the folder to make.
+        arrays: numpy arrays and `StreamedArray`s by flat name.
 
     Returns:
-      `(records, digests)`: what `digests.json` says of each array, and the sha256 of the files for which it is already
-      known, by file name relative to the parent of `folder`.
+        `(records, digests)`: what `digests.json` says of each array, and the sha256 of the files for which it is
+        already known, by file name relative to the parent of `folder`.
     """
     import orbax.checkpoint as ocp  # slow to import, so only where it is used
 
@@ -108,14 +108,14 @@ def read_arrays(folder: pathlib.Path, records: Mapping[str, Any]) -> dict[str, n
     """Reads all arrays of a checkpoint into memory, without placing them on a device.
 
     Args:
-      folder: the folder that `write_arrays` made.
-      records: the arrays that `digests.json` lists, by flat name.
+        folder: the folder that `write_arrays` made.
+        records: the arrays that `digests.json` lists, by flat name.
 
     Returns:
-      numpy arrays by flat name, with the dtypes and shapes that are stored.
+        numpy arrays by flat name, with the dtypes and shapes that are stored.
 
     Raises:
-      CheckpointError: the arrays cannot be read, or are not those that `records` lists.
+        CheckpointError: the arrays cannot be read, or are not those that `records` lists.
     """
     import orbax.checkpoint as ocp
 
@@ -144,13 +144,13 @@ def check_record(folder: pathlib.Path, name: str, found: Mapping[str, Any], reco
     """Compares an array that was read with the record that was made when it was saved.
 
     Args:
-      folder: the folder of the arrays, for the message.
-      name: the array's flat name.
-      found: `array_record` of the array that was read.
-      recorded: its record in `digests.json`.
+        folder: the folder of the arrays, for the message.
+        name: the array's flat name.
+        found: `array_record` of the array that was read.
+        recorded: its record in `digests.json`.
 
     Raises:
-      CheckpointError: shape, dtype or sha256 differ.
+        CheckpointError: shape, dtype or sha256 differ.
     """
     for key, value in found.items():
         if value != recorded.get(key):
@@ -161,12 +161,12 @@ def array_record(array: np.ndarray, chunks: list[int] | None = None) -> dict[str
     """Describes an array for `digests.json`.
 
     Args:
-      array: the array.
-      chunks: the shape of the chunks in which it was streamed, if it was.
+        array: the array.
+        chunks: the shape of the chunks in which it was streamed, if it was.
 
     Returns:
-      `{"shape", "dtype", "sha256"}`, where the digest covers the elements in C order; for a streamed array it covers
-      the digests of the chunks, and "chunks" is added.
+        `{"shape", "dtype", "sha256"}`, where the digest covers the elements in C order; for a streamed array it covers
+        the digests of the chunks, and "chunks" is added.
     """
     if chunks is None:
         return _record(array, _sha256(array).hex())
@@ -191,11 +191,11 @@ def chunk_grid(shape, chunks) -> Iterator[Index]:
     """Lists the chunks of an array in C order.
 
     Args:
-      shape: the array's shape.
-      chunks: the shape of a chunk. Chunks at the edge are smaller.
+        shape: the array's shape.
+        chunks: the shape of a chunk. Chunks at the edge are smaller.
 
     Yields:
-      The index of each chunk.
+        The index of each chunk.
     """
     # Chunks in C order: the digest of an array depends on it.
     axes = [range(0, size, step) for size, step in zip(shape, chunks, strict=True)]
@@ -209,11 +209,11 @@ def array_spec(folder: pathlib.Path, name: str) -> dict[str, Any]:
     """Builds the TensorStore spec of an array in Orbax's layout.
 
     Args:
-      folder: the folder of the arrays.
-      name: the array's flat name.
+        folder: the folder of the arrays.
+        name: the array's flat name.
 
     Returns:
-      The spec: a zarr array in the folder `a.b` for the name `a/b`.
+        The spec: a zarr array in the folder `a.b` for the name `a/b`.
     """
     return {"driver": "zarr", "kvstore": {"driver": "file", "path": str(folder / name.replace("/", "."))}}
 

@@ -46,19 +46,19 @@ def save(path, config_dict, params, *, metadata=None, write_more: Callable[[path
     arrays first.
 
     Args:
-      path: the folder; missing parents are made.
-      config_dict: the configuration, anything that JSON can hold. It is restored as JSON returns it: tuples become
-        lists, and keys become strings.
-      params: nested dicts of jax or numpy arrays, `BlockScaled` or `StreamedArray`, of any dtype that JAX holds. Keys
-        are strings without "/" and ".".
-      metadata: further JSON values, such as the training step.
-      write_more: called with the unfinished folder, to add files to it.
+        path: the folder; missing parents are made.
+        config_dict: the configuration, anything that JSON can hold. It is restored as JSON returns it: tuples become
+            lists, and keys become strings.
+        params: nested dicts of jax or numpy arrays, `BlockScaled` or `StreamedArray`, of any dtype that JAX holds. Keys
+            are strings without "/" and ".".
+        metadata: further JSON values, such as the training step.
+        write_more: called with the unfinished folder, to add files to it.
 
     Raises:
-      ValueError: `params` hold something else than such arrays, no array, or an array without elements; or the JSON
-        values contain NaN.
-      TypeError: JSON cannot hold `config_dict` or `metadata`.
-      FileExistsError: `path` is neither a checkpoint nor an empty folder, so it is not replaced.
+        ValueError: `params` hold something else than such arrays, no array, or an array without elements; or the JSON
+            values contain NaN.
+        TypeError: JSON cannot hold `config_dict` or `metadata`.
+        FileExistsError: `path` is neither a checkpoint nor an empty folder, so it is not replaced.
     """
     path = pathlib.Path(path).resolve()
     # Check everything that can be checked before the first byte is written.
@@ -87,14 +87,14 @@ def save_model(
     """Saves a model's configuration and parameters, and a tokenizer beside them.
 
     Args:
-      path: the folder to write, as for `save`.
-      model: the model; its `config` is saved.
-      params: its parameters, with unrolled layers.
-      metadata: further JSON values.
-      tokenizer: saved into the checkpoint, so that `load_tokenizer` finds it there.
+        path: the folder to write, as for `save`.
+        model: the model; its `config` is saved.
+        params: its parameters, with unrolled layers.
+        metadata: further JSON values.
+        tokenizer: saved into the checkpoint, so that `load_tokenizer` finds it there.
 
     Raises:
-      ValueError, FileExistsError: as for `save`.
+        ValueError, FileExistsError: as for `save`.
     """
 
     def write_tokenizer(folder: pathlib.Path) -> None:
@@ -113,32 +113,32 @@ def load(path, *, dtype=None, mesh: Mesh | None = None) -> tuple[MTPModel, dict]
     and decoding never samples the padding rows.
 
     Args:
-      path: an mtpjax checkpoint, a run folder of `mtpjax train`, or a Hugging Face directory with safetensors files of
-        a supported family.
-      dtype: dtype to cast the parameters to. `None` keeps the dtypes of the files; block-quantized fp8 weights stay
-        fp8 with their scales (`BlockScaled`).
-      mesh: lays the parameters out over this mesh; each process reads only what its devices hold.
+        path: an mtpjax checkpoint, a run folder of `mtpjax train`, or a Hugging Face directory with safetensors files
+            of a supported family.
+        dtype: dtype to cast the parameters to. `None` keeps the dtypes of the files; block-quantized fp8 weights stay
+            fp8 with their scales (`BlockScaled`).
+        mesh: lays the parameters out over this mesh; each process reads only what its devices hold.
 
     Returns:
-      `(model, params)`: the model, and its parameters as nested dicts of jax arrays.
+        `(model, params)`: the model, and its parameters as nested dicts of jax arrays.
 
     Raises:
-      CheckpointError: the checkpoint is missing, damaged, or of an unsupported architecture. Its subclasses
-        `CheckpointFileError` and `ConfigError` say so for Hugging Face directories.
+        CheckpointError: the checkpoint is missing, damaged, or of an unsupported architecture. Its subclasses
+            `CheckpointFileError` and `ConfigError` say so for Hugging Face directories.
 
     Example:
-      >>> import tempfile
-      >>> import jax, mtpjax
-      >>> from mtpjax.io.checkpoint import save_model
-      >>> config = mtpjax.ModelConfig(
-      ...     vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
-      ... )
-      >>> model = mtpjax.MTPModel(config)
-      >>> folder = tempfile.mkdtemp() + "/checkpoint"
-      >>> save_model(folder, model, mtpjax.init_params(model, jax.random.key(0)))
-      >>> model, params = mtpjax.load(folder)
-      >>> params["embedding"].shape
-      (32, 16)
+        >>> import tempfile
+        >>> import jax, mtpjax
+        >>> from mtpjax.io.checkpoint import save_model
+        >>> config = mtpjax.ModelConfig(
+        ...     vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+        ... )
+        >>> model = mtpjax.MTPModel(config)
+        >>> folder = tempfile.mkdtemp() + "/checkpoint"
+        >>> save_model(folder, model, mtpjax.init_params(model, jax.random.key(0)))
+        >>> model, params = mtpjax.load(folder)
+        >>> params["embedding"].shape
+        (32, 16)
     """
     path = find_checkpoint(path)
     # A Hugging Face directory: `conversion` reads it in place, without an mtpjax copy on disk.

@@ -25,10 +25,10 @@ def is_checkpoint(path) -> bool:
     """Returns whether `path` is a checkpoint folder of this format, of any version. Never raises.
 
     Args:
-      path: a folder, which need not exist. Only its `config.json` is read.
+        path: a folder, which need not exist. Only its `config.json` is read.
 
     Returns:
-      True if `config.json` names this format. The arrays may still be damaged.
+        True if `config.json` names this format. The arrays may still be damaged.
     """
     return read_config(pathlib.Path(path)) is not None
 
@@ -37,10 +37,10 @@ def find_checkpoint(path) -> pathlib.Path:
     """Finds the checkpoint that a user means by `path`.
 
     Args:
-      path: a run folder of `mtpjax train`, a checkpoint, or a Hugging Face directory.
+        path: a run folder of `mtpjax train`, a checkpoint, or a Hugging Face directory.
 
     Returns:
-      The `checkpoint/` folder inside a run folder, otherwise `path` itself.
+        The `checkpoint/` folder inside a run folder, otherwise `path` itself.
     """
     path = pathlib.Path(path)
     # A run folder holds states of the training too; decoding wants the model alone.
@@ -51,10 +51,10 @@ def checkpoint_bytes(path) -> int:
     """Adds up the sizes of the files of the checkpoint that `find_checkpoint` finds.
 
     Args:
-      path: as for `find_checkpoint`.
+        path: as for `find_checkpoint`.
 
     Returns:
-      Bytes on disk; 0 if there are no files.
+        Bytes on disk; 0 if there are no files.
     """
     return sum(file.stat().st_size for file in find_checkpoint(path).rglob("*") if file.is_file())
 
@@ -63,11 +63,12 @@ def checkpoint_digest(path: pathlib.Path) -> str:
     """Identifies a checkpoint without reading its weights.
 
     Args:
-      path: a checkpoint of either format.
+        path: a checkpoint of either format.
 
     Returns:
-      A hexadecimal sha256: over the digests of an mtpjax checkpoint, or over the configuration, the index and the file
-      sizes of a Hugging Face directory.
+        A hexadecimal sha256: over the digests of an mtpjax checkpoint, or over the configuration, the index and the
+            file
+        sizes of a Hugging Face directory.
     """
     # Digests of an mtpjax checkpoint cover its weights. For a Hugging Face directory the file sizes stand in.
     described = [path / name for name in (DIGESTS, CONFIG, "model.safetensors.index.json")]
@@ -81,10 +82,10 @@ def read_config(path: pathlib.Path) -> dict[str, Any] | None:
     """Reads `config.json` of a checkpoint folder.
 
     Args:
-      path: a folder, which need not exist.
+        path: a folder, which need not exist.
 
     Returns:
-      The content, or `None` if the file is missing, unreadable or of another format.
+        The content, or `None` if the file is missing, unreadable or of another format.
     """
     try:
         config = json.loads((path / CONFIG).read_bytes())
@@ -98,14 +99,14 @@ def read_digests(path: pathlib.Path) -> tuple[dict[str, str], dict[str, dict[str
     """Reads `digests.json` of a checkpoint folder.
 
     Args:
-      path: the checkpoint folder.
+        path: the checkpoint folder.
 
     Returns:
-      `(files, arrays)`: the sha256 by relative file name, and `{"shape", "dtype", "sha256"}` by array name. Arrays that
-      were written in chunks also have "chunks".
+        `(files, arrays)`: the sha256 by relative file name, and `{"shape", "dtype", "sha256"}` by array name. Arrays
+        that were written in chunks also have "chunks".
 
     Raises:
-      CheckpointError: the file is missing, damaged or incomplete.
+        CheckpointError: the file is missing, damaged or incomplete.
     """
     file = path / DIGESTS
     try:
@@ -132,10 +133,10 @@ def file_digest(file: pathlib.Path) -> str | None:
     """Computes the sha256 of a file.
 
     Args:
-      file: the file.
+        file: the file.
 
     Returns:
-      The hexadecimal digest, or `None` if the file cannot be read.
+        The hexadecimal digest, or `None` if the file cannot be read.
     """
     try:
         with open(file, "rb") as stream:
@@ -148,14 +149,14 @@ def json_bytes(value: Any) -> bytes:
     """Encodes a value as JSON.
 
     Args:
-      value: anything that JSON can hold.
+        value: anything that JSON can hold.
 
     Returns:
-      UTF-8 bytes that end in a newline.
+        UTF-8 bytes that end in a newline.
 
     Raises:
-      ValueError: `value` contains NaN or infinity.
-      TypeError: `value` contains a type that JSON has not.
+        ValueError: `value` contains NaN or infinity.
+        TypeError: `value` contains a type that JSON has not.
     """
     # NaN is not JSON: other parsers reject files that contain it.
     return (json.dumps(value, indent=1, allow_nan=False) + "\n").encode()
@@ -165,9 +166,9 @@ def one_line(error: Exception) -> str:
     """Shortens an exception of another library to one line.
 
     Args:
-      error: the exception.
+        error: the exception.
 
     Returns:
-      The type and the first line of the message, at most 300 characters of it.
+        The type and the first line of the message, at most 300 characters of it.
     """
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"

@@ -18,15 +18,15 @@ def restore(path) -> tuple[Any, dict, dict]:
     """Reads a whole checkpoint and verifies every digest.
 
     Args:
-      path: a checkpoint folder that `mtpjax.io.checkpoint.save` wrote.
+        path: a checkpoint folder that `mtpjax.io.checkpoint.save` wrote.
 
     Returns:
-      `(config_dict, params, metadata)`. The params are nested dicts of jax arrays on the default device, with the
-      shapes, dtypes and bits that were saved, whatever devices the saving process had.
+        `(config_dict, params, metadata)`. The params are nested dicts of jax arrays on the default device, with the
+        shapes, dtypes and bits that were saved, whatever devices the saving process had.
 
     Raises:
-      CheckpointError: `path` is not a checkpoint, has a newer version, or some part of it is missing, truncated or
-        changed. The message names the array or the file.
+        CheckpointError: `path` is not a checkpoint, has a newer version, or some part of it is missing, truncated or
+            changed. The message names the array or the file.
     """
     # The reader checks the digests of all files before Orbax parses any of them.
     reader = CheckpointReader(path)
@@ -46,23 +46,23 @@ class CheckpointReader:
     """A checkpoint whose arrays are read part by part, for conversion with bounded memory.
 
     Attributes:
-      path: the resolved folder.
-      config: the model configuration as plain values.
-      metadata: the metadata that was saved.
-      files: sha256 by file name.
-      records: shape, dtype and sha256 by flat array name.
-      scaled: `[axis, block]` of quantized parameters by flat name.
+        path: the resolved folder.
+        config: the model configuration as plain values.
+        metadata: the metadata that was saved.
+        files: sha256 by file name.
+        records: shape, dtype and sha256 by flat array name.
+        scaled: `[axis, block]` of quantized parameters by flat name.
     """
 
     def __init__(self, path, *, verify: bool = True):
         """Opens a checkpoint and checks the digests of its files.
 
         Args:
-          path: the checkpoint folder.
-          verify: check the digest of every file. False reads only descriptions, which suits `mtpjax inspect`.
+            path: the checkpoint folder.
+            verify: check the digest of every file. False reads only descriptions, which suits `mtpjax inspect`.
 
         Raises:
-          CheckpointError: as for `restore`.
+            CheckpointError: as for `restore`.
         """
         self.path = pathlib.Path(path).resolve()
         config = read_config(self.path)
@@ -87,10 +87,10 @@ class CheckpointReader:
         """Reads the configuration as a `ModelConfig`.
 
         Returns:
-          The configuration that `save_model` wrote.
+            The configuration that `save_model` wrote.
 
         Raises:
-          CheckpointError: the checkpoint holds something else.
+            CheckpointError: the checkpoint holds something else.
         """
         return model_config(self.config, self.path)
 
@@ -98,11 +98,11 @@ class CheckpointReader:
         """Reads a part of an array.
 
         Args:
-          name: the flat name, such as "trunk/layer_0/attention/qkv".
-          index: the part, one slice per axis.
+            name: the flat name, such as "trunk/layer_0/attention/qkv".
+            index: the part, one slice per axis.
 
         Returns:
-          The part as a numpy array.
+            The part as a numpy array.
         """
         import tensorstore
 
@@ -127,14 +127,14 @@ def model_config(values: Any, path) -> ModelConfig:
     """Builds a `ModelConfig` from the values in a checkpoint.
 
     Args:
-      values: the configuration as plain values.
-      path: the checkpoint, for the message.
+        values: the configuration as plain values.
+        path: the checkpoint, for the message.
 
     Returns:
-      The configuration.
+        The configuration.
 
     Raises:
-      CheckpointError: `values` is not a model configuration.
+        CheckpointError: `values` is not a model configuration.
     """
     try:
         return ModelConfig.from_dict(values)

@@ -59,18 +59,18 @@ def to_mtpjax(
     """Converts a Hugging Face directory to an mtpjax checkpoint, which keeps everything else in the directory too.
 
     Args:
-      source: the Hugging Face directory.
-      target: the checkpoint folder to write. It appears only when it is complete; an older checkpoint is replaced.
-      dtype: dtype to cast the parameters to. `None` keeps those of the files; block-quantized fp8 stays fp8.
-      model_type: the family to use instead of the one that `config.json` names.
-      allow_extra: keep tensors that are unknown, instead of raising an error.
-      strict: raise an error for infinite or NaN weights instead of a warning.
-      progress: called with the number of bytes of each chunk that is converted.
+        source: the Hugging Face directory.
+        target: the checkpoint folder to write. It appears only when it is complete; an older checkpoint is replaced.
+        dtype: dtype to cast the parameters to. `None` keeps those of the files; block-quantized fp8 stays fp8.
+        model_type: the family to use instead of the one that `config.json` names.
+        allow_extra: keep tensors that are unknown, instead of raising an error.
+        strict: raise an error for infinite or NaN weights instead of a warning.
+        progress: called with the number of bytes of each chunk that is converted.
 
     Raises:
-      CheckpointFileError: the directory is damaged, incomplete or not supported.
-      ConfigError: its configuration is damaged or not supported.
-      FileExistsError: `target` is neither empty nor a checkpoint.
+        CheckpointFileError: the directory is damaged, incomplete or not supported.
+        ConfigError: its configuration is damaged or not supported.
+        FileExistsError: `target` is neither empty nor a checkpoint.
     """
     with CheckpointFiles(source, strict=strict) as files:
         # Only headers are read here. Weights are read while the checkpoint is saved, a chunk at a time.
@@ -137,16 +137,16 @@ def to_hugging_face(
     unless `dtype` casts the weights. Another model is written as the first family that can describe it.
 
     Args:
-      source: the checkpoint, or a run folder that holds one.
-      target: the folder to write, which must be empty or missing. It appears only when it is complete.
-      dtype: dtype to cast the weights to. `None` keeps those of the checkpoint.
-      model_type: the family to write a model as that was not converted from a Hugging Face directory.
-      progress: called with the number of bytes of each block that is written.
+        source: the checkpoint, or a run folder that holds one.
+        target: the folder to write, which must be empty or missing. It appears only when it is complete.
+        dtype: dtype to cast the weights to. `None` keeps those of the checkpoint.
+        model_type: the family to write a model as that was not converted from a Hugging Face directory.
+        progress: called with the number of bytes of each block that is written.
 
     Raises:
-      CheckpointError: the checkpoint is damaged.
-      ConfigError: no supported family can describe the model.
-      FileExistsError: `target` is not empty.
+        CheckpointError: the checkpoint is damaged.
+        ConfigError: no supported family can describe the model.
+        FileExistsError: `target` is not empty.
     """
     # Read the description of the checkpoint, and of the directory that it was converted from.
     reader = CheckpointReader(find_checkpoint(source))

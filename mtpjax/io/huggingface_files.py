@@ -19,10 +19,10 @@ def huggingface_folder(path) -> pathlib.Path:
     """Finds the Hugging Face files, such as the tokenizer, of a checkpoint.
 
     Args:
-      path: an mtpjax checkpoint, or a Hugging Face directory.
+        path: an mtpjax checkpoint, or a Hugging Face directory.
 
     Returns:
-      The `huggingface/` folder of an mtpjax checkpoint, if it has one; otherwise `path` itself.
+        The `huggingface/` folder of an mtpjax checkpoint, if it has one; otherwise `path` itself.
     """
     path = pathlib.Path(path)
     # Converting keeps the original's small files in this folder.
@@ -36,10 +36,10 @@ def count_tokens(path) -> int | None:
     Embedding tables are often padded to a round size. Rows from this count on belong to no token.
 
     Args:
-      path: an mtpjax checkpoint, or a Hugging Face directory.
+        path: an mtpjax checkpoint, or a Hugging Face directory.
 
     Returns:
-      One more than the largest id in `tokenizer.json`; `None` if that file is missing or cannot be read.
+        One more than the largest id in `tokenizer.json`; `None` if that file is missing or cannot be read.
     """
     try:
         content = read_inside(huggingface_folder(path), "tokenizer.json", most=MAX_TOKENIZER_BYTES)

@@ -25,16 +25,16 @@ def inspect(path, *, mesh: dict[str, int] | None = None, model_type: str | None 
     """Describes a Hugging Face directory or an mtpjax checkpoint.
 
     Args:
-      path: the checkpoint, or a run folder that holds one.
-      mesh: axis sizes by name, such as `{"tensor": 8}`, for "bytes_per_device"; `None` is one device.
-      model_type: the family to use instead of the one that `config.json` names.
+        path: the checkpoint, or a run folder that holds one.
+        mesh: axis sizes by name, such as `{"tensor": 8}`, for "bytes_per_device"; `None` is one device.
+        model_type: the family to use instead of the one that `config.json` names.
 
     Returns:
-      Values that JSON can hold: format, family, dtypes, files, missing and unknown tensors, the configuration, and
-      numbers and bytes of the parameters.
+        Values that JSON can hold: format, family, dtypes, files, missing and unknown tensors, the configuration, and
+        numbers and bytes of the parameters.
 
     Raises:
-      CheckpointError: the checkpoint is damaged or not supported. Missing or unknown tensors raise no error.
+        CheckpointError: the checkpoint is damaged or not supported. Missing or unknown tensors raise no error.
     """
     found = find_checkpoint(path)
     # Read the description of either format; `config` and `sizes` are intermediate values, the rest is reported.
@@ -57,12 +57,12 @@ def count_parameters(config: ModelConfig) -> dict[str, int]:
     """Counts a model's parameters.
 
     Args:
-      config: the model's configuration.
+        config: the model's configuration.
 
     Returns:
-      "trunk" (with embedding and head) and "mtp" (the MTP modules); "active" and "mtp_active" are those that take part
-      in a matrix product for each token: `num_experts_per_tok` of the routed experts, and the embedding only if it is
-      the head too.
+        "trunk" (with embedding and head) and "mtp" (the MTP modules); "active" and "mtp_active" are those that take
+        part in a matrix product for each token: `num_experts_per_tok` of the routed experts, and the embedding only if
+        it is the head too.
     """
     counts = collections.Counter(trunk=0, mtp=0, active=0, mtp_active=0)
     # Any family's layout gives the same parameters, so the plain one serves for all.
@@ -84,10 +84,10 @@ def lines(facts: dict[str, Any]) -> list[str]:
     """Formats what `inspect` returned as a table.
 
     Args:
-      facts: the description.
+        facts: the description.
 
     Returns:
-      The table's lines.
+        The table's lines.
     """
     config, parameters = facts["configuration"], facts["parameters"]
     # Summarize attention kinds and experts on one line each.

@@ -22,16 +22,16 @@ def merge_mtp(base, modules, target, *, progress: Callable[[int], Any] | None = 
     """Writes the Hugging Face checkpoint `base` with the MTP modules of `modules` to `target`.
 
     Args:
-      base: a full Hugging Face checkpoint, with or without MTP modules. Modules that it lacks go into a new file.
-      modules: a folder that `mtpjax export-mtp` wrote, an mtpjax checkpoint, or a run folder that holds one.
-      target: the folder to write. It appears only when it is complete.
-      progress: called with the number of bytes of each block that is written.
+        base: a full Hugging Face checkpoint, with or without MTP modules. Modules that it lacks go into a new file.
+        modules: a folder that `mtpjax export-mtp` wrote, an mtpjax checkpoint, or a run folder that holds one.
+        target: the folder to write. It appears only when it is complete.
+        progress: called with the number of bytes of each block that is written.
 
     Returns:
-      How many tensors of the modules equal those of `base`, replaced one, or were added.
+        How many tensors of the modules equal those of `base`, replaced one, or were added.
 
     Raises:
-      CheckpointError: a checkpoint is damaged, or the two do not fit.
+        CheckpointError: a checkpoint is damaged, or the two do not fit.
     """
     # An export has Hugging Face names already; a trained checkpoint is renamed by the plan of the base.
     path = find_checkpoint(modules)

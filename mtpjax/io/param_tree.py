@@ -17,10 +17,10 @@ def unflatten(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """Builds nested dicts from flat names.
 
     Args:
-      leaves: values by name, with "/" between the keys, such as `{"a/b": value}`.
+        leaves: values by name, with "/" between the keys, such as `{"a/b": value}`.
 
     Returns:
-      The nested dicts, such as `{"a": {"b": value}}`.
+        The nested dicts, such as `{"a": {"b": value}}`.
     """
     return traverse_util.unflatten_dict(dict(leaves), sep="/")
 
@@ -29,14 +29,14 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     """Lists the leaves of nested dicts by flat name.
 
     Args:
-      tree: nested dicts whose keys are non-empty strings without "/" and ".".
-      prefix: put in front of every name.
+        tree: nested dicts whose keys are non-empty strings without "/" and ".".
+        prefix: put in front of every name.
 
     Returns:
-      The leaves by name. An empty dict below the root is a leaf.
+        The leaves by name. An empty dict below the root is a leaf.
 
     Raises:
-      ValueError: `tree` is not a dict, or has a key that cannot be stored.
+        ValueError: `tree` is not a dict, or has a key that cannot be stored.
     """
     if not isinstance(tree, Mapping):
         raise ValueError(f"params must be nested dicts of arrays, not {type(tree).__name__}")
@@ -57,13 +57,13 @@ def flatten_arrays(params: Any) -> dict[str, np.ndarray | StreamedArray]:
     """Flattens parameters to save, and rejects leaves that would not restore to the same bits.
 
     Args:
-      params: nested dicts of jax or numpy arrays, or of `StreamedArray`.
+        params: nested dicts of jax or numpy arrays, or of `StreamedArray`.
 
     Returns:
-      numpy arrays and streamed arrays by flat name.
+        numpy arrays and streamed arrays by flat name.
 
     Raises:
-      ValueError: a leaf is not such an array, has no elements, or has a dtype that JAX cannot hold; or there is none.
+        ValueError: a leaf is not such an array, has no elements, or has a dtype that JAX cannot hold; or there is none.
     """
     arrays = {}
     for name, leaf in flatten(params).items():
@@ -88,11 +88,11 @@ def split_scaled(params: Any) -> tuple[Any, dict[str, list[int]]]:
     """Replaces quantized leaves by plain arrays, which is the form that is stored.
 
     Args:
-      params: nested dicts that may hold `BlockScaled` leaves.
+        params: nested dicts that may hold `BlockScaled` leaves.
 
     Returns:
-      `(params, scaled)`: the tree with `{"values": ..., "scales": ...}` in place of each `BlockScaled`, and
-      `[axis, block]` of each by flat name.
+        `(params, scaled)`: the tree with `{"values": ..., "scales": ...}` in place of each `BlockScaled`, and
+        `[axis, block]` of each by flat name.
     """
     scaled = {}
 
@@ -109,11 +109,11 @@ def join_scaled(params: dict[str, Any], scaled: Mapping[str, list[int]]) -> dict
     """Rebuilds the quantized leaves that `split_scaled` took apart, in place.
 
     Args:
-      params: nested dicts of arrays.
-      scaled: `[axis, block]` by flat name.
+        params: nested dicts of arrays.
+        scaled: `[axis, block]` by flat name.
 
     Returns:
-      `params`.
+        `params`.
     """
     for name, (axis, block) in scaled.items():
         # Walk to the dict that holds the parameter, and replace its two arrays.
