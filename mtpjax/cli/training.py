@@ -40,7 +40,9 @@ def add(commands) -> None:
         metavar="key",
         help="settings that may differ from the resumed run's; 'data' allows changed files too",
     )
-    train.add_argument("--nnodes", type=int, default=1, help="processes that train together, one per host (default: 1)")
+    train.add_argument(
+        "--nnodes", type=int, default=1, help="processes that train together, one per host (default: %(default)s)"
+    )
     train.add_argument("--node-rank", type=int, default=None, help="number of this process, from 0")
     train.add_argument(
         "--dist-init-addr",

@@ -62,10 +62,18 @@ def fetch(tree: Any) -> Any:
 
 @contextlib.contextmanager
 def told_of_losses() -> Iterator[None]:
-    """Raises `LostProcess` for what JAX says where another process is gone, on a CPU a `ValueError` from Gloo."""
+    """Turns JAX's errors about a process that has ended into `LostProcess`; other errors pass unchanged.
+
+    JAX has no exception class of its own for a lost process, so this is the one place that reads messages.
+
+    Raises:
+        LostProcess: a collective of the block failed because another process has ended or cannot be reached.
+    """
     try:
         yield
     except (jax.errors.JaxRuntimeError, ValueError) as error:
+        # Collectives on CPUs run over Gloo, whose errors JAX raises as ValueError. Any other runtime error of a
+        # multi-process run counts as a lost process, except running out of memory, which is this process's own failure.
         said = str(error).partition("\n")[0]
         is_lost = "Gloo" in said if isinstance(error, ValueError) else "RESOURCE_EXHAUSTED" not in said
         if not (is_lost and are_several()):
