@@ -62,7 +62,7 @@ def _add_vocabulary(commands) -> None:
 def _add_eval(commands) -> None:
     acceptance = jsonargparse.ArgumentParser(
         description="Measure accept length and acceptance rates per draft level, for each category of prompts and "
-        "for all: by decoding, and teacher-forced along the model's own text, with 95 %% intervals over prompts. The "
+        "for all: by decoding, and teacher-forced along the model's own text, with 95 % intervals over prompts. The "
         "accept length is 1 + accepted drafts / steps. A conditional rate counts the steps that accepted the levels "
         "before; a survival rate counts all steps."
     )
