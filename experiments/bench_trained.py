@@ -1,13 +1,13 @@
-"""What is MTP worth on this GPU, with a model trained on it: speed-up over plain decoding, batch by batch.
+"""Measures the speed-up of MTP over plain decoding on this GPU, for a model trained on it, by batch size.
 
     python -m experiments.bench_trained --data DIRECTORY_OF_INSTALLED_PACKAGES
     python -m experiments.bench_trained --quick               # a tiny model and few updates, to see that it runs
 
 Trains a dense model of 180 M parameters with one MTP module, recycled over three levels, on Python source text, in
-bfloat16 over float32. Then plain decoding and every depth decode the same held-out prompts in turn, in bfloat16, at
-each batch size, with the kernels and without. The ratio of the best depth to plain decoding in its best form stands
-beside published speed-ups of DeepSeek-R1 with its MTP module in SGLang on MI300X at the same batch sizes (AMD's
-figures: another model, another machine).
+bfloat16 with float32 parameters. Then plain decoding and every depth take turns on the same held-out prompts, in
+bfloat16, at each batch size, with and without the kernels. The table compares the best depth with the fastest plain
+decoding, and shows the published speed-ups of DeepSeek-R1 with its MTP module in SGLang on MI300X at the same batch
+sizes (AMD's figures, for another model on another machine).
 """
 
 import argparse
@@ -31,7 +31,7 @@ from mtpjax.io.checkpoint import save_model
 from mtpjax.training.trainer import train
 
 SHAPE = ModelConfig(
-    vocab_size=512,  # bytes, and room
+    vocab_size=512,  # bytes need 256
     hidden_size=1024,
     num_hidden_layers=16,
     num_attention_heads=16,
@@ -46,7 +46,7 @@ PROMPT_TOKENS, NEW_TOKENS = 128, 256
 
 
 def settings(folder: pathlib.Path, options: argparse.Namespace) -> TrainConfig:
-    """The run, from new weights of `SHAPE` that are saved first."""
+    """Saves new weights of `SHAPE` and returns the settings of a run that starts from them."""
     shape = presets["tiny"] if options.quick else SHAPE
     model = MTPModel(shape)
     save_model(folder / "new", model, init_params(model, jax.random.key(0)))
@@ -64,16 +64,19 @@ def settings(folder: pathlib.Path, options: argparse.Namespace) -> TrainConfig:
 
 
 def measure(params, models: dict[str, MTPModel], prompts: list[list[int]], rounds: int) -> dict:
-    """Plain decoding (depth 0) and every depth with each implementation of the kernels, in turn.
+    """Measures plain decoding (depth 0) and every depth with each implementation of the kernels, in turns.
 
-    Seconds by `implementation/depth`, accept lengths, and the ratio of the best drafting form to the best plain one.
+    Returns:
+        Seconds and accept lengths by `implementation/depth`, and the speed of the best depth over the fastest plain
+        decoding.
     """
     most = next(iter(models.values())).config.max_position_embeddings
     new_tokens = min(NEW_TOKENS, most // 4)
     forms = {f"{name}/{depth}": (model, depth) for name, model in models.items() for depth in (0, *DEPTHS)}
     took: dict[str, list[float]] = {name: [] for name in forms}
     lengths = {}
-    for number in range(rounds + 1):  # the first compiles
+    # All forms take turns, so that a disturbance of the machine affects all of them. The first round only compiles.
+    for number in range(rounds + 1):
         for name, (model, depth) in forms.items():
             config = DecodeConfig(max_new_tokens=new_tokens, num_steps=depth)
             begin = time.perf_counter()
@@ -86,6 +89,7 @@ def measure(params, models: dict[str, MTPModel], prompts: list[list[int]], round
         min((name for name, (_, depth) in forms.items() if (depth > 0) == drafts), key=median.__getitem__)
         for drafts in (False, True)
     )
+    # Compare the fastest form with drafts and the fastest one without, round by round.
     ratios = np.array(took[plain]) / np.array(took[best])
     return {
         "batch": len(prompts),
@@ -102,23 +106,27 @@ def measure(params, models: dict[str, MTPModel], prompts: list[list[int]], round
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default=None, help="folder of .py files (default: the standard library)")
-    parser.add_argument("--seconds", type=float, default=480, help="of training (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=480, help="length of the training (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each depth (default: %(default)s)")
-    parser.add_argument("--batch", type=int, nargs="+", default=list(PUBLISHED))
+    parser.add_argument("--batch", type=int, nargs="+", default=list(PUBLISHED), help="batch sizes to measure")
     parser.add_argument(
-        "--implementation", nargs="+", default=["xla", "triton"], help="of the kernels (default: %(default)s)"
+        "--implementation",
+        nargs="+",
+        default=["xla", "triton"],
+        help="implementations of the kernels (default: %(default)s)",
     )
-    parser.add_argument("--quick", action="store_true", help="a tiny model and few updates: to see that it runs")
-    parser.add_argument("--output", type=pathlib.Path, default=None, help="JSON file of the figures")
+    parser.add_argument("--quick", action="store_true", help="tiny model and few updates, to see that it runs")
+    parser.add_argument("--output", type=pathlib.Path, default=None, help="JSON file to write")
     options = parser.parse_args(argv)
     if min(options.batch) < 1:
         parser.error(f"batch sizes {options.batch} must be at least 1")
     if not options.quick and jax.default_backend() != "gpu":
-        print("this trains 180 M parameters, on a GPU: jax has none here; --quick runs anywhere", file=sys.stderr)
+        print("this benchmark needs a GPU and jax has none here; --quick runs anywhere", file=sys.stderr)
         return 3
     if options.quick:
         options.batch, options.rounds, options.implementation = [1, 2], 1, ["xla"]
     console = Console(highlight=False)
+    # Train, then load the checkpoint in the dtype of decoding.
     with tempfile.TemporaryDirectory() as folder:
         result = train(settings(pathlib.Path(folder), options))
         model, params = load(result.path, dtype=None if options.quick else jnp.bfloat16)
@@ -130,6 +138,7 @@ def main(argv: list[str] | None = None) -> int:
         continuation_length=NEW_TOKENS,
         seed=0,
     )
+    # Measure each batch size on the same held-out prompts.
     table = narrow_table()
     for heading in ("batch", "plain", "best", "accept length", "to plain", "range", "published"):
         table.add_column(heading, justify="right")

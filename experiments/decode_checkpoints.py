@@ -1,9 +1,9 @@
-"""The models that `bench_decode` measures, as small Hugging Face checkpoints that every engine reads.
+"""Writes the models that `bench_decode` measures, as small Hugging Face checkpoints that every engine reads.
 
-Two checkpoints per shape. `random`: seeded noise, on which engines must agree token for token. `rigged`: the same
-shapes, so the same work per token, but every block adds nothing and every MTP module passes on the embedding it is
-given, so that whatever it drafts is right. Then the next token is a fixed permutation of the last (with a tied
-head: the last token again), and the accept length is `num_steps + 1`.
+There are two checkpoints per shape. In `random` the weights are seeded noise, and all engines must give the same
+tokens. In `rigged` the shapes and the work per token are the same, but every block adds zero and every MTP module
+passes on its input embedding, so every draft is right: the next token is a fixed permutation of the last token (with a
+tied head, the last token again), and the accept length is `num_steps + 1`.
 """
 
 import json
@@ -87,7 +87,7 @@ FAMILY = {"grouped": ("llama", "LlamaForCausalLM"), "latent": ("deepseek_v3", "D
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
-    """The `config.json` that every engine reads; without tokens that end a text."""
+    """Returns the values of `config.json`, without tokens that end a text."""
     model_type, architecture = FAMILY[config.attention]
     _, values = describe_config(config, model_type)
     ends = {"bos_token_id": None, "eos_token_id": None, "torch_dtype": "float32", "hidden_act": "silu"}
@@ -96,13 +96,20 @@ def config_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a checkpoint; matrices are `[out, in]`, one-dimensional ones are norms but for the bias."""
+    """Returns the shapes of a checkpoint's tensors: matrices are `[out, in]`; vectors are norms or router biases."""
     specs = param_specs(config, FAMILIES[FAMILY[config.attention][0]].layout, lambda name: False)
     return {piece.name: piece.shape for spec in specs.values() for piece in spec.slices}
 
 
 def bytes_per_round(config: ModelConfig, batch: int, num_steps: int, length: float) -> float:
-    """Bytes of float32 weights and caches that one verifying pass and its drafts must read."""
+    """Returns the bytes of float32 weights and caches that one verify pass and its drafts must read.
+
+    Args:
+        config: the model.
+        batch: number of rows.
+        num_steps: draft levels; 0 is plain decoding.
+        length: mean length of the rows in tokens.
+    """
     sizes = {name: 4 * float(np.prod(shape)) for name, shape in tensor_shapes(config).items()}
     table = sizes["model.embed_tokens.weight"]
 
@@ -116,15 +123,17 @@ def bytes_per_round(config: ModelConfig, batch: int, num_steps: int, length: flo
             entry = 2 * config.num_key_value_heads * config.head_dim
         return sum(own.values()) - missed * experts + 4 * batch * length * entry
 
+    # The trunk takes all nodes of a round; the head has the size of the embedding table.
     rows = batch * (num_steps + 1)
-    trunk = table + sum(layer(index, rows) for index in range(config.num_hidden_layers))  # the head is a table's size
+    trunk = table + sum(layer(index, rows) for index in range(config.num_hidden_layers))
+    # The first draft level also processes the committed tokens, later levels take one token per row.
     levels = (rows, *[batch] * (num_steps - 1))[:num_steps]
     drafts = sum(table + layer(config.num_hidden_layers, rows) for rows in levels)
     return trunk + drafts
 
 
 def write_checkpoint(folder: pathlib.Path, config: ModelConfig, *, rigged: bool, seed: int = 0) -> None:
-    """Writes `config.json` and `model.safetensors`, float32."""
+    """Writes `config.json` and `model.safetensors` in float32 into a new folder."""
     rng = np.random.default_rng(seed)
     tensors = {}
     for name, shape in tensor_shapes(config).items():
@@ -136,7 +145,8 @@ def write_checkpoint(folder: pathlib.Path, config: ModelConfig, *, rigged: bool,
             tensors[name] = np.zeros(shape, np.float32)
         else:
             tensors[name] = rng.standard_normal(shape, np.float32) / np.sqrt(shape[1], dtype=np.float32)
-    tensors["model.embed_tokens.weight"] *= 16  # logits far apart, so that rounding decides no token
+    # Large embeddings put the logits far apart, so that rounding never changes a token.
+    tensors["model.embed_tokens.weight"] *= 16
     if rigged:
         _rig(tensors, config, rng)
     folder.mkdir(parents=True)
@@ -145,12 +155,13 @@ def write_checkpoint(folder: pathlib.Path, config: ModelConfig, *, rigged: bool,
 
 
 def _rig(tensors: dict[str, np.ndarray], config: ModelConfig, rng: np.random.Generator) -> None:
+    """Makes MTP modules pass on the embedding, and the head predict a permutation of the last token."""
     D = config.hidden_size
     for layer in range(config.num_mtp_modules):
         name = f"model.layers.{config.num_hidden_layers + layer}.eh_proj.weight"
         tensors[name] = np.concatenate([np.eye(D), np.zeros((D, D))], axis=1).astype(np.float32)
     if not config.tie_word_embeddings:
-        cycle = rng.permutation(config.vocab_size)  # one cycle through the whole vocabulary: nothing repeats
+        cycle = rng.permutation(config.vocab_size)  # one cycle through the whole vocabulary, so no text repeats
         head = np.empty_like(tensors["lm_head.weight"])
         head[np.roll(cycle, -1)] = tensors["model.embed_tokens.weight"][cycle]
         tensors["lm_head.weight"] = head

@@ -1,8 +1,8 @@
-"""Compiles Triton IR to machine code and counts what it uses. Run by an interpreter that has triton; it needs no jax.
+"""Compiles Triton IR to machine code and counts the resources that it uses.
 
-A JSON object a line on stdin, {"ir", "num_warps", "num_stages", "platform"}; the answer a line on stdout: a dict of
-`registers`, `spills`, `shared` (bytes), `mma` and `loads` (instruction -> count), or {"error"}. Only `machine_code.py`
-starts this.
+`machine_code.py` starts this script with an interpreter that has triton; jax is not needed. Each line on stdin is a
+JSON object {"ir", "num_warps", "num_stages", "platform"}. Each answer is a line on stdout: a dict with `registers`,
+`spills`, `shared` (bytes), `mma` and `loads` (counts by instruction), or {"error"}.
 """
 
 import collections
@@ -15,7 +15,7 @@ import re
 import sys
 import tempfile
 
-# The compiler's answer must be made, not fetched: what ptxas says about registers is in no cache.
+# Compile every time: the register counts that ptxas prints are not cached.
 os.environ["TRITON_ALWAYS_COMPILE"] = "1"
 os.environ["TRITON_DUMP_PTXAS_LOG"] = "1"
 os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"  # as XLA does
@@ -28,10 +28,10 @@ TARGETS = {"cuda": GPUTarget("cuda", 90, 32), "rocm": GPUTarget("hip", "gfx942",
 
 
 def run_all_passes(backend: type) -> None:
-    """Gives a backend's second stage the first one's passes too, which `triton.compile` leaves out for IR from a file.
+    """Makes a backend's second stage run the passes of the first one too, as XLA does.
 
-    XLA runs them. Without, `total + dot(a, b)` holds total and product apart: twice the registers, and every product is
-    waited for.
+    `triton.compile` skips the first stage for IR from a file. Without its passes, `total + dot(a, b)` keeps total and
+    product in separate registers and waits for every product.
     """
     add_stages = backend.add_stages
 
@@ -48,6 +48,7 @@ for backend in backends.values():
 
 
 def compile_kernel(job: dict, folder: pathlib.Path) -> dict:
+    """Compiles one kernel and counts its resources; `job` is the request's JSON object."""
     path = folder / "kernel.ttir"
     path.write_text(job["ir"])
     options = {"num_warps": job["num_warps"], "num_stages": job["num_stages"]}
@@ -59,7 +60,7 @@ def compile_kernel(job: dict, folder: pathlib.Path) -> dict:
 
 
 def count_sm90(asm: dict, log: str) -> dict:
-    """From the PTX and from what `ptxas -v` says."""
+    """Counts resources on sm_90 from the PTX and from the log of `ptxas -v`."""
     spilled = re.findall(r"(\d+) bytes spill (?:stores|loads)", log)
     products = re.findall(r"\b(wgmma|mma)\S*\.sync\.aligned\.(m\d\S*)", asm["ptx"])
     loads = re.findall(r"\b(ld\.global\S*|cp\.async\.c[ag]\S* .*)", asm["ptx"])
@@ -72,18 +73,18 @@ def count_sm90(asm: dict, log: str) -> dict:
 
 
 def _load(instruction: str) -> str:
-    """`cp.async.cg.shared.global [ %r1 + 0 ], [ %rd5 + 0 ], 0x10, %r2;` -> `cp.async 16`; others as they are."""
+    """Shortens `cp.async.cg.shared.global [ %r1 + 0 ], [ %rd5 + 0 ], 0x10, %r2;` to `cp.async 16`; keeps others."""
     if not instruction.startswith("cp.async"):
         return re.sub(r"\.L\S*::\w+", "", instruction)
     return f"cp.async {int(re.findall(r'0x[0-9a-f]+', instruction)[0], 16)}"
 
 
 def count_gfx942(asm: dict, log: str) -> dict:
-    """From the assembly and the metadata at its end."""
+    """Counts resources on gfx942 from the assembly and the metadata at its end."""
     del log
     field = {name: int(value) for name, value in re.findall(r"\.(\w+_count):\s+(\d+)", asm["amdgcn"])}
     return {
-        "registers": field["vgpr_count"],  # accumulation registers are among them
+        "registers": field["vgpr_count"],  # includes accumulation registers
         "spills": field["vgpr_spill_count"],
         "scalar_spills": field["sgpr_spill_count"],
         "mma": collections.Counter(re.findall(r"\b(v_s?mfma\w+)", asm["amdgcn"])),
@@ -92,8 +93,9 @@ def count_gfx942(asm: dict, log: str) -> dict:
 
 
 def main() -> None:
+    # The compiler also prints to stdout, so answers go to a copy of it and stdout itself becomes stderr.
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # the compiler writes to both
+    os.dup2(2, 1)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRITON_CACHE_DIR"] = folder
         for line in sys.stdin:
