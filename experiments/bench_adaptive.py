@@ -1,15 +1,15 @@
-"""Is an adaptive depth as fast as the best fixed one, whatever the prompts and the batch?
+"""Compares the adaptive draft depth with the best fixed depth, for several prompt sets and batch sizes.
 
     python -m experiments.bench_adaptive --model runs/quickstart [--quick]
 
-Held-out prompts whose texts do not loop are sorted by how many drafts each accepts: the better half are the easy set,
-the others the hard one, and every other of both the mixed one. What rounds cost is profiled first, for each batch size,
-and acceptance is measured on prompts of none of these sets. Then plain decoding, every fixed depth and the adaptive one
-decode the same prompts in turn, round after round, in one process.
+Held-out prompts whose texts do not loop are sorted by accept length: the first half is the easy set, the second half
+the hard set, and alternating prompts of both are the mixed set. For each batch size, the costs of rounds are profiled
+first, and acceptance rates are measured on prompts outside of the three sets. Then plain decoding, every fixed depth
+and the adaptive depth take turns on the same prompts, in one process.
 
-Two figures per cell, both the best fixed depth's (0 included) time over that of the adaptive one, 1.0 being equal: as
-measured, with a 95 % interval over rounds, and exactly by the rounds that each took and what the profile says they
-cost.
+Each cell has two ratios of the best fixed depth's time (0 included) to the adaptive depth's time; 1.0 means equal. One
+is measured, with a 95 % interval over rounds. The other is computed from the rounds that each took and the profiled
+cost of a round, so it holds no timing noise.
 """
 
 import argparse
@@ -38,18 +38,24 @@ from mtpjax.host import limit_threads, num_threads, suitable_threads
 from mtpjax.io.checkpoint_format import checkpoint_bytes
 
 NEW_TOKENS = 128
-LEAST_PROMPTS = 16  # of a cell; small batches decode them one after the other
-BATCHES, LARGEST_BATCHES = 8, 2  # of a cell, and of one of the largest batch size
-RATE_PROMPTS = 32  # to count acceptance on
+LEAST_PROMPTS = 16  # per cell; small batches decode them one after the other
+BATCHES, LARGEST_BATCHES = 8, 2  # per cell, and per cell of the largest batch size
+RATE_PROMPTS = 32  # on which acceptance rates are measured
 
 
 def prompt_sets(path: str, params, model, count: int, num_steps: int):
-    """`count` prompts each, by accept lengths of a decoding at `num_steps` levels; and acceptance on others."""
+    """Makes the three prompt sets, and measures acceptance rates on other prompts.
+
+    Returns:
+        `count` prompts for each of "easy", "hard" and "mixed", and the rates in the form that `profile.settings` takes.
+    """
+    # Split the prompts: some for acceptance rates, the rest for the sets.
     settings = Settings(max_new_tokens=NEW_TOKENS)
     found = find_workload(pathlib.Path(path), model, params, settings, num_prompts=2 * count + RATE_PROMPTS).prompts
     split = min(RATE_PROMPTS, len(found) // 2)
     others, pool = found[:split] or found, found[split:]
-    pool = (2 * count * pool)[: 2 * count]  # some twice where too few were found
+    pool = (2 * count * pool)[: 2 * count]  # repeats prompts if too few were found
+    # Sort by accept length, measured with `num_steps` draft levels.
     config = DecodeConfig(max_new_tokens=NEW_TOKENS, num_steps=num_steps)
     decoded = speculative_generate(params, pool, model=model, config=config).stats
     order = np.argsort(-(decoded.accepted.sum(axis=1) / decoded.steps))
@@ -61,7 +67,12 @@ def prompt_sets(path: str, params, model, count: int, num_steps: int):
 
 
 def modelled_time(results, costs: tuple[float, ...]) -> float:
-    """Cost of the batches' rounds: those of each one's longest row, by their depths."""
+    """Adds up the cost of the batches' rounds. The longest row of a batch says how many rounds it took at each depth.
+
+    Args:
+        results: one result per batch.
+        costs: cost of a round at each depth.
+    """
     total = 0.0
     for stats in (result.stats for result in results):
         row = int(stats.steps.argmax())
@@ -72,7 +83,18 @@ def modelled_time(results, costs: tuple[float, ...]) -> float:
 
 
 def measure_cell(params, model, batches, depths: dict, rounds: int) -> dict:
-    """One set of prompts in its batches: the adaptive depth, by the profile's `depths`, beside all fixed ones."""
+    """Measures one prompt set: the adaptive depth and all fixed depths in turns.
+
+    Args:
+        params: parameters of `model`.
+        model: the model.
+        batches: the prompts, batch by batch.
+        depths: `depth_costs` and `depth_rates` of `DecodeConfig`.
+        rounds: number of measurements.
+
+    Returns:
+        The row of the result file.
+    """
     costs = depths["depth_costs"]
     num_steps = len(costs) - 1
     configs = {str(depth): DecodeConfig(max_new_tokens=NEW_TOKENS, num_steps=depth) for depth in range(num_steps + 1)}
@@ -81,12 +103,14 @@ def measure_cell(params, model, batches, depths: dict, rounds: int) -> dict:
     )
     seconds: dict[str, list[float]] = {name: [] for name in configs}
     results = {}
-    for number in range(rounds + 1):  # the first compiles
+    # All configurations take turns, in alternating order. The first round only compiles.
+    for number in range(rounds + 1):
         for name in configs if number % 2 else reversed(configs):
             begin = time.perf_counter()
             results[name] = [speculative_generate(params, rows, model=model, config=configs[name]) for rows in batches]
             if number:
                 seconds[name].append(time.perf_counter() - begin)
+    # Compare: the texts must be equal, and the best fixed depth is the one with the smallest median time.
     texts = [[result.rows() for result in of_batches] for of_batches in results.values()]
     median = {name: float(np.median(times)) for name, times in seconds.items()}
     modelled = {name: modelled_time(of_batches, costs) for name, of_batches in results.items()}
@@ -116,14 +140,17 @@ def measure_cell(params, model, batches, depths: dict, rounds: int) -> dict:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="runs/quickstart", help="a checkpoint (default: %(default)s)")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16, 64])
-    parser.add_argument("--num-steps", type=int, default=3, help="deepest round (default: %(default)s)")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16, 64], help="batch sizes to measure")
+    parser.add_argument("--num-steps", type=int, default=3, help="largest depth (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=12, help="measurements per cell (default: %(default)s)")
     parser.add_argument(
-        "--threads", type=int, default=0, help="of XLA, one on one core; 0: all, but 1 for a model below 16 MB"
+        "--threads",
+        type=int,
+        default=0,
+        help="XLA's threads; 1 also pins the process to one core; 0: one for a model below 16 MiB, else all",
     )
-    parser.add_argument("--quick", action="store_true", help="one batch size, one level: to see that it runs")
-    parser.add_argument("--output", type=pathlib.Path, default=None, help="JSON file of the figures")
+    parser.add_argument("--quick", action="store_true", help="one batch size and one level, to see that it runs")
+    parser.add_argument("--output", type=pathlib.Path, default=None, help="JSON file to write")
     options = parser.parse_args(argv)
     batches, num_steps, rounds = (options.batch, options.num_steps, options.rounds)
     most = max(LARGEST_BATCHES * max(batches), LEAST_PROMPTS)
@@ -131,7 +158,8 @@ def main(argv: list[str] | None = None) -> int:
         batches, num_steps, rounds, most = [2], 1, 2, 4
     console = Console(highlight=False)
     limit_threads(options.threads or suitable_threads(checkpoint_bytes(options.model)))
-    if num_threads() == 1 and hasattr(os, "sched_setaffinity"):  # JAX's thread and XLA's on two cores wake each other
+    # On two cores, JAX's thread and XLA's one thread wake each other, so both are pinned to one core.
+    if num_threads() == 1 and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
     model, params = load(options.model)
     sets, acceptance = prompt_sets(options.model, params, model, most, num_steps)
@@ -146,6 +174,7 @@ def main(argv: list[str] | None = None) -> int:
     for heading in ("batch", "prompts", "best fixed", "best / adaptive", "95 %", "modelled", "plain / adaptive"):
         table.add_column(heading, justify="right")
     for batch in batches:
+        # Profile this batch size, then measure every prompt set with it.
         measured = profile.measure(
             params,
             model=model,
@@ -161,7 +190,7 @@ def main(argv: list[str] | None = None) -> int:
             groups = [prompts[begin : begin + batch] for begin in range(0, count - batch + 1, batch)]
             row = {"set": name, **measure_cell(params, model, groups, depths, rounds)}
             rows.append(row)
-            if options.output is not None:  # what there is so far
+            if options.output is not None:  # after each cell, so that an interrupted run keeps its results
                 write_text(options.output, json.dumps({**about, "cells": rows}, indent=1) + "\n")
             low, high = row["interval"]
             cells = (batch, name, row["best_fixed"], f"{row['ratio']:.2f}", f"{low:.2f}-{high:.2f}")

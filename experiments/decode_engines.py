@@ -1,7 +1,7 @@
-"""The engines that `bench_decode` measures. Each runs in a process of its own, which answers one request per line.
+"""The engines that `bench_decode` measures. Each runs in its own process and answers one request per line.
 
-`python -m experiments.decode_engines NAME THREADS SHAPE FOLDER` reads and writes JSON. With one thread the process
-pins itself to one core before it loads the engine.
+`python -m experiments.decode_engines NAME THREADS SHAPE FOLDER` reads JSON from stdin and writes JSON to stdout. With
+one thread, the process pins itself to one core before it loads the engine.
 """
 
 import json
@@ -18,7 +18,7 @@ from mtpjax.evaluation.machine import Clock
 
 
 class Mtpjax:
-    """`generate` and `speculative_generate`."""
+    """Decodes with `mtpjax.generate` and `mtpjax.speculative_generate`."""
 
     def __init__(self, shape: str, folder: pathlib.Path):
         import mtpjax
@@ -31,7 +31,8 @@ class Mtpjax:
     def run(self, weights: str, prompts: list[list[int]], num_steps: int, new_tokens: int) -> dict[str, Any]:
         from mtpjax import DecodeConfig, generate, speculative_generate
 
-        # One prefill pass; with it a call for one token has the same cache as the call for all, and compiles once.
+        # With one prefill pass, a call for one token has the same cache size as a call for all tokens, so the two
+        # compile the same program.
         config = DecodeConfig(max_new_tokens=new_tokens, num_steps=num_steps, prefill_chunk=len(prompts[0]))
         call = speculative_generate if num_steps else generate
         clock = Clock()
@@ -40,7 +41,7 @@ class Mtpjax:
 
 
 class Transformers:
-    """`generate()`, with `use_mtp` where drafts are asked for (DeepSeek, batch 1, one draft per step)."""
+    """Decodes with transformers' `generate()`, with `use_mtp` for drafts (DeepSeek, batch 1, one draft per step)."""
 
     def __init__(self, shape: str, folder: pathlib.Path, threads: int):
         import torch
@@ -53,7 +54,7 @@ class Transformers:
         for name in ("random", "rigged"):
             model = transformers.AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
             layers = model.config.num_hidden_layers
-            # MTP weights are found by this pattern, which the class fixes to the 61 layers of the published model.
+            # transformers finds MTP weights by this pattern, which the class fixes to the published model's 61 layers.
             model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{layers}\..*"]
             self.models[name] = model.eval()
         self.versions = {name: version_of(name) for name in ("torch", "transformers")}
@@ -72,7 +73,7 @@ class Transformers:
 
 
 class Memory:
-    """Not an engine: how fast these threads read memory."""
+    """Measures how fast these threads read memory. Not an engine."""
 
     def __init__(self, threads: int):
         from concurrent.futures import ThreadPoolExecutor
@@ -84,18 +85,18 @@ class Memory:
         self.versions = {"numpy": np.__version__}
 
     def run(self) -> dict[str, Any]:
-        """Bytes per second of the best of three passes over 512 MB."""
+        """Returns the bytes per second of the fastest of three passes over 512 MB."""
 
         def measure() -> float:
             begin = time.perf_counter()
-            list(self.pool.map(lambda part: part.max(), self.parts))  # NumPy lets go of the interpreter lock
+            list(self.pool.map(lambda part: part.max(), self.parts))  # NumPy releases the interpreter lock
             return sum(part.nbytes for part in self.parts) / (time.perf_counter() - begin)
 
         return {"bandwidth": max(measure() for _ in range(3))}
 
 
 class Child:
-    """The other side: an engine's process, which `ask` sends a request to and waits for."""
+    """The parent's handle of an engine's process. `ask` sends a request and waits for the answer."""
 
     def __init__(
         self, name: str, threads: int, shape: str, folder: pathlib.Path, module: str = "experiments.decode_engines"
@@ -133,13 +134,18 @@ def version_of(name: str) -> str:
 
 
 def serve(make: Callable[[str, int, str, pathlib.Path], Any]) -> None:
-    """A child's side: makes the engine of its command line, NAME THREADS SHAPE FOLDER, and answers with its `run`."""
+    """Runs an engine's process: makes the engine of the command line and answers each request with its `run`.
+
+    Args:
+        make: makes the engine from name, threads, shape and folder, which are the command-line arguments.
+    """
     name, threads, shape, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3], pathlib.Path(sys.argv[4])
     if threads == 1:
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     os.environ["OMP_NUM_THREADS"] = str(threads)
+    # Libraries may print to stdout, so replies go to a copy of it and stdout itself becomes stderr.
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints is no reply
+    os.dup2(2, 1)
     engine = make(name, threads, shape, folder)
     print(json.dumps(engine.versions), file=replies, flush=True)
     for line in sys.stdin:

@@ -1,11 +1,11 @@
-"""What the kernels become on an H100 (sm_90) and an MI300X (gfx942): registers, spills, shared memory, instructions.
+"""Compiles the kernels for an H100 (sm_90) and an MI300X (gfx942) and reports registers, spills and shared memory.
 
     python -m experiments.machine_code --python PATH      # an interpreter that has triton; it needs no jax
     python -m experiments.machine_code --op rms_norm --json result.json
 
-No GPU is needed and nothing runs: every case of `experiments/kernel_cases.py` is lowered here and compiled by the
-triton wheel (3.9) in a process of its own. XLA brings its own Triton, close to this one but not the same. The exit
-status is 1 if a kernel does not compile, spills registers to memory or wants more shared memory than a block can have.
+No GPU is needed and nothing runs. This process lowers every case of `experiments/kernel_cases.py`, and a second
+process compiles it with the triton wheel (3.9). XLA contains its own Triton, which is close to this one but not the
+same. The exit code is 1 if a kernel does not compile, spills registers, or needs more shared memory than a block has.
 """
 
 import argparse
@@ -35,7 +35,7 @@ COMPILER = pathlib.Path(__file__).with_name("triton_compiler.py")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """One kernel on one platform; `error` alone says that it did not compile."""
+    """Resources of one kernel on one platform. A kernel that did not compile has only `error`."""
 
     case: str
     kernel: str
@@ -43,16 +43,16 @@ class Report:
     num_warps: int
     num_stages: int
     error: str | None = None
-    registers: int = 0  # of a thread
+    registers: int = 0  # per thread
     spills: int = 0  # bytes stored and loaded on sm_90, vector registers on gfx942
-    scalar_spills: int = 0  # gfx942: scalar registers that moved into vector registers, which is no memory
-    shared: int = 0  # bytes of a block
-    mma: Mapping[str, int] = dataclasses.field(default_factory=dict)  # instruction -> how often it stands in the code
+    scalar_spills: int = 0  # gfx942: scalar registers moved into vector registers, without memory traffic
+    shared: int = 0  # bytes per block
+    mma: Mapping[str, int] = dataclasses.field(default_factory=dict)  # number of occurrences by instruction
     loads: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def faults(self) -> list[str]:
-        """Why this kernel must not stay as it is."""
+        """The reasons why this kernel fails the check."""
         faults = [self.error] if self.error else []
         if self.spills:
             faults.append(f"spills {self.spills} {'bytes' if self.platform == 'cuda' else 'vector registers'}")
@@ -62,13 +62,22 @@ class Report:
 
 
 def find_python() -> str | None:
-    """An interpreter that has triton: what MTPJAX_TRITON_PYTHON names, else this one, else None."""
+    """Returns an interpreter that has triton: the one in MTPJAX_TRITON_PYTHON, else this one, else None."""
     here = sys.executable if importlib.util.find_spec("triton") else None
     return os.environ.get("MTPJAX_TRITON_PYTHON") or here
 
 
 def compile_calls(calls: Iterable[tuple[str, Callable[..., Any], Sequence]], python: str) -> list[Report]:
-    """Reports on the kernels in calls (name, function, arguments), each once per platform; shapes do for arguments."""
+    """Compiles the kernels in some calls, each once per platform.
+
+    Args:
+        calls: triples of name, function and arguments; shapes suffice as arguments.
+        python: an interpreter that has triton.
+
+    Returns:
+        One report per kernel and platform.
+    """
+    # Collect the kernels of each call by lowering it for each platform.
     reports = []
     for name, function, arguments in calls:
         for platform, lowered in compat.lower_for(function, *arguments).items():
@@ -90,7 +99,10 @@ def compile_calls(calls: Iterable[tuple[str, Callable[..., Any], Sequence]], pyt
 
 
 def run_jobs(jobs: Sequence[Mapping], command: Sequence[str]) -> list[dict]:
-    """Each job's answer, from one process of `command` for as long as it lives: a job that ends it is an error."""
+    """Sends jobs to a process of `command` and returns the answers in order.
+
+    A job that ends the process counts as an error, and a new process takes the next job.
+    """
     answers: list[dict] = []
     while len(answers) < len(jobs):
         with subprocess.Popen(
@@ -104,7 +116,7 @@ def run_jobs(jobs: Sequence[Mapping], command: Sequence[str]) -> list[dict]:
                     child.stdin.write(json.dumps(jobs[len(answers)]).encode() + b"\n")
                     child.stdin.flush()
                     answers.append(json.loads(child.stdout.readline()))
-            except (BrokenPipeError, json.JSONDecodeError):  # it is gone, perhaps after half a line
+            except (BrokenPipeError, json.JSONDecodeError):  # the process ended, perhaps after half a line
                 with contextlib.suppress(BrokenPipeError):
                     child.stdin.close()
                 answers.append({"error": f"the compiler ended with status {child.wait()}"})
@@ -112,6 +124,7 @@ def run_jobs(jobs: Sequence[Mapping], command: Sequence[str]) -> list[dict]:
 
 
 def show(reports: Iterable[Report], console: Console) -> None:
+    """Prints a table of the reports."""
     table = Table()
     for name in ("case", "kernel", "for", "warps, stages"):
         table.add_column(name)
@@ -138,15 +151,15 @@ def show(reports: Iterable[Report], console: Console) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", default=find_python(), help="an interpreter that has triton; default: this one")
-    parser.add_argument("--op", help="only this op's cases")
-    parser.add_argument("--json", type=pathlib.Path, help="also write the figures here")
+    parser.add_argument("--python", default=find_python(), help="interpreter that has triton (default: this one)")
+    parser.add_argument("--op", help="only the cases of this op")
+    parser.add_argument("--json", type=pathlib.Path, help="JSON file to write")
     options = parser.parse_args()
     if options.python is None:
-        parser.error("this interpreter has no triton: name one that has, with --python")
+        parser.error("this interpreter has no triton: pass one that has it as --python")
     chosen = [case for case in cases() if options.op in (None, case.op)]
     if not chosen:
-        parser.error(f"no case of {options.op!r}: the ops are {sorted({case.op for case in cases()})}")
+        parser.error(f"unknown op {options.op!r}; the ops are {sorted({case.op for case in cases()})}")
     calls = [
         (str(case), functools.partial(case.run, implementation="triton"), jax.eval_shape(case.make, jax.random.key(0)))
         for case in chosen
