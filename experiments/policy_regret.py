@@ -1,14 +1,15 @@
-"""What choosing the depth costs beside knowing it: adaptive depth against the best fixed one, on synthetic rows.
+"""Measures the regret of the adaptive depth policy against the best fixed depth, on simulated rows.
 
-`python -m experiments.policy_regret [--measured] [--batch 1 4 16 64] [--output FILE]` prints, per process, cost curve,
-batch size and length, by how much more time per token the policy takes than the fixed depth (0 included) that is best
-for this process, in percent. It knows the costs, and with `--measured` rates of levels and accept lengths by depth of
-other rows of the process. Rows either all end at `length` tokens, and time counts until the last one has ("batch"), or
-go on for ever, and time counts until the batch has made as many tokens together ("stream": rows are replaced as they
-end).
+`python -m experiments.policy_regret [--measured] [--batch 1 4 16 64] [--output FILE]` prints one cell for each
+acceptance process, cost curve, batch size and length. Regret is the additional time per token of the policy, compared
+with the fixed depth (0 included) that is best for the process. The policy knows the costs, and with `--measured` also
+the acceptance rates of other rows of the process.
 
-Whether a draft is accepted is decided beforehand for every position, so that all depths see the same rows: from
-position t on a round accepts the run of positions whose drawn number stays below `rate[t] * fall[level]`.
+There are two modes. In "batch", all rows end at `length` tokens, and time counts until the last row has ended. In
+"stream", a new row replaces each row that ends, and time counts until the batch has made the same number of tokens.
+
+A draft's acceptance is drawn beforehand for every position, so that all depths see the same rows: a round from position
+t accepts the run of positions whose random number is below `rate[t] * fall[level]`.
 """
 
 import argparse
@@ -32,24 +33,24 @@ from mtpjax.evaluation.profile import LEAST_RATE
 LEVELS = 7
 BATCHES, LENGTHS, MODES = (1, 4, 16, 64), (64, 256), ("batch", "stream")
 SEEDS = {1: 1024, 4: 384, 16: 128, 64: 48}
-HARD, EASY, DWELL = 0.3, 0.95, 24  # rates, and the tokens that a stretch of either lasts on average
+HARD, EASY, DWELL = 0.3, 0.95, 24  # two rates, and the mean length of a stretch of one of them in tokens
 PROCESSES = {
     **{f"constant {rate}": {"rate": rate} for rate in (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.98)},
-    "falling 0.8": {"rate": 0.8, "fall": 0.65},  # per level
+    "falling 0.8": {"rate": 0.8, "fall": 0.65},  # the rate falls by this factor per level
     "falling 0.9": {"rate": 0.9, "fall": 0.8},
-    "cliff": {"rate": 0.9, "beyond": 0.1},  # of level 1, and what is left of it behind
+    "cliff": {"rate": 0.9, "beyond": 0.1},  # level 1, and the factor of all levels after it
     "regimes": {},  # stretches of easy and hard text
     "mixed rows": {},  # every second row is easy, the others are hard
-    "drops": {"first": 0.9, "second": 0.3},  # halfway
+    "drops": {"first": 0.9, "second": 0.3},  # in the first and in the second half of the row
     "rises": {"first": 0.3, "second": 0.9},
-    "period 3": {"rate": 1.0, "period": 3},  # every third token cannot be known, all others can
+    "period 3": {"rate": 1.0, "period": 3},  # every third token is unpredictable, the others are certain
     "period 4": {"rate": 1.0, "period": 4},
     "period 4, noisy": {"rate": 0.9, "period": 4},
 }
 
 
 class Cell(NamedTuple):
-    """One process at one cost curve; shares of the best fixed depth's time per token."""
+    """The policy on one process and cost curve. Regret and error are shares of the best fixed depth's time."""
 
     mode: str
     batch: int
@@ -57,13 +58,13 @@ class Cell(NamedTuple):
     process: str
     curve: str
     best: int
-    speedup: float  # plain decoding's time over the best depth's
+    speedup: float  # time of plain decoding over time of the best fixed depth
     regret: float
     error: float  # standard error of the regret
 
 
 def cost_curves(batch: int) -> dict[str, np.ndarray]:
-    """Rounds in plain steps at depths 0..LEVELS: `v(W) + depth c`."""
+    """Returns the cost of a round at depths 0..LEVELS, in plain steps, by kind of hardware."""
     depth = np.arange(LEVELS + 1)
 
     def bytes_read(tokens):  # DeepSeek-V3: 8 of 256 experts per token
@@ -78,7 +79,19 @@ def cost_curves(batch: int) -> dict[str, np.ndarray]:
 
 
 def draw(process: str, batch: int, length: int, seeds: int, *, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """`margin [seeds, B, positions]` and `fall [LEVELS]`: a draft is accepted where their product is above 1."""
+    """Draws rows of a process.
+
+    Args:
+        process: a name in `PROCESSES`.
+        batch: number of rows B.
+        length: tokens per row.
+        seeds: number of batches.
+        seed: seed of the random numbers.
+
+    Returns:
+        `margin [seeds, B, positions]` and `fall [LEVELS]`. A draft is accepted if their product is above 1.
+    """
+    # The acceptance rate at each position, by process.
     rng, kind = np.random.default_rng(seed), PROCESSES[process]
     positions = length + LEVELS
     rate = np.full((seeds, batch, positions), kind.get("rate", 0.0), np.float32)
@@ -101,14 +114,18 @@ def draw(process: str, batch: int, length: int, seeds: int, *, seed: int = 0) ->
 
 
 def _accepted(margin, fall, position, depth):
-    """`[B]` drafts accepted in a round of `depth` levels from `position [B]` on; texts begin again at their end."""
+    """Counts `[B]` drafts accepted in a round of `depth` levels from `position [B]` on; texts wrap at their end."""
     place = (position[:, None] + jnp.arange(LEVELS)[None, :]) % margin.shape[1]
     is_good = jnp.take_along_axis(margin, place, axis=1) * fall[None, :] > 1
     return jnp.cumprod(is_good & (jnp.arange(LEVELS) < depth)[None, :], axis=1).sum(axis=1)
 
 
 def _decode(margin, fall, costs, length: int, mode: str, policy, choose):
-    """Time per token and row, and the depth of every round, of one batch. `choose(policy, …)` follows `policy`."""
+    """Decodes one batch, with `choose` as the policy's update after each round.
+
+    Returns:
+        The time per token and row, and the depth of every round (-1 after the end).
+    """
     batch = margin.shape[0]
     limit = length if mode == "batch" else 10**6
 
@@ -133,15 +150,19 @@ def _decode(margin, fall, costs, length: int, mode: str, policy, choose):
 
 
 @functools.partial(jax.jit, static_argnames=("length", "mode"))
-def adaptive(margin, fall, costs, prior=None, lengths=None, *, length: int, mode: str):
-    """Time per token `[seeds]` and depths `[seeds, rounds]` (-1: ended) under the policy."""
-    policy = init_policy(costs, margin.shape[1], prior=prior, lengths=lengths)
+def adaptive(margin, fall, costs, prior=None, *, length: int, mode: str):
+    """Decodes under the policy.
+
+    Returns:
+        The time per token `[seeds]`, and the depths `[seeds, rounds]` (-1 after the end).
+    """
+    policy = init_policy(costs, margin.shape[1], prior=prior)
     return jax.vmap(lambda rows: _decode(rows, fall, costs, length, mode, policy, observe))(margin)
 
 
 @functools.partial(jax.jit, static_argnames=("length", "mode"))
 def rounds_at_fixed(margin, fall, *, length: int, mode: str):
-    """Rounds per token `[seeds, LEVELS + 1]` at every fixed depth."""
+    """Returns the rounds per token `[seeds, LEVELS + 1]` at every fixed depth."""
     ones = jnp.ones(LEVELS + 1)
 
     def at(rows, depth):
@@ -153,7 +174,12 @@ def rounds_at_fixed(margin, fall, *, length: int, mode: str):
 
 @functools.partial(jax.jit, static_argnames="length")
 def acceptance(margin, fall, *, length: int) -> tuple[jax.Array, jax.Array]:
-    """Rates of acceptance by level `[LEVELS]`, in rounds of all levels, and accept lengths at depths 1..LEVELS."""
+    """Measures acceptance on rows of a process.
+
+    Returns:
+        The acceptance rate of each level `[LEVELS]`, given the levels before it, in rounds of all levels; and the
+        accept lengths `[LEVELS]` at depths 1..LEVELS.
+    """
     rows = margin.reshape(-1, margin.shape[-1])
 
     def at(depth):
@@ -172,16 +198,17 @@ def acceptance(margin, fall, *, length: int) -> tuple[jax.Array, jax.Array]:
 def measure(
     process: str, batch: int, length: int, mode: str, seeds: int | None = None, *, is_measured: bool = False
 ) -> list[Cell]:
-    """A cell for every cost curve."""
+    """Measures one process at one batch size, length and mode. Returns a cell for every cost curve."""
     seeds = seeds or SEEDS[batch]
     margin, fall = draw(process, batch, length, seeds)
-    known = acceptance(*draw(process, batch, length, seeds, seed=1), length=length) if is_measured else ()
+    # Measured rates come from other rows of the same process.
+    known = acceptance(*draw(process, batch, length, seeds, seed=1), length=length)[0] if is_measured else None
     rounds = np.asarray(rounds_at_fixed(margin, fall, length=length, mode=mode))
     cells = []
     for curve, costs in cost_curves(batch).items():
         fixed = rounds * costs[None, :]
         best = int(fixed.mean(axis=0).argmin())
-        spent, _ = adaptive(margin, fall, jnp.asarray(costs, jnp.float32), *known, length=length, mode=mode)
+        spent, _ = adaptive(margin, fall, jnp.asarray(costs, jnp.float32), known, length=length, mode=mode)
         least = fixed[:, best].mean()
         more = (np.asarray(spent) - fixed[:, best]) / least
         error = float(more.std() / np.sqrt(seeds))
@@ -191,7 +218,7 @@ def measure(
 
 
 def _table(mode: str, batch: int, length: int, cells: list[Cell]) -> rich.table.Table:
-    """A row for each kind of rows, a column for each cost curve."""
+    """Makes a table with a row per process and a column per cost curve."""
     table = narrow_table(
         f"{mode}, {batch} rows, {length} tokens: best depth, its speed-up, regret in % (± 2 standard errors)"
     )
@@ -211,15 +238,17 @@ def _table(mode: str, batch: int, length: int, cells: list[Cell]) -> rich.table.
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, nargs="+", default=BATCHES, choices=BATCHES)
-    parser.add_argument("--measured", action="store_true", help="the policy knows the acceptance of other rows")
-    parser.add_argument("--output", type=pathlib.Path, default=None, help="JSON file of all cells")
+    parser.add_argument(
+        "--batch", type=int, nargs="+", default=BATCHES, choices=BATCHES, help="batch sizes (default: all)"
+    )
+    parser.add_argument("--measured", action="store_true", help="give the policy the acceptance rates of other rows")
+    parser.add_argument("--output", type=pathlib.Path, default=None, help="JSON file to write, with all cells")
     options = parser.parse_args()
     console, begin, every = rich.console.Console(), time.perf_counter(), []
     for mode in MODES:
         for batch, length in itertools.product(options.batch, LENGTHS):
             if mode == "stream" and batch == 1:
-                continue  # a batch of one differs by its last round only
+                continue  # with one row the two modes differ only in the last round
             measured = [measure(name, batch, length, mode, is_measured=options.measured) for name in PROCESSES]
             cells = [cell for of_process in measured for cell in of_process]
             console.print(_table(mode, batch, length, cells))
