@@ -28,7 +28,7 @@ class Declared:
     operands: Shapes
     results: Shapes
     nbytes: int | None  # None: it declares nothing
-    from_l2: int = 0  # of them, loads that memory is not asked for again: `pallas_kernels.blocks.loads_from_l2`
+    from_l2: int = 0  # of them, loads that memory is not asked for again: `pallas_kernels.cost.loads_from_l2`
 
 
 @dataclasses.dataclass

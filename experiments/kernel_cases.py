@@ -23,7 +23,7 @@ from pallas_kernels import (
     rms_norm,
     verify_attention,
 )
-from pallas_kernels.dispatch import recorded
+from pallas_kernels.dispatch import record_choices
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,9 +50,9 @@ class Case:
 
     def shape(self) -> dict[str, Any]:
         """As the op gives it to `pallas_kernels.dispatch.choose`."""
-        with recorded() as questions:
+        with record_choices() as calls:
             jax.eval_shape(lambda key: self.run(*self.make(key), implementation="xla"), jax.random.key(0))
-        return next(shape for op, shape in questions if op == self.op)
+        return next(shape for op, shape in calls if op == self.op)
 
 
 def cases() -> list[Case]:

@@ -1,4 +1,8 @@
-"""Pallas kernels beside the plain JAX that says what they mean; one function per op."""
+"""Pallas kernels for JAX, each beside a plain JAX reference that defines its meaning.
+
+Each op is one function that picks the kernel or the reference (`pallas_kernels.dispatch`). The package imports nothing
+from mtpjax.
+"""
 
 from pallas_kernels.block_scaled_matmul import block_scaled_matmul
 from pallas_kernels.gated_delta import gated_delta, gated_delta_replay, gated_delta_steps, gated_delta_verify

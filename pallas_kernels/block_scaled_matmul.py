@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.blocks import dequantise, loads_from_l2
+from pallas_kernels.cost import loads_from_l2
+from pallas_kernels.dequantise import dequantise
 from pallas_kernels.dispatch import choose
 
 MOST_ROWS = 64  # beyond, multiplying takes longer than reading

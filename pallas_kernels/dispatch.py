@@ -1,4 +1,4 @@
-"""Which implementation of an op runs: the one asked for, or the one that measured fastest on this kind of device."""
+"""Chooses the implementation of an op: the requested one, or the fastest one measured on this kind of device."""
 
 import contextlib
 import functools
@@ -12,8 +12,8 @@ import jax
 from jax.sharding import AxisType
 
 MEASURED = pathlib.Path(__file__).with_name("measured.json")
-NEAR = 2.0  # a measurement speaks for shapes up to this factor away in every size
-_questions: list[tuple[str, dict[str, Any]]] | None = None  # see `recorded`
+MAX_SIZE_RATIO = 2.0  # a measurement applies to shapes whose every size differs by at most this factor
+_recorded_calls: list[tuple[str, dict[str, Any]]] | None = None  # the list that `record_choices` fills, None outside it
 
 
 def choose(
@@ -24,28 +24,41 @@ def choose(
     *,
     unfit: str | None = None,
 ) -> str:
-    """The implementation to run, one of `offered`; also "interpreted", the Triton kernel without a GPU, for tests.
+    """Returns the implementation to run: one of `offered`, or "interpreted".
 
-    "auto" is what `measured.json` (written by `experiments/bench_kernels.py`) says was fastest for `op` on this device,
-    at the nearest sizes of the same kind: in `shape`, numbers are sizes and names, such as dtypes, are kinds. It is
-    "xla", the plain reference, where nothing near was measured, and where the kernel is `unfit` for the arguments: the
-    reason. It is "xla" too, whatever was asked for, over a mesh that XLA partitions by itself: it cannot split a
-    kernel, and would gather the operands. Raises `ValueError` for an implementation that the op does not have, and with
-    the reason where an unfit kernel is asked for by name.
+    "auto" is the implementation that `measured.json` (written by `experiments/bench_kernels.py`) lists as fastest for
+    this op, on this device, at the nearest measured shape. It is "xla", the plain reference, where nothing near was
+    measured, where the kernel is unfit for the arguments, and off the GPU.
+
+    Over a mesh that XLA partitions by itself the answer is always "xla": XLA cannot split a kernel, and would gather
+    its operands on every device.
+
+    Args:
+        op: Name of the op in `measured.json`.
+        implementation: "auto", "interpreted" (the Triton kernel without a GPU, for tests) or one of `offered`.
+        offered: Implementations that the op has.
+        shape: Describes the call. Numbers are sizes; strings, such as dtypes, are kinds and must match exactly.
+        unfit: The reason why the kernel cannot take these arguments, or None if it can.
+
+    Raises:
+        ValueError: The op does not have the implementation, or an unfit kernel was requested by name.
     """
-    if _questions is not None:
-        _questions.append((op, dict(shape)))
+    if _recorded_calls is not None:
+        _recorded_calls.append((op, dict(shape)))
     named = [*offered, *(["interpreted"] if "triton" in offered else [])]
     if implementation not in ("auto", *named):
         raise ValueError(f"{op} has no implementation {implementation!r}: it is one of auto, {', '.join(named)}")
+    # Automatic partitioning: an axis of several devices that is not under shard_map ("Manual").
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     if any(kind is not AxisType.Manual and mesh.shape[name] > 1 for name, kind in kinds):
         return "xla"
+    # An implementation requested by name runs as requested, and fails loudly where it cannot.
     if implementation != "auto":
         if unfit and implementation != "xla":
             raise ValueError(unfit)
         return implementation
+    # "auto": kernels need a GPU, and a measurement on this kind of device.
     if unfit or jax.default_backend() != "gpu":
         return "xla"
     fastest = _fastest(_measured().get(jax.devices()[0].device_kind, {}).get(op, ()), shape)
@@ -53,36 +66,45 @@ def choose(
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[list[tuple[str, dict[str, Any]]]]:
-    """The questions that `choose` is asked within: op and shape, as `measured.json` has them."""
-    global _questions
-    _questions = []
+def record_choices() -> Iterator[list[tuple[str, dict[str, Any]]]]:
+    """Collects the op and the shape of every call of `choose` inside the context, in `measured.json`'s form.
+
+    Yields:
+        A list of (op, shape), which grows with each call.
+    """
+    global _recorded_calls
+    _recorded_calls = []
     try:
-        yield _questions
+        yield _recorded_calls
     finally:
-        _questions = None
+        _recorded_calls = None
 
 
 def _fastest(cells: Sequence[Mapping], shape: Mapping[str, int | str]) -> str:
-    """Of the cells `{"shape": {name: size or kind}, "milliseconds": {implementation: time}}`, what the nearest says."""
+    """Returns the fastest implementation of the cell whose shape is nearest, or "xla" if none is near enough.
 
-    def distance(one: int | str, other: int | str) -> float:
+    A cell is `{"shape": {name: size or kind}, "milliseconds": {implementation: time}}`.
+    """
+
+    # The factor between two sizes; kinds are either equal or infinitely far apart.
+    def size_ratio(one: int | str, other: int | str) -> float:
         if isinstance(one, str) or isinstance(other, str):
             return 1.0 if one == other else math.inf
         return max(one / other, other / one)
 
-    def ratio(cell: Mapping) -> float:
+    # A cell is as far away as the worst of its sizes; a cell with other names describes another op's shape.
+    def cell_ratio(cell: Mapping) -> float:
         if set(cell["shape"]) != set(shape):
             return math.inf
-        return max(distance(size, cell["shape"][name]) for name, size in shape.items())
+        return max(size_ratio(size, cell["shape"][name]) for name, size in shape.items())
 
-    near = min(cells, key=ratio, default=None)
-    if near is None or ratio(near) > NEAR:
+    nearest = min(cells, key=cell_ratio, default=None)
+    if nearest is None or cell_ratio(nearest) > MAX_SIZE_RATIO:
         return "xla"
-    return min(near["milliseconds"], key=near["milliseconds"].get)
+    return min(nearest["milliseconds"], key=nearest["milliseconds"].get)
 
 
 @functools.cache
 def _measured() -> dict[str, dict[str, list]]:
-    """Device kind -> op -> cells."""
+    """Reads `measured.json`: device kind -> op -> cells."""
     return json.loads(MEASURED.read_text())

@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.blocks import dequantise
+from pallas_kernels.dequantise import dequantise
 from pallas_kernels.dispatch import choose
 from pallas_kernels.grouped_products import ROWS, outer, product, route_few, route_many
 

@@ -26,7 +26,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.blocks import loads_from_l2
+from pallas_kernels.cost import loads_from_l2
 
 ROWS = 16  # of a product for few tokens: the fewest that tensor cores take
 SHARED = 60 * 1024  # bytes of a block: a block has 64 KB on an MI300X, and three fit on an H100's multiprocessor

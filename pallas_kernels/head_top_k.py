@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.blocks import loads_from_l2
+from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.dispatch import choose
 
 

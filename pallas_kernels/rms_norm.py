@@ -1,4 +1,7 @@
-"""Root mean square normalisation: op, kernel, reference. The small one to copy."""
+"""Root mean square normalisation: op, kernel and reference.
+
+This is the smallest kernel of the package. Start from a copy of it when you add a kernel.
+"""
 
 import functools
 
@@ -11,12 +14,23 @@ from pallas_kernels.dispatch import choose
 
 
 def rms_norm(x, scale, *, eps=1e-6, zero_centred=False, implementation="auto") -> jax.Array:
-    """Divides each row by its root mean square and multiplies it by `scale`, or by `1 + scale` if `zero_centred`.
+    """Divides each row by its root mean square and multiplies it by a learned scale (RMSNorm, 1910.07467).
 
-    x [..., D] and scale [D], floating, -> [..., D] in x's dtype. All between is float32, rounded once at the end.
-    `implementation` is "xla" (the reference), "triton" (the kernel: CUDA and ROCm), "interpreted" (the kernel on any
-    machine, slowly) or "auto", see `pallas_kernels.dispatch`. Differentiable in reverse mode. Raises ValueError for
-    other implementations and for shapes that do not fit.
+    The arithmetic is float32 and the result is rounded once, at the end. Differentiable in reverse mode.
+
+    Args:
+        x: [..., D] floating.
+        scale: [D] floating.
+        eps: Added to the mean square before the square root.
+        zero_centred: Multiplies by `1 + scale` instead of `scale`, as Gemma and Qwen3-Next store their weights.
+        implementation: "xla" (the reference), "triton" (the kernel, on CUDA and ROCm), "interpreted" (the kernel in
+            Pallas's interpreter, on any machine) or "auto"; see `pallas_kernels.dispatch`.
+
+    Returns:
+        [..., D] in x's dtype.
+
+    Raises:
+        ValueError: The implementation is unknown, or `scale` does not match the last dimension of `x`.
     """
     if x.ndim == 0 or scale.shape != x.shape[-1:]:
         raise ValueError(f"scale {scale.shape} does not fit the last dimension of x {x.shape}")
@@ -28,7 +42,7 @@ def rms_norm(x, scale, *, eps=1e-6, zero_centred=False, implementation="auto") -
 
 
 def rms_norm_reference(x, scale, *, eps=1e-6, zero_centred=False):
-    """What `rms_norm` means: x [..., D], scale [D] -> [..., D]."""
+    """Computes `rms_norm` in plain JAX, which defines its meaning: x [..., D], scale [D] -> [..., D]."""
     x32 = x.astype(jnp.float32)
     scale32 = scale.astype(jnp.float32) + (1.0 if zero_centred else 0.0)
     normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
@@ -37,10 +51,13 @@ def rms_norm_reference(x, scale, *, eps=1e-6, zero_centred=False):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def _rms_norm_triton(x, scale, eps, zero_centred, interpret):
-    """The kernel over x as rows [R, D]: a program takes a block of whole rows, D padded to a power of two."""
+    """Runs the kernel over x as rows [R, D]: each program normalises one block of whole rows."""
     num_rows, width = x.size // x.shape[-1], x.shape[-1]
-    padded = pl.next_power_of_2(width)  # Triton's arrays have power-of-two sizes
-    block = max(1, 4096 // padded)  # 4096 elements or one longer row; of the width alone, so a row's bits never change
+    # Triton arrays have power-of-two sizes, so a row is padded and its padding masked.
+    padded = pl.next_power_of_2(width)
+    # A block holds about 4096 elements, or one longer row. Its size depends on the width alone, so a row gives the same
+    # bits whatever the number of rows beside it.
+    block = max(1, 4096 // padded)
     block_of_rows = pl.BlockSpec((block, padded), lambda i: (i, 0))
     grid = (pl.cdiv(num_rows, block),)
     out = pl.pallas_call(
@@ -62,13 +79,17 @@ def _rms_norm_triton(x, scale, eps, zero_centred, interpret):
 
 
 def _rms_norm_kernel(x_ref, scale_ref, out_ref, *, num_rows, width, eps, zero_centred):
-    """One block: x_ref [block, padded], scale_ref [padded]; what lies beyond `num_rows` or `width` is masked."""
+    """Normalises one block of rows: x_ref and out_ref [block, padded], scale_ref [padded]."""
     block, padded = x_ref.shape
+    # Masks: the last block may reach beyond the rows, and every row beyond its width. Masked elements load as zero, so
+    # they add nothing to the sum of squares, and are not stored.
     column = jnp.arange(padded)
     row = pl.program_id(0) * block + jnp.arange(block)
     mask = (row < num_rows)[:, None] & (column < width)[None, :]
     x = plt.load(x_ref, mask=mask, other=0.0).astype(jnp.float32)
     scale = plt.load(scale_ref, mask=column < width, other=0.0).astype(jnp.float32) + (1.0 if zero_centred else 0.0)
+    # One pass: each element is loaded once and stays in registers between the sum and the product. The mean divides by
+    # the true width, not by the padded one.
     inverse = jax.lax.rsqrt(jnp.sum(x * x, axis=1, keepdims=True) / width + eps)
     plt.store(out_ref, (x * inverse * scale[None, :]).astype(out_ref.dtype), mask=mask)
 
@@ -78,7 +99,8 @@ def _forward(x, scale, eps, zero_centred, interpret):
 
 
 def _backward(eps, zero_centred, interpret, residuals, gradient):
-    del interpret  # the reference's own gradient: XLA fuses it, and nothing but x and scale was kept
+    del interpret
+    # Differentiates the reference: XLA fuses it, and only x and scale are kept from the forward pass.
     _, pull = jax.vjp(functools.partial(rms_norm_reference, eps=eps, zero_centred=zero_centred), *residuals)
     return pull(gradient)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.blocks import loads_from_l2
+from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.dispatch import choose
 
 MOST_QUERIES = 16  # tokens per row that the kernel takes

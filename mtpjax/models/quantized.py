@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import block_scaled_matmul
-from pallas_kernels.blocks import dequantise
+from pallas_kernels.dequantise import dequantise
 
 
 class BlockScaled(flax.struct.PyTreeNode):

@@ -12,7 +12,7 @@ from mtpjax import DecodeConfig, ModelConfig, MTPModel, compat, generate, specul
 from mtpjax.models.layers.experts import Experts
 from mtpjax.models.quantized import BlockScaled
 from pallas_kernels import grouped_matmul, grouped_products
-from pallas_kernels.blocks import dequantise
+from pallas_kernels.dequantise import dequantise
 from pallas_kernels.grouped_matmul import grouped_matmul_reference
 
 kernel = functools.partial(grouped_matmul, implementation="triton")

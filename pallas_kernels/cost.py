@@ -1,0 +1,20 @@
+"""Describes what a kernel costs beyond the fields of `pl.CostEstimate`."""
+
+# Largest array, in bytes, that is taken to stay in the L2 cache. An H100 has 50 MB, an MI300X 4 MB on each die.
+L2_SHARE = 4 * 2**20
+
+
+def loads_from_l2(*arrays: tuple[int, int]) -> dict[str, str]:
+    """Returns a kernel's `metadata`: how many of the bytes it declares are repeated loads that hit the L2 cache.
+
+    Several programs load the same small operand, such as x. Only the first load reaches memory, so a count of memory
+    traffic subtracts the others. Weights and caches are never listed: each of their bytes is read from memory.
+
+    Args:
+        arrays: For each operand its bytes, and the number of times that all programs together load it. Operands larger
+            than `L2_SHARE` count as read from memory every time.
+
+    Returns:
+        `{"from_l2": bytes}`, as text because XLA's metadata holds only text.
+    """
+    return {"from_l2": str(sum(nbytes * (times - 1) for nbytes, times in arrays if nbytes <= L2_SHARE))}
