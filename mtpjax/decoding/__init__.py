@@ -1,1 +1,1 @@
-"""Decoding: propose, verify, accept, commit, in one `lax.while_loop`."""
+"""Speculative decoding: draft, verify, accept and commit in one `lax.while_loop`."""

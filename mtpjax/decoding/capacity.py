@@ -1,4 +1,4 @@
-"""Cache capacity and pass width: the shapes that a decoding call is compiled for."""
+"""Cache capacity and pass width: the shapes for which a decoding call is compiled."""
 
 
 def bucket(size: int) -> int:
@@ -8,7 +8,8 @@ def bucket(size: int) -> int:
         size: slots needed.
 
     Returns:
-        256, then multiples of 128; from 1024 on steps that waste at most a quarter.
+        At least 256 slots, in steps of 128. From 1024 on a step is a quarter of the largest power of two up to `size`,
+        so at most a quarter of the size is added.
     """
     step = max(128, 2 ** (size.bit_length() - 3))
     return max(256, -(-size // step) * step)
@@ -17,28 +18,30 @@ def bucket(size: int) -> int:
 def cache_capacity(prompt: int, length: int, *, widest: int, chunk: int) -> int:
     """Computes the cache slots per row of a call.
 
-    Attention reads every slot, so no slot is allocated that nothing writes to.
+    Attention reads every slot, so the capacity is the smallest that all writes fit into.
 
     Args:
         prompt: tokens of the longest prompt.
         length: tokens of the longest sequence, prompt included.
-        widest: most slots that a round writes behind the committed text.
+        widest: maximum number of slots that a round writes behind the committed text.
         chunk: tokens per prefill pass; prefill writes whole chunks.
 
     Returns:
         Slots per row, rounded up by `bucket`.
     """
+    # Writes past the capacity would be shifted back over committed entries, so both kinds of write behind the text must
+    # fit: the last prefill chunk, and the nodes of a round that starts at the full length.
     return bucket(max(-(-prompt // chunk) * chunk, length) + widest + 1)
 
 
 def min_rows_per_pass(batch: int, platform: str, implementation: str) -> int:
-    """Computes the fewest token rows per forward pass that run fast.
+    """Computes the minimum number of token rows per forward pass that runs fast.
 
-    On a GPU, XLA turns a matrix product with a single row into an elementwise product of the matrix's size. Padding
-    the pass to two rows avoids that. The Triton kernels accept a single row.
+    On a GPU, XLA compiles a matmul with a single row to an elementwise product of the size of the matrix. Padding the
+    pass to two rows avoids that. The Triton kernels handle a single row well.
 
     Args:
-        batch: rows of the call, B.
+        batch: number of rows of the call, B.
         platform: "cpu", "cuda" or "rocm".
         implementation: the model's kernel implementation.
 

@@ -1,4 +1,4 @@
-"""Commit: append the accepted tokens, keep their cache entries, end rows, and update the depth policy."""
+"""Commit: append the accepted tokens, keep their cache entries, end finished rows, and update the depth policy."""
 
 import functools
 from collections.abc import Callable
@@ -29,23 +29,24 @@ def commit(
     drafter: Drafter,
     spec: DecodeSpec,
 ) -> DecodeState:
-    """Ends a round.
+    """Ends a round: keeps what the rule accepted and drops the rest.
 
     Args:
         state: the rows before the round, with the drafter's state after drafting.
         draft: the verified nodes.
-        verified: the trunk's pass over them.
-        accepted: the accepted path.
+        verified: the outputs of the trunk's pass over the nodes.
+        accepted: the accepted path and the tokens to append.
         model: the model.
         drafter: the draft method.
         spec: the shape of the round.
 
     Returns:
-        The state for the next round. Rows that were done are unchanged, except for scratch space.
+        The state for the next round. Rows that were done change only in scratch space behind their text.
     """
     length, is_running, K = state.length, ~state.done, spec.num_steps
     trunk, logits, states = verified.trunk, verified.logits, verified.states
-    # 1. In a tree the accepted nodes are scattered over the slots: move them next to each other.
+    # 1. In a tree the accepted nodes are scattered over W cache slots. Move them next to each other, so that slot i
+    #    holds position i again. In a chain they are already in place.
     path = accepted.path
     if path is not None:
         trunk = gather_path(trunk, length - 1, path, draft.tokens.shape[1])
@@ -56,7 +57,8 @@ def commit(
 
         logits = None if logits is None else along_path(logits)
         states = jax.tree.map(along_path, states)
-    # 2. Count. `proposed` and `accepted` have the columns of the deepest round of an adaptive call.
+    # 2. Count proposed and accepted drafts per level. The counters have a column per level of the deepest round, and a
+    #    shallower round of an adaptive call leaves the deeper columns unchanged.
     levels = jnp.arange(1, K + 2)[None, :]
     was_accepted = (levels[:, :-1] <= accepted.count[:, None]) & is_running[:, None]
     was_proposed = jnp.broadcast_to(is_running[:, None], was_accepted.shape)
@@ -65,17 +67,18 @@ def commit(
         steps=state.steps + is_running,
         proposed=state.proposed + jnp.pad(was_proposed.astype(jnp.int32), unused),
         accepted=state.accepted + jnp.pad(was_accepted.astype(jnp.int32), unused),
-        # A token's origin is its draft level, 0 for the bonus token.
+        # A token's origin is the draft level that proposed it, 0 for the bonus token.
         origin=write_rows(state.origin, jnp.where(levels <= accepted.count[:, None], levels, 0), length),
     )
-    # 3. The drafter keeps the hidden states that it processes next.
+    # 3. The drafter keeps the trunk states of the accepted nodes, over which it extends in the next round.
     state = state.replace(drafter=drafter.commit(state, states, accepted, model=model, spec=spec))
-    # 4. Append the tokens up to the first stop sequence or the row's limit.
+    # 4. Append the tokens up to the first stop sequence or the row's limit. The rest counts as discarded.
     state, num_appended = append_tokens(state, accepted.tokens, accepted.count + 1, logits)
     cut_off = jnp.where(is_running, accepted.count + 1 - num_appended, 0)
-    # 5. The trunk's cache keeps every token but the newest, which is pending again.
+    # 5. Commit the trunk's cache up to the newest token, which is the next pending token: the trunk has not processed
+    #    it. Entries of rejected nodes stay in the slots after that, and the next round overwrites them.
     state = state.replace(discarded=state.discarded + cut_off, trunk=commit_cache(trunk, state.length - 1))
-    # 6. An adaptive call chooses the depth of the next round from what was accepted.
+    # 6. An adaptive call chooses the depth of the next round from the acceptance counts.
     if state.policy is not None:
         learn = functools.partial(
             observe,
@@ -97,33 +100,35 @@ def append_tokens(
 
     Args:
         state: the rows.
-        tokens: `[B, W]` new tokens.
-        count: `[B]` how many of them are meant.
+        tokens: `[B, W]` int32 new tokens, valid up to `count`.
+        count: `[B]` int32 number of valid tokens per row.
         logits: `[B, W, V]` unmodified logits that each token came from; read only if log-probabilities are recorded.
 
     Returns:
-        The state, and how many tokens each row took, `[B]` int32.
+        The state, and the number of tokens that each row appended, `[B]` int32.
     """
     W = tokens.shape[1]
-    # The first of: all tokens, the one that completes a stop sequence, the last one that the limit allows.
+    # 1. Cut each row after the first token that completes a stop sequence, and at the row's limit. Rows that are done
+    #    append nothing.
     is_end = _completes_stop(state, tokens)
     up_to_stop = jnp.where(is_end.any(axis=1), jnp.argmax(is_end, axis=1) + 1, W + 1)
     taken = jnp.minimum(jnp.minimum(count, up_to_stop), state.settings.limit - state.length)
     taken = jnp.where(state.done, 0, taken).astype(jnp.int32)
     length = state.length + taken
     stopped = state.stopped | (~state.done & (up_to_stop <= taken))
-    # Log-probabilities are those of the trunk's unmodified logits.
+    # 2. Record log-probabilities under the trunk's unmodified logits, before temperature, penalties and bans.
     logprobs, history = state.logprobs, state.history
     if logprobs.shape[1]:
         assert logits is not None
         chosen = jnp.take_along_axis(logits, tokens[:, :, None], axis=2)[:, :, 0]
         logprobs = write_rows(logprobs, chosen - jax.nn.logsumexp(logits, axis=-1), state.length)
-    # Penalties count the tokens that were taken.
+    # 3. Count the appended tokens for the penalties.
     if state.settings.sampling.counts_tokens:
         is_new = (jnp.arange(W)[None, :] < taken[:, None]).astype(jnp.int32)
         counts = jax.vmap(lambda counts, tokens, new: counts.at[tokens].add(new))(history.counts, tokens, is_new)
         history = history.replace(counts=counts)
-    # Tokens past `length` are garbage that the next round overwrites, so all W are written.
+    # 4. Write all W tokens, which keeps the shape static. Tokens from `length` on are garbage that the next round
+    #    overwrites.
     return state.replace(
         tokens=write_rows(state.tokens, tokens, state.length),
         logprobs=logprobs,
@@ -135,19 +140,22 @@ def append_tokens(
 
 
 def _completes_stop(state: DecodeState, tokens: jax.Array) -> jax.Array:
-    """Returns `[B, W]` whether a stop sequence ends with each of `tokens [B, W]`, which follow the committed text."""
+    """Returns `[B, W]` bool, True where a token of `tokens [B, W]`, which follow the text, ends a stop sequence."""
     stops = state.settings.stops  # [B, N, Z]
     W, Z = tokens.shape[1], stops.shape[2]
-    # The last Z-1 committed tokens precede the new ones. Tokens of the prompt match nothing.
+    # 1. Prepend the last Z-1 committed tokens, since a stop sequence may span two rounds. Stop sequences apply to new
+    #    tokens only, so prompt tokens become -2, which equals no entry of `stops`.
     place = state.length[:, None] - (Z - 1) + jnp.arange(Z - 1)[None, :]
     tail = jnp.take_along_axis(state.tokens, jnp.maximum(place, 0), axis=1)
     tail = jnp.where(place >= state.settings.prompt_length[:, None], tail, -2)
     joined = jnp.concatenate([tail, tokens], axis=1)
-    # Compare the Z tokens that end at each new token with every sequence; -1 pads shorter sequences.
+    # 2. Compare the Z tokens that end at each new token with every sequence. -1 pads shorter sequences on the left and
+    #    matches any token; rows of `stops` that hold only -1 are unused.
     windows = joined[:, jnp.arange(W)[:, None] + jnp.arange(Z)[None, :]]  # [B, W, Z]
     is_same = (windows[:, :, None] == stops[:, None]) | (stops == -1)[:, None]
     is_used = (stops != -1).any(axis=-1)[:, None]
     is_end = (is_same.all(axis=-1) & is_used).any(axis=-1)
+    # 3. No stop sequence ends a row that has fewer than `min_new` tokens.
     if state.settings.sampling.features.min_new:
         num_new = (state.length - state.settings.prompt_length)[:, None] + jnp.arange(W)[None, :]
         is_end &= num_new >= state.settings.sampling.min_new[:, None]
@@ -157,16 +165,16 @@ def _completes_stop(state: DecodeState, tokens: jax.Array) -> jax.Array:
 def run_as_loop(function: Callable[[Carry], Carry], is_wanted: jax.Array, carry: Carry) -> Carry:
     """Computes `function(carry)` if `is_wanted`, as a loop that runs once.
 
-    Inside a loop that moves large arrays, XLA's CPU backend hands even tiny operations to its thread pool, and waking a
-    thread costs more than the whole depth policy. A loop over small arrays runs in one thread. XLA must not be able to
-    prove that `is_wanted` holds, or it removes the loop.
+    Inside a loop that moves large arrays, XLA's CPU backend runs even tiny operations in its thread pool, and waking a
+    thread costs more than the whole depth policy. A loop over small arrays runs in one thread. `is_wanted` must be a
+    value that XLA cannot evaluate at compile time, or XLA removes the loop.
 
     Args:
-        function: a function of one tree of arrays.
+        function: a function of one pytree of arrays, which returns a pytree of the same shapes.
         is_wanted: `[]` bool.
-        carry: its argument.
+        carry: the argument of `function`.
 
     Returns:
-        The function's result, or `carry`.
+        `function(carry)` if `is_wanted`, else `carry`.
     """
     return jax.lax.while_loop(lambda turn: turn[1], lambda turn: (function(turn[0]), ~turn[1]), (carry, is_wanted))[0]

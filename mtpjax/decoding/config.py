@@ -1,4 +1,4 @@
-"""Decoding settings: `DecodeConfig` holds for a whole call, `SamplingParams` says what each row asks for."""
+"""Decoding settings: `DecodeConfig` for a whole call, and `SamplingParams` per row."""
 
 import dataclasses
 import math
@@ -8,7 +8,7 @@ from typing import Any, Literal
 from mtpjax.models.config import require
 
 MAX_STEPS = 127  # draft levels are reported as int8
-DEFAULT_MAX_NODES = 64  # cap of `num_draft_tokens` where it is left out
+DEFAULT_MAX_NODES = 64  # upper limit of the default of `num_draft_tokens`
 
 DRAFTERS = ("mtp", "lookup")
 EXACT_RULES = ("greedy", "sample", "token", "block", "recursive", "traversal")
@@ -24,26 +24,28 @@ DYNAMIC_TREE_RULES = ("greedy", "sample", *LOSSY_RULES)
 class DecodeConfig:
     """Settings of a decoding call.
 
-    Shapes and rules are compiled in. Limits, stop sequences, thresholds, costs and vocabularies enter the compiled call
-    as arrays, so changing them compiles nothing.
+    Shapes and rules are static: a change compiles a new program. Limits, stop sequences, thresholds, costs and
+    vocabularies enter the compiled call as arrays, so a change of their values compiles nothing.
 
     Attributes:
         max_new_tokens: maximum number of new tokens per row, at least 1.
-        drafter: what proposes tokens: "mtp" (the model's MTP modules), "lookup" (n-grams copied from the row's own
-            text) or a `mtpjax.decoding.drafters.Drafter` of your own.
+        drafter: the draft method: "mtp" (the model's MTP modules), "lookup" (n-grams copied from the row's own text)
+            or an instance of your own subclass of `mtpjax.decoding.drafters.Drafter`.
         num_steps: draft levels per round; 0 is plain decoding. Levels beyond the number of MTP modules run the last
-            module again on its own output.
+            module again on its own output. SGLang: `speculative_num_steps`.
         topk: candidates per tree node; 1 drafts a chain. More than 1 drafts a tree and needs exactly one MTP module.
+            SGLang: `speculative_eagle_topk`.
         num_draft_tokens: nodes verified per round, including the pending token. None: `num_steps + 1` for a chain; for
-            a tree as many as topk and num_steps allow, up to 64.
+            a tree as many as topk and num_steps allow, up to 64. SGLang: `speculative_num_draft_tokens`.
         acceptance: the acceptance rule (`mtpjax.decoding.acceptance`), by name or as a callable. "auto" is "greedy" if
             every row is at temperature 0, else "block" for a chain and "recursive" for a tree. On a chain "recursive"
-            is "token" and "traversal" is "block". "threshold", "typical" and "relaxed" change the distribution of the
-            text.
-        depth_policy: "fixed", or "adaptive" to choose 0..num_steps levels before each round.
+            is "token" and "traversal" is "block". "threshold", "typical" and "relaxed" are lossy: they change the
+            distribution of the text.
+        depth_policy: "fixed", or "adaptive" to choose 0..num_steps levels before each round. Chains only.
         depth_costs: duration of a round at each depth 0..num_steps, in any unit (`mtpjax profile` measures them).
-        depth_rates: acceptance rate of each level 1..num_steps given that the levels before it were accepted, measured
-            on similar texts (`mtpjax eval acceptance`). The adaptive policy starts from them. None: unknown.
+            Required by "adaptive".
+        depth_rates: conditional acceptance rate of each level 1..num_steps (given that the levels before it were
+            accepted), measured on similar texts (`mtpjax eval acceptance`). "adaptive" starts from them. None: unknown.
         prompt_lookup_min: shortest n-gram that "lookup" matches, in tokens.
         prompt_lookup_max: longest n-gram that "lookup" matches, in tokens.
         threshold_single: SGLang's `speculative_accept_threshold_single`, for "threshold"; 1 is exact.
@@ -52,15 +54,18 @@ class DecodeConfig:
         typical_delta: Medusa's posterior alpha, for "typical".
         relaxed_topk: TensorRT-LLM's number of candidates, for "relaxed".
         relaxed_delta: TensorRT-LLM's probability margin, for "relaxed".
-        draft_vocabulary: token ids that the MTP modules may draft; None allows all. The text keeps its distribution.
-        draft_window: newest positions that the MTP modules attend to, beside the first `draft_sinks`; None is all.
-        draft_sinks: first positions that the MTP modules always attend to when `draft_window` is set.
-        stop_token_ids: a row ends after any of these tokens, and returns it.
-        stop_sequences: a row ends after any of these sequences of new tokens, and returns it.
+        draft_vocabulary: token ids that the MTP modules may draft (FR-Spec, 2502.14856); None: all. The text keeps its
+            distribution.
+        draft_window: number of newest positions that the MTP modules attend to, besides the first `draft_sinks`; None:
+            all positions.
+        draft_sinks: number of first positions that the MTP modules always attend to if `draft_window` is set.
+        stop_token_ids: a row ends after any of these tokens. The result includes the token.
+        stop_sequences: a row ends after any of these sequences of new tokens. The result includes the sequence.
         logprobs: report the log-probability of each new token under the trunk's unmodified logits.
-        max_length: longest sequence, including the prompt; None is the model's `max_position_embeddings`.
+        max_length: maximum length of a row in tokens, prompt included; None: the model's `max_position_embeddings`.
         prefill_chunk: tokens per row in one prefill pass.
-        min_rows: fewest token rows per forward pass, including padding. None: 2 for a batch of one on a GPU, else 1.
+        min_rows: minimum number of token rows per forward pass; narrower passes are padded. None: 2 for a batch of one
+            on a GPU without Triton kernels, else 1.
 
     Raises:
         ValueError: for a value out of range, or settings that contradict each other.
@@ -107,7 +112,7 @@ class DecodeConfig:
     min_rows: int | None = None
 
     def __post_init__(self):
-        # Ranges of single values.
+        # 1. Ranges of single values.
         for name, least in (("max_new_tokens", 1), ("num_steps", 0), ("topk", 1), ("prefill_chunk", 1)):
             require(getattr(self, name) >= least, f"{name} must be at least {least}, got {getattr(self, name)}")
         for name, least in (("min_rows", 1), ("max_length", 2), ("draft_window", 1), ("num_draft_tokens", 2)):
@@ -120,7 +125,7 @@ class DecodeConfig:
             f"prompt_lookup_min ({self.prompt_lookup_min}) must be at least 1 and at most prompt_lookup_max "
             f"({self.prompt_lookup_max})",
         )
-        # Choices by name; drafters and rules may also be the user's own objects.
+        # 2. Choices by name. Drafters and rules may also be the user's own objects.
         if isinstance(self.drafter, str):
             require(self.drafter in DRAFTERS, f"unknown drafter '{self.drafter}'; supported: {', '.join(DRAFTERS)}")
         if not callable(self.acceptance):
@@ -136,16 +141,20 @@ class DecodeConfig:
         for name in ("threshold_single", "threshold_acc"):
             require(0 <= getattr(self, name) <= 1, f"{name} must be within 0..1, got {getattr(self, name)}")
         require(self.relaxed_topk >= 1, f"relaxed_topk must be at least 1, got {self.relaxed_topk}")
-        # Lists become tuples, so that a config is hashable.
+        # 3. Convert lists to tuples, which makes the config hashable.
         for name in ("stop_token_ids", "stop_sequences", "draft_vocabulary", "depth_costs", "depth_rates"):
             value = getattr(self, name)
             object.__setattr__(self, name, value if value is None else tuple(value))
         object.__setattr__(self, "stop_sequences", tuple(tuple(sequence) for sequence in self.stop_sequences))
         require(all(self.stop_sequences), "stop_sequences contains an empty sequence")
+        # 4. Combinations of values.
         self._check_tree()
         self._check_policy()
 
     def _check_tree(self):
+        """Checks that the rule supports the tree, and that the tree can have `num_draft_tokens` nodes."""
+        # Chain rules test a single path. A custom ratio rule would get a dynamic tree, whose nodes are chosen by their
+        # drafted tokens, so its ratio test would not be exact.
         if self.topk > 1 and self.num_steps:
             require(
                 self.acceptance not in CHAIN_RULES,
@@ -170,6 +179,7 @@ class DecodeConfig:
         )
 
     def _check_policy(self):
+        """Checks that an adaptive depth has its costs, and rates that match `num_steps`."""
         if self.depth_policy == "fixed" or not self.num_steps:
             return
         require(self.topk == 1, f"depth_policy 'adaptive' supports only chains: set topk to 1, got {self.topk}")
@@ -191,40 +201,47 @@ class DecodeConfig:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes verified per round, including the pending token."""
+        """Nodes verified per round, W, including the pending token."""
         if self.topk == 1 or not self.num_steps:
             return self.num_steps + 1
         return self.num_draft_tokens or min(DEFAULT_MAX_NODES, largest_tree(self.topk, self.num_steps))
 
 
 def largest_tree(topk: int, num_steps: int) -> int:
-    """Returns the size of the largest tree, including the root.
+    """Computes the number of nodes of the largest tree, including the root.
 
     SGLang's construction: topk nodes at level 1, and topk children of each of the topk best nodes at later levels.
+
+    Args:
+        topk: children per expanded node.
+        num_steps: depth of the tree, at least 1.
+
+    Returns:
+        `1 + topk + (num_steps - 1) * topk^2`.
     """
     return 1 + topk + (num_steps - 1) * topk**2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How the next token is chosen: each field is one value for all rows, or a sequence with one value per row.
+    """Sampling parameters. Each field is one value for all rows, or a sequence with one value per row.
 
     They apply in this order: penalties, bias, banned tokens, temperature, top_k, top_p, min_p
     (`mtpjax.decoding.sampling` has the formulas).
 
     Attributes:
-        temperature: softmax temperature; 0 picks the arg-max.
-        top_k: keep this many of the most likely tokens; 0 keeps all.
+        temperature: softmax temperature; 0 is greedy.
+        top_k: keep this number of most likely tokens; 0 keeps all.
         top_p: keep the most likely tokens that hold this share of the probability that top_k kept; 1 keeps all.
         min_p: keep tokens with at least this share of the most likely token's probability; 0 keeps all.
-        repetition_penalty: penalty of tokens in the prompt or text (CTRL, 1909.05858); 1 is off.
+        repetition_penalty: penalty for tokens in the prompt or the new text (CTRL, 1909.05858); 1 is off.
         frequency_penalty: OpenAI's penalty per occurrence among the new tokens; 0 is off.
         presence_penalty: OpenAI's penalty for tokens that occur among the new tokens; 0 is off.
-        min_new_tokens: until a row has this many new tokens, single stop tokens are banned and longer stop sequences
-            do not end it.
-        logit_bias: values added to the logits of token ids: one mapping for all rows, or one (or None) per row.
-        allowed_tokens: ban every other token: ids for all rows, or a sequence of ids (or None) per row.
-        banned_tokens: ban these tokens; same form as allowed_tokens.
+        min_new_tokens: minimum number of new tokens. Until then, single stop tokens are banned and longer stop
+            sequences do not end the row.
+        logit_bias: values to add to the logits of token ids: one mapping for all rows, or one (or None) per row.
+        allowed_tokens: ids outside which every token is banned: one set for all rows, or one (or None) per row.
+        banned_tokens: ids to ban; same form as allowed_tokens.
         seed: seed of the row's random numbers, 0..2^64-1; None derives it from the call's key.
 
     Example:

@@ -1,12 +1,12 @@
-"""Chooses the draft depth of the next round from the acceptance so far and from the cost of a round at each depth.
+"""Adaptive draft depth: chooses the depth of the next round from observed acceptance and measured round costs.
 
 The whole batch drafts to one depth, because one compiled verify pass has one width. The choice maximises expected
 committed tokens per unit of time, `(1 + sum_k survival_k) / cost`, the cost model of TurboSpec (2406.14066) with
 acceptance rates estimated online. It depends on earlier rounds only, never on a token that it decides about, so every
 exact acceptance rule stays exact. `experiments/policy_regret.py` compares it with the best fixed depth.
 
-The model treats rejections as independent given their depth. Text whose rejections come at fixed distances (a table in
-which every third token is unpredictable) can make it stay up to 30 % below the best fixed depth.
+The model assumes that rejections are independent given their depth. Where they are not, for example in a table in which
+every third token is unpredictable, the policy can choose a worse depth than the best fixed one.
 """
 
 import functools
@@ -21,7 +21,7 @@ PRIOR_DRAFTS, MEASURED_DRAFTS = 4.0, 16.0  # pseudo-counts of an assumed prior, 
 ROW_DRAFTS = 3.0  # pseudo-counts with which a row's rate is shrunk towards the batch's rate
 MEMORY = 24  # rounds after which a count has faded to 1/e
 PROBE_INTERVAL = 16  # rounds between two probes of the next deeper depth
-SLOWEST = 12  # power of the mean over the rows' remaining times; large values approach the slowest row's time
+SLOWEST = 12  # exponent of the power mean over the rows' remaining times; large values approach the maximum
 MIN_GAIN = 1.05  # speed-up at perfect acceptance below which drafting is not worth probing
 
 
@@ -30,27 +30,30 @@ class Policy(flax.struct.PyTreeNode):
 
     costs: jax.Array  # [D+1] float32, duration of a round at each depth, in units of a round at depth 0
     prior: jax.Array  # [D] float32, acceptance rate at each depth before anything is observed
-    prior_drafts: jax.Array  # [] float32, number of drafts that the prior counts for
-    verified: jax.Array  # [B, D] float32, decayed count of drafts at a depth whose predecessors were all accepted
-    accepted: jax.Array  # [B, D] float32, decayed count of those that were accepted
+    prior_drafts: jax.Array  # [] float32, pseudo-count of the prior, in drafts
+    verified: jax.Array  # [B, D] float32, decayed count of drafts per depth whose predecessors were all accepted
+    accepted: jax.Array  # [B, D] float32, decayed count of the accepted ones among them
     depth: jax.Array  # [] int32, draft depth of the next round
     since_probe: jax.Array  # [] int32, rounds since the last probe
 
 
 @functools.partial(jax.jit, static_argnames="batch")  # one dispatch instead of one per field
 def init_policy(costs, batch: int, *, prior=None) -> Policy:
-    """Creates a policy that has observed nothing; its first depth, at least 1, follows from the prior.
+    """Creates a policy without observations; its first depth follows from the prior.
 
     Args:
         costs: `[D+1]` durations of a round at depths 0..D, in any unit, D >= 1.
-        batch: number of rows B.
-        prior: `[D]` acceptance rates per depth that were measured on similar text. None assumes 0.75 at every depth.
+        batch: number of rows, B.
+        prior: `[D]` acceptance rates per depth that were measured on similar text. None assumes `PRIOR_RATE` at every
+            depth.
 
     Returns:
         The initial `Policy`.
     """
     costs = jnp.asarray(costs, jnp.float32)
     assert costs.ndim == 1 and costs.shape[0] > 1, "depth costs must cover depth 0 and at least one more"
+    # Only ratios of costs matter, so they are stored relative to a plain decoding step. A measured prior counts for
+    # more drafts than an assumed one.
     counts, zero = jnp.zeros((batch, costs.shape[0] - 1)), jnp.zeros((), jnp.int32)
     policy = Policy(
         costs=costs / costs[0],
@@ -62,7 +65,7 @@ def init_policy(costs, batch: int, *, prior=None) -> Policy:
         since_probe=zero,
     )
     best = _best_depth(policy, jnp.ones(batch, bool), None)
-    # A first round without drafts would tell nothing.
+    # A first round at depth 0 would reveal nothing about acceptance, so it probes depth 1 if that could ever pay.
     return policy.replace(depth=jnp.where(best == 0, _probe_depth(policy, best), best))
 
 
@@ -70,20 +73,21 @@ def observe(policy: Policy, depth, count, *, took_part, active, remaining=None) 
     """Records one round and chooses the depth of the next.
 
     Args:
-        policy: the state before the round.
+        policy: the policy before the round.
         depth: draft depth of the round, a Python int or an int32 scalar.
         count: `[B]` int32, accepted drafts per row, before stop sequences and limits cut any.
         took_part: `[B]` bool, rows that drafted in this round.
         active: `[B]` bool, rows that run in the next round. Other rows do not influence the choice.
         remaining: `[B]` int32, tokens that each row may still generate. The policy then minimises the time until the
-            last row ends and drafts nothing beyond the limits. None maximises the throughput of the batch, for
-            batches in which a new request replaces each finished one.
+            last row ends, and counts no drafts beyond a row's limit. None maximises the throughput of the batch, for
+            servers in which a new request replaces each finished one.
 
     Returns:
         The policy after the round; `policy.depth` is the depth of the next one.
     """
-    # 1. Count. The draft at depth k is verified only if all drafts before it were accepted. Every count decays, so
-    # that the estimates follow a change in the text and return to the prior at depths no longer tried.
+    # 1. Count. A draft at depth k says something about acceptance only if all drafts before it were accepted. Every
+    #    count decays, so the estimates follow a change in the text and return to the prior at depths that are no longer
+    #    tried.
     depths, count = jnp.arange(1, policy.prior.shape[0] + 1)[None, :], count[:, None]
     was_verified = took_part[:, None] & (depths <= depth) & (depths <= count + 1)
     kept = 1 - 1 / MEMORY
@@ -92,15 +96,16 @@ def observe(policy: Policy, depth, count, *, took_part, active, remaining=None) 
         accepted=kept * policy.accepted + (was_verified & (depths <= count)),
     )
 
-    # 2. Choose the depth with the largest expected gain.
+    # 2. Choose the depth with the most expected tokens per unit of time.
     best = _best_depth(policy, active, remaining)
 
-    # 3. Probe one depth further at regular intervals, because acceptance beyond the chosen depth is otherwise never
-    # observed, and at depth 0 none is. A round deeper than the choice counts as a probe, whatever led to it.
+    # 3. Probe one depth deeper at regular intervals, because rounds reveal nothing about acceptance beyond their depth.
+    #    A round that was deeper than the present choice has revealed as much, so it also restarts the interval.
     since_probe = jnp.where(depth > best, 0, policy.since_probe + 1)
     is_due = since_probe >= PROBE_INTERVAL
     room = jnp.where(active, policy.prior.shape[0] if remaining is None else remaining - 1, 0).max()
-    deepest = jnp.clip(room, 0, policy.prior.shape[0])  # no draft survives beyond the longest row's limit
+    # With r tokens to go, r-1 drafts and the bonus token reach the limit, so deeper drafts gain nothing.
+    deepest = jnp.clip(room, 0, policy.prior.shape[0])
     return policy.replace(
         depth=jnp.where(is_due, jnp.minimum(_probe_depth(policy, best), deepest), best),
         since_probe=jnp.where(is_due, 0, since_probe),
@@ -108,10 +113,14 @@ def observe(policy: Policy, depth, count, *, took_part, active, remaining=None) 
 
 
 def reset_rows(policy: Policy, mask) -> Policy:
-    """Clears the counts of the rows in `mask` (`[B]` bool), whose slots were given to new requests.
+    """Clears the counts of rows whose slots hold new requests.
+
+    Args:
+        policy: the policy.
+        mask: `[B]` bool, True for those rows.
 
     Returns:
-        The policy in which those rows start from the batch's rates again; the depth stays.
+        The policy in which those rows start from the batch's rates again. The depth is unchanged.
     """
     return policy.replace(
         verified=jnp.where(mask[:, None], 0, policy.verified),
@@ -120,29 +129,42 @@ def reset_rows(policy: Policy, mask) -> Policy:
 
 
 def may_pay(costs) -> bool:
-    """Returns True if some depth beats depth 0 by at least 5 % when every draft is accepted.
+    """Returns True if drafting can pay: some depth is `MIN_GAIN` times as fast as depth 0 if all drafts are accepted.
 
     Args:
         costs: `[D+1]` durations of a round at depths 0..D, as numbers (not traced).
+
+    Returns:
+        False if the caller can disable drafting for good.
     """
+    # A fully accepted round of depth d commits d+1 tokens.
     costs = np.asarray(costs, np.float64)
     return bool((np.arange(1, len(costs) + 1) * costs[0] >= MIN_GAIN * costs).any())
 
 
 def acceptance_rates(policy: Policy, active) -> jax.Array:
-    """Estimates `[B, D]` acceptance rates at each depth, given that all drafts before it were accepted.
+    """Estimates each row's acceptance rate at each depth, given that all drafts before it were accepted.
 
-    Each row's counts are shrunk towards the rate of the active rows (`active [B]` bool) together, and that rate towards
-    the prior.
+    Two shrinkage estimates: each row's rate is shrunk towards the rate of all active rows together, and that rate
+    towards the prior.
+
+    Args:
+        policy: the policy with its counts.
+        active: `[B]` bool, rows that count towards the batch's rate.
+
+    Returns:
+        `[B, D]` float32 conditional acceptance rates.
     """
     verified, accepted = (jnp.where(active[:, None], x, 0).sum(axis=0) for x in (policy.verified, policy.accepted))
     rows, batch_rate, row_rate, before = [], policy.prior[0], jnp.ones(active.shape), policy.prior[0]
     for k in range(policy.prior.shape[0]):
-        # The prior of a depth follows the estimate at the depth before it, scaled as the measured rates are.
+        # Expect the estimate at the depth before, times the ratio of the two priors: text that is easier than the prior
+        # at one depth is usually easier at the next as well.
         ratio = policy.prior[k] / before
         expected = jnp.minimum(batch_rate * ratio, 1)
         batch_rate = (accepted[k] + policy.prior_drafts * expected) / (verified[k] + policy.prior_drafts)
-        # Mostly easy rows reach a deep depth, so the batch's rate there is too high for a row that is hard so far.
+        # Mostly easy rows reach a deep depth, so the batch's rate there is too high for a row with low rates so far.
+        # Cap it by the row's own rate at the depth before.
         shrunk_to = jnp.minimum(batch_rate, row_rate * ratio)
         row_rate = (policy.accepted[:, k] + ROW_DRAFTS * shrunk_to) / (policy.verified[:, k] + ROW_DRAFTS)
         rows.append(row_rate)
@@ -151,9 +173,9 @@ def acceptance_rates(policy: Policy, active) -> jax.Array:
 
 
 def _probe_depth(policy: Policy, best) -> jax.Array:
-    """Returns the depth after `best`, or `best` where no deeper depth could win even if every draft were accepted.
+    """Returns the depth after `best`, or `best` if no deeper depth could win even if every draft were accepted.
 
-    Deeper drafts survive less often, so a depth that does not win at perfect acceptance wins at none.
+    Perfect acceptance favours deep drafts most, so a depth that does not win there cannot win at lower acceptance.
     """
     depths = jnp.arange(policy.costs.shape[0])
     perfect = (depths + 1) / policy.costs
@@ -162,15 +184,18 @@ def _probe_depth(policy: Policy, best) -> jax.Array:
 
 
 def _best_depth(policy: Policy, active, remaining) -> jax.Array:
-    """Returns the depth, an int32 scalar, with the most expected tokens per time by the present estimates."""
-    # Expected tokens of a round at each depth [B, D+1]: the bonus token and every draft that survives.
+    """Returns the depth, an int32 scalar, with the most expected tokens per unit of time by the present estimates."""
+    # 1. Expected tokens of a round at each depth, [B, D+1]: the bonus token, and each draft with its survival
+    #    probability (the product of the rates up to it). Drafts beyond a row's limit are worthless.
     survival = jnp.cumprod(acceptance_rates(policy, active), axis=1)
     if remaining is not None:
         survival = jnp.where(jnp.arange(1, survival.shape[1] + 1)[None, :] < remaining[:, None], survival, 0)
     tokens = 1 + jnp.pad(jnp.cumsum(survival, axis=1), ((0, 0), (1, 0)))
+    # 2. Without limits: maximise the batch's tokens per unit of time.
     if remaining is None:
         throughput = jnp.where(active[:, None], tokens, 0).sum(axis=0) / policy.costs
         return jnp.argmax(throughput).astype(jnp.int32)
-    # The batch ends with its slowest row. A power mean weighs slow rows most, yet one bad estimate does not decide.
+    # 3. With limits: minimise the time until the slowest row ends, because the batch ends with it. A power mean gives
+    #    slow rows the largest weight without letting one bad estimate decide alone. Times are scaled to avoid overflow.
     time = remaining[:, None] / jnp.maximum(remaining.max(), 1) * policy.costs[None, :] / tokens
     return jnp.argmin(jnp.where(active[:, None], time**SLOWEST, 0).sum(axis=0)).astype(jnp.int32)

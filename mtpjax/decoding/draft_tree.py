@@ -1,4 +1,7 @@
-"""Draft trees: which nodes a tree has and which nodes are ancestors of which.
+"""Draft trees: the choice of a tree's nodes, and the ancestor mask that verification needs.
+
+A dynamic tree (`Candidates`) keeps the nodes with the highest draft probabilities. A fixed tree (`TreeShape`) is chosen
+before any token is drawn, because ratio rules stay exact only if the tree does not depend on the drafted tokens.
 
 Nodes are in topological order: `parents[n] < n`. Node 0 is the root, the pending token; its parent is -1.
 """
@@ -16,18 +19,18 @@ NEXT_CHILD_RATE = 0.3  # assumed chance of each later child, relative to the one
 
 
 class Candidates:
-    """The children that all levels of a dynamic tree offered, in flat lists that grow level by level.
+    """Candidate nodes of a dynamic tree, in flat lists that grow level by level.
 
-    SGLang's and EAGLE-2's construction (2406.16858): a candidate's score is the product of the draft probabilities on
-    its path. The topk best candidates of a level are expanded; in the end the best candidates of all levels become the
-    tree.
+    The construction of EAGLE-2 (2406.16858) and SGLang. A candidate's score is the product of the draft probabilities
+    on its path. Drafting expands the topk best candidates of each level. At the end the best candidates of all levels
+    become the tree.
     """
 
     def __init__(self):
         self.scores: list[jax.Array] = []  # [B, C] float32 per level
         self.tokens: list[jax.Array] = []  # [B, C] int32 per level
         self.parents: list[jax.Array] = []  # [B, C] flat index of the parent candidate, -1 for the root
-        self.count = 0
+        self.count = 0  # candidates of all levels so far; flat indices count them in the order they were added
 
     def offer(
         self, probabilities: jax.Array, tokens: jax.Array, scores: jax.Array, places: jax.Array
@@ -41,33 +44,38 @@ class Candidates:
             places: `[B, f]` the nodes' flat indices.
 
         Returns:
-            Scores, tokens and flat indices of the topk best children, and the node that each descends from; all
-            `[B, topk]`.
+            Scores, tokens and flat indices of the topk best children, and the index of each one's parent among the f
+            nodes; all `[B, topk]`.
         """
         B, _, topk = tokens.shape
+        # 1. Record all f * topk children. A child's score is its parent's score times its own draft probability.
         scores = (scores[:, :, None] * probabilities).reshape(B, -1)
         tokens = tokens.astype(jnp.int32).reshape(B, -1)
         self.scores.append(scores)
         self.tokens.append(tokens)
         self.parents.append(jnp.repeat(places, topk, axis=1))
+        # 2. Pick the topk best children of the whole level, so every level costs one module pass over topk nodes.
         kept, index = top_k(scores, topk)
         first, self.count = self.count, self.count + scores.shape[1]
         return kept, jnp.take_along_axis(tokens, index, axis=1), first + index, index // topk
 
     def select(self, num_nodes: int) -> tuple[jax.Array, jax.Array]:
-        """Picks the best candidates of all levels.
+        """Picks the best candidates of all levels and numbers them as tree nodes.
 
         Args:
-            num_nodes: nodes of the tree, including the root.
+            num_nodes: nodes of the tree, including the root, W.
 
         Returns:
-            Tokens `[B, num_nodes - 1]` and parents `[B, num_nodes]`.
+            Tokens `[B, W-1]` of all nodes but the root, and parents `[B, W]` int32.
         """
         scores, tokens, parents = (jnp.concatenate(part, axis=1) for part in (self.scores, self.tokens, self.parents))
-        # A child scores at most as much as its parent and has a larger flat index, so each parent is chosen as well.
+        # 1. Take the W-1 highest scores. A child scores at most as much as its parent and has a larger flat index, and
+        #    `top_k` breaks ties towards the lower index. So the parent of every chosen candidate is chosen too, and the
+        #    result is a tree.
         _, chosen = top_k(scores, num_nodes - 1)
+        # 2. Sort by flat index, which puts parents before children.
         chosen = jnp.sort(chosen, axis=1)
-        # Translate flat indices of parents to node numbers: count the chosen candidates before the parent.
+        # 3. Translate flat indices of parents to node numbers: count the chosen candidates before the parent.
         parent = jnp.take_along_axis(parents, chosen, axis=1)
         node = 1 + (chosen[:, None, :] < parent[:, :, None]).sum(axis=2)
         node = jnp.where(parent < 0, 0, node)
@@ -76,32 +84,37 @@ class Candidates:
 
 
 def ancestry(parents: jax.Array, num_steps: int) -> tuple[jax.Array, jax.Array]:
-    """Computes depths and the ancestor mask of trees.
+    """Computes the depths and the ancestor mask of trees.
 
     Args:
-        parents: `[B, W]` int32.
-        num_steps: depth of the deepest tree, at most.
+        parents: `[B, W]` int32, -1 for the root.
+        num_steps: upper bound of the depth of the trees.
 
     Returns:
-        Depths `[B, W]` int32, and the mask `[B, W, W]` bool: entry (n, m) says that m is n or an ancestor of n.
+        Depths `[B, W]` int32, and the mask `[B, W, W]` bool: entry (n, m) is True if m is n or an ancestor of n.
     """
     W = parents.shape[1]
     places = jnp.arange(W)[None]
     node = jnp.broadcast_to(places, parents.shape)
     mask = jnp.zeros((*parents.shape, W), bool)
-    # Every node climbs to the root, one parent per turn, and marks where it passes.
+    # All nodes climb towards the root at the same time, one parent per iteration, and mark each node that they visit.
+    # -1 is above the root and marks nothing.
     for _ in range(num_steps + 1):
         mask |= node[:, :, None] == places[:, None]
         node = jnp.where(node >= 0, jnp.take_along_axis(parents, jnp.maximum(node, 0), axis=1), -1)
+    # A node at depth d has d ancestors and itself in its row of the mask.
     return mask.sum(axis=2).astype(jnp.int32) - 1, mask
 
 
 @dataclasses.dataclass(frozen=True)
 class TreeShape:
-    """A tree that is fixed before any token is drawn, for rules that forbid choosing nodes by their tokens.
+    """A tree that is fixed before any token is drawn.
+
+    The ratio rules (`FIXED_TREE_RULES`) need it: they are exact only if a node's place in the tree does not depend on
+    the token drawn there.
 
     Attributes:
-        parents: parent of each node, -1 for the root.
+        parents: parent of each node, -1 for the root; parents before children.
     """
 
     parents: tuple[int, ...]
@@ -124,7 +137,7 @@ class TreeShape:
         return [child for child, parent in enumerate(self.parents) if parent == node]
 
     def inner_levels(self) -> list[list[int]]:
-        """Returns, for each depth but the last, the nodes that have children."""
+        """Returns the nodes that have children, in one list per depth; the deepest level has none."""
         depths = self.depths
         inner = sorted(set(self.parents[1:]))
         return [[node for node in inner if depths[node] == depth] for depth in range(max(depths))]
@@ -132,29 +145,32 @@ class TreeShape:
 
 @functools.cache
 def fixed_shape(topk: int, num_steps: int, num_nodes: int) -> TreeShape:
-    """Chooses the nodes that are most likely to be accepted under assumed rates per child rank.
+    """Chooses the nodes that are most likely to be accepted, under assumed acceptance rates per child rank.
 
     The greedy form of Sequoia's construction (2402.12374): a node's value is the product of the rates on its path.
 
     Args:
-        topk: most children of a node.
-        num_steps: depth of the tree.
+        topk: maximum number of children per node.
+        num_steps: maximum depth of the tree.
         num_nodes: nodes, including the root.
 
     Returns:
         The shape, with nodes in level order.
     """
-    # A path is the tuple of child ranks from the root. The frontier holds paths whose parent is chosen.
+    # A node is named by its path, the tuple of child ranks from the root. The frontier maps each node that may be added
+    # next to its value: its parent and its elder siblings are already chosen.
     frontier: dict[tuple[int, ...], float] = {(): 1.0}
     chosen: list[tuple[int, ...]] = []
     while len(chosen) < num_nodes:
         path = max(frontier, key=lambda path: frontier[path])
         value = frontier.pop(path)
         chosen.append(path)
-        # A chosen node opens its first child and its next sibling.
+        # A chosen node adds its first child and its next sibling to the frontier. Both have lower values, so taking the
+        # most valuable node each time yields the best tree of this size.
         if len(path) < num_steps:
             frontier[(*path, 0)] = value * FIRST_CHILD_RATE
         if path and path[-1] + 1 < topk:
             frontier[(*path[:-1], path[-1] + 1)] = value * NEXT_CHILD_RATE
+    # Number the nodes level by level: drafting processes one level per pass.
     order = sorted(chosen, key=lambda path: (len(path), path))
     return TreeShape(tuple(order.index(path[:-1]) if path else -1 for path in order))

@@ -1,4 +1,4 @@
-"""The public decoding functions: check the request, size the caches, run the compiled call, report."""
+"""The public decoding functions: check the request, size the caches, run the compiled call, and report the result."""
 
 import contextlib
 import dataclasses
@@ -24,7 +24,8 @@ from mtpjax.decoding.state import DecodeState, empty_state
 from mtpjax.models.model import MTPModel
 from mtpjax.models.sharding import mesh_of, shard_params, shard_state
 
-make_empty_state = jax.jit(  # one call to the device makes all buffers
+# Jitted, so that one dispatch allocates all buffers of a state.
+make_empty_state = jax.jit(
     empty_state,
     static_argnames=("model", "drafter", "spec", "batch", "capacity", "stops_shape", "features", "dtype"),
 )
@@ -47,17 +48,17 @@ def generate(
         params: parameters of `model` with unrolled layers.
         prompts: token lists, or an array `[B, T]`.
         model: the model.
-        config: settings; everything about drafts is ignored.
+        config: settings; those of drafting and acceptance are ignored.
         sampling: sampling parameters per row; None picks the arg-max.
         key: seeds for rows without one.
         lengths: `[B]` prompt lengths of a right-padded array.
         mesh: lays parameters and caches out over this mesh.
 
     Returns:
-        The new tokens.
+        The new tokens, finish reasons and step counts.
 
     Raises:
-        ValueError: as `speculative_generate`.
+        ValueError: in the same cases as `speculative_generate`.
 
     Example:
         >>> import jax
@@ -68,6 +69,7 @@ def generate(
         >>> generate(params, [[1, 2, 3]], model=model, config=DecodeConfig(max_new_tokens=5)).tokens.shape
         (1, 5)
     """
+    # Depth 0 of the same loop: every round verifies only the pending token and appends one token from the trunk.
     plain = dataclasses.replace(
         config, num_steps=0, topk=1, num_draft_tokens=None, acceptance="auto", depth_policy="fixed"
     )
@@ -90,10 +92,11 @@ def speculative_generate(
 ) -> GenerationResult:
     """Continues prompts with speculative decoding: a drafter proposes tokens, one trunk pass per round verifies them.
 
-    At temperature 0 the tokens equal those of `generate` in float32, whatever is drafted. Above, they follow the same
-    distribution, under every acceptance rule except the lossy ones (`DecodeConfig`). The whole call is one jitted
-    function: a prefill and a `lax.while_loop`. A second call compiles nothing if the batch, the cache capacity (the
-    longest sequence, rounded up), the static settings and the sampling options in use are the same.
+    At temperature 0 in float32 the tokens equal those of `generate`, whatever the drafter proposes. At higher
+    temperatures they follow the same distribution, under every acceptance rule except the lossy ones (`DecodeConfig`).
+    The whole call is one jitted function: a prefill and a `lax.while_loop`. A second call compiles nothing if the
+    batch, the cache capacity (the longest sequence, rounded up), the static settings and the sampling options in use
+    are the same.
 
     Args:
         params: parameters of `model` with unrolled layers.
@@ -111,9 +114,9 @@ def speculative_generate(
         The new tokens, finish reasons and acceptance counts.
 
     Raises:
-        ValueError: for an empty prompt, ids outside the vocabulary, a prompt that `max_length` leaves no room for,
-            drafts without MTP modules, sampling without a seed or key, or settings that contradict each other. One
-            line, with the value and the limit.
+        ValueError: for an empty prompt, ids outside the vocabulary, a prompt as long as `max_length`, drafts without
+            MTP modules, sampling without a seed or key, or settings that contradict each other. The message is one line
+            with the value and the limit.
 
     Example:
         >>> import jax
@@ -126,20 +129,22 @@ def speculative_generate(
         >>> result.rows() == generate(params, [[1, 2, 3], [4]], model=model, config=config).rows()
         True
     """
+    # 1. Check the request on the host, because the compiled call would silently clamp values that are out of range.
     sampling = sampling or SamplingParams()
     drafter = drafter_of(config)
     prompts = prompt_rows(prompts, lengths)
     limit = check_request(prompts, model, config, drafter)
-    # Resolve everything that is compiled in.
+    # 2. Resolve the static settings, which select the compiled program.
     B = len(prompts)
     layout = mesh or mesh_of(params["embedding"])
     spec = resolve_spec(config, model, layout, batch=B, is_greedy=not temperatures(sampling, B).any())
-    # Size the caches for the longest sequence, and lay the requests out.
+    # 3. Size the caches for the longest possible sequence and for the nodes that the last round writes behind it, and
+    #    convert the requests to arrays of that size.
     longest = max(row.size for row in prompts)
     capacity = cache_capacity(
         longest,
         min(longest + min(config.max_new_tokens, limit), limit),
-        widest=max(spec.num_nodes, drafter.scratch_slots(model, spec)),
+        widest=max(spec.verify_width, drafter.scratch_slots(model, spec)),
         chunk=spec.chunk,
     )
     rows = new_rows(prompts, model=model, config=config, limit=limit, capacity=capacity, sampling=sampling, key=key)
@@ -154,6 +159,7 @@ def speculative_generate(
         stops_shape=rows.settings.stops.shape[1:],
         features=rows.settings.sampling.features,
     )
+    # 4. Move everything to the mesh and run the compiled call: prefill, then rounds until every row is done.
     if mesh is not None:
         params, state, rows = shard_params(params, mesh), shard_state(state, mesh), shard_state(rows, mesh)
     if draft_params is None:
@@ -166,17 +172,17 @@ def speculative_generate(
 def resolve_spec(
     config: DecodeConfig, model: MTPModel, layout: Mesh | None, *, batch: int, is_greedy: bool
 ) -> DecodeSpec:
-    """Resolves what a call compiles in.
+    """Resolves the static settings of a call for its platform and batch size.
 
     Args:
         config: settings.
         model: the model.
-        layout: mesh of the parameters; None for one device.
-        batch: rows, B.
+        layout: mesh of the parameters; None: one device.
+        batch: number of rows, B.
         is_greedy: True if every row is at temperature 0.
 
     Returns:
-        The spec.
+        The spec, which is part of the key of the compiled program.
     """
     platform = layout.devices.flat[0].platform if layout is not None else jax.default_backend()
     min_rows = config.min_rows or min_rows_per_pass(batch, platform, model.implementation)
@@ -196,6 +202,7 @@ def start_state(
     features: SamplingFeatures,
 ) -> DecodeState:
     """Makes a state of B free slots on the device; arguments as in `empty_state`."""
+    # An adaptive call whose costs can never pay disables drafting, so that it does not keep a drafter up to date.
     costs = rates = None
     is_disabled = False
     if spec.is_adaptive:
@@ -219,12 +226,13 @@ def start_state(
 
 @contextlib.contextmanager
 def device_settings(params: dict, layout: Mesh | None) -> Iterator[None]:
-    """Sets the mesh, and full float32 precision on GPUs, for calls with these parameters."""
+    """Sets the mesh, and full float32 matmul precision on accelerators, for calls with these parameters."""
     platform = layout.devices.flat[0].platform if layout is not None else jax.default_backend()
     with contextlib.ExitStack() as settings:
         if layout is not None:
             settings.enter_context(jax.set_mesh(layout))
         if platform != "cpu" and params["embedding"].dtype == jnp.float32:
-            # XLA on a GPU would round float32 factors to TF32, which the kernels do not.
+            # By default XLA rounds float32 matmul inputs to TF32 on a GPU, but the Pallas kernels do not. The error of
+            # TF32 can flip near-tied logits, so that plain and speculative decoding differ.
             settings.enter_context(jax.default_matmul_precision("highest"))
         yield

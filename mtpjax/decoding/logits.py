@@ -1,4 +1,4 @@
-"""Adjusting logits by what a decoding state knows about its rows."""
+"""Adjusts logits with the sampling parameters and history of a decoding state."""
 
 import jax
 import jax.numpy as jnp
@@ -13,17 +13,20 @@ def adjust_logits(
 ) -> jax.Array:
     """Applies `mtpjax.decoding.sampling.adjust` with the state's parameters, history and stop tokens.
 
+    Prefill, drafting and verification all call this function, so p and q refer to the same transformation.
+
     Args:
-        logits: `[B, T, V]`.
-        state: the rows being decoded.
-        path: drafted tokens before each of the T nodes.
-        num_new: `[B, T]` new tokens before each node.
+        logits: `[B, T, V]` unmodified logits after each of T nodes.
+        state: the rows.
+        path: drafted tokens up to each node, that node included; None: none.
+        num_new: `[B, T]` int32 new tokens up to each node.
         model: the model, for its vocabulary size.
 
     Returns:
         `[B, T, V]` float32.
     """
-    # Sequences are right-aligned: a single stop token has -1 everywhere but in the last column.
+    # `min_new` bans single stop tokens; a longer stop sequence cannot be banned token by token. Sequences are
+    # right-aligned, so a single stop token has -1 in every column but the last.
     stops = state.settings.stops
     is_single = (stops[:, :, :-1] == -1).all(axis=2)
     return adjust(

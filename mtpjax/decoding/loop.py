@@ -14,7 +14,7 @@ from mtpjax.decoding.state import DecodeState, NewRows
 from mtpjax.decoding.verify import accept, verify
 from mtpjax.models.model import MTPModel
 
-Carry = tuple[DecodeState, jax.Array | None]  # the state, and the rounds left if they are limited
+Carry = tuple[DecodeState, jax.Array | None]  # the state and the number of rounds left; None: no limit
 
 
 def run_round(
@@ -28,24 +28,30 @@ def run_round(
 ) -> DecodeState:
     """Runs one speculative round for every row that is not done.
 
+    A round appends 1 to K+1 tokens to each running row: the accepted drafts and one bonus token from the trunk.
+
     Args:
         params: model parameters.
-        state: the rows.
+        state: the rows before the round.
         model: the model.
         drafter: the draft method.
         spec: the shape of the round.
-        prepared: the drafter's prepared parameters.
+        prepared: the drafter's prepared parameters (`Drafter.prepare`).
 
     Returns:
-        The new state.
+        The state after the round.
     """
-    # 1. Draft: extend the drafter over what the last round committed, then propose W nodes.
+    # 1. Draft: extend the drafter over the tokens that the last round committed, then propose W nodes. Node 0 is the
+    #    pending token: it is committed, but the trunk has not processed it.
     draft, state = drafter.propose(prepared, state, model=model, spec=spec)
-    # 2. Verify: one trunk pass scores every node under its ancestor mask.
+    # 2. Verify: one trunk pass scores every node under its ancestor mask, so each draft gets the target distribution
+    #    that plain decoding would compute after the same tokens.
     verified = verify(params, state, draft, model=model, drafter=drafter, spec=spec)
-    # 3. Accept: the rule picks a path and draws one bonus token after it.
+    # 3. Accept: the rule picks a path from the root and draws one bonus token after it, so every round makes progress
+    #    even if it rejects all drafts.
     accepted = accept(state, draft, verified, model=model, spec=spec)
-    # 4. Commit: keep the path's cache entries, append its tokens, end finished rows.
+    # 4. Commit: keep the cache entries of the path, append its tokens, and end finished rows. The bonus token becomes
+    #    the pending token of the next round.
     return commit(state, draft, verified, accepted, model=model, drafter=drafter, spec=spec)
 
 
@@ -62,22 +68,24 @@ def run_rounds(
 ) -> DecodeState:
     """Runs rounds until the rows have ended.
 
-    An adaptive depth is an outer loop around one loop per depth, each of which runs as long as the policy keeps its
-    depth. One loop that switches between depths inside would copy the caches in every round.
+    A fixed depth needs one `lax.while_loop`. An adaptive depth needs an outer loop around one inner loop per depth.
+    Each inner loop runs while the policy keeps its depth. A single loop that branches on the depth would make XLA copy
+    the caches in every round.
 
     Args:
         params: model parameters.
-        prepared: the drafter's prepared parameters.
+        prepared: the drafter's prepared parameters (`Drafter.prepare`).
         state: the rows.
-        max_rounds: `[]` int32, most rounds to run; None: no limit.
+        max_rounds: `[]` int32, maximum number of rounds; None: no limit.
         model: the model.
         drafter: the draft method.
-        spec: the shape of a round.
-        until: "all" stops when every row is done, "any" when one of the running rows is done.
+        spec: the shape of a round; an adaptive call drafts 0..`spec.num_steps` levels.
+        until: "all" stops when every row is done, "any" when a row ends that was running at the start.
 
     Returns:
-        The new state.
+        The state after the last round.
     """
+    # Free slots are done from the start, so "any" counts only rows that end during this call.
     was_running = ~state.done
     round_ = functools.partial(run_round, params, model=model, drafter=drafter, prepared=prepared)
 
@@ -92,13 +100,17 @@ def run_rounds(
         state, left = carry
         return round_(state, spec=spec), None if left is None else left - 1
 
+    # Fixed depth: every round has the same shape, so one loop is enough.
     if not spec.is_adaptive:
         return jax.lax.while_loop(goes_on, functools.partial(advance, spec=spec), (state, max_rounds))[0]
 
+    # Adaptive depth: shapes are static, so each depth has a compiled round of its own.
     def chosen_depth(state: DecodeState) -> jax.Array:
         assert state.policy is not None
         return jnp.where(state.drafting_disabled, 0, state.policy.depth)
 
+    # An inner loop ends when the rows end, when the policy chooses another depth, or when the drafter's buffer is full:
+    # rounds of depth 0 skip the drafter, so hidden states that it has to process later pile up.
     def keeps_depth(carry: Carry, num_steps: int) -> jax.Array:
         state, _ = carry
         has_room = drafter.has_room(state, num_steps, model=model, spec=spec)
@@ -106,8 +118,10 @@ def run_rounds(
 
     def run_chosen_depth(carry: Carry) -> Carry:
         state, left = carry
-        # Before the depth changes, the drafter may have to process positions that waited during plain rounds.
+        # Extend the drafter over the backlog of plain rounds first, until a round of the chosen depth fits.
         carry = drafter.make_room(prepared, state, chosen_depth(state), model=model, spec=spec), left
+        # The loop for the chosen depth runs at least one round. Any other loop runs only if the policy has moved to its
+        # depth by then; otherwise it costs one test of its condition.
         for num_steps in range(spec.num_steps + 1):
             carry = jax.lax.while_loop(
                 functools.partial(keeps_depth, num_steps=num_steps),
@@ -130,7 +144,9 @@ def decode(
     drafter: Drafter,
     spec: DecodeSpec,
 ) -> DecodeState:
-    """Decodes a whole batch in one compiled call, without a trip to the host: insert, then run.
+    """Decodes a whole batch in one compiled call: prefill, then rounds until every row is done.
+
+    The host takes no part between the first and the last token.
 
     Args:
         params: model parameters.
@@ -144,6 +160,7 @@ def decode(
     Returns:
         The state with every row done.
     """
+    # Work that depends only on parameters, such as gathering a reduced head, runs once here instead of in every round.
     prepared = drafter.prepare(params, draft_params, model=model, dtype=params["embedding"].dtype)
     state = insert_rows(params, prepared, state, rows, model=model, drafter=drafter, spec=spec)
     return run_rounds(params, prepared, state, model=model, drafter=drafter, spec=spec)

@@ -31,11 +31,11 @@ def insert_rows(
 
     Args:
         params: model parameters.
-        prepared: the drafter's prepared parameters.
-        state: a state; the slots that are written should be done.
+        prepared: the drafter's prepared parameters (`Drafter.prepare`).
+        state: a state; the slots that the requests enter should be done.
         rows: R requests.
-        slots: `[R]` int32, the slot of each request; slots outside the state are ignored, which pads R. None: R is the
-            number of slots, request r goes to slot r, and the state is updated in place.
+        slots: `[R]` int32, the slot of each request. Requests with a slot index outside the state are dropped, so a
+            caller can pad R. None: R is the number of slots, and request r enters slot r.
         model: the model.
         drafter: the draft method.
         spec: the shape of a round.
@@ -44,25 +44,28 @@ def insert_rows(
         The state with these rows running, each with one new token.
     """
     if slots is not None:
-        # Prefill in a small state of R rows, so the other rows of the batch cost nothing.
+        # Copy the slots into a state of R rows, prefill that, and write it back. The other rows cost nothing.
         part = take_rows(state, slots)
         part = insert_rows(params, prepared, part, rows, model=model, drafter=drafter, spec=spec)
         return put_rows(state, part, slots)
     start = _first_position(state, rows, model=model, drafter=drafter)
-    # Attention layers ignore what a slot held before. Recurrent layers must start from a zero state.
+    # Attention masks slots behind the text, so old entries may stay. A recurrent layer has one running state, which
+    # must be zero at the start of a text.
     state = state.replace(trunk=reset_rows(state.trunk, start == 0))
     state = begin_rows(state, rows, vocab_size=model.config.vocab_size)
     return prefill(params, prepared, state, start, model=model, drafter=drafter, spec=spec)
 
 
 def _first_position(state: DecodeState, rows: NewRows, *, model: MTPModel, drafter: Drafter) -> jax.Array:
-    """Returns `[B]` the position that prefill starts from: 0, or behind the entries that the slot already holds."""
+    """Returns `[B]` int32 first position to prefill: 0, or the first one without reusable cache entries."""
+    # The request states how many of its tokens the slot decoded before, and the cache states how many it holds.
     start = jnp.minimum(rows.num_cached, state.trunk.length)
     extended = drafter.num_extended(state.drafter)
     if extended is not None:
-        # A drafter's entries also depend on the next tokens: the last M cached positions are processed again.
+        # Entry i of MTP module k (0-based) also depends on token i+k+1. The new prompt may differ from the old text
+        # there, so the last M cached positions are processed again.
         start = jnp.minimum(start - model.config.num_mtp_modules, extended)
-    # The last prompt token is always processed: its output gives the first new token.
+    # The last prompt token is always processed, because its output gives the first new token.
     return jnp.clip(start, 0, rows.length - 1)
 
 
@@ -80,16 +83,18 @@ def prefill(
 
     Args:
         params: model parameters.
-        prepared: the drafter's prepared parameters.
+        prepared: the drafter's prepared parameters (`Drafter.prepare`).
         state: rows whose committed text is the prompt.
-        start: `[B]` first position to process; the caches hold the positions before it.
+        start: `[B]` int32 first position to process; the caches hold the positions before it.
         model: the model.
         drafter: the draft method.
         spec: the shape of a round.
 
     Returns:
-        The state before the first round: the newest token is pending.
+        The state before the first round. Each row has one new token, which is pending: no cache holds it.
     """
+    # All rows run as many chunks as the row with the most tokens to process. The number of chunks is dynamic, so
+    # prompts of other lengths compile nothing.
     apply = bind(model, params)
     capacity, chunk, length = state.tokens.shape[1], spec.chunk, state.length
     B, dtype = len(length), params["embedding"].dtype
@@ -97,12 +102,14 @@ def prefill(
 
     def process_chunk(carry):
         index, trunk, draft_state, last_hidden = carry
-        # 1. Rows of different lengths share the passes. A row that is complete writes behind its text.
+        # 1. Take each row's next tokens. Rows of different lengths share the passes: a row that is complete processes
+        #    garbage in the slots behind its text, where later passes overwrite it.
         begin = jnp.minimum(start + index * chunk, length)
         num_valid = jnp.clip(length - begin, 0, chunk)
         view = cached_view(model.config, begin, chunk, capacity, num_valid=num_valid)
         tokens = read_rows(state.tokens, begin, chunk)
-        # 2. The trunk, then the drafter over the same positions.
+        # 2. Run the trunk, then the drafter over the same positions with the trunk's hidden states. The drafter's cache
+        #    must cover the whole prompt, or its drafts are accepted less often.
         output = apply(tokens, view, trunk, layer_ids=drafter.layer_ids, method="run_trunk")
         draft_state = drafter.extend(
             prepared,
@@ -112,7 +119,7 @@ def prefill(
             model=model,
             spec=spec,
         )
-        # 3. Keep the hidden state of the last prompt token, in whichever chunk it is.
+        # 3. Keep the hidden state of each row's last prompt token, which may be in any chunk.
         place = length - 1 - begin
         found = read_rows(output.hidden, jnp.clip(place, 0, chunk - 1), 1)
         is_here = (place >= 0) & (place < chunk)
@@ -120,12 +127,14 @@ def prefill(
 
     carry = (0, state.trunk, state.drafter, jnp.zeros((B, 1, model.config.hidden_size), dtype))
     _, trunk, draft_state, last_hidden = jax.lax.while_loop(lambda carry: carry[0] < num_chunks, process_chunk, carry)
-    # The first new token comes from the last prompt token's output, as in plain decoding.
+    # Choose the first new token from the last prompt token's logits. The draw is keyed by the token's position, as in
+    # plain decoding, so the same seed gives the same token there.
     logits = apply(last_hidden, method="logits")
     adjusted = adjust_logits(logits, state, None, jnp.zeros_like(length)[:, None], model)
     first = jnp.argmax(adjusted, axis=-1).astype(jnp.int32)
     if spec.rule != "greedy":
         sampling = state.settings.sampling
         first = draw_target(distribution(adjusted, sampling), sampling, length[:, None])
+    # Append it as the pending token: the trunk's cache covers every token before it.
     state, _ = append_tokens(state.replace(trunk=trunk, drafter=draft_state), first, jnp.ones_like(length), logits)
     return state.replace(trunk=commit(trunk, state.length - 1))

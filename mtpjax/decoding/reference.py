@@ -1,4 +1,4 @@
-"""The plain twin of the compiled loop: one token per pass, in Python."""
+"""The reference of the compiled loop: plain decoding in Python, one token per trunk pass."""
 
 import functools
 
@@ -22,15 +22,18 @@ def plain_generate(
     stop_sequences: tuple[tuple[int, ...], ...] = (),
     sampling: Sampling | None = None,
 ) -> list[int]:
-    """Continues one prompt, token by token. `speculative_generate` must give the same tokens.
+    """Continues one prompt, one token per pass. Tests require the same tokens from the compiled loop.
+
+    With rule `greedy` or `sample` and the same seed, `speculative_generate` returns these tokens, since the target's
+    draws are keyed by seed and position alone.
 
     Args:
         params: model parameters.
         prompt: token ids.
         model: the model.
-        max_new_tokens: limit of new tokens.
-        stop_token_ids: end after any of these, and return it.
-        stop_sequences: end after any of these, and return it.
+        max_new_tokens: maximum number of new tokens.
+        stop_token_ids: the text ends after any of these tokens, and includes it.
+        stop_sequences: the text ends after any of these sequences, and includes it.
         sampling: one row's parameters; None picks the arg-max.
 
     Returns:
@@ -39,10 +42,12 @@ def plain_generate(
     capacity = len(prompt) + max_new_tokens
     cache = empty_cache(model.config, model.config.trunk_kinds, 1, capacity, params["embedding"].dtype)
     step = functools.partial(_step, params, model=model, capacity=capacity)
-    # Prefill in one pass.
+    # 1. Prefill in one pass, without chunks.
     logits, cache = step(jnp.asarray([prompt], jnp.int32), cache)
     if sampling is None:
         sampling = Sampling.greedy(1)
+    # 2. The inputs that the choice of a token needs besides logits: single stop tokens, which `min_new` bans, and the
+    #    tokens of the prompt, to which the repetition penalty applies.
     new: list[int] = []
     stops = [(token,) for token in stop_token_ids] + list(stop_sequences)
     singles = jnp.array([[stop[0] for stop in stops if len(stop) == 1] + [-1]], jnp.int32)
@@ -50,10 +55,11 @@ def plain_generate(
     is_prompt = jnp.asarray(np.bincount(prompt, minlength=V)[None] > 0)
     least = int(sampling.min_new[0])
     while True:
-        # Choose a token from the newest logits, then pass it through the trunk.
+        # 3. Choose the next token from the newest logits. Penalties count all tokens so far.
         counts = jnp.asarray(np.bincount(np.array(new, int), minlength=V)[None], jnp.int32)
         history = History(is_prompt, counts)
         new.append(int(_pick(logits, sampling, history, len(new), len(prompt) + len(new), singles, model=model)))
+        # 4. End the text at a stop sequence or at the limit; otherwise pass the token through the trunk.
         is_stopped = any(tuple(new[-len(stop) :]) == stop for stop in stops) and len(new) > least
         if is_stopped or len(new) == max_new_tokens:
             return new
@@ -71,7 +77,7 @@ def _pick(
     *,
     model: MTPModel,
 ) -> jax.Array:
-    """Adjusts, filters and draws the token for `position`, after `num_new` new ones."""
+    """Returns the token for `position`, the one after `num_new` new tokens, as in the compiled loop."""
     adjusted = adjust(
         logits[None, None],
         sampling,
@@ -86,7 +92,7 @@ def _pick(
 
 @functools.partial(jax.jit, static_argnames=("model", "capacity"))
 def _step(params: dict, tokens: jax.Array, cache: Cache, *, model: MTPModel, capacity: int) -> tuple[jax.Array, Cache]:
-    """Passes `tokens [1, T]` through the trunk; returns the logits after them `[V]`, and the cache."""
+    """Runs the trunk over `tokens [1, T]`; returns the logits `[V]` after the last one, and the cache."""
     T = tokens.shape[1]
     view = cached_view(model.config, cache.length, T, capacity, num_valid=jnp.full(1, T, jnp.int32))
     apply = bind(model, params)

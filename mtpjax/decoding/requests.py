@@ -1,4 +1,4 @@
-"""Requests on the host: checked prompts and settings, laid out as the arrays that the compiled call takes."""
+"""Requests on the host: checks prompts and settings, and converts them to the arrays of the compiled call."""
 
 from typing import Any
 
@@ -15,13 +15,13 @@ from mtpjax.models.model import MTPModel
 
 
 def drafter_of(config: DecodeConfig) -> Drafter:
-    """Returns the drafter that `config` names; without draft levels, the one that drafts nothing.
+    """Returns the drafter that `config` names.
 
     Args:
         config: the settings.
 
     Returns:
-        A drafter.
+        The drafter; for `num_steps=0` the base `Drafter`, which proposes no tokens.
 
     Raises:
         ValueError: if `config.drafter` is neither a known name nor a `Drafter`.
@@ -44,14 +44,15 @@ def prompt_rows(prompts: Any, lengths: Any = None) -> list[np.ndarray]:
 
     Args:
         prompts: token lists, or an array `[B, T]`.
-        lengths: `[B]` lengths of a right-padded array.
+        lengths: `[B]` prompt lengths of a right-padded array; None: every row is full.
 
     Returns:
-        One array per prompt.
+        One array per prompt, without padding.
 
     Raises:
-        ValueError: for shapes that do not fit, or text in the place of token ids.
+        ValueError: for shapes that do not fit, or text instead of token ids.
     """
+    # An array may be padded; its lengths say how much of each row is prompt.
     if isinstance(prompts, (np.ndarray, jax.Array)):
         prompts = np.asarray(prompts)
         if prompts.ndim != 2:
@@ -72,7 +73,7 @@ def prompt_rows(prompts: Any, lengths: Any = None) -> list[np.ndarray]:
 
 
 def check_request(rows: list[np.ndarray], model: MTPModel, config: DecodeConfig, drafter: Drafter) -> int:
-    """Checks everything that the compiled call would silently clamp.
+    """Checks prompts and settings. The compiled call would silently clamp values that are out of range.
 
     Args:
         rows: prompts.
@@ -81,10 +82,10 @@ def check_request(rows: list[np.ndarray], model: MTPModel, config: DecodeConfig,
         drafter: the draft method.
 
     Returns:
-        The longest sequence that a row may reach, in tokens.
+        The maximum length of a row in tokens, prompt included.
 
     Raises:
-        ValueError: one line that names the value and the limit.
+        ValueError: for the first violation, in one line with the value and the limit.
     """
     if not rows:
         raise ValueError("prompts is empty: decoding needs at least one row")
@@ -95,6 +96,7 @@ def check_request(rows: list[np.ndarray], model: MTPModel, config: DecodeConfig,
             raise ValueError(f"prompt {number} is empty" if not row.size else f"prompt {number} has shape {row.shape}")
         if not np.issubdtype(row.dtype, np.integer):
             raise ValueError(f"prompt {number} must hold token ids, got dtype {row.dtype}")
+        # The smallest and the largest id are enough to check the range.
         for token in (int(row.min()), int(row.max())):
             if not 0 <= token < vocab_size:
                 raise ValueError(f"prompt {number} holds token id {token}, outside 0..{vocab_size - 1}")
@@ -104,7 +106,20 @@ def check_request(rows: list[np.ndarray], model: MTPModel, config: DecodeConfig,
 
 
 def check_settings(model: MTPModel, config: DecodeConfig, drafter: Drafter) -> int:
-    """Checks settings against a model; returns and raises as `check_request`."""
+    """Checks settings against a model.
+
+    Args:
+        model: the model.
+        config: the settings.
+        drafter: the draft method.
+
+    Returns:
+        The maximum length of a row in tokens, prompt included.
+
+    Raises:
+        ValueError: for the first violation, in one line with the value and the limit.
+    """
+    # The model was trained on positions up to `max_position_embeddings`; `max_length` may only lower that limit.
     most, vocab_size = model.config.max_position_embeddings, model.config.vocab_size
     limit = most if config.max_length is None else config.max_length
     if limit > most:
@@ -112,8 +127,10 @@ def check_settings(model: MTPModel, config: DecodeConfig, drafter: Drafter) -> i
     for token in (*config.stop_token_ids, *(token for sequence in config.stop_sequences for token in sequence)):
         if not 0 <= token < vocab_size:
             raise ValueError(f"stop token id {token} is outside 0..{vocab_size - 1}")
+    # Unrolled layers have a cache each. A scan over stacked layers would copy every weight in each step.
     if model.scan_layers:
         raise ValueError("decoding needs unrolled layers: use unstack_layers(params, config) and MTPModel(config)")
+    # A recurrent layer has one running state per row, so it cannot follow the branches of a tree.
     if config.num_steps:
         if config.topk > 1 and "linear_attention" in model.config.layer_types:
             raise ValueError(f"linear attention supports only chains: set topk to 1, got {config.topk}")
@@ -122,15 +139,16 @@ def check_settings(model: MTPModel, config: DecodeConfig, drafter: Drafter) -> i
 
 
 def stop_table(config: DecodeConfig) -> np.ndarray:
-    """Lays out the stop sequences as a table.
+    """Converts the stop tokens and stop sequences to one table.
 
     Args:
         config: the settings.
 
     Returns:
-        `[N, Z]` int32, right-aligned, -1 before shorter sequences and in unused rows. N and Z are rounded up, so that
-        similar requests share a compiled program.
+        `[N, Z]` int32 sequences, right-aligned, with -1 before shorter sequences and in unused rows. N and Z are
+        rounded up, so that similar requests share a compiled program.
     """
+    # A stop token is a sequence of length 1. Without longer sequences the table keeps one column, the cheapest case.
     sequences = [(token,) for token in config.stop_token_ids] + list(config.stop_sequences)
     longest = max(map(len, sequences), default=1)
     width = 1 if longest == 1 else -(-longest // 8) * 8
@@ -162,35 +180,37 @@ def new_rows(
     features: Any = None,
     stops: np.ndarray | None = None,
 ) -> NewRows:
-    """Lays out checked requests as arrays.
+    """Converts checked requests to arrays.
 
     Args:
         rows: R prompts.
         model: the model.
         config: the requests' settings.
-        limit: longest sequence in tokens.
+        limit: maximum length of a row in tokens, prompt included.
         capacity: cache slots per row, L.
         sampling: the requests' sampling parameters.
-        key: seeds for rows that have none.
-        num_cached: `[R]` prompt tokens that the slots already hold; None: none.
-        features: `SamplingFeatures` of the state; None: the fewest that these requests need.
-        stops: `[N, Z]` stop table; None: `stop_table(config)`.
+        key: a `jax.random` key that seeds rows without a seed.
+        num_cached: `[R]` int32 prompt tokens whose cache entries the slots already hold; None: 0.
+        features: `SamplingFeatures` of the state; None: only those that these requests use.
+        stops: `[N, Z]` int32 stop table; None: `stop_table(config)`.
 
     Returns:
-        `NewRows` of host arrays; jit transfers them at once.
+        `NewRows` of host arrays; jit transfers all of them at once.
 
     Raises:
         ValueError: for sampling parameters out of range.
     """
+    # 1. Prompts, right-padded to the capacity. A row ends at `max_new_tokens` new tokens or at the maximum length.
     R = len(rows)
     lengths = np.array([row.size for row in rows], np.int32)
     limits = np.minimum(lengths + min(config.max_new_tokens, limit), limit).astype(np.int32)
     tokens = np.zeros((R, capacity), np.int32)
     for place, row in zip(tokens, rows, strict=True):
         place[: row.size] = row
+    # 2. Stop sequences. `min_new_tokens` bans those of a single token.
     singles = (*config.stop_token_ids, *(sequence[0] for sequence in config.stop_sequences if len(sequence) == 1))
     stops = stop_table(config) if stops is None else stops
-    # Host arrays: jit transfers all of them at once. Each field has a buffer of its own, since states are donated.
+    # 3. Settings per row. Each field owns its buffer, because the compiled call donates the state that holds them.
     arrays: dict[str, Any] = {
         "prompt_length": lengths.copy(),
         "limit": limits,

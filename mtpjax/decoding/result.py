@@ -14,9 +14,10 @@ from mtpjax.decoding.state import DecodeState
 class DecodeStats:
     """Acceptance counts per row, and the rates over all rows.
 
-    A step is one verification pass. It proposes each level of its depth once, however many nodes a tree has there.
-    Drafts that were cut off at a stop sequence or limit count as accepted, and `discarded` counts them, so `emitted +
-    discarded == 1 + steps + accepted`: prefill emits one token, and each step one beside the accepted drafts.
+    A step is one verification pass. It proposes each level of its depth once, whatever number of nodes a tree has
+    there. Prefill emits one token, and each step emits the accepted drafts and one bonus token. Drafts that a stop
+    sequence or limit cut off count as accepted, and `discarded` counts all tokens cut off. So
+    `emitted + discarded == 1 + steps + accepted`, with `accepted` summed over the levels.
 
     Attributes:
         steps: `[B]` verification passes.
@@ -34,29 +35,41 @@ class DecodeStats:
 
     @property
     def accept_length(self) -> float:
-        """Mean tokens per step, including the bonus token and cut-off ones; 1.0 without drafts, nan without steps."""
+        """Mean tokens per step over all rows, including the bonus token and tokens that were cut off.
+
+        1.0 without drafts, nan without steps. The micro average, as in vLLM's mean acceptance length.
+        """
         steps = self.steps.sum()
         return float(1 + self.accepted.sum() / steps) if steps else float("nan")
 
     @property
     def survival_rates(self) -> np.ndarray:
-        """`[K]` accepted drafts at each level over the steps that proposed it.
+        """Unconditional acceptance rates `[K]`: accepted drafts per level over the steps that proposed the level.
 
-        At a fixed depth, one plus their sum is the accept length.
+        At a fixed depth, the accept length is one plus their sum. vLLM reports these per position.
         """
         return self.accepted.sum(axis=0) / np.maximum(self.proposed.sum(axis=0), 1)
 
     @property
     def conditional_rates(self) -> np.ndarray:
-        """`[K]` share of drafts accepted among those whose predecessor was accepted, at a fixed depth."""
+        """Conditional acceptance rates `[K]`: the share of drafts accepted among those whose predecessor was accepted.
+
+        Defined for a fixed depth, where every step proposes all levels.
+        """
         survival = self.survival_rates
         before = np.concatenate([[1.0], survival])[: len(survival)]
         return survival / np.where(before > 0, before, 1)
 
     def check(self) -> None:
-        """Raises `AssertionError` if the counts contradict each other."""
+        """Checks the identities between the counts.
+
+        Raises:
+            AssertionError: if the counts contradict each other.
+        """
+        # Every emitted or discarded token is the prefill's, a step's bonus token or an accepted draft.
         gained = 1 + self.steps + self.accepted.sum(axis=1)
         assert (self.emitted + self.discarded == gained).all(), (self.emitted, self.discarded, gained)
+        # A draft is accepted only in a step that proposed its level, and only if the levels before it were accepted.
         assert (self.proposed <= self.steps[:, None]).all(), (self.proposed, self.steps)
         assert (self.accepted <= self.proposed).all(), (self.accepted, self.proposed)
         assert (np.diff(self.accepted, axis=1, prepend=self.steps[:, None]) <= 0).all(), self.accepted
@@ -67,11 +80,12 @@ class GenerationResult:
     """New tokens of B rows, without the prompts.
 
     Attributes:
-        tokens: `[B, N]` int32, zeros behind each row's end.
-        lengths: `[B]` int32 new tokens.
-        origins: `[B, N]` int8 draft level that proposed each token; 0 for the trunk's own.
-        finish_reasons: per row "stop" (a stop sequence) or "length" (the limit); "running" in a partial result.
-        logprobs: `[B, N]` float32 log-probabilities under the trunk's unmodified logits; None unless asked for.
+        tokens: `[B, N]` int32 new tokens, right-padded with zeros.
+        lengths: `[B]` int32 number of new tokens.
+        origins: `[B, N]` int8 draft level that proposed each token; 0 for bonus tokens.
+        finish_reasons: per row "stop" (a stop sequence), "length" (the limit) or "running" (not finished yet).
+        logprobs: `[B, N]` float32 log-probabilities under the trunk's unmodified logits; None unless
+            `DecodeConfig.logprobs` is set.
         is_exact: False if the acceptance rule changes the distribution of the text.
         stats: acceptance counts.
 
@@ -105,7 +119,7 @@ def collect(state: DecodeState, slots: Sequence[int] | None = None, *, is_exact:
     Args:
         state: a state; its rows may still be running.
         slots: rows to copy; None: all.
-        is_exact: value of the result's field of this name; False for a lossy acceptance rule.
+        is_exact: value of the result's `is_exact`; False for a lossy acceptance rule.
 
     Returns:
         The rows' new tokens so far, and their counts.
@@ -122,13 +136,13 @@ def collect(state: DecodeState, slots: Sequence[int] | None = None, *, is_exact:
         >>> collect(state, [1]).finish_reasons
         ('running',)
     """
-    # One transfer for all fields.
+    # 1. Copy all fields in one transfer. The caches stay on the device.
     names = ("tokens", "origin", "length", "done", "stopped", "steps", "proposed", "accepted", "discarded", "logprobs")
     fields = {name: getattr(state, name) for name in names} | {"prompt_length": state.settings.prompt_length}
     host = jax.device_get(fields)
     if slots is not None:
         host = {name: field[np.asarray(slots, np.int32)] for name, field in host.items()}
-    # The new tokens of a row begin behind its prompt.
+    # 2. Shift each row left by its prompt length, so that column 0 is its first new token, and zero the padding.
     lengths = host["length"] - host["prompt_length"]
     column = np.arange(lengths.max(initial=0))[None, :]
     place = np.minimum(host["prompt_length"][:, None] + column, host["tokens"].shape[1] - 1)
@@ -137,6 +151,7 @@ def collect(state: DecodeState, slots: Sequence[int] | None = None, *, is_exact:
     def new(name: str) -> np.ndarray:
         return np.where(is_new, np.take_along_axis(host[name], place, axis=1), 0)
 
+    # 3. Collect the finish reasons and counts. A row that ended without a stop sequence reached its limit.
     reasons: list[Literal["stop", "length", "running"]] = [
         "stop" if stopped else "length" if done else "running"
         for stopped, done in zip(host["stopped"], host["done"], strict=True)

@@ -1,12 +1,15 @@
-"""The resumable loop: requests enter and leave the slots of a running state. A server drives these functions.
+"""The resumable loop: requests enter and leave the slots of a running state, as in continuous batching.
+
+A server drives these functions:
 
     state = init_state(params, model=model, config=config, num_slots=8, max_length=2048)
     state = insert(params, state, [0, 3], prompts, model=model, config=config)
     state = run(params, state, 16, model=model, config=config, until="any")
     result = collect(state, [0])
 
-A row's tokens do not depend on the other rows, nor on when it was inserted. Three functions are compiled: insert, once
-per number of requests (rounded up to a power of two), and run, once per value of `until`.
+A row's tokens do not depend on the other rows or on the time of its insertion (an adaptive depth under a ratio rule is
+the exception, since the batch shares the depth). `insert` compiles once per number of requests, rounded up to a power
+of two, and `run` once per value of `until`.
 """
 
 import functools
@@ -42,22 +45,22 @@ def init_state(
     features: SamplingFeatures | None = None,
     mesh: Mesh | None = None,
 ) -> DecodeState:
-    """Makes a state with free slots.
+    """Makes a state whose slots are all free.
 
     Args:
         params: parameters of `model` with unrolled layers.
         model: the model.
-        config: settings; the static ones hold for every request. `acceptance="auto"` takes the rule for sampled rows,
-            which decodes rows at temperature 0 greedily too.
-        num_slots: rows that decode at the same time, B.
-        max_length: tokens that a row must have room for, prompt included (the room is rounded up); None: the model's
+        config: settings; the static ones hold for every request. `acceptance="auto"` resolves to the rule for sampled
+            rows, which also decodes rows at temperature 0 greedily.
+        num_slots: number of rows that decode at the same time, B.
+        max_length: minimum capacity of a row in tokens, prompt included (rounded up); None: the model's
             `max_position_embeddings`.
-        stops_shape: largest number and length of a request's stop sequences; None: `config`'s, at least (8, 8).
+        stops_shape: largest number and length of a request's stop sequences; None: that of `config`, at least (8, 8).
         features: sampling options that requests may use; None: all.
-        mesh: lays the state out over this mesh; None: the parameters' own, if they have one.
+        mesh: lays the state out over this mesh; None: the mesh of the parameters, if any.
 
     Returns:
-        The state.
+        The state, for `insert`.
 
     Raises:
         ValueError: for settings that contradict each other or exceed the model.
@@ -80,8 +83,9 @@ def init_state(
     length = limit if max_length is None else max_length
     if not 2 <= length <= limit:
         raise ValueError(f"max_length must be within 2..{limit}, got {length}")
-    # Prefill may write a whole chunk behind a prompt, and a round its widest draft behind a full sequence.
-    widest = max(spec.num_nodes, drafter.scratch_slots(model, spec), spec.chunk)
+    # Reserve slots behind the longest sequence: prefill writes whole chunks, and a round writes all of its nodes.
+    widest = max(spec.verify_width, drafter.scratch_slots(model, spec), spec.chunk)
+    # Array shapes and features are static, so they must cover every later request.
     if stops_shape is None:
         number, width = stop_table(config).shape
         stops_shape = (max(number, 8), max(width, 8))
@@ -113,7 +117,7 @@ def insert(
     num_cached: Sequence[int] | None = None,
     draft_params: Any = None,
 ) -> DecodeState:
-    """Puts new requests into free slots and prefills them. The other rows are not touched.
+    """Puts new requests into free slots and prefills them. The other rows do not change.
 
     Args:
         params: model parameters.
@@ -121,20 +125,20 @@ def insert(
         slots: one free slot per prompt.
         prompts: token lists, or an array `[R, T]`.
         model: the model.
-        config: settings of these requests: limits, stop sequences and thresholds are theirs alone; static settings
+        config: settings of these requests. Limits, stop sequences and thresholds apply only to them; static settings
             must be those of the state.
         sampling: sampling parameters per request; None picks the arg-max.
-        key: seeds for requests without one.
-        num_cached: per request, how many tokens at the beginning of its prompt equal the text that the slot decoded
-            before; their cache entries are used again. Attention layers only.
+        key: a `jax.random` key that seeds requests without a seed.
+        num_cached: per request, the number of tokens at the start of its prompt that equal the text that the slot
+            decoded before. Prefill reuses their cache entries. Attention layers only.
         draft_params: the drafter's own parameters; None takes the MTP modules' from `params`.
 
     Returns:
         The state with these rows running, each with its first new token.
 
     Raises:
-        ValueError: for bad prompts or settings, slots that are taken, repeated or out of range, and options that the
-            state was not made for.
+        ValueError: for invalid prompts or settings, slots that are taken, repeated or out of range, and options that
+            the state does not support.
 
     Example:
         >>> import jax
@@ -148,19 +152,22 @@ def insert(
         >>> collect(state, [2]).lengths.tolist()  # prefill emits the first new token
         [1]
     """
+    # 1. Check everything on the host before the state is donated, so a rejected request leaves the state usable.
     num_slots, capacity = state.tokens.shape
     drafter, spec, layout = _statics(params, model, config, num_slots)
     rows = prompt_rows(prompts)
     limit = check_request(rows, model, config, drafter)
-    # The state's capacity bounds every row: keep room for a whole prefill chunk and for the widest draft.
-    widest = max(spec.num_nodes, drafter.scratch_slots(model, spec), spec.chunk)
+    # The state's capacity bounds every row. Keep room for a whole prefill chunk and for the widest draft behind the
+    # text.
+    widest = max(spec.verify_width, drafter.scratch_slots(model, spec), spec.chunk)
     limit = min(limit, capacity - widest - 1)
     for number, row in enumerate(rows):
         if row.size >= limit:
             raise ValueError(f"prompt {number} has {row.size} tokens; the state has room for {limit - 1}")
     places = _checked_slots(state, slots, len(rows))
     cached = _checked_cache(num_cached, rows, model)
-    # Requests are padded to a power of two; padding goes to a slot that does not exist.
+    # 2. Pad the number of requests to a power of two, so few programs are compiled. Padding repeats the first request
+    #    and goes to slot `num_slots`, which does not exist, so `put_rows` drops it.
     padded = 1 << (len(rows) - 1).bit_length()
     extra = padded - len(rows)
     requests = new_rows(
@@ -178,6 +185,7 @@ def insert(
     if extra:
         requests = jax.tree.map(lambda leaf: np.concatenate([leaf, np.repeat(leaf[:1], extra, axis=0)]), requests)
         places = np.concatenate([places, np.full(extra, num_slots, np.int32)])
+    # 3. Prefill in one compiled call.
     if draft_params is None:
         draft_params = drafter.own_params(params, config, model=model)
     with device_settings(params, layout):
@@ -194,19 +202,19 @@ def run(
     until: Literal["all", "any"] = "all",
     draft_params: Any = None,
 ) -> DecodeState:
-    """Runs speculative rounds.
+    """Runs speculative rounds on all running rows.
 
     Args:
         params: model parameters.
         state: a state; donated, so use only the returned one.
-        max_rounds: most rounds to run, at least 0.
+        max_rounds: maximum number of rounds, at least 0.
         model: the model.
         config: the settings that the state was made with.
-        until: "all" stops when every row has ended, "any" when one has.
+        until: "all" stops when every row has ended, "any" when a running row ends.
         draft_params: the drafter's own parameters; None takes the MTP modules' from `params`.
 
     Returns:
-        The state.
+        The state after the last round.
 
     Raises:
         ValueError: for a negative `max_rounds` or an unknown `until`.
@@ -231,6 +239,7 @@ def run(
     drafter, spec, layout = _statics(params, model, config, len(state.length))
     if draft_params is None:
         draft_params = drafter.own_params(params, config, model=model)
+    # The limit enters as an array, so another value compiles nothing.
     with device_settings(params, layout):
         rounds = np.int32(min(max_rounds, np.iinfo(np.int32).max))
         return _run(params, draft_params, state, rounds, model=model, drafter=drafter, spec=spec, until=until)
@@ -271,7 +280,8 @@ def _run(
 def _statics(
     params: dict, model: MTPModel, config: DecodeConfig, num_slots: int
 ) -> tuple[Drafter, DecodeSpec, Mesh | None]:
-    """Resolves the drafter, the spec and the mesh. A state must serve any temperature, unless its rule is greedy."""
+    """Resolves the drafter, the spec and the mesh of a state."""
+    # Later requests may have any temperature, so only an explicit rule "greedy" makes the state greedy.
     layout = mesh_of(params["embedding"])
     spec = resolve_spec(config, model, layout, batch=num_slots, is_greedy=config.acceptance == "greedy")
     return drafter_of(config), spec, layout
@@ -287,27 +297,30 @@ def _checked_slots(state: DecodeState, slots: Sequence[int], num_rows: int) -> n
         raise ValueError(f"slots must be distinct, got {places.tolist()}")
     if (places < 0).any() or (places >= num_slots).any():
         raise ValueError(f"slots must be within 0..{num_slots - 1}, got {places.tolist()}")
+    # A slot is free if its row is done. Reading this waits for the device.
     is_done = np.asarray(jax.device_get(state.done))
     taken = [slot for slot in places.tolist() if not is_done[slot]]
     if taken:
-        raise ValueError(f"slots {taken} still hold running rows; run them to their end first")
+        raise ValueError(f"slots {taken} still hold running rows; run these until they end first")
     return places
 
 
 def _checked_cache(num_cached: Sequence[int] | None, rows: list[np.ndarray], model: MTPModel) -> np.ndarray:
-    """Returns `[R]` cached tokens; raises `ValueError` where they cannot be used."""
+    """Returns `[R]` int32 cached tokens per request; raises `ValueError` if prefill cannot reuse them."""
     cached = np.zeros(len(rows), np.int32) if num_cached is None else np.asarray(num_cached, np.int32)
     if cached.shape != (len(rows),):
         raise ValueError(f"num_cached has shape {cached.shape}, but there are {len(rows)} prompts")
     if any(not 0 <= count <= row.size for count, row in zip(cached.tolist(), rows, strict=True)):
         raise ValueError(f"num_cached must be within 0..prompt length, got {cached.tolist()}")
+    # Attention entries can be reused up to any position. A recurrent layer keeps only its newest state.
     if cached.any() and "linear_attention" in model.config.layer_types:
-        raise ValueError("num_cached must be 0 for a model with linear attention: its state cannot go back")
+        raise ValueError("num_cached must be 0 for a model with linear attention: its state cannot be rolled back")
     return cached
 
 
 def _fitted_stops(stops: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Lays a stop table out in the state's `shape`; raises `ValueError` if it is too large."""
+    """Copies a stop table into one of the state's `shape`; raises `ValueError` if it is too large."""
+    # Sequences fill the table's first rows and last columns, so the used part is a corner of it.
     is_used = stops != -1
     number, width = int(is_used.any(axis=1).sum()), int(is_used.any(axis=0).sum())
     if number > shape[0] or width > shape[1]:

@@ -1,8 +1,8 @@
-"""Random numbers of a row, as a function of (row seed, position, node, purpose).
+"""Random numbers per row, as a pure function of (row seed, position, node, purpose).
 
-No neighbour, batch size or restart changes a row's noise. Draws that belong to a round are keyed by the position at
-which the round began. Keying them by their own position would reuse noise that an earlier round has already
-conditioned on, which makes block verification biased. Draws from the target alone (plain decoding and the rule
+A row's noise does not depend on other rows, the batch size or a restart. Draws that belong to a round are keyed by the
+position at which the round began. Keying them by their own position would reuse noise on which an earlier round has
+already conditioned, and block verification would be biased. Draws from the target alone (plain decoding and the rule
 `sample`) are keyed by the position of the token, so both produce the same text from the same seed.
 """
 
@@ -21,15 +21,16 @@ def threefry(key: tuple[jax.Array, jax.Array], counter: tuple[jax.Array, jax.Arr
     `jax.extend.random.threefry_2x32`, which XLA compiles to a loop of small kernels on a CPU; this form fuses into one.
 
     Args:
-        key: two uint32 words.
-        counter: two uint32 words; broadcast against the key.
+        key: two uint32 arrays, the words of the key.
+        counter: two uint32 arrays, the words of the counter, which broadcast against the key.
 
     Returns:
-        Two uint32 words.
+        Two uint32 arrays of the broadcast shape.
     """
+    # The third key word and its constant are part of the Threefish key schedule.
     words = (*key, key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA))
     x, y = counter[0] + words[0], counter[1] + words[1]
-    # Five groups of four rounds; a key word is mixed in after each group.
+    # Five groups of four rounds. A round adds, rotates and xors; two key words are added after each group.
     for group in range(5):
         for turn in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
             x = x + y
@@ -40,17 +41,19 @@ def threefry(key: tuple[jax.Array, jax.Array], counter: tuple[jax.Array, jax.Arr
 
 
 def _bits(seed: jax.Array, position: jax.Array, purpose: int, node: jax.Array, size: int) -> jax.Array:
-    """`[B, T, size]` uint32 from `seed [B, 2]` uint32, `position [B, T]` and `node [T]`."""
+    """Returns random bits `[B, T, size]` uint32 for `seed [B, 2]` uint32, `position [B, T]` and `node [T]`."""
+    # Node and purpose share one counter word, since there are four purposes.
     place = position.astype(jnp.uint32)[:, :, None]
     use = (4 * node + purpose).astype(jnp.uint32)[None, :, None]
-    # First derive a key of this draw from the row's seed, then count through the vocabulary with it.
+    # Derive a key for this draw from the row's seed, then use the index in the vocabulary as the counter under that
+    # key.
     own = threefry((seed[:, 0, None, None], seed[:, 1, None, None]), (place, jnp.broadcast_to(use, place.shape)))
     index = jnp.arange(size, dtype=jnp.uint32)[None, None, :]
     return threefry(own, (index, jnp.zeros_like(index)))[0]
 
 
 def _to_unit_interval(bits: jax.Array) -> jax.Array:
-    """float32 in the open interval (0, 1), in steps of 2^-23."""
+    """Converts uint32 bits to float32 in the open interval (0, 1), in steps of 2^-23."""
     return ((bits >> 9).astype(jnp.float32) + 0.5) * 2**-23
 
 
@@ -61,7 +64,7 @@ def gumbel(seed: jax.Array, position: jax.Array, purpose: int, node: jax.Array, 
 
     Args:
         seed: `[B, 2]` uint32.
-        position: `[B, T]` position that keys the draw.
+        position: `[B, T]` position that keys the draw; see the module's docstring.
         purpose: `DRAFT`, `ACCEPT`, `FINAL` or `TARGET`.
         node: `[T]` node of the draft tree.
         size: vocabulary size V.
@@ -73,11 +76,11 @@ def gumbel(seed: jax.Array, position: jax.Array, purpose: int, node: jax.Array, 
 
 
 def uniform(seed: jax.Array, position: jax.Array, purpose: int, node: jax.Array) -> jax.Array:
-    """Draws uniforms `[B, T]` in (0, 1); arguments as in `gumbel`."""
+    """Draws uniforms `[B, T]` float32 in the open interval (0, 1); arguments as in `gumbel`."""
     return _to_unit_interval(_bits(seed, position, purpose, node, 1))[:, :, 0]
 
 
 def seeds_from(key: jax.Array, batch: int) -> jax.Array:
-    """Derives row seeds `[B, 2]` uint32 from a `jax.random` key; the seed of row b depends on b alone."""
+    """Derives row seeds `[B, 2]` uint32 from a `jax.random` key. The seed of row b depends only on the key and b."""
     rows = jax.vmap(lambda row: jax.random.bits(jax.random.fold_in(key, row), (2,), jnp.uint32))
     return rows(jnp.arange(batch))

@@ -1,4 +1,8 @@
-"""From logits to the distribution that a request asks for. Drafting, verification and plain decoding share it."""
+"""Sampling: converts logits to the distribution that a request asks for, and draws from it.
+
+Drafting, verification and plain decoding share these functions. Ratio rules are exact only if q is the distribution
+that drafts were really drawn from, and text equals plain decoding only if p is transformed in the same way.
+"""
 
 import dataclasses
 
@@ -13,7 +17,7 @@ BITS_OF_TWO = 0x40000000  # bits of 2.0 as float32: above every probability
 
 @dataclasses.dataclass(frozen=True)
 class SamplingFeatures:
-    """The sampling options that are compiled in. An option that is off costs nothing and its values are not read."""
+    """The sampling options that are compiled in. An option that is off costs nothing, and its values are ignored."""
 
     top_k: bool = False
     top_p: bool = False
@@ -26,14 +30,14 @@ class SamplingFeatures:
 
     @classmethod
     def everything(cls) -> "SamplingFeatures":
-        """Returns features with every option compiled in, for states whose later requests are not known yet."""
+        """Returns features with every option compiled in, for states that serve requests of any kind."""
         return cls(**{field.name: True for field in dataclasses.fields(cls)})
 
 
 class Sampling(flax.struct.PyTreeNode):
-    """Sampling parameters of B rows, as arrays. The tree has the same leaves whichever options are in use."""
+    """Sampling parameters of B rows, as arrays. The pytree has the same leaves for all options."""
 
-    temperature: jax.Array  # [B] float32; 0: arg-max
+    temperature: jax.Array  # [B] float32; 0: greedy
     seed: jax.Array  # [B, 2] uint32
     top_k: jax.Array  # [B] int32; V: off
     top_p: jax.Array  # [B] float32; 1: off
@@ -47,18 +51,18 @@ class Sampling(flax.struct.PyTreeNode):
 
     @classmethod
     def greedy(cls, batch: int, vocab_size: int = 0, features: SamplingFeatures | None = None) -> "Sampling":
-        """Makes parameters that pick the arg-max and change nothing else.
+        """Makes parameters for greedy decoding, with every other option at its neutral value.
 
         Args:
             batch: number of rows, B.
-            vocab_size: V; needed only where `features` includes top_k or bias.
+            vocab_size: V; needed only if `features` includes top_k or bias.
             features: the options to compile in; none by default.
 
         Returns:
             `Sampling` with neutral values.
         """
         features = features or SamplingFeatures()
-        # Every field has a buffer of its own, since states are donated.
+        # Each field owns its buffer, because a compiled call donates the state that holds them.
         return cls(
             temperature=jnp.zeros(batch),
             seed=jnp.zeros((batch, 2), jnp.uint32),
@@ -75,7 +79,7 @@ class Sampling(flax.struct.PyTreeNode):
 
     @property
     def counts_tokens(self) -> bool:
-        """True if a penalty needs to know which tokens came before."""
+        """True if a penalty is compiled in, so that the logits depend on the tokens before."""
         return self.features.repetition or self.features.frequency or self.features.presence
 
     @property
@@ -85,7 +89,7 @@ class Sampling(flax.struct.PyTreeNode):
 
 
 class History(flax.struct.PyTreeNode):
-    """Token counts that penalties read; `[B, 0]` if no penalty is compiled in."""
+    """Token counts of the committed text, for the penalties; `[B, 0]` if no penalty is compiled in."""
 
     prompt: jax.Array  # [B, V] bool, True for tokens of the prompt
     counts: jax.Array  # [B, V] int32, occurrences among the new tokens
@@ -98,10 +102,10 @@ class History(flax.struct.PyTreeNode):
 
 
 class Path(flax.struct.PyTreeNode):
-    """The drafted tokens between the committed text and each of T nodes."""
+    """The drafted tokens on the path from the committed text to each of T nodes. Penalties count them too."""
 
     tokens: jax.Array  # [B, X] int32
-    is_ancestor: jax.Array  # [B, T, X] bool: tokens[b, x] stands before node t's next token
+    is_ancestor: jax.Array  # [B, T, X] bool: tokens[b, x] is node t or an ancestor of it
 
 
 def adjust(
@@ -126,17 +130,19 @@ def adjust(
         logits: `[B, T, V]`.
         sampling: the rows' parameters.
         history: the rows' token counts.
-        path: drafted tokens before each of the T nodes; None if there are none.
-        num_new: `[B, T]` new tokens before each node.
-        stop_ids: `[B, N]` single stop tokens of each row, -1 in unused places.
+        path: drafted tokens up to each node, that node included; None: none.
+        num_new: `[B, T]` int32 new tokens up to each node.
+        stop_ids: `[B, N]` int32 single stop tokens of each row, -1 in unused places.
         num_tokens: ids below this are real tokens.
 
     Returns:
         `[B, T, V]` float32.
     """
+    # Each option is a Python condition, so options that are not compiled in leave no trace in the program.
     features = sampling.features
     logits = logits.astype(jnp.float32)
     B, T, V = logits.shape
+    # 1. and 2. Penalties. The new text at a node consists of the committed new tokens and the node's path.
     if sampling.counts_tokens:
         counts = jnp.broadcast_to(history.counts[:, None], (B, T, V))
         if path is not None:
@@ -149,10 +155,12 @@ def adjust(
             logits = logits - sampling.frequency[:, None, None] * counts
         if features.presence:
             logits = logits - sampling.presence[:, None, None] * (counts > 0)
+    # 3. Bias and banned ids. -inf gives a token probability 0 in p and in q.
     if features.bias:
         logits = logits + sampling.bias[:, None]
     if num_tokens < V:
         logits = jnp.where(jnp.arange(V)[None, None] < num_tokens, logits, -jnp.inf)
+    # 4. Early stop tokens.
     if features.min_new:
         is_stop = (jnp.arange(V)[None, :, None] == stop_ids[:, None, :]).any(axis=2)
         is_early = num_new < sampling.min_new[:, None]
@@ -161,7 +169,7 @@ def adjust(
 
 
 def _occurrences(path: Path, size: int) -> jax.Array:
-    """Counts each token on the way to each node: `[B, T, V]` int32."""
+    """Counts each token on the path to each node: `[B, T, V]` int32."""
 
     def count(tokens, is_ancestor):  # [X], [X]
         return jnp.zeros(size, jnp.int32).at[tokens].add(is_ancestor.astype(jnp.int32))
@@ -172,9 +180,10 @@ def _occurrences(path: Path, size: int) -> jax.Array:
 def distribution(logits: jax.Array, sampling: Sampling) -> jax.Array:
     """Converts adjusted logits to the probabilities that a token is sampled from.
 
-    The softmax of `l / temperature` is cut to the top_k most likely tokens and renormalised; then to the most likely
-    ones whose sum reaches top_p (Holtzman et al., 1904.09751); then to those with at least min_p of the largest
-    probability (2407.01082). Equally likely tokens are kept or dropped together.
+    Three filters apply to `softmax(l / temperature)` in this order, each followed by a renormalisation: top_k keeps the
+    most likely tokens; top_p keeps the most likely tokens whose sum reaches top_p (Holtzman et al., 1904.09751); min_p
+    keeps tokens with at least min_p times the largest probability (2407.01082). Equally likely tokens are kept or
+    dropped together.
 
     Args:
         logits: `[B, T, V]` float32, from `adjust`.
@@ -185,18 +194,23 @@ def distribution(logits: jax.Array, sampling: Sampling) -> jax.Array:
         one-hot at token 0.
     """
     features = sampling.features
+    # 1. Softmax. Greedy rows, and rows in which every token is banned, become one-hot at the end; until then they get
+    #    harmless values, so that no NaN appears.
     temperature = sampling.temperature[:, None, None]
     is_greedy = (temperature == 0) | (logits.max(axis=-1, keepdims=True) == -jnp.inf)
     scaled = scale(jnp.where(is_greedy, 0, logits), jnp.where(temperature == 0, 1, temperature))
     probabilities = jax.nn.softmax(scaled, axis=-1)
+    # 2. top_k: the threshold above which the count of tokens reaches k.
     if features.top_k:
         wanted = jnp.broadcast_to(sampling.top_k[:, None], logits.shape[:2]).astype(jnp.float32)
         probabilities = _keep(probabilities, _cut(probabilities, jnp.ones_like(probabilities), wanted))
+    # 3. top_p: the threshold above which the probability mass reaches top_p.
     if features.top_p:
-        # A row with top_p 1 asks for more than there is, so nothing is cut.
+        # A row with top_p 1 asks for infinite mass, so nothing is cut, whatever the rounding of the sum.
         wanted = jnp.where(sampling.top_p >= 1, jnp.inf, sampling.top_p)[:, None]
         wanted = jnp.broadcast_to(wanted, logits.shape[:2])
         probabilities = _keep(probabilities, _cut(probabilities, probabilities, wanted))
+    # 4. min_p: a threshold relative to the most likely token.
     if features.min_p:
         least = sampling.min_p[:, None] * probabilities.max(axis=-1)
         probabilities = _keep(probabilities, least)
@@ -204,7 +218,16 @@ def distribution(logits: jax.Array, sampling: Sampling) -> jax.Array:
 
 
 def scale(logits: jax.Array, temperature: jax.Array) -> jax.Array:
-    """Computes `(l - max l) / temperature`, which cannot overflow; zeros where every logit is -inf."""
+    """Divides logits by the temperature without overflow.
+
+    Args:
+        logits: `[..., V]` float32, possibly -inf.
+        temperature: float32, broadcasts against the logits; above 0.
+
+    Returns:
+        `(l - max l) / temperature`, which has the same softmax; zeros where every logit is -inf.
+    """
+    # Subtract the maximum first: l / temperature overflows at small temperatures.
     most = logits.max(axis=-1, keepdims=True)
     return jnp.where(most == -jnp.inf, 0, logits - jnp.where(most == -jnp.inf, 0, most)) / temperature
 
@@ -215,17 +238,18 @@ def one_hot(tokens: jax.Array, size: int) -> jax.Array:
 
 
 def _keep(probabilities: jax.Array, least: jax.Array) -> jax.Array:
-    """Drops probabilities below `least [B, T]` and renormalises."""
+    """Zeroes probabilities below `least [B, T]` and renormalises the rest."""
     kept = jnp.where(probabilities >= least[:, :, None], probabilities, 0)
     return kept / kept.sum(axis=-1, keepdims=True)
 
 
 def _cut(values: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.Array:
-    """Finds the largest threshold such that the weights of all values at or above it sum to `wanted [B, T]`.
+    """Finds the largest threshold at which the weights of all values at or above it sum to at least `wanted [B, T]`.
 
-    Returns 0 where all weights together are not enough.
+    Returns 0 where all weights together sum to less.
     """
-    # Positive floats order like their bits, so bisecting over the bits needs 31 sums and no sort.
+    # Non-negative floats order like their bits, so a bisection over the 31 bits finds the threshold without a sort of
+    # the vocabulary. Invariant: the weights at or above `low` are enough, those above `high` are not.
     bits = jax.lax.bitcast_convert_type(values, jnp.int32)
 
     def halve(_, bounds):
@@ -240,20 +264,30 @@ def _cut(values: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.Array:
 
 
 def draw(probabilities: jax.Array, gumbel: jax.Array) -> jax.Array:
-    """Draws tokens `[B, T]` int32 from weights `[B, T, V]` with Gumbel noise of the same shape."""
-    return jnp.argmax(jnp.log(probabilities) + gumbel, axis=-1).astype(jnp.int32)
-
-
-def draw_target(probabilities: jax.Array, sampling: Sampling, position: jax.Array) -> jax.Array:
-    """Draws the tokens that plain decoding draws at `position [B, T]`.
+    """Draws tokens from unnormalised distributions.
 
     Args:
-        probabilities: `[B, T, V]`.
-        sampling: the rows' parameters; only the seeds are read.
-        position: `[B, T]` position of each token.
+        probabilities: `[B, T, V]` float32 weights; zero weights are never drawn.
+        gumbel: `[B, T, V]` float32 standard Gumbel noise.
 
     Returns:
         `[B, T]` int32.
     """
+    # The Gumbel-max trick: the arg-max of log p plus Gumbel noise is a draw from p.
+    return jnp.argmax(jnp.log(probabilities) + gumbel, axis=-1).astype(jnp.int32)
+
+
+def draw_target(probabilities: jax.Array, sampling: Sampling, position: jax.Array) -> jax.Array:
+    """Draws the tokens that plain decoding with the same seed draws at these positions.
+
+    Args:
+        probabilities: `[B, T, V]`.
+        sampling: the rows' parameters; only the seeds are read.
+        position: `[B, T]` int32 position of each drawn token.
+
+    Returns:
+        `[B, T]` int32.
+    """
+    # The position alone keys the draw. The node is always 0, since plain decoding has no tree.
     _, T, V = probabilities.shape
     return draw(probabilities, rng.gumbel(sampling.seed, position, rng.TARGET, jnp.zeros(T, jnp.int32), V))

@@ -1,4 +1,4 @@
-"""Sampling parameters on the host: `SamplingParams` checked and laid out as arrays for a batch."""
+"""Sampling parameters on the host: checks `SamplingParams` and converts them to arrays for a batch."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -15,14 +15,14 @@ from mtpjax.models.config import ModelConfig
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """A numeric sampling option.
+    """The range and the neutral value of a numeric sampling option.
 
     Attributes:
         feature: its name in `Sampling` and `SamplingFeatures`.
         dtype: dtype of its array.
-        neutral: the value that changes nothing.
-        least: smallest value.
-        most: largest value.
+        neutral: the value that turns the option off.
+        least: smallest allowed value.
+        most: largest allowed value.
         is_positive: True if 0 is not allowed.
     """
 
@@ -34,6 +34,7 @@ class Option:
     is_positive: bool = False
 
 
+# Numeric options by their names in `SamplingParams`.
 OPTIONS = {
     "top_k": Option("top_k", np.int32, 0, 0, np.inf),
     "top_p": Option("top_p", np.float32, 1, 0, 1, is_positive=True),
@@ -46,14 +47,17 @@ OPTIONS = {
 
 
 def temperatures(sampling: SamplingParams, batch: int) -> np.ndarray:
-    """Returns the rows' temperatures, `[B]` float32.
+    """Checks the rows' temperatures and converts them to an array.
 
     Args:
         sampling: the rows' parameters.
         batch: number of rows, B.
 
+    Returns:
+        `[B]` float32.
+
     Raises:
-        ValueError: for a temperature that is negative or not finite, or a sequence of another length.
+        ValueError: for a temperature that is negative or not finite, or a sequence whose length is not B.
     """
     return _numbers(sampling, "temperature", batch, np.float32, 0, np.inf)
 
@@ -67,25 +71,25 @@ def sampling_arrays(
     *,
     features: SamplingFeatures | None = None,
 ) -> Sampling:
-    """Checks sampling parameters and lays them out as arrays.
+    """Checks sampling parameters and converts them to arrays.
 
     Args:
         sampling: the rows' parameters.
         batch: number of rows, B.
         config: the model's config.
-        key: seeds for rows without one.
+        key: a `jax.random` key that seeds rows without a seed.
         stops: single stop tokens, which min_new_tokens bans.
-        features: options that are compiled in; None: the ones that some row uses.
+        features: options that are compiled in; None: those that some row uses.
 
     Returns:
         `Sampling` of host arrays.
 
     Raises:
-        ValueError: naming the field and the value, or an option that `features` lacks.
+        ValueError: for a value out of range, or an option that `features` lacks. The message names field and value.
     """
     V = config.vocab_size
     temperature = temperatures(sampling, batch)
-    # 1. Numeric options. An option is in use if some row differs from the neutral value.
+    # 1. Numeric options. An option is in use if some row's value differs from the neutral one.
     arrays: dict[str, Any] = {}  # host arrays, which jit transfers
     used: dict[str, bool] = {}
     for name, option in OPTIONS.items():
@@ -93,11 +97,13 @@ def sampling_arrays(
         if option.is_positive and (values == 0).any():
             raise ValueError(f"{name} must be above 0, got {getattr(sampling, name)}")
         arrays[option.feature], used[option.feature] = values, bool((values != option.neutral).any())
+    # Users write top_k 0 for "all tokens"; on the device V means the same and needs no special case.
     arrays["top_k"] = np.where(arrays["top_k"] == 0, V, arrays["top_k"]).astype(np.int32)
-    # 2. Bias and bans.
+    # 2. logit_bias, allowed_tokens and banned_tokens become one bias per token.
     bias = _bias(sampling, batch, config, stops, arrays["min_new"])
     used["bias"] = bias is not None
-    # 3. Compile in what is used, or what the running state was compiled with.
+    # 3. Features: a new call compiles in only the options in use. A running state has its features already, so a
+    #    request that uses any other option is an error.
     if features is None:
         features = SamplingFeatures(**used)
     missing = [name for name, is_used in used.items() if is_used and not getattr(features, name)]
@@ -114,7 +120,8 @@ def sampling_arrays(
 
 
 def _numbers(sampling: SamplingParams, name: str, batch: int, dtype, least: float, most: float) -> np.ndarray:
-    """Returns one value per row, `[B]`, checked against the range."""
+    """Returns one value per row, `[B]`; raises `ValueError` for values out of range."""
+    # Check in float64, so that large integers and values near the bounds are judged before they are rounded.
     try:
         values = np.asarray(getattr(sampling, name), np.float64)
     except (TypeError, ValueError) as error:
@@ -129,7 +136,7 @@ def _numbers(sampling: SamplingParams, name: str, batch: int, dtype, least: floa
 
 
 def _per_row(name: str, value: Any, batch: int, is_one: Callable[[Any], bool]) -> list[Any]:
-    """Repeats `value` for every row if it `is_one`; else it must be a sequence with one (or None) per row."""
+    """Returns one value (or None) per row: `value` itself for every row if `is_one(value)`, else its elements."""
     if is_one(value):
         return [value] * batch
     values = list(value)
@@ -141,7 +148,8 @@ def _per_row(name: str, value: Any, batch: int, is_one: Callable[[Any], bool]) -
 
 
 def _bias(sampling: SamplingParams, batch: int, config: ModelConfig, stops, min_new) -> np.ndarray | None:
-    """Returns `[B, V]` float32: logit_bias, and -inf for banned tokens; None if no row asks for either."""
+    """Returns the bias `[B, V]` float32, -inf for banned tokens; None if no row uses biases or bans."""
+    # A bias array costs B * V floats on the device, so it exists only if some row needs it.
     asked = (sampling.logit_bias, sampling.allowed_tokens, sampling.banned_tokens)
     if all(part is None for part in asked):
         return None
@@ -164,7 +172,7 @@ def _bias(sampling: SamplingParams, batch: int, config: ModelConfig, stops, min_
         is_list = np.iterable(value) and not isinstance(value, str)
         return is_list and all(isinstance(token, (int, np.integer)) for token in value)
 
-    # Biases add up; then everything outside allowed_tokens is banned; then banned_tokens.
+    # 1. Add the biases, then ban everything outside allowed_tokens, then ban banned_tokens.
     if sampling.logit_bias is not None:
         for row, mapping in zip(bias, _per_row("logit_bias", sampling.logit_bias, batch, is_mapping), strict=True):
             values = np.asarray(list((mapping or {}).values()), np.float32)
@@ -180,7 +188,8 @@ def _bias(sampling: SamplingParams, batch: int, config: ModelConfig, stops, min_
     if sampling.banned_tokens is not None:
         for row, banned in zip(bias, _per_row("banned_tokens", sampling.banned_tokens, batch, is_ids), strict=True):
             row[ids("banned_tokens", () if banned is None else banned)] = -np.inf
-    # Every row must be able to emit some token, also while its stop tokens are banned.
+    # 2. Check that every row can emit some token, even while min_new_tokens bans its stop tokens. Otherwise all of its
+    #    logits would be -inf.
     is_left = ~np.isneginf(bias[:, :count])
     for number, row in enumerate(is_left):
         if not row.any():
@@ -195,7 +204,8 @@ def _bias(sampling: SamplingParams, batch: int, config: ModelConfig, stops, min_
 
 
 def _seeds(sampling: SamplingParams, batch: int, key: jax.Array | None, *, is_needed: bool) -> np.ndarray | jax.Array:
-    """Returns row seeds `[B, 2]` uint32, the high word first."""
+    """Returns row seeds `[B, 2]` uint32, high word first."""
+    # Without explicit seeds the key seeds the rows. Greedy rows need neither.
     if sampling.seed is None:
         if key is None and is_needed:
             raise ValueError("a temperature above 0 needs SamplingParams.seed or a key")

@@ -1,4 +1,4 @@
-"""The static part of a decoding call: everything that is compiled into it."""
+"""The static part of a decoding call: the settings that select the compiled program."""
 
 import dataclasses
 from collections.abc import Callable
@@ -18,9 +18,9 @@ class DecodeSpec:
         topk: candidates per tree node; 1 drafts a chain.
         num_nodes: nodes verified per round, W, including the pending token.
         rule: acceptance rule, by name or as a callable.
-        is_adaptive: choose the depth of every round from 0..num_steps.
-        window: newest positions and attention sinks that the drafter's attention reads; None reads everything.
-        min_rows: fewest token rows per forward pass; narrower passes are padded.
+        is_adaptive: the depth policy chooses 0..num_steps levels for every round.
+        window: (newest positions, attention sinks) that the MTP modules attend to; None: all positions.
+        min_rows: minimum number of token rows per forward pass; narrower passes are padded.
         chunk: tokens per row in one prefill pass.
         logprobs: record the log-probability of every new token.
     """
@@ -42,26 +42,28 @@ class DecodeSpec:
         Args:
             config: the user's settings.
             is_greedy: True if every row decodes at temperature 0.
-            min_rows: fewest token rows per pass (`mtpjax.decoding.capacity.min_rows_per_pass`).
+            min_rows: minimum number of token rows per pass (`mtpjax.decoding.capacity.min_rows_per_pass`).
 
         Returns:
             The spec, with `acceptance="auto"` replaced by a rule.
 
         Raises:
-            ValueError: for a rule that cannot serve the temperature.
+            ValueError: for rule "greedy" with rows at a temperature above 0.
         """
+        # 1. "auto" picks an exact rule: comparison with the arg-max for greedy rows, block verification for sampled
+        #    chains, recursive rejection for sampled trees.
         rule = config.acceptance
         is_tree = config.topk > 1 and config.num_steps > 0
         if rule == "auto":
             rule = "greedy" if is_greedy else "recursive" if is_tree else "block"
-        # On a chain the tree rules are these chain rules, which cost less.
+        # 2. On a chain these tree rules reduce to chain rules, which cost less.
         if not is_tree:
             rule = {"recursive": "token", "traversal": "block"}.get(str(rule), rule)
         if rule == "greedy" and not is_greedy:
             raise ValueError(
                 "acceptance 'greedy' supports only temperature 0; use 'auto' or an exact sampling rule for sampled rows"
             )
-        # Without drafts the only question is how the next token is chosen.
+        # 3. Without drafts the rule only chooses the next token: the arg-max, or a sample from the target.
         if not config.num_steps:
             rule = "greedy" if is_greedy else "sample"
         return cls(
@@ -77,22 +79,28 @@ class DecodeSpec:
         )
 
     def at_depth(self, num_steps: int) -> "DecodeSpec":
-        """Returns the spec of a chain round with `num_steps` draft levels."""
+        """Returns the spec of a chain round with `num_steps` draft levels, for one inner loop of an adaptive call."""
+        # Without drafts there is no q to compare with, so a ratio rule becomes plain sampling.
         rule = self.rule if num_steps or self.rule == "greedy" else "sample"
         return dataclasses.replace(self, num_steps=num_steps, num_nodes=num_steps + 1, rule=rule)
 
     @property
+    def verify_width(self) -> int:
+        """Tokens per row of a verify pass: the nodes, and the padding to the narrowest pass that runs fast."""
+        return max(self.num_nodes, self.min_rows)
+
+    @property
     def is_ratio_rule(self) -> bool:
-        """True if the rule compares p with q, so drafts must be sampled from q and q must be kept."""
+        """True if the rule compares p with q, so the drafter must sample from q and report q."""
         return self.rule in ("token", "block", *FIXED_TREE_RULES) or getattr(self.rule, "needs_q", False)
 
     @property
     def tree_shape(self) -> TreeShape | None:
-        """The tree that is fixed before drawing (rules of `FIXED_TREE_RULES`); None for chains and chosen trees."""
+        """The tree that is fixed before drawing (rules of `FIXED_TREE_RULES`); None for chains and dynamic trees."""
         is_fixed = self.rule in FIXED_TREE_RULES and self.num_steps > 0
         return fixed_shape(self.topk, self.num_steps, self.num_nodes) if is_fixed else None
 
     @property
     def is_exact(self) -> bool:
-        """True if the rule keeps the target's distribution; a custom rule says so by its attribute `is_exact`."""
+        """True if the rule keeps the target's distribution. A custom rule declares it with its attribute `is_exact`."""
         return getattr(self.rule, "is_exact", False) if callable(self.rule) else self.rule in EXACT_RULES

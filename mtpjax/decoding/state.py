@@ -1,4 +1,4 @@
-"""The decoding state: everything that is carried from one speculative round to the next."""
+"""The decoding state: all arrays that one speculative round passes to the next."""
 
 from typing import Any
 
@@ -14,10 +14,10 @@ from mtpjax.models.model import MTPModel
 
 
 class RowSettings(flax.struct.PyTreeNode):
-    """The requests of B rows. The loop reads them and never changes them."""
+    """The requests' settings, per row. The loop reads them and never changes them."""
 
     prompt_length: jax.Array  # [B] int32
-    limit: jax.Array  # [B] int32, the row ends at this many tokens, prompt included
+    limit: jax.Array  # [B] int32, maximum number of tokens, prompt included
     stops: jax.Array  # [B, N, Z] int32 stop sequences, right-aligned; -1 before shorter ones and in unused rows
     rule_params: jax.Array  # [B, 2] float32, parameters of a lossy acceptance rule
     sampling: Sampling
@@ -31,16 +31,16 @@ class DecodeState(flax.struct.PyTreeNode):
 
     settings: RowSettings
     tokens: jax.Array  # [B, L] int32: committed tokens, then drafts and garbage
-    origin: jax.Array  # [B, L] int8: draft level that proposed the token; 0: the trunk, or the prompt
-    logprobs: jax.Array  # [B, L] float32 of new tokens; [B, 0] unless they are recorded
-    length: jax.Array  # [B] int32 committed tokens; the last one is pending: the trunk has not processed it
+    origin: jax.Array  # [B, L] int8: draft level that proposed the token; 0: a bonus token or the prompt
+    logprobs: jax.Array  # [B, L] float32 of new tokens; [B, 0] if `spec.logprobs` is off
+    length: jax.Array  # [B] int32 committed tokens; the last one is pending: the trunk has not processed it yet
     done: jax.Array  # [B] bool, the row has ended, or the slot is free
     stopped: jax.Array  # [B] bool, the row ended with a stop sequence
     history: History
     trunk: Cache  # the trunk's KV cache; holds the first length - 1 tokens
     drafter: Any  # the drafter's own state
-    policy: Policy | None  # of an adaptive depth
-    drafting_disabled: jax.Array  # [] bool: no depth can pay at these costs, so the drafter is not kept up to date
+    policy: Policy | None  # chooses the depth of an adaptive call; None: fixed depth
+    drafting_disabled: jax.Array  # [] bool: no depth can pay at these costs, so rounds do not extend the drafter
     steps: jax.Array  # [B] int32 verification passes
     proposed: jax.Array  # [B, K] int32 rounds that drafted at least this many levels
     accepted: jax.Array  # [B, K] int32 accepted drafts per level, including those cut off at a stop or limit
@@ -48,7 +48,7 @@ class DecodeState(flax.struct.PyTreeNode):
 
 
 class NewRows(flax.struct.PyTreeNode):
-    """R requests that enter a state."""
+    """R new requests, as arrays."""
 
     tokens: jax.Array  # [R, L] int32 prompts, right-padded
     length: jax.Array  # [R] int32 prompt lengths
@@ -57,7 +57,17 @@ class NewRows(flax.struct.PyTreeNode):
 
     @classmethod
     def without_stops(cls, tokens: jax.Array, length: jax.Array, limit: jax.Array, sampling: Sampling) -> "NewRows":
-        """Makes requests that only end at `limit [R]`, for prompts `tokens [R, L]` of `length [R]`."""
+        """Makes greedy or sampled requests without stop sequences.
+
+        Args:
+            tokens: `[R, L]` int32 prompts, right-padded.
+            length: `[R]` int32 prompt lengths.
+            limit: `[R]` int32 maximum number of tokens, prompt included.
+            sampling: the rows' sampling parameters.
+
+        Returns:
+            The requests.
+        """
         R = tokens.shape[0]
         settings = RowSettings(
             prompt_length=jnp.copy(length),  # a buffer of its own, since states are donated
@@ -91,16 +101,17 @@ def empty_state(
         spec: the shape of a round.
         batch: number of slots, B.
         capacity: cache slots per row, L.
-        stops_shape: number and length of the stop sequences, (N, Z).
+        stops_shape: largest number and length of a row's stop sequences, (N, Z).
         features: sampling options that are compiled in.
         dtype: dtype of the caches.
-        depth_costs: `[K+1]` durations of rounds, for an adaptive depth.
-        depth_rates: `[K]` measured acceptance rates, for an adaptive depth.
-        drafting_disabled: True if no depth can pay.
+        depth_costs: `[K+1]` durations of rounds, for an adaptive depth; None: fixed depth.
+        depth_rates: `[K]` measured acceptance rates, for an adaptive depth; None: unknown.
+        drafting_disabled: True if no depth can pay, so every round is a plain decoding step.
 
     Returns:
-        The state. Free slots hold a sequence of one token 0, so every index stays in range.
+        The state. Every slot holds a sequence of one token 0, so that indices such as `length - 1` stay in range.
     """
+    # The number and shape of the arrays depend only on static settings, so later requests fit without recompilation.
     config = model.config
 
     def zeros(*shape: int, dtype: Any = jnp.int32) -> jax.Array:
@@ -143,11 +154,11 @@ def begin_rows(state: DecodeState, rows: NewRows, *, vocab_size: int) -> DecodeS
         vocab_size: V.
 
     Returns:
-        The state before prefill: prompts as the committed text, counters at zero.
+        The state before prefill: prompts as the committed text, and counters at zero.
     """
     history = state.history
     if rows.settings.sampling.counts_tokens:
-        # Penalties see the prompt's tokens; padding behind the prompt does not count.
+        # The repetition penalty also applies to tokens of the prompt: mark them, without the padding behind the prompt.
         is_prompt = jnp.arange(rows.tokens.shape[1])[None, :] < rows.length[:, None]
         mark = jax.vmap(lambda row, is_set: jnp.zeros(vocab_size, bool).at[row].max(is_set))
         history = History(mark(rows.tokens, is_prompt), jnp.zeros_like(history.counts))
@@ -166,21 +177,39 @@ def begin_rows(state: DecodeState, rows: NewRows, *, vocab_size: int) -> DecodeS
 
 
 def take_rows(state: DecodeState, slots: jax.Array) -> DecodeState:
-    """Copies the rows `slots [R]` into a state of their own, without the shared depth policy."""
+    """Copies the rows `slots [R]` into a state of R rows, without the depth policy, which all rows share.
+
+    Args:
+        state: a state of B rows.
+        slots: `[R]` int32; an index outside the state copies the nearest row.
+
+    Returns:
+        The state of R rows.
+    """
+    # Leaves without a batch axis cannot be indexed by slot.
     shared = {"policy": None, "drafting_disabled": None}
     rows = jax.tree.map(lambda leaf: jnp.take(leaf, slots, axis=0, mode="clip"), state.replace(**shared))
     return rows.replace(drafting_disabled=state.drafting_disabled)
 
 
 def put_rows(state: DecodeState, rows: DecodeState, slots: jax.Array) -> DecodeState:
-    """Writes the rows of `rows` into `slots [R]` of `state`; slots outside the state are dropped."""
+    """Writes rows into slots of a state, the inverse of `take_rows`.
+
+    Args:
+        state: a state of B rows.
+        rows: a state of R rows.
+        slots: `[R]` int32 slot of each row; rows with an index outside the state are dropped.
+
+    Returns:
+        The state of B rows. Its depth policy forgets the counts of the replaced rows.
+    """
     shared = {"policy": None, "drafting_disabled": None}
     put = jax.tree.map(
         lambda leaf, new: leaf.at[slots].set(new, mode="drop"), state.replace(**shared), rows.replace(**shared)
     )
     policy = state.policy
     if policy is not None:
-        # A new request must not inherit the acceptance counts of the row that it replaces.
+        # A new request must not inherit the acceptance counts of the row that it replaces, since its text differs.
         is_new = jnp.zeros(len(state.length), bool).at[slots].set(True, mode="drop")
         policy = reset_rows(policy, is_new)
     return put.replace(policy=policy, drafting_disabled=state.drafting_disabled)

@@ -20,33 +20,33 @@ from mtpjax.models.model import MTPModel, bind
 
 
 class Verified(flax.struct.PyTreeNode):
-    """The trunk's pass over W nodes."""
+    """The outputs of the trunk's pass over W nodes. Exactly one of `logits` and `choices` is set."""
 
-    logits: jax.Array | None  # [B, W, V] float32, unmodified; None where only the arg-max is needed
-    choices: jax.Array | None  # [B, W] int32 arg-max after each node, where nothing else is needed
-    states: Any  # what the drafter selected, [B, W, ...]
-    trunk: Cache  # with the nodes appended
+    logits: jax.Array | None  # [B, W, V] float32, unmodified; None if the rule needs only the arg-max
+    choices: jax.Array | None  # [B, W] int32 arg-max after each node; None if the rule needs logits
+    states: Any  # trunk states that the drafter selected, [B, W, ...] per leaf
+    trunk: Cache  # the trunk's cache with the nodes appended; its length is unchanged
 
 
 class Acceptance(flax.struct.PyTreeNode):
-    """What the rule accepted."""
+    """The path that the rule accepted, and the tokens that the round appends."""
 
     path: jax.Array | None  # [B, K+1] int32 nodes of the accepted path; None for a chain, where it is 0, 1, ...
-    count: jax.Array  # [B] int32 accepted drafts
+    count: jax.Array  # [B] int32 accepted drafts, 0..K
     tokens: jax.Array  # [B, K+1] int32: the accepted drafts, then the bonus token, then garbage
 
 
 def verify(
     params: dict, state: DecodeState, draft: Draft, *, model: MTPModel, drafter: Drafter, spec: DecodeSpec
 ) -> Verified:
-    """Runs the trunk over the nodes, behind the committed text.
+    """Runs the trunk once over all W nodes, in the cache slots after the committed text.
 
     Args:
         params: model parameters.
         state: the rows.
         draft: the nodes.
         model: the model.
-        drafter: says which states to keep.
+        drafter: selects the trunk states that it needs later.
         spec: the shape of the round.
 
     Returns:
@@ -55,50 +55,56 @@ def verify(
     apply = bind(model, params)
     B, W = draft.tokens.shape
     chex.assert_shape(draft.tokens, (B, spec.num_nodes))
-    # The pass starts with the pending token, which the trunk has not seen.
+    # The pass starts with node 0, the pending token, whose cache entry does not exist yet.
     start = state.length - 1
-    # 1. Pad to the narrowest pass that runs fast. Padding nodes are behind all others and nobody sees them.
-    width = max(W, spec.min_rows)
+    # 1. Pad to the narrowest pass that runs fast. Padding follows all real nodes, so no real node attends to it.
+    width = spec.verify_width
     extra = width - W
     tokens = jnp.pad(draft.tokens, ((0, 0), (0, extra)))
-    # 2. In a tree each node attends to the text, its ancestors and itself.
+    # 2. Mask. In a chain the causal mask is enough. In a tree each node attends to the committed text, its ancestors
+    #    and itself, and its position follows from its depth, so siblings do not see each other.
     tree = None
     if draft.ancestor_mask is not None and draft.depths is not None:
         depths = jnp.pad(draft.depths, ((0, 0), (0, extra)))
         tree = TreeSlots(start, depths, jnp.pad(draft.ancestor_mask, ((0, 0), (0, extra), (0, extra))))
-    # A plain step commits its only token for sure, so recurrent layers can advance their state in the pass.
+    # A plain decoding step always commits its only node, so recurrent layers may advance their state within the pass.
+    # Otherwise they keep what each token contributes until acceptance decides.
     num_valid = None if spec.num_steps else (~state.done).astype(jnp.int32)
     view = cached_view(model.config, start, width, state.tokens.shape[1], num_valid=num_valid, tree=tree)
     output = apply(tokens, view, state.trunk, layer_ids=drafter.layer_ids, method="run_trunk")
-    # 3. Score. At temperature 0 without changes to the logits, the arg-max is enough and no logits are stored.
+    # 3. Score. For greedy rows with unmodified logits the arg-max is enough, and a kernel computes it without storing
+    #    [B, W, V] logits.
     logits = choices = None
     if spec.rule == "greedy" and not state.settings.sampling.changes_logits and not spec.logprobs:
         choices = apply(output.hidden, k=1, method="top_tokens")[1][:, :W, 0]
     else:
         logits = apply(output.hidden, method="logits")[:, :W]
+    # The drafter needs the hidden states of the accepted nodes in the next round, when it extends over them.
     states = jax.tree.map(lambda kept: kept[:, :W], drafter.select(output, model=model))
     return Verified(logits, choices, states, output.cache)
 
 
 def accept(state: DecodeState, draft: Draft, verified: Verified, *, model: MTPModel, spec: DecodeSpec) -> Acceptance:
-    """Applies the acceptance rule.
+    """Applies the acceptance rule and draws the bonus token.
 
     Args:
         state: the rows.
-        draft: the nodes and the distributions they were drawn from.
-        verified: the trunk's pass over them.
+        draft: the nodes, and the distributions q that they were drawn from.
+        verified: the outputs of the trunk's pass over the nodes.
         model: the model.
-        spec: the shape of the round, with the rule.
+        spec: the shape of the round, including the rule.
 
     Returns:
-        The accepted path and its tokens.
+        The accepted path and the tokens that the round appends.
     """
+    # Greedy without logits: a draft is accepted if it equals the arg-max after its parent.
     if verified.choices is not None:
         return _follow(draft, verified.choices, spec.num_steps)
     assert verified.logits is not None
     B, W, V = verified.logits.shape
     K, sampling = spec.num_steps, state.settings.sampling
-    # 1. The target's distribution after each node: penalties count the tokens on the way to it.
+    # 1. Adjust the logits after each node as plain decoding would adjust them after the same text. Penalties must count
+    #    the drafted tokens on the node's path, and `min_new` must count the new tokens up to the node's depth.
     depth = jnp.broadcast_to(jnp.arange(W)[None, :], (B, W)) if draft.depths is None else draft.depths
     num_new = (state.length - state.settings.prompt_length)[:, None] + depth
     path = None
@@ -106,27 +112,31 @@ def accept(state: DecodeState, draft: Draft, verified: Verified, *, model: MTPMo
         mask = draft.ancestor_mask
         if mask is None:
             mask = jnp.broadcast_to(jnp.tri(W, dtype=bool)[None], (B, W, W))
-        # The pending token is committed: the history counts it already.
+        # The path leaves out node 0: the pending token is committed, so the history already counts it.
         path = Path(draft.tokens, mask & (jnp.arange(W) > 0)[None, None])
     adjusted = adjust_logits(verified.logits, state, path, num_new, model)
     began = state.length[:, None]
 
-    # 2. Rules that compare drafts with the target's own choice.
+    # 2. Rules that choose the target's own token after each node and accept the drafts that equal it: arg-max for
+    #    "greedy", a sample from p for "sample". The text consists of the target's choices, so any tree is exact.
     if spec.rule == "greedy":
         return _follow(draft, jnp.argmax(adjusted, axis=-1).astype(jnp.int32), K)
     probabilities = distribution(adjusted, sampling)
     if spec.rule == "sample":
         return _follow(draft, draw_target(probabilities, sampling, began + depth), K)
 
-    # 3. Rules that accept with a probability: one coin per draft.
+    # 3. Rules that accept each draft with a probability, and therefore need one uniform per draft. The noise is keyed
+    #    by the position at which the round began and by the node, so no two rounds share it.
     nodes = jnp.arange(1, W + 1 if draft.parents is not None else W)
     coins = rng.uniform(sampling.seed, jnp.broadcast_to(began, (B, len(nodes))), rng.ACCEPT, nodes)
     if spec.rule in ("token", "block"):
+        # Chain rules need only the count: the accepted path is a prefix of the chain.
         assert draft.probabilities is not None
         rule = acceptance.token_chain if spec.rule == "token" else acceptance.block_chain
         count, weights = jax.vmap(rule)(draft.tokens[:, 1:], probabilities, draft.probabilities, coins)
         walked, accepted = None, draft.tokens[:, 1:]
     else:
+        # Tree rules walk from the root. A chain is a tree in which node n-1 is the parent of node n.
         parents = draft.parents
         if parents is None:
             parents = jnp.broadcast_to(jnp.arange(W)[None, :] - 1, (B, W))
@@ -136,7 +146,8 @@ def accept(state: DecodeState, draft: Draft, verified: Verified, *, model: MTPMo
         walked, count, weights = walk.path, walk.count, walk.weights
         accepted = jnp.take_along_axis(draft.tokens, walked[:, 1:], axis=1)
         walked = None if draft.parents is None else walked
-    # 4. The bonus token comes from what the rule left of the target's distribution.
+    # 4. Draw the bonus token from the weights that the rule returns: the residual max(p - q, 0) after a rejection, p
+    #    after a fully accepted path. This correction makes ratio rules exact.
     bonus = draw(weights[:, None], rng.gumbel(sampling.seed, began, rng.FINAL, jnp.zeros(1, jnp.int32), V))
     places = jnp.arange(K + 1)[None, :]
     tokens = jnp.where(places < count[:, None], jnp.pad(accepted, ((0, 0), (0, 1))), bonus)
@@ -144,16 +155,21 @@ def accept(state: DecodeState, draft: Draft, verified: Verified, *, model: MTPMo
 
 
 def _follow(draft: Draft, choices: jax.Array, num_steps: int) -> Acceptance:
-    """Accepts the drafts that equal the target's `choices [B, W]`."""
+    """Accepts the drafts that equal the target's `choices [B, W]` after their parents."""
+    # Chain: accept the longest prefix of matches. The choices themselves are the drafts up to there and the bonus
+    # token.
     if draft.parents is None:
         return Acceptance(None, acceptance.accept_greedy(draft.tokens[:, 1:], choices), choices)
+    # Tree: descend to the child that equals the choice, until no child does.
     follow = jax.vmap(lambda *row: acceptance.follow(*row, num_steps=num_steps))
     walked, count = follow(draft.tokens, draft.parents, choices)
     return Acceptance(walked, count, jnp.take_along_axis(choices, walked, axis=1))
 
 
 def _walk_rule(spec: DecodeSpec) -> Callable[..., acceptance.Walk]:
-    """Returns one row's rule: tokens, parents, p, q, coins and the row's parameters to a `Walk`."""
+    """Returns the rule for one row, a function of (tokens, parents, p, q, coins, the row's parameters) -> `Walk`."""
+    # Each rule takes what it needs of these. Thresholds of lossy rules are per-row arrays, so rows may differ in them
+    # and a new value compiles nothing.
     K = spec.num_steps
     if callable(spec.rule):
         custom = spec.rule

@@ -1,7 +1,7 @@
-"""What drafts are worth on given prompts: teacher-forced along the model's own text, and in decoding.
+"""Counts accepted drafts on given prompts: in decoding, and teacher-forced along the model's own text.
 
-Counts of each prompt; `mtpjax.evaluation.metrics` makes rates and lengths of them. *Predicted* is what the
-teacher-forced pass says of decoding (`mtpjax.evaluation.predict`).
+This module returns counts per prompt; `mtpjax.evaluation.metrics` turns them into rates and accept lengths. *Predicted*
+counts are those of decoding, computed from the teacher-forced pass (`mtpjax.evaluation.predict`).
 """
 
 import dataclasses
@@ -22,16 +22,23 @@ from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.evaluation.predict import acceptance_along, expected_rounds
 from mtpjax.models.model import MTPModel, forward, shift_left
 
-MOST_LOGITS = 1 << 28  # numbers of a teacher-forced pass: a gigabyte
+MOST_LOGITS = 1 << 28  # most float32 logits of one teacher-forced pass: 1 GiB
 
 
 @dataclasses.dataclass(frozen=True)
 class TeacherForced:
-    """Sums over the places of each prompt's continuation, `[P, K]`.
+    """Sums over the places of each prompt's continuation, `[P, K]`, from one teacher-forced pass.
 
-    A place counts at level k where its k-1 draft inputs are text and the trunk's own choice is known. `agrees`: level
-    k's arg-max is the trunk's; `survives`: levels 1..k are, `reached`: levels 1..k-1 are. `overlap` is 1 - TV of the
-    two distributions; the others of that name are the products of the levels' overlaps.
+    A place counts at level k if its k-1 draft inputs are tokens of the text and the trunk's own choice is known.
+
+    Attributes:
+        places: places that count.
+        agrees: places where level k's arg-max equals the trunk's.
+        reached: places where levels 1..k-1 agree.
+        survives: places where levels 1..k agree.
+        overlap: sum of 1 - TV between level k's distribution and the trunk's.
+        overlap_reached: sum of the product of the overlaps of levels 1..k-1.
+        overlap_survives: sum of the product of the overlaps of levels 1..k.
     """
 
     places: np.ndarray
@@ -45,24 +52,35 @@ class TeacherForced:
 
 @dataclasses.dataclass(frozen=True)
 class Acceptance:
-    """Counts of each of P prompts, over K levels."""
+    """Counts for P prompts and K draft levels.
+
+    Attributes:
+        forced: sums of the teacher-forced pass.
+        steps: `[P]` verification passes of decoding.
+        accepted: `[P, K]` accepted drafts of decoding per level.
+        predicted_accepted: `[P, K]` float64 predicted accepted drafts per level; nan unless `is_predictable`.
+        steps_at_depth: `[P, K]` float64 predicted steps if rounds had 1..K levels; nan unless `is_predictable`.
+        accepted_at_depth: `[P, K]` float64 predicted accepted drafts of all levels if rounds had 1..K levels.
+        is_identical: `[P]` bool, True if decoding with drafts returned plain decoding's text (`is_plain`).
+        texts: new tokens of plain decoding.
+    """
 
     forced: TeacherForced
-    steps: np.ndarray  # [P]
-    accepted: np.ndarray  # [P, K]
-    predicted_accepted: np.ndarray  # [P, K] float64, nan where the drafts are none that `is_predictable` knows
-    steps_at_depth: np.ndarray  # [P, K] float64, predicted if rounds had 1..K levels; the last are decoding's
-    accepted_at_depth: np.ndarray  # [P, K] float64, of all levels
-    is_identical: np.ndarray  # [P] whether the text is that of plain decoding with the same seed, see `is_plain`
-    texts: list[list[int]]  # plain decoding's
+    steps: np.ndarray
+    accepted: np.ndarray
+    predicted_accepted: np.ndarray
+    steps_at_depth: np.ndarray
+    accepted_at_depth: np.ndarray
+    is_identical: np.ndarray
+    texts: list[list[int]]
 
     @property
     def predicted_steps(self) -> np.ndarray:
-        """`[P]`."""
+        """`[P]` float64 predicted steps at the depth of the call."""
         return self.steps_at_depth[:, -1]
 
     def take(self, mask: np.ndarray) -> "Acceptance":
-        """Of the prompts in `mask [P]` alone."""
+        """Returns the counts of the prompts in `mask [P]` bool."""
         return Acceptance(
             forced=TeacherForced(*(array[mask] for array in _fields(self.forced))),
             texts=[text for text, is_in in zip(self.texts, mask, strict=True) if is_in],
@@ -70,6 +88,7 @@ class Acceptance:
         )
 
 
+# The per-prompt arrays of `Acceptance`, which batches and groups of prompts concatenate or index alike.
 _COUNTS = ("steps", "accepted", "predicted_accepted", "steps_at_depth", "accepted_at_depth", "is_identical")
 
 
@@ -84,21 +103,35 @@ def measure_acceptance(
     batch_size: int = 8,
     progress: Callable[[int], Any] = lambda count: None,
 ) -> Acceptance:
-    """Decodes the prompts plainly and with drafts, and runs the model over the plain texts. `progress` is told prompts.
+    """Decodes prompts plainly and with drafts, and runs a teacher-forced pass over the plain texts.
 
-    `temperature` is one for all prompts, or one for each; so greedy and sampled ones share a batch. The plain texts go
-    on behind a limit or stop token for as long as a round's drafts may, which is what these are compared with; where
-    the model has no such positions, predicted drafts end with the text.
+    Args:
+        params: parameters of `model` with unrolled layers.
+        prompts: P token lists.
+        model: the model.
+        config: decoding settings with `num_steps` of at least 1.
+        temperature: one temperature for all prompts, or one per prompt.
+        seed: seed of the first prompt; each further prompt's seed is one higher.
+        batch_size: prompts decoded together.
+        progress: called after each batch with its number of prompts.
 
-    Raises `ValueError` for what decoding refuses, and for no draft levels.
+    Returns:
+        The counts of every prompt.
+
+    Raises:
+        ValueError: for a config without draft levels, a batch size or temperature out of range, and settings that
+            decoding rejects.
     """
+    # Check before decoding, which may take minutes.
     if not config.num_steps:
         raise ValueError("acceptance needs draft levels: num_steps must be at least 1")
     if batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1, not {batch_size}")
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     temperatures = np.broadcast_to(np.asarray(temperature, float), len(prompts))
     if not (np.isfinite(temperatures) & (temperatures >= 0)).all():
         raise ValueError(f"temperature {temperature} must be finite and not negative")
+    # Drafts of the last round may reach up to K tokens past the text's end. Plain decoding continues that far, so that
+    # the prediction can compare them. Where the model has no positions left, predicted drafts end with the text.
     longest = model.config.max_position_embeddings
     beyond = dataclasses.replace(
         config,
@@ -111,11 +144,14 @@ def measure_acceptance(
     for begin in range(0, len(prompts), batch_size):
         rows = list(prompts[begin : begin + batch_size])
         warmth = temperatures[begin : begin + batch_size]
+        # 1. Decode plainly, and cut the text where the user's limits and stop sequences end it.
         asked = sampled(warmth, [seed + begin + number for number in range(len(rows))])
         long = generate(params, rows, model=model, config=beyond, **asked).rows()
         texts = [_ended(text, config, len(row), model) for row, text in zip(rows, long, strict=True)]
+        # 2. Decode with drafts and the same seeds, and check that the text is the same.
         result = speculative_generate(params, rows, model=model, config=config, **asked)
         is_identical = is_plain(params, rows, result.rows(), texts, model=model, config=config, **asked)
+        # 3. One teacher-forced pass over the plain text gives rates at every place, and the predictions.
         forced, predicted = _along(params, rows, texts, long, model=model, config=config, temperatures=warmth)
         steps, accepted = result.stats.steps, result.stats.accepted
         parts.append(Acceptance(forced, steps, accepted, **predicted, is_identical=is_identical, texts=texts))
@@ -124,6 +160,7 @@ def measure_acceptance(
 
 
 def _joined(parts: Sequence[Acceptance]) -> Acceptance:
+    """Concatenates the counts of several batches of prompts."""
     forced = zip(*(_fields(part.forced) for part in parts), strict=True)
     return Acceptance(
         forced=TeacherForced(*map(np.concatenate, forced)),
@@ -133,10 +170,10 @@ def _joined(parts: Sequence[Acceptance]) -> Acceptance:
 
 
 class Parting(NamedTuple):
-    """The first new token, from 0, that two texts do not share, and how far apart the logits of theirs are."""
+    """Where two texts first differ."""
 
-    place: int
-    gap: float
+    place: int  # number of new tokens that both share
+    gap: float  # distance between the trunk's logits of the two different tokens; inf where one text ends
 
 
 def partings(
@@ -147,19 +184,34 @@ def partings(
     *,
     model: MTPModel,
 ) -> list[Parting | None]:
-    """Of two texts behind each prompt, where they part (None: nowhere), by the trunk's logits as they are.
+    """Finds where two texts of each prompt first differ, and how close the trunk's logits of the two tokens are.
 
-    A text that is the other's beginning parts from it at its end, with an infinite gap.
+    A small gap means a near tie, which rounding can decide either way; a large gap means an error.
+
+    Args:
+        params: parameters of `model` with unrolled layers.
+        prompts: P token lists.
+        rows: new tokens of the first text of each prompt.
+        others: new tokens of the second text of each prompt.
+        model: the model.
+
+    Returns:
+        A `Parting` per prompt, None for equal texts. If one text is the beginning of the other, they differ at its end,
+        with an infinite gap. Logits are the trunk's unmodified ones.
     """
+    # The first differing token of each pair of texts.
     places: dict[int, int] = {}
     for number, texts in enumerate(zip(rows, others, strict=True)):
         unlike = [place for place, (token, other) in enumerate(itertools.zip_longest(*texts)) if token != other]
         if unlike:
             places[number] = unlike[0]
+    # Only pairs in which both texts have a token there have two logits to compare.
     compared = [number for number, place in places.items() if place < min(len(rows[number]), len(others[number]))]
     gaps = dict.fromkeys(places, math.inf)
     if compared:
         config = DecodeConfig(num_steps=0, max_new_tokens=1, logprobs=True)
+        # Decode one token behind the shared beginning, once with each token as the only allowed one. The reported
+        # log-probabilities are those of the unmodified logits, so the normaliser cancels in the difference.
         shared = [[*prompts[number], *rows[number][: places[number]]] for number in compared]
         logprobs = []
         for texts in (rows, others):
@@ -181,33 +233,66 @@ def is_plain(
     config: DecodeConfig,
     **asked,
 ) -> np.ndarray:
-    """Whether texts, decoded by `config`, are plain decoding's `[P]`; `asked` is what that call was given besides.
+    """Checks that texts decoded with drafts equal plain decoding's.
 
-    Below float32 passes of other widths round differently, and near ties fall either way: there a text that is not the
-    `plain` one may be that of plain decoding in passes as wide as the drafts'. An adaptive depth's have several widths,
-    but with `config.min_rows` that of the deepest; and linear attention's replayed states may differ in the last bit.
+    Below float32, matmuls round differently at different batch widths, so near-tied logits can flip. A text that
+    differs from `plain` is therefore compared again, with plain decoding in passes as wide as verification. This second
+    comparison is reliable for a fixed depth; rounds of an adaptive depth have several widths, unless `config.min_rows`
+    is the width of the deepest. The states that linear attention replays may also differ in the last bit.
+
+    Args:
+        params: parameters of `model` with unrolled layers.
+        prompts: P token lists.
+        rows: new tokens of decoding with `config`.
+        plain: new tokens of plain decoding.
+        model: the model.
+        config: the settings that `rows` were decoded with.
+        **asked: further arguments of that call, such as `sampling`.
+
+    Returns:
+        `[P]` bool.
     """
     found = np.array([row == other for row, other in zip(rows, plain, strict=True)])
     if found.all() or jnp.finfo(params["embedding"].dtype).bits >= 32:
         return found
+    # Decode plainly once more, padded to the width of verification.
     as_wide = dataclasses.replace(config, min_rows=max(config.num_nodes, config.min_rows or 1))
     wide = generate(params, prompts, model=model, config=as_wide, **asked).rows()
     return found | np.array([row == other for row, other in zip(rows, wide, strict=True)])
 
 
 def sampled(temperature, seeds: list[int]) -> dict[str, Any]:
-    """What a call gets beyond its prompts for rows of their own seeds; nothing where all are at temperature 0."""
+    """Makes the sampling arguments of a decoding call.
+
+    Args:
+        temperature: one temperature, or one per row.
+        seeds: one seed per row.
+
+    Returns:
+        `{"sampling": SamplingParams}`, or an empty dict if every row is at temperature 0.
+    """
     return {"sampling": SamplingParams(temperature=temperature, seed=seeds)} if np.any(temperature) else {}
 
 
 def is_predictable(config: DecodeConfig, rule: str) -> bool:
-    """Whether `mtpjax.evaluation.predict` knows how decoding accepts: chains of a fixed depth under an exact rule."""
+    """Returns whether `mtpjax.evaluation.predict` covers these settings.
+
+    It covers chains of a fixed depth under an exact rule. The teacher-forced pass has no draft window and no reduced
+    draft vocabulary, so it does not describe drafts that are made with them.
+
+    Args:
+        config: decoding settings.
+        rule: the resolved acceptance rule.
+
+    Returns:
+        True if predictions are possible.
+    """
     is_chain = config.topk == 1 and config.depth_policy == "fixed" and config.draft_window is None
     return is_chain and config.draft_vocabulary is None and rule in ("greedy", "sample", "token", "block")
 
 
 def _ended(text: list[int], config: DecodeConfig, prompt_length: int, model: MTPModel) -> list[int]:
-    """The text as `config` ends it: by its limits and stop sequences."""
+    """Cuts a text where the limits or stop sequences of `config` end it."""
     longest = config.max_length or model.config.max_position_embeddings
     text = text[: min(config.max_new_tokens, longest - prompt_length)]
     stops = [(token,) for token in config.stop_token_ids] + list(config.stop_sequences)
@@ -216,12 +301,17 @@ def _ended(text: list[int], config: DecodeConfig, prompt_length: int, model: MTP
 
 
 def _along(params, prompts, texts, long, *, model: MTPModel, config: DecodeConfig, temperatures: np.ndarray):
-    """One pass over the prompts and their `long` texts: `TeacherForced` of `texts`, and `Acceptance`'s predictions."""
+    """Runs one pass over the prompts and their `long` texts.
+
+    Returns:
+        `TeacherForced` of `texts`, and the predicted fields of `Acceptance`.
+    """
     places = _run_along(params, prompts, long, model=model, config=config, temperatures=temperatures)
     starts = np.array([len(prompt) for prompt in prompts])
     ends = starts + np.array([len(text) for text in texts])
     is_greedy = temperatures == 0
     rule = DecodeSpec.of(config, is_greedy=bool(is_greedy.all())).rule
+    # Expected counts for every depth 1..K; `accepted` keeps those of the deepest, the depth of the call.
     accepted, steps_at_depth, accepted_at_depth = np.full((3, len(prompts), config.num_steps), np.nan)
     if is_predictable(config, rule):
         acceptance = acceptance_along(places.is_text, places.log_ratio, is_greedy, rule=rule)
@@ -237,18 +327,20 @@ def _along(params, prompts, texts, long, *, model: MTPModel, config: DecodeConfi
 
 
 class Places(NamedTuple):
-    """What a teacher-forced pass says of each place i of a text and each level k: arrays `[B, T, K]`."""
+    """A teacher-forced pass, compared with the trunk at each place i and level k: arrays `[B, T, K]`."""
 
-    agrees: Any  # level k's arg-max is the trunk's choice for the same token, i + k + 1
-    overlap: Any  # 1 - TV of their distributions
-    is_text: Any  # level k's arg-max is the text's token
-    log_ratio: Any  # log q - log p of the text's token; -inf where the text has ended
+    agrees: Any  # bool: level k's arg-max equals the trunk's choice for the same token, i + k + 1
+    overlap: Any  # float: 1 - TV of their distributions
+    is_text: Any  # bool: level k's arg-max equals the text's token
+    log_ratio: Any  # float: log q - log p of the text's token; -inf past the end of the text
 
 
 def _run_along(
     params, prompts, continuations, *, model: MTPModel, config: DecodeConfig, temperatures: np.ndarray
 ) -> Places:
+    """Runs `compare_levels` over the texts, in groups whose logits fit `MOST_LOGITS`."""
     texts = [prompt + row for prompt, row in zip(prompts, continuations, strict=True)]
+    # All groups have the same number of rows and columns, so they share one compiled program.
     columns = bucket(max(map(len, texts)))
     size = columns * model.config.vocab_size * (config.num_steps + 1)
     rows_at_once = min(max(1, MOST_LOGITS // size), len(texts))
@@ -258,7 +350,7 @@ def _run_along(
         group = texts[begin : begin + rows_at_once]
         warmth = np.ones(rows_at_once, np.float32)
         warmth[: len(group)] = temperatures[begin : begin + rows_at_once]
-        group += [[0]] * (rows_at_once - len(group))  # one shape
+        group += [[0]] * (rows_at_once - len(group))  # the last group's padding rows
         tokens = np.array([text + [0] * (columns - len(text)) for text in group], np.int32)
         lengths = np.array([len(text) for text in group], np.int32)
         parts.append(jax.device_get(compare(params, tokens, lengths, np.where(warmth == 0, 1, warmth))))
@@ -267,8 +359,22 @@ def _run_along(
 
 @functools.partial(jax.jit, static_argnames=("model", "num_depths"))
 def compare_levels(params, tokens, lengths, temperature, *, model: MTPModel, num_depths: int) -> Places:
-    """Levels 1..num_depths against the trunk, at every place of `tokens [B, T]`."""
+    """Compares draft levels 1..num_depths with the trunk at every place of a text.
+
+    Args:
+        params: model parameters.
+        tokens: `[B, T]` int32, right-padded.
+        lengths: `[B]` tokens of each text.
+        temperature: `[B]` float32, above 0.
+        model: the model.
+        num_depths: draft levels, K.
+
+    Returns:
+        The comparison, `[B, T, K]`.
+    """
+    # Recycled levels see the keys that they see in decoding: the true prefix, then their own (`ttt`).
     output = forward(params, tokens, model=model, lengths=lengths, num_depths=num_depths, attention_layout="ttt")
+    # Decoding never picks ids that only pad the embedding table.
     is_token = jnp.arange(model.config.vocab_size) < (model.config.num_tokens or model.config.vocab_size)
 
     def logs(logits):
@@ -278,6 +384,7 @@ def compare_levels(params, tokens, lengths, temperature, *, model: MTPModel, num
     columns = jnp.arange(tokens.shape[1])[None, :]
     levels = []
     for depth, logits in enumerate(output.mtp_logits, start=1):
+        # Level k at place i and the trunk at place i + k both predict token i + k + 1.
         draft, trunk = logs(logits), shift_left(target, depth)
         text = shift_left(tokens, depth + 1)
         choice = jnp.argmax(draft, axis=-1)
@@ -286,6 +393,7 @@ def compare_levels(params, tokens, lengths, temperature, *, model: MTPModel, num
         levels.append(
             Places(
                 choice == jnp.argmax(trunk, axis=-1),
+                # The sum of min(p, q) is 1 - TV: the rate at which the rule "token" accepts a sampled draft.
                 jnp.exp(jnp.minimum(draft, trunk)).sum(axis=-1),
                 is_known & (choice == text),
                 jnp.where(is_known, of_draft - of_trunk, -jnp.inf),
@@ -295,11 +403,13 @@ def compare_levels(params, tokens, lengths, temperature, *, model: MTPModel, num
 
 
 def _forced(places: Places, starts: np.ndarray, ends: np.ndarray) -> TeacherForced:
-    """Sums over the continuations, which reach from `starts [B]` to `ends [B]`."""
+    """Sums over the continuations, tokens `starts [B]` to `ends [B]` of each text."""
+    # Place i counts from the last prompt token on, as long as the trunk's choice at i + k is inside the text.
     _, T, K = places.agrees.shape
     column, level = np.arange(T)[None, :, None], np.arange(1, K + 1)[None, None, :]
     is_counted = (column >= starts[:, None, None] - 1) & (column + level < ends[:, None, None])
 
+    # Products over levels 1..k-1 are those over 1..k, one level later.
     def before(products: np.ndarray) -> np.ndarray:
         return np.concatenate([np.ones_like(products[..., :1]), products[..., :-1]], axis=-1)
 

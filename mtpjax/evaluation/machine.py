@@ -1,4 +1,4 @@
-"""The machine that a measurement runs on, and how much other programs disturbed it. Imports no JAX."""
+"""Describes the machine of a measurement, and measures how much other programs disturbed it. Imports no JAX."""
 
 import os
 import pathlib
@@ -22,10 +22,10 @@ class Clock:
     """
 
     def __init__(self):
-        """Starts the clock."""
         self.begin = self._now()
 
     def _now(self) -> tuple[float, float, float]:
+        """Returns wall, CPU and waiting time in seconds. Where the kernel has no schedstat, waiting time is 0."""
         # The second number of Linux's schedstat counts the nanoseconds that a thread was ready but not running.
         waited = 0
         for task in pathlib.Path("/proc/self/task").glob("*/schedstat"):

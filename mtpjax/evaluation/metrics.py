@@ -1,9 +1,10 @@
-"""Metrics of acceptance: rates and accept lengths from the counts of `mtpjax.evaluation.acceptance`.
+"""Computes acceptance rates and accept lengths from the counts of `mtpjax.evaluation.acceptance`.
 
-Rates are named as in `mtpjax.decoding.result`: a level's *conditional* rate is over the places where all levels before
-it were right, its *survival* over all places. Accept lengths include the bonus token unless they say otherwise;
-*micro* is
-over all steps, *macro* the mean of each prompt's own. Intervals are 95 %, by resampling whole prompts.
+Rates have the names of `mtpjax.decoding.result`: a level's *conditional* rate is the share of accepted drafts among the
+places where all levels before it were accepted, its *survival* the share among all places. Accept lengths include the
+bonus token unless their name says otherwise. *Micro* averages over all steps, *macro* over the prompts' own accept
+lengths. Intervals are 95 % bootstrap intervals that resample whole prompts, since the steps of one prompt are
+correlated.
 """
 
 import dataclasses
@@ -14,28 +15,40 @@ import numpy as np
 
 from mtpjax.evaluation.acceptance import Acceptance, TeacherForced
 
-RESAMPLES = 2000
+RESAMPLES = 2000  # bootstrap samples per interval
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """A figure and its 95 % interval; nan for what nothing was counted of."""
+    """A rate or length with its 95 % interval; nan if its denominator is zero."""
 
     value: float
     low: float
     high: float
 
     def to_dict(self) -> dict[str, float | None]:
+        """Returns the fields for JSON, with None in place of nan."""
         return {name: None if np.isnan(value) else value for name, value in dataclasses.asdict(self).items()}
 
 
 def estimate(numerator: np.ndarray, denominator: np.ndarray, *, offset: float = 0.0) -> list[Estimate]:
-    """Sum over sum of `[P, K]` counts, plus `offset`, for each of the K columns; prompts are what is resampled."""
+    """Estimates a ratio of sums over prompts, with a bootstrap interval, for each of K columns.
+
+    Args:
+        numerator: `[P, K]` counts per prompt.
+        denominator: `[P, K]` or `[P, 1]` counts per prompt.
+        offset: added to every ratio, such as 1 for the bonus token.
+
+    Returns:
+        K estimates.
+    """
     numerator, denominator = np.broadcast_arrays(np.asarray(numerator, float), np.asarray(denominator, float))
+    # A bootstrap sample of P prompts is a multinomial weight per prompt. The fixed seed makes reports reproducible.
     count = len(numerator)
     weights = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
     values = _over(numerator.sum(axis=0), denominator.sum(axis=0)) + offset
     drawn = _over(weights @ numerator, weights @ denominator) + offset
+    # Samples without a denominator have no ratio and are left out of the quantiles.
     estimates = []
     for value, column in zip(values, drawn.T, strict=True):
         known = column[~np.isnan(column)]
@@ -45,14 +58,26 @@ def estimate(numerator: np.ndarray, denominator: np.ndarray, *, offset: float = 
 
 
 def _over(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
+    """Divides, with nan where the denominator is 0."""
     return np.where(denominator > 0, numerator / np.where(denominator > 0, denominator, 1), np.nan)
 
 
 def decoded_rates(steps: np.ndarray, accepted: np.ndarray) -> dict[str, Any]:
-    """Accept lengths and rates of `steps [P]` and `accepted [P, K]`, as `Estimate`s."""
+    """Computes accept lengths and rates of decoding.
+
+    Args:
+        steps: `[P]` verification passes per prompt.
+        accepted: `[P, K]` accepted drafts per prompt and level.
+
+    Returns:
+        Estimates: "accept_length" (micro), "accept_length_macro", "accept_length_without_bonus" (micro), and lists over
+        levels, "conditional" and "survival".
+    """
     steps, accepted = np.asarray(steps), np.asarray(accepted)
+    # Level k is reached in every step that accepted level k-1.
     reached = np.concatenate([steps[:, None], accepted[:, :-1]], axis=1)
     (micro,) = estimate(accepted.sum(axis=1, keepdims=True), steps[:, None], offset=1.0)
+    # Prompts without steps have no accept length of their own and do not count.
     has_steps = steps > 0
     own = accepted.sum(axis=1) / np.maximum(steps, 1)
     (macro,) = estimate(np.where(has_steps, own, 0)[:, None], has_steps[:, None], offset=1.0)
@@ -66,7 +91,16 @@ def decoded_rates(steps: np.ndarray, accepted: np.ndarray) -> dict[str, Any]:
 
 
 def forced_rates(forced: TeacherForced) -> dict[str, Any]:
-    """Rates of the teacher-forced pass, as `Estimate`s; accept lengths are `1 + sum of survival`."""
+    """Computes the rates of a teacher-forced pass.
+
+    Args:
+        forced: sums per prompt.
+
+    Returns:
+        Lists of estimates over levels. "agreement", "conditional" and "survival" compare arg-max tokens (temperature
+        0); "overlap", "overlap_conditional" and "overlap_survival" use 1 - TV (the rule "token" at the temperature of
+        the pass). "accept_length" and "overlap_accept_length" are 1 plus the sum of the survival rates.
+    """
     survival = estimate(forced.survives, forced.places)
     overlap_survival = estimate(forced.overlap_survives, forced.places)
     return {
@@ -82,14 +116,22 @@ def forced_rates(forced: TeacherForced) -> dict[str, Any]:
 
 
 def report(acceptance: Acceptance, categories: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Category -> its figures, "overall" first: `{"prompts", "decoded", "predicted", "teacher_forced", …}`.
+    """Computes all metrics, over all prompts and per category.
 
-    One category alone is the whole; one that is called "overall" itself becomes "category overall".
+    Args:
+        acceptance: counts of P prompts.
+        categories: the category of each prompt.
+
+    Returns:
+        Metrics by category, "overall" first: counts ("prompts", "steps", "identical") and the groups "decoded",
+        "predicted" and "teacher_forced". A single category has no entry besides "overall". A category that is named
+        "overall" becomes "category overall".
     """
     names, distinct = np.array(categories), dict.fromkeys(categories)
     groups = {"overall": np.ones(len(names), bool)}
     if len(distinct) > 1:
         groups |= {f"category {name}" if name in groups else name: names == name for name in distinct}
+    # Every group gets the same metrics, from the counts of its own prompts.
     result = {}
     for name, mask in groups.items():
         part = acceptance.take(mask)
@@ -108,7 +150,14 @@ def report(acceptance: Acceptance, categories: Sequence[str]) -> dict[str, dict[
 
 
 def to_json(value: Any) -> Any:
-    """The report as JSON holds it: estimates as objects, nan as null."""
+    """Converts a report for JSON.
+
+    Args:
+        value: a report, or a part of it.
+
+    Returns:
+        The same structure, with estimates as objects and None in place of nan.
+    """
     if isinstance(value, Estimate):
         return value.to_dict()
     if isinstance(value, dict):
@@ -119,7 +168,12 @@ def to_json(value: Any) -> Any:
 
 
 def print_report(console, figures: dict[str, dict[str, Any]]) -> None:
-    """Two tables, within 80 columns: accept lengths by category, and rates by category and level."""
+    """Prints two tables within 80 columns: accept lengths by category, and rates by category and level.
+
+    Args:
+        console: a `rich` console.
+        figures: the result of `report`.
+    """
     from rich.markup import escape
 
     from mtpjax.console import narrow_table
@@ -134,6 +188,7 @@ def print_report(console, figures: dict[str, dict[str, Any]]) -> None:
     def spread(rate: Estimate, digits: int = 3) -> str:
         return f"{rate.value:.{digits}f} {rate.low:.{digits}f}-{rate.high:.{digits}f}"
 
+    # 1. Accept lengths, a row per category: measured in decoding, predicted, and teacher-forced.
     lengths = table(
         "accept length: tokens per step, bonus token included (95 %)",
         "prompts",
@@ -159,6 +214,7 @@ def print_report(console, figures: dict[str, dict[str, Any]]) -> None:
         )
     console.print(lengths)
 
+    # 2. Rates, a row per category and level.
     rates = table(
         "rates by level: teacher-forced on plain text, and decoded (95 %)",
         "level",
@@ -179,6 +235,7 @@ def print_report(console, figures: dict[str, dict[str, Any]]) -> None:
                 spread(decoded["survival"][level], 2),
             )
     console.print(rates)
+    # 3. Predicted accept lengths of shallower rounds, which help to choose a depth.
     at_depth = [length.value for length in figures["overall"]["predicted"]["accept_length_at_depth"]]
     if not np.isnan(at_depth[0]):
         values = ", ".join(f"{value:.2f}" for value in at_depth)

@@ -1,20 +1,28 @@
-"""Pictures of what was measured, as PNG files."""
+"""Plots measurements as PNG files. matplotlib is imported inside the functions, since it takes long to load."""
 
 import itertools
 import pathlib
 from typing import Any
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # Okabe and Ito's, told apart by all
+# The palette of Okabe and Ito, which colour-blind readers can tell apart.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 GREY = "#777777"
 
 
 def plot_quickstart(path: pathlib.Path, history: list[dict[str, Any]], rows) -> None:
-    """Losses and agreement against time, and speed-up against depth (`rows`: quickstart's `DepthRow`s)."""
+    """Plots the results of `mtpjax quickstart`: loss and agreement against time, and speed-up against depth.
+
+    Args:
+        path: the PNG file.
+        history: the records of the training log, of steps and of evaluations.
+        rows: a `DepthRow` of `mtpjax.training.quickstart` per depth.
+    """
     import matplotlib.figure
 
     figure = matplotlib.figure.Figure(figsize=(13, 4), layout="constrained")
     losses, agreement, speed = figure.subplots(1, 3)
 
+    # 1. Loss of the trunk and of each draft level: lines for training, points for held-out text.
     steps = [row for row in history if "bits" in row]
     evaluations = [row for row in history if "eval" in row]
     for depth in range(len(steps[0]["bits"]) if steps else 0):
@@ -30,6 +38,7 @@ def plot_quickstart(path: pathlib.Path, history: list[dict[str, Any]], rows) -> 
     losses.set(title="loss", xlabel="seconds", ylabel="bits per byte", ylim=(1.5, 6))
     losses.legend(fontsize=8)
 
+    # 2. The share of drafts that agree with the trunk, per level.
     depths = len(evaluations[0]["eval"]["agreement"])
     for depth in range(depths):
         seconds = [row["seconds"] for row in evaluations]
@@ -38,12 +47,15 @@ def plot_quickstart(path: pathlib.Path, history: list[dict[str, Any]], rows) -> 
     agreement.set(title="drafts that agree with the trunk (held out)", xlabel="seconds", ylabel="share", ylim=(0, 1))
     agreement.legend(fontsize=8, loc="lower right")
 
+    # 3. Measured speed-up with intervals, beside the ideal from measured costs and the limit of free drafts.
     num_steps = [row.num_steps for row in rows]
     errors = [[row.ratio - row.interval[0] for row in rows], [row.interval[1] - row.ratio for row in rows]]
     errors = [[max(error, 0) for error in side] for side in errors]
     speed.errorbar(num_steps, [row.ratio for row in rows], errors, fmt="o-", capsize=4, label="measured / best plain")
     speed.plot(num_steps, [row.ideal for row in rows], "s--", color="C7", label="ideal, from measured costs")
-    speed.plot(num_steps, [row.accept_length for row in rows], "^:", color="C2", label="accept length (costs nothing)")
+    speed.plot(
+        num_steps, [row.accept_length for row in rows], "^:", color="C2", label="accept length (if drafts were free)"
+    )
     speed.axhline(1, color="black", linewidth=0.8)
     speed.set(title="speed-up against drafts per round", xlabel="drafts per round", ylabel="ratio", xticks=num_steps)
     speed.set_ylim(bottom=0.5)
@@ -52,7 +64,12 @@ def plot_quickstart(path: pathlib.Path, history: list[dict[str, Any]], rows) -> 
 
 
 def plot_objectives(path: pathlib.Path, settings: dict[str, dict[str, Any]]) -> None:
-    """Accept length of every setting at each temperature, and survival by level (`experiments.objectives`)."""
+    """Plots accept lengths of training objectives at each temperature, and survival by level.
+
+    Args:
+        path: the PNG file.
+        settings: results of `experiments.objectives` by setting and temperature.
+    """
     import matplotlib.figure
 
     figure = matplotlib.figure.Figure(figsize=(13, 0.45 * len(settings) + 2.2), layout="constrained")
@@ -60,11 +77,13 @@ def plot_objectives(path: pathlib.Path, settings: dict[str, dict[str, Any]]) -> 
     axes = figure.subplots(1, 1 + len(temperatures))
     for number, temperature in enumerate(temperatures):
         for place, (name, columns) in enumerate(settings.items()):
+            # Left panel: the accept length with its interval, and a tick per seed.
             row = columns[temperature]
             value, low, high = (row["accept_length"][key] for key in ("value", "low", "high"))
             colour, height = COLOURS[number], place + 0.2 * number - 0.1
             axes[0].errorbar(value, height, xerr=[[value - low], [high - value]], fmt="o", color=colour, capsize=3)
             axes[0].plot(row["of_seeds"], [height] * len(row["of_seeds"]), "|", color=colour, markersize=9)
+            # The other panels, one per temperature: survival by level, a line per setting.
             line = axes[1 + number]
             survival = [rate["value"] for rate in row["survival"]]
             style = {"color": COLOURS[place % len(COLOURS)], "linestyle": "-" if place < len(COLOURS) else "--"}
@@ -74,7 +93,7 @@ def plot_objectives(path: pathlib.Path, settings: dict[str, dict[str, Any]]) -> 
         axes[0].plot([], [], "o", color=COLOURS[number], label=f"temperature {temperature}")
     axes[0].set_yticks(range(len(settings)), list(settings))
     axes[0].invert_yaxis()
-    axes[0].set(title="accept length (strokes: seeds)", xlabel="tokens per round; 95 % over prompts")
+    axes[0].set(title="accept length (ticks: seeds)", xlabel="tokens per round; 95 % over prompts")
     axes[0].grid(axis="x", alpha=0.3)
     axes[0].legend(fontsize=8, loc="upper right")
     axes[-1].legend(fontsize=7)
@@ -82,7 +101,12 @@ def plot_objectives(path: pathlib.Path, settings: dict[str, dict[str, Any]]) -> 
 
 
 def plot_heatmap(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
-    """Ratio to plain decoding over depth, and tree and rule: a panel per batch size and temperature (`cells.jsonl`)."""
+    """Plots a heat map of the speed-up over plain decoding, by depth and by tree and rule.
+
+    Args:
+        path: the PNG file.
+        rows: the rows of `cells.jsonl` of `mtpjax ablate`; each batch size and temperature gets a panel.
+    """
     import matplotlib.colors
     import matplotlib.figure
 
@@ -90,9 +114,11 @@ def plot_heatmap(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
     depths = sorted({row["cell"]["num_steps"] for row in rows})
     trees = {key: sorted({_tree(row) for row in group}) for key, group in groups.items()}
     lines = _lines(groups)
+    # All panels share one logarithmic colour scale, symmetric about 1, so that white means as fast as plain decoding.
     ratios = [row["ratio"]["value"] for row in rows]
     most = max(1.25, *ratios, *(1 / ratio for ratio in ratios))
-    norm = matplotlib.colors.LogNorm(1 / most, most)  # 1 is the middle: white
+    norm = matplotlib.colors.LogNorm(1 / most, most)
+    # A panel grows with its numbers of depths and trees.
     width, height = max(2.8, 1.05 * len(depths) + 1.2), max(2.0, 0.7 * max(map(len, trees.values())) + 1.0)
     size = (width * len(lines[0]) + 1.0, height * len(lines) + 0.4)
     figure = matplotlib.figure.Figure(figsize=size, layout="constrained")
@@ -104,19 +130,24 @@ def plot_heatmap(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
             _draw_panel(axis, f"batch {key[0]}, temperature {key[1]:g}", groups[key], **look)
         else:
             axis.set_axis_off()
+    # Label the colour bar with the round ratios inside its range.
     bar = figure.colorbar(axes[0][0].images[0], ax=axes, shrink=min(0.8, 2.4 / len(lines)), aspect=25, pad=0.02)
     ticks = [tick for tick in (0.25, 0.33, 0.5, 0.67, 0.8, 1, 1.25, 1.5, 2, 3, 4) if 1 / most <= tick <= most]
     bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
     bar.ax.minorticks_off()
-    figure.suptitle("speed over plain decoding of the same batch; framed: the best of the panel", fontsize=10)
+    figure.suptitle(
+        "speed-up over plain decoding of the same batch; a frame marks the best cell of a panel", fontsize=10
+    )
     figure.savefig(path, dpi=120)
 
 
 def _draw_panel(axis, title: str, rows, *, depths, trees, colours, norm) -> None:
+    """Draws one panel of the heat map."""
     import matplotlib.patches
 
     grid = {(_tree(row), row["cell"]["num_steps"]): row for row in rows}
     best = max(rows, key=lambda row: row["ratio"]["value"])
+    # Combinations that were not measured are nan, which the colour map shows in grey.
     values = [[grid[t, d]["ratio"]["value"] if (t, d) in grid else float("nan") for d in depths] for t in trees]
     axis.imshow(values, cmap=colours, norm=norm, aspect="auto")
     for (y, tree), (x, depth) in itertools.product(enumerate(trees), enumerate(depths)):
@@ -124,13 +155,15 @@ def _draw_panel(axis, title: str, rows, *, depths, trees, colours, norm) -> None
         if row is None:
             axis.text(x, y, "–", ha="center", va="center", color=GREY)
             continue
+        # Each cell shows its ratio and accept length, in white or black, whichever contrasts with the cell's luminance.
         red, green, blue, _ = colours(norm(row["ratio"]["value"]))
         look = {"ha": "center", "color": "white" if 0.3 * red + 0.59 * green + 0.11 * blue < 0.5 else "black"}
         axis.text(x, y, f"{row['ratio']['value']:.2f}", va="bottom", fontsize=12, fontweight="bold", **look)
         mark = ", DIFFERS" if row["lossless"] == "DIFFERS" else ""
         axis.text(x, y + 0.08, f"{row['accept_length']['value']:.2f} tok/step{mark}", va="top", fontsize=7, **look)
         if row is best:
-            for colour, width in (("white", 5.0), ("black", 2.5)):  # seen on dark cells too
+            # A black frame on a wider white one is visible on light and dark cells.
+            for colour, width in (("white", 5.0), ("black", 2.5)):
                 frame = matplotlib.patches.Rectangle((x - 0.465, y - 0.44), 0.93, 0.88, fill=False)
                 frame.set(edgecolor=colour, linewidth=width)
                 axis.add_patch(frame)
@@ -143,9 +176,14 @@ def _draw_panel(axis, title: str, rows, *, depths, trees, colours, norm) -> None
 
 
 def plot_pareto(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
-    """Accept length against what a round costs in plain steps, as measured: their quotient is the speed-up.
+    """Plots accept length against the measured cost of a round in plain steps; their quotient is the speed-up.
 
-    A panel per batch size and temperature, with lines of equal speed-up; labelled is what nothing beats in both.
+    Each panel has lines of equal speed-up. Labels mark the Pareto frontier: settings that no other setting beats in
+    both cost and accept length.
+
+    Args:
+        path: the PNG file.
+        rows: the rows of `cells.jsonl` of `mtpjax ablate`; each batch size and temperature gets a panel.
     """
     import matplotlib.figure
 
@@ -154,10 +192,12 @@ def plot_pareto(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
     figure = matplotlib.figure.Figure(figsize=(5.2 * len(lines[0]), 4.2 * len(lines) + 0.4), layout="constrained")
     axes = figure.subplots(len(lines), len(lines[0]), squeeze=False)
     places = {}
+    # All panels share their limits, so that they can be compared. The cost follows from the measured ratio.
     lengths = [row["accept_length"] for row in rows]
     costs = [row["accept_length"]["value"] / row["ratio"]["value"] for row in rows]
     xlim = 0.72 * min(1.0, *costs), 1.15 * max(1.2, *costs)
     ylim = 0.9, 1.1 * max(1.2, *(length["high"] for length in lengths))
+    # A marker and colour per topk.
     breadths = sorted({row["cell"]["topk"] for row in rows})
     looks = dict(zip(breadths, itertools.cycle(zip("os^DvP", COLOURS, strict=True)), strict=False))
     for axis, key in itertools.zip_longest(axes.flat, itertools.chain(*lines)):
@@ -165,16 +205,19 @@ def plot_pareto(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
         if group is None:
             axis.set_axis_off()
             continue
+        # 1. The background: lines of equal speed-up, and plain decoding at cost 1 and accept length 1.
         (batch_size, temperature), places[key] = key, axis
         axis.set(xscale="log", yscale="log", xlim=xlim, ylim=ylim)
         _draw_speeds(axis, xlim, ylim)
         axis.plot(1, 1, "*", color="black", markersize=11, zorder=3)
+        # 2. A point per setting with its interval; hollow markers are lossy rules.
         for row in group:
             (cost, length), spread, (marker, colour) = _point(row), row["accept_length"], looks[row["cell"]["topk"]]
             error = [[max(length - spread["low"], 0)], [max(spread["high"] - length, 0)]]
             axis.errorbar(cost, length, error, color=colour, alpha=0.35, linewidth=1, zorder=1)
             face = "white" if row["lossless"] == "lossy" else colour
             axis.plot(cost, length, marker, color=colour, markerfacecolor=face, markersize=7, zorder=3)
+        # 3. The frontier, from plain decoding on.
         front = [(1.0, 1.0)] + [_point(row) for row in _frontier(group)]
         axis.plot(*zip(*front, strict=True), color=GREY, linewidth=1, linestyle="--", zorder=2)
         axis.set_title(f"batch {batch_size}, temperature {temperature:g}", fontsize=10, pad=16)
@@ -186,6 +229,7 @@ def plot_pareto(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
             set_ticks(shown, [f"{tick:g}" for tick in shown])
         axis.minorticks_off()
         axis.spines[["top", "right"]].set_visible(False)
+    # One legend for all panels.
     handles = [
         axes[0][0].plot([], [], marker, color=colour, label=f"topk {breadth}")[0]
         for breadth, (marker, colour) in looks.items()
@@ -194,15 +238,17 @@ def plot_pareto(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
     if any(row["lossless"] == "lossy" for row in rows):
         handles.append(axes[0][0].plot([], [], "o", color=GREY, markerfacecolor="white", label="lossy")[0])
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
-    figure.draw_without_rendering()  # the labels' places depend on the layout
+    # Labels avoid each other in pixels, so they come last, when the layout is final.
+    figure.draw_without_rendering()
     for key, group in groups.items():
         _label_frontier(places[key], group)
     figure.savefig(path, dpi=120)
 
 
 def _draw_speeds(axis, xlim, ylim) -> None:
-    """Lines of equal speed-up, each named where it leaves the panel."""
+    """Draws lines of equal speed-up, each labelled where it leaves the panel."""
     for speed in (0.25, 0.5, 0.75, 1, 1.25, 1.5, 2, 3, 4):
+        # A line `length = speed * cost` leaves through the top or the right side. Skip lines outside the panel.
         at_top = speed * xlim[1] >= ylim[1]
         end = (ylim[1] / speed, ylim[1]) if at_top else (xlim[1], speed * xlim[1])
         if end[0] <= xlim[0] or end[1] <= ylim[0]:
@@ -222,14 +268,16 @@ def _draw_speeds(axis, xlim, ylim) -> None:
 
 
 def _label_frontier(axis, group: list[dict[str, Any]]) -> None:
-    """Names the frontier's points, longest first, where there is room: no label covers a point or another label."""
+    """Labels the frontier's points, longest accept length first, where no label covers a point or another label."""
     points = [axis.transData.transform(_point(row)) for row in group]
     taken: list[Any] = []
     for row in reversed(_frontier(group)):
         cell = row["cell"]
         text = f"depth {cell['num_steps']}" + (f", {cell['num_nodes']} nodes" if cell["topk"] > 1 else "")
+        # Name the rule only where several settings differ in nothing else.
         alike = [other for other in group if _place(other) == _place(row)]
         text += f", {cell['acceptance']}" if len(alike) > 1 else ""
+        # Try six places around the point, and keep the first that covers nothing and stays inside the panel.
         for x, y in ((-7, 4), (7, -4), (-7, -4), (7, 4), (-9, 16), (9, -16)):
             label = axis.annotate(
                 text,
@@ -252,7 +300,7 @@ def _label_frontier(axis, group: list[dict[str, Any]]) -> None:
 
 
 def _groups(rows: list[dict[str, Any]]) -> dict[tuple[int, float], list[dict[str, Any]]]:
-    """(batch size, temperature) -> its rows, in ascending order."""
+    """Groups rows by (batch size, temperature), in ascending order."""
     groups: dict[tuple[int, float], list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["cell"]["batch_size"], row["cell"]["temperature"]), []).append(row)
@@ -260,7 +308,7 @@ def _groups(rows: list[dict[str, Any]]) -> dict[tuple[int, float], list[dict[str
 
 
 def _lines(groups) -> list[list[tuple[int, float]]]:
-    """Keys of panels: a line per batch size, a column per temperature; those of one temperature side by side."""
+    """Lays out panels: a line per batch size and a column per temperature; with one temperature, three per line."""
     batch_sizes, temperatures = sorted({key[0] for key in groups}), sorted({key[1] for key in groups})
     if len(temperatures) == 1:
         return _pieces(list(groups), 3)
@@ -268,11 +316,16 @@ def _lines(groups) -> list[list[tuple[int, float]]]:
 
 
 def _pieces(values: list, size: int) -> list[list]:
+    """Splits a list into lists of at most `size` values."""
     return [values[begin : begin + size] for begin in range(0, len(values), size)]
 
 
 def _tree(row: dict[str, Any]) -> tuple[int, int, str]:
-    """topk, the nodes of a tree, and the rule; nodes of a chain follow from its depth, those of a whole tree too."""
+    """Returns topk, nodes and rule of a row: the key of a line of the heat map.
+
+    Nodes are 0 for chains and complete trees, whose size follows from the depth.
+    """
+    # 64 is the default cap of `num_draft_tokens`.
     cell = row["cell"]
     whole = 1 + cell["topk"] + (cell["num_steps"] - 1) * cell["topk"] ** 2
     nodes = 0 if cell["topk"] == 1 or cell["num_nodes"] in (whole, 64) else cell["num_nodes"]
@@ -280,22 +333,24 @@ def _tree(row: dict[str, Any]) -> tuple[int, int, str]:
 
 
 def _tree_name(tree: tuple[int, int, str]) -> str:
+    """Names a line of the heat map."""
     topk, nodes, rule = tree
     return ("chain" if topk == 1 else f"topk {topk}") + (f", {nodes} nodes" if nodes else "") + f"\n{rule}"
 
 
 def _place(row: dict[str, Any]) -> tuple[int, int, int]:
+    """Returns the shape of a row's rounds: depth, topk and nodes."""
     return row["cell"]["num_steps"], row["cell"]["topk"], row["cell"]["num_nodes"]
 
 
 def _point(row: dict[str, Any]) -> tuple[float, float]:
-    """A round's cost in plain steps, and the accept length."""
+    """Returns a round's cost in plain steps, and its accept length."""
     length = row["accept_length"]["value"]
     return length / row["ratio"]["value"], length
 
 
 def _frontier(group: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows to which none is both cheaper and longer, from cheap to dear."""
+    """Returns the Pareto frontier from cheap to expensive: no row is both cheaper and longer."""
     front: list[dict[str, Any]] = []
     for row in sorted(group, key=lambda row: (_point(row)[0], -_point(row)[1])):
         if not front or _point(row)[1] > _point(front[-1])[1]:

@@ -1,4 +1,4 @@
-"""What rounds cost on this device by depth and batch, measured once and stored; an adaptive depth goes by it."""
+"""Profiles a device: measures the cost of rounds per depth and batch size, and stores it for adaptive depth."""
 
 import datetime
 import hashlib
@@ -23,19 +23,30 @@ from mtpjax.models.model import MTPModel
 
 FORMAT, VERSION = "mtpjax-profile", 4
 NAME = "profile.json"
-LEAST_RATE = 0.01  # of a level; measured ones may be 0
-AT_A_TIME, MOST_SECONDS = 4, 20.0  # measurements between ticks of the progress, and per batch size where they are long
-SLOTS = 128  # caches are rounded up to so many, as in decoding
+LEAST_RATE = 0.01  # floor of a level's acceptance rate; a measured rate may be 0
+AT_A_TIME, MOST_SECONDS = 4, 20.0  # measurements between progress reports; time limit per batch size
+SLOTS = 128  # the cache capacity is a multiple of this, as in decoding
 log = logging.getLogger("mtpjax.decode")
 
 
 def shapes_up_to(num_steps: int, topk: int = 1, num_draft_tokens: int | None = None) -> tuple[Shape, ...]:
-    """The shapes of 1..num_steps levels, trees of `num_draft_tokens` nodes where they have room for so many.
+    """Lists the round shapes of every depth from 1 to `num_steps`.
 
-    Raises `ValueError` as `DecodeConfig` does.
+    Args:
+        num_steps: deepest draft.
+        topk: children per tree node; 1 makes chains.
+        num_draft_tokens: nodes of a tree; shallower trees have fewer if they have no room for that many. None: the
+            default of `DecodeConfig`.
+
+    Returns:
+        One shape per depth.
+
+    Raises:
+        ValueError: for no levels, or values that `DecodeConfig` rejects.
     """
     if num_steps < 1:
-        raise ValueError(f"num_steps must be at least 1 to have something to compare, not {num_steps}")
+        raise ValueError(f"num_steps must be at least 1, got {num_steps}")
+    # Check the settings at full depth, so that an error names the user's own values.
     DecodeConfig(num_steps=num_steps, topk=topk, num_draft_tokens=num_draft_tokens)
     shapes = []
     for depth in range(1, num_steps + 1):
@@ -60,29 +71,47 @@ def measure(
     seconds: float = 0.02,
     progress: Callable[[int, int], Any] = lambda done, total: None,
 ) -> dict[str, Any]:
-    """Times rounds of 0..num_steps levels per batch size, `rounds` times in turn: the profile, as JSON holds it.
+    """Times rounds of every depth from 0 to `num_steps`, per batch size.
 
-    Where rounds are long fewer measurements do, and 20 s per batch size are the most that is taken for more than four.
-    `context` tokens stand in the caches, fewer where the model has not so many positions; at a `temperature` above 0
-    rounds draw their tokens. `acceptance` on other texts is kept beside the costs (`usable_acceptance`). `progress`
-    is told how many of how many things are done. Raises `ValueError` for a model without modules or for what no round
-    can be.
+    Args:
+        params: parameters of `model` with unrolled layers.
+        model: a model with MTP modules.
+        batches: batch sizes.
+        num_steps: deepest draft.
+        topk: children per tree node; 1 measures chains.
+        num_draft_tokens: nodes of a tree; None: the default of `DecodeConfig`.
+        context: tokens in the caches; reduced if the model has fewer positions.
+        temperature: above 0, rounds sample their tokens.
+        acceptance: rates measured on other texts, stored beside the costs (`usable_acceptance`).
+        rounds: measurements per batch size. Slow models get fewer: after the first four, measuring stops once the time
+            limit of a batch size is reached.
+        seconds: approximate duration of one timing.
+        progress: called with the numbers of steps done and of all steps.
+
+    Returns:
+        The profile, a JSON object.
+
+    Raises:
+        ValueError: for a model without modules, or for settings that are out of range or that the model cannot run.
     """
+    # Check before compiling, which takes long.
     config = model.config
     shapes = shapes_up_to(num_steps, topk, num_draft_tokens)
     if not config.num_mtp_modules:
-        raise ValueError("the model has no MTP modules: there is nothing to draft with")
+        raise ValueError("the model has no MTP modules, so no drafts can be measured")
     if topk > 1 and config.num_mtp_modules > 1:
-        raise ValueError(f"trees need one MTP module; the model has {config.num_mtp_modules}")
+        raise ValueError(f"trees need exactly one MTP module; the model has {config.num_mtp_modules}")
     if not temperature >= 0:
         raise ValueError(f"temperature {temperature} must be at least 0")
     if not batches or min(batches) < 1:
         raise ValueError(f"batch sizes {list(batches)} must be at least 1")
+    # The context must leave room for the widest round, and the caches for a second one, since rounds move forward.
     widest = max(widest_write(model, shape) for shape in shapes) + 2
     if context < 1 or config.max_position_embeddings < 2 * widest:
-        raise ValueError(f"context {context} leaves nothing to measure with {config.max_position_embeddings} positions")
+        raise ValueError(f"context {context} leaves no room for a round in {config.max_position_embeddings} positions")
     context = min(context, config.max_position_embeddings - widest)
     capacity = -(-(context + 2 * widest) // SLOTS) * SLOTS
+    # Steps of the progress: compiled loops (3 per shape, 2 for plain steps, 1 for chains in turn), then measurements.
     per_batch = 3 * len(shapes) + 2 + (topk == 1) + rounds
     total, done, costs = per_batch * len(batches), 0, []
 
@@ -91,6 +120,7 @@ def measure(
         done += by
         progress(done, total)
 
+    # Each batch size has caches and compiled loops of its own.
     for batch in sorted(set(batches)):
         meter = CostMeter(
             params,
@@ -107,6 +137,7 @@ def measure(
         )
         _measure_for_long_enough(meter, rounds, advance)
         costs.append(meter.costs().to_json())
+    # Store the machine and the model's configuration too, so that a reader can tell whether the costs apply.
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -123,7 +154,7 @@ def measure(
 
 
 def _measure_for_long_enough(meter: CostMeter, rounds: int, advance: Callable[[int], None]) -> None:
-    """`rounds` measurements, or as many as `MOST_SECONDS` hold; `advance` is told of all of them."""
+    """Measures `rounds` times, or until `MOST_SECONDS` have passed; `advance` counts the skipped ones as done."""
     left, begin = rounds, time.perf_counter()
     while left and (left == rounds or time.perf_counter() - begin < MOST_SECONDS):
         repeats = min(AT_A_TIME, left)
@@ -134,31 +165,64 @@ def _measure_for_long_enough(meter: CostMeter, rounds: int, advance: Callable[[i
 
 
 def config_digest(config: ModelConfig) -> str:
-    """Names what costs depend on: shapes, not weights."""
+    """Computes the digest that ties a profile to a model: costs depend on the configuration, not on the weights.
+
+    Args:
+        config: the model's configuration.
+
+    Returns:
+        SHA-256 in hexadecimal.
+    """
     return hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode()).hexdigest()
 
 
 def _here() -> dict[str, Any]:
-    """What a profile must have in common with the process that uses it."""
+    """Returns the properties of this process that costs depend on: device, JAX version, and threads on a CPU."""
     threads = {"threads": num_threads()} if jax.default_backend() == "cpu" else {}
     return {"device_kind": jax.devices()[0].device_kind, "jax_version": jax.__version__, **threads}
 
 
 def default_path(folder) -> pathlib.Path:
-    """Where a model's profile stands: in its folder. Raises `ValueError` where none can be written there."""
+    """Returns the path of a model's profile, inside the model's folder.
+
+    Args:
+        folder: the model's folder.
+
+    Returns:
+        The path.
+
+    Raises:
+        ValueError: if the folder is not writable.
+    """
     folder = pathlib.Path(folder)
     if not os.access(folder, os.W_OK):
-        raise ValueError(f"{folder} cannot be written to: say where the profile shall go with --output FILE")
+        raise ValueError(f"{folder} is not writable: choose another place with --output FILE")
     return folder / NAME
 
 
 def save(path, profile: dict[str, Any]) -> None:
-    """Writes the file, complete or not at all."""
+    """Writes a profile atomically.
+
+    Args:
+        path: the file.
+        profile: the result of `measure`.
+    """
     write_text(path, json.dumps(profile, indent=1) + "\n")
 
 
 def read(path) -> tuple[dict[str, Any], tuple[Costs, ...]]:
-    """The profile at `path`, or in a folder, and its costs per batch size. Raises `ValueError` in one line."""
+    """Reads and checks a profile.
+
+    Args:
+        path: a profile, or a folder that contains `profile.json`.
+
+    Returns:
+        The profile, and its costs per batch size.
+
+    Raises:
+        ValueError: if the file is missing, has another format, or is damaged.
+    """
+    # 1. Parse the file, and recognise its format and version.
     path = pathlib.Path(path)
     path = path / NAME if path.is_dir() else path
     try:
@@ -166,9 +230,10 @@ def read(path) -> tuple[dict[str, Any], tuple[Costs, ...]]:
     except FileNotFoundError:
         raise ValueError(f"no profile at {path}: `mtpjax profile` measures one") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no profile: {error}") from error
+        raise ValueError(f"{path} is not a profile: {error}") from error
     if not isinstance(profile, dict) or (profile.get("format"), profile.get("version")) != (FORMAT, VERSION):
-        raise ValueError(f"{path} is no profile of format {FORMAT!r}, version {VERSION}")
+        raise ValueError(f"{path} is not a profile of format {FORMAT!r}, version {VERSION}")
+    # 2. Check that every shape has positive, finite durations of each kind, including plain steps.
     try:
         costs = tuple(Costs.from_json(stored) for stored in profile["batches"])
         complete = bool(costs) and all(
@@ -180,20 +245,33 @@ def read(path) -> tuple[dict[str, Any], tuple[Costs, ...]]:
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
     if not complete:
-        raise ValueError(f"{path} is damaged: a duration is missing or not positive, or a rate or length cannot be")
+        raise ValueError(
+            f"{path} is damaged: a duration is missing or not positive, or a rate or length is out of range"
+        )
     return profile, costs
 
 
 def load_settings(path, *, batch: int, num_steps: int, config: ModelConfig | None = None) -> dict[str, Any]:
-    """What the profile says of an adaptive depth of 0..num_steps: `DecodeConfig(depth_policy="adaptive", …, **this)`.
+    """Reads the settings of adaptive depth from a profile: `DecodeConfig(depth_policy="adaptive", …, **settings)`.
 
-    Of the profiled batch sizes the nearest is taken. A profile of another device, jax version or number of
-    threads is used with a warning. Raises `ValueError` where there is none at `path` (a file, or a folder that holds
-    `profile.json`), where it is not as deep or holds trees only, and where it is of another model than `config`.
+    Logs a warning if the profile was measured with another device, JAX version or number of threads.
+
+    Args:
+        path: a profile, or a folder that contains `profile.json`.
+        batch: rows that will be decoded; the costs of the nearest measured batch size are used.
+        num_steps: the deepest draft.
+        config: the model's configuration; None skips the comparison with the profile's.
+
+    Returns:
+        `depth_costs` and `depth_rates`; see `settings`.
+
+    Raises:
+        ValueError: if the profile is missing or damaged, belongs to another model, or has no costs of chains of this
+            depth.
     """
     profile, measured = read(path)
     if config is not None and profile.get("model_config_sha256") != config_digest(config):
-        raise ValueError(f"{path} is of another model: measure this one with `mtpjax profile`")
+        raise ValueError(f"{path} was measured on another model: run `mtpjax profile` for this one")
     for name, here in _here().items():
         if profile.get(name) != here:
             log.warning("%s was measured with %s %r; here it is %r", path, name, profile.get(name), here)
@@ -218,12 +296,13 @@ def settings(
     Raises:
         ValueError: chains of `num_steps` levels were not measured.
     """
+    # The nearest batch size by ratio; of two equally near ones, the larger.
     nearest = min(measured, key=lambda costs: (abs(math.log(costs.batch / batch)), -costs.batch))
     rounds = {shape.num_steps: seconds for shape, seconds in nearest.round.items() if shape.topk == 1}
     missing = [depth for depth in range(1, num_steps + 1) if depth not in rounds]
     if missing:
         deepest = f"chains of 1..{max(rounds)} levels" if max(rounds) else "no chains"
-        raise ValueError(f"{origin} holds {deepest}, not of {missing[0]}: `mtpjax profile --num-steps {num_steps}`")
+        raise ValueError(f"{origin} holds {deepest}; depth {missing[0]} needs `mtpjax profile --num-steps {num_steps}`")
     plain = rounds[0]
     return {
         "depth_costs": tuple(rounds[depth] / plain for depth in range(num_steps + 1)),
@@ -237,10 +316,17 @@ def _rates_to_depth(rates: list[float], num_steps: int) -> tuple[float, ...]:
 
 
 def usable_acceptance(figures: dict[str, Any]) -> dict[str, list[float]]:
-    """`{"rates", "lengths"}` by level and depth of `figures.report`, as JSON: where adaptive depth begins.
+    """Extracts from a report the rates and lengths that adaptive depth starts from.
 
-    No rate is 0, and those that nothing was counted of are left out, which are the deepest. There are no lengths where
-    none could be predicted. Raises `ValueError` where there is no rate, or one that cannot be.
+    Args:
+        figures: the metrics of one category, as JSON (`mtpjax.evaluation.metrics.report` and `to_json`).
+
+    Returns:
+        "rates", the conditional acceptance rate per level, at least `LEAST_RATE`; levels that were never reached are
+        left out. "lengths", the predicted accept length per depth; empty if none was predicted.
+
+    Raises:
+        ValueError: if a value is out of range, or no rate is present.
     """
     rates, lengths = (
         [level["value"] for level in levels if level["value"] is not None]
@@ -248,19 +334,28 @@ def usable_acceptance(figures: dict[str, Any]) -> dict[str, list[float]]:
     )
     found = {"rates": [max(rate, LEAST_RATE) for rate in rates], "lengths": lengths[: len(rates)]}
     if not _is_usable(**found):
-        raise ValueError(f"no rates of acceptance by level, or impossible ones: {found}")
+        raise ValueError(f"acceptance rates are missing or out of range: {found}")
     return found
 
 
 def _is_usable(rates: list[float], lengths: list[float]) -> bool:
+    """Returns whether there are rates, all within (0, 1], and no accept length exceeds depth + 1."""
     are_possible = all(1 <= length <= depth + 1 for depth, length in enumerate(lengths, start=1))
     return bool(rates) and all(0 < rate <= 1 for rate in rates) and len(lengths) <= len(rates) and are_possible
 
 
 def read_acceptance(path) -> dict[str, list[float]]:
-    """`usable_acceptance` of what `mtpjax eval acceptance --output` wrote. Raises `ValueError` in one line.
+    """Reads `usable_acceptance` from the output of `mtpjax eval acceptance`.
 
-    Trees and lossy rules are refused: adaptive depth drafts chains, which accept less.
+    Args:
+        path: the file that `--output` wrote.
+
+    Returns:
+        The rates and lengths of all prompts together.
+
+    Raises:
+        ValueError: for another file, and for trees or lossy rules: adaptive depth drafts chains under an exact rule,
+            which accept fewer tokens.
     """
     try:
         content = json.loads(pathlib.Path(path).read_bytes())
@@ -271,14 +366,25 @@ def read_acceptance(path) -> dict[str, list[float]]:
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is not what `mtpjax eval acceptance --output` wrote: {error!r}") from error
     if is_lossy or not is_chain:
-        raise ValueError(f"{path} is of {'a lossy rule' if is_chain else 'trees'}: adaptive depth needs exact chains")
+        raise ValueError(
+            f"{path} measured {'a lossy rule' if is_chain else 'trees'}: adaptive depth needs exact chains"
+        )
     return found
 
 
 def break_even_rate(relative: float, num_steps: int) -> float | None:
-    """The rate, the same at every level, from which a round that costs `relative` plain steps pays; None: never."""
+    """Computes the acceptance rate from which a round with drafts is faster than plain decoding.
+
+    Args:
+        relative: cost of the round, in plain steps.
+        num_steps: draft levels, K.
+
+    Returns:
+        The rate a, equal at every level, with 1 + a + ... + a^K = `relative`; None if even a = 1 is too little.
+    """
     if relative > num_steps + 1:
         return None
+    # The accept length grows with the rate, so bisection finds it.
     low, high = 0.0, 1.0
     for _ in range(40):
         rate = (low + high) / 2
@@ -287,7 +393,14 @@ def break_even_rate(relative: float, num_steps: int) -> float | None:
 
 
 def tables(profile: dict[str, Any]):
-    """A `rich` table per batch size, within 80 columns."""
+    """Makes a `rich` table per batch size, within 80 columns.
+
+    Args:
+        profile: the result of `measure`.
+
+    Yields:
+        The tables.
+    """
     from mtpjax.console import narrow_table
 
     for stored in profile["batches"]:
@@ -306,6 +419,7 @@ def tables(profile: dict[str, Any]):
         )
         for heading in (*headings, "rate per level\nto break even"):
             table.add_column(heading, justify="right", no_wrap=True)
+        # A round breaks even if its accept length equals its cost in plain steps.
         for shape, seconds in costs.round.items():
             relative = seconds / costs.round[PLAIN]
             rate = break_even_rate(relative, shape.num_steps) if shape.num_steps else 0.0

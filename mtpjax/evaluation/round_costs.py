@@ -1,4 +1,8 @@
-"""What the parts of a round cost, and the speed-up they allow."""
+"""Measures the costs of a round and of its parts, and the speed-up that they allow.
+
+The ideal speed-up is `accept length / cost`, where the cost of a round is `verify(W) + extend(K+M) + (K-1) draft(topk)`
+in units of a plain decoding step.
+"""
 
 import dataclasses
 import functools
@@ -23,18 +27,19 @@ from mtpjax.models.cache import commit, empty_cache, read_rows
 from mtpjax.models.masks import cached_view
 from mtpjax.models.model import MTPModel, bind
 
-MOST_ROUNDS = 512  # in one timing
+MOST_ROUNDS = 512  # limit on the rounds of one timing
 
 
 class Shape(NamedTuple):
-    """What a round drafts and verifies; `chain` makes the common one, and `PLAIN` is a plain step."""
+    """Depth, width and verified nodes of a round; `chain` makes the common one, and `PLAIN` is a plain step."""
 
-    num_steps: int
-    topk: int
-    num_nodes: int  # verified, the pending token among them
+    num_steps: int  # draft levels, K
+    topk: int  # children per tree node; 1 for a chain
+    num_nodes: int  # nodes verified, W, including the pending token
 
 
 def chain(num_steps: int) -> Shape:
+    """Returns the shape of a chain of `num_steps` drafts; 0 is a plain step."""
     return Shape(num_steps, 1, num_steps + 1)
 
 
@@ -43,12 +48,15 @@ PLAIN = chain(0)
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Seconds, for a batch, by shape: the verifying pass alone, all parts of a round, and the round itself.
+    """Seconds per round of a batch, by shape.
 
-    Those parts are `verify(nodes) + extend(W) + (K-1) draft(topk)`: the trunk's pass over the nodes, the module's over
-    the W = K+1 rows that it takes in, and K-1 more of its passes. They are timed together: differences of timings are
-    mostly noise. The round itself is that of `speculative_generate`, with all that it does beside; empty where it was
-    not asked for. `change` is how much longer a round takes behind one of another shape.
+    Attributes:
+        batch: rows, B.
+        verify: the trunk's pass over the nodes alone.
+        parts: all passes of a round: the trunk over the nodes, every module over the positions that it extends over,
+            and the recycled draft levels. They are timed together, since differences of timings are mostly noise.
+        round: the whole round of `speculative_generate`, including acceptance and commit; empty if not measured.
+        change: how much longer a round takes after a round of another depth.
     """
 
     batch: int
@@ -59,15 +67,23 @@ class Costs:
 
     @property
     def plain(self) -> float:
-        """A plain step's parts."""
+        """Seconds of the parts of a plain step."""
         return self.parts[PLAIN]
 
     def ideal_ratio(self, accept_length: float, shape: Shape) -> float:
-        """What the parts allow: `accept length / parts`, in units of a plain step."""
+        """Computes the speed-up over plain decoding if a round cost only its parts.
+
+        Args:
+            accept_length: tokens per round, bonus token included.
+            shape: the round.
+
+        Returns:
+            `accept_length / parts`, with parts in units of a plain step.
+        """
         return accept_length * self.plain / self.parts[shape]
 
     def to_json(self) -> dict[str, Any]:
-        """What JSON holds: a row per shape, since its keys are strings."""
+        """Returns the costs for JSON, with a row per shape, since keys in JSON are strings."""
         rows = [
             {**shape._asdict(), **{f"{kind}_seconds": of[shape] for kind, of in self._kinds() if shape in of}}
             for shape in self.parts
@@ -79,7 +95,17 @@ class Costs:
 
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> "Costs":
-        """The inverse of `to_json`. Raises `KeyError` or `TypeError` for anything else."""
+        """Restores costs from `to_json`.
+
+        Args:
+            stored: the JSON object.
+
+        Returns:
+            The costs.
+
+        Raises:
+            KeyError, TypeError, ValueError: for any other object.
+        """
         costs = cls(int(stored["batch"]), {}, {}, {}, float(stored["change_seconds"]))
         for row in stored["rounds"]:
             shape = Shape(row["num_steps"], row["topk"], row["num_nodes"])
@@ -90,14 +116,10 @@ class Costs:
 
 
 class CostMeter:
-    """Times rounds of each of `shapes`, and of plain steps, in `while_loop`s of their own.
+    """Times rounds of several shapes, and plain steps, each in a compiled `while_loop` of its own.
 
-    `context` tokens of each of `batch` rows stand in caches of `capacity` slots; a part that comes to their end starts
-    over behind the context. No pass takes fewer than `min_rows` tokens per row, as in decoding. One timing lasts about
-    `seconds`, or four rounds. `whole` rounds, as the loop runs them, are timed beside their parts where that is asked
-    for; chains also in turn, a round of each depth behind one of another. At a `temperature` above 0 tokens are drawn:
-    rounds are those of the default rules, and heads give distributions. `compiled` is called after each loop is
-    compiled.
+    The loops run on caches that hold a context. A loop that reaches the end of its caches starts over behind the
+    context.
     """
 
     def __init__(
@@ -115,9 +137,26 @@ class CostMeter:
         whole: bool = False,
         compiled: Callable[[], None] = lambda: None,
     ):
+        """Compiles the loops.
+
+        Args:
+            params: parameters of `model` with unrolled layers.
+            model: the model.
+            shapes: the rounds to time; plain steps are always added.
+            context: tokens per row in the caches.
+            capacity: cache slots per row.
+            batch: rows, B.
+            min_rows: fewest token rows per pass; narrower passes are padded, as in decoding.
+            temperature: above 0, heads compute distributions, tokens are sampled, and whole rounds use the default
+                acceptance rules.
+            seconds: approximate duration of one timing, which covers at least four rounds.
+            whole: also time whole rounds as the decoding loop runs them, and for chains a cycle through all depths.
+            compiled: called after each loop is compiled.
+        """
         self.batch = batch
         self._timers: dict[tuple[str, Shape], Callable[[], float]] = {}
         place = _Place(batch, context, capacity, min_rows, temperature)
+        # 1. Per shape: all parts, verification alone (a plain step has no other part), and the whole round.
         for shape in dict.fromkeys((PLAIN, *shapes)):
             dtype = params["embedding"].dtype
             loops = {"parts": _parts(dtype, model, shape, place, drafts=True)}
@@ -128,6 +167,7 @@ class CostMeter:
             for kind, loop in loops.items():
                 self._timers[kind, shape] = _timer(params, *loop, seconds=seconds)
                 compiled()
+        # 2. A cycle of one round per depth shows what a change of depth costs.
         chains = tuple(dict.fromkeys((PLAIN, *(shape for shape in shapes if shape.topk == 1))))
         if whole and len(chains) > 1:
             loop = _whole_rounds(params["embedding"].dtype, model, chains, place)
@@ -136,7 +176,12 @@ class CostMeter:
         self._seconds: dict = {timed: [] for timed in self._timers}
 
     def measure(self, repeats: int = 3) -> None:
-        """Times every loop `repeats` times, after once that only warms up what stood idle."""
+        """Times every loop `repeats` times.
+
+        Args:
+            repeats: timings to add per loop.
+        """
+        # All loops take turns, so that disturbances by other programs hit them alike. The first turn only warms up.
         for number in range(repeats + 1):
             for timed, run in self._timers.items():
                 seconds = run()
@@ -144,15 +189,20 @@ class CostMeter:
                     self._seconds[timed].append(seconds)
 
     def costs(self) -> Costs:
-        """Of all `measure` calls: a plain step's median, and for everything else the median of how many it takes.
+        """Summarises all timings so far.
 
-        What else the machine does slows all of a turn down, so that ratios within it stay as they are.
+        Other programs slow down all loops of a turn alike, so ratios within a turn vary less than times. Each cost is
+        the median time of a plain step multiplied by the median of the ratio to the plain step of the same turn.
+
+        Returns:
+            The costs.
         """
         plain = np.array(self._seconds.get(("round", PLAIN), self._seconds["parts", PLAIN]))
         usual: dict[str, dict[Shape, float]] = {"verify": {}, "parts": {}, "round": {}, "in turn": {}}
         for (kind, shape), times in self._seconds.items():
             usual[kind][shape] = float(np.median(plain) * np.median(np.array(times) / plain))
         rounds, change = usual["round"], 0.0
+        # The cost of a change of depth is the excess of the cycle over its rounds, per round of the cycle.
         if usual["in turn"]:
             chains = [seconds for shape, seconds in rounds.items() if shape.topk == 1]
             change = max(usual["in turn"][PLAIN] - sum(chains), 0.0) / len(chains)
@@ -160,12 +210,12 @@ class CostMeter:
 
 
 def widest_write(model: MTPModel, shape: Shape) -> int:
-    """Cache slots behind the committed tokens that a round of this shape writes, at most."""
+    """Returns an upper bound on the cache slots that a round of this shape writes behind the committed text."""
     return max(shape.num_nodes, rows_per_round(model, shape.num_steps) + shape.topk * shape.num_steps)
 
 
 class _Place(NamedTuple):
-    """Where rounds take place; see `CostMeter`."""
+    """The conditions that all rounds share; see `CostMeter`."""
 
     batch: int
     context: int
@@ -175,18 +225,20 @@ class _Place(NamedTuple):
 
     @property
     def sampling(self) -> Sampling:
+        """Sampling parameters of all rows."""
         return Sampling.greedy(self.batch).replace(temperature=jnp.full(self.batch, self.temperature))
 
 
 def _timer(params, body: Callable, inputs, *, seconds: float) -> Callable[[], float]:
-    """A function that times one of the rounds `inputs = body(params, index, inputs)`, which are run about `seconds`.
+    """Makes a function that times one round `inputs = body(params, index, inputs)`, averaged over many.
 
-    What a call costs before its first round is taken off. Inputs move to other memory for every timing, as they do
-    from one call of decoding to the next: where caches of 100 MB lie made the same loop up to twice as slow.
+    The fixed cost of a call is subtracted. Every timing copies the inputs to other memory, as successive decoding calls
+    do, since the speed of a loop depends on the addresses of its caches.
     """
 
+    # The parameters are arguments, as in decoding: XLA would fold constants and store them in the program.
     @functools.partial(jax.jit, donate_argnums=2)
-    def loop(limit, params, inputs):  # parameters as in decoding: constants would be folded, and be in the program
+    def loop(limit, params, inputs):
         return jax.lax.while_loop(
             lambda carry: carry[0] < limit, lambda carry: (carry[0] + 1, body(params, *carry)), (jnp.int32(0), inputs)
         )[1]
@@ -197,14 +249,17 @@ def _timer(params, body: Callable, inputs, *, seconds: float) -> Callable[[], fl
         inputs = jax.block_until_ready(loop(rounds, params, inputs))
         return time.perf_counter() - begin
 
+    # Choose how many rounds fill the wanted time: the difference between calls of 9 rounds and of 1 is 8 rounds.
     call(1)  # compiles
-    least = min(call(1) for _ in range(3))  # what a call costs, with one round
+    least = min(call(1) for _ in range(3))
     count = round(min(max(8 * seconds / max(call(9) - least, 1e-9), 4), MOST_ROUNDS))
 
     def run() -> float:
         nonlocal inputs
         inputs = jax.tree.map(jnp.copy, inputs)
-        call(1)  # reaches what lies cold
+        # The first call only warms up the copied inputs. The difference between calls of count + 1 rounds and of 1 is
+        # free of the fixed cost.
+        call(1)
         first = call(1)
         return (call(count + 1) - first) / count
 
@@ -212,20 +267,20 @@ def _timer(params, body: Callable, inputs, *, seconds: float) -> Callable[[], fl
 
 
 def _parts(dtype, model: MTPModel, shape: Shape, place: _Place, *, drafts: bool) -> tuple[Callable, Any]:
-    """The passes of a round of this shape, with `drafts` or without, as `_timer` takes them.
+    """Makes the body and inputs of a loop over the passes of a round, with `drafts` or verification alone.
 
-    The trunk's head reads all nodes. Modules take in the committed rows, and their heads read one; recycled levels are
-    passes over `topk` rows, and the head reads them all.
+    The trunk's head reads all nodes. Each module extends over the committed positions, and its head reads one of them.
+    Recycled levels are passes over `topk` rows, and the head reads all of these.
     """
     config, (batch, context, capacity, min_rows, temperature) = model.config, place
     in_use = min(config.num_mtp_modules, shape.num_steps) if drafts else 0
     taken_in = rows_per_round(model, shape.num_steps)
     width, level_rows = max(shape.num_nodes, min_rows), max(shape.topk, min_rows)
     room = _room(model, shape, place)
-    known = None if shape.num_steps else jnp.ones(batch, jnp.int32)  # plain decoding commits what it passes
+    known = None if shape.num_steps else jnp.ones(batch, jnp.int32)  # a plain step commits its token within the pass
 
     def spread(token, count: int):
-        """Tokens `[B, count]` that differ, for they choose different experts, and follow from the last pass."""
+        """Makes tokens `[B, count]` that depend on the last pass and differ, so that they choose different experts."""
         steps = jnp.arange(batch * count, dtype=jnp.int32).reshape(batch, count)
         return (token + 31 * steps) % config.vocab_size
 
@@ -234,7 +289,8 @@ def _parts(dtype, model: MTPModel, shape: Shape, place: _Place, *, drafts: bool)
         apply, modules = bind(model, params), list(modules)
 
         def choose(output, number=None):
-            """The newest token, or one drawn from what is said of all rows together."""
+            """Picks the last row's arg-max, or samples a token from a mixture of all rows' distributions."""
+            # The mixture makes the token depend on every row, so that XLA cannot leave out any of them.
             if not temperature:
                 return apply(output, k=1, index=number, method="top_tokens")[1][:, -1:, 0]
             probabilities = distribution(apply(output, index=number, method="logits"), place.sampling)
@@ -242,11 +298,14 @@ def _parts(dtype, model: MTPModel, shape: Shape, place: _Place, *, drafts: bool)
             numbers = rng.gumbel(place.sampling.seed, start[:, None], rng.DRAFT, node, config.vocab_size)
             return draw(probabilities.mean(axis=1, keepdims=True), numbers)
 
+        # 1. Verify: the trunk over all nodes. The position moves with the round, so nothing is constant in the loop.
         start = trunk.length + index % room
         view = cached_view(config, start, width, capacity, num_valid=known)
         output = apply(spread(token, width), view, trunk, method="run_trunk")
         trunk = commit(output.cache, trunk.length)
         token = choose(output.hidden)
+        # 2. Draft. Levels within the number of modules extend module after module over the committed positions; later
+        # levels run the last module on its own output.
         entering = hidden
         for level in range(1, shape.num_steps + 1 if drafts else 1):
             number, rows = min(level, in_use) - 1, taken_in if level <= in_use else level_rows
@@ -256,6 +315,7 @@ def _parts(dtype, model: MTPModel, shape: Shape, place: _Place, *, drafts: bool)
                 method="run_module",
             )  # fmt: skip
             modules[number] = modules[number].replace(layers=(entries,))
+            # The next module reads these outputs. After the last module, recycled levels continue in further slots.
             if level < in_use:
                 entering = passed
             elif level == in_use:
@@ -263,11 +323,13 @@ def _parts(dtype, model: MTPModel, shape: Shape, place: _Place, *, drafts: bool)
                 entering = jnp.pad(passed, ((0, 0), (level_rows, 0), (0, 0)))
             else:
                 entering, start = passed, start + level_rows
+            # Of an extended module only the newest output is scored. The row varies, so all rows must be computed.
             if level <= in_use:
                 output = read_rows(output, index % rows + jnp.zeros(batch, jnp.int32), 1)
             token = choose(output, number)
         return token, hidden, trunk, tuple(modules)
 
+    # Caches with `context` committed slots. The time of a pass does not depend on the entries' values.
     def filled(kinds):
         return commit(empty_cache(config, kinds, batch, capacity, dtype), jnp.full(batch, context, jnp.int32))
 
@@ -280,16 +342,19 @@ def _parts(dtype, model: MTPModel, shape: Shape, place: _Place, *, drafts: bool)
 
 
 def _whole_rounds(dtype, model: MTPModel, shapes: tuple[Shape, ...], place: _Place) -> tuple[Callable, DecodeState]:
-    """A round of decoding of each of these shapes (several: chains), by the default rule, as `_timer` takes them.
+    """Makes the body and inputs of a loop over whole decoding rounds, one of each shape, under the default rule.
 
-    Lengths move with the rounds: were they constant, XLA would take what depends on them out of the loop.
+    Several shapes must be chains. Lengths change from round to round: XLA would move the work that depends on constant
+    lengths out of the loop.
     """
+    # 1. The spec of the deepest shape; shallower chains are the same call at another depth.
     batch, context, capacity, min_rows, temperature = place
     shape = max(shapes)
     nodes = shape.num_nodes if shape.num_steps else None
     config = DecodeConfig(num_steps=shape.num_steps, topk=shape.topk, num_draft_tokens=nodes)
     spec = DecodeSpec.of(config, is_greedy=not temperature, min_rows=min_rows)
     specs = [spec.at_depth(shape.num_steps) for shape in shapes] if len(shapes) > 1 else [spec]
+    # 2. A state of running rows with random text, which end only at the capacity.
     drafter = drafter_of(config)
     tokens = np.random.default_rng(0).integers(model.config.vocab_size, size=(batch, capacity))
     rows = NewRows.without_stops(
@@ -311,6 +376,7 @@ def _whole_rounds(dtype, model: MTPModel, shapes: tuple[Shape, ...], place: _Pla
     state = begin_rows(state, rows, vocab_size=model.config.vocab_size)
     room = _room(model, shape, place)
 
+    # 3. Every round starts from a length within the room, with the caches and the drafter's buffer set to match it.
     def body(params, index, state):
         prepared = drafter.prepare(params, drafter.own_params(params, config, model=model), model=model, dtype=dtype)
         length = jnp.full_like(state.length, context + 1 + index % room)
@@ -324,14 +390,15 @@ def _whole_rounds(dtype, model: MTPModel, shapes: tuple[Shape, ...], place: _Pla
                 trunk=state.trunk.replace(length=length - 1),
                 drafter=draft_state,
             )
+            # An adaptive call runs each depth in a loop of its own, so a cycle does the same.
             round_ = functools.partial(run_round, params, model=model, drafter=drafter, spec=spec, prepared=prepared)
-            state = run_as_loop(round_, index >= 0, state) if len(specs) > 1 else round_(state)  # loops as in `decode`
+            state = run_as_loop(round_, index >= 0, state) if len(specs) > 1 else round_(state)
         return state
 
     return body, state
 
 
 def _room(model: MTPModel, shape: Shape, place: _Place) -> int:
-    """Slots behind the context that a round may begin at, at least 1."""
+    """Returns how many slots behind the context a round may begin at, at least 1, so that its writes fit."""
     widest = max(shape.num_nodes, place.min_rows, widest_write(model, shape) + place.min_rows)
     return max(1, place.capacity - place.context - widest)

@@ -1,7 +1,8 @@
-"""Whether a loaded model still drafts as it did when it was trained.
+"""Checks that the MTP modules of a loaded model draft as well as they did in training.
 
-Wrong norms, a swapped pair of inputs or modules of another checkpoint raise no error and change no text: only
-acceptance falls. So training leaves a few held-out rows in the checkpoint's metadata, and what the model made of them.
+Wrong norms, swapped inputs or modules of another checkpoint raise no error and change no text: they only lower the
+acceptance rate. Training therefore saves a few held-out rows in the checkpoint's metadata, with the model's agreement
+on them, and `check_acceptance` measures it again.
 """
 
 import dataclasses
@@ -17,28 +18,64 @@ from mtpjax.io.checkpoint_reader import CheckpointReader
 from mtpjax.io.huggingface_files import SELF_CHECK
 from mtpjax.models.model import MTPModel
 
-ROWS, COLUMNS = 4, 128
-# bfloat16 moves these means by less (`tests/decode/test_self_check.py`).
+ROWS, COLUMNS = 4, 128  # held-out tokens that are saved, at most
+# Differences that count as rounding: loading in bfloat16 changes the means by less than this.
 TOLERANCE = {"agreement": 0.05, "overlap": 0.02}
 log = logging.getLogger("mtpjax.decode")
 
 
 def record(params: dict, tokens: np.ndarray, *, model: MTPModel, num_depths: int) -> dict[str, list]:
-    """What the checkpoint's metadata keep: up to 4 x 128 of `tokens [R, T]`, and what each level makes of them.
+    """Measures the record that training saves in the checkpoint's metadata.
 
-    "agreement" is the share of positions where a draft's arg-max is the trunk's, "overlap" the mean of 1 - TV.
+    Args:
+        params: parameters of `model`.
+        tokens: `[R, T]` int32 held-out rows; the first 4 x 128 tokens are used.
+        model: the model.
+        num_depths: draft levels to measure.
+
+    Returns:
+        "tokens", the rows; "agreement", for each level the share of positions where the draft's arg-max is the trunk's;
+        "overlap", the mean of 1 - TV between their distributions.
     """
     kept = tokens[:ROWS, :COLUMNS]
-    num_depths = max(0, min(num_depths, kept.shape[1] - 2))  # those with a position to measure at
+    # Level k needs a row of at least k + 2 tokens.
+    num_depths = max(0, min(num_depths, kept.shape[1] - 2))
     return {"tokens": kept.tolist(), **_measure(params, kept, model=model, num_depths=num_depths)}
 
 
 def check_acceptance(path, model: MTPModel, params: dict) -> list[str]:
-    """How a model that was loaded from `path` drafts otherwise than its trainer measured, a line each; logs warnings.
+    """Compares a loaded model's drafts with those that training measured, in one pass over at most 512 tokens.
 
-    Empty where all is well, and for a checkpoint that holds no such record. It takes one pass over 512 tokens. Raises
-    `ValueError` for a record that is damaged.
+    Args:
+        path: the checkpoint, run folder or Hugging Face directory that the model was loaded from.
+        model: the loaded model.
+        params: its parameters.
+
+    Returns:
+        A line per draft level and metric that differs by more than rounding, which are also logged as a warning. Empty
+        if nothing differs, or if the checkpoint has no record.
+
+    Raises:
+        ValueError: for a damaged record.
+
+    Example:
+        >>> import tempfile
+        >>> import jax
+        >>> import numpy as np
+        >>> from mtpjax import ModelConfig, MTPModel, check_acceptance, init_params, load
+        >>> from mtpjax.evaluation.self_check import record
+        >>> from mtpjax.io.checkpoint import save_model
+        >>> model = MTPModel(ModelConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        ...                              intermediate_size=32, max_position_embeddings=64, num_mtp_modules=1))
+        >>> params = init_params(model, jax.random.key(0))
+        >>> tokens = np.arange(32, dtype=np.int32).reshape(2, 16)
+        >>> with tempfile.TemporaryDirectory() as folder:  # training saves the record in the same way
+        ...     metadata = {"self_check": record(params, tokens, model=model, num_depths=1)}
+        ...     save_model(f"{folder}/checkpoint", model, params, metadata=metadata)
+        ...     check_acceptance(folder, *load(folder))
+        []
     """
+    # A checkpoint without a record, or a model that was trained without drafts, has nothing to compare.
     path = find_checkpoint(path)
     stored = _stored(path)
     if not stored or not stored["agreement"]:
@@ -47,6 +84,7 @@ def check_acceptance(path, model: MTPModel, params: dict) -> list[str]:
     if not model.config.num_mtp_modules:
         differences = [f"the model has no MTP modules; {levels} draft levels were measured"]
     else:
+        # Measure the same rows with the loaded model. `not ... <=` also catches nan.
         found = _measure(params, np.array(stored["tokens"], np.int32), model=model, num_depths=levels)
         differences = [
             f"{name} of draft level {level} with the trunk is {now:.3f}; training measured {before:.3f}"
@@ -60,12 +98,14 @@ def check_acceptance(path, model: MTPModel, params: dict) -> list[str]:
 
 
 def _stored(path: pathlib.Path) -> dict[str, list] | None:
-    """The record of a checkpoint of ours, or of a Hugging Face directory; None where there is none."""
+    """Reads the record of an mtpjax checkpoint or a Hugging Face directory; None if it has no record."""
+    # A checkpoint that training wrote has the record in its metadata. A converted one has it in the Hugging Face files
+    # that the conversion keeps.
     if is_checkpoint(path):
         record = CheckpointReader(path, verify=False).metadata.get("self_check")
         if record is not None:
             return record
-        path = path / "huggingface"  # of a directory that was converted
+        path = path / "huggingface"
     file = path / SELF_CHECK
     if not file.is_file():
         return None
@@ -76,15 +116,16 @@ def _stored(path: pathlib.Path) -> dict[str, list] | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is damaged: {type(error).__name__}: {error}") from error
     if not is_whole:
-        raise ValueError(f"{file} is damaged: its tokens are no rows")
+        raise ValueError(f"{file} is damaged: its tokens are not a list of rows of equal length")
     return record
 
 
 def _measure(params: dict, tokens: np.ndarray, *, model: MTPModel, num_depths: int) -> dict[str, list[float]]:
-    """Over the positions where all levels have a choice to meet."""
+    """Averages agreement and overlap over the positions where every level has a trunk token to compare with."""
     if not num_depths:
         return {"agreement": [], "overlap": []}
-    model = model.clone(config=dataclasses.replace(model.config, num_tokens=0))  # a trainer's has all of its columns
+    # Training scores all columns of the head, padding ids included; so does the check.
+    model = model.clone(config=dataclasses.replace(model.config, num_tokens=0))
     B, T = tokens.shape
     lengths, temperatures = np.full(B, T, np.int32), np.ones(B, np.float32)
     places = compare_levels(params, tokens, lengths, temperatures, model=model, num_depths=num_depths)

@@ -1,4 +1,4 @@
-"""Small models for tests of decoding, with weights whose drafts are right by chance, sometimes, always or never."""
+"""Small models for tests of decoding, with constructed weights whose drafts are right sometimes, always or never."""
 
 import zlib
 
@@ -9,21 +9,30 @@ import numpy as np
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.model import MTPModel, param_shapes
 
-# How much of a block's output "mixed" weights keep, so that each draft level is both accepted and rejected.
+# Scale of the blocks' outputs in "mixed" weights: small enough that drafts of every level are sometimes accepted, and
+# large enough that they are sometimes rejected.
 MIXED_STRENGTH = {"grouped": 1.5, "latent": 0.15, "sparse": 0.15, "hybrid": 0.3}
 RIGS = ("random", "mixed", "right", "wrong")
 
 
 def small_config(attention: str = "grouped", **changes) -> ModelConfig:
-    """A small model: "grouped" (dense), "latent" (experts in the second layer), "sparse" (latent, with an indexer that
+    """Makes the configuration of a small model.
 
-    one layer shares) or "hybrid" (linear and gated full attention, experts with a gated shared one).
+    Args:
+        attention: "grouped" (grouped-query attention, dense layers), "latent" (multi-head latent attention, experts
+            from the second layer on), "sparse" (latent attention with a sparse indexer, which one layer shares) or
+            "hybrid" (linear and gated full attention, experts with a gated shared expert).
+        **changes: fields of `ModelConfig` to set otherwise.
+
+    Returns:
+        The configuration.
     """
     values = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     values |= {"intermediate_size": 48, "max_position_embeddings": 256, "num_mtp_modules": 1}
     kind = {"sparse": "latent", "hybrid": "grouped"}.get(attention, attention)
     if kind == "grouped":
         values |= {"num_key_value_heads": 2}
+    # Linear attention around one layer of full attention, with the options of Qwen3.5.
     if attention == "hybrid":
         values |= {"num_hidden_layers": 3, "layer_types": ("linear_attention", "full_attention", "linear_attention")}
         values |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
@@ -41,9 +50,11 @@ def small_config(attention: str = "grouped", **changes) -> ModelConfig:
             "mlp_only_layers": (1,),
         }
         values |= {"shared_expert_intermediate_size": 10, "shared_expert_gate": True, "scoring_func": "softmax"}
+    # The indexer picks the keys of latent attention; the second layer reuses the picks of the first.
     if attention == "sparse":
         values |= {"num_hidden_layers": 3, "indexer_types": ("full", "shared", "full")}
         values |= {"index_topk": 7, "index_n_heads": 3, "index_head_dim": 6}
+    # Latent attention and grouped experts, with the options of DeepSeek-V3.
     if kind == "latent":
         values |= {
             "q_lora_rank": 20,
@@ -59,9 +70,19 @@ def small_config(attention: str = "grouped", **changes) -> ModelConfig:
 
 
 def random_params(model: MTPModel, seed: int = 0) -> dict:
-    """Noise in every parameter, norms and biases too; a leaf depends on its path, shape and `seed` only."""
+    """Draws every parameter at random, including norms and biases, so that tests notice any that is ignored.
+
+    Args:
+        model: the model.
+        seed: seed of the weights.
+
+    Returns:
+        float32 parameters. Each leaf depends only on its path, its shape and the seed.
+    """
 
     def draw(path, leaf):
+        # Norms and biases stay close to neutral. Matrices are scaled by their number of inputs, so that activations
+        # keep unit variance; the table maps names to the axis of the inputs.
         names = [key.key for key in path]
         noise = np.random.default_rng([seed, zlib.crc32("/".join(names).encode())]).standard_normal(leaf.shape)
         if names[-1] == "scale":
@@ -79,11 +100,21 @@ def random_params(model: MTPModel, seed: int = 0) -> dict:
 
 
 def rigged_params(model: MTPModel, attention: str, rig: str, seed: int = 0) -> dict:
-    """Weights whose drafts are right by chance ("random"), "mixed"ly, always ("right") or never ("wrong").
+    """Constructs weights with a known acceptance rate.
 
-    But for the first, the head is the embedding along one cycle through the vocabulary and the modules look at the
-    newest token, so that trunk and modules say the token's successor. In "right" and "wrong" the blocks add nothing to
-    it; in "mixed" they add enough to miss at times, so that each draft depends on all that the caches hold.
+    Except for "random", the head maps each token's embedding to the token's successor in one cycle through the
+    vocabulary, and the modules pass on the embedding of the newest token. Trunk and modules then predict the successor.
+    In "right" and "wrong" the blocks add nothing to the residual stream; in "mixed" they add enough to change some
+    predictions, so that each draft depends on the contents of the caches.
+
+    Args:
+        model: the model.
+        attention: its kind, as for `small_config`.
+        rig: "random" (drafts are right by chance), "mixed" (right at times), "right" (always) or "wrong" (never).
+        seed: seed of the weights.
+
+    Returns:
+        float32 parameters.
     """
     params = random_params(model, seed)
     if rig == "random":
@@ -91,6 +122,8 @@ def rigged_params(model: MTPModel, attention: str, rig: str, seed: int = 0) -> d
     strength = MIXED_STRENGTH[attention] if rig == "mixed" else 0.0
     sign = -1.0 if rig == "wrong" else 1.0
 
+    # Scale the output matrices of all blocks. A module's input projection passes its embedding half through, negated in
+    # "wrong", so that its logits disfavour the successor.
     def weaken(path, leaf):
         name = path[-1].key
         if name == "project":
@@ -98,6 +131,7 @@ def rigged_params(model: MTPModel, attention: str, rig: str, seed: int = 0) -> d
             return jnp.concatenate([sign * jnp.eye(D), strength * leaf[D:]])
         return strength * leaf if name in ("output", "down") else leaf
 
+    # Column order[i + 1] of the head is the normalised embedding of token order[i].
     embedding = np.asarray(params["embedding"])
     order = np.random.default_rng(seed).permutation(len(embedding))
     head = np.zeros_like(embedding.T)

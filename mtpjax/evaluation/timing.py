@@ -1,7 +1,8 @@
-"""Times decoding in processes of their own: thread settings act only before JAX starts.
+"""Times decoding in child processes, since thread settings take effect only before JAX starts.
 
-`Worker` is the parent's side; `python -m mtpjax.evaluation.timing` the child's, which answers one JSON line per JSON
-line. Only one child works at a time, so that interleaved runs see the same machine.
+The parent uses `Worker`; the child runs `python -m mtpjax.evaluation.timing`, which reads one JSON request per line and
+writes one JSON result per line. While it measures, the parent must let only one child work at a time, since children
+compete for cores.
 """
 
 import argparse
@@ -17,9 +18,18 @@ from mtpjax.host import limit_threads
 
 
 class Worker:
-    """A child with a loaded model and `threads` threads (0: all). Use as a context manager; it ends with the parent."""
+    """A child process with a loaded model. Use it as a context manager, which ends the child.
+
+    The child also ends when the parent exits, since its standard input closes.
+    """
 
     def __init__(self, checkpoint, *, threads: int):
+        """Starts the child.
+
+        Args:
+            checkpoint: path of the model to load.
+            threads: threads of the child; 0 leaves JAX's default, one per core.
+        """
         command = [sys.executable, "-m", "mtpjax.evaluation.timing", str(checkpoint), "--threads", str(threads)]
         self.threads = threads
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -34,7 +44,11 @@ class Worker:
         self._process.wait()
 
     def ask(self, request: dict[str, Any]) -> None:
-        """Sends a request; `answer` waits for its result. `{"do": "decode" | "costs", …}`, see `_Child`."""
+        """Sends a request without waiting; `answer` returns its result.
+
+        Args:
+            request: `{"do": "decode" | "costs", …}` with the arguments of the method of `_Child` with this name.
+        """
         try:
             self._requests.write(json.dumps(request) + "\n")
             self._requests.flush()
@@ -42,19 +56,27 @@ class Worker:
             pass  # `answer` reports it
 
     def answer(self) -> dict[str, Any]:
-        """The result of the oldest request. Raises `RuntimeError` if the child has ended."""
+        """Waits for the result of the oldest unanswered request.
+
+        Returns:
+            The result.
+
+        Raises:
+            RuntimeError: if the child has ended.
+        """
         line = self._answers.readline()
         if not line:
             raise RuntimeError(f"the timing process ended with code {self._process.wait()}; its error is above")
         return json.loads(line)
 
     def call(self, **request) -> dict[str, Any]:
+        """Sends a request and waits for its result."""
         self.ask(request)
         return self.answer()
 
 
 class _Child:
-    """Answers requests about one model."""
+    """Serves the requests of the parent, about one loaded model."""
 
     def __init__(self, model, params):
         self.model, self.params, self.meter = model, params, None
@@ -62,10 +84,16 @@ class _Child:
     def decode(
         self, *, prompts, max_new_tokens: int, num_steps: int, min_rows: int, repeats: int = 1
     ) -> dict[str, Any]:
-        """Decodes the prompts one by one; the seconds of each beyond those of its prefill and first token (medians)."""
+        """Decodes the prompts one by one.
+
+        Returns:
+            "rows", with the tokens and counts of each prompt, and "seconds", the median decoding time of each without
+            prefill and first token.
+        """
         from mtpjax.decoding.config import DecodeConfig
         from mtpjax.decoding.generate import speculative_generate
 
+        # A call for one token measures prefill. Subtracting it leaves the time of the rounds.
         config = DecodeConfig(max_new_tokens=max_new_tokens, num_steps=num_steps, min_rows=min_rows)
         first_only = dataclasses.replace(config, max_new_tokens=1)
         decode = functools.partial(speculative_generate, self.params, model=self.model)
@@ -78,6 +106,7 @@ class _Child:
                 middle = time.perf_counter()
                 result = decode([prompt], config=config)
                 times.append(time.perf_counter() - middle - (middle - begin))
+            # Check the counts and keep the tokens, so that the parent can compare texts between settings.
             stats = result.stats
             stats.check()
             seconds.append(sorted(times)[len(times) // 2])
@@ -86,9 +115,10 @@ class _Child:
         return {"rows": rows, "seconds": seconds}
 
     def costs(self, *, num_steps, context: int, capacity: int) -> dict[str, Any]:
-        """Times each part of chains some times more; returns the medians so far as JSON (`Costs.to_json`)."""
+        """Adds measurements of the costs of chains, and returns the medians so far as JSON (`Costs.to_json`)."""
         from mtpjax.evaluation.round_costs import CostMeter, chain
 
+        # The first request compiles the timing loops. Later ones repeat them, whatever their arguments are.
         if self.meter is None:
             shapes = tuple(chain(depth) for depth in num_steps)
             self.meter = CostMeter(self.params, model=self.model, shapes=shapes, context=context, capacity=capacity)
@@ -97,10 +127,12 @@ class _Child:
 
 
 def main() -> None:
+    """Runs the child: loads the model, then serves requests until standard input closes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkpoint")
     parser.add_argument("--threads", type=int, default=0)
     options = parser.parse_args()
+    # Set the threads before anything imports JAX.
     limit_threads(options.threads)
 
     from mtpjax.io.checkpoint import load

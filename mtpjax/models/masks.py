@@ -1,4 +1,4 @@
-"""Where the tokens of a pass stand and what they attend to: positions, attention masks and cache slots."""
+"""Positions, attention masks and cache slots of the tokens of a pass."""
 
 import flax.struct
 import jax
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.layers.rotary import rotary_angles
 
-Entries = dict[str, jax.Array]  # what an attention layer keeps per position; also one layer of a cache
+Entries = dict[str, jax.Array]  # what an attention layer stores per position; also one layer of a cache
 Masks = tuple[jax.Array, ...]  # bool, per source of keys `[B, T, S]`; `[B, T, 1]` means that row i sees entry i alone
 
 
@@ -71,8 +71,10 @@ def full_view(config: ModelConfig, segment_ids: jax.Array, *, shift: int = 0) ->
         The view; positions count from the start of each segment.
     """
     index = jnp.arange(segment_ids.shape[1])[None, :]
+    # Positions count from the first token of each segment.
     begins = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
     positions = index - jax.lax.cummax(jnp.where(begins, index, 0), axis=1) + shift
+    # Causal, within the segment.
     mask = (index[:, :, None] >= index[:, None, :]) & (segment_ids[:, :, None] == segment_ids[:, None, :])
     return View(rotary_angles(config, positions), mask, segment_ids=segment_ids)
 

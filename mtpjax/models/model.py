@@ -1,4 +1,4 @@
-"""The whole model: trunk, MTP modules, shared embedding and head; and its teacher-forced pass."""
+"""The whole model: trunk, MTP modules, shared embedding and head, and the teacher-forced pass."""
 
 import dataclasses
 import functools
@@ -30,13 +30,29 @@ class TrunkOutput(flax.struct.PyTreeNode):
 
 
 class MTPModel(nn.Module):
-    """Trunk and MTP modules. A static description: parameters are a pytree beside it, from `init_params` or `load`.
+    """A trunk with MTP modules: a static, hashable description without parameters.
 
-    `scan_layers` is the form for training, with stacked trunk layers (`mtpjax.models.trunk.stack_layers`); there
-    `remat` keeps
-    no more than the input of each trunk layer and module for the backward pass, and `dtype` is what layers compute in,
-    by default the embedding's: each casts its weights to its input's. `implementation` is every kernel's
-    (`pallas_kernels.dispatch`); over a mesh only the experts' run, on each device's own, and norms are always XLA's.
+    The parameters are a pytree beside it, from `init_params` or `load`.
+
+    Args:
+        config: the architecture.
+        scan_layers: use stacked trunk layers in one scan, the form for training (`mtpjax.models.trunk.stack_layers`).
+            False: unrolled layers, the form for decoding.
+        remat: keep only the input of each trunk layer and module for the backward pass.
+        dtype: dtype that layers compute in; None takes the embedding's. Layers cast their weights to it.
+        implementation: "xla", "triton" or "auto" for every kernel (`pallas_kernels.dispatch`). Over a mesh only the
+            experts' kernels run, on each device's own experts.
+
+    Returns:
+        The linen module.
+
+    Example:
+        >>> import jax
+        >>> from mtpjax import MTPModel, init_params, presets
+        >>> model = MTPModel(presets["tiny"])
+        >>> params = init_params(model, jax.random.key(0))
+        >>> params["embedding"].shape
+        (256, 64)
     """
 
     config: ModelConfig
@@ -65,7 +81,7 @@ class MTPModel(nn.Module):
             self.mtp_head = [self.param(f"mtp_head_{index}", matrix, shape) for index in modules]
 
     def __call__(self, tokens: jax.Array) -> None:
-        """Touches every parameter once, for `init`."""
+        """Uses every parameter once, so that `init` makes it."""
         view = full_view(self.config, jnp.ones_like(tokens))
         chained_hidden = self.mtp_input_hidden(self.run_trunk(tokens, view))
         for index in range(self.config.num_mtp_modules):
@@ -101,15 +117,25 @@ class MTPModel(nn.Module):
         hidden: jax.Array,
         tokens: jax.Array,
         view: View,
-        memory: Entries | Recycled | None = None,
+        layer_cache: Entries | Recycled | None = None,
         *,
         index: int,
         is_valid: jax.Array | None = None,
     ):
-        """MTP module `index` (0-based) over hidden `[B, T, D]` and the tokens `[B, T]` that go with it.
+        """Runs one MTP module.
 
-        `is_valid [B, T]` zeroes other embeddings. Returns the output for the head, the hidden that is passed on, and
-        the attention entries.
+        Args:
+            hidden: `[B, T, D]` hidden states, of the trunk or of the module before.
+            tokens: `[B, T]` int32, the token after each hidden state's position (one later per module).
+            view: positions and masks.
+            layer_cache: the module's layer of a cache; `Recycled` for a recycled depth over whole rows; None for a
+                pass over whole rows.
+            index: which module, from 0.
+            is_valid: `[B, T]` bool; embeddings of other tokens count as zero. None: all are valid.
+
+        Returns:
+            The states that the head reads `[B, T, D]`, the states that the next depth reads `[B, T, D]`, and the
+            attention entries.
         """
         table = self.mtp_embedding[index] if self.config.mtp_own_embedding else self.embedding
         embedding = self._embed(table, tokens)
@@ -118,29 +144,47 @@ class MTPModel(nn.Module):
         if self.config.mtp_mask_first:
             is_first = view.angles[1][:, :, :1] == 0  # the sine of position 0
             embedding = jnp.where(is_first, 0, embedding)
-        after, before, entries = self.mtp[index](hidden, embedding, view, memory)
+        after, before, entries = self.mtp[index](hidden, embedding, view, layer_cache)
         return after, after if self.config.mtp_chain_post_norm else before, entries
 
     def _embed(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
-        """Cast behind the look-up, whose gradient sums over tokens in the table's own dtype."""
+        # The cast follows the look-up, so that the gradient sums over tokens in the table's dtype.
         return table[tokens] if self.dtype is None else table[tokens].astype(self.dtype)
 
     def head_matrix(self, *, index: int | None = None) -> jax.Array:
-        """The head `[D, V]`; of module `index` if that has its own."""
+        """Returns the head `[D, V]`: the trunk's, or the own one of module `index`."""
         if index is not None and self.config.mtp_own_head:
             return self.mtp_head[index]
         return self.embedding.T if self.config.tie_word_embeddings else self.head
 
     def logits(self, hidden: jax.Array, *, index: int | None = None) -> jax.Array:
-        """Head over hidden `[..., D]` (after its norm): float32 `[..., V]`; of module `index` if that has its own."""
+        """Applies the head to normalised hidden states.
+
+        Args:
+            hidden: `[..., D]`.
+            index: takes the own head of this module, if it has one. None: the trunk's head.
+
+        Returns:
+            Logits `[..., V]` float32.
+        """
         head = self.head_matrix(index=index)
         return jnp.matmul(hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
 
     def top_tokens(self, hidden: jax.Array, *, k: int, index: int | None = None):
-        """Of the logits over hidden `[..., D]`: the `k` best tokens' `[..., k]`, those tokens, log-sum-exp `[...]`.
+        """Computes the `k` best logits without keeping all of them.
 
-        Ids that only pad the tables count nowhere. A tied embedding is read as it lies.
+        Ids that only pad the tables are left out.
+
+        Args:
+            hidden: `[..., D]` normalised hidden states.
+            k: number of tokens.
+            index: takes the own head of this module, if it has one.
+
+        Returns:
+            The k best logits `[..., k]` float32, their tokens `[..., k]` int32, and the log-sum-exp of all logits
+            `[...]` float32.
         """
+        # A tied embedding is read in its own layout [V, D]: a transpose would copy it.
         config = self.config
         is_tied = config.tie_word_embeddings and not (index is not None and config.mtp_own_head)
         head = self.embedding if is_tied else self.head_matrix(index=index)
@@ -155,8 +199,24 @@ class MTPModel(nn.Module):
 
 
 def init_params(model: MTPModel, key: jax.Array) -> dict:
-    """Random parameters: embedding with unit variance, matrices with variance 1 / inputs, norms at identity."""
-    stacked = model.clone(scan_layers=True, implementation="xla")  # one layer to compile, however many there are
+    """Draws random parameters: embedding with variance 1, matrices with variance 1 / inputs, norms at identity.
+
+    Args:
+        model: the model; `scan_layers` decides between stacked and unrolled layers.
+        key: a `jax.random` key.
+
+    Returns:
+        The parameters, float32.
+
+    Example:
+        >>> import jax
+        >>> from mtpjax import MTPModel, init_params, presets
+        >>> params = init_params(MTPModel(presets["tiny"]), jax.random.key(0))
+        >>> sorted(params)
+        ['embedding', 'head', 'mtp_0', 'norm_final', 'trunk']
+    """
+    # Draw stacked layers, and unstack them afterwards: only one layer is compiled.
+    stacked = model.clone(scan_layers=True, implementation="xla")
     params = _draw_params(stacked, key)
     return params if model.scan_layers else unstack_layers(params, model.config)
 
@@ -166,13 +226,13 @@ def _draw_params(model: MTPModel, key: jax.Array) -> dict:
     return dict(model.init(key, jnp.zeros((1, 2), jnp.int32))["params"])
 
 
-@functools.cache  # the same models come again and again, and tracing one takes a third of a second
+@functools.cache  # commands ask for the same model repeatedly, and tracing it takes time
 def param_shapes(config: ModelConfig, scan_layers: bool = False) -> dict:
     """Returns the shapes and dtypes of a model's parameters without allocating any.
 
     Args:
-        config: The model's configuration.
-        scan_layers: Whether the layers of the trunk are stacked, as `MTPModel(scan_layers=True)` has them.
+        config: the model's config.
+        scan_layers: True for stacked trunk layers, as in `MTPModel(scan_layers=True)`.
 
     Returns:
         A tree of `jax.ShapeDtypeStruct` with the structure of `init_params`.
@@ -182,18 +242,38 @@ def param_shapes(config: ModelConfig, scan_layers: bool = False) -> dict:
 
 
 def add_mtp_modules(model: MTPModel, params: dict, num_modules: int, key: jax.Array) -> tuple[MTPModel, dict]:
-    """`model` with `num_modules` MTP modules more, new ones behind those that it has, in the embedding's dtype.
+    """Adds untrained MTP modules to a model, to train them.
 
-    For fine-tuning a trunk that came without. Each begins as a copy of the module before it (looped extension,
-    2603.23911); the first as random, but for its decoder layer, a copy of the trunk's last one where that is of the
-    same kind. All share the trunk's embedding and head. `params` have unrolled layers. Raises `ValueError` where
-    modules that are there have their own.
+    A new module starts as a copy of the module before it (looped extension, 2603.23911). The first module of a model
+    starts with random projections and a copy of the trunk's last decoder layer, if that layer is of the same kind. All
+    new modules share the trunk's embedding and head.
+
+    Args:
+        model: a model with or without MTP modules.
+        params: its parameters, with unrolled layers.
+        num_modules: number of modules to add.
+        key: a `jax.random` key for the first module.
+
+    Returns:
+        The model with `num_modules` more modules, and its parameters. New ones have the embedding's dtype.
+
+    Raises:
+        ValueError: for num_modules < 1, or if the existing modules have embeddings or heads of their own.
+
+    Example:
+        >>> import dataclasses, jax
+        >>> from mtpjax import MTPModel, add_mtp_modules, init_params, presets
+        >>> trunk = MTPModel(dataclasses.replace(presets["tiny"], num_mtp_modules=0))
+        >>> params = init_params(trunk, jax.random.key(0))
+        >>> model, params = add_mtp_modules(trunk, params, 2, jax.random.key(1))
+        >>> model.config.num_mtp_modules
+        2
     """
     config = model.config
     if num_modules < 1:
         raise ValueError(f"num_modules must be at least 1, not {num_modules}")
     if config.mtp_own_embedding or config.mtp_own_head:
-        raise ValueError("modules that are there have an embedding or a head of their own: new ones would have none")
+        raise ValueError("cannot add MTP modules: the existing ones have their own embedding or head")
     view = full_view(config, jnp.ones((1, 2), jnp.int32))
     hidden = jnp.zeros((1, 2, config.hidden_size))
     first, dtype = config.num_mtp_modules, params["embedding"].dtype
@@ -217,12 +297,15 @@ def add_mtp_modules(model: MTPModel, params: dict, num_modules: int, key: jax.Ar
 
 
 def bind(model: MTPModel, params: dict) -> Callable[..., Any]:
-    """`model` with its parameters: `apply(tokens, view, method="run_trunk")` calls one of its methods."""
+    """Binds parameters to a model: `bind(model, params)(tokens, view, method="run_trunk")` calls a method of it."""
     return functools.partial(model.apply, {"params": params})
 
 
 class DepthsOutput(flax.struct.PyTreeNode):
-    """A teacher-forced pass over `[B, T]` tokens. Row i of depth k (index k-1) predicts t[i+k+1]; from T-k: garbage."""
+    """A teacher-forced pass over `[B, T]` tokens.
+
+    Row i of depth k (index k-1) predicts t[i+k+1]. Rows from T-k on have no input and hold garbage.
+    """
 
     logits: jax.Array  # [B, T, V] float32
     hidden: jax.Array  # [B, T, D] after the final norm
@@ -231,18 +314,18 @@ class DepthsOutput(flax.struct.PyTreeNode):
 
 
 class ForwardOutput(DepthsOutput):
-    """`DepthsOutput` of a pass that had the trunk before it."""
+    """Output of `forward`: `DepthsOutput`, and the trunk's hidden states before the final norm."""
 
     hidden_prenorm: jax.Array  # [B, T, D]
 
 
 def is_of_modules(name: str) -> bool:
-    """Whether a top-level parameter is the modules' own, not the trunk's or shared with it."""
+    """Returns whether a top-level parameter belongs to the MTP modules alone."""
     return name.startswith("mtp_")
 
 
 def detach_trunk(params: dict) -> dict:
-    """The parameters, without gradients for what is not the modules' own."""
+    """Stops the gradients of all parameters except the MTP modules' own."""
     return {name: leaf if is_of_modules(name) else jax.lax.stop_gradient(leaf) for name, leaf in params.items()}
 
 
@@ -258,10 +341,34 @@ def forward(
     attention_layout: str = "ttt",
     is_detached: bool = False,
 ) -> ForwardOutput:
-    """Trunk and MTP depths over whole rows of true tokens `[B, T]`: its pass, then `forward_depths`.
+    """Runs the trunk and the MTP depths teacher-forced over whole rows.
 
-    `segment_ids [B, T]` (0 is padding) keep packed documents apart; `lengths [B]` marks right-padded rows instead.
-    Raises `ValueError` for shapes or choices that do not fit.
+    Args:
+        params: parameters of `model`.
+        tokens: `[B, T]` int32 true tokens.
+        model: the model.
+        segment_ids: `[B, T]` int32 documents of packed rows; 0 is padding. None: one document per row.
+        lengths: `[B]` int32 lengths of right-padded rows, instead of `segment_ids`.
+        num_depths: MTP depths, at most or beyond the number of modules; None: the number of modules. Further depths
+            recycle the last module on its own output.
+        attention_layout: what a recycled depth attends to. "ttt": true entries of the prefix and its own drafts, as
+            decoding does (training-time test, EAGLE-3, 2503.01840). "stream": the entries of its own depth.
+        is_detached: stop the gradients from the depths to the trunk, and to the embedding and head they share.
+
+    Returns:
+        Logits and hidden states of the trunk and of each depth.
+
+    Raises:
+        ValueError: for shapes that do not fit, an unknown layout, or depths without modules.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from mtpjax import MTPModel, forward, init_params, presets
+        >>> model = MTPModel(presets["tiny"])
+        >>> params = init_params(model, jax.random.key(0))
+        >>> output = forward(params, jnp.arange(8)[None], model=model, num_depths=2)
+        >>> output.logits.shape, len(output.mtp_logits)
+        ((1, 8, 256), 2)
     """
     _check_rows(tokens, segment_ids, lengths)
     if segment_ids is None:
@@ -284,12 +391,22 @@ def forward(
 
 @functools.partial(jax.jit, static_argnames="model")
 def trunk_states(params: dict, tokens: jax.Array, segment_ids: jax.Array, *, model: MTPModel) -> jax.Array:
-    """The trunk's pass alone: `[B, T, D]`, the state that enters the modules, from which `forward_depths` goes on."""
+    """Runs the trunk alone over whole rows.
+
+    Args:
+        params: parameters of `model`.
+        tokens: `[B, T]` int32.
+        segment_ids: `[B, T]` int32 documents; 0 is padding.
+        model: the model.
+
+    Returns:
+        The hidden states `[B, T, D]` that the MTP modules read; `forward_depths` continues from them.
+    """
     return _trunk_pass(params, tokens, segment_ids, model)[0]
 
 
 def _trunk_pass(params, tokens, segment_ids, model) -> tuple[jax.Array, jax.Array]:
-    """The state that enters the modules, and the one before the final norm."""
+    """Returns the states that the modules read and those before the final norm, each `[B, T, D]`."""
     output = bind(model, params)(tokens, full_view(model.config, segment_ids), method="run_trunk")
     return model.mtp_input_hidden(output), output.prenorm
 
@@ -305,12 +422,23 @@ def forward_depths(
     attention_layout: str = "ttt",
     is_detached: bool = False,
 ) -> DepthsOutput:
-    """Runs the head and the MTP depths over the trunk's states `mtp_hidden [B, T, D]` (`trunk_states`) of its tokens.
+    """Runs the head and the MTP depths over hidden states of the trunk.
 
-    `num_depths` (default: the number of modules) may go beyond the modules, whose last is then recycled: under `ttt` a
-    recycled row sees the true entries of its prefix and its own drafts, as decoding does; under `stream` the entries of
-    its own depth. With `is_detached` no gradient goes from the depths to the trunk, nor to the embedding and head that
-    they share with it. Raises `ValueError` for choices that do not fit.
+    Args:
+        params: parameters of `model`.
+        mtp_hidden: `[B, T, D]` from `trunk_states`.
+        tokens: `[B, T]` int32, the tokens of those states.
+        segment_ids: `[B, T]` int32 documents; 0 is padding.
+        model: the model.
+        num_depths: as in `forward`.
+        attention_layout: as in `forward`.
+        is_detached: as in `forward`.
+
+    Returns:
+        Logits and hidden states of the trunk and of each depth.
+
+    Raises:
+        ValueError: for an unknown layout, or depths without modules.
     """
     config = model.config
     modules = config.num_mtp_modules
@@ -327,22 +455,26 @@ def forward_depths(
     base: Entries = {}
     levels: tuple[Entries, ...] = ()
     for depth in range(1, num_depths + 1):
+        # Depth k reads the embedding of the token k positions further, within the same document.
         index = min(depth, modules) - 1
         shifted, is_valid = shift_left(tokens, depth), segment_ids == shift_left(segment_ids, depth)
-        memory = None
+        recycled = None
         if depth <= modules:
+            # A module reads the trunk's states, or those of the module before it.
             source = mtp_hidden if config.mtp_chaining == "trunk" else chained_hidden
         else:
+            # A recycled depth reads its own output. Its draft sits one position further per level.
             source = chained_hidden
             if attention_layout == "ttt":
                 view = full_view(config, segment_ids, shift=depth - modules)
-                memory = Recycled(base, levels)
+                recycled = Recycled(base, levels)
         output, chained_hidden, entries = apply(
-            source, shifted, view, memory, index=index, is_valid=is_valid, method="run_module"
+            source, shifted, view, recycled, index=index, is_valid=is_valid, method="run_module"
         )
+        # Later levels attend to the last module's true entries, and to each recycled level's own.
         if depth == modules:
             base = entries
-        elif memory is not None:
+        elif recycled is not None:
             levels = (*levels, entries)
         mtp_logits.append(apply(output, index=index, method="logits"))
         mtp_outputs.append(output)
@@ -350,7 +482,7 @@ def forward_depths(
 
 
 def shift_left(rows: jax.Array, count: int) -> jax.Array:
-    """`rows [B, T, ...]` moved `count` places to the left, zeros behind."""
+    """Moves `rows [B, T, ...]` by `count` places to the left and fills up with zeros."""
     return jnp.pad(rows, ((0, 0), (0, count), *((0, 0),) * (rows.ndim - 2)))[:, count:]
 
 

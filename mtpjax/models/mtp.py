@@ -1,4 +1,4 @@
-"""The MTP module: hidden and the next token's embedding to hidden one position further."""
+"""The MTP module: combines a hidden state with the next token's embedding and predicts one position further."""
 
 import flax.linen as nn
 import jax
@@ -12,11 +12,11 @@ from mtpjax.models.quantized import matrix_product
 
 
 class MTPModule(nn.Module):
-    """Carries hidden `[B, T, D]` one position further, given the next tokens' embedding `[B, T, D]`.
+    """One MTP module: `hidden [B, T, D]` and `embedding [B, T, D]` of the following tokens to `[B, T, D]`.
 
-    DeepSeek-V3 (2412.19437, equations 21-23) in the order of its checkpoints, embedding first. Slot i of module k takes
-    the embedding of t[i+k] and predicts t[i+k+1]. Returns the output after the module's own norm (the head reads it),
-    before it, and what attention keeps.
+    DeepSeek-V3 (2412.19437, equations 21-23), in the order of its checkpoints: embedding first. Row i of module k reads
+    the embedding of t[i+k] and predicts t[i+k+1]. Returns the output after the module's final norm, which the head
+    reads, the output before that norm, and the attention entries.
     """
 
     config: ModelConfig
@@ -24,17 +24,19 @@ class MTPModule(nn.Module):
 
     @nn.compact
     def __call__(
-        self, hidden: jax.Array, embedding: jax.Array, view: View, memory: Entries | Recycled | None = None
+        self, hidden: jax.Array, embedding: jax.Array, view: View, layer_cache: Entries | Recycled | None = None
     ) -> tuple[jax.Array, jax.Array, Entries]:
         config = self.config
 
         def norm(name: str) -> RMSNorm:
             return RMSNorm(config.rms_norm_eps, config.zero_centred_norm, name=name)
 
+        # Normalise both inputs, join them in the checkpoint's order, and project back to the model width.
         pair = [norm("norm_embedding")(embedding), norm("norm_hidden")(hidden)]
         if config.mtp_input == "hidden_embedding":
             pair.reverse()
         project = self.param("project", nn.initializers.lecun_normal(), (2 * config.hidden_size, config.hidden_size))
         x = matrix_product(jnp.concatenate(pair, axis=-1), project, implementation=self.implementation)
-        before, entries, _ = Block(config, config.mtp_kind, self.implementation, name="block")(x, view, memory)
+        # One decoder layer, and the module's own final norm.
+        before, entries, _ = Block(config, config.mtp_kind, self.implementation, name="block")(x, view, layer_cache)
         return norm("norm_output")(before), before, entries

@@ -1,4 +1,4 @@
-"""Weights kept in fp8 blocks, as some checkpoints hold them, and the product with a weight of either kind."""
+"""Weights in fp8 blocks, and matrix products with plain or fp8 weights."""
 
 import flax.struct
 import jax
@@ -9,16 +9,16 @@ from pallas_kernels.dequantise import dequantise
 
 
 class BlockScaled(flax.struct.PyTreeNode):
-    """A weight as fp8 `values` and a float32 scale for each block: `astype` gives what a layer computes with.
+    """A weight as fp8 values with a float32 scale per block; `astype` dequantises it.
 
-    DeepSeek-V3's 128 x 128 blocks of `[out, in]`. The weight's axes may be factored and in any order, so `scales` has
-    the same axes, with the input axis (`axis`, from the end) shorter by `block`, and the others written out.
+    DeepSeek-V3 stores `[out, in]` matrices in 128 x 128 blocks. Here a weight's axes may be factored and in any order,
+    so `scales` has the same axes: the input axis is shorter by the factor `block`, and the others are repeated.
     """
 
-    values: jax.Array
-    scales: jax.Array
-    axis: int = flax.struct.field(pytree_node=False)
-    block: int = flax.struct.field(pytree_node=False)
+    values: jax.Array  # fp8
+    scales: jax.Array  # float32
+    axis: int = flax.struct.field(pytree_node=False)  # the input axis, negative
+    block: int = flax.struct.field(pytree_node=False)  # values per scale along the input axis
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -29,11 +29,11 @@ class BlockScaled(flax.struct.PyTreeNode):
         return self.values.ndim
 
     def astype(self, dtype) -> jax.Array:
-        """`value * scale`, multiplied in float32."""
+        """Dequantises to `dtype`; values and scales are multiplied in float32."""
         return dequantise(self.values, self.scales, self.block, self.axis).astype(dtype)
 
     def in_blocks_of(self, block: int) -> "BlockScaled":
-        """The same weight in smaller blocks, of a divisor of their size."""
+        """Returns the same weight with smaller blocks; `block` divides the block size."""
         size = self.values.shape[self.axis]
         scales = jnp.repeat(self.scales, self.block // block, axis=self.axis)
         scales = jax.lax.slice_in_dim(scales, 0, -(-size // block), axis=self.axis % self.values.ndim)
@@ -41,19 +41,26 @@ class BlockScaled(flax.struct.PyTreeNode):
 
 
 def is_scaled(leaf) -> bool:
-    """For `is_leaf` of tree maps over parameters."""
+    """Returns whether a parameter is `BlockScaled`; serves as `is_leaf` of tree maps."""
     return isinstance(leaf, BlockScaled)
 
 
 def matrix_product(x: jax.Array, weight: jax.Array | BlockScaled, *, implementation: str = "auto") -> jax.Array:
-    """`x [..., D] @ weight [D, ...]` -> `[..., F]` in x's dtype, the weight's other axes flattened.
+    """Multiplies by a weight.
 
-    Without a kernel the weight is cast to x's dtype first, which writes fp8 out once more in x's dtype.
+    Args:
+        x: `[..., D]`.
+        weight: `[D, ...]`, an array or `BlockScaled`.
+        implementation: "xla", "triton" or "auto". XLA first writes fp8 weights out in x's dtype; the kernel does not.
+
+    Returns:
+        `[..., F]` in x's dtype, where F is the size of the weight's other axes.
     """
     D = x.shape[-1]
     if not isinstance(weight, BlockScaled):
         return block_scaled_matmul(x, weight.reshape(D, -1), implementation=implementation)
-    assert weight.axis == -weight.ndim, "scales are along the input axis"
+    # Values and scales as matrices, with the input axis first.
+    assert weight.axis == -weight.ndim, "the input axis must be the first"
     values = weight.values.reshape(D, -1)
     scales = weight.scales.reshape(-1, values.shape[1])
     return block_scaled_matmul(x, values, scales, block=weight.block, implementation=implementation)

@@ -1,40 +1,28 @@
-"""Two tables: parameter path -> names of its axes, and axis name -> mesh axis."""
+"""How parameters and states are split over a mesh: parameter path -> axis names, and axis name -> mesh axis."""
 
+import itertools
 import re
 from collections.abc import Mapping
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-# The first pattern found in a parameter's path decides; what no pattern knows (norms, routers) is replicated.
+from mtpjax.models.attention_kinds import ATTENTION_KINDS
+
+# (pattern, axis names): the first pattern found in a parameter's path counts. Parameters without a pattern (norms,
+# routers) are replicated.
 PARAMETER_AXES = (
     (r"embedding(_\d+)?$", ("vocab", "embed")),
     (r"(^|/|mtp_)head(_\d+)?$", ("embed", "vocab")),
     (r"project$", ("embed", None)),
-    (r"attention/qkv$", ("embed", "heads", None, None)),
-    (r"attention/qkv_bias$", ("heads", None, None)),
-    (r"attention/(query|query_up)$", (None, "heads")),
-    (r"attention/(query_down|latent_down)$", ("embed", None)),
-    (r"attention/(key_up|value_up)$", ("heads", None, None)),
-    (r"attention/output$", ("heads", "embed")),
-    (r"delta/(qkvz|ba)$", ("embed", "heads", None)),
-    (r"delta/conv$", ("heads", None, None)),
-    (r"delta/(log_rate|rate_bias)$", ("heads",)),
-    (r"delta/output$", ("heads", "embed")),
+    *itertools.chain.from_iterable(kind.param_axes for kind in ATTENTION_KINDS.values()),
     (r"(dense|shared)/gate_up$", ("embed", None, "ffn")),
     (r"(dense|shared)/down$", ("ffn", "embed")),
     (r"experts/gate_up$", ("expert", "embed", None, "ffn")),
     (r"experts/down$", ("expert", "ffn", "embed")),
 )
 
-CACHE_AXES = {
-    "key": ("batch", "heads", None, None),
-    "value": ("batch", "heads", None, None),
-    "latent": ("batch",),
-    "index": ("batch",),
-    "state": ("batch", "heads", None, None),
-    "conv": ("batch", None, "heads", None),
-}
+CACHE_AXES = {name: axes for kind in ATTENTION_KINDS.values() for name, axes in kind.cache_axes.items()}
 
 MESH_AXES = {
     "batch": "data",
@@ -47,9 +35,15 @@ MESH_AXES = {
 
 
 def spec(axes: tuple[str | None, ...], shape: tuple[int, ...], sizes: Mapping[str, int]) -> PartitionSpec:
-    """Where an array of `shape` with named `axes` lies on a mesh of these axis `sizes`.
+    """Splits an array over a mesh.
 
-    A size that its mesh axis does not divide stays whole.
+    Args:
+        axes: axis names of the array; missing ones are not split.
+        shape: its shape.
+        sizes: sizes of the mesh axes by name.
+
+    Returns:
+        The partition spec. An array axis that its mesh axis does not divide is not split.
     """
     names = []
     for axis, size in zip(axes, shape, strict=False):
@@ -59,9 +53,16 @@ def spec(axes: tuple[str | None, ...], shape: tuple[int, ...], sizes: Mapping[st
 
 
 def param_spec(path: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> PartitionSpec:
-    """`spec` of one parameter, `path` like `trunk/layer_3/attention/qkv`; stacked layers have one axis more.
+    """Splits one parameter over a mesh.
 
-    The values and scales of a `BlockScaled` weight lie as the weight does.
+    Args:
+        path: its path, such as `trunk/layer_3/attention/qkv`. Values and scales of a `BlockScaled` weight are split as
+            the weight is. Stacked layers (`trunk/group_...`) have one more axis in front.
+        shape: its shape.
+        sizes: sizes of the mesh axes by name.
+
+    Returns:
+        The partition spec.
     """
     path = re.sub("/(values|scales)$", "", path)
     axes = next((axes for pattern, axes in PARAMETER_AXES if re.search(pattern, path)), ())
@@ -71,12 +72,12 @@ def param_spec(path: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> P
 
 
 def param_sharding(path: str, shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
-    """The sharding of one parameter over `mesh`."""
+    """Returns the sharding of one parameter over `mesh`; arguments as in `param_spec`."""
     return NamedSharding(mesh, param_spec(path, shape, mesh.shape))
 
 
 def param_shardings(params: dict, mesh: Mesh) -> dict:
-    """The sharding of every parameter over `mesh`."""
+    """Returns the sharding of every parameter over `mesh`, in the structure of `params`."""
 
     def of(path, leaf):
         name = "/".join(str(getattr(key, "key", getattr(key, "name", key))) for key in path)
@@ -86,22 +87,29 @@ def param_shardings(params: dict, mesh: Mesh) -> dict:
 
 
 def shard_params(params: dict, mesh: Mesh) -> dict:
-    """The parameters laid out over `mesh`; nothing moves that already lies so."""
+    """Moves parameters to their shardings over `mesh`. Arrays that already have theirs are not copied."""
     return jax.tree.map(jax.device_put, params, param_shardings(params, mesh))
 
 
 def mesh_of(array: jax.Array) -> Mesh | None:
-    """The mesh of several devices that an array lies on, if it does."""
+    """Returns the mesh that an array is laid out over, or None if it is on one device."""
     sharding = array.sharding
     mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
     return mesh if isinstance(mesh, Mesh) and mesh.size > 1 else None
 
 
 def shard_state(state, mesh: Mesh):
-    """Lays a decoding state (or its new rows) out over a mesh.
+    """Lays a decoding state, or new rows, out over a mesh.
 
-    Rows are split over `data`, heads of the caches over `tensor`; latents are the same on all tensor shards. Leaves of
-    the depth policy, which the whole batch shares, are on every device.
+    Rows are split over `data` and the heads of the caches over `tensor`; latents are replicated over `tensor`. The
+    depth policy, which the whole batch shares, is replicated.
+
+    Args:
+        state: a `DecodeState` or `NewRows`.
+        mesh: the mesh.
+
+    Returns:
+        The same pytree with its arrays moved.
     """
 
     def place(path, leaf):

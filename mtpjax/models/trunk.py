@@ -1,4 +1,4 @@
-"""The trunk: embedded tokens `[B, T, D]` to hidden `[B, T, D]`, before the final norm."""
+"""The trunk: embedded tokens `[B, T, D]` to hidden states `[B, T, D]` before the final norm."""
 
 import flax.linen as nn
 import jax
@@ -11,12 +11,12 @@ from mtpjax.models.masks import Masks, View
 
 
 class Trunk(nn.Module):
-    """All decoder layers.
+    """All decoder layers, in one of two forms; `stack_layers` and `unstack_layers` convert the parameters.
 
-    Unrolled, layer i has its own parameters `layer_i` and its own cache: the form for decoding, where scanning would
-    copy every weight each step. With `scanned`, layers whose kinds repeat are stacked and scanned over whole rows: the
-    form for training. `stack_layers` and `unstack_layers` go between the two. Of these the backward pass has
-    what `_keeps` says; with `remat` nothing, and runs each repeated stretch of layers again.
+    Unrolled layers have parameters `layer_i` and a cache each. Decoding uses this form, because a scan would copy every
+    weight in each step. With `scanned`, layers whose kinds repeat are stacked and scanned over whole rows, without a
+    cache. Training uses this form, because it compiles one layer instead of all. For the backward pass a scanned layer
+    keeps the weight products (`_is_kept`); with `remat` it keeps only its input and runs again.
     """
 
     config: ModelConfig
@@ -48,11 +48,13 @@ class Trunk(nn.Module):
             raise ValueError(
                 f"layer_ids {layer_ids} need unrolled layers and ids within 0..{config.num_hidden_layers - 1}"
             )
-        chosen: Masks | None = None
+        selection: Masks | None = None
         if self.scanned:
+            # One scan per run of repeating kinds. The carry needs a constant structure, so a selection exists from the
+            # start; the first layer's indexer replaces it.
             if config.index_topk:
-                chosen = (view.mask,)  # a scan carries the same structure through
-            stretch = nn.remat(_Period, prevent_cse=False, policy=None if self.remat else _keeps)
+                selection = (view.mask,)
+            stretch = nn.remat(_Period, prevent_cse=False, policy=None if self.remat else _is_kept)
             for name, (first, period, repeats) in _groups(config).items():
                 scan = nn.scan(
                     lambda stack, carry, view: (stack(*carry, view), None),
@@ -61,20 +63,22 @@ class Trunk(nn.Module):
                     in_axes=nn.broadcast,  # pyright: ignore[reportArgumentType]
                     length=repeats,
                 )
-                (x, chosen), _ = scan(stretch(config, first, period, self.implementation, name=name), (x, chosen), view)
+                period_layers = stretch(config, first, period, self.implementation, name=name)
+                (x, selection), _ = scan(period_layers, (x, selection), view)
             return x, None, ()
+        # Unrolled: each layer has its own parameters and its own part of the cache.
         layers, states = [], {}
         for index, kind in enumerate(config.trunk_kinds):
             states[index] = x
             block = Block(config, kind, self.implementation, name=f"layer_{index}")
-            x, entries, chosen = block(x, view, cache.layers[index] if cache else None, chosen)
+            x, entries, selection = block(x, view, cache.layers[index] if cache else None, selection)
             layers.append(entries)
         cache = cache.replace(layers=tuple(layers)) if cache else None
         return x, cache, tuple(states[layer] for layer in layer_ids)
 
 
 class _Period(nn.Module):
-    """The `period` layers from `first` on, which a scan repeats with other parameters."""
+    """The `period` layers from layer `first` on, which a scan repeats with other parameters."""
 
     config: ModelConfig
     first: int
@@ -82,18 +86,19 @@ class _Period(nn.Module):
     implementation: str
 
     @nn.compact
-    def __call__(self, x: jax.Array, chosen: Masks | None, view: View) -> tuple[jax.Array, Masks | None]:
+    def __call__(self, x: jax.Array, selection: Masks | None, view: View) -> tuple[jax.Array, Masks | None]:
         for place in range(self.period):
             kind = self.config.layer_kind(self.first + place)
-            x, _, chosen = Block(self.config, kind, self.implementation, name=f"layer_{place}")(x, view, None, chosen)
-        return x, chosen
+            block = Block(self.config, kind, self.implementation, name=f"layer_{place}")
+            x, _, selection = block(x, view, None, selection)
+        return x, selection
 
 
-def _keeps(primitive, *_, **settings) -> bool:
-    """What a scanned layer keeps for the backward pass: products with weights.
+def _is_kept(primitive, *_, **settings) -> bool:
+    """Returns whether the backward pass of a scanned layer keeps a result: it keeps the products with weights.
 
-    Norms, activations and attention, whose products have batch axes for rows and for heads, are computed again. To keep
-    all was slower: stacked over the layers it is some three times the memory, and fresh memory is dear on a CPU.
+    Norms, activations and attention are computed again. Attention's products have two batch axes, for rows and heads.
+    Keeping everything takes more memory for all layers, which costs more time than the recomputation.
     """
     if primitive.name != "dot_general":
         return False
@@ -102,10 +107,11 @@ def _keeps(primitive, *_, **settings) -> bool:
 
 
 def _groups(config: ModelConfig) -> dict[str, tuple[int, int, int]]:
-    """The trunk as runs of repeating kinds: name -> first layer, period, repeats; each as long as can be."""
+    """Splits the trunk into runs of repeating layer kinds: name -> (first layer, period, repeats)."""
     kinds = config.trunk_kinds
     groups, first = {}, 0
     while first < len(kinds):
+        # Try every period from here on, and take the one that covers the most layers.
         best = (1, 1)
         for period in range(1, (len(kinds) - first) // 2 + 1):
             repeats = 1
@@ -119,10 +125,15 @@ def _groups(config: ModelConfig) -> dict[str, tuple[int, int, int]]:
 
 
 def stack_layers(params: dict, config: ModelConfig) -> dict:
-    """Model parameters with the `trunk/layer_i` of a group stacked along a new first axis.
+    """Stacks the trunk's layers for training: the inverse of `unstack_layers`.
 
-    `trunk/group_<first>/layer_<place>` holds layers first + place, first + place + period, …. The inverse of
-    `unstack_layers`.
+    Args:
+        params: model parameters with `trunk/layer_i`.
+        config: the model's config.
+
+    Returns:
+        The parameters with `trunk/group_<first>/layer_<place>`, which holds the layers first + place,
+        first + place + period, … along a new first axis.
     """
     trunk = params["trunk"]
     stacked = {}
@@ -135,7 +146,15 @@ def stack_layers(params: dict, config: ModelConfig) -> dict:
 
 
 def unstack_layers(params: dict, config: ModelConfig) -> dict:
-    """Model parameters with one entry `trunk/layer_i` per layer."""
+    """Unstacks the trunk's layers for decoding: the inverse of `stack_layers`.
+
+    Args:
+        params: model parameters with `trunk/group_<first>/layer_<place>`.
+        config: the model's config.
+
+    Returns:
+        The parameters with one entry `trunk/layer_i` per layer.
+    """
     layers = {}
     for name, (first, period, repeats) in _groups(config).items():
         for turn in range(repeats):

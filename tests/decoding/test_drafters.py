@@ -14,7 +14,7 @@ from mtpjax.decoding.acceptance import Walk
 from mtpjax.decoding.drafters.base import Draft, Drafter
 from mtpjax.decoding.drafters.lookup import find_ngram
 from mtpjax.decoding.reference import plain_generate
-from mtpjax.models.cache import read_rows
+from mtpjax.models.layers.entries import read_rows
 
 CASES = json.loads((Path(__file__).parents[1] / "golden" / "lookup" / "cases.json").read_text())
 PROMPTS = [[1, 2, 3, 1, 2], [4], [5, 6, 5, 6, 5], [9, 8, 7, 9, 8, 7, 9]]

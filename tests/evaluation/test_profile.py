@@ -132,9 +132,9 @@ def test_rates_and_lengths_are_those_that_acceptance_was_measured_at(tmp_path):
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"topk": 4}, "of trees"),
-        ({"acceptance": "relaxed"}, "of a lossy rule"),
-        ({"threshold_acc": 0.5}, "of a lossy rule"),
+        ({"topk": 4}, "measured trees"),
+        ({"acceptance": "relaxed"}, "measured a lossy rule"),
+        ({"threshold_acc": 0.5}, "measured a lossy rule"),
     ],
 )
 def test_acceptance_of_trees_and_lossy_rules_is_no_chains(asked, said, tmp_path):
@@ -148,13 +148,15 @@ def test_what_is_missing_is_told(tmp_path, small):
     with pytest.raises(ValueError, match=r"no profile at .*profile.json: `mtpjax profile` measures one"):
         load_settings(tmp_path, batch=1, num_steps=1)
     file = stored(tmp_path, 1)
-    with pytest.raises(ValueError, match=r"holds chains of 1\.\.3 levels, not of 4: `mtpjax profile --num-steps 5`"):
+    with pytest.raises(
+        ValueError, match=r"holds chains of 1\.\.3 levels; depth 4 needs `mtpjax profile --num-steps 5`"
+    ):
         load_settings(file, batch=1, num_steps=5)
-    with pytest.raises(ValueError, match="of another model"):
+    with pytest.raises(ValueError, match="measured on another model"):
         load_settings(file, batch=1, num_steps=1, config=small()[0].config)
     for text in ("", "[]", '{"format": "mtpjax-profile", "version": 2}', "[" * 10**5):
         file.write_text(text)
-        with pytest.raises(ValueError, match="is no profile"):
+        with pytest.raises(ValueError, match="is not a profile"):
             load_settings(file, batch=1, num_steps=1)
     for batches in ([], [{}], [{"batch": 1, "rounds": []}], [1]):
         with pytest.raises(ValueError, match="is damaged"):
@@ -183,8 +185,8 @@ def test_what_cannot_be_measured_is_refused(small):
     model, params = small()
     for changes, said in (
         ({"num_mtp_modules": 0}, "no MTP modules"),
-        ({"num_mtp_modules": 2}, "trees need one MTP module; the model has 2"),
-        ({"max_position_embeddings": 8}, "leaves nothing to measure with 8 positions"),
+        ({"num_mtp_modules": 2}, "trees need exactly one MTP module; the model has 2"),
+        ({"max_position_embeddings": 8}, "leaves no room for a round in 8 positions"),
     ):
         other = model.clone(config=dataclasses.replace(model.config, **changes))
         with pytest.raises(ValueError, match=said):

@@ -1,9 +1,9 @@
-"""Acceptance rules: which drafts of a round are accepted, and from which distribution the bonus token is drawn.
+"""Acceptance rules: they decide which drafts of a round to accept, and what distribution the bonus token comes from.
 
 Every rule is pure arithmetic on the arrays of one row; the loop maps it over the batch. The arrays of a round:
 
 - `tokens [W]`: drafted tokens; node 0 is the root, the pending token.
-- `parents [W]`: parent of each node, parents before children; -1 for the root and for unused places.
+- `parents [W]`: parent of each node, parents before children; -1 for the root and for unused nodes.
 - `p [W, V]`: the target's distribution after each node.
 - `q [W, V]`: the distribution that the children of each node were drawn from. For a chain of K drafts `q [K, V]`, and
   row j of p and q belongs to draft j+1.
@@ -13,11 +13,11 @@ Every rule is pure arithmetic on the arrays of one row; the loop maps it over th
 Exact rules leave the target's distribution unchanged. `follow` (rules `greedy` and `sample`) is exact for any tree,
 however it was chosen. The ratio rules (`token_chain`, `block_chain`, `recursive_tree`, `traversal_tree`) need the q
 that tokens were really drawn from, and they must see every drafted node: whether a node is submitted must not depend on
-the token drawn there. Example: with p = (0.7, 0.3), q = (0.5, 0.5), and drafts of the second token dropped, the first
-token comes out with probability 0.85.
+the token drawn there. Example: p = (0.7, 0.3), q = (0.5, 0.5), and drafts of the second token are dropped, so p alone
+gives the next token. Then the first token appears with probability 0.5 + 0.5 * 0.7 = 0.85 instead of 0.7.
 
-A rule of your own is a callable `rule(tokens, parents, p, q, u, *, num_steps) -> Walk`, passed as
-`DecodeConfig(acceptance=rule)`. Give it the attribute `needs_q = True` to have drafts sampled from q (chains only), and
+A custom rule is a callable `rule(tokens, parents, p, q, u, *, num_steps) -> Walk`, passed as
+`DecodeConfig(acceptance=rule)`. Set its attribute `needs_q = True` to have drafts sampled from q (chains only), and
 `is_exact = True` if it keeps the target's distribution.
 """
 

@@ -1,4 +1,4 @@
-"""Acceptance rules for chains of drafts: greedy, token-wise rejection, block verification. All exact."""
+"""Exact acceptance rules for chains of drafts: greedy, token-wise rejection sampling, and block verification."""
 
 import jax
 import jax.numpy as jnp
@@ -16,17 +16,18 @@ def accept_greedy(drafts: jax.Array, choices: jax.Array) -> jax.Array:
         choices: `[B, K+1]` the target's tokens.
 
     Returns:
-        `[B]` int32.
+        `[B]` int32 accepted drafts per row.
     """
+    # Choice j tests draft j+1. The cumulative product turns every match behind the first mismatch into 0.
     matches = drafts == choices[:, : drafts.shape[1]]
     return jnp.cumprod(matches, axis=1).sum(axis=1).astype(jnp.int32)
 
 
 def token_chain(drafts: jax.Array, p: jax.Array, q: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Accepts drafts one by one with probability min(1, p(x)/q(x)).
+    """Accepts drafts one by one, each with probability min(1, p(x)/q(x)).
 
-    After the first rejection the bonus token comes from max(p - q, 0), after none from p (Leviathan et al., 2211.17192,
-    algorithm 1; Chen et al., 2302.01318, algorithm 2).
+    The first rejection ends the walk, and the bonus token comes from max(p - q, 0). Without a rejection it comes from p
+    (Leviathan et al., 2211.17192, algorithm 1; Chen et al., 2302.01318, algorithm 2).
 
     Args:
         drafts: `[K]` drafted tokens.
@@ -51,9 +52,9 @@ def block_chain(drafts: jax.Array, p: jax.Array, q: jax.Array, u: jax.Array) -> 
     """Accepts a prefix of the chain by block verification (Sun et al., 2403.10444).
 
     With w_0 = 1 and w_i = min(1, w_{i-1} p(x_i)/q(x_i)), the first i drafts pass with probability
-    h_i = r_i / (r_i + 1 - w_i), where r_i is the sum of max(w_i p - q, 0) after them; h_K = w_K. The longest prefix
-    that passes is accepted, and the bonus token comes from max(w p - q, 0), after all K drafts from p. The expected
-    number of accepted drafts is never below that of `token_chain`.
+    h_i = r_i / (r_i + 1 - w_i), where r_i is the sum of max(w_i p - q, 0) after them; h_K = w_K. The rule accepts the
+    longest prefix that passes. The bonus token comes from max(w p - q, 0), or from p if all K drafts are accepted. The
+    expected number of accepted drafts is never below that of `token_chain`.
 
     Args:
         drafts: `[K]` drafted tokens.
@@ -66,6 +67,7 @@ def block_chain(drafts: jax.Array, p: jax.Array, q: jax.Array, u: jax.Array) -> 
     """
     K = drafts.shape[0]
     place = jnp.arange(K)
+    # A sampled draft has q > 0. The floor only keeps the division finite where q underflows.
     ratios = p[place, drafts] / jnp.maximum(q[place, drafts], jnp.finfo(q.dtype).tiny)
 
     # w_i: joint likelihood ratio of the first i drafts, cut at 1 after every step.
@@ -78,7 +80,8 @@ def block_chain(drafts: jax.Array, p: jax.Array, q: jax.Array, u: jax.Array) -> 
     # r_i: the probability mass of the target that the next draft does not cover.
     proposed = jnp.pad(q, ((0, 1), (0, 0)))
     r = jnp.maximum(w[:, None] * p - proposed, 0).sum(axis=-1)  # [K+1]
-    # Every prefix is tested with its own coin; the longest that passes wins. Without a further draft r_K = w_K.
+    # Test every prefix with its own uniform, and accept the longest that passes. `u (r + 1 - w) < r` is `u < h` without
+    # a division. Behind the last draft q is 0, so r_K = w_K and h_K = w_K.
     passes = (w[1:] >= 1) | (u * (r[1:] + 1 - w[1:]) < r[1:])
     count = jnp.max(jnp.where(passes, place + 1, 0), initial=0).astype(jnp.int32)
     return count, residual(w[count] * p[count], proposed[count], p[count])

@@ -13,9 +13,9 @@ def threshold_tree(
 ) -> Walk:
     """Walks the tree by SGLang's thresholds (sgl-kernel's TreeSpeculativeSamplingTargetOnly).
 
-    Exact if both thresholds are 1, lossy below. Each node on the walk draws one coin for its children. Child x is
-    accepted if the coin is at most the total probability of the children tried so far, x included, divided by `acc`,
-    or if p(x) alone is at least `single`. The bonus token is never one of the rejected children.
+    Exact if both thresholds are 1, lossy below. One uniform per node decides about its children. The rule accepts child
+    x if the uniform is at most the total probability of the children tried so far, x included, divided by `acc`, or if
+    p(x) alone is at least `single`. The bonus token is never one of the rejected children.
 
     Args:
         tokens: `[W]` token of each node; node 0 is the root.
@@ -24,22 +24,23 @@ def threshold_tree(
         u: `[W]` uniforms, one per node.
         single: `threshold_single` of SGLang.
         acc: `threshold_acc` of SGLang.
-        num_steps: most nodes on a path, K.
+        num_steps: depth of the tree, K.
 
     Returns:
         The accepted path, its length, and the bonus token's weights.
     """
-    # tried[n]: total probability of node n and of its elder siblings.
-    mass = p[parents, tokens]  # the root's own is never read
+    # tried[n]: total probability of node n and of its earlier siblings.
+    mass = p[parents, tokens]  # the root's own entry is never read
     order = jnp.arange(len(parents))
     is_tried = (parents[:, None] == parents[None, :]) & (order[:, None] >= order[None, :])
     tried = jnp.where(is_tried, mass[None, :], 0).sum(axis=1)
-    # This is SGLang's comparison: a coin of exactly 0 accepts a token without probability. The other rules reject it.
+    # SGLang's comparison, `<=`: a uniform of exactly 0 accepts a token of probability 0. The other rules reject it.
     passes = (u[parents] <= tried / jnp.maximum(acc, LEAST_THRESHOLD)) | (mass >= single)
     path, count = descend(passes, parents, num_steps)
+    # The bonus token comes from p without the children that the walk rejected. A full path has rejected none.
     last = path[-1]
     is_rejected = (parents == last) & (count < num_steps)
-    # If rounding leaves nothing, SGLang emits the last id of the vocabulary; here the token is drawn from p.
+    # If rounding leaves no probability, SGLang emits the last id of the vocabulary; here the token is drawn from p.
     rest = p[last].at[jnp.where(is_rejected, tokens, p.shape[1])].set(0, mode="drop")
     return Walk(path, count, jnp.where(rest.sum() > 0, rest, p[last]))
 
@@ -49,8 +50,9 @@ def typical_tree(
 ) -> Walk:
     """Picks a path by Medusa's typical acceptance (2401.10774). Lossy.
 
-    A draft x passes if p(x) > min(epsilon, delta exp(-H(p))), where H is the entropy in nats. The longest path on which
-    every draft passes is accepted; among several of that length, the most probable. The bonus token comes from p.
+    A draft x passes if p(x) > min(epsilon, delta exp(-H(p))), where H is the entropy in nats. The rule accepts the
+    longest path on which every draft passes; among several of that length, the most probable. The bonus token comes
+    from p after it.
 
     Args:
         tokens: `[W]` token of each node; node 0 is the root.
@@ -58,19 +60,20 @@ def typical_tree(
         p: `[W, V]` target distribution after each node.
         epsilon: hard threshold.
         delta: threshold relative to exp(-entropy).
-        num_steps: most nodes on a path, K.
+        num_steps: depth of the tree, K.
 
     Returns:
         The accepted path, its length, and the bonus token's weights.
     """
     # own[n]: log-probability of node n, or -inf if it does not pass.
-    mass = p[parents, tokens]  # the root's own is never read
+    mass = p[parents, tokens]  # the root's own entry is never read
     least = jnp.minimum(epsilon, delta * jnp.exp(-jax.scipy.special.entr(p).sum(axis=-1)))
     own = jnp.where(mass > least[parents], jnp.log(mass), -jnp.inf)
     is_root = jnp.arange(len(parents)) == 0
     is_node = parents >= 0
 
-    # After j steps score[n] sums the last j nodes of the path to n, so K steps reach every root; -inf spreads down.
+    # Scores flow down one level per step: after j steps every node at depth <= j has the log-probability of its path.
+    # K steps serve the whole tree. A node that does not pass gives -inf to all its descendants.
     def deepen(_, carry):
         depth, score = carry
         return jnp.where(is_node, depth[parents] + 1, 0), jnp.where(is_node, score[parents] + own, score)
@@ -104,15 +107,16 @@ def relaxed_tree(
         p: `[W, V]` target distribution after each node.
         topk: how many of the most probable tokens pass.
         delta: largest distance in probability from the most probable token.
-        num_steps: most nodes on a path, K.
+        num_steps: depth of the tree, K.
 
     Returns:
         The accepted path, its length, and the bonus token's weights.
     """
-    # A token's rank is the number of tokens ahead of it.
-    mass = p[parents, tokens]  # the root's own is never read
+    # A token's rank is the number of tokens that are more probable, or as probable with a lower id.
+    mass = p[parents, tokens]  # the root's own entry is never read
     rows = p[parents]
     is_ahead = (rows > mass[:, None]) | ((rows == mass[:, None]) & (jnp.arange(p.shape[1])[None, :] < tokens[:, None]))
     passes = (is_ahead.sum(axis=1) < topk) & (mass >= rows.max(axis=1) - delta) & (mass > 0)
+    # The bonus token comes from all of p, rejected children included: this rule does not keep the distribution anyway.
     path, count = descend(passes, parents, num_steps)
     return Walk(path, count, p[path[-1]])

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 
 
 class Walk(NamedTuple):
-    """The accepted path of one row's tree of depth S, and where the bonus token comes from."""
+    """The accepted path of one row's tree of depth S, and the distribution of the bonus token."""
 
-    path: jax.Array  # [S+1] node at each depth; past `count` the last accepted node is repeated
+    path: jax.Array  # [S+1] int32, node at each depth; entries past `count` repeat the last accepted node
     count: jax.Array  # [] int32, accepted drafts
     weights: jax.Array  # [V] unnormalised distribution of the bonus token
 
@@ -33,7 +33,7 @@ def follow(tokens: jax.Array, parents: jax.Array, choices: jax.Array, *, num_ste
 
 
 def descend(passes: jax.Array, parents: jax.Array, num_steps: int) -> tuple[jax.Array, jax.Array]:
-    """Walks to the lowest-numbered child that passes, until none does.
+    """Walks to the lowest-numbered child that passes, until no child passes.
 
     Args:
         passes: `[W]` bool, True where a node is acceptable given its parent.
@@ -44,6 +44,7 @@ def descend(passes: jax.Array, parents: jax.Array, num_steps: int) -> tuple[jax.
         The path `[S+1]` and the number of accepted drafts.
     """
 
+    # One step per level. Where no child passes, the walk stays at its node for the remaining steps.
     def step(node, _):
         is_next = passes & (parents == node)
         node = jnp.where(is_next.any(), jnp.argmax(is_next), node).astype(parents.dtype)
@@ -52,10 +53,20 @@ def descend(passes: jax.Array, parents: jax.Array, num_steps: int) -> tuple[jax.
     root = jnp.zeros_like(parents[:1])
     _, nodes = jax.lax.scan(step, root[0], length=num_steps, unroll=True)
     path = jnp.concatenate([root, nodes])
+    # Every move accepted one draft; repeated nodes did not.
     return path, (path[1:] != path[:-1]).sum().astype(jnp.int32)
 
 
 def residual(p: jax.Array, q: jax.Array, fallback: jax.Array) -> jax.Array:
-    """Computes `max(p - q, 0)`, or returns `fallback` where rounding leaves nothing of it."""
+    """Computes the residual that a rejected draft leaves of the target's distribution.
+
+    Args:
+        p: `[V]` target distribution, possibly scaled.
+        q: `[V]` draft distribution, possibly scaled.
+        fallback: `[V]` returned where rounding leaves no probability.
+
+    Returns:
+        `[V]` unnormalised `max(p - q, 0)`.
+    """
     rest = jnp.maximum(p - q, 0)
     return jnp.where(rest.sum() > 0, rest, fallback)

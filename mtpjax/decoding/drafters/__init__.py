@@ -1,4 +1,4 @@
-"""Draft methods: MTP modules, prompt lookup, and the protocol for a drafter of your own."""
+"""Draft methods: MTP modules, prompt lookup, and the protocol for a custom drafter."""
 
 from mtpjax.decoding.drafters.base import Draft, Drafter
 

@@ -1,4 +1,4 @@
-"""The drafter protocol: what a draft method must provide, and the draft that it hands to verification."""
+"""The drafter protocol: the methods of a draft method, and the draft that it hands to verification."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ class Draft(flax.struct.PyTreeNode):
     """
 
     tokens: jax.Array  # [B, W] int32
-    probabilities: jax.Array | None = None  # [B, W, V] (chain: [B, W-1, V]) the q that each node's children came from
+    probabilities: jax.Array | None = None  # [B, W, V] (chain: [B, W-1, V]), q of each node's children
     parents: jax.Array | None = None  # [B, W] int32, parents before children, -1 for the root
     depths: jax.Array | None = None  # [B, W] int32
     ancestor_mask: jax.Array | None = None  # [B, W, W] bool, (n, m): m is n or an ancestor of n
@@ -36,7 +36,8 @@ class Drafter:
 
     A drafter is a frozen dataclass: hashable, and static under `jax.jit`. Arrays live in its parameters (a tree of its
     own) and in its state, whose leaves all have the batch as their first axis. A round calls `propose`, then
-    `select` on the verification pass, then `commit`. Prefill calls `select` and `extend` once per chunk.
+    `select` on the verification pass, then `commit`. Prefill calls `select` and `extend` once per chunk. An adaptive
+    call keeps its depth while `has_room` holds, and calls `make_room` before it continues at the same or another depth.
 
     Text stays exact with any drafter, as long as `Draft.probabilities` are the ones the tokens were really drawn from:
     the drafter's distribution for sampled tokens, one-hot for tokens that were chosen in any other way.
@@ -47,15 +48,44 @@ class Drafter:
 
     layer_ids: tuple[int, ...] = ()
 
+    # Before the loop. `check` and `own_params` run on the host; `prepare` and `init` are traced once.
+
     def check(self, model: MTPModel, config: DecodeConfig) -> None:
-        """Raises `ValueError` if the drafter cannot serve this model or these settings."""
+        """Checks that the drafter supports a model and settings; not called for plain decoding.
+
+        Args:
+            model: trunk and modules.
+            config: the settings of the call.
+
+        Raises:
+            ValueError: if it does not.
+        """
 
     def own_params(self, params: dict, config: DecodeConfig, *, model: MTPModel) -> Any:
-        """Returns the drafter's parameters when the caller passes no `draft_params`; called once, on the host."""
+        """Returns the drafter's parameters for calls without `draft_params`.
+
+        Args:
+            params: the model's parameters.
+            config: the settings of the call.
+            model: trunk and modules.
+
+        Returns:
+            A tree of arrays, which the compiled call gets as an argument.
+        """
         return None
 
     def prepare(self, params: dict, draft_params: Any, *, model: MTPModel, dtype: Any) -> Any:
-        """Computes what every round reads from the parameters; traced once, before the loop."""
+        """Computes from the parameters what every round reads, so that rounds do not repeat the work.
+
+        Args:
+            params: the model's parameters.
+            draft_params: the drafter's own parameters.
+            model: trunk and modules.
+            dtype: dtype of the activations.
+
+        Returns:
+            A tree of arrays, which the other methods get as `prepared`.
+        """
         return draft_params
 
     def scratch_slots(self, model: MTPModel, spec: DecodeSpec) -> int:
@@ -63,8 +93,21 @@ class Drafter:
         return 0
 
     def init(self, *, model: MTPModel, spec: DecodeSpec, batch: int, capacity: int, dtype: Any) -> Any:
-        """Makes the drafter's state for B free slots."""
+        """Makes the drafter's state for free slots.
+
+        Args:
+            model: trunk and modules.
+            spec: the shape of a round.
+            batch: slots, B.
+            capacity: cache slots per row, S.
+            dtype: dtype of the caches.
+
+        Returns:
+            A tree of arrays `[B, ...]`.
+        """
         return ()
+
+    # Prefill, once per chunk. `select` also runs on every verification pass.
 
     def select(self, output: TrunkOutput, *, model: MTPModel) -> Any:
         """Picks the trunk states to keep from a pass: a tree of arrays `[B, T, ...]`."""
@@ -73,7 +116,7 @@ class Drafter:
     def extend(
         self, prepared: Any, state: DecodeState, states: Any, start: jax.Array, *, model: MTPModel, spec: DecodeSpec
     ) -> Any:
-        """Processes one prefill chunk.
+        """Processes one prefill chunk, so that the drafter's cache covers the prompt.
 
         Args:
             prepared: from `prepare`.
@@ -89,8 +132,10 @@ class Drafter:
         return state.drafter
 
     def num_extended(self, draft_state: Any) -> jax.Array | None:
-        """Returns `[B]` positions whose entries are final, to continue a row from; None if any position will do."""
+        """Returns the `[B]` number of positions with final entries, from which a row can continue; None: no limit."""
         return None
+
+    # Every round: draft before verification, commit after acceptance.
 
     def propose(
         self, prepared: Any, state: DecodeState, *, model: MTPModel, spec: DecodeSpec
@@ -99,7 +144,7 @@ class Drafter:
 
         Args:
             prepared: from `prepare`.
-            state: the rows. `tokens` behind `length` is scratch space.
+            state: the rows. `tokens` past `length` is scratch space.
             model: trunk and modules.
             spec: the shape of a round.
 
@@ -111,12 +156,12 @@ class Drafter:
     def commit(
         self, state: DecodeState, states: Any, accepted: "Acceptance", *, model: MTPModel, spec: DecodeSpec
     ) -> Any:
-        """Keeps what the next round needs of a verification pass.
+        """Keeps the trunk states of a verification pass that the next round needs.
 
         Args:
             state: the rows before the accepted tokens are appended.
             states: from `select`, `[B, K+1, ...]` along the accepted path, which starts with the pending token.
-            accepted: what the acceptance rule decided.
+            accepted: the acceptance rule's decision.
             model: trunk and modules.
             spec: the shape of the round.
 
@@ -125,6 +170,8 @@ class Drafter:
         """
         return state.drafter
 
+    # Rounds of changing depth (`depth_policy="adaptive"`).
+
     def has_room(self, state: DecodeState, depth: jax.Array | int, *, model: MTPModel, spec: DecodeSpec) -> jax.Array:
         """Returns whether a round of this depth can follow, `[]` bool. False makes the loop call `make_room`."""
         return jnp.ones((), bool)
@@ -132,5 +179,5 @@ class Drafter:
     def make_room(
         self, prepared: Any, state: DecodeState, depth: jax.Array, *, model: MTPModel, spec: DecodeSpec
     ) -> DecodeState:
-        """Processes positions that wait since rounds of depth 0, until `has_room` holds."""
+        """Processes the backlog of rounds of depth 0 until `has_room` holds; arguments as in `propose`."""
         return state

@@ -17,7 +17,7 @@ from mtpjax.models.model import MTPModel
 
 @dataclasses.dataclass(frozen=True)
 class LookupDrafter(Drafter):
-    """Drafts by n-gram lookup, as vLLM's `ngram` method does. Needs no modules, no parameters and no state.
+    """Drafts by n-gram lookup, like vLLM's `ngram` method. Needs no modules, no parameters and no state.
 
     Attributes:
         min_n: shortest n-gram that counts as a match.
@@ -28,7 +28,7 @@ class LookupDrafter(Drafter):
     max_n: int = 4
 
     def check(self, model: MTPModel, config: DecodeConfig) -> None:
-        """Raises `ValueError` for trees and for settings that only MTP modules have."""
+        """Raises `ValueError` for trees and for settings that apply only to MTP modules."""
         if config.topk > 1:
             raise ValueError(f"drafter 'lookup' supports only chains: set topk to 1, got {config.topk}")
         for name in ("draft_vocabulary", "draft_window"):
@@ -39,6 +39,7 @@ class LookupDrafter(Drafter):
         self, prepared: Any, state: DecodeState, *, model: MTPModel, spec: DecodeSpec
     ) -> tuple[Draft, DecodeState]:
         """Copies `spec.num_steps` tokens; see `Drafter.propose`."""
+        # Depth 0 of an adaptive call verifies the pending token alone.
         pending = read_rows(state.tokens, state.length - 1, 1)
         if not spec.num_steps:
             return Draft(pending), state
@@ -54,33 +55,35 @@ def find_ngram(
 ) -> tuple[jax.Array, jax.Array]:
     """Finds an earlier occurrence of the text's last n tokens and copies what follows it.
 
-    The longest suffix with `min_n <= n <= max_n` that occurs earlier wins; among its occurrences the earliest. vLLM's
-    `ngram_proposer.py` makes the same choices. Matches may overlap the suffix.
+    The longest suffix with `min_n <= n <= max_n` that occurs earlier wins; among its occurrences, the earliest. vLLM's
+    `ngram_proposer.py` chooses in the same way. Matches may overlap the suffix.
 
     Args:
-        tokens: `[L]` int32, the text in its first `length` places.
+        tokens: `[L]` int32; the first `length` of them are the text.
         length: `[]` int32 tokens of the text.
         min_n: shortest n-gram.
         max_n: longest n-gram.
         num_drafts: tokens to copy, K.
 
     Returns:
-        drafts `[K]` int32 and their number `[]` int32. Drafts past that number repeat the copied tokens (without a
-        match: the last token), since a round of the compiled loop always verifies K of them.
+        drafts `[K]` int32 and their number `[]` int32. Drafts past that number repeat the copied tokens, or the last
+        token without a match, since a round of the compiled loop always verifies K of them.
     """
     L = tokens.shape[0]
-    # An occurrence is named by its end: the place of the token that follows it, before the text's own end.
+    # Index an occurrence by its end: the place of the token that follows it. That token must be part of the text.
     end = jnp.arange(L)
     matched, num_matched = end < length, jnp.zeros(L, jnp.int32)
     for back in range(1, max_n + 1):
-        # Compare the token `back` places before each end with the one `back` places before the text's end.
+        # Compare the token `back` places before each end with the one `back` places before the text's end. After this
+        # step `num_matched` is the length of the common suffix, up to `back`.
         before = jnp.pad(tokens, (back, 0))[:L]
         matched &= (before == tokens[jnp.maximum(length - back, 0)]) & (end >= back)
         num_matched += matched
+    # Prefer the longest match, then the earliest. Without a match the last token itself is copied.
     longest = num_matched.max()
     found = longest >= min_n
     follows = jnp.where(found, jnp.argmax(num_matched == longest), length - 1)  # argmax: the first one
-    # The text ends `available` tokens behind the match; from there on the copy starts over.
+    # The text ends `available` tokens behind the match. Further drafts repeat them from the first on.
     available = length - follows
     step = jnp.arange(num_drafts) % jnp.maximum(available, 1)
     drafts = tokens[jnp.clip(follows + step, 0, L - 1)]

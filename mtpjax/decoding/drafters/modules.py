@@ -1,4 +1,4 @@
-"""Running the MTP modules: their state, and how they extend over committed text.
+"""Runs the MTP modules: their state, and draft extend, the pass of a module over committed text.
 
 Module k (0-based) reads, at slot i, the trunk's hidden state of position i (or the previous module's output) and the
 token of position i+k+1. Its cache matches a teacher-forced prefill up to the last slot whose inputs are all committed.
@@ -20,15 +20,17 @@ from mtpjax.models.cache import Cache, read_rows
 from mtpjax.models.masks import View, cached_view
 from mtpjax.models.model import MTPModel, bind
 
-HIDDEN_BUFFER = 32  # hidden states that can wait for the modules while an adaptive call runs at depth 0
-EXTEND_CHUNK = HIDDEN_BUFFER // 2  # of them processed in one pass when many wait
+# Rounds of depth 0 in an adaptive call do not run the modules: they store up to this many hidden states per row.
+HIDDEN_BUFFER = 32
+# A long backlog is processed in passes of this width.
+EXTEND_CHUNK = HIDDEN_BUFFER // 2
 
 
 class MTPState(flax.struct.PyTreeNode):
-    """State of the MTP drafter: M caches, and the hidden states that the modules have not processed for good."""
+    """State of the MTP drafter: M caches, and the hidden states whose entries in some module are not final yet."""
 
     caches: tuple[Cache, ...]  # one layer each; length: slots that match a teacher-forced prefill
-    hidden: jax.Array  # [B, E, D] what enters the modules, from position hidden_start on
+    hidden: jax.Array  # [B, E, D] hidden states that the modules read, from position hidden_start on
     hidden_start: jax.Array  # [B] int32
 
 
@@ -40,27 +42,34 @@ class MTPParams(flax.struct.PyTreeNode):
 
 
 class PreparedMTP(flax.struct.PyTreeNode):
-    """What a round reads: the modules beside the embedding, head and final norm that they share with the trunk."""
+    """The parameters that a round reads: the modules', and those that they share with the trunk."""
 
     params: dict[str, Any]
     head: ReducedHead | None
 
 
 def num_modules_used(model: MTPModel, num_steps: int) -> int:
-    """Returns the modules that a call with `num_steps` draft levels runs; deeper ones are left out."""
+    """Returns how many modules a call with `num_steps` draft levels runs: at most one per level."""
     return min(model.config.num_mtp_modules, num_steps)
 
 
 def rows_per_round(model: MTPModel, num_steps: int) -> int:
-    """Returns the positions that each module processes per round.
+    """Returns how many positions each module processes per round.
 
-    These are the verified positions and the M-1 before them, whose entries in some module came from drafted tokens.
+    These are the K+1 verified positions and the M-1 before them, whose entries in some module came from drafted tokens.
+
+    Args:
+        model: the model.
+        num_steps: draft levels, K.
+
+    Returns:
+        K + M, at least 1.
     """
     return max(num_steps + num_modules_used(model, num_steps), 1)
 
 
 def num_pending(state: DecodeState) -> jax.Array:
-    """Counts `[B]` committed positions that some module has not processed for good; 0 for rows that are done."""
+    """Counts `[B]` committed positions whose entries in some module are not final; 0 for rows that are done."""
     return jnp.where(state.done, 0, state.length - 1 - state.drafter.hidden_start)
 
 
@@ -76,23 +85,25 @@ def extend_module(
     *,
     model: MTPModel,
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs one module over committed positions and overwrites what drafting had written to its cache.
+    """Draft extend: runs one module over committed positions and overwrites what drafting wrote to its cache.
 
     Args:
         apply: calls the model's methods.
-        caches: all modules' caches; the module's own is replaced in place in this list.
-        index: the module.
+        caches: all modules' caches; the function replaces this module's cache in the list.
+        index: the module, 0-based.
         hidden: `[B, T, D]` the trunk's hidden states.
         chained_hidden: `[B, T, D]` the previous module's output; None for the first module.
         tokens: `[B, L]` the text.
         start: `[B]` position of `hidden[:, 0]`.
-        view: where the T positions stand in the cache.
+        view: cache slots, positions and masks of the T positions.
         model: the model.
 
     Returns:
         The output for the head and the output for the next module, both `[B, T, D]`.
     """
+    # A chained module reads the output of the module before it; others read the trunk (`mtp_chaining`).
     source = hidden if model.config.mtp_chaining == "trunk" or chained_hidden is None else chained_hidden
+    # Slot i reads the token of position i + index + 1. Behind the committed text these are drafts, or garbage.
     shifted = read_rows(tokens, start + index + 1, hidden.shape[1])
     output, chained, entries = apply(source, shifted, view, caches[index].layers[0], index=index, method="run_module")
     caches[index] = caches[index].replace(layers=(entries,))
@@ -109,7 +120,20 @@ def extend_modules(
     model: MTPModel,
     spec: DecodeSpec,
 ) -> tuple[Cache, ...]:
-    """Runs all modules, one after the other, over positions whose tokens are known; arguments as in `extend_module`."""
+    """Runs all modules, one after the other, over positions whose tokens are known.
+
+    Args:
+        params: parameters of the modules and of what they share with the trunk.
+        caches: all modules' caches.
+        hidden: `[B, T, D]` the trunk's hidden states.
+        tokens: `[B, L]` the text.
+        start: `[B]` position of `hidden[:, 0]`.
+        model: the model.
+        spec: the shape of a round.
+
+    Returns:
+        The caches with the entries of these positions.
+    """
     apply, updated, chained = bind(model, params), list(caches), None
     view = cached_view(model.config, start, hidden.shape[1], tokens.shape[1], window=spec.window)
     for index in range(len(caches)):
@@ -120,13 +144,25 @@ def extend_modules(
 def extend_backlog(
     prepared: PreparedMTP, state: DecodeState, *, model: MTPModel, spec: DecodeSpec, rows: int
 ) -> DecodeState:
-    """Runs the modules over the oldest `rows` waiting positions and drops those that are final from the buffer."""
+    """Runs the modules over the oldest positions of the backlog and drops the final ones from the buffer.
+
+    Args:
+        prepared: the modules and heads.
+        state: the rows.
+        model: the model.
+        spec: the shape of a round.
+        rows: positions to process.
+
+    Returns:
+        The state with a new `drafter` field.
+    """
     kept = state.drafter
     caches = extend_modules(
         prepared.params, kept.caches, kept.hidden[:, :rows], state.tokens, kept.hidden_start, model=model, spec=spec
     )
-    # The newest M positions stay: their shifted tokens are not all committed.
+    # The newest M positions stay in the buffer: their shifted input tokens are not all committed.
     processed = jnp.clip(num_pending(state) - len(caches), 0, rows)
+    # Move the rest of the buffer to its front.
     E = kept.hidden.shape[1]
     place = jnp.minimum(processed[:, None] + jnp.arange(E)[None, :], E - 1)
     hidden = jnp.take_along_axis(kept.hidden, place[:, :, None], axis=1)
@@ -145,7 +181,18 @@ def extend_and_read(
     *,
     model: MTPModel,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Extends module `index` over the round's `rows` hidden states.
+    """Extends a module over the hidden states of the last round and reads its newest output.
+
+    Args:
+        apply: calls the model's methods.
+        caches: all modules' caches; the function replaces this module's cache in the list.
+        index: the module, 0-based.
+        chained_hidden: `[B, rows, D]` the previous module's output; None for the first module.
+        state: the rows.
+        tokens: `[B, L]` the text and the drafts so far.
+        rows: hidden states to process.
+        view: cache slots, positions and masks of these positions.
+        model: the model.
 
     Returns:
         The outputs of the newest committed slot, for the head and to draft on, `[B, 1, D]`; and all outputs for the
@@ -155,7 +202,8 @@ def extend_and_read(
     output, chained = extend_module(
         apply, caches, index, kept.hidden[:, :rows], chained_hidden, tokens, kept.hidden_start, view, model=model
     )
-    # The newest slot is length - 2. A row that is done may have stopped within the buffer, hence the clip.
+    # The newest slot is length - 2: position length - 1 is pending, so the trunk has no hidden state for it. A row that
+    # is done may have stopped within the buffer, hence the clip.
     newest = jnp.clip(state.length - 2 - kept.hidden_start, 0, rows - 1)
     return read_rows(output, newest, 1), read_rows(chained, newest, 1), chained
 
@@ -163,7 +211,15 @@ def extend_and_read(
 def run_drafted(
     apply: Callable[..., Any], caches: list[Cache], index: int, chained_hidden: jax.Array, tokens: jax.Array, view: View
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs a module over drafted tokens `[B, f]`, padded to the view's width; its cache is updated in the list.
+    """Runs a module over drafted tokens, padded to the view's width.
+
+    Args:
+        apply: calls the model's methods.
+        caches: all modules' caches; the function replaces this module's cache in the list.
+        index: the module, 0-based.
+        chained_hidden: `[B, f, D]` the module output that each token was drafted from.
+        tokens: `[B, f]` the drafted tokens.
+        view: cache slots, positions and masks, for f tokens or more.
 
     Returns:
         The outputs for the head and to draft on, both `[B, f, D]`.

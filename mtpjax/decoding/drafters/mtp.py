@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class MTPDrafter(Drafter):
-    """Drafts with the model's MTP modules."""
+    """Drafts with the model's MTP modules: a chain with any number of them, a tree with one."""
 
     def check(self, model: MTPModel, config: DecodeConfig) -> None:
-        """Raises `ValueError` where the model has no modules or cannot draft the tree."""
+        """Raises `ValueError` if the model has no modules or cannot draft the tree."""
         if not model.config.num_mtp_modules:
             raise ValueError(
                 f"num_steps {config.num_steps} with drafter 'mtp' needs at least one MTP module, but the model has "
@@ -56,7 +56,7 @@ class MTPDrafter(Drafter):
         return MTPParams(modules, ids)
 
     def prepare(self, params: dict, draft_params: MTPParams, *, model: MTPModel, dtype: Any) -> PreparedMTP:
-        """Joins the modules with what they share with the trunk, and gathers the reduced head's columns."""
+        """Joins the modules with the parameters that they share with the trunk, and gathers the reduced head."""
         joined = {**params, **draft_params.modules}
         head = None
         if draft_params.draft_ids is not None:
@@ -65,16 +65,18 @@ class MTPDrafter(Drafter):
 
     def scratch_slots(self, model: MTPModel, spec: DecodeSpec) -> int:
         """Returns the most slots that extending and drafting write behind the committed text."""
+        # Extending rewrites slots up to the newest position, and an adaptive call does so in chunks.
         extended = max(rows_per_round(model, spec.num_steps), EXTEND_CHUNK if spec.is_adaptive else 0)
         if spec.num_steps < 2:
             return max(extended, spec.min_rows)
         shape = spec.tree_shape
-        # Levels from 2 on run a module over drafted tokens, each in slots of its own.
+        # Levels from 2 on run a module over drafted tokens, each level in slots of its own.
         drafted = sum(map(len, shape.inner_levels()[1:])) if shape else spec.topk * (spec.num_steps - 1)
         return max(extended, drafted + spec.min_rows)
 
     def init(self, *, model: MTPModel, spec: DecodeSpec, batch: int, capacity: int, dtype: Any) -> MTPState:
         """Makes empty module caches and an empty buffer of hidden states."""
+        # An adaptive call also buffers the hidden states of rounds of depth 0, which do not run the modules.
         config = model.config
         rows = HIDDEN_BUFFER + spec.num_steps if spec.is_adaptive else rows_per_round(model, spec.num_steps)
         return MTPState(
@@ -110,7 +112,8 @@ class MTPDrafter(Drafter):
         # Module k has all inputs of a slot once the token k+1 places later is known.
         known = jnp.minimum(start + chunk, state.length)
         caches = tuple(commit(cache, jnp.maximum(known - 1 - index, 0)) for index, cache in enumerate(caches))
-        # Keep the hidden states of the newest M positions. They may be spread over two chunks.
+        # Keep the hidden states of the newest M positions. They may be spread over two chunks, so positions outside
+        # this chunk keep their value in the buffer.
         hidden_start = jnp.maximum(state.length - len(caches), 0)
         place = hidden_start[:, None] + jnp.arange(kept.hidden.shape[1])[None, :] - start[:, None]
         found = jnp.take_along_axis(states, jnp.clip(place, 0, chunk - 1)[:, :, None], axis=1)
@@ -119,13 +122,13 @@ class MTPDrafter(Drafter):
         return MTPState(caches, hidden, hidden_start)
 
     def num_extended(self, draft_state: MTPState) -> jax.Array:
-        """Returns the slots that match a prefill in every module; the last module has the fewest."""
+        """Returns `[B]` slots that match a prefill in every module; the last module has the fewest."""
         return draft_state.caches[-1].length
 
     def propose(
         self, prepared: PreparedMTP, state: DecodeState, *, model: MTPModel, spec: DecodeSpec
     ) -> tuple[Draft, DecodeState]:
-        """Extends the modules over what the last round committed, then drafts a chain or a tree."""
+        """Extends the modules over the positions that the last round committed, then drafts a chain or a tree."""
         if not spec.num_steps:
             return super().propose(prepared, state, model=model, spec=spec)
         propose = draft_tree if spec.topk > 1 else draft_chain
@@ -139,18 +142,21 @@ class MTPDrafter(Drafter):
     ) -> MTPState:
         """Keeps the hidden states that the modules process next; see `Drafter.commit`.
 
-        After drafting these are the new ones and the M-1 before them, whose slots were filled from drafted tokens.
-        Without drafting the new one joins those that already wait.
+        After a round with drafts these are the new ones and the M-1 before them, whose slots hold entries of drafted
+        tokens. After a round of depth 0 the new one is appended to the backlog.
         """
         kept = state.drafter
         E, num_modules = kept.hidden.shape[1], len(kept.caches)
         new_start = state.length - 1  # position of states[:, 0], the pending token
+        # 1. One module: drafting has made all earlier slots final, so the new states replace the buffer.
         if spec.num_steps and num_modules == 1:
             hidden = jnp.pad(states, ((0, 0), (0, E - states.shape[1]), (0, 0)))
             return kept.replace(hidden=hidden, hidden_start=new_start)
+        # 2. Depth 0: the modules did not run, so the new state is appended to the backlog.
         if not spec.num_steps:
             place = jnp.minimum(new_start - kept.hidden_start, E - 1)
             return kept.replace(hidden=write_rows(kept.hidden, states, place))
+        # 3. Several modules: keep the M-1 states before the new ones too.
         start = jnp.maximum(state.length - num_modules, 0)
         position = start[:, None] + jnp.arange(E)[None, :]
         # Row by row: a position before the pending token comes from the old buffer, any other from this round.
@@ -161,7 +167,11 @@ class MTPDrafter(Drafter):
         return kept.replace(hidden=jnp.take_along_axis(joined, index[:, :, None], axis=1), hidden_start=start)
 
     def has_room(self, state: DecodeState, depth: jax.Array | int, *, model: MTPModel, spec: DecodeSpec) -> jax.Array:
-        """Returns whether the buffer can take this round's hidden state, or a drafting round can process all of it."""
+        """Returns whether a round of this depth can follow; see `Drafter.has_room`.
+
+        A round of depth 0 needs a free place in the buffer. A round with drafts must process the whole backlog in its
+        one pass over depth + M positions.
+        """
         kept = state.drafter
         most = jnp.where(depth == 0, kept.hidden.shape[1] - 1, depth + len(kept.caches))
         return state.drafting_disabled | (num_pending(state).max() <= most)
@@ -169,7 +179,10 @@ class MTPDrafter(Drafter):
     def make_room(
         self, prepared: PreparedMTP, state: DecodeState, depth: jax.Array, *, model: MTPModel, spec: DecodeSpec
     ) -> DecodeState:
-        """Extends the modules over waiting positions: in wide passes while many wait, then in narrow ones."""
+        """Extends the modules over the backlog; see `Drafter.make_room`.
+
+        Wide passes process a long backlog, and passes of a round's width the rest.
+        """
         num_modules = len(state.drafter.caches)
         for rows, least in ((EXTEND_CHUNK, EXTEND_CHUNK + num_modules), (spec.num_steps + num_modules, 0)):
             state = jax.lax.while_loop(
@@ -183,11 +196,14 @@ class MTPDrafter(Drafter):
 
 
 def check_tree(model: MTPModel, config: DecodeConfig) -> None:
-    """Raises `ValueError` if the model's modules cannot draft the tree that `config` asks for.
+    """Checks that the model's modules can draft the tree that `config` asks for.
 
     Args:
         model: the model.
         config: settings with topk above 1.
+
+    Raises:
+        ValueError: if they cannot.
     """
     modules, vocabulary = model.config.num_mtp_modules, model.config.num_tokens or model.config.vocab_size
     if modules > 1:
@@ -211,7 +227,7 @@ def draftable_ids(ids: tuple[int, ...], model: MTPModel) -> np.ndarray:
         `[R]` int32, ascending.
 
     Raises:
-        ValueError: if no id is left, or one is outside the vocabulary.
+        ValueError: if no id remains, or one is outside the vocabulary.
     """
     unique = np.unique(np.asarray(ids, np.int32))
     num_tokens = model.config.num_tokens or model.config.vocab_size

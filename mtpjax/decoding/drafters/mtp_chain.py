@@ -1,4 +1,4 @@
-"""Drafting a chain with the MTP modules."""
+"""Drafts a chain with the MTP modules."""
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,8 @@ def draft_chain(
 ) -> tuple[Draft, list[Cache], jax.Array]:
     """Drafts K tokens and writes them behind the committed text.
 
-    Level k <= M extends module k over all waiting hidden states at once; its output at the newest slot is draft k,
-    which module k+1 reads as a token. Later levels run module M on its own output, one slot further each time.
+    Level k <= M extends module k over all hidden states of the buffer at once. Its output at the newest slot gives
+    draft k, which module k+1 reads as a token. Later levels run module M on its own output, one slot further each time.
 
     Args:
         prepared: the modules and heads.
@@ -32,6 +32,7 @@ def draft_chain(
     Returns:
         The draft, the modules' caches, and the tokens `[B, L]`.
     """
+    # The levels k <= M extend over the same positions, so they share one view.
     apply = bind(model, prepared.params)
     tokens, caches = state.tokens, list(state.drafter.caches)
     num_modules, K = len(caches), spec.num_steps
@@ -43,14 +44,15 @@ def draft_chain(
     for level in range(1, max(K, num_modules) + 1):
         index = min(level, num_modules) - 1
         if level <= num_modules:
-            # 1. Extend a module over the positions that the last round committed.
+            # 1. Draft extend: run a module over the positions that the last round committed. This overwrites entries
+            # that the last round computed from drafted tokens.
             output, newest, chained = extend_and_read(
                 apply, caches, index, chained, state, tokens, rows, extend_view, model=model
             )
             if level > K:
                 continue  # a shallow round of an adaptive call only extends the deeper modules
         else:
-            # 2. Past the last module: run it again on its own output and the token it just drafted.
+            # 2. Past the last module: run it again on its own output and the token that it just drafted.
             slot = state.length - 2 + level - num_modules
             view = cached_view(model.config, slot, spec.min_rows, capacity, window=spec.window)
             assert newest is not None
@@ -72,5 +74,6 @@ def draft_chain(
         else:
             draft = scores.best(1)[1][:, :, 0]
         tokens = write_rows(tokens, draft, state.length + level - 1)
+    # The nodes to verify are the pending token and the drafts behind it.
     nodes = read_rows(tokens, state.length - 1, K + 1)
     return Draft(nodes, jnp.concatenate(probabilities, axis=1) if probabilities else None), caches, tokens

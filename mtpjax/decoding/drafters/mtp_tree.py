@@ -1,4 +1,4 @@
-"""Drafting a tree with one MTP module, level by level."""
+"""Drafts a tree with one MTP module, level by level."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from pallas_kernels import top_k
 def draft_tree(
     prepared: PreparedMTP, state: DecodeState, *, model: MTPModel, spec: DecodeSpec
 ) -> tuple[Draft, list[Cache], jax.Array]:
-    """Drafts a tree; all nodes of a level that have children go through the module in one pass.
+    """Drafts a tree. One pass of the module serves all nodes of a level that have children.
 
     Args:
         prepared: the module and its head.
@@ -30,7 +30,7 @@ def draft_tree(
         spec: a tree's spec.
 
     Returns:
-        The draft, the module's cache in a list, and the tokens `[B, L]`, which a tree leaves as they are.
+        The draft, the module's cache in a list, and the unchanged tokens `[B, L]`.
     """
     apply = bind(model, prepared.params)
     caches = list(state.drafter.caches)
@@ -38,7 +38,8 @@ def draft_tree(
     B, capacity = state.tokens.shape
     base = state.length - 1  # the module's slots from here on hold drafted nodes
     slot_tokens, num_slots = jnp.zeros((B, 0), jnp.int32), 0
-    mask = path = tokens = parent = None  # of the level in work: `parent` is the place in the level before
+    # State of the current level: its ancestor mask, and each node's token and index of its parent in the level before.
+    mask = path = tokens = parent = None
 
     # 1. Extend the module over what the last round committed. Its newest output gives the children of the root.
     rows = spec.num_steps + 1
@@ -47,8 +48,8 @@ def draft_tree(
 
     for level in range(1, builder.num_levels + 1):
         if tokens is not None and parent is not None:
-            # 2. Run the module over the nodes chosen in the level before. Each sees the text, its ancestors and
-            #    itself: a node's mask is its parent's, extended by one column per node of this level.
+            # 2. Run the module over the nodes that the level before chose. Each attends to the text, its ancestors and
+            # itself: a node's mask is its parent's, extended by one column per node of this level.
             f = tokens.shape[1]
             slot_tokens = jnp.concatenate([slot_tokens, tokens], axis=1)
             own = jnp.broadcast_to(jnp.eye(f, dtype=bool), (B, f, f))
@@ -56,9 +57,11 @@ def draft_tree(
                 mask = own
             else:
                 mask = jnp.concatenate([jnp.take_along_axis(mask, parent[:, :, None], axis=1), own], axis=2)
+            # The nodes occupy the slots behind those of earlier levels, at the position of their depth.
             width = max(f, spec.min_rows)
             tree = TreeSlots(base, jnp.full((B, width), level - 2), jnp.pad(mask, ((0, 0), (0, width - f), (0, 0))))
             view = cached_view(model.config, base + num_slots, width, capacity, tree=tree, window=spec.window)
+            # Each node continues from the module's output at its parent.
             chained = jnp.take_along_axis(chained, parent[:, :, None], axis=1)
             output, chained = run_drafted(apply, caches, 0, chained, tokens, view)
             num_slots += f
@@ -70,7 +73,11 @@ def draft_tree(
 
 
 class DynamicTree:
-    """A tree of the most likely nodes, for rules that accept any tree (`DYNAMIC_TREE_RULES`)."""
+    """A tree of the most likely nodes, for rules that accept any tree (`DYNAMIC_TREE_RULES`).
+
+    A node's score is the product of the draft probabilities on its path (EAGLE-2, 2406.16858). Every level expands its
+    topk best nodes; in the end the best nodes of all levels form the tree.
+    """
 
     def __init__(self, state: DecodeState, spec: DecodeSpec):
         self.state, self.spec, self.num_levels = state, spec, spec.num_steps
@@ -81,12 +88,16 @@ class DynamicTree:
     def add_level(self, level: int, scores: DraftScores) -> tuple[jax.Array, jax.Array]:
         """Adds the topk best children of each node of the level before.
 
+        Args:
+            level: draft level of the children, from 1.
+            scores: scores of the children.
+
         Returns:
-            The nodes to expand next: tokens and places of their parents, `[B, topk]`.
+            The nodes to expand next: their tokens and their parents' indices in the level before, `[B, topk]`.
         """
         if self.spec.rule == "greedy" and not self.state.settings.sampling.changes_logits:
-            # Every row is at temperature 0 and the logits stay as they are: the kernel finds the best without storing
-            # all logits.
+            # Every row is at temperature 0 and nothing changes the logits, so the kernel finds the best tokens without
+            # storing all logits.
             values, tokens, logsumexp = scores.best(self.spec.topk)
             probabilities = jnp.exp(values - logsumexp[:, :, None])
         else:
@@ -105,7 +116,10 @@ class DynamicTree:
 
 
 class FixedTree:
-    """A tree of a fixed shape, whose nodes' children are drawn without replacement (`FIXED_TREE_RULES`)."""
+    """A tree of a fixed shape, whose nodes' children are drawn without replacement (`FIXED_TREE_RULES`).
+
+    Rules that compare p with q stay exact only if the shape does not depend on the drawn tokens.
+    """
 
     def __init__(self, state: DecodeState, spec: DecodeSpec):
         assert spec.tree_shape is not None
@@ -116,16 +130,22 @@ class FixedTree:
         self.probabilities: list[jax.Array] = []
 
     def add_level(self, level: int, scores: DraftScores) -> tuple[jax.Array | None, jax.Array]:
-        """Draws the children of the level's inner nodes.
+        """Draws the children of the inner nodes of the level before.
+
+        Args:
+            level: draft level of the children, from 1.
+            scores: scores of the children.
 
         Returns:
-            The next level's inner nodes: tokens `[B, f]` (None at the last level) and places of their parents.
+            The drawn nodes that have children themselves: tokens `[B, f]` (None at the last level) and their parents'
+            indices in the level before.
         """
         nodes, state = self.inner[level - 1], self.state
         sampling = state.settings.sampling
         logits = scores.logits()
         B, _, V = logits.shape
-        # The k largest of log q + Gumbel noise are k draws without replacement. At temperature 0 they are the k best.
+        # The k largest of log q + Gumbel noise are k draws without replacement (Kool et al., 1903.06059). Rows at
+        # temperature 0 get no noise: they take the k best.
         is_greedy = (sampling.temperature == 0)[:, None, None]
         probabilities = jnp.where(is_greedy, softmax_at_temperature(logits, state), distribution(logits, sampling))
         self.probabilities.append(probabilities)
@@ -135,12 +155,13 @@ class FixedTree:
             jnp.log(probabilities) + jnp.where(is_greedy, 0, gumbel),
             max(len(self.shape.children(node)) for node in nodes),
         )
+        # Hand the draws to the children in order. Nodes with fewer children than the widest use only the first ones.
         for place, node in enumerate(nodes):
             for rank, child in enumerate(self.shape.children(node)):
                 self.tokens[child] = drawn[:, place, rank].astype(jnp.int32)
         if level == self.num_levels:
             return None, jnp.zeros((B, 0), jnp.int32)
-        # The shape is static, so the nodes of the next level and their parents' places are known.
+        # The shape is static, so the inner nodes of the next level and their parents' indices are known here.
         following = self.inner[level]
         parent = [nodes.index(self.shape.parents[node]) for node in following]
         tokens = jnp.stack([self.tokens[node] for node in following], axis=1)
@@ -149,7 +170,8 @@ class FixedTree:
     def draft(self) -> Draft:
         """Returns the tree with the distribution that each node's children were drawn from."""
         W, B = len(self.shape.parents), len(self.state.length)
-        # Leaves have no distribution of their own; rules do not read their rows.
+        # Reorder q from the order of drawing to node order. Leaves have no children and no q: rules do not read their
+        # rows.
         inner = [node for level in self.inner for node in level]
         row = [inner.index(node) if node in inner else 0 for node in range(W)]
         parents = jnp.broadcast_to(jnp.array(self.shape.parents, jnp.int32), (B, W))
@@ -164,6 +186,14 @@ class FixedTree:
 
 
 def softmax_at_temperature(logits: jax.Array, state: DecodeState) -> jax.Array:
-    """Computes the softmax that ranks candidates: at the row's temperature, or at 1 where that is 0."""
+    """Computes the distribution that ranks candidates: the softmax without top-k, top-p and min-p.
+
+    Args:
+        logits: `[B, f, V]` adjusted logits.
+        state: the rows.
+
+    Returns:
+        `[B, f, V]` at the row's temperature, or at 1 where the temperature is 0.
+    """
     temperature = state.settings.sampling.temperature[:, None, None]
     return jax.nn.softmax(scale(logits, jnp.where(temperature == 0, 1, temperature)), axis=-1)

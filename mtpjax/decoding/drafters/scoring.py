@@ -1,4 +1,7 @@
-"""Token scores of the MTP modules: the full head, or the columns of a reduced draft vocabulary."""
+"""Token scores of the MTP modules, from the full head or from a reduced draft vocabulary (FR-Spec, 2502.14856).
+
+Verification always uses the full vocabulary, so a reduced one changes the acceptance rate and not the text.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -35,24 +38,26 @@ def reduce_head(params: dict, ids: jax.Array, *, model: MTPModel, dtype: Any) ->
     Returns:
         The reduced head of every module.
     """
+    # Modules with their own heads each get a matrix; otherwise all share one.
     config = model.config
     indices = range(config.num_mtp_modules) if config.mtp_own_head else [None]
     apply = bind(model, params)
     matrices = tuple(apply(index=index, method="head_matrix").astype(dtype)[:, ids] for index in indices)
+    # The inverse of `ids`, which scatters reduced logits back over the vocabulary.
     column = jnp.full(config.vocab_size, -1, jnp.int32).at[ids].set(jnp.arange(len(ids), dtype=jnp.int32))
     return ReducedHead(matrices, ids, column)
 
 
 @dataclasses.dataclass(frozen=True)
 class DraftScores:
-    """Scores of the children of f draft nodes at one level. Computed on demand: all logits, or only the best tokens.
+    """Scores of the children of f draft nodes at one level, computed on demand: all logits, or only the best tokens.
 
     Attributes:
         apply: calls the model's methods.
         state: the rows.
         head: the reduced head; None uses the full head.
         model: the model.
-        min_rows: fewest rows that are passed through the head.
+        min_rows: fewest rows of a pass through the head; fewer are padded.
         hidden: `[B, f, D]` a module's output, after its norm.
         index: the module.
         path: drafted tokens before each node's children, for penalties.
@@ -71,6 +76,7 @@ class DraftScores:
 
     def logits(self) -> jax.Array:
         """Computes adjusted logits `[B, f, V]` float32; tokens outside a reduced vocabulary have -inf."""
+        # 1. Run the head. With a reduced one, tokens outside the draft vocabulary get -inf, so their q is 0.
         f, state, head = self.hidden.shape[1], self.state, self.head
         hidden = pad_rows(self.hidden, max(f, self.min_rows))
         if head is None:
@@ -79,12 +85,14 @@ class DraftScores:
             few = jnp.matmul(hidden, self._matrix(head), preferred_element_type=jnp.float32)[:, :f]
             is_draftable = (head.column >= 0)[None, None, :]
             logits = jnp.where(is_draftable, jnp.take(few, jnp.maximum(head.column, 0), axis=-1), -jnp.inf)
+        # 2. Apply the request's penalties and bans, exactly as verification does: `num_new` is the number of new tokens
+        # before the children.
         num_new = state.length - state.settings.prompt_length + self.level - 1
         num_new = jnp.broadcast_to(num_new[:, None], logits.shape[:2])
         return adjust_logits(logits, state, self.path, num_new, self.model)
 
     def best(self, k: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Finds the k best tokens without storing all logits; only where nothing changes the logits.
+        """Finds the k best tokens without storing all logits. Requires that nothing changes the logits.
 
         Args:
             k: number of tokens.
@@ -98,6 +106,7 @@ class DraftScores:
         if self.head is None:
             values, tokens, logsumexp = self.apply(hidden, k=k, index=self.index, method="top_tokens")
         else:
+            # The kernel returns columns of the reduced head; translate them to token ids.
             matrix = self._matrix(self.head)
             values, columns, logsumexp = head_top_k(hidden, matrix, k=k, implementation=self.model.implementation)
             tokens = self.head.ids[columns]

@@ -8,20 +8,30 @@ from pallas_kernels.verify_attention import choose_for, verify_attention
 
 
 def attend(q: jax.Array, sources: list[tuple[jax.Array, jax.Array]], masks: Masks, *, scale: float) -> jax.Array:
-    """Softmax attention of `q [B, K, T, G, H]` jointly over all `sources`; returns `[B, K, T, G, value width]`.
+    """Computes softmax attention jointly over several sources of keys, in plain XLA. Scores are float32.
 
-    A source is keys `[B, K, S, H]` and values `[B, K, S, Hv]`. Scores and softmax are float32.
+    Args:
+        q: `[B, K, T, G, H]` queries, G per key/value head.
+        sources: keys `[B, K, S, H]` and values `[B, K, S, Hv]` of each source.
+        masks: `[B, T, S]` bool of each source. A mask `[B, T, 1]` means that row i attends to entry i of the source.
+        scale: factor of the scores.
+
+    Returns:
+        `[B, K, T, G, Hv]` in q's dtype.
     """
+    # Score every source, then normalise over all of them together.
     scores = []
     for (key, _), mask in zip(sources, masks, strict=True):
         if mask.shape[-1] == 1:
-            pairs = q.astype(jnp.float32) * key.astype(jnp.float32)[:, :, :, None]  # as a product: a loop on a CPU
+            # Elementwise: XLA on a CPU turns the batched product of single rows into a loop.
+            pairs = q.astype(jnp.float32) * key.astype(jnp.float32)[:, :, :, None]
             score = pairs.sum(-1, keepdims=True)
         else:
             score = _scores(q, key)
         scores.append(jnp.where(mask[:, None, :, None, :], score, jnp.finfo(jnp.float32).min))
     joined = scores[0] if len(scores) == 1 else jnp.concatenate(scores, axis=-1)
     weights = jax.nn.softmax(joined * scale, axis=-1).astype(q.dtype)
+    # Add up each source's weighted values.
     output, begin = jnp.zeros((), q.dtype), 0
     for (_, value), mask in zip(sources, masks, strict=True):
         weight = weights[..., begin : begin + mask.shape[-1]]
@@ -41,10 +51,21 @@ def attend_cache(
     implementation: str,
     value_width: int | None = None,
 ) -> jax.Array | None:
-    """`attend` to a whole layer of a cache, by a kernel; None where that is left to XLA.
+    """Attends to a whole layer of a cache with the `verify_attention` kernel.
 
-    Without `values` they are the first `value_width` columns of the keys. Only what the tokens see is read, a window's
-    slots too: nobody need cut them out before.
+    The kernel reads only slots that the tokens see, so the caller does not cut out windows.
+
+    Args:
+        q: `[B, K, T, G, H]` queries.
+        keys: `[B, K, S, H]` keys of the cache.
+        values: `[B, K, S, Hv]`; None takes the first `value_width` columns of the keys.
+        view: positions and masks of the pass.
+        scale: factor of the scores.
+        implementation: "xla", "triton" or "auto".
+        value_width: Hv, without `values`.
+
+    Returns:
+        `[B, K, T, G, Hv]`, or None if XLA should compute it (`attend`).
     """
     reach = view.reach
     if reach is None:
@@ -67,10 +88,8 @@ def attend_cache(
 
 
 def _scores(q: jax.Array, key: jax.Array) -> jax.Array:
-    """Products of `q [B, K, T, G, H]` and keys `[B, K, S, H]`: `[B, K, T, G, S]` float32.
-
-    A batch or head axis of size one is left out of the product: with one, XLA on a CPU first transposes all keys.
-    """
+    """Multiplies `q [B, K, T, G, H]` by keys `[B, K, S, H]`: `[B, K, T, G, S]` float32."""
+    # Drop batch and head axes of size one: with them, XLA on a CPU first transposes all keys.
     ones = tuple(axis for axis in (0, 1) if key.shape[axis] == 1)
     batch = "".join(name for axis, name in enumerate("BK") if axis not in ones)
     equation = f"{batch}TGH,{batch}SH->{batch}TGS"

@@ -3,20 +3,18 @@
 import flax.linen as nn
 import jax
 
+from mtpjax.models.attention_kinds import ATTENTION_KINDS
 from mtpjax.models.config import LayerKind, ModelConfig
-from mtpjax.models.layers.delta_rule import DeltaRule
 from mtpjax.models.layers.experts import Experts, SwiGLU
-from mtpjax.models.layers.grouped_attention import GroupedAttention
-from mtpjax.models.layers.latent_attention import LatentAttention
 from mtpjax.models.layers.norm import RMSNorm
 from mtpjax.models.masks import Entries, Masks, Recycled, View
 
 
 class Block(nn.Module):
-    """`[B, T, D] -> [B, T, D]`, the entries that attention keeps, and an indexer's choice of keys.
+    """Maps `[B, T, D]` to `[B, T, D]`, the attention's new cache entries, and the selection of an indexer.
 
-    `memory` is one layer of a cache (which comes back appended to), `Recycled`, or None for a pass over whole rows.
-    `chosen` is the choice of the last indexer before, which passes through layers that have none.
+    `layer_cache` is one layer of a cache, which comes back with the new entries appended; `Recycled`; or None for a
+    pass over whole rows. `selection` holds the masks of the last indexer before, which layers without one pass on.
     """
 
     config: ModelConfig
@@ -25,23 +23,19 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, view: View, memory: Entries | Recycled | None = None, chosen: Masks | None = None
+        self, x: jax.Array, view: View, layer_cache: Entries | Recycled | None = None, selection: Masks | None = None
     ) -> tuple[jax.Array, Entries, Masks | None]:
         config = self.config
+        # Attention, of the layer's kind.
+        record = ATTENTION_KINDS[self.kind.attention]
+        attention = record.module(config, self.kind, self.implementation, record.scope)
         normed = RMSNorm(config.rms_norm_eps, config.zero_centred_norm, name="norm_attention")(x)
-        attended, entries, chosen = self._attention()(normed, view, memory, chosen)
+        attended, entries, selection = attention(normed, view, layer_cache, selection)
         x = x + attended
+        # Feed-forward: experts or one dense SwiGLU. A pass with a cache needs no gradients.
         normed = RMSNorm(config.rms_norm_eps, config.zero_centred_norm, name="norm_feed_forward")(x)
         if self.kind.is_moe:
-            made = Experts(config, self.implementation, name="experts")(normed, cached=view.start is not None)
+            output = Experts(config, self.implementation, name="experts")(normed, cached=view.start is not None)
         else:
-            made = SwiGLU(config.intermediate_size, self.implementation, name="dense")(normed)
-        return x + made, entries, chosen
-
-    def _attention(self) -> nn.Module:
-        config, name, implementation = self.config, self.kind.attention, self.implementation
-        if name == "delta":
-            return DeltaRule(config, implementation, name="delta")
-        if name == "latent":
-            return LatentAttention(config, self.kind.indexer, implementation=implementation, name="attention")
-        return GroupedAttention(config, implementation, name="attention")
+            output = SwiGLU(config.intermediate_size, self.implementation, name="dense")(normed)
+        return x + output, entries, selection

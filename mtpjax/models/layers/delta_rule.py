@@ -1,26 +1,30 @@
 """The gated delta rule behind a short causal convolution: the linear attention of Qwen3-Next and Qwen3.5."""
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from mtpjax.models.cache import read_rows
-from mtpjax.models.config import ModelConfig
+from mtpjax.models.config import LayerKind, ModelConfig
+from mtpjax.models.layers.attention_kind import AttentionKind
+from mtpjax.models.layers.entries import read_rows
 from mtpjax.models.masks import Entries, Masks, View
 from mtpjax.models.quantized import matrix_product
-from pallas_kernels import gated_delta, gated_delta_steps, gated_delta_verify, rms_norm
+from pallas_kernels import gated_delta, gated_delta_replay, gated_delta_steps, gated_delta_verify, rms_norm
 
-FEW_TOKENS = 16  # of a pass whose tokens stay: up to here one after the other, beyond by chunks
+MAX_STEPWISE_TOKENS = 16  # of a pass whose tokens are all committed: up to here token by token, above in chunks
 
 
 class DeltaRule(nn.Module):
-    """`[B, T, D] -> [B, T, D]` with a state of fixed size (Gated DeltaNet, 2412.06464, as Qwen3-Next has it).
+    """`[B, T, D] -> [B, T, D]` with a state of fixed size (Gated DeltaNet, 2412.06464, in Qwen3-Next's arrangement).
 
-    Keeps, for J value heads, `state [B, J, P, Q]` float32 from keys to values, and `conv [B, C-1, K, channels]`, the
-    last inputs of the convolution. Where tokens may yet be rejected `state` stays as it was before them, beside what
-    each of them would do to it (`keys`, `log_decay`, `corrections`) and all `inputs`; `mtpjax.models.cache.commit`
-    takes in
-    those accepted. Value head j reads key head j // (J / K): a key head with its value heads splits over a mesh whole.
+    For J value heads, the layer keeps `state [B, J, P, Q]` float32, which maps keys to values, and
+    `conv [B, C-1, K, channels]`, the last inputs of the convolution. In a pass whose tokens may be rejected, `state`
+    stays as it was before the pass. The entries then also hold what each token would change (`keys`, `log_decay`,
+    `corrections`) and all convolution `inputs`; `commit_states` applies the accepted tokens.
+
+    Value head j reads key head j // (J / K). A mesh splits whole key heads with their value heads.
     """
 
     config: ModelConfig
@@ -28,7 +32,7 @@ class DeltaRule(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, view: View, memory: Entries | None = None, chosen: Masks | None = None
+        self, x: jax.Array, view: View, layer_cache: Entries | None = None, selection: Masks | None = None
     ) -> tuple[jax.Array, Entries, Masks | None]:
         config = self.config
         B, T, D = x.shape
@@ -40,57 +44,65 @@ class DeltaRule(nn.Module):
             kernel = self.param(name, initial, (D, K, width))
             return matrix_product(x, kernel, implementation=self.implementation).reshape(B, T, K, width)
 
-        made, gate = jnp.split(product("qkvz", 2 * P + 2 * G * Q), [2 * P + G * Q], axis=-1)
+        # 1. Project to query, key, values and output gates of each key head, and to write strengths and decay inputs.
+        conv_inputs, gate = jnp.split(product("qkvz", 2 * P + 2 * G * Q), [2 * P + G * Q], axis=-1)
         write, decay = jnp.split(product("ba", 2 * G).astype(jnp.float32), 2, axis=-1)
-        channels = made.shape[-1]
+        channels = conv_inputs.shape[-1]
         initial = nn.initializers.lecun_normal(in_axis=2, out_axis=1, batch_axis=0)
         taps = self.param("conv", initial, (K, channels, config.linear_conv_kernel_dim)).astype(x.dtype)
         log_rate = self.param("log_rate", nn.initializers.zeros, (J,)).astype(jnp.float32)
         rate_bias = self.param("rate_bias", nn.initializers.zeros, (J,)).astype(jnp.float32)
 
-        before = memory["conv"] if memory else jnp.zeros((B, taps.shape[-1] - 1, K, channels), x.dtype)
-        state = memory["state"] if memory else jnp.zeros((B, J, P, Q), jnp.float32)
-        inputs = jnp.concatenate([before.astype(x.dtype), made], axis=1)
+        # 2. Convolve over time, behind the inputs that the cache kept; a whole row starts with zeros.
+        before = layer_cache["conv"] if layer_cache else jnp.zeros((B, taps.shape[-1] - 1, K, channels), x.dtype)
+        state = layer_cache["state"] if layer_cache else jnp.zeros((B, J, P, Q), jnp.float32)
+        inputs = jnp.concatenate([before.astype(x.dtype), conv_inputs], axis=1)
         mixed = jax.nn.silu(_convolve(inputs, taps, view.segment_ids)).astype(jnp.float32)
+
+        # 3. Unit queries and keys, write strength in (0, 1), and the logarithm of the decay per token.
         q, k, v = jnp.split(mixed, [P, 2 * P], axis=-1)
         q, k = _unit(q) * P**-0.5, _unit(k)
         v = v.reshape(B, T, J, Q)
         beta = jax.nn.sigmoid(write).reshape(B, T, J)
         log_decay = -jnp.exp(log_rate)[None, None] * jax.nn.softplus(decay.reshape(B, T, J) + rate_bias[None, None])
-        if view.num_valid is not None:  # the tokens behind leave the state as it is
+        if view.num_valid is not None:
+            # Padding behind the valid tokens neither writes nor decays.
             is_valid = (jnp.arange(T)[None, :] < view.num_valid[:, None])[:, :, None]
             beta, log_decay = jnp.where(is_valid, beta, 0), jnp.where(is_valid, log_decay, 0)
 
+        # 4. Apply the rule: as a draft that acceptance decides about later, in chunks, or token by token.
         q, k, v = (part.astype(x.dtype) for part in (q, k, v))
         rule, implementation = (q, k, v, log_decay, beta, state), self.implementation
-        if memory is not None and view.num_valid is None:
+        if layer_cache is not None and view.num_valid is None:
             output, corrections = gated_delta_verify(*rule, implementation=implementation)
             entries = {"state": state, "keys": k, "log_decay": log_decay, "corrections": corrections, "inputs": inputs}
         else:
-            if memory is None or T > FEW_TOKENS:
+            if layer_cache is None or T > MAX_STEPWISE_TOKENS:
                 output, state = gated_delta(*rule, segment_ids=view.segment_ids, implementation=implementation)
             else:
                 output, state = gated_delta_steps(*rule, implementation=implementation)
             num_valid = jnp.full(B, T) if view.num_valid is None else view.num_valid
             entries = {"state": state, "conv": read_rows(inputs, num_valid, before.shape[1])}
+
+        # 5. Normalise each value head, gate, and project back to the model width.
         scale = self.param("norm", nn.initializers.ones, (Q,))
-        squash = jax.nn.sigmoid if config.linear_output_gate == "sigmoid" else jax.nn.silu
+        gate_function = jax.nn.sigmoid if config.linear_output_gate == "sigmoid" else jax.nn.silu
         output = rms_norm(output, scale, eps=config.rms_norm_eps, implementation="xla").reshape(B, T, K, G * Q)
-        output = (output * squash(gate.astype(jnp.float32))).astype(x.dtype)
+        output = (output * gate_function(gate.astype(jnp.float32))).astype(x.dtype)
         project = self.param("output", nn.initializers.lecun_normal(), (J * Q, D))
         output = output.reshape(B, T, J * Q)
-        return matrix_product(output, project, implementation=self.implementation), entries, chosen
+        return matrix_product(output, project, implementation=self.implementation), entries, selection
 
 
 def _unit(x: jax.Array) -> jax.Array:
-    """`x` over its length along the last axis (eps 1e-6 inside the root)."""
+    """Divides `x` by its length along the last axis (eps 1e-6 inside the root)."""
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
 
 
 def _convolve(inputs: jax.Array, taps: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
-    """Causal convolution of each channel: `inputs [B, C-1+T, K, channels]`, `taps [K, channels, C]` -> `[B, T, …]`.
+    """Convolves each channel causally: `inputs [B, C-1+T, K, channels]`, `taps [K, channels, C]` -> `[B, T, …]`.
 
-    With `segment_ids [B, T]` nothing is taken from another document.
+    With `segment_ids [B, T]`, inputs of other documents count as zero.
     """
     C = taps.shape[-1]
     T = inputs.shape[1] - C + 1
@@ -98,8 +110,54 @@ def _convolve(inputs: jax.Array, taps: jax.Array, segment_ids: jax.Array | None)
     for place in range(C):
         part = inputs[:, place : place + T] * taps[None, None, :, :, place]
         if segment_ids is not None and place < C - 1:
+            # This tap reads C - 1 - place tokens back; keep it only where that token is of the same document.
             back = C - 1 - place
             there = jnp.pad(segment_ids, ((0, 0), (back, 0)), constant_values=-1)[:, :T]
             part = jnp.where((there == segment_ids)[:, :, None, None], part, 0)
         total = total + part
     return total
+
+
+def _empty_entries(config: ModelConfig, kind: LayerKind, batch: int, capacity: int, dtype: Any) -> Entries:
+    K, J = config.linear_num_key_heads, config.linear_num_value_heads
+    P, Q, C = config.linear_key_head_dim, config.linear_value_head_dim, config.linear_conv_kernel_dim
+    return {
+        "state": jnp.zeros((batch, J, P, Q), jnp.float32),
+        "conv": jnp.zeros((batch, C - 1, K, 2 * P + J // K * Q), dtype),
+    }
+
+
+def commit_states(entries: Entries, num_committed: jax.Array) -> Entries:
+    """Advances the state over the first `num_committed [B]` tokens of the last pass.
+
+    Entries of a pass whose tokens were all valid have no `corrections`: their state has advanced already.
+    """
+    if "corrections" not in entries:
+        return entries
+    keys, log_decay, corrections, inputs = (entries[name] for name in ("keys", "log_decay", "corrections", "inputs"))
+    state = gated_delta_replay(keys, log_decay, corrections, entries["state"], num_committed)
+    # The convolution needs the last inputs before the next token.
+    return {"state": state, "conv": read_rows(inputs, num_committed, inputs.shape[1] - keys.shape[1])}
+
+
+def _zero_rows(entries: Entries, is_new: jax.Array) -> Entries:
+    return {
+        name: jnp.where(is_new.reshape(-1, *(1 for _ in kept.shape[1:])), jnp.zeros((), kept.dtype), kept)
+        for name, kept in entries.items()
+    }
+
+
+DELTA = AttentionKind(
+    scope="delta",
+    module=lambda config, kind, implementation, name: DeltaRule(config, implementation, name=name),
+    empty_entries=_empty_entries,
+    cache_axes={"state": ("batch", "heads", None, None), "conv": ("batch", None, "heads", None)},
+    param_axes=(
+        (r"delta/(qkvz|ba)$", ("embed", "heads", None)),
+        (r"delta/conv$", ("heads", None, None)),
+        (r"delta/(log_rate|rate_bias)$", ("heads",)),
+        (r"delta/output$", ("heads", "embed")),
+    ),
+    commit=commit_states,
+    reset=_zero_rows,
+)

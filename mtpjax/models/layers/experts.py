@@ -12,11 +12,11 @@ from mtpjax.models.config import ModelConfig
 from mtpjax.models.quantized import is_scaled, matrix_product
 from pallas_kernels import grouped_matmul, top_k
 
-LEAST_BLOCK = 16  # of fp8 weights that a kernel takes
+MIN_FP8_BLOCK = 16  # smallest block of fp8 weights that the kernels support
 
 
 class SwiGLU(nn.Module):
-    """The dense feed-forward `(silu(x Wg) * (x Wu)) Wd`, `[..., D] -> [..., D]`: one product for gate and up."""
+    """The dense feed-forward layer `(silu(x Wg) * (x Wu)) Wd`, `[..., D] -> [..., D]`; one product for gate and up."""
 
     width: int
     implementation: str = "auto"
@@ -32,20 +32,30 @@ class SwiGLU(nn.Module):
 
 
 def route(logits: jax.Array, bias: jax.Array | None, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
-    """Chooses experts: `logits [n, E]` float32 -> ids and weights `[n, k]`.
+    """Routes tokens to experts (DeepSeek-V3, 2412.19437, section 2.1.2).
 
-    DeepSeek-V3 (2412.19437, 2.1.2): score plus `bias [E]` chooses, first the groups (by the sum of their best two),
-    then the experts within; the weights are the scores without bias, normalised, times `routed_scaling_factor`.
+    Scores plus bias select, first the groups (by the sum of their two best experts), then the experts within them. The
+    weights are the scores without bias, normalised, times `routed_scaling_factor`.
+
+    Args:
+        logits: `[n, E]` float32 router logits.
+        bias: `[E]` float32 correction bias, or None.
+        config: the model's config.
+
+    Returns:
+        Ids `[n, k]` int32 and weights `[n, k]` float32 of the chosen experts.
     """
     n, E = logits.shape
     scores = jax.nn.sigmoid(logits) if config.scoring_func == "sigmoid" else jax.nn.softmax(logits, axis=-1)
     choice = scores if bias is None else scores + bias[None, :]
+    # Keep the experts of the best groups.
     if config.n_group > 1:
         grouped = choice.reshape(n, config.n_group, -1)
         best_two = top_k(grouped, min(2, grouped.shape[-1]))[0].sum(axis=-1)
         _, kept = top_k(best_two, config.topk_group)
         is_kept = jax.nn.one_hot(kept, config.n_group).sum(axis=1) > 0
         choice = jnp.where(is_kept[:, :, None], grouped, -jnp.inf).reshape(n, E)
+    # Choose the experts; weigh them by their scores without bias.
     _, ids = top_k(choice, config.num_experts_per_tok)
     weights = jnp.take_along_axis(scores, ids, axis=-1)
     if config.norm_topk_prob:
@@ -54,7 +64,21 @@ def route(logits: jax.Array, bias: jax.Array | None, config: ModelConfig) -> tup
 
 
 def mix_experts(x, ids, weights, gate_up, down, *, inference: bool, implementation: str) -> jax.Array:
-    """`grouped_matmul`, for stacks of any kind: `BlockScaled` ones are read as they are where a kernel runs."""
+    """Runs the chosen experts with `grouped_matmul`.
+
+    Args:
+        x: `[n, D]` tokens.
+        ids: `[n, k]` experts of each token; an id of E or more is skipped.
+        weights: `[n, k]` float32 weights.
+        gate_up: `[E, D, 2, F]`, an array or `BlockScaled`.
+        down: `[E, F, D]`, an array or `BlockScaled`.
+        inference: True if no gradient is needed.
+        implementation: "xla", "triton" or "auto".
+
+    Returns:
+        `[n, D]` weighted sums over each token's experts.
+    """
+    # fp8 stacks with equal blocks go to the kernel with their scales; others are cast first.
     scales = {}
     if is_scaled(gate_up) and is_scaled(down) and gate_up.block == down.block:
         assert (gate_up.axis, down.axis) == (-3, -2)
@@ -66,7 +90,7 @@ def mix_experts(x, ids, weights, gate_up, down, *, inference: bool, implementati
 
 
 class Experts(nn.Module):
-    """Routed and shared experts, `[B, T, D] -> [B, T, D]`. `cached` tells a decoding pass, which needs no gradient."""
+    """Routed and shared experts, `[B, T, D] -> [B, T, D]`. `cached` marks a decoding pass, which needs no gradient."""
 
     config: ModelConfig
     implementation: str = "auto"
@@ -87,6 +111,7 @@ class Experts(nn.Module):
             bias = self.param("correction_bias", nn.initializers.zeros, (E,)).astype(jnp.float32)
             bias = jax.lax.stop_gradient(bias)
 
+        # Route every token, run its experts, and add the shared experts, which process every token.
         flat = x.reshape(B * T, D)
         logits = flat.astype(jnp.float32) @ router.astype(jnp.float32)
         ids, weights = route(logits, bias, config)
@@ -102,7 +127,10 @@ class Experts(nn.Module):
 
 
 def _over_mesh(form, num_experts: int, width: int):
-    """`form` on each device's own experts and columns, tokens replicated, and one sum, where a mesh splits them."""
+    """Wraps `form` so that each device runs its own experts and columns, followed by one sum over the mesh.
+
+    Tokens are replicated. Without a mesh that splits experts or columns, returns `form`.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     sizes = {"expert": num_experts, "tensor": width}
     many = [] if mesh.empty else [axis for axis in sizes if mesh.shape.get(axis, 1) > 1]
@@ -112,10 +140,11 @@ def _over_mesh(form, num_experts: int, width: int):
     expert, tensor = (axis if axis in axes else None for axis in ("expert", "tensor"))
 
     def split(x, ids, weights, gate_up, down):
+        # If the border between devices would cut an fp8 block, use smaller blocks, or cast the weights.
         own = width // mesh.shape[tensor] if tensor else width
-        if is_scaled(gate_up) and is_scaled(down) and own % down.block:  # a border would cut a block
+        if is_scaled(gate_up) and is_scaled(down) and own % down.block:
             block = math.gcd(own, gate_up.block, down.block)
-            if block < LEAST_BLOCK:
+            if block < MIN_FP8_BLOCK:
                 gate_up, down = gate_up.astype(x.dtype), down.astype(x.dtype)
             else:
                 gate_up, down = gate_up.in_blocks_of(block), down.in_blocks_of(block)
@@ -124,6 +153,7 @@ def _over_mesh(form, num_experts: int, width: int):
         )
 
     def local(x, ids, weights, gate_up, down):
+        # Ids of other devices' experts become E, which `form` skips.
         own = gate_up.shape[0]
         first = jax.lax.axis_index(expert) * own if expert else 0
         is_own = (ids >= first) & (ids < first + own)

@@ -1,12 +1,15 @@
 """Grouped-query attention, with optional bias, query/key norm and output gate."""
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from mtpjax.models.cache import remember
-from mtpjax.models.config import ModelConfig
+from mtpjax.models.config import LayerKind, ModelConfig
 from mtpjax.models.layers.attend import attend, attend_cache
+from mtpjax.models.layers.attention_kind import AttentionKind
+from mtpjax.models.layers.entries import append_and_select
 from mtpjax.models.layers.norm import RMSNorm
 from mtpjax.models.layers.rotary import rotate, softmax_scale
 from mtpjax.models.masks import Entries, Masks, Recycled, View
@@ -14,10 +17,11 @@ from mtpjax.models.quantized import matrix_product
 
 
 class GroupedAttention(nn.Module):
-    """`[B, T, D] -> [B, T, D]`. Keeps `key`, `value` `[B, K, S, H]`, keys already rotated.
+    """Grouped-query attention, `[B, T, D] -> [B, T, D]`. Keeps `key` and `value` `[B, K, S, H]`, keys rotated.
 
-    One matrix makes all of a key/value group at once, `[D, K, G + 2, H]`: its G = N/K queries, its key, its value (and
-    with an output gate G gates more). So each group splits over a mesh whole, and a step has one product, not three.
+    One matrix `[D, K, G + 2, H]` makes everything of a key/value head: its G = N/K queries, its key, its value, and
+    with an output gate G gates. A mesh then splits whole key/value heads, and a step has one product in the place of
+    three.
     """
 
     config: ModelConfig
@@ -25,21 +29,25 @@ class GroupedAttention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, view: View, memory: Entries | Recycled | None = None, chosen: Masks | None = None
+        self, x: jax.Array, view: View, layer_cache: Entries | Recycled | None = None, selection: Masks | None = None
     ) -> tuple[jax.Array, Entries, Masks | None]:
         config = self.config
         B, T, D = x.shape
         K, H = config.num_key_value_heads, config.head_dim
         G = config.num_attention_heads // K
         parts = [G, 1, 1] + [G] * config.attn_output_gate
+
+        # Project to queries, key, value and gates of each key/value head. The gates have no bias.
         initial = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0, out_axis=(1, 2, 3))
         kernel = self.param("qkv", initial, (D, K, sum(parts), H))
-        made = matrix_product(x, kernel, implementation=self.implementation).reshape(B, T, K, sum(parts), H)
+        projected = matrix_product(x, kernel, implementation=self.implementation).reshape(B, T, K, sum(parts), H)
         if config.attention_bias:
             bias = self.param("qkv_bias", nn.initializers.zeros, (K, G + 2, H))
-            bias = jnp.pad(bias, ((0, 0), (0, sum(parts) - G - 2), (0, 0)))  # the gate has none
-            made = made + bias[None, None].astype(x.dtype)
-        q, k, v, *gate = jnp.split(made, [G, G + 1, G + 2][: len(parts) - 1], axis=3)
+            bias = jnp.pad(bias, ((0, 0), (0, sum(parts) - G - 2), (0, 0)))
+            projected = projected + bias[None, None].astype(x.dtype)
+        q, k, v, *gate = jnp.split(projected, [G, G + 1, G + 2][: len(parts) - 1], axis=3)
+
+        # Normalise and rotate each head. The cache keeps rotated keys, heads before slots.
         q, k = q.reshape(B, T, K * G, H), k.reshape(B, T, K, H)
         if config.use_qk_norm:
             q = RMSNorm(config.rms_norm_eps, config.zero_centred_norm, name="norm_q")(q)
@@ -47,17 +55,38 @@ class GroupedAttention(nn.Module):
         q = rotate(q, view.angles, interleaved=config.rope_interleave).reshape(B, T, K, G, H).swapaxes(1, 2)
         k = rotate(k, view.angles, interleaved=config.rope_interleave)
         entries = {"key": k.swapaxes(1, 2), "value": v.reshape(B, T, K, H).swapaxes(1, 2)}
+        entries, sources, masks = append_and_select(entries, view, layer_cache)
 
-        entries, sources, masks = remember(entries, view, memory)
+        # Attend by a kernel over the whole cache, or by XLA over the selected sources.
         scale = softmax_scale(config, H)
         output = attend_cache(
             q, entries["key"], entries["value"], view, scale=scale, implementation=self.implementation
         )
         if output is None:
             output = attend(q, [(kept["key"], kept["value"]) for kept in sources], masks, scale=scale)
+
+        # Gate and project back to the model width.
         output = output.swapaxes(1, 2)
         if gate:
             output = output * jax.nn.sigmoid(gate[0])
         project = self.param("output", nn.initializers.lecun_normal(), (K * G * H, D))
         output = output.reshape(B, T, K * G * H)
-        return matrix_product(output, project, implementation=self.implementation), entries, chosen
+        return matrix_product(output, project, implementation=self.implementation), entries, selection
+
+
+def _empty_entries(config: ModelConfig, kind: LayerKind, batch: int, capacity: int, dtype: Any) -> Entries:
+    shape = (batch, config.num_key_value_heads, capacity, config.head_dim)
+    return {"key": jnp.zeros(shape, dtype), "value": jnp.zeros(shape, dtype)}
+
+
+GROUPED = AttentionKind(
+    scope="attention",
+    module=lambda config, kind, implementation, name: GroupedAttention(config, implementation, name=name),
+    empty_entries=_empty_entries,
+    cache_axes={"key": ("batch", "heads", None, None), "value": ("batch", "heads", None, None)},
+    param_axes=(
+        (r"attention/qkv$", ("embed", "heads", None, None)),
+        (r"attention/qkv_bias$", ("heads", None, None)),
+        (r"attention/output$", ("heads", "embed")),
+    ),
+)

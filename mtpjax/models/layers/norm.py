@@ -7,9 +7,9 @@ from pallas_kernels import rms_norm
 
 
 class RMSNorm(nn.Module):
-    """`x / rms(x) * scale`, or `* (1 + scale)` when zero-centred, over the last axis; `[..., D] -> [..., D]`.
+    """Computes `x / rms(x) * scale`, or `* (1 + scale)` when zero-centred, over the last axis, `[..., D]`.
 
-    Always XLA's, which makes it one with what stands before and behind it.
+    Always uses XLA, which fuses the norm with the operations around it.
     """
 
     eps: float = 1e-6

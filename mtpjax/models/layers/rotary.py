@@ -1,4 +1,4 @@
-"""Rotary position embedding: half-split, interleaved, partial, scaled as YaRN and Llama 3.1 do."""
+"""Rotary position embedding: half-split, interleaved or partial, with YaRN or Llama 3.1 scaling."""
 
 import math
 
@@ -10,22 +10,30 @@ from mtpjax.models.config import Llama3Scaling, ModelConfig, Yarn
 
 
 def inverse_frequencies(config: ModelConfig) -> np.ndarray:
-    """Angle per position of each rotated pair, `[P]` float32 with P = rotary_dim / 2.
+    """Computes the angle per position of each rotated pair.
 
-    `theta^(-2j/dim)`; under YaRN the slow pairs are divided by `factor`, with a linear ramp between the pairs that turn
-    `beta_fast` and `beta_slow` times over the original length (2309.00071, as DeepSeek-V3 computes it). Llama 3.1 does
-    so with a ramp in the number of turns, from `low_freq_factor` to `high_freq_factor`.
+    The angle is `theta^(-2j/dim)`. YaRN divides the slow pairs by `factor`, with a linear ramp between the pairs that
+    turn `beta_fast` and `beta_slow` times over the original length (2309.00071, as DeepSeek-V3 computes it). Llama 3.1
+    uses a ramp in the number of turns, from `low_freq_factor` to `high_freq_factor`.
+
+    Args:
+        config: the model's config.
+
+    Returns:
+        `[P]` float32, radians, with P = rotary_dim / 2.
     """
     dim = config.rotary_dim
     plain = config.rope_theta ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
     yarn = config.rope_scaling
     if yarn is None:
         return plain.astype(np.float32)
+    # Llama 3.1: interpolate by the number of turns over the original length.
     if isinstance(yarn, Llama3Scaling):
         turns = yarn.original_max_position_embeddings * plain / (2 * math.pi)
         fast = np.clip((turns - yarn.low_freq_factor) / (yarn.high_freq_factor - yarn.low_freq_factor), 0, 1)
         return (plain * fast + plain / yarn.factor * (1 - fast)).astype(np.float32)
 
+    # YaRN: interpolate by the index of the pair.
     def pair_that_turns(times: float) -> float:
         length = yarn.original_max_position_embeddings
         return dim * math.log(length / (times * 2 * math.pi)) / (2 * math.log(config.rope_theta))
@@ -37,7 +45,7 @@ def inverse_frequencies(config: ModelConfig) -> np.ndarray:
 
 
 def rotary_angles(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines `[B, T, P]` float32 of positions `[B, T]`, times YaRN's ratio of magnitudes."""
+    """Computes cosines and sines `[B, T, P]` float32 of positions `[B, T]`, times YaRN's ratio of magnitudes."""
     angles = positions[:, :, None].astype(jnp.float32) * inverse_frequencies(config)[None, None, :]
     yarn = config.rope_scaling
     is_yarn = isinstance(yarn, Yarn)
@@ -46,16 +54,22 @@ def rotary_angles(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array,
 
 
 def softmax_scale(config: ModelConfig, width: int) -> float:
-    """`width^-0.5`, times the square of YaRN's magnitude where the checkpoint asks for it (`mscale_all_dim`)."""
+    """Returns `width^-0.5`, times the square of YaRN's magnitude if the checkpoint sets `mscale_all_dim`."""
     yarn = config.rope_scaling
     return width**-0.5 * (yarn.magnitude(yarn.mscale_all_dim) ** 2 if isinstance(yarn, Yarn) else 1.0)
 
 
 def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array], *, interleaved: bool) -> jax.Array:
-    """Turns the first 2P channels of `x [B, T, N, H]` by `angles` (two `[B, T, P]`); the others pass.
+    """Rotates the first 2P channels of each head.
 
-    Interleaved pairs (2j, 2j+1) come out as halves, as transformers leaves them: only products of two rotated vectors
-    have a meaning.
+    Args:
+        x: `[B, T, N, H]`.
+        angles: cosines and sines, `[B, T, P]` each.
+        interleaved: pairs are channels (2j, 2j+1). False: channels (j, j+P).
+
+    Returns:
+        `[B, T, N, H]`. Interleaved pairs come out as halves, as in transformers; this does not change products of two
+        rotated vectors.
     """
     cos, sin = (table[:, :, None, :] for table in angles)
     turned, passed = jnp.split(x, [2 * cos.shape[-1]], axis=-1)

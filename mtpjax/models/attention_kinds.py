@@ -1,0 +1,8 @@
+"""The kinds of attention, by the name that `LayerKind.attention` has."""
+
+from mtpjax.models.layers.attention_kind import AttentionKind
+from mtpjax.models.layers.delta_rule import DELTA
+from mtpjax.models.layers.grouped_attention import GROUPED
+from mtpjax.models.layers.latent_attention import LATENT
+
+ATTENTION_KINDS: dict[str, AttentionKind] = {"grouped": GROUPED, "latent": LATENT, "delta": DELTA}

@@ -1,0 +1,82 @@
+"""The cache entries of one layer: write, read, and choose what the queries of a pass attend to."""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
+
+from mtpjax.models.masks import Entries, Masks, Recycled, View
+
+
+def write_rows(buffer: jax.Array, rows: jax.Array, start: jax.Array, *, axis: int = 1) -> jax.Array:
+    """Writes `rows` into `buffer` along `axis`, from slot `start` of each batch row.
+
+    The caller guarantees room: `dynamic_update_slice` moves a start that is too late back over good entries.
+
+    Args:
+        buffer: `[B, ..., S, ...]` with slots along `axis`.
+        rows: `[B, ..., T, ...]`, cast to the buffer's dtype.
+        start: `[B]` int32 first slot.
+        axis: the slot axis; axis 0 is the batch.
+
+    Returns:
+        The buffer with the T slots replaced.
+    """
+    rows = rows.astype(buffer.dtype)
+    # A batch of one needs a plain update, which XLA does in place. The batched form becomes a loop on a CPU.
+    if buffer.shape[0] == 1:
+        return jax.lax.dynamic_update_slice_in_dim(buffer, rows, start[0], axis)
+    return jax.vmap(lambda b, r, s: jax.lax.dynamic_update_slice_in_dim(b, r, s, axis - 1))(buffer, rows, start)
+
+
+def read_rows(buffer: jax.Array, start: jax.Array, width: int, *, axis: int = 1) -> jax.Array:
+    """Reads `width` slots of `buffer` along `axis`, from slot `start [B]` of each batch row (axis 0)."""
+    if buffer.shape[0] == 1:
+        return jax.lax.dynamic_slice_in_dim(buffer, start[0], width, axis)
+    return jax.vmap(lambda b, s: jax.lax.dynamic_slice_in_dim(b, s, width, axis - 1))(buffer, start)
+
+
+def append(entries: Entries, new: Entries, start: jax.Array) -> Entries:
+    """Writes `new` into one layer's entries from slot `start [B]` on. The slot axis is the last but one."""
+    return {name: pin_layout(write_rows(entries[name], new[name], start, axis=new[name].ndim - 2)) for name in entries}
+
+
+def pin_layout(array: jax.Array) -> jax.Array:
+    """Keeps a cache array in row-major order on one device.
+
+    Without the constraint XLA may transpose the caches inside or around the loop. Over a mesh the array stays
+    unconstrained, because the partitioner would gather it.
+    """
+    if jax.sharding.get_abstract_mesh().size > 1:
+        return array
+    return with_layout_constraint(array, Layout(tuple(range(array.ndim))))
+
+
+def append_and_select(
+    new: Entries, view: View, layer_cache: Entries | Recycled | None
+) -> tuple[Entries, tuple[Entries, ...], Masks]:
+    """Stores the entries of a pass and selects what its queries attend to.
+
+    Args:
+        new: the entries of the T tokens of the pass.
+        view: positions and masks of the pass.
+        layer_cache: one layer of a cache; `Recycled` for a recycled MTP depth over whole rows; None for a pass over
+            whole rows.
+
+    Returns:
+        The entries that the layer keeps, the sources of keys, and the mask of each source `[B, T, S]`.
+    """
+    # A recycled depth attends to the true entries of the prefix, and to its own entry of every level since.
+    if isinstance(layer_cache, Recycled):
+        levels = (*layer_cache.levels, new)
+        itself = jnp.ones((*view.mask.shape[:2], 1), bool)
+        return new, (layer_cache.base, *levels), (view.mask, *(itself for _ in levels))
+    if layer_cache is not None:
+        assert view.start is not None, "a pass with a cache takes a cached view"
+        new = append(layer_cache, new, view.start)
+    if view.span is None:
+        return new, (new,), (view.mask,)
+    # A window reads two ranges of slots: the sinks at the beginning, and the newest slots.
+    sinks, begin, size = view.span.sinks, view.span.begin, view.span.size
+    oldest = {name: jax.lax.slice_in_dim(kept, 0, sinks, axis=kept.ndim - 2) for name, kept in new.items()}
+    newest = {name: read_rows(kept, begin, size, axis=kept.ndim - 2) for name, kept in new.items()}
+    return new, (oldest, newest), (view.mask[:, :, :sinks], view.mask[:, :, sinks:])
