@@ -164,8 +164,8 @@ def delta_names(config: ModelConfig, kind: LayerKind, prefix: str, layout: Layou
     }
 
 
-# By `LayerKind.attention`, as in `mtpjax.models.attention_kinds`. A function maps the config, the layer's kind, the prefix
-# of the layer's tensors (such as "model.layers.0.") and the family's layout to the specs.
+# By `LayerKind.attention`, as in `mtpjax.models.attention_kinds`. A function takes the config, the layer's kind, the
+# prefix of the layer's tensors (such as "model.layers.0.") and the family's layout.
 ATTENTION_NAMES: dict[str, Callable[[ModelConfig, LayerKind, str, Layout], Specs]] = {
     "grouped": grouped_names,
     "latent": latent_names,
