@@ -1,1 +1,1 @@
-"""Training: settings, losses, steps, run folders and their evaluation."""
+"""Training of trunks and MTP modules: settings, losses, update steps, run folders and evaluation."""

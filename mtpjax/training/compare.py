@@ -1,4 +1,4 @@
-"""Runs side by side: settings that differ, final losses and panels, from their folders alone."""
+"""Compares runs side by side: settings that differ, final losses and acceptance. Reads only the run folders."""
 
 import dataclasses
 import json
@@ -13,42 +13,66 @@ from mtpjax.training.run_dir import SETTINGS, RunError
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a run folder says."""
+    """The settings and metrics that a run folder holds.
+
+    Attributes:
+        name: path of the folder.
+        settings: settings by dotted key, such as "objective.warmup".
+        fingerprint: digest of the training data.
+        history: rows of `metrics.jsonl`, oldest first.
+    """
 
     name: str
-    settings: dict[str, Any]  # dotted keys
+    settings: dict[str, Any]
     fingerprint: str
     history: list[dict[str, Any]]
 
     @property
     def last(self) -> dict[str, Any]:
-        """The row of the newest evaluation."""
+        """Returns the row of the newest evaluation."""
         return next(row for row in reversed(self.history) if "eval" in row)
 
 
 def read_run(folder) -> Run:
-    """Reads `run.json` and `metrics.jsonl`.
+    """Reads `run.json` and `metrics.jsonl` of a run folder.
 
-    Raises `RunError`, in one line, for a folder that holds no run, for a damaged one, and for a run that has not
-    evaluated yet.
+    Args:
+        folder: the run folder.
+
+    Returns:
+        The run.
+
+    Raises:
+        RunError: the folder is not a run folder, is damaged, or has no evaluation yet. One line.
     """
     folder = pathlib.Path(folder)
+    # A folder without `run.json` is not a run; every other failure to read it means damage.
     try:
         stored = json.loads((folder / SETTINGS).read_bytes())
         settings, fingerprint = _flat(stored["settings"]), str(stored["fingerprint"])
         history = read_rows(folder / METRICS)
     except (FileNotFoundError, NotADirectoryError):
-        raise RunError(f"{folder} holds no run: there is no {SETTINGS}") from None
+        raise RunError(f"{folder} is not a run folder: it has no {SETTINGS}") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(f"{folder / SETTINGS} is damaged: {type(error).__name__}: {error}") from error
+    # The comparison shows the last evaluation, so there must be at least one.
     if not any("eval" in row for row in history):
         raise RunError(f"{folder} has not evaluated yet: {METRICS} holds {len(history)} rows and no panel")
     return Run(str(folder), settings, fingerprint, history)
 
 
 def tables(runs: Sequence[Run]) -> Iterator[Any]:
-    """`rich` tables: settings that differ, then figures of each run, and their difference to the first's."""
+    """Builds the comparison for the terminal.
+
+    Args:
+        runs: the runs; the first one is the baseline.
+
+    Yields:
+        A `rich` table of the settings that differ (a sentence if none does), then a table of the metrics at each run's
+        last evaluation, with their difference from the first run.
+    """
     names = _short_names(runs)
+    # Settings: one row per key whose value is not the same in all runs.
     different = narrow_table("settings that differ")
     different.add_column("setting", overflow="fold")
     for name in names:
@@ -58,7 +82,8 @@ def tables(runs: Sequence[Run]) -> Iterator[Any]:
         different.add_row(key, *values)
     yield different if rows else "the settings are the same"
 
-    figures = narrow_table("at the last evaluation" + " (less the first run's)" * (len(runs) > 1))
+    # Metrics: one row per name that any run has. Runs with fewer draft levels or prompt categories show "-".
+    figures = narrow_table("at the last evaluation" + " (difference from the first run)" * (len(runs) > 1))
     figures.add_column("", overflow="fold")
     for name in names:
         figures.add_column(name, justify="right", overflow="fold")
@@ -69,12 +94,14 @@ def tables(runs: Sequence[Run]) -> Iterator[Any]:
 
 
 def _figures(run: Run) -> dict[str, float]:
-    """Name of a figure -> its value, in the order of the table."""
+    """Returns the metrics of a run's last evaluation by name, in the order of the table."""
     panel, found = run.last["eval"], {"steps": run.last["step"], "seconds": run.last["seconds"]}
+    # Teacher-forced: the loss of the trunk (level 0) and of each draft level, then the rates of each level.
     for level, bits in enumerate(panel["bits_per_token"]):
         found["bits per token, " + (f"draft {level}" if level else "trunk")] = bits
     for name, title in (("agreement", "agreement"), ("survival", "survival"), ("overlap", "1 - TV")):
         found |= {f"{title}, level {level}": value for level, value in enumerate(panel.get(name, ()), start=1)}
+    # Decoded: accept lengths per category of prompts, greedy and sampled. The speed-up is shown over all prompts only.
     for category, kinds in panel.get("decoded", {}).items():
         for kind, row in kinds.items():
             place = kind if category == "overall" else f"{category}, {kind}"
@@ -87,6 +114,7 @@ def _figures(run: Run) -> dict[str, float]:
 
 def _cells(values: Sequence[float | None]) -> Iterator[str]:
     first = values[0]
+    # Counts need no fraction; rates and lengths also show their difference from the first run.
     for number, value in enumerate(values):
         if value is None:
             yield "-"
@@ -97,22 +125,25 @@ def _cells(values: Sequence[float | None]) -> Iterator[str]:
 
 
 def _different_settings(runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
+    # Compare as JSON, in the order of the settings. The output folder always differs and is left out.
     keys = dict.fromkeys(key for run in runs for key in run.settings)
     for key in keys:
         values = [json.dumps(run.settings[key]) if key in run.settings else "-" for run in runs]
         if key != "output" and len(set(values)) > 1:
             yield key, *values
+    # Equal settings can read different data, for example after files of the folder changed.
     if len({run.fingerprint for run in runs}) > 1:
         yield "data (fingerprint)", *(run.fingerprint[:8] for run in runs)
 
 
 def _short_names(runs: Sequence[Run]) -> list[str]:
-    """The folders' last parts, where they tell the runs apart."""
+    """Returns the last path components if they are distinct, else the whole paths."""
     last = [pathlib.Path(run.name).name for run in runs]
     return last if len(set(last)) == len(last) else [run.name for run in runs]
 
 
 def _flat(values: dict[str, Any], place: str = "") -> dict[str, Any]:
+    """Flattens nested settings into dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         flat |= _flat(value, f"{place}{key}.") if isinstance(value, dict) and value else {f"{place}{key}": value}

@@ -1,4 +1,4 @@
-"""How to train: objectives and the settings of a run. Frozen and hashable."""
+"""Training settings: `Objective` for the draft losses, `TrainConfig` for a run. Frozen and hashable."""
 
 import dataclasses
 import math
@@ -13,21 +13,33 @@ OBJECTIVES = ("cross_entropy", "kl", "lk_hybrid", "end_to_end_tv")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Objective:
-    """What the draft depths minimise; `mtpjax.training.losses` says how. The trunk always minimises cross-entropy.
+    """Losses of the draft depths. The trunk always minimises cross-entropy.
 
-    A mix is the weights of some objectives of `OBJECTIVES`, as a dict or as pairs, and is kept as pairs.
+    The draft loss is a weighted sum (a mix) of the objectives "cross_entropy", "kl", "lk_hybrid" and "end_to_end_tv",
+    whose formulas are in `mtpjax.training.losses`.
 
-    Attributes:
-        mix: the objectives and their weights; (): KL for modules on a trunk that their losses do not reach, which
-            drafted best in `experiments/objectives.py`, and cross-entropy where all is trained.
-        start: the mix at step 0, which goes linearly into `mix` over the first `warmup` of the run; (): `mix` itself.
-        warmup: fraction of the run, 0..1.
-        lk_decay: eta of the LK hybrid.
-        depth_weights: "mean" (DeepSeek-V3), or "decayed" by `depth_decay` per depth (FastMTP). Both sum to 1, and the
-            lambda of the run multiplies either; end-to-end total variation weighs depths by itself.
-        vocab_chunk: columns of the head at a time, so that logits are never stored; 0: all of them, plainly.
+    Args:
+        mix: weight of each objective by name, as a dict or as pairs; kept as pairs. (): `TrainConfig` sets it to
+            cross-entropy if it trains everything, and to KL if the draft losses do not reach the trunk.
+        start: mix at step 0, interpolated linearly to `mix` over the first `warmup` of the run. (): `mix` from the
+            beginning.
+        warmup: fraction of the run over which `start` becomes `mix`, 0..1. Set together with `start`.
+        lk_decay: eta of the LK hybrid (2602.23881).
+        depth_weights: weights of the depths in a loss: "mean" (equal, DeepSeek-V3), or "decayed" (FastMTP,
+            2509.18362). Both sum to 1; the run's lambda multiplies them. "end_to_end_tv" ignores them, because it
+            weighs the depths by its formula.
+        depth_decay: beta of "decayed": depth k has weight `beta^(k-1)` before normalisation.
+        vocab_chunk: compute losses over this many columns of the vocabulary at a time and never store `[B, T, V]`
+            logits; 0: store the logits.
 
-    Raises `ValueError` for names it does not know and numbers that do not fit.
+    Raises:
+        ValueError: an objective is unknown or a number is out of range.
+
+    Example:
+        >>> from mtpjax import Objective
+        >>> objective = Objective(mix={"end_to_end_tv": 1.0}, start={"cross_entropy": 1.0}, warmup=0.1)
+        >>> sorted(objective.names)
+        ['cross_entropy', 'end_to_end_tv']
     """
 
     mix: Mapping[str, float] | tuple[tuple[str, float], ...] = ()
@@ -39,14 +51,18 @@ class Objective:
     vocab_chunk: int = 0
 
     def __post_init__(self):
+        # A mapping becomes pairs, so that the objective is hashable and can be a static argument of jit.
         for field in ("mix", "start"):
             weights = dict(getattr(self, field))
             for name, weight in weights.items():
                 require_choice("objective", name, OBJECTIVES)
                 require(0 <= weight < math.inf, f"the weight of {name} must be finite and at least 0, not {weight}")
             object.__setattr__(self, field, tuple(weights.items()))
+        # A warm-up needs a mix to start from, and a start needs a warm-up that leaves it.
         require(0 <= self.warmup <= 1, f"warmup {self.warmup} is not within 0..1")
-        require(bool(self.start) == (self.warmup > 0), f"start {self.start} and warmup {self.warmup} need each other")
+        require(
+            bool(self.start) == (self.warmup > 0), f"start {self.start} and warmup {self.warmup} must be set together"
+        )
         require(self.lk_decay >= 0, f"lk_decay must not be negative, is {self.lk_decay}")
         require_choice("depth_weights", self.depth_weights, ("mean", "decayed"))
         require(0 < self.depth_decay <= 1, f"depth_decay {self.depth_decay} is not within 0..1")
@@ -54,50 +70,81 @@ class Objective:
 
     @property
     def names(self) -> set[str]:
-        """The objectives of either mix."""
+        """Returns the names of the objectives in either mix."""
         return {name for name, _ in (*self.mix, *self.start)}
 
     @property
     def compares_with_trunk(self) -> bool:
-        """Whether anything but the data is a target."""
+        """Returns whether any objective needs the trunk's distribution, and not only the data."""
         return self.names != {"cross_entropy"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """A training run. It ends after `steps` updates or `seconds` of wall clock, whichever comes first.
+    """Settings of a training run. It ends after `steps` updates or `seconds` of wall clock, whichever comes first.
 
-    Attributes:
-        preset: name of the architecture in `presets`.
-        init_from: checkpoint to go on training, of ours or Hugging Face's, instead of new weights of `preset`; a trunk
-            without MTP modules gets one. Where it holds a `tokenizer.json`, that is the default tokenizer.
-        trains: "all"; "modules" leaves the trunk, and what they share with it, as they are; "detached" trains all, but
-            the depths' losses do not reach the trunk.
-        trunk_states: folder of a frozen trunk's states (`mtpjax.training.hidden_state_cache`), computed once for all
-            runs on the same
-            trunk and rows; None: the trunk runs in every step. It needs trains "modules".
-        trunk_states_dtype: "float32" as they are; "bfloat16" takes half the disk.
+    Args:
+        preset: name of the architecture in `mtpjax.presets`.
+        init_from: checkpoint (mtpjax or Hugging Face) to continue training from, instead of new weights of `preset`. A
+            trunk without MTP modules gets one. Its `tokenizer.json`, if it has one, is the default tokenizer.
+        trains: "all"; "modules" freezes the trunk and the embedding and head that the modules share with it;
+            "detached" trains everything, but the draft losses do not reach the trunk.
+        trunk_states: folder that caches the frozen trunk's hidden states (`mtpjax.training.hidden_state_cache`). Runs
+            on the same trunk and rows can share it. None: the trunk runs in every step. Needs trains "modules".
+        trunk_states_dtype: dtype of the cached states: "float32", or "bfloat16" for half the disk space.
         output: run folder (`mtpjax.training.run_dir`).
-        data: folder of text files to read; None: the running interpreter's standard library.
-        pattern: which files of `data`.
-        sources: what to read instead of `data`: several are mixed by their weights.
-        tokenizer: Hugging Face directory with the `tokenizer.json` to read by; None: bytes.
-        extra_tokens: how far a row goes on into the next; `num_depths + 1` keeps every target of every depth.
-        num_depths: draft depths with a loss; beyond the model's modules the last is recycled.
-        mtp_loss_scale, mtp_loss_scale_final: lambda of DeepSeek-V3 (2.2), the second from `mtp_loss_switch` on.
-        objective: what the draft depths minimise, and how their losses are weighed.
-        attention_layout: what a recycled depth attends to: "ttt" as in decoding, or "stream".
-        save_every: updates between two saved states, which a killed run goes on from; 0: none but when preempted.
-        keep_states: the newest so many stay.
-        most_bad_steps: updates in a row that may be skipped for a loss or gradient that is not finite.
-        panel_prompts: held-out prompts that are decoded at the end, and a few of them on the way; 0: none.
-        accumulation: into how many parts a batch is split, one after the other: memory of one, the update of all.
-        remat: what the backward pass runs again: "none" of the products with weights, or "layers" as a whole.
-        dtype: what the layers compute in; parameters, their gradients' sums and the optimiser are float32 always.
-        mesh: sizes of "data" and "fsdp", as a dict or as pairs: rows go over both, parameters and optimiser over fsdp.
-        tensorboard: whether every number of `metrics.jsonl` goes to `tensorboard/` in the run folder, too.
-        wandb: project on Weights & Biases that gets them, too.
-        profile_start, profile_steps: a trace of so many updates after the first so many, in `profile/`; 0 steps: none.
+        data: folder of text files to train on; None: the standard library of the running interpreter.
+        pattern: glob pattern that selects files of `data`.
+        sources: sources to read instead of `data`; several are mixed by their weights.
+        tokenizer: directory with a `tokenizer.json`; None: that of `init_from`, or bytes if it has none.
+        extra_tokens: tokens of the next row that a row repeats at its end; `num_depths + 1` keeps every target of every
+            depth.
+        held_out_fraction: fraction of the documents that are held out for evaluation, between 0 and 1.
+        steps: maximum number of updates.
+        seconds: maximum wall-clock time of training, in seconds.
+        batch_size: rows per update, B.
+        row_length: tokens per packed row, T, without `extra_tokens`.
+        num_depths: draft depths with a loss. Depths beyond the number of MTP modules run the last module again on its
+            own output.
+        mtp_loss_scale: lambda of DeepSeek-V3 (section 2.2), the weight of the draft losses.
+        mtp_loss_scale_final: lambda from the fraction `mtp_loss_switch` of the run on.
+        mtp_loss_switch: fraction of the run at which lambda changes, 0..1.
+        objective: losses of the draft depths and their weights.
+        attention_layout: keys that a recycled depth attends to: "ttt" (training-time test, as in decoding), or "stream"
+            (its own depth only).
+        optimizer: "adamw", or "muon" for the matrices inside the layers and AdamW for the rest.
+        learning_rate: peak learning rate.
+        weight_decay: decoupled weight decay of matrices.
+        warmup: fraction of the run over which the learning rate rises linearly.
+        final_learning_rate: learning rate at the end of the cosine, as a fraction of `learning_rate`.
+        gradient_clip: maximum global norm of the gradients.
+        log_every: updates between two logged rows.
+        save_every: updates between two saved training states, from which a killed run continues. 0: the state is saved
+            only when the run is told to stop.
+        keep_states: number of saved states to keep; older ones are deleted.
+        most_bad_steps: number of consecutive updates with a non-finite loss or gradient after which the run stops.
+        panel_prompts: held-out prompts decoded at the end of the run, some of them also during it; 0: none.
+        accumulation: number of parts of a batch that run one after the other. The memory is that of one part, the
+            update that of the whole batch.
+        remat: "none" stores the matmul outputs of each layer for the backward pass and recomputes norms, activations
+            and attention; "layers" stores only the input of each layer.
+        dtype: dtype of the computation in the layers. Parameters, gradient sums and optimiser state stay float32.
+        mesh: sizes of the mesh axes "data" and "fsdp", as a dict or as pairs. Rows are split over both axes, parameters
+            and optimiser state over "fsdp".
+        tensorboard: write the numbers of `metrics.jsonl` to `tensorboard/` in the run folder, too.
+        wandb: Weights & Biases project that receives the numbers, too; None: none.
+        profile_start: number of updates before the profiler starts.
+        profile_steps: number of updates to trace into `profile/`; 0: none.
+        seed: seed of the initial parameters and of the order of the rows.
+
+    Raises:
+        ValueError: a value is out of range, or settings contradict each other.
+
+    Example:
+        >>> from mtpjax import TrainConfig
+        >>> config = TrainConfig(preset="tiny", trains="modules", init_from="runs/joint", num_depths=3, steps=500)
+        >>> config.objective.mix  # the default for modules on a frozen trunk
+        (('kl', 1.0),)
     """
 
     preset: str = "tiny"
@@ -144,10 +191,12 @@ class TrainConfig:
     seed: int = 0
 
     def __post_init__(self):
+        # Ranges of single values.
         for name in ("steps", "batch_size", "log_every", "keep_states", "most_bad_steps", "accumulation"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
         require(self.row_length >= 2, f"row_length must be at least 2, not {self.row_length}")
         require(self.extra_tokens >= 0, f"extra_tokens must not be negative, is {self.extra_tokens}")
+        # Sources replace `data`. A list becomes a tuple, so that the config is hashable.
         require(self.data is None or not self.sources, "data and sources are both given: name the folder as a source")
         object.__setattr__(self, "sources", tuple(self.sources))
         require(self.seconds > 0, f"seconds must be positive, not {self.seconds}")
@@ -155,9 +204,11 @@ class TrainConfig:
             require(getattr(self, name) >= 0, f"{name} must not be negative, is {getattr(self, name)}")
         require(0 < self.held_out_fraction < 1, f"held_out_fraction {self.held_out_fraction} is not within 0..1")
         require_choice("optimizer", self.optimizer, ("adamw", "muon"))
+        # Default mix: learn from the data if the draft losses change the trunk, else imitate the trunk.
         if not self.objective.mix:
             mix = {"cross_entropy" if self.trains == "all" else "kl": 1.0}
             object.__setattr__(self, "objective", dataclasses.replace(self.objective, mix=mix))
+        # Choices by name, and the settings that need one of them.
         require_choice("trains", self.trains, ("all", "modules", "detached"))
         require(self.num_depths > 0 or self.trains != "modules", "trains 'modules' needs num_depths of at least 1")
         require_choice("remat", self.remat, ("none", "layers"))
@@ -166,11 +217,12 @@ class TrainConfig:
         require_choice("trunk_states_dtype", self.trunk_states_dtype, ("float32", "bfloat16"))
         require(
             self.trunk_states is None or self.trains == "modules",
-            f"trunk_states are of a frozen trunk: they need trains 'modules', not '{self.trains}'",
+            f"trunk_states need a frozen trunk: set trains to 'modules', not '{self.trains}'",
         )
         require_choice("attention_layout", self.attention_layout, ("ttt", "stream"))
 
     def _check_mesh(self):
+        """Checks the mesh, and that every device gets the same number of rows of each part of a batch."""
         sizes = dict(self.mesh)
         for name, size in sizes.items():
             require_choice("mesh axis", name, ("data", "fsdp"))
@@ -179,5 +231,5 @@ class TrainConfig:
         parts, rows = self.accumulation * math.prod(sizes.values()), self.batch_size
         require(
             rows % parts == 0,
-            f"batch_size {rows} is no multiple of {parts}, accumulation {self.accumulation} times the mesh {sizes}",
+            f"batch_size {rows} is not a multiple of {parts}, accumulation {self.accumulation} times the mesh {sizes}",
         )

@@ -1,4 +1,4 @@
-"""What a run reads: its sources as packed rows, some of their documents held out."""
+"""Reads the training data of a run: sources become packed rows, and some of their documents are held out."""
 
 import dataclasses
 import pathlib
@@ -17,30 +17,53 @@ from mtpjax.training.config import TrainConfig
 
 
 class Corpus(NamedTuple):
-    """What a run reads."""
+    """The training and held-out data of a run.
 
-    parts: list[Batch]  # packed training rows of each source
+    Attributes:
+        parts: packed training rows `[R, T]` of each source.
+        weights: sampling weight of each source.
+        panel_rows: one batch of packed held-out rows, at most 32, for the acceptance panel.
+        held_out: the held-out documents. Their category is the one in their record, else the path of their source if
+            there are several sources.
+        file: the tokenizer read from a file; None: bytes.
+        summary: fingerprint and skipped documents, stored in the checkpoint.
+    """
+
+    parts: list[Batch]
     weights: list[float]
-    panel_rows: Batch  # a batch of packed held-out rows
-    held_out: list[Document]  # their category: what a record names, else of several sources the path
-    file: FileTokenizer | None  # None: bytes
-    summary: dict[str, Any]  # what the checkpoint says of it
+    panel_rows: Batch
+    held_out: list[Document]
+    file: FileTokenizer | None
+    summary: dict[str, Any]
 
     @property
     def tokenizer(self) -> Tokenizer:
+        """Returns the tokenizer of the run."""
         return self.file or ByteTokenizer()
 
     @property
     def fingerprint(self) -> str:
+        """Returns the digest of everything that determines the rows."""
         return self.summary["fingerprint"]
 
 
 def load_corpus(config: TrainConfig, vocab_size: int, *, num_depths: int = 0) -> Corpus:
-    """Reads, splits and packs `config`'s sources; what is skipped is told on stderr.
+    """Reads, splits and packs the sources of a run. Prints counts of skipped documents to stderr.
 
-    Raises `ValueError` for sources of which too much is of no use, that leave nothing held out, or in which the trunk
-    or one of `num_depths` depths has no target; `FileNotFoundError` where there is no text.
+    Args:
+        config: the settings.
+        vocab_size: vocabulary size of the model; the tokenizer must fit in it.
+        num_depths: draft depths, each of which needs targets.
+
+    Returns:
+        The corpus.
+
+    Raises:
+        ValueError: too many documents of a source are unusable, there are too few to hold any out, or the trunk or a
+            depth has no target.
+        FileNotFoundError: the sources have no text.
     """
+    # The tokenizer: the one in the settings, else the one beside the initial checkpoint, else bytes.
     folder = config.tokenizer
     if folder is None and config.init_from is not None:
         beside = find_checkpoint(config.init_from)
@@ -48,23 +71,28 @@ def load_corpus(config: TrainConfig, vocab_size: int, *, num_depths: int = 0) ->
     file = None if folder is None else FileTokenizer(pathlib.Path(folder), vocab_size)
     tokenizer: Tokenizer = file or ByteTokenizer()
     sources = config.sources or (Source(path=config.data, pattern=config.pattern),)
-    packing = {"eos_token_id": end_token_id(tokenizer), "seed": 0}  # runs of all seeds have the same rows: `states.py`
+    # The packing seed is fixed: runs of all seeds then have the same rows and can share cached trunk states.
+    packing = {"eos_token_id": end_token_id(tokenizer), "seed": 0}
     parts, held_out, readings = [], [], []
     for source in sources:
+        # Hold out whole documents, by a digest of their content, so that the training rows contain none of their text.
         reading = read_source(source, tokenizer, vocab_size=vocab_size)
         training, apart = split_held_out(reading.documents, config.held_out_fraction)
         name = (source.path or "standard library") if config.sources[1:] else ""
         held_out += [dataclasses.replace(each, category=each.category or name) for each in apart]
+        # Every source needs training documents; held-out documents may come from any of them.
         if not training or (source is sources[-1] and not held_out):
             count = len(reading.documents)
-            raise ValueError(f"{count} documents are too few to hold {config.held_out_fraction:.0%} of them out")
+            raise ValueError(f"{count} documents are too few to hold out {config.held_out_fraction:.0%} of them")
         parts.append(pack(training, config.row_length, extra_tokens=config.extra_tokens, **packing))
         readings.append(reading)
         if any(reading.skipped.values()):
             counts = " ".join(f"{reason}={count}" for reason, count in reading.skipped.items())
-            print(f"skipped of {source.path}: {counts}", file=sys.stderr, flush=True)
+            print(f"skipped documents of {source.path}: {counts}", file=sys.stderr, flush=True)
+    # One fixed batch of held-out rows serves every evaluation of the run.
     held_out_rows = pack(held_out, config.row_length, **packing)
     panel_rows = next(batches(held_out_rows, min(32, len(held_out_rows.tokens)), seed=config.seed))
+    # A depth without targets has loss 0 all along: refuse it before the run compiles.
     _check_targets(parts, num_depths, "the training rows")
     _check_targets([panel_rows], num_depths, "the held-out rows")
     digest = fingerprint(sources, readings, tokenizer, vocab_size=vocab_size)
@@ -73,13 +101,13 @@ def load_corpus(config: TrainConfig, vocab_size: int, *, num_depths: int = 0) ->
 
 
 def _check_targets(parts: Sequence[Batch], num_depths: int, what: str) -> None:
-    """Raises `ValueError` for a depth without a target: its loss would be 0 from the first step to the last."""
+    """Raises `ValueError` for a depth without a target, whose loss would always be 0."""
     counts = np.sum([count_targets(rows, num_depths) for rows in parts], axis=0)
     if counts.all():
         return
     depth = int(np.argmin(counts))
     raise ValueError(
-        f"{what} have no target at depth {depth}: one is a token that counts, with {depth + 1} or more of its document"
-        f" before it in a row of {parts[0].tokens.shape[1]}; take longer rows (row_length, extra_tokens), fewer depths"
-        " (num_depths) or longer documents"
+        f"{what} have no target at depth {depth}: a target is an unmasked token with at least {depth + 1} tokens of its"
+        f" document before it in a row of {parts[0].tokens.shape[1]}; use longer rows (row_length, extra_tokens), fewer"
+        " depths (num_depths) or longer documents"
     )

@@ -1,4 +1,4 @@
-"""The panel's decoded part: what `speculative_generate` does with held-out prompts while a model is trained."""
+"""The decoded part of the acceptance panel: decodes held-out prompts during and after training."""
 
 import dataclasses
 import logging
@@ -20,25 +20,33 @@ from mtpjax.training.corpus import Corpus
 
 PROMPT_TOKENS, NEW_TOKENS = 64, 64
 AT_ONCE = 32  # prompts in a batch, each at both temperatures
-KINDS = {"greedy": 0.0, "sampled": 1.0}  # and their temperatures
-SHARE = 0.05  # of a run's time that decoding on the way may take
-FIRST_SECONDS = 30.0  # what the first time is taken to cost: it compiles
+KINDS = {"greedy": 0.0, "sampled": 1.0}  # kind -> temperature
+SHARE = 0.05  # largest fraction of the run's time for decoding during training
+FIRST_SECONDS = 30.0  # assumed duration of the first decoding, which also compiles
 _NEWLINE = 10
 log = logging.getLogger("mtpjax.train")
 
 
 @dataclasses.dataclass(frozen=True)
 class Decoded:
-    """Figures of a category of held-out prompts at a temperature; accept lengths include the bonus token.
+    """Metrics of one category of held-out prompts at one temperature. Accept lengths include the bonus token.
 
-    `real` is what decoding had, with its 95 % interval over prompts; `predicted` what the trunk's own plain text says
-    of it (`mtpjax.evaluation.predict`); `teacher_forced` the plain estimate over all positions of that text, `1 + sum
-    of
-    survival`. Per level: `survival` of decoding; `agreement` of arg-maxes and `overlap`, 1 - TV, over all positions.
+    Attributes:
+        prompts: number of prompts.
+        looping: number of texts that repeat themselves (`is_looping`).
+        real: accept length of decoding.
+        real_low: lower end of its 95 % interval over prompts.
+        real_high: upper end of the interval.
+        predicted: accept length computed from the trunk's own plain text (`mtpjax.evaluation.predict`).
+        teacher_forced: `1 + sum of survival` over all positions of that text, not only those where decoding drafts.
+        survival: per draft level, fraction of rounds of decoding that accepted it.
+        agreement: per draft level, fraction of positions where its arg-max is the trunk's.
+        overlap: per draft level, mean of `1 - TV(p, q)` over positions.
+        speed_up: ideal speed-up at batch 1, from `real` and the measured costs of a round's parts; None: not measured.
     """
 
     prompts: int
-    looping: int  # texts that repeat themselves, where drafting is easy
+    looping: int
     real: float
     real_low: float
     real_high: float
@@ -47,20 +55,28 @@ class Decoded:
     survival: tuple[float, ...]
     agreement: tuple[float, ...]
     overlap: tuple[float, ...]
-    speed_up: float | None = None  # real accept length over the measured costs of a round's parts, at batch 1
+    speed_up: float | None = None
 
 
 class PanelDecoder:
-    """Decodes held-out prompts, greedily and at temperature 1, in the same batches.
+    """Decodes held-out prompts, greedily and at temperature 1 in the same batches.
 
-    On the way through a run that is done as far as it takes a twentieth of the time; at its end with all `count`
-    prompts, and with the costs of a round beside.
+    During the run it decodes one batch of prompts, as long as that takes no more than the fraction `SHARE` of the time.
+    At the end it decodes all prompts and also measures the costs of a round.
+
+    Args:
+        corpus: the data of the run.
+        model: the model in its form for training.
+        num_depths: draft levels; 0: nothing is decoded.
+        count: maximum number of prompts.
     """
 
     def __init__(self, corpus: Corpus, *, model: MTPModel, num_depths: int, count: int):
+        # Prompt, continuation and drafts together must fit into the model's positions.
         most = model.config.max_position_embeddings
         new_tokens = min(NEW_TOKENS, most // 2)
         length = max(1, min(PROMPT_TOKENS, most - new_tokens - num_depths))
+        # Columns of the head beyond the tokenizer's ids only pad it, and decoding must not choose them.
         num_tokens = min(corpus.file.num_tokens, model.config.vocab_size) if corpus.file else 0
         self.model = MTPModel(dataclasses.replace(model.config, num_tokens=num_tokens))
         self.prompts = choose_prompts(corpus.held_out, count, length=length, seed=0) if num_depths else []
@@ -71,20 +87,28 @@ class PanelDecoder:
         self.spent, self.expected = 0.0, FIRST_SECONDS
 
     def fits(self, seconds: float) -> bool:
-        """Whether it may be done after so many seconds of the run."""
+        """Returns whether another decoding stays within its share of the run's `seconds` so far."""
         return self.spent + self.expected <= SHARE * seconds
 
     def measure(self, params: dict, *, is_last: bool) -> dict[str, dict[str, Decoded]]:
-        """Category -> kind -> figures, "overall" first; empty without prompts or draft levels.
+        """Decodes prompts and returns the acceptance.
 
-        Empty too, with a warning, where the device has no room: that shall not cost a run its weights.
+        Args:
+            params: parameters, in the form of the model given to the constructor.
+            is_last: decode all prompts and measure the speed-up, instead of one batch.
+
+        Returns:
+            Metrics by category ("overall" first) and kind ("greedy", "sampled"). Empty without prompts or draft levels,
+            and, with a warning, if the device runs out of memory, so that a failed evaluation does not end the run.
         """
         at_once = min(AT_ONCE, len(self.prompts))
         if not at_once:
             return {}
         begin = time.perf_counter()
+        # Training stacks the trunk's layers for a scan; decoding runs them unrolled.
         if self.is_stacked:
             params = unstack_layers(params, self.model.config)
+        # Only full batches, so that decoding compiles for one batch size.
         chosen = self.prompts[: len(self.prompts) // at_once * at_once if is_last else at_once]
         decoded: dict[str, dict[str, Decoded]] = {}
         try:
@@ -93,11 +117,13 @@ class PanelDecoder:
                 decoded = self._with_speed(params, decoded)
         except jax.errors.JaxRuntimeError as error:
             log.warning("held-out prompts could not be decoded: %s", error)
+        # The last duration predicts the next one (`fits`).
         self.expected = time.perf_counter() - begin
         self.spent += self.expected
         return decoded
 
     def _decode(self, params: dict, chosen, batch_size: int) -> dict[str, dict[str, Decoded]]:
+        # Every prompt appears once per temperature: greedy and sampled rows share the batches.
         rows = [prompt for prompt, _ in chosen for _ in KINDS]
         warmth = np.tile(list(KINDS.values()), len(chosen))
         acceptance = measure_acceptance(
@@ -108,6 +134,7 @@ class PanelDecoder:
             temperature=warmth.tolist(),
             batch_size=batch_size,
         )
+        # Split the rows by temperature again, and report each category.
         categories = [category for _, category in chosen]
         decoded: dict[str, dict[str, Decoded]] = {}
         for kind, temperature in KINDS.items():
@@ -115,12 +142,14 @@ class PanelDecoder:
             looping = np.array([is_looping(text) for text in part.texts])
             for name, figures in report(part, categories).items():
                 if not figures["steps"]:
-                    continue  # all texts ended with their first token
+                    continue  # every text ended with its first token, so there was no round
                 is_in = np.array([name in ("overall", category) for category in categories])
                 decoded.setdefault(name, {})[kind] = _decoded(figures, kind, int(looping[is_in].sum()))
         return decoded
 
     def _with_speed(self, params: dict, decoded):
+        """Adds the ideal speed-up at batch 1: accept length over the cost of a round, in plain steps."""
+        # Time verify, extend and draft passes at a typical cache length, halfway through the continuation.
         shape = chain(self.config.num_steps)
         context = min(PROMPT_TOKENS + NEW_TOKENS // 2, self.model.config.max_position_embeddings // 2)
         meter = CostMeter(
@@ -141,6 +170,7 @@ class PanelDecoder:
 
 
 def _decoded(figures: dict, kind: str, looping: int) -> Decoded:
+    """Builds the metrics of one category and kind from a report of `mtpjax.evaluation.metrics`."""
     real, forced = figures["decoded"], figures["teacher_forced"]
     return Decoded(
         prompts=figures["prompts"],
@@ -157,12 +187,23 @@ def _decoded(figures: dict, kind: str, looping: int) -> Decoded:
 
 
 def choose_prompts(documents: Sequence[Document], count: int, *, length: int, seed: int) -> list[tuple[list[int], str]]:
-    """Up to `count` prompts of up to `length` tokens, each with its document's category; categories take turns.
+    """Chooses prompts from documents. Categories take turns, and so do the documents of a category.
 
-    Of bytes a prompt begins with a line, of a conversation it ends where an answer begins, of other tokens anywhere; of
-    a document too short for that it is the first half. Each document of a category gives one before any gives a second.
+    A prompt of bytes begins at a line's start, a prompt of a conversation ends where an answer begins, and a prompt of
+    other tokens is anywhere. A document without such a place gives a prompt that ends in its middle.
+
+    Args:
+        documents: the documents; copies count once per category.
+        count: maximum number of prompts.
+        length: maximum number of tokens of a prompt.
+        seed: seed of the choice.
+
+    Returns:
+        (tokens, category) of each prompt.
     """
     rng = np.random.default_rng(seed)
+    # Shuffle the documents, and the possible places within each. A place's turn counts the prompts that its document
+    # has already given.
     distinct = {(each.category, each.tokens.tobytes()): each for each in documents if len(each.tokens)}
     places: dict[str, list] = {}  # category -> (turn, number of the document, where the prompt ends, document)
     for number, index in enumerate(rng.permutation(len(distinct))):
@@ -171,6 +212,8 @@ def choose_prompts(documents: Sequence[Document], count: int, *, length: int, se
         places.setdefault(document.category, []).extend(
             (turn, number, int(end), document) for turn, end in enumerate(ends)
         )
+    # Order each category by turn, so that every document gives one prompt before any gives a second. The rank within
+    # the category then interleaves the categories.
     turns = [
         (turn, place, document.tokens[max(0, end - length) : end].tolist(), category)
         for place, (category, found) in enumerate(sorted(places.items()))
@@ -180,8 +223,9 @@ def choose_prompts(documents: Sequence[Document], count: int, *, length: int, se
 
 
 def _ends(document: Document, length: int) -> np.ndarray:
-    """Where prompts of a document may end."""
+    """Returns the positions where a prompt of a document may end (exclusive)."""
     tokens = document.tokens
+    # A conversation: where the loss mask turns on, an answer begins. Bytes: `length` after a line's start.
     if document.loss_mask is not None:
         ends = np.flatnonzero(np.diff(document.loss_mask[: len(tokens)].astype(int)) > 0) + 1
     elif tokens.dtype == np.uint8:
@@ -193,9 +237,16 @@ def _ends(document: Document, length: int) -> np.ndarray:
 
 
 def is_looping(tokens, *, longest_period: int = 48) -> bool:
-    """Whether a text's second half repeats itself: nine tokens in ten equal the one some period before.
+    """Returns whether the second half of a text repeats itself.
 
-    Greedy text of small models falls into loops, where drafting is easy: they would inflate an accept length.
+    Greedy text of small models often falls into loops. Drafting is easy there, so loops inflate accept lengths.
+
+    Args:
+        tokens: the text's tokens.
+        longest_period: longest period to test, in tokens.
+
+    Returns:
+        True if for some period at least 90 % of the tokens in the second half equal the token one period before.
     """
     tokens = np.asarray(tokens)
     half = len(tokens) // 2

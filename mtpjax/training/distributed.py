@@ -1,6 +1,7 @@
-"""A run in several processes, one per host: the first writes, all compute the same batches and take their rows.
+"""Training in several processes, one per host.
 
-They read one run folder, which all of them must see.
+All processes compute the same batches and keep their own rows of them. Only the first one writes the run folder, which
+must be on a file system that all of them can read.
 """
 
 import contextlib
@@ -15,17 +16,23 @@ from jax.experimental import multihost_utils
 
 from mtpjax.errors import LostProcess
 
-SILENCE = 30  # seconds after which a process that is not heard of counts as lost
+SILENCE = 30  # seconds without a heartbeat after which a process counts as lost
 
 
 def connect(num_processes: int, process_id: int | None = None, address: str | None = None) -> None:
-    """Joins the other processes of a run, before anything else asks JAX for devices.
+    """Joins the other processes of a run. Must run before anything else initialises JAX's devices.
 
-    `address` is "host:port" of the first. Without it and `process_id`, the launcher is asked (Slurm, Open MPI, …).
-    Raises `ValueError` for one of the two alone, or a number outside 0..num_processes-1.
+    Args:
+        num_processes: number of processes.
+        process_id: number of this process, from 0.
+        address: "host:port" of the first process. Without `process_id` and `address`, JAX asks the launcher (Slurm,
+            Open MPI, …).
+
+    Raises:
+        ValueError: only one of `process_id` and `address` is given, or `process_id` is out of range.
     """
     if (process_id is None) != (address is None):
-        raise ValueError("node-rank and dist-init-addr go together: give both, or neither under a launcher")
+        raise ValueError("node-rank and dist-init-addr must be set together: give both, or neither under a launcher")
     if process_id is not None and not 0 <= process_id < num_processes:
         raise ValueError(f"node-rank {process_id} is outside 0..{num_processes - 1}")
     jax.distributed.initialize(
@@ -34,27 +41,36 @@ def connect(num_processes: int, process_id: int | None = None, address: str | No
 
 
 def are_several() -> bool:
+    """Returns whether the run has more than one process."""
     return jax.process_count() > 1
 
 
 def is_first() -> bool:
-    """Whether this process writes the run folder."""
+    """Returns whether this process writes the run folder."""
     return jax.process_index() == 0
 
 
 def wait(name: str) -> None:
-    """Until all processes are here."""
+    """Waits until all processes have reached the barrier `name`."""
     if are_several():
         multihost_utils.sync_global_devices(name)
 
 
 def any_of(flag: bool) -> bool:
-    """Whether it is so in any process."""
+    """Returns whether the flag is set in any process. All processes must call it."""
     return bool(multihost_utils.process_allgather(np.int32(flag)).any()) if are_several() else flag
 
 
 def fetch(tree: Any) -> Any:
-    """Arrays that lie over several processes as whole ones in each; others as they are."""
+    """Gathers arrays that are spread over several processes.
+
+    Args:
+        tree: tree of arrays.
+
+    Returns:
+        The tree with whole arrays in every process; unchanged if this process holds all of it already.
+    """
+    # On one process, arrays that are sharded over its devices stay as they are.
     if all(leaf.is_fully_addressable for leaf in jax.tree.leaves(tree)):
         return tree
     return multihost_utils.process_allgather(tree, tiled=True)
@@ -78,11 +94,11 @@ def told_of_losses() -> Iterator[None]:
         is_lost = "Gloo" in said if isinstance(error, ValueError) else "RESOURCE_EXHAUSTED" not in said
         if not (is_lost and are_several()):
             raise
-        raise LostProcess(f"another process of this run has ended or is out of reach: {said}") from error
+        raise LostProcess(f"another process of this run has ended or cannot be reached: {said}") from error
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process without a word to the others: after a loss JAX would wait for the lost one, then abort."""
+    """Ends this process at once, without JAX's shutdown: that would wait for the lost process and then abort."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

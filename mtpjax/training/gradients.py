@@ -1,4 +1,4 @@
-"""Loss and gradients of some rows: what they contribute to those of their batch."""
+"""Loss and gradients of some rows of a batch, as shares that add up to those of the whole batch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,11 +11,20 @@ from mtpjax.training.config import Objective
 from mtpjax.training.losses import Totals, all_targets, objective_loss, valid_mean
 from mtpjax.training.position_losses import Terms, chunked_terms, plain_terms
 
-Rows = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]  # a `Batch`, and the trunk's states where it is frozen
+# Tokens, segment ids and loss mask of a `Batch`, and the trunk's cached hidden states if it is frozen.
+Rows = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
 
 
 def trained(params: dict, trains: str) -> dict:
-    """The parameters that a run changes: all, or where it `trains` "modules" the modules' own."""
+    """Selects the parameters that training changes.
+
+    Args:
+        params: parameters by top-level name, or a tree of the same structure, such as their shardings.
+        trains: "all", "modules" or "detached", as in `TrainConfig`.
+
+    Returns:
+        The MTP modules' own parameters for "modules", else all.
+    """
     return {name: leaf for name, leaf in params.items() if trains != "modules" or is_of_modules(name)}
 
 
@@ -34,15 +43,30 @@ def gradients_of_rows(
     accumulation: int = 1,
     add_devices: Callable[[jax.Array], jax.Array] = lambda share: share,
 ) -> tuple[tuple[jax.Array, jax.Array], dict]:
-    """`(loss, losses), gradients` as in `objective_loss`: shares that add up to the batch's over all of its rows.
+    """Computes loss and gradients of rows `[b, T]`, as shares of those of their batch.
 
-    `totals`, but for the overlap, are the batch's; these are rows `[b, T]` of it, and `add_devices` sums a value over
-    the devices that hold the others. With `accumulation` they go through in so many parts, one after the other. The
-    overlap of the whole batch, on which the LK hybrid's w depends, then takes a forward pass of its own: keeping two
-    gradients of each depth until w is known would take the memory that is to be saved.
+    Args:
+        params: all parameters.
+        batch: the rows.
+        totals: target counts of the whole batch; its `overlap` is not read.
+        mtp_scale: `[]` lambda, the weight of the draft losses.
+        progress: `[]` fraction of the run that is done, 0..1.
+        model: the model.
+        num_depths: draft depths with a loss.
+        attention_layout: "ttt" or "stream", as in `TrainConfig`.
+        objective: the draft losses.
+        trains: the trained part, as in `TrainConfig`.
+        accumulation: number of parts that the rows are split into; they run one after the other.
+        add_devices: sums a value over the devices that hold the batch's other rows.
+
+    Returns:
+        `((loss, losses), gradients)`: the loss `[]` and the cross-entropy of each depth `[1 + num_depths]`, as in
+        `mtpjax.training.losses.objective_loss`, and the gradients of the trained parameters. Their sums over all rows
+        of the batch are the batch's.
     """
     is_detached = trains == "detached"
 
+    # Forward pass: trunk (or its cached states), then every depth, then cross-entropy, KL and overlap per position.
     def terms_of(changing, rows):
         tokens, segment_ids, loss_mask, states = rows
         whole = {**params, **changing}
@@ -55,6 +79,7 @@ def gradients_of_rows(
         targets, is_valid = all_targets(tokens, segment_ids, loss_mask, num_depths)
         return _terms(whole, output, targets, model=model, objective=objective, is_detached=is_detached), is_valid
 
+    # The LK hybrid's w depends on the overlap of the whole batch, and gets no gradient.
     def overlap_of(terms, is_valid):
         return jax.lax.stop_gradient(valid_mean(terms.overlap, is_valid[1:], totals.valid[1:]))
 
@@ -66,9 +91,12 @@ def gradients_of_rows(
             terms, is_valid, mtp_scale=mtp_scale, objective=objective, progress=progress, totals=whole
         )
 
+    # Differentiate with respect to the trained parameters only: frozen ones then take no backward pass.
     changing, differentiate = trained(params, trains), jax.value_and_grad(loss_of, has_aux=True)
     if accumulation == 1:
         return differentiate(changing, batch)
+    # With accumulation no part knows the batch's overlap, so the LK hybrid takes an extra forward pass over all parts.
+    # The alternative, two gradients per depth until w is known, would cost the memory that accumulation saves.
     parts, overlap = split_rows(batch, accumulation), jnp.zeros(num_depths)
     if "lk_hybrid" in objective.names:
         overlap = add_devices(add_up(lambda rows: overlap_of(*terms_of(changing, rows)), parts))
@@ -76,12 +104,21 @@ def gradients_of_rows(
 
 
 def split_rows(batch: Any, parts: int) -> Any:
-    """Arrays `[B, ...]` as `[parts, B / parts, ...]`."""
+    """Splits the first axis of each array: `[B, ...]` becomes `[parts, B / parts, ...]`."""
     return jax.tree.map(lambda rows: rows.reshape(parts, -1, *rows.shape[1:]), batch)
 
 
 def add_up(function: Callable[[Any], Any], parts: Any) -> Any:
-    """The sum of the pytrees `function(part)`, one part in memory at a time; `parts` are stacked along a first axis."""
+    """Sums a function over parts in a scan, so that only one part's intermediate values are in memory.
+
+    Args:
+        function: maps a part to a pytree of arrays.
+        parts: pytree of arrays `[parts, ...]`.
+
+    Returns:
+        The sum of `function(part)`.
+    """
+    # The shapes of the sum, without computing anything.
     first = jax.tree.map(lambda array: array[0], parts)
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(function, first))
 
@@ -94,17 +131,20 @@ def add_up(function: Callable[[Any], Any], parts: Any) -> Any:
 def _terms(
     params, output: DepthsOutput, targets: jax.Array, *, model: MTPModel, objective: Objective, is_detached: bool
 ) -> Terms:
-    """From the logits; or from the hidden states, `vocab_chunk` columns at a time, when jit drops the unused logits.
+    """Computes the terms from logits, or with `vocab_chunk` from hidden states and heads.
 
-    The latter may be a kernel, the model's `implementation`.
+    In the second case nothing reads the logits in `output`, and jit removes their computation.
     """
     if not objective.vocab_chunk:
         return plain_terms((output.logits, *output.mtp_logits), targets)
+    # `head_of[n]` is the index in `heads` of the head that the trunk (n = 0) or depth n uses. Depths beyond the modules
+    # use the last module's head.
     apply, modules, num_depths = bind(model, params), model.config.num_mtp_modules, len(output.mtp_hidden)
     heads, head_of = [apply(method="head_matrix")], [0] * (1 + num_depths)
     if model.config.mtp_own_head:
         heads += [apply(index=index, method="head_matrix") for index in range(min(modules, num_depths))]
         head_of = [0, *(min(depth, modules) for depth in range(1, num_depths + 1))]
+    # A shared head gets gradients from the trunk's loss alone: the depths read a copy without gradient.
     elif is_detached:
         heads, head_of = [heads[0], jax.lax.stop_gradient(heads[0])], [0, *[1] * num_depths]
     return chunked_terms(

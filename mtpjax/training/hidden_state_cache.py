@@ -1,11 +1,11 @@
-"""The trunk's states of every packed row, on disk: modules on a frozen trunk then train without its pass.
+"""Caches the hidden states of a frozen trunk on disk, so that modules train without the trunk's forward pass.
 
-    manifest.json   what the states are of, and the sha256 of every block that is complete
-    000000.npy …    blocks of rows `[rows, T, D]`; bfloat16 as its bits, in uint16
-    .lock           held while a process checks blocks or computes them
+    manifest.json   identity of trunk and rows, and the sha256 of every complete block
+    000000.npy …    blocks of hidden states `[rows, T, D]`; bfloat16 is stored by its bits, as uint16
+    .lock           held while a process checks or computes blocks
 
-Blocks appear complete or not at all, so a process that was killed goes on where it was. Runs on the same trunk and rows
-share a folder, whatever their objectives, depths, batch sizes and seeds.
+Blocks are written atomically, so a killed process continues after its last complete block. Runs on the same trunk and
+rows can share a folder, also with different objectives, depths, batch sizes and seeds.
 """
 
 import contextlib
@@ -33,8 +33,9 @@ from mtpjax.training.log import display
 
 MANIFEST = "manifest.json"
 BLOCK_BYTES = 1 << 26
-SHOW_EVERY = 5.0  # seconds
-ANOTHER = {  # how the states in a folder can differ from those of a run
+SHOW_EVERY = 5.0  # seconds between two progress lines
+# Key of the manifest -> how to name a difference in it.
+ANOTHER = {
     "trunk": "of a trunk with other parameters",
     "config": "of a trunk with another configuration",
     "rows": "of other rows (data, tokenizer, row_length, extra_tokens or held_out_fraction)",
@@ -44,23 +45,29 @@ log = logging.getLogger("mtpjax.train")
 
 
 class StatesError(UsageError):
-    """A folder that holds other states than those of the run, or something else."""
+    """A folder holds hidden states of another trunk or other rows, or is not such a cache at all."""
 
 
 class TrunkStates:
-    """The states of rows `[R, T]`, read by the rows' numbers."""
+    """Reads cached hidden states of rows `[R, T]`.
+
+    Args:
+        files: files of the blocks, in order; they are memory-mapped.
+        dtype: dtype of the states.
+        rows_per_block: number of rows in each block but the last.
+    """
 
     def __init__(self, files: list[pathlib.Path], dtype: str, rows_per_block: int):
         self.blocks = [np.load(file, mmap_mode="r").view(jnp.dtype(dtype)) for file in files]
         self.rows_per_block = rows_per_block
 
     def take(self, numbers: np.ndarray) -> np.ndarray:
-        """`[B, T, D]` of the rows of these numbers `[B]`."""
+        """Returns the states `[B, T, D]` of the rows with the numbers `numbers [B]`."""
         return np.stack([self.blocks[n // self.rows_per_block][n % self.rows_per_block] for n in numbers])
 
 
 def bytes_per_token(model: MTPModel, dtype: str) -> int:
-    """What a token of a row takes on disk."""
+    """Returns the disk space of one token's state, in bytes."""
     return model.config.hidden_size * jnp.dtype(dtype).itemsize
 
 
@@ -74,31 +81,46 @@ def stored_states(
     dtype: str = "float32",
     is_told_to_end: Callable[[], bool] = lambda: False,
 ) -> TrunkStates:
-    """The states of `rows` from `folder`; what it lacks is computed, `batch_size` rows at a time.
+    """Opens the cache in a folder: checks its blocks against their digests, and computes missing or damaged ones.
 
-    Steps on as many rows, in float32 on a CPU, then give the bits that they give without; passes of another width are
-    within rounding.
-    Every block that is there is held against its digest, once; damaged ones are told, and computed again. A process
-    that finds another one at this waits for it.
+    Training steps of the same batch size, in float32 on a CPU, give the same bits as without the cache. At other batch
+    sizes matmuls round differently. If another process works on the folder, this one waits for it.
 
-    Raises `StatesError` for a folder that holds something else, naming what differs; `OSError` where a block cannot be
-    written, as on a full disk: those that are complete stay; `Preempted` when told to end, between two blocks.
+    Args:
+        folder: the folder; missing ones are made.
+        params: parameters of `model`.
+        rows: packed rows `[R, T]`.
+        model: the model.
+        batch_size: rows per forward pass.
+        dtype: dtype to store, "float32" or "bfloat16".
+        is_told_to_end: returns whether the process has been told to stop; asked before each block.
+
+    Returns:
+        The states of all rows.
+
+    Raises:
+        StatesError: the folder holds something else; the message names the difference.
+        OSError: a block cannot be written, for example on a full disk. Complete blocks stay.
+        Preempted: the process was told to stop. Complete blocks stay.
     """
     of = _identity(params, rows, model, dtype)
     with run_dir.locked(folder, waits=True) as folder:
-        for file in folder.glob(".tmp-*"):  # of a killed process
+        # Files that a killed process did not complete.
+        for file in folder.glob(".tmp-*"):
             file.unlink()
+        # A block holds whole passes, and at least one. An existing manifest keeps its own block size.
         pass_bytes = batch_size * rows.tokens.shape[1] * bytes_per_token(model, dtype)
         manifest = _read_manifest(folder, of, batch_size * max(1, BLOCK_BYTES // pass_bytes))
         size, digests = manifest["rows_per_block"], manifest["blocks"]
         _drop_damaged(folder, digests, tokens_per_block=size * rows.tokens.shape[1])
         names = [f"{number:06d}.npy" for number in range(-(-len(rows.tokens) // size))]
         missing = [number for number, name in enumerate(names) if name not in digests]
+        # Record each block in the manifest as soon as it is complete, so that an interruption loses one block at most.
         with _progress("computing the trunk's states", len(missing), size * rows.tokens.shape[1]) as tick:
             for number in missing:
                 if is_told_to_end():
                     raise Preempted(
-                        f"told to end with {len(digests)} of {len(names)} blocks in {folder}: go on with resume"
+                        f"told to stop with {len(digests)} of {len(names)} blocks in {folder}: continue with resume"
                     )
                 block = Batch(*(array[number * size : (number + 1) * size] for array in rows))
                 states = _compute(params, block, model, batch_size, dtype)
@@ -109,13 +131,15 @@ def stored_states(
 
 
 def _identity(params: dict, rows: Batch, model: MTPModel, dtype: str) -> dict[str, Any]:
-    """All that decides the states."""
+    """Returns everything that determines the states: trunk, configuration, rows and dtype."""
     trunk = {name: leaf for name, leaf in params.items() if not is_of_modules(name)}
+    # Settings of the modules do not change the trunk. `mtp_hidden_post_norm` selects which hidden state they read.
     config = {
         name: value
         for name, value in model.config.to_dict().items()
-        if "mtp" not in name or name == "mtp_hidden_post_norm"  # which of the two states enters the modules
+        if "mtp" not in name or name == "mtp_hidden_post_norm"
     }
+    # The loss mask is not part of it: runs with other targets have the same states.
     leaves = jax.tree_util.tree_leaves_with_path(trunk)
     of = {
         "trunk": _digest({jax.tree_util.keystr(path): leaf for path, leaf in leaves}),
@@ -123,73 +147,81 @@ def _identity(params: dict, rows: Batch, model: MTPModel, dtype: str) -> dict[st
         "dtype": dtype,
         "config": config,
     }
+    # Through JSON, so that tuples compare equal to the lists of a stored manifest.
     return json.loads(json.dumps(of))
 
 
 def _digest(arrays: Mapping[str, Any]) -> str:
+    """Returns the sha256 over names, shapes, dtypes and bytes of arrays."""
     records = {name: array_record(np.asarray(array)) for name, array in arrays.items()}
     return hashlib.sha256(json.dumps(records, sort_keys=True).encode()).hexdigest()
 
 
 def _read_manifest(folder: pathlib.Path, of: dict[str, Any], rows_per_block: int) -> dict[str, Any]:
-    """The folder's manifest; in an empty one it is made, for blocks of so many rows."""
+    """Reads the manifest and checks that it matches `of`; makes one in an empty folder."""
     path = folder / MANIFEST
+    # A new folder must be empty, so that blocks never mix with files of the user.
     if not path.exists():
         if others := [file.name for file in folder.iterdir() if file.name != run_dir.LOCK]:
-            raise StatesError(f"{folder} holds no trunk's states but {others[0]}: name another folder for them")
+            raise StatesError(f"{folder} is not a folder of trunk states: it holds {others[0]}; choose another folder")
         manifest = {"of": of, "rows_per_block": rows_per_block, "blocks": {}}
         write_text(path, json.dumps(manifest, indent=1) + "\n")
         return manifest
+    # An existing one must have the expected form and the identity of this run.
     try:
         manifest = json.loads(path.read_bytes())
         found, _, _ = dict(manifest["of"]), dict(manifest["blocks"]), int(manifest["rows_per_block"])
     except (ValueError, KeyError, TypeError) as error:
-        raise StatesError(f"{path} is damaged ({error}): remove {folder}, and its states are computed anew") from error
+        raise StatesError(f"{path} is damaged ({error}): remove {folder} to compute its states again") from error
     if differing := [said for name, said in ANOTHER.items() if found.get(name) != of[name]]:
-        raise StatesError(f"{folder} holds states {', and '.join(differing)}: name another folder, or remove this one")
+        raise StatesError(
+            f"{folder} holds states {', and '.join(differing)}: choose another folder, or remove this one"
+        )
     return manifest
 
 
 def _drop_damaged(folder: pathlib.Path, digests: dict[str, str | None], *, tokens_per_block: int) -> None:
-    """Leaves the blocks that are what was written."""
+    """Removes blocks from `digests` whose file is missing or differs from its digest."""
     progress = _progress("checking the trunk's states", len(digests), tokens_per_block)
     with ThreadPoolExecutor() as pool, progress as tick:
         names = list(digests)
         for name, found in zip(names, pool.map(lambda name: file_digest(folder / name), names), strict=True):
             if found != digests[name]:
                 problem = "is missing" if found is None else "differs from what was written"
-                log.warning("%s %s, and is computed again", folder / name, problem)
+                log.warning("%s %s: computing it again", folder / name, problem)
                 del digests[name]
             tick()
 
 
 def _compute(params: dict, rows: Batch, model: MTPModel, batch_size: int, dtype: str) -> np.ndarray:
-    """The states of a block `[rows, T, D]`, by passes of `batch_size` rows."""
+    """Computes the states of a block `[rows, T, D]`, in passes of `batch_size` rows."""
     passes, last = [], len(rows.tokens) - 1
     for first in range(0, last + 1, batch_size):
-        taken = np.minimum(np.arange(first, first + batch_size), last)  # the last row again to fill the last pass
+        # The last pass repeats the last row, so that all passes have one shape.
+        taken = np.minimum(np.arange(first, first + batch_size), last)
         states = trunk_states(params, rows.tokens[taken], rows.segment_ids[taken], model=model)
         passes.append(states.astype(dtype))
     return np.concatenate(jax.device_get(passes))[: last + 1]
 
 
 def _write(path: pathlib.Path, states: np.ndarray) -> str | None:
-    """Writes a block; returns its digest. Raises `OSError`."""
+    """Writes a block atomically and returns its digest. Raises `OSError`."""
     try:
+        # The file gets its final name only when it is complete and its digest is known.
         with new_file(path) as aside:
             with aside.open("wb") as file:
                 np.save(file, states.view(np.uint16) if states.dtype == jnp.bfloat16 else states)
             return file_digest(aside)
     except OSError as error:
         raise OSError(
-            f"{path} of {states.nbytes} bytes cannot be written: {error}; {path.parent} keeps the blocks that are"
-            " complete, and the next run goes on with them"
+            f"{path} of {states.nbytes} bytes cannot be written: {error}; {path.parent} keeps its complete blocks,"
+            " and the next run continues after them"
         ) from error
 
 
 @contextlib.contextmanager
 def _progress(what: str, total: int, tokens_per_block: int) -> Iterator[Callable[[], None]]:
-    """Gives what to call after every block."""
+    """Shows progress over `total` blocks. Yields a function to call after each block."""
     if not total:
         yield lambda: None
         return
@@ -199,6 +231,7 @@ def _progress(what: str, total: int, tokens_per_block: int) -> Iterator[Callable
     def tick() -> None:
         nonlocal done, shown
         done, now = done + 1, time.perf_counter()
+        # At most one line every SHOW_EVERY seconds, and one after the last block.
         if done == total or now - shown >= SHOW_EVERY:
             shown, rate = now, done * tokens_per_block / (now - begin)
             show(done / total, f"{what}: block {done} of {total} tokens/s={rate:.0f}", now - begin)

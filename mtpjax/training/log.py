@@ -1,4 +1,4 @@
-"""Where a run's rows go: `metrics.jsonl`, and a live bar or lines on stderr."""
+"""Logs a run: rows in `metrics.jsonl`, and a live bar or lines on stderr."""
 
 import contextlib
 import json
@@ -19,10 +19,17 @@ METRICS, PROFILE = "metrics.jsonl", "profile"
 
 
 class Log:
-    """Writes rows down, shows them, and hands them to `send`. `history` has every row of the run, also those from
-    before it was gone on with. Without a `folder` rows are neither written nor shown.
+    """Writes the rows of a run, shows them and passes them to trackers. A context manager.
 
-    Raises `OSError` on entering where `folder` cannot be written to.
+    `history` holds every row of the run, including those from before a restart.
+
+    Args:
+        folder: run folder; None neither writes nor shows rows.
+        step: number of updates that the run continues from; later rows in the file are dropped.
+        send: called with every row, for trackers.
+
+    Raises:
+        OSError: on entering, if the folder is not writable.
     """
 
     def __init__(self, folder: pathlib.Path | None, *, step: int, send: Callable[[dict[str, Any]], None] | None = None):
@@ -47,10 +54,11 @@ class Log:
         self.stack.__exit__(*error)
 
     def restart_clock(self, step: int) -> None:
-        """Time from here on counts towards the next row's tokens per second."""
+        """Starts measuring tokens per second from here, so that evaluations and saving do not count."""
         self.step, self.time = step, time.perf_counter()
 
     def record(self, row: dict[str, Any]) -> None:
+        """Appends a row, a dict with at least `step`."""
         # The history holds a row as JSON gives it back, as it does after a restart: lists for tuples, text for keys.
         self.history.append(json.loads(json.dumps(row)))
         if self.writer:
@@ -61,7 +69,15 @@ class Log:
     def record_step(
         self, step: int, seconds: float, progress: float, *, losses: Sequence[float], tokens_per_step: int
     ) -> None:
-        """A row of losses (nats, written in bits) and of the speed since the last one."""
+        """Records the losses of an update and the speed since the last row.
+
+        Args:
+            step: number of updates done.
+            seconds: wall-clock time of the run.
+            progress: fraction of the run that is done, 0..1.
+            losses: cross-entropy of trunk and depths in nats; recorded in bits.
+            tokens_per_step: tokens of one update.
+        """
         rate = (step - self.step) * tokens_per_step / (time.perf_counter() - self.time)
         self.restart_clock(step)
         bits = [float(loss) / math.log(2) for loss in losses]
@@ -86,10 +102,17 @@ def read_rows(path: pathlib.Path) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def trace_window(folder: pathlib.Path, *, start: int, steps: int) -> Iterator[Callable[[int], None]]:
-    """Gives a function that, told the number of updates before each, has JAX's profiler trace `steps` from `start` on.
+    """Traces some updates with JAX's profiler into `profile/`, for TensorBoard's profile plug-in, xprof or Perfetto.
 
-    The trace stands in `profile/`, for TensorBoard's profile plug-in, xprof or Perfetto.
+    Args:
+        folder: the run folder.
+        start: number of updates before the trace begins.
+        steps: number of updates to trace; 0: none.
+
+    Yields:
+        A function to call before each update with the number of updates done.
     """
+    # The stack also ends a trace when the run ends before its last traced update.
     with contextlib.ExitStack() as trace:
 
         def at(number: int) -> None:
@@ -103,8 +126,13 @@ def trace_window(folder: pathlib.Path, *, start: int, steps: int) -> Iterator[Ca
 
 @contextlib.contextmanager
 def display() -> Iterator[Callable[[float, str, float], None]]:
-    """Gives a function `show(progress, text, seconds)`: a live bar on a terminal, a line elsewhere."""
+    """Shows progress on stderr: a live bar on a terminal, a line per call elsewhere.
+
+    Yields:
+        `show(progress, text, seconds)` with the fraction done 0..1, a description, and the seconds since the start.
+    """
     console = rich.console.Console(stderr=True)
+    # Log files and pipes get plain lines, with the time left extrapolated from the progress so far.
     if not console.is_terminal:
 
         def show_line(progress, text, seconds):
@@ -113,6 +141,7 @@ def display() -> Iterator[Callable[[float, str, float], None]]:
 
         yield show_line
         return
+    # The first update compiles; the bar says so until the first row arrives.
     columns = (
         rich.progress.BarColumn(),
         rich.progress.TaskProgressColumn(),

@@ -1,15 +1,16 @@
-"""Depth-k losses: pure functions of logits, or of terms per position, and tokens.
+"""Losses of trunk and draft depths: pure functions of logits, or of terms per position, and tokens.
 
-A draft depth minimises a mix of objectives (`mtpjax.training.config.Objective`). With p the trunk's distribution of
-the token
-that a depth predicts, q the draft's, and `alpha = sum min(p, q) = 1 - TV(p, q)`, the rate at which sampling accepts:
+A draft depth minimises a mix of objectives (`mtpjax.training.config.Objective`). Let p be the trunk's distribution of
+the token that a depth predicts, q the draft's, and `alpha = sum min(p, q) = 1 - TV(p, q)` the probability that the
+rule "token" accepts a draft drawn from q:
 
 - `cross_entropy`: `-log q[target]` of the data;
 - `kl`: `KL(p||q)`;
-- `lk_hybrid`: `w KL + (1 - w) (1 - alpha)` with `w = exp(-eta alpha)` (2602.23881), all three means over a depth;
-- `end_to_end_tv`: what is missing of the drafts that a whole chain gets accepted (2606.12370).
+- `lk_hybrid`: `w KL + (1 - w) (1 - alpha)` with `w = exp(-eta alpha)` (2602.23881), where KL and alpha are means over
+  the positions of a depth;
+- `end_to_end_tv`: 1 minus the expected fraction of a chain's drafts that are accepted (2606.12370).
 
-p, and alpha in w, get no gradient.
+p gets no gradient, and neither does alpha in w.
 """
 
 from typing import NamedTuple
@@ -25,11 +26,21 @@ from mtpjax.training.position_losses import Terms, plain_terms
 def depth_targets(
     tokens: jax.Array, segment_ids: jax.Array, loss_mask: jax.Array, depth: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Targets of `depth` (0: the trunk) and which count, both `[B, T]`.
+    """Returns the targets of a depth and which of them are valid.
 
-    Position i aims at t[i+depth+1], which counts if it lies in the row and in the same document, and is not masked: the
-    mask belongs to the target. Documents are contiguous, so equal segment ids at both ends suffice.
+    The target of position i is t[i+depth+1]. It is valid if it is inside the row, in the same document as position i,
+    and unmasked; the loss mask belongs to the target token, not to position i.
+
+    Args:
+        tokens: `[B, T]` int32.
+        segment_ids: `[B, T]` document of each token; 0 is padding.
+        loss_mask: `[B, T]` bool, tokens that count as targets.
+        depth: draft depth; 0 is the trunk.
+
+    Returns:
+        Targets `[B, T]` int32, and `is_valid [B, T]` bool.
     """
+    # Documents are contiguous, so equal segment ids at both ends mean one document. Past the row, ids are 0.
     there = shift_left(segment_ids, depth + 1)
     is_valid = (there == segment_ids) & (segment_ids != 0) & shift_left(loss_mask, depth + 1)
     return shift_left(tokens, depth + 1), is_valid
@@ -38,40 +49,56 @@ def depth_targets(
 def all_targets(
     tokens: jax.Array, segment_ids: jax.Array, loss_mask: jax.Array, num_depths: int
 ) -> tuple[jax.Array, jax.Array]:
-    """`depth_targets` of the trunk and of `num_depths` depths, both `[1 + num_depths, B, T]`."""
+    """Stacks `depth_targets` of the trunk and `num_depths` depths: targets and is_valid, `[1 + num_depths, B, T]`."""
     targets = [depth_targets(tokens, segment_ids, loss_mask, depth) for depth in range(num_depths + 1)]
     return jnp.stack([target for target, _ in targets]), jnp.stack([is_valid for _, is_valid in targets])
 
 
 def valid_mean(values: jax.Array, is_valid: jax.Array, count: jax.Array | None = None) -> jax.Array:
-    """Mean over the valid positions of the last two axes, `[..., B, T] -> [...]`; 0 where there are none.
+    """Averages over the valid positions of the last two axes.
 
-    With the `count [...]` of a whole batch, what a part of it contributes to the batch's mean.
+    Args:
+        values: `[..., B, T]`.
+        is_valid: bool, same shape.
+        count: `[...]` number to divide by; None: the number of valid positions. With the count of a whole batch, the
+            results of its parts add up to the batch's mean.
+
+    Returns:
+        `[...]`; 0 without valid positions.
     """
     count = is_valid.sum((-2, -1)) if count is None else count
     return jnp.where(is_valid, values, 0).sum((-2, -1)) / jnp.maximum(count, 1)
 
 
 class Totals(NamedTuple):
-    """What losses take from all rows of a batch: with these, the losses of its parts add up to the batch's.
+    """Sums over a whole batch that losses of its parts need. With them the parts' losses add up to the batch's.
 
-    The overlap makes the LK hybrid's w, through which no gradient goes.
+    Attributes:
+        valid: `[1 + depths]` number of valid targets.
+        reached: `[]` number of drafts in all chains of end-to-end total variation.
+        overlap: `[depths]` mean over valid targets, for the LK hybrid's w; gets no gradient.
     """
 
-    valid: jax.Array  # [1 + depths] valid targets
-    reached: jax.Array  # [] drafts of the chains of end-to-end total variation
-    overlap: jax.Array  # [depths] mean over valid targets
+    valid: jax.Array
+    reached: jax.Array
+    overlap: jax.Array
 
 
 def batch_totals(is_valid: jax.Array, overlap: jax.Array) -> Totals:
-    """Of `is_valid [1 + depths, B, T]` and the mean `overlap [depths]`."""
+    """Computes the totals of a batch from `is_valid [1 + depths, B, T]` and the mean `overlap [depths]`."""
     return Totals(is_valid.sum((-2, -1)), jnp.cumprod(is_valid[1:], axis=0, dtype=bool).sum(), overlap)
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array, is_valid: jax.Array) -> jax.Array:
-    """Mean of `-log softmax(logits)[target]` in nats over the valid positions; 0 where there are none.
+    """Averages `-log softmax(logits)[target]` over the valid positions.
 
-    `logits [B, T, V]`, the others `[B, T]`.
+    Args:
+        logits: `[B, T, V]` float32.
+        targets: `[B, T]` int32.
+        is_valid: `[B, T]` bool.
+
+    Returns:
+        `[]` nats; 0 without valid positions.
     """
     return valid_mean(plain_terms([logits], targets[None]).cross_entropy[0], is_valid)
 
@@ -79,22 +106,41 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, is_valid: jax.Array) ->
 def lk_hybrid(
     kl: jax.Array, overlap: jax.Array, is_valid: jax.Array, *, decay: float, totals: Totals | None = None
 ) -> jax.Array:
-    """The LK hybrid of each depth, `[depths, B, T] -> [depths]`; 0 for a depth without valid targets.
+    """Computes the LK hybrid of each depth: `w KL + (1 - w) (1 - alpha)`, `w = exp(-decay alpha)` (2602.23881).
 
-    alpha is the mean over a depth's valid targets of the batch, so that each depth has one w, as in SpecForge's
-    `lk_loss.py`; vllm's speculators take a w per position.
+    Args:
+        kl: `[depths, B, T]` KL(p||q) in nats.
+        overlap: `[depths, B, T]` 1 - TV(p, q).
+        is_valid: `[depths, B, T]` bool.
+        decay: eta.
+        totals: totals of the batch if the rows are a part of it.
+
+    Returns:
+        `[depths]`; 0 for a depth without valid targets.
     """
+    # One w per depth, from its mean overlap in the batch, as in SpecForge's `lk_loss.py` (vLLM's speculators: one per
+    # position). While drafts are poor, w is near 1 and KL dominates; later total variation does.
     count, alpha = (None, valid_mean(overlap, is_valid)) if totals is None else (totals.valid[1:], totals.overlap)
     w = jnp.exp(-decay * jax.lax.stop_gradient(alpha))
     return w * valid_mean(kl, is_valid, count) + (1 - w) * valid_mean(1 - overlap, is_valid, count)
 
 
 def end_to_end_tv(overlap: jax.Array, is_valid: jax.Array, totals: Totals | None = None) -> jax.Array:
-    """`1 - 1/K * sum_{j=1..K} prod_{k<=j} alpha_k` (2606.12370, equation 13), of `[depths, B, T]`; 0 without targets.
+    """Computes the end-to-end total variation loss `1 - 1/K * sum_{j=1..K} prod_{k<=j} alpha_k` (2606.12370, eq. 13).
 
-    Position i is the anchor whose chain of drafts depths 1..K are, and K its number of valid depths before the first
-    that is not. The mean is over all anchors' depths: a long chain weighs more than one that a document cuts short.
+    Position i anchors the chain of its depths 1..K, where K ends before the first invalid depth. The mean is over the
+    depths of all chains, so a long chain weighs more than one that its document cuts short.
+
+    Args:
+        overlap: `[depths, B, T]` alpha, 1 - TV(p, q).
+        is_valid: `[depths, B, T]` bool.
+        totals: totals of the batch if the rows are a part of it.
+
+    Returns:
+        `[]`; 0 without valid targets.
     """
+    # A depth belongs to the chain only if all depths before it are valid. `survival` is the probability that depths up
+    # to j are all accepted; `missing` sums its complement.
     is_reached = jnp.cumprod(is_valid, axis=0, dtype=bool)
     survival, missing = jnp.ones(overlap.shape[1:]), jnp.zeros(())
     for alpha, is_counted in zip(overlap, is_reached, strict=True):
@@ -104,16 +150,29 @@ def end_to_end_tv(overlap: jax.Array, is_valid: jax.Array, totals: Totals | None
 
 
 def depth_weights(num_depths: int, objective: Objective) -> jax.Array:
-    """`[num_depths]`, summing to 1: equal (DeepSeek-V3, equation 25), or `beta^(k-1) / sum` (FastMTP, 2509.18362)."""
+    """Returns the weights of the depths: equal (DeepSeek-V3, equation 25), or `beta^(k-1) / sum` (FastMTP, 2509.18362).
+
+    Args:
+        num_depths: number of depths.
+        objective: `depth_weights` and `depth_decay`.
+
+    Returns:
+        `[num_depths]` float32, with sum 1.
+    """
     decay = objective.depth_decay if objective.depth_weights == "decayed" else 1.0
     weights = decay ** jnp.arange(num_depths, dtype=jnp.float32)
     return weights / weights.sum()
 
 
 def mix_at(progress: jax.Array | float, objective: Objective) -> dict[str, jax.Array | float]:
-    """Weight of each objective at `progress` 0..1 of a run: linearly from `start` to `mix` over `warmup`.
+    """Returns the weight of each objective at a point of the run: linear from `start` to `mix` over `warmup`.
 
-    An empty mix, outside a `TrainConfig`, is cross-entropy.
+    Args:
+        progress: `[]` fraction of the run that is done, 0..1.
+        objective: the mixes. An empty `mix` (outside a `TrainConfig`) means cross-entropy.
+
+    Returns:
+        Weights by objective.
     """
     mix, start = dict(objective.mix) or {"cross_entropy": 1.0}, dict(objective.start)
     if not start:
@@ -133,16 +192,28 @@ def objective_loss(
     progress: jax.Array | float = 1.0,
     totals: Totals | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`L_main + mtp_scale * mix of the draft depths' objectives`, and the `[1 + depths]` cross-entropies by themselves.
+    """Computes the training loss `L_main + mtp_scale * sum over objectives of weight * L_objective`.
 
-    `is_valid [1 + depths, B, T]`. Each loss is a mean over its valid targets, whatever their number (Megatron's
-    normalisation, not DeepSeek-V3's by T). With the `totals` of a batch the terms are of some of its rows, and both are
-    what these contribute to the batch's.
+    Each loss is a mean over its valid targets (Megatron's normalisation; DeepSeek-V3 divides by T).
+
+    Args:
+        terms: cross-entropy, KL and overlap per position.
+        is_valid: `[1 + depths, B, T]` bool.
+        mtp_scale: `[]` lambda.
+        objective: the draft losses.
+        progress: `[]` fraction of the run that is done, 0..1.
+        totals: totals of the batch if the rows are a part of it; both results are then shares of the batch's.
+
+    Returns:
+        The loss `[]`, and the cross-entropies `[1 + depths]` in nats.
     """
     totals = totals or batch_totals(is_valid, valid_mean(terms.overlap, is_valid[1:]))
     losses = valid_mean(terms.cross_entropy, is_valid, totals.valid)
+    # Without depths only the trunk's loss is left.
     if len(losses) == 1:
         return losses[0], losses
+    # Cross-entropy, KL and the LK hybrid are weighed by depth. End-to-end total variation couples the depths, and its
+    # formula already weighs them.
     weights = depth_weights(len(losses) - 1, objective)
     drafts = is_valid[1:]
     total = jnp.zeros(())
@@ -169,12 +240,37 @@ def multi_depth_loss(
     objective: Objective = Objective(),  # noqa: B008, frozen
     progress: jax.Array | float = 1.0,
 ) -> tuple[jax.Array, jax.Array]:
-    """`objective_loss` of a pass's logits. By default `L_main + mtp_scale / D * sum L_k` (DeepSeek-V3, equation 25)."""
+    """Computes the loss of a forward pass from its logits: `objective_loss` with `plain_terms`.
+
+    By default `L_main + mtp_scale / D * sum L_k` (DeepSeek-V3, equation 25).
+
+    Args:
+        output: the forward pass over `tokens`.
+        tokens: `[B, T]` int32.
+        segment_ids: `[B, T]` document of each token; 0 is padding.
+        loss_mask: `[B, T]` bool, tokens that count as targets.
+        mtp_scale: `[]` lambda.
+        objective: the draft losses.
+        progress: `[]` fraction of the run that is done, 0..1.
+
+    Returns:
+        The loss `[]`, and the cross-entropies `[1 + depths]` in nats.
+    """
     targets, is_valid = all_targets(tokens, segment_ids, loss_mask, len(output.mtp_logits))
     terms = plain_terms((output.logits, *output.mtp_logits), targets)
     return objective_loss(terms, is_valid, mtp_scale=mtp_scale, objective=objective, progress=progress)
 
 
 def mtp_scale_at(progress: float, *, scale: float, final: float, switch: float) -> float:
-    """Lambda at `progress` 0..1 of a run: `scale`, then `final` (DeepSeek-V3: 0.3, and 0.1 for the last third)."""
+    """Returns lambda at a point of the run (DeepSeek-V3: 0.3, then 0.1 for the last third).
+
+    Args:
+        progress: fraction of the run that is done, 0..1.
+        scale: lambda before the switch.
+        final: lambda after the switch.
+        switch: fraction at which it changes.
+
+    Returns:
+        Lambda.
+    """
     return scale if progress < switch else final

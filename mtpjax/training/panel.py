@@ -1,4 +1,4 @@
-"""The acceptance panel: what a trained model's drafts are worth on held-out text."""
+"""The acceptance panel: how often a model's drafts would be accepted on held-out text."""
 
 import dataclasses
 import functools
@@ -18,17 +18,21 @@ from mtpjax.training.position_losses import plain_terms
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """Teacher-forced figures on held-out rows; index k-1 is draft level k.
+    """Teacher-forced acceptance metrics on held-out rows, over all positions; index k-1 is draft level k.
 
-    Agreement is the share of positions where level k's arg-max is the trunk's own, on true text; survival the share
-    where levels 1..k all are. Overlap is the mean of 1 - TV between the trunk's distribution and the draft's, the rate
-    at which the rule "token" accepts at temperature 1; sampled survival the mean of its product over levels 1..k.
-    Decoding stands at other positions (behind its last rejection, on its own text), so its accept lengths differ from
-    these: they are the plain estimates over all positions. `decoded` has what decoding shows, category -> "greedy" and
-    "sampled", where it was measured.
+    Decoding drafts at other positions (after its last rejection, on its own text), so its accept lengths differ from
+    these estimates; `decoded` holds what decoding really accepts.
+
+    Attributes:
+        bits_per_token: cross-entropy against the data, of the trunk and then of each level.
+        agreement: fraction of positions where level k's arg-max is the trunk's.
+        survival: fraction of positions where the arg-max of all levels 1..k is the trunk's.
+        overlap: mean of `1 - TV(p, q)`, the acceptance rate of the rule "token" at temperature 1.
+        sampled_survival: mean of the product of the overlaps of levels 1..k.
+        decoded: metrics of decoded prompts by category and kind ("greedy", "sampled"); empty if not measured.
     """
 
-    bits_per_token: tuple[float, ...]  # trunk, then each level, against the data
+    bits_per_token: tuple[float, ...]
     agreement: tuple[float, ...]
     survival: tuple[float, ...]
     overlap: tuple[float, ...]
@@ -37,17 +41,27 @@ class Panel:
 
     @property
     def accept_length(self) -> float:
-        """At temperature 0: `1 + sum of survival`."""
+        """Estimates the accept length at temperature 0: `1 + sum of survival`."""
         return 1 + sum(self.survival)
 
     @property
     def sampled_accept_length(self) -> float:
-        """At temperature 1, drafts drawn and accepted one by one: `1 + sum of sampled survival`."""
+        """Estimates the accept length at temperature 1 under the rule "token": `1 + sum of sampled survival`."""
         return 1 + sum(self.sampled_survival)
 
 
 def acceptance_panel(params: dict, batch: Batch, *, model: MTPModel, num_depths: int) -> Panel:
-    """The panel of `model` on held-out rows, recycled levels as decoding runs them (`ttt`)."""
+    """Computes the teacher-forced metrics of the panel. Recycled levels attend as in decoding (`ttt`).
+
+    Args:
+        params: parameters of `model`.
+        batch: packed held-out rows `[B, T]`.
+        model: the model.
+        num_depths: draft levels.
+
+    Returns:
+        The panel, without decoded metrics.
+    """
     losses, *shares = jax.device_get(_panel(params, batch, model=model, num_depths=num_depths))
     bits, agreement, survival, overlap, products = (tuple(row.tolist()) for row in (losses / np.log(2), *shares))
     return Panel(bits, agreement, survival, overlap, products)
@@ -55,32 +69,43 @@ def acceptance_panel(params: dict, batch: Batch, *, model: MTPModel, num_depths:
 
 @functools.partial(jax.jit, static_argnames=("model", "num_depths"))
 def _panel(params, batch: Batch, *, model: MTPModel, num_depths: int):
+    # One teacher-forced pass gives trunk and draft logits at every position.
     tokens, segment_ids, loss_mask = (jnp.asarray(array) for array in batch)
     output = forward(params, tokens, model=model, segment_ids=segment_ids, num_depths=num_depths)
     targets, is_valid = all_targets(tokens, segment_ids, loss_mask, num_depths)
     terms = plain_terms((output.logits, *output.mtp_logits), targets)
+    # Draft level k at position i predicts t[i+k+1], which the trunk predicts at position i+k.
     choices = jnp.argmax(output.logits, axis=-1)
     agrees = [
         jnp.argmax(logits, axis=-1) == shift_left(choices, depth)
         for depth, logits in enumerate(output.mtp_logits, start=1)
     ]
     agrees = jnp.stack(agrees).astype(jnp.float32) if agrees else terms.overlap
+    # A draft survives only if all levels before it do, hence the products over levels. All rates are means over the
+    # positions that have a valid target at that level.
     shares = (agrees, jnp.cumprod(agrees, axis=0), terms.overlap, jnp.cumprod(terms.overlap, axis=0))
     return valid_mean(terms.cross_entropy, is_valid), *(valid_mean(share, is_valid[1:]) for share in shares)
 
 
 def print_panel(console, panel: Panel) -> None:
-    """Two tables, within 80 columns: rates by level, and accept lengths by category and temperature."""
-    rates = narrow_table("acceptance panel: held-out text, teacher-forced, all positions; decoded prompts")
-    headings = ("level", "bits/\ntoken", "agrees with\ntrunk", "and all\nbefore", "1 - TV", "times all\nbefore")
+    """Prints the panel as two tables of at most 80 columns: rates by level, accept lengths by category and temperature.
+
+    Args:
+        console: a `rich` console.
+        panel: the panel.
+    """
+    rates = narrow_table("acceptance panel, held-out text: teacher-forced at all positions; decoded")
+    headings = ("level", "bits/\ntoken", "agreement\nwith trunk", "survival", "1 - TV", "sampled\nsurvival")
     overall = panel.decoded.get("overall", {})
-    for heading in (*headings, *(f"survives,\n{kind}" for kind in overall)):
+    for heading in (*headings, *(f"decoded,\n{kind}" for kind in overall)):
         rates.add_column(heading, justify="right")
+    # A row for the trunk's loss, then one per level with its teacher-forced and decoded rates.
     rates.add_row("trunk", f"{panel.bits_per_token[0]:.2f}")
     columns = (panel.agreement, panel.survival, panel.overlap, panel.sampled_survival)
     columns += tuple(row.survival for row in overall.values())
     for level, (bits, *shares) in enumerate(zip(panel.bits_per_token[1:], *columns, strict=True), 1):
         rates.add_row(str(level), f"{bits:.2f}", *(f"{share:.3f}" for share in shares))
+    # The last row turns survival into accept lengths, under the columns they are computed from.
     if panel.agreement:
         lengths = (panel.accept_length, panel.sampled_accept_length, *(row.real for row in overall.values()))
         greedy, sampled, *decoded = (f"{length:.2f}" for length in lengths)
@@ -97,9 +122,10 @@ def _lengths_table(decoded: Mapping[str, Mapping[str, Decoded]]):
         "teacher-forced over all positions of that text"
     )
     table.add_column("category", overflow="fold")
-    headings = ("T", "prompts", "that\nloop", "decoded (95 %)", "pre-\ndicted", "teacher-\nforced")
+    headings = ("T", "prompts", "loop-\ning", "decoded (95 %)", "pre-\ndicted", "teacher-\nforced")
     for heading in (*headings, "speed-\nup"):
         table.add_column(heading, justify="right", no_wrap=True)
+    # One row per category and temperature; the category's name is on its first row only.
     for category, kinds in decoded.items():
         for kind, row in kinds.items():
             table.add_row(

@@ -1,4 +1,4 @@
-"""Pictures of runs: losses and the panel over the steps, of one run or of several side by side."""
+"""Plots of training runs: losses and acceptance over the steps, for one run or for several side by side."""
 
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,21 +11,30 @@ History = Sequence[Mapping[str, Any]]  # rows of metrics.jsonl
 
 
 def plot_run(path: pathlib.Path, history: History) -> None:
-    """Losses, agreement and survival by level, and accept lengths over the steps of a run that has evaluated."""
+    """Plots losses, agreement and survival by level, and accept lengths over the steps of a run.
+
+    Args:
+        path: image file to write.
+        history: rows of `metrics.jsonl`, with at least one evaluation.
+    """
     import matplotlib.figure
 
+    # Three panels: losses, teacher-forced rates, accept lengths.
     figure = matplotlib.figure.Figure(figsize=(14, 4.2), layout="constrained")
     losses, rates, lengths = figure.subplots(1, 3)
     evaluations = [row for row in history if "eval" in row]
     steps = [row["step"] for row in evaluations]
     _draw_losses(losses, history, evaluations)
     for level in range(len(evaluations[-1]["eval"]["agreement"])):
-        for name, style in (("agreement", "o-"), ("survival", "s--"))[: level + 1]:  # at level 1 they are the same
+        # At level 1 agreement and survival are the same, so only one line is drawn.
+        for name, style in (("agreement", "o-"), ("survival", "s--"))[: level + 1]:
             values = [row["eval"][name][level] for row in evaluations]
             rates.plot(steps, values, style, color=_colour(level), markersize=4, label=f"{name}, level {level + 1}")
     _finish(rates, "drafts and trunk on held-out text, all positions", "share", ylim=(0, 1))
     for number, (kind, survival) in enumerate({"greedy": "survival", "sampled": "sampled_survival"}.items()):
         look, name = {"color": _colour(number)}, f"temperature {KINDS[kind]:g}"
+        # Dotted: the estimate over all positions. Points with error bars and crosses: decoded and predicted accept
+        # lengths, at the evaluations that also decoded.
         plain = [1 + sum(row["eval"][survival]) for row in evaluations]
         lengths.plot(steps, plain, ":", **look, label=f"{name}, teacher-forced, all positions")
         decoded = {row["step"]: _overall(row)[kind] for row in evaluations if kind in _overall(row)}
@@ -38,9 +47,15 @@ def plot_run(path: pathlib.Path, history: History) -> None:
 
 
 def plot_comparison(path: pathlib.Path, runs: Mapping[str, History]) -> None:
-    """Name -> history of runs that have evaluated: the trunk's loss; survival and accept lengths at the end."""
+    """Plots runs side by side: the trunk's loss over the steps, survival and accept lengths at the last evaluation.
+
+    Args:
+        path: image file to write.
+        runs: history of each run by name; each has at least one evaluation.
+    """
     import matplotlib.figure
 
+    # Grouped bars: the runs of one level or temperature stand next to each other, centred on its tick.
     figure = matplotlib.figure.Figure(figsize=(14, 4.2), layout="constrained")
     losses, rates, lengths = figure.subplots(1, 3)
     width, levels = 0.8 / len(runs), 1
@@ -64,7 +79,9 @@ def plot_comparison(path: pathlib.Path, runs: Mapping[str, History]) -> None:
 
 
 def _draw_losses(axis, history: History, evaluations: History) -> None:
+    """Draws the training loss (pale) and the held-out loss of the trunk and each draft level."""
     steps = [row for row in history if "bits" in row]
+    # Evaluations may have more levels than training, which then have no pale line.
     for depth in range(len(evaluations[-1]["eval"]["bits_per_token"])):
         name, colour = ("trunk", "black") if depth == 0 else (f"draft {depth}", _colour(depth - 1))
         logged = [row for row in steps if depth < len(row["bits"])]
@@ -75,12 +92,12 @@ def _draw_losses(axis, history: History, evaluations: History) -> None:
 
 
 def _overall(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Kind -> decoded figures of an evaluation, over all prompts; empty where nothing was decoded."""
+    """Returns the decoded metrics of an evaluation over all prompts, by kind; empty if nothing was decoded."""
     return row["eval"].get("decoded", {}).get("overall", {})
 
 
 def _spread(figures: Iterable[Mapping[str, float]]) -> tuple[list[float], tuple[list[float], list[float]]]:
-    """Accept lengths, and how far their intervals reach to both sides."""
+    """Returns accept lengths, and the distances to the lower and upper end of their intervals."""
     rows = list(figures)
     sides = [row["real"] - row["real_low"] for row in rows], [row["real_high"] - row["real"] for row in rows]
     return [row["real"] for row in rows], sides

@@ -1,10 +1,10 @@
-"""What objectives need to know of a position: its cross-entropy, and how far its draft is from the trunk.
+"""Terms of the losses at each position: cross-entropy, and the distance between draft and trunk distribution.
 
-`plain_terms` has all logits before it and is the meaning. `chunked_terms` takes hidden states and the head, runs over
-the vocabulary in chunks, forward and backward, and never holds `[B, T, V]`; or leaves that to a kernel.
+`plain_terms` is the reference: it takes all logits. `chunked_terms` takes hidden states and heads, runs over the
+vocabulary in chunks in the forward and the backward pass, and never stores `[B, T, V]`; it can also call a kernel.
 
-The vocabulary is every column of the head, also the ids from `num_tokens` on, which only pad it: no target ever names
-one, so training teaches them down for engines that would decode them.
+The softmax runs over every column of the head, including padding ids from `num_tokens` on. Padding ids are never
+targets, so training lowers their logits, which helps engines that do not mask them.
 """
 
 import functools
@@ -20,22 +20,39 @@ from pallas_kernels.linear_cross_entropy import choose_for
 
 
 class Terms(NamedTuple):
-    """Per position; garbage, though finite, where there is no target. `p` is the trunk's distribution of the token that
-    depth k predicts at position i, which stands at position i+k and gets no gradient; `q` the draft's.
+    """Terms per position. Positions without a valid target hold finite garbage.
+
+    q is the draft distribution of depth k at position i. p is the trunk's distribution of the same token, which the
+    trunk predicts at position i+k; it gets no gradient.
+
+    Attributes:
+        cross_entropy: `[1 + depths, B, T]` nats against the data; the trunk first.
+        kl: `[depths, B, T]` KL(p||q) in nats.
+        overlap: `[depths, B, T]` sum over the vocabulary of min(p, q), which is 1 - TV(p, q).
     """
 
-    cross_entropy: jax.Array  # [1 + depths, B, T] nats against the data; the trunk first
-    kl: jax.Array  # [depths, B, T] KL(p||q) in nats
-    overlap: jax.Array  # [depths, B, T] sum over the vocabulary of min(p, q), which is 1 - TV(p, q)
+    cross_entropy: jax.Array
+    kl: jax.Array
+    overlap: jax.Array
 
 
 def plain_terms(logits: Sequence[jax.Array], targets: jax.Array) -> Terms:
-    """The terms of logits `[B, T, V]` of the trunk and every depth; `targets [1 + depths, B, T]`."""
+    """Computes the terms from logits: the reference of `chunked_terms`.
+
+    Args:
+        logits: `[B, T, V]` float32 of the trunk and every depth.
+        targets: `[1 + depths, B, T]` int32.
+
+    Returns:
+        The terms.
+    """
+    # Cross-entropy is log-sum-exp minus the logit of the target.
     normalisers = [jax.nn.logsumexp(array, axis=-1) for array in logits]
     picked = [
         jnp.take_along_axis(row, of[:, :, None], axis=-1)[:, :, 0] for row, of in zip(logits, targets, strict=True)
     ]
     logs = [array - normaliser[:, :, None] for array, normaliser in zip(logits, normalisers, strict=True)]
+    # Compare each depth with the trunk k positions later. The empty arrays give the right shape without depths.
     kl, overlap = [jnp.zeros((0, *targets.shape[1:]))], [jnp.zeros((0, *targets.shape[1:]))]
     for depth, log_q in enumerate(logs[1:], start=1):
         log_p = shift_left(jax.lax.stop_gradient(logs[0]), depth)
@@ -55,16 +72,29 @@ def chunked_terms(
     compares_with_trunk: bool,
     implementation: str = "auto",
 ) -> Terms:
-    """`plain_terms` of `hidden[n] @ heads[head_of[n]]`, with `vocab_chunk` columns of the logits at a time.
+    """Computes `plain_terms` of the logits `hidden[n] @ heads[head_of[n]]`, `vocab_chunk` columns at a time.
 
-    `hidden` are `[B, T, D]` of the trunk and every depth, as the head reads them; `heads` the distinct ones `[D, V]`.
-    The first pass finds log-sum-exp, the second, which needs it, KL and overlap: without `compares_with_trunk` it is
-    left out and both are 0. The backward pass computes the logits again. Products are taken in the dtype of `hidden`
-    and summed in float32. `implementation` "xla" is the loop over chunks here, another one a kernel, see
-    `pallas_kernels.linear_cross_entropy`. Raises `ValueError` for a `vocab_chunk` below 1.
+    The backward pass computes the logits again. Matmuls run in the dtype of `hidden` and accumulate in float32.
+
+    Args:
+        hidden: `[B, T, D]` of the trunk and every depth, as the head reads them.
+        heads: the distinct heads `[D, V]`.
+        targets: `[1 + depths, B, T]` int32.
+        head_of: for the trunk and every depth, the index of its head.
+        vocab_chunk: columns per chunk, at least 1.
+        compares_with_trunk: compute KL and overlap, in a second pass over the chunks; else both are 0.
+        implementation: "xla" runs the loop of this module; others choose a kernel
+            (`pallas_kernels.linear_cross_entropy`).
+
+    Returns:
+        The terms.
+
+    Raises:
+        ValueError: `vocab_chunk` is below 1.
     """
     if vocab_chunk < 1:
         raise ValueError(f"vocab_chunk must be at least 1, not {vocab_chunk}")
+    # Without depths there is nothing to compare.
     compares_with_trunk = compares_with_trunk and len(hidden) > 1
     chosen = _choose(hidden, heads, head_of, implementation, compares_with_trunk)
     if chosen != "xla":
@@ -75,7 +105,9 @@ def chunked_terms(
 
 
 def _choose(hidden, heads, head_of, implementation: str, compares_with_trunk: bool) -> str:
-    """Which form: by the rows, as a kernel gets them, of the head that reads most."""
+    """Chooses an implementation by the shape that a kernel would get."""
+    # Comparing takes the rows `[1 + depths, B * T]` of all depths together. Cross-entropy alone is one call per head,
+    # and the head with the most rows decides.
     of_head = [head_of.count(which) for which in range(len(heads))]
     rows = (len(hidden), hidden[0].size // hidden[0].shape[-1])
     if not compares_with_trunk:
@@ -85,11 +117,13 @@ def _choose(hidden, heads, head_of, implementation: str, compares_with_trunk: bo
 
 
 def _kernel_terms(hidden, heads, targets, head_of, compares_with_trunk, **how) -> Terms:
-    """The kernels compare rows of one number: depth k moves k places to the right, where its p stands, and back."""
+    """Computes the terms with a kernel, which compares row r of each depth with row r of the trunk."""
+    # Group the depths by head, because the kernel reads each head once.
     depths, B, T = targets.shape
     groups = {which: [depth for depth in range(depths) if head_of[depth] == which] for which in head_of}
     order = [depth for group in groups.values() for depth in group]
 
+    # Shift depth k right by k positions, to the row of its p. `back` undoes the shift and the grouping.
     def stack(arrays, group):
         return jnp.stack([_shift_right(arrays[depth], depth).reshape(B * T, -1) for depth in group])
 
@@ -103,6 +137,7 @@ def _kernel_terms(hidden, heads, targets, head_of, compares_with_trunk, **how) -
     if compares_with_trunk:
         terms = linear_total_variation(states, heads, jnp.concatenate(moved), **how)
         return Terms(back(terms.cross_entropy), back(terms.kl, 1), back(terms.overlap, 1))
+    # Cross-entropy alone: one call per head, over the rows of all its depths.
     losses = [
         linear_cross_entropy(array.reshape(of.size, -1), head, of.reshape(-1), **how).reshape(of.shape)
         for array, head, of in zip(states, heads, moved, strict=True)
@@ -113,6 +148,7 @@ def _kernel_terms(hidden, heads, targets, head_of, compares_with_trunk, **how) -
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _terms(hidden, heads, targets, head_of, chunk, compares_with_trunk) -> Terms:
+    """Computes the terms chunk by chunk. The custom gradient recomputes logits instead of storing them."""
     return _terms_forward(hidden, heads, targets, head_of, chunk, compares_with_trunk)[0]
 
 
@@ -120,8 +156,9 @@ def _terms_forward(hidden, heads, targets, head_of, chunk, compares_with_trunk):
     V = heads[0].shape[1]
     steps = -(-V // chunk)
 
+    # First pass, online log-sum-exp: per position the highest logit so far, the sum of exponentials relative to it, and
+    # the target's logit.
     def normalise(step, carry):
-        """Online log-sum-exp: the highest logit so far, the sum relative to it, and the target's logit."""
         start, columns, is_new = _columns(step, chunk, V)
         after = []
         for (top, total, picked), target, logits in zip(
@@ -139,6 +176,8 @@ def _terms_forward(hidden, heads, targets, head_of, chunk, compares_with_trunk):
     normaliser = jnp.stack([top + jnp.log(total) for top, total, _ in carry])
     cross_entropy = normaliser - jnp.stack([picked for _, _, picked in carry])
 
+    # Second pass, with the known log-sum-exp: sums over the vocabulary of KL and min(p, q). `below` sums q where q < p;
+    # the backward pass needs it.
     def compare(step, carry):
         start, _, is_new = _columns(step, chunk, V)
         logs = _log_probabilities(hidden, heads, head_of, start, chunk, normaliser)
@@ -162,13 +201,17 @@ def _terms_forward(hidden, heads, targets, head_of, chunk, compares_with_trunk):
 
 
 def _terms_backward(head_of, chunk, compares_with_trunk, residuals, cotangents):
-    """With z the draft's logits: `dCE/dz = q - onehot`, `dKL/dz = q - p`, and of the overlap
-    `q (1[q < p] - sum of q where q < p)` (2602.23881); p gets none.
+    """Computes the gradients of hidden states and heads.
+
+    With z the draft's logits: `dCE/dz = q - onehot`, `dKL/dz = q - p`, and
+    `d overlap/dz = q (1[q < p] - sum of q where q < p)` (2602.23881). p gets no gradient.
     """
     hidden, heads, targets, normaliser, below = residuals
     of_cross_entropy, of_kl, of_overlap = (array[:, :, :, None] for array in cotangents)
     V = heads[0].shape[1]
 
+    # Per chunk: recompute the probabilities, form the gradient of the logits, and multiply it with the head (for the
+    # hidden states) and with the hidden states (for this chunk's columns of the head).
     def accumulate(step, carry):
         hidden_gradients, head_gradients = carry
         start, columns, is_new = _columns(step, chunk, V)
@@ -194,6 +237,7 @@ def _terms_backward(head_of, chunk, compares_with_trunk, residuals, cotangents):
         ]
         return after, head_gradients
 
+    # Sums are float32; the results get the dtypes of the inputs.
     zeros = [[jnp.zeros(array.shape) for array in arrays] for arrays in (hidden, heads)]
     gradients = jax.lax.fori_loop(0, -(-V // chunk), accumulate, tuple(zeros))
     hidden_gradients, head_gradients = (
@@ -207,12 +251,13 @@ _terms.defvjp(_terms_forward, _terms_backward)
 
 
 def _shift_right(rows, count):
-    """The other way than `shift_left`."""
+    """Moves rows `[B, T, ...]` by `count` positions to the right, with zeros in front."""
     return jnp.pad(rows, ((0, 0), (count, 0), *((0, 0),) * (rows.ndim - 2)))[:, : rows.shape[1]]
 
 
 def _columns(step, chunk, V):
-    """Where a chunk starts, its columns `[1, 1, chunk]`, and which are new: the last chunk reaches back."""
+    """Returns the start of a chunk, its columns `[1, 1, chunk]`, and which of them are new."""
+    # All chunks have one width, so the last one starts early and repeats columns, which must not count twice.
     start = jnp.minimum(step * chunk, V - chunk)
     columns = (start + jnp.arange(chunk))[None, None]
     return start, columns, columns >= step * chunk
@@ -223,7 +268,7 @@ def _slice(head, start, chunk):
 
 
 def _logits(hidden, heads, head_of, start, chunk):
-    """Of the trunk and every depth, `[B, T, chunk]` float32."""
+    """Returns a chunk of the logits of the trunk and every depth, `[B, T, chunk]` float32."""
     return [
         jnp.matmul(state, _slice(heads[which], start, chunk).astype(state.dtype), preferred_element_type=jnp.float32)
         for state, which in zip(hidden, head_of, strict=True)

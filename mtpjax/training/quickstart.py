@@ -1,4 +1,4 @@
-"""From nothing to a speed-up: train a small model on the interpreter's own sources, decode with it, compare."""
+"""The quickstart: trains a small model, decodes plainly and with drafts, and compares texts and speed."""
 
 import contextlib
 import dataclasses
@@ -19,12 +19,19 @@ from mtpjax.training.decoding_eval import is_looping
 from mtpjax.training.panel import print_panel
 from mtpjax.training.trainer import TrainResult, train
 
-PROMPT_TOKENS, NEW_TOKENS, CAPACITY = 64, 128, 256  # together a training row; their bucket
+# Prompt and continuation together are as long as a training row; CAPACITY is the cache bucket that holds them.
+PROMPT_TOKENS, NEW_TOKENS, CAPACITY = 64, 128, 256
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One way to run the decoder: draft levels, threads (0: all), least width of a pass."""
+    """One way to run the decoder.
+
+    Attributes:
+        num_steps: draft levels; 0 is plain decoding.
+        threads: CPU threads of the process; 0: all.
+        min_rows: fewest token rows per forward pass, as in `DecodeConfig`.
+    """
 
     num_steps: int
     threads: int
@@ -33,9 +40,17 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class DepthRow:
-    """What one depth gave. `ratio` to the best plain setting: the median over prompts and rounds, and its 95 % interval
+    """Results of one draft depth.
 
-    by resampling prompts.
+    Attributes:
+        num_steps: draft levels.
+        setting: the fastest setting with this depth.
+        accept_length: tokens per round, including the bonus token.
+        survival: per level, fraction of rounds that accepted it.
+        tokens_per_second: speed without the token that prefill gives.
+        ratio: speed-up over the fastest plain setting, the median over prompts and rounds.
+        interval: 95 % interval of `ratio`, from resampled prompts.
+        ideal: speed-up that the accept length and the measured costs of a round's parts allow.
     """
 
     num_steps: int
@@ -49,12 +64,26 @@ class DepthRow:
 
 
 def run(config: TrainConfig, *, depths: tuple[int, ...] = (1, 2, 3), rounds: int = 5, num_prompts: int = 16) -> int:
-    """Trains, measures, prints, draws. Returns the exit code: 4 if any speculative text differs from the plain one."""
+    """Trains a model, measures plain and speculative decoding, prints the result and writes a plot.
+
+    Args:
+        config: settings of the training run.
+        depths: draft depths to measure.
+        rounds: timing rounds, at least 2.
+        num_prompts: maximum number of prompts.
+
+    Returns:
+        The exit code: 4 if any speculative text differs from the plain one, else 0.
+    """
+    # 1. Train, with as many levels in the panel as decoding will use.
     console = rich.console.Console()
     console.print(f"[bold]1[/] training '{config.preset}' on the standard library of this Python, {_budget(config)}")
     trained = train(config, panel_depths=max(depths), overwrite=True)
     print_panel(console, trained.panel)
 
+    # 2. Decode. A process cannot change its number of threads, so there is one worker process per number. A small model
+    # may be fastest on one thread, or with passes padded to two rows. Plain decoding tries each of these, so that the
+    # speed-up is over the best baseline. Only one of the depths also runs on all threads.
     console.print("\n[bold]2[/] decoding held-out prompts, plain and speculative, in processes of 1 and of all threads")
     threads = (1, 0) if num_threads() > 1 else (1,)
     settings = [Setting(0, thread, 1) for thread in threads] + [Setting(0, 1, 2)]
@@ -66,10 +95,12 @@ def run(config: TrainConfig, *, depths: tuple[int, ...] = (1, 2, 3), rounds: int
         with console.status("compiling each setting"):
             prompts = _find_prompts(workers, settings, trained, num_prompts)
         seconds, answers, costs = _measure(console, workers, settings, prompts, rounds, depths)
+        # Greedy speculation must give token for token the text of plain decoding, in every setting.
         identical = all(
             [row["tokens"] for row in answers[setting]] == [row["tokens"] for row in answers[settings[0]]]
             for setting in settings
         )
+    # 3. Compare each depth with the fastest plain setting.
     plain = _best_plain(seconds)
     rows = [_depth_row(depth, plain, settings, seconds, answers, costs) for depth in depths]
     best = max(rows, key=lambda row: row.ratio)
@@ -88,7 +119,7 @@ def _budget(config: TrainConfig) -> str:
 
 
 def _find_prompts(workers, settings, trained: TrainResult, count: int) -> list[list[int]]:
-    """Held-out prompts whose plain continuation does not loop; every setting is compiled on the way, side by side."""
+    """Chooses held-out prompts whose plain continuation does not loop, and compiles every setting meanwhile."""
     candidates = held_out_prompts(
         trained.held_out,
         count=4 * count,
@@ -96,10 +127,12 @@ def _find_prompts(workers, settings, trained: TrainResult, count: int) -> list[l
         continuation_length=NEW_TOKENS,
         seed=0,
     )
+    # Send one prompt per setting to all workers before reading answers, so that they compile side by side.
     for setting in settings:
         _ask(workers, setting, candidates[:1])
     for setting in settings:
         workers[setting.threads].answer()
+    # Drafting is easy on looping text, which would inflate the speed-up.
     _ask(workers, settings[0], candidates)
     rows = workers[settings[0].threads].answer()["rows"]
     lively = [prompt for prompt, row in zip(candidates, rows, strict=True) if not is_looping(row["tokens"])]
@@ -107,6 +140,7 @@ def _find_prompts(workers, settings, trained: TrainResult, count: int) -> list[l
 
 
 def _ask(workers: dict[int, Worker], setting: Setting, prompts: list[list[int]]) -> None:
+    """Sends a decoding request to the setting's worker without waiting for the answer."""
     workers[setting.threads].ask(
         {
             "do": "decode",
@@ -121,10 +155,9 @@ def _ask(workers: dict[int, Worker], setting: Setting, prompts: list[list[int]])
 def _measure(
     console, workers: dict[int, Worker], settings, prompts, rounds: int, depths: tuple[int, ...]
 ) -> tuple[dict[Setting, np.ndarray], dict[Setting, Any], Costs]:
-    """Seconds `[rounds, prompts]` of every setting, the texts, and what the parts cost where plain decoding is fastest.
-
-    All take turns within each round, so that they see the same machine.
-    """
+    """Returns the seconds `[rounds, prompts]` and texts of every setting, and the costs of a round's parts."""
+    # All settings take turns within each round, in alternating order, so that a machine that gets slower or faster
+    # affects them alike.
     seconds: dict[Setting, list] = {setting: [] for setting in settings}
     answers, costs, plain = {}, None, settings[0]
     with console.status("measuring") as status:
@@ -137,14 +170,16 @@ def _measure(
                 answer = workers[setting.threads].answer()
                 seconds[setting].append(answer["seconds"])
                 answers[setting] = answer["rows"]
+                # Costs come from the process in which plain decoding is fastest, which is known after the first round.
                 if number:
                     costs = _measure_costs(workers[plain.threads], depths)
             plain = _best_plain(seconds)
-    assert costs is not None, "one round is too few"
+    assert costs is not None, "rounds must be at least 2"
     return {setting: np.array(times) for setting, times in seconds.items()}, answers, costs
 
 
 def _best_plain(seconds: dict[Setting, Any]) -> Setting:
+    """Returns the plain setting with the smallest median time per round."""
     plain = (setting for setting in seconds if not setting.num_steps)
     return min(plain, key=lambda setting: np.median(np.sum(seconds[setting], axis=1)))
 
@@ -155,16 +190,21 @@ def _measure_costs(worker: Worker, depths: tuple[int, ...]) -> Costs:
 
 
 def _depth_row(depth: int, plain: Setting, settings, seconds, answers, costs: Costs) -> DepthRow:
+    # The fastest setting of this depth.
     own = [setting for setting in settings if setting.num_steps == depth]
     setting = min(own, key=lambda setting: np.median(seconds[setting].sum(1)))
+    # Acceptance, from the counts over all prompts.
     rows = answers[setting]
     steps = sum(row["steps"] for row in rows)
     accepted = np.sum([row["accepted"] for row in rows], axis=0)
     accept_length = float(1 + accepted.sum() / steps)
+    # Pair the times of the same prompt and round, and bootstrap the median ratio by drawing whole prompts, because the
+    # rounds of one prompt are not independent.
     pairs = seconds[plain] / seconds[setting]  # [rounds, prompts]
-    drawn = np.random.default_rng(0).integers(pairs.shape[1], size=(2000, pairs.shape[1]))  # whole prompts at a time
+    drawn = np.random.default_rng(0).integers(pairs.shape[1], size=(2000, pairs.shape[1]))
     medians = np.median(pairs[:, drawn], axis=(0, 2))
-    tokens = sum(len(row["tokens"]) - 1 for row in rows)  # the first comes from prefill
+    # The first token of a text comes from prefill, not from a round.
+    tokens = sum(len(row["tokens"]) - 1 for row in rows)
     return DepthRow(
         num_steps=depth,
         setting=setting,
@@ -180,6 +220,7 @@ def _depth_row(depth: int, plain: Setting, settings, seconds, answers, costs: Co
 def _print_result(
     console, plain: Setting, plain_seconds, rows: list[DepthRow], best: DepthRow, *, identical: bool
 ) -> None:
+    # The first row is the plain baseline, with ratio 1; then one row per depth.
     def threads(setting: Setting) -> str:
         return "1" if setting.threads == 1 else "all"
 

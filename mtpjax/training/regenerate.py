@@ -1,9 +1,9 @@
-"""A model's own answers in place of those that a data set holds: text to train drafts on.
+"""Regenerates a data set: replaces its answers by the model's own, as training text for drafts.
 
-Drafts are accepted more often where they were trained on what the model itself would write. The records are worked
-through in windows: a window's prompts are decoded in batches of similar length, turn by turn, and its records appended
-to the output in the order of the input. Windows, batches and seeds depend on the settings and on a record's number
-alone, so that a run that was ended goes on behind its last window with the bytes of an unbroken one.
+Drafts are accepted more often if they are trained on text that the model itself would write. Records are processed in
+windows. The prompts of a window are decoded in batches of similar length, turn by turn, and its records are appended to
+the output in the order of the input. Windows, batches and seeds depend only on the settings and the records' numbers,
+so an interrupted run continues after its last complete window and writes the same bytes as an uninterrupted one.
 """
 
 import dataclasses
@@ -27,23 +27,26 @@ from mtpjax.decoding.config import DecodeConfig, SamplingParams
 from mtpjax.decoding.generate import speculative_generate
 from mtpjax.models.model import MTPModel
 
-VERSION = 1  # of what a setting gives: another one is not gone on with
+# Raised when equal settings would give another output: an output of another version is not continued.
+VERSION = 1
 BATCHES_PER_WINDOW = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """What to answer, and how.
+    """The records to answer, and the settings.
 
-    Attributes:
+    Args:
         paths: files of one kind: JSONL of conversations, JSONL of prompts, or documents.
-        config, sampling: as for decoding; at a fixed depth, and without seeds.
-        chat: take prompts for messages, by the chat template.
-        prompt_tokens: the first so many of a text are kept; None: all of a prompt, 64 of a document.
-        batch_size: records decoded together, at most.
-        seed: what a record's noise depends on, beside its number.
+        config: decoding settings, with a fixed depth.
+        sampling: sampling parameters, without seeds.
+        chat: treat prompts as user messages and apply the chat template.
+        prompt_tokens: number of tokens that are kept of each text; None: all of a prompt, 64 of a document.
+        batch_size: maximum number of records decoded together.
+        seed: seed of the run. The random numbers of an answer depend on it, the record's number and the turn.
 
-    Raises `ValueError` for files of several kinds, and for settings that do not fit.
+    Raises:
+        ValueError: the files are of several kinds, or a setting is out of range or unsupported.
     """
 
     paths: Sequence[pathlib.Path]
@@ -56,25 +59,28 @@ class Request:
     kind: Kind = dataclasses.field(init=False)
 
     def __post_init__(self):
+        # Ranges of single values.
         for name, least in (("batch_size", 1), ("seed", 0), ("prompt_tokens", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, not {value}")
         if self.config.depth_policy != "fixed":
-            raise ValueError("an adaptive depth makes a record's text depend on its neighbours: depth_policy 'fixed'")
+            raise ValueError("depth_policy must be 'fixed': an adaptive depth makes texts depend on other records")
+        # The first record decides what the files contain.
         object.__setattr__(self, "kind", find_kind(self.paths))
         if self.chat and self.kind == "documents":
-            raise ValueError("documents are no messages: conversations are made of prompts in JSONL")
+            raise ValueError("documents are not messages: chat needs prompts in JSONL")
         if self.prompt_tokens is not None and self.output_kind == "chat":
-            raise ValueError("messages are kept whole: prompt_tokens is for prompts and documents")
+            raise ValueError("messages are kept whole: prompt_tokens applies to prompts and documents")
 
     @property
     def output_kind(self) -> str:
-        """The `kind` of the output as a `mtpjax.data.config.Source`."""
+        """Returns the `kind` with which a `mtpjax.data.config.Source` reads the output."""
         return "chat" if self.chat or self.kind == "conversations" else "jsonl"
 
     def describe(self) -> dict[str, Any]:
-        """All that decides the output, but for the model and its tokenizer."""
+        """Returns everything that determines the output, except the model and its tokenizer."""
+        # Paths relative to their common folder, so that a moved data set still matches.
         root = os.path.commonpath([path.parent for path in self.paths])
         files = [(os.path.relpath(path, root), _digest(path)) for path in self.paths]
         data = hashlib.sha256(json.dumps(files).encode()).hexdigest()
@@ -97,11 +103,26 @@ def regenerate(
     model_digest: str,
     progress: Callable[[Tally, float], Any] = lambda tally, share: None,
 ) -> Tally:
-    """Writes the file at `path`, or what it does not hold yet; `progress` is told the share of the input that is done.
+    """Regenerates records into a JSONL file, or continues an interrupted run there.
 
-    Raises `ValueError` for what decoding refuses, for a file that cannot be gone on with (`open_output`), and where no
-    record at all could be used; `TokenizerError` for a tokenizer that takes no conversations; `OSError`.
+    Args:
+        params: parameters of `model` with unrolled layers.
+        request: the records and settings.
+        path: output file.
+        model: the model.
+        tokenizer: its tokenizer.
+        model_digest: digest of the model; a run continues only with the same one.
+        progress: called after every window with the tally and the fraction of the input that is done, 0..1.
+
+    Returns:
+        Counts of the whole run, including parts done before an interruption.
+
+    Raises:
+        ValueError: decoding rejects the settings, the file cannot be continued (`open_output`), or no record is usable.
+        TokenizerError: the tokenizer does not support conversations.
+        OSError: a file cannot be read or written.
     """
+    # A prompt must leave room for its answer.
     most = request.config.max_length or model.config.max_position_embeddings
     room = room_for_prompts(most, request.config.max_new_tokens)
     size = max(sum(path.stat().st_size for path in request.paths), 1)
@@ -109,6 +130,7 @@ def regenerate(
     settings = {"model": model_digest, "tokenizer": tokenizer.digest, **request.describe()}
     with open_output(path, settings, request.output_kind) as output:
         tally, done = output.tally, 0
+        # Windows that the output already has are read again, to keep the records' numbers, but not decoded.
         while window := list(itertools.islice(records, request.batch_size * BATCHES_PER_WINDOW)):
             done += sum(len(content) for _, (_, content) in window)
             if window[0][0] >= tally.read:
@@ -125,12 +147,21 @@ def regenerate(
 
 
 def record_seed(seed: int, number: int, turn: int) -> int:
-    """Of the noise of one answer, 0..2^64-1; of another record, turn or seed it is another."""
+    """Returns the sampling seed of one answer.
+
+    Args:
+        seed: seed of the run.
+        number: number of the record.
+        turn: number of the answer within the record.
+
+    Returns:
+        A seed within 0..2^64-1 that depends on all three.
+    """
     return int(np.random.SeedSequence([seed, number, turn]).generate_state(1, np.uint64)[0])
 
 
 def _read(window, request: Request, tokenizer: Tokenizer, room: int, tally: Tally) -> list[tuple[int, Task]]:
-    """The records of a window that can be used, with their numbers."""
+    """Returns the usable records of a window with their numbers, and counts the others."""
     settings = {"kind": request.kind, "room": room, "chat": request.chat, "prompt_tokens": request.prompt_tokens}
     tasks = []
     for number, (place, content) in window:
@@ -145,18 +176,22 @@ def _read(window, request: Request, tokenizer: Tokenizer, room: int, tally: Tall
 
 
 def _answer(params, tasks: list[tuple[int, Task]], request: Request, model: MTPModel, tally: Tally) -> None:
-    """Decodes turn by turn, the shortest prompts first."""
+    """Answers the tasks of a window, turn by turn."""
     config, stops = request.config, request.config.stop_token_ids
     while waiting := [(number, task, task.prompt) for number, task in tasks if task.prompt is not None]:
+        # One turn of every conversation that has one left. Sorting by length keeps padding within a batch small.
         waiting.sort(key=lambda entry: len(entry[2]))
         for begin in range(0, len(waiting), request.batch_size):
             group = waiting[begin : begin + request.batch_size]
+            # Pad the batch to a power of two with copies of its last row, so that decoding compiles for few sizes. A
+            # copy ends in the same round as its original and costs no extra round.
             count, size = len(group), min(1 << (len(group) - 1).bit_length(), request.batch_size)
-            rows = group + group[-1:] * (size - count)  # few shapes; a copy takes no round more than what it copies
+            rows = group + group[-1:] * (size - count)
             seeds = [record_seed(request.seed, number, len(task.finish_reasons)) for number, task, _ in rows]
             sampling = dataclasses.replace(request.sampling, seed=seeds)
             prompts = [prompt for _, _, prompt in rows]
             result = speculative_generate(params, prompts, model=model, config=config, sampling=sampling)
+            # Give each task its answer without the stop token. The next turn's prompt depends on it.
             for (_, task, _), tokens, reason in zip(group, result.rows(), result.finish_reasons, strict=False):
                 ends = tokens[-1:] if reason == "stop" and tokens[-1] in stops else []
                 tally.changed += not task.take(tokens[: len(tokens) - len(ends)], reason)
@@ -167,6 +202,7 @@ def _answer(params, tasks: list[tuple[int, Task]], request: Request, model: MTPM
 
 
 def _written(tasks: list[tuple[int, Task]], tally: Tally) -> list[dict[str, Any]]:
+    """Returns the finished records, and counts those that training could not read."""
     records = []
     for _, task in tasks:
         try:

@@ -1,10 +1,12 @@
-"""A run folder: one writer, and training states under digests that a killed run goes on from.
+"""The run folder: a lock for its single writer, the settings, and training states to resume from.
 
-run.json            the settings, and the fingerprint of the data
-metrics.jsonl       a row per logged step and evaluation
-tensorboard/        the same for TensorBoard; wandb-id the run's name at Weights & Biases; profile/ a trace
-states/00000120/    parameters and optimiser after 120 updates (`mtpjax.io.checkpoint`)
-checkpoint/         the model, for decoding
+run.json            settings, and the fingerprint of the data
+metrics.jsonl       one row per logged step and evaluation
+tensorboard/        the same for TensorBoard
+wandb-id            id of the run at Weights & Biases
+profile/            trace of JAX's profiler
+states/00000120/    parameters and optimiser state after 120 updates (`mtpjax.io.checkpoint`, with digests)
+checkpoint/         the trained model, for decoding
 .lock               held while a process writes here
 """
 
@@ -32,7 +34,8 @@ from mtpjax.training.log import METRICS, PROFILE
 from mtpjax.training.trackers import TENSORBOARD, WANDB_ID
 
 SETTINGS, STATES, LOCK = "run.json", "states", ".lock"
-# What may differ when a run goes on: none of it changes an update (accumulation, remat and mesh change its rounding).
+# Settings that may differ when a run resumes, because they do not change an update. Accumulation, remat and mesh are
+# not among them: they change its rounding.
 FREE_SETTINGS = ("output", "log_every", "save_every", "keep_states", "most_bad_steps", "panel_prompts")
 FREE_SETTINGS += ("tensorboard", "wandb", "profile_start", "profile_steps")
 log = logging.getLogger("mtpjax.train")
@@ -40,15 +43,24 @@ Tree = TypeVar("Tree")
 
 
 class RunError(UsageError):
-    """A run folder that cannot be written to, or gone on with."""
+    """A run folder is in use, damaged, or does not match the run that is to resume."""
 
 
 @contextlib.contextmanager
 def locked(folder, *, waits: bool = False) -> Iterator[pathlib.Path]:
-    """Makes the folder and holds it. Raises `RunError`, naming host and process, where another one does, or `waits`.
+    """Makes a folder and locks it for this process.
 
-    The lock is the kernel's: it goes with its process, however that ends.
+    Args:
+        folder: the folder.
+        waits: wait for another process that holds the lock, instead of failing.
+
+    Yields:
+        The folder.
+
+    Raises:
+        RunError: another process holds the lock; the message names its host and process.
     """
+    # The kernel releases this kind of lock when its process ends, also after a kill, so locks never go stale.
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("a+") as file:
@@ -61,6 +73,7 @@ def locked(folder, *, waits: bool = False) -> Iterator[pathlib.Path]:
                 raise RunError(problem) from None
             log.warning("%s: waiting", problem)
             fcntl.flock(file, fcntl.LOCK_EX)
+        # The content only tells other processes who holds the lock.
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
@@ -68,9 +81,20 @@ def locked(folder, *, waits: bool = False) -> Iterator[pathlib.Path]:
 
 
 def begin(folder: pathlib.Path, settings: Mapping[str, Any], fingerprint: str, *, overwrite: bool) -> None:
-    """Writes down what the run is. Raises `RunError` where the folder holds one that is not to be overwritten."""
+    """Starts a new run in a folder: removes the files of an old run, and writes `run.json`.
+
+    Args:
+        folder: the run folder, locked.
+        settings: the settings, as JSON can hold them.
+        fingerprint: digest of the data.
+        overwrite: replace a run that is already there.
+
+    Raises:
+        RunError: the folder holds a run, and `overwrite` is not set.
+    """
     if (folder / SETTINGS).exists() and not overwrite:
-        raise RunError(f"{folder} holds a run: go on with it (resume), replace it (overwrite) or choose another output")
+        raise RunError(f"{folder} holds a run: continue it (resume), replace it (overwrite) or choose another output")
+    # States of an old run must not be resumed under the new settings.
     for name in (STATES, TENSORBOARD, PROFILE):
         shutil.rmtree(folder / name, ignore_errors=True)
     for name in (METRICS, WANDB_ID):
@@ -81,9 +105,16 @@ def begin(folder: pathlib.Path, settings: Mapping[str, Any], fingerprint: str, *
 def check_same(
     folder: pathlib.Path, settings: Mapping[str, Any], fingerprint: str, allowed_changes: Sequence[str] = ()
 ) -> None:
-    """Raises `RunError` where a run does not go on as it began, naming each setting with both values.
+    """Checks that a run resumes with the settings and data it was started with.
 
-    Settings in `FREE_SETTINGS` and `allowed_changes` may differ; data may only where "data" is an allowed change.
+    Args:
+        folder: the run folder.
+        settings: the settings now.
+        fingerprint: digest of the data now.
+        allowed_changes: settings that may differ, in addition to `FREE_SETTINGS`; "data" allows other data.
+
+    Raises:
+        RunError: there is no run, it is damaged, or something else differs; the message names both values.
     """
     try:
         stored = json.loads((folder / SETTINGS).read_bytes())
@@ -92,6 +123,7 @@ def check_same(
         raise RunError(f"{folder} holds no run to resume: {SETTINGS} is missing") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(f"{folder / SETTINGS} is damaged: {error}") from error
+    # Compare as JSON, in which tuples are lists. A setting that one side lacks counts as None.
     free = {*FREE_SETTINGS, *allowed_changes}
     now = json.loads(json.dumps(dict(settings)))
     changed = [
@@ -100,37 +132,53 @@ def check_same(
         if before.get(name) != now.get(name)
     ]
     if changed:
-        raise RunError(f"{folder} began with other settings: {'; '.join(changed)}")
+        raise RunError(f"{folder} was started with other settings: {'; '.join(changed)}")
     if fingerprint != data_before and "data" not in free:
-        raise RunError(f"{folder} began with other data: files, their order or content have changed")
+        raise RunError(f"{folder} was started with other data: files, their order or content have changed")
 
 
 def save_state(folder: pathlib.Path, state: Any, *, step: int, keep: int, metadata: Mapping[str, Any]) -> bool:
-    """Writes the state after `step` updates, then removes all but the newest `keep`; says whether it could.
+    """Saves a training state, then deletes all but the newest `keep` states.
 
-    What a killed process had not completed goes as well: the folder has one writer.
+    Args:
+        folder: the run folder.
+        state: tree of whole arrays.
+        step: number of updates done.
+        keep: number of states to keep.
+        metadata: stored with the state.
 
-    A disk that is full costs this state alone: what was there stays, and the run may go on.
+    Returns:
+        True if the state was saved. False after an error such as a full disk: older states stay, and training may
+        continue.
     """
     leaves = {f"{number:06d}": leaf for number, leaf in enumerate(jax.tree.leaves(state))}
     path = folder / STATES / f"{step:08d}"
+    # After resuming from an older state, a damaged state of this step may still be there.
     if not checkpoint.is_checkpoint(path):
-        shutil.rmtree(path, ignore_errors=True)  # a damaged one, which was skipped
+        shutil.rmtree(path, ignore_errors=True)
     try:
         checkpoint.save(path, {"tree": _describe_tree(state)}, leaves, metadata={"step": step, **metadata})
     except OSError as error:
-        log.error("the state after step %d could not be saved, and the run goes on without: %s", step, error)
+        log.error("the state after step %d could not be saved; the run continues without it: %s", step, error)
         return False
+    # Only now remove old states, and hidden leftovers of a killed process; the lock makes sure no other process writes.
     for old in [*_states(folder)[keep:], *(folder / STATES).glob(".*")]:
         shutil.rmtree(old, ignore_errors=True)
     return True
 
 
 def restore_state(folder: pathlib.Path, like: Tree) -> tuple[Tree, dict[str, Any]] | None:
-    """The newest state that is whole, in the form of `like`, and its metadata; None where there is none.
+    """Restores the newest complete state. Skips damaged ones with a warning that names the array.
 
-    Damaged ones are skipped with a warning that names the array. Raises `RunError` where a whole one has other arrays
-    than `like`.
+    Args:
+        folder: the run folder.
+        like: a state with the structure, shapes, dtypes and shardings to restore.
+
+    Returns:
+        The state and its metadata; None if there is no complete state.
+
+    Raises:
+        RunError: a complete state has other arrays than `like`.
     """
     for path in _states(folder):
         try:
@@ -138,7 +186,9 @@ def restore_state(folder: pathlib.Path, like: Tree) -> tuple[Tree, dict[str, Any
         except CheckpointError as error:
             log.warning("skipping a damaged state: %s", error)
             continue
+        # Leaves are stored by number, so names, shapes and dtypes must match before they are assigned.
         _check_tree(path, config.get("tree") if isinstance(config, dict) else None, _describe_tree(like))
+        # Each array goes where the array of `like` is; a restored run may have another mesh.
         shardings = [leaf.sharding if isinstance(leaf, jax.Array) else None for leaf in jax.tree.leaves(like)]
         arrays = [
             jnp.asarray(leaves[name]) if sharding is None else jax.device_put(leaves[name], sharding)
@@ -150,11 +200,17 @@ def restore_state(folder: pathlib.Path, like: Tree) -> tuple[Tree, dict[str, Any
 
 @contextlib.contextmanager
 def ending_signals() -> Iterator[Callable[[], bool]]:
-    """Gives a function that tells whether SIGTERM or SIGUSR1 has come; outside the main thread neither is caught."""
+    """Catches SIGTERM and SIGUSR1, with which schedulers announce the end of a job.
+
+    Yields:
+        A function that returns whether a signal has arrived. Outside the main thread, where Python cannot install
+        handlers, it always returns False.
+    """
     came: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
+    # The handler only takes note: the training loop saves its state between two updates.
     signals = (signal.SIGTERM, signal.SIGUSR1)
     before = [signal.signal(which, lambda number, frame: came.append(number)) for which in signals]
     try:
@@ -165,12 +221,12 @@ def ending_signals() -> Iterator[Callable[[], bool]]:
 
 
 def _states(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Newest first. What a killed process left half written has another name."""
+    """Lists the folders of saved states, newest first. Incomplete ones have hidden names and are not listed."""
     return sorted((path for path in (folder / STATES).glob("[0-9]*") if path.is_dir()), reverse=True)
 
 
 def _describe_tree(tree: Any) -> list[list[Any]]:
-    """Name, shape and dtype of every leaf."""
+    """Returns name, shape and dtype of every leaf."""
     return [
         [jax.tree_util.keystr(path), list(np.shape(leaf)), np.dtype(leaf.dtype).name]
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -178,11 +234,12 @@ def _describe_tree(tree: Any) -> list[list[Any]]:
 
 
 def _check_tree(path: pathlib.Path, found: Any, wanted: list[list[Any]]) -> None:
+    """Raises `RunError` for the first array that differs in name, shape or dtype."""
     if found == wanted:
         return
     found = {name: (shape, dtype) for name, shape, dtype in found or []}
     for name, shape, dtype in wanted:
         if found.get(name) != (shape, dtype):
             had = "nothing" if name not in found else "{1}{0}".format(*found[name])
-            raise RunError(f"{path} holds {had} where {dtype}{shape} is wanted, at {name}")
-    raise RunError(f"{path} holds arrays that are not wanted: {sorted(set(found) - {row[0] for row in wanted})}")
+            raise RunError(f"{path} holds {had} instead of {dtype}{shape} at {name}")
+    raise RunError(f"{path} holds unexpected arrays: {sorted(set(found) - {row[0] for row in wanted})}")

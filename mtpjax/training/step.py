@@ -1,4 +1,4 @@
-"""One jitted update."""
+"""One update of a training run: losses, gradients, optimiser."""
 
 import functools
 from typing import Any
@@ -20,23 +20,44 @@ from mtpjax.training.losses import all_targets, batch_totals
 
 
 class TrainState(flax.struct.PyTreeNode):
-    """What an update changes. Parameters have stacked trunk layers."""
+    """The state that an update changes.
+
+    Attributes:
+        params: all parameters, with stacked trunk layers.
+        optimizer: optimiser state of the trained parameters.
+        step: `[]` int32 number of updates, including skipped ones.
+    """
 
     params: dict
     optimizer: optax.OptState
-    step: jax.Array  # [] int32
+    step: jax.Array
 
 
 def first_state(params: dict, optimizer: optax.GradientTransformation, trains: str = "all") -> TrainState:
-    """The state before the first update; the optimiser keeps something of what `trains` changes alone."""
+    """Makes the state before the first update.
+
+    Args:
+        params: all parameters, with stacked trunk layers.
+        optimizer: the optimiser; it keeps state for trained parameters only.
+        trains: the trained part, as in `TrainConfig`.
+
+    Returns:
+        The state.
+    """
     return TrainState(params, optimizer.init(trained(params, trains)), jnp.zeros((), jnp.int32))
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """Clipped AdamW, or Muon for the matrices inside the layers and AdamW for the rest, at learning rate 1.
+    """Makes the optimiser: AdamW, or Muon for the matrices inside the layers and AdamW for the rest, with clipping.
 
-    It is for what `trained` leaves. `train_step` scales the update, so that a run can end by the clock. Detached
-    modules are clipped by a norm of their own.
+    Its learning rate is 1. `train_step` multiplies the update by the learning rate, which depends on the run's progress
+    and thus on the clock.
+
+    Args:
+        config: optimizer, weight decay and clipping.
+
+    Returns:
+        The optimiser, for the parameters that `mtpjax.training.gradients.trained` selects.
     """
     core = optax.adam(1.0, b2=0.95)
     if config.optimizer == "muon":
@@ -44,9 +65,12 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
             1.0,
             adam_b2=0.95,
             muon_weight_dimension_numbers=_muon_axes,
-            consistent_rms=0.2,  # the size of Adam's updates, so that one learning rate serves both (2502.16982)
+            # The RMS of Adam's updates, so that both parts can use one learning rate (2502.16982).
+            consistent_rms=0.2,
         )
-    decay = optax.add_decayed_weights(-config.weight_decay, mask=_is_matrix)  # beside updates, which go downhill
+    # Decoupled decay, added after the core. The updates already point downhill, hence the negative sign.
+    decay = optax.add_decayed_weights(-config.weight_decay, mask=_is_matrix)
+    # Detached modules get a clipping norm of their own, so that large draft gradients do not shrink the trunk's update.
     clip = optax.clip_by_global_norm(config.gradient_clip)
     if config.trains == "detached":
         clip = optax.partition({True: clip, False: clip}, lambda params: {name: is_of_modules(name) for name in params})
@@ -54,19 +78,24 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
 
 
 def _is_matrix(params: dict) -> dict:
-    """Which leaves decay: not norms and biases. The trunk's have an axis more, over its stacked layers."""
+    """Selects the leaves with weight decay: matrices, not norms and biases. Leaves of the trunk have a layer axis."""
     return jax.tree_util.tree_map_with_path(lambda path, leaf: leaf.ndim - (path[0].key == "trunk") > 1, params)
 
 
 def _muon_axes(params: Any) -> Any:
-    """Which axes of each matrix inside a layer go in and out; None (AdamW) for embedding, head, norms and routers."""
-    axes = {  # counted from the end, since layers and experts are stacked in front
+    """Returns input and output axes of each matrix inside a layer; None (AdamW) for embedding, head, norms and routers.
+
+    Muon orthogonalises a matrix, so arrays such as `qkv [D, K, G + 2, H]` need to know which axes form its two sides.
+    """
+    # Axes count from the end, because layers and experts are stacked in front.
+    axes = {
         "qkv": ((-4,), (-3, -2, -1)),
         "gate_up": ((-3,), (-2, -1)),
         "qkvz": ((-3,), (-2, -1)),
         "ba": ((-3,), (-2, -1)),
         "key_up": ((-1,), (-2,)),
     }
+    # Matrices `[in, out]`.
     plain = ("output", "down", "project", "query", "query_down", "query_up", "latent_down", "value_up")
 
     def of(path, leaf):
@@ -96,22 +125,41 @@ def train_step(
     accumulation: int = 1,
     mesh: Mesh | None = None,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Loss, gradients, update. Returns the cross-entropies per depth (nats) and the gradient norm beside the new state.
+    """Runs one update: losses, gradients, optimiser. Skips it if the loss or the gradient norm is not finite.
 
-    `trains` is "all"; "modules": the trunk and what is shared with it stay as they are, without a backward pass; or
-    "detached": all is trained, the trunk by its own loss alone. `states [B, T, D]`, only for "modules", are what
-    `trunk_states` gives for the batch: with them the trunk does not run.
-    `progress` 0..1 of the run says where the objective's warm-up stands. An update that is not finite is skipped and
-    reported as such. Raises `ValueError` for states of a trunk that is trained.
+    Args:
+        state: the state before the update.
+        batch: packed rows `[B, T]`.
+        learning_rate: `[]`.
+        mtp_scale: `[]` lambda, the weight of the draft losses.
+        progress: `[]` fraction of the run that is done, 0..1, for the objective's warm-up.
+        states: `[B, T, D]` cached hidden states of a frozen trunk, as `mtpjax.models.model.trunk_states` computes them;
+            None: the trunk runs.
+        model: the model, with stacked layers.
+        optimizer: from `make_optimizer`.
+        num_depths: draft depths with a loss.
+        attention_layout: "ttt" or "stream", as in `TrainConfig`.
+        objective: the draft losses.
+        trains: the trained part, as in `TrainConfig`. For "modules" the frozen parameters take no backward pass.
+        accumulation: number of parts of the batch that run one after the other. The gradients are the same up to
+            rounding; the LK hybrid takes one more forward pass.
+        mesh: splits the rows over its devices (`mtpjax.training.data_parallel`); None: one device.
 
-    With `accumulation` the batch goes through in so many parts, one after the other, to the same gradients; the LK
-    hybrid then takes a forward pass more. On a `mesh` each device has its own rows (`mtpjax.training.data_parallel`).
+    Returns:
+        The new state, and metrics: `losses [1 + num_depths]` (cross-entropy in nats), `gradient_norm []` and
+        `is_finite []`.
+
+    Raises:
+        ValueError: `states` are given, but the trunk is trained.
     """
     if states is not None and trains != "modules":
-        raise ValueError(f"states are of a frozen trunk; trains '{trains}' changes it")
+        raise ValueError(f"cached trunk states need a frozen trunk: trains '{trains}' changes it")
+    # Count the targets of the whole batch first: with them, losses of its parts are shares that add up. The overlap,
+    # which the LK hybrid also needs, is only known after a forward pass.
     rows = jax.tree.map(jnp.asarray, (*batch, states))
     _, is_valid = all_targets(rows[0], rows[1], rows[2], num_depths)
-    totals = batch_totals(is_valid, jnp.zeros(num_depths))  # the overlap is not known before a pass
+    totals = batch_totals(is_valid, jnp.zeros(num_depths))
+    # Loss and gradients, on a mesh summed over devices.
     of_rows = functools.partial(
         gradients_of_rows,
         model=model,
@@ -124,10 +172,12 @@ def train_step(
     if mesh is not None:
         of_rows = over_mesh(of_rows, mesh, trains=trains)
     (loss, losses), gradients = of_rows(state.params, rows, totals, mtp_scale, progress)
+    # The optimiser sees trained parameters only. Its update is at learning rate 1 and is scaled here.
     changing = trained(state.params, trains)
     norm = optax.tree.norm(gradients)
     updates, new_optimizer = optimizer.update(gradients, state.optimizer, changing)
     new: Any = optax.apply_updates(changing, jax.tree.map(lambda update: learning_rate * update, updates))
+    # A non-finite loss or gradient would destroy parameters and moments: keep the old ones, and only count the step.
     is_finite = jnp.isfinite(norm) & jnp.isfinite(loss)
     new = TrainState({**state.params, **new}, new_optimizer, state.step)
     kept = jax.tree.map(lambda after, before: jnp.where(is_finite, after, before), new, state)

@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases get a run's rows, too. None of them can stop the run."""
+"""Sends the rows of a run to TensorBoard and Weights & Biases. Their failures never stop training."""
 
 import contextlib
 import importlib
@@ -17,7 +17,7 @@ log = logging.getLogger("mtpjax.train")
 
 
 class Tracker(Protocol):
-    """Where numbers go."""
+    """A destination for the numbers of a run, by name and step."""
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None: ...
 
@@ -25,9 +25,15 @@ class Tracker(Protocol):
 
 
 def flatten(row: Any, name: str = "") -> dict[str, float]:
-    """Every number of a row by its path, whatever its structure; text and empty values are left out.
+    """Flattens a row of any structure to its numbers.
 
-    Lists count from 1, as draft levels do; those of bits begin with the trunk: `bits/main`, `bits/mtp1`.
+    Args:
+        row: a mapping, list or value. Text and None are left out.
+        name: prefix of the names.
+
+    Returns:
+        Numbers by path. Elements of lists are numbered from 1, as draft levels are. Lists of bits begin with the trunk:
+        `bits/main`, `bits/mtp1`.
     """
     if isinstance(row, Mapping):
         items = [(str(key), value) for key, value in row.items()]
@@ -45,10 +51,14 @@ def flatten(row: Any, name: str = "") -> dict[str, float]:
 
 
 class TensorBoard:
-    """Event files in a folder. TensorBoard drops what earlier ones say of the steps after `step`.
+    """Writes TensorBoard event files.
 
-    Written in the run's own thread: the usual `SummaryWriter` hands events to one that ends without a word where the
-    disk is full, and then blocks.
+    It writes in the thread of the run. The usual `SummaryWriter` passes events to another thread, which ends silently
+    when the disk is full, and then blocks.
+
+    Args:
+        folder: folder of the event files.
+        step: number of updates that the run continues from.
     """
 
     def __init__(self, folder: pathlib.Path, step: int):
@@ -58,6 +68,7 @@ class TensorBoard:
         self.event: Any = importlib.import_module("tensorboardX.proto.event_pb2")
         self.summary: Any = importlib.import_module("tensorboardX.proto.summary_pb2").Summary
         self.file = EventsWriter(str(folder / "events"), f".{os.getpid()}.{step}")
+        # A session start tells TensorBoard to drop what older files say about later steps.
         self._add(step + 1, session_log=self.event.SessionLog(status=self.event.SessionLog.START))
 
     def _add(self, step: int, **content) -> None:
@@ -73,11 +84,18 @@ class TensorBoard:
 
 
 class Wandb:
-    """A run on Weights & Biases, the same one when the folder's run goes on: it ignores steps that it has."""
+    """Logs to Weights & Biases.
+
+    Args:
+        folder: the run folder, which stores the id.
+        project: the project.
+        settings: settings of the run.
+    """
 
     def __init__(self, folder: pathlib.Path, project: str, settings: Mapping[str, Any]):
         import wandb
 
+        # A resumed run continues under its stored id. Weights & Biases ignores steps that it already has.
         file = folder / WANDB_ID
         known = file.read_text().strip() if file.exists() else None
         self.run = wandb.init(
@@ -93,7 +111,7 @@ class Wandb:
 
 
 def require_trackers(config: TrainConfig) -> None:
-    """Raises `ValueError` where a package is missing that a tracker of `config` needs."""
+    """Raises `ValueError` if a package is missing that a tracker of `config` needs."""
     for wanted, name, install in (
         (config.tensorboard, "tensorboardX", "pip install 'mtpjax[train]', or leave out tensorboard"),
         (config.wandb is not None, "wandb", f"pip install wandb, or leave out wandb={config.wandb}"),
@@ -109,10 +127,18 @@ def require_trackers(config: TrainConfig) -> None:
 def tracking(
     folder: pathlib.Path, step: int, config: TrainConfig, settings: Mapping[str, Any]
 ) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """Gives a function that sends a row to the trackers of `config`. One that fails is told once, and left out.
+    """Opens the trackers of a run. A tracker that fails is logged once and disabled.
 
-    They have a clock of their own: the row's seconds stay here.
+    Args:
+        folder: the run folder.
+        step: number of updates that the run continues from.
+        config: names the trackers.
+        settings: settings, for Weights & Biases.
+
+    Yields:
+        A function that sends a row of `metrics.jsonl` to every tracker.
     """
+    # Makers rather than trackers: making one can fail, too, for example without a network.
     makers: dict[str, Callable[[], Tracker]] = {}
     if config.tensorboard:
         makers["TensorBoard"] = lambda: TensorBoard(folder / TENSORBOARD, step)
@@ -120,6 +146,7 @@ def tracking(
         makers["Weights & Biases"] = lambda: Wandb(folder, str(config.wandb), settings)
     trackers: dict[str, Tracker] = {}
 
+    # Third-party code may raise anything. No error of it is worth a training run, so all are caught.
     def attempt(name: str, action: Callable[[], Any]) -> Any:
         try:
             return action()
@@ -127,12 +154,13 @@ def tracking(
             if (tracker := trackers.pop(name, None)) is not None:
                 with contextlib.suppress(Exception):
                     tracker.close()
-            log.warning("%s gets nothing more of this run, which goes on: %s: %s", name, type(error).__name__, error)
+            log.warning("%s is disabled for the rest of this run: %s: %s", name, type(error).__name__, error)
 
     for name, make in makers.items():
         if (tracker := attempt(name, make)) is not None:
             trackers[name] = tracker
 
+    # Trackers have their own step axis and clock, so those two fields are not sent as numbers.
     def send(row: Mapping[str, Any]) -> None:
         numbers = flatten({key: value for key, value in row.items() if key not in ("step", "seconds")})
         for name, tracker in list(trackers.items()):

@@ -1,4 +1,4 @@
-"""A training run: data, steps, held-out panel, log, checkpoint."""
+"""The training run: reads the data, updates the parameters, evaluates, logs, saves, resumes."""
 
 import contextlib
 import dataclasses
@@ -42,7 +42,16 @@ logger = logging.getLogger("mtpjax.train")
 
 @dataclasses.dataclass(frozen=True)
 class TrainResult:
-    """What a run leaves: the model for decoding, its checkpoint, the held-out documents and every logged row."""
+    """Result of a training run.
+
+    Attributes:
+        model: the trained model in its form for decoding, with unrolled layers.
+        params: its parameters.
+        path: folder of its checkpoint.
+        held_out: the held-out documents.
+        panel: the last evaluation.
+        history: every logged row of `metrics.jsonl`.
+    """
 
     model: MTPModel
     params: dict
@@ -53,7 +62,15 @@ class TrainResult:
 
 
 def learning_rate_at(progress: float, config: TrainConfig) -> float:
-    """Linear warm-up, then a cosine to `final_learning_rate` of the peak; `progress` 0..1 of the run."""
+    """Returns the learning rate at a point of the run: a cosine, multiplied by a linear warm-up.
+
+    Args:
+        progress: fraction of the run that is done, 0..1.
+        config: the settings.
+
+    Returns:
+        The learning rate, which ends at `final_learning_rate * learning_rate`.
+    """
     warm = min(progress / config.warmup, 1.0) if config.warmup else 1.0
     cosine = 0.5 * (1 + math.cos(math.pi * progress))
     return config.learning_rate * warm * (config.final_learning_rate + (1 - config.final_learning_rate) * cosine)
@@ -68,21 +85,42 @@ def train(
     overwrite: bool = False,
     allowed_changes: Sequence[str] = (),
 ) -> TrainResult:
-    """Trains `config.preset` from scratch, or the model of `config.init_from`, and writes `config.output`.
+    """Trains a model from scratch or from a checkpoint, and writes the run folder `config.output`.
 
-    `metrics.jsonl` gets a row every `log_every` steps (losses per depth in bits) and one per evaluation (the panel, of
-    `panel_depths` levels or more, on held-out documents); `panel.png` shows both; `checkpoint/` holds the model and its
-    tokenizer. On a terminal a live bar shows the same, elsewhere one line each.
+    `metrics.jsonl` gets a row every `log_every` updates (losses per depth in bits) and one per evaluation (the
+    acceptance panel on held-out documents). `panel.png` plots both; `checkpoint/` holds the model and its tokenizer.
+    Progress goes to stderr, as a live bar on a terminal, else as lines.
 
-    With `resume` the run in the folder goes on from its newest state that is whole, or from the beginning where there
-    is none; on a CPU its losses are then those of an unbroken run, bit for bit. A setting or data that differ are
-    refused, but for `run_dir.FREE_SETTINGS` and `allowed_changes`. `overwrite` replaces a run that is in the folder.
+    Args:
+        config: the settings.
+        panel_depths: minimum number of draft levels in the panel; it has at least those that are trained.
+        evaluations: number of evaluations, including the one at the end.
+        resume: continue the run in the folder from its newest complete state, or from the beginning if it has none. On
+            a CPU the losses are then those of an uninterrupted run, bit for bit. Settings and data must be the same,
+            except `mtpjax.training.run_dir.FREE_SETTINGS`.
+        overwrite: replace a run that is in the folder.
+        allowed_changes: further settings that may differ when resuming; "data" allows other data.
 
-    Raises `ValueError` for settings that do not fit, for sources of which too much is of no use, and for a folder that
-    is in use or holds another run, `FileNotFoundError` where there is no text, `FloatingPointError` after too many
-    steps in a row that are not finite, `Preempted` when told to end, `distributed.LostProcess` where another process of
-    the run is lost.
+    Returns:
+        The model, its parameters and checkpoint, the held-out documents, the last panel and all logged rows.
+
+    Raises:
+        ValueError: settings do not fit the model, the data or the devices; too many documents are unusable; or the
+            folder is in use or holds another run.
+        FileNotFoundError: there is no text to train on.
+        FloatingPointError: the loss or gradient was not finite in `most_bad_steps` consecutive updates.
+        Preempted: SIGTERM or SIGUSR1 arrived; the state is saved.
+        LostProcess: another process of the run has ended or cannot be reached.
+
+    Example:
+        >>> from mtpjax import TrainConfig, load, train
+        >>> config = TrainConfig(preset="tiny", data="texts", pattern="*.txt", steps=500, output="runs/example")
+        >>> result = train(config)  # doctest: +SKIP
+        >>> len(result.panel.survival)  # one rate per draft level  # doctest: +SKIP
+        2
+        >>> model, params = load(result.path)  # doctest: +SKIP
     """
+    # 1. Prepare everything that can fail on wrong settings, before the run folder is touched.
     require_trackers(config)
     mesh, is_first = _mesh(config), distributed.is_first()
     model, begin_with = _initial(config)
@@ -90,6 +128,7 @@ def train(
     panel_depths = max(num_depths, panel_depths)
     corpus = load_corpus(config, model.config.vocab_size, num_depths=num_depths)
     state, step = _first_state(config, model, begin_with(), num_depths, mesh)
+    # 2. Lock the run folder, and start a new run or check that the old one matches. Only the first process writes.
     with contextlib.ExitStack() as stack:
         stack.enter_context(distributed.told_of_losses())
         output = stack.enter_context(run_dir.locked(config.output)) if is_first else pathlib.Path(config.output)
@@ -99,16 +138,21 @@ def train(
             run_dir.begin(output, settings, corpus.fingerprint, overwrite=overwrite)
         if resume:
             run_dir.check_same(output, settings, corpus.fingerprint, allowed_changes)
+        # 3. Fill the cache of trunk states, then restore the newest training state. The clock continues with its number
+        # of updates and its seconds, because both determine the progress.
         trunk_states = _trunk_states(config, model, state.params, corpus, is_told_to_end)
         clock = _Clock(config)
         if resume and (restored := run_dir.restore_state(output, state)) is not None:
             state, metadata = restored
             clock = _Clock(config, number=metadata["step"], spent=metadata["seconds"])
+        # 4. Open the log, the trackers and the profiler's window; other processes log nothing.
         send = stack.enter_context(tracking(output, clock.number, config, settings)) if is_first else None
         log = stack.enter_context(Log(output if is_first else None, step=clock.number, send=send))
         trace = stack.enter_context(trace_window(output, start=config.profile_start, steps=config.profile_steps))
         decoder = PanelDecoder(corpus, model=model, num_depths=panel_depths, count=config.panel_prompts)
 
+        # All processes compute the teacher-forced panel, because gathering parameters is a collective. Only the first
+        # one decodes prompts, and during the run only as long as that stays a small fraction of the time.
         def evaluate(*, is_last: bool = False) -> Panel:
             params = distributed.fetch(state.params)
             panel = acceptance_panel(params, corpus.panel_rows, model=model, num_depths=panel_depths)
@@ -118,6 +162,7 @@ def train(
             log.restart_clock(clock.number)
             return panel
 
+        # Gather the state, write it in the first process, and agree in all processes on whether that succeeded.
         def save() -> bool:
             metadata, whole, is_saved = {"seconds": clock.seconds}, distributed.fetch(state), True
             if is_first:
@@ -127,6 +172,8 @@ def train(
             log.restart_clock(clock.number)
             return not distributed.any_of(not is_saved)
 
+        # 5. The batches depend only on the seed and the number of the update, so a resumed run reads those that an
+        # uninterrupted one would read. `numbers` are the rows' numbers, by which trunk states are looked up.
         stream = packing.mixed_batches(
             corpus.parts, corpus.weights, config.batch_size, seed=config.seed, start=clock.number
         )
@@ -138,30 +185,36 @@ def train(
             states = None if trunk_states is None else trunk_states.take(numbers)
             if mesh is not None:
                 batch, states = place_rows((batch, states), mesh)
+            # One update. Learning rate, lambda and mix follow the progress before it.
             state, metrics = step(state, batch, *_rates(before, config), before, states=states)
             clock.tick()
+            # The update skips itself if it is not finite. Too many in a row mean divergence, and the run stops.
             bad_steps = 0 if metrics["is_finite"] else bad_steps + 1
             if bad_steps:
                 logger.warning("step %d is not finite and was skipped", clock.number)
             if bad_steps >= config.most_bad_steps:
                 save()
                 raise FloatingPointError(
-                    f"{bad_steps} steps in a row up to {clock.number} were not finite, and changed nothing:"
+                    f"{bad_steps} steps in a row up to {clock.number} had no finite loss or gradient and were skipped:"
                     f" lower learning_rate {config.learning_rate}"
                 )
             if clock.number % config.log_every == 0:
                 losses, tokens = jax.device_get(metrics["losses"]), config.batch_size * config.row_length
                 log.record_step(clock.number, clock.seconds, clock.progress, losses=losses, tokens_per_step=tokens)
+            # The end has its own evaluation, below. Others come when the progress passes a multiple of 1 / evaluations.
             if clock.progress >= 1:
                 break
             if math.floor(clock.progress * evaluations) > math.floor(before * evaluations):
                 evaluate()
+            # A signal to one process stops all of them at the same update, after the state is saved.
             if distributed.any_of(is_told_to_end()):
                 if not save():
-                    raise OSError(f"{output} was told to end, and step {clock.number} could not be saved")
-                raise Preempted(f"{output} was told to end and stands at step {clock.number}: go on with resume")
+                    raise OSError(f"{output} was told to stop, but step {clock.number} could not be saved")
+                raise Preempted(f"{output} was told to stop and is saved at step {clock.number}: continue with resume")
             if config.save_every and clock.number % config.save_every == 0:
                 save()
+        # 6. Evaluate, then write the model in its form for decoding. The checkpoint keeps held-out rows and the
+        # modules' output on them, so that a loader can check that it computes the same drafts.
         panel = evaluate(is_last=True)
         if is_first:
             plot_run(output / "panel.png", log.history)
@@ -179,12 +232,21 @@ def train(
         metadata["tokenizer"] = "huggingface" if corpus.file else "bytes"
         if is_first:
             checkpoint.save_model(path, model, params, metadata=metadata, tokenizer=corpus.file)
+        # No process may end while the first still writes: that would count as a lost process.
         distributed.wait("saved")
     return TrainResult(model, params, path, corpus.held_out, panel, log.history)
 
 
 class _Clock:
-    """How far a run is, by its updates or by the wall, whichever is further; `progress` 0..1 as of the last tick."""
+    """Progress of a run by updates or by wall-clock time, whichever is further.
+
+    `progress` changes only at a tick, so that everything within one update sees the same value.
+
+    Args:
+        config: `steps` and `seconds`.
+        number: number of updates that the run continues from.
+        spent: seconds that they took.
+    """
 
     def __init__(self, config: TrainConfig, *, number: int = 0, spent: float = 0.0):
         self.config, self.number, self.begin = config, number, time.perf_counter() - spent
@@ -192,9 +254,11 @@ class _Clock:
 
     @property
     def seconds(self) -> float:
+        """Returns the wall-clock time of the run, including the time before a restart."""
         return time.perf_counter() - self.begin
 
     def tick(self) -> None:
+        """Counts an update."""
         self.number += 1
         self.progress = self._progress()
 
@@ -203,7 +267,7 @@ class _Clock:
 
 
 def _rates(progress: float, config: TrainConfig) -> tuple[float, float]:
-    """Learning rate and lambda."""
+    """Returns learning rate and lambda."""
     scale = mtp_scale_at(
         progress, scale=config.mtp_loss_scale, final=config.mtp_loss_scale_final, switch=config.mtp_loss_switch
     )
@@ -211,24 +275,29 @@ def _rates(progress: float, config: TrainConfig) -> tuple[float, float]:
 
 
 def _mesh(config: TrainConfig) -> Mesh | None:
-    """None for one device. Raises `ValueError` where it does not fit the devices, or the run not several processes."""
+    """Makes the mesh; None for one device. Raises `ValueError` for unsupported combinations."""
     size, devices, several = math.prod(dict(config.mesh).values()), jax.device_count(), distributed.are_several()
+    # Several processes must use all devices, because each one takes part with its own.
     if size > devices or (several and size != devices):
-        raise ValueError(f"the mesh {dict(config.mesh)} takes {size} devices, and there are {devices}")
+        raise ValueError(f"the mesh {dict(config.mesh)} covers {size} devices, but JAX has {devices}")
     if several and config.trunk_states is not None:
-        raise ValueError("trunk_states are stored by one process: make them first, without --nnodes")
+        raise ValueError("trunk_states must be computed by one process first, without --nnodes")
+    # Clocks differ between processes, which would then end after different numbers of updates.
     if several and config.seconds < math.inf:
-        raise ValueError(f"seconds {config.seconds} ends one process by its clock: several end after steps alone")
+        raise ValueError(
+            f"seconds {config.seconds} is unsupported with several processes, whose clocks differ: use steps"
+        )
     return compat.make_mesh(dict(config.mesh)) if size > 1 else None
 
 
 def _first_state(
     config: TrainConfig, model: MTPModel, params: dict, num_depths: int, mesh: Mesh | None
 ) -> tuple[TrainState, Callable]:
-    """The state before the first update, and the jitted update."""
+    """Returns the state before the first update, and the jitted update."""
     optimizer = make_optimizer(config)
     params, stays = params if mesh is None else shard_params(params, mesh), None
     state = first_state(params, optimizer, config.trains)
+    # The output keeps the layout of the input, so that the donated state is updated in place.
     if mesh is not None:
         state = place_state(state, mesh, optimizer=optimizer, trains=config.trains)
         stays = (jax.tree.map(lambda leaf: leaf.sharding, state), NamedSharding(mesh, PartitionSpec()))
@@ -249,6 +318,7 @@ def _first_state(
 def _trunk_states(
     config: TrainConfig, model: MTPModel, params: dict, corpus: Corpus, is_told_to_end: Callable[[], bool]
 ) -> TrunkStates | None:
+    """Opens the cache of the frozen trunk's states for all packed rows; None without one."""
     if config.trunk_states is None:
         return None
     return stored_states(
@@ -263,11 +333,13 @@ def _trunk_states(
 
 
 def _initial(config: TrainConfig) -> tuple[MTPModel, Callable[[], dict]]:
-    """The model in its form for training, and what makes the parameters that it begins with, in float32."""
+    """Returns the model with stacked layers, and a function that makes its initial float32 parameters."""
+    # New weights of a preset.
     key = jax.random.key(config.seed)
     if config.init_from is None:
         model = MTPModel(presets[config.preset], scan_layers=True)
         return model, functools.partial(init_params, model, key)
+    # A checkpoint. A trunk that comes without MTP modules gets one to train.
     model, params = checkpoint.load(config.init_from, dtype=jnp.float32)
     if config.num_depths and not model.config.num_mtp_modules:
         model, params = add_mtp_modules(model, params, 1, key)
@@ -275,11 +347,24 @@ def _initial(config: TrainConfig) -> tuple[MTPModel, Callable[[], dict]]:
 
 
 def _num_depths(config: TrainConfig, model: MTPModel) -> int:
+    """Returns the number of draft depths to train: none for a model without MTP modules."""
     return config.num_depths if model.config.num_mtp_modules else 0
 
 
 def describe(config: TrainConfig) -> dict[str, int]:
-    """What a run would be: rows and tokens of its data, parameters, bytes of its state. Raises as `train` does."""
+    """Computes the sizes of a run without training: rows and tokens, parameters, memory, disk space.
+
+    Args:
+        config: the settings.
+
+    Returns:
+        Sizes by name, for printing.
+
+    Raises:
+        ValueError: as `train`.
+        FileNotFoundError: as `train`.
+    """
+    # Shapes only: neither parameters nor optimiser state are allocated.
     model, begin_with = _initial(config)
     params = jax.eval_shape(begin_with)
     corpus = load_corpus(config, model.config.vocab_size, num_depths=_num_depths(config, model))
@@ -301,5 +386,5 @@ def describe(config: TrainConfig) -> dict[str, int]:
 
 
 def _json(config: TrainConfig) -> dict[str, Any]:
-    """The settings as JSON holds them: no infinite number."""
+    """Returns the settings as JSON can hold them, with None for infinity."""
     return {name: None if value == math.inf else value for name, value in dataclasses.asdict(config).items()}

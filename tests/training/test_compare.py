@@ -80,8 +80,8 @@ def test_one_run_and_equal_runs_are_shown(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (None, "holds no run: there is no run.json"),
-        ({}, "holds no run: there is no run.json"),
+        (None, "is not a run folder: it has no run.json"),
+        ({}, "is not a run folder: it has no run.json"),
         ({"run.json": "{"}, "is damaged: JSONDecodeError"),
         ({"run.json": "[1]"}, "is damaged: TypeError"),
         ({"run.json": '{"settings": {}, "fingerprint": "x"}'}, "has not evaluated yet: metrics.jsonl holds 0 rows"),

@@ -135,7 +135,7 @@ def test_a_process_that_dies_ends_the_others_and_the_run_goes_on_with_one(launch
     error = run.both[0].communicate(timeout=60)[1]
     print(f"the other ended after {time.monotonic() - begin:.1f} s")
     assert run.both[0].returncode == 75, error[-3000:]
-    assert "mtpjax train: another process of this run has ended or is out of reach" in error
+    assert "mtpjax train: another process of this run has ended or cannot be reached" in error
     assert_close(run.goes_on_alone(), unbroken)
 
 
@@ -154,8 +154,8 @@ def test_meshes_that_do_not_fit_are_refused(tmp_path, monkeypatch):
     for changes, said in (
         ({"mesh": {"tensor": 2}}, "mesh axis 'tensor' is not one of data, fsdp"),
         ({"mesh": {"data": 0}}, "mesh axis data must be at least 1, not 0"),
-        ({"mesh": {"data": 3}}, "batch_size 8 is no multiple of 3, accumulation 1 times the mesh {'data': 3}"),
-        ({"accumulation": 5}, "batch_size 8 is no multiple of 5"),
+        ({"mesh": {"data": 3}}, "batch_size 8 is not a multiple of 3, accumulation 1 times the mesh {'data': 3}"),
+        ({"accumulation": 5}, "batch_size 8 is not a multiple of 5"),
         ({"accumulation": 0}, "accumulation must be at least 1, not 0"),
         ({"remat": "all"}, "remat 'all' is not one of none, layers"),
         ({"dtype": "float16"}, "dtype 'float16' is not one of float32, bfloat16"),
@@ -164,17 +164,17 @@ def test_meshes_that_do_not_fit_are_refused(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=said):
             TrainConfig(**changes)
     config = TrainConfig(mesh={"data": 16}, batch_size=16, output=str(tmp_path))
-    with pytest.raises(ValueError, match=r"the mesh {'data': 16} takes 16 devices, and there are 8"):
+    with pytest.raises(ValueError, match=r"the mesh {'data': 16} covers 16 devices, but JAX has 8"):
         train(config)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(ValueError, match=r"the mesh {} takes 1 devices, and there are 8"):
+    with pytest.raises(ValueError, match=r"the mesh {} covers 1 devices, but JAX has 8"):
         train(TrainConfig(output=str(tmp_path)))
-    with pytest.raises(ValueError, match=r"seconds 9.0 ends one process by its clock"):
+    with pytest.raises(ValueError, match=r"seconds 9.0 is unsupported with several processes"):
         train(TrainConfig(output=str(tmp_path), mesh={"data": 8}, seconds=9.0))
 
 
 def test_a_rank_that_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="node-rank and dist-init-addr go together"):
+    with pytest.raises(ValueError, match="node-rank and dist-init-addr must be set together"):
         distributed.connect(2, 1)
     with pytest.raises(ValueError, match=r"node-rank 2 is outside 0\.\.1"):
         distributed.connect(2, 2, "localhost:1")

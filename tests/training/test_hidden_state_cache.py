@@ -102,10 +102,10 @@ def test_a_step_on_states_is_the_step_without_its_trunk(layout, chunk, rows, sma
 
 
 def test_a_trained_trunk_has_no_states(rows, small):
-    with pytest.raises(ValueError, match=r"trunk_states are of a frozen trunk: .* not 'detached'"):
+    with pytest.raises(ValueError, match=r"trunk_states need a frozen trunk: .* not 'detached'"):
         TrainConfig(trains="detached", trunk_states="folder")
     model, params = small()
-    with pytest.raises(ValueError, match="states are of a frozen trunk; trains 'all' changes it"):
+    with pytest.raises(ValueError, match="cached trunk states need a frozen trunk: trains 'all' changes it"):
         train_step(
             TrainState(params, (), jnp.int32(0)), rows, 0.0, 0.0, 1.0, np.zeros((ROWS, LENGTH, 32)), model=model,
             optimizer=make_optimizer(TrainConfig()), num_depths=1, attention_layout="ttt",
@@ -139,7 +139,7 @@ def test_damaged_blocks_are_computed_again(rows, small, tmp_path, caplog):
     assert blocks(tmp_path) == whole
     said = [record.message.replace(str(tmp_path), "") for record in caplog.records]
     assert said == [
-        f"/00000{number}.npy {what}, and is computed again"
+        f"/00000{number}.npy {what}: computing it again"
         for number, what in enumerate(("differs from what was written", "is missing", "differs from what was written"))
     ]
 
@@ -154,7 +154,7 @@ def test_other_trunks_rows_and_dtypes_are_refused(rows, small, tmp_path):
     tokens = rows.tokens.copy()
     tokens[5, 5] += 1
     for changes, said in (
-        ({"params": other}, "of a trunk with other parameters: name another folder, or remove this one"),
+        ({"params": other}, "of a trunk with other parameters: choose another folder, or remove this one"),
         ({"model": turned}, "of a trunk with another configuration"),
         ({"model": unnormed}, "of a trunk with another configuration"),
         ({"rows": rows._replace(tokens=tokens)}, r"of other rows \(data, tokenizer, "),
@@ -169,7 +169,7 @@ def test_other_trunks_rows_and_dtypes_are_refused(rows, small, tmp_path):
     with pytest.raises(StatesError, match=r"manifest\.json is damaged"):
         read(tmp_path, rows, small)
     (tmp_path / "manifest.json").unlink()
-    with pytest.raises(StatesError, match="holds no trunk's states but 00000"):
+    with pytest.raises(StatesError, match="is not a folder of trunk states: it holds 00000"):
         read(tmp_path, rows, small)
 
 
@@ -285,7 +285,7 @@ def test_a_run_that_is_told_to_end_goes_on_with_its_states(origin, tmp_path, mon
             train(config, evaluations=1, resume=resume)
         monkeypatch.undo()
 
-    told_after(2, r"told to end with 2 of \d+ blocks in .*states: go on with resume", resume=False)
+    told_after(2, r"told to stop with 2 of \d+ blocks in .*states: continue with resume", resume=False)
     rest = -(-describe(config)["rows"] // 4) - 2
-    told_after(rest + 3, "stands at step 4", resume=True)
+    told_after(rest + 3, "is saved at step 4", resume=True)
     assert_same(train(config, evaluations=1, resume=True), plain)

@@ -245,20 +245,20 @@ def test_only_what_was_begun_is_gone_on_with(run, tmp_path):
     run(TALKS)
     content = (tmp_path / "answers.jsonl").read_bytes()
     assert run(TALKS)[1].regenerated == 3 and (tmp_path / "answers.jsonl").read_bytes() == content
-    with pytest.raises(ValueError, match=r"begun otherwise: seed was 0, is 3; temperature was 0.0, is 0.5\. To begin"):
+    with pytest.raises(ValueError, match=r"other settings: seed was 0, is 3; temperature was 0.0, is 0.5\. To start"):
         run(TALKS, temperature=0.5, seed=3)
-    with pytest.raises(ValueError, match="begun otherwise: data was '"):
+    with pytest.raises(ValueError, match="has other settings: data was '"):
         run(TALKS[:2])
     (tmp_path / "answers.jsonl").write_bytes(content[:-1] + b" ")
-    with pytest.raises(ValueError, match=r"is not what was written to it: remove it and answers\.jsonl\.about"):
+    with pytest.raises(ValueError, match=r"was changed after it was written: remove it and answers\.jsonl\.about"):
         run(TALKS)
     (tmp_path / "answers.jsonl").write_bytes(content[:-1])
-    with pytest.raises(ValueError, match="is not what was written"):
+    with pytest.raises(ValueError, match="was changed after it was written"):
         run(TALKS)
     (tmp_path / "answers.jsonl.about.json").write_text("{")
     with pytest.raises(ValueError, match=r"answers.jsonl.about.json is damaged"):
         run(TALKS)
-    with pytest.raises(ValueError, match=r"data.jsonl exists, and no data.jsonl.about.json beside it"):
+    with pytest.raises(ValueError, match=r"data.jsonl exists without data.jsonl.about.json beside it"):
         run(TALKS, "data.jsonl")
     with (tmp_path / "busy.jsonl").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -275,7 +275,7 @@ def test_only_what_was_begun_is_gone_on_with(run, tmp_path):
         (b'{"text": "x"}', {"seed": -1}, "seed must be at least 0"),
         (b'{"text": "x"}', {"prompt_tokens": 0}, "prompt_tokens must be at least 1"),
         (b'{"text": "x"}', {"prompt_tokens": 2, "chat": True}, "messages are kept whole"),
-        (b"text", {"data": "some.txt", "chat": True}, "documents are no messages"),
+        (b"text", {"data": "some.txt", "chat": True}, "documents are not messages"),
         (b'{"text": "x"}', {"config": DecodeConfig(max_new_tokens=256)}, "leaves no room"),
         (
             b'{"text": "x"}',
@@ -337,7 +337,7 @@ def test_the_command_writes_tells_and_goes_on(checkpoint, tmp_path, capsys, monk
     assert "top_p 2.0 must be within 0..1" in capsys.readouterr().err
     assert command(other) == 0 and (tmp_path / "other.jsonl").read_bytes() == output.read_bytes()
     assert command([*arguments, "--seed", 1]) == 2
-    assert "begun otherwise: seed was 0, is 1" in capsys.readouterr().err
+    assert "has other settings: seed was 0, is 1" in capsys.readouterr().err
     for extra, code, text in (
         (["--data", "missing"], 2, "missing is neither a file nor a folder"),
         (["--model", "missing"], 3, "no mtpjax checkpoint"),

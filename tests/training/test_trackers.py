@@ -129,9 +129,9 @@ def test_a_tracker_that_fails_is_told_once_and_left_out(tmp_path, monkeypatch, c
     with tracking(tmp_path, 0, config, {}) as send:
         for _ in range(3):
             send(ROW)
-    assert caplog.text.count("gets nothing more of this run") == 2
-    assert "TensorBoard gets nothing more of this run, which goes on: " in caplog.text
-    assert "Weights & Biases gets nothing more of this run, which goes on: ConnectionError: no network" in caplog.text
+    assert caplog.text.count("is disabled for the rest of this run") == 2
+    assert "TensorBoard is disabled for the rest of this run: " in caplog.text
+    assert "Weights & Biases is disabled for the rest of this run: ConnectionError: no network" in caplog.text
     caplog.clear()
     (tmp_path / "tensorboard").unlink()
     monkeypatch.setattr(sys.modules["wandb"], "init", lambda **options: 1 / 0)
@@ -140,7 +140,7 @@ def test_a_tracker_that_fails_is_told_once_and_left_out(tmp_path, monkeypatch, c
         monkeypatch.setattr("tensorboardX.record_writer.RecordWriter.write", lambda self, event: full.write(event))
         for _ in range(30):
             send(ROW)
-    assert caplog.text.count("gets nothing more of this run") == 2
+    assert caplog.text.count("is disabled for the rest of this run") == 2
     assert "ZeroDivisionError" in caplog.text and "No space left" in caplog.text
 
 

@@ -128,7 +128,7 @@ def test_a_run_on_two_sources_keeps_its_tokenizer_and_says_what_it_read(run, tmp
     config = dataclasses.replace(run[0], output=str(tmp_path / "out"), data=None, **changes)
     result = train(config, evaluations=1)
     assert [row["step"] for row in result.history if "bits" in row] == [4]
-    assert f"skipped of {sources[0].path}: corrupt=0 empty=1 vocabulary=0" in capsys.readouterr().err
+    assert f"skipped documents of {sources[0].path}: corrupt=0 empty=1 vocabulary=0" in capsys.readouterr().err
     prompts = {name: kinds["greedy"].prompts for name, kinds in result.panel.decoded.items()}
     assert prompts == {"overall": 6, str(tmp_path / "talks.jsonl"): 3, str(tmp_path / "texts.jsonl"): 3}
     metadata = CheckpointReader(result.path, verify=False).metadata
@@ -149,7 +149,7 @@ def test_too_much_of_no_use_stops_a_run_before_anything_is_compiled(run, tmp_pat
     source = Source(path=str(tmp_path / "some.jsonl"), kind="jsonl", most_skipped=3)
     config = dataclasses.replace(run[0], data=None, sources=(source,), output=str(tmp_path / "out"))
     with pytest.raises(
-        ValueError, match=r"over 3 documents of no use \(2 corrupt, 2 empty\); the last: .* line 6 has no"
+        ValueError, match=r"over 3 unusable documents \(2 corrupt, 2 empty\); the last: .* line 6 has no"
     ):
         train(config)
 
@@ -161,7 +161,7 @@ def test_a_depth_without_a_target_is_told_before_anything_is_compiled(run, tmp_p
     monkeypatch.setattr("mtpjax.training.trainer._first_state", None)
     changes = {"row_length": 4, "batch_size": 1, "output": str(tmp_path / "out")}
     short = dataclasses.replace(run[0], **changes, num_depths=3)
-    with pytest.raises(ValueError, match=r"the training rows have no target at depth 3: .* row of 4; take longer rows"):
+    with pytest.raises(ValueError, match=r"the training rows have no target at depth 3: .* row of 4; use longer rows"):
         train(short)
     with pytest.raises(ValueError, match="at depth 3"):
         describe(short)
