@@ -1,11 +1,13 @@
-"""Few rows times a matrix, which may be fp8 in scaled blocks: op, kernel, reference.
+"""A few rows times a matrix, optionally fp8 with block scales: op, kernel, reference.
 
-A product of few rows costs what reading the matrix costs. So all is arranged for the loads: every weight is loaded
-once, 16 bytes a thread, and enough programs have tiles under way for the memory never to wait. One form serves one row
-and 64, fp8 and other weights, padded to 16 rows for the tensor cores. One row does not need them, but they make it
-cheaper too: 2 instructions a thread for a bfloat16 weight, against 4 with multiplications and additions. And up to 16
-rows are the same code in the same order: a row gives the same bits alone, in a batch, and among the drafts verified
-with it.
+Limit: the bytes of the matrix. With at most 64 rows, reading the weights takes longer than multiplying them, so the
+kernel is arranged for its loads. It loads each weight once, 16 bytes per thread, and runs enough programs that tiles
+are always in flight.
+
+One form serves 1 to 64 rows and weights of any dtype. Rows are padded to 16 or more, the fewest that tensor cores
+multiply; tensor cores also need fewer instructions per weight than scalar multiplications. Up to 16 rows run the same
+code in the same order, so a row gets the same bits alone, in a batch, and among the draft tokens that are verified with
+it.
 """
 
 import functools
@@ -19,23 +21,36 @@ from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.dequantise import dequantise
 from pallas_kernels.dispatch import choose
 
-MOST_ROWS = 64  # beyond, multiplying takes longer than reading
-_TILE_BYTES = 16384  # of weights: eight loads of 16 bytes for each of 128 threads
+MOST_ROWS = 64  # with more rows, multiplying takes longer than reading
+_TILE_BYTES = 16384  # weights per tile: eight loads of 16 bytes for each of 128 threads
 
 
 def block_scaled_matmul(x, weights, scales=None, *, block=128, implementation="auto") -> jax.Array:
-    """`x @ weights`, or with a scale for every `block` inputs of an output `x @ (weights * scales)`.
+    """Multiplies a few rows by a matrix: `x @ weights`, or `x @ (weights * scales)` with block scales.
 
-    x [..., D], weights [D, F] and scales [ceil(D / block), F], floating, -> [..., F] in x's dtype. DeepSeek-V3
-    (2412.19437, 3.3) has float8_e4m3fn in blocks of 128 x 128; here each output has its own scale: 3 % more bytes. The
-    kernel multiplies a weight as it is stored and a block's sum by its scale, accumulates in float32 and rounds once;
-    "xla" rounds each scaled weight to x's dtype.
+    DeepSeek-V3 (2412.19437, section 3.3) stores float8_e4m3fn with one scale per 128 x 128 block. Here every output has
+    its own scale for each block of inputs; a checkpoint's scales are repeated along the outputs.
 
-    `implementation` is "xla", "triton" (the kernel: CUDA and ROCm), "interpreted" (the kernel on any machine, slowly)
-    or "auto", see `pallas_kernels.dispatch`. The kernel is for up to 64 rows: more are left to "xla",
-    whichever is asked for. Differentiable in reverse mode: the gradient is that of "xla". Raises
-    ValueError for other implementations, for shapes that do not fit, and from the kernel for blocks that are no power
-    of two from 16 on and for one-byte weights of 2^31 elements or more, which its 32-bit offsets do not reach.
+    The kernel multiplies weights as they are stored, scales the sum of each block, accumulates in float32 and rounds
+    once. "xla" rounds each scaled weight to x's dtype first. Differentiable in reverse mode, with the gradient of
+    "xla".
+
+    Args:
+        x: [..., D] floating.
+        weights: [D, F] floating, such as float8_e4m3fn.
+        scales: [ceil(D / block), F] floating, or None for weights without scales.
+        block: Number of neighbouring inputs that share a scale.
+        implementation: "xla" (plain JAX), "triton" (the kernel, on CUDA and ROCm), "interpreted" (the kernel in
+            Pallas's interpreter, on any machine) or "auto"; see `pallas_kernels.dispatch`. More than 64 rows always run
+            "xla".
+
+    Returns:
+        [..., F] in x's dtype.
+
+    Raises:
+        ValueError: The implementation is unknown, shapes do not fit, or the kernel was requested for a block that is
+            not a power of two from 16 up, or for one-byte weights of 2^31 elements or more, which exceed its 32-bit
+            offsets.
     """
     if x.ndim == 0 or weights.ndim != 2 or x.shape[-1] != weights.shape[0]:
         raise ValueError(f"x {x.shape} does not fit weights {weights.shape}: they are [..., D] and [D, F]")
@@ -43,11 +58,13 @@ def block_scaled_matmul(x, weights, scales=None, *, block=128, implementation="a
     if scales is not None and scales.shape != (pl.cdiv(D, block), F):
         raise ValueError(f"scales {scales.shape} do not fit weights {weights.shape} in blocks of {block} inputs")
     rows = x.size // D if D else 0
+    # The limits of the kernel: few rows, blocks that a tile fits into, and 32-bit offsets, which Pallas uses for any
+    # array of at most 2^32 bytes.
     is_few, unfit = 0 < rows <= MOST_ROWS and F > 0, None
     if is_few and scales is not None and (block < 16 or block & (block - 1)):
         unfit = f"the kernel takes blocks of 16 inputs, 32, 64 and so on, not of {block}"
     if is_few and weights.dtype.itemsize == 1 and weights.size >= 2**31:
-        unfit = f"weights {weights.shape} are 2^31 elements or more, which 32-bit offsets do not reach"
+        unfit = f"weights {weights.shape} are 2^31 elements or more, which exceed 32-bit offsets"
     shape = {"rows": rows, "inputs": D, "outputs": F, "dtype": str(x.dtype), "weights": str(weights.dtype)}
     chosen = choose("block_scaled_matmul", implementation, ("xla", "triton"), shape, unfit=unfit)
     if chosen == "xla" or not is_few:
@@ -56,13 +73,13 @@ def block_scaled_matmul(x, weights, scales=None, *, block=128, implementation="a
 
 
 def block_scaled_matmul_reference(x, weights, scales=None, *, block=128):
-    """What `block_scaled_matmul` means: x [..., D], weights [D, F], scales [ceil(D / block), F] -> [..., F]."""
+    """Computes `block_scaled_matmul` in plain float32 JAX, which defines its meaning."""
     exact = jax.lax.Precision.HIGHEST
     return jnp.matmul(x.astype(jnp.float32), _scaled(weights, scales, block), precision=exact).astype(x.dtype)
 
 
 def _block_scaled_matmul_xla(x, weights, scales, block):
-    """Weights in x's dtype, as tensor cores want them for many rows."""
+    """Rounds the scaled weights to x's dtype, which the tensor cores need for many rows."""
     return x @ (weights if scales is None else _scaled(weights, scales, block)).astype(x.dtype)
 
 
@@ -72,24 +89,30 @@ def _scaled(weights, scales, block):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _block_scaled_matmul_triton(x, weights, scales, block, interpret):
-    """The kernel over x as rows [n, D]: a program takes a column of tiles, or an even part of one."""
+    """Runs the kernel over x as rows [n, D]: each program computes one column of tiles, or one part of it."""
     D, F = weights.shape
     n = x.size // D
     padded = max(16, pl.next_power_of_2(n))
-    is_narrow, is_exact = weights.dtype.itemsize == 1, x.dtype.itemsize == 4  # exact: no tensor cores, more registers
+    is_narrow, is_exact = weights.dtype.itemsize == 1, x.dtype.itemsize == 4
+    # Tile of the weights, `inputs x columns`: 16 KB, or less where x is float32, because exact float32
+    # products run without tensor cores and need more registers. A scaled tile never crosses a
+    # block of inputs, so one scale per column covers it.
     columns = min(64 if is_exact else 128, max(16, pl.next_power_of_2(F)))
-    inputs = 32 if is_exact else _TILE_BYTES // (128 * weights.dtype.itemsize)  # 128 of one byte, 64 of two, 32 of four
+    inputs = 32 if is_exact else _TILE_BYTES // (128 * weights.dtype.itemsize)
     inputs = inputs if scales is None else min(inputs, block)
     num_tiles, num_columns = pl.cdiv(D, inputs), pl.cdiv(F, columns)
+    # Split D into parts where the columns alone give too few programs. Partial sums stay float32 and are added below.
     parts = _num_parts(num_tiles, num_columns, inputs, padded, is_narrow=is_narrow)
     out_dtype = x.dtype if parts == 1 else jnp.float32
 
+    # Grid: (columns of tiles, parts of D). x and the weights are passed whole; the kernel computes its own addresses.
     sums = pl.pallas_call(
         functools.partial(_block_scaled_matmul_kernel, padded=padded, tile=(inputs, columns), block=block),
         out_shape=jax.ShapeDtypeStruct((parts, n, F), out_dtype),
         grid=(num_columns, parts),
         out_specs=pl.BlockSpec((None, n, F), lambda column, part: (part, 0, 0)),
-        # One byte: no stages, see the kernel; other programs hide its wait. 64 rows: 64 KB is all that an MI300X has.
+        # Stages prefetch tiles through shared memory. One-byte weights use none: their row order must reach registers
+        # unchanged (see the kernel), and other programs hide the wait. 64 rows use 3 stages, the 64 KB of an MI300X.
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1 if is_narrow else 4 if padded < 64 else 3),
         cost_estimate=pl.CostEstimate(
             flops=2 * padded * D * F,
@@ -103,63 +126,79 @@ def _block_scaled_matmul_triton(x, weights, scales, block, interpret):
         interpret=interpret,
         name="block_scaled_matmul",
     )(x.reshape(n, D), weights, *([] if scales is None else [scales]))
-    # One after the other, so that the order is always the same; XLA makes it part of what reads the result.
+    # Add the parts in a fixed order, so that results repeat bit for bit. XLA fuses the additions into the consumer.
     total = functools.reduce(jnp.add, [sums[part] for part in range(parts)])
     return total.astype(x.dtype).reshape(*x.shape[:-1], F)
 
 
 def _num_parts(num_tiles, num_columns, inputs, padded, *, is_narrow):
-    """Into how many parts a column of tiles is split. Of the number of rows, only the padded one counts.
+    """Returns the number of parts that a column of tiles is split into.
 
-    An H100 has 132 processors and needs about 3.3 MB under way. Each program has three tiles of 16 KB on their way, so
-    that two for a processor are plenty; but one-byte weights half of a tile on average, so three. No more than run at
-    once: a few left over would take as long as all before them. A part has at least 16 inputs for each row: the sums of
-    fewer would be more than half as many bytes as the fp8 weights that they are made of.
+    An H100 has 132 processors, and full bandwidth needs about 3.3 MB of loads in flight. Each program keeps three tiles
+    of 16 KB in flight, so two programs per processor suffice; programs with one-byte weights keep half a tile on
+    average, so they need three. More programs than run at once would add a second wave that takes as long as the first.
+
+    A part has at least 16 inputs per row. Below that, writing and reading the partial sums moves more than half as many
+    bytes as the fp8 weights do. Only the padded number of rows counts, so a row gets the same bits beside 0 or 15
+    others.
     """
     at_once = (3 if is_narrow else 2) * 132
     return max(1, min(at_once // num_columns, num_tiles * inputs // (16 * padded)))
 
 
 def _block_scaled_matmul_kernel(x_ref, weights_ref, *refs, padded, tile, block):
-    """A part of a column of tiles: x_ref [n, D], weights_ref [D, F], scales_ref [blocks, F], out_ref [n, F].
+    """Computes part of a column of tiles: x_ref [n, D], weights_ref [D, F], scales_ref [blocks, F], out_ref [n, F].
 
-    A tile of one-byte weights arrives with 16 columns of every 16th row in a thread's registers. Tensor cores take
-    neighbouring inputs of one column, and bytes that lie along F in shared memory come out of it one by one. So rows
-    are loaded in an order in which a thread's own are neighbours, and they move four at a time. Through stages they
-    would lie along F again. By way of float32 all conversions are fast: fp8 to float16, float32, bfloat16; straight
-    from float16 to bfloat16 the hardware has a quarter of the speed, no more than the memory's.
+    One-byte weights need two rearrangements to reach the tensor cores without slow byte moves:
+
+    - Row order. A thread loads 16 neighbouring columns of every 16th row, but a tensor core takes neighbouring inputs
+      of one column. So the rows are loaded in an order in which each thread's own rows are neighbouring inputs. The
+      bytes then move between threads four at a time. Pipeline stages would put the tile into shared memory along F,
+      from which single bytes come out, so this form has no stages.
+    - Conversion. fp8 goes to float16, float32 and then bfloat16, all at full rate. The direct conversion from float16
+      to bfloat16 runs at a quarter of the rate on an H100.
     """
     *scales_refs, out_ref = refs
     inputs, columns = tile
     (n, D), F = x_ref.shape, weights_ref.shape[1]
+    # This program's rows, the inputs of one tile, and its output columns.
     row, inner = jnp.arange(padded), jnp.arange(inputs)
     column = pl.program_id(0) * columns + jnp.arange(columns)
     is_narrow = weights_ref.dtype.itemsize == 1
-    threads = min(16, inputs)  # of 128, eight beside each other
+    # Tile row r holds input `r % threads * own + r // threads`, so the rows r, r + 16, ... of a thread are neighbouring
+    # inputs.
+    threads = min(16, inputs)
     own = inputs // threads
     order = inner % threads * own + inner // threads if is_narrow else inner
 
     def add_tile(index, total):
         first = index * inputs
+        # Load a tile of weights; for one-byte weights, undo the row order inside registers: [own, threads] -> [threads,
+        # own].
         weights = _load(weights_ref, first + order, column)
         if is_narrow:
             weights = weights.reshape(own, threads, columns).transpose(1, 0, 2).reshape(tile)
+        # Multiply in x's dtype with float32 sums. HIGHEST keeps float32 products exact and changes nothing for
+        # bfloat16.
         x = _load(x_ref, row, first + inner)
         weights = weights.astype(jnp.float32).astype(x.dtype)
         made = jnp.dot(x, weights, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+        # Scale the tile's sum instead of its weights: one multiplication per output instead of one per weight.
         for scales_ref in scales_refs:
             made = made * _load(scales_ref, first // block + jnp.arange(1), column)
         return total + made
 
+    # Sum the tiles of this part in float32. The bounds are int32 because Triton requires both of one type.
     num_tiles, parts, part = pl.cdiv(D, inputs), pl.num_programs(1), pl.program_id(1)
     begin, end = (jnp.int32(edge * num_tiles // parts) for edge in (part, part + 1))
     total = jax.lax.fori_loop(begin, end, add_tile, jnp.zeros((padded, columns), jnp.float32))
+    # Store once, without the padded rows and columns.
     is_inside = (row < n)[:, None] & (column < F)[None, :]
     plt.store(_at(out_ref, row, column), total.astype(out_ref.dtype), mask=is_inside)
 
 
 def _load(ref, row, column):
-    """`ref[row, column]` and zero beyond its ends, with a mask only where the last tile reaches beyond."""
+    """Loads `ref[row, column]`, zero outside the array; builds a mask only where the last tile exceeds it."""
     masks = []
     if ref.shape[0] % len(row):
         masks.append(jnp.broadcast_to((row < ref.shape[0])[:, None], (len(row), len(column))))
@@ -170,6 +209,7 @@ def _load(ref, row, column):
 
 
 def _at(ref, row, column):
+    """Addresses `ref[row, column]` element by element."""
     shape = (len(row), len(column))
     return ref.at[jnp.broadcast_to(row[:, None], shape), jnp.broadcast_to(column[None, :], shape)]
 
@@ -179,7 +219,8 @@ def _forward(x, weights, scales, block, interpret):
 
 
 def _backward(block, interpret, residuals, gradient):
-    del interpret  # XLA's own: what is trained has many rows, where its products are the best
+    # Differentiate the XLA form: training has many rows, for which XLA's matmuls are best.
+    del interpret
     _, pull = jax.vjp(functools.partial(_block_scaled_matmul_xla, block=block), *residuals)
     return pull(gradient)
 

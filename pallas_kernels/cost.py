@@ -1,6 +1,6 @@
 """Describes what a kernel costs beyond the fields of `pl.CostEstimate`."""
 
-# Largest array, in bytes, that is taken to stay in the L2 cache. An H100 has 50 MB, an MI300X 4 MB on each die.
+# Largest array, in bytes, that counts as staying in the L2 cache. An H100 has 50 MB, an MI300X 4 MB on each die.
 L2_SHARE = 4 * 2**20
 
 

@@ -38,7 +38,7 @@ def choose(
         implementation: "auto", "interpreted" (the Triton kernel without a GPU, for tests) or one of `offered`.
         offered: Implementations that the op has.
         shape: Describes the call. Numbers are sizes; strings, such as dtypes, are kinds and must match exactly.
-        unfit: The reason why the kernel cannot take these arguments, or None if it can.
+        unfit: The reason why the kernel does not support these arguments, or None if it does.
 
     Raises:
         ValueError: The op does not have the implementation, or an unfit kernel was requested by name.

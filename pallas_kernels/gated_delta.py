@@ -1,21 +1,22 @@
-"""The gated delta rule, a linear attention with a state per head: ops, kernels and references.
+"""The gated delta rule, a linear attention with one recurrent state per head: ops, kernels and references.
 
-`S <- exp(log_decay) S;  u = beta (v - S^T k);  S <- S + k u^T;  o = S^T q` (2412.06464, equation 10), token by token.
+Per token `S <- exp(log_decay) S;  u = beta (v - S^T k);  S <- S + k u^T;  o = S^T q` (2412.06464, equation 10). u is
+the token's correction.
 
-| op | for | kernel |
+| op | use | limit on a GPU |
 |---|---|---|
-| `gated_delta_verify` | few tokens that may yet be rejected: outputs and corrections u, no state | reads the state |
-| `gated_delta_replay` | the state after those of them that were accepted | none: one pass over the state in XLA |
-| `gated_delta_steps` | few tokens that are known to stay: outputs and the last state | reads and writes the state |
-| `gated_delta` | many tokens, by chunks, for prefill and training: outputs and the last state | see there |
+| `gated_delta_verify` | a few draft tokens: outputs and corrections u, no state | bytes: reads the state |
+| `gated_delta_replay` | the state after the accepted ones | bytes: XLA reads and writes the state, no kernel |
+| `gated_delta_steps` | a few committed tokens: outputs and the last state | bytes: reads and writes the state |
+| `gated_delta` | prefill and training, by chunks: outputs and the last state | latency, see the kernels |
 
-Verifying and replaying move three times the state whatever the number of tokens W. A state kept after each token would
-move W + 4 times as much (read, W written; two read and one written when one is picked) and would fill W states of every
-layer until then.
+Verify plus replay move the state three times, whatever the number W of draft tokens. Keeping a state after each token
+would move it W + 4 times (read, W written; two read and one written to select one) and would hold W states of every
+layer until the tokens are accepted.
 
-Shapes of all: q and k `[B, T, K, P]` for K key heads, v `[B, T, J, Q]` for J value heads, all three of one floating
-dtype; value head j reads key head j // (J / K). log_decay (at most 0) and beta `[B, T, J]`, state `[B, J, P, Q]`
-float32. Outputs and corrections `[B, T, J, Q]` and states are float32.
+Shapes in all ops: q and k `[B, T, K, P]` for K key heads, v `[B, T, J, Q]` for J value heads, all of one floating
+dtype. Value head j reads key head j // (J / K). log_decay (at most 0) and beta are `[B, T, J]` float32, the state `[B,
+J, P, Q]` float32. Outputs and corrections are `[B, T, J, Q]` float32.
 """
 
 import functools
@@ -27,19 +28,34 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.dispatch import choose
 
-CHUNK = 64  # tokens that `gated_delta` takes in at once
-BLOCK = 16  # tokens of a chunk whose triangular system is inverted at once; the least that a tensor core multiplies
-FEW_TOKENS = 16  # that are unrolled in plain JAX
-FEW_PROGRAMS = 128  # of the chunked kernel: below, the state is split into narrower columns; an H100 runs 132 at once
+CHUNK = 64  # tokens per chunk of `gated_delta`
+BLOCK = 16  # tokens per block of a chunk's triangular system; the fewest that a tensor core multiplies
+FEW_TOKENS = 16  # plain JAX unrolls the loop over at most this many tokens
+# The chunked kernel narrows its columns until it has this many programs; an H100 runs 132 at once.
+FEW_PROGRAMS = 128
 
 
 def gated_delta_verify(q, k, v, log_decay, beta, state, *, implementation="auto") -> tuple[jax.Array, jax.Array]:
-    """Outputs and corrections of one token after the other; the state after any of them is `gated_delta_replay`'s.
+    """Computes outputs and corrections of draft tokens, one after the other, without changing the state.
 
-    Shapes: see the module. All arithmetic is float32 and in the same order whatever T is: a token's outcome does not
-    depend on those behind it. `implementation` is "xla" (the reference), "triton" (the kernel: CUDA and ROCm),
-    "interpreted" (the kernel on any machine, slowly) or "auto", see `pallas_kernels.dispatch`. The kernel has no
-    gradient. Raises ValueError for other implementations and for shapes or dtypes that do not fit.
+    `gated_delta_replay` computes the state after the accepted tokens. All arithmetic is float32 and in the same order
+    for any T, so a token's result does not depend on the tokens after it. The kernel has no gradient.
+
+    Args:
+        q: `[B, T, K, P]` queries.
+        k: `[B, T, K, P]` keys.
+        v: `[B, T, J, Q]` values.
+        log_decay: `[B, T, J]` float32, at most 0.
+        beta: `[B, T, J]` float32.
+        state: `[B, J, P, Q]` float32.
+        implementation: "xla" (the reference), "triton" (the kernel, on CUDA and ROCm), "interpreted" (the kernel in
+            Pallas's interpreter, on any machine) or "auto"; see `pallas_kernels.dispatch`.
+
+    Returns:
+        Outputs and corrections, `[B, T, J, Q]` float32 each.
+
+    Raises:
+        ValueError: The implementation is unknown, or shapes or dtypes do not fit.
     """
     shape = _shape(q, k, v, log_decay, beta, state)
     chosen = choose("gated_delta_verify", implementation, ("xla", "triton"), shape)
@@ -50,7 +66,23 @@ def gated_delta_verify(q, k, v, log_decay, beta, state, *, implementation="auto"
 
 
 def gated_delta_steps(q, k, v, log_decay, beta, state, *, implementation="auto") -> tuple[jax.Array, jax.Array]:
-    """Outputs of one token after the other, and the last state. All else is as in `gated_delta_verify`."""
+    """Computes outputs of committed tokens, one after the other, and the state after the last one.
+
+    Args:
+        q: `[B, T, K, P]` queries.
+        k: `[B, T, K, P]` keys.
+        v: `[B, T, J, Q]` values.
+        log_decay: `[B, T, J]` float32, at most 0.
+        beta: `[B, T, J]` float32.
+        state: `[B, J, P, Q]` float32; the kernel updates it in place.
+        implementation: As in `gated_delta_verify`.
+
+    Returns:
+        Outputs `[B, T, J, Q]` and the last state `[B, J, P, Q]`, float32.
+
+    Raises:
+        ValueError: The implementation is unknown, or shapes or dtypes do not fit.
+    """
     shape = _shape(q, k, v, log_decay, beta, state)
     chosen = choose("gated_delta_steps", implementation, ("xla", "triton"), shape)
     if chosen == "xla":
@@ -60,12 +92,23 @@ def gated_delta_steps(q, k, v, log_decay, beta, state, *, implementation="auto")
 
 
 def gated_delta_replay(k, log_decay, corrections, state, taken) -> jax.Array:
-    """The state after the first `taken [B]` tokens, from what `gated_delta_verify` took and made.
+    """Computes the state after the accepted tokens from the corrections of `gated_delta_verify`.
 
-    The sums that were made there, but for the last bit: compilers round between product and sum, or do not. XLA reads
-    the state once and writes it in place.
+    The result equals the state that `gated_delta_steps` computes, up to the last bit: compilers may or may not round
+    between product and sum. XLA reads the state once and writes it in place.
+
+    Args:
+        k: `[B, T, K, P]` keys of the draft tokens.
+        log_decay: `[B, T, J]` float32.
+        corrections: `[B, T, J, Q]` float32, from `gated_delta_verify`.
+        state: `[B, J, P, Q]` float32, the state before the draft tokens.
+        taken: `[B]` integer, number of accepted tokens per row.
+
+    Returns:
+        The state `[B, J, P, Q]` float32.
     """
     (B, J, P, Q), (T, K) = state.shape, k.shape[1:3]
+    # Rejected tokens get decay 1 and correction 0, so their steps leave the state unchanged. All rows run T steps.
     is_taken = (jnp.arange(T)[None, :] < taken[:, None])[:, :, None]
     decay = jnp.exp(jnp.where(is_taken, log_decay, 0.0)).reshape(B, T, K, J // K, 1, 1)
     corrections = jnp.where(is_taken[..., None], corrections, 0.0).reshape(B, T, K, J // K, 1, Q)
@@ -75,6 +118,7 @@ def gated_delta_replay(k, log_decay, corrections, state, taken) -> jax.Array:
         decay, k, correction = token
         return state * decay + k * correction, None
 
+    # Without q and v a step needs no product with the state: it decays and adds a rank-one update.
     tokens = jax.tree.map(lambda x: x.swapaxes(0, 1), (decay, k, corrections))
     replayed, _ = jax.lax.scan(step, state.reshape(B, K, J // K, P, Q), tokens, unroll=T <= FEW_TOKENS)
     return replayed.reshape(state.shape)
@@ -83,13 +127,27 @@ def gated_delta_replay(k, log_decay, corrections, state, taken) -> jax.Array:
 def gated_delta(
     q, k, v, log_decay, beta, state, *, segment_ids=None, implementation="auto"
 ) -> tuple[jax.Array, jax.Array]:
-    """Many tokens by chunks: outputs, and the last state `[B, J, P, Q]`.
+    """Runs many tokens by chunks, for prefill and training.
 
-    Shapes: see the module. With `segment_ids [B, T]` int32 each document starts from an empty state, the first one from
-    `state`. The kernel multiplies in float32 if v is float32; otherwise it rounds the factors of each product to v's
-    dtype, but for the triangular systems, and adds up in float32. `implementation`: as in `gated_delta_verify`.
-    Differentiable in reverse mode; the gradient is the reference's, which computes everything again. Raises ValueError
-    for other implementations and for shapes or dtypes that do not fit.
+    The kernel multiplies in float32 if v is float32. Otherwise it rounds the factors of each product to v's dtype,
+    except those of the triangular systems, and accumulates in float32. Differentiable in reverse mode: the backward
+    pass differentiates the reference and recomputes the forward pass.
+
+    Args:
+        q: `[B, T, K, P]` queries.
+        k: `[B, T, K, P]` keys.
+        v: `[B, T, J, Q]` values.
+        log_decay: `[B, T, J]` float32, at most 0.
+        beta: `[B, T, J]` float32.
+        state: `[B, J, P, Q]` float32.
+        segment_ids: `[B, T]` int32, or None. Each document starts from an empty state, the first one from `state`.
+        implementation: As in `gated_delta_verify`.
+
+    Returns:
+        Outputs `[B, T, J, Q]` and the last state `[B, J, P, Q]`, float32.
+
+    Raises:
+        ValueError: The implementation is unknown, or shapes or dtypes do not fit.
     """
     shape = _shape(q, k, v, log_decay, beta, state, segment_ids)
     chosen = choose("gated_delta", implementation, ("xla", "triton"), shape)
@@ -99,10 +157,11 @@ def gated_delta(
 
 
 def _shape(q, k, v, log_decay, beta, state, segment_ids=None) -> dict[str, int | str]:
-    """What the dispatcher chooses by; raises for what does not fit together."""
+    """Returns the sizes that the dispatcher chooses by; raises ValueError for arguments that do not fit together."""
     if q.ndim != 4 or v.ndim != 4:
         raise ValueError(f"q {q.shape} and v {v.shape} are not [batch, tokens, heads, width]")
     (B, T, K, P), (J, Q) = q.shape, v.shape[2:]
+    # Every other shape follows from q and v.
     expected = {"k": (k, (B, T, K, P)), "v": (v, (B, T, J, Q)), "log_decay": (log_decay, (B, T, J))}
     expected |= {"beta": (beta, (B, T, J)), "state": (state, (B, J, P, Q))}
     if segment_ids is not None:
@@ -111,7 +170,7 @@ def _shape(q, k, v, log_decay, beta, state, segment_ids=None) -> dict[str, int |
         if array.shape != shape:
             raise ValueError(f"{name} {array.shape} does not fit q {q.shape} and v {v.shape}: it should be {shape}")
     if J % K:
-        raise ValueError(f"{J} value heads are no multiple of {K} key heads")
+        raise ValueError(f"{J} value heads are not a multiple of {K} key heads")
     if B * T == 0:
         raise ValueError(f"q {q.shape} holds no tokens")
     if not q.dtype == k.dtype == v.dtype or not jnp.issubdtype(v.dtype, jnp.floating):
@@ -123,17 +182,18 @@ def _shape(q, k, v, log_decay, beta, state, segment_ids=None) -> dict[str, int |
 
 
 def _to_value_heads(q, k, v):
-    """All in float32, with the queries and keys of each value head."""
+    """Converts to float32 and repeats each key head's queries and keys for its value heads."""
     groups = v.shape[2] // q.shape[2]
     q, k = (jnp.repeat(x.astype(jnp.float32), groups, axis=2) for x in (q, k))
     return q, k, v.astype(jnp.float32)
 
 
 def gated_delta_steps_reference(q, k, v, log_decay, beta, state):
-    """What all of them mean: outputs, corrections and the last state."""
+    """Computes outputs, corrections and the last state token by token; this defines the meaning of every op here."""
 
     def step(state, token):
         q, k, v, log_decay, beta = token
+        # Decay the state, correct it where it predicts v wrongly for this key, then read it with the query.
         state = state * jnp.exp(log_decay)[:, :, None, None]
         correction = (v - jnp.einsum("BJPQ,BJP->BJQ", state, k)) * beta[:, :, None]
         state = state + k[:, :, :, None] * correction[:, :, None, :]
@@ -145,7 +205,7 @@ def gated_delta_steps_reference(q, k, v, log_decay, beta, state):
 
 
 def gated_delta_reference(q, k, v, log_decay, beta, state, *, segment_ids=None):
-    """The same by chunks, whose tokens are taken in at once: outputs, and the last state only.
+    """Computes `gated_delta` by chunks in plain JAX: outputs and the last state.
 
     Within a chunk the corrections `u_i = beta_i (v_i - S_i^T k_i)` solve a unit lower triangular system (the WY form of
     2406.06484 with the decays of 2412.06464).
@@ -158,30 +218,37 @@ def gated_delta_reference(q, k, v, log_decay, beta, state, *, segment_ids=None):
         segment_ids = jnp.zeros((B, T), jnp.int32)
 
     def chunks(x, mode="constant"):
-        """`[B, T, J, …]` -> `[chunks, B, J, C, …]`."""
+        """`[B, T, J, ...]` -> `[chunks, B, J, C, ...]`, the last chunk padded."""
         x = jnp.pad(x, ((0, 0), (0, pad), *((0, 0) for _ in x.shape[2:])), mode=mode)
         x = x.reshape(B, -1, C, *x.shape[2:]).swapaxes(0, 1)
         return x.swapaxes(2, 3) if x.ndim > 3 else x
 
+    # Split into chunks. Padding has k, v, beta and log_decay 0, so it changes neither outputs nor state.
     segment = chunks(segment_ids, "edge")  # [chunks, B, C]
-    before = jnp.concatenate([segment[:1, :, :1], segment[:-1, :, -1:]])  # the segment of the state that comes in
+    before = jnp.concatenate([segment[:1, :, :1], segment[:-1, :, -1:]])  # the incoming state's segment
     q, k, v, log_decay, beta = (chunks(x) for x in (q, k, v, log_decay, beta))
     index = jnp.arange(C)
     sees = (segment[:, :, :, None] == segment[:, :, None, :]) & (index[:, None] >= index[None, :])[None, None]
     is_before = (index[:, None] > index[None, :])[None, None, None]
-    # Each sum by itself: as a difference of running sums it would drown in what was forgotten before.
+    # Decay from token j to token i, [.., i, j]; 0 across documents. Each sum runs separately: a difference of running
+    # sums would lose its digits to the large sums of earlier decays.
     steps = jnp.where(is_before, log_decay[..., :, None], 0)
-    decay = jnp.exp(jnp.where(sees[:, :, None], jnp.cumsum(steps, axis=-2), -jnp.inf))  # from token j to i: [.., i, j]
+    decay = jnp.exp(jnp.where(sees[:, :, None], jnp.cumsum(steps, axis=-2), -jnp.inf))
+    # Decay from the incoming state to each token, and from each token to the outgoing state.
     from_state = jnp.where((segment == before)[:, :, None], jnp.exp(jnp.cumsum(log_decay, axis=-1)), 0)
     to_state = decay[..., -1, :]
 
+    # Solve the triangular system for all chunks at once. The incoming state is not known yet, so solve for both parts
+    # of `u = update - correction @ state` separately.
     system = jnp.where(is_before, beta[..., None] * decay * jnp.einsum("nBJIP,nBJKP->nBJIK", k, k), 0)
     given = beta[..., None] * jnp.concatenate([v, from_state[..., None] * k], axis=-1)
     solved = jax.scipy.linalg.solve_triangular(system, given, lower=True, unit_diagonal=True)
     update, correction = jnp.split(solved, [v.shape[-1]], axis=-1)
+    # Attention within the chunk: how much each correction contributes to each output.
     within = decay * jnp.einsum("nBJIP,nBJKP->nBJIK", q, k)
 
     def step(state, chunk):
+        # Only this part is sequential: the state passes from chunk to chunk through four products.
         update, correction, within, q, k, keeps = chunk
         update = update - correction @ state
         output = q @ state + within @ update
@@ -193,7 +260,10 @@ def gated_delta_reference(q, k, v, log_decay, beta, state, *, segment_ids=None):
 
 
 def _mask(shape, limits):
-    """True where each index is below its limit; None where that is everywhere, so that nothing is compared."""
+    """Returns a mask that is true where each index is below its limit, or None if that is everywhere.
+
+    A mask that is always true would still cost comparisons and registers.
+    """
     mask = None
     for axis, (size, limit) in enumerate(zip(shape, limits, strict=True)):
         if isinstance(limit, int) and size <= limit:
@@ -204,7 +274,7 @@ def _mask(shape, limits):
 
 
 def _load(ref, shape, limits):
-    """What `ref` of this shape holds, in its dtype; 0 from the limits on, which is never read."""
+    """Loads a ref of this shape in its dtype, with 0 from the limits on; memory beyond the limits is not read."""
     mask = _mask(shape, limits)
     return plt.load(ref) if mask is None else plt.load(ref, mask=mask, other=0.0)
 
@@ -214,15 +284,18 @@ def _bytes(*arrays) -> int:
 
 
 def _steps_triton(q, k, v, log_decay, beta, state, *, is_known, interpret):
-    """Outputs, and the last state where the tokens are known to stay, else the corrections.
+    """Runs the token-by-token kernel: outputs, and the last state if the tokens are known to stay, else corrections.
 
-    A program takes some columns of one head's state through all tokens, in registers.
+    Each program keeps some columns of one head's state in registers through all tokens.
     """
     (B, T, K, P), (J, Q) = q.shape, v.shape[2:]
     padded = pl.next_power_of_2(P)
-    columns = min(pl.next_power_of_2(Q), 32)  # a row of 128 bytes; 16 KB in flight a program, 5 programs fit an SM
+    # The columns of a state are independent, so they are split over programs: 32 float32 columns are loads of 128
+    # bytes, and several programs fit an SM. Every split reads all queries and keys again.
+    columns = min(pl.next_power_of_2(Q), 32)
     num_splits = pl.cdiv(Q, columns)
     per_split = J // K * _bytes(q, k) + _bytes(log_decay, beta)
+    # Grid: (column splits, value heads, rows). A value head reads the queries and keys of its key head.
     keys = pl.BlockSpec((None, T, None, padded), lambda part, j, b: (b, 0, j // (J // K), 0))
     values = pl.BlockSpec((None, T, None, columns), lambda part, j, b: (b, 0, j, part))
     scalars = pl.BlockSpec((None, T, None), lambda part, j, b: (b, 0, j))
@@ -234,7 +307,8 @@ def _steps_triton(q, k, v, log_decay, beta, state, *, is_known, interpret):
         grid=(num_splits, J, B),
         in_specs=[keys, keys, values, scalars, scalars, states],
         out_specs=[values, states if is_known else values],
-        input_output_aliases={5: 1} if is_known else {},  # in place: a loop that carries the state copies nothing
+        # Update the state in place, so that a loop which carries it makes no copy.
+        input_output_aliases={5: 1} if is_known else {},
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
         cost_estimate=pl.CostEstimate(
             flops=7 * B * T * J * P * Q,
@@ -249,26 +323,25 @@ def _steps_triton(q, k, v, log_decay, beta, state, *, is_known, interpret):
 def _steps_kernel(
     q_ref, k_ref, v_ref, log_decay_ref, beta_ref, state_ref, out_ref, made_ref, *, width, value_width, is_known
 ):
-    """q_ref, k_ref [T, padded], v_ref, out_ref [T, columns], state_ref [padded, columns], made_ref as one of these.
+    """q_ref, k_ref [T, padded], v_ref, out_ref [T, columns], state_ref [padded, columns]; made_ref like state or v.
 
-    Limits on an H100 (reckoned, not measured), for heads of 128 x 128: the state's bytes for one token. Each further
-    token costs a program 128 cycles of arithmetic at the least (4 operations an element), against 1,130 cycles in which
-    an SM is sent its 16 KB: with two sums over four warps a token, arithmetic may lead from 5 tokens on, and does from
-    9. One row of 32 heads is 128 programs of 16 KB, less than an SM must have in flight to be fed at full speed: there
-    the time is the latency of one load and of T steps. From 16 rows on 6 programs share an SM (80 registers a thread).
+    Limit, by calculation for an H100 and heads of 128 x 128: for one token, the bytes of the state. Each further token
+    adds 4 operations per element of the state, so arithmetic may dominate from about 5 tokens on. At batch 1 the
+    programs are too few to fill the memory pipeline, and the time is the latency of one load plus T steps.
     """
     (num_tokens, padded), columns = q_ref.shape, v_ref.shape[1]
     num_columns = value_width - pl.program_id(0) * columns if value_width % columns else columns
     limits, value_mask = (width, num_columns), _mask((columns,), (num_columns,))
 
     def load(t):
-        """One token. The loads of the next are under way while this one is worked in."""
+        """Loads one token: q, k [padded, 1], v [columns], log_decay and beta, in float32."""
         q, k = (_load(ref.at[t], (padded,), (width,)).astype(jnp.float32)[:, None] for ref in (q_ref, k_ref))
         v = _load(v_ref.at[t], (columns,), (num_columns,)).astype(jnp.float32)
         return q, k, v, plt.load(log_decay_ref.at[t]), plt.load(beta_ref.at[t])
 
     def step(t, state, token):
         q, k, v, log_decay, beta = token
+        # The rule of the module docstring on [padded, columns], in float32: decay, correct, add k u^T, read with q.
         state = state * jnp.exp(log_decay)
         correction = (v - jnp.sum(state * k, axis=0)) * beta
         state = state + k * correction[None, :]
@@ -278,9 +351,12 @@ def _steps_kernel(
         return state
 
     def step_and_load(t, carry):
+        # Start the loads of the next token before computing this one, so that their latency overlaps.
         following = load(t + 1)
         return step(t, *carry), following
 
+    # Load the state once, run all tokens on it in registers, and write it only if the tokens are known to stay. The
+    # last token runs outside the loop because no token follows to be loaded.
     last = jnp.int32(num_tokens - 1)
     carry = (_load(state_ref, (padded, columns), limits), load(jnp.int32(0)))
     carry = jax.lax.fori_loop(jnp.int32(0), last, step_and_load, carry)
@@ -291,17 +367,21 @@ def _steps_kernel(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
 def _chunks_triton(q, k, v, log_decay, beta, state, segment_ids, interpret):
-    """After `_prepare_chunks`, a program takes some columns of one head's state through all chunks, in registers."""
+    """Runs the three chunk kernels: scores and solve for all chunks at once, then the state through all chunks."""
     (B, T, K, P), (J, Q) = q.shape, v.shape[2:]
+    # Everything about a chunk that does not depend on the state is computed in parallel beforehand.
     prepared = _prepare_chunks(q, k, log_decay, beta, segment_ids, J, interpret)
     num_chunks, chunk = prepared[-1].shape[2:]
     padded = max(BLOCK, pl.next_power_of_2(P))
+    # The chunks are sequential, so parallelism comes from columns of the state: narrow them until the programs fill an
+    # H100. Every split reads all keys and queries again, mostly from L2.
     columns = max(BLOCK, min(pl.next_power_of_2(Q), 64))
     while columns > BLOCK and B * J * pl.cdiv(Q, columns) < FEW_PROGRAMS:
         columns //= 2
     num_splits = pl.cdiv(Q, columns)
     keys = pl.BlockSpec((None, T, None, padded), lambda part, j, b: (b, 0, j // (J // K), 0))
     values = pl.BlockSpec((None, T, None, columns), lambda part, j, b: (b, 0, j, part))
+    # Grid: (column splits, value heads, rows); each program sees all tokens and all prepared chunks of its head.
     squares = pl.BlockSpec((None, None, num_chunks, chunk, chunk), lambda part, j, b: (b, j, 0, 0, 0))
     lines = pl.BlockSpec((None, None, num_chunks, chunk), lambda part, j, b: (b, j, 0, 0))
     states = pl.BlockSpec((None, None, padded, columns), lambda part, j, b: (b, j, 0, part))
@@ -326,11 +406,17 @@ def _chunks_triton(q, k, v, log_decay, beta, state, segment_ids, interpret):
 
 
 def _prepare_chunks(q, k, log_decay, beta, segment_ids, num_value_heads, interpret):
-    """What of each chunk does not depend on the state, all chunks at once: see the two kernels."""
+    """Computes the parts of each chunk that do not depend on the state, for all chunks in parallel.
+
+    Returns:
+        `(I + system)^-1 diag(beta)` and the weights within the chunk, `[B, J, chunks, C, C]` in q's dtype, and the
+        decays from the incoming and to the outgoing state, `[B, J, chunks, C]` float32.
+    """
     (B, T, K, P), J, dtype = q.shape, num_value_heads, q.dtype
     chunk = min(CHUNK, max(BLOCK, pl.next_power_of_2(T)))
     num_chunks = pl.cdiv(T, chunk)
     padded = max(BLOCK, pl.next_power_of_2(P))
+    # Grid of both kernels: (chunks, value heads, rows), one program per chunk of a head.
     keys = pl.BlockSpec((None, chunk, None, padded), lambda n, j, b: (b, n, j // (J // K), 0))
     scalars = pl.BlockSpec((None, chunk, None), lambda n, j, b: (b, n, j))
     row = pl.BlockSpec((None, T), lambda n, j, b: (b, 0))
@@ -358,6 +444,7 @@ def _prepare_chunks(q, k, log_decay, beta, segment_ids, num_value_heads, interpr
         interpret=interpret,
         name="gated_delta_scores",
     )(q, k, log_decay, beta, *segments)
+    # The triangular systems stay float32 between the two kernels, because inverting them loses digits.
     solve = pl.pallas_call(
         functools.partial(_solve_kernel, num_tokens=T),
         out_shape=squares(dtype),
@@ -368,7 +455,7 @@ def _prepare_chunks(q, k, log_decay, beta, segment_ids, num_value_heads, interpr
         cost_estimate=pl.CostEstimate(
             flops=programs * chunk**3,
             transcendentals=0,
-            bytes_accessed=programs * 2 * chunk * (chunk + BLOCK) + _bytes(within, beta),  # blocks that are not empty
+            bytes_accessed=programs * 2 * chunk * (chunk + BLOCK) + _bytes(within, beta),  # lower blocks only
         ),
         interpret=interpret,
         name="gated_delta_solve",
@@ -377,41 +464,47 @@ def _prepare_chunks(q, k, log_decay, beta, segment_ids, num_value_heads, interpr
 
 
 def _dot(a, b, **transposed):
-    """The product, added up in float32.
+    """Multiplies with float32 accumulation.
 
-    Float32 factors are each the sum of three bfloat16 numbers, and six of their products make one as exact as float32
-    has it, on the tensor cores. For float32 itself NVIDIA has no matrix instructions, and Triton holds both operands in
-    registers: compiled for an H100 that spilled 50 to 120 KB a thread.
+    float32 factors are split into three bfloat16 numbers each, and six of their products together are as exact as a
+    float32 product. They run on tensor cores. NVIDIA has no float32 matrix instructions, and Triton would hold both
+    operands in registers and spill them.
     """
     precision = jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X6 if a.dtype == jnp.float32 else None
     return plt.dot(a, b, precision=precision, **transposed)
 
 
 def _scores_kernel(q_ref, k_ref, log_decay_ref, beta_ref, *refs, num_tokens, width):
-    """One chunk of C tokens: q_ref, k_ref [C, padded], log_decay_ref, beta_ref [C], perhaps a row's segments [T].
+    """One chunk of C tokens: q_ref, k_ref [C, padded], log_decay_ref, beta_ref [C], optionally a row's segments [T].
 
-    Writes system_ref [C, C], how each correction depends on those before it; within_ref [C, C], from the corrections to
-    the outputs; and what each token sees of the state that comes in and leaves to the state that goes out, [C] each.
+    Writes system_ref [C, C], how each correction depends on earlier ones; within_ref [C, C], from corrections to
+    outputs; from_state_ref and to_state_ref [C], the decays from the incoming and to the outgoing state.
 
-    Limits on an H100 (reckoned): bytes. 8192 tokens of 32 heads read 134 MB of keys and queries, those of a key head
-    once for each of its value heads (the second time from L2), and write 103 MB.
+    Limit, by calculation for an H100: bytes. It reads queries and keys once per value head and writes two [C, C]
+    arrays.
     """
     *segment_ref, system_ref, within_ref, from_state_ref, to_state_ref = refs
     chunk, padded = q_ref.shape
+    # Load the chunk; tokens after the last one load as 0 and change nothing.
     begin, index = pl.program_id(0) * chunk, jnp.arange(chunk)
     left = num_tokens - begin if num_tokens % chunk else chunk
     log_decay, beta = (_load(ref, (chunk,), (left,)) for ref in (log_decay_ref, beta_ref))
     q, k = (_load(ref, (chunk, padded), (left, width)) for ref in (q_ref, k_ref))
     is_before = index[:, None] > index[None, :]
-    # Each sum by itself: as a difference of running sums it would drown in what was forgotten before.
+    # decay[i, j], from token j to token i. Each sum runs separately: a difference of running sums would lose its digits
+    # to the large sums of earlier decays.
     steps = jnp.where(is_before, log_decay[:, None], 0.0)
     decay = jnp.where(index[:, None] >= index[None, :], jnp.exp(jnp.cumsum(steps, axis=0)), 0.0)
     from_state = jnp.exp(jnp.cumsum(log_decay))
-    if segment_ref:  # behind the last token its segment goes on
+    # Documents: no decay passes between tokens of different segments, nor from a state of another segment. Indices are
+    # clamped, so tokens after the last one continue its segment.
+    if segment_ref:
         (ids,) = segment_ref
         segment = plt.load(ids.at[jnp.minimum(begin + index, num_tokens - 1)])
         decay = jnp.where(segment[:, None] == segment[None, :], decay, 0.0)
         from_state = jnp.where(segment == plt.load(ids.at[jnp.maximum(begin - 1, 0)]), from_state, 0.0)
+    # Write the decays (the last row of `decay` leads to the outgoing state), the attention within the chunk in q's
+    # dtype for the next product, and the strictly lower triangular system in float32 for its inversion.
     plt.store(from_state_ref, from_state)
     plt.store(to_state_ref, jnp.sum(jnp.where(index[:, None] == chunk - 1, decay, 0.0), axis=0))
     plt.store(within_ref, (decay * _dot(q, k, trans_b=True)).astype(within_ref.dtype))
@@ -419,22 +512,25 @@ def _scores_kernel(q_ref, k_ref, log_decay_ref, beta_ref, *refs, num_tokens, wid
 
 
 def _solve_kernel(system_ref, beta_ref, solve_ref, *, num_tokens):
-    """`(I + system)^-1 diag(beta)` of one chunk, all [C, C]; beta_ref [C]. One warp works on blocks of 16 tokens.
+    """Computes `(I + system)^-1 diag(beta)` of one chunk, all [C, C]; beta_ref [C]. One warp, blocks of 16 tokens.
 
-    Limits on an H100 (reckoned): latency. Some 40 small products follow each other, and 8 warps fit an SM (250
-    registers); the bytes are few (76 MB for 8192 tokens of 32 heads). It is a kernel of its own because together with
-    the scores it spilled 1.4 to 2.4 KB a thread, which the 109 MB of the systems' way through memory are cheaper than.
+    Limit, by calculation for an H100: latency, since the small products depend on each other; the bytes are few. It is
+    a kernel of its own because together with the scores it spills registers, which costs more than writing and reading
+    the systems.
     """
     chunk = system_ref.shape[0]
     blocks = range(chunk // BLOCK)
     at = [pl.ds(block * BLOCK, BLOCK) for block in blocks]
     inverse = {}
+    # Block forward substitution: invert the diagonal block, then each block to its left from the blocks already
+    # inverted: `inv[i, j] = -inv[i, i] sum_m system[i, m] inv[m, j]`.
     for later in blocks:
         system = [plt.load(system_ref.at[at[later], at[earlier]]) for earlier in blocks[: later + 1]]
         inverse[later, later] = _inverse(system[later])
         for earlier in blocks[:later]:
             through = [_dot(system[middle], inverse[middle, earlier]) for middle in range(earlier, later)]
             inverse[later, earlier] = -_dot(inverse[later, later], sum(through[1:], through[0]))
+    # Multiply column j by beta_j and store. Blocks above the diagonal are zero.
     for column in blocks:
         left = num_tokens - pl.program_id(0) * chunk - column * BLOCK if num_tokens % chunk else BLOCK
         beta = _load(beta_ref.at[at[column]], (BLOCK,), (left,))
@@ -444,15 +540,16 @@ def _solve_kernel(system_ref, beta_ref, solve_ref, *, num_tokens):
 
 
 def _inverse(system):
-    """`(I + system)^-1` for a strictly lower triangular block.
+    """Inverts `I + system` for a strictly lower triangular block [16, 16].
 
-    The inverses of diagonal blocks of 1, 2, 4 and 8 rows are joined in pairs, as forward substitution would. A product
-    of powers of `system` takes as many steps, but its terms cancel: 3e3 times the result where all keys are the same.
+    The inverses of diagonal blocks of 1, 2, 4 and 8 rows are joined in pairs, as forward substitution does. A product
+    of powers of `system` takes as many steps, but its terms cancel and lose digits when keys repeat.
     """
     index = jnp.arange(BLOCK)
     inverse = (index[:, None] == index[None, :]).astype(jnp.float32)
     size = 1
     while size < BLOCK:
+        # `joint` holds the part of the system below the diagonal that couples the two halves of each pair of blocks.
         own, pair = index // size, index // (2 * size)
         is_joint = (pair[:, None] == pair[None, :]) & (own[:, None] != own[None, :])
         joint = jnp.where(is_joint, system, 0.0)
@@ -476,33 +573,37 @@ def _chunks_kernel(
     width,
     value_width,
 ):
-    """Some columns of one head's state, in registers, through all chunks of C tokens.
+    """Runs some columns of one head's state, in registers, through all chunks of C tokens.
 
-    q_ref, k_ref [T, padded], v_ref, out_ref [T, columns], state_ref, last_ref [padded, columns]; the others, a leading
-    axis for the chunk, as the kernels above write them.
+    q_ref, k_ref [T, padded], v_ref, out_ref [T, columns], state_ref, last_ref [padded, columns]; the other refs have a
+    leading chunk axis, as `_scores_kernel` and `_solve_kernel` write them.
 
-    Limits on an H100 (reckoned): latency. A chunk is five small products, of which three wait for each other, and the
-    next chunk for the last of them; one row of 32 heads is 128 programs, one to an SM. The next chunk's loads are under
-    way meanwhile (two stages of 56 KB). Narrower columns make more programs, each of which reads all keys and queries
-    again, mostly from L2: 812 MB for 8192 tokens in four splits, where 203 MB would do. Arithmetic is the least of it,
-    34 GFLOP. Float32 spills here and in the scores (0.7 and 2.1 KB a thread at 128 x 128) and
-    asks for more shared memory than an MI300X has: it is there for tests, not for speed.
+    Limit, by calculation for an H100: latency. A chunk is five small products, three of which wait for each other, and
+    the next chunk waits for the last one. At batch 1 there is about one program per SM, and two pipeline stages load
+    the next chunk meanwhile. float32 spills registers and exceeds the shared memory of an MI300X: it is for tests.
     """
     (num_tokens, padded), (num_chunks, chunk), columns = q_ref.shape, from_state_ref.shape, v_ref.shape[1]
     num_columns = value_width - pl.program_id(0) * columns if value_width % columns else columns
 
     def step(n, state):
+        # Load the chunk: tokens in their own dtype, decays in float32.
         at = pl.ds(n * chunk, chunk)
         left = num_tokens - n * chunk if num_tokens % chunk else chunk
         q, k = (_load(ref.at[at], (chunk, padded), (left, width)) for ref in (q_ref, k_ref))
         v = _load(v_ref.at[at], (chunk, columns), (left, num_columns))
         from_state, to_state = (plt.load(ref.at[n])[:, None] for ref in (from_state_ref, to_state_ref))
+        # `kept`: the decay of the state over the whole chunk. Products take the state rounded to v's dtype; the carried
+        # state stays float32.
         kept = plt.load(from_state_ref.at[n, jnp.int32(chunk - 1)])
         factor = state.astype(v.dtype)
+        # Corrections of the chunk: what the incoming state predicts for each key is subtracted from v, then the inverse
+        # resolves how the corrections depend on each other.
         wanted = v.astype(jnp.float32) - from_state * _dot(k, factor)
         update = _dot(plt.load(solve_ref.at[n]), wanted.astype(v.dtype))
+        # Outputs: the incoming state read with q, plus the chunk's own corrections.
         output = from_state * _dot(q, factor) + _dot(plt.load(within_ref.at[n]), update.astype(v.dtype))
         plt.store(out_ref.at[at], output, mask=_mask((chunk, columns), (left, num_columns)))
+        # Outgoing state: decay, plus the sum of k u^T with each token's remaining decay.
         return kept * state + _dot(k, (to_state * update).astype(v.dtype), trans_a=True)
 
     limits = (width, num_columns)
@@ -517,7 +618,8 @@ def _forward(q, k, v, log_decay, beta, state, segment_ids, interpret):
 
 
 def _backward(interpret, residuals, gradient):
-    del interpret  # the reference's own gradient: XLA's products over all chunks at once, computed again
+    # Differentiate the reference, which recomputes the forward pass with XLA's matmuls over all chunks at once.
+    del interpret
     *inputs, segment_ids = residuals
     _, pull = jax.vjp(functools.partial(gated_delta_reference, segment_ids=segment_ids), *inputs)
     return *pull(gradient), None

@@ -1,4 +1,7 @@
-"""The likeliest tokens of an output head, without writing its logits: op, kernel, reference."""
+"""The largest logits of an output head, without writing all logits: op, kernel, reference.
+
+Limit: the bytes of the head, which the kernel reads once for up to 16 rows; the logits never reach memory.
+"""
 
 import functools
 
@@ -14,17 +17,27 @@ from pallas_kernels.dispatch import choose
 def head_top_k(
     hidden, head, *, k=1, num_tokens=None, is_transposed=False, implementation="auto"
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The `k` largest of the logits `hidden @ head`, which columns they are, and the log-sum-exp of all logits.
+    """Computes the `k` largest of the logits `hidden @ head`, their columns, and the log-sum-exp of all logits.
 
-    hidden [..., D] and head [D, V], or [V, D] if `is_transposed` (a tied embedding, read as it lies) -> values [..., k]
-    float32, indices [..., k] int32, logsumexp [...] float32. Largest first, and of equal logits the lower column first,
-    as `jnp.argmax` and `jax.lax.top_k` have it. Columns from `num_tokens` (default: V) on count nowhere. The head is
-    cast to hidden's dtype; products are summed in float32, those of float32 numbers at full precision in the kernel
-    and at JAX's default precision by XLA. `implementation` is "xla" (the reference), "triton" (the kernel: CUDA and
-    ROCm), "interpreted" (the kernel on any machine, slowly) or "auto", see `pallas_kernels.dispatch`. No gradients.
-    Logits that are -inf or NaN are not for the kernel, whose sums are in one order for up to 16 rows, and maybe in
-    another for more. Raises ValueError for other implementations, shapes that do not
-    fit, dtypes other than float32, bfloat16 and float16, and a `k` outside 1..num_tokens.
+    Values come largest first; of equal logits the lower column comes first, as in `jnp.argmax` and `jax.lax.top_k`. The
+    head is cast to hidden's dtype and sums are float32. The kernel multiplies float32 at full precision, XLA at JAX's
+    default precision. Up to 16 rows the kernel sums in one order; with more rows the order may differ. The kernel does
+    not support logits that are -inf or NaN. No gradients.
+
+    Args:
+        hidden: [..., D] float32, bfloat16 or float16.
+        head: [D, V], or [V, D] if `is_transposed`, of the same dtypes.
+        k: Number of logits, 1..num_tokens.
+        num_tokens: Columns from here on are padding and are ignored; None: V.
+        is_transposed: The head is a tied embedding [V, D], read in that layout.
+        implementation: "xla" (the reference), "triton" (the kernel, on CUDA and ROCm), "interpreted" (the kernel in
+            Pallas's interpreter, on any machine) or "auto"; see `pallas_kernels.dispatch`.
+
+    Returns:
+        Values [..., k] float32, indices [..., k] int32 and logsumexp [...] float32, in nats.
+
+    Raises:
+        ValueError: The implementation is unknown, shapes or dtypes do not fit, or `k` or `num_tokens` is out of range.
     """
     width, size = head.shape[::-1] if is_transposed and head.ndim == 2 else head.shape
     if head.ndim != 2 or hidden.ndim == 0 or hidden.shape[-1] != width:
@@ -38,6 +51,7 @@ def head_top_k(
     for array in (hidden, head):
         if array.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
             raise ValueError(f"hidden and head must be float32, bfloat16 or float16, not {array.dtype}")
+    # Leading dimensions become rows; the kernel knows only [R, D].
     rows = hidden.size // width
     shape = {"rows": rows, "width": width, "vocabulary": num_tokens, "k": k, "dtype": str(hidden.dtype)}
     chosen = choose("head_top_k", implementation, ("xla", "triton"), shape)
@@ -51,22 +65,31 @@ def head_top_k(
 
 
 def top_k(values: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """`jax.lax.top_k` without its gradients: the `k` largest of the last axis, the first of equal ones before, and
-    where they are (int32).
+    """Computes `jax.lax.top_k` of the last axis without gradients, faster on a CPU.
 
-    On a CPU XLA sorts the whole row for them, 37 ms for one of 152,000 numbers; there the largest are found one by one,
-    0.1 ms each.
+    XLA sorts the whole row on a CPU. For small `k` this finds the largest values one by one instead.
+
+    Args:
+        values: [..., V] floating.
+        k: Number of values.
+
+    Returns:
+        The `k` largest values, largest first and the lower index first among equal ones, and their indices, int32;
+        [..., k].
     """
     values = jax.lax.stop_gradient(values)
-    if not 1 < k <= min(128, values.size // 16):  # else a sort is as fast
+    # For k = 1, for large k and for small arrays a sort is as fast.
+    if not 1 < k <= min(128, values.size // 16):
         largest, places = jax.lax.top_k(values, k)
         return largest, places
 
     def one_by_one(values):
         index = jax.lax.broadcasted_iota(jnp.int32, values.shape, values.ndim - 1)
 
-        # A loop, for its input lies in memory: fused into each of the two, rounded otherwise, it would not be found.
+        # A scan, because its inputs are in memory. Without one XLA may fuse the computation of `values` into both the
+        # maximum and the comparison with it; rounded differently there, the maximum would equal no element.
         def find(is_left, _):
+            # The maximum of the elements left, the first index that has it, and a mask without that element.
             value = jnp.max(values, axis=-1, keepdims=True, initial=-jnp.inf, where=is_left)
             is_best = is_left & (values == value)
             place = jnp.min(jnp.where(is_best, index, values.shape[-1] - 1), axis=-1, keepdims=True)
@@ -79,7 +102,7 @@ def top_k(values: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 
 
 def head_top_k_reference(hidden, head, *, k=1, num_tokens=None, is_transposed=False):
-    """What `head_top_k` means."""
+    """Computes `head_top_k` in plain JAX, which defines its meaning."""
     head = head.astype(hidden.dtype)
     logits = jnp.matmul(hidden, head.T if is_transposed else head, preferred_element_type=jnp.float32)
     if num_tokens is not None and num_tokens < logits.shape[-1]:
@@ -93,22 +116,24 @@ def head_top_k_reference(hidden, head, *, k=1, num_tokens=None, is_transposed=Fa
 
 
 def _head_top_k_triton(hidden, head, k, num_tokens, is_transposed, interpret):
-    """hidden [R, D]: a program takes a block of columns over all of D, and leaves its k best and its sum of exp.
+    """Runs the kernel over hidden [R, D] and merges the results of the column blocks.
 
-    Few rows: the head's bytes are the time. Each is read once, but for a second block of rows, whose program stands
-    beside the first one's and finds them in the cache.
+    Each program takes a block of columns over all of D, and writes its k best logits and its sum of exponentials. Each
+    byte of the head is read once; with a second block of rows, its program runs next to the first and finds the head in
+    the cache.
     """
     (num_rows, width), size = hidden.shape, head.shape[0 if is_transposed else 1]
-    block_rows = 16 if num_rows <= 16 else 64  # the least of the matrix units, and what fills an H100's
-    # 3.35 TB/s at a latency of 1 us need 25 KB on their way to each SM of an H100. Here are 96 to 168: (stages - 1)
-    # tiles of 8 or 16 KB in each of three to seven programs, none with more than the 64 KB that an MI300X has for it.
+    block_rows = 16 if num_rows <= 16 else 64  # the fewest rows of a matrix unit, and enough to fill an H100's
+    # Loads in flight: an H100's bandwidth times its latency is about 25 KB per SM. (stages - 1) tiles of 8 or 16 KB in
+    # each of three or more programs per SM exceed that, within the 64 KB of shared memory of an MI300X.
     if jnp.float32 in (hidden.dtype, head.dtype):
         block_columns, block_depth, num_stages = 64, 32, 4
     elif block_rows == 16:
         block_columns, block_depth, num_stages = 64, 64, 6
     else:
         block_columns, block_depth, num_stages = 128, 64, 3
-    grid = (pl.cdiv(num_rows, block_rows), pl.cdiv(num_tokens, block_columns))  # what is no token is not read
+    # Grid: (blocks of rows, blocks of columns). Columns of padding tokens get no program and are not read.
+    grid = (pl.cdiv(num_rows, block_rows), pl.cdiv(num_tokens, block_columns))
     if is_transposed:
         head_spec = pl.BlockSpec((block_columns, width), lambda i, j: (j, 0))
     else:
@@ -148,9 +173,11 @@ def _head_top_k_triton(hidden, head, k, num_tokens, is_transposed, interpret):
         interpret=interpret,
         name="head_top_k",
     )(hidden, head)
+    # Merge the blocks of columns: rescale each block's sum of exponentials to the largest logit of the row.
     most = values[:, :, 0].max(axis=1, keepdims=True)
     logsumexp = most[:, 0] + jnp.log((sums * jnp.exp(values[:, :, 0] - most)).sum(axis=1))
-    values, indices = values.reshape(num_rows, -1), indices.reshape(num_rows, -1)  # in the order of columns where equal
+    # The candidates are in column order where they are equal, so the first of equal ones is the lower column.
+    values, indices = values.reshape(num_rows, -1), indices.reshape(num_rows, -1)
     if k == 1:
         place = jnp.argmax(values, axis=1, keepdims=True)
         values = most
@@ -176,16 +203,18 @@ def _head_top_k_kernel(
 ):
     """hidden_ref [block_rows, D] and a block of columns of the head -> values_ref and indices_ref [block_rows, k].
 
-    sums_ref [block_rows] is the sum of exp(logit - largest logit of the block).
+    sums_ref [block_rows] is the sum of exp(logit - largest logit of the block), float32.
     """
     block_rows = hidden_ref.shape[0]
     block_columns = head_ref.shape[0 if is_transposed else 1]
     row = pl.program_id(0) * block_rows + jnp.arange(block_rows)
     column = pl.program_id(1) * block_columns + jnp.arange(block_columns)
     is_row = row < num_rows
-    is_column = column < size if size % block_columns else None  # what is always true costs registers
+    is_column = column < size if size % block_columns else None  # a mask that is always true costs registers
 
     def add(step, logits):
+        # Load `block_depth` inputs of the rows and of the columns, and add their product in float32. A tied embedding
+        # is read in rows of its own layout and transposed in registers.
         depth = pl.ds(step * block_depth, block_depth)
         is_deep = step * block_depth + jnp.arange(block_depth) < width if width % block_depth else None
         hidden = _load(hidden_ref.at[:, depth], is_row, is_deep)
@@ -200,14 +229,17 @@ def _head_top_k_kernel(
             precision=jax.lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else None,
         )
 
+    # The block's logits stay in registers, float32; padding columns become -inf.
     steps = jnp.int32(pl.cdiv(width, block_depth))
     logits = jnp.zeros((block_rows, block_columns), jnp.float32)
     logits = jax.lax.fori_loop(jnp.int32(0), steps, add, logits)
     logits = jnp.where((column < num_tokens)[None, :], logits, -jnp.inf)
+    # Take the largest k times: find it, store it, mask its column. The first one also scales the sum of exponentials.
     for rank in range(k):
         value = jnp.max(logits, axis=1)
         if rank == 0:
             plt.store(sums_ref, jnp.sum(jnp.exp(logits - value[:, None]), axis=1), mask=is_row)
+        # The lowest column among equal logits.
         index = jnp.min(jnp.where(logits == value[:, None], column[None, :], num_tokens - 1), axis=1)
         plt.store(values_ref.at[:, jnp.int32(rank)], value, mask=is_row)
         plt.store(indices_ref.at[:, jnp.int32(rank)], index, mask=is_row)
@@ -215,7 +247,7 @@ def _head_top_k_kernel(
 
 
 def _load(ref, is_row, is_column):
-    """A block, zero where its rows or columns are masked; None masks nothing."""
+    """Loads a block, zero where its rows or columns are masked; None masks nothing."""
     if is_row is None and is_column is None:
         return plt.load(ref)
     rows = True if is_row is None else is_row[:, None]

@@ -1,1 +1,1 @@
-"""`mtpjax ablate`: a grid of draft settings, each timed beside plain decoding."""
+"""The grid behind `mtpjax ablate`: draft settings, each timed in turns with plain decoding."""

@@ -1,7 +1,8 @@
-"""What an ablation measures of a cell: each batch of prompts is decoded plainly and with drafts, in turns.
+"""Measures one cell of an ablation: each batch of prompts is decoded plainly and with drafts, in turns.
 
-Ratios to plain decoding are medians over the repeats; the least time of a call for one token (prefill) is taken off
-each call. The plain setting is the faster of a pass over one row and over two.
+Ratios to plain decoding are medians over the repeats. The shortest time of a one-token call, which is the prefill, is
+subtracted from each call. Plain decoding runs in its faster form: one row per pass, or two rows of which one is
+discarded.
 """
 
 import dataclasses
@@ -31,21 +32,27 @@ from mtpjax.io.checkpoint_reader import CheckpointReader
 from mtpjax.models.model import MTPModel
 from mtpjax.training.decoding_eval import is_looping
 
-PROMPT_TOKENS = 64  # of held-out files
-SAME_TOKENS = ("greedy", "sample")  # rules whose texts are those of plain decoding with the same seeds
-CANDIDATES = 16  # held-out prompts looked at, at most, for each that is used
+PROMPT_TOKENS = 64  # length of prompts from held-out files
+SAME_TOKENS = ("greedy", "sample")  # rules that give the same texts as plain decoding with the same seeds
+CANDIDATES = 16  # held-out prompts to try, at most, per prompt used
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """The prompts, as tokens, and what they are."""
+    """The prompts of an ablation.
+
+    Attributes:
+        prompts: token lists.
+        source: where they come from, in words.
+        stop_token_ids: tokens that end a text.
+    """
 
     prompts: list[list[int]]
     source: str
     stop_token_ids: tuple[int, ...] = ()
 
     def batches(self, size: int) -> list[list[list[int]]]:
-        """The prompts in batches of `size`; the last is filled up from the front, so that all have one shape."""
+        """Splits the prompts into batches of `size`; the last one repeats the first prompts, so all have one shape."""
         count = -(-len(self.prompts) // size)
         return [
             [self.prompts[(begin * size + row) % len(self.prompts)] for row in range(size)] for begin in range(count)
@@ -64,28 +71,47 @@ def find_workload(
     prompt_tokens: int | None = None,
     chat: bool = False,
 ) -> Workload:
-    """The prompts of a file, or, for a model of bytes, starts of lines in files that training held out.
+    """Reads prompts from a file; for a byte-level model without one, takes line starts from held-out files.
 
-    Raises `ValueError` for prompts that do not fit the model.
+    Args:
+        path: the checkpoint.
+        model: the model.
+        params: its parameters.
+        settings: the settings of the ablation.
+        prompts: a prompt file, or None.
+        num_prompts: number of prompts.
+        categories: categories to draw from; empty: all.
+        prompt_tokens: most tokens per prompt; None: as many as fit.
+        chat: apply the chat template.
+
+    Returns:
+        The workload.
+
+    Raises:
+        ValueError: the prompts do not fit the model, or there is no file and the model is not byte-level.
     """
     tokenizer = load_tokenizer(path, model.config.vocab_size)
+    # A prompt and its new tokens must fit the model's positions; longer prompts are cut.
     most = room_for_prompts(model.config.max_position_embeddings, settings.max_new_tokens, prompt_tokens)
     if prompts is not None:
+        # Prompts of a file, drawn evenly over its categories.
         chosen = choose_prompts(read_prompts(prompts), num_prompts, categories=categories, seed=settings.seed)
         rows, cut = encode_prompts(chosen, tokenizer, most_tokens=most, chat=chat)
         source = f"{len(rows)} prompts of {prompts}" + (f", {cut} of them cut to {most} tokens" if cut else "")
         return Workload(rows, source, tuple(tokenizer.eos_token_ids))
+    # Without a file, only byte-level models have prompts: the files that their training held out.
     if not isinstance(tokenizer, ByteTokenizer):
-        raise ValueError("name a file of --prompts: only for models of bytes there are some without")
+        raise ValueError("pass a prompt file with --prompts: only byte-level models have default prompts")
     if num_prompts < 1:
         raise ValueError(f"the number of prompts must be at least 1, not {num_prompts}")
     length = min(PROMPT_TOKENS, most)
     chosen = _lively_prompts(path, model, params, settings, num_prompts=num_prompts, length=length)
-    return Workload(chosen, f"{len(chosen)} prompts of {length} bytes from held-out files, that do not loop")
+    return Workload(chosen, f"{len(chosen)} prompts of {length} bytes from held-out files, none of which loops")
 
 
 def _lively_prompts(path, model: MTPModel, params, settings: Settings, *, num_prompts: int, length: int):
-    """Held-out prompts but those whose plain continuation repeats itself, which would be too easy to draft."""
+    """Picks held-out prompts whose plain continuation does not loop, because loops are too easy to draft."""
+    # The checkpoint records what it was trained on. The same split gives the documents that training held out.
     trained = {}
     if is_checkpoint(path):
         trained = CheckpointReader(path, verify=False).metadata.get("train", {})
@@ -101,6 +127,7 @@ def _lively_prompts(path, model: MTPModel, params, settings: Settings, *, num_pr
         seed=settings.seed,
         least=num_prompts,
     )
+    # Decode candidates in batches until enough continuations do not loop. If all of them loop, use them anyway.
     config, lively, at_once = DecodeConfig(max_new_tokens=settings.max_new_tokens), [], 4 * num_prompts
     for begin in range(0, len(candidates), at_once):
         some = candidates[begin : begin + at_once]
@@ -113,13 +140,21 @@ def _lively_prompts(path, model: MTPModel, params, settings: Settings, *, num_pr
 
 @dataclasses.dataclass
 class Bench:
-    """Measures cells; keeps what cells share, the faster plain form and the costs of parts."""
+    """Measures cells, and caches what cells share: the faster plain form and the costs of parts.
+
+    Attributes:
+        model: the model.
+        params: its parameters.
+        settings: the settings of the ablation.
+        workload: the prompts.
+        cells: the cells to be measured.
+    """
 
     model: MTPModel
     params: dict
     settings: Settings
     workload: Workload
-    cells: Sequence[Cell] = ()  # to be measured
+    cells: Sequence[Cell] = ()
 
     def __post_init__(self):
         self._plain_rows: dict[int, int | None] = {}
@@ -134,12 +169,24 @@ class Bench:
         )
 
     def measure(self, cell: Cell) -> dict[str, Any]:
-        """The figures of a cell, as JSON holds them."""
+        """Measures a cell.
+
+        Args:
+            cell: the cell.
+
+        Returns:
+            Its results as JSON values: rates and ratios with their intervals, seconds of parts, and the comparison of
+                texts.
+
+        Raises:
+            ValueError: every prompt ends with its first new token.
+        """
         begin = time.perf_counter()
         batches = self.workload.batches(cell.batch_size)
         drafted = cell.config(self._plain)
         plain = dataclasses.replace(self._plain, min_rows=self._best_rows(cell.batch_size))
-        for config in (plain, drafted):  # compiles: longer prompts may take another program
+        # Compile before timing: batches of different prompt lengths may need different programs.
+        for config in (plain, drafted):
             for number, batch in enumerate(batches):
                 self._time(batch, config, cell.temperature, 0, number)
         shape = (self.settings.repeats, len(batches))
@@ -149,23 +196,28 @@ class Bench:
         decoded, clock = {}, Clock()
         for repeat, number in np.ndindex(*shape):
             rows: list[Any] = [None, None]
+            # Alternate which form goes first, so that drift of the machine's speed affects both alike.
             for which in (0, 1) if (repeat + number) % 2 == 0 else (1, 0):
                 config = (plain, drafted)[which]
                 first[which, repeat, number], whole[which, repeat, number], result = self._time(
                     batches[number], config, cell.temperature, repeat, number
                 )
+                # Tokens after the first, which the prefill makes and whose time is subtracted.
                 tokens[which, repeat, number] = np.maximum(result.lengths - 1, 0).sum()
                 rows[which] = result.rows()
+                # Acceptance: greedy repeats give the same tokens, so only the first counts.
                 if which and (cell.temperature or not repeat):
                     steps[number] += result.stats.steps
                     accepted[number] += result.stats.accepted
             decoded[repeat, number] = rows
         if not steps.any():
             raise ValueError("every prompt ends with its first new token: there is nothing to measure")
+        # Check the texts against plain decoding, then compute the rates per prompt.
         took = clock.read()
         compared, differing = self._compare(decoded, batches, drafted, cell)
         count = len(self.workload.prompts)  # the last batch repeats some
         rates = decoded_rates(steps.reshape(-1)[:count], accepted.reshape(-1, cell.num_steps)[:count])
+        # Subtract the prefill: the shortest one-token call of each batch and form.
         seconds = whole - first.min(axis=1, keepdims=True)
         rate = [float(np.median(tokens[which].sum(1) / seconds[which].sum(1))) for which in (0, 1)]
         costs = self._part_costs(cell)
@@ -185,7 +237,7 @@ class Bench:
         }
 
     def _compare(self, decoded, batches, config: DecodeConfig, cell: Cell) -> tuple[int, int]:
-        """How many texts the rule lets compare, and how many of them are not plain decoding's."""
+        """Counts the texts that the rule lets compare, and how many of them differ from plain decoding's."""
         compared = differing = 0
         for (repeat, number), (plain, drafted) in decoded.items() if cell.acceptance in SAME_TOKENS else ():
             asked = self._asked(batches[number], cell.temperature, repeat, number)
@@ -195,6 +247,7 @@ class Bench:
         return compared, differing
 
     def _asked(self, batch, temperature: float, repeat: int, number: int) -> dict[str, Any]:
+        """Returns the sampling parameters of a batch: one seed per row and repeat, the same for plain and drafted."""
         seeds = [self.settings.seed + 1_000_003 * repeat + number * len(batch) + row for row in range(len(batch))]
         return sampled(temperature, seeds)
 
@@ -203,7 +256,7 @@ class Bench:
         return speculative_generate(self.params, batch, model=self.model, config=config, **asked)
 
     def _time(self, batch, config: DecodeConfig, temperature: float, repeat: int, number: int):
-        """Seconds for one token and for all, and the result."""
+        """Returns the seconds of a one-token call and of the whole call, and the result."""
         first_only = dataclasses.replace(config, max_new_tokens=1)
         begin = time.perf_counter()
         self._decode(batch, first_only, temperature, repeat, number)
@@ -214,11 +267,15 @@ class Bench:
         return middle - begin, end - middle, result
 
     def _best_rows(self, batch_size: int) -> int | None:
-        """The faster form of plain decoding: a lone row is passed alone, or with another that is thrown away."""
+        """Returns the `min_rows` of the faster plain form: a lone row runs alone or beside one that is discarded.
+
+        On a CPU XLA compiles a pass over one row differently, so either form may be faster.
+        """
         if batch_size > 1 or jax.default_backend() != "cpu":
             return None
         if batch_size not in self._plain_rows:
             batch, times = self.workload.batches(1)[0], {}
+            # Alternate the forms and keep each one's shortest time; the first of each compiles.
             for rows in (1, 2) * 4:
                 config = dataclasses.replace(self._plain, min_rows=rows)
                 times.setdefault(rows, []).append(self._time(batch, config, 0.0, 0, 0)[1])
@@ -226,9 +283,11 @@ class Bench:
         return self._plain_rows[batch_size]
 
     def _part_costs(self, cell: Cell) -> Costs:
-        """Costs of the parts, measured at once for all cells of a batch size; of plain steps those of its best form."""
+        """Measures the costs of the parts for all cells of a batch size at once; plain steps in their faster form."""
         batch_size = cell.batch_size
         if batch_size not in self._costs:
+            # One meter measures every shape of the batch size in turns. A second one measures plain steps in the faster
+            # form if decoding's own form is the other.
             shapes = tuple({other.shape: None for other in (*self.cells, cell) if other.batch_size == batch_size})
             usual = min_rows_per_pass(batch_size, jax.default_backend(), self.model.implementation)
             meters = [self._meter(batch_size, shapes, usual)]
@@ -243,6 +302,7 @@ class Bench:
 
     def _meter(self, batch_size: int, shapes: tuple[Shape, ...], min_rows: int) -> CostMeter:
         widest = max((widest_write(self.model, shape) for shape in shapes), default=1)
+        # Measure at the mean length of the texts, with caches as large as decoding allocates.
         lengths = [len(row) for row in self.workload.prompts]
         context, longest = int(np.mean(lengths)) + self.settings.max_new_tokens // 2, max(lengths)
         return CostMeter(
@@ -257,7 +317,16 @@ class Bench:
 
 
 def verdict(cell: Cell, differing: int) -> str:
-    """What is known of a cell's texts, of which so many are not plain decoding's."""
+    """Says what is known about a cell's texts.
+
+    Args:
+        cell: the cell.
+        differing: number of texts that differ from plain decoding's.
+
+    Returns:
+        "lossy", "identical", "DIFFERS", or "exact by rule" where texts may differ although their distribution is the
+        same.
+    """
     if cell.acceptance in LOSSY_RULES:
         return "lossy"
     if cell.acceptance in SAME_TOKENS:
@@ -266,19 +335,26 @@ def verdict(cell: Cell, differing: int) -> str:
 
 
 def paired_ratio(seconds: np.ndarray, tokens: np.ndarray) -> Estimate:
-    """Speed over plain speed, from `[2, R, N]`: plain and speculative, R repeats of N batches.
+    """Estimates the speed relative to plain decoding.
 
-    The median over repeats of the ratio of times per token. The interval is 95 %, by resampling whole batches of
-    prompts and repeats.
+    Args:
+        seconds: `[2, R, N]` seconds of plain and speculative decoding, R repeats of N batches.
+        tokens: `[2, R, N]` tokens made.
+
+    Returns:
+        The median over repeats of the ratio of tokens per second, with a 95 % bootstrap interval that resamples whole
+        batches of prompts and repeats.
     """
     repeats, count = seconds.shape[1:]
 
     def ratio(chosen_repeats, chosen):
+        # Sum over batches within a repeat, divide within the repeat, and take the median: a pause hits few repeats.
         time_ = seconds[:, chosen_repeats[..., :, None], chosen[..., None, :]].sum(axis=-1)
         made = tokens[:, chosen_repeats[..., :, None], chosen[..., None, :]].sum(axis=-1)
         speed = np.maximum(made, 1) / time_
         return np.median(speed[1] / speed[0], axis=-1)
 
+    # Batches and repeats are resampled independently, because both prompts and timing vary.
     rng = np.random.default_rng(0)
     drawn = ratio(rng.integers(repeats, size=(RESAMPLES, repeats)), rng.integers(count, size=(RESAMPLES, count)))
     low, high = np.quantile(drawn, (0.025, 0.975))

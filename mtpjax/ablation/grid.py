@@ -1,4 +1,4 @@
-"""The cells of an ablation: which combinations of settings there are, and why others are left out."""
+"""The cells of an ablation: which combinations of settings are measured, and why others are left out."""
 
 import dataclasses
 import itertools
@@ -15,12 +15,21 @@ RULES = ("auto", "exact", *EXACT_RULES, *LOSSY_RULES)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is asked for: every combination of the tuples.
+    """The settings of an ablation, which measures every combination of the tuples.
 
     Attributes:
-        num_draft_tokens: nodes of trees, verified per round; 0: what depth and topk give. A chain has its depth's.
-        rules: of acceptance; "auto" is the default one of each temperature and tree, "exact" every exact one.
-        repeats: rounds in which plain and speculative decoding take turns.
+        depths: draft depths, `num_steps`.
+        topk: branching factors; 1 is a chain.
+        num_draft_tokens: tree nodes to verify per round; 0: as many as depth and topk give. Chains ignore it.
+        rules: acceptance rules; "auto" is the default rule of each temperature and tree, "exact" every exact rule.
+        temperatures: sampling temperatures; 0 is greedy.
+        batch_sizes: rows per call.
+        max_new_tokens: tokens per text.
+        repeats: how often plain and speculative decoding take turns on each batch.
+        seed: seed of prompts and samples.
+
+    Raises:
+        ValueError: a tuple is empty, a value is out of range, or a rule is unknown.
     """
 
     depths: tuple[int, ...] = (1, 2, 3)
@@ -34,12 +43,14 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self):
+        # Lists become tuples without duplicates, so that every combination is one cell.
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, (list, tuple)):
                 if not value:
                     raise ValueError(f"{field.name} is empty")
                 object.__setattr__(self, field.name, tuple(dict.fromkeys(value)))
+        # Reject bad values here, before any model is loaded.
         for name, least in (("depths", 1), ("topk", 1), ("batch_sizes", 1), ("num_draft_tokens", 0)):
             smallest = min(getattr(self, name))
             if smallest < least:
@@ -57,7 +68,7 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Cell:
-    """One combination of settings; its rule is a rule's own name."""
+    """One combination of settings; `acceptance` is the name of a rule, neither "auto" nor "exact"."""
 
     batch_size: int
     num_steps: int
@@ -67,6 +78,7 @@ class Cell:
     temperature: float
 
     def config(self, common: DecodeConfig) -> DecodeConfig:
+        """Returns `common` with this cell's draft settings."""
         return dataclasses.replace(
             common,
             num_steps=self.num_steps,
@@ -77,22 +89,23 @@ class Cell:
 
     @property
     def shape(self) -> Shape:
+        """The shape of a round, by which costs are measured."""
         return Shape(self.num_steps, self.topk, self.num_nodes)
 
     @property
     def setting(self) -> str:
-        """Such as "depth 3, topk 2, 11 nodes, recursive"."""
+        """The draft setting in words, such as "depth 3, topk 2, 11 nodes, recursive"."""
         tree = f", topk {self.topk}, {self.num_nodes} nodes" if self.topk > 1 else ""
         return f"depth {self.num_steps}{tree}, {self.acceptance}"
 
     @property
     def name(self) -> str:
-        """Such as "batch 4, temperature 0, depth 3, greedy"."""
+        """The cell in words, such as "batch 4, temperature 0, depth 3, greedy"."""
         return f"batch {self.batch_size}, temperature {self.temperature:g}, {self.setting}"
 
     @property
     def flags(self) -> str:
-        """The setting as SGLang's flags; the rule too, where it is not the default one."""
+        """The setting as SGLang's command-line flags, with the rule if it is not the default one."""
         is_default = self.acceptance in _meant("auto", self.topk, self.temperature)
         return (
             f"--speculative-num-steps {self.num_steps} --speculative-eagle-topk {self.topk} "
@@ -101,12 +114,20 @@ class Cell:
 
 
 def plan(settings: Settings, *, model: MTPModel) -> tuple[list[Cell], dict[str, int]]:
-    """The cells that are possible, and reason -> how many are not.
+    """Lists the cells to measure.
 
-    Raises `ValueError` for a model without modules.
+    Args:
+        settings: the settings of the ablation.
+        model: the model.
+
+    Returns:
+        The cells without duplicates, and for each reason the number of combinations left out.
+
+    Raises:
+        ValueError: the model has no MTP module.
     """
     if not model.config.num_mtp_modules:
-        raise ValueError("the model has no MTP module: there is nothing to draft with")
+        raise ValueError("the model has no MTP module to draft with")
     cells: dict[Cell, None] = {}
     reasons: dict[str, int] = {}
     product = itertools.product(
@@ -118,6 +139,8 @@ def plan(settings: Settings, *, model: MTPModel) -> tuple[list[Cell], dict[str, 
         settings.temperatures,
     )
     for batch_size, num_steps, topk, num_draft_tokens, name, temperature in product:
+        # `DecodeConfig`, `check_tree` and `_require_sense` reject what cannot run or repeats another cell. Their
+        # messages are the reasons that the report lists.
         for rule in _meant(name, topk, temperature):
             try:
                 config = DecodeConfig(
@@ -132,27 +155,30 @@ def plan(settings: Settings, *, model: MTPModel) -> tuple[list[Cell], dict[str, 
             except ValueError as error:
                 reasons[str(error)] = reasons.get(str(error), 0) + 1
                 continue
+            # A dict keeps the order and drops duplicates, such as a chain with two values of num_draft_tokens.
             cells[Cell(batch_size, num_steps, topk, config.num_nodes, rule, temperature)] = None
     return list(cells), reasons
 
 
 def _meant(name: str, topk: int, temperature: float) -> tuple[str, ...]:
-    """The rules that "auto" and "exact" stand for; any other stands for itself."""
+    """Returns the rules that "auto" and "exact" mean for a cell; any other name means itself."""
     if name not in ("auto", "exact"):
         return (name,)
+    # At temperature 0 every exact rule equals greedy. Above, "auto" is decoding's own default.
     if not temperature:
         return ("greedy",)
     if name == "auto":
         return (DecodeSpec.of(DecodeConfig(topk=topk), is_greedy=False).rule,)
+    # "exact": every exact rule that supports this shape.
     others = FIXED_TREE_RULES if topk == 1 else CHAIN_RULES
     return tuple(rule for rule in EXACT_RULES if rule not in ("greedy", *others))
 
 
 def _require_sense(rule: str, topk: int, temperature: float) -> None:
-    """Raises `ValueError` for what decoding refuses, and for what another cell measures."""
+    """Raises `ValueError` for combinations that decoding rejects or that repeat another cell."""
     if rule == "greedy" and temperature:
-        raise ValueError("greedy is for temperature 0")
+        raise ValueError("greedy supports only temperature 0")
     if rule in EXACT_RULES and rule != "greedy" and not temperature:
-        raise ValueError("at temperature 0 every exact rule is greedy")
+        raise ValueError("at temperature 0 every exact rule equals greedy")
     if rule in FIXED_TREE_RULES and topk == 1:
-        raise ValueError(f"{rule} is for trees: on a chain it is another rule")
+        raise ValueError(f"{rule} supports only trees: on a chain it equals another rule")

@@ -1,4 +1,4 @@
-"""What follows from an ablation's cells: advice, tables, `cells.csv` and `recommendation.md`.
+"""The report of an ablation: advice, tables, `cells.csv` and `recommendation.md`.
 
 A row is a line of `cells.jsonl`.
 """
@@ -16,11 +16,12 @@ from mtpjax.evaluation.machine import QUIET
 
 
 def cell_of(row: dict[str, Any]) -> Cell:
+    """Returns the cell of a row."""
     return Cell(**row["cell"])
 
 
 def groups_of(rows: Iterable[dict[str, Any]]) -> dict[tuple[int, float], list[dict[str, Any]]]:
-    """(batch size, temperature) -> its rows, fastest first; in ascending order."""
+    """Groups rows by (batch size, temperature), in ascending order; each group is sorted fastest first."""
     groups: dict[tuple[int, float], list[dict[str, Any]]] = {}
     for row in sorted(rows, key=lambda row: -row["ratio"]["value"]):
         cell = cell_of(row)
@@ -30,7 +31,15 @@ def groups_of(rows: Iterable[dict[str, Any]]) -> dict[tuple[int, float], list[di
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-    """What to use at one batch size and temperature. `best` is None where plain decoding is best."""
+    """The advice for one batch size and temperature.
+
+    Attributes:
+        batch_size: the batch size.
+        temperature: the temperature.
+        best: the row of the setting to use; None where plain decoding is best.
+        says: the advice in words.
+        certainty: how certain it is, in words.
+    """
 
     batch_size: int
     temperature: float
@@ -40,16 +49,24 @@ class Advice:
 
 
 def advise(rows: Iterable[dict[str, Any]]) -> list[Advice]:
-    """The fastest exact setting of each batch size and temperature, and how sure that is.
+    """Chooses the fastest exact setting of each batch size and temperature.
 
-    A setting whose ratio is not above 1 within its interval is not advised, nor one that failed its check.
+    A setting is advised only if the interval of its ratio is above 1 and its texts passed their check.
+
+    Args:
+        rows: rows of `cells.jsonl`.
+
+    Returns:
+        One advice per group.
     """
     result = []
     for (batch_size, temperature), group in groups_of(rows).items():
+        # Lossy rules change the distribution, so they are reported but never advised.
         exact = [row for row in group if row["lossless"] not in ("lossy", "DIFFERS")]
         if not exact:
             result.append(Advice(batch_size, temperature, None, "no exact setting was measured", ""))
             continue
+        # Speculation pays only if the lower end of the ratio's interval is above 1.
         fastest, paying = exact[0], [row for row in exact if row["ratio"]["low"] > 1]
         if not paying:
             is_slower = fastest["ratio"]["value"] <= 1
@@ -66,23 +83,36 @@ def advise(rows: Iterable[dict[str, Any]]) -> list[Advice]:
 
 
 def _certainty(best: dict[str, Any], others: list[dict[str, Any]]) -> str:
-    """The best against the runner-up, by their intervals."""
+    """Compares the best setting with the runner-up by their intervals."""
     if not others:
-        return "there is no other setting to compare with"
+        return "no other setting was measured"
+    # Intervals that do not overlap are clear. A best interval above the runner-up's value is probable.
     second = others[0]
     measured = f"{cell_of(second).setting}: {_spread(second['ratio'])}"
     if best["ratio"]["low"] > second["ratio"]["high"]:
-        return f"surely before {measured}"
+        return f"clearly faster than {measured}"
     if best["ratio"]["low"] > second["ratio"]["value"]:
-        return f"likely before {measured}"
+        return f"probably faster than {measured}"
     alike = [row for row in others if row["ratio"]["value"] >= best["ratio"]["low"]]
-    return f"not told apart from {measured}" + (f", nor from {len(alike) - 1} more" if len(alike) > 1 else "")
+    return f"not distinguishable from {measured}" + (f", nor from {len(alike) - 1} more" if len(alike) > 1 else "")
 
 
 def recommendation(
     rows: list[dict[str, Any]], reasons: dict[str, int], workload: Workload, settings: Settings, about: dict[str, Any]
 ) -> str:
-    """`recommendation.md`."""
+    """Writes the text of `recommendation.md`.
+
+    Args:
+        rows: rows of `cells.jsonl`.
+        reasons: number of combinations left out, by reason.
+        workload: the prompts.
+        settings: the settings of the ablation.
+        about: model, machine and versions.
+
+    Returns:
+        Markdown.
+    """
+    # First the advice: what to use where, how certain it is, and the flags.
     lines, advices = ["# Which draft settings to use", ""], advise(rows)
     for advice in advices:
         lines.append(f"- **batch {advice.batch_size}, temperature {advice.temperature:g}**: {advice.says}")
@@ -91,7 +121,8 @@ def recommendation(
         if advice.best is not None:
             lines.append(f"  - `{cell_of(advice.best).flags}`")
     without = [f"batch {each.batch_size} at temperature {each.temperature:g}" for each in advices if not each.best]
-    lines += ["", "When not to speculate: " + (", ".join(without) or "at nothing that was measured") + "."]
+    lines += ["", "When not to speculate: " + (", ".join(without) or "in none of the measured cases") + "."]
+    # Then what the advice leaves out: lossy rules, and settings whose texts differ from plain decoding.
     lossy = [row for row in rows if row["lossless"] == "lossy"]
     if lossy:
         lines += ["", "## Lossy settings, which change the text's distribution and are never advised", ""]
@@ -100,20 +131,22 @@ def recommendation(
     if wrong:
         lines += ["", "## Texts that differ from plain decoding", ""]
         lines += [f"- {cell_of(row).name}: {row['differing_rows']} of {row['compared_rows']} texts" for row in wrong]
+    # Last how it was measured, with everything that limits what the numbers mean.
     lines += ["", "## Measured", ""]
     lines += [
         f"- {len(rows)} cells, {settings.repeats} repeats, {settings.max_new_tokens} new tokens; {workload.source}",
         f"- {about['device']}, {about['processor']}, jax {about['jax']}, model {about['model']}",
-        "- ratio: tokens/s over those of plain decoding of the same prompts, batch and temperature, in turns; 95 %",
-        "- ideal: accept length over what the passes of a round cost in plain steps; what sampling costs is not in it",
+        "- ratio: tokens/s over plain decoding of the same prompts, batch and temperature, in turns; 95 % intervals",
+        "- ideal: accept length over the cost of a round's passes in plain steps; without the cost of sampling",
     ]
+    # A single batch of prompts cannot be resampled, so its interval says nothing about other prompts.
     alone = sorted(size for size in settings.batch_sizes if len(workload.batches(size)) == 1)
     if alone:
         sizes = ", ".join(map(str, alone))
-        lines.append(f"- the prompts are one batch of {sizes}: intervals there tell of timing, not of other prompts")
+        lines.append(f"- the prompts are one batch of {sizes}: intervals there cover timing, not other prompts")
     waited = max(row["waited"] for row in rows)
     if waited > QUIET:
-        lines += [f"- others used the machine: it waited for a core up to {waited:.0%} of a cell's time. Run it again"]
+        lines += [f"- the machine was busy: it waited for a core up to {waited:.0%} of a cell's time. Run it again"]
     lines += [f"- left out: {reason} ({count} cells)" for reason, count in reasons.items()]
     return "\n".join(lines) + "\n"
 
@@ -145,11 +178,19 @@ CSV_COLUMNS = (
 
 
 def to_csv(rows: Iterable[dict[str, Any]]) -> str:
-    """A line per cell; rates by level are separated by spaces."""
+    """Formats rows as `cells.csv`, a line per cell; rates by level are separated by spaces.
+
+    Args:
+        rows: rows of `cells.jsonl`.
+
+    Returns:
+        The text of the file.
+    """
     file = io.StringIO()
     writer = csv.DictWriter(file, CSV_COLUMNS, lineterminator="\n")
     writer.writeheader()
     for row in rows:
+        # Estimates with intervals become three columns each; costs are in milliseconds.
         spreads = {}
         for name in ("accept_length", "ratio"):
             spreads |= {name: row[name]["value"], f"{name}_low": row[name]["low"], f"{name}_high": row[name]["high"]}
@@ -177,11 +218,17 @@ def _number(rate: dict[str, float | None]) -> str:
 
 
 def print_cells(console, rows: list[dict[str, Any]]) -> None:
-    """A table within 80 columns per batch size and temperature."""
+    """Prints a table per batch size and temperature, at most 80 columns wide.
+
+    Args:
+        console: a `rich` console.
+        rows: rows of `cells.jsonl`.
+    """
     for (batch_size, temperature), group in groups_of(rows).items():
         plain = f"plain {group[0]['plain_tokens_per_second']:.0f} tokens/s"
         table = narrow_table(f"batch {batch_size}, temperature {temperature:g}: {plain}")
         headings = ("depth", "topk/\nnodes", "rule", "accept\nlength", "survival", "tokens/s", "ratio (95 %)", "ideal")
+        # Only the survival rates may wrap, because their number grows with the depth.
         for heading in headings:
             fixed = heading != "survival"
             table.add_column(heading, justify="right", no_wrap=fixed, min_width=None if fixed else len(heading))
@@ -198,14 +245,16 @@ def print_cells(console, rows: list[dict[str, Any]]) -> None:
                 f"{row['ideal_ratio']:.2f}",
             )
         console.print(table)
+    # Explain the marks of the rule column.
     kinds = {row["lossless"] for row in rows}
     if "lossy" in kinds:
-        console.print("* lossy: the text's distribution is another")
+        console.print("* lossy: changes the distribution of the text")
     if "DIFFERS" in kinds:
         console.print("! texts DIFFER from plain decoding", style="bold red")
 
 
 def summary(row: dict[str, Any]) -> str:
+    """Formats a row in a line: accept length, ratio with its interval, and the check of its texts."""
     return f"accept length {row['accept_length']['value']:.2f}, ratio {_spread(row['ratio'])}, {row['lossless']}"
 
 

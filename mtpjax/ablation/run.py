@@ -1,8 +1,8 @@
-"""Which draft settings to use: a grid of cells, each measured in turns with plain decoding of the same batch.
+"""Runs an ablation: a grid of cells, each measured in turns with plain decoding of the same batch.
 
-A cell is one draft depth, tree, rule, temperature and batch size (`ablate_grid`; `ablate_bench` measures it,
-`ablate_report` says what follows). Its line in `cells.jsonl` carries a fingerprint of all that it depends on, so that a
-run that was ended goes on behind its last cell and changed settings are measured anew.
+A cell is one draft depth, tree, rule, temperature and batch size. `grid` lists the cells, `bench` measures them,
+`report` writes the advice. The line of a cell in `cells.jsonl` carries a fingerprint of everything that its results
+depend on. So a run that was stopped continues after its last cell, and changed settings are measured again.
 """
 
 import dataclasses
@@ -28,12 +28,23 @@ from mtpjax.host import num_threads
 from mtpjax.io.checkpoint import load
 from mtpjax.io.checkpoint_format import checkpoint_digest, find_checkpoint
 
-VERSION = 4  # of a cell's line: another one is measured anew
-CELLS_IN_MEMORY = 16  # compiled programs take memory mappings; a process has 65,530
+VERSION = 4  # format of a cell's line; lines of another version are measured again
+# Drop compiled programs after this many cells: they use up memory mappings, of which Linux allows 65,530 per process.
+CELLS_IN_MEMORY = 16
 
 
 def fingerprint(cell: Cell, settings: Settings, workload: Workload, about: dict[str, Any]) -> str:
-    """A digest of all that a cell's figures depend on, but for chance."""
+    """Computes a digest of everything that a cell's results depend on, except chance.
+
+    Args:
+        cell: the cell.
+        settings: the settings of the ablation.
+        workload: the prompts.
+        about: model, machine and versions, from `describe`.
+
+    Returns:
+        16 hexadecimal digits.
+    """
     content = {
         "version": VERSION,
         "cell": dataclasses.asdict(cell),
@@ -48,7 +59,14 @@ def fingerprint(cell: Cell, settings: Settings, workload: Workload, about: dict[
 
 
 def describe(path: pathlib.Path) -> dict[str, Any]:
-    """Model, machine and versions: what other figures would need."""
+    """Describes model, machine and versions, on which the results depend.
+
+    Args:
+        path: the checkpoint.
+
+    Returns:
+        Strings by name.
+    """
     device = jax.devices()[0]
     return {
         "model": checkpoint_digest(path)[:16],
@@ -67,13 +85,25 @@ def run_cells(
     *,
     say: Callable[[str], Any] = print,
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Measures what the file does not hold. Returns the rows there are, and whether they are all: not after Ctrl-C."""
+    """Measures the cells that the file does not contain yet.
+
+    Args:
+        cells: all cells.
+        bench: measures a cell.
+        writer: the open `cells.jsonl`.
+        about: model, machine and versions.
+        say: prints a line of progress.
+
+    Returns:
+        The rows that exist, in the order of `cells`, and whether they are complete; Ctrl-C ends the run early.
+    """
     # Of two lines with the same fingerprint the newer one counts.
     known = {row["fingerprint"]: row for row in writer.resume(required=("fingerprint",))}
     prints = {cell: fingerprint(cell, bench.settings, bench.workload, about) for cell in cells}
     rows = {cell: known[prints[cell]] for cell in cells if prints[cell] in known}
     if rows:
-        say(f"{len(rows)} of {len(cells)} cells are there already")
+        say(f"{len(rows)} of {len(cells)} cells are already measured")
+    # Measure the others. Each row is on disk before the next cell starts.
     waiting = bench.cells = [cell for cell in cells if cell not in rows]
     begin = time.perf_counter()
     try:
@@ -81,6 +111,7 @@ def run_cells(
             row = {"fingerprint": prints[cell], "about": about, **bench.measure(cell)}
             writer.append([row])
             rows[cell] = row
+            # The time left assumes that the cells to come take as long as the measured ones.
             left = (time.perf_counter() - begin) / number * (len(waiting) - number)
             say(f"{len(rows)}/{len(cells)} {cell.name}: {summary(row)}; {_minutes(left)} left")
             if number % CELLS_IN_MEMORY == 0:
@@ -106,14 +137,34 @@ def run(
     prompt_tokens: int | None = None,
     chat: bool = False,
 ) -> int:
-    """Measures the grid, writes the results, prints them. Returns 4 if a text differs, 75 if it was ended before."""
+    """Measures the grid, writes the results and prints them.
+
+    Args:
+        model_path: a checkpoint.
+        output: the folder of the results.
+        settings: the settings of the ablation.
+        console: a `rich` console.
+        prompts: as in `find_workload`, like the arguments after it.
+        num_prompts: number of prompts.
+        categories: categories to draw from.
+        prompt_tokens: most tokens per prompt.
+        chat: apply the chat template.
+
+    Returns:
+        The exit status: 0, 4 if a text differs from plain decoding, or 75 if the run was stopped early.
+
+    Raises:
+        ValueError: no combination of the settings is possible, or model and prompts do not fit.
+    """
     path = find_checkpoint(model_path)
     model, params = load(path)
+    # List the cells, and print why combinations were left out.
     cells, reasons = plan(settings, model=model)
     for reason, count in reasons.items():
         console.print(f"left out: {reason} ({count} cells)", highlight=False)
     if not cells:
         raise ValueError("no combination of the settings is possible: the reasons are above")
+    # Choose the prompts, the same for all cells.
     workload = find_workload(
         path,
         model,
@@ -137,6 +188,7 @@ def run(
     # Every finished cell is a line that is on the disk before the next cell starts.
     with JsonlWriter(output / "cells.jsonl", allow_nan=False) as writer:
         rows, is_complete = run_cells(cells, bench, writer, about, say=say)
+    # Report what was measured, even if the run was stopped early.
     if rows:
         print_cells(console, rows)
         text = recommendation(rows, reasons, workload, settings, about)
@@ -147,6 +199,6 @@ def run(
         console.print(text.partition("\n## Measured")[0], highlight=False, soft_wrap=True, markup=False)
         console.print(f"wrote {output}/: cells.jsonl, cells.csv, heatmap.png, pareto.png, recommendation.md")
     if not is_complete:
-        console.print(f"ended with {len(rows)} of {len(cells)} cells done: the same command goes on", soft_wrap=True)
+        console.print(f"stopped after {len(rows)} of {len(cells)} cells: run it again to continue", soft_wrap=True)
         return 75
     return 4 if any(row["lossless"] == "DIFFERS" for row in rows) else 0

@@ -1,4 +1,4 @@
-"""A conversation -> its tokens, and which of them are answers."""
+"""Encodes conversations into tokens, and marks which of them are the assistant's answers."""
 
 import datetime
 from collections.abc import Sequence
@@ -8,11 +8,18 @@ import numpy as np
 
 from mtpjax.data.tokenizer import Tokenizer, TokenizerError
 
-DAY = datetime.datetime(2025, 1, 1)  # for templates that name the date: on another day the tokens are still the same
+DAY = datetime.datetime(2025, 1, 1)  # the date for templates that write one, so that tokens do not change by day
 
 
 def is_conversation(value: Any) -> bool:
-    """Whether it is a list of messages in OpenAI's form."""
+    """Checks for a list of messages in OpenAI's form.
+
+    Args:
+        value: any JSON value.
+
+    Returns:
+        True if it is a list, not empty, of objects with a string `role`.
+    """
     return (
         isinstance(value, list)
         and len(value) > 0
@@ -23,32 +30,45 @@ def is_conversation(value: Any) -> bool:
 def encode_chat(
     messages: Sequence[dict[str, Any]], tokenizer: Tokenizer, **choices: Any
 ) -> tuple[list[int], np.ndarray]:
-    """The tokens of a conversation `[n]`, and which are targets `[n + 1]`, the last of the end token behind them.
+    """Encodes a conversation, and marks the tokens of the assistant's answers as targets.
 
-    An answer is what the tokenizer's template writes behind the prompt that decoding would see, up to and with its
-    last end token. Where the template writes none, the next token counts where it is one, for it stops decoding (GLM's
-    `<|user|>`), and so does the end of the conversation. Only the assistant's messages count, without those of
-    `"weight": 0`. `choices` are variables of the template, such as `tools`.
+    An answer is the text that the template writes after the prompt that decoding would see, up to and including its
+    last end token. If the template writes no end token there, the next token is a target if it is an end token, because
+    it stops decoding (GLM's `<|user|>`); so is the end of the conversation. Messages of `"weight": 0` do not count.
 
-    Raises TokenizerError for a template whose answers cannot be told: one that writes a message otherwise once more
-    follow, or whose last token before an answer or behind it spans both. ConversationError where it refuses these
-    messages.
+    Args:
+        messages: the conversation, in OpenAI's form.
+        tokenizer: a tokenizer with a chat template.
+        **choices: variables of the template, such as `tools`.
+
+    Returns:
+        Tokens `[n]`, and `[n + 1]` bool, true where a token is a target; the last entry is the end token that packing
+        adds.
+
+    Raises:
+        TokenizerError: the answers cannot be located, because the template writes a message differently when more
+            messages follow, or because a token spans the start or end of an answer.
+        ConversationError: the template rejects these messages.
     """
     choices = {"strftime_now": DAY.strftime, **choices}
     messages = list(messages)
+    # Encode the whole conversation once. Each answer is located by encoding what comes before it and through it: both
+    # must be prefixes of the whole, or positions would not match what decoding sees.
     tokens = tokenizer.chat(messages, add_generation_prompt=False, **choices)
     is_target = np.zeros(len(tokens) + 1, bool)
     for index, message in enumerate(messages):
         if message["role"] != "assistant" or message.get("weight") == 0:
             continue
+        # The prompt as decoding sees it, and the conversation through this answer.
         prompt = tokenizer.chat(messages[:index], add_generation_prompt=True, **choices)
         through = tokenizer.chat(messages[: index + 1], add_generation_prompt=False, **choices)
         begin, end = len(prompt), len(through)
         if begin > end or tokens[:begin] != prompt or tokens[:end] != through:
             raise TokenizerError(
-                f"the answer in message {index + 1} of {len(messages)} cannot be told: the chat template, or the"
-                " tokenizer, writes what stands before it or in it otherwise than in the whole conversation"
+                f"the answer in message {index + 1} of {len(messages)} cannot be located: the chat template or the"
+                " tokenizer writes the text before it or in it differently than in the whole conversation"
             )
+        # End the answer at its end token. Text that the template writes after it, such as a newline, is not a target.
         stops = [place for place in range(begin, end) if tokens[place] in tokenizer.eos_token_ids]
         if stops:
             end = stops[-1] + 1

@@ -1,4 +1,4 @@
-"""Where training data comes from."""
+"""The configuration of training data."""
 
 import dataclasses
 import math
@@ -9,16 +9,19 @@ from mtpjax.models.config import require, require_choice
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where documents to train on come from.
+    """A source of training documents.
 
     Attributes:
         path: a file, or a folder with its subfolders; None: the running interpreter's standard library.
-        pattern: which files of a folder.
-        kind: "text": each file is a document; "jsonl": each line is an object that holds one; "chat": each line's
-            object holds a conversation, in OpenAI's form, of which only the answers are targets.
-        field: where an object holds it; by default `text`, of conversations `messages`.
-        weight: the source's share of the rows, beside the other sources' weights.
-        most_skipped: how many documents may be of no use before reading stops with an error.
+        pattern: glob pattern of the files in a folder.
+        kind: "text": each file is a document; "jsonl": each line is an object with a text; "chat": each line is an
+            object with a conversation in OpenAI's form, whose answers are the targets.
+        field: the object's field with the text or the conversation; "": `text`, or `messages` for conversations.
+        weight: the source's share of the rows, relative to the other sources' weights.
+        most_skipped: number of unusable documents after which reading stops with an error.
+
+    Raises:
+        ValueError: an unknown kind, a missing path, or a value out of range.
     """
 
     path: str | None = None

@@ -1,7 +1,7 @@
-"""The most frequent tokens of a corpus, for modules that draft from fewer (FR-Spec, 2502.14856).
+"""Chooses the most frequent tokens of a corpus as a reduced draft vocabulary (FR-Spec, 2502.14856).
 
-The head is most of what a draft costs. Over a part of the vocabulary it costs that part, and the text keeps its
-distribution: the trunk may still say every token.
+The output head is most of the cost of a draft. Over a part of the vocabulary it costs that part. The distribution of
+the text does not change, because the trunk may still emit every token.
 """
 
 import dataclasses
@@ -18,25 +18,43 @@ from mtpjax.data.tokenizer import Tokenizer
 
 FORMAT = "mtpjax-vocabulary"
 TEXT_KEYS = ("turns", "prompt", "text", "question", "answer", "completion", "response")
-PIECE = 1 << 16  # characters encoded at a time, so that progress shows
+PIECE = 1 << 16  # characters to encode at a time, so that progress is visible
 
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """How often each token occurs: `counts [V]`."""
+    """Token counts of a corpus.
+
+    Attributes:
+        counts: `[V]` occurrences of each token.
+        num_files: files that were counted.
+        skipped: files that are not text.
+    """
 
     counts: np.ndarray
     num_files: int
-    skipped: tuple[str, ...]  # files that are no text
+    skipped: tuple[str, ...]
 
 
 def corpus_files(path, pattern: str = "*") -> list[pathlib.Path]:
-    """`path` itself if it is a file, else the files under it that match, sorted. Raises `ValueError` for none."""
+    """Lists the files of a corpus.
+
+    Args:
+        path: a file, or a folder with its subfolders.
+        pattern: glob pattern of the files in a folder.
+
+    Returns:
+        The files, sorted.
+
+    Raises:
+        ValueError: the path does not exist, or no file matches.
+    """
     path = pathlib.Path(path)
     if path.is_file():
         return [path]
     if not path.is_dir():
         raise ValueError(f"{path} is neither a file nor a folder")
+    # A folder: every file below it that matches, in a fixed order.
     files = sorted(file for file in path.rglob(pattern) if file.is_file())
     if not files:
         raise ValueError(f"no files match {pattern} under {path}")
@@ -50,15 +68,27 @@ def count_tokens(
     *,
     progress: Callable[[int], Any] = lambda count: None,
 ) -> Corpus:
-    """Counts the tokens of every file; of `.jsonl` those of the texts in its records. `progress` is told bytes.
+    """Counts the tokens of files; of `.jsonl` files, the tokens of the texts in their records.
 
-    A file that is no text is skipped, a lone one refused. Raises `ValueError`, `OSError`.
+    Args:
+        files: the files. A file that is not text is skipped, unless it is the only one.
+        tokenizer: the tokenizer.
+        vocab_size: V of the model.
+        progress: called with the number of bytes processed since the last call.
+
+    Returns:
+        The counts.
+
+    Raises:
+        ValueError: the only file is not text, or there are no tokens.
+        OSError: a file cannot be read.
     """
     counts = np.zeros(vocab_size, np.int64)
     skipped = []
     for file in files:
         done, found = 0, np.zeros_like(counts)
         try:
+            # Count into a separate array first: a file that turns out not to be text adds nothing.
             for piece in _pieces(file):
                 found += np.bincount(np.asarray(tokenizer.encode(piece), np.int64), minlength=vocab_size)
                 size = len(piece.encode())
@@ -70,6 +100,7 @@ def count_tokens(
             skipped.append(str(file))
         else:
             counts += found
+        # Report the bytes that are not text too, such as JSON syntax, so that progress reaches the files' sizes.
         progress(max(file.stat().st_size - done, 0))
     if not counts.any():
         raise ValueError(f"{len(files)} files hold no token")
@@ -77,9 +108,18 @@ def count_tokens(
 
 
 def choose_vocabulary(counts: np.ndarray, size: int, *, kept: Iterable[int] = ()) -> tuple[int, ...]:
-    """The ids `kept` and the most frequent others, `size` in all, ascending; of equally frequent ones the lower ids.
+    """Chooses the most frequent tokens.
 
-    Raises `ValueError` for a size outside `len(kept)..len(counts)`.
+    Args:
+        counts: `[V]` occurrences.
+        size: number of tokens.
+        kept: tokens to keep in any case, such as special tokens.
+
+    Returns:
+        `size` ids, ascending. Of equally frequent tokens the lower ids are chosen.
+
+    Raises:
+        ValueError: the size is outside `len(kept)..V`.
     """
     kept = sorted(set(kept))
     if not max(len(kept), 1) <= size <= len(counts):
@@ -87,6 +127,7 @@ def choose_vocabulary(counts: np.ndarray, size: int, *, kept: Iterable[int] = ()
             f"size {size} is outside {max(len(kept), 1)}..{len(counts)}: {len(kept)} special tokens are always kept, "
             f"and the model has {len(counts)} tokens"
         )
+    # Kept tokens sort first; the stable sort prefers lower ids among equal counts.
     frequency = counts.astype(np.int64)
     frequency[kept] = np.iinfo(np.int64).max
     order = np.argsort(-frequency, kind="stable")
@@ -94,18 +135,26 @@ def choose_vocabulary(counts: np.ndarray, size: int, *, kept: Iterable[int] = ()
 
 
 def coverage(counts: np.ndarray, ids: Sequence[int]) -> float:
-    """The share of the corpus's tokens that are among `ids`."""
+    """Returns the share of the corpus's tokens that are among `ids`."""
     return float(counts[list(ids)].sum() / counts.sum())
 
 
 def sizes_around(size: int, vocab_size: int, least: int) -> list[int]:
-    """Sizes to report beside `size`: halves and doubles of it, up to the whole vocabulary."""
+    """Returns sizes to report beside `size`: halves and doubles of it within `least..vocab_size`, and `vocab_size`."""
     sizes = {size // 8, size // 4, size // 2, size, 2 * size, 4 * size, vocab_size}
     return sorted(value for value in sizes if max(least, 1) <= value <= vocab_size)
 
 
 def save_vocabulary(path, ids: Sequence[int], *, counts: np.ndarray, source: str, sizes: dict[int, float]) -> None:
-    """Writes the ids with what they are of, the whole file or none."""
+    """Writes a vocabulary file atomically.
+
+    Args:
+        path: the file.
+        ids: the chosen ids, ascending.
+        counts: `[V]` occurrences, for the coverage.
+        source: where the counts come from, in words.
+        sizes: coverage by size.
+    """
     content = {
         "format": FORMAT,
         "size": len(ids),
@@ -120,14 +169,25 @@ def save_vocabulary(path, ids: Sequence[int], *, counts: np.ndarray, source: str
 
 
 def load_vocabulary(path) -> tuple[int, ...]:
-    """The ids of a file of `mtpjax vocabulary`, for `DecodeConfig(draft_vocabulary=...)`. Raises `ValueError`."""
+    """Reads a file of `mtpjax vocabulary`, for `DecodeConfig(draft_vocabulary=...)`.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The ids, ascending.
+
+    Raises:
+        ValueError: the file is not a vocabulary file, or is damaged.
+    """
     path = pathlib.Path(path)
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no vocabulary: {str(error)[:100]}") from error
+        raise ValueError(f"{path} is not a vocabulary file: {str(error)[:100]}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(f"{path} is no vocabulary: its format is not {FORMAT!r}")
+        raise ValueError(f"{path} is not a vocabulary file: its format is not {FORMAT!r}")
+    # Check the ids here: an id out of range would index the head outside the vocabulary without an error.
     ids, most = content.get("ids"), content.get("vocab_size")
     if not isinstance(ids, list) or not ids or not all(type(index) is int for index in ids) or type(most) is not int:
         raise ValueError(f"{path} is damaged: ids must be a list of integers below an integer vocab_size")
@@ -137,8 +197,9 @@ def load_vocabulary(path) -> tuple[int, ...]:
 
 
 def _pieces(file: pathlib.Path) -> Iterator[str]:
-    """The texts of a file, cut behind line ends into pieces of some size."""
+    """Yields the texts of a file, cut after line ends into pieces of at least `PIECE` characters."""
     for text in _texts(file):
+        # Cut after a line end, where few tokens would span the cut.
         begin = 0
         while begin < len(text):
             end = text.find("\n", begin + PIECE) + 1 or len(text)
@@ -151,6 +212,7 @@ def _texts(file: pathlib.Path) -> Iterator[str]:
         yield read_text(file)
         return
     for place, record in read_records(file):
+        # A record counts with every text field that it has; a field may hold several texts, such as Spec-Bench's turns.
         values = [record[key] for key in TEXT_KEYS if key in record]
         texts = [text for value in values for text in (value if isinstance(value, list) else [value])]
         if not texts or not all(isinstance(text, str) for text in texts):

@@ -1,4 +1,4 @@
-"""JSONL files that a run appends to and that the next run continues: the one writer of `regenerate`, `ablate`, `train`.
+"""JSONL files that a run appends to and the next run continues; `regenerate`, `ablate` and `train` use this writer.
 
 A process can be killed at any byte. A record counts only once its line ends in a newline, so readers stop before an
 incomplete last line, and `JsonlWriter` cuts it off before it appends.
@@ -23,7 +23,7 @@ def read_records(
         skip_damaged: leave damaged lines out instead of raising an error.
 
     Yields:
-        `(end, record)`: the byte offset behind the record's line, and the record. An incomplete last line is left out.
+        `(end, record)`: the byte offset after the record's line, and the record. An incomplete last line is left out.
 
     Raises:
         ValueError: a complete line is not a JSON object with the required keys.
@@ -60,12 +60,12 @@ class JsonlWriter:
     """
 
     def __init__(self, path, *, sync: bool = True, allow_nan: bool = True):
-        """Opens the file at its end; a missing file is made.
+        """Opens the file at its end; creates a missing file.
 
         Args:
             path: the file; its folder exists.
             sync: let `append` wait until the disk has the records, so that they survive a power failure.
-            allow_nan: accept numbers that are infinite or NaN, for which JSON has no form of its own.
+            allow_nan: accept infinite numbers and NaN, which standard JSON does not have.
 
         Raises:
             ValueError: another process has the file open for writing.
@@ -97,7 +97,7 @@ class JsonlWriter:
         """Reads the records of earlier processes, and cuts off an incomplete last line. Call it before `append`.
 
         Args:
-            is_kept: the first record for which this is false is cut off, with all behind it; by default none.
+            is_kept: the first record for which this is false is cut off, with everything after it; by default none.
             required: keys that every record has.
             skip_damaged: leave damaged lines out instead of raising an error.
 
@@ -118,7 +118,7 @@ class JsonlWriter:
         return records
 
     def truncate(self, size: int) -> None:
-        """Cuts off everything behind the first `size` bytes."""
+        """Cuts off everything after the first `size` bytes."""
         # The file is open for appending, so the next write begins at the new end.
         self._file.truncate(size)
         self.size = size

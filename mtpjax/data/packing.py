@@ -1,4 +1,4 @@
-"""Documents -> packed rows -> batches. Plain numpy: no device takes part.
+"""Packs documents into rows and draws batches of rows. Plain numpy; nothing runs on a device.
 
 The default corpus is the Python standard library of the running interpreter, so a first run downloads nothing.
 """
@@ -16,21 +16,29 @@ from typing import Any, NamedTuple
 import numpy as np
 
 _NEWLINE = 10
-_FEW_FILES = 100  # a whole standard library has over a thousand; a zipped or stripped one a handful
+_FEW_FILES = 100  # a complete standard library has over a thousand; a zipped or stripped one has a few
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Document:
-    """One file, or one record of a file."""
+    """One file, or one record of a file.
+
+    Attributes:
+        name: where it comes from.
+        tokens: `[n]` uint8 or int32, without the end token that packing adds.
+        loss_mask: `[n + 1]` bool, true where a token is a target, the last entry for the end token; None: all are
+            targets.
+        category: the group under which evaluations report it.
+    """
 
     name: str
-    tokens: np.ndarray  # [n] uint8 or int32, without the end token that packing adds
-    loss_mask: np.ndarray | None = None  # [n + 1] bool, the last of that end token; None: all count
-    category: str = ""  # what the panel's figures are grouped by
+    tokens: np.ndarray
+    loss_mask: np.ndarray | None = None
+    category: str = ""
 
 
 class Batch(NamedTuple):
-    """Packed rows. `loss_mask` belongs to the token as a target: true where predicting this token counts."""
+    """Packed rows; `loss_mask` is true where a token counts as a target."""
 
     tokens: np.ndarray  # [B, T] int32
     segment_ids: np.ndarray  # [B, T] int32; 0 is padding, the documents of a row are 1, 2, …
@@ -38,11 +46,19 @@ class Batch(NamedTuple):
 
 
 def python_sources(root=None) -> list[pathlib.Path]:
-    """The .py files under `root`, by default of the running interpreter's standard library, in sorted order.
+    """Lists the .py files under `root`, by default of the running interpreter's standard library.
 
-    Left out: installed packages, links that lead out of the folder or to a file already taken, and files that are
-    empty, unreadable, hold NUL or are no UTF-8. Where the standard library is zipped or stripped, the installed
-    packages make up for it. Raises FileNotFoundError if there is nothing.
+    Skips installed packages, links that leave the folder or repeat a file, and files that are empty, unreadable,
+    contain NUL or are not UTF-8. If the standard library is zipped or stripped, installed packages replace it.
+
+    Args:
+        root: a folder, or None.
+
+    Returns:
+        The files, sorted.
+
+    Raises:
+        FileNotFoundError: there are no such files.
     """
     if root is not None:
         roots = [root]
@@ -50,6 +66,7 @@ def python_sources(root=None) -> list[pathlib.Path]:
     else:
         roots = [sysconfig.get_path("stdlib")]
         files = _sources_under(roots[0])
+        # Embedded interpreters may ship almost no sources: fall back to the installed packages.
         if len(files) < _FEW_FILES:
             packages = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()]
             roots += dict.fromkeys(packages)
@@ -60,26 +77,48 @@ def python_sources(root=None) -> list[pathlib.Path]:
 
 
 def read_documents(paths: Iterable[str | os.PathLike]) -> list[Document]:
-    """Reads each file into a document of its bytes. Raises OSError, or ValueError for what is no text."""
+    """Reads each file as a document of its bytes.
+
+    Args:
+        paths: the files.
+
+    Returns:
+        The documents, in order.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: a file is empty, contains NUL or is not UTF-8.
+    """
     documents = []
     for path in paths:
         content = pathlib.Path(path).read_bytes()
         if not _is_text(content):
-            raise ValueError(f"{path} is no text to train on: it is empty, holds NUL or is no UTF-8")
+            raise ValueError(f"{path} is not a text file: it is empty, contains NUL or is not UTF-8")
         documents.append(Document(name=str(path), tokens=np.frombuffer(content, np.uint8)))
     return documents
 
 
 def split_held_out(documents: Sequence[Document], fraction=0.05) -> tuple[list[Document], list[Document]]:
-    """Splits whole documents into `(train, held_out)`, about `fraction` of them held out.
+    """Splits documents into training and held-out ones.
 
-    The sha256 of the content decides alone: no path, order or neighbour changes the side, and copies of a file share
-    it. So a few documents can all fall on one side. Raises ValueError for a fraction outside 0..1.
+    The sha256 of a document's content alone decides its side. Paths, order and other documents change nothing, and
+    copies of a file get the same side. So a few documents may all get the same side.
+
+    Args:
+        documents: the documents.
+        fraction: expected share of held-out documents, 0..1.
+
+    Returns:
+        `(train, held_out)`.
+
+    Raises:
+        ValueError: the fraction is outside 0..1.
     """
     if not 0 <= fraction <= 1:
         raise ValueError(f"held-out fraction {fraction} is outside 0..1")
     train, held_out = [], []
     for document in documents:
+        # The first 8 bytes of the digest are a uniform number; those below the fraction are held out.
         digest = hashlib.sha256(np.ascontiguousarray(document.tokens).data).digest()
         is_held_out = int.from_bytes(digest[:8], "big") < fraction * 2**64
         (held_out if is_held_out else train).append(document)
@@ -89,19 +128,30 @@ def split_held_out(documents: Sequence[Document], fraction=0.05) -> tuple[list[D
 def pack(
     documents: Sequence[Document], row_length: int, *, seed: int, eos_token_id: int = 0, extra_tokens: int = 0
 ) -> Batch:
-    """Shuffles the documents, ends each with `eos_token_id`, and cuts the stream into rows, one every `row_length`.
+    """Shuffles documents, ends each with `eos_token_id`, and cuts the stream into overlapping rows.
 
-    A row is `row_length + extra_tokens` long: it ends with the first `extra_tokens` of the next row, where they are no
-    targets again. So every token is a target once, and from the second row on all of a row's targets have at least
-    `extra_tokens` before them: with `D + 1` no target of the depths 0..D is lost where a row ends, with D one of depth
-    D, with 0 the first k + 1 of each later row at depth k (DeepSeek-V3's window, figure 3).
+    A row starts every `row_length` tokens and is `row_length + extra_tokens` long. Its last `extra_tokens` are the
+    first tokens of the next row, where they are not targets again. So every token is a target exactly once, and from
+    the second row on each target has at least `extra_tokens` tokens before it. With `D + 1` extra tokens no target of
+    the depths 0..D is lost at the end of a row; with D one of depth D is lost; with 0 the first k + 1 targets of each
+    later row are lost at depth k (DeepSeek-V3's window, 2412.19437, figure 3).
 
-    A document goes on in the next row, as that row's segment 1. The end of the last row is padding: segment 0,
-    `eos_token_id`, no loss. Empty documents are skipped; where a document has a loss mask, the row has it too.
+    A document that continues in the next row is that row's segment 1. The end of the last row is padding: segment 0,
+    `eos_token_id`, no loss. Empty documents are skipped.
 
-    Returns arrays `[R, row_length + extra_tokens]`. Raises ValueError for a row length below 1, for negative extra
-    tokens, for no tokens at all, for a loss mask of another length, and for a document that holds `eos_token_id`: one
-    with a loss mask may, as conversations have such tokens after each answer.
+    Args:
+        documents: the documents.
+        row_length: tokens between the starts of two rows.
+        seed: seed of the order of the documents.
+        eos_token_id: ends each document.
+        extra_tokens: tokens by which a row overlaps the next one.
+
+    Returns:
+        Arrays `[R, row_length + extra_tokens]`.
+
+    Raises:
+        ValueError: a length is out of range, there are no tokens, a loss mask has another length, or a document
+            contains `eos_token_id` (only documents with a loss mask may, as conversations have it after each answer).
     """
     if row_length < 1:
         raise ValueError(f"row_length {row_length} is below 1")
@@ -110,54 +160,80 @@ def pack(
     documents = [document for document in documents if len(document.tokens)]
     if not documents:
         raise ValueError("there are no documents to pack")
+    # The order is drawn once per seed; epochs shuffle rows (`batches`), not documents.
     documents = [documents[index] for index in np.random.default_rng(seed).permutation(len(documents))]
     end = np.array([eos_token_id], np.int32)
     lengths = np.array([len(document.tokens) + 1 for document in documents])
     num_tokens = int(lengths.sum())
     num_rows = max(1, -(-(num_tokens - extra_tokens) // row_length))
 
+    # One stream of all documents and end tokens, with a target flag and an owning document per token; the owner of
+    # padding is -1.
     stream = np.full(num_rows * row_length + extra_tokens, eos_token_id, np.int32)
     np.concatenate([part for document in documents for part in (document.tokens, end)], out=stream[:num_tokens])
     is_target = np.zeros(len(stream), bool)
     np.concatenate([_loss_mask(document, eos_token_id) for document in documents], out=is_target[:num_tokens])
-    owner = np.full(len(stream), -1, np.int32)  # which document a token is of; of padding none
+    owner = np.full(len(stream), -1, np.int32)
     owner[:num_tokens] = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
 
     def rows(array):
         windows = np.lib.stride_tricks.sliding_window_view(array, row_length + extra_tokens, writeable=True)
         return np.ascontiguousarray(windows[::row_length])  # copies where rows overlap
 
+    # Cut the three streams into the same rows. Overlapping tokens are targets in the earlier row only.
     tokens, owner, loss_mask = rows(stream), rows(owner), rows(is_target)
-    loss_mask[1:, :extra_tokens] = False  # they were targets at the end of the row before
+    loss_mask[1:, :extra_tokens] = False
+    # Segments count from 1 within each row.
     segment_ids = owner - owner[:, :1] + 1
     segment_ids[owner < 0] = 0
     return Batch(tokens=tokens, segment_ids=segment_ids, loss_mask=loss_mask)
 
 
 def count_targets(rows: Batch, num_depths: int) -> np.ndarray:
-    """How many targets the trunk and every depth have, `[1 + num_depths]`, by the rule of `losses.depth_targets`."""
+    """Counts the targets of the trunk and of every depth, by the rule of `losses.depth_targets`.
+
+    Args:
+        rows: packed rows.
+        num_depths: D.
+
+    Returns:
+        `[1 + D]` counts.
+    """
     counts = []
     for ahead in range(1, num_depths + 2):
+        # A target counts if it is in the same document as the position that predicts it, and the mask allows it.
         here, there = rows.segment_ids[:, :-ahead], rows.segment_ids[:, ahead:]
         counts.append(np.sum((here == there) & (there != 0) & rows.loss_mask[:, ahead:]))
     return np.array(counts)
 
 
 def join(parts: Sequence[Batch]) -> Batch:
-    """The rows of several sources, one after the other."""
+    """Concatenates the rows of several sources."""
     return parts[0] if len(parts) == 1 else Batch(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
 
 def take(rows: Batch, numbers: np.ndarray) -> Batch:
-    """The rows of these numbers."""
+    """Returns the rows of these numbers."""
     return Batch(*(array[numbers] for array in rows))
 
 
 def batches(rows: Batch, batch_size: int, *, seed: int, start: int = 0) -> Iterator[Batch]:
-    """Batches `[batch_size, T]` without end, the rows in a new order every epoch.
+    """Yields batches without end, with the rows in a new order every epoch.
 
-    The n-th batch depends on `seed` and n alone, so a resumed run goes on with `start` = batches already taken. The
-    rows that do not fill an epoch's last batch wait for a later epoch. Raises ValueError for fewer rows than that.
+    The n-th batch depends on `seed` and n alone, so a resumed run passes the number of batches it has used as `start`.
+    Rows that do not fill an epoch's last batch are left out of that epoch.
+
+    Args:
+        rows: packed rows.
+        batch_size: rows per batch.
+        seed: seed of the orders.
+        start: number of batches to skip.
+
+    Returns:
+        An iterator of batches `[batch_size, T]`.
+
+    Raises:
+        ValueError: there are fewer rows than `batch_size`, or `start` is negative.
     """
     return (take(rows, numbers) for numbers in _numbers(len(rows.tokens), batch_size, seed=seed, start=start))
 
@@ -168,9 +244,11 @@ def _numbers(num_rows: int, batch_size: int, *, seed: int, start: int) -> Iterat
     if start < 0:
         raise ValueError(f"start {start} is below 0")
 
-    def generate():  # an inner generator, so that the errors above come at the call
+    # An inner generator, so that the errors above are raised at the call and not at the first batch.
+    def generate():
         epoch, first = divmod(start, num_rows // batch_size)
         while True:
+            # Seeding by epoch lets a resumed run start in any epoch without replaying the earlier ones.
             order = np.random.default_rng([seed, epoch]).permutation(num_rows)
             for batch in range(first, num_rows // batch_size):
                 yield order[batch * batch_size : (batch + 1) * batch_size]
@@ -182,16 +260,27 @@ def _numbers(num_rows: int, batch_size: int, *, seed: int, start: int) -> Iterat
 def mixed_batches(
     parts: Sequence[Batch], weights: Sequence[float], batch_size: int, *, seed: int, start: int = 0
 ) -> Iterator[tuple[np.ndarray, Batch]]:
-    """Batches `[batch_size, T]` without end, of the packed rows of several sources, in shares by `weights`; before each
-    the numbers `[batch_size]` of its rows among those of all parts, one part after the other (`join`).
+    """Yields batches of the packed rows of several sources, in shares by `weights`.
 
-    The sources take turns, so that every stretch of rows has their shares to within a row or two; each gives its rows
-    in a new order every time they are used up, so small sources with a large weight repeat. The n-th batch depends on
-    the parts, weights, `seed` and n alone: a resumed run goes on with `start` = batches already taken, at once wherever
-    that is. One source gives the same as `batches`; several take grain, of the extra `train`.
+    The sources take turns, so every stretch of rows has their shares to within a row or two. A source whose rows are
+    used up starts again in a new order, so small sources with a large weight repeat. The n-th batch depends on the
+    parts, weights, `seed` and n alone, and starting late costs no time. One source gives the same as `batches`; several
+    need grain, from the extra `train`.
 
-    Raises ValueError for other numbers of weights than parts, weights that are not positive, a batch size below 1, a
-    negative start; ImportError where grain is missing.
+    Args:
+        parts: packed rows of each source.
+        weights: share of each source.
+        batch_size: rows per batch.
+        seed: seed of the orders.
+        start: number of batches to skip.
+
+    Returns:
+        An iterator of the numbers `[batch_size]` of the rows within `join(parts)`, and the batch `[batch_size, T]`.
+
+    Raises:
+        ValueError: the number of weights differs from the parts, or a weight, the batch size or `start` is out of
+            range.
+        ImportError: several sources, and grain is not installed.
     """
     if len(parts) != len(weights) or not parts:
         raise ValueError(f"there are {len(parts)} sources and {len(weights)} weights")
@@ -215,7 +304,9 @@ def _mixed_numbers(
     except ImportError as error:
         raise ImportError("several sources are mixed by grain: pip install 'mtpjax[train]'") from error
     ends = np.cumsum(sizes).tolist()
-    seeds = np.random.SeedSequence(seed).generate_state(len(sizes)).tolist()  # sources of one size differ in order
+    # Each source is a range of row numbers, shuffled anew at every repetition. Separate seeds give sources of one size
+    # different orders. grain computes any element directly, so `start` skips nothing.
+    seeds = np.random.SeedSequence(seed).generate_state(len(sizes)).tolist()
     numbers = [
         grain.MapDataset.range(begin, end).shuffle(seed=its_seed).repeat()
         for begin, end, its_seed in zip([0, *ends], ends, seeds, strict=False)
@@ -233,10 +324,24 @@ def held_out_prompts(
     seed: int,
     least: int | None = None,
 ) -> list[list[int]]:
-    """`count` prompts of `prompt_length` byte tokens, each from a line's start, each with a continuation in its file.
+    """Draws prompts of bytes from documents, each from the start of a line and with its continuation in the document.
 
-    Every file gives one prompt before any gives a second; copies of a file count as one, and no start is used twice.
-    Raises ValueError, with the number found, if the documents hold fewer; or, with `least`, fewer than that.
+    Every document gives one prompt before any gives a second. Copies of a document count as one, and no start is used
+    twice.
+
+    Args:
+        documents: byte documents.
+        count: number of prompts.
+        prompt_length: tokens per prompt.
+        continuation_length: tokens that must follow the prompt in its document.
+        seed: seed of the choice.
+        least: fewest prompts to accept; None: `count`.
+
+    Returns:
+        The prompts, as token lists.
+
+    Raises:
+        ValueError: the documents give fewer than `least` prompts, or a number is out of range.
     """
     if min(count, prompt_length) < 1 or continuation_length < 0:
         raise ValueError(f"no prompts: {count=}, {prompt_length=}, {continuation_length=}")
@@ -244,6 +349,7 @@ def held_out_prompts(
     distinct = list({document.tokens.tobytes(): document.tokens for document in documents}.values())
     places = []  # (round, document, start): sorted by round, documents take turns
     for index in rng.permutation(len(distinct)):
+        # Line starts that leave room for prompt and continuation, in random order.
         starts = np.append(0, np.flatnonzero(distinct[index] == _NEWLINE) + 1)
         starts = starts[starts + prompt_length + continuation_length <= len(distinct[index])]
         places += [(turn, index, start) for turn, start in enumerate(rng.permutation(starts)[:count])]
@@ -258,10 +364,12 @@ def held_out_prompts(
 
 
 def _sources_under(root) -> list[pathlib.Path]:
+    """Lists the .py text files under a folder, without installed packages, outside links and repeated files."""
     root = pathlib.Path(root)
     inside = root.resolve()
     files = {}  # resolved path -> path
-    for folder, subfolders, names in os.walk(root):  # follows no link to a folder
+    # `os.walk` does not follow links to folders; links to files count once, and only inside the folder.
+    for folder, subfolders, names in os.walk(root):
         subfolders[:] = sorted(set(subfolders) - {"site-packages", "dist-packages"})
         for name in sorted(names):
             path = pathlib.Path(folder, name)
@@ -287,14 +395,15 @@ def _is_text(content: bytes) -> bool:
 
 
 def _loss_mask(document: Document, eos_token_id: int) -> np.ndarray:
-    """Which tokens of a document and its end are targets, `[n + 1]`. Raises ValueError, see `pack`."""
+    """Returns which tokens of a document and its end token are targets, `[n + 1]`. Raises ValueError, see `pack`."""
     if document.loss_mask is None:
+        # Without a mask an end token inside would split the document where text continues.
         if (document.tokens == eos_token_id).any():
             raise ValueError(f"document {document.name} holds the end token {eos_token_id}")
         return np.ones(len(document.tokens) + 1, bool)
     if document.loss_mask.shape != (len(document.tokens) + 1,):
         raise ValueError(
             f"document {document.name} has a loss mask of shape {document.loss_mask.shape};"
-            f" its {len(document.tokens)} tokens and their end want ({len(document.tokens) + 1},)"
+            f" its {len(document.tokens)} tokens and their end token need ({len(document.tokens) + 1},)"
         )
     return document.loss_mask

@@ -1,4 +1,4 @@
-"""Prompts from files: Spec-Bench's and GSM8K's JSONL, other JSONL, and plain text."""
+"""Reads prompts from files: JSONL of Spec-Bench, GSM8K and similar, and plain text."""
 
 import dataclasses
 import json
@@ -11,13 +11,13 @@ import numpy as np
 
 from mtpjax.data.tokenizer import Tokenizer
 
-TEXT_KEYS = ("prompt", "text", "question")  # the first that a record has
+TEXT_KEYS = ("prompt", "text", "question")  # the first one that a record has is its text
 ID_KEYS = ("question_id", "id", "task_id")
 
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """A text to continue, the kind of text it is, and its name within its file."""
+    """A text to continue, its category, and its id within its file."""
 
     text: str
     category: str
@@ -25,14 +25,22 @@ class Prompt:
 
 
 def read_prompts(path, *, most_characters: int = 2000) -> list[Prompt]:
-    """The prompts of a file.
+    """Reads the prompts of a file.
 
-    A file whose name ends in `.jsonl` has a JSON object in each line. Its text is the first of `turns` (Spec-Bench), or
-    `prompt`, `text` or `question` (GSM8K); `category` and an id are taken where it has them, else they are the file's
-    name and the line's number. Any other file is plain text: its paragraphs are the prompts, or its lines if no line
-    is blank; a paragraph longer than `most_characters` is cut into several at white space.
+    A `.jsonl` file has a JSON object in each line. Its text is the first of `turns` (Spec-Bench), or `prompt`, `text`
+    or `question` (GSM8K). Category and id come from the object, else from the file's name and the line number. Any
+    other file is plain text: its prompts are its paragraphs, or its lines if no line is blank.
 
-    Raises `ValueError`, in one line that names the file and the line, for what is none of this, and `OSError`.
+    Args:
+        path: the file.
+        most_characters: longer paragraphs of plain text are cut into several prompts at white space.
+
+    Returns:
+        The prompts.
+
+    Raises:
+        ValueError: the file has another form; the one-line message names file and line.
+        OSError: the file cannot be read.
     """
     path = pathlib.Path(path)
     if path.suffix == ".jsonl":
@@ -43,26 +51,48 @@ def read_prompts(path, *, most_characters: int = 2000) -> list[Prompt]:
             for number, text in enumerate(_paragraphs(read_text(path), most_characters), start=1)
         ]
     if not prompts:
-        raise ValueError(f"{path} holds no prompt: there is nothing but white space in it")
+        raise ValueError(f"{path} contains no prompt, only white space")
     return prompts
 
 
 def read_text(path) -> str:
-    """A whole file. Raises `ValueError` for one that is no UTF-8, naming the line."""
+    """Reads a file of UTF-8 text, with or without a byte order mark.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The text.
+
+    Raises:
+        ValueError: the file is not UTF-8 or contains NUL; the message names the line.
+    """
     content = pathlib.Path(path).read_bytes()
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"{path} line {line} is no UTF-8 text") from error
+        raise ValueError(f"{path} line {line} is not UTF-8 text") from error
+    # NUL is valid UTF-8, but it means a binary file, and byte tokenizers use it as the end token.
     position = text.find("\0")
     if position >= 0:
-        raise ValueError(f"{path} line {text.count(chr(10), 0, position) + 1} holds NUL: it is no text")
+        raise ValueError(f"{path} line {text.count(chr(10), 0, position) + 1} contains NUL: it is not text")
     return text
 
 
 def read_records(path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """`("FILE line N", object)` of each line that is not blank. Raises `ValueError` for a line that is no object."""
+    """Reads the objects of a JSONL file.
+
+    Args:
+        path: the file.
+
+    Yields:
+        `("FILE line N", object)` of each line that is not blank.
+
+    Raises:
+        ValueError: a line is not a JSON object.
+    """
+    # Split at newlines only: JSON strings may contain other line separators, at which `splitlines` would cut.
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         if not line.strip():
             continue
@@ -70,22 +100,35 @@ def read_records(path) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{place} is no JSON: {str(error)[:100]}") from error
+            raise ValueError(f"{place} is not JSON: {str(error)[:100]}") from error
         if not isinstance(record, dict):
-            raise ValueError(f"{place} is no JSON object but {_kind(record)}")
+            raise ValueError(f"{place} is not a JSON object but {_kind(record)}")
         yield place, record
 
 
 def choose_prompts(
     prompts: Sequence[Prompt], count: int, *, categories: Iterable[str] = (), seed: int = 0
 ) -> list[Prompt]:
-    """`count` of the prompts, drawn evenly over the categories, which take turns; fewer where there are fewer.
+    """Draws prompts evenly over the categories, which take turns.
 
-    What a category gives depends on its own prompts and `seed` alone, and a larger `count` keeps the choice of a
-    smaller one. `categories` limits the choice to these. Raises `ValueError` for a category without prompts.
+    The choice within a category depends on its own prompts and `seed` alone, and a larger `count` keeps the choice of a
+    smaller one.
+
+    Args:
+        prompts: the prompts.
+        count: number of prompts; fewer if there are fewer.
+        categories: categories to draw from; empty: all.
+        seed: seed of the choice.
+
+    Returns:
+        The chosen prompts.
+
+    Raises:
+        ValueError: `count` is below 1, or a category has no prompts.
     """
     if count < 1:
         raise ValueError(f"the number of prompts must be at least 1, not {count}")
+    # Group by category, in the order of the file or of the request.
     by_category: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         by_category.setdefault(prompt.category, []).append(prompt)
@@ -93,6 +136,7 @@ def choose_prompts(
     for category in wanted:
         if category not in by_category:
             raise ValueError(f"there are no prompts of category '{category}', only of {', '.join(by_category)}")
+    # Shuffle each category by a seed of its own, then sort by turn, so that categories alternate.
     places = []  # (turn, category's number, index)
     for number, category in enumerate(wanted):
         rng = np.random.default_rng([seed, zlib.crc32(category.encode())])
@@ -104,9 +148,19 @@ def choose_prompts(
 def encode_prompts(
     prompts: Sequence[Prompt], tokenizer: Tokenizer, *, most_tokens: int, chat: bool = False
 ) -> tuple[list[list[int]], int]:
-    """The tokens of each prompt, the first `most_tokens` at most, and how many prompts were cut to that.
+    """Encodes prompts and cuts long ones.
 
-    `chat` takes each for a message, by the tokenizer's template. Raises `ValueError`, naming the prompt.
+    Args:
+        prompts: the prompts.
+        tokenizer: the tokenizer.
+        most_tokens: keep the first tokens up to this number.
+        chat: encode each prompt as a user's message, by the chat template.
+
+    Returns:
+        The tokens of each prompt, and the number of prompts that were cut.
+
+    Raises:
+        ValueError: a prompt has no tokens or cannot be encoded; the message names it.
     """
     rows = []
     for prompt in prompts:
@@ -116,6 +170,7 @@ def encode_prompts(
             else:
                 tokens = tokenizer.encode(prompt.text)
         except ValueError as error:
+            # Keep the type of the error, such as `TokenizerError`, and name the prompt.
             raise type(error)(f"prompt {prompt.id} of {prompt.category}: {error}") from error
         if not tokens:
             raise ValueError(f"prompt {prompt.id} of {prompt.category} has no tokens")
@@ -124,7 +179,19 @@ def encode_prompts(
 
 
 def room_for_prompts(most_positions: int, max_new_tokens: int, asked: int | None = None) -> int:
-    """Most tokens of a prompt: `asked`, or what the new tokens leave. Raises `ValueError` where that is nothing."""
+    """Returns the most tokens a prompt may have.
+
+    Args:
+        most_positions: positions of the model.
+        max_new_tokens: tokens to decode.
+        asked: the requested limit, or None.
+
+    Returns:
+        The smaller of `asked` and the positions that the new tokens leave.
+
+    Raises:
+        ValueError: there is no room, or `asked` is below 1.
+    """
     room = most_positions - max_new_tokens
     if room < 1:
         raise ValueError(f"max_new_tokens {max_new_tokens} leaves no room for prompts in {most_positions} positions")
@@ -134,10 +201,11 @@ def room_for_prompts(most_positions: int, max_new_tokens: int, asked: int | None
 
 
 def _prompt(record: dict[str, Any], place: str, stem: str) -> Prompt:
+    """Converts a record into a prompt. Raises ValueError, naming the record's place."""
     if "turns" in record:
         turns = record["turns"]
         if not isinstance(turns, list) or not turns:
-            raise ValueError(f"{place}: 'turns' is no list with a first turn")
+            raise ValueError(f"{place}: 'turns' is not a list with at least one turn")
         key, text = "turns", turns[0]
     else:
         key = next((key for key in TEXT_KEYS if key in record), None)
@@ -148,6 +216,7 @@ def _prompt(record: dict[str, Any], place: str, stem: str) -> Prompt:
         raise ValueError(f"{place}: '{key}' holds {_kind(text)}, not text")
     if not text.strip():
         raise ValueError(f"{place}: '{key}' is empty")
+    # The first id that the record has, else the number of its line.
     named = [record[key] for key in ID_KEYS if isinstance(record.get(key), (str, int))]
     category = record.get("category", stem)
     if not isinstance(category, str):
@@ -156,19 +225,22 @@ def _prompt(record: dict[str, Any], place: str, stem: str) -> Prompt:
 
 
 def _kind(value: Any) -> str:
+    """Names the JSON type of a value."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a truth value", type(None): "null"}
     return names.get(type(value), "a number")
 
 
 def _paragraphs(text: str, most_characters: int) -> Iterator[str]:
-    """Blocks between blank lines, or lines where none is blank, none longer than `most_characters`."""
+    """Yields blocks between blank lines, or lines if none is blank, none longer than `most_characters`."""
     lines = [line.rstrip() for line in text.splitlines()]
     while lines and not lines[-1]:
         lines.pop()
     while lines and not lines[0]:
         lines.pop(0)
+    # Blank lines separate paragraphs. Without any, each line is a prompt.
     blocks = lines if all(lines) else [block.strip("\n") for block in "\n".join(lines).split("\n\n")]
     for block in blocks:
+        # Cut long blocks at the last white space that fits, or within a word if there is none.
         while len(block) > most_characters:
             cut = max(block.rfind(mark, 1, most_characters + 1) for mark in (" ", "\n"))
             cut = cut if cut > 0 else most_characters

@@ -1,4 +1,8 @@
-"""What a regeneration leaves: a JSONL file that grows by whole windows, and beside it what it is and how far it is."""
+"""The output of a regeneration: a JSONL file that grows by whole windows of records, and a note beside it.
+
+The note `NAME.about.json` says with which settings the file is written, how many of its bytes are complete, and their
+digest. A run that was stopped continues from the note.
+"""
 
 import contextlib
 import dataclasses
@@ -17,14 +21,27 @@ FORMAT = "mtpjax-regenerated"
 
 @dataclasses.dataclass
 class Tally:
-    """What was done so far. `seconds` are those of reading, compiling and decoding; steps as in `DecodeStats`."""
+    """Counts of a regeneration so far; `steps` and `accepted` as in `DecodeStats`.
 
-    read: int = 0  # records
+    Attributes:
+        read: records read.
+        regenerated: records written.
+        cut: regenerated conversations whose last turns had no room.
+        skipped: skipped records by reason.
+        finished: answers by finish reason.
+        changed: answers that training will tokenize differently from the decoded tokens.
+        tokens: decoded tokens.
+        steps: verification steps.
+        accepted: accepted draft tokens.
+        seconds: time of reading, compiling and decoding.
+    """
+
+    read: int = 0
     regenerated: int = 0
-    cut: int = 0  # of them, conversations whose last turns had no room
+    cut: int = 0
     skipped: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(REASONS, 0))
-    finished: dict[str, int] = dataclasses.field(default_factory=lambda: {"stop": 0, "length": 0})  # answers
-    changed: int = 0  # of them, those that training will read as other tokens than were decoded
+    finished: dict[str, int] = dataclasses.field(default_factory=lambda: {"stop": 0, "length": 0})
+    changed: int = 0
     tokens: int = 0
     steps: int = 0
     accepted: int = 0
@@ -32,6 +49,7 @@ class Tally:
 
     @property
     def accept_length(self) -> float:
+        """Mean tokens per step, the bonus token included."""
         return 1 + self.accepted / self.steps if self.steps else float("nan")
 
     @property
@@ -47,18 +65,28 @@ class Tally:
             + f", {sum(self.skipped.values())} skipped"
             + (f" ({skipped})" if skipped else "")
             + f"; {sum(self.finished.values())} answers, ended {answers}"
-            + (f", {self.changed} read as other tokens by training" if self.changed else "")
+            + (f", {self.changed} tokenized differently by training" if self.changed else "")
             + f"; accept length {self.accept_length:.2f}, {self.tokens} tokens, {self.tokens_per_second:.0f} tokens/s"
         )
 
 
 def about_path(path: pathlib.Path) -> pathlib.Path:
-    """The file beside the records at `path`."""
+    """Returns the path of the note beside the records at `path`."""
     return path.with_name(f"{path.name}.about.json")
 
 
 class Output:
-    """Records in the file at `path`; `tally` is how far they are."""
+    """The records at `path` and their note.
+
+    Attributes:
+        path: the records.
+        about_path: the note.
+        writer: the open file.
+        settings: the settings as JSON values, so that they compare equal to stored ones.
+        kind: "chat" or "jsonl", how training reads the records.
+        tally: the counts so far.
+        digest: sha256 of the bytes written so far.
+    """
 
     def __init__(self, writer: JsonlWriter, settings: Mapping[str, Any], kind: str):
         self.path, self.about_path, self.writer = writer.path, about_path(writer.path), writer
@@ -66,20 +94,34 @@ class Output:
         self.digest = hashlib.sha256()
 
     def append(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Adds a window; a process that ends on the way leaves what the next one cuts off. Raises `OSError`."""
+        """Appends a window of records.
+
+        A process that is killed during the call leaves bytes that the next one cuts off.
+
+        Args:
+            records: the records.
+
+        Raises:
+            OSError: the disk is full or fails.
+        """
         # The records reach the disk before the note that counts them: `go_on` cuts off what the note does not count.
         self.digest.update(self.writer.append(records))
         self.note()
 
     def note(self) -> None:
-        """Writes down what the file is, and how far."""
+        """Writes the note: what the file is, and how many bytes are complete."""
         written = {"bytes": self.writer.size, "sha256": self.digest.hexdigest()}
         about = {"format": FORMAT, "source": {"path": self.path.name, "kind": self.kind}, "written": written}
         about |= {"tally": dataclasses.asdict(self.tally), "settings": self.settings}
         write_text(self.about_path, json.dumps(about, indent=1) + "\n")
 
     def go_on(self) -> None:
-        """Takes up what `note` wrote, and cuts off what came behind. Raises `ValueError`, see `open_output`."""
+        """Continues from the note: reads the counts, and cuts off bytes written after it.
+
+        Raises:
+            ValueError: the note is damaged, settings differ, or the records were changed; see `open_output`.
+        """
+        # Read the note. Any failure means that it cannot be trusted.
         advice = f"remove it and {self.about_path.name}, or choose another output"
         try:
             stored = json.loads(self.about_path.read_bytes())
@@ -87,39 +129,51 @@ class Output:
             size = left = int(written["bytes"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{self.about_path} is damaged: {error}") from error
+        # Records of other settings must not mix. A file without records may still change its settings.
         changed = [
             f"{name} was {_short(before.get(name))}, is {_short(self.settings.get(name))}"
             for name in sorted({*before, *self.settings})
             if before.get(name) != self.settings.get(name)
         ]
         if changed and tally.read:
-            raise ValueError(f"{self.path} was begun otherwise: {'; '.join(changed)}. To begin anew, {advice}")
+            raise ValueError(f"{self.path} has other settings: {'; '.join(changed)}. To start over, {advice}")
         # The bytes that the note counts must be those that were written; another program may have edited them.
         with self.path.open("rb") as file:
             while part := file.read(min(left, 1 << 20)):
                 self.digest.update(part)
                 left -= len(part)
         if self.digest.hexdigest() != written["sha256"]:
-            raise ValueError(f"{self.path} is not what was written to it: {advice}")
+            raise ValueError(f"{self.path} was changed after it was written: {advice}")
+        # Drop a window that was written after the note, and continue with the note's counts.
         self.writer.truncate(size)
         self.tally = tally
 
 
 @contextlib.contextmanager
 def open_output(path, settings: Mapping[str, Any], kind: str) -> Iterator[Output]:
-    """Begins the file at `path`, or goes on with it where its last window ended.
+    """Opens the records at `path`: a new file, or one to continue where its last window ended.
 
-    Raises `ValueError` where it is something else, was begun with other settings or data (each is named), has been
-    changed since, or is being written to by another process.
+    Args:
+        path: the records.
+        settings: everything that decides the records.
+        kind: how training reads the records.
+
+    Yields:
+        The output.
+
+    Raises:
+        ValueError: the file is something else, was written with other settings or data (the message names each), was
+            changed after it was written, or is open in another process.
     """
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with JsonlWriter(path) as writer:
         output = Output(writer, settings, kind)
+        # The note decides: continue with one, refuse records without one, else start a new file.
         if output.about_path.exists():
             output.go_on()
         elif writer.size:
-            raise ValueError(f"{path} exists, and no {output.about_path.name} beside it: choose another output")
+            raise ValueError(f"{path} exists without {output.about_path.name} beside it: choose another output")
         else:
             output.note()
         yield output

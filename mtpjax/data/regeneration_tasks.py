@@ -1,4 +1,4 @@
-"""Records that wait for a model's answers: texts to go on with, and conversations."""
+"""Records that wait for a model's answers: texts to continue, and conversations to answer anew."""
 
 import pathlib
 from collections.abc import Sequence
@@ -10,31 +10,53 @@ from mtpjax.data.prompts import ID_KEYS, TEXT_KEYS
 from mtpjax.data.tokenizer import ConversationError, Tokenizer, TokenizerError
 
 REASONS = ("corrupt", "empty", "too long", "unreadable")  # why a record is skipped
-DOCUMENT_PROMPT = 64  # tokens
+DOCUMENT_PROMPT = 64  # tokens of a document that are kept as its prompt
 Kind = Literal["conversations", "prompts", "documents"]
 
 
 class Task(Protocol):
-    """A record that waits for answers."""
+    """A record that waits for answers.
 
-    prompt: list[int] | None  # tokens before the next answer; None where there is no more
-    finish_reasons: list[str]  # of the answers so far
-    is_cut: bool  # whether there was no room for the last ones
+    Attributes:
+        prompt: tokens before the next answer; None when all answers are given.
+        finish_reasons: finish reasons of the answers so far.
+        is_cut: the last answers had no room.
+    """
+
+    prompt: list[int] | None
+    finish_reasons: list[str]
+    is_cut: bool
 
     def take(self, tokens: list[int], finish_reason: str) -> bool:
-        """Writes down an answer, without its stop token; says whether training will read it as the same tokens."""
+        """Adds an answer and moves to the next prompt.
+
+        Args:
+            tokens: the answer without its stop token.
+            finish_reason: why it ended.
+
+        Returns:
+            True if training will tokenize the record's text so far as the same tokens.
+        """
         ...
 
     def record(self) -> dict[str, Any]:
-        """What is written, once there is no prompt. Raises `UnusableError` for what training could not read."""
+        """Returns the finished record. Raises `UnusableError` if training could not read it."""
         ...
 
 
 def find_kind(paths: Sequence[pathlib.Path]) -> Kind:
-    """Of files in JSONL the first record that can be read says whether they hold conversations or prompts.
+    """Finds the kind of records in files; in JSONL the first readable record decides.
 
-    Raises `ValueError` for no files, for JSONL among others, and where there is no record.
+    Args:
+        paths: the files.
+
+    Returns:
+        "documents" for files other than JSONL, "conversations" for JSONL with `messages`, else "prompts".
+
+    Raises:
+        ValueError: there are no files or no records, or some files are JSONL and some are not.
     """
+    # Whole files and lines cannot be mixed in one run.
     are_lines = {path.suffix == ".jsonl" for path in paths}
     if len(are_lines) != 1:
         raise ValueError(
@@ -53,13 +75,27 @@ def find_kind(paths: Sequence[pathlib.Path]) -> Kind:
 def make_task(
     content: bytes, tokenizer: Tokenizer, *, kind: Kind, room: int, chat: bool = False, prompt_tokens: int | None = None
 ) -> Task:
-    """The task of one record. Prompts may have up to `room` tokens.
+    """Makes the task of one record.
 
-    Raises `UnusableError`, and `TokenizerError` for a tokenizer that takes no conversation.
+    Args:
+        content: the record's bytes.
+        tokenizer: the tokenizer.
+        kind: the kind of the records.
+        room: most tokens of a prompt.
+        chat: make prompts into conversations.
+        prompt_tokens: keep this many tokens of a text as its prompt; None: all, or 64 of a document.
+
+    Returns:
+        The task.
+
+    Raises:
+        UnusableError: the record has no usable text or conversation.
+        TokenizerError: the tokenizer has no chat template.
     """
     record = {"text": parse_text(content)} if kind == "documents" else parse_object(content)
     if kind == "conversations":
         return Conversation(_messages(record), tokenizer, room, kept={**record, "messages": None})
+    # Prompts keep their category and id. With `chat`, each turn becomes a user's message that the model answers.
     kept = {name: record[name] for name in ("category", *ID_KEYS) if name in record}
     turns = _turns(record)
     if chat:
@@ -71,7 +107,7 @@ def make_task(
 
 
 class Text:
-    """A text, or its first `prompt_tokens`, to go on with."""
+    """A text, or its first `prompt_tokens`, to continue."""
 
     is_cut = False
 
@@ -85,6 +121,7 @@ class Text:
             raise UnusableError("too long", f"has {len(self.prompt)} tokens; there is room for {room}")
 
     def take(self, tokens: list[int], finish_reason: str) -> bool:
+        # Store the decoded text. It may tokenize differently: a continuation can merge across the cut.
         whole = (self.prompt or []) + tokens
         self.prompt, self.text = None, self.tokenizer.decode(whole)
         self.finish_reasons.append(finish_reason)
@@ -95,7 +132,10 @@ class Text:
 
 
 class Conversation:
-    """Each of the assistant's messages is answered anew, but those of `"weight": 0`; so is a user's at the end."""
+    """A conversation whose assistant messages are answered anew, except those with `"weight": 0`.
+
+    A user's message at the end gets an answer too.
+    """
 
     is_cut = False
 
@@ -108,7 +148,7 @@ class Conversation:
         self.prompt: list[int] | None = None
         self._go_on()
         if self.prompt is None:
-            raise UnusableError("too long" if self.is_cut else "empty", "has no answer that could be given")
+            raise UnusableError("too long" if self.is_cut else "empty", "has no answer to regenerate")
 
     def take(self, tokens: list[int], finish_reason: str) -> bool:
         whole = (self.prompt or []) + tokens
@@ -129,24 +169,29 @@ class Conversation:
         return {**self.kept, "messages": self.talk, "finish_reasons": self.finish_reasons}
 
     def _go_on(self) -> None:
-        """Up to the next answer that is to be given, or that there is no room for."""
+        """Moves to the next answer to generate; ends the conversation where an answer has no room."""
         self.prompt, answered = None, len(self.talk)
         while self.waiting:
             message = self.waiting.pop(0)
+            # Messages before the answer are kept as they are, including assistant messages of weight 0.
             if message["role"] != "assistant" or message.get("weight") == 0:
                 self.talk.append(message)
                 continue
             try:
                 prompt = self._tokens(add_generation_prompt=True)
             except ConversationError as error:
+                # A template that rejects the first prompt makes the record unusable; later, the conversation ends
+                # there.
                 if not self.finish_reasons:
                     raise UnusableError("corrupt", str(error)) from error
                 prompt = None
             if prompt is not None and len(prompt) <= self.room:
                 self.prompt = prompt
                 return
+            # No room: drop this answer and everything after it.
             self.is_cut, self.waiting = True, []
-        del self.talk[answered:]  # nothing answers it
+        # Messages after the last answer have no answer to train on.
+        del self.talk[answered:]
 
     def _tokens(self, *, add_generation_prompt: bool) -> list[int]:
         choices = {"strftime_now": DAY.strftime, **self.choices}
@@ -158,12 +203,12 @@ def _messages(record: dict[str, Any]) -> list[dict[str, Any]]:
     if not is_conversation(messages):
         raise UnusableError("corrupt", "has no 'messages', a list of objects with a role each")
     if any(each.get("tool_calls") for each in messages):
-        raise UnusableError("unreadable", "calls tools, and another answer would not")
+        raise UnusableError("unreadable", "contains tool calls, which regenerated answers do not make")
     return messages
 
 
 def _turns(record: dict[str, Any]) -> list[str]:
-    """Of Spec-Bench all, of other records the one text."""
+    """Returns all turns of a Spec-Bench record, or the one text of another record."""
     turns = record.get("turns", [next((record[key] for key in TEXT_KEYS if key in record), None)])
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
         raise UnusableError("corrupt", f"has no text under any of turns, {', '.join(TEXT_KEYS)}")
@@ -173,15 +218,16 @@ def _turns(record: dict[str, Any]) -> list[str]:
 
 
 def _encode(text: str, tokenizer: Tokenizer) -> list[int]:
+    """Encodes a text without the end token that some tokenizers append."""
     try:
         tokens = tokenizer.encode(text)
     except ValueError as error:
         raise UnusableError("corrupt", str(error)) from error
-    return tokens[:-1] if tokens and tokens[-1] in tokenizer.eos_token_ids else tokens  # some tokenizers end each text
+    return tokens[:-1] if tokens and tokens[-1] in tokenizer.eos_token_ids else tokens
 
 
 def _shortened(tokens: list[int], most: int | None, tokenizer: Tokenizer) -> list[int]:
-    """The first `most` tokens, up to three fewer where a character would be cut."""
+    """Returns the first `most` tokens, or up to three fewer so that no UTF-8 character is cut."""
     if most is None or len(tokens) <= most:
         return tokens
     for count in range(most, max(most - 4, 0), -1):

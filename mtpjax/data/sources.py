@@ -1,4 +1,4 @@
-"""Sources -> documents: files of text, records of JSONL, conversations; and the fingerprint of what a run reads."""
+"""Reads sources into documents (text files, JSONL records, conversations), and fingerprints what was read."""
 
 import dataclasses
 import hashlib
@@ -15,12 +15,18 @@ from mtpjax.data.jsonl import File, UnusableError, parse_object, parse_text, rea
 from mtpjax.data.packing import Document, python_sources
 from mtpjax.data.tokenizer import ByteTokenizer, ConversationError, Tokenizer, TokenizerError
 
-REASONS = ("corrupt", "empty", "vocabulary")  # why a document is skipped
+REASONS = ("corrupt", "empty", "vocabulary")  # reasons to skip a document
 
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """What a source gave, how many documents it would have given besides, by reason, and the files it was read from."""
+    """The result of reading a source.
+
+    Attributes:
+        documents: the documents.
+        skipped: number of skipped documents by reason.
+        files: the files that were read.
+    """
 
     documents: list[Document]
     skipped: dict[str, int]
@@ -28,10 +34,21 @@ class Reading:
 
 
 def find_files(source: Source) -> list[pathlib.Path]:
-    """The files of a source, in sorted order. Raises FileNotFoundError if there is none."""
+    """Lists the files of a source.
+
+    Args:
+        source: the source.
+
+    Returns:
+        The files, sorted.
+
+    Raises:
+        FileNotFoundError: there are none.
+    """
     if source.path is None:
         return python_sources()
     root = pathlib.Path(source.path)
+    # Sorted, so that the order of documents does not depend on the file system.
     files = [root] if root.is_file() else sorted(path for path in root.rglob(source.pattern) if path.is_file())
     if not files:
         raise FileNotFoundError(f"no files match {source.pattern} under {root}")
@@ -39,21 +56,37 @@ def find_files(source: Source) -> list[pathlib.Path]:
 
 
 def end_token_id(tokenizer: Tokenizer) -> int:
-    """What ends a document: the first of the tokenizer's end tokens. Raises TokenizerError if it has none."""
+    """Returns the token that ends a document: the tokenizer's first end token.
+
+    Raises:
+        TokenizerError: the tokenizer has no end token.
+    """
     if not tokenizer.eos_token_ids:
-        raise TokenizerError("the tokenizer names no end token: documents could not be told apart")
+        raise TokenizerError("the tokenizer names no end token, which must separate documents")
     return tokenizer.eos_token_ids[0]
 
 
 def read_source(source: Source, tokenizer: Tokenizer, *, vocab_size: int) -> Reading:
     """Reads a source into documents, in the order of its files and lines.
 
-    Skipped and counted are `corrupt` documents (no UTF-8, no JSON, no such field, a conversation that the chat template
-    refuses, text with the end token inside), `empty` ones (conversations without an answer are), and those with ids
-    outside of the `vocabulary`. Blank lines of JSONL are no records.
+    Skipped and counted are `corrupt` documents (not UTF-8, not JSON, a missing field, a conversation that the chat
+    template rejects, text that contains the end token), `empty` ones (also conversations without an answer), and those
+    with ids outside the `vocabulary`. Blank lines of JSONL are ignored.
 
-    Raises ValueError, with the counts and the last place, once more than `source.most_skipped` are skipped;
-    TokenizerError, with the place, where the answers of a conversation cannot be told; FileNotFoundError, OSError.
+    Args:
+        source: the source.
+        tokenizer: the tokenizer.
+        vocab_size: V of the model.
+
+    Returns:
+        Documents, counts of skipped ones, and files.
+
+    Raises:
+        ValueError: more than `source.most_skipped` documents are skipped; the message has the counts and the last
+            place.
+        TokenizerError: the answers of a conversation cannot be located; the message has the place.
+        FileNotFoundError: there are no files.
+        OSError: a file cannot be read.
     """
     end = end_token_id(tokenizer)
     documents: list[Document] = []
@@ -62,14 +95,16 @@ def read_source(source: Source, tokenizer: Tokenizer, *, vocab_size: int) -> Rea
     for place, content in read_parts(find_files(source), by_line=source.kind != "text", files=files):
         try:
             tokens, loss_mask, category = _encode(content, source, tokenizer)
+            # Conversations contain end tokens after each answer, so only other documents are checked for them.
             tokens = _checked(tokens, vocab_size, end if loss_mask is None else None)
             documents.append(Document(place, tokens, loss_mask, category))
         except UnusableError as problem:
+            # A few bad records are normal in large data; many mean a wrong field or tokenizer.
             skipped[problem.reason] += 1
             if sum(skipped.values()) > source.most_skipped:
                 counts = ", ".join(f"{count} {reason}" for reason, count in skipped.items() if count)
                 raise ValueError(
-                    f"{source.path or 'the standard library'} has over {source.most_skipped} documents of no use"
+                    f"{source.path or 'the standard library'} has over {source.most_skipped} unusable documents"
                     f" ({counts}); the last: {place} {problem}"
                 ) from problem
         except TokenizerError as error:
@@ -80,12 +115,21 @@ def read_source(source: Source, tokenizer: Tokenizer, *, vocab_size: int) -> Rea
 def fingerprint(
     sources: Sequence[Source], readings: Sequence[Reading], tokenizer: Tokenizer, *, vocab_size: int
 ) -> str:
-    """Hexadecimal sha256 of the data that a run has read, for a run that goes on to compare.
+    """Computes the digest of the data that a run reads; a resumed run compares it.
 
-    That is the sources in order, each with kind, field, weight and its files (names below the folder that they share,
-    sizes, contents); the tokenizer; and the size of the vocabulary, which decides what is skipped. Where the files lie
-    changes nothing.
+    It covers, per source in order, kind, field, weight and files (relative paths, sizes, contents); the tokenizer; and
+    the size of the vocabulary, which decides which documents are skipped. The location of the folder is not part of it.
+
+    Args:
+        sources: the sources.
+        readings: the result of reading each.
+        tokenizer: the tokenizer.
+        vocab_size: V of the model.
+
+    Returns:
+        A hexadecimal sha256.
     """
+    # Digests of file contents are in `reading.files`, taken while reading; here only their combination is hashed.
     parts = [
         {"kind": source.kind, "field": source.field, "weight": source.weight, "files": reading.files}
         for source, reading in zip(sources, readings, strict=True)
@@ -95,13 +139,14 @@ def fingerprint(
 
 
 def _encode(content: bytes, source: Source, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray | None, str]:
-    """Tokens `[n]`, of a conversation the loss mask `[n + 1]`, and the category that a record names, else "".
+    """Returns tokens `[n]`, the loss mask `[n + 1]` of a conversation, else None, and the record's category or "".
 
-    Raises `UnusableError`, TokenizerError.
+    Raises `UnusableError` and TokenizerError.
     """
     if source.kind == "text":
         return _encode_text(parse_text(content), tokenizer), None, ""
     record = parse_object(content)
+    # JSONL: the text or the conversation is in the source's field; a category is optional.
     value, category = record.get(source.field), record.get("category")
     category = category if isinstance(category, str) else ""
     if source.kind == "chat":
@@ -115,13 +160,14 @@ def _encode_text(text: str, tokenizer: Tokenizer) -> np.ndarray:
     if not text:
         raise UnusableError("empty", "is empty")
     if isinstance(tokenizer, ByteTokenizer):
-        return np.frombuffer(text.encode(), np.uint8)  # a list of so many would take far longer
+        return np.frombuffer(text.encode(), np.uint8)  # much faster than a list of ints
     try:
         tokens = tokenizer.encode(text)
     except ValueError as error:
         raise UnusableError("corrupt", str(error)) from error
     if tokens and tokens[-1] == end_token_id(tokenizer):
-        tokens = tokens[:-1]  # some tokenizers end each text; packing does
+        # Some tokenizers end each text themselves; here packing adds the end token.
+        tokens = tokens[:-1]
     return np.array(tokens, np.int64)
 
 
@@ -136,16 +182,17 @@ def _encode_messages(
     except ConversationError as error:
         raise UnusableError("corrupt", str(error)) from error
     if not is_target.any():
-        raise UnusableError("empty", "holds no answer")
+        raise UnusableError("empty", "contains no answer")
     return np.array(tokens, np.int64), is_target
 
 
 def _checked(tokens: np.ndarray, vocab_size: int, end: int | None) -> np.ndarray:
-    """The tokens as a document holds them. Raises `UnusableError`, also where `end` is among them."""
+    """Returns the tokens in a document's dtype. Raises `UnusableError`, also if `end` is among them."""
     if not len(tokens):
         raise UnusableError("empty", "has no tokens")
+    # An id outside the vocabulary would index the embedding outside its rows without an error.
     if tokens.min() < 0 or tokens.max() >= vocab_size:
-        raise UnusableError("vocabulary", f"has an id outside of the {vocab_size} of the vocabulary")
+        raise UnusableError("vocabulary", f"has an id outside the {vocab_size} of the vocabulary")
     if end is not None and (tokens == end).any():
         raise UnusableError("corrupt", f"holds the end token {end}")
     return tokens if tokens.dtype == np.uint8 else tokens.astype(np.int32)

@@ -1,4 +1,4 @@
-"""Text <-> token ids: bytes for our own models, `tokenizer.json` and its chat template for published ones."""
+"""Tokenizers: bytes for our own small models, `tokenizer.json` and its chat template for published ones."""
 
 import codecs
 import dataclasses
@@ -19,19 +19,19 @@ MOST_MESSAGES = 10_000
 
 
 class Tokenizer(Protocol):
-    """What decoding needs of a tokenizer."""
+    """The interface that decoding and training use."""
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
 
     @property
     def special_token_ids(self) -> tuple[int, ...]:
-        """Those that stand for no text."""
+        """Tokens that stand for no text."""
         ...
 
     @property
     def digest(self) -> str:
-        """Hexadecimal sha256 of all that decides which tokens a text or a conversation becomes, and the end tokens."""
+        """Hexadecimal sha256 of everything that decides the tokens of a text or a conversation, and the end tokens."""
         ...
 
     def encode(self, text: str) -> list[int]: ...
@@ -39,11 +39,27 @@ class Tokenizer(Protocol):
     def decode(self, ids: Iterable[int]) -> str: ...
 
     def stream(self) -> Callable[[int | None], str]:
-        """A function from one token after the other to the text that each completes; None ends it."""
+        """Returns an incremental decoder.
+
+        Returns:
+            A function from one token after the other to the text that each completes; None flushes the rest.
+        """
         ...
 
     def chat(self, messages: list[dict[str, Any]], **choices: Any) -> list[int]:
-        """The tokens of a conversation up to where the model answers. Raises `TokenizerError` without a template."""
+        """Encodes a conversation up to where the model answers.
+
+        Args:
+            messages: the conversation, in OpenAI's form.
+            **choices: variables of the template.
+
+        Returns:
+            The tokens.
+
+        Raises:
+            TokenizerError: there is no chat template.
+            ConversationError: the template rejects these messages.
+        """
         ...
 
 
@@ -51,12 +67,12 @@ def _utf8(text: str) -> bytes:
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ValueError(f"text holds a lone surrogate at character {error.start}: it has no UTF-8") from error
+        raise ValueError(f"text holds a lone surrogate at character {error.start}: it has no UTF-8 encoding") from error
 
 
 @dataclasses.dataclass(frozen=True)
 class ByteTokenizer:
-    """One token per UTF-8 byte. Byte 0 never occurs in text, so it ends a document."""
+    """One token per UTF-8 byte. Text never contains byte 0, so byte 0 ends a document."""
 
     vocab_size = 256
     eos_token_id = 0
@@ -65,22 +81,28 @@ class ByteTokenizer:
     digest = hashlib.sha256(b"bytes").hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """The UTF-8 bytes of `text`, without an end token. Raises ValueError for NUL and lone surrogates."""
+        """Returns the UTF-8 bytes of `text`, without an end token.
+
+        Raises:
+            ValueError: the text contains NUL or lone surrogates.
+        """
         position = text.find("\0")
         if position >= 0:
             raise ValueError(f"text holds NUL at character {position}: byte 0 is the end token")
         return list(_utf8(text))
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`, ints or a 1-D integer array: end tokens skipped, bytes that are no UTF-8 as U+FFFD.
+        """Decodes ids, ints or a 1-D integer array; skips end tokens, and replaces bytes that are not UTF-8 by U+FFFD.
 
-        Raises ValueError for an id outside the vocabulary.
+        Raises:
+            ValueError: an id is outside the vocabulary.
         """
         stream = self.stream()
         return "".join(stream(int(index)) for index in ids) + stream(None)
 
     def stream(self) -> Callable[[int | None], str]:
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may span tokens
+        # A character may span several tokens, so the decoder keeps incomplete bytes.
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
         def step(token: int | None) -> str:
             if token is None:
@@ -96,11 +118,17 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """`tokenizer.json` of a Hugging Face directory, by the tokenizers package.
+    """The `tokenizer.json` of a Hugging Face directory, read by the tokenizers package.
 
-    `eos_token_ids` are those of `generation_config.json`, else of `config.json`, else the `eos_token` of
-    `tokenizer_config.json`. Special tokens in a prompt's text
-    become those tokens, as everywhere. Raises `TokenizerError` for a damaged file, and for tokens beyond `vocab_size`.
+    `eos_token_ids` come from `generation_config.json`, else `config.json`, else the `eos_token` of
+    `tokenizer_config.json`. Special tokens written in a prompt's text become those tokens, as in transformers.
+
+    Args:
+        folder: the directory.
+        vocab_size: V of the model.
+
+    Raises:
+        TokenizerError: a file is damaged, or a token is outside `vocab_size`.
     """
 
     def __init__(self, folder: pathlib.Path, vocab_size: int):
@@ -113,23 +141,27 @@ class FileTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # tokenizers raises Exception itself
             raise TokenizerError(f"{folder / 'tokenizer.json'} cannot be read: {str(error)[:200]}") from error
+        # Files may ask for padding or truncation, which would change the tokens of a text by its length.
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
+        # A token outside the model's vocabulary would index its embedding outside its rows without an error.
         largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         if largest >= vocab_size:
             raise TokenizerError(f"{folder / 'tokenizer.json'} has token {largest}; the model has {vocab_size} tokens")
         self.num_tokens = largest + 1
+        # Special and end tokens, and the chat template, come from the files beside it.
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_token_ids = tuple(sorted(index for index, token in added.items() if token.special))
         self._settings = _json(folder, "tokenizer_config.json")
         self.eos_token_ids = _eos_token_ids(folder) or self._named_token_ids("eos_token")
         self._template = _template(folder, self._settings)
         self._content = content
+        # The digest covers everything that decides the tokens, so that a resumed run notices a changed template.
         decisive = [hashlib.sha256(content).hexdigest(), self._template, self._special_tokens(), self.eos_token_ids]
         self.digest = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """Raises ValueError for lone surrogates."""
+        """Encodes a text. Raises ValueError for lone surrogates."""
         _utf8(text)
         return self._tokenizer.encode(text).ids
 
@@ -143,20 +175,25 @@ class FileTokenizer:
         return lambda token: "" if token is None else stream.step(self._tokenizer, int(token)) or ""
 
     def chat(self, messages: list[dict[str, Any]], **choices: Any) -> list[int]:
-        """`choices` are variables of the template, such as `enable_thinking`."""
+        """Encodes a conversation; `choices` are variables of the template, such as `enable_thinking`."""
         if self._template is None:
             raise TokenizerError("the checkpoint has no chat template")
+        # The template writes the special tokens itself.
         text = render_chat(self._template, messages, **{**self._special_tokens(), **choices})
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def save(self, folder: pathlib.Path) -> None:
-        """Writes the files that another `FileTokenizer` of the same digest is read from. The folder exists."""
+        """Writes the files from which a `FileTokenizer` of the same digest can be read.
+
+        Args:
+            folder: an existing folder.
+        """
         (folder / "tokenizer.json").write_bytes(self._content)
         (folder / "tokenizer_config.json").write_text(json.dumps(self._settings | {"chat_template": self._template}))
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(self.eos_token_ids)}))
 
     def _special_tokens(self) -> dict[str, str | None]:
-        """The special tokens that a template may name, as they are written."""
+        """Returns the special tokens that a template may name, as text."""
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
         return {name: _text(self._settings[name]) for name in names if self._settings.get(name) is not None}
 
@@ -166,9 +203,17 @@ class FileTokenizer:
 
 
 def load_tokenizer(path, vocab_size: int) -> Tokenizer:
-    """The tokenizer of a checkpoint: of the Hugging Face directory that it is or came from, else bytes.
+    """Loads the tokenizer of a checkpoint.
 
-    Raises `TokenizerError` where there is neither a `tokenizer.json` nor a vocabulary of 256.
+    Args:
+        path: a Hugging Face directory, or a checkpoint, whose Hugging Face directory is used if it came from one.
+        vocab_size: V of the model.
+
+    Returns:
+        A `FileTokenizer` if there is a `tokenizer.json`, else a `ByteTokenizer`.
+
+    Raises:
+        TokenizerError: there is no `tokenizer.json`, and the vocabulary is not the 256 bytes.
     """
     folder = huggingface_folder(path)
     if (folder / "tokenizer.json").exists():
@@ -179,10 +224,22 @@ def load_tokenizer(path, vocab_size: int) -> Tokenizer:
 
 
 def render_chat(template: str, messages: list[dict[str, Any]], **variables: Any) -> str:
-    """A conversation by a jinja2 template, in the sandbox that lets it change nothing and reach nothing.
+    """Renders a conversation with a jinja2 template in a sandbox.
 
-    The sandbox limits neither time nor memory: templates come with checkpoints, and never from requests. Raises
-    `TokenizerError` for what is no template, `ConversationError` for one that fails or refuses.
+    The sandbox denies access to Python objects and changes of them, but limits neither time nor memory: templates must
+    come with checkpoints, never from requests.
+
+    Args:
+        template: jinja2 source.
+        messages: the conversation.
+        **variables: variables of the template.
+
+    Returns:
+        The text.
+
+    Raises:
+        TokenizerError: the template does not compile.
+        ConversationError: the template fails or rejects these messages, or they are too large.
     """
     import jinja2
 
@@ -192,6 +249,7 @@ def render_chat(template: str, messages: list[dict[str, Any]], **variables: Any)
         )
     variables = {"messages": messages, "add_generation_prompt": True, **variables}
     try:
+        # A template that does not compile is the tokenizer's error; one that fails on these messages is theirs.
         compiled = _compiled(template)
     except (jinja2.TemplateError, RecursionError) as error:
         raise TokenizerError(f"the chat template failed: {type(error).__name__}: {str(error)[:200]}") from error
@@ -201,15 +259,16 @@ def render_chat(template: str, messages: list[dict[str, Any]], **variables: Any)
         raise ConversationError(f"the chat template failed: {type(error).__name__}: {str(error)[:200]}") from error
 
 
-@functools.lru_cache(maxsize=8)  # compiling takes milliseconds, and data to train on has many conversations
+@functools.lru_cache(maxsize=8)  # training data renders one template for many conversations
 def _compiled(template: str):
-    """The template in its sandbox. Raises jinja2's errors."""
+    """Compiles a template in its sandbox. Raises jinja2's errors."""
     import jinja2
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     def raise_exception(message: str):
         raise jinja2.TemplateError(message)
 
+    # The settings, filters and functions that transformers gives to chat templates.
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
@@ -224,13 +283,15 @@ def _template(folder: pathlib.Path, settings: dict[str, Any]) -> str | None:
     if content is not None:
         return content.decode()
     template = settings.get("chat_template")
-    if isinstance(template, list):  # several, by name
+    # A checkpoint may have several templates by name.
+    if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")
     return template if isinstance(template, str) else None
 
 
 def _eos_token_ids(folder: pathlib.Path) -> tuple[int, ...]:
+    # Generation settings override the model's; a multimodal config nests the text model's settings.
     config = _json(folder, "config.json")
     for values in (_json(folder, "generation_config.json"), config, config.get("text_config")):
         found = values.get("eos_token_id") if isinstance(values, dict) else None
@@ -244,10 +305,10 @@ def _json(folder: pathlib.Path, name: str) -> dict[str, Any]:
     try:
         values = json.loads(content) if content is not None else {}
     except ValueError as error:
-        raise TokenizerError(f"{folder / name} is no JSON: {str(error)[:100]}") from error
+        raise TokenizerError(f"{folder / name} is not JSON: {str(error)[:100]}") from error
     return values if isinstance(values, dict) else {}
 
 
 def _text(token: Any) -> str | None:
-    """A special token as it is written: a string, or an object with its content."""
+    """Returns the text of a special token, which is a string or an object with its content."""
     return token.get("content") if isinstance(token, dict) else token

@@ -75,8 +75,8 @@ def test_the_grid_leaves_out_what_is_impossible_with_its_reason(small):
     }
     assert len(cells) == len(set(cells)) == 10
     said = (
-        "greedy is for temperature 0",
-        "recursive is for trees",
+        "greedy supports only temperature 0",
+        "recursive supports only trees",
         "'block' supports only chains",
         "must be at most 3",
     )
@@ -262,11 +262,11 @@ def test_advice_says_what_how_sure_and_when_not():
         row(3.0, batch_size=16, lossless="DIFFERS", num_steps=2),
     ]
     one, four, eight, sixteen, wide = advise(rows)
-    assert one.best is rows[0] and one.certainty.startswith("surely before depth 1, greedy: 1.20")
-    assert four.best is rows[2] and four.certainty.startswith("not told apart from depth 1, greedy")
+    assert one.best is rows[0] and one.certainty.startswith("clearly faster than depth 1, greedy: 1.20")
+    assert four.best is rows[2] and four.certainty.startswith("not distinguishable from depth 1, greedy")
     assert eight.best is None and eight.says == "do not speculate"
     assert sixteen.best is None and "not shown to pay" in sixteen.says
-    assert wide.best is rows[7] and wide.certainty.startswith("not told apart from depth 1")
+    assert wide.best is rows[7] and wide.certainty.startswith("not distinguishable from depth 1")
     text = recommendation(rows, {"a reason": 3}, WORKLOAD, SETTINGS, ABOUT)
     assert "--speculative-num-steps 2 --speculative-eagle-topk 1 --speculative-num-draft-tokens 3" in text
     assert "When not to speculate: batch 8 at temperature 0, batch 16 at temperature 0." in text
@@ -276,7 +276,7 @@ def test_advice_says_what_how_sure_and_when_not():
     settings = dataclasses.replace(SETTINGS, batch_sizes=(2, 4))
     text = recommendation([row(1.5, temperature=1.0, rule="token")], {}, WORKLOAD, settings, ABOUT)
     assert "--speculative-num-draft-tokens 2 --acceptance token`" in text
-    assert "one batch of 4: intervals there tell of timing" in text
+    assert "one batch of 4: intervals there cover timing" in text
 
 
 def test_tables_csv_and_pictures_show_every_cell(tmp_path):
@@ -332,7 +332,7 @@ def test_a_killed_run_goes_on(checkpoint, tmp_path):
     first = (output / "cells.jsonl").read_bytes()
     assert first.count(b"\n") == 1 and not (output / "cells.csv").exists()
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True)
-    assert "1 of 2 cells are there already" in done.stdout
+    assert "1 of 2 cells are already measured" in done.stdout
     content = (output / "cells.jsonl").read_bytes()
     assert content.startswith(first) and content.count(b"\n") == 2
     assert {file.name for file in output.iterdir()} == {

@@ -84,7 +84,7 @@ PLAIN = (
 )
 def test_a_template_whose_answers_cannot_be_told_is_refused(make, template, merges, message):
     tokenizer = make(template, merges=merges)
-    with pytest.raises(TokenizerError, match=rf"the answer in message {message} of 4 cannot be told") as raised:
+    with pytest.raises(TokenizerError, match=rf"the answer in message {message} of 4 cannot be located") as raised:
         encode_chat(TALK[1:], tokenizer)
     assert "\n" not in str(raised.value) and not isinstance(raised.value, ConversationError)
 
@@ -94,7 +94,7 @@ def test_an_empty_answer_is_its_stop_and_one_that_is_left_out_is_refused(make):
     pieces = [("<|user|>ä?<|assistant|>", False), ("<|assistant|>", True), ("yes é", True)]
     check(make(BARE, ("<|end|>", "<|assistant|>")), talk, pieces, end=True)
     without_empty = BARE.replace("messages %}", "messages if message.content %}")
-    with pytest.raises(TokenizerError, match=r"the answer in message 2 of 3 cannot be told"):
+    with pytest.raises(TokenizerError, match=r"the answer in message 2 of 3 cannot be located"):
         encode_chat(talk, make(without_empty))
 
 
@@ -144,7 +144,7 @@ def test_conversations_of_no_use_stop_reading_at_the_limit(make, tmp_path):
     source = Source(path=str(file), kind="chat", most_skipped=3)
     reading = read_source(source, make(), vocab_size=257)  # <|im_end|> is 257
     assert reading.skipped == {"corrupt": 1, "empty": 1, "vocabulary": 1} and not reading.documents
-    said = r"over 2 documents of no use \(1 corrupt, 1 empty, 1 vocabulary\); the last: .*line 3 has no 'messages'"
+    said = r"over 2 unusable documents \(1 corrupt, 1 empty, 1 vocabulary\); the last: .*line 3 has no 'messages'"
     with pytest.raises(ValueError, match=said):
         read_source(dataclasses.replace(source, most_skipped=2), make(), vocab_size=257)
 

@@ -93,7 +93,7 @@ def test_a_file_comes_back_as_ids_for_decoding(tmp_path):
 def test_damaged_vocabularies_are_refused(tmp_path, content):
     path = tmp_path / "ids.json"
     path.write_text(content)
-    with pytest.raises(ValueError, match=r"ids\.json is (no vocabulary|damaged)"):
+    with pytest.raises(ValueError, match=r"ids\.json is (not a vocabulary file|damaged)"):
         load_vocabulary(path)
 
 
@@ -106,7 +106,7 @@ def test_a_corpus_without_text_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no token"):
         count_tokens(corpus_files(tmp_path), ByteTokenizer(), 256)
     (tmp_path / "empty").write_bytes(b"\xff")
-    with pytest.raises(ValueError, match="line 1 is no UTF-8"):
+    with pytest.raises(ValueError, match="line 1 is not UTF-8"):
         count_tokens(corpus_files(tmp_path), ByteTokenizer(), 256)
 
 

@@ -123,7 +123,7 @@ def test_a_document_brings_its_loss_mask_and_may_then_hold_the_end_token():
     first_is_talk = mixed.tokens[0, 0] == 300
     parts = [mask, np.ones(5, bool)] if first_is_talk else [np.ones(5, bool), mask]
     np.testing.assert_array_equal(mixed.loss_mask, [np.concatenate(parts)])
-    with pytest.raises(ValueError, match=r"document talk has a loss mask of shape \(5,\).* want \(6,\)"):
+    with pytest.raises(ValueError, match=r"document talk has a loss mask of shape \(5,\).* need \(6,\)"):
         packing.pack([packing.Document("talk", talk.tokens, mask[:5])], 4, seed=0)
     with pytest.raises(ValueError, match="extra_tokens -1"):
         packing.pack([talk], 4, seed=0, extra_tokens=-1)
@@ -399,5 +399,5 @@ def test_documents_are_the_bytes_of_their_files(tmp_path):
     assert only.name == str(file) and only.tokens.dtype == np.uint8
     assert only.tokens.tobytes() == file.read_bytes()
     file.write_bytes(b"a\0b")
-    with pytest.raises(ValueError, match="is no text to train on"):
+    with pytest.raises(ValueError, match="is not a text file"):
         packing.read_documents([file])

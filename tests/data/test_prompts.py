@@ -54,17 +54,17 @@ def test_text_gives_paragraphs_or_lines_cut_at_white_space(tmp_path):
     [
         (b"", "holds no prompt"),
         (b" \n\n", "holds no prompt"),
-        (b'{"text": "a"}\n{"text": ', "line 2 is no JSON"),
-        (b'{"text": "a"}\n[1]\n', "line 2 is no JSON object but a list"),
-        (b'{"turns": []}', "line 1: 'turns' is no list with a first turn"),
+        (b'{"text": "a"}\n{"text": ', "line 2 is not JSON"),
+        (b'{"text": "a"}\n[1]\n', "line 2 is not a JSON object but a list"),
+        (b'{"turns": []}', "line 1: 'turns' is not a list with at least one turn"),
         (b'{"turns": [3]}', "line 1: 'turns' holds a number, not text"),
         (b'\n{"question": null}', "line 2: 'question' holds null, not text"),
         (b'{"answer": "4"}', "line 1 has none of turns, prompt, text, question"),
         (b'{"text": " "}', "line 1: 'text' is empty"),
         (b'{"text": "a", "category": 3}', "line 1: 'category' holds a number"),
-        (b'{"text": "a"}\n\xff\xfe', "line 2 is no UTF-8 text"),
-        (b'{"text": "a"}\n\0', "line 2 holds NUL"),
-        (b"[" * 100_000, "line 1 is no JSON"),
+        (b'{"text": "a"}\n\xff\xfe', "line 2 is not UTF-8 text"),
+        (b'{"text": "a"}\n\0', "line 2 contains NUL"),
+        (b"[" * 100_000, "line 1 is not JSON"),
     ],
 )
 def test_bad_files_are_told_in_one_line(tmp_path, content, said):
@@ -78,7 +78,7 @@ def test_bad_files_are_told_in_one_line(tmp_path, content, said):
 def test_text_that_is_none_is_told_with_its_line(tmp_path):
     path = tmp_path / "notes.txt"
     path.write_bytes(b"good\n\xff\n")
-    with pytest.raises(ValueError, match=r"notes\.txt line 2 is no UTF-8"):
+    with pytest.raises(ValueError, match=r"notes\.txt line 2 is not UTF-8"):
         read_prompts(path)
     with pytest.raises(OSError):
         read_prompts(tmp_path / "missing.txt")

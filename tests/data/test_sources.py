@@ -90,14 +90,14 @@ def test_every_tokenizer_gives_documents_without_their_end(tmp_path):
 # What is skipped.
 
 BAD = [
-    ("{,", "corrupt", "is no JSON"),
-    ("[1]", "corrupt", "is no JSON object"),
+    ("{,", "corrupt", "is not JSON"),
+    ("[1]", "corrupt", "is not a JSON object"),
     ('{"txt": "a"}', "corrupt", "has no text 'text'"),
     ('{"text": 3}', "corrupt", "has no text 'text'"),
     ('{"text": "a\\u0000b"}', "corrupt", "holds the end token 0"),
-    ('{"text": "a\\ud800b"}', "corrupt", "is no JSON: 'utf-8' codec"),
-    ("[" * 100_000, "corrupt", "is no JSON"),
-    (b'{"text": "\xe4"}', "corrupt", "is no UTF-8"),
+    ('{"text": "a\\ud800b"}', "corrupt", "is not JSON: 'utf-8' codec"),
+    ("[" * 100_000, "corrupt", "is not JSON"),
+    (b'{"text": "\xe4"}', "corrupt", "is not UTF-8"),
     ('{"text": ""}', "empty", "is empty"),
 ]
 
@@ -118,9 +118,9 @@ def test_one_more_than_the_limit_stops_with_place_and_counts(line, reason, messa
     good = b'{"text": "good"}'
     file.write_bytes(b"\n".join([good, line if isinstance(line, bytes) else line.encode(), good]))
     assert len(read(file, kind="jsonl", most_skipped=1).documents) == 2
-    with pytest.raises(ValueError, match="of no use") as raised:
+    with pytest.raises(ValueError, match="unusable") as raised:
         read(file, kind="jsonl", most_skipped=0)
-    assert f"over 0 documents of no use (1 {reason}); the last: {file} line 2 {message}" in str(raised.value)
+    assert f"over 0 unusable documents (1 {reason}); the last: {file} line 2 {message}" in str(raised.value)
     assert "\n" not in str(raised.value) and len(str(raised.value)) < 400 + len(str(tmp_path))
 
 

@@ -165,7 +165,7 @@ def test_a_folder_without_a_tokenizer_has_bytes_or_none(tmp_path):
 
 def test_damaged_files_are_refused(folder, tmp_path_factory):
     (folder / "generation_config.json").write_text("{,")
-    with pytest.raises(TokenizerError, match=r"generation_config.json is no JSON"):
+    with pytest.raises(TokenizerError, match=r"generation_config.json is not JSON"):
         load_tokenizer(folder, 320)
     (folder / "tokenizer.json").write_text('{"model": {}}')
     with pytest.raises(TokenizerError, match=r"tokenizer.json cannot be read"):
