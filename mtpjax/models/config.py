@@ -1,4 +1,4 @@
-"""The static descriptions: what a model is, how to train it. All frozen and hashable."""
+"""`ModelConfig`: the static, hashable description of an architecture."""
 
 import dataclasses
 import difflib
@@ -7,26 +7,31 @@ from typing import Any, Literal, NamedTuple
 
 
 def require(condition: bool, message: str) -> None:
-    """Raises `ValueError` with the message."""
+    """Raises `ValueError` with the message unless the condition holds."""
     if not condition:
         raise ValueError(message)
 
 
 def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raises `ValueError` unless the value is one of the choices."""
     require(value in choices, f"{name} '{value}' is not one of {', '.join(choices)}")
 
 
+def _require_divisible(name: str, value: int, by_name: str, by: int) -> None:
+    require(value % by == 0, f"{name} ({value}) must be divisible by {by_name} ({by})")
+
+
 class LayerKind(NamedTuple):
-    """What one decoder layer is made of."""
+    """The kind of one decoder layer."""
 
     attention: Literal["grouped", "latent", "delta"]
     is_moe: bool
-    indexer: Literal["", "full", "shared"] = ""  # of sparse latent attention: its own, or the choice of a layer before
+    indexer: Literal["", "full", "shared"] = ""  # sparse latent attention: its own indexer, or an earlier layer's
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Yarn:
-    """YaRN rotary scaling (Peng et al. 2309.00071), with DeepSeek's two softmax terms; names as in `rope_scaling`."""
+    """YaRN rotary scaling (2309.00071) with DeepSeek's two softmax terms; names as in Hugging Face's `rope_scaling`."""
 
     factor: float
     original_max_position_embeddings: int
@@ -36,13 +41,13 @@ class Yarn:
     mscale_all_dim: float = 0.0
 
     def magnitude(self, mscale: float) -> float:
-        """`0.1 * mscale * ln(factor) + 1`: YaRN's attention temperature."""
+        """Returns YaRN's attention temperature, `0.1 * mscale * ln(factor) + 1`."""
         return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 and mscale else 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
-    """Llama 3.1's rotary scaling, by wavelength; names as in `rope_scaling` of `rope_type` "llama3"."""
+    """Llama 3.1's rotary scaling by wavelength; names as in Hugging Face's `rope_scaling` of type "llama3"."""
 
     factor: float
     original_max_position_embeddings: int
@@ -51,17 +56,90 @@ class Llama3Scaling:
 
     def __post_init__(self):
         low, high = self.low_freq_factor, self.high_freq_factor
-        require(low < high, f"low_freq_factor {low} is not below high_freq_factor {high}")
+        require(low < high, f"low_freq_factor ({low}) must be below high_freq_factor ({high})")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """One architecture. A family is a set of these fields, never a class; names are Hugging Face's where it has one.
+    """One architecture: what differs between model families is a field here, not a class.
 
-    Letters of the shapes elsewhere: V vocab_size, D hidden_size, N num_attention_heads, K num_key_value_heads,
-    H head_dim, F a feed-forward width, E n_routed_experts, M num_mtp_modules.
+    Names are those of Hugging Face configs where it has one. Letters of shapes: V `vocab_size`, D `hidden_size`,
+    N `num_attention_heads`, K `num_key_value_heads`, H `head_dim`, F a feed-forward width, E `n_routed_experts`,
+    M `num_mtp_modules`.
 
-    Raises `ValueError`, naming the numbers, for values that do not fit together.
+    Args:
+        vocab_size: rows of the embedding table, V.
+        hidden_size: width of the residual stream, D.
+        num_hidden_layers: trunk layers.
+        num_attention_heads: query heads per layer, N.
+        intermediate_size: width of dense feed-forward layers, F.
+        max_position_embeddings: longest sequence, in tokens.
+        rms_norm_eps: added to the mean square in every RMSNorm but the latent ones.
+        zero_centred_norm: norms multiply by 1 + w instead of w (Qwen3-Next, Qwen3.5).
+        tie_word_embeddings: the head is the transposed embedding.
+        num_tokens: token ids from here on only pad the tables and are never decoded; 0: all ids are tokens.
+        attention: "grouped" (grouped-query) or "latent" (multi-head latent) full attention.
+        num_key_value_heads: key/value heads of grouped attention, K; 0: as many as query heads.
+        head_dim: head width of grouped attention, H; 0: `hidden_size / num_attention_heads`.
+        attention_bias: bias on q, k and v; never on the output.
+        use_qk_norm: RMSNorm over each query and key head, before rotary.
+        attn_output_gate: attention output times sigmoid of a gate, before the output projection.
+        q_lora_rank: width of the queries' latent; 0: queries straight from the hidden state. Latent attention only.
+        kv_lora_rank: width of the keys' and values' latent.
+        qk_nope_head_dim: channels of a latent head without rotary.
+        qk_rope_head_dim: channels of a latent head with rotary.
+        v_head_dim: value channels of a latent head.
+        latent_norm_eps: epsilon of the two latent norms. transformers fixes it, whatever `rms_norm_eps` is.
+        index_topk: keys that the indexer of sparse latent attention selects per query; 0: no indexer.
+        index_n_heads: heads of the indexer.
+        index_head_dim: head width of the indexer.
+        indexer_rope_interleave: the indexer rotates channel pairs (2j, 2j+1).
+        indexer_types: per layer "full" (an indexer of its own) or "shared" (the selection of the layer before that
+            has one); (): all "full".
+        layer_types: per layer "full_attention" or "linear_attention" (gated delta rule); (): all full.
+        linear_num_key_heads: key heads of linear attention.
+        linear_num_value_heads: value heads of linear attention, a multiple of the key heads.
+        linear_key_head_dim: key width of linear attention.
+        linear_value_head_dim: value width of linear attention.
+        linear_conv_kernel_dim: taps of its causal convolution.
+        linear_output_gate: function of its output gate, "silu" or "sigmoid".
+        rope_theta: base of the rotary frequencies.
+        rope_interleave: rotate channel pairs (2j, 2j+1) instead of halves.
+        partial_rotary_factor: share of each grouped head that rotates.
+        rope_scaling: `Yarn`, `Llama3Scaling` or None.
+        n_routed_experts: routed experts per layer, E; 0: dense layers only.
+        num_experts_per_tok: experts per token.
+        moe_intermediate_size: width of a routed expert.
+        n_shared_experts: experts that process every token.
+        shared_expert_intermediate_size: width of the shared experts together; 0:
+            `n_shared_experts * moe_intermediate_size`.
+        shared_expert_gate: shared output times sigmoid(x w) (Qwen).
+        first_k_dense_replace: the first layers are dense.
+        mlp_only_layers: further layers that are dense.
+        scoring_func: router scores, "sigmoid" or "softmax" of the logits.
+        router_correction_bias: a bias selects experts but does not weigh them (DeepSeek-V3 `noaux_tc`).
+        n_group: groups of experts.
+        topk_group: groups that a token may use.
+        norm_topk_prob: normalise the chosen experts' weights to sum 1.
+        routed_scaling_factor: factor of those weights.
+        num_mtp_modules: MTP modules, M.
+        mtp_chaining: "chain": module k reads the output of module k-1; "trunk": every module reads the trunk's.
+        mtp_input: order of the projection's two inputs, "embedding_hidden" or "hidden_embedding".
+        mtp_hidden_post_norm: modules read the trunk's hidden states after its final norm.
+        mtp_chain_post_norm: the next depth reads a module's output after its own final norm.
+        mtp_mask_first: zero the embedding at position 0 (vLLM's DeepSeek and GLM classes).
+        mtp_own_embedding: each module has its own embedding.
+        mtp_own_head: each module has its own head.
+
+    Raises:
+        ValueError: for values that do not fit together, with the numbers.
+
+    Example:
+        >>> from mtpjax import ModelConfig
+        >>> config = ModelConfig(vocab_size=256, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
+        ...                      intermediate_size=192, num_mtp_modules=1)
+        >>> config.head_dim
+        16
     """
 
     vocab_size: int
@@ -71,33 +149,33 @@ class ModelConfig:
     intermediate_size: int
     max_position_embeddings: int = 4096
     rms_norm_eps: float = 1e-6
-    zero_centred_norm: bool = False  # multiply by (1 + w): Qwen3-Next, Qwen3.5
+    zero_centred_norm: bool = False
     tie_word_embeddings: bool = False
-    num_tokens: int = 0  # ids from here on only pad the tables, and are never decoded; 0: all are tokens
+    num_tokens: int = 0
 
-    # attention
+    # Full attention: grouped-query, or multi-head latent.
     attention: Literal["grouped", "latent"] = "grouped"
-    num_key_value_heads: int = 0  # 0: as many as query heads
-    head_dim: int = 0  # 0: hidden_size / num_attention_heads
-    attention_bias: bool = False  # on q, k, v; never on the output
-    use_qk_norm: bool = False  # RMSNorm over each head, before rotary
-    attn_output_gate: bool = False  # output times sigmoid(gate) before the output projection
-    q_lora_rank: int = 0  # latent only; 0: queries straight from the hidden state
+    num_key_value_heads: int = 0
+    head_dim: int = 0
+    attention_bias: bool = False
+    use_qk_norm: bool = False
+    attn_output_gate: bool = False
+    q_lora_rank: int = 0
     kv_lora_rank: int = 0
     qk_nope_head_dim: int = 0
     qk_rope_head_dim: int = 0
     v_head_dim: int = 0
-    latent_norm_eps: float = 1e-6  # of the two latent norms, whatever rms_norm_eps says (transformers)
+    latent_norm_eps: float = 1e-6
 
-    # sparse latent attention: an indexer chooses index_topk keys for each query; 0: every key is seen
+    # Sparse latent attention: an indexer selects the keys of each query.
     index_topk: int = 0
     index_n_heads: int = 0
     index_head_dim: int = 0
     indexer_rope_interleave: bool = False
-    indexer_types: tuple[Literal["full", "shared"], ...] = ()  # per layer; (): all have their own
+    indexer_types: tuple[Literal["full", "shared"], ...] = ()
 
-    # linear attention (gated delta rule) in the layers that layer_types names
-    layer_types: tuple[Literal["full_attention", "linear_attention"], ...] = ()  # (): full attention everywhere
+    # Linear attention: the gated delta rule, in the layers that layer_types names.
+    layer_types: tuple[Literal["full_attention", "linear_attention"], ...] = ()
     linear_num_key_heads: int = 0
     linear_num_value_heads: int = 0
     linear_key_head_dim: int = 0
@@ -105,39 +183,40 @@ class ModelConfig:
     linear_conv_kernel_dim: int = 4
     linear_output_gate: Literal["silu", "sigmoid"] = "silu"
 
-    # rotary
+    # Rotary position embedding.
     rope_theta: float = 10000.0
-    rope_interleave: bool = False  # channel pairs (2j, 2j+1) instead of halves
+    rope_interleave: bool = False
     partial_rotary_factor: float = 1.0
     rope_scaling: Yarn | Llama3Scaling | None = None
 
-    # mixture of experts; n_routed_experts 0 means a dense feed-forward in every layer
+    # Mixture of experts.
     n_routed_experts: int = 0
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
     n_shared_experts: int = 0
-    shared_expert_intermediate_size: int = 0  # 0: n_shared_experts * moe_intermediate_size
-    shared_expert_gate: bool = False  # shared output times sigmoid(x w): Qwen
-    first_k_dense_replace: int = 0  # the first layers are dense
-    mlp_only_layers: tuple[int, ...] = ()  # so are these
+    shared_expert_intermediate_size: int = 0
+    shared_expert_gate: bool = False
+    first_k_dense_replace: int = 0
+    mlp_only_layers: tuple[int, ...] = ()
     scoring_func: Literal["sigmoid", "softmax"] = "sigmoid"
-    router_correction_bias: bool = False  # chooses experts, does not weigh them (DeepSeek-V3 `noaux_tc`)
+    router_correction_bias: bool = False
     n_group: int = 1
     topk_group: int = 1
     norm_topk_prob: bool = True
     routed_scaling_factor: float = 1.0
 
-    # multi-token prediction
+    # Multi-token prediction.
     num_mtp_modules: int = 0
-    mtp_chaining: Literal["chain", "trunk"] = "chain"  # module k takes module k-1's output, or always the trunk's
-    mtp_input: Literal["embedding_hidden", "hidden_embedding"] = "embedding_hidden"  # order of the pair
-    mtp_hidden_post_norm: bool = True  # which trunk hidden enters: after the final norm
-    mtp_chain_post_norm: bool = True  # which module hidden goes on: after the module's own norm
-    mtp_mask_first: bool = False  # zero the embedding at position 0 (vLLM's DeepSeek and GLM classes)
+    mtp_chaining: Literal["chain", "trunk"] = "chain"
+    mtp_input: Literal["embedding_hidden", "hidden_embedding"] = "embedding_hidden"
+    mtp_hidden_post_norm: bool = True
+    mtp_chain_post_norm: bool = True
+    mtp_mask_first: bool = False
     mtp_own_embedding: bool = False
     mtp_own_head: bool = False
 
     def __post_init__(self):
+        # Sizes and choices.
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
             require(getattr(self, name) > 0, f"{name} must be positive, not {getattr(self, name)}")
         require(
@@ -148,6 +227,7 @@ class ModelConfig:
         require_choice("scoring_func", self.scoring_func, ("sigmoid", "softmax"))
         require_choice("mtp_chaining", self.mtp_chaining, ("chain", "trunk"))
         require_choice("mtp_input", self.mtp_input, ("embedding_hidden", "hidden_embedding"))
+        # Per-layer lists, stored as tuples so that the config is hashable.
         for name in ("indexer_types", "layer_types"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
             given = len(getattr(self, name))
@@ -158,6 +238,7 @@ class ModelConfig:
             require_choice("indexer type", kind, ("full", "shared"))
         require_choice("linear_output_gate", self.linear_output_gate, ("silu", "sigmoid"))
         object.__setattr__(self, "mlp_only_layers", tuple(self.mlp_only_layers))
+        # Attention and experts.
         if "linear_attention" in self.layer_types:
             self._check_linear()
         if self.index_topk:
@@ -181,47 +262,50 @@ class ModelConfig:
     def _check_grouped(self):
         heads = self.num_attention_heads
         if not self.head_dim:
-            require(self.hidden_size % heads == 0, f"hidden_size {self.hidden_size} is no multiple of {heads} heads")
+            _require_divisible("hidden_size", self.hidden_size, "num_attention_heads", heads)
             object.__setattr__(self, "head_dim", self.hidden_size // heads)
         object.__setattr__(self, "num_key_value_heads", self.num_key_value_heads or heads)
         kv_heads = self.num_key_value_heads
-        require(heads % kv_heads == 0, f"{heads} query heads are no multiple of {kv_heads} key/value heads")
+        _require_divisible("num_attention_heads", heads, "num_key_value_heads", kv_heads)
 
     def _check_linear(self):
         for name in ("linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim"):
             require(getattr(self, name) > 0, f"linear attention needs a positive {name}, not {getattr(self, name)}")
         keys, values = self.linear_num_key_heads, self.linear_num_value_heads
-        require(values > 0 and values % keys == 0, f"{values} linear value heads are no multiple of {keys} key heads")
+        require(values > 0, f"linear attention needs a positive linear_num_value_heads, not {values}")
+        _require_divisible("linear_num_value_heads", values, "linear_num_key_heads", keys)
 
     def _check_experts(self):
         experts, groups = self.n_routed_experts, self.n_group
         require(
             self.moe_intermediate_size > 0, f"experts need a moe_intermediate_size, not {self.moe_intermediate_size}"
         )
-        require(experts % groups == 0, f"{experts} experts are no multiple of {groups} groups")
-        require(1 <= self.topk_group <= groups, f"topk_group {self.topk_group} is not within 1..{groups}")
+        _require_divisible("n_routed_experts", experts, "n_group", groups)
+        require(1 <= self.topk_group <= groups, f"topk_group must be within 1..{groups}, got {self.topk_group}")
         reach = self.topk_group * (experts // groups)
         picked = self.num_experts_per_tok
-        require(1 <= picked <= reach, f"num_experts_per_tok {picked} is not within 1..{reach} reachable experts")
+        within = f"within 1..{reach}, the experts of {self.topk_group} groups"
+        require(1 <= picked <= reach, f"num_experts_per_tok must be {within}, got {picked}")
 
     @property
     def rotary_dim(self) -> int:
-        """Channels of each head that rotate."""
+        """Rotated channels of each head."""
         if self.attention == "latent":
             return self.qk_rope_head_dim
         return int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def is_moe(self) -> bool:
+        """True if some layers have routed experts."""
         return self.n_routed_experts > 0
 
     @property
     def shared_width(self) -> int:
-        """Width of the shared experts, which are one feed-forward; 0 without any."""
+        """Width of the shared experts, computed as one feed-forward layer; 0 without any."""
         return self.shared_expert_intermediate_size or self.n_shared_experts * self.moe_intermediate_size
 
     def layer_kind(self, layer: int) -> LayerKind:
-        """Trunk layer `layer` (0-based)."""
+        """Returns the kind of trunk layer `layer`, from 0."""
         is_moe = self.is_moe and layer >= self.first_k_dense_replace and layer not in self.mlp_only_layers
         if self.layer_types and self.layer_types[layer] == "linear_attention":
             return LayerKind("delta", is_moe)
@@ -230,24 +314,25 @@ class ModelConfig:
 
     @property
     def trunk_kinds(self) -> tuple[LayerKind, ...]:
+        """Kinds of the trunk's layers."""
         return tuple(self.layer_kind(layer) for layer in range(self.num_hidden_layers))
 
     @property
     def mtp_kind(self) -> LayerKind:
-        """An MTP block: full attention with an indexer of its own, and experts whenever the family has any."""
+        """Kind of an MTP module's layer: full attention, its own indexer, and experts if the trunk has them."""
         return LayerKind(self.attention, self.is_moe, "full" if self.index_topk else "")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values only, for JSON."""
+        """Returns the fields as plain values, for JSON."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "ModelConfig":
-        """The inverse of `to_dict`. Raises `ValueError` for a key it does not know, naming the nearest."""
+        """Makes a config from the result of `to_dict`. Raises `ValueError` for an unknown key, with the nearest one."""
         known = [field.name for field in dataclasses.fields(cls)]
         for name in values:
             nearest = difflib.get_close_matches(name, known, 1)
-            hint = f"; the nearest is {nearest[0]}" if nearest else ""
+            hint = f"; did you mean {nearest[0]}?" if nearest else ""
             require(name in known, f"unknown model setting '{name}'{hint}")
         scaling = values.get("rope_scaling")
         if isinstance(scaling, dict):

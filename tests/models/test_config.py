@@ -37,7 +37,7 @@ def test_an_unknown_preset_is_refused():
 
 
 def test_an_unknown_setting_is_refused_with_the_nearest():
-    with pytest.raises(ValueError, match=r"'hiden_size'; the nearest is hidden_size"):
+    with pytest.raises(ValueError, match=r"'hiden_size'; did you mean hidden_size"):
         ModelConfig.from_dict({**BASE, "hiden_size": 3})
 
 
@@ -52,8 +52,8 @@ def test_yarn_comes_back_from_plain_values():
         ({"vocab_size": 0}, "vocab_size must be positive, not 0"),
         ({"num_hidden_layers": -1}, "num_hidden_layers must be positive, not -1"),
         ({"num_mtp_modules": -1}, "num_mtp_modules must not be negative, is -1"),
-        ({"num_attention_heads": 5}, "hidden_size 32 is no multiple of 5 heads"),
-        ({"num_key_value_heads": 3}, "4 query heads are no multiple of 3"),
+        ({"num_attention_heads": 5}, "hidden_size (32) must be divisible by num_attention_heads (5)"),
+        ({"num_key_value_heads": 3}, "num_attention_heads (4) must be divisible by num_key_value_heads (3)"),
         ({"attention": "linear"}, "attention 'linear' is not one of grouped, latent"),
         ({"mtp_chaining": "tree"}, "mtp_chaining 'tree'"),
         ({"mtp_input": "hidden"}, "mtp_input 'hidden'"),
@@ -63,12 +63,15 @@ def test_yarn_comes_back_from_plain_values():
         ({**LATENT, "kv_lora_rank": 0}, "positive kv_lora_rank, not 0"),
         ({**LATENT, "qk_rope_head_dim": 5}, "rotated width 5 is odd"),
         ({**EXPERTS, "moe_intermediate_size": 0}, "moe_intermediate_size, not 0"),
-        ({**EXPERTS, "n_group": 3}, "8 experts are no multiple of 3 groups"),
-        ({**EXPERTS, "n_group": 4, "topk_group": 5}, "topk_group 5 is not within 1..4"),
-        ({**EXPERTS, "num_experts_per_tok": 0}, "num_experts_per_tok 0 is not within 1..8"),
+        ({**EXPERTS, "n_group": 3}, "n_routed_experts (8) must be divisible by n_group (3)"),
+        ({**EXPERTS, "n_group": 4, "topk_group": 5}, "topk_group must be within 1..4, got 5"),
+        (
+            {**EXPERTS, "num_experts_per_tok": 0},
+            "num_experts_per_tok must be within 1..8, the experts of 1 groups, got 0",
+        ),
         (
             {**EXPERTS, "n_group": 4, "topk_group": 1, "num_experts_per_tok": 3},
-            "num_experts_per_tok 3 is not within 1..2",
+            "num_experts_per_tok must be within 1..2, the experts of 1 groups, got 3",
         ),
     ],
 )
