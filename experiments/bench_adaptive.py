@@ -34,7 +34,7 @@ from mtpjax.evaluation.acceptance import measure_acceptance
 from mtpjax.evaluation.machine import machine
 from mtpjax.evaluation.metrics import report, to_json
 from mtpjax.evaluation.round_costs import Costs
-from mtpjax.host import limit_threads, num_threads, suitable_threads
+from mtpjax.host import limit_threads, num_threads, choose_num_threads
 from mtpjax.io.checkpoint_format import checkpoint_bytes
 
 NEW_TOKENS = 128
@@ -157,7 +157,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.quick:
         batches, num_steps, rounds, most = [2], 1, 2, 4
     console = Console(highlight=False)
-    limit_threads(options.threads or suitable_threads(checkpoint_bytes(options.model)))
+    limit_threads(options.threads or choose_num_threads(checkpoint_bytes(options.model)))
     # On two cores, JAX's thread and XLA's one thread wake each other, so both are pinned to one core.
     if num_threads() == 1 and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])

@@ -233,7 +233,9 @@ def run(options: argparse.Namespace, command: str, console: Console) -> list[dic
                 write_checkpoint(home / name, SHAPES[shape], rigged=name == "rigged")
             for threads in threads_of:
                 with contextlib.ExitStack() as stack:
-                    children = {name: Child(name, threads, shape, home) for name in (*options.engines, "memory")}
+                    children = {
+                        name: Child.of_engine(name, threads, shape, home) for name in (*options.engines, "memory")
+                    }
                     for child in children.values():
                         stack.callback(child.close)
                         versions |= child.versions

@@ -33,7 +33,7 @@ from mtpjax import DecodeConfig, ModelConfig, MTPModel, generate, presets
 from mtpjax.console import narrow_table
 from mtpjax.decoding.capacity import min_rows_per_pass
 from mtpjax.evaluation.round_costs import PLAIN, CostMeter, chain
-from mtpjax.models.model import param_shapes
+from mtpjax.models.params import param_shapes
 
 RESULT = pathlib.Path(__file__).parent / "results" / "bench_gpu.json"
 DENSE = {"num_mtp_modules": 1, "rope_theta": 500000.0, "max_position_embeddings": 8192}

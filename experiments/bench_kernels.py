@@ -32,7 +32,7 @@ from rich.console import Console
 
 from experiments.kernel_cases import Case, cases
 from mtpjax.console import narrow_table
-from pallas_kernels.dispatch import MEASURED
+from pallas_kernels.dispatch import MEASUREMENTS_FILE
 
 RESULT = pathlib.Path(__file__).parent / "results" / "bench_kernels.json"
 AT_ONCE = 256 * 2**20  # bytes of inputs that one call goes through, several times a GPU's cache
@@ -198,10 +198,10 @@ def main(argv: list[str] | None = None) -> int:
         console.print(f"{number}/{len(chosen)} {case}: {share:.0%} of the limit, {beside[0]} x XLA", soft_wrap=True)
     console.print(table)
     if options.use:
-        measured = json.loads(MEASURED.read_text())
+        measured = json.loads(MEASUREMENTS_FILE.read_text())
         timed = [row for row in right if "xla" in row["seconds"]]
         measured[device] = {**measured.get(device, {}), **fastest_table(timed)}
-        MEASURED.write_text(json.dumps(measured, indent=1) + "\n")
+        MEASUREMENTS_FILE.write_text(json.dumps(measured, indent=1) + "\n")
     is_right = len(right) == len(rows)
     if not is_right:
         wrong = len(rows) - len(right)

@@ -215,7 +215,7 @@ def run(options: argparse.Namespace, command: str, console: Console) -> dict:
                 with contextlib.ExitStack() as stack:
                     children = {}
                     for name in (*options.engines, "products"):
-                        children[name] = Child(name, threads, shape, home, module="experiments.train_engines")
+                        children[name] = Child.of_engine(name, threads, shape, home, module="experiments.train_engines")
                         stack.callback(children[name].close)
                         content["versions"] |= children[name].versions
                     difference = largest_difference(children, cells, options.rows, options.length)

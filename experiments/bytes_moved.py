@@ -41,7 +41,7 @@ from mtpjax import ModelConfig, MTPModel, compat
 from mtpjax.decoding.capacity import min_rows_per_pass
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.loop import run_round
-from mtpjax.decoding.requests import drafter_of
+from mtpjax.decoding.requests import make_drafter
 from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import empty_state
@@ -96,8 +96,8 @@ def round_of(subject: Subject, batch: int, num_steps: int, implementation: str):
     """A loop of rounds as a jitted function, the shapes of its arguments."""
     model = MTPModel(subject.config, implementation=implementation)
     config = DecodeConfig(num_steps=num_steps)
-    drafter = drafter_of(config)
-    spec = DecodeSpec.of(config, is_greedy=True, min_rows=min_rows_per_pass(batch, "cuda", implementation))
+    drafter = make_drafter(config)
+    spec = DecodeSpec.from_config(config, is_greedy=True, min_rows=min_rows_per_pass(batch, "cuda", implementation))
 
     def make():
         params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
@@ -115,7 +115,7 @@ def round_of(subject: Subject, batch: int, num_steps: int, implementation: str):
         return jax.tree_util.tree_map_with_path(keep, params), state
 
     def rounds(params, state):
-        own = drafter.own_params(params, config, model=model)
+        own = drafter.default_params(params, config, model=model)
         prepared = drafter.prepare(params, own, model=model, dtype=jnp.bfloat16)
         body = functools.partial(run_round, params, model=model, drafter=drafter, spec=spec, prepared=prepared)
         return jax.lax.while_loop(lambda state: ~state.done.all(), body, state)

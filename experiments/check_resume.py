@@ -29,8 +29,8 @@ import numpy as np
 
 from mtpjax import MTPModel, TrainConfig, init_params, presets
 from mtpjax.training import run_dir
-from mtpjax.training.log import METRICS, read_rows
-from mtpjax.training.step import TrainState, first_state, make_optimizer
+from mtpjax.training.log import METRICS_FILE, read_metrics
+from mtpjax.training.step import TrainState, init_train_state, make_optimizer
 
 SETTINGS = {"batch_size": 2, "row_length": 32, "log_every": 1, "num_depths": 1, "panel_prompts": 0}
 STEPS_PER_KILL = 10  # that a run needs to outlive its kills: each falls at most 4 steps, or a saved state, further on
@@ -65,7 +65,7 @@ def environment(cache: pathlib.Path) -> dict[str, str]:
 
 def read_losses(folder: pathlib.Path) -> dict[int, list[float]]:
     """Step -> bits, of what a run has logged so far."""
-    return losses(read_rows(folder / METRICS))
+    return losses(read_metrics(folder / METRICS_FILE))
 
 
 def losses(rows: Iterable[dict[str, Any]]) -> dict[int, list[float]]:
@@ -140,18 +140,18 @@ def _restored(folder: pathlib.Path, like: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _states(folder: pathlib.Path) -> list[pathlib.Path]:
-    return list((folder / run_dir.STATES).glob("[0-9]*"))
+    return list((folder / run_dir.STATES_FOLDER).glob("[0-9]*"))
 
 
 def _left_behind(folder: pathlib.Path) -> set[pathlib.Path]:
     """States that were not complete."""
-    return set((folder / run_dir.STATES).glob(".tmp-*"))
+    return set((folder / run_dir.STATES_FOLDER).glob(".tmp-*"))
 
 
 @contextlib.contextmanager
 def _started(command: list[str], folder: pathlib.Path, env: dict[str, str]):
     """The run as a process of its own, gone on with where there is one; it does not outlive the block."""
-    command = [*command, "--resume"] if (folder / run_dir.SETTINGS).exists() else command
+    command = [*command, "--resume"] if (folder / run_dir.SETTINGS_FILE).exists() else command
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=env, text=True)
     try:
         yield process
@@ -219,7 +219,7 @@ def _state_like(settings: dict[str, Any]) -> TrainState:
     model = MTPModel(presets[config.preset], scan_layers=True)
 
     def first() -> TrainState:
-        return first_state(init_params(model, jax.random.key(config.seed)), make_optimizer(config))
+        return init_train_state(init_params(model, jax.random.key(config.seed)), make_optimizer(config))
 
     return jax.eval_shape(first)
 

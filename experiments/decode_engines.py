@@ -98,15 +98,26 @@ class Memory:
 class Child:
     """The parent's handle of an engine's process. `ask` sends a request and waits for the answer."""
 
-    def __init__(
-        self, name: str, threads: int, shape: str, folder: pathlib.Path, module: str = "experiments.decode_engines"
-    ):
-        command = [sys.executable, "-m", module, name, str(threads), shape, str(folder)]
+    def __init__(self, name: str, *, command: list[str], environment: dict[str, str] | None = None):
+        """Starts the process.
+
+        Args:
+            name: what errors call it.
+            command: the program and its arguments.
+            environment: its environment variables; None: those of this process.
+        """
         self.name, self.log = name, tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the child)
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True, env=environment
         )
         self.versions = self._reply()
+
+    @classmethod
+    def of_engine(
+        cls, name: str, threads: int, shape: str, folder: pathlib.Path, module: str = "experiments.decode_engines"
+    ) -> "Child":
+        """Starts the process of an engine in `module`, which calls `serve`."""
+        return cls(name, command=[sys.executable, "-m", module, name, str(threads), shape, str(folder)])
 
     def ask(self, **request) -> dict:
         assert self.process.stdin

@@ -96,11 +96,11 @@ _ATTENTION: list[tuple[tuple[int, int, int, int, int], dict]] = [
     ((64, 8, 4, 4, 128), {}),
     ((64, 8, 4, 4, 128), {"is_ragged": True}),
     ((1, 8, 1, 4, 128), {"slots": 32768}),
-    ((4, 8, 16, 12, 128), {"behind": 40}),
+    ((4, 8, 16, 12, 128), {"num_draft_slots": 40}),
     ((16, 8, 4, 4, 64), {}),
     ((16, 4, 4, 4, 192), {}),
     ((16, 4, 4, 4, 256), {}),
-    ((4, 4, 16, 8, 256), {"behind": 64}),
+    ((4, 4, 16, 8, 256), {"num_draft_slots": 64}),
     ((16, 8, 4, 4, 128), {"cache": FP8}),
     ((16, 8, 4, 4, 128), {"window": (512, 4)}),
     ((1, 8, 4, 4, 128), {"dtype": jnp.float32}),
@@ -112,7 +112,7 @@ _ATTENTION: list[tuple[tuple[int, int, int, int, int], dict]] = [
     ((16, 1, 2, 16, 576), {}),
     ((16, 1, 4, 128, 576), {"cache": FP8}),
     ((16, 1, 1, 16, 576), {"cache": FP8}),
-    ((4, 1, 16, 16, 576), {"behind": 40}),
+    ((4, 1, 16, 16, 576), {"num_draft_slots": 40}),
     ((1, 1, 4, 16, 576), {"dtype": jnp.float32}),
 ]
 
@@ -122,10 +122,10 @@ def _verify_attention() -> Iterator[Case]:
 
 
 def attention_case(
-    B, K, T, G, H, *, slots=8192, behind=None, window=None, dtype=jnp.bfloat16, cache=None, is_ragged=False
+    B, K, T, G, H, *, slots=8192, num_draft_slots=None, window=None, dtype=jnp.bfloat16, cache=None, is_ragged=False
 ) -> Case:
     """A width of 576 is a latent, of which 512 are the values; a tree's tokens see about half of what is behind."""
-    X = behind or T
+    X = num_draft_slots or T
     latent = 512 if H == 576 else None
     kept = jnp.dtype(cache or dtype)
     lengths = [(slots - X) * (row + 1) // B if is_ragged else slots - X for row in range(B)]
@@ -135,18 +135,18 @@ def attention_case(
         shapes = [(B, K, T, G, H), (B, K, slots, H), (B, K, slots, H)][: 2 if latent else 3]
         q, *caches = (jax.random.normal(one, shape, dtype) for one, shape in zip(keys, shapes, strict=False))
         caches = [array.astype(kept) for array in caches] + [None] * bool(latent)
-        base = jnp.array(lengths, jnp.int32)
-        sees = jnp.broadcast_to(jnp.tri(T, dtype=bool)[None], (B, T, T))
-        if behind:
-            sees = jax.random.bernoulli(keys[3], 0.5, (B, T, X))
-        begin = None if window is None else base[:, None] + jnp.arange(T)[None, :] - window[0] + 1
-        return q, *caches, base, sees, begin
+        num_committed = jnp.array(lengths, jnp.int32)
+        ancestor_mask = jnp.broadcast_to(jnp.tri(T, dtype=bool)[None], (B, T, T))
+        if num_draft_slots:
+            ancestor_mask = jax.random.bernoulli(keys[3], 0.5, (B, T, X))
+        window_start = None if window is None else num_committed[:, None] + jnp.arange(T)[None, :] - window[0] + 1
+        return q, *caches, num_committed, ancestor_mask, window_start
 
     run = functools.partial(verify_attention, scale=H**-0.5, sinks=window[1] if window else 0, value_width=latent)
     read = sum(lengths) + B * X if window is None else B * (sum(window) + X)
-    kinds = [f"{jnp.dtype(dtype)}, {kept} cache", "ragged", f"tree of {behind}", f"window {window}"]
-    is_named = [True, is_ragged, behind, window]
-    has_peers = not latent and not behind and not window and not cache and dtype != jnp.float32
+    kinds = [f"{jnp.dtype(dtype)}, {kept} cache", "ragged", f"tree of {num_draft_slots}", f"window {window}"]
+    is_named = [True, is_ragged, num_draft_slots, window]
+    has_peers = not latent and not num_draft_slots and not window and not cache and dtype != jnp.float32
     return Case(
         op="verify_attention",
         name=f"{B} rows x {T} tokens, {K * G} heads / {K} of {H}, {slots} slots, "
@@ -165,39 +165,42 @@ def attention_case(
     )
 
 
-def _attend(q, keys, values, base, sees, begin, *, scale, window, value_width):
+def _attend(q, keys, values, num_committed, ancestor_mask, window_start, *, scale, window, value_width):
     """As `mtpjax.models.layers` has it: a latent's values are sliced afterwards, a window's slots are cut out
     before."""
     values = keys if values is None else values
     slot = jnp.broadcast_to(jnp.arange(keys.shape[2])[None, :], (len(q), keys.shape[2]))
     if window is not None:
         size = window[0] + q.shape[2]
-        first = jnp.clip(base + 1 - window[0], 0, keys.shape[2] - size)
+        first = jnp.clip(num_committed + 1 - window[0], 0, keys.shape[2] - size)
         slot = first[:, None] + jnp.arange(size)[None, :]
 
         def cut(cache):
-            near = jax.vmap(lambda row, begin: jax.lax.dynamic_slice_in_dim(row, begin, size, axis=1))(cache, first)
+            near = jax.vmap(lambda row, start: jax.lax.dynamic_slice_in_dim(row, start, size, axis=1))(cache, first)
             return jnp.concatenate([cache[:, :, : window[1]], near], axis=2)
 
         sinks = jnp.broadcast_to(jnp.arange(window[1])[None, :], (len(q), window[1]))
         slot = jnp.concatenate([sinks, slot], axis=1)
         keys, values = cut(keys), cut(values)
-    behind = slot - base[:, None]
-    is_behind = (behind >= 0) & (behind < sees.shape[2])
-    mask = jnp.take_along_axis(sees, jnp.clip(behind, 0, sees.shape[2] - 1)[:, None], axis=2) & is_behind[:, None]
-    is_text = jnp.broadcast_to((behind < 0)[:, None], mask.shape)
+    draft_slot = slot - num_committed[:, None]
+    is_draft = (draft_slot >= 0) & (draft_slot < ancestor_mask.shape[2])
+    mask = (
+        jnp.take_along_axis(ancestor_mask, jnp.clip(draft_slot, 0, ancestor_mask.shape[2] - 1)[:, None], axis=2)
+        & is_draft[:, None]
+    )
+    is_committed = jnp.broadcast_to((draft_slot < 0)[:, None], mask.shape)
     if window is not None:
-        is_text &= (slot[:, None] >= begin[:, :, None]) | (slot < window[1])[:, None]
+        is_committed &= (slot[:, None] >= window_start[:, :, None]) | (slot < window[1])[:, None]
     source = (keys.astype(q.dtype), values.astype(q.dtype))
-    return attend(q, [source], (mask | is_text,), scale=scale)[..., :value_width]
+    return attend(q, [source], (mask | is_committed,), scale=scale)[..., :value_width]
 
 
-def _dot_product_attention(q, keys, values, base, sees, begin, *, scale, implementation):
+def _dot_product_attention(q, keys, values, num_committed, ancestor_mask, window_start, *, scale, implementation):
     """jax.nn's, for tokens that follow each other. Each key head as a row of its own: so its layout is the cache's."""
-    del sees, begin
+    del ancestor_mask, window_start
     B, K, T, G, H = q.shape
     S = keys.shape[2]
-    lengths = jnp.repeat(base, K)[:, None] + jnp.arange(1, T + 1)[None, :]
+    lengths = jnp.repeat(num_committed, K)[:, None] + jnp.arange(1, T + 1)[None, :]
     given: dict[str, Any] = {"key_value_seq_lengths": lengths[:, 0]}
     if T > 1:
         given = {"mask": (jnp.arange(S)[None, None, :] < lengths[:, :, None])[:, None]}

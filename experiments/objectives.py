@@ -32,7 +32,7 @@ from mtpjax.evaluation.metrics import Estimate, estimate
 from mtpjax.evaluation.plots import plot_objectives
 from mtpjax.io import checkpoint
 from mtpjax.io.checkpoint_reader import CheckpointReader
-from mtpjax.models.model import is_of_modules
+from mtpjax.models.params import is_of_modules
 from mtpjax.training.trainer import train
 
 LEVELS = 4

@@ -27,7 +27,7 @@ import rich.console
 import rich.table
 
 from mtpjax.console import narrow_table
-from mtpjax.decoding.depth_policy import init_policy, observe
+from mtpjax.decoding.depth_policy import init_policy, update_policy
 from mtpjax.evaluation.profile import LEAST_RATE
 
 LEVELS = 7
@@ -138,8 +138,8 @@ def _decode(margin, fall, costs, length: int, mode: str, policy, choose):
             policy,
             depth,
             count,
-            took_part=position < limit,
-            active=after < limit,
+            was_active=position < limit,
+            is_active=after < limit,
             remaining=limit - after if mode == "batch" else None,
         )
         return (after, policy, spent + jnp.where(is_going, costs[depth], 0)), jnp.where(is_going, depth, -1)
@@ -157,7 +157,7 @@ def adaptive(margin, fall, costs, prior=None, *, length: int, mode: str):
         The time per token `[seeds]`, and the depths `[seeds, rounds]` (-1 after the end).
     """
     policy = init_policy(costs, margin.shape[1], prior=prior)
-    return jax.vmap(lambda rows: _decode(rows, fall, costs, length, mode, policy, observe))(margin)
+    return jax.vmap(lambda rows: _decode(rows, fall, costs, length, mode, policy, update_policy))(margin)
 
 
 @functools.partial(jax.jit, static_argnames=("length", "mode"))

@@ -89,12 +89,12 @@ class Mtpjax:
         import jax
         import jax.numpy as jnp
 
-        from mtpjax.training.step import first_state, make_optimizer, train_step
+        from mtpjax.training.step import init_train_state, make_optimizer, train_step
 
         optimizer = make_optimizer(SETTINGS)
         settings = {"num_depths": num_depths, "attention_layout": "ttt"}
         step = functools.partial(train_step, model=self.model, optimizer=optimizer, **settings)
-        state = first_state(jax.tree.map(jnp.array, self.params), optimizer)
+        state = init_train_state(jax.tree.map(jnp.array, self.params), optimizer)
         return jax.jit(step, donate_argnames="state"), state
 
     def run(
@@ -319,7 +319,7 @@ def loss_memory(
 
     from mtpjax import MTPModel, Objective, init_params
     from mtpjax.data.packing import Batch
-    from mtpjax.training.step import first_state, make_optimizer, train_step
+    from mtpjax.training.step import init_train_state, make_optimizer, train_step
 
     model = MTPModel(dataclasses.replace(SHAPES[shape], vocab_size=vocab_size), scan_layers=True)
     optimizer = make_optimizer(SETTINGS)
@@ -333,7 +333,7 @@ def loss_memory(
     )
 
     def begin():
-        return first_state(init_params(model, jax.random.key(0)), optimizer)
+        return init_train_state(init_params(model, jax.random.key(0)), optimizer)
 
     integers, is_target = (jax.ShapeDtypeStruct((rows, length), dtype) for dtype in (jnp.int32, bool))
     batch: Any = Batch(integers, integers, is_target)  # pyright: ignore[reportArgumentType]
