@@ -22,7 +22,7 @@ from conversion.fp8_blocks import dequantized_blocks
 from conversion.load_plan import LoadPlan, make_plan
 from conversion.read_params import BF16
 from conversion.shards import TensorEntry, copy_files, entry_of, index_bytes, make_shard, write_shards
-from mtpjax.atomic import new_folder
+from mtpjax.atomic import atomic_folder
 from mtpjax.errors import CheckpointError, CheckpointFileError
 from mtpjax.models.config import ModelConfig
 
@@ -80,7 +80,7 @@ def export_mtp(source, target, *, model_type: str | None = None, progress: Calla
         content = _edit_config(files.json("config.json"), plan)
 
         # Write the tensors, copy the other files, and replace the files that describe the weights.
-        with new_folder(pathlib.Path(target).resolve(), is_export) as folder:
+        with atomic_folder(pathlib.Path(target).resolve(), is_export) as folder:
 
             def blocks(entry: TensorEntry):
                 return dequantized_blocks(files, plan.scales, sources[entry.name])

@@ -17,7 +17,7 @@ import numpy as np
 from conversion.array_checks import count_nonfinite
 from conversion.safetensors_header import MAX_HEADER_BYTES, MAX_TENSORS, TensorInfo, parse_header, parse_json
 from mtpjax.errors import CheckpointFileError, UnsafeFileError
-from mtpjax.safe_open import open_inside, root_of
+from mtpjax.safe_open import allowed_root, open_inside
 
 log = logging.getLogger("mtpjax.conversion")
 
@@ -54,7 +54,7 @@ class CheckpointFiles:
         if not self.path.is_dir():
             raise CheckpointFileError(f"{self.path} is not a directory")
         # Symlinks may lead to this folder and below; see `mtpjax.safe_open`.
-        self._root = root_of(self.path)
+        self._root = allowed_root(self.path)
         self._open: dict[str, int] = {}
         self.metadata: dict[str, dict[str, str] | None] = {}
         self.sizes: dict[str, int] = {}

@@ -22,7 +22,7 @@ from conversion.load_plan import LoadPlan, make_plan
 from conversion.names import mtp_names, param_specs
 from conversion.safetensors_header import parse_header
 from conversion.shards import Shard, TensorEntry, copy_files, entry_of, make_shard, write_index, write_shards
-from mtpjax.atomic import new_folder
+from mtpjax.atomic import atomic_folder
 from mtpjax.errors import CheckpointFileError
 from mtpjax.models.config import ModelConfig
 
@@ -121,7 +121,7 @@ def merge_tensors(
             for part in modules.blocks(name):
                 yield part.astype(entry.dtype, copy=False)
 
-    with new_folder(pathlib.Path(target).resolve()) as folder:
+    with atomic_folder(pathlib.Path(target).resolve()) as folder:
         write_shards(folder, shards, blocks, progress)
         # Added modules change the configuration and the index; everything else is copied.
         rewritten = {"config.json", INDEX} if added else set()

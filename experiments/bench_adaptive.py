@@ -31,10 +31,10 @@ from mtpjax.atomic import write_text
 from mtpjax.console import narrow_table
 from mtpjax.evaluation import profile
 from mtpjax.evaluation.acceptance import measure_acceptance
-from mtpjax.evaluation.machine import machine
+from mtpjax.evaluation.machine import describe_machine
 from mtpjax.evaluation.metrics import report, to_json
-from mtpjax.evaluation.round_costs import Costs
-from mtpjax.host import limit_threads, num_threads, choose_num_threads
+from mtpjax.evaluation.round_costs import RoundCosts
+from mtpjax.host import choose_num_threads, limit_threads, num_threads
 from mtpjax.io.checkpoint_format import checkpoint_bytes
 
 NEW_TOKENS = 128
@@ -47,7 +47,7 @@ def prompt_sets(path: str, params, model, count: int, num_steps: int):
     """Makes the three prompt sets, and measures acceptance rates on other prompts.
 
     Returns:
-        `count` prompts for each of "easy", "hard" and "mixed", and the rates in the form that `profile.settings` takes.
+        `count` prompts for each of "easy", "hard" and "mixed", and the rates as `profile.depth_settings` takes them.
     """
     # Split the prompts: some for acceptance rates, the rest for the sets.
     settings = Settings(max_new_tokens=NEW_TOKENS)
@@ -165,7 +165,7 @@ def main(argv: list[str] | None = None) -> int:
     sets, acceptance = prompt_sets(options.model, params, model, most, num_steps)
     about = {
         "date": datetime.date.today().isoformat(),
-        "machine": machine(),
+        "machine": describe_machine(),
         "versions": {"python": platform.python_version(), "jax": jax.__version__},
         "argv": sys.argv[1:],
     }
@@ -183,8 +183,8 @@ def main(argv: list[str] | None = None) -> int:
             context=PROMPT_TOKENS + NEW_TOKENS // 2,
             rounds=2 if options.quick else 48,
         )
-        parts = [Costs.from_json(stored) for stored in measured["batches"]]
-        depths = profile.settings(parts, acceptance, options.model, batch=batch, num_steps=num_steps)
+        parts = [RoundCosts.from_json(stored) for stored in measured["batches"]]
+        depths = profile.depth_settings(parts, acceptance, options.model, batch=batch, num_steps=num_steps)
         for name, prompts in sets.items():
             count = min(max(BATCHES * batch, LEAST_PROMPTS), most)
             groups = [prompts[begin : begin + batch] for begin in range(0, count - batch + 1, batch)]

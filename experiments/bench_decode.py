@@ -33,7 +33,7 @@ from rich.table import Table
 
 from experiments.decode_checkpoints import SHAPES, bytes_per_round, write_checkpoint
 from experiments.decode_engines import Child
-from mtpjax.evaluation.machine import QUIET, machine
+from mtpjax.evaluation.machine import MAX_WAITING_SHARE, describe_machine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ def measure(children: dict[str, Child], cells: list[Cell], prompts: list, new_to
         order = cells if len(rounds) % 2 == 0 else cells[::-1]
         samples = {cell: _sample(children, cell, prompts, new_tokens) for cell in order}
         rounds.append(samples)
-        quiet += disturbance(samples) < QUIET
+        quiet += disturbance(samples) < MAX_WAITING_SHARE
     kept = sorted(rounds, key=disturbance)[:repeats]
     return {cell: [samples[cell] for samples in kept] for cell in cells}
 
@@ -242,7 +242,7 @@ def run(options: argparse.Namespace, command: str, console: Console) -> list[dic
                     for batch in options.batch:
                         rows += run_batch(shape, batch, threads, children, options)
                         console.print(f"measured {shape}, batch {batch}, {threads} thread(s)")
-                        content = {**about, "machine": machine(), "versions": versions, "rows": rows}
+                        content = {**about, "machine": describe_machine(), "versions": versions, "rows": rows}
                         write_json(options.output, content)
             shutil.rmtree(home)
     return rows

@@ -32,7 +32,7 @@ from experiments.bytes_moved import LITE, Subject, least_of_all, round_of
 from mtpjax import DecodeConfig, ModelConfig, MTPModel, generate, presets
 from mtpjax.console import narrow_table
 from mtpjax.decoding.capacity import min_rows_per_pass
-from mtpjax.evaluation.round_costs import PLAIN, CostMeter, chain
+from mtpjax.evaluation.round_costs import PLAIN_STEP, CostMeter, chain_shape
 from mtpjax.models.params import param_shapes
 
 RESULT = pathlib.Path(__file__).parent / "results" / "bench_gpu.json"
@@ -59,7 +59,7 @@ MODELS = {
     ),
     "16B-A2.4B": LITE,
 }
-DRAFTS = chain(3)
+DRAFTS = chain_shape(3)
 
 
 def random_params(model: MTPModel, dtype) -> dict:
@@ -168,7 +168,7 @@ def measure(config: ModelConfig, bandwidth: float, options: argparse.Namespace) 
             context=options.prompt_length,
             capacity=options.prompt_length + 2 * options.new_tokens,
             min_rows=min_rows_per_pass(1, jax.default_backend(), name),
-            whole=True,
+            time_full_rounds=True,
         )
         for name, model in models.items()
     }
@@ -224,7 +224,7 @@ def _compared(took: dict[str, list[float]], costs) -> dict[str, Any]:
     torch = np.array(took.get("torch", []))
     return {
         "verify": {name: of.verify[DRAFTS] / cheapest for name, of in costs.items()},
-        "beside_passes": {name: 1 - of.parts[PLAIN] / of.round[PLAIN] for name, of in costs.items()},
+        "beside_passes": {name: 1 - of.parts[PLAIN_STEP] / of.round[PLAIN_STEP] for name, of in costs.items()},
         "torch_over": {name: float(np.median(torch / np.array(took[name]))) for name in costs if len(torch)},
     }
 

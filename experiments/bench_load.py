@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from mtpjax import presets
-from mtpjax.evaluation.machine import machine
+from mtpjax.evaluation.machine import describe_machine
 
 # (preset, what is changed): widths are those of the releases, layers and experts fewer
 SHAPES = {
@@ -205,7 +205,7 @@ def main() -> None:
         results = {shape: measure(shape, options, pathlib.Path(folder)) for shape in options.shapes}
     if options.output:
         command = ["python", "-m", "experiments.bench_load", *sys.argv[1:]]
-        record = {"command": " ".join(command), "machine": machine(), "python": platform.python_version()}
+        record = {"command": " ".join(command), "machine": describe_machine(), "python": platform.python_version()}
         pathlib.Path(options.output).write_text(json.dumps(record | {"results": results}, indent=1) + "\n")
 
 

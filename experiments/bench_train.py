@@ -32,7 +32,7 @@ from rich.table import Table
 from experiments.bench_decode import count, disturbance, spread, spread_text, write_json
 from experiments.decode_engines import Child
 from experiments.train_engines import SHAPES, loss_memory, step_flops, write_start
-from mtpjax.evaluation.machine import QUIET, machine
+from mtpjax.evaluation.machine import MAX_WAITING_SHARE, describe_machine
 
 TOLERANCE = 1e-4  # of the losses of the first updates
 FIRST_UPDATES = 3
@@ -81,7 +81,7 @@ def measure(children: dict[str, Child], cells: list[Cell], options: argparse.Nam
             samples[cell] = {"seconds": sample["seconds"] / options.steps, **children["products"].ask()}
             samples[cell]["waited"] = sample["waited_seconds"] / sample["seconds"]
         rounds.append(samples)
-        quiet += disturbance(samples) < QUIET
+        quiet += disturbance(samples) < MAX_WAITING_SHARE
     kept = sorted(rounds, key=disturbance)[: options.repeats]
     return {cell: [samples[cell] for samples in kept] for cell in cells}
 
@@ -203,7 +203,7 @@ def run(options: argparse.Namespace, command: str, console: Console) -> dict:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": command,
     }
-    content |= {"machine": machine(), "versions": {"python": platform.python_version()}}
+    content |= {"machine": describe_machine(), "versions": {"python": platform.python_version()}}
     content |= {"differences": [], "rows": [], "parts": [], "memory": []}
     settings = {"1": 1, "all": len(os.sched_getaffinity(0))}
     cells = cells_of(options.engines, options.depths)

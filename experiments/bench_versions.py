@@ -26,7 +26,7 @@ from rich.table import Table
 from experiments.decode_checkpoints import SHAPES, write_checkpoint
 from experiments.decode_engines import Child
 from experiments.hlo_bytes import Computation, Counter, Instruction, parse
-from mtpjax.evaluation.machine import machine
+from mtpjax.evaluation.machine import describe_machine
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CASES = {  # draft levels, and further fields of DecodeConfig
@@ -158,7 +158,7 @@ def main() -> None:
         table.add_row(row["model"], str(row["batch"]), row["case"], ratio, texts, *counts)
     console.print(table)
     if options.output is not None:
-        options.output.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+        options.output.write_text(json.dumps({"machine": describe_machine(), "rows": rows}, indent=1) + "\n")
     if not all(row["identical"] for row in rows):
         raise SystemExit("the two checkouts give different texts")
 

@@ -8,7 +8,7 @@ alone, and its bytes are counted in the compiled loop (`experiments/hlo_bytes.py
 declares. The minimum is every weight that a pass needs once, and every cache once.
 
 Bytes are those that memory is asked for: of XLA's kernels each operand once, and of ours all that their programs load,
-but once what they share and find in the L2 cache, a few MB of activations at most (`pallas_kernels/blocks.py`). What
+but once what they share and find in the L2 cache, a few MB of activations at most (`pallas_kernels/cost.py`). What
 they load from there is in a column of its own; caches and weights that are loaded twice count twice everywhere.
 
 Assumed is the most there can be: every row is as long as its cache, and each token of a pass chose experts that no

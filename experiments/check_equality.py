@@ -21,7 +21,7 @@ from mtpjax import DecodeConfig, MTPModel, forward, generate, speculative_genera
 from mtpjax.decoding.config import largest_tree
 from mtpjax.decoding.reference import plain_generate
 from mtpjax.decoding.result import DecodeStats
-from mtpjax.evaluation.small_models import RIGS, rigged_params, small_config
+from mtpjax.evaluation.small_models import DRAFT_QUALITIES, constructed_params, small_config
 
 NUM_PROMPTS = 64
 NEW_TOKENS = 24
@@ -93,7 +93,7 @@ class Reference:
 
 def make_reference(
     attention: str,
-    rig: str,
+    draft_quality: str,
     *,
     lengths: tuple[int, ...],
     num_prompts: int = NUM_PROMPTS,
@@ -105,7 +105,7 @@ def make_reference(
     Checked against the full pass and, for `num_plain` prompts, `plain.py`. Prompts with a near tie are left out.
     """
     model = MTPModel(small_config(attention, num_mtp_modules=3))
-    params = rigged_params(model, attention, rig, seed)
+    params = constructed_params(model, attention, draft_quality, seed)
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(0, 61, size).tolist() for size, _ in zip(itertools.cycle(lengths), range(num_prompts + 16))]
     rows = generate(params, prompts, model=model, config=DecodeConfig(max_new_tokens=NEW_TOKENS)).rows()
@@ -129,7 +129,9 @@ def make_reference(
         kept.append(number)
     kept = kept[:num_prompts]
     if len(kept) < num_prompts:
-        raise AssertionError(f"{attention} {rig}: only {len(kept)} of {num_prompts} prompts are free of near ties")
+        raise AssertionError(
+            f"{attention} {draft_quality}: only {len(kept)} of {num_prompts} prompts are free of near ties"
+        )
     return Reference([prompts[number] for number in kept], [rows[number] for number in kept])
 
 
@@ -138,17 +140,19 @@ def _require_equal(name: str, found: list[int], wanted: list[int]) -> None:
         raise AssertionError(f"{name} gives {found}, generate {wanted}")
 
 
-def check_cell(cell: Cell, rig: str, reference: Reference, seed: int = 0) -> tuple[list[str], int, DecodeStats]:
+def check_cell(
+    cell: Cell, draft_quality: str, reference: Reference, seed: int = 0
+) -> tuple[list[str], int, DecodeStats]:
     """Differences (one line each), the number of calls compared, and the statistics of the call that is not cut."""
     model = MTPModel(small_config(cell.attention, num_mtp_modules=cell.num_mtp_modules, mtp_chaining=cell.mtp_chaining))
-    params = rigged_params(model, cell.attention, rig, seed)
+    params = constructed_params(model, cell.attention, draft_quality, seed)
     most = 2 * (cell.num_steps + 1)
     calls: list[dict] = [{"max_new_tokens": NEW_TOKENS}]
-    if rig in ("mixed", "right"):  # the others accept next to nothing: no run to cut
+    if draft_quality in ("mixed", "right"):  # the others accept next to nothing: no run to cut
         calls += [{"max_new_tokens": limit} for limit in range(1, most + 1)]
         calls += [{"max_new_tokens": NEW_TOKENS, "stop_token_ids": (token,)} for token in reference.rows[0][:most]]
     # Of a chain; in a tree the right token may not be among the best, and a wrong drafter's second thought be right.
-    expected_length = {"right": cell.num_steps + 1, "wrong": 1}.get(rig) if cell.topk == 1 else None
+    expected_length = {"right": cell.num_steps + 1, "wrong": 1}.get(draft_quality) if cell.topk == 1 else None
     differences, stats = [], None
     for call in calls:
         shape = {"num_steps": cell.num_steps, "topk": cell.topk, "num_draft_tokens": cell.num_draft_tokens}
@@ -158,11 +162,11 @@ def check_cell(cell: Cell, rig: str, reference: Reference, seed: int = 0) -> tup
         stats = stats or result.stats
         if expected_length and result.stats.steps.any() and result.stats.accept_length != expected_length:
             differences.append(
-                f"{cell} {rig} {call}: accept length {result.stats.accept_length}, not {expected_length}"
+                f"{cell} {draft_quality} {call}: accept length {result.stats.accept_length}, not {expected_length}"
             )
         for number, (found, wanted) in enumerate(zip(result.rows(), reference.until(**call), strict=True)):
             if found != wanted:
-                differences.append(f"{cell} {rig} {call} prompt {number}: {found}, not {wanted}")
+                differences.append(f"{cell} {draft_quality} {call} prompt {number}: {found}, not {wanted}")
     assert stats is not None
     return differences, len(calls), stats
 
@@ -182,20 +186,29 @@ def main(argv: list[str] | None = None) -> int:
     else:
         cells = COVERING if options.quick else GRID
     references, differing, compared = {}, 0, 0
-    for attention, rig in itertools.product(dict.fromkeys(cell.attention for cell in cells), RIGS):
-        references[attention, rig] = make_reference(attention, rig, lengths=lengths, seed=options.seed)
-        print(f"{attention:7} {rig:6} generate == plain == forward ({time.monotonic() - began:.0f} s)", flush=True)
+    for attention, draft_quality in itertools.product(dict.fromkeys(cell.attention for cell in cells), DRAFT_QUALITIES):
+        references[attention, draft_quality] = make_reference(
+            attention, draft_quality, lengths=lengths, seed=options.seed
+        )
+        print(
+            f"{attention:7} {draft_quality:6} generate == plain == forward ({time.monotonic() - began:.0f} s)",
+            flush=True,
+        )
     for number, cell in enumerate(cells, start=1):
-        found, lengths_by_rig = [], []
-        for rig in RIGS:
-            differences, calls, stats = check_cell(cell, rig, references[cell.attention, rig], options.seed)
+        found, lengths_by_quality = [], []
+        for draft_quality in DRAFT_QUALITIES:
+            differences, calls, stats = check_cell(
+                cell, draft_quality, references[cell.attention, draft_quality], options.seed
+            )
             found += differences
             compared += calls * NUM_PROMPTS
-            lengths_by_rig.append(f"{rig} {stats.accept_length:.2f}")
+            lengths_by_quality.append(f"{draft_quality} {stats.accept_length:.2f}")
         differing += len(found)
         verdict = f"DIFFERS in {len(found)} rows" if found else "equal"
         seconds = time.monotonic() - began
-        print(f"{number:2}/{len(cells)} {cell} {verdict}; accept length {', '.join(lengths_by_rig)} ({seconds:.0f} s)")
+        print(
+            f"{number:2}/{len(cells)} {cell} {verdict}; accept length {', '.join(lengths_by_quality)} ({seconds:.0f} s)"
+        )
         print("\n".join(found[:3]), end="\n" if found else "", flush=True)
         jax.clear_caches()  # or the programs of the whole grid stay in memory
     print(f"{len(cells)} cells, {compared} rows compared, {differing} differ ({time.monotonic() - began:.0f} s)")

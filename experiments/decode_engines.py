@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from mtpjax.evaluation.machine import Clock
+from mtpjax.evaluation.machine import Stopwatch
 
 
 class Mtpjax:
@@ -35,7 +35,7 @@ class Mtpjax:
         # compile the same program.
         config = DecodeConfig(max_new_tokens=new_tokens, num_steps=num_steps, prefill_chunk=len(prompts[0]))
         call = speculative_generate if num_steps else generate
-        clock = Clock()
+        clock = Stopwatch()
         result = call(self.params[weights], prompts, model=self.model, config=config)
         return {**clock.read(), "tokens": result.rows(), "accept_length": result.stats.accept_length}
 
@@ -66,7 +66,7 @@ class Transformers:
         options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
         if num_steps:
             options["use_mtp"] = True
-        clock = Clock()
+        clock = Stopwatch()
         with torch.inference_mode():
             output = self.models[weights].generate(ids, attention_mask=torch.ones_like(ids), **options)
         return {**clock.read(), "tokens": output[:, ids.shape[1] :].tolist()}

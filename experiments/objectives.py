@@ -26,8 +26,8 @@ from mtpjax import DecodeConfig, MTPModel, Objective, TrainConfig, load
 from mtpjax.ablation.bench import Settings, find_workload
 from mtpjax.console import narrow_table
 from mtpjax.decoding.generate import speculative_generate
-from mtpjax.evaluation.acceptance import sampled
-from mtpjax.evaluation.machine import machine
+from mtpjax.evaluation.acceptance import sampling_arguments
+from mtpjax.evaluation.machine import describe_machine
 from mtpjax.evaluation.metrics import Estimate, estimate
 from mtpjax.evaluation.plots import plot_objectives
 from mtpjax.io import checkpoint
@@ -83,7 +83,7 @@ def decode(path: pathlib.Path, prompts: list[list[int]], temperature: float) -> 
     """Rounds `[P]` and accepted drafts by level `[P, LEVELS]`."""
     model, params = load(path)
     config = DecodeConfig(max_new_tokens=NEW_TOKENS, num_steps=LEVELS)
-    asked = sampled(temperature, list(range(len(prompts))))
+    asked = sampling_arguments(temperature, list(range(len(prompts))))
     stats = speculative_generate(params, prompts, model=model, config=config, **asked).stats
     return stats.steps, stats.accepted
 
@@ -177,7 +177,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     print_tables(console, result["settings"])
     if options.output is not None:
-        about = {"date": datetime.date.today().isoformat(), "machine": machine(), "argv": sys.argv[1:]}
+        about = {"date": datetime.date.today().isoformat(), "machine": describe_machine(), "argv": sys.argv[1:]}
         options.output.write_text(json.dumps({**about, **result}, indent=1) + "\n")
         plot_objectives(options.output.with_suffix(".png"), result["settings"])
     return 0

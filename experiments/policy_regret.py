@@ -28,7 +28,7 @@ import rich.table
 
 from mtpjax.console import narrow_table
 from mtpjax.decoding.depth_policy import init_policy, update_policy
-from mtpjax.evaluation.profile import LEAST_RATE
+from mtpjax.evaluation.profile import MIN_RATE
 
 LEVELS = 7
 BATCHES, LENGTHS, MODES = (1, 4, 16, 64), (64, 256), ("batch", "stream")
@@ -191,7 +191,7 @@ def acceptance(margin, fall, *, length: int) -> tuple[jax.Array, jax.Array]:
         return jax.lax.scan(round_, jnp.zeros(len(rows), jnp.int32), None, length=length)[1].sum(axis=0)
 
     reached = jax.vmap(at)(jnp.arange(1, LEVELS + 1))
-    rates = jnp.maximum(reached[-1, 1:] / jnp.maximum(reached[-1, :-1], 1), LEAST_RATE)
+    rates = jnp.maximum(reached[-1, 1:] / jnp.maximum(reached[-1, :-1], 1), MIN_RATE)
     return rates, reached.sum(axis=1) / reached[:, 0]
 
 

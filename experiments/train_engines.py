@@ -19,7 +19,7 @@ import numpy as np
 from experiments.decode_checkpoints import SHAPES as DECODED
 from experiments.decode_engines import serve, version_of
 from mtpjax import ModelConfig, TrainConfig
-from mtpjax.evaluation.machine import Clock
+from mtpjax.evaluation.machine import Stopwatch
 from mtpjax.host import keep_freed_memory
 
 SHAPES = {  # Llama-like, float32
@@ -111,7 +111,7 @@ class Mtpjax:
                 with jax.profiler.trace(folder):
                     result = self.run(num_depths, first, steps, rows, length)
                 return {**result, "parts": parts_of_step(pathlib.Path(folder), lowered.compile().as_text(), steps)}
-        losses, clock = [], Clock()
+        losses, clock = [], Stopwatch()
         for number in range(first, first + steps):
             batch = self._batch(number, rows, length)
             state, metrics = step(state, batch, SETTINGS.learning_rate, SETTINGS.mtp_loss_scale)
@@ -189,7 +189,7 @@ class Torch:
         if num_depths not in self.running:
             self.running[num_depths] = self._begin()
         params, optimizer = self.running[num_depths]
-        config, losses, clock = SHAPES[self.shape], [], Clock()
+        config, losses, clock = SHAPES[self.shape], [], Stopwatch()
         for number in range(first, first + steps):
             tokens = torch.from_numpy(batch_tokens(self.shape, number, rows, length)).long()
             each = self.loss_of(params, tokens, config, num_depths)

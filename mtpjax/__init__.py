@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from mtpjax.evaluation.self_check import check_acceptance
     from mtpjax.io.checkpoint import load
     from mtpjax.models.config import ModelConfig
-    from mtpjax.models.model import MTPModel, add_mtp_modules, forward, init_params
+    from mtpjax.models.forward import forward
+    from mtpjax.models.model import MTPModel
+    from mtpjax.models.params import add_mtp_modules, init_params
     from mtpjax.models.presets import presets
     from mtpjax.training.config import Objective, TrainConfig
     from mtpjax.training.trainer import train
@@ -53,7 +55,9 @@ _HOMES = {
     "evaluation.self_check": ("check_acceptance",),
     "io.checkpoint": ("load",),
     "models.config": ("ModelConfig",),
-    "models.model": ("MTPModel", "add_mtp_modules", "forward", "init_params"),
+    "models.forward": ("forward",),
+    "models.model": ("MTPModel",),
+    "models.params": ("add_mtp_modules", "init_params"),
     "models.presets": ("presets",),
     "training.config": ("Objective", "TrainConfig"),
     "training.trainer": ("train",),

@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator
 
 
 @contextlib.contextmanager
-def new_folder(path: pathlib.Path, may_replace: Callable[[pathlib.Path], bool] | None = None) -> Iterator[pathlib.Path]:
+def atomic_folder(
+    path: pathlib.Path, may_replace: Callable[[pathlib.Path], bool] | None = None
+) -> Iterator[pathlib.Path]:
     """Yields an empty folder to write into, and renames it to `path` at the end of the block.
 
     An exception in the block leaves `path` unchanged. A process killed between the two renames leaves the old and the
@@ -54,7 +56,7 @@ def new_folder(path: pathlib.Path, may_replace: Callable[[pathlib.Path], bool] |
 
 
 @contextlib.contextmanager
-def new_file(path: pathlib.Path) -> Iterator[pathlib.Path]:
+def atomic_file(path: pathlib.Path) -> Iterator[pathlib.Path]:
     """Yields a path to write a file at, and renames it to `path` at the end of the block.
 
     Args:
@@ -81,5 +83,5 @@ def write_text(path, content: str) -> None:
     """
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with new_file(path) as unfinished:
+    with atomic_file(path) as unfinished:
         unfinished.write_text(content)

@@ -4,8 +4,8 @@ import os
 import sys
 
 # XLA's CPU client takes its number of threads from the first of these that holds a number, once, when it starts.
-_VARIABLES = ("PJRT_NPROC", "NPROC")
-_SMALL_MODEL = 16 << 20  # bytes
+_THREAD_VARIABLES = ("PJRT_NPROC", "NPROC")
+_SMALL_MODEL_BYTES = 16 << 20  # bytes
 
 
 def limit_threads(count: int) -> None:
@@ -15,23 +15,23 @@ def limit_threads(count: int) -> None:
         count: number of threads; 0 leaves the environment unchanged.
     """
     if count:
-        os.environ[_VARIABLES[0]] = str(count)
+        os.environ[_THREAD_VARIABLES[0]] = str(count)
 
 
 def num_threads() -> int:
     """Returns the number of CPU threads that XLA uses: the environment's, else one per core of this process."""
     # A container may give the process fewer cores than the machine has; macOS cannot tell.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return _threads_of_environment() or cores or 1
+    return _env_num_threads() or cores or 1
 
 
-def _threads_of_environment() -> int:
+def _env_num_threads() -> int:
     """Returns 0 if the environment does not set the number."""
-    values = (os.environ.get(name, "") for name in _VARIABLES)
+    values = (os.environ.get(name, "") for name in _THREAD_VARIABLES)
     return next((int(value) for value in values if value.isdecimal()), 0)
 
 
-def suitable_threads(checkpoint_bytes: int) -> int:
+def choose_num_threads(checkpoint_bytes: int) -> int:
     """Chooses the number of XLA threads for decoding with a model of this size.
 
     A small matrix product takes less time than handing it to a second thread.
@@ -42,14 +42,14 @@ def suitable_threads(checkpoint_bytes: int) -> int:
     Returns:
         1 below 16 MiB, otherwise 0, which leaves XLA's default; 0 also if the environment sets the number.
     """
-    if _threads_of_environment():
+    if _env_num_threads():
         return 0
-    return 1 if checkpoint_bytes < _SMALL_MODEL else 0
+    return 1 if checkpoint_bytes < _SMALL_MODEL_BYTES else 0
 
 
 # glibc reads these when a process starts: blocks of up to 4 GB come from the heap, the heap shrinks only where 8 GB are
 # free at its end, and its pages are huge ones.
-_TUNABLES = {"mmap_threshold": 4_000_000_000, "trim_threshold": 8_000_000_000, "hugetlb": 1}
+_GLIBC_TUNABLES = {"mmap_threshold": 4_000_000_000, "trim_threshold": 8_000_000_000, "hugetlb": 1}
 
 
 def keep_freed_memory() -> None:
@@ -64,7 +64,7 @@ def keep_freed_memory() -> None:
     """
     if sys.platform != "linux" or "GLIBC_TUNABLES" in os.environ:
         return
-    os.environ["GLIBC_TUNABLES"] = ":".join(f"glibc.malloc.{name}={value}" for name, value in _TUNABLES.items())
+    os.environ["GLIBC_TUNABLES"] = ":".join(f"glibc.malloc.{name}={value}" for name, value in _GLIBC_TUNABLES.items())
     # The new program takes the place of this one, under the same process id; what is still buffered would be lost.
     sys.stdout.flush()
     sys.stderr.flush()

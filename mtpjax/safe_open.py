@@ -12,7 +12,7 @@ import stat
 from mtpjax.errors import UnsafeFileError
 
 
-def root_of(path: pathlib.Path) -> pathlib.Path:
+def allowed_root(path: pathlib.Path) -> pathlib.Path:
     """Finds the folder that the symlinks of a checkpoint directory may point into.
 
     Args:
@@ -33,7 +33,7 @@ def open_inside(path: pathlib.Path, root: pathlib.Path) -> int:
 
     Args:
         path: the file.
-        root: the folder that it must lie in, as `root_of` returns it.
+        root: the folder that it must lie in, as `allowed_root` returns it.
 
     Returns:
         A file descriptor, open for reading. The caller closes it.
@@ -58,27 +58,27 @@ def open_inside(path: pathlib.Path, root: pathlib.Path) -> int:
         raise UnsafeFileError(f"{path} cannot be opened: {error.strerror}") from error
 
 
-def read_inside(folder: pathlib.Path, name: str, *, most: int) -> bytes | None:
+def read_inside(folder: pathlib.Path, name: str, *, max_bytes: int) -> bytes | None:
     """Reads a small file of a checkpoint directory.
 
     Args:
         folder: the directory.
         name: the file's name.
-        most: the largest size in bytes that is accepted.
+        max_bytes: the largest size in bytes that is accepted.
 
     Returns:
         The content, or `None` if the directory has no such file.
 
     Raises:
-        UnsafeFileError: `open_inside` rejects the file, or it is larger than `most`.
+        UnsafeFileError: `open_inside` rejects the file, or it is larger than `max_bytes`.
     """
     path = folder / name
     # `lexists` is true for a broken symlink, which `open_inside` then reports.
     if not os.path.lexists(path):
         return None
     # Read one byte more than allowed: the size that the file system reports can change while the file is read.
-    with open(open_inside(path, root_of(folder)), "rb") as stream:
-        content = stream.read(most + 1)
-    if len(content) > most:
-        raise UnsafeFileError(f"{path} is larger than {most} bytes")
+    with open(open_inside(path, allowed_root(folder)), "rb") as stream:
+        content = stream.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise UnsafeFileError(f"{path} is larger than {max_bytes} bytes")
     return content

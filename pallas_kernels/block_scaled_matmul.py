@@ -21,7 +21,7 @@ from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.dequantise import dequantise
 from pallas_kernels.dispatch import choose
 
-MOST_ROWS = 64  # with more rows, multiplying takes longer than reading
+MAX_ROWS = 64  # with more rows, multiplying takes longer than reading
 _TILE_BYTES = 16384  # weights per tile: eight loads of 16 bytes for each of 128 threads
 
 
@@ -60,30 +60,33 @@ def block_scaled_matmul(x, weights, scales=None, *, block=128, implementation="a
     rows = x.size // D if D else 0
     # The limits of the kernel: few rows, blocks that a tile fits into, and 32-bit offsets, which Pallas uses for any
     # array of at most 2^32 bytes.
-    is_few, unfit = 0 < rows <= MOST_ROWS and F > 0, None
-    if is_few and scales is not None and (block < 16 or block & (block - 1)):
-        unfit = f"the kernel takes blocks of 16 inputs, 32, 64 and so on, not of {block}"
-    if is_few and weights.dtype.itemsize == 1 and weights.size >= 2**31:
-        unfit = f"weights {weights.shape} are 2^31 elements or more, which exceed 32-bit offsets"
+    has_few_rows = 0 < rows <= MAX_ROWS and F > 0
+    unsupported_reason = None
+    if has_few_rows and scales is not None and (block < 16 or block & (block - 1)):
+        unsupported_reason = f"the kernel takes blocks of 16 inputs, 32, 64 and so on, not of {block}"
+    if has_few_rows and weights.dtype.itemsize == 1 and weights.size >= 2**31:
+        unsupported_reason = f"weights {weights.shape} are 2^31 elements or more, which exceed 32-bit offsets"
     shape = {"rows": rows, "inputs": D, "outputs": F, "dtype": str(x.dtype), "weights": str(weights.dtype)}
-    chosen = choose("block_scaled_matmul", implementation, ("xla", "triton"), shape, unfit=unfit)
-    if chosen == "xla" or not is_few:
+    chosen = choose(
+        "block_scaled_matmul", implementation, ("xla", "triton"), shape, unsupported_reason=unsupported_reason
+    )
+    if chosen == "xla" or not has_few_rows:
         return _block_scaled_matmul_xla(x, weights, scales, block)
     return _block_scaled_matmul_triton(x, weights, scales, block, chosen == "interpreted")
 
 
 def block_scaled_matmul_reference(x, weights, scales=None, *, block=128):
     """Computes `block_scaled_matmul` in plain float32 JAX, which defines its meaning."""
-    exact = jax.lax.Precision.HIGHEST
-    return jnp.matmul(x.astype(jnp.float32), _scaled(weights, scales, block), precision=exact).astype(x.dtype)
+    highest = jax.lax.Precision.HIGHEST
+    return jnp.matmul(x.astype(jnp.float32), _dequantised(weights, scales, block), precision=highest).astype(x.dtype)
 
 
 def _block_scaled_matmul_xla(x, weights, scales, block):
     """Rounds the scaled weights to x's dtype, which the tensor cores need for many rows."""
-    return x @ (weights if scales is None else _scaled(weights, scales, block)).astype(x.dtype)
+    return x @ (weights if scales is None else _dequantised(weights, scales, block)).astype(x.dtype)
 
 
-def _scaled(weights, scales, block):
+def _dequantised(weights, scales, block):
     return weights.astype(jnp.float32) if scales is None else dequantise(weights, scales, block, axis=0)
 
 
@@ -93,45 +96,45 @@ def _block_scaled_matmul_triton(x, weights, scales, block, interpret):
     D, F = weights.shape
     n = x.size // D
     padded = max(16, pl.next_power_of_2(n))
-    is_narrow, is_exact = weights.dtype.itemsize == 1, x.dtype.itemsize == 4
+    is_one_byte, is_float32 = weights.dtype.itemsize == 1, x.dtype.itemsize == 4
     # Tile of the weights, `inputs x columns`: 16 KB, or less where x is float32, because exact float32
     # products run without tensor cores and need more registers. A scaled tile never crosses a
     # block of inputs, so one scale per column covers it.
-    columns = min(64 if is_exact else 128, max(16, pl.next_power_of_2(F)))
-    inputs = 32 if is_exact else _TILE_BYTES // (128 * weights.dtype.itemsize)
+    columns = min(64 if is_float32 else 128, max(16, pl.next_power_of_2(F)))
+    inputs = 32 if is_float32 else _TILE_BYTES // (128 * weights.dtype.itemsize)
     inputs = inputs if scales is None else min(inputs, block)
     num_tiles, num_columns = pl.cdiv(D, inputs), pl.cdiv(F, columns)
     # Split D into parts where the columns alone give too few programs. Partial sums stay float32 and are added below.
-    parts = _num_parts(num_tiles, num_columns, inputs, padded, is_narrow=is_narrow)
-    out_dtype = x.dtype if parts == 1 else jnp.float32
+    num_parts = _num_parts(num_tiles, num_columns, inputs, padded, is_one_byte=is_one_byte)
+    out_dtype = x.dtype if num_parts == 1 else jnp.float32
 
     # Grid: (columns of tiles, parts of D). x and the weights are passed whole; the kernel computes its own addresses.
     sums = pl.pallas_call(
         functools.partial(_block_scaled_matmul_kernel, padded=padded, tile=(inputs, columns), block=block),
-        out_shape=jax.ShapeDtypeStruct((parts, n, F), out_dtype),
-        grid=(num_columns, parts),
+        out_shape=jax.ShapeDtypeStruct((num_parts, n, F), out_dtype),
+        grid=(num_columns, num_parts),
         out_specs=pl.BlockSpec((None, n, F), lambda column, part: (part, 0, 0)),
         # Stages prefetch tiles through shared memory. One-byte weights use none: their row order must reach registers
         # unchanged (see the kernel), and other programs hide the wait. 64 rows use 3 stages, the 64 KB of an MI300X.
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1 if is_narrow else 4 if padded < 64 else 3),
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1 if is_one_byte else 4 if padded < 64 else 3),
         cost_estimate=pl.CostEstimate(
             flops=2 * padded * D * F,
             transcendentals=0,
             bytes_accessed=num_columns * n * D * x.dtype.itemsize  # each column of tiles needs all of x
             + D * F * weights.dtype.itemsize
             + (0 if scales is None else num_tiles * F * scales.dtype.itemsize)
-            + parts * n * F * jnp.dtype(out_dtype).itemsize,
+            + num_parts * n * F * jnp.dtype(out_dtype).itemsize,
         ),
         metadata=loads_from_l2((x.nbytes, num_columns)),
         interpret=interpret,
         name="block_scaled_matmul",
     )(x.reshape(n, D), weights, *([] if scales is None else [scales]))
     # Add the parts in a fixed order, so that results repeat bit for bit. XLA fuses the additions into the consumer.
-    total = functools.reduce(jnp.add, [sums[part] for part in range(parts)])
+    total = functools.reduce(jnp.add, [sums[part] for part in range(num_parts)])
     return total.astype(x.dtype).reshape(*x.shape[:-1], F)
 
 
-def _num_parts(num_tiles, num_columns, inputs, padded, *, is_narrow):
+def _num_parts(num_tiles, num_columns, inputs, padded, *, is_one_byte):
     """Returns the number of parts that a column of tiles is split into.
 
     An H100 has 132 processors, and full bandwidth needs about 3.3 MB of loads in flight. Each program keeps three tiles
@@ -142,8 +145,8 @@ def _num_parts(num_tiles, num_columns, inputs, padded, *, is_narrow):
     bytes as the fp8 weights do. Only the padded number of rows counts, so a row gets the same bits beside 0 or 15
     others.
     """
-    at_once = (3 if is_narrow else 2) * 132
-    return max(1, min(at_once // num_columns, num_tiles * inputs // (16 * padded)))
+    max_programs = (3 if is_one_byte else 2) * 132
+    return max(1, min(max_programs // num_columns, num_tiles * inputs // (16 * padded)))
 
 
 def _block_scaled_matmul_kernel(x_ref, weights_ref, *refs, padded, tile, block):
@@ -164,37 +167,37 @@ def _block_scaled_matmul_kernel(x_ref, weights_ref, *refs, padded, tile, block):
     # This program's rows, the inputs of one tile, and its output columns.
     row, inner = jnp.arange(padded), jnp.arange(inputs)
     column = pl.program_id(0) * columns + jnp.arange(columns)
-    is_narrow = weights_ref.dtype.itemsize == 1
-    # Tile row r holds input `r % threads * own + r // threads`, so the rows r, r + 16, ... of a thread are neighbouring
-    # inputs.
-    threads = min(16, inputs)
-    own = inputs // threads
-    order = inner % threads * own + inner // threads if is_narrow else inner
+    is_one_byte = weights_ref.dtype.itemsize == 1
+    # Tile row r holds input `r % num_threads * rows_per_thread + r // num_threads`, so the rows r, r + 16, ... of a
+    # thread are neighbouring inputs.
+    num_threads = min(16, inputs)
+    rows_per_thread = inputs // num_threads
+    order = inner % num_threads * rows_per_thread + inner // num_threads if is_one_byte else inner
 
     def add_tile(index, total):
         first = index * inputs
-        # Load a tile of weights; for one-byte weights, undo the row order inside registers: [own, threads] -> [threads,
-        # own].
+        # Load a tile of weights; for one-byte weights, undo the row order inside registers: [rows_per_thread,
+        # num_threads] -> [num_threads, rows_per_thread].
         weights = _load(weights_ref, first + order, column)
-        if is_narrow:
-            weights = weights.reshape(own, threads, columns).transpose(1, 0, 2).reshape(tile)
+        if is_one_byte:
+            weights = weights.reshape(rows_per_thread, num_threads, columns).transpose(1, 0, 2).reshape(tile)
         # Multiply in x's dtype with float32 sums. HIGHEST keeps float32 products exact and changes nothing for
         # bfloat16.
         x = _load(x_ref, row, first + inner)
         weights = weights.astype(jnp.float32).astype(x.dtype)
-        made = jnp.dot(x, weights, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+        partial = jnp.dot(x, weights, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
         # Scale the tile's sum instead of its weights: one multiplication per output instead of one per weight.
         for scales_ref in scales_refs:
-            made = made * _load(scales_ref, first // block + jnp.arange(1), column)
-        return total + made
+            partial = partial * _load(scales_ref, first // block + jnp.arange(1), column)
+        return total + partial
 
     # Sum the tiles of this part in float32. The bounds are int32 because Triton requires both of one type.
-    num_tiles, parts, part = pl.cdiv(D, inputs), pl.num_programs(1), pl.program_id(1)
-    begin, end = (jnp.int32(edge * num_tiles // parts) for edge in (part, part + 1))
+    num_tiles, num_parts, part = pl.cdiv(D, inputs), pl.num_programs(1), pl.program_id(1)
+    begin, end = (jnp.int32(edge * num_tiles // num_parts) for edge in (part, part + 1))
     total = jax.lax.fori_loop(begin, end, add_tile, jnp.zeros((padded, columns), jnp.float32))
     # Store once, without the padded rows and columns.
     is_inside = (row < n)[:, None] & (column < F)[None, :]
-    plt.store(_at(out_ref, row, column), total.astype(out_ref.dtype), mask=is_inside)
+    plt.store(_elements(out_ref, row, column), total.astype(out_ref.dtype), mask=is_inside)
 
 
 def _load(ref, row, column):
@@ -205,10 +208,10 @@ def _load(ref, row, column):
     if ref.shape[1] % len(column):
         masks.append(jnp.broadcast_to((column < ref.shape[1])[None, :], (len(row), len(column))))
     mask = functools.reduce(jnp.logical_and, masks) if masks else None
-    return plt.load(_at(ref, row, column), mask=mask, other=jnp.zeros((), ref.dtype) if masks else None)
+    return plt.load(_elements(ref, row, column), mask=mask, other=jnp.zeros((), ref.dtype) if masks else None)
 
 
-def _at(ref, row, column):
+def _elements(ref, row, column):
     """Addresses `ref[row, column]` element by element."""
     shape = (len(row), len(column))
     return ref.at[jnp.broadcast_to(row[:, None], shape), jnp.broadcast_to(column[None, :], shape)]

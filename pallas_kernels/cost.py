@@ -1,7 +1,7 @@
 """Describes what a kernel costs beyond the fields of `pl.CostEstimate`."""
 
 # Largest array, in bytes, that counts as staying in the L2 cache. An H100 has 50 MB, an MI300X 4 MB on each die.
-L2_SHARE = 4 * 2**20
+MAX_L2_OPERAND_BYTES = 4 * 2**20
 
 
 def loads_from_l2(*arrays: tuple[int, int]) -> dict[str, str]:
@@ -12,9 +12,9 @@ def loads_from_l2(*arrays: tuple[int, int]) -> dict[str, str]:
 
     Args:
         arrays: For each operand its bytes, and the number of times that all programs together load it. Operands larger
-            than `L2_SHARE` count as read from memory every time.
+            than `MAX_L2_OPERAND_BYTES` count as read from memory every time.
 
     Returns:
         `{"from_l2": bytes}`, as text because XLA's metadata holds only text.
     """
-    return {"from_l2": str(sum(nbytes * (times - 1) for nbytes, times in arrays if nbytes <= L2_SHARE))}
+    return {"from_l2": str(sum(nbytes * (times - 1) for nbytes, times in arrays if nbytes <= MAX_L2_OPERAND_BYTES))}

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType
 
-MEASURED = pathlib.Path(__file__).with_name("measured.json")
+MEASUREMENTS_FILE = pathlib.Path(__file__).with_name("measured.json")
 MAX_SIZE_RATIO = 2.0  # a measurement applies to shapes whose every size differs by at most this factor
 _recorded_calls: list[tuple[str, dict[str, Any]]] | None = None  # the list that `record_choices` fills, None outside it
 
@@ -22,13 +22,13 @@ def choose(
     offered: Sequence[str],
     shape: Mapping[str, int | str],
     *,
-    unfit: str | None = None,
+    unsupported_reason: str | None = None,
 ) -> str:
     """Returns the implementation to run: one of `offered`, or "interpreted".
 
     "auto" is the implementation that `measured.json` (written by `experiments/bench_kernels.py`) lists as fastest for
     this op, on this device, at the nearest measured shape. It is "xla", the plain reference, where nothing near was
-    measured, where the kernel is unfit for the arguments, and off the GPU.
+    measured, where the kernel does not support the arguments, and off the GPU.
 
     Over a mesh that XLA partitions by itself the answer is always "xla": XLA cannot split a kernel, and would gather
     its operands on every device.
@@ -38,10 +38,11 @@ def choose(
         implementation: "auto", "interpreted" (the Triton kernel without a GPU, for tests) or one of `offered`.
         offered: Implementations that the op has.
         shape: Describes the call. Numbers are sizes; strings, such as dtypes, are kinds and must match exactly.
-        unfit: The reason why the kernel does not support these arguments, or None if it does.
+        unsupported_reason: The reason why the kernel does not support these arguments, or None if it does.
 
     Raises:
-        ValueError: The op does not have the implementation, or an unfit kernel was requested by name.
+        ValueError: The op does not have the implementation, or a kernel was requested by name that does not support the
+            arguments.
     """
     if _recorded_calls is not None:
         _recorded_calls.append((op, dict(shape)))
@@ -55,13 +56,13 @@ def choose(
         return "xla"
     # An implementation requested by name runs as requested, and fails loudly where it cannot.
     if implementation != "auto":
-        if unfit and implementation != "xla":
-            raise ValueError(unfit)
+        if unsupported_reason and implementation != "xla":
+            raise ValueError(unsupported_reason)
         return implementation
     # "auto": kernels need a GPU, and a measurement on this kind of device.
-    if unfit or jax.default_backend() != "gpu":
+    if unsupported_reason or jax.default_backend() != "gpu":
         return "xla"
-    fastest = _fastest(_measured().get(jax.devices()[0].device_kind, {}).get(op, ()), shape)
+    fastest = _fastest(_read_measurements().get(jax.devices()[0].device_kind, {}).get(op, ()), shape)
     return fastest if fastest in offered else "xla"
 
 
@@ -105,6 +106,6 @@ def _fastest(cells: Sequence[Mapping], shape: Mapping[str, int | str]) -> str:
 
 
 @functools.cache
-def _measured() -> dict[str, dict[str, list]]:
+def _read_measurements() -> dict[str, dict[str, list]]:
     """Reads `measured.json`: device kind -> op -> cells."""
-    return json.loads(MEASURED.read_text())
+    return json.loads(MEASUREMENTS_FILE.read_text())

@@ -39,13 +39,13 @@ def head_top_k(
     Raises:
         ValueError: The implementation is unknown, shapes or dtypes do not fit, or `k` or `num_tokens` is out of range.
     """
-    width, size = head.shape[::-1] if is_transposed and head.ndim == 2 else head.shape
+    width, num_columns = head.shape[::-1] if is_transposed and head.ndim == 2 else head.shape
     if head.ndim != 2 or hidden.ndim == 0 or hidden.shape[-1] != width:
         layout = "[V, D]" if is_transposed else "[D, V]"
         raise ValueError(f"head {head.shape}, as {layout}, does not fit the last dimension of hidden {hidden.shape}")
-    num_tokens = size if num_tokens is None else num_tokens
-    if not 1 <= num_tokens <= size:
-        raise ValueError(f"num_tokens {num_tokens} is outside 1..{size}, the columns of the head")
+    num_tokens = num_columns if num_tokens is None else num_tokens
+    if not 1 <= num_tokens <= num_columns:
+        raise ValueError(f"num_tokens {num_tokens} is outside 1..{num_columns}, the columns of the head")
     if not 1 <= k <= num_tokens:
         raise ValueError(f"k {k} is outside 1..{num_tokens}")
     for array in (hidden, head):
@@ -80,22 +80,22 @@ def top_k(values: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     values = jax.lax.stop_gradient(values)
     # For k = 1, for large k and for small arrays a sort is as fast.
     if not 1 < k <= min(128, values.size // 16):
-        largest, places = jax.lax.top_k(values, k)
-        return largest, places
+        largest, indices = jax.lax.top_k(values, k)
+        return largest, indices
 
     def one_by_one(values):
         index = jax.lax.broadcasted_iota(jnp.int32, values.shape, values.ndim - 1)
 
         # A scan, because its inputs are in memory. Without one XLA may fuse the computation of `values` into both the
         # maximum and the comparison with it; rounded differently there, the maximum would equal no element.
-        def find(is_left, _):
+        def find_largest(is_left, _):
             # The maximum of the elements left, the first index that has it, and a mask without that element.
             value = jnp.max(values, axis=-1, keepdims=True, initial=-jnp.inf, where=is_left)
             is_best = is_left & (values == value)
-            place = jnp.min(jnp.where(is_best, index, values.shape[-1] - 1), axis=-1, keepdims=True)
-            return is_left & (index != place), (value[..., 0], place[..., 0])
+            position = jnp.min(jnp.where(is_best, index, values.shape[-1] - 1), axis=-1, keepdims=True)
+            return is_left & (index != position), (value[..., 0], position[..., 0])
 
-        _, found = jax.lax.scan(find, jnp.ones(values.shape, bool), length=k)
+        _, found = jax.lax.scan(find_largest, jnp.ones(values.shape, bool), length=k)
         return jax.tree.map(lambda rows: jnp.moveaxis(rows, 0, -1), found)
 
     return jax.lax.platform_dependent(values, cpu=one_by_one, default=lambda values: tuple(jax.lax.top_k(values, k)))
@@ -122,7 +122,7 @@ def _head_top_k_triton(hidden, head, k, num_tokens, is_transposed, interpret):
     byte of the head is read once; with a second block of rows, its program runs next to the first and finds the head in
     the cache.
     """
-    (num_rows, width), size = hidden.shape, head.shape[0 if is_transposed else 1]
+    (num_rows, width), num_columns = hidden.shape, head.shape[0 if is_transposed else 1]
     block_rows = 16 if num_rows <= 16 else 64  # the fewest rows of a matrix unit, and enough to fill an H100's
     # Loads in flight: an H100's bandwidth times its latency is about 25 KB per SM. (stages - 1) tiles of 8 or 16 KB in
     # each of three or more programs per SM exceed that, within the 64 KB of shared memory of an MI300X.
@@ -138,27 +138,27 @@ def _head_top_k_triton(hidden, head, k, num_tokens, is_transposed, interpret):
         head_spec = pl.BlockSpec((block_columns, width), lambda i, j: (j, 0))
     else:
         head_spec = pl.BlockSpec((width, block_columns), lambda i, j: (0, j))
-    best = (jnp.float32, jnp.int32)
-    columns_read = min(grid[1] * block_columns, size)
+    output_dtypes = (jnp.float32, jnp.int32)
+    columns_read = min(grid[1] * block_columns, num_columns)
     values, indices, sums = pl.pallas_call(
         functools.partial(
             _head_top_k_kernel,
             num_rows=num_rows,
             width=width,
-            size=size,
+            num_columns=num_columns,
             num_tokens=num_tokens,
             k=k,
             block_depth=block_depth,
             is_transposed=is_transposed,
         ),
         out_shape=[
-            *(jax.ShapeDtypeStruct((num_rows, grid[1], k), dtype) for dtype in best),
+            *(jax.ShapeDtypeStruct((num_rows, grid[1], k), dtype) for dtype in output_dtypes),
             jax.ShapeDtypeStruct((num_rows, grid[1]), jnp.float32),
         ],
         grid=grid,
         in_specs=[pl.BlockSpec((block_rows, width), lambda i, j: (i, 0)), head_spec],
         out_specs=[
-            *(pl.BlockSpec((block_rows, None, k), lambda i, j: (i, j, 0)) for _ in best),
+            *(pl.BlockSpec((block_rows, None, k), lambda i, j: (i, j, 0)) for _ in output_dtypes),
             pl.BlockSpec((block_rows, None), lambda i, j: (i, j)),
         ],
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=num_stages),
@@ -174,16 +174,16 @@ def _head_top_k_triton(hidden, head, k, num_tokens, is_transposed, interpret):
         name="head_top_k",
     )(hidden, head)
     # Merge the blocks of columns: rescale each block's sum of exponentials to the largest logit of the row.
-    most = values[:, :, 0].max(axis=1, keepdims=True)
-    logsumexp = most[:, 0] + jnp.log((sums * jnp.exp(values[:, :, 0] - most)).sum(axis=1))
+    highest = values[:, :, 0].max(axis=1, keepdims=True)
+    logsumexp = highest[:, 0] + jnp.log((sums * jnp.exp(values[:, :, 0] - highest)).sum(axis=1))
     # The candidates are in column order where they are equal, so the first of equal ones is the lower column.
     values, indices = values.reshape(num_rows, -1), indices.reshape(num_rows, -1)
     if k == 1:
-        place = jnp.argmax(values, axis=1, keepdims=True)
-        values = most
+        position = jnp.argmax(values, axis=1, keepdims=True)
+        values = highest
     else:
-        values, place = jax.lax.top_k(values, k)
-    return values, jnp.take_along_axis(indices, place, axis=1), logsumexp
+        values, position = jax.lax.top_k(values, k)
+    return values, jnp.take_along_axis(indices, position, axis=1), logsumexp
 
 
 def _head_top_k_kernel(
@@ -195,7 +195,7 @@ def _head_top_k_kernel(
     *,
     num_rows,
     width,
-    size,
+    num_columns,
     num_tokens,
     k,
     block_depth,
@@ -210,18 +210,19 @@ def _head_top_k_kernel(
     row = pl.program_id(0) * block_rows + jnp.arange(block_rows)
     column = pl.program_id(1) * block_columns + jnp.arange(block_columns)
     is_row = row < num_rows
-    is_column = column < size if size % block_columns else None  # a mask that is always true costs registers
+    # A mask that is always true would cost registers.
+    is_column = column < num_columns if num_columns % block_columns else None
 
     def add(step, logits):
         # Load `block_depth` inputs of the rows and of the columns, and add their product in float32. A tied embedding
         # is read in rows of its own layout and transposed in registers.
         depth = pl.ds(step * block_depth, block_depth)
-        is_deep = step * block_depth + jnp.arange(block_depth) < width if width % block_depth else None
-        hidden = _load(hidden_ref.at[:, depth], is_row, is_deep)
+        is_depth = step * block_depth + jnp.arange(block_depth) < width if width % block_depth else None
+        hidden = _load(hidden_ref.at[:, depth], is_row, is_depth)
         if is_transposed:
-            tile = _load(head_ref.at[:, depth], is_column, is_deep).T
+            tile = _load(head_ref.at[:, depth], is_column, is_depth).T
         else:
-            tile = _load(head_ref.at[depth], is_deep, is_column)
+            tile = _load(head_ref.at[depth], is_depth, is_column)
         return logits + jnp.dot(
             hidden,
             tile.astype(hidden.dtype),

@@ -24,10 +24,11 @@ from jax.experimental.pallas import triton as plt
 from pallas_kernels.dispatch import choose
 
 HIGHEST = jax.lax.Precision.HIGHEST  # exact float32 products; no effect on bfloat16
-TOGETHER = 16  # blocks of rows that pass over the vocabulary together, so that their hidden states stay in L2
+# Blocks of rows that pass over the vocabulary together, so that their hidden states stay in the L2 cache.
+L2_GROUP = 16
 
 
-class LinearTerms(NamedTuple):
+class LossTerms(NamedTuple):
     """Losses per row, float32.
 
     p is the trunk's distribution, a target without gradient; q is a draft's distribution.
@@ -62,14 +63,14 @@ def linear_cross_entropy(hidden, head, targets, *, vocab_chunk=8192, implementat
     if hidden.ndim != 2 or targets.shape != hidden.shape[:1]:
         raise ValueError(f"hidden {hidden.shape} and targets {targets.shape} must be [N, D] and [N]")
     _check([hidden[None]], [head], targets[None], vocab_chunk)
-    chosen = choose_for([hidden[None]], [head], implementation, compares=False)
+    chosen = choose_implementation([hidden[None]], [head], implementation, compares_with_trunk=False)
     if chosen == "xla" or hidden.size == 0:
         return linear_cross_entropy_reference(hidden, head, targets)
-    terms: LinearTerms = _terms((hidden[None],), (head,), targets[None], vocab_chunk, chosen == "interpreted")
+    terms: LossTerms = _losses_triton((hidden[None],), (head,), targets[None], vocab_chunk, chosen == "interpreted")
     return terms.cross_entropy[0]
 
 
-def linear_total_variation(hidden, heads, targets, *, vocab_chunk=8192, implementation="auto") -> LinearTerms:
+def linear_total_variation(hidden, heads, targets, *, vocab_chunk=8192, implementation="auto") -> LossTerms:
     """Computes cross-entropy of the trunk and of R - 1 drafts, and KL and overlap of each draft with the trunk.
 
     With z a draft's logits, as `dq_v/dz_u = q_v (1[u = v] - q_u)` and as min has the gradient of the smaller side
@@ -96,20 +97,20 @@ def linear_total_variation(hidden, heads, targets, *, vocab_chunk=8192, implemen
         ValueError: The implementation is unknown, or shapes, dtypes or `vocab_chunk` do not fit.
     """
     _check(hidden, heads, targets, vocab_chunk)
-    chosen = choose_for(hidden, heads, implementation, compares=True)
+    chosen = choose_implementation(hidden, heads, implementation, compares_with_trunk=True)
     if chosen == "xla" or hidden[0].size == 0:
         return linear_total_variation_reference(hidden, heads, targets)
-    return _terms(tuple(hidden), tuple(heads), targets, vocab_chunk, chosen == "interpreted")
+    return _losses_triton(tuple(hidden), tuple(heads), targets, vocab_chunk, chosen == "interpreted")
 
 
-def choose_for(hidden, heads, implementation: str, *, compares: bool) -> str:
+def choose_implementation(hidden, heads, implementation: str, *, compares_with_trunk: bool) -> str:
     """Returns the implementation for these arrays.
 
     Args:
         hidden: As in `linear_total_variation`.
         heads: As in `linear_total_variation`.
         implementation: The requested implementation.
-        compares: Chooses for `linear_total_variation`, which compares drafts with the trunk, not
+        compares_with_trunk: Chooses for `linear_total_variation`, which compares drafts with the trunk, not
             `linear_cross_entropy`.
 
     Returns:
@@ -117,9 +118,9 @@ def choose_for(hidden, heads, implementation: str, *, compares: bool) -> str:
     """
     rows, width = hidden[0].shape[1:]
     shape = {"rows": rows, "width": width, "vocabulary": heads[0].shape[1], "dtype": str(hidden[0].dtype)}
-    if compares:
+    if compares_with_trunk:
         shape["drafts"] = sum(map(len, hidden)) - 1
-    op = "linear_total_variation" if compares else "linear_cross_entropy"
+    op = "linear_total_variation" if compares_with_trunk else "linear_cross_entropy"
     return choose(op, implementation, ("xla", "triton"), shape)
 
 
@@ -130,13 +131,13 @@ def linear_cross_entropy_reference(hidden, head, targets):
 
 def linear_total_variation_reference(hidden, heads, targets):
     """Computes `linear_total_variation` in plain JAX, which defines its meaning."""
-    logits = [_product("RND,DV->RNV", states, head) for states, head in zip(hidden, heads, strict=True)]
-    logs = jax.nn.log_softmax(jnp.concatenate(logits), axis=-1)
-    picked = jnp.take_along_axis(logs, targets[:, :, None], axis=-1)[:, :, 0]
+    logits = [_matmul("RND,DV->RNV", states, head) for states, head in zip(hidden, heads, strict=True)]
+    log_probs = jax.nn.log_softmax(jnp.concatenate(logits), axis=-1)
+    target_log_prob = jnp.take_along_axis(log_probs, targets[:, :, None], axis=-1)[:, :, 0]
     # The trunk is the target: no gradient flows into p. `where` gives min the gradient of q only where q < p.
-    log_p, log_q = jax.lax.stop_gradient(logs[:1]), logs[1:]
+    log_p, log_q = jax.lax.stop_gradient(log_probs[:1]), log_probs[1:]
     p, q = jnp.exp(log_p), jnp.exp(log_q)
-    return LinearTerms(-picked, (p * (log_p - log_q)).sum(-1), jnp.where(q < p, q, p).sum(-1))
+    return LossTerms(-target_log_prob, (p * (log_p - log_q)).sum(-1), jnp.where(q < p, q, p).sum(-1))
 
 
 def _check(hidden, heads, targets, vocab_chunk):
@@ -155,14 +156,14 @@ def _check(hidden, heads, targets, vocab_chunk):
         raise ValueError(f"vocab_chunk must be at least 1, not {vocab_chunk}")
 
 
-def _product(dimensions, left, right):
+def _matmul(dimensions, left, right):
     """Multiplies in the dtype of `left` with float32 accumulation."""
     right = right.astype(left.dtype)
     return jnp.einsum(dimensions, left, right, precision=HIGHEST, preferred_element_type=jnp.float32)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _terms(hidden, heads, targets, vocab_chunk, interpret) -> LinearTerms:
+def _losses_triton(hidden, heads, targets, vocab_chunk, interpret) -> LossTerms:
     return _forward(hidden, heads, targets, vocab_chunk, interpret)[0]
 
 
@@ -170,163 +171,164 @@ def _forward(hidden, heads, targets, vocab_chunk, interpret):
     del vocab_chunk
     cast = [head.astype(hidden[0].dtype) for head in heads]
     # Pass 1, per head: partial log-sum-exps over blocks of columns, joined here relative to the highest logit.
-    normaliser, picked, first = [], [], 0
+    logsumexps, target_logits, first = [], [], 0
     for states, head in zip(hidden, cast, strict=True):
-        of = targets[first : first + len(states)]
-        top, total, at_target = _normalise(states.reshape(of.size, -1), head, of.reshape(-1), interpret)
-        highest = top.max(0)
-        total = (total * jnp.exp(top - highest[None])).sum(0)
-        normaliser.append((highest + jnp.log(total)).reshape(of.shape))
-        picked.append(at_target.sum(0).reshape(of.shape))
+        own_targets = targets[first : first + len(states)]
+        rows = states.reshape(own_targets.size, -1)
+        block_highest, total, target_logit = _partial_logsumexp(rows, head, own_targets.reshape(-1), interpret)
+        highest = block_highest.max(0)
+        total = (total * jnp.exp(block_highest - highest[None])).sum(0)
+        logsumexps.append((highest + jnp.log(total)).reshape(own_targets.shape))
+        target_logits.append(target_logit.sum(0).reshape(own_targets.shape))
         first += len(states)
-    normaliser = jnp.concatenate(normaliser)
+    logsumexp = jnp.concatenate(logsumexps)
     # Pass 2, only with drafts: KL, overlap and b. The residuals hold a few numbers per row and no logits.
-    none = [jnp.zeros((0, targets.shape[1]))] * 3
-    kl, overlap, below = _compare(hidden, cast, normaliser, interpret) if len(targets) > 1 else none
-    terms = LinearTerms(normaliser - jnp.concatenate(picked), kl, overlap)
-    return terms, (hidden, heads, targets, normaliser, below)
+    no_drafts = [jnp.zeros((0, targets.shape[1]))] * 3
+    kl, overlap, overlap_bias = _compare(hidden, cast, logsumexp, interpret) if len(targets) > 1 else no_drafts
+    terms = LossTerms(logsumexp - jnp.concatenate(target_logits), kl, overlap)
+    return terms, (hidden, heads, targets, logsumexp, overlap_bias)
 
 
 def _backward(vocab_chunk, interpret, residuals, cotangents):
-    hidden, heads, targets, normaliser, below = residuals
+    hidden, heads, targets, logsumexp, overlap_bias = residuals
     dtype, V = hidden[0].dtype, heads[0].shape[1]
     # Whole blocks of columns per chunk.
-    block = _tiles(hidden, V).columns
+    block = _choose_tiles(hidden, V).columns
     chunk = min(block * pl.cdiv(vocab_chunk, block), V)
 
-    def add(start, columns, sums):
+    def add_columns(start, columns, sums):
         """Adds the contribution of `columns` of the vocabulary: to hidden's gradients, and as a slice of the heads'."""
         # The kernel recomputes the chunk's logits and writes their gradients [R_h, N, columns]; XLA takes both products
         # over them. Targets are shifted into the chunk; those outside it match no column.
         parts = [jax.lax.dynamic_slice_in_dim(head, start, columns, axis=1).astype(dtype) for head in heads]
-        slopes = _slopes(hidden, parts, targets - start, normaliser, below, cotangents, interpret)
-        after = []
-        for states, part, slope, (of_states, of_head) in zip(hidden, parts, slopes, sums, strict=True):
-            of_part = _product("RND,RNV->DV", states, slope).astype(of_head.dtype)
-            of_head = jax.lax.dynamic_update_slice_in_dim(of_head, of_part, start, axis=1)
-            after.append((of_states + _product("RNV,DV->RND", slope, part), of_head))
-        return after
+        gradients = _logit_gradients(hidden, parts, targets - start, logsumexp, overlap_bias, cotangents, interpret)
+        new_sums = []
+        for states, part, gradient, (d_states, d_head) in zip(hidden, parts, gradients, sums, strict=True):
+            d_part = _matmul("RND,RNV->DV", states, gradient).astype(d_head.dtype)
+            d_head = jax.lax.dynamic_update_slice_in_dim(d_head, d_part, start, axis=1)
+            new_sums.append((d_states + _matmul("RNV,DV->RND", gradient, part), d_head))
+        return new_sums
 
     # Loop over whole chunks, then the rest of the vocabulary. Hidden's gradients are summed in float32.
     sums = [
         (jnp.zeros(states.shape), jnp.zeros(head.shape, head.dtype)) for states, head in zip(hidden, heads, strict=True)
     ]
-    sums = jax.lax.fori_loop(0, V // chunk, lambda step, sums: add(step * chunk, chunk, sums), sums)
+    sums = jax.lax.fori_loop(0, V // chunk, lambda step, sums: add_columns(step * chunk, chunk, sums), sums)
     if V % chunk:
-        sums = add(V - V % chunk, V % chunk, sums)
-    return tuple(of_states.astype(dtype) for of_states, _ in sums), tuple(of_head for _, of_head in sums), None
+        sums = add_columns(V - V % chunk, V % chunk, sums)
+    return tuple(d_states.astype(dtype) for d_states, _ in sums), tuple(d_head for _, d_head in sums), None
 
 
-_terms.defvjp(_forward, _backward)
+_losses_triton.defvjp(_forward, _backward)
 
 
-def _normalise(states, head, targets, interpret):
+def _partial_logsumexp(states, head, targets, interpret):
     """Computes per block of columns and row, `[blocks, N]` each: highest logit, sum relative to it, target's logit."""
-    tiles = _tiles([states[None]], head.shape[1])
+    tiles = _choose_tiles([states[None]], head.shape[1])
     partial = jax.ShapeDtypeStruct((tiles.grid[1], tiles.N), jnp.float32)
     return pl.pallas_call(
-        functools.partial(_normalise_kernel, tiles=tiles),
+        functools.partial(_partial_logsumexp_kernel, tiles=tiles),
         out_shape=[partial] * 3,
-        in_specs=[tiles.spec(1, "rows", tiles.D), tiles.spec(tiles.D, "columns"), tiles.spec("rows")],
-        out_specs=[tiles.spec("block", "rows")] * 3,
-        cost_estimate=tiles.cost(states.dtype, products=1, numbers=4),
+        in_specs=[tiles.block_spec(1, "rows", tiles.D), tiles.block_spec(tiles.D, "columns"), tiles.block_spec("rows")],
+        out_specs=[tiles.block_spec("block", "rows")] * 3,
+        cost_estimate=tiles.cost(states.dtype, num_products=1, num_scalars=4),
         name="linear_cross_entropy",
-        **tiles.how(interpret),
+        **tiles.pallas_call_kwargs(interpret),
     )(states[None], head, targets)
 
 
-def _normalise_kernel(states_ref, head_ref, targets_ref, top_ref, total_ref, picked_ref, *, tiles):
+def _partial_logsumexp_kernel(states_ref, head_ref, targets_ref, highest_ref, total_ref, target_logit_ref, *, tiles):
     is_row, columns, is_column = tiles.masks()
     # The block's logits [rows, columns] stay in registers, float32.
     logits = tiles.logits(states_ref, 0, head_ref)
     # The target's logit: only the block that holds its column contributes.
     targets = plt.load(targets_ref, mask=is_row, other=-1)
-    picked = jnp.sum(jnp.where(columns == targets[:, None], logits, 0.0), axis=1)
+    target_logit = jnp.sum(jnp.where(columns == targets[:, None], logits, 0.0), axis=1)
     # Highest logit of the block and the sum of exponentials relative to it, so that nothing overflows.
     logits = jnp.where(is_column, logits, -jnp.inf)
-    top = jnp.max(logits, axis=1)
-    plt.store(top_ref, top, mask=is_row)
-    plt.store(total_ref, jnp.sum(jnp.exp(logits - top[:, None]), axis=1), mask=is_row)
-    plt.store(picked_ref, picked, mask=is_row)
+    block_highest = jnp.max(logits, axis=1)
+    plt.store(highest_ref, block_highest, mask=is_row)
+    plt.store(total_ref, jnp.sum(jnp.exp(logits - block_highest[:, None]), axis=1), mask=is_row)
+    plt.store(target_logit_ref, target_logit, mask=is_row)
 
 
-def _compare(hidden, heads, normaliser, interpret):
+def _compare(hidden, heads, logsumexp, interpret):
     """Computes KL, overlap and b of each draft, `[R - 1, N]` each: sums over a block of columns, then over blocks."""
-    R, tiles = len(normaliser), _tiles(hidden, heads[0].shape[1])
+    R, tiles = len(logsumexp), _choose_tiles(hidden, heads[0].shape[1])
     partial = jax.ShapeDtypeStruct((tiles.grid[1], R - 1, tiles.N), jnp.float32)
     sums = pl.pallas_call(
         functools.partial(_compare_kernel, tiles=tiles),
         out_shape=[partial] * 3,
-        in_specs=[*tiles.specs_of(hidden), tiles.spec(R, "rows")],
-        out_specs=[tiles.spec("block", R - 1, "rows")] * 3,
-        cost_estimate=tiles.cost(hidden[0].dtype, products=R, numbers=R + 3 * (R - 1)),
+        in_specs=[*tiles.hidden_and_head_specs(hidden), tiles.block_spec(R, "rows")],
+        out_specs=[tiles.block_spec("block", R - 1, "rows")] * 3,
+        cost_estimate=tiles.cost(hidden[0].dtype, num_products=R, num_scalars=R + 3 * (R - 1)),
         name="linear_total_variation",
-        **tiles.how(interpret),
-    )(*hidden, *heads, normaliser)
+        **tiles.pallas_call_kwargs(interpret),
+    )(*hidden, *heads, logsumexp)
     return [array.sum(0) for array in sums]
 
 
 def _compare_kernel(*refs, tiles):
-    *products, normaliser_ref, kl_ref, overlap_ref, below_ref = refs
+    *operand_refs, logsumexp_ref, kl_ref, overlap_ref, overlap_bias_ref = refs
     is_row, _, is_column = tiles.masks()
     # The trunk's log-probabilities come first and stay in registers; each draft's logits follow and are compared with
     # them.
     log_p = None
-    for row, logits in enumerate(tiles.each_logits(products)):
-        logs = logits - plt.load(normaliser_ref.at[_traced(row)], mask=is_row, other=0.0)[:, None]
+    for row, logits in enumerate(tiles.iterate_logits(operand_refs)):
+        log_probs = logits - plt.load(logsumexp_ref.at[_traced_index(row)], mask=is_row, other=0.0)[:, None]
         if log_p is None:
-            log_p = logs
+            log_p = log_probs
             continue
-        p, q = (jnp.where(is_column, jnp.exp(array), 0.0) for array in (log_p, logs))
+        p, q = (jnp.where(is_column, jnp.exp(array), 0.0) for array in (log_p, log_probs))
         # Per column: the terms of KL(p||q), of the overlap min(p, q), and of b = sum of q where q < p.
-        sums = p * (log_p - logs), jnp.minimum(p, q), jnp.where(q < p, q, 0.0)
-        for ref, array in zip((kl_ref, overlap_ref, below_ref), sums, strict=True):
-            plt.store(ref.at[_traced(row - 1)], jnp.sum(array, axis=1), mask=is_row)
+        sums = p * (log_p - log_probs), jnp.minimum(p, q), jnp.where(q < p, q, 0.0)
+        for ref, array in zip((kl_ref, overlap_ref, overlap_bias_ref), sums, strict=True):
+            plt.store(ref.at[_traced_index(row - 1)], jnp.sum(array, axis=1), mask=is_row)
 
 
-def _slopes(hidden, heads, targets, normaliser, below, cotangents, interpret):
+def _logit_gradients(hidden, heads, targets, logsumexp, overlap_bias, cotangents, interpret):
     """Computes the gradients of the logits of some columns: per head `[R_h, N, columns]`, in hidden's dtype."""
-    R, tiles = len(normaliser), _tiles(hidden, heads[0].shape[1])
-    of_cross_entropy, *of_distances = cotangents
-    of_all, of_drafts = [targets, normaliser, of_cross_entropy], [below, *of_distances] if R > 1 else []
-    numbers = len(of_all) * R + len(of_drafts) * (R - 1)
+    R, tiles = len(logsumexp), _choose_tiles(hidden, heads[0].shape[1])
+    d_cross_entropy, *d_distances = cotangents
+    row_arrays, draft_arrays = [targets, logsumexp, d_cross_entropy], [overlap_bias, *d_distances] if R > 1 else []
+    num_scalars = len(row_arrays) * R + len(draft_arrays) * (R - 1)
     return pl.pallas_call(
-        functools.partial(_slopes_kernel, tiles=tiles, num_heads=len(heads)),
+        functools.partial(_logit_gradients_kernel, tiles=tiles, num_heads=len(heads)),
         out_shape=[jax.ShapeDtypeStruct((len(states), tiles.N, tiles.V), states.dtype) for states in hidden],
         in_specs=[
-            *tiles.specs_of(hidden),
-            *(tiles.spec(R, "rows") for _ in of_all),
-            *(tiles.spec(R - 1, "rows") for _ in of_drafts),
+            *tiles.hidden_and_head_specs(hidden),
+            *(tiles.block_spec(R, "rows") for _ in row_arrays),
+            *(tiles.block_spec(R - 1, "rows") for _ in draft_arrays),
         ],
-        out_specs=[tiles.spec(len(states), "rows", "columns") for states in hidden],
-        cost_estimate=tiles.cost(hidden[0].dtype, products=R, numbers=numbers, stores_products=True),
-        name="linear_cross_entropy_slopes",
-        **tiles.how(interpret),
-    )(*hidden, *heads, *of_all, *of_drafts)
+        out_specs=[tiles.block_spec(len(states), "rows", "columns") for states in hidden],
+        cost_estimate=tiles.cost(hidden[0].dtype, num_products=R, num_scalars=num_scalars, stores_products=True),
+        name="linear_cross_entropy_gradients",
+        **tiles.pallas_call_kwargs(interpret),
+    )(*hidden, *heads, *row_arrays, *draft_arrays)
 
 
-def _slopes_kernel(*refs, tiles, num_heads):
-    products, numbers, outs = refs[: 2 * num_heads], refs[2 * num_heads : -num_heads], refs[-num_heads:]
-    targets_ref, normaliser_ref, of_cross_entropy_ref, *of_drafts = numbers
+def _logit_gradients_kernel(*refs, tiles, num_heads):
+    operand_refs, row_refs, out_refs = refs[: 2 * num_heads], refs[2 * num_heads : -num_heads], refs[-num_heads:]
+    targets_ref, logsumexp_ref, d_cross_entropy_ref, *draft_refs = row_refs
     is_row, columns, is_column = tiles.masks()
     # Per-row numbers of one depth, [rows, 1].
-    load = lambda ref, row: plt.load(ref.at[_traced(row)], mask=is_row, other=0)[:, None]
-    places = [out.at[_traced(place)] for out in outs for place in range(out.shape[0])]
+    load = lambda ref, row: plt.load(ref.at[_traced_index(row)], mask=is_row, other=0)[:, None]
+    outputs = [out.at[_traced_index(index)] for out in out_refs for index in range(out.shape[0])]
     log_p = None
-    for row, logits in enumerate(tiles.each_logits(products)):
-        logs = logits - load(normaliser_ref, row)
+    for row, logits in enumerate(tiles.iterate_logits(operand_refs)):
+        log_probs = logits - load(logsumexp_ref, row)
         # Cross-entropy: q - 1[target], times the row's cotangent.
-        q, weight = jnp.exp(logs), load(of_cross_entropy_ref, row)
-        slopes = weight * (q - (columns == load(targets_ref, row)))
+        q, weight = jnp.exp(log_probs), load(d_cross_entropy_ref, row)
+        gradients = weight * (q - (columns == load(targets_ref, row)))
         if log_p is None:
-            log_p = logs
+            log_p = log_probs
         else:
             # Drafts add the gradients of KL and overlap (see `linear_total_variation`).
-            below, of_kl, of_overlap = (load(ref, row - 1) for ref in of_drafts)
+            overlap_bias, d_kl, d_overlap = (load(ref, row - 1) for ref in draft_refs)
             p = jnp.exp(log_p)
-            slopes += of_kl * (q - p) + of_overlap * q * ((q < p) - below)
+            gradients += d_kl * (q - p) + d_overlap * q * ((q < p) - overlap_bias)
         # Round to hidden's dtype, as the two products over the gradients need it.
-        plt.store(places[row], slopes.astype(places[row].dtype), mask=is_row[:, None] & is_column)
+        plt.store(outputs[row], gradients.astype(outputs[row].dtype), mask=is_row[:, None] & is_column)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -344,30 +346,30 @@ class _Tiles:
     def grid(self) -> tuple[int, int]:
         return pl.cdiv(self.N, self.rows), pl.cdiv(self.V, self.columns)
 
-    def how(self, interpret) -> dict:
+    def pallas_call_kwargs(self, interpret) -> dict:
         """Returns the arguments of `pallas_call` that all kernels here share. Grid: one program per block of logits."""
         # The default number of stages: 3 on CUDA, 1 on ROCm, whose shared memory holds only one.
-        warps = 8 if self.rows >= 64 else 4
+        num_warps = 8 if self.rows >= 64 else 4
         return {
             "grid": (self.grid[0] * self.grid[1],),
-            "compiler_params": plt.CompilerParams(num_warps=warps),
+            "compiler_params": plt.CompilerParams(num_warps=num_warps),
             "interpret": interpret,
         }
 
-    def place(self, program):
+    def block_of(self, program):
         """Returns a program's block of rows and block of columns.
 
-        Programs that run at the same time share both: `TOGETHER` blocks of rows pass over the vocabulary side by side,
-        so their hidden states stay in the L2 cache and each block of the head is loaded once per group.
+        Programs that run at the same time share both: `L2_GROUP` blocks of rows pass over the vocabulary side by
+        side, so their hidden states stay in the L2 cache and each block of the head is loaded once per group.
         """
-        # Row blocks vary fastest within a group of `TOGETHER`, then columns. The last group may have fewer row blocks.
-        down, across = self.grid
-        first = TOGETHER * jax.lax.div(program, jnp.int32(TOGETHER * across))
-        within = jax.lax.rem(program, jnp.int32(TOGETHER * across))
-        size = jnp.minimum(down - first, TOGETHER)
+        # Row blocks vary fastest within a group of `L2_GROUP`, then columns. The last group may have fewer row blocks.
+        num_row_blocks, num_column_blocks = self.grid
+        first = L2_GROUP * jax.lax.div(program, jnp.int32(L2_GROUP * num_column_blocks))
+        within = jax.lax.rem(program, jnp.int32(L2_GROUP * num_column_blocks))
+        size = jnp.minimum(num_row_blocks - first, L2_GROUP)
         return first + jax.lax.rem(within, size), jax.lax.div(within, size)
 
-    def spec(self, *axes) -> pl.BlockSpec:
+    def block_spec(self, *axes) -> pl.BlockSpec:
         """Returns the spec of an array with axes "rows", "columns", "block" (one entry per block of columns), or sizes.
 
         A size takes the axis whole.
@@ -375,48 +377,48 @@ class _Tiles:
         sizes = {"rows": self.rows, "columns": self.columns, "block": None}
 
         def index(program):
-            row, column = self.place(program)
+            row, column = self.block_of(program)
             return tuple({"rows": row, "columns": column, "block": column}.get(axis, 0) for axis in axes)
 
         return pl.BlockSpec(tuple(sizes.get(axis, axis) for axis in axes), index)
 
-    def specs_of(self, hidden) -> list[pl.BlockSpec]:
+    def hidden_and_head_specs(self, hidden) -> list[pl.BlockSpec]:
         """Returns the specs of hidden `[R_h, N, D]` and heads `[D, V]`."""
         return [
-            *(self.spec(len(states), "rows", self.D) for states in hidden),
-            *[self.spec(self.D, "columns")] * len(hidden),
+            *(self.block_spec(len(states), "rows", self.D) for states in hidden),
+            *[self.block_spec(self.D, "columns")] * len(hidden),
         ]
 
-    def cost(self, dtype, *, products, numbers, stores_products=False) -> pl.CostEstimate:
-        """Estimates the cost of some products, with `numbers` 4-byte numbers per row and block of columns."""
-        (down, across), item = self.grid, dtype.itemsize
-        loaded = products * self.D * (across * self.N + down * self.V) * item
-        stored = products * self.N * self.V * item if stores_products else 0
+    def cost(self, dtype, *, num_products, num_scalars, stores_products=False) -> pl.CostEstimate:
+        """Estimates the cost of some products, with `num_scalars` 4-byte numbers per row and block of columns."""
+        (num_row_blocks, num_column_blocks), itemsize = self.grid, dtype.itemsize
+        loaded = num_products * self.D * (num_column_blocks * self.N + num_row_blocks * self.V) * itemsize
+        stored = num_products * self.N * self.V * itemsize if stores_products else 0
         return pl.CostEstimate(
-            flops=2 * products * self.N * self.D * self.V,
-            transcendentals=products * self.N * self.V,
-            bytes_accessed=loaded + stored + 4 * numbers * self.N * across,
+            flops=2 * num_products * self.N * self.D * self.V,
+            transcendentals=num_products * self.N * self.V,
+            bytes_accessed=loaded + stored + 4 * num_scalars * self.N * num_column_blocks,
         )
 
     def masks(self):
         """Returns which of this program's rows exist [rows], its columns [1, columns], and which of these exist."""
-        row, column = self.place(pl.program_id(0))
+        row, column = self.block_of(pl.program_id(0))
         columns = (column * self.columns + jnp.arange(self.columns))[None, :]
         return row * self.rows + jnp.arange(self.rows) < self.N, columns, columns < self.V
 
-    def each_logits(self, refs):
-        """Yields the logits of each row of hidden with its head, for `refs` of `specs_of`; the trunk first."""
+    def iterate_logits(self, refs):
+        """Yields the logits of each row of hidden with its head, for `refs` of `hidden_and_head_specs`, trunk first."""
         half = len(refs) // 2
         for states_ref, head_ref in zip(refs[:half], refs[half:], strict=True):
-            for place in range(states_ref.shape[0]):
-                yield self.logits(states_ref, place, head_ref)
+            for index in range(states_ref.shape[0]):
+                yield self.logits(states_ref, index, head_ref)
 
-    def logits(self, states_ref, place, head_ref) -> jax.Array:
-        """Computes a block of logits `states_ref[place] @ head_ref`, `[rows, columns]` float32.
+    def logits(self, states_ref, index, head_ref) -> jax.Array:
+        """Computes a block of logits `states_ref[index] @ head_ref`, `[rows, columns]` float32.
 
         The refs are `[R, rows, D]` and `[D, columns]`.
         """
-        place, (is_row, _, is_column) = _traced(place), self.masks()
+        index, (is_row, _, is_column) = _traced_index(index), self.masks()
         is_row = is_row[:, None] if self.N % self.rows else None
         is_column = is_column if self.V % self.columns else None
 
@@ -425,7 +427,7 @@ class _Tiles:
             part = pl.ds(step * self.inner, self.inner)
             is_inner = step * self.inner + jnp.arange(self.inner) < self.D
             left, right = (is_inner[None, :], is_inner[:, None]) if self.D % self.inner else (None, None)
-            states = _load(states_ref.at[place, :, part], is_row, left)
+            states = _load(states_ref.at[index, :, part], is_row, left)
             head = _load(head_ref.at[part, :], is_column, right)
             return total + jnp.dot(states, head, precision=HIGHEST, preferred_element_type=jnp.float32)
 
@@ -433,7 +435,7 @@ class _Tiles:
         return jax.lax.fori_loop(jnp.int32(0), jnp.int32(pl.cdiv(self.D, self.inner)), add, zeros)
 
 
-def _traced(index: int) -> jax.Array:
+def _traced_index(index: int) -> jax.Array:
     """Makes an index traced: the interpreter rejects constants beside slices. The compiler folds it to a constant."""
     return pl.program_id(0) * 0 + index
 
@@ -446,7 +448,7 @@ def _load(ref, *masks):
     return plt.load(ref, mask=jnp.broadcast_to(functools.reduce(jnp.logical_and, masks), ref.shape), other=0)
 
 
-def _tiles(hidden, V) -> _Tiles:
+def _choose_tiles(hidden, V) -> _Tiles:
     """Chooses blocks of logits as large as registers hold.
 
     That is 128 x 256 float32 sums for one product, and 128 x 128 each for draft and trunk: about half of the registers
@@ -454,8 +456,8 @@ def _tiles(hidden, V) -> _Tiles:
     shared memory of an SM. float32 runs without tensor cores; it is for comparisons with the reference.
     """
     _, N, D = hidden[0].shape
-    most = (128, 256 if sum(map(len, hidden)) == 1 else 128, 64)
+    max_sizes = (128, 256 if sum(map(len, hidden)) == 1 else 128, 64)
     if hidden[0].dtype == jnp.float32:
-        most = (64, 64, 32)
-    blocks = (min(limit, max(16, pl.next_power_of_2(size))) for limit, size in zip(most, (N, V, D), strict=True))
+        max_sizes = (64, 64, 32)
+    blocks = (min(limit, max(16, pl.next_power_of_2(size))) for limit, size in zip(max_sizes, (N, V, D), strict=True))
     return _Tiles(N, D, V, *blocks)

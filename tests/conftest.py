@@ -46,12 +46,12 @@ def forget_compiled():
 
 @pytest.fixture(scope="session")
 def small():
-    """`small(attention, rig, **config changes)` -> model and parameters, see `mtpjax/evaluation/small_models.py`."""
+    """`small(attention, draft_quality, **changes)` -> model and parameters; see `mtpjax.evaluation.small_models`."""
 
     @functools.cache
-    def make(attention="grouped", rig="random", **changes):
+    def make(attention="grouped", draft_quality="random", **changes):
         model = MTPModel(small_models.small_config(attention, **changes))
-        return model, small_models.rigged_params(model, attention, rig)
+        return model, small_models.constructed_params(model, attention, draft_quality)
 
     return make
 

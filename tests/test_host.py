@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from mtpjax.cli.common import set_threads
-from mtpjax.host import num_threads, suitable_threads
+from mtpjax.host import choose_num_threads, num_threads
 from mtpjax.io.checkpoint import save_model
 from mtpjax.io.checkpoint_format import checkpoint_bytes
 
@@ -41,10 +41,10 @@ def test_a_small_model_gets_one_thread_unless_the_environment_says_otherwise(nam
     for size, threads in (((16 << 20) - 1, 1), (16 << 20, 0)):
         with weights.open("wb") as file:
             file.truncate(size)
-        assert suitable_threads(checkpoint_bytes(tmp_path)) == threads
+        assert choose_num_threads(checkpoint_bytes(tmp_path)) == threads
     weights.unlink()
     monkeypatch.setenv(name, "3")
-    assert suitable_threads(checkpoint_bytes(tmp_path)) == 0 and num_threads() == 3
+    assert choose_num_threads(checkpoint_bytes(tmp_path)) == 0 and num_threads() == 3
 
 
 def test_of_a_run_the_checkpoint_alone_counts(tmp_path, small, monkeypatch):
@@ -53,7 +53,7 @@ def test_of_a_run_the_checkpoint_alone_counts(tmp_path, small, monkeypatch):
     save_model(tmp_path / "checkpoint", *small("grouped", "random"))
     with (tmp_path / "state").open("wb") as file:
         file.truncate(64 << 20)
-    assert suitable_threads(checkpoint_bytes(tmp_path)) == 1
+    assert choose_num_threads(checkpoint_bytes(tmp_path)) == 1
 
 
 def test_threads_below_none_are_an_error(tmp_path):

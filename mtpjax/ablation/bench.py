@@ -17,24 +17,24 @@ import numpy as np
 from mtpjax.ablation.grid import Cell, Settings
 from mtpjax.data import packing
 from mtpjax.data.config import Source
-from mtpjax.data.prompts import choose_prompts, encode_prompts, read_prompts, room_for_prompts
+from mtpjax.data.prompts import choose_prompts, encode_prompts, max_prompt_length, read_prompts
 from mtpjax.data.sources import read_source
 from mtpjax.data.tokenizer import ByteTokenizer, load_tokenizer
 from mtpjax.decoding.capacity import cache_capacity, min_rows_per_pass
 from mtpjax.decoding.config import LOSSY_RULES, DecodeConfig
 from mtpjax.decoding.generate import generate, speculative_generate
-from mtpjax.evaluation.acceptance import is_plain, sampled
-from mtpjax.evaluation.machine import Clock
+from mtpjax.evaluation.acceptance import equals_plain_decoding, sampling_arguments
+from mtpjax.evaluation.machine import Stopwatch
 from mtpjax.evaluation.metrics import RESAMPLES, Estimate, decoded_rates, to_json
-from mtpjax.evaluation.round_costs import PLAIN, CostMeter, Costs, Shape, widest_write
+from mtpjax.evaluation.round_costs import PLAIN_STEP, CostMeter, RoundCosts, RoundShape, max_slots_written
 from mtpjax.io.checkpoint_format import is_checkpoint
 from mtpjax.io.checkpoint_reader import CheckpointReader
 from mtpjax.models.model import MTPModel
 from mtpjax.training.decoding_eval import is_looping
 
 PROMPT_TOKENS = 64  # length of prompts from held-out files
-SAME_TOKENS = ("greedy", "sample")  # rules that give the same texts as plain decoding with the same seeds
-CANDIDATES = 16  # held-out prompts to try, at most, per prompt used
+SAME_TEXT_RULES = ("greedy", "sample")  # rules that give the same texts as plain decoding with the same seeds
+CANDIDATES_PER_PROMPT = 16  # held-out prompts to try, at most, per prompt used
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,50 +92,50 @@ def find_workload(
     """
     tokenizer = load_tokenizer(path, model.config.vocab_size)
     # A prompt and its new tokens must fit the model's positions; longer prompts are cut.
-    most = room_for_prompts(model.config.max_position_embeddings, settings.max_new_tokens, prompt_tokens)
+    max_tokens = max_prompt_length(model.config.max_position_embeddings, settings.max_new_tokens, prompt_tokens)
     if prompts is not None:
         # Prompts of a file, drawn evenly over its categories.
         chosen = choose_prompts(read_prompts(prompts), num_prompts, categories=categories, seed=settings.seed)
-        rows, cut = encode_prompts(chosen, tokenizer, most_tokens=most, chat=chat)
-        source = f"{len(rows)} prompts of {prompts}" + (f", {cut} of them cut to {most} tokens" if cut else "")
+        rows, cut = encode_prompts(chosen, tokenizer, max_tokens=max_tokens, chat=chat)
+        source = f"{len(rows)} prompts of {prompts}" + (f", {cut} of them cut to {max_tokens} tokens" if cut else "")
         return Workload(rows, source, tuple(tokenizer.eos_token_ids))
     # Without a file, only byte-level models have prompts: the files that their training held out.
     if not isinstance(tokenizer, ByteTokenizer):
         raise ValueError("pass a prompt file with --prompts: only byte-level models have default prompts")
     if num_prompts < 1:
         raise ValueError(f"the number of prompts must be at least 1, not {num_prompts}")
-    length = min(PROMPT_TOKENS, most)
-    chosen = _lively_prompts(path, model, params, settings, num_prompts=num_prompts, length=length)
+    length = min(PROMPT_TOKENS, max_tokens)
+    chosen = _non_looping_prompts(path, model, params, settings, num_prompts=num_prompts, length=length)
     return Workload(chosen, f"{len(chosen)} prompts of {length} bytes from held-out files, none of which loops")
 
 
-def _lively_prompts(path, model: MTPModel, params, settings: Settings, *, num_prompts: int, length: int):
+def _non_looping_prompts(path, model: MTPModel, params, settings: Settings, *, num_prompts: int, length: int):
     """Picks held-out prompts whose plain continuation does not loop, because loops are too easy to draft."""
     # The checkpoint records what it was trained on. The same split gives the documents that training held out.
-    trained = {}
+    train_metadata = {}
     if is_checkpoint(path):
-        trained = CheckpointReader(path, verify=False).metadata.get("train", {})
-    sources = [Source(**values) for values in trained.get("sources", ())]
-    sources = sources or [Source(path=trained.get("data"), pattern=trained.get("pattern", "*.py"))]
-    readings = [read_source(source, ByteTokenizer(), vocab_size=ByteTokenizer.vocab_size) for source in sources]
-    documents = [document for reading in readings for document in reading.documents]
+        train_metadata = CheckpointReader(path, verify=False).metadata.get("train", {})
+    sources = [Source(**values) for values in train_metadata.get("sources", ())]
+    sources = sources or [Source(path=train_metadata.get("data"), pattern=train_metadata.get("pattern", "*.py"))]
+    contents = [read_source(source, ByteTokenizer(), vocab_size=ByteTokenizer.vocab_size) for source in sources]
+    documents = [document for content in contents for document in content.documents]
     candidates = packing.held_out_prompts(
-        packing.split_held_out(documents, trained.get("held_out_fraction", 0.05))[1],
-        count=CANDIDATES * num_prompts,
+        packing.split_held_out(documents, train_metadata.get("held_out_fraction", 0.05))[1],
+        count=CANDIDATES_PER_PROMPT * num_prompts,
         prompt_length=length,
         continuation_length=settings.max_new_tokens,
         seed=settings.seed,
-        least=num_prompts,
+        min_count=num_prompts,
     )
     # Decode candidates in batches until enough continuations do not loop. If all of them loop, use them anyway.
-    config, lively, at_once = DecodeConfig(max_new_tokens=settings.max_new_tokens), [], 4 * num_prompts
-    for begin in range(0, len(candidates), at_once):
-        some = candidates[begin : begin + at_once]
-        rows = generate(params, some, model=model, config=config).rows()
-        lively += [prompt for prompt, row in zip(some, rows, strict=True) if not is_looping(row)]
-        if len(lively) >= num_prompts:
+    config, non_looping, candidates_per_call = DecodeConfig(max_new_tokens=settings.max_new_tokens), [], 4 * num_prompts
+    for begin in range(0, len(candidates), candidates_per_call):
+        candidate_batch = candidates[begin : begin + candidates_per_call]
+        rows = generate(params, candidate_batch, model=model, config=config).rows()
+        non_looping += [prompt for prompt, row in zip(candidate_batch, rows, strict=True) if not is_looping(row)]
+        if len(non_looping) >= num_prompts:
             break
-    return (lively or candidates)[:num_prompts]
+    return (non_looping or candidates)[:num_prompts]
 
 
 @dataclasses.dataclass
@@ -157,11 +157,11 @@ class Bench:
     cells: Sequence[Cell] = ()
 
     def __post_init__(self):
-        self._plain_rows: dict[int, int | None] = {}
-        self._costs: dict[int, Costs] = {}
+        self._min_rows_cache: dict[int, int | None] = {}
+        self._costs_cache: dict[int, RoundCosts] = {}
         longest = max(map(len, self.workload.prompts)) + self.settings.max_new_tokens
         self._max_length = min(self.model.config.max_position_embeddings, longest)
-        self._plain = DecodeConfig(
+        self._plain_config = DecodeConfig(
             num_steps=0,
             max_new_tokens=self.settings.max_new_tokens,
             max_length=self._max_length,
@@ -183,79 +183,79 @@ class Bench:
         """
         begin = time.perf_counter()
         batches = self.workload.batches(cell.batch_size)
-        drafted = cell.config(self._plain)
-        plain = dataclasses.replace(self._plain, min_rows=self._best_rows(cell.batch_size))
+        drafted = cell.config(self._plain_config)
+        plain = dataclasses.replace(self._plain_config, min_rows=self._fastest_min_rows(cell.batch_size))
         # Compile before timing: batches of different prompt lengths may need different programs.
         for config in (plain, drafted):
             for number, batch in enumerate(batches):
-                self._time(batch, config, cell.temperature, 0, number)
+                self._time_calls(batch, config, cell.temperature, 0, number)
         shape = (self.settings.repeats, len(batches))
-        whole, first, tokens = (np.zeros((2, *shape)) for _ in range(3))
+        call_seconds, one_token_seconds, tokens = (np.zeros((2, *shape)) for _ in range(3))
         steps = np.zeros((len(batches), cell.batch_size))
         accepted = np.zeros((len(batches), cell.batch_size, cell.num_steps))
-        decoded, clock = {}, Clock()
+        decoded, stopwatch = {}, Stopwatch()
         for repeat, number in np.ndindex(*shape):
             rows: list[Any] = [None, None]
             # Alternate which form goes first, so that drift of the machine's speed affects both alike.
-            for which in (0, 1) if (repeat + number) % 2 == 0 else (1, 0):
-                config = (plain, drafted)[which]
-                first[which, repeat, number], whole[which, repeat, number], result = self._time(
+            for form in (0, 1) if (repeat + number) % 2 == 0 else (1, 0):
+                config = (plain, drafted)[form]
+                one_token_seconds[form, repeat, number], call_seconds[form, repeat, number], result = self._time_calls(
                     batches[number], config, cell.temperature, repeat, number
                 )
                 # Tokens after the first, which the prefill makes and whose time is subtracted.
-                tokens[which, repeat, number] = np.maximum(result.lengths - 1, 0).sum()
-                rows[which] = result.rows()
+                tokens[form, repeat, number] = np.maximum(result.lengths - 1, 0).sum()
+                rows[form] = result.rows()
                 # Acceptance: greedy repeats give the same tokens, so only the first counts.
-                if which and (cell.temperature or not repeat):
+                if form and (cell.temperature or not repeat):
                     steps[number] += result.stats.steps
                     accepted[number] += result.stats.accepted
             decoded[repeat, number] = rows
         if not steps.any():
             raise ValueError("every prompt ends with its first new token: there is nothing to measure")
         # Check the texts against plain decoding, then compute the rates per prompt.
-        took = clock.read()
-        compared, differing = self._compare(decoded, batches, drafted, cell)
-        count = len(self.workload.prompts)  # the last batch repeats some
-        rates = decoded_rates(steps.reshape(-1)[:count], accepted.reshape(-1, cell.num_steps)[:count])
+        elapsed = stopwatch.read()
+        compared, differing = self._count_differing(decoded, batches, drafted, cell)
+        num_prompts = len(self.workload.prompts)  # the last batch repeats some
+        rates = decoded_rates(steps.reshape(-1)[:num_prompts], accepted.reshape(-1, cell.num_steps)[:num_prompts])
         # Subtract the prefill: the shortest one-token call of each batch and form.
-        seconds = whole - first.min(axis=1, keepdims=True)
-        rate = [float(np.median(tokens[which].sum(1) / seconds[which].sum(1))) for which in (0, 1)]
+        seconds = call_seconds - one_token_seconds.min(axis=1, keepdims=True)
+        speeds = [float(np.median(tokens[form].sum(1) / seconds[form].sum(1))) for form in (0, 1)]
         costs = self._part_costs(cell)
         return {
             "cell": dataclasses.asdict(cell),
             **{name: to_json(value) for name, value in rates.items()},
-            "tokens_per_second": rate[1],
-            "plain_tokens_per_second": rate[0],
+            "tokens_per_second": speeds[1],
+            "plain_tokens_per_second": speeds[0],
             "ratio": to_json(paired_ratio(seconds, tokens)),
             "ideal_ratio": costs.ideal_ratio(rates["accept_length"].value, cell.shape),
             "costs": {"plain": costs.plain, "verify": costs.verify[cell.shape], "parts": costs.parts[cell.shape]},
-            "lossless": verdict(cell, differing),
+            "lossless": lossless_status(cell, differing),
             "differing_rows": differing,
             "compared_rows": compared,
-            "waited": took["waited_seconds"] / took["seconds"],  # for a core
+            "waited": elapsed["waited_seconds"] / elapsed["seconds"],  # for a core
             "seconds": time.perf_counter() - begin,
         }
 
-    def _compare(self, decoded, batches, config: DecodeConfig, cell: Cell) -> tuple[int, int]:
+    def _count_differing(self, decoded, batches, config: DecodeConfig, cell: Cell) -> tuple[int, int]:
         """Counts the texts that the rule lets compare, and how many of them differ from plain decoding's."""
         compared = differing = 0
-        for (repeat, number), (plain, drafted) in decoded.items() if cell.acceptance in SAME_TOKENS else ():
-            asked = self._asked(batches[number], cell.temperature, repeat, number)
+        for (repeat, number), (plain, drafted) in decoded.items() if cell.acceptance in SAME_TEXT_RULES else ():
+            sampling = self._sampling_params(batches[number], cell.temperature, repeat, number)
             texts = (batches[number], drafted, plain)
-            found = is_plain(self.params, *texts, model=self.model, config=config, **asked)
-            compared, differing = compared + found.size, differing + int((~found).sum())
+            is_equal = equals_plain_decoding(self.params, *texts, model=self.model, config=config, **sampling)
+            compared, differing = compared + is_equal.size, differing + int((~is_equal).sum())
         return compared, differing
 
-    def _asked(self, batch, temperature: float, repeat: int, number: int) -> dict[str, Any]:
+    def _sampling_params(self, batch, temperature: float, repeat: int, number: int) -> dict[str, Any]:
         """Returns the sampling parameters of a batch: one seed per row and repeat, the same for plain and drafted."""
         seeds = [self.settings.seed + 1_000_003 * repeat + number * len(batch) + row for row in range(len(batch))]
-        return sampled(temperature, seeds)
+        return sampling_arguments(temperature, seeds)
 
     def _decode(self, batch, config: DecodeConfig, temperature: float, repeat: int, number: int):
-        asked = self._asked(batch, temperature, repeat, number)
-        return speculative_generate(self.params, batch, model=self.model, config=config, **asked)
+        sampling = self._sampling_params(batch, temperature, repeat, number)
+        return speculative_generate(self.params, batch, model=self.model, config=config, **sampling)
 
-    def _time(self, batch, config: DecodeConfig, temperature: float, repeat: int, number: int):
+    def _time_calls(self, batch, config: DecodeConfig, temperature: float, repeat: int, number: int):
         """Returns the seconds of a one-token call and of the whole call, and the result."""
         first_only = dataclasses.replace(config, max_new_tokens=1)
         begin = time.perf_counter()
@@ -266,42 +266,42 @@ class Bench:
         result.stats.check()
         return middle - begin, end - middle, result
 
-    def _best_rows(self, batch_size: int) -> int | None:
+    def _fastest_min_rows(self, batch_size: int) -> int | None:
         """Returns the `min_rows` of the faster plain form: a lone row runs alone or beside one that is discarded.
 
         On a CPU XLA compiles a pass over one row differently, so either form may be faster.
         """
         if batch_size > 1 or jax.default_backend() != "cpu":
             return None
-        if batch_size not in self._plain_rows:
+        if batch_size not in self._min_rows_cache:
             batch, times = self.workload.batches(1)[0], {}
             # Alternate the forms and keep each one's shortest time; the first of each compiles.
             for rows in (1, 2) * 4:
-                config = dataclasses.replace(self._plain, min_rows=rows)
-                times.setdefault(rows, []).append(self._time(batch, config, 0.0, 0, 0)[1])
-            self._plain_rows[batch_size] = min(times, key=lambda rows: min(times[rows]))
-        return self._plain_rows[batch_size]
+                config = dataclasses.replace(self._plain_config, min_rows=rows)
+                times.setdefault(rows, []).append(self._time_calls(batch, config, 0.0, 0, 0)[1])
+            self._min_rows_cache[batch_size] = min(times, key=lambda rows: min(times[rows]))
+        return self._min_rows_cache[batch_size]
 
-    def _part_costs(self, cell: Cell) -> Costs:
+    def _part_costs(self, cell: Cell) -> RoundCosts:
         """Measures the costs of the parts for all cells of a batch size at once; plain steps in their faster form."""
         batch_size = cell.batch_size
-        if batch_size not in self._costs:
+        if batch_size not in self._costs_cache:
             # One meter measures every shape of the batch size in turns. A second one measures plain steps in the faster
             # form if decoding's own form is the other.
             shapes = tuple({other.shape: None for other in (*self.cells, cell) if other.batch_size == batch_size})
-            usual = min_rows_per_pass(batch_size, jax.default_backend(), self.model.implementation)
-            meters = [self._meter(batch_size, shapes, usual)]
-            if (best := self._best_rows(batch_size) or usual) != usual:
-                meters.append(self._meter(batch_size, (), best))
+            default_rows = min_rows_per_pass(batch_size, jax.default_backend(), self.model.implementation)
+            meters = [self._make_meter(batch_size, shapes, default_rows)]
+            if (fastest_rows := self._fastest_min_rows(batch_size) or default_rows) != default_rows:
+                meters.append(self._make_meter(batch_size, (), fastest_rows))
             for meter in meters:
                 meter.measure()
             costs = meters[0].costs()
-            costs.parts[PLAIN] = meters[-1].costs().plain
-            self._costs[batch_size] = costs
-        return self._costs[batch_size]
+            costs.parts[PLAIN_STEP] = meters[-1].costs().plain
+            self._costs_cache[batch_size] = costs
+        return self._costs_cache[batch_size]
 
-    def _meter(self, batch_size: int, shapes: tuple[Shape, ...], min_rows: int) -> CostMeter:
-        widest = max((widest_write(self.model, shape) for shape in shapes), default=1)
+    def _make_meter(self, batch_size: int, shapes: tuple[RoundShape, ...], min_rows: int) -> CostMeter:
+        max_slots = max((max_slots_written(self.model, shape) for shape in shapes), default=1)
         # Measure at the mean length of the texts, with caches as large as decoding allocates.
         lengths = [len(row) for row in self.workload.prompts]
         context, longest = int(np.mean(lengths)) + self.settings.max_new_tokens // 2, max(lengths)
@@ -312,11 +312,13 @@ class Bench:
             batch=batch_size,
             min_rows=min_rows,
             context=context,
-            capacity=cache_capacity(longest, self._max_length, widest=widest, chunk=DecodeConfig().prefill_chunk),
+            capacity=cache_capacity(
+                longest, self._max_length, max_slots_per_round=max_slots, prefill_chunk=DecodeConfig().prefill_chunk
+            ),
         )
 
 
-def verdict(cell: Cell, differing: int) -> str:
+def lossless_status(cell: Cell, differing: int) -> str:
     """Says what is known about a cell's texts.
 
     Args:
@@ -329,7 +331,7 @@ def verdict(cell: Cell, differing: int) -> str:
     """
     if cell.acceptance in LOSSY_RULES:
         return "lossy"
-    if cell.acceptance in SAME_TOKENS:
+    if cell.acceptance in SAME_TEXT_RULES:
         return "identical" if not differing else "DIFFERS"
     return "exact by rule"
 
@@ -349,13 +351,13 @@ def paired_ratio(seconds: np.ndarray, tokens: np.ndarray) -> Estimate:
 
     def ratio(chosen_repeats, chosen):
         # Sum over batches within a repeat, divide within the repeat, and take the median: a pause hits few repeats.
-        time_ = seconds[:, chosen_repeats[..., :, None], chosen[..., None, :]].sum(axis=-1)
-        made = tokens[:, chosen_repeats[..., :, None], chosen[..., None, :]].sum(axis=-1)
-        speed = np.maximum(made, 1) / time_
+        total_seconds = seconds[:, chosen_repeats[..., :, None], chosen[..., None, :]].sum(axis=-1)
+        total_tokens = tokens[:, chosen_repeats[..., :, None], chosen[..., None, :]].sum(axis=-1)
+        speed = np.maximum(total_tokens, 1) / total_seconds
         return np.median(speed[1] / speed[0], axis=-1)
 
     # Batches and repeats are resampled independently, because both prompts and timing vary.
     rng = np.random.default_rng(0)
-    drawn = ratio(rng.integers(repeats, size=(RESAMPLES, repeats)), rng.integers(count, size=(RESAMPLES, count)))
-    low, high = np.quantile(drawn, (0.025, 0.975))
+    resampled = ratio(rng.integers(repeats, size=(RESAMPLES, repeats)), rng.integers(count, size=(RESAMPLES, count)))
+    low, high = np.quantile(resampled, (0.025, 0.975))
     return Estimate(float(ratio(np.arange(repeats), np.arange(count))), float(low), float(high))

@@ -7,7 +7,7 @@ import math
 from mtpjax.decoding.config import CHAIN_RULES, EXACT_RULES, FIXED_TREE_RULES, LOSSY_RULES, DecodeConfig
 from mtpjax.decoding.drafters.mtp import check_tree
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.evaluation.round_costs import Shape
+from mtpjax.evaluation.round_costs import RoundShape
 from mtpjax.models.model import MTPModel
 
 RULES = ("auto", "exact", *EXACT_RULES, *LOSSY_RULES)
@@ -51,13 +51,13 @@ class Settings:
                     raise ValueError(f"{field.name} is empty")
                 object.__setattr__(self, field.name, tuple(dict.fromkeys(value)))
         # Reject bad values here, before any model is loaded.
-        for name, least in (("depths", 1), ("topk", 1), ("batch_sizes", 1), ("num_draft_tokens", 0)):
+        for name, minimum in (("depths", 1), ("topk", 1), ("batch_sizes", 1), ("num_draft_tokens", 0)):
             smallest = min(getattr(self, name))
-            if smallest < least:
-                raise ValueError(f"{name} must be at least {least}, not {smallest}")
-        for name, least in (("max_new_tokens", 2), ("repeats", 1), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
+            if smallest < minimum:
+                raise ValueError(f"{name} must be at least {minimum}, not {smallest}")
+        for name, minimum in (("max_new_tokens", 2), ("repeats", 1), ("seed", 0)):
+            if getattr(self, name) < minimum:
+                raise ValueError(f"{name} must be at least {minimum}, not {getattr(self, name)}")
         for temperature in self.temperatures:
             if not (math.isfinite(temperature) and temperature >= 0):
                 raise ValueError(f"temperature {temperature} must be finite and not negative")
@@ -88,9 +88,9 @@ class Cell:
         )
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> RoundShape:
         """The shape of a round, by which costs are measured."""
-        return Shape(self.num_steps, self.topk, self.num_nodes)
+        return RoundShape(self.num_steps, self.topk, self.num_nodes)
 
     @property
     def setting(self) -> str:
@@ -106,14 +106,14 @@ class Cell:
     @property
     def flags(self) -> str:
         """The setting as SGLang's command-line flags, with the rule if it is not the default one."""
-        is_default = self.acceptance in _meant("auto", self.topk, self.temperature)
+        is_default = self.acceptance in _resolve_rules("auto", self.topk, self.temperature)
         return (
             f"--speculative-num-steps {self.num_steps} --speculative-eagle-topk {self.topk} "
             f"--speculative-num-draft-tokens {self.num_nodes}{'' if is_default else f' --acceptance {self.acceptance}'}"
         )
 
 
-def plan(settings: Settings, *, model: MTPModel) -> tuple[list[Cell], dict[str, int]]:
+def list_cells(settings: Settings, *, model: MTPModel) -> tuple[list[Cell], dict[str, int]]:
     """Lists the cells to measure.
 
     Args:
@@ -130,7 +130,7 @@ def plan(settings: Settings, *, model: MTPModel) -> tuple[list[Cell], dict[str, 
         raise ValueError("the model has no MTP module to draft with")
     cells: dict[Cell, None] = {}
     reasons: dict[str, int] = {}
-    product = itertools.product(
+    combinations = itertools.product(
         settings.batch_sizes,
         settings.depths,
         settings.topk,
@@ -138,10 +138,10 @@ def plan(settings: Settings, *, model: MTPModel) -> tuple[list[Cell], dict[str, 
         settings.rules,
         settings.temperatures,
     )
-    for batch_size, num_steps, topk, num_draft_tokens, name, temperature in product:
-        # `DecodeConfig`, `check_tree` and `_require_sense` reject what cannot run or repeats another cell. Their
+    for batch_size, num_steps, topk, num_draft_tokens, name, temperature in combinations:
+        # `DecodeConfig`, `check_tree` and `_check_combination` reject what cannot run or repeats another cell. Their
         # messages are the reasons that the report lists.
-        for rule in _meant(name, topk, temperature):
+        for rule in _resolve_rules(name, topk, temperature):
             try:
                 config = DecodeConfig(
                     num_steps=num_steps,
@@ -151,7 +151,7 @@ def plan(settings: Settings, *, model: MTPModel) -> tuple[list[Cell], dict[str, 
                 )
                 if topk > 1:
                     check_tree(model, config)
-                _require_sense(rule, topk, temperature)
+                _check_combination(rule, topk, temperature)
             except ValueError as error:
                 reasons[str(error)] = reasons.get(str(error), 0) + 1
                 continue
@@ -160,7 +160,7 @@ def plan(settings: Settings, *, model: MTPModel) -> tuple[list[Cell], dict[str, 
     return list(cells), reasons
 
 
-def _meant(name: str, topk: int, temperature: float) -> tuple[str, ...]:
+def _resolve_rules(name: str, topk: int, temperature: float) -> tuple[str, ...]:
     """Returns the rules that "auto" and "exact" mean for a cell; any other name means itself."""
     if name not in ("auto", "exact"):
         return (name,)
@@ -168,13 +168,15 @@ def _meant(name: str, topk: int, temperature: float) -> tuple[str, ...]:
     if not temperature:
         return ("greedy",)
     if name == "auto":
-        return (DecodeSpec.of(DecodeConfig(topk=topk), is_greedy=False).rule,)
+        rule = DecodeSpec.from_config(DecodeConfig(topk=topk), is_greedy=False).rule
+        assert isinstance(rule, str)  # only a custom rule is a callable
+        return (rule,)
     # "exact": every exact rule that supports this shape.
-    others = FIXED_TREE_RULES if topk == 1 else CHAIN_RULES
-    return tuple(rule for rule in EXACT_RULES if rule not in ("greedy", *others))
+    unsuitable = FIXED_TREE_RULES if topk == 1 else CHAIN_RULES
+    return tuple(rule for rule in EXACT_RULES if rule not in ("greedy", *unsuitable))
 
 
-def _require_sense(rule: str, topk: int, temperature: float) -> None:
+def _check_combination(rule: str, topk: int, temperature: float) -> None:
     """Raises `ValueError` for combinations that decoding rejects or that repeat another cell."""
     if rule == "greedy" and temperature:
         raise ValueError("greedy supports only temperature 0")

@@ -12,7 +12,7 @@ from typing import Any
 from mtpjax.ablation.bench import Workload
 from mtpjax.ablation.grid import Cell, Settings
 from mtpjax.console import narrow_table
-from mtpjax.evaluation.machine import QUIET
+from mtpjax.evaluation.machine import MAX_WAITING_SHARE
 
 
 def cell_of(row: dict[str, Any]) -> Cell:
@@ -20,7 +20,7 @@ def cell_of(row: dict[str, Any]) -> Cell:
     return Cell(**row["cell"])
 
 
-def groups_of(rows: Iterable[dict[str, Any]]) -> dict[tuple[int, float], list[dict[str, Any]]]:
+def group_rows(rows: Iterable[dict[str, Any]]) -> dict[tuple[int, float], list[dict[str, Any]]]:
     """Groups rows by (batch size, temperature), in ascending order; each group is sorted fastest first."""
     groups: dict[tuple[int, float], list[dict[str, Any]]] = {}
     for row in sorted(rows, key=lambda row: -row["ratio"]["value"]):
@@ -37,14 +37,14 @@ class Advice:
         batch_size: the batch size.
         temperature: the temperature.
         best: the row of the setting to use; None where plain decoding is best.
-        says: the advice in words.
+        text: the advice in words.
         certainty: how certain it is, in words.
     """
 
     batch_size: int
     temperature: float
     best: dict[str, Any] | None
-    says: str
+    text: str
     certainty: str
 
 
@@ -60,7 +60,7 @@ def advise(rows: Iterable[dict[str, Any]]) -> list[Advice]:
         One advice per group.
     """
     result = []
-    for (batch_size, temperature), group in groups_of(rows).items():
+    for (batch_size, temperature), group in group_rows(rows).items():
         # Lossy rules change the distribution, so they are reported but never advised.
         exact = [row for row in group if row["lossless"] not in ("lossy", "DIFFERS")]
         if not exact:
@@ -70,15 +70,15 @@ def advise(rows: Iterable[dict[str, Any]]) -> list[Advice]:
         fastest, paying = exact[0], [row for row in exact if row["ratio"]["low"] > 1]
         if not paying:
             is_slower = fastest["ratio"]["value"] <= 1
-            says = "do not speculate" if is_slower else "speculation is not shown to pay: decode plainly"
-            why = f"the fastest, {cell_of(fastest).setting}, has ratio to plain {_spread(fastest['ratio'])}"
-            result.append(Advice(batch_size, temperature, None, says, why))
+            text = "do not speculate" if is_slower else "speculation is not shown to pay: decode plainly"
+            why = f"the fastest, {cell_of(fastest).setting}, has ratio to plain {_format_interval(fastest['ratio'])}"
+            result.append(Advice(batch_size, temperature, None, text, why))
             continue
         best = paying[0]
-        length, ratio = best["accept_length"]["value"], _spread(best["ratio"])
-        says = f"{cell_of(best).setting}: accept length {length:.2f}, ratio to plain {ratio}"
+        length, ratio = best["accept_length"]["value"], _format_interval(best["ratio"])
+        text = f"{cell_of(best).setting}: accept length {length:.2f}, ratio to plain {ratio}"
         others = [row for row in exact if row is not best]
-        result.append(Advice(batch_size, temperature, best, says, _certainty(best, others)))
+        result.append(Advice(batch_size, temperature, best, text, _certainty(best, others)))
     return result
 
 
@@ -88,7 +88,7 @@ def _certainty(best: dict[str, Any], others: list[dict[str, Any]]) -> str:
         return "no other setting was measured"
     # Intervals that do not overlap are clear. A best interval above the runner-up's value is probable.
     second = others[0]
-    measured = f"{cell_of(second).setting}: {_spread(second['ratio'])}"
+    measured = f"{cell_of(second).setting}: {_format_interval(second['ratio'])}"
     if best["ratio"]["low"] > second["ratio"]["high"]:
         return f"clearly faster than {measured}"
     if best["ratio"]["low"] > second["ratio"]["value"]:
@@ -97,8 +97,12 @@ def _certainty(best: dict[str, Any], others: list[dict[str, Any]]) -> str:
     return f"not distinguishable from {measured}" + (f", nor from {len(alike) - 1} more" if len(alike) > 1 else "")
 
 
-def recommendation(
-    rows: list[dict[str, Any]], reasons: dict[str, int], workload: Workload, settings: Settings, about: dict[str, Any]
+def format_recommendation(
+    rows: list[dict[str, Any]],
+    reasons: dict[str, int],
+    workload: Workload,
+    settings: Settings,
+    environment: dict[str, Any],
 ) -> str:
     """Writes the text of `recommendation.md`.
 
@@ -107,7 +111,7 @@ def recommendation(
         reasons: number of combinations left out, by reason.
         workload: the prompts.
         settings: the settings of the ablation.
-        about: model, machine and versions.
+        environment: model, machine and versions.
 
     Returns:
         Markdown.
@@ -115,37 +119,42 @@ def recommendation(
     # First the advice: what to use where, how certain it is, and the flags.
     lines, advices = ["# Which draft settings to use", ""], advise(rows)
     for advice in advices:
-        lines.append(f"- **batch {advice.batch_size}, temperature {advice.temperature:g}**: {advice.says}")
+        lines.append(f"- **batch {advice.batch_size}, temperature {advice.temperature:g}**: {advice.text}")
         if advice.certainty:
             lines.append(f"  - {advice.certainty}")
         if advice.best is not None:
             lines.append(f"  - `{cell_of(advice.best).flags}`")
-    without = [f"batch {each.batch_size} at temperature {each.temperature:g}" for each in advices if not each.best]
-    lines += ["", "When not to speculate: " + (", ".join(without) or "in none of the measured cases") + "."]
+    plain_cases = [
+        f"batch {advice.batch_size} at temperature {advice.temperature:g}" for advice in advices if not advice.best
+    ]
+    lines += ["", "When not to speculate: " + (", ".join(plain_cases) or "in none of the measured cases") + "."]
     # Then what the advice leaves out: lossy rules, and settings whose texts differ from plain decoding.
     lossy = [row for row in rows if row["lossless"] == "lossy"]
     if lossy:
         lines += ["", "## Lossy settings, which change the text's distribution and are never advised", ""]
-        lines += [f"- {cell_of(row).name}: {summary(row)}" for row in lossy]
-    wrong = [row for row in rows if row["lossless"] == "DIFFERS"]
-    if wrong:
+        lines += [f"- {cell_of(row).name}: {format_summary(row)}" for row in lossy]
+    differing = [row for row in rows if row["lossless"] == "DIFFERS"]
+    if differing:
         lines += ["", "## Texts that differ from plain decoding", ""]
-        lines += [f"- {cell_of(row).name}: {row['differing_rows']} of {row['compared_rows']} texts" for row in wrong]
+        lines += [
+            f"- {cell_of(row).name}: {row['differing_rows']} of {row['compared_rows']} texts" for row in differing
+        ]
     # Last how it was measured, with everything that limits what the numbers mean.
     lines += ["", "## Measured", ""]
     lines += [
         f"- {len(rows)} cells, {settings.repeats} repeats, {settings.max_new_tokens} new tokens; {workload.source}",
-        f"- {about['device']}, {about['processor']}, jax {about['jax']}, model {about['model']}",
+        f"- {environment['device']}, {environment['processor']}",
+        f"- jax {environment['jax']}, model {environment['model']}",
         "- ratio: tokens/s over plain decoding of the same prompts, batch and temperature, in turns; 95 % intervals",
         "- ideal: accept length over the cost of a round's passes in plain steps; without the cost of sampling",
     ]
     # A single batch of prompts cannot be resampled, so its interval says nothing about other prompts.
-    alone = sorted(size for size in settings.batch_sizes if len(workload.batches(size)) == 1)
-    if alone:
-        sizes = ", ".join(map(str, alone))
+    single_batch_sizes = sorted(size for size in settings.batch_sizes if len(workload.batches(size)) == 1)
+    if single_batch_sizes:
+        sizes = ", ".join(map(str, single_batch_sizes))
         lines.append(f"- the prompts are one batch of {sizes}: intervals there cover timing, not other prompts")
     waited = max(row["waited"] for row in rows)
-    if waited > QUIET:
+    if waited > MAX_WAITING_SHARE:
         lines += [f"- the machine was busy: it waited for a core up to {waited:.0%} of a cell's time. Run it again"]
     lines += [f"- left out: {reason} ({count} cells)" for reason, count in reasons.items()]
     return "\n".join(lines) + "\n"
@@ -191,11 +200,11 @@ def to_csv(rows: Iterable[dict[str, Any]]) -> str:
     writer.writeheader()
     for row in rows:
         # Estimates with intervals become three columns each; costs are in milliseconds.
-        spreads = {}
+        estimates = {}
         for name in ("accept_length", "ratio"):
-            spreads |= {name: row[name]["value"], f"{name}_low": row[name]["low"], f"{name}_high": row[name]["high"]}
+            estimates |= {name: row[name]["value"], f"{name}_low": row[name]["low"], f"{name}_high": row[name]["high"]}
         numbers = {
-            **spreads,
+            **estimates,
             "accept_length_macro": row["accept_length_macro"]["value"],
             "tokens_per_second": row["tokens_per_second"],
             "plain_tokens_per_second": row["plain_tokens_per_second"],
@@ -206,14 +215,14 @@ def to_csv(rows: Iterable[dict[str, Any]]) -> str:
             {
                 **{name: row["cell"][name] for name in CSV_COLUMNS[:6]},
                 **{name: "" if value is None else f"{value:.5g}" for name, value in numbers.items()},
-                **{name: " ".join(_number(rate) for rate in row[name]) for name in ("conditional", "survival")},
+                **{name: " ".join(_format_rate(rate) for rate in row[name]) for name in ("conditional", "survival")},
                 "lossless": row["lossless"],
             }
         )
     return file.getvalue()
 
 
-def _number(rate: dict[str, float | None]) -> str:
+def _format_rate(rate: dict[str, float | None]) -> str:
     return "" if rate["value"] is None else f"{rate['value']:.4f}"
 
 
@@ -224,7 +233,7 @@ def print_cells(console, rows: list[dict[str, Any]]) -> None:
         console: a `rich` console.
         rows: rows of `cells.jsonl`.
     """
-    for (batch_size, temperature), group in groups_of(rows).items():
+    for (batch_size, temperature), group in group_rows(rows).items():
         plain = f"plain {group[0]['plain_tokens_per_second']:.0f} tokens/s"
         table = narrow_table(f"batch {batch_size}, temperature {temperature:g}: {plain}")
         headings = ("depth", "topk/\nnodes", "rule", "accept\nlength", "survival", "tokens/s", "ratio (95 %)", "ideal")
@@ -253,10 +262,12 @@ def print_cells(console, rows: list[dict[str, Any]]) -> None:
         console.print("! texts DIFFER from plain decoding", style="bold red")
 
 
-def summary(row: dict[str, Any]) -> str:
+def format_summary(row: dict[str, Any]) -> str:
     """Formats a row in a line: accept length, ratio with its interval, and the check of its texts."""
-    return f"accept length {row['accept_length']['value']:.2f}, ratio {_spread(row['ratio'])}, {row['lossless']}"
+    return (
+        f"accept length {row['accept_length']['value']:.2f}, ratio {_format_interval(row['ratio'])}, {row['lossless']}"
+    )
 
 
-def _spread(estimate: dict[str, float]) -> str:
+def _format_interval(estimate: dict[str, float]) -> str:
     return f"{estimate['value']:.2f} ({estimate['low']:.2f}-{estimate['high']:.2f})"

@@ -18,47 +18,47 @@ from typing import Any
 import jax
 
 from mtpjax.ablation.bench import Bench, Workload, find_workload
-from mtpjax.ablation.grid import Cell, Settings, plan
-from mtpjax.ablation.report import print_cells, recommendation, summary, to_csv
+from mtpjax.ablation.grid import Cell, Settings, list_cells
+from mtpjax.ablation.report import format_recommendation, format_summary, print_cells, to_csv
 from mtpjax.atomic import write_text
 from mtpjax.data.jsonl_writer import JsonlWriter
-from mtpjax.evaluation.machine import machine
+from mtpjax.evaluation.machine import describe_machine
 from mtpjax.evaluation.plots import plot_heatmap, plot_pareto
 from mtpjax.host import num_threads
 from mtpjax.io.checkpoint import load
 from mtpjax.io.checkpoint_format import checkpoint_digest, find_checkpoint
 
-VERSION = 4  # format of a cell's line; lines of another version are measured again
+CELL_VERSION = 4  # format of a cell's line; lines of another version are measured again
 # Drop compiled programs after this many cells: they use up memory mappings, of which Linux allows 65,530 per process.
-CELLS_IN_MEMORY = 16
+CELLS_PER_CACHE_CLEAR = 16
 
 
-def fingerprint(cell: Cell, settings: Settings, workload: Workload, about: dict[str, Any]) -> str:
+def fingerprint(cell: Cell, settings: Settings, workload: Workload, environment: dict[str, Any]) -> str:
     """Computes a digest of everything that a cell's results depend on, except chance.
 
     Args:
         cell: the cell.
         settings: the settings of the ablation.
         workload: the prompts.
-        about: model, machine and versions, from `describe`.
+        environment: model, machine and versions, from `describe_environment`.
 
     Returns:
         16 hexadecimal digits.
     """
     content = {
-        "version": VERSION,
+        "version": CELL_VERSION,
         "cell": dataclasses.asdict(cell),
         "max_new_tokens": settings.max_new_tokens,
         "repeats": settings.repeats,
         "seed": settings.seed,
         "prompts": workload.prompts,
         "stop_token_ids": workload.stop_token_ids,
-        "about": about,
+        "about": environment,
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def describe(path: pathlib.Path) -> dict[str, Any]:
+def describe_environment(path: pathlib.Path) -> dict[str, Any]:
     """Describes model, machine and versions, on which the results depend.
 
     Args:
@@ -71,7 +71,7 @@ def describe(path: pathlib.Path) -> dict[str, Any]:
     return {
         "model": checkpoint_digest(path)[:16],
         "device": f"{device.device_kind}, threads: {num_threads()}" if device.platform == "cpu" else device.device_kind,
-        "processor": machine()["cpu"] if hasattr(os, "sched_getaffinity") else platform.machine(),
+        "processor": describe_machine()["cpu"] if hasattr(os, "sched_getaffinity") else platform.machine(),
         "jax": jax.__version__,
         "flags": os.environ.get("XLA_FLAGS", ""),
     }
@@ -81,9 +81,9 @@ def run_cells(
     cells: list[Cell],
     bench: Bench,
     writer: JsonlWriter,
-    about: dict[str, Any],
+    environment: dict[str, Any],
     *,
-    say: Callable[[str], Any] = print,
+    log: Callable[[str], Any] = print,
 ) -> tuple[list[dict[str, Any]], bool]:
     """Measures the cells that the file does not contain yet.
 
@@ -91,37 +91,37 @@ def run_cells(
         cells: all cells.
         bench: measures a cell.
         writer: the open `cells.jsonl`.
-        about: model, machine and versions.
-        say: prints a line of progress.
+        environment: model, machine and versions.
+        log: prints a line of progress.
 
     Returns:
         The rows that exist, in the order of `cells`, and whether they are complete; Ctrl-C ends the run early.
     """
     # Of two lines with the same fingerprint the newer one counts.
-    known = {row["fingerprint"]: row for row in writer.resume(required=("fingerprint",))}
-    prints = {cell: fingerprint(cell, bench.settings, bench.workload, about) for cell in cells}
-    rows = {cell: known[prints[cell]] for cell in cells if prints[cell] in known}
+    known_rows = {row["fingerprint"]: row for row in writer.resume(required=("fingerprint",))}
+    fingerprints = {cell: fingerprint(cell, bench.settings, bench.workload, environment) for cell in cells}
+    rows = {cell: known_rows[fingerprints[cell]] for cell in cells if fingerprints[cell] in known_rows}
     if rows:
-        say(f"{len(rows)} of {len(cells)} cells are already measured")
+        log(f"{len(rows)} of {len(cells)} cells are already measured")
     # Measure the others. Each row is on disk before the next cell starts.
-    waiting = bench.cells = [cell for cell in cells if cell not in rows]
+    remaining = bench.cells = [cell for cell in cells if cell not in rows]
     begin = time.perf_counter()
     try:
-        for number, cell in enumerate(waiting, start=1):
-            row = {"fingerprint": prints[cell], "about": about, **bench.measure(cell)}
+        for number, cell in enumerate(remaining, start=1):
+            row = {"fingerprint": fingerprints[cell], "about": environment, **bench.measure(cell)}
             writer.append([row])
             rows[cell] = row
             # The time left assumes that the cells to come take as long as the measured ones.
-            left = (time.perf_counter() - begin) / number * (len(waiting) - number)
-            say(f"{len(rows)}/{len(cells)} {cell.name}: {summary(row)}; {_minutes(left)} left")
-            if number % CELLS_IN_MEMORY == 0:
+            left = (time.perf_counter() - begin) / number * (len(remaining) - number)
+            log(f"{len(rows)}/{len(cells)} {cell.name}: {format_summary(row)}; {_format_duration(left)} left")
+            if number % CELLS_PER_CACHE_CLEAR == 0:
                 jax.clear_caches()
     except KeyboardInterrupt:
         pass
     return [rows[cell] for cell in cells if cell in rows], len(rows) == len(cells)
 
 
-def _minutes(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
@@ -159,7 +159,7 @@ def run(
     path = find_checkpoint(model_path)
     model, params = load(path)
     # List the cells, and print why combinations were left out.
-    cells, reasons = plan(settings, model=model)
+    cells, reasons = list_cells(settings, model=model)
     for reason, count in reasons.items():
         console.print(f"left out: {reason} ({count} cells)", highlight=False)
     if not cells:
@@ -176,22 +176,22 @@ def run(
         prompt_tokens=prompt_tokens,
         chat=chat,
     )
-    about = describe(path)
+    environment = describe_environment(path)
     output = pathlib.Path(output)
     output.mkdir(parents=True, exist_ok=True)
     console.print(f"{len(cells)} cells; {workload.source}", highlight=False, soft_wrap=True)
     bench = Bench(model, params, settings, workload)
 
-    def say(line: str) -> None:
+    def log(line: str) -> None:
         console.print(line, highlight=False, soft_wrap=True)
 
     # Every finished cell is a line that is on the disk before the next cell starts.
     with JsonlWriter(output / "cells.jsonl", allow_nan=False) as writer:
-        rows, is_complete = run_cells(cells, bench, writer, about, say=say)
+        rows, is_complete = run_cells(cells, bench, writer, environment, log=log)
     # Report what was measured, even if the run was stopped early.
     if rows:
         print_cells(console, rows)
-        text = recommendation(rows, reasons, workload, settings, about)
+        text = format_recommendation(rows, reasons, workload, settings, environment)
         write_text(output / "cells.csv", to_csv(rows))
         write_text(output / "recommendation.md", text)
         plot_heatmap(output / "heatmap.png", rows)

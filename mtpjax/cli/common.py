@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 
 
-def add_model(parser) -> None:
+def add_model_path_flag(parser) -> None:
     """Adds `--model-path`, the flag that names a checkpoint."""
     parser.add_argument("--model-path", "--model", required=True, help="a checkpoint, or a run folder that holds one")
 
@@ -22,14 +22,14 @@ def set_threads(model_path: str, threads: int = 0) -> None:
     Raises:
         ValueError: `threads` is negative.
     """
-    from mtpjax.host import limit_threads, suitable_threads
+    from mtpjax.host import choose_num_threads, limit_threads
     from mtpjax.io.checkpoint_format import checkpoint_bytes
 
     if threads < 0:
         raise ValueError(f"threads must be at least 0, got {threads}")
     # XLA reads the number once, when JAX makes its devices.
     if "jax" not in sys.modules:
-        limit_threads(threads or suitable_threads(checkpoint_bytes(model_path)))
+        limit_threads(threads or choose_num_threads(checkpoint_bytes(model_path)))
 
 
 def progress_bar(*columns):
@@ -50,7 +50,7 @@ def progress_bar(*columns):
 
 
 @contextlib.contextmanager
-def show_bytes(source: str, target: str) -> Iterator[Callable[[int], None]]:
+def show_bytes_read(source: str, target: str) -> Iterator[Callable[[int], None]]:
     """Shows how many bytes a command has read: a bar on a terminal, and one closing line on stderr.
 
     Args:

@@ -152,19 +152,20 @@ def decode_settings(options) -> dict[str, Any]:
     return settings
 
 
-def choose_num_steps(asked: int | None, drafter: str, num_mtp_modules: int) -> int:
+def choose_num_steps(flag_value: int | None, drafter: str, num_mtp_modules: int) -> int:
     """Chooses the number of draft levels where the command line leaves it out.
 
     Args:
-        asked: the flag's value.
+        flag_value: the flag's value.
         drafter: "mtp" or "lookup".
         num_mtp_modules: modules of the model.
 
     Returns:
-        `asked` if it is given. Else 2 for MTP modules, 4 for lookup, and 0, which is plain decoding, without modules.
+        `flag_value` if it is given. Else 2 for MTP modules, 4 for lookup, and 0, which is plain decoding, without
+        modules.
     """
-    if asked is not None:
-        return asked
+    if flag_value is not None:
+        return flag_value
     if drafter == "lookup":
         return DEFAULT_LOOKUP_STEPS
     return DEFAULT_MTP_STEPS if num_mtp_modules else 0

@@ -5,10 +5,10 @@ from typing import Any
 
 import jsonargparse
 
-from mtpjax.cli.common import show_bytes
+from mtpjax.cli.common import show_bytes_read
 
 
-def add(commands) -> None:
+def add_commands(commands) -> None:
     """Adds the commands and their flags.
 
     Args:
@@ -21,7 +21,7 @@ def add(commands) -> None:
     inspect.add_argument("path", help="a Hugging Face directory, an mtpjax checkpoint, or a run folder that holds one")
     inspect.add_argument("--mesh", default="", help="mesh to divide the memory by, such as tensor=8,expert=4")
     inspect.add_argument("--json", action="store_true", help="print everything as JSON")
-    _add_model_type(inspect)
+    _add_model_type_flag(inspect)
     commands.add_subcommand("inspect", inspect, help="show family, sizes, dtypes, missing tensors, memory per device")
 
     convert = jsonargparse.ArgumentParser(
@@ -35,7 +35,7 @@ def add(commands) -> None:
     )
     convert.add_argument("--allow-extra", action="store_true", help="keep unknown tensors")
     convert.add_argument("--strict", action="store_true", help="fail on weights that are infinite or NaN")
-    _add_model_type(convert)
+    _add_model_type_flag(convert)
     commands.add_subcommand("convert", convert, help="convert between Hugging Face and mtpjax checkpoints")
 
     export = jsonargparse.ArgumentParser(
@@ -44,7 +44,7 @@ def add(commands) -> None:
     )
     export.add_argument("--input-dir", required=True, help="a full Hugging Face checkpoint")
     export.add_argument("--output-dir", required=True, help="folder to write; it appears only when it is complete")
-    _add_model_type(export)
+    _add_model_type_flag(export)
     commands.add_subcommand("export-mtp", export, help="write the MTP modules as a checkpoint of their own")
 
     merge = jsonargparse.ArgumentParser(
@@ -57,7 +57,7 @@ def add(commands) -> None:
     commands.add_subcommand("merge-mtp", merge, help="put trained MTP modules into a full checkpoint")
 
 
-def _add_model_type(parser) -> None:
+def _add_model_type_flag(parser) -> None:
     parser.add_argument("--model-type", default="auto", help="model type to use instead of config.json's")
 
 
@@ -66,7 +66,7 @@ def _model_type(options) -> str | None:
 
 
 def _inspect(options) -> int:
-    from mtpjax.io.inspect import inspect, lines
+    from mtpjax.io.inspect import format_lines, inspect
 
     # Parse the mesh, such as "tensor=8,expert=4", into axis sizes; only sizes are needed, no devices.
     mesh = {}
@@ -77,7 +77,7 @@ def _inspect(options) -> int:
         mesh[axis] = int(size)
     # Read the configuration and the tensor headers, and print one of two forms.
     facts = inspect(options.path, mesh=mesh, model_type=_model_type(options))
-    print(json.dumps(facts, indent=1) if options.json else "\n".join(lines(facts)))
+    print(json.dumps(facts, indent=1) if options.json else "\n".join(format_lines(facts)))
     return 3 if facts["missing"] or facts["extra"] else 0
 
 
@@ -94,7 +94,7 @@ def _convert(options) -> int:
         raise ValueError(f"--dtype {options.dtype!r} is not one of {', '.join(dtypes)}")
     choice: dict[str, Any] = {"dtype": options.dtype and dtypes[options.dtype], "model_type": _model_type(options)}
     # The source's kind decides the direction: an mtpjax checkpoint goes to Hugging Face, anything else comes from it.
-    with show_bytes(options.source, options.target) as progress:
+    with show_bytes_read(options.source, options.target) as progress:
         if is_checkpoint(find_checkpoint(options.source)):
             convert.to_hugging_face(options.source, options.target, **choice, progress=progress)
         else:
@@ -106,7 +106,7 @@ def _convert(options) -> int:
 def _export_mtp(options) -> int:
     from conversion.export_mtp import export_mtp
 
-    with show_bytes(options.input_dir, options.output_dir) as progress:
+    with show_bytes_read(options.input_dir, options.output_dir) as progress:
         export_mtp(options.input_dir, options.output_dir, model_type=_model_type(options), progress=progress)
     return 0
 
@@ -114,7 +114,7 @@ def _export_mtp(options) -> int:
 def _merge_mtp(options) -> int:
     from mtpjax.io.merge import merge_mtp
 
-    with show_bytes(options.input_dir, options.output_dir) as progress:
+    with show_bytes_read(options.input_dir, options.output_dir) as progress:
         report = merge_mtp(options.input_dir, options.mtp_dir, options.output_dir, progress=progress)
     # The counts show at once whether the modules were trained or are those that the checkpoint already had.
     print(f"tensors of MTP modules: {report.equal} equal, {report.replaced} replaced, {report.added} added")

@@ -8,7 +8,7 @@ from typing import Any
 
 import jsonargparse
 
-from mtpjax.cli.common import add_model, set_threads
+from mtpjax.cli.common import add_model_path_flag, set_threads
 from mtpjax.cli.config_flags import (
     DRAFT_FIELDS,
     LOOKUP_FIELDS,
@@ -24,7 +24,7 @@ DECODE_DEFAULTS: dict[str, Any] = {"max_new_tokens": 256, "num_steps": None}
 DECODE_FIELDS = ("max_new_tokens", "max_length", "drafter", *DRAFT_FIELDS, *LOOKUP_FIELDS)
 
 
-def add(commands) -> None:
+def add_commands(commands) -> None:
     """Adds the commands and their flags.
 
     Args:
@@ -38,7 +38,7 @@ def _add_generate(commands) -> None:
     parser = jsonargparse.ArgumentParser(
         description="Continue prompts with a trained model. On a terminal, accepted drafts are coloured."
     )
-    add_model(parser)
+    add_model_path_flag(parser)
     parser.add_argument("--prompt", action="append", required=True, help="text to continue; repeat for more prompts")
     add_config_flags(parser, (*DECODE_FIELDS, "depth_policy"), **DECODE_DEFAULTS)
     parser.add_argument(
@@ -59,7 +59,7 @@ def _add_regenerate(commands) -> None:
         "the output, with 'messages' or 'text' and the reason each answer ended. OUTPUT.about.json holds the settings "
         "and the progress. Run the same command again to continue an interrupted run."
     )
-    add_model(parser)
+    add_model_path_flag(parser)
     parser.add_argument(
         "--data",
         required=True,
@@ -102,18 +102,24 @@ def _generate(options) -> int:
         check_acceptance(path, model, params)
     # Make the prompts' tokens: messages through the chat template, or plain text.
     if options.chat:
-        prompts = [tokenizer.chat([{"role": "user", "content": text}]) for text in options.prompt]
+        prompts = [tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in options.prompt]
     else:
         prompts = [tokenizer.encode(text) for text in options.prompt]
-    asked: dict[str, Any] = {"model": model, "config": config, "sampling": sampling_params(options, len(prompts))}
-    result = speculative_generate(params, prompts, **asked)
+    decode_arguments: dict[str, Any] = {
+        "model": model,
+        "config": config,
+        "sampling": sampling_params(options, len(prompts)),
+    }
+    result = speculative_generate(params, prompts, **decode_arguments)
     # The text goes to stdout, everything about it to stderr, so that the text can be piped.
     for text, tokens, origins in zip(options.prompt, result.rows(), result.origins, strict=True):
-        _print_text(text, tokens, origins, tokenizer.stream())
+        _print_text(text, tokens, origins, tokenizer.incremental_decoder())
     _print_stats(result, config)
     # Decode again without drafts and compare the tokens.
     if options.check:
-        return _compare(params, prompts, result.rows(), generate(params, prompts, **asked).rows(), asked)
+        return _compare_with_plain(
+            params, prompts, result.rows(), generate(params, prompts, **decode_arguments).rows(), decode_arguments
+        )
     return 0
 
 
@@ -129,21 +135,25 @@ def _print_stats(result, config) -> None:
     print(line, file=sys.stderr)
 
 
-def _compare(params, prompts, rows, plain, asked: dict[str, Any]) -> int:
+def _compare_with_plain(params, prompts, rows, plain, decode_arguments: dict[str, Any]) -> int:
     """Prints whether the texts equal plain decoding's, and where they differ. Returns the exit code, 0 or 4."""
-    from mtpjax.evaluation.acceptance import is_plain, partings
+    from mtpjax.evaluation.acceptance import equals_plain_decoding, first_divergences
 
     # bfloat16 matmuls round differently at different widths, so near-tied logits can flip. Where texts differ,
-    # `is_plain` compares again with plain decoding in passes of the drafts' width.
-    identical = bool(is_plain(params, prompts, rows, plain, **asked).all())
+    # `equals_plain_decoding` compares again with plain decoding in passes of the drafts' width.
+    identical = bool(equals_plain_decoding(params, prompts, rows, plain, **decode_arguments).all())
     how = ", in passes of the same width: narrower ones round differently" if identical and rows != plain else ""
     print(f"identical to plain decoding: {'yes' if identical else 'NO'}{how}", file=sys.stderr)
     # For each prompt that differs, show where, and how close the two tokens' logits are: a near tie is rounding.
-    for number, parting in enumerate(partings(params, prompts, rows, plain, model=asked["model"]), start=1):
-        if parting is not None:
-            gap = f"the trunk's logits of the two tokens are {parting.gap:.2g} apart"
-            where = "one text ends" if math.isinf(parting.gap) else gap
-            print(f"prompt {number} differs from new token {parting.place + 1} on, where {where}", file=sys.stderr)
+    for number, divergence in enumerate(
+        first_divergences(params, prompts, rows, plain, model=decode_arguments["model"]), start=1
+    ):
+        if divergence is not None:
+            gap = f"the trunk's logits of the two tokens are {divergence.gap:.2g} apart"
+            where = "one text ends" if math.isinf(divergence.gap) else gap
+            print(
+                f"prompt {number} differs from new token {divergence.position + 1} on, where {where}", file=sys.stderr
+            )
     return 0 if identical else 4
 
 
@@ -170,13 +180,13 @@ def _print_text(prompt: str, tokens: list[int], origins, stream) -> None:
 def _decode_config(options, settings: dict[str, Any], model, tokenizer):
     """Makes the `DecodeConfig` of `mtpjax generate`; adaptive depth takes its costs from a profile."""
     from mtpjax.decoding.config import DecodeConfig
-    from mtpjax.evaluation.profile import load_settings
+    from mtpjax.evaluation.profile import load_depth_settings
 
     settings = _with_num_steps(settings, model)
     # Adaptive depth weighs accept length against measured round times, which depend on the device.
     if options.depth_policy == "adaptive" and settings["num_steps"]:
         profile = options.profile or options.model_path
-        settings |= load_settings(
+        settings |= load_depth_settings(
             profile, batch=len(options.prompt), num_steps=settings["num_steps"], config=model.config
         )
     return DecodeConfig(**settings, stop_token_ids=tokenizer.eos_token_ids)
@@ -192,27 +202,29 @@ def _regenerate(options) -> int:
     import rich.console
     import rich.progress
 
-    from mtpjax.data.draft_vocabulary import corpus_files
-    from mtpjax.data.regeneration_output import about_path
+    from mtpjax.data.draft_vocabulary import list_corpus_files
+    from mtpjax.data.regeneration_output import manifest_path
     from mtpjax.data.tokenizer import load_tokenizer
     from mtpjax.decoding.config import DecodeConfig
     from mtpjax.io.checkpoint import load
     from mtpjax.io.checkpoint_format import checkpoint_digest, find_checkpoint
-    from mtpjax.training.regenerate import Request, regenerate
+    from mtpjax.training.regenerate import RegenerationRequest, regenerate
 
     # The settings that decide the output's content; `regenerate` refuses to continue a file made with others.
     names = ("chat", "prompt_tokens", "batch_size", "seed")
     settings, output = decode_settings(options), pathlib.Path(options.output).resolve()
     # The output may lie in the folder of the data. It must not be read as data when the command runs again.
-    own = (output, about_path(output))
-    paths = [file for file in corpus_files(options.data, options.pattern) if file.resolve() not in own]
+    own = (output, manifest_path(output))
+    paths = [file for file in list_corpus_files(options.data, options.pattern) if file.resolve() not in own]
     path = find_checkpoint(options.model_path)
     model, params = load(path)
     tokenizer = load_tokenizer(path, model.config.vocab_size)
     config = DecodeConfig(**_with_num_steps(settings, model), stop_token_ids=tokenizer.eos_token_ids)
     # Each record gets its own seed, so the batch's seeds are left out.
     sampling = dataclasses.replace(sampling_params(options, 1), seed=None)
-    request = Request(paths=paths, config=config, sampling=sampling, **{name: options[name] for name in names})
+    request = RegenerationRequest(
+        paths=paths, config=config, sampling=sampling, **{name: options[name] for name in names}
+    )
     # On a terminal a bar shows the progress; elsewhere each update is a line.
     console = rich.console.Console(stderr=True)
     with rich.progress.Progress(console=console, disable=not console.is_terminal) as bar:

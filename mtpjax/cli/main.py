@@ -62,7 +62,7 @@ def make_parser() -> jsonargparse.ArgumentParser:
     )
     commands = parser.add_subcommands(title="commands", metavar="COMMAND")
     for group in GROUPS:
-        group.add(commands)
+        group.add_commands(commands)
     return parser
 
 

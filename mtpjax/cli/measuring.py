@@ -6,11 +6,11 @@ import sys
 
 import jsonargparse
 
-from mtpjax.cli.common import add_model, progress_bar, set_threads, show_bytes
+from mtpjax.cli.common import add_model_path_flag, progress_bar, set_threads, show_bytes_read
 from mtpjax.cli.config_flags import DRAFT_FIELDS, SHAPE_FIELDS, add_config_flags, decode_settings
 
 
-def add(commands) -> None:
+def add_commands(commands) -> None:
     """Adds the commands and their flags.
 
     Args:
@@ -27,7 +27,7 @@ def _add_profile(commands) -> None:
         description="Measure on this device how long rounds of 0..num-steps draft levels take, per batch size. "
         "`mtpjax generate --depth-policy adaptive` reads the file."
     )
-    add_model(profile)
+    add_model_path_flag(profile)
     profile.add_argument("--batch", type=int, nargs="+", default=[1], help="batch sizes (default: %(default)s)")
     add_config_flags(profile, SHAPE_FIELDS, num_steps=5)
     profile.add_argument("--context", type=int, default=512, help="tokens in the KV caches (default: %(default)s)")
@@ -51,7 +51,7 @@ def _add_vocabulary(commands) -> None:
         description="Count the tokens of a corpus and write the most frequent ones to a file. With --draft-vocabulary, "
         "MTP modules draft only those tokens, which makes their output head smaller."
     )
-    add_model(vocabulary)
+    add_model_path_flag(vocabulary)
     vocabulary.add_argument("--data", required=True, help="a text or JSONL file, or a folder of them")
     vocabulary.add_argument("--pattern", default="*", help="which files of a folder (default: %(default)s)")
     vocabulary.add_argument("--size", type=int, required=True, help="token ids to keep, special tokens included")
@@ -66,8 +66,8 @@ def _add_eval(commands) -> None:
         "accept length is 1 + accepted drafts / steps. A conditional rate counts the steps that accepted the levels "
         "before; a survival rate counts all steps."
     )
-    add_model(acceptance)
-    _add_prompts(acceptance, required=True, count=64)
+    add_model_path_flag(acceptance)
+    _add_prompt_flags(acceptance, required=True, count=64)
     add_config_flags(acceptance, DRAFT_FIELDS, num_steps=3)
     acceptance.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default: %(default)s)")
     acceptance.add_argument("--batch-size", type=int, default=8, help="prompts decoded together (default: %(default)s)")
@@ -84,9 +84,9 @@ def _add_ablate(commands) -> None:
         "at the same batch size and temperature, and recommend one. Finished cells are kept: run the same command "
         "again to continue. Writes cells.jsonl, cells.csv, heatmap.png, pareto.png and recommendation.md."
     )
-    add_model(ablate)
+    add_model_path_flag(ablate)
     ablate.add_argument("--output", required=True, help="folder to write or to continue")
-    _add_prompts(ablate, required=False, count=12)
+    _add_prompt_flags(ablate, required=False, count=12)
     # Every flag takes several values; the grid is their product.
     grid: list[tuple[str, type, list, str]] = [
         ("--depths", int, [1, 2, 3], "draft levels per round"),
@@ -115,7 +115,7 @@ def _add_ablate(commands) -> None:
     commands.add_subcommand("ablate", ablate, help="measure a grid of draft settings and recommend one")
 
 
-def _add_prompts(parser, *, required: bool, count: int) -> None:
+def _add_prompt_flags(parser, *, required: bool, count: int) -> None:
     # Without a file, `mtpjax ablate` takes held-out files of the model's own training data.
     kinds = "JSONL of prompts (Spec-Bench, GSM8K and others), or a text file with a prompt per paragraph"
     otherwise = "" if required else " (default: held-out files of the training data, for byte-level models)"
@@ -186,17 +186,17 @@ def _vocabulary(options) -> int:
     # Always keep the special tokens: without end-of-text, MTP modules could not draft the end of an answer.
     kept = {*tokenizer.eos_token_ids, *tokenizer.special_token_ids}
     # Raise for a wrong size before the corpus is read.
-    draft_vocabulary.choose_vocabulary(np.zeros(vocab_size), options.size, kept=kept)
+    draft_vocabulary.choose_vocabulary(np.zeros(vocab_size), options.size, required_ids=kept)
     # Count the corpus once; every size below is chosen from the same counts.
-    files = draft_vocabulary.corpus_files(options.data, options.pattern)
-    with show_bytes(options.data, options.output) as progress:
+    files = draft_vocabulary.list_corpus_files(options.data, options.pattern)
+    with show_bytes_read(options.data, options.output) as progress:
         corpus = draft_vocabulary.count_tokens(files, tokenizer, vocab_size, progress=progress)
 
     def choose(size: int) -> tuple[int, ...]:
-        return draft_vocabulary.choose_vocabulary(corpus.counts, size, kept=kept)
+        return draft_vocabulary.choose_vocabulary(corpus.counts, size, required_ids=kept)
 
     # Report how much of the corpus other sizes would cover, to help choose one.
-    sizes = draft_vocabulary.sizes_around(options.size, vocab_size, len(kept))
+    sizes = draft_vocabulary.report_sizes(options.size, vocab_size, len(kept))
     shares = {size: draft_vocabulary.coverage(corpus.counts, choose(size)) for size in sizes}
     ids = choose(options.size)
     draft_vocabulary.save_vocabulary(options.output, ids, counts=corpus.counts, source=options.data, sizes=shares)
@@ -223,7 +223,7 @@ def _eval_acceptance(options) -> int:
     import rich.console
 
     from mtpjax.atomic import write_text
-    from mtpjax.data.prompts import choose_prompts, encode_prompts, read_prompts, room_for_prompts
+    from mtpjax.data.prompts import choose_prompts, encode_prompts, max_prompt_length, read_prompts
     from mtpjax.data.tokenizer import load_tokenizer
     from mtpjax.decoding.config import DecodeConfig
     from mtpjax.evaluation.acceptance import measure_acceptance
@@ -240,8 +240,8 @@ def _eval_acceptance(options) -> int:
     path = find_checkpoint(options.model_path)
     model, params = load(path)
     tokenizer = load_tokenizer(path, model.config.vocab_size)
-    most = room_for_prompts(model.config.max_position_embeddings, options.max_new_tokens, options.prompt_tokens)
-    prompts, cut = encode_prompts(chosen, tokenizer, most_tokens=most, chat=options.chat)
+    most = max_prompt_length(model.config.max_position_embeddings, options.max_new_tokens, options.prompt_tokens)
+    prompts, cut = encode_prompts(chosen, tokenizer, max_tokens=most, chat=options.chat)
     config = dataclasses.replace(config, stop_token_ids=tokenizer.eos_token_ids)
     # Warn if the MTP modules draft worse than they did in training.
     check_acceptance(path, model, params)

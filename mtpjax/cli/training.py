@@ -6,7 +6,7 @@ import sys
 import jsonargparse
 
 
-def add(commands) -> None:
+def add_commands(commands) -> None:
     """Adds the commands and their flags.
 
     Args:
@@ -86,11 +86,11 @@ def _train(options) -> int:
     from mtpjax.errors import LostProcess, Preempted
     from mtpjax.training import distributed
     from mtpjax.training.panel import print_panel
-    from mtpjax.training.trainer import describe, train
-    from mtpjax.training.yaml_config import read_config, to_yaml
+    from mtpjax.training.trainer import compute_run_sizes, train
+    from mtpjax.training.yaml_config import read_train_config, to_yaml
 
     # Settings come from the file, then from `key=value` arguments, which win.
-    config = read_config(options.config, options.settings)
+    config = read_train_config(options.config, options.settings)
     if options.resume and options.overwrite:
         raise ValueError("--resume and --overwrite exclude each other: one continues the run, the other replaces it")
     # Two modes that train nothing: print the settings, or check them against data and memory.
@@ -98,7 +98,7 @@ def _train(options) -> int:
         print(to_yaml(config), end="")
         return 0
     if options.dry_run:
-        for name, value in describe(config).items():
+        for name, value in compute_run_sizes(config).items():
             print(f"{name}: {value:,}")
         return 0
     # Join the other processes before the first JAX call that makes devices.
@@ -115,7 +115,7 @@ def _train(options) -> int:
     except LostProcess as lost:
         print(f"mtpjax train: {lost}; continue with --resume", file=sys.stderr)
         # A normal exit would wait in JAX's shutdown barrier for the lost process, and then abort.
-        distributed.leave(75)
+        distributed.exit_without_shutdown(75)
     # The losses became infinite or NaN; running again would end the same way.
     except FloatingPointError as error:
         print(f"mtpjax train: {error}", file=sys.stderr)

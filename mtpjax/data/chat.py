@@ -8,7 +8,8 @@ import numpy as np
 
 from mtpjax.data.tokenizer import Tokenizer, TokenizerError
 
-DAY = datetime.datetime(2025, 1, 1)  # the date for templates that write one, so that tokens do not change by day
+# The date for templates that write one, so that tokens do not change by day.
+TEMPLATE_DATE = datetime.datetime(2025, 1, 1)
 
 
 def is_conversation(value: Any) -> bool:
@@ -28,7 +29,7 @@ def is_conversation(value: Any) -> bool:
 
 
 def encode_chat(
-    messages: Sequence[dict[str, Any]], tokenizer: Tokenizer, **choices: Any
+    messages: Sequence[dict[str, Any]], tokenizer: Tokenizer, **template_variables: Any
 ) -> tuple[list[int], np.ndarray]:
     """Encodes a conversation, and marks the tokens of the assistant's answers as targets.
 
@@ -39,7 +40,7 @@ def encode_chat(
     Args:
         messages: the conversation, in OpenAI's form.
         tokenizer: a tokenizer with a chat template.
-        **choices: variables of the template, such as `tools`.
+        **template_variables: variables of the template, such as `tools`.
 
     Returns:
         Tokens `[n]`, and `[n + 1]` bool, true where a token is a target; the last entry is the end token that packing
@@ -50,18 +51,20 @@ def encode_chat(
             messages follow, or because a token spans the start or end of an answer.
         ConversationError: the template rejects these messages.
     """
-    choices = {"strftime_now": DAY.strftime, **choices}
+    template_variables = {"strftime_now": TEMPLATE_DATE.strftime, **template_variables}
     messages = list(messages)
     # Encode the whole conversation once. Each answer is located by encoding what comes before it and through it: both
     # must be prefixes of the whole, or positions would not match what decoding sees.
-    tokens = tokenizer.chat(messages, add_generation_prompt=False, **choices)
+    tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=False, **template_variables)
     is_target = np.zeros(len(tokens) + 1, bool)
     for index, message in enumerate(messages):
         if message["role"] != "assistant" or message.get("weight") == 0:
             continue
         # The prompt as decoding sees it, and the conversation through this answer.
-        prompt = tokenizer.chat(messages[:index], add_generation_prompt=True, **choices)
-        through = tokenizer.chat(messages[: index + 1], add_generation_prompt=False, **choices)
+        prompt = tokenizer.apply_chat_template(messages[:index], add_generation_prompt=True, **template_variables)
+        through = tokenizer.apply_chat_template(
+            messages[: index + 1], add_generation_prompt=False, **template_variables
+        )
         begin, end = len(prompt), len(through)
         if begin > end or tokens[:begin] != prompt or tokens[:end] != through:
             raise TokenizerError(

@@ -13,16 +13,17 @@ from typing import Any
 import numpy as np
 
 from mtpjax.atomic import write_text
-from mtpjax.data.prompts import read_records, read_text
+from mtpjax.data.jsonl import read_json_objects
+from mtpjax.data.prompts import read_text
 from mtpjax.data.tokenizer import Tokenizer
 
 FORMAT = "mtpjax-vocabulary"
-TEXT_KEYS = ("turns", "prompt", "text", "question", "answer", "completion", "response")
-PIECE = 1 << 16  # characters to encode at a time, so that progress is visible
+COUNTED_KEYS = ("turns", "prompt", "text", "question", "answer", "completion", "response")
+PIECE_CHARACTERS = 1 << 16  # characters to encode at a time, so that progress is visible
 
 
 @dataclasses.dataclass(frozen=True)
-class Corpus:
+class CorpusCounts:
     """Token counts of a corpus.
 
     Attributes:
@@ -36,7 +37,7 @@ class Corpus:
     skipped: tuple[str, ...]
 
 
-def corpus_files(path, pattern: str = "*") -> list[pathlib.Path]:
+def list_corpus_files(path, pattern: str = "*") -> list[pathlib.Path]:
     """Lists the files of a corpus.
 
     Args:
@@ -67,7 +68,7 @@ def count_tokens(
     vocab_size: int,
     *,
     progress: Callable[[int], Any] = lambda count: None,
-) -> Corpus:
+) -> CorpusCounts:
     """Counts the tokens of files; of `.jsonl` files, the tokens of the texts in their records.
 
     Args:
@@ -86,50 +87,50 @@ def count_tokens(
     counts = np.zeros(vocab_size, np.int64)
     skipped = []
     for file in files:
-        done, found = 0, np.zeros_like(counts)
+        bytes_counted, file_counts = 0, np.zeros_like(counts)
         try:
             # Count into a separate array first: a file that turns out not to be text adds nothing.
-            for piece in _pieces(file):
-                found += np.bincount(np.asarray(tokenizer.encode(piece), np.int64), minlength=vocab_size)
+            for piece in _text_pieces(file):
+                file_counts += np.bincount(np.asarray(tokenizer.encode(piece), np.int64), minlength=vocab_size)
                 size = len(piece.encode())
-                done += size
+                bytes_counted += size
                 progress(size)
         except ValueError:
             if len(files) == 1:
                 raise
             skipped.append(str(file))
         else:
-            counts += found
+            counts += file_counts
         # Report the bytes that are not text too, such as JSON syntax, so that progress reaches the files' sizes.
-        progress(max(file.stat().st_size - done, 0))
+        progress(max(file.stat().st_size - bytes_counted, 0))
     if not counts.any():
         raise ValueError(f"{len(files)} files hold no token")
-    return Corpus(counts=counts, num_files=len(files) - len(skipped), skipped=tuple(skipped))
+    return CorpusCounts(counts=counts, num_files=len(files) - len(skipped), skipped=tuple(skipped))
 
 
-def choose_vocabulary(counts: np.ndarray, size: int, *, kept: Iterable[int] = ()) -> tuple[int, ...]:
+def choose_vocabulary(counts: np.ndarray, size: int, *, required_ids: Iterable[int] = ()) -> tuple[int, ...]:
     """Chooses the most frequent tokens.
 
     Args:
         counts: `[V]` occurrences.
         size: number of tokens.
-        kept: tokens to keep in any case, such as special tokens.
+        required_ids: tokens to keep in any case, such as special tokens.
 
     Returns:
         `size` ids, ascending. Of equally frequent tokens the lower ids are chosen.
 
     Raises:
-        ValueError: the size is outside `len(kept)..V`.
+        ValueError: the size is outside `len(required_ids)..V`.
     """
-    kept = sorted(set(kept))
-    if not max(len(kept), 1) <= size <= len(counts):
+    required_ids = sorted(set(required_ids))
+    if not max(len(required_ids), 1) <= size <= len(counts):
         raise ValueError(
-            f"size {size} is outside {max(len(kept), 1)}..{len(counts)}: {len(kept)} special tokens are always kept, "
-            f"and the model has {len(counts)} tokens"
+            f"size {size} is outside {max(len(required_ids), 1)}..{len(counts)}: {len(required_ids)} special tokens are"
+            f" always kept, and the model has {len(counts)} tokens"
         )
     # Kept tokens sort first; the stable sort prefers lower ids among equal counts.
     frequency = counts.astype(np.int64)
-    frequency[kept] = np.iinfo(np.int64).max
+    frequency[required_ids] = np.iinfo(np.int64).max
     order = np.argsort(-frequency, kind="stable")
     return tuple(sorted(order[:size].tolist()))
 
@@ -139,10 +140,10 @@ def coverage(counts: np.ndarray, ids: Sequence[int]) -> float:
     return float(counts[list(ids)].sum() / counts.sum())
 
 
-def sizes_around(size: int, vocab_size: int, least: int) -> list[int]:
-    """Returns sizes to report beside `size`: halves and doubles of it within `least..vocab_size`, and `vocab_size`."""
+def report_sizes(size: int, vocab_size: int, min_size: int) -> list[int]:
+    """Returns sizes to report: halves and doubles of `size` within `min_size..vocab_size`, and `vocab_size`."""
     sizes = {size // 8, size // 4, size // 2, size, 2 * size, 4 * size, vocab_size}
-    return sorted(value for value in sizes if max(least, 1) <= value <= vocab_size)
+    return sorted(value for value in sizes if max(min_size, 1) <= value <= vocab_size)
 
 
 def save_vocabulary(path, ids: Sequence[int], *, counts: np.ndarray, source: str, sizes: dict[int, float]) -> None:
@@ -188,21 +189,22 @@ def load_vocabulary(path) -> tuple[int, ...]:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"{path} is not a vocabulary file: its format is not {FORMAT!r}")
     # Check the ids here: an id out of range would index the head outside the vocabulary without an error.
-    ids, most = content.get("ids"), content.get("vocab_size")
-    if not isinstance(ids, list) or not ids or not all(type(index) is int for index in ids) or type(most) is not int:
+    ids, vocab_size = content.get("ids"), content.get("vocab_size")
+    is_integer_list = isinstance(ids, list) and all(type(index) is int for index in ids)
+    if not ids or not is_integer_list or not isinstance(vocab_size, int):
         raise ValueError(f"{path} is damaged: ids must be a list of integers below an integer vocab_size")
-    if sorted(set(ids)) != ids or not 0 <= ids[0] <= ids[-1] < most:
-        raise ValueError(f"{path} is damaged: ids must ascend within 0..{most - 1}")
+    if sorted(set(ids)) != ids or not 0 <= ids[0] <= ids[-1] < vocab_size:
+        raise ValueError(f"{path} is damaged: ids must ascend within 0..{vocab_size - 1}")
     return tuple(ids)
 
 
-def _pieces(file: pathlib.Path) -> Iterator[str]:
-    """Yields the texts of a file, cut after line ends into pieces of at least `PIECE` characters."""
+def _text_pieces(file: pathlib.Path) -> Iterator[str]:
+    """Yields the texts of a file, cut after line ends into pieces of at least `PIECE_CHARACTERS` characters."""
     for text in _texts(file):
         # Cut after a line end, where few tokens would span the cut.
         begin = 0
         while begin < len(text):
-            end = text.find("\n", begin + PIECE) + 1 or len(text)
+            end = text.find("\n", begin + PIECE_CHARACTERS) + 1 or len(text)
             yield text[begin:end]
             begin = end
 
@@ -211,10 +213,10 @@ def _texts(file: pathlib.Path) -> Iterator[str]:
     if file.suffix != ".jsonl":
         yield read_text(file)
         return
-    for place, record in read_records(file):
+    for place, record in read_json_objects(file):
         # A record counts with every text field that it has; a field may hold several texts, such as Spec-Bench's turns.
-        values = [record[key] for key in TEXT_KEYS if key in record]
+        values = [record[key] for key in COUNTED_KEYS if key in record]
         texts = [text for value in values for text in (value if isinstance(value, list) else [value])]
         if not texts or not all(isinstance(text, str) for text in texts):
-            raise ValueError(f"{place} has no text under any of {', '.join(TEXT_KEYS)}")
+            raise ValueError(f"{place} has no text under any of {', '.join(COUNTED_KEYS)}")
         yield from texts

@@ -8,14 +8,15 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-File = tuple[str, int, str]  # path relative to the files' common folder, size in bytes, hexadecimal sha256
+FileDigest = tuple[str, int, str]  # path relative to the files' common folder, size in bytes, hexadecimal sha256
 
 
-class UnusableError(ValueError):
-    """A record that is skipped.
+class SkippedRecordError(ValueError):
+    """A record that cannot be used. Readers of data sets skip and count it; readers of prompts raise an error.
 
     Attributes:
-        reason: the reason that it is counted under. The message follows the record's place in a sentence.
+        reason: the reason that it is counted under. The message continues a sentence that starts with the record's
+            place, such as "is not UTF-8 text".
     """
 
     def __init__(self, reason: str, message: str):
@@ -23,8 +24,8 @@ class UnusableError(ValueError):
         self.reason = reason
 
 
-def read_parts(
-    paths: Sequence[pathlib.Path], *, by_line: bool, files: list[File] | None = None
+def read_raw_records(
+    paths: Sequence[pathlib.Path], *, by_line: bool, files: list[FileDigest] | None = None
 ) -> Iterator[tuple[str, bytes]]:
     """Reads whole files, or their lines that are not blank.
 
@@ -55,15 +56,15 @@ def read_parts(
             files.append((os.path.relpath(path, root), size, digest.hexdigest()))
 
 
-def parse_text(content: bytes) -> str:
-    """Decodes UTF-8. Raises `UnusableError`, as "corrupt"."""
+def decode_utf8(content: bytes) -> str:
+    """Decodes UTF-8. Raises `SkippedRecordError`, as "corrupt"."""
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UnusableError("corrupt", "is not UTF-8") from error
+        raise SkippedRecordError("corrupt", "is not UTF-8 text") from error
 
 
-def parse_object(content: bytes) -> dict[str, Any]:
+def parse_json_object(content: bytes) -> dict[str, Any]:
     """Parses a line of JSONL.
 
     Args:
@@ -73,15 +74,45 @@ def parse_object(content: bytes) -> dict[str, Any]:
         The object.
 
     Raises:
-        UnusableError: as "corrupt", if the line is not a JSON object or contains lone surrogates.
+        SkippedRecordError: as "corrupt", if the line is not UTF-8, contains NUL or lone surrogates, or is not a JSON
+            object.
     """
-    text = parse_text(content)
+    text = decode_utf8(content)
+    if "\0" in text:
+        raise SkippedRecordError("corrupt", "contains NUL: it is not text")
     try:
         record = json.loads(text)
         # JSON can escape lone surrogates, which have no UTF-8 encoding and therefore no tokens.
         json.dumps(record, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise UnusableError("corrupt", f"is not JSON: {str(error)[:100]}") from error
+        raise SkippedRecordError("corrupt", f"is not JSON: {str(error)[:100]}") from error
     if not isinstance(record, dict):
-        raise UnusableError("corrupt", "is not a JSON object")
+        raise SkippedRecordError("corrupt", f"is not a JSON object but {json_type_name(record)}")
     return record
+
+
+def read_json_objects(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Reads the objects of a JSONL file in which every line must be usable.
+
+    Args:
+        path: the file.
+
+    Yields:
+        `("FILE line N", object)` of each line that is not blank.
+
+    Raises:
+        ValueError: a line is not usable, see `parse_json_object`; the message names its place.
+        OSError: the file cannot be read.
+    """
+    for place, line in read_raw_records([path], by_line=True):
+        try:
+            record = parse_json_object(line)
+        except SkippedRecordError as error:
+            raise ValueError(f"{place} {error}") from error
+        yield place, record
+
+
+def json_type_name(value: Any) -> str:
+    """Names the JSON type of a value, with its article."""
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a truth value", type(None): "null"}
+    return names.get(type(value), "a number")

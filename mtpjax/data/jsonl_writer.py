@@ -11,8 +11,10 @@ import pathlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+from mtpjax.data.jsonl import SkippedRecordError, parse_json_object
 
-def read_records(
+
+def read_resumable_records(
     path, *, required: Collection[str] = (), skip_damaged: bool = False
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Reads the records of a JSONL file that a process may still be appending to.
@@ -41,10 +43,10 @@ def read_records(
                 return
             end += len(line)
             try:
-                record = json.loads(line)
-                if not isinstance(record, dict) or not record.keys() >= set(required):
-                    raise ValueError(f"is not an object with the keys {sorted(required)}")
-            except (ValueError, RecursionError) as error:
+                record = parse_json_object(line)
+                if not record.keys() >= set(required):
+                    raise SkippedRecordError("corrupt", f"is not an object with the keys {sorted(required)}")
+            except SkippedRecordError as error:
                 if skip_damaged:
                     continue
                 raise ValueError(f"{path} line {number} is damaged: remove that line to continue") from error
@@ -109,7 +111,7 @@ class JsonlWriter:
             OSError: the file cannot be read or cut.
         """
         records, size = [], 0
-        for end, record in read_records(self.path, required=required, skip_damaged=skip_damaged):
+        for end, record in read_resumable_records(self.path, required=required, skip_damaged=skip_damaged):
             if not is_kept(record):
                 break
             records.append(record)

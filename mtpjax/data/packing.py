@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 _NEWLINE = 10
-_FEW_FILES = 100  # a complete standard library has over a thousand; a zipped or stripped one has a few
+_MIN_STDLIB_FILES = 100  # a complete standard library has over a thousand; a zipped or stripped one has a few
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,7 +45,7 @@ class Batch(NamedTuple):
     loss_mask: np.ndarray  # [B, T] bool
 
 
-def python_sources(root=None) -> list[pathlib.Path]:
+def list_python_sources(root=None) -> list[pathlib.Path]:
     """Lists the .py files under `root`, by default of the running interpreter's standard library.
 
     Skips installed packages, links that leave the folder or repeat a file, and files that are empty, unreadable,
@@ -62,15 +62,15 @@ def python_sources(root=None) -> list[pathlib.Path]:
     """
     if root is not None:
         roots = [root]
-        files = _sources_under(root)
+        files = _list_sources_under(root)
     else:
         roots = [sysconfig.get_path("stdlib")]
-        files = _sources_under(roots[0])
+        files = _list_sources_under(roots[0])
         # Embedded interpreters may ship almost no sources: fall back to the installed packages.
-        if len(files) < _FEW_FILES:
+        if len(files) < _MIN_STDLIB_FILES:
             packages = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()]
             roots += dict.fromkeys(packages)
-            files = list(dict.fromkeys(file for folder in roots for file in _sources_under(folder)))
+            files = list(dict.fromkeys(file for folder in roots for file in _list_sources_under(folder)))
     if not files:
         raise FileNotFoundError(f"no Python sources under {', '.join(map(str, roots))}: name a folder of .py files")
     return files
@@ -160,7 +160,7 @@ def pack(
     documents = [document for document in documents if len(document.tokens)]
     if not documents:
         raise ValueError("there are no documents to pack")
-    # The order is drawn once per seed; epochs shuffle rows (`batches`), not documents.
+    # The order is drawn once per seed; epochs shuffle rows (`shuffled_batches`), not documents.
     documents = [documents[index] for index in np.random.default_rng(seed).permutation(len(documents))]
     end = np.array([eos_token_id], np.int32)
     lengths = np.array([len(document.tokens) + 1 for document in documents])
@@ -207,17 +207,19 @@ def count_targets(rows: Batch, num_depths: int) -> np.ndarray:
     return np.array(counts)
 
 
-def join(parts: Sequence[Batch]) -> Batch:
+def concatenate_rows(row_sets: Sequence[Batch]) -> Batch:
     """Concatenates the rows of several sources."""
-    return parts[0] if len(parts) == 1 else Batch(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+    if len(row_sets) == 1:
+        return row_sets[0]
+    return Batch(*(np.concatenate(arrays) for arrays in zip(*row_sets, strict=True)))
 
 
-def take(rows: Batch, numbers: np.ndarray) -> Batch:
+def select_rows(rows: Batch, numbers: np.ndarray) -> Batch:
     """Returns the rows of these numbers."""
     return Batch(*(array[numbers] for array in rows))
 
 
-def batches(rows: Batch, batch_size: int, *, seed: int, start: int = 0) -> Iterator[Batch]:
+def shuffled_batches(rows: Batch, batch_size: int, *, seed: int, start: int = 0) -> Iterator[Batch]:
     """Yields batches without end, with the rows in a new order every epoch.
 
     The n-th batch depends on `seed` and n alone, so a resumed run passes the number of batches it has used as `start`.
@@ -235,10 +237,12 @@ def batches(rows: Batch, batch_size: int, *, seed: int, start: int = 0) -> Itera
     Raises:
         ValueError: there are fewer rows than `batch_size`, or `start` is negative.
     """
-    return (take(rows, numbers) for numbers in _numbers(len(rows.tokens), batch_size, seed=seed, start=start))
+    return (
+        select_rows(rows, numbers) for numbers in _row_numbers(len(rows.tokens), batch_size, seed=seed, start=start)
+    )
 
 
-def _numbers(num_rows: int, batch_size: int, *, seed: int, start: int) -> Iterator[np.ndarray]:
+def _row_numbers(num_rows: int, batch_size: int, *, seed: int, start: int) -> Iterator[np.ndarray]:
     if not 1 <= batch_size <= num_rows:
         raise ValueError(f"batch_size {batch_size} is outside 1..{num_rows}, the number of packed rows")
     if start < 0:
@@ -258,43 +262,46 @@ def _numbers(num_rows: int, batch_size: int, *, seed: int, start: int) -> Iterat
 
 
 def mixed_batches(
-    parts: Sequence[Batch], weights: Sequence[float], batch_size: int, *, seed: int, start: int = 0
+    source_rows: Sequence[Batch], weights: Sequence[float], batch_size: int, *, seed: int, start: int = 0
 ) -> Iterator[tuple[np.ndarray, Batch]]:
     """Yields batches of the packed rows of several sources, in shares by `weights`.
 
     The sources take turns, so every stretch of rows has their shares to within a row or two. A source whose rows are
     used up starts again in a new order, so small sources with a large weight repeat. The n-th batch depends on the
-    parts, weights, `seed` and n alone, and starting late costs no time. One source gives the same as `batches`; several
-    need grain, from the extra `train`.
+    rows, weights, `seed` and n alone, and starting late costs no time. One source gives the same as `shuffled_batches`;
+    several need grain, from the extra `train`.
 
     Args:
-        parts: packed rows of each source.
+        source_rows: packed rows of each source.
         weights: share of each source.
         batch_size: rows per batch.
         seed: seed of the orders.
         start: number of batches to skip.
 
     Returns:
-        An iterator of the numbers `[batch_size]` of the rows within `join(parts)`, and the batch `[batch_size, T]`.
+        An iterator of the numbers `[batch_size]` of the rows within `concatenate_rows(source_rows)`, and the batch
+            `[batch_size, T]`.
 
     Raises:
-        ValueError: the number of weights differs from the parts, or a weight, the batch size or `start` is out of
+        ValueError: the number of weights differs from the sources, or a weight, the batch size or `start` is out of
             range.
         ImportError: several sources, and grain is not installed.
     """
-    if len(parts) != len(weights) or not parts:
-        raise ValueError(f"there are {len(parts)} sources and {len(weights)} weights")
+    if len(source_rows) != len(weights) or not source_rows:
+        raise ValueError(f"there are {len(source_rows)} sources and {len(weights)} weights")
     if not all(0 < weight < np.inf for weight in weights):
         raise ValueError(f"weights must be positive, not {', '.join(map(str, weights))}")
-    rows = join(parts)
-    if len(parts) == 1:
-        stream = _numbers(len(rows.tokens), batch_size, seed=seed, start=start)
+    rows = concatenate_rows(source_rows)
+    if len(source_rows) == 1:
+        stream = _row_numbers(len(rows.tokens), batch_size, seed=seed, start=start)
     else:
-        stream = _mixed_numbers([len(part.tokens) for part in parts], weights, batch_size, seed=seed, start=start)
-    return ((numbers, take(rows, numbers)) for numbers in stream)
+        stream = _mixed_row_numbers(
+            [len(part.tokens) for part in source_rows], weights, batch_size, seed=seed, start=start
+        )
+    return ((numbers, select_rows(rows, numbers)) for numbers in stream)
 
 
-def _mixed_numbers(
+def _mixed_row_numbers(
     sizes: Sequence[int], weights: Sequence[float], batch_size: int, *, seed: int, start: int
 ) -> Iterator[np.ndarray]:
     if batch_size < 1 or start < 0:
@@ -308,8 +315,8 @@ def _mixed_numbers(
     # different orders. grain computes any element directly, so `start` skips nothing.
     seeds = np.random.SeedSequence(seed).generate_state(len(sizes)).tolist()
     numbers = [
-        grain.MapDataset.range(begin, end).shuffle(seed=its_seed).repeat()
-        for begin, end, its_seed in zip([0, *ends], ends, seeds, strict=False)
+        grain.MapDataset.range(begin, end).shuffle(seed=source_seed).repeat()
+        for begin, end, source_seed in zip([0, *ends], ends, seeds, strict=False)
     ]
     mixture: Any = grain.MapDataset.mix(numbers, weights=list(weights)).batch(batch_size)
     return (mixture[number] for number in itertools.count(start))
@@ -322,7 +329,7 @@ def held_out_prompts(
     prompt_length: int,
     continuation_length: int,
     seed: int,
-    least: int | None = None,
+    min_count: int | None = None,
 ) -> list[list[int]]:
     """Draws prompts of bytes from documents, each from the start of a line and with its continuation in the document.
 
@@ -335,35 +342,35 @@ def held_out_prompts(
         prompt_length: tokens per prompt.
         continuation_length: tokens that must follow the prompt in its document.
         seed: seed of the choice.
-        least: fewest prompts to accept; None: `count`.
+        min_count: fewest prompts to accept; None: `count`.
 
     Returns:
         The prompts, as token lists.
 
     Raises:
-        ValueError: the documents give fewer than `least` prompts, or a number is out of range.
+        ValueError: the documents give fewer than `min_count` prompts, or a number is out of range.
     """
     if min(count, prompt_length) < 1 or continuation_length < 0:
         raise ValueError(f"no prompts: {count=}, {prompt_length=}, {continuation_length=}")
     rng = np.random.default_rng(seed)
     distinct = list({document.tokens.tobytes(): document.tokens for document in documents}.values())
-    places = []  # (round, document, start): sorted by round, documents take turns
+    candidates = []  # (round, document, start): sorted by round, documents take turns
     for index in rng.permutation(len(distinct)):
         # Line starts that leave room for prompt and continuation, in random order.
         starts = np.append(0, np.flatnonzero(distinct[index] == _NEWLINE) + 1)
         starts = starts[starts + prompt_length + continuation_length <= len(distinct[index])]
-        places += [(turn, index, start) for turn, start in enumerate(rng.permutation(starts)[:count])]
-    places.sort(key=lambda place: place[0])  # stable: the shuffled order of the documents stays
-    least = count if least is None else least
-    if len(places) < least:
+        candidates += [(turn, index, start) for turn, start in enumerate(rng.permutation(starts)[:count])]
+    candidates.sort(key=lambda candidate: candidate[0])  # stable: the shuffled order of the documents stays
+    min_count = count if min_count is None else min_count
+    if len(candidates) < min_count:
         raise ValueError(
-            f"{len(distinct)} held-out documents hold {len(places)} prompts of {prompt_length} tokens with"
-            f" {continuation_length} to follow; {least} were asked for"
+            f"{len(distinct)} held-out documents hold {len(candidates)} prompts of {prompt_length} tokens with"
+            f" {continuation_length} to follow; {min_count} were asked for"
         )
-    return [distinct[index][start : start + prompt_length].tolist() for _, index, start in places[:count]]
+    return [distinct[index][start : start + prompt_length].tolist() for _, index, start in candidates[:count]]
 
 
-def _sources_under(root) -> list[pathlib.Path]:
+def _list_sources_under(root) -> list[pathlib.Path]:
     """Lists the .py text files under a folder, without installed packages, outside links and repeated files."""
     root = pathlib.Path(root)
     inside = root.resolve()
@@ -374,12 +381,12 @@ def _sources_under(root) -> list[pathlib.Path]:
         for name in sorted(names):
             path = pathlib.Path(folder, name)
             target = path.resolve()
-            if path.suffix == ".py" and target.is_relative_to(inside) and target not in files and _is_source(path):
+            if path.suffix == ".py" and target.is_relative_to(inside) and target not in files and _is_source_file(path):
                 files[target] = path
     return sorted(files.values())
 
 
-def _is_source(path) -> bool:
+def _is_source_file(path) -> bool:
     try:
         return path.is_file() and _is_text(path.read_bytes())
     except OSError:

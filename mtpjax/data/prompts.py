@@ -1,7 +1,6 @@
 """Reads prompts from files: JSONL of Spec-Bench, GSM8K and similar, and plain text."""
 
 import dataclasses
-import json
 import pathlib
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from mtpjax.data.jsonl import json_type_name, read_json_objects
 from mtpjax.data.tokenizer import Tokenizer
 
 TEXT_KEYS = ("prompt", "text", "question")  # the first one that a record has is its text
@@ -24,7 +24,7 @@ class Prompt:
     id: str
 
 
-def read_prompts(path, *, most_characters: int = 2000) -> list[Prompt]:
+def read_prompts(path, *, max_characters: int = 2000) -> list[Prompt]:
     """Reads the prompts of a file.
 
     A `.jsonl` file has a JSON object in each line. Its text is the first of `turns` (Spec-Bench), or `prompt`, `text`
@@ -33,7 +33,7 @@ def read_prompts(path, *, most_characters: int = 2000) -> list[Prompt]:
 
     Args:
         path: the file.
-        most_characters: longer paragraphs of plain text are cut into several prompts at white space.
+        max_characters: longer paragraphs of plain text are cut into several prompts at white space.
 
     Returns:
         The prompts.
@@ -44,11 +44,11 @@ def read_prompts(path, *, most_characters: int = 2000) -> list[Prompt]:
     """
     path = pathlib.Path(path)
     if path.suffix == ".jsonl":
-        prompts = [_prompt(record, place, path.stem) for place, record in read_records(path)]
+        prompts = [_to_prompt(record, place, path.stem) for place, record in read_json_objects(path)]
     else:
         prompts = [
             Prompt(text=text, category=path.stem, id=str(number))
-            for number, text in enumerate(_paragraphs(read_text(path), most_characters), start=1)
+            for number, text in enumerate(_paragraphs(read_text(path), max_characters), start=1)
         ]
     if not prompts:
         raise ValueError(f"{path} contains no prompt, only white space")
@@ -80,32 +80,6 @@ def read_text(path) -> str:
     return text
 
 
-def read_records(path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Reads the objects of a JSONL file.
-
-    Args:
-        path: the file.
-
-    Yields:
-        `("FILE line N", object)` of each line that is not blank.
-
-    Raises:
-        ValueError: a line is not a JSON object.
-    """
-    # Split at newlines only: JSON strings may contain other line separators, at which `splitlines` would cut.
-    for number, line in enumerate(read_text(path).split("\n"), start=1):
-        if not line.strip():
-            continue
-        place = f"{path} line {number}"
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{place} is not JSON: {str(error)[:100]}") from error
-        if not isinstance(record, dict):
-            raise ValueError(f"{place} is not a JSON object but {_kind(record)}")
-        yield place, record
-
-
 def choose_prompts(
     prompts: Sequence[Prompt], count: int, *, categories: Iterable[str] = (), seed: int = 0
 ) -> list[Prompt]:
@@ -132,28 +106,28 @@ def choose_prompts(
     by_category: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         by_category.setdefault(prompt.category, []).append(prompt)
-    wanted = list(dict.fromkeys(categories)) or list(by_category)
-    for category in wanted:
+    selected = list(dict.fromkeys(categories)) or list(by_category)
+    for category in selected:
         if category not in by_category:
             raise ValueError(f"there are no prompts of category '{category}', only of {', '.join(by_category)}")
     # Shuffle each category by a seed of its own, then sort by turn, so that categories alternate.
-    places = []  # (turn, category's number, index)
-    for number, category in enumerate(wanted):
+    turns = []  # (turn, category's number, index)
+    for number, category in enumerate(selected):
         rng = np.random.default_rng([seed, zlib.crc32(category.encode())])
         order = rng.permutation(len(by_category[category]))
-        places += [(turn, number, int(index)) for turn, index in enumerate(order[:count])]
-    return [by_category[wanted[number]][index] for _, number, index in sorted(places)[:count]]
+        turns += [(turn, number, int(index)) for turn, index in enumerate(order[:count])]
+    return [by_category[selected[number]][index] for _, number, index in sorted(turns)[:count]]
 
 
 def encode_prompts(
-    prompts: Sequence[Prompt], tokenizer: Tokenizer, *, most_tokens: int, chat: bool = False
+    prompts: Sequence[Prompt], tokenizer: Tokenizer, *, max_tokens: int, chat: bool = False
 ) -> tuple[list[list[int]], int]:
     """Encodes prompts and cuts long ones.
 
     Args:
         prompts: the prompts.
         tokenizer: the tokenizer.
-        most_tokens: keep the first tokens up to this number.
+        max_tokens: keep the first tokens up to this number.
         chat: encode each prompt as a user's message, by the chat template.
 
     Returns:
@@ -166,7 +140,7 @@ def encode_prompts(
     for prompt in prompts:
         try:
             if chat:
-                tokens = tokenizer.chat([{"role": "user", "content": prompt.text}])
+                tokens = tokenizer.apply_chat_template([{"role": "user", "content": prompt.text}])
             else:
                 tokens = tokenizer.encode(prompt.text)
         except ValueError as error:
@@ -175,32 +149,32 @@ def encode_prompts(
         if not tokens:
             raise ValueError(f"prompt {prompt.id} of {prompt.category} has no tokens")
         rows.append(tokens)
-    return [row[:most_tokens] for row in rows], sum(len(row) > most_tokens for row in rows)
+    return [row[:max_tokens] for row in rows], sum(len(row) > max_tokens for row in rows)
 
 
-def room_for_prompts(most_positions: int, max_new_tokens: int, asked: int | None = None) -> int:
+def max_prompt_length(max_positions: int, max_new_tokens: int, requested: int | None = None) -> int:
     """Returns the most tokens a prompt may have.
 
     Args:
-        most_positions: positions of the model.
+        max_positions: positions of the model.
         max_new_tokens: tokens to decode.
-        asked: the requested limit, or None.
+        requested: the requested limit, or None.
 
     Returns:
-        The smaller of `asked` and the positions that the new tokens leave.
+        The smaller of `requested` and the positions that the new tokens leave.
 
     Raises:
-        ValueError: there is no room, or `asked` is below 1.
+        ValueError: there is no room, or `requested` is below 1.
     """
-    room = most_positions - max_new_tokens
+    room = max_positions - max_new_tokens
     if room < 1:
-        raise ValueError(f"max_new_tokens {max_new_tokens} leaves no room for prompts in {most_positions} positions")
-    if asked is not None and asked < 1:
-        raise ValueError(f"prompts must keep at least 1 token, not {asked}")
-    return room if asked is None else min(asked, room)
+        raise ValueError(f"max_new_tokens {max_new_tokens} leaves no room for prompts in {max_positions} positions")
+    if requested is not None and requested < 1:
+        raise ValueError(f"prompts must keep at least 1 token, not {requested}")
+    return room if requested is None else min(requested, room)
 
 
-def _prompt(record: dict[str, Any], place: str, stem: str) -> Prompt:
+def _to_prompt(record: dict[str, Any], place: str, stem: str) -> Prompt:
     """Converts a record into a prompt. Raises ValueError, naming the record's place."""
     if "turns" in record:
         turns = record["turns"]
@@ -213,25 +187,19 @@ def _prompt(record: dict[str, Any], place: str, stem: str) -> Prompt:
             raise ValueError(f"{place} has none of turns, {', '.join(TEXT_KEYS)}")
         text = record[key]
     if not isinstance(text, str):
-        raise ValueError(f"{place}: '{key}' holds {_kind(text)}, not text")
+        raise ValueError(f"{place}: '{key}' holds {json_type_name(text)}, not text")
     if not text.strip():
         raise ValueError(f"{place}: '{key}' is empty")
     # The first id that the record has, else the number of its line.
     named = [record[key] for key in ID_KEYS if isinstance(record.get(key), (str, int))]
     category = record.get("category", stem)
     if not isinstance(category, str):
-        raise ValueError(f"{place}: 'category' holds {_kind(category)}, not text")
+        raise ValueError(f"{place}: 'category' holds {json_type_name(category)}, not text")
     return Prompt(text=text, category=category, id=str(named[0]) if named else place.rpartition(" ")[2])
 
 
-def _kind(value: Any) -> str:
-    """Names the JSON type of a value."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a truth value", type(None): "null"}
-    return names.get(type(value), "a number")
-
-
-def _paragraphs(text: str, most_characters: int) -> Iterator[str]:
-    """Yields blocks between blank lines, or lines if none is blank, none longer than `most_characters`."""
+def _paragraphs(text: str, max_characters: int) -> Iterator[str]:
+    """Yields blocks between blank lines, or lines if none is blank, none longer than `max_characters`."""
     lines = [line.rstrip() for line in text.splitlines()]
     while lines and not lines[-1]:
         lines.pop()
@@ -241,9 +209,9 @@ def _paragraphs(text: str, most_characters: int) -> Iterator[str]:
     blocks = lines if all(lines) else [block.strip("\n") for block in "\n".join(lines).split("\n\n")]
     for block in blocks:
         # Cut long blocks at the last white space that fits, or within a word if there is none.
-        while len(block) > most_characters:
-            cut = max(block.rfind(mark, 1, most_characters + 1) for mark in (" ", "\n"))
-            cut = cut if cut > 0 else most_characters
+        while len(block) > max_characters:
+            cut = max(block.rfind(mark, 1, max_characters + 1) for mark in (" ", "\n"))
+            cut = cut if cut > 0 else max_characters
             yield block[:cut].rstrip()
             block = block[cut:].lstrip()
         if block.strip():

@@ -1,7 +1,7 @@
-"""The output of a regeneration: a JSONL file that grows by whole windows of records, and a note beside it.
+"""The output of a regeneration: a JSONL file that grows by whole windows of records, and a manifest beside it.
 
-The note `NAME.about.json` says with which settings the file is written, how many of its bytes are complete, and their
-digest. A run that was stopped continues from the note.
+The manifest `NAME.about.json` holds the settings with which the file is written, the number of its complete bytes, and
+their digest. A run that was stopped continues from the manifest.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from typing import Any
 
 from mtpjax.atomic import write_text
 from mtpjax.data.jsonl_writer import JsonlWriter
-from mtpjax.data.regeneration_tasks import REASONS
+from mtpjax.data.regeneration_tasks import TASK_SKIP_REASONS
 
 FORMAT = "mtpjax-regenerated"
 
@@ -39,7 +39,7 @@ class Tally:
     read: int = 0
     regenerated: int = 0
     cut: int = 0
-    skipped: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(REASONS, 0))
+    skipped: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(TASK_SKIP_REASONS, 0))
     finished: dict[str, int] = dataclasses.field(default_factory=lambda: {"stop": 0, "length": 0})
     changed: int = 0
     tokens: int = 0
@@ -70,17 +70,17 @@ class Tally:
         )
 
 
-def about_path(path: pathlib.Path) -> pathlib.Path:
-    """Returns the path of the note beside the records at `path`."""
+def manifest_path(path: pathlib.Path) -> pathlib.Path:
+    """Returns the path of the manifest beside the records at `path`."""
     return path.with_name(f"{path.name}.about.json")
 
 
-class Output:
-    """The records at `path` and their note.
+class RegenerationOutput:
+    """The records at `path` and their manifest.
 
     Attributes:
         path: the records.
-        about_path: the note.
+        manifest_path: the manifest.
         writer: the open file.
         settings: the settings as JSON values, so that they compare equal to stored ones.
         kind: "chat" or "jsonl", how training reads the records.
@@ -89,7 +89,7 @@ class Output:
     """
 
     def __init__(self, writer: JsonlWriter, settings: Mapping[str, Any], kind: str):
-        self.path, self.about_path, self.writer = writer.path, about_path(writer.path), writer
+        self.path, self.manifest_path, self.writer = writer.path, manifest_path(writer.path), writer
         self.settings, self.kind, self.tally = json.loads(json.dumps(dict(settings))), kind, Tally()
         self.digest = hashlib.sha256()
 
@@ -104,53 +104,54 @@ class Output:
         Raises:
             OSError: the disk is full or fails.
         """
-        # The records reach the disk before the note that counts them: `go_on` cuts off what the note does not count.
+        # The records reach the disk before the manifest that counts them. `resume` cuts off what it does not count.
         self.digest.update(self.writer.append(records))
-        self.note()
+        self.write_manifest()
 
-    def note(self) -> None:
-        """Writes the note: what the file is, and how many bytes are complete."""
+    def write_manifest(self) -> None:
+        """Writes the manifest: what the file is, and how many bytes are complete."""
         written = {"bytes": self.writer.size, "sha256": self.digest.hexdigest()}
-        about = {"format": FORMAT, "source": {"path": self.path.name, "kind": self.kind}, "written": written}
-        about |= {"tally": dataclasses.asdict(self.tally), "settings": self.settings}
-        write_text(self.about_path, json.dumps(about, indent=1) + "\n")
+        manifest = {"format": FORMAT, "source": {"path": self.path.name, "kind": self.kind}, "written": written}
+        manifest |= {"tally": dataclasses.asdict(self.tally), "settings": self.settings}
+        write_text(self.manifest_path, json.dumps(manifest, indent=1) + "\n")
 
-    def go_on(self) -> None:
-        """Continues from the note: reads the counts, and cuts off bytes written after it.
+    def resume(self) -> None:
+        """Continues from the manifest: reads the counts, and cuts off bytes written after it.
 
         Raises:
-            ValueError: the note is damaged, settings differ, or the records were changed; see `open_output`.
+            ValueError: the manifest is damaged, settings differ, or the records were changed; see `open_output`.
         """
-        # Read the note. Any failure means that it cannot be trusted.
-        advice = f"remove it and {self.about_path.name}, or choose another output"
+        # Read the manifest. Any failure means that it cannot be trusted.
+        advice = f"remove it and {self.manifest_path.name}, or choose another output"
         try:
-            stored = json.loads(self.about_path.read_bytes())
-            before, tally, written = dict(stored["settings"]), Tally(**stored["tally"]), stored["written"]
-            size = left = int(written["bytes"])
+            stored = json.loads(self.manifest_path.read_bytes())
+            stored_settings, tally, written = dict(stored["settings"]), Tally(**stored["tally"]), stored["written"]
+            size, digest = int(written["bytes"]), written["sha256"]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{self.about_path} is damaged: {error}") from error
+            raise ValueError(f"{self.manifest_path} is damaged: {error}") from error
         # Records of other settings must not mix. A file without records may still change its settings.
         changed = [
-            f"{name} was {_short(before.get(name))}, is {_short(self.settings.get(name))}"
-            for name in sorted({*before, *self.settings})
-            if before.get(name) != self.settings.get(name)
+            f"{name} was {_shorten(stored_settings.get(name))}, is {_shorten(self.settings.get(name))}"
+            for name in sorted({*stored_settings, *self.settings})
+            if stored_settings.get(name) != self.settings.get(name)
         ]
         if changed and tally.read:
             raise ValueError(f"{self.path} has other settings: {'; '.join(changed)}. To start over, {advice}")
-        # The bytes that the note counts must be those that were written; another program may have edited them.
+        # The bytes that the manifest counts must be those that were written; another program may have edited them.
+        num_left = size
         with self.path.open("rb") as file:
-            while part := file.read(min(left, 1 << 20)):
+            while part := file.read(min(num_left, 1 << 20)):
                 self.digest.update(part)
-                left -= len(part)
-        if self.digest.hexdigest() != written["sha256"]:
+                num_left -= len(part)
+        if self.digest.hexdigest() != digest:
             raise ValueError(f"{self.path} was changed after it was written: {advice}")
-        # Drop a window that was written after the note, and continue with the note's counts.
+        # Drop a window that was written after the manifest, and continue with the manifest's counts.
         self.writer.truncate(size)
         self.tally = tally
 
 
 @contextlib.contextmanager
-def open_output(path, settings: Mapping[str, Any], kind: str) -> Iterator[Output]:
+def open_output(path, settings: Mapping[str, Any], kind: str) -> Iterator[RegenerationOutput]:
     """Opens the records at `path`: a new file, or one to continue where its last window ended.
 
     Args:
@@ -168,17 +169,17 @@ def open_output(path, settings: Mapping[str, Any], kind: str) -> Iterator[Output
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with JsonlWriter(path) as writer:
-        output = Output(writer, settings, kind)
-        # The note decides: continue with one, refuse records without one, else start a new file.
-        if output.about_path.exists():
-            output.go_on()
+        output = RegenerationOutput(writer, settings, kind)
+        # The manifest decides: continue with one, refuse records without one, else start a new file.
+        if output.manifest_path.exists():
+            output.resume()
         elif writer.size:
-            raise ValueError(f"{path} exists without {output.about_path.name} beside it: choose another output")
+            raise ValueError(f"{path} exists without {output.manifest_path.name} beside it: choose another output")
         else:
-            output.note()
+            output.write_manifest()
         yield output
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."

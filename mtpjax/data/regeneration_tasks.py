@@ -4,14 +4,14 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
-from mtpjax.data.chat import DAY, encode_chat, is_conversation
-from mtpjax.data.jsonl import UnusableError, parse_object, parse_text, read_parts
+from mtpjax.data.chat import TEMPLATE_DATE, encode_chat, is_conversation
+from mtpjax.data.jsonl import SkippedRecordError, decode_utf8, parse_json_object, read_raw_records
 from mtpjax.data.prompts import ID_KEYS, TEXT_KEYS
 from mtpjax.data.tokenizer import ConversationError, Tokenizer, TokenizerError
 
-REASONS = ("corrupt", "empty", "too long", "unreadable")  # why a record is skipped
-DOCUMENT_PROMPT = 64  # tokens of a document that are kept as its prompt
-Kind = Literal["conversations", "prompts", "documents"]
+TASK_SKIP_REASONS = ("corrupt", "empty", "too long", "unreadable")  # why a record is skipped
+DOCUMENT_PROMPT_TOKENS = 64  # tokens of a document that are kept as its prompt
+RecordKind = Literal["conversations", "prompts", "documents"]
 
 
 class Task(Protocol):
@@ -20,14 +20,14 @@ class Task(Protocol):
     Attributes:
         prompt: tokens before the next answer; None when all answers are given.
         finish_reasons: finish reasons of the answers so far.
-        is_cut: the last answers had no room.
+        is_truncated: the last answers had no room.
     """
 
     prompt: list[int] | None
     finish_reasons: list[str]
-    is_cut: bool
+    is_truncated: bool
 
-    def take(self, tokens: list[int], finish_reason: str) -> bool:
+    def add_answer(self, tokens: list[int], finish_reason: str) -> bool:
         """Adds an answer and moves to the next prompt.
 
         Args:
@@ -40,11 +40,11 @@ class Task(Protocol):
         ...
 
     def record(self) -> dict[str, Any]:
-        """Returns the finished record. Raises `UnusableError` if training could not read it."""
+        """Returns the finished record. Raises `SkippedRecordError` if training could not read it."""
         ...
 
 
-def find_kind(paths: Sequence[pathlib.Path]) -> Kind:
+def detect_record_kind(paths: Sequence[pathlib.Path]) -> RecordKind:
     """Finds the kind of records in files; in JSONL the first readable record decides.
 
     Args:
@@ -64,16 +64,22 @@ def find_kind(paths: Sequence[pathlib.Path]) -> Kind:
         )
     if are_lines == {False}:
         return "documents"
-    for _, content in read_parts(paths, by_line=True):
+    for _, content in read_raw_records(paths, by_line=True):
         try:
-            return "conversations" if "messages" in parse_object(content) else "prompts"
-        except UnusableError:
+            return "conversations" if "messages" in parse_json_object(content) else "prompts"
+        except SkippedRecordError:
             continue
     raise ValueError(f"{paths[0]} holds no record: no line of it is a JSON object")
 
 
 def make_task(
-    content: bytes, tokenizer: Tokenizer, *, kind: Kind, room: int, chat: bool = False, prompt_tokens: int | None = None
+    content: bytes,
+    tokenizer: Tokenizer,
+    *,
+    kind: RecordKind,
+    max_prompt_tokens: int,
+    chat: bool = False,
+    prompt_tokens: int | None = None,
 ) -> Task:
     """Makes the task of one record.
 
@@ -81,7 +87,7 @@ def make_task(
         content: the record's bytes.
         tokenizer: the tokenizer.
         kind: the kind of the records.
-        room: most tokens of a prompt.
+        max_prompt_tokens: maximum number of tokens of a prompt.
         chat: make prompts into conversations.
         prompt_tokens: keep this many tokens of a text as its prompt; None: all, or 64 of a document.
 
@@ -89,131 +95,152 @@ def make_task(
         The task.
 
     Raises:
-        UnusableError: the record has no usable text or conversation.
+        SkippedRecordError: the record has no usable text or conversation.
         TokenizerError: the tokenizer has no chat template.
     """
-    record = {"text": parse_text(content)} if kind == "documents" else parse_object(content)
+    record = {"text": decode_utf8(content)} if kind == "documents" else parse_json_object(content)
     if kind == "conversations":
-        return Conversation(_messages(record), tokenizer, room, kept={**record, "messages": None})
+        return ConversationTask(
+            _checked_messages(record), tokenizer, max_prompt_tokens, extra_fields={**record, "messages": None}
+        )
     # Prompts keep their category and id. With `chat`, each turn becomes a user's message that the model answers.
-    kept = {name: record[name] for name in ("category", *ID_KEYS) if name in record}
-    turns = _turns(record)
+    extra_fields = {name: record[name] for name in ("category", *ID_KEYS) if name in record}
+    turns = _user_turns(record)
     if chat:
         messages = [{"role": role, "content": turn} for turn in turns for role in ("user", "assistant")]
-        return Conversation(messages, tokenizer, room, kept=kept)
+        return ConversationTask(messages, tokenizer, max_prompt_tokens, extra_fields=extra_fields)
     if prompt_tokens is None and kind == "documents":
-        prompt_tokens = DOCUMENT_PROMPT
-    return Text(turns[0], tokenizer, room, kept=kept, prompt_tokens=prompt_tokens)
+        prompt_tokens = DOCUMENT_PROMPT_TOKENS
+    return TextTask(turns[0], tokenizer, max_prompt_tokens, extra_fields=extra_fields, prompt_tokens=prompt_tokens)
 
 
-class Text:
+class TextTask:
     """A text, or its first `prompt_tokens`, to continue."""
 
-    is_cut = False
+    is_truncated = False
 
-    def __init__(self, text: str, tokenizer: Tokenizer, room: int, *, kept: dict, prompt_tokens: int | None = None):
-        self.tokenizer, self.kept, self.text = tokenizer, kept, ""
+    def __init__(
+        self,
+        text: str,
+        tokenizer: Tokenizer,
+        max_prompt_tokens: int,
+        *,
+        extra_fields: dict,
+        prompt_tokens: int | None = None,
+    ):
+        self.tokenizer, self.extra_fields, self.text = tokenizer, extra_fields, ""
         self.finish_reasons: list[str] = []
-        self.prompt: list[int] | None = _shortened(_encode(text, tokenizer), prompt_tokens, tokenizer)
+        self.prompt: list[int] | None = _truncate(_encode(text, tokenizer), prompt_tokens, tokenizer)
         if not self.prompt:
-            raise UnusableError("empty", "has no tokens")
-        if len(self.prompt) > room:
-            raise UnusableError("too long", f"has {len(self.prompt)} tokens; there is room for {room}")
+            raise SkippedRecordError("empty", "has no tokens")
+        if len(self.prompt) > max_prompt_tokens:
+            raise SkippedRecordError(
+                "too long", f"has {len(self.prompt)} tokens; there is room for {max_prompt_tokens}"
+            )
 
-    def take(self, tokens: list[int], finish_reason: str) -> bool:
+    def add_answer(self, tokens: list[int], finish_reason: str) -> bool:
         # Store the decoded text. It may tokenize differently: a continuation can merge across the cut.
-        whole = (self.prompt or []) + tokens
-        self.prompt, self.text = None, self.tokenizer.decode(whole)
+        all_tokens = (self.prompt or []) + tokens
+        self.prompt, self.text = None, self.tokenizer.decode(all_tokens)
         self.finish_reasons.append(finish_reason)
-        return _encode(self.text, self.tokenizer) == whole
+        return _encode(self.text, self.tokenizer) == all_tokens
 
     def record(self) -> dict[str, Any]:
-        return {**self.kept, "text": self.text, "finish_reasons": self.finish_reasons}
+        return {**self.extra_fields, "text": self.text, "finish_reasons": self.finish_reasons}
 
 
-class Conversation:
+class ConversationTask:
     """A conversation whose assistant messages are answered anew, except those with `"weight": 0`.
 
     A user's message at the end gets an answer too.
     """
 
-    is_cut = False
+    is_truncated = False
 
-    def __init__(self, messages: list[dict[str, Any]], tokenizer: Tokenizer, room: int, *, kept: dict[str, Any]):
-        self.tokenizer, self.room, self.kept = tokenizer, room, kept
-        self.choices = {"tools": kept["tools"]} if "tools" in kept else {}
-        self.waiting = [*messages, {"role": "assistant"}] if messages[-1]["role"] == "user" else list(messages)
-        self.talk: list[dict[str, Any]] = []
+    def __init__(
+        self,
+        messages: list[dict[str, Any]],
+        tokenizer: Tokenizer,
+        max_prompt_tokens: int,
+        *,
+        extra_fields: dict[str, Any],
+    ):
+        self.tokenizer, self.max_prompt_tokens, self.extra_fields = tokenizer, max_prompt_tokens, extra_fields
+        self.template_variables = {"tools": extra_fields["tools"]} if "tools" in extra_fields else {}
+        self.remaining = [*messages, {"role": "assistant"}] if messages[-1]["role"] == "user" else list(messages)
+        self.messages: list[dict[str, Any]] = []
         self.finish_reasons: list[str] = []
         self.prompt: list[int] | None = None
-        self._go_on()
+        self._advance()
         if self.prompt is None:
-            raise UnusableError("too long" if self.is_cut else "empty", "has no answer to regenerate")
+            raise SkippedRecordError("too long" if self.is_truncated else "empty", "has no answer to regenerate")
 
-    def take(self, tokens: list[int], finish_reason: str) -> bool:
-        whole = (self.prompt or []) + tokens
-        self.talk.append({"role": "assistant", "content": self.tokenizer.decode(tokens)})
+    def add_answer(self, tokens: list[int], finish_reason: str) -> bool:
+        all_tokens = (self.prompt or []) + tokens
+        self.messages.append({"role": "assistant", "content": self.tokenizer.decode(tokens)})
         self.finish_reasons.append(finish_reason)
         try:
-            is_same = self._tokens(add_generation_prompt=False)[: len(whole)] == whole
+            is_same = self._encode_messages(add_generation_prompt=False)[: len(all_tokens)] == all_tokens
         except ConversationError:
             is_same = False
-        self._go_on()
+        self._advance()
         return is_same
 
     def record(self) -> dict[str, Any]:
         try:
-            encode_chat(self.talk, self.tokenizer, **self.choices)
+            encode_chat(self.messages, self.tokenizer, **self.template_variables)
         except TokenizerError as error:
-            raise UnusableError("unreadable", str(error)) from error
-        return {**self.kept, "messages": self.talk, "finish_reasons": self.finish_reasons}
+            raise SkippedRecordError("unreadable", str(error)) from error
+        return {**self.extra_fields, "messages": self.messages, "finish_reasons": self.finish_reasons}
 
-    def _go_on(self) -> None:
+    def _advance(self) -> None:
         """Moves to the next answer to generate; ends the conversation where an answer has no room."""
-        self.prompt, answered = None, len(self.talk)
-        while self.waiting:
-            message = self.waiting.pop(0)
+        self.prompt, num_answered = None, len(self.messages)
+        while self.remaining:
+            message = self.remaining.pop(0)
             # Messages before the answer are kept as they are, including assistant messages of weight 0.
             if message["role"] != "assistant" or message.get("weight") == 0:
-                self.talk.append(message)
+                self.messages.append(message)
                 continue
             try:
-                prompt = self._tokens(add_generation_prompt=True)
+                prompt = self._encode_messages(add_generation_prompt=True)
             except ConversationError as error:
                 # A template that rejects the first prompt makes the record unusable; later, the conversation ends
                 # there.
                 if not self.finish_reasons:
-                    raise UnusableError("corrupt", str(error)) from error
+                    raise SkippedRecordError("corrupt", str(error)) from error
                 prompt = None
-            if prompt is not None and len(prompt) <= self.room:
+            if prompt is not None and len(prompt) <= self.max_prompt_tokens:
                 self.prompt = prompt
                 return
             # No room: drop this answer and everything after it.
-            self.is_cut, self.waiting = True, []
+            self.is_truncated, self.remaining = True, []
         # Messages after the last answer have no answer to train on.
-        del self.talk[answered:]
+        del self.messages[num_answered:]
 
-    def _tokens(self, *, add_generation_prompt: bool) -> list[int]:
-        choices = {"strftime_now": DAY.strftime, **self.choices}
-        return self.tokenizer.chat(self.talk, add_generation_prompt=add_generation_prompt, **choices)
+    def _encode_messages(self, *, add_generation_prompt: bool) -> list[int]:
+        template_variables = {"strftime_now": TEMPLATE_DATE.strftime, **self.template_variables}
+        return self.tokenizer.apply_chat_template(
+            self.messages, add_generation_prompt=add_generation_prompt, **template_variables
+        )
 
 
-def _messages(record: dict[str, Any]) -> list[dict[str, Any]]:
+def _checked_messages(record: dict[str, Any]) -> list[dict[str, Any]]:
     messages = record.get("messages", [])
     if not is_conversation(messages):
-        raise UnusableError("corrupt", "has no 'messages', a list of objects with a role each")
-    if any(each.get("tool_calls") for each in messages):
-        raise UnusableError("unreadable", "contains tool calls, which regenerated answers do not make")
+        raise SkippedRecordError("corrupt", "has no 'messages', a list of objects with a role each")
+    if any(message.get("tool_calls") for message in messages):
+        raise SkippedRecordError("unreadable", "contains tool calls, which regenerated answers do not make")
     return messages
 
 
-def _turns(record: dict[str, Any]) -> list[str]:
+def _user_turns(record: dict[str, Any]) -> list[str]:
     """Returns all turns of a Spec-Bench record, or the one text of another record."""
     turns = record.get("turns", [next((record[key] for key in TEXT_KEYS if key in record), None)])
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
-        raise UnusableError("corrupt", f"has no text under any of turns, {', '.join(TEXT_KEYS)}")
+        raise SkippedRecordError("corrupt", f"has no text under any of turns, {', '.join(TEXT_KEYS)}")
     if not all(turn.strip() for turn in turns):
-        raise UnusableError("empty", "is empty")
+        raise SkippedRecordError("empty", "is empty")
     return turns
 
 
@@ -222,15 +249,15 @@ def _encode(text: str, tokenizer: Tokenizer) -> list[int]:
     try:
         tokens = tokenizer.encode(text)
     except ValueError as error:
-        raise UnusableError("corrupt", str(error)) from error
+        raise SkippedRecordError("corrupt", str(error)) from error
     return tokens[:-1] if tokens and tokens[-1] in tokenizer.eos_token_ids else tokens
 
 
-def _shortened(tokens: list[int], most: int | None, tokenizer: Tokenizer) -> list[int]:
-    """Returns the first `most` tokens, or up to three fewer so that no UTF-8 character is cut."""
-    if most is None or len(tokens) <= most:
+def _truncate(tokens: list[int], max_tokens: int | None, tokenizer: Tokenizer) -> list[int]:
+    """Returns the first `max_tokens` tokens, or up to three fewer so that no UTF-8 character is cut."""
+    if max_tokens is None or len(tokens) <= max_tokens:
         return tokens
-    for count in range(most, max(most - 4, 0), -1):
+    for count in range(max_tokens, max(max_tokens - 4, 0), -1):
         if not tokenizer.decode(tokens[:count]).endswith("\ufffd"):
             return tokens[:count]
-    return tokens[:most]
+    return tokens[:max_tokens]

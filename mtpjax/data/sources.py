@@ -11,16 +11,16 @@ import numpy as np
 
 from mtpjax.data.chat import encode_chat, is_conversation
 from mtpjax.data.config import Source
-from mtpjax.data.jsonl import File, UnusableError, parse_object, parse_text, read_parts
-from mtpjax.data.packing import Document, python_sources
+from mtpjax.data.jsonl import FileDigest, SkippedRecordError, decode_utf8, parse_json_object, read_raw_records
+from mtpjax.data.packing import Document, list_python_sources
 from mtpjax.data.tokenizer import ByteTokenizer, ConversationError, Tokenizer, TokenizerError
 
-REASONS = ("corrupt", "empty", "vocabulary")  # reasons to skip a document
+SKIP_REASONS = ("corrupt", "empty", "vocabulary")  # reasons to skip a document
 
 
 @dataclasses.dataclass(frozen=True)
-class Reading:
-    """The result of reading a source.
+class SourceContents:
+    """The documents and files of a source, and the counts of skipped documents.
 
     Attributes:
         documents: the documents.
@@ -30,10 +30,10 @@ class Reading:
 
     documents: list[Document]
     skipped: dict[str, int]
-    files: list[File]
+    files: list[FileDigest]
 
 
-def find_files(source: Source) -> list[pathlib.Path]:
+def list_source_files(source: Source) -> list[pathlib.Path]:
     """Lists the files of a source.
 
     Args:
@@ -46,7 +46,7 @@ def find_files(source: Source) -> list[pathlib.Path]:
         FileNotFoundError: there are none.
     """
     if source.path is None:
-        return python_sources()
+        return list_python_sources()
     root = pathlib.Path(source.path)
     # Sorted, so that the order of documents does not depend on the file system.
     files = [root] if root.is_file() else sorted(path for path in root.rglob(source.pattern) if path.is_file())
@@ -66,7 +66,7 @@ def end_token_id(tokenizer: Tokenizer) -> int:
     return tokenizer.eos_token_ids[0]
 
 
-def read_source(source: Source, tokenizer: Tokenizer, *, vocab_size: int) -> Reading:
+def read_source(source: Source, tokenizer: Tokenizer, *, vocab_size: int) -> SourceContents:
     """Reads a source into documents, in the order of its files and lines.
 
     Skipped and counted are `corrupt` documents (not UTF-8, not JSON, a missing field, a conversation that the chat
@@ -90,30 +90,30 @@ def read_source(source: Source, tokenizer: Tokenizer, *, vocab_size: int) -> Rea
     """
     end = end_token_id(tokenizer)
     documents: list[Document] = []
-    skipped: dict[str, int] = dict.fromkeys(REASONS, 0)
-    files: list[File] = []
-    for place, content in read_parts(find_files(source), by_line=source.kind != "text", files=files):
+    skipped: dict[str, int] = dict.fromkeys(SKIP_REASONS, 0)
+    files: list[FileDigest] = []
+    for place, content in read_raw_records(list_source_files(source), by_line=source.kind != "text", files=files):
         try:
-            tokens, loss_mask, category = _encode(content, source, tokenizer)
+            tokens, loss_mask, category = _encode_document(content, source, tokenizer)
             # Conversations contain end tokens after each answer, so only other documents are checked for them.
-            tokens = _checked(tokens, vocab_size, end if loss_mask is None else None)
+            tokens = _check_tokens(tokens, vocab_size, end if loss_mask is None else None)
             documents.append(Document(place, tokens, loss_mask, category))
-        except UnusableError as problem:
+        except SkippedRecordError as error:
             # A few bad records are normal in large data; many mean a wrong field or tokenizer.
-            skipped[problem.reason] += 1
+            skipped[error.reason] += 1
             if sum(skipped.values()) > source.most_skipped:
                 counts = ", ".join(f"{count} {reason}" for reason, count in skipped.items() if count)
                 raise ValueError(
                     f"{source.path or 'the standard library'} has over {source.most_skipped} unusable documents"
-                    f" ({counts}); the last: {place} {problem}"
-                ) from problem
+                    f" ({counts}); the last: {place} {error}"
+                ) from error
         except TokenizerError as error:
             raise TokenizerError(f"{place}: {error}") from error
-    return Reading(documents, skipped, files)
+    return SourceContents(documents, skipped, files)
 
 
 def fingerprint(
-    sources: Sequence[Source], readings: Sequence[Reading], tokenizer: Tokenizer, *, vocab_size: int
+    sources: Sequence[Source], contents: Sequence[SourceContents], tokenizer: Tokenizer, *, vocab_size: int
 ) -> str:
     """Computes the digest of the data that a run reads; a resumed run compares it.
 
@@ -122,49 +122,49 @@ def fingerprint(
 
     Args:
         sources: the sources.
-        readings: the result of reading each.
+        contents: the result of reading each.
         tokenizer: the tokenizer.
         vocab_size: V of the model.
 
     Returns:
         A hexadecimal sha256.
     """
-    # Digests of file contents are in `reading.files`, taken while reading; here only their combination is hashed.
+    # Digests of file contents are in `content.files`, taken while reading; here only their combination is hashed.
     parts = [
-        {"kind": source.kind, "field": source.field, "weight": source.weight, "files": reading.files}
-        for source, reading in zip(sources, readings, strict=True)
+        {"kind": source.kind, "field": source.field, "weight": source.weight, "files": content.files}
+        for source, content in zip(sources, contents, strict=True)
     ]
     whole = {"sources": parts, "tokenizer": tokenizer.digest, "vocab_size": vocab_size}
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
 
 
-def _encode(content: bytes, source: Source, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray | None, str]:
+def _encode_document(content: bytes, source: Source, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray | None, str]:
     """Returns tokens `[n]`, the loss mask `[n + 1]` of a conversation, else None, and the record's category or "".
 
-    Raises `UnusableError` and TokenizerError.
+    Raises `SkippedRecordError` and TokenizerError.
     """
     if source.kind == "text":
-        return _encode_text(parse_text(content), tokenizer), None, ""
-    record = parse_object(content)
+        return _encode_text(decode_utf8(content), tokenizer), None, ""
+    record = parse_json_object(content)
     # JSONL: the text or the conversation is in the source's field; a category is optional.
     value, category = record.get(source.field), record.get("category")
     category = category if isinstance(category, str) else ""
     if source.kind == "chat":
         return *_encode_messages(value, record, source.field, tokenizer), category
     if not isinstance(value, str):
-        raise UnusableError("corrupt", f"has no text '{source.field}'")
+        raise SkippedRecordError("corrupt", f"has no text '{source.field}'")
     return _encode_text(value, tokenizer), None, category
 
 
 def _encode_text(text: str, tokenizer: Tokenizer) -> np.ndarray:
     if not text:
-        raise UnusableError("empty", "is empty")
+        raise SkippedRecordError("empty", "is empty")
     if isinstance(tokenizer, ByteTokenizer):
         return np.frombuffer(text.encode(), np.uint8)  # much faster than a list of ints
     try:
         tokens = tokenizer.encode(text)
     except ValueError as error:
-        raise UnusableError("corrupt", str(error)) from error
+        raise SkippedRecordError("corrupt", str(error)) from error
     if tokens and tokens[-1] == end_token_id(tokenizer):
         # Some tokenizers end each text themselves; here packing adds the end token.
         tokens = tokens[:-1]
@@ -175,24 +175,24 @@ def _encode_messages(
     messages: Any, record: dict[str, Any], field: str, tokenizer: Tokenizer
 ) -> tuple[np.ndarray, np.ndarray]:
     if not is_conversation(messages):
-        raise UnusableError("corrupt", f"has no '{field}', a list of objects with a role each")
-    choices = {"tools": record["tools"]} if "tools" in record else {}
+        raise SkippedRecordError("corrupt", f"has no '{field}', a list of objects with a role each")
+    template_variables = {"tools": record["tools"]} if "tools" in record else {}
     try:
-        tokens, is_target = encode_chat(messages, tokenizer, **choices)
+        tokens, is_target = encode_chat(messages, tokenizer, **template_variables)
     except ConversationError as error:
-        raise UnusableError("corrupt", str(error)) from error
+        raise SkippedRecordError("corrupt", str(error)) from error
     if not is_target.any():
-        raise UnusableError("empty", "contains no answer")
+        raise SkippedRecordError("empty", "contains no answer")
     return np.array(tokens, np.int64), is_target
 
 
-def _checked(tokens: np.ndarray, vocab_size: int, end: int | None) -> np.ndarray:
-    """Returns the tokens in a document's dtype. Raises `UnusableError`, also if `end` is among them."""
+def _check_tokens(tokens: np.ndarray, vocab_size: int, end: int | None) -> np.ndarray:
+    """Returns the tokens in a document's dtype. Raises `SkippedRecordError`, also if `end` is among them."""
     if not len(tokens):
-        raise UnusableError("empty", "has no tokens")
+        raise SkippedRecordError("empty", "has no tokens")
     # An id outside the vocabulary would index the embedding outside its rows without an error.
     if tokens.min() < 0 or tokens.max() >= vocab_size:
-        raise UnusableError("vocabulary", f"has an id outside the {vocab_size} of the vocabulary")
+        raise SkippedRecordError("vocabulary", f"has an id outside the {vocab_size} of the vocabulary")
     if end is not None and (tokens == end).any():
-        raise UnusableError("corrupt", f"holds the end token {end}")
+        raise SkippedRecordError("corrupt", f"holds the end token {end}")
     return tokens if tokens.dtype == np.uint8 else tokens.astype(np.int32)

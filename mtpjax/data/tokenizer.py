@@ -14,8 +14,8 @@ from mtpjax.errors import ConversationError, TokenizerError
 from mtpjax.io.huggingface_files import MAX_TOKENIZER_BYTES, huggingface_folder
 from mtpjax.safe_open import read_inside
 
-MOST_TEMPLATE = 1 << 20
-MOST_MESSAGES = 10_000
+MAX_TEMPLATE_CHARACTERS = 1 << 20
+MAX_MESSAGES = 10_000
 
 
 class Tokenizer(Protocol):
@@ -38,7 +38,7 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Iterable[int]) -> str: ...
 
-    def stream(self) -> Callable[[int | None], str]:
+    def incremental_decoder(self) -> Callable[[int | None], str]:
         """Returns an incremental decoder.
 
         Returns:
@@ -46,12 +46,12 @@ class Tokenizer(Protocol):
         """
         ...
 
-    def chat(self, messages: list[dict[str, Any]], **choices: Any) -> list[int]:
+    def apply_chat_template(self, messages: list[dict[str, Any]], **template_variables: Any) -> list[int]:
         """Encodes a conversation up to where the model answers.
 
         Args:
             messages: the conversation, in OpenAI's form.
-            **choices: variables of the template.
+            **template_variables: variables of the template.
 
         Returns:
             The tokens.
@@ -63,7 +63,7 @@ class Tokenizer(Protocol):
         ...
 
 
-def _utf8(text: str) -> bytes:
+def _encode_utf8(text: str) -> bytes:
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -89,7 +89,7 @@ class ByteTokenizer:
         position = text.find("\0")
         if position >= 0:
             raise ValueError(f"text holds NUL at character {position}: byte 0 is the end token")
-        return list(_utf8(text))
+        return list(_encode_utf8(text))
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decodes ids, ints or a 1-D integer array; skips end tokens, and replaces bytes that are not UTF-8 by U+FFFD.
@@ -97,10 +97,10 @@ class ByteTokenizer:
         Raises:
             ValueError: an id is outside the vocabulary.
         """
-        stream = self.stream()
+        stream = self.incremental_decoder()
         return "".join(stream(int(index)) for index in ids) + stream(None)
 
-    def stream(self) -> Callable[[int | None], str]:
+    def incremental_decoder(self) -> Callable[[int | None], str]:
         # A character may span several tokens, so the decoder keeps incomplete bytes.
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -113,11 +113,11 @@ class ByteTokenizer:
 
         return step
 
-    def chat(self, messages: list[dict[str, Any]], **choices: Any) -> list[int]:
+    def apply_chat_template(self, messages: list[dict[str, Any]], **template_variables: Any) -> list[int]:
         raise TokenizerError("a byte tokenizer has no chat template")
 
 
-class FileTokenizer:
+class HuggingFaceTokenizer:
     """The `tokenizer.json` of a Hugging Face directory, read by the tokenizers package.
 
     `eos_token_ids` come from `generation_config.json`, else `config.json`, else the `eos_token` of
@@ -134,7 +134,7 @@ class FileTokenizer:
     def __init__(self, folder: pathlib.Path, vocab_size: int):
         import tokenizers
 
-        content = read_inside(folder, "tokenizer.json", most=MAX_TOKENIZER_BYTES)
+        content = read_inside(folder, "tokenizer.json", max_bytes=MAX_TOKENIZER_BYTES)
         if content is None:
             raise TokenizerError(f"{folder} has no tokenizer.json")
         try:
@@ -152,38 +152,38 @@ class FileTokenizer:
         # Special and end tokens, and the chat template, come from the files beside it.
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_token_ids = tuple(sorted(index for index, token in added.items() if token.special))
-        self._settings = _json(folder, "tokenizer_config.json")
+        self._settings = _read_json(folder, "tokenizer_config.json")
         self.eos_token_ids = _eos_token_ids(folder) or self._named_token_ids("eos_token")
-        self._template = _template(folder, self._settings)
+        self._template = _read_chat_template(folder, self._settings)
         self._content = content
         # The digest covers everything that decides the tokens, so that a resumed run notices a changed template.
-        decisive = [hashlib.sha256(content).hexdigest(), self._template, self._special_tokens(), self.eos_token_ids]
-        self.digest = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+        digest_parts = [hashlib.sha256(content).hexdigest(), self._template, self._special_tokens(), self.eos_token_ids]
+        self.digest = hashlib.sha256(json.dumps(digest_parts, sort_keys=True).encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         """Encodes a text. Raises ValueError for lone surrogates."""
-        _utf8(text)
+        _encode_utf8(text)
         return self._tokenizer.encode(text).ids
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([int(index) for index in ids], skip_special_tokens=True)
 
-    def stream(self) -> Callable[[int | None], str]:
+    def incremental_decoder(self) -> Callable[[int | None], str]:
         from tokenizers.decoders import DecodeStream
 
         stream = DecodeStream(skip_special_tokens=True)
         return lambda token: "" if token is None else stream.step(self._tokenizer, int(token)) or ""
 
-    def chat(self, messages: list[dict[str, Any]], **choices: Any) -> list[int]:
-        """Encodes a conversation; `choices` are variables of the template, such as `enable_thinking`."""
+    def apply_chat_template(self, messages: list[dict[str, Any]], **template_variables: Any) -> list[int]:
+        """Encodes a conversation; `template_variables` are variables of the template, such as `enable_thinking`."""
         if self._template is None:
             raise TokenizerError("the checkpoint has no chat template")
         # The template writes the special tokens itself.
-        text = render_chat(self._template, messages, **{**self._special_tokens(), **choices})
+        text = render_chat(self._template, messages, **{**self._special_tokens(), **template_variables})
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def save(self, folder: pathlib.Path) -> None:
-        """Writes the files from which a `FileTokenizer` of the same digest can be read.
+        """Writes the files from which a `HuggingFaceTokenizer` of the same digest can be read.
 
         Args:
             folder: an existing folder.
@@ -195,7 +195,7 @@ class FileTokenizer:
     def _special_tokens(self) -> dict[str, str | None]:
         """Returns the special tokens that a template may name, as text."""
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
-        return {name: _text(self._settings[name]) for name in names if self._settings.get(name) is not None}
+        return {name: _token_text(self._settings[name]) for name in names if self._settings.get(name) is not None}
 
     def _named_token_ids(self, name: str) -> tuple[int, ...]:
         index = self._tokenizer.token_to_id(self._special_tokens().get(name) or "")
@@ -210,14 +210,14 @@ def load_tokenizer(path, vocab_size: int) -> Tokenizer:
         vocab_size: V of the model.
 
     Returns:
-        A `FileTokenizer` if there is a `tokenizer.json`, else a `ByteTokenizer`.
+        A `HuggingFaceTokenizer` if there is a `tokenizer.json`, else a `ByteTokenizer`.
 
     Raises:
         TokenizerError: there is no `tokenizer.json`, and the vocabulary is not the 256 bytes.
     """
     folder = huggingface_folder(path)
     if (folder / "tokenizer.json").exists():
-        return FileTokenizer(folder, vocab_size)
+        return HuggingFaceTokenizer(folder, vocab_size)
     if vocab_size == ByteTokenizer.vocab_size:
         return ByteTokenizer()
     raise TokenizerError(f"{folder} has no tokenizer.json, and the model has {vocab_size} tokens, not the 256 bytes")
@@ -243,7 +243,7 @@ def render_chat(template: str, messages: list[dict[str, Any]], **variables: Any)
     """
     import jinja2
 
-    if len(template) > MOST_TEMPLATE or len(messages) > MOST_MESSAGES:
+    if len(template) > MAX_TEMPLATE_CHARACTERS or len(messages) > MAX_MESSAGES:
         raise ConversationError(
             f"a chat template of {len(template)} characters, or {len(messages)} messages: too large"
         )
@@ -278,10 +278,13 @@ def _compiled(template: str):
     return environment.from_string(template)
 
 
-def _template(folder: pathlib.Path, settings: dict[str, Any]) -> str | None:
-    content = read_inside(folder, "chat_template.jinja", most=MOST_TEMPLATE)
+def _read_chat_template(folder: pathlib.Path, settings: dict[str, Any]) -> str | None:
+    content = read_inside(folder, "chat_template.jinja", max_bytes=MAX_TEMPLATE_CHARACTERS)
     if content is not None:
-        return content.decode()
+        try:
+            return content.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise TokenizerError(f"{folder / 'chat_template.jinja'} is not UTF-8 text") from error
     template = settings.get("chat_template")
     # A checkpoint may have several templates by name.
     if isinstance(template, list):
@@ -292,16 +295,16 @@ def _template(folder: pathlib.Path, settings: dict[str, Any]) -> str | None:
 
 def _eos_token_ids(folder: pathlib.Path) -> tuple[int, ...]:
     # Generation settings override the model's; a multimodal config nests the text model's settings.
-    config = _json(folder, "config.json")
-    for values in (_json(folder, "generation_config.json"), config, config.get("text_config")):
-        found = values.get("eos_token_id") if isinstance(values, dict) else None
-        if found is not None:
-            return tuple(found) if isinstance(found, list) else (found,)
+    config = _read_json(folder, "config.json")
+    for values in (_read_json(folder, "generation_config.json"), config, config.get("text_config")):
+        token_ids = values.get("eos_token_id") if isinstance(values, dict) else None
+        if token_ids is not None:
+            return tuple(token_ids) if isinstance(token_ids, list) else (token_ids,)
     return ()
 
 
-def _json(folder: pathlib.Path, name: str) -> dict[str, Any]:
-    content = read_inside(folder, name, most=MAX_TOKENIZER_BYTES)
+def _read_json(folder: pathlib.Path, name: str) -> dict[str, Any]:
+    content = read_inside(folder, name, max_bytes=MAX_TOKENIZER_BYTES)
     try:
         values = json.loads(content) if content is not None else {}
     except ValueError as error:
@@ -309,6 +312,6 @@ def _json(folder: pathlib.Path, name: str) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def _text(token: Any) -> str | None:
+def _token_text(token: Any) -> str | None:
     """Returns the text of a special token, which is a string or an object with its content."""
     return token.get("content") if isinstance(token, dict) else token

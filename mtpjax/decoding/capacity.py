@@ -1,7 +1,7 @@
 """Cache capacity and pass width: the shapes for which a decoding call is compiled."""
 
 
-def bucket(size: int) -> int:
+def round_up_capacity(size: int) -> int:
     """Rounds a number of cache slots up, so that calls of similar lengths share one compiled program.
 
     Args:
@@ -15,23 +15,25 @@ def bucket(size: int) -> int:
     return max(256, -(-size // step) * step)
 
 
-def cache_capacity(prompt: int, length: int, *, widest: int, chunk: int) -> int:
+def cache_capacity(prompt_length: int, max_length: int, *, max_slots_per_round: int, prefill_chunk: int) -> int:
     """Computes the cache slots per row of a call.
 
     Attention reads every slot, so the capacity is the smallest that all writes fit into.
 
     Args:
-        prompt: tokens of the longest prompt.
-        length: tokens of the longest sequence, prompt included.
-        widest: maximum number of slots that a round writes behind the committed text.
-        chunk: tokens per prefill pass; prefill writes whole chunks.
+        prompt_length: tokens of the longest prompt.
+        max_length: tokens of the longest sequence, prompt included.
+        max_slots_per_round: maximum number of slots that a round writes behind the committed text.
+        prefill_chunk: tokens per prefill pass; prefill writes whole chunks.
 
     Returns:
-        Slots per row, rounded up by `bucket`.
+        Slots per row, rounded up by `round_up_capacity`.
     """
     # Writes past the capacity would be shifted back over committed entries, so both kinds of write behind the text must
     # fit: the last prefill chunk, and the nodes of a round that starts at the full length.
-    return bucket(max(-(-prompt // chunk) * chunk, length) + widest + 1)
+    return round_up_capacity(
+        max(-(-prompt_length // prefill_chunk) * prefill_chunk, max_length) + max_slots_per_round + 1
+    )
 
 
 def min_rows_per_pass(batch: int, platform: str, implementation: str) -> int:

@@ -7,13 +7,14 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
-from mtpjax.decoding.depth_policy import observe
+from mtpjax.decoding.depth_policy import update_policy
 from mtpjax.decoding.drafters.base import Draft, Drafter
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import DecodeState
-from mtpjax.decoding.verify import Acceptance, Verified
+from mtpjax.decoding.verify import Acceptance, VerifyOutput
 from mtpjax.models.cache import commit as commit_cache
-from mtpjax.models.cache import gather_path, write_rows
+from mtpjax.models.cache import gather_path
+from mtpjax.models.layers.entries import write_rows
 from mtpjax.models.model import MTPModel
 
 Carry = TypeVar("Carry")
@@ -22,7 +23,7 @@ Carry = TypeVar("Carry")
 def commit(
     state: DecodeState,
     draft: Draft,
-    verified: Verified,
+    verified: VerifyOutput,
     accepted: Acceptance,
     *,
     model: MTPModel,
@@ -60,48 +61,48 @@ def commit(
     # 2. Count proposed and accepted drafts per level. The counters have a column per level of the deepest round, and a
     #    shallower round of an adaptive call leaves the deeper columns unchanged.
     levels = jnp.arange(1, K + 2)[None, :]
-    was_accepted = (levels[:, :-1] <= accepted.count[:, None]) & is_running[:, None]
+    was_accepted = (levels[:, :-1] <= accepted.num_accepted[:, None]) & is_running[:, None]
     was_proposed = jnp.broadcast_to(is_running[:, None], was_accepted.shape)
-    unused = ((0, 0), (0, state.proposed.shape[1] - K))
+    padding = ((0, 0), (0, state.proposed.shape[1] - K))
     state = state.replace(
         steps=state.steps + is_running,
-        proposed=state.proposed + jnp.pad(was_proposed.astype(jnp.int32), unused),
-        accepted=state.accepted + jnp.pad(was_accepted.astype(jnp.int32), unused),
+        proposed=state.proposed + jnp.pad(was_proposed.astype(jnp.int32), padding),
+        accepted=state.accepted + jnp.pad(was_accepted.astype(jnp.int32), padding),
         # A token's origin is the draft level that proposed it, 0 for the bonus token.
-        origin=write_rows(state.origin, jnp.where(levels <= accepted.count[:, None], levels, 0), length),
+        origin=write_rows(state.origin, jnp.where(levels <= accepted.num_accepted[:, None], levels, 0), length),
     )
     # 3. The drafter keeps the trunk states of the accepted nodes, over which it extends in the next round.
     state = state.replace(drafter=drafter.commit(state, states, accepted, model=model, spec=spec))
     # 4. Append the tokens up to the first stop sequence or the row's limit. The rest counts as discarded.
-    state, num_appended = append_tokens(state, accepted.tokens, accepted.count + 1, logits)
-    cut_off = jnp.where(is_running, accepted.count + 1 - num_appended, 0)
+    state, num_appended = append_tokens(state, accepted.tokens, accepted.num_accepted + 1, logits)
+    cut_off = jnp.where(is_running, accepted.num_accepted + 1 - num_appended, 0)
     # 5. Commit the trunk's cache up to the newest token, which is the next pending token: the trunk has not processed
     #    it. Entries of rejected nodes stay in the slots after that, and the next round overwrites them.
     state = state.replace(discarded=state.discarded + cut_off, trunk=commit_cache(trunk, state.length - 1))
     # 6. An adaptive call chooses the depth of the next round from the acceptance counts.
     if state.policy is not None:
-        learn = functools.partial(
-            observe,
+        update = functools.partial(
+            update_policy,
             depth=K,
-            count=accepted.count,
-            took_part=is_running,
-            active=~state.done,
+            num_accepted=accepted.num_accepted,
+            was_active=is_running,
+            is_active=~state.done,
             remaining=state.settings.limit - state.length,
         )
-        on_cpu = functools.partial(run_as_loop, learn, is_running.any())
-        state = state.replace(policy=jax.lax.platform_dependent(state.policy, cpu=on_cpu, default=learn))
+        on_cpu = functools.partial(cond_as_while_loop, update, is_running.any())
+        state = state.replace(policy=jax.lax.platform_dependent(state.policy, cpu=on_cpu, default=update))
     return state
 
 
 def append_tokens(
-    state: DecodeState, tokens: jax.Array, count: jax.Array, logits: jax.Array | None
+    state: DecodeState, tokens: jax.Array, num_valid: jax.Array, logits: jax.Array | None
 ) -> tuple[DecodeState, jax.Array]:
     """Appends new tokens to the rows that are not done, and ends rows at stop sequences and limits.
 
     Args:
         state: the rows.
-        tokens: `[B, W]` int32 new tokens, valid up to `count`.
-        count: `[B]` int32 number of valid tokens per row.
+        tokens: `[B, W]` int32 new tokens, valid up to `num_valid`.
+        num_valid: `[B]` int32 number of valid tokens per row.
         logits: `[B, W, V]` unmodified logits that each token came from; read only if log-probabilities are recorded.
 
     Returns:
@@ -112,10 +113,10 @@ def append_tokens(
     #    append nothing.
     is_end = _completes_stop(state, tokens)
     up_to_stop = jnp.where(is_end.any(axis=1), jnp.argmax(is_end, axis=1) + 1, W + 1)
-    taken = jnp.minimum(jnp.minimum(count, up_to_stop), state.settings.limit - state.length)
-    taken = jnp.where(state.done, 0, taken).astype(jnp.int32)
-    length = state.length + taken
-    stopped = state.stopped | (~state.done & (up_to_stop <= taken))
+    num_appended = jnp.minimum(jnp.minimum(num_valid, up_to_stop), state.settings.limit - state.length)
+    num_appended = jnp.where(state.done, 0, num_appended).astype(jnp.int32)
+    length = state.length + num_appended
+    stopped = state.stopped | (~state.done & (up_to_stop <= num_appended))
     # 2. Record log-probabilities under the trunk's unmodified logits, before temperature, penalties and bans.
     logprobs, history = state.logprobs, state.history
     if logprobs.shape[1]:
@@ -123,8 +124,8 @@ def append_tokens(
         chosen = jnp.take_along_axis(logits, tokens[:, :, None], axis=2)[:, :, 0]
         logprobs = write_rows(logprobs, chosen - jax.nn.logsumexp(logits, axis=-1), state.length)
     # 3. Count the appended tokens for the penalties.
-    if state.settings.sampling.counts_tokens:
-        is_new = (jnp.arange(W)[None, :] < taken[:, None]).astype(jnp.int32)
+    if state.settings.sampling.has_penalties:
+        is_new = (jnp.arange(W)[None, :] < num_appended[:, None]).astype(jnp.int32)
         counts = jax.vmap(lambda counts, tokens, new: counts.at[tokens].add(new))(history.counts, tokens, is_new)
         history = history.replace(counts=counts)
     # 4. Write all W tokens, which keeps the shape static. Tokens from `length` on are garbage that the next round
@@ -136,7 +137,7 @@ def append_tokens(
         length=length,
         stopped=stopped,
         done=state.done | stopped | (length >= state.settings.limit),
-    ), taken
+    ), num_appended
 
 
 def _completes_stop(state: DecodeState, tokens: jax.Array) -> jax.Array:
@@ -145,9 +146,9 @@ def _completes_stop(state: DecodeState, tokens: jax.Array) -> jax.Array:
     W, Z = tokens.shape[1], stops.shape[2]
     # 1. Prepend the last Z-1 committed tokens, since a stop sequence may span two rounds. Stop sequences apply to new
     #    tokens only, so prompt tokens become -2, which equals no entry of `stops`.
-    place = state.length[:, None] - (Z - 1) + jnp.arange(Z - 1)[None, :]
-    tail = jnp.take_along_axis(state.tokens, jnp.maximum(place, 0), axis=1)
-    tail = jnp.where(place >= state.settings.prompt_length[:, None], tail, -2)
+    position = state.length[:, None] - (Z - 1) + jnp.arange(Z - 1)[None, :]
+    tail = jnp.take_along_axis(state.tokens, jnp.maximum(position, 0), axis=1)
+    tail = jnp.where(position >= state.settings.prompt_length[:, None], tail, -2)
     joined = jnp.concatenate([tail, tokens], axis=1)
     # 2. Compare the Z tokens that end at each new token with every sequence. -1 pads shorter sequences on the left and
     #    matches any token; rows of `stops` that hold only -1 are unused.
@@ -162,19 +163,24 @@ def _completes_stop(state: DecodeState, tokens: jax.Array) -> jax.Array:
     return is_end
 
 
-def run_as_loop(function: Callable[[Carry], Carry], is_wanted: jax.Array, carry: Carry) -> Carry:
-    """Computes `function(carry)` if `is_wanted`, as a loop that runs once.
+def cond_as_while_loop(function: Callable[[Carry], Carry], predicate: jax.Array, carry: Carry) -> Carry:
+    """Computes `function(carry)` if `predicate`, as a loop that runs once.
 
     Inside a loop that moves large arrays, XLA's CPU backend runs even tiny operations in its thread pool, and waking a
-    thread costs more than the whole depth policy. A loop over small arrays runs in one thread. `is_wanted` must be a
+    thread costs more than the whole depth policy. A loop over small arrays runs in one thread. `predicate` must be a
     value that XLA cannot evaluate at compile time, or XLA removes the loop.
 
     Args:
         function: a function of one pytree of arrays, which returns a pytree of the same shapes.
-        is_wanted: `[]` bool.
+        predicate: `[]` bool.
         carry: the argument of `function`.
 
     Returns:
-        `function(carry)` if `is_wanted`, else `carry`.
+        `function(carry)` if `predicate`, else `carry`.
     """
-    return jax.lax.while_loop(lambda turn: turn[1], lambda turn: (function(turn[0]), ~turn[1]), (carry, is_wanted))[0]
+
+    def run_once(loop_carry):
+        carry, predicate = loop_carry
+        return function(carry), ~predicate
+
+    return jax.lax.while_loop(lambda loop_carry: loop_carry[1], run_once, (carry, predicate))[0]

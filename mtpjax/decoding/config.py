@@ -113,11 +113,11 @@ class DecodeConfig:
 
     def __post_init__(self):
         # 1. Ranges of single values.
-        for name, least in (("max_new_tokens", 1), ("num_steps", 0), ("topk", 1), ("prefill_chunk", 1)):
-            require(getattr(self, name) >= least, f"{name} must be at least {least}, got {getattr(self, name)}")
-        for name, least in (("min_rows", 1), ("max_length", 2), ("draft_window", 1), ("num_draft_tokens", 2)):
+        for name, minimum in (("max_new_tokens", 1), ("num_steps", 0), ("topk", 1), ("prefill_chunk", 1)):
+            require(getattr(self, name) >= minimum, f"{name} must be at least {minimum}, got {getattr(self, name)}")
+        for name, minimum in (("min_rows", 1), ("max_length", 2), ("draft_window", 1), ("num_draft_tokens", 2)):
             value = getattr(self, name)
-            require(value is None or value >= least, f"{name} must be at least {least}, got {value}")
+            require(value is None or value >= minimum, f"{name} must be at least {minimum}, got {value}")
         require(self.num_steps <= MAX_STEPS, f"num_steps must be at most {MAX_STEPS}, got {self.num_steps}")
         require(self.draft_sinks >= 0, f"draft_sinks must not be negative, got {self.draft_sinks}")
         require(
@@ -172,10 +172,10 @@ class DecodeConfig:
                 self.num_draft_tokens == self.num_steps + 1,
                 f"num_draft_tokens must be {self.num_steps + 1} for a chain ({shape}), got {self.num_draft_tokens}",
             )
-        most = largest_tree(self.topk, self.num_steps)
+        max_nodes = largest_tree(self.topk, self.num_steps)
         require(
-            self.num_draft_tokens <= most,
-            f"num_draft_tokens must be at most {most} for {shape}, got {self.num_draft_tokens}",
+            self.num_draft_tokens <= max_nodes,
+            f"num_draft_tokens must be at most {max_nodes} for {shape}, got {self.num_draft_tokens}",
         )
 
     def _check_policy(self):

@@ -17,20 +17,20 @@ import jax.numpy as jnp
 import numpy as np
 
 PRIOR_RATE = 0.75  # assumed acceptance rate where none was measured
-PRIOR_DRAFTS, MEASURED_DRAFTS = 4.0, 16.0  # pseudo-counts of an assumed prior, and of a measured one
-ROW_DRAFTS = 3.0  # pseudo-counts with which a row's rate is shrunk towards the batch's rate
-MEMORY = 24  # rounds after which a count has faded to 1/e
+ASSUMED_PRIOR_COUNT, MEASURED_PRIOR_COUNT = 4.0, 16.0  # pseudo-counts of an assumed prior, and of a measured one
+ROW_PSEUDO_COUNT = 3.0  # pseudo-counts with which a row's rate is shrunk towards the batch's rate
+DECAY_ROUNDS = 24  # rounds after which a count has faded to 1/e
 PROBE_INTERVAL = 16  # rounds between two probes of the next deeper depth
-SLOWEST = 12  # exponent of the power mean over the rows' remaining times; large values approach the maximum
-MIN_GAIN = 1.05  # speed-up at perfect acceptance below which drafting is not worth probing
+POWER_MEAN_EXPONENT = 12  # exponent of the power mean over the rows' remaining times; large values approach the maximum
+MIN_SPEEDUP = 1.05  # speed-up at perfect acceptance below which drafting is not worth probing
 
 
-class Policy(flax.struct.PyTreeNode):
+class DepthPolicy(flax.struct.PyTreeNode):
     """Acceptance counts of B rows at depths 1..D, and the depth that they lead to."""
 
     costs: jax.Array  # [D+1] float32, duration of a round at each depth, in units of a round at depth 0
     prior: jax.Array  # [D] float32, acceptance rate at each depth before anything is observed
-    prior_drafts: jax.Array  # [] float32, pseudo-count of the prior, in drafts
+    prior_count: jax.Array  # [] float32, pseudo-count of the prior, in drafts
     verified: jax.Array  # [B, D] float32, decayed count of drafts per depth whose predecessors were all accepted
     accepted: jax.Array  # [B, D] float32, decayed count of the accepted ones among them
     depth: jax.Array  # [] int32, draft depth of the next round
@@ -38,7 +38,7 @@ class Policy(flax.struct.PyTreeNode):
 
 
 @functools.partial(jax.jit, static_argnames="batch")  # one dispatch instead of one per field
-def init_policy(costs, batch: int, *, prior=None) -> Policy:
+def init_policy(costs, batch: int, *, prior=None) -> DepthPolicy:
     """Creates a policy without observations; its first depth follows from the prior.
 
     Args:
@@ -48,17 +48,17 @@ def init_policy(costs, batch: int, *, prior=None) -> Policy:
             depth.
 
     Returns:
-        The initial `Policy`.
+        The initial `DepthPolicy`.
     """
     costs = jnp.asarray(costs, jnp.float32)
     assert costs.ndim == 1 and costs.shape[0] > 1, "depth costs must cover depth 0 and at least one more"
     # Only ratios of costs matter, so they are stored relative to a plain decoding step. A measured prior counts for
     # more drafts than an assumed one.
     counts, zero = jnp.zeros((batch, costs.shape[0] - 1)), jnp.zeros((), jnp.int32)
-    policy = Policy(
+    policy = DepthPolicy(
         costs=costs / costs[0],
         prior=jnp.broadcast_to(jnp.asarray(PRIOR_RATE if prior is None else prior, jnp.float32), costs[1:].shape),
-        prior_drafts=jnp.float32(PRIOR_DRAFTS if prior is None else MEASURED_DRAFTS),
+        prior_count=jnp.float32(ASSUMED_PRIOR_COUNT if prior is None else MEASURED_PRIOR_COUNT),
         verified=counts,
         accepted=counts,
         depth=zero,
@@ -69,15 +69,15 @@ def init_policy(costs, batch: int, *, prior=None) -> Policy:
     return policy.replace(depth=jnp.where(best == 0, _probe_depth(policy, best), best))
 
 
-def observe(policy: Policy, depth, count, *, took_part, active, remaining=None) -> Policy:
+def update_policy(policy: DepthPolicy, depth, num_accepted, *, was_active, is_active, remaining=None) -> DepthPolicy:
     """Records one round and chooses the depth of the next.
 
     Args:
         policy: the policy before the round.
         depth: draft depth of the round, a Python int or an int32 scalar.
-        count: `[B]` int32, accepted drafts per row, before stop sequences and limits cut any.
-        took_part: `[B]` bool, rows that drafted in this round.
-        active: `[B]` bool, rows that run in the next round. Other rows do not influence the choice.
+        num_accepted: `[B]` int32, accepted drafts per row, before stop sequences and limits cut any.
+        was_active: `[B]` bool, rows that drafted in this round.
+        is_active: `[B]` bool, rows that run in the next round. Other rows do not influence the choice.
         remaining: `[B]` int32, tokens that each row may still generate. The policy then minimises the time until the
             last row ends, and counts no drafts beyond a row's limit. None maximises the throughput of the batch, for
             servers in which a new request replaces each finished one.
@@ -88,48 +88,48 @@ def observe(policy: Policy, depth, count, *, took_part, active, remaining=None) 
     # 1. Count. A draft at depth k says something about acceptance only if all drafts before it were accepted. Every
     #    count decays, so the estimates follow a change in the text and return to the prior at depths that are no longer
     #    tried.
-    depths, count = jnp.arange(1, policy.prior.shape[0] + 1)[None, :], count[:, None]
-    was_verified = took_part[:, None] & (depths <= depth) & (depths <= count + 1)
-    kept = 1 - 1 / MEMORY
+    depths, num_accepted = jnp.arange(1, policy.prior.shape[0] + 1)[None, :], num_accepted[:, None]
+    was_verified = was_active[:, None] & (depths <= depth) & (depths <= num_accepted + 1)
+    decay = 1 - 1 / DECAY_ROUNDS
     policy = policy.replace(
-        verified=kept * policy.verified + was_verified,
-        accepted=kept * policy.accepted + (was_verified & (depths <= count)),
+        verified=decay * policy.verified + was_verified,
+        accepted=decay * policy.accepted + (was_verified & (depths <= num_accepted)),
     )
 
     # 2. Choose the depth with the most expected tokens per unit of time.
-    best = _best_depth(policy, active, remaining)
+    best = _best_depth(policy, is_active, remaining)
 
     # 3. Probe one depth deeper at regular intervals, because rounds reveal nothing about acceptance beyond their depth.
     #    A round that was deeper than the present choice has revealed as much, so it also restarts the interval.
     since_probe = jnp.where(depth > best, 0, policy.since_probe + 1)
     is_due = since_probe >= PROBE_INTERVAL
-    room = jnp.where(active, policy.prior.shape[0] if remaining is None else remaining - 1, 0).max()
+    max_drafts = jnp.where(is_active, policy.prior.shape[0] if remaining is None else remaining - 1, 0).max()
     # With r tokens to go, r-1 drafts and the bonus token reach the limit, so deeper drafts gain nothing.
-    deepest = jnp.clip(room, 0, policy.prior.shape[0])
+    max_depth = jnp.clip(max_drafts, 0, policy.prior.shape[0])
     return policy.replace(
-        depth=jnp.where(is_due, jnp.minimum(_probe_depth(policy, best), deepest), best),
+        depth=jnp.where(is_due, jnp.minimum(_probe_depth(policy, best), max_depth), best),
         since_probe=jnp.where(is_due, 0, since_probe),
     )
 
 
-def reset_rows(policy: Policy, mask) -> Policy:
+def reset_counts(policy: DepthPolicy, is_new) -> DepthPolicy:
     """Clears the counts of rows whose slots hold new requests.
 
     Args:
         policy: the policy.
-        mask: `[B]` bool, True for those rows.
+        is_new: `[B]` bool, True for those rows.
 
     Returns:
         The policy in which those rows start from the batch's rates again. The depth is unchanged.
     """
     return policy.replace(
-        verified=jnp.where(mask[:, None], 0, policy.verified),
-        accepted=jnp.where(mask[:, None], 0, policy.accepted),
+        verified=jnp.where(is_new[:, None], 0, policy.verified),
+        accepted=jnp.where(is_new[:, None], 0, policy.accepted),
     )
 
 
-def may_pay(costs) -> bool:
-    """Returns True if drafting can pay: some depth is `MIN_GAIN` times as fast as depth 0 if all drafts are accepted.
+def can_speed_up(costs) -> bool:
+    """Returns True if some depth would be `MIN_SPEEDUP` times as fast as depth 0 if all drafts were accepted.
 
     Args:
         costs: `[D+1]` durations of a round at depths 0..D, as numbers (not traced).
@@ -139,10 +139,10 @@ def may_pay(costs) -> bool:
     """
     # A fully accepted round of depth d commits d+1 tokens.
     costs = np.asarray(costs, np.float64)
-    return bool((np.arange(1, len(costs) + 1) * costs[0] >= MIN_GAIN * costs).any())
+    return bool((np.arange(1, len(costs) + 1) * costs[0] >= MIN_SPEEDUP * costs).any())
 
 
-def acceptance_rates(policy: Policy, active) -> jax.Array:
+def acceptance_rates(policy: DepthPolicy, is_active) -> jax.Array:
     """Estimates each row's acceptance rate at each depth, given that all drafts before it were accepted.
 
     Two shrinkage estimates: each row's rate is shrunk towards the rate of all active rows together, and that rate
@@ -150,52 +150,52 @@ def acceptance_rates(policy: Policy, active) -> jax.Array:
 
     Args:
         policy: the policy with its counts.
-        active: `[B]` bool, rows that count towards the batch's rate.
+        is_active: `[B]` bool, rows that count towards the batch's rate.
 
     Returns:
         `[B, D]` float32 conditional acceptance rates.
     """
-    verified, accepted = (jnp.where(active[:, None], x, 0).sum(axis=0) for x in (policy.verified, policy.accepted))
-    rows, batch_rate, row_rate, before = [], policy.prior[0], jnp.ones(active.shape), policy.prior[0]
+    verified, accepted = (jnp.where(is_active[:, None], x, 0).sum(axis=0) for x in (policy.verified, policy.accepted))
+    rates, batch_rate, row_rate, prior_before = [], policy.prior[0], jnp.ones(is_active.shape), policy.prior[0]
     for k in range(policy.prior.shape[0]):
         # Expect the estimate at the depth before, times the ratio of the two priors: text that is easier than the prior
         # at one depth is usually easier at the next as well.
-        ratio = policy.prior[k] / before
+        ratio = policy.prior[k] / prior_before
         expected = jnp.minimum(batch_rate * ratio, 1)
-        batch_rate = (accepted[k] + policy.prior_drafts * expected) / (verified[k] + policy.prior_drafts)
+        batch_rate = (accepted[k] + policy.prior_count * expected) / (verified[k] + policy.prior_count)
         # Mostly easy rows reach a deep depth, so the batch's rate there is too high for a row with low rates so far.
         # Cap it by the row's own rate at the depth before.
         shrunk_to = jnp.minimum(batch_rate, row_rate * ratio)
-        row_rate = (policy.accepted[:, k] + ROW_DRAFTS * shrunk_to) / (policy.verified[:, k] + ROW_DRAFTS)
-        rows.append(row_rate)
-        before = policy.prior[k]
-    return jnp.stack(rows, axis=1)
+        row_rate = (policy.accepted[:, k] + ROW_PSEUDO_COUNT * shrunk_to) / (policy.verified[:, k] + ROW_PSEUDO_COUNT)
+        rates.append(row_rate)
+        prior_before = policy.prior[k]
+    return jnp.stack(rates, axis=1)
 
 
-def _probe_depth(policy: Policy, best) -> jax.Array:
+def _probe_depth(policy: DepthPolicy, best) -> jax.Array:
     """Returns the depth after `best`, or `best` if no deeper depth could win even if every draft were accepted.
 
     Perfect acceptance favours deep drafts most, so a depth that does not win there cannot win at lower acceptance.
     """
     depths = jnp.arange(policy.costs.shape[0])
     perfect = (depths + 1) / policy.costs
-    has_hope = jnp.where(depths > best, perfect, 0).max() >= MIN_GAIN * perfect[best]
-    return (best + has_hope).astype(jnp.int32)
+    can_win = jnp.where(depths > best, perfect, 0).max() >= MIN_SPEEDUP * perfect[best]
+    return (best + can_win).astype(jnp.int32)
 
 
-def _best_depth(policy: Policy, active, remaining) -> jax.Array:
+def _best_depth(policy: DepthPolicy, is_active, remaining) -> jax.Array:
     """Returns the depth, an int32 scalar, with the most expected tokens per unit of time by the present estimates."""
     # 1. Expected tokens of a round at each depth, [B, D+1]: the bonus token, and each draft with its survival
     #    probability (the product of the rates up to it). Drafts beyond a row's limit are worthless.
-    survival = jnp.cumprod(acceptance_rates(policy, active), axis=1)
+    survival = jnp.cumprod(acceptance_rates(policy, is_active), axis=1)
     if remaining is not None:
         survival = jnp.where(jnp.arange(1, survival.shape[1] + 1)[None, :] < remaining[:, None], survival, 0)
     tokens = 1 + jnp.pad(jnp.cumsum(survival, axis=1), ((0, 0), (1, 0)))
     # 2. Without limits: maximise the batch's tokens per unit of time.
     if remaining is None:
-        throughput = jnp.where(active[:, None], tokens, 0).sum(axis=0) / policy.costs
+        throughput = jnp.where(is_active[:, None], tokens, 0).sum(axis=0) / policy.costs
         return jnp.argmax(throughput).astype(jnp.int32)
     # 3. With limits: minimise the time until the slowest row ends, because the batch ends with it. A power mean gives
     #    slow rows the largest weight without letting one bad estimate decide alone. Times are scaled to avoid overflow.
     time = remaining[:, None] / jnp.maximum(remaining.max(), 1) * policy.costs[None, :] / tokens
-    return jnp.argmin(jnp.where(active[:, None], time**SLOWEST, 0).sum(axis=0)).astype(jnp.int32)
+    return jnp.argmin(jnp.where(is_active[:, None], time**POWER_MEAN_EXPONENT, 0).sum(axis=0)).astype(jnp.int32)

@@ -30,10 +30,10 @@ class Candidates:
         self.scores: list[jax.Array] = []  # [B, C] float32 per level
         self.tokens: list[jax.Array] = []  # [B, C] int32 per level
         self.parents: list[jax.Array] = []  # [B, C] flat index of the parent candidate, -1 for the root
-        self.count = 0  # candidates of all levels so far; flat indices count them in the order they were added
+        self.num_candidates = 0  # candidates of all levels so far; flat indices count them in the order they were added
 
-    def offer(
-        self, probabilities: jax.Array, tokens: jax.Array, scores: jax.Array, places: jax.Array
+    def add_children(
+        self, probabilities: jax.Array, tokens: jax.Array, scores: jax.Array, parent_index: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """Adds the children of one level's nodes and picks the ones to expand.
 
@@ -41,7 +41,7 @@ class Candidates:
             probabilities: `[B, f, topk]` draft probabilities of each node's most likely children.
             tokens: `[B, f, topk]` those children.
             scores: `[B, f]` the nodes' own scores.
-            places: `[B, f]` the nodes' flat indices.
+            parent_index: `[B, f]` the nodes' flat indices.
 
         Returns:
             Scores, tokens and flat indices of the topk best children, and the index of each one's parent among the f
@@ -53,13 +53,13 @@ class Candidates:
         tokens = tokens.astype(jnp.int32).reshape(B, -1)
         self.scores.append(scores)
         self.tokens.append(tokens)
-        self.parents.append(jnp.repeat(places, topk, axis=1))
+        self.parents.append(jnp.repeat(parent_index, topk, axis=1))
         # 2. Pick the topk best children of the whole level, so every level costs one module pass over topk nodes.
-        kept, index = top_k(scores, topk)
-        first, self.count = self.count, self.count + scores.shape[1]
-        return kept, jnp.take_along_axis(tokens, index, axis=1), first + index, index // topk
+        best_scores, best = top_k(scores, topk)
+        first_index, self.num_candidates = self.num_candidates, self.num_candidates + scores.shape[1]
+        return best_scores, jnp.take_along_axis(tokens, best, axis=1), first_index + best, best // topk
 
-    def select(self, num_nodes: int) -> tuple[jax.Array, jax.Array]:
+    def select_nodes(self, num_nodes: int) -> tuple[jax.Array, jax.Array]:
         """Picks the best candidates of all levels and numbers them as tree nodes.
 
         Args:
@@ -83,7 +83,7 @@ class Candidates:
         return jnp.take_along_axis(tokens, chosen, axis=1), jnp.concatenate([root, node.astype(jnp.int32)], axis=1)
 
 
-def ancestry(parents: jax.Array, num_steps: int) -> tuple[jax.Array, jax.Array]:
+def depths_and_ancestor_mask(parents: jax.Array, num_steps: int) -> tuple[jax.Array, jax.Array]:
     """Computes the depths and the ancestor mask of trees.
 
     Args:
@@ -94,13 +94,13 @@ def ancestry(parents: jax.Array, num_steps: int) -> tuple[jax.Array, jax.Array]:
         Depths `[B, W]` int32, and the mask `[B, W, W]` bool: entry (n, m) is True if m is n or an ancestor of n.
     """
     W = parents.shape[1]
-    places = jnp.arange(W)[None]
-    node = jnp.broadcast_to(places, parents.shape)
+    index = jnp.arange(W)[None]
+    node = jnp.broadcast_to(index, parents.shape)
     mask = jnp.zeros((*parents.shape, W), bool)
     # All nodes climb towards the root at the same time, one parent per iteration, and mark each node that they visit.
     # -1 is above the root and marks nothing.
     for _ in range(num_steps + 1):
-        mask |= node[:, :, None] == places[:, None]
+        mask |= node[:, :, None] == index[:, None]
         node = jnp.where(node >= 0, jnp.take_along_axis(parents, jnp.maximum(node, 0), axis=1), -1)
     # A node at depth d has d ancestors and itself in its row of the mask.
     return mask.sum(axis=2).astype(jnp.int32) - 1, mask
@@ -144,7 +144,7 @@ class TreeShape:
 
 
 @functools.cache
-def fixed_shape(topk: int, num_steps: int, num_nodes: int) -> TreeShape:
+def choose_tree_shape(topk: int, num_steps: int, num_nodes: int) -> TreeShape:
     """Chooses the nodes that are most likely to be accepted, under assumed acceptance rates per child rank.
 
     The greedy form of Sequoia's construction (2402.12374): a node's value is the product of the rates on its path.

@@ -12,10 +12,10 @@ from jax.sharding import Mesh
 
 from mtpjax.decoding.capacity import cache_capacity, min_rows_per_pass
 from mtpjax.decoding.config import DecodeConfig, SamplingParams
-from mtpjax.decoding.depth_policy import may_pay
+from mtpjax.decoding.depth_policy import can_speed_up
 from mtpjax.decoding.drafters.base import Drafter
 from mtpjax.decoding.loop import decode
-from mtpjax.decoding.requests import check_request, drafter_of, new_rows, prompt_rows
+from mtpjax.decoding.requests import check_request, make_drafter, make_new_rows, prompts_to_arrays
 from mtpjax.decoding.result import GenerationResult, collect
 from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.decoding.sampling_params import temperatures
@@ -25,7 +25,7 @@ from mtpjax.models.model import MTPModel
 from mtpjax.models.sharding import mesh_of, shard_params, shard_state
 
 # Jitted, so that one dispatch allocates all buffers of a state.
-make_empty_state = jax.jit(
+_empty_state_on_device = jax.jit(
     empty_state,
     static_argnames=("model", "drafter", "spec", "batch", "capacity", "stops_shape", "features", "dtype"),
 )
@@ -131,24 +131,27 @@ def speculative_generate(
     """
     # 1. Check the request on the host, because the compiled call would silently clamp values that are out of range.
     sampling = sampling or SamplingParams()
-    drafter = drafter_of(config)
-    prompts = prompt_rows(prompts, lengths)
+    drafter = make_drafter(config)
+    prompts = prompts_to_arrays(prompts, lengths)
     limit = check_request(prompts, model, config, drafter)
     # 2. Resolve the static settings, which select the compiled program.
     B = len(prompts)
-    layout = mesh or mesh_of(params["embedding"])
-    spec = resolve_spec(config, model, layout, batch=B, is_greedy=not temperatures(sampling, B).any())
+    resolved_mesh = mesh or mesh_of(params["embedding"])
+    spec = resolve_spec(config, model, resolved_mesh, batch=B, is_greedy=not temperatures(sampling, B).any())
     # 3. Size the caches for the longest possible sequence and for the nodes that the last round writes behind it, and
     #    convert the requests to arrays of that size.
     longest = max(row.size for row in prompts)
     capacity = cache_capacity(
         longest,
         min(longest + min(config.max_new_tokens, limit), limit),
-        widest=max(spec.verify_width, drafter.scratch_slots(model, spec)),
-        chunk=spec.chunk,
+        max_slots_per_round=max(spec.verify_width, drafter.num_scratch_slots(model, spec)),
+        prefill_chunk=spec.prefill_chunk,
     )
-    rows = new_rows(prompts, model=model, config=config, limit=limit, capacity=capacity, sampling=sampling, key=key)
-    state = start_state(
+    rows = make_new_rows(
+        prompts, model=model, config=config, limit=limit, capacity=capacity, sampling=sampling, key=key
+    )
+    _, max_stops, max_stop_length = rows.settings.stops.shape
+    state = make_state(
         params,
         model=model,
         config=config,
@@ -156,40 +159,40 @@ def speculative_generate(
         spec=spec,
         batch=B,
         capacity=capacity,
-        stops_shape=rows.settings.stops.shape[1:],
+        stops_shape=(max_stops, max_stop_length),
         features=rows.settings.sampling.features,
     )
     # 4. Move everything to the mesh and run the compiled call: prefill, then rounds until every row is done.
     if mesh is not None:
         params, state, rows = shard_params(params, mesh), shard_state(state, mesh), shard_state(rows, mesh)
     if draft_params is None:
-        draft_params = drafter.own_params(params, config, model=model)
-    with device_settings(params, layout):
+        draft_params = drafter.default_params(params, config, model=model)
+    with device_settings(params, resolved_mesh):
         state = decode(params, draft_params, state, rows, model=model, drafter=drafter, spec=spec)
     return collect(state, is_exact=spec.is_exact)
 
 
 def resolve_spec(
-    config: DecodeConfig, model: MTPModel, layout: Mesh | None, *, batch: int, is_greedy: bool
+    config: DecodeConfig, model: MTPModel, mesh: Mesh | None, *, batch: int, is_greedy: bool
 ) -> DecodeSpec:
     """Resolves the static settings of a call for its platform and batch size.
 
     Args:
         config: settings.
         model: the model.
-        layout: mesh of the parameters; None: one device.
+        mesh: mesh of the parameters; None: one device.
         batch: number of rows, B.
         is_greedy: True if every row is at temperature 0.
 
     Returns:
         The spec, which is part of the key of the compiled program.
     """
-    platform = layout.devices.flat[0].platform if layout is not None else jax.default_backend()
+    platform = mesh.devices.flat[0].platform if mesh is not None else jax.default_backend()
     min_rows = config.min_rows or min_rows_per_pass(batch, platform, model.implementation)
-    return DecodeSpec.of(config, is_greedy=is_greedy, min_rows=min_rows)
+    return DecodeSpec.from_config(config, is_greedy=is_greedy, min_rows=min_rows)
 
 
-def start_state(
+def make_state(
     params: dict,
     *,
     model: MTPModel,
@@ -198,7 +201,7 @@ def start_state(
     spec: DecodeSpec,
     batch: int,
     capacity: int,
-    stops_shape: tuple[int, ...],
+    stops_shape: tuple[int, int],
     features: SamplingFeatures,
 ) -> DecodeState:
     """Makes a state of B free slots on the device; arguments as in `empty_state`."""
@@ -208,14 +211,14 @@ def start_state(
     if spec.is_adaptive:
         costs = np.asarray(config.depth_costs, np.float32)
         rates = None if config.depth_rates is None else np.asarray(config.depth_rates, np.float32)
-        is_disabled = not may_pay(costs)
-    return make_empty_state(
+        is_disabled = not can_speed_up(costs)
+    return _empty_state_on_device(
         model=model,
         drafter=drafter,
         spec=spec,
         batch=batch,
         capacity=capacity,
-        stops_shape=tuple(stops_shape),
+        stops_shape=stops_shape,
         features=features,
         dtype=params["embedding"].dtype,
         depth_costs=costs,
@@ -225,12 +228,12 @@ def start_state(
 
 
 @contextlib.contextmanager
-def device_settings(params: dict, layout: Mesh | None) -> Iterator[None]:
+def device_settings(params: dict, mesh: Mesh | None) -> Iterator[None]:
     """Sets the mesh, and full float32 matmul precision on accelerators, for calls with these parameters."""
-    platform = layout.devices.flat[0].platform if layout is not None else jax.default_backend()
+    platform = mesh.devices.flat[0].platform if mesh is not None else jax.default_backend()
     with contextlib.ExitStack() as settings:
-        if layout is not None:
-            settings.enter_context(jax.set_mesh(layout))
+        if mesh is not None:
+            settings.enter_context(jax.set_mesh(mesh))
         if platform != "cpu" and params["embedding"].dtype == jnp.float32:
             # By default XLA rounds float32 matmul inputs to TF32 on a GPU, but the Pallas kernels do not. The error of
             # TF32 can flip near-tied logits, so that plain and speculative decoding differ.

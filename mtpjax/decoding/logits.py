@@ -3,15 +3,15 @@
 import jax
 import jax.numpy as jnp
 
-from mtpjax.decoding.sampling import Path, adjust
+from mtpjax.decoding.sampling import PathTokens, apply_penalties_and_bias
 from mtpjax.decoding.state import DecodeState
 from mtpjax.models.model import MTPModel
 
 
 def adjust_logits(
-    logits: jax.Array, state: DecodeState, path: Path | None, num_new: jax.Array, model: MTPModel
+    logits: jax.Array, state: DecodeState, path: PathTokens | None, num_new: jax.Array, model: MTPModel
 ) -> jax.Array:
-    """Applies `mtpjax.decoding.sampling.adjust` with the state's parameters, history and stop tokens.
+    """Applies `mtpjax.decoding.sampling.apply_penalties_and_bias` with the state's parameters, history and stop tokens.
 
     Prefill, drafting and verification all call this function, so p and q refer to the same transformation.
 
@@ -29,7 +29,7 @@ def adjust_logits(
     # right-aligned, so a single stop token has -1 in every column but the last.
     stops = state.settings.stops
     is_single = (stops[:, :, :-1] == -1).all(axis=2)
-    return adjust(
+    return apply_penalties_and_bias(
         logits,
         state.settings.sampling,
         state.history,

@@ -87,22 +87,22 @@ def run_rounds(
     """
     # Free slots are done from the start, so "any" counts only rows that end during this call.
     was_running = ~state.done
-    round_ = functools.partial(run_round, params, model=model, drafter=drafter, prepared=prepared)
+    run_one_round = functools.partial(run_round, params, model=model, drafter=drafter, prepared=prepared)
 
-    def goes_on(carry: Carry) -> jax.Array:
-        state, left = carry
-        is_needed = ~state.done.all()
+    def should_continue(carry: Carry) -> jax.Array:
+        state, rounds_left = carry
+        is_running = ~state.done.all()
         if until == "any":
-            is_needed &= ~(state.done & was_running).any()
-        return is_needed if left is None else is_needed & (left > 0)
+            is_running &= ~(state.done & was_running).any()
+        return is_running if rounds_left is None else is_running & (rounds_left > 0)
 
     def advance(carry: Carry, spec: DecodeSpec) -> Carry:
-        state, left = carry
-        return round_(state, spec=spec), None if left is None else left - 1
+        state, rounds_left = carry
+        return run_one_round(state, spec=spec), None if rounds_left is None else rounds_left - 1
 
     # Fixed depth: every round has the same shape, so one loop is enough.
     if not spec.is_adaptive:
-        return jax.lax.while_loop(goes_on, functools.partial(advance, spec=spec), (state, max_rounds))[0]
+        return jax.lax.while_loop(should_continue, functools.partial(advance, spec=spec), (state, max_rounds))[0]
 
     # Adaptive depth: shapes are static, so each depth has a compiled round of its own.
     def chosen_depth(state: DecodeState) -> jax.Array:
@@ -111,26 +111,26 @@ def run_rounds(
 
     # An inner loop ends when the rows end, when the policy chooses another depth, or when the drafter's buffer is full:
     # rounds of depth 0 skip the drafter, so hidden states that it has to process later pile up.
-    def keeps_depth(carry: Carry, num_steps: int) -> jax.Array:
+    def should_keep_depth(carry: Carry, num_steps: int) -> jax.Array:
         state, _ = carry
-        has_room = drafter.has_room(state, num_steps, model=model, spec=spec)
-        return goes_on(carry) & has_room & (chosen_depth(state) == num_steps)
+        backlog_fits = drafter.backlog_fits(state, num_steps, model=model, spec=spec)
+        return should_continue(carry) & backlog_fits & (chosen_depth(state) == num_steps)
 
     def run_chosen_depth(carry: Carry) -> Carry:
-        state, left = carry
+        state, rounds_left = carry
         # Extend the drafter over the backlog of plain rounds first, until a round of the chosen depth fits.
-        carry = drafter.make_room(prepared, state, chosen_depth(state), model=model, spec=spec), left
+        carry = drafter.drain_backlog(prepared, state, chosen_depth(state), model=model, spec=spec), rounds_left
         # The loop for the chosen depth runs at least one round. Any other loop runs only if the policy has moved to its
         # depth by then; otherwise it costs one test of its condition.
         for num_steps in range(spec.num_steps + 1):
             carry = jax.lax.while_loop(
-                functools.partial(keeps_depth, num_steps=num_steps),
+                functools.partial(should_keep_depth, num_steps=num_steps),
                 functools.partial(advance, spec=spec.at_depth(num_steps)),
                 carry,
             )
         return carry
 
-    return jax.lax.while_loop(goes_on, run_chosen_depth, (state, max_rounds))[0]
+    return jax.lax.while_loop(should_continue, run_chosen_depth, (state, max_rounds))[0]
 
 
 @functools.partial(jax.jit, static_argnames=("model", "drafter", "spec"), donate_argnames=("state",))

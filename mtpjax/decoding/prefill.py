@@ -10,8 +10,9 @@ from mtpjax.decoding.drafters.base import Drafter
 from mtpjax.decoding.logits import adjust_logits
 from mtpjax.decoding.sampling import distribution, draw_target
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import DecodeState, NewRows, begin_rows, put_rows, take_rows
-from mtpjax.models.cache import commit, read_rows, reset_rows
+from mtpjax.decoding.state import DecodeState, NewRows, gather_rows, scatter_rows, start_rows
+from mtpjax.models.cache import commit, reset_rows
+from mtpjax.models.layers.entries import read_rows
 from mtpjax.models.masks import cached_view
 from mtpjax.models.model import MTPModel, bind
 
@@ -45,18 +46,18 @@ def insert_rows(
     """
     if slots is not None:
         # Copy the slots into a state of R rows, prefill that, and write it back. The other rows cost nothing.
-        part = take_rows(state, slots)
-        part = insert_rows(params, prepared, part, rows, model=model, drafter=drafter, spec=spec)
-        return put_rows(state, part, slots)
-    start = _first_position(state, rows, model=model, drafter=drafter)
+        row_state = gather_rows(state, slots)
+        row_state = insert_rows(params, prepared, row_state, rows, model=model, drafter=drafter, spec=spec)
+        return scatter_rows(state, row_state, slots)
+    start = _prefill_start(state, rows, model=model, drafter=drafter)
     # Attention masks slots behind the text, so old entries may stay. A recurrent layer has one running state, which
     # must be zero at the start of a text.
     state = state.replace(trunk=reset_rows(state.trunk, start == 0))
-    state = begin_rows(state, rows, vocab_size=model.config.vocab_size)
+    state = start_rows(state, rows, vocab_size=model.config.vocab_size)
     return prefill(params, prepared, state, start, model=model, drafter=drafter, spec=spec)
 
 
-def _first_position(state: DecodeState, rows: NewRows, *, model: MTPModel, drafter: Drafter) -> jax.Array:
+def _prefill_start(state: DecodeState, rows: NewRows, *, model: MTPModel, drafter: Drafter) -> jax.Array:
     """Returns `[B]` int32 first position to prefill: 0, or the first one without reusable cache entries."""
     # The request states how many of its tokens the slot decoded before, and the cache states how many it holds.
     start = jnp.minimum(rows.num_cached, state.trunk.length)
@@ -96,34 +97,34 @@ def prefill(
     # All rows run as many chunks as the row with the most tokens to process. The number of chunks is dynamic, so
     # prompts of other lengths compile nothing.
     apply = bind(model, params)
-    capacity, chunk, length = state.tokens.shape[1], spec.chunk, state.length
+    capacity, chunk_width, length = state.tokens.shape[1], spec.prefill_chunk, state.length
     B, dtype = len(length), params["embedding"].dtype
-    num_chunks = (jnp.maximum(length - start, 0).max() + chunk - 1) // chunk
+    num_chunks = (jnp.maximum(length - start, 0).max() + chunk_width - 1) // chunk_width
 
     def process_chunk(carry):
         index, trunk, draft_state, last_hidden = carry
         # 1. Take each row's next tokens. Rows of different lengths share the passes: a row that is complete processes
         #    garbage in the slots behind its text, where later passes overwrite it.
-        begin = jnp.minimum(start + index * chunk, length)
-        num_valid = jnp.clip(length - begin, 0, chunk)
-        view = cached_view(model.config, begin, chunk, capacity, num_valid=num_valid)
-        tokens = read_rows(state.tokens, begin, chunk)
+        chunk_start = jnp.minimum(start + index * chunk_width, length)
+        num_valid = jnp.clip(length - chunk_start, 0, chunk_width)
+        view = cached_view(model.config, chunk_start, chunk_width, capacity, num_valid=num_valid)
+        tokens = read_rows(state.tokens, chunk_start, chunk_width)
         # 2. Run the trunk, then the drafter over the same positions with the trunk's hidden states. The drafter's cache
         #    must cover the whole prompt, or its drafts are accepted less often.
         output = apply(tokens, view, trunk, layer_ids=drafter.layer_ids, method="run_trunk")
         draft_state = drafter.extend(
             prepared,
             state.replace(drafter=draft_state),
-            drafter.select(output, model=model),
-            begin,
+            drafter.select_states(output, model=model),
+            chunk_start,
             model=model,
             spec=spec,
         )
         # 3. Keep the hidden state of each row's last prompt token, which may be in any chunk.
-        place = length - 1 - begin
-        found = read_rows(output.hidden, jnp.clip(place, 0, chunk - 1), 1)
-        is_here = (place >= 0) & (place < chunk)
-        return index + 1, output.cache, draft_state, jnp.where(is_here[:, None, None], found, last_hidden)
+        offset = length - 1 - chunk_start
+        hidden = read_rows(output.hidden, jnp.clip(offset, 0, chunk_width - 1), 1)
+        is_in_chunk = (offset >= 0) & (offset < chunk_width)
+        return index + 1, output.cache, draft_state, jnp.where(is_in_chunk[:, None, None], hidden, last_hidden)
 
     carry = (0, state.trunk, state.drafter, jnp.zeros((B, 1, model.config.hidden_size), dtype))
     _, trunk, draft_state, last_hidden = jax.lax.while_loop(lambda carry: carry[0] < num_chunks, process_chunk, carry)

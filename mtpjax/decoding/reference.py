@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mtpjax.decoding.sampling import History, Sampling, adjust, distribution, draw_target
+from mtpjax.decoding.sampling import SamplingArrays, TokenHistory, apply_penalties_and_bias, distribution, draw_target
 from mtpjax.models.cache import Cache, commit, empty_cache
 from mtpjax.models.masks import cached_view
 from mtpjax.models.model import MTPModel, bind
@@ -20,7 +20,7 @@ def plain_generate(
     max_new_tokens: int,
     stop_token_ids: tuple[int, ...] = (),
     stop_sequences: tuple[tuple[int, ...], ...] = (),
-    sampling: Sampling | None = None,
+    sampling: SamplingArrays | None = None,
 ) -> list[int]:
     """Continues one prompt, one token per pass. Tests require the same tokens from the compiled loop.
 
@@ -45,32 +45,34 @@ def plain_generate(
     # 1. Prefill in one pass, without chunks.
     logits, cache = step(jnp.asarray([prompt], jnp.int32), cache)
     if sampling is None:
-        sampling = Sampling.greedy(1)
+        sampling = SamplingArrays.greedy(1)
     # 2. The inputs that the choice of a token needs besides logits: single stop tokens, which `min_new` bans, and the
     #    tokens of the prompt, to which the repetition penalty applies.
-    new: list[int] = []
+    new_tokens: list[int] = []
     stops = [(token,) for token in stop_token_ids] + list(stop_sequences)
-    singles = jnp.array([[stop[0] for stop in stops if len(stop) == 1] + [-1]], jnp.int32)
+    single_stops = jnp.array([[stop[0] for stop in stops if len(stop) == 1] + [-1]], jnp.int32)
     V = model.config.vocab_size
     is_prompt = jnp.asarray(np.bincount(prompt, minlength=V)[None] > 0)
-    least = int(sampling.min_new[0])
+    min_new_tokens = int(sampling.min_new[0])
     while True:
         # 3. Choose the next token from the newest logits. Penalties count all tokens so far.
-        counts = jnp.asarray(np.bincount(np.array(new, int), minlength=V)[None], jnp.int32)
-        history = History(is_prompt, counts)
-        new.append(int(_pick(logits, sampling, history, len(new), len(prompt) + len(new), singles, model=model)))
+        counts = jnp.asarray(np.bincount(np.array(new_tokens, int), minlength=V)[None], jnp.int32)
+        history = TokenHistory(is_prompt, counts)
+        num_new, position = len(new_tokens), len(prompt) + len(new_tokens)
+        token = _choose_token(logits, sampling, history, num_new, position, single_stops, model=model)
+        new_tokens.append(int(token))
         # 4. End the text at a stop sequence or at the limit; otherwise pass the token through the trunk.
-        is_stopped = any(tuple(new[-len(stop) :]) == stop for stop in stops) and len(new) > least
-        if is_stopped or len(new) == max_new_tokens:
-            return new
-        logits, cache = step(jnp.asarray([new[-1:]], jnp.int32), cache)
+        is_stopped = any(tuple(new_tokens[-len(stop) :]) == stop for stop in stops) and len(new_tokens) > min_new_tokens
+        if is_stopped or len(new_tokens) == max_new_tokens:
+            return new_tokens
+        logits, cache = step(jnp.asarray([new_tokens[-1:]], jnp.int32), cache)
 
 
 @functools.partial(jax.jit, static_argnames="model")
-def _pick(
+def _choose_token(
     logits: jax.Array,
-    sampling: Sampling,
-    history: History,
+    sampling: SamplingArrays,
+    history: TokenHistory,
     num_new: int,
     position: int,
     stop_ids: jax.Array,
@@ -78,7 +80,7 @@ def _pick(
     model: MTPModel,
 ) -> jax.Array:
     """Returns the token for `position`, the one after `num_new` new tokens, as in the compiled loop."""
-    adjusted = adjust(
+    adjusted = apply_penalties_and_bias(
         logits[None, None],
         sampling,
         history,

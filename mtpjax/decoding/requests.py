@@ -9,12 +9,12 @@ from mtpjax.decoding.config import DecodeConfig, SamplingParams
 from mtpjax.decoding.drafters.base import Drafter
 from mtpjax.decoding.drafters.lookup import LookupDrafter
 from mtpjax.decoding.drafters.mtp import MTPDrafter
-from mtpjax.decoding.sampling_params import sampling_arrays
+from mtpjax.decoding.sampling_params import make_sampling_arrays
 from mtpjax.decoding.state import NewRows, RowSettings
 from mtpjax.models.model import MTPModel
 
 
-def drafter_of(config: DecodeConfig) -> Drafter:
+def make_drafter(config: DecodeConfig) -> Drafter:
     """Returns the drafter that `config` names.
 
     Args:
@@ -39,7 +39,7 @@ def drafter_of(config: DecodeConfig) -> Drafter:
     return config.drafter
 
 
-def prompt_rows(prompts: Any, lengths: Any = None) -> list[np.ndarray]:
+def prompts_to_arrays(prompts: Any, lengths: Any = None) -> list[np.ndarray]:
     """Converts prompts to a list of token id arrays.
 
     Args:
@@ -120,10 +120,10 @@ def check_settings(model: MTPModel, config: DecodeConfig, drafter: Drafter) -> i
         ValueError: for the first violation, in one line with the value and the limit.
     """
     # The model was trained on positions up to `max_position_embeddings`; `max_length` may only lower that limit.
-    most, vocab_size = model.config.max_position_embeddings, model.config.vocab_size
-    limit = most if config.max_length is None else config.max_length
-    if limit > most:
-        raise ValueError(f"max_length {limit} exceeds the model's {most} positions (max_position_embeddings)")
+    max_positions, vocab_size = model.config.max_position_embeddings, model.config.vocab_size
+    limit = max_positions if config.max_length is None else config.max_length
+    if limit > max_positions:
+        raise ValueError(f"max_length {limit} exceeds the model's {max_positions} positions (max_position_embeddings)")
     for token in (*config.stop_token_ids, *(token for sequence in config.stop_sequences for token in sequence)):
         if not 0 <= token < vocab_size:
             raise ValueError(f"stop token id {token} is outside 0..{vocab_size - 1}")
@@ -138,7 +138,7 @@ def check_settings(model: MTPModel, config: DecodeConfig, drafter: Drafter) -> i
     return limit
 
 
-def stop_table(config: DecodeConfig) -> np.ndarray:
+def make_stop_table(config: DecodeConfig) -> np.ndarray:
     """Converts the stop tokens and stop sequences to one table.
 
     Args:
@@ -153,12 +153,12 @@ def stop_table(config: DecodeConfig) -> np.ndarray:
     longest = max(map(len, sequences), default=1)
     width = 1 if longest == 1 else -(-longest // 8) * 8
     stops = np.full((max(-(-len(sequences) // 8), 1) * 8, width), -1, np.int32)
-    for place, sequence in zip(stops, sequences, strict=False):
-        place[-len(sequence) :] = sequence
+    for table_row, sequence in zip(stops, sequences, strict=False):
+        table_row[-len(sequence) :] = sequence
     return stops
 
 
-def rule_params(config: DecodeConfig) -> tuple[float, float]:
+def lossy_rule_params(config: DecodeConfig) -> tuple[float, float]:
     """Returns the parameters of a lossy acceptance rule; zeros for any other rule."""
     return {
         "threshold": (config.threshold_single, config.threshold_acc),
@@ -167,7 +167,7 @@ def rule_params(config: DecodeConfig) -> tuple[float, float]:
     }.get(config.acceptance if isinstance(config.acceptance, str) else "", (0.0, 0.0))
 
 
-def new_rows(
+def make_new_rows(
     rows: list[np.ndarray],
     *,
     model: MTPModel,
@@ -192,7 +192,7 @@ def new_rows(
         key: a `jax.random` key that seeds rows without a seed.
         num_cached: `[R]` int32 prompt tokens whose cache entries the slots already hold; None: 0.
         features: `SamplingFeatures` of the state; None: only those that these requests use.
-        stops: `[N, Z]` int32 stop table; None: `stop_table(config)`.
+        stops: `[N, Z]` int32 stop table; None: `make_stop_table(config)`.
 
     Returns:
         `NewRows` of host arrays; jit transfers all of them at once.
@@ -205,20 +205,20 @@ def new_rows(
     lengths = np.array([row.size for row in rows], np.int32)
     limits = np.minimum(lengths + min(config.max_new_tokens, limit), limit).astype(np.int32)
     tokens = np.zeros((R, capacity), np.int32)
-    for place, row in zip(tokens, rows, strict=True):
-        place[: row.size] = row
+    for padded, row in zip(tokens, rows, strict=True):
+        padded[: row.size] = row
     # 2. Stop sequences. `min_new_tokens` bans those of a single token.
-    singles = (*config.stop_token_ids, *(sequence[0] for sequence in config.stop_sequences if len(sequence) == 1))
-    stops = stop_table(config) if stops is None else stops
+    single_stops = (*config.stop_token_ids, *(sequence[0] for sequence in config.stop_sequences if len(sequence) == 1))
+    stops = make_stop_table(config) if stops is None else stops
     # 3. Settings per row. Each field owns its buffer, because the compiled call donates the state that holds them.
     arrays: dict[str, Any] = {
         "prompt_length": lengths.copy(),
         "limit": limits,
         "stops": np.broadcast_to(stops, (R, *stops.shape)).copy(),
-        "rule_params": np.broadcast_to(np.array(rule_params(config), np.float32), (R, 2)).copy(),
+        "rule_params": np.broadcast_to(np.array(lossy_rule_params(config), np.float32), (R, 2)).copy(),
     }
     settings = RowSettings(
-        sampling=sampling_arrays(sampling, R, model.config, key, singles, features=features), **arrays
+        sampling=make_sampling_arrays(sampling, R, model.config, key, single_stops, features=features), **arrays
     )
     prompts: dict[str, Any] = {
         "tokens": tokens,

@@ -145,24 +145,24 @@ def collect(state: DecodeState, slots: Sequence[int] | None = None, *, is_exact:
     # 2. Shift each row left by its prompt length, so that column 0 is its first new token, and zero the padding.
     lengths = host["length"] - host["prompt_length"]
     column = np.arange(lengths.max(initial=0))[None, :]
-    place = np.minimum(host["prompt_length"][:, None] + column, host["tokens"].shape[1] - 1)
+    source_column = np.minimum(host["prompt_length"][:, None] + column, host["tokens"].shape[1] - 1)
     is_new = column < lengths[:, None]
 
-    def new(name: str) -> np.ndarray:
-        return np.where(is_new, np.take_along_axis(host[name], place, axis=1), 0)
+    def new_tokens(name: str) -> np.ndarray:
+        return np.where(is_new, np.take_along_axis(host[name], source_column, axis=1), 0)
 
     # 3. Collect the finish reasons and counts. A row that ended without a stop sequence reached its limit.
-    reasons: list[Literal["stop", "length", "running"]] = [
+    finish_reasons: list[Literal["stop", "length", "running"]] = [
         "stop" if stopped else "length" if done else "running"
         for stopped, done in zip(host["stopped"], host["done"], strict=True)
     ]
     counts = {name: host[name] for name in ("steps", "proposed", "accepted", "discarded")}
     return GenerationResult(
-        tokens=new("tokens"),
+        tokens=new_tokens("tokens"),
         lengths=lengths,
-        origins=new("origin"),
-        logprobs=new("logprobs") if host["logprobs"].shape[1] else None,
+        origins=new_tokens("origin"),
+        logprobs=new_tokens("logprobs") if host["logprobs"].shape[1] else None,
         is_exact=is_exact,
-        finish_reasons=tuple(reasons),
+        finish_reasons=tuple(finish_reasons),
         stats=DecodeStats(**counts, emitted=lengths),
     )

@@ -20,13 +20,20 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from mtpjax.decoding.capacity import bucket
+from mtpjax.decoding.capacity import round_up_capacity
 from mtpjax.decoding.config import DecodeConfig, SamplingParams
 from mtpjax.decoding.drafters.base import Drafter
-from mtpjax.decoding.generate import device_settings, resolve_spec, start_state
+from mtpjax.decoding.generate import device_settings, make_state, resolve_spec
 from mtpjax.decoding.loop import run_rounds
 from mtpjax.decoding.prefill import insert_rows
-from mtpjax.decoding.requests import check_request, check_settings, drafter_of, new_rows, prompt_rows, stop_table
+from mtpjax.decoding.requests import (
+    check_request,
+    check_settings,
+    make_drafter,
+    make_new_rows,
+    make_stop_table,
+    prompts_to_arrays,
+)
 from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import DecodeState, NewRows
@@ -78,30 +85,30 @@ def init_state(
     """
     if num_slots < 1:
         raise ValueError(f"num_slots must be at least 1, got {num_slots}")
-    drafter, spec, layout = _statics(params, model, config, num_slots)
+    drafter, spec, params_mesh = _resolve_statics(params, model, config, num_slots)
     limit = check_settings(model, config, drafter)
     length = limit if max_length is None else max_length
     if not 2 <= length <= limit:
         raise ValueError(f"max_length must be within 2..{limit}, got {length}")
     # Reserve slots behind the longest sequence: prefill writes whole chunks, and a round writes all of its nodes.
-    widest = max(spec.verify_width, drafter.scratch_slots(model, spec), spec.chunk)
+    max_slots = max(spec.verify_width, drafter.num_scratch_slots(model, spec), spec.prefill_chunk)
     # Array shapes and features are static, so they must cover every later request.
     if stops_shape is None:
-        number, width = stop_table(config).shape
+        number, width = make_stop_table(config).shape
         stops_shape = (max(number, 8), max(width, 8))
-    state = start_state(
+    state = make_state(
         params,
         model=model,
         config=config,
         drafter=drafter,
         spec=spec,
         batch=num_slots,
-        capacity=bucket(length + widest + 1),
+        capacity=round_up_capacity(length + max_slots + 1),
         stops_shape=stops_shape,
-        features=SamplingFeatures.everything() if features is None else features,
+        features=SamplingFeatures.all_enabled() if features is None else features,
     )
-    layout = mesh or layout
-    return state if layout is None else shard_state(state, layout)
+    resolved_mesh = mesh or params_mesh
+    return state if resolved_mesh is None else shard_state(state, resolved_mesh)
 
 
 def insert(
@@ -154,23 +161,23 @@ def insert(
     """
     # 1. Check everything on the host before the state is donated, so a rejected request leaves the state usable.
     num_slots, capacity = state.tokens.shape
-    drafter, spec, layout = _statics(params, model, config, num_slots)
-    rows = prompt_rows(prompts)
+    drafter, spec, mesh = _resolve_statics(params, model, config, num_slots)
+    rows = prompts_to_arrays(prompts)
     limit = check_request(rows, model, config, drafter)
     # The state's capacity bounds every row. Keep room for a whole prefill chunk and for the widest draft behind the
     # text.
-    widest = max(spec.verify_width, drafter.scratch_slots(model, spec), spec.chunk)
-    limit = min(limit, capacity - widest - 1)
+    max_slots = max(spec.verify_width, drafter.num_scratch_slots(model, spec), spec.prefill_chunk)
+    limit = min(limit, capacity - max_slots - 1)
     for number, row in enumerate(rows):
         if row.size >= limit:
             raise ValueError(f"prompt {number} has {row.size} tokens; the state has room for {limit - 1}")
-    places = _checked_slots(state, slots, len(rows))
-    cached = _checked_cache(num_cached, rows, model)
+    slot_ids = _check_slots(state, slots, len(rows))
+    num_cached_array = _check_num_cached(num_cached, rows, model)
     # 2. Pad the number of requests to a power of two, so few programs are compiled. Padding repeats the first request
-    #    and goes to slot `num_slots`, which does not exist, so `put_rows` drops it.
-    padded = 1 << (len(rows) - 1).bit_length()
-    extra = padded - len(rows)
-    requests = new_rows(
+    #    and goes to slot `num_slots`, which does not exist, so `scatter_rows` drops it.
+    num_padded = 1 << (len(rows) - 1).bit_length()
+    num_padding = num_padded - len(rows)
+    requests = make_new_rows(
         rows,
         model=model,
         config=config,
@@ -178,18 +185,18 @@ def insert(
         capacity=capacity,
         sampling=sampling or SamplingParams(),
         key=key,
-        num_cached=cached,
+        num_cached=num_cached_array,
         features=state.settings.sampling.features,
-        stops=_fitted_stops(stop_table(config), state.settings.stops.shape[1:]),
+        stops=_fit_stops(make_stop_table(config), state.settings.stops.shape[1:]),
     )
-    if extra:
-        requests = jax.tree.map(lambda leaf: np.concatenate([leaf, np.repeat(leaf[:1], extra, axis=0)]), requests)
-        places = np.concatenate([places, np.full(extra, num_slots, np.int32)])
+    if num_padding:
+        requests = jax.tree.map(lambda leaf: np.concatenate([leaf, np.repeat(leaf[:1], num_padding, axis=0)]), requests)
+        slot_ids = np.concatenate([slot_ids, np.full(num_padding, num_slots, np.int32)])
     # 3. Prefill in one compiled call.
     if draft_params is None:
-        draft_params = drafter.own_params(params, config, model=model)
-    with device_settings(params, layout):
-        return _insert(params, draft_params, state, requests, places, model=model, drafter=drafter, spec=spec)
+        draft_params = drafter.default_params(params, config, model=model)
+    with device_settings(params, mesh):
+        return _insert(params, draft_params, state, requests, slot_ids, model=model, drafter=drafter, spec=spec)
 
 
 def run(
@@ -236,11 +243,11 @@ def run(
         raise ValueError(f"max_rounds must not be negative, got {max_rounds}")
     if until not in ("all", "any"):
         raise ValueError(f"unknown until '{until}'; supported: all, any")
-    drafter, spec, layout = _statics(params, model, config, len(state.length))
+    drafter, spec, mesh = _resolve_statics(params, model, config, len(state.length))
     if draft_params is None:
-        draft_params = drafter.own_params(params, config, model=model)
+        draft_params = drafter.default_params(params, config, model=model)
     # The limit enters as an array, so another value compiles nothing.
-    with device_settings(params, layout):
+    with device_settings(params, mesh):
         rounds = np.int32(min(max_rounds, np.iinfo(np.int32).max))
         return _run(params, draft_params, state, rounds, model=model, drafter=drafter, spec=spec, until=until)
 
@@ -277,35 +284,35 @@ def _run(
     return run_rounds(params, prepared, state, max_rounds, model=model, drafter=drafter, spec=spec, until=until)
 
 
-def _statics(
+def _resolve_statics(
     params: dict, model: MTPModel, config: DecodeConfig, num_slots: int
 ) -> tuple[Drafter, DecodeSpec, Mesh | None]:
     """Resolves the drafter, the spec and the mesh of a state."""
     # Later requests may have any temperature, so only an explicit rule "greedy" makes the state greedy.
-    layout = mesh_of(params["embedding"])
-    spec = resolve_spec(config, model, layout, batch=num_slots, is_greedy=config.acceptance == "greedy")
-    return drafter_of(config), spec, layout
+    mesh = mesh_of(params["embedding"])
+    spec = resolve_spec(config, model, mesh, batch=num_slots, is_greedy=config.acceptance == "greedy")
+    return make_drafter(config), spec, mesh
 
 
-def _checked_slots(state: DecodeState, slots: Sequence[int], num_rows: int) -> np.ndarray:
+def _check_slots(state: DecodeState, slots: Sequence[int], num_rows: int) -> np.ndarray:
     """Returns the slots as an array; raises `ValueError` if they do not fit the requests or are taken."""
-    places = np.asarray(slots, np.int32).reshape(-1)
+    slot_ids = np.asarray(slots, np.int32).reshape(-1)
     num_slots = len(state.length)
-    if len(places) != num_rows:
-        raise ValueError(f"got {len(places)} slots for {num_rows} prompts")
-    if len(set(places.tolist())) != len(places):
-        raise ValueError(f"slots must be distinct, got {places.tolist()}")
-    if (places < 0).any() or (places >= num_slots).any():
-        raise ValueError(f"slots must be within 0..{num_slots - 1}, got {places.tolist()}")
+    if len(slot_ids) != num_rows:
+        raise ValueError(f"got {len(slot_ids)} slots for {num_rows} prompts")
+    if len(set(slot_ids.tolist())) != len(slot_ids):
+        raise ValueError(f"slots must be distinct, got {slot_ids.tolist()}")
+    if (slot_ids < 0).any() or (slot_ids >= num_slots).any():
+        raise ValueError(f"slots must be within 0..{num_slots - 1}, got {slot_ids.tolist()}")
     # A slot is free if its row is done. Reading this waits for the device.
     is_done = np.asarray(jax.device_get(state.done))
-    taken = [slot for slot in places.tolist() if not is_done[slot]]
-    if taken:
-        raise ValueError(f"slots {taken} still hold running rows; run these until they end first")
-    return places
+    running_slots = [slot for slot in slot_ids.tolist() if not is_done[slot]]
+    if running_slots:
+        raise ValueError(f"slots {running_slots} still hold running rows; run these until they end first")
+    return slot_ids
 
 
-def _checked_cache(num_cached: Sequence[int] | None, rows: list[np.ndarray], model: MTPModel) -> np.ndarray:
+def _check_num_cached(num_cached: Sequence[int] | None, rows: list[np.ndarray], model: MTPModel) -> np.ndarray:
     """Returns `[R]` int32 cached tokens per request; raises `ValueError` if prefill cannot reuse them."""
     cached = np.zeros(len(rows), np.int32) if num_cached is None else np.asarray(num_cached, np.int32)
     if cached.shape != (len(rows),):
@@ -318,7 +325,7 @@ def _checked_cache(num_cached: Sequence[int] | None, rows: list[np.ndarray], mod
     return cached
 
 
-def _fitted_stops(stops: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def _fit_stops(stops: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Copies a stop table into one of the state's `shape`; raises `ValueError` if it is too large."""
     # Sequences fill the table's first rows and last columns, so the used part is a corner of it.
     is_used = stops != -1

@@ -9,9 +9,8 @@ already conditioned, and block verification would be biased. Draws from the targ
 import jax
 import jax.numpy as jnp
 
-DRAFT, ACCEPT, FINAL, TARGET = range(
-    4
-)  # purposes: draft a token, accept it, draw the bonus token, draw from the target
+# Purposes: draft a token, accept it, draw the bonus token, draw from the target.
+DRAFT, ACCEPT, BONUS, TARGET = range(4)
 
 
 def threefry(key: tuple[jax.Array, jax.Array], counter: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -32,9 +31,9 @@ def threefry(key: tuple[jax.Array, jax.Array], counter: tuple[jax.Array, jax.Arr
     x, y = counter[0] + words[0], counter[1] + words[1]
     # Five groups of four rounds. A round adds, rotates and xors; two key words are added after each group.
     for group in range(5):
-        for turn in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
+        for rotation in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
             x = x + y
-            y = ((y << turn) | (y >> (32 - turn))) ^ x
+            y = ((y << rotation) | (y >> (32 - rotation))) ^ x
         x = x + words[(group + 1) % 3]
         y = y + words[(group + 2) % 3] + jnp.uint32(group + 1)
     return x, y
@@ -43,13 +42,16 @@ def threefry(key: tuple[jax.Array, jax.Array], counter: tuple[jax.Array, jax.Arr
 def _bits(seed: jax.Array, position: jax.Array, purpose: int, node: jax.Array, size: int) -> jax.Array:
     """Returns random bits `[B, T, size]` uint32 for `seed [B, 2]` uint32, `position [B, T]` and `node [T]`."""
     # Node and purpose share one counter word, since there are four purposes.
-    place = position.astype(jnp.uint32)[:, :, None]
-    use = (4 * node + purpose).astype(jnp.uint32)[None, :, None]
+    position_word = position.astype(jnp.uint32)[:, :, None]
+    node_word = (4 * node + purpose).astype(jnp.uint32)[None, :, None]
     # Derive a key for this draw from the row's seed, then use the index in the vocabulary as the counter under that
     # key.
-    own = threefry((seed[:, 0, None, None], seed[:, 1, None, None]), (place, jnp.broadcast_to(use, place.shape)))
+    draw_key = threefry(
+        (seed[:, 0, None, None], seed[:, 1, None, None]),
+        (position_word, jnp.broadcast_to(node_word, position_word.shape)),
+    )
     index = jnp.arange(size, dtype=jnp.uint32)[None, None, :]
-    return threefry(own, (index, jnp.zeros_like(index)))[0]
+    return threefry(draw_key, (index, jnp.zeros_like(index)))[0]
 
 
 def _to_unit_interval(bits: jax.Array) -> jax.Array:
@@ -65,7 +67,7 @@ def gumbel(seed: jax.Array, position: jax.Array, purpose: int, node: jax.Array, 
     Args:
         seed: `[B, 2]` uint32.
         position: `[B, T]` position that keys the draw; see the module's docstring.
-        purpose: `DRAFT`, `ACCEPT`, `FINAL` or `TARGET`.
+        purpose: `DRAFT`, `ACCEPT`, `BONUS` or `TARGET`.
         node: `[T]` node of the draft tree.
         size: vocabulary size V.
 
@@ -80,7 +82,7 @@ def uniform(seed: jax.Array, position: jax.Array, purpose: int, node: jax.Array)
     return _to_unit_interval(_bits(seed, position, purpose, node, 1))[:, :, 0]
 
 
-def seeds_from(key: jax.Array, batch: int) -> jax.Array:
+def seeds_from_key(key: jax.Array, batch: int) -> jax.Array:
     """Derives row seeds `[B, 2]` uint32 from a `jax.random` key. The seed of row b depends only on the key and b."""
     rows = jax.vmap(lambda row: jax.random.bits(jax.random.fold_in(key, row), (2,), jnp.uint32))
     return rows(jnp.arange(batch))

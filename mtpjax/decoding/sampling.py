@@ -29,12 +29,12 @@ class SamplingFeatures:
     min_new: bool = False
 
     @classmethod
-    def everything(cls) -> "SamplingFeatures":
+    def all_enabled(cls) -> "SamplingFeatures":
         """Returns features with every option compiled in, for states that serve requests of any kind."""
         return cls(**{field.name: True for field in dataclasses.fields(cls)})
 
 
-class Sampling(flax.struct.PyTreeNode):
+class SamplingArrays(flax.struct.PyTreeNode):
     """Sampling parameters of B rows, as arrays. The pytree has the same leaves for all options."""
 
     temperature: jax.Array  # [B] float32; 0: greedy
@@ -50,7 +50,7 @@ class Sampling(flax.struct.PyTreeNode):
     features: SamplingFeatures = flax.struct.field(pytree_node=False, default=SamplingFeatures())
 
     @classmethod
-    def greedy(cls, batch: int, vocab_size: int = 0, features: SamplingFeatures | None = None) -> "Sampling":
+    def greedy(cls, batch: int, vocab_size: int = 0, features: SamplingFeatures | None = None) -> "SamplingArrays":
         """Makes parameters for greedy decoding, with every other option at its neutral value.
 
         Args:
@@ -59,7 +59,7 @@ class Sampling(flax.struct.PyTreeNode):
             features: the options to compile in; none by default.
 
         Returns:
-            `Sampling` with neutral values.
+            `SamplingArrays` with neutral values.
         """
         features = features or SamplingFeatures()
         # Each field owns its buffer, because a compiled call donates the state that holds them.
@@ -78,42 +78,42 @@ class Sampling(flax.struct.PyTreeNode):
         )
 
     @property
-    def counts_tokens(self) -> bool:
+    def has_penalties(self) -> bool:
         """True if a penalty is compiled in, so that the logits depend on the tokens before."""
         return self.features.repetition or self.features.frequency or self.features.presence
 
     @property
     def changes_logits(self) -> bool:
-        """True if `adjust` does more than ban the ids that pad the embedding table."""
-        return self.counts_tokens or self.features.bias or self.features.min_new
+        """True if `apply_penalties_and_bias` does more than ban the ids that pad the embedding table."""
+        return self.has_penalties or self.features.bias or self.features.min_new
 
 
-class History(flax.struct.PyTreeNode):
+class TokenHistory(flax.struct.PyTreeNode):
     """Token counts of the committed text, for the penalties; `[B, 0]` if no penalty is compiled in."""
 
     prompt: jax.Array  # [B, V] bool, True for tokens of the prompt
     counts: jax.Array  # [B, V] int32, occurrences among the new tokens
 
     @classmethod
-    def empty(cls, batch: int, vocab_size: int, sampling: Sampling) -> "History":
+    def empty(cls, batch: int, vocab_size: int, sampling: SamplingArrays) -> "TokenHistory":
         """Makes a history without tokens for rows with these sampling options."""
-        size = vocab_size if sampling.counts_tokens else 0
+        size = vocab_size if sampling.has_penalties else 0
         return cls(jnp.zeros((batch, size), bool), jnp.zeros((batch, size), jnp.int32))
 
 
-class Path(flax.struct.PyTreeNode):
+class PathTokens(flax.struct.PyTreeNode):
     """The drafted tokens on the path from the committed text to each of T nodes. Penalties count them too."""
 
     tokens: jax.Array  # [B, X] int32
     is_ancestor: jax.Array  # [B, T, X] bool: tokens[b, x] is node t or an ancestor of it
 
 
-def adjust(
+def apply_penalties_and_bias(
     logits: jax.Array,
-    sampling: Sampling,
-    history: History,
+    sampling: SamplingArrays,
+    history: TokenHistory,
     *,
-    path: Path | None,
+    path: PathTokens | None,
     num_new: jax.Array,
     stop_ids: jax.Array,
     num_tokens: int,
@@ -143,7 +143,7 @@ def adjust(
     logits = logits.astype(jnp.float32)
     B, T, V = logits.shape
     # 1. and 2. Penalties. The new text at a node consists of the committed new tokens and the node's path.
-    if sampling.counts_tokens:
+    if sampling.has_penalties:
         counts = jnp.broadcast_to(history.counts[:, None], (B, T, V))
         if path is not None:
             counts = counts + _occurrences(path, V)
@@ -168,7 +168,7 @@ def adjust(
     return logits
 
 
-def _occurrences(path: Path, size: int) -> jax.Array:
+def _occurrences(path: PathTokens, size: int) -> jax.Array:
     """Counts each token on the path to each node: `[B, T, V]` int32."""
 
     def count(tokens, is_ancestor):  # [X], [X]
@@ -177,7 +177,7 @@ def _occurrences(path: Path, size: int) -> jax.Array:
     return jax.vmap(jax.vmap(count, (None, 0)))(path.tokens, path.is_ancestor)
 
 
-def distribution(logits: jax.Array, sampling: Sampling) -> jax.Array:
+def distribution(logits: jax.Array, sampling: SamplingArrays) -> jax.Array:
     """Converts adjusted logits to the probabilities that a token is sampled from.
 
     Three filters apply to `softmax(l / temperature)` in this order, each followed by a renormalisation: top_k keeps the
@@ -186,7 +186,7 @@ def distribution(logits: jax.Array, sampling: Sampling) -> jax.Array:
     dropped together.
 
     Args:
-        logits: `[B, T, V]` float32, from `adjust`.
+        logits: `[B, T, V]` float32, from `apply_penalties_and_bias`.
         sampling: the rows' parameters.
 
     Returns:
@@ -198,26 +198,26 @@ def distribution(logits: jax.Array, sampling: Sampling) -> jax.Array:
     #    harmless values, so that no NaN appears.
     temperature = sampling.temperature[:, None, None]
     is_greedy = (temperature == 0) | (logits.max(axis=-1, keepdims=True) == -jnp.inf)
-    scaled = scale(jnp.where(is_greedy, 0, logits), jnp.where(temperature == 0, 1, temperature))
+    scaled = apply_temperature(jnp.where(is_greedy, 0, logits), jnp.where(temperature == 0, 1, temperature))
     probabilities = jax.nn.softmax(scaled, axis=-1)
     # 2. top_k: the threshold above which the count of tokens reaches k.
     if features.top_k:
-        wanted = jnp.broadcast_to(sampling.top_k[:, None], logits.shape[:2]).astype(jnp.float32)
-        probabilities = _keep(probabilities, _cut(probabilities, jnp.ones_like(probabilities), wanted))
+        min_sum = jnp.broadcast_to(sampling.top_k[:, None], logits.shape[:2]).astype(jnp.float32)
+        probabilities = _keep_at_least(probabilities, _threshold(probabilities, jnp.ones_like(probabilities), min_sum))
     # 3. top_p: the threshold above which the probability mass reaches top_p.
     if features.top_p:
         # A row with top_p 1 asks for infinite mass, so nothing is cut, whatever the rounding of the sum.
-        wanted = jnp.where(sampling.top_p >= 1, jnp.inf, sampling.top_p)[:, None]
-        wanted = jnp.broadcast_to(wanted, logits.shape[:2])
-        probabilities = _keep(probabilities, _cut(probabilities, probabilities, wanted))
+        min_sum = jnp.where(sampling.top_p >= 1, jnp.inf, sampling.top_p)[:, None]
+        min_sum = jnp.broadcast_to(min_sum, logits.shape[:2])
+        probabilities = _keep_at_least(probabilities, _threshold(probabilities, probabilities, min_sum))
     # 4. min_p: a threshold relative to the most likely token.
     if features.min_p:
-        least = sampling.min_p[:, None] * probabilities.max(axis=-1)
-        probabilities = _keep(probabilities, least)
+        threshold = sampling.min_p[:, None] * probabilities.max(axis=-1)
+        probabilities = _keep_at_least(probabilities, threshold)
     return jnp.where(is_greedy, one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1]), probabilities)
 
 
-def scale(logits: jax.Array, temperature: jax.Array) -> jax.Array:
+def apply_temperature(logits: jax.Array, temperature: jax.Array) -> jax.Array:
     """Divides logits by the temperature without overflow.
 
     Args:
@@ -228,8 +228,8 @@ def scale(logits: jax.Array, temperature: jax.Array) -> jax.Array:
         `(l - max l) / temperature`, which has the same softmax; zeros where every logit is -inf.
     """
     # Subtract the maximum first: l / temperature overflows at small temperatures.
-    most = logits.max(axis=-1, keepdims=True)
-    return jnp.where(most == -jnp.inf, 0, logits - jnp.where(most == -jnp.inf, 0, most)) / temperature
+    largest = logits.max(axis=-1, keepdims=True)
+    return jnp.where(largest == -jnp.inf, 0, logits - jnp.where(largest == -jnp.inf, 0, largest)) / temperature
 
 
 def one_hot(tokens: jax.Array, size: int) -> jax.Array:
@@ -237,14 +237,14 @@ def one_hot(tokens: jax.Array, size: int) -> jax.Array:
     return jax.nn.one_hot(tokens, size, dtype=jnp.float32)
 
 
-def _keep(probabilities: jax.Array, least: jax.Array) -> jax.Array:
-    """Zeroes probabilities below `least [B, T]` and renormalises the rest."""
-    kept = jnp.where(probabilities >= least[:, :, None], probabilities, 0)
+def _keep_at_least(probabilities: jax.Array, threshold: jax.Array) -> jax.Array:
+    """Zeroes probabilities below `threshold [B, T]` and renormalises the rest."""
+    kept = jnp.where(probabilities >= threshold[:, :, None], probabilities, 0)
     return kept / kept.sum(axis=-1, keepdims=True)
 
 
-def _cut(values: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.Array:
-    """Finds the largest threshold at which the weights of all values at or above it sum to at least `wanted [B, T]`.
+def _threshold(values: jax.Array, weights: jax.Array, min_sum: jax.Array) -> jax.Array:
+    """Finds the largest threshold at which the weights of all values at or above it sum to at least `min_sum [B, T]`.
 
     Returns 0 where all weights together sum to less.
     """
@@ -255,7 +255,7 @@ def _cut(values: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.Array:
     def halve(_, bounds):
         low, high = bounds
         middle = low + (high - low + 1) // 2
-        is_enough = jnp.where(bits >= middle[:, :, None], weights, 0).sum(axis=-1) >= wanted
+        is_enough = jnp.where(bits >= middle[:, :, None], weights, 0).sum(axis=-1) >= min_sum
         return jnp.where(is_enough, middle, low), jnp.where(is_enough, high, middle - 1)
 
     low = jnp.zeros(values.shape[:2], jnp.int32)
@@ -277,7 +277,7 @@ def draw(probabilities: jax.Array, gumbel: jax.Array) -> jax.Array:
     return jnp.argmax(jnp.log(probabilities) + gumbel, axis=-1).astype(jnp.int32)
 
 
-def draw_target(probabilities: jax.Array, sampling: Sampling, position: jax.Array) -> jax.Array:
+def draw_target(probabilities: jax.Array, sampling: SamplingArrays, position: jax.Array) -> jax.Array:
     """Draws the tokens that plain decoding with the same seed draws at these positions.
 
     Args:

@@ -8,41 +8,41 @@ import jax
 import numpy as np
 
 from mtpjax.decoding.config import SamplingParams
-from mtpjax.decoding.rng import seeds_from
-from mtpjax.decoding.sampling import Sampling, SamplingFeatures
+from mtpjax.decoding.rng import seeds_from_key
+from mtpjax.decoding.sampling import SamplingArrays, SamplingFeatures
 from mtpjax.models.config import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class Option:
+class SamplingOption:
     """The range and the neutral value of a numeric sampling option.
 
     Attributes:
-        feature: its name in `Sampling` and `SamplingFeatures`.
+        feature: its name in `SamplingArrays` and `SamplingFeatures`.
         dtype: dtype of its array.
         neutral: the value that turns the option off.
-        least: smallest allowed value.
-        most: largest allowed value.
+        min_value: smallest allowed value.
+        max_value: largest allowed value.
         is_positive: True if 0 is not allowed.
     """
 
     feature: str
     dtype: Any
     neutral: float
-    least: float
-    most: float
+    min_value: float
+    max_value: float
     is_positive: bool = False
 
 
 # Numeric options by their names in `SamplingParams`.
 OPTIONS = {
-    "top_k": Option("top_k", np.int32, 0, 0, np.inf),
-    "top_p": Option("top_p", np.float32, 1, 0, 1, is_positive=True),
-    "min_p": Option("min_p", np.float32, 0, 0, 1),
-    "repetition_penalty": Option("repetition", np.float32, 1, 0, np.inf, is_positive=True),
-    "frequency_penalty": Option("frequency", np.float32, 0, -np.inf, np.inf),
-    "presence_penalty": Option("presence", np.float32, 0, -np.inf, np.inf),
-    "min_new_tokens": Option("min_new", np.int32, 0, 0, np.inf),
+    "top_k": SamplingOption("top_k", np.int32, 0, 0, np.inf),
+    "top_p": SamplingOption("top_p", np.float32, 1, 0, 1, is_positive=True),
+    "min_p": SamplingOption("min_p", np.float32, 0, 0, 1),
+    "repetition_penalty": SamplingOption("repetition", np.float32, 1, 0, np.inf, is_positive=True),
+    "frequency_penalty": SamplingOption("frequency", np.float32, 0, -np.inf, np.inf),
+    "presence_penalty": SamplingOption("presence", np.float32, 0, -np.inf, np.inf),
+    "min_new_tokens": SamplingOption("min_new", np.int32, 0, 0, np.inf),
 }
 
 
@@ -59,10 +59,10 @@ def temperatures(sampling: SamplingParams, batch: int) -> np.ndarray:
     Raises:
         ValueError: for a temperature that is negative or not finite, or a sequence whose length is not B.
     """
-    return _numbers(sampling, "temperature", batch, np.float32, 0, np.inf)
+    return _per_row_numbers(sampling, "temperature", batch, np.float32, 0, np.inf)
 
 
-def sampling_arrays(
+def make_sampling_arrays(
     sampling: SamplingParams,
     batch: int,
     config: ModelConfig,
@@ -70,7 +70,7 @@ def sampling_arrays(
     stops: tuple[int, ...] = (),
     *,
     features: SamplingFeatures | None = None,
-) -> Sampling:
+) -> SamplingArrays:
     """Checks sampling parameters and converts them to arrays.
 
     Args:
@@ -82,7 +82,7 @@ def sampling_arrays(
         features: options that are compiled in; None: those that some row uses.
 
     Returns:
-        `Sampling` of host arrays.
+        `SamplingArrays` of host arrays.
 
     Raises:
         ValueError: for a value out of range, or an option that `features` lacks. The message names field and value.
@@ -93,7 +93,7 @@ def sampling_arrays(
     arrays: dict[str, Any] = {}  # host arrays, which jit transfers
     used: dict[str, bool] = {}
     for name, option in OPTIONS.items():
-        values = _numbers(sampling, name, batch, option.dtype, option.least, option.most)
+        values = _per_row_numbers(sampling, name, batch, option.dtype, option.min_value, option.max_value)
         if option.is_positive and (values == 0).any():
             raise ValueError(f"{name} must be above 0, got {getattr(sampling, name)}")
         arrays[option.feature], used[option.feature] = values, bool((values != option.neutral).any())
@@ -116,10 +116,12 @@ def sampling_arrays(
         "seed": _seeds(sampling, batch, key, is_needed=bool(temperature.any())),
         "bias": bias,
     }
-    return Sampling(features=features, **arrays)
+    return SamplingArrays(features=features, **arrays)
 
 
-def _numbers(sampling: SamplingParams, name: str, batch: int, dtype, least: float, most: float) -> np.ndarray:
+def _per_row_numbers(
+    sampling: SamplingParams, name: str, batch: int, dtype, min_value: float, max_value: float
+) -> np.ndarray:
     """Returns one value per row, `[B]`; raises `ValueError` for values out of range."""
     # Check in float64, so that large integers and values near the bounds are judged before they are rounded.
     try:
@@ -128,19 +130,19 @@ def _numbers(sampling: SamplingParams, name: str, batch: int, dtype, least: floa
         raise ValueError(f"{name} must be a number or one per row, got {getattr(sampling, name)!r}") from error
     if values.ndim > 1 or (values.ndim and len(values) != batch):
         raise ValueError(f"{name} has shape {values.shape}, but there are {batch} rows")
-    if not (np.isfinite(values).all() and (values >= least).all() and (values <= most).all()):
-        raise ValueError(f"{name} {getattr(sampling, name)} must be within {least}..{most}")
+    if not (np.isfinite(values).all() and (values >= min_value).all() and (values <= max_value).all()):
+        raise ValueError(f"{name} {getattr(sampling, name)} must be within {min_value}..{max_value}")
     if np.issubdtype(dtype, np.integer) and (values != np.round(values)).any():
         raise ValueError(f"{name} must be an integer, got {getattr(sampling, name)}")
     return np.broadcast_to(np.minimum(values, np.iinfo(np.int32).max).astype(dtype), (batch,)).copy()
 
 
-def _per_row(name: str, value: Any, batch: int, is_one: Callable[[Any], bool]) -> list[Any]:
-    """Returns one value (or None) per row: `value` itself for every row if `is_one(value)`, else its elements."""
-    if is_one(value):
+def _per_row_values(name: str, value: Any, batch: int, is_single_value: Callable[[Any], bool]) -> list[Any]:
+    """Returns one value (or None) per row: `value` itself for every row if it is a single value, else its elements."""
+    if is_single_value(value):
         return [value] * batch
     values = list(value)
-    if len(values) != batch or not all(row is None or is_one(row) for row in values):
+    if len(values) != batch or not all(row is None or is_single_value(row) for row in values):
         raise ValueError(
             f"{name} must be one value for all rows, or a sequence of {batch} values (or None), one per row"
         )
@@ -150,10 +152,10 @@ def _per_row(name: str, value: Any, batch: int, is_one: Callable[[Any], bool]) -
 def _bias(sampling: SamplingParams, batch: int, config: ModelConfig, stops, min_new) -> np.ndarray | None:
     """Returns the bias `[B, V]` float32, -inf for banned tokens; None if no row uses biases or bans."""
     # A bias array costs B * V floats on the device, so it exists only if some row needs it.
-    asked = (sampling.logit_bias, sampling.allowed_tokens, sampling.banned_tokens)
-    if all(part is None for part in asked):
+    requested = (sampling.logit_bias, sampling.allowed_tokens, sampling.banned_tokens)
+    if all(part is None for part in requested):
         return None
-    V, count = config.vocab_size, config.num_tokens or config.vocab_size
+    V, num_tokens = config.vocab_size, config.num_tokens or config.vocab_size
     bias = np.zeros((batch, V), np.float32)
 
     def ids(name: str, values) -> np.ndarray:
@@ -174,32 +176,40 @@ def _bias(sampling: SamplingParams, batch: int, config: ModelConfig, stops, min_
 
     # 1. Add the biases, then ban everything outside allowed_tokens, then ban banned_tokens.
     if sampling.logit_bias is not None:
-        for row, mapping in zip(bias, _per_row("logit_bias", sampling.logit_bias, batch, is_mapping), strict=True):
+        for row, mapping in zip(
+            bias, _per_row_values("logit_bias", sampling.logit_bias, batch, is_mapping), strict=True
+        ):
             values = np.asarray(list((mapping or {}).values()), np.float32)
             if not np.isfinite(values).all():
                 raise ValueError("logit_bias holds a value that is not finite; use banned_tokens to ban a token")
             row[ids("logit_bias", (mapping or {}).keys())] += values
     if sampling.allowed_tokens is not None:
-        for row, allowed in zip(bias, _per_row("allowed_tokens", sampling.allowed_tokens, batch, is_ids), strict=True):
+        for row, allowed in zip(
+            bias, _per_row_values("allowed_tokens", sampling.allowed_tokens, batch, is_ids), strict=True
+        ):
             if allowed is not None:
-                is_out = np.ones(V, bool)
-                is_out[ids("allowed_tokens", allowed)] = False
-                row[is_out] = -np.inf
+                is_banned = np.ones(V, bool)
+                is_banned[ids("allowed_tokens", allowed)] = False
+                row[is_banned] = -np.inf
     if sampling.banned_tokens is not None:
-        for row, banned in zip(bias, _per_row("banned_tokens", sampling.banned_tokens, batch, is_ids), strict=True):
+        for row, banned in zip(
+            bias, _per_row_values("banned_tokens", sampling.banned_tokens, batch, is_ids), strict=True
+        ):
             row[ids("banned_tokens", () if banned is None else banned)] = -np.inf
     # 2. Check that every row can emit some token, even while min_new_tokens bans its stop tokens. Otherwise all of its
     #    logits would be -inf.
-    is_left = ~np.isneginf(bias[:, :count])
-    for number, row in enumerate(is_left):
+    is_allowed = ~np.isneginf(bias[:, :num_tokens])
+    for number, row in enumerate(is_allowed):
         if not row.any():
             raise ValueError(
                 f"row {number} cannot emit any token: allowed_tokens and banned_tokens exclude all of them"
             )
-    is_left[:, [token for token in stops if token < count]] = False
-    for number, (row, least) in enumerate(zip(is_left, min_new, strict=True)):
-        if least and not row.any():
-            raise ValueError(f"row {number} can emit only stop tokens, which min_new_tokens {least} bans at first")
+    is_allowed[:, [token for token in stops if token < num_tokens]] = False
+    for number, (row, min_new_tokens) in enumerate(zip(is_allowed, min_new, strict=True)):
+        if min_new_tokens and not row.any():
+            raise ValueError(
+                f"row {number} can emit only stop tokens, which min_new_tokens {min_new_tokens} bans at first"
+            )
     return bias
 
 
@@ -209,7 +219,7 @@ def _seeds(sampling: SamplingParams, batch: int, key: jax.Array | None, *, is_ne
     if sampling.seed is None:
         if key is None and is_needed:
             raise ValueError("a temperature above 0 needs SamplingParams.seed or a key")
-        return np.zeros((batch, 2), np.uint32) if key is None else seeds_from(key, batch)
+        return np.zeros((batch, 2), np.uint32) if key is None else seeds_from_key(key, batch)
     given = sampling.seed if np.iterable(sampling.seed) else [sampling.seed] * batch
     seeds = list(given)
     if len(seeds) != batch:

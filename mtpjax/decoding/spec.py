@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 from mtpjax.decoding.config import EXACT_RULES, FIXED_TREE_RULES, DecodeConfig
-from mtpjax.decoding.draft_tree import TreeShape, fixed_shape
+from mtpjax.decoding.draft_tree import TreeShape, choose_tree_shape
 
 Rule = str | Callable  # the name of a built-in acceptance rule, or a function (`mtpjax.decoding.acceptance`)
 
@@ -21,7 +21,7 @@ class DecodeSpec:
         is_adaptive: the depth policy chooses 0..num_steps levels for every round.
         window: (newest positions, attention sinks) that the MTP modules attend to; None: all positions.
         min_rows: minimum number of token rows per forward pass; narrower passes are padded.
-        chunk: tokens per row in one prefill pass.
+        prefill_chunk: tokens per row in one prefill pass.
         logprobs: record the log-probability of every new token.
     """
 
@@ -32,11 +32,11 @@ class DecodeSpec:
     is_adaptive: bool = False
     window: tuple[int, int] | None = None
     min_rows: int = 1
-    chunk: int = 64
+    prefill_chunk: int = 64
     logprobs: bool = False
 
     @classmethod
-    def of(cls, config: DecodeConfig, *, is_greedy: bool, min_rows: int = 1) -> "DecodeSpec":
+    def from_config(cls, config: DecodeConfig, *, is_greedy: bool, min_rows: int = 1) -> "DecodeSpec":
         """Resolves a `DecodeConfig` for one call.
 
         Args:
@@ -74,7 +74,7 @@ class DecodeSpec:
             is_adaptive=config.depth_policy == "adaptive" and config.num_steps > 0,
             window=None if config.draft_window is None else (config.draft_window, config.draft_sinks),
             min_rows=min_rows,
-            chunk=config.prefill_chunk,
+            prefill_chunk=config.prefill_chunk,
             logprobs=config.logprobs,
         )
 
@@ -98,7 +98,7 @@ class DecodeSpec:
     def tree_shape(self) -> TreeShape | None:
         """The tree that is fixed before drawing (rules of `FIXED_TREE_RULES`); None for chains and dynamic trees."""
         is_fixed = self.rule in FIXED_TREE_RULES and self.num_steps > 0
-        return fixed_shape(self.topk, self.num_steps, self.num_nodes) if is_fixed else None
+        return choose_tree_shape(self.topk, self.num_steps, self.num_nodes) if is_fixed else None
 
     @property
     def is_exact(self) -> bool:

@@ -6,8 +6,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from mtpjax.decoding.depth_policy import Policy, init_policy, reset_rows
-from mtpjax.decoding.sampling import History, Sampling, SamplingFeatures
+from mtpjax.decoding.depth_policy import DepthPolicy, init_policy, reset_counts
+from mtpjax.decoding.sampling import SamplingArrays, SamplingFeatures, TokenHistory
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.models.cache import Cache, empty_cache
 from mtpjax.models.model import MTPModel
@@ -20,7 +20,7 @@ class RowSettings(flax.struct.PyTreeNode):
     limit: jax.Array  # [B] int32, maximum number of tokens, prompt included
     stops: jax.Array  # [B, N, Z] int32 stop sequences, right-aligned; -1 before shorter ones and in unused rows
     rule_params: jax.Array  # [B, 2] float32, parameters of a lossy acceptance rule
-    sampling: Sampling
+    sampling: SamplingArrays
 
 
 class DecodeState(flax.struct.PyTreeNode):
@@ -36,10 +36,10 @@ class DecodeState(flax.struct.PyTreeNode):
     length: jax.Array  # [B] int32 committed tokens; the last one is pending: the trunk has not processed it yet
     done: jax.Array  # [B] bool, the row has ended, or the slot is free
     stopped: jax.Array  # [B] bool, the row ended with a stop sequence
-    history: History
+    history: TokenHistory
     trunk: Cache  # the trunk's KV cache; holds the first length - 1 tokens
     drafter: Any  # the drafter's own state
-    policy: Policy | None  # chooses the depth of an adaptive call; None: fixed depth
+    policy: DepthPolicy | None  # chooses the depth of an adaptive call; None: fixed depth
     drafting_disabled: jax.Array  # [] bool: no depth can pay at these costs, so rounds do not extend the drafter
     steps: jax.Array  # [B] int32 verification passes
     proposed: jax.Array  # [B, K] int32 rounds that drafted at least this many levels
@@ -56,7 +56,9 @@ class NewRows(flax.struct.PyTreeNode):
     settings: RowSettings
 
     @classmethod
-    def without_stops(cls, tokens: jax.Array, length: jax.Array, limit: jax.Array, sampling: Sampling) -> "NewRows":
+    def without_stops(
+        cls, tokens: jax.Array, length: jax.Array, limit: jax.Array, sampling: SamplingArrays
+    ) -> "NewRows":
         """Makes greedy or sampled requests without stop sequences.
 
         Args:
@@ -117,7 +119,7 @@ def empty_state(
     def zeros(*shape: int, dtype: Any = jnp.int32) -> jax.Array:
         return jnp.zeros((batch, *shape), dtype)
 
-    sampling = Sampling.greedy(batch, config.vocab_size, features)
+    sampling = SamplingArrays.greedy(batch, config.vocab_size, features)
     settings = RowSettings(
         prompt_length=jnp.ones(batch, jnp.int32),
         limit=jnp.ones(batch, jnp.int32),
@@ -133,7 +135,7 @@ def empty_state(
         length=jnp.ones(batch, jnp.int32),
         done=jnp.ones(batch, bool),
         stopped=zeros(dtype=bool),
-        history=History.empty(batch, config.vocab_size, sampling),
+        history=TokenHistory.empty(batch, config.vocab_size, sampling),
         trunk=empty_cache(config, config.trunk_kinds, batch, capacity, dtype),
         drafter=drafter.init(model=model, spec=spec, batch=batch, capacity=capacity, dtype=dtype),
         policy=None if depth_costs is None else init_policy(depth_costs, batch, prior=depth_rates),
@@ -145,7 +147,7 @@ def empty_state(
     )
 
 
-def begin_rows(state: DecodeState, rows: NewRows, *, vocab_size: int) -> DecodeState:
+def start_rows(state: DecodeState, rows: NewRows, *, vocab_size: int) -> DecodeState:
     """Replaces every row of a state by a new request. The caches keep their entries.
 
     Args:
@@ -157,11 +159,11 @@ def begin_rows(state: DecodeState, rows: NewRows, *, vocab_size: int) -> DecodeS
         The state before prefill: prompts as the committed text, and counters at zero.
     """
     history = state.history
-    if rows.settings.sampling.counts_tokens:
+    if rows.settings.sampling.has_penalties:
         # The repetition penalty also applies to tokens of the prompt: mark them, without the padding behind the prompt.
         is_prompt = jnp.arange(rows.tokens.shape[1])[None, :] < rows.length[:, None]
-        mark = jax.vmap(lambda row, is_set: jnp.zeros(vocab_size, bool).at[row].max(is_set))
-        history = History(mark(rows.tokens, is_prompt), jnp.zeros_like(history.counts))
+        mark = jax.vmap(lambda row, is_marked: jnp.zeros(vocab_size, bool).at[row].max(is_marked))
+        history = TokenHistory(mark(rows.tokens, is_prompt), jnp.zeros_like(history.counts))
     return state.replace(
         settings=rows.settings,
         tokens=rows.tokens,
@@ -176,7 +178,7 @@ def begin_rows(state: DecodeState, rows: NewRows, *, vocab_size: int) -> DecodeS
     )
 
 
-def take_rows(state: DecodeState, slots: jax.Array) -> DecodeState:
+def gather_rows(state: DecodeState, slots: jax.Array) -> DecodeState:
     """Copies the rows `slots [R]` into a state of R rows, without the depth policy, which all rows share.
 
     Args:
@@ -192,8 +194,8 @@ def take_rows(state: DecodeState, slots: jax.Array) -> DecodeState:
     return rows.replace(drafting_disabled=state.drafting_disabled)
 
 
-def put_rows(state: DecodeState, rows: DecodeState, slots: jax.Array) -> DecodeState:
-    """Writes rows into slots of a state, the inverse of `take_rows`.
+def scatter_rows(state: DecodeState, rows: DecodeState, slots: jax.Array) -> DecodeState:
+    """Writes rows into slots of a state, the inverse of `gather_rows`.
 
     Args:
         state: a state of B rows.
@@ -204,12 +206,12 @@ def put_rows(state: DecodeState, rows: DecodeState, slots: jax.Array) -> DecodeS
         The state of B rows. Its depth policy forgets the counts of the replaced rows.
     """
     shared = {"policy": None, "drafting_disabled": None}
-    put = jax.tree.map(
+    updated = jax.tree.map(
         lambda leaf, new: leaf.at[slots].set(new, mode="drop"), state.replace(**shared), rows.replace(**shared)
     )
     policy = state.policy
     if policy is not None:
         # A new request must not inherit the acceptance counts of the row that it replaces, since its text differs.
         is_new = jnp.zeros(len(state.length), bool).at[slots].set(True, mode="drop")
-        policy = reset_rows(policy, is_new)
-    return put.replace(policy=policy, drafting_disabled=state.drafting_disabled)
+        policy = reset_counts(policy, is_new)
+    return updated.replace(policy=policy, drafting_disabled=state.drafting_disabled)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from mtpjax.decoding import acceptance, rng
 from mtpjax.decoding.drafters.base import Draft, Drafter
 from mtpjax.decoding.logits import adjust_logits
-from mtpjax.decoding.sampling import Path, distribution, draw, draw_target
+from mtpjax.decoding.sampling import PathTokens, distribution, draw, draw_target
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import DecodeState
 from mtpjax.models.cache import Cache
@@ -19,11 +19,11 @@ from mtpjax.models.masks import TreeSlots, cached_view
 from mtpjax.models.model import MTPModel, bind
 
 
-class Verified(flax.struct.PyTreeNode):
-    """The outputs of the trunk's pass over W nodes. Exactly one of `logits` and `choices` is set."""
+class VerifyOutput(flax.struct.PyTreeNode):
+    """The outputs of the trunk's pass over W nodes. Exactly one of `logits` and `target_tokens` is set."""
 
     logits: jax.Array | None  # [B, W, V] float32, unmodified; None if the rule needs only the arg-max
-    choices: jax.Array | None  # [B, W] int32 arg-max after each node; None if the rule needs logits
+    target_tokens: jax.Array | None  # [B, W] int32 arg-max after each node; None if the rule needs logits
     states: Any  # trunk states that the drafter selected, [B, W, ...] per leaf
     trunk: Cache  # the trunk's cache with the nodes appended; its length is unchanged
 
@@ -32,13 +32,13 @@ class Acceptance(flax.struct.PyTreeNode):
     """The path that the rule accepted, and the tokens that the round appends."""
 
     path: jax.Array | None  # [B, K+1] int32 nodes of the accepted path; None for a chain, where it is 0, 1, ...
-    count: jax.Array  # [B] int32 accepted drafts, 0..K
+    num_accepted: jax.Array  # [B] int32 accepted drafts, 0..K
     tokens: jax.Array  # [B, K+1] int32: the accepted drafts, then the bonus token, then garbage
 
 
 def verify(
     params: dict, state: DecodeState, draft: Draft, *, model: MTPModel, drafter: Drafter, spec: DecodeSpec
-) -> Verified:
+) -> VerifyOutput:
     """Runs the trunk once over all W nodes, in the cache slots after the committed text.
 
     Args:
@@ -59,14 +59,14 @@ def verify(
     start = state.length - 1
     # 1. Pad to the narrowest pass that runs fast. Padding follows all real nodes, so no real node attends to it.
     width = spec.verify_width
-    extra = width - W
-    tokens = jnp.pad(draft.tokens, ((0, 0), (0, extra)))
+    num_padding = width - W
+    tokens = jnp.pad(draft.tokens, ((0, 0), (0, num_padding)))
     # 2. Mask. In a chain the causal mask is enough. In a tree each node attends to the committed text, its ancestors
     #    and itself, and its position follows from its depth, so siblings do not see each other.
     tree = None
     if draft.ancestor_mask is not None and draft.depths is not None:
-        depths = jnp.pad(draft.depths, ((0, 0), (0, extra)))
-        tree = TreeSlots(start, depths, jnp.pad(draft.ancestor_mask, ((0, 0), (0, extra), (0, extra))))
+        depths = jnp.pad(draft.depths, ((0, 0), (0, num_padding)))
+        tree = TreeSlots(start, depths, jnp.pad(draft.ancestor_mask, ((0, 0), (0, num_padding), (0, num_padding))))
     # A plain decoding step always commits its only node, so recurrent layers may advance their state within the pass.
     # Otherwise they keep what each token contributes until acceptance decides.
     num_valid = None if spec.num_steps else (~state.done).astype(jnp.int32)
@@ -74,17 +74,19 @@ def verify(
     output = apply(tokens, view, state.trunk, layer_ids=drafter.layer_ids, method="run_trunk")
     # 3. Score. For greedy rows with unmodified logits the arg-max is enough, and a kernel computes it without storing
     #    [B, W, V] logits.
-    logits = choices = None
+    logits = target_tokens = None
     if spec.rule == "greedy" and not state.settings.sampling.changes_logits and not spec.logprobs:
-        choices = apply(output.hidden, k=1, method="top_tokens")[1][:, :W, 0]
+        target_tokens = apply(output.hidden, k=1, method="top_tokens")[1][:, :W, 0]
     else:
         logits = apply(output.hidden, method="logits")[:, :W]
     # The drafter needs the hidden states of the accepted nodes in the next round, when it extends over them.
-    states = jax.tree.map(lambda kept: kept[:, :W], drafter.select(output, model=model))
-    return Verified(logits, choices, states, output.cache)
+    states = jax.tree.map(lambda kept: kept[:, :W], drafter.select_states(output, model=model))
+    return VerifyOutput(logits, target_tokens, states, output.cache)
 
 
-def accept(state: DecodeState, draft: Draft, verified: Verified, *, model: MTPModel, spec: DecodeSpec) -> Acceptance:
+def accept(
+    state: DecodeState, draft: Draft, verified: VerifyOutput, *, model: MTPModel, spec: DecodeSpec
+) -> Acceptance:
     """Applies the acceptance rule and draws the bonus token.
 
     Args:
@@ -98,8 +100,8 @@ def accept(state: DecodeState, draft: Draft, verified: Verified, *, model: MTPMo
         The accepted path and the tokens that the round appends.
     """
     # Greedy without logits: a draft is accepted if it equals the arg-max after its parent.
-    if verified.choices is not None:
-        return _follow(draft, verified.choices, spec.num_steps)
+    if verified.target_tokens is not None:
+        return _accept_matches(draft, verified.target_tokens, spec.num_steps)
     assert verified.logits is not None
     B, W, V = verified.logits.shape
     K, sampling = spec.num_steps, state.settings.sampling
@@ -107,67 +109,67 @@ def accept(state: DecodeState, draft: Draft, verified: Verified, *, model: MTPMo
     #    the drafted tokens on the node's path, and `min_new` must count the new tokens up to the node's depth.
     depth = jnp.broadcast_to(jnp.arange(W)[None, :], (B, W)) if draft.depths is None else draft.depths
     num_new = (state.length - state.settings.prompt_length)[:, None] + depth
-    path = None
-    if sampling.counts_tokens:
+    path_tokens = None
+    if sampling.has_penalties:
         mask = draft.ancestor_mask
         if mask is None:
             mask = jnp.broadcast_to(jnp.tri(W, dtype=bool)[None], (B, W, W))
         # The path leaves out node 0: the pending token is committed, so the history already counts it.
-        path = Path(draft.tokens, mask & (jnp.arange(W) > 0)[None, None])
-    adjusted = adjust_logits(verified.logits, state, path, num_new, model)
-    began = state.length[:, None]
+        path_tokens = PathTokens(draft.tokens, mask & (jnp.arange(W) > 0)[None, None])
+    adjusted = adjust_logits(verified.logits, state, path_tokens, num_new, model)
+    round_start = state.length[:, None]
 
     # 2. Rules that choose the target's own token after each node and accept the drafts that equal it: arg-max for
-    #    "greedy", a sample from p for "sample". The text consists of the target's choices, so any tree is exact.
+    #    "greedy", a sample from p for "sample". The text consists of the target's tokens, so any tree is exact.
     if spec.rule == "greedy":
-        return _follow(draft, jnp.argmax(adjusted, axis=-1).astype(jnp.int32), K)
+        return _accept_matches(draft, jnp.argmax(adjusted, axis=-1).astype(jnp.int32), K)
     probabilities = distribution(adjusted, sampling)
     if spec.rule == "sample":
-        return _follow(draft, draw_target(probabilities, sampling, began + depth), K)
+        return _accept_matches(draft, draw_target(probabilities, sampling, round_start + depth), K)
 
     # 3. Rules that accept each draft with a probability, and therefore need one uniform per draft. The noise is keyed
     #    by the position at which the round began and by the node, so no two rounds share it.
     nodes = jnp.arange(1, W + 1 if draft.parents is not None else W)
-    coins = rng.uniform(sampling.seed, jnp.broadcast_to(began, (B, len(nodes))), rng.ACCEPT, nodes)
+    uniforms = rng.uniform(sampling.seed, jnp.broadcast_to(round_start, (B, len(nodes))), rng.ACCEPT, nodes)
     if spec.rule in ("token", "block"):
         # Chain rules need only the count: the accepted path is a prefix of the chain.
         assert draft.probabilities is not None
         rule = acceptance.token_chain if spec.rule == "token" else acceptance.block_chain
-        count, weights = jax.vmap(rule)(draft.tokens[:, 1:], probabilities, draft.probabilities, coins)
-        walked, accepted = None, draft.tokens[:, 1:]
+        num_accepted, weights = jax.vmap(rule)(draft.tokens[:, 1:], probabilities, draft.probabilities, uniforms)
+        path, accepted = None, draft.tokens[:, 1:]
     else:
         # Tree rules walk from the root. A chain is a tree in which node n-1 is the parent of node n.
         parents = draft.parents
         if parents is None:
             parents = jnp.broadcast_to(jnp.arange(W)[None, :] - 1, (B, W))
-        walk = jax.vmap(_walk_rule(spec))(
-            draft.tokens, parents, probabilities, draft.probabilities, coins, state.settings.rule_params
+        accepted_path = jax.vmap(_bind_tree_rule(spec))(
+            draft.tokens, parents, probabilities, draft.probabilities, uniforms, state.settings.rule_params
         )
-        walked, count, weights = walk.path, walk.count, walk.weights
-        accepted = jnp.take_along_axis(draft.tokens, walked[:, 1:], axis=1)
-        walked = None if draft.parents is None else walked
+        path, num_accepted, weights = accepted_path.path, accepted_path.num_accepted, accepted_path.weights
+        accepted = jnp.take_along_axis(draft.tokens, path[:, 1:], axis=1)
+        path = None if draft.parents is None else path
     # 4. Draw the bonus token from the weights that the rule returns: the residual max(p - q, 0) after a rejection, p
     #    after a fully accepted path. This correction makes ratio rules exact.
-    bonus = draw(weights[:, None], rng.gumbel(sampling.seed, began, rng.FINAL, jnp.zeros(1, jnp.int32), V))
-    places = jnp.arange(K + 1)[None, :]
-    tokens = jnp.where(places < count[:, None], jnp.pad(accepted, ((0, 0), (0, 1))), bonus)
-    return Acceptance(walked, count, tokens)
+    bonus = draw(weights[:, None], rng.gumbel(sampling.seed, round_start, rng.BONUS, jnp.zeros(1, jnp.int32), V))
+    column = jnp.arange(K + 1)[None, :]
+    tokens = jnp.where(column < num_accepted[:, None], jnp.pad(accepted, ((0, 0), (0, 1))), bonus)
+    return Acceptance(path, num_accepted, tokens)
 
 
-def _follow(draft: Draft, choices: jax.Array, num_steps: int) -> Acceptance:
-    """Accepts the drafts that equal the target's `choices [B, W]` after their parents."""
-    # Chain: accept the longest prefix of matches. The choices themselves are the drafts up to there and the bonus
-    # token.
+def _accept_matches(draft: Draft, target_tokens: jax.Array, num_steps: int) -> Acceptance:
+    """Accepts the drafts that equal the target's token after their parent; `target_tokens [B, W]` is per node."""
+    # Chain: accept the longest prefix of matches. The target's tokens themselves are the drafts up to there and
+    # the bonus token.
     if draft.parents is None:
-        return Acceptance(None, acceptance.accept_greedy(draft.tokens[:, 1:], choices), choices)
-    # Tree: descend to the child that equals the choice, until no child does.
-    follow = jax.vmap(lambda *row: acceptance.follow(*row, num_steps=num_steps))
-    walked, count = follow(draft.tokens, draft.parents, choices)
-    return Acceptance(walked, count, jnp.take_along_axis(choices, walked, axis=1))
+        return Acceptance(None, acceptance.match_chain(draft.tokens[:, 1:], target_tokens), target_tokens)
+    # Tree: descend to the child that equals the target's token, until no child does.
+    match = jax.vmap(lambda *row: acceptance.match_tree(*row, num_steps=num_steps))
+    path, num_accepted = match(draft.tokens, draft.parents, target_tokens)
+    return Acceptance(path, num_accepted, jnp.take_along_axis(target_tokens, path, axis=1))
 
 
-def _walk_rule(spec: DecodeSpec) -> Callable[..., acceptance.Walk]:
-    """Returns the rule for one row, a function of (tokens, parents, p, q, coins, the row's parameters) -> `Walk`."""
+def _bind_tree_rule(spec: DecodeSpec) -> Callable[..., acceptance.AcceptedPath]:
+    """Returns the rule for one row, a function of (tokens, parents, p, q, uniforms, rule_params) -> `AcceptedPath`."""
     # Each rule takes what it needs of these. Thresholds of lossy rules are per-row arrays, so rows may differ in them
     # and a new value compiles nothing.
     K = spec.num_steps

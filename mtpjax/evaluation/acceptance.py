@@ -15,33 +15,34 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mtpjax.decoding.capacity import bucket
+from mtpjax.decoding.capacity import round_up_capacity
 from mtpjax.decoding.config import DecodeConfig, SamplingParams
 from mtpjax.decoding.generate import generate, speculative_generate
-from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.evaluation.predict import acceptance_along, expected_rounds
-from mtpjax.models.model import MTPModel, forward, shift_left
+from mtpjax.decoding.spec import DecodeSpec, Rule
+from mtpjax.evaluation.predict import acceptance_probabilities, expected_rounds
+from mtpjax.models.forward import forward, shift_left
+from mtpjax.models.model import MTPModel
 
-MOST_LOGITS = 1 << 28  # most float32 logits of one teacher-forced pass: 1 GiB
+MAX_LOGITS_PER_PASS = 1 << 28  # most float32 logits of one teacher-forced pass: 1 GiB
 
 
 @dataclasses.dataclass(frozen=True)
-class TeacherForced:
-    """Sums over the places of each prompt's continuation, `[P, K]`, from one teacher-forced pass.
+class TeacherForcedSums:
+    """Sums over the positions of each prompt's continuation, `[P, K]`, from one teacher-forced pass.
 
-    A place counts at level k if its k-1 draft inputs are tokens of the text and the trunk's own choice is known.
+    A position counts at level k if its k-1 draft inputs are tokens of the text and the trunk's own choice is known.
 
     Attributes:
-        places: places that count.
-        agrees: places where level k's arg-max equals the trunk's.
-        reached: places where levels 1..k-1 agree.
-        survives: places where levels 1..k agree.
+        positions: positions that count.
+        agrees: positions where level k's arg-max equals the trunk's.
+        reached: positions where levels 1..k-1 agree.
+        survives: positions where levels 1..k agree.
         overlap: sum of 1 - TV between level k's distribution and the trunk's.
         overlap_reached: sum of the product of the overlaps of levels 1..k-1.
         overlap_survives: sum of the product of the overlaps of levels 1..k.
     """
 
-    places: np.ndarray
+    positions: np.ndarray
     agrees: np.ndarray
     reached: np.ndarray
     survives: np.ndarray
@@ -51,21 +52,21 @@ class TeacherForced:
 
 
 @dataclasses.dataclass(frozen=True)
-class Acceptance:
+class AcceptanceCounts:
     """Counts for P prompts and K draft levels.
 
     Attributes:
-        forced: sums of the teacher-forced pass.
+        teacher_forced: sums of the teacher-forced pass.
         steps: `[P]` verification passes of decoding.
         accepted: `[P, K]` accepted drafts of decoding per level.
         predicted_accepted: `[P, K]` float64 predicted accepted drafts per level; nan unless `is_predictable`.
         steps_at_depth: `[P, K]` float64 predicted steps if rounds had 1..K levels; nan unless `is_predictable`.
         accepted_at_depth: `[P, K]` float64 predicted accepted drafts of all levels if rounds had 1..K levels.
-        is_identical: `[P]` bool, True if decoding with drafts returned plain decoding's text (`is_plain`).
+        is_identical: `[P]` bool, True if decoding with drafts returned plain decoding's text (`equals_plain_decoding`).
         texts: new tokens of plain decoding.
     """
 
-    forced: TeacherForced
+    teacher_forced: TeacherForcedSums
     steps: np.ndarray
     accepted: np.ndarray
     predicted_accepted: np.ndarray
@@ -79,16 +80,16 @@ class Acceptance:
         """`[P]` float64 predicted steps at the depth of the call."""
         return self.steps_at_depth[:, -1]
 
-    def take(self, mask: np.ndarray) -> "Acceptance":
+    def select(self, mask: np.ndarray) -> "AcceptanceCounts":
         """Returns the counts of the prompts in `mask [P]` bool."""
-        return Acceptance(
-            forced=TeacherForced(*(array[mask] for array in _fields(self.forced))),
+        return AcceptanceCounts(
+            teacher_forced=TeacherForcedSums(*(array[mask] for array in _fields(self.teacher_forced))),
             texts=[text for text, is_in in zip(self.texts, mask, strict=True) if is_in],
             **{name: getattr(self, name)[mask] for name in _COUNTS},
         )
 
 
-# The per-prompt arrays of `Acceptance`, which batches and groups of prompts concatenate or index alike.
+# The per-prompt arrays of `AcceptanceCounts`, which batches and groups of prompts concatenate or index alike.
 _COUNTS = ("steps", "accepted", "predicted_accepted", "steps_at_depth", "accepted_at_depth", "is_identical")
 
 
@@ -102,7 +103,7 @@ def measure_acceptance(
     seed: int = 0,
     batch_size: int = 8,
     progress: Callable[[int], Any] = lambda count: None,
-) -> Acceptance:
+) -> AcceptanceCounts:
     """Decodes prompts plainly and with drafts, and runs a teacher-forced pass over the plain texts.
 
     Args:
@@ -133,57 +134,63 @@ def measure_acceptance(
     # Drafts of the last round may reach up to K tokens past the text's end. Plain decoding continues that far, so that
     # the prediction can compare them. Where the model has no positions left, predicted drafts end with the text.
     longest = model.config.max_position_embeddings
-    beyond = dataclasses.replace(
+    extended_config = dataclasses.replace(
         config,
         max_new_tokens=config.max_new_tokens + config.num_steps,
         max_length=min((config.max_length or longest) + config.num_steps, longest),
         stop_token_ids=(),
         stop_sequences=(),
     )
-    parts: list[Acceptance] = []
+    parts: list[AcceptanceCounts] = []
     for begin in range(0, len(prompts), batch_size):
         rows = list(prompts[begin : begin + batch_size])
-        warmth = temperatures[begin : begin + batch_size]
+        batch_temperatures = temperatures[begin : begin + batch_size]
         # 1. Decode plainly, and cut the text where the user's limits and stop sequences end it.
-        asked = sampled(warmth, [seed + begin + number for number in range(len(rows))])
-        long = generate(params, rows, model=model, config=beyond, **asked).rows()
-        texts = [_ended(text, config, len(row), model) for row, text in zip(rows, long, strict=True)]
+        sampling_kwargs = sampling_arguments(batch_temperatures, [seed + begin + number for number in range(len(rows))])
+        extended_texts = generate(params, rows, model=model, config=extended_config, **sampling_kwargs).rows()
+        texts = [_cut_at_end(text, config, len(row), model) for row, text in zip(rows, extended_texts, strict=True)]
         # 2. Decode with drafts and the same seeds, and check that the text is the same.
-        result = speculative_generate(params, rows, model=model, config=config, **asked)
-        is_identical = is_plain(params, rows, result.rows(), texts, model=model, config=config, **asked)
-        # 3. One teacher-forced pass over the plain text gives rates at every place, and the predictions.
-        forced, predicted = _along(params, rows, texts, long, model=model, config=config, temperatures=warmth)
+        result = speculative_generate(params, rows, model=model, config=config, **sampling_kwargs)
+        is_identical = equals_plain_decoding(
+            params, rows, result.rows(), texts, model=model, config=config, **sampling_kwargs
+        )
+        # 3. One teacher-forced pass over the plain text gives rates at every position, and the predictions.
+        teacher_forced, predicted = _teacher_forced(
+            params, rows, texts, extended_texts, model=model, config=config, temperatures=batch_temperatures
+        )
         steps, accepted = result.stats.steps, result.stats.accepted
-        parts.append(Acceptance(forced, steps, accepted, **predicted, is_identical=is_identical, texts=texts))
+        parts.append(
+            AcceptanceCounts(teacher_forced, steps, accepted, **predicted, is_identical=is_identical, texts=texts)
+        )
         progress(len(rows))
-    return _joined(parts)
+    return _concatenate(parts)
 
 
-def _joined(parts: Sequence[Acceptance]) -> Acceptance:
+def _concatenate(parts: Sequence[AcceptanceCounts]) -> AcceptanceCounts:
     """Concatenates the counts of several batches of prompts."""
-    forced = zip(*(_fields(part.forced) for part in parts), strict=True)
-    return Acceptance(
-        forced=TeacherForced(*map(np.concatenate, forced)),
+    teacher_forced = zip(*(_fields(part.teacher_forced) for part in parts), strict=True)
+    return AcceptanceCounts(
+        teacher_forced=TeacherForcedSums(*map(np.concatenate, teacher_forced)),
         texts=[text for part in parts for text in part.texts],
         **{name: np.concatenate([getattr(part, name) for part in parts]) for name in _COUNTS},
     )
 
 
-class Parting(NamedTuple):
+class Divergence(NamedTuple):
     """Where two texts first differ."""
 
-    place: int  # number of new tokens that both share
+    position: int  # number of new tokens that both share
     gap: float  # distance between the trunk's logits of the two different tokens; inf where one text ends
 
 
-def partings(
+def first_divergences(
     params: dict,
     prompts: Sequence[list[int]],
     rows: Sequence[list[int]],
-    others: Sequence[list[int]],
+    other_rows: Sequence[list[int]],
     *,
     model: MTPModel,
-) -> list[Parting | None]:
+) -> list[Divergence | None]:
     """Finds where two texts of each prompt first differ, and how close the trunk's logits of the two tokens are.
 
     A small gap means a near tie, which rounding can decide either way; a large gap means an error.
@@ -192,38 +199,42 @@ def partings(
         params: parameters of `model` with unrolled layers.
         prompts: P token lists.
         rows: new tokens of the first text of each prompt.
-        others: new tokens of the second text of each prompt.
+        other_rows: new tokens of the second text of each prompt.
         model: the model.
 
     Returns:
-        A `Parting` per prompt, None for equal texts. If one text is the beginning of the other, they differ at its end,
-        with an infinite gap. Logits are the trunk's unmodified ones.
+        A `Divergence` per prompt, None for equal texts. If one text is the beginning of the other, they differ at its
+        end, with an infinite gap. Logits are the trunk's unmodified ones.
     """
     # The first differing token of each pair of texts.
-    places: dict[int, int] = {}
-    for number, texts in enumerate(zip(rows, others, strict=True)):
-        unlike = [place for place, (token, other) in enumerate(itertools.zip_longest(*texts)) if token != other]
-        if unlike:
-            places[number] = unlike[0]
+    positions: dict[int, int] = {}
+    for number, texts in enumerate(zip(rows, other_rows, strict=True)):
+        differing = [
+            position for position, (token, other) in enumerate(itertools.zip_longest(*texts)) if token != other
+        ]
+        if differing:
+            positions[number] = differing[0]
     # Only pairs in which both texts have a token there have two logits to compare.
-    compared = [number for number, place in places.items() if place < min(len(rows[number]), len(others[number]))]
-    gaps = dict.fromkeys(places, math.inf)
+    compared = [
+        number for number, position in positions.items() if position < min(len(rows[number]), len(other_rows[number]))
+    ]
+    gaps = dict.fromkeys(positions, math.inf)
     if compared:
         config = DecodeConfig(num_steps=0, max_new_tokens=1, logprobs=True)
         # Decode one token behind the shared beginning, once with each token as the only allowed one. The reported
         # log-probabilities are those of the unmodified logits, so the normaliser cancels in the difference.
-        shared = [[*prompts[number], *rows[number][: places[number]]] for number in compared]
+        shared = [[*prompts[number], *rows[number][: positions[number]]] for number in compared]
         logprobs = []
-        for texts in (rows, others):
-            sampling = SamplingParams(allowed_tokens=[[texts[number][places[number]]] for number in compared])
+        for texts in (rows, other_rows):
+            sampling = SamplingParams(allowed_tokens=[[texts[number][positions[number]]] for number in compared])
             result = generate(params, shared, model=model, config=config, sampling=sampling)
             assert result.logprobs is not None
             logprobs.append(result.logprobs[:, 0])
         gaps |= dict(zip(compared, np.abs(logprobs[0] - logprobs[1]).tolist(), strict=True))
-    return [Parting(places[number], gaps[number]) if number in places else None for number in range(len(rows))]
+    return [Divergence(positions[number], gaps[number]) if number in positions else None for number in range(len(rows))]
 
 
-def is_plain(
+def equals_plain_decoding(
     params: dict,
     prompts: Sequence[list[int]],
     rows: Sequence[list[int]],
@@ -231,7 +242,7 @@ def is_plain(
     *,
     model: MTPModel,
     config: DecodeConfig,
-    **asked,
+    **sampling_kwargs,
 ) -> np.ndarray:
     """Checks that texts decoded with drafts equal plain decoding's.
 
@@ -247,21 +258,21 @@ def is_plain(
         plain: new tokens of plain decoding.
         model: the model.
         config: the settings that `rows` were decoded with.
-        **asked: further arguments of that call, such as `sampling`.
+        **sampling_kwargs: further arguments of that call, such as `sampling`.
 
     Returns:
         `[P]` bool.
     """
-    found = np.array([row == other for row, other in zip(rows, plain, strict=True)])
-    if found.all() or jnp.finfo(params["embedding"].dtype).bits >= 32:
-        return found
+    is_equal = np.array([row == other for row, other in zip(rows, plain, strict=True)])
+    if is_equal.all() or jnp.finfo(params["embedding"].dtype).bits >= 32:
+        return is_equal
     # Decode plainly once more, padded to the width of verification.
-    as_wide = dataclasses.replace(config, min_rows=max(config.num_nodes, config.min_rows or 1))
-    wide = generate(params, prompts, model=model, config=as_wide, **asked).rows()
-    return found | np.array([row == other for row, other in zip(rows, wide, strict=True)])
+    wide_config = dataclasses.replace(config, min_rows=max(config.num_nodes, config.min_rows or 1))
+    wide_rows = generate(params, prompts, model=model, config=wide_config, **sampling_kwargs).rows()
+    return is_equal | np.array([row == other for row, other in zip(rows, wide_rows, strict=True)])
 
 
-def sampled(temperature, seeds: list[int]) -> dict[str, Any]:
+def sampling_arguments(temperature, seeds: list[int]) -> dict[str, Any]:
     """Makes the sampling arguments of a decoding call.
 
     Args:
@@ -274,7 +285,7 @@ def sampled(temperature, seeds: list[int]) -> dict[str, Any]:
     return {"sampling": SamplingParams(temperature=temperature, seed=seeds)} if np.any(temperature) else {}
 
 
-def is_predictable(config: DecodeConfig, rule: str) -> bool:
+def is_predictable(config: DecodeConfig, rule: Rule) -> bool:
     """Returns whether `mtpjax.evaluation.predict` covers these settings.
 
     It covers chains of a fixed depth under an exact rule. The teacher-forced pass has no draft window and no reduced
@@ -291,7 +302,7 @@ def is_predictable(config: DecodeConfig, rule: str) -> bool:
     return is_chain and config.draft_vocabulary is None and rule in ("greedy", "sample", "token", "block")
 
 
-def _ended(text: list[int], config: DecodeConfig, prompt_length: int, model: MTPModel) -> list[int]:
+def _cut_at_end(text: list[int], config: DecodeConfig, prompt_length: int, model: MTPModel) -> list[int]:
     """Cuts a text where the limits or stop sequences of `config` end it."""
     longest = config.max_length or model.config.max_position_embeddings
     text = text[: min(config.max_new_tokens, longest - prompt_length)]
@@ -300,66 +311,71 @@ def _ended(text: list[int], config: DecodeConfig, prompt_length: int, model: MTP
     return text[: next(ends, len(text))]
 
 
-def _along(params, prompts, texts, long, *, model: MTPModel, config: DecodeConfig, temperatures: np.ndarray):
-    """Runs one pass over the prompts and their `long` texts.
+def _teacher_forced(
+    params, prompts, texts, extended_texts, *, model: MTPModel, config: DecodeConfig, temperatures: np.ndarray
+):
+    """Runs one pass over the prompts and their `extended_texts`.
 
     Returns:
-        `TeacherForced` of `texts`, and the predicted fields of `Acceptance`.
+        `TeacherForcedSums` of `texts`, and the predicted fields of `AcceptanceCounts`.
     """
-    places = _run_along(params, prompts, long, model=model, config=config, temperatures=temperatures)
+    comparison = _compare_texts(params, prompts, extended_texts, model=model, config=config, temperatures=temperatures)
     starts = np.array([len(prompt) for prompt in prompts])
     ends = starts + np.array([len(text) for text in texts])
     is_greedy = temperatures == 0
-    rule = DecodeSpec.of(config, is_greedy=bool(is_greedy.all())).rule
+    rule = DecodeSpec.from_config(config, is_greedy=bool(is_greedy.all())).rule
     # Expected counts for every depth 1..K; `accepted` keeps those of the deepest, the depth of the call.
     accepted, steps_at_depth, accepted_at_depth = np.full((3, len(prompts), config.num_steps), np.nan)
     if is_predictable(config, rule):
-        acceptance = acceptance_along(places.is_text, places.log_ratio, is_greedy, rule=rule)
+        assert isinstance(rule, str)  # custom rules, which are callables, are not predictable
+        probabilities = acceptance_probabilities(comparison.matches_text, comparison.log_ratio, is_greedy, rule=rule)
         for depth in range(1, config.num_steps + 1):
-            steps_at_depth[:, depth - 1], accepted = expected_rounds(acceptance[:, :, :depth], starts, ends)
+            steps_at_depth[:, depth - 1], accepted = expected_rounds(probabilities[:, :, :depth], starts, ends)
             accepted_at_depth[:, depth - 1] = accepted.sum(axis=1)
     predicted = {
         "predicted_accepted": accepted,
         "steps_at_depth": steps_at_depth,
         "accepted_at_depth": accepted_at_depth,
     }
-    return _forced(places, starts, ends), predicted
+    return _sum_over_positions(comparison, starts, ends), predicted
 
 
-class Places(NamedTuple):
-    """A teacher-forced pass, compared with the trunk at each place i and level k: arrays `[B, T, K]`."""
+class LevelComparison(NamedTuple):
+    """A teacher-forced pass, compared with the trunk at each position i and level k: arrays `[B, T, K]`."""
 
     agrees: Any  # bool: level k's arg-max equals the trunk's choice for the same token, i + k + 1
     overlap: Any  # float: 1 - TV of their distributions
-    is_text: Any  # bool: level k's arg-max equals the text's token
+    matches_text: Any  # bool: level k's arg-max equals the text's token
     log_ratio: Any  # float: log q - log p of the text's token; -inf past the end of the text
 
 
-def _run_along(
+def _compare_texts(
     params, prompts, continuations, *, model: MTPModel, config: DecodeConfig, temperatures: np.ndarray
-) -> Places:
-    """Runs `compare_levels` over the texts, in groups whose logits fit `MOST_LOGITS`."""
+) -> LevelComparison:
+    """Runs `compare_levels` over the texts, in groups whose logits fit `MAX_LOGITS_PER_PASS`."""
     texts = [prompt + row for prompt, row in zip(prompts, continuations, strict=True)]
     # All groups have the same number of rows and columns, so they share one compiled program.
-    columns = bucket(max(map(len, texts)))
+    columns = round_up_capacity(max(map(len, texts)))
     size = columns * model.config.vocab_size * (config.num_steps + 1)
-    rows_at_once = min(max(1, MOST_LOGITS // size), len(texts))
+    rows_at_once = min(max(1, MAX_LOGITS_PER_PASS // size), len(texts))
     compare = functools.partial(compare_levels, model=model, num_depths=config.num_steps)
     parts = []
     for begin in range(0, len(texts), rows_at_once):
         group = texts[begin : begin + rows_at_once]
-        warmth = np.ones(rows_at_once, np.float32)
-        warmth[: len(group)] = temperatures[begin : begin + rows_at_once]
+        batch_temperatures = np.ones(rows_at_once, np.float32)
+        batch_temperatures[: len(group)] = temperatures[begin : begin + rows_at_once]
         group += [[0]] * (rows_at_once - len(group))  # the last group's padding rows
         tokens = np.array([text + [0] * (columns - len(text)) for text in group], np.int32)
         lengths = np.array([len(text) for text in group], np.int32)
-        parts.append(jax.device_get(compare(params, tokens, lengths, np.where(warmth == 0, 1, warmth))))
-    return Places(*(np.concatenate(arrays)[: len(texts)] for arrays in zip(*parts, strict=True)))
+        parts.append(
+            jax.device_get(compare(params, tokens, lengths, np.where(batch_temperatures == 0, 1, batch_temperatures)))
+        )
+    return LevelComparison(*(np.concatenate(arrays)[: len(texts)] for arrays in zip(*parts, strict=True)))
 
 
 @functools.partial(jax.jit, static_argnames=("model", "num_depths"))
-def compare_levels(params, tokens, lengths, temperature, *, model: MTPModel, num_depths: int) -> Places:
-    """Compares draft levels 1..num_depths with the trunk at every place of a text.
+def compare_levels(params, tokens, lengths, temperature, *, model: MTPModel, num_depths: int) -> LevelComparison:
+    """Compares draft levels 1..num_depths with the trunk at every position of a text.
 
     Args:
         params: model parameters.
@@ -377,35 +393,35 @@ def compare_levels(params, tokens, lengths, temperature, *, model: MTPModel, num
     # Decoding never picks ids that only pad the embedding table.
     is_token = jnp.arange(model.config.vocab_size) < (model.config.num_tokens or model.config.vocab_size)
 
-    def logs(logits):
+    def log_probabilities(logits):
         return jax.nn.log_softmax(jnp.where(is_token[None, None], logits, -jnp.inf) / temperature[:, None, None])
 
-    target = logs(output.logits)
+    target = log_probabilities(output.logits)
     columns = jnp.arange(tokens.shape[1])[None, :]
     levels = []
     for depth, logits in enumerate(output.mtp_logits, start=1):
-        # Level k at place i and the trunk at place i + k both predict token i + k + 1.
-        draft, trunk = logs(logits), shift_left(target, depth)
+        # Level k at position i and the trunk at position i + k both predict token i + k + 1.
+        draft, trunk = log_probabilities(logits), shift_left(target, depth)
         text = shift_left(tokens, depth + 1)
         choice = jnp.argmax(draft, axis=-1)
-        of_draft, of_trunk = (jnp.take_along_axis(log, text[:, :, None], axis=-1)[:, :, 0] for log in (draft, trunk))
+        log_q, log_p = (jnp.take_along_axis(log, text[:, :, None], axis=-1)[:, :, 0] for log in (draft, trunk))
         is_known = columns + depth + 1 < lengths[:, None]
         levels.append(
-            Places(
+            LevelComparison(
                 choice == jnp.argmax(trunk, axis=-1),
                 # The sum of min(p, q) is 1 - TV: the rate at which the rule "token" accepts a sampled draft.
                 jnp.exp(jnp.minimum(draft, trunk)).sum(axis=-1),
                 is_known & (choice == text),
-                jnp.where(is_known, of_draft - of_trunk, -jnp.inf),
+                jnp.where(is_known, log_q - log_p, -jnp.inf),
             )
         )
-    return Places(*(jnp.stack(field, axis=-1) for field in zip(*levels, strict=True)))
+    return LevelComparison(*(jnp.stack(field, axis=-1) for field in zip(*levels, strict=True)))
 
 
-def _forced(places: Places, starts: np.ndarray, ends: np.ndarray) -> TeacherForced:
+def _sum_over_positions(comparison: LevelComparison, starts: np.ndarray, ends: np.ndarray) -> TeacherForcedSums:
     """Sums over the continuations, tokens `starts [B]` to `ends [B]` of each text."""
     # Place i counts from the last prompt token on, as long as the trunk's choice at i + k is inside the text.
-    _, T, K = places.agrees.shape
+    _, T, K = comparison.agrees.shape
     column, level = np.arange(T)[None, :, None], np.arange(1, K + 1)[None, None, :]
     is_counted = (column >= starts[:, None, None] - 1) & (column + level < ends[:, None, None])
 
@@ -413,10 +429,10 @@ def _forced(places: Places, starts: np.ndarray, ends: np.ndarray) -> TeacherForc
     def before(products: np.ndarray) -> np.ndarray:
         return np.concatenate([np.ones_like(products[..., :1]), products[..., :-1]], axis=-1)
 
-    survives, product = np.cumprod(places.agrees, axis=-1), np.cumprod(places.overlap, axis=-1)
-    fields = (places.agrees, before(survives), survives, places.overlap, before(product), product)
-    return TeacherForced(is_counted.sum(axis=1), *(np.where(is_counted, field, 0).sum(axis=1) for field in fields))
+    survives, product = np.cumprod(comparison.agrees, axis=-1), np.cumprod(comparison.overlap, axis=-1)
+    fields = (comparison.agrees, before(survives), survives, comparison.overlap, before(product), product)
+    return TeacherForcedSums(is_counted.sum(axis=1), *(np.where(is_counted, field, 0).sum(axis=1) for field in fields))
 
 
-def _fields(forced: TeacherForced) -> list[np.ndarray]:
-    return [getattr(forced, field.name) for field in dataclasses.fields(forced)]
+def _fields(teacher_forced: TeacherForcedSums) -> list[np.ndarray]:
+    return [getattr(teacher_forced, field.name) for field in dataclasses.fields(teacher_forced)]

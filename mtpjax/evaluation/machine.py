@@ -5,17 +5,18 @@ import pathlib
 import platform
 import time
 
-QUIET = 0.03  # a measurement counts as undisturbed if its threads waited at most this share of the time for a core
+# A measurement counts as undisturbed if its threads waited at most this share of the time for a core.
+MAX_WAITING_SHARE = 0.03
 
 
-def machine() -> dict[str, str | int]:
+def describe_machine() -> dict[str, str | int]:
     """Returns the processor's name and the number of cores that this process may use."""
     lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines() if os.path.exists("/proc/cpuinfo") else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return {"cpu": names[0] if names else platform.processor(), "cores": len(os.sched_getaffinity(0))}
 
 
-class Clock:
+class Stopwatch:
     """Measures wall time, CPU time, and the time that this process's threads waited for a core.
 
     Threads wait while other programs run on the cores, so a long wait means a disturbed measurement.

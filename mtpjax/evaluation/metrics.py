@@ -1,8 +1,8 @@
 """Computes acceptance rates and accept lengths from the counts of `mtpjax.evaluation.acceptance`.
 
 Rates have the names of `mtpjax.decoding.result`: a level's *conditional* rate is the share of accepted drafts among the
-places where all levels before it were accepted, its *survival* the share among all places. Accept lengths include the
-bonus token unless their name says otherwise. *Micro* averages over all steps, *macro* over the prompts' own accept
+positions where all levels before it were accepted, its *survival* the share among all positions. Accept lengths include
+the bonus token unless their name says otherwise. *Micro* averages over all steps, *macro* over the prompts' own accept
 lengths. Intervals are 95 % bootstrap intervals that resample whole prompts, since the steps of one prompt are
 correlated.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mtpjax.evaluation.acceptance import Acceptance, TeacherForced
+from mtpjax.evaluation.acceptance import AcceptanceCounts, TeacherForcedSums
 
 RESAMPLES = 2000  # bootstrap samples per interval
 
@@ -44,20 +44,20 @@ def estimate(numerator: np.ndarray, denominator: np.ndarray, *, offset: float = 
     """
     numerator, denominator = np.broadcast_arrays(np.asarray(numerator, float), np.asarray(denominator, float))
     # A bootstrap sample of P prompts is a multinomial weight per prompt. The fixed seed makes reports reproducible.
-    count = len(numerator)
-    weights = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
-    values = _over(numerator.sum(axis=0), denominator.sum(axis=0)) + offset
-    drawn = _over(weights @ numerator, weights @ denominator) + offset
+    num_prompts = len(numerator)
+    weights = np.random.default_rng(0).multinomial(num_prompts, np.full(num_prompts, 1 / num_prompts), size=RESAMPLES)
+    values = _ratio(numerator.sum(axis=0), denominator.sum(axis=0)) + offset
+    resampled = _ratio(weights @ numerator, weights @ denominator) + offset
     # Samples without a denominator have no ratio and are left out of the quantiles.
     estimates = []
-    for value, column in zip(values, drawn.T, strict=True):
-        known = column[~np.isnan(column)]
-        low, high = np.quantile(known, (0.025, 0.975)) if known.size else (np.nan, np.nan)
+    for value, column in zip(values, resampled.T, strict=True):
+        defined = column[~np.isnan(column)]
+        low, high = np.quantile(defined, (0.025, 0.975)) if defined.size else (np.nan, np.nan)
         estimates.append(Estimate(float(value), float(low), float(high)))
     return estimates
 
 
-def _over(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
+def _ratio(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
     """Divides, with nan where the denominator is 0."""
     return np.where(denominator > 0, numerator / np.where(denominator > 0, denominator, 1), np.nan)
 
@@ -79,8 +79,8 @@ def decoded_rates(steps: np.ndarray, accepted: np.ndarray) -> dict[str, Any]:
     (micro,) = estimate(accepted.sum(axis=1, keepdims=True), steps[:, None], offset=1.0)
     # Prompts without steps have no accept length of their own and do not count.
     has_steps = steps > 0
-    own = accepted.sum(axis=1) / np.maximum(steps, 1)
-    (macro,) = estimate(np.where(has_steps, own, 0)[:, None], has_steps[:, None], offset=1.0)
+    accepted_per_step = accepted.sum(axis=1) / np.maximum(steps, 1)
+    (macro,) = estimate(np.where(has_steps, accepted_per_step, 0)[:, None], has_steps[:, None], offset=1.0)
     return {
         "accept_length": micro,
         "accept_length_macro": macro,
@@ -90,32 +90,32 @@ def decoded_rates(steps: np.ndarray, accepted: np.ndarray) -> dict[str, Any]:
     }
 
 
-def forced_rates(forced: TeacherForced) -> dict[str, Any]:
+def teacher_forced_rates(sums: TeacherForcedSums) -> dict[str, Any]:
     """Computes the rates of a teacher-forced pass.
 
     Args:
-        forced: sums per prompt.
+        sums: sums per prompt.
 
     Returns:
         Lists of estimates over levels. "agreement", "conditional" and "survival" compare arg-max tokens (temperature
         0); "overlap", "overlap_conditional" and "overlap_survival" use 1 - TV (the rule "token" at the temperature of
         the pass). "accept_length" and "overlap_accept_length" are 1 plus the sum of the survival rates.
     """
-    survival = estimate(forced.survives, forced.places)
-    overlap_survival = estimate(forced.overlap_survives, forced.places)
+    survival = estimate(sums.survives, sums.positions)
+    overlap_survival = estimate(sums.overlap_survives, sums.positions)
     return {
-        "agreement": estimate(forced.agrees, forced.places),
-        "conditional": estimate(forced.survives, forced.reached),
+        "agreement": estimate(sums.agrees, sums.positions),
+        "conditional": estimate(sums.survives, sums.reached),
         "survival": survival,
-        "overlap": estimate(forced.overlap, forced.places),
-        "overlap_conditional": estimate(forced.overlap_survives, forced.overlap_reached),
+        "overlap": estimate(sums.overlap, sums.positions),
+        "overlap_conditional": estimate(sums.overlap_survives, sums.overlap_reached),
         "overlap_survival": overlap_survival,
         "accept_length": 1 + sum(rate.value for rate in survival),
         "overlap_accept_length": 1 + sum(rate.value for rate in overlap_survival),
     }
 
 
-def report(acceptance: Acceptance, categories: Sequence[str]) -> dict[str, dict[str, Any]]:
+def report(acceptance: AcceptanceCounts, categories: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Computes all metrics, over all prompts and per category.
 
     Args:
@@ -134,7 +134,7 @@ def report(acceptance: Acceptance, categories: Sequence[str]) -> dict[str, dict[
     # Every group gets the same metrics, from the counts of its own prompts.
     result = {}
     for name, mask in groups.items():
-        part = acceptance.take(mask)
+        part = acceptance.select(mask)
         result[name] = {
             "prompts": int(mask.sum()),
             "steps": int(part.steps.sum()),
@@ -144,7 +144,7 @@ def report(acceptance: Acceptance, categories: Sequence[str]) -> dict[str, dict[
                 **decoded_rates(part.predicted_steps, part.predicted_accepted),
                 "accept_length_at_depth": estimate(part.accepted_at_depth, part.steps_at_depth, offset=1.0),
             },
-            "teacher_forced": forced_rates(part.forced),
+            "teacher_forced": teacher_forced_rates(part.teacher_forced),
         }
     return result
 
@@ -167,23 +167,23 @@ def to_json(value: Any) -> Any:
     return None if isinstance(value, float) and np.isnan(value) else value
 
 
-def print_report(console, figures: dict[str, dict[str, Any]]) -> None:
+def print_report(console, metrics: dict[str, dict[str, Any]]) -> None:
     """Prints two tables within 80 columns: accept lengths by category, and rates by category and level.
 
     Args:
         console: a `rich` console.
-        figures: the result of `report`.
+        metrics: the result of `report`.
     """
     from rich.markup import escape
 
     from mtpjax.console import narrow_table
 
     def table(title: str, *headings: str):
-        made = narrow_table(title)
-        made.add_column("category", overflow="fold")
+        result = narrow_table(title)
+        result.add_column("category", overflow="fold")
         for heading in headings:
-            made.add_column(heading, justify="right", no_wrap=True)
-        return made
+            result.add_column(heading, justify="right", no_wrap=True)
+        return result
 
     def spread(rate: Estimate, digits: int = 3) -> str:
         return f"{rate.value:.{digits}f} {rate.low:.{digits}f}-{rate.high:.{digits}f}"
@@ -199,8 +199,8 @@ def print_report(console, figures: dict[str, dict[str, Any]]) -> None:
         "teacher-\nforced",
         "1-TV",
     )
-    for name, row in figures.items():
-        decoded, forced = row["decoded"], row["teacher_forced"]
+    for name, row in metrics.items():
+        decoded, teacher_forced = row["decoded"], row["teacher_forced"]
         predicted = row["predicted"]["accept_length"].value
         lengths.add_row(
             escape(name),
@@ -209,8 +209,8 @@ def print_report(console, figures: dict[str, dict[str, Any]]) -> None:
             spread(decoded["accept_length_macro"], 2),
             f"{decoded['accept_length_without_bonus'].value:.2f}",
             "-" if np.isnan(predicted) else f"{predicted:.2f}",
-            f"{forced['accept_length']:.2f}",
-            f"{forced['overlap_accept_length']:.2f}",
+            f"{teacher_forced['accept_length']:.2f}",
+            f"{teacher_forced['overlap_accept_length']:.2f}",
         )
     console.print(lengths)
 
@@ -224,19 +224,19 @@ def print_report(console, figures: dict[str, dict[str, Any]]) -> None:
         "decoded,\nof reached",
         "decoded,\nsurvival",
     )
-    for name, row in figures.items():
-        decoded, forced = row["decoded"], row["teacher_forced"]
+    for name, row in metrics.items():
+        decoded, teacher_forced = row["decoded"], row["teacher_forced"]
         for level in range(len(decoded["survival"])):
             rates.add_row(
                 escape(name) if not level else "",
                 str(level + 1),
-                *(f"{forced[key][level].value:.3f}" for key in ("agreement", "conditional", "overlap")),
+                *(f"{teacher_forced[key][level].value:.3f}" for key in ("agreement", "conditional", "overlap")),
                 spread(decoded["conditional"][level], 2),
                 spread(decoded["survival"][level], 2),
             )
     console.print(rates)
     # 3. Predicted accept lengths of shallower rounds, which help to choose a depth.
-    at_depth = [length.value for length in figures["overall"]["predicted"]["accept_length_at_depth"]]
+    at_depth = [length.value for length in metrics["overall"]["predicted"]["accept_length_at_depth"]]
     if not np.isnan(at_depth[0]):
         values = ", ".join(f"{value:.2f}" for value in at_depth)
         console.print(f"accept length of rounds of 1..{len(at_depth)} levels, predicted: {values}")

@@ -15,7 +15,7 @@ def plot_quickstart(path: pathlib.Path, history: list[dict[str, Any]], rows) -> 
     Args:
         path: the PNG file.
         history: the records of the training log, of steps and of evaluations.
-        rows: a `DepthRow` of `mtpjax.training.quickstart` per depth.
+        rows: a `DepthResult` of `mtpjax.training.quickstart` per depth.
     """
     import matplotlib.figure
 
@@ -76,17 +76,17 @@ def plot_objectives(path: pathlib.Path, settings: dict[str, dict[str, Any]]) -> 
     temperatures = list(next(iter(settings.values())))
     axes = figure.subplots(1, 1 + len(temperatures))
     for number, temperature in enumerate(temperatures):
-        for place, (name, columns) in enumerate(settings.items()):
+        for index, (name, columns) in enumerate(settings.items()):
             # Left panel: the accept length with its interval, and a tick per seed.
             row = columns[temperature]
             value, low, high = (row["accept_length"][key] for key in ("value", "low", "high"))
-            colour, height = COLOURS[number], place + 0.2 * number - 0.1
+            colour, height = COLOURS[number], index + 0.2 * number - 0.1
             axes[0].errorbar(value, height, xerr=[[value - low], [high - value]], fmt="o", color=colour, capsize=3)
             axes[0].plot(row["of_seeds"], [height] * len(row["of_seeds"]), "|", color=colour, markersize=9)
             # The other panels, one per temperature: survival by level, a line per setting.
             line = axes[1 + number]
             survival = [rate["value"] for rate in row["survival"]]
-            style = {"color": COLOURS[place % len(COLOURS)], "linestyle": "-" if place < len(COLOURS) else "--"}
+            style = {"color": COLOURS[index % len(COLOURS)], "linestyle": "-" if index < len(COLOURS) else "--"}
             line.plot(range(1, len(survival) + 1), survival, marker="o", markersize=3, label=name, **style)
             line.set(title=f"survival, temperature {temperature}", xlabel="level", ylim=(0, 1))
             line.set_xticks(range(1, len(survival) + 1))
@@ -110,29 +110,29 @@ def plot_heatmap(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
     import matplotlib.colors
     import matplotlib.figure
 
-    groups = _groups(rows)
+    groups = _group_by_batch_and_temperature(rows)
     depths = sorted({row["cell"]["num_steps"] for row in rows})
-    trees = {key: sorted({_tree(row) for row in group}) for key, group in groups.items()}
-    lines = _lines(groups)
+    trees = {key: sorted({_tree_key(row) for row in group}) for key, group in groups.items()}
+    panel_rows = _panel_rows(groups)
     # All panels share one logarithmic colour scale, symmetric about 1, so that white means as fast as plain decoding.
     ratios = [row["ratio"]["value"] for row in rows]
-    most = max(1.25, *ratios, *(1 / ratio for ratio in ratios))
-    norm = matplotlib.colors.LogNorm(1 / most, most)
+    max_ratio = max(1.25, *ratios, *(1 / ratio for ratio in ratios))
+    norm = matplotlib.colors.LogNorm(1 / max_ratio, max_ratio)
     # A panel grows with its numbers of depths and trees.
     width, height = max(2.8, 1.05 * len(depths) + 1.2), max(2.0, 0.7 * max(map(len, trees.values())) + 1.0)
-    size = (width * len(lines[0]) + 1.0, height * len(lines) + 0.4)
+    size = (width * len(panel_rows[0]) + 1.0, height * len(panel_rows) + 0.4)
     figure = matplotlib.figure.Figure(figsize=size, layout="constrained")
-    axes = figure.subplots(len(lines), len(lines[0]), squeeze=False)
+    axes = figure.subplots(len(panel_rows), len(panel_rows[0]), squeeze=False)
     colours = matplotlib.colormaps["RdBu"].with_extremes(bad="#eeeeee")
-    for axis, key in itertools.zip_longest(axes.flat, itertools.chain(*lines)):
+    for axis, key in itertools.zip_longest(axes.flat, itertools.chain(*panel_rows)):
         if key in groups:
-            look = {"depths": depths, "trees": trees[key], "colours": colours, "norm": norm}
-            _draw_panel(axis, f"batch {key[0]}, temperature {key[1]:g}", groups[key], **look)
+            style = {"depths": depths, "trees": trees[key], "colours": colours, "norm": norm}
+            _draw_panel(axis, f"batch {key[0]}, temperature {key[1]:g}", groups[key], **style)
         else:
             axis.set_axis_off()
     # Label the colour bar with the round ratios inside its range.
-    bar = figure.colorbar(axes[0][0].images[0], ax=axes, shrink=min(0.8, 2.4 / len(lines)), aspect=25, pad=0.02)
-    ticks = [tick for tick in (0.25, 0.33, 0.5, 0.67, 0.8, 1, 1.25, 1.5, 2, 3, 4) if 1 / most <= tick <= most]
+    bar = figure.colorbar(axes[0][0].images[0], ax=axes, shrink=min(0.8, 2.4 / len(panel_rows)), aspect=25, pad=0.02)
+    ticks = [tick for tick in (0.25, 0.33, 0.5, 0.67, 0.8, 1, 1.25, 1.5, 2, 3, 4) if 1 / max_ratio <= tick <= max_ratio]
     bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
     bar.ax.minorticks_off()
     figure.suptitle(
@@ -145,7 +145,7 @@ def _draw_panel(axis, title: str, rows, *, depths, trees, colours, norm) -> None
     """Draws one panel of the heat map."""
     import matplotlib.patches
 
-    grid = {(_tree(row), row["cell"]["num_steps"]): row for row in rows}
+    grid = {(_tree_key(row), row["cell"]["num_steps"]): row for row in rows}
     best = max(rows, key=lambda row: row["ratio"]["value"])
     # Combinations that were not measured are nan, which the colour map shows in grey.
     values = [[grid[t, d]["ratio"]["value"] if (t, d) in grid else float("nan") for d in depths] for t in trees]
@@ -157,10 +157,10 @@ def _draw_panel(axis, title: str, rows, *, depths, trees, colours, norm) -> None
             continue
         # Each cell shows its ratio and accept length, in white or black, whichever contrasts with the cell's luminance.
         red, green, blue, _ = colours(norm(row["ratio"]["value"]))
-        look = {"ha": "center", "color": "white" if 0.3 * red + 0.59 * green + 0.11 * blue < 0.5 else "black"}
-        axis.text(x, y, f"{row['ratio']['value']:.2f}", va="bottom", fontsize=12, fontweight="bold", **look)
+        style = {"ha": "center", "color": "white" if 0.3 * red + 0.59 * green + 0.11 * blue < 0.5 else "black"}
+        axis.text(x, y, f"{row['ratio']['value']:.2f}", va="bottom", fontsize=12, fontweight="bold", **style)
         mark = ", DIFFERS" if row["lossless"] == "DIFFERS" else ""
-        axis.text(x, y + 0.08, f"{row['accept_length']['value']:.2f} tok/step{mark}", va="top", fontsize=7, **look)
+        axis.text(x, y + 0.08, f"{row['accept_length']['value']:.2f} tok/step{mark}", va="top", fontsize=7, **style)
         if row is best:
             # A black frame on a wider white one is visible on light and dark cells.
             for colour, width in (("white", 5.0), ("black", 2.5)):
@@ -169,7 +169,7 @@ def _draw_panel(axis, title: str, rows, *, depths, trees, colours, norm) -> None
                 axis.add_patch(frame)
     axis.set_title(title, fontsize=9)
     axis.set_xticks(range(len(depths)), [str(depth) for depth in depths])
-    axis.set_yticks(range(len(trees)), [_tree_name(tree) for tree in trees])
+    axis.set_yticks(range(len(trees)), [_tree_label(tree) for tree in trees])
     axis.set_xlabel("draft levels per round", fontsize=9)
     axis.tick_params(length=0)
     axis.spines[:].set_visible(False)
@@ -187,39 +187,45 @@ def plot_pareto(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
     """
     import matplotlib.figure
 
-    groups = _groups(rows)
-    lines = _lines(groups)
-    figure = matplotlib.figure.Figure(figsize=(5.2 * len(lines[0]), 4.2 * len(lines) + 0.4), layout="constrained")
-    axes = figure.subplots(len(lines), len(lines[0]), squeeze=False)
-    places = {}
+    groups = _group_by_batch_and_temperature(rows)
+    panel_rows = _panel_rows(groups)
+    figure = matplotlib.figure.Figure(
+        figsize=(5.2 * len(panel_rows[0]), 4.2 * len(panel_rows) + 0.4), layout="constrained"
+    )
+    axes = figure.subplots(len(panel_rows), len(panel_rows[0]), squeeze=False)
+    axis_of_group = {}
     # All panels share their limits, so that they can be compared. The cost follows from the measured ratio.
     lengths = [row["accept_length"] for row in rows]
     costs = [row["accept_length"]["value"] / row["ratio"]["value"] for row in rows]
     xlim = 0.72 * min(1.0, *costs), 1.15 * max(1.2, *costs)
     ylim = 0.9, 1.1 * max(1.2, *(length["high"] for length in lengths))
     # A marker and colour per topk.
-    breadths = sorted({row["cell"]["topk"] for row in rows})
-    looks = dict(zip(breadths, itertools.cycle(zip("os^DvP", COLOURS, strict=True)), strict=False))
-    for axis, key in itertools.zip_longest(axes.flat, itertools.chain(*lines)):
+    topks = sorted({row["cell"]["topk"] for row in rows})
+    styles = dict(zip(topks, itertools.cycle(zip("os^DvP", COLOURS, strict=True)), strict=False))
+    for axis, key in itertools.zip_longest(axes.flat, itertools.chain(*panel_rows)):
         group = groups.get(key)
         if group is None:
             axis.set_axis_off()
             continue
         # 1. The background: lines of equal speed-up, and plain decoding at cost 1 and accept length 1.
-        (batch_size, temperature), places[key] = key, axis
+        (batch_size, temperature), axis_of_group[key] = key, axis
         axis.set(xscale="log", yscale="log", xlim=xlim, ylim=ylim)
-        _draw_speeds(axis, xlim, ylim)
+        _draw_speed_up_lines(axis, xlim, ylim)
         axis.plot(1, 1, "*", color="black", markersize=11, zorder=3)
         # 2. A point per setting with its interval; hollow markers are lossy rules.
         for row in group:
-            (cost, length), spread, (marker, colour) = _point(row), row["accept_length"], looks[row["cell"]["topk"]]
+            (cost, length), spread, (marker, colour) = (
+                _cost_and_length(row),
+                row["accept_length"],
+                styles[row["cell"]["topk"]],
+            )
             error = [[max(length - spread["low"], 0)], [max(spread["high"] - length, 0)]]
             axis.errorbar(cost, length, error, color=colour, alpha=0.35, linewidth=1, zorder=1)
             face = "white" if row["lossless"] == "lossy" else colour
             axis.plot(cost, length, marker, color=colour, markerfacecolor=face, markersize=7, zorder=3)
         # 3. The frontier, from plain decoding on.
-        front = [(1.0, 1.0)] + [_point(row) for row in _frontier(group)]
-        axis.plot(*zip(*front, strict=True), color=GREY, linewidth=1, linestyle="--", zorder=2)
+        frontier = [(1.0, 1.0)] + [_cost_and_length(row) for row in _frontier(group)]
+        axis.plot(*zip(*frontier, strict=True), color=GREY, linewidth=1, linestyle="--", zorder=2)
         axis.set_title(f"batch {batch_size}, temperature {temperature:g}", fontsize=10, pad=16)
         axis.set_xlabel("cost of a round, in plain steps")
         axis.set_ylabel("accept length (tokens per round)")
@@ -231,8 +237,8 @@ def plot_pareto(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
         axis.spines[["top", "right"]].set_visible(False)
     # One legend for all panels.
     handles = [
-        axes[0][0].plot([], [], marker, color=colour, label=f"topk {breadth}")[0]
-        for breadth, (marker, colour) in looks.items()
+        axes[0][0].plot([], [], marker, color=colour, label=f"topk {topk}")[0]
+        for topk, (marker, colour) in styles.items()
     ]
     handles.append(axes[0][0].plot([], [], "*", color="black", markersize=11, label="plain")[0])
     if any(row["lossless"] == "lossy" for row in rows):
@@ -241,11 +247,11 @@ def plot_pareto(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
     # Labels avoid each other in pixels, so they come last, when the layout is final.
     figure.draw_without_rendering()
     for key, group in groups.items():
-        _label_frontier(places[key], group)
+        _label_frontier(axis_of_group[key], group)
     figure.savefig(path, dpi=120)
 
 
-def _draw_speeds(axis, xlim, ylim) -> None:
+def _draw_speed_up_lines(axis, xlim, ylim) -> None:
     """Draws lines of equal speed-up, each labelled where it leaves the panel."""
     for speed in (0.25, 0.5, 0.75, 1, 1.25, 1.5, 2, 3, 4):
         # A line `length = speed * cost` leaves through the top or the right side. Skip lines outside the panel.
@@ -269,19 +275,19 @@ def _draw_speeds(axis, xlim, ylim) -> None:
 
 def _label_frontier(axis, group: list[dict[str, Any]]) -> None:
     """Labels the frontier's points, longest accept length first, where no label covers a point or another label."""
-    points = [axis.transData.transform(_point(row)) for row in group]
-    taken: list[Any] = []
+    points = [axis.transData.transform(_cost_and_length(row)) for row in group]
+    label_boxes: list[Any] = []
     for row in reversed(_frontier(group)):
         cell = row["cell"]
         text = f"depth {cell['num_steps']}" + (f", {cell['num_nodes']} nodes" if cell["topk"] > 1 else "")
         # Name the rule only where several settings differ in nothing else.
-        alike = [other for other in group if _place(other) == _place(row)]
-        text += f", {cell['acceptance']}" if len(alike) > 1 else ""
+        same_shape = [other for other in group if _round_shape(other) == _round_shape(row)]
+        text += f", {cell['acceptance']}" if len(same_shape) > 1 else ""
         # Try six places around the point, and keep the first that covers nothing and stays inside the panel.
         for x, y in ((-7, 4), (7, -4), (-7, -4), (7, 4), (-9, 16), (9, -16)):
             label = axis.annotate(
                 text,
-                _point(row),
+                _cost_and_length(row),
                 xytext=(x, y),
                 textcoords="offset points",
                 ha="right" if x < 0 else "left",
@@ -292,14 +298,14 @@ def _label_frontier(axis, group: list[dict[str, Any]]) -> None:
             )
             label.set_in_layout(False)
             box = label.get_window_extent()
-            covers = any(box.overlaps(other) for other in taken) or any(box.contains(*point) for point in points)
+            covers = any(box.overlaps(other) for other in label_boxes) or any(box.contains(*point) for point in points)
             if not covers and axis.bbox.x0 <= box.x0 and box.x1 <= axis.bbox.x1:
-                taken.append(box)
+                label_boxes.append(box)
                 break
             label.remove()
 
 
-def _groups(rows: list[dict[str, Any]]) -> dict[tuple[int, float], list[dict[str, Any]]]:
+def _group_by_batch_and_temperature(rows: list[dict[str, Any]]) -> dict[tuple[int, float], list[dict[str, Any]]]:
     """Groups rows by (batch size, temperature), in ascending order."""
     groups: dict[tuple[int, float], list[dict[str, Any]]] = {}
     for row in rows:
@@ -307,43 +313,43 @@ def _groups(rows: list[dict[str, Any]]) -> dict[tuple[int, float], list[dict[str
     return dict(sorted(groups.items()))
 
 
-def _lines(groups) -> list[list[tuple[int, float]]]:
+def _panel_rows(groups) -> list[list[tuple[int, float]]]:
     """Lays out panels: a line per batch size and a column per temperature; with one temperature, three per line."""
     batch_sizes, temperatures = sorted({key[0] for key in groups}), sorted({key[1] for key in groups})
     if len(temperatures) == 1:
-        return _pieces(list(groups), 3)
+        return _split(list(groups), 3)
     return [[(batch_size, temperature) for temperature in temperatures] for batch_size in batch_sizes]
 
 
-def _pieces(values: list, size: int) -> list[list]:
+def _split(values: list, size: int) -> list[list]:
     """Splits a list into lists of at most `size` values."""
     return [values[begin : begin + size] for begin in range(0, len(values), size)]
 
 
-def _tree(row: dict[str, Any]) -> tuple[int, int, str]:
+def _tree_key(row: dict[str, Any]) -> tuple[int, int, str]:
     """Returns topk, nodes and rule of a row: the key of a line of the heat map.
 
     Nodes are 0 for chains and complete trees, whose size follows from the depth.
     """
     # 64 is the default cap of `num_draft_tokens`.
     cell = row["cell"]
-    whole = 1 + cell["topk"] + (cell["num_steps"] - 1) * cell["topk"] ** 2
-    nodes = 0 if cell["topk"] == 1 or cell["num_nodes"] in (whole, 64) else cell["num_nodes"]
+    complete_size = 1 + cell["topk"] + (cell["num_steps"] - 1) * cell["topk"] ** 2
+    nodes = 0 if cell["topk"] == 1 or cell["num_nodes"] in (complete_size, 64) else cell["num_nodes"]
     return cell["topk"], nodes, cell["acceptance"] + " (lossy)" * (row["lossless"] == "lossy")
 
 
-def _tree_name(tree: tuple[int, int, str]) -> str:
+def _tree_label(tree: tuple[int, int, str]) -> str:
     """Names a line of the heat map."""
     topk, nodes, rule = tree
     return ("chain" if topk == 1 else f"topk {topk}") + (f", {nodes} nodes" if nodes else "") + f"\n{rule}"
 
 
-def _place(row: dict[str, Any]) -> tuple[int, int, int]:
+def _round_shape(row: dict[str, Any]) -> tuple[int, int, int]:
     """Returns the shape of a row's rounds: depth, topk and nodes."""
     return row["cell"]["num_steps"], row["cell"]["topk"], row["cell"]["num_nodes"]
 
 
-def _point(row: dict[str, Any]) -> tuple[float, float]:
+def _cost_and_length(row: dict[str, Any]) -> tuple[float, float]:
     """Returns a round's cost in plain steps, and its accept length."""
     length = row["accept_length"]["value"]
     return length / row["ratio"]["value"], length
@@ -351,8 +357,8 @@ def _point(row: dict[str, Any]) -> tuple[float, float]:
 
 def _frontier(group: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns the Pareto frontier from cheap to expensive: no row is both cheaper and longer."""
-    front: list[dict[str, Any]] = []
-    for row in sorted(group, key=lambda row: (_point(row)[0], -_point(row)[1])):
-        if not front or _point(row)[1] > _point(front[-1])[1]:
-            front.append(row)
-    return front
+    frontier: list[dict[str, Any]] = []
+    for row in sorted(group, key=lambda row: (_cost_and_length(row)[0], -_cost_and_length(row)[1])):
+        if not frontier or _cost_and_length(row)[1] > _cost_and_length(frontier[-1])[1]:
+            frontier.append(row)
+    return frontier

@@ -1,8 +1,8 @@
 """Predicts accept lengths along a text without decoding, at the anchors that decoding would have.
 
-An anchor is a place where a round begins: the first is the end of the prompt, and a round that accepts n drafts moves
-it by n + 1. A mean over all places differs from the mean over anchors: after a rejection the next anchor is more likely
-in a part of the text that is hard to draft.
+An anchor is a position where a round begins: the first is the end of the prompt, and a round that accepts n drafts
+moves it by n + 1. A mean over all positions differs from the mean over anchors: after a rejection the next anchor is
+more likely in a part of the text that is hard to draft.
 
 Let the text y be the trunk's own continuation, p the trunk's distributions and q the modules', teacher-forced along
 y. Speculative decoding under an exact rule draws y from the same distribution as plain decoding, so its rounds may be
@@ -20,19 +20,21 @@ the last level down, since E[w_{i+1}] = w_i - r_i and 1 - (1 - E[w_{i+1}]) (1 - 
 probability prod of q_j(y_j), so given y the probability is R_i w_i, and w_i = min(1, w_{i-1} p_i / q_i) turns it into
 min(R_i, R_{i-1} w_{i-1}).
 
-Given y the anchors are a Markov chain, whose expected numbers of rounds and accepted drafts follow place by place. At
-temperature 0 nothing is random, and the predicted rounds and drafts equal those of decoding. Above, the expectations,
-averaged over texts from the trunk's distribution, equal those of decoding.
+Given y the anchors are a Markov chain, whose expected numbers of rounds and accepted drafts follow position by
+position. At temperature 0 nothing is random, and the predicted rounds and drafts equal those of decoding. Above, the
+expectations, averaged over texts from the trunk's distribution, equal those of decoding.
 """
 
 import numpy as np
 
 
-def acceptance_along(is_text: np.ndarray, log_ratio: np.ndarray, is_greedy: np.ndarray, *, rule: str) -> np.ndarray:
-    """Computes the probability, given the text, that a round accepts at least k drafts at each place.
+def acceptance_probabilities(
+    matches_text: np.ndarray, log_ratio: np.ndarray, is_greedy: np.ndarray, *, rule: str
+) -> np.ndarray:
+    """Computes the probability, given the text, that a round accepts at least k drafts at each position.
 
     Args:
-        is_text: `[B, T, K]` bool, True where level k's arg-max is the text's token.
+        matches_text: `[B, T, K]` bool, True where level k's arg-max is the text's token.
         log_ratio: `[B, T, K]` log q - log p of that token, -inf past the end of the text.
         is_greedy: `[B]` bool, rows at temperature 0.
         rule: the acceptance rule, "greedy", "sample", "token" or "block".
@@ -44,7 +46,7 @@ def acceptance_along(is_text: np.ndarray, log_ratio: np.ndarray, is_greedy: np.n
         ValueError: for any other rule.
     """
     # Drafts that are an arg-max are accepted as long as all of them match the text.
-    matches = np.cumprod(is_text, axis=-1).astype(np.float64)
+    matches = np.cumprod(matches_text, axis=-1).astype(np.float64)
     if rule in ("greedy", "sample"):
         return matches
     # Sampled drafts: the product of min(1, q/p), or the running minimum of the products, in logarithms.
@@ -66,7 +68,7 @@ def expected_rounds(acceptance: np.ndarray, starts: np.ndarray, ends: np.ndarray
     count, as in `DecodeStats.accepted`.
 
     Args:
-        acceptance: `[B, T, K]` from `acceptance_along`.
+        acceptance: `[B, T, K]` from `acceptance_probabilities`.
         starts: `[B]` prompt lengths.
         ends: `[B]` lengths of the texts, prompt included.
 
@@ -74,16 +76,18 @@ def expected_rounds(acceptance: np.ndarray, starts: np.ndarray, ends: np.ndarray
         Rounds `[B]` and accepted drafts per level `[B, K]`, float64.
     """
     B, T, K = acceptance.shape
-    # is_anchor[:, i]: probability that a round begins at place i, where the newest committed token is i + 1.
+    # is_anchor[:, i]: probability that a round begins at position i, where the newest committed token is i + 1.
     is_anchor = np.zeros((B, T + K + 1))
     is_anchor[np.arange(B), starts - 1] = 1
     rounds, accepted = np.zeros(B), np.zeros((B, K))
-    for place in range(starts.min() - 1, ends.max() - 2):
+    for position in range(starts.min() - 1, ends.max() - 2):
         # A round begins here unless the text is already complete.
-        here = np.where(place < ends - 2, is_anchor[:, place], 0)
-        at_least = np.pad(acceptance[:, place], ((0, 0), (1, 1)), constant_values=((0, 0), (1, 0)))  # of 0..K+1 drafts
-        rounds += here
-        accepted += here[:, None] * acceptance[:, place]
-        # P(exactly n drafts) = P(at least n) - P(at least n + 1) moves the anchor by n + 1 places.
-        is_anchor[:, place + 1 : place + K + 2] -= here[:, None] * np.diff(at_least, axis=1)
+        starts_here = np.where(position < ends - 2, is_anchor[:, position], 0)
+        at_least = np.pad(
+            acceptance[:, position], ((0, 0), (1, 1)), constant_values=((0, 0), (1, 0))
+        )  # of 0..K+1 drafts
+        rounds += starts_here
+        accepted += starts_here[:, None] * acceptance[:, position]
+        # P(exactly n drafts) = P(at least n) - P(at least n + 1) moves the anchor by n + 1 positions.
+        is_anchor[:, position + 1 : position + K + 2] -= starts_here[:, None] * np.diff(at_least, axis=1)
     return rounds, accepted

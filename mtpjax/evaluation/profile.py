@@ -16,20 +16,20 @@ import jax
 from mtpjax.atomic import write_text
 from mtpjax.decoding.capacity import min_rows_per_pass
 from mtpjax.decoding.config import LOSSY_RULES, DecodeConfig, largest_tree
-from mtpjax.evaluation.round_costs import PLAIN, CostMeter, Costs, Shape, widest_write
+from mtpjax.evaluation.round_costs import PLAIN_STEP, CostMeter, RoundCosts, RoundShape, max_slots_written
 from mtpjax.host import num_threads
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.model import MTPModel
 
 FORMAT, VERSION = "mtpjax-profile", 4
-NAME = "profile.json"
-LEAST_RATE = 0.01  # floor of a level's acceptance rate; a measured rate may be 0
-AT_A_TIME, MOST_SECONDS = 4, 20.0  # measurements between progress reports; time limit per batch size
-SLOTS = 128  # the cache capacity is a multiple of this, as in decoding
+FILE_NAME = "profile.json"
+MIN_RATE = 0.01  # floor of a level's acceptance rate; a measured rate may be 0
+REPEATS_PER_REPORT, MAX_SECONDS_PER_BATCH = 4, 20.0  # measurements between progress reports; time limit per batch size
+CAPACITY_STEP = 128  # the cache capacity is a multiple of this, as in decoding
 log = logging.getLogger("mtpjax.decode")
 
 
-def shapes_up_to(num_steps: int, topk: int = 1, num_draft_tokens: int | None = None) -> tuple[Shape, ...]:
+def shapes_up_to(num_steps: int, topk: int = 1, num_draft_tokens: int | None = None) -> tuple[RoundShape, ...]:
     """Lists the round shapes of every depth from 1 to `num_steps`.
 
     Args:
@@ -50,9 +50,9 @@ def shapes_up_to(num_steps: int, topk: int = 1, num_draft_tokens: int | None = N
     DecodeConfig(num_steps=num_steps, topk=topk, num_draft_tokens=num_draft_tokens)
     shapes = []
     for depth in range(1, num_steps + 1):
-        most = None if num_draft_tokens is None else min(num_draft_tokens, largest_tree(topk, depth))
-        nodes = DecodeConfig(num_steps=depth, topk=topk, num_draft_tokens=most).num_nodes
-        shapes.append(Shape(depth, topk, nodes))
+        max_nodes = None if num_draft_tokens is None else min(num_draft_tokens, largest_tree(topk, depth))
+        nodes = DecodeConfig(num_steps=depth, topk=topk, num_draft_tokens=max_nodes).num_nodes
+        shapes.append(RoundShape(depth, topk, nodes))
     return tuple(shapes)
 
 
@@ -106,11 +106,11 @@ def measure(
     if not batches or min(batches) < 1:
         raise ValueError(f"batch sizes {list(batches)} must be at least 1")
     # The context must leave room for the widest round, and the caches for a second one, since rounds move forward.
-    widest = max(widest_write(model, shape) for shape in shapes) + 2
-    if context < 1 or config.max_position_embeddings < 2 * widest:
+    max_slots = max(max_slots_written(model, shape) for shape in shapes) + 2
+    if context < 1 or config.max_position_embeddings < 2 * max_slots:
         raise ValueError(f"context {context} leaves no room for a round in {config.max_position_embeddings} positions")
-    context = min(context, config.max_position_embeddings - widest)
-    capacity = -(-(context + 2 * widest) // SLOTS) * SLOTS
+    context = min(context, config.max_position_embeddings - max_slots)
+    capacity = -(-(context + 2 * max_slots) // CAPACITY_STEP) * CAPACITY_STEP
     # Steps of the progress: compiled loops (3 per shape, 2 for plain steps, 1 for chains in turn), then measurements.
     per_batch = 3 * len(shapes) + 2 + (topk == 1) + rounds
     total, done, costs = per_batch * len(batches), 0, []
@@ -132,17 +132,17 @@ def measure(
             min_rows=min_rows_per_pass(batch, jax.default_backend(), model.implementation),
             temperature=temperature,
             seconds=seconds,
-            whole=True,
-            compiled=advance,
+            time_full_rounds=True,
+            on_compiled=advance,
         )
-        _measure_for_long_enough(meter, rounds, advance)
+        _measure_within_time_limit(meter, rounds, advance)
         costs.append(meter.costs().to_json())
     # Store the machine and the model's configuration too, so that a reader can tell whether the costs apply.
     return {
         "format": FORMAT,
         "version": VERSION,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        **_here(),
+        **_device_properties(),
         "dtype": params["embedding"].dtype.name,
         "model_config_sha256": config_digest(config),
         "context": context,
@@ -153,15 +153,15 @@ def measure(
     }
 
 
-def _measure_for_long_enough(meter: CostMeter, rounds: int, advance: Callable[[int], None]) -> None:
-    """Measures `rounds` times, or until `MOST_SECONDS` have passed; `advance` counts the skipped ones as done."""
-    left, begin = rounds, time.perf_counter()
-    while left and (left == rounds or time.perf_counter() - begin < MOST_SECONDS):
-        repeats = min(AT_A_TIME, left)
+def _measure_within_time_limit(meter: CostMeter, rounds: int, advance: Callable[[int], None]) -> None:
+    """Measures `rounds` times or for `MAX_SECONDS_PER_BATCH`; `advance` counts the skipped measurements as done."""
+    num_left, start = rounds, time.perf_counter()
+    while num_left and (num_left == rounds or time.perf_counter() - start < MAX_SECONDS_PER_BATCH):
+        repeats = min(REPEATS_PER_REPORT, num_left)
         meter.measure(repeats)
-        left -= repeats
+        num_left -= repeats
         advance(repeats)
-    advance(left)
+    advance(num_left)
 
 
 def config_digest(config: ModelConfig) -> str:
@@ -176,7 +176,7 @@ def config_digest(config: ModelConfig) -> str:
     return hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode()).hexdigest()
 
 
-def _here() -> dict[str, Any]:
+def _device_properties() -> dict[str, Any]:
     """Returns the properties of this process that costs depend on: device, JAX version, and threads on a CPU."""
     threads = {"threads": num_threads()} if jax.default_backend() == "cpu" else {}
     return {"device_kind": jax.devices()[0].device_kind, "jax_version": jax.__version__, **threads}
@@ -197,7 +197,7 @@ def default_path(folder) -> pathlib.Path:
     folder = pathlib.Path(folder)
     if not os.access(folder, os.W_OK):
         raise ValueError(f"{folder} is not writable: choose another place with --output FILE")
-    return folder / NAME
+    return folder / FILE_NAME
 
 
 def save(path, profile: dict[str, Any]) -> None:
@@ -210,7 +210,7 @@ def save(path, profile: dict[str, Any]) -> None:
     write_text(path, json.dumps(profile, indent=1) + "\n")
 
 
-def read(path) -> tuple[dict[str, Any], tuple[Costs, ...]]:
+def read(path) -> tuple[dict[str, Any], tuple[RoundCosts, ...]]:
     """Reads and checks a profile.
 
     Args:
@@ -224,7 +224,7 @@ def read(path) -> tuple[dict[str, Any], tuple[Costs, ...]]:
     """
     # 1. Parse the file, and recognise its format and version.
     path = pathlib.Path(path)
-    path = path / NAME if path.is_dir() else path
+    path = path / FILE_NAME if path.is_dir() else path
     try:
         profile = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -235,9 +235,11 @@ def read(path) -> tuple[dict[str, Any], tuple[Costs, ...]]:
         raise ValueError(f"{path} is not a profile of format {FORMAT!r}, version {VERSION}")
     # 2. Check that every shape has positive, finite durations of each kind, including plain steps.
     try:
-        costs = tuple(Costs.from_json(stored) for stored in profile["batches"])
+        costs = tuple(RoundCosts.from_json(stored) for stored in profile["batches"])
         complete = bool(costs) and all(
-            PLAIN in kind and kind.keys() == cost.parts.keys() and all(0 < value < math.inf for value in kind.values())
+            PLAIN_STEP in kind
+            and kind.keys() == cost.parts.keys()
+            and all(0 < value < math.inf for value in kind.values())
             for cost in costs
             for kind in (cost.verify, cost.parts, cost.round)
         )
@@ -251,7 +253,7 @@ def read(path) -> tuple[dict[str, Any], tuple[Costs, ...]]:
     return profile, costs
 
 
-def load_settings(path, *, batch: int, num_steps: int, config: ModelConfig | None = None) -> dict[str, Any]:
+def load_depth_settings(path, *, batch: int, num_steps: int, config: ModelConfig | None = None) -> dict[str, Any]:
     """Reads the settings of adaptive depth from a profile: `DecodeConfig(depth_policy="adaptive", …, **settings)`.
 
     Logs a warning if the profile was measured with another device, JAX version or number of threads.
@@ -263,7 +265,7 @@ def load_settings(path, *, batch: int, num_steps: int, config: ModelConfig | Non
         config: the model's configuration; None skips the comparison with the profile's.
 
     Returns:
-        `depth_costs` and `depth_rates`; see `settings`.
+        `depth_costs` and `depth_rates`; see `depth_settings`.
 
     Raises:
         ValueError: if the profile is missing or damaged, belongs to another model, or has no costs of chains of this
@@ -272,14 +274,14 @@ def load_settings(path, *, batch: int, num_steps: int, config: ModelConfig | Non
     profile, measured = read(path)
     if config is not None and profile.get("model_config_sha256") != config_digest(config):
         raise ValueError(f"{path} was measured on another model: run `mtpjax profile` for this one")
-    for name, here in _here().items():
-        if profile.get(name) != here:
-            log.warning("%s was measured with %s %r; here it is %r", path, name, profile.get(name), here)
-    return settings(measured, profile["acceptance"], path, batch=batch, num_steps=num_steps)
+    for name, current in _device_properties().items():
+        if profile.get(name) != current:
+            log.warning("%s was measured with %s %r; here it is %r", path, name, profile.get(name), current)
+    return depth_settings(measured, profile["acceptance"], path, batch=batch, num_steps=num_steps)
 
 
-def settings(
-    measured: Sequence[Costs], acceptance: dict[str, list[float]] | None, origin, *, batch: int, num_steps: int
+def depth_settings(
+    measured: Sequence[RoundCosts], acceptance: dict[str, list[float]] | None, origin, *, batch: int, num_steps: int
 ) -> dict[str, Any]:
     """Makes the fields of `DecodeConfig` that adaptive depth needs.
 
@@ -315,14 +317,14 @@ def _rates_to_depth(rates: list[float], num_steps: int) -> tuple[float, ...]:
     return tuple([*rates, *rates[-1:] * num_steps][:num_steps])
 
 
-def usable_acceptance(figures: dict[str, Any]) -> dict[str, list[float]]:
+def usable_acceptance(metrics: dict[str, Any]) -> dict[str, list[float]]:
     """Extracts from a report the rates and lengths that adaptive depth starts from.
 
     Args:
-        figures: the metrics of one category, as JSON (`mtpjax.evaluation.metrics.report` and `to_json`).
+        metrics: the metrics of one category, as JSON (`mtpjax.evaluation.metrics.report` and `to_json`).
 
     Returns:
-        "rates", the conditional acceptance rate per level, at least `LEAST_RATE`; levels that were never reached are
+        "rates", the conditional acceptance rate per level, at least `MIN_RATE`; levels that were never reached are
         left out. "lengths", the predicted accept length per depth; empty if none was predicted.
 
     Raises:
@@ -330,12 +332,12 @@ def usable_acceptance(figures: dict[str, Any]) -> dict[str, list[float]]:
     """
     rates, lengths = (
         [level["value"] for level in levels if level["value"] is not None]
-        for levels in (figures["decoded"]["conditional"], figures["predicted"]["accept_length_at_depth"])
+        for levels in (metrics["decoded"]["conditional"], metrics["predicted"]["accept_length_at_depth"])
     )
-    found = {"rates": [max(rate, LEAST_RATE) for rate in rates], "lengths": lengths[: len(rates)]}
-    if not _is_usable(**found):
-        raise ValueError(f"acceptance rates are missing or out of range: {found}")
-    return found
+    rates_and_lengths = {"rates": [max(rate, MIN_RATE) for rate in rates], "lengths": lengths[: len(rates)]}
+    if not _is_usable(**rates_and_lengths):
+        raise ValueError(f"acceptance rates are missing or out of range: {rates_and_lengths}")
+    return rates_and_lengths
 
 
 def _is_usable(rates: list[float], lengths: list[float]) -> bool:
@@ -359,36 +361,36 @@ def read_acceptance(path) -> dict[str, list[float]]:
     """
     try:
         content = json.loads(pathlib.Path(path).read_bytes())
-        found, asked = usable_acceptance(content["figures"]["overall"]), content["settings"]
-        is_chain = asked["topk"] == 1
-        thresholds = (asked[f"threshold_{name}"] for name in ("single", "acc"))
-        is_lossy = asked["acceptance"] in LOSSY_RULES or min(thresholds) < 1
+        acceptance, settings = usable_acceptance(content["figures"]["overall"]), content["settings"]
+        is_chain = settings["topk"] == 1
+        thresholds = (settings[f"threshold_{name}"] for name in ("single", "acc"))
+        is_lossy = settings["acceptance"] in LOSSY_RULES or min(thresholds) < 1
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is not what `mtpjax eval acceptance --output` wrote: {error!r}") from error
     if is_lossy or not is_chain:
         raise ValueError(
             f"{path} measured {'a lossy rule' if is_chain else 'trees'}: adaptive depth needs exact chains"
         )
-    return found
+    return acceptance
 
 
-def break_even_rate(relative: float, num_steps: int) -> float | None:
+def break_even_rate(relative_cost: float, num_steps: int) -> float | None:
     """Computes the acceptance rate from which a round with drafts is faster than plain decoding.
 
     Args:
-        relative: cost of the round, in plain steps.
+        relative_cost: cost of the round, in plain steps.
         num_steps: draft levels, K.
 
     Returns:
-        The rate a, equal at every level, with 1 + a + ... + a^K = `relative`; None if even a = 1 is too little.
+        The rate a, equal at every level, with 1 + a + ... + a^K = `relative_cost`; None if even a = 1 is too little.
     """
-    if relative > num_steps + 1:
+    if relative_cost > num_steps + 1:
         return None
     # The accept length grows with the rate, so bisection finds it.
     low, high = 0.0, 1.0
     for _ in range(40):
         rate = (low + high) / 2
-        low, high = (low, rate) if sum(rate**level for level in range(num_steps + 1)) > relative else (rate, high)
+        low, high = (low, rate) if sum(rate**level for level in range(num_steps + 1)) > relative_cost else (rate, high)
     return high
 
 
@@ -404,7 +406,7 @@ def tables(profile: dict[str, Any]):
     from mtpjax.console import narrow_table
 
     for stored in profile["batches"]:
-        costs = Costs.from_json(stored)
+        costs = RoundCosts.from_json(stored)
         title = f"batch {costs.batch}, {profile['context']} tokens of context, {profile['dtype']}"
         title += f", temperature {profile['temperature']}" if profile["temperature"] else ""
         title += f"; a change of depth takes {1e3 * costs.change:.2g} ms" if costs.change else ""
@@ -421,15 +423,15 @@ def tables(profile: dict[str, Any]):
             table.add_column(heading, justify="right", no_wrap=True)
         # A round breaks even if its accept length equals its cost in plain steps.
         for shape, seconds in costs.round.items():
-            relative = seconds / costs.round[PLAIN]
-            rate = break_even_rate(relative, shape.num_steps) if shape.num_steps else 0.0
+            relative_cost = seconds / costs.round[PLAIN_STEP]
+            rate = break_even_rate(relative_cost, shape.num_steps) if shape.num_steps else 0.0
             table.add_row(
                 str(shape.num_steps),
                 str(shape.num_nodes),
                 f"{1e3 * seconds:.3g}",
                 f"{costs.parts[shape] / seconds:.2f}",
                 f"{costs.verify[shape] / seconds:.2f}",
-                f"{relative:.2f}",
+                f"{relative_cost:.2f}",
                 "never" if rate is None else f"{rate:.2f}",
             )
         yield table

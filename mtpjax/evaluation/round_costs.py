@@ -15,39 +15,40 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtpjax.decoding import rng
-from mtpjax.decoding.commit import run_as_loop
+from mtpjax.decoding.commit import cond_as_while_loop
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.drafters.modules import rows_per_round
+from mtpjax.decoding.drafters.modules import num_extend_positions
 from mtpjax.decoding.loop import run_round
-from mtpjax.decoding.requests import drafter_of
-from mtpjax.decoding.sampling import Sampling, distribution, draw
+from mtpjax.decoding.requests import make_drafter
+from mtpjax.decoding.sampling import SamplingArrays, distribution, draw
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import DecodeState, NewRows, begin_rows, empty_state
-from mtpjax.models.cache import commit, empty_cache, read_rows
+from mtpjax.decoding.state import DecodeState, NewRows, empty_state, start_rows
+from mtpjax.models.cache import commit, empty_cache
+from mtpjax.models.layers.entries import read_rows
 from mtpjax.models.masks import cached_view
 from mtpjax.models.model import MTPModel, bind
 
-MOST_ROUNDS = 512  # limit on the rounds of one timing
+MAX_ROUNDS_PER_TIMING = 512  # limit on the rounds of one timing
 
 
-class Shape(NamedTuple):
-    """Depth, width and verified nodes of a round; `chain` makes the common one, and `PLAIN` is a plain step."""
+class RoundShape(NamedTuple):
+    """Depth, width and verified nodes of a round; `chain_shape` makes that of a chain, `PLAIN_STEP` has no drafts."""
 
     num_steps: int  # draft levels, K
     topk: int  # children per tree node; 1 for a chain
     num_nodes: int  # nodes verified, W, including the pending token
 
 
-def chain(num_steps: int) -> Shape:
+def chain_shape(num_steps: int) -> RoundShape:
     """Returns the shape of a chain of `num_steps` drafts; 0 is a plain step."""
-    return Shape(num_steps, 1, num_steps + 1)
+    return RoundShape(num_steps, 1, num_steps + 1)
 
 
-PLAIN = chain(0)
+PLAIN_STEP = chain_shape(0)
 
 
 @dataclasses.dataclass(frozen=True)
-class Costs:
+class RoundCosts:
     """Seconds per round of a batch, by shape.
 
     Attributes:
@@ -60,17 +61,17 @@ class Costs:
     """
 
     batch: int
-    verify: dict[Shape, float]
-    parts: dict[Shape, float]
-    round: dict[Shape, float] = dataclasses.field(default_factory=dict)
+    verify: dict[RoundShape, float]
+    parts: dict[RoundShape, float]
+    round: dict[RoundShape, float] = dataclasses.field(default_factory=dict)
     change: float = 0.0
 
     @property
     def plain(self) -> float:
         """Seconds of the parts of a plain step."""
-        return self.parts[PLAIN]
+        return self.parts[PLAIN_STEP]
 
-    def ideal_ratio(self, accept_length: float, shape: Shape) -> float:
+    def ideal_ratio(self, accept_length: float, shape: RoundShape) -> float:
         """Computes the speed-up over plain decoding if a round cost only its parts.
 
         Args:
@@ -90,11 +91,11 @@ class Costs:
         ]
         return {"batch": self.batch, "change_seconds": self.change, "rounds": rows}
 
-    def _kinds(self) -> list[tuple[str, dict[Shape, float]]]:
+    def _kinds(self) -> list[tuple[str, dict[RoundShape, float]]]:
         return [("verify", self.verify), ("parts", self.parts), ("round", self.round)]
 
     @classmethod
-    def from_json(cls, stored: dict[str, Any]) -> "Costs":
+    def from_json(cls, stored: dict[str, Any]) -> "RoundCosts":
         """Restores costs from `to_json`.
 
         Args:
@@ -108,7 +109,7 @@ class Costs:
         """
         costs = cls(int(stored["batch"]), {}, {}, {}, float(stored["change_seconds"]))
         for row in stored["rounds"]:
-            shape = Shape(row["num_steps"], row["topk"], row["num_nodes"])
+            shape = RoundShape(row["num_steps"], row["topk"], row["num_nodes"])
             for kind, of in costs._kinds():
                 if f"{kind}_seconds" in row:
                     of[shape] = float(row[f"{kind}_seconds"])
@@ -127,15 +128,15 @@ class CostMeter:
         params: dict,
         *,
         model: MTPModel,
-        shapes: tuple[Shape, ...],
+        shapes: tuple[RoundShape, ...],
         context: int,
         capacity: int,
         batch: int = 1,
         min_rows: int = 1,
         temperature: float = 0.0,
         seconds: float = 0.02,
-        whole: bool = False,
-        compiled: Callable[[], None] = lambda: None,
+        time_full_rounds: bool = False,
+        on_compiled: Callable[[], None] = lambda: None,
     ):
         """Compiles the loops.
 
@@ -150,29 +151,30 @@ class CostMeter:
             temperature: above 0, heads compute distributions, tokens are sampled, and whole rounds use the default
                 acceptance rules.
             seconds: approximate duration of one timing, which covers at least four rounds.
-            whole: also time whole rounds as the decoding loop runs them, and for chains a cycle through all depths.
-            compiled: called after each loop is compiled.
+            time_full_rounds: also time whole rounds as the decoding loop runs them, and for chains a cycle through all
+                depths.
+            on_compiled: called after each loop is compiled.
         """
         self.batch = batch
-        self._timers: dict[tuple[str, Shape], Callable[[], float]] = {}
-        place = _Place(batch, context, capacity, min_rows, temperature)
+        self._timers: dict[tuple[str, RoundShape], Callable[[], float]] = {}
+        conditions = _TimingConditions(batch, context, capacity, min_rows, temperature)
         # 1. Per shape: all parts, verification alone (a plain step has no other part), and the whole round.
-        for shape in dict.fromkeys((PLAIN, *shapes)):
+        for shape in dict.fromkeys((PLAIN_STEP, *shapes)):
             dtype = params["embedding"].dtype
-            loops = {"parts": _parts(dtype, model, shape, place, drafts=True)}
-            if shape != PLAIN:
-                loops["verify"] = _parts(dtype, model, shape, place, drafts=False)
-            if whole:
-                loops["round"] = _whole_rounds(dtype, model, (shape,), place)
+            loops = {"parts": _passes_loop(dtype, model, shape, conditions, drafts=True)}
+            if shape != PLAIN_STEP:
+                loops["verify"] = _passes_loop(dtype, model, shape, conditions, drafts=False)
+            if time_full_rounds:
+                loops["round"] = _full_round_loop(dtype, model, (shape,), conditions)
             for kind, loop in loops.items():
                 self._timers[kind, shape] = _timer(params, *loop, seconds=seconds)
-                compiled()
+                on_compiled()
         # 2. A cycle of one round per depth shows what a change of depth costs.
-        chains = tuple(dict.fromkeys((PLAIN, *(shape for shape in shapes if shape.topk == 1))))
-        if whole and len(chains) > 1:
-            loop = _whole_rounds(params["embedding"].dtype, model, chains, place)
-            self._timers["in turn", PLAIN] = _timer(params, *loop, seconds=seconds)
-            compiled()
+        chains = tuple(dict.fromkeys((PLAIN_STEP, *(shape for shape in shapes if shape.topk == 1))))
+        if time_full_rounds and len(chains) > 1:
+            loop = _full_round_loop(params["embedding"].dtype, model, chains, conditions)
+            self._timers["cycle", PLAIN_STEP] = _timer(params, *loop, seconds=seconds)
+            on_compiled()
         self._seconds: dict = {timed: [] for timed in self._timers}
 
     def measure(self, repeats: int = 3) -> None:
@@ -188,7 +190,7 @@ class CostMeter:
                 if number:
                     self._seconds[timed].append(seconds)
 
-    def costs(self) -> Costs:
+    def costs(self) -> RoundCosts:
         """Summarises all timings so far.
 
         Other programs slow down all loops of a turn alike, so ratios within a turn vary less than times. Each cost is
@@ -197,24 +199,30 @@ class CostMeter:
         Returns:
             The costs.
         """
-        plain = np.array(self._seconds.get(("round", PLAIN), self._seconds["parts", PLAIN]))
-        usual: dict[str, dict[Shape, float]] = {"verify": {}, "parts": {}, "round": {}, "in turn": {}}
+        plain = np.array(self._seconds.get(("round", PLAIN_STEP), self._seconds["parts", PLAIN_STEP]))
+        medians: dict[str, dict[RoundShape, float]] = {"verify": {}, "parts": {}, "round": {}, "cycle": {}}
         for (kind, shape), times in self._seconds.items():
-            usual[kind][shape] = float(np.median(plain) * np.median(np.array(times) / plain))
-        rounds, change = usual["round"], 0.0
+            medians[kind][shape] = float(np.median(plain) * np.median(np.array(times) / plain))
+        rounds, change = medians["round"], 0.0
         # The cost of a change of depth is the excess of the cycle over its rounds, per round of the cycle.
-        if usual["in turn"]:
+        if medians["cycle"]:
             chains = [seconds for shape, seconds in rounds.items() if shape.topk == 1]
-            change = max(usual["in turn"][PLAIN] - sum(chains), 0.0) / len(chains)
-        return Costs(self.batch, {PLAIN: usual["parts"][PLAIN], **usual["verify"]}, usual["parts"], rounds, change)
+            change = max(medians["cycle"][PLAIN_STEP] - sum(chains), 0.0) / len(chains)
+        return RoundCosts(
+            self.batch,
+            {PLAIN_STEP: medians["parts"][PLAIN_STEP], **medians["verify"]},
+            medians["parts"],
+            rounds,
+            change,
+        )
 
 
-def widest_write(model: MTPModel, shape: Shape) -> int:
+def max_slots_written(model: MTPModel, shape: RoundShape) -> int:
     """Returns an upper bound on the cache slots that a round of this shape writes behind the committed text."""
-    return max(shape.num_nodes, rows_per_round(model, shape.num_steps) + shape.topk * shape.num_steps)
+    return max(shape.num_nodes, num_extend_positions(model, shape.num_steps) + shape.topk * shape.num_steps)
 
 
-class _Place(NamedTuple):
+class _TimingConditions(NamedTuple):
     """The conditions that all rounds share; see `CostMeter`."""
 
     batch: int
@@ -224,9 +232,9 @@ class _Place(NamedTuple):
     temperature: float
 
     @property
-    def sampling(self) -> Sampling:
+    def sampling(self) -> SamplingArrays:
         """Sampling parameters of all rows."""
-        return Sampling.greedy(self.batch).replace(temperature=jnp.full(self.batch, self.temperature))
+        return SamplingArrays.greedy(self.batch).replace(temperature=jnp.full(self.batch, self.temperature))
 
 
 def _timer(params, body: Callable, inputs, *, seconds: float) -> Callable[[], float]:
@@ -251,8 +259,8 @@ def _timer(params, body: Callable, inputs, *, seconds: float) -> Callable[[], fl
 
     # Choose how many rounds fill the wanted time: the difference between calls of 9 rounds and of 1 is 8 rounds.
     call(1)  # compiles
-    least = min(call(1) for _ in range(3))
-    count = round(min(max(8 * seconds / max(call(9) - least, 1e-9), 4), MOST_ROUNDS))
+    fixed_cost = min(call(1) for _ in range(3))
+    num_rounds = round(min(max(8 * seconds / max(call(9) - fixed_cost, 1e-9), 4), MAX_ROUNDS_PER_TIMING))
 
     def run() -> float:
         nonlocal inputs
@@ -261,25 +269,28 @@ def _timer(params, body: Callable, inputs, *, seconds: float) -> Callable[[], fl
         # free of the fixed cost.
         call(1)
         first = call(1)
-        return (call(count + 1) - first) / count
+        return (call(num_rounds + 1) - first) / num_rounds
 
     return run
 
 
-def _parts(dtype, model: MTPModel, shape: Shape, place: _Place, *, drafts: bool) -> tuple[Callable, Any]:
+def _passes_loop(
+    dtype, model: MTPModel, shape: RoundShape, conditions: _TimingConditions, *, drafts: bool
+) -> tuple[Callable, Any]:
     """Makes the body and inputs of a loop over the passes of a round, with `drafts` or verification alone.
 
     The trunk's head reads all nodes. Each module extends over the committed positions, and its head reads one of them.
     Recycled levels are passes over `topk` rows, and the head reads all of these.
     """
-    config, (batch, context, capacity, min_rows, temperature) = model.config, place
-    in_use = min(config.num_mtp_modules, shape.num_steps) if drafts else 0
-    taken_in = rows_per_round(model, shape.num_steps)
+    config, (batch, context, capacity, min_rows, temperature) = model.config, conditions
+    num_modules = min(config.num_mtp_modules, shape.num_steps) if drafts else 0
+    num_extended = num_extend_positions(model, shape.num_steps)
     width, level_rows = max(shape.num_nodes, min_rows), max(shape.topk, min_rows)
-    room = _room(model, shape, place)
-    known = None if shape.num_steps else jnp.ones(batch, jnp.int32)  # a plain step commits its token within the pass
+    num_starts = _num_start_positions(model, shape, conditions)
+    # A plain step commits its token within the pass.
+    num_valid = None if shape.num_steps else jnp.ones(batch, jnp.int32)
 
-    def spread(token, count: int):
+    def varied_tokens(token, count: int):
         """Makes tokens `[B, count]` that depend on the last pass and differ, so that they choose different experts."""
         steps = jnp.arange(batch * count, dtype=jnp.int32).reshape(batch, count)
         return (token + 31 * steps) % config.vocab_size
@@ -288,45 +299,45 @@ def _parts(dtype, model: MTPModel, shape: Shape, place: _Place, *, drafts: bool)
         token, hidden, trunk, modules = inputs
         apply, modules = bind(model, params), list(modules)
 
-        def choose(output, number=None):
+        def choose(output, module_index=None):
             """Picks the last row's arg-max, or samples a token from a mixture of all rows' distributions."""
             # The mixture makes the token depend on every row, so that XLA cannot leave out any of them.
             if not temperature:
-                return apply(output, k=1, index=number, method="top_tokens")[1][:, -1:, 0]
-            probabilities = distribution(apply(output, index=number, method="logits"), place.sampling)
+                return apply(output, k=1, index=module_index, method="top_tokens")[1][:, -1:, 0]
+            probabilities = distribution(apply(output, index=module_index, method="logits"), conditions.sampling)
             node = jnp.zeros(1, jnp.int32)
-            numbers = rng.gumbel(place.sampling.seed, start[:, None], rng.DRAFT, node, config.vocab_size)
-            return draw(probabilities.mean(axis=1, keepdims=True), numbers)
+            gumbel = rng.gumbel(conditions.sampling.seed, start[:, None], rng.DRAFT, node, config.vocab_size)
+            return draw(probabilities.mean(axis=1, keepdims=True), gumbel)
 
         # 1. Verify: the trunk over all nodes. The position moves with the round, so nothing is constant in the loop.
-        start = trunk.length + index % room
-        view = cached_view(config, start, width, capacity, num_valid=known)
-        output = apply(spread(token, width), view, trunk, method="run_trunk")
+        start = trunk.length + index % num_starts
+        view = cached_view(config, start, width, capacity, num_valid=num_valid)
+        output = apply(varied_tokens(token, width), view, trunk, method="run_trunk")
         trunk = commit(output.cache, trunk.length)
         token = choose(output.hidden)
         # 2. Draft. Levels within the number of modules extend module after module over the committed positions; later
         # levels run the last module on its own output.
-        entering = hidden
+        module_input = hidden
         for level in range(1, shape.num_steps + 1 if drafts else 1):
-            number, rows = min(level, in_use) - 1, taken_in if level <= in_use else level_rows
+            module_index, rows = min(level, num_modules) - 1, num_extended if level <= num_modules else level_rows
             view = cached_view(config, start, rows, capacity)
-            output, passed, entries = apply(
-                entering[:, -rows:], spread(token, rows), view, modules[number].layers[0], index=number,
-                method="run_module",
-            )  # fmt: skip
-            modules[number] = modules[number].replace(layers=(entries,))
+            tokens, layer_cache = varied_tokens(token, rows), modules[module_index].layers[0]
+            output, module_output, entries = apply(
+                module_input[:, -rows:], tokens, view, layer_cache, index=module_index, method="run_module"
+            )
+            modules[module_index] = modules[module_index].replace(layers=(entries,))
             # The next module reads these outputs. After the last module, recycled levels continue in further slots.
-            if level < in_use:
-                entering = passed
-            elif level == in_use:
-                hidden, start = passed, start + taken_in
-                entering = jnp.pad(passed, ((0, 0), (level_rows, 0), (0, 0)))
+            if level < num_modules:
+                module_input = module_output
+            elif level == num_modules:
+                hidden, start = module_output, start + num_extended
+                module_input = jnp.pad(module_output, ((0, 0), (level_rows, 0), (0, 0)))
             else:
-                entering, start = passed, start + level_rows
+                module_input, start = module_output, start + level_rows
             # Of an extended module only the newest output is scored. The row varies, so all rows must be computed.
-            if level <= in_use:
+            if level <= num_modules:
                 output = read_rows(output, index % rows + jnp.zeros(batch, jnp.int32), 1)
-            token = choose(output, number)
+            token = choose(output, module_index)
         return token, hidden, trunk, tuple(modules)
 
     # Caches with `context` committed slots. The time of a pass does not depend on the entries' values.
@@ -335,51 +346,56 @@ def _parts(dtype, model: MTPModel, shape: Shape, place: _Place, *, drafts: bool)
 
     return body, (
         jnp.zeros((batch, 1), jnp.int32),
-        jnp.ones((batch, taken_in, config.hidden_size), dtype),
+        jnp.ones((batch, num_extended, config.hidden_size), dtype),
         filled(config.trunk_kinds),
-        tuple(filled((config.mtp_kind,)) for _ in range(in_use)),
+        tuple(filled((config.mtp_kind,)) for _ in range(num_modules)),
     )
 
 
-def _whole_rounds(dtype, model: MTPModel, shapes: tuple[Shape, ...], place: _Place) -> tuple[Callable, DecodeState]:
+def _full_round_loop(
+    dtype, model: MTPModel, shapes: tuple[RoundShape, ...], conditions: _TimingConditions
+) -> tuple[Callable, DecodeState]:
     """Makes the body and inputs of a loop over whole decoding rounds, one of each shape, under the default rule.
 
     Several shapes must be chains. Lengths change from round to round: XLA would move the work that depends on constant
     lengths out of the loop.
     """
     # 1. The spec of the deepest shape; shallower chains are the same call at another depth.
-    batch, context, capacity, min_rows, temperature = place
+    batch, context, capacity, min_rows, temperature = conditions
     shape = max(shapes)
     nodes = shape.num_nodes if shape.num_steps else None
     config = DecodeConfig(num_steps=shape.num_steps, topk=shape.topk, num_draft_tokens=nodes)
-    spec = DecodeSpec.of(config, is_greedy=not temperature, min_rows=min_rows)
+    spec = DecodeSpec.from_config(config, is_greedy=not temperature, min_rows=min_rows)
     specs = [spec.at_depth(shape.num_steps) for shape in shapes] if len(shapes) > 1 else [spec]
     # 2. A state of running rows with random text, which end only at the capacity.
-    drafter = drafter_of(config)
+    drafter = make_drafter(config)
     tokens = np.random.default_rng(0).integers(model.config.vocab_size, size=(batch, capacity))
     rows = NewRows.without_stops(
         jnp.asarray(tokens, jnp.int32),
         jnp.full(batch, context + 1, jnp.int32),
         jnp.full(batch, capacity, jnp.int32),
-        place.sampling,
+        conditions.sampling,
     )
+    _, max_stops, max_stop_length = rows.settings.stops.shape
     state = empty_state(
         model=model,
         drafter=drafter,
         spec=spec,
         batch=batch,
         capacity=capacity,
-        stops_shape=rows.settings.stops.shape[1:],
-        features=place.sampling.features,
+        stops_shape=(max_stops, max_stop_length),
+        features=conditions.sampling.features,
         dtype=dtype,
     )
-    state = begin_rows(state, rows, vocab_size=model.config.vocab_size)
-    room = _room(model, shape, place)
+    state = start_rows(state, rows, vocab_size=model.config.vocab_size)
+    num_starts = _num_start_positions(model, shape, conditions)
 
     # 3. Every round starts from a length within the room, with the caches and the drafter's buffer set to match it.
     def body(params, index, state):
-        prepared = drafter.prepare(params, drafter.own_params(params, config, model=model), model=model, dtype=dtype)
-        length = jnp.full_like(state.length, context + 1 + index % room)
+        prepared = drafter.prepare(
+            params, drafter.default_params(params, config, model=model), model=model, dtype=dtype
+        )
+        length = jnp.full_like(state.length, context + 1 + index % num_starts)
         for spec in specs:
             draft_state = state.drafter
             if shape.num_steps:
@@ -391,14 +407,16 @@ def _whole_rounds(dtype, model: MTPModel, shapes: tuple[Shape, ...], place: _Pla
                 drafter=draft_state,
             )
             # An adaptive call runs each depth in a loop of its own, so a cycle does the same.
-            round_ = functools.partial(run_round, params, model=model, drafter=drafter, spec=spec, prepared=prepared)
-            state = run_as_loop(round_, index >= 0, state) if len(specs) > 1 else round_(state)
+            run_one_round = functools.partial(
+                run_round, params, model=model, drafter=drafter, spec=spec, prepared=prepared
+            )
+            state = cond_as_while_loop(run_one_round, index >= 0, state) if len(specs) > 1 else run_one_round(state)
         return state
 
     return body, state
 
 
-def _room(model: MTPModel, shape: Shape, place: _Place) -> int:
+def _num_start_positions(model: MTPModel, shape: RoundShape, conditions: _TimingConditions) -> int:
     """Returns how many slots behind the context a round may begin at, at least 1, so that its writes fit."""
-    widest = max(shape.num_nodes, place.min_rows, widest_write(model, shape) + place.min_rows)
-    return max(1, place.capacity - place.context - widest)
+    num_written = max(shape.num_nodes, conditions.min_rows, max_slots_written(model, shape) + conditions.min_rows)
+    return max(1, conditions.capacity - conditions.context - num_written)

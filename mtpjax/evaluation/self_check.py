@@ -15,16 +15,16 @@ import numpy as np
 from mtpjax.evaluation.acceptance import compare_levels
 from mtpjax.io.checkpoint_format import find_checkpoint, is_checkpoint
 from mtpjax.io.checkpoint_reader import CheckpointReader
-from mtpjax.io.huggingface_files import SELF_CHECK
+from mtpjax.io.huggingface_files import SELF_CHECK_FILE
 from mtpjax.models.model import MTPModel
 
-ROWS, COLUMNS = 4, 128  # held-out tokens that are saved, at most
+MAX_ROWS, MAX_COLUMNS = 4, 128  # held-out tokens that are saved, at most
 # Differences that count as rounding: loading in bfloat16 changes the means by less than this.
 TOLERANCE = {"agreement": 0.05, "overlap": 0.02}
 log = logging.getLogger("mtpjax.decode")
 
 
-def record(params: dict, tokens: np.ndarray, *, model: MTPModel, num_depths: int) -> dict[str, list]:
+def make_record(params: dict, tokens: np.ndarray, *, model: MTPModel, num_depths: int) -> dict[str, list]:
     """Measures the record that training saves in the checkpoint's metadata.
 
     Args:
@@ -37,10 +37,10 @@ def record(params: dict, tokens: np.ndarray, *, model: MTPModel, num_depths: int
         "tokens", the rows; "agreement", for each level the share of positions where the draft's arg-max is the trunk's;
         "overlap", the mean of 1 - TV between their distributions.
     """
-    kept = tokens[:ROWS, :COLUMNS]
+    rows = tokens[:MAX_ROWS, :MAX_COLUMNS]
     # Level k needs a row of at least k + 2 tokens.
-    num_depths = max(0, min(num_depths, kept.shape[1] - 2))
-    return {"tokens": kept.tolist(), **_measure(params, kept, model=model, num_depths=num_depths)}
+    num_depths = max(0, min(num_depths, rows.shape[1] - 2))
+    return {"tokens": rows.tolist(), **_measure(params, rows, model=model, num_depths=num_depths)}
 
 
 def check_acceptance(path, model: MTPModel, params: dict) -> list[str]:
@@ -63,21 +63,21 @@ def check_acceptance(path, model: MTPModel, params: dict) -> list[str]:
         >>> import jax
         >>> import numpy as np
         >>> from mtpjax import ModelConfig, MTPModel, check_acceptance, init_params, load
-        >>> from mtpjax.evaluation.self_check import record
+        >>> from mtpjax.evaluation.self_check import make_record
         >>> from mtpjax.io.checkpoint import save_model
         >>> model = MTPModel(ModelConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
         ...                              intermediate_size=32, max_position_embeddings=64, num_mtp_modules=1))
         >>> params = init_params(model, jax.random.key(0))
         >>> tokens = np.arange(32, dtype=np.int32).reshape(2, 16)
         >>> with tempfile.TemporaryDirectory() as folder:  # training saves the record in the same way
-        ...     metadata = {"self_check": record(params, tokens, model=model, num_depths=1)}
+        ...     metadata = {"self_check": make_record(params, tokens, model=model, num_depths=1)}
         ...     save_model(f"{folder}/checkpoint", model, params, metadata=metadata)
         ...     check_acceptance(folder, *load(folder))
         []
     """
     # A checkpoint without a record, or a model that was trained without drafts, has nothing to compare.
     path = find_checkpoint(path)
-    stored = _stored(path)
+    stored = _read_record(path)
     if not stored or not stored["agreement"]:
         return []
     levels = len(stored["agreement"])
@@ -85,11 +85,11 @@ def check_acceptance(path, model: MTPModel, params: dict) -> list[str]:
         differences = [f"the model has no MTP modules; {levels} draft levels were measured"]
     else:
         # Measure the same rows with the loaded model. `not ... <=` also catches nan.
-        found = _measure(params, np.array(stored["tokens"], np.int32), model=model, num_depths=levels)
+        measured = _measure(params, np.array(stored["tokens"], np.int32), model=model, num_depths=levels)
         differences = [
             f"{name} of draft level {level} with the trunk is {now:.3f}; training measured {before:.3f}"
             for name, most in TOLERANCE.items()
-            for level, (now, before) in enumerate(zip(found[name], stored[name], strict=True), start=1)
+            for level, (now, before) in enumerate(zip(measured[name], stored[name], strict=True), start=1)
             if not abs(now - before) <= most
         ]
     if differences:
@@ -97,7 +97,7 @@ def check_acceptance(path, model: MTPModel, params: dict) -> list[str]:
     return differences
 
 
-def _stored(path: pathlib.Path) -> dict[str, list] | None:
+def _read_record(path: pathlib.Path) -> dict[str, list] | None:
     """Reads the record of an mtpjax checkpoint or a Hugging Face directory; None if it has no record."""
     # A checkpoint that training wrote has the record in its metadata. A converted one has it in the Hugging Face files
     # that the conversion keeps.
@@ -106,7 +106,7 @@ def _stored(path: pathlib.Path) -> dict[str, list] | None:
         if record is not None:
             return record
         path = path / "huggingface"
-    file = path / SELF_CHECK
+    file = path / SELF_CHECK_FILE
     if not file.is_file():
         return None
     try:
@@ -128,6 +128,6 @@ def _measure(params: dict, tokens: np.ndarray, *, model: MTPModel, num_depths: i
     model = model.clone(config=dataclasses.replace(model.config, num_tokens=0))
     B, T = tokens.shape
     lengths, temperatures = np.full(B, T, np.int32), np.ones(B, np.float32)
-    places = compare_levels(params, tokens, lengths, temperatures, model=model, num_depths=num_depths)
-    fields = {"agreement": places.agrees, "overlap": places.overlap}
+    comparison = compare_levels(params, tokens, lengths, temperatures, model=model, num_depths=num_depths)
+    fields = {"agreement": comparison.agrees, "overlap": comparison.overlap}
     return {name: np.asarray(field)[:, : T - num_depths].mean((0, 1)).tolist() for name, field in fields.items()}

@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtpjax.models.config import ModelConfig
-from mtpjax.models.model import MTPModel, param_shapes
+from mtpjax.models.model import MTPModel
+from mtpjax.models.params import param_shapes
 
 # Scale of the blocks' outputs in "mixed" weights: small enough that drafts of every level are sometimes accepted, and
 # large enough that they are sometimes rejected.
-MIXED_STRENGTH = {"grouped": 1.5, "latent": 0.15, "sparse": 0.15, "hybrid": 0.3}
-RIGS = ("random", "mixed", "right", "wrong")
+MIXED_BLOCK_SCALE = {"grouped": 1.5, "latent": 0.15, "sparse": 0.15, "hybrid": 0.3}
+DRAFT_QUALITIES = ("random", "mixed", "right", "wrong")
 
 
 def small_config(attention: str = "grouped", **changes) -> ModelConfig:
@@ -99,7 +100,7 @@ def random_params(model: MTPModel, seed: int = 0) -> dict:
     return jax.tree_util.tree_map_with_path(draw, param_shapes(model.config, model.scan_layers))
 
 
-def rigged_params(model: MTPModel, attention: str, rig: str, seed: int = 0) -> dict:
+def constructed_params(model: MTPModel, attention: str, draft_quality: str, seed: int = 0) -> dict:
     """Constructs weights with a known acceptance rate.
 
     Except for "random", the head maps each token's embedding to the token's successor in one cycle through the
@@ -110,30 +111,31 @@ def rigged_params(model: MTPModel, attention: str, rig: str, seed: int = 0) -> d
     Args:
         model: the model.
         attention: its kind, as for `small_config`.
-        rig: "random" (drafts are right by chance), "mixed" (right at times), "right" (always) or "wrong" (never).
+        draft_quality: "random" (drafts are right by chance), "mixed" (right at times), "right" (always) or "wrong"
+            (never).
         seed: seed of the weights.
 
     Returns:
         float32 parameters.
     """
     params = random_params(model, seed)
-    if rig == "random":
+    if draft_quality == "random":
         return params
-    strength = MIXED_STRENGTH[attention] if rig == "mixed" else 0.0
-    sign = -1.0 if rig == "wrong" else 1.0
+    block_scale = MIXED_BLOCK_SCALE[attention] if draft_quality == "mixed" else 0.0
+    sign = -1.0 if draft_quality == "wrong" else 1.0
 
     # Scale the output matrices of all blocks. A module's input projection passes its embedding half through, negated in
     # "wrong", so that its logits disfavour the successor.
-    def weaken(path, leaf):
+    def scale_blocks(path, leaf):
         name = path[-1].key
         if name == "project":
             D = leaf.shape[1]
-            return jnp.concatenate([sign * jnp.eye(D), strength * leaf[D:]])
-        return strength * leaf if name in ("output", "down") else leaf
+            return jnp.concatenate([sign * jnp.eye(D), block_scale * leaf[D:]])
+        return block_scale * leaf if name in ("output", "down") else leaf
 
     # Column order[i + 1] of the head is the normalised embedding of token order[i].
     embedding = np.asarray(params["embedding"])
     order = np.random.default_rng(seed).permutation(len(embedding))
     head = np.zeros_like(embedding.T)
     head[:, np.roll(order, -1)] = (embedding / np.linalg.norm(embedding, axis=1, keepdims=True))[order].T
-    return {**jax.tree_util.tree_map_with_path(weaken, params), "head": jnp.asarray(head)}
+    return {**jax.tree_util.tree_map_with_path(scale_blocks, params), "head": jnp.asarray(head)}

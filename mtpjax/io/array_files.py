@@ -19,7 +19,7 @@ import numpy as np
 from flax import traverse_util
 
 from mtpjax.errors import CheckpointError
-from mtpjax.io.checkpoint_format import DIGESTS, one_line
+from mtpjax.io.checkpoint_format import DIGESTS_FILE, one_line
 
 Index = tuple[slice, ...]
 
@@ -47,7 +47,7 @@ def write_arrays(folder: pathlib.Path, arrays: Mapping[str, Any]) -> tuple[dict[
     """
     import orbax.checkpoint as ocp  # slow to import, so only where it is used
 
-    checkpointer, handler = _checkpointer()
+    checkpointer, handler = _make_checkpointer()
     # Orbax would merge OCDBT files of several processes here, and warn that there are none.
     handler.finalize = lambda directory: None
     # Orbax writes its description of all arrays. Streamed arrays are one element for it, and are written below.
@@ -120,11 +120,11 @@ def read_arrays(folder: pathlib.Path, records: Mapping[str, Any]) -> dict[str, n
     import orbax.checkpoint as ocp
 
     try:
-        with _checkpointer()[0] as checkpointer:
+        with _make_checkpointer()[0] as checkpointer:
             # Compare names first: Orbax would skip an array that the request does not name.
             stored = traverse_util.flatten_dict(checkpointer.metadata(folder).item_metadata.tree, sep="/")
             for name in sorted(records.keys() ^ stored.keys()):
-                absent = folder if name in records else folder.with_name(DIGESTS)
+                absent = folder if name in records else folder.with_name(DIGESTS_FILE)
                 raise CheckpointError(f"array {name!r} is missing from {absent}")
             item = traverse_util.unflatten_dict(dict.fromkeys(records, 0), sep="/")
             # Ask for numpy arrays: Orbax would otherwise look for the devices of the process that saved.
@@ -225,7 +225,7 @@ def single_thread_context():
     return tensorstore.Context({"data_copy_concurrency": {"limit": 1}, "file_io_concurrency": {"limit": 1}})
 
 
-def _checkpointer():
+def _make_checkpointer():
     """Makes an Orbax checkpointer and its handler for this process alone: other processes of a run do not wait."""
     import orbax.checkpoint as ocp
 

@@ -9,12 +9,12 @@ from typing import Any, Protocol
 import jax
 from jax.sharding import Mesh
 
-from mtpjax.atomic import new_folder
+from mtpjax.atomic import atomic_folder
 from mtpjax.io.array_files import write_arrays
 from mtpjax.io.checkpoint_format import (
-    ARRAYS,
-    CONFIG,
-    DIGESTS,
+    ARRAYS_FOLDER,
+    CONFIG_FILE,
+    DIGESTS_FILE,
     FORMAT,
     VERSION,
     file_digest,
@@ -23,7 +23,7 @@ from mtpjax.io.checkpoint_format import (
     json_bytes,
 )
 from mtpjax.io.checkpoint_reader import model_config, restore
-from mtpjax.io.huggingface_files import FOLDER, count_tokens
+from mtpjax.io.huggingface_files import HUGGINGFACE_FOLDER, count_token_ids
 from mtpjax.io.param_tree import flatten_arrays, split_scaled
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.model import MTPModel
@@ -32,14 +32,16 @@ from mtpjax.models.sharding import shard_params
 
 
 class SavableTokenizer(Protocol):
-    """A tokenizer that can write its files, as `mtpjax.data.tokenizer.FileTokenizer` does."""
+    """A tokenizer that can write its files, as `mtpjax.data.tokenizer.HuggingFaceTokenizer` does."""
 
     def save(self, folder: pathlib.Path) -> None:
         """Writes the tokenizer's files into an existing folder."""
         ...
 
 
-def save(path, config_dict, params, *, metadata=None, write_more: Callable[[pathlib.Path], Any] | None = None) -> None:
+def save(
+    path, config_dict, params, *, metadata=None, write_extra_files: Callable[[pathlib.Path], Any] | None = None
+) -> None:
     """Writes a checkpoint folder, and replaces an older one only once the new one is complete.
 
     An exception leaves what was at `path` as it was. Only one process may save: in a multi-process run, gather the
@@ -52,7 +54,7 @@ def save(path, config_dict, params, *, metadata=None, write_more: Callable[[path
         params: nested dicts of jax or numpy arrays, `BlockScaled` or `StreamedArray`, of any dtype that JAX holds. Keys
             are strings without "/" and ".".
         metadata: further JSON values, such as the training step.
-        write_more: called with the unfinished folder, to add files to it.
+        write_extra_files: called with the unfinished folder, to add files to it.
 
     Raises:
         ValueError: `params` hold something else than such arrays, no array, or an array without elements; or the JSON
@@ -67,18 +69,18 @@ def save(path, config_dict, params, *, metadata=None, write_more: Callable[[path
     config_bytes = json_bytes(config | ({"block_scaled": scaled} if scaled else {}))
     arrays = flatten_arrays(params)
     # The folder gets its name once it is complete, so readers never see half a checkpoint.
-    with new_folder(path, is_checkpoint) as unfinished:
-        (unfinished / CONFIG).write_bytes(config_bytes)
-        records, known = write_arrays(unfinished / ARRAYS, arrays)
-        if write_more is not None:
-            write_more(unfinished)
+    with atomic_folder(path, is_checkpoint) as unfinished:
+        (unfinished / CONFIG_FILE).write_bytes(config_bytes)
+        records, known = write_arrays(unfinished / ARRAYS_FOLDER, arrays)
+        if write_extra_files is not None:
+            write_extra_files(unfinished)
         # Hash what is on disk. Hashing releases the interpreter lock, so threads hash several files at once.
         files = sorted(str(file.relative_to(unfinished)) for file in unfinished.rglob("*") if file.is_file())
         with ThreadPoolExecutor() as pool:
             digests = pool.map(lambda file: known.get(file) or file_digest(unfinished / file), files)
             sums = dict(zip(files, digests, strict=True))
         # Digests come last: a folder without them is incomplete.
-        (unfinished / DIGESTS).write_bytes(json_bytes({"files": sums, "arrays": records}))
+        (unfinished / DIGESTS_FILE).write_bytes(json_bytes({"files": sums, "arrays": records}))
 
 
 def save_model(
@@ -100,10 +102,10 @@ def save_model(
     def write_tokenizer(folder: pathlib.Path) -> None:
         if tokenizer is not None:
             # Where a converted checkpoint keeps the original's tokenizer, so loading looks in one place.
-            (folder / FOLDER).mkdir()
-            tokenizer.save(folder / FOLDER)
+            (folder / HUGGINGFACE_FOLDER).mkdir()
+            tokenizer.save(folder / HUGGINGFACE_FOLDER)
 
-    save(path, model.config.to_dict(), params, metadata=metadata, write_more=write_tokenizer)
+    save(path, model.config.to_dict(), params, metadata=metadata, write_extra_files=write_tokenizer)
 
 
 def load(path, *, dtype=None, mesh: Mesh | None = None) -> tuple[MTPModel, dict]:
@@ -142,7 +144,7 @@ def load(path, *, dtype=None, mesh: Mesh | None = None) -> tuple[MTPModel, dict]
     """
     path = find_checkpoint(path)
     # A Hugging Face directory: `conversion` reads it in place, without an mtpjax copy on disk.
-    if not is_checkpoint(path) and (path / CONFIG).is_file():
+    if not is_checkpoint(path) and (path / CONFIG_FILE).is_file():
         from conversion.load import load as load_hugging_face
 
         model, params = load_hugging_face(path, dtype=dtype, mesh=mesh)
@@ -158,7 +160,7 @@ def load(path, *, dtype=None, mesh: Mesh | None = None) -> tuple[MTPModel, dict]
 
 def _exclude_padding(model: MTPModel, path) -> MTPModel:
     """Sets `num_tokens` if the vocabulary has more rows than the checkpoint's tokenizer has tokens."""
-    count = count_tokens(path)
+    count = count_token_ids(path)
     if count is None or count >= model.config.vocab_size:
         return model
     config: ModelConfig = dataclasses.replace(model.config, num_tokens=count)

@@ -18,7 +18,7 @@ from mtpjax.errors import CheckpointError
 
 FORMAT = "mtpjax-checkpoint"
 VERSION = 1
-CONFIG, DIGESTS, ARRAYS = "config.json", "digests.json", "params"
+CONFIG_FILE, DIGESTS_FILE, ARRAYS_FOLDER = "config.json", "digests.json", "params"
 
 
 def is_checkpoint(path) -> bool:
@@ -71,7 +71,7 @@ def checkpoint_digest(path: pathlib.Path) -> str:
         sizes of a Hugging Face directory.
     """
     # Digests of an mtpjax checkpoint cover its weights. For a Hugging Face directory the file sizes stand in.
-    described = [path / name for name in (DIGESTS, CONFIG, "model.safetensors.index.json")]
+    described = [path / name for name in (DIGESTS_FILE, CONFIG_FILE, "model.safetensors.index.json")]
     whole = hashlib.sha256(b"".join(file.read_bytes() for file in described if file.is_file()))
     for file in sorted(path.glob("*.safetensors")):
         whole.update(f"{file.name} {file.stat().st_size}".encode())
@@ -88,7 +88,7 @@ def read_config(path: pathlib.Path) -> dict[str, Any] | None:
         The content, or `None` if the file is missing, unreadable or of another format.
     """
     try:
-        config = json.loads((path / CONFIG).read_bytes())
+        config = json.loads((path / CONFIG_FILE).read_bytes())
     except (OSError, ValueError, RecursionError):  # ValueError: the file is not JSON, or not UTF-8
         return None
     # Hugging Face directories have a `config.json` as well; only this format names itself.
@@ -108,12 +108,12 @@ def read_digests(path: pathlib.Path) -> tuple[dict[str, str], dict[str, dict[str
     Raises:
         CheckpointError: the file is missing, damaged or incomplete.
     """
-    file = path / DIGESTS
+    file = path / DIGESTS_FILE
     try:
         # The file may be damaged in any way: check the structure before anything uses it.
         digests = json.loads(file.read_bytes())
         files, arrays = dict(digests["files"]), dict(digests["arrays"])
-        is_complete = CONFIG in files and all(_is_record(record) for record in arrays.values())
+        is_complete = CONFIG_FILE in files and all(_is_record(record) for record in arrays.values())
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{file} is missing or damaged: {one_line(error)}") from error
     # Without the digest of `config.json` a changed configuration would go unnoticed.

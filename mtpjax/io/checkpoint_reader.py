@@ -9,7 +9,15 @@ import numpy as np
 
 from mtpjax.errors import CheckpointError
 from mtpjax.io.array_files import Index, array_record, array_spec, check_record, read_arrays, single_thread_context
-from mtpjax.io.checkpoint_format import ARRAYS, CONFIG, FORMAT, VERSION, file_digest, read_config, read_digests
+from mtpjax.io.checkpoint_format import (
+    ARRAYS_FOLDER,
+    CONFIG_FILE,
+    FORMAT,
+    VERSION,
+    file_digest,
+    read_config,
+    read_digests,
+)
 from mtpjax.io.param_tree import join_scaled, unflatten
 from mtpjax.models.config import ModelConfig
 
@@ -30,7 +38,7 @@ def restore(path) -> tuple[Any, dict, dict]:
     """
     # The reader checks the digests of all files before Orbax parses any of them.
     reader = CheckpointReader(path)
-    folder = reader.path / ARRAYS
+    folder = reader.path / ARRAYS_FOLDER
     arrays = read_arrays(folder, reader.records)
     # The arrays in memory must be the ones that were in memory when they were saved.
     with ThreadPoolExecutor() as pool:
@@ -73,8 +81,8 @@ class CheckpointReader:
         # Formats of other versions are rejected, not guessed at.
         if config.get("version") != VERSION:
             raise CheckpointError(
-                f"{self.path / CONFIG} has version {config.get('version')!r}, not {VERSION}: it was written by another "
-                "version of mtpjax"
+                f"{self.path / CONFIG_FILE} has version {config.get('version')!r}, not {VERSION}: it was written by "
+                "another version of mtpjax"
             )
         self.files, self.records = read_digests(self.path)
         if verify:
@@ -109,7 +117,7 @@ class CheckpointReader:
         # Opening an array reads its metadata, so each is opened once.
         if name not in self._open:
             self._context = self._context or single_thread_context()
-            spec = array_spec(self.path / ARRAYS, name)
+            spec = array_spec(self.path / ARRAYS_FOLDER, name)
             self._open[name] = tensorstore.open(spec, read=True, context=self._context).result()
         return self._open[name][index].read().result()
 
@@ -120,7 +128,7 @@ class CheckpointReader:
             for file, digest in zip(self.files, found, strict=True):
                 if digest != self.files[file]:
                     problem = "is missing or unreadable" if digest is None else "differs from what was saved"
-                    raise CheckpointError(f"{self.path / file}{_of_array(file, self.records)} {problem}")
+                    raise CheckpointError(f"{self.path / file}{_array_suffix(file, self.records)} {problem}")
 
 
 def model_config(values: Any, path) -> ModelConfig:
@@ -142,7 +150,7 @@ def model_config(values: Any, path) -> ModelConfig:
         raise CheckpointError(f"{path} holds no model configuration: {error}") from error
 
 
-def _of_array(file: str, arrays: dict[str, Any]) -> str:
+def _array_suffix(file: str, arrays: dict[str, Any]) -> str:
     """Returns " of array 'a/b'" for the file `params/a.b/0.0`, and "" for a file that belongs to no single array."""
     # Orbax stores the array `a/b` in the folder `params/a.b`.
     name = file.split("/")[1].replace(".", "/") if file.count("/") > 1 else ""

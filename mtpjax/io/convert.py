@@ -33,13 +33,13 @@ from conversion.shards import (
     write_shards,
 )
 from conversion.tensor_slice import ParamSpec
-from mtpjax.atomic import new_folder
+from mtpjax.atomic import atomic_folder
 from mtpjax.errors import CheckpointFileError
 from mtpjax.io import checkpoint
 from mtpjax.io.array_files import StreamedArray
 from mtpjax.io.checkpoint_format import find_checkpoint
 from mtpjax.io.checkpoint_reader import CheckpointReader
-from mtpjax.io.huggingface_files import FOLDER, HEADERS, OTHER_TENSORS, SELF_CHECK
+from mtpjax.io.huggingface_files import HEADERS_FILE, HUGGINGFACE_FOLDER, OTHER_TENSORS_FILE, SELF_CHECK_FILE
 from mtpjax.io.param_tree import unflatten
 from mtpjax.models.quantized import BlockScaled
 
@@ -79,16 +79,16 @@ def to_mtpjax(
 
         def write_rest(folder: pathlib.Path) -> None:
             # Keep what exporting the same bytes again needs: small files, headers, and tensors of other parts.
-            (folder / FOLDER).mkdir()
-            copy_files(folder / FOLDER, files.bytes_of, files.other_files())
+            (folder / HUGGINGFACE_FOLDER).mkdir()
+            copy_files(folder / HUGGINGFACE_FOLDER, files.bytes_of, files.other_files())
             headers = {file: header[8:].decode() for file, header in files.headers.items()}
-            (folder / HEADERS).write_text(json.dumps({"model_type": plan.model_type, "headers": headers}))
+            (folder / HEADERS_FILE).write_text(json.dumps({"model_type": plan.model_type, "headers": headers}))
             if plan.other:
                 entries = [entry_of(files.tensors[name]) for name in plan.other]
-                shards = [make_shard(OTHER_TENSORS, entries, None)]
+                shards = [make_shard(OTHER_TENSORS_FILE, entries, None)]
                 write_shards(folder, shards, lambda entry: files.blocks(entry.name), progress)
 
-        checkpoint.save(target, plan.config.to_dict(), params, write_more=write_rest)
+        checkpoint.save(target, plan.config.to_dict(), params, write_extra_files=write_rest)
         files.report()
 
 
@@ -116,7 +116,7 @@ def _streamed_param(files: CheckpointFiles, plan: LoadPlan, path: str, progress:
     return BlockScaled(**parts, axis=spec.in_axis, block=plan.scales.columns)
 
 
-class _Original(NamedTuple):
+class _OriginalDirectory(NamedTuple):
     """The Hugging Face directory that a checkpoint was converted from, or the one that describes its model."""
 
     model_type: str
@@ -152,26 +152,26 @@ def to_hugging_face(
     reader = CheckpointReader(find_checkpoint(source))
     config = reader.model_config()
     converted = _read_original(reader)
-    original = converted or _Original(*describe_config(config, model_type), {})
+    original = converted or _OriginalDirectory(*describe_config(config, model_type), {})
     # Name the tensors as the original did: its layout, its experts stacked or apart, its copies of embedding and head.
     parsed = {file: parse_header(header, file, source) for file, header in original.headers.items()}
     before = {tensor.name: tensor for found, _ in parsed.values() for tensor in found}
     specs = param_specs(config, original.layout, before.__contains__)
     tied = {copy: name for copy, name in tied_copies(config, original.layout) if copy in before}
-    entries = _entries(reader, specs, dtype)
+    entries = _tensor_entries(reader, specs, dtype)
     entries |= {copy: entries[name]._replace(name=copy) for copy, name in tied.items()}
     scales = _original_scales(original, before, entries)
     # Tensors that are cast from fp8 lose their scales.
     dropped = {scale for name, scale in scales.names.items() if entries[name].dtype != E4M3}
     # Repeat the original files, or make new ones.
     shards = [
-        _repeat_shard(file, original.headers[file], found, metadata, entries, dropped)
+        _rebuild_shard(file, original.headers[file], found, metadata, entries, dropped)
         for file, (found, metadata) in parsed.items()
     ]
     if converted is None:
         shards = split_into_shards(entries.values())
     assembler = TensorAssembler(specs, reader.read, scaled=reader.scaled, scales=scales, tied=tied)
-    with new_folder(pathlib.Path(target).resolve()) as folder:
+    with atomic_folder(pathlib.Path(target).resolve()) as folder:
         with _other_tensors(reader) as other:
 
             def blocks(entry: TensorEntry) -> Iterator[np.ndarray]:
@@ -185,7 +185,7 @@ def to_hugging_face(
         is_changed = [shard.header for shard in shards] != list(original.headers.values())
         rewritten = {"config.json", INDEX} if is_changed else set()
         if converted is not None:
-            for file in (reader.path / FOLDER).iterdir():
+            for file in (reader.path / HUGGINGFACE_FOLDER).iterdir():
                 if file.name not in rewritten:
                     shutil.copyfile(file, folder / file.name)
         if is_changed:
@@ -195,27 +195,31 @@ def to_hugging_face(
             write_index(folder, shards)
         # Training's record of its acceptance goes along, so that `check_acceptance` works on the export.
         if (record := reader.metadata.get("self_check")) is not None:
-            (folder / SELF_CHECK).write_text(json.dumps(record) + "\n")
+            (folder / SELF_CHECK_FILE).write_text(json.dumps(record) + "\n")
 
 
-def _read_original(reader: CheckpointReader) -> _Original | None:
+def _read_original(reader: CheckpointReader) -> _OriginalDirectory | None:
     """Reads what the checkpoint keeps of the Hugging Face directory that it was converted from, if it was."""
-    if HEADERS not in reader.files:
+    if HEADERS_FILE not in reader.files:
         return None
-    kept = json.loads((reader.path / HEADERS).read_bytes())
+    kept = json.loads((reader.path / HEADERS_FILE).read_bytes())
     headers = {file: text.encode() for file, text in kept["headers"].items()}
     # A header begins with its length, 8 bytes little-endian.
     headers = {file: len(text).to_bytes(8, "little") + text for file, text in headers.items()}
-    return _Original(kept["model_type"], json.loads((reader.path / FOLDER / "config.json").read_bytes()), headers)
+    return _OriginalDirectory(
+        kept["model_type"], json.loads((reader.path / HUGGINGFACE_FOLDER / "config.json").read_bytes()), headers
+    )
 
 
-def _original_scales(original: _Original, before: dict[str, TensorInfo], entries: dict[str, TensorEntry]) -> ScaleMap:
+def _original_scales(
+    original: _OriginalDirectory, before: dict[str, TensorInfo], entries: dict[str, TensorEntry]
+) -> ScaleMap:
     """Finds the scale tensors that the original had, and its block size."""
     names = {name: f"{name}{end}" for name in entries for end in ("_scale_inv", "_scale") if f"{name}{end}" in before}
     return ScaleMap(names, parse_config(original.content, original.model_type).block)
 
 
-def _repeat_shard(
+def _rebuild_shard(
     file: str,
     header: bytes,
     found: list[TensorInfo],
@@ -234,14 +238,14 @@ def _repeat_shard(
 @contextlib.contextmanager
 def _other_tensors(reader: CheckpointReader) -> Iterator[CheckpointFiles | None]:
     """Opens the tensors of the original that are not parameters, if it had any."""
-    if OTHER_TENSORS not in reader.files:
+    if OTHER_TENSORS_FILE not in reader.files:
         yield None
         return
-    with CheckpointFiles(reader.path, only=OTHER_TENSORS) as files:
+    with CheckpointFiles(reader.path, only=OTHER_TENSORS_FILE) as files:
         yield files
 
 
-def _entries(reader: CheckpointReader, specs: dict[str, ParamSpec], dtype) -> dict[str, TensorEntry]:
+def _tensor_entries(reader: CheckpointReader, specs: dict[str, ParamSpec], dtype) -> dict[str, TensorEntry]:
     """Lists the tensors of all parameters, in `dtype` or the dtype that they are stored in."""
     entries = {}
     for path, spec in specs.items():

@@ -10,8 +10,8 @@ import pathlib
 
 from mtpjax.safe_open import read_inside
 
-FOLDER, HEADERS, OTHER_TENSORS = "huggingface", "huggingface.json", "huggingface.safetensors"
-SELF_CHECK = "mtpjax_self_check.json"  # acceptance that training measured, in a directory that was exported
+HUGGINGFACE_FOLDER, HEADERS_FILE, OTHER_TENSORS_FILE = "huggingface", "huggingface.json", "huggingface.safetensors"
+SELF_CHECK_FILE = "mtpjax_self_check.json"  # acceptance that training measured, in a directory that was exported
 MAX_TOKENIZER_BYTES = 64 << 20  # of a tokenizer.json; the published ones have 7 to 20 MB
 
 
@@ -26,11 +26,11 @@ def huggingface_folder(path) -> pathlib.Path:
     """
     path = pathlib.Path(path)
     # Converting keeps the original's small files in this folder.
-    kept = path / FOLDER
+    kept = path / HUGGINGFACE_FOLDER
     return kept if kept.is_dir() else path
 
 
-def count_tokens(path) -> int | None:
+def count_token_ids(path) -> int | None:
     """Counts the token ids that a checkpoint's tokenizer defines.
 
     Embedding tables are often padded to a round size. Rows from this count on belong to no token.
@@ -42,7 +42,7 @@ def count_tokens(path) -> int | None:
         One more than the largest id in `tokenizer.json`; `None` if that file is missing or cannot be read.
     """
     try:
-        content = read_inside(huggingface_folder(path), "tokenizer.json", most=MAX_TOKENIZER_BYTES)
+        content = read_inside(huggingface_folder(path), "tokenizer.json", max_bytes=MAX_TOKENIZER_BYTES)
         values = json.loads(content) if content is not None else {}
         # BPE and WordPiece list tokens by id in a dict, Unigram in a list. Added tokens are listed apart.
         vocabulary = values["model"]["vocab"]

@@ -38,7 +38,7 @@ def inspect(path, *, mesh: dict[str, int] | None = None, model_type: str | None 
     """
     found = find_checkpoint(path)
     # Read the description of either format; `config` and `sizes` are intermediate values, the rest is reported.
-    facts = _mtpjax(found) if is_checkpoint(found) else _hugging_face(path, model_type)
+    facts = _inspect_mtpjax(found) if is_checkpoint(found) else _inspect_hugging_face(path, model_type)
     config, sizes = facts.pop("config"), facts.pop("sizes")
     # The same numbers for both formats: they follow from the configuration and the shapes.
     facts["parameters"] = count_parameters(config)
@@ -47,7 +47,7 @@ def inspect(path, *, mesh: dict[str, int] | None = None, model_type: str | None 
     mesh = mesh or {}
     facts["mesh"] = mesh
     facts["bytes_per_device"] = sum(
-        _share(name, shape, mesh) * dtype.itemsize for name, (shape, dtype) in sizes.items()
+        _elements_per_device(name, shape, mesh) * dtype.itemsize for name, (shape, dtype) in sizes.items()
     )
     facts["configuration"] = config.to_dict()
     return facts
@@ -80,7 +80,7 @@ def count_parameters(config: ModelConfig) -> dict[str, int]:
     return dict(counts)
 
 
-def lines(facts: dict[str, Any]) -> list[str]:
+def format_lines(facts: dict[str, Any]) -> list[str]:
     """Formats what `inspect` returned as a table.
 
     Args:
@@ -98,7 +98,7 @@ def lines(facts: dict[str, Any]) -> list[str]:
         if config["n_routed_experts"]
         else "dense"
     )
-    dtypes = (f"{kind['tensors']} {name} ({size(kind['bytes'])})" for name, kind in facts["dtypes"].items())
+    dtypes = (f"{kind['tensors']} {name} ({format_bytes(kind['bytes'])})" for name, kind in facts["dtypes"].items())
     mesh = " x ".join(f"{name}={count}" for name, count in facts["mesh"].items()) or "one device"
     rows = [
         ("checkpoint", f"{facts['path']} ({facts['format']})"),
@@ -117,8 +117,8 @@ def lines(facts: dict[str, Any]) -> list[str]:
         ),
         ("dtypes", ", ".join(dtypes)),
         ("quantization", json.dumps(facts["quantization"]) if facts["quantization"] else "none"),
-        ("files", f"{len(facts['shards'])} shards, {facts['tensors']} tensors, {size(facts['bytes'])}"),
-        ("memory", f"{size(facts['bytes_per_device'])} of parameters per device on {mesh}"),
+        ("files", f"{len(facts['shards'])} shards, {facts['tensors']} tensors, {format_bytes(facts['bytes'])}"),
+        ("memory", f"{format_bytes(facts['bytes_per_device'])} of parameters per device on {mesh}"),
     ]
     # List what differs from a plain, complete checkpoint, with a few names of each.
     for name in ("tied", "other", "missing", "extra"):
@@ -130,14 +130,14 @@ def lines(facts: dict[str, Any]) -> list[str]:
     return [f"{name:<14} {value}" for name, value in rows]
 
 
-def size(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Formats a number of bytes with a decimal unit, such as "1.5 GB"."""
     units = ("B", "kB", "MB", "GB", "TB")
     power = next((power for power in range(len(units) - 1) if count < 1000 ** (power + 1)), len(units) - 1)
     return f"{count / 1000**power:.4g} {units[power]}"
 
 
-def _hugging_face(path, model_type: str | None) -> dict[str, Any]:
+def _inspect_hugging_face(path, model_type: str | None) -> dict[str, Any]:
     with CheckpointFiles(path) as files:
         # Unlike `make_plan`, this lists missing and unknown tensors instead of raising an error.
         plan = inspect_files(files, model_type=model_type)
@@ -147,7 +147,7 @@ def _hugging_face(path, model_type: str | None) -> dict[str, Any]:
             "format": "Hugging Face",
             "model_type": plan.model_type,
             "quantization": content.get("quantization_config"),
-            "dtypes": _tally((tensor.shape, tensor.dtype) for tensor in files.tensors.values()),
+            "dtypes": _count_by_dtype((tensor.shape, tensor.dtype) for tensor in files.tensors.values()),
             "shards": dict(files.sizes),
             "tensors": len(files.tensors),
             "bytes": sum(files.sizes.values()),
@@ -156,11 +156,11 @@ def _hugging_face(path, model_type: str | None) -> dict[str, Any]:
             "tied": list(plan.tied),
             "other": list(plan.other),
             "config": plan.config,
-            "sizes": dict(_sizes(files, plan)),
+            "sizes": dict(_param_sizes(files, plan)),
         }
 
 
-def _sizes(files: CheckpointFiles, plan: LoadPlan):
+def _param_sizes(files: CheckpointFiles, plan: LoadPlan):
     """Yields `(path, (shape, dtype))` of each parameter as it would be in memory."""
     for path, spec in plan.specs.items():
         # A missing tensor counts as float32, so that an incomplete checkpoint can still be described.
@@ -170,7 +170,7 @@ def _sizes(files: CheckpointFiles, plan: LoadPlan):
             yield f"{path}/scales", (scale_spec(spec, plan.scales).shape, np.dtype(np.float32))
 
 
-def _mtpjax(path: pathlib.Path) -> dict[str, Any]:
+def _inspect_mtpjax(path: pathlib.Path) -> dict[str, Any]:
     # Hashing every file would take minutes for a large checkpoint; loading does it.
     stored = CheckpointReader(path, verify=False)
     config = stored.model_config()
@@ -180,7 +180,7 @@ def _mtpjax(path: pathlib.Path) -> dict[str, Any]:
         "format": "mtpjax",
         "model_type": "described by the configuration",
         "quantization": {"block": next(iter(stored.scaled.values()))[1]} if stored.scaled else None,
-        "dtypes": _tally(sizes.values()),
+        "dtypes": _count_by_dtype(sizes.values()),
         "shards": {name: (path / name).stat().st_size for name in stored.files},
         "tensors": len(sizes),
         "bytes": sum((path / name).stat().st_size for name in stored.files),
@@ -193,7 +193,7 @@ def _mtpjax(path: pathlib.Path) -> dict[str, Any]:
     }
 
 
-def _tally(arrays: Iterable[tuple[tuple[int, ...], np.dtype]]) -> dict[str, dict[str, int]]:
+def _count_by_dtype(arrays: Iterable[tuple[tuple[int, ...], np.dtype]]) -> dict[str, dict[str, int]]:
     """Counts arrays and their bytes by dtype."""
     kinds: dict[str, dict[str, int]] = {}
     for shape, dtype in arrays:
@@ -203,7 +203,7 @@ def _tally(arrays: Iterable[tuple[tuple[int, ...], np.dtype]]) -> dict[str, dict
     return kinds
 
 
-def _share(name: str, shape: tuple[int, ...], mesh: dict[str, int]) -> int:
+def _elements_per_device(name: str, shape: tuple[int, ...], mesh: dict[str, int]) -> int:
     """Returns the number of elements of an array that one device holds."""
     # The sharding rules name a mesh axis, or none, per axis of the array; each named axis divides it.
     parts = math.prod(mesh[axis] for axis in param_spec(name, shape, mesh) if axis is not None)

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mtpjax.console import narrow_table
-from mtpjax.training.log import METRICS, read_rows
-from mtpjax.training.run_dir import SETTINGS, RunError
+from mtpjax.training.log import METRICS_FILE, read_metrics
+from mtpjax.training.run_dir import SETTINGS_FILE, RunError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Run:
     history: list[dict[str, Any]]
 
     @property
-    def last(self) -> dict[str, Any]:
+    def last_evaluation(self) -> dict[str, Any]:
         """Returns the row of the newest evaluation."""
         return next(row for row in reversed(self.history) if "eval" in row)
 
@@ -48,16 +48,16 @@ def read_run(folder) -> Run:
     folder = pathlib.Path(folder)
     # A folder without `run.json` is not a run; every other failure to read it means damage.
     try:
-        stored = json.loads((folder / SETTINGS).read_bytes())
-        settings, fingerprint = _flat(stored["settings"]), str(stored["fingerprint"])
-        history = read_rows(folder / METRICS)
+        stored = json.loads((folder / SETTINGS_FILE).read_bytes())
+        settings, fingerprint = _flatten(stored["settings"]), str(stored["fingerprint"])
+        history = read_metrics(folder / METRICS_FILE)
     except (FileNotFoundError, NotADirectoryError):
-        raise RunError(f"{folder} is not a run folder: it has no {SETTINGS}") from None
+        raise RunError(f"{folder} is not a run folder: it has no {SETTINGS_FILE}") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunError(f"{folder / SETTINGS} is damaged: {type(error).__name__}: {error}") from error
+        raise RunError(f"{folder / SETTINGS_FILE} is damaged: {type(error).__name__}: {error}") from error
     # The comparison shows the last evaluation, so there must be at least one.
     if not any("eval" in row for row in history):
-        raise RunError(f"{folder} has not evaluated yet: {METRICS} holds {len(history)} rows and no panel")
+        raise RunError(f"{folder} has not evaluated yet: {METRICS_FILE} holds {len(history)} rows and no panel")
     return Run(str(folder), settings, fingerprint, history)
 
 
@@ -73,29 +73,32 @@ def tables(runs: Sequence[Run]) -> Iterator[Any]:
     """
     names = _short_names(runs)
     # Settings: one row per key whose value is not the same in all runs.
-    different = narrow_table("settings that differ")
-    different.add_column("setting", overflow="fold")
+    settings_table = narrow_table("settings that differ")
+    settings_table.add_column("setting", overflow="fold")
     for name in names:
-        different.add_column(name, overflow="fold")
+        settings_table.add_column(name, overflow="fold")
     rows = list(_different_settings(runs))
     for key, *values in rows:
-        different.add_row(key, *values)
-    yield different if rows else "the settings are the same"
+        settings_table.add_row(key, *values)
+    yield settings_table if rows else "the settings are the same"
 
     # Metrics: one row per name that any run has. Runs with fewer draft levels or prompt categories show "-".
-    figures = narrow_table("at the last evaluation" + " (difference from the first run)" * (len(runs) > 1))
-    figures.add_column("", overflow="fold")
+    metrics_table = narrow_table("at the last evaluation" + " (difference from the first run)" * (len(runs) > 1))
+    metrics_table.add_column("", overflow="fold")
     for name in names:
-        figures.add_column(name, justify="right", overflow="fold")
-    found = [_figures(run) for run in runs]
+        metrics_table.add_column(name, justify="right", overflow="fold")
+    found = [_metrics(run) for run in runs]
     for key in dict.fromkeys(key for each in found for key in each):
-        figures.add_row(key, *_cells([each.get(key) for each in found]))
-    yield figures
+        metrics_table.add_row(key, *_format_cells([each.get(key) for each in found]))
+    yield metrics_table
 
 
-def _figures(run: Run) -> dict[str, float]:
+def _metrics(run: Run) -> dict[str, float]:
     """Returns the metrics of a run's last evaluation by name, in the order of the table."""
-    panel, found = run.last["eval"], {"steps": run.last["step"], "seconds": run.last["seconds"]}
+    panel, found = (
+        run.last_evaluation["eval"],
+        {"steps": run.last_evaluation["step"], "seconds": run.last_evaluation["seconds"]},
+    )
     # Teacher-forced: the loss of the trunk (level 0) and of each draft level, then the rates of each level.
     for level, bits in enumerate(panel["bits_per_token"]):
         found["bits per token, " + (f"draft {level}" if level else "trunk")] = bits
@@ -112,7 +115,7 @@ def _figures(run: Run) -> dict[str, float]:
     return found
 
 
-def _cells(values: Sequence[float | None]) -> Iterator[str]:
+def _format_cells(values: Sequence[float | None]) -> Iterator[str]:
     first = values[0]
     # Counts need no fraction; rates and lengths also show their difference from the first run.
     for number, value in enumerate(values):
@@ -142,9 +145,9 @@ def _short_names(runs: Sequence[Run]) -> list[str]:
     return last if len(set(last)) == len(last) else [run.name for run in runs]
 
 
-def _flat(values: dict[str, Any], place: str = "") -> dict[str, Any]:
+def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flattens nested settings into dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        flat |= _flat(value, f"{place}{key}.") if isinstance(value, dict) and value else {f"{place}{key}": value}
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
     return flat

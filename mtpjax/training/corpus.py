@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mtpjax.data.config import Source
-from mtpjax.data.packing import Batch, Document, batches, count_targets, pack, split_held_out
+from mtpjax.data.packing import Batch, Document, count_targets, pack, shuffled_batches, split_held_out
 from mtpjax.data.sources import end_token_id, fingerprint, read_source
-from mtpjax.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
+from mtpjax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 from mtpjax.io.checkpoint_format import find_checkpoint
 from mtpjax.training.config import TrainConfig
 
@@ -20,26 +20,26 @@ class Corpus(NamedTuple):
     """The training and held-out data of a run.
 
     Attributes:
-        parts: packed training rows `[R, T]` of each source.
-        weights: sampling weight of each source.
+        source_rows: packed training rows `[R, T]` of each source.
+        source_weights: sampling weight of each source.
         panel_rows: one batch of packed held-out rows, at most 32, for the acceptance panel.
         held_out: the held-out documents. Their category is the one in their record, else the path of their source if
             there are several sources.
-        file: the tokenizer read from a file; None: bytes.
+        file_tokenizer: the tokenizer read from a file; None: bytes.
         summary: fingerprint and skipped documents, stored in the checkpoint.
     """
 
-    parts: list[Batch]
-    weights: list[float]
+    source_rows: list[Batch]
+    source_weights: list[float]
     panel_rows: Batch
     held_out: list[Document]
-    file: FileTokenizer | None
+    file_tokenizer: HuggingFaceTokenizer | None
     summary: dict[str, Any]
 
     @property
     def tokenizer(self) -> Tokenizer:
         """Returns the tokenizer of the run."""
-        return self.file or ByteTokenizer()
+        return self.file_tokenizer or ByteTokenizer()
 
     @property
     def fingerprint(self) -> str:
@@ -68,46 +68,48 @@ def load_corpus(config: TrainConfig, vocab_size: int, *, num_depths: int = 0) ->
     if folder is None and config.init_from is not None:
         beside = find_checkpoint(config.init_from)
         folder = str(beside) if (beside / "tokenizer.json").is_file() else None
-    file = None if folder is None else FileTokenizer(pathlib.Path(folder), vocab_size)
-    tokenizer: Tokenizer = file or ByteTokenizer()
+    file_tokenizer = None if folder is None else HuggingFaceTokenizer(pathlib.Path(folder), vocab_size)
+    tokenizer: Tokenizer = file_tokenizer or ByteTokenizer()
     sources = config.sources or (Source(path=config.data, pattern=config.pattern),)
     # The packing seed is fixed: runs of all seeds then have the same rows and can share cached trunk states.
     packing = {"eos_token_id": end_token_id(tokenizer), "seed": 0}
-    parts, held_out, readings = [], [], []
+    source_rows, held_out, readings = [], [], []
     for source in sources:
         # Hold out whole documents, by a digest of their content, so that the training rows contain none of their text.
         reading = read_source(source, tokenizer, vocab_size=vocab_size)
-        training, apart = split_held_out(reading.documents, config.held_out_fraction)
+        training, reserved = split_held_out(reading.documents, config.held_out_fraction)
         name = (source.path or "standard library") if config.sources[1:] else ""
-        held_out += [dataclasses.replace(each, category=each.category or name) for each in apart]
+        held_out += [dataclasses.replace(each, category=each.category or name) for each in reserved]
         # Every source needs training documents; held-out documents may come from any of them.
         if not training or (source is sources[-1] and not held_out):
             count = len(reading.documents)
             raise ValueError(f"{count} documents are too few to hold out {config.held_out_fraction:.0%} of them")
-        parts.append(pack(training, config.row_length, extra_tokens=config.extra_tokens, **packing))
+        source_rows.append(pack(training, config.row_length, extra_tokens=config.extra_tokens, **packing))
         readings.append(reading)
         if any(reading.skipped.values()):
             counts = " ".join(f"{reason}={count}" for reason, count in reading.skipped.items())
             print(f"skipped documents of {source.path}: {counts}", file=sys.stderr, flush=True)
-    # One fixed batch of held-out rows serves every evaluation of the run.
+    # One fixed batch of held-out rows serves every evaluation. Its seed is fixed too, so that `mtpjax compare` compares
+    # runs of different seeds on the same rows.
     held_out_rows = pack(held_out, config.row_length, **packing)
-    panel_rows = next(batches(held_out_rows, min(32, len(held_out_rows.tokens)), seed=config.seed))
+    panel_rows = next(shuffled_batches(held_out_rows, min(32, len(held_out_rows.tokens)), seed=0))
     # A depth without targets has loss 0 all along: refuse it before the run compiles.
-    _check_targets(parts, num_depths, "the training rows")
+    _check_targets(source_rows, num_depths, "the training rows")
     _check_targets([panel_rows], num_depths, "the held-out rows")
     digest = fingerprint(sources, readings, tokenizer, vocab_size=vocab_size)
     summary = {"fingerprint": digest, "skipped": [reading.skipped for reading in readings]}
-    return Corpus(parts, [source.weight for source in sources], panel_rows, held_out, file, summary)
+    source_weights = [source.weight for source in sources]
+    return Corpus(source_rows, source_weights, panel_rows, held_out, file_tokenizer, summary)
 
 
-def _check_targets(parts: Sequence[Batch], num_depths: int, what: str) -> None:
+def _check_targets(row_sets: Sequence[Batch], num_depths: int, what: str) -> None:
     """Raises `ValueError` for a depth without a target, whose loss would always be 0."""
-    counts = np.sum([count_targets(rows, num_depths) for rows in parts], axis=0)
+    counts = np.sum([count_targets(rows, num_depths) for rows in row_sets], axis=0)
     if counts.all():
         return
     depth = int(np.argmin(counts))
     raise ValueError(
         f"{what} have no target at depth {depth}: a target is an unmasked token with at least {depth + 1} tokens of its"
-        f" document before it in a row of {parts[0].tokens.shape[1]}; use longer rows (row_length, extra_tokens), fewer"
-        " depths (num_depths) or longer documents"
+        f" document before it in a row of {row_sets[0].tokens.shape[1]}; use longer rows (row_length, extra_tokens),"
+        " fewer depths (num_depths) or longer documents"
     )

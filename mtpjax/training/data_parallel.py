@@ -13,10 +13,10 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mtpjax.models.sharding import param_shardings, shard_params
-from mtpjax.training.gradients import trained
+from mtpjax.training.gradients import trainable_params
 
 
-def place_rows(arrays: Any, mesh: Mesh) -> Any:
+def shard_batch(arrays: Any, mesh: Mesh) -> Any:
     """Splits the rows of arrays over the mesh.
 
     Args:
@@ -30,7 +30,7 @@ def place_rows(arrays: Any, mesh: Mesh) -> Any:
     return jax.tree.map(lambda rows: jax.make_array_from_callback(rows.shape, sharding, rows.__getitem__), arrays)
 
 
-def place_state(state: Any, mesh: Mesh, *, optimizer: optax.GradientTransformation, trains: str) -> Any:
+def shard_train_state(state: Any, mesh: Mesh, *, optimizer: optax.GradientTransformation, trains: str) -> Any:
     """Lays a `TrainState` out over the mesh.
 
     Args:
@@ -43,38 +43,38 @@ def place_state(state: Any, mesh: Mesh, *, optimizer: optax.GradientTransformati
         The state. Parameters are sharded by `mtpjax.models.sharding`, moments like their parameters; counters are on
         every device.
     """
-    params, everywhere = shard_params(state.params, mesh), NamedSharding(mesh, PartitionSpec())
+    params, replicated = shard_params(state.params, mesh), NamedSharding(mesh, PartitionSpec())
 
     # Muon handles only some parameters, and its state has placeholders without an array for the others.
-    def is_none(leaf):
+    def is_masked(leaf):
         return isinstance(leaf, optax.MaskedNode)
 
     # Walk over the optimiser state: leaves that correspond to a parameter take its sharding, others are replicated.
-    kept = optax.tree_utils.tree_map_params(
+    optimizer_state = optax.tree_utils.tree_map_params(
         optimizer,
-        lambda leaf, param: leaf if is_none(leaf) else jax.device_put(leaf, param.sharding),
+        lambda leaf, param: leaf if is_masked(leaf) else jax.device_put(leaf, param.sharding),
         state.optimizer,
-        trained(params, trains),
-        transform_non_params=lambda leaf: jax.device_put(leaf, everywhere),
-        is_leaf=is_none,
+        trainable_params(params, trains),
+        transform_non_params=lambda leaf: jax.device_put(leaf, replicated),
+        is_leaf=is_masked,
     )
-    return state.replace(params=params, optimizer=kept, step=jax.device_put(state.step, everywhere))
+    return state.replace(params=params, optimizer=optimizer_state, step=jax.device_put(state.step, replicated))
 
 
-def over_mesh(of_rows: Callable[..., Any], mesh: Mesh, *, trains: str) -> Callable[..., Any]:
+def sharded_loss_and_gradients(compute_gradients: Callable[..., Any], mesh: Mesh, *, trains: str) -> Callable[..., Any]:
     """Turns a function of one device's rows into a function of a batch that is split over the mesh.
 
     Args:
-        of_rows: `mtpjax.training.gradients.gradients_of_rows` with its settings bound.
+        compute_gradients: `mtpjax.training.gradients.loss_and_gradients` with its settings bound.
         mesh: the mesh.
         trains: the trained part, as in `TrainConfig`.
 
     Returns:
-        A function with the arguments of `of_rows` that returns the loss and losses of the whole batch, and gradients
-        sharded like their parameters.
+        A function with the arguments of `compute_gradients` that returns the loss and losses of the whole batch, and
+        gradients sharded like their parameters.
     """
-    add = functools.partial(jax.lax.psum, axis_name=mesh.axis_names)
-    others = tuple(name for name in mesh.axis_names if name != "fsdp")
+    sum_over_devices = functools.partial(jax.lax.psum, axis_name=mesh.axis_names)
+    other_axes = tuple(name for name in mesh.axis_names if name != "fsdp")
 
     # Every device computes with whole parameters, so leaves that are split over fsdp are gathered first.
     def gather(shard, spec):
@@ -84,25 +84,27 @@ def over_mesh(of_rows: Callable[..., Any], mesh: Mesh, *, trains: str) -> Callab
     # fsdp, sum and split are one reduce-scatter; a plain sum over the other axes follows.
     def scatter(gradient, spec):
         if "fsdp" not in spec:
-            return add(gradient)
-        mine = jax.lax.psum_scatter(gradient, "fsdp", scatter_dimension=spec.index("fsdp"), tiled=True)
-        return jax.lax.psum(mine, others)
+            return sum_over_devices(gradient)
+        summed = jax.lax.psum_scatter(gradient, "fsdp", scatter_dimension=spec.index("fsdp"), tiled=True)
+        return jax.lax.psum(summed, other_axes)
 
-    def of_batch(params, batch, *numbers):
+    def compute_batch_gradients(params, batch, *numbers):
         specs = jax.tree.map(lambda sharding: sharding.spec, param_shardings(params, mesh))
-        changing = trained(specs, trains)
+        trainable = trainable_params(specs, trains)
 
         # The losses of a device's rows are shares of the batch's losses (they use the batch's target counts), so the
         # sum over devices is the batch's value.
         def on_device(shards, batch, *numbers):
-            (loss, losses), gradients = of_rows(jax.tree.map(gather, shards, specs), batch, *numbers, add_devices=add)
-            return add((loss, losses)), jax.tree.map(scatter, gradients, changing)
+            (loss, losses), gradients = compute_gradients(
+                jax.tree.map(gather, shards, specs), batch, *numbers, sum_over_devices=sum_over_devices
+            )
+            return sum_over_devices((loss, losses)), jax.tree.map(scatter, gradients, trainable)
 
         # Rows are split over all axes; scalars and target counts are the same on every device.
-        rows, everywhere = PartitionSpec(mesh.axis_names), PartitionSpec()
-        inside = (specs, rows, *(everywhere for _ in numbers))
-        outside = (everywhere, changing)
-        local = jax.shard_map(on_device, mesh=mesh, in_specs=inside, out_specs=outside, check_vma=False)
+        rows, replicated = PartitionSpec(mesh.axis_names), PartitionSpec()
+        in_specs = (specs, rows, *(replicated for _ in numbers))
+        out_specs = (replicated, trainable)
+        local = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         return local(params, batch, *numbers)
 
-    return of_batch
+    return compute_batch_gradients

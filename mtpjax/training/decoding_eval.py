@@ -9,47 +9,50 @@ import jax
 import numpy as np
 
 from mtpjax.data.packing import Document
-from mtpjax.decoding.capacity import bucket, min_rows_per_pass
+from mtpjax.decoding.capacity import min_rows_per_pass, round_up_capacity
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.evaluation.acceptance import measure_acceptance
 from mtpjax.evaluation.metrics import report
-from mtpjax.evaluation.round_costs import CostMeter, chain
+from mtpjax.evaluation.round_costs import CostMeter, chain_shape
 from mtpjax.models.model import MTPModel
 from mtpjax.models.trunk import unstack_layers
 from mtpjax.training.corpus import Corpus
 
 PROMPT_TOKENS, NEW_TOKENS = 64, 64
-AT_ONCE = 32  # prompts in a batch, each at both temperatures
-KINDS = {"greedy": 0.0, "sampled": 1.0}  # kind -> temperature
-SHARE = 0.05  # largest fraction of the run's time for decoding during training
-FIRST_SECONDS = 30.0  # assumed duration of the first decoding, which also compiles
+PROMPTS_PER_BATCH = 32  # prompts in a batch, each at both temperatures
+KIND_TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}  # kind -> temperature
+MAX_TIME_SHARE = 0.05  # largest fraction of the run's time for decoding during training
+FIRST_DECODING_SECONDS = 30.0  # assumed duration of the first decoding, which also compiles
 _NEWLINE = 10
+# Field of `DecodedMetrics` -> its key in `metrics.jsonl`.
+JSON_KEYS = {"accept_length": "real", "accept_length_low": "real_low", "accept_length_high": "real_high"}
 log = logging.getLogger("mtpjax.train")
 
 
 @dataclasses.dataclass(frozen=True)
-class Decoded:
+class DecodedMetrics:
     """Metrics of one category of held-out prompts at one temperature. Accept lengths include the bonus token.
 
     Attributes:
         prompts: number of prompts.
         looping: number of texts that repeat themselves (`is_looping`).
-        real: accept length of decoding.
-        real_low: lower end of its 95 % interval over prompts.
-        real_high: upper end of the interval.
+        accept_length: accept length of decoding.
+        accept_length_low: lower end of its 95 % interval over prompts.
+        accept_length_high: upper end of the interval.
         predicted: accept length computed from the trunk's own plain text (`mtpjax.evaluation.predict`).
         teacher_forced: `1 + sum of survival` over all positions of that text, not only those where decoding drafts.
         survival: per draft level, fraction of rounds of decoding that accepted it.
         agreement: per draft level, fraction of positions where its arg-max is the trunk's.
         overlap: per draft level, mean of `1 - TV(p, q)` over positions.
-        speed_up: ideal speed-up at batch 1, from `real` and the measured costs of a round's parts; None: not measured.
+        speed_up: ideal speed-up at batch 1, from `accept_length` and the measured costs of a round's parts; None: not
+            measured.
     """
 
     prompts: int
     looping: int
-    real: float
-    real_low: float
-    real_high: float
+    accept_length: float
+    accept_length_low: float
+    accept_length_high: float
     predicted: float
     teacher_forced: float
     survival: tuple[float, ...]
@@ -61,36 +64,36 @@ class Decoded:
 class PanelDecoder:
     """Decodes held-out prompts, greedily and at temperature 1 in the same batches.
 
-    During the run it decodes one batch of prompts, as long as that takes no more than the fraction `SHARE` of the time.
-    At the end it decodes all prompts and also measures the costs of a round.
+    During the run it decodes one batch of prompts, as long as that takes no more than the fraction `MAX_TIME_SHARE` of
+    the time. At the end it decodes all prompts and also measures the costs of a round.
 
     Args:
         corpus: the data of the run.
         model: the model in its form for training.
         num_depths: draft levels; 0: nothing is decoded.
-        count: maximum number of prompts.
+        max_prompts: maximum number of prompts.
     """
 
-    def __init__(self, corpus: Corpus, *, model: MTPModel, num_depths: int, count: int):
+    def __init__(self, corpus: Corpus, *, model: MTPModel, num_depths: int, max_prompts: int):
         # Prompt, continuation and drafts together must fit into the model's positions.
-        most = model.config.max_position_embeddings
-        new_tokens = min(NEW_TOKENS, most // 2)
-        length = max(1, min(PROMPT_TOKENS, most - new_tokens - num_depths))
+        max_positions = model.config.max_position_embeddings
+        new_tokens = min(NEW_TOKENS, max_positions // 2)
+        length = max(1, min(PROMPT_TOKENS, max_positions - new_tokens - num_depths))
         # Columns of the head beyond the tokenizer's ids only pad it, and decoding must not choose them.
-        num_tokens = min(corpus.file.num_tokens, model.config.vocab_size) if corpus.file else 0
+        num_tokens = min(corpus.file_tokenizer.num_tokens, model.config.vocab_size) if corpus.file_tokenizer else 0
         self.model = MTPModel(dataclasses.replace(model.config, num_tokens=num_tokens))
-        self.prompts = choose_prompts(corpus.held_out, count, length=length, seed=0) if num_depths else []
+        self.prompts = choose_panel_prompts(corpus.held_out, max_prompts, length=length, seed=0) if num_depths else []
         self.config = DecodeConfig(
             max_new_tokens=new_tokens, num_steps=num_depths, stop_token_ids=corpus.tokenizer.eos_token_ids
         )
         self.is_stacked = model.scan_layers
-        self.spent, self.expected = 0.0, FIRST_SECONDS
+        self.seconds_spent, self.expected_seconds = 0.0, FIRST_DECODING_SECONDS
 
-    def fits(self, seconds: float) -> bool:
+    def is_within_time_share(self, seconds: float) -> bool:
         """Returns whether another decoding stays within its share of the run's `seconds` so far."""
-        return self.spent + self.expected <= SHARE * seconds
+        return self.seconds_spent + self.expected_seconds <= MAX_TIME_SHARE * seconds
 
-    def measure(self, params: dict, *, is_last: bool) -> dict[str, dict[str, Decoded]]:
+    def measure(self, params: dict, *, is_last: bool) -> dict[str, dict[str, DecodedMetrics]]:
         """Decodes prompts and returns the acceptance.
 
         Args:
@@ -101,92 +104,94 @@ class PanelDecoder:
             Metrics by category ("overall" first) and kind ("greedy", "sampled"). Empty without prompts or draft levels,
             and, with a warning, if the device runs out of memory, so that a failed evaluation does not end the run.
         """
-        at_once = min(AT_ONCE, len(self.prompts))
-        if not at_once:
+        batch_prompts = min(PROMPTS_PER_BATCH, len(self.prompts))
+        if not batch_prompts:
             return {}
         begin = time.perf_counter()
         # Training stacks the trunk's layers for a scan; decoding runs them unrolled.
         if self.is_stacked:
             params = unstack_layers(params, self.model.config)
         # Only full batches, so that decoding compiles for one batch size.
-        chosen = self.prompts[: len(self.prompts) // at_once * at_once if is_last else at_once]
-        decoded: dict[str, dict[str, Decoded]] = {}
+        chosen = self.prompts[: len(self.prompts) // batch_prompts * batch_prompts if is_last else batch_prompts]
+        decoded: dict[str, dict[str, DecodedMetrics]] = {}
         try:
-            decoded = self._decode(params, chosen, 2 * at_once)
+            decoded = self._decode(params, chosen, 2 * batch_prompts)
             if is_last:
-                decoded = self._with_speed(params, decoded)
+                decoded = self._add_speed_up(params, decoded)
         except jax.errors.JaxRuntimeError as error:
             log.warning("held-out prompts could not be decoded: %s", error)
-        # The last duration predicts the next one (`fits`).
-        self.expected = time.perf_counter() - begin
-        self.spent += self.expected
+        # The last duration predicts the next one (`is_within_time_share`).
+        self.expected_seconds = time.perf_counter() - begin
+        self.seconds_spent += self.expected_seconds
         return decoded
 
-    def _decode(self, params: dict, chosen, batch_size: int) -> dict[str, dict[str, Decoded]]:
+    def _decode(self, params: dict, chosen, batch_size: int) -> dict[str, dict[str, DecodedMetrics]]:
         # Every prompt appears once per temperature: greedy and sampled rows share the batches.
-        rows = [prompt for prompt, _ in chosen for _ in KINDS]
-        warmth = np.tile(list(KINDS.values()), len(chosen))
+        rows = [prompt for prompt, _ in chosen for _ in KIND_TEMPERATURES]
+        temperatures = np.tile(list(KIND_TEMPERATURES.values()), len(chosen))
         acceptance = measure_acceptance(
             params,
             rows,
             model=self.model,
             config=self.config,
-            temperature=warmth.tolist(),
+            temperature=temperatures.tolist(),
             batch_size=batch_size,
         )
         # Split the rows by temperature again, and report each category.
         categories = [category for _, category in chosen]
-        decoded: dict[str, dict[str, Decoded]] = {}
-        for kind, temperature in KINDS.items():
-            part = acceptance.take(warmth == temperature)
+        decoded: dict[str, dict[str, DecodedMetrics]] = {}
+        for kind, temperature in KIND_TEMPERATURES.items():
+            part = acceptance.select(temperatures == temperature)
             looping = np.array([is_looping(text) for text in part.texts])
-            for name, figures in report(part, categories).items():
-                if not figures["steps"]:
+            for name, metrics in report(part, categories).items():
+                if not metrics["steps"]:
                     continue  # every text ended with its first token, so there was no round
                 is_in = np.array([name in ("overall", category) for category in categories])
-                decoded.setdefault(name, {})[kind] = _decoded(figures, kind, int(looping[is_in].sum()))
+                decoded.setdefault(name, {})[kind] = _decoded_metrics(metrics, kind, int(looping[is_in].sum()))
         return decoded
 
-    def _with_speed(self, params: dict, decoded):
+    def _add_speed_up(self, params: dict, decoded):
         """Adds the ideal speed-up at batch 1: accept length over the cost of a round, in plain steps."""
         # Time verify, extend and draft passes at a typical cache length, halfway through the continuation.
-        shape = chain(self.config.num_steps)
+        shape = chain_shape(self.config.num_steps)
         context = min(PROMPT_TOKENS + NEW_TOKENS // 2, self.model.config.max_position_embeddings // 2)
         meter = CostMeter(
             params,
             model=self.model,
             shapes=(shape,),
             context=context,
-            capacity=bucket(2 * context + shape.num_nodes),
+            capacity=round_up_capacity(2 * context + shape.num_nodes),
             min_rows=min_rows_per_pass(1, jax.default_backend(), self.model.implementation),
         )
         meter.measure(5)
         costs = meter.costs()
 
-        def timed(row: Decoded) -> Decoded:
-            return dataclasses.replace(row, speed_up=costs.ideal_ratio(row.real, shape))
+        def with_speed_up(row: DecodedMetrics) -> DecodedMetrics:
+            return dataclasses.replace(row, speed_up=costs.ideal_ratio(row.accept_length, shape))
 
-        return {name: {kind: timed(row) for kind, row in kinds.items()} for name, kinds in decoded.items()}
+        return {name: {kind: with_speed_up(row) for kind, row in kinds.items()} for name, kinds in decoded.items()}
 
 
-def _decoded(figures: dict, kind: str, looping: int) -> Decoded:
+def _decoded_metrics(metrics: dict, kind: str, looping: int) -> DecodedMetrics:
     """Builds the metrics of one category and kind from a report of `mtpjax.evaluation.metrics`."""
-    real, forced = figures["decoded"], figures["teacher_forced"]
-    return Decoded(
-        prompts=figures["prompts"],
+    decoded, forced = metrics["decoded"], metrics["teacher_forced"]
+    return DecodedMetrics(
+        prompts=metrics["prompts"],
         looping=looping,
-        real=real["accept_length"].value,
-        real_low=real["accept_length"].low,
-        real_high=real["accept_length"].high,
-        predicted=figures["predicted"]["accept_length"].value,
+        accept_length=decoded["accept_length"].value,
+        accept_length_low=decoded["accept_length"].low,
+        accept_length_high=decoded["accept_length"].high,
+        predicted=metrics["predicted"]["accept_length"].value,
         teacher_forced=forced["accept_length" if kind == "greedy" else "overlap_accept_length"],
-        survival=tuple(rate.value for rate in real["survival"]),
+        survival=tuple(rate.value for rate in decoded["survival"]),
         agreement=tuple(rate.value for rate in forced["agreement"]),
         overlap=tuple(rate.value for rate in forced["overlap"]),
     )
 
 
-def choose_prompts(documents: Sequence[Document], count: int, *, length: int, seed: int) -> list[tuple[list[int], str]]:
+def choose_panel_prompts(
+    documents: Sequence[Document], count: int, *, length: int, seed: int
+) -> list[tuple[list[int], str]]:
     """Chooses prompts from documents. Categories take turns, and so do the documents of a category.
 
     A prompt of bytes begins at a line's start, a prompt of a conversation ends where an answer begins, and a prompt of
@@ -208,7 +213,7 @@ def choose_prompts(documents: Sequence[Document], count: int, *, length: int, se
     places: dict[str, list] = {}  # category -> (turn, number of the document, where the prompt ends, document)
     for number, index in enumerate(rng.permutation(len(distinct))):
         document = list(distinct.values())[index]
-        ends = rng.permutation(_ends(document, length))[:count]
+        ends = rng.permutation(_prompt_ends(document, length))[:count]
         places.setdefault(document.category, []).extend(
             (turn, number, int(end), document) for turn, end in enumerate(ends)
         )
@@ -222,7 +227,7 @@ def choose_prompts(documents: Sequence[Document], count: int, *, length: int, se
     return [(prompt, category) for _, _, prompt, category in sorted(turns, key=lambda each: each[:2])[:count]]
 
 
-def _ends(document: Document, length: int) -> np.ndarray:
+def _prompt_ends(document: Document, length: int) -> np.ndarray:
     """Returns the positions where a prompt of a document may end (exclusive)."""
     tokens = document.tokens
     # A conversation: where the loss mask turns on, an answer begins. Bytes: `length` after a line's start.

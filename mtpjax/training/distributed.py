@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 
 from mtpjax.errors import LostProcess
 
-SILENCE = 30  # seconds without a heartbeat after which a process counts as lost
+HEARTBEAT_TIMEOUT = 30  # seconds without a heartbeat after which a process counts as lost
 
 
 def connect(num_processes: int, process_id: int | None = None, address: str | None = None) -> None:
@@ -36,32 +36,36 @@ def connect(num_processes: int, process_id: int | None = None, address: str | No
     if process_id is not None and not 0 <= process_id < num_processes:
         raise ValueError(f"node-rank {process_id} is outside 0..{num_processes - 1}")
     jax.distributed.initialize(
-        address, num_processes, process_id, heartbeat_timeout_seconds=SILENCE, shutdown_timeout_seconds=SILENCE
+        address,
+        num_processes,
+        process_id,
+        heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
+        shutdown_timeout_seconds=HEARTBEAT_TIMEOUT,
     )
 
 
-def are_several() -> bool:
+def is_multiprocess() -> bool:
     """Returns whether the run has more than one process."""
     return jax.process_count() > 1
 
 
-def is_first() -> bool:
+def is_main_process() -> bool:
     """Returns whether this process writes the run folder."""
     return jax.process_index() == 0
 
 
-def wait(name: str) -> None:
+def barrier(name: str) -> None:
     """Waits until all processes have reached the barrier `name`."""
-    if are_several():
+    if is_multiprocess():
         multihost_utils.sync_global_devices(name)
 
 
-def any_of(flag: bool) -> bool:
+def any_process(flag: bool) -> bool:
     """Returns whether the flag is set in any process. All processes must call it."""
-    return bool(multihost_utils.process_allgather(np.int32(flag)).any()) if are_several() else flag
+    return bool(multihost_utils.process_allgather(np.int32(flag)).any()) if is_multiprocess() else flag
 
 
-def fetch(tree: Any) -> Any:
+def allgather(tree: Any) -> Any:
     """Gathers arrays that are spread over several processes.
 
     Args:
@@ -77,7 +81,7 @@ def fetch(tree: Any) -> Any:
 
 
 @contextlib.contextmanager
-def told_of_losses() -> Iterator[None]:
+def raise_on_lost_peer() -> Iterator[None]:
     """Turns JAX's errors about a process that has ended into `LostProcess`; other errors pass unchanged.
 
     JAX has no exception class of its own for a lost process, so this is the one place that reads messages.
@@ -90,14 +94,14 @@ def told_of_losses() -> Iterator[None]:
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         # Collectives on CPUs run over Gloo, whose errors JAX raises as ValueError. Any other runtime error of a
         # multi-process run counts as a lost process, except running out of memory, which is this process's own failure.
-        said = str(error).partition("\n")[0]
-        is_lost = "Gloo" in said if isinstance(error, ValueError) else "RESOURCE_EXHAUSTED" not in said
-        if not (is_lost and are_several()):
+        message = str(error).partition("\n")[0]
+        is_lost = "Gloo" in message if isinstance(error, ValueError) else "RESOURCE_EXHAUSTED" not in message
+        if not (is_lost and is_multiprocess()):
             raise
-        raise LostProcess(f"another process of this run has ended or cannot be reached: {said}") from error
+        raise LostProcess(f"another process of this run has ended or cannot be reached: {message}") from error
 
 
-def leave(code: int) -> NoReturn:
+def exit_without_shutdown(code: int) -> NoReturn:
     """Ends this process at once, without JAX's shutdown: that would wait for the lost process and then abort."""
     sys.stdout.flush()
     sys.stderr.flush()

@@ -6,16 +6,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mtpjax.models.model import DepthsOutput, MTPModel, bind, forward_depths, is_of_modules, trunk_states
+from mtpjax.models.forward import DepthsOutput, forward_depths, trunk_states
+from mtpjax.models.model import MTPModel, bind
+from mtpjax.models.params import is_of_modules
 from mtpjax.training.config import Objective
-from mtpjax.training.losses import Totals, all_targets, objective_loss, valid_mean
-from mtpjax.training.position_losses import Terms, chunked_terms, plain_terms
+from mtpjax.training.losses import BatchTotals, all_targets, objective_loss, valid_mean
+from mtpjax.training.position_losses import PositionTerms, chunked_terms, plain_terms
 
 # Tokens, segment ids and loss mask of a `Batch`, and the trunk's cached hidden states if it is frozen.
 Rows = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
 
 
-def trained(params: dict, trains: str) -> dict:
+def trainable_params(params: dict, trains: str) -> dict:
     """Selects the parameters that training changes.
 
     Args:
@@ -28,10 +30,10 @@ def trained(params: dict, trains: str) -> dict:
     return {name: leaf for name, leaf in params.items() if trains != "modules" or is_of_modules(name)}
 
 
-def gradients_of_rows(
+def loss_and_gradients(
     params: dict,
     batch: Rows,
-    totals: Totals,
+    totals: BatchTotals,
     mtp_scale: jax.Array | float,
     progress: jax.Array | float,
     *,
@@ -41,7 +43,7 @@ def gradients_of_rows(
     objective: Objective,
     trains: str,
     accumulation: int = 1,
-    add_devices: Callable[[jax.Array], jax.Array] = lambda share: share,
+    sum_over_devices: Callable[[jax.Array], jax.Array] = lambda share: share,
 ) -> tuple[tuple[jax.Array, jax.Array], dict]:
     """Computes loss and gradients of rows `[b, T]`, as shares of those of their batch.
 
@@ -57,7 +59,7 @@ def gradients_of_rows(
         objective: the draft losses.
         trains: the trained part, as in `TrainConfig`.
         accumulation: number of parts that the rows are split into; they run one after the other.
-        add_devices: sums a value over the devices that hold the batch's other rows.
+        sum_over_devices: sums a value over the devices that hold the batch's other rows.
 
     Returns:
         `((loss, losses), gradients)`: the loss `[]` and the cross-entropy of each depth `[1 + num_depths]`, as in
@@ -67,40 +69,41 @@ def gradients_of_rows(
     is_detached = trains == "detached"
 
     # Forward pass: trunk (or its cached states), then every depth, then cross-entropy, KL and overlap per position.
-    def terms_of(changing, rows):
+    def terms_of(trainable, rows):
         tokens, segment_ids, loss_mask, states = rows
-        whole = {**params, **changing}
+        all_params = {**params, **trainable}
         if states is None:
-            states = trunk_states(whole, tokens, segment_ids, model=model)
+            states = trunk_states(all_params, tokens, segment_ids, model=model)
         else:
             states = states.astype(model.dtype or params["embedding"].dtype)
         shape = {"num_depths": num_depths, "attention_layout": attention_layout, "is_detached": is_detached}
-        output = forward_depths(whole, states, tokens, segment_ids, model=model, **shape)
+        output = forward_depths(all_params, states, tokens, segment_ids, model=model, **shape)
         targets, is_valid = all_targets(tokens, segment_ids, loss_mask, num_depths)
-        return _terms(whole, output, targets, model=model, objective=objective, is_detached=is_detached), is_valid
+        terms = _output_terms(all_params, output, targets, model=model, objective=objective, is_detached=is_detached)
+        return terms, is_valid
 
     # The LK hybrid's w depends on the overlap of the whole batch, and gets no gradient.
     def overlap_of(terms, is_valid):
-        return jax.lax.stop_gradient(valid_mean(terms.overlap, is_valid[1:], totals.valid[1:]))
+        return jax.lax.stop_gradient(valid_mean(terms.overlap, is_valid[1:], totals.num_valid[1:]))
 
-    def loss_of(changing, rows, overlap=None):
-        terms, is_valid = terms_of(changing, rows)
-        overlap = add_devices(overlap_of(terms, is_valid)) if overlap is None else overlap
+    def loss_of(trainable, rows, overlap=None):
+        terms, is_valid = terms_of(trainable, rows)
+        overlap = sum_over_devices(overlap_of(terms, is_valid)) if overlap is None else overlap
         whole = totals._replace(overlap=overlap)
         return objective_loss(
             terms, is_valid, mtp_scale=mtp_scale, objective=objective, progress=progress, totals=whole
         )
 
     # Differentiate with respect to the trained parameters only: frozen ones then take no backward pass.
-    changing, differentiate = trained(params, trains), jax.value_and_grad(loss_of, has_aux=True)
+    trainable, differentiate = trainable_params(params, trains), jax.value_and_grad(loss_of, has_aux=True)
     if accumulation == 1:
-        return differentiate(changing, batch)
+        return differentiate(trainable, batch)
     # With accumulation no part knows the batch's overlap, so the LK hybrid takes an extra forward pass over all parts.
     # The alternative, two gradients per depth until w is known, would cost the memory that accumulation saves.
     parts, overlap = split_rows(batch, accumulation), jnp.zeros(num_depths)
     if "lk_hybrid" in objective.names:
-        overlap = add_devices(add_up(lambda rows: overlap_of(*terms_of(changing, rows)), parts))
-    return add_up(lambda rows: differentiate(changing, rows, overlap), parts)
+        overlap = sum_over_devices(sum_over_parts(lambda rows: overlap_of(*terms_of(trainable, rows)), parts))
+    return sum_over_parts(lambda rows: differentiate(trainable, rows, overlap), parts)
 
 
 def split_rows(batch: Any, parts: int) -> Any:
@@ -108,7 +111,7 @@ def split_rows(batch: Any, parts: int) -> Any:
     return jax.tree.map(lambda rows: rows.reshape(parts, -1, *rows.shape[1:]), batch)
 
 
-def add_up(function: Callable[[Any], Any], parts: Any) -> Any:
+def sum_over_parts(function: Callable[[Any], Any], parts: Any) -> Any:
     """Sums a function over parts in a scan, so that only one part's intermediate values are in memory.
 
     Args:
@@ -128,9 +131,9 @@ def add_up(function: Callable[[Any], Any], parts: Any) -> Any:
     return jax.lax.scan(add, zeros, parts)[0]
 
 
-def _terms(
+def _output_terms(
     params, output: DepthsOutput, targets: jax.Array, *, model: MTPModel, objective: Objective, is_detached: bool
-) -> Terms:
+) -> PositionTerms:
     """Computes the terms from logits, or with `vocab_chunk` from hidden states and heads.
 
     In the second case nothing reads the logits in `output`, and jit removes their computation.

@@ -22,20 +22,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mtpjax.atomic import new_file, write_text
+from mtpjax.atomic import atomic_file, write_text
 from mtpjax.data.packing import Batch
 from mtpjax.errors import Preempted, UsageError
 from mtpjax.io.array_files import array_record
 from mtpjax.io.checkpoint_format import file_digest
-from mtpjax.models.model import MTPModel, is_of_modules, trunk_states
+from mtpjax.models.forward import trunk_states
+from mtpjax.models.model import MTPModel
+from mtpjax.models.params import is_of_modules
 from mtpjax.training import run_dir
-from mtpjax.training.log import display
+from mtpjax.training.log import progress_display
 
-MANIFEST = "manifest.json"
+MANIFEST_FILE = "manifest.json"
 BLOCK_BYTES = 1 << 26
-SHOW_EVERY = 5.0  # seconds between two progress lines
+PROGRESS_INTERVAL = 5.0  # seconds between two progress lines
 # Key of the manifest -> how to name a difference in it.
-ANOTHER = {
+MISMATCH_MESSAGES = {
     "trunk": "of a trunk with other parameters",
     "config": "of a trunk with another configuration",
     "rows": "of other rows (data, tokenizer, row_length, extra_tokens or held_out_fraction)",
@@ -44,11 +46,11 @@ ANOTHER = {
 log = logging.getLogger("mtpjax.train")
 
 
-class StatesError(UsageError):
+class HiddenStateCacheError(UsageError):
     """A folder holds hidden states of another trunk or other rows, or is not such a cache at all."""
 
 
-class TrunkStates:
+class HiddenStateCache:
     """Reads cached hidden states of rows `[R, T]`.
 
     Args:
@@ -61,9 +63,9 @@ class TrunkStates:
         self.blocks = [np.load(file, mmap_mode="r").view(jnp.dtype(dtype)) for file in files]
         self.rows_per_block = rows_per_block
 
-    def take(self, numbers: np.ndarray) -> np.ndarray:
-        """Returns the states `[B, T, D]` of the rows with the numbers `numbers [B]`."""
-        return np.stack([self.blocks[n // self.rows_per_block][n % self.rows_per_block] for n in numbers])
+    def take(self, row_indices: np.ndarray) -> np.ndarray:
+        """Returns the states `[B, T, D]` of the rows with the indices `row_indices [B]`."""
+        return np.stack([self.blocks[n // self.rows_per_block][n % self.rows_per_block] for n in row_indices])
 
 
 def bytes_per_token(model: MTPModel, dtype: str) -> int:
@@ -71,7 +73,7 @@ def bytes_per_token(model: MTPModel, dtype: str) -> int:
     return model.config.hidden_size * jnp.dtype(dtype).itemsize
 
 
-def stored_states(
+def open_hidden_state_cache(
     folder,
     params: dict,
     rows: Batch,
@@ -79,8 +81,8 @@ def stored_states(
     model: MTPModel,
     batch_size: int,
     dtype: str = "float32",
-    is_told_to_end: Callable[[], bool] = lambda: False,
-) -> TrunkStates:
+    should_stop: Callable[[], bool] = lambda: False,
+) -> HiddenStateCache:
     """Opens the cache in a folder: checks its blocks against their digests, and computes missing or damaged ones.
 
     Training steps of the same batch size, in float32 on a CPU, give the same bits as without the cache. At other batch
@@ -93,44 +95,44 @@ def stored_states(
         model: the model.
         batch_size: rows per forward pass.
         dtype: dtype to store, "float32" or "bfloat16".
-        is_told_to_end: returns whether the process has been told to stop; asked before each block.
+        should_stop: returns whether the process has been told to stop; asked before each block.
 
     Returns:
         The states of all rows.
 
     Raises:
-        StatesError: the folder holds something else; the message names the difference.
+        HiddenStateCacheError: the folder holds something else; the message names the difference.
         OSError: a block cannot be written, for example on a full disk. Complete blocks stay.
         Preempted: the process was told to stop. Complete blocks stay.
     """
-    of = _identity(params, rows, model, dtype)
-    with run_dir.locked(folder, waits=True) as folder:
+    identity = _cache_identity(params, rows, model, dtype)
+    with run_dir.lock_folder(folder, wait=True) as folder:
         # Files that a killed process did not complete.
         for file in folder.glob(".tmp-*"):
             file.unlink()
         # A block holds whole passes, and at least one. An existing manifest keeps its own block size.
         pass_bytes = batch_size * rows.tokens.shape[1] * bytes_per_token(model, dtype)
-        manifest = _read_manifest(folder, of, batch_size * max(1, BLOCK_BYTES // pass_bytes))
+        manifest = _open_manifest(folder, identity, batch_size * max(1, BLOCK_BYTES // pass_bytes))
         size, digests = manifest["rows_per_block"], manifest["blocks"]
-        _drop_damaged(folder, digests, tokens_per_block=size * rows.tokens.shape[1])
+        _drop_damaged_blocks(folder, digests, tokens_per_block=size * rows.tokens.shape[1])
         names = [f"{number:06d}.npy" for number in range(-(-len(rows.tokens) // size))]
         missing = [number for number, name in enumerate(names) if name not in digests]
         # Record each block in the manifest as soon as it is complete, so that an interruption loses one block at most.
-        with _progress("computing the trunk's states", len(missing), size * rows.tokens.shape[1]) as tick:
+        with _block_progress("computing the trunk's states", len(missing), size * rows.tokens.shape[1]) as tick:
             for number in missing:
-                if is_told_to_end():
+                if should_stop():
                     raise Preempted(
                         f"told to stop with {len(digests)} of {len(names)} blocks in {folder}: continue with resume"
                     )
                 block = Batch(*(array[number * size : (number + 1) * size] for array in rows))
-                states = _compute(params, block, model, batch_size, dtype)
-                digests[names[number]] = _write(folder / names[number], states)
-                write_text(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+                states = _compute_block(params, block, model, batch_size, dtype)
+                digests[names[number]] = _write_block(folder / names[number], states)
+                write_text(folder / MANIFEST_FILE, json.dumps(manifest, indent=1) + "\n")
                 tick()
-    return TrunkStates([folder / name for name in names], dtype, size)
+    return HiddenStateCache([folder / name for name in names], dtype, size)
 
 
-def _identity(params: dict, rows: Batch, model: MTPModel, dtype: str) -> dict[str, Any]:
+def _cache_identity(params: dict, rows: Batch, model: MTPModel, dtype: str) -> dict[str, Any]:
     """Returns everything that determines the states: trunk, configuration, rows and dtype."""
     trunk = {name: leaf for name, leaf in params.items() if not is_of_modules(name)}
     # Settings of the modules do not change the trunk. `mtp_hidden_post_norm` selects which hidden state they read.
@@ -141,14 +143,14 @@ def _identity(params: dict, rows: Batch, model: MTPModel, dtype: str) -> dict[st
     }
     # The loss mask is not part of it: runs with other targets have the same states.
     leaves = jax.tree_util.tree_leaves_with_path(trunk)
-    of = {
+    identity = {
         "trunk": _digest({jax.tree_util.keystr(path): leaf for path, leaf in leaves}),
         "rows": _digest({"tokens": rows.tokens, "segment_ids": rows.segment_ids}),
         "dtype": dtype,
         "config": config,
     }
     # Through JSON, so that tuples compare equal to the lists of a stored manifest.
-    return json.loads(json.dumps(of))
+    return json.loads(json.dumps(identity))
 
 
 def _digest(arrays: Mapping[str, Any]) -> str:
@@ -157,14 +159,16 @@ def _digest(arrays: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(records, sort_keys=True).encode()).hexdigest()
 
 
-def _read_manifest(folder: pathlib.Path, of: dict[str, Any], rows_per_block: int) -> dict[str, Any]:
-    """Reads the manifest and checks that it matches `of`; makes one in an empty folder."""
-    path = folder / MANIFEST
+def _open_manifest(folder: pathlib.Path, identity: dict[str, Any], rows_per_block: int) -> dict[str, Any]:
+    """Reads the manifest and checks that it matches `identity`; makes one in an empty folder."""
+    path = folder / MANIFEST_FILE
     # A new folder must be empty, so that blocks never mix with files of the user.
     if not path.exists():
-        if others := [file.name for file in folder.iterdir() if file.name != run_dir.LOCK]:
-            raise StatesError(f"{folder} is not a folder of trunk states: it holds {others[0]}; choose another folder")
-        manifest = {"of": of, "rows_per_block": rows_per_block, "blocks": {}}
+        if others := [file.name for file in folder.iterdir() if file.name != run_dir.LOCK_FILE]:
+            raise HiddenStateCacheError(
+                f"{folder} is not a folder of trunk states: it holds {others[0]}; choose another folder"
+            )
+        manifest = {"of": identity, "rows_per_block": rows_per_block, "blocks": {}}
         write_text(path, json.dumps(manifest, indent=1) + "\n")
         return manifest
     # An existing one must have the expected form and the identity of this run.
@@ -172,17 +176,19 @@ def _read_manifest(folder: pathlib.Path, of: dict[str, Any], rows_per_block: int
         manifest = json.loads(path.read_bytes())
         found, _, _ = dict(manifest["of"]), dict(manifest["blocks"]), int(manifest["rows_per_block"])
     except (ValueError, KeyError, TypeError) as error:
-        raise StatesError(f"{path} is damaged ({error}): remove {folder} to compute its states again") from error
-    if differing := [said for name, said in ANOTHER.items() if found.get(name) != of[name]]:
-        raise StatesError(
+        raise HiddenStateCacheError(
+            f"{path} is damaged ({error}): remove {folder} to compute its states again"
+        ) from error
+    if differing := [message for name, message in MISMATCH_MESSAGES.items() if found.get(name) != identity[name]]:
+        raise HiddenStateCacheError(
             f"{folder} holds states {', and '.join(differing)}: choose another folder, or remove this one"
         )
     return manifest
 
 
-def _drop_damaged(folder: pathlib.Path, digests: dict[str, str | None], *, tokens_per_block: int) -> None:
+def _drop_damaged_blocks(folder: pathlib.Path, digests: dict[str, str | None], *, tokens_per_block: int) -> None:
     """Removes blocks from `digests` whose file is missing or differs from its digest."""
-    progress = _progress("checking the trunk's states", len(digests), tokens_per_block)
+    progress = _block_progress("checking the trunk's states", len(digests), tokens_per_block)
     with ThreadPoolExecutor() as pool, progress as tick:
         names = list(digests)
         for name, found in zip(names, pool.map(lambda name: file_digest(folder / name), names), strict=True):
@@ -193,7 +199,7 @@ def _drop_damaged(folder: pathlib.Path, digests: dict[str, str | None], *, token
             tick()
 
 
-def _compute(params: dict, rows: Batch, model: MTPModel, batch_size: int, dtype: str) -> np.ndarray:
+def _compute_block(params: dict, rows: Batch, model: MTPModel, batch_size: int, dtype: str) -> np.ndarray:
     """Computes the states of a block `[rows, T, D]`, in passes of `batch_size` rows."""
     passes, last = [], len(rows.tokens) - 1
     for first in range(0, last + 1, batch_size):
@@ -204,14 +210,14 @@ def _compute(params: dict, rows: Batch, model: MTPModel, batch_size: int, dtype:
     return np.concatenate(jax.device_get(passes))[: last + 1]
 
 
-def _write(path: pathlib.Path, states: np.ndarray) -> str | None:
+def _write_block(path: pathlib.Path, states: np.ndarray) -> str | None:
     """Writes a block atomically and returns its digest. Raises `OSError`."""
     try:
         # The file gets its final name only when it is complete and its digest is known.
-        with new_file(path) as aside:
-            with aside.open("wb") as file:
+        with atomic_file(path) as unfinished:
+            with unfinished.open("wb") as file:
                 np.save(file, states.view(np.uint16) if states.dtype == jnp.bfloat16 else states)
-            return file_digest(aside)
+            return file_digest(unfinished)
     except OSError as error:
         raise OSError(
             f"{path} of {states.nbytes} bytes cannot be written: {error}; {path.parent} keeps its complete blocks,"
@@ -220,7 +226,7 @@ def _write(path: pathlib.Path, states: np.ndarray) -> str | None:
 
 
 @contextlib.contextmanager
-def _progress(what: str, total: int, tokens_per_block: int) -> Iterator[Callable[[], None]]:
+def _block_progress(task: str, total: int, tokens_per_block: int) -> Iterator[Callable[[], None]]:
     """Shows progress over `total` blocks. Yields a function to call after each block."""
     if not total:
         yield lambda: None
@@ -231,10 +237,10 @@ def _progress(what: str, total: int, tokens_per_block: int) -> Iterator[Callable
     def tick() -> None:
         nonlocal done, shown
         done, now = done + 1, time.perf_counter()
-        # At most one line every SHOW_EVERY seconds, and one after the last block.
-        if done == total or now - shown >= SHOW_EVERY:
+        # At most one line every PROGRESS_INTERVAL seconds, and one after the last block.
+        if done == total or now - shown >= PROGRESS_INTERVAL:
             shown, rate = now, done * tokens_per_block / (now - begin)
-            show(done / total, f"{what}: block {done} of {total} tokens/s={rate:.0f}", now - begin)
+            show(done / total, f"{task}: block {done} of {total} tokens/s={rate:.0f}", now - begin)
 
-    with display() as show:
+    with progress_display() as show:
         yield tick

@@ -13,12 +13,12 @@ import jax
 import rich.console
 import rich.progress
 
-from mtpjax.data.jsonl_writer import JsonlWriter, read_records
+from mtpjax.data.jsonl_writer import JsonlWriter, read_resumable_records
 
-METRICS, PROFILE = "metrics.jsonl", "profile"
+METRICS_FILE, PROFILE_FOLDER = "metrics.jsonl", "profile"
 
 
-class Log:
+class MetricsLog:
     """Writes the rows of a run, shows them and passes them to trackers. A context manager.
 
     `history` holds every row of the run, including those from before a restart.
@@ -33,10 +33,10 @@ class Log:
     """
 
     def __init__(self, folder: pathlib.Path | None, *, step: int, send: Callable[[dict[str, Any]], None] | None = None):
-        self.path, self.step, self.send = folder and folder / METRICS, step, send
+        self.path, self.step, self.send = folder and folder / METRICS_FILE, step, send
         self.history: list[dict[str, Any]] = []
 
-    def __enter__(self) -> "Log":
+    def __enter__(self) -> "MetricsLog":
         self.writer, self.show = None, None
         with contextlib.ExitStack() as stack:
             if self.path:
@@ -45,7 +45,7 @@ class Log:
                 # Steps after the state that the run continues from are trained again, and logged again.
                 is_kept = lambda row: row["step"] <= self.step
                 self.history = self.writer.resume(is_kept, required=("step",), skip_damaged=True)
-                self.show = stack.enter_context(display())
+                self.show = stack.enter_context(progress_display())
             self.stack = stack.pop_all()
         self.restart_clock(self.step)
         return self
@@ -88,7 +88,7 @@ class Log:
             self.show(progress, f"step={step} {text} tokens/s={rate:.0f}", seconds)
 
 
-def read_rows(path: pathlib.Path) -> list[dict[str, Any]]:
+def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
     """Reads the rows of a `metrics.jsonl`.
 
     Args:
@@ -97,7 +97,7 @@ def read_rows(path: pathlib.Path) -> list[dict[str, Any]]:
     Returns:
         The rows in order, without damaged lines and without a last line that is still being written.
     """
-    return [row for _, row in read_records(path, skip_damaged=True)]
+    return [row for _, row in read_resumable_records(path, skip_damaged=True)]
 
 
 @contextlib.contextmanager
@@ -117,7 +117,7 @@ def trace_window(folder: pathlib.Path, *, start: int, steps: int) -> Iterator[Ca
 
         def at(number: int) -> None:
             if number == start and steps:
-                trace.enter_context(jax.profiler.trace(str(folder / PROFILE)))
+                trace.enter_context(jax.profiler.trace(str(folder / PROFILE_FOLDER)))
             elif number == start + steps:
                 trace.close()
 
@@ -125,7 +125,7 @@ def trace_window(folder: pathlib.Path, *, start: int, steps: int) -> Iterator[Ca
 
 
 @contextlib.contextmanager
-def display() -> Iterator[Callable[[float, str, float], None]]:
+def progress_display() -> Iterator[Callable[[float, str, float], None]]:
     """Shows progress on stderr: a live bar on a terminal, a line per call elsewhere.
 
     Yields:

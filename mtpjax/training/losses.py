@@ -18,9 +18,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mtpjax.models.model import ForwardOutput, shift_left
+from mtpjax.models.forward import ForwardOutput, shift_left
 from mtpjax.training.config import Objective
-from mtpjax.training.position_losses import Terms, plain_terms
+from mtpjax.training.position_losses import PositionTerms, plain_terms
 
 
 def depth_targets(
@@ -70,23 +70,23 @@ def valid_mean(values: jax.Array, is_valid: jax.Array, count: jax.Array | None =
     return jnp.where(is_valid, values, 0).sum((-2, -1)) / jnp.maximum(count, 1)
 
 
-class Totals(NamedTuple):
+class BatchTotals(NamedTuple):
     """Sums over a whole batch that losses of its parts need. With them the parts' losses add up to the batch's.
 
     Attributes:
-        valid: `[1 + depths]` number of valid targets.
-        reached: `[]` number of drafts in all chains of end-to-end total variation.
+        num_valid: `[1 + depths]` number of valid targets.
+        num_reached: `[]` number of drafts in all chains of end-to-end total variation.
         overlap: `[depths]` mean over valid targets, for the LK hybrid's w; gets no gradient.
     """
 
-    valid: jax.Array
-    reached: jax.Array
+    num_valid: jax.Array
+    num_reached: jax.Array
     overlap: jax.Array
 
 
-def batch_totals(is_valid: jax.Array, overlap: jax.Array) -> Totals:
+def batch_totals(is_valid: jax.Array, overlap: jax.Array) -> BatchTotals:
     """Computes the totals of a batch from `is_valid [1 + depths, B, T]` and the mean `overlap [depths]`."""
-    return Totals(is_valid.sum((-2, -1)), jnp.cumprod(is_valid[1:], axis=0, dtype=bool).sum(), overlap)
+    return BatchTotals(is_valid.sum((-2, -1)), jnp.cumprod(is_valid[1:], axis=0, dtype=bool).sum(), overlap)
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array, is_valid: jax.Array) -> jax.Array:
@@ -104,7 +104,7 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, is_valid: jax.Array) ->
 
 
 def lk_hybrid(
-    kl: jax.Array, overlap: jax.Array, is_valid: jax.Array, *, decay: float, totals: Totals | None = None
+    kl: jax.Array, overlap: jax.Array, is_valid: jax.Array, *, decay: float, totals: BatchTotals | None = None
 ) -> jax.Array:
     """Computes the LK hybrid of each depth: `w KL + (1 - w) (1 - alpha)`, `w = exp(-decay alpha)` (2602.23881).
 
@@ -120,12 +120,12 @@ def lk_hybrid(
     """
     # One w per depth, from its mean overlap in the batch, as in SpecForge's `lk_loss.py` (vLLM's speculators: one per
     # position). While drafts are poor, w is near 1 and KL dominates; later total variation does.
-    count, alpha = (None, valid_mean(overlap, is_valid)) if totals is None else (totals.valid[1:], totals.overlap)
+    count, alpha = (None, valid_mean(overlap, is_valid)) if totals is None else (totals.num_valid[1:], totals.overlap)
     w = jnp.exp(-decay * jax.lax.stop_gradient(alpha))
     return w * valid_mean(kl, is_valid, count) + (1 - w) * valid_mean(1 - overlap, is_valid, count)
 
 
-def end_to_end_tv(overlap: jax.Array, is_valid: jax.Array, totals: Totals | None = None) -> jax.Array:
+def end_to_end_tv(overlap: jax.Array, is_valid: jax.Array, totals: BatchTotals | None = None) -> jax.Array:
     """Computes the end-to-end total variation loss `1 - 1/K * sum_{j=1..K} prod_{k<=j} alpha_k` (2606.12370, eq. 13).
 
     Position i anchors the chain of its depths 1..K, where K ends before the first invalid depth. The mean is over the
@@ -146,7 +146,7 @@ def end_to_end_tv(overlap: jax.Array, is_valid: jax.Array, totals: Totals | None
     for alpha, is_counted in zip(overlap, is_reached, strict=True):
         survival = survival * alpha
         missing += jnp.where(is_counted, 1 - survival, 0).sum()
-    return missing / jnp.maximum(is_reached.sum() if totals is None else totals.reached, 1)
+    return missing / jnp.maximum(is_reached.sum() if totals is None else totals.num_reached, 1)
 
 
 def depth_weights(num_depths: int, objective: Objective) -> jax.Array:
@@ -184,13 +184,13 @@ def mix_at(progress: jax.Array | float, objective: Objective) -> dict[str, jax.A
 
 
 def objective_loss(
-    terms: Terms,
+    terms: PositionTerms,
     is_valid: jax.Array,
     *,
     mtp_scale: jax.Array | float,
     objective: Objective,
     progress: jax.Array | float = 1.0,
-    totals: Totals | None = None,
+    totals: BatchTotals | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the training loss `L_main + mtp_scale * sum over objectives of weight * L_objective`.
 
@@ -208,7 +208,7 @@ def objective_loss(
         The loss `[]`, and the cross-entropies `[1 + depths]` in nats.
     """
     totals = totals or batch_totals(is_valid, valid_mean(terms.overlap, is_valid[1:]))
-    losses = valid_mean(terms.cross_entropy, is_valid, totals.valid)
+    losses = valid_mean(terms.cross_entropy, is_valid, totals.num_valid)
     # Without depths only the trunk's loss is left.
     if len(losses) == 1:
         return losses[0], losses
@@ -221,7 +221,7 @@ def objective_loss(
         if name == "cross_entropy":
             value = weights @ losses[1:]
         elif name == "kl":
-            value = weights @ valid_mean(terms.kl, drafts, totals.valid[1:])
+            value = weights @ valid_mean(terms.kl, drafts, totals.num_valid[1:])
         elif name == "lk_hybrid":
             value = weights @ lk_hybrid(terms.kl, terms.overlap, drafts, decay=objective.lk_decay, totals=totals)
         else:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,9 @@ import numpy as np
 
 from mtpjax.console import narrow_table
 from mtpjax.data.packing import Batch
-from mtpjax.models.model import MTPModel, forward, shift_left
-from mtpjax.training.decoding_eval import KINDS, Decoded
+from mtpjax.models.forward import forward, shift_left
+from mtpjax.models.model import MTPModel
+from mtpjax.training.decoding_eval import JSON_KEYS, KIND_TEMPERATURES, DecodedMetrics
 from mtpjax.training.losses import all_targets, valid_mean
 from mtpjax.training.position_losses import plain_terms
 
@@ -37,7 +39,14 @@ class Panel:
     survival: tuple[float, ...]
     overlap: tuple[float, ...]
     sampled_survival: tuple[float, ...]
-    decoded: Mapping[str, Mapping[str, Decoded]] = dataclasses.field(default_factory=dict)
+    decoded: Mapping[str, Mapping[str, DecodedMetrics]] = dataclasses.field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the panel as `metrics.jsonl` and checkpoints store it, with accept lengths of decoding as "real"."""
+        panel = dataclasses.asdict(self)
+        for row in (row for kinds in panel["decoded"].values() for row in kinds.values()):
+            row |= {key: row.pop(name) for name, key in JSON_KEYS.items()}
+        return panel
 
     @property
     def accept_length(self) -> float:
@@ -62,13 +71,13 @@ def acceptance_panel(params: dict, batch: Batch, *, model: MTPModel, num_depths:
     Returns:
         The panel, without decoded metrics.
     """
-    losses, *shares = jax.device_get(_panel(params, batch, model=model, num_depths=num_depths))
-    bits, agreement, survival, overlap, products = (tuple(row.tolist()) for row in (losses / np.log(2), *shares))
+    losses, *rates = jax.device_get(_panel_metrics(params, batch, model=model, num_depths=num_depths))
+    bits, agreement, survival, overlap, products = (tuple(row.tolist()) for row in (losses / np.log(2), *rates))
     return Panel(bits, agreement, survival, overlap, products)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "num_depths"))
-def _panel(params, batch: Batch, *, model: MTPModel, num_depths: int):
+def _panel_metrics(params, batch: Batch, *, model: MTPModel, num_depths: int):
     # One teacher-forced pass gives trunk and draft logits at every position.
     tokens, segment_ids, loss_mask = (jnp.asarray(array) for array in batch)
     output = forward(params, tokens, model=model, segment_ids=segment_ids, num_depths=num_depths)
@@ -83,8 +92,8 @@ def _panel(params, batch: Batch, *, model: MTPModel, num_depths: int):
     agrees = jnp.stack(agrees).astype(jnp.float32) if agrees else terms.overlap
     # A draft survives only if all levels before it do, hence the products over levels. All rates are means over the
     # positions that have a valid target at that level.
-    shares = (agrees, jnp.cumprod(agrees, axis=0), terms.overlap, jnp.cumprod(terms.overlap, axis=0))
-    return valid_mean(terms.cross_entropy, is_valid), *(valid_mean(share, is_valid[1:]) for share in shares)
+    rates = (agrees, jnp.cumprod(agrees, axis=0), terms.overlap, jnp.cumprod(terms.overlap, axis=0))
+    return valid_mean(terms.cross_entropy, is_valid), *(valid_mean(rate, is_valid[1:]) for rate in rates)
 
 
 def print_panel(console, panel: Panel) -> None:
@@ -107,7 +116,7 @@ def print_panel(console, panel: Panel) -> None:
         rates.add_row(str(level), f"{bits:.2f}", *(f"{share:.3f}" for share in shares))
     # The last row turns survival into accept lengths, under the columns they are computed from.
     if panel.agreement:
-        lengths = (panel.accept_length, panel.sampled_accept_length, *(row.real for row in overall.values()))
+        lengths = (panel.accept_length, panel.sampled_accept_length, *(row.accept_length for row in overall.values()))
         greedy, sampled, *decoded = (f"{length:.2f}" for length in lengths)
         rates.add_row("1 + sum", "", "", greedy, "", sampled, *decoded)
     console.print(rates)
@@ -115,7 +124,7 @@ def print_panel(console, panel: Panel) -> None:
         console.print(_lengths_table(panel.decoded))
 
 
-def _lengths_table(decoded: Mapping[str, Mapping[str, Decoded]]):
+def _lengths_table(decoded: Mapping[str, Mapping[str, DecodedMetrics]]):
     table = narrow_table(
         "accept length at temperature T on held-out prompts: decoded;\n"
         "predicted at decoding's anchors along the trunk's own text;\n"
@@ -130,10 +139,10 @@ def _lengths_table(decoded: Mapping[str, Mapping[str, Decoded]]):
         for kind, row in kinds.items():
             table.add_row(
                 category if kind == next(iter(kinds)) else "",
-                f"{KINDS[kind]:g}",
+                f"{KIND_TEMPERATURES[kind]:g}",
                 str(row.prompts),
                 str(row.looping),
-                f"{row.real:.2f} {row.real_low:.2f}-{row.real_high:.2f}",
+                f"{row.accept_length:.2f} {row.accept_length_low:.2f}-{row.accept_length_high:.2f}",
                 f"{row.predicted:.2f}",
                 f"{row.teacher_forced:.2f}",
                 "" if row.speed_up is None else f"{row.speed_up:.2f}",

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mtpjax.evaluation.plots import COLOURS, GREY
-from mtpjax.training.decoding_eval import KINDS
+from mtpjax.training.decoding_eval import KIND_TEMPERATURES
 
 History = Sequence[Mapping[str, Any]]  # rows of metrics.jsonl
 
@@ -30,19 +30,19 @@ def plot_run(path: pathlib.Path, history: History) -> None:
         for name, style in (("agreement", "o-"), ("survival", "s--"))[: level + 1]:
             values = [row["eval"][name][level] for row in evaluations]
             rates.plot(steps, values, style, color=_colour(level), markersize=4, label=f"{name}, level {level + 1}")
-    _finish(rates, "drafts and trunk on held-out text, all positions", "share", ylim=(0, 1))
+    _style_axis(rates, "drafts and trunk on held-out text, all positions", "share", ylim=(0, 1))
     for number, (kind, survival) in enumerate({"greedy": "survival", "sampled": "sampled_survival"}.items()):
-        look, name = {"color": _colour(number)}, f"temperature {KINDS[kind]:g}"
+        look, name = {"color": _colour(number)}, f"temperature {KIND_TEMPERATURES[kind]:g}"
         # Dotted: the estimate over all positions. Points with error bars and crosses: decoded and predicted accept
         # lengths, at the evaluations that also decoded.
         plain = [1 + sum(row["eval"][survival]) for row in evaluations]
         lengths.plot(steps, plain, ":", **look, label=f"{name}, teacher-forced, all positions")
-        decoded = {row["step"]: _overall(row)[kind] for row in evaluations if kind in _overall(row)}
+        decoded = {row["step"]: _overall_decoded(row)[kind] for row in evaluations if kind in _overall_decoded(row)}
         if decoded:
             at, predicted = list(decoded), [row["predicted"] for row in decoded.values()]
-            lengths.errorbar(at, *_spread(decoded.values()), **look, fmt="o-", label=f"{name}, decoded (95 %)")
+            lengths.errorbar(at, *_accept_lengths(decoded.values()), **look, fmt="o-", label=f"{name}, decoded (95 %)")
             lengths.plot(at, predicted, "x", **look, markersize=9, label=f"{name}, predicted")
-    _finish(lengths, "accept length", "tokens per step", ylim=(1, None))
+    _style_axis(lengths, "accept length", "tokens per step", ylim=(1, None))
     figure.savefig(path, dpi=110)
 
 
@@ -64,17 +64,19 @@ def plot_comparison(path: pathlib.Path, runs: Mapping[str, History]) -> None:
         evaluations = [row for row in history if "eval" in row]
         bits = [row["eval"]["bits_per_token"][0] for row in evaluations]
         losses.plot([row["step"] for row in evaluations], bits, "o-", markersize=4, **look)
-        survival, decoded = evaluations[-1]["eval"]["survival"], _overall(evaluations[-1])
+        survival, decoded = evaluations[-1]["eval"]["survival"], _overall_decoded(evaluations[-1])
         levels = max(levels, len(survival))
         rates.bar([level + shift for level in range(1, len(survival) + 1)], survival, width, **look)
-        places = [place + shift for place, kind in enumerate(KINDS) if kind in decoded]
-        heights, sides = _spread(decoded[kind] for kind in KINDS if kind in decoded)
+        places = [place + shift for place, kind in enumerate(KIND_TEMPERATURES) if kind in decoded]
+        heights, sides = _accept_lengths(decoded[kind] for kind in KIND_TEMPERATURES if kind in decoded)
         lengths.bar(places, heights, width, yerr=sides, capsize=4, **look)
     rates.set_xticks(range(1, levels + 1))
-    lengths.set_xticks(range(len(KINDS)), [f"temperature {temperature:g}" for temperature in KINDS.values()])
-    _finish(losses, "trunk's loss on held-out text", "bits per token")
-    _finish(rates, "survival, teacher-forced, at the last evaluation", "share", xlabel="draft level", ylim=(0, 1))
-    _finish(lengths, "accept length, decoded (95 %)", "tokens per step", xlabel="")
+    lengths.set_xticks(
+        range(len(KIND_TEMPERATURES)), [f"temperature {temperature:g}" for temperature in KIND_TEMPERATURES.values()]
+    )
+    _style_axis(losses, "trunk's loss on held-out text", "bits per token")
+    _style_axis(rates, "survival, teacher-forced, at the last evaluation", "share", xlabel="draft level", ylim=(0, 1))
+    _style_axis(lengths, "accept length, decoded (95 %)", "tokens per step", xlabel="")
     figure.savefig(path, dpi=110)
 
 
@@ -88,17 +90,17 @@ def _draw_losses(axis, history: History, evaluations: History) -> None:
         axis.plot([row["step"] for row in logged], [row["bits"][depth] for row in logged], color=colour, alpha=0.35)
         values = [row["eval"]["bits_per_token"][depth] for row in evaluations]
         axis.plot([row["step"] for row in evaluations], values, "o-", color=colour, markersize=4, label=name)
-    _finish(axis, "loss: training (pale) and held out", "bits per token")
+    _style_axis(axis, "loss: training (pale) and held out", "bits per token")
 
 
-def _overall(row: Mapping[str, Any]) -> Mapping[str, Any]:
+def _overall_decoded(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the decoded metrics of an evaluation over all prompts, by kind; empty if nothing was decoded."""
     return row["eval"].get("decoded", {}).get("overall", {})
 
 
-def _spread(figures: Iterable[Mapping[str, float]]) -> tuple[list[float], tuple[list[float], list[float]]]:
+def _accept_lengths(decoded: Iterable[Mapping[str, float]]) -> tuple[list[float], tuple[list[float], list[float]]]:
     """Returns accept lengths, and the distances to the lower and upper end of their intervals."""
-    rows = list(figures)
+    rows = list(decoded)
     sides = [row["real"] - row["real_low"] for row in rows], [row["real_high"] - row["real"] for row in rows]
     return [row["real"] for row in rows], sides
 
@@ -107,7 +109,7 @@ def _colour(number: int) -> str:
     return COLOURS[number % len(COLOURS)]
 
 
-def _finish(axis, title: str, ylabel: str, *, xlabel: str = "steps", **limits) -> None:
+def _style_axis(axis, title: str, ylabel: str, *, xlabel: str = "steps", **limits) -> None:
     axis.set_title(title, fontsize=10)
     axis.set(xlabel=xlabel, ylabel=ylabel, **limits)
     axis.grid(color=GREY, alpha=0.2)

@@ -14,12 +14,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mtpjax.models.model import shift_left
+from mtpjax.models.forward import shift_left
 from pallas_kernels import linear_cross_entropy, linear_total_variation
-from pallas_kernels.linear_cross_entropy import choose_for
+from pallas_kernels.linear_cross_entropy import choose_implementation
 
 
-class Terms(NamedTuple):
+class PositionTerms(NamedTuple):
     """Terms per position. Positions without a valid target hold finite garbage.
 
     q is the draft distribution of depth k at position i. p is the trunk's distribution of the same token, which the
@@ -36,7 +36,7 @@ class Terms(NamedTuple):
     overlap: jax.Array
 
 
-def plain_terms(logits: Sequence[jax.Array], targets: jax.Array) -> Terms:
+def plain_terms(logits: Sequence[jax.Array], targets: jax.Array) -> PositionTerms:
     """Computes the terms from logits: the reference of `chunked_terms`.
 
     Args:
@@ -48,7 +48,7 @@ def plain_terms(logits: Sequence[jax.Array], targets: jax.Array) -> Terms:
     """
     # Cross-entropy is log-sum-exp minus the logit of the target.
     normalisers = [jax.nn.logsumexp(array, axis=-1) for array in logits]
-    picked = [
+    target_logits = [
         jnp.take_along_axis(row, of[:, :, None], axis=-1)[:, :, 0] for row, of in zip(logits, targets, strict=True)
     ]
     logs = [array - normaliser[:, :, None] for array, normaliser in zip(logits, normalisers, strict=True)]
@@ -59,7 +59,9 @@ def plain_terms(logits: Sequence[jax.Array], targets: jax.Array) -> Terms:
         p, q = jnp.exp(log_p), jnp.exp(log_q)
         kl.append((p * (log_p - log_q)).sum(-1)[None])
         overlap.append(jnp.where(q < p, q, p).sum(-1)[None])
-    return Terms(jnp.stack(normalisers) - jnp.stack(picked), jnp.concatenate(kl), jnp.concatenate(overlap))
+    return PositionTerms(
+        jnp.stack(normalisers) - jnp.stack(target_logits), jnp.concatenate(kl), jnp.concatenate(overlap)
+    )
 
 
 def chunked_terms(
@@ -71,7 +73,7 @@ def chunked_terms(
     vocab_chunk: int,
     compares_with_trunk: bool,
     implementation: str = "auto",
-) -> Terms:
+) -> PositionTerms:
     """Computes `plain_terms` of the logits `hidden[n] @ heads[head_of[n]]`, `vocab_chunk` columns at a time.
 
     The backward pass computes the logits again. Matmuls run in the dtype of `hidden` and accumulate in float32.
@@ -96,15 +98,15 @@ def chunked_terms(
         raise ValueError(f"vocab_chunk must be at least 1, not {vocab_chunk}")
     # Without depths there is nothing to compare.
     compares_with_trunk = compares_with_trunk and len(hidden) > 1
-    chosen = _choose(hidden, heads, head_of, implementation, compares_with_trunk)
+    chosen = _resolve_implementation(hidden, heads, head_of, implementation, compares_with_trunk)
     if chosen != "xla":
-        how = {"vocab_chunk": vocab_chunk, "implementation": chosen}
-        return _kernel_terms(hidden, heads, targets, head_of, compares_with_trunk, **how)
+        kernel_options = {"vocab_chunk": vocab_chunk, "implementation": chosen}
+        return _kernel_terms(hidden, heads, targets, head_of, compares_with_trunk, **kernel_options)
     chunk = min(vocab_chunk, heads[0].shape[1])
-    return _terms(tuple(hidden), tuple(heads), targets, tuple(head_of), chunk, compares_with_trunk)
+    return _xla_terms(tuple(hidden), tuple(heads), targets, tuple(head_of), chunk, compares_with_trunk)
 
 
-def _choose(hidden, heads, head_of, implementation: str, compares_with_trunk: bool) -> str:
+def _resolve_implementation(hidden, heads, head_of, implementation: str, compares_with_trunk: bool) -> str:
     """Chooses an implementation by the shape that a kernel would get."""
     # Comparing takes the rows `[1 + depths, B * T]` of all depths together. Cross-entropy alone is one call per head,
     # and the head with the most rows decides.
@@ -113,78 +115,80 @@ def _choose(hidden, heads, head_of, implementation: str, compares_with_trunk: bo
     if not compares_with_trunk:
         rows = (1, max(of_head) * rows[1])
     states = jax.ShapeDtypeStruct((*rows, hidden[0].shape[-1]), hidden[0].dtype)
-    return choose_for([states], heads, implementation, compares=compares_with_trunk)
+    return choose_implementation([states], heads, implementation, compares_with_trunk=compares_with_trunk)
 
 
-def _kernel_terms(hidden, heads, targets, head_of, compares_with_trunk, **how) -> Terms:
+def _kernel_terms(hidden, heads, targets, head_of, compares_with_trunk, **kernel_options) -> PositionTerms:
     """Computes the terms with a kernel, which compares row r of each depth with row r of the trunk."""
     # Group the depths by head, because the kernel reads each head once.
     depths, B, T = targets.shape
     groups = {which: [depth for depth in range(depths) if head_of[depth] == which] for which in head_of}
     order = [depth for group in groups.values() for depth in group]
 
-    # Shift depth k right by k positions, to the row of its p. `back` undoes the shift and the grouping.
+    # Shift depth k right by k positions, to the row of its p. `restore_order` undoes the shift and the grouping.
     def stack(arrays, group):
         return jnp.stack([_shift_right(arrays[depth], depth).reshape(B * T, -1) for depth in group])
 
     states, heads = [stack(hidden, group) for group in groups.values()], [heads[which] for which in groups]
     moved = [stack(targets, group)[:, :, 0] for group in groups.values()]
 
-    def back(array, first=0):
+    def restore_order(array, first=0):
         rows = [array[order.index(depth) - first].reshape(B, T) for depth in range(first, depths)]
         return jnp.stack([shift_left(row, depth) for depth, row in enumerate(rows, start=first)])
 
     if compares_with_trunk:
-        terms = linear_total_variation(states, heads, jnp.concatenate(moved), **how)
-        return Terms(back(terms.cross_entropy), back(terms.kl, 1), back(terms.overlap, 1))
+        terms = linear_total_variation(states, heads, jnp.concatenate(moved), **kernel_options)
+        return PositionTerms(
+            restore_order(terms.cross_entropy), restore_order(terms.kl, 1), restore_order(terms.overlap, 1)
+        )
     # Cross-entropy alone: one call per head, over the rows of all its depths.
     losses = [
-        linear_cross_entropy(array.reshape(of.size, -1), head, of.reshape(-1), **how).reshape(of.shape)
+        linear_cross_entropy(array.reshape(of.size, -1), head, of.reshape(-1), **kernel_options).reshape(of.shape)
         for array, head, of in zip(states, heads, moved, strict=True)
     ]
     zeros = jnp.zeros((depths - 1, B, T))
-    return Terms(back(jnp.concatenate(losses)), zeros, zeros)
+    return PositionTerms(restore_order(jnp.concatenate(losses)), zeros, zeros)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _terms(hidden, heads, targets, head_of, chunk, compares_with_trunk) -> Terms:
+def _xla_terms(hidden, heads, targets, head_of, chunk, compares_with_trunk) -> PositionTerms:
     """Computes the terms chunk by chunk. The custom gradient recomputes logits instead of storing them."""
-    return _terms_forward(hidden, heads, targets, head_of, chunk, compares_with_trunk)[0]
+    return _xla_terms_forward(hidden, heads, targets, head_of, chunk, compares_with_trunk)[0]
 
 
-def _terms_forward(hidden, heads, targets, head_of, chunk, compares_with_trunk):
+def _xla_terms_forward(hidden, heads, targets, head_of, chunk, compares_with_trunk):
     V = heads[0].shape[1]
     steps = -(-V // chunk)
 
     # First pass, online log-sum-exp: per position the highest logit so far, the sum of exponentials relative to it, and
     # the target's logit.
     def normalise(step, carry):
-        start, columns, is_new = _columns(step, chunk, V)
+        start, columns, is_new = _chunk_columns(step, chunk, V)
         after = []
-        for (top, total, picked), target, logits in zip(
-            carry, targets, _logits(hidden, heads, head_of, start, chunk), strict=True
+        for (top, total, target_logits), target, logits in zip(
+            carry, targets, _chunk_logits(hidden, heads, head_of, start, chunk), strict=True
         ):
             logits = jnp.where(is_new, logits, -jnp.inf)
             higher = jnp.maximum(top, logits.max(-1))
             total = total * jnp.exp(top - higher) + jnp.exp(logits - higher[:, :, None]).sum(-1)
             is_target = (columns == target[:, :, None]) & is_new
-            after.append((higher, total, picked + jnp.where(is_target, logits, 0).sum(-1)))
+            after.append((higher, total, target_logits + jnp.where(is_target, logits, 0).sum(-1)))
         return after
 
     zeros = jnp.zeros(targets.shape[1:])
     carry = jax.lax.fori_loop(0, steps, normalise, [(zeros - jnp.inf, zeros, zeros)] * len(hidden))
     normaliser = jnp.stack([top + jnp.log(total) for top, total, _ in carry])
-    cross_entropy = normaliser - jnp.stack([picked for _, _, picked in carry])
+    cross_entropy = normaliser - jnp.stack([target_logits for _, _, target_logits in carry])
 
     # Second pass, with the known log-sum-exp: sums over the vocabulary of KL and min(p, q). `below` sums q where q < p;
     # the backward pass needs it.
     def compare(step, carry):
-        start, _, is_new = _columns(step, chunk, V)
-        logs = _log_probabilities(hidden, heads, head_of, start, chunk, normaliser)
+        start, _, is_new = _chunk_columns(step, chunk, V)
+        logs = _chunk_log_probabilities(hidden, heads, head_of, start, chunk, normaliser)
         after = []
         for depth, (log_q, (kl, overlap, below)) in enumerate(zip(logs[1:], carry, strict=True), start=1):
             log_p = shift_left(logs[0], depth)
-            p, q = _probabilities(log_p, is_new), _probabilities(log_q, is_new)
+            p, q = _masked_exp(log_p, is_new), _masked_exp(log_q, is_new)
             is_below = q < p
             kl += (p * (log_p - log_q)).sum(-1)
             overlap += jnp.where(is_below, q, p).sum(-1)
@@ -197,10 +201,10 @@ def _terms_forward(hidden, heads, targets, head_of, chunk, compares_with_trunk):
     kl, overlap, below = (
         jnp.concatenate([zeros[None][:0], *(distance[n][None] for distance in distances)]) for n in range(3)
     )
-    return Terms(cross_entropy, kl, overlap), (hidden, heads, targets, normaliser, below)
+    return PositionTerms(cross_entropy, kl, overlap), (hidden, heads, targets, normaliser, below)
 
 
-def _terms_backward(head_of, chunk, compares_with_trunk, residuals, cotangents):
+def _xla_terms_backward(head_of, chunk, compares_with_trunk, residuals, cotangents):
     """Computes the gradients of hidden states and heads.
 
     With z the draft's logits: `dCE/dz = q - onehot`, `dKL/dz = q - p`, and
@@ -214,23 +218,23 @@ def _terms_backward(head_of, chunk, compares_with_trunk, residuals, cotangents):
     # hidden states) and with the hidden states (for this chunk's columns of the head).
     def accumulate(step, carry):
         hidden_gradients, head_gradients = carry
-        start, columns, is_new = _columns(step, chunk, V)
-        logs = _log_probabilities(hidden, heads, head_of, start, chunk, normaliser)
-        slices = [_slice(gradient, start, chunk) for gradient in head_gradients]
+        start, columns, is_new = _chunk_columns(step, chunk, V)
+        logs = _chunk_log_probabilities(hidden, heads, head_of, start, chunk, normaliser)
+        slices = [_slice_columns(gradient, start, chunk) for gradient in head_gradients]
         after = []
         for depth, (log_q, state, gradient) in enumerate(zip(logs, hidden, hidden_gradients, strict=True)):
-            q = _probabilities(log_q, is_new)
+            q = _masked_exp(log_q, is_new)
             is_target = (columns == targets[depth][:, :, None]) & is_new
-            slope = of_cross_entropy[depth] * (q - is_target)
+            logit_gradient = of_cross_entropy[depth] * (q - is_target)
             if depth and compares_with_trunk:
-                p = _probabilities(shift_left(logs[0], depth), is_new)
-                slope += of_kl[depth - 1] * (q - p)
-                slope += of_overlap[depth - 1] * q * ((q < p) - below[depth - 1][:, :, None])
-            slope = slope.astype(state.dtype)
+                p = _masked_exp(shift_left(logs[0], depth), is_new)
+                logit_gradient += of_kl[depth - 1] * (q - p)
+                logit_gradient += of_overlap[depth - 1] * q * ((q < p) - below[depth - 1][:, :, None])
+            logit_gradient = logit_gradient.astype(state.dtype)
             which = head_of[depth]
-            head = _slice(heads[which], start, chunk).astype(state.dtype)
-            after.append(gradient + jnp.einsum("BTV,DV->BTD", slope, head, preferred_element_type=jnp.float32))
-            slices[which] += jnp.einsum("BTD,BTV->DV", state, slope, preferred_element_type=jnp.float32)
+            head = _slice_columns(heads[which], start, chunk).astype(state.dtype)
+            after.append(gradient + jnp.einsum("BTV,DV->BTD", logit_gradient, head, preferred_element_type=jnp.float32))
+            slices[which] += jnp.einsum("BTD,BTV->DV", state, logit_gradient, preferred_element_type=jnp.float32)
         head_gradients = [
             jax.lax.dynamic_update_slice_in_dim(gradient, part, start, axis=1)
             for gradient, part in zip(head_gradients, slices, strict=True)
@@ -247,7 +251,7 @@ def _terms_backward(head_of, chunk, compares_with_trunk, residuals, cotangents):
     return hidden_gradients, head_gradients, None
 
 
-_terms.defvjp(_terms_forward, _terms_backward)
+_xla_terms.defvjp(_xla_terms_forward, _xla_terms_backward)
 
 
 def _shift_right(rows, count):
@@ -255,7 +259,7 @@ def _shift_right(rows, count):
     return jnp.pad(rows, ((0, 0), (count, 0), *((0, 0),) * (rows.ndim - 2)))[:, : rows.shape[1]]
 
 
-def _columns(step, chunk, V):
+def _chunk_columns(step, chunk, V):
     """Returns the start of a chunk, its columns `[1, 1, chunk]`, and which of them are new."""
     # All chunks have one width, so the last one starts early and repeats columns, which must not count twice.
     start = jnp.minimum(step * chunk, V - chunk)
@@ -263,22 +267,24 @@ def _columns(step, chunk, V):
     return start, columns, columns >= step * chunk
 
 
-def _slice(head, start, chunk):
+def _slice_columns(head, start, chunk):
     return jax.lax.dynamic_slice_in_dim(head, start, chunk, axis=1)
 
 
-def _logits(hidden, heads, head_of, start, chunk):
+def _chunk_logits(hidden, heads, head_of, start, chunk):
     """Returns a chunk of the logits of the trunk and every depth, `[B, T, chunk]` float32."""
     return [
-        jnp.matmul(state, _slice(heads[which], start, chunk).astype(state.dtype), preferred_element_type=jnp.float32)
+        jnp.matmul(
+            state, _slice_columns(heads[which], start, chunk).astype(state.dtype), preferred_element_type=jnp.float32
+        )
         for state, which in zip(hidden, head_of, strict=True)
     ]
 
 
-def _log_probabilities(hidden, heads, head_of, start, chunk, normaliser):
-    logits = _logits(hidden, heads, head_of, start, chunk)
+def _chunk_log_probabilities(hidden, heads, head_of, start, chunk, normaliser):
+    logits = _chunk_logits(hidden, heads, head_of, start, chunk)
     return [array - of[:, :, None] for array, of in zip(logits, normaliser, strict=True)]
 
 
-def _probabilities(logs, is_new):
+def _masked_exp(logs, is_new):
     return jnp.where(is_new, jnp.exp(logs), 0)

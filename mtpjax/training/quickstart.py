@@ -11,8 +11,8 @@ import rich.console
 from mtpjax.console import narrow_table
 from mtpjax.data.packing import held_out_prompts
 from mtpjax.evaluation.plots import plot_quickstart
-from mtpjax.evaluation.round_costs import Costs, chain
-from mtpjax.evaluation.timing import Worker
+from mtpjax.evaluation.round_costs import RoundCosts, chain_shape
+from mtpjax.evaluation.timing_worker import TimingWorker
 from mtpjax.host import num_threads
 from mtpjax.training.config import TrainConfig
 from mtpjax.training.decoding_eval import is_looping
@@ -24,7 +24,7 @@ PROMPT_TOKENS, NEW_TOKENS, CAPACITY = 64, 128, 256
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
+class DecoderSetting:
     """One way to run the decoder.
 
     Attributes:
@@ -39,7 +39,7 @@ class Setting:
 
 
 @dataclasses.dataclass(frozen=True)
-class DepthRow:
+class DepthResult:
     """Results of one draft depth.
 
     Attributes:
@@ -54,7 +54,7 @@ class DepthRow:
     """
 
     num_steps: int
-    setting: Setting
+    setting: DecoderSetting
     accept_length: float
     survival: list[float]
     tokens_per_second: float
@@ -74,10 +74,18 @@ def run(config: TrainConfig, *, depths: tuple[int, ...] = (1, 2, 3), rounds: int
 
     Returns:
         The exit code: 4 if any speculative text differs from the plain one, else 0.
+
+    Raises:
+        ValueError: `rounds` is below 2.
     """
+    # The first round finds the fastest plain setting; the others measure the costs in its process.
+    if rounds < 2:
+        raise ValueError(f"rounds must be at least 2, not {rounds}")
     # 1. Train, with as many levels in the panel as decoding will use.
     console = rich.console.Console()
-    console.print(f"[bold]1[/] training '{config.preset}' on the standard library of this Python, {_budget(config)}")
+    console.print(
+        f"[bold]1[/] training '{config.preset}' on the standard library of this Python, {_training_length(config)}"
+    )
     trained = train(config, panel_depths=max(depths), overwrite=True)
     print_panel(console, trained.panel)
 
@@ -86,15 +94,15 @@ def run(config: TrainConfig, *, depths: tuple[int, ...] = (1, 2, 3), rounds: int
     # speed-up is over the best baseline. Only one of the depths also runs on all threads.
     console.print("\n[bold]2[/] decoding held-out prompts, plain and speculative, in processes of 1 and of all threads")
     threads = (1, 0) if num_threads() > 1 else (1,)
-    settings = [Setting(0, thread, 1) for thread in threads] + [Setting(0, 1, 2)]
-    settings += [Setting(depth, 1, 1) for depth in depths] + [
-        Setting(min(2, max(depths)), thread, 1) for thread in threads[1:]
+    settings = [DecoderSetting(0, thread, 1) for thread in threads] + [DecoderSetting(0, 1, 2)]
+    settings += [DecoderSetting(depth, 1, 1) for depth in depths] + [
+        DecoderSetting(min(2, max(depths)), thread, 1) for thread in threads[1:]
     ]
     with contextlib.ExitStack() as stack:
-        workers = {thread: stack.enter_context(Worker(trained.path, threads=thread)) for thread in threads}
+        workers = {thread: stack.enter_context(TimingWorker(trained.path, threads=thread)) for thread in threads}
         with console.status("compiling each setting"):
             prompts = _find_prompts(workers, settings, trained, num_prompts)
-        seconds, answers, costs = _measure(console, workers, settings, prompts, rounds, depths)
+        seconds, answers, costs = _measure_settings(console, workers, settings, prompts, rounds, depths)
         # Greedy speculation must give token for token the text of plain decoding, in every setting.
         identical = all(
             [row["tokens"] for row in answers[setting]] == [row["tokens"] for row in answers[settings[0]]]
@@ -102,7 +110,7 @@ def run(config: TrainConfig, *, depths: tuple[int, ...] = (1, 2, 3), rounds: int
         )
     # 3. Compare each depth with the fastest plain setting.
     plain = _best_plain(seconds)
-    rows = [_depth_row(depth, plain, settings, seconds, answers, costs) for depth in depths]
+    rows = [_depth_result(depth, plain, settings, seconds, answers, costs) for depth in depths]
     best = max(rows, key=lambda row: row.ratio)
     _print_result(console, plain, seconds[plain], rows, best, identical=identical)
 
@@ -114,7 +122,7 @@ def run(config: TrainConfig, *, depths: tuple[int, ...] = (1, 2, 3), rounds: int
     return 0 if identical else 4
 
 
-def _budget(config: TrainConfig) -> str:
+def _training_length(config: TrainConfig) -> str:
     return f"{config.seconds:.0f} s" if np.isfinite(config.seconds) else f"{config.steps} steps"
 
 
@@ -129,21 +137,21 @@ def _find_prompts(workers, settings, trained: TrainResult, count: int) -> list[l
     )
     # Send one prompt per setting to all workers before reading answers, so that they compile side by side.
     for setting in settings:
-        _ask(workers, setting, candidates[:1])
+        _send_prompts(workers, setting, candidates[:1])
     for setting in settings:
-        workers[setting.threads].answer()
+        workers[setting.threads].receive()
     # Drafting is easy on looping text, which would inflate the speed-up.
-    _ask(workers, settings[0], candidates)
+    _send_prompts(workers, settings[0], candidates)
     rows = workers[settings[0].threads].answer()["rows"]
     lively = [prompt for prompt, row in zip(candidates, rows, strict=True) if not is_looping(row["tokens"])]
     return (lively or candidates)[:count]
 
 
-def _ask(workers: dict[int, Worker], setting: Setting, prompts: list[list[int]]) -> None:
+def _send_prompts(workers: dict[int, TimingWorker], setting: DecoderSetting, prompts: list[list[int]]) -> None:
     """Sends a decoding request to the setting's worker without waiting for the answer."""
-    workers[setting.threads].ask(
+    workers[setting.threads].send(
         {
-            "do": "decode",
+            "method": "decode",
             "prompts": prompts,
             "max_new_tokens": NEW_TOKENS,
             "num_steps": setting.num_steps,
@@ -152,13 +160,13 @@ def _ask(workers: dict[int, Worker], setting: Setting, prompts: list[list[int]])
     )
 
 
-def _measure(
-    console, workers: dict[int, Worker], settings, prompts, rounds: int, depths: tuple[int, ...]
-) -> tuple[dict[Setting, np.ndarray], dict[Setting, Any], Costs]:
+def _measure_settings(
+    console, workers: dict[int, TimingWorker], settings, prompts, rounds: int, depths: tuple[int, ...]
+) -> tuple[dict[DecoderSetting, np.ndarray], dict[DecoderSetting, Any], RoundCosts]:
     """Returns the seconds `[rounds, prompts]` and texts of every setting, and the costs of a round's parts."""
     # All settings take turns within each round, in alternating order, so that a machine that gets slower or faster
     # affects them alike.
-    seconds: dict[Setting, list] = {setting: [] for setting in settings}
+    seconds: dict[DecoderSetting, list] = {setting: [] for setting in settings}
     answers, costs, plain = {}, None, settings[0]
     with console.status("measuring") as status:
         for number in range(rounds):
@@ -166,30 +174,30 @@ def _measure(
                 f"measuring: round {number + 1} of {rounds}, {len(prompts)} prompts x {len(settings)} settings"
             )
             for setting in settings if number % 2 == 0 else reversed(settings):
-                _ask(workers, setting, prompts)
-                answer = workers[setting.threads].answer()
+                _send_prompts(workers, setting, prompts)
+                answer = workers[setting.threads].receive()
                 seconds[setting].append(answer["seconds"])
                 answers[setting] = answer["rows"]
                 # Costs come from the process in which plain decoding is fastest, which is known after the first round.
                 if number:
                     costs = _measure_costs(workers[plain.threads], depths)
             plain = _best_plain(seconds)
-    assert costs is not None, "rounds must be at least 2"
+    assert costs is not None  # `run` rejects fewer than 2 rounds
     return {setting: np.array(times) for setting, times in seconds.items()}, answers, costs
 
 
-def _best_plain(seconds: dict[Setting, Any]) -> Setting:
+def _best_plain(seconds: dict[DecoderSetting, Any]) -> DecoderSetting:
     """Returns the plain setting with the smallest median time per round."""
     plain = (setting for setting in seconds if not setting.num_steps)
     return min(plain, key=lambda setting: np.median(np.sum(seconds[setting], axis=1)))
 
 
-def _measure_costs(worker: Worker, depths: tuple[int, ...]) -> Costs:
-    answer = worker.call(do="costs", num_steps=depths, context=PROMPT_TOKENS + NEW_TOKENS // 2, capacity=CAPACITY)
-    return Costs.from_json(answer)
+def _measure_costs(worker: TimingWorker, depths: tuple[int, ...]) -> RoundCosts:
+    answer = worker.call(method="costs", num_steps=depths, context=PROMPT_TOKENS + NEW_TOKENS // 2, capacity=CAPACITY)
+    return RoundCosts.from_json(answer)
 
 
-def _depth_row(depth: int, plain: Setting, settings, seconds, answers, costs: Costs) -> DepthRow:
+def _depth_result(depth: int, plain: DecoderSetting, settings, seconds, answers, costs: RoundCosts) -> DepthResult:
     # The fastest setting of this depth.
     own = [setting for setting in settings if setting.num_steps == depth]
     setting = min(own, key=lambda setting: np.median(seconds[setting].sum(1)))
@@ -205,7 +213,7 @@ def _depth_row(depth: int, plain: Setting, settings, seconds, answers, costs: Co
     medians = np.median(pairs[:, drawn], axis=(0, 2))
     # The first token of a text comes from prefill, not from a round.
     tokens = sum(len(row["tokens"]) - 1 for row in rows)
-    return DepthRow(
+    return DepthResult(
         num_steps=depth,
         setting=setting,
         accept_length=accept_length,
@@ -213,15 +221,15 @@ def _depth_row(depth: int, plain: Setting, settings, seconds, answers, costs: Co
         tokens_per_second=tokens / float(np.median(seconds[setting].sum(1))),
         ratio=float(np.median(pairs)),
         interval=(float(np.quantile(medians, 0.025)), float(np.quantile(medians, 0.975))),
-        ideal=costs.ideal_ratio(accept_length, chain(depth)),
+        ideal=costs.ideal_ratio(accept_length, chain_shape(depth)),
     )
 
 
 def _print_result(
-    console, plain: Setting, plain_seconds, rows: list[DepthRow], best: DepthRow, *, identical: bool
+    console, plain: DecoderSetting, plain_seconds, rows: list[DepthResult], best: DepthResult, *, identical: bool
 ) -> None:
     # The first row is the plain baseline, with ratio 1; then one row per depth.
-    def threads(setting: Setting) -> str:
+    def threads(setting: DecoderSetting) -> str:
         return "1" if setting.threads == 1 else "all"
 
     table = narrow_table("greedy decoding at batch 1 of held-out prompts that do not loop")

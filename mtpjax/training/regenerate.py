@@ -18,22 +18,22 @@ from typing import Any
 
 import numpy as np
 
-from mtpjax.data.jsonl import UnusableError, read_parts
-from mtpjax.data.prompts import room_for_prompts
+from mtpjax.data.jsonl import SkippedRecordError, read_raw_records
+from mtpjax.data.prompts import max_prompt_length
 from mtpjax.data.regeneration_output import Tally, open_output
-from mtpjax.data.regeneration_tasks import Kind, Task, find_kind, make_task
+from mtpjax.data.regeneration_tasks import RecordKind, Task, detect_record_kind, make_task
 from mtpjax.data.tokenizer import Tokenizer, TokenizerError
 from mtpjax.decoding.config import DecodeConfig, SamplingParams
 from mtpjax.decoding.generate import speculative_generate
 from mtpjax.models.model import MTPModel
 
 # Raised when equal settings would give another output: an output of another version is not continued.
-VERSION = 1
+OUTPUT_VERSION = 1
 BATCHES_PER_WINDOW = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Request:
+class RegenerationRequest:
     """The records to answer, and the settings.
 
     Args:
@@ -56,7 +56,7 @@ class Request:
     prompt_tokens: int | None = None
     batch_size: int = 8
     seed: int = 0
-    kind: Kind = dataclasses.field(init=False)
+    kind: RecordKind = dataclasses.field(init=False)
 
     def __post_init__(self):
         # Ranges of single values.
@@ -67,7 +67,7 @@ class Request:
         if self.config.depth_policy != "fixed":
             raise ValueError("depth_policy must be 'fixed': an adaptive depth makes texts depend on other records")
         # The first record decides what the files contain.
-        object.__setattr__(self, "kind", find_kind(self.paths))
+        object.__setattr__(self, "kind", detect_record_kind(self.paths))
         if self.chat and self.kind == "documents":
             raise ValueError("documents are not messages: chat needs prompts in JSONL")
         if self.prompt_tokens is not None and self.output_kind == "chat":
@@ -82,11 +82,11 @@ class Request:
         """Returns everything that determines the output, except the model and its tokenizer."""
         # Paths relative to their common folder, so that a moved data set still matches.
         root = os.path.commonpath([path.parent for path in self.paths])
-        files = [(os.path.relpath(path, root), _digest(path)) for path in self.paths]
+        files = [(os.path.relpath(path, root), _sha256(path)) for path in self.paths]
         data = hashlib.sha256(json.dumps(files).encode()).hexdigest()
         settings = {name: getattr(self, name) for name in ("chat", "prompt_tokens", "batch_size", "seed")}
         return (
-            {"version": VERSION, "data": data}
+            {"version": OUTPUT_VERSION, "data": data}
             | settings
             | dataclasses.asdict(self.config)
             | {name: value for name, value in dataclasses.asdict(self.sampling).items() if name != "seed"}
@@ -95,7 +95,7 @@ class Request:
 
 def regenerate(
     params: dict,
-    request: Request,
+    request: RegenerationRequest,
     path,
     *,
     model: MTPModel,
@@ -124,9 +124,9 @@ def regenerate(
     """
     # A prompt must leave room for its answer.
     most = request.config.max_length or model.config.max_position_embeddings
-    room = room_for_prompts(most, request.config.max_new_tokens)
+    max_prompt_tokens = max_prompt_length(most, request.config.max_new_tokens)
     size = max(sum(path.stat().st_size for path in request.paths), 1)
-    records = enumerate(read_parts(request.paths, by_line=request.kind != "documents"))
+    records = enumerate(read_raw_records(request.paths, by_line=request.kind != "documents"))
     settings = {"model": model_digest, "tokenizer": tokenizer.digest, **request.describe()}
     with open_output(path, settings, request.output_kind) as output:
         tally, done = output.tally, 0
@@ -135,9 +135,9 @@ def regenerate(
             done += sum(len(content) for _, (_, content) in window)
             if window[0][0] >= tally.read:
                 begin = time.perf_counter()
-                tasks = _read(window, request, tokenizer, room, tally)
-                _answer(params, tasks, request, model, tally)
-                written = _written(tasks, tally)
+                tasks = _make_tasks(window, request, tokenizer, max_prompt_tokens, tally)
+                _answer_tasks(params, tasks, request, model, tally)
+                written = _finished_records(tasks, tally)
                 tally.seconds += time.perf_counter() - begin
                 output.append(written)
                 progress(tally, min(done / size, 1.0))
@@ -146,7 +146,7 @@ def regenerate(
     return tally
 
 
-def record_seed(seed: int, number: int, turn: int) -> int:
+def answer_seed(seed: int, number: int, turn: int) -> int:
     """Returns the sampling seed of one answer.
 
     Args:
@@ -160,22 +160,27 @@ def record_seed(seed: int, number: int, turn: int) -> int:
     return int(np.random.SeedSequence([seed, number, turn]).generate_state(1, np.uint64)[0])
 
 
-def _read(window, request: Request, tokenizer: Tokenizer, room: int, tally: Tally) -> list[tuple[int, Task]]:
+def _make_tasks(
+    window, request: RegenerationRequest, tokenizer: Tokenizer, max_prompt_tokens: int, tally: Tally
+) -> list[tuple[int, Task]]:
     """Returns the usable records of a window with their numbers, and counts the others."""
-    settings = {"kind": request.kind, "room": room, "chat": request.chat, "prompt_tokens": request.prompt_tokens}
+    settings = {"kind": request.kind, "chat": request.chat, "prompt_tokens": request.prompt_tokens}
+    settings |= {"max_prompt_tokens": max_prompt_tokens}
     tasks = []
     for number, (place, content) in window:
         tally.read += 1
         try:
             tasks.append((number, make_task(content, tokenizer, **settings)))
-        except UnusableError as problem:
+        except SkippedRecordError as problem:
             tally.skipped[problem.reason] += 1
         except TokenizerError as error:
             raise TokenizerError(f"{place}: {error}") from error
     return tasks
 
 
-def _answer(params, tasks: list[tuple[int, Task]], request: Request, model: MTPModel, tally: Tally) -> None:
+def _answer_tasks(
+    params, tasks: list[tuple[int, Task]], request: RegenerationRequest, model: MTPModel, tally: Tally
+) -> None:
     """Answers the tasks of a window, turn by turn."""
     config, stops = request.config, request.config.stop_token_ids
     while waiting := [(number, task, task.prompt) for number, task in tasks if task.prompt is not None]:
@@ -187,34 +192,34 @@ def _answer(params, tasks: list[tuple[int, Task]], request: Request, model: MTPM
             # copy ends in the same round as its original and costs no extra round.
             count, size = len(group), min(1 << (len(group) - 1).bit_length(), request.batch_size)
             rows = group + group[-1:] * (size - count)
-            seeds = [record_seed(request.seed, number, len(task.finish_reasons)) for number, task, _ in rows]
+            seeds = [answer_seed(request.seed, number, len(task.finish_reasons)) for number, task, _ in rows]
             sampling = dataclasses.replace(request.sampling, seed=seeds)
             prompts = [prompt for _, _, prompt in rows]
             result = speculative_generate(params, prompts, model=model, config=config, sampling=sampling)
             # Give each task its answer without the stop token. The next turn's prompt depends on it.
             for (_, task, _), tokens, reason in zip(group, result.rows(), result.finish_reasons, strict=False):
                 ends = tokens[-1:] if reason == "stop" and tokens[-1] in stops else []
-                tally.changed += not task.take(tokens[: len(tokens) - len(ends)], reason)
+                tally.changed += not task.add_answer(tokens[: len(tokens) - len(ends)], reason)
                 tally.finished[reason] += 1
             tally.tokens += int(result.lengths[:count].sum())
             tally.steps += int(result.stats.steps[:count].sum())
             tally.accepted += int(result.stats.accepted[:count].sum())
 
 
-def _written(tasks: list[tuple[int, Task]], tally: Tally) -> list[dict[str, Any]]:
+def _finished_records(tasks: list[tuple[int, Task]], tally: Tally) -> list[dict[str, Any]]:
     """Returns the finished records, and counts those that training could not read."""
     records = []
     for _, task in tasks:
         try:
             records.append(task.record())
-        except UnusableError as problem:
+        except SkippedRecordError as problem:
             tally.skipped[problem.reason] += 1
             continue
         tally.regenerated += 1
-        tally.cut += task.is_cut
+        tally.cut += task.is_truncated
     return records
 
 
-def _digest(path: pathlib.Path) -> str:
+def _sha256(path: pathlib.Path) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -30,14 +30,14 @@ import numpy as np
 from mtpjax.atomic import write_text
 from mtpjax.errors import CheckpointError, UsageError
 from mtpjax.io import checkpoint
-from mtpjax.training.log import METRICS, PROFILE
-from mtpjax.training.trackers import TENSORBOARD, WANDB_ID
+from mtpjax.training.log import METRICS_FILE, PROFILE_FOLDER
+from mtpjax.training.trackers import TENSORBOARD_FOLDER, WANDB_ID_FILE
 
-SETTINGS, STATES, LOCK = "run.json", "states", ".lock"
+SETTINGS_FILE, STATES_FOLDER, LOCK_FILE = "run.json", "states", ".lock"
 # Settings that may differ when a run resumes, because they do not change an update. Accumulation, remat and mesh are
 # not among them: they change its rounding.
-FREE_SETTINGS = ("output", "log_every", "save_every", "keep_states", "most_bad_steps", "panel_prompts")
-FREE_SETTINGS += ("tensorboard", "wandb", "profile_start", "profile_steps")
+CHANGEABLE_SETTINGS = ("output", "log_every", "save_every", "keep_states", "most_bad_steps", "panel_prompts")
+CHANGEABLE_SETTINGS += ("tensorboard", "wandb", "profile_start", "profile_steps")
 log = logging.getLogger("mtpjax.train")
 Tree = TypeVar("Tree")
 
@@ -47,12 +47,12 @@ class RunError(UsageError):
 
 
 @contextlib.contextmanager
-def locked(folder, *, waits: bool = False) -> Iterator[pathlib.Path]:
+def lock_folder(folder, *, wait: bool = False) -> Iterator[pathlib.Path]:
     """Makes a folder and locks it for this process.
 
     Args:
         folder: the folder.
-        waits: wait for another process that holds the lock, instead of failing.
+        wait: wait for another process that holds the lock, instead of failing.
 
     Yields:
         The folder.
@@ -63,13 +63,13 @@ def locked(folder, *, waits: bool = False) -> Iterator[pathlib.Path]:
     # The kernel releases this kind of lock when its process ends, also after a kill, so locks never go stale.
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open("a+") as file:
+    with (folder / LOCK_FILE).open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             file.seek(0)
             problem = f"{folder} is being written to by {file.read().strip() or 'another process'}"
-            if not waits:
+            if not wait:
                 raise RunError(problem) from None
             log.warning("%s: waiting", problem)
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -83,6 +83,8 @@ def locked(folder, *, waits: bool = False) -> Iterator[pathlib.Path]:
 def begin(folder: pathlib.Path, settings: Mapping[str, Any], fingerprint: str, *, overwrite: bool) -> None:
     """Starts a new run in a folder: removes the files of an old run, and writes `run.json`.
 
+    If the process ends in between, the folder holds no run, and resuming is rejected.
+
     Args:
         folder: the run folder, locked.
         settings: the settings, as JSON can hold them.
@@ -92,17 +94,21 @@ def begin(folder: pathlib.Path, settings: Mapping[str, Any], fingerprint: str, *
     Raises:
         RunError: the folder holds a run, and `overwrite` is not set.
     """
-    if (folder / SETTINGS).exists() and not overwrite:
+    if (folder / SETTINGS_FILE).exists() and not overwrite:
         raise RunError(f"{folder} holds a run: continue it (resume), replace it (overwrite) or choose another output")
-    # States of an old run must not be resumed under the new settings.
-    for name in (STATES, TENSORBOARD, PROFILE):
+    # Neither old states under new settings nor old settings without their states may be resumed. So remove the settings
+    # first and write the new ones last: in between there is no run to resume.
+    (folder / SETTINGS_FILE).unlink(missing_ok=True)
+    for name in (STATES_FOLDER, TENSORBOARD_FOLDER, PROFILE_FOLDER):
         shutil.rmtree(folder / name, ignore_errors=True)
-    for name in (METRICS, WANDB_ID):
+    for name in (METRICS_FILE, WANDB_ID_FILE):
         (folder / name).unlink(missing_ok=True)
-    write_text(folder / SETTINGS, json.dumps({"settings": dict(settings), "fingerprint": fingerprint}, indent=1) + "\n")
+    write_text(
+        folder / SETTINGS_FILE, json.dumps({"settings": dict(settings), "fingerprint": fingerprint}, indent=1) + "\n"
+    )
 
 
-def check_same(
+def check_settings(
     folder: pathlib.Path, settings: Mapping[str, Any], fingerprint: str, allowed_changes: Sequence[str] = ()
 ) -> None:
     """Checks that a run resumes with the settings and data it was started with.
@@ -111,20 +117,20 @@ def check_same(
         folder: the run folder.
         settings: the settings now.
         fingerprint: digest of the data now.
-        allowed_changes: settings that may differ, in addition to `FREE_SETTINGS`; "data" allows other data.
+        allowed_changes: settings that may differ, in addition to `CHANGEABLE_SETTINGS`; "data" allows other data.
 
     Raises:
         RunError: there is no run, it is damaged, or something else differs; the message names both values.
     """
     try:
-        stored = json.loads((folder / SETTINGS).read_bytes())
+        stored = json.loads((folder / SETTINGS_FILE).read_bytes())
         before, data_before = dict(stored["settings"]), stored["fingerprint"]
     except FileNotFoundError:
-        raise RunError(f"{folder} holds no run to resume: {SETTINGS} is missing") from None
+        raise RunError(f"{folder} holds no run to resume: {SETTINGS_FILE} is missing") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{folder / SETTINGS} is damaged: {error}") from error
+        raise RunError(f"{folder / SETTINGS_FILE} is damaged: {error}") from error
     # Compare as JSON, in which tuples are lists. A setting that one side lacks counts as None.
-    free = {*FREE_SETTINGS, *allowed_changes}
+    free = {*CHANGEABLE_SETTINGS, *allowed_changes}
     now = json.loads(json.dumps(dict(settings)))
     changed = [
         f"{name} was {before.get(name)!r}, is {now.get(name)!r}"
@@ -152,7 +158,7 @@ def save_state(folder: pathlib.Path, state: Any, *, step: int, keep: int, metada
         continue.
     """
     leaves = {f"{number:06d}": leaf for number, leaf in enumerate(jax.tree.leaves(state))}
-    path = folder / STATES / f"{step:08d}"
+    path = folder / STATES_FOLDER / f"{step:08d}"
     # After resuming from an older state, a damaged state of this step may still be there.
     if not checkpoint.is_checkpoint(path):
         shutil.rmtree(path, ignore_errors=True)
@@ -162,7 +168,7 @@ def save_state(folder: pathlib.Path, state: Any, *, step: int, keep: int, metada
         log.error("the state after step %d could not be saved; the run continues without it: %s", step, error)
         return False
     # Only now remove old states, and hidden leftovers of a killed process; the lock makes sure no other process writes.
-    for old in [*_states(folder)[keep:], *(folder / STATES).glob(".*")]:
+    for old in [*_state_folders(folder)[keep:], *(folder / STATES_FOLDER).glob(".*")]:
         shutil.rmtree(old, ignore_errors=True)
     return True
 
@@ -180,7 +186,7 @@ def restore_state(folder: pathlib.Path, like: Tree) -> tuple[Tree, dict[str, Any
     Raises:
         RunError: a complete state has other arrays than `like`.
     """
-    for path in _states(folder):
+    for path in _state_folders(folder):
         try:
             config, leaves, metadata = checkpoint.restore(path)
         except CheckpointError as error:
@@ -199,30 +205,30 @@ def restore_state(folder: pathlib.Path, like: Tree) -> tuple[Tree, dict[str, Any
 
 
 @contextlib.contextmanager
-def ending_signals() -> Iterator[Callable[[], bool]]:
+def catch_stop_signals() -> Iterator[Callable[[], bool]]:
     """Catches SIGTERM and SIGUSR1, with which schedulers announce the end of a job.
 
     Yields:
         A function that returns whether a signal has arrived. Outside the main thread, where Python cannot install
         handlers, it always returns False.
     """
-    came: list[int] = []
+    received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
     # The handler only takes note: the training loop saves its state between two updates.
     signals = (signal.SIGTERM, signal.SIGUSR1)
-    before = [signal.signal(which, lambda number, frame: came.append(number)) for which in signals]
+    before = [signal.signal(which, lambda number, frame: received.append(number)) for which in signals]
     try:
-        yield lambda: bool(came)
+        yield lambda: bool(received)
     finally:
         for which, handler in zip(signals, before, strict=True):
             signal.signal(which, handler)
 
 
-def _states(folder: pathlib.Path) -> list[pathlib.Path]:
+def _state_folders(folder: pathlib.Path) -> list[pathlib.Path]:
     """Lists the folders of saved states, newest first. Incomplete ones have hidden names and are not listed."""
-    return sorted((path for path in (folder / STATES).glob("[0-9]*") if path.is_dir()), reverse=True)
+    return sorted((path for path in (folder / STATES_FOLDER).glob("[0-9]*") if path.is_dir()), reverse=True)
 
 
 def _describe_tree(tree: Any) -> list[list[Any]]:

@@ -12,10 +12,11 @@ import optax.contrib
 from jax.sharding import Mesh
 
 from mtpjax.data.packing import Batch
-from mtpjax.models.model import MTPModel, is_of_modules
+from mtpjax.models.model import MTPModel
+from mtpjax.models.params import is_of_modules
 from mtpjax.training.config import Objective, TrainConfig
-from mtpjax.training.data_parallel import over_mesh
-from mtpjax.training.gradients import gradients_of_rows, trained
+from mtpjax.training.data_parallel import sharded_loss_and_gradients
+from mtpjax.training.gradients import loss_and_gradients, trainable_params
 from mtpjax.training.losses import all_targets, batch_totals
 
 
@@ -33,7 +34,7 @@ class TrainState(flax.struct.PyTreeNode):
     step: jax.Array
 
 
-def first_state(params: dict, optimizer: optax.GradientTransformation, trains: str = "all") -> TrainState:
+def init_train_state(params: dict, optimizer: optax.GradientTransformation, trains: str = "all") -> TrainState:
     """Makes the state before the first update.
 
     Args:
@@ -44,7 +45,7 @@ def first_state(params: dict, optimizer: optax.GradientTransformation, trains: s
     Returns:
         The state.
     """
-    return TrainState(params, optimizer.init(trained(params, trains)), jnp.zeros((), jnp.int32))
+    return TrainState(params, optimizer.init(trainable_params(params, trains)), jnp.zeros((), jnp.int32))
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
@@ -57,7 +58,7 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
         config: optimizer, weight decay and clipping.
 
     Returns:
-        The optimiser, for the parameters that `mtpjax.training.gradients.trained` selects.
+        The optimiser, for the parameters that `mtpjax.training.gradients.trainable_params` selects.
     """
     core = optax.adam(1.0, b2=0.95)
     if config.optimizer == "muon":
@@ -133,7 +134,7 @@ def train_step(
         learning_rate: `[]`.
         mtp_scale: `[]` lambda, the weight of the draft losses.
         progress: `[]` fraction of the run that is done, 0..1, for the objective's warm-up.
-        states: `[B, T, D]` cached hidden states of a frozen trunk, as `mtpjax.models.model.trunk_states` computes them;
+        states: `[B, T, D]` cached hidden states of a frozen trunk (`mtpjax.models.forward.trunk_states`);
             None: the trunk runs.
         model: the model, with stacked layers.
         optimizer: from `make_optimizer`.
@@ -160,8 +161,8 @@ def train_step(
     _, is_valid = all_targets(rows[0], rows[1], rows[2], num_depths)
     totals = batch_totals(is_valid, jnp.zeros(num_depths))
     # Loss and gradients, on a mesh summed over devices.
-    of_rows = functools.partial(
-        gradients_of_rows,
+    compute_gradients = functools.partial(
+        loss_and_gradients,
         model=model,
         num_depths=num_depths,
         attention_layout=attention_layout,
@@ -170,13 +171,13 @@ def train_step(
         accumulation=accumulation,
     )
     if mesh is not None:
-        of_rows = over_mesh(of_rows, mesh, trains=trains)
-    (loss, losses), gradients = of_rows(state.params, rows, totals, mtp_scale, progress)
+        compute_gradients = sharded_loss_and_gradients(compute_gradients, mesh, trains=trains)
+    (loss, losses), gradients = compute_gradients(state.params, rows, totals, mtp_scale, progress)
     # The optimiser sees trained parameters only. Its update is at learning rate 1 and is scaled here.
-    changing = trained(state.params, trains)
+    trainable = trainable_params(state.params, trains)
     norm = optax.tree.norm(gradients)
-    updates, new_optimizer = optimizer.update(gradients, state.optimizer, changing)
-    new: Any = optax.apply_updates(changing, jax.tree.map(lambda update: learning_rate * update, updates))
+    updates, new_optimizer = optimizer.update(gradients, state.optimizer, trainable)
+    new: Any = optax.apply_updates(trainable, jax.tree.map(lambda update: learning_rate * update, updates))
     # A non-finite loss or gradient would destroy parameters and moments: keep the old ones, and only count the step.
     is_finite = jnp.isfinite(norm) & jnp.isfinite(loss)
     new = TrainState({**state.params, **new}, new_optimizer, state.step)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from mtpjax.atomic import write_text
 from mtpjax.training.config import TrainConfig
 
-TENSORBOARD, WANDB_ID = "tensorboard", "wandb-id"
+TENSORBOARD_FOLDER, WANDB_ID_FILE = "tensorboard", "wandb-id"
 log = logging.getLogger("mtpjax.train")
 
 
@@ -96,7 +96,7 @@ class Wandb:
         import wandb
 
         # A resumed run continues under its stored id. Weights & Biases ignores steps that it already has.
-        file = folder / WANDB_ID
+        file = folder / WANDB_ID_FILE
         known = file.read_text().strip() if file.exists() else None
         self.run = wandb.init(
             project=project, name=folder.name, dir=str(folder), id=known, resume="allow", config=dict(settings)
@@ -124,7 +124,7 @@ def require_trackers(config: TrainConfig) -> None:
 
 
 @contextlib.contextmanager
-def tracking(
+def open_trackers(
     folder: pathlib.Path, step: int, config: TrainConfig, settings: Mapping[str, Any]
 ) -> Iterator[Callable[[Mapping[str, Any]], None]]:
     """Opens the trackers of a run. A tracker that fails is logged once and disabled.
@@ -141,7 +141,7 @@ def tracking(
     # Makers rather than trackers: making one can fail, too, for example without a network.
     makers: dict[str, Callable[[], Tracker]] = {}
     if config.tensorboard:
-        makers["TensorBoard"] = lambda: TensorBoard(folder / TENSORBOARD, step)
+        makers["TensorBoard"] = lambda: TensorBoard(folder / TENSORBOARD_FOLDER, step)
     if config.wandb is not None:
         makers["Weights & Biases"] = lambda: Wandb(folder, str(config.wandb), settings)
     trackers: dict[str, Tracker] = {}

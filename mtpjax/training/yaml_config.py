@@ -13,7 +13,7 @@ import yaml
 from mtpjax.training.config import TrainConfig
 
 
-def read_config(path=None, overrides: Sequence[str] = ()) -> TrainConfig:
+def read_train_config(path=None, overrides: Sequence[str] = ()) -> TrainConfig:
     """Reads settings from a YAML file, then applies `key=value` pairs over them.
 
     Args:
@@ -31,8 +31,8 @@ def read_config(path=None, overrides: Sequence[str] = ()) -> TrainConfig:
     parser.add_class_arguments(TrainConfig)
     known = list(parser.get_defaults().keys())
     # Check the keys of both first, so that the message for an unknown key can name the nearest one.
-    values = {} if path is None else _read(path)
-    for key in _keys(values):
+    values = {} if path is None else _read_yaml(path)
+    for key in _dotted_keys(values):
         _check_key(key, known)
     for pair in overrides:
         key, found, _ = pair.partition("=")
@@ -48,11 +48,11 @@ def read_config(path=None, overrides: Sequence[str] = ()) -> TrainConfig:
 
 
 def to_yaml(config: TrainConfig) -> str:
-    """Formats all settings as YAML that `read_config` reads."""
+    """Formats all settings as YAML that `read_train_config` reads."""
     return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
 
 
-def _read(path) -> dict[str, Any]:
+def _read_yaml(path) -> dict[str, Any]:
     """Reads a YAML mapping; an empty file gives no settings."""
     try:
         values = yaml.safe_load(pathlib.Path(path).read_text())
@@ -63,13 +63,13 @@ def _read(path) -> dict[str, Any]:
     return values or {}
 
 
-def _keys(values: dict[str, Any], place: str = "") -> Iterator[str]:
+def _dotted_keys(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
     """Yields the dotted keys of nested dicts."""
     for key, value in values.items():
         if isinstance(value, dict) and value:
-            yield from _keys(value, f"{place}{key}.")
+            yield from _dotted_keys(value, f"{prefix}{key}.")
         else:
-            yield f"{place}{key}"
+            yield f"{prefix}{key}"
 
 
 def _check_key(key: str, known: list[str]) -> None:

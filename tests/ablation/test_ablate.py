@@ -18,22 +18,22 @@ from mtpjax import generate
 from mtpjax.ablation import bench as bench_module
 from mtpjax.ablation import run
 from mtpjax.ablation.bench import Bench, Workload, find_workload, paired_ratio
-from mtpjax.ablation.grid import Cell, Settings, plan
-from mtpjax.ablation.report import advise, cell_of, print_cells, recommendation, to_csv
+from mtpjax.ablation.grid import Cell, Settings, list_cells
+from mtpjax.ablation.report import advise, cell_of, format_recommendation, print_cells, to_csv
 from mtpjax.ablation.run import fingerprint
 from mtpjax.cli.main import main
 from mtpjax.data.jsonl_writer import JsonlWriter
 from mtpjax.data.packing import read_documents, split_held_out
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.evaluation.plots import plot_heatmap, plot_pareto
-from mtpjax.evaluation.round_costs import PLAIN, Costs
+from mtpjax.evaluation.round_costs import PLAIN_STEP, RoundCosts
 from mtpjax.io.checkpoint import save_model
 from mtpjax.training.decoding_eval import is_looping
 from tests.helpers import training_runs
 
 SETTINGS = Settings(depths=(1, 2), topk=(1,), temperatures=(0.0,), batch_sizes=(1, 2), max_new_tokens=12, repeats=2)
 WORKLOAD = Workload([[1, 2, 3], [4, 5], [6, 7, 8]], "three prompts")
-ABOUT = {"model": "m", "device": "d", "processor": "p", "jax": "j"}
+ENVIRONMENT = {"model": "m", "device": "d", "processor": "p", "jax": "j"}
 
 
 def row(ratio, spread=0.05, *, batch_size=1, temperature=0.0, num_steps=1, topk=1, lossless="identical", rule="greedy"):
@@ -64,7 +64,7 @@ def test_the_grid_leaves_out_what_is_impossible_with_its_reason(small):
         depths=(1, 2), topk=(1, 2), num_draft_tokens=(0, 4), rules=("greedy", "block", "recursive"), batch_sizes=(1,)
     )
     model, _ = small("grouped", "right")
-    cells, reasons = plan(settings, model=model)
+    cells, reasons = list_cells(settings, model=model)
     shapes = {(cell.num_steps, cell.topk, cell.num_nodes) for cell in cells}
     assert shapes == {(1, 1, 2), (2, 1, 3), (1, 2, 3), (2, 2, 7), (2, 2, 4)}
     assert {(cell.acceptance, cell.temperature, cell.topk) for cell in cells} == {
@@ -89,7 +89,7 @@ def test_auto_is_the_default_rule_and_exact_is_all_that_fit(small):
 
     def rules(*names):
         settings = Settings(depths=(2,), topk=(1, 2), rules=names, batch_sizes=(1,))
-        cells, _ = plan(settings, model=model)
+        cells, _ = list_cells(settings, model=model)
         assert len(cells) == len(set(cells))
         return {(cell.topk, cell.temperature, cell.acceptance) for cell in cells}
 
@@ -103,11 +103,11 @@ def test_auto_is_the_default_rule_and_exact_is_all_that_fit(small):
 
 def test_a_model_that_cannot_draft_trees_has_chains_only(small):
     model, _ = small("grouped", "right", num_mtp_modules=2)
-    cells, reasons = plan(Settings(), model=model)
+    cells, reasons = list_cells(Settings(), model=model)
     assert {cell.topk for cell in cells} == {1} and any("need exactly one MTP module" in reason for reason in reasons)
     without = dataclasses.replace(model, config=dataclasses.replace(model.config, num_mtp_modules=0))
     with pytest.raises(ValueError, match="no MTP module"):
-        plan(Settings(), model=without)
+        list_cells(Settings(), model=without)
 
 
 @pytest.mark.parametrize(
@@ -145,18 +145,20 @@ def test_a_cell_of_a_right_drafter_has_its_figures(small):
 def test_sampled_rows_have_seeds_of_their_own_the_same_for_both_ways(small, monkeypatch):
     model, params = small("grouped", "right")
     bench = Bench(model, params, SETTINGS, WORKLOAD)
-    decode, asked = bench_module.speculative_generate, []
+    decode, calls = bench_module.speculative_generate, []
 
     def watched(params, prompts, *, model, config, sampling):
-        asked.append((config.num_steps, config.acceptance, sampling.temperature, tuple(sampling.seed)))
+        calls.append((config.num_steps, config.acceptance, sampling.temperature, tuple(sampling.seed)))
         return decode(params, prompts, model=model, config=config, sampling=sampling)
 
     monkeypatch.setattr(bench_module, "speculative_generate", watched)
-    monkeypatch.setattr(bench, "_part_costs", lambda cell: Costs(2, {cell.shape: 1.0}, {PLAIN: 1.0, cell.shape: 1.0}))
+    monkeypatch.setattr(
+        bench, "_part_costs", lambda cell: RoundCosts(2, {cell.shape: 1.0}, {PLAIN_STEP: 1.0, cell.shape: 1.0})
+    )
     figures = bench.measure(Cell(2, 1, 1, 2, "sample", 0.7))
     assert figures["lossless"] == "identical"
-    assert {(steps, rule) for steps, rule, _, _ in asked} == {(0, "auto"), (1, "sample")}
-    seeds = [{row for steps, _, _, row in asked if steps == way} for way in (0, 1)]
+    assert {(steps, rule) for steps, rule, _, _ in calls} == {(0, "auto"), (1, "sample")}
+    seeds = [{row for steps, _, _, row in calls if steps == way} for way in (0, 1)]
     assert seeds[0] == seeds[1] and len({seed for row in seeds[0] for seed in row}) == 2 * 4  # repeats x rows
     assert bench.measure(Cell(2, 1, 1, 2, "block", 0.7))["lossless"] == "exact by rule"
     assert bench.measure(Cell(2, 1, 1, 2, "typical", 0.7))["lossless"] == "lossy"
@@ -167,7 +169,9 @@ def test_a_text_that_differs_is_noticed(dtype, small, monkeypatch):
     model, params = small("grouped", "right")
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
     bench = Bench(model, params, SETTINGS, WORKLOAD)
-    monkeypatch.setattr(bench, "_part_costs", lambda cell: Costs(2, {cell.shape: 1.0}, {PLAIN: 1.0, cell.shape: 1.0}))
+    monkeypatch.setattr(
+        bench, "_part_costs", lambda cell: RoundCosts(2, {cell.shape: 1.0}, {PLAIN_STEP: 1.0, cell.shape: 1.0})
+    )
     decode = bench._decode
 
     def altered(batch, config, *rest):
@@ -181,14 +185,14 @@ def test_a_text_that_differs_is_noticed(dtype, small, monkeypatch):
 
 def test_a_fingerprint_tells_every_setting_apart():
     cell = Cell(1, 1, 1, 2, "greedy", 0.0)
-    first = fingerprint(cell, SETTINGS, WORKLOAD, ABOUT)
-    assert first == fingerprint(cell, dataclasses.replace(SETTINGS, depths=(3,)), WORKLOAD, ABOUT)
+    first = fingerprint(cell, SETTINGS, WORKLOAD, ENVIRONMENT)
+    assert first == fingerprint(cell, dataclasses.replace(SETTINGS, depths=(3,)), WORKLOAD, ENVIRONMENT)
     others = [
-        fingerprint(dataclasses.replace(cell, batch_size=2), SETTINGS, WORKLOAD, ABOUT),
-        fingerprint(cell, dataclasses.replace(SETTINGS, repeats=3), WORKLOAD, ABOUT),
-        fingerprint(cell, dataclasses.replace(SETTINGS, max_new_tokens=13), WORKLOAD, ABOUT),
-        fingerprint(cell, SETTINGS, dataclasses.replace(WORKLOAD, prompts=[[1]]), ABOUT),
-        fingerprint(cell, SETTINGS, WORKLOAD, {**ABOUT, "model": "n"}),
+        fingerprint(dataclasses.replace(cell, batch_size=2), SETTINGS, WORKLOAD, ENVIRONMENT),
+        fingerprint(cell, dataclasses.replace(SETTINGS, repeats=3), WORKLOAD, ENVIRONMENT),
+        fingerprint(cell, dataclasses.replace(SETTINGS, max_new_tokens=13), WORKLOAD, ENVIRONMENT),
+        fingerprint(cell, SETTINGS, dataclasses.replace(WORKLOAD, prompts=[[1]]), ENVIRONMENT),
+        fingerprint(cell, SETTINGS, WORKLOAD, {**ENVIRONMENT, "model": "n"}),
     ]
     assert len({first, *others}) == 6
 
@@ -208,11 +212,11 @@ class FakeBench:
 
 def run_cells(tmp_path, bench, cells):
     with JsonlWriter(tmp_path / "cells.jsonl") as writer:
-        return run.run_cells(cells, bench, writer, ABOUT, say=lambda line: None)
+        return run.run_cells(cells, bench, writer, ENVIRONMENT, log=lambda line: None)
 
 
 def test_an_ended_run_goes_on_behind_its_last_cell(tmp_path, small):
-    cells, _ = plan(SETTINGS, model=small("grouped", "right")[0])
+    cells, _ = list_cells(SETTINGS, model=small("grouped", "right")[0])
     first = FakeBench(ends_at=2)
     rows, is_complete = run_cells(tmp_path, first, cells)
     assert len(rows) == 2 and not is_complete
@@ -264,17 +268,17 @@ def test_advice_says_what_how_sure_and_when_not():
     one, four, eight, sixteen, wide = advise(rows)
     assert one.best is rows[0] and one.certainty.startswith("clearly faster than depth 1, greedy: 1.20")
     assert four.best is rows[2] and four.certainty.startswith("not distinguishable from depth 1, greedy")
-    assert eight.best is None and eight.says == "do not speculate"
-    assert sixteen.best is None and "not shown to pay" in sixteen.says
+    assert eight.best is None and eight.text == "do not speculate"
+    assert sixteen.best is None and "not shown to pay" in sixteen.text
     assert wide.best is rows[7] and wide.certainty.startswith("not distinguishable from depth 1")
-    text = recommendation(rows, {"a reason": 3}, WORKLOAD, SETTINGS, ABOUT)
+    text = format_recommendation(rows, {"a reason": 3}, WORKLOAD, SETTINGS, ENVIRONMENT)
     assert "--speculative-num-steps 2 --speculative-eagle-topk 1 --speculative-num-draft-tokens 3" in text
     assert "When not to speculate: batch 8 at temperature 0, batch 16 at temperature 0." in text
     assert "waited for a core up to 20% of a cell's time" in text
     assert "one batch" not in text and "--acceptance" not in text
     assert "typical" in text and "1 of 10 texts" in text and "left out: a reason (3 cells)" in text
     settings = dataclasses.replace(SETTINGS, batch_sizes=(2, 4))
-    text = recommendation([row(1.5, temperature=1.0, rule="token")], {}, WORKLOAD, settings, ABOUT)
+    text = format_recommendation([row(1.5, temperature=1.0, rule="token")], {}, WORKLOAD, settings, ENVIRONMENT)
     assert "--speculative-num-draft-tokens 2 --acceptance token`" in text
     assert "one batch of 4: intervals there cover timing" in text
 
@@ -373,7 +377,7 @@ def test_ctrl_c_says_how_to_go_on(checkpoint, tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit) as exit_:
         main(["ablate", "--model", str(checkpoint), "--output", str(tmp_path / "out"), *GRID])
     assert exit_.value.code == 75
-    assert "0 of 2 cells done: the same command goes on" in capsys.readouterr().out
+    assert "stopped after 0 of 2 cells: run it again to continue" in capsys.readouterr().out
 
 
 def test_prompts_without_a_file_are_of_files_that_training_held_out(small, checkpoint):

@@ -17,7 +17,7 @@ from mtpjax.cli import config_flags
 from mtpjax.cli.main import COMMANDS, main
 from mtpjax.data.draft_vocabulary import save_vocabulary
 from mtpjax.evaluation import profile
-from mtpjax.evaluation.profile import load_settings
+from mtpjax.evaluation.profile import load_depth_settings
 from mtpjax.io.checkpoint import save_model
 from tests import golden
 
@@ -105,7 +105,9 @@ def test_generate_says_where_a_text_leaves_plain_decoding(as_wide, code, verdict
         return dataclasses.replace(result, tokens=tokens)
 
     if as_wide:
-        monkeypatch.setattr("mtpjax.evaluation.acceptance.is_plain", lambda *args, **keywords: np.array([True]))
+        monkeypatch.setattr(
+            "mtpjax.evaluation.acceptance.equals_plain_decoding", lambda *args, **keywords: np.array([True])
+        )
     monkeypatch.setattr("mtpjax.decoding.generate.generate", altered)
     arguments = ["generate", "--model", str(checkpoint), "--prompt", "def ", "--max-new-tokens", "8", "--check"]
     assert exit_code(arguments) == code
@@ -294,7 +296,7 @@ def test_profile_measures_rounds_and_stores_them(checkpoint, tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert [line.split()[:2] for line in lines if line.startswith("batch")] == [["batch", "1,"], ["batch", "3,"]]
-    settings = load_settings(file, batch=4, num_steps=1)
+    settings = load_depth_settings(file, batch=4, num_steps=1)
     assert settings["depth_rates"] == (0.75,)
     assert len(DecodeConfig(num_steps=1, depth_policy="adaptive", **settings).depth_costs or ()) == 2
 

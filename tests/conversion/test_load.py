@@ -19,7 +19,7 @@ from conversion.load_plan import make_plan
 from conversion.read_params import read_as
 from mtpjax import compat
 from mtpjax.errors import CheckpointFileError
-from mtpjax.models.model import param_shapes
+from mtpjax.models.params import param_shapes
 from mtpjax.models.quantized import BlockScaled
 from tests.golden import HERE as GOLDEN
 from tests.golden import SETS

@@ -11,7 +11,7 @@ from conversion.hf_config_write import describe_config
 from conversion.names import param_specs, tied_copies
 from mtpjax import presets
 from mtpjax.io.inspect import count_parameters
-from mtpjax.models.model import param_shapes
+from mtpjax.models.params import param_shapes
 
 FAMILY = {
     "deepseek-v3": "deepseek_v3",

@@ -12,26 +12,26 @@ from mtpjax import MTPModel, init_params, presets
 from mtpjax.cli.main import main
 from mtpjax.data.draft_vocabulary import (
     choose_vocabulary,
-    corpus_files,
     count_tokens,
     coverage,
+    list_corpus_files,
     load_vocabulary,
+    report_sizes,
     save_vocabulary,
-    sizes_around,
 )
-from mtpjax.data.tokenizer import ByteTokenizer, FileTokenizer
+from mtpjax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.io.checkpoint import save_model
 
 
 def test_counts_are_those_of_all_texts_however_cut(tmp_path, monkeypatch):
-    monkeypatch.setattr("mtpjax.data.draft_vocabulary.PIECE", 5)
+    monkeypatch.setattr("mtpjax.data.draft_vocabulary.PIECE_CHARACTERS", 5)
     (tmp_path / "a.txt").write_text("ab\nab\nfünf\nabab")
     (tmp_path / "b.jsonl").write_text('{"question": "b", "answer": "bb", "category": "zzz"}\n{"turns": ["c", "d"]}\n')
     (tmp_path / "c.bin").write_bytes(b"\xff\0")
     (tmp_path / "d.jsonl").write_text('{"text": "zzz"}\n{"text": "\\ud83d"}\n')  # half a character in the second
     told = []
-    files = corpus_files(tmp_path)
+    files = list_corpus_files(tmp_path)
     corpus = count_tokens(files, ByteTokenizer(), 256, progress=told.append)
     expected = np.bincount(np.frombuffer("ab\nab\nfünf\nababbbbcd".encode(), np.uint8), minlength=256)
     assert (corpus.counts == expected).all()
@@ -42,15 +42,15 @@ def test_counts_are_those_of_all_texts_however_cut(tmp_path, monkeypatch):
 def test_the_most_frequent_are_kept_ties_by_id_and_special_ones_always():
     counts = np.array([0, 5, 7, 5, 5, 0, 9, 0])
     assert choose_vocabulary(counts, 3) == (1, 2, 6)
-    assert choose_vocabulary(counts, 4, kept=(7,)) == (1, 2, 6, 7)
-    assert choose_vocabulary(counts, 2, kept=(7, 0)) == (0, 7)
+    assert choose_vocabulary(counts, 4, required_ids=(7,)) == (1, 2, 6, 7)
+    assert choose_vocabulary(counts, 2, required_ids=(7, 0)) == (0, 7)
     assert choose_vocabulary(counts, 8) == tuple(range(8))
     assert coverage(counts, (1, 2, 6)) == 21 / 31
     for size in (0, 1, 9):
         with pytest.raises(ValueError, match=f"size {size} is outside 2..8"):
-            choose_vocabulary(counts, size, kept=(7, 0))
-    assert sizes_around(32, 256, 1) == [4, 8, 16, 32, 64, 128, 256]
-    assert sizes_around(200, 256, 60) == [100, 200, 256]
+            choose_vocabulary(counts, size, required_ids=(7, 0))
+    assert report_sizes(32, 256, 1) == [4, 8, 16, 32, 64, 128, 256]
+    assert report_sizes(200, 256, 60) == [100, 200, 256]
 
 
 def test_special_tokens_are_those_that_the_tokenizer_says(tmp_path):
@@ -59,7 +59,7 @@ def test_special_tokens_are_those_that_the_tokenizer_says(tmp_path):
     words.add_special_tokens(["<end>"])
     words.add_tokens(["plain"])
     words.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = FileTokenizer(tmp_path, 8)
+    tokenizer = HuggingFaceTokenizer(tmp_path, 8)
     assert tokenizer.special_token_ids == (3,)
     (tmp_path / "text.txt").write_text("b c c")
     corpus = count_tokens([tmp_path / "text.txt"], tokenizer, 8)
@@ -99,15 +99,15 @@ def test_damaged_vocabularies_are_refused(tmp_path, content):
 
 def test_a_corpus_without_text_is_refused(tmp_path):
     with pytest.raises(ValueError, match="neither a file nor a folder"):
-        corpus_files(tmp_path / "missing")
+        list_corpus_files(tmp_path / "missing")
     with pytest.raises(ValueError, match="no files match"):
-        corpus_files(tmp_path, "*.py")
+        list_corpus_files(tmp_path, "*.py")
     (tmp_path / "empty").touch()
     with pytest.raises(ValueError, match="no token"):
-        count_tokens(corpus_files(tmp_path), ByteTokenizer(), 256)
+        count_tokens(list_corpus_files(tmp_path), ByteTokenizer(), 256)
     (tmp_path / "empty").write_bytes(b"\xff")
     with pytest.raises(ValueError, match="line 1 is not UTF-8"):
-        count_tokens(corpus_files(tmp_path), ByteTokenizer(), 256)
+        count_tokens(list_corpus_files(tmp_path), ByteTokenizer(), 256)
 
 
 def test_the_command_counts_and_refuses_in_one_line(tmp_path, capsys):

@@ -5,13 +5,13 @@ import os
 
 import pytest
 
-from mtpjax.data.jsonl_writer import JsonlWriter, read_records
+from mtpjax.data.jsonl_writer import JsonlWriter, read_resumable_records
 
 LINES = b'{"step": 1}\n{"step": 2, "text": "\xc3\xa9"}\n'
 
 
 def records_of(path, **options):
-    return [record for _, record in read_records(path, **options)]
+    return [record for _, record in read_resumable_records(path, **options)]
 
 
 def test_a_file_cut_anywhere_continues_to_the_same_bytes(tmp_path):

@@ -184,7 +184,7 @@ def test_an_epoch_takes_every_row_once_and_the_next_in_another_order():
     num_rows = len(rows.tokens)
     rows = rows._replace(tokens=np.arange(num_rows * 16, dtype=np.int32).reshape(num_rows, 16))  # rows tell apart
     first, second = (
-        [batch.tokens[0, 0] for batch in epoch] for epoch in epochs(packing.batches(rows, 1, seed=0), num_rows)
+        [batch.tokens[0, 0] for batch in epoch] for epoch in epochs(packing.shuffled_batches(rows, 1, seed=0), num_rows)
     )
     assert sorted(first) == sorted(second) == list(rows.tokens[:, 0])
     assert first != second
@@ -197,21 +197,21 @@ def epochs(batches, length):
 def test_batches_depend_on_seed_and_number_alone():
     rows = packing.pack(lettered(50), 16, seed=0)
     batch_size = len(rows.tokens) // 3  # three or more an epoch, so that eight cross two epochs
-    run = list(itertools.islice(packing.batches(rows, batch_size, seed=5), 8))
+    run = list(itertools.islice(packing.shuffled_batches(rows, batch_size, seed=5), 8))
     for start in range(8):
-        resumed = next(packing.batches(rows, batch_size, seed=5, start=start))
+        resumed = next(packing.shuffled_batches(rows, batch_size, seed=5, start=start))
         for array, expected in zip(resumed, run[start], strict=True):
             assert array.shape == (batch_size, 16)
             np.testing.assert_array_equal(array, expected)
-    assert not np.array_equal(run[0].tokens, next(packing.batches(rows, batch_size, seed=6)).tokens)
+    assert not np.array_equal(run[0].tokens, next(packing.shuffled_batches(rows, batch_size, seed=6)).tokens)
 
 
 def test_a_batch_larger_than_the_rows_is_refused_at_the_call():
     rows = packing.pack([document("abcdef")], 4, seed=0)  # two rows
     with pytest.raises(ValueError, match=r"batch_size 3 is outside 1\.\.2"):
-        packing.batches(rows, 3, seed=0)
+        packing.shuffled_batches(rows, 3, seed=0)
     with pytest.raises(ValueError, match="start -1"):
-        packing.batches(rows, 1, seed=0, start=-1)
+        packing.shuffled_batches(rows, 1, seed=0, start=-1)
 
 
 # Mixtures.
@@ -266,7 +266,7 @@ def test_a_mixture_goes_on_anywhere_as_if_unbroken():
         for (numbers, batch), (same, expected) in zip(resumed, run[start : start + 3], strict=True):
             for array, wanted in zip((numbers, *batch), (same, *expected), strict=True):
                 np.testing.assert_array_equal(array, wanted)
-    rows = packing.join(parts)
+    rows = packing.concatenate_rows(parts)
     for numbers, batch in run:
         np.testing.assert_array_equal(batch.tokens, rows.tokens[numbers])
         np.testing.assert_array_equal(batch.loss_mask, batch.tokens[:, :1].repeat(2, 1) % 2 == 0)  # rows stay whole
@@ -282,7 +282,7 @@ def test_one_source_needs_no_grain_and_several_say_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "grain", None)
     [part] = numbered(12)
     stream = packing.mixed_batches([part], [3.0], 4, seed=1, start=2)
-    plain = packing.batches(part, 4, seed=1, start=2)
+    plain = packing.shuffled_batches(part, 4, seed=1, start=2)
     for (numbers, batch), expected in itertools.islice(zip(stream, plain, strict=True), 5):
         np.testing.assert_array_equal(batch.tokens, expected.tokens)
         np.testing.assert_array_equal(part.tokens[numbers], expected.tokens)
@@ -346,7 +346,7 @@ def test_too_few_prompts_are_an_error_with_the_numbers():
     asked = {"count": 3, "prompt_length": 3, "continuation_length": 1, "seed": 0}
     with pytest.raises(ValueError, match="1 held-out documents hold 2 prompts of 3 tokens with 1 to follow; 3 were"):
         packing.held_out_prompts([document("abc\nabc\n")], **asked)
-    assert len(packing.held_out_prompts([document("abc\nabc\n")], **asked, least=2)) == 2
+    assert len(packing.held_out_prompts([document("abc\nabc\n")], **asked, min_count=2)) == 2
     with pytest.raises(ValueError, match="count=0"):
         packing.held_out_prompts([document("abc")], count=0, prompt_length=1, continuation_length=1, seed=0)
 
@@ -355,7 +355,7 @@ def test_too_few_prompts_are_an_error_with_the_numbers():
 
 
 def test_the_standard_library_is_found_without_installed_packages():
-    files = packing.python_sources()
+    files = packing.list_python_sources()
     names = [file.relative_to(sysconfig.get_path("stdlib")).as_posix() for file in files]
     assert {"ast.py", "json/decoder.py"} <= set(names)
     assert not any("site-packages" in name for name in names)
@@ -374,7 +374,7 @@ def test_unusable_files_and_links_out_of_the_folder_are_left_out(tmp_path):
     (folder / "out.py").symlink_to(outside)
     (folder / "same.py").symlink_to(folder / "a.py")
     (folder / "dangling.py").symlink_to(folder / "nothing.py")
-    assert packing.python_sources(folder) == [folder / "a.py", folder / "b/good.py"]
+    assert packing.list_python_sources(folder) == [folder / "a.py", folder / "b/good.py"]
 
 
 def test_a_stripped_standard_library_is_made_up_for_by_installed_packages(tmp_path, monkeypatch):
@@ -384,12 +384,12 @@ def test_a_stripped_standard_library_is_made_up_for_by_installed_packages(tmp_pa
     folders = {"stdlib": "stdlib", "purelib": "packages", "platlib": "packages"}
     monkeypatch.setattr(packing.sysconfig, "get_path", lambda name: str(tmp_path / folders[name]))
     monkeypatch.setattr(packing.site, "getsitepackages", lambda: [str(tmp_path / "packages")])
-    assert packing.python_sources() == [tmp_path / "stdlib/os.py", tmp_path / "packages/one/core.py"]
+    assert packing.list_python_sources() == [tmp_path / "stdlib/os.py", tmp_path / "packages/one/core.py"]
 
 
 def test_a_folder_without_sources_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match="no Python sources under"):
-        packing.python_sources(tmp_path)
+        packing.list_python_sources(tmp_path)
 
 
 def test_documents_are_the_bytes_of_their_files(tmp_path):

@@ -45,15 +45,15 @@ def test_text_gives_paragraphs_or_lines_cut_at_white_space(tmp_path):
     path.write_text("one\ntwo\n")
     assert read_prompts(path) == [Prompt("one", "play", "1"), Prompt("two", "play", "2")]
     path.write_text("alpha beta gamma " + "x" * 25)
-    texts = [prompt.text for prompt in read_prompts(path, most_characters=10)]
+    texts = [prompt.text for prompt in read_prompts(path, max_characters=10)]
     assert texts == ["alpha beta", "gamma", "x" * 10, "x" * 10, "x" * 5]
 
 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"", "holds no prompt"),
-        (b" \n\n", "holds no prompt"),
+        (b"", "contains no prompt"),
+        (b" \n\n", "contains no prompt"),
         (b'{"text": "a"}\n{"text": ', "line 2 is not JSON"),
         (b'{"text": "a"}\n[1]\n', "line 2 is not a JSON object but a list"),
         (b'{"turns": []}', "line 1: 'turns' is not a list with at least one turn"),
@@ -65,6 +65,7 @@ def test_text_gives_paragraphs_or_lines_cut_at_white_space(tmp_path):
         (b'{"text": "a"}\n\xff\xfe', "line 2 is not UTF-8 text"),
         (b'{"text": "a"}\n\0', "line 2 contains NUL"),
         (b"[" * 100_000, "line 1 is not JSON"),
+        (b'{"text": "a"}\n{"text": "\\ud83d"}', "line 2 is not JSON"),  # half a character, which has no UTF-8 encoding
     ],
 )
 def test_bad_files_are_told_in_one_line(tmp_path, content, said):

@@ -112,6 +112,13 @@ def test_unusable_records_are_skipped_and_counted(tmp_path):
     assert reading.skipped == {"corrupt": 8, "empty": 1, "vocabulary": 0}
 
 
+def test_the_error_names_the_json_type_of_a_line_that_is_not_an_object(tmp_path):
+    file = tmp_path / "some.jsonl"
+    file.write_text("[1]")
+    with pytest.raises(ValueError, match="line 1 is not a JSON object but a list"):
+        read(file, kind="jsonl", most_skipped=0)
+
+
 @pytest.mark.parametrize("line, reason, message", BAD, ids=range(len(BAD)))
 def test_one_more_than_the_limit_stops_with_place_and_counts(line, reason, message, tmp_path):
     file = tmp_path / "some.jsonl"

@@ -7,14 +7,14 @@ import tokenizers
 from mtpjax import DecodeConfig, SamplingParams, load, speculative_generate
 from mtpjax.data.tokenizer import (
     ByteTokenizer,
-    FileTokenizer,
+    HuggingFaceTokenizer,
     TokenizerError,
     load_tokenizer,
     render_chat,
 )
 from mtpjax.errors import UnsafeFileError
 from mtpjax.io.checkpoint import save_model
-from mtpjax.io.huggingface_files import count_tokens
+from mtpjax.io.huggingface_files import count_token_ids
 
 TOKENIZER = ByteTokenizer()
 
@@ -75,7 +75,7 @@ def folder(tmp_path):
 def test_a_tokenizer_file_survives_the_round_trip_and_streams(folder, text):
     tokenizer = load_tokenizer(folder, 320)
     ids = tokenizer.encode(text)
-    stream = tokenizer.stream()
+    stream = tokenizer.incremental_decoder()
     assert tokenizer.decode(ids) == "".join(map(stream, ids)) + stream(None) == text
     assert tokenizer.decode([*ids, 258]) == text and tokenizer.eos_token_ids == (258, 7)
     with pytest.raises(ValueError, match=f"surrogate at character {len(text)}"):
@@ -84,16 +84,22 @@ def test_a_tokenizer_file_survives_the_round_trip_and_streams(folder, text):
 
 def test_a_conversation_follows_the_template(folder):
     tokenizer = load_tokenizer(folder, 320)
-    ids = tokenizer.chat([{"role": "user", "content": " hi "}])
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": " hi "}])
     assert ids == [256, *tokenizer.encode("hi"), 257]
-    assert tokenizer.chat([{"role": "user", "content": "hi"}], add_generation_prompt=False)[-1] != 257
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], add_generation_prompt=False)[-1] != 257
     (folder / "chat_template.jinja").unlink()
     settings = {"chat_template": [{"name": "tool", "template": "x"}, {"name": "default", "template": TEMPLATE}]}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert load_tokenizer(folder, 320).chat([{"role": "user", "content": "hi"}]) == ids
+    assert load_tokenizer(folder, 320).apply_chat_template([{"role": "user", "content": "hi"}]) == ids
     (folder / "tokenizer_config.json").unlink()
     with pytest.raises(TokenizerError, match="no chat template"):
-        load_tokenizer(folder, 320).chat([{"role": "user", "content": "hi"}])
+        load_tokenizer(folder, 320).apply_chat_template([{"role": "user", "content": "hi"}])
+
+
+def test_a_chat_template_that_is_not_utf8_is_a_tokenizer_error(folder):
+    (folder / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(TokenizerError, match=r"chat_template\.jinja is not UTF-8"):
+        load_tokenizer(folder, 320)
 
 
 def test_the_end_token_may_be_named_beside_the_tokenizer_alone(folder):
@@ -104,13 +110,13 @@ def test_the_end_token_may_be_named_beside_the_tokenizer_alone(folder):
 
 
 def test_a_saved_tokenizer_is_the_same_and_the_digest_sees_each_change(folder, tmp_path_factory):
-    tokenizer = FileTokenizer(folder, 320)
+    tokenizer = HuggingFaceTokenizer(folder, 320)
     other = tmp_path_factory.mktemp("other")
     tokenizer.save(other)
-    again = FileTokenizer(other, 320)
+    again = HuggingFaceTokenizer(other, 320)
     messages = [{"role": "user", "content": "hi"}]
     assert again.digest == tokenizer.digest and again.eos_token_ids == tokenizer.eos_token_ids
-    assert again.chat(messages) == tokenizer.chat(messages)
+    assert again.apply_chat_template(messages) == tokenizer.apply_chat_template(messages)
     for name, old, new in (
         ("tokenizer.json", "<|user|>", "<|human|>"),
         ("tokenizer_config.json", "<|end|>", "<|user|>"),
@@ -120,13 +126,13 @@ def test_a_saved_tokenizer_is_the_same_and_the_digest_sees_each_change(folder, t
         before = (folder / name).read_text()
         assert old in before
         (folder / name).write_text(before.replace(old, new))
-        assert FileTokenizer(folder, 320).digest != tokenizer.digest
+        assert HuggingFaceTokenizer(folder, 320).digest != tokenizer.digest
         (folder / name).write_text(before)
-    assert FileTokenizer(folder, 320).digest == tokenizer.digest != TOKENIZER.digest
+    assert HuggingFaceTokenizer(folder, 320).digest == tokenizer.digest != TOKENIZER.digest
 
 
 def test_a_vocabulary_beyond_the_embedding_is_refused(folder):
-    assert isinstance(load_tokenizer(folder, 259), FileTokenizer)
+    assert isinstance(load_tokenizer(folder, 259), HuggingFaceTokenizer)
     with pytest.raises(TokenizerError, match="has token 258; the model has 258 tokens"):
         load_tokenizer(folder, 258)
 
@@ -152,9 +158,9 @@ def test_rows_behind_the_last_token_are_never_decoded(sampling, folder, small):
 
 
 def test_the_number_of_tokens_is_read_from_the_file(folder):
-    assert count_tokens(folder) == 259 and count_tokens(folder / "none") is None
+    assert count_token_ids(folder) == 259 and count_token_ids(folder / "none") is None
     (folder / "tokenizer.json").write_text("{,")
-    assert count_tokens(folder) is None
+    assert count_token_ids(folder) is None
 
 
 def test_a_folder_without_a_tokenizer_has_bytes_or_none(tmp_path):

@@ -16,9 +16,9 @@ import pytest
 
 from mtpjax.decoding import acceptance
 from mtpjax.decoding.acceptance import (
-    Walk,
+    AcceptedPath,
     block_chain,
-    follow,
+    match_tree,
     recursive_tree,
     relaxed_tree,
     threshold_tree,
@@ -51,7 +51,7 @@ def depths(parents):
     return np.array(depth)
 
 
-# Rules, all with the same arguments: (tokens, parents, p, q, u, shape) -> Walk, `parents` a part of the static shape
+# Rules with the same arguments: (tokens, parents, p, q, u, shape) -> AcceptedPath; `parents` is in the static shape
 
 
 def as_tree(rule):
@@ -59,7 +59,7 @@ def as_tree(rule):
 
     def run(tokens, parents, p, q, u, shape):
         count, weights = rule(tokens[1:], p, q[:-1], u[1:])
-        return Walk(jnp.minimum(jnp.arange(len(shape)), count), count, weights)
+        return AcceptedPath(jnp.minimum(jnp.arange(len(shape)), count), count, weights)
 
     return run
 
@@ -214,14 +214,14 @@ def text_law(p, code, depth, prob, walk):
     case, tree = np.nonzero(is_possible)[:2]
     prob, walk = prob[is_possible], jax.tree.map(lambda array: array[is_possible], walk)
     assert np.isfinite(walk.weights).all() and (walk.weights >= 0).all()
-    np.testing.assert_array_equal(depth[walk.path], np.minimum(np.arange(num_steps + 1), walk.count[:, None]))
+    np.testing.assert_array_equal(depth[walk.path], np.minimum(np.arange(num_steps + 1), walk.num_accepted[:, None]))
     weights = walk.weights.astype(np.float64)
     mass = prob[:, None] * weights / weights.sum(axis=-1, keepdims=True)
     end = code[tree, walk.path[:, -1]]
     law = 0
     for count in range(num_steps + 1):
         part = np.zeros((C, V**count, V))
-        at = walk.count == count
+        at = walk.num_accepted == count
         np.add.at(part, (case[at], end[at]), mass[at])
         for level in range(count + 1, num_steps + 1):
             part = part.reshape(C, -1, 1) * p[level].astype(np.float64)
@@ -251,18 +251,18 @@ def enumerate_rule(rule, shape, p, q, drawn=None, prune=None):
     prob = prob[:, :, None] * chance
     np.testing.assert_allclose(prob.sum(axis=(1, 2)), 1, atol=1e-9)
     law = text_law(p, code, depth, prob, walk)
-    return np.abs(law - target_law(p)).max(axis=1), (prob * walk.count).sum(axis=(1, 2))
+    return np.abs(law - target_law(p)).max(axis=1), (prob * walk.num_accepted).sum(axis=(1, 2))
 
 
 def enumerate_follow(shape, p, drawn, prune=None):
-    """The same for `follow` with choices drawn from p: all drafts, all choices."""
+    """The same for `match_tree` with choices drawn from p: all drafts, all choices."""
     depth, V = depths(shape), p[0].shape[-1]
     tokens, code, prob = draft_trees(shape, drawn, V)
     parents = np.broadcast_to(np.array(shape, np.int32), tokens.shape)
     if prune is not None:
         parents = np.where(prune(tokens, code), -1, parents)
     choices = np.array(list(itertools.product(range(V), repeat=len(shape))), np.int32)
-    run = functools.partial(follow, num_steps=int(depth.max()))
+    run = functools.partial(match_tree, num_steps=int(depth.max()))
     path, count = jax.jit(jax.vmap(jax.vmap(run, in_axes=(None, None, 0)), in_axes=(0, 0, None)))(
         tokens, parents, choices
     )
@@ -271,10 +271,10 @@ def enumerate_follow(shape, p, drawn, prune=None):
     for n in range(len(shape)):
         prob = (prob if n else prob[:, :, None]) * rows[:, :, n][:, :, choices[:, n]]
     last = np.take_along_axis(choices[None], path[:, :, -1:], axis=2)[:, :, 0]
-    walk = Walk(path, count, np.eye(V)[last])
+    walk = AcceptedPath(path, count, np.eye(V)[last])
     walk = jax.tree.map(lambda array: np.broadcast_to(array, (len(prob), *array.shape)), walk)
     law = text_law(p, code, depth, prob, walk)
-    return np.abs(law - target_law(p)).max(axis=1), (prob * walk.count).sum(axis=(1, 2))
+    return np.abs(law - target_law(p)).max(axis=1), (prob * walk.num_accepted).sum(axis=(1, 2))
 
 
 # The target's law
@@ -364,8 +364,8 @@ def with_one_hot_q(rule, *, in_residual):
     def run(tokens, parents, p, q, u, shape):
         hot = jnp.eye(q.shape[1])[jnp.roll(tokens, -1)]
         walk = rule(tokens, parents, p, hot, u, shape)
-        rest = jnp.maximum(p[walk.count] - q[walk.count], 0)
-        weights = jnp.where((walk.count < len(shape) - 1) & (rest.sum() > 0), rest, p[walk.count])
+        rest = jnp.maximum(p[walk.num_accepted] - q[walk.num_accepted], 0)
+        weights = jnp.where((walk.num_accepted < len(shape) - 1) & (rest.sum() > 0), rest, p[walk.num_accepted])
         return walk if in_residual else walk._replace(weights=weights)
 
     return run
@@ -415,14 +415,14 @@ def test_q_forgotten_is_caught_in_the_ratio_and_is_sample_and_match_everywhere(r
 
 @pytest.mark.parametrize("rule", [recursive, traversal], ids=lambda rule: rule.__name__)
 def test_children_without_replacement_need_q_without_what_was_drawn(rule, monkeypatch):
-    monkeypatch.setattr(acceptance.tree, "_scale_of", lambda q, is_gone: jnp.ones_like(q[0]))
+    monkeypatch.setattr(acceptance.tree, "_normaliser", lambda q, is_gone: jnp.ones_like(q[0]))
     p, q = make_tables(4, 1, kinds=["random", "close"])
     error, _ = enumerate_rule(lambda *args: rule(*args), TREES["3"], p, q)
     assert error.min() > CAUGHT, error
 
 
 def test_a_node_that_lost_a_child_needs_another_w(monkeypatch):
-    monkeypatch.setattr(acceptance.tree, "_narrowed", lambda w, r: w)
+    monkeypatch.setattr(acceptance.tree, "_w_after_rejection", lambda w, r: w)
     for shape in (CHAINS[2], TREES["1,2"]):
         p, q = make_tables(3, 2, kinds=["random", "close"])
         error, _ = enumerate_rule(lambda *args: traversal(*args), shape, p, q)
@@ -454,9 +454,9 @@ def test_a_tree_rule_is_a_chains_on_a_chain(rule, chain):
         jax.jit(jax.vmap(functools.partial(rule, shape=tuple(range(-1, K)))))(tokens, parents, p, q, u)
         for rule in (rule, chain)
     )
-    assert set(np.asarray(walk.count)) == set(range(K + 1))
+    assert set(np.asarray(walk.num_accepted)) == set(range(K + 1))
     np.testing.assert_array_equal(walk.path, twin.path)
-    np.testing.assert_array_equal(walk.count, twin.count)
+    np.testing.assert_array_equal(walk.num_accepted, twin.num_accepted)
     np.testing.assert_allclose(walk.weights, twin.weights / twin.weights.sum(axis=1, keepdims=True), atol=1e-5)
 
 
@@ -517,12 +517,12 @@ def test_at_temperature_0_every_rule_follows_the_target():
     tokens = np.concatenate([np.zeros((num_rows, 1), np.int32), q[:, :-1].argmax(axis=-1)], axis=1).astype(np.int32)
     parents = np.broadcast_to(np.arange(-1, K, dtype=np.int32), tokens.shape)
     u = rng.random((num_rows, K + 1), np.float32)
-    path, count = jax.jit(jax.vmap(functools.partial(follow, num_steps=K)))(tokens, parents, p.argmax(axis=-1))
+    path, count = jax.jit(jax.vmap(functools.partial(match_tree, num_steps=K)))(tokens, parents, p.argmax(axis=-1))
     assert set(np.asarray(count)) == set(range(K + 1))
     for rule in (token, block, recursive, traversal):
         walk = jax.jit(jax.vmap(functools.partial(rule, shape=tuple(range(-1, K)))))(tokens, parents, p, q, u)
         np.testing.assert_array_equal(walk.path, path)
-        np.testing.assert_array_equal(walk.count, count)
+        np.testing.assert_array_equal(walk.num_accepted, count)
         np.testing.assert_array_equal(walk.weights, np.take_along_axis(p, path[:, -1:, None], axis=1)[:, 0])
 
 
@@ -530,22 +530,22 @@ def test_at_temperature_0_a_tree_keeps_the_children_that_q_gives_nothing():
     tokens, parents, p, u = random_trees(200, 12, 4, 4)
     p = one_hot(p)
     q = one_hot(dirichlet(np.random.default_rng(1), p.shape[:2], 4))
-    path, count = jax.jit(jax.vmap(functools.partial(follow, num_steps=4)))(tokens, parents, p.argmax(axis=-1))
+    path, count = jax.jit(jax.vmap(functools.partial(match_tree, num_steps=4)))(tokens, parents, p.argmax(axis=-1))
     walk = jax.jit(jax.vmap(functools.partial(recursive_tree, num_steps=4, topk=4)))(tokens, parents, p, q, u)
     assert count.max() >= 3
     np.testing.assert_array_equal(walk.path, path)
-    np.testing.assert_array_equal(walk.count, count)
+    np.testing.assert_array_equal(walk.num_accepted, count)
     np.testing.assert_array_equal(walk.weights, np.take_along_axis(p, np.asarray(path)[:, -1:, None], axis=1)[:, 0])
     # Traversal verification, on one of these shapes at a time.
     shape = (-1, 0, 0, 0, 1, 1, 2, 4, 4, 5, 8, 10)
     tokens = np.tile(np.array([0, *[shape[:n].count(shape[n]) for n in range(1, 12)]], np.int32), (len(p), 1))
     tokens = (tokens + np.random.default_rng(2).integers(4, size=tokens.shape)[:, np.array(shape)]) % 4
     parents = np.broadcast_to(np.array(shape, np.int32), tokens.shape)
-    path, count = jax.jit(jax.vmap(functools.partial(follow, num_steps=5)))(tokens, parents, p.argmax(axis=-1))
+    path, count = jax.jit(jax.vmap(functools.partial(match_tree, num_steps=5)))(tokens, parents, p.argmax(axis=-1))
     walk = jax.jit(jax.vmap(functools.partial(traversal, shape=shape)))(tokens, parents, p, q, u)
     assert count.max() >= 3
     np.testing.assert_array_equal(walk.path, path)
-    np.testing.assert_array_equal(walk.count, count)
+    np.testing.assert_array_equal(walk.num_accepted, count)
     np.testing.assert_array_equal(walk.weights, np.take_along_axis(p, np.asarray(path)[:, -1:, None], axis=1)[:, 0])
 
 
@@ -596,7 +596,7 @@ def test_thresholds_are_sglangs(single, acc, num_steps):
     walk = thresholds(*trees, single, acc, num_steps)
     for row, (tokens, parents, p, u) in enumerate(zip(*trees, strict=True)):
         path, count, weights = sglang_walk(tokens, parents, p, u, single, acc, num_steps)
-        assert (walk.path[row].tolist(), int(walk.count[row])) == (path, count)
+        assert (walk.path[row].tolist(), int(walk.num_accepted[row])) == (path, count)
         np.testing.assert_array_equal(walk.weights[row], weights)
 
 
@@ -674,7 +674,7 @@ def check_against(twin, walk, trees, num_steps):
     for row, (tokens, parents, p, _) in enumerate(zip(*trees, strict=True)):
         path = twin(tokens, parents, p)
         count = len(path) - 1
-        assert (int(walk.count[row]), walk.path[row].tolist()) == (count, path + path[-1:] * (num_steps - count))
+        assert (int(walk.num_accepted[row]), walk.path[row].tolist()) == (count, path + path[-1:] * (num_steps - count))
         np.testing.assert_array_equal(walk.weights[row], p[path[-1]])
         counts.add(count)
     return counts

@@ -17,14 +17,14 @@ from mtpjax.decoding.capacity import min_rows_per_pass
 from mtpjax.decoding.drafters.base import Drafter
 from mtpjax.decoding.drafters.mtp import MTPDrafter
 from mtpjax.decoding.loop import decode
-from mtpjax.decoding.sampling import Sampling
+from mtpjax.decoding.sampling import SamplingArrays
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import NewRows, empty_state
-from mtpjax.models.model import param_shapes
+from mtpjax.models.params import param_shapes
 from mtpjax.models.presets import presets
 from mtpjax.models.quantized import BlockScaled
 
-SLOTS = 1536  # what `bucket` gives, and no other size here
+SLOTS = 1536  # what `round_up_capacity` gives, and no other size here
 SIZES = {"vocab_size": 320, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"intermediate_size": 384, "num_mtp_modules": 2, "max_position_embeddings": SLOTS}
 GROUPED = ModelConfig(**SIZES, num_key_value_heads=2, head_dim=64)
@@ -171,14 +171,14 @@ def as_stored(path, leaf, *, dtype, has_fp8_experts):
 def call_of(config, batch, spec, *, platform="cpu", dtype=jnp.float32, has_fp8_experts=False, implementation="auto"):
     """`decode` of everything but the arrays, and their shapes."""
     model = MTPModel(config, implementation=implementation)
-    spec = dataclasses.replace(spec, min_rows=min_rows_per_pass(batch, platform, implementation), chunk=4)
+    spec = dataclasses.replace(spec, min_rows=min_rows_per_pass(batch, platform, implementation), prefill_chunk=4)
     drafter = MTPDrafter() if spec.num_steps else Drafter()
 
     def make():
         params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
         keep = functools.partial(as_stored, dtype=dtype, has_fp8_experts=has_fp8_experts)
         params = jax.tree_util.tree_map_with_path(keep, params)
-        sampling = Sampling.greedy(batch)
+        sampling = SamplingArrays.greedy(batch)
         one = jnp.ones(batch, jnp.int32)
         state = empty_state(
             model=model,
@@ -191,7 +191,7 @@ def call_of(config, batch, spec, *, platform="cpu", dtype=jnp.float32, has_fp8_e
             dtype=dtype,
             depth_costs=jnp.ones(spec.num_steps + 1) if spec.is_adaptive else None,
         )
-        own = drafter.own_params(params, DecodeConfig(), model=model)
+        own = drafter.default_params(params, DecodeConfig(), model=model)
         return params, own, state, NewRows.without_stops(jnp.zeros((batch, SLOTS), jnp.int32), one, one, sampling)
 
     return functools.partial(decode, model=model, drafter=drafter, spec=spec), jax.eval_shape(make)

@@ -10,10 +10,10 @@ from mtpjax.decoding.depth_policy import (
     PRIOR_RATE,
     PROBE_INTERVAL,
     acceptance_rates,
+    can_speed_up,
     init_policy,
-    may_pay,
-    observe,
-    reset_rows,
+    reset_counts,
+    update_policy,
 )
 
 LEVELS = 7
@@ -28,7 +28,7 @@ def rounds(policy, counts, depth, active=None):
     is_on = jnp.ones(policy.verified.shape[0], bool) if active is None else jnp.asarray(active)
 
     def body(policy, count):
-        return observe(policy, depth, count, took_part=is_on, active=is_on), None
+        return update_policy(policy, depth, count, was_active=is_on, is_active=is_on), None
 
     return jax.lax.scan(body, policy, jnp.asarray(counts, jnp.int32))[0]
 
@@ -97,7 +97,7 @@ def test_a_row_that_is_done_does_not_influence_the_others():
 def test_a_new_request_does_not_inherit_the_counts_of_its_slot():
     on, is_new = jnp.ones(2, bool), jnp.array([True, False])
     used = rounds(init_policy(CHEAP, 2), [[0, 3]] * 10, 3)
-    after = reset_rows(used, is_new)
+    after = reset_counts(used, is_new)
     assert not np.asarray(after.verified[0]).any() and np.asarray(after.verified[1]).any()
     assert rates(after, on)[0, 0] > rates(used, on)[0, 0] + 0.3
 
@@ -115,7 +115,9 @@ def test_the_depth_maximises_expected_tokens_over_cost():
 
 def test_probes_come_at_regular_intervals():
     policy, on, depths_ = init_policy(DEAR, 4), jnp.ones(4, bool), []
-    step = jax.jit(lambda policy: observe(policy, policy.depth, jnp.zeros(4, jnp.int32), took_part=on, active=on))
+    step = jax.jit(
+        lambda policy: update_policy(policy, policy.depth, jnp.zeros(4, jnp.int32), was_active=on, is_active=on)
+    )
     for _ in range(8 * PROBE_INTERVAL):
         depths_.append(int(policy.depth))
         policy = step(policy)
@@ -126,7 +128,7 @@ def test_probes_come_at_regular_intervals():
 
 def test_drafting_that_cannot_pay_is_never_tried():
     costs = 1 + 1.02 * np.arange(LEVELS + 1)
-    assert not may_pay(costs) and may_pay(CHEAP)
+    assert not can_speed_up(costs) and can_speed_up(CHEAP)
     assert int(rounds(init_policy(costs, 2), [[0, 0]] * 40, 0).depth) == 0
 
 
@@ -140,9 +142,9 @@ def test_one_slow_row_ends_drafting_for_a_batch_that_waits_for_it():
             is_good = (jnp.arange(batch) > 0) | (not has_slow_row)
             count = jnp.where(is_good & (remaining % 9 > 0), policy.depth, 0)
             spent += float(costs[policy.depth])
-            took_part, remaining = remaining > 0, jnp.maximum(remaining - count - 1, 0)
-            policy = observe(
-                policy, policy.depth, count, took_part=took_part, active=remaining > 0, remaining=remaining
+            was_active, remaining = remaining > 0, jnp.maximum(remaining - count - 1, 0)
+            policy = update_policy(
+                policy, policy.depth, count, was_active=was_active, is_active=remaining > 0, remaining=remaining
             )
         return spent
 
@@ -153,8 +155,8 @@ def test_one_slow_row_ends_drafting_for_a_batch_that_waits_for_it():
 def test_no_draft_is_made_beyond_a_limit():
     policy, on = init_policy(CHEAP, 2), jnp.ones(2, bool)
     for remaining, most in (([1, 1], 0), ([3, 2], 2), ([1, 50], LEVELS)):
-        after = observe(
-            policy, 4, jnp.array([4, 4], jnp.int32), took_part=on, active=on, remaining=jnp.array(remaining)
+        after = update_policy(
+            policy, 4, jnp.array([4, 4], jnp.int32), was_active=on, is_active=on, remaining=jnp.array(remaining)
         )
         assert int(after.depth) <= most
         assert most < LEVELS or int(after.depth) > 3
@@ -162,14 +164,14 @@ def test_no_draft_is_made_beyond_a_limit():
 
 def test_a_probe_does_not_go_beyond_a_limit():
     policy, on = init_policy(CHEAP, 2).replace(since_probe=jnp.int32(PROBE_INTERVAL)), jnp.ones(2, bool)
-    after = observe(policy, 0, jnp.zeros(2, jnp.int32), took_part=on, active=on, remaining=jnp.array([1, 1]))
+    after = update_policy(policy, 0, jnp.zeros(2, jnp.int32), was_active=on, is_active=on, remaining=jnp.array([1, 1]))
     assert int(after.depth) == 0
 
 
 def test_without_rows_nothing_is_drafted_and_nothing_is_nan():
     policy, off = init_policy(CHEAP, 2), jnp.zeros(2, bool)
     for remaining in (None, jnp.zeros(2, jnp.int32)):
-        after = observe(policy, 3, jnp.zeros(2, jnp.int32), took_part=~off, active=off, remaining=remaining)
+        after = update_policy(policy, 3, jnp.zeros(2, jnp.int32), was_active=~off, is_active=off, remaining=remaining)
         assert int(after.depth) == 0
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after))
 
@@ -177,12 +179,12 @@ def test_without_rows_nothing_is_drafted_and_nothing_is_nan():
 def test_it_is_a_carry_of_a_compiled_loop_and_depth_may_be_static_or_traced():
     def body(policy):
         on = jnp.ones(3, bool)
-        return observe(policy, policy.depth, policy.depth * jnp.array([1, 0, 1]), took_part=on, active=on)
+        return update_policy(policy, policy.depth, policy.depth * jnp.array([1, 0, 1]), was_active=on, is_active=on)
 
-    static = jax.jit(depth_policy.observe, static_argnames="depth")
+    static = jax.jit(depth_policy.update_policy, static_argnames="depth")
     policy = init_policy(DEAR, 3)
     looped = jax.jit(lambda policy: jax.lax.fori_loop(0, 5, lambda _, policy: body(policy), policy))(policy)
     for _ in range(5):
         depth, on = int(policy.depth), jnp.ones(3, bool)
-        policy = static(policy, depth, depth * jnp.array([1, 0, 1]), took_part=on, active=on)
+        policy = static(policy, depth, depth * jnp.array([1, 0, 1]), was_active=on, is_active=on)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), looped, policy)

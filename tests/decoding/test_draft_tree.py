@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtpjax.decoding.draft_tree import Candidates, ancestry, fixed_shape
+from mtpjax.decoding.draft_tree import Candidates, choose_tree_shape, depths_and_ancestor_mask
 
 V = 7
 
@@ -43,9 +43,9 @@ def test_candidates_become_sglangs_tree(topk, num_steps, num_nodes):
     scores, places = jnp.ones((1, 1)), jnp.full((1, 1), -1)
     for _ in range(num_steps):
         probabilities = jnp.array([[tables(path) for path in paths[-1]]])
-        scores, tokens, places, origin = candidates.offer(*jax.lax.top_k(probabilities, topk), scores, places)
+        scores, tokens, places, origin = candidates.add_children(*jax.lax.top_k(probabilities, topk), scores, places)
         paths.append([(*paths[-1][int(o)], int(t)) for o, t in zip(origin[0], tokens[0], strict=True)])
-    tokens, parents = candidates.select(num_nodes)
+    tokens, parents = candidates.select_nodes(num_nodes)
     wanted_tokens, wanted_parents = plain_tree(tables, topk, num_steps, num_nodes)
     assert parents[0].tolist() == wanted_parents and tokens[0].tolist() == wanted_tokens
 
@@ -56,14 +56,14 @@ def test_equal_scores_leave_a_tree():
         scores, places = jnp.ones((1, 1)), jnp.full((1, 1), -1)
         for _ in range(3):
             spread = jnp.broadcast_to(probabilities, (1, scores.shape[1], V))
-            scores, _, places, _ = candidates.offer(*jax.lax.top_k(spread, 3), scores, places)
-        _, parents = candidates.select(9)
+            scores, _, places, _ = candidates.add_children(*jax.lax.top_k(spread, 3), scores, places)
+        _, parents = candidates.select_nodes(9)
         assert all(-1 < parent < node for node, parent in enumerate(parents[0].tolist()) if node)
 
 
 def test_who_is_on_whose_way():
     parents = jnp.array([[-1, 0, 0, 1, 3, 2], [-1, 0, 1, 2, 3, 4]])
-    depths, is_on = jax.jit(ancestry, static_argnums=1)(parents, 5)
+    depths, is_on = jax.jit(depths_and_ancestor_mask, static_argnums=1)(parents, 5)
     assert depths.tolist() == [[0, 1, 1, 2, 3, 2], [0, 1, 2, 3, 4, 5]]
     for row, own in enumerate(parents.tolist()):
         for node in range(6):
@@ -80,7 +80,7 @@ def test_who_is_on_whose_way():
 def test_fixed_shapes_are_trees_within_their_bounds(topk, num_steps, num_nodes):
     if num_nodes > sum(topk**depth for depth in range(num_steps + 1)):
         return
-    shape = fixed_shape(topk, num_steps, num_nodes)
+    shape = choose_tree_shape(topk, num_steps, num_nodes)
     assert len(shape.parents) == num_nodes and max(shape.depths) <= num_steps
     assert shape.depths == sorted(shape.depths) and all(parent < node for node, parent in enumerate(shape.parents))
     assert max(len(shape.children(node)) for node in range(num_nodes)) <= topk

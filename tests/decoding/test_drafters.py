@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mtpjax import DecodeConfig, SamplingParams, forward, generate, speculative_generate
-from mtpjax.decoding.acceptance import Walk
+from mtpjax.decoding.acceptance import AcceptedPath
 from mtpjax.decoding.drafters.base import Draft, Drafter
 from mtpjax.decoding.drafters.lookup import find_ngram
 from mtpjax.decoding.reference import plain_generate
@@ -161,7 +161,7 @@ def test_a_wrong_q_is_caught(without_modules):
 def accept_every_draft(tokens, parents, p, q, u, *, num_steps):
     """Accepts the whole chain, whatever the target says; the bonus token follows the target."""
     path = jnp.arange(num_steps + 1)
-    return Walk(path, jnp.int32(num_steps), p[num_steps])
+    return AcceptedPath(path, jnp.int32(num_steps), p[num_steps])
 
 
 def test_an_acceptance_rule_of_ones_own_is_followed(without_modules):

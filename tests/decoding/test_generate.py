@@ -16,7 +16,7 @@ from mtpjax import (
     run,
     speculative_generate,
 )
-from mtpjax.decoding.capacity import bucket
+from mtpjax.decoding.capacity import round_up_capacity
 from mtpjax.decoding.result import DecodeStats, GenerationResult
 from mtpjax.decoding.spec import DecodeSpec
 
@@ -148,7 +148,7 @@ def test_rows_at_temperature_0_among_sampled_ones_are_plain_decoding(rule, small
 def test_on_a_chain_a_tree_rule_is_the_chains(rule, on_a_chain):
     """`test_acceptance.py` has the proof."""
     tree, chain = (
-        DecodeSpec.of(DecodeConfig(num_steps=3, acceptance=acceptance), is_greedy=False)
+        DecodeSpec.from_config(DecodeConfig(num_steps=3, acceptance=acceptance), is_greedy=False)
         for acceptance in (rule, on_a_chain)
     )
     assert tree == chain
@@ -156,12 +156,12 @@ def test_on_a_chain_a_tree_rule_is_the_chains(rule, on_a_chain):
 
 @pytest.mark.parametrize("size", [1, 127, 128, 129, 1000, 1023, 1024, 1025, 5000, 100_000])
 def test_a_bucket_holds_its_size_and_little_more(size):
-    assert size <= bucket(size) <= max(256, size * 1.25, 128 + size // 128 * 128)
-    assert bucket(bucket(size)) == bucket(size) and bucket(size) % 128 == 0
+    assert size <= round_up_capacity(size) <= max(256, size * 1.25, 128 + size // 128 * 128)
+    assert round_up_capacity(round_up_capacity(size)) == round_up_capacity(size) and round_up_capacity(size) % 128 == 0
 
 
 def test_buckets_are_few():
-    assert len({bucket(size) for size in range(1, 100_000)}) < 50
+    assert len({round_up_capacity(size) for size in range(1, 100_000)}) < 50
 
 
 BAD = [  # prompts, keywords, what the message names

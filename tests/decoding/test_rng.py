@@ -26,7 +26,7 @@ def test_every_part_of_what_a_draw_is_for_changes_it():
         rng.gumbel(seed, places, purpose, nodes, 4)
         for seed in (SEED, SEED + 1)
         for places in (PLACES, PLACES + 100)
-        for purpose in (rng.DRAFT, rng.ACCEPT, rng.FINAL, rng.TARGET)
+        for purpose in (rng.DRAFT, rng.ACCEPT, rng.BONUS, rng.TARGET)
         for nodes in (NODES, NODES + 10)
     ]
     assert len(np.unique(np.stack(draws))) == len(draws) * 2 * 3 * 4
@@ -39,7 +39,7 @@ def test_a_row_knows_no_neighbour():
 
 
 def test_the_noise_has_its_law():
-    seeds = rng.seeds_from(jax.random.key(0), 50)
+    seeds = rng.seeds_from_key(jax.random.key(0), 50)
     places = jnp.broadcast_to(jnp.arange(40)[None], (50, 40))
     uniforms = rng.uniform(seeds, places, rng.ACCEPT, jnp.arange(40))
     assert stats.kstest(np.ravel(uniforms), "uniform").pvalue > 1e-4

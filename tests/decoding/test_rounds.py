@@ -12,12 +12,13 @@ from mtpjax.decoding.drafters.modules import extend_backlog, num_pending
 from mtpjax.decoding.drafters.mtp import MTPDrafter
 from mtpjax.decoding.loop import decode, run_round
 from mtpjax.decoding.prefill import insert_rows
-from mtpjax.decoding.sampling import Sampling
+from mtpjax.decoding.sampling import SamplingArrays
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import NewRows, empty_state
 from mtpjax.models.cache import empty_cache
+from mtpjax.models.forward import shift_left
 from mtpjax.models.masks import cached_view, full_view
-from mtpjax.models.model import bind, shift_left
+from mtpjax.models.model import bind
 from pallas_kernels import gated_delta_replay
 
 CAPACITY = 64
@@ -49,7 +50,7 @@ DRAFTER = MTPDrafter()
 
 
 def make_spec(num_steps, topk=1, num_nodes=None, rule="greedy", **changes):
-    return DecodeSpec(num_steps, topk, num_nodes or num_steps + 1, rule, chunk=8, **changes)
+    return DecodeSpec(num_steps, topk, num_nodes or num_steps + 1, rule, prefill_chunk=8, **changes)
 
 
 def new_rows(spec):
@@ -57,7 +58,7 @@ def new_rows(spec):
     tokens = np.random.default_rng(1).integers(0, 61, (len(LENGTHS), CAPACITY)).astype(np.int32)
     temperature = jnp.full(len(LENGTHS), 0.0 if spec.rule == "greedy" else 0.7)
     seed = jnp.arange(2 * len(LENGTHS), dtype=jnp.uint32).reshape(-1, 2)
-    sampling = Sampling.greedy(len(LENGTHS)).replace(temperature=temperature, seed=seed)
+    sampling = SamplingArrays.greedy(len(LENGTHS)).replace(temperature=temperature, seed=seed)
     return NewRows.without_stops(*map(jnp.asarray, (tokens, LENGTHS, LIMITS)), sampling)
 
 
@@ -69,14 +70,14 @@ def free_state(model, spec, depth_costs=None):
         batch=len(LENGTHS),
         capacity=CAPACITY,
         stops_shape=(8, 1),
-        features=Sampling.greedy(1).features,
+        features=SamplingArrays.greedy(1).features,
         dtype=jnp.float32,
         depth_costs=depth_costs,
     )
 
 
 def prepare(model, params):
-    return DRAFTER.prepare(params, DRAFTER.own_params(params, DecodeConfig(), model=model), model=model, dtype=None)
+    return DRAFTER.prepare(params, DRAFTER.default_params(params, DecodeConfig(), model=model), model=model, dtype=None)
 
 
 def prefilled(params, state, rows, *, model, spec):
@@ -196,7 +197,7 @@ def test_a_tree_or_a_window_reads_nothing_else(changes, small):
 
 
 def assert_reads_nothing_else(model, params, spec):
-    own = DRAFTER.own_params(params, DecodeConfig(), model=model)
+    own = DRAFTER.default_params(params, DecodeConfig(), model=model)
     statics = {"model": model, "drafter": DRAFTER, "spec": spec}
     clean = decode(params, own, free_state(model, spec), new_rows(spec), **statics)
     spoiled = decode(params, own, spoil(free_state(model, spec)), new_rows(spec), **statics)

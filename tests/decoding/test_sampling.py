@@ -5,7 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtpjax.decoding.sampling import History, Path, Sampling, SamplingFeatures, adjust, distribution
+from mtpjax.decoding.sampling import (
+    PathTokens,
+    SamplingArrays,
+    SamplingFeatures,
+    TokenHistory,
+    apply_penalties_and_bias,
+    distribution,
+)
 
 V = 12
 OFF = {"temperature": 1.0, "top_k": V, "top_p": 1.0, "min_p": 0.0, "repetition": 1.0, "frequency": 0.0, "presence": 0.0}
@@ -75,13 +82,13 @@ def arrays(rows):
         name: jnp.array([row[name] for row in full], jnp.int32 if name == "top_k" else jnp.float32) for name in OFF
     }
     least = jnp.array([row.get("min_new", 0) for row in rows], jnp.int32)
-    seed, features = jnp.zeros((len(rows), 2), jnp.uint32), SamplingFeatures.everything()
-    return Sampling(seed=seed, bias=jnp.array(bias), min_new=least, features=features, **fields)
+    seed, features = jnp.zeros((len(rows), 2), jnp.uint32), SamplingFeatures.all_enabled()
+    return SamplingArrays(seed=seed, bias=jnp.array(bias), min_new=least, features=features, **fields)
 
 
 @jax.jit
 def both(logits, sampling, history, path, num_new):
-    adjusted = adjust(
+    adjusted = apply_penalties_and_bias(
         logits,
         sampling,
         history,
@@ -97,12 +104,12 @@ def both(logits, sampling, history, path, num_new):
 def test_every_setting_gives_what_the_twin_gives(seed):
     B, T = len(ROWS), 3
     logits = 3 * np.random.default_rng(seed).standard_normal((B, T, V)).astype(np.float32)
-    history = History(
+    history = TokenHistory(
         jnp.zeros((B, V), bool).at[:, np.array(PROMPT)].set(True),
         jnp.broadcast_to(jnp.bincount(jnp.array(NEW), length=V), (B, V)).astype(jnp.int32),
     )
     is_on = jnp.broadcast_to(jnp.tri(T, len(DRAFTED), -1, dtype=bool), (B, T, len(DRAFTED)))  # node t after t drafts
-    path = Path(jnp.broadcast_to(jnp.array(DRAFTED), (B, len(DRAFTED))), is_on)
+    path = PathTokens(jnp.broadcast_to(jnp.array(DRAFTED), (B, len(DRAFTED))), is_on)
     num_new = jnp.broadcast_to(jnp.arange(1, T + 1), (B, T))
     adjusted, found = both(jnp.array(logits), arrays(ROWS), history, path, num_new)
     for b, row in enumerate(ROWS):
@@ -134,6 +141,6 @@ def test_the_smallest_temperature_is_the_arg_max():
 
 def test_neutral_values_change_nothing():
     logits = jnp.array(np.random.default_rng(0).standard_normal((2, 3, V)), jnp.float32)
-    few = Sampling.greedy(2).replace(temperature=jnp.array([0.0, 0.8]))
+    few = SamplingArrays.greedy(2).replace(temperature=jnp.array([0.0, 0.8]))
     many = arrays([{"temperature": 0.0}, {"temperature": 0.8}])
     np.testing.assert_allclose(distribution(logits, few), distribution(logits, many), rtol=1e-6)

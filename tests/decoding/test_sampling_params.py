@@ -9,7 +9,7 @@ import pytest
 from mtpjax import DecodeConfig, SamplingParams, speculative_generate
 from mtpjax.decoding.loop import decode
 from mtpjax.decoding.sampling import SamplingFeatures
-from mtpjax.decoding.sampling_params import sampling_arrays
+from mtpjax.decoding.sampling_params import make_sampling_arrays
 from mtpjax.decoding.spec import DecodeSpec
 
 
@@ -41,7 +41,7 @@ from mtpjax.decoding.spec import DecodeSpec
 def test_requests_that_cannot_be_are_refused(values, message, small):
     model, _ = small("grouped", "mixed")
     with pytest.raises(ValueError, match=message) as caught:
-        sampling_arrays(SamplingParams(**values), 3, model.config, None)
+        make_sampling_arrays(SamplingParams(**values), 3, model.config, None)
     assert "\n" not in str(caught.value)
 
 
@@ -95,7 +95,7 @@ def test_what_a_model_cannot_do_is_refused(changes, config, message, small):
 
 def test_greedy_does_not_take_warm_rows():
     with pytest.raises(ValueError, match="acceptance 'greedy' supports only temperature 0"):
-        DecodeSpec.of(DecodeConfig(acceptance="greedy"), is_greedy=False)
+        DecodeSpec.from_config(DecodeConfig(acceptance="greedy"), is_greedy=False)
 
 
 def test_what_may_come_early_must_not_be_stop_tokens_alone(small):
@@ -128,7 +128,7 @@ def test_penalties_count_along_trees_whose_passes_are_padded(small):
 
 def test_the_rule_follows_from_temperature_and_shape():
     def rule(is_greedy, **config):
-        return DecodeSpec.of(DecodeConfig(**config), is_greedy=is_greedy).rule
+        return DecodeSpec.from_config(DecodeConfig(**config), is_greedy=is_greedy).rule
 
     assert rule(True) == rule(True, topk=2) == rule(True, num_steps=0) == "greedy"
     assert rule(False) == "block" and rule(False, topk=2) == "recursive" and rule(False, num_steps=0) == "sample"
@@ -136,14 +136,14 @@ def test_the_rule_follows_from_temperature_and_shape():
 
 def test_options_that_no_row_uses_are_not_compiled_in(small):
     model, _ = small("grouped", "mixed")
-    none = sampling_arrays(SamplingParams(), 2, model.config, None)
+    none = make_sampling_arrays(SamplingParams(), 2, model.config, None)
     assert none.features == SamplingFeatures() and none.bias.shape == (2, 0)
-    some = sampling_arrays(SamplingParams(top_k=[0, 3], min_p=0.0), 2, model.config, None)
+    some = make_sampling_arrays(SamplingParams(top_k=[0, 3], min_p=0.0), 2, model.config, None)
     assert some.top_k.tolist() == [61, 3] and some.features == SamplingFeatures(top_k=True)
-    everything = sampling_arrays(SamplingParams(), 2, model.config, None, features=SamplingFeatures.everything())
+    everything = make_sampling_arrays(SamplingParams(), 2, model.config, None, features=SamplingFeatures.all_enabled())
     assert jax.tree.structure(everything.replace(features=None)) == jax.tree.structure(some.replace(features=None))
     with pytest.raises(ValueError, match="made without these sampling options: top_k"):
-        sampling_arrays(SamplingParams(top_k=3), 2, model.config, None, features=SamplingFeatures(top_p=True))
+        make_sampling_arrays(SamplingParams(top_k=3), 2, model.config, None, features=SamplingFeatures(top_p=True))
 
 
 def test_other_requests_compile_nothing_new(small):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mtpjax import DecodeConfig, forward, generate, speculative_generate
-from mtpjax.evaluation.acceptance import is_plain, partings
+from mtpjax.evaluation.acceptance import equals_plain_decoding, first_divergences
 
 LONGEST_PROMPT, NEW_TOKENS = 32, 24
 RNG = np.random.default_rng(0)
@@ -41,14 +41,18 @@ def test_texts_are_plain_decoding_s_in_passes_as_wide(attention, name, small):
     result = speculative_generate(narrow, PROMPTS, model=model, config=config)
     assert result.stats.accept_length > 1.5
     rows, plain = result.rows(), generate(narrow, PROMPTS, model=model, config=config).rows()
-    parted = [parting.gap for parting in partings(exact, PROMPTS, rows, plain, model=model) if parting]
+    parted = [
+        divergence.gap for divergence in first_divergences(exact, PROMPTS, rows, plain, model=model) if divergence
+    ]
     gaps = ", ".join(f"{gap:.3f}" for gap in sorted(parted)) or "nothing"
     print(
         f"{attention}, {name}: {len(parted)} of {len(rows)} texts part from those of narrow passes, at gaps of {gaps}"
     )
-    assert is_plain(narrow, PROMPTS, rows, plain, model=model, config=config).all()
+    assert equals_plain_decoding(narrow, PROMPTS, rows, plain, model=model, config=config).all()
     rows[3][5] = (rows[3][5] + 1) % 61
-    assert np.flatnonzero(~is_plain(narrow, PROMPTS, rows, plain, model=model, config=config)).tolist() == [3]
+    assert np.flatnonzero(
+        ~equals_plain_decoding(narrow, PROMPTS, rows, plain, model=model, config=config)
+    ).tolist() == [3]
 
 
 def logits_along(params, model, rows) -> np.ndarray:

@@ -10,9 +10,10 @@ import pytest
 
 from mtpjax import MTPModel, forward
 from mtpjax.models.cache import commit, empty_cache
+from mtpjax.models.forward import shift_left
 from mtpjax.models.layers.latent_attention import LatentAttention
 from mtpjax.models.masks import Recycled, cached_view, full_view
-from mtpjax.models.model import bind, shift_left
+from mtpjax.models.model import bind
 from mtpjax.models.trunk import stack_layers, unstack_layers
 
 TOKENS = np.random.default_rng(3).integers(0, 61, (3, 16))

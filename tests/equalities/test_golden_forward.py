@@ -11,10 +11,10 @@ import mtpjax
 from mtpjax import DecodeConfig, ModelConfig, MTPModel, forward, generate, speculative_generate
 from mtpjax.decoding.drafters.mtp import MTPDrafter
 from mtpjax.decoding.prefill import insert_rows
-from mtpjax.decoding.sampling import Sampling
+from mtpjax.decoding.sampling import SamplingArrays
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import NewRows, empty_state
-from mtpjax.models.model import param_shapes
+from mtpjax.models.params import param_shapes
 from tests.golden import MTP_SETS, RECYCLING, SETS, path
 
 PROMPTS = ("p0", "p1")
@@ -140,12 +140,12 @@ def test_drafted_tokens_match(name, load):
     rows = [expected[f"{prompt}_input_ids"] for prompt in PROMPTS]
     lengths = np.array([len(row) for row in rows], np.int32)
     tokens = np.stack([np.pad(row, (0, 128 - len(row))) for row in rows])
-    sampling = Sampling.greedy(len(rows))
+    sampling = SamplingArrays.greedy(len(rows))
     batch = NewRows.without_stops(*map(jnp.asarray, (tokens, lengths, lengths + 24)), sampling)
     statics = {
         "model": model,
         "drafter": MTPDrafter(),
-        "spec": DecodeSpec(num_steps, num_nodes=num_steps + 1, chunk=16),
+        "spec": DecodeSpec(num_steps, num_nodes=num_steps + 1, prefill_chunk=16),
     }
     state = empty_state(
         **statics, batch=2, capacity=128, stops_shape=(8, 1), features=sampling.features, dtype=jnp.float32
@@ -155,7 +155,7 @@ def test_drafted_tokens_match(name, load):
     def draft(params, state, batch):
         drafter, spec = statics["drafter"], statics["spec"]
         prepared = drafter.prepare(
-            params, drafter.own_params(params, DecodeConfig(), model=model), model=model, dtype=None
+            params, drafter.default_params(params, DecodeConfig(), model=model), model=model, dtype=None
         )
         state = insert_rows(params, prepared, state, batch, **statics)
         return drafter.propose(prepared, state, model=model, spec=spec)[1].tokens

@@ -13,8 +13,8 @@ from mtpjax import DecodeConfig, SamplingParams, forward, generate, speculative_
 from mtpjax.decoding import acceptance, rng
 from mtpjax.decoding.loop import decode
 from mtpjax.decoding.reference import plain_generate
-from mtpjax.decoding.sampling import History, adjust, distribution, draw
-from mtpjax.decoding.sampling_params import sampling_arrays
+from mtpjax.decoding.sampling import TokenHistory, apply_penalties_and_bias, distribution, draw
+from mtpjax.decoding.sampling_params import make_sampling_arrays
 
 V, LENGTH, PROMPT = 5, 3, [1, 2, 4]
 BATCH = 8192
@@ -57,7 +57,7 @@ def tiny(small):
     """Caches are no longer than the texts: of so many rows, 256 slots are what the time goes into."""
     sizes = {"vocab_size": V, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mtpjax.decoding.capacity.bucket", lambda size: -(-size // 32) * 32)
+        patch.setattr("mtpjax.decoding.capacity.round_up_capacity", lambda size: -(-size // 32) * 32)
         yield small("grouped", "random", **sizes, num_attention_heads=2)
 
 
@@ -66,15 +66,15 @@ def exact_law(model, params, request):
     texts = np.array(list(itertools.product(range(V), repeat=LENGTH)))
     rows = np.concatenate([np.tile(PROMPT, (len(texts), 1)), texts], axis=1)
     logits = forward(params, rows, model=model, num_depths=0).logits
-    sampling = sampling_arrays(SamplingParams(**request, seed=0), len(texts), model.config, None)
+    sampling = make_sampling_arrays(SamplingParams(**request, seed=0), len(texts), model.config, None)
     prompt = jnp.zeros((len(texts), V), bool).at[:, np.array(PROMPT)].set(True)
     law = np.ones(len(texts))
     for place in range(LENGTH):
         counts = jnp.asarray((texts[:, :place, None] == np.arange(V)).sum(axis=1), jnp.int32)
-        adjusted = adjust(
+        adjusted = apply_penalties_and_bias(
             logits[:, len(PROMPT) + place - 1, None],
             sampling,
-            History(prompt, counts),
+            TokenHistory(prompt, counts),
             path=None,
             num_new=jnp.full((len(texts), 1), place),
             stop_ids=jnp.full((len(texts), 1), -1),
@@ -232,7 +232,7 @@ def mixed_plain(make):
 
 def test_plain_decoding_draws_what_the_python_loop_draws(small):
     model, params = small("grouped", "mixed")
-    arrays = sampling_arrays(MIXED, len(PROMPTS), model.config, None)
+    arrays = make_sampling_arrays(MIXED, len(PROMPTS), model.config, None)
     for number, (prompt, row) in enumerate(zip(PROMPTS, mixed_plain(small).rows(), strict=True)):
         own = jax.tree.map(lambda leaf, number=number: leaf[number : number + 1], arrays)
         wanted = plain_generate(
@@ -305,7 +305,7 @@ def test_a_row_is_the_same_alone_and_in_any_batch(changes, small):
 
 def test_drawing_follows_weights_that_are_not_normalised():
     weights = jnp.array([[[0.0, 2.0, 6.0]]])
-    seeds = rng.seeds_from(jax.random.key(0), 4000)
-    gumbel = rng.gumbel(seeds, jnp.zeros((4000, 1), jnp.int32), rng.FINAL, jnp.zeros(1, jnp.int32), 3)
+    seeds = rng.seeds_from_key(jax.random.key(0), 4000)
+    gumbel = rng.gumbel(seeds, jnp.zeros((4000, 1), jnp.int32), rng.BONUS, jnp.zeros(1, jnp.int32), 3)
     drawn = np.asarray(draw(jnp.broadcast_to(weights, gumbel.shape), gumbel))
     assert not (drawn == 0).any() and abs((drawn == 2).mean() - 0.75) < 0.03

@@ -11,7 +11,7 @@ import pytest
 
 import mtpjax
 from mtpjax import DecodeConfig, MTPModel, generate, speculative_generate
-from mtpjax.evaluation.small_models import random_params, rigged_params, small_config
+from mtpjax.evaluation.small_models import constructed_params, random_params, small_config
 from mtpjax.io import checkpoint, convert
 from mtpjax.models.config import Llama3Scaling
 from tests.golden import path
@@ -98,7 +98,7 @@ def test_plain_trunks_decode_alike(family, tmp_path, key):
 )
 def test_drafts_that_are_right_at_times_are_accepted_alike(family, attention, changes, modules, tmp_path):
     model = MTPModel(small_config(attention, num_mtp_modules=modules, **changes))
-    checkpoint.save_model(tmp_path / "ours", model, rigged_params(model, "latent", "mixed"))
+    checkpoint.save_model(tmp_path / "ours", model, constructed_params(model, "latent", "mixed"))
     convert.to_hugging_face(tmp_path / "ours", tmp_path / "there", model_type=family)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, model.config.vocab_size, length).tolist() for length in (3, 9, 20, 31)]

@@ -12,7 +12,7 @@ import rich.console
 from mtpjax import DecodeConfig, forward, generate
 from mtpjax.cli.main import main
 from mtpjax.evaluation import acceptance as acceptance_module
-from mtpjax.evaluation.acceptance import Parting, measure_acceptance, partings
+from mtpjax.evaluation.acceptance import Divergence, first_divergences, measure_acceptance
 from mtpjax.evaluation.metrics import estimate, print_report, report, to_json
 
 CONFIG = DecodeConfig(max_new_tokens=20, num_steps=3, prefill_chunk=8)
@@ -36,14 +36,16 @@ def test_texts_part_at_their_first_other_token_by_the_trunk_s_logits(mixed):
     others[0][0], others[2][5] = (others[0][0] + 1) % 60, (others[2][5] + 7) % 60
     others[2][6] += 1  # behind the first it says nothing
     others[3] = others[3][:4]
-    found = partings(params, PROMPTS, others, plain, model=model)
-    assert found[1] is None and found[4] is None and found[3] == Parting(4, float("inf"))
+    found = first_divergences(params, PROMPTS, others, plain, model=model)
+    assert found[1] is None and found[4] is None and found[3] == Divergence(4, float("inf"))
     for number, place in ((0, 0), (2, 5)):
         shared = PROMPTS[number] + plain[number][:place]
         logits = np.asarray(forward(params, np.array([shared]), model=model, num_depths=0).logits)[0, -1]
-        parting = found[number]
-        assert parting is not None and parting.place == place
-        np.testing.assert_allclose(parting.gap, logits[plain[number][place]] - logits[others[number][place]], rtol=1e-5)
+        divergence = found[number]
+        assert divergence is not None and divergence.position == place
+        np.testing.assert_allclose(
+            divergence.gap, logits[plain[number][place]] - logits[others[number][place]], rtol=1e-5
+        )
 
 
 def test_teacher_forced_counts_are_those_of_one_row_and_place_after_the_other(mixed):
@@ -54,7 +56,7 @@ def test_teacher_forced_counts_are_those_of_one_row_and_place_after_the_other(mi
         output = forward(params, np.array([row + [0] * (32 - len(row))]), model=model, num_depths=3)
         target = jax.nn.softmax(output.logits[0])
         choices = np.argmax(target, axis=-1)
-        places, agrees, reached, survives = (np.zeros(3) for _ in range(4))
+        positions, agrees, reached, survives = (np.zeros(3) for _ in range(4))
         overlap, overlap_survives = np.zeros(3), np.zeros(3)
         for place in range(len(prompt) - 1, len(row)):
             is_right, product = True, 1.0
@@ -63,33 +65,33 @@ def test_teacher_forced_counts_are_those_of_one_row_and_place_after_the_other(mi
                     break
                 agreed = int(np.argmax(logits[0, place])) == choices[place + depth]
                 shared = float(np.minimum(jax.nn.softmax(logits[0, place]), target[place + depth]).sum())
-                places[depth - 1] += 1
+                positions[depth - 1] += 1
                 agrees[depth - 1] += agreed
                 reached[depth - 1] += is_right
                 is_right, product = is_right and agreed, product * shared
                 survives[depth - 1] += is_right
                 overlap[depth - 1] += shared
                 overlap_survives[depth - 1] += product
-        found = acceptance.forced
-        for name, wanted in (("places", places), ("agrees", agrees), ("reached", reached), ("survives", survives)):
-            assert getattr(found, name)[number].tolist() == wanted.tolist(), name
+        found = acceptance.teacher_forced
+        for name, value in (("positions", positions), ("agrees", agrees), ("reached", reached), ("survives", survives)):
+            assert getattr(found, name)[number].tolist() == value.tolist(), name
         for name, wanted in (("overlap", overlap), ("overlap_survives", overlap_survives)):
             np.testing.assert_allclose(getattr(found, name)[number], wanted, rtol=1e-4, err_msg=name)
-    assert 0 < found.agrees.sum() < found.places.sum()
+    assert 0 < found.agrees.sum() < found.positions.sum()
 
 
 def test_rows_may_be_taken_in_parts(mixed, monkeypatch):
     model, params, acceptance = mixed
-    monkeypatch.setattr(acceptance_module, "MOST_LOGITS", 2 * 256 * model.config.vocab_size * 4)
+    monkeypatch.setattr(acceptance_module, "MAX_LOGITS_PER_PASS", 2 * 256 * model.config.vocab_size * 4)
     parts = measure_acceptance(params, PROMPTS, model=model, config=CONFIG, batch_size=5)
-    for field in dataclasses.fields(parts.forced):
-        found, wanted = getattr(parts.forced, field.name), getattr(acceptance.forced, field.name)
+    for field in dataclasses.fields(parts.teacher_forced):
+        found, wanted = getattr(parts.teacher_forced, field.name), getattr(acceptance.teacher_forced, field.name)
         np.testing.assert_allclose(found, wanted, rtol=1e-4, err_msg=field.name)
 
 
-@pytest.mark.parametrize(("rig", "expected"), [("right", 1.0), ("wrong", 0.0)])
-def test_a_known_drafter_has_its_rates(small, rig, expected):
-    model, params = small("grouped", rig)
+@pytest.mark.parametrize(("draft_quality", "expected"), [("right", 1.0), ("wrong", 0.0)])
+def test_a_known_drafter_has_its_rates(small, draft_quality, expected):
+    model, params = small("grouped", draft_quality)
     acceptance = measure_acceptance(params, PROMPTS, model=model, config=CONFIG, batch_size=5)
     assert acceptance.is_identical.all()
     (row,) = report(acceptance, ["all"] * 5).values()
@@ -184,8 +186,8 @@ def test_the_command_samples_trees(checkpoint, tmp_path, capsys):
         (["--max-new-tokens", "256"], 2, "leaves no room"),
         (["--batch-size", "0"], 2, "batch_size must be at least 1"),
         (["--temperature", "-1"], 2, "temperature"),
-        (["--topk", "2", "--acceptance", "block"], 2, "'block' verifies chains"),
-        (["--acceptance", "greedy", "--temperature", "1"], 2, "acceptance 'greedy' decodes at temperature 0"),
+        (["--topk", "2", "--acceptance", "block"], 2, "'block' supports only chains"),
+        (["--acceptance", "greedy", "--temperature", "1"], 2, "acceptance 'greedy' supports only temperature 0"),
         (["--categories", "zzz"], 2, "no prompts of category 'zzz'"),
         (["--prompts", "missing.jsonl"], 2, "missing.jsonl"),
         (["--model", "missing"], 3, "no mtpjax checkpoint"),

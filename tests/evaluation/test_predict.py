@@ -9,7 +9,7 @@ import pytest
 from mtpjax import DecodeConfig, load, speculative_generate
 from mtpjax.evaluation.acceptance import is_predictable, measure_acceptance
 from mtpjax.evaluation.metrics import decoded_rates, report
-from mtpjax.evaluation.predict import acceptance_along, expected_rounds
+from mtpjax.evaluation.predict import acceptance_probabilities, expected_rounds
 from tests import golden
 
 CONFIG = DecodeConfig(max_new_tokens=24, num_steps=3, prefill_chunk=8)
@@ -100,7 +100,7 @@ def test_sampled_accept_lengths_are_predicted_in_expectation(rule, small):
     acceptance = measure_acceptance(
         params, prompts, model=model, config=config, temperature=temperatures.tolist(), batch_size=256
     )
-    greedy, warm = acceptance.take(temperatures == 0), acceptance.take(temperatures == 1)
+    greedy, warm = acceptance.select(temperatures == 0), acceptance.select(temperatures == 1)
     assert_exact(greedy)
     assert not warm.is_identical.all()
     lengths = []
@@ -120,7 +120,7 @@ def test_a_text_given_the_rounds_are_those_of_a_plain_walk():
     log_ratio = rng.normal(0, 0.8, (1, 12, 3))
     log_ratio[0, 9:] = -np.inf
     for rule in ("token", "block"):
-        acceptance = acceptance_along(np.zeros((1, 12, 3), bool), log_ratio, np.zeros(1, bool), rule=rule)
+        acceptance = acceptance_probabilities(np.zeros((1, 12, 3), bool), log_ratio, np.zeros(1, bool), rule=rule)
         assert (np.diff(acceptance, axis=-1) <= 0).all() and (acceptance >= 0).all() and (acceptance <= 1).all()
         rounds, accepted = expected_rounds(acceptance, np.array([2]), np.array([11]))
         counts = np.zeros(4)
@@ -139,4 +139,4 @@ def test_trees_and_windows_are_not_predicted():
         assert not is_predictable(dataclasses.replace(CONFIG, **changes), "block")
     assert is_predictable(CONFIG, "block") and not is_predictable(CONFIG, "typical")
     with pytest.raises(ValueError, match="acceptance 'typical' is not one of greedy"):
-        acceptance_along(np.zeros((1, 1, 1)), np.zeros((1, 1, 1)), np.zeros(1, bool), rule="typical")
+        acceptance_probabilities(np.zeros((1, 1, 1)), np.zeros((1, 1, 1)), np.zeros(1, bool), rule="typical")

@@ -10,8 +10,8 @@ import pytest
 
 from mtpjax import DecodeConfig
 from mtpjax.evaluation import profile
-from mtpjax.evaluation.profile import load_settings, read_acceptance
-from mtpjax.evaluation.round_costs import PLAIN, CostMeter, Costs, Shape, chain
+from mtpjax.evaluation.profile import load_depth_settings, read_acceptance
+from mtpjax.evaluation.round_costs import PLAIN_STEP, CostMeter, RoundCosts, RoundShape, chain_shape
 from mtpjax.host import num_threads
 
 UNKNOWN = {"depth_rates": None}
@@ -20,20 +20,28 @@ UNKNOWN = {"depth_rates": None}
 def stored(tmp_path, *batches, **changes):
     """A profile of batch sizes; a round of depth d at batch b takes `b + d` seconds, half a second more by a change."""
     rows = [
-        Costs(batch, *({chain(d): batch + share * d for d in range(4)} for share in (0.5, 0.9, 1.0)), 0.5).to_json()
+        RoundCosts(
+            batch, *({chain_shape(d): batch + share * d for d in range(4)} for share in (0.5, 0.9, 1.0)), 0.5
+        ).to_json()
         for batch in batches
     ]
     file = tmp_path / "profile.json"
-    about = {"format": profile.FORMAT, "version": profile.VERSION, **profile._here(), "acceptance": None}
+    about = {"format": profile.FORMAT, "version": profile.VERSION, **profile._device_properties(), "acceptance": None}
     content = {**about, "batches": rows, **changes}
     profile.save(file, content)
     return file
 
 
 def test_costs_come_back_from_json():
-    costs = Costs(2, {PLAIN: 1.0, Shape(2, 3, 9): 2.5}, {PLAIN: 1.0, Shape(2, 3, 9): 4.0}, {PLAIN: 1.5}, 0.25)
-    assert Costs.from_json(json.loads(json.dumps(costs.to_json()))) == costs
-    assert costs.ideal_ratio(3.0, Shape(2, 3, 9)) == 0.75
+    costs = RoundCosts(
+        2,
+        {PLAIN_STEP: 1.0, RoundShape(2, 3, 9): 2.5},
+        {PLAIN_STEP: 1.0, RoundShape(2, 3, 9): 4.0},
+        {PLAIN_STEP: 1.5},
+        0.25,
+    )
+    assert RoundCosts.from_json(json.loads(json.dumps(costs.to_json()))) == costs
+    assert costs.ideal_ratio(3.0, RoundShape(2, 3, 9)) == 0.75
 
 
 @pytest.fixture
@@ -48,11 +56,11 @@ def no_captured_weights():
 @pytest.mark.parametrize(
     ("modules", "shape", "batch", "temperature"),
     [
-        pytest.param(1, Shape(2, 2, 6), 2, 0.0, marks=pytest.mark.slow),
-        (2, chain(3), 1, 0.0),
-        (1, PLAIN, 1, 0.0),
-        (1, Shape(2, 2, 6), 1, 0.7),
-        (1, chain(2), 2, 0.7),
+        pytest.param(1, RoundShape(2, 2, 6), 2, 0.0, marks=pytest.mark.slow),
+        (2, chain_shape(3), 1, 0.0),
+        (1, PLAIN_STEP, 1, 0.0),
+        (1, RoundShape(2, 2, 6), 1, 0.7),
+        (1, chain_shape(2), 2, 0.7),
     ],
 )
 def test_every_shape_is_timed(small, modules, shape, batch, temperature, no_captured_weights):
@@ -68,32 +76,32 @@ def test_every_shape_is_timed(small, modules, shape, batch, temperature, no_capt
         min_rows=2,
         temperature=temperature,
         seconds=0.0,
-        whole=True,
-        compiled=lambda: compiled.append(1),
+        time_full_rounds=True,
+        on_compiled=lambda: compiled.append(1),
     )
     meter.measure(1)
     costs = meter.costs()
-    assert len(compiled) == (2 if shape == PLAIN else 5 + (shape.topk == 1))
+    assert len(compiled) == (2 if shape == PLAIN_STEP else 5 + (shape.topk == 1))
     assert costs.change >= 0
-    timed = [of[kind] for of in (costs.verify, costs.parts, costs.round) for kind in (PLAIN, shape)]
+    timed = [of[kind] for of in (costs.verify, costs.parts, costs.round) for kind in (PLAIN_STEP, shape)]
     assert np.isfinite(timed).all() and all(timed)  # in one round on a busy machine a difference may be negative
 
 
 def test_shapes_grow_to_the_one_asked_for():
-    assert profile.shapes_up_to(3) == (chain(1), chain(2), chain(3))
-    assert profile.shapes_up_to(3, 2, 8) == (Shape(1, 2, 3), Shape(2, 2, 7), Shape(3, 2, 8))
+    assert profile.shapes_up_to(3) == (chain_shape(1), chain_shape(2), chain_shape(3))
+    assert profile.shapes_up_to(3, 2, 8) == (RoundShape(1, 2, 3), RoundShape(2, 2, 7), RoundShape(3, 2, 8))
     with pytest.raises(ValueError, match="num_draft_tokens must be 4 for a chain"):
         profile.shapes_up_to(3, 1, 9)
 
 
 def test_the_nearest_batch_size_is_taken(tmp_path):
     file = stored(tmp_path, 1, 4, 16)
-    one = load_settings(file, batch=1, num_steps=2)
+    one = load_depth_settings(file, batch=1, num_steps=2)
     assert one == {"depth_costs": (1.0, 2.0, 3.0), **UNKNOWN}
-    four = load_settings(tmp_path, batch=5, num_steps=3)
+    four = load_depth_settings(tmp_path, batch=5, num_steps=3)
     assert four == {"depth_costs": (1.0, 1.25, 1.5, 1.75), **UNKNOWN}
-    assert load_settings(file, batch=8, num_steps=1)["depth_costs"][1] == 1 + 1 / 16  # as far from 4: the larger
-    assert load_settings(file, batch=1000, num_steps=0)["depth_costs"] == (1.0,)
+    assert load_depth_settings(file, batch=8, num_steps=1)["depth_costs"][1] == 1 + 1 / 16  # as far from 4: the larger
+    assert load_depth_settings(file, batch=1000, num_steps=0)["depth_costs"] == (1.0,)
 
 
 ASKED = {"topk": 1, "acceptance": "auto"}
@@ -107,7 +115,7 @@ def figures(rates, lengths):
 
 
 def test_rates_and_lengths_are_those_that_acceptance_was_measured_at(tmp_path):
-    file, least = tmp_path / "rates.json", profile.LEAST_RATE
+    file, least = tmp_path / "rates.json", profile.MIN_RATE
 
     def read(*found):
         file.write_text(json.dumps({"settings": ASKED, "figures": {"overall": figures(*found)}}))
@@ -116,13 +124,13 @@ def test_rates_and_lengths_are_those_that_acceptance_was_measured_at(tmp_path):
     acceptance = read([0.8, 0.0, None], [1.75, 1.9, 1.9])  # a level that was never reached has no rate
     assert acceptance == {"rates": [0.8, least], "lengths": [1.75, 1.9]}
     file = stored(tmp_path, 1, acceptance=acceptance)
-    settings = load_settings(file, batch=1, num_steps=3)
+    settings = load_depth_settings(file, batch=1, num_steps=3)
     assert settings["depth_rates"] == (0.8, least, least)
     assert DecodeConfig(num_steps=3, depth_policy="adaptive", **settings).depth_rates == settings["depth_rates"]
-    one = load_settings(file, batch=1, num_steps=1)
+    one = load_depth_settings(file, batch=1, num_steps=1)
     assert one["depth_rates"] == (0.8,)
     unpredicted = stored(tmp_path, 1, acceptance=read([0.8, 0.5], [None, None]))
-    assert load_settings(unpredicted, batch=1, num_steps=2)["depth_rates"] == (0.8, 0.5)
+    assert load_depth_settings(unpredicted, batch=1, num_steps=2)["depth_rates"] == (0.8, 0.5)
     for damaged in (figures([1.5], [1.5]), figures([None], [None]), figures([0.5], [2.5]), {}, [1]):
         file.write_text(json.dumps({"settings": ASKED, "figures": {"overall": damaged}}))
         with pytest.raises(ValueError, match=r"is not what `mtpjax eval acceptance --output` wrote"):
@@ -146,31 +154,31 @@ def test_acceptance_of_trees_and_lossy_rules_is_no_chains(asked, said, tmp_path)
 
 def test_what_is_missing_is_told(tmp_path, small):
     with pytest.raises(ValueError, match=r"no profile at .*profile.json: `mtpjax profile` measures one"):
-        load_settings(tmp_path, batch=1, num_steps=1)
+        load_depth_settings(tmp_path, batch=1, num_steps=1)
     file = stored(tmp_path, 1)
     with pytest.raises(
         ValueError, match=r"holds chains of 1\.\.3 levels; depth 4 needs `mtpjax profile --num-steps 5`"
     ):
-        load_settings(file, batch=1, num_steps=5)
+        load_depth_settings(file, batch=1, num_steps=5)
     with pytest.raises(ValueError, match="measured on another model"):
-        load_settings(file, batch=1, num_steps=1, config=small()[0].config)
+        load_depth_settings(file, batch=1, num_steps=1, config=small()[0].config)
     for text in ("", "[]", '{"format": "mtpjax-profile", "version": 2}', "[" * 10**5):
         file.write_text(text)
         with pytest.raises(ValueError, match="is not a profile"):
-            load_settings(file, batch=1, num_steps=1)
+            load_depth_settings(file, batch=1, num_steps=1)
     for batches in ([], [{}], [{"batch": 1, "rounds": []}], [1]):
         with pytest.raises(ValueError, match="is damaged"):
-            load_settings(stored(tmp_path, batches=batches), batch=1, num_steps=1)
+            load_depth_settings(stored(tmp_path, batches=batches), batch=1, num_steps=1)
     for rates, lengths in (([1.5], []), (["a"], []), (0.5, []), ([], []), ([0.5], [2.5]), ([0.5], [1.5, 2.5])):
         with pytest.raises(ValueError, match="is damaged"):
             acceptance = {"rates": rates, "lengths": lengths}
-            load_settings(stored(tmp_path, 1, acceptance=acceptance), batch=1, num_steps=1)
+            load_depth_settings(stored(tmp_path, 1, acceptance=acceptance), batch=1, num_steps=1)
 
 
 def test_another_device_is_a_warning(tmp_path, caplog):
     file = stored(tmp_path, 1, device_kind="abacus", threads=99)
     with caplog.at_level(logging.WARNING):
-        load_settings(file, batch=1, num_steps=1)
+        load_depth_settings(file, batch=1, num_steps=1)
     assert "device_kind 'abacus'; here it is 'cpu'" in caplog.text
     assert f"threads 99; here it is {num_threads()}" in caplog.text
 

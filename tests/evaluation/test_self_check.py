@@ -29,7 +29,7 @@ from mtpjax.data import packing
 from mtpjax.evaluation.self_check import check_acceptance
 from mtpjax.io import convert
 from mtpjax.io.checkpoint import save_model
-from mtpjax.io.huggingface_files import SELF_CHECK
+from mtpjax.io.huggingface_files import SELF_CHECK_FILE
 from mtpjax.training.panel import acceptance_panel
 
 CONVENTIONS = [{"mtp_hidden_post_norm": False}, {"mtp_chain_post_norm": False}, {"mtp_input": "hidden_embedding"}]
@@ -115,7 +115,7 @@ def decoded(texts, trained):
     """
     _, held_out = packing.split_held_out(packing.read_documents(sorted(texts.iterdir())), HELD_OUT)
     prompts = packing.held_out_prompts(held_out, count=64, prompt_length=64, continuation_length=0, seed=0)
-    rows = next(packing.batches(packing.pack(held_out, 64, seed=0), 64, seed=0))
+    rows = next(packing.shuffled_batches(packing.pack(held_out, 64, seed=0), 64, seed=0))
     groups = [jax.tree.map(lambda array, first=first: array[first::GROUPS], rows) for first in range(GROUPS)]
     model, params = load(trained[0])
     config = DecodeConfig(max_new_tokens=24, num_steps=2)
@@ -170,7 +170,7 @@ def test_the_record_goes_with_a_conversion_and_back(trained, tmp_path, caplog):
         assert not differences(path, model, params, caplog)
         wrong = MTPModel(dataclasses.replace(model.config, mtp_input="hidden_embedding"))
         assert differences(path, wrong, params, caplog)
-    (tmp_path / "there" / SELF_CHECK).write_text('{"tokens": [[1]], "agreement": [0.5]}')
-    with pytest.raises(ValueError, match=f"{SELF_CHECK} is damaged: KeyError: 'overlap'"):
+    (tmp_path / "there" / SELF_CHECK_FILE).write_text('{"tokens": [[1]], "agreement": [0.5]}')
+    with pytest.raises(ValueError, match=f"{SELF_CHECK_FILE} is damaged: KeyError: 'overlap'"):
         check_acceptance(tmp_path / "there", model, params)
     assert load_hugging_face(tmp_path / "there")[0] == load(trained[0])[0]

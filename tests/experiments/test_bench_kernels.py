@@ -58,7 +58,7 @@ def test_what_is_carried_is_given_away_and_comes_back(key):
 def test_what_stands_in_a_kernels_place_computes_the_same(key):
     for case in (
         attention_case(2, 2, 3, 2, 32, slots=64),
-        attention_case(2, 1, 2, 4, 576, slots=48, behind=8),
+        attention_case(2, 1, 2, 4, 576, slots=48, num_draft_slots=8),
         attention_case(2, 2, 3, 2, 32, slots=640, window=(512, 4)),
     ):
         arguments = jax.tree.map(

@@ -185,8 +185,8 @@ EXPERT_SCALES = {"gate_up_scales": jnp.ones((5, 3, 2, 32)), "down_scales": jnp.o
 def attention(*shapes, tokens):
     """Two rows whose 200 slots are all in use, the tokens' own included."""
     caches = [normal(number, *shape) for number, shape in enumerate(shapes)]
-    base, sees = jnp.array([200 - tokens] * 2), jnp.tri(tokens, dtype=bool)[None].repeat(2, axis=0)
-    return *[*caches, None][:3], base, sees
+    num_committed, ancestor_mask = jnp.array([200 - tokens] * 2), jnp.tri(tokens, dtype=bool)[None].repeat(2, axis=0)
+    return *[*caches, None][:3], num_committed, ancestor_mask
 
 
 def delta(tokens):

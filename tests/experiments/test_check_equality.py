@@ -8,7 +8,7 @@ import pytest
 
 from experiments import check_equality
 from mtpjax import DecodeConfig, SamplingParams, speculative_generate
-from mtpjax.evaluation.small_models import MIXED_STRENGTH, RIGS
+from mtpjax.evaluation.small_models import DRAFT_QUALITIES, MIXED_BLOCK_SCALE
 
 LENGTHS = (1, 2, 7, 17, 32)  # of the prompts, in turn: few, since plain.py compiles once for each
 PROMPTS = 16
@@ -30,21 +30,25 @@ def reference():
     )
 
 
-@pytest.mark.parametrize("rig", RIGS)
-@pytest.mark.parametrize("attention", MIXED_STRENGTH)
-def test_plain_decoding_is_the_arg_max_of_the_full_pass(attention, rig, reference):
-    rows = reference(attention, rig).rows
+@pytest.mark.parametrize("draft_quality", DRAFT_QUALITIES)
+@pytest.mark.parametrize("attention", MIXED_BLOCK_SCALE)
+def test_plain_decoding_is_the_arg_max_of_the_full_pass(attention, draft_quality, reference):
+    rows = reference(attention, draft_quality).rows
     assert len(rows) == PROMPTS and {len(row) for row in rows} == {check_equality.NEW_TOKENS}
 
 
-@pytest.mark.parametrize("rig", RIGS)
+@pytest.mark.parametrize("draft_quality", DRAFT_QUALITIES)
 @pytest.mark.parametrize("cell", CELLS)
-def test_greedy_speculation_reproduces_plain_decoding(cell, rig, reference):
-    differences, num_calls, stats = check_equality.check_cell(cell, rig, reference(cell.attention, rig))
+def test_greedy_speculation_reproduces_plain_decoding(cell, draft_quality, reference):
+    differences, num_calls, stats = check_equality.check_cell(
+        cell, draft_quality, reference(cell.attention, draft_quality)
+    )
     assert not differences
-    if rig == "mixed":  # without this the equality would prove little: at every level some are accepted, some not
+    if (
+        draft_quality == "mixed"
+    ):  # without this the equality would prove little: at every level some are accepted, some not
         assert (stats.conditional_rates > 0.1).all() and (stats.conditional_rates < 1).all()
-    assert num_calls == (1 + 4 * (cell.num_steps + 1) if rig in ("mixed", "right") else 1)
+    assert num_calls == (1 + 4 * (cell.num_steps + 1) if draft_quality in ("mixed", "right") else 1)
 
 
 @pytest.mark.parametrize("cell", TREES)

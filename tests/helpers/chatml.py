@@ -5,7 +5,7 @@ import pathlib
 
 import tokenizers
 
-from mtpjax.data.tokenizer import FileTokenizer, load_tokenizer
+from mtpjax.data.tokenizer import HuggingFaceTokenizer, load_tokenizer
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -14,7 +14,7 @@ CHATML = (
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>", "<|end|>"]  # ids from 256 on
 
 
-def save_tokenizer(folder: pathlib.Path, template=CHATML, ends=("<|im_end|>",), merges=()) -> FileTokenizer:
+def save_tokenizer(folder: pathlib.Path, template=CHATML, ends=("<|im_end|>",), merges=()) -> HuggingFaceTokenizer:
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocab = {piece: index for index, piece in enumerate(alphabet)}
     vocab |= {"".join(pair): 256 + len(SPECIAL) + index for index, pair in enumerate(merges)}

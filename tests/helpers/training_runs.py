@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from mtpjax.training.log import METRICS, read_rows
+from mtpjax.training.log import METRICS_FILE, read_metrics
 
 SETTINGS = {"batch_size": 2, "row_length": 32, "log_every": 1, "num_depths": 1, "panel_prompts": 0}
 
@@ -38,7 +38,7 @@ def environment(cache: pathlib.Path) -> dict[str, str]:
 
 def read_losses(folder: pathlib.Path) -> dict[int, list[float]]:
     """Step -> bits, of what a run has logged so far."""
-    return losses(read_rows(folder / METRICS))
+    return losses(read_metrics(folder / METRICS_FILE))
 
 
 def losses(rows: Iterable[dict[str, Any]]) -> dict[int, list[float]]:

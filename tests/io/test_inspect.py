@@ -13,7 +13,7 @@ from conversion.files import CheckpointFiles
 from mtpjax import compat
 from mtpjax.cli.main import main
 from mtpjax.io import convert
-from mtpjax.io.inspect import inspect, lines
+from mtpjax.io.inspect import format_lines, inspect
 from tests.golden import SETS, path
 
 
@@ -89,7 +89,7 @@ def test_what_is_missing_or_unknown_is_listed(tmp_path, capsys):
         file.write_bytes(file.read_bytes().replace(b"layers.4.enorm", b"layers.4.other"))
     facts = inspect(copy)
     assert facts["missing"] == ["model.layers.4.enorm.weight"] and facts["extra"] == ["model.layers.4.other.weight"]
-    assert any("extra tensors" in line for line in lines(facts))
+    assert any("extra tensors" in line for line in format_lines(facts))
 
 
 @pytest.mark.parametrize("mesh", ["tensor", "tensor=0", "heads=2", "tensor=x"])

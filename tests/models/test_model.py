@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mtpjax import MTPModel, add_mtp_modules, forward, init_params
-from mtpjax.models.model import param_shapes
+from mtpjax.models.params import param_shapes
 
 TOKENS = np.random.default_rng(5).integers(0, 61, (2, 9))
 

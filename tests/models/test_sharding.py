@@ -10,7 +10,7 @@ from mtpjax.decoding.drafters.mtp import MTPDrafter
 from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import empty_state
-from mtpjax.models.model import param_shapes
+from mtpjax.models.params import param_shapes
 from mtpjax.models.quantized import BlockScaled
 from mtpjax.models.sharding import MESH_AXES, PARAMETER_AXES, param_sharding, shard_params, shard_state
 

@@ -22,12 +22,12 @@ def gpu(monkeypatch, tmp_path):
 
     path = tmp_path / "measured.json"
     path.write_text(json.dumps({"a GPU": {"op": [cell(4, xla=2.0, triton=1.0), cell(64, xla=1.0, triton=2.0)]}}))
-    monkeypatch.setattr(dispatch, "MEASURED", path)
+    monkeypatch.setattr(dispatch, "MEASUREMENTS_FILE", path)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda: [Device])
-    dispatch._measured.cache_clear()
+    dispatch._read_measurements.cache_clear()
     yield
-    dispatch._measured.cache_clear()
+    dispatch._read_measurements.cache_clear()
 
 
 @pytest.mark.parametrize("rows, expected", [(4, "triton"), (8, "triton"), (64, "xla"), (33, "xla")])
@@ -42,12 +42,13 @@ def test_auto_is_the_reference_where_nothing_near_was_measured(gpu):
     assert choose("op", "auto", OFFERED, {"rows": 4, "dtype": "bfloat16", "width": 8}) == "xla"
 
 
-def test_a_kernel_that_is_unfit_is_taken_by_nobody_and_refused_where_it_is_asked_for(gpu):
+def test_auto_avoids_a_kernel_that_does_not_support_the_arguments_and_naming_it_raises(gpu):
     shape = {"rows": 4, "dtype": "bfloat16"}
-    assert [choose("op", name, OFFERED, shape, unfit="too wide") for name in ("auto", "xla")] == ["xla", "xla"]
+    chosen = [choose("op", name, OFFERED, shape, unsupported_reason="too wide") for name in ("auto", "xla")]
+    assert chosen == ["xla", "xla"]
     for name in ("triton", "interpreted"):
         with pytest.raises(ValueError, match="too wide"):
-            choose("op", name, OFFERED, shape, unfit="too wide")
+            choose("op", name, OFFERED, shape, unsupported_reason="too wide")
 
 
 def test_auto_is_the_reference_on_a_cpu():

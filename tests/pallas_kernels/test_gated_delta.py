@@ -10,7 +10,7 @@ import pytest
 from mtpjax import DecodeConfig, MTPModel, compat, generate, speculative_generate
 from mtpjax.evaluation import small_models
 from pallas_kernels import gated_delta, gated_delta_replay, gated_delta_steps, gated_delta_verify
-from pallas_kernels.gated_delta import CHUNK, gated_delta_reference, gated_delta_steps_reference
+from pallas_kernels.gated_delta.reference import CHUNK, gated_delta_reference, gated_delta_steps_reference
 
 # rows, tokens, key heads, value heads, and the widths of keys and values
 FEW = [
@@ -158,7 +158,7 @@ def test_decoding_with_the_kernels_reproduces_decoding_without():
     """The longest prompt is taken in by chunks, the other rounds of plain decoding in steps, drafts are verified."""
     types = ("linear_attention", "full_attention")
     config = small_models.small_config("hybrid", num_hidden_layers=2, layer_types=types)
-    params = small_models.rigged_params(MTPModel(config), "hybrid", "mixed")
+    params = small_models.constructed_params(MTPModel(config), "hybrid", "mixed")
     model = MTPModel(config, implementation="interpreted")
     prompts = [np.random.default_rng(size).integers(0, 61, size).tolist() for size in (1, 7, 40)]
     wanted = generate(params, prompts, model=MTPModel(config), config=DecodeConfig(max_new_tokens=9)).rows()

@@ -11,9 +11,11 @@ from jax.experimental.pallas import triton as plt
 from mtpjax import DecodeConfig, ModelConfig, MTPModel, compat, generate, speculative_generate
 from mtpjax.models.layers.experts import Experts
 from mtpjax.models.quantized import BlockScaled
-from pallas_kernels import grouped_matmul, grouped_products
+from pallas_kernels import grouped_matmul
 from pallas_kernels.dequantise import dequantise
 from pallas_kernels.grouped_matmul import grouped_matmul_reference
+from pallas_kernels.grouped_matmul.matmul_kernel import grouped_matmul_kernel
+from pallas_kernels.grouped_matmul.route import route_few_tokens
 
 kernel = functools.partial(grouped_matmul, implementation="triton")
 interpreted = functools.partial(grouped_matmul, implementation="interpreted")
@@ -91,7 +93,7 @@ def test_each_chosen_expert_is_visited_once_and_each_of_its_rows(n, E):
     """One of more than 32 rows is visited again for the others."""
     rng = np.random.default_rng(0)
     ids = np.stack([rng.permutation(E + 1)[:2] for _ in range(n)]).astype(np.int32)  # E is nobody
-    route = grouped_products.route_few(jnp.asarray(ids), E)
+    route = route_few_tokens(jnp.asarray(ids), E)
 
     def kernel(ids_ref, visits_ref, taken_ref):
         block = pl.program_id(0)
@@ -107,11 +109,11 @@ def test_each_chosen_expert_is_visited_once_and_each_of_its_rows(n, E):
                 before = plt.load(taken_ref.at[pairs], mask=is_valid, other=0)
                 plt.store(taken_ref.at[pairs], before + 1 + 1000 * expert, mask=is_valid)
 
-        route.visit((ids_ref,), block, body)
+        route.for_each_block((ids_ref,), block, body)
 
     shapes = [jax.ShapeDtypeStruct((size,), jnp.int32) for size in (E, ids.size)]
     call = pl.pallas_call(kernel, out_shape=shapes, grid=(route.num_blocks,), interpret=True)
-    visits, taken = call(*route.arrays)
+    visits, taken = call(*route.tables)
     np.testing.assert_array_equal(visits, -(-np.bincount(ids[ids < E], minlength=E) // 32))
     assert (n == 64) == (visits.max() == 2)
     np.testing.assert_array_equal(taken, np.where(ids < E, 1 + 1000 * ids, 0).reshape(-1))
@@ -173,9 +175,9 @@ def test_layer_runs_the_kernel_on_one_device_and_on_each_of_a_mesh(axes, block, 
     params = as_block_scaled(params, block) if is_fp8 else params
     expected = make("xla").apply({"params": params}, x, cached=True)
     calls = []
-    product = grouped_products.product
-    module = sys.modules["pallas_kernels.grouped_matmul"]  # its function has its name
-    monkeypatch.setattr(module, "product", lambda *a, **k: calls.append(a) or product(*a, **k))
+    module = sys.modules["pallas_kernels.grouped_matmul.op"]
+    recorded = lambda *a, **k: calls.append(a) or grouped_matmul_kernel(*a, **k)
+    monkeypatch.setattr(module, "grouped_matmul_kernel", recorded)
     with jax.set_mesh(compat.make_mesh(axes)):
         out = jax.jit(lambda params, x: make("interpreted").apply({"params": params}, x, cached=True))(params, x)
     assert_close(out, expected)
@@ -212,6 +214,14 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="blocks of 24, not a multiple of 16"):
         scales = {"gate_up_scales": jnp.ones((8, 1, 2, 20)), "down_scales": jnp.ones((8, 1, 24)), "block": 24}
         interpreted(x, ids, weights, values, down, **scales)
+
+
+@pytest.mark.parametrize("given", ["gate_up_scales", "down_scales"])
+def test_scales_of_one_stack_alone_are_rejected(given):
+    x, ids, weights, gate_up, down = problem(3, 8, 2)
+    scales = {"gate_up_scales": in_fp8(gate_up)[1], "down_scales": in_fp8(down)[1]}
+    with pytest.raises(ValueError, match="pass both gate_up_scales and down_scales, or neither"):
+        grouped_matmul(x, ids, weights, gate_up, down, block=BLOCK, **{given: scales[given]})
 
 
 @pytest.mark.gpu

@@ -148,8 +148,8 @@ DECODED = {
     "name", ["chain", "tree", *(pytest.param(name, marks=pytest.mark.slow) for name in ("reduced", "tied", "plain"))]
 )
 def test_decoding_with_the_kernel_gives_the_tokens_of_plain_decoding(name, small, calls):
-    rig, changes, shape, traced = DECODED[name]
-    model, params = small("grouped", rig, **WIDE, **changes)
+    draft_quality, changes, shape, traced = DECODED[name]
+    model, params = small("grouped", draft_quality, **WIDE, **changes)
     config = DecodeConfig(max_new_tokens=16, prefill_chunk=8, **shape)
     plain = generate(params, PROMPTS, model=model, config=config)
     expected = speculative_generate(params, PROMPTS, model=model, config=config)
@@ -158,7 +158,7 @@ def test_decoding_with_the_kernel_gives_the_tokens_of_plain_decoding(name, small
     assert calls == traced
     assert found.rows() == plain.rows()
     np.testing.assert_array_equal(found.stats.accepted, expected.stats.accepted)  # the drafts are the same, too
-    if rig == "mixed" and config.num_steps:
+    if draft_quality == "mixed" and config.num_steps:
         assert found.stats.accept_length > 1.2
 
 

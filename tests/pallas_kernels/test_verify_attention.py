@@ -61,27 +61,29 @@ def inputs(key, shape: Shape):
     B, T = 4, shape.T
     q = jax.random.normal(keys[0], (B, shape.K, T, shape.G, shape.H), shape.dtype)
     X = shape.tree or T
-    base = jnp.array([0, shape.S - X, shape.S // 2, 1])
-    sees = jnp.broadcast_to(jnp.tri(T, dtype=bool)[None], (B, T, T))
+    num_committed = jnp.array([0, shape.S - X, shape.S // 2, 1])
+    ancestor_mask = jnp.broadcast_to(jnp.tri(T, dtype=bool)[None], (B, T, T))
     if shape.tree:
-        sees = jax.random.bernoulli(keys[1], 0.5, (B, T, X)).at[0].set(False)  # nothing to see in the first row
-    begin, sinks = None, 0
+        ancestor_mask = (
+            jax.random.bernoulli(keys[1], 0.5, (B, T, X)).at[0].set(False)
+        )  # nothing to see in the first row
+    window_start, sinks = None, 0
     if shape.window:
-        begin, sinks = base[:, None] + jnp.arange(T)[None, :] - shape.window[0] + 1, shape.window[1]
+        window_start, sinks = num_committed[:, None] + jnp.arange(T)[None, :] - shape.window[0] + 1, shape.window[1]
     slot = jnp.arange(shape.S)[None, :]
-    first = jnp.zeros(B, int) if begin is None else begin.min(axis=1)
-    is_seen = (slot < base[:, None]) & ((slot >= first[:, None]) | (slot < sinks))
-    behind = slot - base[:, None]
-    is_behind = jnp.take_along_axis(sees.any(axis=1), jnp.clip(behind, 0, X - 1), axis=1)
-    is_seen |= is_behind & (behind >= 0) & (behind < X)
+    first = jnp.zeros(B, int) if window_start is None else window_start.min(axis=1)
+    is_visible = (slot < num_committed[:, None]) & ((slot >= first[:, None]) | (slot < sinks))
+    draft_slot = slot - num_committed[:, None]
+    is_draft = jnp.take_along_axis(ancestor_mask.any(axis=1), jnp.clip(draft_slot, 0, X - 1), axis=1)
+    is_visible |= is_draft & (draft_slot >= 0) & (draft_slot < X)
 
     def cache(key, width):
         entries = jax.random.normal(key, (B, shape.K, shape.S, width), shape.dtype)
-        return jnp.where(is_seen[:, None, :, None], entries, jnp.nan).astype(shape.cache or shape.dtype)
+        return jnp.where(is_visible[:, None, :, None], entries, jnp.nan).astype(shape.cache or shape.dtype)
 
     values = None if shape.latent else cache(keys[3], shape.values or shape.H)
     keywords = {"scale": shape.H**-0.5, "sinks": sinks, "value_width": shape.latent}
-    return (q, cache(keys[2], shape.H), values, base, sees, begin), keywords
+    return (q, cache(keys[2], shape.H), values, num_committed, ancestor_mask, window_start), keywords
 
 
 def assert_kernel_is_reference(call, key, shape):
@@ -108,9 +110,9 @@ def test_compiled_kernel_matches_reference_on_a_gpu(shape, key):
 
 
 def test_reference_is_softmax_attention_under_a_mask(key):
-    (q, keys, values, base, sees, _), keywords = inputs(key, Shape(3, 2, 16, S=20))
-    found = verify_attention_reference(q, keys, values, base, sees, **keywords)
-    for row, length in enumerate(base):
+    (q, keys, values, num_committed, ancestor_mask, _), keywords = inputs(key, Shape(3, 2, 16, S=20))
+    found = verify_attention_reference(q, keys, values, num_committed, ancestor_mask, **keywords)
+    for row, length in enumerate(num_committed):
         for token in range(3):
             see = int(length) + token + 1
             scores = np.einsum("KGH,KSH->KGS", q[row, :, token], keys[row, :, :see]) / 4
@@ -127,22 +129,23 @@ def test_a_row_depends_on_no_other(key):
     np.testing.assert_array_equal(call(*others)[2], together[2])
 
 
-@pytest.mark.parametrize("tokens, behind", [(17, 17), (2, 65)])
-def test_many_tokens_or_large_trees_take_the_reference(tokens, behind):
+@pytest.mark.parametrize("tokens, num_draft_slots", [(17, 17), (2, 65)])
+def test_many_tokens_or_large_trees_take_the_reference(tokens, num_draft_slots):
     q, keys = jnp.ones((1, 1, tokens, 1, 16)), jnp.ones((1, 1, 80, 16))
-    sees = jnp.ones((1, tokens, behind), bool)
+    ancestor_mask = jnp.ones((1, tokens, num_draft_slots), bool)
     call = functools.partial(kernel, scale=1.0)
-    assert "pallas_call" not in str(jax.make_jaxpr(call)(q, keys, keys, jnp.zeros(1, int), sees))
+    assert "pallas_call" not in str(jax.make_jaxpr(call)(q, keys, keys, jnp.zeros(1, int), ancestor_mask))
 
 
 def test_what_does_not_fit_is_refused():
-    q, keys, base, sees = jnp.ones((1, 2, 3, 1, 16)), jnp.ones((1, 2, 8, 16)), jnp.zeros(1, int), jnp.ones((1, 3, 3))
+    q, keys = jnp.ones((1, 2, 3, 1, 16)), jnp.ones((1, 2, 8, 16))
+    num_committed, ancestor_mask = jnp.zeros(1, int), jnp.ones((1, 3, 3))
     with pytest.raises(ValueError, match=r"\(1, 2, 8, 8\)"):
-        verify_attention(q, keys[..., :8], keys, base, sees > 0, scale=1.0)
+        verify_attention(q, keys[..., :8], keys, num_committed, ancestor_mask > 0, scale=1.0)
     with pytest.raises(ValueError, match="value_width"):
-        verify_attention(q, keys, None, base, sees > 0, scale=1.0)
+        verify_attention(q, keys, None, num_committed, ancestor_mask > 0, scale=1.0)
     with pytest.raises(ValueError, match="auto, xla, triton, interpreted"):
-        verify_attention(q, keys, keys, base, sees > 0, scale=1.0, implementation="cudnn")
+        verify_attention(q, keys, keys, num_committed, ancestor_mask > 0, scale=1.0, implementation="cudnn")
     shapes = [jax.ShapeDtypeStruct(shape, FP8) for shape in ((64, 8, 1, 4, 128), (64, 8, 32768, 128))]
     call = functools.partial(kernel, scale=1.0)
     with pytest.raises(ValueError, match="2\\^31"):
@@ -156,15 +159,15 @@ def test_what_does_not_fit_is_refused():
 )
 def test_a_cached_pass_with_the_kernel_equals_one_without_and_reads_no_garbage(attention, is_tree, window, small, key):
     model, params = small(attention)
-    capacity, base = 40, jnp.array([0, 7, 30])
+    capacity, num_committed = 40, jnp.array([0, 7, 30])
     cache = empty_cache(model.config, model.config.trunk_kinds, 3, capacity)
     noise = iter(jax.random.split(key, 8))
     layers = jax.tree.map(lambda leaf: jax.random.normal(next(noise), leaf.shape), cache.layers)
     tree = None
     if is_tree:
-        sees = jnp.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], bool)
-        tree = TreeSlots(base, jnp.array([[0, 1, 1, 2]] * 3), jnp.stack([sees] * 3))
-    view = cached_view(model.config, base, 4, capacity, tree=tree, window=window)
+        ancestor_mask = jnp.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], bool)
+        tree = TreeSlots(num_committed, jnp.array([[0, 1, 1, 2]] * 3), jnp.stack([ancestor_mask] * 3))
+    view = cached_view(model.config, num_committed, 4, capacity, tree=tree, window=window)
 
     @functools.partial(jax.jit, static_argnums=0)
     def run(implementation, layers):
@@ -172,9 +175,9 @@ def test_a_cached_pass_with_the_kernel_equals_one_without_and_reads_no_garbage(a
         return apply(jnp.arange(12).reshape(3, 4), view, cache.replace(layers=layers), method="run_trunk").hidden
 
     def spoil(leaf):
-        is_garbage = jnp.arange(capacity)[None, :] >= base[:, None] + 4
+        is_garbage = jnp.arange(capacity)[None, :] >= num_committed[:, None] + 4
         if window is not None:
-            near = base[:, None] - window[0]
+            near = num_committed[:, None] - window[0]
             is_garbage |= (jnp.arange(capacity)[None, :] <= near) & (jnp.arange(capacity)[None, :] >= window[1])
         is_garbage = is_garbage.reshape(3, *(1,) * (leaf.ndim - 3), capacity, 1)
         return jnp.where(is_garbage, jnp.nan, leaf)

@@ -14,9 +14,9 @@ import pytest
 from mtpjax import TrainConfig, compat, train
 from mtpjax.data import packing
 from mtpjax.training import distributed
-from mtpjax.training.data_parallel import place_rows
+from mtpjax.training.data_parallel import shard_batch
 from mtpjax.training.run_dir import RunError
-from mtpjax.training.yaml_config import read_config, to_yaml
+from mtpjax.training.yaml_config import read_train_config, to_yaml
 from tests.helpers import training_runs
 
 SETTINGS = training_runs.SETTINGS | {"steps": 10, "batch_size": 4, "save_every": 2}
@@ -59,13 +59,13 @@ def test_processes_take_every_row_once():
     """T9: two for the first updates of an epoch, then one."""
     rows = packing.Batch(*(np.arange(48, dtype=np.int32).reshape(24, 2) for _ in range(3)))
     mesh, seen = compat.make_mesh({"data": 2}), []
-    stream = packing.batches(rows, 4, seed=0)
+    stream = packing.shuffled_batches(rows, 4, seed=0)
     for _ in range(2):
-        batch = place_rows(next(stream), mesh)
+        batch = shard_batch(next(stream), mesh)
         hosts = [np.asarray(shard.data) for shard in batch.tokens.addressable_shards]
         assert [len(taken) for taken in hosts] == [2, 2]
         seen += [row for taken in hosts for row in taken[:, 0]]
-    stream = packing.batches(rows, 4, seed=0, start=2)
+    stream = packing.shuffled_batches(rows, 4, seed=0, start=2)
     for _ in range(4):
         seen += list(next(stream).tokens[:, 0])
     assert sorted(seen) == list(rows.tokens[:, 0])
@@ -182,7 +182,7 @@ def test_a_rank_that_does_not_fit_is_refused():
 
 def test_settings_of_scale_are_read_and_printed(tmp_path):
     pairs = ["mesh.data=2", "mesh.fsdp=4", "accumulation=1", "remat=layers", "dtype=bfloat16", "wandb=drafts"]
-    config = read_config(None, pairs)
+    config = read_train_config(None, pairs)
     assert config == TrainConfig(mesh={"data": 2, "fsdp": 4}, remat="layers", dtype="bfloat16", wandb="drafts")
     (tmp_path / "run.yaml").write_text(to_yaml(config))
-    assert read_config(tmp_path / "run.yaml") == config
+    assert read_train_config(tmp_path / "run.yaml") == config

@@ -13,9 +13,9 @@ import pytest
 from mtpjax import MTPModel, Objective, TrainConfig, compat, init_params, presets
 from mtpjax.data.packing import Batch
 from mtpjax.training.config import OBJECTIVES
-from mtpjax.training.data_parallel import place_rows, place_state
-from mtpjax.training.gradients import add_up
-from mtpjax.training.step import first_state, make_optimizer, train_step
+from mtpjax.training.data_parallel import shard_batch, shard_train_state
+from mtpjax.training.gradients import sum_over_parts
+from mtpjax.training.step import init_train_state, make_optimizer, train_step
 
 NARROW = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "head_dim": 0, "num_key_value_heads": 0}
 CONFIG = dataclasses.replace(presets["tiny"], **NARROW)
@@ -39,10 +39,10 @@ def compiled(batch, objective, *, optimizer=None, accumulation=1, axes=None, tra
     model = MTPModel(config, scan_layers=True, **form)
     optimizer = optimizer or optax.trace(0.0)
     params, mesh = init_params(model, jax.random.key(0)), None
-    state = first_state(params, optimizer, trains)
+    state = init_train_state(params, optimizer, trains)
     if axes:
         mesh = compat.make_mesh(axes)
-        state, batch = place_state(state, mesh, optimizer=optimizer, trains=trains), place_rows(batch, mesh)
+        state, batch = shard_train_state(state, mesh, optimizer=optimizer, trains=trains), shard_batch(batch, mesh)
     settings = {"model": model, "optimizer": optimizer, "num_depths": 2, "attention_layout": "ttt", "trains": trains}
     step = functools.partial(train_step, **settings, objective=objective, accumulation=accumulation, mesh=mesh)
     return jax.jit(step).lower(state, batch, *RATES).compile(), (state, batch, *RATES)
@@ -85,7 +85,7 @@ def test_adding_up_is_a_loop(key):
     parts = jax.random.normal(key, (5, 3, 2))
     function = lambda part: {"sum": part.sum(), "square": part @ part.T}
     expected = jax.tree.map(lambda *leaves: sum(leaves), *map(function, parts))
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), add_up(function, parts), expected)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), sum_over_parts(function, parts), expected)
 
 
 def collectives(text):

@@ -17,11 +17,11 @@ from mtpjax.data import packing
 from mtpjax.data.config import Source
 from mtpjax.errors import Preempted
 from mtpjax.io import checkpoint
-from mtpjax.models.model import trunk_states
+from mtpjax.models.forward import trunk_states
 from mtpjax.training import hidden_state_cache, run_dir
-from mtpjax.training.hidden_state_cache import StatesError, stored_states
-from mtpjax.training.step import TrainState, first_state, make_optimizer, train_step
-from mtpjax.training.trainer import describe, train
+from mtpjax.training.hidden_state_cache import HiddenStateCacheError, open_hidden_state_cache
+from mtpjax.training.step import TrainState, init_train_state, make_optimizer, train_step
+from mtpjax.training.trainer import compute_run_sizes, train
 
 ROWS, LENGTH = 11, 16
 
@@ -42,7 +42,9 @@ def rows():
 
 def read(folder, rows, small, *, batch_size=4, model=None, params=None, **options):
     own_model, own_params = small()
-    return stored_states(folder, params or own_params, rows, model=model or own_model, batch_size=batch_size, **options)
+    return open_hidden_state_cache(
+        folder, params or own_params, rows, model=model or own_model, batch_size=batch_size, **options
+    )
 
 
 def blocks(folder):
@@ -85,10 +87,10 @@ def test_a_step_on_states_is_the_step_without_its_trunk(layout, chunk, rows, sma
     step = jax.jit(functools.partial(train_step, model=model, optimizer=optimizer, **settings))
 
     def run(with_states):
-        state, losses, flops = first_state(params, optimizer, "modules"), [], 0
+        state, losses, flops = init_train_state(params, optimizer, "modules"), [], 0
         for numbers in (np.array([0, 5, 10, 2]), np.array([4, 4, 1, 9])):
             given = stored.take(numbers) if with_states else None
-            arguments = (state, packing.take(rows, numbers), 1e-2, 1.0, 1.0, given)
+            arguments = (state, packing.select_rows(rows, numbers), 1e-2, 1.0, 1.0, given)
             flops = flops or step.lower(*arguments).compile().cost_analysis()["flops"]
             state, metrics = step(*arguments)
             losses.append(np.asarray(metrics["losses"]))
@@ -118,7 +120,7 @@ def test_a_trained_trunk_has_no_states(rows, small):
 def test_a_folder_is_computed_once(rows, small, tmp_path, monkeypatch, capsys):
     read(tmp_path, rows, small)
     assert "computing the trunk's states: block 3 of 3 tokens/s=" in capsys.readouterr().err
-    monkeypatch.setattr(hidden_state_cache, "_compute", None)
+    monkeypatch.setattr(hidden_state_cache, "_compute_block", None)
     other_targets = rows._replace(loss_mask=~rows.loss_mask)
     model, params = small()
     more_modules = {**params, "mtp_0": jax.tree.map(jnp.zeros_like, params["mtp_0"]), "mtp_1": params["mtp_0"]}
@@ -159,17 +161,17 @@ def test_other_trunks_rows_and_dtypes_are_refused(rows, small, tmp_path):
         ({"model": unnormed}, "of a trunk with another configuration"),
         ({"rows": rows._replace(tokens=tokens)}, r"of other rows \(data, tokenizer, "),
         ({"rows": rows._replace(segment_ids=rows.segment_ids + 1)}, "of other rows"),
-        ({"rows": packing.take(rows, np.arange(10))}, "of other rows"),
+        ({"rows": packing.select_rows(rows, np.arange(10))}, "of other rows"),
         ({"dtype": "bfloat16", "params": other}, "other parameters, and in another dtype"),
     ):
-        with pytest.raises(StatesError, match=f"{tmp_path} holds states .*{said}"):
+        with pytest.raises(HiddenStateCacheError, match=f"{tmp_path} holds states .*{said}"):
             read(tmp_path, **{"rows": rows, "small": small, **changes})
     assert blocks(tmp_path) == before
     (tmp_path / "manifest.json").write_text("{")
-    with pytest.raises(StatesError, match=r"manifest\.json is damaged"):
+    with pytest.raises(HiddenStateCacheError, match=r"manifest\.json is damaged"):
         read(tmp_path, rows, small)
     (tmp_path / "manifest.json").unlink()
-    with pytest.raises(StatesError, match="is not a folder of trunk states: it holds 00000"):
+    with pytest.raises(HiddenStateCacheError, match="is not a folder of trunk states: it holds 00000"):
         read(tmp_path, rows, small)
 
 
@@ -192,11 +194,11 @@ def test_blocks_that_were_complete_are_kept(rows, small, tmp_path, monkeypatch):
     monkeypatch.setattr(hidden_state_cache, "BLOCK_BYTES", 1)  # blocks stay as large as they are
     assert sorted(file.name for file in folder.iterdir()) == [".lock", "000000.npy", "manifest.json"]
     with pytest.raises(Preempted, match="2 of 3 blocks"):
-        read(folder, rows, small, is_told_to_end=iter([False, True]).__next__)
+        read(folder, rows, small, should_stop=iter([False, True]).__next__)
     (folder / "000002.npy").write_bytes(b"of a process that ended before it wrote the digest down")
     (folder / ".tmp-000002.npy-1").write_bytes(b"half")
-    computed, compute = [], hidden_state_cache._compute
-    monkeypatch.setattr(hidden_state_cache, "_compute", lambda *given: computed.append(0) or compute(*given))
+    computed, compute = [], hidden_state_cache._compute_block
+    monkeypatch.setattr(hidden_state_cache, "_compute_block", lambda *given: computed.append(0) or compute(*given))
     read(folder, rows, small)
     assert len(computed) == 1
     assert blocks(folder) == blocks(tmp_path / "whole") and not list(folder.glob(".tmp-*"))
@@ -206,11 +208,11 @@ def test_a_second_process_waits(tmp_path, caplog):
     order = []
 
     def second():
-        with run_dir.locked(tmp_path, waits=True):
+        with run_dir.lock_folder(tmp_path, wait=True):
             order.append("second")
 
     thread = threading.Thread(target=second)
-    with run_dir.locked(tmp_path):
+    with run_dir.lock_folder(tmp_path):
         thread.start()
         while "waiting" not in caplog.text:
             thread.join(0.01)
@@ -260,11 +262,11 @@ def test_runs_of_all_seeds_and_objectives_share_a_folder(origin, tmp_path, monke
     pytest.importorskip("grain")
     folder = tmp_path / "states"
     train(configured(origin, tmp_path / "first", num_sources=2, trunk_states=str(folder)), evaluations=1)
-    monkeypatch.setattr(hidden_state_cache, "_compute", None)
+    monkeypatch.setattr(hidden_state_cache, "_compute_block", None)
     changes = {"num_sources": 2, "seed": 1, "objective": Objective(mix={"lk_hybrid": 1.0}, vocab_chunk=100)}
     config = configured(origin, tmp_path / "stored", trunk_states=str(folder), **changes)
     assert_same(train(config, evaluations=1), train(configured(origin, tmp_path / "plain", **changes), evaluations=1))
-    sizes = describe(config)
+    sizes = compute_run_sizes(config)
     stored = sum(np.load(file, mmap_mode="r").nbytes for file in folder.glob("*.npy"))
     assert sizes["bytes of the trunk's states"] == stored
     assert sizes["bytes of the trunk's states, each token"] == 4 * 32
@@ -279,13 +281,13 @@ def test_a_run_that_is_told_to_end_goes_on_with_its_states(origin, tmp_path, mon
     def told_after(questions, said, *, resume):
         counter = itertools.count()
         monkeypatch.setattr(
-            run_dir, "ending_signals", lambda: contextlib.nullcontext(lambda: next(counter) >= questions)
+            run_dir, "catch_stop_signals", lambda: contextlib.nullcontext(lambda: next(counter) >= questions)
         )
         with pytest.raises(Preempted, match=said):
             train(config, evaluations=1, resume=resume)
         monkeypatch.undo()
 
     told_after(2, r"told to stop with 2 of \d+ blocks in .*states: continue with resume", resume=False)
-    rest = -(-describe(config)["rows"] // 4) - 2
+    rest = -(-compute_run_sizes(config)["rows"] // 4) - 2
     told_after(rest + 3, "is saved at step 4", resume=True)
     assert_same(train(config, evaluations=1, resume=True), plain)

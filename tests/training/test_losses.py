@@ -23,7 +23,7 @@ from mtpjax.training.losses import (
     objective_loss,
     valid_mean,
 )
-from mtpjax.training.position_losses import Terms, plain_terms
+from mtpjax.training.position_losses import PositionTerms, plain_terms
 
 CONFIG = ModelConfig(
     vocab_size=61,
@@ -369,12 +369,12 @@ def test_losses_of_parts_add_up_with_the_totals_of_the_whole(name, key):
     mask[0, 3:], mask[3] = False, False
     _, is_valid = all_targets(jnp.zeros((4, 12), jnp.int32), jnp.asarray(segments), jnp.asarray(mask), 2)
     settings = {"mtp_scale": 0.3, "objective": Objective(mix={name: 1.0})}
-    whole = objective_loss(Terms(*values), is_valid, **settings)
+    whole = objective_loss(PositionTerms(*values), is_valid, **settings)
     totals = batch_totals(is_valid, valid_mean(values[2], is_valid[1:]))
 
     def parts(**more):
         rows = [slice(row, row + 1) for row in range(4)]
-        made = [(Terms(*(value[:, row] for value in values)), is_valid[:, row]) for row in rows]
+        made = [(PositionTerms(*(value[:, row] for value in values)), is_valid[:, row]) for row in rows]
         return [objective_loss(*part, **settings, **more) for part in made]
 
     for found, means, expected in zip(

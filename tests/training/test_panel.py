@@ -10,9 +10,9 @@ import rich.console
 
 from mtpjax import DecodeConfig, speculative_generate
 from mtpjax.data.packing import Batch, Document
-from mtpjax.models.model import forward
+from mtpjax.models.forward import forward
 from mtpjax.training.corpus import Corpus
-from mtpjax.training.decoding_eval import Decoded, PanelDecoder, choose_prompts
+from mtpjax.training.decoding_eval import DecodedMetrics, PanelDecoder, choose_panel_prompts
 from mtpjax.training.panel import Panel, acceptance_panel, print_panel
 
 
@@ -59,26 +59,26 @@ def corpus_of(documents):
 
 def test_prompts_begin_with_lines_and_end_before_answers():
     lines = text_document("abc\ndefg\nhi\njklmnop\n")
-    for prompt, _ in choose_prompts([lines], 9, length=5, seed=0):
+    for prompt, _ in choose_panel_prompts([lines], 9, length=5, seed=0):
         start = bytes(lines.tokens).index(bytes(prompt))
         assert len(prompt) == 5 and (start == 0 or lines.tokens[start - 1] == ord("\n"))
     tokens = np.arange(100, 112, dtype=np.int32)
     answers = np.array([0, 0, 0, 1, 1, 0, 0, 0, 0, 1, 1, 1, 1], bool)
-    talk = choose_prompts([Document("talk", tokens, answers)], 9, length=5, seed=0)
+    talk = choose_panel_prompts([Document("talk", tokens, answers)], 9, length=5, seed=0)
     assert sorted(prompt for prompt, _ in talk) == [[100, 101, 102], [104, 105, 106, 107, 108]]
-    words = choose_prompts([Document("words", tokens)], 99, length=5, seed=0)
+    words = choose_panel_prompts([Document("words", tokens)], 99, length=5, seed=0)
     assert sorted(words) == [([*range(100 + start, 105 + start)], "") for start in range(8)]
-    assert choose_prompts([text_document("short")], 9, length=64, seed=0) == [([*b"sho"], "")]
+    assert choose_panel_prompts([text_document("short")], 9, length=64, seed=0) == [([*b"sho"], "")]
 
 
 def test_categories_and_documents_take_turns():
     documents = [text_document(f"{number}\n" * 30, "many") for number in range(10, 16)]
     documents += [text_document("ab\ncd\nef\ngh\n", "few"), text_document("ab\ncd\nef\ngh\n", "few")]
-    chosen = choose_prompts(documents, 12, length=6, seed=0)
+    chosen = choose_panel_prompts(documents, 12, length=6, seed=0)
     assert sorted(category for _, category in chosen) == ["few"] * 3 + ["many"] * 9  # copies of a document are one
     assert len({tuple(prompt[:2]) for prompt, category in chosen if category == "many"}) == 6
-    assert chosen[:4] == choose_prompts(documents, 4, length=6, seed=0)
-    assert chosen != choose_prompts(documents, 12, length=6, seed=1)
+    assert chosen[:4] == choose_panel_prompts(documents, 4, length=6, seed=0)
+    assert chosen != choose_panel_prompts(documents, 12, length=6, seed=1)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def decoder_of(small):
         model, params = small("grouped", "mixed", num_mtp_modules=modules, vocab_size=128, max_position_embeddings=64)
         texts = [f"line {number} of text\n" * 5 for number in range(50)]
         documents = [text_document(text, "even" if number % 2 == 0 else "odd") for number, text in enumerate(texts)]
-        return PanelDecoder(corpus_of(documents), model=model, num_depths=num_depths, count=count), params
+        return PanelDecoder(corpus_of(documents), model=model, num_depths=num_depths, max_prompts=count), params
 
     return make
 
@@ -101,9 +101,10 @@ def test_decoded_figures_are_those_of_decoding(decoder_of):
     config = DecodeConfig(max_new_tokens=32, num_steps=2, stop_token_ids=(0,))
     stats = speculative_generate(params, prompts, model=decoder.model, config=config).stats
     greedy, sampled = decoded["overall"]["greedy"], decoded["overall"]["sampled"]
-    assert greedy.real == greedy.predicted == pytest.approx(stats.accept_length)
+    assert greedy.accept_length == greedy.predicted == pytest.approx(stats.accept_length)
     assert greedy.survival == pytest.approx(stats.survival_rates)
-    assert sampled.real_low <= sampled.real <= sampled.real_high and sampled.real != greedy.real
+    assert sampled.accept_length_low <= sampled.accept_length <= sampled.accept_length_high
+    assert sampled.accept_length != greedy.accept_length
     assert greedy.speed_up is None
     whole = decoder.measure(params, is_last=True)
     assert whole["overall"]["greedy"].prompts == 64
@@ -113,10 +114,11 @@ def test_decoded_figures_are_those_of_decoding(decoder_of):
 
 def test_decoding_on_the_way_keeps_to_its_share(decoder_of):
     decoder, params = decoder_of(1, 3)
-    assert not decoder.fits(599) and decoder.fits(601)
+    assert not decoder.is_within_time_share(599) and decoder.is_within_time_share(601)
     decoder.measure(params, is_last=False)
-    assert decoder.spent == decoder.expected > 0
-    assert not decoder.fits(39 * decoder.spent) and decoder.fits(41 * decoder.spent)
+    assert decoder.seconds_spent == decoder.expected_seconds > 0
+    assert not decoder.is_within_time_share(39 * decoder.seconds_spent)
+    assert decoder.is_within_time_share(41 * decoder.seconds_spent)
 
 
 def test_a_device_without_room_is_a_warning(decoder_of, monkeypatch, caplog):
@@ -136,7 +138,7 @@ def test_without_levels_or_prompts_nothing_is_decoded(num_depths, count, decoder
 
 
 def test_the_tables_fit_80_columns():
-    row = Decoded(128, 100, 3.456, 3.4, 3.52, 3.46, 3.5, (0.9, 0.8, 0.7, 0.6), (0.9,) * 4, (0.9,) * 4, 1.234)
+    row = DecodedMetrics(128, 100, 3.456, 3.4, 3.52, 3.46, 3.5, (0.9, 0.8, 0.7, 0.6), (0.9,) * 4, (0.9,) * 4, 1.234)
     decoded = {"overall": {"greedy": row, "sampled": row}, "math_reasoning": {"sampled": row}}
     shares = (0.9, 0.8, 0.7, 0.6)
     file = io.StringIO()

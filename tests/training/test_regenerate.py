@@ -15,7 +15,7 @@ from mtpjax.data.config import Source
 from mtpjax.data.sources import read_source
 from mtpjax.data.tokenizer import ByteTokenizer, TokenizerError
 from mtpjax.training import regenerate as module
-from mtpjax.training.regenerate import Request, record_seed, regenerate
+from mtpjax.training.regenerate import RegenerationRequest, answer_seed, regenerate
 from tests.helpers.chatml import CHATML, SPECIAL, save_tokenizer
 
 STOP = 256 + SPECIAL.index("<|im_end|>")
@@ -57,7 +57,7 @@ def run(rig, tmp_path, monkeypatch):
             content = "".join(json.dumps(record) + "\n" for record in content).encode()
         (tmp_path / data).write_bytes(content)
         asked = {"config": config, "sampling": dataclasses.replace(sampling, temperature=temperature), "batch_size": 2}
-        request = Request(paths=[tmp_path / data], **asked | changes)
+        request = RegenerationRequest(paths=[tmp_path / data], **asked | changes)
         with_model = {"model": model, "tokenizer": tokenizer, "model_digest": "m"}
         tally = regenerate(params, request, tmp_path / name, **with_model)
         return [json.loads(line) for line in (tmp_path / name).read_text().splitlines()], tally
@@ -97,7 +97,7 @@ def test_conversations_are_answered_turn_by_turn(rig, run):
         messages = record["messages"] + [{"role": "assistant"}] * (record["messages"][-1]["role"] == "user")
         for message in messages:
             if message["role"] == "assistant" and message.get("weight") != 0:
-                answer, reason = alone(rig, tokenizer.chat(talk))
+                answer, reason = alone(rig, tokenizer.apply_chat_template(talk))
                 talk.append({"role": "assistant", "content": answer})
                 reasons.append(reason)
             else:
@@ -117,8 +117,8 @@ def test_prompts_become_conversations(rig, run):
     ]
     first, second = written
     assert first["question_id"] == 81 and first["category"] == "writing"
-    assert first["messages"][1]["content"] == alone(rig, tokenizer.chat(first["messages"][:1]))[0]
-    assert first["messages"][3]["content"] == alone(rig, tokenizer.chat(first["messages"][:3]))[0]
+    assert first["messages"][1]["content"] == alone(rig, tokenizer.apply_chat_template(first["messages"][:1]))[0]
+    assert first["messages"][3]["content"] == alone(rig, tokenizer.apply_chat_template(first["messages"][:3]))[0]
     assert second["messages"][0]["content"] == "2?"
 
 
@@ -142,9 +142,9 @@ def test_sampled_texts_depend_on_the_number_and_the_seed_alone(rig, run, tmp_pat
     assert texts[:3] != texts[3:]  # the same records at other numbers
     plain = dataclasses.replace(rig[3], num_steps=0)
     [first, *_] = run(records, "plain.jsonl", temperature=0.9, config=plain)[0]
-    prompt = tokenizer.chat(TALKS[0]["messages"][:1])
-    assert first["messages"][1]["content"] == alone(rig, prompt, temperature=0.9, seed=record_seed(0, 0, 0))[0]
-    assert len({record_seed(*numbers) for numbers in ((0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0))}) == 4
+    prompt = tokenizer.apply_chat_template(TALKS[0]["messages"][:1])
+    assert first["messages"][1]["content"] == alone(rig, prompt, temperature=0.9, seed=answer_seed(0, 0, 0))[0]
+    assert len({answer_seed(*numbers) for numbers in ((0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0))}) == 4
 
 
 class Killed(BaseException):
@@ -280,7 +280,7 @@ def test_only_what_was_begun_is_gone_on_with(run, tmp_path):
         (
             b'{"text": "x"}',
             {"config": DecodeConfig(num_steps=1, depth_policy="adaptive", depth_costs=(1.0, 1.0))},
-            "depth_policy 'fixed'",
+            "depth_policy must be 'fixed'",
         ),
     ],
 )
@@ -293,7 +293,7 @@ def test_files_of_two_kinds_and_a_model_without_a_template_are_told(rig, run, tm
     for name in ("a.jsonl", "b.txt"):
         (tmp_path / name).write_text('{"text": "x"}')
     with pytest.raises(ValueError, match=r"some files are .jsonl and some are not: choose by a pattern"):
-        Request(paths=[tmp_path / "a.jsonl", tmp_path / "b.txt"], config=rig[3])
+        RegenerationRequest(paths=[tmp_path / "a.jsonl", tmp_path / "b.txt"], config=rig[3])
     with pytest.raises(TokenizerError, match=r"data.jsonl line 1: a byte tokenizer has no chat template"):
         run(TALKS, tokenizer=ByteTokenizer())
 

@@ -17,7 +17,7 @@ from mtpjax.io import checkpoint
 from mtpjax.training import run_dir
 from mtpjax.training.run_dir import RunError
 from mtpjax.training.trainer import train
-from mtpjax.training.yaml_config import read_config, to_yaml
+from mtpjax.training.yaml_config import read_train_config, to_yaml
 from tests.helpers import training_runs
 
 
@@ -41,7 +41,7 @@ def assert_state(folder, step):
 def test_states_come_back_and_few_stay(tmp_path):
     saved(tmp_path, 10, 20, 130, keep=2)
     assert_state(tmp_path, 130)
-    assert [path.name for path in run_dir._states(tmp_path)] == ["00000130", "00000020"]
+    assert [path.name for path in run_dir._state_folders(tmp_path)] == ["00000130", "00000020"]
     assert run_dir.restore_state(tmp_path / "empty", state_at(0)) is None
 
 
@@ -73,7 +73,7 @@ class Killed(BaseException):
         (checkpoint, "write_arrays", True, 10),
         (pathlib.Path, "rename", False, 10),
         (pathlib.Path, "rename", True, 20),
-        (run_dir, "_states", False, 20),
+        (run_dir, "_state_folders", False, 20),
     ],
     ids=["before saving", "begun", "written", "before the rename", "after the rename", "before older states go"],
 )
@@ -92,7 +92,7 @@ def test_a_run_killed_while_saving_goes_on_from_a_whole_state(tmp_path, monkeypa
     with pytest.raises(Killed):
         saved(tmp_path, 20, keep=1)
     monkeypatch.undo()
-    assert {int(path.name) for path in run_dir._states(tmp_path)} == {10, newest}
+    assert {int(path.name) for path in run_dir._state_folders(tmp_path)} == {10, newest}
     assert_state(tmp_path, newest)
     saved(tmp_path, newest + 10, keep=1)
     assert os.listdir(tmp_path / "states") == [f"{newest + 10:08d}"]
@@ -127,18 +127,18 @@ def test_another_shape_dtype_or_tree_is_refused(tmp_path):
 
 
 def test_one_process_writes(tmp_path):
-    with run_dir.locked(tmp_path):
+    with run_dir.lock_folder(tmp_path):
         said = subprocess.run(
             [
                 sys.executable,
                 "-c",
-                f"from mtpjax.training import run_dir\nwith run_dir.locked({str(tmp_path)!r}): pass",
+                f"from mtpjax.training import run_dir\nwith run_dir.lock_folder({str(tmp_path)!r}): pass",
             ],
             capture_output=True,
             text=True,
         ).stderr
         assert f"is being written to by process {os.getpid()} on " in said
-    with run_dir.locked(tmp_path):
+    with run_dir.lock_folder(tmp_path):
         pass
 
 
@@ -148,26 +148,44 @@ def test_a_changed_setting_is_refused_or_free(name, tmp_path):
     settings = dataclasses.asdict(TrainConfig())
     run_dir.begin(tmp_path, settings | {"seconds": None}, "digest", overwrite=False)
     changed = settings | {"seconds": None, name: "changed"}
-    if name in run_dir.FREE_SETTINGS:
-        run_dir.check_same(tmp_path, changed, "digest")
+    if name in run_dir.CHANGEABLE_SETTINGS:
+        run_dir.check_settings(tmp_path, changed, "digest")
     else:
         with pytest.raises(RunError, match=f"other settings: {name} was .*, is 'changed'"):
-            run_dir.check_same(tmp_path, changed, "digest")
-        run_dir.check_same(tmp_path, changed, "digest", [name])
+            run_dir.check_settings(tmp_path, changed, "digest")
+        run_dir.check_settings(tmp_path, changed, "digest", [name])
 
 
 def test_other_data_and_other_runs_are_refused(tmp_path):
     run_dir.begin(tmp_path, {}, "digest", overwrite=False)
     with pytest.raises(RunError, match="other data"):
-        run_dir.check_same(tmp_path, {}, "another")
-    run_dir.check_same(tmp_path, {}, "another", ["data"])
+        run_dir.check_settings(tmp_path, {}, "another")
+    run_dir.check_settings(tmp_path, {}, "another", ["data"])
     with pytest.raises(RunError, match="holds a run: continue it"):
         run_dir.begin(tmp_path, {}, "digest", overwrite=False)
     with pytest.raises(RunError, match="holds no run to resume"):
-        run_dir.check_same(tmp_path / "empty", {}, "digest")
+        run_dir.check_settings(tmp_path / "empty", {}, "digest")
     (tmp_path / "run.json").write_text("{")
     with pytest.raises(RunError, match="is damaged"):
-        run_dir.check_same(tmp_path, {}, "digest")
+        run_dir.check_settings(tmp_path, {}, "digest")
+
+
+@pytest.mark.parametrize(("owner", "name"), [(shutil, "rmtree"), (run_dir, "write_text")])
+def test_a_crash_while_overwriting_leaves_no_run_to_resume(owner, name, tmp_path, monkeypatch):
+    def crash(*args, **kwargs):
+        raise Killed
+
+    run_dir.begin(tmp_path, {"seed": 0}, "digest", overwrite=False)
+    saved(tmp_path, 10)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, crash)
+        with pytest.raises(Killed):
+            run_dir.begin(tmp_path, {"seed": 1}, "digest", overwrite=True)
+    for seed in (0, 1):
+        with pytest.raises(RunError, match="holds no run to resume"):
+            run_dir.check_settings(tmp_path, {"seed": seed}, "digest")
+    run_dir.begin(tmp_path, {"seed": 1}, "digest", overwrite=False)
+    assert run_dir.restore_state(tmp_path, state_at(0)) is None
 
 
 SETTINGS = training_runs.SETTINGS | {"steps": 30, "save_every": 4}
@@ -213,7 +231,7 @@ def test_a_run_that_is_told_to_end_says_so_and_goes_on(text, env, unbroken, tmp_
             break
     said = run.communicate()[1]
     assert run.returncode == 75 and "was told to stop and is saved at step " in said
-    assert len(run_dir._states(tmp_path)) == 1
+    assert len(run_dir._state_folders(tmp_path)) == 1
     subprocess.run([*command, "--resume"], check=True, capture_output=True, env=env)
     assert training_runs.read_losses(tmp_path) == unbroken(settings)
 
@@ -226,23 +244,23 @@ def test_steps_that_are_not_finite_are_skipped_and_end_the_run(text, tmp_path, c
     with pytest.raises(FloatingPointError, match="3 steps in a row up to"):
         train(config, evaluations=1)
     assert "is not finite and was skipped" in caplog.text
-    assert len(run_dir._states(tmp_path)) == 1  # as good as it was
+    assert len(run_dir._state_folders(tmp_path)) == 1  # as good as it was
 
 
 @pytest.mark.parametrize("name", ["joint", "recycled", "total_variation"])
 def test_recipes_are_settings(name):
     recipe = pathlib.Path(run_dir.__file__).parent / "recipes" / f"{name}.yaml"
-    config = read_config(recipe, ["steps=3"])
+    config = read_train_config(recipe, ["steps=3"])
     assert config.steps == 3 and config.extra_tokens == config.num_depths + 1  # no target is lost
 
 
 def test_settings_are_read_key_by_key(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("steps: 5\nseconds: .inf\nlearning_rate: 1e-3\n")
-    config = read_config(file, ["mtp_loss_scale=1e-1", "data=some/folder"])
+    config = read_train_config(file, ["mtp_loss_scale=1e-1", "data=some/folder"])
     assert config == TrainConfig(steps=5, learning_rate=1e-3, mtp_loss_scale=0.1, data="some/folder")
     file.write_text(to_yaml(config))
-    assert read_config(file) == config
+    assert read_train_config(file) == config
     for pairs, said in (
         (["stepz=1"], "unknown setting stepz: did you mean steps?"),
         (["steps=x"], 'key "steps": Expected'),
@@ -251,10 +269,10 @@ def test_settings_are_read_key_by_key(tmp_path):
         (["optimizer=sgd"], "optimizer"),
     ):
         with pytest.raises(ValueError, match=said):
-            read_config(None, pairs)
+            read_train_config(None, pairs)
     for content in ("[1]", "a: b: c"):
         file.write_text(content)
         with pytest.raises(ValueError, match=str(file)):
-            read_config(file)
+            read_train_config(file)
     with pytest.raises(ValueError, match="cannot be read"):
-        read_config(pathlib.Path("nowhere.yaml"))
+        read_train_config(pathlib.Path("nowhere.yaml"))

@@ -12,7 +12,7 @@ import pytest
 from mtpjax import MTPModel, Objective, TrainConfig, forward, init_params, presets
 from mtpjax.data.packing import Batch
 from mtpjax.training.losses import multi_depth_loss
-from mtpjax.training.step import first_state, make_optimizer, train_step
+from mtpjax.training.step import init_train_state, make_optimizer, train_step
 from mtpjax.training.trainer import learning_rate_at
 
 
@@ -20,7 +20,7 @@ def make(optimizer_name, config):
     model = MTPModel(config, scan_layers=True)
     optimizer = make_optimizer(TrainConfig(optimizer=optimizer_name))
     params = init_params(model, jax.random.key(0))
-    state = first_state(params, optimizer)
+    state = init_train_state(params, optimizer)
     step = functools.partial(train_step, model=model, optimizer=optimizer, num_depths=2, attention_layout="ttt")
     return state, jax.jit(step)
 
@@ -80,7 +80,7 @@ def test_gradients_by_vocabulary_chunks_equal_those_from_all_logits(tied):
     model = MTPModel(config, scan_layers=True)
     keep = optax.trace(0.0)  # its state is the gradient
     params = init_params(model, jax.random.key(0))
-    state = first_state(params, keep)
+    state = init_train_state(params, keep)
     tokens = np.asarray(jax.random.randint(jax.random.key(1), (2, 16), 0, config.vocab_size))
     batch = Batch(tokens, np.repeat([[1, 2, 0], [1, 2, 3]], [6, 7, 3], axis=1), tokens % 7 > 0)
     mix = {"lk_hybrid": 1.0, "end_to_end_tv": 0.5}

@@ -11,8 +11,8 @@ import pytest
 
 from mtpjax import TrainConfig, train
 from mtpjax.training import trackers
-from mtpjax.training.log import Log, trace_window
-from mtpjax.training.trackers import flatten, require_trackers, tracking
+from mtpjax.training.log import MetricsLog, trace_window
+from mtpjax.training.trackers import flatten, open_trackers, require_trackers
 from tests.helpers import training_runs
 
 pytest.importorskip("tensorboardX")
@@ -79,7 +79,7 @@ def test_a_run_writes_its_rows_for_tensorboard_and_a_trace(text, tmp_path):
 def test_steps_that_are_logged_again_replace_those_before(tmp_path):
     config = TrainConfig(tensorboard=True)
     for last, after in ((6, 0), (8, 4)):  # goes on after step 4
-        with tracking(tmp_path, after, config, {}) as send:
+        with open_trackers(tmp_path, after, config, {}) as send:
             for step in range(after + 1, last + 1):
                 send({"step": step, "loss": step + after})
     expected = {step: step + (4 if step > 4 else 0) for step in range(1, 9)}
@@ -112,7 +112,7 @@ def test_wandb_gets_the_rows_and_the_same_run_again(tmp_path, monkeypatch):
     run, config = FakeRun(), TrainConfig(wandb="drafts")
     asked = fake_wandb(monkeypatch, run)
     for _ in range(2):
-        with tracking(tmp_path, 0, config, {"steps": 3}) as send:
+        with open_trackers(tmp_path, 0, config, {"steps": 3}) as send:
             send(ROW)
     assert [options["id"] for options in asked] == [None, "abc"]
     assert asked[0]["project"] == "drafts" and asked[0]["config"] == {"steps": 3} and asked[0]["resume"] == "allow"
@@ -126,7 +126,7 @@ def test_a_tracker_that_fails_is_told_once_and_left_out(tmp_path, monkeypatch, c
     fake_wandb(monkeypatch, run)
     (tmp_path / "tensorboard").write_text("a file, where a folder is wanted")
     config = TrainConfig(tensorboard=True, wandb="drafts")
-    with tracking(tmp_path, 0, config, {}) as send:
+    with open_trackers(tmp_path, 0, config, {}) as send:
         for _ in range(3):
             send(ROW)
     assert caplog.text.count("is disabled for the rest of this run") == 2
@@ -135,7 +135,7 @@ def test_a_tracker_that_fails_is_told_once_and_left_out(tmp_path, monkeypatch, c
     caplog.clear()
     (tmp_path / "tensorboard").unlink()
     monkeypatch.setattr(sys.modules["wandb"], "init", lambda **options: 1 / 0)
-    with tracking(tmp_path, 0, config, {}) as send, open("/dev/full", "wb", buffering=0) as full:
+    with open_trackers(tmp_path, 0, config, {}) as send, open("/dev/full", "wb", buffering=0) as full:
         send(ROW)
         monkeypatch.setattr("tensorboardX.record_writer.RecordWriter.write", lambda self, event: full.write(event))
         for _ in range(30):
@@ -169,7 +169,7 @@ def test_a_clock_that_jumps_changes_nothing(text, tmp_path, monkeypatch, capsys)
 
 def test_rows_go_to_a_tracker_as_they_are_written(tmp_path):
     sent = []
-    with Log(tmp_path, step=0, send=sent.append) as log:
+    with MetricsLog(tmp_path, step=0, send=sent.append) as log:
         log.record(ROW)
     assert sent == [json.loads((tmp_path / "metrics.jsonl").read_text())]
 
@@ -195,4 +195,4 @@ def test_a_trace_ends_with_the_run(tmp_path, monkeypatch):
 def test_the_settings_are_off_unless_asked_for():
     config = TrainConfig()
     assert not config.tensorboard and config.wandb is None and config.profile_steps == 0
-    assert trackers.tracking and dataclasses.asdict(config)["mesh"] == ()
+    assert trackers.open_trackers and dataclasses.asdict(config)["mesh"] == ()

@@ -13,9 +13,9 @@ from safetensors.numpy import load_file
 
 from mtpjax import DecodeConfig, Objective, TrainConfig, forward, generate, load, speculative_generate, train
 from mtpjax.data.packing import Batch
-from mtpjax.models.model import is_of_modules
+from mtpjax.models.params import is_of_modules
 from mtpjax.training.losses import multi_depth_loss
-from mtpjax.training.step import first_state, make_optimizer, train_step
+from mtpjax.training.step import init_train_state, make_optimizer, train_step
 from tests import golden
 
 
@@ -26,7 +26,7 @@ def batch_of(config, seed=0):
 
 def update(model, params, *, trains, steps=1, optimizer=None, **settings):
     optimizer = optimizer or make_optimizer(TrainConfig(trains=trains))
-    state = first_state(params, optimizer, trains)
+    state = init_train_state(params, optimizer, trains)
     step = jax.jit(
         functools.partial(
             train_step,
@@ -52,6 +52,12 @@ def test_frozen_parts_keep_every_bit(changes, small):
     for name, before in params.items():
         same = [bool((old == new).all()) for old, new in zip(*map(jax.tree.leaves, (before, after[name])), strict=True)]
         assert not any(same) if is_of_modules(name) else all(same), name
+
+
+def test_drafts_learn_from_the_trunk_unless_their_losses_reach_it():
+    """Without a mix, as docs/guides/training.md says."""
+    mixes = {trains: dict(TrainConfig(trains=trains).objective.mix) for trains in ("all", "modules", "detached")}
+    assert mixes == {"all": {"cross_entropy": 1.0}, "modules": {"kl": 1.0}, "detached": {"kl": 1.0}}
 
 
 def test_frozen_trunks_have_no_backward_pass(small):

@@ -12,13 +12,13 @@ import tokenizers
 from mtpjax import DecodeConfig, Objective, TrainConfig, generate, load, presets, speculative_generate, train
 from mtpjax.data.config import Source
 from mtpjax.data.sources import fingerprint, read_source
-from mtpjax.data.tokenizer import FileTokenizer, load_tokenizer
+from mtpjax.data.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from mtpjax.evaluation.self_check import check_acceptance
 from mtpjax.io import checkpoint
 from mtpjax.io.checkpoint_reader import CheckpointReader
 from mtpjax.training.decoding_eval import is_looping
 from mtpjax.training.step import train_step
-from mtpjax.training.trainer import describe
+from mtpjax.training.trainer import compute_run_sizes
 
 
 @pytest.fixture(scope="module")
@@ -134,8 +134,8 @@ def test_a_run_on_two_sources_keeps_its_tokenizer_and_says_what_it_read(run, tmp
     metadata = CheckpointReader(result.path, verify=False).metadata
     assert [each["empty"] for each in metadata["data"]["skipped"]] == [1, 0]
     assert [Source(**values) for values in metadata["train"]["sources"]] == list(sources)
-    assert load_tokenizer(config.output + "/checkpoint", 256).digest == FileTokenizer(tmp_path, 256).digest
-    asked = {"tokenizer": FileTokenizer(tmp_path, 256), "vocab_size": 256}
+    assert load_tokenizer(config.output + "/checkpoint", 256).digest == HuggingFaceTokenizer(tmp_path, 256).digest
+    asked = {"tokenizer": HuggingFaceTokenizer(tmp_path, 256), "vocab_size": 256}
     readings = [read_source(source, **asked) for source in sources]
     assert metadata["data"]["fingerprint"] == fingerprint(sources, readings, **asked)
 
@@ -144,7 +144,7 @@ def test_too_much_of_no_use_stops_a_run_before_anything_is_compiled(run, tmp_pat
     """T10; what is skipped below the limit is counted in the checkpoint (`test_a_run_on_two_sources…`)."""
     import dataclasses
 
-    monkeypatch.setattr("mtpjax.training.trainer._first_state", None)
+    monkeypatch.setattr("mtpjax.training.trainer._init_state_and_step", None)
     (tmp_path / "some.jsonl").write_text('{"text": "good"}\n{"text": ""}\n{"text": 3}\n' * 2)
     source = Source(path=str(tmp_path / "some.jsonl"), kind="jsonl", most_skipped=3)
     config = dataclasses.replace(run[0], data=None, sources=(source,), output=str(tmp_path / "out"))
@@ -158,14 +158,14 @@ def test_a_depth_without_a_target_is_told_before_anything_is_compiled(run, tmp_p
     """T12: rows, answers or documents too short for a depth; of the rows that are held out, too."""
     import dataclasses
 
-    monkeypatch.setattr("mtpjax.training.trainer._first_state", None)
+    monkeypatch.setattr("mtpjax.training.trainer._init_state_and_step", None)
     changes = {"row_length": 4, "batch_size": 1, "output": str(tmp_path / "out")}
     short = dataclasses.replace(run[0], **changes, num_depths=3)
     with pytest.raises(ValueError, match=r"the training rows have no target at depth 3: .* row of 4; use longer rows"):
         train(short)
     with pytest.raises(ValueError, match="at depth 3"):
-        describe(short)
-    with pytest.raises(TypeError, match="NoneType"):  # goes on to `_first_state`
+        compute_run_sizes(short)
+    with pytest.raises(TypeError, match="NoneType"):  # goes on to `_init_state_and_step`
         train(dataclasses.replace(short, num_depths=2))
     monkeypatch.setattr("mtpjax.training.corpus.split_held_out", lambda documents, fraction: (documents, documents[:2]))
     for number in range(40):

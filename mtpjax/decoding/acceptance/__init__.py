@@ -10,27 +10,27 @@ Every rule is pure arithmetic on the arrays of one row; the loop maps it over th
 - `u`: uniforms in [0, 1). They are compared with acceptance probabilities and used nowhere else, so probability 1
   always accepts and probability 0 never does.
 
-Exact rules leave the target's distribution unchanged. `follow` (rules `greedy` and `sample`) is exact for any tree,
+Exact rules leave the target's distribution unchanged. `match_tree` (rules `greedy` and `sample`) is exact for any tree,
 however it was chosen. The ratio rules (`token_chain`, `block_chain`, `recursive_tree`, `traversal_tree`) need the q
 that tokens were really drawn from, and they must see every drafted node: whether a node is submitted must not depend on
 the token drawn there. Example: p = (0.7, 0.3), q = (0.5, 0.5), and drafts of the second token are dropped, so p alone
 gives the next token. Then the first token appears with probability 0.5 + 0.5 * 0.7 = 0.85 instead of 0.7.
 
-A custom rule is a callable `rule(tokens, parents, p, q, u, *, num_steps) -> Walk`, passed as
+A custom rule is a callable `rule(tokens, parents, p, q, u, *, num_steps) -> AcceptedPath`, passed as
 `DecodeConfig(acceptance=rule)`. Set its attribute `needs_q = True` to have drafts sampled from q (chains only), and
 `is_exact = True` if it keeps the target's distribution.
 """
 
-from mtpjax.decoding.acceptance.chain import accept_greedy, block_chain, token_chain
+from mtpjax.decoding.acceptance.chain import block_chain, match_chain, token_chain
 from mtpjax.decoding.acceptance.lossy import relaxed_tree, threshold_tree, typical_tree
 from mtpjax.decoding.acceptance.tree import recursive_tree, traversal_tree
-from mtpjax.decoding.acceptance.walk import Walk, follow
+from mtpjax.decoding.acceptance.walk import AcceptedPath, match_tree
 
 __all__ = [
-    "Walk",
-    "accept_greedy",
+    "AcceptedPath",
     "block_chain",
-    "follow",
+    "match_chain",
+    "match_tree",
     "recursive_tree",
     "relaxed_tree",
     "threshold_tree",

@@ -6,20 +6,20 @@ import jax.numpy as jnp
 from mtpjax.decoding.acceptance.walk import residual
 
 
-def accept_greedy(drafts: jax.Array, choices: jax.Array) -> jax.Array:
-    """Counts accepted drafts: the longest prefix that equals the target's choices.
+def match_chain(drafts: jax.Array, target_tokens: jax.Array) -> jax.Array:
+    """Counts accepted drafts: the longest prefix that equals the target's tokens.
 
-    Choice j is the target's token after drafts 1..j, so choices 0..n are the n accepted drafts and the bonus token.
+    Target token j follows drafts 1..j, so target tokens 0..n are the n accepted drafts and the bonus token.
 
     Args:
         drafts: `[B, K]` drafted tokens.
-        choices: `[B, K+1]` the target's tokens.
+        target_tokens: `[B, K+1]` the target's tokens.
 
     Returns:
         `[B]` int32 accepted drafts per row.
     """
-    # Choice j tests draft j+1. The cumulative product turns every match behind the first mismatch into 0.
-    matches = drafts == choices[:, : drafts.shape[1]]
+    # Target token j tests draft j+1. The cumulative product turns every match behind the first mismatch into 0.
+    matches = drafts == target_tokens[:, : drafts.shape[1]]
     return jnp.cumprod(matches, axis=1).sum(axis=1).astype(jnp.int32)
 
 
@@ -39,13 +39,13 @@ def token_chain(drafts: jax.Array, p: jax.Array, q: jax.Array, u: jax.Array) -> 
         Number of accepted drafts `[]`, and the bonus token's weights `[V]`.
     """
     K = drafts.shape[0]
-    place = jnp.arange(K)
+    position = jnp.arange(K)
     # u < p/q, written without a division so that q = 0 needs no special case.
-    is_accepted = u * q[place, drafts] < p[place, drafts]
-    count = jnp.cumprod(is_accepted).sum().astype(jnp.int32)
+    is_accepted = u * q[position, drafts] < p[position, drafts]
+    num_accepted = jnp.cumprod(is_accepted).sum().astype(jnp.int32)
     # After the last draft nothing was proposed: its q is 0 and the residual is p.
-    proposed = jnp.pad(q, ((0, 1), (0, 0)))[count]
-    return count, residual(p[count], proposed, p[count])
+    proposed = jnp.pad(q, ((0, 1), (0, 0)))[num_accepted]
+    return num_accepted, residual(p[num_accepted], proposed, p[num_accepted])
 
 
 def block_chain(drafts: jax.Array, p: jax.Array, q: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -66,9 +66,9 @@ def block_chain(drafts: jax.Array, p: jax.Array, q: jax.Array, u: jax.Array) -> 
         Number of accepted drafts `[]`, and the bonus token's weights `[V]`.
     """
     K = drafts.shape[0]
-    place = jnp.arange(K)
+    position = jnp.arange(K)
     # A sampled draft has q > 0. The floor only keeps the division finite where q underflows.
-    ratios = p[place, drafts] / jnp.maximum(q[place, drafts], jnp.finfo(q.dtype).tiny)
+    ratios = p[position, drafts] / jnp.maximum(q[position, drafts], jnp.finfo(q.dtype).tiny)
 
     # w_i: joint likelihood ratio of the first i drafts, cut at 1 after every step.
     def narrow(w, ratio):
@@ -83,5 +83,5 @@ def block_chain(drafts: jax.Array, p: jax.Array, q: jax.Array, u: jax.Array) -> 
     # Test every prefix with its own uniform, and accept the longest that passes. `u (r + 1 - w) < r` is `u < h` without
     # a division. Behind the last draft q is 0, so r_K = w_K and h_K = w_K.
     passes = (w[1:] >= 1) | (u * (r[1:] + 1 - w[1:]) < r[1:])
-    count = jnp.max(jnp.where(passes, place + 1, 0), initial=0).astype(jnp.int32)
-    return count, residual(w[count] * p[count], proposed[count], p[count])
+    num_accepted = jnp.max(jnp.where(passes, position + 1, 0), initial=0).astype(jnp.int32)
+    return num_accepted, residual(w[num_accepted] * p[num_accepted], proposed[num_accepted], p[num_accepted])

@@ -3,14 +3,14 @@
 import jax
 import jax.numpy as jnp
 
-from mtpjax.decoding.acceptance.walk import Walk, descend
+from mtpjax.decoding.acceptance.walk import AcceptedPath, descend
 
-LEAST_THRESHOLD = 1e-9  # SGLang's floor of `threshold_acc`, against division by zero
+MIN_THRESHOLD = 1e-9  # SGLang's floor of `threshold_acc`, against division by zero
 
 
 def threshold_tree(
     tokens: jax.Array, parents: jax.Array, p: jax.Array, u: jax.Array, *, single: float, acc: float, num_steps: int
-) -> Walk:
+) -> AcceptedPath:
     """Walks the tree by SGLang's thresholds (sgl-kernel's TreeSpeculativeSamplingTargetOnly).
 
     Exact if both thresholds are 1, lossy below. One uniform per node decides about its children. The rule accepts child
@@ -29,25 +29,25 @@ def threshold_tree(
     Returns:
         The accepted path, its length, and the bonus token's weights.
     """
-    # tried[n]: total probability of node n and of its earlier siblings.
-    mass = p[parents, tokens]  # the root's own entry is never read
+    # cumulative_p[n]: total probability of node n and of its earlier siblings.
+    p_x = p[parents, tokens]  # the root's own entry is never read
     order = jnp.arange(len(parents))
     is_tried = (parents[:, None] == parents[None, :]) & (order[:, None] >= order[None, :])
-    tried = jnp.where(is_tried, mass[None, :], 0).sum(axis=1)
+    cumulative_p = jnp.where(is_tried, p_x[None, :], 0).sum(axis=1)
     # SGLang's comparison, `<=`: a uniform of exactly 0 accepts a token of probability 0. The other rules reject it.
-    passes = (u[parents] <= tried / jnp.maximum(acc, LEAST_THRESHOLD)) | (mass >= single)
-    path, count = descend(passes, parents, num_steps)
+    passes = (u[parents] <= cumulative_p / jnp.maximum(acc, MIN_THRESHOLD)) | (p_x >= single)
+    path, num_accepted = descend(passes, parents, num_steps)
     # The bonus token comes from p without the children that the walk rejected. A full path has rejected none.
     last = path[-1]
-    is_rejected = (parents == last) & (count < num_steps)
+    is_rejected = (parents == last) & (num_accepted < num_steps)
     # If rounding leaves no probability, SGLang emits the last id of the vocabulary; here the token is drawn from p.
-    rest = p[last].at[jnp.where(is_rejected, tokens, p.shape[1])].set(0, mode="drop")
-    return Walk(path, count, jnp.where(rest.sum() > 0, rest, p[last]))
+    bonus_weights = p[last].at[jnp.where(is_rejected, tokens, p.shape[1])].set(0, mode="drop")
+    return AcceptedPath(path, num_accepted, jnp.where(bonus_weights.sum() > 0, bonus_weights, p[last]))
 
 
 def typical_tree(
     tokens: jax.Array, parents: jax.Array, p: jax.Array, *, epsilon: float, delta: float, num_steps: int
-) -> Walk:
+) -> AcceptedPath:
     """Picks a path by Medusa's typical acceptance (2401.10774). Lossy.
 
     A draft x passes if p(x) > min(epsilon, delta exp(-H(p))), where H is the entropy in nats. The rule accepts the
@@ -65,36 +65,36 @@ def typical_tree(
     Returns:
         The accepted path, its length, and the bonus token's weights.
     """
-    # own[n]: log-probability of node n, or -inf if it does not pass.
-    mass = p[parents, tokens]  # the root's own entry is never read
-    least = jnp.minimum(epsilon, delta * jnp.exp(-jax.scipy.special.entr(p).sum(axis=-1)))
-    own = jnp.where(mass > least[parents], jnp.log(mass), -jnp.inf)
+    # log_p_x[n]: log-probability of node n, or -inf if it does not pass.
+    p_x = p[parents, tokens]  # the root's own entry is never read
+    threshold = jnp.minimum(epsilon, delta * jnp.exp(-jax.scipy.special.entr(p).sum(axis=-1)))
+    log_p_x = jnp.where(p_x > threshold[parents], jnp.log(p_x), -jnp.inf)
     is_root = jnp.arange(len(parents)) == 0
     is_node = parents >= 0
 
     # Scores flow down one level per step: after j steps every node at depth <= j has the log-probability of its path.
     # K steps serve the whole tree. A node that does not pass gives -inf to all its descendants.
-    def deepen(_, carry):
+    def step_down(_, carry):
         depth, score = carry
-        return jnp.where(is_node, depth[parents] + 1, 0), jnp.where(is_node, score[parents] + own, score)
+        return jnp.where(is_node, depth[parents] + 1, 0), jnp.where(is_node, score[parents] + log_p_x, score)
 
     carry = (jnp.zeros_like(parents), jnp.where(is_root, 0, -jnp.inf).astype(p.dtype))
-    depth, score = jax.lax.fori_loop(0, num_steps, deepen, carry)
+    depth, score = jax.lax.fori_loop(0, num_steps, step_down, carry)
     # The deepest node with a finite score ends the accepted path; the highest score breaks ties.
     depth = jnp.where(jnp.isfinite(score), depth, -1)
-    count = depth.max()
-    best = jnp.argmax(jnp.where(depth == count, score, -jnp.inf)).astype(parents.dtype)
+    num_accepted = depth.max()
+    best = jnp.argmax(jnp.where(depth == num_accepted, score, -jnp.inf)).astype(parents.dtype)
     # Climb to the root, then reverse; the path's tail repeats its last node.
-    rising = [best]
+    upward_path = [best]
     for _ in range(num_steps):
-        rising.append(jnp.maximum(parents[rising[-1]], 0))
-    path = jnp.stack(rising)[jnp.maximum(count - jnp.arange(num_steps + 1), 0)]
-    return Walk(path, count, p[best])
+        upward_path.append(jnp.maximum(parents[upward_path[-1]], 0))
+    path = jnp.stack(upward_path)[jnp.maximum(num_accepted - jnp.arange(num_steps + 1), 0)]
+    return AcceptedPath(path, num_accepted, p[best])
 
 
 def relaxed_tree(
     tokens: jax.Array, parents: jax.Array, p: jax.Array, *, topk: int, delta: float, num_steps: int
-) -> Walk:
+) -> AcceptedPath:
     """Walks the tree by TensorRT-LLM's relaxed acceptance (`mtpRelaxedAcceptance`), extended to trees. Lossy.
 
     A draft x passes if it is among the `topk` most probable tokens (the lower id wins a tie) and p(x) >= max p - delta.
@@ -113,10 +113,12 @@ def relaxed_tree(
         The accepted path, its length, and the bonus token's weights.
     """
     # A token's rank is the number of tokens that are more probable, or as probable with a lower id.
-    mass = p[parents, tokens]  # the root's own entry is never read
-    rows = p[parents]
-    is_ahead = (rows > mass[:, None]) | ((rows == mass[:, None]) & (jnp.arange(p.shape[1])[None, :] < tokens[:, None]))
-    passes = (is_ahead.sum(axis=1) < topk) & (mass >= rows.max(axis=1) - delta) & (mass > 0)
+    p_x = p[parents, tokens]  # the root's own entry is never read
+    parent_p = p[parents]
+    ranks_higher = (parent_p > p_x[:, None]) | (
+        (parent_p == p_x[:, None]) & (jnp.arange(p.shape[1])[None, :] < tokens[:, None])
+    )
+    passes = (ranks_higher.sum(axis=1) < topk) & (p_x >= parent_p.max(axis=1) - delta) & (p_x > 0)
     # The bonus token comes from all of p, rejected children included: this rule does not keep the distribution anyway.
-    path, count = descend(passes, parents, num_steps)
-    return Walk(path, count, p[path[-1]])
+    path, num_accepted = descend(passes, parents, num_steps)
+    return AcceptedPath(path, num_accepted, p[path[-1]])

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mtpjax.decoding.acceptance.walk import Walk, residual
+from mtpjax.decoding.acceptance.walk import AcceptedPath, residual
 
 
 def recursive_tree(
     tokens: jax.Array, parents: jax.Array, p: jax.Array, q: jax.Array, u: jax.Array, *, num_steps: int, topk: int
-) -> Walk:
+) -> AcceptedPath:
     """Walks the tree by recursive rejection sampling without replacement. Exact.
 
     At each node the rule tries the children in ascending order and accepts child x with probability min(1, p(x)/q(x)).
@@ -42,47 +42,52 @@ def recursive_tree(
     # left of the node's p and q.
     children = _children_table(parents, topk)
     depths = jnp.arange(num_steps + 1)
-    whole, one = _whole(p[0, 0]), jnp.ones_like(p[0, 0])
+    full, one = _full_remainder(p[0, 0]), jnp.ones_like(p[0, 0])
 
     def rejected_children(node, rank):
         return jnp.where(jnp.arange(topk) < rank, tokens[children[node, :topk]], -1)
 
-    def shares(node, rank, left):
+    def remaining_at(node, rank, remainder):
         token = tokens[children[node, rank]]
-        return _shares(left, p[node, token], q[node, token])
+        return _remaining_at(remainder, p[node, token], q[node, token])
 
     def visit(_, carry):
         # 1. Test the next child. The carry holds its remaining p and q: computed in two places, XLA could round them
         # differently.
-        node, rank, count, path, left, (mine, its, is_drawn) = carry
+        node, rank, num_accepted, path, remainder, (p_x, q_x, is_drawn) = carry
         n = children[node, rank]
-        is_tried = (n > 0) & (count < num_steps)
-        is_accepted = is_tried & (u[n] * its < mine)
+        is_tried = (n > 0) & (num_accepted < num_steps)
+        is_accepted = is_tried & (u[n] * q_x < p_x)
         # 2. After a rejection p and q lose this child. After an acceptance the walk continues at the child, whose own p
         # and q are complete.
-        less, _ = _less(left, one, is_drawn, rejected_children(node, rank + 1), p[node], q[node])
-        left = jax.tree.map(
-            lambda new, less, left: jnp.where(is_accepted, new, jnp.where(is_tried, less, left)), whole, less, left
+        after_rejection, _ = _reject_child(
+            remainder, one, is_drawn, rejected_children(node, rank + 1), p[node], q[node]
+        )
+        remainder = jax.tree.map(
+            lambda new, reduced, old: jnp.where(is_accepted, new, jnp.where(is_tried, reduced, old)),
+            full,
+            after_rejection,
+            remainder,
         )
         # 3. Move down to an accepted child, or on to the next sibling. The path's tail repeats its newest node.
-        path = jnp.where(is_accepted & (depths > count), n, path)
+        path = jnp.where(is_accepted & (depths > num_accepted), n, path)
         rank = jnp.where(is_accepted, 0, rank + is_tried)
         node = jnp.where(is_accepted, n, node)
-        return node, rank, count + is_accepted, path, left, shares(node, rank, left)
+        return node, rank, num_accepted + is_accepted, path, remainder, remaining_at(node, rank, remainder)
 
     root = jnp.zeros_like(parents[0])
     path = jnp.zeros_like(parents, shape=num_steps + 1)
-    carry = (root, root, root, path, whole, shares(root, root, whole))
+    carry = (root, root, root, path, full, remaining_at(root, root, full))
     # Every visit tests another child, which bounds the visits of a walk. The visits behind its end change nothing.
-    most = min(num_steps * topk, len(parents) - 1)
-    node, rank, count, path, left, _ = jax.lax.fori_loop(0, most, visit, carry)
+    max_visits = min(num_steps * topk, len(parents) - 1)
+    node, rank, num_accepted, path, remainder, _ = jax.lax.fori_loop(0, max_visits, visit, carry)
     # The bonus token comes from what the rejections at the last node left of p.
-    return Walk(path, count, _left_of_p(left, rejected_children(node, rank), p[node], q[node]))
+    return AcceptedPath(path, num_accepted, _remaining_p(remainder, rejected_children(node, rank), p[node], q[node]))
 
 
 def traversal_tree(
     tokens: jax.Array, p: jax.Array, q: jax.Array, u: jax.Array, *, parents: tuple[int, ...], num_steps: int
-) -> Walk:
+) -> AcceptedPath:
     """Walks the tree by traversal verification, from the leaves to the root (2505.12398). Exact.
 
     Along a path w_0 = 1 and w = min(1, w p(x)/q(x)), as in `block_chain`. The rule tries leaves in post-order: it
@@ -114,42 +119,54 @@ def traversal_tree(
     children: list[list[int]] = [
         [n for n, parent in enumerate(parents) if parent == node] for node in range(len(parents))
     ]
-    ways = [[0]]
+    paths = [[0]]
     for node in range(1, len(parents)):
-        ways.append([*ways[parents[node]], node])
-    assert max(map(len, ways)) <= num_steps + 1
+        paths.append([*paths[parents[node]], node])
+    assert max(map(len, paths)) <= num_steps + 1
     # Compute w from the root down: level by level, and within a level first children, then second ones, and so on. All
     # nodes of a level that have a child of this rank advance together.
-    left, w = _whole(p[:, 0]), jnp.ones_like(p[:, 0])
+    remainder, w = _full_remainder(p[:, 0]), jnp.ones_like(p[:, 0])
     for depth, rank in itertools.product(range(num_steps), range(max(map(len, children)))):
-        family = [node for node in range(len(parents)) if len(ways[node]) == depth + 1 and len(children[node]) > rank]
-        if not family:
+        level_parents = [
+            node for node in range(len(parents)) if len(paths[node]) == depth + 1 and len(children[node]) > rank
+        ]
+        if not level_parents:
             continue
-        above, below = np.array(family), np.array([children[node][rank] for node in family])
-        gone = tokens[np.array([children[node][: rank + 1] for node in family])]
-        here = jax.tree.map(lambda factor, above=above: factor[above], left)
+        parent_nodes, child_nodes = np.array(level_parents), np.array([children[node][rank] for node in level_parents])
+        rejected_tokens = tokens[np.array([children[node][: rank + 1] for node in level_parents])]
+        level_remainder = jax.tree.map(lambda factor, parent_nodes=parent_nodes: factor[parent_nodes], remainder)
         # The child's w, from what the rejections of its earlier siblings left of the parent's p and q.
-        mine, its, is_drawn = _shares(here, p[above, tokens[below]], q[above, tokens[below]])
-        w = w.at[below].set(jnp.minimum(w[above] * (mine / its), 1))
+        p_x, q_x, is_drawn = _remaining_at(
+            level_remainder, p[parent_nodes, tokens[child_nodes]], q[parent_nodes, tokens[child_nodes]]
+        )
+        w = w.at[child_nodes].set(jnp.minimum(w[parent_nodes] * (p_x / q_x), 1))
         # The parent's p, q and w if this child is rejected too. They decide about the next child, or about the parent.
-        here, r = jax.vmap(_less)(here, w[above], is_drawn, gone, p[above], q[above])
-        left = jax.tree.map(lambda factor, new, above=above: factor.at[above].set(new), left, here)
-        w = w.at[above].set(_reduced_w(w[above], r))
+        level_remainder, r = jax.vmap(_reject_child)(
+            level_remainder, w[parent_nodes], is_drawn, rejected_tokens, p[parent_nodes], q[parent_nodes]
+        )
+        remainder = jax.tree.map(
+            lambda factor, new, parent_nodes=parent_nodes: factor.at[parent_nodes].set(new), remainder, level_remainder
+        )
+        w = w.at[parent_nodes].set(_w_after_rejection(w[parent_nodes], r))
     # Accept the first node in post-order whose uniform is below its w. The root always passes.
     order = np.array(_post_order(children))
     node = jnp.asarray(order)[jnp.argmax((u < w)[order])]  # the root's w is 1
-    path = np.array([way + way[-1:] * (num_steps + 1 - len(way)) for way in ways], np.int32)
+    path_table = np.array(
+        [path_of_node + path_of_node[-1:] * (num_steps + 1 - len(path_of_node)) for path_of_node in paths], np.int32
+    )
     # That node comes after its children in post-order, so all of them were rejected: the bonus token comes from what
     # they left of its p.
-    widest = max(map(len, children))
-    places = np.array([family + [0] * (widest - len(family)) for family in children], np.int32).reshape(-1, widest)
-    gone = jnp.where(jnp.asarray(places > 0)[node], tokens[jnp.asarray(places)[node]], -1)
-    weights = _left_of_p(jax.tree.map(lambda factor: factor[node], left), gone, p[node], q[node])
-    count = np.array([len(way) - 1 for way in ways], np.int32)
-    return Walk(jnp.asarray(path)[node], jnp.asarray(count)[node], weights)
+    max_children = max(map(len, children))
+    child_table = np.array(
+        [siblings + [0] * (max_children - len(siblings)) for siblings in children], np.int32
+    ).reshape(-1, max_children)
+    rejected_tokens = jnp.where(jnp.asarray(child_table > 0)[node], tokens[jnp.asarray(child_table)[node]], -1)
+    weights = _remaining_p(jax.tree.map(lambda factor: factor[node], remainder), rejected_tokens, p[node], q[node])
+    num_accepted = np.array([len(path_of_node) - 1 for path_of_node in paths], np.int32)
+    return AcceptedPath(jnp.asarray(path_table)[node], jnp.asarray(num_accepted)[node], weights)
 
 
-class _Left(NamedTuple):
+class _Remainder(NamedTuple):
     """The remainder of a node's p and q after rejections of some children, as factors of the node's own rows.
 
     Nothing remains at the rejected children's tokens, since a child with w p(x) >= q(x) is never rejected. Elsewhere
@@ -162,60 +179,68 @@ class _Left(NamedTuple):
     c: jax.Array
 
 
-def _whole(like: jax.Array) -> _Left:
+def _full_remainder(like: jax.Array) -> _Remainder:
     """Returns the factors of a node without rejected children."""
-    return _Left(jnp.ones_like(like), jnp.zeros_like(like), jnp.ones_like(like))
+    return _Remainder(jnp.ones_like(like), jnp.zeros_like(like), jnp.ones_like(like))
 
 
-def _shares(left: _Left, mine: jax.Array, its: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _remaining_at(remainder: _Remainder, p_x: jax.Array, q_x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns what remains of p and of q at a child's token, given the rows' values there, and if the child was drawn.
 
     A child that was not drawn has a one-hot q, so 1 stands for its q.
     """
     # Below the smallest normal number q has no probability left, so the token cannot have been drawn from it.
-    least = jnp.finfo(its.dtype).tiny
-    share = left.c * its
-    return jnp.maximum(left.a * mine - left.b * its, 0), jnp.where(share >= least, share, 1), share >= least
+    tiny = jnp.finfo(q_x.dtype).tiny
+    remaining_q = remainder.c * q_x
+    return (
+        jnp.maximum(remainder.a * p_x - remainder.b * q_x, 0),
+        jnp.where(remaining_q >= tiny, remaining_q, 1),
+        remaining_q >= tiny,
+    )
 
 
-def _less(left: _Left, w, is_drawn, gone: jax.Array, p: jax.Array, q: jax.Array) -> tuple[_Left, jax.Array]:
-    """Rejects one more child, the last one in `gone [C]`. Returns the factors and r, the sum of max(w p - q, 0)."""
-    # The one-hot q of a child that was not drawn covers only its own token. `is_gone` removes it, so b does not grow.
-    a, b = w * left.a, w * left.b + jnp.where(is_drawn, left.c, 0)
-    is_gone = _is_gone(gone, p)
-    r = jnp.where(is_gone, 0, jnp.maximum(a * p - b * q, 0)).sum()
+def _reject_child(
+    remainder: _Remainder, w, is_drawn, rejected_tokens: jax.Array, p: jax.Array, q: jax.Array
+) -> tuple[_Remainder, jax.Array]:
+    """Rejects a child, the last of `rejected_tokens [C]`. Returns the factors and r, the mass of max(w p - q, 0)."""
+    # The one-hot q of a child that was not drawn covers only its own token, which `is_rejected` removes. So b stays.
+    a, b = w * remainder.a, w * remainder.b + jnp.where(is_drawn, remainder.c, 0)
+    is_rejected = _is_rejected(rejected_tokens, p)
+    r = jnp.where(is_rejected, 0, jnp.maximum(a * p - b * q, 0)).sum()
     # A sum below the rounding error of its terms counts as 0, and p itself replaces it. The probability of this case is
     # of the same size. The floor also keeps the factor a below 1 / eps.
-    is_left = r > a * jnp.finfo(p.dtype).eps
-    scale = jnp.where(is_left, r, 1)
-    return _Left(jnp.where(is_left, a / scale, 1), jnp.where(is_left, b / scale, 0), _scale_of(q, is_gone)), r
+    has_mass = r > a * jnp.finfo(p.dtype).eps
+    scale = jnp.where(has_mass, r, 1)
+    return _Remainder(
+        jnp.where(has_mass, a / scale, 1), jnp.where(has_mass, b / scale, 0), _normaliser(q, is_rejected)
+    ), r
 
 
-def _left_of_p(left: _Left, gone: jax.Array, p: jax.Array, q: jax.Array) -> jax.Array:
-    """Returns the unnormalised `[V]` that remains of p after the children `gone [C]` were rejected."""
-    return residual(jnp.where(_is_gone(gone, p), 0, left.a * p), left.b * q, p)
+def _remaining_p(remainder: _Remainder, rejected_tokens: jax.Array, p: jax.Array, q: jax.Array) -> jax.Array:
+    """Returns the unnormalised `[V]` that remains of p after the children `rejected_tokens [C]` were rejected."""
+    return residual(jnp.where(_is_rejected(rejected_tokens, p), 0, remainder.a * p), remainder.b * q, p)
 
 
-def _scale_of(q: jax.Array, is_gone: jax.Array) -> jax.Array:
+def _normaliser(q: jax.Array, is_rejected: jax.Array) -> jax.Array:
     """Returns the factor that normalises q without the removed tokens; 0 if nothing is left."""
-    total = jnp.where(is_gone, 0, q).sum()
-    least = jnp.finfo(q.dtype).tiny
-    return jnp.where(total >= least, 1 / jnp.maximum(total, least), 0)
+    total = jnp.where(is_rejected, 0, q).sum()
+    tiny = jnp.finfo(q.dtype).tiny
+    return jnp.where(total >= tiny, 1 / jnp.maximum(total, tiny), 0)
 
 
-def _reduced_w(w: jax.Array, r: jax.Array) -> jax.Array:
+def _w_after_rejection(w: jax.Array, r: jax.Array) -> jax.Array:
     """Returns the new w of a node after the rejection of a child."""
     return jnp.where(w >= 1, 1, r / jnp.where(w >= 1, 1, r + 1 - w))
 
 
-def _is_gone(gone: jax.Array, row: jax.Array) -> jax.Array:
-    """Returns `[V]` bool: the token is among `gone [C]`."""
+def _is_rejected(rejected_tokens: jax.Array, row: jax.Array) -> jax.Array:
+    """Returns `[V]` bool: the token is among `rejected_tokens [C]`."""
     # C comparisons instead of a scatter: they fuse into the operation that reads the row.
     tokens = jnp.arange(len(row))
-    is_gone = jnp.zeros(len(row), bool)
-    for place in range(len(gone)):
-        is_gone |= tokens == gone[place]
-    return is_gone
+    is_rejected = jnp.zeros(len(row), bool)
+    for index in range(len(rejected_tokens)):
+        is_rejected |= tokens == rejected_tokens[index]
+    return is_rejected
 
 
 def _children_table(parents: jax.Array, topk: int) -> jax.Array:

@@ -6,30 +6,33 @@ import jax
 import jax.numpy as jnp
 
 
-class Walk(NamedTuple):
+class AcceptedPath(NamedTuple):
     """The accepted path of one row's tree of depth S, and the distribution of the bonus token."""
 
-    path: jax.Array  # [S+1] int32, node at each depth; entries past `count` repeat the last accepted node
-    count: jax.Array  # [] int32, accepted drafts
+    path: jax.Array  # [S+1] int32, node at each depth; entries past `num_accepted` repeat the last accepted node
+    num_accepted: jax.Array  # [] int32, accepted drafts
     weights: jax.Array  # [V] unnormalised distribution of the bonus token
 
 
-def follow(tokens: jax.Array, parents: jax.Array, choices: jax.Array, *, num_steps: int) -> tuple[jax.Array, jax.Array]:
-    """Walks down the tree along the target's own choices.
+def match_tree(
+    tokens: jax.Array, parents: jax.Array, target_tokens: jax.Array, *, num_steps: int
+) -> tuple[jax.Array, jax.Array]:
+    """Walks down the tree along the target's own tokens.
 
-    Exact for any tree, however it was chosen, because the text is the choices themselves. With the arg-max after each
+    Exact for any tree, however it was chosen, because the text is the target's tokens. With the arg-max after each
     node this is greedy verification (SpecInfer, 2305.09781); with a draw from `p[n]` it is sample-and-match.
 
     Args:
         tokens: `[W]` drafted tokens.
         parents: `[W]` parent of each node.
-        choices: `[W]` the target's token after each node.
+        target_tokens: `[W]` the target's token after each node.
         num_steps: depth of the tree.
 
     Returns:
-        The path `[num_steps + 1]` and the number of accepted drafts. The bonus token is `choices[path[count]]`.
+        The path `[num_steps + 1]` and the number of accepted drafts. The bonus token is the target's token after the
+        path's last node.
     """
-    return descend(tokens == choices[parents], parents, num_steps)
+    return descend(tokens == target_tokens[parents], parents, num_steps)
 
 
 def descend(passes: jax.Array, parents: jax.Array, num_steps: int) -> tuple[jax.Array, jax.Array]:

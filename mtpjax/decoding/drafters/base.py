@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import DecodeState
-from mtpjax.models.cache import read_rows
+from mtpjax.models.layers.entries import read_rows
 from mtpjax.models.model import MTPModel, TrunkOutput
 
 if TYPE_CHECKING:
@@ -36,8 +36,9 @@ class Drafter:
 
     A drafter is a frozen dataclass: hashable, and static under `jax.jit`. Arrays live in its parameters (a tree of its
     own) and in its state, whose leaves all have the batch as their first axis. A round calls `propose`, then
-    `select` on the verification pass, then `commit`. Prefill calls `select` and `extend` once per chunk. An adaptive
-    call keeps its depth while `has_room` holds, and calls `make_room` before it continues at the same or another depth.
+    `select_states` on the verification pass, then `commit`. Prefill calls `select_states` and `extend` once per chunk.
+    An adaptive call keeps its depth while `backlog_fits` holds, and calls `drain_backlog` before it continues at the
+    same or another depth.
 
     Text stays exact with any drafter, as long as `Draft.probabilities` are the ones the tokens were really drawn from:
     the drafter's distribution for sampled tokens, one-hot for tokens that were chosen in any other way.
@@ -48,7 +49,7 @@ class Drafter:
 
     layer_ids: tuple[int, ...] = ()
 
-    # Before the loop. `check` and `own_params` run on the host; `prepare` and `init` are traced once.
+    # Before the loop. `check` and `default_params` run on the host; `prepare` and `init` are traced once.
 
     def check(self, model: MTPModel, config: DecodeConfig) -> None:
         """Checks that the drafter supports a model and settings; not called for plain decoding.
@@ -61,7 +62,7 @@ class Drafter:
             ValueError: if it does not.
         """
 
-    def own_params(self, params: dict, config: DecodeConfig, *, model: MTPModel) -> Any:
+    def default_params(self, params: dict, config: DecodeConfig, *, model: MTPModel) -> Any:
         """Returns the drafter's parameters for calls without `draft_params`.
 
         Args:
@@ -88,7 +89,7 @@ class Drafter:
         """
         return draft_params
 
-    def scratch_slots(self, model: MTPModel, spec: DecodeSpec) -> int:
+    def num_scratch_slots(self, model: MTPModel, spec: DecodeSpec) -> int:
         """Returns the most cache slots that a round writes behind the committed text."""
         return 0
 
@@ -107,9 +108,9 @@ class Drafter:
         """
         return ()
 
-    # Prefill, once per chunk. `select` also runs on every verification pass.
+    # Prefill, once per chunk. `select_states` also runs on every verification pass.
 
-    def select(self, output: TrunkOutput, *, model: MTPModel) -> Any:
+    def select_states(self, output: TrunkOutput, *, model: MTPModel) -> Any:
         """Picks the trunk states to keep from a pass: a tree of arrays `[B, T, ...]`."""
         return ()
 
@@ -121,7 +122,7 @@ class Drafter:
         Args:
             prepared: from `prepare`.
             state: the rows; `tokens` and `length` are the prompts.
-            states: from `select`, `[B, T, ...]` for the chunk's T tokens.
+            states: from `select_states`, `[B, T, ...]` for the chunk's T tokens.
             start: `[B]` position of the chunk's first token.
             model: trunk and modules.
             spec: the shape of a round.
@@ -160,7 +161,7 @@ class Drafter:
 
         Args:
             state: the rows before the accepted tokens are appended.
-            states: from `select`, `[B, K+1, ...]` along the accepted path, which starts with the pending token.
+            states: from `select_states`, `[B, K+1, ...]` along the accepted path, which starts with the pending token.
             accepted: the acceptance rule's decision.
             model: trunk and modules.
             spec: the shape of the round.
@@ -172,12 +173,14 @@ class Drafter:
 
     # Rounds of changing depth (`depth_policy="adaptive"`).
 
-    def has_room(self, state: DecodeState, depth: jax.Array | int, *, model: MTPModel, spec: DecodeSpec) -> jax.Array:
-        """Returns whether a round of this depth can follow, `[]` bool. False makes the loop call `make_room`."""
+    def backlog_fits(
+        self, state: DecodeState, depth: jax.Array | int, *, model: MTPModel, spec: DecodeSpec
+    ) -> jax.Array:
+        """Returns whether a round of this depth can follow, `[]` bool. False makes the loop call `drain_backlog`."""
         return jnp.ones((), bool)
 
-    def make_room(
+    def drain_backlog(
         self, prepared: Any, state: DecodeState, depth: jax.Array, *, model: MTPModel, spec: DecodeSpec
     ) -> DecodeState:
-        """Processes the backlog of rounds of depth 0 until `has_room` holds; arguments as in `propose`."""
+        """Processes the backlog of rounds of depth 0 until `backlog_fits` holds; arguments as in `propose`."""
         return state

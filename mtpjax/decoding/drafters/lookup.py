@@ -11,7 +11,7 @@ from mtpjax.decoding.drafters.base import Draft, Drafter
 from mtpjax.decoding.sampling import one_hot
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import DecodeState
-from mtpjax.models.cache import read_rows
+from mtpjax.models.layers.entries import read_rows
 from mtpjax.models.model import MTPModel
 
 
@@ -70,21 +70,21 @@ def find_ngram(
         token without a match, since a round of the compiled loop always verifies K of them.
     """
     L = tokens.shape[0]
-    # Index an occurrence by its end: the place of the token that follows it. That token must be part of the text.
+    # Index an occurrence by its end: the position of the token that follows it. That token must be part of the text.
     end = jnp.arange(L)
     matched, num_matched = end < length, jnp.zeros(L, jnp.int32)
-    for back in range(1, max_n + 1):
-        # Compare the token `back` places before each end with the one `back` places before the text's end. After this
-        # step `num_matched` is the length of the common suffix, up to `back`.
-        before = jnp.pad(tokens, (back, 0))[:L]
-        matched &= (before == tokens[jnp.maximum(length - back, 0)]) & (end >= back)
+    for distance in range(1, max_n + 1):
+        # Compare the token `distance` positions before each end with the one as far before the text's end. After this
+        # step `num_matched` is the length of the common suffix, up to `distance`.
+        before = jnp.pad(tokens, (distance, 0))[:L]
+        matched &= (before == tokens[jnp.maximum(length - distance, 0)]) & (end >= distance)
         num_matched += matched
     # Prefer the longest match, then the earliest. Without a match the last token itself is copied.
     longest = num_matched.max()
-    found = longest >= min_n
-    follows = jnp.where(found, jnp.argmax(num_matched == longest), length - 1)  # argmax: the first one
+    has_match = longest >= min_n
+    continuation = jnp.where(has_match, jnp.argmax(num_matched == longest), length - 1)  # argmax: the first one
     # The text ends `available` tokens behind the match. Further drafts repeat them from the first on.
-    available = length - follows
+    available = length - continuation
     step = jnp.arange(num_drafts) % jnp.maximum(available, 1)
-    drafts = tokens[jnp.clip(follows + step, 0, L - 1)]
-    return drafts, jnp.where(found, jnp.minimum(available, num_drafts), 0).astype(jnp.int32)
+    drafts = tokens[jnp.clip(continuation + step, 0, L - 1)]
+    return drafts, jnp.where(has_match, jnp.minimum(available, num_drafts), 0).astype(jnp.int32)

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from mtpjax.decoding.drafters.scoring import ReducedHead, pad_rows
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import DecodeState
-from mtpjax.models.cache import Cache, read_rows
+from mtpjax.models.cache import Cache
+from mtpjax.models.layers.entries import read_rows
 from mtpjax.models.masks import View, cached_view
 from mtpjax.models.model import MTPModel, bind
 
@@ -53,7 +54,7 @@ def num_modules_used(model: MTPModel, num_steps: int) -> int:
     return min(model.config.num_mtp_modules, num_steps)
 
 
-def rows_per_round(model: MTPModel, num_steps: int) -> int:
+def num_extend_positions(model: MTPModel, num_steps: int) -> int:
     """Returns how many positions each module processes per round.
 
     These are the K+1 verified positions and the M-1 before them, whose entries in some module came from drafted tokens.
@@ -142,7 +143,7 @@ def extend_modules(
 
 
 def extend_backlog(
-    prepared: PreparedMTP, state: DecodeState, *, model: MTPModel, spec: DecodeSpec, rows: int
+    prepared: PreparedMTP, state: DecodeState, *, model: MTPModel, spec: DecodeSpec, num_positions: int
 ) -> DecodeState:
     """Runs the modules over the oldest positions of the backlog and drops the final ones from the buffer.
 
@@ -151,22 +152,28 @@ def extend_backlog(
         state: the rows.
         model: the model.
         spec: the shape of a round.
-        rows: positions to process.
+        num_positions: positions to process.
 
     Returns:
         The state with a new `drafter` field.
     """
-    kept = state.drafter
+    drafter_state = state.drafter
     caches = extend_modules(
-        prepared.params, kept.caches, kept.hidden[:, :rows], state.tokens, kept.hidden_start, model=model, spec=spec
+        prepared.params,
+        drafter_state.caches,
+        drafter_state.hidden[:, :num_positions],
+        state.tokens,
+        drafter_state.hidden_start,
+        model=model,
+        spec=spec,
     )
     # The newest M positions stay in the buffer: their shifted input tokens are not all committed.
-    processed = jnp.clip(num_pending(state) - len(caches), 0, rows)
+    processed = jnp.clip(num_pending(state) - len(caches), 0, num_positions)
     # Move the rest of the buffer to its front.
-    E = kept.hidden.shape[1]
-    place = jnp.minimum(processed[:, None] + jnp.arange(E)[None, :], E - 1)
-    hidden = jnp.take_along_axis(kept.hidden, place[:, :, None], axis=1)
-    return state.replace(drafter=MTPState(caches, hidden, kept.hidden_start + processed))
+    E = drafter_state.hidden.shape[1]
+    source = jnp.minimum(processed[:, None] + jnp.arange(E)[None, :], E - 1)
+    hidden = jnp.take_along_axis(drafter_state.hidden, source[:, :, None], axis=1)
+    return state.replace(drafter=MTPState(caches, hidden, drafter_state.hidden_start + processed))
 
 
 def extend_and_read(
@@ -176,7 +183,7 @@ def extend_and_read(
     chained_hidden: jax.Array | None,
     state: DecodeState,
     tokens: jax.Array,
-    rows: int,
+    num_positions: int,
     view: View,
     *,
     model: MTPModel,
@@ -187,28 +194,36 @@ def extend_and_read(
         apply: calls the model's methods.
         caches: all modules' caches; the function replaces this module's cache in the list.
         index: the module, 0-based.
-        chained_hidden: `[B, rows, D]` the previous module's output; None for the first module.
+        chained_hidden: `[B, num_positions, D]` the previous module's output; None for the first module.
         state: the rows.
         tokens: `[B, L]` the text and the drafts so far.
-        rows: hidden states to process.
+        num_positions: hidden states to process.
         view: cache slots, positions and masks of these positions.
         model: the model.
 
     Returns:
         The outputs of the newest committed slot, for the head and to draft on, `[B, 1, D]`; and all outputs for the
-        next module, `[B, rows, D]`.
+        next module, `[B, num_positions, D]`.
     """
-    kept = state.drafter
+    drafter_state = state.drafter
     output, chained = extend_module(
-        apply, caches, index, kept.hidden[:, :rows], chained_hidden, tokens, kept.hidden_start, view, model=model
+        apply,
+        caches,
+        index,
+        drafter_state.hidden[:, :num_positions],
+        chained_hidden,
+        tokens,
+        drafter_state.hidden_start,
+        view,
+        model=model,
     )
     # The newest slot is length - 2: position length - 1 is pending, so the trunk has no hidden state for it. A row that
     # is done may have stopped within the buffer, hence the clip.
-    newest = jnp.clip(state.length - 2 - kept.hidden_start, 0, rows - 1)
+    newest = jnp.clip(state.length - 2 - drafter_state.hidden_start, 0, num_positions - 1)
     return read_rows(output, newest, 1), read_rows(chained, newest, 1), chained
 
 
-def run_drafted(
+def run_over_drafts(
     apply: Callable[..., Any], caches: list[Cache], index: int, chained_hidden: jax.Array, tokens: jax.Array, view: View
 ) -> tuple[jax.Array, jax.Array]:
     """Runs a module over drafted tokens, padded to the view's width.

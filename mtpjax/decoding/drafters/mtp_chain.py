@@ -5,12 +5,13 @@ import jax.numpy as jnp
 
 from mtpjax.decoding import rng
 from mtpjax.decoding.drafters.base import Draft
-from mtpjax.decoding.drafters.modules import PreparedMTP, extend_and_read, run_drafted
+from mtpjax.decoding.drafters.modules import PreparedMTP, extend_and_read, run_over_drafts
 from mtpjax.decoding.drafters.scoring import DraftScores
-from mtpjax.decoding.sampling import Path, distribution, draw
+from mtpjax.decoding.sampling import PathTokens, distribution, draw
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import DecodeState
-from mtpjax.models.cache import Cache, read_rows, write_rows
+from mtpjax.models.cache import Cache
+from mtpjax.models.layers.entries import read_rows, write_rows
 from mtpjax.models.masks import cached_view
 from mtpjax.models.model import MTPModel, bind
 
@@ -37,8 +38,8 @@ def draft_chain(
     tokens, caches = state.tokens, list(state.drafter.caches)
     num_modules, K = len(caches), spec.num_steps
     sampling = state.settings.sampling
-    rows, capacity = K + num_modules, tokens.shape[1]
-    extend_view = cached_view(model.config, state.drafter.hidden_start, rows, capacity, window=spec.window)
+    num_positions, capacity = K + num_modules, tokens.shape[1]
+    extend_view = cached_view(model.config, state.drafter.hidden_start, num_positions, capacity, window=spec.window)
     draft, probabilities = tokens[:, :1], []
     output = newest = chained = None
     for level in range(1, max(K, num_modules) + 1):
@@ -47,7 +48,7 @@ def draft_chain(
             # 1. Draft extend: run a module over the positions that the last round committed. This overwrites entries
             # that the last round computed from drafted tokens.
             output, newest, chained = extend_and_read(
-                apply, caches, index, chained, state, tokens, rows, extend_view, model=model
+                apply, caches, index, chained, state, tokens, num_positions, extend_view, model=model
             )
             if level > K:
                 continue  # a shallow round of an adaptive call only extends the deeper modules
@@ -56,12 +57,12 @@ def draft_chain(
             slot = state.length - 2 + level - num_modules
             view = cached_view(model.config, slot, spec.min_rows, capacity, window=spec.window)
             assert newest is not None
-            output, newest = run_drafted(apply, caches, index, newest, draft, view)
+            output, newest = run_over_drafts(apply, caches, index, newest, draft, view)
         # 3. Score the next token. Penalties also count the tokens drafted so far.
         path = None
-        if sampling.counts_tokens:
+        if sampling.has_penalties:
             is_before = jnp.broadcast_to(jnp.arange(K) < level - 1, (len(tokens), 1, K))
-            path = Path(read_rows(tokens, state.length, K), is_before)
+            path = PathTokens(read_rows(tokens, state.length, K), is_before)
         scores = DraftScores(apply, state, prepared.head, model, spec.min_rows, output, index, path, level)
         # 4. Choose it: sampled from q where the acceptance rule compares p with q, else the arg-max.
         if spec.is_ratio_rule:
@@ -72,7 +73,7 @@ def draft_chain(
         elif sampling.changes_logits:
             draft = jnp.argmax(scores.logits(), axis=-1).astype(jnp.int32)
         else:
-            draft = scores.best(1)[1][:, :, 0]
+            draft = scores.top_tokens(1)[1][:, :, 0]
         tokens = write_rows(tokens, draft, state.length + level - 1)
     # The nodes to verify are the pending token and the drafts behind it.
     nodes = read_rows(tokens, state.length - 1, K + 1)

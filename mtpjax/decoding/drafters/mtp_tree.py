@@ -5,14 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtpjax.decoding import rng
-from mtpjax.decoding.draft_tree import Candidates, ancestry
+from mtpjax.decoding.draft_tree import Candidates, depths_and_ancestor_mask
 from mtpjax.decoding.drafters.base import Draft
-from mtpjax.decoding.drafters.modules import PreparedMTP, extend_and_read, run_drafted
+from mtpjax.decoding.drafters.modules import PreparedMTP, extend_and_read, run_over_drafts
 from mtpjax.decoding.drafters.scoring import DraftScores
-from mtpjax.decoding.sampling import Path, distribution, scale
+from mtpjax.decoding.sampling import PathTokens, apply_temperature, distribution
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import DecodeState
-from mtpjax.models.cache import Cache, read_rows
+from mtpjax.models.cache import Cache
+from mtpjax.models.layers.entries import read_rows
 from mtpjax.models.masks import TreeSlots, cached_view
 from mtpjax.models.model import MTPModel, bind
 from pallas_kernels import top_k
@@ -34,7 +35,7 @@ def draft_tree(
     """
     apply = bind(model, prepared.params)
     caches = list(state.drafter.caches)
-    builder = FixedTree(state, spec) if spec.tree_shape else DynamicTree(state, spec)
+    builder = FixedTreeBuilder(state, spec) if spec.tree_shape else DynamicTreeBuilder(state, spec)
     B, capacity = state.tokens.shape
     base = state.length - 1  # the module's slots from here on hold drafted nodes
     slot_tokens, num_slots = jnp.zeros((B, 0), jnp.int32), 0
@@ -42,37 +43,39 @@ def draft_tree(
     mask = path = tokens = parent = None
 
     # 1. Extend the module over what the last round committed. Its newest output gives the children of the root.
-    rows = spec.num_steps + 1
-    view = cached_view(model.config, state.drafter.hidden_start, rows, capacity, window=spec.window)
-    output, chained, _ = extend_and_read(apply, caches, 0, None, state, state.tokens, rows, view, model=model)
+    num_positions = spec.num_steps + 1
+    view = cached_view(model.config, state.drafter.hidden_start, num_positions, capacity, window=spec.window)
+    output, chained, _ = extend_and_read(apply, caches, 0, None, state, state.tokens, num_positions, view, model=model)
 
     for level in range(1, builder.num_levels + 1):
         if tokens is not None and parent is not None:
             # 2. Run the module over the nodes that the level before chose. Each attends to the text, its ancestors and
             # itself: a node's mask is its parent's, extended by one column per node of this level.
-            f = tokens.shape[1]
+            num_nodes = tokens.shape[1]
             slot_tokens = jnp.concatenate([slot_tokens, tokens], axis=1)
-            own = jnp.broadcast_to(jnp.eye(f, dtype=bool), (B, f, f))
+            self_mask = jnp.broadcast_to(jnp.eye(num_nodes, dtype=bool), (B, num_nodes, num_nodes))
             if mask is None:
-                mask = own
+                mask = self_mask
             else:
-                mask = jnp.concatenate([jnp.take_along_axis(mask, parent[:, :, None], axis=1), own], axis=2)
+                mask = jnp.concatenate([jnp.take_along_axis(mask, parent[:, :, None], axis=1), self_mask], axis=2)
             # The nodes occupy the slots behind those of earlier levels, at the position of their depth.
-            width = max(f, spec.min_rows)
-            tree = TreeSlots(base, jnp.full((B, width), level - 2), jnp.pad(mask, ((0, 0), (0, width - f), (0, 0))))
+            width = max(num_nodes, spec.min_rows)
+            tree = TreeSlots(
+                base, jnp.full((B, width), level - 2), jnp.pad(mask, ((0, 0), (0, width - num_nodes), (0, 0)))
+            )
             view = cached_view(model.config, base + num_slots, width, capacity, tree=tree, window=spec.window)
             # Each node continues from the module's output at its parent.
             chained = jnp.take_along_axis(chained, parent[:, :, None], axis=1)
-            output, chained = run_drafted(apply, caches, 0, chained, tokens, view)
-            num_slots += f
-            path = Path(slot_tokens, mask) if state.settings.sampling.counts_tokens else None
+            output, chained = run_over_drafts(apply, caches, 0, chained, tokens, view)
+            num_slots += num_nodes
+            path = PathTokens(slot_tokens, mask) if state.settings.sampling.has_penalties else None
         # 3. Score the children of these nodes, and choose the nodes that get children of their own.
         scores = DraftScores(apply, state, prepared.head, model, spec.min_rows, output, 0, path, level)
         tokens, parent = builder.add_level(level, scores)
     return builder.draft(), caches, state.tokens
 
 
-class DynamicTree:
+class DynamicTreeBuilder:
     """A tree of the most likely nodes, for rules that accept any tree (`DYNAMIC_TREE_RULES`).
 
     A node's score is the product of the draft probabilities on its path (EAGLE-2, 2406.16858). Every level expands its
@@ -83,7 +86,7 @@ class DynamicTree:
         self.state, self.spec, self.num_levels = state, spec, spec.num_steps
         B = len(state.length)
         self.candidates = Candidates()
-        self.scores, self.places = jnp.ones((B, 1)), jnp.full((B, 1), -1, jnp.int32)
+        self.scores, self.parent_index = jnp.ones((B, 1)), jnp.full((B, 1), -1, jnp.int32)
 
     def add_level(self, level: int, scores: DraftScores) -> tuple[jax.Array, jax.Array]:
         """Adds the topk best children of each node of the level before.
@@ -98,24 +101,24 @@ class DynamicTree:
         if self.spec.rule == "greedy" and not self.state.settings.sampling.changes_logits:
             # Every row is at temperature 0 and nothing changes the logits, so the kernel finds the best tokens without
             # storing all logits.
-            values, tokens, logsumexp = scores.best(self.spec.topk)
+            values, tokens, logsumexp = scores.top_tokens(self.spec.topk)
             probabilities = jnp.exp(values - logsumexp[:, :, None])
         else:
             probabilities, tokens = top_k(softmax_at_temperature(scores.logits(), self.state), self.spec.topk)
-        self.scores, tokens, self.places, parent = self.candidates.offer(
-            probabilities, tokens, self.scores, self.places
+        self.scores, tokens, self.parent_index, parent = self.candidates.add_children(
+            probabilities, tokens, self.scores, self.parent_index
         )
         return tokens, parent
 
     def draft(self) -> Draft:
         """Returns the tree of the best candidates of all levels."""
-        tokens, parents = self.candidates.select(self.spec.num_nodes)
+        tokens, parents = self.candidates.select_nodes(self.spec.num_nodes)
         pending = read_rows(self.state.tokens, self.state.length - 1, 1)
-        depths, mask = ancestry(parents, self.spec.num_steps)
+        depths, mask = depths_and_ancestor_mask(parents, self.spec.num_steps)
         return Draft(jnp.concatenate([pending, tokens], axis=1), None, parents, depths, mask)
 
 
-class FixedTree:
+class FixedTreeBuilder:
     """A tree of a fixed shape, whose nodes' children are drawn without replacement (`FIXED_TREE_RULES`).
 
     Rules that compare p with q stay exact only if the shape does not depend on the drawn tokens.
@@ -149,22 +152,22 @@ class FixedTree:
         is_greedy = (sampling.temperature == 0)[:, None, None]
         probabilities = jnp.where(is_greedy, softmax_at_temperature(logits, state), distribution(logits, sampling))
         self.probabilities.append(probabilities)
-        began = jnp.broadcast_to(state.length[:, None], (B, len(nodes)))
-        gumbel = rng.gumbel(sampling.seed, began, rng.DRAFT, jnp.array(nodes), V)
+        round_start = jnp.broadcast_to(state.length[:, None], (B, len(nodes)))
+        gumbel = rng.gumbel(sampling.seed, round_start, rng.DRAFT, jnp.array(nodes), V)
         _, drawn = top_k(
             jnp.log(probabilities) + jnp.where(is_greedy, 0, gumbel),
             max(len(self.shape.children(node)) for node in nodes),
         )
         # Hand the draws to the children in order. Nodes with fewer children than the widest use only the first ones.
-        for place, node in enumerate(nodes):
+        for column, node in enumerate(nodes):
             for rank, child in enumerate(self.shape.children(node)):
-                self.tokens[child] = drawn[:, place, rank].astype(jnp.int32)
+                self.tokens[child] = drawn[:, column, rank].astype(jnp.int32)
         if level == self.num_levels:
             return None, jnp.zeros((B, 0), jnp.int32)
         # The shape is static, so the inner nodes of the next level and their parents' indices are known here.
-        following = self.inner[level]
-        parent = [nodes.index(self.shape.parents[node]) for node in following]
-        tokens = jnp.stack([self.tokens[node] for node in following], axis=1)
+        next_nodes = self.inner[level]
+        parent = [nodes.index(self.shape.parents[node]) for node in next_nodes]
+        tokens = jnp.stack([self.tokens[node] for node in next_nodes], axis=1)
         return tokens, jnp.broadcast_to(jnp.array(parent, jnp.int32), tokens.shape)
 
     def draft(self) -> Draft:
@@ -175,7 +178,7 @@ class FixedTree:
         inner = [node for level in self.inner for node in level]
         row = [inner.index(node) if node in inner else 0 for node in range(W)]
         parents = jnp.broadcast_to(jnp.array(self.shape.parents, jnp.int32), (B, W))
-        depths, mask = ancestry(parents, max(self.shape.depths))
+        depths, mask = depths_and_ancestor_mask(parents, max(self.shape.depths))
         return Draft(
             jnp.stack([self.tokens[node] for node in range(W)], axis=1),
             jnp.concatenate(self.probabilities, axis=1)[:, np.array(row)],
@@ -196,4 +199,4 @@ def softmax_at_temperature(logits: jax.Array, state: DecodeState) -> jax.Array:
         `[B, f, V]` at the row's temperature, or at 1 where the temperature is 0.
     """
     temperature = state.settings.sampling.temperature[:, None, None]
-    return jax.nn.softmax(scale(logits, jnp.where(temperature == 0, 1, temperature)), axis=-1)
+    return jax.nn.softmax(apply_temperature(logits, jnp.where(temperature == 0, 1, temperature)), axis=-1)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from mtpjax.decoding.logits import adjust_logits
-from mtpjax.decoding.sampling import Path
+from mtpjax.decoding.sampling import PathTokens
 from mtpjax.decoding.state import DecodeState
 from mtpjax.models.model import MTPModel, bind
 from pallas_kernels import head_top_k
@@ -71,7 +71,7 @@ class DraftScores:
     min_rows: int
     hidden: jax.Array
     index: int
-    path: Path | None
+    path: PathTokens | None
     level: int
 
     def logits(self) -> jax.Array:
@@ -82,16 +82,16 @@ class DraftScores:
         if head is None:
             logits = self.apply(hidden, index=self.index, method="logits")[:, :f]
         else:
-            few = jnp.matmul(hidden, self._matrix(head), preferred_element_type=jnp.float32)[:, :f]
+            reduced_logits = jnp.matmul(hidden, self._matrix(head), preferred_element_type=jnp.float32)[:, :f]
             is_draftable = (head.column >= 0)[None, None, :]
-            logits = jnp.where(is_draftable, jnp.take(few, jnp.maximum(head.column, 0), axis=-1), -jnp.inf)
+            logits = jnp.where(is_draftable, jnp.take(reduced_logits, jnp.maximum(head.column, 0), axis=-1), -jnp.inf)
         # 2. Apply the request's penalties and bans, exactly as verification does: `num_new` is the number of new tokens
         # before the children.
         num_new = state.length - state.settings.prompt_length + self.level - 1
         num_new = jnp.broadcast_to(num_new[:, None], logits.shape[:2])
         return adjust_logits(logits, state, self.path, num_new, self.model)
 
-    def best(self, k: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def top_tokens(self, k: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Finds the k best tokens without storing all logits. Requires that nothing changes the logits.
 
         Args:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from mtpjax.models.masks import Masks, View
-from pallas_kernels.verify_attention import choose_for, verify_attention
+from pallas_kernels.verify_attention import choose_implementation, verify_attention
 
 
 def attend(q: jax.Array, sources: list[tuple[jax.Array, jax.Array]], masks: Masks, *, scale: float) -> jax.Array:
@@ -70,7 +70,7 @@ def attend_cache(
     reach = view.reach
     if reach is None:
         return None
-    chosen = choose_for(q, keys, reach.ancestor_mask, implementation, is_windowed=reach.begin is not None)
+    chosen = choose_implementation(q, keys, reach.ancestor_mask, implementation, is_windowed=reach.begin is not None)
     if chosen == "xla":
         return None
     return verify_attention(

@@ -7,9 +7,13 @@ import pytest
 
 from mtpjax import ModelConfig
 from mtpjax.models.layers.experts import route
-from pallas_kernels.grouped_matmul import experts_for_few, experts_for_many, grouped_matmul_reference
+from pallas_kernels.grouped_matmul.reference import (
+    grouped_matmul_few_tokens,
+    grouped_matmul_many_tokens,
+    grouped_matmul_reference,
+)
 
-FORMS = [jax.jit(experts_for_few), jax.jit(experts_for_many)]
+FORMS = [jax.jit(grouped_matmul_few_tokens), jax.jit(grouped_matmul_many_tokens)]
 reference = jax.jit(grouped_matmul_reference)
 names = pytest.mark.parametrize("form", FORMS, ids=["few", "many"])
 
@@ -94,7 +98,9 @@ def test_gradients_of_the_sorted_form_match_the_reference(n, E, k):
     def gradients(form):
         return jax.jit(jax.grad(functools.partial(loss, form), argnums=(0, 1, 2, 3)))(x, weights, gate_up, down)
 
-    for actual, expected in zip(gradients(experts_for_many), gradients(grouped_matmul_reference), strict=True):
+    for actual, expected in zip(
+        gradients(grouped_matmul_many_tokens), gradients(grouped_matmul_reference), strict=True
+    ):
         assert_close(actual, expected)
 
 

@@ -1,8 +1,8 @@
 """Times decoding in child processes, since thread settings take effect only before JAX starts.
 
-The parent uses `Worker`; the child runs `python -m mtpjax.evaluation.timing`, which reads one JSON request per line and
-writes one JSON result per line. While it measures, the parent must let only one child work at a time, since children
-compete for cores.
+The parent uses `TimingWorker`; the child runs `python -m mtpjax.evaluation.timing_worker`, which reads one JSON request
+per line and writes one JSON result per line. While it measures, the parent must let only one child work at a time,
+since children compete for cores.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from typing import Any
 from mtpjax.host import limit_threads
 
 
-class Worker:
+class TimingWorker:
     """A child process with a loaded model. Use it as a context manager, which ends the child.
 
     The child also ends when the parent exits, since its standard input closes.
@@ -30,32 +30,32 @@ class Worker:
             checkpoint: path of the model to load.
             threads: threads of the child; 0 leaves JAX's default, one per core.
         """
-        command = [sys.executable, "-m", "mtpjax.evaluation.timing", str(checkpoint), "--threads", str(threads)]
+        command = [sys.executable, "-m", "mtpjax.evaluation.timing_worker", str(checkpoint), "--threads", str(threads)]
         self.threads = threads
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdin and self._process.stdout
-        self._requests, self._answers = self._process.stdin, self._process.stdout
+        self._requests, self._results = self._process.stdin, self._process.stdout
 
-    def __enter__(self) -> "Worker":
+    def __enter__(self) -> "TimingWorker":
         return self
 
     def __exit__(self, *_):
         self._requests.close()  # ends the child's loop
         self._process.wait()
 
-    def ask(self, request: dict[str, Any]) -> None:
-        """Sends a request without waiting; `answer` returns its result.
+    def send(self, request: dict[str, Any]) -> None:
+        """Sends a request without waiting; `receive` returns its result.
 
         Args:
-            request: `{"do": "decode" | "costs", …}` with the arguments of the method of `_Child` with this name.
+            request: `{"method": "decode" | "costs", …}` and the arguments of this method of `_RequestHandler`.
         """
         try:
             self._requests.write(json.dumps(request) + "\n")
             self._requests.flush()
         except BrokenPipeError:
-            pass  # `answer` reports it
+            pass  # `receive` reports it
 
-    def answer(self) -> dict[str, Any]:
+    def receive(self) -> dict[str, Any]:
         """Waits for the result of the oldest unanswered request.
 
         Returns:
@@ -64,18 +64,18 @@ class Worker:
         Raises:
             RuntimeError: if the child has ended.
         """
-        line = self._answers.readline()
+        line = self._results.readline()
         if not line:
             raise RuntimeError(f"the timing process ended with code {self._process.wait()}; its error is above")
         return json.loads(line)
 
     def call(self, **request) -> dict[str, Any]:
         """Sends a request and waits for its result."""
-        self.ask(request)
-        return self.answer()
+        self.send(request)
+        return self.receive()
 
 
-class _Child:
+class _RequestHandler:
     """Serves the requests of the parent, about one loaded model."""
 
     def __init__(self, model, params):
@@ -116,11 +116,11 @@ class _Child:
 
     def costs(self, *, num_steps, context: int, capacity: int) -> dict[str, Any]:
         """Adds measurements of the costs of chains, and returns the medians so far as JSON (`Costs.to_json`)."""
-        from mtpjax.evaluation.round_costs import CostMeter, chain
+        from mtpjax.evaluation.round_costs import CostMeter, chain_shape
 
         # The first request compiles the timing loops. Later ones repeat them, whatever their arguments are.
         if self.meter is None:
-            shapes = tuple(chain(depth) for depth in num_steps)
+            shapes = tuple(chain_shape(depth) for depth in num_steps)
             self.meter = CostMeter(self.params, model=self.model, shapes=shapes, context=context, capacity=capacity)
         self.meter.measure()
         return self.meter.costs().to_json()
@@ -137,11 +137,11 @@ def main() -> None:
 
     from mtpjax.io.checkpoint import load
 
-    child = _Child(*load(options.checkpoint))
-    answers = {"decode": child.decode, "costs": child.costs}
+    handler = _RequestHandler(*load(options.checkpoint))
+    handlers = {"decode": handler.decode, "costs": handler.costs}
     for line in sys.stdin:
         request = json.loads(line)
-        print(json.dumps(answers[request.pop("do")](**request)), flush=True)
+        print(json.dumps(handlers[request.pop("method")](**request)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,82 @@
+"""Writes the command-line reference from the parsers of `mtpjax`, when Sphinx reads the page.
+
+The line `<!-- commands -->` in a page becomes one section per command, with an entry per flag. Nothing is copied by
+hand, so the page cannot differ from `mtpjax COMMAND --help`. The parsers are made without importing JAX.
+"""
+
+import argparse
+import pathlib
+import re
+from collections.abc import Iterator
+
+from sphinx.application import Sphinx
+
+from mtpjax.cli import main
+
+MARK = "<!-- commands -->"
+
+
+def commands(parser: argparse.ArgumentParser, name: str, summary: str = "") -> Iterator[str]:
+    """Yields the Markdown of a parser and of its subcommands, depth first."""
+    children = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    if children:
+        for child in children[0]._choices_actions:
+            yield from commands(children[0]._name_parser_map[child.dest], f"{name} {child.dest}", child.help or "")
+        return
+    actions = [action for action in parser._actions if not isinstance(action, argparse._HelpAction)]
+    flags = [
+        signature(parser, action).split(", ")[0] for action in actions if action.option_strings and action.required
+    ]
+    values = [
+        parser._get_formatter()._format_args(action, action.dest) for action in actions if not action.option_strings
+    ]
+    yield f"## `{name}`\n"
+    yield f"{marked_up(parser.description or summary)}\n"
+    yield "\n".join(["```text", " ".join([name, *flags, *values, "[options]"]), "```\n"])
+    yield f"```{{program}} {name}\n```\n"
+    for action in actions:
+        yield f"::::{{option}} {signature(parser, action)}\n{described(parser, action)}\n::::\n"
+
+
+def signature(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
+    """Returns the names of a flag, each with its value: `--num-steps N, --steps N`."""
+    if not action.option_strings:
+        return str(action.metavar or action.dest)
+    value = ""
+    if action.nargs != 0:
+        value = " " + parser._get_formatter()._format_args(action, action.dest.upper())
+    return ", ".join(f"{flag}{value}" for flag in action.option_strings)
+
+
+def described(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
+    """Returns a flag's help, with its default or that it is required."""
+    text = (action.help or "") % {**vars(action), "prog": parser.prog}
+    if action.required and action.option_strings:
+        return f"{marked_up(text)} (required)"
+    # Switches are off by default; of a default that is None, the text says what it stands for.
+    is_told = "default" in text or action.default in (None, False, argparse.SUPPRESS, [])
+    return marked_up(text if is_told else f"{text} (default: {action.default})")
+
+
+def marked_up(text: str) -> str:
+    """Marks flags as code and escapes what Markdown would take for markup, outside of code."""
+    parts = re.split(r"(`[^`]*`)", re.sub(r"\s+", " ", text))
+    for index in range(0, len(parts), 2):
+        escaped = re.sub(r"([*_<>\[\]])", r"\\\1", parts[index])
+        parts[index] = re.sub(r"(?<![\w-])--[a-z][a-z-]*", r"`\g<0>`", escaped)
+    return "".join(parts)
+
+
+def fill_in(app: Sphinx, name: str, source: list[str]) -> None:
+    """Replaces the mark in a page, and makes the page depend on the parsers' files."""
+    if MARK not in source[0]:
+        return
+    source[0] = source[0].replace(MARK, "\n".join(commands(main.make_parser(), "mtpjax")))
+    for path in pathlib.Path(main.__file__).parent.glob("*.py"):
+        app.env.note_dependency(str(path))
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Registers the replacement."""
+    app.connect("source-read", fill_in)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

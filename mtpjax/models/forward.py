@@ -1,0 +1,202 @@
+"""The teacher-forced pass: trunk and MTP depths over whole rows of true tokens."""
+
+import functools
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from mtpjax.models.masks import Entries, Recycled, full_view
+from mtpjax.models.model import MTPModel, bind
+from mtpjax.models.params import detach_trunk
+
+
+class DepthsOutput(flax.struct.PyTreeNode):
+    """A teacher-forced pass over `[B, T]` tokens.
+
+    Row i of depth k (index k-1) predicts t[i+k+1]. Rows from T-k on have no input and hold garbage.
+    """
+
+    logits: jax.Array  # [B, T, V] float32
+    hidden: jax.Array  # [B, T, D] after the final norm
+    mtp_logits: tuple[jax.Array, ...]  # per depth [B, T, V] float32
+    mtp_hidden: tuple[jax.Array, ...]  # per depth [B, T, D], after the module's norm
+
+
+class ForwardOutput(DepthsOutput):
+    """Output of `forward`: `DepthsOutput`, and the trunk's hidden states before the final norm."""
+
+    hidden_prenorm: jax.Array  # [B, T, D]
+
+
+@functools.partial(jax.jit, static_argnames=("model", "num_depths", "attention_layout", "is_detached"))
+def forward(
+    params: dict,
+    tokens: jax.Array,
+    *,
+    model: MTPModel,
+    segment_ids: jax.Array | None = None,
+    lengths: jax.Array | None = None,
+    num_depths: int | None = None,
+    attention_layout: str = "ttt",
+    is_detached: bool = False,
+) -> ForwardOutput:
+    """Runs the trunk and the MTP depths teacher-forced over whole rows.
+
+    Args:
+        params: parameters of `model`.
+        tokens: `[B, T]` int32 true tokens.
+        model: the model.
+        segment_ids: `[B, T]` int32 documents of packed rows; 0 is padding. None: one document per row.
+        lengths: `[B]` int32 lengths of right-padded rows, instead of `segment_ids`.
+        num_depths: MTP depths, at most or beyond the number of modules; None: the number of modules. Further depths
+            recycle the last module on its own output.
+        attention_layout: what a recycled depth attends to. "ttt": true entries of the prefix and its own drafts, as
+            decoding does (training-time test, EAGLE-3, 2503.01840). "stream": the entries of its own depth.
+        is_detached: stop the gradients from the depths to the trunk, and to the embedding and head they share.
+
+    Returns:
+        Logits and hidden states of the trunk and of each depth.
+
+    Raises:
+        ValueError: for shapes that do not fit, an unknown layout, or depths without modules.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from mtpjax import MTPModel, forward, init_params, presets
+        >>> model = MTPModel(presets["tiny"])
+        >>> params = init_params(model, jax.random.key(0))
+        >>> output = forward(params, jnp.arange(8)[None], model=model, num_depths=2)
+        >>> output.logits.shape, len(output.mtp_logits)
+        ((1, 8, 256), 2)
+    """
+    _check_rows(tokens, segment_ids, lengths)
+    if segment_ids is None:
+        segment_ids = jnp.ones(tokens.shape, jnp.int32)
+        if lengths is not None:
+            segment_ids = (jnp.arange(tokens.shape[1])[None, :] < lengths[:, None]).astype(jnp.int32)
+    mtp_hidden, prenorm = _trunk_pass(params, tokens, segment_ids, model)
+    output = forward_depths(
+        params,
+        mtp_hidden,
+        tokens,
+        segment_ids,
+        model=model,
+        num_depths=num_depths,
+        attention_layout=attention_layout,
+        is_detached=is_detached,
+    )
+    return ForwardOutput(**vars(output), hidden_prenorm=prenorm)
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def trunk_states(params: dict, tokens: jax.Array, segment_ids: jax.Array, *, model: MTPModel) -> jax.Array:
+    """Runs the trunk alone over whole rows.
+
+    Args:
+        params: parameters of `model`.
+        tokens: `[B, T]` int32.
+        segment_ids: `[B, T]` int32 documents; 0 is padding.
+        model: the model.
+
+    Returns:
+        The hidden states `[B, T, D]` that the MTP modules read; `forward_depths` continues from them.
+    """
+    return _trunk_pass(params, tokens, segment_ids, model)[0]
+
+
+def _trunk_pass(params, tokens, segment_ids, model) -> tuple[jax.Array, jax.Array]:
+    """Returns the states that the modules read and those before the final norm, each `[B, T, D]`."""
+    output = bind(model, params)(tokens, full_view(model.config, segment_ids), method="run_trunk")
+    return model.mtp_input_hidden(output), output.prenorm
+
+
+def forward_depths(
+    params: dict,
+    mtp_hidden: jax.Array,
+    tokens: jax.Array,
+    segment_ids: jax.Array,
+    *,
+    model: MTPModel,
+    num_depths: int | None = None,
+    attention_layout: str = "ttt",
+    is_detached: bool = False,
+) -> DepthsOutput:
+    """Runs the head and the MTP depths over hidden states of the trunk.
+
+    Args:
+        params: parameters of `model`.
+        mtp_hidden: `[B, T, D]` from `trunk_states`.
+        tokens: `[B, T]` int32, the tokens of those states.
+        segment_ids: `[B, T]` int32 documents; 0 is padding.
+        model: the model.
+        num_depths: as in `forward`.
+        attention_layout: as in `forward`.
+        is_detached: as in `forward`.
+
+    Returns:
+        Logits and hidden states of the trunk and of each depth.
+
+    Raises:
+        ValueError: for an unknown layout, or depths without modules.
+    """
+    config = model.config
+    modules = config.num_mtp_modules
+    num_depths = modules if num_depths is None else num_depths
+    _check_depths(modules, num_depths, attention_layout)
+    apply = bind(model, params)
+    view = full_view(config, segment_ids)
+    hidden = apply(mtp_hidden, method="head_input_hidden")
+    logits, mtp_logits, mtp_outputs = apply(hidden, method="logits"), [], []
+    if is_detached:
+        mtp_hidden = jax.lax.stop_gradient(mtp_hidden)
+        apply = bind(model, detach_trunk(params))
+    chained_hidden = mtp_hidden
+    base: Entries = {}
+    levels: tuple[Entries, ...] = ()
+    for depth in range(1, num_depths + 1):
+        # Depth k reads the embedding of the token k positions further, within the same document.
+        index = min(depth, modules) - 1
+        shifted, is_valid = shift_left(tokens, depth), segment_ids == shift_left(segment_ids, depth)
+        recycled = None
+        if depth <= modules:
+            # A module reads the trunk's states, or those of the module before it.
+            source = mtp_hidden if config.mtp_chaining == "trunk" else chained_hidden
+        else:
+            # A recycled depth reads its own output. Its draft sits one position further per level.
+            source = chained_hidden
+            if attention_layout == "ttt":
+                view = full_view(config, segment_ids, shift=depth - modules)
+                recycled = Recycled(base, levels)
+        output, chained_hidden, entries = apply(
+            source, shifted, view, recycled, index=index, is_valid=is_valid, method="run_module"
+        )
+        # Later levels attend to the last module's true entries, and to each recycled level's own.
+        if depth == modules:
+            base = entries
+        elif recycled is not None:
+            levels = (*levels, entries)
+        mtp_logits.append(apply(output, index=index, method="logits"))
+        mtp_outputs.append(output)
+    return DepthsOutput(logits, hidden, tuple(mtp_logits), tuple(mtp_outputs))
+
+
+def shift_left(rows: jax.Array, count: int) -> jax.Array:
+    """Moves `rows [B, T, ...]` by `count` places to the left and fills up with zeros."""
+    return jnp.pad(rows, ((0, 0), (0, count), *((0, 0),) * (rows.ndim - 2)))[:, count:]
+
+
+def _check_rows(tokens, segment_ids, lengths):
+    if tokens.ndim != 2:
+        raise ValueError(f"tokens must be [B, T], not of shape {tokens.shape}")
+    if segment_ids is not None and segment_ids.shape != tokens.shape:
+        raise ValueError(f"segment_ids {segment_ids.shape} do not match tokens {tokens.shape}")
+    if lengths is not None and lengths.shape != tokens.shape[:1]:
+        raise ValueError(f"lengths {lengths.shape} do not match the batch of {tokens.shape[0]}")
+
+
+def _check_depths(modules, num_depths, attention_layout):
+    if num_depths < 0 or (num_depths and not modules):
+        raise ValueError(f"num_depths {num_depths} is not possible with {modules} MTP modules")
+    if attention_layout not in ("ttt", "stream"):
+        raise ValueError(f"attention_layout '{attention_layout}' is not one of ttt, stream")

@@ -1,0 +1,122 @@
+"""Parameters of a model: draw them, describe them, add MTP modules, and tell whose they are."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from mtpjax.models.config import ModelConfig
+from mtpjax.models.masks import full_view
+from mtpjax.models.model import MTPModel
+from mtpjax.models.mtp import MTPModule
+from mtpjax.models.quantized import is_scaled
+from mtpjax.models.trunk import unstack_layers
+
+
+def init_params(model: MTPModel, key: jax.Array) -> dict:
+    """Draws random parameters: embedding with variance 1, matrices with variance 1 / inputs, norms at identity.
+
+    Args:
+        model: the model; `scan_layers` decides between stacked and unrolled layers.
+        key: a `jax.random` key.
+
+    Returns:
+        The parameters, float32.
+
+    Example:
+        >>> import jax
+        >>> from mtpjax import MTPModel, init_params, presets
+        >>> params = init_params(MTPModel(presets["tiny"]), jax.random.key(0))
+        >>> sorted(params)
+        ['embedding', 'head', 'mtp_0', 'norm_final', 'trunk']
+    """
+    # Draw stacked layers, and unstack them afterwards: only one layer is compiled.
+    stacked = model.clone(scan_layers=True, implementation="xla")
+    params = _draw_params(stacked, key)
+    return params if model.scan_layers else unstack_layers(params, model.config)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _draw_params(model: MTPModel, key: jax.Array) -> dict:
+    return dict(model.init(key, jnp.zeros((1, 2), jnp.int32))["params"])
+
+
+@functools.cache  # commands ask for the same model repeatedly, and tracing it takes time
+def param_shapes(config: ModelConfig, scan_layers: bool = False) -> dict:
+    """Returns the shapes and dtypes of a model's parameters without allocating any.
+
+    Args:
+        config: the model's config.
+        scan_layers: True for stacked trunk layers, as in `MTPModel(scan_layers=True)`.
+
+    Returns:
+        A tree of `jax.ShapeDtypeStruct` with the structure of `init_params`.
+    """
+    model = MTPModel(config, scan_layers=scan_layers)
+    return jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+
+
+def add_mtp_modules(model: MTPModel, params: dict, num_modules: int, key: jax.Array) -> tuple[MTPModel, dict]:
+    """Adds untrained MTP modules to a model, to train them.
+
+    A new module starts as a copy of the module before it (looped extension, 2603.23911). The first module of a model
+    starts with random projections and a copy of the trunk's last decoder layer, if that layer is of the same kind. All
+    new modules share the trunk's embedding and head.
+
+    Args:
+        model: a model with or without MTP modules.
+        params: its parameters, with unrolled layers.
+        num_modules: number of modules to add.
+        key: a `jax.random` key for the first module.
+
+    Returns:
+        The model with `num_modules` more modules, and its parameters. New ones have the embedding's dtype.
+
+    Raises:
+        ValueError: for num_modules < 1, or if the existing modules have embeddings or heads of their own.
+
+    Example:
+        >>> import dataclasses, jax
+        >>> from mtpjax import MTPModel, add_mtp_modules, init_params, presets
+        >>> trunk = MTPModel(dataclasses.replace(presets["tiny"], num_mtp_modules=0))
+        >>> params = init_params(trunk, jax.random.key(0))
+        >>> model, params = add_mtp_modules(trunk, params, 2, jax.random.key(1))
+        >>> model.config.num_mtp_modules
+        2
+    """
+    config = model.config
+    if num_modules < 1:
+        raise ValueError(f"num_modules must be at least 1, not {num_modules}")
+    if config.mtp_own_embedding or config.mtp_own_head:
+        raise ValueError("cannot add MTP modules: the existing ones have their own embedding or head")
+    view = full_view(config, jnp.ones((1, 2), jnp.int32))
+    hidden = jnp.zeros((1, 2, config.hidden_size))
+    first, dtype = config.num_mtp_modules, params["embedding"].dtype
+
+    def copy(tree):
+        return jax.tree.map(lambda leaf: jnp.copy(leaf.astype(dtype)), tree, is_leaf=is_scaled)
+
+    def shapes(tree):
+        return jax.tree.map(jnp.shape, tree)
+
+    params = dict(params)
+    for index in range(first, first + num_modules):
+        if index:
+            params[f"mtp_{index}"] = copy(params[f"mtp_{index - 1}"])
+            continue
+        new = copy(jax.jit(MTPModule(config).init)(key, hidden, hidden, view)["params"])
+        last = copy(params["trunk"][f"layer_{config.num_hidden_layers - 1}"])
+        params["mtp_0"] = {**new, "block": last} if shapes(last) == shapes(new["block"]) else new
+    config = dataclasses.replace(config, num_mtp_modules=first + num_modules)
+    return model.clone(config=config), params
+
+
+def is_of_modules(name: str) -> bool:
+    """Returns whether a top-level parameter belongs to the MTP modules alone."""
+    return name.startswith("mtp_")
+
+
+def detach_trunk(params: dict) -> dict:
+    """Stops the gradients of all parameters except the MTP modules' own."""
+    return {name: leaf if is_of_modules(name) else jax.lax.stop_gradient(leaf) for name, leaf in params.items()}

@@ -1,0 +1,195 @@
+"""`grouped_matmul`: picks a plain form or the kernels, and differentiates the kernels."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.dequantise import dequantise
+from pallas_kernels.dispatch import choose
+from pallas_kernels.grouped_matmul.matmul_kernel import grouped_matmul_kernel
+from pallas_kernels.grouped_matmul.outer_product_kernel import grouped_outer_product
+from pallas_kernels.grouped_matmul.reference import grouped_matmul_few_tokens, grouped_matmul_many_tokens
+from pallas_kernels.grouped_matmul.route import MIN_ROWS, route_few_tokens, route_many_tokens
+
+# Plain JAX passes up to this many tokens through every active expert: reading the weights costs more than multiplying
+# rows that an expert was not chosen for. Measured on a CPU.
+MAX_FEW_TOKENS = 128
+# The kernels use `route_few_tokens` up to this many tokens. With more, each program's scan of all ids costs too much.
+MAX_ROUTE_FEW_TOKENS = 64
+
+
+def grouped_matmul(
+    x,
+    ids,
+    weights,
+    gate_up,
+    down,
+    *,
+    gate_up_scales=None,
+    down_scales=None,
+    block=128,
+    inference=False,
+    implementation="auto",
+) -> jax.Array:
+    """Runs each token through its chosen experts and sums their weighted outputs.
+
+    `y[t] = sum_j weights[t, j] * ((silu(x[t] Wg) * (x[t] Wu)) Wd)` with the weights of expert `ids[t, j]`.
+
+    fp8 stacks follow DeepSeek-V3 (2412.19437, section 3.3.2), with the scales of its 128 x 128 blocks repeated along
+    the outputs. The kernels read them as fp8; "xla" dequantises first. In the kernels sums are float32, and a row's
+    bits do not depend on other rows while there are at most 64. The kernels are differentiable in reverse mode, except
+    for fp8.
+
+    Args:
+        x: [n, D] float32 or bfloat16; "xla" takes any floating dtype.
+        ids: [n, k] integer expert ids. An id of E or more selects no expert.
+        weights: [n, k] floating, the router's weights.
+        gate_up: [E, D, 2, F] in x's dtype, or float8_e4m3fn.
+        down: [E, F, D] in the dtype of `gate_up`.
+        gate_up_scales: [E, ceil(D / block), 2, F] float32 for fp8, else None.
+        down_scales: [E, ceil(F / block), D] float32 for fp8, else None.
+        block: Number of neighbouring inputs that share a scale.
+        inference: Promises that no gradient is taken, so "xla" may use a loop without a reverse mode.
+        implementation: "xla" (plain JAX), "triton" (the kernels, on CUDA and ROCm), "interpreted" (the kernels in
+            Pallas's interpreter, on any machine) or "auto"; see `pallas_kernels.dispatch`.
+
+    Returns:
+        [n, D] in x's dtype.
+
+    Raises:
+        ValueError: The implementation is unknown, shapes or dtypes do not fit, a gradient of fp8 kernels was requested,
+            or the kernels were requested for another dtype of x, or for fp8 with odd D or F or a block that is not a
+            multiple of 16.
+    """
+    _check(x, ids, weights, gate_up, down, gate_up_scales, down_scales, block)
+    E, D, _, F = gate_up.shape
+    n, k = ids.shape
+    # The kernels' limits: dtypes with a tensor-core form here, and for fp8 pairs of columns and tiles within a block.
+    unsupported_reason = None
+    if x.dtype not in (jnp.float32, jnp.bfloat16):
+        unsupported_reason = f"the kernels take float32 and bfloat16, not {x.dtype}"
+    elif gate_up_scales is not None and (D % 2 or F % 2 or block % MIN_ROWS):
+        unsupported_reason = (
+            f"fp8 experts of an odd width ({D} or {F}) or in blocks of {block}, not a multiple of {MIN_ROWS}"
+        )
+    shape = {"tokens": n, "chosen": k, "experts": E, "width": D, "expert_width": F}
+    shape |= {"dtype": str(x.dtype), "weights": str(down.dtype), "use": "inference" if inference else "training"}
+    chosen = choose("grouped_matmul", implementation, ("xla", "triton"), shape, unsupported_reason=unsupported_reason)
+    ids = ids.astype(jnp.int32)
+    if chosen == "xla" or 0 in (n, k, E):
+        # Plain JAX: dequantise the stacks, then choose the form by the number of tokens.
+        if gate_up_scales is not None:
+            gate_up = dequantise(gate_up, gate_up_scales, block, axis=1).astype(x.dtype)
+            down = dequantise(down, down_scales, block, axis=1).astype(x.dtype)
+        plain_form = grouped_matmul_few_tokens if inference and n <= MAX_FEW_TOKENS else grouped_matmul_many_tokens
+        return plain_form(x, ids, weights, gate_up, down)
+    return _grouped_matmul_triton(
+        x, ids, weights, gate_up, down, gate_up_scales, down_scales, block, chosen == "interpreted"
+    )
+
+
+def _check(x, ids, weights, gate_up, down, gate_up_scales, down_scales, block):
+    """Raises ValueError for shapes and dtypes that do not fit together."""
+    E, F, D = down.shape
+    if x.shape[1:] != (D,) or gate_up.shape != (E, D, 2, F):
+        raise ValueError(f"x {x.shape}, gate_up {gate_up.shape} and down {down.shape} do not fit each other")
+    if ids.shape != weights.shape or ids.ndim != 2 or len(ids) != len(x):
+        raise ValueError(f"ids {ids.shape} and weights {weights.shape} must have a row for each of {len(x)} tokens")
+    if (gate_up_scales is None) != (down_scales is None):
+        raise ValueError("pass both gate_up_scales and down_scales, or neither")
+    expected = x.dtype if gate_up_scales is None else jnp.float8_e4m3fn
+    if not gate_up.dtype == down.dtype == expected:
+        raise ValueError(f"gate_up {gate_up.dtype} and down {down.dtype} must be {jnp.dtype(expected)}")
+    shapes = None if gate_up_scales is None else ((E, -(-D // block), 2, F), (E, -(-F // block), D))
+    found = None if gate_up_scales is None else (gate_up_scales.shape, jnp.shape(down_scales))
+    if found != shapes:
+        raise ValueError(f"scales {found} for blocks of {block} must be {shapes}")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8))
+def _grouped_matmul_triton(x, ids, weights, gate_up, down, gate_up_scales, down_scales, block, interpret):
+    """Runs two kernels: gate and up with SwiGLU, then down. Little moves besides weights: [n * k, F] and [n * k, D]."""
+    num_experts = len(down)
+    has_few_tokens = len(x) <= MAX_ROUTE_FEW_TOKENS
+    route = route_few_tokens(ids, num_experts) if has_few_tokens else _route_many(ids, down, x.dtype)[0]
+    # Hidden rows are rounded to x's dtype for the second product. Few tokens keep float32 outputs until the weighted
+    # sum.
+    multiply = functools.partial(grouped_matmul_kernel, route, block=block, interpret=interpret)
+    hidden = multiply(x, gate_up, scales=gate_up_scales, out_dtype=x.dtype)
+    expert_outputs = multiply(hidden, down, scales=down_scales, out_dtype=jnp.float32 if has_few_tokens else x.dtype)
+    return _weighted_sum(ids, weights, expert_outputs, num_experts).astype(x.dtype)
+
+
+def _route_many(ids, down, dtype):
+    """Routes sorted pairs, with as many rows per product as fit the registers for this dtype."""
+    is_fp8 = down.dtype != dtype
+    return route_many_tokens(ids, len(down), max_rows=32 if dtype == jnp.float32 else 64 if is_fp8 else 128)
+
+
+def _weighted_sum(ids, weights, expert_outputs, num_experts):
+    """Sums each token's expert outputs in the order of its choices: expert_outputs [n * k, D] -> [n, D] float32.
+
+    The fixed order keeps a token's bits independent of other tokens.
+    """
+    n, k = ids.shape
+    expert_outputs = expert_outputs.reshape(n, k, -1)
+    total = jnp.zeros((n, expert_outputs.shape[-1]), jnp.float32)
+    for choice in range(k):
+        weighted = weights[:, choice, None].astype(jnp.float32) * expert_outputs[:, choice].astype(jnp.float32)
+        # The kernels do not write rows of pairs without an expert, so their memory may hold anything.
+        total += jnp.where(ids[:, choice, None] < num_experts, weighted, 0.0)
+    return total
+
+
+def _forward(x, ids, weights, gate_up, down, gate_up_scales, down_scales, block, interpret):
+    del block
+    if gate_up_scales is not None or down_scales is not None:
+        raise ValueError("the kernels have no gradient for fp8 experts: dequantise the weights first")
+    # As in `_grouped_matmul_triton`, but keep the gate and up products for the backward pass.
+    route, _ = _route_many(ids, down, x.dtype)
+    hidden, gate_up_products = grouped_matmul_kernel(
+        route, x, gate_up, out_dtype=x.dtype, return_products=True, interpret=interpret
+    )
+    expert_outputs = grouped_matmul_kernel(route, hidden, down, out_dtype=x.dtype, interpret=interpret)
+    y = _weighted_sum(ids, weights, expert_outputs, len(down)).astype(x.dtype)
+    return y, (x, ids, weights, gate_up, down, gate_up_products)
+
+
+def _backward(block, interpret, residuals, gradient):
+    """Differentiates the experts with four grouped products and elementwise code on [n * k, F].
+
+    With `h = silu(g) u` and `q = dy Wd^T` per pair, the gradient of the pair's weight is `h . q`, and that of h is
+    `weight * q`.
+    """
+    del block
+    x, ids, weights, gate_up, down, gate_up_products = residuals
+    E, D, _, F = gate_up.shape
+    route, expert_starts = _route_many(ids, down, x.dtype)
+    multiply = functools.partial(grouped_matmul_kernel, route, transposed=True, interpret=interpret)
+    sum_outer_products = functools.partial(
+        grouped_outer_product, route, expert_starts, out_dtype=gate_up.dtype, interpret=interpret
+    )
+    has_expert = ids.reshape(-1, 1) < E
+    gate, up = (gate_up_products[:, part].astype(jnp.float32) for part in range(2))
+    # Product 1: q, the output gradient pulled back through the down projection.
+    unweighted_d_hidden = multiply(gradient, down, out_dtype=x.dtype).astype(jnp.float32)
+    weight = weights.reshape(-1, 1).astype(jnp.float32)
+    # Elementwise: gradients of the router weights, and of gate and up through `silu(g) = g sigmoid(g)`.
+    sigmoid_gate = jax.nn.sigmoid(gate)
+    hidden = gate * sigmoid_gate * up
+    d_weights = jnp.where(has_expert, hidden * unweighted_d_hidden, 0.0).sum(axis=1).reshape(weights.shape)
+    d_gate = weight * unweighted_d_hidden * up * sigmoid_gate * (1 + gate * (1 - sigmoid_gate))
+    d_up = weight * unweighted_d_hidden * gate * sigmoid_gate
+    d_gate_up_products = jnp.concatenate([d_gate, d_up], axis=1).astype(x.dtype)
+    # Product 2: back through gate and up, summed over each token's choices with weight 1.
+    d_x = _weighted_sum(
+        ids, jnp.ones_like(weights), multiply(d_gate_up_products, gate_up.reshape(E, D, 2 * F), out_dtype=x.dtype), E
+    )
+    # Products 3 and 4: outer products summed per expert, the gradients of the weights.
+    d_gate_up = sum_outer_products(x, d_gate_up_products).reshape(gate_up.shape)
+    d_down = sum_outer_products((weight * hidden).astype(x.dtype), gradient)
+    return d_x.astype(x.dtype), None, d_weights.astype(weights.dtype), d_gate_up, d_down, None, None
+
+
+_grouped_matmul_triton.defvjp(_forward, _backward)

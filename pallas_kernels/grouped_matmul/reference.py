@@ -1,0 +1,76 @@
+"""Three plain JAX forms of `grouped_matmul`.
+
+`grouped_matmul_reference` defines the meaning of the others and of the kernels.
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def grouped_matmul_reference(x, ids, weights, gate_up, down):
+    """Computes every token through every expert and combines by weight; this defines the meaning."""
+    combine = _combine_weights(ids, weights, gate_up.shape[0]).astype(x.dtype)
+    all_outputs = jax.vmap(_swiglu, in_axes=(None, 0, 0))(x, gate_up, down)
+    return jnp.einsum("En,EnD->nD", combine, all_outputs)
+
+
+def grouped_matmul_few_tokens(x, ids, weights, gate_up, down):
+    """Runs all tokens through each active expert, and reads only the weights of active experts.
+
+    XLA copies each expert out of its stack first, where on a CPU it stays in cache. A conditional per expert and slices
+    taken block by block also copy; gathered weights `gate_up[ids]` move more. Code size and compile time do not depend
+    on the number of experts. Not differentiable in reverse mode, because the number of loop steps is dynamic.
+    """
+    combine = _combine_weights(ids, weights, gate_up.shape[0]).astype(x.dtype)
+    # Sort the active experts to the front, so that the loop runs over them alone.
+    is_active = jax.nn.one_hot(ids, gate_up.shape[0], dtype=jnp.int32).sum(axis=(0, 1)) > 0
+    active_first = jnp.argsort(~is_active, stable=True)
+
+    def add_expert(index, total):
+        expert = active_first[index]
+        return total + combine[expert][:, None] * _swiglu(x, gate_up[expert], down[expert])
+
+    return jax.lax.fori_loop(0, is_active.sum(), add_expert, jnp.zeros_like(x))
+
+
+def grouped_matmul_many_tokens(x, ids, weights, gate_up, down):
+    """Sorts rows by expert, pads each expert's rows to blocks, and computes one product per block; drops no token.
+
+    Differentiable. Shapes are static: there are at most `n k / block + E` blocks, whatever the router chose.
+    """
+    n, k = ids.shape
+    E = gate_up.shape[0]
+    # A block holds about the mean number of rows per expert, so that little padding is multiplied.
+    block = max(8, min(64, n * k // E))
+    num_blocks = n * k // block + E
+    # Sort the pairs (token, choice) by expert. Each expert's rows begin at a multiple of the block.
+    flat_ids = ids.reshape(-1)
+    order = jnp.argsort(flat_ids, stable=True)
+    pair_expert = flat_ids[order]
+    counts = jnp.bincount(flat_ids, length=E)  # drops ids beyond
+    ends = jnp.cumsum(-(-counts // block) * block)
+    expert_starts = jnp.pad(ends, (1, 0))[:E]
+    # Slot of each sorted pair: its rank within its expert, after the expert's first slot. Pairs of no expert get a slot
+    # beyond the end, which the scatters drop.
+    rank = jnp.arange(n * k) - (jnp.cumsum(counts) - counts)[jnp.minimum(pair_expert, E - 1)]
+    slot = jnp.where(pair_expert < E, expert_starts[jnp.minimum(pair_expert, E - 1)] + rank, num_blocks * block)
+    # Token of each slot (n, a zero row, for padding) and the expert that owns each block.
+    token = jnp.full(num_blocks * block, n).at[slot].set(order // k, mode="drop")
+    expert_of_block = jnp.searchsorted(ends, jnp.arange(num_blocks) * block, side="right").clip(max=E - 1)
+    # One batched product per block, then add each row to its token with the router's weight.
+    rows = jnp.pad(x, ((0, 1), (0, 0)))[token].reshape(num_blocks, block, -1)
+    outputs = jax.vmap(_swiglu)(rows, gate_up[expert_of_block], down[expert_of_block]).reshape(num_blocks * block, -1)
+    weight = weights.reshape(-1)[order].astype(x.dtype)
+    weight = jnp.zeros(num_blocks * block, x.dtype).at[slot].set(weight, mode="drop")
+    return jnp.zeros_like(x).at[token].add(outputs * weight[:, None], mode="drop")
+
+
+def _combine_weights(ids, weights, num_experts):
+    """Returns the weight of each expert for each token, `[E, n]`."""
+    return jnp.einsum("nkE,nk->En", jax.nn.one_hot(ids, num_experts, dtype=weights.dtype), weights)
+
+
+def _swiglu(x, gate_up, down):
+    """x [n, D], gate_up [D, 2, F], down [F, D] -> [n, D]; gate and up are one product."""
+    gate, up = jnp.split(x @ gate_up.reshape(x.shape[-1], -1), 2, axis=-1)
+    return (jax.nn.silu(gate) * up) @ down
