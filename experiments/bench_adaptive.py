@@ -31,6 +31,7 @@ from mtpjax.atomic import write_text
 from mtpjax.console import narrow_table
 from mtpjax.evaluation import profile
 from mtpjax.evaluation.acceptance import measure_acceptance
+from mtpjax.evaluation.intervals import estimate_from, resample
 from mtpjax.evaluation.machine import describe_machine
 from mtpjax.evaluation.metrics import report, to_json
 from mtpjax.evaluation.round_costs import RoundCosts
@@ -117,8 +118,8 @@ def measure_cell(params, model, batches, depths: dict, rounds: int) -> dict:
     fixed = [name for name in configs if name != "adaptive"]
     best = min(fixed, key=median.__getitem__)
     ratios = np.array(seconds[best]) / np.array(seconds["adaptive"])
-    drawn = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
-    low, high = np.quantile(np.median(drawn, axis=1), [0.025, 0.975])
+    (drawn,) = resample(len(ratios))
+    ratio = estimate_from(float(np.median(ratios)), np.median(ratios[drawn], axis=1))
     return {
         "batch": len(batches[0]),
         "prompts": len(batches) * len(batches[0]),
@@ -129,8 +130,8 @@ def measure_cell(params, model, batches, depths: dict, rounds: int) -> dict:
             for name, of_batches in results.items()
         },
         "best_fixed": int(best),
-        "ratio": float(np.median(ratios)),
-        "interval": [float(low), float(high)],
+        "ratio": ratio.value,
+        "interval": [ratio.low, ratio.high],
         "to_plain": float(np.median(np.array(seconds["0"]) / np.array(seconds["adaptive"]))),
         "modelled_ratio": min(modelled[name] for name in fixed) / modelled["adaptive"],
         "identical": all(text == texts[0] for text in texts),

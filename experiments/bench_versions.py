@@ -26,6 +26,7 @@ from rich.table import Table
 from experiments.decode_checkpoints import SHAPES, write_checkpoint
 from experiments.decode_engines import Child
 from experiments.hlo_bytes import Computation, Counter, Instruction, parse
+from mtpjax.evaluation.intervals import estimate_from, resample
 from mtpjax.evaluation.machine import describe_machine
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -98,12 +99,13 @@ def compare(
         order = (0, 1) if number % 2 else (1, 0)
         seconds = {which: children[which].ask(**request, options=options)["seconds"] for which in order}
         pairs.append(seconds[1] / seconds[0])
-    drawn = np.median(np.random.default_rng(0).choice(pairs, (2000, repeats)), axis=1)
+    (drawn,) = resample(repeats)
+    ratio = estimate_from(float(np.median(pairs)), np.median(np.array(pairs)[drawn], axis=1))
     return {
         "case": case,
         "batch": batch,
-        "ratio": float(np.median(pairs)),
-        "interval": np.quantile(drawn, (0.025, 0.975)).tolist(),
+        "ratio": ratio.value,
+        "interval": [ratio.low, ratio.high],
         "identical": first[0]["tokens"] == first[1]["tokens"],
         "own": count_loop(first[0]["modules"]),
         "other": count_loop(first[1]["modules"]),

@@ -27,8 +27,9 @@ from mtpjax.ablation.bench import Settings, find_workload
 from mtpjax.console import narrow_table
 from mtpjax.decoding.generate import speculative_generate
 from mtpjax.evaluation.acceptance import sampling_arguments
+from mtpjax.evaluation.intervals import estimate_from, resample
 from mtpjax.evaluation.machine import describe_machine
-from mtpjax.evaluation.metrics import Estimate, estimate
+from mtpjax.evaluation.metrics import estimate
 from mtpjax.evaluation.plots import plot_objectives
 from mtpjax.io import checkpoint
 from mtpjax.io.checkpoint_reader import CheckpointReader
@@ -92,7 +93,7 @@ def figures(steps: np.ndarray, accepted: np.ndarray, base: tuple[np.ndarray, np.
     """Those of rounds `[seeds, P]` and accepted drafts `[seeds, P, LEVELS]`; prompts are what is resampled."""
     rounds = steps.sum(axis=0)[:, None]
     (length,) = estimate(accepted.sum(axis=(0, 2))[:, None], rounds, offset=1.0)
-    drawn = np.random.default_rng(0).integers(steps.shape[1], size=(2000, steps.shape[1]))
+    (drawn,) = resample(steps.shape[1])
 
     def lengths(steps, accepted):
         return 1 + accepted.sum(axis=(0, 2))[drawn].sum(axis=1) / steps.sum(axis=0)[drawn].sum(axis=1)
@@ -103,7 +104,7 @@ def figures(steps: np.ndarray, accepted: np.ndarray, base: tuple[np.ndarray, np.
         "accept_length": length.to_dict(),
         "of_seeds": (1 + accepted.sum(axis=(1, 2)) / steps.sum(axis=1)).tolist(),
         "survival": [rate.to_dict() for rate in estimate(accepted.sum(axis=0), rounds)],
-        "over_first": Estimate(whole, *map(float, np.quantile(gain, (0.025, 0.975)))).to_dict(),
+        "over_first": estimate_from(whole, gain).to_dict(),
     }
 
 

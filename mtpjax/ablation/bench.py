@@ -24,8 +24,9 @@ from mtpjax.decoding.capacity import cache_capacity, min_rows_per_pass
 from mtpjax.decoding.config import LOSSY_RULES, DecodeConfig
 from mtpjax.decoding.generate import generate, speculative_generate
 from mtpjax.evaluation.acceptance import equals_plain_decoding, sampling_arguments
+from mtpjax.evaluation.intervals import Estimate, estimate_from, resample
 from mtpjax.evaluation.machine import Stopwatch
-from mtpjax.evaluation.metrics import RESAMPLES, Estimate, decoded_rates, to_json
+from mtpjax.evaluation.metrics import decoded_rates, to_json
 from mtpjax.evaluation.round_costs import PLAIN_STEP, CostMeter, RoundCosts, RoundShape, max_slots_written
 from mtpjax.io.checkpoint_format import is_checkpoint
 from mtpjax.io.checkpoint_reader import CheckpointReader
@@ -357,7 +358,4 @@ def paired_ratio(seconds: np.ndarray, tokens: np.ndarray) -> Estimate:
         return np.median(speed[1] / speed[0], axis=-1)
 
     # Batches and repeats are resampled independently, because both prompts and timing vary.
-    rng = np.random.default_rng(0)
-    resampled = ratio(rng.integers(repeats, size=(RESAMPLES, repeats)), rng.integers(count, size=(RESAMPLES, count)))
-    low, high = np.quantile(resampled, (0.025, 0.975))
-    return Estimate(float(ratio(np.arange(repeats), np.arange(count))), float(low), float(high))
+    return estimate_from(float(ratio(np.arange(repeats), np.arange(count))), ratio(*resample(repeats, count)))

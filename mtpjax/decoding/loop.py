@@ -3,6 +3,7 @@
 import functools
 from typing import Any, Literal
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -44,12 +45,18 @@ def run_round(
     # 1. Draft: extend the drafter over the tokens that the last round committed, then propose W nodes. Node 0 is the
     #    pending token: it is committed, but the trunk has not processed it.
     draft, state = drafter.propose(prepared, state, model=model, spec=spec)
+    B, W, K = len(state.length), spec.num_nodes, spec.num_steps
+    chex.assert_shape(draft.tokens, (B, W))
+    chex.assert_type(draft.tokens, jnp.int32)
     # 2. Verify: one trunk pass scores every node under its ancestor mask, so each draft gets the target distribution
     #    that plain decoding would compute after the same tokens.
     verified = verify(params, state, draft, model=model, drafter=drafter, spec=spec)
+    if verified.logits is not None:
+        chex.assert_shape(verified.logits, (B, W, model.config.vocab_size))
     # 3. Accept: the rule picks a path from the root and draws one bonus token after it, so every round makes progress
     #    even if it rejects all drafts.
     accepted = accept(state, draft, verified, model=model, spec=spec)
+    chex.assert_shape((accepted.num_accepted, accepted.tokens), ((B,), (B, K + 1)))
     # 4. Commit: keep the cache entries of the path, append its tokens, and end finished rows. The bonus token becomes
     #    the pending token of the next round.
     return commit(state, draft, verified, accepted, model=model, drafter=drafter, spec=spec)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -49,6 +50,8 @@ def insert_rows(
         row_state = gather_rows(state, slots)
         row_state = insert_rows(params, prepared, row_state, rows, model=model, drafter=drafter, spec=spec)
         return scatter_rows(state, row_state, slots)
+    chex.assert_shape(rows.tokens, state.tokens.shape)
+    chex.assert_shape((rows.length, rows.num_cached), state.length.shape)
     start = _prefill_start(state, rows, model=model, drafter=drafter)
     # Attention masks slots behind the text, so old entries may stay. A recurrent layer has one running state, which
     # must be zero at the start of a text.

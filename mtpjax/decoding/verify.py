@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import chex
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -53,8 +52,7 @@ def verify(
         Logits or arg-max after each node, and the trunk's cache with all nodes appended.
     """
     apply = bind(model, params)
-    B, W = draft.tokens.shape
-    chex.assert_shape(draft.tokens, (B, spec.num_nodes))
+    W = spec.num_nodes
     # The pass starts with node 0, the pending token, whose cache entry does not exist yet.
     start = state.length - 1
     # 1. Pad to the narrowest pass that runs fast. Padding follows all real nodes, so no real node attends to it.

@@ -3,32 +3,16 @@
 Rates have the names of `mtpjax.decoding.result`: a level's *conditional* rate is the share of accepted drafts among the
 positions where all levels before it were accepted, its *survival* the share among all positions. Accept lengths include
 the bonus token unless their name says otherwise. *Micro* averages over all steps, *macro* over the prompts' own accept
-lengths. Intervals are 95 % bootstrap intervals that resample whole prompts, since the steps of one prompt are
-correlated.
+lengths. Intervals resample whole prompts (`mtpjax.evaluation.intervals`).
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from mtpjax.evaluation.acceptance import AcceptanceCounts, TeacherForcedSums
-
-RESAMPLES = 2000  # bootstrap samples per interval
-
-
-@dataclasses.dataclass(frozen=True)
-class Estimate:
-    """A rate or length with its 95 % interval; nan if its denominator is zero."""
-
-    value: float
-    low: float
-    high: float
-
-    def to_dict(self) -> dict[str, float | None]:
-        """Returns the fields for JSON, with None in place of nan."""
-        return {name: None if np.isnan(value) else value for name, value in dataclasses.asdict(self).items()}
+from mtpjax.evaluation.intervals import Estimate, estimate_from, resampled_weights
 
 
 def estimate(numerator: np.ndarray, denominator: np.ndarray, *, offset: float = 0.0) -> list[Estimate]:
@@ -43,18 +27,10 @@ def estimate(numerator: np.ndarray, denominator: np.ndarray, *, offset: float = 
         K estimates.
     """
     numerator, denominator = np.broadcast_arrays(np.asarray(numerator, float), np.asarray(denominator, float))
-    # A bootstrap sample of P prompts is a multinomial weight per prompt. The fixed seed makes reports reproducible.
-    num_prompts = len(numerator)
-    weights = np.random.default_rng(0).multinomial(num_prompts, np.full(num_prompts, 1 / num_prompts), size=RESAMPLES)
+    weights = resampled_weights(len(numerator))
     values = _ratio(numerator.sum(axis=0), denominator.sum(axis=0)) + offset
     resampled = _ratio(weights @ numerator, weights @ denominator) + offset
-    # Samples without a denominator have no ratio and are left out of the quantiles.
-    estimates = []
-    for value, column in zip(values, resampled.T, strict=True):
-        defined = column[~np.isnan(column)]
-        low, high = np.quantile(defined, (0.025, 0.975)) if defined.size else (np.nan, np.nan)
-        estimates.append(Estimate(float(value), float(low), float(high)))
-    return estimates
+    return [estimate_from(value, column) for value, column in zip(values, resampled.T, strict=True)]
 
 
 def _ratio(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:

@@ -10,6 +10,7 @@ import rich.console
 
 from mtpjax.console import narrow_table
 from mtpjax.data.packing import held_out_prompts
+from mtpjax.evaluation.intervals import estimate_from, resample
 from mtpjax.evaluation.plots import plot_quickstart
 from mtpjax.evaluation.round_costs import RoundCosts, chain_shape
 from mtpjax.evaluation.timing_worker import TimingWorker
@@ -126,7 +127,7 @@ def _training_length(config: TrainConfig) -> str:
     return f"{config.seconds:.0f} s" if np.isfinite(config.seconds) else f"{config.steps} steps"
 
 
-def _find_prompts(workers, settings, trained: TrainResult, count: int) -> list[list[int]]:
+def _find_prompts(workers: dict[int, TimingWorker], settings, trained: TrainResult, count: int) -> list[list[int]]:
     """Chooses held-out prompts whose plain continuation does not loop, and compiles every setting meanwhile."""
     candidates = held_out_prompts(
         trained.held_out,
@@ -142,7 +143,7 @@ def _find_prompts(workers, settings, trained: TrainResult, count: int) -> list[l
         workers[setting.threads].receive()
     # Drafting is easy on looping text, which would inflate the speed-up.
     _send_prompts(workers, settings[0], candidates)
-    rows = workers[settings[0].threads].answer()["rows"]
+    rows = workers[settings[0].threads].receive()["rows"]
     lively = [prompt for prompt, row in zip(candidates, rows, strict=True) if not is_looping(row["tokens"])]
     return (lively or candidates)[:count]
 
@@ -209,8 +210,8 @@ def _depth_result(depth: int, plain: DecoderSetting, settings, seconds, answers,
     # Pair the times of the same prompt and round, and bootstrap the median ratio by drawing whole prompts, because the
     # rounds of one prompt are not independent.
     pairs = seconds[plain] / seconds[setting]  # [rounds, prompts]
-    drawn = np.random.default_rng(0).integers(pairs.shape[1], size=(2000, pairs.shape[1]))
-    medians = np.median(pairs[:, drawn], axis=(0, 2))
+    (drawn,) = resample(pairs.shape[1])
+    ratio = estimate_from(float(np.median(pairs)), np.median(pairs[:, drawn], axis=(0, 2)))
     # The first token of a text comes from prefill, not from a round.
     tokens = sum(len(row["tokens"]) - 1 for row in rows)
     return DepthResult(
@@ -219,8 +220,8 @@ def _depth_result(depth: int, plain: DecoderSetting, settings, seconds, answers,
         accept_length=accept_length,
         survival=(accepted / steps).tolist(),
         tokens_per_second=tokens / float(np.median(seconds[setting].sum(1))),
-        ratio=float(np.median(pairs)),
-        interval=(float(np.quantile(medians, 0.025)), float(np.quantile(medians, 0.975))),
+        ratio=ratio.value,
+        interval=(ratio.low, ratio.high),
         ideal=costs.ideal_ratio(accept_length, chain_shape(depth)),
     )
 

@@ -221,7 +221,9 @@ def test_depths_that_change_leave_every_cache_true(attention, num_modules, costs
     begin = jax.jit(functools.partial(prefilled, model=model, spec=spec))
     rounds = [jax.jit(functools.partial(advanced, model=model, spec=spec.at_depth(depth))) for depth in range(4)]
     follow_up = jax.jit(
-        lambda params, state, rows: extend_backlog(prepare(model, params), state, model=model, spec=spec, rows=rows),
+        lambda params, state, rows: extend_backlog(
+            prepare(model, params), state, model=model, spec=spec, num_positions=rows
+        ),
         static_argnums=2,
     )
     truth = jax.jit(functools.partial(teacher_forced, model=model, num_modules=num_modules))

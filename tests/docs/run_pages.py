@@ -246,8 +246,7 @@ def main() -> int:
             "JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu"),
             # Programs that one fence compiled serve the next.
             "JAX_COMPILATION_CACHE_DIR": f"{temporary}/compiled",
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
             "MPLBACKEND": "agg",
         }
         for page in pages:

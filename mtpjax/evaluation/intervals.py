@@ -1,0 +1,61 @@
+"""95 % bootstrap intervals, the one way in which this project states how sure a measurement is.
+
+Units are what is drawn again: whole prompts, batches or repeats, because the steps of one of them are correlated. The
+random numbers are fixed, so that a report is reproducible.
+"""
+
+import dataclasses
+
+import numpy as np
+
+NUM_RESAMPLES = 2000  # bootstrap samples per interval
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """A measurement with its 95 % interval; nan if it is undefined."""
+
+    value: float
+    low: float
+    high: float
+
+    def to_dict(self) -> dict[str, float | None]:
+        """Returns the fields for JSON, with None in place of nan."""
+        return {name: None if np.isnan(value) else value for name, value in dataclasses.asdict(self).items()}
+
+
+def resample(*num_units: int) -> tuple[np.ndarray, ...]:
+    """Draws bootstrap samples of several kinds of units, independently of each other.
+
+    Args:
+        num_units: number of units P of each kind, such as prompts and repeats.
+
+    Returns:
+        `[NUM_RESAMPLES, P]` unit numbers of each kind, drawn with replacement.
+    """
+    rng = np.random.default_rng(0)
+    return tuple(rng.integers(count, size=(NUM_RESAMPLES, count)) for count in num_units)
+
+
+def resampled_weights(num_units: int) -> np.ndarray:
+    """Returns how often each of P units is in each bootstrap sample, `[NUM_RESAMPLES, P]`: sums become products."""
+    (units,) = resample(num_units)
+    weights = np.zeros(units.shape)
+    np.add.at(weights, (np.arange(NUM_RESAMPLES)[:, None], units), 1)
+    return weights
+
+
+def estimate_from(value: float, resampled: np.ndarray) -> Estimate:
+    """Makes an estimate from a measurement and its values in the bootstrap samples.
+
+    Args:
+        value: the statistic of all units.
+        resampled: `[NUM_RESAMPLES]` the statistic of each bootstrap sample; nan where it is undefined, which is left
+            out.
+
+    Returns:
+        The value, and the 2.5 % and 97.5 % quantiles of the samples.
+    """
+    defined = resampled[~np.isnan(resampled)]
+    low, high = np.quantile(defined, (0.025, 0.975)) if defined.size else (np.nan, np.nan)
+    return Estimate(float(value), float(low), float(high))
