@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a family names its tensors."""
+    """The naming of a family's tensors."""
 
     trunk: str = "model."  # prefix of embedding, layers and final norm
     mtp: str = "layers"  # MTP modules are further "layers" (DeepSeek, GLM), or under "mtp" (Qwen) or "mimo"

@@ -24,7 +24,7 @@ Index = tuple[tuple[int, int], ...]  # begin, end of each axis of a parameter
 
 @dataclasses.dataclass(frozen=True)
 class ScaleMap:
-    """Where the scales of fp8 tensors are."""
+    """The location of the scales of fp8 tensors."""
 
     names: dict[str, str]  # fp8 tensor -> the tensor of its scales
     block: tuple[int, int] | None  # rows, columns of a tensor that share a scale; `None` without fp8

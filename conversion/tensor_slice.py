@@ -1,4 +1,4 @@
-"""How tensors of a Hugging Face checkpoint map to parameters.
+"""Maps tensors of a Hugging Face checkpoint to parameters.
 
 A parameter (`ParamSpec`) is assembled from `TensorSlice`s. A slice is a rectangle that one tensor and one parameter
 share: some rows of the tensor, reshaped, indexed and transposed. Nothing is added or rounded, so the same slices also
@@ -139,7 +139,7 @@ class ParamSpec:
 
 
 def tensor_slice(name: str, shape, target, *, rows=None, split=None, select=(), axes=None) -> TensorSlice:
-    """Makes a `TensorSlice` with defaults for what is left out.
+    """Makes a `TensorSlice` with defaults for omitted arguments.
 
     Args:
         name: the tensor's name.

@@ -177,7 +177,7 @@ def _concatenate(parts: Sequence[AcceptanceCounts]) -> AcceptanceCounts:
 
 
 class Divergence(NamedTuple):
-    """Where two texts first differ."""
+    """The first difference between two texts."""
 
     position: int  # number of new tokens that both share
     gap: float  # distance between the trunk's logits of the two different tokens; inf where one text ends

@@ -1,4 +1,4 @@
-"""How parameters and states are split over a mesh: parameter path -> axis names, and axis name -> mesh axis."""
+"""Splits parameters and states over a mesh: parameter path -> axis names, and axis name -> mesh axis."""
 
 import itertools
 import re
