@@ -60,6 +60,9 @@ def anchors(path: pathlib.Path) -> frozenset[str]:
         count = found.get(name, 0)
         found[name] = count + 1
         names.add(f"{name}-{count}" if count else name)
+    # A page that includes another file has its headings as well.
+    for included in re.findall(r"^```\{include\} (\S+)$", path.read_text(), flags=re.MULTILINE):
+        names |= anchors((path.parent / included).resolve())
     names |= set(re.findall(r"^\(([\w-]+)\)=\s*$", text, flags=re.MULTILINE))
     return frozenset(names | set(re.findall(r"<a\s+(?:id|name)=\"([^\"]+)\"", text)))
 
