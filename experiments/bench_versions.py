@@ -145,7 +145,10 @@ def main() -> None:
                 for case in options.cases:
                     row = compare(children, folder, case, batch, options.repeats, options.tokens, vocab)
                     rows.append({"model": name, **row})
-                    console.print(f"{name}, batch {batch}, {case}: {row['ratio']:.3f}", highlight=False)
+                    low, high = row["interval"]
+                    console.print(
+                        f"{name}, batch {batch}, {case}: {row['ratio']:.3f} ({low:.3f}-{high:.3f})", highlight=False
+                    )
         for child in children:
             child.close()
     table = Table(title="other's time / own time, with 95 % interval; counts: own (other)")
