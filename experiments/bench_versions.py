@@ -55,18 +55,17 @@ def start(checkout: pathlib.Path, dump: pathlib.Path) -> Child:
 
 
 def count_loop(files: list[str]) -> dict[str, int]:
-    """Counts instructions, copies and bytes of one round: the body of the longest loop of the largest dumped module."""
+    """Counts instructions, copies and bytes of one round: the body of the last loop, behind prefill's."""
     text = max((pathlib.Path(file).read_text() for file in files), key=len)
     computations, entry = parse(text)
-    loops = [one for one in computations[entry].instructions.values() if one.opcode == "while"]
-    bodies = {one.called("body"): len(one.results) for one in loops}
-    within = {body: _reachable(computations, body) for body in bodies}
-    body = max(bodies, key=lambda body: len(within[body]))
+    loop = [one for one in computations[entry].instructions.values() if one.opcode == "while"][-1]
+    body = loop.called("body")
+    within = _reachable(computations, body)
     counter = Counter(computations, declared=lambda *_: 0, turns=lambda _: 1)
     return {
-        "instructions": len(within[body]),
-        "copies": sum(one.opcode in ("copy", "copy-start") for one in within[body]),
-        "bytes": sum(one.total for one in counter.moved(body, [None] * bodies[body])),
+        "instructions": len(within),
+        "copies": sum(one.opcode in ("copy", "copy-start") for one in within),
+        "bytes": sum(one.total for one in counter.moved(body, [None] * len(loop.results))),
     }
 
 
