@@ -1,15 +1,18 @@
 """Compares decoding of this checkout with another one, such as the commit before a change.
 
     git worktree add ../other COMMIT
-    python -m experiments.bench_versions --other ../other [--model runs/quickstart] [--repeats 30] [--quick]
+    python -m experiments.bench_versions --other ../other [--model runs/quickstart] [--starts 8] [--quick]
 
 Each checkout decodes in its own process. The two take turns, and the ratio is taken within each pair of calls, so
-slow drifts of the machine cancel. The result is the median of (other's seconds / own seconds) with a 95 % bootstrap
-interval: above 1, this checkout is faster. The texts must be identical. The optimised HLO of the decoding loop is
-counted as well: instructions, copies, and bytes of one round.
+slow drifts of the machine cancel. The same program can be 10 % slower in one process than in the next, because its
+buffers lie elsewhere in memory, so both processes are started several times. The result is the median over the starts
+of the median of (other's seconds / own seconds), with a 95 % bootstrap interval that resamples starts: above 1, this
+checkout is faster. The texts must be identical. The optimised HLO of the decoding loop is counted as well:
+instructions, copies, and bytes of one round.
 """
 
 import argparse
+import itertools
 import json
 import os
 import pathlib
@@ -83,10 +86,10 @@ def _reachable(computations: Mapping[str, Computation], name: str) -> list[Instr
 def compare(
     children: list[Child], folder: pathlib.Path, case: str, batch: int, repeats: int, tokens: int, vocab: int
 ) -> dict[str, Any]:
-    """Measures one case in both checkouts, turn by turn.
+    """Measures one case in both processes of one start, turn by turn.
 
     Returns:
-        The row of the result: ratio with interval, equality of the texts, and the counts of both loops.
+        The median ratio, equality of the texts, and the counts of both loops.
     """
     num_steps, options = CASES[case]
     prompts = np.random.default_rng(0).integers(1, vocab, (batch, 32)).tolist()
@@ -98,16 +101,26 @@ def compare(
         order = (0, 1) if number % 2 else (1, 0)
         seconds = {which: children[which].ask(**request, options=options)["seconds"] for which in order}
         pairs.append(seconds[1] / seconds[0])
-    (drawn,) = resample(repeats)
-    ratio = estimate_from(float(np.median(pairs)), np.median(np.array(pairs)[drawn], axis=1))
     return {
-        "case": case,
-        "batch": batch,
-        "ratio": ratio.value,
-        "interval": [ratio.low, ratio.high],
+        "ratio": float(np.median(pairs)),
         "identical": first[0]["tokens"] == first[1]["tokens"],
         "own": count_loop(first[0]["modules"]),
         "other": count_loop(first[1]["modules"]),
+    }
+
+
+def summarise(starts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Joins the measurements of all starts of one case."""
+    ratios = np.array([start["ratio"] for start in starts])
+    (drawn,) = resample(len(ratios))
+    ratio = estimate_from(float(np.median(ratios)), np.median(ratios[drawn], axis=1))
+    return {
+        "ratio": ratio.value,
+        "interval": [ratio.low, ratio.high],
+        "starts": ratios.tolist(),
+        "identical": all(start["identical"] for start in starts),
+        "own": starts[0]["own"],
+        "other": starts[0]["other"],
     }
 
 
@@ -118,14 +131,15 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="*", default=["S", "D"], choices=list(SHAPES), help="shapes of bench_decode")
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4], help="batch sizes (default: 1 and 4)")
-    parser.add_argument("--repeats", type=int, default=30, help="pairs of calls per case (default: 30)")
+    parser.add_argument("--starts", type=int, default=8, help="times that both processes are started (default: 8)")
+    parser.add_argument("--repeats", type=int, default=10, help="pairs of calls per case and start (default: 10)")
     parser.add_argument("--tokens", type=int, default=64, help="new tokens per row (default: 64)")
-    parser.add_argument("--quick", action="store_true", help="three pairs of the smallest case: shows that it works")
+    parser.add_argument("--quick", action="store_true", help="the smallest case twice: shows that it works")
     parser.add_argument("--output", type=pathlib.Path, help="JSON file to write")
     options = parser.parse_args()
     if options.quick:
-        options.shapes, options.cases, options.batch, options.repeats = ["S"], ["1 draft"], [1], 3
-    console, rows = Console(), []
+        options.shapes, options.cases, options.batch, options.starts, options.repeats = ["S"], ["1 draft"], [1], 2, 2
+    console = Console()
     with tempfile.TemporaryDirectory() as scratch:
         folders: dict[str, pathlib.Path] = {}
         for shape in options.shapes:
@@ -133,23 +147,22 @@ def main() -> None:
             write_checkpoint(folders[shape], SHAPES[shape], rigged=False)
         if options.model is not None:
             folders[str(options.model)] = options.model.resolve()
-        children = []
-        for number, checkout in enumerate((ROOT, options.other.resolve())):
-            dump = pathlib.Path(scratch) / f"hlo{number}"
-            dump.mkdir()
-            children.append(start(checkout, dump))
-        for name, folder in folders.items():
-            vocab = SHAPES[name].vocab_size if name in SHAPES else 128
-            for batch in options.batch:
-                for case in options.cases:
-                    row = compare(children, folder, case, batch, options.repeats, options.tokens, vocab)
-                    rows.append({"model": name, **row})
-                    low, high = row["interval"]
-                    console.print(
-                        f"{name}, batch {batch}, {case}: {row['ratio']:.3f} ({low:.3f}-{high:.3f})", highlight=False
-                    )
-        for child in children:
-            child.close()
+        cases = list(itertools.product(folders, options.batch, options.cases))
+        found: dict[tuple[str, int, str], list[dict[str, Any]]] = {case: [] for case in cases}
+        for number in range(options.starts):
+            dumps = [pathlib.Path(scratch) / f"hlo{number}-{which}" for which in range(2)]
+            for dump in dumps:
+                dump.mkdir()
+            children = [start(*each) for each in zip((ROOT, options.other.resolve()), dumps, strict=True)]
+            for name, batch, case in cases:
+                vocab = SHAPES[name].vocab_size if name in SHAPES else 128
+                measured = compare(children, folders[name], case, batch, options.repeats, options.tokens, vocab)
+                found[name, batch, case].append(measured)
+                place = f"start {number + 1}: {name}, batch {batch}, {case}"
+                console.print(f"{place}: {measured['ratio']:.3f}", highlight=False)
+            for child in children:
+                child.close()
+    rows = [{"model": case[0], "batch": case[1], "case": case[2], **summarise(found[case])} for case in cases]
     table = Table(title="other's time / own time, with 95 % interval; counts: own (other)")
     for heading in ("model", "batch", "case", "ratio", "texts", "instructions", "copies", "MB"):
         table.add_column(heading, no_wrap=True)
