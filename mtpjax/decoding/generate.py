@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,15 +21,9 @@ from mtpjax.decoding.result import GenerationResult, collect
 from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.decoding.sampling_params import temperatures
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import DecodeState, empty_state
+from mtpjax.decoding.state import DecodeState, NewRows, empty_state, start_rows
 from mtpjax.models.model import MTPModel
 from mtpjax.models.sharding import mesh_of, shard_params, shard_state
-
-# Jitted, so that one dispatch allocates all buffers of a state.
-_empty_state_on_device = jax.jit(
-    empty_state,
-    static_argnames=("model", "drafter", "spec", "batch", "capacity", "stops_shape", "features", "dtype"),
-)
 
 
 def generate(
@@ -150,7 +145,6 @@ def speculative_generate(
     rows = make_new_rows(
         prompts, model=model, config=config, limit=limit, capacity=capacity, sampling=sampling, key=key
     )
-    _, max_stops, max_stop_length = rows.settings.stops.shape
     state = make_state(
         params,
         model=model,
@@ -159,16 +153,17 @@ def speculative_generate(
         spec=spec,
         batch=B,
         capacity=capacity,
-        stops_shape=(max_stops, max_stop_length),
+        stops_shape=rows.settings.stops.shape[1:],
         features=rows.settings.sampling.features,
+        rows=rows,
     )
     # 4. Move everything to the mesh and run the compiled call: prefill, then rounds until every row is done.
     if mesh is not None:
-        params, state, rows = shard_params(params, mesh), shard_state(state, mesh), shard_state(rows, mesh)
+        params, state = shard_params(params, mesh), shard_state(state, mesh)
     if draft_params is None:
         draft_params = drafter.default_params(params, config, model=model)
     with device_settings(params, resolved_mesh):
-        state = decode(params, draft_params, state, rows, model=model, drafter=drafter, spec=spec)
+        state = decode(params, draft_params, state, model=model, drafter=drafter, spec=spec)
     return collect(state, is_exact=spec.is_exact)
 
 
@@ -201,10 +196,14 @@ def make_state(
     spec: DecodeSpec,
     batch: int,
     capacity: int,
-    stops_shape: tuple[int, int],
+    stops_shape: tuple[int, ...],
     features: SamplingFeatures,
+    rows: NewRows | None = None,
 ) -> DecodeState:
-    """Makes a state of B free slots on the device; arguments as in `empty_state`."""
+    """Makes a state of B slots on the device: all free, or with the requests `rows` before their prefill.
+
+    The other arguments are those of `empty_state`.
+    """
     # An adaptive call whose costs can never pay disables drafting, so that it does not keep a drafter up to date.
     costs = rates = None
     is_disabled = False
@@ -212,7 +211,8 @@ def make_state(
         costs = np.asarray(config.depth_costs, np.float32)
         rates = None if config.depth_rates is None else np.asarray(config.depth_rates, np.float32)
         is_disabled = not can_speed_up(costs)
-    return _empty_state_on_device(
+    return _make_state(
+        rows,
         model=model,
         drafter=drafter,
         spec=spec,
@@ -225,6 +225,16 @@ def make_state(
         depth_rates=rates,
         drafting_disabled=np.bool_(is_disabled),
     )
+
+
+# Jitted, so that one dispatch transfers the requests and allocates all buffers of a state.
+@functools.partial(
+    jax.jit,
+    static_argnames=("model", "drafter", "spec", "batch", "capacity", "stops_shape", "features", "dtype"),
+)
+def _make_state(rows: NewRows | None, *, model: MTPModel, **arguments: Any) -> DecodeState:
+    state = empty_state(model=model, **arguments)
+    return state if rows is None else start_rows(state, rows, vocab_size=model.config.vocab_size)
 
 
 @contextlib.contextmanager

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 from mtpjax.decoding.commit import commit
 from mtpjax.decoding.drafters.base import Drafter
-from mtpjax.decoding.prefill import insert_rows
+from mtpjax.decoding.prefill import prefill
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import DecodeState, NewRows
+from mtpjax.decoding.state import DecodeState
 from mtpjax.decoding.verify import accept, verify
 from mtpjax.models.model import MTPModel
 
@@ -145,7 +145,6 @@ def decode(
     params: dict,
     draft_params: Any,
     state: DecodeState,
-    rows: NewRows,
     *,
     model: MTPModel,
     drafter: Drafter,
@@ -158,8 +157,7 @@ def decode(
     Args:
         params: model parameters.
         draft_params: the drafter's own parameters.
-        state: an empty state of B slots; donated.
-        rows: B requests.
+        state: B requests with empty caches (`start_rows`); donated.
         model: the model.
         drafter: the draft method.
         spec: the shape of a round.
@@ -169,5 +167,5 @@ def decode(
     """
     # Work that depends only on parameters, such as gathering a reduced head, runs once here instead of in every round.
     prepared = drafter.prepare(params, draft_params, model=model, dtype=params["embedding"].dtype)
-    state = insert_rows(params, prepared, state, rows, model=model, drafter=drafter, spec=spec)
+    state = prefill(params, prepared, state, model=model, drafter=drafter, spec=spec)
     return run_rounds(params, prepared, state, model=model, drafter=drafter, spec=spec)

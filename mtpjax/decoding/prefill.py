@@ -23,7 +23,7 @@ def insert_rows(
     prepared: Any,
     state: DecodeState,
     rows: NewRows,
-    slots: jax.Array | None = None,
+    slots: jax.Array,
     *,
     model: MTPModel,
     drafter: Drafter,
@@ -37,7 +37,7 @@ def insert_rows(
         state: a state; the slots that the requests enter should be done.
         rows: R requests.
         slots: `[R]` int32, the slot of each request. Requests with a slot index outside the state are dropped, so a
-            caller can pad R. None: R is the number of slots, and request r enters slot r.
+            caller can pad R.
         model: the model.
         drafter: the draft method.
         spec: the shape of a round.
@@ -45,19 +45,16 @@ def insert_rows(
     Returns:
         The state with these rows running, each with one new token.
     """
-    if slots is not None:
-        # Copy the slots into a state of R rows, prefill that, and write it back. The other rows cost nothing.
-        row_state = gather_rows(state, slots)
-        row_state = insert_rows(params, prepared, row_state, rows, model=model, drafter=drafter, spec=spec)
-        return scatter_rows(state, row_state, slots)
-    chex.assert_shape(rows.tokens, state.tokens.shape)
-    chex.assert_shape((rows.length, rows.num_cached), state.length.shape)
-    start = _prefill_start(state, rows, model=model, drafter=drafter)
+    chex.assert_shape((rows.length, rows.num_cached), (rows.tokens.shape[0],))
+    # Copy the slots into a state of R rows, prefill that, and write it back. The other rows cost nothing.
+    row_state = gather_rows(state, slots)
+    start = _prefill_start(row_state, rows, model=model, drafter=drafter)
     # Attention masks slots behind the text, so old entries may stay. A recurrent layer has one running state, which
     # must be zero at the start of a text.
-    state = state.replace(trunk=reset_rows(state.trunk, start == 0))
-    state = start_rows(state, rows, vocab_size=model.config.vocab_size)
-    return prefill(params, prepared, state, start, model=model, drafter=drafter, spec=spec)
+    row_state = row_state.replace(trunk=reset_rows(row_state.trunk, start == 0))
+    row_state = start_rows(row_state, rows, vocab_size=model.config.vocab_size)
+    row_state = prefill(params, prepared, row_state, start, model=model, drafter=drafter, spec=spec)
+    return scatter_rows(state, row_state, slots)
 
 
 def _prefill_start(state: DecodeState, rows: NewRows, *, model: MTPModel, drafter: Drafter) -> jax.Array:
@@ -77,7 +74,7 @@ def prefill(
     params: dict,
     prepared: Any,
     state: DecodeState,
-    start: jax.Array,
+    start: jax.Array | None = None,
     *,
     model: MTPModel,
     drafter: Drafter,
@@ -89,7 +86,7 @@ def prefill(
         params: model parameters.
         prepared: the drafter's prepared parameters (`Drafter.prepare`).
         state: rows whose committed text is the prompt.
-        start: `[B]` int32 first position to process; the caches hold the positions before it.
+        start: `[B]` int32 first position to process; the caches hold the positions before it. None: 0 for every row.
         model: the model.
         drafter: the draft method.
         spec: the shape of a round.
@@ -102,13 +99,18 @@ def prefill(
     apply = bind(model, params)
     capacity, chunk_width, length = state.tokens.shape[1], spec.prefill_chunk, state.length
     B, dtype = len(length), params["embedding"].dtype
-    num_chunks = (jnp.maximum(length - start, 0).max() + chunk_width - 1) // chunk_width
+    num_to_process = length if start is None else jnp.maximum(length - start, 0)
+    num_chunks = (num_to_process.max() + chunk_width - 1) // chunk_width
 
     def process_chunk(carry):
         index, trunk, draft_state, last_hidden = carry
         # 1. Take each row's next tokens. Rows of different lengths share the passes: a row that is complete processes
         #    garbage in the slots behind its text, where later passes overwrite it.
-        chunk_start = jnp.minimum(start + index * chunk_width, length)
+        #    Without `start` the position is one number for all rows, so XLA computes masks and angles only once.
+        if start is None:
+            chunk_start = jnp.full_like(length, index * chunk_width)
+        else:
+            chunk_start = jnp.minimum(start + index * chunk_width, length)
         num_valid = jnp.clip(length - chunk_start, 0, chunk_width)
         view = cached_view(model.config, chunk_start, chunk_width, capacity, num_valid=num_valid)
         tokens = read_rows(state.tokens, chunk_start, chunk_width)

@@ -1,6 +1,7 @@
 """Sampling parameters on the host: checks `SamplingParams` and converts them to arrays for a batch."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -130,11 +131,13 @@ def _per_row_numbers(
         raise ValueError(f"{name} must be a number or one per row, got {getattr(sampling, name)!r}") from error
     if values.ndim > 1 or (values.ndim and len(values) != batch):
         raise ValueError(f"{name} has shape {values.shape}, but there are {batch} rows")
-    if not (np.isfinite(values).all() and (values >= min_value).all() and (values <= max_value).all()):
-        raise ValueError(f"{name} {getattr(sampling, name)} must be within {min_value}..{max_value}")
-    if np.issubdtype(dtype, np.integer) and (values != np.round(values)).any():
-        raise ValueError(f"{name} must be an integer, got {getattr(sampling, name)}")
-    return np.broadcast_to(np.minimum(values, np.iinfo(np.int32).max).astype(dtype), (batch,)).copy()
+    # Plain numbers are compared faster than small arrays, and this runs for every option of every call.
+    for value in values.reshape(-1).tolist():
+        if not (min_value <= value <= max_value and math.isfinite(value)):
+            raise ValueError(f"{name} {getattr(sampling, name)} must be within {min_value}..{max_value}")
+        if dtype is np.int32 and not value.is_integer():
+            raise ValueError(f"{name} must be an integer, got {getattr(sampling, name)}")
+    return np.full(batch, np.minimum(values, 2**31 - 1), dtype)
 
 
 def _per_row_values(name: str, value: Any, batch: int, is_single_value: Callable[[Any], bool]) -> list[Any]:

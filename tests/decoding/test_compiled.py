@@ -19,7 +19,7 @@ from mtpjax.decoding.drafters.mtp import MTPDrafter
 from mtpjax.decoding.loop import decode
 from mtpjax.decoding.sampling import SamplingArrays
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import NewRows, empty_state
+from mtpjax.decoding.state import NewRows, empty_state, start_rows
 from mtpjax.models.params import param_shapes
 from mtpjax.models.presets import presets
 from mtpjax.models.quantized import BlockScaled
@@ -192,7 +192,8 @@ def call_of(config, batch, spec, *, platform="cpu", dtype=jnp.float32, has_fp8_e
             depth_costs=jnp.ones(spec.num_steps + 1) if spec.is_adaptive else None,
         )
         own = drafter.default_params(params, DecodeConfig(), model=model)
-        return params, own, state, NewRows.without_stops(jnp.zeros((batch, SLOTS), jnp.int32), one, one, sampling)
+        rows = NewRows.without_stops(jnp.zeros((batch, SLOTS), jnp.int32), one, one, sampling)
+        return params, own, start_rows(state, rows, vocab_size=config.vocab_size)
 
     return functools.partial(decode, model=model, drafter=drafter, spec=spec), jax.eval_shape(make)
 

@@ -11,10 +11,10 @@ from mtpjax import DecodeConfig
 from mtpjax.decoding.drafters.modules import extend_backlog, num_pending
 from mtpjax.decoding.drafters.mtp import MTPDrafter
 from mtpjax.decoding.loop import decode, run_round
-from mtpjax.decoding.prefill import insert_rows
+from mtpjax.decoding.prefill import prefill
 from mtpjax.decoding.sampling import SamplingArrays
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import NewRows, empty_state
+from mtpjax.decoding.state import NewRows, empty_state, start_rows
 from mtpjax.models.cache import empty_cache
 from mtpjax.models.forward import shift_left
 from mtpjax.models.masks import cached_view, full_view
@@ -81,7 +81,8 @@ def prepare(model, params):
 
 
 def prefilled(params, state, rows, *, model, spec):
-    return insert_rows(params, prepare(model, params), spoil(state), rows, model=model, drafter=DRAFTER, spec=spec)
+    state = start_rows(spoil(state), rows, vocab_size=model.config.vocab_size)
+    return prefill(params, prepare(model, params), state, model=model, drafter=DRAFTER, spec=spec)
 
 
 def advanced(params, state, *, model, spec):
@@ -199,8 +200,12 @@ def test_a_tree_or_a_window_reads_nothing_else(changes, small):
 def assert_reads_nothing_else(model, params, spec):
     own = DRAFTER.default_params(params, DecodeConfig(), model=model)
     statics = {"model": model, "drafter": DRAFTER, "spec": spec}
-    clean = decode(params, own, free_state(model, spec), new_rows(spec), **statics)
-    spoiled = decode(params, own, spoil(free_state(model, spec)), new_rows(spec), **statics)
+
+    def started(state):
+        return start_rows(state, new_rows(spec), vocab_size=model.config.vocab_size)
+
+    clean = decode(params, own, started(free_state(model, spec)), **statics)
+    spoiled = decode(params, own, started(spoil(free_state(model, spec))), **statics)
     for name in ("length", "steps", "accepted", "discarded", "stopped"):
         assert (getattr(clean, name) == getattr(spoiled, name)).all()
     for row, limit in enumerate(LIMITS):

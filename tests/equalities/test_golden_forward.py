@@ -10,10 +10,10 @@ import pytest
 import mtpjax
 from mtpjax import DecodeConfig, ModelConfig, MTPModel, forward, generate, speculative_generate
 from mtpjax.decoding.drafters.mtp import MTPDrafter
-from mtpjax.decoding.prefill import insert_rows
+from mtpjax.decoding.prefill import prefill
 from mtpjax.decoding.sampling import SamplingArrays
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import NewRows, empty_state
+from mtpjax.decoding.state import NewRows, empty_state, start_rows
 from mtpjax.models.params import param_shapes
 from tests.golden import MTP_SETS, RECYCLING, SETS, path
 
@@ -157,7 +157,7 @@ def test_drafted_tokens_match(name, load):
         prepared = drafter.prepare(
             params, drafter.default_params(params, DecodeConfig(), model=model), model=model, dtype=None
         )
-        state = insert_rows(params, prepared, state, batch, **statics)
+        state = prefill(params, prepared, start_rows(state, batch, vocab_size=model.config.vocab_size), **statics)
         return drafter.propose(prepared, state, model=model, spec=spec)[1].tokens
 
     tokens = np.asarray(draft(params, state, batch))
