@@ -18,8 +18,8 @@ from typing import Any
 
 from conversion.families import Layout
 from conversion.files import INDEX, CheckpointFiles
-from conversion.gguf_files import open_checkpoint
 from conversion.fp8_blocks import dequantized_blocks
+from conversion.gguf_files import open_checkpoint
 from conversion.load_plan import LoadPlan, make_plan
 from conversion.read_params import BF16
 from conversion.shards import TensorEntry, copy_files, entry_of, index_bytes, make_shard, write_shards

@@ -52,7 +52,9 @@ class CheckpointFiles:
         self.path, self.strict = pathlib.Path(directory), strict
         self._nonfinite: dict[tuple[str, int], int] = {}  # (tensor, first row) -> count
         if is_gguf(self.path) and self.path.is_file():
-            raise CheckpointFileError(f"{self.path} is a GGUF file; convert it first: mtpjax convert {self.path} FOLDER")
+            raise CheckpointFileError(
+                f"{self.path} is a GGUF file; convert it first: mtpjax convert {self.path} FOLDER"
+            )
         if not self.path.is_dir():
             raise CheckpointFileError(f"{self.path} is not a directory")
         # Symlinks may lead to this folder and below; see `mtpjax.safe_open`.

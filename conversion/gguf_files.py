@@ -1,7 +1,8 @@
 """Reads a GGUF file as if it were a Hugging Face directory: tensors under their names there, dequantized row by row.
 
-Quantized tensors become float32, as do all others unless every matrix of the file is bfloat16. `gguf.quants`
-dequantizes. Opening and reading follow the rules of `conversion.files`: regular files only, and sizes before memory.
+Quantized tensors become float32, as do all others unless every matrix of the file is bfloat16; then its norms, which
+llama.cpp widens to float32, are bfloat16 again. `gguf.quants` dequantizes. Opening and reading follow the rules of
+`conversion.files`: regular files only, and sizes before memory.
 """
 
 import json

@@ -67,7 +67,8 @@ def parse_header(descriptor: int, path, block_sizes: dict[int, tuple[int, int]])
     num_tensors, num_keys = cursor.number("<Q"), cursor.number("<Q")
     if num_tensors > MAX_TENSORS or num_keys > MAX_KEYS:
         raise CheckpointFileError(
-            f"{path} claims {num_tensors} tensors and {num_keys} keys; at most {MAX_TENSORS} and {MAX_KEYS} are accepted"
+            f"{path} claims {num_tensors} tensors and {num_keys} keys; at most {MAX_TENSORS} and {MAX_KEYS} are"
+            " accepted"
         )
     # Metadata: key, value type, value.
     metadata: dict[str, Any] = {}
@@ -175,7 +176,8 @@ class _Cursor:
             dtype = np.dtype(SCALARS[kind])
             if count * dtype.itemsize > MAX_ARRAY_BYTES:
                 raise CheckpointFileError(
-                    f"{self.path}: an array of {count} numbers before byte {self.offset}; at most {MAX_ARRAY_BYTES} bytes"
+                    f"{self.path}: an array of {count} numbers before byte {self.offset}; at most"
+                    f" {MAX_ARRAY_BYTES} bytes are accepted"
                 )
             return np.frombuffer(self.take(count * dtype.itemsize), dtype)
         if kind != STRING:

@@ -27,8 +27,8 @@ def add_commands(commands) -> None:
     commands.add_subcommand("inspect", inspect, help="show family, sizes, dtypes, missing tensors, memory per device")
 
     convert = jsonargparse.ArgumentParser(
-        description="Convert a Hugging Face directory or a GGUF file to an mtpjax checkpoint, or an mtpjax checkpoint to a Hugging "
-        "Face directory. Converting back gives the same bytes for everything that has not changed."
+        description="Convert a Hugging Face directory or a GGUF file to an mtpjax checkpoint, or an mtpjax checkpoint "
+        "to a Hugging Face directory. Converting back gives the same bytes for everything that has not changed."
     )
     convert.add_argument("source", help="folder or GGUF file to read")
     convert.add_argument("target", help="folder to write; it appears only when it is complete")
