@@ -79,6 +79,8 @@ def describe_config(header: GGUFHeader, tokens: dict[str, Any], rope_factors: np
         value = values.get(f"{architecture}.{key}", default)
         if value is None:
             raise ConfigError(f"the GGUF file lacks {architecture}.{key}")
+        if isinstance(value, (list, np.ndarray)):
+            raise ConfigError(f"{architecture}.{key} is an array of {len(value)} values; supported: one value")
         return value
 
     if get("expert_count", 0):
@@ -92,6 +94,11 @@ def describe_config(header: GGUFHeader, tokens: dict[str, Any], rope_factors: np
             raise ConfigError(f"{architecture}.{key} is {get(key)!r}, and the head size {head_dim!r}: not supported")
     if not isinstance(head_dim, int) or head_dim < 2 or head_dim % 2:
         raise ConfigError(f"the head size is {head_dim!r}, not an even number")
+    # The names of all layers are listed before any is looked up, so a wrong count must not get that far.
+    if not isinstance(get("block_count"), int) or get("block_count") > len(header.tensors):
+        raise ConfigError(
+            f"{architecture}.block_count is {get('block_count')!r}, and the file has {len(header.tensors)} tensors"
+        )
     vocabulary = header.tensors.get("token_embd.weight")
     return {
         "model_type": ARCHITECTURES[architecture],
@@ -125,12 +132,14 @@ def _rope_scaling(get, head_dim: int, factors: np.ndarray | None) -> dict[str, A
 
 def _llama3_scaling(factors: np.ndarray, theta: float, head_dim: int) -> dict[str, Any]:
     """Recognizes Llama 3.1's settings, of which the file keeps only the factor of each frequency."""
+    if factors.shape != (head_dim // 2,) or not isinstance(theta, (int, float)) or not theta > 0:
+        raise ConfigError(f"{ROPE_FACTORS} has shape {list(factors.shape)}, and rope.freq_base is {theta!r}")
     # The lowest frequencies are divided by the factor itself; the other settings are the same in all releases.
     factor, low, high, original = float(factors.max()), 1.0, 4.0, 8192
     wavelengths = 2 * math.pi * float(theta) ** (np.arange(0, head_dim, 2) / head_dim)
     smooth = np.clip((original / wavelengths - low) / (high - low), 0, 1)
     expected = 1 / ((1 - smooth) / factor + smooth)
-    if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-4):
+    if not np.allclose(factors, expected, rtol=1e-4):
         raise ConfigError(f"{ROPE_FACTORS} holds other factors than Llama 3.1's: not supported")
     return {
         "rope_type": "llama3",

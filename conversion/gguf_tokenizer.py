@@ -30,7 +30,7 @@ def tokenizer_files(metadata: dict[str, Any]) -> dict[str, Any]:
     kind = metadata.get("tokenizer.ggml.model")
     if kind is None:
         return {}
-    if kind != "gpt2":
+    if not isinstance(kind, str) or kind != "gpt2":
         raise TokenizerError(f"unsupported GGUF tokenizer {kind!r}; supported: 'gpt2' (byte-level BPE)")
     # Names that are not UTF-8 cannot be written as JSON, and repeated ones would lose an id.
     tokens, merges = _strings(metadata, "tokens"), _strings(metadata, "merges")
@@ -42,6 +42,8 @@ def tokenizer_files(metadata: dict[str, Any]) -> dict[str, Any]:
         raise TokenizerError(f"tokenizer.ggml.token_type must have {len(tokens)} entries, one per token")
     added = [_added_token(int(i), tokens[i], types[i] == CONTROL) for i in np.flatnonzero((types == 3) | (types == 4))]
     pre = metadata.get("tokenizer.ggml.pre", "default")
+    if not isinstance(pre, str):
+        raise TokenizerError("tokenizer.ggml.pre is not a string")
     normalizer, pre_tokenizer = _pre_tokenizer(pre)
     model = {
         "type": "BPE",

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import struct
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,8 @@ import pytest
 
 import mtpjax
 from conversion.files import CheckpointFiles
+from conversion.gguf_header import GGUFHeader
+from conversion.gguf_names import describe_config
 from conversion.gguf_tokenizer import tokenizer_files
 from mtpjax.cli.main import main
 from mtpjax.data.tokenizer import load_tokenizer
@@ -66,12 +69,14 @@ def byte_tokens():
     return sorted(ByteLevel.alphabet())
 
 
-def write_gguf(path, architecture="llama", kind="F32", drop=(), metadata=None):
+def write_gguf(
+    path, architecture="llama", kind="F32", drop=(), metadata=None, layers=LAYERS, factors=None, base=10000.0
+):
     """Writes a small model with a tokenizer; returns the weights under Hugging Face's names, as the file holds them."""
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], LAYERS)
     kind = gguf.GGMLQuantizationType[kind]
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_block_count(LAYERS)
+    writer.add_block_count(layers)
     writer.add_context_length(128)
     writer.add_embedding_length(D)
     writer.add_feed_forward_length(F)
@@ -80,7 +85,7 @@ def write_gguf(path, architecture="llama", kind="F32", drop=(), metadata=None):
     writer.add_key_length(H)
     writer.add_value_length(H)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_freq_base(base)
     letters = byte_tokens()
     tokens = ["<s>", "</s>", *letters, "he", "ll", "hell", "hello", *(f"<{i}>" for i in range(V - 262))]
     writer.add_tokenizer_model("gpt2")
@@ -93,6 +98,8 @@ def write_gguf(path, architecture="llama", kind="F32", drop=(), metadata=None):
     writer.add_chat_template(TEMPLATE)
     for key, value in (metadata or {}).items():
         writer.add_uint32(key, value)
+    if factors is not None:
+        writer.add_tensor("rope_freqs.weight", factors)
     held = {}
     for name, weight in weights(architecture).items():
         stored, heads = weight, {"q": HEADS, "k": KV_HEADS}.get(name.split(".")[-2][0])
@@ -197,6 +204,33 @@ def test_experts_are_rejected(tmp_path):
         mtpjax.load(tmp_path / "model.gguf")
 
 
+def test_a_count_of_layers_beyond_the_tensors_is_rejected(tmp_path):
+    write_gguf(tmp_path / "model.gguf", layers=1 << 30)
+    with pytest.raises(CheckpointError, match=r"block_count is 1073741824, and the file has 20 tensors"):
+        mtpjax.load(tmp_path / "model.gguf")
+
+
+def test_values_of_the_wrong_kind_are_rejected():
+    header = GGUFHeader({"general.architecture": "llama", "llama.expert_count": np.zeros(3)}, {})
+    with pytest.raises(CheckpointError, match="expert_count is an array of 3 values"):
+        describe_config(header, {})
+    with pytest.raises(TokenizerError, match="unsupported GGUF tokenizer"):
+        tokenizer_files({"tokenizer.ggml.model": np.zeros(3)})
+
+
+def test_rotary_factors_of_llama3_are_recognized(tmp_path):
+    write_gguf(tmp_path / "model.gguf", factors=np.linspace(1, 8, H // 2, dtype=np.float32), base=1e6)
+    with pytest.raises(CheckpointError, match="other factors"):
+        mtpjax.load(tmp_path / "model.gguf")
+    # As llama.cpp writes them: 1 for short waves, the factor for long ones, and a smooth change between.
+    waves = 2 * np.pi * 1e6 ** (np.arange(0, H, 2) / H)
+    smooth = (8192 / waves - 1) / 3
+    factors = np.where(waves < 2048, 1, np.where(waves > 8192, 8, 1 / ((1 - smooth) / 8 + smooth)))
+    write_gguf(tmp_path / "model.gguf", factors=factors.astype(np.float32), base=1e6)
+    scaling = mtpjax.load(tmp_path / "model.gguf")[0].config.rope_scaling
+    assert (scaling.factor, scaling.low_freq_factor, scaling.original_max_position_embeddings) == (8, 1, 8192)
+
+
 def test_every_truncation_is_one_plain_line(tmp_path):
     write_gguf(tmp_path / "model.gguf")
     whole = (tmp_path / "model.gguf").read_bytes()
@@ -259,3 +293,10 @@ def test_other_tokenizers_are_rejected():
     broken = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "a"], "tokenizer.ggml.merges": []}
     with pytest.raises(TokenizerError, match="1 tokens twice"):
         tokenizer_files(broken)
+
+
+def test_without_the_package_the_error_names_the_extra(tmp_path, monkeypatch):
+    write_gguf(tmp_path / "model.gguf")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(CheckpointError, match=r"pip install 'mtpjax\[gguf\]'"):
+        mtpjax.load(tmp_path / "model.gguf")
