@@ -19,6 +19,7 @@ from typing import Any
 from conversion.families import Layout
 from conversion.files import INDEX, CheckpointFiles
 from conversion.fp8_blocks import dequantized_blocks
+from conversion.gguf_files import open_checkpoint
 from conversion.load_plan import LoadPlan, make_plan
 from conversion.read_params import BF16
 from conversion.shards import TensorEntry, copy_files, entry_of, index_bytes, make_shard, write_shards
@@ -59,7 +60,7 @@ def export_mtp(source, target, *, model_type: str | None = None, progress: Calla
         ConfigError: its configuration is damaged or not supported.
         FileExistsError: `target` is neither empty nor an export.
     """
-    with CheckpointFiles(source) as files:
+    with open_checkpoint(source) as files:
         plan = make_plan(files, model_type=model_type, allow_extra=True)
         config = plan.config
         if not config.num_mtp_modules:

@@ -11,6 +11,7 @@ from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh
 
 from conversion.files import CheckpointFiles
+from conversion.gguf_files import open_checkpoint
 from conversion.load_plan import LoadPlan, make_plan
 from conversion.read_params import E4M3, Index, read_as, read_scales, read_values, scale_spec
 from mtpjax.errors import CheckpointFileError
@@ -46,7 +47,7 @@ def load(
         CheckpointFileError: the files are damaged, incomplete or not supported, or do not fit into memory.
         ConfigError: `config.json` is damaged or not supported.
     """
-    with CheckpointFiles(path, strict=strict) as files:
+    with open_checkpoint(path, strict=strict) as files:
         # Check everything that headers can tell before any weight is read.
         plan = make_plan(files, dtype=dtype, allow_extra=allow_extra)
         _check_memory(plan, mesh)

@@ -18,17 +18,19 @@ def add_commands(commands) -> None:
         description="Describe a checkpoint without reading its weights. The exit code is 3 if tensors are missing or "
         "unknown."
     )
-    inspect.add_argument("path", help="a Hugging Face directory, an mtpjax checkpoint, or a run folder that holds one")
+    inspect.add_argument(
+        "path", help="a Hugging Face directory, a GGUF file, an mtpjax checkpoint, or a run folder that holds one"
+    )
     inspect.add_argument("--mesh", default="", help="mesh to divide the memory by, such as tensor=8,expert=4")
     inspect.add_argument("--json", action="store_true", help="print everything as JSON")
     _add_model_type_flag(inspect)
     commands.add_subcommand("inspect", inspect, help="show family, sizes, dtypes, missing tensors, memory per device")
 
     convert = jsonargparse.ArgumentParser(
-        description="Convert a Hugging Face directory to an mtpjax checkpoint, or an mtpjax checkpoint to a Hugging "
-        "Face directory. Converting back gives the same bytes for everything that has not changed."
+        description="Convert a Hugging Face directory or a GGUF file to an mtpjax checkpoint, or an mtpjax checkpoint "
+        "to a Hugging Face directory. Converting back gives the same bytes for everything that has not changed."
     )
-    convert.add_argument("source", help="folder to read")
+    convert.add_argument("source", help="folder or GGUF file to read")
     convert.add_argument("target", help="folder to write; it appears only when it is complete")
     convert.add_argument(
         "--dtype", default=None, help="float32, float16 or bfloat16 (default: keep each dtype, also fp8)"

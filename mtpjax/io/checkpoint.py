@@ -29,6 +29,7 @@ from mtpjax.models.config import ModelConfig
 from mtpjax.models.model import MTPModel
 from mtpjax.models.quantized import is_scaled
 from mtpjax.models.sharding import shard_params
+from mtpjax.safe_open import is_gguf
 
 
 class SavableTokenizer(Protocol):
@@ -109,14 +110,14 @@ def save_model(
 
 
 def load(path, *, dtype=None, mesh: Mesh | None = None) -> tuple[MTPModel, dict]:
-    """Loads a model from an mtpjax checkpoint, a run folder, or a Hugging Face directory.
+    """Loads a model from an mtpjax checkpoint, a run folder, a Hugging Face directory, or a GGUF file.
 
     If the checkpoint has a tokenizer with fewer tokens than the vocabulary has rows, `model.config.num_tokens` is set,
     and decoding never samples the padding rows.
 
     Args:
         path: an mtpjax checkpoint, a run folder of `mtpjax train`, or a Hugging Face directory with safetensors files
-            of a supported family.
+            of a supported family, or a `.gguf` file (extra `gguf`), whose quantized weights become float32.
         dtype: dtype to cast the parameters to. `None` keeps the dtypes of the files; block-quantized fp8 weights stay
             fp8 with their scales (`BlockScaled`).
         mesh: lays the parameters out over this mesh; each process reads only what its devices hold.
@@ -143,8 +144,8 @@ def load(path, *, dtype=None, mesh: Mesh | None = None) -> tuple[MTPModel, dict]
         (32, 16)
     """
     path = find_checkpoint(path)
-    # A Hugging Face directory: `conversion` reads it in place, without an mtpjax copy on disk.
-    if not is_checkpoint(path) and (path / CONFIG_FILE).is_file():
+    # A Hugging Face directory or GGUF file: `conversion` reads it in place, without an mtpjax copy on disk.
+    if is_gguf(path) or (not is_checkpoint(path) and (path / CONFIG_FILE).is_file()):
         from conversion.load import load as load_hugging_face
 
         model, params = load_hugging_face(path, dtype=dtype, mesh=mesh)

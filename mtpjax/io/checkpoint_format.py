@@ -18,6 +18,7 @@ from mtpjax.errors import CheckpointError
 
 FORMAT = "mtpjax-checkpoint"
 VERSION = 1
+GGUF_DIGEST_BYTES = 16 << 20  # of a GGUF file, read to identify it
 CONFIG_FILE, DIGESTS_FILE, ARRAYS_FOLDER = "config.json", "digests.json", "params"
 
 
@@ -56,7 +57,9 @@ def checkpoint_bytes(path) -> int:
     Returns:
         Bytes on disk; 0 if there are no files.
     """
-    return sum(file.stat().st_size for file in find_checkpoint(path).rglob("*") if file.is_file())
+    found = find_checkpoint(path)
+    # `rglob` of a file yields nothing, so this holds for a GGUF file too.
+    return sum(file.stat().st_size for file in (found, *found.rglob("*")) if file.is_file())
 
 
 def checkpoint_digest(path: pathlib.Path) -> str:
@@ -73,6 +76,11 @@ def checkpoint_digest(path: pathlib.Path) -> str:
     # Digests of an mtpjax checkpoint cover its weights. For a Hugging Face directory the file sizes stand in.
     described = [path / name for name in (DIGESTS_FILE, CONFIG_FILE, "model.safetensors.index.json")]
     whole = hashlib.sha256(b"".join(file.read_bytes() for file in described if file.is_file()))
+    # A GGUF file has its metadata at its beginning: hash that, and the size.
+    if path.is_file():
+        with open(path, "rb") as stream:
+            whole.update(stream.read(GGUF_DIGEST_BYTES))
+        whole.update(str(path.stat().st_size).encode())
     for file in sorted(path.glob("*.safetensors")):
         whole.update(f"{file.name} {file.stat().st_size}".encode())
     return whole.hexdigest()

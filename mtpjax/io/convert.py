@@ -16,6 +16,7 @@ import numpy as np
 from conversion.export import TensorAssembler
 from conversion.families import FAMILIES, Layout
 from conversion.files import INDEX, CheckpointFiles
+from conversion.gguf_files import open_checkpoint
 from conversion.hf_config import parse_config
 from conversion.hf_config_write import describe_config, edit_config
 from conversion.load_plan import LoadPlan, make_plan
@@ -72,7 +73,7 @@ def to_mtpjax(
         ConfigError: its configuration is damaged or not supported.
         FileExistsError: `target` is neither empty nor a checkpoint.
     """
-    with CheckpointFiles(source, strict=strict) as files:
+    with open_checkpoint(source, strict=strict) as files:
         # Only headers are read here. Weights are read while the checkpoint is saved, a chunk at a time.
         plan = make_plan(files, dtype=dtype, model_type=model_type, allow_extra=allow_extra)
         params = unflatten({path: _streamed_param(files, plan, path, progress) for path in plan.specs})

@@ -13,6 +13,7 @@ from mtpjax.data.packing import Batch, Document, count_targets, pack, shuffled_b
 from mtpjax.data.sources import end_token_id, fingerprint, read_source
 from mtpjax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 from mtpjax.io.checkpoint_format import find_checkpoint
+from mtpjax.io.huggingface_files import has_tokenizer
 from mtpjax.training.config import TrainConfig
 
 
@@ -67,7 +68,7 @@ def load_corpus(config: TrainConfig, vocab_size: int, *, num_depths: int = 0) ->
     folder = config.tokenizer
     if folder is None and config.init_from is not None:
         beside = find_checkpoint(config.init_from)
-        folder = str(beside) if (beside / "tokenizer.json").is_file() else None
+        folder = str(beside) if has_tokenizer(beside) else None
     file_tokenizer = None if folder is None else HuggingFaceTokenizer(pathlib.Path(folder), vocab_size)
     tokenizer: Tokenizer = file_tokenizer or ByteTokenizer()
     sources = config.sources or (Source(path=config.data, pattern=config.pattern),)
