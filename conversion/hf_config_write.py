@@ -52,6 +52,7 @@ def edit_config(
     layout: Layout,
     *,
     num_mtp_modules: int | None = None,
+    own_embedding: bool = False,
     dtypes: set[str] | None = None,
     drop_quantization: bool = False,
 ) -> dict[str, Any]:
@@ -61,6 +62,7 @@ def edit_config(
         values: the content of the file.
         layout: how the family names tensors.
         num_mtp_modules: the new number of MTP modules.
+        own_embedding: the modules have an embedding of their own.
         dtypes: names of the dtypes of the weights, such as "bfloat16".
         drop_quantization: remove `quantization_config`, because the weights are no longer quantized.
 
@@ -76,6 +78,8 @@ def edit_config(
         level = values["text_config"] = {**values["text_config"]}
     if num_mtp_modules is not None:
         level["mtp_num_hidden_layers" if layout.mtp == "mtp" else "num_nextn_predict_layers"] = num_mtp_modules
+    if own_embedding:
+        level["mtp_use_dedicated_embeddings"] = True
     # Name the main dtype: beside bfloat16 weights, a few such as router biases are float32.
     if dtypes is not None:
         main = sorted(dtypes, key=lambda name: (name == "float32", name))[0]

@@ -108,7 +108,7 @@ def save_model(
     save(path, model.config.to_dict(), params, metadata=metadata, write_extra_files=write_tokenizer)
 
 
-def load(path, *, dtype=None, mesh: Mesh | None = None) -> tuple[MTPModel, dict]:
+def load(path, *, dtype=None, mesh: Mesh | None = None, model_type: str | None = None) -> tuple[MTPModel, dict]:
     """Loads a model from an mtpjax checkpoint, a run folder, or a Hugging Face directory.
 
     If the checkpoint has a tokenizer with fewer tokens than the vocabulary has rows, `model.config.num_tokens` is set,
@@ -120,6 +120,7 @@ def load(path, *, dtype=None, mesh: Mesh | None = None) -> tuple[MTPModel, dict]
         dtype: dtype to cast the parameters to. `None` keeps the dtypes of the files; block-quantized fp8 weights stay
             fp8 with their scales (`BlockScaled`).
         mesh: lays the parameters out over this mesh; each process reads only what its devices hold.
+        model_type: the family of a Hugging Face directory, instead of the one that its `config.json` names.
 
     Returns:
         `(model, params)`: the model, and its parameters as nested dicts of jax arrays.
@@ -147,7 +148,7 @@ def load(path, *, dtype=None, mesh: Mesh | None = None) -> tuple[MTPModel, dict]
     if not is_checkpoint(path) and (path / CONFIG_FILE).is_file():
         from conversion.load import load as load_hugging_face
 
-        model, params = load_hugging_face(path, dtype=dtype, mesh=mesh)
+        model, params = load_hugging_face(path, dtype=dtype, mesh=mesh, model_type=model_type)
         return _exclude_padding(model, path), params
     # An mtpjax checkpoint: every digest is verified.
     config, params, _ = restore(path)

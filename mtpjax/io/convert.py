@@ -19,7 +19,7 @@ from conversion.files import INDEX, CheckpointFiles
 from conversion.hf_config import parse_config
 from conversion.hf_config_write import describe_config, edit_config
 from conversion.load_plan import LoadPlan, make_plan
-from conversion.names import param_specs, tied_copies
+from conversion.names import param_specs, stored_layout, tied_copies
 from conversion.read_params import E4M3, Index, ScaleMap, read_as, read_scales, read_values, scale_spec
 from conversion.safetensors_header import TensorInfo, parse_header
 from conversion.shards import (
@@ -156,8 +156,9 @@ def to_hugging_face(
     # Name the tensors as the original did: its layout, its experts stacked or apart, its copies of embedding and head.
     parsed = {file: parse_header(header, file, source) for file, header in original.headers.items()}
     before = {tensor.name: tensor for found, _ in parsed.values() for tensor in found}
-    specs = param_specs(config, original.layout, before.__contains__)
-    tied = {copy: name for copy, name in tied_copies(config, original.layout) if copy in before}
+    layout = stored_layout(original.layout, config, before.__contains__)
+    specs = param_specs(config, layout, before.__contains__)
+    tied = {copy: name for copy, name in tied_copies(config, layout) if copy in before}
     entries = _tensor_entries(reader, specs, dtype)
     entries |= {copy: entries[name]._replace(name=copy) for copy, name in tied.items()}
     scales = _original_scales(original, before, entries)
@@ -190,7 +191,7 @@ def to_hugging_face(
                     shutil.copyfile(file, folder / file.name)
         if is_changed:
             dtypes = {str(entry.dtype) for entry in entries.values()}
-            content = edit_config(original.content, original.layout, dtypes=dtypes, drop_quantization=bool(dropped))
+            content = edit_config(original.content, layout, dtypes=dtypes, drop_quantization=bool(dropped))
             (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
             write_index(folder, shards)
         # Training's record of its acceptance goes along, so that `check_acceptance` works on the export.
