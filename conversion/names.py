@@ -120,6 +120,9 @@ def stored_layout(layout: Layout, config: ModelConfig, has: Callable[[str], bool
         if has(f"{trunk}embed_tokens.weight"):
             layout = dataclasses.replace(layout, trunk=trunk)
             break
+    # Several modules that share nothing repeat the projection and the norms in the layer of each.
+    if layout.mtp == "mtp" and has("mtp.layers.0.fc.weight"):
+        layout = dataclasses.replace(layout, mtp="mtp_each")
     # Modules of dense models may also be further layers, as DeepSeek's are.
     if layout.mtp == "mtp_each" and has(f"{layout.trunk}layers.{config.num_hidden_layers}.input_layernorm.weight"):
         layout = dataclasses.replace(layout, mtp="layers")

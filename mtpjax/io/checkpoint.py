@@ -23,7 +23,7 @@ from mtpjax.io.checkpoint_format import (
     json_bytes,
 )
 from mtpjax.io.checkpoint_reader import model_config, restore
-from mtpjax.io.huggingface_files import HUGGINGFACE_FOLDER, count_token_ids
+from mtpjax.io.huggingface_files import HUGGINGFACE_FOLDER, count_token_ids, read_kept_config
 from mtpjax.io.param_tree import flatten_arrays, split_scaled
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.model import MTPModel
@@ -77,14 +77,20 @@ def save(
         # Hash what is on disk. Hashing releases the interpreter lock, so threads hash several files at once.
         files = sorted(str(file.relative_to(unfinished)) for file in unfinished.rglob("*") if file.is_file())
         with ThreadPoolExecutor() as pool:
-            digests = pool.map(lambda file: known.get(file) or file_digest(unfinished / file), files)
+            digests = pool.map(lambda file: known.get(file) or file_digest(unfinished / file, unfinished), files)
             sums = dict(zip(files, digests, strict=True))
         # Digests come last: a folder without them is incomplete.
         (unfinished / DIGESTS_FILE).write_bytes(json_bytes({"files": sums, "arrays": records}))
 
 
 def save_model(
-    path, model: MTPModel, params: dict, *, metadata=None, tokenizer: SavableTokenizer | None = None
+    path,
+    model: MTPModel,
+    params: dict,
+    *,
+    metadata=None,
+    tokenizer: SavableTokenizer | None = None,
+    init_from=None,
 ) -> None:
     """Saves a model's configuration and parameters, and a tokenizer beside them.
 
@@ -94,18 +100,25 @@ def save_model(
         params: its parameters, with unrolled layers.
         metadata: further JSON values.
         tokenizer: saved into the checkpoint, so that `load_tokenizer` finds it there.
+        init_from: the checkpoint that training began from. Its Hugging Face `config.json` is kept, so that exporting
+            the new weights keeps its family.
 
     Raises:
         ValueError, FileExistsError: as for `save`.
     """
 
-    def write_tokenizer(folder: pathlib.Path) -> None:
+    def write_small_files(folder: pathlib.Path) -> None:
+        # Where a converted checkpoint keeps the original's files, so loading and exporting look in one place.
+        kept = folder / HUGGINGFACE_FOLDER
+        content = None if init_from is None else read_kept_config(init_from)
+        if tokenizer is not None or content is not None:
+            kept.mkdir()
         if tokenizer is not None:
-            # Where a converted checkpoint keeps the original's tokenizer, so loading looks in one place.
-            (folder / HUGGINGFACE_FOLDER).mkdir()
-            tokenizer.save(folder / HUGGINGFACE_FOLDER)
+            tokenizer.save(kept)
+        if content is not None:
+            (kept / CONFIG_FILE).write_bytes(content)
 
-    save(path, model.config.to_dict(), params, metadata=metadata, write_extra_files=write_tokenizer)
+    save(path, model.config.to_dict(), params, metadata=metadata, write_extra_files=write_small_files)
 
 
 def load(path, *, dtype=None, mesh: Mesh | None = None, model_type: str | None = None) -> tuple[MTPModel, dict]:

@@ -13,6 +13,7 @@ from mtpjax.data.packing import Batch, Document, count_targets, pack, shuffled_b
 from mtpjax.data.sources import end_token_id, fingerprint, read_source
 from mtpjax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 from mtpjax.io.checkpoint_format import find_checkpoint
+from mtpjax.io.huggingface_files import huggingface_folder
 from mtpjax.training.config import TrainConfig
 
 
@@ -66,7 +67,7 @@ def load_corpus(config: TrainConfig, vocab_size: int, *, num_depths: int = 0) ->
     # The tokenizer: the one in the settings, else the one beside the initial checkpoint, else bytes.
     folder = config.tokenizer
     if folder is None and config.init_from is not None:
-        beside = find_checkpoint(config.init_from)
+        beside = huggingface_folder(find_checkpoint(config.init_from))
         folder = str(beside) if (beside / "tokenizer.json").is_file() else None
     file_tokenizer = None if folder is None else HuggingFaceTokenizer(pathlib.Path(folder), vocab_size)
     tokenizer: Tokenizer = file_tokenizer or ByteTokenizer()
