@@ -84,8 +84,10 @@ def _unsupported(config: ModelConfig, model_type: str) -> list[str]:
     if model_type in QWEN_HYBRID and config.is_moe == (model_type in ("qwen3_5", "qwen3_5_text")):
         wrong.append("n_routed_experts")
     # transformers fixes how the indexer rotates: DeepSeek by halves, GLM interleaved.
-    if model_type == "deepseek_v32":
-        wrong += ["indexer_types"] if "shared" in config.indexer_types else []
+    if model_type in ("deepseek_v32", "glm_moe_dsa") and config.index_topk:
+        wrong += ["indexer_rope_interleave"] if config.indexer_rope_interleave != (model_type == "glm_moe_dsa") else []
+    if model_type == "deepseek_v32" and "shared" in config.indexer_types:
+        wrong.append("indexer_types")
     return wrong
 
 

@@ -194,7 +194,10 @@ def _linear(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     """Reads which layers have linear attention (Qwen3-Next, Qwen3.5), and its sizes."""
     interval = reader.get("full_attention_interval")
     if interval is None and not fields.get("zero_centred_norm"):
-        reader.require("layer_types", ["full_attention"] * fields["num_hidden_layers"])
+        # transformers writes "indexed_attention" for sparse attention, which `index_topk` tells already.
+        count = fields["num_hidden_layers"]
+        kinds = ["indexed_attention" if fields.get("index_topk") else "full_attention"]
+        reader.require("layer_types", ["full_attention"] * count, kinds * count)
         return {}
     # Qwen lists the layers' types, or gives the interval of those with full attention.
     layers = range(1, fields["num_hidden_layers"] + 1)

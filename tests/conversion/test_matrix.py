@@ -13,7 +13,10 @@ import mtpjax
 from conversion.export_mtp import export_mtp
 from conversion.files import CheckpointFiles
 from mtpjax import DecodeConfig, generate, speculative_generate
+from mtpjax.cli.main import main
 from mtpjax.errors import CheckpointFileError
+from mtpjax.io.checkpoint import save_model
+from mtpjax.io.convert import to_hugging_face
 from mtpjax.io.merge import merge_mtp
 from tests.golden import MTP_SETS, SETS, path
 from tests.helpers.checkpoints import drop_modules, rewrite, tune
@@ -148,3 +151,62 @@ def test_modules_of_another_model_are_refused(tmp_path):
     assert not (tmp_path / "merged").exists()
     with CheckpointFiles(bare) as files:
         assert not any(".layers.4." in key for key in files.tensors)
+
+
+def test_a_run_folder_exports_its_modules_and_the_command_says_what_a_merge_did(tmp_path, capsys):
+    """`merge-mtp --check` prints both accept lengths; `export-mtp` reads our checkpoints."""
+    config = mtpjax.ModelConfig(
+        vocab_size=256,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
+        num_mtp_modules=1,
+    )
+    model = mtpjax.MTPModel(config)
+    params = mtpjax.init_params(model, jax.random.key(0))
+    save_model(tmp_path / "run" / "checkpoint", model, params, metadata={"tokenizer": "bytes"})
+    to_hugging_face(tmp_path / "run", tmp_path / "full")
+    bare = drop_modules(tmp_path / "full", tmp_path / "bare")
+    (tmp_path / "prompts.txt").write_text("one line of text\nanother line\n")
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as done:
+            main([str(argument) for argument in arguments])
+        assert done.value.code == 0
+        return capsys.readouterr().out
+
+    run("export-mtp", "--input-dir", tmp_path / "run", "--output-dir", tmp_path / "modules")
+    merge = ("merge-mtp", "--input-dir", bare, "--mtp-dir", tmp_path / "modules", "--output-dir", tmp_path / "out")
+    said = run(*merge, "--check", tmp_path / "prompts.txt", "--max-new-tokens", 8)
+    assert "accept length with 3 draft levels: 1.00 (no MTP modules) before, " in said
+    found, again = mtpjax.load(tmp_path / "out")
+    assert found.config == config
+    jax.tree.map(np.testing.assert_array_equal, again, params)
+    assert not [file.name for file in tmp_path.iterdir() if file.name.startswith(".tmp")]
+
+
+@pytest.mark.parametrize("modules", [1, 2])
+def test_modules_of_a_dense_model_have_the_names_of_qwen3_5(modules, tmp_path):
+    config = mtpjax.ModelConfig(
+        vocab_size=40,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
+        num_mtp_modules=modules,
+    )
+    model = mtpjax.MTPModel(config)
+    params = mtpjax.init_params(model, jax.random.key(0))
+    save_model(tmp_path / "ours", model, params)
+    to_hugging_face(tmp_path / "ours", tmp_path / "there")
+    values = json.loads((tmp_path / "there" / "config.json").read_text())
+    assert (values["model_type"], values["architectures"]) == ("llama", ["LlamaForCausalLM"])
+    assert values["num_nextn_predict_layers"] == modules
+    with CheckpointFiles(tmp_path / "there") as files:
+        assert {"mtp.fc.weight", "mtp.norm.weight"} <= files.tensors.keys() or modules == 2
+        assert {f"mtp.layers.{modules - 1}.input_layernorm.weight"} <= files.tensors.keys()
+        assert "mtp.layers.1.fc.weight" in files.tensors or modules == 1
+    found, again = mtpjax.load(tmp_path / "there")
+    assert found.config == config
+    jax.tree.map(np.testing.assert_array_equal, again, params)
