@@ -8,6 +8,7 @@ huggingface.safetensors   tensors that are not parameters of the model, such as 
 import json
 import pathlib
 
+from mtpjax.io.checkpoint_format import find_checkpoint, is_checkpoint
 from mtpjax.safe_open import is_gguf, read_inside
 
 HUGGINGFACE_FOLDER, HEADERS_FILE, OTHER_TENSORS_FILE = "huggingface", "huggingface.json", "huggingface.safetensors"
@@ -64,6 +65,23 @@ def huggingface_folder(path) -> pathlib.Path:
     # Converting keeps the original's small files in this folder.
     kept = path / HUGGINGFACE_FOLDER
     return kept if kept.is_dir() else path
+
+
+def read_kept_config(path) -> bytes | None:
+    """Reads the Hugging Face `config.json` of a checkpoint.
+
+    Args:
+        path: a Hugging Face directory, an mtpjax checkpoint, or a run folder that holds one.
+
+    Returns:
+        The content; None for an mtpjax checkpoint that keeps none, since it was made from a preset.
+    """
+    found = find_checkpoint(path)
+    folder = huggingface_folder(found)
+    # Without a folder of kept files, the `config.json` of an mtpjax checkpoint is its own.
+    if folder == found and is_checkpoint(found):
+        return None
+    return read_inside(folder, "config.json", max_bytes=MAX_TOKENIZER_BYTES)
 
 
 def count_token_ids(path) -> int | None:
