@@ -19,6 +19,7 @@ from typing import Any
 from conversion.families import Layout
 from conversion.files import INDEX, CheckpointFiles
 from conversion.fp8_blocks import dequantized_blocks
+from conversion.gguf_files import open_checkpoint
 from conversion.load_plan import LoadPlan, make_plan
 from conversion.read_params import BF16
 from conversion.shards import TensorEntry, copy_files, entry_of, index_bytes, make_shard, write_shards
@@ -59,7 +60,7 @@ def export_mtp(source, target, *, model_type: str | None = None, progress: Calla
         ConfigError: its configuration is damaged or not supported.
         FileExistsError: `target` is neither empty nor an export.
     """
-    with CheckpointFiles(source) as files:
+    with open_checkpoint(source) as files:
         plan = make_plan(files, model_type=model_type, allow_extra=True)
         config = plan.config
         if not config.num_mtp_modules:
@@ -73,7 +74,7 @@ def export_mtp(source, target, *, model_type: str | None = None, progress: Calla
             new = exported_name(name, config, plan.layout)
             if new is not None and name not in plan.scales.names.values():
                 sources[new] = name
-        if plan.layout.mtp == "mtp":
+        if plan.layout.is_under_mtp:
             sources |= {name: name for name in shared_tensors(config, plan.layout)}
         entries = [_entry(files, plan, new, name) for new, name in sorted(sources.items())]
         shards = [make_shard(WEIGHTS, entries, {"format": "pt"})]
@@ -114,7 +115,7 @@ def exported_name(name: str, config: ModelConfig, layout: Layout) -> str | None:
     Returns:
         The name in the export, or `None` if the tensor does not belong to a module.
     """
-    if layout.mtp == "mtp":
+    if layout.is_under_mtp:
         return name if name.startswith(("mtp.", "model.mtp.")) else None
     if layout.mtp == "mimo":
         return name if name.startswith(f"{layout.trunk}mtp_layers.") else None
@@ -196,8 +197,13 @@ def _edit_config(values: dict[str, Any], plan: LoadPlan) -> dict[str, Any]:
     values = {**values, **sizes, "first_k_dense_replace": 0, "quantization_config": ""}
     values["architectures"] = [ARCHITECTURES.get(family, "MtpForCausalLM")]
     values["model_type"] = f"{family}_mtp"
+    # Modules whose embedding or head is not a copy of the trunk's: a merge keeps these, and leaves out mere copies.
+    if plan.config.mtp_own_embedding:
+        values["mtp_use_dedicated_embeddings"] = True
+    if plan.config.mtp_own_head:
+        values["mtp_use_dedicated_head"] = True
     # Qwen: modules have full attention, and multimodal configurations nest the sizes.
-    if plan.layout.mtp == "mtp":
+    if plan.layout.is_under_mtp:
         values["mtp_num_hidden_layers"] = count
         kinds = {"mtp_num_hidden_layers": count, "layer_types": ["full_attention"] * count}
         if "text_config" in values:

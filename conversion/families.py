@@ -9,8 +9,14 @@ class Layout:
     """The naming of a family's tensors."""
 
     trunk: str = "model."  # prefix of embedding, layers and final norm
-    mtp: str = "layers"  # MTP modules are further "layers" (DeepSeek, GLM), or under "mtp" (Qwen) or "mimo"
+    mtp: str = "layers"  # MTP modules are further "layers" (DeepSeek, GLM), under "mtp" (Qwen), "mtp_each" or "mimo"
     packed_delta: bool = False  # Qwen3-Next packs the projections of linear attention per key head
+    fused_experts: bool = False  # new files hold the trunk's experts stacked, as Qwen3.5's do
+
+    @property
+    def is_under_mtp(self) -> bool:
+        """True if the tensors of MTP modules begin with `mtp.`."""
+        return self.mtp in ("mtp", "mtp_each")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +26,7 @@ class Family:
     layout: Layout = dataclasses.field(default_factory=Layout)
     attention: str = "grouped"  # "grouped" (GQA) or "latent" (MLA)
     fixed: tuple[tuple[str, Any], ...] = ()  # fields of ModelConfig that no configuration of the family names
+    architecture: str = ""  # the class of transformers that loads the text model
 
 
 # Qwen3-Next and Qwen3.5: norms scale by 1 + weight, gated attention outputs, a gated shared expert.
@@ -35,21 +42,31 @@ _DEEPSEEK = (("rope_interleave", True), ("router_correction_bias", True))
 
 # By `model_type`. Everything that `config.json` states itself is read from there, not listed here.
 FAMILIES = {
-    "deepseek_v3": Family(attention="latent", fixed=_DEEPSEEK),
-    "kimi_k2": Family(attention="latent", fixed=_DEEPSEEK),
-    "deepseek_v32": Family(attention="latent", fixed=_DEEPSEEK),
-    "glm_moe_dsa": Family(attention="latent", fixed=_DEEPSEEK),
-    "glm4_moe": Family(fixed=(("router_correction_bias", True),)),
-    "qwen3_next": Family(Layout(mtp="mtp", packed_delta=True), fixed=_QWEN_HYBRID),
-    "qwen3_5": Family(Layout("model.language_model.", mtp="mtp"), fixed=_QWEN_HYBRID),
-    "qwen3_5_text": Family(Layout(mtp="mtp"), fixed=_QWEN_HYBRID),
-    "qwen3_5_moe": Family(Layout("model.language_model.", mtp="mtp"), fixed=_QWEN_HYBRID),
-    "qwen3_5_moe_text": Family(Layout(mtp="mtp"), fixed=_QWEN_HYBRID),
-    "qwen3": Family(fixed=(("use_qk_norm", True),)),
-    "llama": Family(),
+    "deepseek_v3": Family(attention="latent", fixed=_DEEPSEEK, architecture="DeepseekV3ForCausalLM"),
+    "kimi_k2": Family(attention="latent", fixed=_DEEPSEEK, architecture="DeepseekV3ForCausalLM"),
+    "deepseek_v32": Family(attention="latent", fixed=_DEEPSEEK, architecture="DeepseekV32ForCausalLM"),
+    "glm_moe_dsa": Family(attention="latent", fixed=_DEEPSEEK, architecture="GlmMoeDsaForCausalLM"),
+    "glm4_moe": Family(fixed=(("router_correction_bias", True),), architecture="Glm4MoeForCausalLM"),
+    "qwen3_next": Family(Layout(mtp="mtp", packed_delta=True), fixed=_QWEN_HYBRID, architecture="Qwen3NextForCausalLM"),
+    "qwen3_5": Family(
+        Layout("model.language_model.", mtp="mtp"), fixed=_QWEN_HYBRID, architecture="Qwen3_5ForConditionalGeneration"
+    ),
+    "qwen3_5_text": Family(Layout(mtp="mtp"), fixed=_QWEN_HYBRID, architecture="Qwen3_5ForCausalLM"),
+    "qwen3_5_moe": Family(
+        Layout("model.language_model.", mtp="mtp", fused_experts=True),
+        fixed=_QWEN_HYBRID,
+        architecture="Qwen3_5MoeForConditionalGeneration",
+    ),
+    "qwen3_5_moe_text": Family(
+        Layout(mtp="mtp", fused_experts=True), fixed=_QWEN_HYBRID, architecture="Qwen3_5MoeForCausalLM"
+    ),
+    # Neither family has published modules. Ours have Qwen3.5's names, or are further layers as in older exports.
+    "qwen3": Family(Layout(mtp="mtp_each"), fixed=(("use_qk_norm", True),), architecture="Qwen3ForCausalLM"),
+    "llama": Family(Layout(mtp="mtp_each"), architecture="LlamaForCausalLM"),
     "mimo": Family(
         Layout(mtp="mimo"),
         fixed=(("mtp_input", "hidden_embedding"), ("mtp_chaining", "trunk"), ("attention_bias", True)),
+        architecture="MiMoForCausalLM",
     ),
 }
 

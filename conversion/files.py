@@ -17,7 +17,7 @@ import numpy as np
 from conversion.array_checks import count_nonfinite
 from conversion.safetensors_header import MAX_HEADER_BYTES, MAX_TENSORS, TensorInfo, parse_header, parse_json
 from mtpjax.errors import CheckpointFileError, UnsafeFileError
-from mtpjax.safe_open import allowed_root, open_inside
+from mtpjax.safe_open import allowed_root, is_gguf, open_inside
 
 log = logging.getLogger("mtpjax.conversion")
 
@@ -51,6 +51,10 @@ class CheckpointFiles:
         """
         self.path, self.strict = pathlib.Path(directory), strict
         self._nonfinite: dict[tuple[str, int], int] = {}  # (tensor, first row) -> count
+        if is_gguf(self.path) and self.path.is_file():
+            raise CheckpointFileError(
+                f"{self.path} is a GGUF file; convert it first: mtpjax convert {self.path} FOLDER"
+            )
         if not self.path.is_dir():
             raise CheckpointFileError(f"{self.path} is not a directory")
         # Symlinks may lead to this folder and below; see `mtpjax.safe_open`.

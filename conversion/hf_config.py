@@ -12,6 +12,8 @@ from conversion.families import FAMILIES, IGNORED_KEYS, Layout
 from mtpjax.errors import ConfigError
 from mtpjax.models.config import Llama3Scaling, ModelConfig, Yarn
 
+MODULE_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")  # the number of MTP modules
+
 
 @dataclasses.dataclass(frozen=True)
 class ParsedConfig:
@@ -56,6 +58,7 @@ def parse_config(values: Any, model_type: str | None = None) -> ParsedConfig:
         fields |= _linear(reader, fields)
         fields |= _experts(reader, fields)
         fields["num_mtp_modules"], names_modules = _mtp(reader)
+        fields |= _mtp_conventions(reader)
         fields["mtp_own_embedding"] = reader.flag("mtp_use_dedicated_embeddings", False)
         if model_type == "deepseek_v3" and fields.get("index_topk"):
             raise ConfigError("config.json: index_topk with model_type deepseek_v3; sparse attention is deepseek_v32")
@@ -191,7 +194,10 @@ def _linear(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     """Reads which layers have linear attention (Qwen3-Next, Qwen3.5), and its sizes."""
     interval = reader.get("full_attention_interval")
     if interval is None and not fields.get("zero_centred_norm"):
-        reader.require("layer_types", ["full_attention"] * fields["num_hidden_layers"])
+        # transformers writes "indexed_attention" for sparse attention, which `index_topk` tells already.
+        count = fields["num_hidden_layers"]
+        kinds = ["indexed_attention" if fields.get("index_topk") else "full_attention"]
+        reader.require("layer_types", ["full_attention"] * count, kinds * count)
         return {}
     # Qwen lists the layers' types, or gives the interval of those with full attention.
     layers = range(1, fields["num_hidden_layers"] + 1)
@@ -216,6 +222,7 @@ def _experts(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
         for field in ("scoring_func", "shared_expert_gate", "router_correction_bias"):
             fields.pop(field, None)
         reader.seen |= {"mlp_only_layers", "decoder_sparse_step", "num_experts_per_tok", "norm_topk_prob"}
+        reader.seen.add("first_k_dense_replace")
         return {}
     reader.require("topk_method", "noaux_tc")
     reader.require("scoring_func", fields.get("scoring_func", "sigmoid"))
@@ -248,10 +255,19 @@ def _experts(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
 
 def _mtp(reader: ConfigReader) -> tuple[int, bool]:
     """Returns the number of MTP modules, and whether the file names one (DeepSeek and GLM, Qwen, MiMo)."""
-    for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers"):
+    for key in MODULE_KEYS:
         if reader.get(key) is not None:
             return reader.integer(key, low=0), True
     return 0, False
+
+
+def _mtp_conventions(reader: ConfigReader) -> dict[str, Any]:
+    """Reads how MTP modules are fed and chained, where an export of ours says that it is not as in the family."""
+    made = {key: value for key in ("mtp_chaining", "mtp_input") if (value := reader.get(key)) is not None}
+    for key in ("mtp_hidden_post_norm", "mtp_chain_post_norm", "mtp_mask_first"):
+        if reader.get(key) is not None:
+            made[key] = reader.flag(key, False)
+    return made
 
 
 def _fp8_block(reader: ConfigReader) -> tuple[int, int] | None:

@@ -11,6 +11,7 @@ from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh
 
 from conversion.files import CheckpointFiles
+from conversion.gguf_files import open_checkpoint
 from conversion.load_plan import LoadPlan, make_plan
 from conversion.read_params import E4M3, Index, read_as, read_scales, read_values, scale_spec
 from mtpjax.errors import CheckpointFileError
@@ -24,6 +25,7 @@ def load(
     *,
     dtype=None,
     mesh: Mesh | None = None,
+    model_type: str | None = None,
     allow_extra: bool = False,
     strict: bool = False,
     progress: Callable[[int], Any] | None = None,
@@ -35,6 +37,7 @@ def load(
         dtype: dtype to cast the parameters to. `None` keeps those of the files; block-quantized fp8 weights stay fp8
             with their scales (`BlockScaled`).
         mesh: lays the parameters out over this mesh; each process reads only what its devices hold.
+        model_type: the family to use instead of the one that `config.json` names.
         allow_extra: skip unknown tensors instead of raising an error.
         strict: raise an error for infinite or NaN weights instead of a warning.
         progress: called with the bytes of every parameter that is loaded.
@@ -46,9 +49,9 @@ def load(
         CheckpointFileError: the files are damaged, incomplete or not supported, or do not fit into memory.
         ConfigError: `config.json` is damaged or not supported.
     """
-    with CheckpointFiles(path, strict=strict) as files:
+    with open_checkpoint(path, strict=strict) as files:
         # Check everything that headers can tell before any weight is read.
-        plan = make_plan(files, dtype=dtype, allow_extra=allow_extra)
+        plan = make_plan(files, dtype=dtype, model_type=model_type, allow_extra=allow_extra)
         _check_memory(plan, mesh)
 
         def read(path: str):

@@ -12,7 +12,7 @@ from conversion import hf_config
 from conversion.array_checks import streams_equal
 from conversion.families import Layout
 from conversion.files import CheckpointFiles
-from conversion.names import mtp_names, param_specs, tied_copies
+from conversion.names import module_prefixes, mtp_names, param_specs, stored_layout, tied_copies
 from conversion.read_params import BF16, E4M3, ScaleMap
 from conversion.tensor_slice import ParamSpec
 from mtpjax.errors import CheckpointFileError
@@ -100,7 +100,8 @@ def inspect_files(files: CheckpointFiles, *, model_type: str | None = None) -> L
         log.warning("config.json has unknown keys, which are ignored: %s", ", ".join(parsed.unknown))
     # The configuration does not say everything: the files decide how many modules there are, whether these have an
     # embedding and a head of their own, and how norms are stored.
-    config, layout = _with_stored_modules(parsed, files), parsed.layout
+    layout = stored_layout(parsed.layout, parsed.model, files.tensors.__contains__)
+    config = _with_stored_modules(parsed, layout, files)
     config = _with_own_copies(config, layout, files)
     specs = param_specs(config, layout, files.tensors.__contains__)
     # The norms can only be read once the names of their tensors are known.
@@ -154,10 +155,20 @@ def count_stored_modules(config: ModelConfig, layout: Layout, files: CheckpointF
     return found
 
 
-def _with_stored_modules(parsed: hf_config.ParsedConfig, files: CheckpointFiles) -> ModelConfig:
-    """Counts MTP modules: those in the files, or those that the configuration names if that is more."""
+def _with_stored_modules(parsed: hf_config.ParsedConfig, layout: Layout, files: CheckpointFiles) -> ModelConfig:
+    """Counts MTP modules: those in the files, or those that the configuration names if the files hold some of them."""
     config = parsed.model
-    found, named = count_stored_modules(config, parsed.layout, files), config.num_mtp_modules
+    found, named = count_stored_modules(config, layout, files), config.num_mtp_modules
+    # Fine-tuning tools drop the modules and keep the configuration: without a single tensor of them there are none.
+    if named and not any(name.startswith(module_prefixes(config, layout)) for name in files.tensors):
+        modules = f"{named} MTP module{'s' if named > 1 else ''}"
+        log.warning(
+            "config.json names %s, but the files hold none of their tensors: loaded as a trunk with 0 modules. "
+            "mtpjax merge-mtp --input-dir %s --mtp-dir ORIGINAL --output-dir OUT puts the modules of the original "
+            "release or of an export back; mtpjax.add_mtp_modules makes new ones to train",
+            *(modules, files.path),
+        )
+        return dataclasses.replace(config, num_mtp_modules=0)
     # Some published configurations name fewer modules than the files hold. Fewer in the files are missing tensors.
     if found > named:
         if parsed.names_modules:

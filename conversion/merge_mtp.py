@@ -6,27 +6,22 @@ cast, or quantized to block-scaled fp8.
 
 import dataclasses
 import json
-import logging
 import pathlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from conversion.array_checks import streams_equal
-from conversion.export_mtp import WEIGHTS, original_name, shared_tensors
 from conversion.files import INDEX, CheckpointFiles
 from conversion.fp8_blocks import dequantized_blocks, quantized_blocks
 from conversion.hf_config_write import edit_config
 from conversion.load_plan import LoadPlan, make_plan
-from conversion.names import mtp_names, param_specs
+from conversion.merge_sources import ModuleTensors, read_modules
 from conversion.safetensors_header import parse_header
 from conversion.shards import Shard, TensorEntry, copy_files, entry_of, make_shard, write_index, write_shards
 from mtpjax.atomic import atomic_folder
 from mtpjax.errors import CheckpointFileError
-from mtpjax.models.config import ModelConfig
-
-log = logging.getLogger("mtpjax.conversion")
 
 ADDED = "model-mtp.safetensors"  # the file of modules that the base does not have
 
@@ -40,22 +35,21 @@ class MergeReport:
     added: int = 0
 
 
-@dataclasses.dataclass
-class ModuleTensors:
-    """Tensors of MTP modules, under the names of a full checkpoint."""
-
-    count: int  # of modules
-    entries: dict[str, TensorEntry]
-    blocks: Callable[[str], Iterator[np.ndarray]]  # name -> the rows of the tensor, block after block
-
-
-def merge_export(base, modules, target, *, progress: Callable[[int], Any] | None = None) -> MergeReport:
-    """Writes the checkpoint `base` with the MTP modules of an export.
+def merge_export(
+    base,
+    modules,
+    target,
+    *,
+    model_type: str | None = None,
+    progress: Callable[[int], Any] | None = None,
+) -> MergeReport:
+    """Writes the checkpoint `base` with the MTP modules of an export or of another full checkpoint.
 
     Args:
         base: a full Hugging Face checkpoint, with or without MTP modules. Modules that it lacks go into a new file.
-        modules: a folder that `export_mtp` wrote.
+        modules: a folder that `export_mtp` wrote, or a full checkpoint, such as the original release.
         target: the folder to write. It appears only when it is complete.
+        model_type: the family of `base` to use instead of the one that its `config.json` names.
         progress: called with the number of bytes of each block that is written.
 
     Returns:
@@ -65,11 +59,14 @@ def merge_export(base, modules, target, *, progress: Callable[[int], Any] | None
         CheckpointFileError: one of the checkpoints is damaged, or the two do not fit.
     """
     with CheckpointFiles(base) as files:
-        plan = make_plan(files, allow_extra=True)
-        if not (pathlib.Path(modules) / WEIGHTS).is_file():
-            raise CheckpointFileError(f"{modules} is neither an export of MTP modules nor an mtpjax checkpoint")
-        with CheckpointFiles(modules) as exported:
-            return merge_tensors(files, plan, _from_export(exported, files, plan), target, progress=progress)
+        plan = make_plan(files, model_type=model_type, allow_extra=True)
+        if not (pathlib.Path(modules) / "config.json").is_file():
+            raise CheckpointFileError(
+                f"{modules} is neither an export of MTP modules nor a checkpoint: it has no config.json"
+            )
+        with CheckpointFiles(modules) as source:
+            found = read_modules(source, files, plan)
+            return merge_tensors(files, plan, found, target, progress=progress)
 
 
 def merge_tensors(
@@ -127,7 +124,12 @@ def merge_tensors(
         rewritten = {"config.json", INDEX} if added else set()
         copy_files(folder, files.bytes_of, [name for name in files.other_files() if name not in rewritten])
         if added:
-            content = edit_config(files.json("config.json"), plan.layout, num_mtp_modules=modules.count)
+            content = edit_config(
+                files.json("config.json"),
+                modules.plan.layout,
+                num_mtp_modules=modules.count,
+                own_embedding=modules.own_embedding,
+            )
             (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
             write_index(folder, shards)
     return report
@@ -155,40 +157,3 @@ def _is_equal(files: CheckpointFiles, plan: LoadPlan, modules: ModuleTensors, na
     dtype = modules.entries[name].dtype
     ours = (block.astype(dtype) for block in dequantized_blocks(files, plan.scales, name, dtype))
     return streams_equal(ours, modules.blocks(name))
-
-
-def _from_export(exported: CheckpointFiles, files: CheckpointFiles, plan: LoadPlan) -> ModuleTensors:
-    """Lists the tensors of an export, without those that it shares with the trunk."""
-    # The export's configuration counts the modules; a base that has modules must have as many.
-    values = exported.json("config.json")
-    count = values.get("num_nextn_predict_layers") if isinstance(values, dict) else None
-    if not isinstance(count, int) or count < 1 or plan.config.num_mtp_modules not in (0, count):
-        raise CheckpointFileError(
-            f"{exported.path} has {count!r} MTP modules, but {files.path} has {plan.config.num_mtp_modules}"
-        )
-    config = dataclasses.replace(plan.config, num_mtp_modules=count)
-    # From here on tensors have the names of the full checkpoint.
-    names = {original_name(name, config, plan.layout): name for name in exported.tensors}
-    # Embedding and head belong to the trunk, which a merge does not change.
-    for name in shared_tensors(config, plan.layout):
-        if name in names and not streams_equal(files.blocks(name), exported.blocks(names.pop(name))):
-            log.warning("%s of the export differs from the checkpoint's, which is kept", name)
-    _check_names(names.keys(), config, plan)
-    entries = {name: entry_of(exported.tensors[old])._replace(name=name) for name, old in names.items()}
-    return ModuleTensors(count, entries, lambda name: exported.blocks(names[name]))
-
-
-def _check_names(names: Iterable[str], config: ModelConfig, plan: LoadPlan) -> None:
-    """Checks that an export has all tensors of the modules and no others; copies of embedding and head are optional."""
-    names = set(names)
-    # The tensors that modules of this configuration must have.
-    specs = param_specs(config, plan.layout, names.__contains__)
-    wanted = {piece.name for path, spec in specs.items() if path.startswith("mtp_") for piece in spec.slices}
-    # Copies of the trunk's embedding and head, which some families put into each module.
-    copies = set()
-    for number in range(config.num_mtp_modules):
-        _, around = mtp_names(config, plan.layout, number)
-        copies |= {around[name] for name in ("embedding", "head") if name in around}
-    for problem, found in (("lacks", wanted - names), ("has unknown", names - wanted - copies - {"rot.weight"})):
-        if found:
-            raise CheckpointFileError(f"the export {problem} {len(found)} tensors: {', '.join(sorted(found)[:5])}")

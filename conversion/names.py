@@ -4,12 +4,15 @@
 use this one table.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator
 
 from conversion.families import Layout
 from conversion.layer_names import decoder_layer, prefixed
 from conversion.tensor_slice import ParamSpec, copied, linear
 from mtpjax.models.config import ModelConfig
+
+TRUNK_PREFIXES = ("model.", "model.language_model.", "language_model.model.")  # of embedding, layers and final norm
 
 
 def param_specs(config: ModelConfig, layout: Layout, has: Callable[[str], bool]) -> dict[str, ParamSpec]:
@@ -64,17 +67,20 @@ def mtp_names(config: ModelConfig, layout: Layout, number: int) -> tuple[str, di
         what they are: "project", "norm_embedding", "norm_hidden", "norm_output", and where the family may repeat them
         "embedding" and "head".
     """
-    # Qwen: modules share the projection and the norms, if there are several.
-    if layout.mtp == "mtp":
+    # Qwen: modules share the projection and the norms, if there are several. Dense models of ours ("mtp_each") have
+    # the same names, and repeat these tensors in the layer of each module if there are several.
+    if layout.is_under_mtp:
+        prefix = f"mtp.layers.{number}."
+        shared = prefix if layout.mtp == "mtp_each" and config.num_mtp_modules > 1 else "mtp."
         around = {
-            "project": "mtp.fc.weight",
-            "norm_embedding": "mtp.pre_fc_norm_embedding.weight",
-            "norm_hidden": "mtp.pre_fc_norm_hidden.weight",
-            "norm_output": "mtp.norm.weight",
-            "embedding": "mtp.embed_tokens.weight",
-            "head": "mtp.lm_head.weight",
+            "project": f"{shared}fc.weight",
+            "norm_embedding": f"{shared}pre_fc_norm_embedding.weight",
+            "norm_hidden": f"{shared}pre_fc_norm_hidden.weight",
+            "norm_output": f"{shared}norm.weight",
+            "embedding": f"{shared}embed_tokens.weight",
+            "head": f"{shared}lm_head.weight",
         }
-        return f"mtp.layers.{number}.", around
+        return prefix, around
     # MiMo: a list of layers beside the trunk's, which never repeats embedding and head.
     if layout.mtp == "mimo":
         prefix = f"{layout.trunk}mtp_layers.{number}."
@@ -96,6 +102,46 @@ def mtp_names(config: ModelConfig, layout: Layout, number: int) -> tuple[str, di
         "head": f"{prefix}shared_head.head.weight",
     }
     return prefix, around
+
+
+def stored_layout(layout: Layout, config: ModelConfig, has: Callable[[str], bool]) -> Layout:
+    """Adapts a family's layout to a checkpoint, since programs save the same family under several prefixes.
+
+    Args:
+        layout: how the family names tensors.
+        config: the model's configuration.
+        has: returns whether the checkpoint contains a tensor.
+
+    Returns:
+        The layout with the prefix of the trunk that the checkpoint has, and the place of its MTP modules.
+    """
+    # transformers saves the text model of Qwen3.5 as `model.`; the published files have `model.language_model.`.
+    for trunk in (layout.trunk, *TRUNK_PREFIXES):
+        if has(f"{trunk}embed_tokens.weight"):
+            layout = dataclasses.replace(layout, trunk=trunk)
+            break
+    # Several modules that share nothing repeat the projection and the norms in the layer of each.
+    if layout.mtp == "mtp" and has("mtp.layers.0.fc.weight"):
+        layout = dataclasses.replace(layout, mtp="mtp_each")
+    # Modules of dense models may also be further layers, as DeepSeek's are.
+    if layout.mtp == "mtp_each" and has(f"{layout.trunk}layers.{config.num_hidden_layers}.input_layernorm.weight"):
+        layout = dataclasses.replace(layout, mtp="layers")
+    return layout
+
+
+def module_prefixes(config: ModelConfig, layout: Layout) -> tuple[str, ...]:
+    """Lists what the names of tensors of MTP modules begin with.
+
+    Args:
+        config: the model's configuration, which names the number of modules.
+        layout: how its family names tensors.
+
+    Returns:
+        The prefixes; at least one, also without modules.
+    """
+    if layout.is_under_mtp:
+        return ("mtp.",)
+    return tuple(mtp_names(config, layout, number)[0] for number in range(max(config.num_mtp_modules, 1)))
 
 
 def tied_copies(config: ModelConfig, layout: Layout) -> Iterator[tuple[str, str]]:

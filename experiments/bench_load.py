@@ -45,8 +45,8 @@ def make_checkpoint(shape: str, folder: pathlib.Path, *, shard_bytes: int, chang
     """A checkpoint directory of random weights."""
     import ml_dtypes
 
+    from conversion.describe_config import describe_config
     from conversion.families import FAMILIES
-    from conversion.hf_config_write import describe_config
     from conversion.names import param_specs
     from conversion.shards import TensorEntry, split_into_shards, write_index, write_shards
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from conversion.describe_config import describe_config
 from conversion.families import FAMILIES
-from conversion.hf_config_write import describe_config
 from conversion.names import param_specs
 from mtpjax import ModelConfig
 

@@ -4,8 +4,11 @@ import contextlib
 import os
 import pathlib
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Iterator
+
+REMOVAL_ATTEMPTS = 50  # a tenth of a second apart
 
 
 @contextlib.contextmanager
@@ -52,7 +55,16 @@ def atomic_folder(
         shutil.rmtree(old, ignore_errors=True)
     finally:
         # Only a failure leaves something here.
-        shutil.rmtree(unfinished, ignore_errors=True)
+        _remove(unfinished)
+
+
+def _remove(folder: pathlib.Path) -> None:
+    """Removes an unfinished folder. After a full disk, Orbax's threads may go on writing into it for a moment."""
+    for _ in range(REMOVAL_ATTEMPTS):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(0.1)
 
 
 @contextlib.contextmanager

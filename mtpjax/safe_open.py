@@ -12,6 +12,19 @@ import stat
 from mtpjax.errors import UnsafeFileError
 
 
+def is_gguf(path) -> bool:
+    """Returns whether a path names a GGUF file by its suffix.
+
+    Args:
+        path: a path, which need not exist.
+
+    Returns:
+        True for a name that ends in .gguf and is not a directory.
+    """
+    path = pathlib.Path(path)
+    return path.suffix.lower() == ".gguf" and not path.is_dir()
+
+
 def allowed_root(path: pathlib.Path) -> pathlib.Path:
     """Finds the folder that the symlinks of a checkpoint directory may point into.
 

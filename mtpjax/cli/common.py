@@ -9,7 +9,12 @@ from collections.abc import Callable, Iterator
 
 def add_model_path_flag(parser) -> None:
     """Adds `--model-path`, the flag that names a checkpoint."""
-    parser.add_argument("--model-path", "--model", required=True, help="a checkpoint, or a run folder that holds one")
+    parser.add_argument(
+        "--model-path",
+        "--model",
+        required=True,
+        help="a checkpoint, a run folder that holds one, a Hugging Face directory, or a GGUF file",
+    )
 
 
 def set_threads(model_path: str, threads: int = 0) -> None:

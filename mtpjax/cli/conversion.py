@@ -18,17 +18,19 @@ def add_commands(commands) -> None:
         description="Describe a checkpoint without reading its weights. The exit code is 3 if tensors are missing or "
         "unknown."
     )
-    inspect.add_argument("path", help="a Hugging Face directory, an mtpjax checkpoint, or a run folder that holds one")
+    inspect.add_argument(
+        "path", help="a Hugging Face directory, a GGUF file, an mtpjax checkpoint, or a run folder that holds one"
+    )
     inspect.add_argument("--mesh", default="", help="mesh to divide the memory by, such as tensor=8,expert=4")
     inspect.add_argument("--json", action="store_true", help="print everything as JSON")
     _add_model_type_flag(inspect)
     commands.add_subcommand("inspect", inspect, help="show family, sizes, dtypes, missing tensors, memory per device")
 
     convert = jsonargparse.ArgumentParser(
-        description="Convert a Hugging Face directory to an mtpjax checkpoint, or an mtpjax checkpoint to a Hugging "
-        "Face directory. Converting back gives the same bytes for everything that has not changed."
+        description="Convert a Hugging Face directory or a GGUF file to an mtpjax checkpoint, or an mtpjax checkpoint "
+        "to a Hugging Face directory. Converting back gives the same bytes for everything that has not changed."
     )
-    convert.add_argument("source", help="folder to read")
+    convert.add_argument("source", help="folder or GGUF file to read")
     convert.add_argument("target", help="folder to write; it appears only when it is complete")
     convert.add_argument(
         "--dtype", default=None, help="float32, float16 or bfloat16 (default: keep each dtype, also fp8)"
@@ -42,7 +44,9 @@ def add_commands(commands) -> None:
         description="Write the MTP modules of a Hugging Face directory as a checkpoint of their own, with the tensor "
         "names and the configuration of xLLM's export_mtp.py. Block-scaled fp8 becomes bfloat16."
     )
-    export.add_argument("--input-dir", required=True, help="a full Hugging Face checkpoint")
+    export.add_argument(
+        "--input-dir", required=True, help="a full Hugging Face checkpoint, an mtpjax checkpoint, or a run folder"
+    )
     export.add_argument("--output-dir", required=True, help="folder to write; it appears only when it is complete")
     _add_model_type_flag(export)
     commands.add_subcommand("export-mtp", export, help="write the MTP modules as a checkpoint of their own")
@@ -52,8 +56,21 @@ def add_commands(commands) -> None:
         "changed one is stored in the dtype of the tensor it replaces."
     )
     merge.add_argument("--input-dir", required=True, help="a full Hugging Face checkpoint, with or without MTP modules")
-    merge.add_argument("--mtp-dir", required=True, help="folder that export-mtp wrote, or a trained mtpjax checkpoint")
+    merge.add_argument(
+        "--mtp-dir",
+        required=True,
+        help="folder that export-mtp wrote, a full Hugging Face checkpoint such as the original of a fine-tuned "
+        "model, a trained mtpjax checkpoint, or a run folder",
+    )
     merge.add_argument("--output-dir", required=True, help="folder to write; it appears only when it is complete")
+    merge.add_argument(
+        "--check",
+        default=None,
+        metavar="PROMPTS",
+        help="file of prompts, as for eval: decode them before and after the merge, and print both accept lengths",
+    )
+    merge.add_argument("--max-new-tokens", type=int, default=64, help="tokens per prompt of --check (default: 64)")
+    _add_model_type_flag(merge)
     commands.add_subcommand("merge-mtp", merge, help="put trained MTP modules into a full checkpoint")
 
 
@@ -104,7 +121,7 @@ def _convert(options) -> int:
 
 
 def _export_mtp(options) -> int:
-    from conversion.export_mtp import export_mtp
+    from mtpjax.io.export import export_mtp
 
     with show_bytes_read(options.input_dir, options.output_dir) as progress:
         export_mtp(options.input_dir, options.output_dir, model_type=_model_type(options), progress=progress)
@@ -114,10 +131,26 @@ def _export_mtp(options) -> int:
 def _merge_mtp(options) -> int:
     from mtpjax.io.merge import merge_mtp
 
+    choice: dict[str, Any] = {"model_type": _model_type(options)}
+    # Read the prompts first: a bad file is then refused before anything is written.
+    prompts = []
+    if options.check is not None:
+        from mtpjax.data.prompts import read_prompts
+
+        prompts = read_prompts(options.check)
+        if options.max_new_tokens < 2:
+            raise ValueError(f"--max-new-tokens must be at least 2 to measure a round, got {options.max_new_tokens}")
     with show_bytes_read(options.input_dir, options.output_dir) as progress:
-        report = merge_mtp(options.input_dir, options.mtp_dir, options.output_dir, progress=progress)
+        report = merge_mtp(options.input_dir, options.mtp_dir, options.output_dir, **choice, progress=progress)
     # The counts show at once whether the modules were trained or are those that the checkpoint already had.
     print(f"tensors of MTP modules: {report.equal} equal, {report.replaced} replaced, {report.added} added")
+    if options.check is not None:
+        from mtpjax.evaluation.merge_check import check_merge, format_check
+
+        lengths = check_merge(
+            options.input_dir, options.output_dir, prompts, max_new_tokens=options.max_new_tokens, **choice
+        )
+        print(format_check(*lengths))
     return 0
 
 

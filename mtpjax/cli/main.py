@@ -1,6 +1,7 @@
 """The `mtpjax` command: parses the flags, runs the command, maps exceptions to exit codes."""
 
 import logging
+import signal
 import sys
 
 import jsonargparse
@@ -40,6 +41,10 @@ def main(arguments: list[str] | None = None) -> None:
     # Warnings of the library, such as MTP modules that draft badly, reach the user in one line each.
     logging.basicConfig(level=logging.WARNING, format="mtpjax: %(message)s")
     command = options.subcommand
+    # Conversions remove their unfinished folders when they are told to stop, as they do after Ctrl-C.
+    if arguments is None and command in ("convert", "export-mtp", "merge-mtp"):
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:
         sys.exit(COMMANDS[command](options[command]))
     except KeyboardInterrupt:

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from mtpjax.errors import ConversationError, TokenizerError
-from mtpjax.io.huggingface_files import MAX_TOKENIZER_BYTES, huggingface_folder
-from mtpjax.safe_open import read_inside
+from mtpjax.io.huggingface_files import MAX_TOKENIZER_BYTES, has_tokenizer, huggingface_folder, read_small_file
 
 MAX_TEMPLATE_CHARACTERS = 1 << 20
 MAX_MESSAGES = 10_000
@@ -118,13 +117,13 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """The `tokenizer.json` of a Hugging Face directory, read by the tokenizers package.
+    """The `tokenizer.json` of a Hugging Face directory or GGUF file, read by the tokenizers package.
 
     `eos_token_ids` come from `generation_config.json`, else `config.json`, else the `eos_token` of
     `tokenizer_config.json`. Special tokens written in a prompt's text become those tokens, as in transformers.
 
     Args:
-        folder: the directory.
+        folder: the directory, or the GGUF file.
         vocab_size: V of the model.
 
     Raises:
@@ -134,7 +133,7 @@ class HuggingFaceTokenizer:
     def __init__(self, folder: pathlib.Path, vocab_size: int):
         import tokenizers
 
-        content = read_inside(folder, "tokenizer.json", max_bytes=MAX_TOKENIZER_BYTES)
+        content = read_small_file(folder, "tokenizer.json", max_bytes=MAX_TOKENIZER_BYTES)
         if content is None:
             raise TokenizerError(f"{folder} has no tokenizer.json")
         try:
@@ -206,7 +205,8 @@ def load_tokenizer(path, vocab_size: int) -> Tokenizer:
     """Loads the tokenizer of a checkpoint.
 
     Args:
-        path: a Hugging Face directory, or a checkpoint, whose Hugging Face directory is used if it came from one.
+        path: a Hugging Face directory, a GGUF file, or a checkpoint, whose Hugging Face directory is used if it came
+            from one.
         vocab_size: V of the model.
 
     Returns:
@@ -216,7 +216,7 @@ def load_tokenizer(path, vocab_size: int) -> Tokenizer:
         TokenizerError: there is no `tokenizer.json`, and the vocabulary is not the 256 bytes.
     """
     folder = huggingface_folder(path)
-    if (folder / "tokenizer.json").exists():
+    if has_tokenizer(folder):
         return HuggingFaceTokenizer(folder, vocab_size)
     if vocab_size == ByteTokenizer.vocab_size:
         return ByteTokenizer()
@@ -279,7 +279,7 @@ def _compiled(template: str):
 
 
 def _read_chat_template(folder: pathlib.Path, settings: dict[str, Any]) -> str | None:
-    content = read_inside(folder, "chat_template.jinja", max_bytes=MAX_TEMPLATE_CHARACTERS)
+    content = read_small_file(folder, "chat_template.jinja", max_bytes=MAX_TEMPLATE_CHARACTERS)
     if content is not None:
         try:
             return content.decode("utf-8")
@@ -304,7 +304,7 @@ def _eos_token_ids(folder: pathlib.Path) -> tuple[int, ...]:
 
 
 def _read_json(folder: pathlib.Path, name: str) -> dict[str, Any]:
-    content = read_inside(folder, name, max_bytes=MAX_TOKENIZER_BYTES)
+    content = read_small_file(folder, name, max_bytes=MAX_TOKENIZER_BYTES)
     try:
         values = json.loads(content) if content is not None else {}
     except ValueError as error:

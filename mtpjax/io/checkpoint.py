@@ -23,12 +23,13 @@ from mtpjax.io.checkpoint_format import (
     json_bytes,
 )
 from mtpjax.io.checkpoint_reader import model_config, restore
-from mtpjax.io.huggingface_files import HUGGINGFACE_FOLDER, count_token_ids
+from mtpjax.io.huggingface_files import HUGGINGFACE_FOLDER, count_token_ids, read_kept_config
 from mtpjax.io.param_tree import flatten_arrays, split_scaled
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.model import MTPModel
 from mtpjax.models.quantized import is_scaled
 from mtpjax.models.sharding import shard_params
+from mtpjax.safe_open import is_gguf
 
 
 class SavableTokenizer(Protocol):
@@ -77,14 +78,20 @@ def save(
         # Hash what is on disk. Hashing releases the interpreter lock, so threads hash several files at once.
         files = sorted(str(file.relative_to(unfinished)) for file in unfinished.rglob("*") if file.is_file())
         with ThreadPoolExecutor() as pool:
-            digests = pool.map(lambda file: known.get(file) or file_digest(unfinished / file), files)
+            digests = pool.map(lambda file: known.get(file) or file_digest(unfinished / file, unfinished), files)
             sums = dict(zip(files, digests, strict=True))
         # Digests come last: a folder without them is incomplete.
         (unfinished / DIGESTS_FILE).write_bytes(json_bytes({"files": sums, "arrays": records}))
 
 
 def save_model(
-    path, model: MTPModel, params: dict, *, metadata=None, tokenizer: SavableTokenizer | None = None
+    path,
+    model: MTPModel,
+    params: dict,
+    *,
+    metadata=None,
+    tokenizer: SavableTokenizer | None = None,
+    init_from=None,
 ) -> None:
     """Saves a model's configuration and parameters, and a tokenizer beside them.
 
@@ -94,32 +101,40 @@ def save_model(
         params: its parameters, with unrolled layers.
         metadata: further JSON values.
         tokenizer: saved into the checkpoint, so that `load_tokenizer` finds it there.
+        init_from: the checkpoint that training began from. Its Hugging Face `config.json` is kept, so that exporting
+            the new weights keeps its family.
 
     Raises:
         ValueError, FileExistsError: as for `save`.
     """
 
-    def write_tokenizer(folder: pathlib.Path) -> None:
+    def write_small_files(folder: pathlib.Path) -> None:
+        # Where a converted checkpoint keeps the original's files, so loading and exporting look in one place.
+        kept = folder / HUGGINGFACE_FOLDER
+        content = None if init_from is None else read_kept_config(init_from)
+        if tokenizer is not None or content is not None:
+            kept.mkdir()
         if tokenizer is not None:
-            # Where a converted checkpoint keeps the original's tokenizer, so loading looks in one place.
-            (folder / HUGGINGFACE_FOLDER).mkdir()
-            tokenizer.save(folder / HUGGINGFACE_FOLDER)
+            tokenizer.save(kept)
+        if content is not None:
+            (kept / CONFIG_FILE).write_bytes(content)
 
-    save(path, model.config.to_dict(), params, metadata=metadata, write_extra_files=write_tokenizer)
+    save(path, model.config.to_dict(), params, metadata=metadata, write_extra_files=write_small_files)
 
 
-def load(path, *, dtype=None, mesh: Mesh | None = None) -> tuple[MTPModel, dict]:
-    """Loads a model from an mtpjax checkpoint, a run folder, or a Hugging Face directory.
+def load(path, *, dtype=None, mesh: Mesh | None = None, model_type: str | None = None) -> tuple[MTPModel, dict]:
+    """Loads a model from an mtpjax checkpoint, a run folder, a Hugging Face directory, or a GGUF file.
 
     If the checkpoint has a tokenizer with fewer tokens than the vocabulary has rows, `model.config.num_tokens` is set,
     and decoding never samples the padding rows.
 
     Args:
         path: an mtpjax checkpoint, a run folder of `mtpjax train`, or a Hugging Face directory with safetensors files
-            of a supported family.
+            of a supported family, or a `.gguf` file (extra `gguf`), whose quantized weights become float32.
         dtype: dtype to cast the parameters to. `None` keeps the dtypes of the files; block-quantized fp8 weights stay
             fp8 with their scales (`BlockScaled`).
         mesh: lays the parameters out over this mesh; each process reads only what its devices hold.
+        model_type: the family of a Hugging Face directory, instead of the one that its `config.json` names.
 
     Returns:
         `(model, params)`: the model, and its parameters as nested dicts of jax arrays.
@@ -143,11 +158,11 @@ def load(path, *, dtype=None, mesh: Mesh | None = None) -> tuple[MTPModel, dict]
         (32, 16)
     """
     path = find_checkpoint(path)
-    # A Hugging Face directory: `conversion` reads it in place, without an mtpjax copy on disk.
-    if not is_checkpoint(path) and (path / CONFIG_FILE).is_file():
+    # A Hugging Face directory or GGUF file: `conversion` reads it in place, without an mtpjax copy on disk.
+    if is_gguf(path) or (not is_checkpoint(path) and (path / CONFIG_FILE).is_file()):
         from conversion.load import load as load_hugging_face
 
-        model, params = load_hugging_face(path, dtype=dtype, mesh=mesh)
+        model, params = load_hugging_face(path, dtype=dtype, mesh=mesh, model_type=model_type)
         return _exclude_padding(model, path), params
     # An mtpjax checkpoint: every digest is verified.
     config, params, _ = restore(path)

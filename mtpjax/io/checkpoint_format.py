@@ -14,11 +14,14 @@ import json
 import pathlib
 from typing import Any
 
-from mtpjax.errors import CheckpointError
+from mtpjax.errors import CheckpointError, UnsafeFileError
+from mtpjax.safe_open import allowed_root, open_inside, read_inside
 
 FORMAT = "mtpjax-checkpoint"
 VERSION = 1
+GGUF_DIGEST_BYTES = 16 << 20  # of a GGUF file, read to identify it
 CONFIG_FILE, DIGESTS_FILE, ARRAYS_FOLDER = "config.json", "digests.json", "params"
+MAX_JSON_BYTES = 512 << 20  # of a file that is parsed as a whole; headers of the largest models have about 20 MB
 
 
 def is_checkpoint(path) -> bool:
@@ -56,7 +59,9 @@ def checkpoint_bytes(path) -> int:
     Returns:
         Bytes on disk; 0 if there are no files.
     """
-    return sum(file.stat().st_size for file in find_checkpoint(path).rglob("*") if file.is_file())
+    found = find_checkpoint(path)
+    # `rglob` of a file yields nothing, so this holds for a GGUF file too.
+    return sum(file.stat().st_size for file in (found, *found.rglob("*")) if file.is_file())
 
 
 def checkpoint_digest(path: pathlib.Path) -> str:
@@ -73,6 +78,11 @@ def checkpoint_digest(path: pathlib.Path) -> str:
     # Digests of an mtpjax checkpoint cover its weights. For a Hugging Face directory the file sizes stand in.
     described = [path / name for name in (DIGESTS_FILE, CONFIG_FILE, "model.safetensors.index.json")]
     whole = hashlib.sha256(b"".join(file.read_bytes() for file in described if file.is_file()))
+    # A GGUF file has its metadata at its beginning: hash that, and the size.
+    if path.is_file():
+        with open(path, "rb") as stream:
+            whole.update(stream.read(GGUF_DIGEST_BYTES))
+        whole.update(str(path.stat().st_size).encode())
     for file in sorted(path.glob("*.safetensors")):
         whole.update(f"{file.name} {file.stat().st_size}".encode())
     return whole.hexdigest()
@@ -88,8 +98,8 @@ def read_config(path: pathlib.Path) -> dict[str, Any] | None:
         The content, or `None` if the file is missing, unreadable or of another format.
     """
     try:
-        config = json.loads((path / CONFIG_FILE).read_bytes())
-    except (OSError, ValueError, RecursionError):  # ValueError: the file is not JSON, or not UTF-8
+        config = json.loads(read_inside(path, CONFIG_FILE, max_bytes=MAX_JSON_BYTES) or b"null")
+    except (OSError, UnsafeFileError, ValueError, RecursionError):  # ValueError: the file is not JSON, or not UTF-8
         return None
     # Hugging Face directories have a `config.json` as well; only this format names itself.
     return config if isinstance(config, dict) and config.get("format") == FORMAT else None
@@ -111,10 +121,10 @@ def read_digests(path: pathlib.Path) -> tuple[dict[str, str], dict[str, dict[str
     file = path / DIGESTS_FILE
     try:
         # The file may be damaged in any way: check the structure before anything uses it.
-        digests = json.loads(file.read_bytes())
+        digests = json.loads(read_kept(path, DIGESTS_FILE))
         files, arrays = dict(digests["files"]), dict(digests["arrays"])
         is_complete = CONFIG_FILE in files and all(_is_record(record) for record in arrays.values())
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, UnsafeFileError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{file} is missing or damaged: {one_line(error)}") from error
     # Without the digest of `config.json` a changed configuration would go unnoticed.
     if not is_complete:
@@ -129,19 +139,39 @@ def _is_record(record: Any) -> bool:
     return isinstance(chunks, list) and all(isinstance(size, int) and size > 0 for size in chunks)
 
 
-def file_digest(file: pathlib.Path) -> str | None:
+def read_kept(path: pathlib.Path, name: str) -> bytes:
+    """Reads a small file of a checkpoint folder safely.
+
+    Args:
+        path: the checkpoint folder.
+        name: the file's name, relative to it.
+
+    Returns:
+        The content.
+
+    Raises:
+        UnsafeFileError: the file is missing, leads out of the folder, is not a regular file, or is too large.
+    """
+    content = read_inside(path, name, max_bytes=MAX_JSON_BYTES)
+    if content is None:
+        raise UnsafeFileError(f"{path / name} is missing")
+    return content
+
+
+def file_digest(file: pathlib.Path, root: pathlib.Path) -> str | None:
     """Computes the sha256 of a file.
 
     Args:
         file: the file.
+        root: the checkpoint folder, which the file must lie in.
 
     Returns:
-        The hexadecimal digest, or `None` if the file cannot be read.
+        The hexadecimal digest, or `None` if the file cannot be read, is not a regular file, or leads out of `root`.
     """
     try:
-        with open(file, "rb") as stream:
+        with open(open_inside(file, allowed_root(root)), "rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
-    except OSError:
+    except (OSError, UnsafeFileError):
         return None
 
 

@@ -1,6 +1,8 @@
 """Reads mtpjax's own checkpoints: all at once (`restore`), or part by part (`CheckpointReader`)."""
 
+import os
 import pathlib
+import stat
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -121,10 +123,20 @@ class CheckpointReader:
             self._open[name] = tensorstore.open(spec, read=True, context=self._context).result()
         return self._open[name][index].read().result()
 
+    def _check_place(self, entry: pathlib.Path) -> None:
+        """Raises `CheckpointError` unless a file is a regular one inside the checkpoint."""
+        real = entry.resolve()
+        if not real.is_relative_to(self.path) or not stat.S_ISREG(os.stat(entry).st_mode if real.exists() else 0):
+            raise CheckpointError(f"{entry} is not a regular file of the checkpoint: not opened")
+
     def _verify_files(self) -> None:
         """Compares every file with its digest, several at once."""
+        # A link or device that no digest covers could still be opened as a part of an array.
+        for entry in self.path.rglob("*"):
+            if not entry.is_dir() or entry.is_symlink():
+                self._check_place(entry)
         with ThreadPoolExecutor() as pool:
-            found = pool.map(file_digest, (self.path / file for file in self.files))
+            found = pool.map(lambda file: file_digest(self.path / file, self.path), self.files)
             for file, digest in zip(self.files, found, strict=True):
                 if digest != self.files[file]:
                     problem = "is missing or unreadable" if digest is None else "differs from what was saved"

@@ -5,21 +5,22 @@ the headers of the safetensors files, and the tensors that are not parameters.
 """
 
 import contextlib
+import functools
 import json
 import pathlib
-import shutil
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from conversion.export import TensorAssembler
-from conversion.families import FAMILIES, Layout
+from conversion.families import Layout
 from conversion.files import INDEX, CheckpointFiles
+from conversion.gguf_files import open_checkpoint
 from conversion.hf_config import parse_config
-from conversion.hf_config_write import describe_config, edit_config
+from conversion.hf_config_write import edit_config
 from conversion.load_plan import LoadPlan, make_plan
-from conversion.names import param_specs, tied_copies
+from conversion.names import param_specs, stored_layout, tied_copies
 from conversion.read_params import E4M3, Index, ScaleMap, read_as, read_scales, read_values, scale_spec
 from conversion.safetensors_header import TensorInfo, parse_header
 from conversion.shards import (
@@ -34,12 +35,20 @@ from conversion.shards import (
 )
 from conversion.tensor_slice import ParamSpec
 from mtpjax.atomic import atomic_folder
-from mtpjax.errors import CheckpointFileError
+from mtpjax.errors import CheckpointFileError, ConfigError
 from mtpjax.io import checkpoint
 from mtpjax.io.array_files import StreamedArray
 from mtpjax.io.checkpoint_format import find_checkpoint
 from mtpjax.io.checkpoint_reader import CheckpointReader
 from mtpjax.io.huggingface_files import HEADERS_FILE, HUGGINGFACE_FOLDER, OTHER_TENSORS_FILE, SELF_CHECK_FILE
+from mtpjax.io.new_directory import (
+    OriginalDirectory,
+    copy_kept_files,
+    describe_directory,
+    module_layout,
+    read_original,
+    write_generation_config,
+)
 from mtpjax.io.param_tree import unflatten
 from mtpjax.models.quantized import BlockScaled
 
@@ -72,7 +81,7 @@ def to_mtpjax(
         ConfigError: its configuration is damaged or not supported.
         FileExistsError: `target` is neither empty nor a checkpoint.
     """
-    with CheckpointFiles(source, strict=strict) as files:
+    with open_checkpoint(source, strict=strict) as files:
         # Only headers are read here. Weights are read while the checkpoint is saved, a chunk at a time.
         plan = make_plan(files, dtype=dtype, model_type=model_type, allow_extra=allow_extra)
         params = unflatten({path: _streamed_param(files, plan, path, progress) for path in plan.specs})
@@ -116,18 +125,6 @@ def _streamed_param(files: CheckpointFiles, plan: LoadPlan, path: str, progress:
     return BlockScaled(**parts, axis=spec.in_axis, block=plan.scales.columns)
 
 
-class _OriginalDirectory(NamedTuple):
-    """The Hugging Face directory that a checkpoint was converted from, or the one that describes its model."""
-
-    model_type: str
-    content: dict[str, Any]  # of config.json
-    headers: dict[str, bytes]  # by file; empty if the checkpoint was not converted
-
-    @property
-    def layout(self) -> Layout:
-        return FAMILIES[self.model_type].layout
-
-
 def to_hugging_face(
     source, target, *, dtype=None, model_type: str | None = None, progress: Progress | None = None
 ) -> None:
@@ -140,24 +137,35 @@ def to_hugging_face(
         source: the checkpoint, or a run folder that holds one.
         target: the folder to write, which must be empty or missing. It appears only when it is complete.
         dtype: dtype to cast the weights to. `None` keeps those of the checkpoint.
-        model_type: the family to write a model as that was not converted from a Hugging Face directory.
+        model_type: the family to write a model as that was not converted from a Hugging Face directory; None: the
+            family of the checkpoint that training began from, else the first that can describe the model.
         progress: called with the number of bytes of each block that is written.
 
     Raises:
         CheckpointError: the checkpoint is damaged.
-        ConfigError: no supported family can describe the model.
+        ConfigError: no supported family can describe the model, or `model_type` is not that of the original.
         FileExistsError: `target` is not empty.
     """
     # Read the description of the checkpoint, and of the directory that it was converted from.
     reader = CheckpointReader(find_checkpoint(source))
     config = reader.model_config()
-    converted = _read_original(reader)
-    original = converted or _OriginalDirectory(*describe_config(config, model_type), {})
+    converted = read_original(reader)
+    if converted is not None and model_type not in (None, converted.model_type):
+        raise ConfigError(
+            f"{reader.path} was converted from model_type {converted.model_type} and is written back as that, not as "
+            f"{model_type!r}"
+        )
+    original = converted or describe_directory(reader, config, model_type)
     # Name the tensors as the original did: its layout, its experts stacked or apart, its copies of embedding and head.
     parsed = {file: parse_header(header, file, source) for file, header in original.headers.items()}
     before = {tensor.name: tensor for found, _ in parsed.values() for tensor in found}
-    specs = param_specs(config, original.layout, before.__contains__)
-    tied = {copy: name for copy, name in tied_copies(config, original.layout) if copy in before}
+    # New files have the family's own names, and stack experts where transformers expects it.
+    if converted is not None:
+        layout, has = stored_layout(original.layout, config, before.__contains__), before.__contains__
+    else:
+        layout, has = module_layout(original.layout, config), functools.partial(_is_stacked, original.layout)
+    specs = param_specs(config, layout, has)
+    tied = {copy: name for copy, name in tied_copies(config, layout) if copy in before}
     entries = _tensor_entries(reader, specs, dtype)
     entries |= {copy: entries[name]._replace(name=copy) for copy, name in tied.items()}
     scales = _original_scales(original, before, entries)
@@ -184,35 +192,26 @@ def to_hugging_face(
         # Copy the small files. Configuration and index are written anew if a header has changed.
         is_changed = [shard.header for shard in shards] != list(original.headers.values())
         rewritten = {"config.json", INDEX} if is_changed else set()
-        if converted is not None:
-            for file in (reader.path / HUGGINGFACE_FOLDER).iterdir():
-                if file.name not in rewritten:
-                    shutil.copyfile(file, folder / file.name)
+        copy_kept_files(reader, folder, rewritten)
         if is_changed:
             dtypes = {str(entry.dtype) for entry in entries.values()}
-            content = edit_config(original.content, original.layout, dtypes=dtypes, drop_quantization=bool(dropped))
+            content = edit_config(original.content, layout, dtypes=dtypes, drop_quantization=bool(dropped))
             (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
             write_index(folder, shards)
+            if converted is None:
+                write_generation_config(folder, content)
         # Training's record of its acceptance goes along, so that `check_acceptance` works on the export.
         if (record := reader.metadata.get("self_check")) is not None:
             (folder / SELF_CHECK_FILE).write_text(json.dumps(record) + "\n")
 
 
-def _read_original(reader: CheckpointReader) -> _OriginalDirectory | None:
-    """Reads what the checkpoint keeps of the Hugging Face directory that it was converted from, if it was."""
-    if HEADERS_FILE not in reader.files:
-        return None
-    kept = json.loads((reader.path / HEADERS_FILE).read_bytes())
-    headers = {file: text.encode() for file, text in kept["headers"].items()}
-    # A header begins with its length, 8 bytes little-endian.
-    headers = {file: len(text).to_bytes(8, "little") + text for file, text in headers.items()}
-    return _OriginalDirectory(
-        kept["model_type"], json.loads((reader.path / HUGGINGFACE_FOLDER / "config.json").read_bytes()), headers
-    )
+def _is_stacked(layout: Layout, name: str) -> bool:
+    """Returns whether new files hold this tensor of stacked experts, as Qwen3.5's trunk does."""
+    return layout.fused_experts and name.startswith(f"{layout.trunk}layers.") and name.endswith("experts.gate_up_proj")
 
 
 def _original_scales(
-    original: _OriginalDirectory, before: dict[str, TensorInfo], entries: dict[str, TensorEntry]
+    original: OriginalDirectory, before: dict[str, TensorInfo], entries: dict[str, TensorEntry]
 ) -> ScaleMap:
     """Finds the scale tensors that the original had, and its block size."""
     names = {name: f"{name}{end}" for name in entries for end in ("_scale_inv", "_scale") if f"{name}{end}" in before}

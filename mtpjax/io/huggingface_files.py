@@ -8,11 +8,48 @@ huggingface.safetensors   tensors that are not parameters of the model, such as 
 import json
 import pathlib
 
-from mtpjax.safe_open import read_inside
+from mtpjax.io.checkpoint_format import find_checkpoint, is_checkpoint
+from mtpjax.safe_open import is_gguf, read_inside
 
 HUGGINGFACE_FOLDER, HEADERS_FILE, OTHER_TENSORS_FILE = "huggingface", "huggingface.json", "huggingface.safetensors"
 SELF_CHECK_FILE = "mtpjax_self_check.json"  # acceptance that training measured, in a directory that was exported
 MAX_TOKENIZER_BYTES = 64 << 20  # of a tokenizer.json; the published ones have 7 to 20 MB
+
+
+def read_small_file(path, name: str, *, max_bytes: int = MAX_TOKENIZER_BYTES) -> bytes | None:
+    """Reads a small file of a checkpoint, such as its tokenizer; of a GGUF file, what such a file would hold.
+
+    Args:
+        path: a Hugging Face directory or a GGUF file.
+        name: the file's name.
+        max_bytes: the largest size in bytes that is accepted.
+
+    Returns:
+        The content, or `None` if there is no such file.
+
+    Raises:
+        CheckpointError: the file is unsafe, too large, or the GGUF file is damaged.
+    """
+    path = pathlib.Path(path)
+    if not is_gguf(path):
+        return read_inside(path, name, max_bytes=max_bytes)
+    from conversion.gguf_files import GGUFFiles
+
+    with GGUFFiles(path) as files:
+        return b"".join(files.bytes_of(name)) if name in files.other_files() else None
+
+
+def has_tokenizer(path) -> bool:
+    """Returns whether a Hugging Face directory or a GGUF file has a tokenizer.
+
+    Args:
+        path: the directory or file.
+
+    Returns:
+        True if there is a `tokenizer.json`, or the GGUF file holds what stands for one.
+    """
+    path = pathlib.Path(path)
+    return read_small_file(path, "tokenizer.json") is not None if is_gguf(path) else (path / "tokenizer.json").exists()
 
 
 def huggingface_folder(path) -> pathlib.Path:
@@ -30,6 +67,23 @@ def huggingface_folder(path) -> pathlib.Path:
     return kept if kept.is_dir() else path
 
 
+def read_kept_config(path) -> bytes | None:
+    """Reads the Hugging Face `config.json` of a checkpoint.
+
+    Args:
+        path: a Hugging Face directory, an mtpjax checkpoint, or a run folder that holds one.
+
+    Returns:
+        The content; None for an mtpjax checkpoint that keeps none, since it was made from a preset.
+    """
+    found = find_checkpoint(path)
+    folder = huggingface_folder(found)
+    # Without a folder of kept files, the `config.json` of an mtpjax checkpoint is its own.
+    if folder == found and is_checkpoint(found):
+        return None
+    return read_inside(folder, "config.json", max_bytes=MAX_TOKENIZER_BYTES)
+
+
 def count_token_ids(path) -> int | None:
     """Counts the token ids that a checkpoint's tokenizer defines.
 
@@ -42,7 +96,7 @@ def count_token_ids(path) -> int | None:
         One more than the largest id in `tokenizer.json`; `None` if that file is missing or cannot be read.
     """
     try:
-        content = read_inside(huggingface_folder(path), "tokenizer.json", max_bytes=MAX_TOKENIZER_BYTES)
+        content = read_small_file(huggingface_folder(path), "tokenizer.json")
         values = json.loads(content) if content is not None else {}
         # BPE and WordPiece list tokens by id in a dict, Unigram in a list. Added tokens are listed apart.
         vocabulary = values["model"]["vocab"]

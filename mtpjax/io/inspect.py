@@ -11,6 +11,7 @@ import numpy as np
 
 from conversion.families import Layout
 from conversion.files import CheckpointFiles
+from conversion.gguf_files import open_checkpoint
 from conversion.load_plan import LoadPlan, inspect_files
 from conversion.names import param_specs
 from conversion.read_params import scale_spec
@@ -19,6 +20,7 @@ from mtpjax.io.checkpoint_format import find_checkpoint, is_checkpoint
 from mtpjax.io.checkpoint_reader import CheckpointReader
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.sharding import param_spec
+from mtpjax.safe_open import is_gguf
 
 
 def inspect(path, *, mesh: dict[str, int] | None = None, model_type: str | None = None) -> dict[str, Any]:
@@ -138,13 +140,13 @@ def format_bytes(count: float) -> str:
 
 
 def _inspect_hugging_face(path, model_type: str | None) -> dict[str, Any]:
-    with CheckpointFiles(path) as files:
+    with open_checkpoint(path) as files:
         # Unlike `make_plan`, this lists missing and unknown tensors instead of raising an error.
         plan = inspect_files(files, model_type=model_type)
         content = files.json("config.json")
         return {
             "path": str(path),
-            "format": "Hugging Face",
+            "format": "GGUF" if is_gguf(path) else "Hugging Face",
             "model_type": plan.model_type,
             "quantization": content.get("quantization_config"),
             "dtypes": _count_by_dtype((tensor.shape, tensor.dtype) for tensor in files.tensors.values()),

@@ -9,7 +9,8 @@ import numpy as np
 from conversion.export import TensorAssembler
 from conversion.files import CheckpointFiles
 from conversion.load_plan import LoadPlan, make_plan
-from conversion.merge_mtp import MergeReport, ModuleTensors, merge_export, merge_tensors
+from conversion.merge_mtp import MergeReport, merge_export, merge_tensors
+from conversion.merge_sources import ModuleTensors
 from conversion.names import param_specs
 from conversion.read_params import BF16, ScaleMap
 from conversion.shards import TensorEntry
@@ -18,13 +19,22 @@ from mtpjax.io.checkpoint_format import find_checkpoint, is_checkpoint
 from mtpjax.io.checkpoint_reader import CheckpointReader
 
 
-def merge_mtp(base, modules, target, *, progress: Callable[[int], Any] | None = None) -> MergeReport:
+def merge_mtp(
+    base,
+    modules,
+    target,
+    *,
+    model_type: str | None = None,
+    progress: Callable[[int], Any] | None = None,
+) -> MergeReport:
     """Writes the Hugging Face checkpoint `base` with the MTP modules of `modules` to `target`.
 
     Args:
         base: a full Hugging Face checkpoint, with or without MTP modules. Modules that it lacks go into a new file.
-        modules: a folder that `mtpjax export-mtp` wrote, an mtpjax checkpoint, or a run folder that holds one.
+        modules: a folder that `mtpjax export-mtp` wrote, a full Hugging Face checkpoint such as the original release
+            of a fine-tuned model, an mtpjax checkpoint, or a run folder that holds one.
         target: the folder to write. It appears only when it is complete.
+        model_type: the family of `base` to use instead of the one that its `config.json` names.
         progress: called with the number of bytes of each block that is written.
 
     Returns:
@@ -36,9 +46,9 @@ def merge_mtp(base, modules, target, *, progress: Callable[[int], Any] | None = 
     # An export has Hugging Face names already; a trained checkpoint is renamed by the plan of the base.
     path = find_checkpoint(modules)
     if not is_checkpoint(path):
-        return merge_export(base, modules, target, progress=progress)
+        return merge_export(base, modules, target, model_type=model_type, progress=progress)
     with CheckpointFiles(base) as files:
-        plan = make_plan(files, allow_extra=True)
+        plan = make_plan(files, model_type=model_type, allow_extra=True)
         return merge_tensors(files, plan, _module_tensors(CheckpointReader(path), plan), target, progress=progress)
 
 
@@ -70,4 +80,10 @@ def _module_tensors(reader: CheckpointReader, plan: LoadPlan) -> ModuleTensors:
         return TensorEntry(name, dtype, shape)
 
     entries = {name: entry(name) for name in names}
-    return ModuleTensors(config.num_mtp_modules, entries, lambda name: assembly.blocks(entry(name)))
+    return ModuleTensors(
+        config.num_mtp_modules,
+        entries,
+        lambda name: assembly.blocks(entry(name)),
+        dataclasses.replace(plan, config=config),
+        config.mtp_own_embedding,
+    )

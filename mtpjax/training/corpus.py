@@ -13,6 +13,7 @@ from mtpjax.data.packing import Batch, Document, count_targets, pack, shuffled_b
 from mtpjax.data.sources import end_token_id, fingerprint, read_source
 from mtpjax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 from mtpjax.io.checkpoint_format import find_checkpoint
+from mtpjax.io.huggingface_files import has_tokenizer, huggingface_folder
 from mtpjax.training.config import TrainConfig
 
 
@@ -66,8 +67,10 @@ def load_corpus(config: TrainConfig, vocab_size: int, *, num_depths: int = 0) ->
     # The tokenizer: the one in the settings, else the one beside the initial checkpoint, else bytes.
     folder = config.tokenizer
     if folder is None and config.init_from is not None:
+        # A converted checkpoint keeps the tokenizer of the original in a folder of its own.
         beside = find_checkpoint(config.init_from)
-        folder = str(beside) if (beside / "tokenizer.json").is_file() else None
+        beside = beside if beside.is_file() else huggingface_folder(beside)
+        folder = str(beside) if has_tokenizer(beside) else None
     file_tokenizer = None if folder is None else HuggingFaceTokenizer(pathlib.Path(folder), vocab_size)
     tokenizer: Tokenizer = file_tokenizer or ByteTokenizer()
     sources = config.sources or (Source(path=config.data, pattern=config.pattern),)

@@ -191,7 +191,7 @@ def _drop_damaged_blocks(folder: pathlib.Path, digests: dict[str, str | None], *
     progress = _block_progress("checking the trunk's states", len(digests), tokens_per_block)
     with ThreadPoolExecutor() as pool, progress as tick:
         names = list(digests)
-        for name, found in zip(names, pool.map(lambda name: file_digest(folder / name), names), strict=True):
+        for name, found in zip(names, pool.map(lambda name: file_digest(folder / name, folder), names), strict=True):
             if found != digests[name]:
                 problem = "is missing" if found is None else "differs from what was written"
                 log.warning("%s %s: computing it again", folder / name, problem)
@@ -217,7 +217,7 @@ def _write_block(path: pathlib.Path, states: np.ndarray) -> str | None:
         with atomic_file(path) as unfinished:
             with unfinished.open("wb") as file:
                 np.save(file, states.view(np.uint16) if states.dtype == jnp.bfloat16 else states)
-            return file_digest(unfinished)
+            return file_digest(unfinished, unfinished.parent)
     except OSError as error:
         raise OSError(
             f"{path} of {states.nbytes} bytes cannot be written: {error}; {path.parent} keeps its complete blocks,"

@@ -238,7 +238,14 @@ def train(
         }
         metadata["tokenizer"] = "huggingface" if corpus.file_tokenizer else "bytes"
         if is_main_process:
-            checkpoint.save_model(path, model, params, metadata=metadata, tokenizer=corpus.file_tokenizer)
+            checkpoint.save_model(
+                path,
+                model,
+                params,
+                metadata=metadata,
+                tokenizer=corpus.file_tokenizer,
+                init_from=config.init_from,
+            )
         # No process may end while the first still writes: that would count as a lost process.
         distributed.barrier("saved")
     return TrainResult(model, params, path, corpus.held_out, panel, log.history)

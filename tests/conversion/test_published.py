@@ -5,9 +5,9 @@ import math
 import jax
 import pytest
 
+from conversion.describe_config import describe_config
 from conversion.families import FAMILIES
 from conversion.hf_config import parse_config
-from conversion.hf_config_write import describe_config
 from conversion.names import param_specs, tied_copies
 from mtpjax import presets
 from mtpjax.io.inspect import count_parameters

@@ -1,0 +1,159 @@
+"""Makes the `config.json` of an mtpjax model: finds the family that transformers loads it as, and spells its values."""
+
+import dataclasses
+from typing import Any
+
+from conversion.families import FAMILIES
+from conversion.hf_config import parse_config
+from mtpjax.errors import ConfigError
+from mtpjax.models.config import Llama3Scaling, ModelConfig
+
+# Families for models that were not converted from a checkpoint: the plainest one that fits comes first.
+ORDER = (
+    *("llama", "qwen3", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe"),
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "mimo", "kimi_k2"),
+)
+QWEN_HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
+# Fields that the files or the tokenizer decide, not `config.json`.
+NOT_DESCRIBED = ("num_tokens", "mtp_own_embedding", "mtp_own_head")
+# Conventions of MTP modules that differ between families; written where the family's own is another.
+MTP_CONVENTIONS = ("mtp_chaining", "mtp_input", "mtp_hidden_post_norm", "mtp_chain_post_norm", "mtp_mask_first")
+
+
+def describe_config(config: ModelConfig, model_type: str | None = None) -> tuple[str, dict[str, Any]]:
+    """Finds a family that can describe a model, and makes its `config.json`.
+
+    Args:
+        config: the model's configuration.
+        model_type: the family to use; by default the first that fits.
+
+    Returns:
+        `(model_type, values)`, where `parse_config(values)` gives `config` again.
+
+    Raises:
+        ConfigError: no family can describe the model; the message names the fields that the closest one cannot express.
+    """
+    if model_type is not None and model_type not in FAMILIES:
+        raise ConfigError(f"unsupported model_type {model_type!r}; supported: {', '.join(FAMILIES)}")
+    # Try the families in order, and check each by parsing what was written.
+    nearest: list[str] | None = None
+    for name in ORDER if model_type is None else (model_type,):
+        values = _values(config, name)
+        try:
+            found = parse_config(values).model
+        except ConfigError:
+            continue
+        differing = differing_fields(found, config) + _unsupported(config, name)
+        if not differing:
+            return name, values
+        nearest = min(nearest or differing, differing, key=len)
+    raise ConfigError(
+        "no supported family can describe this model; the closest one cannot express "
+        f"{', '.join(nearest) if nearest else 'its sizes'}"
+    )
+
+
+def differing_fields(found: ModelConfig, config: ModelConfig) -> list[str]:
+    """Lists the fields in which two configurations differ, without those that `config.json` does not decide.
+
+    Args:
+        found: one configuration.
+        config: the other one.
+
+    Returns:
+        The names of the fields.
+    """
+    names = (field.name for field in dataclasses.fields(config) if field.name not in NOT_DESCRIBED)
+    return [name for name in names if getattr(found, name) != getattr(config, name)]
+
+
+def _unsupported(config: ModelConfig, model_type: str) -> list[str]:
+    """Lists fields that mtpjax reads for a family, but that transformers' class of it does not compute."""
+    wrong = []
+    # transformers' Llama has a bias on the output too, its Qwen3 no experts, and neither rotates a part of a head.
+    if model_type in ("llama", "qwen3"):
+        wrong += [name for name in ("attention_bias", "n_routed_experts") if getattr(config, name)]
+        wrong += ["partial_rotary_factor"] if config.partial_rotary_factor != 1.0 else []
+        wrong += ["use_qk_norm"] if config.use_qk_norm and model_type == "llama" else []
+    # Only Qwen3-Next has dense layers between those with experts, only Qwen3.5 has neither.
+    dense = bool(config.mlp_only_layers or (config.is_moe and config.first_k_dense_replace))
+    if model_type.startswith("qwen3_5") and dense:
+        wrong.append("mlp_only_layers")
+    if not model_type.startswith("qwen3_next") and config.mlp_only_layers:
+        wrong.append("mlp_only_layers")
+    if model_type in QWEN_HYBRID and config.is_moe == (model_type in ("qwen3_5", "qwen3_5_text")):
+        wrong.append("n_routed_experts")
+    # transformers fixes how the indexer rotates: DeepSeek by halves, GLM interleaved.
+    if model_type in ("deepseek_v32", "glm_moe_dsa") and config.index_topk:
+        wrong += ["indexer_rope_interleave"] if config.indexer_rope_interleave != (model_type == "glm_moe_dsa") else []
+    if model_type == "deepseek_v32" and "shared" in config.indexer_types:
+        wrong.append("indexer_types")
+    return wrong
+
+
+def _values(config: ModelConfig, model_type: str) -> dict[str, Any]:
+    """Makes the keys of `config.json`; sections that the model does not have are left out."""
+    family = FAMILIES[model_type]
+    same = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    # What every family has.
+    names = [*same, "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "rope_theta"]
+    names += ["partial_rotary_factor", "attention_bias", *(["use_qk_norm"] if config.use_qk_norm else [])]
+    # Attention: latent (MLA) with an optional indexer, or grouped (GQA); some layers may be linear.
+    if config.attention == "latent":
+        names += ["q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
+        names += ["rope_interleave"]
+    else:
+        names += ["num_key_value_heads", "head_dim"]
+    if config.index_topk:
+        names += ["index_topk", "index_n_heads", "index_head_dim", "indexer_rope_interleave", "indexer_types"]
+    if config.layer_types:
+        names += [f"linear_{name}" for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")]
+        names += ["linear_conv_kernel_dim", "layer_types"]
+    values = {name: getattr(config, name) for name in names}
+    values |= _experts(config, model_type)
+    values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    # What is spelled differently from ModelConfig's field, or needed by transformers: the number of key heads has
+    # another default there, and an empty list of indexer types means its own pattern.
+    if config.attention == "latent":
+        values["num_key_value_heads"] = config.num_attention_heads
+    if config.index_topk and not config.indexer_types:
+        values["indexer_types"] = ["full"] * config.num_hidden_layers
+    if config.rope_scaling is not None:
+        kind = "llama3" if isinstance(config.rope_scaling, Llama3Scaling) else "yarn"
+        values["rope_scaling"] = {"rope_type": kind, **dataclasses.asdict(config.rope_scaling)}
+    if config.linear_output_gate == "sigmoid":
+        values["output_gate_type"] = "sigmoid"
+    # End tokens are the tokenizer's: without these keys transformers would take its family's defaults.
+    head = {"architectures": [family.architecture], "model_type": model_type, "hidden_act": "silu", "dtype": "float32"}
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    return {**head, **ends, **values, **_modules(config, model_type)}
+
+
+def _experts(config: ModelConfig, model_type: str) -> dict[str, Any]:
+    """Makes the keys about the mixture of experts, and those that say which layers are dense."""
+    # Without experts, transformers' classes of mixtures need to hear that all layers are dense.
+    if not config.is_moe:
+        is_mixture = model_type not in ("llama", "qwen3", "mimo", *QWEN_HYBRID)
+        return {"first_k_dense_replace": config.num_hidden_layers} if is_mixture else {}
+    names = ["num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"]
+    values: dict[str, Any] = {}
+    if model_type in QWEN_HYBRID:
+        dense = (*range(config.first_k_dense_replace), *config.mlp_only_layers)
+        values |= {"num_experts": config.n_routed_experts, "mlp_only_layers": dense, "decoder_sparse_step": 1}
+        names += ["shared_expert_intermediate_size"]
+    else:
+        names += ["n_routed_experts", "n_group", "topk_group", "n_shared_experts", "routed_scaling_factor"]
+        names += ["scoring_func", "first_k_dense_replace", *(["mlp_only_layers"] if config.mlp_only_layers else [])]
+        names += ["shared_expert_intermediate_size"] if config.shared_expert_intermediate_size else []
+    return values | {name: getattr(config, name) for name in names}
+
+
+def _modules(config: ModelConfig, model_type: str) -> dict[str, Any]:
+    """Makes the keys about MTP modules: their number, and where they differ from the family's conventions."""
+    family = FAMILIES[model_type]
+    key = "mtp_num_hidden_layers" if family.layout.mtp == "mtp" else "num_nextn_predict_layers"
+    values: dict[str, Any] = {key: config.num_mtp_modules}
+    if config.mtp_own_embedding:
+        values["mtp_use_dedicated_embeddings"] = True
+    defaults = {field.name: field.default for field in dataclasses.fields(ModelConfig)} | dict(family.fixed)
+    return values | {name: getattr(config, name) for name in MTP_CONVENTIONS if getattr(config, name) != defaults[name]}

@@ -1,0 +1,206 @@
+"""Reads a GGUF file as if it were a Hugging Face directory: tensors under their names there, dequantized row by row.
+
+Quantized tensors become float32, as do all others unless every matrix of the file is bfloat16; then its norms, which
+llama.cpp widens to float32, are bfloat16 again. `gguf.quants` dequantizes. Opening and reading follow the rules of
+`conversion.files`: regular files only, and sizes before memory.
+"""
+
+import json
+import math
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from conversion.files import CheckpointFiles
+from conversion.gguf_header import GGUFHeader, parse_header
+from conversion.gguf_names import ROPE_FACTORS, NamedTensor, describe_config, named_tensors
+from conversion.gguf_tokenizer import tokenizer_files
+from conversion.read_params import BF16
+from conversion.safetensors_header import TensorInfo
+from conversion.shards import TensorEntry, make_shard
+from mtpjax.errors import CheckpointFileError, UnsafeFileError
+from mtpjax.safe_open import is_gguf, open_inside
+
+WEIGHTS_FILE = "model.safetensors"  # the file that the tensors would be in
+
+
+def open_checkpoint(path, *, strict: bool = False) -> CheckpointFiles:
+    """Opens a Hugging Face directory or a GGUF file.
+
+    Args:
+        path: the directory, or the file.
+        strict: raise an error for infinite or NaN weights.
+
+    Returns:
+        The open files, a context manager.
+
+    Raises:
+        CheckpointFileError: they are missing, damaged or not supported.
+    """
+    return GGUFFiles(path, strict=strict) if is_gguf(path) else CheckpointFiles(path, strict=strict)
+
+
+class GGUFFiles(CheckpointFiles):
+    """A GGUF file, open for reading, with the attributes and methods of a checkpoint directory."""
+
+    def __init__(self, path, *, strict: bool = False):
+        """Opens the file and checks its header.
+
+        Args:
+            path: the file.
+            strict: raise an error for infinite or NaN weights.
+
+        Raises:
+            CheckpointFileError: the file is missing, truncated or damaged, or the package `gguf` is missing.
+            ConfigError: its architecture is not supported.
+            TokenizerError: its tokenizer is not supported.
+        """
+        self._quants = _import_gguf()
+        self.path, self.strict = pathlib.Path(path), strict
+        self._nonfinite, self._open, self.metadata, self.index = {}, {}, {WEIGHTS_FILE: {"format": "pt"}}, None
+        try:
+            # The user names this file, so its own symlinks are followed; it must be a regular file all the same.
+            self._file = self._open[""] = open_inside(self.path, pathlib.Path("/"))
+        except UnsafeFileError as error:
+            raise CheckpointFileError(str(error)) from error
+        try:
+            blocks = {int(kind): sizes for kind, sizes in self._quants.GGML_QUANT_SIZES.items()}
+            self._blocks = blocks
+            self._header = parse_header(self._file, self.path, blocks)
+            # Describing the model checks the architecture, so it comes before the tensors' names.
+            self._json = self._describe(self._header)
+            self._named = {tensor.name: tensor for tensor in named_tensors(self._header)}
+            self.sizes = {self.path.name: os.fstat(self._file).st_size}
+            self.tensors = self._tensor_infos()
+        except BaseException:
+            self.close()
+            raise
+        # The header that a safetensors file of these tensors would have, so that conversion can go on from here.
+        entries = [TensorEntry(tensor.name, tensor.dtype, tensor.shape) for tensor in self.tensors.values()]
+        self.headers = {WEIGHTS_FILE: make_shard(WEIGHTS_FILE, entries, {"format": "pt"}).header}
+
+    def json(self, name: str) -> Any:
+        """Returns the content that a JSON file of a directory would have.
+
+        Args:
+            name: "config.json", "tokenizer.json" or another file of `other_files`.
+
+        Returns:
+            The content.
+
+        Raises:
+            CheckpointFileError: the file has nothing of this kind.
+        """
+        if name not in self._json:
+            raise CheckpointFileError(f"{self.path} holds nothing for {name}")
+        return self._json[name]
+
+    def other_files(self) -> list[str]:
+        """Lists the JSON files that describe model and tokenizer.
+
+        Returns:
+            Their names.
+        """
+        return sorted(self._json)
+
+    def bytes_of(self, name: str) -> Iterator[memoryview]:
+        """Writes one of `other_files` as JSON.
+
+        Args:
+            name: the file's name.
+
+        Yields:
+            Its content, in one piece.
+        """
+        yield memoryview(json.dumps(self.json(name)).encode())
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> np.ndarray:
+        """Reads and dequantizes a tensor or some of its rows.
+
+        Args:
+            name: the tensor's Hugging Face name.
+            begin: the first row along the first axis.
+            end: one after the last row; by default all rows from `begin`.
+
+        Returns:
+            The rows.
+        """
+        info, named = self.tensors[name], self._named[name]
+        end = info.shape[0] if end is None else end
+        if not named.head_dim:
+            return self._dequantize(named, begin, end).astype(info.dtype, copy=False)
+        # llama.cpp interleaves the two halves of each head's rows: row 2i + h of the file is row h * H/2 + i here.
+        H = named.head_dim
+        first = begin // H * H
+        rows = self._dequantize(named, first, -(-end // H) * H)
+        rows = rows.reshape(-1, H // 2, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+        return np.ascontiguousarray(rows[begin - first : end - first], dtype=info.dtype)
+
+    def _dequantize(self, named: NamedTensor, begin: int, end: int) -> np.ndarray:
+        """Reads rows in the order of the file."""
+        tensor = self._header.tensors[named.source]
+        if not tensor.shape[1:]:
+            # One axis: blocks lie along it, so all of it is read; such tensors are small.
+            return self._values(tensor, tensor.begin, tensor.end - tensor.begin, tensor.shape)[begin:end]
+        size = (tensor.end - tensor.begin) // tensor.shape[0]
+        return self._values(tensor, tensor.begin + begin * size, (end - begin) * size, (end - begin, *tensor.shape[1:]))
+
+    def _values(self, tensor, offset: int, count: int, shape: tuple[int, ...]) -> np.ndarray:
+        content = bytearray(count)
+        done = 0
+        while done < count:
+            got = os.preadv(self._file, [memoryview(content)[done : done + (1 << 30)]], offset + done)
+            if not got:
+                raise CheckpointFileError(f"{self.path} is truncated: it ended while {tensor.name!r} was read")
+            done += got
+        # Blocks lie along the last axis, so each row is a whole number of blocks.
+        raw = np.frombuffer(content, np.uint8).reshape(*shape[:-1], -1)
+        kind = self._quants.GGMLQuantizationType(tensor.kind)
+        if kind.name in ("F32", "F16"):
+            return raw.view(np.float32 if kind.name == "F32" else np.float16)
+        try:
+            return self._quants.quants.dequantize(raw, kind)
+        except NotImplementedError as error:
+            raise CheckpointFileError(
+                f"{self.path}: tensor {tensor.name!r} is {kind.name}, which the package gguf cannot dequantize"
+            ) from error
+
+    def _describe(self, header: GGUFHeader) -> dict[str, Any]:
+        """Writes the JSON files of a directory from the metadata."""
+        factors = header.tensors.get(ROPE_FACTORS)
+        files = tokenizer_files(header.metadata)
+        ends = files["generation_config.json"] if files else {}
+        values = None
+        if factors is not None and len(factors.shape) == 1 and factors.shape[0] <= 4096:
+            values = self._values(factors, factors.begin, factors.end - factors.begin, factors.shape)
+        return {"config.json": describe_config(header, ends, values), **files}
+
+    def _tensor_infos(self) -> dict[str, TensorInfo]:
+        """Lists the tensors as a safetensors file would."""
+        bf16 = int(self._quants.GGMLQuantizationType.BF16)
+        kinds = {tensor.kind for tensor in self._header.tensors.values() if len(tensor.shape) > 1}
+        dtype = BF16 if kinds == {bf16} else np.dtype(np.float32)
+        infos, begin = {}, 0
+        for named in self._named.values():
+            shape = self._header.tensors[named.source].shape
+            if named.head_dim and shape[0] % named.head_dim:
+                raise CheckpointFileError(
+                    f"{self.path}: tensor {named.source!r} has {shape[0]} rows, not a multiple of {named.head_dim}"
+                )
+            end = begin + math.prod(shape) * dtype.itemsize
+            infos[named.name] = TensorInfo(named.name, WEIGHTS_FILE, dtype, shape, begin, end)
+            begin = end
+        return infos
+
+
+def _import_gguf():
+    """Imports the package `gguf`, or says which extra installs it."""
+    try:
+        import gguf
+        import gguf.quants
+    except ImportError as error:
+        raise CheckpointFileError("GGUF files need the package gguf: pip install 'mtpjax[gguf]'") from error
+    return gguf

@@ -1,0 +1,144 @@
+"""Writes the tokenizer of a GGUF file as the `tokenizer.json` and `tokenizer_config.json` of the tokenizers package."""
+
+from typing import Any
+
+import numpy as np
+
+from mtpjax.errors import TokenizerError
+
+CONTROL, USER_DEFINED = 3, 4  # token types: special tokens, and other tokens that are found in text first
+_QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LLAMA3 = _QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+_LLAMA3_NAMES = ("llama3", "llama-v3", "llama-bpe")
+
+
+def tokenizer_files(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Writes the tokenizer and the chat template of a file.
+
+    Args:
+        metadata: the metadata of the GGUF file.
+
+    Returns:
+        Contents of JSON files by name: "tokenizer.json", "tokenizer_config.json" and "generation_config.json". Empty
+        if the file has no tokenizer.
+
+    Raises:
+        TokenizerError: the tokenizer is damaged, or of a kind that is not supported.
+    """
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind is None:
+        return {}
+    if not isinstance(kind, str) or kind != "gpt2":
+        raise TokenizerError(f"unsupported GGUF tokenizer {kind!r}; supported: 'gpt2' (byte-level BPE)")
+    # Names that are not UTF-8 cannot be written as JSON, and repeated ones would lose an id.
+    tokens, merges = _strings(metadata, "tokens"), _strings(metadata, "merges")
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    if len(vocabulary) != len(tokens):
+        raise TokenizerError(f"the GGUF tokenizer lists {len(tokens) - len(vocabulary)} tokens twice")
+    types = metadata.get("tokenizer.ggml.token_type", np.ones(len(tokens), np.int32))
+    if not isinstance(types, np.ndarray) or len(types) != len(tokens):
+        raise TokenizerError(f"tokenizer.ggml.token_type must have {len(tokens)} entries, one per token")
+    added = [_added_token(int(i), tokens[i], types[i] == CONTROL) for i in np.flatnonzero((types == 3) | (types == 4))]
+    pre = metadata.get("tokenizer.ggml.pre", "default")
+    if not isinstance(pre, str):
+        raise TokenizerError("tokenizer.ggml.pre is not a string")
+    normalizer, pre_tokenizer = _pre_tokenizer(pre)
+    model = {
+        "type": "BPE",
+        "vocab": vocabulary,
+        "merges": [_split_merge(merge) for merge in merges],
+        "ignore_merges": pre in _LLAMA3_NAMES,
+    }
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    names = {name: _token(metadata, f"{key}_token_id", tokens) for name, key in _SPECIAL.items()}
+    bos = names["bos_token"] if metadata.get("tokenizer.ggml.add_bos_token", pre in _LLAMA3_NAMES) else None
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": added,
+        "normalizer": normalizer,
+        "pre_tokenizer": pre_tokenizer,
+        "post_processor": byte_level if bos is None else _bos_processor(bos, vocabulary[bos]),
+        "decoder": byte_level,
+        "model": model,
+    }
+    settings = {name: token for name, token in names.items() if token is not None}
+    if isinstance(metadata.get("tokenizer.chat_template"), str):
+        settings["chat_template"] = metadata["tokenizer.chat_template"]
+    # Instruction-tuned models may end an answer (`eot`) with another token than a document.
+    ends = [_token_id(metadata, f"{key}_token_id", tokens) for key in ("eos", "eot")]
+    generation = {"eos_token_id": [index for index in dict.fromkeys(ends) if index is not None]}
+    return {"tokenizer.json": tokenizer, "tokenizer_config.json": settings, "generation_config.json": generation}
+
+
+_SPECIAL = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
+
+
+def _strings(metadata: dict[str, Any], name: str) -> list[str]:
+    values = metadata.get(f"tokenizer.ggml.{name}")
+    if not isinstance(values, list):
+        raise TokenizerError(f"the GGUF tokenizer lacks tokenizer.ggml.{name}, a list of strings")
+    for index, value in enumerate(values):
+        if any("\ud800" <= letter <= "\udfff" for letter in value):
+            raise TokenizerError(f"tokenizer.ggml.{name}: entry {index} is not UTF-8 text")
+    return values
+
+
+def _added_token(index: int, content: str, special: bool) -> dict[str, Any]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": index, "content": content, "special": bool(special), **flags}
+
+
+def _split_merge(merge: str) -> list[str]:
+    """Splits "a b" into its two tokens, at the first space that is not the first character."""
+    place = merge.find(" ", 1)
+    if place < 0:
+        raise TokenizerError(f"tokenizer.ggml.merges has {merge[:40]!r}, not two tokens with a space between them")
+    return [merge[:place], merge[place + 1 :]]
+
+
+def _pre_tokenizer(kind: Any) -> tuple[dict | None, dict]:
+    """Returns normalizer and pre-tokenizer of a kind that `tokenizer.ggml.pre` names."""
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    if kind in ("gpt-2", "gpt2"):
+        return None, byte_level
+    if kind == "smollm":
+        # Every digit is a token of its own.
+        steps = [{"type": "Digits", "individual_digits": True}, byte_level]
+        return None, {"type": "Sequence", "pretokenizers": steps}
+    if kind == "qwen2" or kind in _LLAMA3_NAMES:
+        pattern = {"Regex": _QWEN2 if kind == "qwen2" else _LLAMA3}
+        split = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+        steps = [split, {**byte_level, "use_regex": False}]
+        return {"type": "NFC"} if kind == "qwen2" else None, {"type": "Sequence", "pretokenizers": steps}
+    raise TokenizerError(
+        f"unsupported tokenizer.ggml.pre {kind!r}; supported: gpt-2, smollm, qwen2, {', '.join(_LLAMA3_NAMES)}"
+    )
+
+
+def _bos_processor(token: str, index: int) -> dict[str, Any]:
+    """Returns the processor that writes the BOS token before a text."""
+    bos, text = {"SpecialToken": {"id": token, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    second = {"Sequence": {"id": "B", "type_id": 1}}
+    special = {token: {"id": token, "ids": [index], "tokens": [token]}}
+    return {
+        "type": "TemplateProcessing",
+        "single": [bos, text],
+        "pair": [bos, text, second],
+        "special_tokens": special,
+    }
+
+
+def _token_id(metadata: dict[str, Any], key: str, tokens: list[str]) -> int | None:
+    index = metadata.get(f"tokenizer.ggml.{key}")
+    if index is None:
+        return None
+    if not isinstance(index, int) or not 0 <= index < len(tokens):
+        raise TokenizerError(f"tokenizer.ggml.{key} is {index!r}; the tokenizer has {len(tokens)} tokens")
+    return index
+
+
+def _token(metadata: dict[str, Any], key: str, tokens: list[str]) -> str | None:
+    index = _token_id(metadata, key, tokens)
+    return None if index is None else tokens[index]

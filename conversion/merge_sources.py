@@ -1,0 +1,163 @@
+"""Reads the MTP modules that a merge puts into a checkpoint: from an export, or from a full checkpoint."""
+
+import dataclasses
+import logging
+import pathlib
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from conversion.array_checks import streams_equal
+from conversion.export_mtp import WEIGHTS, exported_name, original_name
+from conversion.files import CheckpointFiles
+from conversion.fp8_blocks import dequantized_blocks
+from conversion.load_plan import LoadPlan, make_plan
+from conversion.names import TRUNK_PREFIXES, mtp_names, param_specs
+from conversion.read_params import BF16
+from conversion.shards import TensorEntry, entry_of
+from mtpjax.errors import CheckpointFileError
+from mtpjax.models.config import ModelConfig
+
+log = logging.getLogger("mtpjax.conversion")
+
+
+@dataclasses.dataclass
+class ModuleTensors:
+    """Tensors of MTP modules, under the names of a full checkpoint."""
+
+    count: int  # of modules
+    entries: dict[str, TensorEntry]
+    blocks: Callable[[str], Iterator[np.ndarray]]  # name -> the rows of the tensor, block after block
+    plan: LoadPlan  # of the base, with the layout that the modules' names have
+    own_embedding: bool = False  # the modules have an embedding of their own
+
+
+def read_modules(source: CheckpointFiles, base: CheckpointFiles, plan: LoadPlan) -> ModuleTensors:
+    """Reads the modules of an export, or of a full checkpoint such as the original release of a fine-tuned model.
+
+    Copies of the trunk's embedding and head are left out: the modules go on with those of the base, as inference
+    engines do it.
+
+    Args:
+        source: a folder of `export_mtp`, or a full checkpoint with MTP modules.
+        base: the checkpoint that receives the modules.
+        plan: the plan of `base`.
+
+    Returns:
+        The modules, under the names that they have in `base`.
+
+    Raises:
+        CheckpointFileError: the source has no modules, or they do not fit the base.
+    """
+    is_export = (pathlib.Path(source.path) / WEIGHTS).is_file()
+    modules = _from_export(source, base, plan) if is_export else _from_full(source, base, plan)
+    _check_tensors(modules, f"{'the export' if is_export else source.path}")
+    return modules
+
+
+def _from_export(exported: CheckpointFiles, base: CheckpointFiles, plan: LoadPlan) -> ModuleTensors:
+    """Lists the tensors of an export, without those that it shares with the trunk."""
+    # The export's configuration counts the modules; a base that has modules must have as many.
+    values = exported.json("config.json")
+    count = values.get("num_nextn_predict_layers") if isinstance(values, dict) else None
+    if not isinstance(count, int) or count < 1 or plan.config.num_mtp_modules not in (0, count):
+        raise CheckpointFileError(
+            f"{exported.path} has {count!r} MTP modules, but {base.path} has {plan.config.num_mtp_modules}"
+        )
+    # Modules of dense models are under `mtp.`, or further layers in older exports.
+    has_mtp = any(name.startswith("mtp.") for name in exported.tensors)
+    plan = _with_modules(plan, count, "layers" if plan.layout.mtp == "mtp_each" and not has_mtp else plan.layout.mtp)
+    config = plan.config
+    # Qwen's exports hold the trunk's embedding and head, under whichever prefix the original had. They belong to the
+    # trunk, which a merge does not change.
+    names = {}
+    for name in exported.tensors:
+        trunk = next((each for each in TRUNK_PREFIXES if name == f"{each}embed_tokens.weight"), None)
+        if plan.layout.is_under_mtp and (trunk or name == "lm_head.weight"):
+            kept = f"{plan.layout.trunk}embed_tokens.weight" if trunk else name
+            if kept in base.tensors and not streams_equal(base.blocks(kept), exported.blocks(name)):
+                log.warning("%s of the export differs from the checkpoint's, which is kept", name)
+        else:
+            # From here on tensors have the names of the full checkpoint.
+            names[original_name(name, config, plan.layout)] = name
+    # Copies in the modules: an export does not tell whether they were equal to the trunk's, so ours say so.
+    own_embedding = values.get("mtp_use_dedicated_embeddings") is True
+    own = {"embedding": own_embedding, "head": values.get("mtp_use_dedicated_head") is True}
+    originals = {"embedding": f"{plan.layout.trunk}embed_tokens.weight", "head": "lm_head.weight"}
+    for part, copies in _copies(config, plan).items():
+        for copy in [copy for copy in copies if copy in names and not own[part]]:
+            old = names.pop(copy)
+            tied = originals["embedding" if config.tie_word_embeddings else part]
+            if tied in base.tensors and not streams_equal(base.blocks(tied), exported.blocks(old)):
+                log.warning("%s of the export differs from the checkpoint's %s, which is used instead", old, tied)
+    entries = {name: entry_of(exported.tensors[old])._replace(name=name) for name, old in names.items()}
+    return ModuleTensors(count, entries, lambda name: exported.blocks(names[name]), plan, own_embedding)
+
+
+def _from_full(source: CheckpointFiles, base: CheckpointFiles, plan: LoadPlan) -> ModuleTensors:
+    """Lists the tensors of the modules of a full checkpoint, such as the original release."""
+    given = make_plan(source, allow_extra=True)
+    count = given.config.num_mtp_modules
+    if not count or plan.config.num_mtp_modules not in (0, count):
+        raise CheckpointFileError(
+            f"{source.path} has {count} MTP modules, but {base.path} has {plan.config.num_mtp_modules}"
+        )
+    if given.config.zero_centred_norm != plan.config.zero_centred_norm:
+        raise CheckpointFileError(
+            f"{source.path} and {base.path} store norm weights differently, as w and as 1 + w: convert one first"
+        )
+    plan = _with_modules(plan, count, given.layout.mtp)
+    # fp8 modules stay fp8 where they are added to a checkpoint of the same blocks; elsewhere they become bfloat16.
+    has_modules = any(path.startswith("mtp_") for path in plan.specs)
+    blocks = [(each.scales.rows, each.scales.columns) for each in (given, plan) if each.scales.names]
+    keeps_fp8 = len(blocks) == 2 and blocks[0] == blocks[1] and not has_modules
+    scale_names = set(given.scales.names.values())
+    names = {}
+    for name in source.tensors:
+        new = exported_name(name, given.config, given.layout)
+        # The model goes on with the trunk's embedding and head, not with copies that equal the original's.
+        if new is None or name in given.tied or f"{name}".removesuffix("_scale_inv") in given.tied:
+            continue
+        if keeps_fp8 or name not in scale_names:
+            names[original_name(new, plan.config, plan.layout)] = name
+    entries = {}
+    for name, old in names.items():
+        dtype = BF16 if old in given.scales.names and not keeps_fp8 else source.tensors[old].dtype
+        entries[name] = TensorEntry(name, dtype, source.tensors[old].shape)
+
+    def read(name: str) -> Iterator[np.ndarray]:
+        if keeps_fp8:
+            return source.blocks(names[name])
+        return dequantized_blocks(source, given.scales, names[name])
+
+    return ModuleTensors(count, entries, read, plan, given.config.mtp_own_embedding)
+
+
+def _with_modules(plan: LoadPlan, count: int, mtp: str) -> LoadPlan:
+    """Returns the base's plan with the number of modules that it will have, and where their names put them."""
+    layout = plan.layout if plan.config.num_mtp_modules else dataclasses.replace(plan.layout, mtp=mtp)
+    return dataclasses.replace(plan, config=dataclasses.replace(plan.config, num_mtp_modules=count), layout=layout)
+
+
+def _copies(config: ModelConfig, plan: LoadPlan) -> dict[str, set[str]]:
+    """Names the copies of embedding and head that modules may have."""
+    around = [mtp_names(config, plan.layout, number)[1] for number in range(config.num_mtp_modules)]
+    return {part: {names[part] for names in around if part in names} for part in ("embedding", "head")}
+
+
+def _check_tensors(modules: ModuleTensors, where: str) -> None:
+    """Checks that the modules have all tensors, no others, and the shapes that the base's configuration implies."""
+    config, plan = modules.plan.config, modules.plan
+    specs = param_specs(config, plan.layout, modules.entries.__contains__)
+    wanted = {piece.name: piece for path, spec in specs.items() if path.startswith("mtp_") for piece in spec.slices}
+    names, copies = set(modules.entries), set().union(*_copies(config, plan).values())
+    scales = {f"{name}{end}" for name in names for end in ("_scale_inv", "_scale")}
+    unknown = names - wanted.keys() - copies - scales - {"rot.weight"}
+    for problem, found in (("lacks", wanted.keys() - names - copies), ("has unknown", unknown)):
+        if found:
+            raise CheckpointFileError(f"{where} {problem} {len(found)} tensors: {', '.join(sorted(found)[:5])}")
+    for name, piece in wanted.items():
+        if name in names and modules.entries[name].shape != piece.shape:
+            raise CheckpointFileError(
+                f"tensor {name} of {where} has shape {modules.entries[name].shape}; the checkpoint needs {piece.shape}"
+            )

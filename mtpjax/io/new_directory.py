@@ -1,0 +1,183 @@
+"""What a Hugging Face directory holds beside the weights, when a checkpoint is written as one."""
+
+import dataclasses
+import json
+import logging
+import pathlib
+from typing import Any, NamedTuple
+
+from conversion.describe_config import describe_config, differing_fields
+from conversion.families import FAMILIES, Layout
+from conversion.hf_config import parse_config
+from conversion.hf_config_write import edit_config
+from mtpjax.errors import CheckpointFileError, ConfigError
+from mtpjax.io.checkpoint_format import read_kept
+from mtpjax.io.checkpoint_reader import CheckpointReader
+from mtpjax.io.huggingface_files import HEADERS_FILE, HUGGINGFACE_FOLDER
+from mtpjax.models.config import ModelConfig
+
+log = logging.getLogger("mtpjax.conversion")
+
+GENERATION_CONFIG = "generation_config.json"
+
+
+class OriginalDirectory(NamedTuple):
+    """The Hugging Face directory that a checkpoint was converted from, or the one that describes its model."""
+
+    model_type: str
+    content: dict[str, Any]  # of config.json
+    headers: dict[str, bytes]  # by file; empty if the checkpoint was not converted
+
+    @property
+    def layout(self) -> Layout:
+        """How the family names tensors."""
+        return FAMILIES[self.model_type].layout
+
+
+def read_original(reader: CheckpointReader) -> OriginalDirectory | None:
+    """Reads what a checkpoint keeps of the Hugging Face directory that it was converted from.
+
+    Args:
+        reader: the checkpoint.
+
+    Returns:
+        The directory; None if the checkpoint was not converted from one.
+
+    Raises:
+        CheckpointFileError: the record is damaged, or names files that are not in one folder.
+    """
+    if HEADERS_FILE not in reader.files:
+        return None
+    kept = _parse(read_kept(reader.path, HEADERS_FILE), reader.path / HEADERS_FILE)
+    headers, model_type = kept.get("headers"), kept.get("model_type")
+    if not isinstance(headers, dict) or model_type not in FAMILIES:
+        raise CheckpointFileError(f"{reader.path / HEADERS_FILE} is damaged: it has no headers, or no known model_type")
+    # The names are those of files to write: a path would lead out of the target.
+    for file, text in headers.items():
+        if pathlib.PurePath(file).name != file or not file.endswith(".safetensors") or not isinstance(text, str):
+            raise CheckpointFileError(
+                f"{reader.path / HEADERS_FILE} names {file!r}, which is not a safetensors file of one folder"
+            )
+    # A header begins with its length, 8 bytes little-endian.
+    encoded = {file: text.encode() for file, text in headers.items()}
+    content = _parse(
+        read_kept(reader.path, f"{HUGGINGFACE_FOLDER}/config.json"), reader.path / HUGGINGFACE_FOLDER / "config.json"
+    )
+    return OriginalDirectory(
+        model_type, content, {file: len(text).to_bytes(8, "little") + text for file, text in encoded.items()}
+    )
+
+
+def describe_directory(reader: CheckpointReader, config: ModelConfig, model_type: str | None) -> OriginalDirectory:
+    """Describes the directory of a model that was not converted: its family and `config.json`.
+
+    A model that was trained from a Hugging Face checkpoint keeps its family and its configuration's other keys.
+
+    Args:
+        reader: the checkpoint.
+        config: its model.
+        model_type: the family to use; None: that of the checkpoint that training began from, else the first that fits.
+
+    Returns:
+        The directory, without headers.
+
+    Raises:
+        ConfigError: no family, or not `model_type`, can describe the model.
+    """
+    begun = _begun_from(reader)
+    if begun is not None and model_type in (None, begun["model_type"]):
+        # The original's keys hold for the new weights if they describe the same trunk.
+        if not set(differing_fields(parse_config(begun).model, config)) - {"num_mtp_modules"}:
+            begun = edit_config(begun, FAMILIES[begun["model_type"]].layout, num_mtp_modules=config.num_mtp_modules)
+            return OriginalDirectory(begun["model_type"], begun, {})
+        try:
+            return OriginalDirectory(*describe_config(config, begun["model_type"]), {})
+        except ConfigError as error:
+            log.warning("the model is no longer of model_type %s: %s", begun["model_type"], error)
+    made, values = describe_config(config, model_type)
+    return OriginalDirectory(made, values | _token_ids(reader), {})
+
+
+def module_layout(layout: Layout, config: ModelConfig) -> Layout:
+    """Returns the layout of a new directory: several modules that share nothing need names of their own.
+
+    Args:
+        layout: the family's layout.
+        config: the model.
+
+    Returns:
+        The layout.
+    """
+    is_shared = layout.mtp == "mtp" and config.num_mtp_modules > 1
+    return dataclasses.replace(layout, mtp="mtp_each") if is_shared else layout
+
+
+def copy_kept_files(reader: CheckpointReader, folder: pathlib.Path, without: set[str]) -> None:
+    """Copies the small files that a checkpoint keeps: tokenizer, chat template, generation settings.
+
+    Args:
+        reader: the checkpoint.
+        folder: where to write them.
+        without: names of files to leave out.
+
+    Raises:
+        CheckpointFileError: a file cannot be opened safely.
+    """
+    for file in sorted(reader.files):
+        # Only files whose digests were verified, and only those directly in the folder.
+        place = pathlib.PurePosixPath(file)
+        if place.parent != pathlib.PurePosixPath(HUGGINGFACE_FOLDER) or place.name in without:
+            continue
+        (folder / place.name).write_bytes(read_kept(reader.path, file))
+
+
+def write_generation_config(folder: pathlib.Path, content: dict[str, Any]) -> None:
+    """Writes `generation_config.json` from the special tokens of `config.json`, unless the file is there.
+
+    Args:
+        folder: the unfinished directory.
+        content: of `config.json`.
+    """
+    if (folder / GENERATION_CONFIG).exists():
+        return
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    values = {name: content[name] for name in names if content.get(name) is not None}
+    (folder / GENERATION_CONFIG).write_text(json.dumps({"_from_model_config": True, **values}, indent=2) + "\n")
+
+
+def _begun_from(reader: CheckpointReader) -> dict[str, Any] | None:
+    """Returns the `config.json` of the checkpoint that training began from, as that of a text model."""
+    if f"{HUGGINGFACE_FOLDER}/config.json" not in reader.files:
+        return None
+    file = f"{HUGGINGFACE_FOLDER}/config.json"
+    values = _parse(read_kept(reader.path, file), reader.path / file)
+    # A multimodal model was trained as text alone, so its text section describes what there is.
+    if isinstance(values.get("text_config"), dict):
+        model_type = f"{values.get('model_type')}_text"
+        outer = {key: values[key] for key in ("tie_word_embeddings", "dtype", "torch_dtype") if key in values}
+        values = {**outer, **values["text_config"], "model_type": model_type}
+    if values.get("model_type") not in FAMILIES:
+        return None
+    # Training's weights are not quantized.
+    values.pop("quantization_config", None)
+    return {**values, "architectures": [FAMILIES[values["model_type"]].architecture]}
+
+
+def _token_ids(reader: CheckpointReader) -> dict[str, Any]:
+    """Returns the end token of the checkpoint's tokenizer: byte 0 of the byte tokenizer, or what its files say."""
+    file = f"{HUGGINGFACE_FOLDER}/{GENERATION_CONFIG}"
+    if file in reader.files:
+        values = _parse(read_kept(reader.path, file), reader.path / file)
+        return {key: value for key, value in values.items() if key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return {"eos_token_id": 0} if reader.metadata.get("tokenizer") == "bytes" else {}
+
+
+def _parse(content: bytes, path: pathlib.Path) -> dict[str, Any]:
+    """Parses a kept JSON object."""
+    try:
+        values = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointFileError(f"{path} is not JSON: {type(error).__name__}") from error
+    if not isinstance(values, dict):
+        raise CheckpointFileError(f"{path} contains a {type(values).__name__}, not an object")
+    return values

@@ -1,0 +1,50 @@
+"""Changed copies of Hugging Face checkpoints, as fine-tuning tools write them."""
+
+import pathlib
+import shutil
+
+import numpy as np
+
+from conversion.files import INDEX, CheckpointFiles
+from conversion.load_plan import make_plan
+from conversion.names import module_prefixes
+from conversion.shards import TensorEntry, make_shard, write_shards
+
+
+def rewrite(source, target, change) -> pathlib.Path:
+    """Copies a checkpoint into one file of tensors, each as `change(name, array)` returns it: None drops the tensor.
+
+    `change` may return `(new name, array)` to rename a tensor.
+    """
+    target = pathlib.Path(target)
+    target.mkdir()
+    with CheckpointFiles(source) as files:
+        for name in files.other_files():
+            if name != INDEX:
+                shutil.copyfile(files.path / name, target / name)
+        tensors = {}
+        for name in files.tensors:
+            made = change(name, files.read(name))
+            if made is not None:
+                new, array = made if isinstance(made, tuple) else (name, made)
+                tensors[new] = array
+    entries = [TensorEntry(name, array.dtype, array.shape) for name, array in tensors.items()]
+    shard = make_shard("model.safetensors", entries, {"format": "pt"})
+    write_shards(target, [shard], lambda entry: iter([tensors[entry.name]]))
+    return target
+
+
+def drop_modules(source, target, change=lambda name, array: array) -> pathlib.Path:
+    """Copies a checkpoint without the tensors of its MTP modules; `config.json` still names them."""
+    with CheckpointFiles(source) as files:
+        plan = make_plan(files, allow_extra=True)
+    prefixes = module_prefixes(plan.config, plan.layout)
+    return rewrite(source, target, lambda name, array: None if name.startswith(prefixes) else change(name, array))
+
+
+def tune(name: str, array: np.ndarray) -> np.ndarray:
+    """Changes the trunk's final norm, embedding and attention outputs a little, as fine-tuning does."""
+    if array.dtype.itemsize > 1 and name.endswith(("o_proj.weight", "embed_tokens.weight", "norm.weight")):
+        noise = np.random.default_rng(len(name)).normal(0, 0.02, array.shape)
+        return (array.astype(np.float32) + noise.astype(np.float32)).astype(array.dtype)
+    return array
