@@ -1,6 +1,7 @@
 """`mtpjax quickstart`, `train` and `compare`."""
 
 import math
+import pathlib
 import sys
 
 import jsonargparse
@@ -131,6 +132,8 @@ def _compare(options) -> int:
     from mtpjax.training.compare import read_run, tables
     from mtpjax.training.plots import plot_comparison
 
+    if options.output is not None and pathlib.Path(options.output).is_dir():
+        raise ValueError(f"--output {options.output} is a folder: name the PNG file to write")
     # Read all runs first: a wrong folder fails before anything is printed.
     runs = [read_run(folder) for folder in options.runs]
     console = rich.console.Console()

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from mtpjax.atomic import atomic_folder
@@ -142,6 +143,8 @@ def load(path, *, dtype=None, mesh: Mesh | None = None) -> tuple[MTPModel, dict]
         >>> params["embedding"].shape
         (32, 16)
     """
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"dtype must be a floating-point type, got {jnp.dtype(dtype).name}: weights are not integers")
     path = find_checkpoint(path)
     # A Hugging Face directory: `conversion` reads it in place, without an mtpjax copy on disk.
     if not is_checkpoint(path) and (path / CONFIG_FILE).is_file():
