@@ -37,7 +37,10 @@ def _integer(name: str, value: Any) -> int:
         number = None
     if number is None:
         raise ValueError(f"{name} must be an integer, got {value!r}")
-    require(abs(number) <= MAX_INTEGER, f"{name} must be at most {MAX_INTEGER}, got {number}")
+    # A limit of new tokens may be huge: `max_length` and the model bound it.
+    require(
+        name == "max_new_tokens" or abs(number) <= MAX_INTEGER, f"{name} must be at most {MAX_INTEGER}, got {number}"
+    )
     return number
 
 

@@ -112,7 +112,7 @@ def interrupt_once(command, folder, env, *, number, seconds):
         run.send_signal(number)
         said = run.communicate()[1]
     assert "Traceback" not in said
-    assert run.returncode in (0, 75, 130, -number), said
+    assert run.returncode in (0, 75, 130, -number), f"exit code {run.returncode}: {said}"
     if run.returncode == 75:
         assert said.strip().endswith("--resume")
     # A folder that a kill has left must be continued, and a run without a folder yet begins anew.
