@@ -65,6 +65,7 @@ def add_commands(commands) -> None:
 
 
 def _quickstart(options) -> int:
+    from mtpjax.errors import Preempted
     from mtpjax.training import quickstart
     from mtpjax.training.config import TrainConfig
 
@@ -78,7 +79,12 @@ def _quickstart(options) -> int:
         seconds=seconds,
         panel_prompts=2 if options.quick else 32,
     )
-    return quickstart.run(config, **({"depths": (1,), "rounds": 2, "num_prompts": 2} if options.quick else {}))
+    try:
+        return quickstart.run(config, **({"depths": (1,), "rounds": 2, "num_prompts": 2} if options.quick else {}))
+    except Preempted:
+        # This command has no --resume: it replaces its run.
+        print("mtpjax quickstart: interrupted; the same command starts anew", file=sys.stderr)
+        return 130
 
 
 def _train(options) -> int:
