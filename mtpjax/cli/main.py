@@ -1,5 +1,7 @@
 """The `mtpjax` command: parses the flags, runs the command, maps exceptions to exit codes."""
 
+import contextlib
+import io
 import logging
 import signal
 import sys
@@ -34,7 +36,7 @@ def main(arguments: list[str] | None = None) -> None:
     Raises:
         SystemExit: always, with the exit code.
     """
-    options = make_parser().parse_args(arguments)
+    options = _parse(arguments)
     # Only a process of our own may be restarted, not one that calls this function.
     if arguments is None and options.subcommand in ("quickstart", "train"):
         keep_freed_memory()
@@ -48,11 +50,31 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         sys.exit(COMMANDS[command](options[command]))
     except KeyboardInterrupt:
+        print(f"mtpjax {command}: interrupted", file=sys.stderr)
         sys.exit(130)
     except (ValueError, OSError, ResumableError) as error:
         # The user's fault, not the program's: one line without a traceback.
         print(f"mtpjax {command}: {error}", file=sys.stderr)
         sys.exit(next(code for kind, code in EXIT_CODES if isinstance(error, kind)))
+
+
+def _parse(arguments: list[str] | None):
+    """Parses the flags. Help that cannot be written, as on a full disk, is an error and not a success."""
+    # argparse ignores errors of writing, so it writes into memory.
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            return make_parser().parse_args(arguments)
+    except SystemExit:
+        try:
+            sys.stdout.write(printed.getvalue())
+            sys.stdout.flush()
+        except OSError as error:
+            # The interpreter would flush again at its end, and fail again.
+            sys.stdout = None
+            print(f"mtpjax: the output cannot be written: {error}", file=sys.stderr)
+            raise SystemExit(2) from None
+        raise
 
 
 def make_parser() -> jsonargparse.ArgumentParser:

@@ -1,6 +1,7 @@
 """`mtpjax quickstart`, `train` and `compare`."""
 
 import math
+import pathlib
 import sys
 
 import jsonargparse
@@ -64,6 +65,7 @@ def add_commands(commands) -> None:
 
 
 def _quickstart(options) -> int:
+    from mtpjax.errors import Preempted
     from mtpjax.training import quickstart
     from mtpjax.training.config import TrainConfig
 
@@ -77,7 +79,12 @@ def _quickstart(options) -> int:
         seconds=seconds,
         panel_prompts=2 if options.quick else 32,
     )
-    return quickstart.run(config, **({"depths": (1,), "rounds": 2, "num_prompts": 2} if options.quick else {}))
+    try:
+        return quickstart.run(config, **({"depths": (1,), "rounds": 2, "num_prompts": 2} if options.quick else {}))
+    except Preempted:
+        # This command has no --resume: it replaces its run.
+        print("mtpjax quickstart: interrupted; the same command starts anew", file=sys.stderr)
+        return 130
 
 
 def _train(options) -> int:
@@ -131,6 +138,8 @@ def _compare(options) -> int:
     from mtpjax.training.compare import read_run, tables
     from mtpjax.training.plots import plot_comparison
 
+    if options.output is not None and pathlib.Path(options.output).is_dir():
+        raise ValueError(f"--output {options.output} is a folder: name the PNG file to write")
     # Read all runs first: a wrong folder fails before anything is printed.
     runs = [read_run(folder) for folder in options.runs]
     console = rich.console.Console()

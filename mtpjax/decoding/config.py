@@ -2,7 +2,9 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+import numbers
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from mtpjax.models.config import require
@@ -18,6 +20,42 @@ CHAIN_RULES = ("token", "block")
 FIXED_TREE_RULES = ("recursive", "traversal")
 # These rules accept any tree, so its nodes may be chosen by the drafted tokens' scores.
 DYNAMIC_TREE_RULES = ("greedy", "sample", *LOSSY_RULES)
+
+
+INTEGER_FIELDS = ("max_new_tokens", "num_steps", "topk", "prompt_lookup_min", "prompt_lookup_max", "relaxed_topk")
+INTEGER_FIELDS += ("draft_sinks", "prefill_chunk")
+OPTIONAL_INTEGER_FIELDS = ("num_draft_tokens", "draft_window", "max_length", "min_rows")
+FLOAT_FIELDS = ("threshold_single", "threshold_acc", "typical_epsilon", "typical_delta", "relaxed_delta")
+MAX_INTEGER = 2**31 - 1  # token ids and counts are int32 on the device
+
+
+def _integer(name: str, value: Any) -> int:
+    """Returns a Python integer of an integer of Python or NumPy; raises `ValueError` for anything else."""
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None:
+        raise ValueError(f"{name} must be an integer, got {value!r}")
+    # A limit of new tokens may be huge: `max_length` and the model bound it.
+    require(
+        name == "max_new_tokens" or abs(number) <= MAX_INTEGER, f"{name} must be at most {MAX_INTEGER}, got {number}"
+    )
+    return number
+
+
+def _float(name: str, value: Any) -> float:
+    """Returns a Python float of a number of Python or NumPy; raises `ValueError` for anything else."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ValueError(f"{name} must be a number, got {value!r}")
+    return float(value)
+
+
+def _elements(name: str, value: Any) -> tuple[Any, ...]:
+    """Returns the elements of a sequence; raises `ValueError` for text and for what has no elements."""
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise ValueError(f"{name} must be a sequence, got {value!r}")
+    return tuple(value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,7 +150,20 @@ class DecodeConfig:
     min_rows: int | None = None
 
     def __post_init__(self):
-        # 1. Ranges of single values.
+        # 1. Types, so that every later comparison is of plain numbers. Lists become tuples, which can be hashed.
+        for name in INTEGER_FIELDS:
+            object.__setattr__(self, name, _integer(name, getattr(self, name)))
+        for name in OPTIONAL_INTEGER_FIELDS:
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None else _integer(name, value))
+        for name in FLOAT_FIELDS:
+            object.__setattr__(self, name, _float(name, getattr(self, name)))
+        # By name: NumPy also has a truth value, and `--help` runs without importing it.
+        if type(self.logprobs).__name__ not in ("bool", "bool_"):
+            raise ValueError(f"logprobs must be True or False, got {self.logprobs!r}")
+        object.__setattr__(self, "logprobs", bool(self.logprobs))
+        self._convert_sequences()
+        # 2. Ranges of single values.
         for name, minimum in (("max_new_tokens", 1), ("num_steps", 0), ("topk", 1), ("prefill_chunk", 1)):
             require(getattr(self, name) >= minimum, f"{name} must be at least {minimum}, got {getattr(self, name)}")
         for name, minimum in (("min_rows", 1), ("max_length", 2), ("draft_window", 1), ("num_draft_tokens", 2)):
@@ -125,7 +176,7 @@ class DecodeConfig:
             f"prompt_lookup_min ({self.prompt_lookup_min}) must be at least 1 and at most prompt_lookup_max "
             f"({self.prompt_lookup_max})",
         )
-        # 2. Choices by name. Drafters and rules may also be the user's own objects.
+        # 3. Choices by name. Drafters and rules may also be the user's own objects.
         if isinstance(self.drafter, str):
             require(self.drafter in DRAFTERS, f"unknown drafter '{self.drafter}'; supported: {', '.join(DRAFTERS)}")
         if not callable(self.acceptance):
@@ -141,15 +192,27 @@ class DecodeConfig:
         for name in ("threshold_single", "threshold_acc"):
             require(0 <= getattr(self, name) <= 1, f"{name} must be within 0..1, got {getattr(self, name)}")
         require(self.relaxed_topk >= 1, f"relaxed_topk must be at least 1, got {self.relaxed_topk}")
-        # 3. Convert lists to tuples, which makes the config hashable.
-        for name in ("stop_token_ids", "stop_sequences", "draft_vocabulary", "depth_costs", "depth_rates"):
-            value = getattr(self, name)
-            object.__setattr__(self, name, value if value is None else tuple(value))
-        object.__setattr__(self, "stop_sequences", tuple(tuple(sequence) for sequence in self.stop_sequences))
         require(all(self.stop_sequences), "stop_sequences contains an empty sequence")
         # 4. Combinations of values.
         self._check_tree()
         self._check_policy()
+
+    def _convert_sequences(self):
+        """Converts sequences to tuples of Python numbers; reads an iterator once."""
+        convert = {
+            "stop_token_ids": _integer,
+            "draft_vocabulary": _integer,
+            "depth_costs": _float,
+            "depth_rates": _float,
+        }
+        for name, of in convert.items():
+            value = getattr(self, name)
+            if value is not None or name == "stop_token_ids":
+                object.__setattr__(self, name, tuple(of(name, each) for each in _elements(name, value)))
+        sequences = [_elements("stop_sequences", each) for each in _elements("stop_sequences", self.stop_sequences)]
+        object.__setattr__(
+            self, "stop_sequences", tuple(tuple(_integer("stop_sequences", each) for each in row) for row in sequences)
+        )
 
     def _check_tree(self):
         """Checks that the rule supports the tree, and that the tree can have `num_draft_tokens` nodes."""
@@ -262,3 +325,21 @@ class SamplingParams:
     allowed_tokens: Sequence[Any] | None = None
     banned_tokens: Sequence[Any] | None = None
     seed: int | Sequence[int] | None = None
+
+    def __post_init__(self):
+        # An iterator can be read once only, and these fields are read several times. Keep its elements instead.
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, _materialise(getattr(self, field.name)))
+        for name in ("allowed_tokens", "banned_tokens"):
+            value = getattr(self, name)
+            if value is not None:
+                _elements(name, value)
+
+
+def _materialise(value: Any) -> Any:
+    """Replaces iterators, also those inside of a list or tuple, by tuples of their elements."""
+    if isinstance(value, Iterator):
+        value = tuple(value)
+    if type(value) in (list, tuple):
+        return type(value)(_materialise(each) for each in value)
+    return value

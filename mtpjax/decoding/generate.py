@@ -16,7 +16,7 @@ from mtpjax.decoding.config import DecodeConfig, SamplingParams
 from mtpjax.decoding.depth_policy import can_speed_up
 from mtpjax.decoding.drafters.base import Drafter
 from mtpjax.decoding.loop import decode
-from mtpjax.decoding.requests import check_request, make_drafter, make_new_rows, prompts_to_arrays
+from mtpjax.decoding.requests import check_argument_types, check_request, make_drafter, make_new_rows, prompts_to_arrays
 from mtpjax.decoding.result import GenerationResult, collect
 from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.decoding.sampling_params import temperatures
@@ -64,6 +64,7 @@ def generate(
         >>> generate(params, [[1, 2, 3]], model=model, config=DecodeConfig(max_new_tokens=5)).tokens.shape
         (1, 5)
     """
+    make_drafter(config)  # checks its type
     # Depth 0 of the same loop: every round verifies only the pending token and appends one token from the trunk.
     plain = dataclasses.replace(
         config, num_steps=0, topk=1, num_draft_tokens=None, acceptance="auto", depth_policy="fixed"
@@ -125,6 +126,9 @@ def speculative_generate(
         True
     """
     # 1. Check the request on the host, because the compiled call would silently clamp values that are out of range.
+    check_argument_types(params, sampling, key)
+    # NumPy parameters, as from `jax.device_get`, work like those on the device.
+    params = jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, params)
     sampling = sampling or SamplingParams()
     drafter = make_drafter(config)
     prompts = prompts_to_arrays(prompts, lengths)

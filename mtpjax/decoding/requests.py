@@ -1,5 +1,6 @@
 """Requests on the host: checks prompts and settings, and converts them to the arrays of the compiled call."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -26,6 +27,8 @@ def make_drafter(config: DecodeConfig) -> Drafter:
     Raises:
         ValueError: if `config.drafter` is neither a known name nor a `Drafter`.
     """
+    if not isinstance(config, DecodeConfig):
+        raise ValueError(f"config must be a DecodeConfig, got {type(config).__name__}: use DecodeConfig(**settings)")
     if not config.num_steps:
         return Drafter()
     if config.drafter == "mtp":
@@ -37,6 +40,27 @@ def make_drafter(config: DecodeConfig) -> Drafter:
             f"drafter must be 'mtp', 'lookup' or a mtpjax.decoding.drafters.Drafter, got {config.drafter!r}"
         )
     return config.drafter
+
+
+def check_argument_types(params: Any, sampling: Any, key: Any) -> None:
+    """Checks the arguments of a decoding call that fail deep inside otherwise.
+
+    Args:
+        params: parameters of the model.
+        sampling: sampling parameters, or None.
+        key: a `jax.random` key, or None.
+
+    Raises:
+        ValueError: one of them has another type. The message says which type it needs.
+    """
+    if not isinstance(params, Mapping) or "embedding" not in params:
+        raise ValueError("params must be the parameters of the model, as `load` and `init_params` return them")
+    if sampling is not None and not isinstance(sampling, SamplingParams):
+        raise ValueError(
+            f"sampling must be SamplingParams, got {type(sampling).__name__}: use SamplingParams(**values)"
+        )
+    if key is not None and not isinstance(key, (jax.Array, np.ndarray)):
+        raise ValueError(f"key must be a jax.random key, got {key!r}: use jax.random.key({key!r})")
 
 
 def prompts_to_arrays(prompts: Any, lengths: Any = None) -> list[np.ndarray]:
@@ -60,6 +84,8 @@ def prompts_to_arrays(prompts: Any, lengths: Any = None) -> list[np.ndarray]:
         if lengths is None:
             return list(prompts)
         lengths = np.asarray(lengths)
+        if not np.issubdtype(lengths.dtype, np.integer):
+            raise ValueError(f"lengths must be integers, got dtype {lengths.dtype}")
         if lengths.shape != prompts.shape[:1]:
             raise ValueError(f"lengths has shape {lengths.shape}, but there are {prompts.shape[0]} prompts")
         if (lengths > prompts.shape[1]).any():

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from mtpjax.atomic import atomic_folder
@@ -157,6 +158,8 @@ def load(path, *, dtype=None, mesh: Mesh | None = None, model_type: str | None =
         >>> params["embedding"].shape
         (32, 16)
     """
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"dtype must be a floating-point type, got {jnp.dtype(dtype).name}: weights are not integers")
     path = find_checkpoint(path)
     # A Hugging Face directory or GGUF file: `conversion` reads it in place, without an mtpjax copy on disk.
     if is_gguf(path) or (not is_checkpoint(path) and (path / CONFIG_FILE).is_file()):

@@ -5,6 +5,8 @@ import functools
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 
 from mtpjax.models.masks import Entries, Recycled, full_view
 from mtpjax.models.model import MTPModel, bind
@@ -29,14 +31,13 @@ class ForwardOutput(DepthsOutput):
     hidden_prenorm: jax.Array  # [B, T, D]
 
 
-@functools.partial(jax.jit, static_argnames=("model", "num_depths", "attention_layout", "is_detached"))
 def forward(
     params: dict,
-    tokens: jax.Array,
+    tokens: jax.Array | np.ndarray,
     *,
     model: MTPModel,
-    segment_ids: jax.Array | None = None,
-    lengths: jax.Array | None = None,
+    segment_ids: jax.Array | np.ndarray | None = None,
+    lengths: jax.Array | np.ndarray | None = None,
     num_depths: int | None = None,
     attention_layout: str = "ttt",
     is_detached: bool = False,
@@ -59,7 +60,8 @@ def forward(
         Logits and hidden states of the trunk and of each depth.
 
     Raises:
-        ValueError: for shapes that do not fit, an unknown layout, or depths without modules.
+        ValueError: for shapes that do not fit, an unknown layout, depths without modules, or token ids outside the
+            vocabulary. Traced tokens, inside of `jax.jit`, have no values to check.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -70,6 +72,40 @@ def forward(
         >>> output.logits.shape, len(output.mtp_logits)
         ((1, 8, 256), 2)
     """
+    check_token_ids(tokens, model.config.vocab_size)
+    return _forward(
+        params,
+        tokens,
+        model=model,
+        segment_ids=segment_ids,
+        lengths=lengths,
+        num_depths=num_depths,
+        attention_layout=attention_layout,
+        is_detached=is_detached,
+    )
+
+
+def check_token_ids(tokens: jax.Array | np.ndarray, vocab_size: int) -> None:
+    """Checks concrete token ids on the host, because an embedding lookup clamps them silently.
+
+    Args:
+        tokens: integers of any shape. Tracers, and arrays that are spread over several processes, pass unchecked.
+        vocab_size: size of the vocabulary, V.
+
+    Raises:
+        ValueError: an id is outside 0..V-1.
+    """
+    if isinstance(tokens, Tracer) or not getattr(tokens, "is_fully_addressable", True):
+        return
+    with jax.transfer_guard_device_to_host("allow"):
+        ids = np.asarray(tokens)
+    if ids.size and not 0 <= (low := int(ids.min())) <= (high := int(ids.max())) < vocab_size:
+        wrong = low if low < 0 else high
+        raise ValueError(f"tokens hold id {wrong}, outside 0..{vocab_size - 1}")
+
+
+@functools.partial(jax.jit, static_argnames=("model", "num_depths", "attention_layout", "is_detached"))
+def _forward(params, tokens, *, model, segment_ids, lengths, num_depths, attention_layout, is_detached):
     _check_rows(tokens, segment_ids, lengths)
     if segment_ids is None:
         segment_ids = jnp.ones(tokens.shape, jnp.int32)

@@ -8,6 +8,7 @@ from typing import Literal
 from mtpjax.data.config import Source
 from mtpjax.models.config import require, require_choice
 
+MAX_LEARNING_RATE = 100.0  # far above what any run uses: a larger one is a typing error
 OBJECTIVES = ("cross_entropy", "kl", "lk_hybrid", "end_to_end_tv")
 
 
@@ -176,7 +177,7 @@ class TrainConfig:
     final_learning_rate: float = 0.05  # of learning_rate, at the end of the cosine
     gradient_clip: float = 1.0
     log_every: int = 10
-    save_every: int = 0
+    save_every: int = 500
     keep_states: int = 2
     most_bad_steps: int = 10
     panel_prompts: int = 128
@@ -199,6 +200,10 @@ class TrainConfig:
         # Sources replace `data`. A list becomes a tuple, so that the config is hashable.
         require(self.data is None or not self.sources, "data and sources are both given: name the folder as a source")
         object.__setattr__(self, "sources", tuple(self.sources))
+        for name, maximum in (("row_length", 2**20), ("batch_size", 2**20), ("seed", 2**63 - 1)):
+            require(getattr(self, name) <= maximum, f"{name} must be at most {maximum}, not {getattr(self, name)}")
+        require(self.seed >= 0, f"seed must not be negative, is {self.seed}")
+        self._check_optimizer()
         require(self.seconds > 0, f"seconds must be positive, not {self.seconds}")
         for name in ("num_depths", "save_every", "panel_prompts", "profile_start", "profile_steps"):
             require(getattr(self, name) >= 0, f"{name} must not be negative, is {getattr(self, name)}")
@@ -220,6 +225,21 @@ class TrainConfig:
             f"trunk_states need a frozen trunk: set trains to 'modules', not '{self.trains}'",
         )
         require_choice("attention_layout", self.attention_layout, ("ttt", "stream"))
+
+    def _check_optimizer(self):
+        """Checks the numbers that scale an update; NaN fails every comparison."""
+        for name in ("learning_rate", "gradient_clip"):
+            value = getattr(self, name)
+            require(0 < value < math.inf, f"{name} must be positive and finite, not {value}")
+        require(
+            self.learning_rate <= MAX_LEARNING_RATE,
+            f"learning_rate must be at most {MAX_LEARNING_RATE:g}, not {self.learning_rate}",
+        )
+        for name in ("weight_decay", "mtp_loss_scale", "mtp_loss_scale_final"):
+            value = getattr(self, name)
+            require(0 <= value < math.inf, f"{name} must be finite and at least 0, not {value}")
+        for name in ("warmup", "final_learning_rate", "mtp_loss_switch"):
+            require(0 <= getattr(self, name) <= 1, f"{name} {getattr(self, name)} is not within 0..1")
 
     def _check_mesh(self):
         """Checks the mesh, and that every device gets the same number of rows of each part of a batch."""

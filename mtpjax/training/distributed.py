@@ -29,12 +29,17 @@ def connect(num_processes: int, process_id: int | None = None, address: str | No
             Open MPI, …).
 
     Raises:
-        ValueError: only one of `process_id` and `address` is given, or `process_id` is out of range.
+        ValueError: only one of `process_id` and `address` is given, `process_id` is out of range, or `address` is not
+            host:port with a port within 1..65535.
     """
     if (process_id is None) != (address is None):
         raise ValueError("node-rank and dist-init-addr must be set together: give both, or neither under a launcher")
     if process_id is not None and not 0 <= process_id < num_processes:
         raise ValueError(f"node-rank {process_id} is outside 0..{num_processes - 1}")
+    if address is not None:
+        host, _, port = address.rpartition(":")
+        if not host or not (port.isascii() and port.isdecimal() and 1 <= int(port) <= 65535):
+            raise ValueError(f"dist-init-addr must be HOST:PORT with a port within 1..65535, got {address!r}")
     jax.distributed.initialize(
         address,
         num_processes,

@@ -4,9 +4,10 @@ import contextlib
 import json
 import math
 import pathlib
+import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -67,7 +68,14 @@ class MetricsLog:
             self.send(row)
 
     def record_step(
-        self, step: int, seconds: float, progress: float, *, losses: Sequence[float], tokens_per_step: int
+        self,
+        step: int,
+        seconds: float,
+        progress: float,
+        *,
+        losses: Sequence[float],
+        tokens_per_step: int,
+        further: Mapping[str, float] | None = None,
     ) -> None:
         """Records the losses of an update and the speed since the last row.
 
@@ -77,15 +85,25 @@ class MetricsLog:
             progress: fraction of the run that is done, 0..1.
             losses: cross-entropy of trunk and depths in nats; recorded in bits.
             tokens_per_step: tokens of one update.
+            further: more values of the row by name, such as "learning_rate".
         """
         rate = (step - self.step) * tokens_per_step / (time.perf_counter() - self.time)
         self.restart_clock(step)
         bits = [float(loss) / math.log(2) for loss in losses]
-        row = {"step": step, "seconds": seconds, "bits": bits, "tokens_per_second": rate}
+        row = {"step": step, "seconds": seconds, "bits": bits, "tokens_per_second": rate, **(further or {})}
         self.record(row)
         if self.show:
             text = " ".join(f"{'main' if depth == 0 else f'mtp{depth}'}={loss:.3f}" for depth, loss in enumerate(bits))
             self.show(progress, f"step={step} {text} tokens/s={rate:.0f}", seconds)
+
+
+def peak_memory_bytes() -> int:
+    """Returns the peak memory so far: of the first device if JAX reports it, else of this process."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "peak_bytes_in_use" in stats:
+        return int(stats["peak_bytes_in_use"])
+    # Linux counts in KiB, macOS in bytes.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:

@@ -20,7 +20,8 @@ import shutil
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -34,6 +35,18 @@ from mtpjax.training.log import METRICS_FILE, PROFILE_FOLDER
 from mtpjax.training.trackers import TENSORBOARD_FOLDER, WANDB_ID_FILE
 
 SETTINGS_FILE, STATES_FOLDER, LOCK_FILE = "run.json", "states", ".lock"
+CHECKPOINT_FOLDER, PLOT_FILE = "checkpoint", "panel.png"
+# Old settings while a run is being replaced. Marks the other files of the folder as ours if the process dies.
+REPLACED_FILE = ".replaced-run.json"
+OWN_NAMES = (
+    STATES_FOLDER,
+    TENSORBOARD_FOLDER,
+    PROFILE_FOLDER,
+    METRICS_FILE,
+    WANDB_ID_FILE,
+    CHECKPOINT_FOLDER,
+    PLOT_FILE,
+)
 # Settings that may differ when a run resumes, because they do not change an update. Accumulation, remat and mesh are
 # not among them: they change its rounding.
 CHANGEABLE_SETTINGS = ("output", "log_every", "save_every", "keep_states", "most_bad_steps", "panel_prompts")
@@ -80,7 +93,7 @@ def lock_folder(folder, *, wait: bool = False) -> Iterator[pathlib.Path]:
         yield folder
 
 
-def begin(folder: pathlib.Path, settings: Mapping[str, Any], fingerprint: str, *, overwrite: bool) -> None:
+def begin(folder: pathlib.Path, settings: Mapping[str, Any], fingerprint: str, *, overwrite: bool) -> str:
     """Starts a new run in a folder: removes the files of an old run, and writes `run.json`.
 
     If the process ends in between, the folder holds no run, and resuming is rejected.
@@ -91,26 +104,56 @@ def begin(folder: pathlib.Path, settings: Mapping[str, Any], fingerprint: str, *
         fingerprint: digest of the data.
         overwrite: replace a run that is already there.
 
+    Returns:
+        The identifier of the new run, which its states carry.
+
     Raises:
-        RunError: the folder holds a run, and `overwrite` is not set.
+        RunError: the folder holds a run, or files of something else that a run would replace, and `overwrite` is not
+            set; or its `checkpoint` is not a checkpoint.
     """
+    check_outputs(folder)
     if (folder / SETTINGS_FILE).exists() and not overwrite:
         raise RunError(f"{folder} holds a run: continue it (resume), replace it (overwrite) or choose another output")
+    is_ours = (folder / SETTINGS_FILE).exists() or (folder / REPLACED_FILE).exists()
+    foreign = [name for name in OWN_NAMES if (folder / name).exists()]
+    if foreign and not is_ours and not overwrite:
+        raise RunError(
+            f"{folder} holds {', '.join(foreign)} but no {SETTINGS_FILE}, so it is not a run of mtpjax: choose another"
+            " output, or replace these files (overwrite)"
+        )
     # Neither old states under new settings nor old settings without their states may be resumed. So remove the settings
     # first and write the new ones last: in between there is no run to resume.
-    (folder / SETTINGS_FILE).unlink(missing_ok=True)
+    if (folder / SETTINGS_FILE).exists():
+        (folder / SETTINGS_FILE).replace(folder / REPLACED_FILE)
     for name in (STATES_FOLDER, TENSORBOARD_FOLDER, PROFILE_FOLDER):
         shutil.rmtree(folder / name, ignore_errors=True)
     for name in (METRICS_FILE, WANDB_ID_FILE):
         (folder / name).unlink(missing_ok=True)
-    write_text(
-        folder / SETTINGS_FILE, json.dumps({"settings": dict(settings), "fingerprint": fingerprint}, indent=1) + "\n"
-    )
+    run_id = uuid.uuid4().hex
+    content = {"settings": dict(settings), "fingerprint": fingerprint, "run": run_id}
+    write_text(folder / SETTINGS_FILE, json.dumps(content, indent=1) + "\n")
+    (folder / REPLACED_FILE).unlink(missing_ok=True)
+    return run_id
+
+
+def check_outputs(folder: pathlib.Path) -> None:
+    """Checks before the first update that the trained model can be written at the end.
+
+    Args:
+        folder: the run folder.
+
+    Raises:
+        RunError: its `checkpoint` is neither a checkpoint nor an empty folder, so saving would not replace it.
+    """
+    path = folder / CHECKPOINT_FOLDER
+    is_free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
+    if not is_free and not checkpoint.is_checkpoint(path):
+        raise RunError(f"{path} exists and is not a checkpoint: move it away or choose another output")
 
 
 def check_settings(
     folder: pathlib.Path, settings: Mapping[str, Any], fingerprint: str, allowed_changes: Sequence[str] = ()
-) -> None:
+) -> str | None:
     """Checks that a run resumes with the settings and data it was started with.
 
     Args:
@@ -119,12 +162,16 @@ def check_settings(
         fingerprint: digest of the data now.
         allowed_changes: settings that may differ, in addition to `CHANGEABLE_SETTINGS`; "data" allows other data.
 
+    Returns:
+        The run's identifier; None for a run of an older version, whose states carry none.
+
     Raises:
         RunError: there is no run, it is damaged, or something else differs; the message names both values.
     """
     try:
         stored = json.loads((folder / SETTINGS_FILE).read_bytes())
         before, data_before = dict(stored["settings"]), stored["fingerprint"]
+        run_id = stored.get("run")
     except FileNotFoundError:
         raise RunError(f"{folder} holds no run to resume: {SETTINGS_FILE} is missing") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -141,6 +188,7 @@ def check_settings(
         raise RunError(f"{folder} was started with other settings: {'; '.join(changed)}")
     if fingerprint != data_before and "data" not in free:
         raise RunError(f"{folder} was started with other data: files, their order or content have changed")
+    return run_id
 
 
 def save_state(folder: pathlib.Path, state: Any, *, step: int, keep: int, metadata: Mapping[str, Any]) -> bool:
@@ -173,18 +221,19 @@ def save_state(folder: pathlib.Path, state: Any, *, step: int, keep: int, metada
     return True
 
 
-def restore_state(folder: pathlib.Path, like: Tree) -> tuple[Tree, dict[str, Any]] | None:
+def restore_state(folder: pathlib.Path, like: Tree, *, run_id: str | None = None) -> tuple[Tree, dict[str, Any]] | None:
     """Restores the newest complete state. Skips damaged ones with a warning that names the array.
 
     Args:
         folder: the run folder.
         like: a state with the structure, shapes, dtypes and shardings to restore.
+        run_id: identifier of the run; None does not check it.
 
     Returns:
         The state and its metadata; None if there is no complete state.
 
     Raises:
-        RunError: a complete state has other arrays than `like`.
+        RunError: a complete state belongs to another run, or has other arrays than `like`.
     """
     for path in _state_folders(folder):
         try:
@@ -192,6 +241,12 @@ def restore_state(folder: pathlib.Path, like: Tree) -> tuple[Tree, dict[str, Any
         except CheckpointError as error:
             log.warning("skipping a damaged state: %s", error)
             continue
+        if not isinstance(metadata.get("step"), int) or not isinstance(metadata.get("seconds"), (int, float)):
+            log.warning("skipping a damaged state: %s does not record its step and seconds", path)
+            continue
+        # A state of other settings, seed or data would continue silently with wrong numbers.
+        if run_id is not None and metadata.get("run") != run_id:
+            raise RunError(f"{path} is the state of another run: remove it, or put back the states of this run")
         # Leaves are stored by number, so names, shapes and dtypes must match before they are assigned.
         _check_tree(path, config.get("tree") if isinstance(config, dict) else None, _describe_tree(like))
         # Each array goes where the array of `like` is; a restored run may have another mesh.
@@ -204,23 +259,47 @@ def restore_state(folder: pathlib.Path, like: Tree) -> tuple[Tree, dict[str, Any
     return None
 
 
+class StopSignals:
+    """Takes note of signals that ask the run to stop. Calling it returns whether one has arrived.
+
+    Attributes:
+        received: numbers of the signals so far.
+        is_immediate: raise `KeyboardInterrupt` at the next signal instead of taking note. The trainer sets it once
+            everything trained is saved.
+    """
+
+    def __init__(self):
+        self.received: list[int] = []
+        self.is_immediate = False
+
+    def __call__(self) -> bool:
+        """Returns whether a signal has arrived."""
+        return bool(self.received)
+
+    def handle(self, number: int, frame: Any) -> None:
+        """Handles a signal: the training loop saves its state between two updates. A second Ctrl-C ends at once."""
+        del frame
+        is_repeated = number == signal.SIGINT and signal.SIGINT in self.received
+        self.received.append(number)
+        if self.is_immediate or is_repeated:
+            raise KeyboardInterrupt
+
+
 @contextlib.contextmanager
-def catch_stop_signals() -> Iterator[Callable[[], bool]]:
-    """Catches SIGTERM and SIGUSR1, with which schedulers announce the end of a job.
+def catch_stop_signals() -> Iterator[StopSignals]:
+    """Catches SIGINT (Ctrl-C), and SIGTERM and SIGUSR1, with which schedulers announce the end of a job.
 
     Yields:
-        A function that returns whether a signal has arrived. Outside the main thread, where Python cannot install
-        handlers, it always returns False.
+        A `StopSignals`. Outside the main thread, where Python cannot install handlers, it never receives a signal.
     """
-    received: list[int] = []
+    stop = StopSignals()
     if threading.current_thread() is not threading.main_thread():
-        yield lambda: False
+        yield stop
         return
-    # The handler only takes note: the training loop saves its state between two updates.
-    signals = (signal.SIGTERM, signal.SIGUSR1)
-    before = [signal.signal(which, lambda number, frame: received.append(number)) for which in signals]
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    before = [signal.signal(which, stop.handle) for which in signals]
     try:
-        yield lambda: bool(received)
+        yield stop
     finally:
         for which, handler in zip(signals, before, strict=True):
             signal.signal(which, handler)

@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 import pathlib
-import time
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,10 +31,11 @@ from mtpjax.training.data_parallel import shard_batch, shard_train_state
 from mtpjax.training.decoding_eval import PanelDecoder
 from mtpjax.training.gradients import trainable_params
 from mtpjax.training.hidden_state_cache import HiddenStateCache, bytes_per_token, open_hidden_state_cache
-from mtpjax.training.log import MetricsLog, trace_window
+from mtpjax.training.log import MetricsLog, peak_memory_bytes, trace_window
 from mtpjax.training.losses import mtp_scale_at
 from mtpjax.training.panel import Panel, acceptance_panel
 from mtpjax.training.plots import plot_run
+from mtpjax.training.progress import ProgressClock, learning_rate_at
 from mtpjax.training.step import TrainState, init_train_state, make_optimizer, train_step
 from mtpjax.training.trackers import open_trackers, require_trackers
 
@@ -60,21 +61,6 @@ class TrainResult:
     held_out: list[packing.Document]
     panel: Panel
     history: list[dict[str, Any]]
-
-
-def learning_rate_at(progress: float, config: TrainConfig) -> float:
-    """Returns the learning rate at a point of the run: a cosine, multiplied by a linear warm-up.
-
-    Args:
-        progress: fraction of the run that is done, 0..1.
-        config: the settings.
-
-    Returns:
-        The learning rate, which ends at `final_learning_rate * learning_rate`.
-    """
-    warm = min(progress / config.warmup, 1.0) if config.warmup else 1.0
-    cosine = 0.5 * (1 + math.cos(math.pi * progress))
-    return config.learning_rate * warm * (config.final_learning_rate + (1 - config.final_learning_rate) * cosine)
 
 
 def train(
@@ -110,7 +96,7 @@ def train(
             folder is in use or holds another run.
         FileNotFoundError: there is no text to train on.
         FloatingPointError: the loss or gradient was not finite in `most_bad_steps` consecutive updates.
-        Preempted: SIGTERM or SIGUSR1 arrived; the state is saved.
+        Preempted: SIGINT, SIGTERM or SIGUSR1 arrived; the state is saved.
         LostProcess: another process of the run has ended or cannot be reached.
 
     Example:
@@ -136,18 +122,22 @@ def train(
             stack.enter_context(run_dir.lock_folder(config.output)) if is_main_process else pathlib.Path(config.output)
         )
         should_stop = stack.enter_context(run_dir.catch_stop_signals())
-        settings = _settings_json(config)
+        settings, run_id = _settings_json(config), None
         if not resume and is_main_process:
-            run_dir.begin(output, settings, corpus.fingerprint, overwrite=overwrite)
+            run_id = run_dir.begin(output, settings, corpus.fingerprint, overwrite=overwrite)
         if resume:
-            run_dir.check_settings(output, settings, corpus.fingerprint, allowed_changes)
+            run_id = run_dir.check_settings(output, settings, corpus.fingerprint, allowed_changes)
+            run_dir.check_outputs(output)
         # 3. Fill the cache of trunk states, then restore the newest training state. The clock continues with its number
         # of updates and its seconds, because both determine the progress.
         trunk_states = _open_trunk_states(config, model, state.params, corpus, should_stop)
-        clock = _ProgressClock(config)
-        if resume and (restored := run_dir.restore_state(output, state)) is not None:
+        clock = ProgressClock(config)
+        if resume and (restored := run_dir.restore_state(output, state, run_id=run_id)) is not None:
             state, metadata = restored
-            clock = _ProgressClock(config, step=metadata["step"], seconds=metadata["seconds"])
+            clock = ProgressClock(config, step=metadata["step"], seconds=metadata["seconds"])
+        if is_main_process:
+            began = f"resuming at step {clock.step}" if clock.step else "starting at step 0"
+            print(f"{output}: {began} of {config.steps}", file=sys.stderr, flush=True)
         # 4. Open the log, the trackers and the profiler's window; other processes log nothing.
         send = stack.enter_context(open_trackers(output, clock.step, config, settings)) if is_main_process else None
         log = stack.enter_context(MetricsLog(output if is_main_process else None, step=clock.step, send=send))
@@ -165,9 +155,17 @@ def train(
             log.restart_clock(clock.step)
             return panel
 
+        # A failing panel must not cost the updates since the last saved state.
+        def evaluate_or_save() -> None:
+            try:
+                evaluate()
+            except Exception:
+                save()
+                raise
+
         # Gather the state, write it in the first process, and agree in all processes on whether that succeeded.
         def save() -> bool:
-            metadata, whole, is_saved = {"seconds": clock.seconds}, distributed.allgather(state), True
+            metadata, whole, is_saved = {"seconds": clock.seconds, "run": run_id}, distributed.allgather(state), True
             if is_main_process:
                 is_saved = run_dir.save_state(
                     output, whole, step=clock.step, keep=config.keep_states, metadata=metadata
@@ -180,7 +178,7 @@ def train(
         stream = packing.mixed_batches(
             corpus.source_rows, corpus.source_weights, config.batch_size, seed=config.seed, start=clock.step
         )
-        bad_steps = 0
+        bad_steps, first_step = 0, clock.step
         while clock.progress < 1:
             progress = clock.progress
             trace(clock.step)
@@ -188,6 +186,8 @@ def train(
             states = None if trunk_states is None else trunk_states.take(row_indices)
             if mesh is not None:
                 batch, states = shard_batch((batch, states), mesh)
+            if is_main_process and clock.step == first_step:
+                print("compiling the first update", file=sys.stderr, flush=True)
             # One update. Learning rate, lambda and mix follow the progress before it.
             state, metrics = jitted_step(
                 state, batch, *_learning_rate_and_mtp_scale(progress, config), progress, states=states
@@ -205,79 +205,80 @@ def train(
                 )
             if clock.step % config.log_every == 0:
                 losses, tokens = jax.device_get(metrics["losses"]), config.batch_size * config.row_length
-                log.record_step(clock.step, clock.seconds, clock.progress, losses=losses, tokens_per_step=tokens)
+                further = {
+                    "learning_rate": learning_rate_at(progress, config),
+                    "gradient_norm": float(metrics["gradient_norm"]),
+                    "tokens": clock.step * tokens,
+                    "memory_bytes": peak_memory_bytes(),
+                }
+                log.record_step(
+                    clock.step, clock.seconds, clock.progress, losses=losses, tokens_per_step=tokens, further=further
+                )
             # The end has its own evaluation, below. Others come when the progress passes a multiple of 1 / evaluations.
             if clock.progress >= 1:
                 break
             if math.floor(clock.progress * evaluations) > math.floor(progress * evaluations):
-                evaluate()
+                evaluate_or_save()
             # A signal to one process stops all of them at the same update, after the state is saved.
             if distributed.any_process(should_stop()):
                 if not save():
                     raise OSError(f"{output} was told to stop, but step {clock.step} could not be saved")
-                raise Preempted(f"{output} was told to stop and is saved at step {clock.step}: continue with resume")
+                raise Preempted(f"{output} was told to stop and is saved at step {clock.step}: continue with --resume")
             if config.save_every and clock.step % config.save_every == 0:
                 save()
-        # 6. Evaluate, then write the model in its form for decoding. The checkpoint keeps held-out rows and the
-        # modules' output on them, so that a loader can check that it computes the same drafts.
-        panel = evaluate(is_last=True)
-        if is_main_process:
-            plot_run(output / "panel.png", log.history)
-
+        # 6. Save what was trained before anything else can fail: the state, from which a resumed run repeats only the
+        # evaluation, and the model in its form for decoding.
+        is_state_saved = save()
         params = unstack_layers(distributed.allgather(state.params), model.config)
-        model = MTPModel(model.config)
-        path = output / "checkpoint"
-        metadata = {
-            "steps": clock.step,
-            "panel": panel.to_json(),
-            "train": settings,
-            "data": corpus.summary,
-            "self_check": self_check.make_record(
-                params, corpus.panel_rows.tokens, model=model, num_depths=panel_depths
-            ),
-        }
+        unrolled, path = MTPModel(model.config), output / run_dir.CHECKPOINT_FOLDER
+        metadata = {"steps": clock.step, "train": settings, "data": corpus.summary}
         metadata["tokenizer"] = "huggingface" if corpus.file_tokenizer else "bytes"
-        if is_main_process:
-            checkpoint.save_model(
-                path,
-                model,
-                params,
-                metadata=metadata,
-                tokenizer=corpus.file_tokenizer,
-                init_from=config.init_from,
-            )
+
+        def save_model(further: dict[str, Any]) -> None:
+            if is_main_process:
+                checkpoint.save_model(
+                    path,
+                    unrolled,
+                    params,
+                    metadata=metadata | further,
+                    tokenizer=corpus.file_tokenizer,
+                    init_from=config.init_from,
+                )
+
+        save_model({})
+        # 7. Evaluate and plot; from here on a signal ends the run at once. Then add the panel to the checkpoint, and
+        # held-out rows with the modules' output on them, so that a loader can check that it computes the same drafts.
+        further_step = "continue with --resume" if is_state_saved else "the run is complete except for its panel"
+        try:
+            should_stop.is_immediate = not distributed.is_multiprocess()
+            if should_stop():
+                raise KeyboardInterrupt
+            panel = evaluate(is_last=True)
+            if is_main_process:
+                _plot_or_warn(output / run_dir.PLOT_FILE, log.history)
+            record = self_check.make_record(params, corpus.panel_rows.tokens, model=unrolled, num_depths=panel_depths)
+            should_stop.is_immediate = False
+        except KeyboardInterrupt:
+            should_stop.is_immediate = False
+            raise Preempted(
+                f"{output} was told to stop before its panel was complete; the trained model is in {path}: "
+                + further_step
+            ) from None
+        except Exception:
+            logger.error("the panel failed; the trained model is in %s", path)
+            raise
+        save_model({"panel": panel.to_json(), "self_check": record})
         # No process may end while the first still writes: that would count as a lost process.
         distributed.barrier("saved")
-    return TrainResult(model, params, path, corpus.held_out, panel, log.history)
+    return TrainResult(unrolled, params, path, corpus.held_out, panel, log.history)
 
 
-class _ProgressClock:
-    """Progress of a run by updates or by wall-clock time, whichever is further.
-
-    `progress` changes only at a tick, so that everything within one update sees the same value.
-
-    Args:
-        config: `steps` and `seconds`.
-        step: number of updates that the run continues from.
-        seconds: seconds that they took.
-    """
-
-    def __init__(self, config: TrainConfig, *, step: int = 0, seconds: float = 0.0):
-        self.config, self.step, self.begin = config, step, time.perf_counter() - seconds
-        self.progress = self._progress()
-
-    @property
-    def seconds(self) -> float:
-        """Returns the wall-clock time of the run, including the time before a restart."""
-        return time.perf_counter() - self.begin
-
-    def tick(self) -> None:
-        """Counts an update."""
-        self.step += 1
-        self.progress = self._progress()
-
-    def _progress(self) -> float:
-        return min(max(self.step / self.config.steps, self.seconds / self.config.seconds), 1.0)
+def _plot_or_warn(path: pathlib.Path, history: list[dict[str, Any]]) -> None:
+    """Plots the run. A failure is a warning: the run is complete without its picture."""
+    try:
+        plot_run(path, history)
+    except Exception as error:
+        logger.warning("%s could not be drawn: %s", path, error)
 
 
 def _learning_rate_and_mtp_scale(progress: float, config: TrainConfig) -> tuple[float, float]:

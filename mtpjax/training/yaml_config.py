@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import difflib
+import json
 import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -56,7 +57,8 @@ def _read_yaml(path) -> dict[str, Any]:
     """Reads a YAML mapping; an empty file gives no settings."""
     try:
         values = yaml.safe_load(pathlib.Path(path).read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        json.dumps(values, default=str, skipkeys=True)  # finds aliases that form a cycle
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     if values is not None and not isinstance(values, dict):
         raise ValueError(f"{path} must be a mapping of settings")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pathlib
 import shutil
 import subprocess
 import sys
@@ -312,3 +313,26 @@ def test_profile_stands_beside_the_model_or_where_it_is_told(checkpoint, tmp_pat
     assert exit_code(["profile", "--model", str(checkpoint), "--num-steps", "0", "--output", str(tmp_path / "x")]) == 2
     assert "num_steps must be at least 1" in capsys.readouterr().err
     assert exit_code(["profile", "--model", str(tmp_path)]) == 3
+
+
+def test_ctrl_c_prints_one_line(monkeypatch, capsys):
+    def interrupted(options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(COMMANDS, "compare", interrupted)
+    assert exit_code(["compare", "run"]) == 130
+    assert capsys.readouterr().err == "mtpjax compare: interrupted\n"
+
+
+def test_compare_refuses_a_folder_as_its_picture(tmp_path, capsys):
+    assert exit_code(["compare", "run", "--output", str(tmp_path)]) == 2
+    assert f"--output {tmp_path} is a folder" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="needs /dev/full")
+def test_help_that_cannot_be_written_fails():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "mtpjax.cli.main", "--help"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "cannot be written" in done.stderr

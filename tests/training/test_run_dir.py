@@ -236,11 +236,10 @@ def test_a_run_that_is_told_to_end_says_so_and_goes_on(text, env, unbroken, tmp_
     assert training_runs.read_losses(tmp_path) == unbroken(settings)
 
 
-def test_steps_that_are_not_finite_are_skipped_and_end_the_run(text, tmp_path, caplog):
+def test_steps_that_are_not_finite_are_skipped_and_end_the_run(text, tmp_path, caplog, monkeypatch):
     """T11: a learning rate that overflows; parameters stay as they were."""
-    config = TrainConfig(
-        data=str(text), output=str(tmp_path), **SETTINGS | {"learning_rate": 1e38, "most_bad_steps": 3, "warmup": 0.0}
-    )
+    monkeypatch.setattr("mtpjax.training.trainer.learning_rate_at", lambda progress, config: 1e38)
+    config = TrainConfig(data=str(text), output=str(tmp_path), **SETTINGS | {"most_bad_steps": 3, "warmup": 0.0})
     with pytest.raises(FloatingPointError, match="3 steps in a row up to"):
         train(config, evaluations=1)
     assert "is not finite and was skipped" in caplog.text

@@ -1,0 +1,50 @@
+"""Progress of a run, and the learning rate that follows it."""
+
+import math
+import time
+
+from mtpjax.training.config import TrainConfig
+
+
+def learning_rate_at(progress: float, config: TrainConfig) -> float:
+    """Returns the learning rate at a point of the run: a cosine, multiplied by a linear warm-up.
+
+    Args:
+        progress: fraction of the run that is done, 0..1.
+        config: the settings.
+
+    Returns:
+        The learning rate, which ends at `final_learning_rate * learning_rate`.
+    """
+    warm = min(progress / config.warmup, 1.0) if config.warmup else 1.0
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))
+    return config.learning_rate * warm * (config.final_learning_rate + (1 - config.final_learning_rate) * cosine)
+
+
+class ProgressClock:
+    """Progress of a run by updates or by wall-clock time, whichever is further.
+
+    `progress` changes only at a tick, so that everything within one update sees the same value.
+
+    Args:
+        config: `steps` and `seconds`.
+        step: number of updates that the run continues from.
+        seconds: seconds that they took.
+    """
+
+    def __init__(self, config: TrainConfig, *, step: int = 0, seconds: float = 0.0):
+        self.config, self.step, self.begin = config, step, time.perf_counter() - seconds
+        self.progress = self._progress()
+
+    @property
+    def seconds(self) -> float:
+        """Returns the wall-clock time of the run, including the time before a restart."""
+        return time.perf_counter() - self.begin
+
+    def tick(self) -> None:
+        """Counts an update."""
+        self.step += 1
+        self.progress = self._progress()
+
+    def _progress(self) -> float:
+        return min(max(self.step / self.config.steps, self.seconds / self.config.seconds), 1.0)

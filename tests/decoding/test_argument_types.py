@@ -1,0 +1,104 @@
+"""Decoding settings of a wrong type are refused in one line; those of NumPy work."""
+
+import jax
+import numpy as np
+import pytest
+
+from mtpjax import DecodeConfig, ModelConfig, MTPModel, SamplingParams, forward, generate, init_params
+from mtpjax.io.checkpoint import load
+
+MODEL = MTPModel(
+    ModelConfig(
+        vocab_size=32,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=64,
+        num_mtp_modules=1,
+    )
+)
+CONFIG = DecodeConfig(max_new_tokens=4)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return init_params(MODEL, jax.random.key(0))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_steps": 1.5},
+        {"num_steps": None},
+        {"max_new_tokens": "8"},
+        {"topk": True},
+        {"min_rows": 2.0},
+        {"draft_vocabulary": [2**40]},
+        {"draft_vocabulary": 3},
+        {"stop_token_ids": "ab"},
+        {"stop_token_ids": None},
+        {"stop_token_ids": [1.5]},
+        {"stop_sequences": [3]},
+        {"prefill_chunk": 2**40},
+        {"threshold_acc": "1"},
+        {"logprobs": "yes"},
+        {"depth_costs": ["a"]},
+    ],
+)
+def test_a_wrong_type_is_refused_in_one_line(settings):
+    with pytest.raises(ValueError, match=next(iter(settings))) as caught:
+        DecodeConfig(**settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_numpy_settings_equal_python_ones():
+    config = DecodeConfig(num_steps=np.int64(2), stop_token_ids=np.array([3, 4]), threshold_acc=np.float32(1))
+    assert config == DecodeConfig(num_steps=2, stop_token_ids=(3, 4)) and type(config.num_steps) is int
+    assert DecodeConfig(stop_token_ids=iter([1])).stop_token_ids == (1,)
+
+
+@pytest.mark.parametrize("make", [iter, lambda ids: map(int, ids), lambda ids: (each for each in ids)])
+def test_banned_tokens_of_an_iterator_are_banned(make, params):
+    first = int(generate(params, [[1, 2]], model=MODEL, config=CONFIG).tokens[0, 0])
+    for banned in (make([first]), [make([first])]):
+        result = generate(params, [[1, 2]], model=MODEL, config=CONFIG, sampling=SamplingParams(banned_tokens=banned))
+        assert first not in result.rows()[0]
+    allowed = SamplingParams(allowed_tokens=make([5]))
+    assert set(generate(params, [[1, 2]], model=MODEL, config=CONFIG, sampling=allowed).rows()[0]) == {5}
+
+
+@pytest.mark.parametrize("value", [3, "ab"])
+def test_banned_tokens_must_be_a_sequence(value):
+    with pytest.raises(ValueError, match="banned_tokens must be a sequence"):
+        SamplingParams(banned_tokens=value)
+
+
+def test_wrong_arguments_of_a_call_are_refused(params):
+    prompts = np.array([[1, 2]])
+    for changes, said in (
+        ({"config": {"num_steps": 1}}, "config must be a DecodeConfig"),
+        ({"sampling": {"temperature": 1}}, "sampling must be SamplingParams"),
+        ({"key": 3}, "key must be a jax.random key"),
+        ({"lengths": [1.5]}, "lengths must be integers"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            generate(params, prompts, **{"model": MODEL, "config": CONFIG} | changes)
+    with pytest.raises(ValueError, match="params must be the parameters"):
+        generate({}, prompts, model=MODEL, config=CONFIG)
+
+
+def test_numpy_params_decode_to_the_same_tokens(params):
+    results = [generate(each, [[1, 2]], model=MODEL, config=CONFIG).rows() for each in (params, jax.device_get(params))]
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("token", [-1, 32])
+def test_forward_refuses_ids_outside_the_vocabulary(token, params):
+    with pytest.raises(ValueError, match=rf"hold id {token}, outside 0\.\.31"):
+        forward(params, np.array([[1, token]], np.int32), model=MODEL)
+
+
+def test_weights_are_not_cast_to_integers(tmp_path):
+    with pytest.raises(ValueError, match="dtype must be a floating-point type, got int32"):
+        load(tmp_path, dtype="int32")
