@@ -51,7 +51,7 @@ def encode_chat(
             messages follow, or because a token spans the start or end of an answer.
         ConversationError: the template rejects these messages.
     """
-    template_variables = {"strftime_now": TEMPLATE_DATE.strftime, **template_variables}
+    template_variables = {"strftime_now": TEMPLATE_DATE, **template_variables}
     messages = list(messages)
     # Encode the whole conversation once. Each answer is located by encoding what comes before it and through it: both
     # must be prefixes of the whole, or positions would not match what decoding sees.

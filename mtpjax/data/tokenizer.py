@@ -2,17 +2,17 @@
 
 import codecs
 import dataclasses
-import datetime
-import functools
 import hashlib
 import json
 import pathlib
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from mtpjax.errors import ConversationError, TokenizerError
+from mtpjax.data.template_worker import WORKER, TemplateFailure
+from mtpjax.data.tokenizer_checks import check_expansion, rust_errors
+from mtpjax.errors import ConversationError, TokenizerError, printable
 from mtpjax.io.huggingface_files import MAX_TOKENIZER_BYTES, huggingface_folder
-from mtpjax.safe_open import read_inside
+from mtpjax.safe_open import parse_json, read_inside
 
 MAX_TEMPLATE_CHARACTERS = 1 << 20
 MAX_MESSAGES = 10_000
@@ -137,10 +137,9 @@ class HuggingFaceTokenizer:
         content = read_inside(folder, "tokenizer.json", max_bytes=MAX_TOKENIZER_BYTES)
         if content is None:
             raise TokenizerError(f"{folder} has no tokenizer.json")
-        try:
+        check_expansion(content, folder / "tokenizer.json")
+        with rust_errors(f"{folder / 'tokenizer.json'} cannot be read"):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
-        except Exception as error:  # tokenizers raises Exception itself
-            raise TokenizerError(f"{folder / 'tokenizer.json'} cannot be read: {str(error)[:200]}") from error
         # Files may ask for padding or truncation, which would change the tokens of a text by its length.
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
@@ -153,7 +152,7 @@ class HuggingFaceTokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_token_ids = tuple(sorted(index for index, token in added.items() if token.special))
         self._settings = _read_json(folder, "tokenizer_config.json")
-        self.eos_token_ids = _eos_token_ids(folder) or self._named_token_ids("eos_token")
+        self.eos_token_ids = _eos_token_ids(folder, vocab_size) or self._named_token_ids("eos_token")
         self._template = _read_chat_template(folder, self._settings)
         self._content = content
         # The digest covers everything that decides the tokens, so that a resumed run notices a changed template.
@@ -163,16 +162,23 @@ class HuggingFaceTokenizer:
     def encode(self, text: str) -> list[int]:
         """Encodes a text. Raises ValueError for lone surrogates."""
         _encode_utf8(text)
-        return self._tokenizer.encode(text).ids
+        with rust_errors("the tokenizer cannot encode this text"):
+            return self._tokenizer.encode(text).ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self._tokenizer.decode([int(index) for index in ids], skip_special_tokens=True)
+        with rust_errors("the tokenizer cannot decode these ids"):
+            return self._tokenizer.decode([int(index) for index in ids], skip_special_tokens=True)
 
     def incremental_decoder(self) -> Callable[[int | None], str]:
         from tokenizers.decoders import DecodeStream
 
         stream = DecodeStream(skip_special_tokens=True)
-        return lambda token: "" if token is None else stream.step(self._tokenizer, int(token)) or ""
+
+        def step(token: int | None) -> str:
+            with rust_errors("the tokenizer cannot decode this id"):
+                return "" if token is None else stream.step(self._tokenizer, int(token)) or ""
+
+        return step
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **template_variables: Any) -> list[int]:
         """Encodes a conversation; `template_variables` are variables of the template, such as `enable_thinking`."""
@@ -180,7 +186,8 @@ class HuggingFaceTokenizer:
             raise TokenizerError("the checkpoint has no chat template")
         # The template writes the special tokens itself.
         text = render_chat(self._template, messages, **{**self._special_tokens(), **template_variables})
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        with rust_errors("the tokenizer cannot encode this conversation"):
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def save(self, folder: pathlib.Path) -> None:
         """Writes the files from which a `HuggingFaceTokenizer` of the same digest can be read.
@@ -224,58 +231,37 @@ def load_tokenizer(path, vocab_size: int) -> Tokenizer:
 
 
 def render_chat(template: str, messages: list[dict[str, Any]], **variables: Any) -> str:
-    """Renders a conversation with a jinja2 template in a sandbox.
+    """Renders a conversation with a jinja2 template.
 
-    The sandbox denies access to Python objects and changes of them, but limits neither time nor memory: templates must
-    come with checkpoints, never from requests.
+    The template runs in a sandbox, in a process with limits of time, memory and output (`template_worker`).
 
     Args:
         template: jinja2 source.
         messages: the conversation.
-        **variables: variables of the template.
+        **variables: variables of the template, which must have a JSON form; `strftime_now` may be a date, which the
+            template's function of that name then takes for today.
 
     Returns:
         The text.
 
     Raises:
         TokenizerError: the template does not compile.
-        ConversationError: the template fails or rejects these messages, or they are too large.
+        ConversationError: the template fails or rejects these messages, exceeds a limit, or they are too large.
     """
-    import jinja2
-
     if len(template) > MAX_TEMPLATE_CHARACTERS or len(messages) > MAX_MESSAGES:
         raise ConversationError(
             f"a chat template of {len(template)} characters, or {len(messages)} messages: too large"
         )
     variables = {"messages": messages, "add_generation_prompt": True, **variables}
+    date = variables.pop("strftime_now", None)
     try:
+        return WORKER.render(template, variables, date=date)
+    except TemplateFailure as error:
         # A template that does not compile is the tokenizer's error; one that fails on these messages is theirs.
-        compiled = _compiled(template)
-    except (jinja2.TemplateError, RecursionError) as error:
-        raise TokenizerError(f"the chat template failed: {type(error).__name__}: {str(error)[:200]}") from error
-    try:
-        return compiled.render(variables)
-    except (jinja2.TemplateError, TypeError, ValueError, RecursionError, OverflowError) as error:
-        raise ConversationError(f"the chat template failed: {type(error).__name__}: {str(error)[:200]}") from error
-
-
-@functools.lru_cache(maxsize=8)  # training data renders one template for many conversations
-def _compiled(template: str):
-    """Compiles a template in its sandbox. Raises jinja2's errors."""
-    import jinja2
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def raise_exception(message: str):
-        raise jinja2.TemplateError(message)
-
-    # The settings, filters and functions that transformers gives to chat templates.
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return environment.from_string(template)
+        kind = TokenizerError if error.is_template else ConversationError
+        raise kind(f"the chat template failed: {error}") from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConversationError(f"the chat template failed: a variable has no JSON form: {error}") from error
 
 
 def _read_chat_template(folder: pathlib.Path, settings: dict[str, Any]) -> str | None:
@@ -293,25 +279,34 @@ def _read_chat_template(folder: pathlib.Path, settings: dict[str, Any]) -> str |
     return template if isinstance(template, str) else None
 
 
-def _eos_token_ids(folder: pathlib.Path) -> tuple[int, ...]:
+def _eos_token_ids(folder: pathlib.Path, vocab_size: int) -> tuple[int, ...]:
     # Generation settings override the model's; a multimodal config nests the text model's settings.
     config = _read_json(folder, "config.json")
     for values in (_read_json(folder, "generation_config.json"), config, config.get("text_config")):
         token_ids = values.get("eos_token_id") if isinstance(values, dict) else None
-        if token_ids is not None:
-            return tuple(token_ids) if isinstance(token_ids, list) else (token_ids,)
+        if token_ids is None:
+            continue
+        ids = token_ids if isinstance(token_ids, list) else [token_ids]
+        # A truth value is an int in Python, but not a token.
+        if not all(type(index) is int and 0 <= index < vocab_size for index in ids):
+            raise TokenizerError(
+                f"{folder}: eos_token_id is {printable(repr(token_ids), 100)}, not an id below {vocab_size} or a list"
+                " of such ids"
+            )
+        return tuple(ids)
     return ()
 
 
 def _read_json(folder: pathlib.Path, name: str) -> dict[str, Any]:
     content = read_inside(folder, name, max_bytes=MAX_TOKENIZER_BYTES)
     try:
-        values = json.loads(content) if content is not None else {}
+        values = parse_json(content) if content is not None else {}
     except ValueError as error:
-        raise TokenizerError(f"{folder / name} is not JSON: {str(error)[:100]}") from error
+        raise TokenizerError(f"{folder / name} is not JSON: {error}") from error
     return values if isinstance(values, dict) else {}
 
 
 def _token_text(token: Any) -> str | None:
     """Returns the text of a special token, which is a string or an object with its content."""
-    return token.get("content") if isinstance(token, dict) else token
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
