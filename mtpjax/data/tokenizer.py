@@ -2,6 +2,7 @@
 
 import codecs
 import dataclasses
+import functools
 import hashlib
 import json
 import pathlib
@@ -114,7 +115,32 @@ class ByteTokenizer:
         return step
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **template_variables: Any) -> list[int]:
-        raise TokenizerError("a byte tokenizer has no chat template")
+        """Encodes a conversation as plain text: a line `role: content` per message; an answer ends with the end token.
+
+        Small models of bytes have no chat template of their own.
+
+        Args:
+            messages: the conversation.
+            **template_variables: `add_generation_prompt`; others are ignored.
+
+        Returns:
+            The tokens.
+
+        Raises:
+            ConversationError: a message has no text, or text without an encoding.
+        """
+        tokens: list[int] = []
+        for number, message in enumerate(messages, start=1):
+            role, content = message.get("role"), message.get("content")
+            if not isinstance(role, str) or not isinstance(content, str):
+                raise ConversationError(f"message {number}: a model of bytes needs a role and a content that are texts")
+            is_answer = role == "assistant"
+            try:
+                tokens += self.encode(f"{role}: {content}" if is_answer else f"{role}: {content}\n")
+            except ValueError as error:
+                raise ConversationError(f"message {number}: {error}") from error
+            tokens += [self.eos_token_id] if is_answer else []
+        return tokens + (self.encode("assistant: ") if template_variables.get("add_generation_prompt", True) else [])
 
 
 class HuggingFaceTokenizer:
@@ -188,6 +214,32 @@ class HuggingFaceTokenizer:
         text = render_chat(self._template, messages, **{**self._special_tokens(), **template_variables})
         with rust_errors("the tokenizer cannot encode this conversation"):
             return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    @functools.cached_property
+    def generation_prompt(self) -> str:
+        """The text that the chat template writes before an answer; "" if none."""
+        if self._template is None:
+            raise TokenizerError("the checkpoint has no chat template")
+        render = functools.partial(render_chat, self._template, [{"role": "user", "content": "a"}])
+        before = render(**{**self._special_tokens(), "add_generation_prompt": False})
+        prompt = render(**{**self._special_tokens(), "add_generation_prompt": True})
+        return prompt.removeprefix(before) if prompt.startswith(before) else ""
+
+    def encode_with_starts(self, text: str) -> tuple[list[int], list[int]]:
+        """Encodes a text that has its special tokens already.
+
+        Args:
+            text: the text.
+
+        Returns:
+            The tokens, and the character at which each begins, ascending.
+
+        Raises:
+            TokenizerError: the tokenizer fails.
+        """
+        with rust_errors("the tokenizer cannot encode this text"):
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return encoding.ids, [start for start, _ in encoding.offsets]
 
     def save(self, folder: pathlib.Path) -> None:
         """Writes the files from which a `HuggingFaceTokenizer` of the same digest can be read.
