@@ -131,7 +131,23 @@ def parse_json(content: bytes | str, *, max_depth: int = MAX_JSON_DEPTH) -> Any:
     Raises:
         ValueError: the content is not JSON, or nests deeper. One printable line, without the place.
     """
-    raw = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
+    check_json_depth(content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content, max_depth)
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(printable(error, 100)) from error
+
+
+def check_json_depth(raw: bytes, max_depth: int = MAX_JSON_DEPTH) -> None:
+    """Checks how deeply JSON nests, before it is parsed.
+
+    Args:
+        raw: UTF-8 bytes, which need not be JSON.
+        max_depth: the deepest nesting of lists and objects that is accepted.
+
+    Raises:
+        ValueError: the content nests deeper.
+    """
     # Count the depth before parsing: the parser recurses, and what uses the value may be slower still. Less than
     # `max_depth` brackets cannot nest too deeply, which settles most files without a scan.
     if raw.count(b"[") + raw.count(b"{") > max_depth:
@@ -140,10 +156,6 @@ def parse_json(content: bytes | str, *, max_depth: int = MAX_JSON_DEPTH) -> Any:
             depth += {b"[": 1, b"{": 1, b"]": -1, b"}": -1}.get(match.group()[:2], 0)
             if depth > max_depth:
                 raise ValueError(f"lists and objects are nested more than {max_depth} deep")
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(printable(error, 100)) from error
 
 
 def read_json_file(path: str | os.PathLike, *, max_bytes: int) -> Any:

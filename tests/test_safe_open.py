@@ -5,7 +5,9 @@ import os
 
 import pytest
 
-from mtpjax.errors import CheckpointError, UnsafeFileError, UsageError, printable
+from conversion.safetensors_header import parse_json as parse_checkpoint_json
+from mtpjax.errors import CheckpointError, CheckpointFileError, UnsafeFileError, UsageError, printable
+from mtpjax.io import checkpoint_format
 from mtpjax.safe_open import open_regular, parse_json, read_json_file
 
 
@@ -55,3 +57,17 @@ def test_text_for_messages_is_printable_and_bounded():
 def test_errors_are_one_printable_bounded_line(kind):
     message = str(kind("config.json: bad \x1b[31m" + "x" * 10_000_000))
     assert message.startswith("config.json: bad \\x1b[31m") and len(message) < 2100
+
+
+def test_deep_headers_and_configurations_of_checkpoints_are_refused(tmp_path):
+    deep = b"[" * 900 + b"]" * 900
+    with pytest.raises(CheckpointFileError, match="nested more than 64 deep"):
+        parse_checkpoint_json(deep, "config.json")
+    content = json.dumps({"format": checkpoint_format.FORMAT, "config": "CONFIG"}).encode().replace(b'"CONFIG"', deep)
+    (tmp_path / "config.json").write_bytes(content)
+    assert checkpoint_format.read_config(tmp_path) is None
+
+
+def test_a_pipe_as_configuration_does_not_hang(tmp_path):
+    os.mkfifo(tmp_path / "config.json")
+    assert checkpoint_format.read_config(tmp_path) is None

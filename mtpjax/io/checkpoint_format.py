@@ -15,9 +15,11 @@ import pathlib
 from typing import Any
 
 from mtpjax.errors import CheckpointError
+from mtpjax.safe_open import read_json_file
 
 FORMAT = "mtpjax-checkpoint"
 VERSION = 1
+MAX_CONFIG_BYTES, MAX_DIGESTS_BYTES = 64 << 20, 1 << 30
 CONFIG_FILE, DIGESTS_FILE, ARRAYS_FOLDER = "config.json", "digests.json", "params"
 
 
@@ -88,7 +90,7 @@ def read_config(path: pathlib.Path) -> dict[str, Any] | None:
         The content, or `None` if the file is missing, unreadable or of another format.
     """
     try:
-        config = json.loads((path / CONFIG_FILE).read_bytes())
+        config = read_json_file(path / CONFIG_FILE, max_bytes=MAX_CONFIG_BYTES)
     except (OSError, ValueError, RecursionError):  # ValueError: the file is not JSON, or not UTF-8
         return None
     # Hugging Face directories have a `config.json` as well; only this format names itself.
@@ -111,7 +113,7 @@ def read_digests(path: pathlib.Path) -> tuple[dict[str, str], dict[str, dict[str
     file = path / DIGESTS_FILE
     try:
         # The file may be damaged in any way: check the structure before anything uses it.
-        digests = json.loads(file.read_bytes())
+        digests = read_json_file(file, max_bytes=MAX_DIGESTS_BYTES)
         files, arrays = dict(digests["files"]), dict(digests["arrays"])
         is_complete = CONFIG_FILE in files and all(_is_record(record) for record in arrays.values())
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:

@@ -93,7 +93,8 @@ class TrainConfig:
             on the same trunk and rows can share it. None: the trunk runs in every step. Needs trains "modules".
         trunk_states_dtype: dtype of the cached states: "float32", or "bfloat16" for half the disk space.
         output: run folder (`mtpjax.training.run_dir`).
-        data: folder of text files to train on; None: the standard library of the running interpreter.
+        data: folder or file to train on; None: the standard library of the running interpreter. The suffix of a file
+            decides how it is read (`mtpjax.data.config.Source`).
         pattern: glob pattern that selects files of `data`.
         sources: sources to read instead of `data`; several are mixed by their weights.
         tokenizer: directory with a `tokenizer.json`; None: that of `init_from`, or bytes if it has none.
