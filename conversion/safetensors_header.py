@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from mtpjax.errors import CheckpointFileError
+from mtpjax.safe_open import check_json_depth
 
 # The format's names of the supported dtypes; ml_dtypes adds those that NumPy lacks.
 DTYPES = {
@@ -102,6 +103,7 @@ def parse_json(content: bytes, path) -> Any:
         return result
 
     try:
+        check_json_depth(content)
         return json.loads(content.decode("utf-8"), object_pairs_hook=unique)
     except CheckpointFileError:
         raise

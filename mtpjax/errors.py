@@ -9,14 +9,47 @@ There is one base class per exit code of `mtpjax`:
 Every other `ValueError` or `OSError` exits with 2 too.
 """
 
+MAX_MESSAGE_CHARACTERS = 2000
+
+
+def printable(text: object, max_characters: int = MAX_MESSAGE_CHARACTERS) -> str:
+    """Makes text from untrusted files fit for a message: one printable line of bounded length.
+
+    Control characters could send escape sequences to the terminal, and a string of a damaged file may have megabytes.
+
+    Args:
+        text: a string, or anything with a `str()`, such as an exception.
+        max_characters: longer text loses its middle.
+
+    Returns:
+        The text with `\\n`, `\\x1b` and the like in place of characters that cannot be printed.
+    """
+    text = str(text)
+    # Cut before escaping, so that 30 MB are not escaped first; cut again after it, because escapes are longer.
+    text = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in _without_middle(text, max_characters))
+    return _without_middle(text, max_characters)
+
+
+def _without_middle(text: str, max_characters: int) -> str:
+    if len(text) <= max_characters:
+        return text
+    half = max(1, (max_characters - 40) // 2)
+    return f"{text[:half]} [{len(text) - 2 * half} characters] {text[-half:]}"
+
 
 # The base classes, one per exit code (with `ResumableError` below).
 class UsageError(ValueError):
     """The request cannot be carried out as given. The command line exits with 2."""
 
+    def __str__(self) -> str:
+        return printable(super().__str__())
+
 
 class CheckpointError(ValueError):
     """A checkpoint is missing, damaged, unsupported or does not fit the request. The command line exits with 3."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 # Checkpoints: the part that is missing, damaged or unsupported.

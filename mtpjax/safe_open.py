@@ -1,15 +1,23 @@
-"""Opens files of a checkpoint safely.
+"""Opens files of a checkpoint safely, and parses untrusted JSON.
 
 Checkpoints are downloaded, so their file names and symlinks are untrusted. A file is opened only if it is a regular
 file that lies inside the checkpoint directory once symlinks are resolved. The Hugging Face cache keeps the files of a
 snapshot as symlinks to a sibling folder of blobs; those are accepted.
 """
 
+import io
+import json
 import os
 import pathlib
+import re
 import stat
+from typing import Any
 
-from mtpjax.errors import UnsafeFileError
+from mtpjax.errors import UnsafeFileError, printable
+
+MAX_JSON_DEPTH = 64  # numpy arrays have at most 64 dimensions; configurations and records nest less than ten deep
+# Strings, whose brackets do not count, or single brackets.
+_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[\[\]{}]', re.DOTALL)
 
 
 def is_gguf(path) -> bool:
@@ -95,3 +103,90 @@ def read_inside(folder: pathlib.Path, name: str, *, max_bytes: int) -> bytes | N
     if len(content) > max_bytes:
         raise UnsafeFileError(f"{path} is larger than {max_bytes} bytes")
     return content
+
+
+def open_regular(path: str | os.PathLike) -> io.BufferedReader:
+    """Opens a file of the user's own, wherever it lies, if it is a regular file.
+
+    A named pipe without a writer would block, and a device such as `/dev/zero` never ends.
+
+    Args:
+        path: the file; symlinks are followed.
+
+    Returns:
+        A binary stream.
+
+    Raises:
+        OSError: the file is missing or cannot be read.
+        UnsafeFileError: it is not a regular file.
+    """
+    # O_NONBLOCK: opening a named pipe must not wait for its writer. The check is on what was opened, not on its name.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    kind = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(kind):
+        return open(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(kind):
+        raise IsADirectoryError(f"{path} is a folder, not a file")
+    raise UnsafeFileError(f"{path} is not a regular file: not read")
+
+
+def parse_json(content: bytes | str, *, max_depth: int = MAX_JSON_DEPTH) -> Any:
+    """Parses JSON from an untrusted file.
+
+    Args:
+        content: the text, or its UTF-8 bytes.
+        max_depth: the deepest nesting of lists and objects that is accepted.
+
+    Returns:
+        The value.
+
+    Raises:
+        ValueError: the content is not JSON, or nests deeper. One printable line, without the place.
+    """
+    check_json_depth(content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content, max_depth)
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(printable(error, 100)) from error
+
+
+def check_json_depth(raw: bytes, max_depth: int = MAX_JSON_DEPTH) -> None:
+    """Checks how deeply JSON nests, before it is parsed.
+
+    Args:
+        raw: UTF-8 bytes, which need not be JSON.
+        max_depth: the deepest nesting of lists and objects that is accepted.
+
+    Raises:
+        ValueError: the content nests deeper.
+    """
+    # Count the depth before parsing: the parser recurses, and what uses the value may be slower still. Less than
+    # `max_depth` brackets cannot nest too deeply, which settles most files without a scan.
+    if raw.count(b"[") + raw.count(b"{") > max_depth:
+        depth = 0
+        for match in _BRACKETS.finditer(raw):
+            depth += {b"[": 1, b"{": 1, b"]": -1, b"}": -1}.get(match.group()[:2], 0)
+            if depth > max_depth:
+                raise ValueError(f"lists and objects are nested more than {max_depth} deep")
+
+
+def read_json_file(path: str | os.PathLike, *, max_bytes: int) -> Any:
+    """Reads a JSON file of bounded size and depth.
+
+    Args:
+        path: the file.
+        max_bytes: the largest size in bytes that is accepted.
+
+    Returns:
+        The value.
+
+    Raises:
+        OSError: the file is missing or cannot be read.
+        ValueError: the file is not a regular file, too large, not JSON, or nests too deeply.
+    """
+    with open_regular(path) as stream:
+        content = stream.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise UnsafeFileError(f"{path} is larger than {max_bytes} bytes")
+    return parse_json(content)

@@ -9,7 +9,7 @@ import sys
 import jsonargparse
 
 from mtpjax.cli import conversion, decoding, measuring, training
-from mtpjax.errors import CheckpointError, ResumableError, UsageError
+from mtpjax.errors import CheckpointError, ResumableError, UsageError, printable
 from mtpjax.host import keep_freed_memory
 from mtpjax.version import __version__
 
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(130)
     except (ValueError, OSError, ResumableError) as error:
         # The user's fault, not the program's: one line without a traceback.
-        print(f"mtpjax {command}: {error}", file=sys.stderr)
+        print(f"mtpjax {command}: {printable(error)}", file=sys.stderr)
         sys.exit(next(code for kind, code in EXIT_CODES if isinstance(error, kind)))
 
 

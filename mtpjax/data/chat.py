@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mtpjax.data.tokenizer import Tokenizer, TokenizerError
+from mtpjax.data.tokenizer import HuggingFaceTokenizer, Tokenizer, TokenizerError
 
 # The date for templates that write one, so that tokens do not change by day.
 TEMPLATE_DATE = datetime.datetime(2025, 1, 1)
@@ -51,7 +51,7 @@ def encode_chat(
             messages follow, or because a token spans the start or end of an answer.
         ConversationError: the template rejects these messages.
     """
-    template_variables = {"strftime_now": TEMPLATE_DATE.strftime, **template_variables}
+    template_variables = {"strftime_now": TEMPLATE_DATE, **template_variables}
     messages = list(messages)
     # Encode the whole conversation once. Each answer is located by encoding what comes before it and through it: both
     # must be prefixes of the whole, or positions would not match what decoding sees.
@@ -78,4 +78,42 @@ def encode_chat(
         elif end == len(tokens) or tokens[end] in tokenizer.eos_token_ids:
             end += 1
         is_target[begin:end] = True
+    return tokens, is_target
+
+
+def encode_formatted(text: str, tokenizer: Tokenizer) -> tuple[list[int], np.ndarray]:
+    """Encodes a conversation that the chat template has written already, and marks the assistant's answers as targets.
+
+    An answer begins after the text that the template adds for `add_generation_prompt`. It ends with the next end token.
+
+    Args:
+        text: the conversation as text, special tokens included.
+        tokenizer: a tokenizer with a chat template whose generation prompt has text.
+
+    Returns:
+        Tokens `[n]`, and `[n + 1]` bool, true where a token is a target, as `encode_chat` returns them.
+
+    Raises:
+        TokenizerError: the tokenizer is not from a file, or its template has no generation prompt.
+    """
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        raise TokenizerError("text that a chat template has written needs the tokenizer of that template")
+    header = tokenizer.generation_prompt
+    if not header:
+        raise TokenizerError("the chat template writes nothing before an answer, so answers cannot be located")
+    tokens, starts = tokenizer.encode_with_starts(text)
+    is_target = np.zeros(len(tokens) + 1, bool)
+    position = text.find(header)
+    while position >= 0:
+        # Tokens from the end of the header up to and including the next end token.
+        position += len(header)
+        place = int(np.searchsorted(starts, position))
+        while place < len(tokens):
+            is_target[place] = True
+            if tokens[place] in tokenizer.eos_token_ids:
+                break
+            place += 1
+        else:
+            is_target[place] = True  # the end token that packing adds
+        position = text.find(header, position)
     return tokens, is_target

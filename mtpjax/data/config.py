@@ -14,9 +14,13 @@ class Source:
     Attributes:
         path: a file, or a folder with its subfolders; None: the running interpreter's standard library.
         pattern: glob pattern of the files in a folder.
-        kind: "text": each file is a document; "jsonl": each line is an object with a text; "chat": each line is an
-            object with a conversation in OpenAI's form, whose answers are the targets.
-        field: the object's field with the text or the conversation; "": `text`, or `messages` for conversations.
+        kind: "auto": the suffix decides: `.jsonl`, `.jsonl.gz`, `.json` (a list) and `.parquet` (with pyarrow) hold
+            records, each a conversation or a text, and any other file is a document; "text": each file is a document;
+            "jsonl": each record has a text; "chat": each record has a conversation in OpenAI's, ShareGPT's or Alpaca's
+            form, whose answers are the targets; "formatted": each record has a text that the chat template has written
+            already, whose answers are the targets.
+        field: the record's field with the text or the conversation; "": `text`, or for conversations `messages`,
+            `conversations` or `instruction`.
         weight: the source's share of the rows, relative to the other sources' weights.
         most_skipped: number of unusable documents after which reading stops with an error.
 
@@ -26,15 +30,15 @@ class Source:
 
     path: str | None = None
     pattern: str = "*"
-    kind: Literal["text", "jsonl", "chat"] = "text"
+    kind: Literal["auto", "text", "jsonl", "chat", "formatted"] = "auto"
     field: str = ""
     weight: float = 1.0
     most_skipped: int = 100
 
     def __post_init__(self):
-        require_choice("kind", self.kind, ("text", "jsonl", "chat"))
-        require(self.path is not None or self.kind == "text", f"a source of kind '{self.kind}' needs a path")
+        require_choice("kind", self.kind, ("auto", "text", "jsonl", "chat", "formatted"))
+        require(self.path is not None or self.kind in ("auto", "text"), f"a source of kind '{self.kind}' needs a path")
         require(0 < self.weight < math.inf, f"weight must be positive, not {self.weight}")
         require(self.most_skipped >= 0, f"most_skipped must not be negative, is {self.most_skipped}")
-        if not self.field:
+        if not self.field and self.kind != "auto":
             object.__setattr__(self, "field", "messages" if self.kind == "chat" else "text")

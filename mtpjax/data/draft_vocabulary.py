@@ -16,8 +16,10 @@ from mtpjax.atomic import write_text
 from mtpjax.data.jsonl import read_json_objects
 from mtpjax.data.prompts import read_text
 from mtpjax.data.tokenizer import Tokenizer
+from mtpjax.safe_open import read_json_file
 
 FORMAT = "mtpjax-vocabulary"
+MAX_FILE_BYTES = 64 << 20
 COUNTED_KEYS = ("turns", "prompt", "text", "question", "answer", "completion", "response")
 PIECE_CHARACTERS = 1 << 16  # characters to encode at a time, so that progress is visible
 
@@ -183,8 +185,8 @@ def load_vocabulary(path) -> tuple[int, ...]:
     """
     path = pathlib.Path(path)
     try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
+        content = read_json_file(path, max_bytes=MAX_FILE_BYTES)
+    except ValueError as error:
         raise ValueError(f"{path} is not a vocabulary file: {str(error)[:100]}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"{path} is not a vocabulary file: its format is not {FORMAT!r}")

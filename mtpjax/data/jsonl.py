@@ -8,6 +8,8 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from mtpjax.safe_open import open_regular, parse_json
+
 FileDigest = tuple[str, int, str]  # path relative to the files' common folder, size in bytes, hexadecimal sha256
 
 
@@ -44,7 +46,7 @@ def read_raw_records(
     for path in paths:
         # The digest covers the bytes that the caller reads, so it needs no second pass over the file.
         digest, size = hashlib.sha256(), 0
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             for number, part in enumerate(stream if by_line else [stream.read()], start=1):
                 digest.update(part)
                 size += len(part)
@@ -81,7 +83,7 @@ def parse_json_object(content: bytes) -> dict[str, Any]:
     if "\0" in text:
         raise SkippedRecordError("corrupt", "contains NUL: it is not text")
     try:
-        record = json.loads(text)
+        record = parse_json(text)
         # JSON can escape lone surrogates, which have no UTF-8 encoding and therefore no tokens.
         json.dumps(record, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:

@@ -102,7 +102,8 @@ def split_held_out(documents: Sequence[Document], fraction=0.05) -> tuple[list[D
     """Splits documents into training and held-out ones.
 
     The sha256 of a document's content alone decides its side. Paths, order and other documents change nothing, and
-    copies of a file get the same side. So a few documents may all get the same side.
+    copies of a file get the same side. So a few documents may all get the same side. Of a single text the last part is
+    held out, from the start of a line if it is bytes.
 
     Args:
         documents: the documents.
@@ -117,12 +118,28 @@ def split_held_out(documents: Sequence[Document], fraction=0.05) -> tuple[list[D
     if not 0 <= fraction <= 1:
         raise ValueError(f"held-out fraction {fraction} is outside 0..1")
     train, held_out = [], []
+    # One text has no other document to hold out: its end is held out instead.
+    if len(documents) == 1 and documents[0].loss_mask is None and 0 < fraction < 1:
+        return _split_text(documents[0], fraction)
     for document in documents:
         # The first 8 bytes of the digest are a uniform number; those below the fraction are held out.
         digest = hashlib.sha256(np.ascontiguousarray(document.tokens).data).digest()
         is_held_out = int.from_bytes(digest[:8], "big") < fraction * 2**64
         (held_out if is_held_out else train).append(document)
     return train, held_out
+
+
+def _split_text(document: Document, fraction: float) -> tuple[list[Document], list[Document]]:
+    """Splits one text by its length into a training and a held-out part."""
+    tokens = document.tokens
+    cut = len(tokens) - max(1, round(len(tokens) * fraction))
+    if tokens.dtype == np.uint8:
+        # Cut at the start of a line, or at least of a character: bytes 0x80 to 0xBF continue one.
+        line_starts = np.flatnonzero(tokens[cut:-1] == _NEWLINE) + cut + 1
+        character_starts = np.flatnonzero((tokens[cut:] & 0xC0) != 0x80) + cut
+        cut = int(next(iter([*line_starts[:1], *character_starts[:1]]), cut))
+    parts = [dataclasses.replace(document, tokens=part) for part in (tokens[:cut], tokens[cut:])]
+    return parts[:1] if cut else [], parts[1:]
 
 
 def pack(

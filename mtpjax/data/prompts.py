@@ -10,6 +10,7 @@ import numpy as np
 
 from mtpjax.data.jsonl import json_type_name, read_json_objects
 from mtpjax.data.tokenizer import Tokenizer
+from mtpjax.safe_open import open_regular
 
 TEXT_KEYS = ("prompt", "text", "question")  # the first one that a record has is its text
 ID_KEYS = ("question_id", "id", "task_id")
@@ -67,7 +68,8 @@ def read_text(path) -> str:
     Raises:
         ValueError: the file is not UTF-8 or contains NUL; the message names the line.
     """
-    content = pathlib.Path(path).read_bytes()
+    with open_regular(path) as stream:
+        content = stream.read()
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -15,8 +15,10 @@ from typing import Any
 from mtpjax.atomic import write_text
 from mtpjax.data.jsonl_writer import JsonlWriter
 from mtpjax.data.regeneration_tasks import TASK_SKIP_REASONS
+from mtpjax.safe_open import read_json_file
 
 FORMAT = "mtpjax-regenerated"
+MAX_MANIFEST_BYTES = 1 << 20
 
 
 @dataclasses.dataclass
@@ -124,7 +126,7 @@ class RegenerationOutput:
         # Read the manifest. Any failure means that it cannot be trusted.
         advice = f"remove it and {self.manifest_path.name}, or choose another output"
         try:
-            stored = json.loads(self.manifest_path.read_bytes())
+            stored = read_json_file(self.manifest_path, max_bytes=MAX_MANIFEST_BYTES)
             stored_settings, tally, written = dict(stored["settings"]), Tally(**stored["tally"]), stored["written"]
             size, digest = int(written["bytes"]), written["sha256"]
         except (OSError, ValueError, KeyError, TypeError) as error:

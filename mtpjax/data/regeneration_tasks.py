@@ -219,7 +219,7 @@ class ConversationTask:
         del self.messages[num_answered:]
 
     def _encode_messages(self, *, add_generation_prompt: bool) -> list[int]:
-        template_variables = {"strftime_now": TEMPLATE_DATE.strftime, **self.template_variables}
+        template_variables = {"strftime_now": TEMPLATE_DATE, **self.template_variables}
         return self.tokenizer.apply_chat_template(
             self.messages, add_generation_prompt=add_generation_prompt, **template_variables
         )

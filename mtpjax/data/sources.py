@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from mtpjax.data.chat import encode_chat, is_conversation
+from mtpjax.data.chat import encode_chat, encode_formatted
 from mtpjax.data.config import Source
-from mtpjax.data.jsonl import FileDigest, SkippedRecordError, decode_utf8, parse_json_object, read_raw_records
+from mtpjax.data.jsonl import FileDigest, SkippedRecordError, decode_utf8
 from mtpjax.data.packing import Document, list_python_sources
+from mtpjax.data.record_files import as_object, is_record_file, read_file_records
+from mtpjax.data.record_forms import find_messages, has_conversation
 from mtpjax.data.tokenizer import ByteTokenizer, ConversationError, Tokenizer, TokenizerError
 
 SKIP_REASONS = ("corrupt", "empty", "vocabulary")  # reasons to skip a document
@@ -26,11 +28,13 @@ class SourceContents:
         documents: the documents.
         skipped: number of skipped documents by reason.
         files: the files that were read.
+        last_problem: place and problem of the last skipped document; "": none.
     """
 
     documents: list[Document]
     skipped: dict[str, int]
     files: list[FileDigest]
+    last_problem: str = ""
 
 
 def list_source_files(source: Source) -> list[pathlib.Path]:
@@ -43,11 +47,16 @@ def list_source_files(source: Source) -> list[pathlib.Path]:
         The files, sorted.
 
     Raises:
-        FileNotFoundError: there are none.
+        FileNotFoundError: the path does not exist, or there are no files in it.
+        ValueError: the path is neither a file nor a folder.
     """
     if source.path is None:
         return list_python_sources()
     root = pathlib.Path(source.path)
+    if not root.exists():
+        raise FileNotFoundError(f"{root} does not exist")
+    if not root.is_file() and not root.is_dir():
+        raise ValueError(f"{root} is neither a regular file nor a folder")
     # Sorted, so that the order of documents does not depend on the file system.
     files = [root] if root.is_file() else sorted(path for path in root.rglob(source.pattern) if path.is_file())
     if not files:
@@ -92,24 +101,31 @@ def read_source(source: Source, tokenizer: Tokenizer, *, vocab_size: int) -> Sou
     documents: list[Document] = []
     skipped: dict[str, int] = dict.fromkeys(SKIP_REASONS, 0)
     files: list[FileDigest] = []
-    for place, content in read_raw_records(list_source_files(source), by_line=source.kind != "text", files=files):
+    last_problem = ""
+    # The place of a text is its file's name alone; records add line, item or row.
+    is_text = lambda place: source.kind == "text" or (source.kind == "auto" and place in texts)
+    by_line = {"auto": None, "text": False}.get(source.kind, True)
+    paths = list_source_files(source)
+    texts = {str(path) for path in paths if not is_record_file(path)}
+    for place, content in read_file_records(paths, by_line=by_line, files=files):
         try:
-            tokens, loss_mask, category = _encode_document(content, source, tokenizer)
+            tokens, loss_mask, category = _encode_document(content, source, tokenizer, is_text=is_text(place))
             # Conversations contain end tokens after each answer, so only other documents are checked for them.
             tokens = _check_tokens(tokens, vocab_size, end if loss_mask is None else None)
             documents.append(Document(place, tokens, loss_mask, category))
         except SkippedRecordError as error:
             # A few bad records are normal in large data; many mean a wrong field or tokenizer.
             skipped[error.reason] += 1
+            last_problem = f"{place} {error}"
             if sum(skipped.values()) > source.most_skipped:
                 counts = ", ".join(f"{count} {reason}" for reason, count in skipped.items() if count)
                 raise ValueError(
                     f"{source.path or 'the standard library'} has over {source.most_skipped} unusable documents"
-                    f" ({counts}); the last: {place} {error}"
+                    f" ({counts}); the last: {last_problem}"
                 ) from error
         except TokenizerError as error:
             raise TokenizerError(f"{place}: {error}") from error
-    return SourceContents(documents, skipped, files)
+    return SourceContents(documents, skipped, files, last_problem)
 
 
 def fingerprint(
@@ -131,29 +147,48 @@ def fingerprint(
     """
     # Digests of file contents are in `content.files`, taken while reading; here only their combination is hashed.
     parts = [
-        {"kind": source.kind, "field": source.field, "weight": source.weight, "files": content.files}
+        {**_kind_and_field(source, content), "weight": source.weight, "files": content.files}
         for source, content in zip(sources, contents, strict=True)
     ]
     whole = {"sources": parts, "tokenizer": tokenizer.digest, "vocab_size": vocab_size}
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
 
 
-def _encode_document(content: bytes, source: Source, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray | None, str]:
+def _kind_and_field(source: Source, content: SourceContents) -> dict[str, str]:
+    """Returns the kind and field for the fingerprint: files that are all texts are the same with "auto" and "text"."""
+    if source.kind == "auto" and not any(is_record_file(name) for name, _, _ in content.files):
+        return {"kind": "text", "field": "text"}
+    return {"kind": source.kind, "field": source.field}
+
+
+def _encode_document(
+    content: bytes | dict[str, Any], source: Source, tokenizer: Tokenizer, *, is_text: bool
+) -> tuple[np.ndarray, np.ndarray | None, str]:
     """Returns tokens `[n]`, the loss mask `[n + 1]` of a conversation, else None, and the record's category or "".
 
     Raises `SkippedRecordError` and TokenizerError.
     """
-    if source.kind == "text":
+    if is_text and isinstance(content, bytes):
         return _encode_text(decode_utf8(content), tokenizer), None, ""
-    record = parse_json_object(content)
-    # JSONL: the text or the conversation is in the source's field; a category is optional.
-    value, category = record.get(source.field), record.get("category")
+    # A record: the text or the conversation is in the source's field; a category is optional.
+    record = as_object(content)
+    category = record.get("category")
     category = category if isinstance(category, str) else ""
-    if source.kind == "chat":
-        return *_encode_messages(value, record, source.field, tokenizer), category
-    if not isinstance(value, str):
-        raise SkippedRecordError("corrupt", f"has no text '{source.field}'")
-    return _encode_text(value, tokenizer), None, category
+    # Without a kind, a list is a conversation, as are the fields of the known forms.
+    is_chat = source.kind == "chat"
+    if source.kind == "auto":
+        is_chat = isinstance(record.get(source.field), list) if source.field else has_conversation(record)
+    if is_chat:
+        messages = find_messages(record, source.field or "messages")
+        return *_encode_messages(messages, record, tokenizer), category
+    field = source.field or "text"
+    text = record.get(field)
+    if not isinstance(text, str):
+        other = "" if source.field else ", and no 'messages', 'conversations' or 'instruction'"
+        raise SkippedRecordError("corrupt", f"has no text '{field}'{other}")
+    if source.kind == "formatted":
+        return *_with_answers(*encode_formatted(text, tokenizer)), category
+    return _encode_text(text, tokenizer), None, category
 
 
 def _encode_text(text: str, tokenizer: Tokenizer) -> np.ndarray:
@@ -172,15 +207,16 @@ def _encode_text(text: str, tokenizer: Tokenizer) -> np.ndarray:
 
 
 def _encode_messages(
-    messages: Any, record: dict[str, Any], field: str, tokenizer: Tokenizer
+    messages: list[dict[str, Any]], record: dict[str, Any], tokenizer: Tokenizer
 ) -> tuple[np.ndarray, np.ndarray]:
-    if not is_conversation(messages):
-        raise SkippedRecordError("corrupt", f"has no '{field}', a list of objects with a role each")
     template_variables = {"tools": record["tools"]} if "tools" in record else {}
     try:
-        tokens, is_target = encode_chat(messages, tokenizer, **template_variables)
+        return _with_answers(*encode_chat(messages, tokenizer, **template_variables))
     except ConversationError as error:
         raise SkippedRecordError("corrupt", str(error)) from error
+
+
+def _with_answers(tokens: list[int], is_target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     if not is_target.any():
         raise SkippedRecordError("empty", "contains no answer")
     return np.array(tokens, np.int64), is_target

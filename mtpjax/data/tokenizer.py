@@ -2,7 +2,6 @@
 
 import codecs
 import dataclasses
-import datetime
 import functools
 import hashlib
 import json
@@ -10,8 +9,11 @@ import pathlib
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from mtpjax.errors import ConversationError, TokenizerError
+from mtpjax.data.template_worker import WORKER, TemplateFailure
+from mtpjax.data.tokenizer_checks import check_expansion, rust_errors
+from mtpjax.errors import ConversationError, TokenizerError, printable
 from mtpjax.io.huggingface_files import MAX_TOKENIZER_BYTES, has_tokenizer, huggingface_folder, read_small_file
+from mtpjax.safe_open import parse_json
 
 MAX_TEMPLATE_CHARACTERS = 1 << 20
 MAX_MESSAGES = 10_000
@@ -113,7 +115,32 @@ class ByteTokenizer:
         return step
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **template_variables: Any) -> list[int]:
-        raise TokenizerError("a byte tokenizer has no chat template")
+        """Encodes a conversation as plain text: a line `role: content` per message; an answer ends with the end token.
+
+        Small models of bytes have no chat template of their own.
+
+        Args:
+            messages: the conversation.
+            **template_variables: `add_generation_prompt`; others are ignored.
+
+        Returns:
+            The tokens.
+
+        Raises:
+            ConversationError: a message has no text, or text without an encoding.
+        """
+        tokens: list[int] = []
+        for number, message in enumerate(messages, start=1):
+            role, content = message.get("role"), message.get("content")
+            if not isinstance(role, str) or not isinstance(content, str):
+                raise ConversationError(f"message {number}: a model of bytes needs a role and a content that are texts")
+            is_answer = role == "assistant"
+            try:
+                tokens += self.encode(f"{role}: {content}" if is_answer else f"{role}: {content}\n")
+            except ValueError as error:
+                raise ConversationError(f"message {number}: {error}") from error
+            tokens += [self.eos_token_id] if is_answer else []
+        return tokens + (self.encode("assistant: ") if template_variables.get("add_generation_prompt", True) else [])
 
 
 class HuggingFaceTokenizer:
@@ -136,10 +163,9 @@ class HuggingFaceTokenizer:
         content = read_small_file(folder, "tokenizer.json", max_bytes=MAX_TOKENIZER_BYTES)
         if content is None:
             raise TokenizerError(f"{folder} has no tokenizer.json")
-        try:
+        check_expansion(content, folder / "tokenizer.json")
+        with rust_errors(f"{folder / 'tokenizer.json'} cannot be read"):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
-        except Exception as error:  # tokenizers raises Exception itself
-            raise TokenizerError(f"{folder / 'tokenizer.json'} cannot be read: {str(error)[:200]}") from error
         # Files may ask for padding or truncation, which would change the tokens of a text by its length.
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
@@ -152,7 +178,7 @@ class HuggingFaceTokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_token_ids = tuple(sorted(index for index, token in added.items() if token.special))
         self._settings = _read_json(folder, "tokenizer_config.json")
-        self.eos_token_ids = _eos_token_ids(folder) or self._named_token_ids("eos_token")
+        self.eos_token_ids = _eos_token_ids(folder, vocab_size) or self._named_token_ids("eos_token")
         self._template = _read_chat_template(folder, self._settings)
         self._content = content
         # The digest covers everything that decides the tokens, so that a resumed run notices a changed template.
@@ -162,16 +188,23 @@ class HuggingFaceTokenizer:
     def encode(self, text: str) -> list[int]:
         """Encodes a text. Raises ValueError for lone surrogates."""
         _encode_utf8(text)
-        return self._tokenizer.encode(text).ids
+        with rust_errors("the tokenizer cannot encode this text"):
+            return self._tokenizer.encode(text).ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self._tokenizer.decode([int(index) for index in ids], skip_special_tokens=True)
+        with rust_errors("the tokenizer cannot decode these ids"):
+            return self._tokenizer.decode([int(index) for index in ids], skip_special_tokens=True)
 
     def incremental_decoder(self) -> Callable[[int | None], str]:
         from tokenizers.decoders import DecodeStream
 
         stream = DecodeStream(skip_special_tokens=True)
-        return lambda token: "" if token is None else stream.step(self._tokenizer, int(token)) or ""
+
+        def step(token: int | None) -> str:
+            with rust_errors("the tokenizer cannot decode this id"):
+                return "" if token is None else stream.step(self._tokenizer, int(token)) or ""
+
+        return step
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **template_variables: Any) -> list[int]:
         """Encodes a conversation; `template_variables` are variables of the template, such as `enable_thinking`."""
@@ -179,7 +212,34 @@ class HuggingFaceTokenizer:
             raise TokenizerError("the checkpoint has no chat template")
         # The template writes the special tokens itself.
         text = render_chat(self._template, messages, **{**self._special_tokens(), **template_variables})
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        with rust_errors("the tokenizer cannot encode this conversation"):
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    @functools.cached_property
+    def generation_prompt(self) -> str:
+        """The text that the chat template writes before an answer; "" if none."""
+        if self._template is None:
+            raise TokenizerError("the checkpoint has no chat template")
+        render = functools.partial(render_chat, self._template, [{"role": "user", "content": "a"}])
+        before = render(**{**self._special_tokens(), "add_generation_prompt": False})
+        prompt = render(**{**self._special_tokens(), "add_generation_prompt": True})
+        return prompt.removeprefix(before) if prompt.startswith(before) else ""
+
+    def encode_with_starts(self, text: str) -> tuple[list[int], list[int]]:
+        """Encodes a text that has its special tokens already.
+
+        Args:
+            text: the text.
+
+        Returns:
+            The tokens, and the character at which each begins, ascending.
+
+        Raises:
+            TokenizerError: the tokenizer fails.
+        """
+        with rust_errors("the tokenizer cannot encode this text"):
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return encoding.ids, [start for start, _ in encoding.offsets]
 
     def save(self, folder: pathlib.Path) -> None:
         """Writes the files from which a `HuggingFaceTokenizer` of the same digest can be read.
@@ -224,58 +284,37 @@ def load_tokenizer(path, vocab_size: int) -> Tokenizer:
 
 
 def render_chat(template: str, messages: list[dict[str, Any]], **variables: Any) -> str:
-    """Renders a conversation with a jinja2 template in a sandbox.
+    """Renders a conversation with a jinja2 template.
 
-    The sandbox denies access to Python objects and changes of them, but limits neither time nor memory: templates must
-    come with checkpoints, never from requests.
+    The template runs in a sandbox, in a process with limits of time, memory and output (`template_worker`).
 
     Args:
         template: jinja2 source.
         messages: the conversation.
-        **variables: variables of the template.
+        **variables: variables of the template, which must have a JSON form; `strftime_now` may be a date, which the
+            template's function of that name then takes for today.
 
     Returns:
         The text.
 
     Raises:
         TokenizerError: the template does not compile.
-        ConversationError: the template fails or rejects these messages, or they are too large.
+        ConversationError: the template fails or rejects these messages, exceeds a limit, or they are too large.
     """
-    import jinja2
-
     if len(template) > MAX_TEMPLATE_CHARACTERS or len(messages) > MAX_MESSAGES:
         raise ConversationError(
             f"a chat template of {len(template)} characters, or {len(messages)} messages: too large"
         )
     variables = {"messages": messages, "add_generation_prompt": True, **variables}
+    date = variables.pop("strftime_now", None)
     try:
+        return WORKER.render(template, variables, date=date)
+    except TemplateFailure as error:
         # A template that does not compile is the tokenizer's error; one that fails on these messages is theirs.
-        compiled = _compiled(template)
-    except (jinja2.TemplateError, RecursionError) as error:
-        raise TokenizerError(f"the chat template failed: {type(error).__name__}: {str(error)[:200]}") from error
-    try:
-        return compiled.render(variables)
-    except (jinja2.TemplateError, TypeError, ValueError, RecursionError, OverflowError) as error:
-        raise ConversationError(f"the chat template failed: {type(error).__name__}: {str(error)[:200]}") from error
-
-
-@functools.lru_cache(maxsize=8)  # training data renders one template for many conversations
-def _compiled(template: str):
-    """Compiles a template in its sandbox. Raises jinja2's errors."""
-    import jinja2
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def raise_exception(message: str):
-        raise jinja2.TemplateError(message)
-
-    # The settings, filters and functions that transformers gives to chat templates.
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return environment.from_string(template)
+        kind = TokenizerError if error.is_template else ConversationError
+        raise kind(f"the chat template failed: {error}") from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConversationError(f"the chat template failed: a variable has no JSON form: {error}") from error
 
 
 def _read_chat_template(folder: pathlib.Path, settings: dict[str, Any]) -> str | None:
@@ -293,25 +332,34 @@ def _read_chat_template(folder: pathlib.Path, settings: dict[str, Any]) -> str |
     return template if isinstance(template, str) else None
 
 
-def _eos_token_ids(folder: pathlib.Path) -> tuple[int, ...]:
+def _eos_token_ids(folder: pathlib.Path, vocab_size: int) -> tuple[int, ...]:
     # Generation settings override the model's; a multimodal config nests the text model's settings.
     config = _read_json(folder, "config.json")
     for values in (_read_json(folder, "generation_config.json"), config, config.get("text_config")):
         token_ids = values.get("eos_token_id") if isinstance(values, dict) else None
-        if token_ids is not None:
-            return tuple(token_ids) if isinstance(token_ids, list) else (token_ids,)
+        if token_ids is None:
+            continue
+        ids = token_ids if isinstance(token_ids, list) else [token_ids]
+        # A truth value is an int in Python, but not a token.
+        if not all(type(index) is int and 0 <= index < vocab_size for index in ids):
+            raise TokenizerError(
+                f"{folder}: eos_token_id is {printable(repr(token_ids), 100)}, not an id below {vocab_size} or a list"
+                " of such ids"
+            )
+        return tuple(ids)
     return ()
 
 
 def _read_json(folder: pathlib.Path, name: str) -> dict[str, Any]:
     content = read_small_file(folder, name, max_bytes=MAX_TOKENIZER_BYTES)
     try:
-        values = json.loads(content) if content is not None else {}
+        values = parse_json(content) if content is not None else {}
     except ValueError as error:
-        raise TokenizerError(f"{folder / name} is not JSON: {str(error)[:100]}") from error
+        raise TokenizerError(f"{folder / name} is not JSON: {error}") from error
     return values if isinstance(values, dict) else {}
 
 
 def _token_text(token: Any) -> str | None:
     """Returns the text of a special token, which is a string or an object with its content."""
-    return token.get("content") if isinstance(token, dict) else token
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None

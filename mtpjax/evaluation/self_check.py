@@ -6,19 +6,22 @@ on them, and `check_acceptance` measures it again.
 """
 
 import dataclasses
-import json
 import logging
 import pathlib
+from typing import Any
 
 import numpy as np
 
+from mtpjax.errors import printable
 from mtpjax.evaluation.acceptance import compare_levels
 from mtpjax.io.checkpoint_format import find_checkpoint, is_checkpoint
 from mtpjax.io.checkpoint_reader import CheckpointReader
 from mtpjax.io.huggingface_files import SELF_CHECK_FILE
 from mtpjax.models.model import MTPModel
+from mtpjax.safe_open import read_json_file
 
 MAX_ROWS, MAX_COLUMNS = 4, 128  # held-out tokens that are saved, at most
+MAX_RECORD_BYTES = 1 << 20
 # Differences that count as rounding: loading in bfloat16 changes the means by less than this.
 TOLERANCE = {"agreement": 0.05, "overlap": 0.02}
 log = logging.getLogger("mtpjax.decode")
@@ -104,19 +107,31 @@ def _read_record(path: pathlib.Path) -> dict[str, list] | None:
     if is_checkpoint(path):
         record = CheckpointReader(path, verify=False).metadata.get("self_check")
         if record is not None:
-            return record
+            return _checked_record(record, path)
         path = path / "huggingface"
     file = path / SELF_CHECK_FILE
     if not file.is_file():
         return None
     try:
-        record = json.loads(file.read_bytes())
-        np.array([record["agreement"], record["overlap"]], np.float32)
-        is_whole = np.array(record["tokens"], np.int32).ndim == 2
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        record = read_json_file(file, max_bytes=MAX_RECORD_BYTES)
+    except (OSError, ValueError) as error:
         raise ValueError(f"{file} is damaged: {type(error).__name__}: {error}") from error
-    if not is_whole:
-        raise ValueError(f"{file} is damaged: its tokens are not a list of rows of equal length")
+    return _checked_record(record, file)
+
+
+def _checked_record(record: Any, place: pathlib.Path) -> dict[str, list]:
+    """Returns the record. Raises ValueError if it has another form, or is larger than training writes it."""
+    try:
+        rows, levels = record["tokens"], len(record["agreement"])
+        # Bound the sizes first: the rows decide how much memory the check takes.
+        if not 0 < len(rows) <= MAX_ROWS or not all(len(row) <= MAX_COLUMNS for row in rows) or levels > MAX_COLUMNS:
+            raise ValueError(f"it has more than {MAX_ROWS} rows of {MAX_COLUMNS} tokens, or none")
+        metrics = np.array([record["agreement"], record["overlap"]], np.float32)
+        tokens = np.array(rows, np.int32)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise ValueError(f"{place} is damaged: {type(error).__name__}: {printable(error, 200)}") from error
+    if metrics.ndim != 2 or tokens.ndim != 2 or (levels and levels > tokens.shape[1] - 2):
+        raise ValueError(f"{place} is damaged: its tokens are not a list of rows of equal length")
     return record
 
 

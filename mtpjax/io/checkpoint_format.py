@@ -15,7 +15,7 @@ import pathlib
 from typing import Any
 
 from mtpjax.errors import CheckpointError, UnsafeFileError
-from mtpjax.safe_open import allowed_root, open_inside, read_inside
+from mtpjax.safe_open import allowed_root, open_inside, parse_json, read_inside
 
 FORMAT = "mtpjax-checkpoint"
 VERSION = 1
@@ -98,7 +98,7 @@ def read_config(path: pathlib.Path) -> dict[str, Any] | None:
         The content, or `None` if the file is missing, unreadable or of another format.
     """
     try:
-        config = json.loads(read_inside(path, CONFIG_FILE, max_bytes=MAX_JSON_BYTES) or b"null")
+        config = parse_json(read_inside(path, CONFIG_FILE, max_bytes=MAX_JSON_BYTES) or b"null")
     except (OSError, UnsafeFileError, ValueError, RecursionError):  # ValueError: the file is not JSON, or not UTF-8
         return None
     # Hugging Face directories have a `config.json` as well; only this format names itself.
@@ -121,7 +121,7 @@ def read_digests(path: pathlib.Path) -> tuple[dict[str, str], dict[str, dict[str
     file = path / DIGESTS_FILE
     try:
         # The file may be damaged in any way: check the structure before anything uses it.
-        digests = json.loads(read_kept(path, DIGESTS_FILE))
+        digests = parse_json(read_kept(path, DIGESTS_FILE))
         files, arrays = dict(digests["files"]), dict(digests["arrays"])
         is_complete = CONFIG_FILE in files and all(_is_record(record) for record in arrays.values())
     except (OSError, UnsafeFileError, ValueError, KeyError, TypeError, RecursionError) as error:

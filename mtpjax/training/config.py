@@ -94,13 +94,16 @@ class TrainConfig:
             on the same trunk and rows can share it. None: the trunk runs in every step. Needs trains "modules".
         trunk_states_dtype: dtype of the cached states: "float32", or "bfloat16" for half the disk space.
         output: run folder (`mtpjax.training.run_dir`).
-        data: folder of text files to train on; None: the standard library of the running interpreter.
+        data: folder or file to train on; None: the standard library of the running interpreter. The suffix of a file
+            decides how it is read (`mtpjax.data.config.Source`).
         pattern: glob pattern that selects files of `data`.
         sources: sources to read instead of `data`; several are mixed by their weights.
         tokenizer: directory with a `tokenizer.json`; None: that of `init_from`, or bytes if it has none.
         extra_tokens: tokens of the next row that a row repeats at its end; `num_depths + 1` keeps every target of every
             depth.
-        held_out_fraction: fraction of the documents that are held out for evaluation, between 0 and 1.
+        held_out_fraction: fraction of the documents that are held out for evaluation, from 0 to below 1. Of a single
+            text its end is held out. With 0, everything is trained on, the panel measures training rows, and no
+            prompts are decoded.
         steps: maximum number of updates.
         seconds: maximum wall-clock time of training, in seconds.
         batch_size: rows per update, B.
@@ -207,7 +210,7 @@ class TrainConfig:
         require(self.seconds > 0, f"seconds must be positive, not {self.seconds}")
         for name in ("num_depths", "save_every", "panel_prompts", "profile_start", "profile_steps"):
             require(getattr(self, name) >= 0, f"{name} must not be negative, is {getattr(self, name)}")
-        require(0 < self.held_out_fraction < 1, f"held_out_fraction {self.held_out_fraction} is not within 0..1")
+        require(0 <= self.held_out_fraction < 1, f"held_out_fraction {self.held_out_fraction} is not within 0..1")
         require_choice("optimizer", self.optimizer, ("adamw", "muon"))
         # Default mix: learn from the data if the draft losses change the trunk, else imitate the trunk.
         if not self.objective.mix:

@@ -84,7 +84,9 @@ def load_corpus(config: TrainConfig, vocab_size: int, *, num_depths: int = 0) ->
         name = (source.path or "standard library") if config.sources[1:] else ""
         held_out += [dataclasses.replace(each, category=each.category or name) for each in reserved]
         # Every source needs training documents; held-out documents may come from any of them.
-        if not training or (source is sources[-1] and not held_out):
+        if not reading.documents and reading.last_problem:
+            raise ValueError(f"{source.path} has no usable document; the last: {reading.last_problem}")
+        if not training or (config.held_out_fraction and source is sources[-1] and not held_out):
             count = len(reading.documents)
             raise ValueError(f"{count} documents are too few to hold out {config.held_out_fraction:.0%} of them")
         source_rows.append(pack(training, config.row_length, extra_tokens=config.extra_tokens, **packing))
@@ -94,7 +96,13 @@ def load_corpus(config: TrainConfig, vocab_size: int, *, num_depths: int = 0) ->
             print(f"skipped documents of {source.path}: {counts}", file=sys.stderr, flush=True)
     # One fixed batch of held-out rows serves every evaluation. Its seed is fixed too, so that `mtpjax compare` compares
     # runs of different seeds on the same rows.
-    held_out_rows = pack(held_out, config.row_length, **packing)
+    # With nothing held out, training rows take their place, and the user is told.
+    if held_out:
+        held_out_rows = pack(held_out, config.row_length, **packing)
+    else:
+        print("held_out_fraction is 0: the panel measures training rows", file=sys.stderr, flush=True)
+        documents = [each for reading in readings for each in reading.documents]
+        held_out_rows = pack(documents, config.row_length, **packing)
     panel_rows = next(shuffled_batches(held_out_rows, min(32, len(held_out_rows.tokens)), seed=0))
     # A depth without targets has loss 0 all along: refuse it before the run compiles.
     _check_targets(source_rows, num_depths, "the training rows")

@@ -152,8 +152,6 @@ def test_conversations_of_no_use_stop_reading_at_the_limit(make, tmp_path):
 def test_a_tokenizer_that_cannot_read_conversations_stops_at_the_first(make, tmp_path):
     file = tmp_path / "talks.jsonl"
     file.write_text(json.dumps({"messages": TALK}) + "\n")
-    with pytest.raises(TokenizerError, match=r"talks\.jsonl line 1: a byte tokenizer has no chat template"):
-        read_source(Source(path=str(file), kind="chat"), ByteTokenizer(), vocab_size=256)
     with pytest.raises(TokenizerError, match=r"talks\.jsonl line 1: the answer in message 3 of 5"):
         read_source(Source(path=str(file), kind="chat"), make(FORGETFUL), vocab_size=300)
     with pytest.raises(TokenizerError, match=r"talks\.jsonl line 1: the chat template failed: TemplateSyntaxError"):
@@ -170,3 +168,32 @@ def test_packed_targets_of_every_depth_are_answer_tokens(make, tmp_path):
     for depth in range(4):
         targets, is_valid = map(np.asarray, depth_targets(rows.tokens, rows.segment_ids, rows.loss_mask, depth))
         assert sorted(targets[is_valid].tolist()) == answers
+
+
+def test_a_model_of_bytes_reads_plain_conversations(tmp_path):
+    file = tmp_path / "talks.jsonl"
+    file.write_text(json.dumps({"messages": TALK[1:]}) + "\n")
+    [document] = read_source(Source(path=str(file)), ByteTokenizer(), vocab_size=256).documents
+    expected = "user: ä?\nassistant: yes é\0user: sure?\nassistant: no\0".encode()
+    assert document.tokens.astype(np.uint8).tobytes() == expected
+    answers = document.tokens[document.loss_mask[:-1]].astype(np.uint8).tobytes()
+    assert answers == "yes é\0no\0".encode()
+    for messages in ([{"role": "user", "content": None}], [{"role": "user", "content": "a\0"}]):
+        with pytest.raises(ConversationError, match="message 1"):
+            ByteTokenizer().apply_chat_template(messages)
+
+
+def test_text_that_the_template_wrote_has_the_targets_of_the_conversation(make, tmp_path):
+    tokenizer = make()
+    tokens, is_target = encode_chat(TALK, tokenizer)
+    text = tokenizer._tokenizer.decode(tokens, skip_special_tokens=False)
+    assert "<|im_end|>" in text
+    file = tmp_path / "formatted.jsonl"
+    file.write_text(json.dumps({"text": text}) + "\n")
+    [document] = read_source(Source(path=str(file), kind="formatted"), tokenizer, vocab_size=300).documents
+    assert document.tokens.tolist() == tokens
+    np.testing.assert_array_equal(document.loss_mask, is_target)
+    file.write_text(json.dumps({"text": "no header"}) + "\n")
+    assert read_source(Source(path=str(file), kind="formatted"), tokenizer, vocab_size=300).skipped["empty"] == 1
+    with pytest.raises(TokenizerError, match="needs the tokenizer of that template"):
+        read_source(Source(path=str(file), kind="formatted"), ByteTokenizer(), vocab_size=256)

@@ -401,3 +401,23 @@ def test_documents_are_the_bytes_of_their_files(tmp_path):
     file.write_bytes(b"a\0b")
     with pytest.raises(ValueError, match="is not a text file"):
         packing.read_documents([file])
+
+
+@pytest.mark.parametrize("fraction", [0.05, 0.5, 0.95])
+def test_the_end_of_a_single_text_is_held_out(fraction):
+    text = "".join(f"line {number} é\n" for number in range(1000)).encode()
+    document = packing.Document("one", np.frombuffer(text, np.uint8))
+    [train], [held_out] = packing.split_held_out([document], fraction)
+    assert train.tokens.tobytes() + held_out.tokens.tobytes() == text
+    assert train.tokens.tobytes().endswith(b"\n") and abs(len(held_out.tokens) / len(text) - fraction) < 0.01
+
+
+def test_a_single_line_is_cut_between_characters():
+    document = packing.Document("one", np.frombuffer(("é" * 101).encode(), np.uint8))
+    [train], [held_out] = packing.split_held_out([document], 0.1)
+    assert train.tokens.tobytes().decode() + held_out.tokens.tobytes().decode() == "é" * 101
+
+
+def test_nothing_is_held_out_of_a_single_text_without_a_fraction():
+    document = packing.Document("one", np.frombuffer(b"abc", np.uint8))
+    assert packing.split_held_out([document], 0)[1] == [] == packing.split_held_out([document], 1)[0]

@@ -209,3 +209,56 @@ def test_templates_and_conversations_have_limits():
         render_chat("x" * (1 << 21), [])
     with pytest.raises(TokenizerError, match="too large"):
         render_chat("x", [{}] * 10_001)
+
+
+@pytest.mark.parametrize("value", ['"258"', "1.5", "[[258]]", "[258, null]", "true", "-1", "320", '{"a": 1}', "1e400"])
+def test_an_end_token_that_is_no_id_is_refused(value, folder):
+    (folder / "generation_config.json").write_text(f'{{"eos_token_id": {value}}}')
+    with pytest.raises(TokenizerError, match=r"eos_token_id is .*, not an id below 320"):
+        load_tokenizer(folder, 320)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json"])
+def test_deep_json_is_refused(name, folder):
+    (folder / name).write_text("[" * 10_000 + "]" * 10_000)
+    with pytest.raises(TokenizerError, match=f"{name} .*nested more than 64 deep"):
+        load_tokenizer(folder, 320)
+
+
+DOUBLING = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {
+            "normalizer": {
+                "type": "Sequence",
+                "normalizers": [{"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}] * 40,
+            }
+        },
+        {"normalizer": {"type": "Prepend", "prepend": "x" * 10_000}},
+        {"decoder": {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}},
+    ],
+)
+def test_a_tokenizer_that_lengthens_texts_without_bound_is_refused(changes, folder):
+    values = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(values | changes))
+    with pytest.raises(TokenizerError, match=r"can make a text .* times as long, above 256"):
+        load_tokenizer(folder, 320)
+
+
+def test_a_panic_of_the_tokenizers_package_is_a_tokenizer_error(folder, monkeypatch):
+    class Panic(BaseException):
+        """pyo3's PanicException is one too."""
+
+    class Panicking:
+        def encode(self, *args, **kwargs):
+            raise Panic("called `Result::unwrap()` on an `Err` value\n\x1b[31m")
+
+    tokenizer = load_tokenizer(folder, 320)
+    monkeypatch.setattr(tokenizer, "_tokenizer", Panicking())
+    for call in (lambda: tokenizer.encode("a"), lambda: tokenizer.apply_chat_template([{"role": "a", "content": ""}])):
+        with pytest.raises(TokenizerError, match="cannot encode this") as raised:
+            call()
+        assert str(raised.value).isprintable()

@@ -26,6 +26,7 @@ from mtpjax import (
 )
 from mtpjax.compat import make_mesh
 from mtpjax.data import packing
+from mtpjax.evaluation.self_check import _read_record as read_record
 from mtpjax.evaluation.self_check import check_acceptance
 from mtpjax.io import convert
 from mtpjax.io.checkpoint import save_model
@@ -174,3 +175,22 @@ def test_the_record_goes_with_a_conversion_and_back(trained, tmp_path, caplog):
     with pytest.raises(ValueError, match=f"{SELF_CHECK_FILE} is damaged: KeyError: 'overlap'"):
         check_acceptance(tmp_path / "there", model, params)
     assert load_hugging_face(tmp_path / "there")[0] == load(trained[0])[0]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"tokens": ' + "[" * 10_000 + "]" * 10_000 + ', "agreement": [0.5], "overlap": [0.5]}',
+        '{"tokens": [[' + "1," * 100_000 + '1]], "agreement": [0.5], "overlap": [0.5]}',
+        '{"tokens": ' + str([[1] * 8] * 5) + ', "agreement": [0.5], "overlap": [0.5]}',
+        '{"tokens": [[1, 2, 3]], "agreement": [0.5, 0.5], "overlap": [0.5, 0.5]}',
+        '{"tokens": 3, "agreement": [0.5], "overlap": [0.5]}',
+        "[]",
+        " " * (1 << 20) + "{}",
+    ],
+)
+def test_a_record_of_another_size_or_form_is_damaged(content, tmp_path):
+    (tmp_path / SELF_CHECK_FILE).write_text(content)
+    with pytest.raises(ValueError, match="is damaged: ") as raised:
+        read_record(tmp_path)
+    assert str(raised.value).isprintable() and len(str(raised.value)) < 600

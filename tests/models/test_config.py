@@ -93,7 +93,7 @@ def test_model_settings_that_do_not_fit_are_refused(changes, named):
         (TrainConfig, {"row_length": 1}, "row_length must be at least 2, not 1"),
         (TrainConfig, {"extra_tokens": -1}, "extra_tokens must not be negative, is -1"),
         (TrainConfig, {"data": "a", "sources": (Source(path="b"),)}, "data and sources are both given"),
-        (Source, {"path": "a", "kind": "csv"}, "kind 'csv' is not one of text, jsonl, chat"),
+        (Source, {"path": "a", "kind": "csv"}, "kind 'csv' is not one of auto, text, jsonl, chat, formatted"),
         (Source, {"kind": "jsonl"}, "a source of kind 'jsonl' needs a path"),
         (Source, {"weight": 0.0}, "weight must be positive, not 0.0"),
         (Source, {"most_skipped": -1}, "most_skipped must not be negative, is -1"),

@@ -13,7 +13,6 @@ from mtpjax.cli.main import main
 from mtpjax.data import regeneration_output
 from mtpjax.data.config import Source
 from mtpjax.data.sources import read_source
-from mtpjax.data.tokenizer import ByteTokenizer, TokenizerError
 from mtpjax.training import regenerate as module
 from mtpjax.training.regenerate import RegenerationRequest, answer_seed, regenerate
 from tests.helpers.chatml import CHATML, SPECIAL, save_tokenizer
@@ -289,13 +288,11 @@ def test_bad_requests_are_told(run, content, changes, said):
         run(content, **changes)
 
 
-def test_files_of_two_kinds_and_a_model_without_a_template_are_told(rig, run, tmp_path):
+def test_files_of_two_kinds_are_told(rig, tmp_path):
     for name in ("a.jsonl", "b.txt"):
         (tmp_path / name).write_text('{"text": "x"}')
     with pytest.raises(ValueError, match=r"some files are .jsonl and some are not: choose by a pattern"):
         RegenerationRequest(paths=[tmp_path / "a.jsonl", tmp_path / "b.txt"], config=rig[3])
-    with pytest.raises(TokenizerError, match=r"data.jsonl line 1: a byte tokenizer has no chat template"):
-        run(TALKS, tokenizer=ByteTokenizer())
 
 
 def command(arguments):

@@ -1,0 +1,129 @@
+"""Reads the records of data files, by their suffix: JSONL, compressed JSONL, JSON lists, Parquet, whole texts."""
+
+import gzip
+import hashlib
+import json
+import os
+import pathlib
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mtpjax.data.jsonl import FileDigest, parse_json_object, read_raw_records
+from mtpjax.errors import UsageError, printable
+from mtpjax.safe_open import open_regular, parse_json
+
+RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
+MAX_LINE_BYTES = 64 << 20  # of compressed files, whose lines can be far longer than the file
+MAX_JSON_BYTES = 1 << 30  # of a `.json` list, which is parsed whole
+
+
+def is_record_file(path: str | os.PathLike) -> bool:
+    """Checks by the suffix if a file holds records; other files are texts.
+
+    Args:
+        path: the file.
+
+    Returns:
+        True for `.jsonl`, `.jsonl.gz`, `.json` and `.parquet`.
+    """
+    return str(path).lower().endswith(RECORD_SUFFIXES)
+
+
+def read_file_records(
+    paths: Sequence[pathlib.Path], *, by_line: bool | None = None, files: list[FileDigest] | None = None
+) -> Iterator[tuple[str, bytes | dict[str, Any]]]:
+    """Reads the records of files.
+
+    Args:
+        paths: the files.
+        by_line: read files of other suffixes as JSONL (True) or as whole texts (False); None: the suffix decides, and
+            files of other suffixes are texts. False also reads files of records as texts.
+        files: receives name, size and digest of each file once it is read to its end.
+
+    Yields:
+        The place, such as "FILE line N", and a record: the bytes of a line or a text, or an object.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: a file is damaged, or not of its suffix's format; or it is a Parquet file, and pyarrow is missing.
+    """
+    root = os.path.commonpath([path.parent for path in paths])
+    for path in paths:
+        name = path.name.lower()
+        if by_line is False or not is_record_file(path) or name.endswith(".jsonl"):
+            lines = name.endswith(".jsonl") if by_line is None else by_line
+            one: list[FileDigest] = []
+            yield from read_raw_records([path], by_line=lines, files=one)
+            _, size, digest = one[0]
+        else:
+            reader = _read_gzip if name.endswith(".gz") else _read_parquet if name.endswith(".parquet") else _read_json
+            yield from reader(path)
+            # These readers do not see the file's bytes in order, so the digest is a pass of its own.
+            with open_regular(path) as stream:
+                digest, size = hashlib.file_digest(stream, "sha256").hexdigest(), stream.tell()
+        if files is not None:
+            files.append((os.path.relpath(path, root), size, digest))
+
+
+def as_object(content: bytes | dict[str, Any]) -> dict[str, Any]:
+    """Returns a record as an object.
+
+    Args:
+        content: a record of `read_file_records`.
+
+    Returns:
+        The object.
+
+    Raises:
+        SkippedRecordError: it is a line that `parse_json_object` rejects.
+    """
+    return parse_json_object(content) if isinstance(content, bytes) else content
+
+
+def _read_gzip(path: pathlib.Path) -> Iterator[tuple[str, bytes]]:
+    try:
+        with open_regular(path) as raw, gzip.open(raw) as stream:
+            number = 0
+            # A line is read up to a limit, because a few compressed kilobytes can hold one of gigabytes.
+            while line := stream.readline(MAX_LINE_BYTES + 1):
+                number += 1
+                if len(line) > MAX_LINE_BYTES:
+                    raise ValueError(f"{path} line {number} is longer than {MAX_LINE_BYTES} bytes")
+                if line.strip():
+                    yield f"{path} line {number}", line
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} is not a whole gzip file: {printable(error, 100)}") from error
+
+
+def _read_json(path: pathlib.Path) -> Iterator[tuple[str, bytes]]:
+    """Yields the objects of a JSON list; a file with any other value is one record."""
+    with open_regular(path) as stream:
+        content = stream.read(MAX_JSON_BYTES + 1)
+    if len(content) > MAX_JSON_BYTES:
+        raise ValueError(f"{path} is larger than {MAX_JSON_BYTES} bytes: use .jsonl, which is read line by line")
+    try:
+        values = parse_json(content)
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}; a file with an object in each line is named .jsonl") from error
+    for number, value in enumerate(values if isinstance(values, list) else [values], start=1):
+        yield f"{path} item {number}", json.dumps(value).encode()
+
+
+def _read_parquet(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise UsageError(f"{path}: Parquet files are read by pyarrow: pip install 'mtpjax[parquet]'") from error
+    number = 0
+    try:
+        with open_regular(path) as raw, pyarrow.parquet.ParquetFile(raw) as file:
+            # Batches of few rows, so that memory does not grow with the size of the row groups' texts.
+            for batch in file.iter_batches(batch_size=256):
+                for record in batch.to_pylist():
+                    number += 1
+                    # A row has every column of the file; null ones are missing fields.
+                    yield f"{path} row {number}", {name: v for name, v in record.items() if v is not None}
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not a whole Parquet file: {printable(error, 200)}") from error

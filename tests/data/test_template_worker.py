@@ -1,0 +1,86 @@
+"""Chat templates under limits: whatever a template does, the caller gets one line in bounded time."""
+
+import concurrent.futures
+import os
+import pathlib
+import time
+
+import pytest
+
+from mtpjax.data import template_worker
+from mtpjax.data.template_worker import TemplateFailure, TemplateWorker
+from mtpjax.data.tokenizer import render_chat
+from mtpjax.errors import ConversationError, TokenizerError
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+FAILING = [
+    "{{ 1 / 0 }}",
+    "{{ {}['a'].b }}",
+    "{{ messages[9].role.x }}",
+    "{{ [1, 2] | map('nosuch') | list }}",
+    "{{ 'abc'.index('d') }}",
+    "{{ '%d' | format('x') }}",
+    "{{ messages | tojson(indent='x' * 3) | int + messages }}",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+]
+HUNGRY = ["{{ 'a' * 10**9 }}", "{{ ('a\\n' * 10**6) | indent(10**6) }}", "{{ '%3000000000d' | format(1) }}"]
+ENDLESS = ["{{ 9**(9**9) }}", "{% for a in 'x' * 9999 %}{% for b in 'x' * 9999 %}{% endfor %}{% endfor %}"]
+
+
+@pytest.fixture
+def worker():
+    worker = TemplateWorker()
+    yield worker
+    worker.close()
+
+
+@pytest.mark.parametrize("template", FAILING + HUNGRY)
+def test_every_exception_of_a_template_is_one_line(template):
+    with pytest.raises(ConversationError, match="the chat template failed: ") as raised:
+        render_chat(template, MESSAGES)
+    assert "\n" not in str(raised.value) and len(str(raised.value)) < 400
+    assert render_chat("{{ messages[0].content }}", MESSAGES) == "hi"
+
+
+@pytest.mark.parametrize("template", ENDLESS)
+def test_a_template_that_does_not_end_is_stopped(template, monkeypatch, tmp_path, worker):
+    # The worker's limit is in its own source; a copy with a short one saves the test's time.
+    source = pathlib.Path(template_worker.__file__).read_text()
+    assert "MAX_SECONDS = 10" in source
+    (tmp_path / "short.py").write_text(source.replace("MAX_SECONDS = 10", "MAX_SECONDS = 1"))
+    monkeypatch.setattr(template_worker, "__file__", str(tmp_path / "short.py"))
+    begin = time.monotonic()
+    with pytest.raises(TemplateFailure, match="ran for more than"):
+        worker.render(template, {"messages": MESSAGES})
+    assert time.monotonic() - begin < 15
+    assert worker.render("{{ messages[0].role }}", {"messages": MESSAGES}) == "user"
+
+
+def test_long_output_is_refused(worker):
+    with pytest.raises(TemplateFailure, match="more than 16777216 characters"):
+        worker.render("{% for i in 'x' * 200 %}{{ 'a' * 100000 }}{% endfor %}", {})
+
+
+def test_a_template_that_does_not_compile_is_the_tokenizers_error():
+    with pytest.raises(TokenizerError, match="TemplateSyntaxError") as raised:
+        render_chat("{% if %}", MESSAGES)
+    assert not isinstance(raised.value, ConversationError)
+
+
+def test_a_variable_without_json_form_is_refused():
+    with pytest.raises(ConversationError, match="no JSON form"):
+        render_chat("x", MESSAGES, tools=object())
+
+
+def test_threads_share_a_worker_and_get_their_own_answers(worker):
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        answers = pool.map(lambda number: worker.render("{{ a }}", {"a": number}), range(100))
+    assert list(answers) == [str(number) for number in range(100)]
+
+
+def test_a_worker_that_was_killed_is_replaced(worker):
+    assert worker.render("a", {}) == "a"
+    worker._process.kill()
+    worker._process.wait()
+    assert worker.render("b", {}) == "b"
+    assert worker._owner == os.getpid()
