@@ -1,0 +1,126 @@
+"""Attacks mtpjax with hostile and malformed input, drawn from a seed, and reports what is answered wrongly.
+
+    python -m experiments.hostile [--seed 0] [--cases 300] [--kinds config header command] [--output hostile.json]
+
+Each case changes one thing of a valid request: a value of a configuration, of a safetensors header, of a tokenizer file
+or chat template, of a record, of a command line, or of a Python argument. Cases on a full disk run in a small tmpfs,
+where one can be mounted; signals hit a conversion and a short training run at random moments.
+
+A case passes if it succeeds, or fails with one printable line and a documented exit code; within 20 s (60 s for
+training and signals); with at most 256 MB more memory; with nothing outside its own output folder changed; and, for
+full disks and signals, with what was there before still complete. The cases of a seed are always the same.
+"""
+
+import argparse
+import collections
+import concurrent.futures
+import json
+import multiprocessing
+import pathlib
+import random
+import sys
+import tempfile
+import time
+from typing import Any
+
+from rich.console import Console
+
+from experiments import hostile_cases, hostile_worker
+
+LIMIT_SECONDS, LIMIT_BYTES = 20, 256 << 20
+SLOW_LIMIT_SECONDS = 60  # of cases that train, or start processes of their own
+
+
+class Attacker:
+    """Runs cases in a process that is replaced when it hangs or dies.
+
+    Args:
+        sandbox: the folder that all cases share, from `hostile_cases.make_sandbox`.
+    """
+
+    def __init__(self, sandbox: pathlib.Path):
+        self._sandbox = sandbox
+        self._pool: concurrent.futures.ProcessPoolExecutor | None = None
+
+    def run(self, case: dict[str, Any]) -> str | None:
+        """Runs a case.
+
+        Args:
+            case: as `hostile_cases.draw` makes it.
+
+        Returns:
+            None if it was answered as it should be, else what was wrong.
+        """
+        limit = SLOW_LIMIT_SECONDS if case.get("is_slow") else LIMIT_SECONDS
+        before = hostile_worker.fingerprint(self._sandbox, without=hostile_cases.OUTPUT)
+        # Twice the limit: it is the worker's own time that counts, not that of its first import.
+        try:
+            answer = self._started().submit(hostile_worker.run_case, case, str(self._sandbox)).result(2 * limit)
+        except concurrent.futures.TimeoutError:
+            self.close()
+            return f"hangs: no answer within {2 * limit} s"
+        except concurrent.futures.process.BrokenProcessPool:
+            self.close()
+            return "the process died"
+        changed = hostile_worker.fingerprint(self._sandbox, without=hostile_cases.OUTPUT) != before
+        return self._judge(answer, limit, changed)
+
+    def _judge(self, answer: dict[str, Any], limit: float, changed: bool) -> str | None:
+        if answer["problem"]:
+            return answer["problem"]
+        if changed:
+            return "a file outside of the output folder was changed"
+        if answer["seconds"] > limit:
+            return f"took {answer['seconds']:.0f} s; the limit is {limit} s"
+        if answer["bytes"] > LIMIT_BYTES:
+            return f"took {answer['bytes'] >> 20} MB more memory; the limit is {LIMIT_BYTES >> 20} MB"
+        return None
+
+    def _started(self) -> concurrent.futures.ProcessPoolExecutor:
+        if self._pool is None:
+            context = multiprocessing.get_context("spawn")
+            self._pool = concurrent.futures.ProcessPoolExecutor(1, mp_context=context)
+            self._pool.submit(hostile_worker.warm_up, str(self._sandbox)).result(300)
+        return self._pool
+
+    def close(self) -> None:
+        """Ends the process, if need be by force."""
+        if self._pool is not None:
+            for process in list((self._pool._processes or {}).values()):
+                process.kill()
+            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._pool = None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the cases (default: 0)")
+    parser.add_argument("--cases", type=int, default=300, help="number of cases (default: 300)")
+    parser.add_argument("--kinds", nargs="+", default=list(hostile_cases.KINDS), choices=list(hostile_cases.KINDS))
+    parser.add_argument("--output", type=pathlib.Path, help="JSON file to write: every case that failed")
+    options = parser.parse_args()
+    console, rng = Console(), random.Random(options.seed)
+    counts: collections.Counter[str] = collections.Counter()
+    failed: list[dict[str, Any]] = []
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory() as scratch:
+        sandbox = hostile_cases.make_sandbox(pathlib.Path(scratch))
+        attacker = Attacker(sandbox)
+        for number in range(options.cases):
+            kind = options.kinds[number % len(options.kinds)]
+            case = hostile_cases.draw(kind, rng, sandbox)
+            problem = attacker.run(case)
+            counts[kind] += 1
+            if problem is not None:
+                failed.append({"number": number, "problem": problem, **case})
+                console.print(f"case {number}, {case['what']}: {problem}", markup=False, highlight=False)
+        attacker.close()
+    seconds = time.perf_counter() - begin
+    console.print(f"{options.cases} cases ({dict(counts)}), {len(failed)} answered wrongly, {seconds:.0f} s")
+    if options.output is not None:
+        options.output.write_text(json.dumps(failed, indent=1) + "\n")
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
