@@ -13,7 +13,6 @@ full disks and signals, with what was there before still complete. The cases of 
 
 import argparse
 import collections
-import concurrent.futures
 import json
 import multiprocessing
 import pathlib
@@ -40,7 +39,8 @@ class Attacker:
 
     def __init__(self, sandbox: pathlib.Path):
         self._sandbox = sandbox
-        self._pool: concurrent.futures.ProcessPoolExecutor | None = None
+        self._process: multiprocessing.Process | None = None
+        self._pipe: Any = None
 
     def run(self, case: dict[str, Any]) -> str | None:
         """Runs a case.
@@ -53,13 +53,15 @@ class Attacker:
         """
         limit = SLOW_LIMIT_SECONDS if case.get("is_slow") else LIMIT_SECONDS
         before = hostile_worker.fingerprint(self._sandbox, without=hostile_cases.OUTPUT)
-        # Twice the limit: it is the worker's own time that counts, not that of its first import.
         try:
-            answer = self._started().submit(hostile_worker.run_case, case, str(self._sandbox)).result(2 * limit)
-        except concurrent.futures.TimeoutError:
-            self.close()
-            return f"hangs: no answer within {2 * limit} s"
-        except concurrent.futures.process.BrokenProcessPool:
+            self._start()
+            self._pipe.send(case)
+            # Twice the limit: the process judges its own time more exactly.
+            if not self._pipe.poll(2 * limit):
+                self.close()
+                return f"hangs: no answer within {2 * limit} s"
+            answer = self._pipe.recv()
+        except (EOFError, OSError):
             self.close()
             return "the process died"
         changed = hostile_worker.fingerprint(self._sandbox, without=hostile_cases.OUTPUT) != before
@@ -76,20 +78,23 @@ class Attacker:
             return f"took {answer['bytes'] >> 20} MB more memory; the limit is {LIMIT_BYTES >> 20} MB"
         return None
 
-    def _started(self) -> concurrent.futures.ProcessPoolExecutor:
-        if self._pool is None:
-            context = multiprocessing.get_context("spawn")
-            self._pool = concurrent.futures.ProcessPoolExecutor(1, mp_context=context)
-            self._pool.submit(hostile_worker.warm_up, str(self._sandbox)).result(300)
-        return self._pool
+    def _start(self) -> None:
+        """Starts the process, if none runs, and waits until it has imported what the cases use."""
+        if self._process is not None:
+            return
+        context = multiprocessing.get_context("spawn")
+        self._pipe, other = context.Pipe()
+        self._process = context.Process(target=hostile_worker.serve, args=(other, str(self._sandbox)), daemon=True)
+        self._process.start()
+        other.close()  # so that the end of the process ends the pipe
+        self._pipe.recv()
 
     def close(self) -> None:
-        """Ends the process, if need be by force."""
-        if self._pool is not None:
-            for process in list((self._pool._processes or {}).values()):
-                process.kill()
-            self._pool.shutdown(wait=True, cancel_futures=True)
-            self._pool = None
+        """Ends the process by force."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+            self._process = None
 
 
 def main() -> None:

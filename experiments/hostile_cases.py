@@ -16,6 +16,15 @@ import jax
 import mtpjax
 from mtpjax.io.checkpoint import save_model
 
+MODEL = {
+    "vocab_size": 256,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 64,
+    "num_mtp_modules": 1,
+}
 OUTPUT = "out"  # the only folder of the sandbox that a case may change
 GOLDEN = pathlib.Path(__file__).resolve().parent.parent / "tests" / "golden"
 ESCAPE = "\x1b[2J\x1b]0;title\x07"
@@ -58,8 +67,9 @@ FLAG_VALUES = (
         "x",
         "é" * 3000,
     ),
-    *("../outside", "/dev/zero", "/dev/full", "/nonexistent/deep/path", "own", "fifo", "own/config.json", ESCAPE, "-"),
+    *("/dev/zero", "/dev/full", "/nonexistent/deep/path", "../fifo", ESCAPE, "-"),
 )
+INPUTS = ("../own", "../own/config.json", "../text.txt")  # given in the place of other inputs, not of outputs
 TEMPLATES = (
     "{{ 1 / 0 }}",
     "{{ messages[99]['content'] }}",
@@ -84,19 +94,19 @@ TEMPLATES = (
     ESCAPE,
 )
 COMMANDS = (
-    ["inspect", "own"],
-    ["inspect", "hugging_face", "--json"],
-    ["convert", "own", "out/converted"],
-    ["convert", "hugging_face", "out/converted", "--dtype", "bfloat16"],
-    ["export-mtp", "--input-dir", "hugging_face", "--output-dir", "out/exported"],
-    ["merge-mtp", "--input-dir", "hugging_face", "--mtp-dir", "hugging_face", "--output-dir", "out/merged"],
-    ["generate", "--model-path", "own", "--prompt", "a", "--max-new-tokens", "3", "--num-steps", "2"],
-    ["generate", "--model-path", "own", "--prompt", "a", "--max-new-tokens", "3", "--temperature", "0.5"],
-    ["vocabulary", "--model-path", "own", "--data", "text.txt", "--size", "64", "--output", "out/vocabulary.json"],
-    ["compare", "own", "hugging_face"],
-    ["regenerate", "--model-path", "own", "--data", "text.txt", "--output", "out/r.jsonl", "--max-new-tokens", "3"],
+    ["inspect", "../own"],
+    ["inspect", "../hugging_face", "--json"],
+    ["convert", "../own", "converted"],
+    ["convert", "--dtype", "bfloat16", "../hugging_face", "converted"],
+    ["export-mtp", "--input-dir", "../hugging_face", "--output-dir", "exported"],
+    ["merge-mtp", "--input-dir", "../hugging_face", "--mtp-dir", "../hugging_face", "--output-dir", "merged"],
+    ["generate", "--model-path", "../own", "--prompt", "a", "--max-new-tokens", "3", "--num-steps", "2"],
+    ["generate", "--model-path", "../own", "--prompt", "a", "--max-new-tokens", "3", "--temperature", "0.5"],
+    ["vocabulary", "--model-path", "../own", "--data", "../text.txt", "--size", "64", "--output", "vocabulary.json"],
+    ["compare", "../own", "../hugging_face"],
+    ["regenerate", "--model-path", "../own", "--data", "../text.txt", "--max-new-tokens", "3", "--output", "r.jsonl"],
 )
-TRAIN = ["train", "preset=tiny", "steps=1", "output=out/run", "row_length=32", "batch_size=2", "data=text.txt"]
+TRAIN = ["train", "preset=tiny", "steps=1", "output=run", "row_length=32", "batch_size=2", "data=../text.txt"]
 PYTHON_VALUES = (
     *(
         "None",
@@ -138,15 +148,7 @@ def make_sandbox(folder: pathlib.Path) -> pathlib.Path:
     """
     sandbox = folder / "sandbox"
     (sandbox / OUTPUT).mkdir(parents=True)
-    config = mtpjax.ModelConfig(
-        vocab_size=256,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=64,
-        num_mtp_modules=1,
-    )
+    config = mtpjax.ModelConfig(**MODEL)
     model = mtpjax.MTPModel(config)
     save_model(sandbox / "own", model, mtpjax.init_params(model, jax.random.key(0)), metadata={"tokenizer": "bytes"})
     shutil.copytree(GOLDEN / "qwen3", sandbox / "hugging_face", ignore=shutil.ignore_patterns("expected*"))
@@ -257,7 +259,8 @@ def _header(rng: random.Random, sandbox: pathlib.Path) -> dict[str, Any]:
 def _command(rng: random.Random, sandbox: pathlib.Path) -> dict[str, Any]:
     arguments = list(rng.choice(COMMANDS))
     place = rng.randrange(1, len(arguments))
-    arguments[place] = rng.choice(FLAG_VALUES)
+    # The last argument is what is written, or harmless.
+    arguments[place] = rng.choice(FLAG_VALUES if place == len(arguments) - 1 else (*FLAG_VALUES, *INPUTS))
     # Null bytes cannot be given on a command line, everything else can.
     return {
         "what": f"mtpjax {' '.join(arguments)[:100]!a}",
@@ -306,11 +309,12 @@ def _python(rng: random.Random, sandbox: pathlib.Path) -> dict[str, Any]:
     field = rng.choice([field.name for field in dataclasses.fields(chosen)])
     value = rng.choice(PYTHON_VALUES)
     what = f"{chosen.__name__}({field}={value})"
-    return {"what": what, "action": "python", "class": chosen.__name__, "values": {field: value}, "is_slow": True}
+    case = {"what": what, "action": "python", "class": chosen.__name__, "values": {field: value}}
+    return {**case, "base": MODEL, "is_slow": True}
 
 
 def _full_disk(rng: random.Random, sandbox: pathlib.Path) -> dict[str, Any]:
-    arguments = rng.choice([["convert", "hugging_face", "TARGET"], ["convert", "own", "TARGET"]])
+    arguments = ["convert", f"../{rng.choice(['hugging_face', 'own'])}", "TARGET"]
     size, ballast = 2048, rng.randrange(0, 1900)
     what = f"{' '.join(arguments)} with {ballast} of {size} KiB taken"
     return {
@@ -327,7 +331,7 @@ def _signal(rng: random.Random, sandbox: pathlib.Path) -> dict[str, Any]:
     number = rng.choice([signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
     moment = round(rng.uniform(0.05, 6), 2)
     case = {"what": f"convert, {number.name} after {moment} s", "action": "signalled", "signal": int(number)}
-    return {**case, "moment": moment, "arguments": ["convert", "hugging_face", "TARGET"], "is_slow": True}
+    return {**case, "moment": moment, "arguments": ["convert", "../hugging_face", "TARGET"], "is_slow": True}
 
 
 KINDS: dict[str, Callable[[random.Random, pathlib.Path], dict[str, Any]]] = {

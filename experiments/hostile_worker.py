@@ -51,6 +51,14 @@ def warm_up(sandbox: str) -> None:
         load_tokenizer(pathlib.Path(sandbox) / name, model.config.vocab_size)
 
 
+def serve(pipe: Any, sandbox: str) -> None:
+    """Answers cases until the pipe ends."""
+    warm_up(sandbox)
+    pipe.send("ready")
+    while True:
+        pipe.send(run_case(pipe.recv(), sandbox))
+
+
 def run_case(case: dict[str, Any], sandbox: str) -> dict[str, Any]:
     """Runs a case.
 
@@ -61,7 +69,7 @@ def run_case(case: dict[str, Any], sandbox: str) -> dict[str, Any]:
     Returns:
         What was wrong (None: nothing), seconds, and bytes by which the process grew.
     """
-    os.chdir(sandbox)
+    os.chdir(pathlib.Path(sandbox) / "out")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     begin = time.perf_counter()
     # Warnings and errors of the library go to stderr, which is judged like the message of an exception.
@@ -101,11 +109,11 @@ def _judge_exit(code: Any, err: str) -> str | None:
 def _judge_error(error: Exception, case: dict[str, Any]) -> str | None:
     """Judges an exception of the Python API: one line, raised by our own code."""
     frames = traceback.extract_tb(error.__traceback__)
-    place = next(frame for frame in reversed(frames) if "mtpjax" in frame.filename or "conversion" in frame.filename)
+    ours = [frame for frame in frames if "mtpjax/" in frame.filename or "conversion/" in frame.filename]
     if len(str(error).strip().splitlines()) > MAX_LINES:
         return f"{type(error).__name__} of several lines: {str(error)[:300]}"
     # A setting of a wrong type may be a TypeError, if it is ours and not one from deep inside.
-    is_ours = frames[-1] is place or isinstance(error, OSError) or _wraps(error)
+    is_ours = (ours and frames[-1] is ours[-1]) or isinstance(error, OSError) or _wraps(error)
     if not is_ours:
         return f"{type(error).__name__} from {frames[-1].name} in {frames[-1].filename.split('/')[-1]}: {error}"[:400]
     return None
@@ -175,7 +183,7 @@ def python(case: dict[str, Any], sandbox: pathlib.Path) -> None:
         TrainConfig(**values)
         return
     if case["class"] == "ModelConfig":
-        mtpjax.ModelConfig(**values)
+        mtpjax.ModelConfig(**{**case["base"], **values})
         return
     model, params = mtpjax.load(sandbox / "own")
     config, sampling = mtpjax.DecodeConfig(max_new_tokens=3), None
@@ -250,7 +258,7 @@ def _run(
     root = str(pathlib.Path(__file__).resolve().parent.parent)
     environment = {**os.environ, "PYTHONPATH": root, "JAX_PLATFORMS": "cpu"}
     process = subprocess.Popen(
-        command, cwd=sandbox, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, cwd=sandbox / "out", env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:
         if signal_at is not None:

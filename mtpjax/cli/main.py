@@ -61,11 +61,13 @@ def main(arguments: list[str] | None = None) -> None:
 def _parse(arguments: list[str] | None):
     """Parses the flags. Help that cannot be written, as on a full disk, is an error and not a success."""
     # argparse ignores errors of writing, so it writes into memory.
-    printed = io.StringIO()
+    printed, errors = io.StringIO(), io.StringIO()
     try:
-        with contextlib.redirect_stdout(printed):
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
             return make_parser().parse_args(arguments)
     except SystemExit:
+        # The message quotes the flag as it was given, which may hold control characters.
+        sys.stderr.write("".join(printable(line) + "\n" for line in errors.getvalue().splitlines()))
         try:
             sys.stdout.write(printed.getvalue())
             sys.stdout.flush()

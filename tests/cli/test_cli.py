@@ -44,6 +44,13 @@ def test_help_answers(arguments, capsys):
     assert capsys.readouterr().out
 
 
+@pytest.mark.parametrize("arguments", [["vocabulary", "--size", "\x1b[2J"], ["inspect", "\x1b[2J"], ["\x1b[2J"]])
+def test_errors_escape_control_characters(arguments, capsys):
+    assert exit_code(arguments) != 0
+    printed = capsys.readouterr()
+    assert "\x1b" not in printed.out + printed.err and "\\x1b" in printed.err
+
+
 COMMAND_LINES = [["--help"], *([name, "--help"] for name in COMMANDS), ["eval", "acceptance", "--help"]]
 
 
