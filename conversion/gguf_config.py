@@ -93,17 +93,17 @@ def describe_config(
     """
     data = Metadata(header)
     model_type, attention, has_experts = ARCHITECTURES[data.architecture]
+    if data.get("expert_count", 0) and not has_experts:
+        raise ConfigError(
+            f"{data.architecture}.expert_count is {data.get('expert_count')!r}: experts are not supported in GGUF "
+            f"files of {data.architecture}"
+        )
     heads, width = data.integer("attention.head_count", low=1), data.integer("embedding_length", low=1)
     # The names of all layers and experts are listed before any is looked up, so wrong counts must not get that far.
     blocks = data.integer("block_count", low=1)
     if blocks > len(header.tensors):
         raise ConfigError(
             f"{data.architecture}.block_count is {blocks}, and the file has {len(header.tensors)} tensors"
-        )
-    if data.get("expert_count", 0) and not has_experts:
-        raise ConfigError(
-            f"{data.architecture}.expert_count is {data.get('expert_count')!r}: experts are not supported in GGUF "
-            f"files of {data.architecture}"
         )
     # MTP modules are the last blocks; llama.cpp counts them among the blocks.
     modules = data.integer("nextn_predict_layers", 0)

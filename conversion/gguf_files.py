@@ -1,8 +1,8 @@
 """Reads a GGUF file as if it were a Hugging Face directory: tensors under their names there, dequantized row by row.
 
 Quantized tensors become float32, as do all others unless every matrix of the file is bfloat16; then its norms and
-routers, which llama.cpp widens to float32, are bfloat16 again. `gguf.quants` dequantizes. Opening and reading follow the rules of
-`conversion.files`: regular files only, and sizes before memory.
+routers, which llama.cpp widens to float32, are bfloat16 again. `gguf.quants` dequantizes. Opening and reading follow
+the rules of `conversion.files`: regular files only, and sizes before memory.
 """
 
 import json
@@ -23,6 +23,7 @@ from conversion.read_params import BF16
 from conversion.safetensors_header import TensorInfo
 from conversion.shards import TensorEntry, make_shard
 from mtpjax.errors import CheckpointFileError, UnsafeFileError
+from mtpjax.hub import resolve
 from mtpjax.safe_open import is_gguf, open_inside
 
 WEIGHTS_FILE = "model.safetensors"  # the file that the tensors would be in
@@ -33,7 +34,7 @@ def open_checkpoint(path, *, strict: bool = False) -> CheckpointFiles:
     """Opens a Hugging Face directory or a GGUF file.
 
     Args:
-        path: the directory, or the file.
+        path: the directory, the file, or the name of a repository on the Hugging Face Hub (`mtpjax.hub`).
         strict: raise an error for infinite or NaN weights.
 
     Returns:
@@ -42,6 +43,7 @@ def open_checkpoint(path, *, strict: bool = False) -> CheckpointFiles:
     Raises:
         CheckpointFileError: they are missing, damaged or not supported.
     """
+    path = resolve(path)
     return GGUFFiles(path, strict=strict) if is_gguf(path) else CheckpointFiles(path, strict=strict)
 
 
@@ -142,9 +144,7 @@ class GGUFFiles(CheckpointFiles):
             # One axis: blocks lie along it, so all of it is read; such tensors are small.
             return self._values(tensor, tensor.begin, tensor.end - tensor.begin, tensor.shape)[begin:end]
         size = (tensor.end - tensor.begin) // math.prod(tensor.shape[:-1])
-        return self._values(
-            tensor, tensor.begin + begin * size, (end - begin) * size, (end - begin, tensor.shape[-1])
-        )
+        return self._values(tensor, tensor.begin + begin * size, (end - begin) * size, (end - begin, tensor.shape[-1]))
 
     def _values(self, tensor, offset: int, count: int, shape: tuple[int, ...]) -> np.ndarray:
         content = bytearray(count)

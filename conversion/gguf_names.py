@@ -157,7 +157,7 @@ def _read_joined(
     named: NamedTensor, header: GGUFHeader, rows: Callable[[str, int, int], np.ndarray], begin: int, end: int
 ) -> np.ndarray:
     """Reads rows of `kv_b_proj`, of which each head holds its C rows of keys and its V rows of values."""
-    N, R, C = header.tensors[named.sources[0]].shape
+    _, R, C = header.tensors[named.sources[0]].shape
     V = header.tensors[named.sources[1]].shape[1]
     first, last = begin // (C + V), -(-end // (C + V))
     keys = rows(named.sources[0], first * R, last * R).reshape(last - first, R, C).swapaxes(1, 2)

@@ -23,6 +23,7 @@ from conversion.safetensors_header import parse_header
 from conversion.shards import Shard, TensorEntry, copy_files, entry_of, make_shard, write_index, write_shards
 from mtpjax.atomic import atomic_folder
 from mtpjax.errors import CheckpointFileError
+from mtpjax.hub import resolve
 from mtpjax.safe_open import is_gguf
 
 ADDED = "model-mtp.safetensors"  # the file of modules that the base does not have
@@ -61,6 +62,7 @@ def merge_export(
     Raises:
         CheckpointFileError: one of the checkpoints is damaged, or the two do not fit.
     """
+    modules = resolve(modules)
     with open_checkpoint(base) as files:
         plan = make_plan(files, model_type=model_type, allow_extra=True)
         if not is_gguf(modules) and not (pathlib.Path(modules) / "config.json").is_file():

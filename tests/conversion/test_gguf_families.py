@@ -1,9 +1,9 @@
 """GGUF files of DeepSeek-V3 and GLM-4.5 with their MTP modules give what the golden checkpoints give."""
 
+import json
 import logging
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -38,6 +38,14 @@ def assert_equal_files(one, other):
             np.testing.assert_array_equal(ours.read(name), theirs.read(name), err_msg=name)
 
 
+def without(name):
+    return {"with_tensors": lambda tensors: {key: value for key, value in tensors.items() if key != name}}
+
+
+def replaced(name, array):
+    return {"with_tensors": lambda tensors: {**tensors, name: array}}
+
+
 @pytest.mark.parametrize("name, form", FORMS)
 def test_the_parameters_have_the_bits_of_the_original(name, form, tmp_path):
     path = write_gguf(golden.path(name), tmp_path / "model.gguf", **form)
@@ -51,7 +59,7 @@ def test_the_parameters_have_the_bits_of_the_original(name, form, tmp_path):
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
 def test_logits_and_drafts_are_those_of_the_golden_checkpoint(name, tmp_path):
-    model, params = mtpjax.load(write_gguf(golden.path(name), tmp_path / "model.gguf"), dtype=jnp.float32)
+    model, params = mtpjax.load(write_gguf(golden.path(name), tmp_path / "model.gguf"))
     with np.load(golden.path(name) / "expected.npz") as expected:
         tokens = expected["p0_input_ids"][None]
         output = forward(params, tokens, model=model, num_depths=1)
@@ -61,24 +69,26 @@ def test_logits_and_drafts_are_those_of_the_golden_checkpoint(name, tmp_path):
         config = DecodeConfig(max_new_tokens=24, num_steps=2)
         prompts, greedy = [expected["p0_input_ids"]], [expected["p0_greedy_ids"].tolist()]
     drafted = speculative_generate(params, prompts, model=model, config=config)
-    original = speculative_generate(params, prompts, model=model, config=config)
     assert drafted.rows() == generate(params, prompts, model=model, config=config).rows() == greedy
+    # Modules that draft otherwise would be accepted otherwise.
+    original = speculative_generate(mtpjax.load(golden.path(name))[1], prompts, model=model, config=config)
     assert drafted.stats.accept_length == original.stats.accept_length
 
 
 def test_quantized_experts_are_dequantized_one_by_one(tmp_path):
-    # Rows of 20 to 80 columns are too short for blocks of 32 or stay float32; the wider set has rows of 128 and more.
-    path = write_gguf(golden.path("deepseek_v3_fp8"), tmp_path / "model.gguf", kind="Q8_0")
+    # The golden set's rows are too short for blocks of 32, so longer ones take their place.
+    stacked = np.random.default_rng(0).normal(size=(12, 20, 64)).astype(np.float32)
+    path = write_gguf(
+        golden.path("glm4_moe"), tmp_path / "model.gguf", kind="Q8_0", **replaced("blk.2.ffn_up_exps.weight", stacked)
+    )
+    q8 = gguf.GGMLQuantizationType.Q8_0
+    expected = gguf.quants.dequantize(gguf.quants.quantize(stacked, q8), q8)
     with GGUFFiles(path) as files:
-        quantized = [tensor for tensor in files._header.tensors.values() if tensor.kind == gguf.GGMLQuantizationType.Q8_0]
-        stack = next(tensor for tensor in quantized if "_exps" in tensor.name)
-        layer, part = stack.name.split(".")[1], stack.name.split("_")[1]
-        raw = np.fromfile(path, np.uint8)[stack.begin : stack.end].reshape(stack.shape[0], stack.shape[1], -1)
-        expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType.Q8_0)
-        for expert in (0, 1, stack.shape[0] - 1):
-            name = f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"
+        for expert in (0, 1, 11):
+            name = f"model.layers.2.mlp.experts.{expert}.up_proj.weight"
             np.testing.assert_array_equal(files.read(name), expected[expert])
             np.testing.assert_array_equal(files.read(name, 3, 5), expected[expert][3:5])
+        assert not np.array_equal(expected, stacked)
 
 
 def test_rows_of_a_split_tensor_can_be_read_from_anywhere(tmp_path):
@@ -128,14 +138,6 @@ def test_modules_are_merged_from_and_into_gguf_files(is_gguf, tmp_path):
     expected_config, expected = mtpjax.load(original)
     assert config == expected_config
     jax.tree.map(np.testing.assert_array_equal, params, expected)
-
-
-def without(name):
-    return {"with_tensors": lambda tensors: {key: value for key, value in tensors.items() if key != name}}
-
-
-def replaced(name, array):
-    return {"with_tensors": lambda tensors: {**tensors, name: array}}
 
 
 @pytest.mark.parametrize(
@@ -226,8 +228,6 @@ def test_text_is_split_as_the_families_do(pre, text, pieces):
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     metadata = {f"tokenizer.ggml.{name}": value for name, value in {"model": "gpt2", "pre": pre}.items()}
     metadata |= {"tokenizer.ggml.tokens": letters, "tokenizer.ggml.merges": []}
-    import json
-
     made = tokenizers.Tokenizer.from_str(json.dumps(tokenizer_files(metadata)["tokenizer.json"]))
     found = [text[begin:end] for _, (begin, end) in made.pre_tokenizer.pre_tokenize_str(text)]
     assert found == pieces

@@ -16,7 +16,9 @@ NEXTN = {
 }
 
 
-def write_gguf(source, path, *, kind="F32", is_split=True, modules=True, change=None, with_tensors=None) -> pathlib.Path:
+def write_gguf(
+    source, path, *, kind="F32", is_split=True, modules=True, change=None, with_tensors=None
+) -> pathlib.Path:
     """Writes a DeepSeek-V3 or GLM-4.5 checkpoint.
 
     `is_split` splits `kv_b_proj` as today's converters do. `modules` False leaves the MTP modules out, as llama.cpp's
