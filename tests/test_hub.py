@@ -1,5 +1,6 @@
 """Names of repositories in the place of paths, against a local endpoint."""
 
+import importlib
 import json
 import os
 import pathlib
@@ -32,7 +33,7 @@ def hub(tmp_path, monkeypatch):
     names._download.cache_clear()
     with serve_hub() as hub:
         # The package reads its environment variables when it is imported.
-        constants = huggingface_hub.constants
+        constants = importlib.import_module("huggingface_hub.constants")
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)
         template = "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + template)
