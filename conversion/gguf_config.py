@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from conversion.gguf_header import MAX_TENSORS, GGUFHeader
+from conversion.gguf_header import GGUFHeader
 from mtpjax.errors import ConfigError
 
 ROPE_FACTORS = "rope_freqs.weight"
+MAX_EXPERTS = 1 << 17  # matrices of all experts; Kimi-K2 has 69,000
 SIGMOID = 2  # llama.cpp's number of the router's scoring function
 
 
@@ -70,7 +71,7 @@ class Metadata:
             ConfigError: as for `get`, or the value is no integer, or smaller.
         """
         value = self.get(key, default)
-        if not isinstance(value, int) or value < low:
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
             raise ConfigError(f"{self.architecture}.{key} is {value!r}; supported: one integer of at least {low}")
         return value
 
@@ -202,10 +203,10 @@ def _experts(data: Metadata) -> dict[str, Any]:
                 f"{data.architecture}.expert_count is {count}, and tensor {tensor.name!r} has shape "
                 f"{list(tensor.shape)}, not [{count}, rows, columns]"
             )
-    if not stacks or count * len(stacks) > MAX_TENSORS:
+    if not stacks or count * len(stacks) > MAX_EXPERTS:
         raise ConfigError(
             f"{data.architecture}.expert_count is {count}, and the file has {len(stacks)} stacks of experts; supported:"
-            f" at least one stack, and at most {MAX_TENSORS} experts in all"
+            f" at least one stack, and at most {MAX_EXPERTS} matrices in all"
         )
     scoring = data.get("expert_gating_func", 0)
     if scoring != SIGMOID:
@@ -249,7 +250,11 @@ def _rope_scaling(data: Metadata, head_dim: int, factors: np.ndarray | None) -> 
     scaling |= {name: value for name, value in betas.items() if value}
     # DeepSeek's `mscale_all_dim`, which llama.cpp stores times 0.1. It takes `mscale` to be the same, as published.
     log_multiplier = data.get("rope.scaling.yarn_log_multiplier", 0.0)
-    if isinstance(log_multiplier, float) and math.isfinite(log_multiplier) and log_multiplier:
+    if not isinstance(log_multiplier, float) or not math.isfinite(log_multiplier):
+        raise ConfigError(
+            f"{data.architecture}.rope.scaling.yarn_log_multiplier is {log_multiplier!r}, not a finite number"
+        )
+    if log_multiplier:
         mscale = round(10 * log_multiplier, 6)  # written in float32
         scaling |= {"mscale": mscale, "mscale_all_dim": mscale}
     return scaling

@@ -26,7 +26,7 @@ _NAME = re.compile(
 # A missing file with one of these suffixes is a missing file, not a repository.
 _FILE_SUFFIXES = (".gguf", ".json", ".jsonl", ".safetensors", ".txt", ".yaml", ".yml")
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-MAX_INDEX_BYTES = 512 << 20
+MAX_INDEX_BYTES, MAX_SHARDS = 512 << 20, 10_000
 TOKENIZER_FILES = (
     *("config.json", "generation_config.json", "chat_template.jinja", "chat_template.json"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -95,9 +95,12 @@ def _weight_files(folder: pathlib.Path) -> tuple[str, ...]:
     except (UnsafeFileError, ValueError):
         index = {}  # loading says what is wrong with the file
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
-    files = set(weight_map.values()) if isinstance(weight_map, dict) else {SINGLE}
-    # Loading rejects an index with other values.
-    return tuple(glob.escape(each) for each in sorted(filter(lambda each: isinstance(each, str), files)))
+    named = weight_map.values() if isinstance(weight_map, dict) else [SINGLE]
+    # Loading rejects an index with values of other kinds.
+    files = {name for name in named if isinstance(name, str) and name.endswith(".safetensors")}
+    if len(files) > MAX_SHARDS:
+        raise CheckpointError(f"{folder / INDEX} names {len(files)} files; at most {MAX_SHARDS} are accepted")
+    return tuple(map(glob.escape, sorted(files)))
 
 
 def _fetch(repository: str, revision: str | None, patterns: tuple[str, ...], name: str) -> pathlib.Path:

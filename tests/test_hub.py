@@ -213,6 +213,13 @@ def test_a_damaged_index_is_the_loaders_error(repository, hub):
         mtpjax.load("org/small")
 
 
+def test_an_index_of_too_many_files_is_rejected(repository, hub):
+    weight_map = {str(number): f"{number}.safetensors" for number in range(names.MAX_SHARDS + 1)}
+    (repository / names.INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match="names 10001 files; at most 10000"):
+        mtpjax.load("org/small")
+
+
 def test_the_environment_variables_of_the_package_hold(repository, hub, tmp_path):
     """In a process of its own, as a user has it: endpoint, home and token from the environment."""
     hub.private.add("org/small")

@@ -11,6 +11,7 @@ import mtpjax
 from conversion.files import CheckpointFiles
 from conversion.gguf_files import GGUFFiles
 from conversion.gguf_tokenizer import tokenizer_files
+from conversion.load_plan import make_plan
 from mtpjax import DecodeConfig, forward, generate, speculative_generate
 from mtpjax.errors import CheckpointError
 from mtpjax.io.convert import to_hugging_face, to_mtpjax
@@ -189,6 +190,33 @@ def test_wrong_keys_are_named(values, message, tmp_path):
     with pytest.raises(CheckpointError, match=message) as error:
         mtpjax.load(path)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+def test_no_value_of_a_key_ends_in_another_exception(name, tmp_path):
+    """Two random values for each key: missing, too large, negative, not a number, of another type."""
+    kinds = gguf.GGUFValueType
+    values = [(None, None), (0, kinds.UINT32), (2**31, kinds.UINT32), (2**63, kinds.UINT64), (-1, kinds.INT32)]
+    values += [(float("nan"), kinds.FLOAT32), (1e300, kinds.FLOAT64), ("x", kinds.STRING), (True, kinds.BOOL)]
+    rng, keys, failed = np.random.default_rng(1), [], 0
+    write_gguf(golden.path(name), tmp_path / "model.gguf", change=lambda writer: keys.extend(writer.kv_data[0]))
+    assert len(keys) > 20
+    for key in keys * 2:
+        value, kind = values[rng.integers(len(values))]
+
+        def change(writer, key=key, value=value, kind=kind):
+            writer.kv_data[0].pop(key)
+            if kind is not None:
+                writer.add_key_value(key, value, kind)
+
+        write_gguf(golden.path(name), tmp_path / "model.gguf", change=change)
+        try:
+            with GGUFFiles(tmp_path / "model.gguf") as files:
+                make_plan(files)
+        except CheckpointError as error:
+            failed += 1
+            assert "\n" not in str(error)
+    assert failed > len(keys)
 
 
 def test_every_truncation_and_flipped_byte_is_one_plain_line(tmp_path):
