@@ -90,8 +90,12 @@ def describe_config(
         The content. `conversion.hf_config` checks the values.
 
     Raises:
-        ConfigError: the architecture is not supported, or a value is missing.
+        ConfigError: the architecture is not supported, a value is missing, or the file is one of several parts.
     """
+    # Parts after the first say nothing else of the model.
+    parts = header.metadata.get("split.count", 1)
+    if isinstance(parts, int) and parts > 1:
+        raise ConfigError(f"the GGUF file is one of {parts} parts: join them first (llama-gguf-split --merge)")
     data = Metadata(header)
     model_type, attention, has_experts = ARCHITECTURES[data.architecture]
     if data.get("expert_count", 0) and not has_experts:

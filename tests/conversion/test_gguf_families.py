@@ -14,7 +14,9 @@ from conversion.gguf_tokenizer import tokenizer_files
 from conversion.load_plan import make_plan
 from mtpjax import DecodeConfig, forward, generate, speculative_generate
 from mtpjax.errors import CheckpointError
+from mtpjax.io.checkpoint import save_model
 from mtpjax.io.convert import to_hugging_face, to_mtpjax
+from mtpjax.io.huggingface_files import read_kept_config
 from mtpjax.io.merge import merge_mtp
 from tests import golden
 from tests.helpers.checkpoints import drop_modules
@@ -39,6 +41,14 @@ def assert_equal_files(one, other):
             np.testing.assert_array_equal(ours.read(name), theirs.read(name), err_msg=name)
 
 
+def assert_equal_parameters(one, other):
+    """Two checkpoints load with the same configuration, bits and dtypes."""
+    (model, params), (expected_model, expected) = mtpjax.load(one), mtpjax.load(other)
+    assert model.config == expected_model.config
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
+    assert jax.tree.map(lambda leaf: leaf.dtype, params) == jax.tree.map(lambda leaf: leaf.dtype, expected)
+
+
 def without(name):
     return {"with_tensors": lambda tensors: {key: value for key, value in tensors.items() if key != name}}
 
@@ -50,12 +60,7 @@ def replaced(name, array):
 @pytest.mark.parametrize("name, form", FORMS)
 def test_the_parameters_have_the_bits_of_the_original(name, form, tmp_path):
     path = write_gguf(golden.path(name), tmp_path / "model.gguf", **form)
-    model, params = mtpjax.load(path)
-    expected_model, expected = mtpjax.load(golden.path(name))
-    assert model.config == expected_model.config
-    # Bits, dtypes and all: the files store the same numbers.
-    jax.tree.map(np.testing.assert_array_equal, params, expected)
-    assert jax.tree.map(lambda leaf: leaf.dtype, params) == jax.tree.map(lambda leaf: leaf.dtype, expected)
+    assert_equal_parameters(path, golden.path(name))
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
@@ -108,6 +113,16 @@ def test_conversion_gives_the_original_directory(tmp_path):
     assert_equal_files(tmp_path / "back", golden.path("glm4_moe"))
 
 
+def test_a_trained_model_keeps_the_family_of_the_file_that_it_began_from(tmp_path):
+    path = write_gguf(golden.path("glm4_moe"), tmp_path / "model.gguf")
+    save_model(tmp_path / "trained", *mtpjax.load(path), init_from=path)
+    to_hugging_face(tmp_path / "trained", tmp_path / "out")
+    kept = json.loads(read_kept_config(tmp_path / "trained") or b"{}")
+    assert kept["model_type"] == "glm4_moe"
+    assert json.loads((tmp_path / "out" / "config.json").read_text()).items() >= kept.items()
+    assert_equal_parameters(tmp_path / "out", golden.path("glm4_moe"))
+
+
 def test_a_file_without_modules_is_a_trunk(tmp_path):
     path = write_gguf(golden.path("glm4_moe"), tmp_path / "model.gguf", modules=False)
     assert mtpjax.load(path)[0].config.num_mtp_modules == 0
@@ -135,10 +150,7 @@ def test_modules_are_merged_from_and_into_gguf_files(is_gguf, tmp_path):
     modules = write_gguf(original, tmp_path / "modules.gguf") if has["modules"] else original
     report = merge_mtp(base, modules, tmp_path / "merged")
     assert report.added and not report.replaced
-    config, params = mtpjax.load(tmp_path / "merged")
-    expected_config, expected = mtpjax.load(original)
-    assert config == expected_config
-    jax.tree.map(np.testing.assert_array_equal, params, expected)
+    assert_equal_parameters(tmp_path / "merged", original)
 
 
 @pytest.mark.parametrize(
@@ -190,6 +202,14 @@ def test_wrong_keys_are_named(values, message, tmp_path):
     with pytest.raises(CheckpointError, match=message) as error:
         mtpjax.load(path)
     assert "\n" not in str(error.value)
+
+
+def test_one_part_of_a_split_file_is_rejected(tmp_path):
+    path = write_gguf(
+        golden.path("glm4_moe"), tmp_path / "model.gguf", change=lambda writer: writer.add_uint16("split.count", 3)
+    )
+    with pytest.raises(CheckpointError, match="one of 3 parts: join them first"):
+        mtpjax.load(path)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
