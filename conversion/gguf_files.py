@@ -1,8 +1,8 @@
 """Reads a GGUF file as if it were a Hugging Face directory: tensors under their names there, dequantized row by row.
 
-Quantized tensors become float32, as do all others unless every matrix of the file is bfloat16; then its norms, which
-llama.cpp widens to float32, are bfloat16 again. `gguf.quants` dequantizes. Opening and reading follow the rules of
-`conversion.files`: regular files only, and sizes before memory.
+Quantized tensors become float32, as do all others unless every matrix of the file is bfloat16; then its norms and
+routers, which llama.cpp widens to float32, are bfloat16 again. `gguf.quants` dequantizes. Opening and reading follow
+the rules of `conversion.files`: regular files only, and sizes before memory.
 """
 
 import json
@@ -15,23 +15,26 @@ from typing import Any
 import numpy as np
 
 from conversion.files import CheckpointFiles
+from conversion.gguf_config import ROPE_FACTORS, describe_config
 from conversion.gguf_header import GGUFHeader, parse_header
-from conversion.gguf_names import ROPE_FACTORS, NamedTensor, describe_config, named_tensors
+from conversion.gguf_names import named_tensors, read_rows
 from conversion.gguf_tokenizer import tokenizer_files
 from conversion.read_params import BF16
 from conversion.safetensors_header import TensorInfo
 from conversion.shards import TensorEntry, make_shard
 from mtpjax.errors import CheckpointFileError, UnsafeFileError
+from mtpjax.hub import resolve
 from mtpjax.safe_open import is_gguf, open_inside
 
 WEIGHTS_FILE = "model.safetensors"  # the file that the tensors would be in
+ROUTER, CORRECTION_BIAS = ".ffn_gate_inp.weight", ".exp_probs_b.bias"  # ends of names
 
 
 def open_checkpoint(path, *, strict: bool = False) -> CheckpointFiles:
     """Opens a Hugging Face directory or a GGUF file.
 
     Args:
-        path: the directory, or the file.
+        path: the directory, the file, or the name of a repository on the Hugging Face Hub (`mtpjax.hub`).
         strict: raise an error for infinite or NaN weights.
 
     Returns:
@@ -40,6 +43,7 @@ def open_checkpoint(path, *, strict: bool = False) -> CheckpointFiles:
     Raises:
         CheckpointFileError: they are missing, damaged or not supported.
     """
+    path = resolve(path)
     return GGUFFiles(path, strict=strict) if is_gguf(path) else CheckpointFiles(path, strict=strict)
 
 
@@ -72,7 +76,7 @@ class GGUFFiles(CheckpointFiles):
             self._header = parse_header(self._file, self.path, blocks)
             # Describing the model checks the architecture, so it comes before the tensors' names.
             self._json = self._describe(self._header)
-            self._named = {tensor.name: tensor for tensor in named_tensors(self._header)}
+            self._named = named_tensors(self._header, self._json["config.json"])
             self.sizes = {self.path.name: os.fstat(self._file).st_size}
             self.tensors = self._tensor_infos()
         except BaseException:
@@ -130,23 +134,17 @@ class GGUFFiles(CheckpointFiles):
         """
         info, named = self.tensors[name], self._named[name]
         end = info.shape[0] if end is None else end
-        if not named.head_dim:
-            return self._dequantize(named, begin, end).astype(info.dtype, copy=False)
-        # llama.cpp interleaves the two halves of each head's rows: row 2i + h of the file is row h * H/2 + i here.
-        H = named.head_dim
-        first = begin // H * H
-        rows = self._dequantize(named, first, -(-end // H) * H)
-        rows = rows.reshape(-1, H // 2, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
-        return np.ascontiguousarray(rows[begin - first : end - first], dtype=info.dtype)
+        rows = read_rows(named, self._header, self._dequantize, begin, end)
+        return np.ascontiguousarray(rows, dtype=info.dtype)
 
-    def _dequantize(self, named: NamedTensor, begin: int, end: int) -> np.ndarray:
-        """Reads rows in the order of the file."""
-        tensor = self._header.tensors[named.source]
+    def _dequantize(self, source: str, begin: int, end: int) -> np.ndarray:
+        """Reads rows in the order of the file; all axes but the last count as rows."""
+        tensor = self._header.tensors[source]
         if not tensor.shape[1:]:
             # One axis: blocks lie along it, so all of it is read; such tensors are small.
             return self._values(tensor, tensor.begin, tensor.end - tensor.begin, tensor.shape)[begin:end]
-        size = (tensor.end - tensor.begin) // tensor.shape[0]
-        return self._values(tensor, tensor.begin + begin * size, (end - begin) * size, (end - begin, *tensor.shape[1:]))
+        size = (tensor.end - tensor.begin) // math.prod(tensor.shape[:-1])
+        return self._values(tensor, tensor.begin + begin * size, (end - begin) * size, (end - begin, tensor.shape[-1]))
 
     def _values(self, tensor, offset: int, count: int, shape: tuple[int, ...]) -> np.ndarray:
         content = bytearray(count)
@@ -180,18 +178,17 @@ class GGUFFiles(CheckpointFiles):
 
     def _tensor_infos(self) -> dict[str, TensorInfo]:
         """Lists the tensors as a safetensors file would."""
-        bf16 = int(self._quants.GGMLQuantizationType.BF16)
-        kinds = {tensor.kind for tensor in self._header.tensors.values() if len(tensor.shape) > 1}
-        dtype = BF16 if kinds == {bf16} else np.dtype(np.float32)
+        # llama.cpp keeps routers in float32 in files of every type.
+        matrices = [tensor for tensor in self._header.tensors.values() if len(tensor.shape) > 1]
+        kinds = {tensor.kind for tensor in matrices if not tensor.name.endswith(ROUTER)}
+        is_bf16 = kinds == {int(self._quants.GGMLQuantizationType.BF16)}
         infos, begin = {}, 0
         for named in self._named.values():
-            shape = self._header.tensors[named.source].shape
-            if named.head_dim and shape[0] % named.head_dim:
-                raise CheckpointFileError(
-                    f"{self.path}: tensor {named.source!r} has {shape[0]} rows, not a multiple of {named.head_dim}"
-                )
-            end = begin + math.prod(shape) * dtype.itemsize
-            infos[named.name] = TensorInfo(named.name, WEIGHTS_FILE, dtype, shape, begin, end)
+            # Checkpoints in bfloat16 have the router's correction bias in float32.
+            is_bias = named.sources[0].endswith(CORRECTION_BIAS)
+            dtype = BF16 if is_bf16 and not is_bias else np.dtype(np.float32)
+            end = begin + math.prod(named.shape) * dtype.itemsize
+            infos[named.name] = TensorInfo(named.name, WEIGHTS_FILE, dtype, named.shape, begin, end)
             begin = end
         return infos
 

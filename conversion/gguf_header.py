@@ -21,7 +21,7 @@ MAX_ARRAY_BYTES = 64 << 20
 MAX_KEYS, MAX_TENSORS, MAX_AXES = 1 << 16, 1 << 20, 4
 SCALARS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "<u1", 10: "<u8", 11: "<i8"}
 SCALARS |= {12: "<f8"}  # value types by their number in the file; 7 is a boolean
-STRING, ARRAY, BOOL = 8, 9, 7
+STRING, ARRAY, BOOL, FLOAT32 = 8, 9, 7, 6
 BUFFER_BYTES = 1 << 20
 
 
@@ -168,8 +168,11 @@ class _Cursor:
         if kind not in SCALARS:
             raise CheckpointFileError(f"{self.path}: unknown value type {kind} before byte {self.offset}")
         dtype = np.dtype(SCALARS[kind])
-        value = np.frombuffer(self.take(dtype.itemsize), dtype)[0].item()
-        return bool(value) if kind == BOOL else value
+        value = np.frombuffer(self.take(dtype.itemsize), dtype)[0]
+        # The shortest decimal of a float32: 1e-05 as configurations write it, not 9.999999747378752e-06.
+        if kind == FLOAT32:
+            return float(str(value))
+        return bool(value) if kind == BOOL else value.item()
 
     def _array(self, kind: int, count: int) -> Any:
         if kind in SCALARS:

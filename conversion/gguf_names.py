@@ -1,26 +1,41 @@
-"""The Hugging Face configuration and tensor names of a GGUF file, by its architecture."""
+"""The Hugging Face names of the tensors of a GGUF file, and how their rows lie in the file.
+
+Names and layouts are those of llama.cpp's converters: `blk.N.` for layer N, the experts of a layer stacked into one
+tensor, DeepSeek's `kv_b_proj` split into keys (transposed) and values, `blk.N.nextn.` for what an MTP module has beside
+its decoder layer.
+"""
 
 import dataclasses
-import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from conversion.gguf_header import GGUFHeader
-from mtpjax.errors import ConfigError
+from conversion.gguf_config import ROPE_FACTORS
+from conversion.gguf_header import GGUFHeader, GGUFTensor
+from mtpjax.errors import CheckpointFileError
 
-# GGUF's name of an architecture -> `model_type`. llama.cpp reorders the rows of q and k of llama alone.
-ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3"}
 _AROUND = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_PARTS = ("gate", "up", "down")
 _LAYER = {
     **{"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"},
+    "post_attention_norm": "post_attention_layernorm",  # GLM-4.5's name of the same norm
     **{f"attn_{name}": f"self_attn.{name}_proj" for name in "qkv"},
     **{"attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"},
-    **{f"ffn_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
+    **{f"ffn_{name}": f"mlp.{name}_proj" for name in _PARTS},
+    # Multi-head latent attention.
+    **{"attn_q_a": "self_attn.q_a_proj", "attn_q_b": "self_attn.q_b_proj", "attn_kv_b": "self_attn.kv_b_proj"},
+    **{"attn_q_a_norm": "self_attn.q_a_layernorm", "attn_kv_a_norm": "self_attn.kv_a_layernorm"},
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    # Experts: the router, and the experts that see every token.
+    "ffn_gate_inp": "mlp.gate",
+    **{f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in _PARTS},
+    # MTP modules, beside their decoder layer.
+    **{f"nextn.{name}": name for name in ("eh_proj", "enorm", "hnorm", "embed_tokens")},
+    **{f"nextn.shared_head_{name}": f"shared_head.{name}" for name in ("head", "norm")},
 }
-ROPE_FACTORS = "rope_freqs.weight"
+_CORRECTION_BIAS = "mlp.gate.e_score_correction_bias"  # of `exp_probs_b.bias`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,123 +43,125 @@ class NamedTensor:
     """A tensor under its Hugging Face name."""
 
     name: str
-    source: str  # its name in the file
+    shape: tuple[int, ...]
+    sources: tuple[str, ...]  # its names in the file: one, or the keys and the values of a split `kv_b_proj`
     head_dim: int = 0  # rows of a head whose rotary pairs are interleaved in the file; 0: rows are in order
+    expert: int = 0  # its place in a stack of experts
 
 
-def named_tensors(header: GGUFHeader) -> Iterator[NamedTensor]:
+def named_tensors(header: GGUFHeader, config: dict[str, Any]) -> dict[str, NamedTensor]:
     """Lists the tensors of a file under their Hugging Face names.
 
     Args:
         header: the parsed header.
-
-    Yields:
-        The tensors. Unknown ones keep their name, so that loading reports them.
-    """
-    head_dim = describe_config(header, {})["head_dim"] if header.metadata["general.architecture"] == "llama" else 0
-    for source in header.tensors:
-        if source == ROPE_FACTORS:
-            continue  # part of the configuration
-        stem, _, kind = source.rpartition(".")
-        layer = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
-        if stem in _AROUND:
-            yield NamedTensor(f"{_AROUND[stem]}.{kind}", source)
-        elif layer and layer[2] in _LAYER:
-            rotary = head_dim if layer[2] in ("attn_q", "attn_k") else 0
-            yield NamedTensor(f"model.layers.{layer[1]}.{_LAYER[layer[2]]}.{kind}", source, rotary)
-        else:
-            yield NamedTensor(source, source)
-
-
-def describe_config(header: GGUFHeader, tokens: dict[str, Any], rope_factors: np.ndarray | None = None) -> dict:
-    """Writes the metadata of a file as the content of a `config.json`.
-
-    Args:
-        header: the parsed header.
-        tokens: further values, such as `eos_token_id`.
-        rope_factors: the tensor `rope_freqs.weight`, if the file has one.
+        config: what `conversion.gguf_config.describe_config` says of it.
 
     Returns:
-        The content. `conversion.hf_config` checks the values.
+        The tensors by name. Unknown ones keep their name, so that loading reports them.
 
     Raises:
-        ConfigError: the architecture is not supported, or a value is missing.
+        CheckpointFileError: two tensors have the same Hugging Face name, or a shape does not fit its name.
     """
-    values = header.metadata
-    architecture = values.get("general.architecture")
-    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
-        raise ConfigError(f"unsupported GGUF architecture {architecture!r}; supported: {', '.join(ARCHITECTURES)}")
+    named: dict[str, NamedTensor] = {}
+    for tensor in header.tensors.values():
+        if tensor.name == ROPE_FACTORS:
+            continue  # part of the configuration
+        for made in _name(tensor, header, config):
+            if made.name in named:
+                raise CheckpointFileError(
+                    f"tensors {named[made.name].sources[0]!r} and {tensor.name!r} of the GGUF file are both {made.name}"
+                )
+            named[made.name] = made
+    return named
 
-    def get(key: str, default: Any = None) -> Any:
-        value = values.get(f"{architecture}.{key}", default)
-        if value is None:
-            raise ConfigError(f"the GGUF file lacks {architecture}.{key}")
-        if isinstance(value, (list, np.ndarray)):
-            raise ConfigError(f"{architecture}.{key} is an array of {len(value)} values; supported: one value")
-        return value
 
-    if get("expert_count", 0):
-        raise ConfigError(f"{architecture}.expert_count is {get('expert_count')!r}: experts are not supported in GGUF")
-    heads, width = get("attention.head_count"), get("embedding_length")
-    if not isinstance(heads, int) or not isinstance(width, int) or heads < 1:
-        raise ConfigError(f"{architecture}.attention.head_count is {heads!r}; supported: one positive integer")
-    head_dim = get("attention.key_length", get("rope.dimension_count", width // heads))
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if get(key, head_dim) != head_dim:
-            raise ConfigError(f"{architecture}.{key} is {get(key)!r}, and the head size {head_dim!r}: not supported")
-    if not isinstance(head_dim, int) or head_dim < 2 or head_dim % 2:
-        raise ConfigError(f"the head size is {head_dim!r}, not an even number")
-    # The names of all layers are listed before any is looked up, so a wrong count must not get that far.
-    if not isinstance(get("block_count"), int) or get("block_count") > len(header.tensors):
-        raise ConfigError(
-            f"{architecture}.block_count is {get('block_count')!r}, and the file has {len(header.tensors)} tensors"
+def _name(tensor: GGUFTensor, header: GGUFHeader, config: dict[str, Any]) -> Iterator[NamedTensor]:
+    """Names one tensor of the file; a stack of experts gives one tensor per expert."""
+    stem, _, kind = tensor.name.rpartition(".")
+    layer = re.fullmatch(r"blk\.(\d+)\.([\w.]+)", stem, re.ASCII)
+    prefix, part = (f"model.layers.{layer[1]}.", layer[2]) if layer else ("", stem)
+    stack = re.fullmatch(r"ffn_(gate|up|down)_exps", part) if layer else None
+    if not layer and stem in _AROUND:
+        yield _whole(f"{_AROUND[stem]}.{kind}", tensor)
+    elif layer and part in _LAYER:
+        # llama.cpp reorders the rows of q and k of llama alone.
+        is_rotary = config["model_type"] == "llama" and part in ("attn_q", "attn_k")
+        yield _whole(f"{prefix}{_LAYER[part]}.{kind}", tensor, config["head_dim"] if is_rotary else 0)
+    elif layer and (part, kind) == ("exp_probs_b", "bias"):
+        yield _whole(f"{prefix}{_CORRECTION_BIAS}", tensor)
+    elif stack and kind == "weight" and len(tensor.shape) == 3:
+        for expert in range(tensor.shape[0]):
+            name = f"{prefix}mlp.experts.{expert}.{stack[1]}_proj.weight"
+            yield NamedTensor(name, tensor.shape[1:], (tensor.name,), expert=expert)
+    elif layer and (part, kind) == ("attn_k_b", "weight"):
+        yield _joined(f"{prefix}self_attn.kv_b_proj.weight", tensor, header, f"blk.{layer[1]}.attn_v_b.weight")
+    elif not (layer and (part, kind) == ("attn_v_b", "weight") and f"blk.{layer[1]}.attn_k_b.weight" in header.tensors):
+        yield _whole(tensor.name, tensor)
+
+
+def _whole(name: str, tensor: GGUFTensor, head_dim: int = 0) -> NamedTensor:
+    if head_dim and tensor.shape[0] % head_dim:
+        raise CheckpointFileError(
+            f"tensor {tensor.name!r} of the GGUF file has {tensor.shape[0]} rows, not a multiple of {head_dim}"
         )
-    vocabulary = header.tensors.get("token_embd.weight")
-    return {
-        "model_type": ARCHITECTURES[architecture],
-        "vocab_size": vocabulary.shape[0] if vocabulary else get("vocab_size"),
-        "hidden_size": width,
-        "intermediate_size": get("feed_forward_length"),
-        "num_hidden_layers": get("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": get("attention.head_count_kv", heads),
-        "head_dim": head_dim,
-        "max_position_embeddings": get("context_length"),
-        "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
-        "attention_bias": "blk.0.attn_q.bias" in header.tensors,
-        "tie_word_embeddings": "output.weight" not in header.tensors,
-        "rope_theta": get("rope.freq_base", 10000.0),
-        "rope_scaling": _rope_scaling(get, head_dim, rope_factors),
-        **tokens,
-    }
+    return NamedTensor(name, tensor.shape, (tensor.name,), head_dim)
 
 
-def _rope_scaling(get, head_dim: int, factors: np.ndarray | None) -> dict[str, Any] | None:
-    """Reads rotary scaling: named in the metadata, or as Llama 3.1's factors per frequency."""
-    if factors is not None:
-        return _llama3_scaling(np.asarray(factors, np.float64), get("rope.freq_base", 10000.0), head_dim)
-    kind = get("rope.scaling.type", "none")
-    if kind == "none":
-        return None
-    original = get("rope.scaling.original_context_length", get("context_length"))
-    return {"rope_type": kind, "factor": get("rope.scaling.factor", 1.0), "original_max_position_embeddings": original}
+def _joined(name: str, keys: GGUFTensor, header: GGUFHeader, values_name: str) -> NamedTensor:
+    """Names the up-projections of keys `[N, R, C]` and values `[N, V, R]`, which are one tensor `[N * (C + V), R]`."""
+    values = header.tensors.get(values_name)
+    if values is None:
+        raise CheckpointFileError(f"the GGUF file has {keys.name!r}, but not {values_name!r}")
+    fits = len(keys.shape) == len(values.shape) == 3 and keys.shape[:2] == (values.shape[0], values.shape[2])
+    if not fits:
+        raise CheckpointFileError(
+            f"tensors {keys.name!r} and {values_name!r} of the GGUF file have shapes {list(keys.shape)} and "
+            f"{list(values.shape)}, not [heads, rank, keys] and [heads, values, rank]"
+        )
+    heads, rank, width = keys.shape
+    return NamedTensor(name, (heads * (width + values.shape[1]), rank), (keys.name, values.name))
 
 
-def _llama3_scaling(factors: np.ndarray, theta: float, head_dim: int) -> dict[str, Any]:
-    """Recognizes Llama 3.1's settings, of which the file keeps only the factor of each frequency."""
-    if factors.shape != (head_dim // 2,) or not isinstance(theta, (int, float)) or not theta > 0:
-        raise ConfigError(f"{ROPE_FACTORS} has shape {list(factors.shape)}, and rope.freq_base is {theta!r}")
-    # The lowest frequencies are divided by the factor itself; the other settings are the same in all releases.
-    factor, low, high, original = float(factors.max()), 1.0, 4.0, 8192
-    wavelengths = 2 * math.pi * float(theta) ** (np.arange(0, head_dim, 2) / head_dim)
-    smooth = np.clip((original / wavelengths - low) / (high - low), 0, 1)
-    expected = 1 / ((1 - smooth) / factor + smooth)
-    if not np.allclose(factors, expected, rtol=1e-4):
-        raise ConfigError(f"{ROPE_FACTORS} holds other factors than Llama 3.1's: not supported")
-    return {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": low,
-        "high_freq_factor": high,
-        "original_max_position_embeddings": original,
-    }
+def read_rows(
+    named: NamedTensor, header: GGUFHeader, rows: Callable[[str, int, int], np.ndarray], begin: int, end: int
+) -> np.ndarray:
+    """Reads rows of a tensor in the order that they have under its Hugging Face name.
+
+    Args:
+        named: the tensor.
+        header: the parsed header of the file.
+        rows: returns rows of a tensor of the file, where all axes but the last count as rows.
+        begin: the first row along the first axis.
+        end: one after the last row.
+
+    Returns:
+        The rows, of shape `[end - begin, ...]`.
+    """
+    source = named.sources[0]
+    if len(named.sources) == 2:
+        return _read_joined(named, header, rows, begin, end)
+    if named.head_dim:
+        # llama.cpp interleaves the two halves of each head's rows: row 2i + h of the file is row h * H/2 + i here.
+        H = named.head_dim
+        first = begin // H * H
+        whole = rows(source, first, -(-end // H) * H)
+        ordered = whole.reshape(-1, H // 2, 2, *whole.shape[1:]).swapaxes(1, 2).reshape(whole.shape)
+        return ordered[begin - first : end - first]
+    # A stack of experts holds one after the other. Of a tensor with more axes a row is several rows of the file.
+    inner = int(np.prod(named.shape[1:-1], dtype=np.int64)) if named.shape[1:] else 1
+    skipped = named.expert * named.shape[0] * inner
+    return rows(source, skipped + begin * inner, skipped + end * inner).reshape(end - begin, *named.shape[1:])
+
+
+def _read_joined(
+    named: NamedTensor, header: GGUFHeader, rows: Callable[[str, int, int], np.ndarray], begin: int, end: int
+) -> np.ndarray:
+    """Reads rows of `kv_b_proj`, of which each head holds its C rows of keys and its V rows of values."""
+    _, R, C = header.tensors[named.sources[0]].shape
+    V = header.tensors[named.sources[1]].shape[1]
+    first, last = begin // (C + V), -(-end // (C + V))
+    keys = rows(named.sources[0], first * R, last * R).reshape(last - first, R, C).swapaxes(1, 2)
+    values = rows(named.sources[1], first * V, last * V).reshape(last - first, V, R)
+    joined = np.concatenate([keys, values], axis=1).reshape(-1, R)
+    skipped = first * (C + V)
+    return joined[begin - skipped : end - skipped]

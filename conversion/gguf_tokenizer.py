@@ -12,6 +12,15 @@ _QWEN2 = (
 )
 _LLAMA3 = _QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 _LLAMA3_NAMES = ("llama3", "llama-v3", "llama-bpe")
+_GLM_NAMES = ("glm4", "chatglm-bpe")  # split as Llama 3 does, but do not skip merges
+_DEEPSEEK_NAMES = ("deepseek-v3", "joyai-llm")
+_DEEPSEEK = (  # applied one after the other: digits, Chinese and Japanese, the rest
+    r"\p{N}{1,3}",
+    r"[一-龥぀-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+_PRE_TOKENIZERS = ("gpt-2", "smollm", "qwen2", *_LLAMA3_NAMES, *_GLM_NAMES, *_DEEPSEEK_NAMES)
 
 
 def tokenizer_files(metadata: dict[str, Any]) -> dict[str, Any]:
@@ -107,14 +116,22 @@ def _pre_tokenizer(kind: Any) -> tuple[dict | None, dict]:
         # Every digit is a token of its own.
         steps = [{"type": "Digits", "individual_digits": True}, byte_level]
         return None, {"type": "Sequence", "pretokenizers": steps}
-    if kind == "qwen2" or kind in _LLAMA3_NAMES:
-        pattern = {"Regex": _QWEN2 if kind == "qwen2" else _LLAMA3}
-        split = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
-        steps = [split, {**byte_level, "use_regex": False}]
-        return {"type": "NFC"} if kind == "qwen2" else None, {"type": "Sequence", "pretokenizers": steps}
-    raise TokenizerError(
-        f"unsupported tokenizer.ggml.pre {kind!r}; supported: gpt-2, smollm, qwen2, {', '.join(_LLAMA3_NAMES)}"
-    )
+    # The patterns that split the text, one after the other.
+    patterns: tuple[str, ...] = ()
+    if kind == "qwen2":
+        patterns = (_QWEN2,)
+    elif kind in (*_LLAMA3_NAMES, *_GLM_NAMES):
+        patterns = (_LLAMA3,)
+    elif kind in _DEEPSEEK_NAMES:
+        patterns = _DEEPSEEK
+    if not patterns:
+        raise TokenizerError(f"unsupported tokenizer.ggml.pre {kind!r}; supported: {', '.join(_PRE_TOKENIZERS)}")
+    splits = [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        for pattern in patterns
+    ]
+    steps = [*splits, {**byte_level, "use_regex": False}]
+    return {"type": "NFC"} if kind == "qwen2" else None, {"type": "Sequence", "pretokenizers": steps}
 
 
 def _bos_processor(token: str, index: int) -> dict[str, Any]:

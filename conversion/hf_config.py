@@ -135,8 +135,10 @@ def _grouped(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
         "head_dim": reader.integer("head_dim", fields["hidden_size"] // heads or 1),
         "attention_bias": reader.flag("attention_bias", fields.get("attention_bias", False)),
     }
-    # A family that always normalizes queries and keys has it in its fixed fields.
-    if not fields.get("use_qk_norm"):
+    # A family that always normalizes queries and keys has it in its fixed fields; exports of ours name it too.
+    if fields.get("use_qk_norm"):
+        reader.require("use_qk_norm", True)
+    else:
         made["use_qk_norm"] = reader.flag("use_qk_norm", False)
     if fields.get("attn_output_gate"):
         reader.require("attn_output_gate", True)

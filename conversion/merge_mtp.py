@@ -15,6 +15,7 @@ import numpy as np
 from conversion.array_checks import streams_equal
 from conversion.files import INDEX, CheckpointFiles
 from conversion.fp8_blocks import dequantized_blocks, quantized_blocks
+from conversion.gguf_files import open_checkpoint
 from conversion.hf_config_write import edit_config
 from conversion.load_plan import LoadPlan, make_plan
 from conversion.merge_sources import ModuleTensors, read_modules
@@ -22,6 +23,8 @@ from conversion.safetensors_header import parse_header
 from conversion.shards import Shard, TensorEntry, copy_files, entry_of, make_shard, write_index, write_shards
 from mtpjax.atomic import atomic_folder
 from mtpjax.errors import CheckpointFileError
+from mtpjax.hub import resolve
+from mtpjax.safe_open import is_gguf
 
 ADDED = "model-mtp.safetensors"  # the file of modules that the base does not have
 
@@ -46,8 +49,9 @@ def merge_export(
     """Writes the checkpoint `base` with the MTP modules of an export or of another full checkpoint.
 
     Args:
-        base: a full Hugging Face checkpoint, with or without MTP modules. Modules that it lacks go into a new file.
-        modules: a folder that `export_mtp` wrote, or a full checkpoint, such as the original release.
+        base: a full Hugging Face checkpoint or a GGUF file, with or without MTP modules. Modules that it lacks go into
+            a new file.
+        modules: a folder that `export_mtp` wrote, or a full checkpoint or GGUF file, such as the original release.
         target: the folder to write. It appears only when it is complete.
         model_type: the family of `base` to use instead of the one that its `config.json` names.
         progress: called with the number of bytes of each block that is written.
@@ -58,13 +62,14 @@ def merge_export(
     Raises:
         CheckpointFileError: one of the checkpoints is damaged, or the two do not fit.
     """
-    with CheckpointFiles(base) as files:
+    modules = resolve(modules)
+    with open_checkpoint(base) as files:
         plan = make_plan(files, model_type=model_type, allow_extra=True)
-        if not (pathlib.Path(modules) / "config.json").is_file():
+        if not is_gguf(modules) and not (pathlib.Path(modules) / "config.json").is_file():
             raise CheckpointFileError(
                 f"{modules} is neither an export of MTP modules nor a checkpoint: it has no config.json"
             )
-        with CheckpointFiles(modules) as source:
+        with open_checkpoint(modules) as source:
             found = read_modules(source, files, plan)
             return merge_tensors(files, plan, found, target, progress=progress)
 

@@ -9,6 +9,7 @@ import os
 # LLVM leaves out its optimisations, in one thread, for the other cores have tests of their own. What XLA itself does
 # stays the same. Flags in the environment come last, so they win.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["HF_HUB_OFFLINE"] = "1"  # a missing path may be the name of a repository: no test asks for it over a network
 os.environ["XLA_FLAGS"] = " ".join(
     [
         "--xla_force_host_platform_device_count=8 --xla_cpu_parallel_codegen_split_count=1",

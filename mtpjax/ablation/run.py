@@ -58,18 +58,19 @@ def fingerprint(cell: Cell, settings: Settings, workload: Workload, environment:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def describe_environment(path: pathlib.Path) -> dict[str, Any]:
+def describe_environment(path: pathlib.Path, model_type: str | None = None) -> dict[str, Any]:
     """Describes model, machine and versions, on which the results depend.
 
     Args:
         path: the checkpoint.
+        model_type: the family that it is read as, where that is not its own.
 
     Returns:
         Strings by name.
     """
     device = jax.devices()[0]
     return {
-        "model": checkpoint_digest(path)[:16],
+        "model": checkpoint_digest(path)[:16] + (f" as {model_type}" if model_type else ""),
         "device": f"{device.device_kind}, threads: {num_threads()}" if device.platform == "cpu" else device.device_kind,
         "processor": describe_machine()["cpu"] if hasattr(os, "sched_getaffinity") else platform.machine(),
         "jax": jax.__version__,
@@ -131,6 +132,7 @@ def run(
     settings: Settings,
     *,
     console,
+    model_type: str | None = None,
     prompts: str | None = None,
     num_prompts: int = 12,
     categories: Sequence[str] = (),
@@ -144,6 +146,7 @@ def run(
         output: the folder of the results.
         settings: the settings of the ablation.
         console: a `rich` console.
+        model_type: the family to use instead of the one that the checkpoint names.
         prompts: as in `find_workload`, like the arguments after it.
         num_prompts: number of prompts.
         categories: categories to draw from.
@@ -157,7 +160,7 @@ def run(
         ValueError: no combination of the settings is possible, or model and prompts do not fit.
     """
     path = find_checkpoint(model_path)
-    model, params = load(path)
+    model, params = load(path, model_type=model_type)
     # List the cells, and print why combinations were left out.
     cells, reasons = list_cells(settings, model=model)
     for reason, count in reasons.items():
@@ -176,7 +179,7 @@ def run(
         prompt_tokens=prompt_tokens,
         chat=chat,
     )
-    environment = describe_environment(path)
+    environment = describe_environment(path, model_type)
     output = pathlib.Path(output)
     output.mkdir(parents=True, exist_ok=True)
     console.print(f"{len(cells)} cells; {workload.source}", highlight=False, soft_wrap=True)

@@ -8,13 +8,37 @@ from collections.abc import Callable, Iterator
 
 
 def add_model_path_flag(parser) -> None:
-    """Adds `--model-path`, the flag that names a checkpoint."""
+    """Adds `--model-path`, the flag that names a checkpoint, and `--model-type`."""
     parser.add_argument(
         "--model-path",
         "--model",
         required=True,
-        help="a checkpoint, a run folder that holds one, a Hugging Face directory, or a GGUF file",
+        help="a checkpoint, a run folder that holds one, a Hugging Face directory, a GGUF file, or a repository of the "
+        "Hugging Face Hub: org/name, org/name@revision or org/name/file.gguf",
     )
+    add_model_type_flag(parser)
+
+
+def add_model_type_flag(parser) -> None:
+    """Adds `--model-type`, which `model_type` reads."""
+    parser.add_argument(
+        "--model-type",
+        default="auto",
+        help="family to read a Hugging Face checkpoint as, in place of the model_type that its config.json names "
+        "(default: %(default)s)",
+    )
+
+
+def model_type(options) -> str | None:
+    """Returns the family that `--model-type` names.
+
+    Args:
+        options: what a parser with `add_model_type_flag` returned.
+
+    Returns:
+        The `model_type`; None where the checkpoint's own holds.
+    """
+    return None if options.model_type == "auto" else options.model_type
 
 
 def set_threads(model_path: str, threads: int = 0) -> None:
@@ -55,7 +79,7 @@ def progress_bar(*columns):
 
 
 @contextlib.contextmanager
-def show_bytes_read(source: str, target: str) -> Iterator[Callable[[int], None]]:
+def show_bytes_read(source: str | pathlib.Path, target: str) -> Iterator[Callable[[int], None]]:
     """Shows how many bytes a command has read: a bar on a terminal, and one closing line on stderr.
 
     Args:

@@ -5,7 +5,7 @@ from typing import Any
 
 import jsonargparse
 
-from mtpjax.cli.common import show_bytes_read
+from mtpjax.cli.common import add_model_type_flag, model_type, show_bytes_read
 
 
 def add_commands(commands) -> None:
@@ -19,25 +19,28 @@ def add_commands(commands) -> None:
         "unknown."
     )
     inspect.add_argument(
-        "path", help="a Hugging Face directory, a GGUF file, an mtpjax checkpoint, or a run folder that holds one"
+        "path",
+        help="a Hugging Face directory, a GGUF file, an mtpjax checkpoint, a run folder that holds one, or a "
+        "repository of the Hugging Face Hub, which is downloaded: org/name or org/name@revision",
     )
     inspect.add_argument("--mesh", default="", help="mesh to divide the memory by, such as tensor=8,expert=4")
     inspect.add_argument("--json", action="store_true", help="print everything as JSON")
-    _add_model_type_flag(inspect)
+    add_model_type_flag(inspect)
     commands.add_subcommand("inspect", inspect, help="show family, sizes, dtypes, missing tensors, memory per device")
 
     convert = jsonargparse.ArgumentParser(
         description="Convert a Hugging Face directory or a GGUF file to an mtpjax checkpoint, or an mtpjax checkpoint "
-        "to a Hugging Face directory. Converting back gives the same bytes for everything that has not changed."
+        "to a Hugging Face directory. Converting back gives the same bytes for everything that has not changed. "
+        "--model-type also chooses the family that a trained model is written as."
     )
-    convert.add_argument("source", help="folder or GGUF file to read")
+    convert.add_argument("source", help="folder, GGUF file or repository (org/name, org/name@revision) to read")
     convert.add_argument("target", help="folder to write; it appears only when it is complete")
     convert.add_argument(
         "--dtype", default=None, help="float32, float16 or bfloat16 (default: keep each dtype, also fp8)"
     )
     convert.add_argument("--allow-extra", action="store_true", help="keep unknown tensors")
     convert.add_argument("--strict", action="store_true", help="fail on weights that are infinite or NaN")
-    _add_model_type_flag(convert)
+    add_model_type_flag(convert)
     commands.add_subcommand("convert", convert, help="convert between Hugging Face and mtpjax checkpoints")
 
     export = jsonargparse.ArgumentParser(
@@ -45,22 +48,29 @@ def add_commands(commands) -> None:
         "names and the configuration of xLLM's export_mtp.py. Block-scaled fp8 becomes bfloat16."
     )
     export.add_argument(
-        "--input-dir", required=True, help="a full Hugging Face checkpoint, an mtpjax checkpoint, or a run folder"
+        "--input-dir",
+        required=True,
+        help="a full Hugging Face checkpoint or repository, an mtpjax checkpoint, a GGUF file, or a run folder",
     )
     export.add_argument("--output-dir", required=True, help="folder to write; it appears only when it is complete")
-    _add_model_type_flag(export)
+    add_model_type_flag(export)
     commands.add_subcommand("export-mtp", export, help="write the MTP modules as a checkpoint of their own")
 
     merge = jsonargparse.ArgumentParser(
         description="Put MTP modules into a full Hugging Face checkpoint. Every unchanged tensor keeps its bytes; a "
         "changed one is stored in the dtype of the tensor it replaces."
     )
-    merge.add_argument("--input-dir", required=True, help="a full Hugging Face checkpoint, with or without MTP modules")
+    merge.add_argument(
+        "--input-dir",
+        required=True,
+        help="a full Hugging Face checkpoint, a repository (org/name, org/name@revision) or a GGUF file, with or "
+        "without MTP modules",
+    )
     merge.add_argument(
         "--mtp-dir",
         required=True,
-        help="folder that export-mtp wrote, a full Hugging Face checkpoint such as the original of a fine-tuned "
-        "model, a trained mtpjax checkpoint, or a run folder",
+        help="folder that export-mtp wrote, a full Hugging Face checkpoint, repository or GGUF file such as the "
+        "original of a fine-tuned model, a trained mtpjax checkpoint, or a run folder",
     )
     merge.add_argument("--output-dir", required=True, help="folder to write; it appears only when it is complete")
     merge.add_argument(
@@ -70,16 +80,8 @@ def add_commands(commands) -> None:
         help="file of prompts, as for eval: decode them before and after the merge, and print both accept lengths",
     )
     merge.add_argument("--max-new-tokens", type=int, default=64, help="tokens per prompt of --check (default: 64)")
-    _add_model_type_flag(merge)
+    add_model_type_flag(merge)
     commands.add_subcommand("merge-mtp", merge, help="put trained MTP modules into a full checkpoint")
-
-
-def _add_model_type_flag(parser) -> None:
-    parser.add_argument("--model-type", default="auto", help="model type to use instead of config.json's")
-
-
-def _model_type(options) -> str | None:
-    return None if options.model_type == "auto" else options.model_type
 
 
 def _inspect(options) -> int:
@@ -93,7 +95,7 @@ def _inspect(options) -> int:
             raise ValueError(f"--mesh {part!r} must name an axis (data, fsdp, expert, tensor) and its size: tensor=8")
         mesh[axis] = int(size)
     # Read the configuration and the tensor headers, and print one of two forms.
-    facts = inspect(options.path, mesh=mesh, model_type=_model_type(options))
+    facts = inspect(options.path, mesh=mesh, model_type=model_type(options))
     print(json.dumps(facts, indent=1) if options.json else "\n".join(format_lines(facts)))
     return 3 if facts["missing"] or facts["extra"] else 0
 
@@ -109,29 +111,33 @@ def _convert(options) -> int:
     dtypes = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
     if options.dtype is not None and options.dtype not in dtypes:
         raise ValueError(f"--dtype {options.dtype!r} is not one of {', '.join(dtypes)}")
-    choice: dict[str, Any] = {"dtype": options.dtype and dtypes[options.dtype], "model_type": _model_type(options)}
+    choice: dict[str, Any] = {"dtype": options.dtype and dtypes[options.dtype], "model_type": model_type(options)}
     # The source's kind decides the direction: an mtpjax checkpoint goes to Hugging Face, anything else comes from it.
-    with show_bytes_read(options.source, options.target) as progress:
-        if is_checkpoint(find_checkpoint(options.source)):
-            convert.to_hugging_face(options.source, options.target, **choice, progress=progress)
+    source = find_checkpoint(options.source)
+    with show_bytes_read(source, options.target) as progress:
+        if is_checkpoint(source):
+            convert.to_hugging_face(source, options.target, **choice, progress=progress)
         else:
             choice |= {"allow_extra": options.allow_extra, "strict": options.strict, "progress": progress}
-            convert.to_mtpjax(options.source, options.target, **choice)
+            convert.to_mtpjax(source, options.target, **choice)
     return 0
 
 
 def _export_mtp(options) -> int:
+    from mtpjax.io.checkpoint_format import find_checkpoint
     from mtpjax.io.export import export_mtp
 
-    with show_bytes_read(options.input_dir, options.output_dir) as progress:
-        export_mtp(options.input_dir, options.output_dir, model_type=_model_type(options), progress=progress)
+    source = find_checkpoint(options.input_dir)
+    with show_bytes_read(source, options.output_dir) as progress:
+        export_mtp(source, options.output_dir, model_type=model_type(options), progress=progress)
     return 0
 
 
 def _merge_mtp(options) -> int:
+    from mtpjax.io.checkpoint_format import find_checkpoint
     from mtpjax.io.merge import merge_mtp
 
-    choice: dict[str, Any] = {"model_type": _model_type(options)}
+    choice: dict[str, Any] = {"model_type": model_type(options)}
     # Read the prompts first: a bad file is then refused before anything is written.
     prompts = []
     if options.check is not None:
@@ -140,16 +146,15 @@ def _merge_mtp(options) -> int:
         prompts = read_prompts(options.check)
         if options.max_new_tokens < 2:
             raise ValueError(f"--max-new-tokens must be at least 2 to measure a round, got {options.max_new_tokens}")
-    with show_bytes_read(options.input_dir, options.output_dir) as progress:
-        report = merge_mtp(options.input_dir, options.mtp_dir, options.output_dir, **choice, progress=progress)
+    base = find_checkpoint(options.input_dir)
+    with show_bytes_read(base, options.output_dir) as progress:
+        report = merge_mtp(base, options.mtp_dir, options.output_dir, **choice, progress=progress)
     # The counts show at once whether the modules were trained or are those that the checkpoint already had.
     print(f"tensors of MTP modules: {report.equal} equal, {report.replaced} replaced, {report.added} added")
     if options.check is not None:
         from mtpjax.evaluation.merge_check import check_merge, format_check
 
-        lengths = check_merge(
-            options.input_dir, options.output_dir, prompts, max_new_tokens=options.max_new_tokens, **choice
-        )
+        lengths = check_merge(base, options.output_dir, prompts, max_new_tokens=options.max_new_tokens, **choice)
         print(format_check(*lengths))
     return 0
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jsonargparse
 
-from mtpjax.cli.common import add_model_path_flag, set_threads
+from mtpjax.cli.common import add_model_path_flag, model_type, set_threads
 from mtpjax.cli.config_flags import (
     DRAFT_FIELDS,
     LOOKUP_FIELDS,
@@ -94,7 +94,7 @@ def _generate(options) -> int:
     if options.check and options.temperature and settings["acceptance"] != "sample":
         raise ValueError("--check above temperature 0 needs --acceptance sample: other rules draw other tokens")
     path = find_checkpoint(options.model_path)
-    model, params = load(path)
+    model, params = load(path, model_type=model_type(options))
     tokenizer = load_tokenizer(path, model.config.vocab_size)
     config = _decode_config(options, settings, model, tokenizer)
     # Warn if the MTP modules draft worse than they did in training; damaged modules raise no error otherwise.
@@ -217,7 +217,7 @@ def _regenerate(options) -> int:
     own = (output, manifest_path(output))
     paths = [file for file in list_corpus_files(options.data, options.pattern) if file.resolve() not in own]
     path = find_checkpoint(options.model_path)
-    model, params = load(path)
+    model, params = load(path, model_type=model_type(options))
     tokenizer = load_tokenizer(path, model.config.vocab_size)
     config = DecodeConfig(**_with_num_steps(settings, model), stop_token_ids=tokenizer.eos_token_ids)
     # Each record gets its own seed, so the batch's seeds are left out.

@@ -6,7 +6,7 @@ import sys
 
 import jsonargparse
 
-from mtpjax.cli.common import add_model_path_flag, progress_bar, set_threads, show_bytes_read
+from mtpjax.cli.common import add_model_path_flag, model_type, progress_bar, set_threads, show_bytes_read
 from mtpjax.cli.config_flags import DRAFT_FIELDS, SHAPE_FIELDS, add_config_flags, decode_settings
 
 
@@ -139,12 +139,11 @@ def _profile(options) -> int:
 
     from mtpjax.evaluation import profile
     from mtpjax.io.checkpoint import load
-    from mtpjax.io.checkpoint_format import find_checkpoint
 
     # Check the shape and the acceptance file before the model is loaded.
     profile.shapes_up_to(options.num_steps, options.topk, options.num_draft_tokens)
     acceptance = None if options.acceptance is None else profile.read_acceptance(options.acceptance)
-    model, params = load(find_checkpoint(options.model_path))
+    model, params = load(options.model_path, model_type=model_type(options))
     output = profile.default_path(options.model_path) if options.output is None else options.output
     with progress_bar() as bar:
         task = bar.add_task("compiling and measuring", total=None)
@@ -181,7 +180,7 @@ def _vocabulary(options) -> int:
     from mtpjax.io.inspect import inspect
 
     path = find_checkpoint(options.model_path)
-    vocab_size = inspect(path)["configuration"]["vocab_size"]
+    vocab_size = inspect(path, model_type=model_type(options))["configuration"]["vocab_size"]
     tokenizer = load_tokenizer(path, vocab_size)
     # Always keep the special tokens: without end-of-text, MTP modules could not draft the end of an answer.
     kept = {*tokenizer.eos_token_ids, *tokenizer.special_token_ids}
@@ -238,7 +237,7 @@ def _eval_acceptance(options) -> int:
         read_prompts(options.prompts), options.num_prompts, categories=options.categories, seed=options.seed
     )
     path = find_checkpoint(options.model_path)
-    model, params = load(path)
+    model, params = load(path, model_type=model_type(options))
     tokenizer = load_tokenizer(path, model.config.vocab_size)
     most = max_prompt_length(model.config.max_position_embeddings, options.max_new_tokens, options.prompt_tokens)
     prompts, cut = encode_prompts(chosen, tokenizer, max_tokens=most, chat=options.chat)
@@ -297,6 +296,7 @@ def _ablate(options) -> int:
         options.output,
         settings,
         console=rich.console.Console(),
+        model_type=model_type(options),
         prompts=options.prompts,
         num_prompts=options.num_prompts,
         categories=options.categories,

@@ -6,6 +6,8 @@ import sys
 
 import jsonargparse
 
+from mtpjax.cli.common import add_model_type_flag, model_type
+
 
 def add_commands(commands) -> None:
     """Adds the commands and their flags.
@@ -32,6 +34,7 @@ def add_commands(commands) -> None:
     )
     train.add_argument("--config", default=None, help="YAML file of settings (default: the defaults of TrainConfig)")
     train.add_argument("settings", nargs="*", default=[], metavar="key=value", help="settings that override the file's")
+    add_model_type_flag(train)
     train.add_argument("--resume", action="store_true", help="continue the run in the output folder")
     train.add_argument("--overwrite", action="store_true", help="replace the run in the output folder")
     train.add_argument(
@@ -97,7 +100,8 @@ def _train(options) -> int:
     from mtpjax.training.yaml_config import read_train_config, to_yaml
 
     # Settings come from the file, then from `key=value` arguments, which win.
-    config = read_train_config(options.config, options.settings)
+    family = model_type(options)
+    config = read_train_config(options.config, [*options.settings, *([f"model_type={family}"] if family else [])])
     if options.resume and options.overwrite:
         raise ValueError("--resume and --overwrite exclude each other: one continues the run, the other replaces it")
     # Two modes that train nothing: print the settings, or check them against data and memory.

@@ -192,11 +192,12 @@ def default_path(folder) -> pathlib.Path:
         The path.
 
     Raises:
-        ValueError: if the folder is not writable.
+        ValueError: if the folder is missing or not writable.
     """
     folder = pathlib.Path(folder)
-    if not os.access(folder, os.W_OK):
-        raise ValueError(f"{folder} is not writable: choose another place with --output FILE")
+    # A GGUF file and a repository of the Hub have no folder of their own.
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ValueError(f"{folder} is not a writable folder: choose another place with --output FILE")
     return folder / FILE_NAME
 
 

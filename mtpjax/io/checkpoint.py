@@ -30,7 +30,7 @@ from mtpjax.models.config import ModelConfig
 from mtpjax.models.model import MTPModel
 from mtpjax.models.quantized import is_scaled
 from mtpjax.models.sharding import shard_params
-from mtpjax.safe_open import is_gguf
+from mtpjax.safe_open import is_gguf, parse_json
 
 
 class SavableTokenizer(Protocol):
@@ -93,6 +93,7 @@ def save_model(
     metadata=None,
     tokenizer: SavableTokenizer | None = None,
     init_from=None,
+    model_type: str | None = None,
 ) -> None:
     """Saves a model's configuration and parameters, and a tokenizer beside them.
 
@@ -104,6 +105,7 @@ def save_model(
         tokenizer: saved into the checkpoint, so that `load_tokenizer` finds it there.
         init_from: the checkpoint that training began from. Its Hugging Face `config.json` is kept, so that exporting
             the new weights keeps its family.
+        model_type: the family that `init_from` was read as, if it was not its own; the kept file then names it.
 
     Raises:
         ValueError, FileExistsError: as for `save`.
@@ -113,6 +115,8 @@ def save_model(
         # Where a converted checkpoint keeps the original's files, so loading and exporting look in one place.
         kept = folder / HUGGINGFACE_FOLDER
         content = None if init_from is None else read_kept_config(init_from)
+        if content is not None and model_type is not None:
+            content = json_bytes({**parse_json(content), "model_type": model_type})
         if tokenizer is not None or content is not None:
             kept.mkdir()
         if tokenizer is not None:
@@ -130,8 +134,9 @@ def load(path, *, dtype=None, mesh: Mesh | None = None, model_type: str | None =
     and decoding never samples the padding rows.
 
     Args:
-        path: an mtpjax checkpoint, a run folder of `mtpjax train`, or a Hugging Face directory with safetensors files
-            of a supported family, or a `.gguf` file (extra `gguf`), whose quantized weights become float32.
+        path: an mtpjax checkpoint, a run folder of `mtpjax train`, a Hugging Face directory with safetensors files
+            of a supported family, a `.gguf` file (extra `gguf`), whose quantized weights become float32, or a
+            repository of the Hugging Face Hub (extra `hub`): `org/name`, `org/name@revision` or `org/name/file.gguf`.
         dtype: dtype to cast the parameters to. `None` keeps the dtypes of the files; block-quantized fp8 weights stay
             fp8 with their scales (`BlockScaled`).
         mesh: lays the parameters out over this mesh; each process reads only what its devices hold.

@@ -15,6 +15,7 @@ import pathlib
 from typing import Any
 
 from mtpjax.errors import CheckpointError, UnsafeFileError
+from mtpjax.hub import resolve
 from mtpjax.safe_open import allowed_root, open_inside, parse_json, read_inside
 
 FORMAT = "mtpjax-checkpoint"
@@ -40,12 +41,16 @@ def find_checkpoint(path) -> pathlib.Path:
     """Finds the checkpoint that a user means by `path`.
 
     Args:
-        path: a run folder of `mtpjax train`, a checkpoint, or a Hugging Face directory.
+        path: a run folder of `mtpjax train`, a checkpoint, a Hugging Face directory, a GGUF file, or the name of a
+            repository on the Hugging Face Hub (`mtpjax.hub`), which is downloaded.
 
     Returns:
-        The `checkpoint/` folder inside a run folder, otherwise `path` itself.
+        The `checkpoint/` folder inside a run folder, the downloaded snapshot of a repository, otherwise `path` itself.
+
+    Raises:
+        CheckpointError: a repository cannot be downloaded.
     """
-    path = pathlib.Path(path)
+    path = resolve(path)
     # A run folder holds states of the training too; decoding wants the model alone.
     return path / "checkpoint" if is_checkpoint(path / "checkpoint") else path
 

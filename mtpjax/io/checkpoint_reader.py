@@ -22,6 +22,7 @@ from mtpjax.io.checkpoint_format import (
 )
 from mtpjax.io.param_tree import join_scaled, unflatten
 from mtpjax.models.config import ModelConfig
+from mtpjax.safe_open import allowed_root
 
 
 def restore(path) -> tuple[Any, dict, dict]:
@@ -125,8 +126,9 @@ class CheckpointReader:
 
     def _check_place(self, entry: pathlib.Path) -> None:
         """Raises `CheckpointError` unless a file is a regular one inside the checkpoint."""
-        real = entry.resolve()
-        if not real.is_relative_to(self.path) or not stat.S_ISREG(os.stat(entry).st_mode if real.exists() else 0):
+        # Files of a repository of the Hugging Face Hub are links into its cache.
+        real, root = entry.resolve(), allowed_root(self.path)
+        if not real.is_relative_to(root) or not stat.S_ISREG(os.stat(entry).st_mode if real.exists() else 0):
             raise CheckpointError(f"{entry} is not a regular file of the checkpoint: not opened")
 
     def _verify_files(self) -> None:

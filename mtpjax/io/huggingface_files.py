@@ -8,6 +8,7 @@ huggingface.safetensors   tensors that are not parameters of the model, such as 
 import json
 import pathlib
 
+from mtpjax.hub import resolve
 from mtpjax.io.checkpoint_format import find_checkpoint, is_checkpoint
 from mtpjax.safe_open import is_gguf, read_inside
 
@@ -56,12 +57,16 @@ def huggingface_folder(path) -> pathlib.Path:
     """Finds the Hugging Face files, such as the tokenizer, of a checkpoint.
 
     Args:
-        path: an mtpjax checkpoint, or a Hugging Face directory.
+        path: an mtpjax checkpoint, a Hugging Face directory, or the name of a repository on the Hugging Face Hub, of
+            which only the tokenizer's files are downloaded.
 
     Returns:
         The `huggingface/` folder of an mtpjax checkpoint, if it has one; otherwise `path` itself.
+
+    Raises:
+        CheckpointError: a repository cannot be downloaded.
     """
-    path = pathlib.Path(path)
+    path = resolve(path, weights=False)
     # Converting keeps the original's small files in this folder.
     kept = path / HUGGINGFACE_FOLDER
     return kept if kept.is_dir() else path
@@ -71,7 +76,7 @@ def read_kept_config(path) -> bytes | None:
     """Reads the Hugging Face `config.json` of a checkpoint.
 
     Args:
-        path: a Hugging Face directory, an mtpjax checkpoint, or a run folder that holds one.
+        path: a Hugging Face directory, a GGUF file, an mtpjax checkpoint, or a run folder that holds one.
 
     Returns:
         The content; None for an mtpjax checkpoint that keeps none, since it was made from a preset.
@@ -81,7 +86,7 @@ def read_kept_config(path) -> bytes | None:
     # Without a folder of kept files, the `config.json` of an mtpjax checkpoint is its own.
     if folder == found and is_checkpoint(found):
         return None
-    return read_inside(folder, "config.json", max_bytes=MAX_TOKENIZER_BYTES)
+    return read_small_file(folder, "config.json")
 
 
 def count_token_ids(path) -> int | None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from conversion.export import TensorAssembler
-from conversion.files import CheckpointFiles
+from conversion.gguf_files import open_checkpoint
 from conversion.load_plan import LoadPlan, make_plan
 from conversion.merge_mtp import MergeReport, merge_export, merge_tensors
 from conversion.merge_sources import ModuleTensors
@@ -47,7 +47,7 @@ def merge_mtp(
     path = find_checkpoint(modules)
     if not is_checkpoint(path):
         return merge_export(base, modules, target, model_type=model_type, progress=progress)
-    with CheckpointFiles(base) as files:
+    with open_checkpoint(base) as files:
         plan = make_plan(files, model_type=model_type, allow_extra=True)
         return merge_tensors(files, plan, _module_tensors(CheckpointReader(path), plan), target, progress=progress)
 

@@ -87,7 +87,9 @@ class TrainConfig:
     Args:
         preset: name of the architecture in `mtpjax.presets`.
         init_from: checkpoint (mtpjax or Hugging Face) to continue training from, instead of new weights of `preset`. A
-            trunk without MTP modules gets one. Its `tokenizer.json`, if it has one, is the default tokenizer.
+            trunk without MTP modules gets one. Its `tokenizer.json`, if it has one, is the default tokenizer. It may
+            be a repository of the Hugging Face Hub: `org/name` or `org/name@revision`.
+        model_type: the family to read `init_from` as, instead of the one that its `config.json` names.
         trains: "all"; "modules" freezes the trunk and the embedding and head that the modules share with it;
             "detached" trains everything, but the draft losses do not reach the trunk.
         trunk_states: folder that caches the frozen trunk's hidden states (`mtpjax.training.hidden_state_cache`). Runs
@@ -98,7 +100,7 @@ class TrainConfig:
             decides how it is read (`mtpjax.data.config.Source`).
         pattern: glob pattern that selects files of `data`.
         sources: sources to read instead of `data`; several are mixed by their weights.
-        tokenizer: directory with a `tokenizer.json`; None: that of `init_from`, or bytes if it has none.
+        tokenizer: directory or repository with a `tokenizer.json`; None: that of `init_from`, or bytes if it has none.
         extra_tokens: tokens of the next row that a row repeats at its end; `num_depths + 1` keeps every target of every
             depth.
         held_out_fraction: fraction of the documents that are held out for evaluation, from 0 to below 1. Of a single
@@ -153,6 +155,7 @@ class TrainConfig:
 
     preset: str = "tiny"
     init_from: str | None = None
+    model_type: str | None = None
     trains: Literal["all", "modules", "detached"] = "all"
     trunk_states: str | None = None
     trunk_states_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -228,6 +231,10 @@ class TrainConfig:
             f"trunk_states need a frozen trunk: set trains to 'modules', not '{self.trains}'",
         )
         require_choice("attention_layout", self.attention_layout, ("ttt", "stream"))
+        require(
+            self.model_type is None or self.init_from is not None,
+            f"model_type {self.model_type!r} needs init_from: it says how a checkpoint is read",
+        )
 
     def _check_optimizer(self):
         """Checks the numbers that scale an update; NaN fails every comparison."""

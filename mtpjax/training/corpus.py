@@ -65,7 +65,7 @@ def load_corpus(config: TrainConfig, vocab_size: int, *, num_depths: int = 0) ->
         FileNotFoundError: the sources have no text.
     """
     # The tokenizer: the one in the settings, else the one beside the initial checkpoint, else bytes.
-    folder = config.tokenizer
+    folder = None if config.tokenizer is None else str(huggingface_folder(config.tokenizer))
     if folder is None and config.init_from is not None:
         # A converted checkpoint keeps the tokenizer of the original in a folder of its own.
         beside = find_checkpoint(config.init_from)

@@ -243,6 +243,7 @@ def train(
                     metadata=metadata | further,
                     tokenizer=corpus.file_tokenizer,
                     init_from=config.init_from,
+                    model_type=config.model_type,
                 )
 
         save_model({})
@@ -359,7 +360,7 @@ def _init_model(config: TrainConfig) -> tuple[MTPModel, Callable[[], dict]]:
         model = MTPModel(presets[config.preset], scan_layers=True)
         return model, functools.partial(init_params, model, key)
     # A checkpoint. A trunk that comes without MTP modules gets one to train.
-    model, params = checkpoint.load(config.init_from, dtype=jnp.float32)
+    model, params = checkpoint.load(config.init_from, dtype=jnp.float32, model_type=config.model_type)
     if config.num_depths and not model.config.num_mtp_modules:
         model, params = add_mtp_modules(model, params, 1, key)
     return MTPModel(model.config, scan_layers=True), functools.partial(stack_layers, params, model.config)

@@ -13,8 +13,8 @@ import pytest
 
 import mtpjax
 from conversion.files import CheckpointFiles
+from conversion.gguf_config import describe_config
 from conversion.gguf_header import GGUFHeader
-from conversion.gguf_names import describe_config
 from conversion.gguf_tokenizer import tokenizer_files
 from mtpjax.cli.main import main
 from mtpjax.data.tokenizer import load_tokenizer

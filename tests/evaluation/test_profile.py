@@ -203,3 +203,9 @@ def test_what_cannot_be_measured_is_refused(small):
         profile.measure(params, model=model, batches=(0,))
     with pytest.raises(ValueError, match="temperature -1 must be at least 0"):
         profile.measure(params, model=model, temperature=-1)
+
+
+def test_a_file_has_no_folder_for_its_profile(tmp_path):
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(ValueError, match="not a writable folder: choose another place with --output"):
+        profile.default_path(tmp_path / "model.gguf")

@@ -1,0 +1,294 @@
+"""Writes the metadata of a GGUF file as the content of a `config.json`, by its architecture."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from conversion.gguf_header import GGUFHeader
+from mtpjax.errors import ConfigError
+
+ROPE_FACTORS = "rope_freqs.weight"
+MAX_EXPERTS = 1 << 17  # matrices of all experts; Kimi-K2 has 69,000
+SIGMOID = 2  # llama.cpp's number of the router's scoring function
+
+
+class Metadata:
+    """Typed access to the metadata of a file: keys of its architecture, integers that are integers.
+
+    Attributes:
+        header: the parsed header.
+        architecture: the architecture's name, which begins its keys.
+    """
+
+    def __init__(self, header: GGUFHeader):
+        """Checks the architecture.
+
+        Args:
+            header: the parsed header.
+
+        Raises:
+            ConfigError: the architecture is not supported.
+        """
+        name = header.metadata.get("general.architecture")
+        if not isinstance(name, str) or name not in ARCHITECTURES:
+            raise ConfigError(f"unsupported GGUF architecture {name!r}; supported: {', '.join(ARCHITECTURES)}")
+        self.header, self.architecture = header, name
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Returns a value.
+
+        Args:
+            key: the key without the architecture's name.
+            default: the value if the file has none.
+
+        Returns:
+            The number or string.
+
+        Raises:
+            ConfigError: the file has no value and there is no default, or the value is an array.
+        """
+        value = self.header.metadata.get(f"{self.architecture}.{key}", default)
+        if value is None:
+            raise ConfigError(f"the GGUF file lacks {self.architecture}.{key}")
+        if isinstance(value, (list, np.ndarray)):
+            raise ConfigError(f"{self.architecture}.{key} is an array of {len(value)} values; supported: one value")
+        return value
+
+    def integer(self, key: str, default: int | None = None, *, low: int = 0) -> int:
+        """Returns an integer.
+
+        Args:
+            key: the key without the architecture's name.
+            default: the value if the file has none.
+            low: the smallest value that is accepted.
+
+        Returns:
+            The integer.
+
+        Raises:
+            ConfigError: as for `get`, or the value is no integer, or smaller.
+        """
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise ConfigError(f"{self.architecture}.{key} is {value!r}; supported: one integer of at least {low}")
+        return value
+
+
+def describe_config(
+    header: GGUFHeader, tokens: dict[str, Any], rope_factors: np.ndarray | None = None
+) -> dict[str, Any]:
+    """Writes the metadata of a file as the content of a `config.json`.
+
+    Args:
+        header: the parsed header.
+        tokens: further values, such as `eos_token_id`.
+        rope_factors: the tensor `rope_freqs.weight`, if the file has one.
+
+    Returns:
+        The content. `conversion.hf_config` checks the values.
+
+    Raises:
+        ConfigError: the architecture is not supported, a value is missing, or the file is one of several parts.
+    """
+    # Parts after the first say nothing else of the model.
+    parts = header.metadata.get("split.count", 1)
+    if isinstance(parts, int) and parts > 1:
+        raise ConfigError(f"the GGUF file is one of {parts} parts: join them first (llama-gguf-split --merge)")
+    data = Metadata(header)
+    model_type, attention, has_experts = ARCHITECTURES[data.architecture]
+    if data.get("expert_count", 0) and not has_experts:
+        raise ConfigError(
+            f"{data.architecture}.expert_count is {data.get('expert_count')!r}: experts are not supported in GGUF "
+            f"files of {data.architecture}"
+        )
+    heads, width = data.integer("attention.head_count", low=1), data.integer("embedding_length", low=1)
+    # The names of all layers and experts are listed before any is looked up, so wrong counts must not get that far.
+    blocks = data.integer("block_count", low=1)
+    if blocks > len(header.tensors):
+        raise ConfigError(
+            f"{data.architecture}.block_count is {blocks}, and the file has {len(header.tensors)} tensors"
+        )
+    # MTP modules are the last blocks; llama.cpp counts them among the blocks.
+    modules = data.integer("nextn_predict_layers", 0)
+    if modules >= blocks:
+        raise ConfigError(
+            f"{data.architecture}.nextn_predict_layers is {modules}, and block_count, which includes them, is {blocks}"
+        )
+    vocabulary = header.tensors.get("token_embd.weight")
+    return {
+        "model_type": model_type,
+        "vocab_size": vocabulary.shape[0] if vocabulary else data.get("vocab_size"),
+        "hidden_size": width,
+        "intermediate_size": data.get("feed_forward_length"),
+        "num_hidden_layers": blocks - modules,
+        **({"num_nextn_predict_layers": modules} if modules else {}),
+        "num_attention_heads": heads,
+        "max_position_embeddings": data.get("context_length"),
+        "rms_norm_eps": data.get("attention.layer_norm_rms_epsilon"),
+        "attention_bias": "blk.0.attn_q.bias" in header.tensors,
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "rope_theta": data.get("rope.freq_base", 10000.0),
+        **attention(data, heads, width, rope_factors),
+        **(_experts(data) if has_experts else {}),
+        **tokens,
+    }
+
+
+def _grouped(data: Metadata, heads: int, width: int, factors: np.ndarray | None) -> dict[str, Any]:
+    """Reads grouped-query attention whose heads are rotated as a whole."""
+    head_dim = data.get("attention.key_length", data.get("rope.dimension_count", width // heads))
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if data.get(key, head_dim) != head_dim:
+            raise ConfigError(
+                f"{data.architecture}.{key} is {data.get(key)!r}, and the head size {head_dim!r}: not supported"
+            )
+    if not isinstance(head_dim, int) or head_dim < 2 or head_dim % 2:
+        raise ConfigError(f"the head size is {head_dim!r}, not an even number")
+    return {
+        "num_key_value_heads": data.get("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "rope_scaling": _rope_scaling(data, head_dim, factors),
+    }
+
+
+def _partial(data: Metadata, heads: int, width: int, factors: np.ndarray | None) -> dict[str, Any]:
+    """Reads grouped-query attention of GLM-4.5: a part of each head is rotated, and queries and keys may have norms."""
+    head_dim = data.integer("attention.key_length", width // heads, low=1)
+    if data.get("attention.value_length", head_dim) != head_dim:
+        raise ConfigError(
+            f"{data.architecture}.attention.value_length is {data.get('attention.value_length')!r}, and the head size "
+            f"{head_dim}: not supported"
+        )
+    return {
+        "num_key_value_heads": data.get("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "partial_rotary_factor": data.integer("rope.dimension_count", head_dim, low=2) / head_dim,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in data.header.tensors,
+        "rope_scaling": _rope_scaling(data, head_dim, factors),
+    }
+
+
+def _latent(data: Metadata, heads: int, width: int, factors: np.ndarray | None) -> dict[str, Any]:
+    """Reads multi-head latent attention.
+
+    Files whose `kv_b_proj` is split describe heads of the latent under `key_length`, and those of the model under
+    `key_length_mla`. Older files have only the latter, under the plain name.
+    """
+    key = "attention.key_length_mla"
+    rotated = data.integer("rope.dimension_count", low=1)
+    key_length = data.integer(key, data.integer("attention.key_length"))
+    if key_length <= rotated:
+        raise ConfigError(
+            f"{data.architecture}.{key} is {key_length}, not larger than its rotated part, rope.dimension_count "
+            f"{rotated}"
+        )
+    return {
+        "q_lora_rank": data.integer("attention.q_lora_rank", 0),
+        "kv_lora_rank": data.integer("attention.kv_lora_rank", low=1),
+        "qk_nope_head_dim": key_length - rotated,
+        "qk_rope_head_dim": rotated,
+        "v_head_dim": data.integer("attention.value_length_mla", data.integer("attention.value_length")),
+        "attention_bias": False,
+        "rope_scaling": _rope_scaling(data, rotated, factors),
+    }
+
+
+def _experts(data: Metadata) -> dict[str, Any]:
+    """Reads the mixture of experts, whose number the stacked tensors confirm."""
+    count, tensors = data.integer("expert_count", 0), data.header.tensors
+    if not count:
+        return {}
+    stacks = [tensor for name, tensor in tensors.items() if name.endswith("_exps.weight")]
+    for tensor in stacks:
+        if len(tensor.shape) != 3 or tensor.shape[0] != count:
+            raise ConfigError(
+                f"{data.architecture}.expert_count is {count}, and tensor {tensor.name!r} has shape "
+                f"{list(tensor.shape)}, not [{count}, rows, columns]"
+            )
+    if not stacks or count * len(stacks) > MAX_EXPERTS:
+        raise ConfigError(
+            f"{data.architecture}.expert_count is {count}, and the file has {len(stacks)} stacks of experts; supported:"
+            f" at least one stack, and at most {MAX_EXPERTS} matrices in all"
+        )
+    scoring = data.get("expert_gating_func", 0)
+    if scoring != SIGMOID:
+        raise ConfigError(
+            f"{data.architecture}.expert_gating_func is {scoring!r}; supported: {SIGMOID} (sigmoid), as DeepSeek-V3 and"
+            " GLM-4.5 have it"
+        )
+    return {
+        "n_routed_experts": count,
+        "num_experts_per_tok": data.get("expert_used_count"),
+        "moe_intermediate_size": data.get("expert_feed_forward_length"),
+        "n_shared_experts": data.get("expert_shared_count", 0),
+        # Files of older converters name no groups; llama.cpp then chooses among all experts.
+        "n_group": data.integer("expert_group_count", 0) or 1,
+        "topk_group": data.integer("expert_group_used_count", 0) or 1,
+        "norm_topk_prob": data.get("expert_weights_norm", False),
+        "routed_scaling_factor": data.get("expert_weights_scale", 0) or 1.0,
+        "first_k_dense_replace": data.get("leading_dense_block_count", 0),
+    }
+
+
+def _rope_scaling(data: Metadata, head_dim: int, factors: np.ndarray | None) -> dict[str, Any] | None:
+    """Reads rotary scaling: named in the metadata, or as Llama 3.1's factors per frequency."""
+    if factors is not None:
+        return _llama3_scaling(np.asarray(factors, np.float64), data.get("rope.freq_base", 10000.0), head_dim)
+    kind = data.get("rope.scaling.type", "none")
+    if kind == "none":
+        return None
+    # Factors that replace YaRN's own would change every logit, so they must not be passed over.
+    for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
+        if data.get(f"rope.scaling.{key}", 1.0) != 1.0:
+            value = data.get(f"rope.scaling.{key}")
+            raise ConfigError(f"{data.architecture}.rope.scaling.{key} is {value!r}; supported: 1.0")
+    original = data.get("rope.scaling.original_context_length", data.get("context_length"))
+    scaling = {
+        "rope_type": kind,
+        "factor": data.get("rope.scaling.factor", 1.0),
+        "original_max_position_embeddings": original,
+    }
+    betas = {name: data.get(f"rope.scaling.yarn_{name}", 0) for name in ("beta_fast", "beta_slow")}
+    scaling |= {name: value for name, value in betas.items() if value}
+    # DeepSeek's `mscale_all_dim`, which llama.cpp stores times 0.1. It takes `mscale` to be the same, as published.
+    log_multiplier = data.get("rope.scaling.yarn_log_multiplier", 0.0)
+    if not isinstance(log_multiplier, float) or not math.isfinite(log_multiplier):
+        raise ConfigError(
+            f"{data.architecture}.rope.scaling.yarn_log_multiplier is {log_multiplier!r}, not a finite number"
+        )
+    if log_multiplier:
+        mscale = round(10 * log_multiplier, 6)  # written in float32
+        scaling |= {"mscale": mscale, "mscale_all_dim": mscale}
+    return scaling
+
+
+def _llama3_scaling(factors: np.ndarray, theta: float, head_dim: int) -> dict[str, Any]:
+    """Recognizes Llama 3.1's settings, of which the file keeps only the factor of each frequency."""
+    if factors.shape != (head_dim // 2,) or not isinstance(theta, (int, float)) or not theta > 0:
+        raise ConfigError(f"{ROPE_FACTORS} has shape {list(factors.shape)}, and rope.freq_base is {theta!r}")
+    # The lowest frequencies are divided by the factor itself; the other settings are the same in all releases.
+    factor, low, high, original = float(factors.max()), 1.0, 4.0, 8192
+    wavelengths = 2 * math.pi * float(theta) ** (np.arange(0, head_dim, 2) / head_dim)
+    smooth = np.clip((original / wavelengths - low) / (high - low), 0, 1)
+    expected = 1 / ((1 - smooth) / factor + smooth)
+    if not np.allclose(factors, expected, rtol=1e-4):
+        raise ConfigError(f"{ROPE_FACTORS} holds other factors than Llama 3.1's: not supported")
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }
+
+
+Attention = Callable[[Metadata, int, int, np.ndarray | None], dict[str, Any]]
+# GGUF's name of an architecture -> `model_type`, its attention, and whether layers may have experts.
+ARCHITECTURES: dict[str, tuple[str, Attention, bool]] = {
+    "llama": ("llama", _grouped, False),
+    "qwen3": ("qwen3", _grouped, False),
+    "deepseek2": ("deepseek_v3", _latent, True),
+    "glm4moe": ("glm4_moe", _partial, True),
+}

@@ -1,0 +1,147 @@
+"""Resolves names of repositories on the Hugging Face Hub, wherever a checkpoint's path is taken. Imports no JAX.
+
+    org/name            a repository
+    org/name@revision   its branch, tag or commit
+    org/name/file.gguf  a GGUF file of a repository, also with @revision
+
+A path that exists is always that path. The package `huggingface_hub` downloads into its cache; its environment
+variables (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE) hold as usual.
+"""
+
+import functools
+import glob
+import os
+import pathlib
+import re
+
+from mtpjax.errors import CheckpointError, UnsafeFileError, printable
+from mtpjax.safe_open import parse_json, read_inside
+
+_NAME = re.compile(
+    r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)"
+    r"(?P<file>(?:/[A-Za-z0-9][\w.-]*)+\.gguf)?"
+    r"(?:@(?P<revision>[A-Za-z0-9][\w./-]*))?",
+    re.ASCII,
+)
+# A missing file with one of these suffixes is a missing file, not a repository.
+_FILE_SUFFIXES = (".gguf", ".json", ".jsonl", ".safetensors", ".txt", ".yaml", ".yml")
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+MAX_INDEX_BYTES, MAX_SHARDS = 512 << 20, 10_000
+TOKENIZER_FILES = (
+    *("config.json", "generation_config.json", "chat_template.jinja", "chat_template.json"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("tokenizer.model", "vocab.json", "merges.txt"),
+)
+# Small files that say which of the large ones are needed. `digests.json` is a file of mtpjax's own checkpoints.
+_DESCRIPTION = (*TOKENIZER_FILES, INDEX, "digests.json", "mtpjax_self_check.json")
+_OWN_FILES = ("params/*", "huggingface/*", "huggingface.json", "huggingface.safetensors")
+
+
+def resolve(name, *, weights: bool = True) -> pathlib.Path:
+    """Finds the path that a user means by a name: a local one, or the cached snapshot of a repository on the Hub.
+
+    Args:
+        name: a path, or `org/name`, `org/name@revision`, `org/name/file.gguf`.
+        weights: download the weights too; False: only the tokenizer's files.
+
+    Returns:
+        The path itself if it exists or is no name of a repository, else the snapshot's folder or the file in it.
+
+    Raises:
+        CheckpointError: the package is missing, there is no such repository, revision or file, access is refused, or
+            the Hub cannot be reached and the cache lacks the files.
+    """
+    text = os.fspath(name)
+    match = _NAME.fullmatch(text)
+    # `lexists`: a broken link is a local problem, not a name.
+    if match is None or ".." in text or os.path.lexists(text):
+        return pathlib.Path(text)
+    repository, file, revision = match["repository"], match["file"], match["revision"]
+    if pathlib.PurePath(repository).suffix.lower() in _FILE_SUFFIXES:
+        return pathlib.Path(text)
+    return _download(repository, revision, (file or "").removeprefix("/"), weights)
+
+
+@functools.cache  # one command asks several times, and must get one snapshot
+def _download(repository: str, revision: str | None, file: str, weights: bool) -> pathlib.Path:
+    """Downloads what is needed of a repository, and returns the snapshot's folder or the file in it."""
+    name = repository + (f"@{revision}" if revision else "")
+    # A GGUF file holds everything.
+    if file:
+        path = _fetch(repository, revision, (glob.escape(file),), f"{repository}/{file}") / file
+        if not path.exists():
+            raise CheckpointError(f"the repository {name} has no file {file}")
+        return path
+    folder = _fetch(repository, revision, _DESCRIPTION if weights else TOKENIZER_FILES, name)
+    if not weights:
+        return folder
+    if not (folder / "config.json").exists():
+        raise CheckpointError(
+            f"the repository {name} has no config.json; name a GGUF file in it as {repository}/FILE.gguf"
+        )
+    # The small files say which weights belong to the checkpoint; other files, such as copies in another format, stay.
+    # The folder is named after its commit: both downloads are of the same one.
+    _fetch(repository, folder.name, _weight_files(folder), name)
+    return folder
+
+
+def _weight_files(folder: pathlib.Path) -> tuple[str, ...]:
+    """Lists patterns of the weight files: those of the index, the single one, or those of an mtpjax checkpoint."""
+    if (folder / "digests.json").exists():
+        return _OWN_FILES
+    try:
+        content = read_inside(folder, INDEX, max_bytes=MAX_INDEX_BYTES)
+        index = parse_json(content) if content is not None else {}
+    except (UnsafeFileError, ValueError):
+        index = {}  # loading says what is wrong with the file
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    named = weight_map.values() if isinstance(weight_map, dict) else [SINGLE]
+    # Loading rejects an index with values of other kinds.
+    files = {name for name in named if isinstance(name, str) and name.endswith(".safetensors")}
+    if len(files) > MAX_SHARDS:
+        raise CheckpointError(f"{folder / INDEX} names {len(files)} files; at most {MAX_SHARDS} are accepted")
+    return tuple(map(glob.escape, sorted(files)))
+
+
+def _fetch(repository: str, revision: str | None, patterns: tuple[str, ...], name: str) -> pathlib.Path:
+    """Downloads files of a repository that match a pattern into the cache, and returns the snapshot's folder."""
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise CheckpointError(
+            f"{name} does not exist; a repository of the Hugging Face Hub needs the package huggingface_hub: "
+            "pip install 'mtpjax[hub]'"
+        ) from error
+    try:
+        return pathlib.Path(
+            huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=list(patterns))
+        )
+    # The package lets errors of its HTTP library through, whose classes differ between its versions.
+    except Exception as error:
+        raise CheckpointError(_explain(error, repository, revision, name)) from error
+
+
+def _explain(error: Exception, repository: str, revision: str | None, name: str) -> str:
+    """Says in one line why a download failed, and what to do."""
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, errors.GatedRepoError):
+        page = f"{constants.ENDPOINT}/{repository}"
+        return f"the repository {repository} is gated: accept its terms at {page}, and set HF_TOKEN to your token"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"the repository {repository} has no revision {revision!r}"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            f"{name} does not exist as a path, and {constants.ENDPOINT} has no such repository, or it is private: then"
+            " set HF_TOKEN to your token"
+        )
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        cause = "HF_HUB_OFFLINE is set"
+        if not constants.HF_HUB_OFFLINE:
+            cause = f"{constants.ENDPOINT} cannot be reached ({type(error.__cause__ or error).__name__})"
+        return (
+            f"{name} does not exist as a path, {cause}, and the cache {constants.HF_HUB_CACHE} does not hold all of the"
+            " repository's files"
+        )
+    first_line = str(error).strip().partition("\n")[0]
+    return f"{name} cannot be downloaded: {type(error).__name__}: {printable(first_line, 300)}"
