@@ -4,7 +4,7 @@ import math
 import pathlib
 import sys
 
-import jsonargparse
+from mtpjax.cli.help import command_parser
 
 
 def add_commands(commands) -> None:
@@ -13,8 +13,8 @@ def add_commands(commands) -> None:
     Args:
         commands: the subcommands of the `mtpjax` parser.
     """
-    quickstart = jsonargparse.ArgumentParser(
-        description="Train a small model with an MTP module on the standard library of this Python, decode held-out "
+    quickstart = command_parser(
+        "Train a small model with an MTP module on the standard library of this Python, decode held-out "
         "prompts with and without drafts, and compare. Takes about three minutes on two cores and downloads nothing."
     )
     quickstart.add_argument("--output", default="runs/quickstart", help="folder to write (default: %(default)s)")
@@ -26,8 +26,8 @@ def add_commands(commands) -> None:
     )
     commands.add_subcommand("quickstart", quickstart, help="train a small model, decode with it, and see the speed-up")
 
-    train = jsonargparse.ArgumentParser(
-        description="Train a model together with its MTP modules. `mtpjax.training.config.TrainConfig` documents every "
+    train = command_parser(
+        "Train a model together with its MTP modules. `mtpjax.training.config.TrainConfig` documents every "
         "setting; --print-config prints them with their values."
     )
     train.add_argument("--config", default=None, help="YAML file of settings (default: the defaults of TrainConfig)")
@@ -55,8 +55,8 @@ def add_commands(commands) -> None:
     train.add_argument("--print-config", action="store_true", help="print every setting as YAML, and exit")
     commands.add_subcommand("train", train, help="train a model and its MTP modules")
 
-    compare = jsonargparse.ArgumentParser(
-        description="Show training runs side by side: the settings that differ, the last losses, and accept lengths on "
+    compare = command_parser(
+        "Show training runs side by side: the settings that differ, the last losses, and accept lengths on "
         "held-out prompts, measured by decoding and predicted along the trunk's own text."
     )
     compare.add_argument("runs", nargs="+", metavar="RUN", help="folder of a training run")

@@ -114,11 +114,11 @@ def test_a_model_that_cannot_draft_trees_has_chains_only(small):
     ("changes", "said"),
     [
         ({"depths": ()}, "depths is empty"),
-        ({"depths": (0,)}, "depths must be at least 1"),
-        ({"batch_sizes": (1, 0)}, "batch_sizes must be at least 1"),
+        ({"depths": (0,)}, "num_steps must be at least 1"),
+        ({"batch_sizes": (1, 0)}, "batch_size must be at least 1"),
         ({"temperatures": (-1.0,)}, "temperature -1.0"),
         ({"temperatures": (float("nan"),)}, "temperature nan"),
-        ({"rules": ("fast",)}, "rule 'fast' is not one of auto, exact, greedy"),
+        ({"rules": ("fast",)}, "acceptance 'fast' is not one of auto, exact, greedy"),
         ({"max_new_tokens": 1}, "max_new_tokens must be at least 2"),
         ({"repeats": 0}, "repeats must be at least 1"),
     ],
@@ -315,7 +315,7 @@ def checkpoint(small, tmp_path_factory):
     return folder / "checkpoint"
 
 
-GRID = ["--depths", "1", "2", "--topk", "1", "--temperatures", "0", "--batch-sizes", "2"]
+GRID = ["--num-steps", "1", "2", "--topk", "1", "--temperature", "0", "--batch-size", "2"]
 GRID += ["--max-new-tokens", "8", "--repeats", "2", "--num-prompts", "3"]
 
 
@@ -351,14 +351,14 @@ def test_a_killed_run_goes_on(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("extra", "code", "said"),
     [
-        (["--depths", "0"], 2, "depths must be at least 1"),
-        (["--rules", "fast"], 2, "rule 'fast' is not one of"),
+        (["--num-steps", "0"], 2, "num_steps must be at least 1"),
+        (["--acceptance", "fast"], 2, "acceptance 'fast' is not one of"),
         (["--prompts", "missing.jsonl"], 2, "missing.jsonl"),
         (["--num-prompts", "0"], 2, "at least 1, not 0"),
         (["--max-new-tokens", "256"], 2, "leaves no room"),
         (["--threads", "-1"], 2, "threads must be at least 0"),
         (["--model", "missing"], 3, "no mtpjax checkpoint"),
-        (["--temperatures", "1", "--rules", "greedy"], 2, "no combination of the settings is possible"),
+        (["--temperature", "1", "--acceptance", "greedy"], 2, "no combination of the settings is possible"),
     ],
 )
 def test_bad_input_is_one_line(checkpoint, tmp_path, capsys, extra, code, said):
