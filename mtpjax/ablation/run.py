@@ -28,7 +28,7 @@ from mtpjax.host import num_threads
 from mtpjax.io.checkpoint import load
 from mtpjax.io.checkpoint_format import checkpoint_digest, find_checkpoint
 
-CELL_VERSION = 4  # format of a cell's line; lines of another version are measured again
+CELL_VERSION = 5  # format of a cell's line; lines of another version are measured again
 # Drop compiled programs after this many cells: they use up memory mappings, of which Linux allows 65,530 per process.
 CELLS_PER_CACHE_CLEAR = 16
 

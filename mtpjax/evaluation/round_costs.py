@@ -190,6 +190,14 @@ class CostMeter:
                 if number:
                     self._seconds[timed].append(seconds)
 
+    def plain_steps(self, shape: RoundShape) -> np.ndarray:
+        """Returns the cost of a round's parts in plain steps, `[R]`: one per measurement, from timings of its turn.
+
+        Args:
+            shape: a shape that is measured.
+        """
+        return np.array(self._seconds["parts", shape]) / np.array(self._seconds["parts", PLAIN_STEP])
+
     def costs(self) -> RoundCosts:
         """Summarises all timings so far.
 

@@ -248,11 +248,13 @@ def _print_result(
             f"{row.accept_length:.2f}",
             " ".join(f"{rate:.2f}" for rate in row.survival),
             f"{row.tokens_per_second:.0f}",
-            f"{row.ratio:.2f}",
+            f"{row.ratio:.2f}" + " ?" * (row.ratio > row.accept_length),
             f"{low:.2f}-{high:.2f}",
             f"{row.ideal:.2f}",
         )
     console.print(table)
+    if any(row.ratio > row.accept_length for row in rows):
+        console.print("? impossible: above the accept length, so something disturbed the timing: run it again")
     console.print(f"identical: {'yes' if identical else 'NO'}", style="bold green" if identical else "bold red")
     low, high = best.interval
     console.print(

@@ -25,6 +25,7 @@ from mtpjax.cli.main import main
 from mtpjax.data.jsonl_writer import JsonlWriter
 from mtpjax.data.packing import read_documents, split_held_out
 from mtpjax.decoding.config import DecodeConfig
+from mtpjax.evaluation.machine import timing_problem
 from mtpjax.evaluation.plots import plot_heatmap, plot_pareto
 from mtpjax.evaluation.round_costs import PLAIN_STEP, RoundCosts
 from mtpjax.io.checkpoint import save_model
@@ -56,6 +57,7 @@ def row(ratio, spread=0.05, *, batch_size=1, temperature=0.0, num_steps=1, topk=
         "differing_rows": int(lossless == "DIFFERS"),
         "compared_rows": 10,
         "waited": 0.2,
+        "problem": timing_problem(ratio, length, 0.0),
     }
 
 
@@ -281,6 +283,22 @@ def test_advice_says_what_how_sure_and_when_not():
     text = format_recommendation([row(1.5, temperature=1.0, rule="token")], {}, WORKLOAD, settings, ENVIRONMENT)
     assert "--speculative-num-draft-tokens 2 --acceptance token`" in text
     assert "one batch of 4: intervals there cover timing" in text
+
+
+def test_a_ratio_above_the_accept_length_is_marked_everywhere():
+    rows = [row(2.5), row(1.2, num_steps=2)]
+    (advice,) = advise(rows)
+    assert "above the accept length, which is impossible: measure again" in advice.text
+    text = format_recommendation(rows, {}, WORKLOAD, SETTINGS, ENVIRONMENT)
+    assert "- impossible ratios, above the accept length: 1. Run it again" in text
+    table = list(csv.DictReader(io.StringIO(to_csv(rows))))
+    assert [line["problem"] for line in table] == ["impossible: above the accept length 1.80", ""]
+    file = io.StringIO()
+    print_cells(rich.console.Console(file=file, width=80), rows)
+    assert "2.50 2.45-2.55 ?" in file.getvalue() and "? impossible" in file.getvalue()
+    file = io.StringIO()
+    print_cells(rich.console.Console(file=file, width=80), rows[1:])
+    assert "?" not in file.getvalue()
 
 
 def test_tables_csv_and_pictures_show_every_cell(tmp_path):

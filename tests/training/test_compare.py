@@ -43,7 +43,7 @@ def run(*arguments):
 def test_settings_and_figures_stand_side_by_side(tmp_path, capsys):
     decoded = {"overall": {"greedy": figures(1.5), "sampled": figures(1.3)}, "code": {"greedy": figures(1.6)}}
     write_run(tmp_path / "first", decoded=decoded)
-    better = {"overall": {"greedy": figures(1.75, speed_up=None)}}
+    better = {"overall": {"greedy": figures(1.75, speed_up=None, problem="impossible: above the accept length 1.75")}}
     objective = {"mix": [["kl", 1.0]], "warmup": 0.5}
     write_run(tmp_path / "second", survival=0.75, decoded=better, fingerprint="b" * 64, seed=1, objective=objective)
     picture = tmp_path / "compare.png"
@@ -64,6 +64,7 @@ def test_settings_and_figures_stand_side_by_side(tmp_path, capsys):
         "code, greedy: accept length 1.600 -",
     ):
         assert line in lines, line
+    assert "second: the greedy speed-up is impossible: above the accept length 1.75" in lines
     assert "objective.mix" not in out and "output" not in out
     assert picture.read_bytes()[1:4] == b"PNG"
 
