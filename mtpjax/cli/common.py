@@ -6,6 +6,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
+from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, FORMATS
+
 
 def add_model_path_flag(parser) -> None:
     """Adds `--model-path`, the flag that names a checkpoint."""
@@ -14,6 +16,18 @@ def add_model_path_flag(parser) -> None:
         "--model",
         required=True,
         help="a checkpoint, a run folder that holds one, a Hugging Face directory, or a GGUF file",
+    )
+
+
+def add_plot_formats_flag(parser) -> None:
+    """Adds `--plot-formats`, the flag that chooses the formats of pictures."""
+    parser.add_argument(
+        "--plot-formats",
+        nargs="*",
+        choices=FORMATS,
+        default=list(DEFAULT_FORMATS),
+        metavar="FORMAT",
+        help=f"formats of the pictures: {', '.join(FORMATS)}; no value: no pictures",
     )
 
 

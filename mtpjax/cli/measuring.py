@@ -2,9 +2,10 @@
 
 import dataclasses
 import json
+import pathlib
 import sys
 
-from mtpjax.cli.common import add_model_path_flag, progress_bar, set_threads, show_bytes_read
+from mtpjax.cli.common import add_model_path_flag, add_plot_formats_flag, progress_bar, set_threads, show_bytes_read
 from mtpjax.cli.config_flags import DRAFT_FIELDS, SHAPE_FIELDS, add_config_flags, decode_settings, flag_names
 from mtpjax.cli.help import command_parser
 
@@ -70,7 +71,10 @@ def _add_eval(commands) -> None:
     add_config_flags(acceptance, DRAFT_FIELDS, num_steps=3)
     acceptance.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default: %(default)s)")
     acceptance.add_argument("--batch-size", type=int, default=8, help="prompts decoded together (default: %(default)s)")
-    acceptance.add_argument("--output", default=None, help="JSON file to write, with all counts")
+    acceptance.add_argument(
+        "--output", default=None, help="JSON file to write, with all counts; its pictures get the same name"
+    )
+    add_plot_formats_flag(acceptance)
     evaluate = command_parser("Evaluate a trained model.")
     commands.add_subcommand("eval", evaluate, help="evaluate a model on prompts")
     kinds = evaluate.add_subcommands(title="what", metavar="WHAT", dest="what")
@@ -81,7 +85,7 @@ def _add_ablate(commands) -> None:
     ablate = command_parser(
         "Decode the same prompts with every combination of settings, each alternating with plain decoding "
         "at the same batch size and temperature, and recommend one. Finished cells are kept: run the same command "
-        "again to continue. Writes cells.jsonl, cells.csv, heatmap.png, pareto.png and recommendation.md."
+        "again to continue. Writes cells.jsonl, cells.csv, recommendation.md, and the pictures heatmap and pareto."
     )
     add_model_path_flag(ablate)
     ablate.add_argument("--output", required=True, help="folder to write or to continue")
@@ -102,6 +106,7 @@ def _add_ablate(commands) -> None:
     ]
     for name, kind, default, meaning in grid:
         ablate.add_argument(*flag_names(name), type=kind, nargs="+", default=default, help=meaning)
+    add_plot_formats_flag(ablate)
     ablate.add_argument(
         "--repeats", type=int, default=5, help="rounds of plain and speculative decoding (default: %(default)s)"
     )
@@ -227,6 +232,7 @@ def _eval_acceptance(options) -> int:
     from mtpjax.decoding.config import DecodeConfig
     from mtpjax.evaluation.acceptance import measure_acceptance
     from mtpjax.evaluation.metrics import print_report, report, to_json
+    from mtpjax.evaluation.plots import plot_acceptance
     from mtpjax.evaluation.self_check import check_acceptance
     from mtpjax.io.checkpoint import load
     from mtpjax.io.checkpoint_format import find_checkpoint
@@ -267,6 +273,7 @@ def _eval_acceptance(options) -> int:
         settings = {name: value for name, value in vars(options).items() if isinstance(value, (str, int, float, list))}
         content = {"settings": settings, "prompts_cut": cut, "figures": to_json(figures)}
         write_text(options.output, json.dumps(content, indent=1, allow_nan=False) + "\n")
+        plot_acceptance(pathlib.Path(options.output).with_suffix(""), figures, options.plot_formats)
     print_report(console, figures)
     # Check that speculation did not change the text.
     identical = int(acceptance.is_identical.sum())
@@ -305,6 +312,7 @@ def _ablate(options) -> int:
         categories=options.categories,
         prompt_tokens=options.prompt_tokens,
         chat=options.chat,
+        plot_formats=options.plot_formats,
     )
 
 

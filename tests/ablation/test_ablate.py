@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import jax
+import matplotlib
 import numpy as np
 import pytest
 import rich.console
@@ -19,6 +20,8 @@ from mtpjax.ablation import bench as bench_module
 from mtpjax.ablation import run
 from mtpjax.ablation.bench import Bench, Workload, find_workload, paired_ratio
 from mtpjax.ablation.grid import Cell, Settings, list_cells
+from mtpjax.ablation.heatmap import cell_texts, plot_heatmap
+from mtpjax.ablation.pareto import plot_pareto
 from mtpjax.ablation.report import advise, cell_of, format_recommendation, print_cells, to_csv
 from mtpjax.ablation.run import fingerprint
 from mtpjax.cli.main import main
@@ -26,7 +29,6 @@ from mtpjax.data.jsonl_writer import JsonlWriter
 from mtpjax.data.packing import read_documents, split_held_out
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.evaluation.machine import timing_problem
-from mtpjax.evaluation.plots import plot_heatmap, plot_pareto
 from mtpjax.evaluation.round_costs import PLAIN_STEP, RoundCosts
 from mtpjax.io.checkpoint import save_model
 from mtpjax.training.decoding_eval import is_looping
@@ -321,6 +323,17 @@ def test_tables_csv_and_pictures_show_every_cell(tmp_path):
             assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_heat_map_shows_intervals_and_doubts(tmp_path):
+    assert cell_texts(row(1.5)) == ("1.50", "1.45-1.55", "1.80 tok/step")
+    assert cell_texts(row(2.5, lossless="DIFFERS")) == ("2.50 ?", "2.45-2.55", "1.80 tok/step, DIFFERS")
+    # With text as text, the SVG file holds what the picture shows.
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        plot_heatmap(tmp_path / "heatmap", [row(1.5), row(1.2, num_steps=2)], ["svg"])
+    assert [file.name for file in tmp_path.iterdir()] == ["heatmap.svg"]
+    shown = (tmp_path / "heatmap.svg").read_text()
+    assert "1.45-1.55" in shown and "1.15-1.25" in shown
+
+
 @pytest.fixture(scope="module")
 def checkpoint(small, tmp_path_factory):
     """Of a run that was trained on a folder of files, half of which it held out."""
@@ -360,8 +373,7 @@ def test_a_killed_run_goes_on(checkpoint, tmp_path):
     assert {file.name for file in output.iterdir()} == {
         "cells.jsonl",
         "cells.csv",
-        "heatmap.png",
-        "pareto.png",
+        *("heatmap.png", "heatmap.svg", "pareto.png", "pareto.svg"),
         "recommendation.md",
     }
 

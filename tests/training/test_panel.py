@@ -112,7 +112,7 @@ def test_decoded_figures_are_those_of_decoding(decoder_of):
     assert whole["overall"]["greedy"].prompts == 64
     for row in whole["even"].values():
         assert row.speed_up is not None and row.speed_up_low <= row.speed_up <= row.speed_up_high
-        assert 0 < row.speed_up_low and row.waited is not None
+        assert row.speed_up_low > 0 and row.waited is not None
         assert bool(row.problem) == (row.speed_up > row.accept_length or row.waited > MAX_WAITING_SHARE)
 
 
