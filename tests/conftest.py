@@ -9,6 +9,8 @@ import os
 # LLVM leaves out its optimisations, in one thread, for the other cores have tests of their own. What XLA itself does
 # stays the same. Flags in the environment come last, so they win.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Commands that tests start must not write compiled programs into the user's folders.
+os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
 os.environ["XLA_FLAGS"] = " ".join(
     [
         "--xla_force_host_platform_device_count=8 --xla_cpu_parallel_codegen_split_count=1",

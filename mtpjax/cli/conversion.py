@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+from mtpjax import compilation_cache
 from mtpjax.cli.common import show_bytes_read
 from mtpjax.cli.help import command_parser
 
@@ -127,6 +128,8 @@ def _export_mtp(options) -> int:
 
 
 def _merge_mtp(options) -> int:
+    if options.check is not None:
+        compilation_cache.enable()
     from mtpjax.io.merge import merge_mtp
 
     choice: dict[str, Any] = {"model_type": _model_type(options)}

@@ -4,6 +4,7 @@ import math
 import pathlib
 import sys
 
+from mtpjax import compilation_cache
 from mtpjax.cli.common import add_plot_formats_flag
 from mtpjax.cli.help import command_parser
 
@@ -73,6 +74,7 @@ def add_commands(commands) -> None:
 
 
 def _quickstart(options) -> int:
+    compilation_cache.enable()
     from mtpjax.errors import Preempted
     from mtpjax.training import quickstart
     from mtpjax.training.config import TrainConfig
@@ -97,6 +99,7 @@ def _quickstart(options) -> int:
 
 
 def _train(options) -> int:
+    compilation_cache.enable()
     import rich.console
 
     from mtpjax.errors import LostProcess, Preempted
