@@ -56,7 +56,8 @@ def _draw_panel(axis, title: str, rows, *, depths, trees, colours, norm) -> None
     import matplotlib.patches
 
     grid = {(_tree_key(row), row["cell"]["num_steps"]): row for row in rows}
-    best = max(rows, key=lambda row: row["ratio"]["value"])
+    # A ratio that cannot be trusted is the best only where all are of that kind.
+    best = max(rows, key=lambda row: (not row.get("problem"), row["ratio"]["value"]))
     # Combinations that were not measured are nan, which the colour map shows in grey.
     values = [[grid[t, d]["ratio"]["value"] if (t, d) in grid else float("nan") for d in depths] for t in trees]
     axis.imshow(values, cmap=colours, norm=norm, aspect="auto")

@@ -92,7 +92,7 @@ def _draw_objectives(figure, settings: dict[str, dict[str, Any]]) -> None:
     axes[0].set_yticks(range(len(settings)), list(settings))
     axes[0].invert_yaxis()
     axes[0].set(title="accept length (ticks: seeds)", xlabel="tokens per round; 95 % over prompts")
-    axes[0].legend(loc="upper right")
+    axes[0].legend(loc="best")
     axes[-1].legend(fontsize=7)
 
 
