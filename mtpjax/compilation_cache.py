@@ -13,6 +13,7 @@ import pathlib
 import platform
 import stat
 import sys
+import warnings
 
 from mtpjax.host import num_threads
 
@@ -45,6 +46,8 @@ def enable() -> pathlib.Path | None:
     # There is no home folder, or it cannot be written: compile as without a cache.
     except (OSError, RuntimeError):
         return None
+    # A full disk or a damaged file costs only the time to compile, so JAX need not warn of it.
+    warnings.filterwarnings("ignore", message="Error (reading|writing) persistent compilation cache entry")
     os.environ[FOLDER_VARIABLE] = str(folder)
     os.environ.setdefault(MIN_SECONDS_VARIABLE, str(MIN_COMPILE_SECONDS))
     return folder

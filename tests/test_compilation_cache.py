@@ -115,5 +115,10 @@ def test_a_command_keeps_programs_and_the_library_does_not(checkpoint, tmp_path)
     second = subprocess.run(command, capture_output=True, env=environment, check=True)
     again = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache" / "mtpjax" / "compiled").glob("*/*-cache")}
     assert kept and again == kept  # nothing was compiled again
+    # Damaged files are compiled again, without a word.
+    for path in kept:
+        path.write_bytes(b"damaged")
+    damaged = subprocess.run(command, capture_output=True, env=environment, check=True)
+    assert (damaged.stdout, damaged.stderr) == (first.stdout, first.stderr)
     assert (second.stdout, second.stderr) == (first.stdout, first.stderr)
     assert not (tmp_path / "home").exists()
