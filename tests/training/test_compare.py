@@ -69,6 +69,29 @@ def test_settings_and_figures_stand_side_by_side(tmp_path, capsys):
     assert picture.read_bytes()[1:4] == b"PNG"
 
 
+@pytest.mark.parametrize(
+    ("output", "extra", "names"),
+    [
+        ("picture", [], {"picture.png", "picture.svg"}),
+        ("picture", ["--plot-formats", "pdf"], {"picture.pdf"}),
+        ("picture.svg", ["--plot-formats", "pdf"], {"picture.svg"}),
+    ],
+)
+def test_the_suffix_or_a_flag_chooses_the_formats(output, extra, names, tmp_path, capsys):
+    write_run(tmp_path / "run")
+    (tmp_path / "pictures").mkdir()
+    assert run(tmp_path / "run", "--output", tmp_path / "pictures" / output, *extra) == 0
+    assert {file.name for file in (tmp_path / "pictures").iterdir()} == names
+    assert all(name in capsys.readouterr().err for name in sorted(names)[:1])
+
+
+def test_a_picture_of_an_unknown_format_is_refused(tmp_path, capsys):
+    write_run(tmp_path / "run")
+    assert run(tmp_path / "run", "--output", "picture.jpg") == 2
+    assert capsys.readouterr().err == ("mtpjax compare: the suffix of picture.jpg must be png, svg, pdf, not 'jpg'\n")
+    assert run(tmp_path / "run", "--output", "picture", "--plot-formats", "gif") == 2
+
+
 def test_one_run_and_equal_runs_are_shown(tmp_path, capsys):
     write_run(tmp_path / "first")
     (tmp_path / "other").mkdir()
