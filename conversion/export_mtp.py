@@ -8,6 +8,7 @@ only a few blocks in memory, and runs no remote code.
 """
 
 import argparse
+import fnmatch
 import json
 import logging
 import pathlib
@@ -30,6 +31,27 @@ from mtpjax.models.config import ModelConfig
 WEIGHTS = "mtp_layer_parameters.safetensors"
 ASCEND_QUANTIZATION = "quant_model_description.json"  # Ascend's list of quantized tensors, by name
 AROUND = ("embed_tokens.", "shared_head.", "enorm.", "hnorm.", "eh_proj.")  # tensors beside a module's decoder layer
+# Small files that belong to a checkpoint, by their usual names. The source's other files stay where they are: pictures,
+# logs, results, and the description of the whole model.
+CHECKPOINT_FILES = (
+    "generation_config.json",
+    "tokenizer*.json",
+    "tokenizer.model",
+    "tiktoken.model",
+    "*.tiktoken",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.*",
+    "*processor_config.json",
+    "quant_model_description*.json",
+    "configuration_*.py",  # code that config.json names in auto_map
+    "modeling_*.py",
+    "tokenization_*.py",
+    "LICENSE*",
+)
 
 # The architecture that engines load an export as; "MtpForCausalLM" for families that are not listed.
 ARCHITECTURES = {
@@ -80,15 +102,14 @@ def export_mtp(source, target, *, model_type: str | None = None, progress: Calla
         shards = [make_shard(WEIGHTS, entries, {"format": "pt"})]
         content = _edit_config(files.json("config.json"), plan)
 
-        # Write the tensors, copy the other files, and replace the files that describe the weights.
+        # Write the tensors, copy the small files of a checkpoint, and replace those that describe the weights.
         with atomic_folder(pathlib.Path(target).resolve(), is_export) as folder:
 
             def blocks(entry: TensorEntry):
                 return dequantized_blocks(files, plan.scales, sources[entry.name])
 
             write_shards(folder, shards, blocks, progress)
-            others = [name for name in files.other_files() if name not in (INDEX, "config.json")]
-            copy_files(folder, files.bytes_of, others)
+            copy_files(folder, files.bytes_of, filter(belongs_to_checkpoint, files.other_files()))
             (folder / INDEX).write_bytes(index_bytes(shards))
             (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
             if (folder / ASCEND_QUANTIZATION).is_file():
@@ -168,6 +189,18 @@ def shared_tensors(config: ModelConfig, layout: Layout) -> list[str]:
     # The engines run Qwen's export as a complete model, so it needs both.
     embedding = f"{layout.trunk}embed_tokens.weight"
     return [embedding] if config.tie_word_embeddings else [embedding, "lm_head.weight"]
+
+
+def belongs_to_checkpoint(name: str) -> bool:
+    """Returns whether a file beside the weights belongs to a checkpoint and is copied to an export.
+
+    Args:
+        name: the file's name.
+
+    Returns:
+        True for tokenizer, chat template, generation settings, licence, and code that `config.json` may name.
+    """
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in CHECKPOINT_FILES)
 
 
 def is_export(path: pathlib.Path) -> bool:

@@ -141,7 +141,7 @@ def measure_cell(params, model, batches, depths: dict, rounds: int) -> dict:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="runs/quickstart", help="a checkpoint (default: %(default)s)")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16, 64], help="batch sizes to measure")
+    parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 4, 16, 64], help="batch sizes to measure")
     parser.add_argument("--num-steps", type=int, default=3, help="largest depth (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=12, help="measurements per cell (default: %(default)s)")
     parser.add_argument(
@@ -153,7 +153,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="one batch size and one level, to see that it runs")
     parser.add_argument("--output", type=pathlib.Path, default=None, help="JSON file to write")
     options = parser.parse_args(argv)
-    batches, num_steps, rounds = (options.batch, options.num_steps, options.rounds)
+    batches, num_steps, rounds = (options.batch_size, options.num_steps, options.rounds)
     most = max(LARGEST_BATCHES * max(batches), LEAST_PROMPTS)
     if options.quick:
         batches, num_steps, rounds, most = [2], 1, 2, 4

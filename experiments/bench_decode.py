@@ -197,7 +197,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--shapes", nargs="+", choices=SHAPES, metavar="SHAPE", default=["S", "M", "D"], help="of S, M, D, tiny"
     )
-    parser.add_argument("--batch", nargs="+", type=count, default=[1, 4, 16])
+    parser.add_argument("--batch-size", nargs="+", type=count, default=[1, 4, 16])
     parser.add_argument("--num-steps", nargs="+", type=count, default=[1, 2, 3], help="draft levels of speculation")
     parser.add_argument(
         "--engines", nargs="+", choices=engines, metavar="ENGINE", default=list(engines), help="of mtpjax, transformers"
@@ -215,7 +215,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error("argument --new-tokens: 1 is not at least 2")
     options.output = options.output or (pathlib.Path("runs", results.name) if options.quick else results)
     if options.quick:
-        options.shapes, options.batch, options.engines = ["tiny"], [1], ["mtpjax"]
+        options.shapes, options.batch_size, options.engines = ["tiny"], [1], ["mtpjax"]
         options.num_steps, options.threads, options.repeats = [1], ["1"], 3
     return options
 
@@ -239,7 +239,7 @@ def run(options: argparse.Namespace, command: str, console: Console) -> list[dic
                     for child in children.values():
                         stack.callback(child.close)
                         versions |= child.versions
-                    for batch in options.batch:
+                    for batch in options.batch_size:
                         rows += run_batch(shape, batch, threads, children, options)
                         console.print(f"measured {shape}, batch {batch}, {threads} thread(s)")
                         content = {**about, "machine": describe_machine(), "versions": versions, "rows": rows}

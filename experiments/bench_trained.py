@@ -108,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--data", default=None, help="folder of .py files (default: the standard library)")
     parser.add_argument("--seconds", type=float, default=480, help="length of the training (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each depth (default: %(default)s)")
-    parser.add_argument("--batch", type=int, nargs="+", default=list(PUBLISHED), help="batch sizes to measure")
+    parser.add_argument("--batch-size", type=int, nargs="+", default=list(PUBLISHED), help="batch sizes to measure")
     parser.add_argument(
         "--implementation",
         nargs="+",
@@ -118,13 +118,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="tiny model and few updates, to see that it runs")
     parser.add_argument("--output", type=pathlib.Path, default=None, help="JSON file to write")
     options = parser.parse_args(argv)
-    if min(options.batch) < 1:
-        parser.error(f"batch sizes {options.batch} must be at least 1")
+    if min(options.batch_size) < 1:
+        parser.error(f"batch sizes {options.batch_size} must be at least 1")
     if not options.quick and jax.default_backend() != "gpu":
         print("this benchmark needs a GPU and jax has none here; --quick runs anywhere", file=sys.stderr)
         return 3
     if options.quick:
-        options.batch, options.rounds, options.implementation = [1, 2], 1, ["xla"]
+        options.batch_size, options.rounds, options.implementation = [1, 2], 1, ["xla"]
     console = Console(highlight=False)
     # Train, then load the checkpoint in the dtype of decoding.
     with tempfile.TemporaryDirectory() as folder:
@@ -133,7 +133,7 @@ def main(argv: list[str] | None = None) -> int:
     models = {name: model.clone(implementation=name) for name in options.implementation}
     prompts = held_out_prompts(
         result.held_out,
-        count=max(options.batch),
+        count=max(options.batch_size),
         prompt_length=min(PROMPT_TOKENS, model.config.max_position_embeddings // 4),
         continuation_length=NEW_TOKENS,
         seed=0,
@@ -143,7 +143,7 @@ def main(argv: list[str] | None = None) -> int:
     for heading in ("batch", "plain", "best", "accept length", "to plain", "range", "published"):
         table.add_column(heading, justify="right")
     rows = []
-    for batch in options.batch:
+    for batch in options.batch_size:
         row = measure(params, models, prompts[:batch], options.rounds)
         rows.append(row)
         length, (low, high) = row["accept_length"][row["best"]], row["range"]

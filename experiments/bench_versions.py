@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--model", type=pathlib.Path, help="a checkpoint to decode as well, such as runs/quickstart")
     parser.add_argument("--shapes", nargs="*", default=["S", "D"], choices=list(SHAPES), help="shapes of bench_decode")
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4], help="batch sizes (default: 1 and 4)")
+    parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 4], help="batch sizes (default: 1 and 4)")
     parser.add_argument("--starts", type=int, default=8, help="times that both processes are started (default: 8)")
     parser.add_argument("--repeats", type=int, default=10, help="pairs of calls per case and start (default: 10)")
     parser.add_argument("--tokens", type=int, default=64, help="new tokens per row (default: 64)")
@@ -138,7 +138,13 @@ def main() -> None:
     parser.add_argument("--output", type=pathlib.Path, help="JSON file to write")
     options = parser.parse_args()
     if options.quick:
-        options.shapes, options.cases, options.batch, options.starts, options.repeats = ["S"], ["1 draft"], [1], 2, 2
+        options.shapes, options.cases, options.batch_size, options.starts, options.repeats = (
+            ["S"],
+            ["1 draft"],
+            [1],
+            2,
+            2,
+        )
     console = Console()
     with tempfile.TemporaryDirectory() as scratch:
         folders: dict[str, pathlib.Path] = {}
@@ -147,7 +153,7 @@ def main() -> None:
             write_checkpoint(folders[shape], SHAPES[shape], rigged=False)
         if options.model is not None:
             folders[str(options.model)] = options.model.resolve()
-        cases = list(itertools.product(folders, options.batch, options.cases))
+        cases = list(itertools.product(folders, options.batch_size, options.cases))
         found: dict[tuple[str, int, str], list[dict[str, Any]]] = {case: [] for case in cases}
         for number in range(options.starts):
             dumps = [pathlib.Path(scratch) / f"hlo{number}-{which}" for which in range(2)]

@@ -45,7 +45,7 @@ from mtpjax.decoding.requests import make_drafter
 from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import empty_state
-from mtpjax.evaluation.plots import COLOURS, GREY
+from mtpjax.evaluation.plot_style import COLOURS, GREY, picture
 from mtpjax.models.presets import presets
 from mtpjax.models.quantized import BlockScaled
 
@@ -307,10 +307,12 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
 
 def plot(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
     """Bytes over the minimum, a pair of bars for each cell."""
-    import matplotlib.figure
+    with picture(path, (9, 0.42 * len(rows) + 1.2)) as figure:
+        draw(figure.subplots(), rows)
 
-    figure = matplotlib.figure.Figure(figsize=(9, 0.42 * len(rows) + 1.2), layout="constrained")
-    axes = figure.subplots()
+
+def draw(axes, rows: list[dict[str, Any]]) -> None:
+    """Draws the bars of `plot`."""
     for turn, (form, label) in enumerate((("xla", "XLA alone"), ("triton", "with kernels"))):
         heights = [place + 0.36 * turn for place in range(len(rows))]
         ratios = [row[form]["ratio"] for row in rows]
@@ -328,9 +330,7 @@ def plot(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
     axes.minorticks_off()
     axes.set_xlabel("bytes of a decoding round over the fewest possible (H100, compiled, not run)")
     axes.axvline(BAR, color=GREY, linestyle="--", linewidth=1, label=f"{BAR:g}, the bar for kernels")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=8, loc="upper right")
-    figure.savefig(path, dpi=110)
+    axes.legend(loc="upper right")
 
 
 def measure(name: str, batch: int, num_steps: int) -> dict[str, Any]:

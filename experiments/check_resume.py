@@ -54,6 +54,7 @@ def train_command(corpus: pathlib.Path, output: pathlib.Path, settings: dict[str
 def environment(cache: pathlib.Path) -> dict[str, str]:
     """Of a process that compiles quickly and keeps what it compiled."""
     return os.environ | {
+        "JAX_ENABLE_COMPILATION_CACHE": "true",
         "JAX_COMPILATION_CACHE_DIR": str(cache),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",

@@ -16,7 +16,7 @@ import jax
 import mtpjax
 from mtpjax.io.checkpoint import save_model
 
-MODEL = {
+MODEL: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 16,
     "num_hidden_layers": 1,

@@ -1,6 +1,6 @@
 """Measures the regret of the adaptive depth policy against the best fixed depth, on simulated rows.
 
-`python -m experiments.policy_regret [--measured] [--batch 1 4 16 64] [--output FILE]` prints one cell for each
+`python -m experiments.policy_regret [--measured] [--batch-size 1 4 16 64] [--output FILE]` prints one cell for each
 acceptance process, cost curve, batch size and length. Regret is the additional time per token of the policy, compared
 with the fixed depth (0 included) that is best for the process. The policy knows the costs, and with `--measured` also
 the acceptance rates of other rows of the process.
@@ -239,14 +239,14 @@ def _table(mode: str, batch: int, length: int, cells: list[Cell]) -> rich.table.
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--batch", type=int, nargs="+", default=BATCHES, choices=BATCHES, help="batch sizes (default: all)"
+        "--batch-size", type=int, nargs="+", default=BATCHES, choices=BATCHES, help="batch sizes (default: all)"
     )
     parser.add_argument("--measured", action="store_true", help="give the policy the acceptance rates of other rows")
     parser.add_argument("--output", type=pathlib.Path, default=None, help="JSON file to write, with all cells")
     options = parser.parse_args()
     console, begin, every = rich.console.Console(), time.perf_counter(), []
     for mode in MODES:
-        for batch, length in itertools.product(options.batch, LENGTHS):
+        for batch, length in itertools.product(options.batch_size, LENGTHS):
             if mode == "stream" and batch == 1:
                 continue  # with one row the two modes differ only in the last round
             measured = [measure(name, batch, length, mode, is_measured=options.measured) for name in PROCESSES]

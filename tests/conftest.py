@@ -10,6 +10,8 @@ import os
 # stays the same. Flags in the environment come last, so they win.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["HF_HUB_OFFLINE"] = "1"  # a missing path may be the name of a repository: no test asks for it over a network
+# Commands that tests start must not write compiled programs into the user's folders.
+os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
 os.environ["XLA_FLAGS"] = " ".join(
     [
         "--xla_force_host_platform_device_count=8 --xla_cpu_parallel_codegen_split_count=1",

@@ -39,23 +39,19 @@ def commands(parser: argparse.ArgumentParser, name: str, summary: str = "") -> I
 
 
 def signature(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
-    """Returns the names of a flag, each with its value: `--num-steps N, --steps N`."""
+    """Returns the names of a flag, each with its value: `--num-steps N, --speculative-num-steps N`."""
     if not action.option_strings:
         return str(action.metavar or action.dest)
     value = ""
     if action.nargs != 0:
-        value = " " + parser._get_formatter()._format_args(action, action.dest.upper())
+        formatter = parser._get_formatter()
+        value = " " + formatter._format_args(action, formatter._get_default_metavar_for_optional(action))
     return ", ".join(f"{flag}{value}" for flag in action.option_strings)
 
 
 def described(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
-    """Returns a flag's help, with its default or that it is required."""
-    text = (action.help or "") % {**vars(action), "prog": parser.prog}
-    if action.required and action.option_strings:
-        return f"{marked_up(text)} (required)"
-    # Switches are off by default; of a default that is None, the text says what it stands for.
-    is_told = "default" in text or action.default in (None, False, argparse.SUPPRESS, [])
-    return marked_up(text if is_told else f"{text} (default: {action.default})")
+    """Returns a flag's help as `--help` prints it, with its default or that it is required."""
+    return marked_up(parser._get_formatter()._expand_help(action))
 
 
 def marked_up(text: str) -> str:

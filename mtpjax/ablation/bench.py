@@ -25,7 +25,7 @@ from mtpjax.decoding.config import LOSSY_RULES, DecodeConfig
 from mtpjax.decoding.generate import generate, speculative_generate
 from mtpjax.evaluation.acceptance import equals_plain_decoding, sampling_arguments
 from mtpjax.evaluation.intervals import Estimate, estimate_from, resample
-from mtpjax.evaluation.machine import Stopwatch
+from mtpjax.evaluation.machine import Stopwatch, timing_problem
 from mtpjax.evaluation.metrics import decoded_rates, to_json
 from mtpjax.evaluation.round_costs import PLAIN_STEP, CostMeter, RoundCosts, RoundShape, max_slots_written
 from mtpjax.io.checkpoint_format import is_checkpoint
@@ -214,7 +214,7 @@ class Bench:
         if not steps.any():
             raise ValueError("every prompt ends with its first new token: there is nothing to measure")
         # Check the texts against plain decoding, then compute the rates per prompt.
-        elapsed = stopwatch.read()
+        waited = stopwatch.waited_share()
         compared, differing = self._count_differing(decoded, batches, drafted, cell)
         num_prompts = len(self.workload.prompts)  # the last batch repeats some
         rates = decoded_rates(steps.reshape(-1)[:num_prompts], accepted.reshape(-1, cell.num_steps)[:num_prompts])
@@ -222,18 +222,21 @@ class Bench:
         seconds = call_seconds - one_token_seconds.min(axis=1, keepdims=True)
         speeds = [float(np.median(tokens[form].sum(1) / seconds[form].sum(1))) for form in (0, 1)]
         costs = self._part_costs(cell)
+        ratio, accept_length = paired_ratio(seconds, tokens), rates["accept_length"].value
+        ideal_ratio = costs.ideal_ratio(accept_length, cell.shape)
         return {
             "cell": dataclasses.asdict(cell),
             **{name: to_json(value) for name, value in rates.items()},
             "tokens_per_second": speeds[1],
             "plain_tokens_per_second": speeds[0],
-            "ratio": to_json(paired_ratio(seconds, tokens)),
-            "ideal_ratio": costs.ideal_ratio(rates["accept_length"].value, cell.shape),
+            "ratio": to_json(ratio),
+            "ideal_ratio": ideal_ratio,
             "costs": {"plain": costs.plain, "verify": costs.verify[cell.shape], "parts": costs.parts[cell.shape]},
             "lossless": lossless_status(cell, differing),
             "differing_rows": differing,
             "compared_rows": compared,
-            "waited": elapsed["waited_seconds"] / elapsed["seconds"],  # for a core
+            "waited": waited,  # share of the time, for a core
+            "problem": timing_problem(max(ratio.value, ideal_ratio), accept_length, waited),
             "seconds": time.perf_counter() - begin,
         }
 

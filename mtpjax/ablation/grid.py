@@ -51,10 +51,14 @@ class Settings:
                     raise ValueError(f"{field.name} is empty")
                 object.__setattr__(self, field.name, tuple(dict.fromkeys(value)))
         # Reject bad values here, before any model is loaded.
-        for name, minimum in (("depths", 1), ("topk", 1), ("batch_sizes", 1), ("num_draft_tokens", 0)):
-            smallest = min(getattr(self, name))
-            if smallest < minimum:
-                raise ValueError(f"{name} must be at least {minimum}, not {smallest}")
+        for name, values, minimum in (
+            ("num_steps", self.depths, 1),
+            ("topk", self.topk, 1),
+            ("batch_size", self.batch_sizes, 1),
+            ("num_draft_tokens", self.num_draft_tokens, 0),
+        ):
+            if min(values) < minimum:
+                raise ValueError(f"{name} must be at least {minimum}, not {min(values)}")
         for name, minimum in (("max_new_tokens", 2), ("repeats", 1), ("seed", 0)):
             if getattr(self, name) < minimum:
                 raise ValueError(f"{name} must be at least {minimum}, not {getattr(self, name)}")
@@ -63,7 +67,7 @@ class Settings:
                 raise ValueError(f"temperature {temperature} must be finite and not negative")
         for rule in self.rules:
             if rule not in RULES:
-                raise ValueError(f"rule '{rule}' is not one of {', '.join(RULES)}")
+                raise ValueError(f"acceptance '{rule}' is not one of {', '.join(RULES)}")
 
 
 @dataclasses.dataclass(frozen=True, order=True)

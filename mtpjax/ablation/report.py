@@ -77,9 +77,16 @@ def advise(rows: Iterable[dict[str, Any]]) -> list[Advice]:
         best = paying[0]
         length, ratio = best["accept_length"]["value"], _format_interval(best["ratio"])
         text = f"{cell_of(best).setting}: accept length {length:.2f}, ratio to plain {ratio}"
+        if is_impossible(best):
+            text += " (above the accept length, which is impossible: measure again)"
         others = [row for row in exact if row is not best]
         result.append(Advice(batch_size, temperature, best, text, _certainty(best, others)))
     return result
+
+
+def is_impossible(row: dict[str, Any]) -> bool:
+    """Returns whether a row's ratio is above its accept length, so that something disturbed the measurement."""
+    return (row.get("problem") or "").startswith("impossible")
 
 
 def _certainty(best: dict[str, Any], others: list[dict[str, Any]]) -> str:
@@ -156,6 +163,9 @@ def format_recommendation(
     waited = max(row["waited"] for row in rows)
     if waited > MAX_WAITING_SHARE:
         lines += [f"- the machine was busy: it waited for a core up to {waited:.0%} of a cell's time. Run it again"]
+    impossible = sum(map(is_impossible, rows))
+    if impossible:
+        lines += [f"- impossible ratios, above the accept length: {impossible}. Run it again"]
     lines += [f"- left out: {reason} ({count} cells)" for reason, count in reasons.items()]
     return "\n".join(lines) + "\n"
 
@@ -183,6 +193,7 @@ CSV_COLUMNS = (
     "verify_ms",
     "parts_ms",
     "lossless",
+    "problem",
 )
 
 
@@ -217,6 +228,7 @@ def to_csv(rows: Iterable[dict[str, Any]]) -> str:
                 **{name: "" if value is None else f"{value:.5g}" for name, value in numbers.items()},
                 **{name: " ".join(_format_rate(rate) for rate in row[name]) for name in ("conditional", "survival")},
                 "lossless": row["lossless"],
+                "problem": row.get("problem") or "",
             }
         )
     return file.getvalue()
@@ -250,11 +262,13 @@ def print_cells(console, rows: list[dict[str, Any]]) -> None:
                 f"{row['accept_length']['value']:.2f}",
                 " ".join(f"{rate['value'] or 0:.2f}".removeprefix("0") for rate in row["survival"]),
                 f"{row['tokens_per_second']:.0f}",
-                f"{ratio['value']:.2f} {ratio['low']:.2f}-{ratio['high']:.2f}",
+                f"{ratio['value']:.2f} {ratio['low']:.2f}-{ratio['high']:.2f}" + " ?" * bool(row.get("problem")),
                 f"{row['ideal_ratio']:.2f}",
             )
         console.print(table)
-    # Explain the marks of the rule column.
+    # Explain the marks of the columns for ratio and rule.
+    if any(row.get("problem") for row in rows):
+        console.print("? impossible (ratio above the accept length) or disturbed: measure again")
     kinds = {row["lossless"] for row in rows}
     if "lossy" in kinds:
         console.print("* lossy: changes the distribution of the text")

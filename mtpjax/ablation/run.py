@@ -19,16 +19,18 @@ import jax
 
 from mtpjax.ablation.bench import Bench, Workload, find_workload
 from mtpjax.ablation.grid import Cell, Settings, list_cells
+from mtpjax.ablation.heatmap import plot_heatmap
+from mtpjax.ablation.pareto import plot_pareto
 from mtpjax.ablation.report import format_recommendation, format_summary, print_cells, to_csv
 from mtpjax.atomic import write_text
 from mtpjax.data.jsonl_writer import JsonlWriter
 from mtpjax.evaluation.machine import describe_machine
-from mtpjax.evaluation.plots import plot_heatmap, plot_pareto
+from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, picture_paths
 from mtpjax.host import num_threads
 from mtpjax.io.checkpoint import load
 from mtpjax.io.checkpoint_format import checkpoint_digest, find_checkpoint
 
-CELL_VERSION = 4  # format of a cell's line; lines of another version are measured again
+CELL_VERSION = 5  # format of a cell's line; lines of another version are measured again
 # Drop compiled programs after this many cells: they use up memory mappings, of which Linux allows 65,530 per process.
 CELLS_PER_CACHE_CLEAR = 16
 
@@ -138,6 +140,7 @@ def run(
     categories: Sequence[str] = (),
     prompt_tokens: int | None = None,
     chat: bool = False,
+    plot_formats: Sequence[str] = DEFAULT_FORMATS,
 ) -> int:
     """Measures the grid, writes the results and prints them.
 
@@ -152,6 +155,7 @@ def run(
         categories: categories to draw from.
         prompt_tokens: most tokens per prompt.
         chat: apply the chat template.
+        plot_formats: formats of the pictures: "png", "svg", "pdf".
 
     Returns:
         The exit status: 0, 4 if a text differs from plain decoding, or 75 if the run was stopped early.
@@ -159,6 +163,9 @@ def run(
     Raises:
         ValueError: no combination of the settings is possible, or model and prompts do not fit.
     """
+    # An unknown format fails before anything is measured.
+    output = pathlib.Path(output)
+    pictures = [picture_paths(output / name, plot_formats) for name in ("heatmap", "pareto")]
     path = find_checkpoint(model_path)
     model, params = load(path, model_type=model_type)
     # List the cells, and print why combinations were left out.
@@ -180,7 +187,6 @@ def run(
         chat=chat,
     )
     environment = describe_environment(path, model_type)
-    output = pathlib.Path(output)
     output.mkdir(parents=True, exist_ok=True)
     console.print(f"{len(cells)} cells; {workload.source}", highlight=False, soft_wrap=True)
     bench = Bench(model, params, settings, workload)
@@ -197,10 +203,11 @@ def run(
         text = format_recommendation(rows, reasons, workload, settings, environment)
         write_text(output / "cells.csv", to_csv(rows))
         write_text(output / "recommendation.md", text)
-        plot_heatmap(output / "heatmap.png", rows)
-        plot_pareto(output / "pareto.png", rows)
+        plot_heatmap(output / "heatmap", rows, plot_formats)
+        plot_pareto(output / "pareto", rows, plot_formats)
         console.print(text.partition("\n## Measured")[0], highlight=False, soft_wrap=True, markup=False)
-        console.print(f"wrote {output}/: cells.jsonl, cells.csv, heatmap.png, pareto.png, recommendation.md")
+        files = ["cells.jsonl", "cells.csv", "recommendation.md", *(file.name for files in pictures for file in files)]
+        console.print(f"wrote {output}/: {', '.join(files)}", soft_wrap=True)
     if not is_complete:
         console.print(f"stopped after {len(rows)} of {len(cells)} cells: run it again to continue", soft_wrap=True)
         return 75

@@ -6,6 +6,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
+from mtpjax import compilation_cache
+from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, FORMATS
+
 
 def add_model_path_flag(parser) -> None:
     """Adds `--model-path`, the flag that names a checkpoint, and `--model-type`."""
@@ -41,8 +44,20 @@ def model_type(options) -> str | None:
     return None if options.model_type == "auto" else options.model_type
 
 
+def add_plot_formats_flag(parser) -> None:
+    """Adds `--plot-formats`, the flag that chooses the formats of pictures."""
+    parser.add_argument(
+        "--plot-formats",
+        nargs="*",
+        choices=FORMATS,
+        default=list(DEFAULT_FORMATS),
+        metavar="FORMAT",
+        help=f"formats of the pictures: {', '.join(FORMATS)}; no value: no pictures",
+    )
+
+
 def set_threads(model_path: str, threads: int = 0) -> None:
-    """Sets the number of XLA's CPU threads, unless JAX is already imported.
+    """Sets the number of XLA's CPU threads, unless JAX is already imported, and enables the compilation cache.
 
     Args:
         model_path: the checkpoint; models below 16 MiB decode fastest on one thread.
@@ -59,6 +74,7 @@ def set_threads(model_path: str, threads: int = 0) -> None:
     # XLA reads the number once, when JAX makes its devices.
     if "jax" not in sys.modules:
         limit_threads(threads or choose_num_threads(checkpoint_bytes(model_path)))
+    compilation_cache.enable()
 
 
 def progress_bar(*columns):

@@ -86,16 +86,26 @@ def _add_flags(parser, kind: type, fields: Iterable[str], defaults: Mapping[str,
     types = typing.get_type_hints(kind)
     own_defaults = {field.name: field.default for field in dataclasses.fields(kind)}
     for name in fields:
-        # The flag's own name comes first: argparse stores the value under it, and `decode_settings` finds it there.
-        names = [f"--{name.replace('_', '-')}", *filter(None, [SGLANG_FLAGS.get(name)])]
         default = defaults.get(name, own_defaults[name])
         # Of the defaults that are None, the text says what they stand for.
         shown = "" if default is None else " (default: %(default)s)"
         if name == "num_steps" and default is None:
             shown = f"; by default {DEFAULT_MTP_STEPS} with MTP modules, {DEFAULT_LOOKUP_STEPS} for lookup, else 0"
-        # argparse formats help texts with `%`, so a literal one is doubled.
-        text = texts.get(name, "").replace("%", "%%")
-        parser.add_argument(*names, type=_number_or_text(types[name]), default=default, help=text + shown)
+        # jsonargparse replaces only names such as `%(default)s`, so a literal "%" stays single.
+        text = texts.get(name, "") + shown
+        parser.add_argument(*flag_names(name), type=_number_or_text(types[name]), default=default, help=text)
+
+
+def flag_names(name: str) -> list[str]:
+    """Returns the flags of a setting: its own name, and SGLang's where SGLang has one.
+
+    Args:
+        name: a field of `DecodeConfig` or `SamplingParams`, or another setting, such as "batch_size".
+
+    Returns:
+        The names. The first decides where a parser stores the value: `--num-steps` under "num_steps".
+    """
+    return [f"--{name.replace('_', '-')}", *filter(None, [SGLANG_FLAGS.get(name)])]
 
 
 def field_docs(kind: type) -> dict[str, str]:

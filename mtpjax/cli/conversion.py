@@ -3,9 +3,9 @@
 import json
 from typing import Any
 
-import jsonargparse
-
+from mtpjax import compilation_cache
 from mtpjax.cli.common import add_model_type_flag, model_type, show_bytes_read
+from mtpjax.cli.help import command_parser
 
 
 def add_commands(commands) -> None:
@@ -14,9 +14,8 @@ def add_commands(commands) -> None:
     Args:
         commands: the subcommands of the `mtpjax` parser.
     """
-    inspect = jsonargparse.ArgumentParser(
-        description="Describe a checkpoint without reading its weights. The exit code is 3 if tensors are missing or "
-        "unknown."
+    inspect = command_parser(
+        "Describe a checkpoint without reading its weights. The exit code is 3 if tensors are missing or unknown."
     )
     inspect.add_argument(
         "path",
@@ -28,8 +27,8 @@ def add_commands(commands) -> None:
     add_model_type_flag(inspect)
     commands.add_subcommand("inspect", inspect, help="show family, sizes, dtypes, missing tensors, memory per device")
 
-    convert = jsonargparse.ArgumentParser(
-        description="Convert a Hugging Face directory or a GGUF file to an mtpjax checkpoint, or an mtpjax checkpoint "
+    convert = command_parser(
+        "Convert a Hugging Face directory or a GGUF file to an mtpjax checkpoint, or an mtpjax checkpoint "
         "to a Hugging Face directory. Converting back gives the same bytes for everything that has not changed. "
         "--model-type also chooses the family that a trained model is written as."
     )
@@ -43,8 +42,8 @@ def add_commands(commands) -> None:
     add_model_type_flag(convert)
     commands.add_subcommand("convert", convert, help="convert between Hugging Face and mtpjax checkpoints")
 
-    export = jsonargparse.ArgumentParser(
-        description="Write the MTP modules of a Hugging Face directory as a checkpoint of their own, with the tensor "
+    export = command_parser(
+        "Write the MTP modules of a Hugging Face directory as a checkpoint of their own, with the tensor "
         "names and the configuration of xLLM's export_mtp.py. Block-scaled fp8 becomes bfloat16."
     )
     export.add_argument(
@@ -56,8 +55,8 @@ def add_commands(commands) -> None:
     add_model_type_flag(export)
     commands.add_subcommand("export-mtp", export, help="write the MTP modules as a checkpoint of their own")
 
-    merge = jsonargparse.ArgumentParser(
-        description="Put MTP modules into a full Hugging Face checkpoint. Every unchanged tensor keeps its bytes; a "
+    merge = command_parser(
+        "Put MTP modules into a full Hugging Face checkpoint. Every unchanged tensor keeps its bytes; a "
         "changed one is stored in the dtype of the tensor it replaces."
     )
     merge.add_argument(
@@ -134,6 +133,8 @@ def _export_mtp(options) -> int:
 
 
 def _merge_mtp(options) -> int:
+    if options.check is not None:
+        compilation_cache.enable()
     from mtpjax.io.checkpoint_format import find_checkpoint
     from mtpjax.io.merge import merge_mtp
 

@@ -6,8 +6,6 @@ import pathlib
 import sys
 from typing import Any
 
-import jsonargparse
-
 from mtpjax.cli.common import add_model_path_flag, model_type, set_threads
 from mtpjax.cli.config_flags import (
     DRAFT_FIELDS,
@@ -18,6 +16,7 @@ from mtpjax.cli.config_flags import (
     decode_settings,
     sampling_params,
 )
+from mtpjax.cli.help import command_parser
 
 # `num_steps=None` lets `choose_num_steps` choose by drafter and model.
 DECODE_DEFAULTS: dict[str, Any] = {"max_new_tokens": 256, "num_steps": None}
@@ -35,9 +34,7 @@ def add_commands(commands) -> None:
 
 
 def _add_generate(commands) -> None:
-    parser = jsonargparse.ArgumentParser(
-        description="Continue prompts with a trained model. On a terminal, accepted drafts are coloured."
-    )
+    parser = command_parser("Continue prompts with a trained model. On a terminal, accepted drafts are coloured.")
     add_model_path_flag(parser)
     parser.add_argument("--prompt", action="append", required=True, help="text to continue; repeat for more prompts")
     add_config_flags(parser, (*DECODE_FIELDS, "depth_policy"), **DECODE_DEFAULTS)
@@ -53,8 +50,8 @@ def _add_generate(commands) -> None:
 
 
 def _add_regenerate(commands) -> None:
-    parser = jsonargparse.ArgumentParser(
-        description="Let the model write the answers of conversations, or continue prompts and documents, as data for "
+    parser = command_parser(
+        "Let the model write the answers of conversations, or continue prompts and documents, as data for "
         "`mtpjax train`: drafts trained on the model's own text are accepted more often. Each record gives one line of "
         "the output, with 'messages' or 'text' and the reason each answer ended. OUTPUT.about.json holds the settings "
         "and the progress. Run the same command again to continue an interrupted run."

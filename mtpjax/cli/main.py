@@ -9,6 +9,7 @@ import sys
 import jsonargparse
 
 from mtpjax.cli import conversion, decoding, measuring, training
+from mtpjax.cli.help import HelpFormatter
 from mtpjax.errors import CheckpointError, ResumableError, UsageError, printable
 from mtpjax.host import keep_freed_memory
 from mtpjax.version import __version__
@@ -87,7 +88,10 @@ def make_parser() -> jsonargparse.ArgumentParser:
     """
     # Every group adds its own commands. This runs without JAX, so `--help` answers at once.
     parser = jsonargparse.ArgumentParser(
-        prog="mtpjax", description="Multi-token prediction in JAX.", version=__version__
+        prog="mtpjax",
+        description="Multi-token prediction in JAX.",
+        version=__version__,
+        formatter_class=HelpFormatter,
     )
     commands = parser.add_subcommands(title="commands", metavar="COMMAND")
     for group in GROUPS:

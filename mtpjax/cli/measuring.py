@@ -2,12 +2,19 @@
 
 import dataclasses
 import json
+import pathlib
 import sys
 
-import jsonargparse
-
-from mtpjax.cli.common import add_model_path_flag, model_type, progress_bar, set_threads, show_bytes_read
-from mtpjax.cli.config_flags import DRAFT_FIELDS, SHAPE_FIELDS, add_config_flags, decode_settings
+from mtpjax.cli.common import (
+    add_model_path_flag,
+    add_plot_formats_flag,
+    model_type,
+    progress_bar,
+    set_threads,
+    show_bytes_read,
+)
+from mtpjax.cli.config_flags import DRAFT_FIELDS, SHAPE_FIELDS, add_config_flags, decode_settings, flag_names
+from mtpjax.cli.help import command_parser
 
 
 def add_commands(commands) -> None:
@@ -23,32 +30,32 @@ def add_commands(commands) -> None:
 
 
 def _add_profile(commands) -> None:
-    profile = jsonargparse.ArgumentParser(
-        description="Measure on this device how long rounds of 0..num-steps draft levels take, per batch size. "
+    profile = command_parser(
+        "Measure on this device how long rounds of 0..num-steps draft levels take, per batch size. "
         "`mtpjax generate --depth-policy adaptive` reads the file."
     )
     add_model_path_flag(profile)
-    profile.add_argument("--batch", type=int, nargs="+", default=[1], help="batch sizes (default: %(default)s)")
+    profile.add_argument("--batch-size", type=int, nargs="+", default=[1], help="batch sizes to measure")
     add_config_flags(profile, SHAPE_FIELDS, num_steps=5)
     profile.add_argument("--context", type=int, default=512, help="tokens in the KV caches (default: %(default)s)")
     profile.add_argument(
         "--temperature", type=float, default=0.0, help="above 0: measure rounds that sample (default: %(default)s)"
     )
     profile.add_argument(
-        "--acceptance",
+        "--acceptance-rates",
         default=None,
         metavar="FILE",
         help="file of `mtpjax eval acceptance --output`, measured on similar prompts: adaptive depth starts from its "
         "acceptance rates",
     )
-    profile.add_argument("--rounds", type=int, default=48, help="most measurements per loop (default: %(default)s)")
+    profile.add_argument("--repeats", type=int, default=48, help="most measurements per loop (default: %(default)s)")
     profile.add_argument("--output", default=None, help="file to write (default: profile.json in the model's folder)")
     commands.add_subcommand("profile", profile, help="measure what drafting costs, by depth and batch size")
 
 
 def _add_vocabulary(commands) -> None:
-    vocabulary = jsonargparse.ArgumentParser(
-        description="Count the tokens of a corpus and write the most frequent ones to a file. With --draft-vocabulary, "
+    vocabulary = command_parser(
+        "Count the tokens of a corpus and write the most frequent ones to a file. With --draft-vocabulary, "
         "MTP modules draft only those tokens, which makes their output head smaller."
     )
     add_model_path_flag(vocabulary)
@@ -60,8 +67,8 @@ def _add_vocabulary(commands) -> None:
 
 
 def _add_eval(commands) -> None:
-    acceptance = jsonargparse.ArgumentParser(
-        description="Measure accept length and acceptance rates per draft level, for each category of prompts and "
+    acceptance = command_parser(
+        "Measure accept length and acceptance rates per draft level, for each category of prompts and "
         "for all: by decoding, and teacher-forced along the model's own text, with 95 % intervals over prompts. The "
         "accept length is 1 + accepted drafts / steps. A conditional rate counts the steps that accepted the levels "
         "before; a survival rate counts all steps."
@@ -71,38 +78,42 @@ def _add_eval(commands) -> None:
     add_config_flags(acceptance, DRAFT_FIELDS, num_steps=3)
     acceptance.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default: %(default)s)")
     acceptance.add_argument("--batch-size", type=int, default=8, help="prompts decoded together (default: %(default)s)")
-    acceptance.add_argument("--output", default=None, help="JSON file to write, with all counts")
-    evaluate = jsonargparse.ArgumentParser(description="Evaluate a trained model.")
+    acceptance.add_argument(
+        "--output", default=None, help="JSON file to write, with all counts; its pictures get the same name"
+    )
+    add_plot_formats_flag(acceptance)
+    evaluate = command_parser("Evaluate a trained model.")
     commands.add_subcommand("eval", evaluate, help="evaluate a model on prompts")
     kinds = evaluate.add_subcommands(title="what", metavar="WHAT", dest="what")
     kinds.add_subcommand("acceptance", acceptance, help="accept length and acceptance rates on prompts")
 
 
 def _add_ablate(commands) -> None:
-    ablate = jsonargparse.ArgumentParser(
-        description="Decode the same prompts with every combination of settings, each alternating with plain decoding "
+    ablate = command_parser(
+        "Decode the same prompts with every combination of settings, each alternating with plain decoding "
         "at the same batch size and temperature, and recommend one. Finished cells are kept: run the same command "
-        "again to continue. Writes cells.jsonl, cells.csv, heatmap.png, pareto.png and recommendation.md."
+        "again to continue. Writes cells.jsonl, cells.csv, recommendation.md, and the pictures heatmap and pareto."
     )
     add_model_path_flag(ablate)
     ablate.add_argument("--output", required=True, help="folder to write or to continue")
     _add_prompt_flags(ablate, required=False, count=12)
-    # Every flag takes several values; the grid is their product.
+    # The flags of single settings, which take several values here; the grid is their product.
     grid: list[tuple[str, type, list, str]] = [
-        ("--depths", int, [1, 2, 3], "draft levels per round"),
-        ("--topk", int, [1, 2], "candidates per tree node; 1: chains"),
-        ("--num-draft-tokens", int, [0], "nodes verified per round; 0: as many as depth and topk allow, up to 64"),
+        ("num_steps", int, [1, 2, 3], "draft levels per round"),
+        ("topk", int, [1, 2], "candidates per tree node; 1: chains"),
+        ("num_draft_tokens", int, [0], "nodes verified per round; 0: as many as depth and topk allow, up to 64"),
         (
-            "--rules",
+            "acceptance",
             str,
             ["auto"],
             "acceptance rules; auto: the default for temperature and tree; exact: all exact rules",
         ),
-        ("--temperatures", float, [0.0, 1.0], "softmax temperatures; 0: greedy"),
-        ("--batch-sizes", int, [1, 4], "prompts decoded together"),
+        ("temperature", float, [0.0, 1.0], "softmax temperatures; 0: greedy"),
+        ("batch_size", int, [1, 4], "prompts decoded together"),
     ]
-    for flag, kind, default, meaning in grid:
-        ablate.add_argument(flag, type=kind, nargs="+", default=default, help=meaning)
+    for name, kind, default, meaning in grid:
+        ablate.add_argument(*flag_names(name), type=kind, nargs="+", default=default, help=meaning)
+    add_plot_formats_flag(ablate)
     ablate.add_argument(
         "--repeats", type=int, default=5, help="rounds of plain and speculative decoding (default: %(default)s)"
     )
@@ -142,7 +153,7 @@ def _profile(options) -> int:
 
     # Check the shape and the acceptance file before the model is loaded.
     profile.shapes_up_to(options.num_steps, options.topk, options.num_draft_tokens)
-    acceptance = None if options.acceptance is None else profile.read_acceptance(options.acceptance)
+    acceptance = None if options.acceptance_rates is None else profile.read_acceptance(options.acceptance_rates)
     model, params = load(options.model_path, model_type=model_type(options))
     output = profile.default_path(options.model_path) if options.output is None else options.output
     with progress_bar() as bar:
@@ -150,14 +161,14 @@ def _profile(options) -> int:
         measured = profile.measure(
             params,
             model=model,
-            batches=tuple(options.batch),
+            batches=tuple(options.batch_size),
             num_steps=options.num_steps,
             topk=options.topk,
             num_draft_tokens=options.num_draft_tokens,
             context=options.context,
             temperature=options.temperature,
             acceptance=acceptance,
-            rounds=options.rounds,
+            rounds=options.repeats,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
     # Save before printing: the tables are only a summary of the file.
@@ -227,6 +238,7 @@ def _eval_acceptance(options) -> int:
     from mtpjax.decoding.config import DecodeConfig
     from mtpjax.evaluation.acceptance import measure_acceptance
     from mtpjax.evaluation.metrics import print_report, report, to_json
+    from mtpjax.evaluation.plots import plot_acceptance
     from mtpjax.evaluation.self_check import check_acceptance
     from mtpjax.io.checkpoint import load
     from mtpjax.io.checkpoint_format import find_checkpoint
@@ -267,6 +279,7 @@ def _eval_acceptance(options) -> int:
         settings = {name: value for name, value in vars(options).items() if isinstance(value, (str, int, float, list))}
         content = {"settings": settings, "prompts_cut": cut, "figures": to_json(figures)}
         write_text(options.output, json.dumps(content, indent=1, allow_nan=False) + "\n")
+        plot_acceptance(pathlib.Path(options.output).with_suffix(""), figures, options.plot_formats)
     print_report(console, figures)
     # Check that speculation did not change the text.
     identical = int(acceptance.is_identical.sum())
@@ -284,9 +297,13 @@ def _ablate(options) -> int:
     from mtpjax.ablation import run
 
     # The grid's axes; every other setting is the same in all cells.
-    names = ("depths", "topk", "num_draft_tokens", "rules", "temperatures", "batch_sizes")
     settings = run.Settings(
-        **{name: tuple(options[name]) for name in names},
+        depths=tuple(options.num_steps),
+        topk=tuple(options.topk),
+        num_draft_tokens=tuple(options.num_draft_tokens),
+        rules=tuple(options.acceptance),
+        temperatures=tuple(options.temperature),
+        batch_sizes=tuple(options.batch_size),
         max_new_tokens=options.max_new_tokens,
         repeats=options.repeats,
         seed=options.seed,
@@ -302,6 +319,7 @@ def _ablate(options) -> int:
         categories=options.categories,
         prompt_tokens=options.prompt_tokens,
         chat=options.chat,
+        plot_formats=options.plot_formats,
     )
 
 

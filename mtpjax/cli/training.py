@@ -4,9 +4,9 @@ import math
 import pathlib
 import sys
 
-import jsonargparse
-
-from mtpjax.cli.common import add_model_type_flag, model_type
+from mtpjax import compilation_cache
+from mtpjax.cli.common import add_model_type_flag, add_plot_formats_flag, model_type
+from mtpjax.cli.help import command_parser
 
 
 def add_commands(commands) -> None:
@@ -15,21 +15,22 @@ def add_commands(commands) -> None:
     Args:
         commands: the subcommands of the `mtpjax` parser.
     """
-    quickstart = jsonargparse.ArgumentParser(
-        description="Train a small model with an MTP module on the standard library of this Python, decode held-out "
+    quickstart = command_parser(
+        "Train a small model with an MTP module on the standard library of this Python, decode held-out "
         "prompts with and without drafts, and compare. Takes about three minutes on two cores and downloads nothing."
     )
     quickstart.add_argument("--output", default="runs/quickstart", help="folder to write (default: %(default)s)")
     quickstart.add_argument("--preset", default="tiny", help="name in `mtpjax.presets` (default: %(default)s)")
     quickstart.add_argument("--seconds", type=float, default=90.0, help="seconds of training (default: %(default)s)")
     quickstart.add_argument("--seed", type=int, default=0, help="seed of weights and data order (default: %(default)s)")
+    add_plot_formats_flag(quickstart)
     quickstart.add_argument(
         "--quick", action="store_true", help="run a few steps and prompts only, to see that it works"
     )
     commands.add_subcommand("quickstart", quickstart, help="train a small model, decode with it, and see the speed-up")
 
-    train = jsonargparse.ArgumentParser(
-        description="Train a model together with its MTP modules. `mtpjax.training.config.TrainConfig` documents every "
+    train = command_parser(
+        "Train a model together with its MTP modules. `mtpjax.training.config.TrainConfig` documents every "
         "setting; --print-config prints them with their values."
     )
     train.add_argument("--config", default=None, help="YAML file of settings (default: the defaults of TrainConfig)")
@@ -58,16 +59,23 @@ def add_commands(commands) -> None:
     train.add_argument("--print-config", action="store_true", help="print every setting as YAML, and exit")
     commands.add_subcommand("train", train, help="train a model and its MTP modules")
 
-    compare = jsonargparse.ArgumentParser(
-        description="Show training runs side by side: the settings that differ, the last losses, and accept lengths on "
+    compare = command_parser(
+        "Show training runs side by side: the settings that differ, the last losses, and accept lengths on "
         "held-out prompts, measured by decoding and predicted along the trunk's own text."
     )
     compare.add_argument("runs", nargs="+", metavar="RUN", help="folder of a training run")
-    compare.add_argument("--output", default=None, help="PNG file to write, with the loss curves")
+    compare.add_argument(
+        "--output",
+        default=None,
+        metavar="PICTURE",
+        help="picture to write, with the loss curves: .png, .svg or .pdf; without a suffix one file per --plot-formats",
+    )
+    add_plot_formats_flag(compare)
     commands.add_subcommand("compare", compare, help="compare training runs")
 
 
 def _quickstart(options) -> int:
+    compilation_cache.enable()
     from mtpjax.errors import Preempted
     from mtpjax.training import quickstart
     from mtpjax.training.config import TrainConfig
@@ -81,6 +89,7 @@ def _quickstart(options) -> int:
         steps=steps,
         seconds=seconds,
         panel_prompts=2 if options.quick else 32,
+        plot_formats=tuple(options.plot_formats),
     )
     try:
         return quickstart.run(config, **({"depths": (1,), "rounds": 2, "num_prompts": 2} if options.quick else {}))
@@ -91,9 +100,11 @@ def _quickstart(options) -> int:
 
 
 def _train(options) -> int:
+    compilation_cache.enable()
     import rich.console
 
     from mtpjax.errors import LostProcess, Preempted
+    from mtpjax.evaluation.plot_style import picture_paths
     from mtpjax.training import distributed
     from mtpjax.training.panel import print_panel
     from mtpjax.training.trainer import compute_run_sizes, train
@@ -132,26 +143,29 @@ def _train(options) -> int:
         print(f"mtpjax train: {error}", file=sys.stderr)
         return 1
     print_panel(rich.console.Console(), result.panel)
-    print(f"wrote {config.output}/: checkpoint/, metrics.jsonl, panel.png")
+    pictures = ", ".join(file.name for file in picture_paths("panel", config.plot_formats))
+    print(f"wrote {config.output}/: checkpoint/, metrics.jsonl{pictures and ', '}{pictures}")
     return 0
 
 
 def _compare(options) -> int:
     import rich.console
 
+    from mtpjax.evaluation.plot_style import picture_paths
     from mtpjax.training.compare import read_run, tables
     from mtpjax.training.plots import plot_comparison
 
     if options.output is not None and pathlib.Path(options.output).is_dir():
-        raise ValueError(f"--output {options.output} is a folder: name the PNG file to write")
+        raise ValueError(f"--output {options.output} is a folder: name the picture to write")
+    pictures = [] if options.output is None else picture_paths(options.output, options.plot_formats)
     # Read all runs first: a wrong folder fails before anything is printed.
     runs = [read_run(folder) for folder in options.runs]
     console = rich.console.Console()
     for table in tables(runs):
         console.print(table)
     if options.output is not None:
-        plot_comparison(options.output, {run.name: run.history for run in runs})
-        print(f"wrote {options.output}", file=sys.stderr)
+        plot_comparison(options.output, {run.name: run.history for run in runs}, options.plot_formats)
+        print(f"wrote {', '.join(map(str, pictures))}", file=sys.stderr)
     return 0
 
 

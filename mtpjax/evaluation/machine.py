@@ -1,5 +1,6 @@
 """Describes the machine of a measurement, and measures how much other programs disturbed it. Imports no JAX."""
 
+import contextlib
 import os
 import pathlib
 import platform
@@ -16,6 +17,26 @@ def describe_machine() -> dict[str, str | int]:
     return {"cpu": names[0] if names else platform.processor(), "cores": len(os.sched_getaffinity(0))}
 
 
+def timing_problem(speed_up: float, accept_length: float, waited: float) -> str | None:
+    """Says why a measured speed-up cannot be trusted.
+
+    A round costs at least one plain step, so the speed-up over plain decoding cannot exceed the accept length.
+
+    Args:
+        speed_up: the measured speed-up.
+        accept_length: tokens per round, bonus token included.
+        waited: share of the measurement's time that threads waited for a core.
+
+    Returns:
+        The reason, which begins with "impossible" or "disturbed"; None if there is none.
+    """
+    if speed_up > accept_length:
+        return f"impossible: above the accept length {accept_length:.2f}"
+    if waited > MAX_WAITING_SHARE:
+        return f"disturbed: waited {waited:.0%} of the time for a core"
+    return None
+
+
 class Stopwatch:
     """Measures wall time, CPU time, and the time that this process's threads waited for a core.
 
@@ -30,10 +51,18 @@ class Stopwatch:
         # The second number of Linux's schedstat counts the nanoseconds that a thread was ready but not running.
         waited = 0
         for task in pathlib.Path("/proc/self/task").glob("*/schedstat"):
-            waited += int(task.read_text().split()[1])
+            # A thread may end between the listing and the reading.
+            with contextlib.suppress(OSError):
+                waited += int(task.read_text().split()[1])
         return time.perf_counter(), time.process_time(), waited * 1e-9
 
     def read(self) -> dict[str, float]:
         """Returns `seconds`, `cpu_seconds` and `waited_seconds` since the start."""
         names = ("seconds", "cpu_seconds", "waited_seconds")
         return {name: now - begin for name, begin, now in zip(names, self.begin, self._now(), strict=True)}
+
+    def waited_share(self) -> float:
+        """Returns the share of the time since the start that threads waited for a core, added up over the threads."""
+        elapsed = self.read()
+        # Threads that have ended take their waiting time with them.
+        return max(elapsed["waited_seconds"], 0.0) / max(elapsed["seconds"], 1e-9)

@@ -164,13 +164,14 @@ def print_report(console, metrics: dict[str, dict[str, Any]]) -> None:
     def spread(rate: Estimate, digits: int = 3) -> str:
         return f"{rate.value:.{digits}f} {rate.low:.{digits}f}-{rate.high:.{digits}f}"
 
-    # 1. Accept lengths, a row per category: measured in decoding, predicted, and teacher-forced.
+    # 1. Accept lengths, a row per category: measured in decoding, predicted, and teacher-forced. One interval leaves
+    # room for the names of the categories; the JSON file has all of them.
     lengths = table(
         "accept length: tokens per step, bonus token included (95 %)",
-        "prompts",
+        "prom-\npts",
         "micro",
         "macro",
-        "without\nbonus",
+        "no\nbonus",
         "pre-\ndicted",
         "teacher-\nforced",
         "1-TV",
@@ -182,7 +183,7 @@ def print_report(console, metrics: dict[str, dict[str, Any]]) -> None:
             escape(name),
             str(row["prompts"]),
             spread(decoded["accept_length"], 2),
-            spread(decoded["accept_length_macro"], 2),
+            f"{decoded['accept_length_macro'].value:.2f}",
             f"{decoded['accept_length_without_bonus'].value:.2f}",
             "-" if np.isnan(predicted) else f"{predicted:.2f}",
             f"{teacher_forced['accept_length']:.2f}",

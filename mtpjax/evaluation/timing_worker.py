@@ -14,6 +14,7 @@ import sys
 import time
 from typing import Any
 
+from mtpjax import compilation_cache
 from mtpjax.host import limit_threads
 
 
@@ -134,6 +135,7 @@ def main() -> None:
     options = parser.parse_args()
     # Set the threads before anything imports JAX.
     limit_threads(options.threads)
+    compilation_cache.follow_threads()
 
     from mtpjax.io.checkpoint import load
 

@@ -4,6 +4,7 @@ import collections
 import json
 import math
 import pathlib
+import textwrap
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,6 +23,10 @@ from mtpjax.models.config import ModelConfig
 from mtpjax.models.sharding import param_spec
 from mtpjax.safe_open import is_gguf
 
+LINE_WIDTH, NAME_WIDTH = 80, 14  # columns of a printed line, and of the names at its beginning
+# How `inspect` names `LayerKind.attention`: as Hugging Face's layer_types, which have no name for latent attention.
+ATTENTION_NAMES = {"grouped": "full_attention", "delta": "linear_attention", "latent": "latent_attention"}
+
 
 def inspect(path, *, mesh: dict[str, int] | None = None, model_type: str | None = None) -> dict[str, Any]:
     """Describes a Hugging Face directory or an mtpjax checkpoint.
@@ -32,8 +37,8 @@ def inspect(path, *, mesh: dict[str, int] | None = None, model_type: str | None 
         model_type: the family to use instead of the one that `config.json` names.
 
     Returns:
-        Values that JSON can hold: format, family, dtypes, files, missing and unknown tensors, the configuration, and
-        numbers and bytes of the parameters.
+        Values that JSON can hold: format, family, dtypes, files, missing and unknown tensors, the configuration, the
+        number of trunk layers by kind of attention, and numbers and bytes of the parameters.
 
     Raises:
         CheckpointError: the checkpoint is damaged or not supported. Missing or unknown tensors raise no error.
@@ -51,8 +56,23 @@ def inspect(path, *, mesh: dict[str, int] | None = None, model_type: str | None 
     facts["bytes_per_device"] = sum(
         _elements_per_device(name, shape, mesh) * dtype.itemsize for name, (shape, dtype) in sizes.items()
     )
+    facts["attention"] = count_attention_kinds(config)
     facts["configuration"] = config.to_dict()
     return facts
+
+
+def count_attention_kinds(config: ModelConfig) -> dict[str, int]:
+    """Counts the trunk's layers by kind of attention.
+
+    Args:
+        config: the model's configuration.
+
+    Returns:
+        Numbers of layers: "full_attention" (grouped-query), "linear_attention" (gated delta rule), "latent_attention"
+        (multi-head latent), and "sparse_latent_attention" (latent, with an indexer).
+    """
+    kinds = (("sparse_" if kind.indexer else "") + ATTENTION_NAMES[kind.attention] for kind in config.trunk_kinds)
+    return dict(collections.Counter(kinds))
 
 
 def count_parameters(config: ModelConfig) -> dict[str, int]:
@@ -83,7 +103,7 @@ def count_parameters(config: ModelConfig) -> dict[str, int]:
 
 
 def format_lines(facts: dict[str, Any]) -> list[str]:
-    """Formats what `inspect` returned as a table.
+    """Formats what `inspect` returned as a table of 80 columns. Paths and names stay whole, even if they are longer.
 
     Args:
         facts: the description.
@@ -92,8 +112,7 @@ def format_lines(facts: dict[str, Any]) -> list[str]:
         The table's lines.
     """
     config, parameters = facts["configuration"], facts["parameters"]
-    # Summarize attention kinds and experts on one line each.
-    kinds = collections.Counter(config["layer_types"] or ["full_attention"] * config["num_hidden_layers"])
+    # Summarize attention kinds and experts.
     experts = (
         f"{config['n_routed_experts']} experts, {config['num_experts_per_tok']} per token, "
         f"from layer {config['first_k_dense_replace']} on"
@@ -105,7 +124,7 @@ def format_lines(facts: dict[str, Any]) -> list[str]:
     rows = [
         ("checkpoint", f"{facts['path']} ({facts['format']})"),
         ("family", facts["model_type"]),
-        ("layers", ", ".join(f"{count} {kind}" for kind, count in kinds.items()) + f"; {experts}"),
+        ("layers", ", ".join(f"{count} {kind}" for kind, count in facts["attention"].items()) + f"; {experts}"),
         (
             "sizes",
             f"vocabulary {config['vocab_size']}, width {config['hidden_size']}, context "
@@ -129,7 +148,11 @@ def format_lines(facts: dict[str, Any]) -> list[str]:
             rows.append((f"{name} tensors", f"{len(found)}: {', '.join(found[:4])}{', …' if len(found) > 4 else ''}"))
     if not facts["missing"] and not facts["extra"]:
         rows.append(("complete", "no tensor is missing, none is unknown"))
-    return [f"{name:<14} {value}" for name, value in rows]
+    # Continue long values below their beginning.
+    fill = textwrap.TextWrapper(
+        width=LINE_WIDTH, subsequent_indent=" " * (NAME_WIDTH + 1), break_long_words=False, break_on_hyphens=False
+    )
+    return [line for name, value in rows for line in fill.wrap(f"{name:<{NAME_WIDTH}} {value}")]
 
 
 def format_bytes(count: float) -> str:

@@ -69,7 +69,7 @@ def tables(runs: Sequence[Run]) -> Iterator[Any]:
 
     Yields:
         A `rich` table of the settings that differ (a sentence if none does), then a table of the metrics at each run's
-        last evaluation, with their difference from the first run.
+        last evaluation, with their difference from the first run, then a line per speed-up that cannot be trusted.
     """
     names = _short_names(runs)
     # Settings: one row per key whose value is not the same in all runs.
@@ -91,6 +91,11 @@ def tables(runs: Sequence[Run]) -> Iterator[Any]:
     for key in dict.fromkeys(key for each in found for key in each):
         metrics_table.add_row(key, *_format_cells([each.get(key) for each in found]))
     yield metrics_table
+    # A speed-up that cannot be trusted must not look like a result.
+    for name, run in zip(names, runs, strict=True):
+        for kind, row in run.last_evaluation["eval"].get("decoded", {}).get("overall", {}).items():
+            if row.get("problem"):
+                yield f"{name}: the {kind} speed-up is {row['problem']}"
 
 
 def _metrics(run: Run) -> dict[str, float]:

@@ -137,6 +137,7 @@ class TrainConfig:
         dtype: dtype of the computation in the layers. Parameters, gradient sums and optimiser state stay float32.
         mesh: sizes of the mesh axes "data" and "fsdp", as a dict or as pairs. Rows are split over both axes, parameters
             and optimiser state over "fsdp".
+        plot_formats: formats of the run's picture: "png", "svg", "pdf"; empty: no picture.
         tensorboard: write the numbers of `metrics.jsonl` to `tensorboard/` in the run folder, too.
         wandb: Weights & Biases project that receives the numbers, too; None: none.
         profile_start: number of updates before the profiler starts.
@@ -191,6 +192,7 @@ class TrainConfig:
     remat: Literal["none", "layers"] = "none"
     dtype: Literal["float32", "bfloat16"] = "float32"
     mesh: Mapping[str, int] | tuple[tuple[str, int], ...] = ()
+    plot_formats: tuple[Literal["png", "svg", "pdf"], ...] = ("png", "svg")
     tensorboard: bool = False
     wandb: str | None = None
     profile_start: int = 10
@@ -222,6 +224,9 @@ class TrainConfig:
         # Choices by name, and the settings that need one of them.
         require_choice("trains", self.trains, ("all", "modules", "detached"))
         require(self.num_depths > 0 or self.trains != "modules", "trains 'modules' needs num_depths of at least 1")
+        object.__setattr__(self, "plot_formats", tuple(self.plot_formats))
+        for name in self.plot_formats:
+            require_choice("plot_formats", name, ("png", "svg", "pdf"))
         require_choice("remat", self.remat, ("none", "layers"))
         require_choice("dtype", self.dtype, ("float32", "bfloat16"))
         self._check_mesh()

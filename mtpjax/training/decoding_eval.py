@@ -12,6 +12,8 @@ from mtpjax.data.packing import Document
 from mtpjax.decoding.capacity import min_rows_per_pass, round_up_capacity
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.evaluation.acceptance import measure_acceptance
+from mtpjax.evaluation.intervals import Estimate, estimate_from, resample
+from mtpjax.evaluation.machine import Stopwatch, timing_problem
 from mtpjax.evaluation.metrics import report
 from mtpjax.evaluation.round_costs import CostMeter, chain_shape
 from mtpjax.models.model import MTPModel
@@ -20,6 +22,7 @@ from mtpjax.training.corpus import Corpus
 
 PROMPT_TOKENS, NEW_TOKENS = 64, 64
 PROMPTS_PER_BATCH = 32  # prompts in a batch, each at both temperatures
+COST_TIMINGS = 7  # timings of a round's parts at the end of a run
 KIND_TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}  # kind -> temperature
 MAX_TIME_SHARE = 0.05  # largest fraction of the run's time for decoding during training
 FIRST_DECODING_SECONDS = 30.0  # assumed duration of the first decoding, which also compiles
@@ -46,6 +49,10 @@ class DecodedMetrics:
         overlap: per draft level, mean of `1 - TV(p, q)` over positions.
         speed_up: ideal speed-up at batch 1, from `accept_length` and the measured costs of a round's parts; None: not
             measured.
+        speed_up_low: lower end of its 95 % interval over prompts and timings.
+        speed_up_high: upper end of the interval.
+        waited: share of the timings' duration that threads waited for a core.
+        problem: the reason why the speed-up cannot be trusted (`timing_problem`); None: there is none.
     """
 
     prompts: int
@@ -59,6 +66,10 @@ class DecodedMetrics:
     agreement: tuple[float, ...]
     overlap: tuple[float, ...]
     speed_up: float | None = None
+    speed_up_low: float | None = None
+    speed_up_high: float | None = None
+    waited: float | None = None
+    problem: str | None = None
 
 
 class PanelDecoder:
@@ -115,9 +126,9 @@ class PanelDecoder:
         chosen = self.prompts[: len(self.prompts) // batch_prompts * batch_prompts if is_last else batch_prompts]
         decoded: dict[str, dict[str, DecodedMetrics]] = {}
         try:
-            decoded = self._decode(params, chosen, 2 * batch_prompts)
+            decoded, counts = self._decode(params, chosen, 2 * batch_prompts)
             if is_last:
-                decoded = self._add_speed_up(params, decoded)
+                decoded = self._add_speed_up(params, decoded, counts)
         except jax.errors.JaxRuntimeError as error:
             log.warning("held-out prompts could not be decoded: %s", error)
         # The last duration predicts the next one (`is_within_time_share`).
@@ -125,7 +136,8 @@ class PanelDecoder:
         self.seconds_spent += self.expected_seconds
         return decoded
 
-    def _decode(self, params: dict, chosen, batch_size: int) -> dict[str, dict[str, DecodedMetrics]]:
+    def _decode(self, params: dict, chosen, batch_size: int):
+        """Returns the metrics by category and kind, and the steps `[P]` and accepted drafts `[P, K]` of each."""
         # Every prompt appears once per temperature: greedy and sampled rows share the batches.
         rows = [prompt for prompt, _ in chosen for _ in KIND_TEMPERATURES]
         temperatures = np.tile(list(KIND_TEMPERATURES.values()), len(chosen))
@@ -140,6 +152,7 @@ class PanelDecoder:
         # Split the rows by temperature again, and report each category.
         categories = [category for _, category in chosen]
         decoded: dict[str, dict[str, DecodedMetrics]] = {}
+        counts: dict[tuple[str, str], tuple[np.ndarray, np.ndarray]] = {}
         for kind, temperature in KIND_TEMPERATURES.items():
             part = acceptance.select(temperatures == temperature)
             looping = np.array([is_looping(text) for text in part.texts])
@@ -148,10 +161,11 @@ class PanelDecoder:
                     continue  # every text ended with its first token, so there was no round
                 is_in = np.array([name in ("overall", category) for category in categories])
                 decoded.setdefault(name, {})[kind] = _decoded_metrics(metrics, kind, int(looping[is_in].sum()))
-        return decoded
+                counts[name, kind] = part.steps[is_in], part.accepted[is_in]
+        return decoded, counts
 
-    def _add_speed_up(self, params: dict, decoded):
-        """Adds the ideal speed-up at batch 1: accept length over the cost of a round, in plain steps."""
+    def _add_speed_up(self, params: dict, decoded, counts: dict[tuple[str, str], tuple[np.ndarray, np.ndarray]]):
+        """Adds the ideal speed-up at batch 1, and marks what other programs disturbed or no machine can reach."""
         # Time verify, extend and draft passes at a typical cache length, halfway through the continuation.
         shape = chain_shape(self.config.num_steps)
         context = min(PROMPT_TOKENS + NEW_TOKENS // 2, self.model.config.max_position_embeddings // 2)
@@ -163,13 +177,47 @@ class PanelDecoder:
             capacity=round_up_capacity(2 * context + shape.num_nodes),
             min_rows=min_rows_per_pass(1, jax.default_backend(), self.model.implementation),
         )
-        meter.measure(5)
-        costs = meter.costs()
+        # Compiling is over, so the stopwatch sees only what disturbs the timings.
+        stopwatch = Stopwatch()
+        meter.measure(COST_TIMINGS)
+        waited, plain_steps = stopwatch.waited_share(), meter.plain_steps(shape)
 
-        def with_speed_up(row: DecodedMetrics) -> DecodedMetrics:
-            return dataclasses.replace(row, speed_up=costs.ideal_ratio(row.accept_length, shape))
+        def with_speed_up(row: DecodedMetrics, steps: np.ndarray, accepted: np.ndarray) -> DecodedMetrics:
+            ratio = estimate_speed_up(steps, accepted, plain_steps)
+            return dataclasses.replace(
+                row,
+                speed_up=ratio.value,
+                speed_up_low=ratio.low,
+                speed_up_high=ratio.high,
+                waited=waited,
+                problem=timing_problem(ratio.value, row.accept_length, waited),
+            )
 
-        return {name: {kind: with_speed_up(row) for kind, row in kinds.items()} for name, kinds in decoded.items()}
+        return {
+            name: {kind: with_speed_up(row, *counts[name, kind]) for kind, row in kinds.items()}
+            for name, kinds in decoded.items()
+        }
+
+
+def estimate_speed_up(steps: np.ndarray, accepted: np.ndarray, plain_steps: np.ndarray) -> Estimate:
+    """Estimates the ideal speed-up over plain decoding: accept length over the cost of a round.
+
+    Args:
+        steps: `[P]` verification passes per prompt.
+        accepted: `[P, K]` accepted drafts per prompt and level.
+        plain_steps: `[R]` the measured costs of a round, in plain steps.
+
+    Returns:
+        The accept length of all prompts over the median cost, with a 95 % interval that resamples the prompts and,
+        independently of them, the measurements of the cost.
+    """
+    prompts, timings = resample(len(steps), len(plain_steps))
+    per_prompt = accepted.sum(axis=1)
+    # Samples of prompts without a step have no accept length, and are left out.
+    sampled_steps = steps[prompts].sum(axis=1)
+    lengths = 1 + per_prompt[prompts].sum(axis=1) / np.where(sampled_steps > 0, sampled_steps, np.nan)
+    value = (1 + per_prompt.sum() / steps.sum()) / np.median(plain_steps)
+    return estimate_from(float(value), lengths / np.median(plain_steps[timings], axis=1))
 
 
 def _decoded_metrics(metrics: dict, kind: str, looping: int) -> DecodedMetrics:

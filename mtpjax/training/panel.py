@@ -97,7 +97,9 @@ def _panel_metrics(params, batch: Batch, *, model: MTPModel, num_depths: int):
 
 
 def print_panel(console, panel: Panel) -> None:
-    """Prints the panel as two tables of at most 80 columns: rates by level, accept lengths by category and temperature.
+    """Prints the panel as tables of at most 80 columns.
+
+    They show rates by level, then accept lengths and the speed-up by category and temperature.
 
     Args:
         console: a `rich` console.
@@ -122,6 +124,8 @@ def print_panel(console, panel: Panel) -> None:
     console.print(rates)
     if panel.decoded:
         console.print(_lengths_table(panel.decoded))
+        if any(row.speed_up is not None for kinds in panel.decoded.values() for row in kinds.values()):
+            console.print(_speed_up_table(panel.decoded))
 
 
 def _lengths_table(decoded: Mapping[str, Mapping[str, DecodedMetrics]]):
@@ -132,7 +136,7 @@ def _lengths_table(decoded: Mapping[str, Mapping[str, DecodedMetrics]]):
     )
     table.add_column("category", overflow="fold")
     headings = ("T", "prompts", "loop-\ning", "decoded (95 %)", "pre-\ndicted", "teacher-\nforced")
-    for heading in (*headings, "speed-\nup"):
+    for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     # One row per category and temperature; the category's name is on its first row only.
     for category, kinds in decoded.items():
@@ -145,6 +149,26 @@ def _lengths_table(decoded: Mapping[str, Mapping[str, DecodedMetrics]]):
                 f"{row.accept_length:.2f} {row.accept_length_low:.2f}-{row.accept_length_high:.2f}",
                 f"{row.predicted:.2f}",
                 f"{row.teacher_forced:.2f}",
-                "" if row.speed_up is None else f"{row.speed_up:.2f}",
+            )
+    return table
+
+
+def _speed_up_table(decoded: Mapping[str, Mapping[str, DecodedMetrics]]):
+    table = narrow_table("speed-up over plain decoding at batch 1 that the measured costs of a round allow")
+    table.add_column("category", overflow="fold")
+    for heading in ("T", "accept\nlength", "speed-up (95 %)"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    # An impossible or disturbed measurement says so in its own row.
+    table.add_column("trust")
+    for category, kinds in decoded.items():
+        for kind, row in kinds.items():
+            if row.speed_up is None:
+                continue
+            table.add_row(
+                category if kind == next(iter(kinds)) else "",
+                f"{KIND_TEMPERATURES[kind]:g}",
+                f"{row.accept_length:.2f}",
+                f"{row.speed_up:.2f} {row.speed_up_low:.2f}-{row.speed_up_high:.2f}",
+                row.problem or "undisturbed",
             )
     return table

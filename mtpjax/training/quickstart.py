@@ -11,6 +11,7 @@ import rich.console
 from mtpjax.console import narrow_table
 from mtpjax.data.packing import held_out_prompts
 from mtpjax.evaluation.intervals import estimate_from, resample
+from mtpjax.evaluation.plot_style import picture_paths
 from mtpjax.evaluation.plots import plot_quickstart
 from mtpjax.evaluation.round_costs import RoundCosts, chain_shape
 from mtpjax.evaluation.timing_worker import TimingWorker
@@ -115,9 +116,9 @@ def run(config: TrainConfig, *, depths: tuple[int, ...] = (1, 2, 3), rounds: int
     best = max(rows, key=lambda row: row.ratio)
     _print_result(console, plain, seconds[plain], rows, best, identical=identical)
 
-    picture = pathlib.Path(config.output) / "quickstart.png"
-    plot_quickstart(picture, trained.history, rows)
-    console.print(f"\nwrote {config.output}/: metrics.jsonl, checkpoint/, panel.png, {picture.name}")
+    plot_quickstart(pathlib.Path(config.output) / "quickstart", trained.history, rows, config.plot_formats)
+    pictures = [file.name for name in ("panel", "quickstart") for file in picture_paths(name, config.plot_formats)]
+    console.print(f"\nwrote {config.output}/: metrics.jsonl, checkpoint/, {', '.join(pictures)}", soft_wrap=True)
     steps = f"--speculative-num-steps {best.num_steps}"
     console.print(f"next: [bold]mtpjax generate --model {config.output} --prompt 'def ' {steps}[/]", soft_wrap=True)
     return 0 if identical else 4
@@ -248,11 +249,13 @@ def _print_result(
             f"{row.accept_length:.2f}",
             " ".join(f"{rate:.2f}" for rate in row.survival),
             f"{row.tokens_per_second:.0f}",
-            f"{row.ratio:.2f}",
+            f"{row.ratio:.2f}" + " ?" * (row.ratio > row.accept_length),
             f"{low:.2f}-{high:.2f}",
             f"{row.ideal:.2f}",
         )
     console.print(table)
+    if any(row.ratio > row.accept_length for row in rows):
+        console.print("? impossible: above the accept length, so something disturbed the timing: run it again")
     console.print(f"identical: {'yes' if identical else 'NO'}", style="bold green" if identical else "bold red")
     low, high = best.interval
     console.print(

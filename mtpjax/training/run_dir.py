@@ -30,12 +30,13 @@ import numpy as np
 
 from mtpjax.atomic import write_text
 from mtpjax.errors import CheckpointError, UsageError
+from mtpjax.evaluation.plot_style import FORMATS
 from mtpjax.io import checkpoint
 from mtpjax.training.log import METRICS_FILE, PROFILE_FOLDER
 from mtpjax.training.trackers import TENSORBOARD_FOLDER, WANDB_ID_FILE
 
 SETTINGS_FILE, STATES_FOLDER, LOCK_FILE = "run.json", "states", ".lock"
-CHECKPOINT_FOLDER, PLOT_FILE = "checkpoint", "panel.png"
+CHECKPOINT_FOLDER, PLOT_NAME = "checkpoint", "panel"  # the plot's name without the suffix of its format
 # Old settings while a run is being replaced. Marks the other files of the folder as ours if the process dies.
 REPLACED_FILE = ".replaced-run.json"
 OWN_NAMES = (
@@ -45,12 +46,12 @@ OWN_NAMES = (
     METRICS_FILE,
     WANDB_ID_FILE,
     CHECKPOINT_FOLDER,
-    PLOT_FILE,
+    *(f"{PLOT_NAME}.{each}" for each in FORMATS),
 )
 # Settings that may differ when a run resumes, because they do not change an update. Accumulation, remat and mesh are
 # not among them: they change its rounding.
 CHANGEABLE_SETTINGS = ("output", "log_every", "save_every", "keep_states", "most_bad_steps", "panel_prompts")
-CHANGEABLE_SETTINGS += ("tensorboard", "wandb", "profile_start", "profile_steps")
+CHANGEABLE_SETTINGS += ("tensorboard", "wandb", "profile_start", "profile_steps", "plot_formats")
 log = logging.getLogger("mtpjax.train")
 Tree = TypeVar("Tree")
 

@@ -75,8 +75,9 @@ def train(
     """Trains a model from scratch or from a checkpoint, and writes the run folder `config.output`.
 
     `metrics.jsonl` gets a row every `log_every` updates (losses per depth in bits) and one per evaluation (the
-    acceptance panel on held-out documents). `panel.png` plots both; `checkpoint/` holds the model and its tokenizer.
-    Progress goes to stderr, as a live bar on a terminal, else as lines.
+    acceptance panel on held-out documents). The pictures `panel.png` and `panel.svg` show both;
+    `checkpoint/` holds the model and its tokenizer. Progress goes to stderr, as a live bar on a terminal, else as
+    lines.
 
     Args:
         config: the settings.
@@ -256,7 +257,7 @@ def train(
                 raise KeyboardInterrupt
             panel = evaluate(is_last=True)
             if is_main_process:
-                _plot_or_warn(output / run_dir.PLOT_FILE, log.history)
+                _plot_or_warn(output / run_dir.PLOT_NAME, log.history, config.plot_formats)
             record = self_check.make_record(params, corpus.panel_rows.tokens, model=unrolled, num_depths=panel_depths)
             should_stop.is_immediate = False
         except KeyboardInterrupt:
@@ -274,10 +275,10 @@ def train(
     return TrainResult(unrolled, params, path, corpus.held_out, panel, log.history)
 
 
-def _plot_or_warn(path: pathlib.Path, history: list[dict[str, Any]]) -> None:
+def _plot_or_warn(path: pathlib.Path, history: list[dict[str, Any]], formats: Sequence[str]) -> None:
     """Plots the run. A failure is a warning: the run is complete without its picture."""
     try:
-        plot_run(path, history)
+        plot_run(path, history, formats)
     except Exception as error:
         logger.warning("%s could not be drawn: %s", path, error)
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import jax
+import matplotlib
 import numpy as np
 import pytest
 import rich.console
@@ -19,13 +20,15 @@ from mtpjax.ablation import bench as bench_module
 from mtpjax.ablation import run
 from mtpjax.ablation.bench import Bench, Workload, find_workload, paired_ratio
 from mtpjax.ablation.grid import Cell, Settings, list_cells
+from mtpjax.ablation.heatmap import cell_texts, plot_heatmap
+from mtpjax.ablation.pareto import plot_pareto
 from mtpjax.ablation.report import advise, cell_of, format_recommendation, print_cells, to_csv
 from mtpjax.ablation.run import fingerprint
 from mtpjax.cli.main import main
 from mtpjax.data.jsonl_writer import JsonlWriter
 from mtpjax.data.packing import read_documents, split_held_out
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.evaluation.plots import plot_heatmap, plot_pareto
+from mtpjax.evaluation.machine import timing_problem
 from mtpjax.evaluation.round_costs import PLAIN_STEP, RoundCosts
 from mtpjax.io.checkpoint import save_model
 from mtpjax.training.decoding_eval import is_looping
@@ -56,6 +59,7 @@ def row(ratio, spread=0.05, *, batch_size=1, temperature=0.0, num_steps=1, topk=
         "differing_rows": int(lossless == "DIFFERS"),
         "compared_rows": 10,
         "waited": 0.2,
+        "problem": timing_problem(ratio, length, 0.0),
     }
 
 
@@ -114,11 +118,11 @@ def test_a_model_that_cannot_draft_trees_has_chains_only(small):
     ("changes", "said"),
     [
         ({"depths": ()}, "depths is empty"),
-        ({"depths": (0,)}, "depths must be at least 1"),
-        ({"batch_sizes": (1, 0)}, "batch_sizes must be at least 1"),
+        ({"depths": (0,)}, "num_steps must be at least 1"),
+        ({"batch_sizes": (1, 0)}, "batch_size must be at least 1"),
         ({"temperatures": (-1.0,)}, "temperature -1.0"),
         ({"temperatures": (float("nan"),)}, "temperature nan"),
-        ({"rules": ("fast",)}, "rule 'fast' is not one of auto, exact, greedy"),
+        ({"rules": ("fast",)}, "acceptance 'fast' is not one of auto, exact, greedy"),
         ({"max_new_tokens": 1}, "max_new_tokens must be at least 2"),
         ({"repeats": 0}, "repeats must be at least 1"),
     ],
@@ -283,6 +287,22 @@ def test_advice_says_what_how_sure_and_when_not():
     assert "one batch of 4: intervals there cover timing" in text
 
 
+def test_a_ratio_above_the_accept_length_is_marked_everywhere():
+    rows = [row(2.5), row(1.2, num_steps=2)]
+    (advice,) = advise(rows)
+    assert "above the accept length, which is impossible: measure again" in advice.text
+    text = format_recommendation(rows, {}, WORKLOAD, SETTINGS, ENVIRONMENT)
+    assert "- impossible ratios, above the accept length: 1. Run it again" in text
+    table = list(csv.DictReader(io.StringIO(to_csv(rows))))
+    assert [line["problem"] for line in table] == ["impossible: above the accept length 1.80", ""]
+    file = io.StringIO()
+    print_cells(rich.console.Console(file=file, width=80), rows)
+    assert "2.50 2.45-2.55 ?" in file.getvalue() and "? impossible" in file.getvalue()
+    file = io.StringIO()
+    print_cells(rich.console.Console(file=file, width=80), rows[1:])
+    assert "?" not in file.getvalue()
+
+
 def test_tables_csv_and_pictures_show_every_cell(tmp_path):
     rows = [
         row(1 + 0.1 * depth - 0.2 * (topk - 1), num_steps=depth, topk=topk, batch_size=batch, temperature=heat)
@@ -303,6 +323,17 @@ def test_tables_csv_and_pictures_show_every_cell(tmp_path):
             assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_heat_map_shows_intervals_and_doubts(tmp_path):
+    assert cell_texts(row(1.5)) == ("1.50", "1.45-1.55", "1.80 tok/step")
+    assert cell_texts(row(2.5, lossless="DIFFERS")) == ("2.50 ?", "2.45-2.55", "1.80 tok/step, DIFFERS")
+    # With text as text, the SVG file holds what the picture shows.
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        plot_heatmap(tmp_path / "heatmap", [row(1.5), row(1.2, num_steps=2)], ["svg"])
+    assert [file.name for file in tmp_path.iterdir()] == ["heatmap.svg"]
+    shown = (tmp_path / "heatmap.svg").read_text()
+    assert "1.45-1.55" in shown and "1.15-1.25" in shown
+
+
 @pytest.fixture(scope="module")
 def checkpoint(small, tmp_path_factory):
     """Of a run that was trained on a folder of files, half of which it held out."""
@@ -315,7 +346,7 @@ def checkpoint(small, tmp_path_factory):
     return folder / "checkpoint"
 
 
-GRID = ["--depths", "1", "2", "--topk", "1", "--temperatures", "0", "--batch-sizes", "2"]
+GRID = ["--num-steps", "1", "2", "--topk", "1", "--temperature", "0", "--batch-size", "2"]
 GRID += ["--max-new-tokens", "8", "--repeats", "2", "--num-prompts", "3"]
 
 
@@ -342,8 +373,7 @@ def test_a_killed_run_goes_on(checkpoint, tmp_path):
     assert {file.name for file in output.iterdir()} == {
         "cells.jsonl",
         "cells.csv",
-        "heatmap.png",
-        "pareto.png",
+        *("heatmap.png", "heatmap.svg", "pareto.png", "pareto.svg"),
         "recommendation.md",
     }
 
@@ -351,14 +381,14 @@ def test_a_killed_run_goes_on(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("extra", "code", "said"),
     [
-        (["--depths", "0"], 2, "depths must be at least 1"),
-        (["--rules", "fast"], 2, "rule 'fast' is not one of"),
+        (["--num-steps", "0"], 2, "num_steps must be at least 1"),
+        (["--acceptance", "fast"], 2, "acceptance 'fast' is not one of"),
         (["--prompts", "missing.jsonl"], 2, "missing.jsonl"),
         (["--num-prompts", "0"], 2, "at least 1, not 0"),
         (["--max-new-tokens", "256"], 2, "leaves no room"),
         (["--threads", "-1"], 2, "threads must be at least 0"),
         (["--model", "missing"], 3, "no mtpjax checkpoint"),
-        (["--temperatures", "1", "--rules", "greedy"], 2, "no combination of the settings is possible"),
+        (["--temperature", "1", "--acceptance", "greedy"], 2, "no combination of the settings is possible"),
     ],
 )
 def test_bad_input_is_one_line(checkpoint, tmp_path, capsys, extra, code, said):

@@ -162,7 +162,7 @@ def test_generate_chooses_the_depth_by_a_profile(checkpoint, tmp_path, capsys):
     assert exit_code(arguments) == 2
     error = capsys.readouterr().err
     assert "no profile at" in error and "`mtpjax profile` measures one" in error and error.count("\n") == 1
-    assert exit_code(["profile", "--model", str(model), "--num-steps", "1", "--context", "40", "--rounds", "1"]) == 0
+    assert exit_code(["profile", "--model", str(model), "--num-steps", "1", "--context", "40", "--repeats", "1"]) == 0
     assert exit_code(arguments) == 0
     assert "identical to plain decoding: yes" in capsys.readouterr().err
     (model / "profile.json").rename(tmp_path / "elsewhere.json")
@@ -298,8 +298,20 @@ def test_profile_measures_rounds_and_stores_them(checkpoint, tmp_path, capsys):
     overall = {"decoded": {"conditional": [{"value": 0.75}]}, "predicted": {"accept_length_at_depth": [{"value": 1.7}]}}
     asked = {"topk": 1, "acceptance": "auto", "threshold_single": 1.0, "threshold_acc": 1.0}
     acceptance.write_text(json.dumps({"settings": asked, "figures": {"overall": overall}}))
-    arguments = ["--batch", "1", "3", "--num-steps", "1", "--context", "40", "--rounds", "1", "--output", str(file)]
-    arguments += ["--acceptance", str(acceptance)]
+    arguments = [
+        "--batch-size",
+        "1",
+        "3",
+        "--num-steps",
+        "1",
+        "--context",
+        "40",
+        "--repeats",
+        "1",
+        "--output",
+        str(file),
+    ]
+    arguments += ["--acceptance-rates", str(acceptance)]
     assert exit_code(["profile", "--model", str(checkpoint), *arguments]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80

@@ -50,6 +50,18 @@ def exported(tmp_path_factory):
     return make
 
 
+def test_an_export_holds_only_files_of_a_checkpoint(tmp_path):
+    source = pathlib.Path(shutil.copytree(path("qwen3_next"), tmp_path / "source"))
+    kept = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "LICENSE"}
+    kept |= {"modeling_own.py", "vocab.json", "merges.txt"}
+    left_out = {"notes.txt", "results.json", "figure.png", "profile.json", "mtpjax_self_check.json", "README.md"}
+    for name in kept | left_out:
+        (source / name).write_text("{}")
+    export_mtp(source, tmp_path / "export")
+    names = {file.name for file in (tmp_path / "export").iterdir()}
+    assert names == kept | {"config.json", "model.safetensors.index.json", WEIGHTS}
+
+
 @pytest.mark.parametrize("name", MTP_SETS)
 def test_export_then_merge_gives_the_original_bytes(name, exported, tmp_path):
     report = merge_mtp(path(name), exported(name), tmp_path / "merged")
@@ -97,7 +109,7 @@ def test_files_names_and_configuration_are_those_of_xllm(name, model_type, archi
     assert new["first_k_dense_replace"] == 0 and new["quantization_config"] == ""
     if name == "glm_moe_dsa" and old.get("index_share_for_mtp_iteration"):
         assert new["indexer_types"] == ["full"]
-    others = {file.name for file in source.iterdir() if file.suffix != ".safetensors"}
+    others = {file.name for file in source.iterdir() if file.suffix not in (".safetensors", ".npz")}
     assert {file.name for file in folder.iterdir()} == others | {WEIGHTS}
 
 

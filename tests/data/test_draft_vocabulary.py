@@ -123,6 +123,7 @@ def test_the_command_counts_and_refuses_in_one_line(tmp_path, capsys):
         return exit_.value.code, capsys.readouterr()
 
     code, said = run(tmp_path / "text.txt", 3)
+    assert max(map(len, said.out.splitlines()[:-1])) <= 80  # the last line names the file
     assert code == 0 and "83.33%" in said.out and load_vocabulary(tmp_path / "ids.json") == (0, 97, 98)
     for data, size, expected in (("missing", 3, "neither a file"), (tmp_path / "text.txt", 257, "outside 1..256")):
         code, said = run(data, size)

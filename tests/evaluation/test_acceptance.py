@@ -162,6 +162,7 @@ def test_the_command_prints_and_writes(checkpoint, tmp_path, capsys):
     content = json.loads(output.read_text())
     assert content["figures"]["x"]["prompts"] == 2 and content["settings"]["num_steps"] == 2
     assert len(content["figures"]["overall"]["decoded"]["conditional"]) == 2
+    assert {file.name for file in output.parent.iterdir()} == {"acceptance.json", "acceptance.png", "acceptance.svg"}
 
 
 @pytest.mark.slow

@@ -3,13 +3,14 @@
 import dataclasses
 import json
 import logging
+import types
 
 import jax
 import numpy as np
 import pytest
 
 from mtpjax import DecodeConfig
-from mtpjax.evaluation import profile
+from mtpjax.evaluation import profile, round_costs
 from mtpjax.evaluation.profile import load_depth_settings, read_acceptance
 from mtpjax.evaluation.round_costs import PLAIN_STEP, CostMeter, RoundCosts, RoundShape, chain_shape
 from mtpjax.host import num_threads
@@ -30,6 +31,15 @@ def stored(tmp_path, *batches, **changes):
     content = {**about, "batches": rows, **changes}
     profile.save(file, content)
     return file
+
+
+def test_a_timing_that_a_pause_made_negative_is_repeated(monkeypatch):
+    """The clock tells the duration of each call: the first of a timing paused, so that the second seems shorter."""
+    durations = [0.1] * 4 + [0.9] + [0.1, 7.0, 0.5] + [0.1, 0.1, 0.5]
+    readings = iter(np.cumsum([each for duration in durations for each in (0.0, duration)]).tolist())
+    monkeypatch.setattr(round_costs, "time", types.SimpleNamespace(perf_counter=lambda: next(readings)))
+    run = round_costs._timer({}, lambda params, index, inputs: inputs + 1, jax.numpy.zeros(2), seconds=0.02)
+    assert run() == pytest.approx((0.5 - 0.1) / 4)
 
 
 def test_costs_come_back_from_json():

@@ -72,10 +72,26 @@ def test_our_checkpoints_are_described_too(tmp_path):
 def test_the_command_prints_lines_or_json(capsys):
     code, captured = run([path("deepseek_v3_fp8"), "--mesh", "expert=4,tensor=2"], capsys)
     assert code == 0
+    text = " ".join(captured.out.split())
     for word in ("deepseek_v3", "12 experts, 4 per token", "F8_E4M3", "weight_block_size", "expert=4 x tensor=2"):
-        assert word in captured.out
+        assert word in text
     code, captured = run([path("deepseek_v3_fp8"), "--json"], capsys)
     assert code == 0 and json.loads(captured.out)["configuration"]["num_mtp_modules"] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("deepseek_v3", "layers 4 latent_attention; "),
+        ("deepseek_v32", "layers 4 sparse_latent_attention; "),
+        ("qwen3", "full_attention; dense"),
+        ("qwen3_next", "4 linear_attention, 1 full_attention; "),
+    ],
+)
+def test_the_real_kind_of_attention_is_printed_within_80_columns(name, said):
+    lines = format_lines(inspect(path(name)))
+    assert said in " ".join(" ".join(lines).split())
+    assert all(len(line) <= 80 for line in lines if str(path(name)) not in line)
 
 
 def test_what_is_missing_or_unknown_is_listed(tmp_path, capsys):

@@ -43,7 +43,7 @@ def run(*arguments):
 def test_settings_and_figures_stand_side_by_side(tmp_path, capsys):
     decoded = {"overall": {"greedy": figures(1.5), "sampled": figures(1.3)}, "code": {"greedy": figures(1.6)}}
     write_run(tmp_path / "first", decoded=decoded)
-    better = {"overall": {"greedy": figures(1.75, speed_up=None)}}
+    better = {"overall": {"greedy": figures(1.75, speed_up=None, problem="impossible: above the accept length 1.75")}}
     objective = {"mix": [["kl", 1.0]], "warmup": 0.5}
     write_run(tmp_path / "second", survival=0.75, decoded=better, fingerprint="b" * 64, seed=1, objective=objective)
     picture = tmp_path / "compare.png"
@@ -64,8 +64,32 @@ def test_settings_and_figures_stand_side_by_side(tmp_path, capsys):
         "code, greedy: accept length 1.600 -",
     ):
         assert line in lines, line
+    assert "second: the greedy speed-up is impossible: above the accept length 1.75" in lines
     assert "objective.mix" not in out and "output" not in out
     assert picture.read_bytes()[1:4] == b"PNG"
+
+
+@pytest.mark.parametrize(
+    ("output", "extra", "names"),
+    [
+        ("picture", [], {"picture.png", "picture.svg"}),
+        ("picture", ["--plot-formats", "pdf"], {"picture.pdf"}),
+        ("picture.svg", ["--plot-formats", "pdf"], {"picture.svg"}),
+    ],
+)
+def test_the_suffix_or_a_flag_chooses_the_formats(output, extra, names, tmp_path, capsys):
+    write_run(tmp_path / "run")
+    (tmp_path / "pictures").mkdir()
+    assert run(tmp_path / "run", "--output", tmp_path / "pictures" / output, *extra) == 0
+    assert {file.name for file in (tmp_path / "pictures").iterdir()} == names
+    assert all(name in capsys.readouterr().err for name in sorted(names)[:1])
+
+
+def test_a_picture_of_an_unknown_format_is_refused(tmp_path, capsys):
+    write_run(tmp_path / "run")
+    assert run(tmp_path / "run", "--output", "picture.jpg") == 2
+    assert capsys.readouterr().err == ("mtpjax compare: the suffix of picture.jpg must be png, svg, pdf, not 'jpg'\n")
+    assert run(tmp_path / "run", "--output", "picture", "--plot-formats", "gif") == 2
 
 
 def test_one_run_and_equal_runs_are_shown(tmp_path, capsys):

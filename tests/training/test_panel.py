@@ -10,9 +10,11 @@ import rich.console
 
 from mtpjax import DecodeConfig, speculative_generate
 from mtpjax.data.packing import Batch, Document
+from mtpjax.evaluation.machine import MAX_WAITING_SHARE, timing_problem
+from mtpjax.evaluation.round_costs import CostMeter
 from mtpjax.models.forward import forward
 from mtpjax.training.corpus import Corpus
-from mtpjax.training.decoding_eval import DecodedMetrics, PanelDecoder, choose_panel_prompts
+from mtpjax.training.decoding_eval import DecodedMetrics, PanelDecoder, choose_panel_prompts, estimate_speed_up
 from mtpjax.training.panel import Panel, acceptance_panel, print_panel
 
 
@@ -109,7 +111,43 @@ def test_decoded_figures_are_those_of_decoding(decoder_of):
     whole = decoder.measure(params, is_last=True)
     assert whole["overall"]["greedy"].prompts == 64
     for row in whole["even"].values():
-        assert row.speed_up is not None and row.speed_up > 0
+        assert row.speed_up is not None and row.speed_up_low <= row.speed_up <= row.speed_up_high
+        assert row.speed_up_low > 0 and row.waited is not None
+        assert bool(row.problem) == (row.speed_up > row.accept_length or row.waited > MAX_WAITING_SHARE)
+
+
+def test_the_speed_ups_interval_covers_prompts_and_timings():
+    steps, accepted = np.array([10, 10, 20]), np.array([[9, 5], [2, 0], [15, 10]])
+    exact = estimate_speed_up(steps, accepted, np.full(5, 1.6))
+    assert exact.value == pytest.approx((1 + 41 / 40) / 1.6)
+    assert exact.low == pytest.approx(1.2 / 1.6) and exact.high == pytest.approx(2.4 / 1.6)  # the prompts alone
+    same = np.array([[5], [5]])
+    noisy = estimate_speed_up(np.array([10, 10]), same, np.array([1.0, 1.2, 1.5, 1.3, 1.1]))
+    assert noisy.value == pytest.approx(1.5 / 1.2) and noisy.low < 1.5 / 1.2 < noisy.high <= 1.5
+    nothing = estimate_speed_up(np.array([0, 10]), np.array([[0], [5]]), np.array([1.0]))
+    assert nothing.value == nothing.low == nothing.high == pytest.approx(1.5)
+
+
+def test_a_speed_up_above_the_accept_length_or_on_a_busy_machine_is_told():
+    assert timing_problem(1.9, 2.0, 0.0) is None
+    assert timing_problem(5.78, 3.92, 0.0) == "impossible: above the accept length 3.92"
+    assert timing_problem(5.78, 3.92, 0.5) == "impossible: above the accept length 3.92"
+    assert timing_problem(1.9, 2.0, 0.12) == "disturbed: waited 12% of the time for a core"
+
+
+def test_a_timing_that_cannot_be_is_marked_in_the_panel(decoder_of, monkeypatch):
+    """A round that seems to cost half a plain step."""
+    decoder, params = decoder_of(1, 3)
+    monkeypatch.setattr(CostMeter, "plain_steps", lambda meter, shape: np.full(5, 0.5))
+    row = decoder.measure(params, is_last=True)["overall"]["greedy"]
+    assert row.speed_up == pytest.approx(2 * row.accept_length)
+    assert row.problem == f"impossible: above the accept length {row.accept_length:.2f}"
+    panel = Panel((1.0, 2.0), (0.9,), (0.9,), (0.9,), (0.9,), {"overall": {"greedy": row}})
+    file = io.StringIO()
+    print_panel(rich.console.Console(file=file, width=80), panel)
+    assert "impossible: above" in file.getvalue()
+    stored = panel.to_json()["decoded"]["overall"]["greedy"]
+    assert stored["problem"] == row.problem and stored["speed_up_high"] == row.speed_up_high
 
 
 def test_decoding_on_the_way_keeps_to_its_share(decoder_of):
@@ -138,7 +176,9 @@ def test_without_levels_or_prompts_nothing_is_decoded(num_depths, count, decoder
 
 
 def test_the_tables_fit_80_columns():
-    row = DecodedMetrics(128, 100, 3.456, 3.4, 3.52, 3.46, 3.5, (0.9, 0.8, 0.7, 0.6), (0.9,) * 4, (0.9,) * 4, 1.234)
+    rates = ((0.9, 0.8, 0.7, 0.6), (0.9,) * 4, (0.9,) * 4)
+    problem = "disturbed: waited 12% of the time for a core"
+    row = DecodedMetrics(128, 100, 3.456, 3.4, 3.52, 3.46, 3.5, *rates, 1.234, 1.1, 1.3, 0.12, problem)
     decoded = {"overall": {"greedy": row, "sampled": row}, "math_reasoning": {"sampled": row}}
     shares = (0.9, 0.8, 0.7, 0.6)
     file = io.StringIO()
@@ -146,6 +186,6 @@ def test_the_tables_fit_80_columns():
     print_panel(rich.console.Console(file=file, width=80), panel)
     printed = file.getvalue()
     assert max(map(len, printed.splitlines())) <= 80 and "…" not in printed
-    for part in ("3.46 3.40-3.52", "1.23", "math_reasoning", "128", f"{1 + sum(shares):.2f}"):
+    for part in ("3.46 3.40-3.52", "1.23 1.10-1.30", "disturbed", "math_reasoning", "128", f"{1 + sum(shares):.2f}"):
         assert part in printed, part
     print_panel(rich.console.Console(file=file, width=80), Panel((1.0,), (), (), (), ()))

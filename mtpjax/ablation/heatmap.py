@@ -1,0 +1,121 @@
+"""The heat map of an ablation: the speed-up over plain decoding by depth, tree and rule, with its interval."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from mtpjax.ablation.panels import Row, group_by_batch_and_temperature, panel_rows, panels
+from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, GREY, picture
+
+# Round ratios that the colour bar labels, as far as they are in its range.
+TICKS = (0.25, 0.33, 0.5, 0.67, 0.8, 1, 1.25, 1.5, 2, 3, 4)
+
+
+def plot_heatmap(path, rows: list[Row], formats: Sequence[str] = DEFAULT_FORMATS) -> None:
+    """Plots a heat map of the speed-up over plain decoding, by depth and by tree and rule.
+
+    Args:
+        path: the picture, as in `plot_style.picture_paths`.
+        rows: the rows of `cells.jsonl` of `mtpjax ablate`; each batch size and temperature gets a panel.
+        formats: formats of a path without suffix.
+    """
+    groups = group_by_batch_and_temperature(rows)
+    depths = sorted({row["cell"]["num_steps"] for row in rows})
+    trees = {key: sorted({_tree_key(row) for row in group}) for key, group in groups.items()}
+    layout = panel_rows(groups)
+    # A panel grows with its numbers of depths and trees.
+    width, height = max(2.8, 1.05 * len(depths) + 1.2), max(2.0, 0.7 * max(map(len, trees.values())) + 1.0)
+    with picture(path, (width * len(layout[0]) + 1.0, height * len(layout) + 0.4), formats) as figure:
+        _draw(figure, rows, groups, layout, depths=depths, trees=trees)
+
+
+def _draw(figure, rows: list[Row], groups, layout, *, depths, trees) -> None:
+    import matplotlib
+    import matplotlib.colors
+
+    # All panels share one logarithmic colour scale, symmetric about 1, so that white means as fast as plain decoding.
+    ratios = [row["ratio"]["value"] for row in rows]
+    max_ratio = max(1.25, *ratios, *(1 / ratio for ratio in ratios))
+    norm = matplotlib.colors.LogNorm(1 / max_ratio, max_ratio)
+    colours = matplotlib.colormaps["RdBu"].with_extremes(bad="#eeeeee")
+    axes = figure.subplots(len(layout), len(layout[0]), squeeze=False)
+    for axis, key, group in panels(axes, layout, groups):
+        style = {"depths": depths, "trees": trees[key], "colours": colours, "norm": norm}
+        _draw_panel(axis, f"batch {key[0]}, temperature {key[1]:g}", group, **style)
+    # Label the colour bar with the round ratios inside its range.
+    bar = figure.colorbar(axes[0][0].images[0], ax=axes, shrink=min(0.8, 2.4 / len(layout)), aspect=25, pad=0.02)
+    ticks = [tick for tick in TICKS if 1 / max_ratio <= tick <= max_ratio]
+    bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
+    bar.ax.minorticks_off()
+    title = "speed-up over plain decoding of the same batch, with its 95 % interval; a frame marks the best cell"
+    figure.suptitle(title, fontsize=10, wrap=True)
+
+
+def _draw_panel(axis, title: str, rows, *, depths, trees, colours, norm) -> None:
+    """Draws one panel of the heat map."""
+    import matplotlib.patches
+
+    grid = {(_tree_key(row), row["cell"]["num_steps"]): row for row in rows}
+    # A ratio that cannot be trusted is the best only where all are of that kind.
+    best = max(rows, key=lambda row: (not row.get("problem"), row["ratio"]["value"]))
+    # Combinations that were not measured are nan, which the colour map shows in grey.
+    values = [[grid[t, d]["ratio"]["value"] if (t, d) in grid else float("nan") for d in depths] for t in trees]
+    axis.imshow(values, cmap=colours, norm=norm, aspect="auto")
+    axis.grid(visible=False)
+    for (y, tree), (x, depth) in itertools.product(enumerate(trees), enumerate(depths)):
+        row = grid.get((tree, depth))
+        if row is None:
+            axis.text(x, y, "–", ha="center", va="center", color=GREY)
+            continue
+        # Each cell shows its ratio, the interval and the accept length, in white or black, whichever contrasts with the
+        # cell's luminance.
+        red, green, blue, _ = colours(norm(row["ratio"]["value"]))
+        style = {"ha": "center", "color": "white" if 0.3 * red + 0.59 * green + 0.11 * blue < 0.5 else "black"}
+        for text, height, size in zip(cell_texts(row), (-0.14, 0.1, 0.3), (12, 7, 7), strict=True):
+            weight = "bold" if size > 7 else "normal"
+            axis.text(x, y + height, text, va="center", fontsize=size, fontweight=weight, **style)
+        if row is best:
+            # A black frame on a wider white one is visible on light and dark cells.
+            for colour, width in (("white", 5.0), ("black", 2.5)):
+                frame = matplotlib.patches.Rectangle((x - 0.465, y - 0.44), 0.93, 0.88, fill=False)
+                frame.set(edgecolor=colour, linewidth=width)
+                axis.add_patch(frame)
+    axis.set_title(title, fontsize=9)
+    axis.set_xticks(range(len(depths)), [str(depth) for depth in depths])
+    axis.set_yticks(range(len(trees)), [_tree_label(tree) for tree in trees])
+    axis.set_xlabel("draft levels per round", fontsize=9)
+    axis.tick_params(length=0)
+    axis.spines[:].set_visible(False)
+
+
+def cell_texts(row: Row) -> tuple[str, str, str]:
+    """Returns the three lines of a cell.
+
+    Args:
+        row: a row of `cells.jsonl`.
+
+    Returns:
+        The ratio to plain decoding, with a question mark if it cannot be trusted; its 95 % interval; the accept length.
+    """
+    ratio, length = row["ratio"], row["accept_length"]["value"]
+    mark = ", DIFFERS" if row["lossless"] == "DIFFERS" else ""
+    doubt = " ?" if row.get("problem") else ""
+    return f"{ratio['value']:.2f}{doubt}", f"{ratio['low']:.2f}-{ratio['high']:.2f}", f"{length:.2f} tok/step{mark}"
+
+
+def _tree_key(row: dict[str, Any]) -> tuple[int, int, str]:
+    """Returns topk, nodes and rule of a row: the key of a line of the heat map.
+
+    Nodes are 0 for chains and complete trees, whose size follows from the depth.
+    """
+    # 64 is the default cap of `num_draft_tokens`.
+    cell = row["cell"]
+    complete_size = 1 + cell["topk"] + (cell["num_steps"] - 1) * cell["topk"] ** 2
+    nodes = 0 if cell["topk"] == 1 or cell["num_nodes"] in (complete_size, 64) else cell["num_nodes"]
+    return cell["topk"], nodes, cell["acceptance"] + " (lossy)" * (row["lossless"] == "lossy")
+
+
+def _tree_label(tree: tuple[int, int, str]) -> str:
+    """Names a line of the heat map."""
+    topk, nodes, rule = tree
+    return ("chain" if topk == 1 else f"topk {topk}") + (f", {nodes} nodes" if nodes else "") + f"\n{rule}"

@@ -1,0 +1,54 @@
+"""How the pictures of an ablation lay out their panels: one per batch size and temperature."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+Row = dict[str, Any]  # a line of cells.jsonl
+Group = tuple[int, float]  # batch size and temperature
+
+
+def group_by_batch_and_temperature(rows: list[Row]) -> dict[Group, list[Row]]:
+    """Groups rows by (batch size, temperature), in ascending order.
+
+    Args:
+        rows: the rows of `cells.jsonl`.
+
+    Returns:
+        The rows of each group, in their order.
+    """
+    groups: dict[Group, list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["cell"]["batch_size"], row["cell"]["temperature"]), []).append(row)
+    return dict(sorted(groups.items()))
+
+
+def panel_rows(groups: dict[Group, list[Row]]) -> list[list[Group]]:
+    """Lays out panels: a line per batch size and a column per temperature; with one temperature, three per line.
+
+    Args:
+        groups: the groups to show.
+
+    Returns:
+        The lines of panels; a group that was not measured leaves its place empty.
+    """
+    batch_sizes, temperatures = sorted({key[0] for key in groups}), sorted({key[1] for key in groups})
+    if len(temperatures) == 1:
+        keys = list(groups)
+        return [keys[begin : begin + 3] for begin in range(0, len(keys), 3)]
+    return [[(batch_size, temperature) for temperature in temperatures] for batch_size in batch_sizes]
+
+
+def panels(axes, layout: list[list[Group]], groups: dict[Group, list[Row]]) -> Iterator[tuple[Any, Group, list[Row]]]:
+    """Yields the axis, the group and the rows of each panel, and hides the axes that have none.
+
+    Args:
+        axes: the array of axes, as large as the layout.
+        layout: what `panel_rows` returned.
+        groups: the groups to show.
+    """
+    for axis, key in itertools.zip_longest(axes.flat, itertools.chain(*layout)):
+        if key in groups:
+            yield axis, key, groups[key]
+        else:
+            axis.set_axis_off()
