@@ -93,7 +93,8 @@ def _train(options) -> int:
     from mtpjax.errors import LostProcess, Preempted
     from mtpjax.training import distributed
     from mtpjax.training.panel import print_panel
-    from mtpjax.training.trainer import compute_run_sizes, train
+    from mtpjax.training.run_sizes import compute_run_sizes
+    from mtpjax.training.trainer import train
     from mtpjax.training.yaml_config import read_train_config, to_yaml
 
     # Settings come from the file, then from `key=value` arguments, which win.

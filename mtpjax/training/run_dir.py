@@ -1,6 +1,7 @@
 """The run folder: a lock for its single writer, the settings, and training states to resume from.
 
 run.json            settings, and the fingerprint of the data
+model.yaml          the architecture, which another run can take (`model=FOLDER/model.yaml`)
 metrics.jsonl       one row per logged step and evaluation
 tensorboard/        the same for TensorBoard
 wandb-id            id of the run at Weights & Biases
@@ -35,7 +36,7 @@ from mtpjax.training.log import METRICS_FILE, PROFILE_FOLDER
 from mtpjax.training.trackers import TENSORBOARD_FOLDER, WANDB_ID_FILE
 
 SETTINGS_FILE, STATES_FOLDER, LOCK_FILE = "run.json", "states", ".lock"
-CHECKPOINT_FOLDER, PLOT_FILE = "checkpoint", "panel.png"
+CHECKPOINT_FOLDER, PLOT_FILE, MODEL_FILE = "checkpoint", "panel.png", "model.yaml"
 # Old settings while a run is being replaced. Marks the other files of the folder as ours if the process dies.
 REPLACED_FILE = ".replaced-run.json"
 OWN_NAMES = (
@@ -46,6 +47,7 @@ OWN_NAMES = (
     WANDB_ID_FILE,
     CHECKPOINT_FOLDER,
     PLOT_FILE,
+    MODEL_FILE,
 )
 # Settings that may differ when a run resumes, because they do not change an update. Accumulation, remat and mesh are
 # not among them: they change its rounding.
@@ -206,7 +208,7 @@ def save_state(folder: pathlib.Path, state: Any, *, step: int, keep: int, metada
         continue.
     """
     leaves = {f"{number:06d}": leaf for number, leaf in enumerate(jax.tree.leaves(state))}
-    path = folder / STATES_FOLDER / f"{step:08d}"
+    path = state_path(folder, step)
     # After resuming from an older state, a damaged state of this step may still be there.
     if not checkpoint.is_checkpoint(path):
         shutil.rmtree(path, ignore_errors=True)
@@ -219,6 +221,19 @@ def save_state(folder: pathlib.Path, state: Any, *, step: int, keep: int, metada
     for old in [*_state_folders(folder)[keep:], *(folder / STATES_FOLDER).glob(".*")]:
         shutil.rmtree(old, ignore_errors=True)
     return True
+
+
+def state_path(folder: pathlib.Path, step: int) -> pathlib.Path:
+    """Returns the folder of a training state.
+
+    Args:
+        folder: the run folder.
+        step: number of updates done.
+
+    Returns:
+        The folder, which need not exist.
+    """
+    return folder / STATES_FOLDER / f"{step:08d}"
 
 
 def restore_state(folder: pathlib.Path, like: Tree, *, run_id: str | None = None) -> tuple[Tree, dict[str, Any]] | None:
