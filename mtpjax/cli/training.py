@@ -6,6 +6,10 @@ import sys
 
 import jsonargparse
 
+SETTINGS_HELP = (
+    "settings that override the file's, such as steps=500, num_depths=3, model.num_mtp_modules=3 or model=FILE.yaml"
+)
+
 
 def add_commands(commands) -> None:
     """Adds the commands and their flags.
@@ -28,10 +32,14 @@ def add_commands(commands) -> None:
 
     train = jsonargparse.ArgumentParser(
         description="Train a model together with its MTP modules. `mtpjax.training.config.TrainConfig` documents every "
-        "setting; --print-config prints them with their values."
+        "setting; --print-config prints them with their values. The settings model.* change fields of the preset's "
+        "architecture (`mtpjax.ModelConfig`; --print-model prints them), and model=FILE.yaml names a whole one. "
+        "model.num_mtp_modules is the number of MTP modules that the model has, and num_depths the number of draft "
+        "depths that get a loss: depth k is module k, and depths beyond the last module run that module again. Modules "
+        "beyond num_depths are not trained, so set both to the same number to train every module."
     )
     train.add_argument("--config", default=None, help="YAML file of settings (default: the defaults of TrainConfig)")
-    train.add_argument("settings", nargs="*", default=[], metavar="key=value", help="settings that override the file's")
+    train.add_argument("settings", nargs="*", default=[], metavar="key=value", help=SETTINGS_HELP)
     train.add_argument("--resume", action="store_true", help="continue the run in the output folder")
     train.add_argument("--overwrite", action="store_true", help="replace the run in the output folder")
     train.add_argument(
@@ -53,6 +61,11 @@ def add_commands(commands) -> None:
     )
     train.add_argument("--dry-run", action="store_true", help="check settings and data, print sizes, and exit")
     train.add_argument("--print-config", action="store_true", help="print every setting as YAML, and exit")
+    train.add_argument(
+        "--print-model",
+        action="store_true",
+        help="print the architecture of new weights as YAML, to edit and pass as model=FILE.yaml, and exit",
+    )
     commands.add_subcommand("train", train, help="train a model and its MTP modules")
 
     compare = jsonargparse.ArgumentParser(
@@ -92,6 +105,7 @@ def _train(options) -> int:
 
     from mtpjax.errors import LostProcess, Preempted
     from mtpjax.training import distributed
+    from mtpjax.training.model_yaml import model_to_yaml
     from mtpjax.training.panel import print_panel
     from mtpjax.training.run_sizes import compute_run_sizes
     from mtpjax.training.trainer import train
@@ -101,9 +115,14 @@ def _train(options) -> int:
     config = read_train_config(options.config, options.settings)
     if options.resume and options.overwrite:
         raise ValueError("--resume and --overwrite exclude each other: one continues the run, the other replaces it")
-    # Two modes that train nothing: print the settings, or check them against data and memory.
+    # Modes that train nothing: print the settings or the architecture, or check them against data and memory.
     if options.print_config:
         print(to_yaml(config), end="")
+        return 0
+    if options.print_model:
+        if config.init_from is not None:
+            raise ValueError("--print-model prints the architecture of new weights: leave out init_from")
+        print(model_to_yaml(config.model_config), end="")
         return 0
     if options.dry_run:
         for name, value in compute_run_sizes(config).items():

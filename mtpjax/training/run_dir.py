@@ -181,10 +181,15 @@ def check_settings(
     # Compare as JSON, in which tuples are lists. A setting that one side lacks counts as None.
     free = {*CHANGEABLE_SETTINGS, *allowed_changes}
     now = json.loads(json.dumps(dict(settings)))
+    # Runs of an older version name only their preset.
+    if before.get("model") is not None:
+        before, now = _with_model_fields(before), _with_model_fields(now)
+    else:
+        now.pop("model", None)
     changed = [
         f"{name} was {before.get(name)!r}, is {now.get(name)!r}"
-        for name in sorted({*before, *now} - free)
-        if before.get(name) != now.get(name)
+        for name in sorted({*before, *now})
+        if before.get(name) != now.get(name) and not {name, name.partition(".")[0]} & free
     ]
     if changed:
         raise RunError(f"{folder} was started with other settings: {'; '.join(changed)}")
@@ -318,6 +323,14 @@ def catch_stop_signals() -> Iterator[StopSignals]:
     finally:
         for which, handler in zip(signals, before, strict=True):
             signal.signal(which, handler)
+
+
+def _with_model_fields(settings: dict[str, Any]) -> dict[str, Any]:
+    """Replaces `model` by an entry per field, so that a message names those that differ, and drops the preset."""
+    # The preset does not matter: `model` holds all that it says.
+    fields = settings.get("model") if isinstance(settings.get("model"), dict) else {}
+    others = {name: value for name, value in settings.items() if name not in ("model", "preset")}
+    return others | {f"model.{name}": value for name, value in (fields or {}).items()}
 
 
 def _state_folders(folder: pathlib.Path) -> list[pathlib.Path]:

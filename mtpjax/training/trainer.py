@@ -395,7 +395,8 @@ def _settings_json(config: TrainConfig, objective: ObjectiveFunction | None) -> 
     """Returns the settings as JSON can hold them, with None for infinity and for what is not set."""
     values = dataclasses.asdict(config)
     settings = {name: None if value == math.inf else value for name, value in values.items()}
-    # By name, so that `mtpjax compare` shows the fields that differ.
-    settings["model"] = dict(values["model"]) or None
+    # The whole architecture, so that a run resumes with it wherever it is named from, and `mtpjax compare` shows the
+    # fields that differ. A checkpoint has its own, of which the settings change only the number of modules.
+    settings["model"] = config.model_config.to_dict() if config.init_from is None else dict(values["model"])
     # Code is not stored: a resumed run is checked to have an objective of the same name.
     return settings | {"objective_function": None if objective is None else describe_objective(objective)}
