@@ -13,7 +13,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mtpjax import compat
 from mtpjax.atomic import write_text
 from mtpjax.data import packing
 from mtpjax.errors import Preempted
@@ -26,7 +25,7 @@ from mtpjax.training import distributed, run_dir
 from mtpjax.training.callbacks import Callback, Moment, TrainEvent, call_callbacks, check_callbacks
 from mtpjax.training.config import TrainConfig
 from mtpjax.training.corpus import Corpus, load_corpus
-from mtpjax.training.data_parallel import shard_batch, shard_train_state
+from mtpjax.training.data_parallel import make_run_mesh, shard_batch, shard_train_state
 from mtpjax.training.decoding_eval import PanelDecoder
 from mtpjax.training.hidden_state_cache import HiddenStateCache, open_hidden_state_cache
 from mtpjax.training.initial_model import init_model, num_trained_depths
@@ -116,12 +115,16 @@ def train(
     # 1. Prepare everything that can fail on wrong settings, before the run folder is touched.
     require_trackers(config)
     check_callbacks(callbacks)
-    mesh, is_main_process = _make_mesh(config), distributed.is_main_process()
+    mesh, is_main_process = make_run_mesh(config), distributed.is_main_process()
     model, make_params = init_model(config)
     num_depths = num_trained_depths(config, model)
     panel_depths = max(num_depths, panel_depths)
     corpus = load_corpus(config, model.config.vocab_size, num_depths=num_depths)
     state, jitted_step = _init_state_and_step(config, model, make_params(), num_depths, mesh, objective)
+    # Tracing without computing finds a faulty objective before an old run is replaced.
+    if objective is not None:
+        rows = corpus.batches(config.batch_size, seed=config.seed)
+        jax.eval_shape(jitted_step, state, next(rows), 0.0, 0.0, 0.0, states=None)
     # 2. Lock the run folder, and start a new run or check that the old one matches. Only the first process writes.
     with contextlib.ExitStack() as stack:
         stack.enter_context(distributed.raise_on_lost_peer())
@@ -316,26 +319,6 @@ def _learning_rate_and_mtp_scale(progress: float, config: TrainConfig) -> tuple[
         progress, scale=config.mtp_loss_scale, final=config.mtp_loss_scale_final, switch=config.mtp_loss_switch
     )
     return learning_rate_at(progress, config), scale
-
-
-def _make_mesh(config: TrainConfig) -> Mesh | None:
-    """Makes the mesh; None for one device. Raises `ValueError` for unsupported combinations."""
-    size, num_devices, is_multiprocess = (
-        math.prod(dict(config.mesh).values()),
-        jax.device_count(),
-        distributed.is_multiprocess(),
-    )
-    # Several processes must use all devices, because each one takes part with its own.
-    if size > num_devices or (is_multiprocess and size != num_devices):
-        raise ValueError(f"the mesh {dict(config.mesh)} covers {size} devices, but JAX has {num_devices}")
-    if is_multiprocess and config.trunk_states is not None:
-        raise ValueError("trunk_states must be computed by one process first, without --nnodes")
-    # Clocks differ between processes, which would then end after different numbers of updates.
-    if is_multiprocess and config.seconds < math.inf:
-        raise ValueError(
-            f"seconds {config.seconds} is unsupported with several processes, whose clocks differ: use steps"
-        )
-    return compat.make_mesh(dict(config.mesh)) if size > 1 else None
 
 
 def _init_state_and_step(

@@ -112,6 +112,14 @@ def test_a_result_that_is_not_one_number_is_refused(wrong, said, batch):
         gradients(batch, wrong)
 
 
+def test_a_faulty_objective_is_found_before_a_run_is_replaced(tmp_path):
+    text = training_runs.write_corpus(tmp_path / "text")
+    config = TrainConfig(data=str(text), output=str(tmp_path / "out"), model=NARROW, **training_runs.SETTINGS, steps=2)
+    with pytest.raises(ValueError, match="not one floating-point number"):
+        train(config, objective=lambda inputs: inputs.terms.overlap, overwrite=True)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_run_uses_the_objective_and_resumes_only_with_it(tmp_path):
     text = training_runs.write_corpus(tmp_path / "text")
     config = TrainConfig(
