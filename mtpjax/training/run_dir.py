@@ -182,10 +182,10 @@ def check_settings(
     free = {*CHANGEABLE_SETTINGS, *allowed_changes}
     now = json.loads(json.dumps(dict(settings)))
     # Runs of an older version name only their preset.
-    if before.get("model") is not None:
-        before, now = _with_model_fields(before), _with_model_fields(now)
-    else:
+    if "model" not in before:
         now.pop("model", None)
+    if isinstance(before.get("model"), dict) and isinstance(now.get("model"), dict):
+        before, now = _with_model_fields(before), _with_model_fields(now)
     changed = [
         f"{name} was {before.get(name)!r}, is {now.get(name)!r}"
         for name in sorted({*before, *now})
@@ -328,9 +328,8 @@ def catch_stop_signals() -> Iterator[StopSignals]:
 def _with_model_fields(settings: dict[str, Any]) -> dict[str, Any]:
     """Replaces `model` by an entry per field, so that a message names those that differ, and drops the preset."""
     # The preset does not matter: `model` holds all that it says.
-    fields = settings.get("model") if isinstance(settings.get("model"), dict) else {}
     others = {name: value for name, value in settings.items() if name not in ("model", "preset")}
-    return others | {f"model.{name}": value for name, value in (fields or {}).items()}
+    return others | {f"model.{name}": value for name, value in settings["model"].items()}
 
 
 def _state_folders(folder: pathlib.Path) -> list[pathlib.Path]:
