@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mtpjax.decoding.resumable import init_state, insert, run
     from mtpjax.evaluation.self_check import check_acceptance
     from mtpjax.io.checkpoint import load
+    from mtpjax.io.save import save
     from mtpjax.models.config import ModelConfig
     from mtpjax.models.forward import forward
     from mtpjax.models.model import MTPModel
@@ -41,6 +42,7 @@ __all__ = [
     "load",
     "presets",
     "run",
+    "save",
     "speculative_generate",
     "train",
 ]
@@ -54,6 +56,7 @@ _HOMES = {
     "decoding.resumable": ("init_state", "insert", "run"),
     "evaluation.self_check": ("check_acceptance",),
     "io.checkpoint": ("load",),
+    "io.save": ("save",),
     "models.config": ("ModelConfig",),
     "models.forward": ("forward",),
     "models.model": ("MTPModel",),

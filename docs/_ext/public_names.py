@@ -5,13 +5,15 @@ from sphinx.environment import BuildEnvironment
 from sphinx.util import logging
 
 import mtpjax
+import mtpjax.training
 import pallas_kernels
 
 
 def check(app: Sphinx, env: BuildEnvironment) -> None:
-    """Compares `mtpjax.__all__` and `pallas_kernels.__all__` with the documented objects."""
+    """Compares `__all__` of mtpjax, mtpjax.training and pallas_kernels with the documented objects."""
     documented = env.domains["py"].objects
-    public = [f"{package.__name__}.{name}" for package in (mtpjax, pallas_kernels) for name in package.__all__]
+    packages = (mtpjax, mtpjax.training, pallas_kernels)
+    public = [f"{package.__name__}.{name}" for package in packages for name in package.__all__]
     missing = sorted({*public} - {*documented, "mtpjax.__version__"})
     if missing:
         logging.getLogger(__name__).warning("public names without an entry in docs/reference: %s", ", ".join(missing))

@@ -8,6 +8,10 @@ from mtpjax import compilation_cache
 from mtpjax.cli.common import add_model_type_flag, add_plot_formats_flag, model_type
 from mtpjax.cli.help import command_parser
 
+SETTINGS_HELP = (
+    "settings that override the file's, such as steps=500, num_depths=3, model.num_mtp_modules=3 or model=FILE.yaml"
+)
+
 
 def add_commands(commands) -> None:
     """Adds the commands and their flags.
@@ -31,10 +35,14 @@ def add_commands(commands) -> None:
 
     train = command_parser(
         "Train a model together with its MTP modules. `mtpjax.training.config.TrainConfig` documents every "
-        "setting; --print-config prints them with their values."
+        "setting; --print-config prints them with their values. The settings model.* change fields of the preset's "
+        "architecture (`mtpjax.ModelConfig`; --print-model prints them), and model=FILE.yaml names a whole one. "
+        "model.num_mtp_modules is the number of MTP modules that the model has, and num_depths the number of draft "
+        "depths that get a loss: depth k is module k, and depths beyond the last module run that module again. Modules "
+        "beyond num_depths are not trained, so set both to the same number to train every module."
     )
     train.add_argument("--config", default=None, help="YAML file of settings (default: the defaults of TrainConfig)")
-    train.add_argument("settings", nargs="*", default=[], metavar="key=value", help="settings that override the file's")
+    train.add_argument("settings", nargs="*", default=[], metavar="key=value", help=SETTINGS_HELP)
     add_model_type_flag(train)
     train.add_argument("--resume", action="store_true", help="continue the run in the output folder")
     train.add_argument("--overwrite", action="store_true", help="replace the run in the output folder")
@@ -57,6 +65,11 @@ def add_commands(commands) -> None:
     )
     train.add_argument("--dry-run", action="store_true", help="check settings and data, print sizes, and exit")
     train.add_argument("--print-config", action="store_true", help="print every setting as YAML, and exit")
+    train.add_argument(
+        "--print-model",
+        action="store_true",
+        help="print the architecture of new weights as YAML, to edit and pass as model=FILE.yaml, and exit",
+    )
     commands.add_subcommand("train", train, help="train a model and its MTP modules")
 
     compare = command_parser(
@@ -106,8 +119,10 @@ def _train(options) -> int:
     from mtpjax.errors import LostProcess, Preempted
     from mtpjax.evaluation.plot_style import picture_paths
     from mtpjax.training import distributed
+    from mtpjax.training.model_yaml import model_to_yaml
     from mtpjax.training.panel import print_panel
-    from mtpjax.training.trainer import compute_run_sizes, train
+    from mtpjax.training.run_sizes import compute_run_sizes
+    from mtpjax.training.trainer import train
     from mtpjax.training.yaml_config import read_train_config, to_yaml
 
     # Settings come from the file, then from `key=value` arguments, which win.
@@ -115,9 +130,14 @@ def _train(options) -> int:
     config = read_train_config(options.config, [*options.settings, *([f"model_type={family}"] if family else [])])
     if options.resume and options.overwrite:
         raise ValueError("--resume and --overwrite exclude each other: one continues the run, the other replaces it")
-    # Two modes that train nothing: print the settings, or check them against data and memory.
+    # Modes that train nothing: print the settings or the architecture, or check them against data and memory.
     if options.print_config:
         print(to_yaml(config), end="")
+        return 0
+    if options.print_model:
+        if config.init_from is not None:
+            raise ValueError("--print-model prints the architecture of new weights: leave out init_from")
+        print(model_to_yaml(config.model_config), end="")
         return 0
     if options.dry_run:
         for name, value in compute_run_sizes(config).items():

@@ -29,6 +29,11 @@ class Document:
         loss_mask: `[n + 1]` bool, true where a token is a target, the last entry for the end token; None: all are
             targets.
         category: the group under which evaluations report it.
+
+    Example:
+        >>> import numpy as np
+        >>> from mtpjax.training import Document
+        >>> document = Document("greeting", np.frombuffer(b"hello", np.uint8))
     """
 
     name: str
@@ -38,11 +43,23 @@ class Document:
 
 
 class Batch(NamedTuple):
-    """Packed rows; `loss_mask` is true where a token counts as a target."""
+    """Packed rows of documents, as updates take them.
 
-    tokens: np.ndarray  # [B, T] int32
-    segment_ids: np.ndarray  # [B, T] int32; 0 is padding, the documents of a row are 1, 2, …
-    loss_mask: np.ndarray  # [B, T] bool
+    Attributes:
+        tokens: `[B, T]` int32.
+        segment_ids: `[B, T]` int32 document of each token: 0 is padding, the documents of a row are 1, 2, …
+        loss_mask: `[B, T]` bool, true where a token counts as a target.
+
+    Example:
+        >>> import numpy as np
+        >>> from mtpjax.training import Batch
+        >>> tokens = np.array([[5, 6, 7, 0], [8, 9, 8, 9]], np.int32)
+        >>> batch = Batch(tokens, segment_ids=np.int32(tokens > 0), loss_mask=tokens > 0)  # here 0 is padding
+    """
+
+    tokens: np.ndarray
+    segment_ids: np.ndarray
+    loss_mask: np.ndarray
 
 
 def list_python_sources(root=None) -> list[pathlib.Path]:
@@ -169,6 +186,14 @@ def pack(
     Raises:
         ValueError: a length is out of range, there are no tokens, a loss mask has another length, or a document
             contains `eos_token_id` (only documents with a loss mask may, as conversations have it after each answer).
+
+    Example:
+        >>> import numpy as np
+        >>> from mtpjax.training import Document, pack
+        >>> documents = [Document("a", np.array([5, 6, 7])), Document("b", np.array([8, 9]))]
+        >>> rows = pack(documents, 4, seed=0, extra_tokens=1)
+        >>> rows.tokens.shape  # seven tokens with the two end tokens, in rows of 4 + 1
+        (2, 5)
     """
     if row_length < 1:
         raise ValueError(f"row_length {row_length} is below 1")
@@ -253,6 +278,14 @@ def shuffled_batches(rows: Batch, batch_size: int, *, seed: int, start: int = 0)
 
     Raises:
         ValueError: there are fewer rows than `batch_size`, or `start` is negative.
+
+    Example:
+        >>> import numpy as np
+        >>> from mtpjax.training import Document, pack, shuffled_batches
+        >>> rows = pack([Document("a", np.arange(1, 64))], 16, seed=0)
+        >>> batches = shuffled_batches(rows, 2, seed=0)
+        >>> next(batches).tokens.shape
+        (2, 16)
     """
     return (
         select_rows(rows, numbers) for numbers in _row_numbers(len(rows.tokens), batch_size, seed=seed, start=start)

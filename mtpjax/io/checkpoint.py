@@ -152,13 +152,12 @@ def load(path, *, dtype=None, mesh: Mesh | None = None, model_type: str | None =
     Example:
         >>> import tempfile
         >>> import jax, mtpjax
-        >>> from mtpjax.io.checkpoint import save_model
         >>> config = mtpjax.ModelConfig(
         ...     vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
         ... )
         >>> model = mtpjax.MTPModel(config)
         >>> folder = tempfile.mkdtemp() + "/checkpoint"
-        >>> save_model(folder, model, mtpjax.init_params(model, jax.random.key(0)))
+        >>> mtpjax.save(folder, model, mtpjax.init_params(model, jax.random.key(0)))
         >>> model, params = mtpjax.load(folder)
         >>> params["embedding"].shape
         (32, 16)

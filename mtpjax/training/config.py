@@ -3,10 +3,12 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from mtpjax.data.config import Source
-from mtpjax.models.config import require, require_choice
+from mtpjax.models.config import ModelConfig, require, require_choice
+from mtpjax.models.overrides import model_changes, override_config
+from mtpjax.models.presets import presets
 
 MAX_LEARNING_RATE = 100.0  # far above what any run uses: a larger one is a typing error
 OBJECTIVES = ("cross_entropy", "kl", "lk_hybrid", "end_to_end_tv")
@@ -86,9 +88,13 @@ class TrainConfig:
 
     Args:
         preset: name of the architecture in `mtpjax.presets`.
+        model: fields of `ModelConfig` that differ from the preset's, as a dict or as pairs, such as
+            `{"num_mtp_modules": 3}`; or a whole `ModelConfig`, which replaces the preset. Kept as pairs. On the command
+            line `model.num_mtp_modules=3`, or `model=FILE.yaml` for a whole architecture.
         init_from: checkpoint (mtpjax or Hugging Face) to continue training from, instead of new weights of `preset`. A
-            trunk without MTP modules gets one. Its `tokenizer.json`, if it has one, is the default tokenizer. It may
-            be a repository of the Hugging Face Hub: `org/name` or `org/name@revision`.
+            trunk without MTP modules gets one, or as many as `model` says in `num_mtp_modules`, the only field that may
+            be set here. Its `tokenizer.json`, if it has one, is the default tokenizer. It may be a repository of the
+            Hugging Face Hub: `org/name` or `org/name@revision`.
         model_type: the family to read `init_from` as, instead of the one that its `config.json` names.
         trains: "all"; "modules" freezes the trunk and the embedding and head that the modules share with it;
             "detached" trains everything, but the draft losses do not reach the trunk.
@@ -110,8 +116,9 @@ class TrainConfig:
         seconds: maximum wall-clock time of training, in seconds.
         batch_size: rows per update, B.
         row_length: tokens per packed row, T, without `extra_tokens`.
-        num_depths: draft depths with a loss. Depths beyond the number of MTP modules run the last module again on its
-            own output.
+        num_depths: draft depths with a loss. Depth k predicts the token k + 1 positions ahead. Depth k is module k of
+            the model's `num_mtp_modules`; depths beyond the last module run that module again on its own output, and
+            modules beyond `num_depths` are not trained.
         mtp_loss_scale: lambda of DeepSeek-V3 (section 2.2), the weight of the draft losses.
         mtp_loss_scale_final: lambda from the fraction `mtp_loss_switch` of the run on.
         mtp_loss_switch: fraction of the run at which lambda changes, 0..1.
@@ -155,6 +162,7 @@ class TrainConfig:
     """
 
     preset: str = "tiny"
+    model: ModelConfig | Mapping[str, Any] | tuple[tuple[str, Any], ...] | None = ()
     init_from: str | None = None
     model_type: str | None = None
     trains: Literal["all", "modules", "detached"] = "all"
@@ -200,6 +208,7 @@ class TrainConfig:
     seed: int = 0
 
     def __post_init__(self):
+        self._check_model()
         # Ranges of single values.
         for name in ("steps", "batch_size", "log_every", "keep_states", "most_bad_steps", "accumulation"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
@@ -239,6 +248,24 @@ class TrainConfig:
         require(
             self.model_type is None or self.init_from is not None,
             f"model_type {self.model_type!r} needs init_from: it says how a checkpoint is read",
+        )
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """Returns the architecture of new weights: the preset's, with the fields of `model` changed."""
+        return override_config(presets[self.preset], model_changes(self.model))
+
+    def _check_model(self):
+        """Checks the architecture. A checkpoint has its own, to which only modules can be added."""
+        changes = model_changes(self.model)
+        object.__setattr__(self, "model", tuple(changes.items()))
+        if self.init_from is None:
+            _ = self.model_config
+            return
+        others = ", ".join(f"model.{name}" for name in sorted(set(changes) - {"num_mtp_modules"})[:3])
+        require(
+            not others,
+            f"init_from has an architecture of its own: set only model.num_mtp_modules with it, not {others}",
         )
 
     def _check_optimizer(self):

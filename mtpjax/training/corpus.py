@@ -3,13 +3,21 @@
 import dataclasses
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mtpjax.data.config import Source
-from mtpjax.data.packing import Batch, Document, count_targets, pack, shuffled_batches, split_held_out
+from mtpjax.data.packing import (
+    Batch,
+    Document,
+    count_targets,
+    mixed_batches,
+    pack,
+    shuffled_batches,
+    split_held_out,
+)
 from mtpjax.data.sources import end_token_id, fingerprint, read_source
 from mtpjax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 from mtpjax.io.checkpoint_format import find_checkpoint
@@ -18,7 +26,7 @@ from mtpjax.training.config import TrainConfig
 
 
 class Corpus(NamedTuple):
-    """The training and held-out data of a run.
+    """The training and held-out data of a run. `load_corpus` makes it, and `batches` iterates over it.
 
     Attributes:
         source_rows: packed training rows `[R, T]` of each source.
@@ -28,6 +36,14 @@ class Corpus(NamedTuple):
             there are several sources.
         file_tokenizer: the tokenizer read from a file; None: bytes.
         summary: fingerprint and skipped documents, stored in the checkpoint.
+
+    Example:
+        >>> from mtpjax import TrainConfig
+        >>> from mtpjax.training import load_corpus
+        >>> corpus = load_corpus(TrainConfig(data="texts", pattern="*.txt"), vocab_size=256)  # doctest: +SKIP
+        >>> batch = next(corpus.batches(8))  # doctest: +SKIP
+        >>> batch.tokens.shape  # doctest: +SKIP
+        (8, 128)
     """
 
     source_rows: list[Batch]
@@ -47,6 +63,27 @@ class Corpus(NamedTuple):
         """Returns the digest of everything that determines the rows."""
         return self.summary["fingerprint"]
 
+    def batches(self, batch_size: int, *, seed: int = 0, start: int = 0) -> Iterator[Batch]:
+        """Yields batches of training rows without end, as a run of `mtpjax.train` uses them.
+
+        The n-th batch depends on the rows, `seed` and n alone, so a loop that continues passes the number of batches
+        that it has used as `start`.
+
+        Args:
+            batch_size: rows per batch, B.
+            seed: seed of the order of the rows.
+            start: number of batches to skip.
+
+        Returns:
+            An iterator of batches `[B, T]`.
+
+        Raises:
+            ValueError: there are fewer rows than `batch_size`, or `start` is negative.
+            ImportError: there are several sources, and grain (extra `train`) is not installed.
+        """
+        stream = mixed_batches(self.source_rows, self.source_weights, batch_size, seed=seed, start=start)
+        return (batch for _, batch in stream)
+
 
 def load_corpus(config: TrainConfig, vocab_size: int, *, num_depths: int = 0) -> Corpus:
     """Reads, splits and packs the sources of a run. Prints counts of skipped documents to stderr.
@@ -63,6 +100,18 @@ def load_corpus(config: TrainConfig, vocab_size: int, *, num_depths: int = 0) ->
         ValueError: too many documents of a source are unusable, there are too few to hold any out, or the trunk or a
             depth has no target.
         FileNotFoundError: the sources have no text.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from mtpjax import TrainConfig
+        >>> from mtpjax.training import load_corpus
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> for number in range(40):
+        ...     _ = (folder / f"{number}.py").write_text(f"x = {number}" * 20)
+        >>> config = TrainConfig(data=str(folder), row_length=32, held_out_fraction=0.2)
+        >>> corpus = load_corpus(config, vocab_size=256, num_depths=2)
+        >>> next(corpus.batches(4)).tokens.shape
+        (4, 32)
     """
     # The tokenizer: the one in the settings, else the one beside the initial checkpoint, else bytes.
     folder = None if config.tokenizer is None else str(huggingface_folder(config.tokenizer))

@@ -5,6 +5,7 @@ reduce-scatters the sums once. So the traffic does not grow with the number of p
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,41 @@ import jax
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from mtpjax import compat
 from mtpjax.models.sharding import param_shardings, shard_params
+from mtpjax.training import distributed
+from mtpjax.training.config import TrainConfig
 from mtpjax.training.gradients import trainable_params
+
+
+def make_run_mesh(config: TrainConfig) -> Mesh | None:
+    """Makes the mesh of a run.
+
+    Args:
+        config: the settings.
+
+    Returns:
+        The mesh; None for one device.
+
+    Raises:
+        ValueError: the mesh has more devices than there are, or does not suit several processes.
+    """
+    size, num_devices, is_multiprocess = (
+        math.prod(dict(config.mesh).values()),
+        jax.device_count(),
+        distributed.is_multiprocess(),
+    )
+    # Several processes must use all devices, because each one takes part with its own.
+    if size > num_devices or (is_multiprocess and size != num_devices):
+        raise ValueError(f"the mesh {dict(config.mesh)} covers {size} devices, but JAX has {num_devices}")
+    if is_multiprocess and config.trunk_states is not None:
+        raise ValueError("trunk_states must be computed by one process first, without --nnodes")
+    # Clocks differ between processes, which would then end after different numbers of updates.
+    if is_multiprocess and config.seconds < math.inf:
+        raise ValueError(
+            f"seconds {config.seconds} is unsupported with several processes, whose clocks differ: use steps"
+        )
+    return compat.make_mesh(dict(config.mesh)) if size > 1 else None
 
 
 def shard_batch(arrays: Any, mesh: Mesh) -> Any:

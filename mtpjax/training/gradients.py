@@ -10,6 +10,7 @@ from mtpjax.models.forward import DepthsOutput, forward_depths, trunk_states
 from mtpjax.models.model import MTPModel, bind
 from mtpjax.models.params import is_of_modules
 from mtpjax.training.config import Objective
+from mtpjax.training.loss_inputs import LossInputs, ObjectiveFunction, call_objective
 from mtpjax.training.losses import BatchTotals, all_targets, objective_loss, valid_mean
 from mtpjax.training.position_losses import PositionTerms, chunked_terms, plain_terms
 
@@ -43,6 +44,7 @@ def loss_and_gradients(
     objective: Objective,
     trains: str,
     accumulation: int = 1,
+    objective_function: ObjectiveFunction | None = None,
     sum_over_devices: Callable[[jax.Array], jax.Array] = lambda share: share,
 ) -> tuple[tuple[jax.Array, jax.Array], dict]:
     """Computes loss and gradients of rows `[b, T]`, as shares of those of their batch.
@@ -59,6 +61,7 @@ def loss_and_gradients(
         objective: the draft losses.
         trains: the trained part, as in `TrainConfig`.
         accumulation: number of parts that the rows are split into; they run one after the other.
+        objective_function: computes the loss in the place of `objective`, whose loss it gets.
         sum_over_devices: sums a value over the devices that hold the batch's other rows.
 
     Returns:
@@ -67,6 +70,8 @@ def loss_and_gradients(
         of the batch are the batch's.
     """
     is_detached = trains == "detached"
+    # An objective of one's own may read KL and overlap, whatever the settings' objective needs.
+    compares_with_trunk = objective.compares_with_trunk or objective_function is not None
 
     # Forward pass: trunk (or its cached states), then every depth, then cross-entropy, KL and overlap per position.
     def terms_of(trainable, rows):
@@ -79,20 +84,32 @@ def loss_and_gradients(
         shape = {"num_depths": num_depths, "attention_layout": attention_layout, "is_detached": is_detached}
         output = forward_depths(all_params, states, tokens, segment_ids, model=model, **shape)
         targets, is_valid = all_targets(tokens, segment_ids, loss_mask, num_depths)
-        terms = _output_terms(all_params, output, targets, model=model, objective=objective, is_detached=is_detached)
-        return terms, is_valid
+        terms = _output_terms(
+            all_params,
+            output,
+            targets,
+            model=model,
+            vocab_chunk=objective.vocab_chunk,
+            compares_with_trunk=compares_with_trunk,
+            is_detached=is_detached,
+        )
+        return terms, is_valid, targets, output
 
     # The LK hybrid's w depends on the overlap of the whole batch, and gets no gradient.
-    def overlap_of(terms, is_valid):
+    def overlap_of(terms, is_valid, *_):
         return jax.lax.stop_gradient(valid_mean(terms.overlap, is_valid[1:], totals.num_valid[1:]))
 
     def loss_of(trainable, rows, overlap=None):
-        terms, is_valid = terms_of(trainable, rows)
+        terms, is_valid, targets, output = terms_of(trainable, rows)
         overlap = sum_over_devices(overlap_of(terms, is_valid)) if overlap is None else overlap
         whole = totals._replace(overlap=overlap)
-        return objective_loss(
+        loss, losses = objective_loss(
             terms, is_valid, mtp_scale=mtp_scale, objective=objective, progress=progress, totals=whole
         )
+        if objective_function is not None:
+            inputs = LossInputs(loss, terms, targets, is_valid, output, whole, mtp_scale, progress)
+            loss = call_objective(objective_function, inputs)
+        return loss, losses
 
     # Differentiate with respect to the trained parameters only: frozen ones then take no backward pass.
     trainable, differentiate = trainable_params(params, trains), jax.value_and_grad(loss_of, has_aux=True)
@@ -132,13 +149,20 @@ def sum_over_parts(function: Callable[[Any], Any], parts: Any) -> Any:
 
 
 def _output_terms(
-    params, output: DepthsOutput, targets: jax.Array, *, model: MTPModel, objective: Objective, is_detached: bool
+    params,
+    output: DepthsOutput,
+    targets: jax.Array,
+    *,
+    model: MTPModel,
+    vocab_chunk: int,
+    compares_with_trunk: bool,
+    is_detached: bool,
 ) -> PositionTerms:
     """Computes the terms from logits, or with `vocab_chunk` from hidden states and heads.
 
     In the second case nothing reads the logits in `output`, and jit removes their computation.
     """
-    if not objective.vocab_chunk:
+    if not vocab_chunk:
         return plain_terms((output.logits, *output.mtp_logits), targets)
     # `head_of[n]` is the index in `heads` of the head that the trunk (n = 0) or depth n uses. Depths beyond the modules
     # use the last module's head.
@@ -155,7 +179,7 @@ def _output_terms(
         heads,
         targets,
         head_of=head_of,
-        vocab_chunk=objective.vocab_chunk,
-        compares_with_trunk=objective.compares_with_trunk,
+        vocab_chunk=vocab_chunk,
+        compares_with_trunk=compares_with_trunk,
         implementation=model.implementation,
     )

@@ -255,6 +255,18 @@ def multi_depth_loss(
 
     Returns:
         The loss `[]`, and the cross-entropies `[1 + depths]` in nats.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from mtpjax import MTPModel, forward, init_params, presets
+        >>> from mtpjax.training import multi_depth_loss
+        >>> model = MTPModel(presets["tiny"])
+        >>> tokens = jnp.arange(16)[None]
+        >>> output = forward(init_params(model, jax.random.key(0)), tokens, model=model, num_depths=2)
+        >>> document = jnp.ones_like(tokens)  # one document, and no padding
+        >>> loss, losses = multi_depth_loss(output, tokens, document, document > 0, mtp_scale=0.3)
+        >>> losses.shape
+        (3,)
     """
     targets, is_valid = all_targets(tokens, segment_ids, loss_mask, len(output.mtp_logits))
     terms = plain_terms((output.logits, *output.mtp_logits), targets)
@@ -272,5 +284,10 @@ def mtp_scale_at(progress: float, *, scale: float, final: float, switch: float) 
 
     Returns:
         Lambda.
+
+    Example:
+        >>> from mtpjax.training import mtp_scale_at
+        >>> [mtp_scale_at(progress, scale=0.3, final=0.1, switch=0.7) for progress in (0.0, 0.8)]
+        [0.3, 0.1]
     """
     return scale if progress < switch else final

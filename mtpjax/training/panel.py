@@ -32,6 +32,12 @@ class Panel:
         overlap: mean of `1 - TV(p, q)`, the acceptance rate of the rule "token" at temperature 1.
         sampled_survival: mean of the product of the overlaps of levels 1..k.
         decoded: metrics of decoded prompts by category and kind ("greedy", "sampled"); empty if not measured.
+
+    Example:
+        >>> from mtpjax.training import Panel
+        >>> panel = Panel((2.0, 2.5), agreement=(0.8,), survival=(0.8,), overlap=(0.7,), sampled_survival=(0.7,))
+        >>> panel.accept_length
+        1.8
     """
 
     bits_per_token: tuple[float, ...]
@@ -70,6 +76,18 @@ def acceptance_panel(params: dict, batch: Batch, *, model: MTPModel, num_depths:
 
     Returns:
         The panel, without decoded metrics.
+
+    Example:
+        >>> import jax, numpy as np
+        >>> from mtpjax import MTPModel, init_params, presets
+        >>> from mtpjax.training import Batch, acceptance_panel
+        >>> model = MTPModel(presets["tiny"])
+        >>> tokens = np.arange(16, dtype=np.int32)[None]
+        >>> batch = Batch(tokens, np.ones_like(tokens), np.ones_like(tokens, bool))
+        >>> params = init_params(model, jax.random.key(0))
+        >>> panel = acceptance_panel(params, batch, model=model, num_depths=2)
+        >>> len(panel.agreement)
+        2
     """
     losses, *rates = jax.device_get(_panel_metrics(params, batch, model=model, num_depths=num_depths))
     bits, agreement, survival, overlap, products = (tuple(row.tolist()) for row in (losses / np.log(2), *rates))

@@ -15,6 +15,13 @@ def learning_rate_at(progress: float, config: TrainConfig) -> float:
 
     Returns:
         The learning rate, which ends at `final_learning_rate * learning_rate`.
+
+    Example:
+        >>> from mtpjax import TrainConfig
+        >>> from mtpjax.training import learning_rate_at
+        >>> config = TrainConfig(learning_rate=1.0, warmup=0.1, final_learning_rate=0.05)
+        >>> [round(learning_rate_at(progress, config), 2) for progress in (0.0, 0.1, 1.0)]
+        [0.0, 0.98, 0.05]
     """
     warm = min(progress / config.warmup, 1.0) if config.warmup else 1.0
     cosine = 0.5 * (1 + math.cos(math.pi * progress))

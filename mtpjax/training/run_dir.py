@@ -1,6 +1,7 @@
 """The run folder: a lock for its single writer, the settings, and training states to resume from.
 
 run.json            settings, and the fingerprint of the data
+model.yaml          the architecture, which another run can take (`model=FOLDER/model.yaml`)
 metrics.jsonl       one row per logged step and evaluation
 tensorboard/        the same for TensorBoard
 wandb-id            id of the run at Weights & Biases
@@ -36,7 +37,8 @@ from mtpjax.training.log import METRICS_FILE, PROFILE_FOLDER
 from mtpjax.training.trackers import TENSORBOARD_FOLDER, WANDB_ID_FILE
 
 SETTINGS_FILE, STATES_FOLDER, LOCK_FILE = "run.json", "states", ".lock"
-CHECKPOINT_FOLDER, PLOT_NAME = "checkpoint", "panel"  # the plot's name without the suffix of its format
+# The plot's name is without the suffix of its format.
+CHECKPOINT_FOLDER, PLOT_NAME, MODEL_FILE = "checkpoint", "panel", "model.yaml"
 # Old settings while a run is being replaced. Marks the other files of the folder as ours if the process dies.
 REPLACED_FILE = ".replaced-run.json"
 OWN_NAMES = (
@@ -47,6 +49,7 @@ OWN_NAMES = (
     WANDB_ID_FILE,
     CHECKPOINT_FOLDER,
     *(f"{PLOT_NAME}.{each}" for each in FORMATS),
+    MODEL_FILE,
 )
 # Settings that may differ when a run resumes, because they do not change an update. Accumulation, remat and mesh are
 # not among them: they change its rounding.
@@ -180,10 +183,15 @@ def check_settings(
     # Compare as JSON, in which tuples are lists. A setting that one side lacks counts as None.
     free = {*CHANGEABLE_SETTINGS, *allowed_changes}
     now = json.loads(json.dumps(dict(settings)))
+    # Runs of an older version name only their preset.
+    if "model" not in before:
+        now.pop("model", None)
+    if isinstance(before.get("model"), dict) and isinstance(now.get("model"), dict):
+        before, now = _with_model_fields(before), _with_model_fields(now)
     changed = [
         f"{name} was {before.get(name)!r}, is {now.get(name)!r}"
-        for name in sorted({*before, *now} - free)
-        if before.get(name) != now.get(name)
+        for name in sorted({*before, *now})
+        if before.get(name) != now.get(name) and not {name, name.partition(".")[0]} & free
     ]
     if changed:
         raise RunError(f"{folder} was started with other settings: {'; '.join(changed)}")
@@ -207,7 +215,7 @@ def save_state(folder: pathlib.Path, state: Any, *, step: int, keep: int, metada
         continue.
     """
     leaves = {f"{number:06d}": leaf for number, leaf in enumerate(jax.tree.leaves(state))}
-    path = folder / STATES_FOLDER / f"{step:08d}"
+    path = state_path(folder, step)
     # After resuming from an older state, a damaged state of this step may still be there.
     if not checkpoint.is_checkpoint(path):
         shutil.rmtree(path, ignore_errors=True)
@@ -220,6 +228,19 @@ def save_state(folder: pathlib.Path, state: Any, *, step: int, keep: int, metada
     for old in [*_state_folders(folder)[keep:], *(folder / STATES_FOLDER).glob(".*")]:
         shutil.rmtree(old, ignore_errors=True)
     return True
+
+
+def state_path(folder: pathlib.Path, step: int) -> pathlib.Path:
+    """Returns the folder of a training state.
+
+    Args:
+        folder: the run folder.
+        step: number of updates done.
+
+    Returns:
+        The folder, which need not exist.
+    """
+    return folder / STATES_FOLDER / f"{step:08d}"
 
 
 def restore_state(folder: pathlib.Path, like: Tree, *, run_id: str | None = None) -> tuple[Tree, dict[str, Any]] | None:
@@ -304,6 +325,13 @@ def catch_stop_signals() -> Iterator[StopSignals]:
     finally:
         for which, handler in zip(signals, before, strict=True):
             signal.signal(which, handler)
+
+
+def _with_model_fields(settings: dict[str, Any]) -> dict[str, Any]:
+    """Replaces `model` by an entry per field, so that a message names those that differ, and drops the preset."""
+    # The preset does not matter: `model` holds all that it says.
+    others = {name: value for name, value in settings.items() if name not in ("model", "preset")}
+    return others | {f"model.{name}": value for name, value in settings["model"].items()}
 
 
 def _state_folders(folder: pathlib.Path) -> list[pathlib.Path]:

@@ -17,16 +17,26 @@ from mtpjax.models.params import is_of_modules
 from mtpjax.training.config import Objective, TrainConfig
 from mtpjax.training.data_parallel import sharded_loss_and_gradients
 from mtpjax.training.gradients import loss_and_gradients, trainable_params
+from mtpjax.training.loss_inputs import ObjectiveFunction
 from mtpjax.training.losses import all_targets, batch_totals
 
 
 class TrainState(flax.struct.PyTreeNode):
-    """The state that an update changes.
+    """The state that an update changes. A pytree; `init_train_state` makes it, `train_step` returns a new one.
 
     Attributes:
         params: all parameters, with stacked trunk layers.
         optimizer: optimiser state of the trained parameters.
         step: `[]` int32 number of updates, including skipped ones.
+
+    Example:
+        >>> import jax, optax
+        >>> from mtpjax import MTPModel, init_params, presets
+        >>> from mtpjax.training import init_train_state
+        >>> params = init_params(MTPModel(presets["tiny"], scan_layers=True), jax.random.key(0))
+        >>> state = init_train_state(params, optax.adamw(1.0))
+        >>> int(state.step), sorted(state.params)
+        (0, ['embedding', 'head', 'mtp_0', 'norm_final', 'trunk'])
     """
 
     params: dict
@@ -44,6 +54,14 @@ def init_train_state(params: dict, optimizer: optax.GradientTransformation, trai
 
     Returns:
         The state.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax
+        >>> from mtpjax.training import init_train_state
+        >>> params = {"trunk": jnp.ones(2), "mtp_0": jnp.ones(3)}
+        >>> state = init_train_state(params, optax.adamw(1.0), trains="modules")
+        >>> sum(leaf.size for leaf in jax.tree.leaves(state.optimizer))  # two moments of three numbers, and a counter
+        7
     """
     return TrainState(params, optimizer.init(trainable_params(params, trains)), jnp.zeros((), jnp.int32))
 
@@ -59,6 +77,11 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
 
     Returns:
         The optimiser, for the parameters that `mtpjax.training.gradients.trainable_params` selects.
+
+    Example:
+        >>> from mtpjax import TrainConfig
+        >>> from mtpjax.training import make_optimizer
+        >>> optimizer = make_optimizer(TrainConfig(optimizer="muon", weight_decay=0.05))
     """
     core = optax.adam(1.0, b2=0.95)
     if config.optimizer == "muon":
@@ -120,11 +143,12 @@ def train_step(
     model: MTPModel,
     optimizer: optax.GradientTransformation,
     num_depths: int,
-    attention_layout: str,
+    attention_layout: str = "ttt",
     objective: Objective = Objective(),  # noqa: B008, frozen
     trains: str = "all",
     accumulation: int = 1,
     mesh: Mesh | None = None,
+    objective_function: ObjectiveFunction | None = None,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """Runs one update: losses, gradients, optimiser. Skips it if the loss or the gradient norm is not finite.
 
@@ -145,13 +169,31 @@ def train_step(
         accumulation: number of parts of the batch that run one after the other. The gradients are the same up to
             rounding; the LK hybrid takes one more forward pass.
         mesh: splits the rows over its devices (`mtpjax.training.data_parallel`); None: one device.
+        objective_function: computes the loss from `LossInputs`, in the place of `objective`.
 
     Returns:
-        The new state, and metrics: `losses [1 + num_depths]` (cross-entropy in nats), `gradient_norm []` and
-        `is_finite []`.
+        The new state, and metrics: `loss []` (the training loss), `losses [1 + num_depths]` (cross-entropy in nats),
+        `gradient_norm []` and `is_finite []`.
 
     Raises:
-        ValueError: `states` are given, but the trunk is trained.
+        ValueError: `states` are given, but the trunk is trained; or the objective does not return one number.
+
+    Example:
+        >>> import functools
+        >>> import jax, numpy as np
+        >>> from mtpjax import ModelConfig, MTPModel, TrainConfig, init_params
+        >>> from mtpjax.training import Batch, init_train_state, make_optimizer, train_step
+        >>> config = ModelConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+        ...                      intermediate_size=32, num_mtp_modules=1)
+        >>> model = MTPModel(config, scan_layers=True)
+        >>> optimizer = make_optimizer(TrainConfig())
+        >>> state = init_train_state(init_params(model, jax.random.key(0)), optimizer)
+        >>> step = jax.jit(functools.partial(train_step, model=model, optimizer=optimizer, num_depths=1))
+        >>> tokens = np.tile(np.arange(8, dtype=np.int32), (2, 2))
+        >>> batch = Batch(tokens, np.ones_like(tokens), np.ones_like(tokens, bool))
+        >>> state, metrics = step(state, batch, 1e-2, 0.3)  # learning rate and weight of the draft losses
+        >>> int(state.step), metrics["losses"].shape
+        (1, (2,))
     """
     if states is not None and trains != "modules":
         raise ValueError(f"cached trunk states need a frozen trunk: trains '{trains}' changes it")
@@ -169,6 +211,7 @@ def train_step(
         objective=objective,
         trains=trains,
         accumulation=accumulation,
+        objective_function=objective_function,
     )
     if mesh is not None:
         compute_gradients = sharded_loss_and_gradients(compute_gradients, mesh, trains=trains)
@@ -182,5 +225,5 @@ def train_step(
     is_finite = jnp.isfinite(norm) & jnp.isfinite(loss)
     new = TrainState({**state.params, **new}, new_optimizer, state.step)
     kept = jax.tree.map(lambda after, before: jnp.where(is_finite, after, before), new, state)
-    metrics = {"losses": losses, "gradient_norm": norm, "is_finite": is_finite}
+    metrics = {"loss": loss, "losses": losses, "gradient_norm": norm, "is_finite": is_finite}
     return kept.replace(step=state.step + 1), metrics

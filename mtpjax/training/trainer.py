@@ -7,32 +7,32 @@ import logging
 import math
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mtpjax import compat
+from mtpjax.atomic import write_text
 from mtpjax.data import packing
 from mtpjax.errors import Preempted
 from mtpjax.evaluation import self_check
 from mtpjax.io import checkpoint
 from mtpjax.models.model import MTPModel
-from mtpjax.models.params import add_mtp_modules, init_params
-from mtpjax.models.presets import presets
 from mtpjax.models.sharding import shard_params
-from mtpjax.models.trunk import stack_layers, unstack_layers
+from mtpjax.models.trunk import unstack_layers
 from mtpjax.training import distributed, run_dir
+from mtpjax.training.callbacks import Callback, Moment, TrainEvent, call_callbacks, check_callbacks
 from mtpjax.training.config import TrainConfig
 from mtpjax.training.corpus import Corpus, load_corpus
-from mtpjax.training.data_parallel import shard_batch, shard_train_state
+from mtpjax.training.data_parallel import make_run_mesh, shard_batch, shard_train_state
 from mtpjax.training.decoding_eval import PanelDecoder
-from mtpjax.training.gradients import trainable_params
-from mtpjax.training.hidden_state_cache import HiddenStateCache, bytes_per_token, open_hidden_state_cache
+from mtpjax.training.hidden_state_cache import HiddenStateCache, open_hidden_state_cache
+from mtpjax.training.initial_model import init_model, num_trained_depths
 from mtpjax.training.log import MetricsLog, peak_memory_bytes, trace_window
+from mtpjax.training.loss_inputs import ObjectiveFunction, describe_objective
 from mtpjax.training.losses import mtp_scale_at
+from mtpjax.training.model_yaml import model_to_yaml
 from mtpjax.training.panel import Panel, acceptance_panel
 from mtpjax.training.plots import plot_run
 from mtpjax.training.progress import ProgressClock, learning_rate_at
@@ -66,6 +66,8 @@ class TrainResult:
 def train(
     config: TrainConfig,
     *,
+    callbacks: Sequence[Callback] = (),
+    objective: ObjectiveFunction | None = None,
     panel_depths: int = 0,
     evaluations: int = 6,
     resume: bool = False,
@@ -81,6 +83,9 @@ def train(
 
     Args:
         config: the settings.
+        callbacks: called after each update, evaluation and save, and may ask to stop (`mtpjax.training.Callback`).
+        objective: computes the training loss from `mtpjax.training.LossInputs`, in the place of `config.objective`,
+            whose loss it may add to. A JAX function: it is traced once. Resuming needs one of the same name.
         panel_depths: minimum number of draft levels in the panel; it has at least those that are trained.
         evaluations: number of evaluations, including the one at the end.
         resume: continue the run in the folder from its newest complete state, or from the beginning if it has none. On
@@ -93,8 +98,8 @@ def train(
         The model, its parameters and checkpoint, the held-out documents, the last panel and all logged rows.
 
     Raises:
-        ValueError: settings do not fit the model, the data or the devices; too many documents are unusable; or the
-            folder is in use or holds another run.
+        ValueError: settings do not fit the model, the data or the devices; too many documents are unusable; the folder
+            is in use or holds another run; a callback is not one; or the objective does not return one number.
         FileNotFoundError: there is no text to train on.
         FloatingPointError: the loss or gradient was not finite in `most_bad_steps` consecutive updates.
         Preempted: SIGINT, SIGTERM or SIGUSR1 arrived; the state is saved.
@@ -110,12 +115,17 @@ def train(
     """
     # 1. Prepare everything that can fail on wrong settings, before the run folder is touched.
     require_trackers(config)
-    mesh, is_main_process = _make_mesh(config), distributed.is_main_process()
-    model, make_params = _init_model(config)
-    num_depths = _num_trained_depths(config, model)
+    check_callbacks(callbacks)
+    mesh, is_main_process = make_run_mesh(config), distributed.is_main_process()
+    model, make_params = init_model(config)
+    num_depths = num_trained_depths(config, model)
     panel_depths = max(num_depths, panel_depths)
     corpus = load_corpus(config, model.config.vocab_size, num_depths=num_depths)
-    state, jitted_step = _init_state_and_step(config, model, make_params(), num_depths, mesh)
+    state, jitted_step = _init_state_and_step(config, model, make_params(), num_depths, mesh, objective)
+    # Tracing without computing finds a faulty objective before an old run is replaced.
+    if objective is not None:
+        rows = corpus.batches(config.batch_size, seed=config.seed)
+        jax.eval_shape(jitted_step, state, next(rows), 0.0, 0.0, 0.0, states=None)
     # 2. Lock the run folder, and start a new run or check that the old one matches. Only the first process writes.
     with contextlib.ExitStack() as stack:
         stack.enter_context(distributed.raise_on_lost_peer())
@@ -123,9 +133,10 @@ def train(
             stack.enter_context(run_dir.lock_folder(config.output)) if is_main_process else pathlib.Path(config.output)
         )
         should_stop = stack.enter_context(run_dir.catch_stop_signals())
-        settings, run_id = _settings_json(config), None
+        settings, run_id = _settings_json(config, objective), None
         if not resume and is_main_process:
             run_id = run_dir.begin(output, settings, corpus.fingerprint, overwrite=overwrite)
+            write_text(output / run_dir.MODEL_FILE, model_to_yaml(model.config))
         if resume:
             run_id = run_dir.check_settings(output, settings, corpus.fingerprint, allowed_changes)
             run_dir.check_outputs(output)
@@ -145,6 +156,15 @@ def train(
         trace = stack.enter_context(trace_window(output, start=config.profile_start, steps=config.profile_steps))
         decoder = PanelDecoder(corpus, model=model, num_depths=panel_depths, max_prompts=config.panel_prompts)
 
+        is_stopped, last_metrics = False, {}
+
+        # Callbacks run in every process, and a request to stop in one of them holds for all.
+        def notify(moment: Moment, told: Mapping[str, Any], path: pathlib.Path | None = None) -> None:
+            nonlocal is_stopped
+            if callbacks:
+                event = TrainEvent(clock.step, clock.progress, clock.seconds, told, state, path)
+                is_stopped |= distributed.any_process(call_callbacks(callbacks, moment, event))
+
         # All processes compute the teacher-forced panel, because gathering parameters is a collective. Only the first
         # one decodes prompts, and during the run only as long as that stays a small fraction of the time.
         def evaluate(*, is_last: bool = False) -> Panel:
@@ -153,16 +173,9 @@ def train(
             if is_main_process and (is_last or decoder.is_within_time_share(clock.seconds)):
                 panel = dataclasses.replace(panel, decoded=decoder.measure(params, is_last=is_last))
             log.record({"step": clock.step, "seconds": clock.seconds, "eval": panel.to_json()})
+            notify("after_evaluation", panel.to_json())
             log.restart_clock(clock.step)
             return panel
-
-        # A failing panel must not cost the updates since the last saved state.
-        def evaluate_or_save() -> None:
-            try:
-                evaluate()
-            except Exception:
-                save()
-                raise
 
         # Gather the state, write it in the first process, and agree in all processes on whether that succeeded.
         def save() -> bool:
@@ -174,13 +187,24 @@ def train(
             log.restart_clock(clock.step)
             return not distributed.any_process(not is_saved)
 
+        def notify_saved(path: pathlib.Path) -> None:
+            notify("after_save", last_metrics, path if is_main_process else None)
+
+        # A failing panel or callback must not cost the updates since the last saved state.
+        def call_or_save(function: Callable[..., Any], *args: Any) -> None:
+            try:
+                function(*args)
+            except Exception:
+                save()
+                raise
+
         # 5. The batches depend only on the seed and the number of the update, so a resumed run reads those that an
         # uninterrupted one would read. `row_indices` selects the cached trunk states.
         stream = packing.mixed_batches(
             corpus.source_rows, corpus.source_weights, config.batch_size, seed=config.seed, start=clock.step
         )
         bad_steps, first_step = 0, clock.step
-        while clock.progress < 1:
+        while clock.progress < 1 and not is_stopped:
             progress = clock.progress
             trace(clock.step)
             row_indices, batch = next(stream)
@@ -190,9 +214,8 @@ def train(
             if is_main_process and clock.step == first_step:
                 print("compiling the first update", file=sys.stderr, flush=True)
             # One update. Learning rate, lambda and mix follow the progress before it.
-            state, metrics = jitted_step(
-                state, batch, *_learning_rate_and_mtp_scale(progress, config), progress, states=states
-            )
+            learning_rate, mtp_scale = _learning_rate_and_mtp_scale(progress, config)
+            state, metrics = jitted_step(state, batch, learning_rate, mtp_scale, progress, states=states)
             clock.tick()
             # The update skips itself if it is not finite. Too many in a row mean divergence, and the run stops.
             bad_steps = 0 if metrics["is_finite"] else bad_steps + 1
@@ -207,7 +230,7 @@ def train(
             if clock.step % config.log_every == 0:
                 losses, tokens = jax.device_get(metrics["losses"]), config.batch_size * config.row_length
                 further = {
-                    "learning_rate": learning_rate_at(progress, config),
+                    "learning_rate": learning_rate,
                     "gradient_norm": float(metrics["gradient_norm"]),
                     "tokens": clock.step * tokens,
                     "memory_bytes": peak_memory_bytes(),
@@ -215,18 +238,24 @@ def train(
                 log.record_step(
                     clock.step, clock.seconds, clock.progress, losses=losses, tokens_per_step=tokens, further=further
                 )
+            if callbacks:
+                last_metrics = _plain_metrics(metrics) | {"learning_rate": learning_rate, "mtp_scale": mtp_scale}
+                call_or_save(notify, "after_update", last_metrics)
             # The end has its own evaluation, below. Others come when the progress passes a multiple of 1 / evaluations.
-            if clock.progress >= 1:
+            if clock.progress >= 1 or is_stopped:
                 break
             if math.floor(clock.progress * evaluations) > math.floor(progress * evaluations):
-                evaluate_or_save()
+                call_or_save(evaluate)
             # A signal to one process stops all of them at the same update, after the state is saved.
             if distributed.any_process(should_stop()):
                 if not save():
                     raise OSError(f"{output} was told to stop, but step {clock.step} could not be saved")
+                notify_saved(run_dir.state_path(output, clock.step))
                 raise Preempted(f"{output} was told to stop and is saved at step {clock.step}: continue with --resume")
-            if config.save_every and clock.step % config.save_every == 0:
-                save()
+            if config.save_every and clock.step % config.save_every == 0 and save():
+                notify_saved(run_dir.state_path(output, clock.step))
+        if is_stopped and is_main_process:
+            print(f"{output}: a callback stopped the run at step {clock.step}", file=sys.stderr, flush=True)
         # 6. Save what was trained before anything else can fail: the state, from which a resumed run repeats only the
         # evaluation, and the model in its form for decoding.
         is_state_saved = save()
@@ -270,6 +299,9 @@ def train(
             logger.error("the panel failed; the trained model is in %s", path)
             raise
         save_model({"panel": panel.to_json(), "self_check": record})
+        if is_state_saved:
+            notify_saved(run_dir.state_path(output, clock.step))
+        notify_saved(path)
         # No process may end while the first still writes: that would count as a lost process.
         distributed.barrier("saved")
     return TrainResult(unrolled, params, path, corpus.held_out, panel, log.history)
@@ -291,28 +323,13 @@ def _learning_rate_and_mtp_scale(progress: float, config: TrainConfig) -> tuple[
     return learning_rate_at(progress, config), scale
 
 
-def _make_mesh(config: TrainConfig) -> Mesh | None:
-    """Makes the mesh; None for one device. Raises `ValueError` for unsupported combinations."""
-    size, num_devices, is_multiprocess = (
-        math.prod(dict(config.mesh).values()),
-        jax.device_count(),
-        distributed.is_multiprocess(),
-    )
-    # Several processes must use all devices, because each one takes part with its own.
-    if size > num_devices or (is_multiprocess and size != num_devices):
-        raise ValueError(f"the mesh {dict(config.mesh)} covers {size} devices, but JAX has {num_devices}")
-    if is_multiprocess and config.trunk_states is not None:
-        raise ValueError("trunk_states must be computed by one process first, without --nnodes")
-    # Clocks differ between processes, which would then end after different numbers of updates.
-    if is_multiprocess and config.seconds < math.inf:
-        raise ValueError(
-            f"seconds {config.seconds} is unsupported with several processes, whose clocks differ: use steps"
-        )
-    return compat.make_mesh(dict(config.mesh)) if size > 1 else None
-
-
 def _init_state_and_step(
-    config: TrainConfig, model: MTPModel, params: dict, num_depths: int, mesh: Mesh | None
+    config: TrainConfig,
+    model: MTPModel,
+    params: dict,
+    num_depths: int,
+    mesh: Mesh | None,
+    objective: ObjectiveFunction | None,
 ) -> tuple[TrainState, Callable]:
     """Returns the state before the first update, and the jitted update."""
     optimizer = make_optimizer(config)
@@ -332,6 +349,7 @@ def _init_state_and_step(
         trains=config.trains,
         accumulation=config.accumulation,
         mesh=mesh,
+        objective_function=objective,
     )
     return state, jax.jit(step, donate_argnames="state", out_shardings=out_shardings)
 
@@ -353,59 +371,17 @@ def _open_trunk_states(
     )
 
 
-def _init_model(config: TrainConfig) -> tuple[MTPModel, Callable[[], dict]]:
-    """Returns the model with stacked layers, and a function that makes its initial float32 parameters."""
-    # New weights of a preset.
-    key = jax.random.key(config.seed)
-    if config.init_from is None:
-        model = MTPModel(presets[config.preset], scan_layers=True)
-        return model, functools.partial(init_params, model, key)
-    # A checkpoint. A trunk that comes without MTP modules gets one to train.
-    model, params = checkpoint.load(config.init_from, dtype=jnp.float32, model_type=config.model_type)
-    if config.num_depths and not model.config.num_mtp_modules:
-        model, params = add_mtp_modules(model, params, 1, key)
-    return MTPModel(model.config, scan_layers=True), functools.partial(stack_layers, params, model.config)
+def _plain_metrics(metrics: dict[str, jax.Array]) -> dict[str, Any]:
+    """Returns the metrics of an update on the host: numbers, and `losses` as a numpy array."""
+    return {name: value if value.ndim else value.item() for name, value in jax.device_get(metrics).items()}
 
 
-def _num_trained_depths(config: TrainConfig, model: MTPModel) -> int:
-    """Returns the number of draft depths to train: none for a model without MTP modules."""
-    return config.num_depths if model.config.num_mtp_modules else 0
-
-
-def compute_run_sizes(config: TrainConfig) -> dict[str, int]:
-    """Computes the sizes of a run without training: rows and tokens, parameters, memory, disk space.
-
-    Args:
-        config: the settings.
-
-    Returns:
-        Sizes by name, for printing.
-
-    Raises:
-        ValueError: as `train`.
-        FileNotFoundError: as `train`.
-    """
-    # Shapes only: neither parameters nor optimiser state are allocated.
-    model, make_params = _init_model(config)
-    params = jax.eval_shape(make_params)
-    corpus = load_corpus(config, model.config.vocab_size, num_depths=_num_trained_depths(config, model))
-    state = (params, jax.eval_shape(make_optimizer(config).init, trainable_params(params, config.trains)))
-    sizes = {
-        "rows": sum(len(rows.tokens) for rows in corpus.source_rows),
-        "tokens": sum(int((rows.segment_ids > 0).sum()) for rows in corpus.source_rows),
-        "held-out documents": len(corpus.held_out),
-        "parameters": sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)),
-        "bytes of parameters and optimiser": sum(
-            math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)
-        ),
-    }
-    if config.trunk_states is not None:
-        each = bytes_per_token(model, config.trunk_states_dtype)
-        sizes["bytes of the trunk's states, each token"] = each
-        sizes["bytes of the trunk's states"] = each * sum(rows.tokens.size for rows in corpus.source_rows)
-    return sizes
-
-
-def _settings_json(config: TrainConfig) -> dict[str, Any]:
-    """Returns the settings as JSON can hold them, with None for infinity."""
-    return {name: None if value == math.inf else value for name, value in dataclasses.asdict(config).items()}
+def _settings_json(config: TrainConfig, objective: ObjectiveFunction | None) -> dict[str, Any]:
+    """Returns the settings as JSON can hold them, with None for infinity and for what is not set."""
+    values = dataclasses.asdict(config)
+    settings = {name: None if value == math.inf else value for name, value in values.items()}
+    # The whole architecture, so that a run resumes with it wherever it is named from, and `mtpjax compare` shows the
+    # fields that differ. A checkpoint has its own, of which the settings change only the number of modules.
+    settings["model"] = config.model_config.to_dict() if config.init_from is None else dict(values["model"])
+    # Code is not stored: a resumed run is checked to have an objective of the same name.
+    return settings | {"objective_function": None if objective is None else describe_objective(objective)}

@@ -3,8 +3,6 @@
 import argparse
 import dataclasses
 import difflib
-import json
-import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,6 +10,7 @@ import jsonargparse
 import yaml
 
 from mtpjax.training.config import TrainConfig
+from mtpjax.training.model_yaml import read_model_setting, read_yaml, split_model_pairs
 
 
 def read_train_config(path=None, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -19,7 +18,8 @@ def read_train_config(path=None, overrides: Sequence[str] = ()) -> TrainConfig:
 
     Args:
         path: the file; None: the defaults.
-        overrides: pairs such as "steps=100" or "objective.warmup=0.1".
+        overrides: pairs such as "steps=100", "objective.warmup=0.1", "model.num_mtp_modules=3", or "model=FILE.yaml",
+            which names a whole architecture (`mtpjax.training.model_yaml`).
 
     Returns:
         The settings.
@@ -29,10 +29,10 @@ def read_train_config(path=None, overrides: Sequence[str] = ()) -> TrainConfig:
             has the wrong type or is out of range. One line.
     """
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(TrainConfig)
-    known = list(parser.get_defaults().keys())
+    parser.add_class_arguments(TrainConfig, skip={"model"})
+    known = [*parser.get_defaults().keys(), "model"]
     # Check the keys of both first, so that the message for an unknown key can name the nearest one.
-    values = {} if path is None else _read_yaml(path)
+    values = {} if path is None else read_yaml(path)
     for key in _dotted_keys(values):
         _check_key(key, known)
     for pair in overrides:
@@ -40,29 +40,23 @@ def read_train_config(path=None, overrides: Sequence[str] = ()) -> TrainConfig:
         if not found:
             raise ValueError(f"{pair!r} is not a key=value pair")
         _check_key(key, known)
+    # The architecture has types of its own. A file that it is read from is not named in the settings: they hold its
+    # content, so that a run resumes with the architecture that it began with, and never silently with another.
+    others, fields, file = split_model_pairs(overrides)
+    in_file = values.pop("model", None)
+    model = read_model_setting(in_file if file is None else file, fields)
     # jsonargparse converts and checks types, `TrainConfig` checks ranges. The former's errors may span several lines.
     try:
-        parsed = parser.parse_args([f"--{pair}" for pair in overrides], parser.parse_object(values))
-        return TrainConfig(**parser.instantiate(parsed).as_dict())
+        parsed = parser.parse_args([f"--{pair}" for pair in others], parser.parse_object(values))
+        return TrainConfig(**parser.instantiate(parsed).as_dict(), model=model)
     except argparse.ArgumentError as error:
         raise ValueError(" ".join(str(error).split())) from error
 
 
 def to_yaml(config: TrainConfig) -> str:
     """Formats all settings as YAML that `read_train_config` reads."""
-    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
-
-
-def _read_yaml(path) -> dict[str, Any]:
-    """Reads a YAML mapping; an empty file gives no settings."""
-    try:
-        values = yaml.safe_load(pathlib.Path(path).read_text())
-        json.dumps(values, default=str, skipkeys=True)  # finds aliases that form a cycle
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
-    if values is not None and not isinstance(values, dict):
-        raise ValueError(f"{path} must be a mapping of settings")
-    return values or {}
+    settings = dataclasses.asdict(config)
+    return yaml.safe_dump(settings | {"model": dict(settings["model"])}, sort_keys=False)
 
 
 def _dotted_keys(values: dict[str, Any], prefix: str = "") -> Iterator[str]:

@@ -37,6 +37,8 @@ PAGES = {
     "docs/tutorials/choose_settings.md": ("bash", "python"),
     "docs/tutorials/own_training_loop.md": ("bash", "python"),
     "docs/guides/usage.md": ("python",),
+    "docs/guides/own_architectures.md": ("bash", "python"),
+    "docs/guides/own_training.md": ("bash", "python"),
     "docs/guides/acceptance_rules.md": ("bash", "python"),
     "docs/guides/meshes.md": ("bash", "python"),
     "docs/guides/kernels.md": ("bash", "python"),

@@ -20,8 +20,9 @@ from mtpjax.io import checkpoint
 from mtpjax.models.forward import trunk_states
 from mtpjax.training import hidden_state_cache, run_dir
 from mtpjax.training.hidden_state_cache import HiddenStateCacheError, open_hidden_state_cache
+from mtpjax.training.run_sizes import compute_run_sizes
 from mtpjax.training.step import TrainState, init_train_state, make_optimizer, train_step
-from mtpjax.training.trainer import compute_run_sizes, train
+from mtpjax.training.trainer import train
 
 ROWS, LENGTH = 11, 16
 

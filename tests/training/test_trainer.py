@@ -17,8 +17,8 @@ from mtpjax.evaluation.self_check import check_acceptance
 from mtpjax.io import checkpoint
 from mtpjax.io.checkpoint_reader import CheckpointReader
 from mtpjax.training.decoding_eval import is_looping
+from mtpjax.training.run_sizes import compute_run_sizes
 from mtpjax.training.step import train_step
-from mtpjax.training.trainer import compute_run_sizes
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,124 @@
+"""`mtpjax.save`: writes a model, its parameters and its tokenizer as a checkpoint."""
+
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from mtpjax.errors import UsageError
+from mtpjax.io.checkpoint import save_model
+from mtpjax.io.huggingface_files import count_token_ids, has_tokenizer, huggingface_folder, read_small_file
+from mtpjax.models.model import MTPModel
+from mtpjax.models.params import param_shapes
+from mtpjax.models.quantized import is_scaled
+from mtpjax.models.trunk import unstack_layers
+
+# What decides the tokens of a text and of a conversation, and the end tokens.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
+NUM_BYTES = 256  # vocabulary of the models that read bytes
+
+
+def save(
+    path, model: MTPModel, params: dict, *, tokenizer: Any = None, metadata: Mapping[str, Any] | None = None
+) -> None:
+    """Saves a model as a checkpoint, which `mtpjax.load` and every command read.
+
+    The folder appears only once it is complete, and an older checkpoint at `path` is replaced then. In a run of several
+    processes, gather the parameters first and save in one process.
+
+    Args:
+        path: the folder to write; missing parents are made.
+        model: the model; its `config` is saved.
+        params: its parameters: those of `init_params`, `load`, or a `TrainState`. Stacked trunk layers of a model with
+            `scan_layers` are saved unstacked, as decoding needs them.
+        tokenizer: a folder with a `tokenizer.json`, or a tokenizer that can write one: of this package, or of
+            transformers. None: a model with 256 tokens reads bytes; another has no tokenizer.
+        metadata: further JSON values to keep, such as the number of steps.
+
+    Returns:
+        None.
+
+    Raises:
+        ValueError: the parameters are not those of the model (the message names the first difference), the metadata
+            contain NaN, or the tokenizer has no `tokenizer.json` or more tokens than the model.
+        TypeError: JSON cannot hold the metadata.
+        FileExistsError: `path` is neither a checkpoint nor an empty folder, so it is not replaced.
+
+    Example:
+        >>> import tempfile
+        >>> import jax, mtpjax
+        >>> config = mtpjax.ModelConfig(vocab_size=256, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        ...                             intermediate_size=32, num_mtp_modules=1)
+        >>> model = mtpjax.MTPModel(config)
+        >>> path = tempfile.mkdtemp() + "/mine"
+        >>> mtpjax.save(path, model, mtpjax.init_params(model, jax.random.key(0)), metadata={"steps": 0})
+        >>> model, params = mtpjax.load(path)
+        >>> model.config == config
+        True
+    """
+    _check_params(model, params)
+    # Checkpoints hold one entry per layer, which is what decoding reads.
+    if model.scan_layers:
+        model, params = model.clone(scan_layers=False), unstack_layers(params, model.config)
+    writer = None if tokenizer is None else _TokenizerWriter(tokenizer, model.config.vocab_size)
+    # Exports need to know that token 0 ends a text of bytes.
+    kind = {"tokenizer": "huggingface"} if writer else {"tokenizer": "bytes"}
+    if not writer and model.config.vocab_size != NUM_BYTES:
+        kind = {}
+    save_model(path, model, params, metadata={**kind, **(metadata or {})}, tokenizer=writer)
+
+
+class _TokenizerWriter:
+    """Writes the files of a tokenizer, wherever it comes from, and checks them."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int):
+        self.tokenizer, self.vocab_size, self.folder = tokenizer, vocab_size, None
+        # A missing file is an error before anything is written.
+        if isinstance(tokenizer, str | pathlib.Path):
+            self.folder = huggingface_folder(tokenizer)
+            if not has_tokenizer(self.folder):
+                raise UsageError(f"{self.folder} has no tokenizer.json")
+        elif not hasattr(tokenizer, "save_pretrained") and not hasattr(tokenizer, "save"):
+            raise UsageError(f"tokenizer must be a folder or a tokenizer that can be saved, not {tokenizer!r}")
+
+    def save(self, folder: pathlib.Path) -> None:
+        """Writes the files into an existing folder."""
+        if self.folder is not None:
+            contents = {name: read_small_file(self.folder, name) for name in TOKENIZER_FILES}
+            for name, content in contents.items():
+                if content is not None:
+                    (folder / name).write_bytes(content)
+        # transformers writes a folder; the tokenizers package, one file.
+        elif hasattr(self.tokenizer, "save_pretrained"):
+            self.tokenizer.save_pretrained(str(folder))
+        elif hasattr(self.tokenizer, "to_str"):
+            (folder / "tokenizer.json").write_text(self.tokenizer.to_str())
+        else:
+            self.tokenizer.save(folder)
+        # A tokenizer that the model cannot hold would only fail when the checkpoint is used.
+        count = count_token_ids(folder)
+        if count is None:
+            raise UsageError(f"the tokenizer {type(self.tokenizer).__name__} wrote no tokenizer.json that can be read")
+        if count > self.vocab_size:
+            raise UsageError(f"the tokenizer has {count} tokens, and the model's vocab_size is {self.vocab_size}")
+
+
+def _check_params(model: MTPModel, params: dict) -> None:
+    """Raises `UsageError` for the first parameter that is missing, unexpected, or of another shape."""
+    found = _shapes(params)
+    wanted = _shapes(param_shapes(model.config, model.scan_layers))
+    for name in [*wanted, *found]:
+        if found.get(name) == wanted.get(name):
+            continue
+        shapes = " instead of ".join(f"shape {of[name]}" if name in of else "nothing" for of in (found, wanted))
+        # A usual mistake: layers in the other form.
+        form = "stacked" if model.scan_layers else "unrolled"
+        hint = f"; the model expects {form} layers (scan_layers={model.scan_layers})" if "trunk/" in name else ""
+        raise UsageError(f"the parameters are not the model's: {name} has {shapes}{hint}")
+
+
+def _shapes(params: Any) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of every parameter by its path."""
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_scaled)
+    return {"/".join(str(getattr(key, "key", key)) for key in path): tuple(leaf.shape) for path, leaf in leaves}

@@ -1,0 +1,102 @@
+"""Changes single fields of a `ModelConfig`, as training settings and the command line give them."""
+
+import dataclasses
+import difflib
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mtpjax.models.config import Llama3Scaling, ModelConfig, Yarn, require
+
+MODEL_FIELDS: dict[str, Any] = typing.get_type_hints(ModelConfig)  # the type of each field
+# Types that a value of a plain field may have. An int is a float, but a truth value is not an int here.
+_PLAIN_TYPES: dict[type, tuple[type, ...]] = {int: (int,), float: (int, float), bool: (bool,)}
+
+
+def check_field_name(name: str, prefix: str = "") -> None:
+    """Checks the name of a field of `ModelConfig`.
+
+    Args:
+        name: the name.
+        prefix: put in front of the names in the message, such as "model.".
+
+    Raises:
+        ValueError: there is no such field; the message has the nearest names.
+    """
+    if name in MODEL_FIELDS:
+        return
+    near = difflib.get_close_matches(name, MODEL_FIELDS, n=3)
+    # Without a similar name the list of all fields helps more than a guess.
+    guess = " or ".join(", ".join(f"{prefix}{each}" for each in near).rsplit(", ", 1))
+    hint = f"did you mean {guess}?" if near else f"the fields are {', '.join(MODEL_FIELDS)}"
+    raise ValueError(f"unknown setting {prefix}{name}: {hint}")
+
+
+def model_changes(model: ModelConfig | Mapping[str, Any] | Iterable[tuple[str, Any]] | None) -> dict[str, Any]:
+    """Reads the fields to change, and makes their values hashable.
+
+    Args:
+        model: a whole architecture, which sets every field; a mapping or pairs of some fields; None: no field.
+
+    Returns:
+        Values by field.
+
+    Raises:
+        ValueError: a field is unknown, or a value has the wrong type.
+    """
+    if isinstance(model, str):
+        raise ValueError(
+            f"model must be a ModelConfig or a mapping of its fields, not {model!r}: read a YAML file with"
+            " mtpjax.training.read_model_config"
+        )
+    if isinstance(model, ModelConfig):
+        return {name: getattr(model, name) for name in MODEL_FIELDS}
+    changes = dict(model or ())
+    for name, value in changes.items():
+        check_field_name(name, "model.")
+        changes[name] = _hashable_value(name, value)
+    return changes
+
+
+def _hashable_value(name: str, value: Any) -> Any:
+    """Turns lists into tuples and the rotary scaling into its dataclass. Raises `ValueError` for a wrong type."""
+    if name == "rope_scaling" and isinstance(value, Mapping):
+        kind = Llama3Scaling if "low_freq_factor" in value else Yarn
+        try:
+            return kind(**value)
+        except TypeError as error:
+            raise ValueError(f"model.rope_scaling is no {kind.__name__}: {error}") from error
+    wanted = MODEL_FIELDS[name]
+    if wanted in _PLAIN_TYPES:
+        is_right = isinstance(value, _PLAIN_TYPES[wanted]) and (wanted is bool or not isinstance(value, bool))
+        require(is_right, f"model.{name} must be of type {wanted.__name__}, not {value!r}")
+    if typing.get_origin(wanted) is tuple:
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"model.{name} must be a list, not {value!r}")
+        return tuple(value)
+    return value
+
+
+def override_config(base: ModelConfig, changes: Mapping[str, Any]) -> ModelConfig:
+    """Changes fields of an architecture.
+
+    `head_dim` and `num_key_value_heads` follow the other fields, as in a new `ModelConfig`, if the base has the values
+    that follow from its own fields: with `hidden_size` 96 in the place of 64, four heads are 24 wide and not 16.
+
+    Args:
+        base: the architecture to start from.
+        changes: values by field, from `model_changes`.
+
+    Returns:
+        The new architecture.
+
+    Raises:
+        ValueError: the values do not fit together.
+    """
+    follow = {}
+    if base.attention == "grouped":
+        if base.head_dim * base.num_attention_heads == base.hidden_size:
+            follow["head_dim"] = 0
+        if base.num_key_value_heads == base.num_attention_heads:
+            follow["num_key_value_heads"] = 0
+    return dataclasses.replace(base, **{**follow, **changes})

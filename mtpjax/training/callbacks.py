@@ -1,0 +1,118 @@
+"""Callbacks: code of the user's that a run calls after updates, evaluations and saves."""
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from mtpjax.training.step import TrainState
+
+Moment = Literal["after_update", "after_evaluation", "after_save"]
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainEvent:
+    """What a callback is told.
+
+    Args:
+        step: number of updates done.
+        progress: fraction of the run that is done, 0..1.
+        seconds: wall-clock time of the run so far, in seconds, including the time before a restart.
+        metrics: after an update `loss` (the training loss), `losses` (`[1 + num_depths]` cross-entropies of trunk and
+            depths in nats), `gradient_norm`, `is_finite`, `learning_rate` and `mtp_scale`. After an evaluation the
+            panel, as in `metrics.jsonl`. After a save the metrics of the last update, if there was one.
+        state: parameters, with stacked trunk layers, and optimiser state. Valid during the call only: the next update
+            reuses its memory, so copy what is to be kept.
+        path: after a save, the folder that was written: a training state, or at the end `checkpoint/`. None otherwise,
+            and in processes that write nothing.
+
+    Example:
+        >>> from mtpjax.training import TrainEvent
+        >>> event = TrainEvent(step=3, progress=0.1, seconds=2.0, metrics={"loss": 5.5}, state=None)
+        >>> event.metrics["loss"]
+        5.5
+    """
+
+    step: int
+    progress: float
+    seconds: float
+    metrics: Mapping[str, Any]
+    state: TrainState
+    path: pathlib.Path | None = None
+
+
+class Callback:
+    """Base class of callbacks. Override the methods that you need, and pass instances to `mtpjax.train`.
+
+    A method that returns True asks the run to stop. The run then ends as if it had reached `steps`: it saves the model,
+    evaluates, and returns its result. `--resume` continues it. An exception ends the run after its state is saved. In
+    a run of several processes, every process calls its callbacks, and one that asks to stop stops all.
+
+    Example:
+        >>> from mtpjax.training import Callback
+        >>> class StopWhenGood(Callback):
+        ...     '''Stops once the first draft agrees with the trunk on 90 % of the held-out positions.'''
+        ...
+        ...     def after_evaluation(self, event):
+        ...         return event.metrics["agreement"][0] >= 0.9
+    """
+
+    def after_update(self, event: TrainEvent) -> bool | None:
+        """Runs after each update, also after one that was skipped because it was not finite.
+
+        Args:
+            event: the losses of the update, and the state after it.
+
+        Returns:
+            True to stop the run; None or False to continue.
+        """
+
+    def after_evaluation(self, event: TrainEvent) -> bool | None:
+        """Runs after each evaluation, also after the last one, when a request to stop has no effect.
+
+        Args:
+            event: the panel.
+
+        Returns:
+            True to stop the run; None or False to continue.
+        """
+
+    def after_save(self, event: TrainEvent) -> bool | None:
+        """Runs after a training state was saved, and at the end after the trained model was saved.
+
+        Args:
+            event: `path` is the folder that was written.
+
+        Returns:
+            True to stop the run; None or False to continue.
+        """
+
+
+def check_callbacks(callbacks: Sequence[Callback]) -> None:
+    """Checks callbacks before a run begins.
+
+    Args:
+        callbacks: the callbacks.
+
+    Raises:
+        ValueError: one is not an instance of `Callback`.
+    """
+    for index, callback in enumerate(callbacks):
+        if not isinstance(callback, Callback):
+            what = f"the class {callback.__name__}" if isinstance(callback, type) else repr(callback)
+            raise ValueError(f"callbacks[{index}] is {what}, not an instance of a subclass of mtpjax.training.Callback")
+
+
+def call_callbacks(callbacks: Sequence[Callback], moment: Moment, event: TrainEvent) -> bool:
+    """Calls one method of every callback.
+
+    Args:
+        callbacks: the callbacks, called in this order.
+        moment: name of the method.
+        event: passed to it.
+
+    Returns:
+        True if any of them asks to stop.
+    """
+    # A list, so that a request to stop does not keep later callbacks from being called.
+    return any([bool(getattr(callback, moment)(event)) for callback in callbacks])

@@ -1,0 +1,155 @@
+"""Reads and writes architectures as YAML, and the `model.*` settings of the command line."""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from mtpjax.models.config import ModelConfig, require
+from mtpjax.models.overrides import MODEL_FIELDS, check_field_name, model_changes, override_config
+
+REQUIRED = tuple(field.name for field in dataclasses.fields(ModelConfig) if field.default is dataclasses.MISSING)
+
+
+def read_model_config(path) -> ModelConfig:
+    """Reads an architecture from a YAML file, a mapping of fields of `ModelConfig`.
+
+    Fields that the file does not name have the defaults of `ModelConfig`.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The architecture.
+
+    Raises:
+        ValueError: the file cannot be read, a field is unknown (the message names the nearest ones) or missing, or a
+            value has the wrong type or does not fit the others. One line.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from mtpjax import presets
+        >>> from mtpjax.training import model_to_yaml, read_model_config
+        >>> file = pathlib.Path(tempfile.mkdtemp(), "model.yaml")
+        >>> _ = file.write_text(model_to_yaml(presets["tiny"]))
+        >>> read_model_config(file) == presets["tiny"]
+        True
+    """
+    content = read_yaml(path)
+    missing = [name for name in REQUIRED if name not in content]
+    try:
+        values = model_changes(typed_fields(content))
+        require(not missing, f"{', '.join(missing)} missing: a model needs {', '.join(REQUIRED)}")
+        return ModelConfig(**values)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def model_to_yaml(config: ModelConfig) -> str:
+    """Formats an architecture as YAML that `read_model_config` reads.
+
+    Args:
+        config: the architecture.
+
+    Returns:
+        A line for each field.
+
+    Example:
+        >>> from mtpjax import presets
+        >>> from mtpjax.training import model_to_yaml
+        >>> model_to_yaml(presets["tiny"]).splitlines()[:2]
+        ['vocab_size: 256', 'hidden_size: 64']
+    """
+    return yaml.safe_dump(config.to_dict(), sort_keys=False)
+
+
+def read_model_setting(value: Any, overrides: Sequence[str]) -> ModelConfig | dict[str, Any]:
+    """Reads the setting `model` of a run: a file or fields, and `model.*` pairs over them.
+
+    Args:
+        value: the path of a YAML file with a whole architecture; a mapping of fields; None: no field.
+        overrides: pairs without the "model.", such as "num_mtp_modules=3".
+
+    Returns:
+        The whole architecture if a file is named, otherwise the fields that are set.
+
+    Raises:
+        ValueError: as `read_model_config`.
+    """
+    if isinstance(value, str):
+        return override_config(read_model_config(value), model_changes(typed_fields({}, overrides)))
+    if not isinstance(value or {}, Mapping):
+        raise ValueError(f"model must be the name of a YAML file or a mapping of fields, not {value!r}")
+    return typed_fields(dict(value or {}), overrides)
+
+
+def typed_fields(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Checks names and types of fields of `ModelConfig`, and parses pairs by the types.
+
+    Args:
+        values: values by field.
+        overrides: pairs such as "hidden_size=96", which win over `values`.
+
+    Returns:
+        All values by field.
+
+    Raises:
+        ValueError: a field is unknown or a value has the wrong type. One line.
+    """
+    import jsonargparse
+
+    # Only the given fields become arguments: those that are required in a whole architecture are not required here.
+    names = dict.fromkeys([*map(str, values), *(pair.partition("=")[0].partition(".")[0] for pair in overrides)])
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    for name in names:
+        check_field_name(name, "model.")
+        parser.add_argument(f"--model.{name}", type=MODEL_FIELDS[name])
+    if not names:
+        return {}
+    try:
+        parsed = parser.parse_object({"model": dict(values)}) if values else None
+        parsed = parser.parse_args([f"--model.{pair}" for pair in overrides], parsed)
+        return parser.instantiate(parsed).model.as_dict()
+    except argparse.ArgumentError as error:
+        raise ValueError(" ".join(str(error).split())) from error
+
+
+def read_yaml(path) -> dict[str, Any]:
+    """Reads a YAML mapping.
+
+    Args:
+        path: the file; an empty one gives no settings.
+
+    Returns:
+        The values.
+
+    Raises:
+        ValueError: the file cannot be read, contains a cycle, or is not a mapping. One line.
+    """
+    try:
+        values = yaml.safe_load(pathlib.Path(path).read_text())
+        json.dumps(values, default=str, skipkeys=True)  # finds aliases that form a cycle
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    if values is not None and not isinstance(values, dict):
+        raise ValueError(f"{path} must be a mapping of settings")
+    return values or {}
+
+
+def split_model_pairs(overrides: Sequence[str]) -> tuple[list[str], list[str], str | None]:
+    """Separates the settings of the model from the others.
+
+    Args:
+        overrides: `key=value` pairs.
+
+    Returns:
+        The other pairs; the pairs `model.key=value` without "model."; and the file of the last `model=FILE`, or None.
+    """
+    files = [pair.removeprefix("model=") for pair in overrides if pair.startswith("model=")]
+    others = [pair for pair in overrides if not pair.startswith(("model=", "model."))]
+    fields = [pair.removeprefix("model.") for pair in overrides if pair.startswith("model.")]
+    return others, fields, files[-1] if files else None

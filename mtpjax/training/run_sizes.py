@@ -1,0 +1,46 @@
+"""Sizes of a run, computed from its settings and data without training."""
+
+import math
+
+import jax
+
+from mtpjax.training.config import TrainConfig
+from mtpjax.training.corpus import load_corpus
+from mtpjax.training.gradients import trainable_params
+from mtpjax.training.hidden_state_cache import bytes_per_token
+from mtpjax.training.initial_model import init_model, num_trained_depths
+from mtpjax.training.step import make_optimizer
+
+
+def compute_run_sizes(config: TrainConfig) -> dict[str, int]:
+    """Computes the sizes of a run without training: rows and tokens, parameters, memory, disk space.
+
+    Args:
+        config: the settings.
+
+    Returns:
+        Sizes by name, for printing.
+
+    Raises:
+        ValueError: as `train`.
+        FileNotFoundError: as `train`.
+    """
+    # Shapes only: neither parameters nor optimiser state are allocated.
+    model, make_params = init_model(config)
+    params = jax.eval_shape(make_params)
+    corpus = load_corpus(config, model.config.vocab_size, num_depths=num_trained_depths(config, model))
+    state = (params, jax.eval_shape(make_optimizer(config).init, trainable_params(params, config.trains)))
+    sizes = {
+        "rows": sum(len(rows.tokens) for rows in corpus.source_rows),
+        "tokens": sum(int((rows.segment_ids > 0).sum()) for rows in corpus.source_rows),
+        "held-out documents": len(corpus.held_out),
+        "parameters": sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)),
+        "bytes of parameters and optimiser": sum(
+            math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)
+        ),
+    }
+    if config.trunk_states is not None:
+        each = bytes_per_token(model, config.trunk_states_dtype)
+        sizes["bytes of the trunk's states, each token"] = each
+        sizes["bytes of the trunk's states"] = each * sum(rows.tokens.size for rows in corpus.source_rows)
+    return sizes
