@@ -39,7 +39,7 @@ class Attacker:
 
     def __init__(self, sandbox: pathlib.Path):
         self._sandbox = sandbox
-        self._process: multiprocessing.Process | None = None
+        self._process: Any = None  # a process of multiprocessing's "spawn" context
         self._pipe: Any = None
 
     def run(self, case: dict[str, Any]) -> str | None:
