@@ -1,0 +1,148 @@
+"""Times plain decoding, every draft depth and transformers on the same prompts, one at a time, in turns."""
+
+import importlib.util
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from experiments.smollm2_settings import NUM_DEPTHS
+from mtpjax import DecodeConfig, MTPModel, speculative_generate
+from mtpjax.evaluation.machine import Stopwatch
+from mtpjax.evaluation.profile import break_even_rate
+
+Engine = Callable[[list[int], int], tuple[list[int], int]]
+
+
+def make_engines(
+    params: dict, gguf: pathlib.Path, *, model: MTPModel, draft_vocabulary: Sequence[int], threads: int
+) -> dict[str, Engine]:
+    """Makes the engines by name: "plain", "1" to "3" draft levels, and "transformers" if it is installed.
+
+    Args:
+        params: parameters of `model`.
+        gguf: the model's file, for transformers.
+        model: the model with its module.
+        draft_vocabulary: token ids that the module may draft.
+        threads: threads of transformers.
+
+    Returns:
+        Functions from a prompt and a number of new tokens to the tokens and the number of steps.
+    """
+
+    def ours(num_steps: int) -> Engine:
+        def run(prompt: list[int], new_tokens: int):
+            vocabulary = tuple(draft_vocabulary) if num_steps else None
+            config = DecodeConfig(max_new_tokens=new_tokens, num_steps=num_steps, draft_vocabulary=vocabulary)
+            result = speculative_generate(params, [prompt], model=model, config=config)
+            return result.rows()[0], int(result.stats.steps[0])
+
+        return run
+
+    engines = {"plain": ours(0)} | {str(depth): ours(depth) for depth in range(1, NUM_DEPTHS + 1)}
+    if all(importlib.util.find_spec(name) is not None for name in ("torch", "transformers", "accelerate")):
+        engines["transformers"] = _transformers(gguf, threads)
+    else:
+        print("speed: no comparison with transformers: pip install torch 'transformers>=5' accelerate", flush=True)
+    return engines
+
+
+def _transformers(gguf: pathlib.Path, threads: int) -> Engine:
+    """Loads the same file in float32 with transformers."""
+    import torch
+    import transformers
+
+    torch.set_num_threads(threads)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    model = loaded.eval()
+
+    def run(prompt: list[int], new_tokens: int):
+        ids = torch.tensor([prompt])
+        # All engines decode the same number of tokens, so no token ends the text.
+        options = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+        with torch.inference_mode():
+            output = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        return output[0, len(prompt) :].tolist(), new_tokens - 1
+
+    return run
+
+
+def measure_speed(engines: dict[str, Engine], prompts: Sequence[list[int]], new_tokens: int, rounds: int) -> dict:
+    """Times the engines in turns.
+
+    Args:
+        engines: result of `make_engines`.
+        prompts: tokens of each prompt.
+        new_tokens: tokens to decode.
+        rounds: timings of each prompt and engine, after one that only compiles.
+
+    Returns:
+        For each engine the seconds, ratios to plain decoding, cost of a round, accept length that breaks even and equal
+        texts; and the share of time that threads waited for a core.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    steps: dict[str, list[int]] = {name: [] for name in engines}
+    texts: dict[str, list[list[int]]] = {name: [] for name in engines}
+    prefill: list[float] = []
+    waited = total = 0.0
+    for number in range(rounds + 1):
+        for prompt in prompts:
+            # Prefill and one token: what a round's cost must leave out.
+            clock = Stopwatch()
+            engines["plain"](prompt, 1)
+            first = clock.read()["seconds"]
+            # Engines take turns, so that other programs slow down all of them alike.
+            for name, run in engines.items():
+                clock = Stopwatch()
+                tokens, count = run(prompt, new_tokens)
+                took = clock.read()
+                if not number:
+                    texts[name].append(tokens)
+                    continue
+                seconds[name].append(took["seconds"])
+                steps[name].append(count)
+                waited, total = waited + took["waited_seconds"], total + took["seconds"]
+            if number:
+                prefill.append(first)
+            print(f"speed: round {number} of {rounds}, a prompt of {len(prompt)} tokens", flush=True)
+    return summarise(seconds, steps, texts, prefill, new_tokens) | {"waited_share": waited / total}
+
+
+def summarise(seconds, steps, texts, prefill, new_tokens: int) -> dict[str, Any]:
+    """Computes ratios and costs from the timings.
+
+    Args:
+        seconds: timings by engine, all in the same order.
+        steps: verification passes of the same calls.
+        texts: texts by engine, one for each prompt.
+        prefill: seconds of prefill of the same calls.
+        new_tokens: tokens of each call.
+
+    Returns:
+        Figures by engine, as JSON.
+    """
+    plain, first = np.array(seconds["plain"]), np.array(prefill)
+    rounds = {name: (np.array(seconds[name]) - first) / np.array(steps[name]) for name in seconds}
+    report = {}
+    for name, times in seconds.items():
+        # Ratios within a turn vary less than times, because disturbances last longer than a turn.
+        ratios = plain / np.array(times)
+        report[name] = {
+            "tokens_per_second": float(np.median(new_tokens / np.array(times))),
+            "speed_up": float(np.median(ratios)),
+            "range": [float(ratios.min()), float(ratios.max())],
+            "equal_texts": sum(text == other for text, other in zip(texts[name], texts["plain"], strict=True)),
+            "texts": len(texts[name]),
+        }
+        if name.isdecimal():
+            # A round that costs c plain steps breaks even at accept length c.
+            cost = float(np.median(rounds[name] / rounds["plain"]))
+            report[name] |= {
+                "accept_length": sum(steps["plain"]) / sum(steps[name]),
+                "cost": cost,
+                "break_even_rate": break_even_rate(cost, int(name)),
+            }
+    return {"engines": report, "new_tokens": new_tokens}
