@@ -31,6 +31,16 @@ from mtpjax.training.regenerate import RegenerationRequest, regenerate
 ID_TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
 
+def keep_layers(model: MTPModel, params: dict, num_layers: int) -> tuple[MTPModel, dict]:
+    """Returns the trunk with its first `num_layers` layers, or as it is for 0."""
+    if not num_layers:
+        return model, params
+    config = dataclasses.replace(model.config, num_hidden_layers=num_layers)
+    return MTPModel(config), params | {
+        "trunk": {f"layer_{n}": params["trunk"][f"layer_{n}"] for n in range(num_layers)}
+    }
+
+
 def split_prompts(
     folder: pathlib.Path, files: Sequence[pathlib.Path], tokenizer: Tokenizer, settings: Settings
 ) -> tuple[pathlib.Path, list[Prompt]]:

@@ -1,4 +1,4 @@
-"""Measures the module of `train_smollm2`: acceptance and equal text on held-out prompts, and the sampled distribution."""
+"""Measures the module of `train_smollm2`: acceptance and equal text on held-out prompts; the sampled distribution."""
 
 import itertools
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from mtpjax.evaluation.metrics import decoded_rates, to_json
 LAW_TOKENS, LAW_TOP_K = 4, 2  # the test of the distribution samples one of top_k ** tokens texts
 LAW_BATCH = 64
 LAW_PROMPT = "Once upon a time there was a"
-BATCH = 8
+MAX_BATCH = 8
 
 
 def measure_acceptance(
@@ -37,11 +37,11 @@ def measure_acceptance(
     order = sorted(range(len(rows)), key=lambda number: len(rows[number]))
     steps, accepted = np.zeros(len(rows), int), np.zeros((len(rows), config.num_steps), int)
     differing = []
-    # Batches of similar lengths have little padding.
-    for begin in range(0, len(order), BATCH):
-        group = order[begin : begin + BATCH]
-        # The last batch is filled with copies, so that all have one size and decoding compiles less.
-        padded = (group + [group[-1]] * BATCH)[: min(BATCH, len(rows))]
+    # Batches of similar lengths have little padding; batches of one size compile once for each cache capacity.
+    size = -(-len(order) // -(-len(order) // MAX_BATCH))
+    for begin in range(0, len(order), size):
+        group = order[begin : begin + size]
+        padded = (group + [group[-1]] * size)[:size]
         prompts = [rows[number] for number in padded]
         plain = generate(params, prompts, model=model, config=config).rows()
         result = speculative_generate(params, prompts, model=model, config=config)

@@ -16,13 +16,13 @@ Engine = Callable[[list[int], int], tuple[list[int], int]]
 
 
 def make_engines(
-    params: dict, gguf: pathlib.Path, *, model: MTPModel, draft_vocabulary: Sequence[int], threads: int
+    params: dict, gguf: pathlib.Path | None, *, model: MTPModel, draft_vocabulary: Sequence[int], threads: int
 ) -> dict[str, Engine]:
     """Makes the engines by name: "plain", "1" to "3" draft levels, and "transformers" if it is installed.
 
     Args:
         params: parameters of `model`.
-        gguf: the model's file, for transformers.
+        gguf: the model's file, for transformers; None: without transformers.
         model: the model with its module.
         draft_vocabulary: token ids that the module may draft.
         threads: threads of transformers.
@@ -41,6 +41,8 @@ def make_engines(
         return run
 
     engines = {"plain": ours(0)} | {str(depth): ours(depth) for depth in range(1, NUM_DEPTHS + 1)}
+    if gguf is None:
+        return engines
     if all(importlib.util.find_spec(name) is not None for name in ("torch", "transformers", "accelerate")):
         engines["transformers"] = _transformers(gguf, threads)
     else:

