@@ -8,7 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import smollm2_data, smollm2_measure, smollm2_modules, smollm2_settings, smollm2_speed, train_smollm2
+from experiments import (
+    smollm2_data,
+    smollm2_measure,
+    smollm2_modules,
+    smollm2_report,
+    smollm2_settings,
+    smollm2_speed,
+    train_smollm2,
+)
 from experiments.smollm2_settings import OWN_PROMPTS, QUICK, MissingModelError, Settings
 from mtpjax import DecodeConfig, MTPModel, add_mtp_modules, init_params, load, presets
 from mtpjax.data.chat import encode_chat
@@ -166,6 +174,28 @@ def test_the_cost_of_a_round_leaves_out_prefill():
     assert report["cost"] == pytest.approx(1.5) and report["accept_length"] == 2
     assert report["break_even_rate"] == pytest.approx(0.5, abs=1e-6)  # 1 + a = 1.5
     assert report["speed_up"] == pytest.approx(12 / 9.5) and report["equal_texts"] == 1
+
+
+def test_a_measurement_is_made_once(tmp_path):
+    path = tmp_path / "law.json"
+    assert train_smollm2.once(path, lambda: {"p": 0.5}) == {"p": 0.5}
+    assert train_smollm2.once(path, lambda: pytest.fail("measured again")) == {"p": 0.5}
+
+
+def test_the_tables_have_every_category_and_engine():
+    rate = {"value": 1.25, "low": 1.2, "high": 1.3}
+    row = {"prompts": 2, "accept_length": rate, "survival": [rate, {"value": None}]}
+    differing = [{"prompt": 0, "token": 3, "gap": 1e-6}]
+    acceptance = {"prompts": 2, "equal_texts": 1, "differing": differing, "rates": {"overall": row, "qa": row}}
+    engine = {"tokens_per_second": 9.0, "speed_up": 1.0, "range": [0.9, 1.1], "equal_texts": 2, "texts": 2}
+    drafts = engine | {"accept_length": 1.2, "cost": 2.5, "break_even_rate": None}
+    speed = {"engines": {"plain": engine, "1": drafts}, "waited_share": 0.5, "new_tokens": 4}
+    law = {"statistic": 3.0, "degrees": 2, "p": 0.22, "samples": 8, "accept_length": 1.5}
+    law |= {"rule_sample_equal": 8, "rule_sample_texts": 8}
+    text = smollm2_report.format_report({"acceptance": acceptance, "speed": speed, "law": law})
+    assert "| qa | 2 | 1.25 (1.20-1.30) | 1.25 | - |" in text
+    assert "| 1 draft level | 9.0 | 1.00 (0.90-1.10) | 1.20 | 2.50 | never | 2 of 2 |" in text
+    assert "1 of 2" in text and "1e-06 apart" in text and "p = 0.22" in text
 
 
 @pytest.mark.parametrize(("flags", "code"), [(["--quick"], 0), ([], 2)])
