@@ -61,7 +61,10 @@ def split_prompts(
     chosen, held_out = folder / "prompts.jsonl", folder / "held_out.jsonl"
     if not (chosen.exists() and held_out.exists()):
         # The same question may be in several files, such as GSM8K's in Spec-Bench: keep the first.
-        prompts = list({each.text.strip(): each for file in files for each in read_prompts(file)}.values())
+        distinct: dict[str, Prompt] = {}
+        for each in (prompt for file in files for prompt in read_prompts(file)):
+            distinct.setdefault(each.text.strip(), each)
+        prompts = list(distinct.values())
         rows, _ = encode_prompts(prompts, tokenizer, max_tokens=1 << 20, chat=True)
         lengths = {each.text: len(row) for each, row in zip(prompts, rows, strict=True)}
         fitting = [each for each in prompts if lengths[each.text] <= settings.max_held_out_tokens]

@@ -114,8 +114,8 @@ def test_the_draft_vocabulary_has_tokens_of_answers_only(tmp_path):
 
 def test_no_held_out_prompt_is_trained_on(tmp_path):
     files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
-    for file in files:  # the same questions in both
-        records = [{"prompt": f"question {number}", "category": "xy"[number % 2]} for number in range(8)]
+    for file, categories in zip(files, ("xy", "zz"), strict=True):  # the same questions in both: the first one's count
+        records = [{"prompt": f"question {number}", "category": categories[number % 2]} for number in range(8)]
         file.write_text("".join(json.dumps(record) + "\n" for record in records))
     prompts, held_out = smollm2_data.split_prompts(tmp_path, files, ByteTokenizer(), QUICK)
     assert sorted(each.category for each in held_out) == ["x", "y"]
