@@ -49,21 +49,23 @@ def speed_table(speed: dict[str, Any]) -> str:
         A Markdown table, and a line about disturbances.
     """
     lines = [
-        "| engine | tokens/s | speed, plain = 1 (range) | accept length | breaks even at | rate per level there |"
-        " equal texts |",
-        "|---|---|---|---|---|---|---|",
+        "| engine | tokens/s | speed, plain = 1 (range) | by CPU time (range) | accept length | breaks even at |"
+        " rate per level there | equal texts |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, row in speed["engines"].items():
         label = f"{name} draft level{'s' * (name != '1')}" if name.isdecimal() else name
-        low, high = row["range"]
-        cells = [label, f"{row['tokens_per_second']:.1f}", f"{row['speed_up']:.2f} ({low:.2f}-{high:.2f})"]
+        cells = [label, f"{row['tokens_per_second']:.1f}"]
+        for prefix in ("", "cpu_"):
+            low, high = row[f"{prefix}range"]
+            cells.append(f"{row[f'{prefix}speed_up']:.2f} ({low:.2f}-{high:.2f})")
         if "cost" in row:
             rate = row["break_even_rate"]
             cells += [_number(row["accept_length"]), _number(row["cost"]), "never" if rate is None else _number(rate)]
         else:
             cells += ["", "", ""]
         lines.append("| " + " | ".join([*cells, f"{row['equal_texts']} of {row['texts']}"]) + " |")
-    lines += ["", f"Threads waited for a core during {speed['waited_share']:.0%} of the timed seconds."]
+    lines += ["", f"Threads waited {speed['waited_share']:.2f} seconds for a core in each timed second."]
     return "\n".join(lines)
 
 

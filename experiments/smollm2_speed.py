@@ -3,7 +3,7 @@
 import importlib.util
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,6 +13,16 @@ from mtpjax.evaluation.machine import Stopwatch
 from mtpjax.evaluation.profile import break_even_rate
 
 Engine = Callable[[list[int], int], tuple[list[int], int]]
+PREFILL = "prefill"
+
+
+class Timing(NamedTuple):
+    """One call of an engine: wall, CPU and waiting time, and verification passes."""
+
+    seconds: float
+    cpu_seconds: float
+    waited_seconds: float
+    steps: int
 
 
 def make_engines(
@@ -82,69 +92,69 @@ def measure_speed(engines: dict[str, Engine], prompts: Sequence[list[int]], new_
         rounds: timings of each prompt and engine, after one that only compiles.
 
     Returns:
-        For each engine the seconds, ratios to plain decoding, cost of a round, accept length that breaks even and equal
-        texts; and the share of time that threads waited for a core.
+        Figures by engine (`summarise`), and the seconds that threads waited for a core in each timed second.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in engines}
-    steps: dict[str, list[int]] = {name: [] for name in engines}
+    timings: dict[str, list[Timing]] = {name: [] for name in (PREFILL, *engines)}
     texts: dict[str, list[list[int]]] = {name: [] for name in engines}
-    prefill: list[float] = []
-    waited = total = 0.0
     for number in range(rounds + 1):
         for prompt in prompts:
-            # Prefill and one token: what a round's cost must leave out.
-            clock = Stopwatch()
-            engines["plain"](prompt, 1)
-            first = clock.read()["seconds"]
+            # Prefill and one token first: what a round's cost must leave out.
+            calls = [(PREFILL, engines["plain"], 1), *((name, run, new_tokens) for name, run in engines.items())]
             # Engines take turns, so that other programs slow down all of them alike.
-            for name, run in engines.items():
+            for name, run, count in calls:
                 clock = Stopwatch()
-                tokens, count = run(prompt, new_tokens)
-                took = clock.read()
-                if not number:
+                tokens, steps = run(prompt, count)
+                if number:
+                    timings[name].append(Timing(**clock.read(), steps=steps))
+                elif name != PREFILL:
                     texts[name].append(tokens)
-                    continue
-                seconds[name].append(took["seconds"])
-                steps[name].append(count)
-                waited, total = waited + took["waited_seconds"], total + took["seconds"]
-            if number:
-                prefill.append(first)
             print(f"speed: round {number} of {rounds}, a prompt of {len(prompt)} tokens", flush=True)
-    return summarise(seconds, steps, texts, prefill, new_tokens) | {"waited_share": waited / total}
+    found = [timing for each in timings.values() for timing in each]
+    waited = sum(timing.waited_seconds for timing in found) / sum(timing.seconds for timing in found)
+    return {"engines": summarise(timings, texts, new_tokens), "new_tokens": new_tokens, "waited_share": waited}
 
 
-def summarise(seconds, steps, texts, prefill, new_tokens: int) -> dict[str, Any]:
+def summarise(timings: dict[str, list[Timing]], texts: dict[str, list[list[int]]], new_tokens: int) -> dict[str, Any]:
     """Computes ratios and costs from the timings.
 
+    Other programs change wall times much and CPU times little. With one thread, CPU time is the time that an
+    undisturbed call takes.
+
     Args:
-        seconds: timings by engine, all in the same order.
-        steps: verification passes of the same calls.
+        timings: timings by engine, all in the same order, those of prefill and one token under `PREFILL`.
         texts: texts by engine, one for each prompt.
-        prefill: seconds of prefill of the same calls.
         new_tokens: tokens of each call.
 
     Returns:
         Figures by engine, as JSON.
     """
-    plain, first = np.array(seconds["plain"]), np.array(prefill)
-    rounds = {name: (np.array(seconds[name]) - first) / np.array(steps[name]) for name in seconds}
+
+    def read(name: str, field: str) -> np.ndarray:
+        return np.array([getattr(timing, field) for timing in timings[name]])
+
+    def round_seconds(name: str) -> np.ndarray:
+        return (read(name, "cpu_seconds") - read(PREFILL, "cpu_seconds")) / read(name, "steps")
+
     report = {}
-    for name, times in seconds.items():
+    for name in texts:
         # Ratios within a turn vary less than times, because disturbances last longer than a turn.
-        ratios = plain / np.array(times)
+        wall, cpu = (read("plain", field) / read(name, field) for field in ("seconds", "cpu_seconds"))
         report[name] = {
-            "tokens_per_second": float(np.median(new_tokens / np.array(times))),
-            "speed_up": float(np.median(ratios)),
-            "range": [float(ratios.min()), float(ratios.max())],
+            "tokens_per_second": float(np.median(new_tokens / read(name, "seconds"))),
+            "tokens_per_cpu_second": float(np.median(new_tokens / read(name, "cpu_seconds"))),
+            "speed_up": float(np.median(wall)),
+            "range": [float(wall.min()), float(wall.max())],
+            "cpu_speed_up": float(np.median(cpu)),
+            "cpu_range": [float(cpu.min()), float(cpu.max())],
             "equal_texts": sum(text == other for text, other in zip(texts[name], texts["plain"], strict=True)),
             "texts": len(texts[name]),
         }
         if name.isdecimal():
             # A round that costs c plain steps breaks even at accept length c.
-            cost = float(np.median(rounds[name] / rounds["plain"]))
+            cost = float(np.median(round_seconds(name) / round_seconds("plain")))
             report[name] |= {
-                "accept_length": sum(steps["plain"]) / sum(steps[name]),
+                "accept_length": float(read("plain", "steps").sum() / read(name, "steps").sum()),
                 "cost": cost,
                 "break_even_rate": break_even_rate(cost, int(name)),
             }
-    return {"engines": report, "new_tokens": new_tokens}
+    return report

@@ -168,12 +168,16 @@ def test_rare_outcomes_are_counted_together():
 
 
 def test_the_cost_of_a_round_leaves_out_prefill():
-    # Plain: 10 steps of 1 s after 2 s of prefill. With drafts: 5 rounds of 1.5 s.
-    seconds, steps = {"plain": [12.0], "1": [9.5]}, {"plain": [10], "1": [5]}
-    report = smollm2_speed.summarise(seconds, steps, {"plain": [[1]], "1": [[1]]}, [2.0], 11)["engines"]["1"]
+    # Plain: 10 steps of 1 s after 2 s of prefill. With drafts: 5 rounds of 1.5 s. Wall time is disturbed.
+    def timing(seconds, steps, disturbance=0.0):
+        return [smollm2_speed.Timing(seconds + disturbance, seconds, disturbance, steps)]
+
+    timings = {"prefill": timing(2.0, 0), "plain": timing(12.0, 10, 7.0), "1": timing(9.5, 5)}
+    report = smollm2_speed.summarise(timings, {"plain": [[1]], "1": [[1]]}, 11)["1"]
     assert report["cost"] == pytest.approx(1.5) and report["accept_length"] == 2
     assert report["break_even_rate"] == pytest.approx(0.5, abs=1e-6)  # 1 + a = 1.5
-    assert report["speed_up"] == pytest.approx(12 / 9.5) and report["equal_texts"] == 1
+    assert report["cpu_speed_up"] == pytest.approx(12 / 9.5) and report["speed_up"] == 2
+    assert report["equal_texts"] == 1
 
 
 def test_a_measurement_is_made_once(tmp_path):
@@ -188,13 +192,14 @@ def test_the_tables_have_every_category_and_engine():
     differing = [{"prompt": 0, "token": 3, "gap": 1e-6}]
     acceptance = {"prompts": 2, "equal_texts": 1, "differing": differing, "rates": {"overall": row, "qa": row}}
     engine = {"tokens_per_second": 9.0, "speed_up": 1.0, "range": [0.9, 1.1], "equal_texts": 2, "texts": 2}
+    engine |= {"cpu_speed_up": 0.8, "cpu_range": [0.7, 0.9]}
     drafts = engine | {"accept_length": 1.2, "cost": 2.5, "break_even_rate": None}
     speed = {"engines": {"plain": engine, "1": drafts}, "waited_share": 0.5, "new_tokens": 4}
     law = {"statistic": 3.0, "degrees": 2, "p": 0.22, "samples": 8, "accept_length": 1.5}
     law |= {"rule_sample_equal": 8, "rule_sample_texts": 8}
     text = smollm2_report.format_report({"acceptance": acceptance, "speed": speed, "law": law})
     assert "| qa | 2 | 1.25 (1.20-1.30) | 1.25 | - |" in text
-    assert "| 1 draft level | 9.0 | 1.00 (0.90-1.10) | 1.20 | 2.50 | never | 2 of 2 |" in text
+    assert "| 1 draft level | 9.0 | 1.00 (0.90-1.10) | 0.80 (0.70-0.90) | 1.20 | 2.50 | never | 2 of 2 |" in text
     assert "1 of 2" in text and "1e-06 apart" in text and "p = 0.22" in text
 
 
