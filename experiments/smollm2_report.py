@@ -34,8 +34,9 @@ def acceptance_table(acceptance: dict[str, Any]) -> str:
     for name, row in acceptance["rates"].items():
         length = row["accept_length"]
         rates = "".join(f" {_number(rate['value'])} |" for rate in row["survival"])
-        interval = f"{_number(length['value'])} ({_number(length['low'])}-{_number(length['high'])})"
-        lines.append(f"| {name} | {row['prompts']} | {interval} |{rates}")
+        # Prompts are what the interval resamples: one prompt has none.
+        interval = f" ({_number(length['low'])}-{_number(length['high'])})" if row["prompts"] > 1 else ""
+        lines.append(f"| {name} | {row['prompts']} | {_number(length['value'])}{interval} |{rates}")
     return "\n".join(lines)
 
 

@@ -190,7 +190,12 @@ def test_the_tables_have_every_category_and_engine():
     rate = {"value": 1.25, "low": 1.2, "high": 1.3}
     row = {"prompts": 2, "accept_length": rate, "survival": [rate, {"value": None}]}
     differing = [{"prompt": 0, "token": 3, "gap": 1e-6}]
-    acceptance = {"prompts": 2, "equal_texts": 1, "differing": differing, "rates": {"overall": row, "qa": row}}
+    acceptance = {
+        "prompts": 2,
+        "equal_texts": 1,
+        "differing": differing,
+        "rates": {"overall": row, "qa": row | {"prompts": 1}},
+    }
     engine = {"tokens_per_second": 9.0, "speed_up": 1.0, "range": [0.9, 1.1], "equal_texts": 2, "texts": 2}
     engine |= {"cpu_speed_up": 0.8, "cpu_range": [0.7, 0.9]}
     drafts = engine | {"accept_length": 1.2, "cost": 2.5, "break_even_rate": None}
@@ -198,7 +203,8 @@ def test_the_tables_have_every_category_and_engine():
     law = {"statistic": 3.0, "degrees": 2, "p": 0.22, "samples": 8, "accept_length": 1.5}
     law |= {"rule_sample_equal": 8, "rule_sample_texts": 8}
     text = smollm2_report.format_report({"acceptance": acceptance, "speed": speed, "law": law})
-    assert "| qa | 2 | 1.25 (1.20-1.30) | 1.25 | - |" in text
+    assert "| overall | 2 | 1.25 (1.20-1.30) | 1.25 | - |" in text
+    assert "| qa | 1 | 1.25 | 1.25 | - |" in text  # one prompt has no interval
     assert "| 1 draft level | 9.0 | 1.00 (0.90-1.10) | 0.80 (0.70-0.90) | 1.20 | 2.50 | never | 2 of 2 |" in text
     assert "1 of 2" in text and "1e-06 apart" in text and "p = 0.22" in text
 
