@@ -18,7 +18,7 @@ from experiments import (
     train_smollm2,
 )
 from experiments.smollm2_settings import OWN_PROMPTS, QUICK, MissingModelError, Settings
-from mtpjax import DecodeConfig, MTPModel, add_mtp_modules, init_params, load, presets
+from mtpjax import DecodeConfig, ModelConfig, MTPModel, add_mtp_modules, init_params, load, presets
 from mtpjax.data.chat import encode_chat
 from mtpjax.data.prompts import read_prompts
 from mtpjax.data.tokenizer import ByteTokenizer, load_tokenizer
@@ -27,6 +27,7 @@ from mtpjax.models.forward import forward
 
 PAIRS = [([7, 50, 7, 3], [90, 50, 2]), ([7, 51], [90, 91, 92, 2])]  # prompts and answers; 2 ends a text
 EOS = 2
+KEPT_MODULES = OWN_PROMPTS.with_name("results") / "smollm2_mtp.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +94,25 @@ def test_modules_come_back_from_their_file_in_bfloat16(tmp_path, trunk, with_mod
     assert model.config == with_module[0].config and vocabulary == (3, 5)
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(leaf.dtype), with_module[1]["mtp_0"])
     jax.tree.map(np.testing.assert_array_equal, params["mtp_0"], rounded)
+
+
+def test_the_kept_modules_fit_smollm2():
+    """With the trunk's configuration alone; the tutorial loads the weights where they can be had."""
+    config = ModelConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
+    )
+    params = {"embedding": jnp.zeros((1, 1))}  # decides the dtype only
+    model, params, vocabulary = smollm2_modules.attach_modules(KEPT_MODULES, MTPModel(config), params)
+    assert model.config.num_mtp_modules == 1 and 1000 < len(vocabulary) == len(set(vocabulary))
+    assert max(vocabulary) < config.vocab_size
+    assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(params))
+    assert KEPT_MODULES.stat().st_size < 10_000_000
 
 
 def test_modules_of_another_width_are_refused(tmp_path, trunk):
