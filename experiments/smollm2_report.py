@@ -77,7 +77,7 @@ def law_lines(report: dict[str, Any]) -> str:
         report: the content of `results.json`.
 
     Returns:
-        Sentences.
+        A Markdown list.
     """
     acceptance, law = report["acceptance"], report["law"]
     gaps = [row["gap"] for row in acceptance["differing"]]
@@ -90,7 +90,7 @@ def law_lines(report: dict[str, Any]) -> str:
         f"Rule `sample` gives plain sampling's tokens in {law['rule_sample_equal']} of {law['rule_sample_texts']}"
         " texts.",
     ]
-    return "\n".join(lines)
+    return "\n".join(f"- {line}" for line in lines)
 
 
 def _number(value: float | None) -> str:
