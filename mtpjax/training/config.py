@@ -226,6 +226,10 @@ class TrainConfig:
             require(getattr(self, name) >= 0, f"{name} must not be negative, is {getattr(self, name)}")
         require(0 <= self.held_out_fraction < 1, f"held_out_fraction {self.held_out_fraction} is not within 0..1")
         require_choice("optimizer", self.optimizer, ("adamw", "muon"))
+        require(
+            isinstance(self.objective, Objective),
+            f"objective must be an Objective, not {printable(repr(self.objective), 80)}",
+        )
         # Default mix: learn from the data if the draft losses change the trunk, else imitate the trunk.
         if not self.objective.mix:
             mix = {"cross_entropy" if self.trains == "all" else "kl": 1.0}

@@ -3,7 +3,8 @@
     python tests/docs/run_pages.py                                  # all pages
     python tests/docs/run_pages.py docs/tutorials/quickstart.md     # some pages, and the pages that they build on
 
-All pages of a call share one new folder, which holds a copy of `tests/golden` and is removed at the end. A bash fence
+All pages of a call share one new folder, which holds copies of `tests/golden` and `experiments` and is removed at the
+end. A bash fence
 runs under `bash -euo pipefail`. The Python fences of a page share one process and its names. A fence below the comment
 `<!-- not executed: REASON -->` is skipped. A page with the comment `<!-- after: PAGE -->` needs the files that another
 page makes, so that page runs first. Fences of other languages are text.
@@ -36,6 +37,7 @@ PAGES = {
     "docs/tutorials/convert_and_merge.md": ("bash", "python"),
     "docs/tutorials/choose_settings.md": ("bash", "python"),
     "docs/tutorials/own_training_loop.md": ("bash", "python"),
+    "docs/tutorials/smollm2.md": ("bash", "python"),
     "docs/guides/usage.md": ("python",),
     "docs/guides/own_architectures.md": ("bash", "python"),
     "docs/guides/own_training.md": ("bash", "python"),
@@ -240,7 +242,8 @@ def main() -> int:
     begin, cpu = time.perf_counter(), cpu_seconds()
     with tempfile.TemporaryDirectory(prefix="mtpjax-pages-") as temporary:
         folder = pathlib.Path(temporary) / "run"
-        shutil.copytree(ROOT / "tests/golden", folder / "tests/golden")
+        for name in ("tests/golden", "experiments"):  # what a page takes from a clone
+            shutil.copytree(ROOT / name, folder / name)
         environment = {
             **os.environ,
             "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
