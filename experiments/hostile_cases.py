@@ -106,7 +106,16 @@ COMMANDS = (
     ["compare", "../own", "../hugging_face"],
     ["regenerate", "--model-path", "../own", "--data", "../text.txt", "--max-new-tokens", "3", "--output", "r.jsonl"],
 )
-TRAIN = ["train", "preset=tiny", "steps=1", "output=run", "row_length=32", "batch_size=2", "data=../text.txt"]
+TRAIN = [
+    "train",
+    "preset=tiny",
+    "steps=1",
+    "output=run",
+    "row_length=32",
+    "batch_size=2",
+    "data=../text.txt",
+    "panel_prompts=1",
+]
 PYTHON_VALUES = (
     *(
         "None",

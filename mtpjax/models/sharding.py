@@ -94,8 +94,9 @@ def shard_params(params: dict, mesh: Mesh) -> dict:
 def mesh_of(array: jax.Array) -> Mesh | None:
     """Returns the mesh that an array is laid out over, or None if it is on one device."""
     sharding = array.sharding
-    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
-    return mesh if isinstance(mesh, Mesh) and mesh.size > 1 else None
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+        return None
+    return sharding.mesh if sharding.mesh.size > 1 else None
 
 
 def shard_state(state, mesh: Mesh):

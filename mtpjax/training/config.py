@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from mtpjax.data.config import Source
+from mtpjax.errors import printable
 from mtpjax.models.config import ModelConfig, require, require_choice
 from mtpjax.models.overrides import model_changes, override_config
 from mtpjax.models.presets import presets
 
 MAX_LEARNING_RATE = 100.0  # far above what any run uses: a larger one is a typing error
+MAX_DEPTHS = 64  # each depth is compiled: many more would compile for hours
 OBJECTIVES = ("cross_entropy", "kl", "lk_hybrid", "end_to_end_tv")
 
 
@@ -226,6 +228,7 @@ class TrainConfig:
             require(getattr(self, name) >= 0, f"{name} must not be negative, is {getattr(self, name)}")
         require(0 <= self.held_out_fraction < 1, f"held_out_fraction {self.held_out_fraction} is not within 0..1")
         require_choice("optimizer", self.optimizer, ("adamw", "muon"))
+        require(self.num_depths <= MAX_DEPTHS, f"num_depths {printable(self.num_depths, 40)} is above {MAX_DEPTHS}")
         require(
             isinstance(self.objective, Objective),
             f"objective must be an Objective, not {printable(repr(self.objective), 80)}",

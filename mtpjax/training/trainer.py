@@ -114,6 +114,8 @@ def train(
         >>> model, params = load(result.path)  # doctest: +SKIP
     """
     # 1. Prepare everything that can fail on wrong settings, before the run folder is touched.
+    if pathlib.Path(config.output).exists() and not pathlib.Path(config.output).is_dir():
+        raise ValueError(f"output {config.output} exists and is not a folder")
     require_trackers(config)
     check_callbacks(callbacks)
     mesh, is_main_process = make_run_mesh(config), distributed.is_main_process()

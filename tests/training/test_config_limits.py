@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from mtpjax import TrainConfig
+from mtpjax import TrainConfig, train
 from mtpjax.training.distributed import connect
 from mtpjax.training.yaml_config import read_train_config
 
@@ -27,6 +27,10 @@ from mtpjax.training.yaml_config import read_train_config
         ("row_length", 10**12),
         ("seed", 2**63),
         ("seed", -1),
+        ("num_depths", 10**20),
+        ("num_depths", 65),
+        ("objective", None),
+        ("objective", 3),
     ],
 )
 def test_a_number_out_of_range_is_refused(name, value):
@@ -39,6 +43,14 @@ def test_a_yaml_cycle_is_refused(tmp_path):
     file.write_text("objective: &a\n  mix: *a\n")
     with pytest.raises(ValueError, match="cannot be read"):
         read_train_config(file)
+
+
+def test_an_output_that_is_no_folder_is_refused_at_once(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("mine")
+    with pytest.raises(ValueError, match="exists and is not a folder"):
+        train(TrainConfig(output=str(file), data=str(tmp_path / "missing")))
+    assert file.read_text() == "mine"
 
 
 @pytest.mark.parametrize("address", ["garbage", "host:99999999", ":80", "host:x"])

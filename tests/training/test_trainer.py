@@ -100,11 +100,11 @@ def test_the_same_settings_give_the_same_losses(run, tmp_path, monkeypatch):
     assert traced == [(config.objective, True)]  # compiled once
 
 
-def test_no_files_and_too_few_files_are_named(tmp_path):
+def test_no_files_and_too_little_text_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="no files match"):
         train(TrainConfig(data=str(tmp_path), output=str(tmp_path / "out")))
     (tmp_path / "one.py").write_text("x = 1\n")
-    with pytest.raises(ValueError, match="1 documents are too few"):
+    with pytest.raises(ValueError, match="the held-out rows have no target at depth 1"):
         train(TrainConfig(data=str(tmp_path), output=str(tmp_path / "out")))
 
 
