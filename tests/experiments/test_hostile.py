@@ -1,0 +1,79 @@
+"""The generator of hostile cases finds what it looks for, and the library passes some of its cases."""
+
+import random
+
+import pytest
+
+from experiments import hostile, hostile_cases, hostile_worker
+
+
+@pytest.fixture(scope="module")
+def sandbox(tmp_path_factory):
+    return hostile_cases.make_sandbox(tmp_path_factory.mktemp("hostile"))
+
+
+def outcome(action, sandbox, monkeypatch):
+    monkeypatch.setitem(hostile_worker.ACTIONS, "command", action)
+    monkeypatch.chdir(sandbox)
+    return hostile_worker.run_case({"action": "command", "kind": "command"}, str(sandbox))["problem"]
+
+
+def fails_deep_inside(case, sandbox):
+    raise KeyError("x")
+
+
+def prints_an_escape_sequence(case, sandbox):
+    print("\x1b[2J")
+
+
+def says_nothing(case, sandbox):
+    raise SystemExit(2)
+
+
+def fails_in_a_library(case, sandbox):
+    random.Random(0).randrange(0)
+
+
+def is_fine(case, sandbox):
+    return None
+
+
+@pytest.mark.parametrize(
+    ("action", "problem"),
+    [
+        (fails_deep_inside, "KeyError"),
+        (prints_an_escape_sequence, "control characters"),
+        (says_nothing, "without a word"),
+        (fails_in_a_library, "ValueError from randrange"),
+    ],
+)
+def test_a_wrong_answer_is_found(action, problem, sandbox, monkeypatch):
+    assert problem in outcome(action, sandbox, monkeypatch)
+
+
+def test_a_right_answer_passes(sandbox, monkeypatch):
+    assert outcome(is_fine, sandbox, monkeypatch) is None
+
+
+@pytest.mark.parametrize("kind", hostile_cases.KINDS)
+def test_the_cases_of_a_seed_are_always_the_same(kind, sandbox):
+    first, second = ([hostile_cases.draw(kind, rng, sandbox) for _ in range(5)] for rng in map(random.Random, (3, 3)))
+    assert first == second and first != [first[0]] * 5
+
+
+def test_a_changed_input_is_found(sandbox):
+    before = hostile_worker.fingerprint(sandbox, without=hostile_cases.OUTPUT)
+    (sandbox / "out" / "new").write_text("allowed")
+    assert hostile_worker.fingerprint(sandbox, without=hostile_cases.OUTPUT) == before
+    (sandbox / "text.txt").write_text("changed")
+    assert hostile_worker.fingerprint(sandbox, without=hostile_cases.OUTPUT) != before
+
+
+@pytest.mark.slow
+def test_hostile_files_get_one_line(sandbox):
+    attacker, rng = hostile.Attacker(sandbox), random.Random(1)
+    for number in range(60):
+        kind = ("config", "header", "tokenizer", "template", "record")[number % 5]
+        case = hostile_cases.draw(kind, rng, sandbox)
+        assert attacker.run(case) is None, case["what"]
+    attacker.close()
