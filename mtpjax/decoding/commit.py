@@ -65,7 +65,7 @@ def commit(
     was_proposed = jnp.broadcast_to(is_running[:, None], was_accepted.shape)
     padding = ((0, 0), (0, state.proposed.shape[1] - K))
     state = state.replace(
-        steps=state.steps + is_running,
+        steps=state.steps + is_running.astype(jnp.int32),
         proposed=state.proposed + jnp.pad(was_proposed.astype(jnp.int32), padding),
         accepted=state.accepted + jnp.pad(was_accepted.astype(jnp.int32), padding),
         # A token's origin is the draft level that proposed it, 0 for the bonus token.

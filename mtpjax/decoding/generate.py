@@ -126,9 +126,10 @@ def speculative_generate(
         True
     """
     # 1. Check the request on the host, because the compiled call would silently clamp values that are out of range.
-    check_argument_types(params, sampling, key)
+    check_argument_types(params, prompts, sampling, key)
     # NumPy parameters, as from `jax.device_get`, work like those on the device.
-    params = jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, params)
+    if any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(params)):
+        params = jax.tree.map(jnp.asarray, params)
     sampling = sampling or SamplingParams()
     drafter = make_drafter(config)
     prompts = prompts_to_arrays(prompts, lengths)

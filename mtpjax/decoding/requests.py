@@ -42,17 +42,21 @@ def make_drafter(config: DecodeConfig) -> Drafter:
     return config.drafter
 
 
-def check_argument_types(params: Any, sampling: Any, key: Any) -> None:
+def check_argument_types(params: Any, prompts: Any, sampling: Any, key: Any) -> None:
     """Checks the arguments of a decoding call that fail deep inside otherwise.
 
     Args:
         params: parameters of the model.
+        prompts: the prompts.
         sampling: sampling parameters, or None.
         key: a `jax.random` key, or None.
 
     Raises:
-        ValueError: one of them has another type. The message says which type it needs.
+        ValueError: one of them has another type, or is traced. The message says which type it needs.
     """
+    rows = prompts if isinstance(prompts, (list, tuple)) else [prompts]
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in (*rows, key, *jax.tree.leaves(params))):
+        raise ValueError("decoding is jitted itself: it cannot be called inside jax.jit, jax.vmap or jax.grad")
     if not isinstance(params, Mapping) or "embedding" not in params:
         raise ValueError("params must be the parameters of the model, as `load` and `init_params` return them")
     if sampling is not None and not isinstance(sampling, SamplingParams):

@@ -1,10 +1,21 @@
 """Decoding settings of a wrong type are refused in one line; those of NumPy work."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 
-from mtpjax import DecodeConfig, ModelConfig, MTPModel, SamplingParams, forward, generate, init_params
+from mtpjax import (
+    DecodeConfig,
+    ModelConfig,
+    MTPModel,
+    SamplingParams,
+    forward,
+    generate,
+    init_params,
+    speculative_generate,
+)
 from mtpjax.io.checkpoint import load
 
 MODEL = MTPModel(
@@ -102,3 +113,32 @@ def test_forward_refuses_ids_outside_the_vocabulary(token, params):
 def test_weights_are_not_cast_to_integers(tmp_path):
     with pytest.raises(ValueError, match="dtype must be a floating-point type, got int32"):
         load(tmp_path, dtype="int32")
+
+
+@pytest.mark.parametrize(
+    "transformed",
+    [
+        lambda params: jax.jit(lambda p: generate(p, [[1, 2]], model=MODEL, config=CONFIG).tokens)(params),
+        lambda params: jax.jit(lambda x: generate(params, x, model=MODEL, config=CONFIG).tokens)(np.ones((1, 2), int)),
+        lambda params: jax.jit(lambda x: generate(params, [x], model=MODEL, config=CONFIG).tokens)(np.ones(2, int)),
+        lambda params: jax.vmap(lambda x: generate(params, x[None], model=MODEL, config=CONFIG).tokens)(
+            np.ones((2, 2), int)
+        ),
+        lambda params: jax.grad(lambda p: generate(p, [[1, 2]], model=MODEL, config=CONFIG).tokens.sum())(params),
+    ],
+)
+def test_decoding_inside_a_transformation_is_refused(transformed, params):
+    with pytest.raises(ValueError, match="cannot be called inside"):
+        transformed(params)
+
+
+@pytest.mark.parametrize("settings", [{"num_steps": 2}, {"num_steps": 2, "topk": 2, "num_draft_tokens": 4}])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_decoding_works_under_strict_promotion_and_debug_checks(settings, temperature, params):
+    config = dataclasses.replace(CONFIG, **settings)
+    sampling = SamplingParams(temperature=temperature, seed=1, top_k=5, top_p=0.9, repetition_penalty=1.1)
+    expected = speculative_generate(params, [[1, 2, 3]], model=MODEL, config=config, sampling=sampling).rows()
+    for check in (jax.numpy_dtype_promotion("strict"), jax.debug_nans(True)):
+        with check:
+            result = speculative_generate(params, [[1, 2, 3]], model=MODEL, config=config, sampling=sampling)
+        assert result.rows() == expected

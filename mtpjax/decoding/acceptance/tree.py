@@ -71,9 +71,16 @@ def recursive_tree(
         )
         # 3. Move down to an accepted child, or on to the next sibling. The path's tail repeats its newest node.
         path = jnp.where(is_accepted & (depths > num_accepted), n, path)
-        rank = jnp.where(is_accepted, 0, rank + is_tried)
+        rank = jnp.where(is_accepted, 0, rank + is_tried.astype(jnp.int32))
         node = jnp.where(is_accepted, n, node)
-        return node, rank, num_accepted + is_accepted, path, remainder, remaining_at(node, rank, remainder)
+        return (
+            node,
+            rank,
+            num_accepted + is_accepted.astype(jnp.int32),
+            path,
+            remainder,
+            remaining_at(node, rank, remainder),
+        )
 
     root = jnp.zeros_like(parents[0])
     path = jnp.zeros_like(parents, shape=num_steps + 1)
