@@ -8,8 +8,8 @@ slow drifts of the machine cancel. The same program can be 10 % slower in one pr
 buffers lie elsewhere in memory, so both processes are started several times. The process that is started first is
 about 2 % slower (seen with the same commit in both), so each start is done twice, once in each order, and its ratio is
 the geometric mean of both. The result is the median over the starts of the median of (other's seconds / own seconds),
-with a 95 % bootstrap interval that resamples starts: above 1, this checkout is faster. The texts must be identical. The optimised HLO of the decoding loop is counted as well:
-instructions, copies, and bytes of one round.
+with a 95 % bootstrap interval that resamples starts: above 1, this checkout is faster. The texts must be identical.
+The optimised HLO of the decoding loop is counted as well: instructions, copies, and bytes of one round.
 """
 
 import argparse
