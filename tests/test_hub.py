@@ -19,7 +19,7 @@ from mtpjax.data.tokenizer import load_tokenizer
 from mtpjax.errors import CheckpointError
 from mtpjax.io.checkpoint_format import find_checkpoint
 from mtpjax.training.config import TrainConfig
-from mtpjax.training.trainer import compute_run_sizes
+from mtpjax.training.run_sizes import compute_run_sizes
 from tests import golden
 from tests.helpers.chatml import save_tokenizer
 from tests.helpers.checkpoints import drop_modules

@@ -1,5 +1,23 @@
 """Cache capacity and pass width: the shapes for which a decoding call is compiled."""
 
+from mtpjax.decoding.drafters.base import Drafter
+from mtpjax.decoding.spec import DecodeSpec
+from mtpjax.models.model import MTPModel
+
+
+def slots_per_round(model: MTPModel, drafter: Drafter, spec: DecodeSpec) -> int:
+    """Computes the maximum number of cache slots that a round writes behind the committed text.
+
+    Args:
+        model: the model.
+        drafter: the draft method.
+        spec: the shape of a round.
+
+    Returns:
+        Slots of the verify pass or of the drafter's own passes, whichever are more.
+    """
+    return max(spec.verify_width, drafter.num_scratch_slots(model, spec))
+
 
 def round_up_capacity(size: int) -> int:
     """Rounds a number of cache slots up, so that calls of similar lengths share one compiled program.

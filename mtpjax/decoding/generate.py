@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from mtpjax.decoding.capacity import cache_capacity, min_rows_per_pass
+from mtpjax.decoding.capacity import cache_capacity, min_rows_per_pass, slots_per_round
 from mtpjax.decoding.config import DecodeConfig, SamplingParams
 from mtpjax.decoding.depth_policy import can_speed_up
 from mtpjax.decoding.drafters.base import Drafter
@@ -144,7 +144,7 @@ def speculative_generate(
     capacity = cache_capacity(
         longest,
         min(longest + min(config.max_new_tokens, limit), limit),
-        max_slots_per_round=max(spec.verify_width, drafter.num_scratch_slots(model, spec)),
+        max_slots_per_round=slots_per_round(model, drafter, spec),
         prefill_chunk=spec.prefill_chunk,
     )
     rows = make_new_rows(

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from mtpjax.decoding.capacity import round_up_capacity
+from mtpjax.decoding.capacity import round_up_capacity, slots_per_round
 from mtpjax.decoding.config import DecodeConfig, SamplingParams
 from mtpjax.decoding.drafters.base import Drafter
 from mtpjax.decoding.generate import device_settings, make_state, resolve_spec
@@ -91,7 +91,7 @@ def init_state(
     if not 2 <= length <= limit:
         raise ValueError(f"max_length must be within 2..{limit}, got {length}")
     # Reserve slots behind the longest sequence: prefill writes whole chunks, and a round writes all of its nodes.
-    max_slots = max(spec.verify_width, drafter.num_scratch_slots(model, spec), spec.prefill_chunk)
+    max_slots = max(slots_per_round(model, drafter, spec), spec.prefill_chunk)
     # Array shapes and features are static, so they must cover every later request.
     if stops_shape is None:
         number, width = make_stop_table(config).shape
@@ -166,7 +166,7 @@ def insert(
     limit = check_request(rows, model, config, drafter)
     # The state's capacity bounds every row. Keep room for a whole prefill chunk and for the widest draft behind the
     # text.
-    max_slots = max(spec.verify_width, drafter.num_scratch_slots(model, spec), spec.prefill_chunk)
+    max_slots = max(slots_per_round(model, drafter, spec), spec.prefill_chunk)
     limit = min(limit, capacity - max_slots - 1)
     for number, row in enumerate(rows):
         if row.size >= limit:

@@ -12,7 +12,8 @@ from mtpjax.io.checkpoint import save_model
 from mtpjax.io.checkpoint_format import read_config
 from mtpjax.io.convert import to_hugging_face
 from mtpjax.training.config import TrainConfig
-from mtpjax.training.trainer import compute_run_sizes, train
+from mtpjax.training.run_sizes import compute_run_sizes
+from mtpjax.training.trainer import train
 from tests.helpers.chatml import save_tokenizer
 
 READERS = ("generate", "regenerate", "profile", "vocabulary", "ablate", "inspect", "convert", "export-mtp", "merge-mtp")
