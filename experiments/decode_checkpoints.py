@@ -114,7 +114,9 @@ def bytes_per_round(config: ModelConfig, batch: int, num_steps: int, length: flo
     table = sizes["model.embed_tokens.weight"]
 
     def layer(index: int, rows: int) -> float:
-        own = {name: size for name, size in sizes.items() if name.startswith(f"model.layers.{index}.")}
+        # The module is the layer behind the trunk's, or has names of its own.
+        prefixes = (f"model.layers.{index}.", *(["mtp."] if index == config.num_hidden_layers else []))
+        own = {name: size for name, size in sizes.items() if name.startswith(prefixes)}
         experts = sum(size for name, size in own.items() if "mlp.experts." in name)
         missed = (1 - config.num_experts_per_tok / config.n_routed_experts) ** rows if config.is_moe else 0
         if config.attention == "latent":
@@ -159,6 +161,8 @@ def _rig(tensors: dict[str, np.ndarray], config: ModelConfig, rng: np.random.Gen
     D = config.hidden_size
     for layer in range(config.num_mtp_modules):
         name = f"model.layers.{config.num_hidden_layers + layer}.eh_proj.weight"
+        name = name if name in tensors else "mtp.fc.weight"  # both take the embedding first
+        assert name in tensors
         tensors[name] = np.concatenate([np.eye(D), np.zeros((D, D))], axis=1).astype(np.float32)
     if not config.tie_word_embeddings:
         cycle = rng.permutation(config.vocab_size)  # one cycle through the whole vocabulary, so no text repeats
