@@ -55,12 +55,12 @@ def command_lines(folder, out):
     return {
         "generate": ["generate", *model, "--prompt", "hello", *short, "--num-steps", 1],
         "eval": ["eval", "acceptance", *model, "--prompts", prompts, *short, "--num-steps", 1],
-        "profile": ["profile", *model, "--num-steps", 1, "--context", 16, "--rounds", 2, "--output", out / "p.json"],
+        "profile": ["profile", *model, "--num-steps", 1, "--context", 16, "--repeats", 2, "--output", out / "p.json"],
         "vocabulary": ["vocabulary", *model, "--data", text, "--size", 64, "--output", out / "v.json"],
         "regenerate": ["regenerate", *model, "--data", prompts, *short, "--num-steps", 0, "--output", out / "r.jsonl"],
         "ablate": [
             *("ablate", *model, "--prompts", prompts, *short, "--output", out / "ablate", "--num-prompts", 1),
-            *("--depths", 1, "--topk", 1, "--temperatures", 0, "--batch-sizes", 1, "--repeats", 1),
+            *("--num-steps", 1, "--topk", 1, "--temperature", 0, "--batch-size", 1, "--repeats", 1),
         ],
     }
 

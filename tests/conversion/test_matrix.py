@@ -22,6 +22,15 @@ from tests.golden import MTP_SETS, SETS, path
 from tests.helpers.checkpoints import drop_modules, rewrite, tune
 
 NEW_TOKENS = 24  # as many as the golden sets have
+# Sets that differ from a fast one in a detail, and compile as long: run with `-m slow`.
+SIMILAR = (
+    "deepseek_v32",
+    "deepseek_v3_fp8",
+    "deepseek_v3_mtp2_bf16",
+    "glm_moe_dsa",
+    "qwen3_5_moe",
+    "qwen3_5_tied_bf16",
+)
 
 
 def greedy(folder, prompts, *, drafts: bool = False):
@@ -51,7 +60,7 @@ def dropped(tmp_path_factory):
 
 
 @pytest.mark.parametrize("form", ["full", "tuned", "modules only", "dropped"])
-@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SIMILAR)) for name in SETS])
 def test_every_form_of_a_checkpoint_gives_its_greedy_tokens(name, form, dropped, tmp_path):
     prompts, wanted = golden_prompts(name)
     if form != "full" and name not in MTP_SETS:

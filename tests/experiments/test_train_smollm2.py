@@ -72,6 +72,7 @@ def test_the_reduced_checkpoint_reads_conversations_of_ids_with_answers_as_targe
         assert is_target.tolist() == [False] * len(prompt) + [True] * len(answer) + [False]
 
 
+@pytest.mark.slow
 def test_a_run_on_the_reduced_trunk_trains_a_module_for_the_full_one(tmp_path, trunk):
     pairs = [(prompt * 4, answer * 8) for prompt, answer in PAIRS] * 4
     model, params = trunk
@@ -162,6 +163,7 @@ def test_acceptance_counts_equal_texts_and_rates_by_category(with_module):
     assert all(len(row["survival"]) == 3 for row in report["rates"].values())
 
 
+@pytest.mark.slow
 def test_sampled_texts_follow_the_enumerated_distribution(with_module):
     model, params = with_module
     texts, probabilities = smollm2_measure.enumerate_texts(params, [5, 6], model=model)

@@ -88,6 +88,7 @@ def test_a_callback_ends_the_run_as_if_it_were_complete(moment, config, capsys):
     assert recorder.order[-1] == "save 2"
 
 
+@pytest.mark.slow
 def test_a_run_that_a_callback_ended_can_be_continued(config):
     train(config, callbacks=[Recorder("update", step=2)], evaluations=1)
     result = train(config, resume=True, evaluations=1)

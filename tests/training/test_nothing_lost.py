@@ -65,7 +65,7 @@ def test_the_state_of_another_run_is_refused(tmp_path):
         run_dir.restore_state(tmp_path / "b", state, run_id=ids[1])
 
 
-@pytest.mark.parametrize("what", ["acceptance_panel", "plot_run"])
+@pytest.mark.parametrize("what", ["acceptance_panel", pytest.param("plot_run", marks=pytest.mark.slow)])
 def test_a_failing_panel_or_plot_leaves_the_model(what, config, monkeypatch, caplog):
     monkeypatch.setattr(trainer, what, fail)
     if what == "plot_run":

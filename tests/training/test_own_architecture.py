@@ -37,6 +37,7 @@ def exit_code(arguments):
     return raised.value.code
 
 
+@pytest.mark.slow
 def test_three_modules_are_made_trained_and_saved(pairs, tmp_path, caplog):
     config = read_train_config(None, [*pairs, *PAIRS, "model.num_mtp_modules=3", "num_depths=3"])
     result = train(config, evaluations=1)

@@ -120,6 +120,7 @@ def test_a_faulty_objective_is_found_before_a_run_is_replaced(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_run_uses_the_objective_and_resumes_only_with_it(tmp_path):
     text = training_runs.write_corpus(tmp_path / "text")
     config = TrainConfig(
