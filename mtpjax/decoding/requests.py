@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from mtpjax.decoding.config import DecodeConfig, SamplingParams
 from mtpjax.decoding.drafters.base import Drafter
@@ -55,7 +56,7 @@ def check_argument_types(params: Any, prompts: Any, sampling: Any, key: Any) -> 
         ValueError: one of them has another type, or is traced. The message says which type it needs.
     """
     rows = prompts if isinstance(prompts, (list, tuple)) else [prompts]
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in (*rows, key, *jax.tree.leaves(params))):
+    if any(isinstance(leaf, Tracer) for leaf in (*rows, key, *jax.tree.leaves(params))):
         raise ValueError("decoding is jitted itself: it cannot be called inside jax.jit, jax.vmap or jax.grad")
     if not isinstance(params, Mapping) or "embedding" not in params:
         raise ValueError("params must be the parameters of the model, as `load` and `init_params` return them")
