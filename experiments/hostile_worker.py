@@ -81,7 +81,7 @@ def run_case(case: dict[str, Any], sandbox: str) -> dict[str, Any]:
         except SystemExit as exit:
             problem = _judge_exit(exit.code, err.getvalue())
         except (ValueError, OSError, TypeError) as error:
-            problem = _judge_error(error, case)
+            problem = _judge_error(error)
         except BaseException as error:
             problem = f"{type(error).__name__}: {traceback.format_exc()[-700:]}"
     seconds = time.perf_counter() - begin
@@ -106,22 +106,17 @@ def _judge_exit(code: Any, err: str) -> str | None:
     return None
 
 
-def _judge_error(error: Exception, case: dict[str, Any]) -> str | None:
+def _judge_error(error: Exception) -> str | None:
     """Judges an exception of the Python API: one line, raised by our own code."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if "mtpjax/" in frame.filename or "conversion/" in frame.filename]
     if len(str(error).strip().splitlines()) > MAX_LINES:
         return f"{type(error).__name__} of several lines: {str(error)[:300]}"
     # A setting of a wrong type may be a TypeError, if it is ours and not one from deep inside.
-    is_ours = (ours and frames[-1] is ours[-1]) or isinstance(error, OSError) or _wraps(error)
-    if not is_ours:
+    has_own_class = type(error).__module__.startswith("mtpjax")
+    if not (has_own_class or isinstance(error, OSError) or (ours and frames[-1] is ours[-1])):
         return f"{type(error).__name__} from {frames[-1].name} in {frames[-1].filename.split('/')[-1]}: {error}"[:400]
     return None
-
-
-def _wraps(error: Exception) -> bool:
-    """Returns whether an exception class is one of ours."""
-    return type(error).__module__.startswith("mtpjax")
 
 
 def load(case: dict[str, Any], sandbox: pathlib.Path) -> None:

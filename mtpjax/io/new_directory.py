@@ -15,6 +15,7 @@ from mtpjax.io.checkpoint_format import read_kept
 from mtpjax.io.checkpoint_reader import CheckpointReader
 from mtpjax.io.huggingface_files import HEADERS_FILE, HUGGINGFACE_FOLDER
 from mtpjax.models.config import ModelConfig
+from mtpjax.safe_open import parse_json
 
 log = logging.getLogger("mtpjax.conversion")
 
@@ -175,9 +176,9 @@ def _token_ids(reader: CheckpointReader) -> dict[str, Any]:
 def _parse(content: bytes, path: pathlib.Path) -> dict[str, Any]:
     """Parses a kept JSON object."""
     try:
-        values = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointFileError(f"{path} is not JSON: {type(error).__name__}") from error
+        values = parse_json(content)
+    except ValueError as error:
+        raise CheckpointFileError(f"{path} is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise CheckpointFileError(f"{path} contains a {type(values).__name__}, not an object")
     return values
