@@ -43,16 +43,16 @@ class Settings:
         seed: seed of the choice of prompts, of the answers and of the module.
     """
 
-    answers: int = 320
+    answers: int = 1000
     max_prompt_tokens: int = 128
     max_held_out_tokens: int = 896
-    answer_tokens: int = 96
+    answer_tokens: int = 128
     temperature: float = 0.7
     answer_batch: int = 16
     draft_vocabulary: int = 8192
-    updates: int = 600
+    updates: int = 1300
     batch_size: int = 4
-    row_length: int = 128
+    row_length: int = 256
     learning_rate: float = 1e-3
     held_out_per_category: int = 2
     held_out_tokens: int = 48
