@@ -56,7 +56,7 @@ class Settings:
     learning_rate: float = 1e-3
     held_out_per_category: int = 2
     held_out_tokens: int = 48
-    timed_prompts: int = 2
+    timed_prompts: int = 6
     timed_rounds: int = 2
     law_samples: int = 512
     num_layers: int = 0

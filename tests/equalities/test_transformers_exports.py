@@ -4,6 +4,7 @@ Needs `pip install -e ".[bench,test]"`.
 """
 
 import dataclasses
+import functools
 import json
 import logging
 
@@ -133,13 +134,13 @@ def test_every_form_of_a_checkpoint_gives_the_same_tokens_there(name, form, tmp_
         prompt = expected["p0_input_ids"].tolist()
     if form != "full" and name not in MTP_SETS:
         pytest.skip("the golden set has no MTP modules")
-    if (name, form) == ("glm_moe_dsa", "tuned"):
-        pytest.skip("the changed weights have tied index scores, which torch.topk orders in its own way")
     folder = path(name)
     if form == "dropped":
         folder = drop_modules(path(name), tmp_path / "dropped")
     if form == "tuned":
-        merge_mtp(drop_modules(path(name), tmp_path / "bare", tune), path(name), tmp_path / "tuned")
+        # At a scale of 0.02 two index scores of glm_moe_dsa at the cut are exactly 0: torch.topk takes the other one.
+        change = functools.partial(tune, scale=0.01)
+        merge_mtp(drop_modules(path(name), tmp_path / "bare", change), path(name), tmp_path / "tuned")
         folder = tmp_path / "tuned"
     if form == "saved there":
         # What transformers saves has lost the modules; those of the original go back on it.

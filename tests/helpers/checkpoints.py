@@ -42,9 +42,9 @@ def drop_modules(source, target, change=lambda name, array: array) -> pathlib.Pa
     return rewrite(source, target, lambda name, array: None if name.startswith(prefixes) else change(name, array))
 
 
-def tune(name: str, array: np.ndarray) -> np.ndarray:
-    """Changes the trunk's final norm, embedding and attention outputs a little, as fine-tuning does."""
+def tune(name: str, array: np.ndarray, *, scale: float = 0.02) -> np.ndarray:
+    """Adds noise to the trunk's final norm, embedding and attention outputs: a little, as fine-tuning does."""
     if array.dtype.itemsize > 1 and name.endswith(("o_proj.weight", "embed_tokens.weight", "norm.weight")):
-        noise = np.random.default_rng(len(name)).normal(0, 0.02, array.shape)
+        noise = np.random.default_rng(len(name)).normal(0, scale, array.shape)
         return (array.astype(np.float32) + noise.astype(np.float32)).astype(array.dtype)
     return array
