@@ -5,8 +5,10 @@ memory, so its arrays are streamed: a few chunks are in memory at once, and one 
 """
 
 import dataclasses
+import errno
 import hashlib
 import itertools
+import logging
 import os
 import pathlib
 import shutil
@@ -44,7 +46,27 @@ def write_arrays(folder: pathlib.Path, arrays: Mapping[str, Any]) -> tuple[dict[
     Returns:
         `(records, digests)`: what `digests.json` says of each array, and the sha256 of the files for which it is
         already known, by file name relative to the parent of `folder`.
+
+    Raises:
+        OSError: the disk is full.
     """
+    logging.getLogger("absl").addFilter(_is_news)
+    try:
+        return _write_all(folder, arrays)
+    except ValueError as error:
+        # TensorStore raises this for every error of the operating system.
+        if "No space left on device" not in str(error):
+            raise
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder.parent)) from error
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Says no to errors of Orbax's threads: they are raised in the main thread too, and would print a traceback."""
+    return "_SignalingThread.run()" not in str(record.msg)
+
+
+def _write_all(folder: pathlib.Path, arrays: Mapping[str, Any]) -> tuple[dict[str, dict], dict[str, str]]:
+    """Writes arrays and returns what `write_arrays` does."""
     import orbax.checkpoint as ocp  # slow to import, so only where it is used
 
     checkpointer, handler = _make_checkpointer()
