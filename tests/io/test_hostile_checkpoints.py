@@ -12,6 +12,7 @@ import numpy as np
 import orbax.checkpoint
 import pytest
 
+from mtpjax import load
 from mtpjax.atomic import atomic_folder
 from mtpjax.errors import CheckpointError, ConfigError
 from mtpjax.io import checkpoint, convert
@@ -133,3 +134,22 @@ def test_a_full_disk_is_an_os_error_of_one_line(tmp_path, monkeypatch):
     with pytest.raises(OSError, match=r"^\[Errno 28\] No space left on device: '.*'$"):
         checkpoint.save(tmp_path / "out", {}, {"x": np.ones(3, np.float32)})
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("config", None, "it has no 'config'"),
+        ("metadata", None, "'metadata' is not an object"),
+        ("metadata", [1], "'metadata' is not an object"),
+        ("block_scaled", "x", "'block_scaled' is not an object"),
+    ],
+)
+def test_a_damaged_description_is_named(name, value, said, ours):
+    content = json.loads((ours / "config.json").read_text())
+    content.pop(name, None)
+    if value is not None:
+        content[name] = value
+    edit(ours, "config.json", json.dumps(content).encode())
+    with pytest.raises(CheckpointError, match=f"config.json is damaged: {said}"):
+        load(ours)
