@@ -159,6 +159,24 @@ def write_changed(case: dict[str, Any], sandbox: pathlib.Path) -> pathlib.Path:
     return folder
 
 
+def read_file(case: dict[str, Any], sandbox: pathlib.Path) -> None:
+    """Reads one file by its suffix: a model in GGUF, a draft vocabulary, settings of a training run."""
+    import base64
+
+    import mtpjax
+    from mtpjax.data.draft_vocabulary import load_vocabulary
+    from mtpjax.training.yaml_config import read_train_config
+
+    file = pathlib.Path(tempfile.mkdtemp(dir=sandbox / "out")) / case["file"]
+    file.write_bytes(base64.b64decode(case["bytes"]))
+    readers: dict[str, Callable[[], Any]] = {
+        ".gguf": lambda: mtpjax.load(file),
+        ".json": lambda: load_vocabulary(file),
+        ".yaml": lambda: read_train_config(str(file), []),
+    }
+    readers[file.suffix]()
+
+
 def command(case: dict[str, Any], sandbox: pathlib.Path) -> str | None:
     """Runs a command line in this process."""
     from mtpjax.cli.main import main
@@ -277,6 +295,7 @@ def _run(
 
 ACTIONS: dict[str, Callable[[dict[str, Any], pathlib.Path], str | None]] = {
     "load": load,
+    "read_file": read_file,
     "command": command,
     "python": python,
     "full_disk": full_disk,

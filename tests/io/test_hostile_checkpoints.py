@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import pathlib
+import shutil
 import threading
 import time
 
@@ -153,3 +154,12 @@ def test_a_damaged_description_is_named(name, value, said, ours):
     edit(ours, "config.json", json.dumps(content).encode())
     with pytest.raises(CheckpointError, match=f"config.json is damaged: {said}"):
         load(ours)
+
+
+def test_arrays_that_the_disk_has_no_room_for_are_refused_before_the_first_is_written(tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=20_000))
+    monkeypatch.setattr(orbax.checkpoint.Checkpointer, "save", None)
+    with pytest.raises(OSError, match=r"28.*No space left on device: 24,576 bytes are needed, 20,000 are free"):
+        checkpoint.save(tmp_path / "out", {}, {"x": np.ones(5000, np.float32)})
+    assert os.listdir(tmp_path) == []
