@@ -93,11 +93,9 @@ class CheckpointReader:
         # The digests hold for what somebody wrote, which need not be what `save` writes.
         if "config" not in config:
             raise CheckpointError(f"{self.path / CONFIG_FILE} is damaged: it has no 'config'")
-        self.config, self.metadata, self.scaled = (
-            config["config"],
-            config.get("metadata"),
-            config.get("block_scaled", {}),
-        )
+        self.config: Any = config["config"]
+        self.metadata: dict[str, Any] = config.get("metadata", [])  # anything but an object is an error
+        self.scaled: dict[str, Any] = config.get("block_scaled", {})
         for name, value in (("metadata", self.metadata), ("block_scaled", self.scaled)):
             if not isinstance(value, dict):
                 raise CheckpointError(f"{self.path / CONFIG_FILE} is damaged: {name!r} is not an object")
