@@ -17,6 +17,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from experiments import hostile_time
+
 EXIT_CODES = (0, 1, 2, 3, 4, 75)
 MAX_LINES = 3  # of an error; warnings may stand before it
 
@@ -71,7 +73,7 @@ def run_case(case: dict[str, Any], sandbox: str) -> dict[str, Any]:
     """
     os.chdir(pathlib.Path(sandbox) / "out")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    begin = time.perf_counter()
+    watch = hostile_time.Stopwatch(os.getpid())
     # Warnings and errors of the library go to stderr, which is judged like the message of an exception.
     out, err = io.StringIO(), io.StringIO()
     problem = None
@@ -84,7 +86,7 @@ def run_case(case: dict[str, Any], sandbox: str) -> dict[str, Any]:
             problem = _judge_error(error)
         except BaseException as error:
             problem = f"{type(error).__name__}: {traceback.format_exc()[-700:]}"
-    seconds = time.perf_counter() - begin
+    seconds = watch.seconds()
     shown = out.getvalue() + err.getvalue()
     if problem is None and "Traceback (most recent call last)" in shown:
         problem = f"prints a traceback: {shown[-500:]}"
@@ -155,6 +157,24 @@ def write_changed(case: dict[str, Any], sandbox: pathlib.Path) -> pathlib.Path:
         record["files"][case["file"]] = hashlib.sha256(content).hexdigest()
         digests.write_text(json.dumps(record))
     return folder
+
+
+def read_file(case: dict[str, Any], sandbox: pathlib.Path) -> None:
+    """Reads one file by its suffix: a model in GGUF, a draft vocabulary, settings of a training run."""
+    import base64
+
+    import mtpjax
+    from mtpjax.data.draft_vocabulary import load_vocabulary
+    from mtpjax.training.yaml_config import read_train_config
+
+    file = pathlib.Path(tempfile.mkdtemp(dir=sandbox / "out")) / case["file"]
+    file.write_bytes(base64.b64decode(case["bytes"]))
+    readers: dict[str, Callable[[], Any]] = {
+        ".gguf": lambda: mtpjax.load(file),
+        ".json": lambda: load_vocabulary(file),
+        ".yaml": lambda: read_train_config(str(file), []),
+    }
+    readers[file.suffix]()
 
 
 def command(case: dict[str, Any], sandbox: pathlib.Path) -> str | None:
@@ -255,21 +275,27 @@ def _run(
     process = subprocess.Popen(
         command, cwd=sandbox / "out", env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    try:
-        if signal_at is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(signal_at)
-            process.send_signal(number)
-        out, err = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-        return None
+    watch = hostile_time.Stopwatch(process.pid)
+    if signal_at is not None:
+        # The moment counts the command's own time too, so that a seed meets the same stage on every machine.
+        while process.poll() is None and watch.seconds() < signal_at:
+            time.sleep(0.01)
+        process.send_signal(number)
+    while True:
+        try:
+            out, err = process.communicate(timeout=1)
+            break
+        except subprocess.TimeoutExpired:
+            if watch.seconds() > seconds:
+                process.kill()
+                process.communicate()
+                return None
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 ACTIONS: dict[str, Callable[[dict[str, Any], pathlib.Path], str | None]] = {
     "load": load,
+    "read_file": read_file,
     "command": command,
     "python": python,
     "full_disk": full_disk,

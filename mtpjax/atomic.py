@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable, Iterator
 
 REMOVAL_ATTEMPTS = 50  # a tenth of a second apart
+STABLE_CHECKS = 3  # of these, one after another, that find nothing
 
 
 @contextlib.contextmanager
@@ -60,9 +61,14 @@ def atomic_folder(
 
 def _remove(folder: pathlib.Path) -> None:
     """Removes an unfinished folder. After a full disk, Orbax's threads may go on writing into it for a moment."""
+    if not folder.exists():
+        return
+    # A thread can make the folder again after it was removed, so it must stay away for a moment.
+    absent = 0
     for _ in range(REMOVAL_ATTEMPTS):
         shutil.rmtree(folder, ignore_errors=True)
-        if not folder.exists():
+        absent = 0 if folder.exists() else absent + 1
+        if absent == STABLE_CHECKS:
             return
         time.sleep(0.1)
 

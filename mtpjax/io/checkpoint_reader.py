@@ -90,7 +90,15 @@ class CheckpointReader:
         self.files, self.records = read_digests(self.path)
         if verify:
             self._verify_files()
-        self.config, self.metadata, self.scaled = config["config"], config["metadata"], config.get("block_scaled", {})
+        # The digests hold for what somebody wrote, which need not be what `save` writes.
+        if "config" not in config:
+            raise CheckpointError(f"{self.path / CONFIG_FILE} is damaged: it has no 'config'")
+        self.config: Any = config["config"]
+        self.metadata: dict[str, Any] = config.get("metadata", [])  # anything but an object is an error
+        self.scaled: dict[str, Any] = config.get("block_scaled", {})
+        for name, value in (("metadata", self.metadata), ("block_scaled", self.scaled)):
+            if not isinstance(value, dict):
+                raise CheckpointError(f"{self.path / CONFIG_FILE} is damaged: {name!r} is not an object")
         # Arrays are opened when they are first read, since a converter reads them one after the other.
         self._open, self._context = {}, None
 

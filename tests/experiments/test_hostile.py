@@ -1,10 +1,14 @@
 """The generator of hostile cases finds what it looks for, and the library passes some of its cases."""
 
+import multiprocessing
+import os
+import pathlib
 import random
+import time
 
 import pytest
 
-from experiments import hostile, hostile_cases, hostile_worker
+from experiments import hostile, hostile_cases, hostile_time, hostile_worker
 
 
 @pytest.fixture(scope="module")
@@ -77,3 +81,39 @@ def test_hostile_files_get_one_line(sandbox):
         case = hostile_cases.draw(kind, rng, sandbox)
         assert attacker.run(case) is None, case["what"]
     attacker.close()
+
+
+def spend(seconds):
+    """Uses CPU time in a process, beside others that want the same core."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    begin = time.process_time()
+    while time.process_time() - begin < seconds:
+        pass
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/stat").exists(), reason="only where /proc tells the time of processes")
+def test_a_busy_core_does_not_lengthen_the_time():
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=spend, args=(1.0,)) for _ in range(4)]
+    begin = time.perf_counter()
+    for process in processes:
+        process.start()
+    assert processes[0].pid is not None
+    watch = hostile_time.Stopwatch(processes[0].pid)
+    seconds = 0.0
+    while processes[0].is_alive():
+        seconds = watch.seconds()
+        time.sleep(0.02)
+    for process in processes:
+        process.join()
+    wall = time.perf_counter() - begin
+    assert wall > 3.5  # four seconds of work on one core
+    assert seconds < 3
+
+
+def test_a_process_that_sleeps_while_a_core_is_idle_uses_time(monkeypatch):
+    idle = iter([{0: 5.0, 1: 9.0}, {0: 35.0, 1: 99.0}])
+    clock = iter([0.0, 40.0])
+    monkeypatch.setattr(hostile_time, "_idle_seconds", lambda pid: next(idle))
+    monkeypatch.setattr(hostile_time.time, "perf_counter", lambda: next(clock))
+    assert 30 <= hostile_time.Stopwatch(os.getpid()).seconds() < 40
