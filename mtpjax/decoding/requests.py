@@ -74,9 +74,9 @@ def check_argument_types(params: Any, prompts: Any = (), sampling: Any = None, k
     if key is not None and not isinstance(key, (jax.Array, np.ndarray)):
         raise ValueError(f"key must be a jax.random key, got {key!r}: use jax.random.key({key!r})")
     # An array of numbers is the data of a key, as `jax.random.PRNGKey` makes it.
-    if key is not None and not jax.numpy.issubdtype(key.dtype, jax.dtypes.prng_key):
+    if key is not None and not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         try:
-            jax.random.wrap_key_data(key)
+            jax.random.wrap_key_data(jnp.asarray(key))
         except TypeError as error:
             shape = f"{key.dtype}{list(key.shape)}"
             raise ValueError(f"key must be a jax.random key, got an array {shape}: use jax.random.key(seed)") from error
