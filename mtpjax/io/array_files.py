@@ -20,6 +20,7 @@ from flax import traverse_util
 
 from mtpjax.errors import CheckpointError
 from mtpjax.io.checkpoint_format import DIGESTS_FILE, one_line
+from mtpjax.io.disk_failures import check_space, one_line_failures
 
 Index = tuple[slice, ...]
 
@@ -44,7 +45,17 @@ def write_arrays(folder: pathlib.Path, arrays: Mapping[str, Any]) -> tuple[dict[
     Returns:
         `(records, digests)`: what `digests.json` says of each array, and the sha256 of the files for which it is
         already known, by file name relative to the parent of `folder`.
+
+    Raises:
+        OSError: the disk is full or fails.
     """
+    check_space(folder.parent, arrays)
+    with one_line_failures(folder):
+        return _write_arrays(folder, arrays)
+
+
+def _write_arrays(folder: pathlib.Path, arrays: Mapping[str, Any]) -> tuple[dict[str, dict], dict[str, str]]:
+    """Writes arrays as `write_arrays` does."""
     import orbax.checkpoint as ocp  # slow to import, so only where it is used
 
     checkpointer, handler = _make_checkpointer()
