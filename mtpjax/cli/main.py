@@ -10,7 +10,7 @@ import jsonargparse
 
 from mtpjax.cli import conversion, decoding, measuring, training
 from mtpjax.cli.help import HelpFormatter
-from mtpjax.cli.start import INTERRUPTED, defer_interrupts
+from mtpjax.cli.interrupts import INTERRUPTED, defer_interrupts
 from mtpjax.errors import CheckpointError, ResumableError, UsageError, printable
 from mtpjax.host import keep_freed_memory
 from mtpjax.version import __version__

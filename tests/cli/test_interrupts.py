@@ -12,7 +12,7 @@ import pytest
 INTERRUPTED_MODULE = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(0.1)\nis_whole = True\n"
 PROGRAM = """
 import gc, os, signal, sys, time
-from mtpjax.cli.start import defer_interrupts
+from mtpjax.cli.interrupts import defer_interrupts
 defer_interrupts()
 def work():
     {what}
@@ -45,7 +45,7 @@ def test_an_interrupt_waits_for_an_import_and_is_not_lost_in_a_callback(what, tm
 
 def test_an_ignored_signal_stays_ignored():
     code = (
-        "import signal, mtpjax.cli.start as start; signal.signal(signal.SIGINT, signal.SIG_IGN);"
+        "import signal, mtpjax.cli.interrupts as start; signal.signal(signal.SIGINT, signal.SIG_IGN);"
         "start.defer_interrupts(); print(signal.getsignal(signal.SIGINT) is signal.SIG_IGN)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
