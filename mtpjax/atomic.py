@@ -121,6 +121,27 @@ def atomic_file(path: pathlib.Path) -> Iterator[pathlib.Path]:
         unfinished.unlink(missing_ok=True)
 
 
+def check_output_file(path) -> None:
+    """Checks that a file can be written, before the work whose result it gets.
+
+    Args:
+        path: the file, which need not exist, nor its folder.
+
+    Raises:
+        ValueError: it is a folder, or its folder cannot be made or written.
+    """
+    path = pathlib.Path(path)
+    # `os.path` answers False where a folder may not be searched; `pathlib` raises.
+    if os.path.isdir(path):
+        raise ValueError(f"{path} is a folder: name the file to write")
+    # Missing folders are made in the nearest one that exists.
+    folder = next(parent for parent in path.absolute().parents if os.path.exists(parent))
+    if not os.path.isdir(folder):
+        raise ValueError(f"{path} cannot be written: {folder} is not a folder")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"{path} cannot be written: no permission to write in {folder}")
+
+
 def write_text(path, content: str) -> None:
     """Writes a text file atomically.
 

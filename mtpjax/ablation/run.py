@@ -22,6 +22,7 @@ from mtpjax.ablation.grid import Cell, Settings, list_cells
 from mtpjax.ablation.heatmap import plot_heatmap
 from mtpjax.ablation.pareto import plot_pareto
 from mtpjax.ablation.report import format_recommendation, format_summary, print_cells, to_csv
+from mtpjax.ablation.rows import is_whole
 from mtpjax.atomic import write_text
 from mtpjax.data.jsonl_writer import JsonlWriter
 from mtpjax.evaluation.machine import describe_machine
@@ -104,6 +105,10 @@ def run_cells(
     known_rows = {row["fingerprint"]: row for row in writer.resume(required=("fingerprint",))}
     fingerprints = {cell: fingerprint(cell, bench.settings, bench.workload, environment) for cell in cells}
     rows = {cell: known_rows[fingerprints[cell]] for cell in cells if fingerprints[cell] in known_rows}
+    # A fingerprint vouches for the settings, not for the rest of a line that somebody edited.
+    for cell in [cell for cell, row in rows.items() if not is_whole(row, cell)]:
+        log(f"{cell.name}: its line in {writer.path} is damaged and measured again")
+        del rows[cell]
     if rows:
         log(f"{len(rows)} of {len(cells)} cells are already measured")
     # Measure the others. Each row is on disk before the next cell starts.

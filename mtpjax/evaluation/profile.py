@@ -16,7 +16,14 @@ import jax
 from mtpjax.atomic import write_text
 from mtpjax.decoding.capacity import min_rows_per_pass
 from mtpjax.decoding.config import LOSSY_RULES, DecodeConfig, largest_tree
-from mtpjax.evaluation.round_costs import PLAIN_STEP, CostMeter, RoundCosts, RoundShape, max_slots_written
+from mtpjax.evaluation.round_costs import (
+    MAX_MEASURED_STEPS,
+    PLAIN_STEP,
+    CostMeter,
+    RoundCosts,
+    RoundShape,
+    max_slots_written,
+)
 from mtpjax.host import num_threads
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.model import MTPModel
@@ -46,8 +53,9 @@ def shapes_up_to(num_steps: int, topk: int = 1, num_draft_tokens: int | None = N
     Raises:
         ValueError: for no levels, or values that `DecodeConfig` rejects.
     """
-    if num_steps < 1:
-        raise ValueError(f"num_steps must be at least 1, got {num_steps}")
+    if not 1 <= num_steps <= MAX_MEASURED_STEPS:
+        limit = f"at least 1, got {num_steps}" if num_steps < 1 else f"at most {MAX_MEASURED_STEPS}, got {num_steps}"
+        raise ValueError(f"num_steps must be {limit}")
     # Check the settings at full depth, so that an error names the user's own values.
     DecodeConfig(num_steps=num_steps, topk=topk, num_draft_tokens=num_draft_tokens)
     shapes = []
