@@ -30,6 +30,7 @@ from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, picture_paths
 from mtpjax.host import num_threads
 from mtpjax.io.checkpoint import load
 from mtpjax.io.checkpoint_format import checkpoint_digest, find_checkpoint
+from mtpjax.program_memory import free_programs_if_full
 
 CELL_VERSION = 5  # format of a cell's line; lines of another version are measured again
 # Drop compiled programs after this many cells: they use up memory mappings, of which Linux allows 65,530 per process.
@@ -124,6 +125,8 @@ def run_cells(
             log(f"{len(rows)}/{len(cells)} {cell.name}: {format_summary(row)}; {_format_duration(left)} left")
             if number % CELLS_PER_CACHE_CLEAR == 0:
                 jax.clear_caches()
+            # Cells of deep trees or many prompt lengths compile more programs than that bounds.
+            free_programs_if_full()
     except KeyboardInterrupt:
         pass
     return [rows[cell] for cell in cells if cell in rows], len(rows) == len(cells)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import rich.console
 
-from mtpjax import generate
+from mtpjax import generate, program_memory
 from mtpjax.ablation import bench as bench_module
 from mtpjax.ablation import run
 from mtpjax.ablation.bench import Bench, Workload, find_workload, paired_ratio
@@ -240,6 +240,16 @@ def test_an_ended_run_goes_on_behind_its_last_cell(tmp_path, small):
     changed = FakeBench(settings=dataclasses.replace(SETTINGS, repeats=4))
     rows, _ = run_cells(tmp_path, changed, cells)
     assert changed.measured == cells and len(rows) == 4
+
+
+def test_a_long_grid_frees_programs_after_each_cell(tmp_path, small, monkeypatch):
+    cleared = []
+    (tmp_path / "limit").write_text("1")
+    monkeypatch.setattr(program_memory, "LIMIT_FILE", tmp_path / "limit")
+    monkeypatch.setattr(jax, "clear_caches", lambda: cleared.append(1))
+    cells, _ = list_cells(SETTINGS, model=small("grouped", "right")[0])
+    run_cells(tmp_path, FakeBench(), cells)
+    assert len(cleared) == len(cells) == 4
 
 
 @pytest.mark.parametrize("line", ["nonsense", '{"cell": {}}'])
