@@ -13,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from mtpjax.errors import CheckpointFileError
+from mtpjax.errors import CheckpointFileError, printable
 from mtpjax.safe_open import check_json_depth
 
 # The format's names of the supported dtypes; ml_dtypes adds those that NumPy lacks.
@@ -97,9 +97,9 @@ def parse_json(content: bytes, path) -> Any:
         # `dict` keeps the last of equal keys, so it is shorter than the list of pairs.
         result = dict(pairs)
         if len(result) < len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in result if names.count(name) > 1)
-            raise CheckpointFileError(f"{path} names {twice!r} twice")
+            seen: set[str] = set()
+            twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+            raise CheckpointFileError(f"{path} names {printable(twice, 200)!r} twice")
         return result
 
     try:

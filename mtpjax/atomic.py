@@ -1,8 +1,10 @@
 """Writes files and folders atomically: they appear only when they are complete."""
 
 import contextlib
+import fcntl
 import os
 import pathlib
+import re
 import shutil
 import time
 import uuid
@@ -18,8 +20,9 @@ def atomic_folder(
 ) -> Iterator[pathlib.Path]:
     """Yields an empty folder to write into, and renames it to `path` at the end of the block.
 
-    An exception in the block leaves `path` unchanged. A process killed between the two renames leaves the old and the
-    new folder complete, under hidden names beside `path`.
+    An exception in the block leaves `path` unchanged. A killed process leaves its folder under a hidden name beside
+    `path`; the next call for the same `path` removes it. If the process was killed between the two renames, the next
+    call first puts the old folder back.
 
     Args:
         path: the folder to make; missing parents are made.
@@ -32,6 +35,7 @@ def atomic_folder(
     Raises:
         FileExistsError: `path` exists, is not empty and may not be replaced.
     """
+    _clear_leftovers(path)
     # Refuse before anything is written, not after hours of work in the block.
     is_empty = not path.exists() or (path.is_dir() and not any(path.iterdir()))
     if not is_empty and not (may_replace is not None and may_replace(path)):
@@ -40,23 +44,54 @@ def atomic_folder(
     # Names of this process and call alone: several processes may write side by side.
     unique = f"{path.name}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     unfinished, old = path.with_name(f".tmp-{unique}"), path.with_name(f".old-{unique}")
-    try:
-        unfinished.mkdir()
-        yield unfinished
-        # A folder cannot be renamed onto another that has files, so the old one is moved away first.
-        if path.exists():
-            path.rename(old)
+    with contextlib.ExitStack() as locks:
         try:
-            unfinished.rename(path)
-        # The new folder could not take its place: put the old one back, also after Ctrl-C.
-        except BaseException:
-            if old.exists():
-                old.rename(path)
-            raise
-        shutil.rmtree(old, ignore_errors=True)
+            unfinished.mkdir()
+            locks.enter_context(_lock(unfinished))
+            yield unfinished
+            # A folder cannot be renamed onto another that has files, so the old one is moved away first.
+            if path.exists():
+                locks.enter_context(_lock(path))
+                path.rename(old)
+            try:
+                unfinished.rename(path)
+            # The new folder could not take its place: put the old one back, also after Ctrl-C.
+            except BaseException:
+                if old.exists():
+                    old.rename(path)
+                raise
+            shutil.rmtree(old, ignore_errors=True)
+        finally:
+            # Only a failure leaves something here.
+            _remove(unfinished)
+
+
+@contextlib.contextmanager
+def _lock(folder: pathlib.Path) -> Iterator[bool]:
+    """Locks a folder, and yields whether it worked. The system releases the lock when the process ends, however."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_locked = True
+    except OSError:  # another process has the lock, or the file system has none for folders
+        is_locked = False
+    try:
+        yield is_locked
     finally:
-        # Only a failure leaves something here.
-        _remove(unfinished)
+        os.close(descriptor)
+
+
+def _clear_leftovers(path: pathlib.Path) -> None:
+    """Removes what processes that were killed left beside `path`, and puts an old folder back that has no successor."""
+    name = re.compile(rf"\.(tmp|old)-{re.escape(path.name)}-\d+-[0-9a-f]{{8}}")
+    found = [each for each in path.parent.glob(".*") if name.fullmatch(each.name)] if path.parent.is_dir() else []
+    # A process that lives has its folder locked.
+    for folder in sorted(found):
+        with contextlib.suppress(OSError), _lock(folder) as is_dead:
+            if is_dead and folder.name.startswith(".old-") and not path.exists():
+                folder.rename(path)
+            elif is_dead:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove(folder: pathlib.Path) -> None:
@@ -90,6 +125,27 @@ def atomic_file(path: pathlib.Path) -> Iterator[pathlib.Path]:
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def check_output_file(path) -> None:
+    """Checks that a file can be written, before the work whose result it gets.
+
+    Args:
+        path: the file, which need not exist, nor its folder.
+
+    Raises:
+        ValueError: it is a folder, or its folder cannot be made or written.
+    """
+    path = pathlib.Path(path)
+    # `os.path` answers False where a folder may not be searched; `pathlib` raises.
+    if os.path.isdir(path):
+        raise ValueError(f"{path} is a folder: name the file to write")
+    # Missing folders are made in the nearest one that exists.
+    folder = next(parent for parent in path.absolute().parents if os.path.exists(parent))
+    if not os.path.isdir(folder):
+        raise ValueError(f"{path} cannot be written: {folder} is not a folder")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"{path} cannot be written: no permission to write in {folder}")
 
 
 def write_text(path, content: str) -> None:

@@ -1,7 +1,9 @@
 """Code that depends on the version of JAX, so that no other file does."""
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -27,6 +29,18 @@ platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 1 patch: 0 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
+
+
+@contextlib.contextmanager
+def library_settings() -> Iterator[None]:
+    """Sets the JAX settings that the library's own functions need, whatever those of the caller are.
+
+    The programs rely on standard dtype promotion, and a call moves its request to the device. Callers set
+    `jax_numpy_dtype_promotion="strict"` and `transfer_guard("disallow")` to find mistakes in their own code. Usable as
+    a decorator.
+    """
+    with jax.numpy_dtype_promotion("standard"), jax.transfer_guard("allow"):
+        yield
 
 
 def make_mesh(shape, devices=None) -> Mesh:

@@ -7,7 +7,7 @@ import math
 from mtpjax.decoding.config import CHAIN_RULES, EXACT_RULES, FIXED_TREE_RULES, LOSSY_RULES, DecodeConfig
 from mtpjax.decoding.drafters.mtp import check_tree
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.evaluation.round_costs import RoundShape
+from mtpjax.evaluation.round_costs import MAX_MEASURED_STEPS, RoundShape
 from mtpjax.models.model import MTPModel
 
 RULES = ("auto", "exact", *EXACT_RULES, *LOSSY_RULES)
@@ -59,6 +59,8 @@ class Settings:
         ):
             if min(values) < minimum:
                 raise ValueError(f"{name} must be at least {minimum}, not {min(values)}")
+        if max(self.depths) > MAX_MEASURED_STEPS:
+            raise ValueError(f"num_steps must be at most {MAX_MEASURED_STEPS}, not {max(self.depths)}")
         for name, minimum in (("max_new_tokens", 2), ("repeats", 1), ("seed", 0)):
             if getattr(self, name) < minimum:
                 raise ValueError(f"{name} must be at least {minimum}, not {getattr(self, name)}")

@@ -22,6 +22,7 @@ from mtpjax.ablation.grid import Cell, Settings, list_cells
 from mtpjax.ablation.heatmap import plot_heatmap
 from mtpjax.ablation.pareto import plot_pareto
 from mtpjax.ablation.report import format_recommendation, format_summary, print_cells, to_csv
+from mtpjax.ablation.rows import is_whole
 from mtpjax.atomic import write_text
 from mtpjax.data.jsonl_writer import JsonlWriter
 from mtpjax.evaluation.machine import describe_machine
@@ -29,6 +30,7 @@ from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, picture_paths
 from mtpjax.host import num_threads
 from mtpjax.io.checkpoint import load
 from mtpjax.io.checkpoint_format import checkpoint_digest, find_checkpoint
+from mtpjax.program_memory import free_programs_if_full
 
 CELL_VERSION = 5  # format of a cell's line; lines of another version are measured again
 # Drop compiled programs after this many cells: they use up memory mappings, of which Linux allows 65,530 per process.
@@ -104,6 +106,10 @@ def run_cells(
     known_rows = {row["fingerprint"]: row for row in writer.resume(required=("fingerprint",))}
     fingerprints = {cell: fingerprint(cell, bench.settings, bench.workload, environment) for cell in cells}
     rows = {cell: known_rows[fingerprints[cell]] for cell in cells if fingerprints[cell] in known_rows}
+    # A fingerprint vouches for the settings, not for the rest of a line that somebody edited.
+    for cell in [cell for cell, row in rows.items() if not is_whole(row, cell)]:
+        log(f"{cell.name}: its line in {writer.path} is damaged and measured again")
+        del rows[cell]
     if rows:
         log(f"{len(rows)} of {len(cells)} cells are already measured")
     # Measure the others. Each row is on disk before the next cell starts.
@@ -119,6 +125,8 @@ def run_cells(
             log(f"{len(rows)}/{len(cells)} {cell.name}: {format_summary(row)}; {_format_duration(left)} left")
             if number % CELLS_PER_CACHE_CLEAR == 0:
                 jax.clear_caches()
+            # Cells of deep trees or many prompt lengths compile more programs than that bounds.
+            free_programs_if_full()
     except KeyboardInterrupt:
         pass
     return [rows[cell] for cell in cells if cell in rows], len(rows) == len(cells)

@@ -10,6 +10,7 @@ import jsonargparse
 
 from mtpjax.cli import conversion, decoding, measuring, training
 from mtpjax.cli.help import HelpFormatter
+from mtpjax.cli.interrupts import INTERRUPTED, defer_interrupts
 from mtpjax.errors import CheckpointError, ResumableError, UsageError, printable
 from mtpjax.host import keep_freed_memory
 from mtpjax.version import __version__
@@ -37,26 +38,34 @@ def main(arguments: list[str] | None = None) -> None:
     Raises:
         SystemExit: always, with the exit code.
     """
-    options = _parse(arguments)
+    if arguments is None:
+        defer_interrupts()
+    name = "mtpjax"
+    try:
+        options = _parse(arguments)
+        name = f"mtpjax {options.subcommand}"
+        _prepare_process(options.subcommand, is_own=arguments is None)
+        sys.exit(COMMANDS[options.subcommand](options[options.subcommand]))
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+    except (ValueError, OSError, ResumableError) as error:
+        # The user's fault, not the program's: one line without a traceback.
+        print(f"{name}: {printable(error)}", file=sys.stderr)
+        sys.exit(next(code for kind, code in EXIT_CODES if isinstance(error, kind)))
+
+
+def _prepare_process(command: str, *, is_own: bool) -> None:
+    """Sets what a command needs of its process; `is_own` says that the process does nothing else."""
     # Only a process of our own may be restarted, not one that calls this function.
-    if arguments is None and options.subcommand in ("quickstart", "train"):
+    if is_own and command in ("quickstart", "train"):
         keep_freed_memory()
     # Warnings of the library, such as MTP modules that draft badly, reach the user in one line each.
     logging.basicConfig(level=logging.WARNING, format="mtpjax: %(message)s")
-    command = options.subcommand
     # Conversions remove their unfinished folders when they are told to stop, as they do after Ctrl-C.
-    if arguments is None and command in ("convert", "export-mtp", "merge-mtp"):
+    if is_own and command in ("convert", "export-mtp", "merge-mtp"):
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda number, frame: sys.exit(128 + number))
-    try:
-        sys.exit(COMMANDS[command](options[command]))
-    except KeyboardInterrupt:
-        print(f"mtpjax {command}: interrupted", file=sys.stderr)
-        sys.exit(130)
-    except (ValueError, OSError, ResumableError) as error:
-        # The user's fault, not the program's: one line without a traceback.
-        print(f"mtpjax {command}: {printable(error)}", file=sys.stderr)
-        sys.exit(next(code for kind, code in EXIT_CODES if isinstance(error, kind)))
 
 
 def _parse(arguments: list[str] | None):

@@ -5,6 +5,7 @@ import json
 import pathlib
 import sys
 
+from mtpjax.atomic import check_output_file
 from mtpjax.cli.common import (
     add_model_path_flag,
     add_plot_formats_flag,
@@ -151,9 +152,13 @@ def _profile(options) -> int:
     from mtpjax.evaluation import profile
     from mtpjax.io.checkpoint import load
 
-    # Check the shape and the acceptance file before the model is loaded.
+    # Check the shape and the files before the model is loaded.
     profile.shapes_up_to(options.num_steps, options.topk, options.num_draft_tokens)
     acceptance = None if options.acceptance_rates is None else profile.read_acceptance(options.acceptance_rates)
+    if options.repeats < 1:
+        raise ValueError(f"repeats must be at least 1, got {options.repeats}")
+    if options.output is not None:
+        check_output_file(options.output)
     model, params = load(options.model_path, model_type=model_type(options))
     output = profile.default_path(options.model_path) if options.output is None else options.output
     with progress_bar() as bar:
@@ -195,7 +200,8 @@ def _vocabulary(options) -> int:
     tokenizer = load_tokenizer(path, vocab_size)
     # Always keep the special tokens: without end-of-text, MTP modules could not draft the end of an answer.
     kept = {*tokenizer.eos_token_ids, *tokenizer.special_token_ids}
-    # Raise for a wrong size before the corpus is read.
+    # Raise for a wrong output and size before the corpus is read.
+    check_output_file(options.output)
     draft_vocabulary.choose_vocabulary(np.zeros(vocab_size), options.size, required_ids=kept)
     # Count the corpus once; every size below is chosen from the same counts.
     files = draft_vocabulary.list_corpus_files(options.data, options.pattern)
@@ -248,6 +254,8 @@ def _eval_acceptance(options) -> int:
     chosen = choose_prompts(
         read_prompts(options.prompts), options.num_prompts, categories=options.categories, seed=options.seed
     )
+    if options.output is not None:
+        check_output_file(options.output)
     path = find_checkpoint(options.model_path)
     model, params = load(path, model_type=model_type(options))
     tokenizer = load_tokenizer(path, model.config.vocab_size)
@@ -308,6 +316,7 @@ def _ablate(options) -> int:
         repeats=options.repeats,
         seed=options.seed,
     )
+    check_output_file(pathlib.Path(options.output) / "cells.jsonl")
     return run.run(
         options.model_path,
         options.output,

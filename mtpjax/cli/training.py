@@ -1,10 +1,10 @@
 """`mtpjax quickstart`, `train` and `compare`."""
 
 import math
-import pathlib
 import sys
 
 from mtpjax import compilation_cache
+from mtpjax.atomic import check_output_file
 from mtpjax.cli.common import add_model_type_flag, add_plot_formats_flag, model_type
 from mtpjax.cli.help import command_parser
 
@@ -175,8 +175,8 @@ def _compare(options) -> int:
     from mtpjax.training.compare import read_run, tables
     from mtpjax.training.plots import plot_comparison
 
-    if options.output is not None and pathlib.Path(options.output).is_dir():
-        raise ValueError(f"--output {options.output} is a folder: name the picture to write")
+    if options.output is not None:
+        check_output_file(options.output)
     pictures = [] if options.output is None else picture_paths(options.output, options.plot_formats)
     # Read all runs first: a wrong folder fails before anything is printed.
     runs = [read_run(folder) for folder in options.runs]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from mtpjax.data.jsonl import SkippedRecordError, parse_json_object
+from mtpjax.safe_open import open_regular
 
 
 def read_resumable_records(
@@ -32,7 +33,7 @@ def read_resumable_records(
         OSError: the file cannot be read.
     """
     try:
-        file = open(path, "rb")  # noqa: SIM115
+        file = open_regular(path)
     except FileNotFoundError:
         return
     with file:
@@ -74,6 +75,9 @@ class JsonlWriter:
             OSError: the file cannot be opened.
         """
         self.path, self._sync, self._allow_nan = pathlib.Path(path), sync, allow_nan
+        # Opening a named pipe would wait for its reader.
+        if self.path.exists() and not self.path.is_file():
+            raise ValueError(f"{self.path} is not a regular file: not written")
         self._file = self.path.open("ab")
         # The system releases the lock when the process ends, however it ends.
         try:

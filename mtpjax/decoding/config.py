@@ -12,6 +12,8 @@ from mtpjax.models.config import require
 MAX_STEPS = 127  # draft levels are reported as int8
 DEFAULT_MAX_NODES = 64  # upper limit of the default of `num_draft_tokens`
 
+DEFAULT_PREFILL_CHUNK = 64
+
 DRAFTERS = ("mtp", "lookup")
 EXACT_RULES = ("greedy", "sample", "token", "block", "recursive", "traversal")
 LOSSY_RULES = ("threshold", "typical", "relaxed")
@@ -29,18 +31,28 @@ FLOAT_FIELDS = ("threshold_single", "threshold_acc", "typical_epsilon", "typical
 MAX_INTEGER = 2**31 - 1  # token ids and counts are int32 on the device
 
 
-def _integer(name: str, value: Any) -> int:
-    """Returns a Python integer of an integer of Python or NumPy; raises `ValueError` for anything else."""
+def check_integer(name: str, value: Any) -> int:
+    """Converts an integer of Python or NumPy.
+
+    Args:
+        name: the argument's name, for the message.
+        value: the value.
+
+    Returns:
+        A Python integer.
+
+    Raises:
+        ValueError: it is no integer, or beyond int32.
+    """
     try:
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = None
     if number is None:
         raise ValueError(f"{name} must be an integer, got {value!r}")
-    # A limit of new tokens may be huge: `max_length` and the model bound it.
-    require(
-        name == "max_new_tokens" or abs(number) <= MAX_INTEGER, f"{name} must be at most {MAX_INTEGER}, got {number}"
-    )
+    # Limits may be huge: the model's positions bound the tokens, and the end of all rows the rounds.
+    is_limit = name in ("max_new_tokens", "max_rounds")
+    require(is_limit or abs(number) <= MAX_INTEGER, f"{name} must be at most {MAX_INTEGER}, got {number}")
     return number
 
 
@@ -146,16 +158,16 @@ class DecodeConfig:
     stop_sequences: tuple[tuple[int, ...], ...] = ()
     logprobs: bool = False
     max_length: int | None = None
-    prefill_chunk: int = 64
+    prefill_chunk: int = DEFAULT_PREFILL_CHUNK
     min_rows: int | None = None
 
     def __post_init__(self):
         # 1. Types, so that every later comparison is of plain numbers. Lists become tuples, which can be hashed.
         for name in INTEGER_FIELDS:
-            object.__setattr__(self, name, _integer(name, getattr(self, name)))
+            object.__setattr__(self, name, check_integer(name, getattr(self, name)))
         for name in OPTIONAL_INTEGER_FIELDS:
             value = getattr(self, name)
-            object.__setattr__(self, name, None if value is None else _integer(name, value))
+            object.__setattr__(self, name, None if value is None else check_integer(name, value))
         for name in FLOAT_FIELDS:
             object.__setattr__(self, name, _float(name, getattr(self, name)))
         # By name: NumPy also has a truth value, and `--help` runs without importing it.
@@ -200,8 +212,8 @@ class DecodeConfig:
     def _convert_sequences(self):
         """Converts sequences to tuples of Python numbers; reads an iterator once."""
         convert = {
-            "stop_token_ids": _integer,
-            "draft_vocabulary": _integer,
+            "stop_token_ids": check_integer,
+            "draft_vocabulary": check_integer,
             "depth_costs": _float,
             "depth_rates": _float,
         }
@@ -211,7 +223,9 @@ class DecodeConfig:
                 object.__setattr__(self, name, tuple(of(name, each) for each in _elements(name, value)))
         sequences = [_elements("stop_sequences", each) for each in _elements("stop_sequences", self.stop_sequences)]
         object.__setattr__(
-            self, "stop_sequences", tuple(tuple(_integer("stop_sequences", each) for each in row) for row in sequences)
+            self,
+            "stop_sequences",
+            tuple(tuple(check_integer("stop_sequences", each) for each in row) for row in sequences),
         )
 
     def _check_tree(self):

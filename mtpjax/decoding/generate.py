@@ -11,12 +11,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from mtpjax.compat import library_settings
 from mtpjax.decoding.capacity import cache_capacity, min_rows_per_pass, slots_per_round
-from mtpjax.decoding.config import DecodeConfig, SamplingParams
+from mtpjax.decoding.config import DEFAULT_PREFILL_CHUNK, DecodeConfig, SamplingParams
 from mtpjax.decoding.depth_policy import can_speed_up
 from mtpjax.decoding.drafters.base import Drafter
 from mtpjax.decoding.loop import decode
-from mtpjax.decoding.requests import check_argument_types, check_request, make_drafter, make_new_rows, prompts_to_arrays
+from mtpjax.decoding.requests import (
+    check_argument_types,
+    check_request,
+    explain_param_errors,
+    make_drafter,
+    make_new_rows,
+    params_to_device,
+    prompts_to_arrays,
+)
 from mtpjax.decoding.result import GenerationResult, collect
 from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.decoding.sampling_params import temperatures
@@ -74,6 +83,7 @@ def generate(
     )
 
 
+@library_settings()
 def speculative_generate(
     params: dict,
     prompts: Any,
@@ -126,10 +136,8 @@ def speculative_generate(
         True
     """
     # 1. Check the request on the host, because the compiled call would silently clamp values that are out of range.
-    check_argument_types(params, prompts, sampling, key)
-    # NumPy parameters, as from `jax.device_get`, work like those on the device.
-    if any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(params)):
-        params = jax.tree.map(jnp.asarray, params)
+    check_argument_types(params, prompts, sampling, key, model=model)
+    params = params_to_device(params)
     sampling = sampling or SamplingParams()
     drafter = make_drafter(config)
     prompts = prompts_to_arrays(prompts, lengths)
@@ -167,7 +175,7 @@ def speculative_generate(
         params, state = shard_params(params, mesh), shard_state(state, mesh)
     if draft_params is None:
         draft_params = drafter.default_params(params, config, model=model)
-    with device_settings(params, resolved_mesh):
+    with device_settings(params, resolved_mesh), explain_param_errors(params, model):
         state = decode(params, draft_params, state, model=model, drafter=drafter, spec=spec)
     return collect(state, is_exact=spec.is_exact)
 
@@ -189,7 +197,10 @@ def resolve_spec(
     """
     platform = mesh.devices.flat[0].platform if mesh is not None else jax.default_backend()
     min_rows = config.min_rows or min_rows_per_pass(batch, platform, model.implementation)
-    return DecodeSpec.from_config(config, is_greedy=is_greedy, min_rows=min_rows)
+    spec = DecodeSpec.from_config(config, is_greedy=is_greedy, min_rows=min_rows)
+    # No prompt is longer than the model's positions, and caches hold a whole chunk: a wider one would only cost memory.
+    max_chunk = max(model.config.max_position_embeddings, DEFAULT_PREFILL_CHUNK)
+    return dataclasses.replace(spec, prefill_chunk=min(spec.prefill_chunk, max_chunk))
 
 
 def make_state(

@@ -1,9 +1,12 @@
 """Requests on the host: checks prompts and settings, and converts them to the arrays of the compiled call."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import flax.errors
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
@@ -14,6 +17,7 @@ from mtpjax.decoding.drafters.mtp import MTPDrafter
 from mtpjax.decoding.sampling_params import make_sampling_arrays
 from mtpjax.decoding.state import NewRows, RowSettings
 from mtpjax.models.model import MTPModel
+from mtpjax.models.params import check_params
 
 
 def make_drafter(config: DecodeConfig) -> Drafter:
@@ -43,7 +47,7 @@ def make_drafter(config: DecodeConfig) -> Drafter:
     return config.drafter
 
 
-def check_argument_types(params: Any, prompts: Any, sampling: Any, key: Any) -> None:
+def check_argument_types(params: Any, prompts: Any = (), sampling: Any = None, key: Any = None, *, model: Any) -> None:
     """Checks the arguments of a decoding call that fail deep inside otherwise.
 
     Args:
@@ -51,6 +55,7 @@ def check_argument_types(params: Any, prompts: Any, sampling: Any, key: Any) -> 
         prompts: the prompts.
         sampling: sampling parameters, or None.
         key: a `jax.random` key, or None.
+        model: the model.
 
     Raises:
         ValueError: one of them has another type, or is traced. The message says which type it needs.
@@ -58,6 +63,8 @@ def check_argument_types(params: Any, prompts: Any, sampling: Any, key: Any) -> 
     rows = prompts if isinstance(prompts, (list, tuple)) else [prompts]
     if any(isinstance(leaf, Tracer) for leaf in (*rows, key, *jax.tree.leaves(params))):
         raise ValueError("decoding is jitted itself: it cannot be called inside jax.jit, jax.vmap or jax.grad")
+    if not isinstance(model, MTPModel):
+        raise ValueError(f"model must be an MTPModel, got {type(model).__name__}: use MTPModel(config)")
     if not isinstance(params, Mapping) or "embedding" not in params:
         raise ValueError("params must be the parameters of the model, as `load` and `init_params` return them")
     if sampling is not None and not isinstance(sampling, SamplingParams):
@@ -66,6 +73,33 @@ def check_argument_types(params: Any, prompts: Any, sampling: Any, key: Any) -> 
         )
     if key is not None and not isinstance(key, (jax.Array, np.ndarray)):
         raise ValueError(f"key must be a jax.random key, got {key!r}: use jax.random.key({key!r})")
+    # An array of numbers is the data of a key, as `jax.random.PRNGKey` makes it.
+    if key is not None and not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        try:
+            jax.random.wrap_key_data(jnp.asarray(key))
+        except TypeError as error:
+            shape = f"{key.dtype}{list(key.shape)}"
+            raise ValueError(f"key must be a jax.random key, got an array {shape}: use jax.random.key(seed)") from error
+
+
+def params_to_device(params: dict) -> dict:
+    """Moves NumPy parameters, as from `jax.device_get`, to the device; returns others as they are."""
+    if any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(params)):
+        return jax.tree.map(jnp.asarray, params)
+    return params
+
+
+@contextlib.contextmanager
+def explain_param_errors(params: dict, model: MTPModel) -> Iterator[None]:
+    """Turns Flax's errors about missing or misshapen parameters into a `ValueError` of one line.
+
+    Flax compares them while it traces, so calls with the right parameters cost nothing.
+    """
+    try:
+        yield
+    except flax.errors.FlaxError as error:
+        check_params(params, model)
+        raise ValueError(f"the parameters are not the model's: {str(error).splitlines()[0]}") from error
 
 
 def prompts_to_arrays(prompts: Any, lengths: Any = None) -> list[np.ndarray]:
@@ -96,11 +130,16 @@ def prompts_to_arrays(prompts: Any, lengths: Any = None) -> list[np.ndarray]:
         if (lengths > prompts.shape[1]).any():
             raise ValueError(f"length {lengths.max()} exceeds the {prompts.shape[1]} columns of the prompts")
         return [row[: max(length, 0)] for row, length in zip(prompts, lengths, strict=True)]
+    if not np.iterable(prompts):
+        raise ValueError(f"prompts must be [B, T] or a list of token lists, got {type(prompts).__name__}")
     if lengths is not None:
         raise ValueError("lengths must come with an array of prompts, not with a list")
     if any(not np.iterable(row) or isinstance(row, str) for row in prompts):
         raise ValueError("prompts must be [B, T] or a list of token lists; encode text first")
-    return [np.asarray(row) for row in prompts]
+    try:
+        return [np.asarray(row) for row in prompts]
+    except ValueError as error:  # numpy's message of a ragged list names no prompt
+        raise ValueError("prompts must be lists of token ids, not lists of lists") from error
 
 
 def check_request(rows: list[np.ndarray], model: MTPModel, config: DecodeConfig, drafter: Drafter) -> int:

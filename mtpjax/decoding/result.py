@@ -7,6 +7,7 @@ from typing import Literal
 import jax
 import numpy as np
 
+from mtpjax.compat import library_settings
 from mtpjax.decoding.state import DecodeState
 
 
@@ -113,6 +114,7 @@ class GenerationResult:
         return [row[:length].tolist() for row, length in zip(self.tokens, self.lengths, strict=True)]
 
 
+@library_settings()
 def collect(state: DecodeState, slots: Sequence[int] | None = None, *, is_exact: bool = True) -> GenerationResult:
     """Copies rows of a state to the host.
 

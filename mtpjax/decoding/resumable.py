@@ -20,18 +20,22 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from mtpjax.compat import library_settings
 from mtpjax.decoding.capacity import round_up_capacity, slots_per_round
-from mtpjax.decoding.config import DecodeConfig, SamplingParams
+from mtpjax.decoding.config import DecodeConfig, SamplingParams, check_integer
 from mtpjax.decoding.drafters.base import Drafter
 from mtpjax.decoding.generate import device_settings, make_state, resolve_spec
 from mtpjax.decoding.loop import run_rounds
 from mtpjax.decoding.prefill import insert_rows
 from mtpjax.decoding.requests import (
+    check_argument_types,
     check_request,
     check_settings,
+    explain_param_errors,
     make_drafter,
     make_new_rows,
     make_stop_table,
+    params_to_device,
     prompts_to_arrays,
 )
 from mtpjax.decoding.sampling import SamplingFeatures
@@ -41,6 +45,7 @@ from mtpjax.models.model import MTPModel
 from mtpjax.models.sharding import mesh_of, shard_state
 
 
+@library_settings()
 def init_state(
     params: dict,
     *,
@@ -83,11 +88,13 @@ def init_state(
         >>> state.done.tolist()  # every slot is free
         [True, True, True, True]
     """
+    check_argument_types(params, model=model)
+    params, num_slots = params_to_device(params), check_integer("num_slots", num_slots)
     if num_slots < 1:
         raise ValueError(f"num_slots must be at least 1, got {num_slots}")
     drafter, spec, params_mesh = _resolve_statics(params, model, config, num_slots)
     limit = check_settings(model, config, drafter)
-    length = limit if max_length is None else max_length
+    length = limit if max_length is None else check_integer("max_length", max_length)
     if not 2 <= length <= limit:
         raise ValueError(f"max_length must be within 2..{limit}, got {length}")
     # Reserve slots behind the longest sequence: prefill writes whole chunks, and a round writes all of its nodes.
@@ -111,6 +118,7 @@ def init_state(
     return state if resolved_mesh is None else shard_state(state, resolved_mesh)
 
 
+@library_settings()
 def insert(
     params: dict,
     state: DecodeState,
@@ -160,7 +168,9 @@ def insert(
         [1]
     """
     # 1. Check everything on the host before the state is donated, so a rejected request leaves the state usable.
-    num_slots, capacity = state.tokens.shape
+    check_argument_types(params, prompts, sampling, key, model=model)
+    _check_state(state)
+    params, (num_slots, capacity) = params_to_device(params), state.tokens.shape
     drafter, spec, mesh = _resolve_statics(params, model, config, num_slots)
     rows = prompts_to_arrays(prompts)
     limit = check_request(rows, model, config, drafter)
@@ -195,10 +205,11 @@ def insert(
     # 3. Prefill in one compiled call.
     if draft_params is None:
         draft_params = drafter.default_params(params, config, model=model)
-    with device_settings(params, mesh):
+    with device_settings(params, mesh), explain_param_errors(params, model):
         return _insert(params, draft_params, state, requests, slot_ids, model=model, drafter=drafter, spec=spec)
 
 
+@library_settings()
 def run(
     params: dict,
     state: DecodeState,
@@ -239,6 +250,9 @@ def run(
         >>> collect(state, [2]).finish_reasons
         ('length',)
     """
+    check_argument_types(params, model=model)
+    _check_state(state)
+    params, max_rounds = params_to_device(params), check_integer("max_rounds", max_rounds)
     if max_rounds < 0:
         raise ValueError(f"max_rounds must not be negative, got {max_rounds}")
     if until not in ("all", "any"):
@@ -247,7 +261,7 @@ def run(
     if draft_params is None:
         draft_params = drafter.default_params(params, config, model=model)
     # The limit enters as an array, so another value compiles nothing.
-    with device_settings(params, mesh):
+    with device_settings(params, mesh), explain_param_errors(params, model):
         rounds = np.int32(min(max_rounds, np.iinfo(np.int32).max))
         return _run(params, draft_params, state, rounds, model=model, drafter=drafter, spec=spec, until=until)
 
@@ -289,14 +303,26 @@ def _resolve_statics(
 ) -> tuple[Drafter, DecodeSpec, Mesh | None]:
     """Resolves the drafter, the spec and the mesh of a state."""
     # Later requests may have any temperature, so only an explicit rule "greedy" makes the state greedy.
-    mesh = mesh_of(params["embedding"])
+    drafter, mesh = make_drafter(config), mesh_of(params["embedding"])
     spec = resolve_spec(config, model, mesh, batch=num_slots, is_greedy=config.acceptance == "greedy")
-    return make_drafter(config), spec, mesh
+    return drafter, spec, mesh
+
+
+def _check_state(state: Any) -> None:
+    if not isinstance(state, DecodeState):
+        raise ValueError(f"state must be a DecodeState, got {type(state).__name__}: use init_state")
+
+
+def _to_integers(name: str, values: Any) -> np.ndarray:
+    """Returns a sequence of integers as `[N]` int32; raises `ValueError` for anything else."""
+    if isinstance(values, str) or not np.iterable(values):
+        raise ValueError(f"{name} must be a sequence of integers, got {values!r}")
+    return np.array([check_integer(name, value) for value in values], np.int32)
 
 
 def _check_slots(state: DecodeState, slots: Sequence[int], num_rows: int) -> np.ndarray:
     """Returns the slots as an array; raises `ValueError` if they do not fit the requests or are taken."""
-    slot_ids = np.asarray(slots, np.int32).reshape(-1)
+    slot_ids = _to_integers("slots", slots)
     num_slots = len(state.length)
     if len(slot_ids) != num_rows:
         raise ValueError(f"got {len(slot_ids)} slots for {num_rows} prompts")
@@ -314,7 +340,7 @@ def _check_slots(state: DecodeState, slots: Sequence[int], num_rows: int) -> np.
 
 def _check_num_cached(num_cached: Sequence[int] | None, rows: list[np.ndarray], model: MTPModel) -> np.ndarray:
     """Returns `[R]` int32 cached tokens per request; raises `ValueError` if prefill cannot reuse them."""
-    cached = np.zeros(len(rows), np.int32) if num_cached is None else np.asarray(num_cached, np.int32)
+    cached = np.zeros(len(rows), np.int32) if num_cached is None else _to_integers("num_cached", num_cached)
     if cached.shape != (len(rows),):
         raise ValueError(f"num_cached has shape {cached.shape}, but there are {len(rows)} prompts")
     if any(not 0 <= count <= row.size for count, row in zip(cached.tolist(), rows, strict=True)):

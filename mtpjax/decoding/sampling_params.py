@@ -179,6 +179,8 @@ def _bias(sampling: SamplingParams, batch: int, config: ModelConfig, stops, min_
 
     # 1. Add the biases, then ban everything outside allowed_tokens, then ban banned_tokens.
     if sampling.logit_bias is not None:
+        if not isinstance(sampling.logit_bias, (Mapping, list, tuple)):
+            raise ValueError(f"logit_bias must be a mapping or one per row, got {sampling.logit_bias!r}")
         for row, mapping in zip(
             bias, _per_row_values("logit_bias", sampling.logit_bias, batch, is_mapping), strict=True
         ):

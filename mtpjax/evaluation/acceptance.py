@@ -22,6 +22,7 @@ from mtpjax.decoding.spec import DecodeSpec, Rule
 from mtpjax.evaluation.predict import acceptance_probabilities, expected_rounds
 from mtpjax.models.forward import forward, shift_left
 from mtpjax.models.model import MTPModel
+from mtpjax.program_memory import free_programs_if_full
 
 MAX_LOGITS_PER_PASS = 1 << 28  # most float32 logits of one teacher-forced pass: 1 GiB
 
@@ -163,6 +164,7 @@ def measure_acceptance(
             AcceptanceCounts(teacher_forced, steps, accepted, **predicted, is_identical=is_identical, texts=texts)
         )
         progress(len(rows))
+        free_programs_if_full()
     return _concatenate(parts)
 
 

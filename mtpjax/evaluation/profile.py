@@ -16,13 +16,22 @@ import jax
 from mtpjax.atomic import write_text
 from mtpjax.decoding.capacity import min_rows_per_pass
 from mtpjax.decoding.config import LOSSY_RULES, DecodeConfig, largest_tree
-from mtpjax.evaluation.round_costs import PLAIN_STEP, CostMeter, RoundCosts, RoundShape, max_slots_written
+from mtpjax.evaluation.round_costs import (
+    MAX_MEASURED_STEPS,
+    PLAIN_STEP,
+    CostMeter,
+    RoundCosts,
+    RoundShape,
+    max_slots_written,
+)
 from mtpjax.host import num_threads
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.model import MTPModel
+from mtpjax.safe_open import read_json_file
 
 FORMAT, VERSION = "mtpjax-profile", 4
 FILE_NAME = "profile.json"
+MAX_FILE_BYTES = 16 << 20  # of a profile or of measured acceptance; they have kilobytes
 MIN_RATE = 0.01  # floor of a level's acceptance rate; a measured rate may be 0
 REPEATS_PER_REPORT, MAX_SECONDS_PER_BATCH = 4, 20.0  # measurements between progress reports; time limit per batch size
 CAPACITY_STEP = 128  # the cache capacity is a multiple of this, as in decoding
@@ -44,8 +53,9 @@ def shapes_up_to(num_steps: int, topk: int = 1, num_draft_tokens: int | None = N
     Raises:
         ValueError: for no levels, or values that `DecodeConfig` rejects.
     """
-    if num_steps < 1:
-        raise ValueError(f"num_steps must be at least 1, got {num_steps}")
+    if not 1 <= num_steps <= MAX_MEASURED_STEPS:
+        limit = f"at least 1, got {num_steps}" if num_steps < 1 else f"at most {MAX_MEASURED_STEPS}, got {num_steps}"
+        raise ValueError(f"num_steps must be {limit}")
     # Check the settings at full depth, so that an error names the user's own values.
     DecodeConfig(num_steps=num_steps, topk=topk, num_draft_tokens=num_draft_tokens)
     shapes = []
@@ -103,6 +113,8 @@ def measure(
         raise ValueError(f"trees need exactly one MTP module; the model has {config.num_mtp_modules}")
     if not temperature >= 0:
         raise ValueError(f"temperature {temperature} must be at least 0")
+    if rounds < 1:
+        raise ValueError(f"repeats must be at least 1, got {rounds}")
     if not batches or min(batches) < 1:
         raise ValueError(f"batch sizes {list(batches)} must be at least 1")
     # The context must leave room for the widest round, and the caches for a second one, since rounds move forward.
@@ -227,7 +239,7 @@ def read(path) -> tuple[dict[str, Any], tuple[RoundCosts, ...]]:
     path = pathlib.Path(path)
     path = path / FILE_NAME if path.is_dir() else path
     try:
-        profile = json.loads(path.read_bytes())
+        profile = read_json_file(path, max_bytes=MAX_FILE_BYTES)
     except FileNotFoundError:
         raise ValueError(f"no profile at {path}: `mtpjax profile` measures one") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -361,7 +373,7 @@ def read_acceptance(path) -> dict[str, list[float]]:
             which accept fewer tokens.
     """
     try:
-        content = json.loads(pathlib.Path(path).read_bytes())
+        content = read_json_file(path, max_bytes=MAX_FILE_BYTES)
         acceptance, settings = usable_acceptance(content["figures"]["overall"]), content["settings"]
         is_chain = settings["topk"] == 1
         thresholds = (settings[f"threshold_{name}"] for name in ("single", "acc"))

@@ -29,6 +29,7 @@ from mtpjax.models.masks import cached_view
 from mtpjax.models.model import MTPModel, bind
 
 MAX_ROUNDS_PER_TIMING = 512  # limit on the rounds of one timing
+MAX_MEASURED_STEPS = 32  # deepest draft to measure; each depth compiles several programs, longer ones with each level
 MAX_TIMING_TRIES = 10  # of a timing that comes out negative
 
 

@@ -5,11 +5,8 @@ memory, so its arrays are streamed: a few chunks are in memory at once, and one 
 """
 
 import dataclasses
-import errno
 import hashlib
 import itertools
-import logging
-import math
 import os
 import pathlib
 import shutil
@@ -23,8 +20,8 @@ from flax import traverse_util
 
 from mtpjax.errors import CheckpointError
 from mtpjax.io.checkpoint_format import DIGESTS_FILE, one_line
+from mtpjax.io.disk_failures import check_space, one_line_failures
 
-BLOCK_BYTES = 4096  # of a file system
 Index = tuple[slice, ...]
 
 
@@ -50,39 +47,15 @@ def write_arrays(folder: pathlib.Path, arrays: Mapping[str, Any]) -> tuple[dict[
         already known, by file name relative to the parent of `folder`.
 
     Raises:
-        OSError: the disk is full.
+        OSError: the disk is full or fails.
     """
-    _check_free_space(folder.parent, arrays)
-    logging.getLogger("absl").addFilter(_is_news)
-    try:
-        return _write_all(folder, arrays)
-    except ValueError as error:
-        # TensorStore raises this for every error of the operating system.
-        if "No space left on device" not in str(error):
-            raise
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder.parent)) from error
+    check_space(folder.parent, arrays)
+    with one_line_failures(folder):
+        return _write_arrays(folder, arrays)
 
 
-def _check_free_space(folder: pathlib.Path, arrays: Mapping[str, Any]) -> None:
-    """Raises before anything is written: on a full disk, threads of Orbax and TensorStore print tracebacks."""
-    # Every array has a file of its own and a small one that describes it; both take whole blocks.
-    sizes = (math.prod(array.shape) * np.dtype(array.dtype).itemsize for array in arrays.values())
-    needed = sum(-(-size // BLOCK_BYTES) * BLOCK_BYTES + BLOCK_BYTES for size in sizes)
-    usage = shutil.disk_usage(folder)
-    # Some network file systems report no size at all.
-    if usage.total and usage.free < needed:
-        raise OSError(
-            errno.ENOSPC, f"No space left on device: {needed:,} bytes are needed, {usage.free:,} are free", str(folder)
-        )
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    """Says no to errors of Orbax's threads: they are raised in the main thread too, and would print a traceback."""
-    return "_SignalingThread.run()" not in str(record.msg)
-
-
-def _write_all(folder: pathlib.Path, arrays: Mapping[str, Any]) -> tuple[dict[str, dict], dict[str, str]]:
-    """Writes arrays and returns what `write_arrays` does."""
+def _write_arrays(folder: pathlib.Path, arrays: Mapping[str, Any]) -> tuple[dict[str, dict], dict[str, str]]:
+    """Writes arrays as `write_arrays` does."""
     import orbax.checkpoint as ocp  # slow to import, so only where it is used
 
     checkpointer, handler = _make_checkpointer()

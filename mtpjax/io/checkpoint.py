@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from mtpjax.atomic import atomic_folder
+from mtpjax.errors import CheckpointError
 from mtpjax.io.array_files import write_arrays
 from mtpjax.io.checkpoint_format import (
     ARRAYS_FOLDER,
@@ -28,6 +29,7 @@ from mtpjax.io.huggingface_files import HUGGINGFACE_FOLDER, count_token_ids, rea
 from mtpjax.io.param_tree import flatten_arrays, split_scaled
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.model import MTPModel
+from mtpjax.models.params import is_of_modules
 from mtpjax.models.quantized import is_scaled
 from mtpjax.models.sharding import shard_params
 from mtpjax.safe_open import is_gguf, parse_json
@@ -176,8 +178,29 @@ def load(path, *, dtype=None, mesh: Mesh | None = None, model_type: str | None =
     # `BlockScaled` leaves are dequantized by `astype`.
     if dtype is not None:
         params = jax.tree.map(lambda leaf: leaf.astype(dtype), params, is_leaf=is_scaled)
-    model = _exclude_padding(MTPModel(model_config(config, path)), path)
+    model = _exclude_padding(MTPModel(_checked_config(config, params, path)), path)
     return model, params if mesh is None else shard_params(params, mesh)
+
+
+def _checked_config(values: Any, params: dict, path) -> ModelConfig:
+    """Returns the configuration; raises `CheckpointError` if it describes another model than the arrays are of."""
+    config = model_config(values, path)
+    # The numbers that decide how much is built. Flax compares every other shape while it traces.
+    embedding = tuple(getattr(params.get("embedding"), "shape", ()))
+    found = {
+        "vocab_size, hidden_size": embedding,
+        "num_hidden_layers": len(params.get("trunk", ())),
+        "num_mtp_modules": sum(is_of_modules(name) and name.partition("_")[2].isdecimal() for name in params),
+    }
+    named = {
+        "vocab_size, hidden_size": (config.vocab_size, config.hidden_size),
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_mtp_modules": config.num_mtp_modules,
+    }
+    for name, value in named.items():
+        if found[name] != value:
+            raise CheckpointError(f"{path / CONFIG_FILE} has {name} {value}, but the arrays have {found[name]}")
+    return config
 
 
 def _exclude_padding(model: MTPModel, path) -> MTPModel:

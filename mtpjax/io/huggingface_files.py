@@ -5,12 +5,11 @@ huggingface.json          model type and the headers of the safetensors files, s
 huggingface.safetensors   tensors that are not parameters of the model, such as a vision tower
 """
 
-import json
 import pathlib
 
 from mtpjax.hub import resolve
 from mtpjax.io.checkpoint_format import find_checkpoint, is_checkpoint
-from mtpjax.safe_open import is_gguf, read_inside
+from mtpjax.safe_open import is_gguf, parse_json, read_inside
 
 HUGGINGFACE_FOLDER, HEADERS_FILE, OTHER_TENSORS_FILE = "huggingface", "huggingface.json", "huggingface.safetensors"
 SELF_CHECK_FILE = "mtpjax_self_check.json"  # acceptance that training measured, in a directory that was exported
@@ -102,7 +101,7 @@ def count_token_ids(path) -> int | None:
     """
     try:
         content = read_small_file(huggingface_folder(path), "tokenizer.json")
-        values = json.loads(content) if content is not None else {}
+        values = parse_json(content) if content is not None else {}
         # BPE and WordPiece list tokens by id in a dict, Unigram in a list. Added tokens are listed apart.
         vocabulary = values["model"]["vocab"]
         largest = max(vocabulary.values()) if isinstance(vocabulary, dict) else len(vocabulary) - 1

@@ -4,14 +4,11 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-
 from mtpjax.errors import UsageError
 from mtpjax.io.checkpoint import save_model
 from mtpjax.io.huggingface_files import count_token_ids, has_tokenizer, huggingface_folder, read_small_file
 from mtpjax.models.model import MTPModel
-from mtpjax.models.params import param_shapes
-from mtpjax.models.quantized import is_scaled
+from mtpjax.models.params import check_params
 from mtpjax.models.trunk import unstack_layers
 
 # What decides the tokens of a text and of a conversation, and the end tokens.
@@ -57,7 +54,7 @@ def save(
         >>> model.config == config
         True
     """
-    _check_params(model, params)
+    check_params(params, model)
     # Checkpoints hold one entry per layer, which is what decoding reads.
     if model.scan_layers:
         model, params = model.clone(scan_layers=False), unstack_layers(params, model.config)
@@ -102,23 +99,3 @@ class _TokenizerWriter:
             raise UsageError(f"the tokenizer {type(self.tokenizer).__name__} wrote no tokenizer.json that can be read")
         if count > self.vocab_size:
             raise UsageError(f"the tokenizer has {count} tokens, and the model's vocab_size is {self.vocab_size}")
-
-
-def _check_params(model: MTPModel, params: dict) -> None:
-    """Raises `UsageError` for the first parameter that is missing, unexpected, or of another shape."""
-    found = _shapes(params)
-    wanted = _shapes(param_shapes(model.config, model.scan_layers))
-    for name in [*wanted, *found]:
-        if found.get(name) == wanted.get(name):
-            continue
-        shapes = " instead of ".join(f"shape {of[name]}" if name in of else "nothing" for of in (found, wanted))
-        # A usual mistake: layers in the other form.
-        form = "stacked" if model.scan_layers else "unrolled"
-        hint = f"; the model expects {form} layers (scan_layers={model.scan_layers})" if "trunk/" in name else ""
-        raise UsageError(f"the parameters are not the model's: {name} has {shapes}{hint}")
-
-
-def _shapes(params: Any) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of every parameter by its path."""
-    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_scaled)
-    return {"/".join(str(getattr(key, "key", key)) for key in path): tuple(leaf.shape) for path, leaf in leaves}

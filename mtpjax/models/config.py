@@ -5,6 +5,8 @@ import difflib
 import math
 from typing import Any, Literal, NamedTuple
 
+MAX_PARTS = 10_000  # layers, modules, or experts of a layer; published models have hundreds
+
 
 def require(condition: bool, message: str) -> None:
     """Raises `ValueError` with the message unless the condition holds."""
@@ -223,6 +225,9 @@ class ModelConfig:
             0 <= self.num_tokens <= self.vocab_size, f"num_tokens {self.num_tokens} is not within 0..{self.vocab_size}"
         )
         require(self.num_mtp_modules >= 0, f"num_mtp_modules must not be negative, is {self.num_mtp_modules}")
+        # Loading lists a name per layer and expert: an absurd number in a damaged file must not take minutes.
+        for name in ("num_hidden_layers", "num_mtp_modules", "n_routed_experts"):
+            require(getattr(self, name) <= MAX_PARTS, f"{name} must be at most {MAX_PARTS}, is {getattr(self, name)}")
         require_choice("attention", self.attention, ("grouped", "latent"))
         require_choice("scoring_func", self.scoring_func, ("sigmoid", "softmax"))
         require_choice("mtp_chaining", self.mtp_chaining, ("chain", "trunk"))

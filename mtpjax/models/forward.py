@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from mtpjax.compat import library_settings
 from mtpjax.models.masks import Entries, Recycled, full_view
 from mtpjax.models.model import MTPModel, bind
 from mtpjax.models.params import detach_trunk
@@ -31,6 +32,7 @@ class ForwardOutput(DepthsOutput):
     hidden_prenorm: jax.Array  # [B, T, D]
 
 
+@library_settings()
 def forward(
     params: dict,
     tokens: jax.Array | np.ndarray,
@@ -72,6 +74,8 @@ def forward(
         >>> output.logits.shape, len(output.mtp_logits)
         ((1, 8, 256), 2)
     """
+    if isinstance(tokens, (list, tuple)):
+        tokens = np.asarray(tokens)
     check_token_ids(tokens, model.config.vocab_size)
     return _forward(
         params,

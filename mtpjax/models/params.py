@@ -2,10 +2,13 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from mtpjax.compat import library_settings
+from mtpjax.errors import UsageError
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.masks import full_view
 from mtpjax.models.model import MTPModel
@@ -14,6 +17,7 @@ from mtpjax.models.quantized import is_scaled
 from mtpjax.models.trunk import unstack_layers
 
 
+@library_settings()
 def init_params(model: MTPModel, key: jax.Array) -> dict:
     """Draws random parameters: embedding with variance 1, matrices with variance 1 / inputs, norms at identity.
 
@@ -55,6 +59,33 @@ def param_shapes(config: ModelConfig, scan_layers: bool = False) -> dict:
     """
     model = MTPModel(config, scan_layers=scan_layers)
     return jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+
+
+def check_params(params: dict, model: MTPModel) -> None:
+    """Checks that a tree holds the parameters of a model.
+
+    Args:
+        params: the parameters.
+        model: the model.
+
+    Raises:
+        UsageError: a parameter is missing, unexpected, or of another shape. The message names the first.
+    """
+    found, wanted = _shapes(params), _shapes(param_shapes(model.config, model.scan_layers))
+    for name in [*wanted, *found]:
+        if found.get(name) == wanted.get(name):
+            continue
+        shapes = " instead of ".join(f"shape {of[name]}" if name in of else "nothing" for of in (found, wanted))
+        # A usual mistake: layers in the other form.
+        form = "stacked" if model.scan_layers else "unrolled"
+        hint = f"; the model expects {form} layers (scan_layers={model.scan_layers})" if "trunk/" in name else ""
+        raise UsageError(f"the parameters are not the model's: {name} has {shapes}{hint}")
+
+
+def _shapes(params: Any) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of every parameter by its path."""
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_scaled)
+    return {"/".join(str(getattr(key, "key", key)) for key in path): tuple(leaf.shape) for path, leaf in leaves}
 
 
 def add_mtp_modules(model: MTPModel, params: dict, num_modules: int, key: jax.Array) -> tuple[MTPModel, dict]:

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mtpjax.console import narrow_table
+from mtpjax.safe_open import read_json_file
 from mtpjax.training.log import METRICS_FILE, read_metrics
-from mtpjax.training.run_dir import SETTINGS_FILE, RunError
+from mtpjax.training.run_dir import MAX_SETTINGS_BYTES, SETTINGS_FILE, RunError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +49,7 @@ def read_run(folder) -> Run:
     folder = pathlib.Path(folder)
     # A folder without `run.json` is not a run; every other failure to read it means damage.
     try:
-        stored = json.loads((folder / SETTINGS_FILE).read_bytes())
+        stored = read_json_file(folder / SETTINGS_FILE, max_bytes=MAX_SETTINGS_BYTES)
         settings, fingerprint = _flatten(stored["settings"]), str(stored["fingerprint"])
         history = read_metrics(folder / METRICS_FILE)
     except (FileNotFoundError, NotADirectoryError):

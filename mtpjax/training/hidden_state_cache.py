@@ -30,10 +30,12 @@ from mtpjax.io.checkpoint_format import file_digest
 from mtpjax.models.forward import trunk_states
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import is_of_modules
+from mtpjax.safe_open import read_json_file
 from mtpjax.training import run_dir
 from mtpjax.training.log import progress_display
 
 MANIFEST_FILE = "manifest.json"
+MAX_MANIFEST_BYTES = 64 << 20
 BLOCK_BYTES = 1 << 26
 PROGRESS_INTERVAL = 5.0  # seconds between two progress lines
 # Key of the manifest -> how to name a difference in it.
@@ -173,9 +175,9 @@ def _open_manifest(folder: pathlib.Path, identity: dict[str, Any], rows_per_bloc
         return manifest
     # An existing one must have the expected form and the identity of this run.
     try:
-        manifest = json.loads(path.read_bytes())
+        manifest = read_json_file(path, max_bytes=MAX_MANIFEST_BYTES)
         found, _, _ = dict(manifest["of"]), dict(manifest["blocks"]), int(manifest["rows_per_block"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise HiddenStateCacheError(
             f"{path} is damaged ({error}): remove {folder} to compute its states again"
         ) from error

@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import json
-import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,9 @@ import yaml
 
 from mtpjax.models.config import ModelConfig, require
 from mtpjax.models.overrides import MODEL_FIELDS, check_field_name, model_changes, override_config
+from mtpjax.safe_open import open_regular
 
+MAX_YAML_BYTES = 1 << 20  # of a file, and of what its aliases stand for
 REQUIRED = tuple(field.name for field in dataclasses.fields(ModelConfig) if field.default is dataclasses.MISSING)
 
 
@@ -131,13 +132,26 @@ def read_yaml(path) -> dict[str, Any]:
         ValueError: the file cannot be read, contains a cycle, or is not a mapping. One line.
     """
     try:
-        values = yaml.safe_load(pathlib.Path(path).read_text())
-        json.dumps(values, default=str, skipkeys=True)  # finds aliases that form a cycle
+        with open_regular(path) as stream:
+            content = stream.read(MAX_YAML_BYTES + 1)
+        if len(content) > MAX_YAML_BYTES:
+            raise ValueError(f"larger than {MAX_YAML_BYTES} bytes")
+        values = yaml.safe_load(content)
+        _check_expanded_size(values)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     if values is not None and not isinstance(values, dict):
         raise ValueError(f"{path} must be a mapping of settings")
     return values or {}
+
+
+def _check_expanded_size(values: Any) -> None:
+    """Raises `ValueError` for aliases that form a cycle, or that stand for much more text than the file has."""
+    size = 0
+    for part in json.JSONEncoder(default=str, skipkeys=True).iterencode(values):
+        size += len(part)
+        if size > MAX_YAML_BYTES:
+            raise ValueError(f"its aliases expand to more than {MAX_YAML_BYTES} bytes")
 
 
 def split_model_pairs(overrides: Sequence[str]) -> tuple[list[str], list[str], str | None]:

@@ -26,6 +26,7 @@ from mtpjax.data.tokenizer import Tokenizer, TokenizerError
 from mtpjax.decoding.config import DecodeConfig, SamplingParams
 from mtpjax.decoding.generate import speculative_generate
 from mtpjax.models.model import MTPModel
+from mtpjax.program_memory import free_programs_if_full
 
 # Raised when equal settings would give another output: an output of another version is not continued.
 OUTPUT_VERSION = 1
@@ -140,6 +141,8 @@ def regenerate(
                 written = _finished_records(tasks, tally)
                 tally.seconds += time.perf_counter() - begin
                 output.append(written)
+                # Batches of many lengths compile many programs.
+                free_programs_if_full()
                 progress(tally, min(done / size, 1.0))
     if not tally.regenerated:
         raise ValueError(f"no record could be used: {tally}")

@@ -33,6 +33,7 @@ from mtpjax.atomic import write_text
 from mtpjax.errors import CheckpointError, UsageError
 from mtpjax.evaluation.plot_style import FORMATS
 from mtpjax.io import checkpoint
+from mtpjax.safe_open import read_json_file
 from mtpjax.training.log import METRICS_FILE, PROFILE_FOLDER
 from mtpjax.training.trackers import TENSORBOARD_FOLDER, WANDB_ID_FILE
 
@@ -41,6 +42,7 @@ SETTINGS_FILE, STATES_FOLDER, LOCK_FILE = "run.json", "states", ".lock"
 CHECKPOINT_FOLDER, PLOT_NAME, MODEL_FILE = "checkpoint", "panel", "model.yaml"
 # Old settings while a run is being replaced. Marks the other files of the folder as ours if the process dies.
 REPLACED_FILE = ".replaced-run.json"
+MAX_SETTINGS_BYTES = 64 << 20  # of run.json
 OWN_NAMES = (
     STATES_FOLDER,
     TENSORBOARD_FOLDER,
@@ -173,7 +175,7 @@ def check_settings(
         RunError: there is no run, it is damaged, or something else differs; the message names both values.
     """
     try:
-        stored = json.loads((folder / SETTINGS_FILE).read_bytes())
+        stored = read_json_file(folder / SETTINGS_FILE, max_bytes=MAX_SETTINGS_BYTES)
         before, data_before = dict(stored["settings"]), stored["fingerprint"]
         run_id = stored.get("run")
     except FileNotFoundError:

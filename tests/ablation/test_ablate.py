@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import io
 import json
+import math
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 import rich.console
 
-from mtpjax import generate
+from mtpjax import generate, program_memory
 from mtpjax.ablation import bench as bench_module
 from mtpjax.ablation import run
 from mtpjax.ablation.bench import Bench, Workload, find_workload, paired_ratio
@@ -23,6 +24,7 @@ from mtpjax.ablation.grid import Cell, Settings, list_cells
 from mtpjax.ablation.heatmap import cell_texts, plot_heatmap
 from mtpjax.ablation.pareto import plot_pareto
 from mtpjax.ablation.report import advise, cell_of, format_recommendation, print_cells, to_csv
+from mtpjax.ablation.rows import is_whole
 from mtpjax.ablation.run import fingerprint
 from mtpjax.cli.main import main
 from mtpjax.data.jsonl_writer import JsonlWriter
@@ -143,7 +145,8 @@ def test_a_cell_of_a_right_drafter_has_its_figures(small):
     assert figures["costs"]["plain"] == wide["costs"]["plain"] and figures["costs"]["parts"] != wide["costs"]["parts"]
     assert figures["ideal_ratio"] == pytest.approx(3 * figures["costs"]["plain"] / figures["costs"]["parts"])
     assert figures["ratio"]["low"] <= figures["ratio"]["value"] <= figures["ratio"]["high"]
-    json.dumps(figures, allow_nan=False)
+    for row, cell in ((figures, chain), (wide, tree)):
+        assert is_whole(json.loads(json.dumps(row, allow_nan=False)), cell)
 
 
 def test_sampled_rows_have_seeds_of_their_own_the_same_for_both_ways(small, monkeypatch):
@@ -211,7 +214,7 @@ class FakeBench:
         if len(self.measured) == self.ends_at:
             raise KeyboardInterrupt
         self.measured.append(cell)
-        return {**row(1.2), "cell": dataclasses.asdict(cell)}
+        return {**row(1.2, num_steps=cell.num_steps), "cell": dataclasses.asdict(cell)}
 
 
 def run_cells(tmp_path, bench, cells):
@@ -239,11 +242,55 @@ def test_an_ended_run_goes_on_behind_its_last_cell(tmp_path, small):
     assert changed.measured == cells and len(rows) == 4
 
 
+def test_a_long_grid_frees_programs_after_each_cell(tmp_path, small, monkeypatch):
+    cleared = []
+    (tmp_path / "limit").write_text("1")
+    monkeypatch.setattr(program_memory, "LIMIT_FILE", tmp_path / "limit")
+    monkeypatch.setattr(jax, "clear_caches", lambda: cleared.append(1))
+    cells, _ = list_cells(SETTINGS, model=small("grouped", "right")[0])
+    run_cells(tmp_path, FakeBench(), cells)
+    assert len(cleared) == len(cells) == 4
+
+
 @pytest.mark.parametrize("line", ["nonsense", '{"cell": {}}'])
 def test_a_damaged_line_is_told(tmp_path, line):
     (tmp_path / "cells.jsonl").write_text(f'{{"fingerprint": "a"}}\n{line}\n{{"fingerprint": "b"}}\n')
     with pytest.raises(ValueError, match="line 2 is damaged"):
         run_cells(tmp_path, FakeBench(), [])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"cell": {}},
+        {"cell": None},
+        {"ratio": 1.2},
+        {"ratio": {"value": None, "low": 1.0, "high": 1.3}},
+        {"ratio": {"value": 0, "low": 0, "high": 0}},
+        {"accept_length": {"value": "x", "low": 1.0, "high": 2.0}},
+        {"survival": []},
+        {"conditional": 3},
+        {"costs": {"plain": 1.0}},
+        {"costs": {"plain": 1.0, "verify": 1.0, "parts": math.inf}},
+        {"lossless": ["identical"]},
+        {"problem": 3},
+        {"waited": None},
+    ],
+)
+def test_a_spoilt_row_is_measured_again(change, tmp_path, small):
+    cells, _ = list_cells(SETTINGS, model=small("grouped", "right")[0])
+    rows, _ = run_cells(tmp_path, FakeBench(), cells)
+    path = tmp_path / "cells.jsonl"
+    path.write_text("".join(json.dumps(row | (change if n == 1 else {})) + "\n" for n, row in enumerate(rows)))
+    again, said = FakeBench(), []
+    with JsonlWriter(path) as writer:
+        rows, is_complete = run.run_cells(cells, again, writer, ENVIRONMENT, log=said.append)
+    assert is_complete and again.measured == [cells[1]] and [cell_of(row) for row in rows] == cells
+    assert f"its line in {path} is damaged and measured again" in said[0]
+    # The newer line counts from now on.
+    third = FakeBench()
+    run_cells(tmp_path, third, cells)
+    assert not third.measured
 
 
 def test_ratios_are_paired_within_a_repeat():
@@ -382,6 +429,8 @@ def test_a_killed_run_goes_on(checkpoint, tmp_path):
     ("extra", "code", "said"),
     [
         (["--num-steps", "0"], 2, "num_steps must be at least 1"),
+        (["--num-steps", "1", "127"], 2, "num_steps must be at most 32, not 127"),
+        (["--output", "/dev/null"], 2, "/dev/null is not a folder"),
         (["--acceptance", "fast"], 2, "acceptance 'fast' is not one of"),
         (["--prompts", "missing.jsonl"], 2, "missing.jsonl"),
         (["--num-prompts", "0"], 2, "at least 1, not 0"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import pathlib
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 import tokenizers
 
 from mtpjax import DecodeConfig, MTPModel, SamplingParams, generate, init_params, load, presets
+from mtpjax.atomic import check_output_file
 from mtpjax.cli import config_flags
 from mtpjax.cli.main import COMMANDS, main
 from mtpjax.data.draft_vocabulary import save_vocabulary
@@ -334,6 +336,38 @@ def test_profile_stands_beside_the_model_or_where_it_is_told(checkpoint, tmp_pat
     assert exit_code(["profile", "--model", str(tmp_path)]) == 3
 
 
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        (["--repeats", "0"], "repeats must be at least 1, got 0"),
+        (["--repeats", "-1"], "repeats must be at least 1, got -1"),
+        (["--num-steps", "127"], "num_steps must be at most 32, got 127"),
+        (["--output", "/dev/null/profile.json"], "/dev/null is not a folder"),
+        (["--output", "/dev"], "/dev is a folder: name the file to write"),
+    ],
+)
+def test_profile_refuses_what_it_cannot_do_before_it_loads_the_model(extra, said, capsys, monkeypatch):
+    monkeypatch.setattr("mtpjax.io.checkpoint.load", lambda *_, **__: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("mtpjax.io.checkpoint_format.checkpoint_bytes", lambda path: 0)
+    assert exit_code(["profile", "--model", "model", *extra]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_folder_without_permission_is_no_output(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(ValueError, match=f"cannot be written: no permission to write in {tmp_path}"):
+        check_output_file(tmp_path / "missing" / "file.json")
+
+
+def test_other_outputs_are_checked_first_too(checkpoint, tmp_path, capsys):
+    (tmp_path / "prompts.txt").write_text("one")
+    prompts = ["eval", "acceptance", "--model", str(checkpoint), "--prompts", str(tmp_path / "prompts.txt")]
+    data = ["vocabulary", "--model", str(checkpoint), "--data", str(tmp_path), "--size", "9"]
+    for command in (prompts, data):
+        assert exit_code([*command, "--output", str(tmp_path)]) == 2
+        assert f"{tmp_path} is a folder: name the file to write" in capsys.readouterr().err
+
+
 def test_ctrl_c_prints_one_line(monkeypatch, capsys):
     def interrupted(options):
         raise KeyboardInterrupt
@@ -345,7 +379,7 @@ def test_ctrl_c_prints_one_line(monkeypatch, capsys):
 
 def test_compare_refuses_a_folder_as_its_picture(tmp_path, capsys):
     assert exit_code(["compare", "run", "--output", str(tmp_path)]) == 2
-    assert f"--output {tmp_path} is a folder" in capsys.readouterr().err
+    assert f"{tmp_path} is a folder: name the file to write" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="needs /dev/full")

@@ -11,9 +11,13 @@ from mtpjax import (
     ModelConfig,
     MTPModel,
     SamplingParams,
+    collect,
     forward,
     generate,
     init_params,
+    init_state,
+    insert,
+    run,
     speculative_generate,
 )
 from mtpjax.io.checkpoint import load
@@ -132,13 +136,42 @@ def test_decoding_inside_a_transformation_is_refused(transformed, params):
         transformed(params)
 
 
-@pytest.mark.parametrize("settings", [{"num_steps": 2}, {"num_steps": 2, "topk": 2, "num_draft_tokens": 4}])
+SETTINGS = [
+    {"num_steps": 2},
+    {"num_steps": 2, "topk": 2, "num_draft_tokens": 4},
+    {"num_steps": 2, "depth_policy": "adaptive", "depth_costs": (1.0, 1.1, 1.2)},
+    {"num_steps": 2, "drafter": "lookup"},
+]
+CHECKS = {
+    "strict": lambda: jax.numpy_dtype_promotion("strict"),
+    "nans": lambda: jax.debug_nans(True),
+    "infs": lambda: jax.debug_infs(True),
+    "transfers": lambda: jax.transfer_guard("disallow"),
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_decoding_works_under_strict_promotion_and_debug_checks(settings, temperature, params):
     config = dataclasses.replace(CONFIG, **settings)
     sampling = SamplingParams(temperature=temperature, seed=1, top_k=5, top_p=0.9, repetition_penalty=1.1)
     expected = speculative_generate(params, [[1, 2, 3]], model=MODEL, config=config, sampling=sampling).rows()
-    for check in (jax.numpy_dtype_promotion("strict"), jax.debug_nans(True)):
-        with check:
+    # Only what changes the programs: the next test has the other checks.
+    for name in ("strict", "nans"):
+        with CHECKS[name]():
             result = speculative_generate(params, [[1, 2, 3]], model=MODEL, config=config, sampling=sampling)
-        assert result.rows() == expected
+        assert result.rows() == expected, name
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_the_resumable_calls_and_forward_work_under_the_same_checks(name, params):
+    def decode():
+        config = dataclasses.replace(CONFIG, num_steps=2)
+        state = init_state(params, model=MODEL, config=config, num_slots=2)
+        state = insert(params, state, [1], [[1, 2, 3]], model=MODEL, config=config)
+        state = run(params, state, 10, model=MODEL, config=config)
+        return collect(state, [1]).rows(), forward(params, [[1, 2, 3]], model=MODEL).logits.shape
+
+    expected = decode()
+    with CHECKS[name]():
+        assert decode() == expected

@@ -21,7 +21,7 @@ def write_corpus(folder: pathlib.Path) -> pathlib.Path:
 
 def train_command(corpus: pathlib.Path, output: pathlib.Path, settings: dict[str, Any]) -> list[str]:
     pairs = {**SETTINGS, **settings, "data": corpus, "output": output}
-    return [sys.executable, "-m", "mtpjax.cli.main", "train", *(f"{name}={value}" for name, value in pairs.items())]
+    return [sys.executable, "-m", "mtpjax.cli.start", "train", *(f"{name}={value}" for name, value in pairs.items())]
 
 
 def environment(cache: pathlib.Path) -> dict[str, str]:

@@ -106,7 +106,7 @@ def test_one_run_and_equal_runs_are_shown(tmp_path, capsys):
     [
         (None, "is not a run folder: it has no run.json"),
         ({}, "is not a run folder: it has no run.json"),
-        ({"run.json": "{"}, "is damaged: JSONDecodeError"),
+        ({"run.json": "{"}, "is damaged: ValueError"),
         ({"run.json": "[1]"}, "is damaged: TypeError"),
         ({"run.json": '{"settings": {}, "fingerprint": "x"}'}, "has not evaluated yet: metrics.jsonl holds 0 rows"),
         (

@@ -6,9 +6,10 @@ import json
 import os
 from typing import Any
 
+import jax
 import pytest
 
-from mtpjax import DecodeConfig, SamplingParams, generate
+from mtpjax import DecodeConfig, SamplingParams, generate, program_memory
 from mtpjax.cli.main import main
 from mtpjax.data import regeneration_output
 from mtpjax.data.config import Source
@@ -103,6 +104,15 @@ def test_conversations_are_answered_turn_by_turn(rig, run):
                 talk.append(message)
         assert written_record == {**record, "messages": talk, "finish_reasons": reasons}
     assert sum(tally.finished.values()) == 4 and tally.cut == 0
+
+
+def test_programs_are_freed_between_windows(run, tmp_path, monkeypatch):
+    cleared = []
+    (tmp_path / "limit").write_text("1")
+    monkeypatch.setattr(program_memory, "LIMIT_FILE", tmp_path / "limit")
+    monkeypatch.setattr(jax, "clear_caches", lambda: cleared.append(1))
+    run([{"prompt": "def "}] * 5)  # windows of four
+    assert len(cleared) == 2
 
 
 def test_prompts_become_conversations(rig, run):

@@ -1,0 +1,52 @@
+"""Checks a line of `cells.jsonl` before reports and pictures read it."""
+
+import dataclasses
+import math
+from typing import Any
+
+from mtpjax.ablation.grid import Cell
+
+NUMBERS = ("tokens_per_second", "plain_tokens_per_second", "ideal_ratio", "differing_rows", "compared_rows", "waited")
+ESTIMATES = ("ratio", "accept_length", "accept_length_macro")
+LEVELS = ("conditional", "survival")
+STATES = ("lossy", "identical", "DIFFERS", "exact by rule")
+
+
+def is_whole(row: dict[str, Any], cell: Cell) -> bool:
+    """Returns whether a row holds everything that reports read, of the right types.
+
+    Args:
+        row: a line of `cells.jsonl`.
+        cell: the cell that it belongs to.
+
+    Returns:
+        False for a row that was edited or damaged.
+    """
+    levels = [row.get(name) for name in LEVELS]
+    costs = row.get("costs")
+    return (
+        row.get("cell") == dataclasses.asdict(cell)
+        and all(_is_number(row.get(name)) for name in NUMBERS)
+        and all(_is_estimate(row.get(name)) for name in ESTIMATES)
+        and row["ratio"]["value"] > 0
+        and all(isinstance(rates, list) and len(rates) == cell.num_steps for rates in levels)
+        # A level that no step reached has no rate.
+        and all(_is_estimate(rate, can_lack=True) for rates in levels for rate in rates or ())
+        and isinstance(costs, dict)
+        and costs.keys() == {"plain", "verify", "parts"}
+        and all(map(_is_number, costs.values()))
+        and row.get("lossless") in STATES
+        and isinstance(row.get("problem"), str | None)
+    )
+
+
+def _is_estimate(value: Any, *, can_lack: bool = False) -> bool:
+    """Returns whether a value is an estimate with its interval."""
+    if not isinstance(value, dict) or not value.keys() >= {"value", "low", "high"}:
+        return False
+    parts = [value[name] for name in ("value", "low", "high")]
+    return all(map(_is_number, parts)) or (can_lack and parts[0] is None)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,51 @@
+"""Ctrl-C that waits for the end of an import, and is not lost in a callback."""
+
+import os
+import signal
+import threading
+import time
+from types import FrameType
+
+RETRY_SECONDS = 0.05  # until an interrupt at an unfit moment is delivered again
+MAX_SECONDS = 10.0  # that an interrupt waits at most
+INTERRUPTED = 130  # the exit code of a shell's command that SIGINT ended
+
+
+def defer_interrupts() -> None:
+    """Lets Ctrl-C wait for the end of an import.
+
+    An exception in the middle of an import leaves modules half made, and extension modules such as NumPy's then crash
+    the process. Python drops an exception that is raised inside a callback of its garbage collector, of which JAX has
+    one, so the interrupt would be lost. A handler of the caller, or an ignored signal, stays as it is.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _InterruptHandler())
+
+
+class _InterruptHandler:
+    """Raises `KeyboardInterrupt`, now or after the import or callback that is running."""
+
+    def __init__(self):
+        self.waiting_since: float | None = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        self.waiting_since = now if self.waiting_since is None else self.waiting_since
+        # A program that calls the command while it is imported itself must still end.
+        if not _is_unfit(frame) or now - self.waiting_since > MAX_SECONDS:
+            self.waiting_since = None
+            raise KeyboardInterrupt
+        timer = threading.Timer(RETRY_SECONDS, os.kill, (os.getpid(), number))
+        timer.daemon = True
+        timer.start()
+
+
+def _is_unfit(frame: FrameType | None) -> bool:
+    """Returns whether an import, a finaliser or a callback of the garbage collector is running."""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.startswith("<frozen importlib") or code.co_name.endswith(("__del__", "gc_callback")):
+            return True
+        frame = frame.f_back
+    return False

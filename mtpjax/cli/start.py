@@ -1,0 +1,21 @@
+"""The entry point of the `mtpjax` command: Ctrl-C ends it with one line, even while it is still importing."""
+
+import sys
+
+from mtpjax.cli.interrupts import INTERRUPTED, defer_interrupts
+
+
+def main() -> None:
+    """Runs the command and exits; see `mtpjax.cli.main.main`."""
+    defer_interrupts()
+    try:
+        from mtpjax.cli.main import main as run
+
+        run()
+    except KeyboardInterrupt:
+        print("mtpjax: interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()

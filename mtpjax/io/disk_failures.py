@@ -1,0 +1,80 @@
+"""A full or failing disk while arrays are written: one `OSError`, before the first byte where that can be known."""
+
+import contextlib
+import errno
+import gc
+import logging
+import math
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mtpjax.io.checkpoint_format import one_line
+
+QUIET_ATTEMPTS = 25  # a fifth of a second apart
+
+
+def check_space(folder: pathlib.Path, arrays: Mapping[str, Any]) -> None:
+    """Checks that arrays fit on the disk, before the first of them is written.
+
+    Args:
+        folder: an existing folder on that disk.
+        arrays: numpy arrays and `StreamedArray`s by name.
+
+    Raises:
+        OSError: they need more bytes than are free; the message has both numbers.
+    """
+    space = os.statvfs(folder)
+    blocks = 0
+    for array in arrays.values():
+        # A file per chunk and a description; files take whole blocks.
+        chunks = getattr(array, "chunks", None) or array.shape
+        count = math.prod(-(-size // step) for size, step in zip(array.shape, chunks, strict=True))
+        blocks += count * -(-math.prod(chunks) * array.dtype.itemsize // space.f_frsize) + 1
+    if blocks > space.f_bavail:
+        sizes = f"{blocks * space.f_frsize:,} bytes are needed, {space.f_bavail * space.f_frsize:,} are free"
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {sizes}", str(folder.parent))
+
+
+@contextlib.contextmanager
+def one_line_failures(folder: pathlib.Path) -> Iterator[None]:
+    """Turns a failure of Orbax and TensorStore to write into one `OSError`.
+
+    Both also report it from their threads and event loops, as tracebacks on stderr, until these have ended.
+
+    Args:
+        folder: the folder that they write, inside an unfinished checkpoint.
+
+    Raises:
+        OSError: writing failed. No thread writes any more.
+    """
+    log, hook = logging.getLogger("absl"), sys.unraisablehook
+    level = log.level
+    try:
+        log.setLevel(logging.CRITICAL + 1)
+        sys.unraisablehook = lambda unraisable: None
+        yield
+    # TensorStore's statuses are ValueErrors.
+    except (OSError, ValueError) as error:
+        _wait_until_quiet(folder)
+        if isinstance(error, OSError):
+            raise
+        raise OSError(f"{folder.parent.parent} cannot be written: {one_line(error)}") from error
+    finally:
+        log.setLevel(level)
+        sys.unraisablehook = hook
+
+
+def _wait_until_quiet(folder: pathlib.Path) -> None:
+    """Waits until writes that were begun have ended: two looks that see the same files."""
+    before: set[pathlib.Path] | None = None
+    for _ in range(QUIET_ATTEMPTS):
+        found = set(folder.parent.rglob("*"))
+        if found == before:
+            break
+        before = found
+        time.sleep(0.2)
+    gc.collect()  # tasks and futures report an exception that nobody asked for when they are collected
