@@ -12,6 +12,7 @@ from mtpjax.errors import CheckpointFileError
 from mtpjax.evaluation import profile
 from mtpjax.io.huggingface_files import count_token_ids
 from mtpjax.training import compare, hidden_state_cache, run_dir
+from mtpjax.training.log import MetricsLog, read_metrics
 from mtpjax.training.model_yaml import read_yaml
 
 # How each file is read, given its folder and name.
@@ -51,6 +52,17 @@ def test_records_of_a_pipe_are_neither_read_nor_written(tmp_path):
         next(read_resumable_records(tmp_path / "cells.jsonl"))
     with pytest.raises(ValueError, match="is not a regular file"):
         JsonlWriter(tmp_path / "cells.jsonl")
+
+
+@pytest.mark.parametrize("row", ['{"bits": [2.0]}', '{"step": "x"}', '{"step": null}', '{"step": NaN}', "[1]", "{"])
+def test_rows_of_metrics_without_a_step_are_left_out(row, tmp_path):
+    whole = '{"step": 1, "bits": [2.0]}\n'
+    (tmp_path / "metrics.jsonl").write_text(f"{whole}{row}\n{whole}")
+    assert read_metrics(tmp_path / "metrics.jsonl") == [json.loads(whole)] * 2
+    with MetricsLog(tmp_path, step=1) as log:
+        assert log.history == [json.loads(whole)] * 2
+    with MetricsLog(tmp_path, step=0) as log:
+        assert log.history == []
 
 
 def test_a_deep_tokenizer_has_no_count(tmp_path):

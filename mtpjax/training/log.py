@@ -44,8 +44,8 @@ class MetricsLog:
                 # Without a sync per row: a row that a power failure loses costs a point of a curve.
                 self.writer = stack.enter_context(JsonlWriter(self.path, sync=False))
                 # Steps after the state that the run continues from are trained again, and logged again.
-                is_kept = lambda row: row["step"] <= self.step
-                self.history = self.writer.resume(is_kept, required=("step",), skip_damaged=True)
+                is_kept = lambda row: not _has_step(row) or row["step"] <= self.step
+                self.history = list(filter(_has_step, self.writer.resume(is_kept, skip_damaged=True)))
                 self.show = stack.enter_context(progress_display())
             self.stack = stack.pop_all()
         self.restart_clock(self.step)
@@ -115,7 +115,12 @@ def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
     Returns:
         The rows in order, without damaged lines and without a last line that is still being written.
     """
-    return [row for _, row in read_resumable_records(path, skip_damaged=True)]
+    return [row for _, row in read_resumable_records(path, skip_damaged=True) if _has_step(row)]
+
+
+def _has_step(row: Mapping[str, Any]) -> bool:
+    """Returns whether a row says after which update it was written, as every row of a run does."""
+    return isinstance(row.get("step"), (int, float)) and math.isfinite(row["step"])
 
 
 @contextlib.contextmanager
