@@ -97,7 +97,7 @@ def round_of(subject: Subject, batch: int, num_steps: int, implementation: str):
     model = MTPModel(subject.config, implementation=implementation)
     config = DecodeConfig(num_steps=num_steps)
     drafter = make_drafter(config)
-    spec = DecodeSpec.from_config(config, is_greedy=True, min_rows=min_rows_per_pass(batch, "cuda", implementation))
+    spec = DecodeSpec.from_config(config, is_greedy=True, min_rows=min_rows_per_pass(model, batch, "cuda"))
 
     def make():
         params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
@@ -237,7 +237,7 @@ def kernel_name(instruction: Instruction) -> str:
 
 def _turns(config: ModelConfig, loop: Instruction) -> int:
     """Turns of a loop whose end is in the data: of the rounds one, of a pass's experts all that its rows can choose."""
-    if loop.source.endswith("/experts/while"):
+    if re.search(r"/experts/(.*/)?while$", loop.source):
         matrices = {array.shape for array in loop.results if len(array.shape) == 2}
         [rows] = {rows for rows, width in matrices if width == config.hidden_size}
         return min(config.n_routed_experts, rows * config.num_experts_per_tok)

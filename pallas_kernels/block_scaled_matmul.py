@@ -20,6 +20,7 @@ from jax.experimental.pallas import triton as plt
 from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.dequantise import dequantise
 from pallas_kernels.dispatch import choose
+from pallas_kernels.row_product import row_times_matrix
 
 MAX_ROWS = 64  # with more rows, multiplying takes longer than reading
 _TILE_BYTES = 16384  # weights per tile: eight loads of 16 bytes for each of 128 threads
@@ -83,7 +84,17 @@ def block_scaled_matmul_reference(x, weights, scales=None, *, block=128):
 
 def _block_scaled_matmul_xla(x, weights, scales, block):
     """Rounds the scaled weights to x's dtype, which the tensor cores need for many rows."""
-    return x @ (weights if scales is None else _dequantised(weights, scales, block)).astype(x.dtype)
+
+    def product():
+        return x @ (weights if scales is None else _dequantised(weights, scales, block)).astype(x.dtype)
+
+    def product_of_one_row():
+        wide = row_times_matrix(x.reshape(-1), _dequantised(weights, scales, block))
+        return wide.astype(x.dtype).reshape(*x.shape[:-1], -1)
+
+    if x.size != x.shape[-1]:
+        return product()
+    return jax.lax.platform_dependent(cpu=product, default=product_of_one_row)
 
 
 def _dequantised(weights, scales, block):

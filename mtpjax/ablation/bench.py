@@ -293,7 +293,7 @@ class Bench:
             # One meter measures every shape of the batch size in turns. A second one measures plain steps in the faster
             # form if decoding's own form is the other.
             shapes = tuple({other.shape: None for other in (*self.cells, cell) if other.batch_size == batch_size})
-            default_rows = min_rows_per_pass(batch_size, jax.default_backend(), self.model.implementation)
+            default_rows = min_rows_per_pass(self.model, batch_size, jax.default_backend())
             meters = [self._make_meter(batch_size, shapes, default_rows)]
             if (fastest_rows := self._fastest_min_rows(batch_size) or default_rows) != default_rows:
                 meters.append(self._make_meter(batch_size, (), fastest_rows))

@@ -54,18 +54,18 @@ def cache_capacity(prompt_length: int, max_length: int, *, max_slots_per_round: 
     )
 
 
-def min_rows_per_pass(batch: int, platform: str, implementation: str) -> int:
+def min_rows_per_pass(model: MTPModel, batch: int, platform: str) -> int:
     """Computes the minimum number of token rows per forward pass that runs fast.
 
-    On a GPU, XLA compiles a matmul with a single row to an elementwise product of the size of the matrix. Padding the
-    pass to two rows avoids that. The Triton kernels handle a single row well.
+    On a GPU a single row needs more launches than two: XLA does not multiply it on the tensor cores, and fuses less
+    around it. Experts take a single row as it is, because a second one would choose experts of its own.
 
     Args:
+        model: the model.
         batch: number of rows of the call, B.
         platform: "cpu", "cuda" or "rocm".
-        implementation: the model's kernel implementation.
 
     Returns:
         1 or 2.
     """
-    return 2 if batch == 1 and platform != "cpu" and implementation != "triton" else 1
+    return 2 if batch == 1 and platform != "cpu" and not model.config.is_moe else 1

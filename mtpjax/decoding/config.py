@@ -103,7 +103,7 @@ class DecodeConfig:
         max_length: maximum length of a row in tokens, prompt included; None: the model's `max_position_embeddings`.
         prefill_chunk: tokens per row in one prefill pass.
         min_rows: minimum number of token rows per forward pass; narrower passes are padded. None: 2 for a batch of one
-            on a GPU without Triton kernels, else 1.
+            on a GPU if the model has no experts, else 1.
 
     Raises:
         ValueError: for a value out of range, or settings that contradict each other.

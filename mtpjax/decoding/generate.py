@@ -188,7 +188,7 @@ def resolve_spec(
         The spec, which is part of the key of the compiled program.
     """
     platform = mesh.devices.flat[0].platform if mesh is not None else jax.default_backend()
-    min_rows = config.min_rows or min_rows_per_pass(batch, platform, model.implementation)
+    min_rows = config.min_rows or min_rows_per_pass(model, batch, platform)
     return DecodeSpec.from_config(config, is_greedy=is_greedy, min_rows=min_rows)
 
 

@@ -175,7 +175,7 @@ class PanelDecoder:
             shapes=(shape,),
             context=context,
             capacity=round_up_capacity(2 * context + shape.num_nodes),
-            min_rows=min_rows_per_pass(1, jax.default_backend(), self.model.implementation),
+            min_rows=min_rows_per_pass(self.model, 1, jax.default_backend()),
         )
         # Compiling is over, so the stopwatch sees only what disturbs the timings.
         stopwatch = Stopwatch()

@@ -9,7 +9,12 @@ from pallas_kernels.dequantise import dequantise
 from pallas_kernels.dispatch import choose
 from pallas_kernels.grouped_matmul.matmul_kernel import grouped_matmul_kernel
 from pallas_kernels.grouped_matmul.outer_product_kernel import grouped_outer_product
-from pallas_kernels.grouped_matmul.reference import grouped_matmul_few_tokens, grouped_matmul_many_tokens
+from pallas_kernels.grouped_matmul.reference import (
+    grouped_matmul_by_all_experts,
+    grouped_matmul_by_expert,
+    grouped_matmul_by_pair,
+    grouped_matmul_many_tokens,
+)
 from pallas_kernels.grouped_matmul.route import MIN_ROWS, route_few_tokens, route_many_tokens
 
 # Plain JAX passes up to this many tokens through every active expert: reading the weights costs more than multiplying
@@ -78,12 +83,7 @@ def grouped_matmul(
     chosen = choose("grouped_matmul", implementation, ("xla", "triton"), shape, unsupported_reason=unsupported_reason)
     ids = ids.astype(jnp.int32)
     if chosen == "xla" or 0 in (n, k, E):
-        # Plain JAX: dequantise the stacks, then choose the form by the number of tokens.
-        if gate_up_scales is not None:
-            gate_up = dequantise(gate_up, gate_up_scales, block, axis=1).astype(x.dtype)
-            down = dequantise(down, down_scales, block, axis=1).astype(x.dtype)
-        plain_form = grouped_matmul_few_tokens if inference and n <= MAX_FEW_TOKENS else grouped_matmul_many_tokens
-        return plain_form(x, ids, weights, gate_up, down)
+        return _grouped_matmul_xla(x, ids, weights, gate_up, down, gate_up_scales, down_scales, block, inference)
     return _grouped_matmul_triton(
         x, ids, weights, gate_up, down, gate_up_scales, down_scales, block, chosen == "interpreted"
     )
@@ -105,6 +105,26 @@ def _check(x, ids, weights, gate_up, down, gate_up_scales, down_scales, block):
     found = None if gate_up_scales is None else (gate_up_scales.shape, jnp.shape(down_scales))
     if found != shapes:
         raise ValueError(f"scales {found} for blocks of {block} must be {shapes}")
+
+
+def _grouped_matmul_xla(x, ids, weights, gate_up, down, gate_up_scales, down_scales, block, inference):
+    """Chooses the plain form by the number of tokens and by the platform that the call is lowered for."""
+    experts = (gate_up, down, gate_up_scales, down_scales)
+    if not inference or len(x) > MAX_FEW_TOKENS:
+        if gate_up_scales is not None:
+            gate_up = dequantise(gate_up, gate_up_scales, block, axis=1).astype(x.dtype)
+            down = dequantise(down, down_scales, block, axis=1).astype(x.dtype)
+        return grouped_matmul_many_tokens(x, ids, weights, gate_up, down)
+
+    by_expert = functools.partial(grouped_matmul_by_expert, x, ids, weights, *experts, block=block)
+    # With more pairs than experts most experts are active. A GPU then reads all of them, without a copy.
+    if ids.size <= len(down):
+        on_gpu = functools.partial(grouped_matmul_by_pair, x, ids, weights, *experts, block=block)
+    elif gate_up_scales is None:
+        on_gpu = functools.partial(grouped_matmul_by_all_experts, x, ids, weights, gate_up, down)
+    else:
+        on_gpu = by_expert  # all of the experts in x's dtype would take too much memory
+    return jax.lax.platform_dependent(cpu=by_expert, default=on_gpu)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8))

@@ -171,7 +171,7 @@ def as_stored(path, leaf, *, dtype, has_fp8_experts):
 def call_of(config, batch, spec, *, platform="cpu", dtype=jnp.float32, has_fp8_experts=False, implementation="auto"):
     """`decode` of everything but the arrays, and their shapes."""
     model = MTPModel(config, implementation=implementation)
-    spec = dataclasses.replace(spec, min_rows=min_rows_per_pass(batch, platform, implementation), prefill_chunk=4)
+    spec = dataclasses.replace(spec, min_rows=min_rows_per_pass(model, batch, platform), prefill_chunk=4)
     drafter = MTPDrafter() if spec.num_steps else Drafter()
 
     def make():
