@@ -12,7 +12,6 @@ the exception, since the batch shares the depth). `insert` compiles once per num
 of two, and `run` once per value of `until`.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -24,6 +23,7 @@ from mtpjax.decoding.capacity import round_up_capacity, slots_per_round
 from mtpjax.decoding.config import DecodeConfig, SamplingParams
 from mtpjax.decoding.drafters.base import Drafter
 from mtpjax.decoding.generate import device_settings, make_state, resolve_spec
+from mtpjax.decoding.gpu_graph import one_graph
 from mtpjax.decoding.loop import run_rounds
 from mtpjax.decoding.prefill import insert_rows
 from mtpjax.decoding.requests import (
@@ -252,7 +252,7 @@ def run(
         return _run(params, draft_params, state, rounds, model=model, drafter=drafter, spec=spec, until=until)
 
 
-@functools.partial(jax.jit, static_argnames=("model", "drafter", "spec"), donate_argnames=("state",))
+@one_graph(static_argnames=("model", "drafter", "spec"), donate_argnames=("state",))
 def _insert(
     params: dict,
     draft_params: Any,
@@ -268,7 +268,7 @@ def _insert(
     return insert_rows(params, prepared, state, rows, slots, model=model, drafter=drafter, spec=spec)
 
 
-@functools.partial(jax.jit, static_argnames=("model", "drafter", "spec", "until"), donate_argnames=("state",))
+@one_graph(static_argnames=("model", "drafter", "spec", "until"), donate_argnames=("state",))
 def _run(
     params: dict,
     draft_params: Any,
