@@ -69,11 +69,41 @@ def block_scaled_matmul(x, weights, scales=None, *, block=128, implementation="a
         unsupported_reason = f"weights {weights.shape} are 2^31 elements or more, which exceed 32-bit offsets"
     shape = {"rows": rows, "inputs": D, "outputs": F, "dtype": str(x.dtype), "weights": str(weights.dtype)}
     chosen = choose(
-        "block_scaled_matmul", implementation, ("xla", "triton"), shape, unsupported_reason=unsupported_reason
+        "block_scaled_matmul",
+        implementation,
+        ("xla", "triton"),
+        shape,
+        unsupported_reason=unsupported_reason,
+        check=functools.partial(
+            difference_from_reference, dtype=x.dtype, weights_dtype=weights.dtype, has_scales=scales is not None
+        ),
     )
     if chosen == "xla" or not has_few_rows:
         return _block_scaled_matmul_xla(x, weights, scales, block)
     return _block_scaled_matmul_triton(x, weights, scales, block, chosen == "interpreted")
+
+
+def difference_from_reference(implementation: str, *, dtype, weights_dtype, has_scales: bool) -> float:
+    """Compares an implementation with `block_scaled_matmul_reference` on small arrays.
+
+    Args:
+        implementation: One of `block_scaled_matmul`.
+        dtype: Dtype of x.
+        weights_dtype: Dtype of the weights.
+        has_scales: Weights with scales.
+
+    Returns:
+        The largest difference over its bound: more than 1 means that the numbers are wrong.
+    """
+    n, D, F, block = 3, 256, 128, 64
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (n, D), dtype)
+    weights = (jax.random.normal(keys[1], (D, F)) * 0.1).astype(weights_dtype)
+    scales = jax.random.uniform(keys[2], (D // block, F)) if has_scales else None
+    found = block_scaled_matmul(x, weights, scales, block=block, implementation=implementation)
+    expected = block_scaled_matmul_reference(x.astype(jnp.float32), weights, scales, block=block)
+    bound = (1e-4 if dtype == jnp.float32 else 3e-2) * jnp.abs(expected).max()
+    return float(jnp.abs(found.astype(jnp.float32) - expected).max() / bound)
 
 
 def block_scaled_matmul_reference(x, weights, scales=None, *, block=128):

@@ -14,6 +14,7 @@ from pallas_kernels.grouped_matmul.reference import (
     grouped_matmul_by_expert,
     grouped_matmul_by_pair,
     grouped_matmul_many_tokens,
+    grouped_matmul_reference,
 )
 from pallas_kernels.grouped_matmul.route import MIN_ROWS, route_few_tokens, route_many_tokens
 
@@ -80,13 +81,70 @@ def grouped_matmul(
         )
     shape = {"tokens": n, "chosen": k, "experts": E, "width": D, "expert_width": F}
     shape |= {"dtype": str(x.dtype), "weights": str(down.dtype), "use": "inference" if inference else "training"}
-    chosen = choose("grouped_matmul", implementation, ("xla", "triton"), shape, unsupported_reason=unsupported_reason)
+    chosen = choose(
+        "grouped_matmul",
+        implementation,
+        ("xla", "triton"),
+        shape,
+        unsupported_reason=unsupported_reason,
+        check=functools.partial(
+            difference_from_reference, dtype=x.dtype, is_fp8=gate_up_scales is not None, inference=inference
+        ),
+    )
     ids = ids.astype(jnp.int32)
     if chosen == "xla" or 0 in (n, k, E):
         return _grouped_matmul_xla(x, ids, weights, gate_up, down, gate_up_scales, down_scales, block, inference)
     return _grouped_matmul_triton(
         x, ids, weights, gate_up, down, gate_up_scales, down_scales, block, chosen == "interpreted"
     )
+
+
+def difference_from_reference(implementation: str, *, dtype, is_fp8: bool, inference: bool) -> float:
+    """Compares an implementation with the plain sum over all experts, on small arrays.
+
+    Args:
+        implementation: One of `grouped_matmul`.
+        dtype: Dtype of x.
+        is_fp8: Experts in fp8 with scales.
+        inference: Compares the output only; False compares gradients too.
+
+    Returns:
+        The largest difference over its bound: more than 1 means that the numbers are wrong.
+    """
+    n, k, E, D, F, block = 5, 2, 4, 128, 64, 32
+    keys = iter(jax.random.split(jax.random.key(0), 7))
+    x = jax.random.normal(next(keys), (n, D), dtype)
+    ids, weights = jax.random.randint(next(keys), (n, k), 0, E), jax.random.uniform(next(keys), (n, k))
+    stacks = [jax.random.normal(next(keys), shape) * 0.1 for shape in ((E, D, 2, F), (E, F, D))]
+    scales = {}
+    if is_fp8:
+        stacks = [stack.astype(jnp.float8_e4m3fn) for stack in stacks]
+        shapes = {"gate_up_scales": (E, D // block, 2, F), "down_scales": (E, F // block, D)}
+        scales = {name: jax.random.uniform(next(keys), shape) for name, shape in shapes.items()}
+        meant = [dequantise(*pair, block, axis=1) for pair in zip(stacks, scales.values(), strict=True)]
+    else:
+        stacks = [stack.astype(dtype) for stack in stacks]
+        meant = stacks
+
+    def run(x, gate_up, down):
+        options = {"block": block, "inference": inference, "implementation": implementation}
+        return grouped_matmul(x, ids, weights, gate_up, down, **scales, **options).astype(jnp.float32)
+
+    def expect(x, gate_up, down):
+        wide = (array.astype(jnp.float32) for array in (x, gate_up, down))
+        with jax.default_matmul_precision("highest"):
+            x, gate_up, down = wide
+            return grouped_matmul_reference(x, ids, weights, gate_up, down)
+
+    def results(function, arrays):
+        if inference:
+            return (function(*arrays),)
+        output, pull_back = jax.vjp(function, *arrays)
+        return output, *pull_back(jnp.ones_like(output))
+
+    bound = 1e-4 if dtype == jnp.float32 else 3e-2
+    pairs = zip(results(run, (x, *stacks)), results(expect, (x, *meant)), strict=True)
+    return max(float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in pairs) / bound
 
 
 def _check(x, ids, weights, gate_up, down, gate_up_scales, down_scales, block):

@@ -108,7 +108,7 @@ def test_nothing_compiles_after_the_warm_up(small):
     model, params = small("grouped", "mixed")
     serve(model, params, "sampled chain", 0)
     for function in (resumable._insert, resumable._run):
-        function.clear_cache()
+        function.plain.clear_cache()
     state = init_state(params, model=model, config=settings_of(0, "sampled chain")[0], num_slots=SLOTS, max_length=64)
     config, sampling = settings_of(0, "sampled chain")
     state = insert(params, state, [0], [PROMPTS[0]], model=model, config=config, sampling=sampling)
