@@ -6,6 +6,7 @@ import pathlib
 import sys
 
 from mtpjax.cli.common import (
+    add_implementation_flag,
     add_model_path_flag,
     add_plot_formats_flag,
     model_type,
@@ -35,6 +36,7 @@ def _add_profile(commands) -> None:
         "`mtpjax generate --depth-policy adaptive` reads the file."
     )
     add_model_path_flag(profile)
+    add_implementation_flag(profile)
     profile.add_argument("--batch-size", type=int, nargs="+", default=[1], help="batch sizes to measure")
     add_config_flags(profile, SHAPE_FIELDS, num_steps=5)
     profile.add_argument("--context", type=int, default=512, help="tokens in the KV caches (default: %(default)s)")
@@ -74,6 +76,7 @@ def _add_eval(commands) -> None:
         "before; a survival rate counts all steps."
     )
     add_model_path_flag(acceptance)
+    add_implementation_flag(acceptance)
     _add_prompt_flags(acceptance, required=True, count=64)
     add_config_flags(acceptance, DRAFT_FIELDS, num_steps=3)
     acceptance.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default: %(default)s)")
@@ -95,6 +98,7 @@ def _add_ablate(commands) -> None:
         "again to continue. Writes cells.jsonl, cells.csv, recommendation.md, and the pictures heatmap and pareto."
     )
     add_model_path_flag(ablate)
+    add_implementation_flag(ablate)
     ablate.add_argument("--output", required=True, help="folder to write or to continue")
     _add_prompt_flags(ablate, required=False, count=12)
     # The flags of single settings, which take several values here; the grid is their product.
@@ -154,7 +158,7 @@ def _profile(options) -> int:
     # Check the shape and the acceptance file before the model is loaded.
     profile.shapes_up_to(options.num_steps, options.topk, options.num_draft_tokens)
     acceptance = None if options.acceptance_rates is None else profile.read_acceptance(options.acceptance_rates)
-    model, params = load(options.model_path, model_type=model_type(options))
+    model, params = load(options.model_path, model_type=model_type(options), implementation=options.implementation)
     output = profile.default_path(options.model_path) if options.output is None else options.output
     with progress_bar() as bar:
         task = bar.add_task("compiling and measuring", total=None)
@@ -249,7 +253,7 @@ def _eval_acceptance(options) -> int:
         read_prompts(options.prompts), options.num_prompts, categories=options.categories, seed=options.seed
     )
     path = find_checkpoint(options.model_path)
-    model, params = load(path, model_type=model_type(options))
+    model, params = load(path, model_type=model_type(options), implementation=options.implementation)
     tokenizer = load_tokenizer(path, model.config.vocab_size)
     most = max_prompt_length(model.config.max_position_embeddings, options.max_new_tokens, options.prompt_tokens)
     prompts, cut = encode_prompts(chosen, tokenizer, max_tokens=most, chat=options.chat)
@@ -314,6 +318,7 @@ def _ablate(options) -> int:
         settings,
         console=rich.console.Console(),
         model_type=model_type(options),
+        implementation=options.implementation,
         prompts=options.prompts,
         num_prompts=options.num_prompts,
         categories=options.categories,

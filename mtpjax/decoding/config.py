@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from mtpjax.models.config import require
+from mtpjax.models.config import IMPLEMENTATIONS, Implementation, require, require_choice
 
 MAX_STEPS = 127  # draft levels are reported as int8
 DEFAULT_MAX_NODES = 64  # upper limit of the default of `num_draft_tokens`
@@ -102,6 +102,8 @@ class DecodeConfig:
         logprobs: report the log-probability of each new token under the trunk's unmodified logits.
         max_length: maximum length of a row in tokens, prompt included; None: the model's `max_position_embeddings`.
         prefill_chunk: tokens per row in one prefill pass.
+        implementation: what runs the model's kernels: "xla" (plain JAX), "triton" (GPU kernels), "interpreted" (the GPU
+            kernels on any machine, slowly), or "auto" (`pallas_kernels.dispatch`). None: the model's own.
         min_rows: minimum number of token rows per forward pass; narrower passes are padded. None: 2 for a batch of one
             on a GPU if the model has no experts, else 1.
 
@@ -147,6 +149,7 @@ class DecodeConfig:
     logprobs: bool = False
     max_length: int | None = None
     prefill_chunk: int = 64
+    implementation: Implementation | None = None
     min_rows: int | None = None
 
     def __post_init__(self):
@@ -189,6 +192,8 @@ class DecodeConfig:
             self.depth_policy in policies,
             f"unknown depth_policy '{self.depth_policy}'; supported: {', '.join(policies)}",
         )
+        if self.implementation is not None:
+            require_choice("implementation", self.implementation, IMPLEMENTATIONS)
         for name in ("threshold_single", "threshold_acc"):
             require(0 <= getattr(self, name) <= 1, f"{name} must be within 0..1, got {getattr(self, name)}")
         require(self.relaxed_topk >= 1, f"relaxed_topk must be at least 1, got {self.relaxed_topk}")

@@ -16,7 +16,14 @@ from mtpjax.decoding.config import DecodeConfig, SamplingParams
 from mtpjax.decoding.depth_policy import can_speed_up
 from mtpjax.decoding.drafters.base import Drafter
 from mtpjax.decoding.loop import decode
-from mtpjax.decoding.requests import check_argument_types, check_request, make_drafter, make_new_rows, prompts_to_arrays
+from mtpjax.decoding.requests import (
+    check_argument_types,
+    check_request,
+    make_drafter,
+    make_new_rows,
+    prompts_to_arrays,
+    with_implementation,
+)
 from mtpjax.decoding.result import GenerationResult, collect
 from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.decoding.sampling_params import temperatures
@@ -131,6 +138,7 @@ def speculative_generate(
     if any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(params)):
         params = jax.tree.map(jnp.asarray, params)
     sampling = sampling or SamplingParams()
+    model = with_implementation(model, config)
     drafter = make_drafter(config)
     prompts = prompts_to_arrays(prompts, lengths)
     limit = check_request(prompts, model, config, drafter)

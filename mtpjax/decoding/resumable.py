@@ -33,6 +33,7 @@ from mtpjax.decoding.requests import (
     make_new_rows,
     make_stop_table,
     prompts_to_arrays,
+    with_implementation,
 )
 from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.decoding.spec import DecodeSpec
@@ -85,6 +86,7 @@ def init_state(
     """
     if num_slots < 1:
         raise ValueError(f"num_slots must be at least 1, got {num_slots}")
+    model = with_implementation(model, config)
     drafter, spec, params_mesh = _resolve_statics(params, model, config, num_slots)
     limit = check_settings(model, config, drafter)
     length = limit if max_length is None else max_length
@@ -161,6 +163,7 @@ def insert(
     """
     # 1. Check everything on the host before the state is donated, so a rejected request leaves the state usable.
     num_slots, capacity = state.tokens.shape
+    model = with_implementation(model, config)
     drafter, spec, mesh = _resolve_statics(params, model, config, num_slots)
     rows = prompts_to_arrays(prompts)
     limit = check_request(rows, model, config, drafter)
@@ -243,6 +246,7 @@ def run(
         raise ValueError(f"max_rounds must not be negative, got {max_rounds}")
     if until not in ("all", "any"):
         raise ValueError(f"unknown until '{until}'; supported: all, any")
+    model = with_implementation(model, config)
     drafter, spec, mesh = _resolve_statics(params, model, config, len(state.length))
     if draft_params is None:
         draft_params = drafter.default_params(params, config, model=model)
