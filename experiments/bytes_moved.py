@@ -46,6 +46,7 @@ from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import empty_state
 from mtpjax.evaluation.plot_style import COLOURS, GREY, picture
+from mtpjax.models.config import Implementation
 from mtpjax.models.presets import presets
 from mtpjax.models.quantized import BlockScaled
 
@@ -92,7 +93,7 @@ SUBJECTS = {
 CELLS = ((1, 0), (1, 1), (1, 3), (8, 0), (8, 3))  # rows and draft levels
 
 
-def round_of(subject: Subject, batch: int, num_steps: int, implementation: str):
+def round_of(subject: Subject, batch: int, num_steps: int, implementation: Implementation):
     """A loop of rounds as a jitted function, the shapes of its arguments."""
     model = MTPModel(subject.config, implementation=implementation)
     config = DecodeConfig(num_steps=num_steps)
@@ -189,7 +190,7 @@ class Count:
     unread: int  # of the minimum, what was not seen to be read: little, from a copy, or the count has lost an array
 
 
-def count_round(subject: Subject, batch: int, num_steps: int, implementation: str) -> tuple[Count, int]:
+def count_round(subject: Subject, batch: int, num_steps: int, implementation: Implementation) -> tuple[Count, int]:
     """Compiles a round and counts it. Returns the minimum, too."""
     config = subject.config
     function, shapes = round_of(subject, batch, num_steps, implementation)

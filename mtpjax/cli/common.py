@@ -39,8 +39,8 @@ def add_implementation_flag(parser) -> None:
         "--implementation",
         choices=IMPLEMENTATIONS,
         default="auto",
-        help="what runs the model's kernels: xla (plain JAX), triton (GPU kernels), interpreted (the GPU kernels on any "
-        "machine, slowly), or auto, which on a GPU takes the kernels of experts and fp8 weights (default: %(default)s)",
+        help="what runs the model's kernels: xla (plain JAX), triton (GPU kernels), interpreted (the GPU kernels on "
+        "any machine, slowly), or auto, which on a GPU takes those of experts and fp8 weights (default: %(default)s)",
     )
 
 
