@@ -19,6 +19,7 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.dequantise import dequantise
+from pallas_kernels.device import num_processors
 from pallas_kernels.dispatch import choose
 from pallas_kernels.row_product import row_times_matrix
 
@@ -178,15 +179,15 @@ def _block_scaled_matmul_triton(x, weights, scales, block, interpret):
 def _num_parts(num_tiles, num_columns, inputs, padded, *, is_one_byte):
     """Returns the number of parts that a column of tiles is split into.
 
-    An H100 has 132 processors, and full bandwidth needs about 3.3 MB of loads in flight. Each program keeps three tiles
-    of 16 KB in flight, so two programs per processor suffice; programs with one-byte weights keep half a tile on
+    Full bandwidth of an H100 needs about 25 KB of loads in flight per processor. Each program keeps three tiles of
+    16 KB in flight, so two programs per processor suffice; programs with one-byte weights keep half a tile on
     average, so they need three. More programs than run at once would add a second wave that takes as long as the first.
 
     A part has at least 16 inputs per row. Below that, writing and reading the partial sums moves more than half as many
     bytes as the fp8 weights do. Only the padded number of rows counts, so a row gets the same bits beside 0 or 15
     others.
     """
-    max_programs = (3 if is_one_byte else 2) * 132
+    max_programs = (3 if is_one_byte else 2) * num_processors()
     return max(1, min(max_programs // num_columns, num_tiles * inputs // (16 * padded)))
 
 

@@ -20,7 +20,7 @@ from mtpjax.data.config import Source
 from mtpjax.data.prompts import choose_prompts, encode_prompts, max_prompt_length, read_prompts
 from mtpjax.data.sources import read_source
 from mtpjax.data.tokenizer import ByteTokenizer, load_tokenizer
-from mtpjax.decoding.capacity import cache_capacity, min_rows_per_pass
+from mtpjax.decoding.capacity import cache_capacity, choose_prefill_chunk, min_rows_per_pass
 from mtpjax.decoding.config import LOSSY_RULES, DecodeConfig
 from mtpjax.decoding.generate import generate, speculative_generate
 from mtpjax.evaluation.acceptance import equals_plain_decoding, sampling_arguments
@@ -309,6 +309,9 @@ class Bench:
         # Measure at the mean length of the texts, with caches as large as decoding allocates.
         lengths = [len(row) for row in self.workload.prompts]
         context, longest = int(np.mean(lengths)) + self.settings.max_new_tokens // 2, max(lengths)
+        chunk = choose_prefill_chunk(
+            self.model, batch_size, jax.default_backend(), longest_prompt=longest, max_length=self._max_length
+        )
         return CostMeter(
             self.params,
             model=self.model,
@@ -316,9 +319,7 @@ class Bench:
             batch=batch_size,
             min_rows=min_rows,
             context=context,
-            capacity=cache_capacity(
-                longest, self._max_length, max_slots_per_round=max_slots, prefill_chunk=DecodeConfig().prefill_chunk
-            ),
+            capacity=cache_capacity(longest, self._max_length, max_slots_per_round=max_slots, prefill_chunk=chunk),
         )
 
 

@@ -4,6 +4,9 @@ from mtpjax.decoding.drafters.base import Drafter
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.models.model import MTPModel
 
+MIN_PREFILL_CHUNK, MAX_PREFILL_CHUNK = 64, 2048  # tokens
+MAX_SCORE_BYTES = 2**30  # of one layer's attention scores in a prefill pass
+
 
 def slots_per_round(model: MTPModel, drafter: Drafter, spec: DecodeSpec) -> int:
     """Computes the maximum number of cache slots that a round writes behind the committed text.
@@ -52,6 +55,32 @@ def cache_capacity(prompt_length: int, max_length: int, *, max_slots_per_round: 
     return round_up_capacity(
         max(-(-prompt_length // prefill_chunk) * prefill_chunk, max_length) + max_slots_per_round + 1
     )
+
+
+def choose_prefill_chunk(model: MTPModel, batch: int, platform: str, *, longest_prompt: int, max_length: int) -> int:
+    """Chooses the number of tokens per row in one prefill pass.
+
+    Each pass reads all weights, so a GPU takes long chunks. They are no longer than the prompts need, and attention's
+    scores `[B, heads, chunk, slots]` in float32 stay within 1 GiB. On a CPU short chunks are as fast, and short prompts
+    fill them better.
+
+    Args:
+        model: the model.
+        batch: number of rows of the call, B.
+        platform: "cpu", "cuda" or "rocm".
+        longest_prompt: tokens of the longest prompt.
+        max_length: tokens of the longest sequence, prompt included.
+
+    Returns:
+        A power of two: 64 on a CPU, else 64..2048.
+    """
+    chunk = MIN_PREFILL_CHUNK
+    if platform == "cpu":
+        return chunk
+    bytes_per_token = 4 * batch * model.config.num_attention_heads * max_length
+    while chunk < min(MAX_PREFILL_CHUNK, longest_prompt) and 2 * chunk * bytes_per_token <= MAX_SCORE_BYTES:
+        chunk *= 2
+    return chunk
 
 
 def min_rows_per_pass(model: MTPModel, batch: int, platform: str) -> int:

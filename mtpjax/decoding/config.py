@@ -23,8 +23,8 @@ DYNAMIC_TREE_RULES = ("greedy", "sample", *LOSSY_RULES)
 
 
 INTEGER_FIELDS = ("max_new_tokens", "num_steps", "topk", "prompt_lookup_min", "prompt_lookup_max", "relaxed_topk")
-INTEGER_FIELDS += ("draft_sinks", "prefill_chunk")
-OPTIONAL_INTEGER_FIELDS = ("num_draft_tokens", "draft_window", "max_length", "min_rows")
+INTEGER_FIELDS += ("draft_sinks",)
+OPTIONAL_INTEGER_FIELDS = ("num_draft_tokens", "draft_window", "max_length", "min_rows", "prefill_chunk")
 FLOAT_FIELDS = ("threshold_single", "threshold_acc", "typical_epsilon", "typical_delta", "relaxed_delta")
 MAX_INTEGER = 2**31 - 1  # token ids and counts are int32 on the device
 
@@ -101,7 +101,8 @@ class DecodeConfig:
         stop_sequences: a row ends after any of these sequences of new tokens. The result includes the sequence.
         logprobs: report the log-probability of each new token under the trunk's unmodified logits.
         max_length: maximum length of a row in tokens, prompt included; None: the model's `max_position_embeddings`.
-        prefill_chunk: tokens per row in one prefill pass.
+        prefill_chunk: tokens per row in one prefill pass. None: 64 on a CPU; on a GPU up to 2048, as the prompts and
+            memory allow, because each pass reads all weights.
         implementation: what runs the model's kernels: "xla" (plain JAX), "triton" (GPU kernels), "interpreted" (the GPU
             kernels on any machine, slowly), or "auto" (`pallas_kernels.dispatch`). None: the model's own.
         min_rows: minimum number of token rows per forward pass; narrower passes are padded. None: 2 for a batch of one
@@ -148,7 +149,7 @@ class DecodeConfig:
     stop_sequences: tuple[tuple[int, ...], ...] = ()
     logprobs: bool = False
     max_length: int | None = None
-    prefill_chunk: int = 64
+    prefill_chunk: int | None = None
     implementation: Implementation | None = None
     min_rows: int | None = None
 
@@ -167,9 +168,10 @@ class DecodeConfig:
         object.__setattr__(self, "logprobs", bool(self.logprobs))
         self._convert_sequences()
         # 2. Ranges of single values.
-        for name, minimum in (("max_new_tokens", 1), ("num_steps", 0), ("topk", 1), ("prefill_chunk", 1)):
+        for name, minimum in (("max_new_tokens", 1), ("num_steps", 0), ("topk", 1)):
             require(getattr(self, name) >= minimum, f"{name} must be at least {minimum}, got {getattr(self, name)}")
-        for name, minimum in (("min_rows", 1), ("max_length", 2), ("draft_window", 1), ("num_draft_tokens", 2)):
+        optional = {"min_rows": 1, "max_length": 2, "draft_window": 1, "num_draft_tokens": 2, "prefill_chunk": 1}
+        for name, minimum in optional.items():
             value = getattr(self, name)
             require(value is None or value >= minimum, f"{name} must be at least {minimum}, got {value}")
         require(self.num_steps <= MAX_STEPS, f"num_steps must be at most {MAX_STEPS}, got {self.num_steps}")

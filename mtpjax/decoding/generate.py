@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from mtpjax.decoding.capacity import cache_capacity, min_rows_per_pass, slots_per_round
+from mtpjax.decoding.capacity import cache_capacity, choose_prefill_chunk, min_rows_per_pass, slots_per_round
 from mtpjax.decoding.config import DecodeConfig, SamplingParams
 from mtpjax.decoding.depth_policy import can_speed_up
 from mtpjax.decoding.drafters.base import Drafter
@@ -145,13 +145,22 @@ def speculative_generate(
     # 2. Resolve the static settings, which select the compiled program.
     B = len(prompts)
     resolved_mesh = mesh or mesh_of(params["embedding"])
-    spec = resolve_spec(config, model, resolved_mesh, batch=B, is_greedy=not temperatures(sampling, B).any())
+    longest = max(row.size for row in prompts)
+    max_length = min(longest + min(config.max_new_tokens, limit), limit)
+    spec = resolve_spec(
+        config,
+        model,
+        resolved_mesh,
+        batch=B,
+        is_greedy=not temperatures(sampling, B).any(),
+        longest_prompt=longest,
+        max_length=max_length,
+    )
     # 3. Size the caches for the longest possible sequence and for the nodes that the last round writes behind it, and
     #    convert the requests to arrays of that size.
-    longest = max(row.size for row in prompts)
     capacity = cache_capacity(
         longest,
-        min(longest + min(config.max_new_tokens, limit), limit),
+        max_length,
         max_slots_per_round=slots_per_round(model, drafter, spec),
         prefill_chunk=spec.prefill_chunk,
     )
@@ -181,7 +190,14 @@ def speculative_generate(
 
 
 def resolve_spec(
-    config: DecodeConfig, model: MTPModel, mesh: Mesh | None, *, batch: int, is_greedy: bool
+    config: DecodeConfig,
+    model: MTPModel,
+    mesh: Mesh | None,
+    *,
+    batch: int,
+    is_greedy: bool,
+    longest_prompt: int,
+    max_length: int,
 ) -> DecodeSpec:
     """Resolves the static settings of a call for its platform and batch size.
 
@@ -191,13 +207,16 @@ def resolve_spec(
         mesh: mesh of the parameters; None: one device.
         batch: number of rows, B.
         is_greedy: True if every row is at temperature 0.
+        longest_prompt: tokens of the longest prompt.
+        max_length: tokens of the longest sequence, prompt included.
 
     Returns:
         The spec, which is part of the key of the compiled program.
     """
     platform = mesh.devices.flat[0].platform if mesh is not None else jax.default_backend()
     min_rows = config.min_rows or min_rows_per_pass(model, batch, platform)
-    return DecodeSpec.from_config(config, is_greedy=is_greedy, min_rows=min_rows)
+    chunk = choose_prefill_chunk(model, batch, platform, longest_prompt=longest_prompt, max_length=max_length)
+    return DecodeSpec.from_config(config, is_greedy=is_greedy, min_rows=min_rows, prefill_chunk=chunk)
 
 
 def make_state(

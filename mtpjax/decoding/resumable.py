@@ -294,7 +294,17 @@ def _resolve_statics(
     """Resolves the drafter, the spec and the mesh of a state."""
     # Later requests may have any temperature, so only an explicit rule "greedy" makes the state greedy.
     mesh = mesh_of(params["embedding"])
-    spec = resolve_spec(config, model, mesh, batch=num_slots, is_greedy=config.acceptance == "greedy")
+    # A later prompt may be as long as the model allows.
+    longest = config.max_length or model.config.max_position_embeddings
+    spec = resolve_spec(
+        config,
+        model,
+        mesh,
+        batch=num_slots,
+        is_greedy=config.acceptance == "greedy",
+        longest_prompt=longest,
+        max_length=longest,
+    )
     return make_drafter(config), spec, mesh
 
 
