@@ -167,7 +167,7 @@ def measure(config: ModelConfig, bandwidth: float, options: argparse.Namespace) 
             shapes=(DRAFTS,),
             context=options.prompt_length,
             capacity=options.prompt_length + 2 * options.new_tokens,
-            min_rows=min_rows_per_pass(1, jax.default_backend(), name),
+            min_rows=min_rows_per_pass(model, 1, jax.default_backend()),
             time_full_rounds=True,
         )
         for name, model in models.items()

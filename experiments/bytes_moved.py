@@ -46,6 +46,7 @@ from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import empty_state
 from mtpjax.evaluation.plot_style import COLOURS, GREY, picture
+from mtpjax.models.config import Implementation
 from mtpjax.models.presets import presets
 from mtpjax.models.quantized import BlockScaled
 
@@ -92,12 +93,12 @@ SUBJECTS = {
 CELLS = ((1, 0), (1, 1), (1, 3), (8, 0), (8, 3))  # rows and draft levels
 
 
-def round_of(subject: Subject, batch: int, num_steps: int, implementation: str):
+def round_of(subject: Subject, batch: int, num_steps: int, implementation: Implementation):
     """A loop of rounds as a jitted function, the shapes of its arguments."""
     model = MTPModel(subject.config, implementation=implementation)
     config = DecodeConfig(num_steps=num_steps)
     drafter = make_drafter(config)
-    spec = DecodeSpec.from_config(config, is_greedy=True, min_rows=min_rows_per_pass(batch, "cuda", implementation))
+    spec = DecodeSpec.from_config(config, is_greedy=True, min_rows=min_rows_per_pass(model, batch, "cuda"))
 
     def make():
         params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
@@ -189,7 +190,7 @@ class Count:
     unread: int  # of the minimum, what was not seen to be read: little, from a copy, or the count has lost an array
 
 
-def count_round(subject: Subject, batch: int, num_steps: int, implementation: str) -> tuple[Count, int]:
+def count_round(subject: Subject, batch: int, num_steps: int, implementation: Implementation) -> tuple[Count, int]:
     """Compiles a round and counts it. Returns the minimum, too."""
     config = subject.config
     function, shapes = round_of(subject, batch, num_steps, implementation)
@@ -237,7 +238,7 @@ def kernel_name(instruction: Instruction) -> str:
 
 def _turns(config: ModelConfig, loop: Instruction) -> int:
     """Turns of a loop whose end is in the data: of the rounds one, of a pass's experts all that its rows can choose."""
-    if loop.source.endswith("/experts/while"):
+    if re.search(r"/experts/(.*/)?while$", loop.source):
         matrices = {array.shape for array in loop.results if len(array.shape) == 2}
         [rows] = {rows for rows, width in matrices if width == config.hidden_size}
         return min(config.n_routed_experts, rows * config.num_experts_per_tok)

@@ -24,6 +24,7 @@ gpu_device_info {
   block_dim_limit_y: 65535  block_dim_limit_z: 65535  memory_bandwidth: 3352320000000  l2_cache_size: 52428800
   clock_rate_ghz: 1.98  device_memory_size: 84978434048  shared_memory_per_block_optin: 232448
   cuda_compute_capability { major: 9 }  registers_per_core_limit: 65536  registers_per_block_limit: 65536
+  driver_version: "13.0.0"  runtime_version: "13.0.0"  compile_time_toolkit_version: "13.0.0"
 }
 platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 1 patch: 0 }
@@ -59,6 +60,12 @@ def make_mesh(shape, devices=None) -> Mesh:
     # `jax.make_mesh` makes axes explicit by default, and Flax linen modules fail under explicit axes.
     types = (AxisType.Auto,) * len(shape)
     return jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=types, devices=devices)
+
+
+def is_cuda() -> bool:
+    """Returns whether JAX's default device is an NVIDIA GPU. Starts JAX's backend."""
+    device = jax.devices()[0]
+    return device.platform in ("gpu", "cuda") and "cuda" in device.client.platform_version.lower()
 
 
 def lower_for(function, *arguments, platforms=("cuda", "rocm")) -> dict[str, jax.stages.Lowered]:

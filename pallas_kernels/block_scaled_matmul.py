@@ -19,7 +19,9 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.dequantise import dequantise
+from pallas_kernels.device import num_processors
 from pallas_kernels.dispatch import choose
+from pallas_kernels.row_product import row_times_matrix
 
 MAX_ROWS = 64  # with more rows, multiplying takes longer than reading
 _TILE_BYTES = 16384  # weights per tile: eight loads of 16 bytes for each of 128 threads
@@ -68,11 +70,41 @@ def block_scaled_matmul(x, weights, scales=None, *, block=128, implementation="a
         unsupported_reason = f"weights {weights.shape} are 2^31 elements or more, which exceed 32-bit offsets"
     shape = {"rows": rows, "inputs": D, "outputs": F, "dtype": str(x.dtype), "weights": str(weights.dtype)}
     chosen = choose(
-        "block_scaled_matmul", implementation, ("xla", "triton"), shape, unsupported_reason=unsupported_reason
+        "block_scaled_matmul",
+        implementation,
+        ("xla", "triton"),
+        shape,
+        unsupported_reason=unsupported_reason,
+        check=functools.partial(
+            difference_from_reference, dtype=x.dtype, weights_dtype=weights.dtype, has_scales=scales is not None
+        ),
     )
     if chosen == "xla" or not has_few_rows:
         return _block_scaled_matmul_xla(x, weights, scales, block)
     return _block_scaled_matmul_triton(x, weights, scales, block, chosen == "interpreted")
+
+
+def difference_from_reference(implementation: str, *, dtype, weights_dtype, has_scales: bool) -> float:
+    """Compares an implementation with `block_scaled_matmul_reference` on small arrays.
+
+    Args:
+        implementation: One of `block_scaled_matmul`.
+        dtype: Dtype of x.
+        weights_dtype: Dtype of the weights.
+        has_scales: Weights with scales.
+
+    Returns:
+        The largest difference over its bound: more than 1 means that the numbers are wrong.
+    """
+    n, D, F, block = 3, 256, 128, 64
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (n, D), dtype)
+    weights = (jax.random.normal(keys[1], (D, F)) * 0.1).astype(weights_dtype)
+    scales = jax.random.uniform(keys[2], (D // block, F)) if has_scales else None
+    found = block_scaled_matmul(x, weights, scales, block=block, implementation=implementation)
+    expected = block_scaled_matmul_reference(x.astype(jnp.float32), weights, scales, block=block)
+    bound = (1e-4 if dtype == jnp.float32 else 3e-2) * jnp.abs(expected).max()
+    return float(jnp.abs(found.astype(jnp.float32) - expected).max() / bound)
 
 
 def block_scaled_matmul_reference(x, weights, scales=None, *, block=128):
@@ -83,7 +115,17 @@ def block_scaled_matmul_reference(x, weights, scales=None, *, block=128):
 
 def _block_scaled_matmul_xla(x, weights, scales, block):
     """Rounds the scaled weights to x's dtype, which the tensor cores need for many rows."""
-    return x @ (weights if scales is None else _dequantised(weights, scales, block)).astype(x.dtype)
+
+    def product():
+        return x @ (weights if scales is None else _dequantised(weights, scales, block)).astype(x.dtype)
+
+    def product_of_one_row():
+        wide = row_times_matrix(x.reshape(-1), _dequantised(weights, scales, block))
+        return wide.astype(x.dtype).reshape(*x.shape[:-1], -1)
+
+    if x.size != x.shape[-1]:
+        return product()
+    return jax.lax.platform_dependent(cpu=product, default=product_of_one_row)
 
 
 def _dequantised(weights, scales, block):
@@ -137,15 +179,15 @@ def _block_scaled_matmul_triton(x, weights, scales, block, interpret):
 def _num_parts(num_tiles, num_columns, inputs, padded, *, is_one_byte):
     """Returns the number of parts that a column of tiles is split into.
 
-    An H100 has 132 processors, and full bandwidth needs about 3.3 MB of loads in flight. Each program keeps three tiles
-    of 16 KB in flight, so two programs per processor suffice; programs with one-byte weights keep half a tile on
+    Full bandwidth of an H100 needs about 25 KB of loads in flight per processor. Each program keeps three tiles of
+    16 KB in flight, so two programs per processor suffice; programs with one-byte weights keep half a tile on
     average, so they need three. More programs than run at once would add a second wave that takes as long as the first.
 
     A part has at least 16 inputs per row. Below that, writing and reading the partial sums moves more than half as many
     bytes as the fp8 weights do. Only the padded number of rows counts, so a row gets the same bits beside 0 or 15
     others.
     """
-    max_programs = (3 if is_one_byte else 2) * 132
+    max_programs = (3 if is_one_byte else 2) * num_processors()
     return max(1, min(max_programs // num_columns, num_tiles * inputs // (16 * padded)))
 
 

@@ -5,7 +5,8 @@ import functools
 import json
 import math
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +14,12 @@ from jax.sharding import AxisType
 
 MEASUREMENTS_FILE = pathlib.Path(__file__).with_name("measured.json")
 MAX_SIZE_RATIO = 2.0  # a measurement applies to shapes whose every size differs by at most this factor
+# Ops that run their kernel on a GPU where nothing near was measured: without it XLA reads experts several times, or
+# writes fp8 weights out in a wider dtype. For other ops XLA is a fair choice until it is measured.
+_KERNEL_BY_RULE: dict[str, Callable[[Mapping[str, int | str]], bool]] = {
+    "grouped_matmul": lambda shape: True,
+    "block_scaled_matmul": lambda shape: str(shape["weights"]).startswith("float8"),
+}
 _recorded_calls: list[tuple[str, dict[str, Any]]] | None = None  # the list that `record_choices` fills, None outside it
 
 
@@ -23,12 +30,15 @@ def choose(
     shape: Mapping[str, int | str],
     *,
     unsupported_reason: str | None = None,
+    check: Callable[[str], float] | None = None,
 ) -> str:
     """Returns the implementation to run: one of `offered`, or "interpreted".
 
     "auto" is the implementation that `measured.json` (written by `experiments/bench_kernels.py`) lists as fastest for
-    this op, on this device, at the nearest measured shape. It is "xla", the plain reference, where nothing near was
-    measured, where the kernel does not support the arguments, and off the GPU.
+    this op, on this device, at the nearest measured shape. Where nothing near was measured, experts and fp8 weights run
+    their kernel on a GPU. In all other cases, where the kernel does not support the arguments, and off the GPU, it is
+    "xla", the plain reference. Before "auto" uses a kernel for the first time, it is compared with the reference on
+    this device; if the numbers differ, "auto" warns and is "xla" from then on.
 
     Over a mesh that XLA partitions by itself the answer is always "xla": XLA cannot split a kernel, and would gather
     its operands on every device.
@@ -39,6 +49,8 @@ def choose(
         offered: Implementations that the op has.
         shape: Describes the call. Numbers are sizes; strings, such as dtypes, are kinds and must match exactly.
         unsupported_reason: The reason why the kernel does not support these arguments, or None if it does.
+        check: Runs an implementation and the reference on small arrays of these dtypes, and returns the largest
+            difference over its bound: more than 1 is a failure. None: nothing is compared.
 
     Raises:
         ValueError: The op does not have the implementation, or a kernel was requested by name that does not support the
@@ -59,11 +71,40 @@ def choose(
         if unsupported_reason and implementation != "xla":
             raise ValueError(unsupported_reason)
         return implementation
-    # "auto": kernels need a GPU, and a measurement on this kind of device.
+    # "auto": kernels need a GPU.
     if unsupported_reason or jax.default_backend() != "gpu":
         return "xla"
-    fastest = _fastest(_read_measurements().get(jax.devices()[0].device_kind, {}).get(op, ()), shape)
-    return fastest if fastest in offered else "xla"
+    # The fastest that was measured on this kind of device, else the rule.
+    chosen = _fastest(_read_measurements().get(jax.devices()[0].device_kind, {}).get(op, ()), shape)
+    if chosen is None:
+        chosen = "triton" if op in _KERNEL_BY_RULE and _KERNEL_BY_RULE[op](shape) else "xla"
+    if chosen not in offered or (check is not None and chosen != "xla" and not _agrees(op, shape, chosen, check)):
+        return "xla"
+    return chosen
+
+
+_agreed: dict[tuple[str, ...], bool] = {}  # what `_agrees` has found in this process
+
+
+def _agrees(op: str, shape: Mapping[str, int | str], implementation: str, check: Callable[[str], float]) -> bool:
+    """Returns whether an implementation gives the reference's numbers here, tried once for each op and its dtypes."""
+    key = (op, implementation, *(value for value in shape.values() if isinstance(value, str)))
+    if key not in _agreed:
+        # The caller is being traced, but the comparison must run now.
+        try:
+            with jax.ensure_compile_time_eval():
+                difference = check(implementation)
+        # Whatever keeps a kernel from running, the reference takes its place.
+        except Exception as error:
+            difference, why = math.inf, f"fails: {str(error).partition(chr(10))[0][:200]}"
+        else:
+            why = f"gives other numbers than its reference: {difference:.3g} times the bound"
+        _agreed[key] = difference <= 1
+        if not _agreed[key]:
+            warnings.warn(
+                f"the {implementation} kernel of {op} ({', '.join(key[2:])}) {why}; 'auto' uses xla", stacklevel=3
+            )
+    return _agreed[key]
 
 
 @contextlib.contextmanager
@@ -81,8 +122,8 @@ def record_choices() -> Iterator[list[tuple[str, dict[str, Any]]]]:
         _recorded_calls = None
 
 
-def _fastest(cells: Sequence[Mapping], shape: Mapping[str, int | str]) -> str:
-    """Returns the fastest implementation of the cell whose shape is nearest, or "xla" if none is near enough.
+def _fastest(cells: Sequence[Mapping], shape: Mapping[str, int | str]) -> str | None:
+    """Returns the fastest implementation of the cell whose shape is nearest, or None if none is near enough.
 
     A cell is `{"shape": {name: size or kind}, "milliseconds": {implementation: time}}`.
     """
@@ -101,7 +142,7 @@ def _fastest(cells: Sequence[Mapping], shape: Mapping[str, int | str]) -> str:
 
     nearest = min(cells, key=cell_ratio, default=None)
     if nearest is None or cell_ratio(nearest) > MAX_SIZE_RATIO:
-        return "xla"
+        return None
     return min(nearest["milliseconds"], key=nearest["milliseconds"].get)
 
 

@@ -14,12 +14,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.cost import loads_from_l2
+from pallas_kernels.device import num_processors
 from pallas_kernels.dispatch import choose
 
 MAX_QUERY_TOKENS = 16  # tokens per row that the kernel supports
 MAX_DRAFT_SLOTS = 64  # slots behind the committed ones: two 32-bit words of the ancestor mask
 _MASKED_SCORE = -1e30  # score of a masked slot; unlike -inf, differences of it stay finite
-_NUM_SMS = 132  # SMs of an H100; each holds at least eight warps of these kernels
 
 
 def verify_attention(
@@ -217,9 +217,10 @@ def _run_kernel(
     tiles = _choose_tiles(R, width, is_latent, q.dtype.itemsize, platform)
     num_parts = 2 if tiles.is_column_split else 1
     num_row_blocks = pl.cdiv(R, tiles.rows) * num_parts
-    # Splits: enough programs for the device. A share has at least 256 slots, or 512 with more rows, because each
-    # program's sums are written and read again; and at most 4096, so that one long row does not take all the time.
-    num_splits = pl.cdiv(_NUM_SMS * 8 // tiles.num_warps, B * K * num_row_blocks)
+    # Splits: enough programs for the processors, each of which holds at least eight warps of these kernels. A share has
+    # at least 256 slots, or 512 with more rows, because each program's sums are written and read again; and at most
+    # 4096, so that one long row does not take all the time.
+    num_splits = pl.cdiv(num_processors() * 8 // tiles.num_warps, B * K * num_row_blocks)
     num_splits = max(min(num_splits, pl.cdiv(S, 256 if tiles.rows == 16 else 512)), pl.cdiv(S, 4096))
     row_table, token_table = _pack_masks(num_committed, ancestor_mask, window_start, S)
     # Triton arrays have power-of-two sizes, so columns are cut into slices: a latent's keys into value columns (in

@@ -20,7 +20,7 @@ from mtpjax.data.config import Source
 from mtpjax.data.prompts import choose_prompts, encode_prompts, max_prompt_length, read_prompts
 from mtpjax.data.sources import read_source
 from mtpjax.data.tokenizer import ByteTokenizer, load_tokenizer
-from mtpjax.decoding.capacity import cache_capacity, min_rows_per_pass
+from mtpjax.decoding.capacity import cache_capacity, choose_prefill_chunk, min_rows_per_pass
 from mtpjax.decoding.config import LOSSY_RULES, DecodeConfig
 from mtpjax.decoding.generate import generate, speculative_generate
 from mtpjax.evaluation.acceptance import equals_plain_decoding, sampling_arguments
@@ -293,7 +293,7 @@ class Bench:
             # One meter measures every shape of the batch size in turns. A second one measures plain steps in the faster
             # form if decoding's own form is the other.
             shapes = tuple({other.shape: None for other in (*self.cells, cell) if other.batch_size == batch_size})
-            default_rows = min_rows_per_pass(batch_size, jax.default_backend(), self.model.implementation)
+            default_rows = min_rows_per_pass(self.model, batch_size, jax.default_backend())
             meters = [self._make_meter(batch_size, shapes, default_rows)]
             if (fastest_rows := self._fastest_min_rows(batch_size) or default_rows) != default_rows:
                 meters.append(self._make_meter(batch_size, (), fastest_rows))
@@ -309,6 +309,9 @@ class Bench:
         # Measure at the mean length of the texts, with caches as large as decoding allocates.
         lengths = [len(row) for row in self.workload.prompts]
         context, longest = int(np.mean(lengths)) + self.settings.max_new_tokens // 2, max(lengths)
+        chunk = choose_prefill_chunk(
+            self.model, batch_size, jax.default_backend(), longest_prompt=longest, max_length=self._max_length
+        )
         return CostMeter(
             self.params,
             model=self.model,
@@ -316,9 +319,7 @@ class Bench:
             batch=batch_size,
             min_rows=min_rows,
             context=context,
-            capacity=cache_capacity(
-                longest, self._max_length, max_slots_per_round=max_slots, prefill_chunk=DecodeConfig().prefill_chunk
-            ),
+            capacity=cache_capacity(longest, self._max_length, max_slots_per_round=max_slots, prefill_chunk=chunk),
         )
 
 

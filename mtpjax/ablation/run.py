@@ -30,6 +30,7 @@ from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, picture_paths
 from mtpjax.host import num_threads
 from mtpjax.io.checkpoint import load
 from mtpjax.io.checkpoint_format import checkpoint_digest, find_checkpoint
+from mtpjax.models.config import Implementation
 from mtpjax.program_memory import free_programs_if_full
 
 CELL_VERSION = 5  # format of a cell's line; lines of another version are measured again
@@ -62,12 +63,15 @@ def fingerprint(cell: Cell, settings: Settings, workload: Workload, environment:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def describe_environment(path: pathlib.Path, model_type: str | None = None) -> dict[str, Any]:
+def describe_environment(
+    path: pathlib.Path, model_type: str | None = None, implementation: Implementation = "auto"
+) -> dict[str, Any]:
     """Describes model, machine and versions, on which the results depend.
 
     Args:
         path: the checkpoint.
         model_type: the family that it is read as, where that is not its own.
+        implementation: what runs the model's kernels.
 
     Returns:
         Strings by name.
@@ -79,6 +83,7 @@ def describe_environment(path: pathlib.Path, model_type: str | None = None) -> d
         "processor": describe_machine()["cpu"] if hasattr(os, "sched_getaffinity") else platform.machine(),
         "jax": jax.__version__,
         "flags": os.environ.get("XLA_FLAGS", ""),
+        **({} if implementation == "auto" else {"implementation": implementation}),
     }
 
 
@@ -143,6 +148,7 @@ def run(
     *,
     console,
     model_type: str | None = None,
+    implementation: Implementation = "auto",
     prompts: str | None = None,
     num_prompts: int = 12,
     categories: Sequence[str] = (),
@@ -158,6 +164,7 @@ def run(
         settings: the settings of the ablation.
         console: a `rich` console.
         model_type: the family to use instead of the one that the checkpoint names.
+        implementation: what runs the model's kernels.
         prompts: as in `find_workload`, like the arguments after it.
         num_prompts: number of prompts.
         categories: categories to draw from.
@@ -175,7 +182,7 @@ def run(
     output = pathlib.Path(output)
     pictures = [picture_paths(output / name, plot_formats) for name in ("heatmap", "pareto")]
     path = find_checkpoint(model_path)
-    model, params = load(path, model_type=model_type)
+    model, params = load(path, model_type=model_type, implementation=implementation)
     # List the cells, and print why combinations were left out.
     cells, reasons = list_cells(settings, model=model)
     for reason, count in reasons.items():
@@ -194,7 +201,7 @@ def run(
         prompt_tokens=prompt_tokens,
         chat=chat,
     )
-    environment = describe_environment(path, model_type)
+    environment = describe_environment(path, model_type, implementation)
     output.mkdir(parents=True, exist_ok=True)
     console.print(f"{len(cells)} cells; {workload.source}", highlight=False, soft_wrap=True)
     bench = Bench(model, params, settings, workload)

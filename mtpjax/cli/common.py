@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 from mtpjax import compilation_cache
 from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, FORMATS
+from mtpjax.models.config import IMPLEMENTATIONS
 
 
 def add_model_path_flag(parser) -> None:
@@ -29,6 +30,17 @@ def add_model_type_flag(parser) -> None:
         default="auto",
         help="family to read a Hugging Face checkpoint as, in place of the model_type that its config.json names "
         "(default: %(default)s)",
+    )
+
+
+def add_implementation_flag(parser) -> None:
+    """Adds `--implementation`, for commands that run a model."""
+    parser.add_argument(
+        "--implementation",
+        choices=IMPLEMENTATIONS,
+        default="auto",
+        help="what runs the model's kernels: xla (plain JAX), triton (GPU kernels), interpreted (the GPU kernels on "
+        "any machine, slowly), or auto, which on a GPU takes those of experts and fp8 weights (default: %(default)s)",
     )
 
 

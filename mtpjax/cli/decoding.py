@@ -6,7 +6,7 @@ import pathlib
 import sys
 from typing import Any
 
-from mtpjax.cli.common import add_model_path_flag, model_type, set_threads
+from mtpjax.cli.common import add_implementation_flag, add_model_path_flag, model_type, set_threads
 from mtpjax.cli.config_flags import (
     DRAFT_FIELDS,
     LOOKUP_FIELDS,
@@ -36,6 +36,7 @@ def add_commands(commands) -> None:
 def _add_generate(commands) -> None:
     parser = command_parser("Continue prompts with a trained model. On a terminal, accepted drafts are coloured.")
     add_model_path_flag(parser)
+    add_implementation_flag(parser)
     parser.add_argument("--prompt", action="append", required=True, help="text to continue; repeat for more prompts")
     add_config_flags(parser, (*DECODE_FIELDS, "depth_policy"), **DECODE_DEFAULTS)
     parser.add_argument(
@@ -57,6 +58,7 @@ def _add_regenerate(commands) -> None:
         "and the progress. Run the same command again to continue an interrupted run."
     )
     add_model_path_flag(parser)
+    add_implementation_flag(parser)
     parser.add_argument(
         "--data",
         required=True,
@@ -91,7 +93,7 @@ def _generate(options) -> int:
     if options.check and options.temperature and settings["acceptance"] != "sample":
         raise ValueError("--check above temperature 0 needs --acceptance sample: other rules draw other tokens")
     path = find_checkpoint(options.model_path)
-    model, params = load(path, model_type=model_type(options))
+    model, params = load(path, model_type=model_type(options), implementation=options.implementation)
     tokenizer = load_tokenizer(path, model.config.vocab_size)
     config = _decode_config(options, settings, model, tokenizer)
     # Warn if the MTP modules draft worse than they did in training; damaged modules raise no error otherwise.
@@ -214,7 +216,7 @@ def _regenerate(options) -> int:
     own = (output, manifest_path(output))
     paths = [file for file in list_corpus_files(options.data, options.pattern) if file.resolve() not in own]
     path = find_checkpoint(options.model_path)
-    model, params = load(path, model_type=model_type(options))
+    model, params = load(path, model_type=model_type(options), implementation=options.implementation)
     tokenizer = load_tokenizer(path, model.config.vocab_size)
     config = DecodeConfig(**_with_num_steps(settings, model), stop_token_ids=tokenizer.eos_token_ids)
     # Each record gets its own seed, so the batch's seeds are left out.

@@ -7,6 +7,7 @@ import sys
 
 from mtpjax.atomic import check_output_file
 from mtpjax.cli.common import (
+    add_implementation_flag,
     add_model_path_flag,
     add_plot_formats_flag,
     model_type,
@@ -36,6 +37,7 @@ def _add_profile(commands) -> None:
         "`mtpjax generate --depth-policy adaptive` reads the file."
     )
     add_model_path_flag(profile)
+    add_implementation_flag(profile)
     profile.add_argument("--batch-size", type=int, nargs="+", default=[1], help="batch sizes to measure")
     add_config_flags(profile, SHAPE_FIELDS, num_steps=5)
     profile.add_argument("--context", type=int, default=512, help="tokens in the KV caches (default: %(default)s)")
@@ -75,6 +77,7 @@ def _add_eval(commands) -> None:
         "before; a survival rate counts all steps."
     )
     add_model_path_flag(acceptance)
+    add_implementation_flag(acceptance)
     _add_prompt_flags(acceptance, required=True, count=64)
     add_config_flags(acceptance, DRAFT_FIELDS, num_steps=3)
     acceptance.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default: %(default)s)")
@@ -96,6 +99,7 @@ def _add_ablate(commands) -> None:
         "again to continue. Writes cells.jsonl, cells.csv, recommendation.md, and the pictures heatmap and pareto."
     )
     add_model_path_flag(ablate)
+    add_implementation_flag(ablate)
     ablate.add_argument("--output", required=True, help="folder to write or to continue")
     _add_prompt_flags(ablate, required=False, count=12)
     # The flags of single settings, which take several values here; the grid is their product.
@@ -159,7 +163,7 @@ def _profile(options) -> int:
         raise ValueError(f"repeats must be at least 1, got {options.repeats}")
     if options.output is not None:
         check_output_file(options.output)
-    model, params = load(options.model_path, model_type=model_type(options))
+    model, params = load(options.model_path, model_type=model_type(options), implementation=options.implementation)
     output = profile.default_path(options.model_path) if options.output is None else options.output
     with progress_bar() as bar:
         task = bar.add_task("compiling and measuring", total=None)
@@ -257,7 +261,7 @@ def _eval_acceptance(options) -> int:
     if options.output is not None:
         check_output_file(options.output)
     path = find_checkpoint(options.model_path)
-    model, params = load(path, model_type=model_type(options))
+    model, params = load(path, model_type=model_type(options), implementation=options.implementation)
     tokenizer = load_tokenizer(path, model.config.vocab_size)
     most = max_prompt_length(model.config.max_position_embeddings, options.max_new_tokens, options.prompt_tokens)
     prompts, cut = encode_prompts(chosen, tokenizer, max_tokens=most, chat=options.chat)
@@ -323,6 +327,7 @@ def _ablate(options) -> int:
         settings,
         console=rich.console.Console(),
         model_type=model_type(options),
+        implementation=options.implementation,
         prompts=options.prompts,
         num_prompts=options.num_prompts,
         categories=options.categories,

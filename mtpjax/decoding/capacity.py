@@ -4,6 +4,9 @@ from mtpjax.decoding.drafters.base import Drafter
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.models.model import MTPModel
 
+MIN_PREFILL_CHUNK, MAX_PREFILL_CHUNK = 64, 2048  # tokens
+MAX_SCORE_BYTES = 2**30  # of one layer's attention scores in a prefill pass
+
 
 def slots_per_round(model: MTPModel, drafter: Drafter, spec: DecodeSpec) -> int:
     """Computes the maximum number of cache slots that a round writes behind the committed text.
@@ -54,18 +57,44 @@ def cache_capacity(prompt_length: int, max_length: int, *, max_slots_per_round: 
     )
 
 
-def min_rows_per_pass(batch: int, platform: str, implementation: str) -> int:
-    """Computes the minimum number of token rows per forward pass that runs fast.
+def choose_prefill_chunk(model: MTPModel, batch: int, platform: str, *, longest_prompt: int, max_length: int) -> int:
+    """Chooses the number of tokens per row in one prefill pass.
 
-    On a GPU, XLA compiles a matmul with a single row to an elementwise product of the size of the matrix. Padding the
-    pass to two rows avoids that. The Triton kernels handle a single row well.
+    Each pass reads all weights, so a GPU takes long chunks. They are no longer than the prompts need, and attention's
+    scores `[B, heads, chunk, slots]` in float32 stay within 1 GiB. On a CPU short chunks are as fast, and short prompts
+    fill them better.
 
     Args:
+        model: the model.
         batch: number of rows of the call, B.
         platform: "cpu", "cuda" or "rocm".
-        implementation: the model's kernel implementation.
+        longest_prompt: tokens of the longest prompt.
+        max_length: tokens of the longest sequence, prompt included.
+
+    Returns:
+        A power of two: 64 on a CPU, else 64..2048.
+    """
+    chunk = MIN_PREFILL_CHUNK
+    if platform == "cpu":
+        return chunk
+    bytes_per_token = 4 * batch * model.config.num_attention_heads * max_length
+    while chunk < min(MAX_PREFILL_CHUNK, longest_prompt) and 2 * chunk * bytes_per_token <= MAX_SCORE_BYTES:
+        chunk *= 2
+    return chunk
+
+
+def min_rows_per_pass(model: MTPModel, batch: int, platform: str) -> int:
+    """Computes the minimum number of token rows per forward pass that runs fast.
+
+    On a GPU a single row needs more launches than two: XLA does not multiply it on the tensor cores, and fuses less
+    around it. Experts take a single row as it is, because a second one would choose experts of its own.
+
+    Args:
+        model: the model.
+        batch: number of rows of the call, B.
+        platform: "cpu", "cuda" or "rocm".
 
     Returns:
         1 or 2.
     """
-    return 2 if batch == 1 and platform != "cpu" and implementation != "triton" else 1
+    return 2 if batch == 1 and platform != "cpu" and not model.config.is_moe else 1

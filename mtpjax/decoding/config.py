@@ -7,12 +7,11 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from mtpjax.models.config import require
+from mtpjax.models.config import IMPLEMENTATIONS, Implementation, require, require_choice
 
 MAX_STEPS = 127  # draft levels are reported as int8
 DEFAULT_MAX_NODES = 64  # upper limit of the default of `num_draft_tokens`
 
-DEFAULT_PREFILL_CHUNK = 64
 
 DRAFTERS = ("mtp", "lookup")
 EXACT_RULES = ("greedy", "sample", "token", "block", "recursive", "traversal")
@@ -25,8 +24,8 @@ DYNAMIC_TREE_RULES = ("greedy", "sample", *LOSSY_RULES)
 
 
 INTEGER_FIELDS = ("max_new_tokens", "num_steps", "topk", "prompt_lookup_min", "prompt_lookup_max", "relaxed_topk")
-INTEGER_FIELDS += ("draft_sinks", "prefill_chunk")
-OPTIONAL_INTEGER_FIELDS = ("num_draft_tokens", "draft_window", "max_length", "min_rows")
+INTEGER_FIELDS += ("draft_sinks",)
+OPTIONAL_INTEGER_FIELDS = ("num_draft_tokens", "draft_window", "max_length", "min_rows", "prefill_chunk")
 FLOAT_FIELDS = ("threshold_single", "threshold_acc", "typical_epsilon", "typical_delta", "relaxed_delta")
 MAX_INTEGER = 2**31 - 1  # token ids and counts are int32 on the device
 
@@ -113,9 +112,12 @@ class DecodeConfig:
         stop_sequences: a row ends after any of these sequences of new tokens. The result includes the sequence.
         logprobs: report the log-probability of each new token under the trunk's unmodified logits.
         max_length: maximum length of a row in tokens, prompt included; None: the model's `max_position_embeddings`.
-        prefill_chunk: tokens per row in one prefill pass.
+        prefill_chunk: tokens per row in one prefill pass. None: 64 on a CPU; on a GPU up to 2048, as the prompts and
+            memory allow, because each pass reads all weights.
+        implementation: what runs the model's kernels: "xla" (plain JAX), "triton" (GPU kernels), "interpreted" (the GPU
+            kernels on any machine, slowly), or "auto" (`pallas_kernels.dispatch`). None: the model's own.
         min_rows: minimum number of token rows per forward pass; narrower passes are padded. None: 2 for a batch of one
-            on a GPU without Triton kernels, else 1.
+            on a GPU if the model has no experts, else 1.
 
     Raises:
         ValueError: for a value out of range, or settings that contradict each other.
@@ -158,7 +160,8 @@ class DecodeConfig:
     stop_sequences: tuple[tuple[int, ...], ...] = ()
     logprobs: bool = False
     max_length: int | None = None
-    prefill_chunk: int = DEFAULT_PREFILL_CHUNK
+    prefill_chunk: int | None = None
+    implementation: Implementation | None = None
     min_rows: int | None = None
 
     def __post_init__(self):
@@ -176,9 +179,10 @@ class DecodeConfig:
         object.__setattr__(self, "logprobs", bool(self.logprobs))
         self._convert_sequences()
         # 2. Ranges of single values.
-        for name, minimum in (("max_new_tokens", 1), ("num_steps", 0), ("topk", 1), ("prefill_chunk", 1)):
+        for name, minimum in (("max_new_tokens", 1), ("num_steps", 0), ("topk", 1)):
             require(getattr(self, name) >= minimum, f"{name} must be at least {minimum}, got {getattr(self, name)}")
-        for name, minimum in (("min_rows", 1), ("max_length", 2), ("draft_window", 1), ("num_draft_tokens", 2)):
+        optional = {"min_rows": 1, "max_length": 2, "draft_window": 1, "num_draft_tokens": 2, "prefill_chunk": 1}
+        for name, minimum in optional.items():
             value = getattr(self, name)
             require(value is None or value >= minimum, f"{name} must be at least {minimum}, got {value}")
         require(self.num_steps <= MAX_STEPS, f"num_steps must be at most {MAX_STEPS}, got {self.num_steps}")
@@ -201,6 +205,8 @@ class DecodeConfig:
             self.depth_policy in policies,
             f"unknown depth_policy '{self.depth_policy}'; supported: {', '.join(policies)}",
         )
+        if self.implementation is not None:
+            require_choice("implementation", self.implementation, IMPLEMENTATIONS)
         for name in ("threshold_single", "threshold_acc"):
             require(0 <= getattr(self, name) <= 1, f"{name} must be within 0..1, got {getattr(self, name)}")
         require(self.relaxed_topk >= 1, f"relaxed_topk must be at least 1, got {self.relaxed_topk}")

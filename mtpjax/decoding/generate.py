@@ -12,8 +12,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mtpjax.compat import library_settings
-from mtpjax.decoding.capacity import cache_capacity, min_rows_per_pass, slots_per_round
-from mtpjax.decoding.config import DEFAULT_PREFILL_CHUNK, DecodeConfig, SamplingParams
+from mtpjax.decoding.capacity import (
+    MIN_PREFILL_CHUNK,
+    cache_capacity,
+    choose_prefill_chunk,
+    min_rows_per_pass,
+    slots_per_round,
+)
+from mtpjax.decoding.config import DecodeConfig, SamplingParams
 from mtpjax.decoding.depth_policy import can_speed_up
 from mtpjax.decoding.drafters.base import Drafter
 from mtpjax.decoding.loop import decode
@@ -25,6 +31,7 @@ from mtpjax.decoding.requests import (
     make_new_rows,
     params_to_device,
     prompts_to_arrays,
+    with_implementation,
 )
 from mtpjax.decoding.result import GenerationResult, collect
 from mtpjax.decoding.sampling import SamplingFeatures
@@ -140,18 +147,28 @@ def speculative_generate(
     params = params_to_device(params)
     sampling = sampling or SamplingParams()
     drafter = make_drafter(config)
+    model = with_implementation(model, config)
     prompts = prompts_to_arrays(prompts, lengths)
     limit = check_request(prompts, model, config, drafter)
     # 2. Resolve the static settings, which select the compiled program.
     B = len(prompts)
     resolved_mesh = mesh or mesh_of(params["embedding"])
-    spec = resolve_spec(config, model, resolved_mesh, batch=B, is_greedy=not temperatures(sampling, B).any())
+    longest = max(row.size for row in prompts)
+    max_length = min(longest + min(config.max_new_tokens, limit), limit)
+    spec = resolve_spec(
+        config,
+        model,
+        resolved_mesh,
+        batch=B,
+        is_greedy=not temperatures(sampling, B).any(),
+        longest_prompt=longest,
+        max_length=max_length,
+    )
     # 3. Size the caches for the longest possible sequence and for the nodes that the last round writes behind it, and
     #    convert the requests to arrays of that size.
-    longest = max(row.size for row in prompts)
     capacity = cache_capacity(
         longest,
-        min(longest + min(config.max_new_tokens, limit), limit),
+        max_length,
         max_slots_per_round=slots_per_round(model, drafter, spec),
         prefill_chunk=spec.prefill_chunk,
     )
@@ -181,7 +198,14 @@ def speculative_generate(
 
 
 def resolve_spec(
-    config: DecodeConfig, model: MTPModel, mesh: Mesh | None, *, batch: int, is_greedy: bool
+    config: DecodeConfig,
+    model: MTPModel,
+    mesh: Mesh | None,
+    *,
+    batch: int,
+    is_greedy: bool,
+    longest_prompt: int,
+    max_length: int,
 ) -> DecodeSpec:
     """Resolves the static settings of a call for its platform and batch size.
 
@@ -191,15 +215,18 @@ def resolve_spec(
         mesh: mesh of the parameters; None: one device.
         batch: number of rows, B.
         is_greedy: True if every row is at temperature 0.
+        longest_prompt: tokens of the longest prompt.
+        max_length: tokens of the longest sequence, prompt included.
 
     Returns:
         The spec, which is part of the key of the compiled program.
     """
     platform = mesh.devices.flat[0].platform if mesh is not None else jax.default_backend()
-    min_rows = config.min_rows or min_rows_per_pass(batch, platform, model.implementation)
-    spec = DecodeSpec.from_config(config, is_greedy=is_greedy, min_rows=min_rows)
+    min_rows = config.min_rows or min_rows_per_pass(model, batch, platform)
+    chunk = choose_prefill_chunk(model, batch, platform, longest_prompt=longest_prompt, max_length=max_length)
+    spec = DecodeSpec.from_config(config, is_greedy=is_greedy, min_rows=min_rows, prefill_chunk=chunk)
     # No prompt is longer than the model's positions, and caches hold a whole chunk: a wider one would only cost memory.
-    max_chunk = max(model.config.max_position_embeddings, DEFAULT_PREFILL_CHUNK)
+    max_chunk = max(model.config.max_position_embeddings, MIN_PREFILL_CHUNK)
     return dataclasses.replace(spec, prefill_chunk=min(spec.prefill_chunk, max_chunk))
 
 

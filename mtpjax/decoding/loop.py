@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from mtpjax.decoding.commit import commit
 from mtpjax.decoding.drafters.base import Drafter
+from mtpjax.decoding.gpu_graph import one_graph
 from mtpjax.decoding.prefill import prefill
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import DecodeState
@@ -140,7 +141,7 @@ def run_rounds(
     return jax.lax.while_loop(should_continue, run_chosen_depth, (state, max_rounds))[0]
 
 
-@functools.partial(jax.jit, static_argnames=("model", "drafter", "spec"), donate_argnames=("state",))
+@one_graph(static_argnames=("model", "drafter", "spec"), donate_argnames=("state",))
 def decode(
     params: dict,
     draft_params: Any,
@@ -152,7 +153,8 @@ def decode(
 ) -> DecodeState:
     """Decodes a whole batch in one compiled call: prefill, then rounds until every row is done.
 
-    The host takes no part between the first and the last token.
+    The host takes no part between the first and the last token; on a ROCm GPU it reads the loop's condition
+    (`mtpjax.decoding.gpu_graph`).
 
     Args:
         params: model parameters.

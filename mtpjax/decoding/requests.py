@@ -142,6 +142,21 @@ def prompts_to_arrays(prompts: Any, lengths: Any = None) -> list[np.ndarray]:
         raise ValueError("prompts must be lists of token ids, not lists of lists") from error
 
 
+def with_implementation(model: MTPModel, config: DecodeConfig) -> MTPModel:
+    """Returns the model with the implementation that the settings name, if they name one.
+
+    Args:
+        model: the model.
+        config: the settings.
+
+    Returns:
+        The model.
+    """
+    if config.implementation in (None, model.implementation):
+        return model
+    return model.clone(implementation=config.implementation)
+
+
 def check_request(rows: list[np.ndarray], model: MTPModel, config: DecodeConfig, drafter: Drafter) -> int:
     """Checks prompts and settings. The compiled call would silently clamp values that are out of range.
 

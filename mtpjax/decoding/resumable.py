@@ -12,7 +12,6 @@ the exception, since the batch shares the depth). `insert` compiles once per num
 of two, and `run` once per value of `until`.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -25,6 +24,7 @@ from mtpjax.decoding.capacity import round_up_capacity, slots_per_round
 from mtpjax.decoding.config import DecodeConfig, SamplingParams, check_integer
 from mtpjax.decoding.drafters.base import Drafter
 from mtpjax.decoding.generate import device_settings, make_state, resolve_spec
+from mtpjax.decoding.gpu_graph import one_graph
 from mtpjax.decoding.loop import run_rounds
 from mtpjax.decoding.prefill import insert_rows
 from mtpjax.decoding.requests import (
@@ -37,6 +37,7 @@ from mtpjax.decoding.requests import (
     make_stop_table,
     params_to_device,
     prompts_to_arrays,
+    with_implementation,
 )
 from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.decoding.spec import DecodeSpec
@@ -93,6 +94,7 @@ def init_state(
     if num_slots < 1:
         raise ValueError(f"num_slots must be at least 1, got {num_slots}")
     drafter, spec, params_mesh = _resolve_statics(params, model, config, num_slots)
+    model = with_implementation(model, config)
     limit = check_settings(model, config, drafter)
     length = limit if max_length is None else check_integer("max_length", max_length)
     if not 2 <= length <= limit:
@@ -172,6 +174,7 @@ def insert(
     _check_state(state)
     params, (num_slots, capacity) = params_to_device(params), state.tokens.shape
     drafter, spec, mesh = _resolve_statics(params, model, config, num_slots)
+    model = with_implementation(model, config)
     rows = prompts_to_arrays(prompts)
     limit = check_request(rows, model, config, drafter)
     # The state's capacity bounds every row. Keep room for a whole prefill chunk and for the widest draft behind the
@@ -258,6 +261,7 @@ def run(
     if until not in ("all", "any"):
         raise ValueError(f"unknown until '{until}'; supported: all, any")
     drafter, spec, mesh = _resolve_statics(params, model, config, len(state.length))
+    model = with_implementation(model, config)
     if draft_params is None:
         draft_params = drafter.default_params(params, config, model=model)
     # The limit enters as an array, so another value compiles nothing.
@@ -266,7 +270,7 @@ def run(
         return _run(params, draft_params, state, rounds, model=model, drafter=drafter, spec=spec, until=until)
 
 
-@functools.partial(jax.jit, static_argnames=("model", "drafter", "spec"), donate_argnames=("state",))
+@one_graph(static_argnames=("model", "drafter", "spec"), donate_argnames=("state",))
 def _insert(
     params: dict,
     draft_params: Any,
@@ -282,7 +286,7 @@ def _insert(
     return insert_rows(params, prepared, state, rows, slots, model=model, drafter=drafter, spec=spec)
 
 
-@functools.partial(jax.jit, static_argnames=("model", "drafter", "spec", "until"), donate_argnames=("state",))
+@one_graph(static_argnames=("model", "drafter", "spec", "until"), donate_argnames=("state",))
 def _run(
     params: dict,
     draft_params: Any,
@@ -304,7 +308,17 @@ def _resolve_statics(
     """Resolves the drafter, the spec and the mesh of a state."""
     # Later requests may have any temperature, so only an explicit rule "greedy" makes the state greedy.
     drafter, mesh = make_drafter(config), mesh_of(params["embedding"])
-    spec = resolve_spec(config, model, mesh, batch=num_slots, is_greedy=config.acceptance == "greedy")
+    # A later prompt may be as long as the model allows.
+    longest = config.max_length or model.config.max_position_embeddings
+    spec = resolve_spec(
+        config,
+        model,
+        mesh,
+        batch=num_slots,
+        is_greedy=config.acceptance == "greedy",
+        longest_prompt=longest,
+        max_length=longest,
+    )
     return drafter, spec, mesh
 
 

@@ -36,13 +36,16 @@ class DecodeSpec:
     logprobs: bool = False
 
     @classmethod
-    def from_config(cls, config: DecodeConfig, *, is_greedy: bool, min_rows: int = 1) -> "DecodeSpec":
+    def from_config(
+        cls, config: DecodeConfig, *, is_greedy: bool, min_rows: int = 1, prefill_chunk: int = 64
+    ) -> "DecodeSpec":
         """Resolves a `DecodeConfig` for one call.
 
         Args:
             config: the user's settings.
             is_greedy: True if every row decodes at temperature 0.
             min_rows: minimum number of token rows per pass (`mtpjax.decoding.capacity.min_rows_per_pass`).
+            prefill_chunk: tokens per row in one prefill pass, where the settings name none.
 
         Returns:
             The spec, with `acceptance="auto"` replaced by a rule.
@@ -74,7 +77,7 @@ class DecodeSpec:
             is_adaptive=config.depth_policy == "adaptive" and config.num_steps > 0,
             window=None if config.draft_window is None else (config.draft_window, config.draft_sinks),
             min_rows=min_rows,
-            prefill_chunk=config.prefill_chunk,
+            prefill_chunk=config.prefill_chunk or prefill_chunk,
             logprobs=config.logprobs,
         )
 

@@ -141,7 +141,7 @@ def measure(
             context=context,
             capacity=capacity,
             batch=batch,
-            min_rows=min_rows_per_pass(batch, jax.default_backend(), model.implementation),
+            min_rows=min_rows_per_pass(model, batch, jax.default_backend()),
             temperature=temperature,
             seconds=seconds,
             time_full_rounds=True,

@@ -27,7 +27,7 @@ from mtpjax.io.checkpoint_format import (
 from mtpjax.io.checkpoint_reader import model_config, restore
 from mtpjax.io.huggingface_files import HUGGINGFACE_FOLDER, count_token_ids, read_kept_config
 from mtpjax.io.param_tree import flatten_arrays, split_scaled
-from mtpjax.models.config import ModelConfig
+from mtpjax.models.config import Implementation, ModelConfig
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import is_of_modules
 from mtpjax.models.quantized import is_scaled
@@ -129,7 +129,14 @@ def save_model(
     save(path, model.config.to_dict(), params, metadata=metadata, write_extra_files=write_small_files)
 
 
-def load(path, *, dtype=None, mesh: Mesh | None = None, model_type: str | None = None) -> tuple[MTPModel, dict]:
+def load(
+    path,
+    *,
+    dtype=None,
+    mesh: Mesh | None = None,
+    model_type: str | None = None,
+    implementation: Implementation = "auto",
+) -> tuple[MTPModel, dict]:
     """Loads a model from an mtpjax checkpoint, a run folder, a Hugging Face directory, or a GGUF file.
 
     If the checkpoint has a tokenizer with fewer tokens than the vocabulary has rows, `model.config.num_tokens` is set,
@@ -143,6 +150,7 @@ def load(path, *, dtype=None, mesh: Mesh | None = None, model_type: str | None =
             fp8 with their scales (`BlockScaled`).
         mesh: lays the parameters out over this mesh; each process reads only what its devices hold.
         model_type: the family of a Hugging Face directory, instead of the one that its `config.json` names.
+        implementation: what runs the model's kernels (`pallas_kernels.dispatch`).
 
     Returns:
         `(model, params)`: the model, and its parameters as nested dicts of jax arrays.
@@ -172,13 +180,13 @@ def load(path, *, dtype=None, mesh: Mesh | None = None, model_type: str | None =
         from conversion.load import load as load_hugging_face
 
         model, params = load_hugging_face(path, dtype=dtype, mesh=mesh, model_type=model_type)
-        return _exclude_padding(model, path), params
+        return _finish_model(model, path, implementation), params
     # An mtpjax checkpoint: every digest is verified.
     config, params, _ = restore(path)
     # `BlockScaled` leaves are dequantized by `astype`.
     if dtype is not None:
         params = jax.tree.map(lambda leaf: leaf.astype(dtype), params, is_leaf=is_scaled)
-    model = _exclude_padding(MTPModel(_checked_config(config, params, path)), path)
+    model = _finish_model(MTPModel(_checked_config(config, params, path)), path, implementation)
     return model, params if mesh is None else shard_params(params, mesh)
 
 
@@ -203,10 +211,10 @@ def _checked_config(values: Any, params: dict, path) -> ModelConfig:
     return config
 
 
-def _exclude_padding(model: MTPModel, path) -> MTPModel:
-    """Sets `num_tokens` if the vocabulary has more rows than the checkpoint's tokenizer has tokens."""
+def _finish_model(model: MTPModel, path, implementation: Implementation) -> MTPModel:
+    """Sets the implementation, and `num_tokens` if the vocabulary has more rows than the tokenizer has tokens."""
+    config: ModelConfig = model.config
     count = count_token_ids(path)
-    if count is None or count >= model.config.vocab_size:
-        return model
-    config: ModelConfig = dataclasses.replace(model.config, num_tokens=count)
-    return MTPModel(config)
+    if count is not None and count < config.vocab_size:
+        config = dataclasses.replace(config, num_tokens=count)
+    return MTPModel(config, implementation=implementation)

@@ -3,7 +3,10 @@
 import dataclasses
 import difflib
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
+
+Implementation = Literal["auto", "xla", "triton", "interpreted"]  # of the kernels: `pallas_kernels.dispatch`
+IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
 
 MAX_PARTS = 10_000  # layers, modules, or experts of a layer; published models have hundreds
 

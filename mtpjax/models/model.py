@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from mtpjax.models.cache import Cache
-from mtpjax.models.config import ModelConfig
+from mtpjax.models.config import Implementation, ModelConfig
 from mtpjax.models.layers.norm import RMSNorm
 from mtpjax.models.masks import Entries, Recycled, View, full_view
 from mtpjax.models.mtp import MTPModule
@@ -58,7 +58,7 @@ class MTPModel(nn.Module):
     scan_layers: bool = False
     remat: bool = False
     dtype: str | None = None
-    implementation: str = "auto"
+    implementation: Implementation = "auto"
 
     def setup(self):
         config = self.config

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from mtpjax.data.config import Source
 from mtpjax.errors import printable
-from mtpjax.models.config import ModelConfig, require, require_choice
+from mtpjax.models.config import IMPLEMENTATIONS, Implementation, ModelConfig, require, require_choice
 from mtpjax.models.overrides import model_changes, override_config
 from mtpjax.models.presets import presets
 
@@ -143,6 +143,8 @@ class TrainConfig:
             update that of the whole batch.
         remat: "none" stores the matmul outputs of each layer for the backward pass and recomputes norms, activations
             and attention; "layers" stores only the input of each layer.
+        implementation: what runs the kernels: "xla" (plain JAX), "triton" (GPU kernels), "interpreted" (the GPU kernels
+            on any machine, slowly), or "auto" (`pallas_kernels.dispatch`).
         dtype: dtype of the computation in the layers. Parameters, gradient sums and optimiser state stay float32.
         mesh: sizes of the mesh axes "data" and "fsdp", as a dict or as pairs. Rows are split over both axes, parameters
             and optimiser state over "fsdp".
@@ -200,6 +202,7 @@ class TrainConfig:
     panel_prompts: int = 128
     accumulation: int = 1
     remat: Literal["none", "layers"] = "none"
+    implementation: Implementation = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
     mesh: Mapping[str, int] | tuple[tuple[str, int], ...] = ()
     plot_formats: tuple[Literal["png", "svg", "pdf"], ...] = ("png", "svg")
@@ -245,6 +248,7 @@ class TrainConfig:
             require_choice("plot_formats", name, ("png", "svg", "pdf"))
         require_choice("remat", self.remat, ("none", "layers"))
         require_choice("dtype", self.dtype, ("float32", "bfloat16"))
+        require_choice("implementation", self.implementation, IMPLEMENTATIONS)
         self._check_mesh()
         require_choice("trunk_states_dtype", self.trunk_states_dtype, ("float32", "bfloat16"))
         require(

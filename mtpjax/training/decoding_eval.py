@@ -92,7 +92,9 @@ class PanelDecoder:
         length = max(1, min(PROMPT_TOKENS, max_positions - new_tokens - num_depths))
         # Columns of the head beyond the tokenizer's ids only pad it, and decoding must not choose them.
         num_tokens = min(corpus.file_tokenizer.num_tokens, model.config.vocab_size) if corpus.file_tokenizer else 0
-        self.model = MTPModel(dataclasses.replace(model.config, num_tokens=num_tokens))
+        self.model = MTPModel(
+            dataclasses.replace(model.config, num_tokens=num_tokens), implementation=model.implementation
+        )
         self.prompts = choose_panel_prompts(corpus.held_out, max_prompts, length=length, seed=0) if num_depths else []
         self.config = DecodeConfig(
             max_new_tokens=new_tokens, num_steps=num_depths, stop_token_ids=corpus.tokenizer.eos_token_ids
@@ -175,7 +177,7 @@ class PanelDecoder:
             shapes=(shape,),
             context=context,
             capacity=round_up_capacity(2 * context + shape.num_nodes),
-            min_rows=min_rows_per_pass(1, jax.default_backend(), self.model.implementation),
+            min_rows=min_rows_per_pass(self.model, 1, jax.default_backend()),
         )
         # Compiling is over, so the stopwatch sees only what disturbs the timings.
         stopwatch = Stopwatch()

@@ -34,7 +34,7 @@ def init_model(config: TrainConfig) -> tuple[MTPModel, Callable[[], dict]]:
     key = jax.random.key(config.seed)
     if config.init_from is None:
         # New weights.
-        model = MTPModel(config.model_config, scan_layers=True)
+        model = MTPModel(config.model_config, scan_layers=True, implementation=config.implementation)
         _check_trained_modules(config, model)
         return model, functools.partial(init_params, model, key)
     # A checkpoint. A trunk that comes without MTP modules gets one to train, or as many as the settings ask for.
@@ -48,7 +48,7 @@ def init_model(config: TrainConfig) -> tuple[MTPModel, Callable[[], dict]]:
         )
     if wanted > existing:
         model, params = add_mtp_modules(model, params, wanted - existing, key)
-    model = MTPModel(model.config, scan_layers=True)
+    model = MTPModel(model.config, scan_layers=True, implementation=config.implementation)
     _check_trained_modules(config, model)
     return model, functools.partial(stack_layers, params, model.config)
 

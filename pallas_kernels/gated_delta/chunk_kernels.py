@@ -7,12 +7,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.device import num_processors
 from pallas_kernels.gated_delta.masked_load import bounds_mask, load_in_bounds, num_bytes
 from pallas_kernels.gated_delta.reference import CHUNK, gated_delta_reference
 
 BLOCK = 16  # tokens per block of a chunk's triangular system; the fewest that a tensor core multiplies
-# The chunked kernel narrows its columns until it has this many programs; an H100 runs 132 at once.
-MIN_PROGRAMS = 128
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
@@ -23,10 +22,10 @@ def gated_delta_triton(q, k, v, log_decay, beta, state, segment_ids, interpret):
     prepared = _prepare_chunks(q, k, log_decay, beta, segment_ids, J, interpret)
     num_chunks, chunk = prepared[-1].shape[2:]
     padded = max(BLOCK, pl.next_power_of_2(P))
-    # The chunks are sequential, so parallelism comes from columns of the state: narrow them until the programs fill an
-    # H100. Every split reads all keys and queries again, mostly from L2.
+    # The chunks are sequential, so parallelism comes from columns of the state: narrow them until there is one program
+    # per processor. Every split reads all keys and queries again, mostly from L2.
     columns = max(BLOCK, min(pl.next_power_of_2(Q), 64))
-    while columns > BLOCK and B * J * pl.cdiv(Q, columns) < MIN_PROGRAMS:
+    while columns > BLOCK and B * J * pl.cdiv(Q, columns) < num_processors():
         columns //= 2
     num_splits = pl.cdiv(Q, columns)
     keys = pl.BlockSpec((None, T, None, padded), lambda part, j, b: (b, 0, j // (J // K), 0))

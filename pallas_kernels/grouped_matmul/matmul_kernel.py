@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.cost import loads_from_l2
+from pallas_kernels.device import num_processors
 from pallas_kernels.grouped_matmul.route import MIN_ROWS, Route
 
 SHARED_MEMORY_BYTES = 60 * 1024  # per program: an MI300X has 64 KB, and three programs fit an H100's SM
@@ -54,11 +55,10 @@ def _choose_tile(route: Route, x, weight, K, N, num_parts, num_lanes, block) -> 
     itemsize = weight.dtype.itemsize
     if route.rows_per_product == MIN_ROWS:
         # Few tokens: a step reads whole cache lines of 128 bytes, or half lines where whole ones would give too few
-        # programs to keep an H100's 132 SMs busy. fp8 needs more programs, because unpacking takes time.
+        # programs to keep the processors busy. fp8 needs more programs, because unpacking takes time.
         columns, depth = 128 // itemsize, 32 if itemsize == 4 else 64
-        if min(route.num_pairs, route.num_experts) * pl.cdiv(N // num_lanes, columns) < (
-            100 if num_lanes == 1 else 200
-        ):
+        num_programs = min(route.num_pairs, route.num_experts) * pl.cdiv(N // num_lanes, columns)
+        if num_programs < num_processors() * (0.75 if num_lanes == 1 else 1.5):
             columns //= 2
     else:
         # Many tokens: as large as the registers hold, since multiplication is the limit.

@@ -9,7 +9,13 @@ from pallas_kernels.dequantise import dequantise
 from pallas_kernels.dispatch import choose
 from pallas_kernels.grouped_matmul.matmul_kernel import grouped_matmul_kernel
 from pallas_kernels.grouped_matmul.outer_product_kernel import grouped_outer_product
-from pallas_kernels.grouped_matmul.reference import grouped_matmul_few_tokens, grouped_matmul_many_tokens
+from pallas_kernels.grouped_matmul.reference import (
+    grouped_matmul_by_all_experts,
+    grouped_matmul_by_expert,
+    grouped_matmul_by_pair,
+    grouped_matmul_many_tokens,
+    grouped_matmul_reference,
+)
 from pallas_kernels.grouped_matmul.route import MIN_ROWS, route_few_tokens, route_many_tokens
 
 # Plain JAX passes up to this many tokens through every active expert: reading the weights costs more than multiplying
@@ -75,18 +81,70 @@ def grouped_matmul(
         )
     shape = {"tokens": n, "chosen": k, "experts": E, "width": D, "expert_width": F}
     shape |= {"dtype": str(x.dtype), "weights": str(down.dtype), "use": "inference" if inference else "training"}
-    chosen = choose("grouped_matmul", implementation, ("xla", "triton"), shape, unsupported_reason=unsupported_reason)
+    chosen = choose(
+        "grouped_matmul",
+        implementation,
+        ("xla", "triton"),
+        shape,
+        unsupported_reason=unsupported_reason,
+        check=functools.partial(
+            difference_from_reference, dtype=x.dtype, is_fp8=gate_up_scales is not None, inference=inference
+        ),
+    )
     ids = ids.astype(jnp.int32)
     if chosen == "xla" or 0 in (n, k, E):
-        # Plain JAX: dequantise the stacks, then choose the form by the number of tokens.
-        if gate_up_scales is not None:
-            gate_up = dequantise(gate_up, gate_up_scales, block, axis=1).astype(x.dtype)
-            down = dequantise(down, down_scales, block, axis=1).astype(x.dtype)
-        plain_form = grouped_matmul_few_tokens if inference and n <= MAX_FEW_TOKENS else grouped_matmul_many_tokens
-        return plain_form(x, ids, weights, gate_up, down)
+        return _grouped_matmul_xla(x, ids, weights, gate_up, down, gate_up_scales, down_scales, block, inference)
     return _grouped_matmul_triton(
         x, ids, weights, gate_up, down, gate_up_scales, down_scales, block, chosen == "interpreted"
     )
+
+
+def difference_from_reference(implementation: str, *, dtype, is_fp8: bool, inference: bool) -> float:
+    """Compares an implementation with the plain sum over all experts, on small arrays.
+
+    Args:
+        implementation: One of `grouped_matmul`.
+        dtype: Dtype of x.
+        is_fp8: Experts in fp8 with scales.
+        inference: Compares the output only; False compares gradients too.
+
+    Returns:
+        The largest difference over its bound: more than 1 means that the numbers are wrong.
+    """
+    n, k, E, D, F, block = 5, 2, 4, 128, 64, 32
+    keys = iter(jax.random.split(jax.random.key(0), 7))
+    x = jax.random.normal(next(keys), (n, D), dtype)
+    ids, weights = jax.random.randint(next(keys), (n, k), 0, E), jax.random.uniform(next(keys), (n, k))
+    stacks = [jax.random.normal(next(keys), shape) * 0.1 for shape in ((E, D, 2, F), (E, F, D))]
+    scales = {}
+    if is_fp8:
+        stacks = [stack.astype(jnp.float8_e4m3fn) for stack in stacks]
+        shapes = {"gate_up_scales": (E, D // block, 2, F), "down_scales": (E, F // block, D)}
+        scales = {name: jax.random.uniform(next(keys), shape) for name, shape in shapes.items()}
+        meant = [dequantise(*pair, block, axis=1) for pair in zip(stacks, scales.values(), strict=True)]
+    else:
+        stacks = [stack.astype(dtype) for stack in stacks]
+        meant = stacks
+
+    def run(x, gate_up, down):
+        options = {"block": block, "inference": inference, "implementation": implementation}
+        return grouped_matmul(x, ids, weights, gate_up, down, **scales, **options).astype(jnp.float32)
+
+    def expect(x, gate_up, down):
+        wide = (array.astype(jnp.float32) for array in (x, gate_up, down))
+        with jax.default_matmul_precision("highest"):
+            x, gate_up, down = wide
+            return grouped_matmul_reference(x, ids, weights, gate_up, down)
+
+    def results(function, arrays):
+        if inference:
+            return (function(*arrays),)
+        output, pull_back = jax.vjp(function, *arrays)
+        return output, *pull_back(jnp.ones_like(output))
+
+    bound = 1e-4 if dtype == jnp.float32 else 3e-2
+    pairs = zip(results(run, (x, *stacks)), results(expect, (x, *meant)), strict=True)
+    return max(float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in pairs) / bound
 
 
 def _check(x, ids, weights, gate_up, down, gate_up_scales, down_scales, block):
@@ -105,6 +163,26 @@ def _check(x, ids, weights, gate_up, down, gate_up_scales, down_scales, block):
     found = None if gate_up_scales is None else (gate_up_scales.shape, jnp.shape(down_scales))
     if found != shapes:
         raise ValueError(f"scales {found} for blocks of {block} must be {shapes}")
+
+
+def _grouped_matmul_xla(x, ids, weights, gate_up, down, gate_up_scales, down_scales, block, inference):
+    """Chooses the plain form by the number of tokens and by the platform that the call is lowered for."""
+    experts = (gate_up, down, gate_up_scales, down_scales)
+    if not inference or len(x) > MAX_FEW_TOKENS:
+        if gate_up_scales is not None:
+            gate_up = dequantise(gate_up, gate_up_scales, block, axis=1).astype(x.dtype)
+            down = dequantise(down, down_scales, block, axis=1).astype(x.dtype)
+        return grouped_matmul_many_tokens(x, ids, weights, gate_up, down)
+
+    by_expert = functools.partial(grouped_matmul_by_expert, x, ids, weights, *experts, block=block)
+    # With more pairs than experts most experts are active. A GPU then reads all of them, without a copy.
+    if ids.size <= len(down):
+        on_gpu = functools.partial(grouped_matmul_by_pair, x, ids, weights, *experts, block=block)
+    elif gate_up_scales is None:
+        on_gpu = functools.partial(grouped_matmul_by_all_experts, x, ids, weights, gate_up, down)
+    else:
+        on_gpu = by_expert  # all of the experts in x's dtype would take too much memory
+    return jax.lax.platform_dependent(cpu=by_expert, default=on_gpu)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8))

@@ -1,10 +1,13 @@
-"""Three plain JAX forms of `grouped_matmul`.
+"""Five plain JAX forms of `grouped_matmul`.
 
 `grouped_matmul_reference` defines the meaning of the others and of the kernels.
 """
 
 import jax
 import jax.numpy as jnp
+
+from pallas_kernels.dequantise import dequantise
+from pallas_kernels.row_product import row_times_matrix
 
 
 def grouped_matmul_reference(x, ids, weights, gate_up, down):
@@ -14,8 +17,10 @@ def grouped_matmul_reference(x, ids, weights, gate_up, down):
     return jnp.einsum("En,EnD->nD", combine, all_outputs)
 
 
-def grouped_matmul_few_tokens(x, ids, weights, gate_up, down):
+def grouped_matmul_by_expert(x, ids, weights, gate_up, down, gate_up_scales=None, down_scales=None, block=128):
     """Runs all tokens through each active expert, and reads only the weights of active experts.
+
+    fp8 experts are dequantised one at a time, so at most one is held in x's dtype.
 
     XLA copies each expert out of its stack first, where on a CPU it stays in cache. A conditional per expert and slices
     taken block by block also copy; gathered weights `gate_up[ids]` move more. Code size and compile time do not depend
@@ -28,9 +33,52 @@ def grouped_matmul_few_tokens(x, ids, weights, gate_up, down):
 
     def add_expert(index, total):
         expert = active_first[index]
-        return total + combine[expert][:, None] * _swiglu(x, gate_up[expert], down[expert])
+        gate_up_matrix = _read_expert(gate_up, gate_up_scales, expert, block, x.dtype)
+        down_matrix = _read_expert(down, down_scales, expert, block, x.dtype)
+        return total + combine[expert][:, None] * _swiglu(x, gate_up_matrix, down_matrix)
 
     return jax.lax.fori_loop(0, is_active.sum(), add_expert, jnp.zeros_like(x))
+
+
+def grouped_matmul_by_pair(x, ids, weights, gate_up, down, gate_up_scales=None, down_scales=None, block=128):
+    """Runs each pair of token and expert on its own, in a loop of static length: the form for few tokens on a GPU.
+
+    There a loop whose length depends on data returns to the host after every step, and the copy of an expert that
+    `grouped_matmul_by_expert` makes triples its bytes. `row_times_matrix` reads weights once, as they are stored. Pairs
+    that chose the same expert read it again. Sums are float32.
+    """
+    E = gate_up.shape[0]
+    k = ids.shape[1]
+    flat_ids, flat_weights = ids.reshape(-1), weights.reshape(-1).astype(jnp.float32)
+
+    def add_pair(pair, total):
+        token, expert = pair // k, jnp.minimum(flat_ids[pair], E - 1)
+        gate_up_matrix = _read_expert(gate_up, gate_up_scales, expert, block, jnp.float32)
+        products = row_times_matrix(x[token], gate_up_matrix.reshape(x.shape[1], -1))
+        gate, up = jnp.split(products.astype(x.dtype), 2)
+        hidden = jax.lax.optimization_barrier(jax.nn.silu(gate) * up)
+        output = row_times_matrix(hidden, _read_expert(down, down_scales, expert, block, jnp.float32))
+        # A pair without an expert runs through the last one, and adds nothing.
+        return total.at[token].add(jnp.where(flat_ids[pair] < E, flat_weights[pair] * output, 0.0))
+
+    zeros = jnp.zeros(x.shape, jnp.float32)
+    return jax.lax.fori_loop(0, ids.size, add_pair, zeros).astype(x.dtype)
+
+
+def _read_expert(stack, scales, expert, block, dtype):
+    """Returns one expert's matrix in `dtype`, dequantised if the stack has scales."""
+    if scales is None:
+        return stack[expert].astype(dtype)
+    return dequantise(stack[expert], scales[expert], block, axis=0).astype(dtype)
+
+
+def grouped_matmul_by_all_experts(x, ids, weights, gate_up, down):
+    """Runs all tokens through all experts: `grouped_matmul_reference` as products that a GPU does without a copy."""
+    E = gate_up.shape[0]
+    combine = _combine_weights(ids, weights, E).astype(x.dtype)
+    # With x repeated, each product is one batched matmul over E. Without it XLA transposes the stacks first.
+    outputs = jax.vmap(_swiglu)(jnp.broadcast_to(x, (E, *x.shape)), gate_up, down)
+    return jnp.einsum("En,EnD->nD", combine, outputs)
 
 
 def grouped_matmul_many_tokens(x, ids, weights, gate_up, down):

@@ -171,7 +171,7 @@ def as_stored(path, leaf, *, dtype, has_fp8_experts):
 def call_of(config, batch, spec, *, platform="cpu", dtype=jnp.float32, has_fp8_experts=False, implementation="auto"):
     """`decode` of everything but the arrays, and their shapes."""
     model = MTPModel(config, implementation=implementation)
-    spec = dataclasses.replace(spec, min_rows=min_rows_per_pass(batch, platform, implementation), prefill_chunk=4)
+    spec = dataclasses.replace(spec, min_rows=min_rows_per_pass(model, batch, platform), prefill_chunk=4)
     drafter = MTPDrafter() if spec.num_steps else Drafter()
 
     def make():
@@ -198,11 +198,11 @@ def call_of(config, batch, spec, *, platform="cpu", dtype=jnp.float32, has_fp8_e
     return functools.partial(decode, model=model, drafter=drafter, spec=spec), jax.eval_shape(make)
 
 
-def compile_call(*what, sharding=None, **how):
+def compile_call(*what, sharding=None, options=None, **how):
     call, shapes = call_of(*what, **how)
     if sharding is not None:
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes)
-    return decode.lower(*shapes, **call.keywords).compile()
+    return decode.plain.lower(*shapes, **call.keywords).compile(options)
 
 
 def assert_keeps_to_the_rules(config, batch, spec, dtype=jnp.float32, may_write_experts=False, **how):
@@ -314,9 +314,9 @@ def test_the_rules_see_a_rewritten_cache_and_weight():
 def test_a_call_is_one_program_with_its_loop_inside(small):
     model, params = small("grouped", num_mtp_modules=1)
     config = DecodeConfig(max_new_tokens=5, num_steps=1)
-    compiled_before = decode._cache_size()
+    compiled_before = decode.plain._cache_size()
     speculative_generate(params, [[1, 2, 3], [4]], model=model, config=config)
-    assert decode._cache_size() == compiled_before + 1
+    assert decode.plain._cache_size() == compiled_before + 1
     for call in (  # other lengths, limits, stop tokens, and tokens
         ([[5] * 40, [6, 7]], {"max_new_tokens": 9}),
         ([[1], [2]], {"stop_token_ids": (3,)}),
@@ -324,7 +324,7 @@ def test_a_call_is_one_program_with_its_loop_inside(small):
         (np.array([[1, 2], [3, 4]]), {}),
     ):
         speculative_generate(params, call[0], model=model, config=dataclasses.replace(config, **call[1]))
-    assert decode._cache_size() == compiled_before + 1
+    assert decode.plain._cache_size() == compiled_before + 1
 
 
 def test_the_program_has_a_while_and_no_way_to_the_host():

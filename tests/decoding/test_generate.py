@@ -210,3 +210,18 @@ def test_decoding_with_stacked_layers_is_refused(small):
     model, params = small()
     with pytest.raises(ValueError, match="unstack_layers"):
         generate(params, PROMPTS, model=MTPModel(model.config, scan_layers=True), config=CONFIG)
+
+
+def test_the_implementation_of_the_settings_replaces_the_models(small):
+    model, params = small("grouped", num_mtp_modules=1)
+    config = DecodeConfig(max_new_tokens=6, num_steps=1, prefill_chunk=8)
+    wanted = speculative_generate(params, [[1, 2, 3]], model=model, config=config).rows()
+    interpreted = dataclasses.replace(config, implementation="interpreted")
+    assert speculative_generate(params, [[1, 2, 3]], model=model, config=interpreted).rows() == wanted
+    # The kernels need a GPU, so their name must fail here.
+    with pytest.raises(ValueError, match="interpret"):
+        speculative_generate(
+            params, [[1, 2, 3]], model=model, config=dataclasses.replace(config, implementation="triton")
+        )
+    with pytest.raises(ValueError, match="implementation 'cuda' is not one of auto, xla, triton, interpreted"):
+        dataclasses.replace(config, implementation="cuda")

@@ -108,17 +108,17 @@ def test_nothing_compiles_after_the_warm_up(small):
     model, params = small("grouped", "mixed")
     serve(model, params, "sampled chain", 0)
     for function in (resumable._insert, resumable._run):
-        function.clear_cache()
+        function.plain.clear_cache()
     state = init_state(params, model=model, config=settings_of(0, "sampled chain")[0], num_slots=SLOTS, max_length=64)
     config, sampling = settings_of(0, "sampled chain")
     state = insert(params, state, [0], [PROMPTS[0]], model=model, config=config, sampling=sampling)
     for until in ("all", "any"):
         state = run(params, state, 2, model=model, config=config, until=until)
-    warm = resumable._insert._cache_size(), resumable._run._cache_size()
+    warm = resumable._insert.plain._cache_size(), resumable._run.plain._cache_size()
     assert warm == (1, 2)
     for seed in (2, 3):
         serve(model, params, "sampled chain", seed)
-    assert (resumable._insert._cache_size(), resumable._run._cache_size()) == warm
+    assert (resumable._insert.plain._cache_size(), resumable._run.plain._cache_size()) == warm
 
 
 def test_several_rows_enter_at_once_with_settings_of_their_own(small):

@@ -157,10 +157,10 @@ def test_other_requests_compile_nothing_new(small):
         return speculative_generate(params, prompts, model=model, config=config, sampling=SamplingParams(**asked))
 
     call()
-    compiled = decode._cache_size()
+    compiled = decode.plain._cache_size()
     call(temperature=1.3, seed=7, top_p=[0.5, 1.0])
     call(dataclasses.replace(config, stop_token_ids=(3, 4), max_new_tokens=7))
-    assert decode._cache_size() == compiled
+    assert decode.plain._cache_size() == compiled
 
 
 def test_adaptive_costs_compile_nothing_new(small):
@@ -169,11 +169,11 @@ def test_adaptive_costs_compile_nothing_new(small):
         max_new_tokens=9, num_steps=2, depth_policy="adaptive", depth_costs=(1, 1.2, 1.3), prefill_chunk=4
     )
     first = speculative_generate(params, [[1, 2]], model=model, config=config)
-    compiled = decode._cache_size()
+    compiled = decode.plain._cache_size()
     second = speculative_generate(
         params, [[1, 2]], model=model, config=dataclasses.replace(config, depth_costs=(1, 5, 9))
     )
-    assert decode._cache_size() == compiled
+    assert decode.plain._cache_size() == compiled
     assert first.rows() == second.rows()
     assert first.stats.proposed.sum() > 0 and second.stats.proposed.sum() == 0  # where no depth can pay
 

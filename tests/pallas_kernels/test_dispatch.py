@@ -1,6 +1,9 @@
+import functools
+import importlib
 import json
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from mtpjax.compat import make_mesh
@@ -8,6 +11,8 @@ from pallas_kernels import dispatch
 from pallas_kernels.dispatch import choose
 
 OFFERED = ("xla", "triton")
+experts = importlib.import_module("pallas_kernels.grouped_matmul.op")
+matrices = importlib.import_module("pallas_kernels.block_scaled_matmul")
 
 
 @pytest.fixture
@@ -25,6 +30,7 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(dispatch, "MEASUREMENTS_FILE", path)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda: [Device])
+    monkeypatch.setattr(dispatch, "_agreed", {})
     dispatch._read_measurements.cache_clear()
     yield
     dispatch._read_measurements.cache_clear()
@@ -40,6 +46,66 @@ def test_auto_is_the_reference_where_nothing_near_was_measured(gpu):
     assert choose("op", "auto", OFFERED, {"rows": 4, "dtype": "float32"}) == "xla"
     assert choose("another", "auto", OFFERED, {"rows": 4, "dtype": "bfloat16"}) == "xla"
     assert choose("op", "auto", OFFERED, {"rows": 4, "dtype": "bfloat16", "width": 8}) == "xla"
+
+
+def test_without_measurements_experts_and_fp8_weights_run_their_kernels(gpu):
+    assert choose("grouped_matmul", "auto", OFFERED, {"tokens": 4, "dtype": "bfloat16"}) == "triton"
+    for weights, expected in (("float8_e4m3fn", "triton"), ("bfloat16", "xla")):
+        assert choose("block_scaled_matmul", "auto", OFFERED, {"rows": 4, "weights": weights}) == expected
+
+
+@pytest.mark.parametrize("difference", [0.5, 2.0, float("nan")])
+def test_auto_compares_a_kernel_once_and_leaves_it_if_it_is_wrong(gpu, difference):
+    compared = []
+
+    def check(implementation):
+        compared.append(implementation)
+        return difference
+
+    def ask():
+        return choose("op", "auto", OFFERED, {"rows": 4, "dtype": "bfloat16"}, check=check)
+
+    if difference < 1:
+        assert [ask(), ask()] == ["triton", "triton"]
+    else:
+        with pytest.warns(UserWarning, match="kernel of op .bfloat16. gives other numbers than its reference"):
+            assert ask() == "xla"
+        assert ask() == "xla"
+    assert compared == ["triton"]
+
+
+def test_auto_leaves_a_kernel_that_fails_also_while_it_is_traced(gpu):
+    def check(implementation):
+        raise RuntimeError("no such instruction\nand more")
+
+    def traced(x):
+        return x + (choose("op", "auto", OFFERED, {"rows": 4, "dtype": "bfloat16"}, check=check) == "xla")
+
+    with pytest.warns(UserWarning, match="fails: no such instruction; 'auto' uses xla"):
+        assert jax.eval_shape(traced, 1).shape == ()
+
+
+CHECKS = {
+    "experts": functools.partial(experts.difference_from_reference, is_fp8=False, inference=True),
+    "experts' gradients": functools.partial(experts.difference_from_reference, is_fp8=False, inference=False),
+    "fp8 experts": functools.partial(experts.difference_from_reference, is_fp8=True, inference=True),
+    "matrix": functools.partial(matrices.difference_from_reference, weights_dtype=jnp.bfloat16, has_scales=False),
+    "fp8 matrix": functools.partial(
+        matrices.difference_from_reference, weights_dtype=jnp.float8_e4m3fn, has_scales=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_the_comparisons_accept_right_kernels_and_not_wrong_ones(name, monkeypatch):
+    for dtype in (jnp.float32, jnp.bfloat16):
+        for implementation in ("xla", "interpreted"):
+            assert CHECKS[name](implementation, dtype=dtype) < 1
+    # A reference with other weights stands for a kernel that reads the wrong ones.
+    for module, reference in ((experts, "grouped_matmul_reference"), (matrices, "block_scaled_matmul_reference")):
+        right = getattr(module, reference)
+        monkeypatch.setattr(module, reference, lambda *args, right=right, **options: 1.1 * right(*args, **options))
+    assert CHECKS[name]("xla", dtype=jnp.bfloat16) > 1
 
 
 def test_auto_avoids_a_kernel_that_does_not_support_the_arguments_and_naming_it_raises(gpu):

@@ -71,10 +71,16 @@ class LatentAttention(nn.Module):
 
         def by_head(rows, matrices):
             """Multiplies `[B, T, N, C]` by `[N, C, R]` head by head."""
-            # No kernel computes this product. A single row is doubled, for the reason of `min_rows_per_pass`.
-            is_single = B * T == 1 and self.implementation == "triton"
-            product = jnp.einsum("BTNC,NCR->BTNR", jnp.repeat(rows, 2, axis=1) if is_single else rows, matrices)
-            return product[:, :T]
+
+            def product(rows):
+                return jnp.einsum("BTNC,NCR->BTNR", rows, matrices)
+
+            # A single row is doubled on a GPU, where XLA would write out all of its products.
+            if B * T > 1:
+                return product(rows)
+            return jax.lax.platform_dependent(
+                rows, cpu=product, default=lambda rows: product(jnp.repeat(rows, 2, axis=1))[:, :1]
+            )
 
         # 3. Append to the cache, and let the indexer narrow the masks to the selected keys.
         indexer = Indexer(config, self.implementation, name="indexer") if self.indexer == "full" else None

@@ -7,15 +7,20 @@ import pytest
 
 from mtpjax import ModelConfig
 from mtpjax.models.layers.experts import route
+from pallas_kernels.dequantise import dequantise
 from pallas_kernels.grouped_matmul.reference import (
-    grouped_matmul_few_tokens,
+    grouped_matmul_by_expert,
+    grouped_matmul_by_pair,
     grouped_matmul_many_tokens,
     grouped_matmul_reference,
 )
 
-FORMS = [jax.jit(grouped_matmul_few_tokens), jax.jit(grouped_matmul_many_tokens)]
+FORMS = [
+    *(jax.jit(form, static_argnames="block") for form in (grouped_matmul_by_expert, grouped_matmul_by_pair)),
+    jax.jit(grouped_matmul_many_tokens),
+]
 reference = jax.jit(grouped_matmul_reference)
-names = pytest.mark.parametrize("form", FORMS, ids=["few", "many"])
+names = pytest.mark.parametrize("form", FORMS, ids=["by expert", "by pair", "many tokens"])
 
 
 def problem(n, E, k):
@@ -78,13 +83,28 @@ def test_all_tokens_may_choose_one_expert(form):
     assert_close(form(x, ids, weights, gate_up, down), reference(x, ids, weights, gate_up, down))
 
 
-def test_what_no_token_chose_is_not_read():
+@pytest.mark.parametrize("form", FORMS[:2], ids=["by expert", "by pair"])
+def test_the_weights_of_an_expert_that_no_token_chose_do_not_matter(form):
     x, _, weights, gate_up, down = problem(4, 8, 2)
     ids = jnp.array([[1, 5], [5, 1], [1, 8], [8, 8]])
     idle = jnp.array([0, 2, 3, 4, 6, 7])
     poisoned = gate_up.at[idle].set(jnp.nan), down.at[idle].set(jnp.nan)
     expected = reference(x, ids, weights, gate_up, down)
-    assert_close(FORMS[0](x, ids, weights, *poisoned), expected)
+    assert_close(form(x, ids, weights, *poisoned), expected)
+
+
+@pytest.mark.parametrize("form", FORMS[:2], ids=["by expert", "by pair"])
+def test_fp8_experts_are_dequantised_one_at_a_time(form):
+    x, ids, weights, *stacks = problem(5, 4, 2)
+    block = 5  # divides neither width
+    values = [stack.astype(jnp.float8_e4m3fn) for stack in stacks]
+    rng = np.random.default_rng(2)
+    scales = [
+        jnp.asarray(rng.uniform(0.5, 2, (len(stack), -(-stack.shape[1] // block), *stack.shape[2:])), jnp.float32)
+        for stack in stacks
+    ]
+    meant = [dequantise(value, scale, block, axis=1) for value, scale in zip(values, scales, strict=True)]
+    assert_close(form(x, ids, weights, *values, *scales, block=block), reference(x, ids, weights, *meant))
 
 
 @pytest.mark.parametrize(("n", "E", "k"), [(1, 8, 2), (40, 6, 3)])
