@@ -7,9 +7,9 @@ or chat template, of a record, of a command line, or of a Python argument. Cases
 where one can be mounted; signals hit a conversion and a short training run at random moments.
 
 A case passes if it succeeds, or fails with one printable line and a documented exit code; within 20 s (60 s for
-training and signals), not counting the time in which other programs had the core; with at most 256 MB more memory; with
-nothing outside its own output folder changed; and, for full disks and signals, with what was there before still
-complete. The cases of a seed are always the same.
+training and signals), not counting the time in which other programs had the core; with at most 256 MB more memory (512
+MB for training, which compiles); with nothing outside its own output folder changed; and, for full disks and signals,
+with what was there before still complete. The cases of a seed are always the same.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from rich.console import Console
 from experiments import hostile_cases, hostile_time, hostile_worker
 
 LIMIT_SECONDS, LIMIT_BYTES = 20, 256 << 20
-SLOW_LIMIT_SECONDS = 60  # of cases that train, or start processes of their own
+SLOW_LIMIT_SECONDS, SLOW_LIMIT_BYTES = 60, 512 << 20  # of cases that train, or start processes of their own
 
 
 class Attacker:
@@ -77,8 +77,9 @@ class Attacker:
             return "a file outside of the output folder was changed"
         if answer["seconds"] > limit:
             return f"took {answer['seconds']:.0f} s; the limit is {limit} s"
-        if answer["bytes"] > LIMIT_BYTES:
-            return f"took {answer['bytes'] >> 20} MB more memory; the limit is {LIMIT_BYTES >> 20} MB"
+        limit_bytes = SLOW_LIMIT_BYTES if limit == SLOW_LIMIT_SECONDS else LIMIT_BYTES
+        if answer["bytes"] > limit_bytes:
+            return f"took {answer['bytes'] >> 20} MB more memory; the limit is {limit_bytes >> 20} MB"
         return None
 
     def _start(self) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from experiments import hostile_time
+from experiments.hostile_cases import TRAIN
 
 EXIT_CODES = (0, 1, 2, 3, 4, 75)
 MAX_LINES = 3  # of an error; warnings may stand before it
@@ -44,13 +45,20 @@ def fingerprint(folder: pathlib.Path, *, without: str) -> str:
 
 
 def warm_up(sandbox: str) -> None:
-    """Imports what the cases use, so that a case's time and memory are its own."""
+    """Imports and compiles what ordinary requests use, so that a case's time and memory are its own."""
     import mtpjax
+    from mtpjax.cli.main import main
     from mtpjax.data.tokenizer import load_tokenizer
 
     for name in ("own", "hugging_face"):
         model, _ = mtpjax.load(pathlib.Path(sandbox) / name)
         load_tokenizer(pathlib.Path(sandbox) / name, model.config.vocab_size)
+    # An ordinary training run, in a folder that is removed. Compiling it takes several hundred MB.
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
+        paths = {"data": f"{sandbox}/text.txt", "output": f"{folder}/run"}
+        pairs = [pair.partition("=") for pair in TRAIN[1:]]
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+            main(["train", *(f"{name}={paths.get(name, value)}" for name, _, value in pairs)])
 
 
 def serve(pipe: Any, sandbox: str) -> None:

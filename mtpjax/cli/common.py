@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from mtpjax import compilation_cache
+from mtpjax.errors import printable
 from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, FORMATS
 from mtpjax.models.config import IMPLEMENTATIONS
 
@@ -135,4 +136,6 @@ def show_bytes_read(source: str | pathlib.Path, target: str) -> Iterator[Callabl
         yield advance
     # The bar disappears at the end; this line stays, also in logs.
     seconds = time.perf_counter() - begin
-    print(f"{target}: {done / 1e9:.3f} GB in {seconds:.1f} s, {done / 1e6 / seconds:.0f} MB/s", file=sys.stderr)
+    print(
+        f"{printable(target)}: {done / 1e9:.3f} GB in {seconds:.1f} s, {done / 1e6 / seconds:.0f} MB/s", file=sys.stderr
+    )

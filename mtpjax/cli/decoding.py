@@ -17,6 +17,7 @@ from mtpjax.cli.config_flags import (
     sampling_params,
 )
 from mtpjax.cli.help import command_parser
+from mtpjax.errors import printable
 
 # `num_steps=None` lets `choose_num_steps` choose by drafter and model.
 DECODE_DEFAULTS: dict[str, Any] = {"max_new_tokens": 256, "num_steps": None}
@@ -246,9 +247,12 @@ def _regenerate(options) -> int:
             )
         # The output is complete up to the last record, so the same command continues it.
         except KeyboardInterrupt:
-            print(f"mtpjax regenerate: {options.output} is incomplete; run the same command again", file=sys.stderr)
+            print(
+                f"mtpjax regenerate: {printable(options.output)} is incomplete; run the same command again",
+                file=sys.stderr,
+            )
             return 75
-    print(f"{options.output} (kind {request.output_kind}): {tally}")
+    print(f"{printable(options.output)} (kind {request.output_kind}): {tally}")
     return 0
 
 

@@ -17,6 +17,7 @@ from mtpjax.cli.common import (
 )
 from mtpjax.cli.config_flags import DRAFT_FIELDS, SHAPE_FIELDS, add_config_flags, decode_settings, flag_names
 from mtpjax.cli.help import command_parser
+from mtpjax.errors import printable
 
 
 def add_commands(commands) -> None:
@@ -185,7 +186,7 @@ def _profile(options) -> int:
     console = rich.console.Console()
     for table in profile.tables(measured):
         console.print(table)
-    print(f"wrote {output}", file=sys.stderr)
+    print(f"wrote {printable(output)}", file=sys.stderr)
     return 0
 
 
@@ -230,7 +231,8 @@ def _vocabulary(options) -> int:
     rich.console.Console().print(table)
     # Name what was not read, so that a wrong --pattern does not pass unnoticed.
     skipped = f", {len(corpus.skipped)} files skipped, which are not text" if corpus.skipped else ""
-    print(f"{corpus.counts.sum()} tokens of {corpus.num_files} files{skipped}; {len(ids)} ids in {options.output}")
+    counted = f"{corpus.counts.sum()} tokens of {corpus.num_files} files{skipped}"
+    print(f"{counted}; {len(ids)} ids in {printable(options.output)}")
     return 0
 
 

@@ -7,6 +7,7 @@ from mtpjax import compilation_cache
 from mtpjax.atomic import check_output_file
 from mtpjax.cli.common import add_model_type_flag, add_plot_formats_flag, model_type
 from mtpjax.cli.help import command_parser
+from mtpjax.errors import printable
 
 SETTINGS_HELP = (
     "settings that override the file's, such as steps=500, num_depths=3, model.num_mtp_modules=3 or model=FILE.yaml"
@@ -164,7 +165,7 @@ def _train(options) -> int:
         return 1
     print_panel(rich.console.Console(), result.panel)
     pictures = ", ".join(file.name for file in picture_paths("panel", config.plot_formats))
-    print(f"wrote {config.output}/: checkpoint/, metrics.jsonl{pictures and ', '}{pictures}")
+    print(f"wrote {printable(config.output)}/: checkpoint/, metrics.jsonl{pictures and ', '}{pictures}")
     return 0
 
 

@@ -20,6 +20,7 @@ from mtpjax.data.packing import (
 )
 from mtpjax.data.sources import end_token_id, fingerprint, read_source
 from mtpjax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
+from mtpjax.errors import printable
 from mtpjax.io.checkpoint_format import find_checkpoint
 from mtpjax.io.huggingface_files import has_tokenizer, huggingface_folder
 from mtpjax.training.config import TrainConfig
@@ -142,7 +143,7 @@ def load_corpus(config: TrainConfig, vocab_size: int, *, num_depths: int = 0) ->
         readings.append(reading)
         if any(reading.skipped.values()):
             counts = " ".join(f"{reason}={count}" for reason, count in reading.skipped.items())
-            print(f"skipped documents of {source.path}: {counts}", file=sys.stderr, flush=True)
+            print(f"skipped documents of {printable(source.path)}: {counts}", file=sys.stderr, flush=True)
     # One fixed batch of held-out rows serves every evaluation. Its seed is fixed too, so that `mtpjax compare` compares
     # runs of different seeds on the same rows.
     # With nothing held out, training rows take their place, and the user is told.

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mtpjax.atomic import write_text
 from mtpjax.data import packing
-from mtpjax.errors import Preempted
+from mtpjax.errors import Preempted, printable
 from mtpjax.evaluation import self_check
 from mtpjax.io import checkpoint
 from mtpjax.models.model import MTPModel
@@ -151,7 +151,7 @@ def train(
             clock = ProgressClock(config, step=metadata["step"], seconds=metadata["seconds"])
         if is_main_process:
             began = f"resuming at step {clock.step}" if clock.step else "starting at step 0"
-            print(f"{output}: {began} of {config.steps}", file=sys.stderr, flush=True)
+            print(f"{printable(output)}: {began} of {config.steps}", file=sys.stderr, flush=True)
         # 4. Open the log, the trackers and the profiler's window; other processes log nothing.
         send = stack.enter_context(open_trackers(output, clock.step, config, settings)) if is_main_process else None
         log = stack.enter_context(MetricsLog(output if is_main_process else None, step=clock.step, send=send))
@@ -257,7 +257,7 @@ def train(
             if config.save_every and clock.step % config.save_every == 0 and save():
                 notify_saved(run_dir.state_path(output, clock.step))
         if is_stopped and is_main_process:
-            print(f"{output}: a callback stopped the run at step {clock.step}", file=sys.stderr, flush=True)
+            print(f"{printable(output)}: a callback stopped the run at step {clock.step}", file=sys.stderr, flush=True)
         # 6. Save what was trained before anything else can fail: the state, from which a resumed run repeats only the
         # evaluation, and the model in its form for decoding.
         is_state_saved = save()

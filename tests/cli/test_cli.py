@@ -389,3 +389,10 @@ def test_help_that_cannot_be_written_fails():
             [sys.executable, "-m", "mtpjax.cli.main", "--help"], stdout=full, stderr=subprocess.PIPE, text=True
         )
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "cannot be written" in done.stderr
+
+
+def test_a_path_with_control_characters_is_printed_without_them(checkpoint, tmp_path, capsys):
+    assert exit_code(["convert", str(checkpoint), str(tmp_path / "\x1b[2J")]) == 0
+    captured = capsys.readouterr()
+    assert r"\x1b[2J: " in captured.err
+    assert "\x1b" not in captured.out + captured.err
