@@ -261,7 +261,12 @@ def test_on_an_h100_the_loop_updates_caches_in_place_and_copies_no_weight(kind, 
 @pytest.mark.h100
 @pytest.mark.parametrize(
     ("name", "kind", "batch"),
-    [(name, *where) for name, where in zip(SPECS, itertools.cycle([("grouped", 4), ("latent", 1)]), strict=False)],
+    [
+        pytest.param(
+            name, *where, marks=[pytest.mark.slow] * (name in ("sample-tree", "token", "threshold", "adaptive"))
+        )
+        for name, where in zip(SPECS, itertools.cycle([("grouped", 4), ("latent", 1)]), strict=False)
+    ],
 )
 def test_on_an_h100_every_rule_and_policy_keeps_to_that(name, kind, batch):
     assert_keeps_to_the_rules_on_an_h100(SINGLE[kind], batch, SPECS[name], jnp.bfloat16)

@@ -35,7 +35,7 @@ def test_a_thunk_sequence_is_read_as_a_tree():
 @pytest.mark.parametrize(
     ("config", "batch", "spec", "implementation"),
     [
-        pytest.param(CONFIGS["grouped"], 1, chain(0), "xla", id="plain"),
+        pytest.param(CONFIGS["grouped"], 1, chain(0), "xla", id="plain", marks=pytest.mark.slow),
         pytest.param(CONFIGS["latent"], 4, chain(3), "triton", id="chain-kernels", marks=pytest.mark.slow),
         pytest.param(CONFIGS["experts"], 1, chain(1), "xla", id="experts"),
         pytest.param(CONFIGS["experts"], 1, chain(1), "triton", id="experts-kernels", marks=pytest.mark.slow),
