@@ -48,6 +48,8 @@ SPECS = {  # beyond greedy chains; trees of few nodes, so that the scores of att
     "adaptive-block": DecodeSpec(3, 1, 4, "block", is_adaptive=True),
 }
 
+SLOW_SPECS = ("sample-tree", "token", "threshold", "adaptive")  # like others, so not compiled for an H100 by default
+
 NO_RESULT = {"parameter", "get-tuple-element", "tuple", "bitcast", "while", "call", "conditional", "constant"}
 UPDATES = {"dynamic-update-slice", "scatter"}
 
@@ -262,9 +264,7 @@ def test_on_an_h100_the_loop_updates_caches_in_place_and_copies_no_weight(kind, 
 @pytest.mark.parametrize(
     ("name", "kind", "batch"),
     [
-        pytest.param(
-            name, *where, marks=[pytest.mark.slow] * (name in ("sample-tree", "token", "threshold", "adaptive"))
-        )
+        pytest.param(name, *where, marks=[pytest.mark.slow] * (name in SLOW_SPECS))
         for name, where in zip(SPECS, itertools.cycle([("grouped", 4), ("latent", 1)]), strict=False)
     ],
 )
