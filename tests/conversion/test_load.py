@@ -17,6 +17,7 @@ import mtpjax
 from conversion.files import CheckpointFiles
 from conversion.load_plan import make_plan
 from conversion.read_params import read_as
+from conversion.safetensors_header import parse_json
 from mtpjax import compat
 from mtpjax.errors import CheckpointFileError
 from mtpjax.models.params import param_shapes
@@ -174,6 +175,13 @@ def test_a_tensor_twice_absent_or_elsewhere_is_named(copy):
     header = header[:-1] + f', "{name}": {entry}}}'
     shard.write_bytes(struct.pack("<Q", len(header)) + header.encode() + content[8 + length :])
     refuses(path, name, "twice")
+
+
+def test_a_key_that_comes_again_after_many_others_is_found():
+    """A search that compares every key with all others would take hours here."""
+    keys = ",".join(f'"{number}":0' for number in range(300_000))
+    with pytest.raises(CheckpointFileError, match="x.json names '299999' twice"):
+        parse_json(f'{{{keys},"299999":0}}'.encode(), "x.json")
 
 
 def test_unknown_tensors_are_refused_and_rotary_buffers_are_not(copy):
