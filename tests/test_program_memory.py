@@ -36,10 +36,10 @@ def test_programs_beyond_the_limit_give_their_mappings_back(limit):
     limit(2)
     assert free_programs_if_full()
     start = count()
-    compile_programs(range(1, 21), frees=True)
+    compile_programs(range(1, 11), frees=True)
     with_freeing = count() - start
-    compile_programs(range(1, 21), frees=False)
-    assert function._cache_size() == 20
+    compile_programs(range(1, 11), frees=False)
+    assert function._cache_size() == 10
     assert count() - start > 4 * max(with_freeing, 5)
     # What was dropped is compiled again.
     assert float(function(jnp.ones((1, 1)))[0, 0]) == pytest.approx(float(jnp.tanh(1.0) * jnp.sin(1.0) + 1))

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from mtpjax.errors import CheckpointError
 from mtpjax.io.checkpoint_format import one_line
 
 QUIET_ATTEMPTS = 25  # a fifth of a second apart
@@ -57,10 +58,10 @@ def one_line_failures(folder: pathlib.Path) -> Iterator[None]:
         log.setLevel(logging.CRITICAL + 1)
         sys.unraisablehook = lambda unraisable: None
         yield
-    # TensorStore's statuses are ValueErrors.
+    # TensorStore's statuses are ValueErrors, and so are errors of the files that arrays are streamed from.
     except (OSError, ValueError) as error:
         _wait_until_quiet(folder)
-        if isinstance(error, OSError):
+        if isinstance(error, (OSError, CheckpointError)):
             raise
         raise OSError(f"{folder.parent.parent} cannot be written: {one_line(error)}") from error
     finally:

@@ -1,5 +1,6 @@
 """Ctrl-C in a command: one line and exit code 130, whatever the process is doing."""
 
+import functools
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ INTERRUPTED_MODULE = "import os, signal, time\nos.kill(os.getpid(), signal.SIGIN
 PROGRAM = """
 import gc, os, signal, sys, time
 from mtpjax.cli.interrupts import defer_interrupts
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 defer_interrupts()
 def work():
     {what}
@@ -57,7 +59,10 @@ def test_an_ignored_signal_stays_ignored():
 def test_ctrl_c_during_the_start_of_a_command_is_one_line(seconds, checkpoint):
     """The moments lie in the imports of the command line, of NumPy and of JAX; a late one finds the command ended."""
     command = [sys.executable, "-m", "mtpjax.cli.start", "generate", "--model", str(checkpoint), "--prompt", "def "]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    # A shell's background jobs ignore the signal, and what they start inherits that.
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, **streams, preexec_fn=heed) as process:
         time.sleep(seconds)
         process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=120)

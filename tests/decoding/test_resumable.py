@@ -31,10 +31,10 @@ CASES = [
     ("latent", "sampled chain"),
     ("sparse", "sampled chain"),
     ("hybrid", "greedy chain"),
-    ("hybrid", "sampled chain"),
     *[
         pytest.param(attention, shape, marks=pytest.mark.slow)
         for attention, shape in [
+            ("hybrid", "sampled chain"),
             ("grouped", "greedy tree"),
             ("grouped", "sampled chain"),
             ("grouped", "adaptive chain"),
