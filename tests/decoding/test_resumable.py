@@ -29,12 +29,12 @@ CASES = [
     ("grouped", "sampled tree"),
     ("latent", "greedy tree"),
     ("latent", "sampled chain"),
-    ("sparse", "sampled chain"),
     ("hybrid", "greedy chain"),
     *[
         pytest.param(attention, shape, marks=pytest.mark.slow)
         for attention, shape in [
             ("hybrid", "sampled chain"),
+            ("sparse", "sampled chain"),
             ("grouped", "greedy tree"),
             ("grouped", "sampled chain"),
             ("grouped", "adaptive chain"),
