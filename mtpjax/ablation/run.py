@@ -34,8 +34,6 @@ from mtpjax.models.config import Implementation
 from mtpjax.program_memory import free_programs_if_full
 
 CELL_VERSION = 5  # format of a cell's line; lines of another version are measured again
-# Drop compiled programs after this many cells: they use up memory mappings, of which Linux allows 65,530 per process.
-CELLS_PER_CACHE_CLEAR = 16
 
 
 def fingerprint(cell: Cell, settings: Settings, workload: Workload, environment: dict[str, Any]) -> str:
@@ -128,9 +126,6 @@ def run_cells(
             # The time left assumes that the cells to come take as long as the measured ones.
             left = (time.perf_counter() - begin) / number * (len(remaining) - number)
             log(f"{len(rows)}/{len(cells)} {cell.name}: {format_summary(row)}; {_format_duration(left)} left")
-            if number % CELLS_PER_CACHE_CLEAR == 0:
-                jax.clear_caches()
-            # Cells of deep trees or many prompt lengths compile more programs than that bounds.
             free_programs_if_full()
     except KeyboardInterrupt:
         pass
