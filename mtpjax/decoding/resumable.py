@@ -93,8 +93,7 @@ def init_state(
     params, num_slots = params_to_device(params), check_integer("num_slots", num_slots)
     if num_slots < 1:
         raise ValueError(f"num_slots must be at least 1, got {num_slots}")
-    drafter, spec, params_mesh = _resolve_statics(params, model, config, num_slots)
-    model = with_implementation(model, config)
+    model, drafter, spec, params_mesh = _resolve_statics(params, model, config, num_slots)
     limit = check_settings(model, config, drafter)
     length = limit if max_length is None else check_integer("max_length", max_length)
     if not 2 <= length <= limit:
@@ -173,8 +172,7 @@ def insert(
     check_argument_types(params, prompts, sampling, key, model=model)
     _check_state(state)
     params, (num_slots, capacity) = params_to_device(params), state.tokens.shape
-    drafter, spec, mesh = _resolve_statics(params, model, config, num_slots)
-    model = with_implementation(model, config)
+    model, drafter, spec, mesh = _resolve_statics(params, model, config, num_slots)
     rows = prompts_to_arrays(prompts)
     limit = check_request(rows, model, config, drafter)
     # The state's capacity bounds every row. Keep room for a whole prefill chunk and for the widest draft behind the
@@ -260,8 +258,7 @@ def run(
         raise ValueError(f"max_rounds must not be negative, got {max_rounds}")
     if until not in ("all", "any"):
         raise ValueError(f"unknown until '{until}'; supported: all, any")
-    drafter, spec, mesh = _resolve_statics(params, model, config, len(state.length))
-    model = with_implementation(model, config)
+    model, drafter, spec, mesh = _resolve_statics(params, model, config, len(state.length))
     if draft_params is None:
         draft_params = drafter.default_params(params, config, model=model)
     # The limit enters as an array, so another value compiles nothing.
@@ -304,8 +301,8 @@ def _run(
 
 def _resolve_statics(
     params: dict, model: MTPModel, config: DecodeConfig, num_slots: int
-) -> tuple[Drafter, DecodeSpec, Mesh | None]:
-    """Resolves the drafter, the spec and the mesh of a state."""
+) -> tuple[MTPModel, Drafter, DecodeSpec, Mesh | None]:
+    """Resolves the model with its implementation, the drafter, the spec and the mesh of a state."""
     # Later requests may have any temperature, so only an explicit rule "greedy" makes the state greedy.
     drafter, mesh = make_drafter(config), mesh_of(params["embedding"])
     # A later prompt may be as long as the model allows.
@@ -319,7 +316,7 @@ def _resolve_statics(
         longest_prompt=longest,
         max_length=longest,
     )
-    return drafter, spec, mesh
+    return with_implementation(model, config), drafter, spec, mesh
 
 
 def _check_state(state: Any) -> None:

@@ -8,8 +8,6 @@ import pytest
 
 from mtpjax import (
     DecodeConfig,
-    ModelConfig,
-    MTPModel,
     SamplingParams,
     collect,
     forward,
@@ -21,18 +19,8 @@ from mtpjax import (
     speculative_generate,
 )
 from mtpjax.io.checkpoint import load
+from tests.helpers.tiny_model import MODEL
 
-MODEL = MTPModel(
-    ModelConfig(
-        vocab_size=32,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=64,
-        num_mtp_modules=1,
-    )
-)
 CONFIG = DecodeConfig(max_new_tokens=4)
 
 
