@@ -7,7 +7,8 @@ from mtpjax.
 | op | what limits it on a GPU |
 |---|---|
 | `rms_norm` | bytes of the rows, read once and written once |
-| `block_scaled_matmul`, `head_top_k` | bytes of the weights, each read once |
+| `add_rms_norm` | at decoding's few rows, the launch |
+| `block_scaled_matmul`, `gated_matmul`, `head_top_k` | bytes of the weights, each read once |
 | `grouped_matmul` | few tokens: bytes of the chosen experts; many tokens: multiplications |
 | `verify_attention` | bytes of the KV cache; multiplications for latent attention with many heads |
 | `gated_delta_verify`, `gated_delta_steps` | bytes of the recurrent state; from about 5 tokens on, arithmetic |
@@ -15,24 +16,31 @@ from mtpjax.
 | `linear_cross_entropy`, `linear_total_variation` | multiplications |
 """
 
-from pallas_kernels.block_scaled_matmul import block_scaled_matmul
+from pallas_kernels.add_rms_norm import add_rms_norm
+from pallas_kernels.block_scaled_matmul import block_scaled_matmul, partial_matmul
 from pallas_kernels.gated_delta import gated_delta, gated_delta_replay, gated_delta_steps, gated_delta_verify
+from pallas_kernels.gated_matmul import gated_matmul
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.head_top_k import head_top_k, top_k
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy, linear_total_variation
+from pallas_kernels.partial_sums import PartialSums
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.verify_attention import verify_attention
 
 __all__ = [
+    "PartialSums",
+    "add_rms_norm",
     "block_scaled_matmul",
     "gated_delta",
     "gated_delta_replay",
     "gated_delta_steps",
     "gated_delta_verify",
+    "gated_matmul",
     "grouped_matmul",
     "head_top_k",
     "linear_cross_entropy",
     "linear_total_variation",
+    "partial_matmul",
     "rms_norm",
     "top_k",
     "verify_attention",

@@ -21,10 +21,11 @@ from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.dequantise import dequantise
 from pallas_kernels.device import num_processors
 from pallas_kernels.dispatch import choose
+from pallas_kernels.partial_sums import PartialSums
 from pallas_kernels.row_product import row_times_matrix
 
 MAX_ROWS = 64  # with more rows, multiplying takes longer than reading
-_TILE_BYTES = 16384  # weights per tile: eight loads of 16 bytes for each of 128 threads
+TILE_BYTES = 16384  # weights per tile: eight loads of 16 bytes for each of 128 threads
 
 
 def block_scaled_matmul(x, weights, scales=None, *, block=128, implementation="auto") -> jax.Array:
@@ -54,34 +55,62 @@ def block_scaled_matmul(x, weights, scales=None, *, block=128, implementation="a
             not a power of two from 16 up, or for one-byte weights of 2^31 elements or more, which exceed its 32-bit
             offsets.
     """
+    return partial_matmul(x, weights, scales, block=block, implementation=implementation).total()
+
+
+def partial_matmul(x, weights, scales=None, *, block=128, implementation="auto") -> PartialSums:
+    """Computes `block_scaled_matmul` without its last step, the sum over parts of the inputs.
+
+    Args:
+        x: As in `block_scaled_matmul`, and so are the other arguments.
+        weights: [D, F].
+        scales: [ceil(D / block), F] or None.
+        block: Number of neighbouring inputs that share a scale.
+        implementation: "xla", which always gives one part, "triton", "interpreted" or "auto".
+
+    Returns:
+        Parts [P, ..., F], whose total is the product.
+
+    Raises:
+        ValueError: As in `block_scaled_matmul`.
+    """
     if x.ndim == 0 or weights.ndim != 2 or x.shape[-1] != weights.shape[0]:
         raise ValueError(f"x {x.shape} does not fit weights {weights.shape}: they are [..., D] and [D, F]")
     D, F = weights.shape
     if scales is not None and scales.shape != (pl.cdiv(D, block), F):
         raise ValueError(f"scales {scales.shape} do not fit weights {weights.shape} in blocks of {block} inputs")
     rows = x.size // D if D else 0
-    # The limits of the kernel: few rows, blocks that a tile fits into, and 32-bit offsets, which Pallas uses for any
-    # array of at most 2^32 bytes.
     has_few_rows = 0 < rows <= MAX_ROWS and F > 0
-    unsupported_reason = None
-    if has_few_rows and scales is not None and (block < 16 or block & (block - 1)):
-        unsupported_reason = f"the kernel takes blocks of 16 inputs, 32, 64 and so on, not of {block}"
-    if has_few_rows and weights.dtype.itemsize == 1 and weights.size >= 2**31:
-        unsupported_reason = f"weights {weights.shape} are 2^31 elements or more, which exceed 32-bit offsets"
     shape = {"rows": rows, "inputs": D, "outputs": F, "dtype": str(x.dtype), "weights": str(weights.dtype)}
     chosen = choose(
         "block_scaled_matmul",
         implementation,
         ("xla", "triton"),
         shape,
-        unsupported_reason=unsupported_reason,
+        unsupported_reason=find_unsupported_reason(weights, scales, block) if has_few_rows else None,
         check=functools.partial(
             difference_from_reference, dtype=x.dtype, weights_dtype=weights.dtype, has_scales=scales is not None
         ),
     )
     if chosen == "xla" or not has_few_rows:
-        return _block_scaled_matmul_xla(x, weights, scales, block)
-    return _block_scaled_matmul_triton(x, weights, scales, block, chosen == "interpreted")
+        return PartialSums(_block_scaled_matmul_xla(x, weights, scales, block)[None], x.dtype)
+    return PartialSums(_block_scaled_matmul_triton(x, weights, scales, block, chosen == "interpreted"), x.dtype)
+
+
+def find_unsupported_reason(weights, scales, block: int) -> str | None:
+    """Returns why the kernels of few rows cannot take these weights, or None if they can.
+
+    Args:
+        weights: [D, F].
+        scales: [blocks, F] or None.
+        block: Number of neighbouring inputs that share a scale.
+    """
+    # A tile must fit into a block of inputs, and Pallas uses 32-bit offsets for any array of at most 2^32 bytes.
+    if scales is not None and (block < 16 or block & (block - 1)):
+        return f"the kernel takes blocks of 16 inputs, 32, 64 and so on, not of {block}"
+    if weights.dtype.itemsize == 1 and weights.size >= 2**31:
+        return f"weights {weights.shape} are 2^31 elements or more, which exceed 32-bit offsets"
+    return None
 
 
 def difference_from_reference(implementation: str, *, dtype, weights_dtype, has_scales: bool) -> float:
@@ -143,10 +172,10 @@ def _block_scaled_matmul_triton(x, weights, scales, block, interpret):
     # products run without tensor cores and need more registers. A scaled tile never crosses a
     # block of inputs, so one scale per column covers it.
     columns = min(64 if is_float32 else 128, max(16, pl.next_power_of_2(F)))
-    inputs = 32 if is_float32 else _TILE_BYTES // (128 * weights.dtype.itemsize)
+    inputs = 32 if is_float32 else TILE_BYTES // (128 * weights.dtype.itemsize)
     inputs = inputs if scales is None else min(inputs, block)
     num_tiles, num_columns = pl.cdiv(D, inputs), pl.cdiv(F, columns)
-    # Split D into parts where the columns alone give too few programs. Partial sums stay float32 and are added below.
+    # Split D into parts where the columns alone give too few programs. They stay float32; `PartialSums` adds them.
     num_parts = _num_parts(num_tiles, num_columns, inputs, padded, is_one_byte=is_one_byte)
     out_dtype = x.dtype if num_parts == 1 else jnp.float32
 
@@ -171,9 +200,7 @@ def _block_scaled_matmul_triton(x, weights, scales, block, interpret):
         interpret=interpret,
         name="block_scaled_matmul",
     )(x.reshape(n, D), weights, *([] if scales is None else [scales]))
-    # Add the parts in a fixed order, so that results repeat bit for bit. XLA fuses the additions into the consumer.
-    total = functools.reduce(jnp.add, [sums[part] for part in range(num_parts)])
-    return total.astype(x.dtype).reshape(*x.shape[:-1], F)
+    return sums.reshape(num_parts, *x.shape[:-1], F)
 
 
 def _num_parts(num_tiles, num_columns, inputs, padded, *, is_one_byte):
@@ -192,7 +219,31 @@ def _num_parts(num_tiles, num_columns, inputs, padded, *, is_one_byte):
 
 
 def _block_scaled_matmul_kernel(x_ref, weights_ref, *refs, padded, tile, block):
-    """Computes part of a column of tiles: x_ref [n, D], weights_ref [D, F], scales_ref [blocks, F], out_ref [n, F].
+    """Computes part of a column of tiles: x_ref [n, D], weights_ref [D, F], scales_ref [blocks, F], out_ref [n, F]."""
+    *scales_refs, out_ref = refs
+    inputs, columns = tile
+    (n, D), F = x_ref.shape, weights_ref.shape[1]
+    # This program's rows and its output columns.
+    row = jnp.arange(padded)
+    column = pl.program_id(0) * columns + jnp.arange(columns)
+    is_column = column < F if F % columns else None
+
+    def add_tile(index, total):
+        return total + multiply_tile(
+            x_ref, weights_ref, scales_refs, row, index * inputs, column, is_column, inputs=inputs, block=block
+        )
+
+    # Sum the tiles of this part in float32. The bounds are int32 because Triton requires both of one type.
+    num_tiles, num_parts, part = pl.cdiv(D, inputs), pl.num_programs(1), pl.program_id(1)
+    begin, end = (jnp.int32(edge * num_tiles // num_parts) for edge in (part, part + 1))
+    total = jax.lax.fori_loop(begin, end, add_tile, jnp.zeros((padded, columns), jnp.float32))
+    # Store once, without the padded rows and columns.
+    is_inside = (row < n)[:, None] & (column < F)[None, :]
+    plt.store(elements(out_ref, row, column), total.astype(out_ref.dtype), mask=is_inside)
+
+
+def multiply_tile(x_ref, weights_ref, scales_refs, row, first, column, is_column, *, inputs, block):
+    """Multiplies rows of x by one tile of the weights, inside a kernel.
 
     One-byte weights need two rearrangements to reach the tensor cores without slow byte moves:
 
@@ -202,58 +253,56 @@ def _block_scaled_matmul_kernel(x_ref, weights_ref, *refs, padded, tile, block):
       from which single bytes come out, so this form has no stages.
     - Conversion. fp8 goes to float16, float32 and then bfloat16, all at full rate. The direct conversion from float16
       to bfloat16 runs at a quarter of the rate on an H100.
+
+    Args:
+        x_ref: [n, D].
+        weights_ref: [D, F].
+        scales_refs: One ref [blocks, F], or none.
+        row: Rows of x, padded.
+        first: First input of the tile.
+        column: Columns of the tile.
+        is_column: Mask of the columns inside the matrix; None: all are.
+        inputs: Number of inputs of the tile.
+        block: Number of inputs that share a scale.
+
+    Returns:
+        [rows, columns] float32.
     """
-    *scales_refs, out_ref = refs
-    inputs, columns = tile
-    (n, D), F = x_ref.shape, weights_ref.shape[1]
-    # This program's rows, the inputs of one tile, and its output columns.
-    row, inner = jnp.arange(padded), jnp.arange(inputs)
-    column = pl.program_id(0) * columns + jnp.arange(columns)
+    inner, columns = jnp.arange(inputs), len(column)
     is_one_byte = weights_ref.dtype.itemsize == 1
     # Tile row r holds input `r % num_threads * rows_per_thread + r // num_threads`, so the rows r, r + 16, ... of a
     # thread are neighbouring inputs.
     num_threads = min(16, inputs)
     rows_per_thread = inputs // num_threads
     order = inner % num_threads * rows_per_thread + inner // num_threads if is_one_byte else inner
-
-    def add_tile(index, total):
-        first = index * inputs
-        # Load a tile of weights; for one-byte weights, undo the row order inside registers: [rows_per_thread,
-        # num_threads] -> [num_threads, rows_per_thread].
-        weights = _load(weights_ref, first + order, column)
-        if is_one_byte:
-            weights = weights.reshape(rows_per_thread, num_threads, columns).transpose(1, 0, 2).reshape(tile)
-        # Multiply in x's dtype with float32 sums. HIGHEST keeps float32 products exact and changes nothing for
-        # bfloat16.
-        x = _load(x_ref, row, first + inner)
-        weights = weights.astype(jnp.float32).astype(x.dtype)
-        partial = jnp.dot(x, weights, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-        # Scale the tile's sum instead of its weights: one multiplication per output instead of one per weight.
-        for scales_ref in scales_refs:
-            partial = partial * _load(scales_ref, first // block + jnp.arange(1), column)
-        return total + partial
-
-    # Sum the tiles of this part in float32. The bounds are int32 because Triton requires both of one type.
-    num_tiles, num_parts, part = pl.cdiv(D, inputs), pl.num_programs(1), pl.program_id(1)
-    begin, end = (jnp.int32(edge * num_tiles // num_parts) for edge in (part, part + 1))
-    total = jax.lax.fori_loop(begin, end, add_tile, jnp.zeros((padded, columns), jnp.float32))
-    # Store once, without the padded rows and columns.
-    is_inside = (row < n)[:, None] & (column < F)[None, :]
-    plt.store(_elements(out_ref, row, column), total.astype(out_ref.dtype), mask=is_inside)
+    # Load a tile of weights; for one-byte weights, undo the row order inside registers: [rows_per_thread,
+    # num_threads] -> [num_threads, rows_per_thread].
+    weights = _load(weights_ref, first + order, column, is_column)
+    if is_one_byte:
+        weights = weights.reshape(rows_per_thread, num_threads, columns).transpose(1, 0, 2)
+        weights = weights.reshape(inputs, columns)
+    # Multiply in x's dtype with float32 sums. HIGHEST keeps float32 products exact and changes nothing for
+    # bfloat16.
+    D = x_ref.shape[1]
+    x = _load(x_ref, row, first + inner, first + inner < D if D % inputs else None)
+    weights = weights.astype(jnp.float32).astype(x.dtype)
+    product = jnp.dot(x, weights, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    # Scale the tile's sum instead of its weights: one multiplication per output instead of one per weight.
+    for scales_ref in scales_refs:
+        product = product * _load(scales_ref, first // block + jnp.arange(1), column, is_column)
+    return product
 
 
-def _load(ref, row, column):
+def _load(ref, row, column, is_column):
     """Loads `ref[row, column]`, zero outside the array; builds a mask only where the last tile exceeds it."""
-    masks = []
+    masks = [] if is_column is None else [jnp.broadcast_to(is_column[None, :], (len(row), len(column)))]
     if ref.shape[0] % len(row):
         masks.append(jnp.broadcast_to((row < ref.shape[0])[:, None], (len(row), len(column))))
-    if ref.shape[1] % len(column):
-        masks.append(jnp.broadcast_to((column < ref.shape[1])[None, :], (len(row), len(column))))
     mask = functools.reduce(jnp.logical_and, masks) if masks else None
-    return plt.load(_elements(ref, row, column), mask=mask, other=jnp.zeros((), ref.dtype) if masks else None)
+    return plt.load(elements(ref, row, column), mask=mask, other=jnp.zeros((), ref.dtype) if masks else None)
 
 
-def _elements(ref, row, column):
+def elements(ref, row, column):
     """Addresses `ref[row, column]` element by element."""
     shape = (len(row), len(column))
     return ref.at[jnp.broadcast_to(row[:, None], shape), jnp.broadcast_to(column[None, :], shape)]
@@ -266,8 +315,9 @@ def _forward(x, weights, scales, block, interpret):
 def _backward(block, interpret, residuals, gradient):
     # Differentiate the XLA form: training has many rows, for which XLA's matmuls are best.
     del interpret
-    _, pull = jax.vjp(functools.partial(_block_scaled_matmul_xla, block=block), *residuals)
-    return pull(gradient)
+    # The product is the sum of the parts, so each part has the product's gradient: the first one's counts.
+    product, pull = jax.vjp(functools.partial(_block_scaled_matmul_xla, block=block), *residuals)
+    return pull(gradient[0].astype(product.dtype))
 
 
 _block_scaled_matmul_triton.defvjp(_forward, _backward)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.layers.block import Block
-from mtpjax.models.layers.norm import RMSNorm
+from mtpjax.models.layers.norm import AddRMSNorm, RMSNorm
 from mtpjax.models.masks import Entries, Recycled, View
 from mtpjax.models.quantized import matrix_product
 
@@ -38,5 +38,8 @@ class MTPModule(nn.Module):
         project = self.param("project", nn.initializers.lecun_normal(), (2 * config.hidden_size, config.hidden_size))
         x = matrix_product(jnp.concatenate(pair, axis=-1), project, implementation=self.implementation)
         # One decoder layer, and the module's own final norm.
-        before, entries, _ = Block(config, config.mtp_kind, self.implementation, name="block")(x, view, layer_cache)
-        return norm("norm_output")(before), before, entries
+        block = Block(config, config.mtp_kind, self.implementation, name="block")
+        x, update, entries, _ = block(x, view, layer_cache)
+        norm_output = AddRMSNorm(config.rms_norm_eps, config.zero_centred_norm, self.implementation, name="norm_output")
+        before, after = norm_output(x, update)
+        return after, before, entries

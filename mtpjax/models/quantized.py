@@ -4,7 +4,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import block_scaled_matmul
+from pallas_kernels import PartialSums, gated_matmul, partial_matmul
 from pallas_kernels.dequantise import dequantise
 
 
@@ -56,11 +56,43 @@ def matrix_product(x: jax.Array, weight: jax.Array | BlockScaled, *, implementat
     Returns:
         `[..., F]` in x's dtype, where F is the size of the weight's other axes.
     """
-    D = x.shape[-1]
+    return partial_product(x, weight, implementation=implementation).total()
+
+
+def partial_product(x: jax.Array, weight: jax.Array | BlockScaled, *, implementation: str = "auto") -> PartialSums:
+    """Computes `matrix_product` without its last step, the sum over parts of D, which the next op does as it loads.
+
+    Args:
+        x: `[..., D]`.
+        weight: `[D, ...]`, an array or `BlockScaled`.
+        implementation: as in `matrix_product`.
+
+    Returns:
+        Parts `[P, ..., F]`; one part without a kernel.
+    """
+    values, scales, block = _as_matrix(weight, x.shape[-1])
+    return partial_matmul(x, values, scales, block=block, implementation=implementation)
+
+
+def gated_product(x: jax.Array, weight: jax.Array | BlockScaled, *, implementation: str = "auto") -> jax.Array:
+    """Multiplies by gate and up, and applies SwiGLU: `silu(x gate) * (x up)`.
+
+    Args:
+        x: `[..., D]`.
+        weight: `[D, 2, F]`, gate and up, an array or `BlockScaled`.
+        implementation: as in `matrix_product`.
+
+    Returns:
+        `[..., F]` in x's dtype.
+    """
+    values, scales, block = _as_matrix(weight, x.shape[-1])
+    return gated_matmul(x, values, scales, block=block, implementation=implementation)
+
+
+def _as_matrix(weight: jax.Array | BlockScaled, D: int) -> tuple[jax.Array, jax.Array | None, int]:
+    """Returns a weight `[D, ...]` as a matrix `[D, F]`, and the scales `[blocks, F]` and block size of fp8."""
     if not isinstance(weight, BlockScaled):
-        return block_scaled_matmul(x, weight.reshape(D, -1), implementation=implementation)
-    # Values and scales as matrices, with the input axis first.
+        return weight.reshape(D, -1), None, 128
     assert weight.axis == -weight.ndim, "the input axis must be the first"
     values = weight.values.reshape(D, -1)
-    scales = weight.scales.reshape(-1, values.shape[1])
-    return block_scaled_matmul(x, values, scales, block=weight.block, implementation=implementation)
+    return values, weight.scales.reshape(-1, values.shape[1]), weight.block

@@ -67,14 +67,15 @@ class Trunk(nn.Module):
                 (x, selection), _ = scan(period_layers, (x, selection), view)
             return x, None, ()
         # Unrolled: each layer has its own parameters and its own part of the cache.
-        layers, states = [], {}
+        layers, states, update = [], {}, None
         for index, kind in enumerate(config.trunk_kinds):
-            states[index] = x
+            if index in layer_ids:
+                states[index] = x if update is None else x + update.total()
             block = Block(config, kind, self.implementation, name=f"layer_{index}")
-            x, entries, selection = block(x, view, cache.layers[index] if cache else None, selection)
+            x, update, entries, selection = block(x, view, cache.layers[index] if cache else None, selection, update)
             layers.append(entries)
         cache = cache.replace(layers=tuple(layers)) if cache else None
-        return x, cache, tuple(states[layer] for layer in layer_ids)
+        return x if update is None else x + update.total(), cache, tuple(states[layer] for layer in layer_ids)
 
 
 class _Period(nn.Module):
@@ -90,7 +91,8 @@ class _Period(nn.Module):
         for place in range(self.period):
             kind = self.config.layer_kind(self.first + place)
             block = Block(self.config, kind, self.implementation, name=f"layer_{place}")
-            x, _, selection = block(x, view, None, selection)
+            x, update, _, selection = block(x, view, None, selection)
+            x = x + update.total()
         return x, selection
 
 

@@ -59,7 +59,7 @@ def test_absorbed_latent_attention_equals_expanded(memory, q_lora_rank, small):
 
     @functools.partial(jax.jit, static_argnames="expanded")
     def apply(expanded):
-        return LatentAttention(config, expanded).apply({"params": params}, x, view, given)[0]
+        return LatentAttention(config, expanded).apply({"params": params}, x, view, given)[0].total()
 
     assert_close(apply(expanded=False), apply(expanded=True))
 

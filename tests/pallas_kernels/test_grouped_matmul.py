@@ -173,13 +173,15 @@ def test_layer_runs_the_kernel_on_one_device_and_on_each_of_a_mesh(axes, block, 
     make, params, x = layer_problem()
     is_fp8 = block > 0
     params = as_block_scaled(params, block) if is_fp8 else params
-    expected = make("xla").apply({"params": params}, x, cached=True)
+    expected = make("xla").apply({"params": params}, x, cached=True).total()
     calls = []
     module = sys.modules["pallas_kernels.grouped_matmul.op"]
     recorded = lambda *a, **k: calls.append(a) or grouped_matmul_kernel(*a, **k)
     monkeypatch.setattr(module, "grouped_matmul_kernel", recorded)
     with jax.set_mesh(compat.make_mesh(axes)):
-        out = jax.jit(lambda params, x: make("interpreted").apply({"params": params}, x, cached=True))(params, x)
+        out = jax.jit(lambda params, x: make("interpreted").apply({"params": params}, x, cached=True).total())(
+            params, x
+        )
     assert_close(out, expected)
     assert [weight.dtype for _, _, weight in calls] == 2 * [jnp.float8_e4m3fn if is_fp8 else jnp.float32]
     assert {weight.shape[0] for _, _, weight in calls} == {4 // axes.get("expert", 1)}

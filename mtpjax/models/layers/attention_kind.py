@@ -32,8 +32,8 @@ class AttentionKind:
     Attributes:
         scope: name of the layer's parameters within a block, such as "attention".
         module: makes the Flax module from the config, the layer's kind, the kernels' implementation and the scope. The
-            module maps `(x [B, T, D], view, layer_cache, selection)` to the output `[B, T, D]`, the layer's new
-            entries, and the indexer's selection.
+            module maps `(x [B, T, D], view, layer_cache, selection)` to the output `[B, T, D]` as `PartialSums`, the
+            layer's new entries, and the indexer's selection.
         empty_entries: makes the zero-filled cache entries of one layer from the config, the layer's kind, the batch
             size B, the slots S, and the dtype.
         cache_axes: axis names of each cache entry.

@@ -10,8 +10,15 @@ from mtpjax.models.config import LayerKind, ModelConfig
 from mtpjax.models.layers.attention_kind import AttentionKind
 from mtpjax.models.layers.entries import read_rows
 from mtpjax.models.masks import Entries, Masks, View
-from mtpjax.models.quantized import matrix_product
-from pallas_kernels import gated_delta, gated_delta_replay, gated_delta_steps, gated_delta_verify, rms_norm
+from mtpjax.models.quantized import matrix_product, partial_product
+from pallas_kernels import (
+    PartialSums,
+    gated_delta,
+    gated_delta_replay,
+    gated_delta_steps,
+    gated_delta_verify,
+    rms_norm,
+)
 
 MAX_STEPWISE_TOKENS = 16  # of a pass whose tokens are all committed: up to here token by token, above in chunks
 
@@ -33,7 +40,7 @@ class DeltaRule(nn.Module):
     @nn.compact
     def __call__(
         self, x: jax.Array, view: View, layer_cache: Entries | None = None, selection: Masks | None = None
-    ) -> tuple[jax.Array, Entries, Masks | None]:
+    ) -> tuple[PartialSums, Entries, Masks | None]:
         config = self.config
         B, T, D = x.shape
         K, J = config.linear_num_key_heads, config.linear_num_value_heads
@@ -91,7 +98,7 @@ class DeltaRule(nn.Module):
         output = (output * gate_function(gate.astype(jnp.float32))).astype(x.dtype)
         project = self.param("output", nn.initializers.lecun_normal(), (J * Q, D))
         output = output.reshape(B, T, J * Q)
-        return matrix_product(output, project, implementation=self.implementation), entries, selection
+        return partial_product(output, project, implementation=self.implementation), entries, selection
 
 
 def _unit(x: jax.Array) -> jax.Array:

@@ -9,26 +9,29 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from mtpjax.models.config import ModelConfig
-from mtpjax.models.quantized import is_scaled, matrix_product
-from pallas_kernels import grouped_matmul, top_k
+from mtpjax.models.quantized import gated_product, is_scaled, partial_product
+from pallas_kernels import PartialSums, grouped_matmul, top_k
 
 MIN_FP8_BLOCK = 16  # smallest block of fp8 weights that the kernels support
 
 
 class SwiGLU(nn.Module):
-    """The dense feed-forward layer `(silu(x Wg) * (x Wu)) Wd`, `[..., D] -> [..., D]`; one product for gate and up."""
+    """The dense feed-forward layer `(silu(x Wg) * (x Wu)) Wd`, `[..., D] -> [..., D]`; one product for gate and up.
+
+    Returns partial sums, which the norm of the next layer adds.
+    """
 
     width: int
     implementation: str = "auto"
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array) -> PartialSums:
         D = x.shape[-1]
         initial = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0, out_axis=(1, 2))
         gate_up = self.param("gate_up", initial, (D, 2, self.width))
         down = self.param("down", nn.initializers.lecun_normal(), (self.width, D))
-        gate, up = jnp.split(matrix_product(x, gate_up, implementation=self.implementation), 2, axis=-1)
-        return matrix_product(jax.nn.silu(gate) * up, down, implementation=self.implementation)
+        gated = gated_product(x, gate_up, implementation=self.implementation)
+        return partial_product(gated, down, implementation=self.implementation)
 
 
 def route(logits: jax.Array, bias: jax.Array | None, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
@@ -90,13 +93,16 @@ def mix_experts(x, ids, weights, gate_up, down, *, inference: bool, implementati
 
 
 class Experts(nn.Module):
-    """Routed and shared experts, `[B, T, D] -> [B, T, D]`. `cached` marks a decoding pass, which needs no gradient."""
+    """Routed and shared experts, `[B, T, D] -> [B, T, D]`, as `PartialSums` of one part.
+
+    `cached` marks a decoding pass, which needs no gradient.
+    """
 
     config: ModelConfig
     implementation: str = "auto"
 
     @nn.compact
-    def __call__(self, x: jax.Array, *, cached: bool = False) -> jax.Array:
+    def __call__(self, x: jax.Array, *, cached: bool = False) -> PartialSums:
         config = self.config
         B, T, D = x.shape
         E, F = config.n_routed_experts, config.moe_intermediate_size
@@ -118,12 +124,12 @@ class Experts(nn.Module):
         form = functools.partial(mix_experts, inference=cached, implementation=self.implementation)
         output = _over_mesh(form, E, F)(flat, ids, weights, gate_up, down).reshape(B, T, D)
         if config.shared_width:
-            shared = SwiGLU(config.shared_width, self.implementation, name="shared")(x)
+            shared = SwiGLU(config.shared_width, self.implementation, name="shared")(x).total()
             if config.shared_expert_gate:
                 gate = self.param("shared_gate", nn.initializers.lecun_normal(), (D, 1))
                 shared = shared * jax.nn.sigmoid(x @ gate.astype(x.dtype))
             output = output + shared
-        return output
+        return PartialSums(output[None], output.dtype)
 
 
 def _over_mesh(form, num_experts: int, width: int):

@@ -13,7 +13,8 @@ from mtpjax.models.layers.entries import append_and_select
 from mtpjax.models.layers.norm import RMSNorm
 from mtpjax.models.layers.rotary import rotate, softmax_scale
 from mtpjax.models.masks import Entries, Masks, Recycled, View
-from mtpjax.models.quantized import matrix_product
+from mtpjax.models.quantized import matrix_product, partial_product
+from pallas_kernels import PartialSums
 
 
 class GroupedAttention(nn.Module):
@@ -30,7 +31,7 @@ class GroupedAttention(nn.Module):
     @nn.compact
     def __call__(
         self, x: jax.Array, view: View, layer_cache: Entries | Recycled | None = None, selection: Masks | None = None
-    ) -> tuple[jax.Array, Entries, Masks | None]:
+    ) -> tuple[PartialSums, Entries, Masks | None]:
         config = self.config
         B, T, D = x.shape
         K, H = config.num_key_value_heads, config.head_dim
@@ -71,7 +72,7 @@ class GroupedAttention(nn.Module):
             output = output * jax.nn.sigmoid(gate[0])
         project = self.param("output", nn.initializers.lecun_normal(), (K * G * H, D))
         output = output.reshape(B, T, K * G * H)
-        return matrix_product(output, project, implementation=self.implementation), entries, selection
+        return partial_product(output, project, implementation=self.implementation), entries, selection
 
 
 def _empty_entries(config: ModelConfig, kind: LayerKind, batch: int, capacity: int, dtype: Any) -> Entries:

@@ -14,7 +14,8 @@ from mtpjax.models.layers.indexer import Indexer
 from mtpjax.models.layers.norm import RMSNorm
 from mtpjax.models.layers.rotary import rotate, softmax_scale
 from mtpjax.models.masks import Entries, Masks, Recycled, View
-from mtpjax.models.quantized import matrix_product
+from mtpjax.models.quantized import partial_product
+from pallas_kernels import PartialSums
 
 
 class LatentAttention(nn.Module):
@@ -37,15 +38,18 @@ class LatentAttention(nn.Module):
     @nn.compact
     def __call__(
         self, x: jax.Array, view: View, layer_cache: Entries | Recycled | None = None, selection: Masks | None = None
-    ) -> tuple[jax.Array, Entries, Masks | None]:
+    ) -> tuple[PartialSums, Entries, Masks | None]:
         config = self.config
         B, T, D = x.shape
         N, R, P = config.num_attention_heads, config.kv_lora_rank, config.qk_rope_head_dim
         C, V = config.qk_nope_head_dim, config.v_head_dim
 
-        def product(name: str, x: jax.Array, width: int) -> jax.Array:
+        def partial(name: str, x: jax.Array, width: int) -> PartialSums:
             kernel = self.param(name, nn.initializers.lecun_normal(), (x.shape[-1], width))
-            return matrix_product(x, kernel, implementation=self.implementation)
+            return partial_product(x, kernel, implementation=self.implementation)
+
+        def product(name: str, x: jax.Array, width: int) -> jax.Array:
+            return partial(name, x, width).total()
 
         # 1. Queries: through a latent of their own, or directly. Each has a content part C and a rotated part P.
         query_latent = x
@@ -118,7 +122,7 @@ class LatentAttention(nn.Module):
                 latents = [kept["latent"][:, None] for kept in sources]
                 attended = attend(q, list(zip(latents, latents, strict=True)), masks, scale=scale)[..., :R]
             output = by_head(attended[:, 0], value_up)
-        return product("output", output.reshape(B, T, N * V), D), entries, selection
+        return partial("output", output.reshape(B, T, N * V), D), entries, selection
 
     def _expands(self, T: int, *, cached: bool) -> bool:
         """Compares operations: expanding costs R(C+V) per key and head, and narrows each query from R+P to C+P."""

@@ -1,9 +1,9 @@
-"""RMSNorm as a module; the arithmetic is `pallas_kernels.rms_norm`."""
+"""RMSNorm as modules; the arithmetic is `pallas_kernels.rms_norm` and `add_rms_norm`."""
 
 import flax.linen as nn
 import jax
 
-from pallas_kernels import rms_norm
+from pallas_kernels import PartialSums, add_rms_norm, rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -20,3 +20,23 @@ class RMSNorm(nn.Module):
         initial = nn.initializers.zeros if self.zero_centred else nn.initializers.ones
         scale = self.param("scale", initial, (x.shape[-1],))
         return rms_norm(x, scale, eps=self.eps, zero_centred=self.zero_centred, implementation="xla")
+
+
+class AddRMSNorm(nn.Module):
+    """Adds an update to the residual stream and normalises it: returns the sum and its norm, both `[..., D]`.
+
+    Has the parameter of `RMSNorm`. Without an update, only normalises. One kernel does both, or XLA.
+    """
+
+    eps: float = 1e-6
+    zero_centred: bool = False
+    implementation: str = "auto"
+
+    @nn.compact
+    def __call__(self, x: jax.Array, update: PartialSums | None = None) -> tuple[jax.Array, jax.Array]:
+        initial = nn.initializers.zeros if self.zero_centred else nn.initializers.ones
+        scale = self.param("scale", initial, (x.shape[-1],))
+        settings = {"eps": self.eps, "zero_centred": self.zero_centred}
+        if update is None:
+            return x, rms_norm(x, scale, **settings, implementation="xla")
+        return add_rms_norm(x, update, scale, **settings, implementation=self.implementation)

@@ -1,0 +1,185 @@
+"""A few rows through the gate and up matrices of SwiGLU: op, kernel, reference.
+
+Limit: the bytes of the matrices. A program multiplies by the same columns of gate and up, so SwiGLU needs neither a
+launch of its own nor the products in memory.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels.block_scaled_matmul import (
+    MAX_ROWS,
+    TILE_BYTES,
+    block_scaled_matmul,
+    block_scaled_matmul_reference,
+    elements,
+    find_unsupported_reason,
+    multiply_tile,
+)
+from pallas_kernels.cost import loads_from_l2
+from pallas_kernels.device import num_processors
+from pallas_kernels.dispatch import choose
+
+
+def gated_matmul(x, weights, scales=None, *, block=128, implementation="auto") -> jax.Array:
+    """Computes `silu(x gate) * (x up)` (SwiGLU, 2002.05202) for a few rows, optionally with fp8 block scales.
+
+    The kernel rounds once; "xla" rounds the products and each factor to x's dtype. Differentiable in reverse mode, with
+    the gradient of "xla".
+
+    Args:
+        x: [..., D] floating.
+        weights: [D, 2 F] floating, such as float8_e4m3fn: the columns of gate, then those of up.
+        scales: [ceil(D / block), 2 F] floating, or None for weights without scales.
+        block: Number of neighbouring inputs that share a scale.
+        implementation: "xla" (plain JAX), "triton" (the kernel, on CUDA and ROCm), "interpreted" (the kernel in
+            Pallas's interpreter, on any machine) or "auto"; see `pallas_kernels.dispatch`. More than 64 rows always run
+            "xla".
+
+    Returns:
+        [..., F] in x's dtype.
+
+    Raises:
+        ValueError: As in `block_scaled_matmul`, or the number of columns is odd.
+    """
+    if x.ndim == 0 or weights.ndim != 2 or x.shape[-1] != weights.shape[0] or weights.shape[1] % 2:
+        raise ValueError(f"x {x.shape} does not fit weights {weights.shape}: they are [..., D] and [D, 2 F]")
+    D, width = weights.shape
+    if scales is not None and scales.shape != (pl.cdiv(D, block), width):
+        raise ValueError(f"scales {scales.shape} do not fit weights {weights.shape} in blocks of {block} inputs")
+    rows = x.size // D if D else 0
+    has_few_rows = 0 < rows <= MAX_ROWS and width > 0
+    shape = {"rows": rows, "inputs": D, "outputs": width, "dtype": str(x.dtype), "weights": str(weights.dtype)}
+    chosen = choose(
+        "gated_matmul",
+        implementation,
+        ("xla", "triton"),
+        shape,
+        unsupported_reason=find_unsupported_reason(weights, scales, block) if has_few_rows else None,
+        check=functools.partial(
+            difference_from_reference, dtype=x.dtype, weights_dtype=weights.dtype, has_scales=scales is not None
+        ),
+    )
+    if chosen == "xla" or not has_few_rows:
+        return _gated_matmul_xla(x, weights, scales, block)
+    return _gated_matmul_triton(x, weights, scales, block, chosen == "interpreted")
+
+
+def difference_from_reference(implementation: str, *, dtype, weights_dtype, has_scales: bool) -> float:
+    """Compares an implementation with `gated_matmul_reference` on small arrays.
+
+    Args:
+        implementation: One of `gated_matmul`.
+        dtype: Dtype of x.
+        weights_dtype: Dtype of the weights.
+        has_scales: Weights with scales.
+
+    Returns:
+        The largest difference over its bound: more than 1 means that the numbers are wrong.
+    """
+    n, D, F, block = 3, 256, 128, 64
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (n, D), dtype)
+    weights = (jax.random.normal(keys[1], (D, 2 * F)) * 0.1).astype(weights_dtype)
+    scales = jax.random.uniform(keys[2], (D // block, 2 * F)) if has_scales else None
+    found = gated_matmul(x, weights, scales, block=block, implementation=implementation)
+    expected = gated_matmul_reference(x.astype(jnp.float32), weights, scales, block=block)
+    bound = (1e-4 if dtype == jnp.float32 else 3e-2) * jnp.abs(expected).max()
+    return float(jnp.abs(found.astype(jnp.float32) - expected).max() / bound)
+
+
+def gated_matmul_reference(x, weights, scales=None, *, block=128):
+    """Computes `gated_matmul` in plain float32 JAX, which defines its meaning."""
+    products = block_scaled_matmul_reference(x.astype(jnp.float32), weights, scales, block=block)
+    gate, up = jnp.split(products, 2, axis=-1)
+    return (jax.nn.silu(gate) * up).astype(x.dtype)
+
+
+def _gated_matmul_xla(x, weights, scales, block):
+    gate, up = jnp.split(block_scaled_matmul(x, weights, scales, block=block, implementation="xla"), 2, axis=-1)
+    return jax.nn.silu(gate) * up
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _gated_matmul_triton(x, weights, scales, block, interpret):
+    """Runs the kernel over x as rows [n, D]: each program computes some columns of the result."""
+    D, F = weights.shape[0], weights.shape[1] // 2
+    n = x.size // D
+    padded = max(16, pl.next_power_of_2(n))
+    itemsize, is_float32 = weights.dtype.itemsize, x.dtype.itemsize == 4
+    columns = _num_columns(F, is_float32=is_float32)
+    # One tile of gate and one of up are 16 KB together; see `block_scaled_matmul` for float32, scales and stages.
+    inputs = 32 if is_float32 else TILE_BYTES // (2 * columns * itemsize)
+    inputs = inputs if scales is None else min(inputs, block)
+    inputs = min(inputs, max(16, pl.next_power_of_2(D)))
+    num_programs, num_tiles = pl.cdiv(F, columns), pl.cdiv(D, inputs)
+    gated = pl.pallas_call(
+        functools.partial(_gated_matmul_kernel, padded=padded, tile=(inputs, columns), block=block),
+        out_shape=jax.ShapeDtypeStruct((n, F), x.dtype),
+        grid=(num_programs,),
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1 if itemsize == 1 else 3),
+        cost_estimate=pl.CostEstimate(
+            flops=4 * padded * D * F,
+            transcendentals=n * F,
+            bytes_accessed=num_programs * x.nbytes
+            + weights.nbytes
+            + (0 if scales is None else num_tiles * 2 * F * scales.dtype.itemsize)
+            + n * F * x.dtype.itemsize,
+        ),
+        metadata=loads_from_l2((x.nbytes, num_programs)),
+        interpret=interpret,
+        name="gated_matmul",
+    )(x.reshape(n, D), weights, *([] if scales is None else [scales]))
+    return gated.reshape(*x.shape[:-1], F)
+
+
+def _num_columns(F: int, *, is_float32: bool) -> int:
+    """Returns the columns of a program: the most that still give about every processor one program.
+
+    Gate times up needs whole sums, so the inputs cannot be split over programs where there are few columns.
+    """
+    columns = 32 if is_float32 else 64
+    while columns > 16 and pl.cdiv(F, columns) < 0.75 * num_processors():
+        columns //= 2
+    return columns
+
+
+def _gated_matmul_kernel(x_ref, weights_ref, *refs, padded, tile, block):
+    """Computes columns of the result: x_ref [n, D], weights_ref [D, 2 F], scales_ref [blocks, 2 F], out_ref [n, F]."""
+    *scales_refs, out_ref = refs
+    inputs, columns = tile
+    (n, D), F = x_ref.shape, out_ref.shape[1]
+    row = jnp.arange(padded)
+    column = pl.program_id(0) * columns + jnp.arange(columns)
+    is_column = column < F if F % columns else None
+
+    def add_tile(index, totals):
+        # The same columns of gate and of up.
+        multiply = functools.partial(
+            multiply_tile, x_ref, weights_ref, scales_refs, row, index * inputs, inputs=inputs, block=block
+        )
+        return tuple(total + multiply(first + column, is_column) for total, first in zip(totals, (0, F), strict=True))
+
+    zeros = jnp.zeros((padded, columns), jnp.float32)
+    gate, up = jax.lax.fori_loop(jnp.int32(0), jnp.int32(pl.cdiv(D, inputs)), add_tile, (zeros, zeros))
+    is_inside = (row < n)[:, None] & (column < F)[None, :]
+    gated = gate * jax.nn.sigmoid(gate) * up
+    plt.store(elements(out_ref, row, column), gated.astype(out_ref.dtype), mask=is_inside)
+
+
+def _forward(x, weights, scales, block, interpret):
+    return _gated_matmul_triton(x, weights, scales, block, interpret), (x, weights, scales)
+
+
+def _backward(block, interpret, residuals, gradient):
+    # Differentiate the XLA form, as `block_scaled_matmul` does.
+    del interpret
+    _, pull = jax.vjp(functools.partial(_gated_matmul_xla, block=block), *residuals)
+    return pull(gradient)
+
+
+_gated_matmul_triton.defvjp(_forward, _backward)
