@@ -7,7 +7,7 @@ from mtpjax.
 | op | what limits it on a GPU |
 |---|---|
 | `rms_norm` | bytes of the rows, read once and written once |
-| `add_rms_norm` | at decoding's few rows, the launch |
+| `add_rms_norm`, `append_heads` | at decoding's few rows, the launch |
 | `block_scaled_matmul`, `gated_matmul`, `head_top_k` | bytes of the weights, each read once |
 | `grouped_matmul` | few tokens: bytes of the chosen experts; many tokens: multiplications |
 | `verify_attention` | bytes of the KV cache; multiplications for latent attention with many heads |
@@ -17,6 +17,7 @@ from mtpjax.
 """
 
 from pallas_kernels.add_rms_norm import add_rms_norm
+from pallas_kernels.append_heads import append_heads
 from pallas_kernels.block_scaled_matmul import block_scaled_matmul, partial_matmul
 from pallas_kernels.gated_delta import gated_delta, gated_delta_replay, gated_delta_steps, gated_delta_verify
 from pallas_kernels.gated_matmul import gated_matmul
@@ -30,6 +31,7 @@ from pallas_kernels.verify_attention import verify_attention
 __all__ = [
     "PartialSums",
     "add_rms_norm",
+    "append_heads",
     "block_scaled_matmul",
     "gated_delta",
     "gated_delta_replay",

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.combine_shares import combine_shares
 from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.device import num_processors
 from pallas_kernels.dispatch import choose
@@ -244,7 +245,7 @@ def _run_kernel(
     )
     bytes_moved += sum(nbytes * times for nbytes, times in repeated_loads)
 
-    output, log_sums = pl.pallas_call(
+    outputs, log_sums = pl.pallas_call(
         functools.partial(
             _verify_attention_kernel,
             tiles=tiles,
@@ -287,12 +288,10 @@ def _run_kernel(
         interpret=interpret,
         name=f"verify_attention_{platform}",
     )(row_table, token_table, q.reshape(B, K, R, H), *caches)
-    # Combine the shares: each result is an average, and `log_sums` the base-2 logarithm of its softmax sum. Each half
-    # of the columns has its own, because the two programs' sums may differ in the last bit.
-    weights = jnp.exp2(log_sums - log_sums.max(axis=3, keepdims=True))
-    weights = jnp.repeat(jnp.moveaxis(weights, 0, -1), columns_per_part, axis=-1)
-    output = (weights * output).sum(axis=2) / weights.sum(axis=2)
-    return output.astype(q.dtype).reshape(B, K, T, G, width)
+    # Combine the shares. The kernel writes tokens before heads, as the caller's next product reads them, so that XLA
+    # cancels this transposition against the caller's.
+    outputs = outputs.reshape(B, K, num_splits, T, G, width)
+    return combine_shares(outputs, log_sums, dtype=q.dtype, interpret=interpret).swapaxes(1, 2)
 
 
 def _pack_masks(num_committed, ancestor_mask, window_start, num_slots) -> tuple[jax.Array, jax.Array]:

@@ -73,10 +73,23 @@ def append_and_select(
     if layer_cache is not None:
         assert view.start is not None, "a pass with a cache takes a cached view"
         new = append(layer_cache, new, view.start)
+    return new, *select(new, view)
+
+
+def select(entries: Entries, view: View) -> tuple[tuple[Entries, ...], Masks]:
+    """Selects what the queries of a pass attend to among one layer's entries.
+
+    Args:
+        entries: one layer of a cache with the entries of the pass, or the entries of a pass over whole rows.
+        view: positions and masks of the pass.
+
+    Returns:
+        The sources of keys, and the mask of each source `[B, T, S]`.
+    """
     if view.span is None:
-        return new, (new,), (view.mask,)
+        return (entries,), (view.mask,)
     # A window reads two ranges of slots: the sinks at the beginning, and the newest slots.
     sinks, begin, size = view.span.sinks, view.span.begin, view.span.size
-    oldest = {name: jax.lax.slice_in_dim(kept, 0, sinks, axis=kept.ndim - 2) for name, kept in new.items()}
-    newest = {name: read_rows(kept, begin, size, axis=kept.ndim - 2) for name, kept in new.items()}
-    return new, (oldest, newest), (view.mask[:, :, :sinks], view.mask[:, :, sinks:])
+    oldest = {name: jax.lax.slice_in_dim(kept, 0, sinks, axis=kept.ndim - 2) for name, kept in entries.items()}
+    newest = {name: read_rows(kept, begin, size, axis=kept.ndim - 2) for name, kept in entries.items()}
+    return (oldest, newest), (view.mask[:, :, :sinks], view.mask[:, :, sinks:])

@@ -9,12 +9,14 @@ import jax.numpy as jnp
 from mtpjax.models.config import LayerKind, ModelConfig
 from mtpjax.models.layers.attend import attend, attend_cache
 from mtpjax.models.layers.attention_kind import AttentionKind
-from mtpjax.models.layers.entries import append_and_select
-from mtpjax.models.layers.norm import RMSNorm
-from mtpjax.models.layers.rotary import rotate, softmax_scale
+from mtpjax.models.layers.entries import append_and_select, select
+from mtpjax.models.layers.norm import NormScale
+from mtpjax.models.layers.rotary import softmax_scale
 from mtpjax.models.masks import Entries, Masks, Recycled, View
-from mtpjax.models.quantized import matrix_product, partial_product
-from pallas_kernels import PartialSums
+from mtpjax.models.quantized import partial_product
+from pallas_kernels import PartialSums, append_heads
+from pallas_kernels.append_heads import Heads, split_heads
+from pallas_kernels.append_heads import choose_implementation as choose_append
 
 
 class GroupedAttention(nn.Module):
@@ -38,25 +40,38 @@ class GroupedAttention(nn.Module):
         G = config.num_attention_heads // K
         parts = [G, 1, 1] + [G] * config.attn_output_gate
 
-        # Project to queries, key, value and gates of each key/value head. The gates have no bias.
+        # Project to queries, key, value and gates of each key/value head. The gates have no bias and no norm.
         initial = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0, out_axis=(1, 2, 3))
         kernel = self.param("qkv", initial, (D, K, sum(parts), H))
-        projected = matrix_product(x, kernel, implementation=self.implementation).reshape(B, T, K, sum(parts), H)
+        projected = partial_product(x, kernel, implementation=self.implementation).reshape(B, T, K, sum(parts), H)
+        bias = norms = None
         if config.attention_bias:
             bias = self.param("qkv_bias", nn.initializers.zeros, (K, G + 2, H))
-            bias = jnp.pad(bias, ((0, 0), (0, sum(parts) - G - 2), (0, 0)))
-            projected = projected + bias[None, None].astype(x.dtype)
-        q, k, v, *gate = jnp.split(projected, [G, G + 1, G + 2][: len(parts) - 1], axis=3)
-
-        # Normalise and rotate each head. The cache keeps rotated keys, heads before slots.
-        q, k = q.reshape(B, T, K * G, H), k.reshape(B, T, K, H)
         if config.use_qk_norm:
-            q = RMSNorm(config.rms_norm_eps, config.zero_centred_norm, name="norm_q")(q)
-            k = RMSNorm(config.rms_norm_eps, config.zero_centred_norm, name="norm_k")(k)
-        q = rotate(q, view.angles, interleaved=config.rope_interleave).reshape(B, T, K, G, H).swapaxes(1, 2)
-        k = rotate(k, view.angles, interleaved=config.rope_interleave)
-        entries = {"key": k.swapaxes(1, 2), "value": v.reshape(B, T, K, H).swapaxes(1, 2)}
-        entries, sources, masks = append_and_select(entries, view, layer_cache)
+            norm_q, norm_k = (NormScale(H, config.zero_centred_norm, name=name) for name in ("norm_q", "norm_k"))
+            norms = norm_q(), norm_k()
+        heads = Heads(bias, norms, config.rms_norm_eps, config.zero_centred_norm, config.rope_interleave)
+
+        # Normalise and rotate each head, and append to the cache, which keeps rotated keys, heads before slots: in one
+        # kernel, or by XLA.
+        is_cache = layer_cache is not None and not isinstance(layer_cache, Recycled)
+        if is_cache and choose_append(projected, layer_cache["key"], self.implementation) != "xla":
+            q, key, value = append_heads(
+                projected,
+                view.angles,
+                layer_cache["key"],
+                layer_cache["value"],
+                view.start,
+                heads,
+                group_size=G,
+                implementation=self.implementation,
+            )
+            entries = {"key": key, "value": value}
+            sources, masks = select(entries, view)
+        else:
+            q, k, v = split_heads(projected.total(), view.angles, heads, group_size=G)
+            q, entries = q.swapaxes(1, 2), {"key": k.swapaxes(1, 2), "value": v.swapaxes(1, 2)}
+            entries, sources, masks = append_and_select(entries, view, layer_cache)
 
         # Attend by a kernel over the whole cache, or by XLA over the selected sources.
         scale = softmax_scale(config, H)
@@ -68,8 +83,8 @@ class GroupedAttention(nn.Module):
 
         # Gate and project back to the model width.
         output = output.swapaxes(1, 2)
-        if gate:
-            output = output * jax.nn.sigmoid(gate[0])
+        if config.attn_output_gate:
+            output = output * jax.nn.sigmoid(projected.total()[:, :, :, G + 2 :])
         project = self.param("output", nn.initializers.lecun_normal(), (K * G * H, D))
         output = output.reshape(B, T, K * G * H)
         return partial_product(output, project, implementation=self.implementation), entries, selection

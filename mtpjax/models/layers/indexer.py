@@ -5,9 +5,9 @@ import jax
 import jax.numpy as jnp
 
 from mtpjax.models.config import ModelConfig
-from mtpjax.models.layers.rotary import rotate
 from mtpjax.models.masks import Masks, View
 from mtpjax.models.quantized import matrix_product
+from pallas_kernels.rotation import rotate
 
 
 class Indexer(nn.Module):

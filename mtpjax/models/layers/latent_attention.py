@@ -12,10 +12,11 @@ from mtpjax.models.layers.attention_kind import AttentionKind
 from mtpjax.models.layers.entries import append_and_select
 from mtpjax.models.layers.indexer import Indexer
 from mtpjax.models.layers.norm import RMSNorm
-from mtpjax.models.layers.rotary import rotate, softmax_scale
+from mtpjax.models.layers.rotary import softmax_scale
 from mtpjax.models.masks import Entries, Masks, Recycled, View
 from mtpjax.models.quantized import partial_product
 from pallas_kernels import PartialSums
+from pallas_kernels.rotation import rotate
 
 
 class LatentAttention(nn.Module):

@@ -6,6 +6,18 @@ import jax
 from pallas_kernels import PartialSums, add_rms_norm, rms_norm
 
 
+class NormScale(nn.Module):
+    """The parameter of `RMSNorm`: returns the scale `[width]`."""
+
+    width: int
+    zero_centred: bool = False
+
+    @nn.compact
+    def __call__(self) -> jax.Array:
+        initial = nn.initializers.zeros if self.zero_centred else nn.initializers.ones
+        return self.param("scale", initial, (self.width,))
+
+
 class RMSNorm(nn.Module):
     """Computes `x / rms(x) * scale`, or `* (1 + scale)` when zero-centred, over the last axis, `[..., D]`.
 

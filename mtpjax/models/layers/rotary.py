@@ -57,23 +57,3 @@ def softmax_scale(config: ModelConfig, width: int) -> float:
     """Returns `width^-0.5`, times the square of YaRN's magnitude if the checkpoint sets `mscale_all_dim`."""
     yarn = config.rope_scaling
     return width**-0.5 * (yarn.magnitude(yarn.mscale_all_dim) ** 2 if isinstance(yarn, Yarn) else 1.0)
-
-
-def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array], *, interleaved: bool) -> jax.Array:
-    """Rotates the first 2P channels of each head.
-
-    Args:
-        x: `[B, T, N, H]`.
-        angles: cosines and sines, `[B, T, P]` each.
-        interleaved: pairs are channels (2j, 2j+1). False: channels (j, j+P).
-
-    Returns:
-        `[B, T, N, H]`. Interleaved pairs come out as halves, as in transformers; this does not change products of two
-        rotated vectors.
-    """
-    cos, sin = (table[:, :, None, :] for table in angles)
-    turned, passed = jnp.split(x, [2 * cos.shape[-1]], axis=-1)
-    turned = turned.astype(jnp.float32)
-    first, second = (turned[..., 0::2], turned[..., 1::2]) if interleaved else jnp.split(turned, 2, axis=-1)
-    halves = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate([half.astype(x.dtype) for half in halves] + [passed], axis=-1)

@@ -1,0 +1,244 @@
+"""Splits a projection into heads, normalises and rotates them, and appends keys and values to the cache in place.
+
+Limit: at decoding's few rows, the launch. One kernel replaces five: adding the parts of the projection, the norms and
+rotations, two cache writes, and the transposition of the queries.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels.dispatch import choose
+from pallas_kernels.partial_sums import PartialSums, sum_of_parts
+from pallas_kernels.rms_norm import rms_norm_reference
+from pallas_kernels.rotation import rotate
+
+MAX_ROWS = 64  # with more rows, XLA's fusions cost less than the products around them
+
+
+class Heads(NamedTuple):
+    """What each head of the projection goes through before it is used.
+
+    Attributes:
+        bias: [K, G + 2, H] added to the projection; None: nothing.
+        norms: Scales [H] of the RMSNorm of queries and of keys; None: no norm.
+        eps: Of the norms.
+        zero_centred: The norms multiply by `1 + scale`.
+        interleaved: Rotated pairs are channels (2j, 2j+1); False: channels (j, j+P).
+    """
+
+    bias: jax.Array | None = None
+    norms: tuple[jax.Array, jax.Array] | None = None
+    eps: float = 1e-6
+    zero_centred: bool = False
+    interleaved: bool = False
+
+
+def append_heads(
+    projected: PartialSums, angles, keys, values, start, heads: Heads, *, group_size, implementation="auto"
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Makes queries, keys and values of a projection, and appends the keys and values to the cache.
+
+    Not differentiable: for passes with a cache.
+
+    Args:
+        projected: [B, T, K, G + 2 or more, H]: for each of K key heads G queries, its key, its value, and what this
+            op leaves alone.
+        angles: Cosines and sines [B, T, P] float32; the first 2 P channels of queries and keys are rotated.
+        keys: [B, K, S, H], the cache. The caller no longer uses it.
+        values: [B, K, S, H], likewise.
+        start: [B] int32 slot of each row's first token. All T slots from there on must exist.
+        heads: What the heads go through.
+        group_size: G.
+        implementation: "xla" (the reference), "triton" (the kernel, on CUDA and ROCm), "interpreted" (the kernel in
+            Pallas's interpreter, on any machine) or "auto"; see `pallas_kernels.dispatch`. More than 64 rows always run
+            the reference.
+
+    Returns:
+        Queries [B, K, T, G, H], and the cache's keys and values with the new slots written.
+
+    Raises:
+        ValueError: The implementation is unknown, or shapes do not fit.
+    """
+    B, K, _, H = keys.shape
+    T = projected.shape[1]
+    fits = projected.shape[:3] == (B, T, K) and projected.shape[4:] == (H,) and projected.shape[3] >= group_size + 2
+    if not fits or values.shape != keys.shape or start.shape != (B,) or any(a.shape[:2] != (B, T) for a in angles):
+        raise ValueError(
+            f"a projection {projected.shape} does not fit keys {keys.shape}, values {values.shape}, start {start.shape}"
+            f" and angles {angles[0].shape}"
+        )
+    chosen = choose_implementation(projected, keys, implementation)
+    if chosen == "xla":
+        return append_heads_reference(projected, angles, keys, values, start, heads, group_size=group_size)
+    return _append_heads_triton(
+        projected, angles, keys, values, start, heads, group_size, interpret=chosen == "interpreted"
+    )
+
+
+def choose_implementation(projected: PartialSums, keys, implementation: str) -> str:
+    """Returns the implementation that `append_heads` runs for arrays of these shapes.
+
+    Args:
+        projected: As in `append_heads`.
+        keys: As in `append_heads`.
+        implementation: The requested implementation.
+
+    Returns:
+        "xla", "triton" or "interpreted".
+    """
+    B, T, K, heads_per_key, H = projected.shape
+    shape = {"rows": B * T, "heads": K, "per_key": heads_per_key, "width": H, "parts": len(projected.parts)}
+    shape |= {"dtype": str(projected.dtype), "cache": str(keys.dtype)}
+    chosen = choose("append_heads", implementation, ("xla", "triton"), shape)
+    return chosen if B * T <= MAX_ROWS else "xla"
+
+
+def split_heads(projected, angles, heads: Heads, *, group_size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Splits a projection into heads, adds the bias, normalises and rotates, in plain JAX.
+
+    Args:
+        projected: [B, T, K, G + 2 or more, H].
+        angles: Cosines and sines [B, T, P] float32.
+        heads: What the heads go through.
+        group_size: G.
+
+    Returns:
+        Queries [B, T, K, G, H], keys and values [B, T, K, H].
+    """
+    B, T, K, _, H = projected.shape
+    G = group_size
+    projected = projected[:, :, :, : G + 2]
+    if heads.bias is not None:
+        projected = projected + heads.bias[None, None].astype(projected.dtype)
+    q, k, v = jnp.split(projected, [G, G + 1], axis=3)
+    q, k = q.reshape(B, T, K * G, H), k.reshape(B, T, K, H)
+    if heads.norms is not None:
+        norm = functools.partial(rms_norm_reference, eps=heads.eps, zero_centred=heads.zero_centred)
+        q, k = (norm(one, scale) for one, scale in zip((q, k), heads.norms, strict=True))
+    q, k = (rotate(one, angles, interleaved=heads.interleaved) for one in (q, k))
+    return q.reshape(B, T, K, G, H), k, v.reshape(B, T, K, H)
+
+
+def append_heads_reference(projected: PartialSums, angles, keys, values, start, heads: Heads, *, group_size: int):
+    """Computes `append_heads` in plain JAX, which defines its meaning."""
+    q, k, v = split_heads(projected.total(), angles, heads, group_size=group_size)
+
+    def append(cache, new):
+        write = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1)
+        return jax.vmap(write)(cache, new.swapaxes(1, 2).astype(cache.dtype), start)
+
+    return q.swapaxes(1, 2), append(keys, k), append(values, v)
+
+
+def _append_heads_triton(projected, angles, keys, values, start, heads, group_size, *, interpret):
+    """Runs one program for each token and key head."""
+    B, T, K, per_key, H = projected.shape
+    num_parts, P = len(projected.parts), angles[0].shape[2]
+    parts = projected.parts.reshape(num_parts, B * T, K * per_key * H)
+    extra = [] if heads.bias is None else [heads.bias]
+    extra += [] if heads.norms is None else list(heads.norms)
+    operands = [start, *angles, parts, *extra]
+    new_elements = B * T * K * (group_size + 2) * H
+    q, keys, values = pl.pallas_call(
+        functools.partial(
+            _append_heads_kernel,
+            heads=heads._replace(bias=heads.bias is not None, norms=heads.norms is not None),
+            dtype=projected.dtype,
+            group_size=group_size,
+            per_key=per_key,
+            num_tokens=T,
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct((B, K, T, group_size, H), projected.dtype),
+            jax.ShapeDtypeStruct(keys.shape, keys.dtype),
+            jax.ShapeDtypeStruct(values.shape, values.dtype),
+        ],
+        grid=(B * T, K),
+        # The caches are updated in place.
+        input_output_aliases={len(operands): 1, len(operands) + 1: 2},
+        compiler_params=plt.CompilerParams(num_warps=2, num_stages=1),
+        cost_estimate=pl.CostEstimate(
+            flops=new_elements * (num_parts + 8),
+            transcendentals=0,
+            bytes_accessed=new_elements * (num_parts * parts.dtype.itemsize + jnp.dtype(projected.dtype).itemsize)
+            + 8 * B * T * K * P,
+        ),
+        interpret=interpret,
+        name="append_heads",
+    )(*operands, keys, values)
+    return q, keys, values
+
+
+def _append_heads_kernel(start_ref, cos_ref, sin_ref, parts_ref, *refs, heads, dtype, group_size, per_key, num_tokens):
+    """Handles the heads of one key head at one token.
+
+    The channels of a head are up to three groups: first and second of each rotated pair, and those without rotation.
+    """
+    *refs, _, _, q_ref, keys_ref, values_ref = refs
+    bias_ref = refs.pop(0) if heads.bias else None
+    norm_refs = refs if heads.norms else (None, None)
+    G, H, P = group_size, int(q_ref.shape[4]), int(cos_ref.shape[2])
+    token, key_head = pl.program_id(0), pl.program_id(1)
+    row, place = jax.lax.div(token, num_tokens), jax.lax.rem(token, num_tokens)
+    # (channels, mask) of each group: where it is read, and where it is written once it is rotated.
+    pair, rest = jnp.arange(pl.next_power_of_2(P)), jnp.arange(pl.next_power_of_2(max(H - 2 * P, 1)))
+    first, second = (2 * pair, 2 * pair + 1) if heads.interleaved else (pair, pair + P)
+    unrotated = [(rest + 2 * P, rest < H - 2 * P)] if H > 2 * P else []
+    groups = [(first, pair < P), (second, pair < P), *unrotated]
+    rotated_groups = [(pair, pair < P), (pair + P, pair < P), *unrotated]
+
+    def load(head, is_head):
+        """Loads heads, adds the parts and the bias: [heads, channels] of each group, in `dtype`."""
+        loaded = []
+        for channel, is_channel in groups:
+            mask = is_head[:, None] & is_channel[None, :]
+            column = (key_head * per_key + head[:, None]) * H + channel[None, :]
+            x = sum_of_parts(
+                lambda part, column=column, mask=mask: plt.load(
+                    parts_ref.at[np.int32(part), token, column], mask=mask, other=0.0
+                ),
+                parts_ref.shape[0],
+                dtype,
+            )
+            if bias_ref is not None:
+                index = jnp.broadcast_arrays(head[:, None], channel[None, :])
+                bias = plt.load(bias_ref.at[key_head, *index], mask=mask, other=0.0)
+                x = (x.astype(jnp.float32) + bias.astype(dtype).astype(jnp.float32)).astype(dtype)
+            loaded.append(x)
+        return loaded
+
+    def normalise_and_rotate(x, norm_ref):
+        """Normalises each head over all of its channels, and rotates the pairs; rounds after each step."""
+        x = [one.astype(jnp.float32) for one in x]
+        if norm_ref is not None:
+            inverse = jax.lax.rsqrt(sum(jnp.sum(one * one, axis=1) for one in x) / H + heads.eps)[:, None]
+            for index, (channel, is_channel) in enumerate(groups):
+                scale = plt.load(norm_ref.at[channel], mask=is_channel, other=0.0).astype(jnp.float32)
+                normed = x[index] * inverse * (scale + (1.0 if heads.zero_centred else 0.0))[None, :]
+                x[index] = normed.astype(dtype).astype(jnp.float32)
+        cos, sin = (plt.load(ref.at[row, place, pair], mask=pair < P, other=0.0)[None, :] for ref in (cos_ref, sin_ref))
+        x[:2] = [x[0] * cos - x[1] * sin, x[1] * cos + x[0] * sin]
+        return [one.astype(dtype) for one in x]
+
+    def store(ref, outer, index, is_row, x, channels):
+        """Stores rows [heads, channels] of each group at `ref[*outer, index, channel]`."""
+        for one, (channel, is_channel) in zip(x, channels, strict=True):
+            target = ref.at[*outer, *jnp.broadcast_arrays(index[:, None], channel[None, :])]
+            plt.store(target, one.astype(ref.dtype), mask=is_row[:, None] & is_channel[None, :])
+
+    # 1. Queries.
+    head = jnp.arange(pl.next_power_of_2(G))
+    q = normalise_and_rotate(load(head, head < G), norm_refs[0])
+    store(q_ref, (row, key_head, place), head, head < G, q, rotated_groups)
+    # 2. Key and value go to the token's slot of the cache; a value is written as it was read.
+    one = jnp.arange(1)
+    slot = plt.load(start_ref.at[row]) + place + one
+    key = normalise_and_rotate(load(one + G, one == 0), norm_refs[1])
+    store(keys_ref, (row, key_head), slot, one == 0, key, rotated_groups)
+    store(values_ref, (row, key_head), slot, one == 0, load(one + (G + 1), one == 0), groups)
