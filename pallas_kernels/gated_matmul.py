@@ -112,8 +112,9 @@ def _gated_matmul_triton(x, weights, scales, block, interpret):
     padded = max(16, pl.next_power_of_2(n))
     itemsize, is_float32 = weights.dtype.itemsize, x.dtype.itemsize == 4
     columns = _num_columns(F, is_float32=is_float32)
-    # One tile of gate and one of up are 16 KB together; see `block_scaled_matmul` for float32, scales and stages.
-    inputs = 32 if is_float32 else TILE_BYTES // (2 * columns * itemsize)
+    # One tile of gate and one of up are 16 KB together, or less with few columns, because 64 rows of x must fit beside
+    # them. See `block_scaled_matmul` for float32, scales and stages.
+    inputs = 32 if is_float32 else min(128, TILE_BYTES // (2 * columns * itemsize))
     inputs = inputs if scales is None else min(inputs, block)
     inputs = min(inputs, max(16, pl.next_power_of_2(D)))
     num_programs, num_tiles = pl.cdiv(F, columns), pl.cdiv(D, inputs)
@@ -121,7 +122,7 @@ def _gated_matmul_triton(x, weights, scales, block, interpret):
         functools.partial(_gated_matmul_kernel, padded=padded, tile=(inputs, columns), block=block),
         out_shape=jax.ShapeDtypeStruct((n, F), x.dtype),
         grid=(num_programs,),
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1 if itemsize == 1 else 3),
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1 if itemsize == 1 else 4 if padded < 64 else 3),
         cost_estimate=pl.CostEstimate(
             flops=4 * padded * D * F,
             transcendentals=n * F,

@@ -54,18 +54,11 @@ class GroupedAttention(nn.Module):
 
         # Normalise and rotate each head, and append to the cache, which keeps rotated keys, heads before slots: in one
         # kernel, or by XLA.
-        is_cache = layer_cache is not None and not isinstance(layer_cache, Recycled)
-        if is_cache and choose_append(projected, layer_cache["key"], self.implementation) != "xla":
-            q, key, value = append_heads(
-                projected,
-                view.angles,
-                layer_cache["key"],
-                layer_cache["value"],
-                view.start,
-                heads,
-                group_size=G,
-                implementation=self.implementation,
-            )
+        kept = layer_cache if isinstance(layer_cache, dict) else None
+        if kept and choose_append(projected, kept["key"], self.implementation) != "xla":
+            caches = kept["key"], kept["value"]
+            settings = {"group_size": G, "implementation": self.implementation}
+            q, key, value = append_heads(projected, view.angles, *caches, view.start, heads, **settings)
             entries = {"key": key, "value": value}
             sources, masks = select(entries, view)
         else:

@@ -8,7 +8,8 @@ import pytest
 
 from mtpjax import ModelConfig
 from mtpjax.models.config import Llama3Scaling, Yarn
-from mtpjax.models.layers.rotary import inverse_frequencies, rotary_angles, rotate, softmax_scale
+from mtpjax.models.layers.rotary import inverse_frequencies, rotary_angles, softmax_scale
+from pallas_kernels.rotation import rotate
 
 CONFIG = ModelConfig(
     vocab_size=8, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, head_dim=16

@@ -1,0 +1,98 @@
+"""The shapes of the kernels that save launches: they take what several of XLA's kernels do around a product."""
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+
+from experiments.kernel_case import Case
+from pallas_kernels import PartialSums, add_rms_norm, append_heads, gated_matmul
+from pallas_kernels.append_heads import Heads
+
+
+def cases() -> list[Case]:
+    """All of them, op by op."""
+    return [*_add_rms_norm(), *_gated_matmul(), *_append_heads()]
+
+
+def _add_rms_norm() -> Iterator[Case]:
+    for rows, width, parts in ((1, 2048, 8), (4, 4096, 8), (32, 7168, 4)):
+
+        def make(key, rows=rows, width=width, parts=parts):
+            keys = jax.random.split(key, 3)
+            update = PartialSums(jax.random.normal(keys[1], (parts, rows, width)), jnp.bfloat16)
+            scale = jax.random.normal(keys[2], (width,), jnp.bfloat16)
+            return jax.random.normal(keys[0], (rows, width), jnp.bfloat16), update, scale
+
+        yield Case(
+            op="add_rms_norm",
+            name=f"{rows} rows of {width}, {parts} parts, bfloat16",
+            run=add_rms_norm,
+            make=make,
+            bytes=rows * width * (4 * parts + 3 * 2) + 2 * width,
+            operations=rows * width * (parts + 4),
+        )
+
+
+def _gated_matmul() -> Iterator[Case]:
+    """DeepSeek-V3's dense layer and shared expert in fp8, an 8B Llama's layer and a 16B-A2.4B's shared experts."""
+    fp8, plain = ((7168, 18432), (7168, 2048)), ((4096, 14336), (2048, 2816))
+    for D, F, rows, is_fp8 in (
+        *((*shape, rows, True) for shape in fp8 for rows in (1, 4, 64)),
+        *((*shape, rows, False) for shape in plain for rows in (1, 4, 64)),
+        (1024, 4096, 4, None),
+    ):
+
+        def make(key, D=D, F=F, rows=rows, is_fp8=is_fp8):
+            keys = jax.random.split(key, 3)
+            dtype = jnp.float32 if is_fp8 is None else jnp.bfloat16
+            x = jax.random.normal(keys[0], (rows, D), dtype)
+            weights = jax.random.normal(keys[1], (D, 2 * F), dtype)
+            if not is_fp8:
+                return x, weights
+            return x, weights.astype(jnp.float8_e4m3fn), jax.random.uniform(keys[2], (D // 128, 2 * F))
+
+        kind, itemsize = {None: ("float32", 4), False: ("bfloat16", 2), True: ("fp8", 1 + 4 / 128)}[is_fp8]
+        yield Case(
+            op="gated_matmul",
+            name=f"{rows} rows, {D} x 2 x {F}, {kind}",
+            run=gated_matmul,
+            make=make,
+            bytes=int(2 * D * F * itemsize) + 2 * rows * (D + F),
+            operations=4 * rows * D * F,
+        )
+
+
+def _append_heads() -> Iterator[Case]:
+    """Llama 3.1 8B; Qwen3-Next's full attention: norms, a gate and a quarter of the channels rotated; an fp8 cache."""
+    slots = 8192
+    for B, T, K, G, H, P, has_norms, num_gates, cache in (
+        (1, 1, 8, 4, 128, 64, False, 0, jnp.bfloat16),
+        (16, 4, 8, 4, 128, 64, False, 0, jnp.float8_e4m3fn),
+        (4, 4, 2, 8, 256, 32, True, 8, jnp.bfloat16),
+    ):
+
+        def make(key, B=B, T=T, K=K, G=G, H=H, P=P, has_norms=has_norms, num_gates=num_gates, cache=cache):
+            keys = jax.random.split(key, 4)
+            projected = jax.random.normal(keys[0], (4, B, T, K, G + 2 + num_gates, H))
+            angle = jax.random.normal(keys[1], (B, T, P))
+            caches = [jax.random.normal(one, (B, K, slots, H), jnp.bfloat16).astype(cache) for one in keys[2:]]
+            norms = (jnp.ones(H), jnp.ones(H)) if has_norms else None
+            start = jnp.full(B, slots // 2, jnp.int32)
+            return PartialSums(projected, jnp.bfloat16), (jnp.cos(angle), jnp.sin(angle)), *caches, start, norms
+
+        def run(projected, angles, keys, values, start, norms, *, implementation, G=G):
+            heads = Heads(norms=norms)
+            return append_heads(
+                projected, angles, keys, values, start, heads, group_size=G, implementation=implementation
+            )
+
+        elements = B * T * K * (G + 2) * H
+        yield Case(
+            op="append_heads",
+            name=f"{B} rows x {T} tokens, {K * G} heads / {K} of {H}, {P} pairs, {jnp.dtype(cache)} cache",
+            run=run,
+            make=make,
+            bytes=elements * (4 * 4 + 2) + 8 * B * T * P,
+            operations=elements * 12,
+        )
