@@ -4,8 +4,8 @@ Limit: at decoding's few rows, the launch. One kernel replaces five: adding the 
 rotations, two cache writes, and the transposition of the queries.
 """
 
+import dataclasses
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.dispatch import choose
 from pallas_kernels.partial_sums import PartialSums, sum_of_parts
 from pallas_kernels.rms_norm import rms_norm_reference
@@ -21,7 +22,13 @@ from pallas_kernels.rotation import rotate
 MAX_ROWS = 64  # with more rows, XLA's fusions cost less than the products around them
 
 
-class Heads(NamedTuple):
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["bias", "norms"],
+    meta_fields=["eps", "zero_centred", "interleaved"],
+)
+@dataclasses.dataclass(frozen=True)
+class Heads:
     """What each head of the projection goes through before it is used.
 
     Attributes:
@@ -144,11 +151,16 @@ def _append_heads_triton(projected, angles, keys, values, start, heads, group_si
     extra = [] if heads.bias is None else [heads.bias]
     extra += [] if heads.norms is None else list(heads.norms)
     operands = [start, *angles, parts, *extra]
-    new_elements = B * T * K * (group_size + 2) * H
+    # Each program loads the angles twice, for its queries and its key.
+    num_programs, new_elements = B * T * K, B * T * K * (group_size + 2) * H
     q, keys, values = pl.pallas_call(
         functools.partial(
             _append_heads_kernel,
-            heads=heads._replace(bias=heads.bias is not None, norms=heads.norms is not None),
+            has_bias=heads.bias is not None,
+            has_norms=heads.norms is not None,
+            eps=heads.eps,
+            zero_centred=heads.zero_centred,
+            interleaved=heads.interleaved,
             dtype=projected.dtype,
             group_size=group_size,
             per_key=per_key,
@@ -166,8 +178,14 @@ def _append_heads_triton(projected, angles, keys, values, start, heads, group_si
         cost_estimate=pl.CostEstimate(
             flops=new_elements * (num_parts + 8),
             transcendentals=0,
-            bytes_accessed=new_elements * (num_parts * parts.dtype.itemsize + jnp.dtype(projected.dtype).itemsize)
-            + 8 * B * T * K * P,
+            bytes_accessed=new_elements * num_parts * parts.dtype.itemsize
+            + num_programs * (4 + 2 * 8 * P + sum(one.nbytes // (K if one.ndim == 3 else 1) for one in extra))
+            + num_programs * H * (group_size * jnp.dtype(projected.dtype).itemsize + 2 * keys.dtype.itemsize),
+        ),
+        metadata=loads_from_l2(
+            (start.nbytes, num_programs // B),
+            *((angle.nbytes, 2 * K) for angle in angles),
+            *((one.nbytes, B * T * (1 if one.ndim == 3 else K)) for one in extra),
         ),
         interpret=interpret,
         name="append_heads",
@@ -175,20 +193,35 @@ def _append_heads_triton(projected, angles, keys, values, start, heads, group_si
     return q, keys, values
 
 
-def _append_heads_kernel(start_ref, cos_ref, sin_ref, parts_ref, *refs, heads, dtype, group_size, per_key, num_tokens):
+def _append_heads_kernel(
+    start_ref,
+    cos_ref,
+    sin_ref,
+    parts_ref,
+    *refs,
+    has_bias,
+    has_norms,
+    eps,
+    zero_centred,
+    interleaved,
+    dtype,
+    group_size,
+    per_key,
+    num_tokens,
+):
     """Handles the heads of one key head at one token.
 
     The channels of a head are up to three groups: first and second of each rotated pair, and those without rotation.
     """
     *refs, _, _, q_ref, keys_ref, values_ref = refs
-    bias_ref = refs.pop(0) if heads.bias else None
-    norm_refs = refs if heads.norms else (None, None)
+    bias_ref = refs.pop(0) if has_bias else None
+    norm_refs = refs if has_norms else (None, None)
     G, H, P = group_size, int(q_ref.shape[4]), int(cos_ref.shape[2])
     token, key_head = pl.program_id(0), pl.program_id(1)
     row, place = jax.lax.div(token, num_tokens), jax.lax.rem(token, num_tokens)
     # (channels, mask) of each group: where it is read, and where it is written once it is rotated.
     pair, rest = jnp.arange(pl.next_power_of_2(P)), jnp.arange(pl.next_power_of_2(max(H - 2 * P, 1)))
-    first, second = (2 * pair, 2 * pair + 1) if heads.interleaved else (pair, pair + P)
+    first, second = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + P)
     unrotated = [(rest + 2 * P, rest < H - 2 * P)] if H > 2 * P else []
     groups = [(first, pair < P), (second, pair < P), *unrotated]
     rotated_groups = [(pair, pair < P), (pair + P, pair < P), *unrotated]
@@ -217,10 +250,10 @@ def _append_heads_kernel(start_ref, cos_ref, sin_ref, parts_ref, *refs, heads, d
         """Normalises each head over all of its channels, and rotates the pairs; rounds after each step."""
         x = [one.astype(jnp.float32) for one in x]
         if norm_ref is not None:
-            inverse = jax.lax.rsqrt(sum(jnp.sum(one * one, axis=1) for one in x) / H + heads.eps)[:, None]
+            inverse = jax.lax.rsqrt(sum(jnp.sum(one * one, axis=1) for one in x) / H + eps)[:, None]
             for index, (channel, is_channel) in enumerate(groups):
                 scale = plt.load(norm_ref.at[channel], mask=is_channel, other=0.0).astype(jnp.float32)
-                normed = x[index] * inverse * (scale + (1.0 if heads.zero_centred else 0.0))[None, :]
+                normed = x[index] * inverse * (scale + (1.0 if zero_centred else 0.0))[None, :]
                 x[index] = normed.astype(dtype).astype(jnp.float32)
         cos, sin = (plt.load(ref.at[row, place, pair], mask=pair < P, other=0.0)[None, :] for ref in (cos_ref, sin_ref))
         x[:2] = [x[0] * cos - x[1] * sin, x[1] * cos + x[0] * sin]

@@ -229,9 +229,8 @@ def _block_scaled_matmul_kernel(x_ref, weights_ref, *refs, padded, tile, block):
     is_column = column < F if F % columns else None
 
     def add_tile(index, total):
-        return total + multiply_tile(
-            x_ref, weights_ref, scales_refs, row, index * inputs, column, is_column, inputs=inputs, block=block
-        )
+        x = load_inputs(x_ref, row, index * inputs, inputs)
+        return total + multiply_tile(x, weights_ref, scales_refs, index * inputs, column, is_column, block=block)
 
     # Sum the tiles of this part in float32. The bounds are int32 because Triton requires both of one type.
     num_tiles, num_parts, part = pl.cdiv(D, inputs), pl.num_programs(1), pl.program_id(1)
@@ -242,8 +241,14 @@ def _block_scaled_matmul_kernel(x_ref, weights_ref, *refs, padded, tile, block):
     plt.store(elements(out_ref, row, column), total.astype(out_ref.dtype), mask=is_inside)
 
 
-def multiply_tile(x_ref, weights_ref, scales_refs, row, first, column, is_column, *, inputs, block):
-    """Multiplies rows of x by one tile of the weights, inside a kernel.
+def load_inputs(x_ref, row, first, inputs):
+    """Loads `inputs` inputs of each row of x_ref [n, D] from `first` on, inside a kernel: [rows, inputs]."""
+    inner, D = first + jnp.arange(inputs), x_ref.shape[1]
+    return _load(x_ref, row, inner, inner < D if D % inputs else None)
+
+
+def multiply_tile(x, weights_ref, scales_refs, first, column, is_column, *, block):
+    """Multiplies some inputs of each row by one tile of the weights, inside a kernel.
 
     One-byte weights need two rearrangements to reach the tensor cores without slow byte moves:
 
@@ -255,20 +260,19 @@ def multiply_tile(x_ref, weights_ref, scales_refs, row, first, column, is_column
       to bfloat16 runs at a quarter of the rate on an H100.
 
     Args:
-        x_ref: [n, D].
+        x: [rows, inputs], from `load_inputs`.
         weights_ref: [D, F].
         scales_refs: One ref [blocks, F], or none.
-        row: Rows of x, padded.
         first: First input of the tile.
         column: Columns of the tile.
         is_column: Mask of the columns inside the matrix; None: all are.
-        inputs: Number of inputs of the tile.
         block: Number of inputs that share a scale.
 
     Returns:
         [rows, columns] float32.
     """
-    inner, columns = jnp.arange(inputs), len(column)
+    inputs, columns = x.shape[1], len(column)
+    inner = jnp.arange(inputs)
     is_one_byte = weights_ref.dtype.itemsize == 1
     # Tile row r holds input `r % num_threads * rows_per_thread + r // num_threads`, so the rows r, r + 16, ... of a
     # thread are neighbouring inputs.
@@ -283,8 +287,6 @@ def multiply_tile(x_ref, weights_ref, scales_refs, row, first, column, is_column
         weights = weights.reshape(inputs, columns)
     # Multiply in x's dtype with float32 sums. HIGHEST keeps float32 products exact and changes nothing for
     # bfloat16.
-    D = x_ref.shape[1]
-    x = _load(x_ref, row, first + inner, first + inner < D if D % inputs else None)
     weights = weights.astype(jnp.float32).astype(x.dtype)
     product = jnp.dot(x, weights, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
     # Scale the tile's sum instead of its weights: one multiplication per output instead of one per weight.

@@ -18,6 +18,7 @@ from pallas_kernels.block_scaled_matmul import (
     block_scaled_matmul_reference,
     elements,
     find_unsupported_reason,
+    load_inputs,
     multiply_tile,
 )
 from pallas_kernels.cost import loads_from_l2
@@ -160,10 +161,9 @@ def _gated_matmul_kernel(x_ref, weights_ref, *refs, padded, tile, block):
 
     def add_tile(index, totals):
         # The same columns of gate and of up.
-        multiply = functools.partial(
-            multiply_tile, x_ref, weights_ref, scales_refs, row, index * inputs, inputs=inputs, block=block
-        )
-        return tuple(total + multiply(first + column, is_column) for total, first in zip(totals, (0, F), strict=True))
+        x, first = load_inputs(x_ref, row, index * inputs, inputs), index * inputs
+        multiply = functools.partial(multiply_tile, x, weights_ref, scales_refs, first, block=block)
+        return tuple(total + multiply(begin + column, is_column) for total, begin in zip(totals, (0, F), strict=True))
 
     zeros = jnp.zeros((padded, columns), jnp.float32)
     gate, up = jax.lax.fori_loop(jnp.int32(0), jnp.int32(pl.cdiv(D, inputs)), add_tile, (zeros, zeros))

@@ -17,7 +17,8 @@ from experiments.decode_checkpoints import SHAPES, bytes_per_round
 from experiments.hlo_bytes import Counter, parse
 from experiments.kernel_bytes import declared_calls, run_counted
 from experiments.kernel_cases import cases
-from pallas_kernels import rms_norm
+from pallas_kernels import PartialSums, rms_norm
+from pallas_kernels.append_heads import Heads
 
 MODULE = """HloModule example
 
@@ -195,10 +196,26 @@ def delta(tokens):
     return q, k, v, *scalars, normal(4, 2, 2, 16, 16)
 
 
+def heads():
+    """Two rows of three tokens, two key heads with three queries each and a gate, of 40 channels, 24 rotated."""
+    projected = PartialSums(normal(0, 2, 2, 3, 2, 6, 40), jnp.float32)
+    caches = normal(1, 2, 2, 50, 40), normal(2, 2, 2, 50, 40)
+    settings = Heads(normal(3, 2, 5, 40), (normal(4, 40), normal(5, 40)))
+    return projected, (normal(6, 2, 3, 12), normal(7, 2, 3, 12)), *caches, jnp.array([5, 47]), settings
+
+
 # Small calls of each op that move all that they declare: every length full, experts chosen by one token each. Sizes
 # that fill no block.
 SMALL = {
     "rms_norm": [({}, (normal(0, 13, 96), normal(1, 96))), ({}, (normal(0, 3, 5000), normal(1, 5000)))],
+    "add_rms_norm": [
+        ({}, (normal(0, 13, 96), PartialSums(normal(1, 3, 13, 96), jnp.float32), normal(2, 96))),
+    ],
+    "gated_matmul": [
+        ({}, (normal(0, 3, 200), normal(1, 200, 2 * 70))),
+        ({}, (normal(0, 5, 200), normal(1, 200, 2 * 70).astype(jnp.float8_e4m3fn), jnp.ones((2, 2 * 70)))),
+    ],
+    "append_heads": [({"group_size": 3}, heads())],
     "head_top_k": [
         ({"k": 4}, (normal(0, 3, 96), normal(1, 96, 200))),
         ({"k": 1, "is_transposed": True}, (normal(0, 70, 64), normal(1, 150, 64))),
@@ -228,6 +245,8 @@ SMALL = {
 SHARED = {
     "head_top_k": [0],
     "block_scaled_matmul": [0],
+    "gated_matmul": [0],
+    "append_heads": [0, 1, 2, 4, 5, 6],
     "grouped_gate_up": [0, 1],
     "grouped_product": [0, 1],
     "verify_attention_cuda": [0, 1, 2],
