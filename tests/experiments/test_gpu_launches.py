@@ -1,0 +1,21 @@
+"""A layer launches few kernels: where a model is small, launches take longer than reading its weights."""
+
+import pytest
+
+from experiments.bytes_moved import SUBJECTS
+from experiments.gpu_launches import MOST, launches_per_layer
+
+
+@pytest.mark.h100
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("M", "dense"),
+        pytest.param("S", "dense", marks=pytest.mark.slow),
+        ("16B-A2.4B", "dense"),
+        ("16B-A2.4B", "experts"),
+    ],
+)
+def test_a_layer_launches_no_more_kernels_than_its_bound(name, kind):
+    added = launches_per_layer(SUBJECTS[name], kind, "triton")
+    assert 6 <= len(added) <= MOST[kind], added
