@@ -5,6 +5,7 @@ to the residual stream, and the norm of the sum.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ def add_rms_norm(
     separate operations do. Differentiable in reverse mode.
 
     Args:
-        x: [..., D] floating, the residual stream.
+        x: [..., D] floating, the residual stream; None, where it begins with the update.
         update: Product [..., D], such as the output of a layer.
         scale: [D] floating.
         eps: Added to the mean square before the square root.
@@ -35,30 +36,34 @@ def add_rms_norm(
             Pallas's interpreter, on any machine) or "auto"; see `pallas_kernels.dispatch`.
 
     Returns:
-        The sum and its norm, both [..., D] in x's dtype.
+        The sum and its norm, both [..., D] in x's dtype, without x in the update's.
 
     Raises:
         ValueError: The implementation is unknown, or shapes do not fit.
     """
-    if x.ndim == 0 or scale.shape != x.shape[-1:] or update.shape != x.shape:
-        raise ValueError(f"x {x.shape} does not fit scale {scale.shape} and an update {update.shape}")
-    shape = {"rows": x.size // x.shape[-1], "width": x.shape[-1], "parts": len(update.parts), "dtype": str(x.dtype)}
+    stream = update if x is None else x
+    if update.shape != stream.shape or not update.shape or scale.shape != update.shape[-1:]:
+        raise ValueError(f"x {stream.shape} does not fit scale {scale.shape} and an update {update.shape}")
+    width = update.shape[-1]
+    rows = math.prod(update.shape) // width if width else 0
+    shape = {"rows": rows, "width": width, "parts": len(update.parts), "dtype": str(stream.dtype)}
     chosen = choose("add_rms_norm", implementation, ("xla", "triton"), shape)
-    if chosen == "xla" or x.size == 0:
+    if chosen == "xla" or rows == 0:
         return add_rms_norm_reference(x, update, scale, eps=eps, zero_centred=zero_centred)
     return _add_rms_norm_triton(x, update, scale, eps, zero_centred, chosen == "interpreted")
 
 
 def add_rms_norm_reference(x, update: PartialSums, scale, *, eps=1e-6, zero_centred=False):
     """Computes `add_rms_norm` in plain JAX, which defines its meaning."""
-    total = (x + update.total()).astype(x.dtype)
+    total = update.total() if x is None else (x + update.total()).astype(x.dtype)
     return total, rms_norm_reference(total, scale, eps=eps, zero_centred=zero_centred)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _add_rms_norm_triton(x, update, scale, eps, zero_centred, interpret):
     """Runs the kernel over rows [R, D]: each program takes one block of whole rows."""
-    num_rows, width = x.size // x.shape[-1], x.shape[-1]
+    *outer, width = update.shape
+    num_rows, dtype = math.prod(outer), update.dtype if x is None else x.dtype
     # A row is padded to a power of two. As in `rms_norm`, the block depends on the width alone.
     padded = pl.next_power_of_2(width)
     block = max(1, 4096 // padded)
@@ -73,40 +78,42 @@ def _add_rms_norm_triton(x, update, scale, eps, zero_centred, interpret):
             eps=eps,
             zero_centred=zero_centred,
         ),
-        out_shape=[jax.ShapeDtypeStruct((num_rows, width), x.dtype)] * 2,
+        out_shape=[jax.ShapeDtypeStruct((num_rows, width), dtype)] * 2,
         grid=(pl.cdiv(num_rows, block),),
         in_specs=[
-            block_of_rows,
+            *([] if x is None else [block_of_rows]),
             pl.BlockSpec((len(parts), block, padded), lambda i: (0, i, 0)),
             pl.BlockSpec((padded,), lambda i: (0,)),
         ],
         out_specs=[block_of_rows] * 2,
         compiler_params=plt.CompilerParams(num_warps=8 if padded >= 4096 else 4, num_stages=1),
         cost_estimate=pl.CostEstimate(
-            flops=(4 + len(parts)) * x.size,
+            flops=(4 + len(parts)) * num_rows * width,
             transcendentals=num_rows,
-            bytes_accessed=3 * x.nbytes + parts.nbytes + pl.cdiv(num_rows, block) * scale.nbytes,
+            bytes_accessed=(2 if x is None else 3) * num_rows * width * jnp.dtype(dtype).itemsize
+            + parts.nbytes
+            + pl.cdiv(num_rows, block) * scale.nbytes,
         ),
         interpret=interpret,
         name="add_rms_norm",
-    )(x.reshape(num_rows, width), parts, scale)
-    return total.reshape(x.shape), normed.reshape(x.shape)
+    )(*([] if x is None else [x.reshape(num_rows, width)]), parts, scale)
+    return total.reshape(update.shape), normed.reshape(update.shape)
 
 
-def _add_rms_norm_kernel(
-    x_ref, parts_ref, scale_ref, total_ref, normed_ref, *, dtype, num_rows, width, eps, zero_centred
-):
+def _add_rms_norm_kernel(*refs, dtype, num_rows, width, eps, zero_centred):
     """Handles one block of rows: x_ref and the outputs [block, padded], parts_ref [P, block, padded]."""
-    block, padded = x_ref.shape
+    *x_refs, parts_ref, scale_ref, total_ref, normed_ref = refs
+    block, padded = total_ref.shape
     column = jnp.arange(padded)
     row = pl.program_id(0) * block + jnp.arange(block)
     mask = (row < num_rows)[:, None] & (column < width)[None, :]
     # Add the parts in order, and round where the separate operations would.
-    x = plt.load(x_ref, mask=mask, other=0.0)
-    update = sum_of_parts(
+    total = sum_of_parts(
         lambda part: plt.load(parts_ref.at[np.int32(part)], mask=mask, other=0.0), parts_ref.shape[0], dtype
     )
-    total = (x.astype(jnp.float32) + update.astype(jnp.float32)).astype(x.dtype)
+    for x_ref in x_refs:
+        x = plt.load(x_ref, mask=mask, other=0.0)
+        total = (x.astype(jnp.float32) + total.astype(jnp.float32)).astype(x.dtype)
     plt.store(total_ref, total, mask=mask)
     # The norm, in float32; masked elements are zero and add nothing to the sum of squares.
     total = total.astype(jnp.float32)

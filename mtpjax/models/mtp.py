@@ -8,7 +8,7 @@ from mtpjax.models.config import ModelConfig
 from mtpjax.models.layers.block import Block
 from mtpjax.models.layers.norm import AddRMSNorm, RMSNorm
 from mtpjax.models.masks import Entries, Recycled, View
-from mtpjax.models.quantized import matrix_product
+from mtpjax.models.quantized import partial_product
 
 
 class MTPModule(nn.Module):
@@ -36,10 +36,10 @@ class MTPModule(nn.Module):
         if config.mtp_input == "hidden_embedding":
             pair.reverse()
         project = self.param("project", nn.initializers.lecun_normal(), (2 * config.hidden_size, config.hidden_size))
-        x = matrix_product(jnp.concatenate(pair, axis=-1), project, implementation=self.implementation)
+        projected = partial_product(jnp.concatenate(pair, axis=-1), project, implementation=self.implementation)
         # One decoder layer, and the module's own final norm.
         block = Block(config, config.mtp_kind, self.implementation, name="block")
-        x, update, entries, _ = block(x, view, layer_cache)
+        x, update, entries, _ = block(None, view, layer_cache, update=projected)
         norm_output = AddRMSNorm(config.rms_norm_eps, config.zero_centred_norm, self.implementation, name="norm_output")
         before, after = norm_output(x, update)
         return after, before, entries

@@ -30,6 +30,8 @@ def test_kernel_matches_reference(shape, num_parts, zero_centred, key):
         expected = add_rms_norm_reference(*arguments, **settings)
         # The sum is rounded at the same places, so its bits are the same; the norm sums in another order.
         np.testing.assert_array_equal(total, expected[0])
+        without_x = interpreted(None, *arguments[1:], **settings)[0]
+        np.testing.assert_array_equal(without_x, arguments[1].total())
         np.testing.assert_allclose(
             normed.astype(jnp.float32), expected[1].astype(jnp.float32), rtol=2 * jnp.finfo(dtype).eps, atol=1e-6
         )

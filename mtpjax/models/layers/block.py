@@ -15,7 +15,8 @@ class Block(nn.Module):
     """Maps the residual stream `[B, T, D]` to the stream after attention and the update of the feed-forward layer.
 
     The update is not added yet, because the norm of the next layer does so in one kernel: `update` is that of the layer
-    before. Also returns the attention's new cache entries and the selection of an indexer.
+    before. Without `x` the stream begins with the update. Also returns the attention's new cache entries and the
+    selection of an indexer.
 
     `layer_cache` is one layer of a cache, which comes back with the new entries appended; `Recycled`; or None for a
     pass over whole rows. `selection` holds the masks of the last indexer before, which layers without one pass on.
@@ -28,7 +29,7 @@ class Block(nn.Module):
     @nn.compact
     def __call__(
         self,
-        x: jax.Array,
+        x: jax.Array | None,
         view: View,
         layer_cache: Entries | Recycled | None = None,
         selection: Masks | None = None,

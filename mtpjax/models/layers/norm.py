@@ -37,7 +37,8 @@ class RMSNorm(nn.Module):
 class AddRMSNorm(nn.Module):
     """Adds an update to the residual stream and normalises it: returns the sum and its norm, both `[..., D]`.
 
-    Has the parameter of `RMSNorm`. Without an update, only normalises. One kernel does both, or XLA.
+    Has the parameter of `RMSNorm`. Without an update, only normalises; without a stream, it begins with the update. One
+    kernel does both, or XLA.
     """
 
     eps: float = 1e-6
@@ -45,10 +46,12 @@ class AddRMSNorm(nn.Module):
     implementation: str = "auto"
 
     @nn.compact
-    def __call__(self, x: jax.Array, update: PartialSums | None = None) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, x: jax.Array | None, update: PartialSums | None = None) -> tuple[jax.Array, jax.Array]:
         initial = nn.initializers.zeros if self.zero_centred else nn.initializers.ones
-        scale = self.param("scale", initial, (x.shape[-1],))
+        shape = x.shape if x is not None else update.shape if update is not None else ()
+        scale = self.param("scale", initial, shape[-1:])
         settings = {"eps": self.eps, "zero_centred": self.zero_centred}
         if update is None:
+            assert x is not None, "a norm needs a stream or an update"
             return x, rms_norm(x, scale, **settings, implementation="xla")
         return add_rms_norm(x, update, scale, **settings, implementation=self.implementation)
