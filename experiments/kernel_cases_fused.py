@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 
 from experiments.kernel_case import Case
-from pallas_kernels import PartialSums, add_rms_norm, append_heads, gated_matmul
+from pallas_kernels import PartialSums, add_rms_norm, append_heads, gated_matmul, route_tokens
 from pallas_kernels.append_heads import Heads
+from pallas_kernels.router import Routing
 
 
 def cases() -> list[Case]:
     """All of them, op by op."""
-    return [*_add_rms_norm(), *_gated_matmul(), *_append_heads()]
+    return [*_add_rms_norm(), *_gated_matmul(), *_append_heads(), *_route_tokens()]
 
 
 def _add_rms_norm() -> Iterator[Case]:
@@ -95,4 +96,34 @@ def _append_heads() -> Iterator[Case]:
             make=make,
             bytes=elements * (4 * 4 + 2) + 8 * B * T * P,
             operations=elements * 12,
+        )
+
+
+def _route_tokens() -> Iterator[Case]:
+    """DeepSeek-V3's router, 16B-A2.4B's, and one of 160 experts in groups of 20."""
+    deepseek_v3 = Routing(k=8, num_groups=8, num_kept_groups=4, factor=2.5)
+    lite = Routing(k=6, scoring="softmax", normalises=False)
+    odd = Routing(k=6, scoring="softmax", num_groups=8, num_kept_groups=3, normalises=False, factor=16.0)
+    for rows, D, E, routing, dtype in (
+        (1, 7168, 256, deepseek_v3, jnp.bfloat16),
+        (64, 7168, 256, deepseek_v3, jnp.bfloat16),
+        (1, 2048, 64, lite, jnp.bfloat16),
+        (4, 5120, 160, odd, jnp.float32),
+    ):
+
+        def make(key, rows=rows, D=D, E=E, dtype=dtype):
+            keys = jax.random.split(key, 3)
+            x, router = jax.random.normal(keys[0], (rows, D), dtype), jax.random.normal(keys[1], (D, E), dtype)
+            return x, router / dtype(D**0.5), jax.random.normal(keys[2], (E,))
+
+        def run(x, router, bias, *, implementation, routing=routing):
+            return route_tokens(x, router, bias, routing, implementation=implementation)
+
+        yield Case(
+            op="route_tokens",
+            name=f"{rows} rows of {D}, {routing.k} of {E} experts, {jnp.dtype(dtype)}",
+            run=run,
+            make=make,
+            bytes=jnp.dtype(dtype).itemsize * D * (E + rows) + 4 * E + 8 * rows * routing.k,
+            operations=2 * rows * D * E,
         )

@@ -7,7 +7,7 @@ from mtpjax.
 | op | what limits it on a GPU |
 |---|---|
 | `rms_norm` | bytes of the rows, read once and written once |
-| `add_rms_norm`, `append_heads` | at decoding's few rows, the launch |
+| `add_rms_norm`, `append_heads`, `route_tokens` | at decoding's few rows, the launch |
 | `block_scaled_matmul`, `gated_matmul`, `head_top_k` | bytes of the weights, each read once |
 | `grouped_matmul` | few tokens: bytes of the chosen experts; many tokens: multiplications |
 | `verify_attention` | bytes of the KV cache; multiplications for latent attention with many heads |
@@ -26,6 +26,7 @@ from pallas_kernels.head_top_k import head_top_k, top_k
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy, linear_total_variation
 from pallas_kernels.partial_sums import PartialSums
 from pallas_kernels.rms_norm import rms_norm
+from pallas_kernels.router import route_tokens
 from pallas_kernels.verify_attention import verify_attention
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "linear_total_variation",
     "partial_matmul",
     "rms_norm",
+    "route_tokens",
     "top_k",
     "verify_attention",
 ]

@@ -58,7 +58,7 @@ def block_scaled_matmul(x, weights, scales=None, *, block=128, implementation="a
     return partial_matmul(x, weights, scales, block=block, implementation=implementation).total()
 
 
-def partial_matmul(x, weights, scales=None, *, block=128, implementation="auto") -> PartialSums:
+def partial_matmul(x, weights, scales=None, *, block=128, dtype=None, implementation="auto") -> PartialSums:
     """Computes `block_scaled_matmul` without its last step, the sum over parts of the inputs.
 
     Args:
@@ -66,6 +66,7 @@ def partial_matmul(x, weights, scales=None, *, block=128, implementation="auto")
         weights: [D, F].
         scales: [ceil(D / block), F] or None.
         block: Number of neighbouring inputs that share a scale.
+        dtype: Dtype of x in the products, and of their total; None: x's. The kernel converts x while it loads.
         implementation: "xla", which always gives one part, "triton", "interpreted" or "auto".
 
     Returns:
@@ -77,11 +78,12 @@ def partial_matmul(x, weights, scales=None, *, block=128, implementation="auto")
     if x.ndim == 0 or weights.ndim != 2 or x.shape[-1] != weights.shape[0]:
         raise ValueError(f"x {x.shape} does not fit weights {weights.shape}: they are [..., D] and [D, F]")
     D, F = weights.shape
+    dtype = jnp.dtype(x.dtype if dtype is None else dtype)
     if scales is not None and scales.shape != (pl.cdiv(D, block), F):
         raise ValueError(f"scales {scales.shape} do not fit weights {weights.shape} in blocks of {block} inputs")
     rows = x.size // D if D else 0
     has_few_rows = 0 < rows <= MAX_ROWS and F > 0
-    shape = {"rows": rows, "inputs": D, "outputs": F, "dtype": str(x.dtype), "weights": str(weights.dtype)}
+    shape = {"rows": rows, "inputs": D, "outputs": F, "dtype": str(dtype), "weights": str(weights.dtype)}
     chosen = choose(
         "block_scaled_matmul",
         implementation,
@@ -89,12 +91,12 @@ def partial_matmul(x, weights, scales=None, *, block=128, implementation="auto")
         shape,
         unsupported_reason=find_unsupported_reason(weights, scales, block) if has_few_rows else None,
         check=functools.partial(
-            difference_from_reference, dtype=x.dtype, weights_dtype=weights.dtype, has_scales=scales is not None
+            difference_from_reference, dtype=dtype, weights_dtype=weights.dtype, has_scales=scales is not None
         ),
     )
     if chosen == "xla" or not has_few_rows:
-        return PartialSums(_block_scaled_matmul_xla(x, weights, scales, block)[None], x.dtype)
-    return PartialSums(_block_scaled_matmul_triton(x, weights, scales, block, chosen == "interpreted"), x.dtype)
+        return PartialSums(_block_scaled_matmul_xla(x.astype(dtype), weights, scales, block)[None], dtype)
+    return PartialSums(_block_scaled_matmul_triton(x, weights, scales, block, dtype, chosen == "interpreted"), dtype)
 
 
 def find_unsupported_reason(weights, scales, block: int) -> str | None:
@@ -161,14 +163,14 @@ def _dequantised(weights, scales, block):
     return weights.astype(jnp.float32) if scales is None else dequantise(weights, scales, block, axis=0)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _block_scaled_matmul_triton(x, weights, scales, block, interpret):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _block_scaled_matmul_triton(x, weights, scales, block, dtype, interpret):
     """Runs the kernel over x as rows [n, D]: each program computes one column of tiles, or one part of it."""
     D, F = weights.shape
     n = x.size // D
     padded = max(16, pl.next_power_of_2(n))
-    is_one_byte, is_float32 = weights.dtype.itemsize == 1, x.dtype.itemsize == 4
-    # Tile of the weights, `inputs x columns`: 16 KB, or less where x is float32, because exact float32
+    is_one_byte, is_float32 = weights.dtype.itemsize == 1, dtype.itemsize == 4
+    # Tile of the weights, `inputs x columns`: 16 KB, or less where x is multiplied in float32, because exact float32
     # products run without tensor cores and need more registers. A scaled tile never crosses a
     # block of inputs, so one scale per column covers it.
     columns = min(64 if is_float32 else 128, max(16, pl.next_power_of_2(F)))
@@ -177,11 +179,11 @@ def _block_scaled_matmul_triton(x, weights, scales, block, interpret):
     num_tiles, num_columns = pl.cdiv(D, inputs), pl.cdiv(F, columns)
     # Split D into parts where the columns alone give too few programs. They stay float32; `PartialSums` adds them.
     num_parts = _num_parts(num_tiles, num_columns, inputs, padded, is_one_byte=is_one_byte)
-    out_dtype = x.dtype if num_parts == 1 else jnp.float32
+    out_dtype = dtype if num_parts == 1 else jnp.float32
 
     # Grid: (columns of tiles, parts of D). x and the weights are passed whole; the kernel computes its own addresses.
     sums = pl.pallas_call(
-        functools.partial(_block_scaled_matmul_kernel, padded=padded, tile=(inputs, columns), block=block),
+        functools.partial(_block_scaled_matmul_kernel, padded=padded, tile=(inputs, columns), block=block, dtype=dtype),
         out_shape=jax.ShapeDtypeStruct((num_parts, n, F), out_dtype),
         grid=(num_columns, num_parts),
         out_specs=pl.BlockSpec((None, n, F), lambda column, part: (part, 0, 0)),
@@ -218,7 +220,7 @@ def _num_parts(num_tiles, num_columns, inputs, padded, *, is_one_byte):
     return max(1, min(max_programs // num_columns, num_tiles * inputs // (16 * padded)))
 
 
-def _block_scaled_matmul_kernel(x_ref, weights_ref, *refs, padded, tile, block):
+def _block_scaled_matmul_kernel(x_ref, weights_ref, *refs, padded, tile, block, dtype):
     """Computes part of a column of tiles: x_ref [n, D], weights_ref [D, F], scales_ref [blocks, F], out_ref [n, F]."""
     *scales_refs, out_ref = refs
     inputs, columns = tile
@@ -229,7 +231,7 @@ def _block_scaled_matmul_kernel(x_ref, weights_ref, *refs, padded, tile, block):
     is_column = column < F if F % columns else None
 
     def add_tile(index, total):
-        x = load_inputs(x_ref, row, index * inputs, inputs)
+        x = load_inputs(x_ref, row, index * inputs, inputs).astype(dtype)
         return total + multiply_tile(x, weights_ref, scales_refs, index * inputs, column, is_column, block=block)
 
     # Sum the tiles of this part in float32. The bounds are int32 because Triton requires both of one type.
@@ -310,15 +312,19 @@ def elements(ref, row, column):
     return ref.at[jnp.broadcast_to(row[:, None], shape), jnp.broadcast_to(column[None, :], shape)]
 
 
-def _forward(x, weights, scales, block, interpret):
-    return _block_scaled_matmul_triton(x, weights, scales, block, interpret), (x, weights, scales)
+def _forward(x, weights, scales, block, dtype, interpret):
+    return _block_scaled_matmul_triton(x, weights, scales, block, dtype, interpret), (x, weights, scales)
 
 
-def _backward(block, interpret, residuals, gradient):
+def _backward(block, dtype, interpret, residuals, gradient):
     # Differentiate the XLA form: training has many rows, for which XLA's matmuls are best.
     del interpret
+
     # The product is the sum of the parts, so each part has the product's gradient: the first one's counts.
-    product, pull = jax.vjp(functools.partial(_block_scaled_matmul_xla, block=block), *residuals)
+    def multiply(x, weights, scales):
+        return _block_scaled_matmul_xla(x.astype(dtype), weights, scales, block)
+
+    product, pull = jax.vjp(multiply, *residuals)
     return pull(gradient[0].astype(product.dtype))
 
 

@@ -18,6 +18,7 @@ MAX_SIZE_RATIO = 2.0  # a measurement applies to shapes whose every size differs
 # writes fp8 weights out in a wider dtype. For other ops XLA is a fair choice until it is measured.
 _KERNEL_BY_RULE: dict[str, Callable[[Mapping[str, int | str]], bool]] = {
     "grouped_matmul": lambda shape: True,
+    "route_tokens": lambda shape: True,
     "block_scaled_matmul": lambda shape: str(shape["weights"]).startswith("float8"),
     "gated_matmul": lambda shape: str(shape["weights"]).startswith("float8"),
 }

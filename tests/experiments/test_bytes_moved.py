@@ -19,6 +19,7 @@ from experiments.kernel_bytes import declared_calls, run_counted
 from experiments.kernel_cases import cases
 from pallas_kernels import PartialSums, rms_norm
 from pallas_kernels.append_heads import Heads
+from pallas_kernels.router import Routing
 
 MODULE = """HloModule example
 
@@ -216,6 +217,10 @@ SMALL = {
         ({}, (normal(0, 5, 200), normal(1, 200, 2 * 70).astype(jnp.float8_e4m3fn), jnp.ones((2, 2 * 70)))),
     ],
     "append_heads": [({"group_size": 3}, heads())],
+    "route_tokens": [
+        ({}, (normal(0, 5, 300), normal(1, 300, 60), normal(2, 60), Routing(k=4))),
+        ({}, (normal(0, 2, 200), normal(1, 200, 24), None, Routing(k=2, num_groups=3, num_kept_groups=2))),
+    ],
     "head_top_k": [
         ({"k": 4}, (normal(0, 3, 96), normal(1, 96, 200))),
         ({"k": 1, "is_transposed": True}, (normal(0, 70, 64), normal(1, 150, 64))),
@@ -247,6 +252,7 @@ SHARED = {
     "block_scaled_matmul": [0],
     "gated_matmul": [0],
     "append_heads": [0, 1, 2, 4, 5, 6],
+    "select_experts": [1],
     "grouped_gate_up": [0, 1],
     "grouped_product": [0, 1],
     "verify_attention_cuda": [0, 1, 2],

@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec
 
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.quantized import gated_product, is_scaled, partial_product
-from pallas_kernels import PartialSums, grouped_matmul, top_k
+from pallas_kernels import PartialSums, grouped_matmul, route_tokens
+from pallas_kernels.router import Routing
 
 MIN_FP8_BLOCK = 16  # smallest block of fp8 weights that the kernels support
 
@@ -32,38 +33,6 @@ class SwiGLU(nn.Module):
         down = self.param("down", nn.initializers.lecun_normal(), (self.width, D))
         gated = gated_product(x, gate_up, implementation=self.implementation)
         return partial_product(gated, down, implementation=self.implementation)
-
-
-def route(logits: jax.Array, bias: jax.Array | None, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
-    """Routes tokens to experts (DeepSeek-V3, 2412.19437, section 2.1.2).
-
-    Scores plus bias select, first the groups (by the sum of their two best experts), then the experts within them. The
-    weights are the scores without bias, normalised, times `routed_scaling_factor`.
-
-    Args:
-        logits: `[n, E]` float32 router logits.
-        bias: `[E]` float32 correction bias, or None.
-        config: the model's config.
-
-    Returns:
-        Ids `[n, k]` int32 and weights `[n, k]` float32 of the chosen experts.
-    """
-    n, E = logits.shape
-    scores = jax.nn.sigmoid(logits) if config.scoring_func == "sigmoid" else jax.nn.softmax(logits, axis=-1)
-    choice = scores if bias is None else scores + bias[None, :]
-    # Keep the experts of the best groups.
-    if config.n_group > 1:
-        grouped = choice.reshape(n, config.n_group, -1)
-        best_two = top_k(grouped, min(2, grouped.shape[-1]))[0].sum(axis=-1)
-        _, kept = top_k(best_two, config.topk_group)
-        is_kept = jax.nn.one_hot(kept, config.n_group).sum(axis=1) > 0
-        choice = jnp.where(is_kept[:, :, None], grouped, -jnp.inf).reshape(n, E)
-    # Choose the experts; weigh them by their scores without bias.
-    _, ids = top_k(choice, config.num_experts_per_tok)
-    weights = jnp.take_along_axis(scores, ids, axis=-1)
-    if config.norm_topk_prob:
-        weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
-    return ids, weights * config.routed_scaling_factor
 
 
 def mix_experts(x, ids, weights, gate_up, down, *, inference: bool, implementation: str) -> jax.Array:
@@ -90,6 +59,18 @@ def mix_experts(x, ids, weights, gate_up, down, *, inference: bool, implementati
     else:
         gate_up, down = gate_up.astype(x.dtype), down.astype(x.dtype)
     return grouped_matmul(x, ids, weights, gate_up, down, **scales, inference=inference, implementation=implementation)
+
+
+def routing(config: ModelConfig) -> Routing:
+    """Returns how the config chooses experts."""
+    return Routing(
+        k=config.num_experts_per_tok,
+        scoring=config.scoring_func,
+        num_groups=config.n_group,
+        num_kept_groups=config.topk_group,
+        normalises=config.norm_topk_prob,
+        factor=config.routed_scaling_factor,
+    )
 
 
 class Experts(nn.Module):
@@ -119,8 +100,9 @@ class Experts(nn.Module):
 
         # Route every token, run its experts, and add the shared experts, which process every token.
         flat = x.reshape(B * T, D)
-        logits = flat.astype(jnp.float32) @ router.astype(jnp.float32)
-        ids, weights = route(logits, bias, config)
+        ids, weights = route_tokens(
+            flat, router, bias, routing(config), implementation=self.implementation if cached else "xla"
+        )
         form = functools.partial(mix_experts, inference=cached, implementation=self.implementation)
         output = _over_mesh(form, E, F)(flat, ids, weights, gate_up, down).reshape(B, T, D)
         if config.shared_width:

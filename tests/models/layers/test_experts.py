@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mtpjax import ModelConfig
-from mtpjax.models.layers.experts import route
+from mtpjax.models.layers.experts import routing
 from pallas_kernels.dequantise import dequantise
 from pallas_kernels.grouped_matmul.reference import (
     grouped_matmul_by_expert,
@@ -14,6 +14,7 @@ from pallas_kernels.grouped_matmul.reference import (
     grouped_matmul_many_tokens,
     grouped_matmul_reference,
 )
+from pallas_kernels.router import select_experts_reference
 
 FORMS = [
     *(jax.jit(form, static_argnames="block") for form in (grouped_matmul_by_expert, grouped_matmul_by_pair)),
@@ -167,7 +168,7 @@ def test_routing_matches_one_token_at_a_time(name, is_biased):
     logits = jnp.asarray(rng.standard_normal((50, 12), np.float32) * 2)
     # Mostly below minus the largest score, so that a group masked with 0 instead of -inf would win.
     bias = jnp.asarray(rng.uniform(-1.6, 0.1, 12), jnp.float32) if is_biased else None
-    ids, weights = jax.jit(route, static_argnums=2)(logits, bias, settings)
+    ids, weights = jax.jit(select_experts_reference, static_argnums=2)(logits, bias, routing(settings))
     assert all(len(set(row)) == settings.num_experts_per_tok for row in ids.tolist())
     table = np.zeros((50, 12))
     np.put_along_axis(table, np.asarray(ids), np.asarray(weights), axis=1)
@@ -177,6 +178,7 @@ def test_routing_matches_one_token_at_a_time(name, is_biased):
 def test_the_bias_chooses_but_does_not_weigh():
     settings = config(num_experts_per_tok=2, router_correction_bias=True, norm_topk_prob=False)
     logits = jnp.linspace(-1, 1, 12)[None, :]
-    ids, weights = route(logits, jnp.zeros(12).at[jnp.array([0, 1])].set(5.0), settings)
+    bias = jnp.zeros(12).at[jnp.array([0, 1])].set(5.0)
+    ids, weights = select_experts_reference(logits, bias, routing(settings))
     assert sorted(ids[0].tolist()) == [0, 1]
     np.testing.assert_allclose(weights[0], jax.nn.sigmoid(logits[0, ids[0]]), rtol=1e-6)

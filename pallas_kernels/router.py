@@ -1,0 +1,223 @@
+"""Routes tokens to experts: the router's product, and the choice of the best experts: op, kernel, reference.
+
+Limit: at decoding's few rows, the launches. Two kernels replace eleven: the product, split over the processors because
+one of them would take longer to read the router than all of these launches last, and the choice, one program per token.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels.block_scaled_matmul import MAX_ROWS, partial_matmul
+from pallas_kernels.dispatch import choose
+from pallas_kernels.head_top_k import top_k
+from pallas_kernels.partial_sums import PartialSums, sum_of_parts
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Routing:
+    """How experts are chosen (DeepSeek-V3, 2412.19437, section 2.1.2).
+
+    Attributes:
+        k: Experts per token.
+        scoring: Scores are the "sigmoid" or the "softmax" of the logits.
+        num_groups: Groups of neighbouring experts; 1: no groups.
+        num_kept_groups: Groups, by the sum of their two best experts, among which a token chooses.
+        normalises: Divides the weights by their sum.
+        factor: Multiplies the weights.
+    """
+
+    k: int
+    scoring: str = "sigmoid"
+    num_groups: int = 1
+    num_kept_groups: int = 1
+    normalises: bool = True
+    factor: float = 1.0
+
+
+def route_tokens(x, router, bias, routing: Routing, *, implementation="auto") -> tuple[jax.Array, jax.Array]:
+    """Chooses the experts of each token and their weights.
+
+    The product is float32, because its last bits decide between experts. Scores plus bias select, first the groups,
+    then the experts within them; of equal ones the lowest. The weights are the scores without bias. Only "xla" has
+    gradients, of the weights.
+
+    Args:
+        x: [n, D] floating.
+        router: [D, E] floating.
+        bias: [E] floating, or None.
+        routing: How experts are chosen.
+        implementation: "xla" (the reference), "triton" (the kernels, on CUDA and ROCm), "interpreted" (the kernels in
+            Pallas's interpreter, on any machine) or "auto"; see `pallas_kernels.dispatch`. More than 64 rows always run
+            "xla".
+
+    Returns:
+        Ids [n, k] int32 and weights [n, k] float32 of the chosen experts.
+
+    Raises:
+        ValueError: The implementation is unknown, or shapes do not fit.
+    """
+    if x.ndim != 2 or router.ndim != 2 or x.shape[1] != router.shape[0]:
+        raise ValueError(f"x {x.shape} does not fit the router {router.shape}: they are [n, D] and [D, E]")
+    (n, D), E = x.shape, router.shape[1]
+    is_possible = E % routing.num_groups == 0 and 1 <= routing.k <= E // routing.num_groups * routing.num_kept_groups
+    if not is_possible or (bias is not None and bias.shape != (E,)):
+        raise ValueError(f"{routing} does not fit {E} experts" + ("" if bias is None else f" and a bias {bias.shape}"))
+    shape = {"rows": n, "inputs": D, "experts": E, "chosen": routing.k, "dtype": str(x.dtype)}
+    shape["scoring"] = routing.scoring + " in groups" * (routing.num_groups > 1)
+    chosen = choose(
+        "route_tokens",
+        implementation,
+        ("xla", "triton"),
+        shape,
+        check=functools.partial(difference_from_reference, dtype=x.dtype, routing=routing, has_bias=bias is not None),
+    )
+    if chosen == "xla" or not 0 < n <= MAX_ROWS:
+        logits = x.astype(jnp.float32) @ router.astype(jnp.float32)
+        return select_experts_reference(logits, bias, routing)
+    logits = partial_matmul(x, router, dtype=jnp.float32, implementation=chosen)
+    return _select_experts_triton(logits, bias, routing, chosen == "interpreted")
+
+
+def difference_from_reference(implementation: str, *, dtype, routing: Routing, has_bias: bool) -> float:
+    """Compares an implementation with the reference on small arrays.
+
+    Args:
+        implementation: One of `route_tokens`.
+        dtype: Dtype of x.
+        routing: How experts are chosen.
+        has_bias: With a bias.
+
+    Returns:
+        The largest difference of the chosen experts' weights over its bound: more than 1 means that they are wrong.
+    """
+    n, D, E = 3, 64, routing.num_groups * -(-max(2, routing.k) // routing.num_kept_groups)
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, router = jax.random.normal(keys[0], (n, D), dtype), jax.random.normal(keys[1], (D, E)) / 8
+    bias = jax.random.normal(keys[2], (E,)) / 8 if has_bias else None
+
+    def weight_of_each(ids, weights):
+        return (jax.nn.one_hot(ids, E) * weights[:, :, None]).sum(axis=1)
+
+    found = weight_of_each(*route_tokens(x, router, bias, routing, implementation=implementation))
+    logits = jnp.matmul(x.astype(jnp.float32), router, precision=jax.lax.Precision.HIGHEST)
+    expected = weight_of_each(*select_experts_reference(logits, bias, routing))
+    return float(jnp.abs(found - expected).max() / (1e-4 * jnp.abs(expected).max()))
+
+
+def select_experts_reference(logits, bias, routing: Routing) -> tuple[jax.Array, jax.Array]:
+    """Chooses experts by the router's logits in plain JAX, which defines the meaning of `route_tokens`.
+
+    Args:
+        logits: [n, E] float32.
+        bias: [E] floating, or None.
+        routing: How experts are chosen.
+
+    Returns:
+        Ids [n, k] int32 and weights [n, k] float32.
+    """
+    n, E = logits.shape
+    scores = jax.nn.sigmoid(logits) if routing.scoring == "sigmoid" else jax.nn.softmax(logits, axis=-1)
+    choice = scores if bias is None else scores + bias[None, :]
+    # Keep the experts of the best groups.
+    if routing.num_groups > 1:
+        grouped = choice.reshape(n, routing.num_groups, -1)
+        best_two = top_k(grouped, min(2, grouped.shape[-1]))[0].sum(axis=-1)
+        _, kept = top_k(best_two, routing.num_kept_groups)
+        is_kept = jax.nn.one_hot(kept, routing.num_groups).sum(axis=1) > 0
+        choice = jnp.where(is_kept[:, :, None], grouped, -jnp.inf).reshape(n, E)
+    # Choose the experts; weigh them by their scores without bias.
+    _, ids = top_k(choice, routing.k)
+    weights = jnp.take_along_axis(scores, ids, axis=-1)
+    if routing.normalises:
+        weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
+    return ids, weights * routing.factor
+
+
+def _select_experts_triton(logits: PartialSums, bias, routing, interpret):
+    """Runs one program for each token."""
+    n, E = logits.shape
+    groups = pl.next_power_of_2(routing.num_groups)
+    per_group = pl.next_power_of_2(E // routing.num_groups)
+    return tuple(
+        pl.pallas_call(
+            functools.partial(_select_experts_kernel, tile=(groups, per_group), routing=routing, num_experts=E),
+            out_shape=[
+                jax.ShapeDtypeStruct((n, routing.k), jnp.int32),
+                jax.ShapeDtypeStruct((n, routing.k), jnp.float32),
+            ],
+            grid=(n,),
+            compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
+            cost_estimate=pl.CostEstimate(
+                flops=logits.parts.size + 8 * routing.k * n * E,
+                transcendentals=n * E,
+                bytes_accessed=logits.parts.nbytes + (0 if bias is None else n * bias.nbytes) + 8 * n * routing.k,
+            ),
+            metadata={"from_l2": str(0 if bias is None else (n - 1) * bias.nbytes)},
+            interpret=interpret,
+            name="select_experts",
+        )(logits.parts, *([] if bias is None else [bias]))
+    )
+
+
+def _select_experts_kernel(parts_ref, *refs, tile, routing, num_experts):
+    """Chooses the experts of one token; scores are [groups, experts of a group], padded to powers of two."""
+    *bias_refs, ids_ref, weights_ref = refs
+    token = pl.program_id(0)
+    per_group = num_experts // routing.num_groups
+    # Number of each place's expert; padding gets numbers behind all experts.
+    group, member = jnp.arange(tile[0]), jnp.arange(tile[1])
+    is_expert = (group < routing.num_groups)[:, None] & (member < per_group)[None, :]
+    expert = jnp.where(is_expert, group[:, None] * per_group + member[None, :], num_experts)
+    lowest = -jnp.inf
+
+    # Scores of the logits, whose parts are added first.
+    def load(part):
+        return plt.load(parts_ref.at[np.int32(part), token, expert], mask=is_expert, other=0.0)
+
+    logits = sum_of_parts(load, int(parts_ref.shape[0]), jnp.float32)
+    if routing.scoring == "sigmoid":
+        scores = jax.nn.sigmoid(logits)
+    else:
+        largest = jnp.max(jnp.max(jnp.where(is_expert, logits, lowest), axis=1), axis=0)
+        exponentials = jnp.where(is_expert, jnp.exp(logits - largest), 0.0)
+        scores = exponentials / jnp.sum(jnp.sum(exponentials, axis=1), axis=0)
+    choice = scores
+    for bias_ref in bias_refs:
+        choice = choice + plt.load(bias_ref.at[expert], mask=is_expert, other=0.0).astype(jnp.float32)
+    choice = jnp.where(is_expert, choice, lowest)
+
+    # Keep the best groups: one after the other, by the sum of their two best experts. `argmax` takes the lowest of
+    # equal ones, and compares no numbers that a compiler may have computed twice and rounded differently.
+    if routing.num_groups > 1:
+        value = jnp.max(choice, axis=1)
+        if per_group > 1:
+            is_first = member[None, :] == jnp.argmax(choice, axis=1)[:, None]
+            value = value + jnp.max(jnp.where(is_first, lowest, choice), axis=1)
+        is_kept = group < 0
+        for _ in range(routing.num_kept_groups):
+            is_best = group == jnp.argmax(jnp.where(is_kept, lowest, value), axis=0)
+            is_kept = is_kept | is_best
+        choice = jnp.where(is_kept[:, None], choice, lowest)
+
+    # Choose experts one after the other.
+    place = jnp.arange(pl.next_power_of_2(routing.k))
+    ids, weights = jnp.zeros(place.shape, jnp.int32), jnp.zeros(place.shape, jnp.float32)
+    for step in range(routing.k):
+        is_best_group = group == jnp.argmax(jnp.max(choice, axis=1), axis=0)
+        is_best = is_best_group[:, None] & (member[None, :] == jnp.argmax(choice, axis=1)[:, None])
+        index, score = (
+            jnp.sum(jnp.sum(jnp.where(is_best, of_each, 0), axis=1), axis=0) for of_each in (expert, scores)
+        )
+        ids, weights = jnp.where(place == step, index, ids), jnp.where(place == step, score, weights)
+        choice = jnp.where(is_best, lowest, choice)
+    if routing.normalises:
+        weights = weights / (jnp.sum(weights, axis=0) + 1e-20)
+    is_place = place < routing.k
+    plt.store(ids_ref.at[token, place], ids, mask=is_place)
+    plt.store(weights_ref.at[token, place], weights * routing.factor, mask=is_place)
