@@ -11,16 +11,15 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.block_scaled_matmul import (
+from pallas_kernels.block_scaled_matmul.kernel import (
     MAX_ROWS,
     TILE_BYTES,
-    block_scaled_matmul,
-    block_scaled_matmul_reference,
     elements,
     find_unsupported_reason,
     load_inputs,
     multiply_tile,
 )
+from pallas_kernels.block_scaled_matmul.reference import block_scaled_matmul_reference, block_scaled_matmul_xla
 from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.device import num_processors
 from pallas_kernels.dispatch import choose
@@ -101,7 +100,7 @@ def gated_matmul_reference(x, weights, scales=None, *, block=128):
 
 
 def _gated_matmul_xla(x, weights, scales, block):
-    gate, up = jnp.split(block_scaled_matmul(x, weights, scales, block=block, implementation="xla"), 2, axis=-1)
+    gate, up = jnp.split(block_scaled_matmul_xla(x, weights, scales, block), 2, axis=-1)
     return jax.nn.silu(gate) * up
 
 

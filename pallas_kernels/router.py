@@ -13,7 +13,8 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.block_scaled_matmul import MAX_ROWS, partial_matmul
+from pallas_kernels.block_scaled_matmul import partial_matmul
+from pallas_kernels.block_scaled_matmul.kernel import MAX_ROWS
 from pallas_kernels.dispatch import choose
 from pallas_kernels.head_top_k import top_k
 from pallas_kernels.partial_sums import PartialSums, sum_of_parts

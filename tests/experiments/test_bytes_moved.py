@@ -218,8 +218,11 @@ SMALL = {
     ],
     "append_heads": [({"group_size": 3}, heads())],
     "route_tokens": [
-        ({}, (normal(0, 5, 300), normal(1, 300, 60), normal(2, 60), Routing(k=4))),
-        ({}, (normal(0, 2, 200), normal(1, 200, 24), None, Routing(k=2, num_groups=3, num_kept_groups=2))),
+        ({"routing": Routing(k=4)}, (normal(0, 5, 300), normal(1, 300, 60), normal(2, 60))),
+        (
+            {"routing": Routing(k=2, num_groups=3, num_kept_groups=2)},
+            (normal(0, 2, 200), normal(1, 200, 24), None),
+        ),
     ],
     "head_top_k": [
         ({"k": 4}, (normal(0, 3, 96), normal(1, 96, 200))),

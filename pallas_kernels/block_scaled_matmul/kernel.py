@@ -1,0 +1,238 @@
+"""The kernel of `block_scaled_matmul`: a few rows times one matrix, or several matrices in one launch.
+
+It loads each weight once, 16 bytes per thread, and runs enough programs that tiles are always in flight. One form
+serves 1 to 64 rows and weights of any dtype. Rows are padded to 16 or more, the fewest that tensor cores multiply;
+tensor cores also need fewer instructions per weight than scalar multiplications. Up to 16 rows run the same code in the
+same order, so a row gets the same bits alone, in a batch, and among the draft tokens that are verified with it.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels.cost import loads_from_l2
+from pallas_kernels.device import num_processors
+
+MAX_ROWS = 64  # with more rows, multiplying takes longer than reading
+TILE_BYTES = 16384  # weights per tile: eight loads of 16 bytes for each of 128 threads
+
+
+def multiply_few_rows(x, matrices, *, block, dtype, interpret) -> list[jax.Array]:
+    """Multiplies a few rows by each of several matrices.
+
+    A program computes one column of tiles of one matrix, or one part of it.
+
+    Args:
+        x: [n, D] floating, n <= 64.
+        matrices: Pairs of weights [D, F], of one dtype, and scales [ceil(D / block), F] or None for all of them.
+        block: Number of neighbouring inputs that share a scale.
+        dtype: Dtype of x in the products.
+        interpret: Run in Pallas's interpreter.
+
+    Returns:
+        For each matrix the parts [P, n, F]: float32, or `dtype` if there is one part.
+    """
+    (n, D), (first_weights, first_scales) = x.shape, matrices[0]
+    padded = max(16, pl.next_power_of_2(n))
+    is_one_byte, is_float32 = first_weights.dtype.itemsize == 1, dtype.itemsize == 4
+    # Tile of the weights, `inputs x columns`: 16 KB, or less where x is multiplied in float32, because exact float32
+    # products run without tensor cores and need more registers. A scaled tile never crosses a block of inputs, so one
+    # scale per column covers it.
+    widths = [weights.shape[1] for weights, _ in matrices]
+    columns = min(64 if is_float32 else 128, max(16, pl.next_power_of_2(max(widths))))
+    inputs = 32 if is_float32 else TILE_BYTES // (128 * first_weights.dtype.itemsize)
+    inputs = inputs if first_scales is None else min(inputs, block)
+    num_tiles, num_columns = pl.cdiv(D, inputs), [pl.cdiv(F, columns) for F in widths]
+    # Split D into parts where the columns alone give too few programs. They stay float32; `PartialSums` adds them.
+    num_parts = _num_parts(num_tiles, sum(num_columns), inputs, padded, is_one_byte=is_one_byte)
+    out_dtype = dtype if num_parts == 1 else jnp.dtype(jnp.float32)
+
+    # Grid: (columns of tiles of one matrix after the other, parts of D). The arrays are passed whole; the kernel
+    # computes its own addresses.
+    operands = [array for matrix in matrices for array in matrix if array is not None]
+    return pl.pallas_call(
+        functools.partial(
+            _multiply_kernel,
+            padded=padded,
+            tile=(inputs, columns),
+            block=block,
+            dtype=dtype,
+            num_columns=num_columns,
+            has_scales=first_scales is not None,
+        ),
+        out_shape=[jax.ShapeDtypeStruct((num_parts, n, F), out_dtype) for F in widths],
+        grid=(sum(num_columns), num_parts),
+        # Stages prefetch tiles through shared memory. One-byte weights use none: their row order must reach registers
+        # unchanged (see the kernel), and other programs hide the wait. 64 rows use 3 stages, the 64 KB of an MI300X.
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1 if is_one_byte else 4 if padded < 64 else 3),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * padded * D * sum(widths),
+            transcendentals=0,
+            bytes_accessed=sum(num_columns) * x.nbytes  # each column of tiles needs all of x
+            + sum(weights.nbytes for weights, _ in matrices)
+            + sum(num_tiles * scales[:1].nbytes for _, scales in matrices if scales is not None)
+            + num_parts * n * sum(widths) * out_dtype.itemsize,
+        ),
+        metadata=loads_from_l2((x.nbytes, sum(num_columns))),
+        interpret=interpret,
+        name="block_scaled_matmul",
+    )(x, *operands)
+
+
+def _num_parts(num_tiles, num_columns, inputs, padded, *, is_one_byte):
+    """Returns the number of parts that a column of tiles is split into.
+
+    Full bandwidth of an H100 needs about 25 KB of loads in flight per processor. Each program keeps three tiles of
+    16 KB in flight, so two programs per processor suffice; programs with one-byte weights keep half a tile on
+    average, so they need three. More programs than run at once would add a second wave that takes as long as the first.
+
+    A part has at least 16 inputs per row. Below that, writing and reading the partial sums moves more than half as many
+    bytes as the fp8 weights do. Only the padded number of rows counts, so a row gets the same bits beside 0 or 15
+    others.
+    """
+    max_programs = (3 if is_one_byte else 2) * num_processors()
+    return max(1, min(max_programs // num_columns, num_tiles * inputs // (16 * padded)))
+
+
+def _multiply_kernel(x_ref, *refs, padded, tile, block, dtype, num_columns, has_scales):
+    """Computes part of a column of tiles: x_ref [n, D]; weights_ref [D, F], scales_ref [blocks, F] of each matrix;
+    out_ref [parts, n, F] of each."""
+    num_matrices, arrays = len(num_columns), 2 if has_scales else 1
+    matrix_refs, out_refs = refs[: num_matrices * arrays], refs[num_matrices * arrays :]
+    program, part, num_parts, begin = pl.program_id(0), pl.program_id(1), pl.num_programs(1), 0
+    # The program's column tells its matrix. With a single matrix there is no branch.
+    for index, count in enumerate(num_columns):
+        multiply = functools.partial(
+            _multiply_column,
+            x_ref,
+            *matrix_refs[index * arrays : (index + 1) * arrays],
+            out_ref=out_refs[index],
+            column_of_tiles=program - begin,
+            part=part,
+            num_parts=num_parts,
+            padded=padded,
+            tile=tile,
+            block=block,
+            dtype=dtype,
+        )
+        if num_matrices == 1:
+            multiply()
+        else:
+            pl.when((program >= begin) & (program < begin + count))(multiply)
+        begin += count
+
+
+def _multiply_column(
+    x_ref, weights_ref, *scales_refs, out_ref, column_of_tiles, part, num_parts, padded, tile, block, dtype
+):
+    """Computes part of a column of tiles of one matrix."""
+    inputs, columns = tile
+    (n, D), F = x_ref.shape, weights_ref.shape[1]
+    # This program's rows and its output columns.
+    row = jnp.arange(padded)
+    column = column_of_tiles * columns + jnp.arange(columns)
+    is_column = column < F if F % columns else None
+
+    def add_tile(index, total):
+        x = load_inputs(x_ref, row, index * inputs, inputs).astype(dtype)
+        return total + multiply_tile(x, weights_ref, scales_refs, index * inputs, column, is_column, block=block)
+
+    # Sum the tiles of this part in float32. The bounds are int32 because Triton requires both of one type.
+    num_tiles = pl.cdiv(D, inputs)
+    begin, end = (jnp.int32(edge * num_tiles // num_parts) for edge in (part, part + 1))
+    total = jax.lax.fori_loop(begin, end, add_tile, jnp.zeros((padded, columns), jnp.float32))
+    # Store once, without the padded rows and columns.
+    is_inside = (row < n)[:, None] & (column < F)[None, :]
+    plt.store(
+        out_ref.at[part, *jnp.broadcast_arrays(row[:, None], column[None, :])],
+        total.astype(out_ref.dtype),
+        mask=is_inside,
+    )
+
+
+def load_inputs(x_ref, row, first, inputs):
+    """Loads `inputs` inputs of each row of x_ref [n, D] from `first` on, inside a kernel: [rows, inputs]."""
+    inner, D = first + jnp.arange(inputs), x_ref.shape[1]
+    return _load(x_ref, row, inner, inner < D if D % inputs else None)
+
+
+def multiply_tile(x, weights_ref, scales_refs, first, column, is_column, *, block):
+    """Multiplies some inputs of each row by one tile of the weights, inside a kernel.
+
+    One-byte weights need two rearrangements to reach the tensor cores without slow byte moves:
+
+    - Row order. A thread loads 16 neighbouring columns of every 16th row, but a tensor core takes neighbouring inputs
+      of one column. So the rows are loaded in an order in which each thread's own rows are neighbouring inputs. The
+      bytes then move between threads four at a time. Pipeline stages would put the tile into shared memory along F,
+      from which single bytes come out, so this form has no stages.
+    - Conversion. fp8 goes to float16, float32 and then bfloat16, all at full rate. The direct conversion from float16
+      to bfloat16 runs at a quarter of the rate on an H100.
+
+    Args:
+        x: [rows, inputs], from `load_inputs`.
+        weights_ref: [D, F].
+        scales_refs: One ref [blocks, F], or none.
+        first: First input of the tile.
+        column: Columns of the tile.
+        is_column: Mask of the columns inside the matrix; None: all are.
+        block: Number of inputs that share a scale.
+
+    Returns:
+        [rows, columns] float32.
+    """
+    inputs, columns = x.shape[1], len(column)
+    inner = jnp.arange(inputs)
+    is_one_byte = weights_ref.dtype.itemsize == 1
+    # Tile row r holds input `r % num_threads * rows_per_thread + r // num_threads`, so the rows r, r + 16, ... of a
+    # thread are neighbouring inputs.
+    num_threads = min(16, inputs)
+    rows_per_thread = inputs // num_threads
+    order = inner % num_threads * rows_per_thread + inner // num_threads if is_one_byte else inner
+    # Load a tile of weights; for one-byte weights, undo the row order inside registers: [rows_per_thread,
+    # num_threads] -> [num_threads, rows_per_thread].
+    weights = _load(weights_ref, first + order, column, is_column)
+    if is_one_byte:
+        weights = weights.reshape(rows_per_thread, num_threads, columns).transpose(1, 0, 2)
+        weights = weights.reshape(inputs, columns)
+    # Multiply in x's dtype with float32 sums. HIGHEST keeps float32 products exact and changes nothing for
+    # bfloat16.
+    weights = weights.astype(jnp.float32).astype(x.dtype)
+    product = jnp.dot(x, weights, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    # Scale the tile's sum instead of its weights: one multiplication per output instead of one per weight.
+    for scales_ref in scales_refs:
+        product = product * _load(scales_ref, first // block + jnp.arange(1), column, is_column)
+    return product
+
+
+def _load(ref, row, column, is_column):
+    """Loads `ref[row, column]`, zero outside the array; builds a mask only where the last tile exceeds it."""
+    masks = [] if is_column is None else [jnp.broadcast_to(is_column[None, :], (len(row), len(column)))]
+    if ref.shape[0] % len(row):
+        masks.append(jnp.broadcast_to((row < ref.shape[0])[:, None], (len(row), len(column))))
+    mask = functools.reduce(jnp.logical_and, masks) if masks else None
+    return plt.load(elements(ref, row, column), mask=mask, other=jnp.zeros((), ref.dtype) if masks else None)
+
+
+def elements(ref, row, column):
+    """Addresses `ref[row, column]` element by element."""
+    shape = (len(row), len(column))
+    return ref.at[jnp.broadcast_to(row[:, None], shape), jnp.broadcast_to(column[None, :], shape)]
+
+
+def find_unsupported_reason(weights, scales, block: int) -> str | None:
+    """Returns why the kernels of few rows cannot take these weights, or None if they can.
+
+    Args:
+        weights: [D, F].
+        scales: [blocks, F] or None.
+        block: Number of neighbouring inputs that share a scale.
+    """
+    # A tile must fit into a block of inputs, and Pallas uses 32-bit offsets for any array of at most 2^32 bytes.
+    if scales is not None and (block < 16 or block & (block - 1)):
+        return f"the kernel takes blocks of 16 inputs, 32, 64 and so on, not of {block}"
+    if weights.dtype.itemsize == 1 and weights.size >= 2**31:
+        return f"weights {weights.shape} are 2^31 elements or more, which exceed 32-bit offsets"
+    return None

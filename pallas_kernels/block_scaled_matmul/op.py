@@ -1,0 +1,168 @@
+"""A few rows times a matrix, optionally fp8 with block scales: picks the kernel or a plain form.
+
+Limit: the bytes of the matrix. With at most 64 rows, reading the weights takes longer than multiplying them, so the
+kernel is arranged for its loads.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.block_scaled_matmul.kernel import MAX_ROWS, find_unsupported_reason, multiply_few_rows
+from pallas_kernels.block_scaled_matmul.reference import block_scaled_matmul_reference, block_scaled_matmul_xla
+from pallas_kernels.dispatch import choose
+from pallas_kernels.partial_sums import PartialSums
+
+
+def block_scaled_matmul(x, weights, scales=None, *, block=128, implementation="auto") -> jax.Array:
+    """Multiplies a few rows by a matrix: `x @ weights`, or `x @ (weights * scales)` with block scales.
+
+    DeepSeek-V3 (2412.19437, section 3.3) stores float8_e4m3fn with one scale per 128 x 128 block. Here every output has
+    its own scale for each block of inputs; a checkpoint's scales are repeated along the outputs.
+
+    The kernel multiplies weights as they are stored, scales the sum of each block, accumulates in float32 and rounds
+    once. "xla" rounds each scaled weight to x's dtype first. Differentiable in reverse mode, with the gradient of
+    "xla".
+
+    Args:
+        x: [..., D] floating.
+        weights: [D, F] floating, such as float8_e4m3fn.
+        scales: [ceil(D / block), F] floating, or None for weights without scales.
+        block: Number of neighbouring inputs that share a scale.
+        implementation: "xla" (plain JAX), "triton" (the kernel, on CUDA and ROCm), "interpreted" (the kernel in
+            Pallas's interpreter, on any machine) or "auto"; see `pallas_kernels.dispatch`. More than 64 rows always run
+            "xla".
+
+    Returns:
+        [..., F] in x's dtype.
+
+    Raises:
+        ValueError: The implementation is unknown, shapes do not fit, or the kernel was requested for a block that is
+            not a power of two from 16 up, or for one-byte weights of 2^31 elements or more, which exceed its 32-bit
+            offsets.
+    """
+    return partial_matmul(x, weights, scales, block=block, implementation=implementation).total()
+
+
+def partial_matmul(x, weights, scales=None, *, block=128, dtype=None, implementation="auto") -> PartialSums:
+    """Computes `block_scaled_matmul` without its last step, the sum over parts of the inputs.
+
+    Args:
+        x: As in `block_scaled_matmul`, and so are the other arguments.
+        weights: [D, F].
+        scales: [ceil(D / block), F] or None.
+        block: Number of neighbouring inputs that share a scale.
+        dtype: Dtype of x in the products, and of their total; None: x's. The kernel converts x while it loads.
+        implementation: "xla", which always gives one part, "triton", "interpreted" or "auto".
+
+    Returns:
+        Parts [P, ..., F], whose total is the product.
+
+    Raises:
+        ValueError: As in `block_scaled_matmul`.
+    """
+    [sums] = partial_matmuls(x, ((weights, scales),), block=block, dtype=dtype, implementation=implementation)
+    return sums
+
+
+def partial_matmuls(x, matrices, *, block=128, dtype=None, implementation="auto") -> tuple[PartialSums, ...]:
+    """Computes `partial_matmul` of the same rows and several matrices, by the kernel in one launch.
+
+    Args:
+        x: [..., D].
+        matrices: Pairs of weights [D, F] and scales [ceil(D / block), F] or None. The kernel takes weights of one
+            dtype, all of them with scales or none.
+        block: Number of neighbouring inputs that share a scale.
+        dtype: As in `partial_matmul`.
+        implementation: As in `partial_matmul`. The matrices are measured as one, side by side.
+
+    Returns:
+        The parts [P, ..., F] of each product.
+
+    Raises:
+        ValueError: As in `block_scaled_matmul`.
+    """
+    dtype = jnp.dtype(x.dtype if dtype is None else dtype)
+    for weights, scales in matrices:
+        if x.ndim == 0 or weights.ndim != 2 or x.shape[-1] != weights.shape[0]:
+            raise ValueError(f"x {x.shape} does not fit weights {weights.shape}: they are [..., D] and [D, F]")
+        if scales is not None and scales.shape != (pl.cdiv(len(weights), block), weights.shape[1]):
+            raise ValueError(f"scales {scales.shape} do not fit weights {weights.shape} in blocks of {block} inputs")
+    kinds = {(weights.dtype, scales is not None) for weights, scales in matrices}
+    if len(kinds) > 1:
+        each = functools.partial(partial_matmul, x, block=block, dtype=dtype, implementation=implementation)
+        return tuple(each(*matrix) for matrix in matrices)
+    [(weights_dtype, has_scales)] = kinds
+    D, F = x.shape[-1], sum(weights.shape[1] for weights, _ in matrices)
+    rows = x.size // D if D else 0
+    has_few_rows = 0 < rows <= MAX_ROWS and F > 0
+    reasons = (find_unsupported_reason(*matrix, block) for matrix in matrices) if has_few_rows else ()
+    shape = {"rows": rows, "inputs": D, "outputs": F, "dtype": str(dtype), "weights": str(weights_dtype)}
+    chosen = choose(
+        "block_scaled_matmul",
+        implementation,
+        ("xla", "triton"),
+        shape,
+        unsupported_reason=next(filter(None, reasons), None),
+        check=functools.partial(
+            difference_from_reference, dtype=dtype, weights_dtype=weights_dtype, has_scales=has_scales
+        ),
+    )
+    if chosen == "xla" or not has_few_rows:
+        parts = tuple(product[None] for product in _multiply_xla(x, matrices, block, dtype))
+    else:
+        parts = _multiply_triton(x, tuple(matrices), block, dtype, chosen == "interpreted")
+    return tuple(PartialSums(part, dtype) for part in parts)
+
+
+def difference_from_reference(implementation: str, *, dtype, weights_dtype, has_scales: bool) -> float:
+    """Compares an implementation with `block_scaled_matmul_reference` on small arrays.
+
+    Args:
+        implementation: One of `block_scaled_matmul`.
+        dtype: Dtype of x.
+        weights_dtype: Dtype of the weights.
+        has_scales: Weights with scales.
+
+    Returns:
+        The largest difference over its bound: more than 1 means that the numbers are wrong.
+    """
+    n, D, F, block = 3, 256, 128, 64
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (n, D), dtype)
+    weights = (jax.random.normal(keys[1], (D, F)) * 0.1).astype(weights_dtype)
+    scales = jax.random.uniform(keys[2], (D // block, F)) if has_scales else None
+    found = block_scaled_matmul(x, weights, scales, block=block, implementation=implementation)
+    expected = block_scaled_matmul_reference(x.astype(jnp.float32), weights, scales, block=block)
+    bound = (1e-4 if dtype == jnp.float32 else 3e-2) * jnp.abs(expected).max()
+    return float(jnp.abs(found.astype(jnp.float32) - expected).max() / bound)
+
+
+def _multiply_xla(x, matrices, block, dtype):
+    """Multiplies by each matrix in plain JAX."""
+    return tuple(block_scaled_matmul_xla(x.astype(dtype), *matrix, block) for matrix in matrices)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _multiply_triton(x, matrices, block, dtype, interpret):
+    """Runs the kernel over x as rows [n, D]; returns the parts [P, ..., F] of each product."""
+    rows = x.reshape(-1, x.shape[-1])
+    parts = multiply_few_rows(rows, matrices, block=block, dtype=dtype, interpret=interpret)
+    return tuple(part.reshape(len(part), *x.shape[:-1], -1) for part in parts)
+
+
+def _forward(x, matrices, block, dtype, interpret):
+    return _multiply_triton(x, matrices, block, dtype, interpret), (x, matrices)
+
+
+def _backward(block, dtype, interpret, residuals, gradients):
+    # Differentiate the XLA form: training has many rows, for which XLA's matmuls are best.
+    del interpret
+    # A product is the sum of its parts, so each part has the product's gradient: the first one's counts.
+    products, pull = jax.vjp(functools.partial(_multiply_xla, block=block, dtype=dtype), *residuals)
+    return pull(tuple(part[0].astype(product.dtype) for part, product in zip(gradients, products, strict=True)))
+
+
+_multiply_triton.defvjp(_forward, _backward)
