@@ -8,7 +8,9 @@ The difference is what a layer launches; copies between device buffers count too
 """
 
 import argparse
+import collections
 import dataclasses
+import re
 import sys
 
 import jax
@@ -46,17 +48,12 @@ def launches_per_layer(
         num_steps: draft levels of the round.
 
     Returns:
-        Names of the kernels, those of the round that the last layer adds, in alphabetical order.
+        Names of the kernels without the numbers that XLA gives them, in alphabetical order.
     """
     short, long = (
         _launches(_with_layers(subject, kind, layers), implementation, batch, num_steps) for layers in (2, 3)
     )
-    # XLA numbers its fusions, so names alone do not tell which are new: the count does.
-    added = list(long)
-    for name in short:
-        if name in added:
-            added.remove(name)
-    return sorted(added)[: len(long) - len(short)]
+    return sorted((collections.Counter(long) - collections.Counter(short)).elements())
 
 
 def _with_layers(subject: Subject, kind: str, layers: int) -> Subject:
@@ -75,7 +72,8 @@ def _launches(subject: Subject, implementation: Implementation, batch: int, num_
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes)
     with use_abstract_mesh(mesh.abstract_mesh):
         steps = compile_thunks(function.lower(*shapes), GRAPH_OPTIONS)
-    return [step.name or step.kind for top in steps for step in top.walk() if not step.inner]
+    names = [step.name or step.kind for top in steps for step in top.walk() if not step.inner]
+    return [re.sub(r"(_+\d+)+$", "", name) for name in names]
 
 
 def main(argv: list[str] | None = None) -> int:

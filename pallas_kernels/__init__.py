@@ -7,7 +7,7 @@ from mtpjax.
 | op | what limits it on a GPU |
 |---|---|
 | `rms_norm` | bytes of the rows, read once and written once |
-| `add_rms_norm`, `append_heads`, `route_tokens` | at decoding's few rows, the launch |
+| `add_rms_norm`, `append_heads`, `append_latents`, `route_tokens` | at decoding's few rows, the launch |
 | `block_scaled_matmul`, `gated_matmul`, `head_top_k` | bytes of the weights, each read once |
 | `grouped_matmul` | few tokens: bytes of the chosen experts; many tokens: multiplications |
 | `verify_attention` | bytes of the KV cache; multiplications for latent attention with many heads |
@@ -18,7 +18,8 @@ from mtpjax.
 
 from pallas_kernels.add_rms_norm import add_rms_norm
 from pallas_kernels.append_heads import append_heads
-from pallas_kernels.block_scaled_matmul import block_scaled_matmul, partial_matmul
+from pallas_kernels.append_latents import append_latents
+from pallas_kernels.block_scaled_matmul import block_scaled_matmul, partial_matmul, partial_matmuls
 from pallas_kernels.gated_delta import gated_delta, gated_delta_replay, gated_delta_steps, gated_delta_verify
 from pallas_kernels.gated_matmul import gated_matmul
 from pallas_kernels.grouped_matmul import grouped_matmul
@@ -33,6 +34,7 @@ __all__ = [
     "PartialSums",
     "add_rms_norm",
     "append_heads",
+    "append_latents",
     "block_scaled_matmul",
     "gated_delta",
     "gated_delta_replay",
@@ -44,6 +46,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_total_variation",
     "partial_matmul",
+    "partial_matmuls",
     "rms_norm",
     "route_tokens",
     "top_k",

@@ -124,7 +124,7 @@ def select_experts_reference(logits, bias, routing: Routing) -> tuple[jax.Array,
     """
     n, E = logits.shape
     scores = jax.nn.sigmoid(logits) if routing.scoring == "sigmoid" else jax.nn.softmax(logits, axis=-1)
-    choice = scores if bias is None else scores + bias[None, :]
+    choice = scores if bias is None else scores + bias[None, :].astype(jnp.float32)
     # Keep the experts of the best groups.
     if routing.num_groups > 1:
         grouped = choice.reshape(n, routing.num_groups, -1)

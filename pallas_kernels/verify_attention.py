@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels import combine_latents
 from pallas_kernels.combine_shares import combine_shares
 from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.device import num_processors
@@ -34,6 +35,7 @@ def verify_attention(
     scale,
     sinks=0,
     value_width=None,
+    value_up=None,
     implementation="auto",
 ) -> jax.Array:
     """Computes softmax attention of T tokens per row against the row's KV cache.
@@ -57,12 +59,14 @@ def verify_attention(
         scale: Factor of the scores.
         sinks: Number of first slots that stay visible outside the window.
         value_width: Hv if `values` is None.
+        value_up: [G, Hv, V] in q's dtype with K = 1, or None: a matrix of each head, which multiplies its output, as in
+            absorbed latent attention. Up to 64 tokens of the batch the kernel does so as it combines its shares.
         implementation: "xla" (the reference), "triton" (the kernel, on CUDA and ROCm), "interpreted" (the kernel in
             Pallas's interpreter, on any machine) or "auto"; see `pallas_kernels.dispatch`. More than 16 tokens or 64
             slots behind the text always run the reference.
 
     Returns:
-        [B, K, T, G, Hv] in q's dtype.
+        [B, K, T, G, Hv] in q's dtype, or [B, 1, T, G, V] with `value_up`.
 
     Raises:
         ValueError: The implementation is unknown, shapes do not fit, or the kernel was requested for a cache of 2^31 or
@@ -75,10 +79,11 @@ def verify_attention(
     expected = [(keys, (B, K, S, H)), (num_committed, (B,)), (ancestor_mask, (B, T, X))]
     expected += [] if values is None else [(values, (B, K, S, values.shape[-1]))]
     expected += [] if window_start is None else [(window_start, (B, T))]
+    expected += [] if value_up is None else [(value_up, (q.shape[3], value_width, value_up.shape[-1]))]
     if any(array.shape != shape for array, shape in expected) or not 0 < (value_width or 1) <= H:
         found = ", ".join(str(array.shape) for array, _ in expected)
         raise ValueError(
-            f"q {q.shape} does not fit keys, num_committed, ancestor_mask, values, window_start of shapes {found},"
+            f"q {q.shape} does not fit keys, num_committed, ancestor_mask, values, window_start, value_up of {found},"
             f" {value_width=}"
         )
     chosen = choose_implementation(q, keys, ancestor_mask, implementation, is_windowed=window_start is not None)
@@ -93,9 +98,20 @@ def verify_attention(
             scale=scale,
             sinks=sinks,
             value_width=value_width,
+            value_up=value_up,
         )
     return _verify_attention_triton(
-        q, keys, values, num_committed, ancestor_mask, window_start, scale, sinks, value_width, chosen == "interpreted"
+        q,
+        keys,
+        values,
+        num_committed,
+        ancestor_mask,
+        window_start,
+        value_up,
+        scale=scale,
+        sinks=sinks,
+        value_width=value_width,
+        interpret=chosen == "interpreted",
     )
 
 
@@ -124,7 +140,7 @@ def choose_implementation(q, keys, ancestor_mask, implementation: str, *, is_win
 
 
 def verify_attention_reference(
-    q, keys, values, num_committed, ancestor_mask, window_start=None, *, scale, sinks=0, value_width=None
+    q, keys, values, num_committed, ancestor_mask, window_start=None, *, scale, sinks=0, value_width=None, value_up=None
 ):
     """Computes `verify_attention` in plain JAX with all scores at once, which defines its meaning."""
     values = keys[..., :value_width] if values is None else values
@@ -148,16 +164,17 @@ def verify_attention_reference(
     # A second `where` after the softmax gives zeros to tokens that see nothing.
     mask = mask[:, None, :, None]
     weights = jnp.where(mask, jax.nn.softmax(jnp.where(mask, scores, _MASKED_SCORE), axis=-1), 0)
-    return jnp.einsum("BKTGS,BKSH->BKTGH", weights.astype(q.dtype), values)
+    outputs = jnp.einsum("BKTGS,BKSH->BKTGH", weights.astype(q.dtype), values)
+    return outputs if value_up is None else jnp.einsum("BKTGR,GRV->BKTGV", outputs, value_up)
 
 
 def _verify_attention_triton(
-    q, keys, values, num_committed, ancestor_mask, window_start, scale, sinks, value_width, interpret
+    q, keys, values, num_committed, ancestor_mask, window_start, value_up, *, scale, sinks, value_width, interpret
 ):
     """Calls `_run_kernel` with the tiles of the platform that the computation is lowered for."""
     caches = (keys,) if values is None else (keys, values)
     run = functools.partial(_run_kernel, scale=scale, sinks=sinks, value_width=value_width, interpret=interpret)
-    operands = (q, caches, num_committed, ancestor_mask, window_start)
+    operands = (q, caches, num_committed, ancestor_mask, window_start, value_up)
     if interpret:
         return run(*operands, platform="cuda")
     cuda, rocm = (functools.partial(run, platform=platform) for platform in ("cuda", "rocm"))
@@ -203,7 +220,7 @@ def _choose_tiles(num_rows: int, width: int, is_latent: bool, itemsize: int, pla
 
 
 def _run_kernel(
-    q, caches, num_committed, ancestor_mask, window_start, *, scale, sinks, value_width, interpret, platform
+    q, caches, num_committed, ancestor_mask, window_start, value_up, *, scale, sinks, value_width, interpret, platform
 ):
     """Runs the kernel over [row blocks, splits, K, B] and combines the splits.
 
@@ -291,7 +308,11 @@ def _run_kernel(
     # Combine the shares. The kernel writes tokens before heads, as the caller's next product reads them, so that XLA
     # cancels this transposition against the caller's.
     outputs = outputs.reshape(B, K, num_splits, T, G, width)
-    return combine_shares(outputs, log_sums, dtype=q.dtype, interpret=interpret).swapaxes(1, 2)
+    if value_up is not None and B * T <= combine_latents.MAX_ROWS:
+        combined = combine_latents.combine_latents(outputs, log_sums, value_up, dtype=q.dtype, interpret=interpret)
+        return combined[:, None]
+    combined = combine_shares(outputs, log_sums, dtype=q.dtype, interpret=interpret).swapaxes(1, 2)
+    return combined if value_up is None else jnp.einsum("BKTGR,GRV->BKTGV", combined, value_up)
 
 
 def _pack_masks(num_committed, ancestor_mask, window_start, num_slots) -> tuple[jax.Array, jax.Array]:

@@ -4,7 +4,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import PartialSums, gated_matmul, partial_matmul
+from pallas_kernels import PartialSums, gated_matmul, partial_matmul, partial_matmuls
 from pallas_kernels.dequantise import dequantise
 
 
@@ -72,6 +72,25 @@ def partial_product(x: jax.Array, weight: jax.Array | BlockScaled, *, implementa
     """
     values, scales, block = _as_matrix(weight, x.shape[-1])
     return partial_matmul(x, values, scales, block=block, implementation=implementation)
+
+
+def partial_products(x: jax.Array, weights, *, implementation: str = "auto") -> tuple[PartialSums, ...]:
+    """Computes `partial_product` of the same rows and several weights, by the kernel in one launch.
+
+    Args:
+        x: `[..., D]`.
+        weights: `[D, ...]` each, arrays or `BlockScaled`.
+        implementation: as in `matrix_product`.
+
+    Returns:
+        The parts `[P, ..., F]` of each product.
+    """
+    matrices = [_as_matrix(weight, x.shape[-1]) for weight in weights]
+    if len({block for _, scales, block in matrices if scales is not None}) > 1:
+        return tuple(partial_product(x, weight, implementation=implementation) for weight in weights)
+    block = next((block for _, scales, block in matrices if scales is not None), 128)
+    matrices = [matrix[:2] for matrix in matrices]
+    return partial_matmuls(x, matrices, block=block, implementation=implementation)
 
 
 def gated_product(x: jax.Array, weight: jax.Array | BlockScaled, *, implementation: str = "auto") -> jax.Array:

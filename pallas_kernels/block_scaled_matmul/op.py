@@ -5,6 +5,7 @@ kernel is arranged for its loads.
 """
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +68,9 @@ def partial_matmul(x, weights, scales=None, *, block=128, dtype=None, implementa
     return sums
 
 
-def partial_matmuls(x, matrices, *, block=128, dtype=None, implementation="auto") -> tuple[PartialSums, ...]:
+def partial_matmuls(
+    x, matrices: Sequence[tuple], *, block=128, dtype=None, implementation="auto"
+) -> tuple[PartialSums, ...]:
     """Computes `partial_matmul` of the same rows and several matrices, by the kernel in one launch.
 
     Args:
@@ -98,7 +101,7 @@ def partial_matmuls(x, matrices, *, block=128, dtype=None, implementation="auto"
     D, F = x.shape[-1], sum(weights.shape[1] for weights, _ in matrices)
     rows = x.size // D if D else 0
     has_few_rows = 0 < rows <= MAX_ROWS and F > 0
-    reasons = (find_unsupported_reason(*matrix, block) for matrix in matrices) if has_few_rows else ()
+    reasons = (find_unsupported_reason(*matrix, block=block) for matrix in matrices) if has_few_rows else ()
     shape = {"rows": rows, "inputs": D, "outputs": F, "dtype": str(dtype), "weights": str(weights_dtype)}
     chosen = choose(
         "block_scaled_matmul",
@@ -113,7 +116,7 @@ def partial_matmuls(x, matrices, *, block=128, dtype=None, implementation="auto"
     if chosen == "xla" or not has_few_rows:
         parts = tuple(product[None] for product in _multiply_xla(x, matrices, block, dtype))
     else:
-        parts = _multiply_triton(x, tuple(matrices), block, dtype, chosen == "interpreted")
+        parts: tuple = _multiply_triton(x, tuple(matrices), block, dtype, chosen == "interpreted")
     return tuple(PartialSums(part, dtype) for part in parts)
 
 
@@ -142,7 +145,7 @@ def difference_from_reference(implementation: str, *, dtype, weights_dtype, has_
 
 def _multiply_xla(x, matrices, block, dtype):
     """Multiplies by each matrix in plain JAX."""
-    return tuple(block_scaled_matmul_xla(x.astype(dtype), *matrix, block) for matrix in matrices)
+    return tuple(block_scaled_matmul_xla(x.astype(dtype), *matrix, block=block) for matrix in matrices)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))

@@ -9,7 +9,7 @@ import mtpjax
 from mtpjax import DecodeConfig, compat, forward, speculative_generate
 from mtpjax.models.quantized import BlockScaled, is_scaled, matrix_product
 from pallas_kernels import block_scaled_matmul
-from pallas_kernels.block_scaled_matmul import block_scaled_matmul_reference
+from pallas_kernels.block_scaled_matmul import block_scaled_matmul_reference, partial_matmuls
 from tests.golden import path
 
 FP8 = jnp.float8_e4m3fn
@@ -167,3 +167,22 @@ def test_speculation_with_the_kernel_reproduces_plain_decoding_from_fp8_weights(
     config = DecodeConfig(max_new_tokens=12, num_steps=2)
     result = speculative_generate(params, prompts, model=model, config=config)
     assert result.rows() == [row[:12].tolist() for row in wanted]  # which are those of plain decoding
+
+
+@pytest.mark.parametrize("weights_dtype", [jnp.float32, FP8])
+def test_several_matrices_run_in_one_launch(weights_dtype, key):
+    x, *_ = inputs(key, 5, 144, 28, 64, jnp.float32, weights_dtype)
+    matrices = [inputs(key, 5, 144, width, 64, jnp.float32, weights_dtype)[1:] for width in (28, 200, 130)]
+    if weights_dtype != FP8:
+        matrices = [(weights, None) for weights, _ in matrices]
+    run = functools.partial(partial_matmuls, x, block=64, implementation="interpreted")
+    for found, matrix in zip(run(matrices), matrices, strict=True):
+        np.testing.assert_allclose(
+            found.total(), block_scaled_matmul_reference(x, *matrix, block=64), rtol=1e-4, atol=1e-4
+        )
+    text = str(jax.make_jaxpr(lambda x: partial_matmuls(x, matrices, block=64, implementation="triton"))(x))
+    assert text.count("name=block_scaled_matmul") == 1
+    # Matrices of different kinds run one after the other.
+    mixed = [matrices[0], (matrices[1][0].astype(jnp.bfloat16), None)]
+    text = str(jax.make_jaxpr(lambda x: partial_matmuls(x, mixed, block=64, implementation="triton"))(x))
+    assert text.count("name=block_scaled_matmul") == 2

@@ -50,6 +50,7 @@ def attend_cache(
     scale: float,
     implementation: str,
     value_width: int | None = None,
+    value_up: jax.Array | None = None,
 ) -> jax.Array | None:
     """Attends to a whole layer of a cache with the `verify_attention` kernel.
 
@@ -63,9 +64,10 @@ def attend_cache(
         scale: factor of the scores.
         implementation: "xla", "triton" or "auto".
         value_width: Hv, without `values`.
+        value_up: `[G, Hv, V]`, a matrix of each head that multiplies its output; K is 1.
 
     Returns:
-        `[B, K, T, G, Hv]`, or None if XLA should compute it (`attend`).
+        `[B, K, T, G, Hv]`, with `value_up` `[B, 1, T, G, V]`, or None if XLA should compute it (`attend`).
     """
     reach = view.reach
     if reach is None:
@@ -83,6 +85,7 @@ def attend_cache(
         scale=scale,
         sinks=reach.sinks,
         value_width=value_width,
+        value_up=value_up,
         implementation=chosen,
     )
 

@@ -95,8 +95,7 @@ class Experts(nn.Module):
         gate_up, down = (stack if is_scaled(stack) else stack.astype(x.dtype) for stack in (gate_up, down))
         bias = None
         if config.router_correction_bias:
-            bias = self.param("correction_bias", nn.initializers.zeros, (E,)).astype(jnp.float32)
-            bias = jax.lax.stop_gradient(bias)
+            bias = jax.lax.stop_gradient(self.param("correction_bias", nn.initializers.zeros, (E,)))
 
         # Route every token, run its experts, and add the shared experts, which process every token.
         flat = x.reshape(B * T, D)

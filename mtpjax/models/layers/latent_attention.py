@@ -9,13 +9,14 @@ import jax.numpy as jnp
 from mtpjax.models.config import LayerKind, ModelConfig
 from mtpjax.models.layers.attend import attend, attend_cache
 from mtpjax.models.layers.attention_kind import AttentionKind
-from mtpjax.models.layers.entries import append_and_select
+from mtpjax.models.layers.entries import append_and_select, select
 from mtpjax.models.layers.indexer import Indexer
-from mtpjax.models.layers.norm import RMSNorm
+from mtpjax.models.layers.norm import AddRMSNorm, NormScale
 from mtpjax.models.layers.rotary import softmax_scale
 from mtpjax.models.masks import Entries, Masks, Recycled, View
-from mtpjax.models.quantized import partial_product
-from pallas_kernels import PartialSums
+from mtpjax.models.quantized import partial_product, partial_products
+from pallas_kernels import PartialSums, append_latents, rms_norm
+from pallas_kernels.append_latents import choose_implementation as choose_append
 from pallas_kernels.rotation import rotate
 
 
@@ -45,60 +46,56 @@ class LatentAttention(nn.Module):
         N, R, P = config.num_attention_heads, config.kv_lora_rank, config.qk_rope_head_dim
         C, V = config.qk_nope_head_dim, config.v_head_dim
 
-        def partial(name: str, x: jax.Array, width: int) -> PartialSums:
-            kernel = self.param(name, nn.initializers.lecun_normal(), (x.shape[-1], width))
-            return partial_product(x, kernel, implementation=self.implementation)
-
-        def product(name: str, x: jax.Array, width: int) -> jax.Array:
-            return partial(name, x, width).total()
-
-        # 1. Queries: through a latent of their own, or directly. Each has a content part C and a rotated part P.
+        # 1. Queries and the latent, both from x in one launch; the queries perhaps through a latent of their own.
+        wide = N * (C + P)
+        matrix = nn.initializers.lecun_normal()
+        first_name, first_width = ("query_down", config.q_lora_rank) if config.q_lora_rank else ("query", wide)
+        down = [self.param(first_name, matrix, (D, first_width)), self.param("latent_down", matrix, (D, R + P))]
+        query, latent = partial_products(x, down, implementation=self.implementation)
         query_latent = x
         if config.q_lora_rank:
-            down = product("query_down", x, config.q_lora_rank)
-            query_latent = RMSNorm(config.latent_norm_eps, name="norm_query")(down)
-            q = product("query_up", query_latent, N * (C + P))
-        else:
-            q = product("query", x, N * (C + P))
-        q_content, q_rope = jnp.split(q.reshape(B, T, N, C + P), [C], axis=-1)
+            norm_query = AddRMSNorm(config.latent_norm_eps, implementation=self.implementation, name="norm_query")
+            _, query_latent = norm_query(None, query)
+            query_up = self.param("query_up", matrix, (config.q_lora_rank, wide))
+            query = partial_product(query_latent, query_up, implementation=self.implementation)
+        query = query.reshape(B, T, N, C + P)  # of each head a content part C and a rotated part P
 
-        # 2. The cache entry: the normalised latent, and the key that all heads share for the rotated part.
-        latent, k_rope = jnp.split(product("latent_down", x, R + P), [R], axis=-1)
-        latent = RMSNorm(config.latent_norm_eps, name="norm_latent")(latent)
-        q_rope = rotate(q_rope, view.angles, interleaved=config.rope_interleave)
-        k_rope = rotate(k_rope[:, :, None], view.angles, interleaved=config.rope_interleave)[:, :, 0]
-        entries = {"latent": jnp.concatenate([latent, k_rope], axis=-1)}
-
+        norm_scale = NormScale(R, name="norm_latent")()
         head_wise = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=2, out_axis=1, batch_axis=0)
         key_up = self.param("key_up", head_wise, (N, C, R)).astype(x.dtype)
         head_wise = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=2, batch_axis=0)
         value_up = self.param("value_up", head_wise, (N, R, V)).astype(x.dtype)
+        project = self.param("output", matrix, (N * V, D))
 
-        def by_head(rows, matrices):
-            """Multiplies `[B, T, N, C]` by `[N, C, R]` head by head."""
+        # 2. The absorbed queries, and the normalised latent and rotated key appended to the cache: in one kernel, or
+        # by XLA. An indexer narrows the masks to the keys that it selects.
+        is_expanded = self._expands(T, cached=view.start is not None)
+        kept = layer_cache if isinstance(layer_cache, dict) else None
+        fits_kernel = not is_expanded and not self.indexer and selection is None and view.reach is not None
+        absorbed = None
+        if kept and fits_kernel and choose_append(query, key_up, kept["latent"], self.implementation) != "xla":
+            operands = query, latent, norm_scale, key_up, view.angles, kept["latent"], view.start
+            settings = {"eps": config.latent_norm_eps, "interleaved": config.rope_interleave}
+            absorbed, new = append_latents(*operands, **settings, implementation=self.implementation)
+            entries = {"latent": new}
+            sources, masks = select(entries, view)
+        else:
+            q_content, q_rope = jnp.split(query.total(), [C], axis=-1)
+            q_rope = rotate(q_rope, view.angles, interleaved=config.rope_interleave)
+            entries = {"latent": self._new_entry(latent.total(), norm_scale, view)}
+            indexer = Indexer(config, self.implementation, name="indexer") if self.indexer == "full" else None
+            if indexer:
+                entries["index"] = indexer.key(x, view)
+            entries, sources, masks = append_and_select(entries, view, layer_cache)
+            if indexer:
+                selection = indexer.select(x, query_latent, view, tuple(kept["index"] for kept in sources), masks)
+            masks = selection if selection is not None else masks
+            if not is_expanded:
+                absorbed = jnp.concatenate([_by_head(q_content, key_up), q_rope], axis=-1)
 
-            def product(rows):
-                return jnp.einsum("BTNC,NCR->BTNR", rows, matrices)
-
-            # A single row is doubled on a GPU, where XLA would write out all of its products.
-            if B * T > 1:
-                return product(rows)
-            return jax.lax.platform_dependent(
-                rows, cpu=product, default=lambda rows: product(jnp.repeat(rows, 2, axis=1))[:, :1]
-            )
-
-        # 3. Append to the cache, and let the indexer narrow the masks to the selected keys.
-        indexer = Indexer(config, self.implementation, name="indexer") if self.indexer == "full" else None
-        if indexer:
-            entries["index"] = indexer.key(x, view)
-        entries, sources, masks = append_and_select(entries, view, layer_cache)
-        if indexer:
-            selection = indexer.select(x, query_latent, view, tuple(kept["index"] for kept in sources), masks)
-        masks = selection if selection is not None else masks
-
-        # 4. Attend.
+        # 3. Attend.
         scale = softmax_scale(config, C + P)
-        if self._expands(T, cached=view.start is not None):
+        if absorbed is None:
 
             def keys_and_values(kept: Entries) -> tuple[jax.Array, jax.Array]:
                 latent, rope = jnp.split(kept["latent"], [R], axis=-1)
@@ -112,18 +109,27 @@ class LatentAttention(nn.Module):
             output = output[:, :, :, 0].swapaxes(1, 2)
         else:
             # Absorbed: one key/value head, the latent itself, with N queries, [B, 1, T, N, R + P].
-            absorbed = by_head(q_content, key_up)
-            q = jnp.concatenate([absorbed, q_rope], axis=-1)[:, None]
-            attended = None
+            q, attended = absorbed[:, None], None
             if selection is None:
-                latent, kernel = entries["latent"][:, None], self.implementation
-                attended = attend_cache(q, latent, None, view, scale=scale, implementation=kernel, value_width=R)
+                settings = {"scale": scale, "implementation": self.implementation, "value_width": R}
+                attended = attend_cache(q, entries["latent"][:, None], None, view, **settings, value_up=value_up)
             if attended is None:
                 # The values include the rotated key, whose columns are dropped: slicing the cache would copy it.
                 latents = [kept["latent"][:, None] for kept in sources]
                 attended = attend(q, list(zip(latents, latents, strict=True)), masks, scale=scale)[..., :R]
-            output = by_head(attended[:, 0], value_up)
-        return partial("output", output.reshape(B, T, N * V), D), entries, selection
+                output = _by_head(attended[:, 0], value_up)
+            else:
+                output = attended[:, 0]
+        output = partial_product(output.reshape(B, T, N * V), project, implementation=self.implementation)
+        return output, entries, selection
+
+    def _new_entry(self, latent: jax.Array, norm_scale: jax.Array, view: View) -> jax.Array:
+        """Computes cache entries `[B, T, R + P]`: the normalised latent, and the rotated key of all heads."""
+        config = self.config
+        latent, k_rope = jnp.split(latent, [config.kv_lora_rank], axis=-1)
+        latent = rms_norm(latent, norm_scale, eps=config.latent_norm_eps, implementation="xla")
+        k_rope = rotate(k_rope[:, :, None], view.angles, interleaved=config.rope_interleave)[:, :, 0]
+        return jnp.concatenate([latent, k_rope], axis=-1)
 
     def _expands(self, T: int, *, cached: bool) -> bool:
         """Compares operations: expanding costs R(C+V) per key and head, and narrows each query from R+P to C+P."""
@@ -133,6 +139,20 @@ class LatentAttention(nn.Module):
         R, P = config.kv_lora_rank, config.qk_rope_head_dim
         C, V = config.qk_nope_head_dim, config.v_head_dim
         return not cached or T * (2 * (R + P) - (C + P + V)) > R * (C + V)
+
+
+def _by_head(rows: jax.Array, matrices: jax.Array) -> jax.Array:
+    """Multiplies `[B, T, N, C]` by `[N, C, R]` head by head."""
+
+    def product(rows):
+        return jnp.einsum("BTNC,NCR->BTNR", rows, matrices)
+
+    # A single row is doubled on a GPU, where XLA would write out all of its products.
+    if rows.shape[0] * rows.shape[1] > 1:
+        return product(rows)
+    return jax.lax.platform_dependent(
+        rows, cpu=product, default=lambda rows: product(jnp.repeat(rows, 2, axis=1))[:, :1]
+    )
 
 
 def _empty_entries(config: ModelConfig, kind: LayerKind, batch: int, capacity: int, dtype: Any) -> Entries:
