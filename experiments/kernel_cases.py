@@ -86,6 +86,8 @@ _ATTENTION: list[tuple[tuple[int, int, int, int, int], dict]] = [
     ((16, 1, 1, 16, 576), {"cache": FP8}),
     ((4, 1, 16, 16, 576), {"num_draft_slots": 40}),
     ((1, 1, 4, 16, 576), {"dtype": jnp.float32}),
+    ((1, 1, 1, 16, 576), {"value_up": 128}),
+    ((16, 1, 4, 128, 576), {"value_up": 128}),
 ]
 
 
@@ -94,9 +96,24 @@ def _verify_attention() -> Iterator[Case]:
 
 
 def attention_case(
-    B, K, T, G, H, *, slots=8192, num_draft_slots=None, window=None, dtype=jnp.bfloat16, cache=None, is_ragged=False
+    B,
+    K,
+    T,
+    G,
+    H,
+    *,
+    slots=8192,
+    num_draft_slots=None,
+    window=None,
+    dtype=jnp.bfloat16,
+    cache=None,
+    is_ragged=False,
+    value_up=0,
 ) -> Case:
-    """A width of 576 is a latent, of which 512 are the values; a tree's tokens see about half of what is behind."""
+    """A width of 576 is a latent, of which 512 are the values; a tree's tokens see about half of what is behind.
+
+    `value_up` is the width that each head's matrix projects the values to.
+    """
     X = num_draft_slots or T
     latent = 512 if H == 576 else None
     kept = jnp.dtype(cache or dtype)
@@ -112,12 +129,19 @@ def attention_case(
         if num_draft_slots:
             ancestor_mask = jax.random.bernoulli(keys[3], 0.5, (B, T, X))
         window_start = None if window is None else num_committed[:, None] + jnp.arange(T)[None, :] - window[0] + 1
-        return q, *caches, num_committed, ancestor_mask, window_start
+        arrays = q, *caches, num_committed, ancestor_mask, window_start
+        return (*arrays, jax.random.normal(keys[0], (G, 512, value_up), dtype)) if value_up else arrays
 
-    run = functools.partial(verify_attention, scale=H**-0.5, sinks=window[1] if window else 0, value_width=latent)
+    settings = {"scale": H**-0.5, "sinks": window[1] if window else 0, "value_width": latent}
+
+    def run(*arrays, implementation):
+        matrix = {"value_up": arrays[6]} if value_up else {}
+        return verify_attention(*arrays[:6], **settings, **matrix, implementation=implementation)
+
     read = sum(lengths) + B * X if window is None else B * (sum(window) + X)
     kinds = [f"{jnp.dtype(dtype)}, {kept} cache", "ragged", f"tree of {num_draft_slots}", f"window {window}"]
-    is_named = [True, is_ragged, num_draft_slots, window]
+    kinds += [f"projected to {value_up}"]
+    is_named = [True, is_ragged, num_draft_slots, window, value_up]
     has_peers = not latent and not num_draft_slots and not window and not cache and dtype != jnp.float32
     return Case(
         op="verify_attention",
@@ -126,9 +150,10 @@ def attention_case(
         run=run,
         make=make,
         bytes=K * read * kept.itemsize * (H if latent else 2 * H)
-        + B * K * T * G * (H + (latent or H)) * jnp.dtype(dtype).itemsize,
-        operations=2 * K * T * G * read * (H + (latent or H)),
-        plain=functools.partial(_attend, scale=H**-0.5, window=window, value_width=latent),
+        + B * K * T * G * (H + (value_up or latent or H)) * jnp.dtype(dtype).itemsize
+        + G * 512 * value_up * jnp.dtype(dtype).itemsize,
+        operations=2 * K * T * G * read * (H + (latent or H)) + 2 * B * T * G * 512 * value_up,
+        plain=None if value_up else functools.partial(_attend, scale=H**-0.5, window=window, value_width=latent),
         peers={
             f"jax.nn, {name}": functools.partial(_dot_product_attention, scale=H**-0.5, implementation=name)
             for name in ("cudnn", "xla")

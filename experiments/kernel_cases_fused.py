@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 
 from experiments.kernel_case import Case
-from pallas_kernels import PartialSums, add_rms_norm, append_heads, gated_matmul, route_tokens
+from pallas_kernels import PartialSums, add_rms_norm, append_heads, append_latents, gated_matmul, route_tokens
 from pallas_kernels.append_heads import Heads
 from pallas_kernels.router import Routing
 
 
 def cases() -> list[Case]:
     """All of them, op by op."""
-    return [*_add_rms_norm(), *_gated_matmul(), *_append_heads(), *_route_tokens()]
+    return [*_add_rms_norm(), *_gated_matmul(), *_append_heads(), *_append_latents(), *_route_tokens()]
 
 
 def _add_rms_norm() -> Iterator[Case]:
@@ -96,6 +96,36 @@ def _append_heads() -> Iterator[Case]:
             make=make,
             bytes=elements * (4 * 4 + 2) + 8 * B * T * P,
             operations=elements * 12,
+        )
+
+
+def _append_latents() -> Iterator[Case]:
+    """16B-A2.4B's and DeepSeek-V3's latent attention, the second also with an fp8 cache."""
+    slots, C, R, P = 4096, 128, 512, 64
+    for B, T, N, cache in ((1, 1, 16, jnp.bfloat16), (16, 4, 128, jnp.bfloat16), (4, 4, 128, jnp.float8_e4m3fn)):
+
+        def make(key, B=B, T=T, N=N, cache=cache):
+            keys = jax.random.split(key, 5)
+            sizes = ((B, T, N, C + P), (B, T, R + P))
+            sums = [
+                PartialSums(jax.random.normal(one, (4, *size)), jnp.bfloat16)
+                for one, size in zip(keys, sizes, strict=False)
+            ]
+            key_up = jax.random.normal(keys[2], (N, C, R), jnp.bfloat16)
+            angle = jax.random.normal(keys[3], (B, T, P // 2))
+            kept = jax.random.normal(keys[4], (B, slots, R + P), jnp.bfloat16).astype(cache)
+            start = jnp.full(B, slots // 2, jnp.int32)
+            return *sums, jnp.ones(R), key_up, (jnp.cos(angle), jnp.sin(angle)), kept, start
+
+        rows = B * T
+        yield Case(
+            op="append_latents",
+            name=f"{B} rows x {T} tokens, {N} heads, {jnp.dtype(cache)} cache",
+            run=append_latents,
+            make=make,
+            bytes=2 * N * C * R
+            + rows * (16 * (N * (C + P) + R + P) + 2 * N * (R + P) + (R + P) * jnp.dtype(cache).itemsize),
+            operations=2 * rows * N * C * R,
         )
 
 

@@ -205,6 +205,13 @@ def heads():
     return projected, (normal(6, 2, 3, 12), normal(7, 2, 3, 12)), *caches, jnp.array([5, 47]), settings
 
 
+def latents():
+    """Two rows of three tokens, three heads of 24 channels and 12 rotated, a latent of 80."""
+    sums = [PartialSums(normal(place, 2, 2, 3, *size), jnp.float32) for place, size in enumerate(((3, 36), (92,)))]
+    angles = normal(2, 2, 3, 6), normal(3, 2, 3, 6)
+    return *sums, normal(4, 80), normal(5, 3, 24, 80), angles, normal(6, 2, 50, 92), jnp.array([5, 47])
+
+
 # Small calls of each op that move all that they declare: every length full, experts chosen by one token each. Sizes
 # that fill no block.
 SMALL = {
@@ -217,6 +224,7 @@ SMALL = {
         ({}, (normal(0, 5, 200), normal(1, 200, 2 * 70).astype(jnp.float8_e4m3fn), jnp.ones((2, 2 * 70)))),
     ],
     "append_heads": [({"group_size": 3}, heads())],
+    "append_latents": [({}, latents())],
     "route_tokens": [
         ({"routing": Routing(k=4)}, (normal(0, 5, 300), normal(1, 300, 60), normal(2, 60))),
         (
@@ -241,6 +249,10 @@ SMALL = {
     "verify_attention": [
         ({"scale": 0.1}, attention((2, 2, 3, 2, 64), (2, 2, 200, 64), (2, 2, 200, 64), tokens=3)),
         ({"scale": 0.1, "value_width": 128}, attention((2, 1, 2, 4, 160), (2, 1, 200, 160), tokens=2)),
+        (
+            {"scale": 0.1, "value_width": 128, "value_up": normal(9, 4, 128, 40)},
+            attention((2, 1, 2, 4, 160), (2, 1, 200, 160), tokens=2),
+        ),
         ({"scale": 0.1, "value_width": 16}, attention((2, 1, 9, 2, 32), (2, 1, 200, 32), tokens=9)),  # the cache twice
     ],
     "gated_delta_steps": [({}, delta(3))],
@@ -255,6 +267,8 @@ SHARED = {
     "block_scaled_matmul": [0],
     "gated_matmul": [0],
     "append_heads": [0, 1, 2, 4, 5, 6],
+    "append_latents": [0, 1, 2, 3, 5],
+    "combine_latents": [0, 1],
     "select_experts": [1],
     "grouped_gate_up": [0, 1],
     "grouped_product": [0, 1],
