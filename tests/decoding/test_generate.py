@@ -212,12 +212,27 @@ def test_decoding_with_stacked_layers_is_refused(small):
         generate(params, PROMPTS, model=MTPModel(model.config, scan_layers=True), config=CONFIG)
 
 
+@pytest.mark.parametrize(
+    "attention",
+    [
+        "grouped",
+        "latent",
+        pytest.param("hybrid", marks=pytest.mark.slow),
+        pytest.param("sparse", marks=pytest.mark.slow),
+    ],
+)
+def test_speculation_with_interpreted_kernels_equals_plain_decoding_by_xla(attention, small):
+    model, params = small(attention, "mixed", num_mtp_modules=1)
+    config = DecodeConfig(max_new_tokens=6, num_steps=2, prefill_chunk=8)
+    prompts = [[1, 2, 3], [4, 5, 6, 7, 8]]
+    wanted = generate(params, prompts, model=model, config=config).rows()
+    interpreted = dataclasses.replace(config, implementation="interpreted")
+    assert speculative_generate(params, prompts, model=model, config=interpreted).rows() == wanted
+
+
 def test_the_implementation_of_the_settings_replaces_the_models(small):
     model, params = small("grouped", num_mtp_modules=1)
     config = DecodeConfig(max_new_tokens=6, num_steps=1, prefill_chunk=8)
-    wanted = speculative_generate(params, [[1, 2, 3]], model=model, config=config).rows()
-    interpreted = dataclasses.replace(config, implementation="interpreted")
-    assert speculative_generate(params, [[1, 2, 3]], model=model, config=interpreted).rows() == wanted
     # The kernels need a GPU, so their name must fail here.
     with pytest.raises(ValueError, match="interpret"):
         speculative_generate(
