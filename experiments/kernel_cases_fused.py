@@ -1,19 +1,36 @@
 """The shapes of the kernels that save launches: they take what several of XLA's kernels do around a product."""
 
+import functools
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from experiments.kernel_case import Case
-from pallas_kernels import PartialSums, add_rms_norm, append_heads, append_latents, gated_matmul, route_tokens
+from pallas_kernels import (
+    PartialSums,
+    add_rms_norm,
+    append_heads,
+    append_latents,
+    gated_matmul,
+    prefill_attention,
+    route_tokens,
+)
 from pallas_kernels.append_heads import Heads
 from pallas_kernels.router import Routing
 
 
 def cases() -> list[Case]:
     """All of them, op by op."""
-    return [*_add_rms_norm(), *_gated_matmul(), *_append_heads(), *_append_latents(), *_route_tokens()]
+    return [
+        *_add_rms_norm(),
+        *_gated_matmul(),
+        *_append_heads(),
+        *_append_latents(),
+        *_prefill_attention(),
+        *_route_tokens(),
+    ]
 
 
 def _add_rms_norm() -> Iterator[Case]:
@@ -126,6 +143,50 @@ def _append_latents() -> Iterator[Case]:
             bytes=2 * N * C * R
             + rows * (16 * (N * (C + P) + R + P) + 2 * N * (R + P) + (R + P) * jnp.dtype(cache).itemsize),
             operations=2 * rows * N * C * R,
+        )
+
+
+def _prefill_attention() -> Iterator[Case]:
+    """A chunk of prefill: Llama 3.1 8B, a window, wide heads, an fp8 cache; latent, absorbed and expanded; selected."""
+    calls: list[tuple[int, int, int, int, int, int, int, dict[str, Any]]] = [
+        (1, 8, 2048, 4, 128, 128, 8192, {}),
+        (4, 8, 512, 4, 64, 64, 2048, {"cache": jnp.float8_e4m3fn}),
+        (1, 8, 512, 4, 128, 128, 8192, {"window": 1024}),
+        (1, 2, 512, 8, 256, 256, 4096, {}),
+        (1, 1, 128, 16, 576, 512, 4096, {}),
+        (1, 16, 512, 1, 192, 128, 4096, {}),
+        (1, 1, 128, 128, 576, 512, 4096, {"has_mask": True}),
+        (1, 2, 64, 2, 64, 64, 1024, {"dtype": jnp.float32}),
+    ]
+    for B, K, T, G, H, width, slots, options in calls:
+        dtype = options.get("dtype", jnp.bfloat16)
+        cache, window = options.get("cache", dtype), options.get("window")
+        is_latent = width == 512
+
+        def make(key, sizes=(B, K, T, G, H, width, slots), options=options, dtype=dtype, cache=cache, window=window):
+            B, K, T, G, H, width, slots = sizes
+            keys = jax.random.split(key, 4)
+            q = jax.random.normal(keys[0], (B, K, T, G, H), dtype)
+            k, v = (
+                jax.random.normal(one, (B, K, slots, size), dtype).astype(cache)
+                for one, size in zip(keys[1:], (H, width), strict=False)
+            )
+            start = jnp.full(B, slots - T, jnp.int32)
+            begin = None if window is None else start[:, None] + jnp.arange(T)[None, :] - window + 1
+            mask = jax.random.bernoulli(keys[3], 0.5, (B, T, slots)) if "has_mask" in options else None
+            return q, k, None if width == 512 else v, start, begin, mask
+
+        seen = (slots - T / 2) if window is None else window
+        yield Case(
+            op="prefill_attention",
+            name=f"{B} rows x {T} tokens, {K * G} heads / {K} of {H}, {slots} slots, {jnp.dtype(cache)} cache"
+            + ("" if window is None else f", window {window}")
+            + ", selected" * ("has_mask" in options),
+            run=functools.partial(prefill_attention, scale=H**-0.5, value_width=512 if is_latent else None),
+            make=make,
+            bytes=B * K * slots * (H if is_latent else H + width) * jnp.dtype(cache).itemsize
+            + B * K * T * G * (H + width) * jnp.dtype(dtype).itemsize,
+            operations=int(2 * B * K * T * G * seen * (H + width)),
         )
 
 

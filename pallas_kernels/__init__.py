@@ -11,6 +11,7 @@ from mtpjax.
 | `block_scaled_matmul`, `gated_matmul`, `head_top_k` | bytes of the weights, each read once |
 | `grouped_matmul` | few tokens: bytes of the chosen experts; many tokens: multiplications |
 | `verify_attention` | bytes of the KV cache; multiplications for latent attention with many heads |
+| `prefill_attention` | multiplications |
 | `gated_delta_verify`, `gated_delta_steps` | bytes of the recurrent state; from about 5 tokens on, arithmetic |
 | `gated_delta` | latency of the small products of one chunk after the other |
 | `linear_cross_entropy`, `linear_total_variation` | multiplications |
@@ -26,6 +27,7 @@ from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.head_top_k import head_top_k, top_k
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy, linear_total_variation
 from pallas_kernels.partial_sums import PartialSums
+from pallas_kernels.prefill_attention import prefill_attention
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.router import route_tokens
 from pallas_kernels.verify_attention import verify_attention
@@ -47,6 +49,7 @@ __all__ = [
     "linear_total_variation",
     "partial_matmul",
     "partial_matmuls",
+    "prefill_attention",
     "rms_norm",
     "route_tokens",
     "top_k",

@@ -19,6 +19,7 @@ MAX_SIZE_RATIO = 2.0  # a measurement applies to shapes whose every size differs
 _KERNEL_BY_RULE: dict[str, Callable[[Mapping[str, int | str]], bool]] = {
     "grouped_matmul": lambda shape: True,
     "route_tokens": lambda shape: True,
+    "prefill_attention": lambda shape: True,
     "block_scaled_matmul": lambda shape: str(shape["weights"]).startswith("float8"),
     "gated_matmul": lambda shape: str(shape["weights"]).startswith("float8"),
 }

@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import combine_latents
+from pallas_kernels.column_slices import column_slices, load_slice, slice_mask
 from pallas_kernels.combine_shares import combine_shares
 from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.device import num_processors
@@ -244,13 +245,13 @@ def _run_kernel(
     # Triton arrays have power-of-two sizes, so columns are cut into slices: a latent's keys into value columns (in
     # halves if split) and the rest.
     columns_per_part = width // num_parts
-    value_slices = _column_slices(columns_per_part)
+    value_slices = column_slices(columns_per_part)
     key_ends = range(columns_per_part, width + 1, columns_per_part) if is_latent else ()
-    key_slices = _column_slices(*key_ends, H)
+    key_slices = column_slices(*key_ends, H)
     # Widths of blocks, which exceed the array where its last slice is padded; masks cover the excess.
     output_width, *cache_widths = [
         max(start + padded for start, _, padded in slices)
-        for slices in (_column_slices(width), key_slices, *([] if is_latent else [value_slices]))
+        for slices in (column_slices(width), key_slices, *([] if is_latent else [value_slices]))
     ]
     # Bytes for the cost estimate: the cache once per row block, the partial results, and small operands from L2.
     bytes_moved = num_row_blocks * sum(cache.nbytes for cache in caches)
@@ -337,35 +338,6 @@ def _pack_masks(num_committed, ancestor_mask, window_start, num_slots) -> tuple[
     return row_table, jnp.concatenate([window_start[:, :, None], words[:, :T]], axis=2)
 
 
-def _column_slices(*ends: int) -> list[tuple[int, int, int]]:
-    """Cuts the columns up to each end into slices (start, width, padded): `padded` is a power of two of 16 or more."""
-    slices, start = [], 0
-    for end in ends:
-        while start < end:
-            padded = min(256, max(16, pl.next_power_of_2(end - start + 1) // 2))
-            width = min(padded, end - start)
-            slices.append((start, width, padded))
-            start += width
-    return slices
-
-
-def _slice_mask(row_mask, column_slice):
-    """Combines `row_mask` (None: all rows) with the valid columns of a slice; None if everything is valid."""
-    _, width, padded = column_slice
-    masks = [] if row_mask is None else [row_mask[:, None]]
-    if width < padded:
-        masks.append((jnp.arange(padded) < width)[None, :])
-    return functools.reduce(jnp.logical_and, masks) if masks else None
-
-
-def _load_slice(ref, rows, row_mask, column_slice, dtype):
-    """Loads rows of one slice of the columns as `dtype`, zero where the mask is false."""
-    start, _, padded = column_slice
-    mask = _slice_mask(row_mask, column_slice)
-    other = None if mask is None else 0.0
-    return plt.load(ref.at[rows, pl.ds(start, padded)], mask=mask, other=other).astype(dtype)
-
-
 def _verify_attention_kernel(
     row_ref,
     token_ref,
@@ -400,7 +372,7 @@ def _verify_attention_kernel(
         offsets = [own_half if start < half else -own_half if start < width else 0 for start, *_ in key_slices]
         key_slices = [(start + offset, *sizes) for (start, *sizes), offset in zip(key_slices, offsets, strict=True)]
     # Queries stay in registers or shared memory for the whole loop, in their own dtype.
-    q = [_load_slice(q_ref, slice(None), is_row, part, q_ref.dtype) for part in key_slices]
+    q = [load_slice(q_ref, slice(None), is_row, part, q_ref.dtype) for part in key_slices]
     dot = functools.partial(
         jnp.dot,
         preferred_element_type=jnp.float32,
@@ -437,7 +409,7 @@ def _verify_attention_kernel(
         is_loaded = is_visible(slot, first_visible, row_words)
         mask = is_visible(slot[None, :], window_start[:, None], [word[:, None] for word in token_words])
         # Scores in float32, base 2: `scale` includes log2(e), because exp2 is one instruction.
-        keys = [_load_slice(cache_refs[0], rows, is_loaded, part, q_ref.dtype) for part in key_slices]
+        keys = [load_slice(cache_refs[0], rows, is_loaded, part, q_ref.dtype) for part in key_slices]
         scores = scale * sum(dot(one, key.T) for one, key in zip(q, keys, strict=True))
         # Online softmax: when the highest score rises, older sums fade by the same factor.
         new_highest = jnp.maximum(highest, jnp.max(jnp.where(mask, scores, _MASKED_SCORE), axis=1))
@@ -446,7 +418,7 @@ def _verify_attention_kernel(
         # A latent's values are the first slices of its keys, which are loaded already.
         values = keys
         if len(cache_refs) == 2:
-            values = [_load_slice(cache_refs[1], rows, is_loaded, part, q_ref.dtype) for part in value_slices]
+            values = [load_slice(cache_refs[1], rows, is_loaded, part, q_ref.dtype) for part in value_slices]
         outputs = [
             rescale[:, None] * output + dot(weights.astype(value.dtype), value)
             for output, value in zip(outputs, values, strict=False)  # a latent has more key slices than value slices
@@ -465,5 +437,5 @@ def _verify_attention_kernel(
         value_slices = key_slices[: len(outputs)]
     for output, column_slice in zip(outputs, value_slices, strict=True):
         columns = pl.ds(column_slice[0], output.shape[1])
-        plt.store(output_ref.at[:, columns], output / total[:, None], mask=_slice_mask(is_row, column_slice))
+        plt.store(output_ref.at[:, columns], output / total[:, None], mask=slice_mask(is_row, column_slice))
     plt.store(log_sum_ref, highest + jnp.log2(total), mask=is_row)

@@ -60,9 +60,9 @@ def cache_capacity(prompt_length: int, max_length: int, *, max_slots_per_round: 
 def choose_prefill_chunk(model: MTPModel, batch: int, platform: str, *, longest_prompt: int, max_length: int) -> int:
     """Chooses the number of tokens per row in one prefill pass.
 
-    Each pass reads all weights, so a GPU takes long chunks. They are no longer than the prompts need, and attention's
-    scores `[B, heads, chunk, slots]` in float32 stay within 1 GiB. On a CPU short chunks are as fast, and short prompts
-    fill them better.
+    Each pass reads all weights, so a GPU takes long chunks, no longer than the prompts need. Where XLA computes
+    attention, or an indexer its scores, `[B, heads, chunk, slots]` in float32 stay within 1 GiB. On a CPU short chunks
+    are as fast, and short prompts fill them better.
 
     Args:
         model: the model.
@@ -77,7 +77,8 @@ def choose_prefill_chunk(model: MTPModel, batch: int, platform: str, *, longest_
     chunk = MIN_PREFILL_CHUNK
     if platform == "cpu":
         return chunk
-    bytes_per_token = 4 * batch * model.config.num_attention_heads * max_length
+    has_scores = model.implementation == "xla" or model.config.index_topk
+    bytes_per_token = 4 * batch * model.config.num_attention_heads * max_length if has_scores else 0
     while chunk < min(MAX_PREFILL_CHUNK, longest_prompt) and 2 * chunk * bytes_per_token <= MAX_SCORE_BYTES:
         chunk *= 2
     return chunk

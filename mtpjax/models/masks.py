@@ -26,6 +26,9 @@ class Reach(flax.struct.PyTreeNode):
     ancestor_mask: jax.Array  # [B, T, X] bool: token t sees slot base + x
     begin: jax.Array | None = None  # [B, T] with a window: the first slot of text in it
     sinks: int = flax.struct.field(pytree_node=False, default=0)  # slots at the beginning that are always seen
+    is_chain: bool = flax.struct.field(
+        pytree_node=False, default=False
+    )  # token t is in slot base + t and sees up to it
 
 
 class View(flax.struct.PyTreeNode):
@@ -118,7 +121,7 @@ def cached_view(
 
     # 2. The kernels' form.
     if tree is None:
-        reach = Reach(start, is_visible(positions))
+        reach = Reach(start, is_visible(positions), is_chain=True)
     else:
         reach = Reach(tree.base, tree.ancestor_mask)
     if window is not None:

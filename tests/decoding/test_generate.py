@@ -223,8 +223,8 @@ def test_decoding_with_stacked_layers_is_refused(small):
 )
 def test_speculation_with_interpreted_kernels_equals_plain_decoding_by_xla(attention, small):
     model, params = small(attention, "mixed", num_mtp_modules=1)
-    config = DecodeConfig(max_new_tokens=6, num_steps=2, prefill_chunk=8)
-    prompts = [[1, 2, 3], [4, 5, 6, 7, 8]]
+    config = DecodeConfig(max_new_tokens=6, num_steps=2, prefill_chunk=32)
+    prompts = [list(range(1, 45)), list(range(3, 30))]  # two chunks of prefill, the second only for one row
     wanted = generate(params, prompts, model=model, config=config).rows()
     interpreted = dataclasses.replace(config, implementation="interpreted")
     assert speculative_generate(params, prompts, model=model, config=interpreted).rows() == wanted

@@ -225,6 +225,7 @@ SMALL = {
     ],
     "append_heads": [({"group_size": 3}, heads())],
     "append_latents": [({}, latents())],
+    "prefill_attention": [],  # skips slots, so it declares the most that it can move
     "route_tokens": [
         ({"routing": Routing(k=4)}, (normal(0, 5, 300), normal(1, 300, 60), normal(2, 60))),
         (

@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 
 from mtpjax.models.masks import Masks, View
-from pallas_kernels.verify_attention import choose_implementation, verify_attention
+from pallas_kernels.prefill_attention import choose_implementation as prefill_implementation
+from pallas_kernels.prefill_attention import prefill_attention
+from pallas_kernels.verify_attention import MAX_QUERY_TOKENS, choose_implementation, verify_attention
 
 
 def attend(q: jax.Array, sources: list[tuple[jax.Array, jax.Array]], masks: Masks, *, scale: float) -> jax.Array:
@@ -51,10 +53,11 @@ def attend_cache(
     implementation: str,
     value_width: int | None = None,
     value_up: jax.Array | None = None,
+    selection: Masks | None = None,
 ) -> jax.Array | None:
-    """Attends to a whole layer of a cache with the `verify_attention` kernel.
+    """Attends to a whole layer of a cache with a kernel: `verify_attention`, or `prefill_attention` for many tokens.
 
-    The kernel reads only slots that the tokens see, so the caller does not cut out windows.
+    The kernels read only slots that the tokens see, so the caller does not cut out windows.
 
     Args:
         q: `[B, K, T, G, H]` queries.
@@ -65,6 +68,7 @@ def attend_cache(
         implementation: "xla", "triton" or "auto".
         value_width: Hv, without `values`.
         value_up: `[G, Hv, V]`, a matrix of each head that multiplies its output; K is 1.
+        selection: the keys that an indexer selected, one mask `[B, T, S]`; only `prefill_attention` takes it.
 
     Returns:
         `[B, K, T, G, Hv]`, with `value_up` `[B, 1, T, G, V]`, or None if XLA should compute it (`attend`).
@@ -72,22 +76,23 @@ def attend_cache(
     reach = view.reach
     if reach is None:
         return None
-    chosen = choose_implementation(q, keys, reach.ancestor_mask, implementation, is_windowed=reach.begin is not None)
+    is_windowed, settings = reach.begin is not None, {"scale": scale, "sinks": reach.sinks, "value_width": value_width}
+    # Few tokens, or a draft tree.
+    if q.shape[2] <= MAX_QUERY_TOKENS or not reach.is_chain:
+        chosen = choose_implementation(q, keys, reach.ancestor_mask, implementation, is_windowed=is_windowed)
+        if chosen == "xla" or selection is not None:
+            return None
+        operands = (q, keys, values, reach.base, reach.ancestor_mask, reach.begin)
+        return verify_attention(*operands, **settings, value_up=value_up, implementation=chosen)
+    # A prefill chunk.
+    mask = selection[0] if selection else None
+    if mask is not None and mask.shape[2] != keys.shape[2]:
+        return None
+    chosen = prefill_implementation(q, keys, implementation, is_windowed=is_windowed)
     if chosen == "xla":
         return None
-    return verify_attention(
-        q,
-        keys,
-        values,
-        reach.base,
-        reach.ancestor_mask,
-        reach.begin,
-        scale=scale,
-        sinks=reach.sinks,
-        value_width=value_width,
-        value_up=value_up,
-        implementation=chosen,
-    )
+    output = prefill_attention(q, keys, values, reach.base, reach.begin, mask, **settings, implementation=chosen)
+    return output if value_up is None else jnp.einsum("BKTGR,GRV->BKTGV", output, value_up)
 
 
 def _scores(q: jax.Array, key: jax.Array) -> jax.Array:

@@ -105,14 +105,19 @@ class LatentAttention(nn.Module):
 
             # Expanded: N key/value heads with one query each, [B, N, T, 1, C + P].
             q = jnp.concatenate([q_content, q_rope], axis=-1).swapaxes(1, 2)[:, :, :, None]
-            output = attend(q, [keys_and_values(kept) for kept in sources], masks, scale=scale)
+            output = None
+            if view.reach is not None:
+                settings = {"scale": scale, "implementation": self.implementation, "selection": selection}
+                output = attend_cache(q, *keys_and_values(entries), view, **settings)
+            if output is None:
+                output = attend(q, [keys_and_values(kept) for kept in sources], masks, scale=scale)
             output = output[:, :, :, 0].swapaxes(1, 2)
         else:
             # Absorbed: one key/value head, the latent itself, with N queries, [B, 1, T, N, R + P].
-            q, attended = absorbed[:, None], None
-            if selection is None:
-                settings = {"scale": scale, "implementation": self.implementation, "value_width": R}
-                attended = attend_cache(q, entries["latent"][:, None], None, view, **settings, value_up=value_up)
+            q = absorbed[:, None]
+            settings = {"scale": scale, "implementation": self.implementation, "selection": selection}
+            settings |= {"value_width": R, "value_up": value_up}
+            attended = attend_cache(q, entries["latent"][:, None], None, view, **settings)
             if attended is None:
                 # The values include the rotated key, whose columns are dropped: slicing the cache would copy it.
                 latents = [kept["latent"][:, None] for kept in sources]

@@ -1,0 +1,318 @@
+"""Attention of many new tokens per row against its KV cache, without scores in memory (flash attention): op, kernel.
+
+Limit: multiplications. A program keeps a block of queries and goes through the slots that they see, so the scores
+`[B, heads, T, S]`, which XLA writes and reads several times, never leave the processor (FlashAttention-2, 2307.08691).
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels.column_slices import column_slices, load_slice, slice_mask
+from pallas_kernels.cost import loads_from_l2
+from pallas_kernels.dispatch import choose
+
+_MASKED_SCORE = -1e30  # score of a masked slot; unlike -inf, differences of it stay finite
+
+
+def prefill_attention(
+    q, keys, values, start, window_start=None, mask=None, *, scale, sinks=0, value_width=None, implementation="auto"
+) -> jax.Array:
+    """Computes causal softmax attention of T new tokens per row against the row's KV cache.
+
+    The tokens are in slots start .. start + T - 1, and token t attends to the slots up to start + t; with
+    `window_start` to those from `window_start` on and the first `sinks` slots; with `mask` only to those of the mask. A
+    token that attends to nothing gets zeros. Slots behind the row's tokens are not read and may hold NaN. Scores and
+    sums are float32. Not differentiable: for passes with a cache.
+
+    Args:
+        q: [B, K, T, G, H] floating: G query heads for each of K key heads.
+        keys: [B, K, S, H], of any floating dtype, fp8 included; converted to q's dtype.
+        values: [B, K, S, Hv], likewise; None: the first `value_width` columns of the keys, as in absorbed latent
+            attention (DeepSeek-V2, 2405.04434).
+        start: [B] int32 slot of each row's first token.
+        window_start: [B, T] int32 first slot of each token's window, rising with the token, or None for all slots.
+        mask: [B, T, S] bool, or None: such as the selection of a sparse indexer.
+        scale: Factor of the scores.
+        sinks: Number of first slots that stay visible outside the window.
+        value_width: Hv if `values` is None.
+        implementation: "xla" (the reference), "triton" (the kernel, on CUDA and ROCm), "interpreted" (the kernel in
+            Pallas's interpreter, on any machine) or "auto"; see `pallas_kernels.dispatch`.
+
+    Returns:
+        [B, K, T, G, Hv] in q's dtype.
+
+    Raises:
+        ValueError: The implementation is unknown, shapes do not fit, or the kernel was requested for a cache of 2^31 or
+            more one-byte elements, which exceed its 32-bit offsets.
+    """
+    B, K, T, _, H = q.shape
+    S = keys.shape[2]
+    if (values is None) == (value_width is None):
+        raise ValueError("pass either values or value_width, the columns of the keys that hold them")
+    expected = [(keys, (B, K, S, H)), (start, (B,))]
+    expected += [] if values is None else [(values, (B, K, S, values.shape[-1]))]
+    expected += [] if window_start is None else [(window_start, (B, T))]
+    expected += [] if mask is None else [(mask, (B, T, S))]
+    if any(array.shape != shape for array, shape in expected) or not 0 < (value_width or 1) <= H:
+        found = ", ".join(str(array.shape) for array, _ in expected)
+        raise ValueError(f"q {q.shape} does not fit keys, start, values, window_start, mask of {found}, {value_width=}")
+    chosen = choose_implementation(q, keys, implementation, is_windowed=window_start is not None)
+    operands = (q, keys, values, start, window_start, mask)
+    settings: dict[str, Any] = {"scale": scale, "sinks": sinks, "value_width": value_width}
+    if chosen == "xla" or q.size == 0:
+        return prefill_attention_reference(*operands, **settings)
+    if chosen == "interpreted":
+        return _run_kernel(*operands, **settings, interpret=True, platform="cuda")
+    cuda, rocm = (
+        functools.partial(_run_kernel, **settings, interpret=False, platform=platform) for platform in ("cuda", "rocm")
+    )
+    return jax.lax.platform_dependent(*operands, rocm=rocm, default=cuda)
+
+
+def choose_implementation(q, keys, implementation: str, *, is_windowed: bool) -> str:
+    """Returns the implementation that `prefill_attention` runs for arrays of these shapes.
+
+    Args:
+        q: As in `prefill_attention`.
+        keys: As in `prefill_attention`.
+        implementation: The requested implementation.
+        is_windowed: `window_start` is given.
+
+    Returns:
+        "xla", "triton" or "interpreted".
+    """
+    B, K, T, G, H = q.shape
+    unsupported_reason = None
+    if keys.dtype.itemsize == 1 and keys.size >= 2**31:
+        unsupported_reason = f"a cache {keys.shape} of {keys.dtype} has 2^31 elements or more: split it"
+    shape = {"batch": B, "heads": K, "queries": T * G, "width": H, "slots": keys.shape[2]}
+    shape |= {"dtype": str(q.dtype), "cache": str(keys.dtype), "reads": "a window" if is_windowed else "all"}
+    check = functools.partial(difference_from_reference, dtype=q.dtype, cache_dtype=keys.dtype, width=H)
+    return choose(
+        "prefill_attention",
+        implementation,
+        ("xla", "triton"),
+        shape,
+        unsupported_reason=unsupported_reason,
+        check=check,
+    )
+
+
+def difference_from_reference(implementation: str, *, dtype, cache_dtype, width: int) -> float:
+    """Compares an implementation with `prefill_attention_reference` on small arrays.
+
+    Args:
+        implementation: One of `prefill_attention`.
+        dtype: Dtype of q.
+        cache_dtype: Dtype of keys and values.
+        width: Columns of q.
+
+    Returns:
+        The largest difference over its bound: more than 1 means that the numbers are wrong.
+    """
+    keys = jax.random.split(jax.random.key(0), 3)
+    q = jax.random.normal(keys[0], (1, 1, 20, 2, width), dtype)
+    caches = [jax.random.normal(key, (1, 1, 40, width), dtype).astype(cache_dtype) for key in keys[1:]]
+    start, scale = jnp.array([7], jnp.int32), width**-0.5
+    found = prefill_attention(q, caches[0], caches[1], start, scale=scale, implementation=implementation)
+    q, k, v = (array.astype(jnp.float32) for array in (q, *caches))
+    with jax.default_matmul_precision("highest"):
+        expected = prefill_attention_reference(q, k, v, start, scale=scale)
+    bound = (1e-4 if dtype == jnp.float32 else 3e-2) * jnp.abs(expected).max()
+    return float(jnp.abs(found.astype(jnp.float32) - expected).max() / bound)
+
+
+def prefill_attention_reference(
+    q, keys, values, start, window_start=None, mask=None, *, scale, sinks=0, value_width=None
+):
+    """Computes `prefill_attention` in plain JAX with all scores at once, which defines its meaning."""
+    T, S = q.shape[2], keys.shape[2]
+    values = keys[..., :value_width] if values is None else values
+    slot = jnp.arange(S)[None, None, :]
+    is_visible = slot <= (start[:, None] + jnp.arange(T)[None, :])[:, :, None]
+    if window_start is not None:
+        is_visible &= (slot >= window_start[:, :, None]) | (slot < sinks)
+    if mask is not None:
+        is_visible &= mask
+    # Zero the slots that no token sees: their weight is 0, but 0 times NaN is NaN.
+    values = jnp.where(is_visible.any(axis=1)[:, None, :, None], values.astype(q.dtype), 0)
+    scores = jnp.einsum("BKTGH,BKSH->BKTGS", q, keys.astype(q.dtype), preferred_element_type=jnp.float32) * scale
+    is_visible = is_visible[:, None, :, None]
+    weights = jnp.where(is_visible, jax.nn.softmax(jnp.where(is_visible, scores, _MASKED_SCORE), axis=-1), 0)
+    return jnp.einsum("BKTGS,BKSH->BKTGH", weights.astype(q.dtype), values)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tiles:
+    """Sizes of a program: query rows, and slots per step, both powers of two; and its warps and stages."""
+
+    rows: int
+    slots: int
+    num_warps: int
+    num_stages: int
+
+
+def _choose_tiles(width: int, is_latent: bool, itemsize: int, platform: str) -> _Tiles:
+    """Chooses the largest tiles that spill no registers, found by compiling for sm_90 and gfx942."""
+    is_cuda = platform == "cuda"
+    if itemsize == 4:
+        return _Tiles(16, 16, 4, 2)
+    if is_latent:
+        return _Tiles(32, 32 if is_cuda else 16, 8 if is_cuda else 4, 2)
+    if width <= 128:
+        return _Tiles(64, 64 if is_cuda else 32, 4, 2)
+    return _Tiles(64 if is_cuda else 32, 32 if is_cuda else 16, 4, 2)
+
+
+def _run_kernel(
+    q, keys, values, start, window_start, mask, *, scale, sinks, value_width, interpret, platform
+) -> jax.Array:
+    """Runs the kernel over [row blocks, K, B]; blocks of late queries, which see most slots, start first."""
+    B, K, T, G, H = q.shape
+    S, R = keys.shape[2], T * G
+    is_latent = values is None
+    width = value_width if is_latent else values.shape[3]
+    tiles = _choose_tiles(width, is_latent, q.dtype.itemsize, platform)
+    # Triton arrays have power-of-two sizes, so columns are cut into slices: a latent's keys into value columns and the
+    # rest.
+    value_slices = column_slices(width)
+    key_slices = column_slices(*((width,) if is_latent else ()), H)
+    num_blocks = pl.cdiv(R, tiles.rows)
+    # Widths of blocks, which exceed the array where its last slice is padded; masks cover the excess.
+    output_width, *cache_widths = [
+        max(begin + padded for begin, _, padded in slices)
+        for slices in (value_slices, key_slices, *([] if is_latent else [value_slices]))
+    ]
+    block_of = lambda i: num_blocks - 1 - i
+    caches = [keys] if is_latent else [keys, values]
+    options = [] if window_start is None else [window_start.astype(jnp.int32)]
+    options += [] if mask is None else [mask.astype(jnp.int8)]
+    output = pl.pallas_call(
+        functools.partial(
+            _prefill_attention_kernel,
+            tiles=tiles,
+            group_size=G,
+            num_rows=R,
+            has_window=window_start is not None,
+            has_mask=mask is not None,
+            sinks=sinks,
+            scale=scale * math.log2(math.e),
+            key_slices=key_slices,
+            value_slices=value_slices,
+        ),
+        out_shape=jax.ShapeDtypeStruct((B, K, R, width), q.dtype),
+        grid=(num_blocks, K, B),
+        in_specs=[
+            *(pl.BlockSpec(one.shape, lambda i, k, b, n=one.ndim: (0,) * n) for one in (start, *options)),
+            pl.BlockSpec((None, None, tiles.rows, cache_widths[0]), lambda i, k, b: (b, k, block_of(i), 0)),
+            *(pl.BlockSpec((None, None, S, size), lambda i, k, b: (b, k, 0, 0)) for size in cache_widths),
+        ],
+        out_specs=pl.BlockSpec((None, None, tiles.rows, output_width), lambda i, k, b: (b, k, block_of(i), 0)),
+        compiler_params=plt.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * B * K * R * S * (H + width),
+            transcendentals=B * K * R * S,
+            bytes_accessed=q.nbytes
+            + num_blocks * sum(cache.nbytes for cache in caches)
+            + B * K * R * width * q.dtype.itemsize
+            + sum(option.nbytes * K * G for option in options),
+        ),
+        metadata=loads_from_l2(*((option.nbytes, K * G) for option in options)),
+        interpret=interpret,
+        name=f"prefill_attention_{platform}",
+    )(start.astype(jnp.int32), *options, q.reshape(B, K, R, H), *caches)
+    return output.reshape(B, K, T, G, width)
+
+
+def _prefill_attention_kernel(
+    start_ref,
+    *refs,
+    tiles,
+    group_size,
+    num_rows,
+    has_window,
+    has_mask,
+    sinks,
+    scale,
+    key_slices,
+    value_slices,
+):
+    """Attends from one block of query rows (token t, head g, numbered t * G + g) to all slots that they see."""
+    refs = list(refs)
+    window_ref = refs.pop(0) if has_window else None
+    mask_ref = refs.pop(0) if has_mask else None
+    q_ref, *cache_refs, output_ref = refs
+    block, batch = pl.num_programs(0) - 1 - pl.program_id(0), pl.program_id(2)
+    num_slots = int(cache_refs[0].shape[0])
+    row = block * tiles.rows + jnp.arange(tiles.rows)
+    is_row = row < num_rows
+    token = jnp.minimum(row, num_rows - 1) // group_size
+    start = plt.load(start_ref.at[batch])
+    last_slot = start + token  # of each query row
+    q = [load_slice(q_ref, slice(None), is_row, part, q_ref.dtype) for part in key_slices]
+    dot = functools.partial(
+        jnp.dot,
+        preferred_element_type=jnp.float32,
+        precision=jax.lax.Precision.HIGHEST if q_ref.dtype == jnp.float32 else None,
+    )
+
+    # The blocks of slots that some query sees: those of the sinks, then from the first window to the last query.
+    end_slot = jnp.minimum(jnp.max(last_slot, axis=0) + 1, num_slots)
+    window_start = None
+    num_sink_blocks, first_block = 0, 0
+    if window_ref is not None:
+        window_start = plt.load(window_ref.at[batch, token])
+        first_visible = jnp.min(window_start, axis=0)
+        num_sink_blocks = pl.cdiv(sinks, tiles.slots)
+        first_block = jnp.maximum(first_visible // tiles.slots, num_sink_blocks)
+    num_blocks = num_sink_blocks + jnp.maximum(pl.cdiv(end_slot, tiles.slots) - first_block, 0)
+
+    def body(index, carry):
+        outputs, highest, total = carry
+        # Slots of this step: blocks `num_sink_blocks` and up continue at the first block of the window.
+        begin = index * tiles.slots
+        if window_ref is not None:
+            begin = jnp.where(index < num_sink_blocks, index, index - num_sink_blocks + first_block) * tiles.slots
+        slot = begin + jnp.arange(tiles.slots)
+        slots = pl.ds(begin, tiles.slots)
+        # Load only slots that hold tokens; the others may hold NaN and become 0.
+        is_loaded = slot < end_slot
+        is_visible = (slot[None, :] <= last_slot[:, None]) & is_loaded[None, :]
+        if window_start is not None:
+            is_visible &= (slot[None, :] >= window_start[:, None]) | (slot[None, :] < sinks)
+        if mask_ref is not None:
+            where = jnp.broadcast_arrays(token[:, None], slot[None, :])
+            is_visible &= plt.load(mask_ref.at[batch, *where], mask=is_visible, other=0) != 0
+        # Scores in float32, base 2: `scale` includes log2(e), because exp2 is one instruction.
+        keys = [load_slice(cache_refs[0], slots, is_loaded, part, q_ref.dtype) for part in key_slices]
+        scores = scale * sum(dot(one, key.T) for one, key in zip(q, keys, strict=True))
+        # Online softmax: when the highest score rises, older sums fade by the same factor.
+        new_highest = jnp.maximum(highest, jnp.max(jnp.where(is_visible, scores, _MASKED_SCORE), axis=1))
+        weights = jnp.where(is_visible, jnp.exp2(scores - new_highest[:, None]), 0.0)
+        rescale = jnp.exp2(highest - new_highest)
+        # A latent's values are the first slices of its keys, which are loaded already.
+        values = keys
+        if len(cache_refs) == 2:
+            values = [load_slice(cache_refs[1], slots, is_loaded, part, q_ref.dtype) for part in value_slices]
+        outputs = [
+            rescale[:, None] * output + dot(weights.astype(value.dtype), value)
+            for output, value in zip(outputs, values, strict=False)  # a latent has more key slices than value slices
+        ]
+        return outputs, new_highest, rescale * total + jnp.sum(weights, axis=1)
+
+    outputs = [jnp.zeros((tiles.rows, padded), jnp.float32) for _, _, padded in value_slices]
+    highest = jnp.full(tiles.rows, _MASKED_SCORE, jnp.float32)
+    carry = (outputs, highest, jnp.zeros_like(highest))
+    outputs, highest, total = jax.lax.fori_loop(jnp.int32(0), num_blocks.astype(jnp.int32), body, carry)
+    # A row that saw nothing gets zeros.
+    total = jnp.where(total > 0, total, 1.0)
+    for output, part in zip(outputs, value_slices, strict=True):
+        target = output_ref.at[:, pl.ds(part[0], output.shape[1])]
+        plt.store(target, (output / total[:, None]).astype(output_ref.dtype), mask=slice_mask(is_row, part))
