@@ -10,8 +10,9 @@ larger of its bytes over the bandwidth of a large copy and its operations over t
 both measured here.
 
 Writes `experiments/results/bench_kernels.json`, anew after every case, and with `--use` what was fastest, of the cases
-that were right, into `pallas_kernels/measured.json`, from where `implementation="auto"` takes it. Exit code 1 where a
-kernel is wrong or did not run, 3 where there is no GPU.
+that were right, into the user's file of measurements (`pallas_kernels/measurements.py`), from where
+`implementation="auto"` takes it. `mtpjax tune` measures what one model asks. Exit code 1 where a kernel is wrong or did
+not run, 3 where there is no GPU.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from rich.console import Console
 
 from experiments.kernel_cases import Case, cases
 from mtpjax.console import narrow_table
-from pallas_kernels.dispatch import MEASUREMENTS_FILE
+from pallas_kernels import measurements
 
 RESULT = pathlib.Path(__file__).parent / "results" / "bench_kernels.json"
 AT_ONCE = 256 * 2**20  # bytes of inputs that one call goes through, several times a GPU's cache
@@ -198,10 +199,9 @@ def main(argv: list[str] | None = None) -> int:
         console.print(f"{number}/{len(chosen)} {case}: {share:.0%} of the limit, {beside[0]} x XLA", soft_wrap=True)
     console.print(table)
     if options.use:
-        measured = json.loads(MEASUREMENTS_FILE.read_text())
-        timed = [row for row in right if "xla" in row["seconds"]]
-        measured[device] = {**measured.get(device, {}), **fastest_table(timed)}
-        MEASUREMENTS_FILE.write_text(json.dumps(measured, indent=1) + "\n")
+        for op, cells in fastest_table([row for row in right if "xla" in row["seconds"]]).items():
+            for cell in cells:
+                measurements.add(op, cell["shape"], cell["milliseconds"])
     is_right = len(right) == len(rows)
     if not is_right:
         wrong = len(rows) - len(right)

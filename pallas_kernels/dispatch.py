@@ -2,9 +2,7 @@
 
 import contextlib
 import functools
-import json
 import math
-import pathlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,7 +10,8 @@ from typing import Any
 import jax
 from jax.sharding import AxisType
 
-MEASUREMENTS_FILE = pathlib.Path(__file__).with_name("measured.json")
+from pallas_kernels import measurements
+
 MAX_SIZE_RATIO = 2.0  # a measurement applies to shapes whose every size differs by at most this factor
 # Ops that run their kernel on a GPU where nothing near was measured: without it XLA reads experts several times, or
 # writes fp8 weights out in a wider dtype. For other ops XLA is a fair choice until it is measured.
@@ -37,8 +36,8 @@ def choose(
 ) -> str:
     """Returns the implementation to run: one of `offered`, or "interpreted".
 
-    "auto" is the implementation that `measured.json` (written by `experiments/bench_kernels.py`) lists as fastest for
-    this op, on this device, at the nearest measured shape. Where nothing near was measured, experts and fp8 weights run
+    "auto" is the implementation that was measured to be fastest for this op, on this device, at the nearest measured
+    shape (`mtpjax tune`, `pallas_kernels.measurements`). Where nothing near was measured, experts and fp8 weights run
     their kernel on a GPU. In all other cases, where the kernel does not support the arguments, and off the GPU, it is
     "xla", the plain reference. Before "auto" uses a kernel for the first time, it is compared with the reference on
     this device; if the numbers differ, "auto" warns and is "xla" from then on.
@@ -47,7 +46,7 @@ def choose(
     its operands on every device.
 
     Args:
-        op: Name of the op in `measured.json`.
+        op: Name of the op in the file of measurements.
         implementation: "auto", "interpreted" (the Triton kernel without a GPU, for tests) or one of `offered`.
         offered: Implementations that the op has.
         shape: Describes the call. Numbers are sizes; strings, such as dtypes, are kinds and must match exactly.
@@ -78,7 +77,7 @@ def choose(
     if unsupported_reason or jax.default_backend() != "gpu":
         return "xla"
     # The fastest that was measured on this kind of device, else the rule.
-    chosen = _fastest(_read_measurements().get(jax.devices()[0].device_kind, {}).get(op, ()), shape)
+    chosen = _fastest(_read_measurements().get(op, ()), shape)
     if chosen is None:
         chosen = "triton" if op in _KERNEL_BY_RULE and _KERNEL_BY_RULE[op](shape) else "xla"
     if chosen not in offered or (check is not None and chosen != "xla" and not _agrees(op, shape, chosen, check)):
@@ -112,7 +111,7 @@ def _agrees(op: str, shape: Mapping[str, int | str], implementation: str, check:
 
 @contextlib.contextmanager
 def record_choices() -> Iterator[list[tuple[str, dict[str, Any]]]]:
-    """Collects the op and the shape of every call of `choose` inside the context, in `measured.json`'s form.
+    """Collects the op and the shape of every call of `choose` inside the context, as in the file of measurements.
 
     Yields:
         A list of (op, shape), which grows with each call.
@@ -150,6 +149,6 @@ def _fastest(cells: Sequence[Mapping], shape: Mapping[str, int | str]) -> str | 
 
 
 @functools.cache
-def _read_measurements() -> dict[str, dict[str, list]]:
-    """Reads `measured.json`: device kind -> op -> cells."""
-    return json.loads(MEASUREMENTS_FILE.read_text())
+def _read_measurements() -> dict[str, list]:
+    """Reads the measured times of this device once: op -> cells."""
+    return measurements.read()

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import pytest
 
 from mtpjax.compat import make_mesh
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, measurements
 from pallas_kernels.dispatch import choose
 
 OFFERED = ("xla", "triton")
 experts = importlib.import_module("pallas_kernels.grouped_matmul.op")
-matrices = importlib.import_module("pallas_kernels.block_scaled_matmul")
+matrices = importlib.import_module("pallas_kernels.block_scaled_matmul.op")
 
 
 @pytest.fixture
@@ -25,11 +25,12 @@ def gpu(monkeypatch, tmp_path):
     def cell(rows, **milliseconds):
         return {"shape": {"rows": rows, "dtype": "bfloat16"}, "milliseconds": milliseconds}
 
-    path = tmp_path / "measured.json"
-    path.write_text(json.dumps({"a GPU": {"op": [cell(4, xla=2.0, triton=1.0), cell(64, xla=1.0, triton=2.0)]}}))
-    monkeypatch.setattr(dispatch, "MEASUREMENTS_FILE", path)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda: [Device])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = measurements.path()
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"op": [cell(4, xla=2.0, triton=1.0), cell(64, xla=1.0, triton=2.0)]}))
     monkeypatch.setattr(dispatch, "_agreed", {})
     dispatch._read_measurements.cache_clear()
     yield

@@ -1,0 +1,149 @@
+"""Measures which implementation of each kernel is fastest for one model on this device: `mtpjax tune`."""
+
+import dataclasses
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mtpjax.decoding.capacity import min_rows_per_pass
+from mtpjax.decoding.config import DecodeConfig
+from mtpjax.decoding.loop import decode
+from mtpjax.decoding.requests import make_drafter
+from mtpjax.decoding.sampling import SamplingArrays
+from mtpjax.decoding.spec import DecodeSpec
+from mtpjax.decoding.state import NewRows, empty_state, start_rows
+from mtpjax.models.model import MTPModel
+from pallas_kernels import dispatch, measurements
+from pallas_kernels.questions import make_call
+
+Question = tuple[str, dict[str, Any]]  # an op and the shape of its call
+LEAST_SECONDS = 0.02  # of one measurement; shorter calls are repeated
+
+
+def find_questions(
+    params: dict, *, model: MTPModel, config: DecodeConfig, batches: Sequence[int], context: int, prefill_chunk: int
+) -> list[Question]:
+    """Finds what the kernels are asked when the model decodes: traces the decoding call, and runs nothing.
+
+    Args:
+        params: model parameters; shapes suffice.
+        model: the model.
+        config: decoding settings; their draft levels and plain decoding are traced.
+        batches: batch sizes.
+        context: slots of the KV caches.
+        prefill_chunk: tokens per row of a prefill pass.
+
+    Returns:
+        Each op and shape once, in the order in which they are asked first.
+    """
+    shapes = jax.eval_shape(lambda: params)
+    found: list[Question] = []
+    for batch in batches:
+        for num_steps in sorted({0, config.num_steps}):
+            # What follows a kernel is asked other shapes than what follows XLA, so both are traced.
+            for implementation in ("xla", "triton"):
+                traced = model.clone(implementation=implementation)
+                for question in _trace(shapes, traced, config, batch, num_steps, context, prefill_chunk):
+                    # Models run `rms_norm` by XLA, which fuses it with what surrounds it.
+                    if question not in found and question[0] != "rms_norm":
+                        found.append(question)
+    return found
+
+
+def _trace(shapes, model, config, batch, num_steps, context, prefill_chunk) -> list[Question]:
+    """Traces one decoding call and returns what it asks."""
+    if not num_steps:
+        config = dataclasses.replace(config, num_steps=0, topk=1, num_draft_tokens=None)
+    drafter = make_drafter(config)
+    min_rows = min_rows_per_pass(model, batch, "cuda")
+    spec = DecodeSpec.from_config(config, is_greedy=True, min_rows=min_rows, prefill_chunk=prefill_chunk)
+
+    def call(params):
+        sampling = SamplingArrays.greedy(batch)
+        one = jnp.ones(batch, jnp.int32)
+        state = empty_state(
+            model=model,
+            drafter=drafter,
+            spec=spec,
+            batch=batch,
+            capacity=context,
+            stops_shape=(8, 1),
+            features=sampling.features,
+            dtype=jnp.dtype(params["embedding"].dtype),
+        )
+        own = drafter.default_params(params, config, model=model)
+        rows = NewRows.without_stops(jnp.zeros((batch, context), jnp.int32), one, one, sampling)
+        state = start_rows(state, rows, vocab_size=model.config.vocab_size)
+        # The function behind `jax.jit`, which would not trace a call again that it knows.
+        return decode.plain.__wrapped__(params, own, state, model=model, drafter=drafter, spec=spec)
+
+    with dispatch.record_choices() as asked:
+        jax.eval_shape(call, shapes)
+    return list(asked)
+
+
+def measure(
+    questions: Sequence[Question], *, rounds: int = 5, implementations: tuple[str, ...] = ("xla", "triton")
+) -> Iterator[tuple[Question, dict[str, float], str | None]]:
+    """Times every implementation of each question on this device, and keeps the times in the user's file at once.
+
+    Args:
+        questions: what to measure, from `find_questions`.
+        rounds: measurements of each implementation, which take turns; the median counts.
+        implementations: implementations to time.
+
+    Yields:
+        After each question: the question, milliseconds per call of each implementation that ran, and the reason why
+        nothing was kept, or None.
+    """
+    for op, shape in questions:
+        made = make_call(op, shape)
+        if made is None:
+            yield (op, shape), {}, "this op cannot be timed by itself"
+            continue
+        run, arrays = made
+        calls: dict[str, Callable[[], Any]] = {}
+        failure = None
+        for name in implementations:
+            call = functools.partial(jax.jit(functools.partial(run, implementation=name)), *arrays)
+            # Whatever keeps an implementation from running here, the others are measured.
+            try:
+                jax.block_until_ready(call())
+            except Exception as error:
+                failure = f"{name} fails: {str(error).partition(chr(10))[0][:200]}"
+            else:
+                calls[name] = call
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(rounds):
+            for name, call in calls.items():
+                times[name].append(_milliseconds(call))
+        medians = {name: statistics.median(values) for name, values in times.items()}
+        if medians:
+            measurements.add(op, shape, medians)
+        yield (op, shape), medians, failure
+
+
+def is_measured(question: Question) -> bool:
+    """Returns whether the user's file has times of exactly this question."""
+    op, shape = question
+    return any(cell["shape"] == shape for cell in measurements.read().get(op, ()))
+
+
+def _milliseconds(call: Callable[[], Any]) -> float:
+    """Returns the time of one call, among as many in a row as take 20 ms."""
+    count = 1
+    while True:
+        begin = time.perf_counter()
+        for _ in range(count):
+            result = call()
+        jax.block_until_ready(result)
+        took = time.perf_counter() - begin
+        if took >= LEAST_SECONDS:
+            return 1e3 * took / count
+        count = max(2 * count, math.ceil(count * LEAST_SECONDS / max(took, 1e-6)))

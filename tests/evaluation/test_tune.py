@@ -1,0 +1,88 @@
+import jax
+import pytest
+
+from mtpjax import DecodeConfig
+from mtpjax.cli.main import main
+from mtpjax.evaluation import tune
+from pallas_kernels import dispatch, measurements
+from pallas_kernels.questions import make_call
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    dispatch._read_measurements.cache_clear()
+    yield tmp_path / "cache"
+    dispatch._read_measurements.cache_clear()
+
+
+def questions_of(small, attention):
+    model, params = small(attention)
+    settings = {"config": DecodeConfig(num_steps=1), "batches": [1], "context": 128, "prefill_chunk": 32}
+    return tune.find_questions(params, model=model, **settings)
+
+
+def test_the_questions_are_those_of_plain_and_speculative_decoding_and_prefill(small):
+    found = questions_of(small, "grouped")
+    rows = {shape["rows"] for op, shape in found if op == "block_scaled_matmul"}
+    assert rows == {32, 2}  # of prefill, of a verification; plain decoding takes two rows at least
+    assert {op for op, _ in found} >= {"verify_attention", "prefill_attention", "append_heads", "gated_matmul"}
+    assert len(found) == len({str(question) for question in found})
+
+
+@pytest.mark.parametrize("attention", ["grouped", "latent"])
+def test_every_question_can_be_asked_again(attention, small):
+    for op, shape in questions_of(small, attention):
+        made = make_call(op, shape)
+        assert made is not None, op
+        run, arrays = made
+        with dispatch.record_choices() as asked:
+            jax.eval_shape(lambda *arrays, run=run: run(*arrays, implementation="xla"), *arrays)
+        assert {**shape, "scoring": "", "queries": 0} in [
+            {**found, "scoring": "", "queries": 0} for name, found in asked if name == op
+        ]
+
+
+def test_measured_times_are_kept_one_by_one_and_used(cache, small, monkeypatch):
+    question, other = questions_of(small, "grouped")[:2]
+    found = tune.measure([question, other, ("unknown", {})], rounds=1, implementations=("xla", "interpreted"))
+    measured, times, failure = next(found)
+    assert (measured, set(times), failure) == (question, {"xla", "interpreted"}, None)
+    assert tune.is_measured(question) and not tune.is_measured(other)
+    assert next(found)[0] == other
+    assert next(found)[2] == "this op cannot be timed by itself"
+    # What is in the file decides.
+    op, shape = question
+    measurements.add(op, shape, {"xla": 2.0, "triton": 1.0})
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert dispatch.choose(op, "auto", ("xla", "triton"), shape) == "triton"
+
+
+def test_an_implementation_that_fails_leaves_the_others(cache, small):
+    [(_, times, failure)] = tune.measure(questions_of(small, "grouped")[:1], rounds=1)  # the kernel needs a GPU
+    assert set(times) == {"xla"} and failure.startswith("triton fails: ")
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '{"op": [{"shape": {}, "milliseconds": {"xla": "fast"}}]}', '{"op": 3}'])
+def test_a_damaged_file_counts_as_empty_with_a_warning(text, cache):
+    measurements.path().parent.mkdir(parents=True)
+    measurements.path().write_text(text)
+    with pytest.warns(UserWarning, match="is damaged and not used"):
+        assert measurements.read() == {}
+
+
+def test_times_are_of_one_kind_of_device(cache):
+    measurements.add("op", {"rows": 1}, {"xla": 1.0})
+    assert measurements.read()["op"]
+    assert measurements.read("another device") == {}
+
+
+def test_the_command_lists_the_shapes_and_says_that_a_cpu_has_no_kernels(cache, checkpoint, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["tune", "--model", str(checkpoint), "--dry-run", "--batch-size", "1", "--num-steps", "1"])
+    output = capsys.readouterr()
+    assert ended.value.code == 0
+    assert "verify_attention" in output.out and "JAX has none here" in output.err
+    with pytest.raises(SystemExit) as ended:
+        main(["tune", "--model", str(checkpoint), "--context", "0"])
+    assert ended.value.code and "context must be at least 1, got 0" in capsys.readouterr().err
