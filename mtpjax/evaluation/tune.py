@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import math
 import statistics
 import time
@@ -81,7 +82,8 @@ def _trace(shapes, model, config, batch, num_steps, context, prefill_chunk) -> l
         rows = NewRows.without_stops(jnp.zeros((batch, context), jnp.int32), one, one, sampling)
         state = start_rows(state, rows, vocab_size=model.config.vocab_size)
         # The function behind `jax.jit`, which would not trace a call again that it knows.
-        return decode.plain.__wrapped__(params, own, state, model=model, drafter=drafter, spec=spec)
+        untraced = inspect.unwrap(decode.plain)
+        return untraced(params, own, state, model=model, drafter=drafter, spec=spec)
 
     with dispatch.record_choices() as asked:
         jax.eval_shape(call, shapes)

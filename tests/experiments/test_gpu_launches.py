@@ -12,7 +12,7 @@ from experiments.gpu_launches import MOST, launches_per_layer
     [
         ("M", "dense"),
         pytest.param("S", "dense", marks=pytest.mark.slow),
-        ("16B-A2.4B", "dense"),
+        pytest.param("16B-A2.4B", "dense", marks=pytest.mark.slow),
         ("16B-A2.4B", "experts"),
     ],
 )
