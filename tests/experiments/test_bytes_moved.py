@@ -17,6 +17,7 @@ from experiments.decode_checkpoints import SHAPES, bytes_per_round
 from experiments.hlo_bytes import Counter, parse
 from experiments.kernel_bytes import declared_calls, run_counted
 from experiments.kernel_cases import cases
+from mtpjax.evaluation.roofline import DEVICES, predict_round
 from pallas_kernels import PartialSums, rms_norm
 from pallas_kernels.append_heads import Heads
 from pallas_kernels.router import Routing
@@ -390,3 +391,14 @@ def test_a_kernel_in_a_round_counts_what_it_declares(monkeypatch):
     count, _ = count_round(bytes_moved.Subject(config, 2048), 1, 1, "xla")
     assert count.kernels == {"rms_norm": 10 * 2 * (2 + 2 + 1) * 512}
     assert count.unread == 0
+
+
+@pytest.mark.parametrize(("batch", "num_steps"), [(1, 0), (8, 3)])
+def test_the_prediction_counts_the_same_bytes(batch, num_steps):
+    """Of a model without experts, of which this count assumes the most there can be."""
+    subject = bytes_moved.SUBJECTS["S"]
+    _, shapes = round_of(subject, batch, num_steps, "xla")
+    least = sum(least_of_all(subject.config, batch, num_steps, shapes))
+    settings = {"batch": batch, "context": subject.slots, "num_steps": num_steps}
+    predicted = predict_round(subject.config, DEVICES["h100"], **settings)
+    assert sum(part.nbytes for part in predicted.parts) == pytest.approx(least, rel=1e-3)

@@ -1,0 +1,318 @@
+"""Predicts the time of a decoding round on a GPU from bytes, operations and launches: `mtpjax profile --predict`.
+
+Nothing runs and no weights are read: the configuration gives all counts. A prediction is what the device could do with
+the kernels of this package, not what was measured; the assumptions are constants of this file.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mtpjax.models.cache import empty_cache
+from mtpjax.models.config import ModelConfig
+from mtpjax.models.params import param_shapes
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """A GPU, by its data sheet, and what is assumed of kernels on it.
+
+    Attributes:
+        name: its name.
+        memory: bytes.
+        bandwidth: bytes a second.
+        flops: dense bfloat16 operations a second.
+        bandwidth_share: share of the bandwidth that bfloat16 kernels are assumed to reach.
+        flops_share: share of the operations that kernels are assumed to reach.
+        seconds_per_launch: assumed time from the end of a kernel to the work of the next one within a graph.
+    """
+
+    name: str
+    memory: float
+    bandwidth: float
+    flops: float
+    bandwidth_share: float
+    flops_share: float
+    seconds_per_launch: float
+
+
+# Shares of bandwidth are estimates from the kernels' machine code: loads in flight, and instructions per tile.
+DEVICES = {
+    "h100": Device("H100 SXM", 80e9, 3.35e12, 989e12, 0.8, 0.5, 2e-6),
+    "h200": Device("H200", 141e9, 4.8e12, 989e12, 0.8, 0.5, 2e-6),
+    "mi300x": Device("MI300X", 192e9, 5.3e12, 1307e12, 0.65, 0.35, 3e-6),
+}
+# Launches with kernels, counted by `python -m experiments.gpu_launches` in modules compiled for an H100.
+LAUNCHES_PER_DENSE_LAYER = 9
+LAUNCHES_OF_EXPERTS = 5  # more than a dense layer's
+LAUNCHES_OF_QUERY_LATENT = 2  # of latent attention whose queries go through a latent
+LAUNCHES_OF_INDEXER = 12  # not counted: the indexer is XLA's
+LAUNCHES_PER_ROUND = 27  # outside of layers: embedding, masks, head, sampling, commit
+LAUNCHES_PER_LEVEL = 10  # of a draft level, beside the module's layer
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What one part of a round needs.
+
+    Attributes:
+        name: "weights" (of the trunk, without experts and head), "experts", "head", "cache" or "MTP modules".
+        nbytes: bytes read at least once.
+        flops: operations.
+    """
+
+    name: str
+    nbytes: float
+    flops: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """One round of a batch on a device.
+
+    Attributes:
+        parts: bytes and operations by part.
+        launches: kernels.
+        seconds_of_parts: seconds of each part: its bytes or its operations, whichever takes longer.
+        seconds_of_launches: seconds of all launches.
+    """
+
+    parts: tuple[Part, ...]
+    launches: int
+    seconds_of_parts: tuple[float, ...]
+    seconds_of_launches: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the round."""
+        return sum(self.seconds_of_parts) + self.seconds_of_launches
+
+    @property
+    def limit(self) -> str:
+        """Name of what takes the most time: a part, or "launches"."""
+        names = [*(part.name for part in self.parts), "launches"]
+        times = [*self.seconds_of_parts, self.seconds_of_launches]
+        return names[times.index(max(times))]
+
+
+def predict_round(
+    config: ModelConfig,
+    device: Device,
+    *,
+    batch: int,
+    context: int,
+    num_steps: int,
+    weight_bytes: float = 2.0,
+    num_devices: int = 1,
+) -> Prediction:
+    """Predicts one round: a trunk pass over the drafts of each row, and the draft levels.
+
+    Experts are assumed to be chosen uniformly. Weights, caches and work are split evenly over several devices, whose
+    communication is not counted.
+
+    Args:
+        config: the model's config.
+        device: a GPU.
+        batch: rows.
+        context: tokens in each row's KV cache.
+        num_steps: draft levels; 0 is plain decoding.
+        weight_bytes: bytes of a weight; 1 for fp8.
+        num_devices: GPUs that share the model.
+
+    Returns:
+        The prediction.
+
+    Raises:
+        ValueError: a number is out of range, or there are draft levels without MTP modules.
+    """
+    least = {"batch": (batch, 1), "context": (context, 1), "num_steps": (num_steps, 0), "num_devices": (num_devices, 1)}
+    for name, (value, lowest) in least.items():
+        if value < lowest:
+            raise ValueError(f"{name} must be at least {lowest}, got {value}")
+    if num_steps and not config.num_mtp_modules:
+        raise ValueError(f"{num_steps} draft levels need at least one MTP module, and the model has none")
+    parts = tuple(_parts(config, batch, context, num_steps, weight_bytes))
+    seconds = tuple(
+        max(
+            part.nbytes / (device.bandwidth * device.bandwidth_share),
+            part.flops / (device.flops * device.flops_share),
+        )
+        / num_devices
+        for part in parts
+    )
+    launches = count_launches(config, num_steps)
+    return Prediction(parts, launches, seconds, launches * device.seconds_per_launch)
+
+
+def count_launches(config: ModelConfig, num_steps: int) -> int:
+    """Counts the kernels of a round at batch 1, with kernels.
+
+    Args:
+        config: the model's config.
+        num_steps: draft levels.
+
+    Returns:
+        The number of launches.
+    """
+
+    def of_layer(kind) -> int:
+        is_latent = kind.attention == "latent"
+        return (
+            LAUNCHES_PER_DENSE_LAYER
+            + LAUNCHES_OF_EXPERTS * kind.is_moe
+            + LAUNCHES_OF_QUERY_LATENT * (is_latent and bool(config.q_lora_rank))
+            + LAUNCHES_OF_INDEXER * (kind.indexer == "full")
+        )
+
+    levels = num_steps * (LAUNCHES_PER_LEVEL + of_layer(config.mtp_kind)) if num_steps else 0
+    return LAUNCHES_PER_ROUND + sum(map(of_layer, config.trunk_kinds)) + levels
+
+
+def weights_of(config: ModelConfig, *, weight_bytes: float = 2.0) -> float:
+    """Returns the bytes of all weights, MTP modules included."""
+    leaves = jax.tree.leaves(param_shapes(config))
+    return weight_bytes * sum(math.prod(leaf.shape) for leaf in leaves)
+
+
+def _parts(config, batch, context, num_steps, weight_bytes) -> Iterator[Part]:
+    """Yields the parts of a round."""
+    # Each draft level runs one module: the first over the round's new tokens, the others over one.
+    tokens = batch * (num_steps + 1)
+    groups = _count_weights(config)
+    yield Part("weights", weight_bytes * groups["trunk"], 2 * tokens * groups["trunk"])
+    if groups["trunk experts"]:
+        yield _experts("experts", config, groups["trunk experts"], [tokens], weight_bytes)
+    yield Part("head", weight_bytes * groups["head"], 2 * tokens * groups["head"])
+    yield _cache(config, config.trunk_kinds, batch, context, tokens)
+    if not num_steps:
+        return
+    rows = [batch * (num_steps + 1)] + [batch] * (num_steps - 1)
+    per_module = groups["module"] / config.num_mtp_modules
+    dense = per_module + groups["head"]
+    nbytes, flops = (
+        weight_bytes * dense * num_steps,
+        2 * sum(rows) * per_module + 2 * batch * num_steps * groups["head"],
+    )
+    if groups["module experts"]:
+        experts = _experts("", config, groups["module experts"] / config.num_mtp_modules, rows, weight_bytes)
+        nbytes, flops = nbytes + experts.nbytes, flops + experts.flops
+    cache = _cache(config, (config.mtp_kind,), batch, context, sum(rows))
+    yield Part("MTP modules", nbytes + num_steps * cache.nbytes, flops + cache.flops)
+
+
+def _count_weights(config: ModelConfig) -> dict[str, int]:
+    """Counts the weights that a pass reads: of the trunk and the modules without and with experts, and of the head."""
+    counts: dict[str, int] = {name: 0 for name in ("trunk", "trunk experts", "module", "module experts", "head")}
+    leaves, _ = jax.tree_util.tree_flatten_with_path(param_shapes(config))
+    for path, leaf in leaves:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        is_stack = "/experts/" in name and len(leaf.shape) > 2 and leaf.shape[0] == config.n_routed_experts
+        owner = "trunk" if name.startswith("trunk") else "module" if name.startswith("mtp_") else None
+        # Embeddings are looked up, not read whole; a tied one is the head.
+        if "embedding" in name and owner != "trunk":
+            continue
+        if name == "head":
+            counts["head"] += math.prod(leaf.shape)
+        elif owner:
+            counts[owner + " experts" * is_stack] += math.prod(leaf.shape)
+    if config.tie_word_embeddings:
+        counts["head"] = config.vocab_size * config.hidden_size
+    return counts
+
+
+def _experts(name, config, weights, passes, weight_bytes) -> Part:
+    """Returns the chosen experts' bytes: those that at least one of a pass's tokens is expected to choose."""
+    share = config.num_experts_per_tok / config.n_routed_experts
+    chosen = sum(1 - (1 - share) ** tokens for tokens in passes)
+    return Part(name, weight_bytes * weights * chosen, 2 * weights * share * sum(passes))
+
+
+def _cache(config, kinds, batch, context, tokens) -> Part:
+    """Returns the caches' bytes, and the operations of attention: each query with every key and value."""
+    made = jax.eval_shape(lambda: empty_cache(config, kinds, 1, context, jnp.bfloat16))
+    nbytes = sum(
+        math.prod(leaf.shape) * leaf.dtype.itemsize for layer in made.layers for leaf in jax.tree.leaves(layer)
+    )
+    flops = 0.0
+    for kind in kinds:
+        if kind.attention == "grouped":
+            flops += 4 * tokens * config.num_attention_heads * config.head_dim * context
+        elif kind.attention == "latent":
+            width = 2 * config.kv_lora_rank + config.qk_rope_head_dim
+            flops += 2 * tokens * config.num_attention_heads * width * context
+    return Part("cache", batch * nbytes, flops)
+
+
+def tokens_per_round(acceptance_rate: float, num_steps: int) -> float:
+    """Returns the expected tokens of a round of a chain whose levels are each accepted with this probability."""
+    return sum(acceptance_rate**level for level in range(num_steps + 1))
+
+
+def tables(
+    config: ModelConfig,
+    *,
+    devices: Sequence[str],
+    batches: Sequence[int],
+    num_steps: int,
+    acceptance_rate: float,
+    context: int,
+    weight_bytes: float,
+    num_devices: int,
+) -> tuple[list[dict[str, Any]], list]:
+    """Predicts plain and speculative rounds for several devices and batch sizes.
+
+    Args:
+        config: the model's config.
+        devices: names of `DEVICES`.
+        batches: batch sizes.
+        num_steps: draft levels; each of 0..num_steps is predicted.
+        acceptance_rate: probability that a level is accepted, given the levels before it.
+        context: tokens in each row's KV cache.
+        weight_bytes: bytes of a weight.
+        num_devices: GPUs that share the model.
+
+    Returns:
+        The predictions as values that JSON can hold, and tables to print.
+
+    Raises:
+        ValueError: a device is unknown, or a number is out of range.
+    """
+    from mtpjax.console import narrow_table
+
+    unknown = [name for name in devices if name not in DEVICES]
+    if unknown:
+        raise ValueError(f"device {unknown[0]!r} is not one of {', '.join(DEVICES)}")
+    if not 0 <= acceptance_rate <= 1:
+        raise ValueError(f"acceptance_rate must be within 0..1, got {acceptance_rate}")
+    settings: dict[str, Any] = {"context": context, "weight_bytes": weight_bytes, "num_devices": num_devices}
+    rows, printed = [], []
+    for name in devices:
+        device = DEVICES[name]
+        needed = weights_of(config, weight_bytes=weight_bytes)
+        table = narrow_table()
+        table.title = f"{device.name} x {num_devices}: predicted, not measured; microseconds"
+        if needed > num_devices * device.memory:
+            table.title += f" (the weights, {needed / 1e9:.0f} GB, do not fit)"
+        names = ["weights", "experts", "head", "cache", "MTP modules"]
+        for heading in ("batch", "drafts", *names[:-1], "MTP", "launches", "round", "speed-up"):
+            table.add_column(heading, justify="right")
+        for batch in batches:
+            plain = None
+            for steps in range(num_steps + 1):
+                found = predict_round(config, device, batch=batch, num_steps=steps, **settings)
+                plain = found.seconds if plain is None else plain
+                speedup = tokens_per_round(acceptance_rate, steps) * plain / found.seconds
+                seconds = {part.name: time for part, time in zip(found.parts, found.seconds_of_parts, strict=True)}
+                cells = (f"{1e6 * seconds[part]:.0f}" if part in seconds else "-" for part in names)
+                launches = f"{1e6 * found.seconds_of_launches:.0f}"
+                table.add_row(str(batch), str(steps), *cells, launches, f"{1e6 * found.seconds:.0f}", f"{speedup:.2f}")
+                row = {"device": device.name, "num_devices": num_devices, "batch": batch, "num_steps": steps}
+                row |= {"parts": [dataclasses.asdict(part) for part in found.parts], "seconds_of_parts": seconds}
+                row |= {"launches": found.launches, "seconds_of_launches": found.seconds_of_launches}
+                rows.append({**row, "seconds": found.seconds, "limit": found.limit, "speedup": speedup})
+        printed.append(table)
+    return rows, printed
