@@ -32,6 +32,7 @@ from experiments.bytes_moved import LITE, Subject, least_of_all, round_of
 from mtpjax import DecodeConfig, ModelConfig, MTPModel, generate, presets
 from mtpjax.console import narrow_table
 from mtpjax.decoding.capacity import min_rows_per_pass
+from mtpjax.decoding.gpu_graph import OneGraph
 from mtpjax.evaluation.round_costs import PLAIN_STEP, CostMeter, chain_shape
 from mtpjax.models.params import param_shapes
 
@@ -238,6 +239,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--prompt-length", type=int, default=1792)
     parser.add_argument("--new-tokens", type=int, default=129, help="at least 2 (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="rounds of measurements (default: %(default)s)")
+    parser.add_argument(
+        "--loop-outside", action="store_true", help="without the CUDA graph of the whole call: the host runs the loop"
+    )
     parser.add_argument("--quick", action="store_true", help="a toy, with XLA alone: to see that it runs")
     parser.add_argument("--output", type=pathlib.Path, default=None, help=f"default: {RESULT.name} in results/")
     options = parser.parse_args(argv)
@@ -246,6 +250,8 @@ def main(argv: list[str] | None = None) -> int:
     if not options.quick and jax.default_backend() != "gpu":
         print("this measures a GPU, and jax has none here; --quick runs anywhere", file=sys.stderr)
         return 3
+    if options.loop_outside:
+        OneGraph.__call__ = lambda self, *args, **kwargs: self.plain(*args, **kwargs)
     options.torch = not options.quick and importlib.util.find_spec("transformers") is not None
     configs = {name: MODELS[name] for name in options.models}
     if options.quick:

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.backend import triton as plt
 from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.dispatch import choose
 from pallas_kernels.partial_sums import PartialSums, sum_of_parts

@@ -4,7 +4,8 @@ import functools
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
+
+from pallas_kernels.backend import triton as plt
 
 
 def column_slices(*ends: int) -> list[tuple[int, int, int]]:

@@ -8,8 +8,8 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.backend import triton as plt
 from pallas_kernels.combine_shares import combine_shares_reference
 from pallas_kernels.cost import loads_from_l2
 

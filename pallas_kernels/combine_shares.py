@@ -8,7 +8,8 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
+
+from pallas_kernels.backend import triton as plt
 
 _TILE_ELEMENTS = 8192  # of the shares that a program loads at once: 64 registers for each of 128 threads
 

@@ -11,6 +11,7 @@ import jax
 from jax.sharding import AxisType
 
 from pallas_kernels import measurements
+from pallas_kernels.backend import triton
 
 MAX_SIZE_RATIO = 2.0  # a measurement applies to shapes whose every size differs by at most this factor
 # Ops that run their kernel on a GPU where nothing near was measured: without it XLA reads experts several times, or
@@ -63,6 +64,8 @@ def choose(
     named = [*offered, *(["interpreted"] if "triton" in offered else [])]
     if implementation not in ("auto", *named):
         raise ValueError(f"{op} has no implementation {implementation!r}: it is one of auto, {', '.join(named)}")
+    if triton is None:
+        unsupported_reason = f"jax {jax.__version__} has no Triton backend of Pallas, which the kernels need: use xla"
     # Automatic partitioning: an axis of several devices that is not under shard_map ("Manual").
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)

@@ -9,8 +9,8 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.backend import triton as plt
 from pallas_kernels.block_scaled_matmul.kernel import (
     MAX_ROWS,
     TILE_BYTES,

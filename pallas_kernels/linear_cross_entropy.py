@@ -19,8 +19,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.backend import triton as plt
 from pallas_kernels.dispatch import choose
 
 HIGHEST = jax.lax.Precision.HIGHEST  # exact float32 products; no effect on bfloat16

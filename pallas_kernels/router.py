@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.backend import triton as plt
 from pallas_kernels.block_scaled_matmul import partial_matmul
 from pallas_kernels.block_scaled_matmul.kernel import MAX_ROWS
 from pallas_kernels.dispatch import choose

@@ -11,9 +11,9 @@ import math
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import combine_latents
+from pallas_kernels.backend import triton as plt
 from pallas_kernels.column_slices import column_slices, load_slice, slice_mask
 from pallas_kernels.combine_shares import combine_shares
 from pallas_kernels.cost import loads_from_l2

@@ -5,8 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.backend import triton as plt
 from pallas_kernels.device import num_processors
 from pallas_kernels.gated_delta.masked_load import bounds_mask, load_in_bounds, num_bytes
 from pallas_kernels.gated_delta.reference import CHUNK, gated_delta_reference

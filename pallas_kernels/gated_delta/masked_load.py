@@ -1,7 +1,8 @@
 """Loads and masks that the kernels of the gated delta rule share."""
 
 import jax.numpy as jnp
-from jax.experimental.pallas import triton as plt
+
+from pallas_kernels.backend import triton as plt
 
 
 def bounds_mask(shape, limits):

@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.backend import triton as plt
 from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.device import num_processors
 from pallas_kernels.grouped_matmul.route import MIN_ROWS, Route

@@ -12,7 +12,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
+
+from pallas_kernels.backend import triton as plt
 
 MIN_ROWS = 16  # rows per product for few tokens: the fewest that tensor cores take
 

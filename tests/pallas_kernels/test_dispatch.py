@@ -1,6 +1,8 @@
 import functools
 import importlib
 import json
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -147,3 +149,22 @@ def test_a_mesh_that_is_partitioned_automatically_takes_the_reference():
         everywhere = jax.sharding.PartitionSpec()
         jax.jit(jax.shard_map(inside, in_specs=everywhere, out_specs=everywhere))(jax.numpy.ones(2))
     assert found == ["xla", "triton"]
+
+
+def test_without_the_triton_backend_everything_runs_by_xla():
+    """In a process of its own, from which the backend's module is hidden."""
+    code = """
+import sys
+sys.modules["jax.experimental.pallas.triton"] = None
+import jax.numpy as jnp
+import mtpjax
+from pallas_kernels import add_rms_norm, rms_norm
+print(rms_norm(jnp.ones((2, 8)), jnp.ones(8)).shape)
+try:
+    rms_norm(jnp.ones((2, 8)), jnp.ones(8), implementation="triton")
+except ValueError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[0] == "(2, 8)", done.stderr
+    assert "has no Triton backend of Pallas, which the kernels need: use xla" in done.stdout

@@ -1,0 +1,55 @@
+import json
+import sys
+
+import pytest
+
+from experiments import gpu_check
+from experiments.gpu_check import Step
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """Steps that count how often they ran in a file."""
+
+    def script(code):
+        return (sys.executable, "-c", f"open('{{output}}', 'a').write('1'); print('done'); raise SystemExit({code})")
+
+    made = (
+        Step("good", "?", (), 1, quick=script(0)),
+        Step("bad", "?", (), 1, quick=script(3)),
+        Step("late", "?", (), 0.02, quick=(sys.executable, "-c", "import time; print(1, flush=True); time.sleep(60)")),
+        Step("gpu", "?", (), 1),
+        Step("program", "?", (), 1, needs=("no-such-program",), quick=script(0)),
+    )
+    monkeypatch.setattr(gpu_check, "STEPS", made)
+
+
+def test_results_are_kept_and_a_later_call_continues(steps, tmp_path, capsys):
+    flags = ["--quick", "--output", str(tmp_path)]
+    assert gpu_check.main(flags) == 1
+    found = json.loads((tmp_path / "summary.json").read_text())
+    assert (found["good"]["exit_code"], found["bad"]["exit_code"], found["late"]["exit_code"]) == (0, 3, None)
+    assert found["good"]["last_lines"] == ["done"]
+    assert found["gpu"]["skipped"] == "needs a GPU"
+    assert found["program"]["skipped"] == "no-such-program is not installed"
+    assert "failed: bad, late" in capsys.readouterr().err
+    # What succeeded is not run again, unless it is asked for.
+    gpu_check.main([*flags, "--steps", "good", "bad"])
+    assert ((tmp_path / "good.json").read_text(), (tmp_path / "bad.json").read_text()) == ("1", "11")
+    gpu_check.main([*flags, "--steps", "good", "--again"])
+    assert (tmp_path / "good.json").read_text() == "11"
+
+
+def test_measured_times_are_compared_with_the_prediction(tmp_path):
+    file = tmp_path / "1B.json"
+    rows = [{"model": "1B", "seconds": {"xla": [2e-3, 1e-3, 3e-3], "torch": []}}]
+    file.write_text(json.dumps({"device": "NVIDIA H100 80GB HBM3", "models": rows}))
+    [line] = gpu_check.compare_with_prediction(file)
+    assert line.startswith("1B, xla: 2000 us a token, predicted ") and line.endswith("times as long")
+    file.write_text(json.dumps({"device": "another", "models": rows}))
+    assert gpu_check.compare_with_prediction(file) == []
+
+
+def test_the_list_names_every_step(capsys):
+    assert gpu_check.main(["--list"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [s.name for s in gpu_check.STEPS]
