@@ -30,6 +30,39 @@ def make_call(op: str, shape: Shape) -> Call | None:
     return None if make is None else make(shape, iter(jax.random.split(jax.random.key(0), 16)))
 
 
+def difference_from_xla(op: str, shape: Shape, implementation: str) -> float:
+    """Compares an implementation of an op with "xla", on small arrays of the dtypes and widths of a call.
+
+    Args:
+        op: Name of the op.
+        shape: What the op gives to `choose`.
+        implementation: One of the op.
+
+    Returns:
+        The largest difference over its bound: more than 1 means that the numbers are wrong. 0 for an op without a form
+        here.
+    """
+    small = {name: min(size, _MOST[name]) if name in _MOST else size for name, size in shape.items()}
+    made = make_call(op, small)
+    if made is None:
+        return 0.0
+    run, arrays = made
+    found = run(*arrays, implementation=implementation)
+    with jax.default_matmul_precision("highest"):
+        expected = run(*arrays, implementation="xla")
+    bound = 1e-4 if shape.get("dtype") == "float32" else 3e-2
+    worst = 0.0
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        if jnp.issubdtype(one.dtype, jnp.floating):
+            one, other = one.astype(jnp.float32), other.astype(jnp.float32)
+            worst = max(worst, float(jnp.abs(one - other).max() / (bound * jnp.maximum(jnp.abs(other).max(), 1e-6))))
+    return worst
+
+
+# Sizes that a comparison does not need whole.
+_MOST = {"rows": 3, "batch": 2, "slots": 256, "vocabulary": 1024, "outputs": 512, "experts": 64, "tokens": 5}
+
+
 def _normal(keys, shape, dtype="float32") -> jax.Array:
     return jax.random.normal(next(keys), shape, jnp.float32).astype(dtype)
 

@@ -21,7 +21,7 @@ from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import NewRows, empty_state, start_rows
 from mtpjax.models.model import MTPModel
 from pallas_kernels import dispatch, measurements
-from pallas_kernels.questions import make_call
+from pallas_kernels.questions import difference_from_xla, make_call
 
 Question = tuple[str, dict[str, Any]]  # an op and the shape of its call
 LEAST_SECONDS = 0.02  # of one measurement; shorter calls are repeated
@@ -95,6 +95,8 @@ def measure(
 ) -> Iterator[tuple[Question, dict[str, float], str | None]]:
     """Times every implementation of each question on this device, and keeps the times in the user's file at once.
 
+    An implementation is compared with XLA first, on small arrays; what gives other numbers is not kept.
+
     Args:
         questions: what to measure, from `find_questions`.
         rounds: measurements of each implementation, which take turns; the median counts.
@@ -117,10 +119,15 @@ def measure(
             # Whatever keeps an implementation from running here, the others are measured.
             try:
                 jax.block_until_ready(call())
+                difference = 0.0 if name == "xla" else difference_from_xla(op, shape, name)
             except Exception as error:
                 failure = f"{name} fails: {str(error).partition(chr(10))[0][:200]}"
-            else:
-                calls[name] = call
+                continue
+            # Fast and wrong is not kept.
+            if not difference <= 1:
+                failure = f"{name} gives other numbers than xla: {difference:.3g} times the bound"
+                continue
+            calls[name] = call
         times: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(rounds):
             for name, call in calls.items():

@@ -4,8 +4,8 @@ import pytest
 from mtpjax import DecodeConfig
 from mtpjax.cli.main import main
 from mtpjax.evaluation import tune
-from pallas_kernels import dispatch, measurements
-from pallas_kernels.questions import make_call
+from pallas_kernels import dispatch, measurements, questions
+from pallas_kernels.questions import difference_from_xla, make_call
 
 
 @pytest.fixture
@@ -41,6 +41,28 @@ def test_every_question_can_be_asked_again(attention, small):
         assert {**shape, "scoring": "", "queries": 0} in [
             {**found, "scoring": "", "queries": 0} for name, found in asked if name == op
         ]
+
+
+@pytest.mark.slow  # the kernels' own tests compare them, too
+def test_the_comparison_accepts_every_kernel(small):
+    asked = {op: shape for attention in ("grouped", "latent") for op, shape in questions_of(small, attention)}
+    assert len(asked) == 10
+    for op, shape in asked.items():
+        assert difference_from_xla(op, shape, "interpreted") <= 1, op
+
+
+def test_wrong_numbers_are_not_kept(cache, small, monkeypatch):
+    question = next(one for one in questions_of(small, "grouped") if one[0] == "head_top_k")
+    run, arrays = make_call(*question)
+
+    def wrong(*arrays, implementation):
+        factor = 1.01 if implementation == "interpreted" else 1.0
+        return jax.tree.map(lambda out: out * factor, run(*arrays, implementation="xla"))
+
+    for module in (questions, tune):
+        monkeypatch.setattr(module, "make_call", lambda *_: (wrong, arrays))
+    [(_, times, failure)] = tune.measure([question], rounds=1, implementations=("xla", "interpreted"))
+    assert set(times) == {"xla"} and "interpreted gives other numbers than xla" in failure
 
 
 def test_measured_times_are_kept_one_by_one_and_used(cache, small, monkeypatch):
