@@ -17,8 +17,10 @@ import json
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from typing import Any
 
@@ -131,23 +133,25 @@ def run_step(step: Step, *, is_quick: bool, folder: pathlib.Path) -> dict[str, A
     if not is_quick:
         environment["JAX_PLATFORMS"] = "cuda,cpu"
     begin = time.monotonic()
-    try:
-        done = subprocess.run(
-            filled, env=environment, capture_output=True, text=True, errors="replace", timeout=60 * step.minutes
-        )
-        code, text = done.returncode, done.stdout + done.stderr
-    except subprocess.TimeoutExpired as late:
-        code, text = None, "".join(_text(part) for part in (late.stdout, late.stderr))
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        # A session of its own, so that the time limit ends the command's children too.
+        child = subprocess.Popen(filled, env=environment, stdout=log, stderr=log, start_new_session=True)
+        try:
+            code = child.wait(timeout=60 * step.minutes)
+        except BaseException as reason:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+            if not isinstance(reason, subprocess.TimeoutExpired):
+                raise
+            code = None
+        log.seek(0)
+        text = log.read()
     return {
         "command": " ".join(command),
         "exit_code": code,  # None: it ran into the time limit
         "seconds": round(time.monotonic() - begin, 1),
         "last_lines": text.splitlines()[-KEPT_LINES:],
     }
-
-
-def _text(part: bytes | str | None) -> str:
-    return part.decode(errors="replace") if isinstance(part, bytes) else part or ""
 
 
 def compare_with_prediction(file: pathlib.Path) -> list[str]:
@@ -193,7 +197,8 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{step.name:20} {step.minutes:3.0f} min  {step.asks}")
         return 0
     options.output.mkdir(parents=True, exist_ok=True)
-    summary = options.output / "summary.json"
+    # Quick results do not count for the real run.
+    summary = options.output / ("quick.json" if options.quick else "summary.json")
     results: dict[str, Any] = json.loads(summary.read_text()) if summary.exists() else {}
     for step in STEPS:
         if options.steps and step.name not in options.steps:

@@ -243,6 +243,10 @@ def _predict(options) -> int:
 
     if options.output is not None:
         check_output_file(options.output)
+    if options.num_steps < 0 or options.topk != 1:
+        raise ValueError(
+            f"--predict takes chains of 0 or more drafts, got num_steps {options.num_steps}, topk {options.topk}"
+        )
     config, weight_bytes = _model_to_predict(options.model_path, model_type(options))
     rows, tables = roofline.tables(
         config,

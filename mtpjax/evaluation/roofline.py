@@ -27,6 +27,7 @@ class Device:
         bandwidth: bytes a second.
         flops: dense bfloat16 operations a second.
         bandwidth_share: share of the bandwidth that bfloat16 kernels are assumed to reach.
+        fp8_bandwidth_share: the same of kernels that read fp8 weights, which they must convert.
         flops_share: share of the operations that kernels are assumed to reach.
         seconds_per_launch: assumed time from the end of a kernel to the work of the next one within a graph.
     """
@@ -36,23 +37,25 @@ class Device:
     bandwidth: float
     flops: float
     bandwidth_share: float
+    fp8_bandwidth_share: float
     flops_share: float
     seconds_per_launch: float
 
 
 # Shares of bandwidth are estimates from the kernels' machine code: loads in flight, and instructions per tile.
 DEVICES = {
-    "h100": Device("H100 SXM", 80e9, 3.35e12, 989e12, 0.8, 0.5, 2e-6),
-    "h200": Device("H200", 141e9, 4.8e12, 989e12, 0.8, 0.5, 2e-6),
-    "mi300x": Device("MI300X", 192e9, 5.3e12, 1307e12, 0.65, 0.35, 3e-6),
+    "h100": Device("H100 SXM", 80e9, 3.35e12, 989e12, 0.8, 0.65, 0.5, 2e-6),
+    "h200": Device("H200", 141e9, 4.8e12, 989e12, 0.8, 0.55, 0.5, 2e-6),
+    "mi300x": Device("MI300X", 192e9, 5.3e12, 1307e12, 0.65, 0.23, 0.35, 3e-6),
 }
 # Launches with kernels, counted by `python -m experiments.gpu_launches` in modules compiled for an H100.
 LAUNCHES_PER_DENSE_LAYER = 9
+LAUNCHES_OF_LINEAR_ATTENTION = 8  # more than softmax attention: convolution, decay and gates are XLA's
 LAUNCHES_OF_EXPERTS = 5  # more than a dense layer's
 LAUNCHES_OF_QUERY_LATENT = 2  # of latent attention whose queries go through a latent
 LAUNCHES_OF_INDEXER = 12  # not counted: the indexer is XLA's
 LAUNCHES_PER_ROUND = 27  # outside of layers: embedding, masks, head, sampling, commit
-LAUNCHES_PER_LEVEL = 10  # of a draft level, beside the module's layer
+LAUNCHES_PER_LEVEL = 14  # of a draft level, beside the module's layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,10 +138,14 @@ def predict_round(
             raise ValueError(f"{name} must be at least {lowest}, got {value}")
     if num_steps and not config.num_mtp_modules:
         raise ValueError(f"{num_steps} draft levels need at least one MTP module, and the model has none")
+    if not weight_bytes > 0:
+        raise ValueError(f"weight_bytes must be above 0, got {weight_bytes}")
     parts = tuple(_parts(config, batch, context, num_steps, weight_bytes))
+    # Caches stay bfloat16; all other parts are mostly weights.
+    share = device.bandwidth_share if weight_bytes > 1.5 else device.fp8_bandwidth_share
     seconds = tuple(
         max(
-            part.nbytes / (device.bandwidth * device.bandwidth_share),
+            part.nbytes / (device.bandwidth * (device.bandwidth_share if part.name == "cache" else share)),
             part.flops / (device.flops * device.flops_share),
         )
         / num_devices
@@ -165,6 +172,7 @@ def count_launches(config: ModelConfig, num_steps: int) -> int:
             LAUNCHES_PER_DENSE_LAYER
             + LAUNCHES_OF_EXPERTS * kind.is_moe
             + LAUNCHES_OF_QUERY_LATENT * (is_latent and bool(config.q_lora_rank))
+            + LAUNCHES_OF_LINEAR_ATTENTION * (kind.attention == "delta")
             + LAUNCHES_OF_INDEXER * (kind.indexer == "full")
         )
 

@@ -43,7 +43,7 @@ def test_launches_follow_the_layers():
     dense, deepseek = presets["small"], presets["deepseek-v3"]
     assert count_launches(dense, 0) == 27 + 9 * dense.num_hidden_layers
     assert count_launches(deepseek, 0) == 27 + 3 * 11 + 58 * 16
-    assert count_launches(deepseek, 1) == count_launches(deepseek, 0) + 10 + 16
+    assert count_launches(deepseek, 1) == count_launches(deepseek, 0) + 14 + 16
 
 
 def test_expected_tokens_per_round():
@@ -69,6 +69,8 @@ def test_the_command_takes_a_preset_or_a_bare_configuration(tmp_path, capsys):
         (["--device", "a100"], "device 'a100' is not one of h100, h200, mi300x"),
         (["--context", "0"], "context must be at least 1, got 0"),
         (["--num-devices", "0"], "num_devices must be at least 1, got 0"),
+        (["--weight-bytes", "-1"], "weight_bytes must be above 0, got -1.0"),
+        (["--num-steps", "-1"], "takes chains of 0 or more drafts, got num_steps -1, topk 1"),
         (["--acceptance-rate", "2"], "acceptance_rate must be within 0..1, got 2.0"),
     ],
 )

@@ -27,7 +27,7 @@ def steps(monkeypatch):
 def test_results_are_kept_and_a_later_call_continues(steps, tmp_path, capsys):
     flags = ["--quick", "--output", str(tmp_path)]
     assert gpu_check.main(flags) == 1
-    found = json.loads((tmp_path / "summary.json").read_text())
+    found = json.loads((tmp_path / "quick.json").read_text())
     assert (found["good"]["exit_code"], found["bad"]["exit_code"], found["late"]["exit_code"]) == (0, 3, None)
     assert found["good"]["last_lines"] == ["done"]
     assert found["gpu"]["skipped"] == "needs a GPU"
