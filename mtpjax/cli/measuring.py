@@ -69,7 +69,7 @@ def _add_profile(commands) -> None:
     )
     predict.add_argument("--num-devices", type=int, default=1, help="GPUs that share the model (default: %(default)s)")
     predict.add_argument(
-        "--acceptance-rate",
+        "--assumed-acceptance",
         type=float,
         default=0.8,
         help="probability that a draft level is accepted, given the levels before it (default: %(default)s)",
@@ -253,7 +253,7 @@ def _predict(options) -> int:
         devices=options.device,
         batches=options.batch_size,
         num_steps=options.num_steps if config.num_mtp_modules else 0,
-        acceptance_rate=options.acceptance_rate,
+        acceptance_rate=options.assumed_acceptance,
         context=options.context,
         weight_bytes=weight_bytes if options.weight_bytes is None else options.weight_bytes,
         num_devices=options.num_devices,

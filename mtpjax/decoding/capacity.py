@@ -5,7 +5,7 @@ from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.models.model import MTPModel
 
 MIN_PREFILL_CHUNK, MAX_PREFILL_CHUNK = 64, 2048  # tokens
-MAX_SCORE_BYTES = 2**30  # of one layer's attention scores in a prefill pass
+MAX_ACTIVATION_BYTES = 2**30  # of the widest array of a prefill pass
 
 
 def slots_per_round(model: MTPModel, drafter: Drafter, spec: DecodeSpec) -> int:
@@ -60,9 +60,9 @@ def cache_capacity(prompt_length: int, max_length: int, *, max_slots_per_round: 
 def choose_prefill_chunk(model: MTPModel, batch: int, platform: str, *, longest_prompt: int, max_length: int) -> int:
     """Chooses the number of tokens per row in one prefill pass.
 
-    Each pass reads all weights, so a GPU takes long chunks, no longer than the prompts need. Where XLA computes
-    attention, or an indexer its scores, `[B, heads, chunk, slots]` in float32 stay within 1 GiB. On a CPU short chunks
-    are as fast, and short prompts fill them better.
+    Each pass reads all weights, so a GPU takes long chunks, no longer than the prompts need. The widest array of a pass
+    stays within 1 GiB: that of the feed-forward layer, or where XLA computes attention, or an indexer its scores,
+    `[B, heads, chunk, slots]` in float32. On a CPU short chunks are as fast, and short prompts fill them better.
 
     Args:
         model: the model.
@@ -77,9 +77,11 @@ def choose_prefill_chunk(model: MTPModel, batch: int, platform: str, *, longest_
     chunk = MIN_PREFILL_CHUNK
     if platform == "cpu":
         return chunk
-    has_scores = model.implementation == "xla" or model.config.index_topk
-    bytes_per_token = 4 * batch * model.config.num_attention_heads * max_length if has_scores else 0
-    while chunk < min(MAX_PREFILL_CHUNK, longest_prompt) and 2 * chunk * bytes_per_token <= MAX_SCORE_BYTES:
+    config = model.config
+    widest = 2 * max(config.intermediate_size, config.num_experts_per_tok * config.moe_intermediate_size)
+    if model.implementation == "xla" or config.index_topk:
+        widest = max(widest, config.num_attention_heads * max_length)
+    while chunk < min(MAX_PREFILL_CHUNK, longest_prompt) and 2 * chunk * 4 * batch * widest <= MAX_ACTIVATION_BYTES:
         chunk *= 2
     return chunk
 

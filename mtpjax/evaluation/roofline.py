@@ -295,7 +295,7 @@ def tables(
     if unknown:
         raise ValueError(f"device {unknown[0]!r} is not one of {', '.join(DEVICES)}")
     if not 0 <= acceptance_rate <= 1:
-        raise ValueError(f"acceptance_rate must be within 0..1, got {acceptance_rate}")
+        raise ValueError(f"the assumed acceptance must be within 0..1, got {acceptance_rate}")
     settings: dict[str, Any] = {"context": context, "weight_bytes": weight_bytes, "num_devices": num_devices}
     rows, printed = [], []
     for name in devices:

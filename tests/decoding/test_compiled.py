@@ -99,6 +99,11 @@ def updates_in(computations, one: Instruction, is_large) -> int | None:
     parts = [shape for shape in one.shapes if is_large(shape)]
     if one.opcode in UPDATES:
         return len(parts)
+    # A kernel whose results are its operands writes in place.
+    if one.opcode == "custom-call":
+        aliased = re.search(r"output_to_operand_aliasing=\{(.*?)\}, ", one.line)
+        places = re.findall(r"\{(\d*)\}: \(", aliased[1] + "}") if aliased else []
+        return len(parts) if len(parts) == sum(is_large(one.shapes[int(place or 0)]) for place in places) else None
     if one.opcode == "fusion":
         inside = computations[called(one.line, "calls")[0]]
         made = [other for other in inside if other.opcode in UPDATES and any(map(is_large, other.shapes))]
