@@ -215,7 +215,7 @@ def test_decoding_with_stacked_layers_is_refused(small):
 @pytest.mark.parametrize(
     "attention",
     [
-        "grouped",
+        pytest.param("grouped", marks=pytest.mark.slow),
         "latent",
         pytest.param("hybrid", marks=pytest.mark.slow),
         pytest.param("sparse", marks=pytest.mark.slow),

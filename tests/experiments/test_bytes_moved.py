@@ -380,7 +380,7 @@ def test_every_weight_and_cache_is_seen_to_be_read(name, batch, num_steps, most)
 
 @pytest.mark.h100
 def test_a_kernel_in_a_round_counts_what_it_declares(monkeypatch):
-    """The norms of a stream alone: the trunk's first and last, and those of the module's two inputs, of two rows each."""
+    """The norms of a stream alone, of two rows: the trunk's first and last, and those of the module's two inputs."""
 
     def norm(x, scale, *, implementation, **how):
         assert implementation == "xla"
