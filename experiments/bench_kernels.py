@@ -22,7 +22,6 @@ import json
 import math
 import pathlib
 import sys
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -33,27 +32,14 @@ from rich.console import Console
 
 from experiments.kernel_cases import Case, cases
 from mtpjax.console import narrow_table
+from mtpjax.evaluation.tune import seconds_per_call
 from pallas_kernels import measurements
 
 RESULT = pathlib.Path(__file__).parent / "results" / "bench_kernels.json"
 AT_ONCE = 256 * 2**20  # bytes of inputs that one call goes through, several times a GPU's cache
 MOST_COPIES = 64
+seconds = functools.partial(seconds_per_call, least=0.05)  # of one call
 TOLERANCE = 2e-2  # relative error of bfloat16 results; with float32 inputs and sums it is around 1e-6
-
-
-def seconds(call: Callable[[], Any], least: float = 0.05) -> float:
-    """Of one call, among as many in a row as take `least` seconds."""
-    jax.block_until_ready(call())
-    count = 1
-    while True:
-        begin = time.perf_counter()
-        for _ in range(count):
-            result = call()
-        jax.block_until_ready(result)
-        took = time.perf_counter() - begin
-        if took > least:
-            return took / count
-        count *= 2
 
 
 def limits(length: int = 2**30, width: int = 8192) -> tuple[float, float]:

@@ -9,12 +9,11 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 
 from pallas_kernels.backend import triton as plt
 from pallas_kernels.dispatch import choose
-from pallas_kernels.partial_sums import PartialSums, sum_of_parts
+from pallas_kernels.partial_sums import PartialSums, load_sum
 from pallas_kernels.rms_norm import rms_norm_reference
 
 
@@ -108,9 +107,7 @@ def _add_rms_norm_kernel(*refs, dtype, num_rows, width, eps, zero_centred):
     row = pl.program_id(0) * block + jnp.arange(block)
     mask = (row < num_rows)[:, None] & (column < width)[None, :]
     # Add the parts in order, and round where the separate operations would.
-    total = sum_of_parts(
-        lambda part: plt.load(parts_ref.at[np.int32(part)], mask=mask, other=0.0), parts_ref.shape[0], dtype
-    )
+    total = load_sum(parts_ref, (), mask, dtype)
     for x_ref in x_refs:
         x = plt.load(x_ref, mask=mask, other=0.0)
         total = (x.astype(jnp.float32) + total.astype(jnp.float32)).astype(x.dtype)

@@ -9,15 +9,14 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 
 from pallas_kernels.backend import triton as plt
 from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.dispatch import choose
-from pallas_kernels.partial_sums import PartialSums, sum_of_parts
+from pallas_kernels.partial_sums import PartialSums, load_sum
 from pallas_kernels.rms_norm import rms_norm_reference
-from pallas_kernels.rotation import rotate
+from pallas_kernels.rotation import rotate, rotate_pairs
 
 MAX_ROWS = 64  # with more rows, XLA's fusions cost less than the products around them
 
@@ -232,13 +231,7 @@ def _append_heads_kernel(
         for channel, is_channel in groups:
             mask = is_head[:, None] & is_channel[None, :]
             column = (key_head * per_key + head[:, None]) * H + channel[None, :]
-            x = sum_of_parts(
-                lambda part, column=column, mask=mask: plt.load(
-                    parts_ref.at[np.int32(part), token, column], mask=mask, other=0.0
-                ),
-                parts_ref.shape[0],
-                dtype,
-            )
+            x = load_sum(parts_ref, (token, column), mask, dtype)
             if bias_ref is not None:
                 index = jnp.broadcast_arrays(head[:, None], channel[None, :])
                 bias = plt.load(bias_ref.at[key_head, *index], mask=mask, other=0.0)
@@ -256,7 +249,7 @@ def _append_heads_kernel(
                 normed = x[index] * inverse * (scale + (1.0 if zero_centred else 0.0))[None, :]
                 x[index] = normed.astype(dtype).astype(jnp.float32)
         cos, sin = (plt.load(ref.at[row, place, pair], mask=pair < P, other=0.0)[None, :] for ref in (cos_ref, sin_ref))
-        x[:2] = [x[0] * cos - x[1] * sin, x[1] * cos + x[0] * sin]
+        x[:2] = rotate_pairs(x[0], x[1], cos, sin)
         return [one.astype(dtype) for one in x]
 
     def store(ref, outer, index, is_row, x, channels):

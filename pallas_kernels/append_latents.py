@@ -8,15 +8,14 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 
 from pallas_kernels.backend import triton as plt
 from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.dispatch import choose
-from pallas_kernels.partial_sums import PartialSums, sum_of_parts
+from pallas_kernels.partial_sums import PartialSums, load_sum
 from pallas_kernels.rms_norm import rms_norm_reference
-from pallas_kernels.rotation import rotate
+from pallas_kernels.rotation import rotate, rotate_pairs
 
 MAX_ROWS = 64  # with more rows, XLA's fusions cost less than the products around them
 
@@ -192,8 +191,7 @@ def _append_latents_kernel(
         """Loads and adds the parts of rows and columns: [rows, columns] in `dtype`."""
         index = jnp.broadcast_arrays(row[:, None], column[None, :])
         mask = is_row[:, None] & is_column[None, :]
-        load = lambda part: plt.load(ref.at[np.int32(part), *index], mask=mask, other=0.0)
-        return sum_of_parts(load, int(ref.shape[0]), dtype)
+        return load_sum(ref, index, mask, dtype)
 
     def rotated(ref, row, is_row, begin, dtype):
         """Loads the pairs from column `begin` on, and rotates them: two [rows, pairs]."""
@@ -203,7 +201,7 @@ def _append_latents_kernel(
         index = jnp.broadcast_arrays(row[:, None], pair[None, :])
         mask = is_row[:, None] & is_pair[None, :]
         cos, sin = (plt.load(angle.at[*index], mask=mask, other=0.0) for angle in (cos_ref, sin_ref))
-        return (one * cos - two * sin).astype(dtype), (two * cos + one * sin).astype(dtype)
+        return tuple(half.astype(dtype) for half in rotate_pairs(one, two, cos, sin))
 
     def store(ref, outer, row, is_row, column, is_column, x):
         """Stores rows and columns at `ref[row, *outer, column]`."""

@@ -11,18 +11,16 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.backend import triton as plt
+from pallas_kernels.block_scaled_matmul.choice import check_matrix, choose_for_few_rows, compare_with_reference
 from pallas_kernels.block_scaled_matmul.kernel import (
-    MAX_ROWS,
     TILE_BYTES,
     elements,
-    find_unsupported_reason,
     load_inputs,
     multiply_tile,
 )
 from pallas_kernels.block_scaled_matmul.reference import block_scaled_matmul_reference, block_scaled_matmul_xla
 from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.device import num_processors
-from pallas_kernels.dispatch import choose
 
 
 def gated_matmul(x, weights, scales=None, *, block=128, implementation="auto") -> jax.Array:
@@ -46,25 +44,13 @@ def gated_matmul(x, weights, scales=None, *, block=128, implementation="auto") -
     Raises:
         ValueError: As in `block_scaled_matmul`, or the number of columns is odd.
     """
-    if x.ndim == 0 or weights.ndim != 2 or x.shape[-1] != weights.shape[0] or weights.shape[1] % 2:
-        raise ValueError(f"x {x.shape} does not fit weights {weights.shape}: they are [..., D] and [D, 2 F]")
-    D, width = weights.shape
-    if scales is not None and scales.shape != (pl.cdiv(D, block), width):
-        raise ValueError(f"scales {scales.shape} do not fit weights {weights.shape} in blocks of {block} inputs")
-    rows = x.size // D if D else 0
-    has_few_rows = 0 < rows <= MAX_ROWS and width > 0
-    shape = {"rows": rows, "inputs": D, "outputs": width, "dtype": str(x.dtype), "weights": str(weights.dtype)}
-    chosen = choose(
-        "gated_matmul",
-        implementation,
-        ("xla", "triton"),
-        shape,
-        unsupported_reason=find_unsupported_reason(weights, scales, block) if has_few_rows else None,
-        check=functools.partial(
-            difference_from_reference, dtype=x.dtype, weights_dtype=weights.dtype, has_scales=scales is not None
-        ),
+    check_matrix(x, weights, scales, block, layout="[D, 2 F]", multiple=2)
+    check = functools.partial(
+        difference_from_reference, dtype=x.dtype, weights_dtype=weights.dtype, has_scales=scales is not None
     )
-    if chosen == "xla" or not has_few_rows:
+    matrices = ((weights, scales),)
+    chosen = choose_for_few_rows("gated_matmul", implementation, x, matrices, block=block, dtype=x.dtype, check=check)
+    if chosen == "xla":
         return _gated_matmul_xla(x, weights, scales, block)
     return _gated_matmul_triton(x, weights, scales, block, chosen == "interpreted")
 
@@ -81,15 +67,8 @@ def difference_from_reference(implementation: str, *, dtype, weights_dtype, has_
     Returns:
         The largest difference over its bound: more than 1 means that the numbers are wrong.
     """
-    n, D, F, block = 3, 256, 128, 64
-    keys = jax.random.split(jax.random.key(0), 3)
-    x = jax.random.normal(keys[0], (n, D), dtype)
-    weights = (jax.random.normal(keys[1], (D, 2 * F)) * 0.1).astype(weights_dtype)
-    scales = jax.random.uniform(keys[2], (D // block, 2 * F)) if has_scales else None
-    found = gated_matmul(x, weights, scales, block=block, implementation=implementation)
-    expected = gated_matmul_reference(x.astype(jnp.float32), weights, scales, block=block)
-    bound = (1e-4 if dtype == jnp.float32 else 3e-2) * jnp.abs(expected).max()
-    return float(jnp.abs(found.astype(jnp.float32) - expected).max() / bound)
+    settings = {"dtype": dtype, "weights_dtype": weights_dtype, "has_scales": has_scales}
+    return compare_with_reference(gated_matmul, gated_matmul_reference, implementation, **settings)
 
 
 def gated_matmul_reference(x, weights, scales=None, *, block=128):

@@ -2,11 +2,13 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.backend import triton as plt
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["parts"], meta_fields=["dtype"])
@@ -32,13 +34,21 @@ class PartialSums:
 
     def total(self) -> jax.Array:
         """Adds the parts in a fixed order, so that results repeat bit for bit: [..., F] in `dtype`."""
-        return sum_of_parts(lambda part: self.parts[part], len(self.parts), self.dtype)
+        return functools.reduce(jnp.add, list(self.parts)).astype(self.dtype)
 
     def reshape(self, *shape: int) -> "PartialSums":
         """Reshapes the value."""
         return dataclasses.replace(self, parts=self.parts.reshape(len(self.parts), *shape))
 
 
-def sum_of_parts(load: Callable[[int], jax.Array], num_parts: int, dtype) -> jax.Array:
-    """Adds `num_parts` parts in order and rounds the sum to `dtype`; kernels pass how they load a part."""
-    return functools.reduce(jnp.add, map(load, range(num_parts))).astype(dtype)
+def load_sum(ref, index, mask, dtype) -> jax.Array:
+    """Loads the parts at `ref[part, *index]` inside a kernel, zero where the mask is false, and adds them.
+
+    Args:
+        ref: [P, ...].
+        index: Index behind the parts; () for all of it.
+        mask: Bool of the elements to load.
+        dtype: The sum is rounded to it.
+    """
+    parts = (plt.load(ref.at[np.int32(part), *index], mask=mask, other=0.0) for part in range(int(ref.shape[0])))
+    return functools.reduce(jnp.add, parts).astype(dtype)

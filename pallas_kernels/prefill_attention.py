@@ -4,7 +4,6 @@ Limit: multiplications. A program keeps a block of queries and goes through the 
 `[B, heads, T, S]`, which XLA writes and reads several times, never leave the processor (FlashAttention-2, 2307.08691).
 """
 
-import dataclasses
 import functools
 import math
 from typing import Any
@@ -13,12 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels.attention_blocks import MASKED_SCORE, Tiles, attend_blocks, column_slices, load_slice, slice_mask
 from pallas_kernels.backend import triton as plt
-from pallas_kernels.column_slices import column_slices, load_slice, slice_mask
 from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.dispatch import choose
-
-_MASKED_SCORE = -1e30  # score of a masked slot; unlike -inf, differences of it stay finite
 
 
 def prefill_attention(
@@ -145,30 +142,20 @@ def prefill_attention_reference(
     values = jnp.where(is_visible.any(axis=1)[:, None, :, None], values.astype(q.dtype), 0)
     scores = jnp.einsum("BKTGH,BKSH->BKTGS", q, keys.astype(q.dtype), preferred_element_type=jnp.float32) * scale
     is_visible = is_visible[:, None, :, None]
-    weights = jnp.where(is_visible, jax.nn.softmax(jnp.where(is_visible, scores, _MASKED_SCORE), axis=-1), 0)
+    weights = jnp.where(is_visible, jax.nn.softmax(jnp.where(is_visible, scores, MASKED_SCORE), axis=-1), 0)
     return jnp.einsum("BKTGS,BKSH->BKTGH", weights.astype(q.dtype), values)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Tiles:
-    """Sizes of a program: query rows, and slots per step, both powers of two; and its warps and stages."""
-
-    rows: int
-    slots: int
-    num_warps: int
-    num_stages: int
-
-
-def _choose_tiles(width: int, is_latent: bool, itemsize: int, platform: str) -> _Tiles:
+def _choose_tiles(width: int, is_latent: bool, itemsize: int, platform: str) -> Tiles:
     """Chooses the largest tiles that spill no registers, found by compiling for sm_90 and gfx942."""
     is_cuda = platform == "cuda"
     if itemsize == 4:
-        return _Tiles(16, 16, 4, 2)
+        return Tiles(16, 16, 4, 2)
     if is_latent:
-        return _Tiles(32, 32 if is_cuda else 16, 8 if is_cuda else 4, 2)
+        return Tiles(32, 32 if is_cuda else 16, 8 if is_cuda else 4, 2)
     if width <= 128:
-        return _Tiles(64, 64 if is_cuda else 32, 4, 2)
-    return _Tiles(64 if is_cuda else 32, 32 if is_cuda else 16, 4, 2)
+        return Tiles(64, 64 if is_cuda else 32, 4, 2)
+    return Tiles(64 if is_cuda else 32, 32 if is_cuda else 16, 4, 2)
 
 
 def _run_kernel(
@@ -257,11 +244,6 @@ def _prefill_attention_kernel(
     start = plt.load(start_ref.at[batch])
     last_slot = start + token  # of each query row
     q = [load_slice(q_ref, slice(None), is_row, part, q_ref.dtype) for part in key_slices]
-    dot = functools.partial(
-        jnp.dot,
-        preferred_element_type=jnp.float32,
-        precision=jax.lax.Precision.HIGHEST if q_ref.dtype == jnp.float32 else None,
-    )
 
     # The blocks of slots that some query sees: those of the sinks, then from the first window to the last query.
     end_slot = jnp.minimum(jnp.max(last_slot, axis=0) + 1, num_slots)
@@ -274,15 +256,13 @@ def _prefill_attention_kernel(
         first_block = jnp.maximum(first_visible // tiles.slots, num_sink_blocks)
     num_blocks = num_sink_blocks + jnp.maximum(pl.cdiv(end_slot, tiles.slots) - first_block, 0)
 
-    def body(index, carry):
-        outputs, highest, total = carry
-        # Slots of this step: blocks `num_sink_blocks` and up continue at the first block of the window.
+    def find_slots(index):
+        # Blocks `num_sink_blocks` and up continue at the first block of the window.
         begin = index * tiles.slots
         if window_ref is not None:
             begin = jnp.where(index < num_sink_blocks, index, index - num_sink_blocks + first_block) * tiles.slots
         slot = begin + jnp.arange(tiles.slots)
-        slots = pl.ds(begin, tiles.slots)
-        # Load only slots that hold tokens; the others may hold NaN and become 0.
+        # Load only slots that hold tokens.
         is_loaded = slot < end_slot
         is_visible = (slot[None, :] <= last_slot[:, None]) & is_loaded[None, :]
         if window_start is not None:
@@ -290,29 +270,18 @@ def _prefill_attention_kernel(
         if mask_ref is not None:
             where = jnp.broadcast_arrays(token[:, None], slot[None, :])
             is_visible &= plt.load(mask_ref.at[batch, *where], mask=is_visible, other=0) != 0
-        # Scores in float32, base 2: `scale` includes log2(e), because exp2 is one instruction.
-        keys = [load_slice(cache_refs[0], slots, is_loaded, part, q_ref.dtype) for part in key_slices]
-        scores = scale * sum(dot(one, key.T) for one, key in zip(q, keys, strict=True))
-        # Online softmax: when the highest score rises, older sums fade by the same factor.
-        new_highest = jnp.maximum(highest, jnp.max(jnp.where(is_visible, scores, _MASKED_SCORE), axis=1))
-        weights = jnp.where(is_visible, jnp.exp2(scores - new_highest[:, None]), 0.0)
-        rescale = jnp.exp2(highest - new_highest)
-        # A latent's values are the first slices of its keys, which are loaded already.
-        values = keys
-        if len(cache_refs) == 2:
-            values = [load_slice(cache_refs[1], slots, is_loaded, part, q_ref.dtype) for part in value_slices]
-        outputs = [
-            rescale[:, None] * output + dot(weights.astype(value.dtype), value)
-            for output, value in zip(outputs, values, strict=False)  # a latent has more key slices than value slices
-        ]
-        return outputs, new_highest, rescale * total + jnp.sum(weights, axis=1)
+        return pl.ds(begin, tiles.slots), is_loaded, is_visible
 
-    outputs = [jnp.zeros((tiles.rows, padded), jnp.float32) for _, _, padded in value_slices]
-    highest = jnp.full(tiles.rows, _MASKED_SCORE, jnp.float32)
-    carry = (outputs, highest, jnp.zeros_like(highest))
-    outputs, highest, total = jax.lax.fori_loop(jnp.int32(0), num_blocks.astype(jnp.int32), body, carry)
-    # A row that saw nothing gets zeros.
-    total = jnp.where(total > 0, total, 1.0)
+    outputs, _, total = attend_blocks(
+        (jnp.int32(0), num_blocks.astype(jnp.int32)),
+        find_slots,
+        q,
+        cache_refs,
+        num_rows=tiles.rows,
+        scale=scale,
+        key_slices=key_slices,
+        value_slices=value_slices,
+    )
     for output, part in zip(outputs, value_slices, strict=True):
         target = output_ref.at[:, pl.ds(part[0], output.shape[1])]
         plt.store(target, (output / total[:, None]).astype(output_ref.dtype), mask=slice_mask(is_row, part))

@@ -20,5 +20,10 @@ def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array], *, interleaved: bo
     turned, passed = jnp.split(x, [2 * cos.shape[-1]], axis=-1)
     turned = turned.astype(jnp.float32)
     first, second = (turned[..., 0::2], turned[..., 1::2]) if interleaved else jnp.split(turned, 2, axis=-1)
-    halves = [first * cos - second * sin, second * cos + first * sin]
+    halves = rotate_pairs(first, second, cos, sin)
     return jnp.concatenate([half.astype(x.dtype) for half in halves] + [passed], axis=-1)
+
+
+def rotate_pairs(first, second, cos, sin) -> tuple[jax.Array, jax.Array]:
+    """Rotates pairs by their angles, in JAX and inside kernels; all float32 and of shapes that broadcast."""
+    return first * cos - second * sin, second * cos + first * sin

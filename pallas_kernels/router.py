@@ -9,7 +9,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 
 from pallas_kernels.backend import triton as plt
@@ -17,7 +16,7 @@ from pallas_kernels.block_scaled_matmul import partial_matmul
 from pallas_kernels.block_scaled_matmul.kernel import MAX_ROWS
 from pallas_kernels.dispatch import choose
 from pallas_kernels.head_top_k import top_k
-from pallas_kernels.partial_sums import PartialSums, sum_of_parts
+from pallas_kernels.partial_sums import PartialSums, load_sum
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -178,10 +177,7 @@ def _select_experts_kernel(parts_ref, *refs, tile, routing, num_experts):
     lowest = -jnp.inf
 
     # Scores of the logits, whose parts are added first.
-    def load(part):
-        return plt.load(parts_ref.at[np.int32(part), token, expert], mask=is_expert, other=0.0)
-
-    logits = sum_of_parts(load, int(parts_ref.shape[0]), jnp.float32)
+    logits = load_sum(parts_ref, (token, expert), is_expert, jnp.float32)
     if routing.scoring == "sigmoid":
         scores = jax.nn.sigmoid(logits)
     else:

@@ -4,7 +4,6 @@ Limit: the bytes of the cache, each read once. Latent attention (MLA) with many 
 them, so there multiplications limit.
 """
 
-import dataclasses
 import functools
 import math
 
@@ -13,8 +12,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import combine_latents
+from pallas_kernels.attention_blocks import MASKED_SCORE, Tiles, attend_blocks, column_slices, load_slice, slice_mask
 from pallas_kernels.backend import triton as plt
-from pallas_kernels.column_slices import column_slices, load_slice, slice_mask
 from pallas_kernels.combine_shares import combine_shares
 from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.device import num_processors
@@ -22,7 +21,6 @@ from pallas_kernels.dispatch import choose
 
 MAX_QUERY_TOKENS = 16  # tokens per row that the kernel supports
 MAX_DRAFT_SLOTS = 64  # slots behind the committed ones: two 32-bit words of the ancestor mask
-_MASKED_SCORE = -1e30  # score of a masked slot; unlike -inf, differences of it stay finite
 
 
 def verify_attention(
@@ -164,7 +162,7 @@ def verify_attention_reference(
     scores = jnp.einsum("BKTGH,BKSH->BKTGS", q, keys.astype(q.dtype), preferred_element_type=jnp.float32) * scale
     # A second `where` after the softmax gives zeros to tokens that see nothing.
     mask = mask[:, None, :, None]
-    weights = jnp.where(mask, jax.nn.softmax(jnp.where(mask, scores, _MASKED_SCORE), axis=-1), 0)
+    weights = jnp.where(mask, jax.nn.softmax(jnp.where(mask, scores, MASKED_SCORE), axis=-1), 0)
     outputs = jnp.einsum("BKTGS,BKSH->BKTGH", weights.astype(q.dtype), values)
     return outputs if value_up is None else jnp.einsum("BKTGR,GRV->BKTGV", outputs, value_up)
 
@@ -182,18 +180,7 @@ def _verify_attention_triton(
     return jax.lax.platform_dependent(*operands, rocm=rocm, default=cuda)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Tiles:
-    """Sizes of a program: query rows, and slots per step, both powers of two; and its warps and stages."""
-
-    rows: int
-    slots: int
-    num_warps: int
-    num_stages: int
-    is_column_split: bool = False  # a latent's value columns are split between two programs
-
-
-def _choose_tiles(num_rows: int, width: int, is_latent: bool, itemsize: int, platform: str) -> _Tiles:
+def _choose_tiles(num_rows: int, width: int, is_latent: bool, itemsize: int, platform: str) -> Tiles:
     """Chooses the largest tiles that spill no registers, found by compiling for sm_90 and gfx942.
 
     On sm_90 two or three stages of loads are in flight, 32 KB or more per program. On gfx942 q stays in registers, and
@@ -209,15 +196,15 @@ def _choose_tiles(num_rows: int, width: int, is_latent: bool, itemsize: int, pla
     is_cuda = platform == "cuda"
     rows = min(max(16, pl.next_power_of_2(num_rows)), 128)
     if itemsize == 4:
-        return _Tiles(16, 16, 8 if is_cuda else 4, 2)
+        return Tiles(16, 16, 8 if is_cuda else 4, 2)
     if not is_latent:
-        return _Tiles(rows, 64 if width <= (192 if is_cuda else 128) else 32, max(4, rows // 16), 3 if is_cuda else 2)
+        return Tiles(rows, 64 if width <= (192 if is_cuda else 128) else 32, max(4, rows // 16), 3 if is_cuda else 2)
     if not is_cuda:
-        return _Tiles(min(rows, 32), 16, 4, 2)
+        return Tiles(min(rows, 32), 16, 4, 2)
     # The float32 outputs of this many rows and columns exceed the registers: split the columns between two programs.
     if rows * width > 2**14 and width % 32 == 0:
-        return _Tiles(rows, 32, max(4, rows // 16), 2, is_column_split=True)
-    return _Tiles(rows, 32, 8, 3)
+        return Tiles(rows, 32, max(4, rows // 16), 2, is_column_split=True)
+    return Tiles(rows, 32, 8, 3)
 
 
 def _run_kernel(
@@ -373,11 +360,6 @@ def _verify_attention_kernel(
         key_slices = [(start + offset, *sizes) for (start, *sizes), offset in zip(key_slices, offsets, strict=True)]
     # Queries stay in registers or shared memory for the whole loop, in their own dtype.
     q = [load_slice(q_ref, slice(None), is_row, part, q_ref.dtype) for part in key_slices]
-    dot = functools.partial(
-        jnp.dot,
-        preferred_element_type=jnp.float32,
-        precision=jax.lax.Precision.HIGHEST if q_ref.dtype == jnp.float32 else None,
-    )
 
     # The row's blocks of slots: those of the sinks, then those from the first slot that a token sees. This program
     # takes an equal share of them.
@@ -399,40 +381,26 @@ def _verify_attention_kernel(
             is_committed &= (slot >= window_start) | (slot < sinks)
         return is_committed | ((draft_slot >= 0) & (draft_slot < num_draft_slots) & (bit == 1))
 
-    def body(index, carry):
-        outputs, highest, total = carry
-        # Slots of this step: blocks `num_sink_blocks` and up continue at the window's first block.
+    def find_slots(index):
+        # Blocks `num_sink_blocks` and up continue at the window's first block.
         start = jnp.where(index < num_sink_blocks, index, index - num_sink_blocks + first_window_block) * tiles.slots
         slot = start + jnp.arange(tiles.slots)
-        rows = pl.ds(start, tiles.slots)
-        # Load only slots that some token of the row sees; the others may hold NaN and become 0.
+        # Load only slots that some token of the row sees.
         is_loaded = is_visible(slot, first_visible, row_words)
         mask = is_visible(slot[None, :], window_start[:, None], [word[:, None] for word in token_words])
-        # Scores in float32, base 2: `scale` includes log2(e), because exp2 is one instruction.
-        keys = [load_slice(cache_refs[0], rows, is_loaded, part, q_ref.dtype) for part in key_slices]
-        scores = scale * sum(dot(one, key.T) for one, key in zip(q, keys, strict=True))
-        # Online softmax: when the highest score rises, older sums fade by the same factor.
-        new_highest = jnp.maximum(highest, jnp.max(jnp.where(mask, scores, _MASKED_SCORE), axis=1))
-        weights = jnp.where(mask, jnp.exp2(scores - new_highest[:, None]), 0.0)
-        rescale = jnp.exp2(highest - new_highest)
-        # A latent's values are the first slices of its keys, which are loaded already.
-        values = keys
-        if len(cache_refs) == 2:
-            values = [load_slice(cache_refs[1], rows, is_loaded, part, q_ref.dtype) for part in value_slices]
-        outputs = [
-            rescale[:, None] * output + dot(weights.astype(value.dtype), value)
-            for output, value in zip(outputs, values, strict=False)  # a latent has more key slices than value slices
-        ]
-        return outputs, new_highest, rescale * total + jnp.sum(weights, axis=1)
+        return pl.ds(start, tiles.slots), is_loaded, mask
 
-    # Run the share with float32 sums in registers.
-    outputs = [jnp.zeros((tiles.rows, padded), jnp.float32) for _, _, padded in value_slices]
-    highest = jnp.full(tiles.rows, _MASKED_SCORE, jnp.float32)
-    outputs, highest, total = jax.lax.fori_loop(
-        begin_block, end_block, body, (outputs, highest, jnp.zeros_like(highest))
+    outputs, highest, total = attend_blocks(
+        (begin_block, end_block),
+        find_slots,
+        q,
+        cache_refs,
+        num_rows=tiles.rows,
+        scale=scale,
+        key_slices=key_slices,
+        value_slices=value_slices,
     )
-    # A row that saw nothing gets zeros with the least weight. Store the average and the logarithm of its weight.
-    total = jnp.where(total > 0, total, 1.0)
+    # Store the average over this share and the logarithm of its weight.
     if len(cache_refs) == 1:
         value_slices = key_slices[: len(outputs)]
     for output, column_slice in zip(outputs, value_slices, strict=True):

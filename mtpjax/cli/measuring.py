@@ -17,9 +17,9 @@ from mtpjax.cli.common import (
 )
 from mtpjax.cli.config_flags import DRAFT_FIELDS, SHAPE_FIELDS, add_config_flags, decode_settings, flag_names
 from mtpjax.cli.help import command_parser
+from mtpjax.cli.prediction import add_prediction_flags, run_prediction
+from mtpjax.cli.tuning import add_tune, run_tune
 from mtpjax.errors import printable
-
-MAX_CONFIG_BYTES = 16 * 2**20  # of a config.json
 
 
 def add_commands(commands) -> None:
@@ -29,7 +29,7 @@ def add_commands(commands) -> None:
         commands: the subcommands of the `mtpjax` parser.
     """
     _add_profile(commands)
-    _add_tune(commands)
+    add_tune(commands)
     _add_vocabulary(commands)
     _add_eval(commands)
     _add_ablate(commands)
@@ -57,47 +57,8 @@ def _add_profile(commands) -> None:
     )
     profile.add_argument("--repeats", type=int, default=48, help="most measurements per loop (default: %(default)s)")
     profile.add_argument("--output", default=None, help="file to write (default: profile.json in the model's folder)")
-    predict = profile.add_argument_group("prediction, without a GPU and without weights")
-    predict.add_argument(
-        "--predict",
-        action="store_true",
-        help="predict rounds on GPUs from bytes, operations and launches, and measure nothing. --model may be a "
-        "preset, such as deepseek-v3, or a folder with nothing but config.json",
-    )
-    predict.add_argument(
-        "--device", nargs="+", default=["h100", "h200", "mi300x"], metavar="NAME", help="GPUs: h100, h200, mi300x"
-    )
-    predict.add_argument("--num-devices", type=int, default=1, help="GPUs that share the model (default: %(default)s)")
-    predict.add_argument(
-        "--assumed-acceptance",
-        type=float,
-        default=0.8,
-        help="probability that a draft level is accepted, given the levels before it (default: %(default)s)",
-    )
-    predict.add_argument(
-        "--weight-bytes", type=float, default=None, help="bytes of a weight (default: the checkpoint's, else 2)"
-    )
+    add_prediction_flags(profile)
     commands.add_subcommand("profile", profile, help="measure what drafting costs, by depth and batch size")
-
-
-def _add_tune(commands) -> None:
-    tune = command_parser(
-        "Measure on this GPU whether each kernel or XLA is faster at the shapes that a model uses when it decodes. "
-        "The implementation 'auto' then goes by these times, which are kept in the user's cache folder, for this "
-        "kind of device, version of JAX and version of the kernels. Each time is kept as soon as it is measured: run "
-        "the same command again to continue."
-    )
-    add_model_path_flag(tune)
-    tune.add_argument("--batch-size", type=int, nargs="+", default=[1, 8], help="batch sizes (default: 1 8)")
-    add_config_flags(tune, SHAPE_FIELDS, num_steps=3)
-    tune.add_argument("--context", type=int, default=2048, help="slots in the KV caches (default: %(default)s)")
-    tune.add_argument(
-        "--prefill-chunk", type=int, default=512, help="tokens per row of a prefill pass (default: %(default)s)"
-    )
-    tune.add_argument("--repeats", type=int, default=5, help="measurements of each form (default: %(default)s)")
-    tune.add_argument("--dry-run", action="store_true", help="list what would be measured, and measure nothing")
-    tune.add_argument("--again", action="store_true", help="measure also what was measured before")
-    commands.add_subcommand("tune", tune, help="measure which kernels are fastest for a model on this GPU")
 
 
 def _add_vocabulary(commands) -> None:
@@ -195,7 +156,7 @@ def _add_prompt_flags(parser, *, required: bool, count: int) -> None:
 
 def _profile(options) -> int:
     if options.predict:
-        return _predict(options)
+        return run_prediction(options)
     set_threads(options.model_path)
     import rich.console
 
@@ -233,119 +194,6 @@ def _profile(options) -> int:
         console.print(table)
     print(f"wrote {printable(output)}", file=sys.stderr)
     return 0
-
-
-def _predict(options) -> int:
-    import rich.console
-
-    from mtpjax.atomic import write_text
-    from mtpjax.evaluation import roofline
-
-    if options.output is not None:
-        check_output_file(options.output)
-    if options.num_steps < 0 or options.topk != 1:
-        raise ValueError(
-            f"--predict takes chains of 0 or more drafts, got num_steps {options.num_steps}, topk {options.topk}"
-        )
-    config, weight_bytes = _model_to_predict(options.model_path, model_type(options))
-    rows, tables = roofline.tables(
-        config,
-        devices=options.device,
-        batches=options.batch_size,
-        num_steps=options.num_steps if config.num_mtp_modules else 0,
-        acceptance_rate=options.assumed_acceptance,
-        context=options.context,
-        weight_bytes=weight_bytes if options.weight_bytes is None else options.weight_bytes,
-        num_devices=options.num_devices,
-    )
-    if options.output is not None:
-        write_text(options.output, json.dumps(rows, indent=1) + "\n")
-    console = rich.console.Console()
-    for table in tables:
-        console.print(table)
-    return 0
-
-
-def _model_to_predict(path: str, family: str | None):
-    """Returns the config of a preset, a checkpoint or a folder with `config.json` alone, and the bytes of a weight."""
-    from conversion.hf_config import parse_config
-    from mtpjax.io.checkpoint_format import is_checkpoint
-    from mtpjax.io.inspect import inspect
-    from mtpjax.models.config import ModelConfig
-    from mtpjax.models.presets import presets
-    from mtpjax.safe_open import read_json_file
-
-    folder = pathlib.Path(path)
-    if path in presets and not folder.exists():
-        return presets[path], 2.0
-    has_config_alone = (folder / "config.json").is_file() and not any(folder.glob("*.safetensors"))
-    if has_config_alone and not is_checkpoint(folder):
-        parsed = parse_config(read_json_file(folder / "config.json", max_bytes=MAX_CONFIG_BYTES), family)
-        return parsed.model, 1.0 if parsed.block else 2.0
-    facts = inspect(path, model_type=family)
-    numbers = facts["parameters"]["trunk"] + facts["parameters"]["mtp"]
-    return ModelConfig.from_dict(facts["configuration"]), facts["bytes_of_parameters"] / numbers
-
-
-def _tune(options) -> int:
-    set_threads(options.model_path)
-    import jax
-    import rich.console
-
-    from mtpjax.console import narrow_table
-    from mtpjax.decoding.config import DecodeConfig
-    from mtpjax.evaluation import tune
-    from mtpjax.io.checkpoint import load
-    from pallas_kernels import measurements
-
-    # Check the settings before the model is loaded.
-    config = DecodeConfig(**decode_settings(options))
-    for name in ("context", "prefill_chunk", "repeats"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"{name} must be at least 1, got {getattr(options, name)}")
-    if min(options.batch_size) < 1:
-        raise ValueError(f"batch_size must be at least 1, got {min(options.batch_size)}")
-    model, params = load(options.model_path, model_type=model_type(options))
-    questions = tune.find_questions(
-        params,
-        model=model,
-        config=config,
-        batches=options.batch_size,
-        context=options.context,
-        prefill_chunk=options.prefill_chunk,
-    )
-    left = [question for question in questions if options.again or not tune.is_measured(question)]
-    console = rich.console.Console()
-    table = narrow_table()
-    for heading in ("op", "shape", "xla, ms", "triton, ms"):
-        table.add_column(heading)
-    is_gpu = jax.default_backend() == "gpu"
-    if options.dry_run or not is_gpu:
-        for op, shape in left:
-            table.add_row(op, _shape_text(shape), "", "")
-        console.print(table)
-        print(f"{len(questions)} shapes, {len(questions) - len(left)} of them measured before", file=sys.stderr)
-        if not is_gpu:
-            print("the kernels run on a GPU, and JAX has none here: 'auto' is always XLA", file=sys.stderr)
-        return 0
-    del params  # the measurements need the memory
-    with progress_bar() as bar:
-        task = bar.add_task("measuring", total=len(left))
-        for (op, shape), times, failure in tune.measure(left, rounds=options.repeats):
-            table.add_row(
-                op, _shape_text(shape), *(f"{times[name]:.4f}" if name in times else "-" for name in ("xla", "triton"))
-            )
-            if failure:
-                bar.console.print(f"{op}, {_shape_text(shape)}: {failure}", soft_wrap=True, markup=False)
-            bar.update(task, advance=1)
-    console.print(table)
-    print(f"kept in {printable(str(measurements.path()))}", file=sys.stderr)
-    return 0
-
-
-def _shape_text(shape) -> str:
-    """Returns a shape in one line."""
-    return ", ".join(f"{name} {size}" for name, size in shape.items())
 
 
 def _vocabulary(options) -> int:
@@ -499,7 +347,7 @@ def _ablate(options) -> int:
 
 COMMANDS = {
     "profile": _profile,
-    "tune": _tune,
+    "tune": run_tune,
     "vocabulary": _vocabulary,
     "eval": _eval,
     "ablate": _ablate,

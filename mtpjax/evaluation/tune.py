@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import inspect
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -131,7 +130,7 @@ def measure(
         times: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(rounds):
             for name, call in calls.items():
-                times[name].append(_milliseconds(call))
+                times[name].append(1e3 * seconds_per_call(call))
         medians = {name: statistics.median(values) for name, values in times.items()}
         if medians:
             measurements.add(op, shape, medians)
@@ -140,12 +139,26 @@ def measure(
 
 def is_measured(question: Question) -> bool:
     """Returns whether the user's file has times of exactly this question."""
-    op, shape = question
-    return any(cell["shape"] == shape for cell in measurements.read().get(op, ()))
+    return not not_measured([question])
 
 
-def _milliseconds(call: Callable[[], Any]) -> float:
-    """Returns the time of one call, among as many in a row as take 20 ms."""
+def not_measured(questions: Sequence[Question]) -> list[Question]:
+    """Returns the questions without times in the user's file."""
+    table = measurements.read()
+    return [(op, shape) for op, shape in questions if all(cell["shape"] != shape for cell in table.get(op, ()))]
+
+
+def seconds_per_call(call: Callable[[], Any], least: float = LEAST_SECONDS) -> float:
+    """Times one call, among as many in a row as take long enough to be timed.
+
+    Args:
+        call: returns arrays; called once before the measurement.
+        least: seconds of a measurement.
+
+    Returns:
+        Seconds.
+    """
+    jax.block_until_ready(call())
     count = 1
     while True:
         begin = time.perf_counter()
@@ -153,6 +166,6 @@ def _milliseconds(call: Callable[[], Any]) -> float:
             result = call()
         jax.block_until_ready(result)
         took = time.perf_counter() - begin
-        if took >= LEAST_SECONDS:
-            return 1e3 * took / count
-        count = max(2 * count, math.ceil(count * LEAST_SECONDS / max(took, 1e-6)))
+        if took > least:
+            return took / count
+        count *= 2

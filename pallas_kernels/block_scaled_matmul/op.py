@@ -9,11 +9,10 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
-from pallas_kernels.block_scaled_matmul.kernel import MAX_ROWS, find_unsupported_reason, multiply_few_rows
+from pallas_kernels.block_scaled_matmul.choice import check_matrix, choose_for_few_rows, compare_with_reference
+from pallas_kernels.block_scaled_matmul.kernel import multiply_few_rows
 from pallas_kernels.block_scaled_matmul.reference import block_scaled_matmul_reference, block_scaled_matmul_xla
-from pallas_kernels.dispatch import choose
 from pallas_kernels.partial_sums import PartialSums
 
 
@@ -88,32 +87,20 @@ def partial_matmuls(
         ValueError: As in `block_scaled_matmul`.
     """
     dtype = jnp.dtype(x.dtype if dtype is None else dtype)
-    for weights, scales in matrices:
-        if x.ndim == 0 or weights.ndim != 2 or x.shape[-1] != weights.shape[0]:
-            raise ValueError(f"x {x.shape} does not fit weights {weights.shape}: they are [..., D] and [D, F]")
-        if scales is not None and scales.shape != (pl.cdiv(len(weights), block), weights.shape[1]):
-            raise ValueError(f"scales {scales.shape} do not fit weights {weights.shape} in blocks of {block} inputs")
+    for matrix in matrices:
+        check_matrix(x, *matrix, block=block)
     kinds = {(weights.dtype, scales is not None) for weights, scales in matrices}
     if len(kinds) > 1:
         each = functools.partial(partial_matmul, x, block=block, dtype=dtype, implementation=implementation)
         return tuple(each(*matrix) for matrix in matrices)
     [(weights_dtype, has_scales)] = kinds
-    D, F = x.shape[-1], sum(weights.shape[1] for weights, _ in matrices)
-    rows = x.size // D if D else 0
-    has_few_rows = 0 < rows <= MAX_ROWS and F > 0
-    reasons = (find_unsupported_reason(*matrix, block=block) for matrix in matrices) if has_few_rows else ()
-    shape = {"rows": rows, "inputs": D, "outputs": F, "dtype": str(dtype), "weights": str(weights_dtype)}
-    chosen = choose(
-        "block_scaled_matmul",
-        implementation,
-        ("xla", "triton"),
-        shape,
-        unsupported_reason=next(filter(None, reasons), None),
-        check=functools.partial(
-            difference_from_reference, dtype=dtype, weights_dtype=weights_dtype, has_scales=has_scales
-        ),
+    check = functools.partial(
+        difference_from_reference, dtype=dtype, weights_dtype=weights_dtype, has_scales=has_scales
     )
-    if chosen == "xla" or not has_few_rows:
+    chosen = choose_for_few_rows(
+        "block_scaled_matmul", implementation, x, matrices, block=block, dtype=dtype, check=check
+    )
+    if chosen == "xla":
         parts = tuple(product[None] for product in _multiply_xla(x, matrices, block, dtype))
     else:
         parts: tuple = _multiply_triton(x, tuple(matrices), block, dtype, chosen == "interpreted")
@@ -132,15 +119,8 @@ def difference_from_reference(implementation: str, *, dtype, weights_dtype, has_
     Returns:
         The largest difference over its bound: more than 1 means that the numbers are wrong.
     """
-    n, D, F, block = 3, 256, 128, 64
-    keys = jax.random.split(jax.random.key(0), 3)
-    x = jax.random.normal(keys[0], (n, D), dtype)
-    weights = (jax.random.normal(keys[1], (D, F)) * 0.1).astype(weights_dtype)
-    scales = jax.random.uniform(keys[2], (D // block, F)) if has_scales else None
-    found = block_scaled_matmul(x, weights, scales, block=block, implementation=implementation)
-    expected = block_scaled_matmul_reference(x.astype(jnp.float32), weights, scales, block=block)
-    bound = (1e-4 if dtype == jnp.float32 else 3e-2) * jnp.abs(expected).max()
-    return float(jnp.abs(found.astype(jnp.float32) - expected).max() / bound)
+    settings = {"dtype": dtype, "weights_dtype": weights_dtype, "has_scales": has_scales}
+    return compare_with_reference(block_scaled_matmul, block_scaled_matmul_reference, implementation, **settings)
 
 
 def _multiply_xla(x, matrices, block, dtype):

@@ -105,12 +105,12 @@ class LatentAttention(nn.Module):
 
             # Expanded: N key/value heads with one query each, [B, N, T, 1, C + P].
             q = jnp.concatenate([q_content, q_rope], axis=-1).swapaxes(1, 2)[:, :, :, None]
-            output = None
-            if view.reach is not None:
-                settings = {"scale": scale, "implementation": self.implementation, "selection": selection}
-                output = attend_cache(q, *keys_and_values(entries), view, **settings)
+            settings = {"scale": scale, "implementation": self.implementation, "selection": selection}
+            whole = keys_and_values(entries)
+            output = attend_cache(q, *whole, view, **settings)
             if output is None:
-                output = attend(q, [keys_and_values(kept) for kept in sources], masks, scale=scale)
+                pairs = [whole if kept is entries else keys_and_values(kept) for kept in sources]
+                output = attend(q, pairs, masks, scale=scale)
             output = output[:, :, :, 0].swapaxes(1, 2)
         else:
             # Absorbed: one key/value head, the latent itself, with N queries, [B, 1, T, N, R + P].

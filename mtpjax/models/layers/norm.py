@@ -14,8 +14,7 @@ class NormScale(nn.Module):
 
     @nn.compact
     def __call__(self) -> jax.Array:
-        initial = nn.initializers.zeros if self.zero_centred else nn.initializers.ones
-        return self.param("scale", initial, (self.width,))
+        return _scale(self, self.width)
 
 
 class RMSNorm(nn.Module):
@@ -29,8 +28,7 @@ class RMSNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        initial = nn.initializers.zeros if self.zero_centred else nn.initializers.ones
-        scale = self.param("scale", initial, (x.shape[-1],))
+        scale = _scale(self, x.shape[-1])
         return rms_norm(x, scale, eps=self.eps, zero_centred=self.zero_centred, implementation="xla")
 
 
@@ -47,11 +45,15 @@ class AddRMSNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array | None, update: PartialSums | None = None) -> tuple[jax.Array, jax.Array]:
-        initial = nn.initializers.zeros if self.zero_centred else nn.initializers.ones
-        shape = x.shape if x is not None else update.shape if update is not None else ()
-        scale = self.param("scale", initial, shape[-1:])
         settings = {"eps": self.eps, "zero_centred": self.zero_centred}
         if update is None:
             assert x is not None, "a norm needs a stream or an update"
-            return x, rms_norm(x, scale, **settings, implementation="xla")
+            return x, rms_norm(x, _scale(self, x.shape[-1]), **settings, implementation="xla")
+        scale = _scale(self, update.shape[-1])
         return add_rms_norm(x, update, scale, **settings, implementation=self.implementation)
+
+
+def _scale(norm: NormScale | RMSNorm | AddRMSNorm, width: int) -> jax.Array:
+    """Makes or reads the norm's parameter, which starts as the identity."""
+    initial = nn.initializers.zeros if norm.zero_centred else nn.initializers.ones
+    return norm.param("scale", initial, (width,))

@@ -1,0 +1,86 @@
+"""`mtpjax profile --predict`."""
+
+import json
+import pathlib
+
+from mtpjax.atomic import check_output_file
+from mtpjax.cli.common import model_type
+
+MAX_CONFIG_BYTES = 16 * 2**20  # of a config.json
+
+
+def add_prediction_flags(profile) -> None:
+    """Adds the flags of the prediction to the parser of `profile`."""
+    predict = profile.add_argument_group("prediction, without a GPU and without weights")
+    predict.add_argument(
+        "--predict",
+        action="store_true",
+        help="predict rounds on GPUs from bytes, operations and launches, and measure nothing. --model may be a "
+        "preset, such as deepseek-v3, or a folder with nothing but config.json",
+    )
+    predict.add_argument(
+        "--device", nargs="+", default=["h100", "h200", "mi300x"], metavar="NAME", help="GPUs: h100, h200, mi300x"
+    )
+    predict.add_argument("--num-devices", type=int, default=1, help="GPUs that share the model (default: %(default)s)")
+    predict.add_argument(
+        "--assumed-acceptance",
+        type=float,
+        default=0.8,
+        help="probability that a draft level is accepted, given the levels before it (default: %(default)s)",
+    )
+    predict.add_argument(
+        "--weight-bytes", type=float, default=None, help="bytes of a weight (default: the checkpoint's, else 2)"
+    )
+
+
+def run_prediction(options) -> int:
+    """Prints predicted rounds, and returns the exit code."""
+    import rich.console
+
+    from mtpjax.atomic import write_text
+    from mtpjax.evaluation import roofline
+
+    if options.output is not None:
+        check_output_file(options.output)
+    if options.num_steps < 0 or options.topk != 1:
+        raise ValueError(
+            f"--predict takes chains of 0 or more drafts, got num_steps {options.num_steps}, topk {options.topk}"
+        )
+    config, weight_bytes = _model_to_predict(options.model_path, model_type(options))
+    rows, tables = roofline.tables(
+        config,
+        devices=options.device,
+        batches=options.batch_size,
+        num_steps=options.num_steps if config.num_mtp_modules else 0,
+        acceptance_rate=options.assumed_acceptance,
+        context=options.context,
+        weight_bytes=weight_bytes if options.weight_bytes is None else options.weight_bytes,
+        num_devices=options.num_devices,
+    )
+    if options.output is not None:
+        write_text(options.output, json.dumps(rows, indent=1) + "\n")
+    console = rich.console.Console()
+    for table in tables:
+        console.print(table)
+    return 0
+
+
+def _model_to_predict(path: str, family: str | None):
+    """Returns the config of a preset, a checkpoint or a folder with `config.json` alone, and the bytes of a weight."""
+    from conversion.hf_config import parse_config
+    from mtpjax.io.checkpoint_format import is_checkpoint
+    from mtpjax.io.inspect import inspect
+    from mtpjax.models.config import ModelConfig
+    from mtpjax.models.presets import presets
+    from mtpjax.safe_open import read_json_file
+
+    folder = pathlib.Path(path)
+    if path in presets and not folder.exists():
+        return presets[path], 2.0
+    has_config_alone = (folder / "config.json").is_file() and not any(folder.glob("*.safetensors"))
+    if has_config_alone and not is_checkpoint(folder):
+        parsed = parse_config(read_json_file(folder / "config.json", max_bytes=MAX_CONFIG_BYTES), family)
+        return parsed.model, 1.0 if parsed.block else 2.0
+    facts = inspect(path, model_type=family)
+    numbers = facts["parameters"]["trunk"] + facts["parameters"]["mtp"]
+    return ModelConfig.from_dict(facts["configuration"]), facts["bytes_of_parameters"] / numbers

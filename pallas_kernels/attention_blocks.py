@@ -1,0 +1,112 @@
+"""What the attention kernels share: slices of columns, and the online softmax over blocks of slots.
+
+Triton arrays have power-of-two sizes, so columns of any other number are cut into slices. The softmax is online
+(FlashAttention, 2205.14135): a block of slots at a time, with sums relative to the highest score so far.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.backend import triton as plt
+
+MASKED_SCORE = -1e30  # score of a masked slot; unlike -inf, differences of it stay finite
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Sizes of a program: query rows, and slots per step, both powers of two; and its warps and stages."""
+
+    rows: int
+    slots: int
+    num_warps: int
+    num_stages: int
+    is_column_split: bool = False  # a latent's value columns are split between two programs
+
+
+def column_slices(*ends: int) -> list[tuple[int, int, int]]:
+    """Cuts the columns up to each end into slices (start, width, padded): `padded` is a power of two of 16 or more."""
+    slices, start = [], 0
+    for end in ends:
+        while start < end:
+            padded = min(256, max(16, pl.next_power_of_2(end - start + 1) // 2))
+            width = min(padded, end - start)
+            slices.append((start, width, padded))
+            start += width
+    return slices
+
+
+def slice_mask(row_mask, column_slice):
+    """Combines `row_mask` (None: all rows) with the valid columns of a slice; None if everything is valid."""
+    _, width, padded = column_slice
+    masks = [] if row_mask is None else [row_mask[:, None]]
+    if width < padded:
+        masks.append((jnp.arange(padded) < width)[None, :])
+    return functools.reduce(jnp.logical_and, masks) if masks else None
+
+
+def load_slice(ref, rows, row_mask, column_slice, dtype):
+    """Loads rows of one slice of the columns as `dtype`, zero where the mask is false."""
+    start, _, padded = column_slice
+    mask = slice_mask(row_mask, column_slice)
+    other = None if mask is None else 0.0
+    loaded = plt.load(ref.at[rows, pl.ds(start, padded)], mask=mask, other=other)
+    # fp8 goes through float32: its direct conversion to bfloat16 runs at 1/16 of the rate on an H100.
+    return (loaded.astype(jnp.float32) if ref.dtype.itemsize == 1 else loaded).astype(dtype)
+
+
+def attend_blocks(blocks, find_slots, q, cache_refs, *, num_rows, scale, key_slices, value_slices):
+    """Attends from a block of query rows to blocks of slots, one after the other, inside a kernel.
+
+    Args:
+        blocks: First block and end.
+        find_slots: Maps a block to the range of its slots, the mask of those to load, and the mask [rows, slots] of
+            those that each query row sees.
+        q: Slices [rows, columns] of the queries.
+        cache_refs: Keys [S, H] and values [S, Hv], or a latent alone, whose values are the first slices of its keys.
+        num_rows: Query rows.
+        scale: Factor of the scores, with log2(e), because exp2 is one instruction.
+        key_slices: Slices of the keys' columns.
+        value_slices: Slices of the values' columns.
+
+    Returns:
+        For each slice of values the weighted sum [rows, columns], the highest score [rows], to which the weights are
+        relative, and the sum of the weights [rows]. A row that saw nothing gets zeros and a sum of 1.
+    """
+    dtype = q[0].dtype
+    dot = functools.partial(
+        jnp.dot,
+        preferred_element_type=jnp.float32,
+        precision=jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None,
+    )
+
+    def body(index, carry):
+        outputs, highest, total = carry
+        slots, is_loaded, is_visible = find_slots(index)
+        # Scores in float32, base 2. Slots that are not loaded may hold NaN and become 0.
+        keys = [load_slice(cache_refs[0], slots, is_loaded, part, dtype) for part in key_slices]
+        scores = scale * sum(dot(one, key.T) for one, key in zip(q, keys, strict=True))
+        # When the highest score rises, older sums fade by the same factor.
+        new_highest = jnp.maximum(highest, jnp.max(jnp.where(is_visible, scores, MASKED_SCORE), axis=1))
+        weights = jnp.where(is_visible, jnp.exp2(scores - new_highest[:, None]), 0.0)
+        rescale = jnp.exp2(highest - new_highest)
+        # A latent's values are the first slices of its keys, which are loaded already.
+        values = keys
+        if len(cache_refs) == 2:
+            values = [load_slice(cache_refs[1], slots, is_loaded, part, dtype) for part in value_slices]
+        outputs = [
+            rescale[:, None] * output + dot(weights.astype(value.dtype), value)
+            for output, value in zip(outputs, values, strict=False)  # a latent has more key slices than value slices
+        ]
+        return outputs, new_highest, rescale * total + jnp.sum(weights, axis=1)
+
+    # Float32 sums stay in registers over all blocks.
+    outputs = [jnp.zeros((num_rows, padded), jnp.float32) for _, _, padded in value_slices]
+    highest = jnp.full(num_rows, MASKED_SCORE, jnp.float32)
+    begin, end = blocks
+    outputs, highest, total = jax.lax.fori_loop(begin, end, body, (outputs, highest, jnp.zeros_like(highest)))
+    # The caller divides as it stores: all quotients at once would need more registers.
+    return outputs, highest, jnp.where(total > 0, total, 1.0)
