@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.backend import triton as plt
+from pallas_kernels.fp8 import FP8_DIVISOR, convert_fp8
 
 MASKED_SCORE = -1e30  # score of a masked slot; unlike -inf, differences of it stay finite
 
@@ -48,17 +49,22 @@ def slice_mask(row_mask, column_slice):
     return functools.reduce(jnp.logical_and, masks) if masks else None
 
 
-def load_slice(ref, rows, row_mask, column_slice, dtype):
-    """Loads rows of one slice of the columns as `dtype`, zero where the mask is false."""
+def load_slice(ref, rows, row_mask, column_slice, dtype, *, is_integer_fp8=False):
+    """Loads rows of one slice of the columns as `dtype`, zero where the mask is false.
+
+    With `is_integer_fp8` the numbers are divided by `FP8_DIVISOR`.
+    """
     start, _, padded = column_slice
     mask = slice_mask(row_mask, column_slice)
     other = None if mask is None else 0.0
     loaded = plt.load(ref.at[rows, pl.ds(start, padded)], mask=mask, other=other)
+    if is_integer_fp8:
+        return convert_fp8(jax.lax.bitcast_convert_type(loaded, jnp.uint8), dtype)
     # fp8 goes through float32: its direct conversion to bfloat16 runs at 1/16 of the rate on an H100.
     return (loaded.astype(jnp.float32) if ref.dtype.itemsize == 1 else loaded).astype(dtype)
 
 
-def attend_blocks(blocks, find_slots, q, cache_refs, *, num_rows, scale, key_slices, value_slices):
+def attend_blocks(blocks, find_slots, q, cache_refs, *, num_rows, scale, key_slices, value_slices, is_integer_fp8):
     """Attends from a block of query rows to blocks of slots, one after the other, inside a kernel.
 
     Args:
@@ -71,12 +77,15 @@ def attend_blocks(blocks, find_slots, q, cache_refs, *, num_rows, scale, key_sli
         scale: Factor of the scores, with log2(e), because exp2 is one instruction.
         key_slices: Slices of the keys' columns.
         value_slices: Slices of the values' columns.
+        is_integer_fp8: Integer arithmetic converts the caches (`is_converted_by_integers`).
 
     Returns:
         For each slice of values the weighted sum [rows, columns], the highest score [rows], to which the weights are
         relative, and the sum of the weights [rows]. A row that saw nothing gets zeros and a sum of 1.
     """
     dtype = q[0].dtype
+    load = functools.partial(load_slice, dtype=dtype, is_integer_fp8=is_integer_fp8)
+    scale = scale * FP8_DIVISOR if is_integer_fp8 else scale
     dot = functools.partial(
         jnp.dot,
         preferred_element_type=jnp.float32,
@@ -87,7 +96,7 @@ def attend_blocks(blocks, find_slots, q, cache_refs, *, num_rows, scale, key_sli
         outputs, highest, total = carry
         slots, is_loaded, is_visible = find_slots(index)
         # Scores in float32, base 2. Slots that are not loaded may hold NaN and become 0.
-        keys = [load_slice(cache_refs[0], slots, is_loaded, part, dtype) for part in key_slices]
+        keys = [load(cache_refs[0], slots, is_loaded, part) for part in key_slices]
         scores = scale * sum(dot(one, key.T) for one, key in zip(q, keys, strict=True))
         # When the highest score rises, older sums fade by the same factor.
         new_highest = jnp.maximum(highest, jnp.max(jnp.where(is_visible, scores, MASKED_SCORE), axis=1))
@@ -96,7 +105,7 @@ def attend_blocks(blocks, find_slots, q, cache_refs, *, num_rows, scale, key_sli
         # A latent's values are the first slices of its keys, which are loaded already.
         values = keys
         if len(cache_refs) == 2:
-            values = [load_slice(cache_refs[1], slots, is_loaded, part, dtype) for part in value_slices]
+            values = [load(cache_refs[1], slots, is_loaded, part) for part in value_slices]
         outputs = [
             rescale[:, None] * output + dot(weights.astype(value.dtype), value)
             for output, value in zip(outputs, values, strict=False)  # a latent has more key slices than value slices
@@ -108,5 +117,7 @@ def attend_blocks(blocks, find_slots, q, cache_refs, *, num_rows, scale, key_sli
     highest = jnp.full(num_rows, MASKED_SCORE, jnp.float32)
     begin, end = blocks
     outputs, highest, total = jax.lax.fori_loop(begin, end, body, (outputs, highest, jnp.zeros_like(highest)))
+    if is_integer_fp8:
+        outputs = [output * FP8_DIVISOR for output in outputs]
     # The caller divides as it stores: all quotients at once would need more registers.
     return outputs, highest, jnp.where(total > 0, total, 1.0)

@@ -1,8 +1,12 @@
-"""Sizes of the device that a kernel is compiled for."""
+"""The device that a kernel is compiled for: its platform, its sizes, and the order of programs that its caches want."""
+
+import functools
 
 import jax
+import jax.numpy as jnp
 
 _H100_PROCESSORS = 132
+NUM_DIES = 8  # of an MI300X
 
 
 def num_processors() -> int:
@@ -17,3 +21,55 @@ def num_processors() -> int:
     if jax.default_backend() == "gpu":
         return getattr(jax.devices()[0], "core_count", None) or _H100_PROCESSORS
     return _H100_PROCESSORS
+
+
+def call_by_platform(run, *operands, interpret: bool, differs: bool = True):
+    """Calls `run(*operands, platform=...)` with the platform that the computation is lowered for, "cuda" or "rocm".
+
+    Args:
+        run: Runs a kernel.
+        *operands: Arrays, in any structure.
+        interpret: Run in Pallas's interpreter, with the form of CUDA.
+        differs: False where both platforms have the same form, so that only one is traced.
+
+    Returns:
+        What `run` returns.
+    """
+    if interpret or not differs:
+        return run(*operands, platform="cuda")
+    cuda, rocm = (functools.partial(run, platform=platform) for platform in ("cuda", "rocm"))
+    return jax.lax.platform_dependent(*operands, rocm=rocm, default=cuda)
+
+
+def die_order(*ids, grid, is_reordered: bool = True):
+    """Reorders the programs of a grid so that neighbours run on the same die of an MI300X and share its L2 cache.
+
+    An MI300X has eight dies, each with an L2 cache of its own, and its consecutive programs go to the dies in turn:
+    program p runs on die p % 8. Here each die gets a run of consecutive places of the grid instead. The runs differ by
+    at most one place where the number of programs is not divisible by the number of dies.
+
+    Args:
+        ids: The program's number along each axis of the grid, int32; the first axis varies fastest.
+        grid: Number of programs along each axis.
+        is_reordered: False keeps the program's own place, for other devices and for programs that share nothing.
+
+    Returns:
+        The place that the program takes along each axis, int32. Each place is taken by exactly one program.
+    """
+    if not is_reordered:
+        return ids
+    # The program's number in the order in which programs start.
+    program, num_programs = jnp.int32(0), 1
+    for index, size in zip(ids, grid, strict=True):
+        program, num_programs = program + index * jnp.int32(num_programs), num_programs * size
+    # Die d has the programs d, d + 8, d + 16 and so on. Its run starts behind those of the dies before it, of which
+    # the first `num_longer` have one place more.
+    run, num_longer = divmod(num_programs, NUM_DIES)
+    die = jax.lax.rem(program, jnp.int32(NUM_DIES))
+    place = die * jnp.int32(run) + jnp.minimum(die, jnp.int32(num_longer)) + jax.lax.div(program, jnp.int32(NUM_DIES))
+    # Split the place along the axes again.
+    places = []
+    for size in grid:
+        places.append(jax.lax.rem(place, jnp.int32(size)))
+        place = jax.lax.div(place, jnp.int32(size))
+    return tuple(places)

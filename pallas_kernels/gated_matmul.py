@@ -20,7 +20,8 @@ from pallas_kernels.block_scaled_matmul.kernel import (
 )
 from pallas_kernels.block_scaled_matmul.reference import block_scaled_matmul_reference, block_scaled_matmul_xla
 from pallas_kernels.cost import loads_from_l2
-from pallas_kernels.device import num_processors
+from pallas_kernels.device import call_by_platform, num_processors
+from pallas_kernels.fp8 import FP8_DIVISOR, is_converted_by_integers
 
 
 def gated_matmul(x, weights, scales=None, *, block=128, implementation="auto") -> jax.Array:
@@ -85,6 +86,13 @@ def _gated_matmul_xla(x, weights, scales, block):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _gated_matmul_triton(x, weights, scales, block, interpret):
+    """Calls `_run_kernel` with the conversion of fp8 of the platform that the computation is lowered for."""
+    run = functools.partial(_run_kernel, block=block, interpret=interpret)
+    differs = is_converted_by_integers(weights.dtype, "rocm")
+    return call_by_platform(run, x, weights, scales, interpret=interpret, differs=differs)
+
+
+def _run_kernel(x, weights, scales, *, block, interpret, platform):
     """Runs the kernel over x as rows [n, D]: each program computes some columns of the result."""
     D, F = weights.shape[0], weights.shape[1] // 2
     n = x.size // D
@@ -98,7 +106,13 @@ def _gated_matmul_triton(x, weights, scales, block, interpret):
     inputs = min(inputs, max(16, pl.next_power_of_2(D)))
     num_programs, num_tiles = pl.cdiv(F, columns), pl.cdiv(D, inputs)
     gated = pl.pallas_call(
-        functools.partial(_gated_matmul_kernel, padded=padded, tile=(inputs, columns), block=block),
+        functools.partial(
+            _gated_matmul_kernel,
+            padded=padded,
+            tile=(inputs, columns),
+            block=block,
+            is_integer_fp8=is_converted_by_integers(weights.dtype, platform),
+        ),
         out_shape=jax.ShapeDtypeStruct((n, F), x.dtype),
         grid=(num_programs,),
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1 if itemsize == 1 else 4 if padded < 64 else 3),
@@ -128,7 +142,7 @@ def _num_columns(F: int, *, is_float32: bool) -> int:
     return columns
 
 
-def _gated_matmul_kernel(x_ref, weights_ref, *refs, padded, tile, block):
+def _gated_matmul_kernel(x_ref, weights_ref, *refs, padded, tile, block, is_integer_fp8):
     """Computes columns of the result: x_ref [n, D], weights_ref [D, 2 F], scales_ref [blocks, 2 F], out_ref [n, F]."""
     *scales_refs, out_ref = refs
     inputs, columns = tile
@@ -137,14 +151,21 @@ def _gated_matmul_kernel(x_ref, weights_ref, *refs, padded, tile, block):
     column = pl.program_id(0) * columns + jnp.arange(columns)
     is_column = column < F if F % columns else None
 
+    multiply = functools.partial(multiply_tile, block=block, is_integer_fp8=is_integer_fp8)
+
     def add_tile(index, totals):
         # The same columns of gate and of up.
-        x, first = load_inputs(x_ref, row, index * inputs, inputs), index * inputs
-        multiply = functools.partial(multiply_tile, x, weights_ref, scales_refs, first, block=block)
-        return tuple(total + multiply(begin + column, is_column) for total, begin in zip(totals, (0, F), strict=True))
+        first = index * inputs
+        x = load_inputs(x_ref, row, first, inputs)
+        return tuple(
+            total + multiply(x, weights_ref, scales_refs, first, begin + column, is_column)
+            for total, begin in zip(totals, (0, F), strict=True)
+        )
 
     zeros = jnp.zeros((padded, columns), jnp.float32)
     gate, up = jax.lax.fori_loop(jnp.int32(0), jnp.int32(pl.cdiv(D, inputs)), add_tile, (zeros, zeros))
+    if is_integer_fp8:
+        gate, up = gate * FP8_DIVISOR, up * FP8_DIVISOR
     is_inside = (row < n)[:, None] & (column < F)[None, :]
     gated = gate * jax.nn.sigmoid(gate) * up
     plt.store(elements(out_ref, row, column), gated.astype(out_ref.dtype), mask=is_inside)

@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.backend import triton as plt
 from pallas_kernels.cost import loads_from_l2
+from pallas_kernels.device import call_by_platform, die_order
 from pallas_kernels.dispatch import choose
 
 
@@ -116,6 +117,20 @@ def head_top_k_reference(hidden, head, *, k=1, num_tokens=None, is_transposed=Fa
 
 
 def _head_top_k_triton(hidden, head, k, num_tokens, is_transposed, interpret):
+    """Calls `_run_kernel` with the order of programs of the platform that the computation is lowered for."""
+    options = {"k": k, "num_tokens": num_tokens, "is_transposed": is_transposed, "interpret": interpret}
+    has_several_blocks = _num_block_rows(len(hidden)) < len(hidden)
+    return call_by_platform(
+        functools.partial(_run_kernel, **options), hidden, head, interpret=interpret, differs=has_several_blocks
+    )
+
+
+def _num_block_rows(num_rows: int) -> int:
+    """Returns the rows of a block: the fewest rows of a matrix unit, or enough to fill an H100's."""
+    return 16 if num_rows <= 16 else 64
+
+
+def _run_kernel(hidden, head, *, k, num_tokens, is_transposed, interpret, platform):
     """Runs the kernel over hidden [R, D] and merges the results of the column blocks.
 
     Each program takes a block of columns over all of D, and writes its k best logits and its sum of exponentials. Each
@@ -123,7 +138,7 @@ def _head_top_k_triton(hidden, head, k, num_tokens, is_transposed, interpret):
     the cache.
     """
     (num_rows, width), num_columns = hidden.shape, head.shape[0 if is_transposed else 1]
-    block_rows = 16 if num_rows <= 16 else 64  # the fewest rows of a matrix unit, and enough to fill an H100's
+    block_rows = _num_block_rows(num_rows)
     # Loads in flight: an H100's bandwidth times its latency is about 25 KB per SM. (stages - 1) tiles of 8 or 16 KB in
     # each of three or more programs per SM exceed that, within the 64 KB of shared memory of an MI300X.
     if jnp.float32 in (hidden.dtype, head.dtype):
@@ -134,10 +149,13 @@ def _head_top_k_triton(hidden, head, k, num_tokens, is_transposed, interpret):
         block_columns, block_depth, num_stages = 128, 64, 3
     # Grid: (blocks of rows, blocks of columns). Columns of padding tokens get no program and are not read.
     grid = (pl.cdiv(num_rows, block_rows), pl.cdiv(num_tokens, block_columns))
+    # On ROCm the programs of one block of columns run on one die, if there are several.
+    place = functools.partial(die_order, grid=grid, is_reordered=platform == "rocm" and grid[0] > 1)
+    placed = lambda index_map: lambda *ids: index_map(*place(*ids))
     if is_transposed:
-        head_spec = pl.BlockSpec((block_columns, width), lambda i, j: (j, 0))
+        head_spec = pl.BlockSpec((block_columns, width), placed(lambda i, j: (j, 0)))
     else:
-        head_spec = pl.BlockSpec((width, block_columns), lambda i, j: (0, j))
+        head_spec = pl.BlockSpec((width, block_columns), placed(lambda i, j: (0, j)))
     output_dtypes = (jnp.float32, jnp.int32)
     columns_read = min(grid[1] * block_columns, num_columns)
     values, indices, sums = pl.pallas_call(
@@ -150,16 +168,17 @@ def _head_top_k_triton(hidden, head, k, num_tokens, is_transposed, interpret):
             k=k,
             block_depth=block_depth,
             is_transposed=is_transposed,
+            place=place,
         ),
         out_shape=[
             *(jax.ShapeDtypeStruct((num_rows, grid[1], k), dtype) for dtype in output_dtypes),
             jax.ShapeDtypeStruct((num_rows, grid[1]), jnp.float32),
         ],
         grid=grid,
-        in_specs=[pl.BlockSpec((block_rows, width), lambda i, j: (i, 0)), head_spec],
+        in_specs=[pl.BlockSpec((block_rows, width), placed(lambda i, j: (i, 0))), head_spec],
         out_specs=[
-            *(pl.BlockSpec((block_rows, None, k), lambda i, j: (i, j, 0)) for _ in output_dtypes),
-            pl.BlockSpec((block_rows, None), lambda i, j: (i, j)),
+            *(pl.BlockSpec((block_rows, None, k), placed(lambda i, j: (i, j, 0))) for _ in output_dtypes),
+            pl.BlockSpec((block_rows, None), placed(lambda i, j: (i, j))),
         ],
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=num_stages),
         cost_estimate=pl.CostEstimate(
@@ -200,6 +219,7 @@ def _head_top_k_kernel(
     k,
     block_depth,
     is_transposed,
+    place,
 ):
     """hidden_ref [block_rows, D] and a block of columns of the head -> values_ref and indices_ref [block_rows, k].
 
@@ -207,8 +227,9 @@ def _head_top_k_kernel(
     """
     block_rows = hidden_ref.shape[0]
     block_columns = head_ref.shape[0 if is_transposed else 1]
-    row = pl.program_id(0) * block_rows + jnp.arange(block_rows)
-    column = pl.program_id(1) * block_columns + jnp.arange(block_columns)
+    row_block, column_block = place(pl.program_id(0), pl.program_id(1))
+    row = row_block * block_rows + jnp.arange(block_rows)
+    column = column_block * block_columns + jnp.arange(block_columns)
     is_row = row < num_rows
     # A mask that is always true would cost registers.
     is_column = column < num_columns if num_columns % block_columns else None

@@ -15,7 +15,9 @@ from jax.experimental import pallas as pl
 from pallas_kernels.attention_blocks import MASKED_SCORE, Tiles, attend_blocks, column_slices, load_slice, slice_mask
 from pallas_kernels.backend import triton as plt
 from pallas_kernels.cost import loads_from_l2
+from pallas_kernels.device import call_by_platform
 from pallas_kernels.dispatch import choose
+from pallas_kernels.fp8 import is_converted_by_integers
 
 
 def prefill_attention(
@@ -65,12 +67,9 @@ def prefill_attention(
     settings: dict[str, Any] = {"scale": scale, "sinks": sinks, "value_width": value_width}
     if chosen == "xla" or q.size == 0:
         return prefill_attention_reference(*operands, **settings)
-    if chosen == "interpreted":
-        return _run_kernel(*operands, **settings, interpret=True, platform="cuda")
-    cuda, rocm = (
-        functools.partial(_run_kernel, **settings, interpret=False, platform=platform) for platform in ("cuda", "rocm")
-    )
-    return jax.lax.platform_dependent(*operands, rocm=rocm, default=cuda)
+    interpret = chosen == "interpreted"
+    run = functools.partial(_run_kernel, **settings, interpret=interpret)
+    return call_by_platform(run, *operands, interpret=interpret)
 
 
 def choose_implementation(q, keys, implementation: str, *, is_windowed: bool) -> str:
@@ -193,6 +192,7 @@ def _run_kernel(
             scale=scale * math.log2(math.e),
             key_slices=key_slices,
             value_slices=value_slices,
+            is_integer_fp8=is_converted_by_integers(keys.dtype, platform),
         ),
         out_shape=jax.ShapeDtypeStruct((B, K, R, width), q.dtype),
         grid=(num_blocks, K, B),
@@ -230,6 +230,7 @@ def _prefill_attention_kernel(
     scale,
     key_slices,
     value_slices,
+    is_integer_fp8,
 ):
     """Attends from one block of query rows (token t, head g, numbered t * G + g) to all slots that they see."""
     refs = list(refs)
@@ -281,6 +282,7 @@ def _prefill_attention_kernel(
         scale=scale,
         key_slices=key_slices,
         value_slices=value_slices,
+        is_integer_fp8=is_integer_fp8,
     )
     for output, part in zip(outputs, value_slices, strict=True):
         target = output_ref.at[:, pl.ds(part[0], output.shape[1])]

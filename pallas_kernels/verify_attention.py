@@ -16,8 +16,9 @@ from pallas_kernels.attention_blocks import MASKED_SCORE, Tiles, attend_blocks, 
 from pallas_kernels.backend import triton as plt
 from pallas_kernels.combine_shares import combine_shares
 from pallas_kernels.cost import loads_from_l2
-from pallas_kernels.device import num_processors
+from pallas_kernels.device import call_by_platform, die_order, num_processors
 from pallas_kernels.dispatch import choose
+from pallas_kernels.fp8 import is_converted_by_integers
 
 MAX_QUERY_TOKENS = 16  # tokens per row that the kernel supports
 MAX_DRAFT_SLOTS = 64  # slots behind the committed ones: two 32-bit words of the ancestor mask
@@ -45,7 +46,8 @@ def verify_attention(
     token that attends to nothing gets zeros. Slots that no token of the row attends to are not read and may hold NaN.
 
     Scores and sums are float32. In the kernel the order of sums, and so the last bits, depends on B, T and S, because
-    they decide into how many shares the slots are split.
+    they decide into how many shares the slots are split. On ROCm a NaN that a float8_e4m3fn cache stores in a visible
+    slot counts as 480 (`pallas_kernels.fp8`).
 
     Args:
         q: [B, K, T, G, H] floating: G query heads for each of K key heads.
@@ -174,10 +176,7 @@ def _verify_attention_triton(
     caches = (keys,) if values is None else (keys, values)
     run = functools.partial(_run_kernel, scale=scale, sinks=sinks, value_width=value_width, interpret=interpret)
     operands = (q, caches, num_committed, ancestor_mask, window_start, value_up)
-    if interpret:
-        return run(*operands, platform="cuda")
-    cuda, rocm = (functools.partial(run, platform=platform) for platform in ("cuda", "rocm"))
-    return jax.lax.platform_dependent(*operands, rocm=rocm, default=cuda)
+    return call_by_platform(run, *operands, interpret=interpret)
 
 
 def _choose_tiles(num_rows: int, width: int, is_latent: bool, itemsize: int, platform: str) -> Tiles:
@@ -228,6 +227,11 @@ def _run_kernel(
     # 4096, so that one long row does not take all the time.
     num_splits = pl.cdiv(num_processors() * 8 // tiles.num_warps, B * K * num_row_blocks)
     num_splits = max(min(num_splits, pl.cdiv(S, 256 if tiles.rows == 16 else 512)), pl.cdiv(S, 4096))
+    # On ROCm the programs of one share run on one die, if there are several.
+    grid = (num_row_blocks, num_splits, K, B)
+    has_shared_slots = platform == "rocm" and num_row_blocks > 1
+    place = functools.partial(die_order, grid=grid, is_reordered=has_shared_slots)
+    placed = lambda index_map: lambda *ids: index_map(*place(*ids))
     row_table, token_table = _pack_masks(num_committed, ancestor_mask, window_start, S)
     # Triton arrays have power-of-two sizes, so columns are cut into slices: a latent's keys into value columns (in
     # halves if split) and the rest.
@@ -264,23 +268,29 @@ def _run_kernel(
             width=width,
             key_slices=key_slices,
             value_slices=value_slices,
+            is_integer_fp8=is_converted_by_integers(caches[0].dtype, platform),
+            place=place,
         ),
         out_shape=[
             jax.ShapeDtypeStruct((B, K, num_splits, R, width), jnp.float32),
             jax.ShapeDtypeStruct((num_parts, B, K, num_splits, R), jnp.float32),
         ],
-        grid=(num_row_blocks, num_splits, K, B),
+        grid=grid,
         in_specs=[
-            pl.BlockSpec((None, *row_table.shape[1:]), lambda i, z, k, b: (b, 0)),
-            pl.BlockSpec((None, *token_table.shape[1:]), lambda i, z, k, b: (b, 0, 0)),
-            pl.BlockSpec((None, None, tiles.rows, cache_widths[0]), lambda i, z, k, b: (b, k, i // num_parts, 0)),
-            *(pl.BlockSpec((None, None, S, size), lambda i, z, k, b: (b, k, 0, 0)) for size in cache_widths),
+            pl.BlockSpec((None, *row_table.shape[1:]), placed(lambda i, z, k, b: (b, 0))),
+            pl.BlockSpec((None, *token_table.shape[1:]), placed(lambda i, z, k, b: (b, 0, 0))),
+            pl.BlockSpec(
+                (None, None, tiles.rows, cache_widths[0]), placed(lambda i, z, k, b: (b, k, i // num_parts, 0))
+            ),
+            *(pl.BlockSpec((None, None, S, size), placed(lambda i, z, k, b: (b, k, 0, 0))) for size in cache_widths),
         ],
         out_specs=[
-            pl.BlockSpec((None, None, None, tiles.rows, output_width), lambda i, z, k, b: (b, k, z, i // num_parts, 0)),
+            pl.BlockSpec(
+                (None, None, None, tiles.rows, output_width), placed(lambda i, z, k, b: (b, k, z, i // num_parts, 0))
+            ),
             pl.BlockSpec(
                 (None, None, None, None, tiles.rows),
-                lambda i, z, k, b: (i % num_parts, b, k, z, i // num_parts),
+                placed(lambda i, z, k, b: (i % num_parts, b, k, z, i // num_parts)),
             ),
         ],
         compiler_params=plt.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages),
@@ -341,12 +351,15 @@ def _verify_attention_kernel(
     width,
     key_slices,
     value_slices,
+    is_integer_fp8,
+    place,
 ):
     """Attends from a block of query rows to one share of a row's slots; `_pack_masks` describes the first two refs."""
     *cache_refs, output_ref, log_sum_ref = refs
     # The row's table, and per query row (token t, head g, numbered t * G + g) the table of its token.
     num_committed, first_visible, *row_words = [row_ref[index] for index in range(4)]
-    row = pl.program_id(0) // (2 if tiles.is_column_split else 1) * tiles.rows + jnp.arange(tiles.rows)
+    block, split, *_ = place(*(pl.program_id(axis) for axis in range(4)))
+    row = block // (2 if tiles.is_column_split else 1) * tiles.rows + jnp.arange(tiles.rows)
     is_row = row < num_rows if num_rows % tiles.rows else None
     token = jnp.minimum(row, num_rows - 1) // group_size
     window_start, *token_words = [token_ref[token, index] for index in range(3)]
@@ -355,7 +368,7 @@ def _verify_attention_kernel(
     # cannot prove that loads are wide.
     if tiles.is_column_split:
         half = width // 2
-        own_half = pl.program_id(0) % 2 * half
+        own_half = block % 2 * half
         offsets = [own_half if start < half else -own_half if start < width else 0 for start, *_ in key_slices]
         key_slices = [(start + offset, *sizes) for (start, *sizes), offset in zip(key_slices, offsets, strict=True)]
     # Queries stay in registers or shared memory for the whole loop, in their own dtype.
@@ -368,7 +381,7 @@ def _verify_attention_kernel(
     end_slot = jnp.minimum(num_committed + num_draft_slots, cache_refs[0].shape[0])
     num_blocks = num_sink_blocks + jnp.maximum(pl.cdiv(end_slot, tiles.slots) - first_window_block, 0)
     blocks_per_split = pl.cdiv(num_blocks, num_splits)
-    begin_block = pl.program_id(1) * blocks_per_split
+    begin_block = split * blocks_per_split
     end_block = jnp.minimum(begin_block + blocks_per_split, num_blocks)
 
     def is_visible(slot, window_start, words):
@@ -399,6 +412,7 @@ def _verify_attention_kernel(
         scale=scale,
         key_slices=key_slices,
         value_slices=value_slices,
+        is_integer_fp8=is_integer_fp8,
     )
     # Store the average over this share and the logarithm of its weight.
     if len(cache_refs) == 1:

@@ -15,12 +15,13 @@ from jax.experimental import pallas as pl
 from pallas_kernels.backend import triton as plt
 from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.device import num_processors
+from pallas_kernels.fp8 import FP8_DIVISOR, convert_fp8, is_converted_by_integers
 
 MAX_ROWS = 64  # with more rows, multiplying takes longer than reading
 TILE_BYTES = 16384  # weights per tile: eight loads of 16 bytes for each of 128 threads
 
 
-def multiply_few_rows(x, matrices, *, block, dtype, interpret) -> list[jax.Array]:
+def multiply_few_rows(x, matrices, *, block, dtype, interpret, platform) -> list[jax.Array]:
     """Multiplies a few rows by each of several matrices.
 
     A program computes one column of tiles of one matrix, or one part of it.
@@ -31,6 +32,7 @@ def multiply_few_rows(x, matrices, *, block, dtype, interpret) -> list[jax.Array
         block: Number of neighbouring inputs that share a scale.
         dtype: Dtype of x in the products.
         interpret: Run in Pallas's interpreter.
+        platform: "cuda" or "rocm", which convert fp8 in different ways.
 
     Returns:
         For each matrix the parts [P, n, F]: float32, or `dtype` if there is one part.
@@ -62,6 +64,7 @@ def multiply_few_rows(x, matrices, *, block, dtype, interpret) -> list[jax.Array
             dtype=dtype,
             num_columns=num_columns,
             has_scales=first_scales is not None,
+            is_integer_fp8=is_converted_by_integers(first_weights.dtype, platform),
         ),
         out_shape=[jax.ShapeDtypeStruct((num_parts, n, F), out_dtype) for F in widths],
         grid=(sum(num_columns), num_parts),
@@ -97,7 +100,7 @@ def _num_parts(num_tiles, num_columns, inputs, padded, *, is_one_byte):
     return max(1, min(max_programs // num_columns, num_tiles * inputs // (16 * padded)))
 
 
-def _multiply_kernel(x_ref, *refs, padded, tile, block, dtype, num_columns, has_scales):
+def _multiply_kernel(x_ref, *refs, padded, tile, block, dtype, num_columns, has_scales, is_integer_fp8):
     """Computes part of a column of tiles: x_ref [n, D]; weights_ref [D, F], scales_ref [blocks, F] of each matrix;
     out_ref [parts, n, F] of each."""
     num_matrices, arrays = len(num_columns), 2 if has_scales else 1
@@ -117,6 +120,7 @@ def _multiply_kernel(x_ref, *refs, padded, tile, block, dtype, num_columns, has_
             tile=tile,
             block=block,
             dtype=dtype,
+            is_integer_fp8=is_integer_fp8,
         )
         if num_matrices == 1:
             multiply()
@@ -126,7 +130,18 @@ def _multiply_kernel(x_ref, *refs, padded, tile, block, dtype, num_columns, has_
 
 
 def _multiply_column(
-    x_ref, weights_ref, *scales_refs, out_ref, column_of_tiles, part, num_parts, padded, tile, block, dtype
+    x_ref,
+    weights_ref,
+    *scales_refs,
+    out_ref,
+    column_of_tiles,
+    part,
+    num_parts,
+    padded,
+    tile,
+    block,
+    dtype,
+    is_integer_fp8,
 ):
     """Computes part of a column of tiles of one matrix."""
     inputs, columns = tile
@@ -136,14 +151,17 @@ def _multiply_column(
     column = column_of_tiles * columns + jnp.arange(columns)
     is_column = column < F if F % columns else None
 
+    multiply = functools.partial(multiply_tile, block=block, is_integer_fp8=is_integer_fp8)
+
     def add_tile(index, total):
         x = load_inputs(x_ref, row, index * inputs, inputs).astype(dtype)
-        return total + multiply_tile(x, weights_ref, scales_refs, index * inputs, column, is_column, block=block)
+        return total + multiply(x, weights_ref, scales_refs, index * inputs, column, is_column)
 
     # Sum the tiles of this part in float32. The bounds are int32 because Triton requires both of one type.
     num_tiles = pl.cdiv(D, inputs)
     begin, end = (jnp.int32(edge * num_tiles // num_parts) for edge in (part, part + 1))
     total = jax.lax.fori_loop(begin, end, add_tile, jnp.zeros((padded, columns), jnp.float32))
+    total = total * FP8_DIVISOR if is_integer_fp8 else total
     # Store once, without the padded rows and columns.
     is_inside = (row < n)[:, None] & (column < F)[None, :]
     plt.store(
@@ -159,7 +177,7 @@ def load_inputs(x_ref, row, first, inputs):
     return _load(x_ref, row, inner, inner < D if D % inputs else None)
 
 
-def multiply_tile(x, weights_ref, scales_refs, first, column, is_column, *, block):
+def multiply_tile(x, weights_ref, scales_refs, first, column, is_column, *, block, is_integer_fp8):
     """Multiplies some inputs of each row by one tile of the weights, inside a kernel.
 
     One-byte weights need two rearrangements to reach the tensor cores without slow byte moves:
@@ -169,7 +187,8 @@ def multiply_tile(x, weights_ref, scales_refs, first, column, is_column, *, bloc
       bytes then move between threads four at a time. Pipeline stages would put the tile into shared memory along F,
       from which single bytes come out, so this form has no stages.
     - Conversion. fp8 goes to float16, float32 and then bfloat16, all at full rate. The direct conversion from float16
-      to bfloat16 runs at a quarter of the rate on an H100.
+      to bfloat16 runs at a quarter of the rate on an H100. With `is_integer_fp8` integer arithmetic does it, in
+      which NaN becomes 480, and the result is divided by `FP8_DIVISOR`.
 
     Args:
         x: [rows, inputs], from `load_inputs`.
@@ -179,6 +198,7 @@ def multiply_tile(x, weights_ref, scales_refs, first, column, is_column, *, bloc
         column: Columns of the tile.
         is_column: Mask of the columns inside the matrix; None: all are.
         block: Number of inputs that share a scale.
+        is_integer_fp8: Integer arithmetic converts the weights (`is_converted_by_integers`).
 
     Returns:
         [rows, columns] float32.
@@ -199,7 +219,10 @@ def multiply_tile(x, weights_ref, scales_refs, first, column, is_column, *, bloc
         weights = weights.reshape(inputs, columns)
     # Multiply in x's dtype with float32 sums. HIGHEST keeps float32 products exact and changes nothing for
     # bfloat16.
-    weights = weights.astype(jnp.float32).astype(x.dtype)
+    if is_integer_fp8:
+        weights = convert_fp8(jax.lax.bitcast_convert_type(weights, jnp.uint8), x.dtype)
+    else:
+        weights = weights.astype(jnp.float32).astype(x.dtype)
     product = jnp.dot(x, weights, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
     # Scale the tile's sum instead of its weights: one multiplication per output instead of one per weight.
     for scales_ref in scales_refs:

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from pallas_kernels.block_scaled_matmul.choice import check_matrix, choose_for_few_rows, compare_with_reference
 from pallas_kernels.block_scaled_matmul.kernel import multiply_few_rows
 from pallas_kernels.block_scaled_matmul.reference import block_scaled_matmul_reference, block_scaled_matmul_xla
+from pallas_kernels.device import call_by_platform
+from pallas_kernels.fp8 import is_converted_by_integers
 from pallas_kernels.partial_sums import PartialSums
 
 
@@ -23,8 +25,8 @@ def block_scaled_matmul(x, weights, scales=None, *, block=128, implementation="a
     its own scale for each block of inputs; a checkpoint's scales are repeated along the outputs.
 
     The kernel multiplies weights as they are stored, scales the sum of each block, accumulates in float32 and rounds
-    once. "xla" rounds each scaled weight to x's dtype first. Differentiable in reverse mode, with the gradient of
-    "xla".
+    once. "xla" rounds each scaled weight to x's dtype first. On ROCm the kernel reads a NaN of float8_e4m3fn as 480.
+    Differentiable in reverse mode, with the gradient of "xla".
 
     Args:
         x: [..., D] floating.
@@ -132,7 +134,9 @@ def _multiply_xla(x, matrices, block, dtype):
 def _multiply_triton(x, matrices, block, dtype, interpret):
     """Runs the kernel over x as rows [n, D]; returns the parts [P, ..., F] of each product."""
     rows = x.reshape(-1, x.shape[-1])
-    parts = multiply_few_rows(rows, matrices, block=block, dtype=dtype, interpret=interpret)
+    run = functools.partial(multiply_few_rows, block=block, dtype=dtype, interpret=interpret)
+    differs = is_converted_by_integers(matrices[0][0].dtype, "rocm")
+    parts = call_by_platform(run, rows, matrices, interpret=interpret, differs=differs)
     return tuple(part.reshape(len(part), *x.shape[:-1], -1) for part in parts)
 
 

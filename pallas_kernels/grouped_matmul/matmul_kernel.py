@@ -24,7 +24,8 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.backend import triton as plt
 from pallas_kernels.cost import loads_from_l2
-from pallas_kernels.device import num_processors
+from pallas_kernels.device import call_by_platform, die_order, num_processors
+from pallas_kernels.fp8 import FP8_DIVISOR, convert_fp8
 from pallas_kernels.grouped_matmul.route import MIN_ROWS, Route
 
 SHARED_MEMORY_BYTES = 60 * 1024  # per program: an MI300X has 64 KB, and three programs fit an H100's SM
@@ -77,7 +78,17 @@ def _choose_tile(route: Route, x, weight, K, N, num_parts, num_lanes, block) -> 
 
 
 def grouped_matmul_kernel(
-    route, x, weight, *, out_dtype, scales=None, block=None, transposed=False, return_products=False, interpret=False
+    route,
+    x,
+    weight,
+    *,
+    out_dtype,
+    scales=None,
+    block=None,
+    transposed=False,
+    return_products=False,
+    interpret=False,
+    platform=None,
 ) -> Any:
     """Multiplies each pair's row by its expert's matrix: x [R, K], weight [E, K, N] -> [n * k, N].
 
@@ -93,6 +104,7 @@ def grouped_matmul_kernel(
         transposed: The weight is [E, N, K].
         return_products: Also return the products with gate and up, for the backward pass.
         interpret: Run in Pallas's interpreter.
+        platform: "cuda" or "rocm", whose order of programs differs; None: the one that the call is lowered for.
 
     Returns:
         [n * k, N], and with `return_products` also the products [n * k, 2, N] in x's dtype.
@@ -125,9 +137,11 @@ def grouped_matmul_kernel(
     bytes_moved = num_weight_reads * bytes_per_expert
     bytes_moved += num_slabs * (route.num_pairs * K * x.dtype.itemsize + route.bytes_per_slab)
     # Grid: slabs x blocks in one dimension; the kernel orders them.
-    results = pl.pallas_call(
+    grid = (num_slabs * route.num_blocks,)
+    run = lambda *operands, platform: pl.pallas_call(
         functools.partial(
             _grouped_matmul_body,
+            place=functools.partial(die_order, grid=grid, is_reordered=platform == "rocm" and route.l2_group > 1),
             for_each_block=route.for_each_block,
             num_tables=len(route.tables),
             l2_group=route.l2_group,
@@ -140,7 +154,7 @@ def grouped_matmul_kernel(
             has_scales=scales is not None,
         ),
         out_shape=outputs,
-        grid=(num_slabs * route.num_blocks,),
+        grid=grid,
         compiler_params=plt.CompilerParams(num_warps=tile.num_warps, num_stages=tile.num_stages),
         cost_estimate=pl.CostEstimate(
             flops=2 * route.num_pairs * K * N * num_parts,
@@ -152,13 +166,29 @@ def grouped_matmul_kernel(
         ),
         interpret=interpret,
         name="grouped_gate_up" if num_parts == 2 else "grouped_product",
-    )(*route.tables, *inputs)
+    )(*operands)
+    operands = (*route.tables, *inputs)
+    if platform is None:
+        results = call_by_platform(run, *operands, interpret=interpret, differs=route.l2_group > 1)
+    else:
+        results = run(*operands, platform=platform)
     out = results[0].reshape(route.num_pairs, N)
     return (out, results[1]) if return_products else out
 
 
 def _grouped_matmul_body(
-    *refs, for_each_block, num_tables, l2_group, tile, num_slabs, depth, pairs_per_row, block, is_transposed, has_scales
+    *refs,
+    place,
+    for_each_block,
+    num_tables,
+    l2_group,
+    tile,
+    num_slabs,
+    depth,
+    pairs_per_row,
+    block,
+    is_transposed,
+    has_scales,
 ):
     """Computes one block of rows and one slab of columns; `depth` is K, `pairs_per_row` the pairs per row of x."""
     table_refs, (x_ref, weight_ref, *rest) = refs[:num_tables], refs[num_tables:]
@@ -168,7 +198,7 @@ def _grouped_matmul_body(
     width, num_lanes = out_ref.shape[1:]
     # Order of programs: `l2_group` blocks of one slab follow each other, so that blocks of one expert share its slab in
     # the L2 cache.
-    program = pl.program_id(0)
+    (program,) = place(pl.program_id(0))
     slab = jax.lax.div(jax.lax.rem(program, num_slabs * l2_group), l2_group)
     row_block = jax.lax.div(program, num_slabs * l2_group) * l2_group + jax.lax.rem(program, l2_group)
     column = slab * tile.columns + jnp.arange(tile.columns)
@@ -190,7 +220,7 @@ def _grouped_matmul_body(
             return [loaded]
         # Unpack the two fp8 columns: the low byte is the even column.
         halves = (loaded.astype(jnp.uint8), (loaded >> 8).astype(jnp.uint8))
-        return [_from_fp8(half, x_ref.dtype) for half in halves]
+        return [convert_fp8(half, x_ref.dtype) for half in halves]
 
     def load_scales(expert, step):
         """Loads the scales of a step [columns], for each part and lane."""
@@ -234,7 +264,7 @@ def _grouped_matmul_body(
             jnp.int32(0), jnp.int32(num_steps), step, (zeros, load_scales(expert, jnp.int32(0)))
         )
         if has_scales:
-            sums = tuple(total * 256 for total in sums)  # `_from_fp8` divided by 256
+            sums = tuple(total * FP8_DIVISOR for total in sums)
         # Write each row at its pair's number, with SwiGLU applied to float32 sums if there are gate and up.
         for product, (pairs, is_valid) in enumerate(products):
             mask = is_valid[:, None] & (column < width)[None, :]
@@ -253,20 +283,3 @@ def _grouped_matmul_body(
 def _load(ref, mask):
     """Loads a ref, zero where the mask is false; without a mask the compiler need not prove that loads are wide."""
     return plt.load(ref) if mask is None else plt.load(ref, mask=mask, other=0)
-
-
-def _from_fp8(bits, dtype):
-    """Converts float8_e4m3fn bits, as uint8, to float32 or bfloat16, divided by 256.
-
-    Exact, except that NaN becomes 480. The bits of sign, exponent and fraction move to their places in float16, whose
-    exponent bias is larger by 8; bfloat16 holds every digit of the result. This needs no fp8 hardware, takes no more
-    instructions on an H100 than Triton's own conversion, and works on an MI300X, which has another fp8 format.
-    """
-    # s eeee fff -> s 0 eeee fff 0000000: the arithmetic shift repeats the sign, and the mask clears the copy.
-    number = (((bits.astype(jnp.int32) << 24) >> 1) >> 16).astype(jnp.int16) & np.int16(0xBF80 - 2**16)
-    number = jax.lax.bitcast_convert_type(number, jnp.float16).astype(jnp.float32)
-    if dtype == jnp.float32:
-        return number
-    # bfloat16 is the upper half of float32, and the lower half is zero here.
-    upper = (jax.lax.bitcast_convert_type(number, jnp.int32) >> 16).astype(jnp.int16)
-    return jax.lax.bitcast_convert_type(upper, jnp.bfloat16)

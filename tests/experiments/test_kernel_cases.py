@@ -91,6 +91,19 @@ def test_offsets_into_stacks_do_not_overflow(case):
     assert wide or "DeepSeek" not in case.name
 
 
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.name.endswith("float8_e4m3fn cache") or "fp8" in case.name], ids=str
+)
+def test_fp8_takes_the_fast_conversion_of_each_platform(case):
+    """On CUDA to float32, since a conversion to bfloat16 runs at 1/16 of the rate; on ROCm none, but bit arithmetic."""
+    shapes = jax.eval_shape(case.make, jax.random.key(0))
+    lowered = compat.lower_for(functools.partial(case.run, implementation="triton"), *shapes)
+    for platform, one in lowered.items():
+        ir = "".join(kernel.ir for kernel in compat.triton_kernels(one))
+        found = re.findall(r"tt.fp_to_fp .*: tensor<\w+xf8E4M3FN> -> tensor<(?:\d+x)+(\w+)>", ir)
+        assert set(found) <= ({"f32"} if platform == "cuda" else set())
+
+
 def test_bytes_would_be_addressed_with_too_few_bits():
     """The hazard that the test above looks for, in a kernel of its own."""
 

@@ -7,7 +7,7 @@ import pytest
 
 from mtpjax import compat
 from pallas_kernels import gated_matmul
-from pallas_kernels.gated_matmul import gated_matmul_reference
+from pallas_kernels.gated_matmul import _run_kernel, gated_matmul_reference
 
 FP8 = jnp.float8_e4m3fn
 interpreted = functools.partial(gated_matmul, implementation="interpreted")
@@ -33,6 +33,13 @@ def test_kernel_matches_reference(rows, D, F, block, weights_dtype, key):
     # What runs elsewhere: the products, then SwiGLU.
     xla = gated_matmul(*arguments, block=block, implementation="xla")
     np.testing.assert_allclose(xla, gated_matmul_reference(*arguments, block=block), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_integer_conversion_of_rocm_gives_the_same_bits(dtype, key):
+    arguments = problem(key, 5, 144, 40, 64, dtype, FP8)
+    run = functools.partial(_run_kernel, *arguments, block=64, interpret=True)
+    np.testing.assert_array_equal(run(platform="rocm"), run(platform="cuda"))
 
 
 def test_bfloat16_rounds_once(key):

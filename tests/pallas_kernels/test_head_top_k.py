@@ -8,7 +8,7 @@ import pytest
 
 from mtpjax import DecodeConfig, SamplingParams, generate, speculative_generate
 from pallas_kernels import head_top_k, top_k
-from pallas_kernels.head_top_k import head_top_k_reference
+from pallas_kernels.head_top_k import _run_kernel, head_top_k_reference
 
 interpreted = functools.partial(head_top_k, implementation="interpreted")
 # hidden.shape, V, num_tokens, k, is_transposed, dtype. Blocks are of 16 to 64 rows, 64 or 128 columns, 32 or 64 deep:
@@ -47,6 +47,15 @@ def test_kernel_matches_reference(shape, size, num_tokens, k, is_transposed, dty
     hidden, head = inputs(key, shape, size, is_transposed, dtype)
     options = {"k": k, "num_tokens": num_tokens, "is_transposed": is_transposed}
     assert_same(interpreted(hidden, head, **options), head_top_k_reference(hidden, head, **options))
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_order_of_programs_on_rocm_changes_no_bit(is_transposed, key):
+    hidden, head = inputs(key, (70, 20), 300, is_transposed)
+    options = {"k": 2, "num_tokens": 258, "is_transposed": is_transposed, "interpret": True}
+    both = [_run_kernel(hidden, head, platform=platform, **options) for platform in ("rocm", "cuda")]
+    for rocm, cuda in zip(*both, strict=True):
+        np.testing.assert_array_equal(rocm, cuda)
 
 
 @pytest.mark.parametrize("k", [1, 4, 26, 27, 70])

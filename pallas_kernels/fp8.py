@@ -1,0 +1,46 @@
+"""Converts float8_e4m3fn with integer arithmetic, inside kernels."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+FP8_DIVISOR = 256  # `convert_fp8` returns the value divided by this
+
+
+def is_converted_by_integers(dtype, platform: str) -> bool:
+    """Returns whether kernels convert a stored dtype by `convert_fp8`.
+
+    An MI300X has another fp8 format than float8_e4m3fn, and converts that one slowly. An H100 converts it itself.
+
+    Args:
+        dtype: Dtype of the stored array.
+        platform: "cuda" or "rocm".
+    """
+    return platform == "rocm" and dtype == jnp.float8_e4m3fn
+
+
+def convert_fp8(bits, dtype):
+    """Converts the bits of float8_e4m3fn numbers to a wider dtype, divided by `FP8_DIVISOR`.
+
+    Exact, except that NaN becomes 480. The bits of sign, exponent and fraction move to their places in float16, whose
+    exponent bias is larger by 8; bfloat16 holds every digit of the result. This needs no fp8 hardware. On an H100 it
+    serves kernels that load two numbers as one.
+
+    Args:
+        bits: uint8, of any shape.
+        dtype: float32, bfloat16 or float16.
+
+    Returns:
+        The numbers in `dtype`, of the same shape.
+    """
+    # s eeee fff -> s 0 eeee fff 0000000: the arithmetic shift repeats the sign, and the mask clears the copy.
+    half = (((bits.astype(jnp.int32) << 24) >> 1) >> 16).astype(jnp.int16) & np.int16(0xBF80 - 2**16)
+    half = jax.lax.bitcast_convert_type(half, jnp.float16)
+    if dtype == jnp.float16:
+        return half
+    number = half.astype(jnp.float32)
+    if dtype == jnp.float32:
+        return number
+    # bfloat16 is the upper half of float32, and the lower half is zero here.
+    upper = (jax.lax.bitcast_convert_type(number, jnp.int32) >> 16).astype(jnp.int16)
+    return jax.lax.bitcast_convert_type(upper, jnp.bfloat16)
