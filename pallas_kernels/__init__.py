@@ -20,6 +20,7 @@ from mtpjax.
 from pallas_kernels.add_rms_norm import add_rms_norm
 from pallas_kernels.append_heads import append_heads
 from pallas_kernels.append_latents import append_latents
+from pallas_kernels.batch_invariance import batch_invariant
 from pallas_kernels.block_scaled_matmul import block_scaled_matmul, partial_matmul, partial_matmuls
 from pallas_kernels.gated_delta import gated_delta, gated_delta_replay, gated_delta_steps, gated_delta_verify
 from pallas_kernels.gated_matmul import gated_matmul
@@ -37,6 +38,7 @@ __all__ = [
     "add_rms_norm",
     "append_heads",
     "append_latents",
+    "batch_invariant",
     "block_scaled_matmul",
     "gated_delta",
     "gated_delta_replay",

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.backend import triton as plt
+from pallas_kernels.batch_invariance import is_batch_invariant
 from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.dispatch import choose
 from pallas_kernels.partial_sums import PartialSums, load_sum
@@ -102,7 +103,7 @@ def choose_implementation(projected: PartialSums, keys, implementation: str) -> 
     shape = {"rows": B * T, "heads": K, "per_key": heads_per_key, "width": H, "parts": len(projected.parts)}
     shape |= {"dtype": str(projected.dtype), "cache": str(keys.dtype)}
     chosen = choose("append_heads", implementation, ("xla", "triton"), shape)
-    return chosen if B * T <= MAX_ROWS else "xla"
+    return chosen if B * T <= MAX_ROWS or is_batch_invariant() else "xla"
 
 
 def split_heads(projected, angles, heads: Heads, *, group_size: int) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.backend import triton as plt
+from pallas_kernels.batch_invariance import is_batch_invariant
 from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.dispatch import choose
 from pallas_kernels.partial_sums import PartialSums, load_sum
@@ -90,7 +91,8 @@ def choose_implementation(queries: PartialSums, key_up, cache, implementation: s
     shape = {"rows": B * T, "heads": N, "content": key_up.shape[1], "width": width, "latent": key_up.shape[2]}
     shape |= {"parts": len(queries.parts), "dtype": str(queries.dtype), "cache": str(cache.dtype)}
     chosen = choose("append_latents", implementation, ("xla", "triton"), shape)
-    return chosen if B * T <= MAX_ROWS else "xla"
+    # Within `batch_invariant`, XLA for any number of rows.
+    return chosen if B * T <= MAX_ROWS and not is_batch_invariant() else "xla"
 
 
 def append_latents_reference(queries, latents, norm, key_up, angles, cache, start, *, eps=1e-6, interleaved=False):

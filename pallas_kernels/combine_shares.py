@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels.attention_blocks import MASKED_SCORE
 from pallas_kernels.backend import triton as plt
+from pallas_kernels.batch_invariance import is_batch_invariant
 
 _TILE_ELEMENTS = 8192  # of the shares that a program loads at once: 64 registers for each of 128 threads
 
@@ -41,7 +43,9 @@ def combine_shares(outputs, log_sums, *, dtype, interpret=False) -> jax.Array:
     B, K, Z, T, G, width = outputs.shape
     num_parts = len(log_sums)
     columns_per_part = width // num_parts
-    shares = pl.next_power_of_2(Z)
+    # All shares are loaded at once, but within `batch_invariant` one after the other: there the order of additions must
+    # not depend on their number, which the cache's capacity decides.
+    shares = 1 if is_batch_invariant() else pl.next_power_of_2(Z)
     columns = min(pl.next_power_of_2(columns_per_part), max(16, _TILE_ELEMENTS // shares))
     blocks_per_part = pl.cdiv(columns_per_part, columns)
     return pl.pallas_call(
@@ -68,21 +72,42 @@ def combine_shares(outputs, log_sums, *, dtype, interpret=False) -> jax.Array:
 
 
 def _combine_shares_kernel(outputs_ref, log_sums_ref, out_ref, *, tile, blocks_per_part, columns_per_part, group_size):
-    """Combines some columns of one query row: all shares are loaded at once, [shares, columns]."""
+    """Combines some columns of one query row; a step takes some of the shares, [shares, columns]."""
     shares, columns = tile
     num_shares, num_heads = int(outputs_ref.shape[2]), int(outputs_ref.shape[1])
     # This program's part and columns, query row, batch row and key head.
     part, block = jax.lax.div(pl.program_id(0), blocks_per_part), jax.lax.rem(pl.program_id(0), blocks_per_part)
     query, row = pl.program_id(1), pl.program_id(2)
     batch, head = jax.lax.div(row, num_heads), jax.lax.rem(row, num_heads)
-    share, inner = jnp.arange(shares), block * columns + jnp.arange(columns)
+    inner = block * columns + jnp.arange(columns)
     column, is_column = part * columns_per_part + inner, inner < columns_per_part
-    # Weigh each share by its softmax sum, relative to the largest. Shares that do not exist weigh nothing.
-    log_sums = plt.load(log_sums_ref.at[part, batch, head, share, query], mask=share < num_shares, other=-jnp.inf)
-    weights = jnp.exp2(log_sums - jnp.max(log_sums, axis=0))
-    index = jnp.broadcast_arrays(share[:, None], column[None, :])
-    mask = (share < num_shares)[:, None] & is_column[None, :]
-    outputs = plt.load(outputs_ref.at[batch, head, index[0], query, index[1]], mask=mask, other=0.0)
-    combined = jnp.sum(weights[:, None] * outputs, axis=0) / jnp.sum(weights, axis=0)
+
+    def load(share):
+        """Loads the softmax sums [shares] and outputs [shares, columns]; shares that do not exist weigh nothing."""
+        is_share = share < num_shares
+        log_sums = plt.load(log_sums_ref.at[part, batch, head, share, query], mask=is_share, other=-jnp.inf)
+        index = jnp.broadcast_arrays(share[:, None], column[None, :])
+        mask = is_share[:, None] & is_column[None, :]
+        return log_sums, plt.load(outputs_ref.at[batch, head, index[0], query, index[1]], mask=mask, other=0.0)
+
+    # Weigh each share by its softmax sum, relative to the largest.
+    share = jnp.arange(shares)
+    if shares >= num_shares:
+        log_sums, outputs = load(share)
+        weights = jnp.exp2(log_sums - jnp.max(log_sums, axis=0))
+        combined = jnp.sum(weights[:, None] * outputs, axis=0) / jnp.sum(weights, axis=0)
+    else:
+
+        def add_share(index, carry):
+            combined, highest, total = carry
+            log_sums, outputs = load(index + share)
+            log_sum, output = jnp.max(log_sums, axis=0), jnp.sum(outputs, axis=0)  # of the one share
+            new_highest = jnp.maximum(highest, log_sum)
+            rescale, weight = jnp.exp2(highest - new_highest), jnp.exp2(log_sum - new_highest)
+            return rescale * combined + weight * output, new_highest, rescale * total + weight
+
+        carry = jnp.zeros(columns, jnp.float32), jnp.float32(MASKED_SCORE), jnp.float32(0)
+        combined, _, total = jax.lax.fori_loop(jnp.int32(0), jnp.int32(num_shares), add_share, carry)
+        combined = combined / total
     token, member = jax.lax.div(query, group_size), jax.lax.rem(query, group_size)
     plt.store(out_ref.at[batch, token, head, member, column], combined.astype(out_ref.dtype), mask=is_column)

@@ -17,6 +17,7 @@ from pallas_kernels.block_scaled_matmul.kernel import (
     elements,
     load_inputs,
     multiply_tile,
+    tile_rows,
 )
 from pallas_kernels.block_scaled_matmul.reference import block_scaled_matmul_reference, block_scaled_matmul_xla
 from pallas_kernels.cost import loads_from_l2
@@ -96,7 +97,7 @@ def _run_kernel(x, weights, scales, *, block, interpret, platform):
     """Runs the kernel over x as rows [n, D]: each program computes some columns of the result."""
     D, F = weights.shape[0], weights.shape[1] // 2
     n = x.size // D
-    padded = max(16, pl.next_power_of_2(n))
+    padded, num_row_blocks = tile_rows(n)
     itemsize, is_float32 = weights.dtype.itemsize, x.dtype.itemsize == 4
     columns = _num_columns(F, is_float32=is_float32)
     # One tile of gate and one of up are 16 KB together, or less with few columns, because 64 rows of x must fit beside
@@ -111,17 +112,18 @@ def _run_kernel(x, weights, scales, *, block, interpret, platform):
             padded=padded,
             tile=(inputs, columns),
             block=block,
+            has_row_blocks=num_row_blocks > 1,
             is_integer_fp8=is_converted_by_integers(weights.dtype, platform),
         ),
         out_shape=jax.ShapeDtypeStruct((n, F), x.dtype),
-        grid=(num_programs,),
+        grid=(num_row_blocks, num_programs) if num_row_blocks > 1 else (num_programs,),
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1 if itemsize == 1 else 4 if padded < 64 else 3),
         cost_estimate=pl.CostEstimate(
-            flops=4 * padded * D * F,
+            flops=4 * num_row_blocks * padded * D * F,
             transcendentals=n * F,
             bytes_accessed=num_programs * x.nbytes
-            + weights.nbytes
-            + (0 if scales is None else num_tiles * 2 * F * scales.dtype.itemsize)
+            + num_row_blocks * weights.nbytes
+            + (0 if scales is None else num_row_blocks * num_tiles * 2 * F * scales.dtype.itemsize)
             + n * F * x.dtype.itemsize,
         ),
         metadata=loads_from_l2((x.nbytes, num_programs)),
@@ -142,13 +144,13 @@ def _num_columns(F: int, *, is_float32: bool) -> int:
     return columns
 
 
-def _gated_matmul_kernel(x_ref, weights_ref, *refs, padded, tile, block, is_integer_fp8):
+def _gated_matmul_kernel(x_ref, weights_ref, *refs, padded, tile, block, has_row_blocks, is_integer_fp8):
     """Computes columns of the result: x_ref [n, D], weights_ref [D, 2 F], scales_ref [blocks, 2 F], out_ref [n, F]."""
     *scales_refs, out_ref = refs
     inputs, columns = tile
     (n, D), F = x_ref.shape, out_ref.shape[1]
-    row = jnp.arange(padded)
-    column = pl.program_id(0) * columns + jnp.arange(columns)
+    row = (pl.program_id(0) * padded if has_row_blocks else 0) + jnp.arange(padded)
+    column = pl.program_id(1 if has_row_blocks else 0) * columns + jnp.arange(columns)
     is_column = column < F if F % columns else None
 
     multiply = functools.partial(multiply_tile, block=block, is_integer_fp8=is_integer_fp8)

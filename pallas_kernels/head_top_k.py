@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.backend import triton as plt
+from pallas_kernels.batch_invariance import is_batch_invariant
 from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.device import call_by_platform, die_order
 from pallas_kernels.dispatch import choose
@@ -127,7 +128,7 @@ def _head_top_k_triton(hidden, head, k, num_tokens, is_transposed, interpret):
 
 def _num_block_rows(num_rows: int) -> int:
     """Returns the rows of a block: the fewest rows of a matrix unit, or enough to fill an H100's."""
-    return 16 if num_rows <= 16 else 64
+    return 16 if num_rows <= 16 or is_batch_invariant() else 64
 
 
 def _run_kernel(hidden, head, *, k, num_tokens, is_transposed, interpret, platform):

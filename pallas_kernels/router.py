@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.backend import triton as plt
+from pallas_kernels.batch_invariance import is_batch_invariant
 from pallas_kernels.block_scaled_matmul import partial_matmul
 from pallas_kernels.block_scaled_matmul.kernel import MAX_ROWS
 from pallas_kernels.dispatch import choose
@@ -77,7 +78,7 @@ def route_tokens(x, router, bias, routing: Routing, *, implementation="auto") ->
         shape,
         check=functools.partial(difference_from_reference, dtype=x.dtype, routing=routing, has_bias=bias is not None),
     )
-    if chosen == "xla" or not 0 < n <= MAX_ROWS:
+    if chosen == "xla" or not 0 < n <= (n if is_batch_invariant() else MAX_ROWS):
         logits = x.astype(jnp.float32) @ router.astype(jnp.float32)
         return select_experts_reference(logits, bias, routing)
     logits = partial_matmul(x, router, dtype=jnp.float32, implementation=chosen)

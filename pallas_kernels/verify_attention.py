@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import combine_latents
 from pallas_kernels.attention_blocks import MASKED_SCORE, Tiles, attend_blocks, column_slices, load_slice, slice_mask
 from pallas_kernels.backend import triton as plt
+from pallas_kernels.batch_invariance import SHARE_SLOTS, is_batch_invariant, map_row_blocks
 from pallas_kernels.combine_shares import combine_shares
 from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.device import call_by_platform, die_order, num_processors
@@ -219,7 +220,9 @@ def _run_kernel(
     S, R = caches[0].shape[2], T * G
     is_latent = len(caches) == 1
     width = value_width if is_latent else caches[1].shape[3]
-    tiles = _choose_tiles(R, width, is_latent, q.dtype.itemsize, platform)
+    # Within `batch_invariant` the tile has the rows of one token, so that other depths of drafts do not change it.
+    is_invariant = is_batch_invariant()
+    tiles = _choose_tiles(G if is_invariant else R, width, is_latent, q.dtype.itemsize, platform)
     num_parts = 2 if tiles.is_column_split else 1
     num_row_blocks = pl.cdiv(R, tiles.rows) * num_parts
     # Splits: enough programs for the processors, each of which holds at least eight warps of these kernels. A share has
@@ -227,6 +230,7 @@ def _run_kernel(
     # 4096, so that one long row does not take all the time.
     num_splits = pl.cdiv(num_processors() * 8 // tiles.num_warps, B * K * num_row_blocks)
     num_splits = max(min(num_splits, pl.cdiv(S, 256 if tiles.rows == 16 else 512)), pl.cdiv(S, 4096))
+    num_splits = pl.cdiv(S, SHARE_SLOTS) if is_invariant else num_splits
     # On ROCm the programs of one share run on one die, if there are several.
     grid = (num_row_blocks, num_splits, K, B)
     has_shared_slots = platform == "rocm" and num_row_blocks > 1
@@ -261,6 +265,7 @@ def _run_kernel(
             group_size=G,
             num_rows=R,
             num_splits=num_splits,
+            is_invariant=is_invariant,
             is_windowed=window_start is not None,
             sinks=sinks,
             num_draft_slots=ancestor_mask.shape[2],
@@ -306,11 +311,18 @@ def _run_kernel(
     # Combine the shares. The kernel writes tokens before heads, as the caller's next product reads them, so that XLA
     # cancels this transposition against the caller's.
     outputs = outputs.reshape(B, K, num_splits, T, G, width)
-    if value_up is not None and B * T <= combine_latents.MAX_ROWS:
+    if value_up is not None and B * T <= combine_latents.MAX_ROWS and not is_invariant:
         combined = combine_latents.combine_latents(outputs, log_sums, value_up, dtype=q.dtype, interpret=interpret)
         return combined[:, None]
     combined = combine_shares(outputs, log_sums, dtype=q.dtype, interpret=interpret).swapaxes(1, 2)
-    return combined if value_up is None else jnp.einsum("BKTGR,GRV->BKTGV", combined, value_up)
+    return combined if value_up is None else project_values(combined, value_up)
+
+
+def project_values(outputs, value_up) -> jax.Array:
+    """Multiplies the outputs of latent attention [B, 1, T, G, R] by each head's matrix [G, R, V]: [B, 1, T, G, V]."""
+    rows = outputs.reshape(-1, *outputs.shape[3:])
+    product = map_row_blocks(lambda rows: jnp.einsum("nGR,GRV->nGV", rows, value_up), rows)
+    return product.reshape(*outputs.shape[:4], -1)
 
 
 def _pack_masks(num_committed, ancestor_mask, window_start, num_slots) -> tuple[jax.Array, jax.Array]:
@@ -344,6 +356,7 @@ def _verify_attention_kernel(
     group_size,
     num_rows,
     num_splits,
+    is_invariant,
     is_windowed,
     sinks,
     num_draft_slots,
@@ -380,9 +393,18 @@ def _verify_attention_kernel(
     first_window_block = jnp.maximum(first_visible // tiles.slots, num_sink_blocks)
     end_slot = jnp.minimum(num_committed + num_draft_slots, cache_refs[0].shape[0])
     num_blocks = num_sink_blocks + jnp.maximum(pl.cdiv(end_slot, tiles.slots) - first_window_block, 0)
-    blocks_per_split = pl.cdiv(num_blocks, num_splits)
-    begin_block = split * blocks_per_split
-    end_block = jnp.minimum(begin_block + blocks_per_split, num_blocks)
+    if is_invariant:
+        # A share is a fixed range of slots. Blocks are counted without those between sinks and window.
+        def count_blocks(slot):
+            before = slot // tiles.slots
+            return jnp.minimum(before, num_sink_blocks) + jnp.maximum(before - first_window_block, 0)
+
+        begin_block = count_blocks(split * SHARE_SLOTS)
+        end_block = jnp.minimum(count_blocks((split + 1) * SHARE_SLOTS), num_blocks)
+    else:
+        blocks_per_split = pl.cdiv(num_blocks, num_splits)
+        begin_block = split * blocks_per_split
+        end_block = jnp.minimum(begin_block + blocks_per_split, num_blocks)
 
     def is_visible(slot, window_start, words):
         """Returns whether slots are visible: committed and inside the window, or set in the mask."""

@@ -35,7 +35,15 @@ ACCEPTANCE_FIELDS = (
 MTP_FIELDS = ("draft_vocabulary", "draft_window", "draft_sinks")
 LOOKUP_FIELDS = ("prompt_lookup_min", "prompt_lookup_max")
 DRAFT_FIELDS = (*SHAPE_FIELDS, *ACCEPTANCE_FIELDS, *MTP_FIELDS)
-FLAG_FIELDS = ("max_new_tokens", "max_length", "drafter", "depth_policy", *DRAFT_FIELDS, *LOOKUP_FIELDS)
+FLAG_FIELDS = (
+    "max_new_tokens",
+    "max_length",
+    "drafter",
+    "depth_policy",
+    "deterministic",
+    *DRAFT_FIELDS,
+    *LOOKUP_FIELDS,
+)
 # Numbers with one value for all rows. The other fields of `SamplingParams` have no form on a command line.
 SAMPLING_FIELDS = (
     "temperature",
@@ -93,7 +101,8 @@ def _add_flags(parser, kind: type, fields: Iterable[str], defaults: Mapping[str,
             shown = f"; by default {DEFAULT_MTP_STEPS} with MTP modules, {DEFAULT_LOOKUP_STEPS} for lookup, else 0"
         # jsonargparse replaces only names such as `%(default)s`, so a literal "%" stays single.
         text = texts.get(name, "") + shown
-        parser.add_argument(*flag_names(name), type=_number_or_text(types[name]), default=default, help=text)
+        kind_of_flag = {"action": "store_true"} if types[name] is bool else {"type": _number_or_text(types[name])}
+        parser.add_argument(*flag_names(name), default=default, help=text, **kind_of_flag)
 
 
 def flag_names(name: str) -> list[str]:

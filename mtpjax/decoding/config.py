@@ -116,6 +116,9 @@ class DecodeConfig:
             memory allow, because each pass reads all weights.
         implementation: what runs the model's kernels: "xla" (plain JAX), "triton" (GPU kernels), "interpreted" (the GPU
             kernels on any machine, slowly), or "auto" (`pallas_kernels.dispatch`). None: the model's own.
+        deterministic: a row's text does not depend on the rows beside it. Every kernel splits its work in one way,
+            whatever the batch, which takes longer (docs/guides/kernels.md). Needs the kernels: a GPU, or
+            implementation "interpreted".
         min_rows: minimum number of token rows per forward pass; narrower passes are padded. None: 2 for a batch of one
             on a GPU if the model has no experts, else 1.
 
@@ -162,6 +165,7 @@ class DecodeConfig:
     max_length: int | None = None
     prefill_chunk: int | None = None
     implementation: Implementation | None = None
+    deterministic: bool = False
     min_rows: int | None = None
 
     def __post_init__(self):
@@ -174,9 +178,11 @@ class DecodeConfig:
         for name in FLOAT_FIELDS:
             object.__setattr__(self, name, _float(name, getattr(self, name)))
         # By name: NumPy also has a truth value, and `--help` runs without importing it.
-        if type(self.logprobs).__name__ not in ("bool", "bool_"):
-            raise ValueError(f"logprobs must be True or False, got {self.logprobs!r}")
-        object.__setattr__(self, "logprobs", bool(self.logprobs))
+        for name in ("logprobs", "deterministic"):
+            value = getattr(self, name)
+            if type(value).__name__ not in ("bool", "bool_"):
+                raise ValueError(f"{name} must be True or False, got {value!r}")
+            object.__setattr__(self, name, bool(value))
         self._convert_sequences()
         # 2. Ranges of single values.
         for name, minimum in (("max_new_tokens", 1), ("num_steps", 0), ("topk", 1)):

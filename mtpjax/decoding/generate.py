@@ -40,6 +40,7 @@ from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import DecodeState, NewRows, empty_state, start_rows
 from mtpjax.models.model import MTPModel
 from mtpjax.models.sharding import mesh_of, shard_params, shard_state
+from pallas_kernels import batch_invariant
 
 
 def generate(
@@ -192,7 +193,7 @@ def speculative_generate(
         params, state = shard_params(params, mesh), shard_state(state, mesh)
     if draft_params is None:
         draft_params = drafter.default_params(params, config, model=model)
-    with device_settings(params, resolved_mesh), explain_param_errors(params, model):
+    with device_settings(params, resolved_mesh, config), explain_param_errors(params, model):
         state = decode(params, draft_params, state, model=model, drafter=drafter, spec=spec)
     return collect(state, is_exact=spec.is_exact)
 
@@ -281,10 +282,17 @@ def _make_state(rows: NewRows | None, *, model: MTPModel, **arguments: Any) -> D
 
 
 @contextlib.contextmanager
-def device_settings(params: dict, mesh: Mesh | None) -> Iterator[None]:
-    """Sets the mesh, and full float32 matmul precision on accelerators, for calls with these parameters."""
+def device_settings(params: dict, mesh: Mesh | None, config: DecodeConfig) -> Iterator[None]:
+    """Sets the mesh, `deterministic`, and full float32 matmul precision on accelerators, for a call with these weights.
+
+    Raises:
+        ValueError: for deterministic settings with several devices.
+    """
+    if config.deterministic and mesh is not None and mesh.size > 1:
+        raise ValueError(f"deterministic decoding runs on one device, not on a mesh of {mesh.size}")
     platform = mesh.devices.flat[0].platform if mesh is not None else jax.default_backend()
     with contextlib.ExitStack() as settings:
+        settings.enter_context(batch_invariant(config.deterministic))
         if mesh is not None:
             settings.enter_context(jax.set_mesh(mesh))
         if platform != "cpu" and params["embedding"].dtype == jnp.float32:

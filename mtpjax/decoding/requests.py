@@ -18,6 +18,7 @@ from mtpjax.decoding.sampling_params import make_sampling_arrays
 from mtpjax.decoding.state import NewRows, RowSettings
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import check_params
+from pallas_kernels.verify_attention import MAX_QUERY_TOKENS
 
 
 def make_drafter(config: DecodeConfig) -> Drafter:
@@ -150,11 +151,12 @@ def with_implementation(model: MTPModel, config: DecodeConfig) -> MTPModel:
         config: the settings.
 
     Returns:
-        The model.
+        The model. With `deterministic`, "auto" becomes the kernels on a GPU.
     """
-    if config.implementation in (None, model.implementation):
-        return model
-    return model.clone(implementation=config.implementation)
+    implementation = config.implementation or model.implementation
+    if config.deterministic and implementation == "auto" and jax.default_backend() == "gpu":
+        implementation = "triton"
+    return model if implementation == model.implementation else model.clone(implementation=implementation)
 
 
 def check_request(rows: list[np.ndarray], model: MTPModel, config: DecodeConfig, drafter: Drafter) -> int:
@@ -215,12 +217,35 @@ def check_settings(model: MTPModel, config: DecodeConfig, drafter: Drafter) -> i
     # Unrolled layers have a cache each. A scan over stacked layers would copy every weight in each step.
     if model.scan_layers:
         raise ValueError("decoding needs unrolled layers: use unstack_layers(params, config) and MTPModel(config)")
+    if config.deterministic:
+        _check_deterministic(model, config)
     # A recurrent layer has one running state per row, so it cannot follow the branches of a tree.
     if config.num_steps:
         if config.topk > 1 and "linear_attention" in model.config.layer_types:
             raise ValueError(f"linear attention supports only chains: set topk to 1, got {config.topk}")
         drafter.check(model, config)
     return limit
+
+
+def _check_deterministic(model: MTPModel, config: DecodeConfig) -> None:
+    """Raises ValueError where XLA would compute products whose sizes depend on the batch."""
+    if model.implementation not in ("triton", "interpreted"):
+        raise ValueError(
+            f"deterministic decoding needs the kernels on a GPU, but runs {model.implementation!r} on a "
+            f"{jax.default_backend()}: decode the rows one by one, or set implementation to 'interpreted' (slow)"
+        )
+    if model.config.index_topk:
+        raise ValueError("deterministic decoding does not support a sparse indexer, which XLA computes")
+    if "linear_attention" in model.config.layer_types:
+        raise ValueError("deterministic decoding does not support linear attention, whose states XLA advances")
+    # One kernel attends from up to 16 tokens and another from more. So rounds have at most 16, and prefill has more.
+    widest = max(config.num_nodes, config.min_rows or 1)
+    if widest > MAX_QUERY_TOKENS:
+        raise ValueError(f"deterministic decoding takes at most {MAX_QUERY_TOKENS} tokens per round, got {widest}")
+    if config.prefill_chunk is not None and config.prefill_chunk <= MAX_QUERY_TOKENS:
+        raise ValueError(
+            f"deterministic decoding needs a prefill_chunk above {MAX_QUERY_TOKENS}, got {config.prefill_chunk}"
+        )
 
 
 def make_stop_table(config: DecodeConfig) -> np.ndarray:

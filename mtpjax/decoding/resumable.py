@@ -206,7 +206,7 @@ def insert(
     # 3. Prefill in one compiled call.
     if draft_params is None:
         draft_params = drafter.default_params(params, config, model=model)
-    with device_settings(params, mesh), explain_param_errors(params, model):
+    with device_settings(params, mesh, config), explain_param_errors(params, model):
         return _insert(params, draft_params, state, requests, slot_ids, model=model, drafter=drafter, spec=spec)
 
 
@@ -262,7 +262,7 @@ def run(
     if draft_params is None:
         draft_params = drafter.default_params(params, config, model=model)
     # The limit enters as an array, so another value compiles nothing.
-    with device_settings(params, mesh), explain_param_errors(params, model):
+    with device_settings(params, mesh, config), explain_param_errors(params, model):
         rounds = np.int32(min(max_rounds, np.iinfo(np.int32).max))
         return _run(params, draft_params, state, rounds, model=model, drafter=drafter, spec=spec, until=until)
 

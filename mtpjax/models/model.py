@@ -17,6 +17,7 @@ from mtpjax.models.mtp import MTPModule
 from mtpjax.models.quantized import is_scaled
 from mtpjax.models.trunk import Trunk
 from pallas_kernels import head_top_k
+from pallas_kernels.batch_invariance import is_batch_invariant, map_row_blocks
 
 
 class TrunkOutput(flax.struct.PyTreeNode):
@@ -68,7 +69,7 @@ class MTPModel(nn.Module):
         if not config.tie_word_embeddings:
             self.head = self.param("head", matrix, (config.hidden_size, config.vocab_size))
         self.trunk = Trunk(config, self.scan_layers, self.remat, self.implementation)
-        self.norm_final = RMSNorm(config.rms_norm_eps, config.zero_centred_norm)
+        self.norm_final = RMSNorm(config.rms_norm_eps, config.zero_centred_norm, self.implementation)
         modules = range(config.num_mtp_modules)
         module = nn.remat(MTPModule) if self.remat else MTPModule
         self.mtp = [module(config, self.implementation) for _ in modules]
@@ -166,8 +167,7 @@ class MTPModel(nn.Module):
         Returns:
             Logits `[..., V]` float32.
         """
-        head = self.head_matrix(index=index)
-        return jnp.matmul(hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
+        return multiply_head(hidden, self.head_matrix(index=index))
 
     def top_tokens(self, hidden: jax.Array, *, k: int, index: int | None = None):
         """Computes the `k` best logits without keeping all of them.
@@ -195,6 +195,16 @@ class MTPModel(nn.Module):
             is_transposed=is_tied,
             implementation=self.implementation,
         )
+
+
+def multiply_head(hidden: jax.Array, head: jax.Array) -> jax.Array:
+    """Multiplies hidden states `[..., D]` by a head `[D, V]`: logits `[..., V]` float32."""
+    head = head.astype(hidden.dtype)
+    if not is_batch_invariant():
+        return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    logits = map_row_blocks(lambda rows: jnp.matmul(rows, head, preferred_element_type=jnp.float32), rows)
+    return logits.reshape(*hidden.shape[:-1], -1)
 
 
 def bind(model: MTPModel, params: dict) -> Callable[..., Any]:

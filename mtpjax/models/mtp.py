@@ -29,7 +29,7 @@ class MTPModule(nn.Module):
         config = self.config
 
         def norm(name: str) -> RMSNorm:
-            return RMSNorm(config.rms_norm_eps, config.zero_centred_norm, name=name)
+            return RMSNorm(config.rms_norm_eps, config.zero_centred_norm, self.implementation, name=name)
 
         # Normalise both inputs, join them in the checkpoint's order, and project back to the model width.
         pair = [norm("norm_embedding")(embedding), norm("norm_hidden")(hidden)]

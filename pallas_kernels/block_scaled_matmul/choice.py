@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels.batch_invariance import is_batch_invariant
 from pallas_kernels.block_scaled_matmul.kernel import MAX_ROWS, find_unsupported_reason
 from pallas_kernels.dispatch import choose
 
@@ -54,7 +55,7 @@ def choose_for_few_rows(
     """
     D, F = x.shape[-1], sum(weights.shape[1] for weights, _ in matrices)
     rows = x.size // D if D else 0
-    has_few_rows = 0 < rows <= MAX_ROWS and F > 0
+    has_few_rows = 0 < rows <= (rows if is_batch_invariant() else MAX_ROWS) and F > 0
     reasons = (find_unsupported_reason(*matrix, block=block) for matrix in matrices) if has_few_rows else ()
     shape = {"rows": rows, "inputs": D, "outputs": F, "dtype": str(dtype), "weights": str(matrices[0][0].dtype)}
     reason = next(filter(None, reasons), None)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.backend import triton as plt
+from pallas_kernels.batch_invariance import ROWS, is_batch_invariant
 from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.device import num_processors
 from pallas_kernels.fp8 import FP8_DIVISOR, convert_fp8, is_converted_by_integers
@@ -27,7 +28,7 @@ def multiply_few_rows(x, matrices, *, block, dtype, interpret, platform) -> list
     A program computes one column of tiles of one matrix, or one part of it.
 
     Args:
-        x: [n, D] floating, n <= 64.
+        x: [n, D] floating, n <= 64, or any number within `batch_invariant`.
         matrices: Pairs of weights [D, F], of one dtype, and scales [ceil(D / block), F] or None for all of them.
         block: Number of neighbouring inputs that share a scale.
         dtype: Dtype of x in the products.
@@ -38,7 +39,7 @@ def multiply_few_rows(x, matrices, *, block, dtype, interpret, platform) -> list
         For each matrix the parts [P, n, F]: float32, or `dtype` if there is one part.
     """
     (n, D), (first_weights, first_scales) = x.shape, matrices[0]
-    padded = max(16, pl.next_power_of_2(n))
+    padded, num_row_blocks = tile_rows(n)
     is_one_byte, is_float32 = first_weights.dtype.itemsize == 1, dtype.itemsize == 4
     # Tile of the weights, `inputs x columns`: 16 KB, or less where x is multiplied in float32, because exact float32
     # products run without tensor cores and need more registers. A scaled tile never crosses a block of inputs, so one
@@ -52,8 +53,8 @@ def multiply_few_rows(x, matrices, *, block, dtype, interpret, platform) -> list
     num_parts = _num_parts(num_tiles, sum(num_columns), inputs, padded, is_one_byte=is_one_byte)
     out_dtype = dtype if num_parts == 1 else jnp.dtype(jnp.float32)
 
-    # Grid: (columns of tiles of one matrix after the other, parts of D). The arrays are passed whole; the kernel
-    # computes its own addresses.
+    # Grid: (blocks of rows if several, columns of tiles of one matrix after the other, parts of D). The arrays are
+    # passed whole; the kernel computes its own addresses.
     operands = [array for matrix in matrices for array in matrix if array is not None]
     return pl.pallas_call(
         functools.partial(
@@ -63,26 +64,34 @@ def multiply_few_rows(x, matrices, *, block, dtype, interpret, platform) -> list
             block=block,
             dtype=dtype,
             num_columns=num_columns,
+            has_row_blocks=num_row_blocks > 1,
             has_scales=first_scales is not None,
             is_integer_fp8=is_converted_by_integers(first_weights.dtype, platform),
         ),
         out_shape=[jax.ShapeDtypeStruct((num_parts, n, F), out_dtype) for F in widths],
-        grid=(sum(num_columns), num_parts),
+        grid=(*([num_row_blocks] if num_row_blocks > 1 else []), sum(num_columns), num_parts),
         # Stages prefetch tiles through shared memory. One-byte weights use none: their row order must reach registers
         # unchanged (see the kernel), and other programs hide the wait. 64 rows use 3 stages, the 64 KB of an MI300X.
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1 if is_one_byte else 4 if padded < 64 else 3),
         cost_estimate=pl.CostEstimate(
-            flops=2 * padded * D * sum(widths),
+            flops=2 * num_row_blocks * padded * D * sum(widths),
             transcendentals=0,
             bytes_accessed=sum(num_columns) * x.nbytes  # each column of tiles needs all of x
-            + sum(weights.nbytes for weights, _ in matrices)
-            + sum(num_tiles * scales[:1].nbytes for _, scales in matrices if scales is not None)
+            + num_row_blocks * sum(weights.nbytes for weights, _ in matrices)
+            + num_row_blocks * sum(num_tiles * scales[:1].nbytes for _, scales in matrices if scales is not None)
             + num_parts * n * sum(widths) * out_dtype.itemsize,
         ),
         metadata=loads_from_l2((x.nbytes, sum(num_columns))),
         interpret=interpret,
         name="block_scaled_matmul",
     )(x, *operands)
+
+
+def tile_rows(n: int) -> tuple[int, int]:
+    """Returns the rows of a tile, and the number of blocks of that many rows: one, except within `batch_invariant`."""
+    if is_batch_invariant():
+        return ROWS, pl.cdiv(n, ROWS)
+    return max(16, pl.next_power_of_2(n)), 1
 
 
 def _num_parts(num_tiles, num_columns, inputs, padded, *, is_one_byte):
@@ -100,12 +109,14 @@ def _num_parts(num_tiles, num_columns, inputs, padded, *, is_one_byte):
     return max(1, min(max_programs // num_columns, num_tiles * inputs // (16 * padded)))
 
 
-def _multiply_kernel(x_ref, *refs, padded, tile, block, dtype, num_columns, has_scales, is_integer_fp8):
+def _multiply_kernel(x_ref, *refs, padded, tile, block, dtype, num_columns, has_row_blocks, has_scales, is_integer_fp8):
     """Computes part of a column of tiles: x_ref [n, D]; weights_ref [D, F], scales_ref [blocks, F] of each matrix;
     out_ref [parts, n, F] of each."""
     num_matrices, arrays = len(num_columns), 2 if has_scales else 1
     matrix_refs, out_refs = refs[: num_matrices * arrays], refs[num_matrices * arrays :]
-    program, part, num_parts, begin = pl.program_id(0), pl.program_id(1), pl.num_programs(1), 0
+    axis = 1 if has_row_blocks else 0
+    program, part, num_parts, begin = pl.program_id(axis), pl.program_id(axis + 1), pl.num_programs(axis + 1), 0
+    first_row = pl.program_id(0) * padded if has_row_blocks else 0
     # The program's column tells its matrix. With a single matrix there is no branch.
     for index, count in enumerate(num_columns):
         multiply = functools.partial(
@@ -114,6 +125,7 @@ def _multiply_kernel(x_ref, *refs, padded, tile, block, dtype, num_columns, has_
             *matrix_refs[index * arrays : (index + 1) * arrays],
             out_ref=out_refs[index],
             column_of_tiles=program - begin,
+            first_row=first_row,
             part=part,
             num_parts=num_parts,
             padded=padded,
@@ -135,6 +147,7 @@ def _multiply_column(
     *scales_refs,
     out_ref,
     column_of_tiles,
+    first_row,
     part,
     num_parts,
     padded,
@@ -147,7 +160,7 @@ def _multiply_column(
     inputs, columns = tile
     (n, D), F = x_ref.shape, weights_ref.shape[1]
     # This program's rows and its output columns.
-    row = jnp.arange(padded)
+    row = first_row + jnp.arange(padded)
     column = column_of_tiles * columns + jnp.arange(columns)
     is_column = column < F if F % columns else None
 

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.batch_invariance import is_batch_invariant
 from pallas_kernels.dequantise import dequantise
 from pallas_kernels.dispatch import choose
 from pallas_kernels.grouped_matmul.matmul_kernel import grouped_matmul_kernel
@@ -195,12 +196,15 @@ def _grouped_matmul_triton(x, ids, weights, gate_up, down, gate_up_scales, down_
     # sum.
     multiply = functools.partial(grouped_matmul_kernel, route, block=block, interpret=interpret)
     hidden = multiply(x, gate_up, scales=gate_up_scales, out_dtype=x.dtype)
-    expert_outputs = multiply(hidden, down, scales=down_scales, out_dtype=jnp.float32 if has_few_tokens else x.dtype)
+    keeps_float32 = has_few_tokens or is_batch_invariant()
+    expert_outputs = multiply(hidden, down, scales=down_scales, out_dtype=jnp.float32 if keeps_float32 else x.dtype)
     return _weighted_sum(ids, weights, expert_outputs, num_experts).astype(x.dtype)
 
 
 def _route_many(ids, down, dtype):
     """Routes sorted pairs, with as many rows per product as fit the registers for this dtype."""
+    if is_batch_invariant():
+        return route_many_tokens(ids, len(down), max_rows=MIN_ROWS)
     is_fp8 = down.dtype != dtype
     return route_many_tokens(ids, len(down), max_rows=32 if dtype == jnp.float32 else 64 if is_fp8 else 128)
 

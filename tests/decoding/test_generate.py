@@ -230,6 +230,40 @@ def test_speculation_with_interpreted_kernels_equals_plain_decoding_by_xla(atten
     assert speculative_generate(params, prompts, model=model, config=interpreted).rows() == wanted
 
 
+@pytest.mark.parametrize("attention", ["grouped", pytest.param("latent", marks=pytest.mark.slow)])
+def test_deterministic_rows_have_the_same_bits_whatever_rows_are_beside_them(attention, small):
+    model, params = small(attention, "mixed", num_mtp_modules=1)
+    config = DecodeConfig(
+        max_new_tokens=4, num_steps=2, implementation="interpreted", deterministic=True, logprobs=True
+    )
+    # Beside it: more rows than a tile, other lengths, and so another capacity.
+    beside = [list(range(1, 45)), [7] * 9, *([row] * 3 for row in range(1, 6))]
+    alone = speculative_generate(params, [[5, 9, 2]], model=model, config=config)
+    first = speculative_generate(params, [[5, 9, 2], *beside], model=model, config=config)
+    assert alone.rows()[0] == first.rows()[0]
+    np.testing.assert_array_equal(alone.logprobs[0], first.logprobs[0])
+
+
+def test_deterministic_settings_that_cannot_hold_are_refused(small):
+    model, params = small("grouped", num_mtp_modules=1)
+    config = DecodeConfig(max_new_tokens=4, num_steps=2, implementation="interpreted", deterministic=True)
+    for changes, said in (
+        ({"implementation": "auto"}, "needs the kernels on a GPU, but runs 'auto' on a cpu"),
+        ({"implementation": "xla"}, "decode the rows one by one"),
+        ({"num_steps": 16}, "at most 16 tokens per round, got 17"),
+        ({"min_rows": 20}, "at most 16 tokens per round, got 20"),
+        ({"prefill_chunk": 16}, "a prefill_chunk above 16, got 16"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            speculative_generate(params, [[1, 2]], model=model, config=dataclasses.replace(config, **changes))
+    for attention, said in (("sparse", "a sparse indexer"), ("hybrid", "linear attention")):
+        model, params = small(attention, num_mtp_modules=1)
+        with pytest.raises(ValueError, match=f"deterministic decoding does not support {said}"):
+            speculative_generate(params, [[1, 2]], model=model, config=config)
+    with pytest.raises(ValueError, match="deterministic must be True or False, got 1"):
+        DecodeConfig(deterministic=1)
+
+
 def test_the_implementation_of_the_settings_replaces_the_models(small):
     model, params = small("grouped", num_mtp_modules=1)
     config = DecodeConfig(max_new_tokens=6, num_steps=1, prefill_chunk=8)

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from mtpjax import DecodeConfig, compat, generate, speculative_generate
@@ -42,3 +43,16 @@ def test_one_graph_gives_the_tokens_of_many(model_and_params, monkeypatch):
     plain = speculative_generate(params, PROMPTS, model=model, config=CHAIN)
     assert as_graph.rows() == plain.rows()
     assert as_graph.stats.steps.tolist() == plain.stats.steps.tolist()
+
+
+@pytest.mark.parametrize("attention", ["grouped", "latent"])
+def test_deterministic_rows_have_the_same_bits_whatever_rows_are_beside_them(attention, small):
+    model, params = small(attention, "mixed")
+    config = dataclasses.replace(CHAIN, deterministic=True, logprobs=True)
+    alone, *beside = (
+        speculative_generate(params, PROMPTS[-1:] + others, model=model, config=config)
+        for others in ([], PROMPTS, PROMPTS * 12)
+    )
+    for found in beside:
+        assert found.rows()[0] == alone.rows()[0]
+        np.testing.assert_array_equal(found.logprobs[0], alone.logprobs[0])

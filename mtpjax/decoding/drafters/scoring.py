@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from mtpjax.decoding.logits import adjust_logits
 from mtpjax.decoding.sampling import PathTokens
 from mtpjax.decoding.state import DecodeState
-from mtpjax.models.model import MTPModel, bind
+from mtpjax.models.model import MTPModel, bind, multiply_head
 from pallas_kernels import head_top_k
 
 
@@ -82,7 +82,7 @@ class DraftScores:
         if head is None:
             logits = self.apply(hidden, index=self.index, method="logits")[:, :f]
         else:
-            reduced_logits = jnp.matmul(hidden, self._matrix(head), preferred_element_type=jnp.float32)[:, :f]
+            reduced_logits = multiply_head(hidden, self._matrix(head))[:, :f]
             is_draftable = (head.column >= 0)[None, None, :]
             logits = jnp.where(is_draftable, jnp.take(reduced_logits, jnp.maximum(head.column, 0), axis=-1), -jnp.inf)
         # 2. Apply the request's penalties and bans, exactly as verification does: `num_new` is the number of new tokens

@@ -4,9 +4,15 @@ import jax
 import jax.numpy as jnp
 
 from mtpjax.models.masks import Masks, View
+from pallas_kernels.batch_invariance import is_batch_invariant
 from pallas_kernels.prefill_attention import choose_implementation as prefill_implementation
 from pallas_kernels.prefill_attention import prefill_attention
-from pallas_kernels.verify_attention import MAX_QUERY_TOKENS, choose_implementation, verify_attention
+from pallas_kernels.verify_attention import (
+    MAX_QUERY_TOKENS,
+    choose_implementation,
+    project_values,
+    verify_attention,
+)
 
 
 def attend(q: jax.Array, sources: list[tuple[jax.Array, jax.Array]], masks: Masks, *, scale: float) -> jax.Array:
@@ -20,7 +26,12 @@ def attend(q: jax.Array, sources: list[tuple[jax.Array, jax.Array]], masks: Mask
 
     Returns:
         `[B, K, T, G, Hv]` in q's dtype.
+
+    Raises:
+        ValueError: within `pallas_kernels.batch_invariant`, which this form is not.
     """
+    if is_batch_invariant():
+        raise ValueError("deterministic decoding needs a kernel for attention, and this one runs by XLA")
     # Score every source, then normalise over all of them together.
     scores = []
     for (key, _), mask in zip(sources, masks, strict=True):
@@ -92,7 +103,7 @@ def attend_cache(
     if chosen == "xla":
         return None
     output = prefill_attention(q, keys, values, reach.base, reach.begin, mask, **settings, implementation=chosen)
-    return output if value_up is None else jnp.einsum("BKTGR,GRV->BKTGV", output, value_up)
+    return output if value_up is None else project_values(output, value_up)
 
 
 def _scores(q: jax.Array, key: jax.Array) -> jax.Array:

@@ -11,12 +11,13 @@ from mtpjax.models.layers.attend import attend, attend_cache
 from mtpjax.models.layers.attention_kind import AttentionKind
 from mtpjax.models.layers.entries import append_and_select, select
 from mtpjax.models.layers.indexer import Indexer
-from mtpjax.models.layers.norm import AddRMSNorm, NormScale
+from mtpjax.models.layers.norm import AddRMSNorm, NormScale, fused_norm
 from mtpjax.models.layers.rotary import softmax_scale
 from mtpjax.models.masks import Entries, Masks, Recycled, View
 from mtpjax.models.quantized import partial_product, partial_products
-from pallas_kernels import PartialSums, append_latents, rms_norm
+from pallas_kernels import PartialSums, append_latents
 from pallas_kernels.append_latents import choose_implementation as choose_append
+from pallas_kernels.batch_invariance import is_batch_invariant, map_row_blocks
 from pallas_kernels.rotation import rotate
 
 
@@ -132,7 +133,7 @@ class LatentAttention(nn.Module):
         """Computes cache entries `[B, T, R + P]`: the normalised latent, and the rotated key of all heads."""
         config = self.config
         latent, k_rope = jnp.split(latent, [config.kv_lora_rank], axis=-1)
-        latent = rms_norm(latent, norm_scale, eps=config.latent_norm_eps, implementation="xla")
+        latent = fused_norm(latent, norm_scale, eps=config.latent_norm_eps, implementation=self.implementation)
         k_rope = rotate(k_rope[:, :, None], view.angles, interleaved=config.rope_interleave)[:, :, 0]
         return jnp.concatenate([latent, k_rope], axis=-1)
 
@@ -140,6 +141,8 @@ class LatentAttention(nn.Module):
         """Compares operations: expanding costs R(C+V) per key and head, and narrows each query from R+P to C+P."""
         if self.expanded is not None:
             return self.expanded
+        if is_batch_invariant():
+            return False  # XLA expands, in products whose sizes depend on the batch
         config = self.config
         R, P = config.kv_lora_rank, config.qk_rope_head_dim
         C, V = config.qk_nope_head_dim, config.v_head_dim
@@ -152,6 +155,9 @@ def _by_head(rows: jax.Array, matrices: jax.Array) -> jax.Array:
     def product(rows):
         return jnp.einsum("BTNC,NCR->BTNR", rows, matrices)
 
+    if is_batch_invariant():
+        flat = rows.reshape(-1, *rows.shape[2:])
+        return map_row_blocks(lambda block: product(block[None])[0], flat).reshape(*rows.shape[:3], -1)
     # A single row is doubled on a GPU, where XLA would write out all of its products.
     if rows.shape[0] * rows.shape[1] > 1:
         return product(rows)

@@ -4,6 +4,22 @@ import flax.linen as nn
 import jax
 
 from pallas_kernels import PartialSums, add_rms_norm, rms_norm
+from pallas_kernels.batch_invariance import is_batch_invariant
+
+
+def fused_norm(x: jax.Array, scale: jax.Array, *, implementation: str, **settings) -> jax.Array:
+    """Computes `rms_norm` by XLA, which fuses it with the operations around it; within `batch_invariant` by the kernel.
+
+    Args:
+        x: `[..., D]`.
+        scale: `[D]`.
+        implementation: what runs the model's kernels.
+        **settings: `eps` and `zero_centred` of `rms_norm`.
+
+    Returns:
+        `[..., D]` in x's dtype.
+    """
+    return rms_norm(x, scale, **settings, implementation=implementation if is_batch_invariant() else "xla")
 
 
 class NormScale(nn.Module):
@@ -20,16 +36,18 @@ class NormScale(nn.Module):
 class RMSNorm(nn.Module):
     """Computes `x / rms(x) * scale`, or `* (1 + scale)` when zero-centred, over the last axis, `[..., D]`.
 
-    Always uses XLA, which fuses the norm with the operations around it.
+    See `fused_norm` for the implementation.
     """
 
     eps: float = 1e-6
     zero_centred: bool = False
+    implementation: str = "auto"
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         scale = _scale(self, x.shape[-1])
-        return rms_norm(x, scale, eps=self.eps, zero_centred=self.zero_centred, implementation="xla")
+        settings = {"eps": self.eps, "zero_centred": self.zero_centred}
+        return fused_norm(x, scale, **settings, implementation=self.implementation)
 
 
 class AddRMSNorm(nn.Module):
@@ -48,7 +66,7 @@ class AddRMSNorm(nn.Module):
         settings = {"eps": self.eps, "zero_centred": self.zero_centred}
         if update is None:
             assert x is not None, "a norm needs a stream or an update"
-            return x, rms_norm(x, _scale(self, x.shape[-1]), **settings, implementation="xla")
+            return x, fused_norm(x, _scale(self, x.shape[-1]), **settings, implementation=self.implementation)
         scale = _scale(self, update.shape[-1])
         return add_rms_norm(x, update, scale, **settings, implementation=self.implementation)
 
