@@ -1,8 +1,10 @@
-"""Pallas's Triton backend, or None in a version of JAX without it.
+"""Pallas's Triton backend, or None in a version of JAX without it, and whether jax_triton is installed.
 
-JAX has announced that it will remove the backend. Without it every op runs in plain JAX.
+JAX has announced that it will remove the backend. Without it every op runs in plain JAX, or by jax_triton where it has
+such a form.
 """
 
+import importlib.util
 from typing import Any
 
 triton: Any
@@ -10,3 +12,5 @@ try:
     from jax.experimental.pallas import triton
 except ImportError:
     triton = None
+
+HAS_JAX_TRITON = all(importlib.util.find_spec(name) for name in ("jax_triton", "triton"))  # needs Python 3.12

@@ -49,7 +49,7 @@ def choose(
     Args:
         op: Name of the op in the file of measurements.
         implementation: "auto", "interpreted" (the Triton kernel without a GPU, for tests) or one of `offered`.
-        offered: Implementations that the op has.
+        offered: Implementations that the op has, "triton" before "jax_triton".
         shape: Describes the call. Numbers are sizes; strings, such as dtypes, are kinds and must match exactly.
         unsupported_reason: The reason why the kernel does not support these arguments, or None if it does.
         check: Runs an implementation and the reference on small arrays of these dtypes, and returns the largest
@@ -65,7 +65,9 @@ def choose(
     if implementation not in ("auto", *named):
         raise ValueError(f"{op} has no implementation {implementation!r}: it is one of auto, {', '.join(named)}")
     if triton is None:
-        unsupported_reason = f"jax {jax.__version__} has no Triton backend of Pallas, which the kernels need: use xla"
+        if implementation in ("triton", "interpreted"):
+            raise ValueError(f"jax {jax.__version__} has no Triton backend of Pallas, which the kernels need: use xla")
+        offered = [name for name in offered if name != "triton"]
     # Automatic partitioning: an axis of several devices that is not under shard_map ("Manual").
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
@@ -80,10 +82,11 @@ def choose(
     if unsupported_reason or jax.default_backend() != "gpu":
         return "xla"
     # The fastest that was measured on this kind of device, else the rule.
-    chosen = _fastest(_read_measurements().get(op, ()), shape)
-    if chosen is None:
-        chosen = "triton" if op in _KERNEL_BY_RULE and _KERNEL_BY_RULE[op](shape) else "xla"
-    if chosen not in offered or (check is not None and chosen != "xla" and not _agrees(op, shape, chosen, check)):
+    measured = _fastest(_read_measurements().get(op, ()), shape)
+    kernels = [name for name in offered if name != "xla"]  # Pallas's first
+    by_rule = kernels[0] if kernels and op in _KERNEL_BY_RULE and _KERNEL_BY_RULE[op](shape) else "xla"
+    chosen = measured if measured and measured in offered else by_rule
+    if check is not None and chosen != "xla" and not _agrees(op, shape, chosen, check):
         return "xla"
     return chosen
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 import pallas_kernels as ops
 from pallas_kernels.append_heads import Heads
+from pallas_kernels.backend import HAS_JAX_TRITON
 from pallas_kernels.partial_sums import PartialSums
 from pallas_kernels.router import Routing
 
@@ -28,6 +29,11 @@ def make_call(op: str, shape: Shape) -> Call | None:
     """
     make = _CALLS.get(op)
     return None if make is None else make(shape, iter(jax.random.split(jax.random.key(0), 16)))
+
+
+def implementations_of(op: str) -> tuple[str, ...]:
+    """Returns the implementations of an op that can be timed here, on a GPU."""
+    return ("xla", "triton", *(["jax_triton"] if op == "block_scaled_matmul" and HAS_JAX_TRITON else []))
 
 
 def difference_from_xla(op: str, shape: Shape, implementation: str) -> float:

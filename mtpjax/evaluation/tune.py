@@ -20,7 +20,7 @@ from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import NewRows, empty_state, start_rows
 from mtpjax.models.model import MTPModel
 from pallas_kernels import dispatch, measurements
-from pallas_kernels.questions import difference_from_xla, make_call
+from pallas_kernels.questions import difference_from_xla, implementations_of, make_call
 
 Question = tuple[str, dict[str, Any]]  # an op and the shape of its call
 LEAST_SECONDS = 0.02  # of one measurement; shorter calls are repeated
@@ -90,7 +90,7 @@ def _trace(shapes, model, config, batch, num_steps, context, prefill_chunk) -> l
 
 
 def measure(
-    questions: Sequence[Question], *, rounds: int = 5, implementations: tuple[str, ...] = ("xla", "triton")
+    questions: Sequence[Question], *, rounds: int = 5, implementations: tuple[str, ...] | None = None
 ) -> Iterator[tuple[Question, dict[str, float], str | None]]:
     """Times every implementation of each question on this device, and keeps the times in the user's file at once.
 
@@ -99,7 +99,7 @@ def measure(
     Args:
         questions: what to measure, from `find_questions`.
         rounds: measurements of each implementation, which take turns; the median counts.
-        implementations: implementations to time.
+        implementations: implementations to time; None: all that the op has here.
 
     Yields:
         After each question: the question, milliseconds per call of each implementation that ran, and the reason why
@@ -113,7 +113,7 @@ def measure(
         run, arrays = made
         calls: dict[str, Callable[[], Any]] = {}
         failure = None
-        for name in implementations:
+        for name in implementations or implementations_of(op):
             call = functools.partial(jax.jit(functools.partial(run, implementation=name)), *arrays)
             # Whatever keeps an implementation from running here, the others are measured.
             try:

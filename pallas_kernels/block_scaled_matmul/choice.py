@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels.backend import HAS_JAX_TRITON
 from pallas_kernels.batch_invariance import is_batch_invariant
 from pallas_kernels.block_scaled_matmul.kernel import MAX_ROWS, find_unsupported_reason
 from pallas_kernels.dispatch import choose
@@ -38,6 +39,7 @@ def choose_for_few_rows(
     block: int,
     dtype,
     check: Callable[[str], float],
+    has_jax_triton_form: bool = False,
 ) -> str:
     """Returns the implementation that an op runs: "xla" where there are more rows than the kernels take, or none.
 
@@ -49,9 +51,13 @@ def choose_for_few_rows(
         block: Number of neighbouring inputs that share a scale.
         dtype: Dtype of the products.
         check: As in `pallas_kernels.dispatch.choose`.
+        has_jax_triton_form: The op also has a kernel for the package jax_triton.
 
     Returns:
-        "xla", "triton" or "interpreted".
+        "xla", "triton", "interpreted" or "jax_triton".
+
+    Raises:
+        ValueError: The implementation is unknown, or a kernel was requested that does not take these arrays.
     """
     D, F = x.shape[-1], sum(weights.shape[1] for weights, _ in matrices)
     rows = x.size // D if D else 0
@@ -59,7 +65,19 @@ def choose_for_few_rows(
     reasons = (find_unsupported_reason(*matrix, block=block) for matrix in matrices) if has_few_rows else ()
     shape = {"rows": rows, "inputs": D, "outputs": F, "dtype": str(dtype), "weights": str(matrices[0][0].dtype)}
     reason = next(filter(None, reasons), None)
-    chosen = choose(op, implementation, ("xla", "triton"), shape, unsupported_reason=reason, check=check)
+    offered = ["xla", "triton"]
+    if has_jax_triton_form:
+        weights_dtype = matrices[0][0].dtype
+        obstacle = None
+        if not HAS_JAX_TRITON:
+            obstacle = "the packages jax_triton and triton are not installed"
+        elif weights_dtype.itemsize == 1 and weights_dtype != jnp.float8_e4m3fn:
+            obstacle = f"the kernel of jax_triton takes no weights of {weights_dtype}"
+        if obstacle is None:
+            offered.append("jax_triton")
+        elif implementation == "jax_triton":
+            raise ValueError(obstacle)
+    chosen = choose(op, implementation, offered, shape, unsupported_reason=reason, check=check)
     return chosen if has_few_rows else "xla"
 
 

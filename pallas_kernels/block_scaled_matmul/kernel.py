@@ -40,17 +40,12 @@ def multiply_few_rows(x, matrices, *, block, dtype, interpret, platform) -> list
     """
     (n, D), (first_weights, first_scales) = x.shape, matrices[0]
     padded, num_row_blocks = tile_rows(n)
-    is_one_byte, is_float32 = first_weights.dtype.itemsize == 1, dtype.itemsize == 4
-    # Tile of the weights, `inputs x columns`: 16 KB, or less where x is multiplied in float32, because exact float32
-    # products run without tensor cores and need more registers. A scaled tile never crosses a block of inputs, so one
-    # scale per column covers it.
+    is_one_byte = first_weights.dtype.itemsize == 1
     widths = [weights.shape[1] for weights, _ in matrices]
-    columns = min(64 if is_float32 else 128, max(16, pl.next_power_of_2(max(widths))))
-    inputs = 32 if is_float32 else TILE_BYTES // (128 * first_weights.dtype.itemsize)
-    inputs = inputs if first_scales is None else min(inputs, block)
+    inputs, columns = choose_tile(max(widths), first_weights.dtype, dtype, None if first_scales is None else block)
     num_tiles, num_columns = pl.cdiv(D, inputs), [pl.cdiv(F, columns) for F in widths]
     # Split D into parts where the columns alone give too few programs. They stay float32; `PartialSums` adds them.
-    num_parts = _num_parts(num_tiles, sum(num_columns), inputs, padded, is_one_byte=is_one_byte)
+    num_parts = count_parts(num_tiles, sum(num_columns), inputs, padded, is_one_byte=is_one_byte)
     out_dtype = dtype if num_parts == 1 else jnp.dtype(jnp.float32)
 
     # Grid: (blocks of rows if several, columns of tiles of one matrix after the other, parts of D). The arrays are
@@ -94,7 +89,28 @@ def tile_rows(n: int) -> tuple[int, int]:
     return max(16, pl.next_power_of_2(n)), 1
 
 
-def _num_parts(num_tiles, num_columns, inputs, padded, *, is_one_byte):
+def choose_tile(F: int, weights_dtype, dtype, block: int | None) -> tuple[int, int]:
+    """Chooses the tile of the weights.
+
+    It has 16 KB, or less where x is multiplied in float32, because exact float32 products run without tensor cores and
+    need more registers. A scaled tile never crosses a block of inputs, so one scale per column covers it.
+
+    Args:
+        F: Columns of the widest matrix.
+        weights_dtype: Dtype of the weights.
+        dtype: Dtype of x in the products.
+        block: Inputs that share a scale; None without scales.
+
+    Returns:
+        Inputs and columns.
+    """
+    is_float32 = dtype.itemsize == 4
+    inputs = 32 if is_float32 else TILE_BYTES // (128 * weights_dtype.itemsize)
+    columns = min(64 if is_float32 else 128, max(16, pl.next_power_of_2(F)))
+    return inputs if block is None else min(inputs, block), columns
+
+
+def count_parts(num_tiles, num_columns, inputs, padded, *, is_one_byte):
     """Returns the number of parts that a column of tiles is split into.
 
     Full bandwidth of an H100 needs about 25 KB of loads in flight per processor. Each program keeps three tiles of

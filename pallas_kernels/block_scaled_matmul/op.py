@@ -34,8 +34,8 @@ def block_scaled_matmul(x, weights, scales=None, *, block=128, implementation="a
         scales: [ceil(D / block), F] floating, or None for weights without scales.
         block: Number of neighbouring inputs that share a scale.
         implementation: "xla" (plain JAX), "triton" (the kernel, on CUDA and ROCm), "interpreted" (the kernel in
-            Pallas's interpreter, on any machine) or "auto"; see `pallas_kernels.dispatch`. More than 64 rows always run
-            "xla".
+            Pallas's interpreter, on any machine), "jax_triton" (a kernel called through the package jax_triton) or
+            "auto"; see `pallas_kernels.dispatch`. More than 64 rows always run "xla".
 
     Returns:
         [..., F] in x's dtype.
@@ -57,7 +57,7 @@ def partial_matmul(x, weights, scales=None, *, block=128, dtype=None, implementa
         scales: [ceil(D / block), F] or None.
         block: Number of neighbouring inputs that share a scale.
         dtype: Dtype of x in the products, and of their total; None: x's. The kernel converts x while it loads.
-        implementation: "xla", which always gives one part, "triton", "interpreted" or "auto".
+        implementation: As in `block_scaled_matmul`; "xla" always gives one part.
 
     Returns:
         Parts [P, ..., F], whose total is the product.
@@ -100,12 +100,19 @@ def partial_matmuls(
         difference_from_reference, dtype=dtype, weights_dtype=weights_dtype, has_scales=has_scales
     )
     chosen = choose_for_few_rows(
-        "block_scaled_matmul", implementation, x, matrices, block=block, dtype=dtype, check=check
+        "block_scaled_matmul",
+        implementation,
+        x,
+        matrices,
+        block=block,
+        dtype=dtype,
+        check=check,
+        has_jax_triton_form=True,
     )
     if chosen == "xla":
         parts = tuple(product[None] for product in _multiply_xla(x, matrices, block, dtype))
     else:
-        parts: tuple = _multiply_triton(x, tuple(matrices), block, dtype, chosen == "interpreted")
+        parts: tuple = _multiply_by_kernel(x, tuple(matrices), block, dtype, chosen)
     return tuple(PartialSums(part, dtype) for part in parts)
 
 
@@ -131,25 +138,38 @@ def _multiply_xla(x, matrices, block, dtype):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def _multiply_triton(x, matrices, block, dtype, interpret):
-    """Runs the kernel over x as rows [n, D]; returns the parts [P, ..., F] of each product."""
+def _multiply_by_kernel(x, matrices, block, dtype, chosen):
+    """Runs a kernel over x as rows [n, D]; returns the parts [P, ..., F] of each product."""
     rows = x.reshape(-1, x.shape[-1])
-    run = functools.partial(multiply_few_rows, block=block, dtype=dtype, interpret=interpret)
-    differs = is_converted_by_integers(matrices[0][0].dtype, "rocm")
-    parts = call_by_platform(run, rows, matrices, interpret=interpret, differs=differs)
+    if chosen == "jax_triton":
+        run = functools.partial(_multiply_jax_triton, block=block, dtype=dtype)
+        parts = call_by_platform(run, rows, matrices, interpret=False)
+    else:
+        interpret = chosen == "interpreted"
+        run = functools.partial(multiply_few_rows, block=block, dtype=dtype, interpret=interpret)
+        differs = is_converted_by_integers(matrices[0][0].dtype, "rocm")
+        parts = call_by_platform(run, rows, matrices, interpret=interpret, differs=differs)
     return tuple(part.reshape(len(part), *x.shape[:-1], -1) for part in parts)
 
 
-def _forward(x, matrices, block, dtype, interpret):
-    return _multiply_triton(x, matrices, block, dtype, interpret), (x, matrices)
+def _multiply_jax_triton(rows, matrices, *, block, dtype, platform):
+    # Imported here, because the package is optional.
+    from pallas_kernels.block_scaled_matmul import jax_triton_kernel
+
+    multiply = functools.partial(jax_triton_kernel.multiply_few_rows, block=block, dtype=dtype, platform=platform)
+    return [multiply(rows, *matrix) for matrix in matrices]
 
 
-def _backward(block, dtype, interpret, residuals, gradients):
+def _forward(x, matrices, block, dtype, chosen):
+    return _multiply_by_kernel(x, matrices, block, dtype, chosen), (x, matrices)
+
+
+def _backward(block, dtype, chosen, residuals, gradients):
     # Differentiate the XLA form: training has many rows, for which XLA's matmuls are best.
-    del interpret
+    del chosen
     # A product is the sum of its parts, so each part has the product's gradient: the first one's counts.
     products, pull = jax.vjp(functools.partial(_multiply_xla, block=block, dtype=dtype), *residuals)
     return pull(tuple(part[0].astype(product.dtype) for part, product in zip(gradients, products, strict=True)))
 
 
-_multiply_triton.defvjp(_forward, _backward)
+_multiply_by_kernel.defvjp(_forward, _backward)

@@ -151,6 +151,17 @@ def test_a_mesh_that_is_partitioned_automatically_takes_the_reference():
     assert found == ["xla", "triton"]
 
 
+def test_without_the_triton_backend_fp8_weights_run_by_jax_triton_where_it_is_offered(gpu, monkeypatch):
+    monkeypatch.setattr(dispatch, "triton", None)
+    offered = [*OFFERED, "jax_triton"]
+    for weights, expected in (("float8_e4m3fn", "jax_triton"), ("bfloat16", "xla")):
+        shape = {"rows": 4, "weights": weights}
+        assert choose("block_scaled_matmul", "auto", offered, shape) == expected
+        assert choose("block_scaled_matmul", "auto", OFFERED, shape) == "xla"
+    with pytest.raises(ValueError, match="no Triton backend of Pallas"):
+        choose("block_scaled_matmul", "triton", offered, {"rows": 4})
+
+
 def test_without_the_triton_backend_everything_runs_by_xla():
     """In a process of its own, from which the backend's module is hidden."""
     code = """
