@@ -262,6 +262,16 @@ def main(argv: list[str] | None = None) -> int:
     table = narrow_table()
     for heading in ("model", "kernels", "us / token", "of the limit", "verify 4", "beside passes", "PyTorch / mtpjax"):
         table.add_column(heading, justify="right")
+    output = options.output or (None if options.quick else RESULT)
+    about = {
+        "date": datetime.date.today().isoformat(),
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "argv": sys.argv[1:],
+        "bytes_a_second": bandwidth,
+        "context": options.prompt_length + options.new_tokens // 2,
+        "shapes": {name: dataclasses.asdict(config) for name, config in configs.items()},
+    }
     rows = []
     asked = options.torch
     for name, config in configs.items():
@@ -281,14 +291,11 @@ def main(argv: list[str] | None = None) -> int:
                 "-" if beside is None else f"{beside:.2f}",
             )
             console.print(f"{name}, {kernels}: {1e6 * taken:.0f} us a token, {row['limit'] / taken:.0%} of the limit")
+        # Keep each model's figures before the next one begins.
+        if output is not None:
+            output.write_text(json.dumps({**about, "models": rows}, indent=1) + "\n")
         jax.clear_caches()
     console.print(table)
-    output = options.output or (None if options.quick else RESULT)
-    if output is not None:
-        about = {"date": datetime.date.today().isoformat(), "device": jax.devices()[0].device_kind}
-        about |= {"jax": jax.__version__, "argv": sys.argv[1:], "bytes_a_second": bandwidth}
-        shapes = {name: dataclasses.asdict(config) for name, config in configs.items()}
-        output.write_text(json.dumps({**about, "shapes": shapes, "models": rows}, indent=1) + "\n")
     return 0
 
 

@@ -27,6 +27,8 @@ from typing import Any
 from mtpjax.evaluation.roofline import DEVICES, predict_round
 
 FOLDER = pathlib.Path(__file__).parent / "results" / "gpu_check"
+# Devices of the predictions, by the first words of what JAX calls them. Other H100s have less bandwidth.
+KINDS = {"NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200", "AMD Instinct MI300X": "mi300x"}
 KEPT_LINES = 40  # of a step's output
 
 
@@ -92,7 +94,13 @@ STEPS = (
     Step("1B-loop-outside", "The same without the graph", _bench("--models", "1B", "--loop-outside"), 8),
     Step("grouped_matmul", "How fast are the experts' kernels?", _kernels("grouped_matmul"), 9),
     Step("block_scaled_matmul", "How fast are products of few rows?", _kernels("block_scaled_matmul"), 9),
-    Step("ncu", "What limits the experts' kernels?", ("ncu", "--set", "basic", *_GROUPED), 6, needs=("ncu",)),
+    Step(
+        "ncu",
+        "What limits the experts' kernels?",
+        ("ncu", "--set", "basic", "--kernel-name", "regex:grouped", *_GROUPED),
+        6,
+        needs=("ncu",),
+    ),
     Step("8B", "8B beside PyTorch", _bench("--models", "8B"), 10),
     Step("verify_attention", "How fast is attention over the cache?", _kernels("verify_attention"), 10),
     Step("prefill_attention", "How fast is attention of a prefill chunk?", _kernels("prefill_attention"), 10),
@@ -106,13 +114,14 @@ STEPS = (
 )
 
 
-def run_step(step: Step, *, is_quick: bool, folder: pathlib.Path) -> dict[str, Any]:
+def run_step(step: Step, *, is_quick: bool, folder: pathlib.Path, platform: str = "cuda") -> dict[str, Any]:
     """Runs one step.
 
     Args:
         step: the step.
         is_quick: run the quick form.
         folder: where its output goes.
+        platform: "cuda" or "rocm".
 
     Returns:
         The result: "skipped" with a reason, or the exit code, the seconds and the last lines of output.
@@ -131,7 +140,7 @@ def run_step(step: Step, *, is_quick: bool, folder: pathlib.Path) -> dict[str, A
         "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
     }
     if not is_quick:
-        environment["JAX_PLATFORMS"] = "cuda,cpu"
+        environment["JAX_PLATFORMS"] = f"{platform},cpu"
     begin = time.monotonic()
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         # A session of its own, so that the time limit ends the command's children too.
@@ -166,18 +175,21 @@ def compare_with_prediction(file: pathlib.Path) -> list[str]:
     from experiments.bench_gpu import MODELS
 
     found = json.loads(file.read_text())
-    device = next((one for name, one in DEVICES.items() if name in found["device"].lower().replace(" ", "")), None)
-    if device is None:
+    name = next((name for kind, name in KINDS.items() if found["device"].startswith(kind)), None)
+    if name is None:
         return []
+    device = DEVICES[name]
     lines = []
     for row in found["models"]:
-        for name, seconds in row["seconds"].items():
+        for form, seconds in row["seconds"].items():
             if row["model"] not in MODELS or not seconds:
                 continue
-            predicted = predict_round(MODELS[row["model"]], device, batch=1, context=1920, num_steps=0).seconds
+            predicted = predict_round(
+                MODELS[row["model"]], device, batch=1, context=found["context"], num_steps=0
+            ).seconds
             measured = sorted(seconds)[len(seconds) // 2]
             lines.append(
-                f"{row['model']}, {name}: {1e6 * measured:.0f} us a token, predicted {1e6 * predicted:.0f}:"
+                f"{row['model']}, {form}: {1e6 * measured:.0f} us a token, predicted {1e6 * predicted:.0f}:"
                 f" {measured / predicted:.2f} times as long"
             )
     return lines
@@ -190,6 +202,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="list the steps")
     parser.add_argument("--again", action="store_true", help="run also steps that have a result")
     parser.add_argument("--quick", action="store_true", help="on any machine: show that the steps start")
+    parser.add_argument(
+        "--platform", choices=("cuda", "rocm"), default="cuda", help="of the GPU (default: %(default)s)"
+    )
     parser.add_argument("--output", type=pathlib.Path, default=FOLDER, help="folder of the results")
     options = parser.parse_args(argv)
     if options.list:
@@ -207,7 +222,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{step.name}: has a result of {results[step.name]['date']}")
             continue
         print(f"{step.name}: {step.asks}", flush=True)
-        result = run_step(step, is_quick=options.quick, folder=options.output)
+        result = run_step(step, is_quick=options.quick, folder=options.output, platform=options.platform)
         results[step.name] = {"date": datetime.date.today().isoformat(), **result}
         # Keep each result before the next step begins.
         summary.write_text(json.dumps(results, indent=1) + "\n")

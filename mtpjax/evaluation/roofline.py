@@ -305,20 +305,32 @@ def tables(
         table.title = f"{device.name} x {num_devices}: predicted, not measured; microseconds"
         if needed > num_devices * device.memory:
             table.title += f" (the weights, {needed / 1e9:.0f} GB, do not fit)"
-        names = ["weights", "experts", "head", "cache", "MTP modules"]
-        for heading in ("batch", "drafts", *names[:-1], "MTP", "launches", "round", "speed-up"):
+        launches = count_launches(config, 0)
+        table.caption = "GB: bytes that a round reads at least once. dense: weights outside of experts. "
+        table.caption += "token: time per token of a row. gain: speed-up over plain decoding. "
+        table.caption += f"A round launches {launches} kernels"
+        if num_steps:
+            table.caption += f", and {count_launches(config, 1) - launches} more for each draft level"
+        table.caption += "."
+        for heading in ("rows", "steps", "GB", "dense", "experts", "cache", "MTP", "launch", "round", "token", "gain"):
             table.add_column(heading, justify="right")
         for batch in batches:
             plain = None
             for steps in range(num_steps + 1):
                 found = predict_round(config, device, batch=batch, num_steps=steps, **settings)
                 plain = found.seconds if plain is None else plain
-                speedup = tokens_per_round(acceptance_rate, steps) * plain / found.seconds
+                tokens = tokens_per_round(acceptance_rate, steps)
+                speedup = tokens * plain / found.seconds
                 seconds = {part.name: time for part, time in zip(found.parts, found.seconds_of_parts, strict=True)}
-                cells = (f"{1e6 * seconds[part]:.0f}" if part in seconds else "-" for part in names)
-                launches = f"{1e6 * found.seconds_of_launches:.0f}"
-                table.add_row(str(batch), str(steps), *cells, launches, f"{1e6 * found.seconds:.0f}", f"{speedup:.2f}")
+                shown = {**seconds, "weights": seconds["weights"] + seconds["head"]}
+                names = ("weights", "experts", "cache", "MTP modules")
+                cells = (f"{1e6 * shown[part]:.0f}" if part in shown else "-" for part in names)
+                nbytes = sum(part.nbytes for part in found.parts)
+                times = (found.seconds_of_launches, found.seconds, found.seconds / tokens)
+                microseconds = (f"{1e6 * time:.0f}" for time in times)
+                table.add_row(str(batch), str(steps), f"{nbytes / 1e9:.1f}", *cells, *microseconds, f"{speedup:.2f}")
                 row = {"device": device.name, "num_devices": num_devices, "batch": batch, "num_steps": steps}
+                row |= {"bytes": nbytes, "seconds_per_token": times[-1]}
                 row |= {"parts": [dataclasses.asdict(part) for part in found.parts], "seconds_of_parts": seconds}
                 row |= {"launches": found.launches, "seconds_of_launches": found.seconds_of_launches}
                 rows.append({**row, "seconds": found.seconds, "limit": found.limit, "speedup": speedup})

@@ -43,10 +43,10 @@ def test_results_are_kept_and_a_later_call_continues(steps, tmp_path, capsys):
 def test_measured_times_are_compared_with_the_prediction(tmp_path):
     file = tmp_path / "1B.json"
     rows = [{"model": "1B", "seconds": {"xla": [2e-3, 1e-3, 3e-3], "torch": []}}]
-    file.write_text(json.dumps({"device": "NVIDIA H100 80GB HBM3", "models": rows}))
+    file.write_text(json.dumps({"device": "NVIDIA H100 80GB HBM3", "context": 1856, "models": rows}))
     [line] = gpu_check.compare_with_prediction(file)
     assert line.startswith("1B, xla: 2000 us a token, predicted ") and line.endswith("times as long")
-    file.write_text(json.dumps({"device": "another", "models": rows}))
+    file.write_text(json.dumps({"device": "NVIDIA H100 PCIe", "context": 1856, "models": rows}))
     assert gpu_check.compare_with_prediction(file) == []
 
 
