@@ -1,5 +1,6 @@
 """Chooses the implementation of an op: the requested one, or the fastest one measured on this kind of device."""
 
+import concurrent.futures
 import contextlib
 import functools
 import math
@@ -53,7 +54,8 @@ def choose(
         shape: Describes the call. Numbers are sizes; strings, such as dtypes, are kinds and must match exactly.
         unsupported_reason: The reason why the kernel does not support these arguments, or None if it does.
         check: Runs an implementation and the reference on small arrays of these dtypes, and returns the largest
-            difference over its bound: more than 1 is a failure. None: nothing is compared.
+            difference over its bound: more than 1 is a failure. None: the op has no comparison of its own, and
+            `questions.difference_from_xla` makes one from the shape.
 
     Raises:
         ValueError: The op does not have the implementation, or a kernel was requested by name that does not support the
@@ -86,9 +88,24 @@ def choose(
     kernels = [name for name in offered if name != "xla"]  # Pallas's first
     by_rule = kernels[0] if kernels and op in _KERNEL_BY_RULE and _KERNEL_BY_RULE[op](shape) else "xla"
     chosen = measured if measured and measured in offered else by_rule
-    if check is not None and chosen != "xla" and not _agrees(op, shape, chosen, check):
+    if chosen != "xla" and not _agrees(op, shape, chosen, check or functools.partial(_compare, op, shape)):
         return "xla"
     return chosen
+
+
+_compare: Callable[[str, Mapping[str, int | str], str], float] = lambda op, shape, implementation: 0.0
+
+
+def compare_by(compare: Callable[[str, Mapping[str, int | str], str], float]) -> None:
+    """Sets how kernels are compared whose ops have no comparison of their own.
+
+    The package calls this with `questions.difference_from_xla`, which imports the ops, as this module cannot.
+
+    Args:
+        compare: Maps op, shape and implementation to the largest difference over its bound.
+    """
+    global _compare
+    _compare = compare
 
 
 _agreed: dict[tuple[str, ...], bool] = {}  # what `_agrees` has found in this process
@@ -98,10 +115,11 @@ def _agrees(op: str, shape: Mapping[str, int | str], implementation: str, check:
     """Returns whether an implementation gives the reference's numbers here, tried once for each op and its dtypes."""
     key = (op, implementation, *(value for value in shape.values() if isinstance(value, str)))
     if key not in _agreed:
-        # The caller is being traced, but the comparison must run now.
+        # The caller is being traced, but the comparison must run now: in a thread, because JAX traces per thread.
+        # (`jax.ensure_compile_time_eval` would also evaluate what a kernel's own trace has to keep.)
         try:
-            with jax.ensure_compile_time_eval():
-                difference = check(implementation)
+            with concurrent.futures.ThreadPoolExecutor(1) as thread:
+                difference = thread.submit(check, implementation).result()
         # Whatever keeps a kernel from running, the reference takes its place.
         except Exception as error:
             difference, why = math.inf, f"fails: {str(error).partition(chr(10))[0][:200]}"

@@ -7,11 +7,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-import pallas_kernels as ops
-from pallas_kernels.append_heads import Heads
+from pallas_kernels.add_rms_norm import add_rms_norm
+from pallas_kernels.append_heads import Heads, append_heads
+from pallas_kernels.append_latents import append_latents
 from pallas_kernels.backend import HAS_JAX_TRITON
+from pallas_kernels.block_scaled_matmul import block_scaled_matmul
+from pallas_kernels.gated_matmul import gated_matmul
+from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.head_top_k import head_top_k
 from pallas_kernels.partial_sums import PartialSums
-from pallas_kernels.router import Routing
+from pallas_kernels.prefill_attention import prefill_attention
+from pallas_kernels.router import Routing, route_tokens
+from pallas_kernels.verify_attention import verify_attention
 
 Shape = Mapping[str, Any]
 Call = tuple[Callable[..., Any], tuple]  # an op that takes `implementation`, and its arrays
@@ -66,7 +73,8 @@ def difference_from_xla(op: str, shape: Shape, implementation: str) -> float:
 
 
 # Sizes that a comparison does not need whole.
-_MOST = {"rows": 3, "batch": 2, "slots": 256, "vocabulary": 1024, "outputs": 512, "experts": 64, "tokens": 5}
+_MOST = {"rows": 3, "batch": 2, "slots": 256, "vocabulary": 1024, "outputs": 512, "tokens": 5}
+_MOST |= {"queries": 256, "experts": 16}
 
 
 def _normal(keys, shape, dtype="float32") -> jax.Array:
@@ -90,7 +98,7 @@ def _experts(shape, keys) -> Call:
     ids = jax.random.randint(next(keys), (n, k), 0, E)
     arrays = [_normal(keys, (n, D), shape["dtype"]), ids, jnp.ones((n, k)) / k]
     arrays += [_normal(keys, size, shape["weights"]) for size in ((E, D, 2, F), (E, F, D))]
-    run = functools.partial(ops.grouped_matmul, inference=shape["use"] == "inference")
+    run = functools.partial(grouped_matmul, inference=shape["use"] == "inference")
     if not shape["weights"].startswith("float8"):
         return run, tuple(arrays)
     scales = jnp.ones((E, -(-D // 128), 2, F)), jnp.ones((E, -(-F // 128), D))
@@ -105,7 +113,7 @@ def _experts(shape, keys) -> Call:
 def _attention(op, shape, keys) -> Call:
     """Queries of one head each, so that `verify_attention` takes them as tokens; the cost depends on their product."""
     B, K, S, H = (shape[name] for name in ("batch", "heads", "slots", "width"))
-    is_prefill = op is ops.prefill_attention
+    is_prefill = op is prefill_attention
     tokens = shape["queries"] if is_prefill else next(t for t in range(16, 0, -1) if shape["queries"] % t == 0)
     tokens = min(tokens, S)
     q = _normal(keys, (B, K, tokens, shape["queries"] // tokens, H), shape["dtype"])
@@ -122,7 +130,7 @@ def _attention(op, shape, keys) -> Call:
 def _head(shape, keys) -> Call:
     arrays = _normal(keys, (shape["rows"], shape["width"]), shape["dtype"])
     head = _normal(keys, (shape["width"], shape["vocabulary"]), shape["dtype"])
-    return functools.partial(ops.head_top_k, k=shape["k"]), (arrays, head)
+    return functools.partial(head_top_k, k=shape["k"]), (arrays, head)
 
 
 def _router(shape, keys) -> Call:
@@ -131,13 +139,13 @@ def _router(shape, keys) -> Call:
     routing = Routing(k=shape["chosen"], scoring=scoring, num_groups=groups, num_kept_groups=groups)
     arrays = [_normal(keys, (shape["rows"], shape["inputs"]), shape["dtype"])]
     arrays += [_normal(keys, (shape["inputs"], shape["experts"])), jnp.zeros(shape["experts"])]
-    return functools.partial(ops.route_tokens, routing=routing), tuple(arrays)
+    return functools.partial(route_tokens, routing=routing), tuple(arrays)
 
 
 def _add_norm(shape, keys) -> Call:
     size = (shape["rows"], shape["width"])
     update = _sums(keys, shape["parts"], size, shape["dtype"])
-    return ops.add_rms_norm, (_normal(keys, size, shape["dtype"]), update, _normal(keys, size[1:]))
+    return add_rms_norm, (_normal(keys, size, shape["dtype"]), update, _normal(keys, size[1:]))
 
 
 def _heads(shape, keys) -> Call:
@@ -145,7 +153,7 @@ def _heads(shape, keys) -> Call:
     projected = _sums(keys, shape["parts"], (1, rows, K, per_key, H), shape["dtype"])
     angles = (jnp.ones((1, rows, H // 2)),) * 2
     caches = [_normal(keys, (1, K, 256, H), shape["cache"]) for _ in range(2)]
-    run = functools.partial(ops.append_heads, heads=Heads(), group_size=per_key - 2)
+    run = functools.partial(append_heads, heads=Heads(), group_size=per_key - 2)
     return run, (projected, angles, *caches, jnp.zeros(1, jnp.int32))
 
 
@@ -156,15 +164,15 @@ def _latents(shape, keys) -> Call:
     latents = _sums(keys, shape["parts"], (1, rows, R + P), shape["dtype"])
     arrays = (_normal(keys, (R,)), _normal(keys, (N, C, R), shape["dtype"]), (jnp.ones((1, rows, P // 2)),) * 2)
     cache = _normal(keys, (1, 256, R + P), shape["cache"])
-    return ops.append_latents, (queries, latents, *arrays, cache, jnp.zeros(1, jnp.int32))
+    return append_latents, (queries, latents, *arrays, cache, jnp.zeros(1, jnp.int32))
 
 
 _CALLS: dict[str, Callable[..., Call]] = {
-    "block_scaled_matmul": functools.partial(_matmul, ops.block_scaled_matmul),
-    "gated_matmul": functools.partial(_matmul, ops.gated_matmul),
+    "block_scaled_matmul": functools.partial(_matmul, block_scaled_matmul),
+    "gated_matmul": functools.partial(_matmul, gated_matmul),
     "grouped_matmul": _experts,
-    "verify_attention": functools.partial(_attention, ops.verify_attention),
-    "prefill_attention": functools.partial(_attention, ops.prefill_attention),
+    "verify_attention": functools.partial(_attention, verify_attention),
+    "prefill_attention": functools.partial(_attention, prefill_attention),
     "head_top_k": _head,
     "route_tokens": _router,
     "add_rms_norm": _add_norm,

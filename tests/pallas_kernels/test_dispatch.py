@@ -11,9 +11,11 @@ import pytest
 from mtpjax.compat import make_mesh
 from pallas_kernels import dispatch, measurements
 from pallas_kernels.dispatch import choose
+from pallas_kernels.questions import difference_from_xla
 
 OFFERED = ("xla", "triton")
 experts = importlib.import_module("pallas_kernels.grouped_matmul.op")
+add_rms_norm_module = importlib.import_module("pallas_kernels.add_rms_norm")
 matrices = importlib.import_module("pallas_kernels.block_scaled_matmul.op")
 
 
@@ -34,6 +36,7 @@ def gpu(monkeypatch, tmp_path):
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps({"op": [cell(4, xla=2.0, triton=1.0), cell(64, xla=1.0, triton=2.0)]}))
     monkeypatch.setattr(dispatch, "_agreed", {})
+    monkeypatch.setattr(dispatch, "_compare", lambda op, shape, implementation: 0.0)
     dispatch._read_measurements.cache_clear()
     yield
     dispatch._read_measurements.cache_clear()
@@ -86,6 +89,24 @@ def test_auto_leaves_a_kernel_that_fails_also_while_it_is_traced(gpu):
 
     with pytest.warns(UserWarning, match="fails: no such instruction; 'auto' uses xla"):
         assert jax.eval_shape(traced, 1).shape == ()
+
+
+def test_an_op_without_a_comparison_of_its_own_is_compared_by_its_shape(gpu, monkeypatch):
+    shape = {"rows": 4, "width": 24, "parts": 2, "dtype": "float32"}
+    monkeypatch.setattr(dispatch, "_compare", difference_from_xla)
+    monkeypatch.setattr(dispatch, "_fastest", lambda _, shape: "interpreted")
+    offered = [*OFFERED, "interpreted"]
+    assert choose("add_rms_norm", "auto", offered, shape) == "interpreted"
+    # The same while the caller is traced.
+    monkeypatch.setattr(dispatch, "_agreed", {})
+    assert jax.jit(lambda: choose("add_rms_norm", "auto", offered, shape) == "interpreted")()
+    # A kernel with other numbers: of another epsilon.
+    monkeypatch.setattr(dispatch, "_agreed", {})
+    right = add_rms_norm_module._add_rms_norm_triton
+    wrong = lambda x, update, scale, eps, *rest: right(x, update, scale, eps + 1.0, *rest)
+    monkeypatch.setattr(add_rms_norm_module, "_add_rms_norm_triton", wrong)
+    with pytest.warns(UserWarning, match="interpreted kernel of add_rms_norm .float32. gives other numbers"):
+        assert choose("add_rms_norm", "auto", offered, shape) == "xla"
 
 
 CHECKS = {
