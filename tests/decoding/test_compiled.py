@@ -288,7 +288,7 @@ def test_on_an_h100_the_loop_with_kernels_copies_no_weight_not_even_of_experts(k
 @pytest.mark.parametrize(
     ("config", "how"),
     [
-        (dataclasses.replace(presets["tiny-moe"], num_hidden_layers=2), {}),
+        pytest.param(dataclasses.replace(presets["tiny-moe"], num_hidden_layers=2), {}, marks=pytest.mark.slow),
         (
             dataclasses.replace(presets["deepseek-v3"], num_hidden_layers=2, first_k_dense_replace=1),
             {"dtype": jnp.bfloat16, "has_fp8_experts": True},

@@ -32,7 +32,7 @@ def cast(params, dtype):
         pytest.param("grouped", "chain of 16", marks=pytest.mark.slow),
         ("grouped", "tree of 16"),
         ("latent", "chain of 16"),
-        ("sparse", "tree of 16"),
+        pytest.param("sparse", "tree of 16", marks=pytest.mark.slow),
         ("hybrid", "chain of 4"),
     ],
 )

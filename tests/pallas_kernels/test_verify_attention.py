@@ -209,7 +209,7 @@ def test_a_cached_pass_with_the_kernel_equals_one_without_and_reads_no_garbage(a
         ("grouped", {"num_steps": 3}),
         pytest.param("latent", {"num_steps": 2, "draft_window": 4, "draft_sinks": 1}, marks=pytest.mark.slow),
         pytest.param("grouped", {"num_steps": 2, "topk": 2, "num_draft_tokens": 5}, marks=pytest.mark.slow),
-        ("latent", {"num_steps": 2, "topk": 2, "num_draft_tokens": 5}),
+        pytest.param("latent", {"num_steps": 2, "topk": 2, "num_draft_tokens": 5}, marks=pytest.mark.slow),
     ],
 )
 def test_greedy_speculation_with_the_kernel_reproduces_plain_decoding(attention, shape, small):
