@@ -16,6 +16,7 @@ from mtpjax.models.cache import commit as commit_cache
 from mtpjax.models.cache import gather_path
 from mtpjax.models.layers.entries import write_rows
 from mtpjax.models.model import MTPModel
+from mtpjax.models.parallel import all_rows, over_rows
 
 Carry = TypeVar("Carry")
 
@@ -84,12 +85,12 @@ def commit(
         update = functools.partial(
             update_policy,
             depth=K,
-            num_accepted=accepted.num_accepted,
-            was_active=is_running,
-            is_active=~state.done,
-            remaining=state.settings.limit - state.length,
+            num_accepted=all_rows(accepted.num_accepted),
+            was_active=all_rows(is_running),
+            is_active=all_rows(~state.done),
+            remaining=all_rows(state.settings.limit - state.length),
         )
-        on_cpu = functools.partial(cond_as_while_loop, update, is_running.any())
+        on_cpu = functools.partial(cond_as_while_loop, update, over_rows(jnp.any, is_running))
         state = state.replace(policy=jax.lax.platform_dependent(state.policy, cpu=on_cpu, default=update))
     return state
 

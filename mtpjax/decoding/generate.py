@@ -39,7 +39,7 @@ from mtpjax.decoding.sampling_params import temperatures
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import DecodeState, NewRows, empty_state, start_rows
 from mtpjax.models.model import MTPModel
-from mtpjax.models.sharding import mesh_of, shard_params, shard_state
+from mtpjax.models.sharding import mesh_of, shard_for_decoding, shard_state
 from pallas_kernels import batch_invariant
 
 
@@ -190,7 +190,7 @@ def speculative_generate(
     )
     # 4. Move everything to the mesh and run the compiled call: prefill, then rounds until every row is done.
     if mesh is not None:
-        params, state = shard_params(params, mesh), shard_state(state, mesh)
+        params, state = shard_for_decoding(params, model.config, mesh), shard_state(state, model.config, mesh)
     if draft_params is None:
         draft_params = drafter.default_params(params, config, model=model)
     with device_settings(params, resolved_mesh, config), explain_param_errors(params, model):

@@ -15,6 +15,8 @@ from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import DecodeState
 from mtpjax.decoding.verify import accept, verify
 from mtpjax.models.model import MTPModel
+from mtpjax.models.parallel import over_rows
+from mtpjax.models.sharding import run_in_parts
 
 Carry = tuple[DecodeState, jax.Array | None]  # the state and the number of rounds left; None: no limit
 
@@ -99,9 +101,9 @@ def run_rounds(
 
     def should_continue(carry: Carry) -> jax.Array:
         state, rounds_left = carry
-        is_running = ~state.done.all()
+        is_running = ~over_rows(jnp.all, state.done)
         if until == "any":
-            is_running &= ~(state.done & was_running).any()
+            is_running &= ~over_rows(jnp.any, state.done & was_running)
         return is_running if rounds_left is None else is_running & (rounds_left > 0)
 
     def advance(carry: Carry, spec: DecodeSpec) -> Carry:
@@ -167,7 +169,11 @@ def decode(
     Returns:
         The state with every row done.
     """
-    # Work that depends only on parameters, such as gathering a reduced head, runs once here instead of in every round.
-    prepared = drafter.prepare(params, draft_params, model=model, dtype=params["embedding"].dtype)
-    state = prefill(params, prepared, state, model=model, drafter=drafter, spec=spec)
-    return run_rounds(params, prepared, state, model=model, drafter=drafter, spec=spec)
+
+    def run(params: dict, draft_params: Any, state: DecodeState) -> DecodeState:
+        # Work that depends only on parameters, such as gathering a reduced head, runs once here, not in every round.
+        prepared = drafter.prepare(params, draft_params, model=model, dtype=params["embedding"].dtype)
+        state = prefill(params, prepared, state, model=model, drafter=drafter, spec=spec)
+        return run_rounds(params, prepared, state, model=model, drafter=drafter, spec=spec)
+
+    return run_in_parts(run, model.config, params, draft_params, state)

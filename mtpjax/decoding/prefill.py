@@ -16,6 +16,7 @@ from mtpjax.models.cache import commit, reset_rows
 from mtpjax.models.layers.entries import read_rows
 from mtpjax.models.masks import cached_view
 from mtpjax.models.model import MTPModel, bind
+from mtpjax.models.parallel import over_rows
 
 
 def insert_rows(
@@ -100,7 +101,7 @@ def prefill(
     capacity, chunk_width, length = state.tokens.shape[1], spec.prefill_chunk, state.length
     B, dtype = len(length), params["embedding"].dtype
     num_to_process = length if start is None else jnp.maximum(length - start, 0)
-    num_chunks = (num_to_process.max() + chunk_width - 1) // chunk_width
+    num_chunks = (over_rows(jnp.max, num_to_process) + chunk_width - 1) // chunk_width
 
     def process_chunk(carry):
         index, trunk, draft_state, last_hidden = carry
@@ -135,12 +136,16 @@ def prefill(
     _, trunk, draft_state, last_hidden = jax.lax.while_loop(lambda carry: carry[0] < num_chunks, process_chunk, carry)
     # Choose the first new token from the last prompt token's logits. The draw is keyed by the token's position, as in
     # plain decoding, so the same seed gives the same token there.
-    logits = apply(last_hidden, method="logits")
-    adjusted = adjust_logits(logits, state, None, jnp.zeros_like(length)[:, None], model)
-    first = jnp.argmax(adjusted, axis=-1).astype(jnp.int32)
-    if spec.rule != "greedy":
-        sampling = state.settings.sampling
-        first = draw_target(distribution(adjusted, sampling), sampling, length[:, None])
+    # Where the arg-max is enough, no logits are stored, as in verification.
+    logits, sampling = None, state.settings.sampling
+    if spec.rule == "greedy" and not sampling.changes_logits and not spec.logprobs:
+        first = apply(last_hidden, k=1, method="top_tokens")[1][:, :, 0]
+    else:
+        logits = apply(last_hidden, method="logits")
+        adjusted = adjust_logits(logits, state, None, jnp.zeros_like(length)[:, None], model)
+        first = jnp.argmax(adjusted, axis=-1).astype(jnp.int32)
+        if spec.rule != "greedy":
+            first = draw_target(distribution(adjusted, sampling), sampling, length[:, None])
     # Append it as the pending token: the trunk's cache covers every token before it.
     state, _ = append_tokens(state.replace(trunk=trunk, drafter=draft_state), first, jnp.ones_like(length), logits)
     return state.replace(trunk=commit(trunk, state.length - 1))

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -43,7 +44,8 @@ from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import DecodeState, NewRows
 from mtpjax.models.model import MTPModel
-from mtpjax.models.sharding import mesh_of, shard_state
+from mtpjax.models.parallel import first_row
+from mtpjax.models.sharding import mesh_of, run_in_parts, shard_state
 
 
 @library_settings()
@@ -116,7 +118,7 @@ def init_state(
         features=SamplingFeatures.all_enabled() if features is None else features,
     )
     resolved_mesh = mesh or params_mesh
-    return state if resolved_mesh is None else shard_state(state, resolved_mesh)
+    return state if resolved_mesh is None else shard_state(state, model.config, resolved_mesh)
 
 
 @library_settings()
@@ -279,8 +281,16 @@ def _insert(
     drafter: Drafter,
     spec: DecodeSpec,
 ) -> DecodeState:
-    prepared = drafter.prepare(params, draft_params, model=model, dtype=params["embedding"].dtype)
-    return insert_rows(params, prepared, state, rows, slots, model=model, drafter=drafter, spec=spec)
+    def insert_part(
+        params: dict, draft_params: Any, state: DecodeState, rows: NewRows, slots: jax.Array
+    ) -> DecodeState:
+        prepared = drafter.prepare(params, draft_params, model=model, dtype=params["embedding"].dtype)
+        # A device holds the slots of its rows; to others the requests go to a slot that does not exist.
+        first, own = first_row(len(state.length)), len(state.length)
+        slots = jnp.where((slots >= first) & (slots < first + own), slots - first, own)
+        return insert_rows(params, prepared, state, rows, slots, model=model, drafter=drafter, spec=spec)
+
+    return run_in_parts(insert_part, model.config, params, draft_params, state, rows, slots)
 
 
 @one_graph(static_argnames=("model", "drafter", "spec", "until"), donate_argnames=("state",))
@@ -295,8 +305,11 @@ def _run(
     spec: DecodeSpec,
     until: Literal["all", "any"],
 ) -> DecodeState:
-    prepared = drafter.prepare(params, draft_params, model=model, dtype=params["embedding"].dtype)
-    return run_rounds(params, prepared, state, max_rounds, model=model, drafter=drafter, spec=spec, until=until)
+    def run_part(params: dict, draft_params: Any, state: DecodeState, max_rounds: jax.Array) -> DecodeState:
+        prepared = drafter.prepare(params, draft_params, model=model, dtype=params["embedding"].dtype)
+        return run_rounds(params, prepared, state, max_rounds, model=model, drafter=drafter, spec=spec, until=until)
+
+    return run_in_parts(run_part, model.config, params, draft_params, state, max_rounds)
 
 
 def _resolve_statics(

@@ -11,6 +11,7 @@ from mtpjax.decoding.sampling import SamplingArrays, SamplingFeatures, TokenHist
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.models.cache import Cache, empty_cache
 from mtpjax.models.model import MTPModel
+from mtpjax.models.parallel import all_rows
 
 
 class RowSettings(flax.struct.PyTreeNode):
@@ -213,5 +214,5 @@ def scatter_rows(state: DecodeState, rows: DecodeState, slots: jax.Array) -> Dec
     if policy is not None:
         # A new request must not inherit the acceptance counts of the row that it replaces, since its text differs.
         is_new = jnp.zeros(len(state.length), bool).at[slots].set(True, mode="drop")
-        policy = reset_counts(policy, is_new)
+        policy = reset_counts(policy, all_rows(is_new))
     return updated.replace(policy=policy, drafting_disabled=state.drafting_disabled)

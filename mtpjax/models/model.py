@@ -14,9 +14,10 @@ from mtpjax.models.config import Implementation, ModelConfig
 from mtpjax.models.layers.norm import RMSNorm
 from mtpjax.models.masks import Entries, Recycled, View, full_view
 from mtpjax.models.mtp import MTPModule
+from mtpjax.models.parallel import gather_vocabulary, look_up, merge_top_tokens, own_size
 from mtpjax.models.quantized import is_scaled
 from mtpjax.models.trunk import Trunk
-from pallas_kernels import head_top_k
+from pallas_kernels import head_top_k, top_k
 from pallas_kernels.batch_invariance import is_batch_invariant, map_row_blocks
 
 
@@ -40,8 +41,7 @@ class MTPModel(nn.Module):
             False: unrolled layers, the form for decoding.
         remat: keep only the input of each trunk layer and module for the backward pass.
         dtype: dtype that layers compute in; None takes the embedding's. Layers cast their weights to it.
-        implementation: "xla", "triton" or "auto" for every kernel (`pallas_kernels.dispatch`). Over a mesh only the
-            experts' kernels run, on each device's own experts.
+        implementation: "xla", "triton" or "auto" for every kernel (`pallas_kernels.dispatch`).
 
     Returns:
         The linen module.
@@ -65,19 +65,20 @@ class MTPModel(nn.Module):
         config = self.config
         table = nn.initializers.normal(1.0)
         matrix = nn.initializers.lecun_normal()
-        self.embedding = self.param("embedding", table, (config.vocab_size, config.hidden_size))
+        vocab_size = own_size(config.vocab_size, "tensor")
+        self.embedding = self.param("embedding", table, (vocab_size, config.hidden_size))
         if not config.tie_word_embeddings:
-            self.head = self.param("head", matrix, (config.hidden_size, config.vocab_size))
+            self.head = self.param("head", matrix, (config.hidden_size, vocab_size))
         self.trunk = Trunk(config, self.scan_layers, self.remat, self.implementation)
         self.norm_final = RMSNorm(config.rms_norm_eps, config.zero_centred_norm, self.implementation)
         modules = range(config.num_mtp_modules)
         module = nn.remat(MTPModule) if self.remat else MTPModule
         self.mtp = [module(config, self.implementation) for _ in modules]
         if config.mtp_own_embedding:
-            shape = (config.vocab_size, config.hidden_size)
+            shape = (vocab_size, config.hidden_size)
             self.mtp_embedding = [self.param(f"mtp_embedding_{index}", table, shape) for index in modules]
         if config.mtp_own_head:
-            shape = (config.hidden_size, config.vocab_size)
+            shape = (config.hidden_size, vocab_size)
             self.mtp_head = [self.param(f"mtp_head_{index}", matrix, shape) for index in modules]
 
     def __call__(self, tokens: jax.Array) -> None:
@@ -149,7 +150,8 @@ class MTPModel(nn.Module):
 
     def _embed(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
         # The cast follows the look-up, so that the gradient sums over tokens in the table's dtype.
-        return table[tokens] if self.dtype is None else table[tokens].astype(self.dtype)
+        rows = look_up(table, tokens, self.config.vocab_size)
+        return rows if self.dtype is None else rows.astype(self.dtype)
 
     def head_matrix(self, *, index: int | None = None) -> jax.Array:
         """Returns the head `[D, V]`: the trunk's, or the own one of module `index`."""
@@ -167,7 +169,8 @@ class MTPModel(nn.Module):
         Returns:
             Logits `[..., V]` float32.
         """
-        return multiply_head(hidden, self.head_matrix(index=index))
+        logits = multiply_head(hidden, self.head_matrix(index=index))
+        return gather_vocabulary(logits, self.config.vocab_size)
 
     def top_tokens(self, hidden: jax.Array, *, k: int, index: int | None = None):
         """Computes the `k` best logits without keeping all of them.
@@ -187,14 +190,20 @@ class MTPModel(nn.Module):
         config = self.config
         is_tied = config.tie_word_embeddings and not (index is not None and config.mtp_own_head)
         head = self.embedding if is_tied else self.head_matrix(index=index)
-        return head_top_k(
+        num_tokens, own_tokens = config.num_tokens or config.vocab_size, own_size(config.vocab_size, "tensor")
+        if own_tokens < config.vocab_size and (num_tokens < config.vocab_size or k > own_tokens):
+            # Which ids only pad the tables differs between devices.
+            logits = self.logits(hidden, index=index)[..., :num_tokens]
+            return *top_k(logits, k), jax.nn.logsumexp(logits, axis=-1)
+        best = head_top_k(
             hidden,
             head.astype(hidden.dtype) if is_scaled(head) else head,
             k=k,
-            num_tokens=config.num_tokens or config.vocab_size,
+            num_tokens=min(num_tokens, own_tokens),
             is_transposed=is_tied,
             implementation=self.implementation,
         )
+        return merge_top_tokens(*best, config.vocab_size)
 
 
 def multiply_head(hidden: jax.Array, head: jax.Array) -> jax.Array:

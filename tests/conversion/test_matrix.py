@@ -23,6 +23,7 @@ from tests.helpers.checkpoints import drop_modules, rewrite, tune
 
 NEW_TOKENS = 24  # as many as the golden sets have
 # Sets that differ from a fast one in a detail, and compile as long: run with `-m slow`.
+SLOW = {("deepseek_v3", "full"), ("glm4_moe", "full")}  # `tests/equalities/test_golden_forward.py` has their tokens
 SIMILAR = (
     "deepseek_v32",
     "deepseek_v3_fp8",
@@ -62,7 +63,7 @@ def dropped(tmp_path_factory):
 @pytest.mark.parametrize(
     ("name", "form"),
     [
-        pytest.param(name, form, marks=[pytest.mark.slow] * (name in SIMILAR or (name, form) == ("glm4_moe", "full")))
+        pytest.param(name, form, marks=[pytest.mark.slow] * (name in SIMILAR or (name, form) in SLOW))
         for name in SETS
         for form in ("full", "tuned", "modules only", "dropped")
     ],

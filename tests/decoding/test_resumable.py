@@ -26,7 +26,6 @@ SHAPES = {
 }
 CASES = [
     ("grouped", "greedy chain"),
-    ("grouped", "sampled tree"),
     ("latent", "greedy tree"),
     ("hybrid", "greedy chain"),
     *[
@@ -34,6 +33,7 @@ CASES = [
         for attention, shape in [
             ("hybrid", "sampled chain"),
             ("latent", "sampled chain"),
+            ("grouped", "sampled tree"),
             ("sparse", "sampled chain"),
             ("grouped", "greedy tree"),
             ("grouped", "sampled chain"),

@@ -1,14 +1,32 @@
-"""A mesh changes no token."""
+"""A mesh changes no token. Eight virtual devices; float32."""
+
+import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtpjax import DecodeConfig, SamplingParams, compat, generate, speculative_generate
+from mtpjax import (
+    DecodeConfig,
+    SamplingParams,
+    collect,
+    compat,
+    generate,
+    init_state,
+    insert,
+    load,
+    run,
+    speculative_generate,
+)
+from mtpjax.models.quantized import is_scaled
 from mtpjax.models.sharding import shard_params
+from tests.golden import path
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [12, 13]]
 CONFIG = DecodeConfig(max_new_tokens=12, num_steps=3, prefill_chunk=8)
+ALL = {"data": 2, "expert": 2, "tensor": 2}
+slow = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -25,12 +43,16 @@ def expected(small):
     [
         ("grouped", {"data": 2, "tensor": 2}, speculative_generate),
         ("grouped", {"tensor": 4}, speculative_generate),  # more than there are key/value heads
-        ("grouped", {"fsdp": 2, "tensor": 2}, generate),
-        ("latent", {"data": 1, "expert": 2, "tensor": 2}, speculative_generate),
-        ("latent", {"data": 2, "expert": 4}, speculative_generate),
-        pytest.param("latent", {"data": 1, "expert": 2, "tensor": 2}, generate, marks=pytest.mark.slow),
-        ("sparse", {"data": 2, "tensor": 2}, speculative_generate),
-        ("hybrid", {"data": 2, "expert": 2, "tensor": 2}, speculative_generate),
+        pytest.param("grouped", {"fsdp": 2, "tensor": 2}, generate, marks=slow),
+        pytest.param("grouped", {"data": 8}, speculative_generate, marks=slow),  # more than there are rows
+        pytest.param("latent", {"data": 1, "expert": 2, "tensor": 2}, speculative_generate, marks=slow),
+        ("latent", {"data": 4, "expert": 2}, speculative_generate),  # each device has experts of its own
+        ("latent", ALL, generate),
+        pytest.param("latent", {"expert": 8}, speculative_generate, marks=slow),
+        ("sparse", ALL, speculative_generate),
+        pytest.param("sparse", {"data": 4, "tensor": 2}, speculative_generate, marks=slow),
+        ("hybrid", ALL, speculative_generate),
+        pytest.param("hybrid", {"data": 4, "tensor": 2}, speculative_generate, marks=slow),
     ],
 )
 def test_a_mesh_gives_the_tokens_of_a_single_device(attention, axes, decoder, small, expected):
@@ -41,29 +63,86 @@ def test_a_mesh_gives_the_tokens_of_a_single_device(attention, axes, decoder, sm
     assert len(jax.devices()) == 8 and np.prod(list(axes.values())) > 1
 
 
-def test_parameters_on_a_mesh_are_decoded_there_without_kernels_that_it_cannot_split(small, expected):
-    model, params = small("grouped", "mixed", num_mtp_modules=2)
-    params = shard_params(params, compat.make_mesh({"tensor": 2}))
-    model = model.clone(implementation="triton")  # which does not run on a CPU
-    assert speculative_generate(params, PROMPTS, model=model, config=CONFIG).rows() == expected["grouped"]
+SHAPES = {
+    "greedy tree": {"topk": 2, "num_draft_tokens": 6},
+    "recursive tree": {"topk": 2, "num_draft_tokens": 6, "acceptance": "recursive"},
+    "sampled tree": {"topk": 2, "num_draft_tokens": 6, "acceptance": "sample"},
+    "block": {"acceptance": "block"},
+    "adaptive": {"acceptance": "sample", "depth_policy": "adaptive", "depth_costs": (1.0, 1.1, 1.3)},
+    "adaptive block": {"acceptance": "block", "depth_policy": "adaptive", "depth_costs": (1.0, 1.1, 1.3)},
+    "reduced": {"draft_vocabulary": tuple(range(0, 60, 2))},
+    "window": {"draft_window": 4, "draft_sinks": 1},
+}
+CHOSEN = {
+    ("latent", "greedy tree"),
+    ("latent", "adaptive block"),
+    ("grouped", "recursive tree"),
+    ("sparse", "block"),
+    ("hybrid", "window"),
+    ("grouped", "reduced"),
+}
 
 
 @pytest.mark.parametrize(
-    "shape",
+    ("attention", "name"),
     [
-        {"topk": 2, "num_draft_tokens": 6, "acceptance": "sample"},
-        {"acceptance": "sample", "depth_policy": "adaptive", "depth_costs": (1.0, 1.1, 1.3)},
+        pytest.param(attention, name, marks=[] if (attention, name) in CHOSEN else slow)
+        for attention in ("grouped", "latent", "sparse", "hybrid")
+        for name in SHAPES
+        if attention != "hybrid" or "tree" not in name
     ],
-    ids=lambda shape: "-".join(str(value) for value in shape.values()),
 )
-def test_sampled_trees_and_adaptive_depth_are_the_same_on_a_mesh(shape, small):
-    model, params = small("grouped", "mixed")
-    config = DecodeConfig(max_new_tokens=12, num_steps=2, prefill_chunk=8, logprobs=True, **shape)
-    asked = {"temperature": [0.0, 0.8, 1.0, 1.0], "top_k": 20, "frequency_penalty": 0.3, "logit_bias": {7: 1.0}}
-    sampling = SamplingParams(**asked, seed=[1, 2, 3, 4])
+def test_every_way_to_decode_gives_the_same_on_a_mesh(attention, name, small):
+    model, params = small(attention, "mixed", num_mtp_modules=1)
+    config = DecodeConfig(max_new_tokens=12, num_steps=2, prefill_chunk=8, logprobs=True, **SHAPES[name])
+    sampling = None
+    if config.acceptance != "auto":
+        asked = {"temperature": [0.0, 0.8, 1.0, 1.0], "top_k": 20, "frequency_penalty": 0.3, "logit_bias": {7: 1.0}}
+        sampling = SamplingParams(**asked, seed=[1, 2, 3, 4])
     single, meshed = (
         speculative_generate(params, PROMPTS, model=model, config=config, sampling=sampling, mesh=mesh)
-        for mesh in (None, compat.make_mesh({"data": 2, "tensor": 2}))
+        for mesh in (None, compat.make_mesh(ALL))
     )
     assert meshed.rows() == single.rows()
-    np.testing.assert_allclose(meshed.logprobs, single.logprobs, atol=1e-4)
+    np.testing.assert_array_equal(meshed.stats.accepted, single.stats.accepted)
+    for one, other in zip(meshed.logprobs, single.logprobs, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+
+
+def test_fp8_weights_are_split_with_their_scales():
+    model, params = load(path("deepseek_v3_fp8"))
+    # bfloat16 would round the sums of the parts, so that near-tied logits can flip.
+    widen = lambda leaf: leaf if is_scaled(leaf) else leaf.astype(jnp.float32)
+    params = jax.tree.map(widen, params, is_leaf=is_scaled)
+    config = dataclasses.replace(CONFIG, num_steps=2)
+    single, meshed = (
+        speculative_generate(params, PROMPTS, model=model, config=config, mesh=mesh).rows()
+        for mesh in (None, compat.make_mesh(ALL))
+    )
+    assert meshed == single
+
+
+@pytest.mark.parametrize("attention", ["grouped", pytest.param("latent", marks=slow)])
+def test_every_kernel_runs_on_each_device(attention, small, expected):
+    model, params = small(attention, "mixed", num_mtp_modules=2)
+    params = shard_params(params, compat.make_mesh({"data": 2, "tensor": 2}))
+    config = dataclasses.replace(CONFIG, implementation="interpreted")
+    assert speculative_generate(params, PROMPTS, model=model, config=config).rows() == expected[attention]
+    with pytest.raises(ValueError, match="interpret"):  # the compiled kernels need a GPU, so they were asked for
+        config = dataclasses.replace(CONFIG, implementation="triton")
+        speculative_generate(params, PROMPTS, model=model, config=config)
+
+
+@pytest.mark.parametrize("attention", ["latent", pytest.param("grouped", marks=slow)])
+def test_requests_enter_a_state_that_is_split(attention, small, expected):
+    model, params = small(attention, "mixed", num_mtp_modules=2)
+    params = shard_params(params, compat.make_mesh(ALL))
+    settings = {"model": model, "config": CONFIG}
+    state = init_state(params, num_slots=4, max_length=64, **settings)
+    # Slots of both devices along `data`, in an order of their own; the last request comes later.
+    slots = [2, 0, 3, 1]
+    state = insert(params, state, slots[:3], PROMPTS[:3], **settings)
+    state = run(params, state, 2, **settings)
+    state = insert(params, state, slots[3:], PROMPTS[3:], **settings)
+    state = run(params, state, 100, **settings)
+    assert collect(state, slots).rows() == expected[attention]

@@ -2,6 +2,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
@@ -10,9 +11,19 @@ from mtpjax.decoding.drafters.mtp import MTPDrafter
 from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import empty_state
+from mtpjax.evaluation.small_models import small_config
 from mtpjax.models.params import param_shapes
 from mtpjax.models.quantized import BlockScaled
-from mtpjax.models.sharding import MESH_AXES, PARAMETER_AXES, param_sharding, shard_params, shard_state
+from mtpjax.models.sharding import (
+    MESH_AXES,
+    PARAMETER_AXES,
+    align_blocks,
+    param_sharding,
+    part_specs,
+    shard_for_decoding,
+    shard_params,
+    shard_state,
+)
 
 REPLICATED = re.compile(r"(experts/router|shared_gate)$")  # small, and each token needs them whole
 
@@ -77,6 +88,9 @@ def test_parameters_and_state_are_split_over_a_mesh(small):
     placed = shard_params(params, mesh)
     experts = placed["trunk"]["layer_1"]["experts"]["gate_up"]
     assert experts.addressable_shards[0].data.shape == (4, 32, 2, 6)
+    # For decoding, `data` splits the experts too: no device holds another one's.
+    experts = shard_for_decoding(params, model.config, mesh)["trunk"]["layer_1"]["experts"]["gate_up"]
+    assert experts.addressable_shards[0].data.shape == (2, 32, 2, 6)
     state = empty_state(
         model=model,
         drafter=MTPDrafter(),
@@ -87,7 +101,7 @@ def test_parameters_and_state_are_split_over_a_mesh(small):
         features=SamplingFeatures(),
         dtype=jnp.float32,
     )
-    state = shard_state(state, mesh)
+    state = shard_state(state, model.config, mesh)
     assert state.trunk.layers[0]["latent"].addressable_shards[0].data.shape == (1, 16, 16)
     assert state.settings.stops.addressable_shards[0].data.shape == (1, 8, 1)
 
@@ -97,6 +111,25 @@ def test_scaled_weights_are_split_as_the_others():
     scaled = BlockScaled(jnp.zeros((8, 4, 3, 8), jnp.float8_e4m3fn), jnp.ones((1, 4, 3, 8)), axis=-4, block=8)
     placed = shard_params({"trunk": {"layer_0": {"attention": {"qkv": scaled}}}}, mesh)
     assert jax.tree.leaves(placed)[0].addressable_shards[0].data.shape == (8, 2, 3, 8)
+
+
+def test_a_border_that_cuts_fp8_blocks_makes_them_smaller():
+    config = small_config("latent", moe_intermediate_size=96, n_routed_experts=4)
+    sizes = {"tensor": 2}
+    down = BlockScaled(jnp.ones((4, 96, 32), jnp.float8_e4m3fn), jnp.full((4, 3, 32), 2.0), axis=-2, block=32)
+    up = BlockScaled(jnp.ones((4, 32, 2, 96), jnp.float8_e4m3fn), jnp.full((4, 1, 2, 96), 2.0), axis=-3, block=32)
+    params = {"trunk": {"layer_1": {"experts": {"down": down, "gate_up": up}}}}
+    aligned = align_blocks(params, config, sizes)["trunk"]["layer_1"]["experts"]
+    # Each device has 48 of 96 inputs, so blocks have 16; those of gate and up follow, as the kernels want.
+    assert aligned["down"].block == aligned["gate_up"].block == 16
+    np.testing.assert_array_equal(aligned["down"].astype(jnp.float32), down.astype(jnp.float32))
+    specs = part_specs(aligned, config, sizes)
+    assert part_specs(params, config, {"tensor": 1}) != specs
+    # Too small a block: the weight is dequantised.
+    config = small_config("latent", moe_intermediate_size=24, n_routed_experts=4)
+    narrow = BlockScaled(jnp.ones((4, 24, 32), jnp.float8_e4m3fn), jnp.ones((4, 1, 32)), axis=-2, block=32)
+    [found] = jax.tree.leaves(align_blocks({"experts": {"down": narrow}}, config, sizes))
+    assert found.dtype == jnp.bfloat16
 
 
 def test_every_axis_name_has_a_mesh_axis():

@@ -128,7 +128,7 @@ def test_what_does_not_fit_is_refused(key):
         interpreted(x, weights, scales[:1])
     with pytest.raises(ValueError, match="blocks of 16 inputs, 32, 64 and so on, not of 12"):
         interpreted(x, weights, jnp.ones((12, 28)), block=12)
-    with pytest.raises(ValueError, match="auto, xla, triton, interpreted"):
+    with pytest.raises(ValueError, match=r"auto, xla, triton.*, interpreted"):
         block_scaled_matmul(x, weights, scales, implementation="cuda")
     huge = jax.ShapeDtypeStruct((2**15, 2**16), FP8)
     with pytest.raises(ValueError, match="32-bit offsets"):

@@ -154,6 +154,7 @@ def test_each_document_starts_from_an_empty_state(key):
     assert_close(last, expected)
 
 
+@pytest.mark.slow  # every kernel of three passes is interpreted
 def test_decoding_with_the_kernels_reproduces_decoding_without():
     """The longest prompt is taken in by chunks, the other rounds of plain decoding in steps, drafts are verified."""
     types = ("linear_attention", "full_attention")

@@ -29,6 +29,7 @@ from mtpjax.decoding.state import DecodeState
 from mtpjax.models.cache import commit, empty_cache
 from mtpjax.models.layers.entries import write_rows
 from mtpjax.models.model import MTPModel, TrunkOutput
+from mtpjax.models.parallel import over_rows
 from mtpjax.models.params import is_of_modules
 
 if TYPE_CHECKING:
@@ -186,7 +187,7 @@ class MTPDrafter(Drafter):
         """
         drafter_state = state.drafter
         max_backlog = jnp.where(depth == 0, drafter_state.hidden.shape[1] - 1, depth + len(drafter_state.caches))
-        return state.drafting_disabled | (num_pending(state).max() <= max_backlog)
+        return state.drafting_disabled | (over_rows(jnp.max, num_pending(state)) <= max_backlog)
 
     def drain_backlog(
         self, prepared: PreparedMTP, state: DecodeState, depth: jax.Array, *, model: MTPModel, spec: DecodeSpec
@@ -202,7 +203,8 @@ class MTPDrafter(Drafter):
         ):
             state = jax.lax.while_loop(
                 lambda state, min_backlog=min_backlog: (
-                    ~self.backlog_fits(state, depth, model=model, spec=spec) & (num_pending(state).max() >= min_backlog)
+                    ~self.backlog_fits(state, depth, model=model, spec=spec)
+                    & (over_rows(jnp.max, num_pending(state)) >= min_backlog)
                 ),
                 lambda state, num_positions=num_positions: extend_backlog(
                     prepared, state, model=model, spec=spec, num_positions=num_positions

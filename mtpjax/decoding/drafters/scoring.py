@@ -15,6 +15,7 @@ from mtpjax.decoding.logits import adjust_logits
 from mtpjax.decoding.sampling import PathTokens
 from mtpjax.decoding.state import DecodeState
 from mtpjax.models.model import MTPModel, bind, multiply_head
+from mtpjax.models.parallel import look_up
 from pallas_kernels import head_top_k
 
 
@@ -42,7 +43,9 @@ def reduce_head(params: dict, ids: jax.Array, *, model: MTPModel, dtype: Any) ->
     config = model.config
     indices = range(config.num_mtp_modules) if config.mtp_own_head else [None]
     apply = bind(model, params)
-    matrices = tuple(apply(index=index, method="head_matrix").astype(dtype)[:, ids] for index in indices)
+    matrices = tuple(
+        look_up(apply(index=index, method="head_matrix").T, ids, config.vocab_size).T.astype(dtype) for index in indices
+    )
     # The inverse of `ids`, which scatters reduced logits back over the vocabulary.
     column = jnp.full(config.vocab_size, -1, jnp.int32).at[ids].set(jnp.arange(len(ids), dtype=jnp.int32))
     return ReducedHead(matrices, ids, column)

@@ -10,6 +10,7 @@ from mtpjax.models.config import LayerKind, ModelConfig
 from mtpjax.models.layers.attention_kind import AttentionKind
 from mtpjax.models.layers.entries import read_rows
 from mtpjax.models.masks import Entries, Masks, View
+from mtpjax.models.parallel import add_parts, own_size
 from mtpjax.models.quantized import matrix_product, partial_product
 from pallas_kernels import (
     PartialSums,
@@ -43,8 +44,10 @@ class DeltaRule(nn.Module):
     ) -> tuple[PartialSums, Entries, Masks | None]:
         config = self.config
         B, T, D = x.shape
-        K, J = config.linear_num_key_heads, config.linear_num_value_heads
-        P, Q, G = config.linear_key_head_dim, config.linear_value_head_dim, J // K
+        P, Q = config.linear_key_head_dim, config.linear_value_head_dim
+        G = config.linear_num_value_heads // config.linear_num_key_heads
+        K = own_size(config.linear_num_key_heads, "tensor")
+        J = K * G
 
         def product(name: str, width: int) -> jax.Array:
             initial = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0, out_axis=(1, 2))
@@ -98,7 +101,8 @@ class DeltaRule(nn.Module):
         output = (output * gate_function(gate.astype(jnp.float32))).astype(x.dtype)
         project = self.param("output", nn.initializers.lecun_normal(), (J * Q, D))
         output = output.reshape(B, T, J * Q)
-        return partial_product(output, project, implementation=self.implementation), entries, selection
+        projected = partial_product(output, project, implementation=self.implementation)
+        return add_parts(projected, config.linear_num_key_heads, "tensor"), entries, selection
 
 
 def _unit(x: jax.Array) -> jax.Array:

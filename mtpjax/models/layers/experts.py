@@ -6,9 +6,10 @@ import math
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from mtpjax.models.config import ModelConfig
+from mtpjax.models.parallel import add_parts, all_rows, expert_axes, is_split, num_parts, own_size
 from mtpjax.models.quantized import gated_product, is_scaled, partial_product
 from pallas_kernels import PartialSums, grouped_matmul, route_tokens
 from pallas_kernels.router import Routing
@@ -24,15 +25,18 @@ class SwiGLU(nn.Module):
 
     width: int
     implementation: str = "auto"
+    is_summed_outside: bool = False  # the caller adds the devices' parts
 
     @nn.compact
     def __call__(self, x: jax.Array) -> PartialSums:
         D = x.shape[-1]
         initial = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0, out_axis=(1, 2))
-        gate_up = self.param("gate_up", initial, (D, 2, self.width))
-        down = self.param("down", nn.initializers.lecun_normal(), (self.width, D))
+        width = own_size(self.width, "tensor")
+        gate_up = self.param("gate_up", initial, (D, 2, width))
+        down = self.param("down", nn.initializers.lecun_normal(), (width, D))
         gated = gated_product(x, gate_up, implementation=self.implementation)
-        return partial_product(gated, down, implementation=self.implementation)
+        product = partial_product(gated, down, implementation=self.implementation)
+        return product if self.is_summed_outside else add_parts(product, self.width, "tensor")
 
 
 def mix_experts(x, ids, weights, gate_up, down, *, inference: bool, implementation: str) -> jax.Array:
@@ -89,28 +93,49 @@ class Experts(nn.Module):
         E, F = config.n_routed_experts, config.moe_intermediate_size
         router = self.param("router", nn.initializers.lecun_normal(), (D, E))
         initial = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=(2, 3), batch_axis=0)
-        gate_up = self.param("gate_up", initial, (E, D, 2, F))
+        over, own_width = expert_axes(E), own_size(F, "tensor")
+        own_experts = E // math.prod(map(num_parts, over))
+        gate_up = self.param("gate_up", initial, (own_experts, D, 2, own_width))
         initial = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=2, batch_axis=0)
-        down = self.param("down", initial, (E, F, D))
+        down = self.param("down", initial, (own_experts, own_width, D))
         gate_up, down = (stack if is_scaled(stack) else stack.astype(x.dtype) for stack in (gate_up, down))
         bias = None
         if config.router_correction_bias:
             bias = jax.lax.stop_gradient(self.param("correction_bias", nn.initializers.zeros, (E,)))
 
-        # Route every token, run its experts, and add the shared experts, which process every token.
+        # Route every token, run its experts, and add the shared experts, which process every token. Where `data` splits
+        # the experts too, each device runs its own for the rows of all, and the sums go back to the rows' devices.
         flat = x.reshape(B * T, D)
+        gathers_rows = "data" in over
+        flat = all_rows(flat) if gathers_rows else flat
         ids, weights = route_tokens(
             flat, router, bias, routing(config), implementation=self.implementation if cached else "xla"
         )
         form = functools.partial(mix_experts, inference=cached, implementation=self.implementation)
-        output = _over_mesh(form, E, F)(flat, ids, weights, gate_up, down).reshape(B, T, D)
+        # Inside `shard_map` ids of other devices' experts become the number of own ones, which no expert has.
+        if over:
+            first = jax.lax.axis_index(over) * own_experts
+            ids = jnp.where((ids >= first) & (ids < first + own_experts), ids - first, own_experts)
+        output = _over_mesh(form, E, F)(flat, ids, weights, gate_up, down)
+        if gathers_rows:
+            output = jax.lax.psum_scatter(output, "data", scatter_dimension=0, tiled=True)
+        output = output.reshape(B, T, D)
+        summed = [*(axis for axis in over if axis == "expert"), *(["tensor"] if is_split(F, "tensor") else [])]
         if config.shared_width:
-            shared = SwiGLU(config.shared_width, self.implementation, name="shared")(x).total()
+            # One sum over the devices adds shared and routed experts, if it is over the same devices.
+            is_one_sum = bool(summed) and is_split(config.shared_width, "tensor") == ("tensor" in summed)
+            swiglu = SwiGLU(config.shared_width, self.implementation, is_one_sum, name="shared")
+            shared = swiglu(x).total()
             if config.shared_expert_gate:
                 gate = self.param("shared_gate", nn.initializers.lecun_normal(), (D, 1))
                 shared = shared * jax.nn.sigmoid(x @ gate.astype(x.dtype))
+            if not is_one_sum:
+                output, summed = jax.lax.psum(output, summed) if summed else output, []
+            elif "expert" in summed:
+                # All devices along this axis computed the same shared experts: one of them counts.
+                shared = jnp.where(jax.lax.axis_index("expert") == 0, shared, 0)
             output = output + shared
-        return PartialSums(output[None], output.dtype)
+        return PartialSums((jax.lax.psum(output, summed) if summed else output)[None], output.dtype)
 
 
 def _over_mesh(form, num_experts: int, width: int):
@@ -120,7 +145,8 @@ def _over_mesh(form, num_experts: int, width: int):
     """
     mesh = jax.sharding.get_abstract_mesh()
     sizes = {"expert": num_experts, "tensor": width}
-    many = [] if mesh.empty else [axis for axis in sizes if mesh.shape.get(axis, 1) > 1]
+    is_manual = any(kind is AxisType.Manual for kind in mesh.axis_types)
+    many = [] if mesh.empty or is_manual else [axis for axis in sizes if mesh.shape.get(axis, 1) > 1]
     axes = [axis for axis in many if sizes[axis] % mesh.shape[axis] == 0]
     if not axes:
         return form

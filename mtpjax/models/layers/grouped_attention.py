@@ -13,6 +13,7 @@ from mtpjax.models.layers.entries import append_and_select, select
 from mtpjax.models.layers.norm import NormScale
 from mtpjax.models.layers.rotary import softmax_scale
 from mtpjax.models.masks import Entries, Masks, Recycled, View
+from mtpjax.models.parallel import add_parts, own_size
 from mtpjax.models.quantized import partial_product
 from pallas_kernels import PartialSums, append_heads
 from pallas_kernels.append_heads import Heads, split_heads
@@ -36,8 +37,8 @@ class GroupedAttention(nn.Module):
     ) -> tuple[PartialSums, Entries, Masks | None]:
         config = self.config
         B, T, D = x.shape
-        K, H = config.num_key_value_heads, config.head_dim
-        G = config.num_attention_heads // K
+        K, H = own_size(config.num_key_value_heads, "tensor"), config.head_dim
+        G = config.num_attention_heads // config.num_key_value_heads
         parts = [G, 1, 1] + [G] * config.attn_output_gate
 
         # Project to queries, key, value and gates of each key/value head. The gates have no bias and no norm.
@@ -80,7 +81,8 @@ class GroupedAttention(nn.Module):
             output = output * jax.nn.sigmoid(projected.total()[:, :, :, G + 2 :])
         project = self.param("output", nn.initializers.lecun_normal(), (K * G * H, D))
         output = output.reshape(B, T, K * G * H)
-        return partial_product(output, project, implementation=self.implementation), entries, selection
+        product = partial_product(output, project, implementation=self.implementation)
+        return add_parts(product, config.num_key_value_heads, "tensor"), entries, selection
 
 
 def _empty_entries(config: ModelConfig, kind: LayerKind, batch: int, capacity: int, dtype: Any) -> Entries:

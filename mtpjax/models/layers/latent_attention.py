@@ -14,6 +14,7 @@ from mtpjax.models.layers.indexer import Indexer
 from mtpjax.models.layers.norm import AddRMSNorm, NormScale, fused_norm
 from mtpjax.models.layers.rotary import softmax_scale
 from mtpjax.models.masks import Entries, Masks, Recycled, View
+from mtpjax.models.parallel import add_parts, own_size
 from mtpjax.models.quantized import partial_product, partial_products
 from pallas_kernels import PartialSums, append_latents
 from pallas_kernels.append_latents import choose_implementation as choose_append
@@ -44,7 +45,8 @@ class LatentAttention(nn.Module):
     ) -> tuple[PartialSums, Entries, Masks | None]:
         config = self.config
         B, T, D = x.shape
-        N, R, P = config.num_attention_heads, config.kv_lora_rank, config.qk_rope_head_dim
+        N = own_size(config.num_attention_heads, "tensor")
+        R, P = config.kv_lora_rank, config.qk_rope_head_dim
         C, V = config.qk_nope_head_dim, config.v_head_dim
 
         # 1. Queries and the latent, both from x in one launch; the queries perhaps through a latent of their own.
@@ -127,7 +129,7 @@ class LatentAttention(nn.Module):
             else:
                 output = attended[:, 0]
         output = partial_product(output.reshape(B, T, N * V), project, implementation=self.implementation)
-        return output, entries, selection
+        return add_parts(output, config.num_attention_heads, "tensor"), entries, selection
 
     def _new_entry(self, latent: jax.Array, norm_scale: jax.Array, view: View) -> jax.Array:
         """Computes cache entries `[B, T, R + P]`: the normalised latent, and the rotated key of all heads."""

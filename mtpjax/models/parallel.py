@@ -1,0 +1,133 @@
+"""A device's part of a model inside `shard_map`: sizes of parts, sums over devices, and the split vocabulary.
+
+Outside of `shard_map` a model has one part, and every function here is the identity. Inside, the axes of the mesh are
+manual: the modules make parameters of their part's size, and add what the parts computed.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+
+from pallas_kernels import PartialSums
+
+EXPERT_AXES = (("data", "expert"), ("data",), ("expert",))  # tried in this order
+
+
+def num_parts(axis: str) -> int:
+    """Returns the number of devices along a manual axis of the mesh; 1 without such an axis."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if axis not in mesh.axis_names:
+        return 1
+    kind = mesh.axis_types[mesh.axis_names.index(axis)]
+    return mesh.shape[axis] if kind is AxisType.Manual else 1
+
+
+def own_size(size: int, axis: str) -> int:
+    """Returns the size of this device's part. What the axis does not divide is not split."""
+    return size // num_parts(axis) if is_split(size, axis) else size
+
+
+def is_split(size: int, axis: str) -> bool:
+    """Returns whether a size is split over a manual axis."""
+    parts = num_parts(axis)
+    return parts > 1 and size % parts == 0
+
+
+def first_index(size: int, axis: str) -> jax.Array | int:
+    """Returns where this device's part of a size begins."""
+    return jax.lax.axis_index(axis) * own_size(size, axis) if is_split(size, axis) else 0
+
+
+def expert_axes(num_experts: int) -> tuple[str, ...]:
+    """Returns the manual axes over which experts are split, the first one slowest: `data` and `expert` if they divide.
+
+    With `data` each device has experts of its own, and computes them for the rows of all devices.
+    """
+    return next((axes for axes in EXPERT_AXES if divides(num_experts, {axis: num_parts(axis) for axis in axes})), ())
+
+
+def divides(size: int, sizes: Mapping[str, int]) -> bool:
+    """Returns whether axes of these sizes split a size: each has several devices, and together they divide it."""
+    return all(parts > 1 for parts in sizes.values()) and size % math.prod(sizes.values()) == 0
+
+
+def add_parts(sums: PartialSums, size: int, axis: str) -> PartialSums:
+    """Adds a product over the devices among which `size`, of its inputs, is split."""
+    if not is_split(size, axis):
+        return sums
+    return PartialSums(jax.lax.psum(sums.total(), axis)[None], sums.dtype)
+
+
+def look_up(table: jax.Array, tokens: jax.Array, vocab_size: int) -> jax.Array:
+    """Looks tokens up in this device's rows of an embedding; the rows of the other devices are added.
+
+    Args:
+        table: `[own V, D]`.
+        tokens: integer ids of the whole vocabulary.
+        vocab_size: V.
+
+    Returns:
+        `[..., D]`.
+    """
+    if not is_split(vocab_size, "tensor"):
+        return table[tokens]
+    index = tokens - first_index(vocab_size, "tensor")
+    is_own = (index >= 0) & (index < len(table))
+    rows = jnp.where(is_own[..., None], table[jnp.where(is_own, index, 0)], 0)
+    return jax.lax.psum(rows, "tensor")
+
+
+def gather_vocabulary(logits: jax.Array, vocab_size: int) -> jax.Array:
+    """Joins the devices' logits `[..., own V]` to `[..., V]`."""
+    if not is_split(vocab_size, "tensor"):
+        return logits
+    return jax.lax.all_gather(logits, "tensor", axis=logits.ndim - 1, tiled=True)
+
+
+def merge_top_tokens(
+    values: jax.Array, tokens: jax.Array, logsumexp: jax.Array, vocab_size: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Merges the best tokens of each device's part of the vocabulary: k pairs per device travel, not the logits.
+
+    Args:
+        values: `[..., k]` best logits of the own part, largest first, the lower token first among equal ones.
+        tokens: `[..., k]` their columns in the own part.
+        logsumexp: `[...]` of the own part.
+        vocab_size: V.
+
+    Returns:
+        The same of the whole vocabulary.
+    """
+    if not is_split(vocab_size, "tensor"):
+        return values, tokens, logsumexp
+    k = values.shape[-1]
+    tokens = tokens + first_index(vocab_size, "tensor")
+    pairs = jax.lax.all_gather((values, tokens), "tensor", axis=values.ndim - 1, tiled=True)
+    # In the order of the devices, so that the first of equal values has the lowest token.
+    best, place = jax.lax.top_k(pairs[0], k)
+    total = jax.nn.logsumexp(jax.lax.all_gather(logsumexp, "tensor"), axis=0)
+    return best, jnp.take_along_axis(pairs[1], place, axis=-1), total
+
+
+def over_rows(reduce: Callable[[jax.Array], jax.Array], rows: jax.Array) -> jax.Array:
+    """Reduces `[B]` over the rows of all devices.
+
+    Args:
+        reduce: `jnp.any`, `jnp.all` or `jnp.max`.
+        rows: `[own B]`.
+    """
+    own = reduce(rows)
+    return own if num_parts("data") == 1 else reduce(jax.lax.all_gather(own, "data"))
+
+
+def all_rows(rows: jax.Array) -> jax.Array:
+    """Gathers `[own B, ...]` to `[B, ...]`."""
+    return rows if num_parts("data") == 1 else jax.lax.all_gather(rows, "data", tiled=True)
+
+
+def first_row(own: int) -> jax.Array | int:
+    """Returns the number of this device's first row, of which it has `own`."""
+    return jax.lax.axis_index("data") * own if num_parts("data") > 1 else 0
