@@ -31,6 +31,7 @@ from mtpjax.decoding.requests import (
     make_new_rows,
     params_to_device,
     prompts_to_arrays,
+    repeat_first_row,
     with_implementation,
 )
 from mtpjax.decoding.result import GenerationResult, collect
@@ -176,13 +177,16 @@ def speculative_generate(
     rows = make_new_rows(
         prompts, model=model, config=config, limit=limit, capacity=capacity, sampling=sampling, key=key
     )
+    # Rows are split over `data`. Where it does not divide them, copies of the first row fill the last device.
+    num_padding = 0 if resolved_mesh is None else -B % resolved_mesh.shape.get("data", 1)
+    rows = repeat_first_row(rows, num_padding)
     state = make_state(
         params,
         model=model,
         config=config,
         drafter=drafter,
         spec=spec,
-        batch=B,
+        batch=B + num_padding,
         capacity=capacity,
         stops_shape=rows.settings.stops.shape[1:],
         features=rows.settings.sampling.features,
@@ -195,7 +199,7 @@ def speculative_generate(
         draft_params = drafter.default_params(params, config, model=model)
     with device_settings(params, resolved_mesh, config), explain_param_errors(params, model):
         state = decode(params, draft_params, state, model=model, drafter=drafter, spec=spec)
-    return collect(state, is_exact=spec.is_exact)
+    return collect(state, range(B) if num_padding else None, is_exact=spec.is_exact)
 
 
 def resolve_spec(

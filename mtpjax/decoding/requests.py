@@ -336,3 +336,18 @@ def make_new_rows(
         "num_cached": np.zeros(R, np.int32) if num_cached is None else num_cached,
     }
     return NewRows(settings=settings, **prompts)
+
+
+def repeat_first_row(rows: NewRows, count: int) -> NewRows:
+    """Appends copies of the first request, so that the number of rows fits.
+
+    Args:
+        rows: R requests, as host arrays.
+        count: copies, at least 0.
+
+    Returns:
+        R + `count` requests.
+    """
+    if not count:
+        return rows
+    return jax.tree.map(lambda leaf: np.concatenate([leaf, np.repeat(leaf[:1], count, axis=0)]), rows)

@@ -38,6 +38,7 @@ from mtpjax.decoding.requests import (
     make_stop_table,
     params_to_device,
     prompts_to_arrays,
+    repeat_first_row,
     with_implementation,
 )
 from mtpjax.decoding.sampling import SamplingFeatures
@@ -202,8 +203,8 @@ def insert(
         features=state.settings.sampling.features,
         stops=_fit_stops(make_stop_table(config), state.settings.stops.shape[1:]),
     )
+    requests = repeat_first_row(requests, num_padding)
     if num_padding:
-        requests = jax.tree.map(lambda leaf: np.concatenate([leaf, np.repeat(leaf[:1], num_padding, axis=0)]), requests)
         slot_ids = np.concatenate([slot_ids, np.full(num_padding, num_slots, np.int32)])
     # 3. Prefill in one compiled call.
     if draft_params is None:

@@ -145,11 +145,11 @@ def calls(monkeypatch):
 PROMPTS = [[3, 250, 17], [40], [9, 8, 7, 6, 5, 4, 3], [288, 0]]
 WIDE = {"vocab_size": 300, "num_tokens": 290}  # three blocks of columns, the last in part, of which a part is padding
 DECODED = {
-    "chain": ("mixed", {}, {"num_steps": 3}, [1] * 4),
-    "tree": ("mixed", {}, {"num_steps": 2, "topk": 4, "num_draft_tokens": 8}, [4, 4, 1]),
-    "reduced": ("mixed", {}, {"num_steps": 2, "draft_vocabulary": tuple(range(1, 300, 2))}, [1] * 3),
-    "tied": ("random", {"tie_word_embeddings": True}, {"num_steps": 1}, [1] * 2),
-    "plain": ("mixed", {}, {"num_steps": 0}, [1]),
+    "chain": ("mixed", {}, {"num_steps": 3}, [1] * 5),
+    "tree": ("mixed", {}, {"num_steps": 2, "topk": 4, "num_draft_tokens": 8}, [1, 4, 4, 1]),
+    "reduced": ("mixed", {}, {"num_steps": 2, "draft_vocabulary": tuple(range(1, 300, 2))}, [1] * 4),
+    "tied": ("random", {"tie_word_embeddings": True}, {"num_steps": 1}, [1] * 3),
+    "plain": ("mixed", {}, {"num_steps": 0}, [1] * 2),
 }
 
 
