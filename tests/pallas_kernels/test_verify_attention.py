@@ -206,7 +206,7 @@ def test_a_cached_pass_with_the_kernel_equals_one_without_and_reads_no_garbage(a
 @pytest.mark.parametrize(
     "attention, shape",
     [
-        ("grouped", {"num_steps": 3}),
+        pytest.param("grouped", {"num_steps": 3}, marks=pytest.mark.slow),  # `test_generate.py` runs all kernels
         pytest.param("latent", {"num_steps": 2, "draft_window": 4, "draft_sinks": 1}, marks=pytest.mark.slow),
         pytest.param("grouped", {"num_steps": 2, "topk": 2, "num_draft_tokens": 5}, marks=pytest.mark.slow),
         pytest.param("latent", {"num_steps": 2, "topk": 2, "num_draft_tokens": 5}, marks=pytest.mark.slow),
