@@ -33,7 +33,9 @@ def per_layer(compiled, loop: str) -> dict[str, int]:
 
 @pytest.mark.h100
 @pytest.mark.parametrize(
-    ("sizes", "rows", "most_temp"), [({"tensor": 8}, 8, 0.35e9), ({"data": 8}, 64, 1.8e9)], ids=["tensor", "data"]
+    ("sizes", "rows", "most_temp"),
+    [pytest.param({"tensor": 8}, 8, 0.35e9, marks=pytest.mark.slow), ({"data": 8}, 64, 1.8e9)],
+    ids=["tensor", "data"],
 )
 def test_no_weight_travels_and_every_kernel_runs(sizes, rows, most_temp):
     compiled = compile_call(V3, sizes, rows=rows)
