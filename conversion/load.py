@@ -8,16 +8,17 @@ from typing import Any
 import jax
 import numpy as np
 from flax.traverse_util import unflatten_dict
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from conversion.files import CheckpointFiles
 from conversion.gguf_files import open_checkpoint
 from conversion.load_plan import LoadPlan, make_plan
 from conversion.read_params import E4M3, Index, read_as, read_scales, read_values, scale_spec
 from mtpjax.errors import CheckpointFileError
+from mtpjax.models.decoding_layout import check_divisible, param_part_spec
 from mtpjax.models.model import MTPModel
 from mtpjax.models.quantized import BlockScaled
-from mtpjax.models.sharding import param_sharding
+from mtpjax.models.sharding import read_parts
 
 
 def load(
@@ -25,6 +26,7 @@ def load(
     *,
     dtype=None,
     mesh: Mesh | None = None,
+    allow_copies: bool = False,
     model_type: str | None = None,
     allow_extra: bool = False,
     strict: bool = False,
@@ -36,7 +38,9 @@ def load(
         path: a directory with `config.json` and safetensors files.
         dtype: dtype to cast the parameters to. `None` keeps those of the files; block-quantized fp8 weights stay fp8
             with their scales (`BlockScaled`).
-        mesh: lays the parameters out over this mesh; each process reads only what its devices hold.
+        mesh: lays the parameters out over this mesh, as decoding wants them; each process reads only what its devices
+            hold.
+        allow_copies: let devices hold copies of what an axis of the mesh does not divide.
         model_type: the family to use instead of the one that `config.json` names.
         allow_extra: skip unknown tensors instead of raising an error.
         strict: raise an error for infinite or NaN weights instead of a warning.
@@ -48,14 +52,22 @@ def load(
     Raises:
         CheckpointFileError: the files are damaged, incomplete or not supported, or do not fit into memory.
         ConfigError: `config.json` is damaged or not supported.
+        ValueError: the mesh does not divide the model.
     """
     with open_checkpoint(path, strict=strict) as files:
         # Check everything that headers can tell before any weight is read.
         plan = make_plan(files, dtype=dtype, model_type=model_type, allow_extra=allow_extra)
+        if mesh is not None and not allow_copies:
+            check_divisible(plan.config, mesh.shape)
         _check_memory(plan, mesh)
 
+        def place(path: str, shape: tuple[int, ...], read: Callable[[Index], np.ndarray]) -> jax.Array:
+            if mesh is None:
+                return jax.device_put(read(tuple((0, size) for size in shape)))
+            return read_parts(shape, NamedSharding(mesh, param_part_spec(path, shape, plan.config, mesh.shape)), read)
+
         def read(path: str):
-            value = _load_param(files, plan, path, mesh)
+            value = _load_param(files, plan, path, place)
             if progress:
                 progress(sum(array.nbytes for array in jax.tree.leaves(value)))
             return value
@@ -68,8 +80,8 @@ def load(
     return MTPModel(plan.config), params
 
 
-def _load_param(files: CheckpointFiles, plan: LoadPlan, path: str, mesh: Mesh | None):
-    """Loads one parameter; fp8 with scales becomes a `BlockScaled`."""
+def _load_param(files: CheckpointFiles, plan: LoadPlan, path: str, place: Callable[..., jax.Array]):
+    """Loads one parameter with `place(path, shape, read)`; fp8 with scales becomes a `BlockScaled`."""
     dtype, spec = plan.dtypes[path], plan.specs[path]
     # Block-scaled fp8 is loaded as two arrays: the values and their scales.
     if dtype == E4M3:
@@ -78,21 +90,9 @@ def _load_param(files: CheckpointFiles, plan: LoadPlan, path: str, mesh: Mesh | 
             "values": (spec, lambda index: read_values(files, spec, index)),
             "scales": (scales, lambda index: read_scales(files, plan.scales, spec, index)),
         }
-        arrays = {name: _place(f"{path}/{name}", part.shape, mesh, read) for name, (part, read) in parts.items()}
+        arrays = {name: place(f"{path}/{name}", part.shape, read) for name, (part, read) in parts.items()}
         return BlockScaled(**arrays, axis=spec.in_axis, block=plan.scales.columns)
-    return _place(path, spec.shape, mesh, lambda index: read_as(files, plan.scales, spec, index, dtype))
-
-
-def _place(path: str, shape: tuple[int, ...], mesh: Mesh | None, read: Callable[[Index], np.ndarray]) -> jax.Array:
-    """Reads an array onto the default device, or the shards of this process's devices under a mesh."""
-    if mesh is None:
-        return jax.device_put(read(tuple((0, size) for size in shape)))
-
-    # JAX asks for each shard that this process's devices hold, so no process reads the whole array.
-    def part(index) -> np.ndarray:
-        return read(tuple(cut.indices(size)[:2] for cut, size in zip(index, shape, strict=True)))
-
-    return jax.make_array_from_callback(shape, param_sharding(path, shape, mesh), part)
+    return place(path, spec.shape, lambda index: read_as(files, plan.scales, spec, index, dtype))
 
 
 def _check_memory(plan: LoadPlan, mesh: Mesh | None) -> None:

@@ -38,9 +38,9 @@ from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import empty_state
 from mtpjax.models.config import Implementation
+from mtpjax.models.decoding_layout import align_blocks, part_specs
 from mtpjax.models.presets import presets
 from mtpjax.models.quantized import BlockScaled
-from mtpjax.models.sharding import align_blocks, part_specs
 
 RESULT = pathlib.Path(__file__).parent / "results" / "mesh_table.json"
 SLOTS = 4096

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mtpjax.io.checkpoint import load
     from mtpjax.io.save import save
     from mtpjax.models.config import ModelConfig
+    from mtpjax.models.decoding_layout import shard_for_decoding
     from mtpjax.models.forward import forward
     from mtpjax.models.model import MTPModel
     from mtpjax.models.params import add_mtp_modules, init_params
@@ -43,6 +44,7 @@ __all__ = [
     "presets",
     "run",
     "save",
+    "shard_for_decoding",
     "speculative_generate",
     "train",
 ]
@@ -58,6 +60,7 @@ _HOMES = {
     "io.checkpoint": ("load",),
     "io.save": ("save",),
     "models.config": ("ModelConfig",),
+    "models.decoding_layout": ("shard_for_decoding",),
     "models.forward": ("forward",),
     "models.model": ("MTPModel",),
     "models.params": ("add_mtp_modules", "init_params"),

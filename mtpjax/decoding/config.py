@@ -119,6 +119,8 @@ class DecodeConfig:
         deterministic: a row's text does not depend on the rows beside it. Every kernel splits its work in one way,
             whatever the batch, which takes longer (docs/guides/kernels.md). Needs the kernels: a GPU, or
             implementation "interpreted".
+        allow_copies: on a mesh, let devices hold copies of heads, columns, experts or the vocabulary where an axis does
+            not divide their number; otherwise that is an error.
         min_rows: minimum number of token rows per forward pass; narrower passes are padded. None: 2 for a batch of one
             on a GPU if the model has no experts, else 1.
 
@@ -166,6 +168,7 @@ class DecodeConfig:
     prefill_chunk: int | None = None
     implementation: Implementation | None = None
     deterministic: bool = False
+    allow_copies: bool = False
     min_rows: int | None = None
 
     def __post_init__(self):
@@ -178,7 +181,7 @@ class DecodeConfig:
         for name in FLOAT_FIELDS:
             object.__setattr__(self, name, _float(name, getattr(self, name)))
         # By name: NumPy also has a truth value, and `--help` runs without importing it.
-        for name in ("logprobs", "deterministic"):
+        for name in ("logprobs", "deterministic", "allow_copies"):
             value = getattr(self, name)
             if type(value).__name__ not in ("bool", "bool_"):
                 raise ValueError(f"{name} must be True or False, got {value!r}")

@@ -39,8 +39,9 @@ from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.decoding.sampling_params import temperatures
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import DecodeState, NewRows, empty_state, start_rows
+from mtpjax.models.decoding_layout import constrain_state, fit_to_mesh, shard_for_decoding
 from mtpjax.models.model import MTPModel
-from mtpjax.models.sharding import mesh_of, shard_for_decoding, shard_state
+from mtpjax.models.sharding import mesh_of
 from pallas_kernels import batch_invariant
 
 
@@ -122,7 +123,8 @@ def speculative_generate(
         key: a `jax.random` key that seeds rows without a seed. A row's random numbers depend on its seed alone, or on
             the key and the row's number.
         lengths: `[B]` prompt lengths of a right-padded array.
-        mesh: lays parameters and caches out over this mesh (`mtpjax.models.sharding`); None leaves them where they are.
+        mesh: lays parameters and caches out over this mesh (`mtpjax.models.decoding_layout`); None: that of the
+            parameters, if any. `shard_for_decoding` moves them once, for many calls.
         draft_params: the drafter's own parameters; None takes the MTP modules' from `params`.
 
     Returns:
@@ -130,8 +132,8 @@ def speculative_generate(
 
     Raises:
         ValueError: for an empty prompt, ids outside the vocabulary, a prompt as long as `max_length`, drafts without
-            MTP modules, sampling without a seed or key, or settings that contradict each other. The message is one line
-            with the value and the limit.
+            MTP modules, sampling without a seed or key, a mesh that does not divide the model, or settings that
+            contradict each other. The message is one line with the value and the limit.
 
     Example:
         >>> import jax
@@ -152,9 +154,13 @@ def speculative_generate(
     model = with_implementation(model, config)
     prompts = prompts_to_arrays(prompts, lengths)
     limit = check_request(prompts, model, config, drafter)
-    # 2. Resolve the static settings, which select the compiled program.
-    B = len(prompts)
+    # 2. Move the parameters to the mesh, and resolve the static settings, which select the compiled program.
+    if mesh is not None:
+        model, params = shard_for_decoding(model, params, mesh, allow_copies=config.allow_copies)
     resolved_mesh = mesh or mesh_of(params["embedding"])
+    if mesh is None and resolved_mesh is not None:
+        model, params = fit_to_mesh(model, params, resolved_mesh.shape, allow_copies=config.allow_copies)
+    B = len(prompts)
     longest = max(row.size for row in prompts)
     max_length = min(longest + min(config.max_new_tokens, limit), limit)
     spec = resolve_spec(
@@ -191,10 +197,9 @@ def speculative_generate(
         stops_shape=rows.settings.stops.shape[1:],
         features=rows.settings.sampling.features,
         rows=rows,
+        mesh=resolved_mesh,
     )
-    # 4. Move everything to the mesh and run the compiled call: prefill, then rounds until every row is done.
-    if mesh is not None:
-        params, state = shard_for_decoding(params, model.config, mesh), shard_state(state, model.config, mesh)
+    # 4. Run the compiled call: prefill, then rounds until every row is done.
     if draft_params is None:
         draft_params = drafter.default_params(params, config, model=model)
     with device_settings(params, resolved_mesh, config), explain_param_errors(params, model):
@@ -247,10 +252,11 @@ def make_state(
     stops_shape: tuple[int, ...],
     features: SamplingFeatures,
     rows: NewRows | None = None,
+    mesh: Mesh | None = None,
 ) -> DecodeState:
     """Makes a state of B slots on the device: all free, or with the requests `rows` before their prefill.
 
-    The other arguments are those of `empty_state`.
+    The other arguments are those of `empty_state`. On a mesh each device makes its part.
     """
     # An adaptive call whose costs can never pay disables drafting, so that it does not keep a drafter up to date.
     costs = rates = None
@@ -272,17 +278,19 @@ def make_state(
         depth_costs=costs,
         depth_rates=rates,
         drafting_disabled=np.bool_(is_disabled),
+        mesh=mesh,
     )
 
 
 # Jitted, so that one dispatch transfers the requests and allocates all buffers of a state.
 @functools.partial(
     jax.jit,
-    static_argnames=("model", "drafter", "spec", "batch", "capacity", "stops_shape", "features", "dtype"),
+    static_argnames=("model", "drafter", "spec", "batch", "capacity", "stops_shape", "features", "dtype", "mesh"),
 )
-def _make_state(rows: NewRows | None, *, model: MTPModel, **arguments: Any) -> DecodeState:
+def _make_state(rows: NewRows | None, *, model: MTPModel, mesh: Mesh | None, **arguments: Any) -> DecodeState:
     state = empty_state(model=model, **arguments)
-    return state if rows is None else start_rows(state, rows, vocab_size=model.config.vocab_size)
+    state = state if rows is None else start_rows(state, rows, vocab_size=model.config.vocab_size)
+    return state if mesh is None else constrain_state(state, model.config, mesh)
 
 
 @contextlib.contextmanager

@@ -14,9 +14,9 @@ from mtpjax.decoding.prefill import prefill
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import DecodeState
 from mtpjax.decoding.verify import accept, verify
+from mtpjax.models.decoding_layout import run_in_parts
 from mtpjax.models.model import MTPModel
 from mtpjax.models.parallel import over_rows
-from mtpjax.models.sharding import run_in_parts
 
 Carry = tuple[DecodeState, jax.Array | None]  # the state and the number of rounds left; None: no limit
 

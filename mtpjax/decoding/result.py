@@ -9,6 +9,7 @@ import numpy as np
 
 from mtpjax.compat import library_settings
 from mtpjax.decoding.state import DecodeState
+from mtpjax.models.sharding import gather_processes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,25 +81,26 @@ class DecodeStats:
 class GenerationResult:
     """New tokens of B rows, without the prompts.
 
-    Attributes:
-        tokens: `[B, N]` int32 new tokens, right-padded with zeros.
-        lengths: `[B]` int32 number of new tokens.
-        origins: `[B, N]` int8 draft level that proposed each token; 0 for bonus tokens.
-        finish_reasons: per row "stop" (a stop sequence), "length" (the limit) or "running" (not finished yet).
-        logprobs: `[B, N]` float32 log-probabilities under the trunk's unmodified logits; None unless
-            `DecodeConfig.logprobs` is set.
-        is_exact: False if the acceptance rule changes the distribution of the text.
-        stats: acceptance counts.
+        Attributes:
+            tokens: `[B, N]` int32 new tokens, right-padded with zeros.
+            lengths: `[B]` int32 number of new tokens.
+            origins: `[B, N]` int8 draft level that proposed each token; 0 for bonus tokens.
+            finish_reasons: per row "stop" (a stop sequence), "length" (the limit) or "running" (not finished yet).
+            logprobs: `[B, N]` float32 log-probabilities under the trunk's unmodified logits; None unless
+                `DecodeConfig.logprobs` is set.
+            is_exact: False if the acceptance rule changes the distribution of the text.
+            stats: acceptance counts.
 
-    Example:
-        >>> import numpy as np
-        >>> from mtpjax import GenerationResult
-        >>> from mtpjax.decoding.result import DecodeStats
-        >>> stats = DecodeStats(*(np.array(part) for part in ([1], [[1]], [[1]], [0], [3])))
-        >>> result = GenerationResult(np.array([[5, 6, 7]]), np.array([3]), np.array([[0, 1, 0]]), ("length",), None,
-        ...                           True, stats)
-        >>> result.rows(), result.stats.accept_length
-        ([[5, 6, 7]], 2.0)
+        Example:
+            >>> import jax
+    import numpy as np
+            >>> from mtpjax import GenerationResult
+            >>> from mtpjax.decoding.result import DecodeStats
+            >>> stats = DecodeStats(*(np.array(part) for part in ([1], [[1]], [[1]], [0], [3])))
+            >>> result = GenerationResult(np.array([[5, 6, 7]]), np.array([3]), np.array([[0, 1, 0]]), ("length",), None,
+            ...                           True, stats)
+            >>> result.rows(), result.stats.accept_length
+            ([[5, 6, 7]], 2.0)
     """
 
     tokens: np.ndarray
@@ -141,7 +143,7 @@ def collect(state: DecodeState, slots: Sequence[int] | None = None, *, is_exact:
     # 1. Copy all fields in one transfer. The caches stay on the device.
     names = ("tokens", "origin", "length", "done", "stopped", "steps", "proposed", "accepted", "discarded", "logprobs")
     fields = {name: getattr(state, name) for name in names} | {"prompt_length": state.settings.prompt_length}
-    host = jax.device_get(fields)
+    host = jax.device_get(gather_processes(fields))
     if slots is not None:
         host = {name: field[np.asarray(slots, np.int32)] for name, field in host.items()}
     # 2. Shift each row left by its prompt length, so that column 0 is its first new token, and zero the padding.

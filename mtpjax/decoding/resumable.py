@@ -44,9 +44,10 @@ from mtpjax.decoding.requests import (
 from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import DecodeState, NewRows
+from mtpjax.models.decoding_layout import fit_to_mesh, run_in_parts
 from mtpjax.models.model import MTPModel
 from mtpjax.models.parallel import first_row
-from mtpjax.models.sharding import mesh_of, run_in_parts, shard_state
+from mtpjax.models.sharding import gather_processes, mesh_of
 
 
 @library_settings()
@@ -79,7 +80,8 @@ def init_state(
         The state, for `insert`.
 
     Raises:
-        ValueError: for settings that contradict each other or exceed the model.
+        ValueError: for settings that contradict each other or exceed the model, and slots that the mesh's `data` does
+            not divide.
 
     Example:
         >>> import jax
@@ -96,7 +98,9 @@ def init_state(
     params, num_slots = params_to_device(params), check_integer("num_slots", num_slots)
     if num_slots < 1:
         raise ValueError(f"num_slots must be at least 1, got {num_slots}")
-    model, drafter, spec, params_mesh = _resolve_statics(params, model, config, num_slots)
+    model, params, drafter, spec, mesh = _resolve_statics(params, model, config, num_slots, mesh)
+    if mesh is not None and num_slots % mesh.shape.get("data", 1):
+        raise ValueError(f"num_slots must be a multiple of the mesh's data = {mesh.shape['data']}, got {num_slots}")
     limit = check_settings(model, config, drafter)
     length = limit if max_length is None else check_integer("max_length", max_length)
     if not 2 <= length <= limit:
@@ -107,7 +111,7 @@ def init_state(
     if stops_shape is None:
         number, width = make_stop_table(config).shape
         stops_shape = (max(number, 8), max(width, 8))
-    state = make_state(
+    return make_state(
         params,
         model=model,
         config=config,
@@ -117,9 +121,8 @@ def init_state(
         capacity=round_up_capacity(length + max_slots + 1),
         stops_shape=stops_shape,
         features=SamplingFeatures.all_enabled() if features is None else features,
+        mesh=mesh,
     )
-    resolved_mesh = mesh or params_mesh
-    return state if resolved_mesh is None else shard_state(state, model.config, resolved_mesh)
 
 
 @library_settings()
@@ -175,7 +178,7 @@ def insert(
     check_argument_types(params, prompts, sampling, key, model=model)
     _check_state(state)
     params, (num_slots, capacity) = params_to_device(params), state.tokens.shape
-    model, drafter, spec, mesh = _resolve_statics(params, model, config, num_slots)
+    model, params, drafter, spec, mesh = _resolve_statics(params, model, config, num_slots)
     rows = prompts_to_arrays(prompts)
     limit = check_request(rows, model, config, drafter)
     # The state's capacity bounds every row. Keep room for a whole prefill chunk and for the widest draft behind the
@@ -261,7 +264,7 @@ def run(
         raise ValueError(f"max_rounds must not be negative, got {max_rounds}")
     if until not in ("all", "any"):
         raise ValueError(f"unknown until '{until}'; supported: all, any")
-    model, drafter, spec, mesh = _resolve_statics(params, model, config, len(state.length))
+    model, params, drafter, spec, mesh = _resolve_statics(params, model, config, len(state.length))
     if draft_params is None:
         draft_params = drafter.default_params(params, config, model=model)
     # The limit enters as an array, so another value compiles nothing.
@@ -314,11 +317,13 @@ def _run(
 
 
 def _resolve_statics(
-    params: dict, model: MTPModel, config: DecodeConfig, num_slots: int
-) -> tuple[MTPModel, Drafter, DecodeSpec, Mesh | None]:
-    """Resolves the model with its implementation, the drafter, the spec and the mesh of a state."""
+    params: dict, model: MTPModel, config: DecodeConfig, num_slots: int, mesh: Mesh | None = None
+) -> tuple[MTPModel, dict, Drafter, DecodeSpec, Mesh | None]:
+    """Resolves the model and parameters to decode with, the drafter, the spec and the mesh of a state."""
     # Later requests may have any temperature, so only an explicit rule "greedy" makes the state greedy.
-    drafter, mesh = make_drafter(config), mesh_of(params["embedding"])
+    drafter, mesh = make_drafter(config), mesh or mesh_of(params["embedding"])
+    if mesh is not None:
+        model, params = fit_to_mesh(model, params, mesh.shape, allow_copies=config.allow_copies)
     # A later prompt may be as long as the model allows.
     longest = config.max_length or model.config.max_position_embeddings
     spec = resolve_spec(
@@ -330,7 +335,7 @@ def _resolve_statics(
         longest_prompt=longest,
         max_length=longest,
     )
-    return with_implementation(model, config), drafter, spec, mesh
+    return with_implementation(model, config), params, drafter, spec, mesh
 
 
 def _check_state(state: Any) -> None:
@@ -356,7 +361,7 @@ def _check_slots(state: DecodeState, slots: Sequence[int], num_rows: int) -> np.
     if (slot_ids < 0).any() or (slot_ids >= num_slots).any():
         raise ValueError(f"slots must be within 0..{num_slots - 1}, got {slot_ids.tolist()}")
     # A slot is free if its row is done. Reading this waits for the device.
-    is_done = np.asarray(jax.device_get(state.done))
+    is_done = np.asarray(jax.device_get(gather_processes(state.done)))
     running_slots = [slot for slot in slot_ids.tolist() if not is_done[slot]]
     if running_slots:
         raise ValueError(f"slots {running_slots} still hold running rows; run these until they end first")

@@ -31,7 +31,6 @@ from mtpjax.models.config import Implementation, ModelConfig
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import is_of_modules
 from mtpjax.models.quantized import is_scaled
-from mtpjax.models.sharding import shard_params
 from mtpjax.safe_open import is_gguf, parse_json
 
 
@@ -134,6 +133,7 @@ def load(
     *,
     dtype=None,
     mesh: Mesh | None = None,
+    allow_copies: bool = False,
     model_type: str | None = None,
     implementation: Implementation = "auto",
 ) -> tuple[MTPModel, dict]:
@@ -148,7 +148,9 @@ def load(
             repository of the Hugging Face Hub (extra `hub`): `org/name`, `org/name@revision` or `org/name/file.gguf`.
         dtype: dtype to cast the parameters to. `None` keeps the dtypes of the files; block-quantized fp8 weights stay
             fp8 with their scales (`BlockScaled`).
-        mesh: lays the parameters out over this mesh; each process reads only what its devices hold.
+        mesh: lays the parameters out over this mesh, as decoding wants them. Of a Hugging Face directory each process
+            reads only what its devices hold, of an mtpjax checkpoint one array after the other.
+        allow_copies: let devices hold copies of what an axis of the mesh does not divide.
         model_type: the family of a Hugging Face directory, instead of the one that its `config.json` names.
         implementation: what runs the model's kernels (`pallas_kernels.dispatch`).
 
@@ -158,6 +160,7 @@ def load(
     Raises:
         CheckpointError: the checkpoint is missing, damaged, or of an unsupported architecture. Its subclasses
             `CheckpointFileError` and `ConfigError` say so for Hugging Face directories.
+        ValueError: the mesh does not divide the model, or `dtype` is no floating-point type.
 
     Example:
         >>> import tempfile
@@ -179,15 +182,17 @@ def load(
     if is_gguf(path) or (not is_checkpoint(path) and (path / CONFIG_FILE).is_file()):
         from conversion.load import load as load_hugging_face
 
-        model, params = load_hugging_face(path, dtype=dtype, mesh=mesh, model_type=model_type)
+        model, params = load_hugging_face(
+            path, dtype=dtype, mesh=mesh, allow_copies=allow_copies, model_type=model_type
+        )
         return _finish_model(model, path, implementation), params
     # An mtpjax checkpoint: every digest is verified.
-    config, params, _ = restore(path)
+    config, params, _ = restore(path, mesh=mesh, allow_copies=allow_copies)
     # `BlockScaled` leaves are dequantized by `astype`.
     if dtype is not None:
         params = jax.tree.map(lambda leaf: leaf.astype(dtype), params, is_leaf=is_scaled)
     model = _finish_model(MTPModel(_checked_config(config, params, path)), path, implementation)
-    return model, params if mesh is None else shard_params(params, mesh)
+    return model, params
 
 
 def _checked_config(values: Any, params: dict, path) -> ModelConfig:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from mtpjax.errors import CheckpointError
 from mtpjax.io.array_files import Index, array_record, array_spec, check_record, read_arrays, single_thread_context
@@ -17,31 +18,47 @@ from mtpjax.io.checkpoint_format import (
     FORMAT,
     VERSION,
     file_digest,
+    one_line,
     read_config,
     read_digests,
 )
 from mtpjax.io.param_tree import join_scaled, unflatten
 from mtpjax.models.config import ModelConfig
+from mtpjax.models.decoding_layout import check_divisible, param_part_spec
+from mtpjax.models.sharding import read_parts
 from mtpjax.safe_open import allowed_root
 
 
-def restore(path) -> tuple[Any, dict, dict]:
+def restore(path, *, mesh: Mesh | None = None, allow_copies: bool = False) -> tuple[Any, dict, dict]:
     """Reads a whole checkpoint and verifies every digest.
 
     Args:
         path: a checkpoint folder that `mtpjax.io.checkpoint.save` wrote.
+        mesh: lays the parameters of a model out over this mesh, one array after the other; None: the default device.
+        allow_copies: let devices hold copies of what an axis of the mesh does not divide.
 
     Returns:
-        `(config_dict, params, metadata)`. The params are nested dicts of jax arrays on the default device, with the
-        shapes, dtypes and bits that were saved, whatever devices the saving process had.
+        `(config_dict, params, metadata)`. The params are nested dicts of jax arrays, with the shapes, dtypes and bits
+        that were saved, whatever devices the saving process had.
 
     Raises:
         CheckpointError: `path` is not a checkpoint, has a newer version, or some part of it is missing, truncated or
             changed. The message names the array or the file.
+        ValueError: the mesh does not divide the model.
     """
     # The reader checks the digests of all files before Orbax parses any of them.
     reader = CheckpointReader(path)
     folder = reader.path / ARRAYS_FOLDER
+    if mesh is not None:
+        config = reader.model_config()
+        if not allow_copies:
+            check_divisible(config, mesh.shape)
+        placed = {}
+        for name in reader.records:
+            array = reader.read_checked(name)
+            sharding = NamedSharding(mesh, param_part_spec(name, array.shape, config, mesh.shape))
+            placed[name] = read_parts(array.shape, sharding, lambda cut, array=array: array[_slices(cut)])
+        return reader.config, join_scaled(unflatten(placed), reader.scaled), reader.metadata
     arrays = read_arrays(folder, reader.records)
     # The arrays in memory must be the ones that were in memory when they were saved.
     with ThreadPoolExecutor() as pool:
@@ -132,6 +149,26 @@ class CheckpointReader:
             self._open[name] = tensorstore.open(spec, read=True, context=self._context).result()
         return self._open[name][index].read().result()
 
+    def read_checked(self, name: str) -> np.ndarray:
+        """Reads an array whole and verifies its digest.
+
+        Args:
+            name: the flat name.
+
+        Returns:
+            The array.
+
+        Raises:
+            CheckpointError: it cannot be read, or is not what was saved.
+        """
+        folder = self.path / ARRAYS_FOLDER
+        try:
+            array = self.read(name, ())
+        except Exception as error:  # TensorStore raises whatever its parsers meet
+            raise CheckpointError(f"array {name!r} in {folder} cannot be read: {one_line(error)}") from error
+        check_record(folder, name, array_record(array, self.records[name].get("chunks")), self.records[name])
+        return array
+
     def _check_place(self, entry: pathlib.Path) -> None:
         """Raises `CheckpointError` unless a file is a regular one inside the checkpoint."""
         # Files of a repository of the Hugging Face Hub are links into its cache.
@@ -170,6 +207,10 @@ def model_config(values: Any, path) -> ModelConfig:
         return ModelConfig.from_dict(values)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{path} holds no model configuration: {error}") from error
+
+
+def _slices(cut: tuple[tuple[int, int], ...]) -> Index:
+    return tuple(slice(begin, end) for begin, end in cut)
 
 
 def _array_suffix(file: str, arrays: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ from conversion.safetensors_header import DTYPE_NAMES
 from mtpjax.io.checkpoint_format import find_checkpoint, is_checkpoint
 from mtpjax.io.checkpoint_reader import CheckpointReader
 from mtpjax.models.config import ModelConfig
-from mtpjax.models.sharding import param_spec
+from mtpjax.models.decoding_layout import find_copies, param_part_spec
 from mtpjax.safe_open import is_gguf
 
 LINE_WIDTH, NAME_WIDTH = 80, 14  # columns of a printed line, and of the names at its beginning
@@ -38,7 +38,8 @@ def inspect(path, *, mesh: dict[str, int] | None = None, model_type: str | None 
 
     Returns:
         Values that JSON can hold: format, family, dtypes, files, missing and unknown tensors, the configuration, the
-        number of trunk layers by kind of attention, and numbers and bytes of the parameters.
+        number of trunk layers by kind of attention, numbers and bytes of the parameters, and what the mesh does not
+        divide, so that devices hold copies.
 
     Raises:
         CheckpointError: the checkpoint is damaged or not supported. Missing or unknown tensors raise no error.
@@ -54,8 +55,9 @@ def inspect(path, *, mesh: dict[str, int] | None = None, model_type: str | None 
     mesh = mesh or {}
     facts["mesh"] = mesh
     facts["bytes_per_device"] = sum(
-        _elements_per_device(name, shape, mesh) * dtype.itemsize for name, (shape, dtype) in sizes.items()
+        _elements_per_device(name, shape, config, mesh) * dtype.itemsize for name, (shape, dtype) in sizes.items()
     )
+    facts["copies"] = find_copies(config, mesh)
     facts["attention"] = count_attention_kinds(config)
     facts["configuration"] = config.to_dict()
     return facts
@@ -141,6 +143,7 @@ def format_lines(facts: dict[str, Any]) -> list[str]:
         ("files", f"{len(facts['shards'])} shards, {facts['tensors']} tensors, {format_bytes(facts['bytes'])}"),
         ("memory", f"{format_bytes(facts['bytes_per_device'])} of parameters per device on {mesh}"),
     ]
+    rows += [("copies", problem) for problem in facts["copies"]]
     # List what differs from a plain, complete checkpoint, with a few names of each.
     for name in ("tied", "other", "missing", "extra"):
         found = facts[name]
@@ -228,8 +231,9 @@ def _count_by_dtype(arrays: Iterable[tuple[tuple[int, ...], np.dtype]]) -> dict[
     return kinds
 
 
-def _elements_per_device(name: str, shape: tuple[int, ...], mesh: dict[str, int]) -> int:
+def _elements_per_device(name: str, shape: tuple[int, ...], config: ModelConfig, mesh: dict[str, int]) -> int:
     """Returns the number of elements of an array that one device holds."""
-    # The sharding rules name a mesh axis, or none, per axis of the array; each named axis divides it.
-    parts = math.prod(mesh[axis] for axis in param_spec(name, shape, mesh) if axis is not None)
-    return math.prod(shape) // parts
+    # Of each axis of the array: no axis of the mesh, one, or for experts several; together they divide it.
+    spec = param_part_spec(name, shape, config, mesh)
+    axes = [axis for names in spec if names for axis in ([names] if isinstance(names, str) else names)]
+    return math.prod(shape) // math.prod(mesh[axis] for axis in axes)

@@ -14,7 +14,7 @@ from mtpjax.models.config import Implementation, ModelConfig
 from mtpjax.models.layers.norm import RMSNorm
 from mtpjax.models.masks import Entries, Recycled, View, full_view
 from mtpjax.models.mtp import MTPModule
-from mtpjax.models.parallel import gather_vocabulary, look_up, merge_top_tokens, own_size
+from mtpjax.models.parallel import first_index, gather_vocabulary, look_up, merge_top_tokens, own_size
 from mtpjax.models.quantized import is_scaled
 from mtpjax.models.trunk import Trunk
 from pallas_kernels import head_top_k, top_k
@@ -191,18 +191,24 @@ class MTPModel(nn.Module):
         is_tied = config.tie_word_embeddings and not (index is not None and config.mtp_own_head)
         head = self.embedding if is_tied else self.head_matrix(index=index)
         num_tokens, own_tokens = config.num_tokens or config.vocab_size, own_size(config.vocab_size, "tensor")
-        if own_tokens < config.vocab_size and (num_tokens < config.vocab_size or k > own_tokens):
-            # Which ids only pad the tables differs between devices.
+        if k > own_tokens:
             logits = self.logits(hidden, index=index)[..., :num_tokens]
             return *top_k(logits, k), jax.nn.logsumexp(logits, axis=-1)
-        best = head_top_k(
-            hidden,
-            head.astype(hidden.dtype) if is_scaled(head) else head,
-            k=k,
-            num_tokens=min(num_tokens, own_tokens),
-            is_transposed=is_tied,
-            implementation=self.implementation,
-        )
+        if own_tokens < config.vocab_size and num_tokens < config.vocab_size:
+            # How many ids only pad the table differs between devices, and is a constant in the kernel.
+            token = first_index(config.vocab_size, "tensor") + jnp.arange(own_tokens)
+            own_logits = multiply_head(hidden, self.head_matrix(index=index))
+            own_logits = jnp.where(token < num_tokens, own_logits, -jnp.inf)
+            best = *top_k(own_logits, k), jax.nn.logsumexp(own_logits, axis=-1)
+        else:
+            best = head_top_k(
+                hidden,
+                head.astype(hidden.dtype) if is_scaled(head) else head,
+                k=k,
+                num_tokens=num_tokens if own_tokens == config.vocab_size else own_tokens,
+                is_transposed=is_tied,
+                implementation=self.implementation,
+            )
         return merge_top_tokens(*best, config.vocab_size)
 
 

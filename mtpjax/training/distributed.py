@@ -8,7 +8,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax
 import numpy as np
@@ -68,21 +68,6 @@ def barrier(name: str) -> None:
 def any_process(flag: bool) -> bool:
     """Returns whether the flag is set in any process. All processes must call it."""
     return bool(multihost_utils.process_allgather(np.int32(flag)).any()) if is_multiprocess() else flag
-
-
-def allgather(tree: Any) -> Any:
-    """Gathers arrays that are spread over several processes.
-
-    Args:
-        tree: tree of arrays.
-
-    Returns:
-        The tree with whole arrays in every process; unchanged if this process holds all of it already.
-    """
-    # On one process, arrays that are sharded over its devices stay as they are.
-    if all(leaf.is_fully_addressable for leaf in jax.tree.leaves(tree)):
-        return tree
-    return multihost_utils.process_allgather(tree, tiled=True)
 
 
 @contextlib.contextmanager

@@ -17,10 +17,10 @@ from mtpjax import (
     insert,
     load,
     run,
+    shard_for_decoding,
     speculative_generate,
 )
 from mtpjax.models.quantized import is_scaled
-from mtpjax.models.sharding import shard_params
 from tests.golden import path
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [12, 13]]
@@ -29,10 +29,16 @@ ALL = {"data": 2, "expert": 2, "tensor": 2}
 slow = pytest.mark.slow
 
 
+def sizes(attention):
+    """Sizes that meshes divide. The last three ids of the vocabulary only pad the tables."""
+    shared = {"shared_expert_intermediate_size": 12} if attention == "hybrid" else {}
+    return {"vocab_size": 64, "num_tokens": 61, **shared}
+
+
 @pytest.fixture(scope="module")
 def expected(small):
     def decode(attention):
-        model, params = small(attention, "mixed", num_mtp_modules=2)
+        model, params = small(attention, "mixed", num_mtp_modules=2, **sizes(attention))
         return generate(params, PROMPTS, model=model, config=CONFIG).rows()
 
     return {attention: decode(attention) for attention in ("grouped", "latent", "sparse", "hybrid")}
@@ -56,7 +62,7 @@ def expected(small):
     ],
 )
 def test_a_mesh_gives_the_tokens_of_a_single_device(attention, axes, decoder, small, expected):
-    model, params = small(attention, "mixed", num_mtp_modules=2)
+    model, params = small(attention, "mixed", num_mtp_modules=2, **sizes(attention))
     result = decoder(params, PROMPTS, model=model, config=CONFIG, mesh=compat.make_mesh(axes))
     assert result.rows() == expected[attention]
     result.stats.check()
@@ -93,7 +99,7 @@ CHOSEN = {
     ],
 )
 def test_every_way_to_decode_gives_the_same_on_a_mesh(attention, name, small):
-    model, params = small(attention, "mixed", num_mtp_modules=1)
+    model, params = small(attention, "mixed", num_mtp_modules=1, **sizes(attention))
     config = DecodeConfig(max_new_tokens=12, num_steps=2, prefill_chunk=8, logprobs=True, **SHAPES[name])
     sampling = None
     if config.acceptance != "auto":
@@ -124,8 +130,8 @@ def test_fp8_weights_are_split_with_their_scales():
 
 @pytest.mark.parametrize("attention", ["grouped", pytest.param("latent", marks=slow)])
 def test_every_kernel_runs_on_each_device(attention, small, expected):
-    model, params = small(attention, "mixed", num_mtp_modules=2)
-    params = shard_params(params, compat.make_mesh({"data": 2, "tensor": 2}))
+    model, params = small(attention, "mixed", num_mtp_modules=2, **sizes(attention))
+    model, params = shard_for_decoding(model, params, compat.make_mesh({"data": 2, "tensor": 2}))
     config = dataclasses.replace(CONFIG, implementation="interpreted")
     assert speculative_generate(params, PROMPTS, model=model, config=config).rows() == expected[attention]
     with pytest.raises(ValueError, match="interpret"):  # the compiled kernels need a GPU, so they were asked for
@@ -135,8 +141,8 @@ def test_every_kernel_runs_on_each_device(attention, small, expected):
 
 @pytest.mark.parametrize("attention", ["latent", pytest.param("grouped", marks=slow)])
 def test_requests_enter_a_state_that_is_split(attention, small, expected):
-    model, params = small(attention, "mixed", num_mtp_modules=2)
-    params = shard_params(params, compat.make_mesh(ALL))
+    model, params = small(attention, "mixed", num_mtp_modules=2, **sizes(attention))
+    model, params = shard_for_decoding(model, params, compat.make_mesh(ALL))
     settings = {"model": model, "config": CONFIG}
     state = init_state(params, num_slots=4, max_length=64, **settings)
     # Slots of both devices along `data`, in an order of their own; the last request comes later.
@@ -146,3 +152,24 @@ def test_requests_enter_a_state_that_is_split(attention, small, expected):
     state = insert(params, state, slots[3:], PROMPTS[3:], **settings)
     state = run(params, state, 100, **settings)
     assert collect(state, slots).rows() == expected[attention]
+
+
+@pytest.mark.parametrize("allow_copies", [False, True])
+def test_sizes_that_do_not_divide_are_copied_only_if_asked_for(allow_copies, small):
+    model, params = small("grouped", "mixed", num_mtp_modules=1)  # 61 tokens
+    config = dataclasses.replace(CONFIG, allow_copies=allow_copies)
+    mesh = compat.make_mesh({"tensor": 2})
+    if allow_copies:
+        meshed = speculative_generate(params, PROMPTS, model=model, config=config, mesh=mesh).rows()
+        assert meshed == speculative_generate(params, PROMPTS, model=model, config=config).rows()
+        return
+    with pytest.raises(ValueError, match="tensor 2 of the mesh does not divide vocab_size 61"):
+        speculative_generate(params, PROMPTS, model=model, config=config, mesh=mesh)
+    with pytest.raises(ValueError, match="vocab_size 61"):
+        init_state(params, model=model, config=config, num_slots=4, mesh=mesh)
+
+
+def test_slots_that_data_does_not_divide_are_refused(small):
+    model, params = small("grouped", "mixed", num_mtp_modules=1)
+    with pytest.raises(ValueError, match="num_slots must be a multiple of the mesh's data = 2, got 3"):
+        init_state(params, model=model, config=CONFIG, num_slots=3, mesh=compat.make_mesh({"data": 2}))

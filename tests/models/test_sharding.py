@@ -6,24 +6,24 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from mtpjax import compat, presets
+from mtpjax import compat, forward, presets
 from mtpjax.decoding.drafters.mtp import MTPDrafter
 from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import empty_state
 from mtpjax.evaluation.small_models import small_config
-from mtpjax.models.params import param_shapes
-from mtpjax.models.quantized import BlockScaled
-from mtpjax.models.sharding import (
-    MESH_AXES,
-    PARAMETER_AXES,
+from mtpjax.models.decoding_layout import (
     align_blocks,
-    param_sharding,
+    constrain_state,
+    copy_key_value_heads,
+    find_copies,
+    fit_config,
     part_specs,
     shard_for_decoding,
-    shard_params,
-    shard_state,
 )
+from mtpjax.models.params import param_shapes
+from mtpjax.models.quantized import BlockScaled
+from mtpjax.models.sharding import MESH_AXES, PARAMETER_AXES, param_sharding, shard_params
 
 REPLICATED = re.compile(r"(experts/router|shared_gate)$")  # small, and each token needs them whole
 
@@ -89,7 +89,8 @@ def test_parameters_and_state_are_split_over_a_mesh(small):
     experts = placed["trunk"]["layer_1"]["experts"]["gate_up"]
     assert experts.addressable_shards[0].data.shape == (4, 32, 2, 6)
     # For decoding, `data` splits the experts too: no device holds another one's.
-    experts = shard_for_decoding(params, model.config, mesh)["trunk"]["layer_1"]["experts"]["gate_up"]
+    _, placed = shard_for_decoding(model, params, mesh, allow_copies=True)
+    experts = placed["trunk"]["layer_1"]["experts"]["gate_up"]
     assert experts.addressable_shards[0].data.shape == (2, 32, 2, 6)
     state = empty_state(
         model=model,
@@ -101,7 +102,7 @@ def test_parameters_and_state_are_split_over_a_mesh(small):
         features=SamplingFeatures(),
         dtype=jnp.float32,
     )
-    state = shard_state(state, model.config, mesh)
+    state = jax.jit(lambda state: constrain_state(state, model.config, mesh))(state)
     assert state.trunk.layers[0]["latent"].addressable_shards[0].data.shape == (1, 16, 16)
     assert state.settings.stops.addressable_shards[0].data.shape == (1, 8, 1)
 
@@ -135,3 +136,33 @@ def test_a_border_that_cuts_fp8_blocks_makes_them_smaller():
 def test_every_axis_name_has_a_mesh_axis():
     names = {axis for _, axes in PARAMETER_AXES for axis in axes if axis}
     assert names <= set(MESH_AXES)
+
+
+@pytest.mark.parametrize("changes", [{}, {"attention_bias": True, "attn_output_gate": True}])
+def test_copied_heads_compute_the_same(changes, small):
+    model, params = small("grouped", num_attention_heads=8, **changes)
+    config = fit_config(model.config, {"tensor": 4})
+    assert config.num_key_value_heads == 4
+    tokens = jnp.arange(1, 9)[None]
+    expected = forward(params, tokens, model=model)
+    copied = copy_key_value_heads(params, model.config, 4)
+    found = forward(copied, tokens, model=model.clone(config=config))
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
+    # Heads that neither divide nor are divided stay as they are.
+    assert fit_config(model.config, {"tensor": 3}) == model.config
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "expected"),
+    [
+        ("deepseek-v3", {"data": 32, "tensor": 8}, []),
+        ("glm-4.5", {"expert": 64}, ["data 1 x expert 64 of the mesh does not divide n_routed_experts 160"]),
+        ("glm-4.5", {"tensor": 16}, []),  # 8 key/value heads are copied
+        ("tiny", {"tensor": 3}, ["vocab_size 256", "num_attention_heads 4", "num_key_value_heads 2"]),
+    ],
+)
+def test_sizes_that_a_mesh_does_not_divide_are_named(name, sizes, expected):
+    found = find_copies(presets[name], sizes)
+    assert len(found) >= len(expected) and (expected or not found)
+    assert all(any(each in sentence for sentence in found) for each in expected)

@@ -1,0 +1,330 @@
+"""How weights, caches and rows lie on a mesh while decoding, and the one `shard_map` in which a call runs."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from mtpjax.models.config import ModelConfig
+from mtpjax.models.layers.experts import MIN_FP8_BLOCK
+from mtpjax.models.model import MTPModel
+from mtpjax.models.parallel import EXPERT_AXES, divides
+from mtpjax.models.quantized import is_scaled
+from mtpjax.models.sharding import CACHE_AXES, MESH_AXES, PARAMETER_AXES
+
+AXES = ("data", "expert", "tensor")  # what decoding splits; the others hold copies
+
+
+def shard_for_decoding(
+    model: MTPModel, params: dict, mesh: Mesh, *, allow_copies: bool = False
+) -> tuple[MTPModel, dict]:
+    """Moves parameters to the parts in which decoding wants them, so that its calls need not move them.
+
+    Args:
+        model: the model.
+        params: its parameters, with unrolled layers.
+        mesh: the mesh.
+        allow_copies: copy what an axis does not divide.
+
+    Returns:
+        The model and the parameters to decode with, which compute the same. Where `tensor` has more devices than there
+        are key/value heads, each device has a head of its own, a copy. fp8 blocks may be smaller, as in `align_blocks`.
+
+    Raises:
+        ValueError: an axis of the mesh does not divide a size of the model.
+
+    Example:
+        >>> import jax, mtpjax
+        >>> from mtpjax.compat import make_mesh
+        >>> model = mtpjax.MTPModel(mtpjax.presets["tiny"])
+        >>> params = mtpjax.init_params(model, jax.random.key(0))
+        >>> model, params = mtpjax.shard_for_decoding(model, params, make_mesh({"data": 1, "tensor": 1}))
+    """
+    model, params = fit_to_mesh(model, params, mesh.shape, allow_copies=allow_copies)
+    params = align_blocks(params, model.config, mesh.shape)
+    specs = part_specs(params, model.config, mesh.shape)
+    return model, jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), params, specs)
+
+
+def fit_to_mesh(
+    model: MTPModel, params: dict, sizes: Mapping[str, int], *, allow_copies: bool = False
+) -> tuple[MTPModel, dict]:
+    """Checks that a mesh divides a model, and copies key/value heads so that each `tensor` device has one.
+
+    Args:
+        model: the model.
+        params: its parameters.
+        sizes: sizes of the mesh axes by name.
+        allow_copies: other sizes need not be divisible.
+
+    Returns:
+        The model and its parameters, the same ones if nothing is copied.
+
+    Raises:
+        ValueError: an axis of the mesh does not divide a size of the model.
+    """
+    if not allow_copies:
+        check_divisible(model.config, sizes)
+    config = fit_config(model.config, sizes)
+    if config == model.config:
+        return model, params
+    return model.clone(config=config), copy_key_value_heads(params, model.config, config.num_key_value_heads)
+
+
+def check_divisible(config: ModelConfig, sizes: Mapping[str, int]) -> None:
+    """Checks that the axes of a mesh divide the sizes of a model that they split.
+
+    Args:
+        config: the model's config.
+        sizes: sizes of the mesh axes by name.
+
+    Raises:
+        ValueError: they do not. The message names the axes and the size.
+    """
+    for problem in find_copies(config, sizes):
+        raise ValueError(f"{problem}: choose another mesh, or let every device hold a copy with allow_copies")
+
+
+def find_copies(config: ModelConfig, sizes: Mapping[str, int]) -> list[str]:
+    """Lists the sizes of a model that the axes of a mesh do not divide, so that devices hold copies.
+
+    Args:
+        config: the model's config.
+        sizes: sizes of the mesh axes by name.
+
+    Returns:
+        One sentence for each, without its full stop.
+    """
+    kinds = {*config.trunk_kinds, *([config.mtp_kind] if config.num_mtp_modules else [])}
+    attentions = {kind.attention for kind in kinds}
+    over_tensor, over_experts = {"vocab_size": config.vocab_size}, {}
+    if attentions & {"grouped", "latent"}:
+        over_tensor["num_attention_heads"] = config.num_attention_heads
+    if "grouped" in attentions:
+        over_tensor["num_key_value_heads"] = fit_config(config, sizes).num_key_value_heads
+    if "delta" in attentions:
+        over_tensor["linear_num_key_heads"] = config.linear_num_key_heads
+    if not all(kind.is_moe for kind in kinds):
+        over_tensor["intermediate_size"] = config.intermediate_size
+    if any(kind.is_moe for kind in kinds):
+        over_tensor["moe_intermediate_size"] = config.moe_intermediate_size
+        over_experts["n_routed_experts"] = config.n_routed_experts
+        if config.shared_width:
+            over_tensor["the width of the shared experts,"] = config.shared_width
+    return [
+        f"{' x '.join(f'{axis} {sizes.get(axis, 1)}' for axis in axes)} of the mesh does not divide {name} {size}"
+        for axes, split in ((("tensor",), over_tensor), (("data", "expert"), over_experts))
+        for name, size in split.items()
+        if size % math.prod(sizes.get(axis, 1) for axis in axes)
+    ]
+
+
+def fit_config(config: ModelConfig, sizes: Mapping[str, int]) -> ModelConfig:
+    """Returns the config with a key/value head for each `tensor` device, if it has fewer and copies of them fit.
+
+    Args:
+        config: the model's config.
+        sizes: sizes of the mesh axes by name.
+    """
+    heads, parts = config.num_key_value_heads, sizes.get("tensor", 1)
+    if config.attention != "grouped" or heads >= parts or parts % heads or config.num_attention_heads % parts:
+        return config
+    return dataclasses.replace(config, num_key_value_heads=parts)
+
+
+def copy_key_value_heads(params: dict, config: ModelConfig, num_heads: int) -> dict:
+    """Copies each key/value head, and divides its queries among the copies. Attention computes the same.
+
+    Args:
+        params: model parameters.
+        config: the config of these parameters.
+        num_heads: key/value heads afterwards, a multiple of those before.
+
+    Returns:
+        The parameters of a model with so many key/value heads.
+    """
+    group_size = config.num_attention_heads // config.num_key_value_heads
+    copies = num_heads // config.num_key_value_heads
+
+    def copy(path, leaf):
+        # [..., K, G + 2 (+ G gates), H]; scales of fp8 values have the same axes.
+        if not re.search(r"attention/qkv(_bias)?(/values|/scales)?$", _names(path)):
+            return leaf
+        queries, key, value, gates = jnp.split(leaf, [group_size, group_size + 1, group_size + 2], axis=-2)
+        queries, gates = (
+            part.reshape(*part.shape[:-3], num_heads, part.shape[-2] // copies, part.shape[-1])
+            for part in (queries, gates)
+        )
+        key, value = (jnp.repeat(part, copies, axis=-3) for part in (key, value))
+        return jnp.concatenate([queries, key, value, gates], axis=-2)
+
+    return jax.tree_util.tree_map_with_path(copy, params)
+
+
+def run_in_parts(
+    function: Callable[..., Any], config: ModelConfig, params: dict, draft_params: Any, state: Any, *rest: Any
+) -> Any:
+    """Calls `function(params, draft_params, state, *rest)` in one `shard_map` over the mesh that is set.
+
+    Without a mesh, and inside of another `shard_map`, it is a plain call.
+
+    Every device gets its part of weights, rows and caches, as `mtpjax.models.parallel` describes. Training's axis
+    `fsdp` is gathered once, before the call.
+
+    Args:
+        function: returns the new state.
+        config: the model's config.
+        params: model parameters.
+        draft_params: the drafter's parameters.
+        state: a decoding state; its first axes are rows.
+        *rest: arrays that every device gets whole.
+
+    Returns:
+        The new state, laid out as the old one.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1 or any(kind is AxisType.Manual for kind in mesh.axis_types):
+        return function(params, draft_params, state, *rest)
+    sizes = {name: mesh.shape[name] for name in AXES if name in mesh.shape}
+    params, draft_params = (align_blocks(tree, config, sizes) for tree in (params, draft_params))
+    specs = [part_specs(tree, config, sizes) for tree in (params, draft_params)]
+    specs.append(part_specs(state, config, sizes, is_state=True))
+    whole = (PartitionSpec(),) * len(rest)
+    in_parts = jax.shard_map(function, in_specs=(*specs, *whole), out_specs=specs[2], check_vma=False)
+    return in_parts(params, draft_params, state, *rest)
+
+
+def part_specs(tree: Any, config: ModelConfig, sizes: Mapping[str, int], *, is_state: bool = False) -> Any:
+    """Returns the partition spec of every array of parameters or of a state, by whole heads, experts and columns.
+
+    Args:
+        tree: parameters, the drafter's parameters, or a `DecodeState`.
+        config: the model's config.
+        sizes: sizes of the mesh axes by name.
+        is_state: the tree is a `DecodeState`.
+
+    Returns:
+        `PartitionSpec`s in the structure of the tree. What an axis does not divide is not split.
+    """
+
+    def of(path, leaf):
+        name = _names(path)
+        return _part_spec(name, leaf.shape, _state_axes(name) if is_state else _param_axes(name), config, sizes)
+
+    return jax.tree_util.tree_map_with_path(of, tree)
+
+
+def param_part_spec(path: str, shape: tuple[int, ...], config: ModelConfig, sizes: Mapping[str, int]) -> PartitionSpec:
+    """Returns the partition spec of one parameter, as `part_specs` does.
+
+    Args:
+        path: its path, such as `trunk/layer_3/attention/qkv`.
+        shape: its shape.
+        config: the model's config.
+        sizes: sizes of the mesh axes by name.
+    """
+    return _part_spec(path, shape, _param_axes(path), config, sizes)
+
+
+def _names(path) -> str:
+    return "/".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
+
+
+def _param_axes(path: str) -> tuple[str | None, ...]:
+    path = re.sub("/(values|scales)$", "", path)
+    return next((axes for pattern, axes in PARAMETER_AXES if re.search(pattern, path)), ())
+
+
+def _state_axes(path: str) -> tuple[str | None, ...]:
+    if path.split("/")[0] in ("policy", "drafting_disabled"):
+        return ()  # all rows share them
+    return CACHE_AXES.get(path.rsplit("/", 1)[-1], ("batch",))
+
+
+def _part_spec(path: str, shape, axes: tuple[str | None, ...], config: ModelConfig, sizes) -> PartitionSpec:
+    units, names = _units(path, config), []
+    for axis, size in zip(axes, shape, strict=False):
+        if axis == "expert":
+            candidates = [{name: sizes.get(name, 1) for name in over} for over in EXPERT_AXES]
+            chosen = next((over for over in candidates if divides(units["expert"], over)), {})
+            names.append(tuple(chosen) or None)
+            continue
+        name = MESH_AXES.get(axis or "", "")
+        parts = sizes.get(name, 1)
+        # Wholes are split, such as heads. Scales of fp8 blocks that a border cuts are not, until `align_blocks`.
+        is_split = parts > 1 and size % parts == 0 and (axis == "batch" or units.get(axis or "", 1) % parts == 0)
+        names.append(name if is_split else None)
+    return PartitionSpec(*names)
+
+
+def _units(path: str, config: ModelConfig) -> dict[str, int]:
+    """Returns how many wholes each axis of an array has: heads of one kind, experts, columns, tokens."""
+    is_delta = "delta/" in path or path.endswith(("/state", "/conv"))
+    of_attention = config.num_key_value_heads if config.attention == "grouped" else config.num_attention_heads
+    ffn = config.intermediate_size
+    if "experts/" in path:
+        ffn = config.shared_width if "/shared/" in path else config.moe_intermediate_size
+    return {
+        "vocab": config.vocab_size,
+        "heads": config.linear_num_key_heads if is_delta else of_attention,
+        "ffn": ffn,
+        "expert": config.n_routed_experts,
+    }
+
+
+def align_blocks(tree: Any, config: ModelConfig, sizes: Mapping[str, int]) -> Any:
+    """Cuts fp8 blocks that the border between two devices would cross into smaller ones, with repeated scales.
+
+    Args:
+        tree: parameters.
+        config: the model's config.
+        sizes: sizes of the mesh axes by name.
+
+    Returns:
+        The parameters. Where no block of at least 16 inputs fits, the weight is dequantised to bfloat16.
+    """
+
+    def align(path, leaf):
+        if not is_scaled(leaf):
+            return leaf
+        name = _names(path)
+        spec = _part_spec(name, leaf.shape, _param_axes(name), config, sizes)
+        axis = leaf.axis % leaf.values.ndim
+        parts = sizes.get(spec[axis], 1) if axis < len(spec) and spec[axis] else 1
+        own = leaf.values.shape[axis] // parts
+        if name.endswith("experts/gate_up"):
+            # The kernels take gate, up and down of experts in blocks of one size: that of `down`.
+            parts = sizes.get("tensor", 1)
+            parts = parts if config.moe_intermediate_size % parts == 0 else 1
+            own = config.moe_intermediate_size // parts
+        if parts == 1 or own % leaf.block == 0:
+            return leaf
+        block = math.gcd(own, leaf.block)
+        return leaf.in_blocks_of(block) if block >= MIN_FP8_BLOCK else leaf.astype(jnp.bfloat16)
+
+    return jax.tree_util.tree_map_with_path(align, tree, is_leaf=is_scaled)
+
+
+def constrain_state(state: Any, config: ModelConfig, mesh: Mesh) -> Any:
+    """Lays a decoding state out over a mesh, inside of a jitted function: no device makes more than its part.
+
+    Rows lie over `data`, and the heads of the caches over `tensor`. Latents are the same on all `tensor` devices, and
+    the depth policy, which the whole batch shares, everywhere.
+
+    Args:
+        state: a `DecodeState`; `data` divides its rows.
+        config: the model's config.
+        mesh: the mesh.
+
+    Returns:
+        The state.
+    """
+    specs = part_specs(state, config, mesh.shape, is_state=True)
+    return jax.tree.map(
+        lambda leaf, spec: jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec)), state, specs
+    )
