@@ -41,6 +41,7 @@ FLAG_FIELDS = (
     "drafter",
     "depth_policy",
     "deterministic",
+    "allow_copies",
     *DRAFT_FIELDS,
     *LOOKUP_FIELDS,
 )

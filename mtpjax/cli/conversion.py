@@ -6,6 +6,7 @@ from typing import Any
 from mtpjax import compilation_cache
 from mtpjax.cli.common import add_model_type_flag, model_type, show_bytes_read
 from mtpjax.cli.help import command_parser
+from mtpjax.cli.mesh_flags import parse_mesh
 
 
 def add_commands(commands) -> None:
@@ -86,15 +87,8 @@ def add_commands(commands) -> None:
 def _inspect(options) -> int:
     from mtpjax.io.inspect import format_lines, inspect
 
-    # Parse the mesh, such as "tensor=8,expert=4", into axis sizes; only sizes are needed, no devices.
-    mesh = {}
-    for part in filter(None, options.mesh.split(",")):
-        axis, _, size = part.partition("=")
-        if axis not in ("data", "fsdp", "expert", "tensor") or not size.isdecimal() or int(size) < 1:
-            raise ValueError(f"--mesh {part!r} must name an axis (data, fsdp, expert, tensor) and its size: tensor=8")
-        mesh[axis] = int(size)
     # Read the configuration and the tensor headers, and print one of two forms.
-    facts = inspect(options.path, mesh=mesh, model_type=model_type(options))
+    facts = inspect(options.path, mesh=parse_mesh(options.mesh), model_type=model_type(options))
     print(json.dumps(facts, indent=1) if options.json else "\n".join(format_lines(facts)))
     return 3 if facts["missing"] or facts["extra"] else 0
 

@@ -6,7 +6,7 @@ import pathlib
 import sys
 from typing import Any
 
-from mtpjax.cli.common import add_implementation_flag, add_model_path_flag, model_type, set_threads
+from mtpjax.cli.common import add_implementation_flag, add_model_path_flag, set_threads
 from mtpjax.cli.config_flags import (
     DRAFT_FIELDS,
     LOOKUP_FIELDS,
@@ -17,6 +17,7 @@ from mtpjax.cli.config_flags import (
     sampling_params,
 )
 from mtpjax.cli.help import command_parser
+from mtpjax.cli.mesh_flags import add_mesh_flags, load_on_mesh, open_mesh
 from mtpjax.errors import printable
 
 # `num_steps=None` lets `choose_num_steps` choose by drafter and model.
@@ -46,6 +47,7 @@ def _add_generate(commands) -> None:
         help="file of `mtpjax profile`, for --depth-policy adaptive (default: profile.json in the model's folder)",
     )
     add_sampling_flags(parser)
+    add_mesh_flags(parser)
     parser.add_argument("--chat", action="store_true", help="make each prompt a user message of the chat template")
     parser.add_argument("--check", action="store_true", help="decode without drafts too; exit with 4 if a text differs")
     commands.add_subcommand("generate", parser, help="continue prompts with a trained model")
@@ -77,26 +79,32 @@ def _add_regenerate(commands) -> None:
     )
     parser.add_argument("--batch-size", type=int, default=8, help="records decoded together (default: %(default)s)")
     add_config_flags(parser, DECODE_FIELDS, **DECODE_DEFAULTS)
+    add_mesh_flags(parser)
     add_sampling_flags(parser, seed="seed of the run; a record's random numbers depend on it and the record's number")
     commands.add_subcommand("regenerate", parser, help="let the model write its own training data")
 
 
 def _generate(options) -> int:
     set_threads(options.model_path)
-    from mtpjax.data.tokenizer import load_tokenizer
-    from mtpjax.decoding.generate import generate, speculative_generate
-    from mtpjax.evaluation.self_check import check_acceptance
-    from mtpjax.io.checkpoint import load
-    from mtpjax.io.checkpoint_format import find_checkpoint
-
     # Check the flags before the model is loaded, which may take minutes.
     settings = decode_settings(options)
     if options.check and options.temperature and settings["acceptance"] != "sample":
         raise ValueError("--check above temperature 0 needs --acceptance sample: other rules draw other tokens")
+    with open_mesh(options) as mesh:
+        return _generate_on(mesh, options, settings)
+
+
+def _generate_on(mesh, options, settings: dict[str, Any]) -> int:
+    from mtpjax.data.tokenizer import load_tokenizer
+    from mtpjax.decoding.generate import generate, speculative_generate
+    from mtpjax.distributed import is_main_process
+    from mtpjax.evaluation.self_check import check_acceptance
+    from mtpjax.io.checkpoint_format import find_checkpoint
+
     path = find_checkpoint(options.model_path)
-    model, params = load(path, model_type=model_type(options), implementation=options.implementation)
+    model, params, loaded_config = load_on_mesh(path, options, mesh)
     tokenizer = load_tokenizer(path, model.config.vocab_size)
-    config = _decode_config(options, settings, model, tokenizer)
+    config = _decode_config(options, settings, loaded_config, tokenizer)
     # Warn if the MTP modules draft worse than they did in training; damaged modules raise no error otherwise.
     if config.num_steps and config.drafter == "mtp":
         check_acceptance(path, model, params)
@@ -111,16 +119,21 @@ def _generate(options) -> int:
         "sampling": sampling_params(options, len(prompts)),
     }
     result = speculative_generate(params, prompts, **decode_arguments)
-    # The text goes to stdout, everything about it to stderr, so that the text can be piped.
-    for text, tokens, origins in zip(options.prompt, result.rows(), result.origins, strict=True):
-        _print_text(text, tokens, origins, tokenizer.incremental_decoder())
-    _print_stats(result, config)
+    # The text goes to stdout, everything about it to stderr, so that the text can be piped. Of several processes, which
+    # all have the text, one prints.
+    prints = is_main_process()
+    if prints:
+        for text, tokens, origins in zip(options.prompt, result.rows(), result.origins, strict=True):
+            _print_text(text, tokens, origins, tokenizer.incremental_decoder())
+        _print_stats(result, config)
+    if not options.check:
+        return 0
     # Decode again without drafts and compare the tokens.
-    if options.check:
-        return _compare_with_plain(
-            params, prompts, result.rows(), generate(params, prompts, **decode_arguments).rows(), decode_arguments
-        )
-    return 0
+    plain = generate(params, prompts, **decode_arguments).rows()
+    lines, code = _compare_with_plain(params, prompts, result.rows(), plain, decode_arguments)
+    if prints:
+        print(*lines, sep="\n", file=sys.stderr)
+    return code
 
 
 def _print_stats(result, config) -> None:
@@ -135,15 +148,15 @@ def _print_stats(result, config) -> None:
     print(line, file=sys.stderr)
 
 
-def _compare_with_plain(params, prompts, rows, plain, decode_arguments: dict[str, Any]) -> int:
-    """Prints whether the texts equal plain decoding's, and where they differ. Returns the exit code, 0 or 4."""
+def _compare_with_plain(params, prompts, rows, plain, decode_arguments: dict[str, Any]) -> tuple[list[str], int]:
+    """Returns lines that say whether the texts equal plain decoding's and where not, and the exit code, 0 or 4."""
     from mtpjax.evaluation.acceptance import equals_plain_decoding, first_divergences
 
     # bfloat16 matmuls round differently at different widths, so near-tied logits can flip. Where texts differ,
     # `equals_plain_decoding` compares again with plain decoding in passes of the drafts' width.
     identical = bool(equals_plain_decoding(params, prompts, rows, plain, **decode_arguments).all())
     how = ", in passes of the same width: narrower ones round differently" if identical and rows != plain else ""
-    print(f"identical to plain decoding: {'yes' if identical else 'NO'}{how}", file=sys.stderr)
+    lines = [f"identical to plain decoding: {'yes' if identical else 'NO'}{how}"]
     # For each prompt that differs, show where, and how close the two tokens' logits are: a near tie is rounding.
     for number, divergence in enumerate(
         first_divergences(params, prompts, rows, plain, model=decode_arguments["model"]), start=1
@@ -151,10 +164,8 @@ def _compare_with_plain(params, prompts, rows, plain, decode_arguments: dict[str
         if divergence is not None:
             gap = f"the trunk's logits of the two tokens are {divergence.gap:.2g} apart"
             where = "one text ends" if math.isinf(divergence.gap) else gap
-            print(
-                f"prompt {number} differs from new token {divergence.position + 1} on, where {where}", file=sys.stderr
-            )
-    return 0 if identical else 4
+            lines.append(f"prompt {number} differs from new token {divergence.position + 1} on, where {where}")
+    return lines, 0 if identical else 4
 
 
 def _print_text(prompt: str, tokens: list[int], origins, stream) -> None:
@@ -177,28 +188,33 @@ def _print_text(prompt: str, tokens: list[int], origins, stream) -> None:
     console.print(text)
 
 
-def _decode_config(options, settings: dict[str, Any], model, tokenizer):
+def _decode_config(options, settings: dict[str, Any], config, tokenizer):
     """Makes the `DecodeConfig` of `mtpjax generate`; adaptive depth takes its costs from a profile."""
     from mtpjax.decoding.config import DecodeConfig
     from mtpjax.evaluation.profile import load_depth_settings
 
-    settings = _with_num_steps(settings, model)
+    settings = _with_num_steps(settings, config)
     # Adaptive depth weighs accept length against measured round times, which depend on the device.
     if options.depth_policy == "adaptive" and settings["num_steps"]:
         profile = options.profile or options.model_path
         settings |= load_depth_settings(
-            profile, batch=len(options.prompt), num_steps=settings["num_steps"], config=model.config
+            profile, batch=len(options.prompt), num_steps=settings["num_steps"], config=config
         )
     return DecodeConfig(**settings, stop_token_ids=tokenizer.eos_token_ids)
 
 
-def _with_num_steps(settings: dict[str, Any], model) -> dict[str, Any]:
-    steps = choose_num_steps(settings["num_steps"], settings["drafter"], model.config.num_mtp_modules)
+def _with_num_steps(settings: dict[str, Any], config) -> dict[str, Any]:
+    steps = choose_num_steps(settings["num_steps"], settings["drafter"], config.num_mtp_modules)
     return settings | {"num_steps": steps}
 
 
 def _regenerate(options) -> int:
     set_threads(options.model_path)
+    with open_mesh(options) as mesh:
+        return _regenerate_on(mesh, options)
+
+
+def _regenerate_on(mesh, options) -> int:
     import rich.console
     import rich.progress
 
@@ -206,7 +222,7 @@ def _regenerate(options) -> int:
     from mtpjax.data.regeneration_output import manifest_path
     from mtpjax.data.tokenizer import load_tokenizer
     from mtpjax.decoding.config import DecodeConfig
-    from mtpjax.io.checkpoint import load
+    from mtpjax.distributed import is_main_process
     from mtpjax.io.checkpoint_format import checkpoint_digest, find_checkpoint
     from mtpjax.training.regenerate import RegenerationRequest, regenerate
 
@@ -217,22 +233,22 @@ def _regenerate(options) -> int:
     own = (output, manifest_path(output))
     paths = [file for file in list_corpus_files(options.data, options.pattern) if file.resolve() not in own]
     path = find_checkpoint(options.model_path)
-    model, params = load(path, model_type=model_type(options), implementation=options.implementation)
+    model, params, loaded_config = load_on_mesh(path, options, mesh)
     tokenizer = load_tokenizer(path, model.config.vocab_size)
-    config = DecodeConfig(**_with_num_steps(settings, model), stop_token_ids=tokenizer.eos_token_ids)
+    config = DecodeConfig(**_with_num_steps(settings, loaded_config), stop_token_ids=tokenizer.eos_token_ids)
     # Each record gets its own seed, so the batch's seeds are left out.
     sampling = dataclasses.replace(sampling_params(options, 1), seed=None)
     request = RegenerationRequest(
         paths=paths, config=config, sampling=sampling, **{name: options[name] for name in names}
     )
     # On a terminal a bar shows the progress; elsewhere each update is a line.
-    console = rich.console.Console(stderr=True)
-    with rich.progress.Progress(console=console, disable=not console.is_terminal) as bar:
+    console, prints = rich.console.Console(stderr=True), is_main_process()
+    with rich.progress.Progress(console=console, disable=not (console.is_terminal and prints)) as bar:
         task = bar.add_task("compiling", total=1.0)
 
         def show(tally, share: float) -> None:
             bar.update(task, completed=share, description=f"{tally.regenerated} records")
-            if not console.is_terminal:
+            if not console.is_terminal and prints:
                 print(f"{share:.0%} done: {tally}", file=sys.stderr, flush=True)
 
         try:
@@ -252,7 +268,8 @@ def _regenerate(options) -> int:
                 file=sys.stderr,
             )
             return 75
-    print(f"{printable(options.output)} (kind {request.output_kind}): {tally}")
+    if prints:
+        print(f"{printable(options.output)} (kind {request.output_kind}): {tally}")
     return 0
 
 

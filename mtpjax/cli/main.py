@@ -11,7 +11,7 @@ import jsonargparse
 from mtpjax.cli import conversion, decoding, measuring, training
 from mtpjax.cli.help import HelpFormatter
 from mtpjax.cli.interrupts import INTERRUPTED, defer_interrupts
-from mtpjax.errors import CheckpointError, ResumableError, UsageError, printable
+from mtpjax.errors import CheckpointError, LostProcess, ResumableError, UsageError, printable
 from mtpjax.host import keep_freed_memory
 from mtpjax.version import __version__
 
@@ -49,6 +49,13 @@ def main(arguments: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
+    except LostProcess as lost:
+        advice = "; continue with --resume" if name == "mtpjax train" else ""
+        print(f"{name}: {lost}{advice}", file=sys.stderr)
+        from mtpjax.distributed import exit_without_shutdown
+
+        # A normal exit would wait in JAX's shutdown barrier for the lost process, and then abort.
+        exit_without_shutdown(next(code for kind, code in EXIT_CODES if isinstance(lost, kind)))
     except (ValueError, OSError, ResumableError) as error:
         # The user's fault, not the program's: one line without a traceback.
         print(f"{name}: {printable(error)}", file=sys.stderr)

@@ -17,6 +17,7 @@ from mtpjax.cli.common import (
 )
 from mtpjax.cli.config_flags import DRAFT_FIELDS, SHAPE_FIELDS, add_config_flags, decode_settings, flag_names
 from mtpjax.cli.help import command_parser
+from mtpjax.cli.mesh_flags import add_mesh_flags, load_on_mesh, open_mesh
 from mtpjax.cli.prediction import add_prediction_flags, run_prediction
 from mtpjax.cli.tuning import add_tune, run_tune
 from mtpjax.errors import printable
@@ -85,6 +86,7 @@ def _add_eval(commands) -> None:
     add_implementation_flag(acceptance)
     _add_prompt_flags(acceptance, required=True, count=64)
     add_config_flags(acceptance, DRAFT_FIELDS, num_steps=3)
+    add_mesh_flags(acceptance)
     acceptance.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default: %(default)s)")
     acceptance.add_argument("--batch-size", type=int, default=8, help="prompts decoded together (default: %(default)s)")
     acceptance.add_argument(
@@ -248,17 +250,22 @@ def _eval(options) -> int:
 
 def _eval_acceptance(options) -> int:
     set_threads(options.model_path)
+    with open_mesh(options) as mesh:
+        return _eval_acceptance_on(mesh, options)
+
+
+def _eval_acceptance_on(mesh, options) -> int:
     import rich.console
 
     from mtpjax.atomic import write_text
     from mtpjax.data.prompts import choose_prompts, encode_prompts, max_prompt_length, read_prompts
     from mtpjax.data.tokenizer import load_tokenizer
     from mtpjax.decoding.config import DecodeConfig
+    from mtpjax.distributed import is_main_process
     from mtpjax.evaluation.acceptance import measure_acceptance
     from mtpjax.evaluation.metrics import print_report, report, to_json
     from mtpjax.evaluation.plots import plot_acceptance
     from mtpjax.evaluation.self_check import check_acceptance
-    from mtpjax.io.checkpoint import load
     from mtpjax.io.checkpoint_format import find_checkpoint
 
     # Check the settings and read the prompts before the model is loaded.
@@ -269,7 +276,7 @@ def _eval_acceptance(options) -> int:
     if options.output is not None:
         check_output_file(options.output)
     path = find_checkpoint(options.model_path)
-    model, params = load(path, model_type=model_type(options), implementation=options.implementation)
+    model, params, _ = load_on_mesh(path, options, mesh)
     tokenizer = load_tokenizer(path, model.config.vocab_size)
     most = max_prompt_length(model.config.max_position_embeddings, options.max_new_tokens, options.prompt_tokens)
     prompts, cut = encode_prompts(chosen, tokenizer, max_tokens=most, chat=options.chat)
@@ -294,6 +301,14 @@ def _eval_acceptance(options) -> int:
         )
     # Summarise per category and over all prompts, with intervals.
     figures = report(acceptance, [prompt.category for prompt in chosen])
+    # Check that speculation did not change the text. Above temperature 0 only the rule "sample" draws plain decoding's
+    # own tokens.
+    identical = int(acceptance.is_identical.sum())
+    is_compared = not options.temperature or config.acceptance == "sample"
+    code = 4 if is_compared and identical < len(prompts) else 0
+    # Of several processes, which all have the figures, one writes and prints them.
+    if not is_main_process():
+        return code
     # The file also records the settings, so that two files can be compared.
     if options.output is not None:
         settings = {name: value for name, value in vars(options).items() if isinstance(value, (str, int, float, list))}
@@ -301,13 +316,9 @@ def _eval_acceptance(options) -> int:
         write_text(options.output, json.dumps(content, indent=1, allow_nan=False) + "\n")
         plot_acceptance(pathlib.Path(options.output).with_suffix(""), figures, options.plot_formats)
     print_report(console, figures)
-    # Check that speculation did not change the text.
-    identical = int(acceptance.is_identical.sum())
-    # Above temperature 0 only the rule "sample" draws the very tokens of plain decoding.
-    if options.temperature and config.acceptance != "sample":
-        return 0
-    print(f"identical to plain decoding: {identical} of {len(prompts)}")
-    return 0 if identical == len(prompts) else 4
+    if is_compared:
+        print(f"identical to plain decoding: {identical} of {len(prompts)}")
+    return code
 
 
 def _ablate(options) -> int:

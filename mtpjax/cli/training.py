@@ -7,6 +7,7 @@ from mtpjax import compilation_cache
 from mtpjax.atomic import check_output_file
 from mtpjax.cli.common import add_model_type_flag, add_plot_formats_flag, model_type
 from mtpjax.cli.help import command_parser
+from mtpjax.cli.mesh_flags import add_process_flags
 from mtpjax.errors import printable
 
 SETTINGS_HELP = (
@@ -54,16 +55,7 @@ def add_commands(commands) -> None:
         metavar="key",
         help="settings that may differ from the resumed run's; 'data' allows changed files too",
     )
-    train.add_argument(
-        "--nnodes", type=int, default=1, help="processes that train together, one per host (default: %(default)s)"
-    )
-    train.add_argument("--node-rank", type=int, default=None, help="number of this process, from 0")
-    train.add_argument(
-        "--dist-init-addr",
-        default=None,
-        metavar="HOST:PORT",
-        help="address of process 0; without it and --node-rank, the launcher gives both (Slurm, Open MPI, Kubernetes)",
-    )
+    add_process_flags(train)
     train.add_argument("--dry-run", action="store_true", help="check settings and data, print sizes, and exit")
     train.add_argument("--print-config", action="store_true", help="print every setting as YAML, and exit")
     train.add_argument(
@@ -117,9 +109,9 @@ def _train(options) -> int:
     compilation_cache.enable()
     import rich.console
 
-    from mtpjax.errors import LostProcess, Preempted
+    from mtpjax import distributed
+    from mtpjax.errors import Preempted
     from mtpjax.evaluation.plot_style import picture_paths
-    from mtpjax.training import distributed
     from mtpjax.training.model_yaml import model_to_yaml
     from mtpjax.training.panel import print_panel
     from mtpjax.training.run_sizes import compute_run_sizes
@@ -151,18 +143,17 @@ def _train(options) -> int:
         result = train(
             config, resume=options.resume, overwrite=options.overwrite, allowed_changes=options.allow_config_change
         )
-    # The state is saved in both of these cases; 75 tells a scheduler to start the command again.
+    # The state is saved; 75 tells a scheduler to start the command again.
     except Preempted as ended:
         print(f"mtpjax train: {ended}", file=sys.stderr)
         return 75
-    except LostProcess as lost:
-        print(f"mtpjax train: {lost}; continue with --resume", file=sys.stderr)
-        # A normal exit would wait in JAX's shutdown barrier for the lost process, and then abort.
-        distributed.exit_without_shutdown(75)
     # The losses became infinite or NaN; running again would end the same way.
     except FloatingPointError as error:
         print(f"mtpjax train: {error}", file=sys.stderr)
         return 1
+    # Of several processes, which all have the figures, one prints them.
+    if not distributed.is_main_process():
+        return 0
     print_panel(rich.console.Console(), result.panel)
     pictures = ", ".join(file.name for file in picture_paths("panel", config.plot_formats))
     print(f"wrote {printable(config.output)}/: checkpoint/, metrics.jsonl{pictures and ', '}{pictures}")

@@ -81,26 +81,25 @@ class DecodeStats:
 class GenerationResult:
     """New tokens of B rows, without the prompts.
 
-        Attributes:
-            tokens: `[B, N]` int32 new tokens, right-padded with zeros.
-            lengths: `[B]` int32 number of new tokens.
-            origins: `[B, N]` int8 draft level that proposed each token; 0 for bonus tokens.
-            finish_reasons: per row "stop" (a stop sequence), "length" (the limit) or "running" (not finished yet).
-            logprobs: `[B, N]` float32 log-probabilities under the trunk's unmodified logits; None unless
-                `DecodeConfig.logprobs` is set.
-            is_exact: False if the acceptance rule changes the distribution of the text.
-            stats: acceptance counts.
+    Attributes:
+        tokens: `[B, N]` int32 new tokens, right-padded with zeros.
+        lengths: `[B]` int32 number of new tokens.
+        origins: `[B, N]` int8 draft level that proposed each token; 0 for bonus tokens.
+        finish_reasons: per row "stop" (a stop sequence), "length" (the limit) or "running" (not finished yet).
+        logprobs: `[B, N]` float32 log-probabilities under the trunk's unmodified logits; None unless
+            `DecodeConfig.logprobs` is set.
+        is_exact: False if the acceptance rule changes the distribution of the text.
+        stats: acceptance counts.
 
-        Example:
-            >>> import jax
-    import numpy as np
-            >>> from mtpjax import GenerationResult
-            >>> from mtpjax.decoding.result import DecodeStats
-            >>> stats = DecodeStats(*(np.array(part) for part in ([1], [[1]], [[1]], [0], [3])))
-            >>> result = GenerationResult(np.array([[5, 6, 7]]), np.array([3]), np.array([[0, 1, 0]]), ("length",), None,
-            ...                           True, stats)
-            >>> result.rows(), result.stats.accept_length
-            ([[5, 6, 7]], 2.0)
+    Example:
+        >>> import numpy as np
+        >>> from mtpjax import GenerationResult
+        >>> from mtpjax.decoding.result import DecodeStats
+        >>> stats = DecodeStats(*(np.array(part) for part in ([1], [[1]], [[1]], [0], [3])))
+        >>> result = GenerationResult(np.array([[5, 6, 7]]), np.array([3]), np.array([[0, 1, 0]]), ("length",), None,
+        ...                           True, stats)
+        >>> result.rows(), result.stats.accept_length
+        ([[5, 6, 7]], 2.0)
     """
 
     tokens: np.ndarray

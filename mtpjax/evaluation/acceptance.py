@@ -22,6 +22,7 @@ from mtpjax.decoding.spec import DecodeSpec, Rule
 from mtpjax.evaluation.predict import acceptance_probabilities, expected_rounds
 from mtpjax.models.forward import forward, shift_left
 from mtpjax.models.model import MTPModel
+from mtpjax.models.sharding import gather_processes
 from mtpjax.program_memory import free_programs_if_full
 
 MAX_LOGITS_PER_PASS = 1 << 28  # most float32 logits of one teacher-forced pass: 1 GiB
@@ -369,9 +370,8 @@ def _compare_texts(
         group += [[0]] * (rows_at_once - len(group))  # the last group's padding rows
         tokens = np.array([text + [0] * (columns - len(text)) for text in group], np.int32)
         lengths = np.array([len(text) for text in group], np.int32)
-        parts.append(
-            jax.device_get(compare(params, tokens, lengths, np.where(batch_temperatures == 0, 1, batch_temperatures)))
-        )
+        compared = compare(params, tokens, lengths, np.where(batch_temperatures == 0, 1, batch_temperatures))
+        parts.append(jax.device_get(gather_processes(compared)))
     return LevelComparison(*(np.concatenate(arrays)[: len(texts)] for arrays in zip(*parts, strict=True)))
 
 

@@ -18,6 +18,7 @@ from mtpjax.io.checkpoint_format import find_checkpoint, is_checkpoint
 from mtpjax.io.checkpoint_reader import CheckpointReader
 from mtpjax.io.huggingface_files import SELF_CHECK_FILE
 from mtpjax.models.model import MTPModel
+from mtpjax.models.sharding import gather_processes
 from mtpjax.safe_open import read_json_file
 
 MAX_ROWS, MAX_COLUMNS = 4, 128  # held-out tokens that are saved, at most
@@ -143,6 +144,8 @@ def _measure(params: dict, tokens: np.ndarray, *, model: MTPModel, num_depths: i
     model = model.clone(config=dataclasses.replace(model.config, num_tokens=0))
     B, T = tokens.shape
     lengths, temperatures = np.full(B, T, np.int32), np.ones(B, np.float32)
-    comparison = compare_levels(params, tokens, lengths, temperatures, model=model, num_depths=num_depths)
+    comparison = gather_processes(
+        compare_levels(params, tokens, lengths, temperatures, model=model, num_depths=num_depths)
+    )
     fields = {"agreement": comparison.agrees, "overlap": comparison.overlap}
     return {name: np.asarray(field)[:, : T - num_depths].mean((0, 1)).tolist() for name, field in fields.items()}

@@ -1,6 +1,7 @@
 """Splits parameters and states over a mesh: parameter path -> axis names, and axis name -> mesh axis."""
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -96,7 +97,7 @@ def shard_params(params: dict, mesh: Mesh) -> dict:
 def read_parts(
     shape: tuple[int, ...], sharding: NamedSharding, read: Callable[[tuple[tuple[int, int], ...]], np.ndarray]
 ) -> jax.Array:
-    """Makes an array of the parts that this process's devices hold. A part that several of them hold is read once.
+    """Makes an array of the parts that this process's devices hold, and reads none of it twice.
 
     Args:
         shape: the array's shape.
@@ -110,12 +111,22 @@ def read_parts(
         device: tuple(cut.indices(size)[:2] for cut, size in zip(index or (), shape, strict=True))
         for device, index in sharding.addressable_devices_indices_map(shape).items()
     }
-    shards, last = [], None
-    # In the order of their parts, so that one part at a time is in memory.
-    for device in sorted(cuts, key=lambda device: (cuts[device], device.id)):
-        if last is None or last[0] != cuts[device]:
-            last = cuts[device], read(cuts[device])
-        shards.append(jax.device_put(last[1], device))
+    # The devices of a process mostly hold neighbouring parts, which fill a box. It is read at once, because a file is
+    # read by rows: a part of the columns would read all of its rows.
+    parts = sorted(set(cuts.values()))
+    box = tuple(
+        (min(begin), max(end)) for begin, end in (zip(*along, strict=True) for along in zip(*parts, strict=True))
+    )
+    volume = lambda part: math.prod(end - begin for begin, end in part)
+    is_filled = sum(map(volume, parts)) == volume(box)
+    whole = read(box) if is_filled else None
+    shards = []
+    for part in parts:
+        if whole is None:
+            array = read(part)
+        else:
+            array = whole[tuple(slice(b - first, e - first) for (b, e), (first, _) in zip(part, box, strict=True))]
+        shards += [jax.device_put(array, device) for device, cut in cuts.items() if cut == part]
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 

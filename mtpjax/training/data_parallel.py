@@ -13,9 +13,8 @@ import jax
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mtpjax import compat
+from mtpjax import compat, distributed
 from mtpjax.models.sharding import param_shardings, shard_params
-from mtpjax.training import distributed
 from mtpjax.training.config import TrainConfig
 from mtpjax.training.gradients import trainable_params
 
@@ -32,22 +31,14 @@ def make_run_mesh(config: TrainConfig) -> Mesh | None:
     Raises:
         ValueError: the mesh has more devices than there are, or does not suit several processes.
     """
-    size, num_devices, is_multiprocess = (
-        math.prod(dict(config.mesh).values()),
-        jax.device_count(),
-        distributed.is_multiprocess(),
-    )
-    # Several processes must use all devices, because each one takes part with its own.
-    if size > num_devices or (is_multiprocess and size != num_devices):
-        raise ValueError(f"the mesh {dict(config.mesh)} covers {size} devices, but JAX has {num_devices}")
-    if is_multiprocess and config.trunk_states is not None:
-        raise ValueError("trunk_states must be computed by one process first, without --nnodes")
+    sizes, is_multiprocess = dict(config.mesh), distributed.is_multiprocess()
+    devices = distributed.mesh_devices(sizes)
     # Clocks differ between processes, which would then end after different numbers of updates.
     if is_multiprocess and config.seconds < math.inf:
         raise ValueError(
             f"seconds {config.seconds} is unsupported with several processes, whose clocks differ: use steps"
         )
-    return compat.make_mesh(dict(config.mesh)) if size > 1 else None
+    return compat.make_mesh(sizes, devices) if len(devices) > 1 else None
 
 
 def shard_batch(arrays: Any, mesh: Mesh) -> Any:

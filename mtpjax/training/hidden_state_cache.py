@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mtpjax import distributed
 from mtpjax.atomic import atomic_file, write_text
 from mtpjax.data.packing import Batch
 from mtpjax.errors import Preempted, UsageError
@@ -30,6 +31,7 @@ from mtpjax.io.checkpoint_format import file_digest
 from mtpjax.models.forward import trunk_states
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import is_of_modules
+from mtpjax.models.sharding import gather_processes
 from mtpjax.safe_open import read_json_file
 from mtpjax.training import run_dir
 from mtpjax.training.log import progress_display
@@ -108,30 +110,45 @@ def open_hidden_state_cache(
         Preempted: the process was told to stop. Complete blocks stay.
     """
     identity = _cache_identity(params, rows, model, dtype)
-    with run_dir.lock_folder(folder, wait=True) as folder:
-        # Files that a killed process did not complete.
-        for file in folder.glob(".tmp-*"):
-            file.unlink()
-        # A block holds whole passes, and at least one. An existing manifest keeps its own block size.
-        pass_bytes = batch_size * rows.tokens.shape[1] * bytes_per_token(model, dtype)
-        manifest = _open_manifest(folder, identity, batch_size * max(1, BLOCK_BYTES // pass_bytes))
+    pass_bytes = batch_size * rows.tokens.shape[1] * bytes_per_token(model, dtype)
+    # A block holds whole passes, and at least one. An existing manifest keeps its own block size.
+    rows_per_block = batch_size * max(1, BLOCK_BYTES // pass_bytes)
+    # Of several processes, which compute together, the first one reads and writes the folder.
+    with distributed.in_main_process(_lock_and_check, folder, identity, rows_per_block, rows) as opened:
+        folder, manifest = pathlib.Path(opened[0]), opened[1]
         size, digests = manifest["rows_per_block"], manifest["blocks"]
-        _drop_damaged_blocks(folder, digests, tokens_per_block=size * rows.tokens.shape[1])
         names = [f"{number:06d}.npy" for number in range(-(-len(rows.tokens) // size))]
         missing = [number for number, name in enumerate(names) if name not in digests]
         # Record each block in the manifest as soon as it is complete, so that an interruption loses one block at most.
         with _block_progress("computing the trunk's states", len(missing), size * rows.tokens.shape[1]) as tick:
             for number in missing:
-                if should_stop():
+                if distributed.any_process(should_stop()):
                     raise Preempted(
                         f"told to stop with {len(digests)} of {len(names)} blocks in {folder}: continue with resume"
                     )
                 block = Batch(*(array[number * size : (number + 1) * size] for array in rows))
                 states = _compute_block(params, block, model, batch_size, dtype)
-                digests[names[number]] = _write_block(folder / names[number], states)
-                write_text(folder / MANIFEST_FILE, json.dumps(manifest, indent=1) + "\n")
+                if distributed.is_main_process():
+                    digests[names[number]] = _write_block(folder / names[number], states)
+                    write_text(folder / MANIFEST_FILE, json.dumps(manifest, indent=1) + "\n")
                 tick()
+        distributed.barrier("trunk states")
     return HiddenStateCache([folder / name for name in names], dtype, size)
+
+
+@contextlib.contextmanager
+def _lock_and_check(
+    folder, identity: dict[str, Any], rows_per_block: int, rows: Batch
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Locks a folder, and yields its path and its manifest without damaged blocks."""
+    with run_dir.lock_folder(folder, wait=True) as folder:
+        # Files that a killed process did not complete.
+        for file in folder.glob(".tmp-*"):
+            file.unlink()
+        manifest = _open_manifest(folder, identity, rows_per_block)
+        tokens_per_block = manifest["rows_per_block"] * rows.tokens.shape[1]
+        _drop_damaged_blocks(folder, manifest["blocks"], tokens_per_block=tokens_per_block)
+        yield str(folder), manifest
 
 
 def _cache_identity(params: dict, rows: Batch, model: MTPModel, dtype: str) -> dict[str, Any]:
@@ -157,7 +174,7 @@ def _cache_identity(params: dict, rows: Batch, model: MTPModel, dtype: str) -> d
 
 def _digest(arrays: Mapping[str, Any]) -> str:
     """Returns the sha256 over names, shapes, dtypes and bytes of arrays."""
-    records = {name: array_record(np.asarray(array)) for name, array in arrays.items()}
+    records = {name: array_record(np.asarray(gather_processes(array))) for name, array in arrays.items()}
     return hashlib.sha256(json.dumps(records, sort_keys=True).encode()).hexdigest()
 
 
@@ -209,7 +226,7 @@ def _compute_block(params: dict, rows: Batch, model: MTPModel, batch_size: int, 
         taken = np.minimum(np.arange(first, first + batch_size), last)
         states = trunk_states(params, rows.tokens[taken], rows.segment_ids[taken], model=model)
         passes.append(states.astype(dtype))
-    return np.concatenate(jax.device_get(passes))[: last + 1]
+    return np.concatenate(jax.device_get(gather_processes(passes)))[: last + 1]
 
 
 def _write_block(path: pathlib.Path, states: np.ndarray) -> str | None:

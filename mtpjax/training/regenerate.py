@@ -6,6 +6,7 @@ the output in the order of the input. Windows, batches and seeds depend only on 
 so an interrupted run continues after its last complete window and writes the same bytes as an uninterrupted one.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -13,11 +14,12 @@ import json
 import os
 import pathlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from mtpjax import distributed
 from mtpjax.data.jsonl import SkippedRecordError, read_raw_records
 from mtpjax.data.prompts import max_prompt_length
 from mtpjax.data.regeneration_output import Tally, open_output
@@ -89,7 +91,7 @@ class RegenerationRequest:
         return (
             {"version": OUTPUT_VERSION, "data": data}
             | settings
-            | dataclasses.asdict(self.config)
+            | {name: value for name, value in dataclasses.asdict(self.config).items() if name != "allow_copies"}
             | {name: value for name, value in dataclasses.asdict(self.sampling).items() if name != "seed"}
         )
 
@@ -129,8 +131,19 @@ def regenerate(
     size = max(sum(path.stat().st_size for path in request.paths), 1)
     records = enumerate(read_raw_records(request.paths, by_line=request.kind != "documents"))
     settings = {"model": model_digest, "tokenizer": tokenizer.digest, **request.describe()}
-    with open_output(path, settings, request.output_kind) as output:
-        tally, done = output.tally, 0
+    output = None
+
+    @contextlib.contextmanager
+    def open_here() -> Iterator[dict[str, Any]]:
+        nonlocal output
+        with open_output(path, settings, request.output_kind) as output:
+            yield dataclasses.asdict(output.tally)
+
+    # Every process decodes every record, since each has a part of the model; the first one writes.
+    with distributed.in_main_process(open_here) as counts:
+        tally, done = Tally(**counts), 0
+        if output is not None:
+            output.tally = tally
         # Windows that the output already has are read again, to keep the records' numbers, but not decoded.
         while window := list(itertools.islice(records, request.batch_size * BATCHES_PER_WINDOW)):
             done += sum(len(content) for _, (_, content) in window)
@@ -140,7 +153,8 @@ def regenerate(
                 _answer_tasks(params, tasks, request, model, tally)
                 written = _finished_records(tasks, tally)
                 tally.seconds += time.perf_counter() - begin
-                output.append(written)
+                if output is not None:
+                    output.append(written)
                 # Batches of many lengths compile many programs.
                 free_programs_if_full()
                 progress(tally, min(done / size, 1.0))

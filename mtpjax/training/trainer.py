@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from mtpjax import distributed
 from mtpjax.atomic import write_text
 from mtpjax.data import packing
 from mtpjax.errors import Preempted, printable
@@ -21,7 +22,7 @@ from mtpjax.io import checkpoint
 from mtpjax.models.model import MTPModel
 from mtpjax.models.sharding import gather_processes, shard_params
 from mtpjax.models.trunk import unstack_layers
-from mtpjax.training import distributed, run_dir
+from mtpjax.training import run_dir
 from mtpjax.training.callbacks import Callback, Moment, TrainEvent, call_callbacks, check_callbacks
 from mtpjax.training.config import TrainConfig
 from mtpjax.training.corpus import Corpus, load_corpus

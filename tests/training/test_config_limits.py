@@ -5,7 +5,7 @@ import math
 import pytest
 
 from mtpjax import TrainConfig, train
-from mtpjax.training.distributed import connect
+from mtpjax.distributed import connect
 from mtpjax.training.yaml_config import read_train_config
 
 

@@ -11,9 +11,8 @@ import jax
 import numpy as np
 import pytest
 
-from mtpjax import TrainConfig, compat, train
+from mtpjax import TrainConfig, compat, distributed, train
 from mtpjax.data import packing
-from mtpjax.training import distributed
 from mtpjax.training.data_parallel import shard_batch
 from mtpjax.training.run_dir import RunError
 from mtpjax.training.yaml_config import read_train_config, to_yaml

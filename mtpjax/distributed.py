@@ -1,14 +1,16 @@
-"""Training in several processes, one per host.
+"""Several processes, one per host, that run the same program on a mesh of all their devices.
 
-All processes compute the same batches and keep their own rows of them. Only the first one writes the run folder, which
-must be on a file system that all of them can read.
+All processes read the same input, and each keeps its own part. Only the first one writes files, which must be on a file
+system that all of them can read.
 """
 
 import contextlib
+import json
+import math
 import os
 import sys
-from collections.abc import Iterator
-from typing import NoReturn
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -47,6 +49,32 @@ def connect(num_processes: int, process_id: int | None = None, address: str | No
         heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
         shutdown_timeout_seconds=HEARTBEAT_TIMEOUT,
     )
+    # Under Slurm, JAX gives each task the one GPU of its number on the node: with one task per node, the first GPU.
+    if _has_one_task_per_node() and "JAX_LOCAL_DEVICE_IDS" not in os.environ:
+        for name in ("jax_cuda_visible_devices", "jax_rocm_visible_devices"):
+            jax.config.update(name, "all")
+
+
+def _has_one_task_per_node() -> bool:
+    """Returns whether Slurm started one task on each of its nodes."""
+    counts = [os.environ.get(name, "") for name in ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES")]
+    return bool(counts[0]) and counts[0] == counts[1]
+
+
+def mesh_devices(sizes: Mapping[str, int]) -> list[Any]:
+    """Returns the devices of a mesh, in order: those of a process lie together.
+
+    Args:
+        sizes: sizes of the axes by name.
+
+    Raises:
+        ValueError: there are fewer devices, or several processes have more.
+    """
+    size, devices = math.prod(sizes.values()), jax.devices()
+    # Several processes must use all devices, because each one takes part with its own.
+    if size > len(devices) or (is_multiprocess() and size != len(devices)):
+        raise ValueError(f"the mesh {dict(sizes)} covers {size} devices, but JAX has {len(devices)}")
+    return devices[:size]
 
 
 def is_multiprocess() -> bool:
@@ -55,7 +83,7 @@ def is_multiprocess() -> bool:
 
 
 def is_main_process() -> bool:
-    """Returns whether this process writes the run folder."""
+    """Returns whether this process is the one that writes files and prints."""
     return jax.process_index() == 0
 
 
@@ -68,6 +96,47 @@ def barrier(name: str) -> None:
 def any_process(flag: bool) -> bool:
     """Returns whether the flag is set in any process. All processes must call it."""
     return bool(multihost_utils.process_allgather(np.int32(flag)).any()) if is_multiprocess() else flag
+
+
+def from_main_process(value: Any) -> Any:
+    """Returns the value that the main process passes, in every process. All processes must call it.
+
+    Args:
+        value: values that JSON can hold, of the main process; the others' count for nothing.
+    """
+    if not is_multiprocess():
+        return value
+    content = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(content.size)))
+    padded = content if is_main_process() else np.zeros(size, np.uint8)
+    return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(padded)).astype(np.uint8).tobytes())
+
+
+@contextlib.contextmanager
+def in_main_process(make: Callable[..., contextlib.AbstractContextManager], *arguments: Any) -> Iterator[Any]:
+    """Enters a context in the main process alone. All processes must call it.
+
+    Args:
+        make: returns the context, whose value JSON can hold.
+        *arguments: its arguments.
+
+    Yields:
+        The context's own value in the main process, and an equal one in the others.
+
+    Raises:
+        Exception: what entering it raised. The other processes raise a `ValueError`.
+    """
+    with contextlib.ExitStack() as stack:
+        value, problem = None, None
+        try:
+            if is_main_process():
+                value = stack.enter_context(make(*arguments))
+        except Exception as error:  # the others would wait for this process
+            problem = error
+        if any_process(problem is not None):
+            raise problem or ValueError("the first process failed, and says why")
+        copy = from_main_process(value)
+        yield value if is_main_process() else copy
 
 
 @contextlib.contextmanager

@@ -1,0 +1,104 @@
+"""Flags of a mesh and of several processes, for the commands that decode and train."""
+
+import contextlib
+from collections.abc import Iterator
+
+from mtpjax.cli.common import model_type
+from mtpjax.cli.config_flags import add_config_flags
+
+AXES = ("data", "fsdp", "expert", "tensor")
+
+
+def add_mesh_flags(parser) -> None:
+    """Adds `--mesh`, `--allow-copies`, and the flags of several processes."""
+    parser.add_argument(
+        "--mesh",
+        default="",
+        metavar="AXIS=SIZE,...",
+        help="spread the model over devices, such as data=2,tensor=4: rows over data, heads and columns over tensor, "
+        "experts over data and expert (default: one device)",
+    )
+    add_config_flags(parser, ("allow_copies",))
+    add_process_flags(parser)
+
+
+def add_process_flags(parser) -> None:
+    """Adds SGLang's flags of several processes: `--nnodes`, `--node-rank` and `--dist-init-addr`."""
+    parser.add_argument(
+        "--nnodes", type=int, default=1, help="processes that work together, one per host (default: %(default)s)"
+    )
+    parser.add_argument("--node-rank", type=int, default=None, help="number of this process, from 0")
+    parser.add_argument(
+        "--dist-init-addr",
+        default=None,
+        metavar="HOST:PORT",
+        help="address of process 0; without it and --node-rank, the launcher gives both (Slurm, Open MPI, Kubernetes)",
+    )
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Reads the axes of a mesh.
+
+    Args:
+        text: such as "data=2,tensor=4".
+
+    Returns:
+        The sizes by axis.
+
+    Raises:
+        ValueError: an axis is unknown or named twice, or a size is not a positive integer.
+    """
+    sizes: dict[str, int] = {}
+    for part in filter(None, text.split(",")):
+        axis, _, size = part.partition("=")
+        if axis not in AXES or axis in sizes or not (size.isascii() and size.isdecimal() and int(size)):
+            raise ValueError(f"--mesh {part!r} must name an axis ({', '.join(AXES)}) once, and its size: tensor=8")
+        sizes[axis] = int(size)
+    return sizes
+
+
+def load_on_mesh(path, options, mesh):
+    """Loads the model of a command that decodes, and lays it out over the mesh.
+
+    Args:
+        path: the checkpoint.
+        options: what a parser with `add_mesh_flags`, `add_model_path_flag` and `add_implementation_flag` returned.
+        mesh: the mesh, or None.
+
+    Returns:
+        The model and its parameters, laid out for decoding, and the config of the checkpoint.
+    """
+    from mtpjax.io.checkpoint import load
+    from mtpjax.models.decoding_layout import shard_for_decoding
+
+    settings = {"model_type": model_type(options), "implementation": options.implementation}
+    model, params = load(path, mesh=mesh, allow_copies=options.allow_copies, **settings)
+    config = model.config
+    if mesh is not None:
+        model, params = shard_for_decoding(model, params, mesh, allow_copies=options.allow_copies)
+    return model, params, config
+
+
+@contextlib.contextmanager
+def open_mesh(options) -> Iterator:
+    """Joins the other processes, if there are any, and makes the mesh of a command.
+
+    Args:
+        options: what a parser with `add_mesh_flags` returned.
+
+    Yields:
+        The mesh; None for one device.
+
+    Raises:
+        ValueError: the mesh does not have the devices that JAX has.
+        LostProcess: in the block, another process has ended.
+    """
+    from mtpjax import compat, distributed
+
+    sizes = parse_mesh(options.mesh)
+    if options.nnodes > 1:
+        if not sizes:
+            raise ValueError(f"{options.nnodes} processes need --mesh, which spreads the model over their devices")
+        distributed.connect(options.nnodes, options.node_rank, options.dist_init_addr)
+    with distributed.raise_on_lost_peer():
+        yield compat.make_mesh(sizes, distributed.mesh_devices(sizes)) if sizes else None
