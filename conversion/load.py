@@ -3,19 +3,19 @@
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 from flax.traverse_util import unflatten_dict
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from conversion.files import CheckpointFiles
 from conversion.gguf_files import open_checkpoint
 from conversion.load_plan import LoadPlan, make_plan
 from conversion.read_params import E4M3, Index, read_as, read_scales, read_values, scale_spec
 from mtpjax.errors import CheckpointFileError
-from mtpjax.models.decoding_layout import check_divisible, param_part_spec
+from mtpjax.models.decoding_layout import check_divisible, sharding_of
 from mtpjax.models.model import MTPModel
 from mtpjax.models.quantized import BlockScaled
 from mtpjax.models.sharding import read_parts
@@ -27,6 +27,7 @@ def load(
     dtype=None,
     mesh: Mesh | None = None,
     allow_copies: bool = False,
+    layout: Literal["decoding", "training"] = "decoding",
     model_type: str | None = None,
     allow_extra: bool = False,
     strict: bool = False,
@@ -38,9 +39,9 @@ def load(
         path: a directory with `config.json` and safetensors files.
         dtype: dtype to cast the parameters to. `None` keeps those of the files; block-quantized fp8 weights stay fp8
             with their scales (`BlockScaled`).
-        mesh: lays the parameters out over this mesh, as decoding wants them; each process reads only what its devices
-            hold.
+        mesh: lays the parameters out over this mesh; each process reads only what its devices hold.
         allow_copies: let devices hold copies of what an axis of the mesh does not divide.
+        layout: what decoding or training wants.
         model_type: the family to use instead of the one that `config.json` names.
         allow_extra: skip unknown tensors instead of raising an error.
         strict: raise an error for infinite or NaN weights instead of a warning.
@@ -57,14 +58,14 @@ def load(
     with open_checkpoint(path, strict=strict) as files:
         # Check everything that headers can tell before any weight is read.
         plan = make_plan(files, dtype=dtype, model_type=model_type, allow_extra=allow_extra)
-        if mesh is not None and not allow_copies:
+        if mesh is not None and layout == "decoding" and not allow_copies:
             check_divisible(plan.config, mesh.shape)
         _check_memory(plan, mesh)
 
         def place(path: str, shape: tuple[int, ...], read: Callable[[Index], np.ndarray]) -> jax.Array:
             if mesh is None:
                 return jax.device_put(read(tuple((0, size) for size in shape)))
-            return read_parts(shape, NamedSharding(mesh, param_part_spec(path, shape, plan.config, mesh.shape)), read)
+            return read_parts(shape, sharding_of(path, shape, plan.config, mesh, layout), read)
 
         def read(path: str):
             value = _load_param(files, plan, path, place)

@@ -4,7 +4,7 @@ import dataclasses
 import pathlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -134,6 +134,7 @@ def load(
     dtype=None,
     mesh: Mesh | None = None,
     allow_copies: bool = False,
+    layout: Literal["decoding", "training"] = "decoding",
     model_type: str | None = None,
     implementation: Implementation = "auto",
 ) -> tuple[MTPModel, dict]:
@@ -148,9 +149,10 @@ def load(
             repository of the Hugging Face Hub (extra `hub`): `org/name`, `org/name@revision` or `org/name/file.gguf`.
         dtype: dtype to cast the parameters to. `None` keeps the dtypes of the files; block-quantized fp8 weights stay
             fp8 with their scales (`BlockScaled`).
-        mesh: lays the parameters out over this mesh, as decoding wants them. Of a Hugging Face directory each process
-            reads only what its devices hold, of an mtpjax checkpoint one array after the other.
+        mesh: lays the parameters out over this mesh. Of a Hugging Face directory each process reads only what its
+            devices hold, of an mtpjax checkpoint one array after the other.
         allow_copies: let devices hold copies of what an axis of the mesh does not divide.
+        layout: what decoding or training wants.
         model_type: the family of a Hugging Face directory, instead of the one that its `config.json` names.
         implementation: what runs the model's kernels (`pallas_kernels.dispatch`).
 
@@ -178,16 +180,15 @@ def load(
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"dtype must be a floating-point type, got {jnp.dtype(dtype).name}: weights are not integers")
     path = find_checkpoint(path)
+    onto: dict[str, Any] = {"mesh": mesh, "allow_copies": allow_copies, "layout": layout}
     # A Hugging Face directory or GGUF file: `conversion` reads it in place, without an mtpjax copy on disk.
     if is_gguf(path) or (not is_checkpoint(path) and (path / CONFIG_FILE).is_file()):
         from conversion.load import load as load_hugging_face
 
-        model, params = load_hugging_face(
-            path, dtype=dtype, mesh=mesh, allow_copies=allow_copies, model_type=model_type
-        )
+        model, params = load_hugging_face(path, dtype=dtype, **onto, model_type=model_type)
         return _finish_model(model, path, implementation), params
     # An mtpjax checkpoint: every digest is verified.
-    config, params, _ = restore(path, mesh=mesh, allow_copies=allow_copies)
+    config, params, _ = restore(path, **onto)
     # `BlockScaled` leaves are dequantized by `astype`.
     if dtype is not None:
         params = jax.tree.map(lambda leaf: leaf.astype(dtype), params, is_leaf=is_scaled)

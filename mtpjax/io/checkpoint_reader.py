@@ -4,11 +4,11 @@ import os
 import pathlib
 import stat
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from mtpjax.errors import CheckpointError
 from mtpjax.io.array_files import Index, array_record, array_spec, check_record, read_arrays, single_thread_context
@@ -24,18 +24,25 @@ from mtpjax.io.checkpoint_format import (
 )
 from mtpjax.io.param_tree import join_scaled, unflatten
 from mtpjax.models.config import ModelConfig
-from mtpjax.models.decoding_layout import check_divisible, param_part_spec
+from mtpjax.models.decoding_layout import check_divisible, sharding_of
 from mtpjax.models.sharding import read_parts
 from mtpjax.safe_open import allowed_root
 
 
-def restore(path, *, mesh: Mesh | None = None, allow_copies: bool = False) -> tuple[Any, dict, dict]:
+def restore(
+    path,
+    *,
+    mesh: Mesh | None = None,
+    allow_copies: bool = False,
+    layout: Literal["decoding", "training"] = "decoding",
+) -> tuple[Any, dict, dict]:
     """Reads a whole checkpoint and verifies every digest.
 
     Args:
         path: a checkpoint folder that `mtpjax.io.checkpoint.save` wrote.
         mesh: lays the parameters of a model out over this mesh, one array after the other; None: the default device.
         allow_copies: let devices hold copies of what an axis of the mesh does not divide.
+        layout: what decoding or training wants.
 
     Returns:
         `(config_dict, params, metadata)`. The params are nested dicts of jax arrays, with the shapes, dtypes and bits
@@ -51,12 +58,12 @@ def restore(path, *, mesh: Mesh | None = None, allow_copies: bool = False) -> tu
     folder = reader.path / ARRAYS_FOLDER
     if mesh is not None:
         config = reader.model_config()
-        if not allow_copies:
+        if layout == "decoding" and not allow_copies:
             check_divisible(config, mesh.shape)
         placed = {}
         for name in reader.records:
             array = reader.read_checked(name)
-            sharding = NamedSharding(mesh, param_part_spec(name, array.shape, config, mesh.shape))
+            sharding = sharding_of(name, array.shape, config, mesh, layout)
             placed[name] = read_parts(array.shape, sharding, lambda cut, array=array: array[_slices(cut)])
         return reader.config, join_scaled(unflatten(placed), reader.scaled), reader.metadata
     arrays = read_arrays(folder, reader.records)

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from mtpjax.models.layers.experts import MIN_FP8_BLOCK
 from mtpjax.models.model import MTPModel
 from mtpjax.models.parallel import EXPERT_AXES, divides
 from mtpjax.models.quantized import is_scaled
-from mtpjax.models.sharding import CACHE_AXES, MESH_AXES, PARAMETER_AXES
+from mtpjax.models.sharding import CACHE_AXES, MESH_AXES, param_axes, param_sharding
 
 AXES = ("data", "expert", "tensor")  # what decoding splits; the others hold copies
 
@@ -214,9 +214,26 @@ def part_specs(tree: Any, config: ModelConfig, sizes: Mapping[str, int], *, is_s
 
     def of(path, leaf):
         name = _names(path)
-        return _part_spec(name, leaf.shape, _state_axes(name) if is_state else _param_axes(name), config, sizes)
+        return _part_spec(name, leaf.shape, _state_axes(name) if is_state else param_axes(name), config, sizes)
 
     return jax.tree_util.tree_map_with_path(of, tree)
+
+
+def sharding_of(
+    path: str, shape: tuple[int, ...], config: ModelConfig, mesh: Mesh, layout: Literal["decoding", "training"]
+) -> NamedSharding:
+    """Returns the sharding of one parameter.
+
+    Args:
+        path: its path, such as `trunk/layer_3/attention/qkv`.
+        shape: its shape.
+        config: the model's config.
+        mesh: the mesh.
+        layout: "decoding" as `part_specs`, "training" as `mtpjax.models.sharding.param_spec`.
+    """
+    if layout == "training":
+        return param_sharding(path, shape, mesh)
+    return NamedSharding(mesh, param_part_spec(path, shape, config, mesh.shape))
 
 
 def param_part_spec(path: str, shape: tuple[int, ...], config: ModelConfig, sizes: Mapping[str, int]) -> PartitionSpec:
@@ -228,16 +245,11 @@ def param_part_spec(path: str, shape: tuple[int, ...], config: ModelConfig, size
         config: the model's config.
         sizes: sizes of the mesh axes by name.
     """
-    return _part_spec(path, shape, _param_axes(path), config, sizes)
+    return _part_spec(path, shape, param_axes(path), config, sizes)
 
 
 def _names(path) -> str:
     return "/".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
-
-
-def _param_axes(path: str) -> tuple[str | None, ...]:
-    path = re.sub("/(values|scales)$", "", path)
-    return next((axes for pattern, axes in PARAMETER_AXES if re.search(pattern, path)), ())
 
 
 def _state_axes(path: str) -> tuple[str | None, ...]:
@@ -293,7 +305,7 @@ def align_blocks(tree: Any, config: ModelConfig, sizes: Mapping[str, int]) -> An
         if not is_scaled(leaf):
             return leaf
         name = _names(path)
-        spec = _part_spec(name, leaf.shape, _param_axes(name), config, sizes)
+        spec = _part_spec(name, leaf.shape, param_axes(name), config, sizes)
         axis = leaf.axis % leaf.values.ndim
         parts = sizes.get(spec[axis], 1) if axis < len(spec) and spec[axis] else 1
         own = leaf.values.shape[axis] // parts

@@ -41,12 +41,16 @@ def first_index(size: int, axis: str) -> jax.Array | int:
     return jax.lax.axis_index(axis) * own_size(size, axis) if is_split(size, axis) else 0
 
 
-def expert_axes(num_experts: int) -> tuple[str, ...]:
-    """Returns the manual axes over which experts are split, the first one slowest: `data` and `expert` if they divide.
+def expert_axes(num_experts: int, *, decodes: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns the manual axes over which experts are split, the first one slowest, and those that also split the rows.
 
-    With `data` each device has experts of its own, and computes them for the rows of all devices.
+    Along the latter each device has experts of its own, and computes them for the rows of all. While decoding, experts
+    are split over `data` and `expert`, as far as they divide, and rows over `data`. In training experts are split over
+    `expert`, and rows over every axis.
     """
-    return next((axes for axes in EXPERT_AXES if divides(num_experts, {axis: num_parts(axis) for axis in axes})), ())
+    candidates = EXPERT_AXES if decodes else (("expert",),)
+    over = next((axes for axes in candidates if divides(num_experts, {axis: num_parts(axis) for axis in axes})), ())
+    return over, tuple(axis for axis in over if axis == "data" or not decodes)
 
 
 def divides(size: int, sizes: Mapping[str, int]) -> bool:
@@ -123,9 +127,20 @@ def over_rows(reduce: Callable[[jax.Array], jax.Array], rows: jax.Array) -> jax.
     return own if num_parts("data") == 1 else reduce(jax.lax.all_gather(own, "data"))
 
 
-def all_rows(rows: jax.Array) -> jax.Array:
-    """Gathers `[own B, ...]` to `[B, ...]`."""
-    return rows if num_parts("data") == 1 else jax.lax.all_gather(rows, "data", tiled=True)
+def all_rows(rows: jax.Array, axes: tuple[str, ...] = ("data",)) -> jax.Array:
+    """Gathers `[own B, ...]` to `[B, ...]` along some axes."""
+    axes = tuple(axis for axis in axes if num_parts(axis) > 1)
+    return jax.lax.all_gather(rows, axes, tiled=True) if axes else rows
+
+
+def gather_axis(leaf: jax.Array, axis: int, size: int) -> jax.Array:
+    """Joins the parts of an array along `axis`, if training's axis `fsdp` splits its `size`.
+
+    The gradient is summed over these devices and scattered back.
+    """
+    if num_parts("fsdp") == 1 or leaf.shape[axis] == size:
+        return leaf
+    return jax.lax.all_gather(leaf, "fsdp", axis=axis, tiled=True)
 
 
 def first_row(own: int) -> jax.Array | int:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from mtpjax.compat import library_settings
 from mtpjax.errors import UsageError
@@ -14,16 +15,18 @@ from mtpjax.models.masks import full_view
 from mtpjax.models.model import MTPModel
 from mtpjax.models.mtp import MTPModule
 from mtpjax.models.quantized import is_scaled
+from mtpjax.models.sharding import param_shardings
 from mtpjax.models.trunk import unstack_layers
 
 
 @library_settings()
-def init_params(model: MTPModel, key: jax.Array) -> dict:
+def init_params(model: MTPModel, key: jax.Array, mesh: Mesh | None = None) -> dict:
     """Draws random parameters: embedding with variance 1, matrices with variance 1 / inputs, norms at identity.
 
     Args:
         model: the model; `scan_layers` decides between stacked and unrolled layers.
         key: a `jax.random` key.
+        mesh: draws them in the parts that training gives the devices of this mesh; None: one device.
 
     Returns:
         The parameters, float32.
@@ -37,13 +40,14 @@ def init_params(model: MTPModel, key: jax.Array) -> dict:
     """
     # Draw stacked layers, and unstack them afterwards: only one layer is compiled.
     stacked = model.clone(scan_layers=True, implementation="xla")
-    params = _draw_params(stacked, key)
+    params = _draw_params(stacked, key, mesh)
     return params if model.scan_layers else unstack_layers(params, model.config)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _draw_params(model: MTPModel, key: jax.Array) -> dict:
-    return dict(model.init(key, jnp.zeros((1, 2), jnp.int32))["params"])
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def _draw_params(model: MTPModel, key: jax.Array, mesh: Mesh | None) -> dict:
+    params = dict(model.init(key, jnp.zeros((1, 2), jnp.int32))["params"])
+    return params if mesh is None else jax.lax.with_sharding_constraint(params, param_shardings(params, mesh))
 
 
 @functools.cache  # commands ask for the same model repeatedly, and tracing it takes time

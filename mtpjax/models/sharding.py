@@ -67,11 +67,20 @@ def param_spec(path: str, shape: tuple[int, ...], sizes: Mapping[str, int]) -> P
     Returns:
         The partition spec.
     """
-    path = re.sub("/(values|scales)$", "", path)
-    axes = next((axes for pattern, axes in PARAMETER_AXES if re.search(pattern, path)), ())
+    axes = param_axes(path)
     if path.startswith("trunk/group_"):
         axes = (None, *axes)
     return spec(axes, shape, sizes)
+
+
+def param_axes(path: str) -> tuple[str | None, ...]:
+    """Returns the names of a parameter's axes, without that of stacked layers; nothing for norms and routers.
+
+    Args:
+        path: as in `param_spec`.
+    """
+    path = re.sub("/(values|scales)$", "", path)
+    return next((axes for pattern, axes in PARAMETER_AXES if re.search(pattern, path)), ())
 
 
 def param_sharding(path: str, shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:

@@ -1,5 +1,8 @@
 """The trunk: embedded tokens `[B, T, D]` to hidden states `[B, T, D]` before the final norm."""
 
+import functools
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -8,6 +11,9 @@ from mtpjax.models.cache import Cache
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.layers.block import Block
 from mtpjax.models.masks import Masks, View
+from mtpjax.models.parallel import gather_axis, num_parts
+from mtpjax.models.quantized import is_scaled
+from mtpjax.models.sharding import param_axes
 
 
 class Trunk(nn.Module):
@@ -54,7 +60,12 @@ class Trunk(nn.Module):
             # start; the first layer's indexer replaces it.
             if config.index_topk:
                 selection = (view.mask,)
-            stretch = nn.remat(_Period, prevent_cse=False, policy=None if self.remat else _is_kept)
+            period_type = _Period
+            if num_parts("fsdp") > 1:
+                # Inside of what runs again, so that the backward pass gathers again and keeps no whole layer.
+                gather = functools.partial(gather_layers, config=config)
+                period_type = nn.map_variables(_Period, "params", trans_in_fn=gather)
+            stretch = nn.remat(period_type, prevent_cse=False, policy=None if self.remat else _is_kept)
             for name, (first, period, repeats) in _groups(config).items():
                 scan = nn.scan(
                     lambda stack, carry, view: (stack(*carry, view), None),
@@ -94,6 +105,33 @@ class _Period(nn.Module):
             x, update, _, selection = block(x, view, None, selection)
             x = x + update.total()
         return x, selection
+
+
+def gather_layers(params: Any, config: ModelConfig) -> Any:
+    """Joins the parts of layers that training splits over `fsdp`, along the axis that has the model's width.
+
+    Args:
+        params: a tree of parameters whose paths end as those of a layer, without an axis of stacked layers.
+        config: the model's config.
+
+    Returns:
+        The whole parameters.
+    """
+
+    def gather(path, leaf):
+        name = "/".join(str(getattr(key, "key", key)) for key in path)
+        axes = param_axes(name)
+        if "embed" not in axes:
+            return leaf
+        axis = axes.index("embed")
+        if not is_scaled(leaf):
+            return gather_axis(leaf, axis, config.hidden_size)
+        is_input = leaf.axis % leaf.ndim == axis
+        num_scales = -(-config.hidden_size // leaf.block) if is_input else config.hidden_size
+        values, scales = gather_axis(leaf.values, axis, config.hidden_size), gather_axis(leaf.scales, axis, num_scales)
+        return leaf.replace(values=values, scales=scales)
+
+    return jax.tree_util.tree_map_with_path(gather, params, is_leaf=is_scaled)
 
 
 def _is_kept(primitive, *_, **settings) -> bool:

@@ -100,6 +100,9 @@ class TrainConfig:
         model_type: the family to read `init_from` as, instead of the one that its `config.json` names.
         trains: "all"; "modules" freezes the trunk and the embedding and head that the modules share with it;
             "detached" trains everything, but the draft losses do not reach the trunk.
+        trunk_dtype: dtype of a frozen trunk's weights, with its embedding and head: "float32", "bfloat16", or "stored",
+            which keeps those of the checkpoint, such as fp8 blocks. Modules are always float32. The last two need
+            `init_from` and trains "modules".
         trunk_states: folder that caches the frozen trunk's hidden states (`mtpjax.training.hidden_state_cache`). Runs
             on the same trunk and rows can share it. None: the trunk runs in every step. Needs trains "modules".
         trunk_states_dtype: dtype of the cached states: "float32", or "bfloat16" for half the disk space.
@@ -146,8 +149,8 @@ class TrainConfig:
         implementation: what runs the kernels: "xla" (plain JAX), "triton" (GPU kernels), "interpreted" (the GPU kernels
             on any machine, slowly), or "auto" (`pallas_kernels.dispatch`).
         dtype: dtype of the computation in the layers. Parameters, gradient sums and optimiser state stay float32.
-        mesh: sizes of the mesh axes "data" and "fsdp", as a dict or as pairs. Rows are split over both axes, parameters
-            and optimiser state over "fsdp".
+        mesh: sizes of the mesh axes "data", "fsdp" and "expert", as a dict or as pairs. Rows are split over all of
+            them, parameters and optimiser state over "fsdp", and experts also over "expert".
         plot_formats: formats of the run's picture: "png", "svg", "pdf"; empty: no picture.
         tensorboard: write the numbers of `metrics.jsonl` to `tensorboard/` in the run folder, too.
         wandb: Weights & Biases project that receives the numbers, too; None: none.
@@ -170,6 +173,7 @@ class TrainConfig:
     init_from: str | None = None
     model_type: str | None = None
     trains: Literal["all", "modules", "detached"] = "all"
+    trunk_dtype: Literal["float32", "bfloat16", "stored"] = "float32"
     trunk_states: str | None = None
     trunk_states_dtype: Literal["float32", "bfloat16"] = "float32"
     output: str = "runs/train"
@@ -250,6 +254,12 @@ class TrainConfig:
         require_choice("dtype", self.dtype, ("float32", "bfloat16"))
         require_choice("implementation", self.implementation, IMPLEMENTATIONS)
         self._check_mesh()
+        require_choice("trunk_dtype", self.trunk_dtype, ("float32", "bfloat16", "stored"))
+        require(
+            self.trunk_dtype == "float32" or (self.trains == "modules" and self.init_from is not None),
+            f"trunk_dtype '{self.trunk_dtype}' needs the frozen trunk of a checkpoint: set init_from, and trains to "
+            f"'modules', not '{self.trains}'",
+        )
         require_choice("trunk_states_dtype", self.trunk_states_dtype, ("float32", "bfloat16"))
         require(
             self.trunk_states is None or self.trains == "modules",
@@ -298,7 +308,7 @@ class TrainConfig:
         """Checks the mesh, and that every device gets the same number of rows of each part of a batch."""
         sizes = dict(self.mesh)
         for name, size in sizes.items():
-            require_choice("mesh axis", name, ("data", "fsdp"))
+            require_choice("mesh axis", name, ("data", "fsdp", "expert"))
             require(size >= 1, f"mesh axis {name} must be at least 1, not {size}")
         object.__setattr__(self, "mesh", tuple(sizes.items()))
         parts, rows = self.accumulation * math.prod(sizes.values()), self.batch_size

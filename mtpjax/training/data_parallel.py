@@ -1,7 +1,8 @@
 """Training on a mesh: rows are split over all devices, parameters and optimiser state over the axis "fsdp".
 
-An update all-gathers the parameters once, accumulates the gradients of each device's rows on that device, and
-reduce-scatters the sums once. So the traffic does not grow with the number of parts of a batch (`accumulation`).
+A layer of the trunk is gathered when it runs, and again for its backward pass, so that no device holds the whole trunk
+(`mtpjax.models.trunk.gather_layers`); its gradients are summed and scattered there. Embedding, head and MTP modules are
+gathered once an update. Experts are also split over the axis "expert": rows travel to them, not they to the rows.
 """
 
 import functools
@@ -99,19 +100,20 @@ def sharded_loss_and_gradients(compute_gradients: Callable[..., Any], mesh: Mesh
         gradients sharded like their parameters.
     """
     sum_over_devices = functools.partial(jax.lax.psum, axis_name=mesh.axis_names)
-    other_axes = tuple(name for name in mesh.axis_names if name != "fsdp")
 
-    # Every device computes with whole parameters, so leaves that are split over fsdp are gathered first.
-    def gather(shard, spec):
-        return jax.lax.all_gather(shard, "fsdp", axis=spec.index("fsdp"), tiled=True) if "fsdp" in spec else shard
+    # What the trunk's scan does not gather layer by layer is gathered first.
+    def gather(path, shard, spec):
+        if _is_gathered_by_layer(path) or "fsdp" not in spec:
+            return shard
+        return jax.lax.all_gather(shard, "fsdp", axis=spec.index("fsdp"), tiled=True)
 
-    # Each device has the gradient of its own rows. Sum them over all devices, and leave each device its shard: over
-    # fsdp, sum and split are one reduce-scatter; a plain sum over the other axes follows.
-    def scatter(gradient, spec):
-        if "fsdp" not in spec:
-            return sum_over_devices(gradient)
-        summed = jax.lax.psum_scatter(gradient, "fsdp", scatter_dimension=spec.index("fsdp"), tiled=True)
-        return jax.lax.psum(summed, other_axes)
+    # Each device has the gradient of its own rows. Sum them over the devices that hold the same part: over fsdp, sum
+    # and split are one reduce-scatter, for layers that of their scan. Rows went to the experts, which have their sum.
+    def scatter(path, gradient, spec):
+        if "fsdp" in spec and not _is_gathered_by_layer(path):
+            gradient = jax.lax.psum_scatter(gradient, "fsdp", scatter_dimension=spec.index("fsdp"), tiled=True)
+        others = tuple(axis for axis in mesh.axis_names if axis not in spec)
+        return jax.lax.psum(gradient, others) if others else gradient
 
     def compute_batch_gradients(params, batch, *numbers):
         specs = jax.tree.map(lambda sharding: sharding.spec, param_shardings(params, mesh))
@@ -121,9 +123,12 @@ def sharded_loss_and_gradients(compute_gradients: Callable[..., Any], mesh: Mesh
         # sum over devices is the batch's value.
         def on_device(shards, batch, *numbers):
             (loss, losses), gradients = compute_gradients(
-                jax.tree.map(gather, shards, specs), batch, *numbers, sum_over_devices=sum_over_devices
+                jax.tree_util.tree_map_with_path(gather, shards, specs),
+                batch,
+                *numbers,
+                sum_over_devices=sum_over_devices,
             )
-            return sum_over_devices((loss, losses)), jax.tree.map(scatter, gradients, trainable)
+            return sum_over_devices((loss, losses)), jax.tree_util.tree_map_with_path(scatter, gradients, trainable)
 
         # Rows are split over all axes; scalars and target counts are the same on every device.
         rows, replicated = PartitionSpec(mesh.axis_names), PartitionSpec()
@@ -133,3 +138,8 @@ def sharded_loss_and_gradients(compute_gradients: Callable[..., Any], mesh: Mesh
         return local(params, batch, *numbers)
 
     return compute_batch_gradients
+
+
+def _is_gathered_by_layer(path) -> bool:
+    """Returns whether a parameter is of a layer that the trunk's scan gathers."""
+    return path[0].key == "trunk"

@@ -97,7 +97,10 @@ class PanelDecoder:
         )
         self.prompts = choose_panel_prompts(corpus.held_out, max_prompts, length=length, seed=0) if num_depths else []
         self.config = DecodeConfig(
-            max_new_tokens=new_tokens, num_steps=num_depths, stop_token_ids=corpus.tokenizer.eos_token_ids
+            allow_copies=True,  # the run's mesh need not suit decoding
+            max_new_tokens=new_tokens,
+            num_steps=num_depths,
+            stop_token_ids=corpus.tokenizer.eos_token_ids,
         )
         self.is_stacked = model.scan_layers
         self.seconds_spent, self.expected_seconds = 0.0, FIRST_DECODING_SECONDS

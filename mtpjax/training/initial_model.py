@@ -6,29 +6,32 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from mtpjax.io import checkpoint
 from mtpjax.models.model import MTPModel
 from mtpjax.models.overrides import model_changes
-from mtpjax.models.params import add_mtp_modules, init_params
+from mtpjax.models.params import add_mtp_modules, init_params, is_of_modules
+from mtpjax.models.quantized import is_scaled
 from mtpjax.models.trunk import stack_layers
 from mtpjax.training.config import TrainConfig
 
 logger = logging.getLogger("mtpjax.train")
 
 
-def init_model(config: TrainConfig) -> tuple[MTPModel, Callable[[], dict]]:
+def init_model(config: TrainConfig, mesh: Mesh | None = None) -> tuple[MTPModel, Callable[[], dict]]:
     """Makes the model of a run, with stacked trunk layers.
 
     Args:
         config: the settings.
+        mesh: draws and reads parameters in the parts that the devices of this mesh hold; None: one device.
 
     Returns:
-        The model, and a function that makes its initial float32 parameters.
+        The model, and a function that makes its initial parameters, float32 except for a frozen trunk's.
 
     Raises:
-        ValueError: `model.num_mtp_modules` is below the number of modules of the checkpoint, or a run of the modules
-            alone has none.
+        ValueError: `model.num_mtp_modules` is below the number of modules of the checkpoint, a run of the modules
+            alone has none, or the mesh does not divide the experts.
         CheckpointError: `init_from` cannot be loaded.
     """
     key = jax.random.key(config.seed)
@@ -36,9 +39,16 @@ def init_model(config: TrainConfig) -> tuple[MTPModel, Callable[[], dict]]:
         # New weights.
         model = MTPModel(config.model_config, scan_layers=True, implementation=config.implementation)
         _check_trained_modules(config, model)
-        return model, functools.partial(init_params, model, key)
+        _check_experts(config, model)
+        return model, functools.partial(init_params, model, key, mesh)
     # A checkpoint. A trunk that comes without MTP modules gets one to train, or as many as the settings ask for.
-    model, params = checkpoint.load(config.init_from, dtype=jnp.float32, model_type=config.model_type)
+    model, params = checkpoint.load(
+        config.init_from,
+        dtype=jnp.float32 if config.trunk_dtype == "float32" else None,
+        mesh=mesh,
+        layout="training",
+        model_type=config.model_type,
+    )
     existing = model.config.num_mtp_modules
     wanted = model_changes(config.model).get("num_mtp_modules", existing or int(config.num_depths > 0))
     if wanted < existing:
@@ -50,6 +60,12 @@ def init_model(config: TrainConfig) -> tuple[MTPModel, Callable[[], dict]]:
         model, params = add_mtp_modules(model, params, wanted - existing, key)
     model = MTPModel(model.config, scan_layers=True, implementation=config.implementation)
     _check_trained_modules(config, model)
+    _check_experts(config, model)
+    # Trained modules are float32, whatever the dtype of a frozen trunk.
+    for name in params:
+        dtype = jnp.float32 if is_of_modules(name) else jnp.bfloat16 if config.trunk_dtype == "bfloat16" else None
+        if dtype is not None:
+            params[name] = jax.tree.map(lambda leaf, dtype=dtype: leaf.astype(dtype), params[name], is_leaf=is_scaled)
     return model, functools.partial(stack_layers, params, model.config)
 
 
@@ -64,6 +80,13 @@ def num_trained_depths(config: TrainConfig, model: MTPModel) -> int:
         The number of depths.
     """
     return config.num_depths if model.config.num_mtp_modules else 0
+
+
+def _check_experts(config: TrainConfig, model: MTPModel) -> None:
+    """Raises `ValueError` if the mesh does not divide the experts."""
+    parts, experts = dict(config.mesh).get("expert", 1), model.config.n_routed_experts
+    if experts % parts or (parts > 1 and not experts):
+        raise ValueError(f"mesh axis expert = {parts} does not divide the model's n_routed_experts {experts}")
 
 
 def _check_trained_modules(config: TrainConfig, model: MTPModel) -> None:

@@ -120,7 +120,7 @@ def train(
     require_trackers(config)
     check_callbacks(callbacks)
     mesh, is_main_process = make_run_mesh(config), distributed.is_main_process()
-    model, make_params = init_model(config)
+    model, make_params = init_model(config, mesh)
     num_depths = num_trained_depths(config, model)
     panel_depths = max(num_depths, panel_depths)
     corpus = load_corpus(config, model.config.vocab_size, num_depths=num_depths)
@@ -342,9 +342,11 @@ def _init_state_and_step(
     if mesh is not None:
         state = shard_train_state(state, mesh, optimizer=optimizer, trains=config.trains)
         out_shardings = (jax.tree.map(lambda leaf: leaf.sharding, state), NamedSharding(mesh, PartitionSpec()))
+    # None is the embedding's dtype, which is float32 unless the trunk is frozen in another.
+    dtype = None if config.dtype == config.trunk_dtype == "float32" else config.dtype
     step = functools.partial(
         train_step,
-        model=model.clone(remat=config.remat == "layers", dtype=None if config.dtype == "float32" else config.dtype),
+        model=model.clone(remat=config.remat == "layers", dtype=dtype),
         optimizer=optimizer,
         num_depths=num_depths,
         attention_layout=config.attention_layout,

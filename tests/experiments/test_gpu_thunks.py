@@ -40,7 +40,9 @@ def test_a_thunk_sequence_is_read_as_a_tree():
         pytest.param(CONFIGS["experts"], 1, chain(1), "xla", id="experts"),
         pytest.param(CONFIGS["experts"], 1, chain(1), "triton", id="experts-kernels", marks=pytest.mark.slow),
         pytest.param(SINGLE["grouped"], 4, SPECS["tree"], "xla", id="tree", marks=pytest.mark.slow),
-        pytest.param(SINGLE["latent"], 1, SPECS["adaptive-block"], "triton", id="adaptive-kernels"),
+        pytest.param(
+            SINGLE["latent"], 1, SPECS["adaptive-block"], "triton", id="adaptive-kernels", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_the_whole_call_is_one_graph(config, batch, spec, implementation):

@@ -81,6 +81,24 @@ def test_parts_and_devices_give_the_gradients_of_the_whole(name, axes, parts, ba
     assert_same(gradients(batch, EACH[name], axes=axes, accumulation=parts), whole(EACH[name]))
 
 
+MOE = dataclasses.replace(presets["tiny-moe"], num_hidden_layers=2, router_correction_bias=False)  # it has no gradient
+
+
+@pytest.mark.parametrize(
+    ("axes", "remat"),
+    [
+        ({"fsdp": 2, "expert": 2}, True),
+        pytest.param({"fsdp": 2, "expert": 2}, False, marks=pytest.mark.slow),
+        pytest.param({"data": 2}, False, marks=pytest.mark.slow),
+        pytest.param({"data": 2, "expert": 4}, True, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_experts_of_other_devices_give_the_same_gradients(axes, remat, batch):
+    expected = gradients(batch, EACH["kl"], config=MOE)
+    assert_same(gradients(batch, EACH["kl"], config=MOE, axes=axes, remat=remat), expected)
+
+
 def test_adding_up_is_a_loop(key):
     parts = jax.random.normal(key, (5, 3, 2))
     function = lambda part: {"sum": part.sum(), "square": part @ part.T}
@@ -100,14 +118,15 @@ def collectives(text):
 
 
 @pytest.mark.parametrize("axes", [pytest.param({"data": 4}, marks=pytest.mark.slow), FOUR], ids=str)
-def test_arrays_move_once_an_update(axes, batch):
-    """Not in a loop, over parts or layers: gradients are added up where their rows are."""
+def test_only_layers_move_in_loops(axes, batch):
+    """Gradients are added up where their rows are, and summed over devices once an update; `fsdp` gathers layers."""
     optimizer = make_optimizer(TrainConfig())
     step, _ = compiled(batch, EACH["cross_entropy"], axes=axes, accumulation=2, optimizer=optimizer)
     found = collectives(step.as_text())
-    assert set(found) == {"ENTRY"}
-    kinds = set(found["ENTRY"])
+    kinds = set(found.pop("ENTRY"))
     assert kinds == ({"all-reduce"} if "fsdp" not in axes else {"all-reduce", "all-gather", "reduce-scatter"})
+    in_loops = {kind for moved in found.values() for kind in moved}
+    assert in_loops == ({"all-gather", "reduce-scatter"} if "fsdp" in axes else set())
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from mtpjax.models.params import is_of_modules
 from mtpjax.training.losses import multi_depth_loss
 from mtpjax.training.step import init_train_state, make_optimizer, train_step
 from tests import golden
+from tests.helpers import training_runs
 
 
 def batch_of(config, seed=0):
@@ -121,3 +122,41 @@ def test_modules_of_a_published_checkpoint_are_tuned_merged_and_decoded(tmp_path
     decode = DecodeConfig(max_new_tokens=8, num_steps=2)
     texts = speculative_generate(params, prompts, model=model, config=decode).rows()
     assert texts == generate(result.params, prompts, model=result.model, config=decode).rows()
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3_fp8", pytest.param("deepseek_v3_mtp2_bf16", marks=pytest.mark.slow)])
+def test_a_frozen_trunk_keeps_its_weights_and_is_split(name, tmp_path):
+    """As stored, over layers and experts: the losses are those of a trunk in float32 on one device."""
+    corpus = training_runs.write_corpus(tmp_path / "data")
+    settings = training_runs.SETTINGS | {"batch_size": 4, "steps": 3, "trains": "modules", "data": str(corpus)}
+    settings |= {"init_from": str(golden.path(name)), "attention_layout": "stream", "learning_rate": 1e-3}
+    results = {
+        form["output"]: train(TrainConfig(**settings, **form), evaluations=1)
+        for form in (
+            {"output": str(tmp_path / "whole")},
+            {"output": str(tmp_path / "split"), "mesh": {"fsdp": 2, "expert": 2}, "trunk_dtype": "stored"},
+        )
+    }
+    whole, split = results.values()
+    np.testing.assert_allclose(
+        list(training_runs.losses(split.history).values()),
+        list(training_runs.losses(whole.history).values()),
+        rtol=1e-5,
+    )
+    layer = f"layer_{split.model.config.num_hidden_layers - 1}"
+    experts = split.params["trunk"][layer]["experts"]["gate_up"]
+    _, stored = load(golden.path(name))
+    jax.tree.map(np.testing.assert_array_equal, experts, stored["trunk"][layer]["experts"]["gate_up"])
+    [values, *_] = jax.tree.leaves(experts)
+    assert values.addressable_shards[0].data.size == values.size // 4
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(split.params["mtp_0"]))
+    # What was saved loads and decodes.
+    model, params = load(split.path)
+    config = DecodeConfig(max_new_tokens=8, num_steps=2)
+    decoded = speculative_generate(params, [[1, 2, 3]], model=model, config=config)
+    assert decoded.lengths[0] == 8
+
+
+def test_a_trunk_of_another_dtype_must_be_frozen():
+    with pytest.raises(ValueError, match="trunk_dtype 'stored' needs the frozen trunk of a checkpoint"):
+        TrainConfig(trunk_dtype="stored")

@@ -93,7 +93,7 @@ class Experts(nn.Module):
         E, F = config.n_routed_experts, config.moe_intermediate_size
         router = self.param("router", nn.initializers.lecun_normal(), (D, E))
         initial = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=(2, 3), batch_axis=0)
-        over, own_width = expert_axes(E), own_size(F, "tensor")
+        (over, over_rows), own_width = expert_axes(E, decodes=cached), own_size(F, "tensor")
         own_experts = E // math.prod(map(num_parts, over))
         gate_up = self.param("gate_up", initial, (own_experts, D, 2, own_width))
         initial = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=2, batch_axis=0)
@@ -103,11 +103,9 @@ class Experts(nn.Module):
         if config.router_correction_bias:
             bias = jax.lax.stop_gradient(self.param("correction_bias", nn.initializers.zeros, (E,)))
 
-        # Route every token, run its experts, and add the shared experts, which process every token. Where `data` splits
-        # the experts too, each device runs its own for the rows of all, and the sums go back to the rows' devices.
-        flat = x.reshape(B * T, D)
-        gathers_rows = "data" in over
-        flat = all_rows(flat) if gathers_rows else flat
+        # Route every token, run its experts, and add the shared experts, which process every token. If an axis splits
+        # rows and experts, each device runs its own experts for all rows, and the sums go back to the rows' devices.
+        flat = all_rows(x.reshape(B * T, D), over_rows)
         ids, weights = route_tokens(
             flat, router, bias, routing(config), implementation=self.implementation if cached else "xla"
         )
@@ -116,11 +114,19 @@ class Experts(nn.Module):
         if over:
             first = jax.lax.axis_index(over) * own_experts
             ids = jnp.where((ids >= first) & (ids < first + own_experts), ids - first, own_experts)
-        output = _over_mesh(form, E, F)(flat, ids, weights, gate_up, down)
-        if gathers_rows:
-            output = jax.lax.psum_scatter(output, "data", scatter_dimension=0, tiled=True)
+        if over_rows and not cached:
+            # In training a device computes the rows of one device after the other, and again for the gradient: all
+            # at once would take the memory of all.
+            num_parts_of_rows = len(flat) // (B * T)
+            rows = (part.reshape(num_parts_of_rows, B * T, -1) for part in (flat, ids, weights))
+            again = jax.checkpoint(lambda rows: form(rows[0], rows[1], rows[2], gate_up, down))
+            output = jax.lax.map(again, tuple(rows)).reshape(flat.shape)
+        else:
+            output = _over_mesh(form, E, F)(flat, ids, weights, gate_up, down)
+        if over_rows:
+            output = jax.lax.psum_scatter(output, over_rows, scatter_dimension=0, tiled=True)
         output = output.reshape(B, T, D)
-        summed = [*(axis for axis in over if axis == "expert"), *(["tensor"] if is_split(F, "tensor") else [])]
+        summed = [*(axis for axis in over if axis not in over_rows), *(["tensor"] if is_split(F, "tensor") else [])]
         if config.shared_width:
             # One sum over the devices adds shared and routed experts, if it is over the same devices.
             is_one_sum = bool(summed) and is_split(config.shared_width, "tensor") == ("tensor" in summed)
