@@ -9,173 +9,29 @@ stores them.
 """
 
 import argparse
-import collections
+import concurrent.futures
 import dataclasses
 import datetime
-import functools
 import json
-import math
+import multiprocessing
 import pathlib
-import re
 import resource
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, use_abstract_mesh
 from rich.console import Console
 
-from mtpjax import ModelConfig, MTPModel, compat
+from mtpjax.cli.mesh_flags import parse_mesh
 from mtpjax.console import narrow_table
-from mtpjax.decoding.capacity import choose_prefill_chunk
-from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.loop import decode
-from mtpjax.decoding.requests import make_drafter
-from mtpjax.decoding.sampling import SamplingFeatures
-from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import empty_state
-from mtpjax.models.config import Implementation
-from mtpjax.models.decoding_layout import align_blocks, part_specs
+from mtpjax.evaluation import plan
+from mtpjax.evaluation.compiled_call import compile_call, stored_shapes
 from mtpjax.models.presets import presets
-from mtpjax.models.quantized import BlockScaled
 
 RESULT = pathlib.Path(__file__).parent / "results" / "mesh_table.json"
 SLOTS = 4096
-FP8_PLACES = re.compile(r"(query|query_down|query_up|latent_down|qkv|output|gate_up|down)$")
-COLLECTIVE = re.compile(
-    r"= (?P<results>.*?) (?P<name>all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\("
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Compiled:
-    """One compiled call.
-
-    Attributes:
-        arguments: bytes per device of weights and state.
-        temp: bytes per device besides.
-        collectives: how often each (operation, shapes, place in the program) stands in the module.
-        kernels: Triton calls in the module.
-        seconds: CPU seconds of the compilation.
-    """
-
-    arguments: int
-    temp: int
-    collectives: Mapping[tuple[str, str, str], int]
-    kernels: int
-    seconds: float
-
-
-def as_stored(path, leaf, *, has_fp8: bool):
-    """Gives a parameter the dtype of a checkpoint: bfloat16, or fp8 with the scales of 128 x 128 blocks."""
-    name = "/".join(key.key for key in path)
-    if not has_fp8 or leaf.ndim < 2 or not FP8_PLACES.search(name):
-        return leaf.astype(jnp.bfloat16)
-    # The input axis: behind that of the experts, and else the first.
-    is_stack = re.search(r"experts/(gate_up|down)$", name) is not None
-    axis = (1 if is_stack else 0) - leaf.ndim
-    shape = list(leaf.shape)
-    shape[axis] = -(-shape[axis] // 128)
-    return BlockScaled(leaf.astype(jnp.float8_e4m3fn), jnp.ones(shape, jnp.float32), axis=axis, block=128)
-
-
-def compile_call(
-    config: ModelConfig,
-    sizes: Mapping[str, int],
-    *,
-    rows: int,
-    slots: int = SLOTS,
-    num_steps: int = 1,
-    has_fp8: bool = True,
-    implementation: Implementation = "triton",
-    prefill_chunk: int | None = 64,
-) -> Compiled:
-    """Compiles the decoding call of a model for a mesh of H100s.
-
-    Args:
-        config: the model's config.
-        sizes: sizes of the mesh axes.
-        rows: rows of the batch.
-        slots: cache slots of each row.
-        num_steps: draft levels.
-        has_fp8: the checkpoint's weights are fp8.
-        implementation: what runs the kernels.
-        prefill_chunk: tokens of a prefill pass; None: as `speculative_generate` chooses for prompts of half the slots.
-
-    Returns:
-        What the compiled module needs.
-    """
-    model = MTPModel(config, implementation=implementation)
-    settings = DecodeConfig(num_steps=num_steps)
-    drafter = make_drafter(settings)
-    if prefill_chunk is None:
-        prefill_chunk = choose_prefill_chunk(model, rows, "cuda", longest_prompt=slots // 2, max_length=slots)
-    spec = DecodeSpec.from_config(settings, is_greedy=True, prefill_chunk=prefill_chunk)
-
-    def make():
-        params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
-        state = empty_state(
-            model=model,
-            drafter=drafter,
-            spec=spec,
-            batch=rows,
-            capacity=slots,
-            stops_shape=(8, 1),
-            features=SamplingFeatures(),
-            dtype=jnp.bfloat16,
-        )
-        params = jax.tree_util.tree_map_with_path(functools.partial(as_stored, has_fp8=has_fp8), params)
-        return align_blocks(params, config, sizes), state
-
-    params, state = jax.eval_shape(make)
-    mesh = compat.make_mesh(sizes, compat.h100_devices(f"1x1x{math.prod(sizes.values())}"))
-    params = _place(params, part_specs(params, config, sizes), mesh)
-    state = _place(state, part_specs(state, config, sizes, is_state=True), mesh)
-    draft_params = drafter.default_params(params, settings, model=model)
-    begin = time.process_time()
-    with use_abstract_mesh(mesh.abstract_mesh):
-        lowered = decode.plain.lower(params, draft_params, state, model=model, drafter=drafter, spec=spec)
-        compiled = lowered.compile()
-    memory = compiled.memory_analysis()
-    assert memory is not None, "XLA reports no memory for this platform"
-    text = str(compiled.as_text())
-    return Compiled(
-        arguments=memory.argument_size_in_bytes,
-        temp=memory.temp_size_in_bytes,
-        collectives=find_collectives(text),
-        kernels=text.count('custom_call_target="__gpu$xla.gpu.triton"'),
-        seconds=time.process_time() - begin,
-    )
-
-
-def _place(tree, specs, mesh: Mesh):
-    def shape(leaf, spec):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
-
-    return jax.tree.map(shape, tree, specs)
-
-
-def find_collectives(text: str) -> dict[tuple[str, str, str], int]:
-    """Counts the collectives of a compiled module by operation, shapes and place; layers count as one place."""
-    found: collections.Counter[tuple[str, str, str]] = collections.Counter()
-    for line in text.splitlines():
-        match = COLLECTIVE.search(line)
-        if match:
-            source = re.search(r'op_name="([^"]*)"', line)
-            place = re.sub(r"layer_\d+", "layer_*", source[1]) if source else ""
-            found[match["name"], re.sub(r"\{[^}]*\}", "", match["results"]), place] += 1
-    return dict(found)
-
-
-def parse_mesh(text: str) -> dict[str, int]:
-    """Reads "data=8,tensor=8"."""
-    return {name: int(size) for name, size in (part.split("=") for part in text.split(","))}
-
-
-MODELS = {"deepseek-v3": presets["deepseek-v3"]}
+CHUNK = 64  # tokens of a prefill pass
 # model, fp8, mesh, rows
 CELLS = (
     ("deepseek-v3", True, {"tensor": 8}, 8),
@@ -184,15 +40,21 @@ CELLS = (
     ("deepseek-v3", True, {"data": 8, "tensor": 8}, 64),
     ("deepseek-v3", False, {"data": 8, "tensor": 8}, 64),
     ("deepseek-v3", True, {"data": 32, "tensor": 8}, 256),
+    ("glm-4.5", True, {"tensor": 8}, 8),
+    ("glm-4.5", True, {"data": 8, "tensor": 8}, 64),
+    ("qwen3.5-35b-a3b", False, {"tensor": 8}, 8),
+    ("qwen3.5-35b-a3b", False, {"data": 8}, 64),
 )
 
 
 def measure(name: str, has_fp8: bool, sizes: Mapping[str, int], rows: int, layers: int | None) -> dict[str, Any]:
     """Compiles one cell and returns what JSON holds of it."""
-    config = MODELS[name]
+    config = presets[name]
     if layers is not None:
         config = dataclasses.replace(config, num_hidden_layers=layers, first_k_dense_replace=1)
-    found = compile_call(config, sizes, rows=rows, has_fp8=has_fp8)
+    params = stored_shapes(config, has_fp8=has_fp8)
+    found = compile_call(config, sizes, rows=rows, slots=SLOTS, params=params, prefill_chunk=CHUNK)
+    guess = plan.plan_layout(config, params, sizes, rows=rows, slots=SLOTS, num_steps=1, prefill_chunk=CHUNK)
     return {
         "model": name,
         "layers": config.num_hidden_layers,
@@ -202,6 +64,8 @@ def measure(name: str, has_fp8: bool, sizes: Mapping[str, int], rows: int, layer
         "slots": SLOTS,
         "arguments": found.arguments,
         "temp": found.temp,
+        "planned_arguments": guess.arguments,
+        "planned_temp": guess.temp,
         "kernels": found.kernels,
         "collectives": [[*key, count] for key, count in sorted(found.collectives.items(), key=lambda item: -item[1])],
         "cpu_seconds": round(found.seconds),
@@ -209,36 +73,44 @@ def measure(name: str, has_fp8: bool, sizes: Mapping[str, int], rows: int, layer
     }
 
 
+def measure_alone(name: str, has_fp8: bool, sizes: Mapping[str, int], rows: int, layers: int | None) -> dict[str, Any]:
+    """Runs `measure` in a process of its own, whose memory is that of this cell."""
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(measure, name, has_fp8, sizes, rows, layers).result()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Compiles the cells and prints them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=None, help="of the trunk, one of them dense (default: all)")
+    parser.add_argument("--model", default="deepseek-v3", choices=sorted(presets), help="with --mesh (%(default)s)")
     parser.add_argument(
-        "--mesh", type=parse_mesh, default=None, help="one mesh, such as data=8,tensor=8 (default: all)"
+        "--mesh", type=parse_mesh, default=None, help="one mesh, such as data=8,tensor=8 (default: all cells)"
     )
     parser.add_argument("--rows", type=int, default=64, help="rows with --mesh (default: %(default)s)")
     parser.add_argument("--bf16", action="store_true", help="with --mesh: weights of bfloat16")
     parser.add_argument("--output", type=pathlib.Path, default=RESULT)
     options = parser.parse_args(argv)
-    cells = CELLS if options.mesh is None else (("deepseek-v3", not options.bf16, options.mesh, options.rows),)
+    cells = CELLS if options.mesh is None else ((options.model, not options.bf16, options.mesh, options.rows),)
     about = {"date": datetime.date.today().isoformat(), "jax": jax.__version__, "argv": sys.argv[1:]}
     rows: list[dict[str, Any]] = []
     for number, cell in enumerate(cells, start=1):
         print(f"{number}/{len(cells)} {cell[0]}, {cell[2]}, {cell[3]} rows", file=sys.stderr, flush=True)
-        rows.append(measure(*cell, options.layers))
+        rows.append(measure_alone(*cell, options.layers))
         # Keep each cell before the next one begins.
         options.output.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
     table = narrow_table("a decoding call on H100s: compiled, not run; GB per device")
-    for heading in ("mesh", "weights", "rows", "arguments", "temp", "kernels", "collectives", "CPU s"):
+    for heading in ("model", "mesh", "weights", "rows", "arguments", "temp", "planned temp", "collectives", "CPU s"):
         table.add_column(heading, justify="right")
     for row in rows:
         table.add_row(
+            row["model"],
             " ".join(f"{name} {size}" for name, size in row["mesh"].items()),
             row["weights"],
             str(row["rows"]),
             f"{row['arguments'] / 1e9:.2f}",
             f"{row['temp'] / 1e9:.2f}",
-            str(row["kernels"]),
+            f"{row['planned_temp'] / 1e9:.2f}",
             str(sum(count for *_, count in row["collectives"])),
             str(row["cpu_seconds"]),
         )

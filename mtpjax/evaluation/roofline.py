@@ -6,7 +6,7 @@ the kernels of this package, not what was measured; the assumptions are constant
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from mtpjax.models.cache import empty_cache
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.params import param_shapes
+from mtpjax.models.sharding import CACHE_AXES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Device:
         fp8_bandwidth_share: the same of kernels that read fp8 weights, which they must convert.
         flops_share: share of the operations that kernels are assumed to reach.
         seconds_per_launch: assumed time from the end of a kernel to the work of the next one within a graph.
+        link: bytes a second that a GPU sends to those of its node, one direction.
+        network: bytes a second that a GPU sends to those of other nodes.
     """
 
     name: str
@@ -40,13 +43,15 @@ class Device:
     fp8_bandwidth_share: float
     flops_share: float
     seconds_per_launch: float
+    link: float
+    network: float
 
 
 # Shares of bandwidth are estimates from the kernels' machine code: loads in flight, and instructions per tile.
 DEVICES = {
-    "h100": Device("H100 SXM", 80e9, 3.35e12, 989e12, 0.8, 0.65, 0.5, 2e-6),
-    "h200": Device("H200", 141e9, 4.8e12, 989e12, 0.8, 0.55, 0.5, 2e-6),
-    "mi300x": Device("MI300X", 192e9, 5.3e12, 1307e12, 0.65, 0.23, 0.35, 3e-6),
+    "h100": Device("H100 SXM", 80e9, 3.35e12, 989e12, 0.8, 0.65, 0.5, 2e-6, 450e9, 50e9),
+    "h200": Device("H200", 141e9, 4.8e12, 989e12, 0.8, 0.55, 0.5, 2e-6, 450e9, 50e9),
+    "mi300x": Device("MI300X", 192e9, 5.3e12, 1307e12, 0.65, 0.23, 0.35, 3e-6, 448e9, 50e9),
 }
 # Launches with kernels, counted by `python -m experiments.gpu_launches` in modules compiled for an H100.
 LAUNCHES_PER_DENSE_LAYER = 9
@@ -140,19 +145,33 @@ def predict_round(
         raise ValueError(f"{num_steps} draft levels need at least one MTP module, and the model has none")
     if not weight_bytes > 0:
         raise ValueError(f"weight_bytes must be above 0, got {weight_bytes}")
-    parts = tuple(_parts(config, batch, context, num_steps, weight_bytes))
-    # Caches stay bfloat16; all other parts are mostly weights.
-    share = device.bandwidth_share if weight_bytes > 1.5 else device.fp8_bandwidth_share
-    seconds = tuple(
+    leaves, _ = jax.tree_util.tree_flatten_with_path(param_shapes(config))
+    shapes = [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf.shape) for path, leaf in leaves]
+    elements = count_weights(config, ((name, shape, math.prod(shape)) for name, shape in shapes))
+    nbytes = {name: weight_bytes * count for name, count in elements.items()}
+    work = Work(elements, nbytes, rows=batch, expert_rows=batch)
+    parts = tuple(parts_of_round(config, work, context, num_steps))
+    seconds = tuple(time / num_devices for time in seconds_of_parts(parts, device, has_fp8=weight_bytes < 1.5))
+    launches = count_launches(config, num_steps)
+    return Prediction(parts, launches, seconds, launches * device.seconds_per_launch)
+
+
+def seconds_of_parts(parts: Sequence[Part], device: Device, *, has_fp8: bool) -> tuple[float, ...]:
+    """Returns the seconds of each part: its bytes or its operations, whichever takes longer.
+
+    Args:
+        parts: the parts of a round.
+        device: the GPU.
+        has_fp8: weights are fp8. Caches stay bfloat16; all other parts are mostly weights.
+    """
+    share = device.fp8_bandwidth_share if has_fp8 else device.bandwidth_share
+    return tuple(
         max(
             part.nbytes / (device.bandwidth * (device.bandwidth_share if part.name == "cache" else share)),
             part.flops / (device.flops * device.flops_share),
         )
-        / num_devices
         for part in parts
     )
-    launches = count_launches(config, num_steps)
-    return Prediction(parts, launches, seconds, launches * device.seconds_per_launch)
 
 
 def count_launches(config: ModelConfig, num_steps: int) -> int:
@@ -186,64 +205,94 @@ def weights_of(config: ModelConfig, *, weight_bytes: float = 2.0) -> float:
     return weight_bytes * sum(math.prod(leaf.shape) for leaf in leaves)
 
 
-def _parts(config, batch, context, num_steps, weight_bytes) -> Iterator[Part]:
-    """Yields the parts of a round."""
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a device has of a model and a batch.
+
+    Attributes:
+        elements: numbers in its weights, by group: "trunk" and "module" (layers without routed experts), "trunk experts",
+            "module experts", and "head".
+        nbytes: bytes of the same.
+        rows: its rows.
+        expert_rows: rows for whose tokens it computes its experts.
+        tensor: devices among which heads are split.
+    """
+
+    elements: Mapping[str, float]
+    nbytes: Mapping[str, float]
+    rows: int
+    expert_rows: int
+    tensor: int = 1
+
+
+def parts_of_round(config: ModelConfig, work: Work, context: int, num_steps: int) -> Iterator[Part]:
+    """Computes bytes and operations of one device in a round.
+
+    Args:
+        config: the model's config.
+        work: what the device has.
+        context: tokens in each row's KV cache.
+        num_steps: draft levels; 0 is plain decoding.
+
+    Yields:
+        The parts.
+    """
     # Each draft level runs one module: the first over the round's new tokens, the others over one.
-    tokens = batch * (num_steps + 1)
-    groups = _count_weights(config)
-    yield Part("weights", weight_bytes * groups["trunk"], 2 * tokens * groups["trunk"])
-    if groups["trunk experts"]:
-        yield _experts("experts", config, groups["trunk experts"], [tokens], weight_bytes)
-    yield Part("head", weight_bytes * groups["head"], 2 * tokens * groups["head"])
-    yield _cache(config, config.trunk_kinds, batch, context, tokens)
+    elements, nbytes, nodes = work.elements, work.nbytes, num_steps + 1
+    tokens = work.rows * nodes
+    yield Part("weights", nbytes["trunk"], 2 * tokens * elements["trunk"])
+    if elements["trunk experts"]:
+        yield _experts("experts", config, work, "trunk experts", [nodes])
+    yield Part("head", nbytes["head"], 2 * tokens * elements["head"])
+    yield _cache(config, config.trunk_kinds, work, context, tokens)
     if not num_steps:
         return
-    rows = [batch * (num_steps + 1)] + [batch] * (num_steps - 1)
-    per_module = groups["module"] / config.num_mtp_modules
-    dense = per_module + groups["head"]
-    nbytes, flops = (
-        weight_bytes * dense * num_steps,
-        2 * sum(rows) * per_module + 2 * batch * num_steps * groups["head"],
-    )
-    if groups["module experts"]:
-        experts = _experts("", config, groups["module experts"] / config.num_mtp_modules, rows, weight_bytes)
-        nbytes, flops = nbytes + experts.nbytes, flops + experts.flops
-    cache = _cache(config, (config.mtp_kind,), batch, context, sum(rows))
-    yield Part("MTP modules", nbytes + num_steps * cache.nbytes, flops + cache.flops)
+    passes, modules = [nodes] + [1] * (num_steps - 1), config.num_mtp_modules
+    read = num_steps * (nbytes["module"] / modules + nbytes["head"])
+    flops = 2 * work.rows * (sum(passes) * elements["module"] / modules + num_steps * elements["head"])
+    if elements["module experts"]:
+        experts = _experts("", config, work, "module experts", passes)
+        read, flops = read + experts.nbytes / modules, flops + experts.flops / modules
+    cache = _cache(config, (config.mtp_kind,), work, context, work.rows * sum(passes))
+    yield Part("MTP modules", read + num_steps * cache.nbytes, flops + cache.flops)
 
 
-def _count_weights(config: ModelConfig) -> dict[str, int]:
-    """Counts the weights that a pass reads: of the trunk and the modules without and with experts, and of the head."""
-    counts: dict[str, int] = {name: 0 for name in ("trunk", "trunk experts", "module", "module experts", "head")}
-    leaves, _ = jax.tree_util.tree_flatten_with_path(param_shapes(config))
-    for path, leaf in leaves:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        is_stack = "/experts/" in name and len(leaf.shape) > 2 and leaf.shape[0] == config.n_routed_experts
+def count_weights(config: ModelConfig, leaves: Iterable[tuple[str, Any, float]]) -> dict[str, float]:
+    """Adds up what a pass reads, by the groups of `Work`.
+
+    Args:
+        config: the model's config.
+        leaves: path, whole shape and amount (numbers, or bytes) of each array.
+
+    Returns:
+        The amounts by group. Embeddings are looked up, not read whole; a tied one is the head.
+    """
+    counts = {name: 0.0 for name in ("trunk", "trunk experts", "module", "module experts", "head")}
+    for name, shape, amount in leaves:
+        is_stack = "/experts/" in name and len(shape) > 2 and shape[0] == config.n_routed_experts
         owner = "trunk" if name.startswith("trunk") else "module" if name.startswith("mtp_") else None
-        # Embeddings are looked up, not read whole; a tied one is the head.
-        if "embedding" in name and owner != "trunk":
-            continue
-        if name == "head":
-            counts["head"] += math.prod(leaf.shape)
-        elif owner:
-            counts[owner + " experts" * is_stack] += math.prod(leaf.shape)
-    if config.tie_word_embeddings:
-        counts["head"] = config.vocab_size * config.hidden_size
+        if name == "head" or (name == "embedding" and config.tie_word_embeddings):
+            counts["head"] += amount
+        elif owner and ("embedding" not in name or owner == "trunk"):
+            counts[owner + " experts" * is_stack] += amount
     return counts
 
 
-def _experts(name, config, weights, passes, weight_bytes) -> Part:
+def _experts(name: str, config: ModelConfig, work: Work, group: str, passes: Sequence[int]) -> Part:
     """Returns the chosen experts' bytes: those that at least one of a pass's tokens is expected to choose."""
     share = config.num_experts_per_tok / config.n_routed_experts
-    chosen = sum(1 - (1 - share) ** tokens for tokens in passes)
-    return Part(name, weight_bytes * weights * chosen, 2 * weights * share * sum(passes))
+    tokens = [work.expert_rows * nodes for nodes in passes]
+    chosen = sum(1 - (1 - share) ** count for count in tokens)
+    return Part(name, work.nbytes[group] * chosen, 2 * work.elements[group] * share * sum(tokens))
 
 
-def _cache(config, kinds, batch, context, tokens) -> Part:
+def _cache(config: ModelConfig, kinds, work: Work, context: int, tokens: int) -> Part:
     """Returns the caches' bytes, and the operations of attention: each query with every key and value."""
     made = jax.eval_shape(lambda: empty_cache(config, kinds, 1, context, jnp.bfloat16))
     nbytes = sum(
-        math.prod(leaf.shape) * leaf.dtype.itemsize for layer in made.layers for leaf in jax.tree.leaves(layer)
+        math.prod(leaf.shape) * leaf.dtype.itemsize / (work.tensor if "heads" in CACHE_AXES[name] else 1)
+        for layer in made.layers
+        for name, leaf in layer.items()
     )
     flops = 0.0
     for kind in kinds:
@@ -252,7 +301,7 @@ def _cache(config, kinds, batch, context, tokens) -> Part:
         elif kind.attention == "latent":
             width = 2 * config.kv_lora_rank + config.qk_rope_head_dim
             flops += 2 * tokens * config.num_attention_heads * width * context
-    return Part("cache", batch * nbytes, flops)
+    return Part("cache", work.rows * nbytes, flops / work.tensor)
 
 
 def tokens_per_round(acceptance_rate: float, num_steps: int) -> float:

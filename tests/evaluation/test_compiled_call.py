@@ -7,7 +7,8 @@ import re
 import numpy as np
 import pytest
 
-from experiments.mesh_table import compile_call, find_collectives, parse_mesh
+from mtpjax.cli.mesh_flags import parse_mesh
+from mtpjax.evaluation.compiled_call import compile_call, find_collectives, stored_shapes
 from mtpjax.models.presets import presets
 
 V3 = dataclasses.replace(presets["deepseek-v3"], num_hidden_layers=4, first_k_dense_replace=1)
@@ -38,7 +39,8 @@ def per_layer(compiled, loop: str) -> dict[str, int]:
     ids=["tensor", "data"],
 )
 def test_no_weight_travels_and_every_kernel_runs(sizes, rows, most_temp):
-    compiled = compile_call(V3, sizes, rows=rows)
+    params = stored_shapes(V3, has_fp8=True)
+    compiled = compile_call(V3, sizes, rows=rows, slots=4096, params=params, prefill_chunk=64)
     print(f"temp {compiled.temp / 1e9:.2f} GB, {compiled.kernels} kernels, {compiled.seconds:.0f} s")
     # Every collective is one that the modules ask for; XLA's partitioner would add its own for weights. Two that XLA
     # joins have no place. The largest is that of the hidden states of a prefill chunk.

@@ -1,0 +1,202 @@
+"""Compiles the decoding call of a model from shapes alone, for H100s on a mesh: memory, collectives and kernels.
+
+Nothing runs, and no GPU is needed (`mtpjax.compat.h100_devices` says what is).
+"""
+
+import collections
+import dataclasses
+import functools
+import math
+import re
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, use_abstract_mesh
+
+from mtpjax import compat
+from mtpjax.decoding.capacity import choose_prefill_chunk
+from mtpjax.decoding.config import DecodeConfig
+from mtpjax.decoding.loop import decode
+from mtpjax.decoding.requests import make_drafter
+from mtpjax.decoding.sampling import SamplingFeatures
+from mtpjax.decoding.spec import DecodeSpec
+from mtpjax.decoding.state import empty_state
+from mtpjax.models.config import Implementation, ModelConfig
+from mtpjax.models.decoding_layout import align_blocks, copy_key_value_heads, fit_config, part_specs
+from mtpjax.models.model import MTPModel
+from mtpjax.models.params import param_shapes
+from mtpjax.models.quantized import BlockScaled
+
+FP8_PLACES = re.compile(r"(query|query_down|query_up|latent_down|qkv|output|gate_up|down)$")
+COLLECTIVE = re.compile(
+    r"= (?P<results>.*?) (?P<name>all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\("
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """One compiled call.
+
+    Attributes:
+        arguments: bytes per device of weights and state.
+        temp: bytes per device besides.
+        collectives: how often each (operation, shapes, place in the program) stands in the module.
+        kernels: Triton calls in the module.
+        seconds: CPU seconds of the compilation.
+    """
+
+    arguments: int
+    temp: int
+    collectives: Mapping[tuple[str, str, str], int]
+    kernels: int
+    seconds: float
+
+
+def stored_shapes(config: ModelConfig, *, has_fp8: bool) -> dict:
+    """Returns the shapes and dtypes of a model's parameters in a published checkpoint.
+
+    Args:
+        config: the model's config.
+        has_fp8: the matrices are fp8 with a scale for each 128 x 128 block, as DeepSeek-V3 stores them; embedding, head
+            and the rest are bfloat16 either way.
+
+    Returns:
+        A tree of `jax.ShapeDtypeStruct`, and of `BlockScaled`.
+    """
+    store = functools.partial(_as_stored, has_fp8=has_fp8)
+    return jax.eval_shape(lambda params: jax.tree_util.tree_map_with_path(store, params), param_shapes(config))
+
+
+def _as_stored(path, leaf, *, has_fp8: bool):
+    name = "/".join(key.key for key in path)
+    if not has_fp8 or leaf.ndim < 2 or not FP8_PLACES.search(name):
+        return leaf.astype(jnp.bfloat16)
+    # The input axis: behind that of the experts, and else the first.
+    is_stack = re.search(r"experts/(gate_up|down)$", name) is not None
+    axis = (1 if is_stack else 0) - leaf.ndim
+    shape = list(leaf.shape)
+    shape[axis] = -(-shape[axis] // 128)
+    return BlockScaled(leaf.astype(jnp.float8_e4m3fn), jnp.ones(shape, jnp.float32), axis=axis, block=128)
+
+
+def call_shapes(
+    config: ModelConfig, params: dict, sizes: Mapping[str, int], *, rows: int, slots: int, num_steps: int
+) -> tuple[ModelConfig, dict, Any]:
+    """Returns the shapes of a decoding call's arguments, as they lie on a mesh.
+
+    Args:
+        config: the model's config.
+        params: shapes of its parameters, as from `stored_shapes`.
+        sizes: sizes of the mesh axes by name.
+        rows: rows of the batch.
+        slots: cache slots of each row.
+        num_steps: draft levels.
+
+    Returns:
+        The config to decode with, the parameters, and the state. Shapes are those of whole arrays.
+    """
+    fitted = fit_config(config, sizes)
+
+    def make(params):
+        if fitted != config:
+            params = copy_key_value_heads(params, config, fitted.num_key_value_heads)
+        settings = DecodeConfig(num_steps=num_steps)
+        state = empty_state(
+            model=MTPModel(fitted),
+            drafter=make_drafter(settings),
+            spec=DecodeSpec.from_config(settings, is_greedy=True),
+            batch=rows,
+            capacity=slots,
+            stops_shape=(8, 1),
+            features=SamplingFeatures(),
+            dtype=jnp.bfloat16,
+        )
+        return align_blocks(params, fitted, sizes), state
+
+    return fitted, *jax.eval_shape(make, params)
+
+
+def compile_call(
+    config: ModelConfig,
+    sizes: Mapping[str, int],
+    *,
+    rows: int,
+    slots: int,
+    num_steps: int = 1,
+    params: dict | None = None,
+    implementation: Implementation = "triton",
+    prefill_chunk: int | None = None,
+) -> Compiled:
+    """Compiles the decoding call of a model for a mesh of H100s.
+
+    Args:
+        config: the model's config.
+        sizes: sizes of the mesh axes.
+        rows: rows of the batch.
+        slots: cache slots of each row.
+        num_steps: draft levels.
+        params: shapes of the parameters; None: `stored_shapes` in bfloat16.
+        implementation: what runs the kernels.
+        prefill_chunk: tokens of a prefill pass; None: as `speculative_generate` chooses for prompts of half the slots.
+
+    Returns:
+        What the compiled module needs.
+
+    Raises:
+        RuntimeError: the CUDA plug-in is missing.
+    """
+    mesh = compat.make_mesh(sizes, compat.h100_devices(f"1x1x{math.prod(sizes.values())}"))
+    params = stored_shapes(config, has_fp8=False) if params is None else params
+    config, params, state = call_shapes(config, params, sizes, rows=rows, slots=slots, num_steps=num_steps)
+    model = MTPModel(config, implementation=implementation)
+    settings = DecodeConfig(num_steps=num_steps)
+    drafter = make_drafter(settings)
+    if prefill_chunk is None:
+        prefill_chunk = choose_prefill_chunk(model, rows, "cuda", longest_prompt=slots // 2, max_length=slots)
+    spec = DecodeSpec.from_config(settings, is_greedy=True, prefill_chunk=prefill_chunk)
+    params = _place(params, part_specs(params, config, sizes), mesh)
+    state = _place(state, part_specs(state, config, sizes, is_state=True), mesh)
+    draft_params = drafter.default_params(params, settings, model=model)
+    begin = time.process_time()
+    with use_abstract_mesh(mesh.abstract_mesh):
+        lowered = decode.plain.lower(params, draft_params, state, model=model, drafter=drafter, spec=spec)
+        compiled = lowered.compile()
+    memory = compiled.memory_analysis()
+    assert memory is not None, "XLA reports no memory for this platform"
+    text = str(compiled.as_text())
+    return Compiled(
+        arguments=memory.argument_size_in_bytes,
+        temp=memory.temp_size_in_bytes,
+        collectives=find_collectives(text),
+        kernels=text.count('custom_call_target="__gpu$xla.gpu.triton"'),
+        seconds=time.process_time() - begin,
+    )
+
+
+def _place(tree, specs, mesh: Mesh):
+    def shape(leaf, spec):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(shape, tree, specs)
+
+
+def find_collectives(text: str) -> dict[tuple[str, str, str], int]:
+    """Counts the collectives of a compiled module by operation, shapes and place; layers count as one place.
+
+    Args:
+        text: the module's text.
+
+    Returns:
+        How often each (operation, shapes, place) stands in it.
+    """
+    found: collections.Counter[tuple[str, str, str]] = collections.Counter()
+    for line in text.splitlines():
+        match = COLLECTIVE.search(line)
+        if match:
+            source = re.search(r'op_name="([^"]*)"', line)
+            place = re.sub(r"layer_\d+", "layer_*", source[1]) if source else ""
+            found[match["name"], re.sub(r"\{[^}]*\}", "", match["results"]), place] += 1
+    return dict(found)
