@@ -1,4 +1,4 @@
-"""`mtpjax profile`, `tune`, `vocabulary`, `eval` and `ablate`."""
+"""`mtpjax profile`, `tune`, `plan`, `vocabulary`, `eval` and `ablate`."""
 
 import dataclasses
 import json
@@ -18,6 +18,7 @@ from mtpjax.cli.common import (
 from mtpjax.cli.config_flags import DRAFT_FIELDS, SHAPE_FIELDS, add_config_flags, decode_settings, flag_names
 from mtpjax.cli.help import command_parser
 from mtpjax.cli.mesh_flags import add_mesh_flags, load_on_mesh, open_mesh
+from mtpjax.cli.planning import add_plan, run_plan
 from mtpjax.cli.prediction import add_prediction_flags, run_prediction
 from mtpjax.cli.tuning import add_tune, run_tune
 from mtpjax.errors import printable
@@ -31,6 +32,7 @@ def add_commands(commands) -> None:
     """
     _add_profile(commands)
     add_tune(commands)
+    add_plan(commands)
     _add_vocabulary(commands)
     _add_eval(commands)
     _add_ablate(commands)
@@ -359,6 +361,7 @@ def _ablate(options) -> int:
 COMMANDS = {
     "profile": _profile,
     "tune": run_tune,
+    "plan": run_plan,
     "vocabulary": _vocabulary,
     "eval": _eval,
     "ablate": _ablate,

@@ -46,7 +46,8 @@ def run_prediction(options) -> int:
         raise ValueError(
             f"--predict takes chains of 0 or more drafts, got num_steps {options.num_steps}, topk {options.topk}"
         )
-    config, weight_bytes = _model_to_predict(options.model_path, model_type(options))
+    config, params = read_model(options.model_path, model_type(options))
+    weight_bytes = 2.0 if params is None else _bytes_of_weight(params)
     rows, tables = roofline.tables(
         config,
         devices=options.device,
@@ -65,22 +66,41 @@ def run_prediction(options) -> int:
     return 0
 
 
-def _model_to_predict(path: str, family: str | None):
-    """Returns the config of a preset, a checkpoint or a folder with `config.json` alone, and the bytes of a weight."""
+def read_model(path: str, family: str | None):
+    """Reads what a prediction needs of a preset, a checkpoint or a folder with `config.json` alone.
+
+    Args:
+        path: the preset or folder.
+        family: the family to read a Hugging Face directory as, or None.
+
+    Returns:
+        The config, and the shapes of the parameters as they are stored; None for a preset, which nobody stored.
+    """
     from conversion.hf_config import parse_config
+    from mtpjax.evaluation.compiled_call import stored_shapes
     from mtpjax.io.checkpoint_format import is_checkpoint
-    from mtpjax.io.inspect import inspect
-    from mtpjax.models.config import ModelConfig
+    from mtpjax.io.inspect import stored_params
     from mtpjax.models.presets import presets
     from mtpjax.safe_open import read_json_file
 
     folder = pathlib.Path(path)
     if path in presets and not folder.exists():
-        return presets[path], 2.0
+        return presets[path], None
     has_config_alone = (folder / "config.json").is_file() and not any(folder.glob("*.safetensors"))
     if has_config_alone and not is_checkpoint(folder):
         parsed = parse_config(read_json_file(folder / "config.json", max_bytes=MAX_CONFIG_BYTES), family)
-        return parsed.model, 1.0 if parsed.block else 2.0
-    facts = inspect(path, model_type=family)
-    numbers = facts["parameters"]["trunk"] + facts["parameters"]["mtp"]
-    return ModelConfig.from_dict(facts["configuration"]), facts["bytes_of_parameters"] / numbers
+        return parsed.model, stored_shapes(parsed.model, has_fp8=parsed.block is not None)
+    return stored_params(path, model_type=family)
+
+
+def _bytes_of_weight(params) -> float:
+    """Returns the bytes of a number in the mean; scales of fp8 blocks are bytes of their weight."""
+    import math
+
+    import jax
+
+    leaves = [
+        (leaf, getattr(path[-1], "name", "") != "scales") for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    ]
+    nbytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf, _ in leaves)
+    return nbytes / sum(math.prod(leaf.shape) for leaf, is_weight in leaves if is_weight)

@@ -149,20 +149,20 @@ def compile_call(
         RuntimeError: the CUDA plug-in is missing.
     """
     mesh = compat.make_mesh(sizes, compat.h100_devices(f"1x1x{math.prod(sizes.values())}"))
-    params = stored_shapes(config, has_fp8=False) if params is None else params
-    config, params, state = call_shapes(config, params, sizes, rows=rows, slots=slots, num_steps=num_steps)
+    stored = stored_shapes(config, has_fp8=False) if params is None else params
+    config, shapes, state = call_shapes(config, stored, sizes, rows=rows, slots=slots, num_steps=num_steps)
     model = MTPModel(config, implementation=implementation)
     settings = DecodeConfig(num_steps=num_steps)
     drafter = make_drafter(settings)
     if prefill_chunk is None:
         prefill_chunk = choose_prefill_chunk(model, rows, "cuda", longest_prompt=slots // 2, max_length=slots)
     spec = DecodeSpec.from_config(settings, is_greedy=True, prefill_chunk=prefill_chunk)
-    params = _place(params, part_specs(params, config, sizes), mesh)
+    placed = _place(shapes, part_specs(shapes, config, sizes), mesh)
     state = _place(state, part_specs(state, config, sizes, is_state=True), mesh)
-    draft_params = drafter.default_params(params, settings, model=model)
+    draft_params = drafter.default_params(placed, settings, model=model)
     begin = time.process_time()
     with use_abstract_mesh(mesh.abstract_mesh):
-        lowered = decode.plain.lower(params, draft_params, state, model=model, drafter=drafter, spec=spec)
+        lowered = decode.plain.lower(placed, draft_params, state, model=model, drafter=drafter, spec=spec)
         compiled = lowered.compile()
     memory = compiled.memory_analysis()
     assert memory is not None, "XLA reports no memory for this platform"

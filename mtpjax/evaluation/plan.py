@@ -1,7 +1,8 @@
-"""Plans a model on many GPUs before any is rented: what fits, how long a round takes, and on which mesh: `mtpjax plan`.
+"""Plans a model on many GPUs before any is rented (`mtpjax plan`): what fits, how long a round takes, on which mesh.
 
-Bytes of weights, caches and state are arithmetic: the shapes of the decoding call's arguments, divided as they lie on the
-mesh. Temporary memory and time are estimates; `mtpjax.evaluation.compiled_call` compiles the call to know the former.
+Bytes of weights, caches and state are arithmetic: the shapes of the decoding call's arguments, divided as they lie on
+the mesh. Temporary memory and time are estimates; `mtpjax.evaluation.compiled_call` compiles the call to know the
+former.
 """
 
 import dataclasses
@@ -27,7 +28,6 @@ from mtpjax.models.decoding_layout import find_copies, part_specs
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import is_of_modules
 from mtpjax.models.sharding import param_spec
-from mtpjax.models.trunk import stack_layers
 
 GPUS_PER_NODE = 8
 USABLE_SHARE = 0.9  # of a GPU's memory; the rest is the driver's, the allocator's and that of collectives
@@ -136,9 +136,7 @@ def list_meshes(count: int) -> list[dict[str, int]]:
 
     Experts need no axis of their own: `data` splits them too.
     """
-    return [
-        {"data": count // tensor, "tensor": tensor} for tensor in range(count, 0, -1) if count % tensor == 0
-    ]
+    return [{"data": count // tensor, "tensor": tensor} for tensor in range(count, 0, -1) if count % tensor == 0]
 
 
 def plan_layout(
@@ -166,8 +164,8 @@ def plan_layout(
         The plan.
 
     Raises:
-        ValueError: a number is out of range, there are draft levels without MTP modules, or the mesh does not divide the
-            model.
+        ValueError: a number is out of range, there are draft levels without MTP modules, or the mesh does not divide
+            the model.
     """
     for name, value, least in (("batch", rows, 1), ("context", slots, 2), ("num_steps", num_steps, 0)):
         if value < least:
@@ -302,7 +300,7 @@ def estimate_round(
 def _collectives(
     config: ModelConfig, device: Device, sizes: Mapping[str, int], rows: int, num_steps: int
 ) -> Iterator[Collective]:
-    """Yields what travels in a round. Sums are rings: a device sends `2 (n-1)/n` of the bytes, or `(n-1)/n` of a half."""
+    """Yields what travels in a round. In a ring of n devices each sends `2 (n-1)/n` of a sum's bytes."""
     tensor, data = sizes.get("tensor", 1), sizes.get("data", 1)
     passes = [(config.trunk_kinds, num_steps + 1)] + [((config.mtp_kind,), num_steps + 1)] * bool(num_steps)
     passes += [((config.mtp_kind,), 1)] * max(num_steps - 1, 0)
@@ -323,7 +321,9 @@ def _collectives(
         sums = layers * own_rows + (layers - moe) * own_rows + moe * (rows if data > 1 else own_rows)
         yield travel("sums of layers", "tensor", 2 * count, share * row_bytes * sums)
         heads = 1 + num_steps
-        yield travel("embedding and best tokens", "tensor", 3 * heads, share * row_bytes * own_rows * (2 * num_steps + 1))
+        yield travel(
+            "embedding and best tokens", "tensor", 3 * heads, share * row_bytes * own_rows * (2 * num_steps + 1)
+        )
     if data > 1:
         if moe:
             share = (data - 1) / data
@@ -331,11 +331,10 @@ def _collectives(
         yield travel("whether all rows have ended", "data", 1, 1)
 
 
-def train_bytes(config: ModelConfig, params: dict, sizes: Mapping[str, int], *, trains: str = "all") -> int:
+def train_bytes(params: dict, sizes: Mapping[str, int], *, trains: str = "all") -> int:
     """Computes the bytes of parameters and optimiser per device in training.
 
     Args:
-        config: the model's config.
         params: shapes of the parameters as they are stored, which a frozen trunk keeps.
         sizes: sizes of the mesh axes by name.
         trains: the trained part, as in `mtpjax.TrainConfig`: float32, with AdamW's two moments.
@@ -344,7 +343,7 @@ def train_bytes(config: ModelConfig, params: dict, sizes: Mapping[str, int], *, 
         Bytes.
     """
     total = 0.0
-    for path, leaf in jax.tree_util.tree_leaves_with_path(jax.eval_shape(lambda: stack_layers(params, config))):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         own = math.prod(leaf.shape) / math.prod(sizes[axis] for axis in param_spec(name, leaf.shape, sizes) if axis)
         is_trained = trains != "modules" or is_of_modules(name)

@@ -210,8 +210,8 @@ class Work:
     """What a device has of a model and a batch.
 
     Attributes:
-        elements: numbers in its weights, by group: "trunk" and "module" (layers without routed experts), "trunk experts",
-            "module experts", and "head".
+        elements: numbers in its weights, by group: "trunk" and "module" (layers without routed experts), "trunk
+            experts", "module experts", and "head".
         nbytes: bytes of the same.
         rows: its rows.
         expert_rows: rows for whose tokens it computes its experts.

@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any
 
+import jax
 import numpy as np
 
 from conversion.families import Layout
@@ -19,8 +20,10 @@ from conversion.read_params import scale_spec
 from conversion.safetensors_header import DTYPE_NAMES
 from mtpjax.io.checkpoint_format import find_checkpoint, is_checkpoint
 from mtpjax.io.checkpoint_reader import CheckpointReader
+from mtpjax.io.param_tree import unflatten
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.decoding_layout import find_copies, param_part_spec
+from mtpjax.models.quantized import BlockScaled
 from mtpjax.safe_open import is_gguf
 
 LINE_WIDTH, NAME_WIDTH = 80, 14  # columns of a printed line, and of the names at its beginning
@@ -48,6 +51,7 @@ def inspect(path, *, mesh: dict[str, int] | None = None, model_type: str | None 
     # Read the description of either format; `config` and `sizes` are intermediate values, the rest is reported.
     facts = _inspect_mtpjax(found) if is_checkpoint(found) else _inspect_hugging_face(path, model_type)
     config, sizes = facts.pop("config"), facts.pop("sizes")
+    facts.pop("scaled")
     # The same numbers for both formats: they follow from the configuration and the shapes.
     facts["parameters"] = count_parameters(config)
     facts["bytes_of_parameters"] = sum(math.prod(shape) * dtype.itemsize for shape, dtype in sizes.values())
@@ -61,6 +65,30 @@ def inspect(path, *, mesh: dict[str, int] | None = None, model_type: str | None 
     facts["attention"] = count_attention_kinds(config)
     facts["configuration"] = config.to_dict()
     return facts
+
+
+def stored_params(path, *, model_type: str | None = None) -> tuple[ModelConfig, dict]:
+    """Describes the parameters of a checkpoint as they are stored, without reading weights.
+
+    Args:
+        path: the checkpoint, or a run folder that holds one.
+        model_type: the family to use instead of the one that `config.json` names.
+
+    Returns:
+        The configuration, and a tree of `jax.ShapeDtypeStruct`, with `BlockScaled` for fp8 blocks.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or not supported.
+    """
+    found = find_checkpoint(path)
+    facts = _inspect_mtpjax(found) if is_checkpoint(found) else _inspect_hugging_face(path, model_type)
+    leaves: dict[str, Any] = {
+        name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in facts["sizes"].items()
+    }
+    for name, (axis, block) in facts["scaled"].items():
+        values, scales = leaves.pop(name, None) or leaves.pop(f"{name}/values"), leaves.pop(f"{name}/scales")
+        leaves[name] = BlockScaled(values, scales, axis=axis, block=block)
+    return facts["config"], unflatten(leaves)
 
 
 def count_attention_kinds(config: ModelConfig) -> dict[str, int]:
@@ -185,6 +213,11 @@ def _inspect_hugging_face(path, model_type: str | None) -> dict[str, Any]:
             "other": list(plan.other),
             "config": plan.config,
             "sizes": dict(_param_sizes(files, plan)),
+            "scaled": {
+                path: (spec.in_axis, plan.scales.columns)
+                for path, spec in plan.specs.items()
+                if spec.slices[0].name in plan.scales.names
+            },
         }
 
 
@@ -218,6 +251,7 @@ def _inspect_mtpjax(path: pathlib.Path) -> dict[str, Any]:
         "other": [],
         "config": config,
         "sizes": sizes,
+        "scaled": stored.scaled,
     }
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from mtpjax.cli.mesh_flags import parse_mesh
 from mtpjax.evaluation.compiled_call import compile_call, find_collectives, stored_shapes
+from mtpjax.evaluation.plan import plan_layout
 from mtpjax.models.presets import presets
 
 V3 = dataclasses.replace(presets["deepseek-v3"], num_hidden_layers=4, first_k_dense_replace=1)
@@ -48,6 +49,10 @@ def test_no_weight_travels_and_every_kernel_runs(sizes, rows, most_temp):
     largest = max(elements(shapes) for _, shapes, _ in compiled.collectives)
     assert largest <= 2 * rows * 64 * V3.hidden_size
     assert compiled.temp <= most_temp
+    planned = plan_layout(V3, params, sizes, rows=rows, slots=4096, num_steps=1, prefill_chunk=64)
+    print(f"planned {planned.arguments / 1e9:.3f} + {planned.temp / 1e9:.3f} GB of {compiled.arguments / 1e9:.3f}")
+    assert abs(planned.arguments / compiled.arguments - 1) < 1e-3
+    assert abs(planned.total / (compiled.arguments + compiled.temp) - 1) < 0.05
     # Two passes, of prefill and of the loop, through four layers: one sum of attention, at most three of experts.
     counts = per_layer(compiled, "while/body")
     assert counts.get("attention", 0) + counts.get("dense", 0) + counts.get("experts", 0) > 0

@@ -1,0 +1,138 @@
+"""`mtpjax plan`."""
+
+import json
+import math
+import sys
+
+from mtpjax.atomic import check_output_file
+from mtpjax.cli.common import add_model_type_flag, add_plot_formats_flag, model_type
+from mtpjax.cli.help import command_parser
+from mtpjax.cli.mesh_flags import parse_mesh
+from mtpjax.cli.prediction import read_model
+
+
+def add_plan(commands) -> None:
+    """Adds the command and its flags to the subcommands of the `mtpjax` parser."""
+    plan = command_parser(
+        "Plan a model on many GPUs before you rent them: memory per GPU, the largest batch and context, the time of a "
+        "round and the speed-up of drafts, on every mesh that divides the model. Weights, caches and state are "
+        "arithmetic. Temporary memory and times are estimates of what the kernels of this package could do, not "
+        "measurements; --compile compiles the call for H100s instead, without a GPU."
+    )
+    plan.add_argument(
+        "model", help="a preset, such as deepseek-v3, a checkpoint, or a folder with nothing but config.json"
+    )
+    add_model_type_flag(plan)
+    plan.add_argument("--device", default="h100", help="the GPU: h100, h200, mi300x (default: %(default)s)")
+    plan.add_argument("--count", type=int, default=8, help="GPUs (default: %(default)s)")
+    plan.add_argument("--mesh", default="", metavar="AXIS=SIZE,...", help="one mesh (default: all of data x tensor)")
+    plan.add_argument(
+        "--batch-size", "--batch", type=int, default=8, help="rows decoded together (default: %(default)s)"
+    )
+    plan.add_argument("--context", type=int, default=4096, help="tokens of a row (default: %(default)s)")
+    plan.add_argument("--num-steps", type=int, default=1, help="draft levels per round (default: %(default)s)")
+    plan.add_argument(
+        "--accept-length",
+        type=float,
+        default=None,
+        help="tokens per round that the drafts are assumed to give, the bonus token included (by default 0.8 of each "
+        "level, given those before it)",
+    )
+    plan.add_argument(
+        "--weights",
+        choices=("stored", "fp8", "bfloat16"),
+        default="stored",
+        help="dtype of the matrices: stored is the checkpoint's, and bfloat16 for a preset (default: %(default)s)",
+    )
+    plan.add_argument(
+        "--prefill-chunk", type=int, default=None, help="tokens of a prefill pass (by default as decoding chooses)"
+    )
+    plan.add_argument(
+        "--train",
+        nargs="?",
+        const="all",
+        default=None,
+        choices=("all", "modules"),
+        help="bytes of parameters and optimiser in training instead, of everything or of the MTP modules on a frozen "
+        "trunk as it is stored",
+    )
+    plan.add_argument(
+        "--compile", action="store_true", help="compile the fastest layout that fits for H100s; takes minutes"
+    )
+    plan.add_argument("--output", default=None, help="JSON file to write; its picture gets the same name")
+    add_plot_formats_flag(plan)
+    commands.add_subcommand("plan", plan, help="what a model needs on many GPUs, and how fast it could be there")
+
+
+def run_plan(options) -> int:
+    """Prints the plans, and returns the exit code."""
+    import pathlib
+
+    import rich.console
+
+    from mtpjax.atomic import write_text
+    from mtpjax.evaluation import plan, plan_report
+    from mtpjax.evaluation.compiled_call import compile_call, stored_shapes
+    from mtpjax.evaluation.roofline import DEVICES, tokens_per_round
+
+    if options.output is not None:
+        check_output_file(options.output)
+    if options.device not in DEVICES:
+        raise ValueError(f"device {options.device!r} is not one of {', '.join(DEVICES)}")
+    if options.count < 1:
+        raise ValueError(f"count must be at least 1, got {options.count}")
+    if options.compile and options.device != "h100":
+        raise ValueError(f"--compile compiles for H100s, not for {options.device}")
+    device, console = DEVICES[options.device], rich.console.Console()
+    config, params = read_model(options.model, model_type(options))
+    if params is None or options.weights != "stored":
+        params = stored_shapes(config, has_fp8=options.weights == "fp8")
+    if options.train is not None:
+        rows = plan_report.train_rows(config, params, device, count=options.count, trains=options.train)
+        console.print(plan_report.train_table(rows, device, options.count))
+        if options.output is not None:
+            write_text(options.output, json.dumps(rows, indent=1) + "\n")
+        return 0
+    if options.num_steps < 0:
+        raise ValueError(f"num_steps must be at least 0, got {options.num_steps}")
+    num_steps = options.num_steps if config.num_mtp_modules else 0
+    accept_length = tokens_per_round(0.8, num_steps) if options.accept_length is None else options.accept_length
+    if not 1 <= accept_length <= num_steps + 1:
+        raise ValueError(
+            f"accept_length must be within 1..{num_steps + 1} with {num_steps} draft levels, got {accept_length}"
+        )
+    sizes = parse_mesh(options.mesh)
+    if "fsdp" in sizes or (sizes and math.prod(sizes.values()) != options.count):
+        raise ValueError(f"--mesh {options.mesh} must cover {options.count} GPUs with data, expert and tensor")
+    result = plan_report.compare_meshes(
+        config,
+        params,
+        device,
+        [sizes] if sizes else plan.list_meshes(options.count),
+        rows=options.batch_size,
+        context=options.context,
+        num_steps=num_steps,
+        accept_length=accept_length,
+        prefill_chunk=options.prefill_chunk,
+    )
+    for line in plan_report.describe(result, device, options.count):
+        console.print(line)
+    if options.compile and result.best is not None:
+        best = result.best.plan
+        print(f"compiling {best.mesh}", file=sys.stderr, flush=True)
+        found = compile_call(
+            config,
+            best.mesh,
+            rows=best.rows,
+            slots=best.slots,
+            num_steps=num_steps,
+            params=params,
+            prefill_chunk=best.prefill_chunk,
+        )
+        result.compiled = {"arguments": found.arguments, "temp": found.temp, "cpu_seconds": found.seconds}
+        result.compiled["collectives"] = sum(found.collectives.values())
+        console.print(plan_report.compiled_line(result))
+    if options.output is not None:
+        write_text(options.output, json.dumps(result.to_json(), indent=1) + "\n")
+        plan_report.draw(pathlib.Path(options.output).with_suffix(""), result, device, options.plot_formats)
+    return 0 if result.best is not None else 1

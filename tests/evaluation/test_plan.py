@@ -1,0 +1,146 @@
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from mtpjax import DecodeConfig, compat, init_state, load, shard_for_decoding
+from mtpjax.cli.main import main
+from mtpjax.evaluation.compiled_call import stored_shapes
+from mtpjax.evaluation.plan import estimate_round, list_meshes, plan_layout, train_bytes
+from mtpjax.evaluation.plan_report import compare_meshes
+from mtpjax.evaluation.roofline import DEVICES
+from mtpjax.io.inspect import stored_params
+from mtpjax.models.presets import presets
+from tests.golden import path
+
+H100, V3 = DEVICES["h100"], presets["deepseek-v3"]
+
+
+@pytest.fixture(scope="module")
+def stored():
+    return stored_shapes(V3, has_fp8=True)
+
+
+def run(arguments):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    return ended.value.code
+
+
+def held_by_one_device(tree):
+    device = jax.devices()[0]
+    shards = (shard for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards)
+    return sum(shard.data.nbytes for shard in shards if shard.device == device)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("deepseek_v3_fp8", {"data": 2, "tensor": 2}),
+        ("glm4_moe", {"data": 4, "tensor": 2}),
+        ("qwen3_5_moe", {"data": 2, "expert": 2, "tensor": 2}),
+    ],
+)
+def test_the_bytes_are_those_that_a_device_holds(name, sizes):
+    config, params = stored_params(path(name))
+    found = plan_layout(config, params, sizes, rows=8, slots=256, num_steps=2)
+    mesh = compat.make_mesh(sizes)
+    model, placed = shard_for_decoding(*load(path(name), mesh=mesh), mesh)
+    assert found.weights == held_by_one_device(placed)
+    state = init_state(
+        jax.tree.map(lambda leaf: leaf, placed),
+        model=model,
+        config=DecodeConfig(num_steps=2, acceptance="greedy", prefill_chunk=8),
+        num_slots=8,
+        max_length=200,
+        stops_shape=(8, 1),
+        features=None,
+    )
+    # Of the state the caches are compared: this one is for every kind of request.
+    caches = held_by_one_device((state.trunk, state.drafter))
+    scale = 2 / jnp.dtype(placed["embedding"].dtype).itemsize  # the plan's caches are bfloat16
+    slots = state.tokens.shape[1]
+    assert 0.9 < caches * scale * 256 / slots / found.state <= 1
+
+
+def test_a_plan_knows_what_fits(stored):
+    meshes = list_meshes(64)
+    assert {"data": 8, "tensor": 8} in meshes and len(meshes) == 7
+    plans = {mesh["tensor"]: plan_layout(V3, stored, mesh, rows=64, slots=4096, num_steps=1) for mesh in meshes}
+    # Compiled: 16.9 GB of arguments (experiments/results/mesh_table.json).
+    assert 16.5e9 < plans[8].arguments < 17.1e9
+    # `tensor` copies the latents, `data` copies attention.
+    assert plans[64].state > 60 * plans[1].state and plans[1].weights > 2 * plans[64].weights
+    for found in plans.values():
+        assert found.free(H100) > 0
+        batch, context = found.largest_batch(H100), found.largest_context(H100)
+        larger = plan_layout(V3, stored, found.mesh, rows=batch, slots=4096, num_steps=1, prefill_chunk=64)
+        assert larger.rows == batch and abs(larger.free(H100)) < 0.1 * H100.memory
+        longer = plan_layout(V3, stored, found.mesh, rows=64, slots=context, num_steps=1, prefill_chunk=64)
+        assert abs(longer.free(H100)) < 0.02 * H100.memory
+
+
+def test_more_devices_and_fewer_bytes_take_less_time(stored):
+    def seconds(sizes, params=stored, rows=64, steps=1):
+        return estimate_round(V3, params, H100, sizes, rows=rows, context=4096, num_steps=steps).seconds
+
+    assert seconds({"data": 8, "tensor": 8}) < seconds({"data": 8, "tensor": 2})
+    assert seconds({"tensor": 8}, rows=8) < seconds({"tensor": 8}, stored_shapes(V3, has_fp8=False), rows=8)
+    # A sum that leaves the node is slower than one inside.
+    inside, outside = (
+        estimate_round(V3, stored, H100, {"data": 1, "tensor": tensor}, rows=8, context=64, num_steps=0)
+        for tensor in (8, 16)
+    )
+    assert inside.collectives[0].seconds < outside.collectives[0].seconds
+
+
+def test_the_fastest_that_fits_is_chosen(stored):
+    settings = {"rows": 64, "context": 4000, "num_steps": 1, "accept_length": 1.8}
+    result = compare_meshes(V3, stored, H100, list_meshes(16), **settings)
+    assert result.best is min(result.candidates, key=lambda each: each.drafted.seconds)
+    assert 1 < result.speedup(result.best) < 1.8
+    assert not compare_meshes(V3, stored, H100, list_meshes(4), **settings).best
+    glm = presets["glm-4.5"]
+    result = compare_meshes(glm, stored_shapes(glm, has_fp8=True), H100, list_meshes(64), **settings)
+    assert [mesh for mesh, _ in result.excluded] == [{"data": 1, "tensor": 64}, {"data": 64, "tensor": 1}]
+
+
+def test_bytes_of_training(stored):
+    # As compiled: docs/results/meshes.md.
+    nbytes = train_bytes(stored, {"fsdp": 8, "expert": 8}, trains="modules")
+    assert nbytes == pytest.approx(20.37e9, rel=2e-3)
+    assert train_bytes(stored, {"fsdp": 64, "expert": 1}) > 100e9
+
+
+def test_the_command(tmp_path, capsys):
+    output = tmp_path / "plan.json"
+    flags = ["plan", str(path("deepseek_v3_fp8")), "--count", "4", "--context", "200"]
+    assert run([*flags, "--output", str(output)]) == 0
+    printed = capsys.readouterr().out
+    assert "fastest that fits" in printed and max(map(len, printed.splitlines())) <= 80
+    content = json.loads(output.read_text())
+    assert sum(row["is_best"] for row in content["candidates"]) == 1
+    assert (tmp_path / "plan.png").stat().st_size
+    assert run(["plan", "deepseek-v3", "--count", "8"]) == 1
+    assert "nothing fits 8 H100 SXM" in " ".join(capsys.readouterr().out.split())
+    assert run(["plan", "deepseek-v3", "--weights", "fp8", "--train", "modules", "--count", "64"]) == 0
+    assert "20.39" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--device", "a100"], "device 'a100' is not one of h100, h200, mi300x"),
+        (["--count", "0"], "count must be at least 1, got 0"),
+        (["--batch", "0"], "batch must be at least 1, got 0"),
+        (["--num-steps", "-1"], "num_steps must be at least 0, got -1"),
+        (["--accept-length", "5"], "accept_length must be within 1..2 with 1 draft levels, got 5.0"),
+        (["--mesh", "tensor=3", "--count", "3"], "tensor 3 of the mesh does not divide vocab_size 256"),
+        (["--mesh", "tensor=4"], "--mesh tensor=4 must cover 8 GPUs"),
+        (["--compile", "--device", "h200"], "--compile compiles for H100s, not for h200"),
+    ],
+)
+def test_wrong_settings_are_one_line(flags, named, capsys):
+    assert run(["plan", "tiny", *flags]) == 2
+    assert named in capsys.readouterr().err
