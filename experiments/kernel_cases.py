@@ -415,9 +415,9 @@ def _gated_delta_steps() -> Iterator[Case]:
 
 
 def _gated_delta() -> Iterator[Case]:
+    yield _delta_case(gated_delta, 16, 64, DELTA_HEADS[0], states=2, made=1)  # a prefill pass of decoding
     for rows, tokens, heads in ((1, 8192, DELTA_HEADS[0]), (4, 8192, DELTA_HEADS[0]), (1, 8192, DELTA_HEADS[1])):
         yield _delta_case(gated_delta, rows, tokens, heads, states=2, made=1)
-    yield _delta_case(gated_delta, 16, 64, DELTA_HEADS[0], states=2, made=1)  # a prefill pass of decoding
 
 
 def _block_scaled_matmul() -> Iterator[Case]:

@@ -35,7 +35,9 @@ IN_CALLBACK = """
 """
 
 
-@pytest.mark.parametrize("what", ["import module", IN_CALLBACK], ids=["import", "callback"])
+@pytest.mark.parametrize(
+    "what", ["import module", pytest.param(IN_CALLBACK, marks=pytest.mark.slow)], ids=["import", "callback"]
+)
 def test_an_interrupt_waits_for_an_import_and_is_not_lost_in_a_callback(what, tmp_path):
     (tmp_path / "module.py").write_text(INTERRUPTED_MODULE)
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.getcwd()}"}

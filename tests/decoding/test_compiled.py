@@ -48,7 +48,13 @@ SPECS = {  # beyond greedy chains; trees of few nodes, so that the scores of att
     "adaptive-block": DecodeSpec(3, 1, 4, "block", is_adaptive=True),
 }
 
-SLOW_SPECS = ("sample-tree", "token", "threshold", "adaptive")  # like others, so not compiled for an H100 by default
+SLOW_SPECS = (
+    "sample-tree",
+    "token",
+    "threshold",
+    "adaptive",
+    "adaptive-block",
+)  # like others, so not compiled for an H100 by default
 
 NO_RESULT = {"parameter", "get-tuple-element", "tuple", "bitcast", "while", "call", "conditional", "constant"}
 UPDATES = {"dynamic-update-slice", "scatter"}

@@ -81,7 +81,7 @@ SHAPES = {
 }
 CHOSEN = {
     ("latent", "greedy tree"),
-    ("latent", "adaptive block"),
+    ("grouped", "adaptive"),
     ("grouped", "recursive tree"),
     ("sparse", "block"),
     ("hybrid", "window"),

@@ -175,7 +175,12 @@ def with_q_at_another_temperature(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("mutate", "calls"), [(by_absolute_position, 12), (with_the_bonus_from_p, 3), (with_q_at_another_temperature, 3)]
+    ("mutate", "calls"),
+    [
+        pytest.param(by_absolute_position, 12, marks=pytest.mark.slow),
+        (with_the_bonus_from_p, 3),
+        (with_q_at_another_temperature, 3),
+    ],
 )
 def test_mutants_are_caught(mutate, calls, tiny, monkeypatch):
     mutate(monkeypatch)
@@ -278,7 +283,10 @@ def test_log_probabilities_are_those_of_a_teacher_forced_pass(small):
     [
         pytest.param({"acceptance": "block"}, marks=pytest.mark.slow),
         pytest.param({"topk": 3, "num_draft_tokens": 9, "acceptance": "recursive"}, marks=pytest.mark.slow),
-        {"acceptance": "sample", "depth_policy": "adaptive", "depth_costs": (1.0, 1.2, 1.4)},
+        pytest.param(
+            {"acceptance": "sample", "depth_policy": "adaptive", "depth_costs": (1.0, 1.2, 1.4)}, marks=pytest.mark.slow
+        ),
+        {"acceptance": "token"},
     ],
     ids=lambda changes: changes["acceptance"],
 )

@@ -195,6 +195,7 @@ def test_layer_runs_the_kernel_on_one_device_and_on_each_of_a_mesh(axes, block, 
     assert {weight.shape[0] for _, _, weight in calls} == {4 // axes.get("expert", 1)}
 
 
+@pytest.mark.slow
 def test_speculation_with_the_kernel_in_the_loop_gives_the_tokens_of_plain_decoding(small):
     model, params = small("latent", "mixed")
     prompts = [[3, 14, 15], [9, 2, 6, 5, 3]]

@@ -52,6 +52,7 @@ def test_three_modules_are_made_trained_and_saved(pairs, tmp_path, caplog):
     assert read_model_config(tmp_path / "out" / "model.yaml") == model.config
 
 
+@pytest.mark.slow
 def test_a_run_of_a_yaml_model_resumes_from_what_it_saved(pairs, tmp_path):
     file = tmp_path / "mine.yaml"
     model = dataclasses.replace(presets["tiny"], hidden_size=16, num_hidden_layers=2, intermediate_size=24, head_dim=4)

@@ -94,6 +94,7 @@ def decoder_of(small):
     return make
 
 
+@pytest.mark.slow
 def test_decoded_figures_are_those_of_decoding(decoder_of):
     """Greedy ones as predicted; on the way a batch is decoded, at the end all prompts, with costs."""
     decoder, params = decoder_of(2, 70)

@@ -1,0 +1,21 @@
+"""An update compiled for H100s: what a device needs besides its part of the parameters."""
+
+import pytest
+
+from experiments.train_table import CELLS, compile_update
+
+MOST = {"16B-A2.4B": {8: 36e9, 64: 23e9}}
+ALL_OF_A_DEVICE = 72e9
+
+
+@pytest.mark.h100
+@pytest.mark.parametrize(
+    "cell", [pytest.param(cell, marks=[] if cell[2] == "modules" else pytest.mark.slow) for cell in CELLS], ids=str
+)
+def test_an_update_fits(cell):
+    name, config, trains, sizes = cell
+    arguments, temp, seconds = compile_update(config, trains, sizes)
+    num_devices = sizes["fsdp"] * sizes.get("expert", 1)
+    print(f"{name}, {sizes}: {arguments / 1e9:.2f} + {temp / 1e9:.2f} GB, {seconds:.0f} s")
+    assert arguments + temp < ALL_OF_A_DEVICE
+    assert temp < MOST.get(name, {}).get(num_devices, ALL_OF_A_DEVICE)
