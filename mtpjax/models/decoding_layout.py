@@ -69,33 +69,35 @@ def fit_to_mesh(
         ValueError: an axis of the mesh does not divide a size of the model.
     """
     if not allow_copies:
-        check_divisible(model.config, sizes)
+        check_divisible(model.config, sizes, num_expert_slots(params))
     config = fit_config(model.config, sizes)
     if config == model.config:
         return model, params
     return model.clone(config=config), copy_key_value_heads(params, model.config, config.num_key_value_heads)
 
 
-def check_divisible(config: ModelConfig, sizes: Mapping[str, int]) -> None:
+def check_divisible(config: ModelConfig, sizes: Mapping[str, int], num_slots: int | None = None) -> None:
     """Checks that the axes of a mesh divide the sizes of a model that they split.
 
     Args:
         config: the model's config.
         sizes: sizes of the mesh axes by name.
+        num_slots: experts with their copies; None: without copies.
 
     Raises:
         ValueError: they do not. The message names the axes and the size.
     """
-    for problem in find_copies(config, sizes):
+    for problem in find_copies(config, sizes, num_slots):
         raise ValueError(f"{problem}: choose another mesh, or let every device hold a copy with allow_copies")
 
 
-def find_copies(config: ModelConfig, sizes: Mapping[str, int]) -> list[str]:
+def find_copies(config: ModelConfig, sizes: Mapping[str, int], num_slots: int | None = None) -> list[str]:
     """Lists the sizes of a model that the axes of a mesh do not divide, so that devices hold copies.
 
     Args:
         config: the model's config.
         sizes: sizes of the mesh axes by name.
+        num_slots: experts with their copies; None: without copies.
 
     Returns:
         One sentence for each, without its full stop.
@@ -113,7 +115,10 @@ def find_copies(config: ModelConfig, sizes: Mapping[str, int]) -> list[str]:
         over_tensor["intermediate_size"] = config.intermediate_size
     if any(kind.is_moe for kind in kinds):
         over_tensor["moe_intermediate_size"] = config.moe_intermediate_size
-        over_experts["n_routed_experts"] = config.n_routed_experts
+        if num_slots is None or num_slots == config.n_routed_experts:
+            over_experts["n_routed_experts"] = config.n_routed_experts
+        else:
+            over_experts["the slots of experts,"] = num_slots
         if config.shared_width:
             over_tensor["the width of the shared experts,"] = config.shared_width
     return [
@@ -122,6 +127,14 @@ def find_copies(config: ModelConfig, sizes: Mapping[str, int]) -> list[str]:
         for name, size in split.items()
         if size % math.prod(sizes.get(axis, 1) for axis in axes)
     ]
+
+
+def num_expert_slots(params: dict) -> int | None:
+    """Returns the slots of a model's stacks of experts, copies included; None without experts."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_scaled):
+        if _names(path).endswith("experts/down"):
+            return leaf.shape[0]
+    return None
 
 
 def fit_config(config: ModelConfig, sizes: Mapping[str, int]) -> ModelConfig:
@@ -263,7 +276,7 @@ def _part_spec(path: str, shape, axes: tuple[str | None, ...], config: ModelConf
     for axis, size in zip(axes, shape, strict=False):
         if axis == "expert":
             candidates = [{name: sizes.get(name, 1) for name in over} for over in EXPERT_AXES]
-            chosen = next((over for over in candidates if divides(units["expert"], over)), {})
+            chosen = next((over for over in candidates if divides(size, over)), {})
             names.append(tuple(chosen) or None)
             continue
         name = MESH_AXES.get(axis or "", "")
@@ -285,7 +298,6 @@ def _units(path: str, config: ModelConfig) -> dict[str, int]:
         "vocab": config.vocab_size,
         "heads": config.linear_num_key_heads if is_delta else of_attention,
         "ffn": ffn,
-        "expert": config.n_routed_experts,
     }
 
 

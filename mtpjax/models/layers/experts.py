@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Mapping
 
 import flax.linen as nn
 import jax
@@ -65,6 +66,20 @@ def mix_experts(x, ids, weights, gate_up, down, *, inference: bool, implementati
     return grouped_matmul(x, ids, weights, gate_up, down, **scales, inference=inference, implementation=implementation)
 
 
+def choose_slots(ids: jax.Array, placement: Mapping[str, jax.Array]) -> jax.Array:
+    """Chooses a copy of each token's experts: tokens take turns.
+
+    Args:
+        ids: `[n, k]` experts.
+        placement: `slots_of_expert [E, C]` and `num_slots [E]`, as `mtpjax.models.expert_placement` makes them.
+
+    Returns:
+        `[n, k]` slots of the stacks.
+    """
+    turn = jnp.arange(len(ids))[:, None] % placement["num_slots"][ids]
+    return jnp.take_along_axis(placement["slots_of_expert"][ids], turn[..., None], axis=-1)[..., 0]
+
+
 def routing(config: ModelConfig) -> Routing:
     """Returns how the config chooses experts."""
     return Routing(
@@ -91,10 +106,13 @@ class Experts(nn.Module):
         config = self.config
         B, T, D = x.shape
         E, F = config.n_routed_experts, config.moe_intermediate_size
+        # Slots of the stacks: one for each expert, or several for those that `expert_placement` copied.
+        placement = self.get_variable("params", "placement")
+        num_slots = E if placement is None else placement["expert_of_slot"].shape[0]
         router = self.param("router", nn.initializers.lecun_normal(), (D, E))
         initial = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=(2, 3), batch_axis=0)
-        (over, over_rows), own_width = expert_axes(E, decodes=cached), own_size(F, "tensor")
-        own_experts = E // math.prod(map(num_parts, over))
+        (over, over_rows), own_width = expert_axes(num_slots, decodes=cached), own_size(F, "tensor")
+        own_experts = num_slots // math.prod(map(num_parts, over))
         gate_up = self.param("gate_up", initial, (own_experts, D, 2, own_width))
         initial = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=2, batch_axis=0)
         down = self.param("down", initial, (own_experts, own_width, D))
@@ -109,6 +127,9 @@ class Experts(nn.Module):
         ids, weights = route_tokens(
             flat, router, bias, routing(config), implementation=self.implementation if cached else "xla"
         )
+        self.sow("router", "ids", ids)  # kept where the caller asks for it (`count_expert_tokens`)
+        if placement is not None:
+            ids = choose_slots(ids, placement)
         form = functools.partial(mix_experts, inference=cached, implementation=self.implementation)
         # Inside `shard_map` ids of other devices' experts become the number of own ones, which no expert has.
         if over:
@@ -122,7 +143,7 @@ class Experts(nn.Module):
             again = jax.checkpoint(lambda rows: form(rows[0], rows[1], rows[2], gate_up, down))
             output = jax.lax.map(again, tuple(rows)).reshape(flat.shape)
         else:
-            output = _over_mesh(form, E, F)(flat, ids, weights, gate_up, down)
+            output = _over_mesh(form, num_slots, F)(flat, ids, weights, gate_up, down)
         if over_rows:
             output = jax.lax.psum_scatter(output, over_rows, scatter_dimension=0, tiled=True)
         output = output.reshape(B, T, D)

@@ -1,0 +1,175 @@
+"""Places the experts of a mixture on devices by how often tokens choose them, with copies of those chosen most.
+
+Where experts are split over devices, a layer takes as long as its busiest device. Routers are not even: a few experts
+get a large share of the tokens. Copies of these and a placement that mixes frequent with rare experts even the devices
+out (DeepSeek's expert-parallel load balancer, "EPLB", has the same idea). Results stay the same: a copy has the weights
+of its expert. A placement is static, and for decoding only.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mtpjax.models.masks import full_view
+from mtpjax.models.model import MTPModel
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """The experts of one layer on a number of devices.
+
+    Attributes:
+        expert_of_slot: `[S]` int32, the expert in each slot; a device has S / devices neighbouring slots.
+        loads: `[devices]` float, the share of the tokens that each device computes, as it was measured.
+    """
+
+    expert_of_slot: np.ndarray
+    loads: np.ndarray
+
+    @property
+    def imbalance(self) -> float:
+        """Load of the busiest device over the mean; 1 is even."""
+        return float(self.loads.max() / self.loads.mean()) if self.loads.sum() else 1.0
+
+
+def count_expert_tokens(params: dict, tokens: jax.Array | np.ndarray, *, model: MTPModel) -> dict[str, np.ndarray]:
+    """Counts how many tokens choose each expert, in one pass of the trunk over whole rows.
+
+    Args:
+        params: parameters of `model` with unrolled layers.
+        tokens: `[B, T]` int32 texts of the kind that will be decoded, without padding.
+        model: the model.
+
+    Returns:
+        `[E]` counts by layer, such as "layer_3". Layers without experts are left out.
+
+    Raises:
+        ValueError: the model has no routed experts.
+    """
+    config = model.config
+    if not config.is_moe:
+        raise ValueError("the model has no routed experts")
+    ids = _chosen_experts(params, jnp.asarray(tokens, jnp.int32), model)
+    return {
+        name: np.bincount(np.asarray(chosen).ravel(), minlength=config.n_routed_experts) for name, chosen in ids.items()
+    }
+
+
+def _chosen_experts(params: dict, tokens: jax.Array, model: MTPModel) -> dict[str, jax.Array]:
+    """Returns the experts of every token, by layer."""
+
+    @jax.jit
+    def run(params, tokens):
+        view = full_view(model.config, jnp.ones_like(tokens))
+        _, kept = model.apply({"params": params}, tokens, view, method="run_trunk", mutable=["router"])
+        return {name: layer["experts"]["ids"][0] for name, layer in kept["router"]["trunk"].items()}
+
+    return run(params, tokens)
+
+
+def place_experts(counts: np.ndarray, num_devices: int, num_slots: int | None = None) -> Placement:
+    """Places the experts of a layer.
+
+    First every further slot goes to the expert whose copies have the most tokens each. Then the slots are given out by
+    their load, the largest first, each to the device with the smallest load that has a slot free.
+
+    Args:
+        counts: `[E]` tokens that chose each expert.
+        num_devices: devices over which experts are split: `data x expert` of the mesh.
+        num_slots: slots of all devices together, a multiple of their number; None: E, rounded up.
+
+    Returns:
+        The placement.
+
+    Raises:
+        ValueError: there are fewer slots than experts, or the devices do not divide them.
+
+    Example:
+        >>> import numpy as np
+        >>> from mtpjax.models.expert_placement import place_experts
+        >>> placement = place_experts(np.array([70, 10, 10, 10]), num_devices=2, num_slots=6)
+        >>> sorted(placement.expert_of_slot.tolist())
+        [0, 0, 0, 1, 2, 3]
+    """
+    counts = np.asarray(counts, float)
+    num_experts = len(counts)
+    num_slots = -(-num_experts // num_devices) * num_devices if num_slots is None else num_slots
+    if num_slots < num_experts or num_slots % num_devices:
+        raise ValueError(
+            f"num_slots must be a multiple of {num_devices} devices and at least {num_experts}, got {num_slots}"
+        )
+    # 1. Copies.
+    copies = np.ones(num_experts, int)
+    for _ in range(num_slots - num_experts):
+        copies[np.argmax(counts / copies)] += 1
+    slots = np.repeat(np.arange(num_experts), copies)
+    slot_loads = (counts / copies)[slots]
+    # 2. Devices.
+    loads, members = np.zeros(num_devices), [[] for _ in range(num_devices)]
+    for slot in np.argsort(-slot_loads, kind="stable"):
+        free = [device for device in range(num_devices) if len(members[device]) < num_slots // num_devices]
+        device = min(free, key=lambda device: loads[device])
+        members[device].append(slots[slot])
+        loads[device] += slot_loads[slot]
+    return Placement(np.array(members, np.int32).ravel(), loads / max(counts.sum(), 1))
+
+
+def apply_placement(params: dict, placements: dict[str, Placement]) -> dict:
+    """Lays the experts of a model out as placements say.
+
+    Args:
+        params: model parameters with unrolled layers.
+        placements: of trunk layers by name, such as "layer_3". Layers that are not named, and the MTP modules, get the
+            same number of slots, with copies of their first experts: experts of all layers are split alike.
+
+    Returns:
+        The parameters, for decoding with the same model.
+
+    Raises:
+        ValueError: no placement is given, they differ in their number of slots, or a layer has no experts.
+    """
+    counts = {len(placement.expert_of_slot) for placement in placements.values()}
+    if len(counts) != 1:
+        raise ValueError(f"placements must have one number of slots, got {sorted(counts)}")
+    [num_slots] = counts
+    trunk = {name: dict(layer) for name, layer in params["trunk"].items()}
+    for name in placements:
+        if "experts" not in trunk.get(name, {}):
+            raise ValueError(f"{name} is no layer of the trunk with experts")
+
+    def slots_of(name: str | None, num_experts: int) -> np.ndarray:
+        if name in placements:
+            return placements[name].expert_of_slot
+        return np.arange(num_slots, dtype=np.int32) % num_experts
+
+    for name, layer in trunk.items():
+        if "experts" in layer:
+            layer["experts"] = _with_slots(layer["experts"], slots_of(name, layer["experts"]["router"].shape[-1]))
+    modules = {}
+    for name, module in params.items():
+        block = module.get("block", {}) if isinstance(module, dict) else {}
+        if "experts" in block:
+            experts = _with_slots(block["experts"], slots_of(None, block["experts"]["router"].shape[-1]))
+            modules[name] = {**module, "block": {**block, "experts": experts}}
+    return {**params, "trunk": trunk, **modules}
+
+
+def _with_slots(experts: dict[str, Any], expert_of_slot: np.ndarray) -> dict[str, Any]:
+    """Returns a layer's experts in these slots, with the tables that `choose_slots` reads."""
+    num_experts = experts["router"].shape[-1]
+    slots = [np.flatnonzero(expert_of_slot == expert) for expert in range(num_experts)]
+    if not all(map(len, slots)):
+        raise ValueError("a placement leaves out an expert")
+    most = max(map(len, slots))
+    table = np.array([np.resize(found, most) for found in slots], np.int32)
+    # Values and scales of fp8 weights have the experts as their first axis, too.
+    taken = {name: jax.tree.map(lambda leaf: leaf[expert_of_slot], experts[name]) for name in ("gate_up", "down")}
+    placement = {
+        "expert_of_slot": jnp.asarray(expert_of_slot, jnp.int32),
+        "slots_of_expert": jnp.asarray(table),
+        "num_slots": jnp.asarray([len(found) for found in slots], jnp.int32),
+    }
+    return {**experts, **taken, "placement": placement}
