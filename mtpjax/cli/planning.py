@@ -6,6 +6,7 @@ import sys
 
 from mtpjax.atomic import check_output_file
 from mtpjax.cli.common import add_model_type_flag, add_plot_formats_flag, model_type
+from mtpjax.cli.config_flags import flag_names
 from mtpjax.cli.help import command_parser
 from mtpjax.cli.mesh_flags import parse_mesh
 from mtpjax.cli.prediction import read_model
@@ -27,10 +28,12 @@ def add_plan(commands) -> None:
     plan.add_argument("--count", type=int, default=8, help="GPUs (default: %(default)s)")
     plan.add_argument("--mesh", default="", metavar="AXIS=SIZE,...", help="one mesh (default: all of data x tensor)")
     plan.add_argument(
-        "--batch-size", "--batch", type=int, default=8, help="rows decoded together (default: %(default)s)"
+        *flag_names("batch_size"), type=int, default=8, help="rows decoded together (default: %(default)s)"
     )
     plan.add_argument("--context", type=int, default=4096, help="tokens of a row (default: %(default)s)")
-    plan.add_argument("--num-steps", type=int, default=1, help="draft levels per round (default: %(default)s)")
+    plan.add_argument(
+        *flag_names("num_steps"), type=int, default=1, help="draft levels per round (default: %(default)s)"
+    )
     plan.add_argument(
         "--accept-length",
         type=float,

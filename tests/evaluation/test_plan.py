@@ -133,7 +133,7 @@ def test_the_command(tmp_path, capsys):
     [
         (["--device", "a100"], "device 'a100' is not one of h100, h200, mi300x"),
         (["--count", "0"], "count must be at least 1, got 0"),
-        (["--batch", "0"], "batch must be at least 1, got 0"),
+        (["--batch-size", "0"], "batch must be at least 1, got 0"),
         (["--num-steps", "-1"], "num_steps must be at least 0, got -1"),
         (["--accept-length", "5"], "accept_length must be within 1..2 with 1 draft levels, got 5.0"),
         (["--mesh", "tensor=3", "--count", "3"], "tensor 3 of the mesh does not divide vocab_size 256"),
