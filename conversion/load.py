@@ -15,7 +15,7 @@ from conversion.gguf_files import open_checkpoint
 from conversion.load_plan import LoadPlan, make_plan
 from conversion.read_params import E4M3, Index, read_as, read_scales, read_values, scale_spec
 from mtpjax.errors import CheckpointFileError
-from mtpjax.models.decoding_layout import check_divisible, sharding_of
+from mtpjax.models.decoding_layout import choose_layout
 from mtpjax.models.model import MTPModel
 from mtpjax.models.quantized import BlockScaled
 from mtpjax.models.sharding import read_parts
@@ -58,14 +58,13 @@ def load(
     with open_checkpoint(path, strict=strict) as files:
         # Check everything that headers can tell before any weight is read.
         plan = make_plan(files, dtype=dtype, model_type=model_type, allow_extra=allow_extra)
-        if mesh is not None and layout == "decoding" and not allow_copies:
-            check_divisible(plan.config, mesh.shape)
+        sharding_of = None if mesh is None else choose_layout(plan.config, mesh, layout, allow_copies=allow_copies)
         _check_memory(plan, mesh)
 
         def place(path: str, shape: tuple[int, ...], read: Callable[[Index], np.ndarray]) -> jax.Array:
-            if mesh is None:
+            if sharding_of is None:
                 return jax.device_put(read(tuple((0, size) for size in shape)))
-            return read_parts(shape, sharding_of(path, shape, plan.config, mesh, layout), read)
+            return read_parts(shape, sharding_of(path, shape), read)
 
         def read(path: str):
             value = _load_param(files, plan, path, place)

@@ -27,6 +27,7 @@ from mtpjax.cli.mesh_flags import parse_mesh
 from mtpjax.console import narrow_table
 from mtpjax.evaluation import plan
 from mtpjax.evaluation.compiled_call import compile_call, stored_shapes
+from mtpjax.evaluation.plan_report import mesh_text
 from mtpjax.models.presets import presets
 
 RESULT = pathlib.Path(__file__).parent / "results" / "mesh_table.json"
@@ -105,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for row in rows:
         table.add_row(
             row["model"],
-            " ".join(f"{name} {size}" for name, size in row["mesh"].items()),
+            mesh_text(row["mesh"]),
             row["weights"],
             str(row["rows"]),
             f"{row['arguments'] / 1e9:.2f}",

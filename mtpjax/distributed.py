@@ -98,6 +98,21 @@ def any_process(flag: bool) -> bool:
     return bool(multihost_utils.process_allgather(np.int32(flag)).any()) if is_multiprocess() else flag
 
 
+def gather_processes(arrays: Any) -> Any:
+    """Gathers arrays that are spread over several processes. All of them must call it.
+
+    Args:
+        arrays: a tree of arrays.
+
+    Returns:
+        The tree with whole arrays in every process; unchanged if this process holds all of it already.
+    """
+    # On one process, arrays that are sharded over its devices stay as they are.
+    if all(getattr(leaf, "is_fully_addressable", True) for leaf in jax.tree.leaves(arrays)):
+        return arrays
+    return multihost_utils.process_allgather(arrays, tiled=True)
+
+
 def from_main_process(value: Any) -> Any:
     """Returns the value that the main process passes, in every process. All processes must call it.
 
@@ -121,7 +136,7 @@ def in_main_process(make: Callable[..., contextlib.AbstractContextManager], *arg
         *arguments: its arguments.
 
     Yields:
-        The context's own value in the main process, and an equal one in the others.
+        The context's value, in every process.
 
     Raises:
         Exception: what entering it raised. The other processes raise a `ValueError`.
@@ -135,8 +150,7 @@ def in_main_process(make: Callable[..., contextlib.AbstractContextManager], *arg
             problem = error
         if any_process(problem is not None):
             raise problem or ValueError("the first process failed, and says why")
-        copy = from_main_process(value)
-        yield value if is_main_process() else copy
+        yield from_main_process(value)
 
 
 @contextlib.contextmanager

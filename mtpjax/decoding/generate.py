@@ -155,10 +155,10 @@ def speculative_generate(
     prompts = prompts_to_arrays(prompts, lengths)
     limit = check_request(prompts, model, config, drafter)
     # 2. Move the parameters to the mesh, and resolve the static settings, which select the compiled program.
+    resolved_mesh = mesh or mesh_of(params["embedding"])
     if mesh is not None:
         model, params = shard_for_decoding(model, params, mesh, allow_copies=config.allow_copies)
-    resolved_mesh = mesh or mesh_of(params["embedding"])
-    if mesh is None and resolved_mesh is not None:
+    elif resolved_mesh is not None:
         model, params = fit_to_mesh(model, params, resolved_mesh.shape, allow_copies=config.allow_copies)
     B = len(prompts)
     longest = max(row.size for row in prompts)

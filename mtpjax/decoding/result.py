@@ -9,7 +9,7 @@ import numpy as np
 
 from mtpjax.compat import library_settings
 from mtpjax.decoding.state import DecodeState
-from mtpjax.models.sharding import gather_processes
+from mtpjax.distributed import gather_processes
 
 
 @dataclasses.dataclass(frozen=True)

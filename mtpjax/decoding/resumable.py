@@ -44,10 +44,11 @@ from mtpjax.decoding.requests import (
 from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import DecodeState, NewRows
+from mtpjax.distributed import gather_processes
 from mtpjax.models.decoding_layout import fit_to_mesh, run_in_parts
 from mtpjax.models.model import MTPModel
 from mtpjax.models.parallel import first_row
-from mtpjax.models.sharding import gather_processes, mesh_of
+from mtpjax.models.sharding import mesh_of
 
 
 @library_settings()

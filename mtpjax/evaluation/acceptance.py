@@ -19,10 +19,10 @@ from mtpjax.decoding.capacity import round_up_capacity
 from mtpjax.decoding.config import DecodeConfig, SamplingParams
 from mtpjax.decoding.generate import generate, speculative_generate
 from mtpjax.decoding.spec import DecodeSpec, Rule
+from mtpjax.distributed import gather_processes
 from mtpjax.evaluation.predict import acceptance_probabilities, expected_rounds
 from mtpjax.models.forward import forward, shift_left
 from mtpjax.models.model import MTPModel
-from mtpjax.models.sharding import gather_processes
 from mtpjax.program_memory import free_programs_if_full
 
 MAX_LOGITS_PER_PASS = 1 << 28  # most float32 logits of one teacher-forced pass: 1 GiB

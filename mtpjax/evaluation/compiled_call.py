@@ -29,6 +29,7 @@ from mtpjax.models.decoding_layout import align_blocks, copy_key_value_heads, fi
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import param_shapes
 from mtpjax.models.quantized import BlockScaled
+from mtpjax.models.sharding import path_name
 
 FP8_PLACES = re.compile(r"(query|query_down|query_up|latent_down|qkv|output|gate_up|down)$")
 COLLECTIVE = re.compile(
@@ -71,7 +72,7 @@ def stored_shapes(config: ModelConfig, *, has_fp8: bool) -> dict:
 
 
 def _as_stored(path, leaf, *, has_fp8: bool):
-    name = "/".join(key.key for key in path)
+    name = path_name(path)
     if not has_fp8 or leaf.ndim < 2 or not FP8_PLACES.search(name):
         return leaf.astype(jnp.bfloat16)
     # The input axis: behind that of the experts, and else the first.
@@ -85,7 +86,7 @@ def _as_stored(path, leaf, *, has_fp8: bool):
 def call_shapes(
     config: ModelConfig, params: dict, sizes: Mapping[str, int], *, rows: int, slots: int, num_steps: int
 ) -> tuple[ModelConfig, dict, Any]:
-    """Returns the shapes of a decoding call's arguments, as they lie on a mesh.
+    """Returns the shapes of a decoding call's arguments, with the copies that a mesh needs.
 
     Args:
         config: the model's config.

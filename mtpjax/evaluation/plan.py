@@ -1,4 +1,4 @@
-"""Plans a model on many GPUs before any is rented (`mtpjax plan`): what fits, how long a round takes, on which mesh.
+"""Plans how a model runs on many GPUs, for `mtpjax plan`: which meshes have room for it, and how long a round takes.
 
 Bytes of weights, caches and state are arithmetic: the shapes of the decoding call's arguments, divided as they lie on
 the mesh. Temporary memory and time are estimates; `mtpjax.evaluation.compiled_call` compiles the call to know the
@@ -7,7 +7,7 @@ former.
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -27,7 +27,7 @@ from mtpjax.models.config import ModelConfig
 from mtpjax.models.decoding_layout import find_copies, part_specs
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import is_of_modules
-from mtpjax.models.sharding import param_spec
+from mtpjax.models.sharding import num_shards, param_spec, path_name
 
 GPUS_PER_NODE = 8
 USABLE_SHARE = 0.9  # of a GPU's memory; the rest is the driver's, the allocator's and that of collectives
@@ -230,7 +230,7 @@ def _bytes_of_parts(tree: Any, config: ModelConfig, sizes: Mapping[str, int]) ->
     specs = part_specs(tree, config, sizes)
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     for (path, leaf), spec in zip(leaves, jax.tree.leaves(specs), strict=True):
-        yield jax.tree_util.keystr(path, simple=True, separator="/"), leaf.shape, _share(leaf, spec, sizes)
+        yield path_name(path), leaf.shape, _share(leaf, spec, sizes)
 
 
 def _state_bytes(state: Any, config: ModelConfig, sizes: Mapping[str, int]) -> int:
@@ -241,8 +241,7 @@ def _state_bytes(state: Any, config: ModelConfig, sizes: Mapping[str, int]) -> i
 
 def _share(leaf, spec, sizes: Mapping[str, int]) -> float:
     """Returns the bytes of an array that one device holds."""
-    axes = [axis for names in spec if names for axis in ([names] if isinstance(names, str) else names)]
-    return math.prod(leaf.shape) * leaf.dtype.itemsize / math.prod(sizes[axis] for axis in axes)
+    return math.prod(leaf.shape) * leaf.dtype.itemsize / num_shards(spec, sizes)
 
 
 def estimate_round(
@@ -344,14 +343,8 @@ def train_bytes(params: dict, sizes: Mapping[str, int], *, trains: str = "all") 
     """
     total = 0.0
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        own = math.prod(leaf.shape) / math.prod(sizes[axis] for axis in param_spec(name, leaf.shape, sizes) if axis)
+        name = path_name(path)
+        own = math.prod(leaf.shape) / num_shards(param_spec(name, leaf.shape, sizes), sizes)
         is_trained = trains != "modules" or is_of_modules(name)
         total += own * (3 * 4 if is_trained else leaf.dtype.itemsize)
     return round(total)
-
-
-def choose_mesh(plans: Sequence[Plan], rounds: Sequence[Round], device: Device) -> int | None:
-    """Returns the number of the plan whose round takes the least time among those that fit; None if none fits."""
-    fitting = [number for number, plan in enumerate(plans) if plan.free(device) >= 0]
-    return min(fitting, key=lambda number: rounds[number].seconds, default=None)

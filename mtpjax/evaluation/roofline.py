@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from mtpjax.models.cache import empty_cache
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.params import param_shapes
-from mtpjax.models.sharding import CACHE_AXES
+from mtpjax.models.sharding import CACHE_AXES, path_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +146,7 @@ def predict_round(
     if not weight_bytes > 0:
         raise ValueError(f"weight_bytes must be above 0, got {weight_bytes}")
     leaves, _ = jax.tree_util.tree_flatten_with_path(param_shapes(config))
-    shapes = [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf.shape) for path, leaf in leaves]
+    shapes = [(path_name(path), leaf.shape) for path, leaf in leaves]
     elements = count_weights(config, ((name, shape, math.prod(shape)) for name, shape in shapes))
     nbytes = {name: weight_bytes * count for name, count in elements.items()}
     work = Work(elements, nbytes, rows=batch, expert_rows=batch)

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from mtpjax.distributed import gather_processes
 from mtpjax.errors import printable
 from mtpjax.evaluation.acceptance import compare_levels
 from mtpjax.io.checkpoint_format import find_checkpoint, is_checkpoint
 from mtpjax.io.checkpoint_reader import CheckpointReader
 from mtpjax.io.huggingface_files import SELF_CHECK_FILE
 from mtpjax.models.model import MTPModel
-from mtpjax.models.sharding import gather_processes
 from mtpjax.safe_open import read_json_file
 
 MAX_ROWS, MAX_COLUMNS = 4, 128  # held-out tokens that are saved, at most

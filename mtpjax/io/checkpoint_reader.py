@@ -24,7 +24,7 @@ from mtpjax.io.checkpoint_format import (
 )
 from mtpjax.io.param_tree import join_scaled, unflatten
 from mtpjax.models.config import ModelConfig
-from mtpjax.models.decoding_layout import check_divisible, sharding_of
+from mtpjax.models.decoding_layout import choose_layout
 from mtpjax.models.sharding import read_parts
 from mtpjax.safe_open import allowed_root
 
@@ -57,13 +57,11 @@ def restore(
     reader = CheckpointReader(path)
     folder = reader.path / ARRAYS_FOLDER
     if mesh is not None:
-        config = reader.model_config()
-        if layout == "decoding" and not allow_copies:
-            check_divisible(config, mesh.shape)
+        sharding_of = choose_layout(reader.model_config(), mesh, layout, allow_copies=allow_copies)
         placed = {}
         for name in reader.records:
             array = reader.read_checked(name)
-            sharding = sharding_of(name, array.shape, config, mesh, layout)
+            sharding = sharding_of(name, array.shape)
             placed[name] = read_parts(array.shape, sharding, lambda cut, array=array: array[_slices(cut)])
         return reader.config, join_scaled(unflatten(placed), reader.scaled), reader.metadata
     arrays = read_arrays(folder, reader.records)

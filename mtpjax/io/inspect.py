@@ -24,6 +24,7 @@ from mtpjax.io.param_tree import unflatten
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.decoding_layout import find_copies, param_part_spec
 from mtpjax.models.quantized import BlockScaled
+from mtpjax.models.sharding import num_shards
 from mtpjax.safe_open import is_gguf
 
 LINE_WIDTH, NAME_WIDTH = 80, 14  # columns of a printed line, and of the names at its beginning
@@ -267,7 +268,4 @@ def _count_by_dtype(arrays: Iterable[tuple[tuple[int, ...], np.dtype]]) -> dict[
 
 def _elements_per_device(name: str, shape: tuple[int, ...], config: ModelConfig, mesh: dict[str, int]) -> int:
     """Returns the number of elements of an array that one device holds."""
-    # Of each axis of the array: no axis of the mesh, one, or for experts several; together they divide it.
-    spec = param_part_spec(name, shape, config, mesh)
-    axes = [axis for names in spec if names for axis in ([names] if isinstance(names, str) else names)]
-    return math.prod(shape) // math.prod(mesh[axis] for axis in axes)
+    return math.prod(shape) // num_shards(param_part_spec(name, shape, config, mesh), mesh)

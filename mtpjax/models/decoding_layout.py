@@ -13,9 +13,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.layers.experts import MIN_FP8_BLOCK
 from mtpjax.models.model import MTPModel
-from mtpjax.models.parallel import EXPERT_AXES, divides
+from mtpjax.models.parallel import axes_that_divide
 from mtpjax.models.quantized import is_scaled
-from mtpjax.models.sharding import CACHE_AXES, MESH_AXES, param_axes, param_sharding
+from mtpjax.models.sharding import CACHE_AXES, MESH_AXES, param_axes, param_sharding, path_name
 
 AXES = ("data", "expert", "tensor")  # what decoding splits; the others hold copies
 
@@ -131,10 +131,10 @@ def find_copies(config: ModelConfig, sizes: Mapping[str, int], num_slots: int | 
 
 def num_expert_slots(params: dict) -> int | None:
     """Returns the slots of a model's stacks of experts, copies included; None without experts."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_scaled):
-        if _names(path).endswith("experts/down"):
-            return leaf.shape[0]
-    return None
+    trunk = params.get("trunk")
+    layers = trunk.values() if isinstance(trunk, Mapping) else ()
+    stacks = (layer["experts"].get("down") for layer in layers if isinstance(layer, Mapping) and "experts" in layer)
+    return next((stack.shape[0] for stack in stacks if stack is not None), None)
 
 
 def fit_config(config: ModelConfig, sizes: Mapping[str, int]) -> ModelConfig:
@@ -166,7 +166,7 @@ def copy_key_value_heads(params: dict, config: ModelConfig, num_heads: int) -> d
 
     def copy(path, leaf):
         # [..., K, G + 2 (+ G gates), H]; scales of fp8 values have the same axes.
-        if not re.search(r"attention/qkv(_bias)?(/values|/scales)?$", _names(path)):
+        if not re.search(r"attention/qkv(_bias)?(/values|/scales)?$", path_name(path)):
             return leaf
         queries, key, value, gates = jnp.split(leaf, [group_size, group_size + 1, group_size + 2], axis=-2)
         queries, gates = (
@@ -226,27 +226,34 @@ def part_specs(tree: Any, config: ModelConfig, sizes: Mapping[str, int], *, is_s
     """
 
     def of(path, leaf):
-        name = _names(path)
+        name = path_name(path)
         return _part_spec(name, leaf.shape, _state_axes(name) if is_state else param_axes(name), config, sizes)
 
     return jax.tree_util.tree_map_with_path(of, tree)
 
 
-def sharding_of(
-    path: str, shape: tuple[int, ...], config: ModelConfig, mesh: Mesh, layout: Literal["decoding", "training"]
-) -> NamedSharding:
-    """Returns the sharding of one parameter.
+def choose_layout(
+    config: ModelConfig, mesh: Mesh, layout: Literal["decoding", "training"], *, allow_copies: bool = False
+) -> Callable[[str, tuple[int, ...]], NamedSharding]:
+    """Chooses how the parameters of a model lie on a mesh.
 
     Args:
-        path: its path, such as `trunk/layer_3/attention/qkv`.
-        shape: its shape.
         config: the model's config.
         mesh: the mesh.
         layout: "decoding" as `part_specs`, "training" as `mtpjax.models.sharding.param_spec`.
+        allow_copies: let devices hold copies of what an axis does not divide; training does so anyway.
+
+    Returns:
+        A function of a parameter's path, such as `trunk/layer_3/attention/qkv`, and its shape.
+
+    Raises:
+        ValueError: an axis of the mesh does not divide a size of the model.
     """
     if layout == "training":
-        return param_sharding(path, shape, mesh)
-    return NamedSharding(mesh, param_part_spec(path, shape, config, mesh.shape))
+        return lambda path, shape: param_sharding(path, shape, mesh)
+    if not allow_copies:
+        check_divisible(config, mesh.shape)
+    return lambda path, shape: NamedSharding(mesh, param_part_spec(path, shape, config, mesh.shape))
 
 
 def param_part_spec(path: str, shape: tuple[int, ...], config: ModelConfig, sizes: Mapping[str, int]) -> PartitionSpec:
@@ -261,10 +268,6 @@ def param_part_spec(path: str, shape: tuple[int, ...], config: ModelConfig, size
     return _part_spec(path, shape, param_axes(path), config, sizes)
 
 
-def _names(path) -> str:
-    return "/".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
-
-
 def _state_axes(path: str) -> tuple[str | None, ...]:
     if path.split("/")[0] in ("policy", "drafting_disabled"):
         return ()  # all rows share them
@@ -275,9 +278,7 @@ def _part_spec(path: str, shape, axes: tuple[str | None, ...], config: ModelConf
     units, names = _units(path, config), []
     for axis, size in zip(axes, shape, strict=False):
         if axis == "expert":
-            candidates = [{name: sizes.get(name, 1) for name in over} for over in EXPERT_AXES]
-            chosen = next((over for over in candidates if divides(size, over)), {})
-            names.append(tuple(chosen) or None)
+            names.append(axes_that_divide(size, lambda name: sizes.get(name, 1)) or None)
             continue
         name = MESH_AXES.get(axis or "", "")
         parts = sizes.get(name, 1)
@@ -316,8 +317,8 @@ def align_blocks(tree: Any, config: ModelConfig, sizes: Mapping[str, int]) -> An
     def align(path, leaf):
         if not is_scaled(leaf):
             return leaf
-        name = _names(path)
-        spec = _part_spec(name, leaf.shape, param_axes(name), config, sizes)
+        name = path_name(path)
+        spec = param_part_spec(name, leaf.shape, config, sizes)
         axis = leaf.axis % leaf.values.ndim
         parts = sizes.get(spec[axis], 1) if axis < len(spec) and spec[axis] else 1
         own = leaf.values.shape[axis] // parts

@@ -5,7 +5,7 @@ manual: the modules make parameters of their part's size, and add what the parts
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -48,14 +48,25 @@ def expert_axes(num_experts: int, *, decodes: bool) -> tuple[tuple[str, ...], tu
     are split over `data` and `expert`, as far as they divide, and rows over `data`. In training experts are split over
     `expert`, and rows over every axis.
     """
-    candidates = EXPERT_AXES if decodes else (("expert",),)
-    over = next((axes for axes in candidates if divides(num_experts, {axis: num_parts(axis) for axis in axes})), ())
+    over = axes_that_divide(num_experts, num_parts, EXPERT_AXES if decodes else (("expert",),))
     return over, tuple(axis for axis in over if axis == "data" or not decodes)
 
 
-def divides(size: int, sizes: Mapping[str, int]) -> bool:
-    """Returns whether axes of these sizes split a size: each has several devices, and together they divide it."""
-    return all(parts > 1 for parts in sizes.values()) and size % math.prod(sizes.values()) == 0
+def axes_that_divide(
+    size: int, parts: Callable[[str], int], candidates: tuple[tuple[str, ...], ...] = EXPERT_AXES
+) -> tuple[str, ...]:
+    """Returns the first axes that split a size: each has several devices, and together they divide it; else none.
+
+    Args:
+        size: the size.
+        parts: returns the devices along an axis.
+        candidates: axes to try, in this order.
+    """
+    for axes in candidates:
+        counts = [parts(axis) for axis in axes]
+        if min(counts) > 1 and size % math.prod(counts) == 0:
+            return axes
+    return ()
 
 
 def add_parts(sums: PartialSums, size: int, axis: str) -> PartialSums:

@@ -15,7 +15,7 @@ from mtpjax.models.masks import full_view
 from mtpjax.models.model import MTPModel
 from mtpjax.models.mtp import MTPModule
 from mtpjax.models.quantized import is_scaled
-from mtpjax.models.sharding import param_shardings
+from mtpjax.models.sharding import param_shardings, path_name
 from mtpjax.models.trunk import unstack_layers
 
 
@@ -89,7 +89,7 @@ def check_params(params: dict, model: MTPModel) -> None:
 def _shapes(params: Any) -> dict[str, tuple[int, ...]]:
     """Returns the shape of every parameter by its path."""
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_scaled)
-    return {"/".join(str(getattr(key, "key", key)) for key in path): tuple(leaf.shape) for path, leaf in leaves}
+    return {path_name(path): tuple(leaf.shape) for path, leaf in leaves}
 
 
 def add_mtp_modules(model: MTPModel, params: dict, num_modules: int, key: jax.Array) -> tuple[MTPModel, dict]:

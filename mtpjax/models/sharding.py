@@ -88,14 +88,28 @@ def param_sharding(path: str, shape: tuple[int, ...], mesh: Mesh) -> NamedShardi
     return NamedSharding(mesh, param_spec(path, shape, mesh.shape))
 
 
+def path_name(path: tuple[Any, ...]) -> str:
+    """Returns the name of a leaf, such as `trunk/layer_3/attention/qkv`, from its path in a tree."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def num_shards(spec: PartitionSpec, sizes: Mapping[str, int]) -> int:
+    """Returns the number of parts into which a mesh cuts an array.
+
+    Args:
+        spec: the array's partition spec; an axis of the array may name several axes of the mesh.
+        sizes: sizes of the mesh axes by name.
+    """
+    named = ((names,) if isinstance(names, str) else names for names in spec if names)
+    return math.prod(sizes[axis] for axes in named for axis in axes)
+
+
 def param_shardings(params: dict, mesh: Mesh) -> dict:
     """Returns the sharding of every parameter over `mesh`, in the structure of `params`."""
 
-    def of(path, leaf):
-        name = "/".join(str(getattr(key, "key", getattr(key, "name", key))) for key in path)
-        return param_sharding(name, leaf.shape, mesh)
-
-    return jax.tree_util.tree_map_with_path(of, params)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: param_sharding(path_name(path), leaf.shape, mesh), params
+    )
 
 
 def shard_params(params: dict, mesh: Mesh) -> dict:
@@ -137,23 +151,6 @@ def read_parts(
             array = whole[tuple(slice(b - first, e - first) for (b, e), (first, _) in zip(part, box, strict=True))]
         shards += [jax.device_put(array, device) for device, cut in cuts.items() if cut == part]
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
-
-
-def gather_processes(arrays: Any) -> Any:
-    """Gathers arrays that are spread over several processes. All of them must call it.
-
-    Args:
-        arrays: a tree of arrays.
-
-    Returns:
-        The tree with whole arrays in every process; unchanged if this process holds all of it already.
-    """
-    # On one process, arrays that are sharded over its devices stay as they are.
-    if all(getattr(leaf, "is_fully_addressable", True) for leaf in jax.tree.leaves(arrays)):
-        return arrays
-    from jax.experimental import multihost_utils
-
-    return multihost_utils.process_allgather(arrays, tiled=True)
 
 
 def mesh_of(array: jax.Array) -> Mesh | None:

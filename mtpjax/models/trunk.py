@@ -13,7 +13,7 @@ from mtpjax.models.layers.block import Block
 from mtpjax.models.masks import Masks, View
 from mtpjax.models.parallel import gather_axis, num_parts
 from mtpjax.models.quantized import is_scaled
-from mtpjax.models.sharding import param_axes
+from mtpjax.models.sharding import param_axes, path_name
 
 
 class Trunk(nn.Module):
@@ -119,8 +119,7 @@ def gather_layers(params: Any, config: ModelConfig) -> Any:
     """
 
     def gather(path, leaf):
-        name = "/".join(str(getattr(key, "key", key)) for key in path)
-        axes = param_axes(name)
+        axes = param_axes(path_name(path))
         if "embed" not in axes:
             return leaf
         axis = axes.index("embed")

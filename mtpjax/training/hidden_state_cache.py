@@ -31,7 +31,6 @@ from mtpjax.io.checkpoint_format import file_digest
 from mtpjax.models.forward import trunk_states
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import is_of_modules
-from mtpjax.models.sharding import gather_processes
 from mtpjax.safe_open import read_json_file
 from mtpjax.training import run_dir
 from mtpjax.training.log import progress_display
@@ -174,7 +173,7 @@ def _cache_identity(params: dict, rows: Batch, model: MTPModel, dtype: str) -> d
 
 def _digest(arrays: Mapping[str, Any]) -> str:
     """Returns the sha256 over names, shapes, dtypes and bytes of arrays."""
-    records = {name: array_record(np.asarray(gather_processes(array))) for name, array in arrays.items()}
+    records = {name: array_record(np.asarray(distributed.gather_processes(array))) for name, array in arrays.items()}
     return hashlib.sha256(json.dumps(records, sort_keys=True).encode()).hexdigest()
 
 
@@ -226,7 +225,7 @@ def _compute_block(params: dict, rows: Batch, model: MTPModel, batch_size: int, 
         taken = np.minimum(np.arange(first, first + batch_size), last)
         states = trunk_states(params, rows.tokens[taken], rows.segment_ids[taken], model=model)
         passes.append(states.astype(dtype))
-    return np.concatenate(jax.device_get(gather_processes(passes)))[: last + 1]
+    return np.concatenate(jax.device_get(distributed.gather_processes(passes)))[: last + 1]
 
 
 def _write_block(path: pathlib.Path, states: np.ndarray) -> str | None:

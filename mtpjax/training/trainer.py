@@ -20,7 +20,7 @@ from mtpjax.errors import Preempted, printable
 from mtpjax.evaluation import self_check
 from mtpjax.io import checkpoint
 from mtpjax.models.model import MTPModel
-from mtpjax.models.sharding import gather_processes, shard_params
+from mtpjax.models.sharding import shard_params
 from mtpjax.models.trunk import unstack_layers
 from mtpjax.training import run_dir
 from mtpjax.training.callbacks import Callback, Moment, TrainEvent, call_callbacks, check_callbacks
@@ -171,7 +171,7 @@ def train(
         # All processes compute the teacher-forced panel, because gathering parameters is a collective. Only the first
         # one decodes prompts, and during the run only as long as that stays a small fraction of the time.
         def evaluate(*, is_last: bool = False) -> Panel:
-            params = gather_processes(state.params)
+            params = distributed.gather_processes(state.params)
             panel = acceptance_panel(params, corpus.panel_rows, model=model, num_depths=panel_depths)
             if is_main_process and (is_last or decoder.is_within_time_share(clock.seconds)):
                 panel = dataclasses.replace(panel, decoded=decoder.measure(params, is_last=is_last))
@@ -182,7 +182,11 @@ def train(
 
         # Gather the state, write it in the first process, and agree in all processes on whether that succeeded.
         def save() -> bool:
-            metadata, whole, is_saved = {"seconds": clock.seconds, "run": run_id}, gather_processes(state), True
+            metadata, whole, is_saved = (
+                {"seconds": clock.seconds, "run": run_id},
+                distributed.gather_processes(state),
+                True,
+            )
             if is_main_process:
                 is_saved = run_dir.save_state(
                     output, whole, step=clock.step, keep=config.keep_states, metadata=metadata
@@ -262,7 +266,7 @@ def train(
         # 6. Save what was trained before anything else can fail: the state, from which a resumed run repeats only the
         # evaluation, and the model in its form for decoding.
         is_state_saved = save()
-        params = unstack_layers(gather_processes(state.params), model.config)
+        params = unstack_layers(distributed.gather_processes(state.params), model.config)
         unrolled, path = MTPModel(model.config), output / run_dir.CHECKPOINT_FOLDER
         metadata = {"steps": clock.step, "train": settings, "data": corpus.summary}
         metadata["tokenizer"] = "huggingface" if corpus.file_tokenizer else "bytes"
