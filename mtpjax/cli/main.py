@@ -11,6 +11,7 @@ import jsonargparse
 from mtpjax.cli import conversion, decoding, measuring, training
 from mtpjax.cli.help import HelpFormatter
 from mtpjax.cli.interrupts import INTERRUPTED, defer_interrupts
+from mtpjax.cli.supervisor import continue_in_child
 from mtpjax.errors import CheckpointError, LostProcess, ResumableError, UsageError, printable
 from mtpjax.host import keep_freed_memory
 from mtpjax.version import __version__
@@ -40,26 +41,33 @@ def main(arguments: list[str] | None = None) -> None:
     """
     if arguments is None:
         defer_interrupts()
-    name = "mtpjax"
+    name, advice = "mtpjax", ""
     try:
         options = _parse(arguments)
         name = f"mtpjax {options.subcommand}"
+        advice = "; continue with --resume" if name == "mtpjax train" else ""
         _prepare_process(options.subcommand, is_own=arguments is None)
+        if arguments is None and getattr(options[options.subcommand], "nnodes", 1) > 1:
+            continue_in_child(name, _exit_code(LostProcess), advice)
         sys.exit(COMMANDS[options.subcommand](options[options.subcommand]))
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
     except LostProcess as lost:
-        advice = "; continue with --resume" if name == "mtpjax train" else ""
         print(f"{name}: {lost}{advice}", file=sys.stderr)
         from mtpjax.distributed import exit_without_shutdown
 
         # A normal exit would wait in JAX's shutdown barrier for the lost process, and then abort.
-        exit_without_shutdown(next(code for kind, code in EXIT_CODES if isinstance(lost, kind)))
+        exit_without_shutdown(_exit_code(LostProcess))
     except (ValueError, OSError, ResumableError) as error:
         # The user's fault, not the program's: one line without a traceback.
         print(f"{name}: {printable(error)}", file=sys.stderr)
-        sys.exit(next(code for kind, code in EXIT_CODES if isinstance(error, kind)))
+        sys.exit(_exit_code(type(error)))
+
+
+def _exit_code(kind: type[Exception]) -> int:
+    """Returns the exit code for an exception of this class, which must be one that `EXIT_CODES` covers."""
+    return next(code for base, code in EXIT_CODES if issubclass(kind, base))
 
 
 def _prepare_process(command: str, *, is_own: bool) -> None:

@@ -69,7 +69,8 @@ def test_processes_of_slurm_load_their_parts_and_give_the_texts_of_one(start, tm
 
 
 @pytest.mark.slow  # .ci/run has it beside other commands
-def test_a_process_that_is_killed_ends_the_other_with_one_line(start, checkpoint, tmp_path):
+@pytest.mark.parametrize("killed", [0, 1])  # process 0 coordinates the others
+def test_a_process_that_is_killed_ends_the_other_with_one_line(start, checkpoint, tmp_path, killed):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -83,11 +84,12 @@ def test_a_process_that_is_killed_ends_the_other_with_one_line(start, checkpoint
     while not (output.is_file() and output.stat().st_size):
         assert time.monotonic() < deadline and both[0].poll() is None, both[0].communicate()[1][-3000:]
         time.sleep(0.05)
-    both[1].send_signal(signal.SIGKILL)
+    both[killed].send_signal(signal.SIGKILL)
     begin = time.monotonic()
-    error = both[0].communicate(timeout=60)[1]
+    other = both[1 - killed]
+    error = other.communicate(timeout=60)[1]
     print(f"the other ended after {time.monotonic() - begin:.1f} s")
-    assert both[0].returncode == 75, error[-3000:]
+    assert other.returncode == 75, error[-3000:]
     said = [line for line in error.splitlines() if line.startswith("mtpjax")]
     assert len(said) == 1 and "another process of this run has ended or cannot be reached" in said[0]
     assert "Traceback" not in error

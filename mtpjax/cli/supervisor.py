@@ -1,0 +1,54 @@
+"""Gives a process of a run with several a parent, which turns the aborts of JAX's runtime into an exit code.
+
+When the process that coordinates the run dies, or another one sends no heartbeats, JAX's runtime aborts the process in
+a thread of its own. Python code of the same process cannot prevent that, and schedulers would read it as a crash.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
+
+
+def continue_in_child(name: str, exit_code: int, advice: str = "") -> None:
+    """Goes on in a child process. The parent waits for it and ends as it ends.
+
+    Must run before anything starts threads, and so before JAX is used.
+
+    Args:
+        name: the command, with which the message begins.
+        exit_code: the parent's exit code if JAX's runtime aborts the child.
+        advice: what the user can do then; the end of the message.
+    """
+    parent = os.getpid()
+    child = os.fork()
+    if not child:
+        _end_with(parent)
+        return
+    for number in FORWARDED:
+        signal.signal(number, lambda number, frame: os.kill(child, number))
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code == -signal.SIGABRT:
+        message = "another process of this run has ended or cannot be reached: JAX's runtime aborted this one"
+        print(f"{name}: {message}{advice}", file=sys.stderr, flush=True)
+        code = exit_code
+    if code < 0:  # ended by another signal: end by the same one
+        if -code != signal.SIGKILL:  # it has no handler
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(parent, -code)
+    os._exit(code)  # the child has done what Python does at its exit
+
+
+def _end_with(parent: int) -> None:
+    """Lets this process be killed when its parent ends, and leaves the parent's process group.
+
+    In the group, Ctrl-C would reach this process twice: from the terminal and from the parent.
+    """
+    os.setpgid(0, 0)
+    if hasattr(libc := ctypes.CDLL(None), "prctl"):  # Linux
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before
+        os._exit(1)
