@@ -1,7 +1,7 @@
 """Several processes, one per host, that run the same program on a mesh of all their devices.
 
-All processes read the same input, and each keeps its own part. Only the first one writes files, which must be on a file
-system that all of them can read.
+All processes read the same input, and each keeps its own part. The first one writes files; of arrays that are split,
+each writes its parts. Files must be on a file system that all of them share.
 """
 
 import contextlib
@@ -113,6 +113,21 @@ def gather_processes(arrays: Any) -> Any:
     return multihost_utils.process_allgather(arrays, tiled=True)
 
 
+def gather_values(value: Any) -> list[Any]:
+    """Returns the values that the processes pass, in their order, in every process. All processes must call it.
+
+    Args:
+        value: values that JSON can hold.
+    """
+    if not is_multiprocess():
+        return [value]
+    content = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = np.asarray(multihost_utils.process_allgather(np.int32(content.size)))
+    padded = np.pad(content, (0, int(sizes.max()) - content.size))
+    rows = np.asarray(multihost_utils.process_allgather(padded)).astype(np.uint8)
+    return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+
 def from_main_process(value: Any) -> Any:
     """Returns the value that the main process passes, in every process. All processes must call it.
 
@@ -125,6 +140,29 @@ def from_main_process(value: Any) -> Any:
     size = int(multihost_utils.broadcast_one_to_all(np.int32(content.size)))
     padded = content if is_main_process() else np.zeros(size, np.uint8)
     return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(padded)).astype(np.uint8).tobytes())
+
+
+@contextlib.contextmanager
+def raise_together(error: Exception) -> Iterator[None]:
+    """Ends the block in all processes with an exception if one of them raises, so that none waits for another.
+
+    All processes must enter the block, and meet the same collectives in it.
+
+    Args:
+        error: what the processes raise in which nothing failed.
+
+    Raises:
+        Exception: what the block raised, or `error`.
+    """
+    problem = None
+    try:
+        yield
+    except LostProcess:  # nobody is there to be told
+        raise
+    except Exception as raised:
+        problem = raised
+    if any_process(problem is not None):
+        raise problem or error
 
 
 @contextlib.contextmanager
@@ -142,14 +180,10 @@ def in_main_process(make: Callable[..., contextlib.AbstractContextManager], *arg
         Exception: what entering it raised. The other processes raise a `ValueError`.
     """
     with contextlib.ExitStack() as stack:
-        value, problem = None, None
-        try:
+        value = None
+        with raise_together(ValueError("the first process failed, and says why")):
             if is_main_process():
                 value = stack.enter_context(make(*arguments))
-        except Exception as error:  # the others would wait for this process
-            problem = error
-        if any_process(problem is not None):
-            raise problem or ValueError("the first process failed, and says why")
         yield from_main_process(value)
 
 

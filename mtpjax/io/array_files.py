@@ -1,7 +1,8 @@
 """Arrays of a checkpoint on disk: written and read with Orbax, or streamed in chunks with TensorStore.
 
 Both write uncompressed zarr. Arrays that fit in memory go through Orbax. A converted checkpoint can be larger than
-memory, so its arrays are streamed: a few chunks are in memory at once, and one file holds the bytes of one chunk.
+memory, so its arrays are streamed: a few chunks are in memory at once, and one file holds the bytes of one chunk. An
+array that a mesh splits is streamed too: its chunks are the parts, and each process writes those that it holds.
 """
 
 import dataclasses
@@ -18,6 +19,7 @@ import jax
 import numpy as np
 from flax import traverse_util
 
+from mtpjax import distributed
 from mtpjax.errors import CheckpointError
 from mtpjax.io.checkpoint_format import DIGESTS_FILE, one_line
 from mtpjax.io.disk_failures import check_space, one_line_failures
@@ -27,20 +29,57 @@ Index = tuple[slice, ...]
 
 @dataclasses.dataclass(frozen=True)
 class StreamedArray:
-    """An array that is never in memory as a whole: `read(index)` returns one chunk of it."""
+    """An array that is never in memory as a whole.
+
+    Attributes:
+        shape: its shape.
+        dtype: its dtype.
+        chunks: the shape of a chunk. Those at the edge are smaller.
+        read: returns one chunk.
+        begins: first positions of the chunks that this process writes; None: the first process writes all of them.
+    """
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    chunks: tuple[int, ...]  # the shape of a chunk
+    chunks: tuple[int, ...]
     read: Callable[[Index], np.ndarray]
+    begins: frozenset[tuple[int, ...]] | None = None
+
+    def is_written_here(self, index: Index) -> bool:
+        """Returns whether this process writes the chunk."""
+        return distributed.is_main_process() if self.begins is None else _begins(index) in self.begins
+
+
+def stream_parts(array: jax.Array) -> StreamedArray:
+    """Describes an array that a mesh splits: its chunks are the parts, of which each is written by one process.
+
+    Args:
+        array: the array; all processes that hold parts of it must write it together.
+
+    Returns:
+        The array to write.
+    """
+    # Of the devices with the same part, one has the copy with number 0.
+    parts = {
+        tuple(cut.start or 0 for cut in shard.index): shard.data
+        for shard in array.addressable_shards
+        if shard.replica_id == 0
+    }
+    chunks = array.sharding.shard_shape(array.shape)
+    read = lambda index: np.asarray(parts[_begins(index)])
+    return StreamedArray(array.shape, np.dtype(array.dtype), chunks, read, frozenset(parts))
+
+
+def _begins(index: Index) -> tuple[int, ...]:
+    return tuple(cut.start for cut in index)
 
 
 def write_arrays(folder: pathlib.Path, arrays: Mapping[str, Any]) -> tuple[dict[str, dict], dict[str, str]]:
-    """Writes arrays into a new folder.
+    """Writes arrays into a new folder. All processes of a run must call it.
 
     Args:
         folder: the folder to make.
-        arrays: numpy arrays and `StreamedArray`s by flat name.
+        arrays: arrays of this process and `StreamedArray`s by flat name.
 
     Returns:
         `(records, digests)`: what `digests.json` says of each array, and the sha256 of the files for which it is
@@ -49,70 +88,94 @@ def write_arrays(folder: pathlib.Path, arrays: Mapping[str, Any]) -> tuple[dict[
     Raises:
         OSError: the disk is full or fails.
     """
-    check_space(folder.parent, arrays)
-    with one_line_failures(folder):
-        return _write_arrays(folder, arrays)
+    streams = {name: array for name, array in arrays.items() if isinstance(array, StreamedArray)}
+    failed = OSError(f"{folder.parent.parent} cannot be written by another process")
+    records = {}
+    with distributed.raise_together(failed):
+        if distributed.is_main_process():
+            check_space(folder.parent, arrays)
+            with one_line_failures(folder):
+                records = _write_whole(folder, arrays)
+                _make_stores(folder, streams)
+    with distributed.raise_together(failed), one_line_failures(folder):
+        digests = _write_streams(folder, streams)
+    # An array's digest is the digest of its chunks' digests, in C order. A file that holds a whole chunk has exactly
+    # the chunk's bytes, and so its digest; chunks at the edge are padded in their files.
+    written = {file: digest for each in distributed.gather_values(digests) for file, digest in each.items()}
+    known = {}
+    for name, stream in streams.items():
+        total = hashlib.sha256()
+        for index in chunk_grid(stream.shape, stream.chunks):
+            file = _chunk_file(name, index, stream.chunks)
+            total.update(bytes.fromhex(written[file]))
+            if all(cut.stop - cut.start == size for cut, size in zip(index, stream.chunks, strict=True)):
+                known[f"{folder.name}/{file}"] = written[file]
+        records[name] = _record(stream, total.hexdigest(), stream.chunks)
+    return {name: records[name] for name in arrays if name in records}, known
 
 
-def _write_arrays(folder: pathlib.Path, arrays: Mapping[str, Any]) -> tuple[dict[str, dict], dict[str, str]]:
-    """Writes arrays as `write_arrays` does."""
+def _write_whole(folder: pathlib.Path, arrays: Mapping[str, Any]) -> dict[str, dict]:
+    """Writes the arrays that are not streamed, and Orbax's description of all arrays; returns their records."""
     import orbax.checkpoint as ocp  # slow to import, so only where it is used
 
     checkpointer, handler = _make_checkpointer()
     # Orbax would merge OCDBT files of several processes here, and warn that there are none.
     handler.finalize = lambda directory: None
-    # Orbax writes its description of all arrays. Streamed arrays are one element for it, and are written below.
-    streams = {name: array for name, array in arrays.items() if isinstance(array, StreamedArray)}
-    stand_ins = {name: np.zeros(1, stream.dtype) for name, stream in streams.items()}
+    whole = {name: np.asarray(array) for name, array in arrays.items() if not isinstance(array, StreamedArray)}
+    # Streamed arrays are one element for Orbax.
+    stand_ins = {name: np.zeros(1, arrays[name].dtype) for name in arrays.keys() - whole.keys()}
     with checkpointer:
-        tree = traverse_util.unflatten_dict(dict(arrays) | stand_ins, sep="/")
-        checkpointer.save(folder, args=ocp.args.PyTreeSave(tree))
+        checkpointer.save(folder, args=ocp.args.PyTreeSave(traverse_util.unflatten_dict(whole | stand_ins, sep="/")))
     # Hashing releases the interpreter lock, so threads hash several arrays at once.
-    whole = {name: array for name, array in arrays.items() if name not in streams}
     with ThreadPoolExecutor() as pool:
-        records = dict(zip(whole, pool.map(array_record, whole.values()), strict=True))
-    streamed, known = _write_streams(folder, streams)
-    records |= streamed
-    return {name: records[name] for name in arrays}, known
+        return dict(zip(whole, pool.map(array_record, whole.values()), strict=True))
 
 
-def _write_streams(folder: pathlib.Path, streams: Mapping[str, StreamedArray]):
-    """Writes arrays chunk by chunk in the form that Orbax reads; returns as `write_arrays` does."""
+def _make_stores(folder: pathlib.Path, streams: Mapping[str, StreamedArray]) -> None:
+    """Replaces Orbax's one-element arrays by empty ones of the right shape and chunks."""
     import tensorstore
 
-    # Replace Orbax's one-element arrays by empty stores of the right shape.
-    stores, context = {}, single_thread_context()
     for name, stream in streams.items():
         spec = array_spec(folder, name)
         shutil.rmtree(spec["kvstore"]["path"])
         dtype = "bool" if stream.dtype == np.bool_ else stream.dtype.name
-        # zarr would leave out the files of chunks that hold only zeros; with all files there, a missing one is damage.
-        spec |= {"dtype": dtype, "store_data_equal_to_fill_value": True}
+        spec |= {"dtype": dtype}
         spec["metadata"] = {"shape": stream.shape, "chunks": stream.chunks, "compressor": None}
-        stores[name] = tensorstore.open(spec, create=True, context=context).result()
+        tensorstore.open(spec, create=True, context=single_thread_context()).result()
+
+
+def _write_streams(folder: pathlib.Path, streams: Mapping[str, StreamedArray]) -> dict[str, str]:
+    """Writes the chunks of this process; returns their sha256 by file name relative to `folder`."""
+    import tensorstore
+
+    # zarr would leave out the files of chunks that hold only zeros; with all files there, a missing one is damage.
+    options, context = {"store_data_equal_to_fill_value": True}, single_thread_context()
+    stores = {
+        name: tensorstore.open(array_spec(folder, name) | options, open=True, context=context).result()
+        for name in streams
+    }
 
     def write(part):
         name, index = part
         array = np.ascontiguousarray(streams[name].read(index))
         stores[name][index].write(array, can_reference_source_data_indefinitely=True).result()
-        return _sha256(array)
+        return _chunk_file(name, index, streams[name].chunks), _sha256(array).hex()
 
     # One chunk per thread is in memory. Chunks are hashed while they are there: files need not be read again.
-    parts = [(name, index) for name, stream in streams.items() for index in chunk_grid(stream.shape, stream.chunks)]
+    parts = [
+        (name, index)
+        for name, stream in streams.items()
+        for index in chunk_grid(stream.shape, stream.chunks)
+        if stream.is_written_here(index)
+    ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        digests = list(pool.map(write, parts))
-    # An array's digest is the digest of its chunks' digests, in C order. A file that holds a whole chunk has exactly
-    # the chunk's bytes, and so its digest; chunks at the edge are padded in their files.
-    sums: dict[str, Any] = {name: hashlib.sha256() for name in streams}
-    known = {}
-    for (name, index), digest in zip(parts, digests, strict=True):
-        sums[name].update(digest)
-        chunks = streams[name].chunks
-        if all(cut.stop - cut.start == size for cut, size in zip(index, chunks, strict=True)):
-            # zarr names a chunk file by the chunk's numbers along each axis.
-            place = ".".join(str(cut.start // size) for cut, size in zip(index, chunks, strict=True))
-            known[f"{folder.name}/{name.replace('/', '.')}/{place}"] = digest.hex()
-    return {name: _record(stream, sums[name].hexdigest(), stream.chunks) for name, stream in streams.items()}, known
+        return dict(pool.map(write, parts))
+
+
+def _chunk_file(name: str, index: Index, chunks: tuple[int, ...]) -> str:
+    """Returns a chunk's file, relative to the folder of the arrays: zarr numbers chunks along each axis."""
+    place = ".".join(str(cut.start // size) for cut, size in zip(index, chunks, strict=True))
+    return f"{name.replace('/', '.')}/{place}"
 
 
 def read_arrays(folder: pathlib.Path, records: Mapping[str, Any]) -> dict[str, np.ndarray]:

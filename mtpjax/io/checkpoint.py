@@ -1,8 +1,9 @@
 """Saves and loads checkpoints. `checkpoint_format` describes the folder that `save` writes."""
 
+import contextlib
 import dataclasses
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, Protocol
 
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from mtpjax import distributed
 from mtpjax.atomic import atomic_folder
 from mtpjax.errors import CheckpointError
 from mtpjax.io.array_files import write_arrays
@@ -47,8 +49,8 @@ def save(
 ) -> None:
     """Writes a checkpoint folder, and replaces an older one only once the new one is complete.
 
-    An exception leaves what was at `path` as it was. Only one process may save: in a multi-process run, gather the
-    arrays first.
+    An exception leaves what was at `path` as it was. All processes of a run must call it; each writes the parts that
+    its devices hold of arrays that a mesh splits, and the first one all else.
 
     Args:
         path: the folder; missing parents are made.
@@ -71,19 +73,34 @@ def save(
     config = {"format": FORMAT, "version": VERSION, "config": config_dict, "metadata": metadata or {}}
     config_bytes = json_bytes(config | ({"block_scaled": scaled} if scaled else {}))
     arrays = flatten_arrays(params)
-    # The folder gets its name once it is complete, so readers never see half a checkpoint.
-    with atomic_folder(path, is_checkpoint) as unfinished:
-        (unfinished / CONFIG_FILE).write_bytes(config_bytes)
+    # The folder gets its name once it is complete, so readers never see half a checkpoint. If the first process cannot
+    # rename it at the end, all processes raise.
+    with (
+        distributed.raise_together(OSError(f"the first process could not write {path}")),
+        distributed.in_main_process(_unfinished_folder, path) as name,
+    ):
+        unfinished = pathlib.Path(name)
         records, known = write_arrays(unfinished / ARRAYS_FOLDER, arrays)
+        if not distributed.is_main_process():
+            return
+        (unfinished / CONFIG_FILE).write_bytes(config_bytes)
         if write_extra_files is not None:
             write_extra_files(unfinished)
         # Hash what is on disk. Hashing releases the interpreter lock, so threads hash several files at once.
-        files = sorted(str(file.relative_to(unfinished)) for file in unfinished.rglob("*") if file.is_file())
+        found = {str(file.relative_to(unfinished)) for file in unfinished.rglob("*") if file.is_file()}
+        files = sorted(found | known.keys())  # a network file system may list files of other processes later
         with ThreadPoolExecutor() as pool:
             digests = pool.map(lambda file: known.get(file) or file_digest(unfinished / file, unfinished), files)
             sums = dict(zip(files, digests, strict=True))
         # Digests come last: a folder without them is incomplete.
         (unfinished / DIGESTS_FILE).write_bytes(json_bytes({"files": sums, "arrays": records}))
+
+
+@contextlib.contextmanager
+def _unfinished_folder(path: pathlib.Path) -> Iterator[str]:
+    """Yields the name of the folder to write into (`atomic_folder`), which other processes can be told."""
+    with atomic_folder(path, is_checkpoint) as folder:
+        yield str(folder)
 
 
 def save_model(
@@ -96,7 +113,7 @@ def save_model(
     init_from=None,
     model_type: str | None = None,
 ) -> None:
-    """Saves a model's configuration and parameters, and a tokenizer beside them.
+    """Saves a model's configuration and parameters, and a tokenizer beside them. All processes of a run must call it.
 
     Args:
         path: the folder to write, as for `save`.
@@ -149,8 +166,8 @@ def load(
             repository of the Hugging Face Hub (extra `hub`): `org/name`, `org/name@revision` or `org/name/file.gguf`.
         dtype: dtype to cast the parameters to. `None` keeps the dtypes of the files; block-quantized fp8 weights stay
             fp8 with their scales (`BlockScaled`).
-        mesh: lays the parameters out over this mesh. Of a Hugging Face directory each process reads only what its
-            devices hold, of an mtpjax checkpoint one array after the other.
+        mesh: lays the parameters out over this mesh; all processes of a run must load together. Each reads only what
+            its devices hold, but arrays of an mtpjax checkpoint that no mesh had split whole, one after the other.
         allow_copies: let devices hold copies of what an axis of the mesh does not divide.
         layout: what decoding or training wants.
         model_type: the family of a Hugging Face directory, instead of the one that its `config.json` names.

@@ -1,15 +1,20 @@
 """Reads mtpjax's own checkpoints: all at once (`restore`), or part by part (`CheckpointReader`)."""
 
+import contextlib
+import functools
 import os
 import pathlib
 import stat
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from mtpjax import distributed
 from mtpjax.errors import CheckpointError
 from mtpjax.io.array_files import Index, array_record, array_spec, check_record, read_arrays, single_thread_context
 from mtpjax.io.checkpoint_format import (
@@ -40,7 +45,8 @@ def restore(
 
     Args:
         path: a checkpoint folder that `mtpjax.io.checkpoint.save` wrote.
-        mesh: lays the parameters of a model out over this mesh, one array after the other; None: the default device.
+        mesh: lays the parameters of a model out over this mesh, one array after the other. All processes of the run
+            must read it together, and each verifies its share of the files. None: the default device.
         allow_copies: let devices hold copies of what an axis of the mesh does not divide.
         layout: what decoding or training wants.
 
@@ -53,17 +59,15 @@ def restore(
             changed. The message names the array or the file.
         ValueError: the mesh does not divide the model.
     """
-    # The reader checks the digests of all files before Orbax parses any of them.
+    # The reader checks the digests of files before an array is opened.
+    if mesh is not None:
+        with distributed.raise_together(CheckpointError(f"another process cannot read {path}")):
+            reader = CheckpointReader(path, verify=own_share())
+            sharding_of = choose_layout(reader.model_config(), mesh, layout, allow_copies=allow_copies)
+            placed = {name: reader.place(name, functools.partial(sharding_of, name)) for name in reader.records}
+        return reader.config, join_scaled(unflatten(placed), reader.scaled), reader.metadata
     reader = CheckpointReader(path)
     folder = reader.path / ARRAYS_FOLDER
-    if mesh is not None:
-        sharding_of = choose_layout(reader.model_config(), mesh, layout, allow_copies=allow_copies)
-        placed = {}
-        for name in reader.records:
-            array = reader.read_checked(name)
-            sharding = sharding_of(name, array.shape)
-            placed[name] = read_parts(array.shape, sharding, lambda cut, array=array: array[_slices(cut)])
-        return reader.config, join_scaled(unflatten(placed), reader.scaled), reader.metadata
     arrays = read_arrays(folder, reader.records)
     # The arrays in memory must be the ones that were in memory when they were saved.
     with ThreadPoolExecutor() as pool:
@@ -87,12 +91,13 @@ class CheckpointReader:
         scaled: `[axis, block]` of quantized parameters by flat name.
     """
 
-    def __init__(self, path, *, verify: bool = True):
+    def __init__(self, path, *, verify: bool | slice = True):
         """Opens a checkpoint and checks the digests of its files.
 
         Args:
             path: the checkpoint folder.
-            verify: check the digest of every file. False reads only descriptions, which suits `mtpjax inspect`.
+            verify: check the digest of every file, or of these, if others check the rest (`own_share`). False reads
+                only descriptions, which suits `mtpjax inspect`.
 
         Raises:
             CheckpointError: as for `restore`.
@@ -111,7 +116,7 @@ class CheckpointReader:
             )
         self.files, self.records = read_digests(self.path)
         if verify:
-            self._verify_files()
+            self._verify_files(verify if isinstance(verify, slice) else slice(None))
         # The digests hold for what somebody wrote, which need not be what `save` writes.
         if "config" not in config:
             raise CheckpointError(f"{self.path / CONFIG_FILE} is damaged: it has no 'config'")
@@ -145,14 +150,7 @@ class CheckpointReader:
         Returns:
             The part as a numpy array.
         """
-        import tensorstore
-
-        # Opening an array reads its metadata, so each is opened once.
-        if name not in self._open:
-            self._context = self._context or single_thread_context()
-            spec = array_spec(self.path / ARRAYS_FOLDER, name)
-            self._open[name] = tensorstore.open(spec, read=True, context=self._context).result()
-        return self._open[name][index].read().result()
+        return self._store(name)[index].read().result()
 
     def read_checked(self, name: str) -> np.ndarray:
         """Reads an array whole and verifies its digest.
@@ -166,13 +164,60 @@ class CheckpointReader:
         Raises:
             CheckpointError: it cannot be read, or is not what was saved.
         """
-        folder = self.path / ARRAYS_FOLDER
-        try:
+        with self._reading(name):
             array = self.read(name, ())
-        except Exception as error:  # TensorStore raises whatever its parsers meet
-            raise CheckpointError(f"array {name!r} in {folder} cannot be read: {one_line(error)}") from error
-        check_record(folder, name, array_record(array, self.records[name].get("chunks")), self.records[name])
+        record = self.records[name]
+        check_record(self.path / ARRAYS_FOLDER, name, array_record(array, record.get("chunks")), record)
         return array
+
+    def place(self, name: str, sharding_of: Callable[[tuple[int, ...]], jax.sharding.Sharding]) -> jax.Array:
+        """Reads the parts of an array that this process's devices hold.
+
+        Args:
+            name: the flat name.
+            sharding_of: returns where an array of this shape shall lie.
+
+        Returns:
+            The array.
+
+        Raises:
+            CheckpointError: it cannot be read, or is not what was saved.
+        """
+        # An array that was written at once is one file, which is read at once: its digest is that of all elements.
+        if "chunks" not in self.records[name]:
+            array = self.read_checked(name)
+            return read_parts(array.shape, sharding_of(array.shape), lambda cut: array[_slices(cut)])
+        # Of one with chunks only those with the parts are read. Their files have digests of their own.
+        with self._reading(name):
+            store = self._store(name)
+        shape = tuple(store.shape)
+        found = {"shape": list(shape), "dtype": store.dtype.numpy_dtype.name}
+        check_record(self.path / ARRAYS_FOLDER, name, found, self.records[name])
+
+        def read(cut: tuple[tuple[int, int], ...]) -> np.ndarray:
+            with self._reading(name):
+                return self.read(name, _slices(cut))
+
+        return read_parts(shape, sharding_of(shape), read)
+
+    def _store(self, name: str) -> Any:
+        """Opens an array with TensorStore. Opening reads its description, so each is opened once."""
+        import tensorstore
+
+        if name not in self._open:
+            self._context = self._context or single_thread_context()
+            spec = array_spec(self.path / ARRAYS_FOLDER, name)
+            self._open[name] = tensorstore.open(spec, read=True, context=self._context).result()
+        return self._open[name]
+
+    @contextlib.contextmanager
+    def _reading(self, name: str) -> Iterator[None]:
+        """Turns TensorStore's errors, which are whatever its parsers meet, into `CheckpointError`."""
+        try:
+            yield
+        except Exception as error:
+            folder = self.path / ARRAYS_FOLDER
+            raise CheckpointError(f"array {name!r} in {folder} cannot be read: {one_line(error)}") from error
 
     def _check_place(self, entry: pathlib.Path) -> None:
         """Raises `CheckpointError` unless a file is a regular one inside the checkpoint."""
@@ -181,18 +226,24 @@ class CheckpointReader:
         if not real.is_relative_to(root) or not stat.S_ISREG(os.stat(entry).st_mode if real.exists() else 0):
             raise CheckpointError(f"{entry} is not a regular file of the checkpoint: not opened")
 
-    def _verify_files(self) -> None:
-        """Compares every file with its digest, several at once."""
+    def _verify_files(self, which: slice) -> None:
+        """Compares files with their digests, several at once."""
         # A link or device that no digest covers could still be opened as a part of an array.
         for entry in self.path.rglob("*"):
             if not entry.is_dir() or entry.is_symlink():
                 self._check_place(entry)
+        files = list(self.files)[which]
         with ThreadPoolExecutor() as pool:
-            found = pool.map(lambda file: file_digest(self.path / file, self.path), self.files)
-            for file, digest in zip(self.files, found, strict=True):
+            found = pool.map(lambda file: file_digest(self.path / file, self.path), files)
+            for file, digest in zip(files, found, strict=True):
                 if digest != self.files[file]:
                     problem = "is missing or unreadable" if digest is None else "differs from what was saved"
                     raise CheckpointError(f"{self.path / file}{_array_suffix(file, self.records)} {problem}")
+
+
+def own_share() -> slice:
+    """Returns which files of a checkpoint this process verifies, if all processes of the run read it together."""
+    return slice(jax.process_index(), None, jax.process_count())
 
 
 def model_config(values: Any, path) -> ModelConfig:

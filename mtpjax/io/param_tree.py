@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
-from mtpjax.io.array_files import StreamedArray
+from mtpjax.io.array_files import StreamedArray, stream_parts
 from mtpjax.models.quantized import BlockScaled, is_scaled
 
 
@@ -53,14 +53,14 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
-def flatten_arrays(params: Any) -> dict[str, np.ndarray | StreamedArray]:
+def flatten_arrays(params: Any) -> dict[str, np.ndarray | jax.Array | StreamedArray]:
     """Flattens parameters to save, and rejects leaves that would not restore to the same bits.
 
     Args:
         params: nested dicts of jax or numpy arrays, or of `StreamedArray`.
 
     Returns:
-        numpy arrays and streamed arrays by flat name.
+        Arrays of this process and streamed arrays by flat name. What a mesh splits is streamed.
 
     Raises:
         ValueError: a leaf is not such an array, has no elements, or has a dtype that JAX cannot hold; or there is none.
@@ -73,12 +73,14 @@ def flatten_arrays(params: Any) -> dict[str, np.ndarray | StreamedArray]:
             raise ValueError(f"params[{name!r}] is a {type(leaf).__name__}; a checkpoint holds jax or numpy arrays")
         if not math.prod(leaf.shape):
             raise ValueError(f"params[{name!r}] has shape {leaf.shape}; Orbax cannot store an array without elements")
-        # A streamed array stays where it is until its chunks are written.
-        array = leaf if isinstance(leaf, StreamedArray) else np.asarray(leaf)
         # JAX converts foreign byte orders and, by default, 64-bit types, so these would not restore to the same bits.
-        if not array.dtype.isnative or not _is_jax_dtype(array.dtype):
-            raise ValueError(f"params[{name!r}] has dtype {array.dtype.str} ({array.dtype}); JAX would not restore it")
-        arrays[name] = array
+        dtype = np.dtype(leaf.dtype)
+        if not dtype.isnative or not _is_jax_dtype(dtype):
+            raise ValueError(f"params[{name!r}] has dtype {dtype.str} ({dtype}); JAX would not restore it")
+        # Arrays stay where they are until they are written; of copies, one is taken.
+        if isinstance(leaf, jax.Array):
+            leaf = leaf.addressable_data(0) if leaf.is_fully_replicated else stream_parts(leaf)
+        arrays[name] = leaf
     if not arrays:
         raise ValueError("params hold no array")
     return arrays

@@ -21,8 +21,8 @@ def save(
 ) -> None:
     """Saves a model as a checkpoint, which `mtpjax.load` and every command read.
 
-    The folder appears only once it is complete, and an older checkpoint at `path` is replaced then. In a run of several
-    processes, gather the parameters first and save in one process.
+    The folder appears only once it is complete, and an older checkpoint at `path` is replaced then. All processes of a
+    run must call it; of parameters that a mesh splits, each writes the parts that its devices hold.
 
     Args:
         path: the folder to write; missing parents are made.

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from mtpjax.models.attention_kinds import ATTENTION_KINDS
 
@@ -118,13 +118,13 @@ def shard_params(params: dict, mesh: Mesh) -> dict:
 
 
 def read_parts(
-    shape: tuple[int, ...], sharding: NamedSharding, read: Callable[[tuple[tuple[int, int], ...]], np.ndarray]
+    shape: tuple[int, ...], sharding: Sharding, read: Callable[[tuple[tuple[int, int], ...]], np.ndarray]
 ) -> jax.Array:
     """Makes an array of the parts that this process's devices hold, and reads none of it twice.
 
     Args:
         shape: the array's shape.
-        sharding: how it lies on the mesh.
+        sharding: how it lies on the devices.
         read: returns the part between these `(begin, end)` of each axis.
 
     Returns:

@@ -11,6 +11,7 @@ import numpy as np
 from mtpjax.data.packing import Document
 from mtpjax.decoding.capacity import min_rows_per_pass, round_up_capacity
 from mtpjax.decoding.config import DecodeConfig
+from mtpjax.distributed import is_multiprocess
 from mtpjax.evaluation.acceptance import measure_acceptance
 from mtpjax.evaluation.intervals import Estimate, estimate_from, resample
 from mtpjax.evaluation.machine import Stopwatch, timing_problem
@@ -132,7 +133,7 @@ class PanelDecoder:
         decoded: dict[str, dict[str, DecodedMetrics]] = {}
         try:
             decoded, counts = self._decode(params, chosen, 2 * batch_prompts)
-            if is_last:
+            if is_last and not is_multiprocess():  # the clocks of several processes differ
                 decoded = self._add_speed_up(params, decoded, counts)
         except jax.errors.JaxRuntimeError as error:
             log.warning("held-out prompts could not be decoded: %s", error)

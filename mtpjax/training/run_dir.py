@@ -26,13 +26,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from mtpjax import distributed
 from mtpjax.atomic import write_text
 from mtpjax.errors import CheckpointError, UsageError
 from mtpjax.evaluation.plot_style import FORMATS
 from mtpjax.io import checkpoint
+from mtpjax.io.checkpoint_reader import CheckpointReader, own_share
 from mtpjax.safe_open import read_json_file
 from mtpjax.training.log import METRICS_FILE, PROFILE_FOLDER
 from mtpjax.training.trackers import TENSORBOARD_FOLDER, WANDB_ID_FILE
@@ -203,11 +204,11 @@ def check_settings(
 
 
 def save_state(folder: pathlib.Path, state: Any, *, step: int, keep: int, metadata: Mapping[str, Any]) -> bool:
-    """Saves a training state, then deletes all but the newest `keep` states.
+    """Saves a training state, then deletes all but the newest `keep` states. All processes of a run must call it.
 
     Args:
         folder: the run folder.
-        state: tree of whole arrays.
+        state: tree of jax arrays.
         step: number of updates done.
         keep: number of states to keep.
         metadata: stored with the state.
@@ -218,8 +219,9 @@ def save_state(folder: pathlib.Path, state: Any, *, step: int, keep: int, metada
     """
     leaves = {f"{number:06d}": leaf for number, leaf in enumerate(jax.tree.leaves(state))}
     path = state_path(folder, step)
+    is_main_process = distributed.is_main_process()
     # After resuming from an older state, a damaged state of this step may still be there.
-    if not checkpoint.is_checkpoint(path):
+    if is_main_process and not checkpoint.is_checkpoint(path):
         shutil.rmtree(path, ignore_errors=True)
     try:
         checkpoint.save(path, {"tree": _describe_tree(state)}, leaves, metadata={"step": step, **metadata})
@@ -227,8 +229,9 @@ def save_state(folder: pathlib.Path, state: Any, *, step: int, keep: int, metada
         log.error("the state after step %d could not be saved; the run continues without it: %s", step, error)
         return False
     # Only now remove old states, and hidden leftovers of a killed process; the lock makes sure no other process writes.
-    for old in [*_state_folders(folder)[keep:], *(folder / STATES_FOLDER).glob(".*")]:
-        shutil.rmtree(old, ignore_errors=True)
+    if is_main_process:
+        for old in [*_state_folders(folder)[keep:], *(folder / STATES_FOLDER).glob(".*")]:
+            shutil.rmtree(old, ignore_errors=True)
     return True
 
 
@@ -261,26 +264,32 @@ def restore_state(folder: pathlib.Path, like: Tree, *, run_id: str | None = None
     """
     for path in _state_folders(folder):
         try:
-            config, leaves, metadata = checkpoint.restore(path)
+            # The processes skip the same states, also if only one of them cannot read its part.
+            with distributed.raise_together(CheckpointError(f"another process cannot read {path}")):
+                return _restore_from(path, like, run_id)
         except CheckpointError as error:
             log.warning("skipping a damaged state: %s", error)
-            continue
-        if not isinstance(metadata.get("step"), int) or not isinstance(metadata.get("seconds"), (int, float)):
-            log.warning("skipping a damaged state: %s does not record its step and seconds", path)
-            continue
-        # A state of other settings, seed or data would continue silently with wrong numbers.
-        if run_id is not None and metadata.get("run") != run_id:
-            raise RunError(f"{path} is the state of another run: remove it, or put back the states of this run")
-        # Leaves are stored by number, so names, shapes and dtypes must match before they are assigned.
-        _check_tree(path, config.get("tree") if isinstance(config, dict) else None, _describe_tree(like))
-        # Each array goes where the array of `like` is; a restored run may have another mesh.
-        shardings = [leaf.sharding if isinstance(leaf, jax.Array) else None for leaf in jax.tree.leaves(like)]
-        arrays = [
-            jnp.asarray(leaves[name]) if sharding is None else jax.device_put(leaves[name], sharding)
-            for name, sharding in zip(sorted(leaves), shardings, strict=True)
-        ]
-        return jax.tree.unflatten(jax.tree.structure(like), arrays), metadata
     return None
+
+
+def _restore_from(path: pathlib.Path, like: Tree, run_id: str | None) -> tuple[Tree, dict[str, Any]]:
+    """Restores a state as `restore_state` does; raises `CheckpointError` if it is damaged."""
+    reader = CheckpointReader(path, verify=own_share())
+    metadata, config = reader.metadata, reader.config
+    if not isinstance(metadata.get("step"), int) or not isinstance(metadata.get("seconds"), (int, float)):
+        raise CheckpointError(f"{path} does not record its step and seconds")
+    # A state of other settings, seed or data would continue silently with wrong numbers.
+    if run_id is not None and metadata.get("run") != run_id:
+        raise RunError(f"{path} is the state of another run: remove it, or put back the states of this run")
+    # Leaves are stored by number, so names, shapes and dtypes must match before they are assigned.
+    _check_tree(path, config.get("tree") if isinstance(config, dict) else None, _describe_tree(like))
+    # Each array goes where the array of `like` is; a restored run may have another mesh.
+    leaves = jax.tree.leaves(like)
+    arrays = [
+        reader.place(name, lambda shape, leaf=leaf: leaf.sharding)
+        for name, leaf in zip(sorted(reader.records), leaves, strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(like), arrays), metadata
 
 
 class StopSignals:

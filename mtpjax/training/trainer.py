@@ -168,31 +168,22 @@ def train(
                 event = TrainEvent(clock.step, clock.progress, clock.seconds, told, state, path)
                 is_stopped |= distributed.any_process(call_callbacks(callbacks, moment, event))
 
-        # All processes compute the teacher-forced panel, because gathering parameters is a collective. Only the first
-        # one decodes prompts, and during the run only as long as that stays a small fraction of the time.
+        # All processes take part, because each has a part of the parameters. Prompts are decoded during the run only as
+        # long as that stays a small fraction of the time, by the first process's clock.
         def evaluate(*, is_last: bool = False) -> Panel:
-            params = distributed.gather_processes(state.params)
-            panel = acceptance_panel(params, corpus.panel_rows, model=model, num_depths=panel_depths)
-            if is_main_process and (is_last or decoder.is_within_time_share(clock.seconds)):
-                panel = dataclasses.replace(panel, decoded=decoder.measure(params, is_last=is_last))
+            panel = acceptance_panel(state.params, corpus.panel_rows, model=model, num_depths=panel_depths)
+            if is_last or distributed.from_main_process(decoder.is_within_time_share(clock.seconds)):
+                panel = dataclasses.replace(panel, decoded=decoder.measure(state.params, is_last=is_last))
             log.record({"step": clock.step, "seconds": clock.seconds, "eval": panel.to_json()})
             notify("after_evaluation", panel.to_json())
             log.restart_clock(clock.step)
             return panel
 
-        # Gather the state, write it in the first process, and agree in all processes on whether that succeeded.
         def save() -> bool:
-            metadata, whole, is_saved = (
-                {"seconds": clock.seconds, "run": run_id},
-                distributed.gather_processes(state),
-                True,
-            )
-            if is_main_process:
-                is_saved = run_dir.save_state(
-                    output, whole, step=clock.step, keep=config.keep_states, metadata=metadata
-                )
+            metadata = {"seconds": clock.seconds, "run": run_id}
+            is_saved = run_dir.save_state(output, state, step=clock.step, keep=config.keep_states, metadata=metadata)
             log.restart_clock(clock.step)
-            return not distributed.any_process(not is_saved)
+            return is_saved
 
         def notify_saved(path: pathlib.Path) -> None:
             notify("after_save", last_metrics, path if is_main_process else None)
@@ -266,22 +257,21 @@ def train(
         # 6. Save what was trained before anything else can fail: the state, from which a resumed run repeats only the
         # evaluation, and the model in its form for decoding.
         is_state_saved = save()
-        params = unstack_layers(distributed.gather_processes(state.params), model.config)
+        params = unstack_layers(state.params, model.config)
         unrolled, path = MTPModel(model.config), output / run_dir.CHECKPOINT_FOLDER
         metadata = {"steps": clock.step, "train": settings, "data": corpus.summary}
         metadata["tokenizer"] = "huggingface" if corpus.file_tokenizer else "bytes"
 
         def save_model(further: dict[str, Any]) -> None:
-            if is_main_process:
-                checkpoint.save_model(
-                    path,
-                    unrolled,
-                    params,
-                    metadata=metadata | further,
-                    tokenizer=corpus.file_tokenizer,
-                    init_from=config.init_from,
-                    model_type=config.model_type,
-                )
+            checkpoint.save_model(
+                path,
+                unrolled,
+                params,
+                metadata=metadata | further,
+                tokenizer=corpus.file_tokenizer,
+                init_from=config.init_from,
+                model_type=config.model_type,
+            )
 
         save_model({})
         # 7. Evaluate and plot; from here on a signal ends the run at once. Then add the panel to the checkpoint, and

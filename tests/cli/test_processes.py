@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 
+import jax
+import numpy as np
 import pytest
 
 from conversion.files import CheckpointFiles
@@ -47,25 +49,33 @@ def test_processes_of_slurm_load_their_parts_and_give_the_texts_of_one(start, tm
     loaded = [load(folder) for folder in golden]
     save(tmp_path / "ours", *loaded[0])
     checkpoints = [*map(str, golden), str(tmp_path / "ours")]
+    output = tmp_path / "theirs"  # what both processes save of the first one
     # One task on each of two nodes, of which both are this machine; Slurm would give each task one GPU.
     slurm = {"SLURM_JOB_ID": str(random.randrange(1, 4096)), "SLURM_STEP_NODELIST": "localhost", "SLURM_LOCALID": "0"}
     slurm |= {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2"}
-    command = ["tests.helpers.process", *checkpoints]
+    command = ["tests.helpers.process", str(output), *checkpoints]
     both = [start(command, **slurm, SLURM_PROCID=str(rank)) for rank in range(2)]
     expected = [
         speculative_generate(params, process.PROMPTS, model=model, config=DecodeConfig(**process.SETTINGS)).rows()
-        for model, params in [*loaded, loaded[0]]
+        for model, params in [*loaded, loaded[0], loaded[0]]
     ]
     for each in both:
-        output, error = each.communicate(timeout=300)
+        printed, error = each.communicate(timeout=300)
         assert each.returncode == 0, error[-3000:]
-        found = json.loads(output.splitlines()[-1])
+        found = json.loads(printed.splitlines()[-1])
         assert [result["rows"] for result in found["results"]] == expected
         assert found["visible"] == "all"
         for folder, result in zip(golden, found["results"], strict=False):
             compared = bytes_to_compare(folder)
             print(f"{folder.name}: read {result['read']} bytes, {compared} of them to compare; holds {result['held']}")
             assert result["read"] - compared <= 1.1 * result["held"]
+        # The digests of the files are checked besides, each by one of the processes.
+        print(f"saved by both: read {found['results'][-1]['read']} bytes; holds {found['results'][-1]['held']}")
+        assert found["results"][-1]["read"] <= 1.1 * found["results"][-1]["held"]
+    alone = load(output)[1]
+    assert jax.tree.structure(alone) == jax.tree.structure(loaded[0][1])
+    for saved, original in zip(jax.tree.leaves(alone), jax.tree.leaves(loaded[0][1]), strict=True):
+        np.testing.assert_array_equal(saved, original)
 
 
 @pytest.mark.slow  # .ci/run has it beside other commands

@@ -10,9 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
+from mtpjax import compat
 from mtpjax.errors import CheckpointError
 from mtpjax.io import checkpoint
+from mtpjax.io.checkpoint_reader import CheckpointReader
 
 CONFIG = {"hidden_size": 64, "rope": {"theta": 1e4}, "layers": ["full", "latent"]}
 METADATA = {"step": 3}
@@ -91,7 +94,73 @@ def test_arrays_sharded_over_devices_restore_where_there_is_one(tmp_path):
     assert (done.stdout.strip(), done.stderr) == (f"bfloat16 {np.asarray(array).tobytes().hex()}", "")
 
 
+@pytest.fixture(scope="module")
+def split(params, tmp_path_factory):
+    """The embedding's columns, and the kernel's rows and columns, saved from a mesh that splits them."""
+    path = tmp_path_factory.mktemp("split") / "checkpoint"
+    mesh = compat.make_mesh({"fsdp": 4, "tensor": 2})
+    block = {"kernel": _on(params["block"]["kernel"], mesh, "fsdp", "tensor")}
+    tree = {"embedding": _on(params["embedding"], mesh, None, "tensor"), "block": block}
+    checkpoint.save(path, CONFIG, tree | {"steps": _on(np.arange(3, dtype=np.int32), mesh, None)})
+    return path
+
+
+def _on(array, mesh, *axes):
+    return jax.device_put(array, NamedSharding(mesh, PartitionSpec(*axes)))
+
+
+def test_an_array_that_a_mesh_splits_is_written_as_its_parts(split, params):
+    sizes = {str(file.relative_to(split / "params")): file.stat().st_size for file in files_of(split / "params")}
+    parts = {name: size for name, size in sizes.items() if name.startswith("block.kernel/") and "zarray" not in name}
+    assert parts == {f"block.kernel/{row}.{column}": 64 * 16 * 2 // 8 for row in range(4) for column in range(2)}
+    restored = checkpoint.restore(split)[1]
+    expected = {"embedding": params["embedding"], "block": {"kernel": params["block"]["kernel"]}}
+    assert_bit_equal(restored, expected | {"steps": jnp.arange(3, dtype=jnp.int32)})
+
+
+def test_parts_are_read_onto_another_mesh_and_no_more_than_a_device_holds(split, params, monkeypatch):
+    read, sizes = CheckpointReader.read, []
+
+    def counting(reader, name, index):
+        array = read(reader, name, index)
+        sizes.append((name, array.size))
+        return array
+
+    monkeypatch.setattr(CheckpointReader, "read", counting)
+    mesh = compat.make_mesh({"tensor": 2}, jax.devices()[:2])
+    reader, kernel = CheckpointReader(split), params["block"]["kernel"]
+    for axes in ((None, "tensor"), ("tensor",), ()):
+        placed = reader.place("block/kernel", lambda shape, axes=axes: NamedSharding(mesh, PartitionSpec(*axes)))
+        assert placed.sharding.spec == PartitionSpec(*axes)
+        assert_bit_equal(placed, kernel)
+    assert sizes == [("block/kernel", kernel.size)] * 3  # each part once, both devices' in one box
+
+
 # Damage.
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_flipped_bit_of_a_part_is_found(split, tmp_path, seed):
+    rng, copy = random.Random(seed), pathlib.Path(shutil.copytree(split, tmp_path / "copy"))
+    file = rng.choice([file for file in files_of(copy) if file.parent.name == "block.kernel"])
+    content = bytearray(file.read_bytes())
+    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=rf"{file.parent.name}/{file.name} of array 'block/kernel' differs"):
+        CheckpointReader(copy)
+
+
+@pytest.mark.parametrize("key, value", [("shape", [64, 32]), ("dtype", "float16")])
+def test_parts_unlike_their_record_are_refused(split, tmp_path, key, value):
+    copy = pathlib.Path(shutil.copytree(split, tmp_path / "copy"))
+    digests = json.loads((copy / "digests.json").read_text())
+    found = digests["arrays"]["block/kernel"][key]
+    digests["arrays"]["block/kernel"][key] = value
+    (copy / "digests.json").write_text(json.dumps(digests))
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    with pytest.raises(CheckpointError) as error:
+        CheckpointReader(copy).place("block/kernel", lambda shape: here)
+    assert f"'block/kernel' in {copy / 'params'} has {key} {found}; saved was {value}" in str(error.value)
 
 
 @pytest.mark.parametrize("seed", range(4))

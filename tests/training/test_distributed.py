@@ -11,9 +11,10 @@ import jax
 import numpy as np
 import pytest
 
-from mtpjax import TrainConfig, compat, distributed, train
+from mtpjax import TrainConfig, check_acceptance, compat, distributed, load, train
 from mtpjax.data import packing
 from mtpjax.training.data_parallel import shard_batch
+from mtpjax.training.log import METRICS_FILE, read_metrics
 from mtpjax.training.run_dir import RunError
 from mtpjax.training.yaml_config import read_train_config, to_yaml
 from tests.helpers import training_runs
@@ -73,14 +74,14 @@ def test_processes_take_every_row_once():
 class Processes:
     """Two processes that train together, by the command line."""
 
-    def __init__(self, folder, text, **changes):
+    def __init__(self, folder, text, axis="data", **changes):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{free.getsockname()[1]}"
         self.text, self.output, self.settings = text, folder / "run", SETTINGS | changes
         self.environment = training_runs.environment(folder / "cache")
         self.both = [
-            self.start("mesh.data=2", "--nnodes", "2", "--node-rank", str(rank), "--dist-init-addr", address)
+            self.start(f"mesh.{axis}=2", "--nnodes", "2", "--node-rank", str(rank), "--dist-init-addr", address)
             for rank in (0, 1)
         ]
 
@@ -127,7 +128,7 @@ def launch(text, tmp_path):
 @pytest.mark.slow  # three processes; .ci/run has it beside other commands
 def test_a_process_that_dies_ends_the_others_and_the_run_goes_on_with_one(launch, unbroken):
     """T9, T20."""
-    run = launch(steps=10)
+    run = launch(steps=10, axis="fsdp")
     run.wait_for(5)
     run.both[1].send_signal(signal.SIGKILL)
     begin = time.monotonic()
@@ -136,6 +137,21 @@ def test_a_process_that_dies_ends_the_others_and_the_run_goes_on_with_one(launch
     assert run.both[0].returncode == 75, error[-3000:]
     assert "mtpjax train: another process of this run has ended or cannot be reached" in error
     assert_close(run.goes_on_alone(), unbroken)
+
+
+@pytest.mark.slow  # three processes; .ci/run has it beside other commands
+def test_processes_that_split_the_model_train_evaluate_and_save_it(launch, unbroken):
+    """T9."""
+    run = launch(axis="fsdp", panel_prompts=2)
+    errors = [process.communicate(timeout=200)[1] for process in run.both]
+    assert [process.returncode for process in run.both] == [0, 0], errors
+    assert_close(run.losses(), unbroken)
+    rows = [row["eval"] for row in read_metrics(run.output / METRICS_FILE) if "eval" in row]
+    assert rows[-1]["decoded"]["overall"]["greedy"]["real"] >= 1
+    # The model of both drafts in one process as it did, and its arrays are in parts.
+    assert check_acceptance(run.output, *load(run.output)) == []
+    embedding = run.output / "checkpoint" / "params" / "embedding"
+    assert len([file for file in embedding.iterdir() if file.name[0] != "."]) == 2
 
 
 @pytest.mark.slow
