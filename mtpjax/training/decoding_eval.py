@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from mtpjax.compat import make_mesh
 from mtpjax.data.packing import Document
 from mtpjax.decoding.capacity import min_rows_per_pass, round_up_capacity
 from mtpjax.decoding.config import DecodeConfig
@@ -17,7 +18,9 @@ from mtpjax.evaluation.intervals import Estimate, estimate_from, resample
 from mtpjax.evaluation.machine import Stopwatch, timing_problem
 from mtpjax.evaluation.metrics import report
 from mtpjax.evaluation.round_costs import CostMeter, chain_shape
+from mtpjax.models.decoding_layout import shard_for_decoding
 from mtpjax.models.model import MTPModel
+from mtpjax.models.sharding import mesh_of
 from mtpjax.models.trunk import unstack_layers
 from mtpjax.training.corpus import Corpus
 
@@ -126,15 +129,19 @@ class PanelDecoder:
             return {}
         begin = time.perf_counter()
         # Training stacks the trunk's layers for a scan; decoding runs them unrolled.
-        if self.is_stacked:
-            params = unstack_layers(params, self.model.config)
+        model, params = self.model, unstack_layers(params, self.model.config) if self.is_stacked else params
+        # Decoding would copy what training's axis "fsdp" splits, so its devices split heads and columns instead.
+        if (mesh := mesh_of(params["embedding"])) is not None:
+            sizes = {"tensor" if axis == "fsdp" else axis: size for axis, size in mesh.shape.items()}
+            decoding_mesh = make_mesh(sizes, list(mesh.devices.flat))
+            model, params = shard_for_decoding(model, params, decoding_mesh, allow_copies=True)
         # Only full batches, so that decoding compiles for one batch size.
         chosen = self.prompts[: len(self.prompts) // batch_prompts * batch_prompts if is_last else batch_prompts]
         decoded: dict[str, dict[str, DecodedMetrics]] = {}
         try:
-            decoded, counts = self._decode(params, chosen, 2 * batch_prompts)
+            decoded, counts = self._decode(model, params, chosen, 2 * batch_prompts)
             if is_last and not is_multiprocess():  # the clocks of several processes differ
-                decoded = self._add_speed_up(params, decoded, counts)
+                decoded = self._add_speed_up(model, params, decoded, counts)
         except jax.errors.JaxRuntimeError as error:
             log.warning("held-out prompts could not be decoded: %s", error)
         # The last duration predicts the next one (`is_within_time_share`).
@@ -142,7 +149,7 @@ class PanelDecoder:
         self.seconds_spent += self.expected_seconds
         return decoded
 
-    def _decode(self, params: dict, chosen, batch_size: int):
+    def _decode(self, model: MTPModel, params: dict, chosen, batch_size: int):
         """Returns the metrics by category and kind, and the steps `[P]` and accepted drafts `[P, K]` of each."""
         # Every prompt appears once per temperature: greedy and sampled rows share the batches.
         rows = [prompt for prompt, _ in chosen for _ in KIND_TEMPERATURES]
@@ -150,7 +157,7 @@ class PanelDecoder:
         acceptance = measure_acceptance(
             params,
             rows,
-            model=self.model,
+            model=model,
             config=self.config,
             temperature=temperatures.tolist(),
             batch_size=batch_size,
@@ -170,18 +177,24 @@ class PanelDecoder:
                 counts[name, kind] = part.steps[is_in], part.accepted[is_in]
         return decoded, counts
 
-    def _add_speed_up(self, params: dict, decoded, counts: dict[tuple[str, str], tuple[np.ndarray, np.ndarray]]):
+    def _add_speed_up(
+        self,
+        model: MTPModel,
+        params: dict,
+        decoded: dict[str, dict[str, DecodedMetrics]],
+        counts: dict[tuple[str, str], tuple[np.ndarray, np.ndarray]],
+    ):
         """Adds the ideal speed-up at batch 1, and marks what other programs disturbed or no machine can reach."""
         # Time verify, extend and draft passes at a typical cache length, halfway through the continuation.
         shape = chain_shape(self.config.num_steps)
-        context = min(PROMPT_TOKENS + NEW_TOKENS // 2, self.model.config.max_position_embeddings // 2)
+        context = min(PROMPT_TOKENS + NEW_TOKENS // 2, model.config.max_position_embeddings // 2)
         meter = CostMeter(
             params,
-            model=self.model,
+            model=model,
             shapes=(shape,),
             context=context,
             capacity=round_up_capacity(2 * context + shape.num_nodes),
-            min_rows=min_rows_per_pass(self.model, 1, jax.default_backend()),
+            min_rows=min_rows_per_pass(model, 1, jax.default_backend()),
         )
         # Compiling is over, so the stopwatch sees only what disturbs the timings.
         stopwatch = Stopwatch()
