@@ -15,6 +15,7 @@ from pallas_kernels.backend import triton as plt
 from pallas_kernels.batch_invariance import is_batch_invariant
 from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.dispatch import choose
+from pallas_kernels.fp8 import as_stored
 from pallas_kernels.partial_sums import PartialSums, load_sum
 from pallas_kernels.rms_norm import rms_norm_reference
 from pallas_kernels.rotation import rotate, rotate_pairs
@@ -138,7 +139,7 @@ def append_heads_reference(projected: PartialSums, angles, keys, values, start, 
 
     def append(cache, new):
         write = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1)
-        return jax.vmap(write)(cache, new.swapaxes(1, 2).astype(cache.dtype), start)
+        return jax.vmap(write)(cache, as_stored(new.swapaxes(1, 2), cache.dtype), start)
 
     return q.swapaxes(1, 2), append(keys, k), append(values, v)
 
@@ -257,7 +258,7 @@ def _append_heads_kernel(
         """Stores rows [heads, channels] of each group at `ref[*outer, index, channel]`."""
         for one, (channel, is_channel) in zip(x, channels, strict=True):
             target = ref.at[*outer, *jnp.broadcast_arrays(index[:, None], channel[None, :])]
-            plt.store(target, one.astype(ref.dtype), mask=is_row[:, None] & is_channel[None, :])
+            plt.store(target, as_stored(one, ref.dtype), mask=is_row[:, None] & is_channel[None, :])
 
     # 1. Queries.
     head = jnp.arange(pl.next_power_of_2(G))

@@ -14,6 +14,7 @@ from pallas_kernels.backend import triton as plt
 from pallas_kernels.batch_invariance import is_batch_invariant
 from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.dispatch import choose
+from pallas_kernels.fp8 import as_stored
 from pallas_kernels.partial_sums import PartialSums, load_sum
 from pallas_kernels.rms_norm import rms_norm_reference
 from pallas_kernels.rotation import rotate, rotate_pairs
@@ -102,7 +103,7 @@ def append_latents_reference(queries, latents, norm, key_up, angles, cache, star
     latent, k_rope = jnp.split(latents.total(), [R], axis=-1)
     q_rope = rotate(q_rope, angles, interleaved=interleaved)
     k_rope = rotate(k_rope[:, :, None], angles, interleaved=interleaved)[:, :, 0]
-    new = jnp.concatenate([rms_norm_reference(latent, norm, eps=eps), k_rope], axis=-1).astype(cache.dtype)
+    new = as_stored(jnp.concatenate([rms_norm_reference(latent, norm, eps=eps), k_rope], axis=-1), cache.dtype)
     cache = jax.vmap(functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0))(cache, new, start)
     absorbed = jnp.einsum("BTNC,NCR->BTNR", q_content, key_up)
     return jnp.concatenate([absorbed, q_rope], axis=-1), cache
@@ -209,7 +210,7 @@ def _append_latents_kernel(
         """Stores rows and columns at `ref[row, *outer, column]`."""
         row_index, column_index = jnp.broadcast_arrays(row[:, None], column[None, :])
         plt.store(
-            ref.at[row_index, *outer, column_index], x.astype(ref.dtype), mask=is_row[:, None] & is_column[None, :]
+            ref.at[row_index, *outer, column_index], as_stored(x, ref.dtype), mask=is_row[:, None] & is_column[None, :]
         )
 
     @pl.when(program < num_absorbing)

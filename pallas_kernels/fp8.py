@@ -19,6 +19,23 @@ def is_converted_by_integers(dtype, platform: str) -> bool:
     return platform == "rocm" and dtype == jnp.float8_e4m3fn
 
 
+def as_stored(x, dtype):
+    """Converts numbers to the dtype of a cache.
+
+    Args:
+        x: Of any shape.
+        dtype: Dtype of the cache.
+
+    Returns:
+        The numbers in `dtype`. Those beyond the range of fp8 become its largest: float8_e4m3fn has no infinity, and
+        would make them NaN.
+    """
+    if jnp.dtype(dtype).itemsize == 1 and jnp.issubdtype(dtype, jnp.floating):
+        most = float(jnp.finfo(dtype).max)
+        x = jnp.clip(x, -most, most)
+    return x.astype(dtype)
+
+
 def convert_fp8(bits, dtype):
     """Converts the bits of float8_e4m3fn numbers to a wider dtype, divided by `FP8_DIVISOR`.
 

@@ -40,6 +40,7 @@ FLAG_FIELDS = (
     "max_length",
     "drafter",
     "depth_policy",
+    "kv_cache_dtype",
     "deterministic",
     "allow_copies",
     *DRAFT_FIELDS,

@@ -22,7 +22,8 @@ from mtpjax.errors import printable
 
 # `num_steps=None` lets `choose_num_steps` choose by drafter and model.
 DECODE_DEFAULTS: dict[str, Any] = {"max_new_tokens": 256, "num_steps": None}
-DECODE_FIELDS = ("max_new_tokens", "max_length", "drafter", *DRAFT_FIELDS, *LOOKUP_FIELDS, "deterministic")
+DECODE_FIELDS = ("max_new_tokens", "max_length", "drafter", *DRAFT_FIELDS, *LOOKUP_FIELDS)
+DECODE_FIELDS += ("kv_cache_dtype", "deterministic")
 
 
 def add_commands(commands) -> None:

@@ -87,7 +87,7 @@ def _add_eval(commands) -> None:
     add_model_path_flag(acceptance)
     add_implementation_flag(acceptance)
     _add_prompt_flags(acceptance, required=True, count=64)
-    add_config_flags(acceptance, DRAFT_FIELDS, num_steps=3)
+    add_config_flags(acceptance, (*DRAFT_FIELDS, "kv_cache_dtype"), num_steps=3)
     add_mesh_flags(acceptance)
     acceptance.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default: %(default)s)")
     acceptance.add_argument("--batch-size", type=int, default=8, help="prompts decoded together (default: %(default)s)")

@@ -14,6 +14,8 @@ DEFAULT_MAX_NODES = 64  # upper limit of the default of `num_draft_tokens`
 
 
 DRAFTERS = ("mtp", "lookup")
+# SGLang's names of dtypes of the caches -> those of NumPy; None is the dtype of the embedding.
+KV_CACHE_DTYPES = {"auto": None, "bfloat16": "bfloat16", "fp8_e4m3": "float8_e4m3fn"}
 EXACT_RULES = ("greedy", "sample", "token", "block", "recursive", "traversal")
 LOSSY_RULES = ("threshold", "typical", "relaxed")
 CHAIN_RULES = ("token", "block")
@@ -116,6 +118,10 @@ class DecodeConfig:
             memory allow, because each pass reads all weights.
         implementation: what runs the model's kernels: "xla" (plain JAX), "triton" (GPU kernels), "interpreted" (the GPU
             kernels on any machine, slowly), or "auto" (`pallas_kernels.dispatch`). None: the model's own.
+        kv_cache_dtype: dtype of keys, values and latents in the caches, by SGLang's names: "auto" (the embedding's),
+            "bfloat16" or "fp8_e4m3". fp8 halves the bytes of a bfloat16 cache, and rounds its entries to 3 bits of
+            fraction, without scales: numbers beyond 448 become 448. Speculation then equals plain decoding with the
+            same caches. Recurrent states stay float32.
         deterministic: a row's text does not depend on the rows beside it. Every kernel splits its work in one way,
             whatever the batch, which takes longer (docs/guides/kernels.md). Needs the kernels: a GPU, or
             implementation "interpreted".
@@ -167,6 +173,7 @@ class DecodeConfig:
     max_length: int | None = None
     prefill_chunk: int | None = None
     implementation: Implementation | None = None
+    kv_cache_dtype: Literal["auto", "bfloat16", "fp8_e4m3"] = "auto"
     deterministic: bool = False
     allow_copies: bool = False
     min_rows: int | None = None
@@ -216,6 +223,7 @@ class DecodeConfig:
         )
         if self.implementation is not None:
             require_choice("implementation", self.implementation, IMPLEMENTATIONS)
+        require_choice("kv_cache_dtype", self.kv_cache_dtype, tuple(KV_CACHE_DTYPES))
         for name in ("threshold_single", "threshold_acc"):
             require(0 <= getattr(self, name) <= 1, f"{name} must be within 0..1, got {getattr(self, name)}")
         require(self.relaxed_topk >= 1, f"relaxed_topk must be at least 1, got {self.relaxed_topk}")

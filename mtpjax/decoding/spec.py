@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 
-from mtpjax.decoding.config import EXACT_RULES, FIXED_TREE_RULES, DecodeConfig
+from mtpjax.decoding.config import EXACT_RULES, FIXED_TREE_RULES, KV_CACHE_DTYPES, DecodeConfig
 from mtpjax.decoding.draft_tree import TreeShape, choose_tree_shape
 
 Rule = str | Callable  # the name of a built-in acceptance rule, or a function (`mtpjax.decoding.acceptance`)
@@ -23,6 +23,7 @@ class DecodeSpec:
         min_rows: minimum number of token rows per forward pass; narrower passes are padded.
         prefill_chunk: tokens per row in one prefill pass.
         logprobs: record the log-probability of every new token.
+        kv_cache_dtype: NumPy's name of the dtype of the caches; None: that of the embedding.
     """
 
     num_steps: int
@@ -34,6 +35,7 @@ class DecodeSpec:
     min_rows: int = 1
     prefill_chunk: int = 64
     logprobs: bool = False
+    kv_cache_dtype: str | None = None
 
     @classmethod
     def from_config(
@@ -79,6 +81,7 @@ class DecodeSpec:
             min_rows=min_rows,
             prefill_chunk=config.prefill_chunk or prefill_chunk,
             logprobs=config.logprobs,
+            kv_cache_dtype=KV_CACHE_DTYPES[config.kv_cache_dtype],
         )
 
     def at_depth(self, num_steps: int) -> "DecodeSpec":

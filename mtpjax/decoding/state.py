@@ -106,7 +106,7 @@ def empty_state(
         capacity: cache slots per row, L.
         stops_shape: largest number and length of a row's stop sequences, (N, Z).
         features: sampling options that are compiled in.
-        dtype: dtype of the caches.
+        dtype: dtype of the activations, and of the caches unless `spec` names another.
         depth_costs: `[K+1]` durations of rounds, for an adaptive depth; None: fixed depth.
         depth_rates: `[K]` measured acceptance rates, for an adaptive depth; None: unknown.
         drafting_disabled: True if no depth can pay, so every round is a plain decoding step.
@@ -137,7 +137,7 @@ def empty_state(
         done=jnp.ones(batch, bool),
         stopped=zeros(dtype=bool),
         history=TokenHistory.empty(batch, config.vocab_size, sampling),
-        trunk=empty_cache(config, config.trunk_kinds, batch, capacity, dtype),
+        trunk=empty_cache(config, config.trunk_kinds, batch, capacity, jnp.dtype(spec.kv_cache_dtype or dtype)),
         drafter=drafter.init(model=model, spec=spec, batch=batch, capacity=capacity, dtype=dtype),
         policy=None if depth_costs is None else init_policy(depth_costs, batch, prior=depth_rates),
         drafting_disabled=jnp.asarray(drafting_disabled),

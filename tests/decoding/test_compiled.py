@@ -291,6 +291,23 @@ def test_on_an_h100_the_loop_with_kernels_copies_no_weight_not_even_of_experts(k
     assert_keeps_to_the_rules_on_an_h100(CONFIGS[kind], batch, spec, jnp.bfloat16, implementation="triton")
 
 
+@pytest.mark.h100
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["grouped", "latent"])
+def test_on_an_h100_only_kernels_meet_fp8_caches(kind):
+    mesh = compat.make_mesh({"data": 1}, compat.h100_devices())
+    how = {"dtype": jnp.bfloat16, "platform": "cuda", "implementation": "triton"}
+    texts = []
+    with use_abstract_mesh(mesh.abstract_mesh):
+        for dtype in ("float8_e4m3fn", None):
+            spec = dataclasses.replace(chain(1), kv_cache_dtype=dtype)
+            compiled = compile_call(CONFIGS[kind], 4, spec, sharding=NamedSharding(mesh, PartitionSpec()), **how)
+            texts.append(compiled.as_text())
+    # No array of the caches' slots has a wider dtype, as a converted copy would.
+    wide = rf"(bf16|f32)\[[\d,]*{SLOTS}[\d,]*\]"
+    assert not re.search(wide, texts[0]) and re.search(wide, texts[1])
+
+
 @pytest.mark.parametrize(
     ("config", "how"),
     [

@@ -20,6 +20,7 @@ from mtpjax import (
     shard_for_decoding,
     speculative_generate,
 )
+from mtpjax.models.layers import attend
 from mtpjax.models.quantized import is_scaled
 from tests.golden import path
 
@@ -137,6 +138,27 @@ def test_every_kernel_runs_on_each_device(attention, small, expected):
     with pytest.raises(ValueError, match="interpret"):  # the compiled kernels need a GPU, so they were asked for
         config = dataclasses.replace(CONFIG, implementation="triton")
         speculative_generate(params, PROMPTS, model=model, config=config)
+
+
+@pytest.mark.parametrize("attention", ["grouped", pytest.param("latent", marks=slow)])
+def test_flash_prefill_and_fp8_caches_are_those_of_a_single_device(attention, small, monkeypatch):
+    model, params = small(attention, "mixed", num_mtp_modules=1, **sizes(attention))
+    # A chunk of more than 16 tokens is attended to by `prefill_attention`.
+    config = DecodeConfig(max_new_tokens=8, num_steps=2, prefill_chunk=32, kv_cache_dtype="fp8_e4m3")
+    prompts = [[(7 * place + row) % 61 for place in range(20 + row)] for row in range(4)]
+    single = speculative_generate(params, prompts, model=model, config=config)
+    model, params = shard_for_decoding(model, params, compat.make_mesh({"data": 2, "tensor": 2}))
+    config, caches = dataclasses.replace(config, implementation="interpreted"), []
+    flash = attend.prefill_attention
+    monkeypatch.setattr(
+        attend,
+        "prefill_attention",
+        lambda q, keys, *rest, **more: caches.append(keys.dtype) or flash(q, keys, *rest, **more),
+    )
+    meshed = speculative_generate(params, prompts, model=model, config=config)
+    assert meshed.rows() == single.rows()
+    # Latents are expanded to keys and values, in the dtype of the queries.
+    assert set(caches) == {jnp.dtype(jnp.float8_e4m3fn if attention == "grouped" else jnp.float32)}
 
 
 @pytest.mark.parametrize("attention", ["latent", pytest.param("grouped", marks=slow)])

@@ -101,7 +101,7 @@ class Drafter:
             spec: the shape of a round.
             batch: slots, B.
             capacity: cache slots per row, S.
-            dtype: dtype of the caches.
+            dtype: dtype of the activations, and of the caches unless `spec.kv_cache_dtype` names another.
 
         Returns:
             A tree of arrays `[B, ...]`.

@@ -20,7 +20,7 @@ def attend(q: jax.Array, sources: list[tuple[jax.Array, jax.Array]], masks: Mask
 
     Args:
         q: `[B, K, T, G, H]` queries, G per key/value head.
-        sources: keys `[B, K, S, H]` and values `[B, K, S, Hv]` of each source.
+        sources: keys `[B, K, S, H]` and values `[B, K, S, Hv]` of each source, converted to q's dtype.
         masks: `[B, T, S]` bool of each source. A mask `[B, T, 1]` means that row i attends to entry i of the source.
         scale: factor of the scores.
 
@@ -32,6 +32,7 @@ def attend(q: jax.Array, sources: list[tuple[jax.Array, jax.Array]], masks: Mask
     """
     if is_batch_invariant():
         raise ValueError("deterministic decoding needs a kernel for attention, and this one runs by XLA")
+    sources = [(key.astype(q.dtype), value.astype(q.dtype)) for key, value in sources]
     # Score every source, then normalise over all of them together.
     scores = []
     for (key, _), mask in zip(sources, masks, strict=True):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from mtpjax.models.masks import Entries, Masks, Recycled, View
+from pallas_kernels.fp8 import as_stored
 
 
 def write_rows(buffer: jax.Array, rows: jax.Array, start: jax.Array, *, axis: int = 1) -> jax.Array:
@@ -14,14 +15,14 @@ def write_rows(buffer: jax.Array, rows: jax.Array, start: jax.Array, *, axis: in
 
     Args:
         buffer: `[B, ..., S, ...]` with slots along `axis`.
-        rows: `[B, ..., T, ...]`, cast to the buffer's dtype.
+        rows: `[B, ..., T, ...]`, converted to the buffer's dtype (`pallas_kernels.fp8.as_stored`).
         start: `[B]` int32 first slot.
         axis: the slot axis; axis 0 is the batch.
 
     Returns:
         The buffer with the T slots replaced.
     """
-    rows = rows.astype(buffer.dtype)
+    rows = as_stored(rows, buffer.dtype)
     # A batch of one needs a plain update, which XLA does in place. The batched form becomes a loop on a CPU.
     if buffer.shape[0] == 1:
         return jax.lax.dynamic_update_slice_in_dim(buffer, rows, start[0], axis)

@@ -52,7 +52,7 @@ class Indexer(nn.Module):
             x: `[B, T, D]` input of the layer.
             query_latent: `[B, T, q_lora_rank]` normalised latent of the queries.
             view: positions of the pass.
-            keys: `[B, S, I]` index keys of each source.
+            keys: `[B, S, I]` index keys of each source, converted to x's dtype.
             masks: `[B, T, S]` bool of each source.
 
         Returns:
@@ -73,7 +73,7 @@ class Indexer(nn.Module):
         def score(key: jax.Array, mask: jax.Array) -> jax.Array:
             # A source of one slot holds each row's own key.
             equation = "BTJI,BTI->BTJ" if mask.shape[-1] == 1 else "BTJI,BSI->BTJS"
-            products = jax.nn.relu(jnp.einsum(equation, q, key, preferred_element_type=jnp.float32))
+            products = jax.nn.relu(jnp.einsum(equation, q, key.astype(q.dtype), preferred_element_type=jnp.float32))
             scores = jnp.einsum("BTJS,BTJ->BTS", products.reshape(B, T, J, -1), weights)
             return jnp.where(mask, scores, -jnp.inf)
 

@@ -101,7 +101,7 @@ class LatentAttention(nn.Module):
         if absorbed is None:
 
             def keys_and_values(kept: Entries) -> tuple[jax.Array, jax.Array]:
-                latent, rope = jnp.split(kept["latent"], [R], axis=-1)
+                latent, rope = jnp.split(kept["latent"].astype(x.dtype), [R], axis=-1)
                 content = jnp.einsum("BSR,NCR->BNSC", latent, key_up)
                 rope = jnp.broadcast_to(rope[:, None], (*content.shape[:3], P))
                 return jnp.concatenate([content, rope], axis=-1), jnp.einsum("BSR,NRV->BNSV", latent, value_up)
