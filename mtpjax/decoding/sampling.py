@@ -17,7 +17,7 @@ from mtpjax.decoding import rng
 from mtpjax.models.vocabulary import WHOLE, Vocabulary
 
 BITS_OF_TWO = 0x40000000  # bits of 2.0 as float32: above every probability
-DIGIT = 5  # bits of a threshold that the parts of a split vocabulary find at once; a divisor of 30
+DIGIT = 3  # bits of a threshold that the parts of a split vocabulary find at once; a divisor of 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,6 +274,7 @@ def _threshold(values: jax.Array, weights: jax.Array, min_sum: jax.Array, vocabu
 
 def _threshold_of_parts(bits: jax.Array, weights: jax.Array, min_sum: jax.Array, vocabulary: Vocabulary) -> jax.Array:
     """Finds the threshold of `_threshold` digit by digit: a bisection would wait for the other devices 31 times."""
+    # The search covers the bits below those of 2.0. Each step tests all digits at once, with one sum over the devices.
     digits = jnp.arange(1, 2**DIGIT, dtype=jnp.int32)[None, None]
 
     def append_digit(step, low):
