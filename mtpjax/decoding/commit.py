@@ -17,6 +17,7 @@ from mtpjax.models.cache import gather_path
 from mtpjax.models.layers.entries import write_rows
 from mtpjax.models.model import MTPModel
 from mtpjax.models.parallel import all_rows, over_rows
+from mtpjax.models.vocabulary import Vocabulary
 
 Carry = TypeVar("Carry")
 
@@ -75,7 +76,7 @@ def commit(
     # 3. The drafter keeps the trunk states of the accepted nodes, over which it extends in the next round.
     state = state.replace(drafter=drafter.commit(state, states, accepted, model=model, spec=spec))
     # 4. Append the tokens up to the first stop sequence or the row's limit. The rest counts as discarded.
-    state, num_appended = append_tokens(state, accepted.tokens, accepted.num_accepted + 1, logits)
+    state, num_appended = append_tokens(state, accepted.tokens, accepted.num_accepted + 1, logits, model=model)
     cut_off = jnp.where(is_running, accepted.num_accepted + 1 - num_appended, 0)
     # 5. Commit the trunk's cache up to the newest token, which is the next pending token: the trunk has not processed
     #    it. Entries of rejected nodes stay in the slots after that, and the next round overwrites them.
@@ -96,7 +97,7 @@ def commit(
 
 
 def append_tokens(
-    state: DecodeState, tokens: jax.Array, num_valid: jax.Array, logits: jax.Array | None
+    state: DecodeState, tokens: jax.Array, num_valid: jax.Array, logits: jax.Array | None, *, model: MTPModel
 ) -> tuple[DecodeState, jax.Array]:
     """Appends new tokens to the rows that are not done, and ends rows at stop sequences and limits.
 
@@ -104,7 +105,9 @@ def append_tokens(
         state: the rows.
         tokens: `[B, W]` int32 new tokens, valid up to `num_valid`.
         num_valid: `[B]` int32 number of valid tokens per row.
-        logits: `[B, W, V]` unmodified logits that each token came from; read only if log-probabilities are recorded.
+        logits: `[B, W, own V]` unmodified logits that each token came from; read only if log-probabilities are
+            recorded.
+        model: the model, for its vocabulary size.
 
     Returns:
         The state, and the number of tokens that each row appended, `[B]` int32.
@@ -122,8 +125,10 @@ def append_tokens(
     logprobs, history = state.logprobs, state.history
     if logprobs.shape[1]:
         assert logits is not None
-        chosen = jnp.take_along_axis(logits, tokens[:, :, None], axis=2)[:, :, 0]
-        logprobs = write_rows(logprobs, chosen - jax.nn.logsumexp(logits, axis=-1), state.length)
+        vocabulary = Vocabulary.of(model.config.vocab_size)
+        read = lambda columns: jnp.take_along_axis(logits, columns[:, :, None], axis=2)[:, :, 0]
+        chosen = vocabulary.look_up(read, tokens, logits.shape[2])
+        logprobs = write_rows(logprobs, chosen - vocabulary.logsumexp(logits), state.length)
     # 3. Count the appended tokens for the penalties.
     if state.settings.sampling.has_penalties:
         is_new = (jnp.arange(W)[None, :] < num_appended[:, None]).astype(jnp.int32)

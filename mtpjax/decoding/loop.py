@@ -16,7 +16,7 @@ from mtpjax.decoding.state import DecodeState
 from mtpjax.decoding.verify import accept, verify
 from mtpjax.models.decoding_layout import run_in_parts
 from mtpjax.models.model import MTPModel
-from mtpjax.models.parallel import over_rows
+from mtpjax.models.parallel import over_rows, own_size
 
 Carry = tuple[DecodeState, jax.Array | None]  # the state and the number of rounds left; None: no limit
 
@@ -55,7 +55,7 @@ def run_round(
     #    that plain decoding would compute after the same tokens.
     verified = verify(params, state, draft, model=model, drafter=drafter, spec=spec)
     if verified.logits is not None:
-        chex.assert_shape(verified.logits, (B, W, model.config.vocab_size))
+        chex.assert_shape(verified.logits, (B, W, own_size(model.config.vocab_size, "tensor")))
     # 3. Accept: the rule picks a path from the root and draws one bonus token after it, so every round makes progress
     #    even if it rejects all drafts.
     accepted = accept(state, draft, verified, model=model, spec=spec)

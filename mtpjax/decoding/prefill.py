@@ -17,6 +17,7 @@ from mtpjax.models.layers.entries import read_rows
 from mtpjax.models.masks import cached_view
 from mtpjax.models.model import MTPModel, bind
 from mtpjax.models.parallel import over_rows
+from mtpjax.models.vocabulary import Vocabulary
 
 
 def insert_rows(
@@ -141,11 +142,13 @@ def prefill(
     if spec.rule == "greedy" and not sampling.changes_logits and not spec.logprobs:
         first = apply(last_hidden, k=1, method="top_tokens")[1][:, :, 0]
     else:
-        logits = apply(last_hidden, method="logits")
+        logits, vocabulary = apply(last_hidden, method="own_logits"), Vocabulary.of(model.config.vocab_size)
         adjusted = adjust_logits(logits, state, None, jnp.zeros_like(length)[:, None], model)
-        first = jnp.argmax(adjusted, axis=-1).astype(jnp.int32)
-        if spec.rule != "greedy":
-            first = draw_target(distribution(adjusted, sampling), sampling, length[:, None])
+        if spec.rule == "greedy":
+            first = vocabulary.argmax(adjusted)
+        else:
+            first = draw_target(distribution(adjusted, sampling, vocabulary), sampling, length[:, None], vocabulary)
     # Append it as the pending token: the trunk's cache covers every token before it.
-    state, _ = append_tokens(state.replace(trunk=trunk, drafter=draft_state), first, jnp.ones_like(length), logits)
+    state = state.replace(trunk=trunk, drafter=draft_state)
+    state, _ = append_tokens(state, first, jnp.ones_like(length), logits, model=model)
     return state.replace(trunk=commit(trunk, state.length - 1))

@@ -39,7 +39,9 @@ def threefry(key: tuple[jax.Array, jax.Array], counter: tuple[jax.Array, jax.Arr
     return x, y
 
 
-def _bits(seed: jax.Array, position: jax.Array, purpose: int, node: jax.Array, size: int) -> jax.Array:
+def _bits(
+    seed: jax.Array, position: jax.Array, purpose: int, node: jax.Array, size: int, first: jax.Array | int = 0
+) -> jax.Array:
     """Returns random bits `[B, T, size]` uint32 for `seed [B, 2]` uint32, `position [B, T]` and `node [T]`."""
     # Node and purpose share one counter word, since there are four purposes.
     position_word = position.astype(jnp.uint32)[:, :, None]
@@ -50,7 +52,7 @@ def _bits(seed: jax.Array, position: jax.Array, purpose: int, node: jax.Array, s
         (seed[:, 0, None, None], seed[:, 1, None, None]),
         (position_word, jnp.broadcast_to(node_word, position_word.shape)),
     )
-    index = jnp.arange(size, dtype=jnp.uint32)[None, None, :]
+    index = (jnp.arange(size, dtype=jnp.uint32) + jnp.uint32(first))[None, None, :]
     return threefry(draw_key, (index, jnp.zeros_like(index)))[0]
 
 
@@ -59,7 +61,9 @@ def _to_unit_interval(bits: jax.Array) -> jax.Array:
     return ((bits >> 9).astype(jnp.float32) + 0.5) * 2**-23
 
 
-def gumbel(seed: jax.Array, position: jax.Array, purpose: int, node: jax.Array, size: int) -> jax.Array:
+def gumbel(
+    seed: jax.Array, position: jax.Array, purpose: int, node: jax.Array, size: int, first: jax.Array | int = 0
+) -> jax.Array:
     """Draws standard Gumbel noise.
 
     `argmax(log p + noise)` is a draw from p; the k largest are k draws without replacement (Kool et al., 1903.06059).
@@ -70,11 +74,12 @@ def gumbel(seed: jax.Array, position: jax.Array, purpose: int, node: jax.Array, 
         purpose: `DRAFT`, `ACCEPT`, `BONUS` or `TARGET`.
         node: `[T]` node of the draft tree.
         size: vocabulary size V.
+        first: the first token id, for a device that draws the noise of a part of the vocabulary.
 
     Returns:
         `[B, T, V]` float32.
     """
-    return -jnp.log(-jnp.log(_to_unit_interval(_bits(seed, position, purpose, node, size))))
+    return -jnp.log(-jnp.log(_to_unit_interval(_bits(seed, position, purpose, node, size, first))))
 
 
 def uniform(seed: jax.Array, position: jax.Array, purpose: int, node: jax.Array) -> jax.Array:

@@ -2,6 +2,9 @@
 
 Drafting, verification and plain decoding share these functions. Ratio rules are exact only if q is the distribution
 that drafts were really drawn from, and text equals plain decoding only if p is transformed in the same way.
+
+On a mesh each device has the columns of its part of the vocabulary; `vocabulary` combines the parts
+(`mtpjax.models.vocabulary`). There V stands for the size of the part, except in `SamplingArrays` and `TokenHistory`.
 """
 
 import dataclasses
@@ -11,8 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from mtpjax.decoding import rng
+from mtpjax.models.vocabulary import WHOLE, Vocabulary
 
 BITS_OF_TWO = 0x40000000  # bits of 2.0 as float32: above every probability
+DIGIT = 3  # bits of a threshold that the parts of a split vocabulary find at once; a divisor of 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +122,7 @@ def apply_penalties_and_bias(
     num_new: jax.Array,
     stop_ids: jax.Array,
     num_tokens: int,
+    vocabulary: Vocabulary = WHOLE,
 ) -> jax.Array:
     """Applies penalties, bias and bans. The arg-max of the result is what greedy decoding picks.
 
@@ -134,6 +140,7 @@ def apply_penalties_and_bias(
         num_new: `[B, T]` int32 new tokens up to each node.
         stop_ids: `[B, N]` int32 single stop tokens of each row, -1 in unused places.
         num_tokens: ids below this are real tokens.
+        vocabulary: how the columns are split over devices.
 
     Returns:
         `[B, T, V]` float32.
@@ -144,12 +151,12 @@ def apply_penalties_and_bias(
     B, T, V = logits.shape
     # 1. and 2. Penalties. The new text at a node consists of the committed new tokens and the node's path.
     if sampling.has_penalties:
-        counts = jnp.broadcast_to(history.counts[:, None], (B, T, V))
+        counts = jnp.broadcast_to(vocabulary.own(history.counts)[:, None], (B, T, V))
         if path is not None:
-            counts = counts + _occurrences(path, V)
+            counts = counts + _occurrences(path, V, vocabulary)
         if features.repetition:
             penalty = sampling.repetition[:, None, None]
-            is_seen = history.prompt[:, None] | (counts > 0)
+            is_seen = vocabulary.own(history.prompt)[:, None] | (counts > 0)
             logits = jnp.where(is_seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
         if features.frequency:
             logits = logits - sampling.frequency[:, None, None] * counts
@@ -157,27 +164,27 @@ def apply_penalties_and_bias(
             logits = logits - sampling.presence[:, None, None] * (counts > 0)
     # 3. Bias and banned ids. -inf gives a token probability 0 in p and in q.
     if features.bias:
-        logits = logits + sampling.bias[:, None]
-    if num_tokens < V:
-        logits = jnp.where(jnp.arange(V)[None, None] < num_tokens, logits, -jnp.inf)
+        logits = logits + vocabulary.own(sampling.bias)[:, None]
+    if num_tokens < vocabulary.size(V):
+        logits = jnp.where(vocabulary.ids(V)[None, None] < num_tokens, logits, -jnp.inf)
     # 4. Early stop tokens.
     if features.min_new:
-        is_stop = (jnp.arange(V)[None, :, None] == stop_ids[:, None, :]).any(axis=2)
+        is_stop = (vocabulary.ids(V)[None, :, None] == stop_ids[:, None, :]).any(axis=2)
         is_early = num_new < sampling.min_new[:, None]
         logits = jnp.where(is_early[:, :, None] & is_stop[:, None], -jnp.inf, logits)
     return logits
 
 
-def _occurrences(path: PathTokens, size: int) -> jax.Array:
+def _occurrences(path: PathTokens, size: int, vocabulary: Vocabulary) -> jax.Array:
     """Counts each token on the path to each node: `[B, T, V]` int32."""
 
     def count(tokens, is_ancestor):  # [X], [X]
         return jnp.zeros(size, jnp.int32).at[tokens].add(is_ancestor.astype(jnp.int32))
 
-    return jax.vmap(jax.vmap(count, (None, 0)))(path.tokens, path.is_ancestor)
+    return jax.vmap(jax.vmap(count, (None, 0)))(vocabulary.columns(path.tokens, size), path.is_ancestor)
 
 
-def distribution(logits: jax.Array, sampling: SamplingArrays) -> jax.Array:
+def distribution(logits: jax.Array, sampling: SamplingArrays, vocabulary: Vocabulary = WHOLE) -> jax.Array:
     """Converts adjusted logits to the probabilities that a token is sampled from.
 
     Three filters apply to `softmax(l / temperature)` in this order, each followed by a renormalisation: top_k keeps the
@@ -188,6 +195,7 @@ def distribution(logits: jax.Array, sampling: SamplingArrays) -> jax.Array:
     Args:
         logits: `[B, T, V]` float32, from `apply_penalties_and_bias`.
         sampling: the rows' parameters.
+        vocabulary: how the columns are split over devices.
 
     Returns:
         `[B, T, V]` float32. Rows at temperature 0 are one-hot at the arg-max; a row whose logits are all -inf is
@@ -197,53 +205,52 @@ def distribution(logits: jax.Array, sampling: SamplingArrays) -> jax.Array:
     # 1. Softmax. Greedy rows, and rows in which every token is banned, become one-hot at the end; until then they get
     #    harmless values, so that no NaN appears.
     temperature = sampling.temperature[:, None, None]
-    is_greedy = (temperature == 0) | (logits.max(axis=-1, keepdims=True) == -jnp.inf)
-    scaled = apply_temperature(jnp.where(is_greedy, 0, logits), jnp.where(temperature == 0, 1, temperature))
-    probabilities = jax.nn.softmax(scaled, axis=-1)
+    is_greedy = (temperature == 0) | (vocabulary.max(logits, keepdims=True) == -jnp.inf)
+    temperature = jnp.where(temperature == 0, 1, temperature)
+    scaled = apply_temperature(jnp.where(is_greedy, 0, logits), temperature, vocabulary)
+    probabilities = vocabulary.softmax(scaled)
     # 2. top_k: the threshold above which the count of tokens reaches k.
     if features.top_k:
         min_sum = jnp.broadcast_to(sampling.top_k[:, None], logits.shape[:2]).astype(jnp.float32)
-        probabilities = _keep_at_least(probabilities, _threshold(probabilities, jnp.ones_like(probabilities), min_sum))
+        threshold = _threshold(probabilities, jnp.ones_like(probabilities), min_sum, vocabulary)
+        probabilities = _keep_at_least(probabilities, threshold, vocabulary)
     # 3. top_p: the threshold above which the probability mass reaches top_p.
     if features.top_p:
         # A row with top_p 1 asks for infinite mass, so nothing is cut, whatever the rounding of the sum.
         min_sum = jnp.where(sampling.top_p >= 1, jnp.inf, sampling.top_p)[:, None]
         min_sum = jnp.broadcast_to(min_sum, logits.shape[:2])
-        probabilities = _keep_at_least(probabilities, _threshold(probabilities, probabilities, min_sum))
+        threshold = _threshold(probabilities, probabilities, min_sum, vocabulary)
+        probabilities = _keep_at_least(probabilities, threshold, vocabulary)
     # 4. min_p: a threshold relative to the most likely token.
     if features.min_p:
-        threshold = sampling.min_p[:, None] * probabilities.max(axis=-1)
-        probabilities = _keep_at_least(probabilities, threshold)
-    return jnp.where(is_greedy, one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1]), probabilities)
+        threshold = sampling.min_p[:, None] * vocabulary.max(probabilities)
+        probabilities = _keep_at_least(probabilities, threshold, vocabulary)
+    return jnp.where(is_greedy, vocabulary.one_hot(vocabulary.argmax(logits), logits.shape[-1]), probabilities)
 
 
-def apply_temperature(logits: jax.Array, temperature: jax.Array) -> jax.Array:
+def apply_temperature(logits: jax.Array, temperature: jax.Array, vocabulary: Vocabulary = WHOLE) -> jax.Array:
     """Divides logits by the temperature without overflow.
 
     Args:
         logits: `[..., V]` float32, possibly -inf.
         temperature: float32, broadcasts against the logits; above 0.
+        vocabulary: how the columns are split over devices.
 
     Returns:
         `(l - max l) / temperature`, which has the same softmax; zeros where every logit is -inf.
     """
     # Subtract the maximum first: l / temperature overflows at small temperatures.
-    largest = logits.max(axis=-1, keepdims=True)
+    largest = vocabulary.max(logits, keepdims=True)
     return jnp.where(largest == -jnp.inf, 0, logits - jnp.where(largest == -jnp.inf, 0, largest)) / temperature
 
 
-def one_hot(tokens: jax.Array, size: int) -> jax.Array:
-    """Converts tokens `[B, T]` to one-hot rows `[B, T, size]` float32."""
-    return jax.nn.one_hot(tokens, size, dtype=jnp.float32)
-
-
-def _keep_at_least(probabilities: jax.Array, threshold: jax.Array) -> jax.Array:
+def _keep_at_least(probabilities: jax.Array, threshold: jax.Array, vocabulary: Vocabulary) -> jax.Array:
     """Zeroes probabilities below `threshold [B, T]` and renormalises the rest."""
     kept = jnp.where(probabilities >= threshold[:, :, None], probabilities, 0)
-    return kept / kept.sum(axis=-1, keepdims=True)
+    return kept / vocabulary.sum(kept, keepdims=True)
 
 
-def _threshold(values: jax.Array, weights: jax.Array, min_sum: jax.Array) -> jax.Array:
+def _threshold(values: jax.Array, weights: jax.Array, min_sum: jax.Array, vocabulary: Vocabulary) -> jax.Array:
     """Finds the largest threshold at which the weights of all values at or above it sum to at least `min_sum [B, T]`.
 
     Returns 0 where all weights together sum to less.
@@ -251,6 +258,8 @@ def _threshold(values: jax.Array, weights: jax.Array, min_sum: jax.Array) -> jax
     # Non-negative floats order like their bits, so a bisection over the 31 bits finds the threshold without a sort of
     # the vocabulary. Invariant: the weights at or above `low` are enough, those above `high` are not.
     bits = jax.lax.bitcast_convert_type(values, jnp.int32)
+    if vocabulary != WHOLE:
+        return _threshold_of_parts(bits, weights, min_sum, vocabulary)
 
     def halve(_, bounds):
         low, high = bounds
@@ -263,31 +272,53 @@ def _threshold(values: jax.Array, weights: jax.Array, min_sum: jax.Array) -> jax
     return jax.lax.bitcast_convert_type(low, jnp.float32)
 
 
-def draw(probabilities: jax.Array, gumbel: jax.Array) -> jax.Array:
+def _threshold_of_parts(bits: jax.Array, weights: jax.Array, min_sum: jax.Array, vocabulary: Vocabulary) -> jax.Array:
+    """Finds the threshold of `_threshold` digit by digit: a bisection would wait for the other devices 31 times."""
+    # The search covers the bits below those of 2.0. Each step tests all digits at once, with one sum over the devices.
+    digits = jnp.arange(1, 2**DIGIT, dtype=jnp.int32)[None, None]
+
+    def append_digit(step, low):
+        # The largest digit at which the weights are enough is the number of digits at which they are.
+        shift = 30 - DIGIT * (step + 1)
+        is_kept = bits[:, :, None] >= (low[:, :, None] + (digits << shift))[..., None]  # [B, T, digits, V]
+        sums = vocabulary.sum(jnp.where(is_kept, weights[:, :, None], 0))
+        return low + ((sums >= min_sum[:, :, None]).sum(axis=-1, dtype=jnp.int32) << shift)
+
+    low = jax.lax.fori_loop(0, 30 // DIGIT, append_digit, jnp.zeros(bits.shape[:2], jnp.int32))
+    return jax.lax.bitcast_convert_type(low, jnp.float32)
+
+
+def draw(probabilities: jax.Array, gumbel: jax.Array, vocabulary: Vocabulary = WHOLE) -> jax.Array:
     """Draws tokens from unnormalised distributions.
 
     Args:
         probabilities: `[B, T, V]` float32 weights; zero weights are never drawn.
         gumbel: `[B, T, V]` float32 standard Gumbel noise.
+        vocabulary: how the columns are split over devices.
 
     Returns:
         `[B, T]` int32.
     """
     # The Gumbel-max trick: the arg-max of log p plus Gumbel noise is a draw from p.
-    return jnp.argmax(jnp.log(probabilities) + gumbel, axis=-1).astype(jnp.int32)
+    return vocabulary.argmax(jnp.log(probabilities) + gumbel)
 
 
-def draw_target(probabilities: jax.Array, sampling: SamplingArrays, position: jax.Array) -> jax.Array:
+def draw_target(
+    probabilities: jax.Array, sampling: SamplingArrays, position: jax.Array, vocabulary: Vocabulary = WHOLE
+) -> jax.Array:
     """Draws the tokens that plain decoding with the same seed draws at these positions.
 
     Args:
         probabilities: `[B, T, V]`.
         sampling: the rows' parameters; only the seeds are read.
         position: `[B, T]` int32 position of each drawn token.
+        vocabulary: how the columns are split over devices.
 
     Returns:
         `[B, T]` int32.
     """
     # The position alone keys the draw. The node is always 0, since plain decoding has no tree.
     _, T, V = probabilities.shape
-    return draw(probabilities, rng.gumbel(sampling.seed, position, rng.TARGET, jnp.zeros(T, jnp.int32), V))
+    node = jnp.zeros(T, jnp.int32)
+    gumbel = rng.gumbel(sampling.seed, position, rng.TARGET, node, V, vocabulary.first_id(V))
+    return draw(probabilities, gumbel, vocabulary)

@@ -1,5 +1,6 @@
 """Verification: one trunk pass over the drafted nodes, then the acceptance rule picks a path."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,12 +17,13 @@ from mtpjax.decoding.state import DecodeState
 from mtpjax.models.cache import Cache
 from mtpjax.models.masks import TreeSlots, cached_view
 from mtpjax.models.model import MTPModel, bind
+from mtpjax.models.vocabulary import Vocabulary
 
 
 class VerifyOutput(flax.struct.PyTreeNode):
     """The outputs of the trunk's pass over W nodes. Exactly one of `logits` and `target_tokens` is set."""
 
-    logits: jax.Array | None  # [B, W, V] float32, unmodified; None if the rule needs only the arg-max
+    logits: jax.Array | None  # [B, W, own V] float32, unmodified; None if the rule needs only the arg-max
     target_tokens: jax.Array | None  # [B, W] int32 arg-max after each node; None if the rule needs logits
     states: Any  # trunk states that the drafter selected, [B, W, ...] per leaf
     trunk: Cache  # the trunk's cache with the nodes appended; its length is unchanged
@@ -76,7 +78,7 @@ def verify(
     if spec.rule == "greedy" and not state.settings.sampling.changes_logits and not spec.logprobs:
         target_tokens = apply(output.hidden, k=1, method="top_tokens")[1][:, :W, 0]
     else:
-        logits = apply(output.hidden, method="logits")[:, :W]
+        logits = apply(output.hidden, method="own_logits")[:, :W]
     # The drafter needs the hidden states of the accepted nodes in the next round, when it extends over them.
     states = jax.tree.map(lambda kept: kept[:, :W], drafter.select_states(output, model=model))
     return VerifyOutput(logits, target_tokens, states, output.cache)
@@ -101,8 +103,9 @@ def accept(
     if verified.target_tokens is not None:
         return _accept_matches(draft, verified.target_tokens, spec.num_steps)
     assert verified.logits is not None
+    # On a mesh V is the size of this device's part of the vocabulary.
     B, W, V = verified.logits.shape
-    K, sampling = spec.num_steps, state.settings.sampling
+    K, sampling, vocabulary = spec.num_steps, state.settings.sampling, Vocabulary.of(model.config.vocab_size)
     # 1. Adjust the logits after each node as plain decoding would adjust them after the same text. Penalties must count
     #    the drafted tokens on the node's path, and `min_new` must count the new tokens up to the node's depth.
     depth = jnp.broadcast_to(jnp.arange(W)[None, :], (B, W)) if draft.depths is None else draft.depths
@@ -120,35 +123,42 @@ def accept(
     # 2. Rules that choose the target's own token after each node and accept the drafts that equal it: arg-max for
     #    "greedy", a sample from p for "sample". The text consists of the target's tokens, so any tree is exact.
     if spec.rule == "greedy":
-        return _accept_matches(draft, jnp.argmax(adjusted, axis=-1).astype(jnp.int32), K)
-    probabilities = distribution(adjusted, sampling)
+        return _accept_matches(draft, vocabulary.argmax(adjusted), K)
+    probabilities = distribution(adjusted, sampling, vocabulary)
     if spec.rule == "sample":
-        return _accept_matches(draft, draw_target(probabilities, sampling, round_start + depth), K)
+        return _accept_matches(draft, draw_target(probabilities, sampling, round_start + depth, vocabulary), K)
 
     # 3. Rules that accept each draft with a probability, and therefore need one uniform per draft. The noise is keyed
     #    by the position at which the round began and by the node, so no two rounds share it.
     nodes = jnp.arange(1, W + 1 if draft.parents is not None else W)
     uniforms = rng.uniform(sampling.seed, jnp.broadcast_to(round_start, (B, len(nodes))), rng.ACCEPT, nodes)
+    q = draft.probabilities
+    if q is not None and q.shape[-1] != V:  # a user's drafter may return the columns of the whole vocabulary
+        q = vocabulary.own(q)
     if spec.rule in ("token", "block"):
         # Chain rules need only the count: the accepted path is a prefix of the chain.
-        assert draft.probabilities is not None
+        assert q is not None
         rule = acceptance.token_chain if spec.rule == "token" else acceptance.block_chain
-        num_accepted, weights = jax.vmap(rule)(draft.tokens[:, 1:], probabilities, draft.probabilities, uniforms)
+        num_accepted, weights = jax.vmap(functools.partial(rule, vocabulary=vocabulary))(
+            draft.tokens[:, 1:], probabilities, q, uniforms
+        )
         path, accepted = None, draft.tokens[:, 1:]
     else:
         # Tree rules walk from the root. A chain is a tree in which node n-1 is the parent of node n.
         parents = draft.parents
         if parents is None:
             parents = jnp.broadcast_to(jnp.arange(W)[None, :] - 1, (B, W))
-        accepted_path = jax.vmap(_bind_tree_rule(spec))(
-            draft.tokens, parents, probabilities, draft.probabilities, uniforms, state.settings.rule_params
+        accepted_path = jax.vmap(_bind_tree_rule(spec, vocabulary))(
+            draft.tokens, parents, probabilities, q, uniforms, state.settings.rule_params
         )
         path, num_accepted, weights = accepted_path.path, accepted_path.num_accepted, accepted_path.weights
         accepted = jnp.take_along_axis(draft.tokens, path[:, 1:], axis=1)
         path = None if draft.parents is None else path
     # 4. Draw the bonus token from the weights that the rule returns: the residual max(p - q, 0) after a rejection, p
     #    after a fully accepted path. This correction makes ratio rules exact.
-    bonus = draw(weights[:, None], rng.gumbel(sampling.seed, round_start, rng.BONUS, jnp.zeros(1, jnp.int32), V))
+    node = jnp.zeros(1, jnp.int32)
+    gumbel = rng.gumbel(sampling.seed, round_start, rng.BONUS, node, V, vocabulary.first_id(V))
+    bonus = draw(weights[:, None], gumbel, vocabulary)
     column = jnp.arange(K + 1)[None, :]
     tokens = jnp.where(column < num_accepted[:, None], jnp.pad(accepted, ((0, 0), (0, 1))), bonus)
     return Acceptance(path, num_accepted, tokens)
@@ -166,33 +176,40 @@ def _accept_matches(draft: Draft, target_tokens: jax.Array, num_steps: int) -> A
     return Acceptance(path, num_accepted, jnp.take_along_axis(target_tokens, path, axis=1))
 
 
-def _bind_tree_rule(spec: DecodeSpec) -> Callable[..., acceptance.AcceptedPath]:
+def _bind_tree_rule(spec: DecodeSpec, vocabulary: Vocabulary) -> Callable[..., acceptance.AcceptedPath]:
     """Returns the rule for one row, a function of (tokens, parents, p, q, uniforms, rule_params) -> `AcceptedPath`."""
     # Each rule takes what it needs of these. Thresholds of lossy rules are per-row arrays, so rows may differ in them
     # and a new value compiles nothing.
     K = spec.num_steps
+    settings: dict[str, Any] = {"num_steps": K, "vocabulary": vocabulary}
     if callable(spec.rule):
-        custom = spec.rule
-        return lambda tokens, parents, p, q, u, _: custom(tokens, parents, p, q, u, num_steps=K)
+        return functools.partial(_apply_custom_rule, spec.rule, K, vocabulary)
     if spec.rule == "recursive":
         assert spec.tree_shape is not None
         topk = spec.tree_shape.topk
         return lambda tokens, parents, p, q, u, _: acceptance.recursive_tree(
-            tokens, parents, p, q, u, num_steps=K, topk=topk
+            tokens, parents, p, q, u, topk=topk, **settings
         )
     if spec.rule == "traversal":
         assert spec.tree_shape is not None
         shape = spec.tree_shape.parents
-        return lambda tokens, _, p, q, u, __: acceptance.traversal_tree(tokens, p, q, u, parents=shape, num_steps=K)
+        return lambda tokens, _, p, q, u, __: acceptance.traversal_tree(tokens, p, q, u, parents=shape, **settings)
     if spec.rule == "threshold":
         return lambda tokens, parents, p, _, u, row: acceptance.threshold_tree(
-            tokens, parents, p, u, single=row[0], acc=row[1], num_steps=K
+            tokens, parents, p, u, single=row[0], acc=row[1], **settings
         )
     if spec.rule == "typical":
         return lambda tokens, parents, p, _, __, row: acceptance.typical_tree(
-            tokens, parents, p, epsilon=row[0], delta=row[1], num_steps=K
+            tokens, parents, p, epsilon=row[0], delta=row[1], **settings
         )
     assert spec.rule == "relaxed", spec.rule
     return lambda tokens, parents, p, _, __, row: acceptance.relaxed_tree(
-        tokens, parents, p, topk=row[0], delta=row[1], num_steps=K
+        tokens, parents, p, topk=row[0], delta=row[1], **settings
     )
+
+
+def _apply_custom_rule(rule, num_steps: int, vocabulary: Vocabulary, tokens, parents, p, q, u, _):
+    """Applies a user's rule, which reads the probabilities of the whole vocabulary: the devices gather them."""
+    q = None if q is None else vocabulary.gather(q)
+    accepted = rule(tokens, parents, vocabulary.gather(p), q, u, num_steps=num_steps)
+    return acceptance.AcceptedPath(accepted.path, accepted.num_accepted, vocabulary.own(accepted.weights))

@@ -14,9 +14,10 @@ from mtpjax.models.config import Implementation, ModelConfig
 from mtpjax.models.layers.norm import RMSNorm
 from mtpjax.models.masks import Entries, Recycled, View, full_view
 from mtpjax.models.mtp import MTPModule
-from mtpjax.models.parallel import first_index, gather_vocabulary, look_up, merge_top_tokens, own_size
+from mtpjax.models.parallel import own_size
 from mtpjax.models.quantized import is_scaled
 from mtpjax.models.trunk import Trunk
+from mtpjax.models.vocabulary import Vocabulary
 from pallas_kernels import head_top_k, top_k
 from pallas_kernels.batch_invariance import is_batch_invariant, map_row_blocks
 
@@ -150,7 +151,7 @@ class MTPModel(nn.Module):
 
     def _embed(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
         # The cast follows the look-up, so that the gradient sums over tokens in the table's dtype.
-        rows = look_up(table, tokens, self.config.vocab_size)
+        rows = Vocabulary.of(self.config.vocab_size).look_up(lambda columns: table[columns], tokens, len(table))
         return rows if self.dtype is None else rows.astype(self.dtype)
 
     def head_matrix(self, *, index: int | None = None) -> jax.Array:
@@ -169,8 +170,19 @@ class MTPModel(nn.Module):
         Returns:
             Logits `[..., V]` float32.
         """
-        logits = multiply_head(hidden, self.head_matrix(index=index))
-        return gather_vocabulary(logits, self.config.vocab_size)
+        return Vocabulary.of(self.config.vocab_size).gather(self.own_logits(hidden, index=index))
+
+    def own_logits(self, hidden: jax.Array, *, index: int | None = None) -> jax.Array:
+        """Computes the logits of this device's part of the vocabulary (`mtpjax.models.vocabulary`).
+
+        Args:
+            hidden: `[..., D]`.
+            index: as in `logits`.
+
+        Returns:
+            Logits `[..., own V]` float32; all of them where no axis splits the vocabulary.
+        """
+        return multiply_head(hidden, self.head_matrix(index=index))
 
     def top_tokens(self, hidden: jax.Array, *, k: int, index: int | None = None):
         """Computes the `k` best logits without keeping all of them.
@@ -191,17 +203,17 @@ class MTPModel(nn.Module):
         is_tied = config.tie_word_embeddings and not (index is not None and config.mtp_own_head)
         head = self.embedding if is_tied else self.head_matrix(index=index)
         num_tokens, own_tokens = config.num_tokens or config.vocab_size, own_size(config.vocab_size, "tensor")
+        vocabulary = Vocabulary.of(config.vocab_size)
         if k > own_tokens:
             logits = self.logits(hidden, index=index)[..., :num_tokens]
             return *top_k(logits, k), jax.nn.logsumexp(logits, axis=-1)
         if own_tokens < config.vocab_size and num_tokens < config.vocab_size:
             # How many ids only pad the table differs between devices, and is a constant in the kernel.
-            token = first_index(config.vocab_size, "tensor") + jnp.arange(own_tokens)
-            own_logits = multiply_head(hidden, self.head_matrix(index=index))
-            own_logits = jnp.where(token < num_tokens, own_logits, -jnp.inf)
-            best = *top_k(own_logits, k), jax.nn.logsumexp(own_logits, axis=-1)
+            token = vocabulary.ids(own_tokens)
+            own_logits = jnp.where(token < num_tokens, self.own_logits(hidden, index=index), -jnp.inf)
+            values, tokens, logsumexp = *top_k(own_logits, k), jax.nn.logsumexp(own_logits, axis=-1)
         else:
-            best = head_top_k(
+            values, tokens, logsumexp = head_top_k(
                 hidden,
                 head.astype(hidden.dtype) if is_scaled(head) else head,
                 k=k,
@@ -209,7 +221,7 @@ class MTPModel(nn.Module):
                 is_transposed=is_tied,
                 implementation=self.implementation,
             )
-        return merge_top_tokens(*best, config.vocab_size)
+        return *vocabulary.merge_top(values, tokens, own_tokens), vocabulary.merge_logsumexp(logsumexp)
 
 
 def multiply_head(hidden: jax.Array, head: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""A device's part of a model inside `shard_map`: sizes of parts, sums over devices, and the split vocabulary.
+"""A device's part of a model inside `shard_map`: sizes of parts, and sums over devices.
 
 Outside of `shard_map` a model has one part, and every function here is the identity. Inside, the axes of the mesh are
 manual: the modules make parameters of their part's size, and add what the parts computed.
@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AxisType
 
 from pallas_kernels import PartialSums
@@ -34,11 +33,6 @@ def is_split(size: int, axis: str) -> bool:
     """Returns whether a size is split over a manual axis."""
     parts = num_parts(axis)
     return parts > 1 and size % parts == 0
-
-
-def first_index(size: int, axis: str) -> jax.Array | int:
-    """Returns where this device's part of a size begins."""
-    return jax.lax.axis_index(axis) * own_size(size, axis) if is_split(size, axis) else 0
 
 
 def expert_axes(num_experts: int, *, decodes: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -74,57 +68,6 @@ def add_parts(sums: PartialSums, size: int, axis: str) -> PartialSums:
     if not is_split(size, axis):
         return sums
     return PartialSums(jax.lax.psum(sums.total(), axis)[None], sums.dtype)
-
-
-def look_up(table: jax.Array, tokens: jax.Array, vocab_size: int) -> jax.Array:
-    """Looks tokens up in this device's rows of an embedding; the rows of the other devices are added.
-
-    Args:
-        table: `[own V, D]`.
-        tokens: integer ids of the whole vocabulary.
-        vocab_size: V.
-
-    Returns:
-        `[..., D]`.
-    """
-    if not is_split(vocab_size, "tensor"):
-        return table[tokens]
-    index = tokens - first_index(vocab_size, "tensor")
-    is_own = (index >= 0) & (index < len(table))
-    rows = jnp.where(is_own[..., None], table[jnp.where(is_own, index, 0)], 0)
-    return jax.lax.psum(rows, "tensor")
-
-
-def gather_vocabulary(logits: jax.Array, vocab_size: int) -> jax.Array:
-    """Joins the devices' logits `[..., own V]` to `[..., V]`."""
-    if not is_split(vocab_size, "tensor"):
-        return logits
-    return jax.lax.all_gather(logits, "tensor", axis=logits.ndim - 1, tiled=True)
-
-
-def merge_top_tokens(
-    values: jax.Array, tokens: jax.Array, logsumexp: jax.Array, vocab_size: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Merges the best tokens of each device's part of the vocabulary: k pairs per device travel, not the logits.
-
-    Args:
-        values: `[..., k]` best logits of the own part, largest first, the lower token first among equal ones.
-        tokens: `[..., k]` their columns in the own part.
-        logsumexp: `[...]` of the own part.
-        vocab_size: V.
-
-    Returns:
-        The same of the whole vocabulary.
-    """
-    if not is_split(vocab_size, "tensor"):
-        return values, tokens, logsumexp
-    k = values.shape[-1]
-    tokens = tokens + first_index(vocab_size, "tensor")
-    pairs = jax.lax.all_gather((values, tokens), "tensor", axis=values.ndim - 1, tiled=True)
-    # In the order of the devices, so that the first of equal values has the lowest token.
-    best, place = jax.lax.top_k(pairs[0], k)
-    total = jax.nn.logsumexp(jax.lax.all_gather(logsumexp, "tensor"), axis=0)
-    return best, jnp.take_along_axis(pairs[1], place, axis=-1), total
 
 
 def over_rows(reduce: Callable[[jax.Array], jax.Array], rows: jax.Array) -> jax.Array:

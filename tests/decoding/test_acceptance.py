@@ -415,7 +415,7 @@ def test_q_forgotten_is_caught_in_the_ratio_and_is_sample_and_match_everywhere(r
 
 @pytest.mark.parametrize("rule", [recursive, traversal], ids=lambda rule: rule.__name__)
 def test_children_without_replacement_need_q_without_what_was_drawn(rule, monkeypatch):
-    monkeypatch.setattr(acceptance.tree, "_normaliser", lambda q, is_gone: jnp.ones_like(q[0]))
+    monkeypatch.setattr(acceptance.tree, "_normaliser", lambda q, is_gone, vocabulary: jnp.ones_like(q[0]))
     p, q = make_tables(4, 1, kinds=["random", "close"])
     error, _ = enumerate_rule(lambda *args: rule(*args), TREES["3"], p, q)
     assert error.min() > CAUGHT, error

@@ -1,5 +1,6 @@
 """What XLA makes of a decoding call: one program, whose loop rewrites no cache and no weight."""
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -17,12 +18,15 @@ from mtpjax.decoding.capacity import min_rows_per_pass
 from mtpjax.decoding.drafters.base import Drafter
 from mtpjax.decoding.drafters.mtp import MTPDrafter
 from mtpjax.decoding.loop import decode
-from mtpjax.decoding.sampling import SamplingArrays
+from mtpjax.decoding.sampling import SamplingArrays, SamplingFeatures
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import NewRows, empty_state, start_rows
+from mtpjax.evaluation.compiled_call import find_collectives
+from mtpjax.models.decoding_layout import part_specs
 from mtpjax.models.params import param_shapes
 from mtpjax.models.presets import presets
 from mtpjax.models.quantized import BlockScaled
+from mtpjax.models.vocabulary import Vocabulary
 
 SLOTS = 1536  # what `round_up_capacity` gives, and no other size here
 SIZES = {"vocab_size": 320, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -181,7 +185,17 @@ def as_stored(path, leaf, *, dtype, has_fp8_experts):
     return BlockScaled(leaf.astype(jnp.float8_e4m3fn), jnp.ones(shape, jnp.float32), axis=axis, block=128)
 
 
-def call_of(config, batch, spec, *, platform="cpu", dtype=jnp.float32, has_fp8_experts=False, implementation="auto"):
+def call_of(
+    config,
+    batch,
+    spec,
+    *,
+    platform="cpu",
+    dtype=jnp.float32,
+    has_fp8_experts=False,
+    implementation="auto",
+    features=None,
+):
     """`decode` of everything but the arrays, and their shapes."""
     model = MTPModel(config, implementation=implementation)
     spec = dataclasses.replace(spec, min_rows=min_rows_per_pass(model, batch, platform), prefill_chunk=4)
@@ -191,7 +205,7 @@ def call_of(config, batch, spec, *, platform="cpu", dtype=jnp.float32, has_fp8_e
         params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
         keep = functools.partial(as_stored, dtype=dtype, has_fp8_experts=has_fp8_experts)
         params = jax.tree_util.tree_map_with_path(keep, params)
-        sampling = SamplingArrays.greedy(batch)
+        sampling = SamplingArrays.greedy(batch, config.vocab_size, features)
         one = jnp.ones(batch, jnp.int32)
         state = empty_state(
             model=model,
@@ -342,6 +356,71 @@ def test_the_rules_see_a_rewritten_cache_and_weight():
     broken, _, (temp, layer) = broken_rules(jax.jit(wrong).lower(*shapes).compile(), GROUPED, 1, chain(0), 4)
     assert any("256,320" in line for line in broken) and any(str(SLOTS) in line for line in broken)
     assert temp and layer
+
+
+def collectives_of(compiled):
+    """Operation and shapes of every collective, and how often it stands in the program."""
+    found = collections.Counter()
+    for (name, shapes, _), count in find_collectives(compiled.as_text()).items():
+        found[name, shapes] += count
+    return found
+
+
+def collectives_on_a_mesh(config, spec):
+    """Those of a sampled call with every option, with rows and vocabulary split over four devices."""
+    mesh = compat.make_mesh({"data": 2, "tensor": 2})
+    call, shapes = call_of(config, 4, spec, features=SamplingFeatures.all_enabled())
+
+    def place(tree, **how):
+        def at(leaf, part):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, part))
+
+        return jax.tree.map(at, tree, part_specs(tree, config, mesh.shape, **how))
+
+    params, own, state = shapes
+    with use_abstract_mesh(mesh.abstract_mesh):
+        return collectives_of(
+            decode.plain.lower(place(params), place(own), place(state, is_state=True), **call.keywords).compile()
+        )
+
+
+SAMPLED = {
+    "block": DecodeSpec(2, 1, 3, "block", logprobs=True),
+    "plain": DecodeSpec(0, 1, 1, "sample", logprobs=True),
+    "greedy": DecodeSpec(2, 1, 3, "greedy", logprobs=True),
+    "sample-tree": DecodeSpec(2, 2, 5, "sample", logprobs=True),
+    "recursive": DecodeSpec(2, 2, 5, "recursive"),
+    "traversal": DecodeSpec(2, 2, 5, "traversal"),
+    "threshold": DecodeSpec(2, 2, 5, "threshold"),
+    "typical": DecodeSpec(2, 2, 5, "typical"),
+    "relaxed": DecodeSpec(2, 2, 5, "relaxed"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["block", *(pytest.param(name, marks=pytest.mark.slow) for name in SAMPLED if name != "block")]
+)
+def test_no_collective_grows_with_the_vocabulary(name):
+    config = dataclasses.replace(SINGLE["grouped"], num_hidden_layers=1)
+    small, large = (
+        collectives_on_a_mesh(dataclasses.replace(config, vocab_size=size, num_tokens=size - 3), SAMPLED[name])
+        for size in (320, 640)
+    )
+    assert small == large and sum(small.values()) > 10
+
+
+def test_that_test_sees_logits_that_are_gathered():
+    mesh = compat.make_mesh({"tensor": 2})
+
+    def gathering(logits):
+        return Vocabulary.of(2 * logits.shape[-1]).gather(logits).sum(axis=-1)
+
+    def compiled(size):
+        parts = PartitionSpec(None, "tensor")
+        call = jax.shard_map(gathering, mesh=mesh, in_specs=parts, out_specs=PartitionSpec(), check_vma=False)
+        return jax.jit(call).lower(jax.ShapeDtypeStruct((4, size), jnp.float32)).compile()
+
+    assert collectives_of(compiled(320)) != collectives_of(compiled(640))
 
 
 def test_a_call_is_one_program_with_its_loop_inside(small):

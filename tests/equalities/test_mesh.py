@@ -20,6 +20,7 @@ from mtpjax import (
     shard_for_decoding,
     speculative_generate,
 )
+from mtpjax.decoding.acceptance.walk import AcceptedPath, descend
 from mtpjax.models.layers import attend
 from mtpjax.models.quantized import is_scaled
 from tests.golden import path
@@ -109,6 +110,57 @@ def test_every_way_to_decode_gives_the_same_on_a_mesh(attention, name, small):
     single, meshed = (
         speculative_generate(params, PROMPTS, model=model, config=config, sampling=sampling, mesh=mesh)
         for mesh in (None, compat.make_mesh(ALL))
+    )
+    assert meshed.rows() == single.rows()
+    np.testing.assert_array_equal(meshed.stats.accepted, single.stats.accepted)
+    for one, other in zip(meshed.logprobs, single.logprobs, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+
+
+def accept_likely(tokens, parents, p, q, u, *, num_steps):
+    """A rule of a user, which sees the probabilities of all tokens."""
+    assert p.shape[1] == 64
+    path, num_accepted = descend(p[parents, tokens] > 0.1 * p.max(axis=-1)[parents], parents, num_steps)
+    return AcceptedPath(path, num_accepted, p[path[-1]])
+
+
+TREE = {"topk": 2, "num_draft_tokens": 6}
+RULES = {
+    "sample": {"acceptance": "sample"},
+    "plain": {"num_steps": 0},
+    "token": {"acceptance": "token"},
+    "lookup": {"acceptance": "block", "drafter": "lookup"},
+    "reduced": {"acceptance": "block", "draft_vocabulary": tuple(range(0, 60, 2))},
+    "traversal": {"acceptance": "traversal", **TREE},
+    "threshold": {"acceptance": "threshold", "threshold_single": 0.5, "threshold_acc": 0.8, **TREE},
+    "typical": {"acceptance": "typical", **TREE},
+    "relaxed": {"acceptance": "relaxed", **TREE},
+    "custom": {"acceptance": accept_likely},
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "sample" else slow) for name in RULES])
+def test_a_seed_gives_the_same_text_on_a_mesh_with_every_option(name, small):
+    """Each of four devices has a quarter of the vocabulary, and draws from its part of the distribution."""
+    model, params = small("grouped", "mixed", num_mtp_modules=1, **sizes("grouped"))
+    shape = {"max_new_tokens": 12, "num_steps": 2, "prefill_chunk": 8, "logprobs": True, "stop_token_ids": (9, 40)}
+    config = DecodeConfig(**{**shape, **RULES[name]})
+    sampling = SamplingParams(
+        temperature=[0.0, 0.8, 1.0, 1.3],
+        top_k=[20, 0, 20, 40],
+        top_p=[1.0, 0.9, 1.0, 0.95],
+        min_p=[0.0, 0.02, 0.05, 0.0],
+        repetition_penalty=1.1,
+        frequency_penalty=0.3,
+        presence_penalty=0.1,
+        logit_bias={7: 1.0, 50: 1.0},
+        banned_tokens=[3, 33],
+        min_new_tokens=4,
+        seed=[1, 2, 3, 4],
+    )
+    single, meshed = (
+        speculative_generate(params, PROMPTS, model=model, config=config, sampling=sampling, mesh=mesh)
+        for mesh in (None, compat.make_mesh({"tensor": 4}))
     )
     assert meshed.rows() == single.rows()
     np.testing.assert_array_equal(meshed.stats.accepted, single.stats.accepted)

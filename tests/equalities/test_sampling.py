@@ -140,8 +140,8 @@ def by_absolute_position(monkeypatch):
         own = (node - 1)[None, :] if purpose in (rng.DRAFT, rng.ACCEPT) else 0
         return position + own, jnp.zeros_like(node)
 
-    def mutant_gumbel(seed, position, purpose, node, size):
-        return gumbel(seed, *insert(absolute(position, purpose, node), purpose), size)
+    def mutant_gumbel(seed, position, purpose, node, *columns):
+        return gumbel(seed, *insert(absolute(position, purpose, node), purpose), *columns)
 
     def insert(pair, purpose):
         return pair[0], purpose, pair[1]
@@ -157,7 +157,7 @@ def by_absolute_position(monkeypatch):
 def with_the_bonus_from_p(monkeypatch):
     rule = acceptance.block_chain
 
-    def mutant(drafts, p, q, u):
+    def mutant(drafts, p, q, u, *, vocabulary):
         count, _ = rule(drafts, p, q, u)
         return count, p[count]
 
@@ -167,7 +167,7 @@ def with_the_bonus_from_p(monkeypatch):
 def with_q_at_another_temperature(monkeypatch):
     rule = acceptance.block_chain
 
-    def mutant(drafts, p, q, u):
+    def mutant(drafts, p, q, u, *, vocabulary):
         colder = q**2
         return rule(drafts, p, colder / colder.sum(axis=-1, keepdims=True), u)
 

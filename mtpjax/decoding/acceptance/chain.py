@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from mtpjax.decoding.acceptance.walk import residual
+from mtpjax.models.vocabulary import WHOLE, Vocabulary
 
 
 def match_chain(drafts: jax.Array, target_tokens: jax.Array) -> jax.Array:
@@ -23,7 +24,9 @@ def match_chain(drafts: jax.Array, target_tokens: jax.Array) -> jax.Array:
     return jnp.cumprod(matches, axis=1).sum(axis=1).astype(jnp.int32)
 
 
-def token_chain(drafts: jax.Array, p: jax.Array, q: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Array]:
+def token_chain(
+    drafts: jax.Array, p: jax.Array, q: jax.Array, u: jax.Array, *, vocabulary: Vocabulary = WHOLE
+) -> tuple[jax.Array, jax.Array]:
     """Accepts drafts one by one, each with probability min(1, p(x)/q(x)).
 
     The first rejection ends the walk, and the bonus token comes from max(p - q, 0). Without a rejection it comes from p
@@ -34,6 +37,7 @@ def token_chain(drafts: jax.Array, p: jax.Array, q: jax.Array, u: jax.Array) -> 
         p: `[K+1, V]` target distributions.
         q: `[K, V]` draft distributions.
         u: `[K]` uniforms.
+        vocabulary: how the columns of p and q are split over devices.
 
     Returns:
         Number of accepted drafts `[]`, and the bonus token's weights `[V]`.
@@ -41,14 +45,17 @@ def token_chain(drafts: jax.Array, p: jax.Array, q: jax.Array, u: jax.Array) -> 
     K = drafts.shape[0]
     position = jnp.arange(K)
     # u < p/q, written without a division so that q = 0 needs no special case.
-    is_accepted = u * q[position, drafts] < p[position, drafts]
+    p_x, q_x = (vocabulary.at(rows, position, drafts) for rows in (p, q))
+    is_accepted = u * q_x < p_x
     num_accepted = jnp.cumprod(is_accepted).sum().astype(jnp.int32)
     # After the last draft nothing was proposed: its q is 0 and the residual is p.
     proposed = jnp.pad(q, ((0, 1), (0, 0)))[num_accepted]
-    return num_accepted, residual(p[num_accepted], proposed, p[num_accepted])
+    return num_accepted, residual(p[num_accepted], proposed, p[num_accepted], vocabulary)
 
 
-def block_chain(drafts: jax.Array, p: jax.Array, q: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Array]:
+def block_chain(
+    drafts: jax.Array, p: jax.Array, q: jax.Array, u: jax.Array, *, vocabulary: Vocabulary = WHOLE
+) -> tuple[jax.Array, jax.Array]:
     """Accepts a prefix of the chain by block verification (Sun et al., 2403.10444).
 
     With w_0 = 1 and w_i = min(1, w_{i-1} p(x_i)/q(x_i)), the first i drafts pass with probability
@@ -61,6 +68,7 @@ def block_chain(drafts: jax.Array, p: jax.Array, q: jax.Array, u: jax.Array) -> 
         p: `[K+1, V]` target distributions.
         q: `[K, V]` draft distributions.
         u: `[K]` uniforms.
+        vocabulary: how the columns of p and q are split over devices.
 
     Returns:
         Number of accepted drafts `[]`, and the bonus token's weights `[V]`.
@@ -68,7 +76,8 @@ def block_chain(drafts: jax.Array, p: jax.Array, q: jax.Array, u: jax.Array) -> 
     K = drafts.shape[0]
     position = jnp.arange(K)
     # A sampled draft has q > 0. The floor only keeps the division finite where q underflows.
-    ratios = p[position, drafts] / jnp.maximum(q[position, drafts], jnp.finfo(q.dtype).tiny)
+    p_x, q_x = (vocabulary.at(rows, position, drafts) for rows in (p, q))
+    ratios = p_x / jnp.maximum(q_x, jnp.finfo(q.dtype).tiny)
 
     # w_i: joint likelihood ratio of the first i drafts, cut at 1 after every step.
     def narrow(w, ratio):
@@ -79,9 +88,10 @@ def block_chain(drafts: jax.Array, p: jax.Array, q: jax.Array, u: jax.Array) -> 
     w = jnp.concatenate([jnp.ones_like(p[0, :1]), w])  # [K+1]
     # r_i: the probability mass of the target that the next draft does not cover.
     proposed = jnp.pad(q, ((0, 1), (0, 0)))
-    r = jnp.maximum(w[:, None] * p - proposed, 0).sum(axis=-1)  # [K+1]
+    r = vocabulary.sum(jnp.maximum(w[:, None] * p - proposed, 0))  # [K+1]
     # Test every prefix with its own uniform, and accept the longest that passes. `u (r + 1 - w) < r` is `u < h` without
     # a division. Behind the last draft q is 0, so r_K = w_K and h_K = w_K.
     passes = (w[1:] >= 1) | (u * (r[1:] + 1 - w[1:]) < r[1:])
     num_accepted = jnp.max(jnp.where(passes, position + 1, 0), initial=0).astype(jnp.int32)
-    return num_accepted, residual(w[num_accepted] * p[num_accepted], proposed[num_accepted], p[num_accepted])
+    rest = residual(w[num_accepted] * p[num_accepted], proposed[num_accepted], p[num_accepted], vocabulary)
+    return num_accepted, rest

@@ -4,12 +4,21 @@ import jax
 import jax.numpy as jnp
 
 from mtpjax.decoding.acceptance.walk import AcceptedPath, descend
+from mtpjax.models.vocabulary import WHOLE, Vocabulary
 
 MIN_THRESHOLD = 1e-9  # SGLang's floor of `threshold_acc`, against division by zero
 
 
 def threshold_tree(
-    tokens: jax.Array, parents: jax.Array, p: jax.Array, u: jax.Array, *, single: float, acc: float, num_steps: int
+    tokens: jax.Array,
+    parents: jax.Array,
+    p: jax.Array,
+    u: jax.Array,
+    *,
+    single: float,
+    acc: float,
+    num_steps: int,
+    vocabulary: Vocabulary = WHOLE,
 ) -> AcceptedPath:
     """Walks the tree by SGLang's thresholds (sgl-kernel's TreeSpeculativeSamplingTargetOnly).
 
@@ -25,12 +34,13 @@ def threshold_tree(
         single: `threshold_single` of SGLang.
         acc: `threshold_acc` of SGLang.
         num_steps: depth of the tree, K.
+        vocabulary: how the columns of p are split over devices.
 
     Returns:
         The accepted path, its length, and the bonus token's weights.
     """
     # cumulative_p[n]: total probability of node n and of its earlier siblings.
-    p_x = p[parents, tokens]  # the root's own entry is never read
+    p_x = vocabulary.at(p, parents, tokens)  # the root's own entry is never read
     order = jnp.arange(len(parents))
     is_tried = (parents[:, None] == parents[None, :]) & (order[:, None] >= order[None, :])
     cumulative_p = jnp.where(is_tried, p_x[None, :], 0).sum(axis=1)
@@ -41,12 +51,20 @@ def threshold_tree(
     last = path[-1]
     is_rejected = (parents == last) & (num_accepted < num_steps)
     # If rounding leaves no probability, SGLang emits the last id of the vocabulary; here the token is drawn from p.
-    bonus_weights = p[last].at[jnp.where(is_rejected, tokens, p.shape[1])].set(0, mode="drop")
-    return AcceptedPath(path, num_accepted, jnp.where(bonus_weights.sum() > 0, bonus_weights, p[last]))
+    columns = vocabulary.columns(tokens, p.shape[1])
+    bonus_weights = p[last].at[jnp.where(is_rejected, columns, p.shape[1])].set(0, mode="drop")
+    return AcceptedPath(path, num_accepted, jnp.where(vocabulary.sum(bonus_weights) > 0, bonus_weights, p[last]))
 
 
 def typical_tree(
-    tokens: jax.Array, parents: jax.Array, p: jax.Array, *, epsilon: float, delta: float, num_steps: int
+    tokens: jax.Array,
+    parents: jax.Array,
+    p: jax.Array,
+    *,
+    epsilon: float,
+    delta: float,
+    num_steps: int,
+    vocabulary: Vocabulary = WHOLE,
 ) -> AcceptedPath:
     """Picks a path by Medusa's typical acceptance (2401.10774). Lossy.
 
@@ -61,13 +79,14 @@ def typical_tree(
         epsilon: hard threshold.
         delta: threshold relative to exp(-entropy).
         num_steps: depth of the tree, K.
+        vocabulary: how the columns of p are split over devices.
 
     Returns:
         The accepted path, its length, and the bonus token's weights.
     """
     # log_p_x[n]: log-probability of node n, or -inf if it does not pass.
-    p_x = p[parents, tokens]  # the root's own entry is never read
-    threshold = jnp.minimum(epsilon, delta * jnp.exp(-jax.scipy.special.entr(p).sum(axis=-1)))
+    p_x = vocabulary.at(p, parents, tokens)  # the root's own entry is never read
+    threshold = jnp.minimum(epsilon, delta * jnp.exp(-vocabulary.sum(jax.scipy.special.entr(p))))
     log_p_x = jnp.where(p_x > threshold[parents], jnp.log(p_x), -jnp.inf)
     is_root = jnp.arange(len(parents)) == 0
     is_node = parents >= 0
@@ -93,7 +112,14 @@ def typical_tree(
 
 
 def relaxed_tree(
-    tokens: jax.Array, parents: jax.Array, p: jax.Array, *, topk: int, delta: float, num_steps: int
+    tokens: jax.Array,
+    parents: jax.Array,
+    p: jax.Array,
+    *,
+    topk: int,
+    delta: float,
+    num_steps: int,
+    vocabulary: Vocabulary = WHOLE,
 ) -> AcceptedPath:
     """Walks the tree by TensorRT-LLM's relaxed acceptance (`mtpRelaxedAcceptance`), extended to trees. Lossy.
 
@@ -108,17 +134,18 @@ def relaxed_tree(
         topk: how many of the most probable tokens pass.
         delta: largest distance in probability from the most probable token.
         num_steps: depth of the tree, K.
+        vocabulary: how the columns of p are split over devices.
 
     Returns:
         The accepted path, its length, and the bonus token's weights.
     """
     # A token's rank is the number of tokens that are more probable, or as probable with a lower id.
-    p_x = p[parents, tokens]  # the root's own entry is never read
+    p_x = vocabulary.at(p, parents, tokens)  # the root's own entry is never read
     parent_p = p[parents]
     ranks_higher = (parent_p > p_x[:, None]) | (
-        (parent_p == p_x[:, None]) & (jnp.arange(p.shape[1])[None, :] < tokens[:, None])
+        (parent_p == p_x[:, None]) & (vocabulary.ids(p.shape[1])[None, :] < tokens[:, None])
     )
-    passes = (ranks_higher.sum(axis=1) < topk) & (p_x >= parent_p.max(axis=1) - delta) & (p_x > 0)
+    passes = (vocabulary.sum(ranks_higher) < topk) & (p_x >= vocabulary.max(parent_p) - delta) & (p_x > 0)
     # The bonus token comes from all of p, rejected children included: this rule does not keep the distribution anyway.
     path, num_accepted = descend(passes, parents, num_steps)
     return AcceptedPath(path, num_accepted, p[path[-1]])

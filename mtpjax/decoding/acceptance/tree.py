@@ -1,5 +1,6 @@
 """Exact acceptance rules for trees whose children are drawn without replacement from q."""
 
+import functools
 import itertools
 from typing import NamedTuple
 
@@ -8,10 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtpjax.decoding.acceptance.walk import AcceptedPath, residual
+from mtpjax.models.vocabulary import WHOLE, Vocabulary
 
 
 def recursive_tree(
-    tokens: jax.Array, parents: jax.Array, p: jax.Array, q: jax.Array, u: jax.Array, *, num_steps: int, topk: int
+    tokens: jax.Array,
+    parents: jax.Array,
+    p: jax.Array,
+    q: jax.Array,
+    u: jax.Array,
+    *,
+    num_steps: int,
+    topk: int,
+    vocabulary: Vocabulary = WHOLE,
 ) -> AcceptedPath:
     """Walks the tree by recursive rejection sampling without replacement. Exact.
 
@@ -34,6 +44,7 @@ def recursive_tree(
         u: `[W]` uniforms, one per node.
         num_steps: depth of the tree, K.
         topk: most children of a node.
+        vocabulary: how the columns of p and q are split over devices.
 
     Returns:
         The accepted path, its length, and the bonus token's weights.
@@ -49,7 +60,7 @@ def recursive_tree(
 
     def remaining_at(node, rank, remainder):
         token = tokens[children[node, rank]]
-        return _remaining_at(remainder, p[node, token], q[node, token])
+        return _remaining_at(remainder, *(vocabulary.at(rows, node, token) for rows in (p, q)))
 
     def visit(_, carry):
         # 1. Test the next child. The carry holds its remaining p and q: computed in two places, XLA could round them
@@ -61,7 +72,7 @@ def recursive_tree(
         # 2. After a rejection p and q lose this child. After an acceptance the walk continues at the child, whose own p
         # and q are complete.
         after_rejection, _ = _reject_child(
-            remainder, one, is_drawn, rejected_children(node, rank + 1), p[node], q[node]
+            remainder, one, is_drawn, rejected_children(node, rank + 1), p[node], q[node], vocabulary
         )
         remainder = jax.tree.map(
             lambda new, reduced, old: jnp.where(is_accepted, new, jnp.where(is_tried, reduced, old)),
@@ -89,11 +100,19 @@ def recursive_tree(
     max_visits = min(num_steps * topk, len(parents) - 1)
     node, rank, num_accepted, path, remainder, _ = jax.lax.fori_loop(0, max_visits, visit, carry)
     # The bonus token comes from what the rejections at the last node left of p.
-    return AcceptedPath(path, num_accepted, _remaining_p(remainder, rejected_children(node, rank), p[node], q[node]))
+    weights = _remaining_p(remainder, rejected_children(node, rank), p[node], q[node], vocabulary)
+    return AcceptedPath(path, num_accepted, weights)
 
 
 def traversal_tree(
-    tokens: jax.Array, p: jax.Array, q: jax.Array, u: jax.Array, *, parents: tuple[int, ...], num_steps: int
+    tokens: jax.Array,
+    p: jax.Array,
+    q: jax.Array,
+    u: jax.Array,
+    *,
+    parents: tuple[int, ...],
+    num_steps: int,
+    vocabulary: Vocabulary = WHOLE,
 ) -> AcceptedPath:
     """Walks the tree by traversal verification, from the leaves to the root (2505.12398). Exact.
 
@@ -118,6 +137,7 @@ def traversal_tree(
         u: `[W]` uniforms, one per node.
         parents: parent of each node, static; -1 for the root.
         num_steps: depth of the tree, K.
+        vocabulary: how the columns of p and q are split over devices.
 
     Returns:
         The accepted path, its length, and the bonus token's weights.
@@ -144,11 +164,11 @@ def traversal_tree(
         level_remainder = jax.tree.map(lambda factor, parent_nodes=parent_nodes: factor[parent_nodes], remainder)
         # The child's w, from what the rejections of its earlier siblings left of the parent's p and q.
         p_x, q_x, is_drawn = _remaining_at(
-            level_remainder, p[parent_nodes, tokens[child_nodes]], q[parent_nodes, tokens[child_nodes]]
+            level_remainder, *(vocabulary.at(rows, parent_nodes, tokens[child_nodes]) for rows in (p, q))
         )
         w = w.at[child_nodes].set(jnp.minimum(w[parent_nodes] * (p_x / q_x), 1))
         # The parent's p, q and w if this child is rejected too. They decide about the next child, or about the parent.
-        level_remainder, r = jax.vmap(_reject_child)(
+        level_remainder, r = jax.vmap(functools.partial(_reject_child, vocabulary=vocabulary))(
             level_remainder, w[parent_nodes], is_drawn, rejected_tokens, p[parent_nodes], q[parent_nodes]
         )
         remainder = jax.tree.map(
@@ -168,7 +188,9 @@ def traversal_tree(
         [siblings + [0] * (max_children - len(siblings)) for siblings in children], np.int32
     ).reshape(-1, max_children)
     rejected_tokens = jnp.where(jnp.asarray(child_table > 0)[node], tokens[jnp.asarray(child_table)[node]], -1)
-    weights = _remaining_p(jax.tree.map(lambda factor: factor[node], remainder), rejected_tokens, p[node], q[node])
+    weights = _remaining_p(
+        jax.tree.map(lambda factor: factor[node], remainder), rejected_tokens, p[node], q[node], vocabulary
+    )
     num_accepted = np.array([len(path_of_node) - 1 for path_of_node in paths], np.int32)
     return AcceptedPath(jnp.asarray(path_table)[node], jnp.asarray(num_accepted)[node], weights)
 
@@ -207,30 +229,33 @@ def _remaining_at(remainder: _Remainder, p_x: jax.Array, q_x: jax.Array) -> tupl
 
 
 def _reject_child(
-    remainder: _Remainder, w, is_drawn, rejected_tokens: jax.Array, p: jax.Array, q: jax.Array
+    remainder: _Remainder, w, is_drawn, rejected_tokens: jax.Array, p: jax.Array, q: jax.Array, vocabulary: Vocabulary
 ) -> tuple[_Remainder, jax.Array]:
     """Rejects a child, the last of `rejected_tokens [C]`. Returns the factors and r, the mass of max(w p - q, 0)."""
     # The one-hot q of a child that was not drawn covers only its own token, which `is_rejected` removes. So b stays.
     a, b = w * remainder.a, w * remainder.b + jnp.where(is_drawn, remainder.c, 0)
-    is_rejected = _is_rejected(rejected_tokens, p)
-    r = jnp.where(is_rejected, 0, jnp.maximum(a * p - b * q, 0)).sum()
+    is_rejected = _is_rejected(rejected_tokens, p, vocabulary)
+    r = vocabulary.sum(jnp.where(is_rejected, 0, jnp.maximum(a * p - b * q, 0)))
     # A sum below the rounding error of its terms counts as 0, and p itself replaces it. The probability of this case is
     # of the same size. The floor also keeps the factor a below 1 / eps.
     has_mass = r > a * jnp.finfo(p.dtype).eps
     scale = jnp.where(has_mass, r, 1)
     return _Remainder(
-        jnp.where(has_mass, a / scale, 1), jnp.where(has_mass, b / scale, 0), _normaliser(q, is_rejected)
+        jnp.where(has_mass, a / scale, 1), jnp.where(has_mass, b / scale, 0), _normaliser(q, is_rejected, vocabulary)
     ), r
 
 
-def _remaining_p(remainder: _Remainder, rejected_tokens: jax.Array, p: jax.Array, q: jax.Array) -> jax.Array:
+def _remaining_p(
+    remainder: _Remainder, rejected_tokens: jax.Array, p: jax.Array, q: jax.Array, vocabulary: Vocabulary
+) -> jax.Array:
     """Returns the unnormalised `[V]` that remains of p after the children `rejected_tokens [C]` were rejected."""
-    return residual(jnp.where(_is_rejected(rejected_tokens, p), 0, remainder.a * p), remainder.b * q, p)
+    is_rejected = _is_rejected(rejected_tokens, p, vocabulary)
+    return residual(jnp.where(is_rejected, 0, remainder.a * p), remainder.b * q, p, vocabulary)
 
 
-def _normaliser(q: jax.Array, is_rejected: jax.Array) -> jax.Array:
+def _normaliser(q: jax.Array, is_rejected: jax.Array, vocabulary: Vocabulary) -> jax.Array:
     """Returns the factor that normalises q without the removed tokens; 0 if nothing is left."""
-    total = jnp.where(is_rejected, 0, q).sum()
+    total = vocabulary.sum(jnp.where(is_rejected, 0, q))
     tiny = jnp.finfo(q.dtype).tiny
     return jnp.where(total >= tiny, 1 / jnp.maximum(total, tiny), 0)
 
@@ -240,10 +265,10 @@ def _w_after_rejection(w: jax.Array, r: jax.Array) -> jax.Array:
     return jnp.where(w >= 1, 1, r / jnp.where(w >= 1, 1, r + 1 - w))
 
 
-def _is_rejected(rejected_tokens: jax.Array, row: jax.Array) -> jax.Array:
+def _is_rejected(rejected_tokens: jax.Array, row: jax.Array, vocabulary: Vocabulary) -> jax.Array:
     """Returns `[V]` bool: the token is among `rejected_tokens [C]`."""
     # C comparisons instead of a scatter: they fuse into the operation that reads the row.
-    tokens = jnp.arange(len(row))
+    tokens = vocabulary.ids(len(row))
     is_rejected = jnp.zeros(len(row), bool)
     for index in range(len(rejected_tokens)):
         is_rejected |= tokens == rejected_tokens[index]

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from mtpjax.models.vocabulary import WHOLE, Vocabulary
+
 
 class AcceptedPath(NamedTuple):
     """The accepted path of one row's tree of depth S, and the distribution of the bonus token."""
@@ -60,16 +62,17 @@ def descend(passes: jax.Array, parents: jax.Array, num_steps: int) -> tuple[jax.
     return path, (path[1:] != path[:-1]).sum().astype(jnp.int32)
 
 
-def residual(p: jax.Array, q: jax.Array, fallback: jax.Array) -> jax.Array:
+def residual(p: jax.Array, q: jax.Array, fallback: jax.Array, vocabulary: Vocabulary = WHOLE) -> jax.Array:
     """Computes the residual that a rejected draft leaves of the target's distribution.
 
     Args:
         p: `[V]` target distribution, possibly scaled.
         q: `[V]` draft distribution, possibly scaled.
         fallback: `[V]` returned where rounding leaves no probability.
+        vocabulary: how the columns are split over devices.
 
     Returns:
         `[V]` unnormalised `max(p - q, 0)`.
     """
     rest = jnp.maximum(p - q, 0)
-    return jnp.where(rest.sum() > 0, rest, fallback)
+    return jnp.where(vocabulary.sum(rest) > 0, rest, fallback)

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 class Draft(flax.struct.PyTreeNode):
     """The W nodes per row that one round verifies. Node 0 is the pending token.
 
-    In a chain, node n is the child of node n-1, and `parents`, `depths` and `ancestor_mask` are None.
+    In a chain, node n is the child of node n-1, and `parents`, `depths` and `ancestor_mask` are None. On a mesh
+    `probabilities` may have the columns of this device's part of the vocabulary, or all of them.
     """
 
     tokens: jax.Array  # [B, W] int32

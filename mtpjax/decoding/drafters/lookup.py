@@ -8,11 +8,12 @@ import jax.numpy as jnp
 
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.drafters.base import Draft, Drafter
-from mtpjax.decoding.sampling import one_hot
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import DecodeState
 from mtpjax.models.layers.entries import read_rows
 from mtpjax.models.model import MTPModel
+from mtpjax.models.parallel import own_size
+from mtpjax.models.vocabulary import Vocabulary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +47,9 @@ class LookupDrafter(Drafter):
         find = jax.vmap(lambda tokens, length: find_ngram(tokens, length, self.min_n, self.max_n, spec.num_steps))
         drafts, _ = find(state.tokens, state.length)
         # A copied token was not sampled: its draft distribution is one-hot.
-        q = one_hot(drafts, model.config.vocab_size) if spec.is_ratio_rule else None
+        vocab_size = model.config.vocab_size
+        vocabulary = Vocabulary.of(vocab_size)
+        q = vocabulary.one_hot(drafts, own_size(vocab_size, "tensor")) if spec.is_ratio_rule else None
         return Draft(jnp.concatenate([pending, drafts], axis=1), q), state
 
 

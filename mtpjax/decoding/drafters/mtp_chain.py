@@ -66,12 +66,13 @@ def draft_chain(
         scores = DraftScores(apply, state, prepared.head, model, spec.min_rows, output, index, path, level)
         # 4. Choose it: sampled from q where the acceptance rule compares p with q, else the arg-max.
         if spec.is_ratio_rule:
-            logits = scores.logits()
-            probabilities.append(distribution(logits, sampling))
-            noise = rng.gumbel(sampling.seed, state.length[:, None], rng.DRAFT, jnp.array([level]), logits.shape[-1])
-            draft = draw(probabilities[-1], noise)
+            logits, vocabulary = scores.logits(), scores.vocabulary
+            probabilities.append(distribution(logits, sampling, vocabulary))
+            V, node = logits.shape[-1], jnp.array([level])
+            noise = rng.gumbel(sampling.seed, state.length[:, None], rng.DRAFT, node, V, vocabulary.first_id(V))
+            draft = draw(probabilities[-1], noise, vocabulary)
         elif sampling.changes_logits:
-            draft = jnp.argmax(scores.logits(), axis=-1).astype(jnp.int32)
+            draft = scores.vocabulary.argmax(scores.logits())
         else:
             draft = scores.top_tokens(1)[1][:, :, 0]
         tokens = write_rows(tokens, draft, state.length + level - 1)

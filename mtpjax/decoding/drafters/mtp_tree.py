@@ -16,7 +16,7 @@ from mtpjax.models.cache import Cache
 from mtpjax.models.layers.entries import read_rows
 from mtpjax.models.masks import TreeSlots, cached_view
 from mtpjax.models.model import MTPModel, bind
-from pallas_kernels import top_k
+from mtpjax.models.vocabulary import Vocabulary
 
 
 def draft_tree(
@@ -104,7 +104,8 @@ class DynamicTreeBuilder:
             values, tokens, logsumexp = scores.top_tokens(self.spec.topk)
             probabilities = jnp.exp(values - logsumexp[:, :, None])
         else:
-            probabilities, tokens = top_k(softmax_at_temperature(scores.logits(), self.state), self.spec.topk)
+            probabilities = softmax_at_temperature(scores.logits(), self.state, scores.vocabulary)
+            probabilities, tokens = scores.vocabulary.top_k(probabilities, self.spec.topk)
         self.scores, tokens, self.parent_index, parent = self.candidates.add_children(
             probabilities, tokens, self.scores, self.parent_index
         )
@@ -145,16 +146,20 @@ class FixedTreeBuilder:
         """
         nodes, state = self.inner[level - 1], self.state
         sampling = state.settings.sampling
-        logits = scores.logits()
+        logits, vocabulary = scores.logits(), scores.vocabulary
         B, _, V = logits.shape
         # The k largest of log q + Gumbel noise are k draws without replacement (Kool et al., 1903.06059). Rows at
         # temperature 0 get no noise: they take the k best.
         is_greedy = (sampling.temperature == 0)[:, None, None]
-        probabilities = jnp.where(is_greedy, softmax_at_temperature(logits, state), distribution(logits, sampling))
+        probabilities = jnp.where(
+            is_greedy,
+            softmax_at_temperature(logits, state, vocabulary),
+            distribution(logits, sampling, vocabulary),
+        )
         self.probabilities.append(probabilities)
         round_start = jnp.broadcast_to(state.length[:, None], (B, len(nodes)))
-        gumbel = rng.gumbel(sampling.seed, round_start, rng.DRAFT, jnp.array(nodes), V)
-        _, drawn = top_k(
+        gumbel = rng.gumbel(sampling.seed, round_start, rng.DRAFT, jnp.array(nodes), V, vocabulary.first_id(V))
+        _, drawn = vocabulary.top_k(
             jnp.log(probabilities) + jnp.where(is_greedy, 0, gumbel),
             max(len(self.shape.children(node)) for node in nodes),
         )
@@ -188,15 +193,16 @@ class FixedTreeBuilder:
         )
 
 
-def softmax_at_temperature(logits: jax.Array, state: DecodeState) -> jax.Array:
+def softmax_at_temperature(logits: jax.Array, state: DecodeState, vocabulary: Vocabulary) -> jax.Array:
     """Computes the distribution that ranks candidates: the softmax without top-k, top-p and min-p.
 
     Args:
-        logits: `[B, f, V]` adjusted logits.
+        logits: `[B, f, own V]` adjusted logits.
         state: the rows.
+        vocabulary: how the columns are split over devices.
 
     Returns:
-        `[B, f, V]` at the row's temperature, or at 1 where the temperature is 0.
+        `[B, f, own V]` at the row's temperature, or at 1 where the temperature is 0.
     """
     temperature = state.settings.sampling.temperature[:, None, None]
-    return jax.nn.softmax(apply_temperature(logits, jnp.where(temperature == 0, 1, temperature)), axis=-1)
+    return vocabulary.softmax(apply_temperature(logits, jnp.where(temperature == 0, 1, temperature), vocabulary))

@@ -15,7 +15,7 @@ from mtpjax.decoding.logits import adjust_logits
 from mtpjax.decoding.sampling import PathTokens
 from mtpjax.decoding.state import DecodeState
 from mtpjax.models.model import MTPModel, bind, multiply_head
-from mtpjax.models.parallel import look_up
+from mtpjax.models.vocabulary import Vocabulary
 from pallas_kernels import head_top_k
 
 
@@ -43,9 +43,13 @@ def reduce_head(params: dict, ids: jax.Array, *, model: MTPModel, dtype: Any) ->
     config = model.config
     indices = range(config.num_mtp_modules) if config.mtp_own_head else [None]
     apply = bind(model, params)
-    matrices = tuple(
-        look_up(apply(index=index, method="head_matrix").T, ids, config.vocab_size).T.astype(dtype) for index in indices
-    )
+    vocabulary = Vocabulary.of(config.vocab_size)
+
+    def reduced(index):
+        rows = apply(index=index, method="head_matrix").T  # [own V, D]
+        return vocabulary.look_up(lambda columns: rows[columns], ids, len(rows)).T.astype(dtype)
+
+    matrices = tuple(map(reduced, indices))
     # The inverse of `ids`, which scatters reduced logits back over the vocabulary.
     column = jnp.full(config.vocab_size, -1, jnp.int32).at[ids].set(jnp.arange(len(ids), dtype=jnp.int32))
     return ReducedHead(matrices, ids, column)
@@ -78,16 +82,17 @@ class DraftScores:
     level: int
 
     def logits(self) -> jax.Array:
-        """Computes adjusted logits `[B, f, V]` float32; tokens outside a reduced vocabulary have -inf."""
+        """Computes adjusted logits `[B, f, own V]` float32; tokens outside a reduced vocabulary have -inf."""
         # 1. Run the head. With a reduced one, tokens outside the draft vocabulary get -inf, so their q is 0.
         f, state, head = self.hidden.shape[1], self.state, self.head
         hidden = pad_rows(self.hidden, max(f, self.min_rows))
         if head is None:
-            logits = self.apply(hidden, index=self.index, method="logits")[:, :f]
+            logits = self.apply(hidden, index=self.index, method="own_logits")[:, :f]
         else:
             reduced_logits = multiply_head(hidden, self._matrix(head))[:, :f]
-            is_draftable = (head.column >= 0)[None, None, :]
-            logits = jnp.where(is_draftable, jnp.take(reduced_logits, jnp.maximum(head.column, 0), axis=-1), -jnp.inf)
+            column = self.vocabulary.own(head.column)
+            is_draftable = (column >= 0)[None, None, :]
+            logits = jnp.where(is_draftable, jnp.take(reduced_logits, jnp.maximum(column, 0), axis=-1), -jnp.inf)
         # 2. Apply the request's penalties and bans, exactly as verification does: `num_new` is the number of new tokens
         # before the children.
         num_new = state.length - state.settings.prompt_length + self.level - 1
@@ -114,6 +119,11 @@ class DraftScores:
             values, columns, logsumexp = head_top_k(hidden, matrix, k=k, implementation=self.model.implementation)
             tokens = self.head.ids[columns]
         return values[:, :f], tokens[:, :f], logsumexp[:, :f]
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """How the columns of `logits` are split over devices."""
+        return Vocabulary.of(self.model.config.vocab_size)
 
     def _matrix(self, head: ReducedHead) -> jax.Array:
         return head.matrices[self.index if len(head.matrices) > 1 else 0]

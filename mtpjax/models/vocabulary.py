@@ -1,0 +1,168 @@
+"""The vocabulary as one device sees it: look-ups, sums and maxima over columns that `tensor` may split.
+
+Inside `shard_map` a device has the logits `[..., own V]` of its part of the vocabulary, and the other devices have the
+rest. Each function here combines the parts and gives every device the result for the whole vocabulary. Except for
+`gather`, the devices exchange a few numbers per row, whatever V is. Without a split each function is plain JAX.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mtpjax.models.parallel import is_split, num_parts
+from pallas_kernels import top_k
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """How the last axis of logits and probabilities is split over devices. `own V` is the size of that axis.
+
+    Attributes:
+        axis: manual axis of the mesh that splits the columns in equal parts; None: this device has all of them.
+    """
+
+    axis: str | None = None
+
+    @classmethod
+    def of(cls, vocab_size: int) -> "Vocabulary":
+        """Returns the vocabulary of V tokens at this place in the program; an axis that does not divide V is None."""
+        return cls("tensor" if is_split(vocab_size, "tensor") else None)
+
+    # Columns and token ids.
+
+    def size(self, own_size: int) -> int:
+        """Returns V for a part of `own V` columns."""
+        return own_size if self.axis is None else own_size * num_parts(self.axis)
+
+    def first_id(self, own_size: int) -> jax.Array | int:
+        """Returns the token id of the first of `own V` columns."""
+        return 0 if self.axis is None else jax.lax.axis_index(self.axis) * own_size
+
+    def ids(self, own_size: int) -> jax.Array:
+        """Returns the token ids of the columns, `[own V]` int32."""
+        ids = jnp.arange(own_size)
+        return ids if self.axis is None else ids + self.first_id(own_size)
+
+    def columns(self, tokens: jax.Array, own_size: int) -> jax.Array:
+        """Returns the column of each token; `own V`, which scatters drop, where another device has it."""
+        if self.axis is None:
+            return tokens
+        columns = tokens - self.first_id(own_size)
+        return jnp.where((columns >= 0) & (columns < own_size), columns, own_size)
+
+    def own(self, whole: jax.Array) -> jax.Array:
+        """Cuts the own columns `[..., own V]` out of an array `[..., V]` that every device has whole."""
+        if self.axis is None:
+            return whole
+        own_size = whole.shape[-1] // num_parts(self.axis)
+        return jax.lax.dynamic_slice_in_dim(whole, self.first_id(own_size), own_size, axis=-1)
+
+    def gather(self, values: jax.Array) -> jax.Array:
+        """Joins the parts `[..., own V]` to `[..., V]`. The only function that sends all columns."""
+        if self.axis is None:
+            return values
+        return jax.lax.all_gather(values, self.axis, axis=values.ndim - 1, tiled=True)
+
+    def look_up(self, read: Callable[[jax.Array], jax.Array], tokens: jax.Array, own_size: int) -> jax.Array:
+        """Reads entries at given tokens from the devices that have them. Exact: the other devices add zeros.
+
+        Args:
+            read: reads the entries of columns, integers in the shape of `tokens`; further axes may follow.
+            tokens: integer ids of the whole vocabulary.
+            own_size: own V.
+
+        Returns:
+            What `read` returns on the device that has the token.
+        """
+        if self.axis is None:
+            return read(tokens)
+        columns = self.columns(tokens, own_size)
+        is_own = columns < own_size
+        entries = read(jnp.where(is_own, columns, 0))
+        is_own = is_own.reshape(*is_own.shape, *(1 for _ in entries.shape[is_own.ndim :]))
+        return jax.lax.psum(jnp.where(is_own, entries, 0), self.axis)
+
+    def at(self, rows: jax.Array, index: jax.Array | np.ndarray, tokens: jax.Array) -> jax.Array:
+        """Reads `rows[index, tokens]` of `rows [R, own V]`, with token ids of the whole vocabulary."""
+        return self.look_up(lambda columns: rows[index, columns], tokens, rows.shape[-1])
+
+    # Reductions over the last axis. Sums of parts are rounded in another order than the sum of one device.
+
+    def sum(self, values: jax.Array, *, keepdims: bool = False) -> jax.Array:
+        """Sums `[..., own V]` over the vocabulary."""
+        total = values.sum(axis=-1, keepdims=keepdims)
+        return total if self.axis is None else jax.lax.psum(total, self.axis)
+
+    def max(self, values: jax.Array, *, keepdims: bool = False) -> jax.Array:
+        """Computes the maximum of `[..., own V]` over the vocabulary."""
+        largest = values.max(axis=-1, keepdims=keepdims)
+        return largest if self.axis is None else jax.lax.pmax(largest, self.axis)
+
+    def argmax(self, values: jax.Array) -> jax.Array:
+        """Finds the token of the largest value, the lowest id among equal ones: `[..., own V]` to `[...]` int32."""
+        tokens = jnp.argmax(values, axis=-1).astype(jnp.int32)
+        if self.axis is None:
+            return tokens
+        return self.merge_top(values.max(axis=-1, keepdims=True), tokens[..., None], values.shape[-1])[1][..., 0]
+
+    def top_k(self, values: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+        """Finds the k largest values and their tokens, largest first and the lower id first among equal ones.
+
+        Args:
+            values: `[..., own V]` floating.
+            k: how many, at most V.
+
+        Returns:
+            Values and int32 tokens, `[..., k]`.
+        """
+        if self.axis is None:
+            return top_k(values, k)
+        largest, tokens = self.merge_top(*top_k(values, min(k, values.shape[-1])), values.shape[-1], k)
+        return largest, tokens
+
+    def merge_top(
+        self, values: jax.Array, columns: jax.Array, own_size: int, k: int | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Merges the largest values of each part: the devices exchange pairs of a value and a token.
+
+        Args:
+            values: `[..., n]` largest values of the own part, largest first, the lower column first among equal ones.
+            columns: `[..., n]` their columns.
+            own_size: own V.
+            k: how many to keep; None: n.
+
+        Returns:
+            Values and tokens `[..., k]` of the whole vocabulary, in the same order.
+        """
+        if self.axis is None:
+            return values, columns
+        pairs = (values, columns + self.first_id(own_size))
+        # In the order of the devices, so that the first of equal values has the lowest token.
+        values, tokens = jax.lax.all_gather(pairs, self.axis, axis=values.ndim - 1, tiled=True)
+        largest, place = jax.lax.top_k(values, k or columns.shape[-1])
+        return largest, jnp.take_along_axis(tokens, place, axis=-1)
+
+    def softmax(self, values: jax.Array) -> jax.Array:
+        """Computes the softmax of `[..., own V]` whose largest value in the vocabulary is 0."""
+        if self.axis is None:
+            return jax.nn.softmax(values, axis=-1)
+        unnormalised = jnp.exp(values)
+        return unnormalised / self.sum(unnormalised, keepdims=True)
+
+    def logsumexp(self, values: jax.Array) -> jax.Array:
+        """Computes the log-sum-exp of `[..., own V]` over the vocabulary."""
+        return self.merge_logsumexp(jax.nn.logsumexp(values, axis=-1))
+
+    def merge_logsumexp(self, own: jax.Array) -> jax.Array:
+        """Computes the log-sum-exp `[...]` of the vocabulary from that of each part."""
+        return own if self.axis is None else jax.nn.logsumexp(jax.lax.all_gather(own, self.axis), axis=0)
+
+    def one_hot(self, tokens: jax.Array, own_size: int) -> jax.Array:
+        """Converts tokens `[...]` to one-hot rows `[..., own V]` float32."""
+        return jax.nn.one_hot(self.columns(tokens, own_size), own_size, dtype=jnp.float32)
+
+
+WHOLE = Vocabulary()  # arrays with all columns: outside of `shard_map`, and where `tensor` has one device
