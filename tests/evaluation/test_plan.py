@@ -90,13 +90,12 @@ def test_a_plan_knows_what_fits(stored):
         ("deepseek-v3", {"tensor": 8}, 8, 32768, 512, 3.935e9),  # keys and values of all slots
         ("deepseek-v3.2", {"tensor": 8}, 8, 4096, 64, 1.119e9),  # scores of an indexer
         ("glm-4.5", {"tensor": 8}, 8, 4096, 1024, 1.014e9),
-        ("qwen3.5-35b-a3b", {"data": 8}, 64, 4096, 512, 1.800e9),  # of 8 layers
+        ("qwen3.5-35b-a3b", {"data": 8}, 64, 4096, 512, 1.598e9),  # inputs of convolutions
     ],
 )
 def test_the_temp_of_the_default_chunk_is_that_of_the_compiled_call(name, sizes, rows, slots, chunk, temp):
-    layers = 8 if "qwen" in name else 4
     config = presets[name]
-    changes = {"num_hidden_layers": layers, "layer_types": config.layer_types[:layers]}
+    changes = {"num_hidden_layers": 4, "layer_types": config.layer_types[:4]}
     config = dataclasses.replace(config, first_k_dense_replace=min(config.first_k_dense_replace, 1), **changes)
     params = stored_shapes(config, has_fp8="qwen" not in name)
     found = plan_layout(config, params, sizes, rows=rows, slots=slots, num_steps=1)
