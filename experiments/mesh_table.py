@@ -2,6 +2,7 @@
 
     PYTHONPATH=DIRECTORY_OF_THE_PLUGIN JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m experiments.mesh_table
     python -m experiments.mesh_table --layers 4 --mesh data=8 --rows 64 --output result.json
+    python -m experiments.mesh_table --layers 4 --prefill-chunk 0 --output experiments/results/mesh_table_chunks.json
 
 The whole call, prefill and loop, is compiled ahead of time from shapes (`compat.h100_devices` says what that needs).
 Arguments are weights, caches and the rest of the state. Weights are bfloat16, or fp8 with block scales as DeepSeek-V3
@@ -32,7 +33,7 @@ from mtpjax.models.presets import presets
 
 RESULT = pathlib.Path(__file__).parent / "results" / "mesh_table.json"
 SLOTS = 4096
-CHUNK = 64  # tokens of a prefill pass
+CHUNK = 64  # tokens of a prefill pass; 0: as many as `speculative_generate` takes
 # model, fp8, mesh, rows
 CELLS = (
     ("deepseek-v3", True, {"tensor": 8}, 8),
@@ -48,21 +49,30 @@ CELLS = (
 )
 
 
-def measure(name: str, has_fp8: bool, sizes: Mapping[str, int], rows: int, layers: int | None) -> dict[str, Any]:
+def measure(
+    name: str, has_fp8: bool, sizes: Mapping[str, int], rows: int, *, layers: int | None, slots: int, prefill_chunk: int
+) -> dict[str, Any]:
     """Compiles one cell and returns what JSON holds of it."""
     config = presets[name]
     if layers is not None:
-        config = dataclasses.replace(config, num_hidden_layers=layers, first_k_dense_replace=1)
+        config = dataclasses.replace(
+            config,
+            num_hidden_layers=layers,
+            first_k_dense_replace=min(config.first_k_dense_replace, 1),
+            layer_types=config.layer_types[:layers],
+        )
     params = stored_shapes(config, has_fp8=has_fp8)
-    found = compile_call(config, sizes, rows=rows, slots=SLOTS, params=params, prefill_chunk=CHUNK)
-    guess = plan.plan_layout(config, params, sizes, rows=rows, slots=SLOTS, num_steps=1, prefill_chunk=CHUNK)
+    settings = {"rows": rows, "slots": slots, "num_steps": 1, "prefill_chunk": prefill_chunk or None}
+    found = compile_call(config, sizes, params=params, **settings)
+    guess = plan.plan_layout(config, params, sizes, **settings)
     return {
         "model": name,
         "layers": config.num_hidden_layers,
         "weights": "fp8" if has_fp8 else "bfloat16",
         "mesh": dict(sizes),
         "rows": rows,
-        "slots": SLOTS,
+        "slots": slots,
+        "prefill_chunk": guess.prefill_chunk,
         "arguments": found.arguments,
         "temp": found.temp,
         "planned_arguments": guess.arguments,
@@ -74,22 +84,29 @@ def measure(name: str, has_fp8: bool, sizes: Mapping[str, int], rows: int, layer
     }
 
 
-def measure_alone(name: str, has_fp8: bool, sizes: Mapping[str, int], rows: int, layers: int | None) -> dict[str, Any]:
+def measure_alone(*cell, **settings) -> dict[str, Any]:
     """Runs `measure` in a process of its own, whose memory is that of this cell."""
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(measure, name, has_fp8, sizes, rows, layers).result()
+        return pool.submit(measure, *cell, **settings).result()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compiles the cells and prints them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=None, help="of the trunk, one of them dense (default: all)")
+    parser.add_argument("--layers", type=int, default=None, help="of the trunk, at most one dense (default: all)")
     parser.add_argument("--model", default="deepseek-v3", choices=sorted(presets), help="with --mesh (%(default)s)")
     parser.add_argument(
         "--mesh", type=parse_mesh, default=None, help="one mesh, such as data=8,tensor=8 (default: all cells)"
     )
     parser.add_argument("--rows", type=int, default=64, help="rows with --mesh (default: %(default)s)")
     parser.add_argument("--bf16", action="store_true", help="with --mesh: weights of bfloat16")
+    parser.add_argument("--slots", type=int, default=SLOTS, help="cache slots of each row (default: %(default)s)")
+    parser.add_argument(
+        "--prefill-chunk",
+        type=int,
+        default=CHUNK,
+        help="tokens of a prefill pass; 0: as many as decoding takes for prompts of half the slots (%(default)s)",
+    )
     parser.add_argument("--output", type=pathlib.Path, default=RESULT)
     options = parser.parse_args(argv)
     cells = CELLS if options.mesh is None else ((options.model, not options.bf16, options.mesh, options.rows),)
@@ -97,11 +114,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     for number, cell in enumerate(cells, start=1):
         print(f"{number}/{len(cells)} {cell[0]}, {cell[2]}, {cell[3]} rows", file=sys.stderr, flush=True)
-        rows.append(measure_alone(*cell, options.layers))
+        settings = {"layers": options.layers, "slots": options.slots, "prefill_chunk": options.prefill_chunk}
+        rows.append(measure_alone(*cell, **settings))
         # Keep each cell before the next one begins.
         options.output.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
     table = narrow_table("a decoding call on H100s: compiled, not run; GB per device")
-    for heading in ("model", "mesh", "weights", "rows", "arguments", "temp", "planned temp", "collectives", "CPU s"):
+    for heading in (
+        "model",
+        "mesh",
+        "weights",
+        "rows",
+        "chunk",
+        "arguments",
+        "temp",
+        "planned temp",
+        "collectives",
+        "CPU s",
+    ):
         table.add_column(heading, justify="right")
     for row in rows:
         table.add_row(
@@ -109,6 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             mesh_text(row["mesh"]),
             row["weights"],
             str(row["rows"]),
+            str(row["prefill_chunk"]),
             f"{row['arguments'] / 1e9:.2f}",
             f"{row['temp'] / 1e9:.2f}",
             f"{row['planned_temp'] / 1e9:.2f}",

@@ -9,7 +9,7 @@ import functools
 import math
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -130,8 +130,9 @@ def compile_call(
     params: dict | None = None,
     implementation: Implementation = "triton",
     prefill_chunk: int | None = None,
+    devices: Sequence[Any] | None = None,
 ) -> Compiled:
-    """Compiles the decoding call of a model for a mesh of H100s.
+    """Compiles the decoding call of a model for a mesh of H100s, or of other devices.
 
     Args:
         config: the model's config.
@@ -142,6 +143,7 @@ def compile_call(
         params: shapes of the parameters; None: `stored_shapes` in bfloat16.
         implementation: what runs the kernels.
         prefill_chunk: tokens of a prefill pass; None: as `speculative_generate` chooses for prompts of half the slots.
+        devices: `jax.Device`s of the mesh; None: H100s, which need not exist.
 
     Returns:
         What the compiled module needs.
@@ -149,7 +151,7 @@ def compile_call(
     Raises:
         RuntimeError: the CUDA plug-in is missing.
     """
-    mesh = compat.make_mesh(sizes, compat.h100_devices(f"1x1x{math.prod(sizes.values())}"))
+    mesh = compat.make_mesh(sizes, devices or compat.h100_devices(f"1x1x{math.prod(sizes.values())}"))
     stored = stored_shapes(config, has_fp8=False) if params is None else params
     config, shapes, state = call_shapes(config, stored, sizes, rows=rows, slots=slots, num_steps=num_steps)
     model = MTPModel(config, implementation=implementation)

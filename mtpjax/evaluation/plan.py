@@ -25,9 +25,11 @@ from mtpjax.evaluation.roofline import (
 )
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.decoding_layout import find_copies, part_specs
+from mtpjax.models.layers.latent_attention import is_expanded_cheaper
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import is_of_modules
 from mtpjax.models.sharding import num_shards, param_spec, path_name
+from pallas_kernels.block_scaled_matmul.kernel import MAX_ROWS
 
 GPUS_PER_NODE = 8
 USABLE_SHARE = 0.9  # of a GPU's memory; the rest is the driver's, the allocator's and that of collectives
@@ -54,6 +56,21 @@ class Collective:
 
 
 @dataclasses.dataclass(frozen=True)
+class Temp:
+    """Estimated temporary memory while one kind of layer runs in a prefill pass.
+
+    Attributes:
+        name: "experts", "matrices", "attention" or "indexer".
+        nbytes: bytes per device.
+        bytes_per_slot: bytes of one more slot in each row.
+    """
+
+    name: str
+    nbytes: float
+    bytes_per_slot: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
     """A model on one mesh.
 
@@ -63,7 +80,7 @@ class Plan:
         slots: cache slots of each row.
         weights: bytes of the parameters per device.
         state: bytes of the caches and of the rest of the decoding state per device.
-        temp: estimated bytes besides.
+        temps: estimated bytes besides, by the kind of layer that runs. They do not add up.
         bytes_per_row: bytes of the state of one more row on a device.
         bytes_per_slot: bytes of one more slot in each row of a device.
         prefill_chunk: tokens of a prefill pass.
@@ -74,10 +91,15 @@ class Plan:
     slots: int
     weights: int
     state: int
-    temp: int
+    temps: tuple[Temp, ...]
     bytes_per_row: float
     bytes_per_slot: float
     prefill_chunk: int
+
+    @property
+    def temp(self) -> int:
+        """Estimated bytes per device besides weights and state: those of the widest kind of layer."""
+        return round(max(temp.nbytes for temp in self.temps))
 
     @property
     def arguments(self) -> int:
@@ -101,7 +123,9 @@ class Plan:
 
     def largest_context(self, device: Device) -> int:
         """Slots of each row that fit with these rows."""
-        return max(0, self.slots + math.floor(self.free(device) / max(self.bytes_per_slot, 1)))
+        usable = USABLE_SHARE * device.memory - self.arguments
+        more = min((usable - temp.nbytes) / max(self.bytes_per_slot + temp.bytes_per_slot, 1) for temp in self.temps)
+        return max(0, self.slots + math.floor(more))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,39 +214,68 @@ def plan_layout(
         slots=slots,
         weights=round(nbytes),
         state=states[0],
-        temp=estimate_temp(fitted, sizes, rows=rows, prefill_chunk=prefill_chunk),
+        temps=tuple(estimate_temps(fitted, params, sizes, rows=rows, slots=slots, prefill_chunk=prefill_chunk)),
         bytes_per_row=states[1] - states[0],
         bytes_per_slot=(states[2] - states[0]) / 128,
         prefill_chunk=prefill_chunk,
     )
 
 
-def estimate_temp(config: ModelConfig, sizes: Mapping[str, int], *, rows: int, prefill_chunk: int) -> int:
-    """Estimates the temporary memory of a decoding call: the widest arrays of a prefill pass.
-
-    With experts these are, for each token and chosen expert, the activations and the output, of the rows of all `data`
-    devices; else the activations of the feed-forward layer. bfloat16.
+def estimate_temps(
+    config: ModelConfig, params: dict, sizes: Mapping[str, int], *, rows: int, slots: int, prefill_chunk: int
+) -> Iterator[Temp]:
+    """Estimates the temporary memory of a decoding call with kernels: the widest arrays of a prefill pass, in bfloat16.
 
     Args:
         config: the model's config.
+        params: shapes of its parameters.
         sizes: sizes of the mesh axes by name.
         rows: rows of the batch.
+        slots: cache slots of each row.
         prefill_chunk: tokens of a prefill pass.
 
-    Returns:
-        Bytes.
+    Yields:
+        The memory by kind of layer.
     """
     tensor, data = sizes.get("tensor", 1), sizes.get("data", 1)
-    tokens, width = rows * prefill_chunk // data, config.hidden_size
-    widest = 0.0
-    if any(not kind.is_moe for kind in config.trunk_kinds):
-        widest = 2.0 * tokens * config.intermediate_size / tensor
+    own_rows, width = rows // data, config.hidden_size
+    tokens = own_rows * prefill_chunk
+    # In every layer: the residual stream, the layer's input and its output.
+    shared = 2.0 * 3 * tokens * width
+    # Linear attention: XLA keeps the inputs of all convolutions to the end of the pass.
+    channels = 2 * config.linear_num_key_heads * config.linear_key_head_dim
+    channels += config.linear_num_value_heads * config.linear_value_head_dim
+    inputs = own_rows * (prefill_chunk + config.linear_conv_kernel_dim - 1) * channels / tensor
+    shared += 2 * inputs * sum(kind.attention == "delta" for kind in config.trunk_kinds)
+    # 1. Experts: for the rows of all `data` devices the outputs of each token's experts, and beside them first their
+    # activations, then the sums.
     if config.is_moe:
         all_tokens = rows * prefill_chunk
         chosen = all_tokens * config.num_experts_per_tok
-        experts = 2.0 * chosen * (width + config.moe_intermediate_size / tensor) + 2 * all_tokens * width
-        widest = max(widest, experts)
-    return round(widest + 6 * tokens * width)
+        activations = chosen * config.moe_intermediate_size / tensor
+        yield Temp("experts", shared + 2 * chosen * width + 2 * max(activations, all_tokens * width))
+    # 2. Matrices: with many tokens XLA writes fp8 ones out in bfloat16. Dense layers have the widest product.
+    written = 0.0
+    if tokens > MAX_ROWS:
+        for (name, _, nbytes), leaf in zip(
+            _bytes_of_parts(params, config, sizes), jax.tree.leaves(params), strict=True
+        ):
+            if leaf.dtype.itemsize == 1 and "/experts/" not in name:
+                written = max(written, 2 * nbytes)
+    is_dense = any(not kind.is_moe for kind in config.trunk_kinds)
+    product = tokens * 2 * config.intermediate_size / tensor if is_dense else 0
+    yield Temp("matrices", shared + written + 2 * product)
+    # 3. Latent attention in its expanded form: keys and values of every slot, a part of the keys twice; and queries.
+    if config.attention == "latent" and is_expanded_cheaper(config, prefill_chunk):
+        own_heads = config.num_attention_heads / tensor
+        content, value = config.qk_nope_head_dim, config.v_head_dim
+        key = content + config.qk_rope_head_dim
+        per_slot = 2 * own_rows * own_heads * (key + content + value)
+        yield Temp("attention", shared + slots * per_slot + 2 * tokens * own_heads * (2 * key + value), per_slot)
+    # 4. A sparse indexer: the float32 products of every head, token and slot, and their transpose.
+    if config.index_topk and slots > config.index_topk:
+        per_slot = 2 * 4 * tokens * config.index_n_heads
+        yield Temp("indexer", shared + slots * per_slot, per_slot)
 
 
 def _bytes_of_parts(tree: Any, config: ModelConfig, sizes: Mapping[str, int]) -> Iterator[tuple[str, tuple, float]]:

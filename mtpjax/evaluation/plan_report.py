@@ -62,7 +62,12 @@ class Comparison:
             "accept_length": self.accept_length,
             "candidates": [
                 dataclasses.asdict(each)
-                | {"total": each.plan.total, "speedup": self.speedup(each), "is_best": each is self.best}
+                | {
+                    "temp": each.plan.temp,
+                    "total": each.plan.total,
+                    "speedup": self.speedup(each),
+                    "is_best": each is self.best,
+                }
                 | {"seconds_plain": each.plain.seconds, "seconds_drafted": each.drafted.seconds}
                 for each in self.candidates
             ],

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import jax
@@ -79,6 +80,35 @@ def test_a_plan_knows_what_fits(stored):
         assert larger.rows == batch and abs(larger.free(H100)) < 0.1 * H100.memory
         longer = plan_layout(V3, stored, found.mesh, rows=64, slots=context, num_steps=1, prefill_chunk=64)
         assert abs(longer.free(H100)) < 0.02 * H100.memory
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "rows", "slots", "chunk", "temp"),
+    [  # as compiled for H100s with 4 layers: docs/results/meshes.md
+        ("deepseek-v3", {"tensor": 8}, 8, 4096, 512, 0.710e9),
+        ("deepseek-v3", {"data": 2, "tensor": 8}, 16, 4096, 256, 0.618e9),
+        ("deepseek-v3", {"tensor": 8}, 8, 32768, 512, 3.935e9),  # keys and values of all slots
+        ("deepseek-v3.2", {"tensor": 8}, 8, 4096, 64, 1.119e9),  # scores of an indexer
+        ("glm-4.5", {"tensor": 8}, 8, 4096, 1024, 1.014e9),
+        ("qwen3.5-35b-a3b", {"data": 8}, 64, 4096, 512, 1.598e9),  # inputs of convolutions
+    ],
+)
+def test_the_temp_of_the_default_chunk_is_that_of_the_compiled_call(name, sizes, rows, slots, chunk, temp):
+    config = presets[name]
+    changes = {"num_hidden_layers": 4, "layer_types": config.layer_types[:4]}
+    config = dataclasses.replace(config, first_k_dense_replace=min(config.first_k_dense_replace, 1), **changes)
+    params = stored_shapes(config, has_fp8="qwen" not in name)
+    found = plan_layout(config, params, sizes, rows=rows, slots=slots, num_steps=1)
+    assert found.prefill_chunk == chunk
+    assert found.temp == pytest.approx(temp, rel=0.05)
+
+
+def test_the_longest_context_has_room_for_the_keys_of_a_prefill_pass(stored):
+    settings = {"rows": 64, "num_steps": 1, "prefill_chunk": 512}
+    found = plan_layout(V3, stored, {"data": 8, "tensor": 8}, slots=4096, **settings)
+    longest = plan_layout(V3, stored, found.mesh, slots=found.largest_context(H100), **settings)
+    assert longest.temp > 2 * found.temp
+    assert abs(longest.free(H100)) < 1e-3 * H100.memory
 
 
 def test_more_devices_and_fewer_bytes_take_less_time(stored):

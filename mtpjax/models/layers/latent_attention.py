@@ -145,10 +145,14 @@ class LatentAttention(nn.Module):
             return self.expanded
         if is_batch_invariant():
             return False  # XLA expands, in products whose sizes depend on the batch
-        config = self.config
-        R, P = config.kv_lora_rank, config.qk_rope_head_dim
-        C, V = config.qk_nope_head_dim, config.v_head_dim
-        return not cached or T * (2 * (R + P) - (C + P + V)) > R * (C + V)
+        return not cached or is_expanded_cheaper(self.config, T)
+
+
+def is_expanded_cheaper(config: ModelConfig, T: int) -> bool:
+    """Returns whether a pass of T tokens per row over a cache takes fewer operations in the expanded form."""
+    R, P = config.kv_lora_rank, config.qk_rope_head_dim
+    C, V = config.qk_nope_head_dim, config.v_head_dim
+    return T * (2 * (R + P) - (C + P + V)) > R * (C + V)
 
 
 def _by_head(rows: jax.Array, matrices: jax.Array) -> jax.Array:
