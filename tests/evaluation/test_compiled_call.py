@@ -124,6 +124,7 @@ def test_no_weight_travels_and_every_kernel_runs(sizes, rows):
 
 
 @pytest.mark.h100
+@pytest.mark.slow  # the test below does it with small models
 @pytest.mark.parametrize(("sizes", "rows"), H100_MESHES)
 def test_on_h100s_no_collective_grows_with_vocabulary_slots_or_weights(sizes, rows):
     base = on_h100s(V3, SLOTS, rows, *sizes.items())
