@@ -20,7 +20,7 @@ SHAPES = {"chain": {}, "tree": {"topk": 2, "num_draft_tokens": 6}}
     ("attention", "shape"),
     [
         ("grouped", "tree"),
-        ("latent", "chain"),
+        pytest.param("latent", "chain", marks=pytest.mark.slow),
         pytest.param("sparse", "chain", marks=pytest.mark.slow),
         pytest.param("latent", "tree", marks=pytest.mark.slow),
         pytest.param("hybrid", "chain", marks=pytest.mark.slow),

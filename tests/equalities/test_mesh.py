@@ -87,7 +87,6 @@ CHOSEN = {
     ("grouped", "recursive tree"),
     ("sparse", "block"),
     ("hybrid", "window"),
-    ("grouped", "reduced"),
 }
 
 
