@@ -121,7 +121,7 @@ class DecodeConfig:
         kv_cache_dtype: dtype of keys, values and latents in the caches, by SGLang's names: "auto" (the embedding's),
             "bfloat16" or "fp8_e4m3". fp8 halves the bytes of a bfloat16 cache, and rounds its entries to 3 bits of
             fraction, without scales: numbers beyond 448 become 448. Speculation then equals plain decoding with the
-            same caches. Recurrent states stay float32.
+            same caches. Recurrent layers keep theirs.
         deterministic: a row's text does not depend on the rows beside it. Every kernel splits its work in one way,
             whatever the batch, which takes longer (docs/guides/kernels.md). Needs the kernels: a GPU, or
             implementation "interpreted".

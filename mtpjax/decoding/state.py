@@ -137,7 +137,7 @@ def empty_state(
         done=jnp.ones(batch, bool),
         stopped=zeros(dtype=bool),
         history=TokenHistory.empty(batch, config.vocab_size, sampling),
-        trunk=empty_cache(config, config.trunk_kinds, batch, capacity, jnp.dtype(spec.kv_cache_dtype or dtype)),
+        trunk=empty_cache(config, config.trunk_kinds, batch, capacity, dtype, spec.kv_cache_dtype),
         drafter=drafter.init(model=model, spec=spec, batch=batch, capacity=capacity, dtype=dtype),
         policy=None if depth_costs is None else init_policy(depth_costs, batch, prior=depth_rates),
         drafting_disabled=jnp.asarray(drafting_disabled),

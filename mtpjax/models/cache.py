@@ -27,7 +27,12 @@ class Cache(flax.struct.PyTreeNode):
 
 
 def empty_cache(
-    config: ModelConfig, kinds: tuple[LayerKind, ...], batch: int, capacity: int, dtype: Any = jnp.float32
+    config: ModelConfig,
+    kinds: tuple[LayerKind, ...],
+    batch: int,
+    capacity: int,
+    dtype: Any = jnp.float32,
+    kv_dtype: Any = None,
 ) -> Cache:
     """Makes a zero-filled cache.
 
@@ -36,13 +41,18 @@ def empty_cache(
         kinds: kind of each layer: `config.trunk_kinds`, or `(config.mtp_kind,)` for an MTP module.
         batch: rows, B.
         capacity: slots, S.
-        dtype: dtype of the entries; recurrent states are float32.
+        dtype: dtype of the activations. Of a recurrent layer the inputs of its convolution have it; its state is
+            float32.
+        kv_dtype: dtype of keys, values and latents; None: `dtype`.
 
     Returns:
         The cache, with no committed slot.
     """
     layers = tuple(
-        ATTENTION_KINDS[kind.attention].empty_entries(config, kind, batch, capacity, dtype) for kind in kinds
+        ATTENTION_KINDS[kind.attention].empty_entries(
+            config, kind, batch, capacity, dtype if kind.attention == "delta" else kv_dtype or dtype
+        )
+        for kind in kinds
     )
     return Cache(layers, jnp.zeros(batch, jnp.int32), tuple(kinds))
 

@@ -47,8 +47,10 @@ def test_caches_have_the_dtype_that_was_asked_for(small):
         config = dataclasses.replace(CONFIG, kv_cache_dtype=name)
         state = jax.eval_shape(lambda config=config: init_state(params, model=model, config=config, num_slots=2))
         keys = {layer["key"].dtype for layer in state.trunk.layers if "key" in layer}
-        states = {layer["state"].dtype for layer in state.trunk.layers if "state" in layer}
-        assert (keys, states) == ({jnp.dtype(dtype)}, {jnp.dtype(jnp.float32)})
+        recurrent = {
+            layer[name].dtype for layer in state.trunk.layers if "state" in layer for name in ("state", "conv")
+        }
+        assert (keys, recurrent) == ({jnp.dtype(dtype)}, {jnp.dtype(jnp.float32)})
     with pytest.raises(ValueError, match="kv_cache_dtype 'fp8' is not one of auto, bfloat16, fp8_e4m3"):
         DecodeConfig(kv_cache_dtype="fp8")
 

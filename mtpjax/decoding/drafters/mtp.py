@@ -86,7 +86,7 @@ class MTPDrafter(Drafter):
         )
         return MTPState(
             caches=tuple(
-                empty_cache(config, (config.mtp_kind,), batch, capacity, jnp.dtype(spec.kv_cache_dtype or dtype))
+                empty_cache(config, (config.mtp_kind,), batch, capacity, dtype, spec.kv_cache_dtype)
                 for _ in range(num_modules_used(model, spec.num_steps))
             ),
             hidden=jnp.zeros((batch, buffer_size, config.hidden_size), dtype),
