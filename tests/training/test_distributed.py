@@ -139,7 +139,7 @@ def test_a_process_that_dies_ends_the_others_and_the_run_goes_on_with_one(launch
     assert_close(run.goes_on_alone(), unbroken)
 
 
-@pytest.mark.slow  # three processes; .ci/run has it beside other commands
+@pytest.mark.slow
 def test_processes_that_split_the_model_train_evaluate_and_save_it(launch, unbroken):
     """T9."""
     run = launch(axis="fsdp", panel_prompts=2)
