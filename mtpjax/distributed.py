@@ -134,12 +134,7 @@ def from_main_process(value: Any) -> Any:
     Args:
         value: values that JSON can hold, of the main process; the others' count for nothing.
     """
-    if not is_multiprocess():
-        return value
-    content = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    size = int(multihost_utils.broadcast_one_to_all(np.int32(content.size)))
-    padded = content if is_main_process() else np.zeros(size, np.uint8)
-    return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(padded)).astype(np.uint8).tobytes())
+    return gather_values(value if is_main_process() else None)[0]
 
 
 @contextlib.contextmanager
@@ -157,8 +152,6 @@ def raise_together(error: Exception) -> Iterator[None]:
     problem = None
     try:
         yield
-    except LostProcess:  # nobody is there to be told
-        raise
     except Exception as raised:
         problem = raised
     if any_process(problem is not None):

@@ -48,11 +48,11 @@ def empty_cache(
     Returns:
         The cache, with no committed slot.
     """
+    kv_dtype = kv_dtype or dtype
+    attentions = [ATTENTION_KINDS[kind.attention] for kind in kinds]
     layers = tuple(
-        ATTENTION_KINDS[kind.attention].empty_entries(
-            config, kind, batch, capacity, dtype if kind.attention == "delta" else kv_dtype or dtype
-        )
-        for kind in kinds
+        attention.empty_entries(config, kind, batch, capacity, dtype if attention.is_recurrent else kv_dtype)
+        for kind, attention in zip(kinds, attentions, strict=True)
     )
     return Cache(layers, jnp.zeros(batch, jnp.int32), tuple(kinds))
 

@@ -120,8 +120,7 @@ class Vocabulary:
         """
         if self.axis is None:
             return top_k(values, k)
-        largest, tokens = self.merge_top(*top_k(values, min(k, values.shape[-1])), values.shape[-1], k)
-        return largest, tokens
+        return self.merge_top(*top_k(values, min(k, values.shape[-1])), values.shape[-1], k)
 
     def merge_top(
         self, values: jax.Array, columns: jax.Array, own_size: int, k: int | None = None

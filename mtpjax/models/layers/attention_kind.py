@@ -40,6 +40,7 @@ class AttentionKind:
         param_axes: (regular expression of the parameter's path, axis names) pairs; the first match counts.
         commit: keeps what the first `num_committed [B]` tokens of the last pass left in the entries.
         reset: prepares the rows `is_new [B]` for new texts.
+        is_recurrent: the layer keeps a state instead of an entry per slot.
     """
 
     scope: str
@@ -49,3 +50,4 @@ class AttentionKind:
     param_axes: tuple[tuple[str, Axes], ...]
     commit: Callable[[Entries, jax.Array], Entries] = keep_entries
     reset: Callable[[Entries, jax.Array], Entries] = keep_rows
+    is_recurrent: bool = False

@@ -171,4 +171,5 @@ DELTA = AttentionKind(
     ),
     commit=commit_states,
     reset=_zero_rows,
+    is_recurrent=True,
 )
