@@ -138,8 +138,11 @@ CHECKS = {
 }
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize(
+    ("settings", "temperature"),
+    [*((settings, 0.0) for settings in SETTINGS[1:]), (SETTINGS[0], 0.7)]
+    + [pytest.param(*case, marks=pytest.mark.slow) for case in [(SETTINGS[0], 0.0), *((s, 0.7) for s in SETTINGS[1:])]],
+)
 def test_decoding_works_under_strict_promotion_and_debug_checks(settings, temperature, params):
     config = dataclasses.replace(CONFIG, **settings)
     sampling = SamplingParams(temperature=temperature, seed=1, top_k=5, top_p=0.9, repetition_penalty=1.1)

@@ -267,7 +267,7 @@ def test_the_loop_updates_caches_in_place_with_experts():
         ("tree", "latent", 1),
         ("recursive", "grouped", 4),
         ("block", "latent", 4),
-        ("adaptive-block", "latent", 4),
+        pytest.param("adaptive-block", "latent", 4, marks=pytest.mark.slow),
         pytest.param("window", "grouped", 1, marks=pytest.mark.slow),
         pytest.param("adaptive", "grouped", 1, marks=pytest.mark.slow),
     ],

@@ -122,8 +122,17 @@ def second_token_law(model, params):
     return probabilities[0, -2] @ probabilities[:, -1]
 
 
-@pytest.mark.parametrize("rule", ["token", "block", "sample"])
-@pytest.mark.parametrize("drafter", ["lookup", "own"])
+@pytest.mark.parametrize(
+    ("drafter", "rule"),
+    [
+        ("lookup", "token"),
+        ("lookup", "sample"),
+        ("own", "block"),
+        pytest.param("lookup", "block", marks=pytest.mark.slow),
+        pytest.param("own", "token", marks=pytest.mark.slow),
+        pytest.param("own", "sample", marks=pytest.mark.slow),
+    ],
+)
 def test_sampled_texts_follow_the_targets_law(drafter, rule, without_modules):
     model, params = without_modules
     V = model.config.vocab_size

@@ -230,7 +230,8 @@ def test_speculation_with_interpreted_kernels_equals_plain_decoding_by_xla(atten
     assert speculative_generate(params, prompts, model=model, config=interpreted).rows() == wanted
 
 
-@pytest.mark.parametrize("attention", ["grouped", pytest.param("latent", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["grouped", "latent"])
 def test_deterministic_rows_have_the_same_bits_whatever_rows_are_beside_them(attention, small):
     model, params = small(attention, "mixed", num_mtp_modules=1)
     config = DecodeConfig(

@@ -27,10 +27,10 @@ SHAPES = {
 CASES = [
     ("grouped", "greedy chain"),
     ("latent", "greedy tree"),
-    ("hybrid", "greedy chain"),
     *[
         pytest.param(attention, shape, marks=pytest.mark.slow)
         for attention, shape in [
+            ("hybrid", "greedy chain"),
             ("hybrid", "sampled chain"),
             ("latent", "sampled chain"),
             ("grouped", "sampled tree"),
@@ -134,7 +134,7 @@ def test_several_rows_enter_at_once_with_settings_of_their_own(small):
     assert collect(state, [4, 0, 2]).rows() == together.rows()
 
 
-@pytest.mark.parametrize("attention", ["grouped", "latent", "sparse"])
+@pytest.mark.parametrize("attention", ["grouped", "latent", pytest.param("sparse", marks=pytest.mark.slow)])
 def test_a_conversation_goes_on_from_the_slots_own_cache(attention, small):
     """The second turn prefills only what the slot does not hold, and gets the tokens of a fresh prefill."""
     model, params = small(attention, "mixed")

@@ -32,13 +32,13 @@ CASES = [  # attention, modules, chaining, steps, and what differs from a greedy
     ("grouped", 1, "chain", 2),
     ("grouped", 2, "trunk", 2),
     ("grouped", 3, "chain", 4),
-    ("grouped", 3, "chain", 2),  # the third module is left out
+    pytest.param(("grouped", 3, "chain", 2), marks=pytest.mark.slow),  # the third module is left out
     ("latent", 2, "chain", 4),
     pytest.param(("latent", 3, "trunk", 3), marks=pytest.mark.slow),
-    ("sparse", 2, "chain", 3),
+    pytest.param(("sparse", 2, "chain", 3), marks=pytest.mark.slow),
     ("hybrid", 1, "chain", 3),
     pytest.param(("hybrid", 2, "trunk", 2), marks=pytest.mark.slow),
-    ("grouped", 1, "chain", 3, TREE),
+    pytest.param(("grouped", 1, "chain", 3, TREE), marks=pytest.mark.slow),
     ("grouped", 1, "chain", 3, {**TREE, "rule": "recursive"}),
     ("latent", 1, "chain", 3, {**TREE, "rule": "sample"}),
     pytest.param(("sparse", 1, "chain", 2, TREE), marks=pytest.mark.slow),

@@ -33,7 +33,7 @@ def cast(params, dtype):
         ("grouped", "tree of 16"),
         pytest.param("latent", "chain of 16", marks=pytest.mark.slow),
         pytest.param("sparse", "tree of 16", marks=pytest.mark.slow),
-        ("hybrid", "chain of 4"),
+        pytest.param("hybrid", "chain of 4", marks=pytest.mark.slow),
     ],
 )
 def test_texts_are_plain_decoding_s_in_passes_as_wide(attention, name, small):

@@ -25,7 +25,7 @@ def assert_close(found, expected):
 
 
 @pytest.mark.parametrize("attention", ["grouped", "latent", "sparse", "hybrid"])
-@pytest.mark.parametrize("widths", [(4, 4, 4, 4), (11, 1, 1, 1, 1, 1)])
+@pytest.mark.parametrize("widths", [pytest.param((4, 4, 4, 4), marks=pytest.mark.slow), (11, 1, 1, 1, 1, 1)])
 def test_the_cached_trunk_equals_the_full_pass(attention, widths, small):
     model, params = small(attention)
 
@@ -125,7 +125,12 @@ def test_the_scanned_stack_has_the_gradients_of_the_unrolled_one(attention, laye
 
 @pytest.mark.parametrize(
     ("attention", "num_mtp_modules", "chaining"),
-    [("grouped", 1, "chain"), ("grouped", 2, "trunk"), ("latent", 2, "chain"), ("sparse", 1, "chain")],
+    [
+        ("grouped", 1, "chain"),
+        ("grouped", 2, "trunk"),
+        ("latent", 2, "chain"),
+        pytest.param("sparse", 1, "chain", marks=pytest.mark.slow),
+    ],
 )
 def test_a_recycled_depth_equals_cached_decoding_step_by_step(attention, num_mtp_modules, chaining, small):
     """Row i of the batch here is slot i of the sequence: true entries up to i, then one recycled step after another."""

@@ -191,7 +191,8 @@ def test_every_kernel_runs_on_each_device(attention, small, expected):
         speculative_generate(params, PROMPTS, model=model, config=config)
 
 
-@pytest.mark.parametrize("attention", ["grouped", pytest.param("latent", marks=slow)])
+@slow
+@pytest.mark.parametrize("attention", ["grouped", "latent"])
 def test_flash_prefill_and_fp8_caches_are_those_of_a_single_device(attention, small, monkeypatch):
     model, params = small(attention, "mixed", num_mtp_modules=1, **sizes(attention))
     # A chunk of more than 16 tokens is attended to by `prefill_attention`.

@@ -44,12 +44,11 @@ WARM = {"temperature": 1.0}
 PENALTIES = {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.3}
 FILTERS = {"temperature": 0.7, "top_k": 4, "top_p": 0.9, "min_p": 0.1}
 FAST = [
-    (FILTERS, "block-2"),
     ({**PENALTIES, **WARM}, "block-4"),
     ({**PENALTIES, "temperature": 0.8, "logit_bias": {3: 1.0}}, "sample-tree"),
     ({**PENALTIES, **FILTERS, "logit_bias": {3: 1.0}, "banned_tokens": [0]}, "recursive"),
 ]
-SLOW = [*((WARM, name) for name in RULES), *FAST, (FILTERS, "recursive")]
+SLOW = [*((WARM, name) for name in RULES), *FAST, (FILTERS, "block-2"), (FILTERS, "recursive")]
 
 
 @pytest.fixture(scope="module")

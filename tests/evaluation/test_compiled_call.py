@@ -141,7 +141,9 @@ def test_on_h100s_no_collective_grows_with_vocabulary_slots_or_weights(sizes, ro
     ],
     ids=str,
 )
-@pytest.mark.parametrize("config", [SMALL, SMALL_SPARSE], ids=["latent", "sparse"])
+@pytest.mark.parametrize(
+    "config", [pytest.param(SMALL, marks=pytest.mark.slow), SMALL_SPARSE], ids=["latent", "sparse"]
+)
 def test_no_collective_grows_with_vocabulary_slots_or_weights(config, sizes):
     def compile_for(config, slots):
         params = stored_shapes(config, has_fp8=True)

@@ -91,7 +91,8 @@ def test_matched_samples_are_predicted_one_by_one(small):
     assert_exact(measure_acceptance(params, make_prompts(16), model=model, config=config, temperature=0.7))
 
 
-@pytest.mark.parametrize("rule", [pytest.param("token", marks=pytest.mark.slow), "block"])
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["token", "block"])
 def test_sampled_accept_lengths_are_predicted_in_expectation(rule, small):
     """Of 240 texts, to three standard errors, less than 3 %; greedy rows in the same batch are certain."""
     model, params = small("grouped", "mixed")

@@ -69,7 +69,7 @@ def no_captured_weights():
         pytest.param(1, RoundShape(2, 2, 6), 2, 0.0, marks=pytest.mark.slow),
         (2, chain_shape(3), 1, 0.0),
         (1, PLAIN_STEP, 1, 0.0),
-        (1, RoundShape(2, 2, 6), 1, 0.7),
+        pytest.param(1, RoundShape(2, 2, 6), 1, 0.7, marks=pytest.mark.slow),
         (1, chain_shape(2), 2, 0.7),
     ],
 )

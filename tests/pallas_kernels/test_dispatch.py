@@ -120,7 +120,9 @@ CHECKS = {
 }
 
 
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * name.endswith("gradients")) for name in CHECKS]
+)
 def test_the_comparisons_accept_right_kernels_and_not_wrong_ones(name, monkeypatch):
     for dtype in (jnp.float32, jnp.bfloat16):
         for implementation in ("xla", "interpreted"):

@@ -69,8 +69,8 @@ class Killed(BaseException):
     "owner, name, is_done, newest",
     [
         (checkpoint, "save", False, 10),
-        (checkpoint, "write_arrays", False, 10),
-        (checkpoint, "write_arrays", True, 10),
+        pytest.param(checkpoint, "write_arrays", False, 10, marks=pytest.mark.slow),
+        pytest.param(checkpoint, "write_arrays", True, 10, marks=pytest.mark.slow),
         (pathlib.Path, "rename", False, 10),
         (pathlib.Path, "rename", True, 20),
         (run_dir, "_state_folders", False, 20),

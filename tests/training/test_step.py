@@ -34,7 +34,7 @@ def small(name):
     ("name", "optimizer"),
     [
         ("tiny", "muon"),
-        ("tiny-moe", "adamw"),
+        pytest.param("tiny-moe", "adamw", marks=pytest.mark.slow),
         pytest.param("tiny", "adamw", marks=pytest.mark.slow),
         pytest.param("tiny-moe", "muon", marks=pytest.mark.slow),
     ],
