@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from mtpjax.decoding.depth_policy import update_policy
 from mtpjax.decoding.drafters.base import Draft, Drafter
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import DecodeState
+from mtpjax.decoding.state import DecodeState, running_pages
 from mtpjax.decoding.verify import Acceptance, VerifyOutput
 from mtpjax.models.cache import commit as commit_cache
 from mtpjax.models.cache import gather_path
@@ -52,7 +52,7 @@ def commit(
     #    holds position i again. In a chain they are already in place.
     path = accepted.path
     if path is not None:
-        trunk = gather_path(trunk, length - 1, path, draft.tokens.shape[1])
+        trunk = gather_path(trunk, length - 1, path, draft.tokens.shape[1], running_pages(state))
 
         def along_path(leaf: jax.Array) -> jax.Array:
             index = path.reshape(*path.shape, *(1 for _ in leaf.shape[2:]))

@@ -11,11 +11,11 @@ from mtpjax.decoding.drafters.base import Drafter
 from mtpjax.decoding.logits import adjust_logits
 from mtpjax.decoding.sampling import distribution, draw_target
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import DecodeState, NewRows, gather_rows, scatter_rows, start_rows
+from mtpjax.decoding.state import DecodeState, NewRows, gather_rows, scatter_rows, start_rows, view_pass
 from mtpjax.models.cache import commit, reset_rows
 from mtpjax.models.layers.entries import read_rows
-from mtpjax.models.masks import cached_view
 from mtpjax.models.model import MTPModel, bind
+from mtpjax.models.pages import NO_PAGE
 from mtpjax.models.parallel import over_rows
 from mtpjax.models.vocabulary import Vocabulary
 
@@ -54,6 +54,10 @@ def insert_rows(
     # Attention masks slots behind the text, so old entries may stay. A recurrent layer has one running state, which
     # must be zero at the start of a text.
     row_state = row_state.replace(trunk=reset_rows(row_state.trunk, start == 0))
+    if rows.page_table is not None:
+        # A request that is dropped must not write to pages, which all rows share.
+        is_kept = (slots < len(state.length))[:, None]
+        rows = rows.replace(page_table=jnp.where(is_kept, rows.page_table, NO_PAGE))
     row_state = start_rows(row_state, rows, vocab_size=model.config.vocab_size)
     row_state = prefill(params, prepared, row_state, start, model=model, drafter=drafter, spec=spec)
     return scatter_rows(state, row_state, slots)
@@ -99,7 +103,7 @@ def prefill(
     # All rows run as many chunks as the row with the most tokens to process. The number of chunks is dynamic, so
     # prompts of other lengths compile nothing.
     apply = bind(model, params)
-    capacity, chunk_width, length = state.tokens.shape[1], spec.prefill_chunk, state.length
+    chunk_width, length = spec.prefill_chunk, state.length
     B, dtype = len(length), params["embedding"].dtype
     num_to_process = length if start is None else jnp.maximum(length - start, 0)
     num_chunks = (over_rows(jnp.max, num_to_process) + chunk_width - 1) // chunk_width
@@ -114,7 +118,7 @@ def prefill(
         else:
             chunk_start = jnp.minimum(start + index * chunk_width, length)
         num_valid = jnp.clip(length - chunk_start, 0, chunk_width)
-        view = cached_view(model.config, chunk_start, chunk_width, capacity, num_valid=num_valid)
+        view = view_pass(state, model, chunk_start, chunk_width, num_valid=num_valid)
         tokens = read_rows(state.tokens, chunk_start, chunk_width)
         # 2. Run the trunk, then the drafter over the same positions with the trunk's hidden states. The drafter's cache
         #    must cover the whole prompt, or its drafts are accepted less often.

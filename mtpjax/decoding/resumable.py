@@ -12,6 +12,7 @@ the exception, since the batch shares the depth). `insert` compiles once per num
 of two, and `run` once per value of `until`.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -47,6 +48,7 @@ from mtpjax.decoding.state import DecodeState, NewRows
 from mtpjax.distributed import gather_processes
 from mtpjax.models.decoding_layout import fit_to_mesh, run_in_parts
 from mtpjax.models.model import MTPModel
+from mtpjax.models.pages import NO_PAGE, Pages
 from mtpjax.models.parallel import first_row
 from mtpjax.models.sharding import mesh_of
 
@@ -61,6 +63,7 @@ def init_state(
     max_length: int | None = None,
     stops_shape: tuple[int, int] | None = None,
     features: SamplingFeatures | None = None,
+    pool: tuple[int, int] | None = None,
     mesh: Mesh | None = None,
 ) -> DecodeState:
     """Makes a state whose slots are all free.
@@ -75,14 +78,16 @@ def init_state(
             `max_position_embeddings`.
         stops_shape: largest number and length of a request's stop sequences; None: that of `config`, at least (8, 8).
         features: sampling options that requests may use; None: all.
+        pool: number of pages and positions per page: attention layers then keep their entries in pages, which
+            `insert` assigns to requests (`mtpjax.models.pages`). None: every row has caches for `max_length`.
         mesh: lays the state out over this mesh; None: the mesh of the parameters, if any.
 
     Returns:
         The state, for `insert`.
 
     Raises:
-        ValueError: for settings that contradict each other or exceed the model, and slots that the mesh's `data` does
-            not divide.
+        ValueError: for settings that contradict each other or exceed the model, and slots or pages that the mesh's
+            `data` does not divide.
 
     Example:
         >>> import jax
@@ -102,6 +107,13 @@ def init_state(
     model, params, drafter, spec, mesh = _resolve_statics(params, model, config, num_slots, mesh)
     if mesh is not None and num_slots % mesh.shape.get("data", 1):
         raise ValueError(f"num_slots must be a multiple of the mesh's data = {mesh.shape['data']}, got {num_slots}")
+    if pool is not None:
+        num_pages, page_size = check_integer("the number of pages", pool[0]), check_integer("the page size", pool[1])
+        if min(num_pages, page_size) < 1:
+            raise ValueError(f"pool must be a number of pages and a page size, both at least 1, got {pool}")
+        if mesh is not None and num_pages % mesh.shape.get("data", 1):
+            raise ValueError(f"the number of pages must be a multiple of data = {mesh.shape['data']}, got {num_pages}")
+        spec = dataclasses.replace(spec, pool=(num_pages, page_size))
     limit = check_settings(model, config, drafter)
     length = limit if max_length is None else check_integer("max_length", max_length)
     if not 2 <= length <= limit:
@@ -138,6 +150,7 @@ def insert(
     sampling: SamplingParams | None = None,
     key: jax.Array | None = None,
     num_cached: Sequence[int] | None = None,
+    pages: Sequence[Sequence[int]] | None = None,
     draft_params: Any = None,
 ) -> DecodeState:
     """Puts new requests into free slots and prefills them. The other rows do not change.
@@ -154,14 +167,16 @@ def insert(
         key: a `jax.random` key that seeds requests without a seed.
         num_cached: per request, the number of tokens at the start of its prompt that equal the text that the slot
             decoded before. Prefill reuses their cache entries. Attention layers only.
+        pages: per request, the pages that hold its text and what a round writes behind it (`num_pages_for`), for a
+            state with a pool. On a mesh, ids count from 0 in each part of `data`.
         draft_params: the drafter's own parameters; None takes the MTP modules' from `params`.
 
     Returns:
         The state with these rows running, each with its first new token.
 
     Raises:
-        ValueError: for invalid prompts or settings, slots that are taken, repeated or out of range, and options that
-            the state does not support.
+        ValueError: for invalid prompts or settings, slots that are taken, repeated or out of range, pages that are
+            missing or out of range, and options that the state does not support.
 
     Example:
         >>> import jax
@@ -191,6 +206,8 @@ def insert(
             raise ValueError(f"prompt {number} has {row.size} tokens; the state has room for {limit - 1}")
     slot_ids = _check_slots(state, slots, len(rows))
     num_cached_array = _check_num_cached(num_cached, rows, model)
+    if (pages is None) != (state.pages is None):
+        raise ValueError("pages belong to a state with a pool, and such a state needs them for every request")
     # 2. Pad the number of requests to a power of two, so few programs are compiled. Padding repeats the first request
     #    and goes to slot `num_slots`, which does not exist, so `scatter_rows` drops it.
     num_padded = 1 << (len(rows) - 1).bit_length()
@@ -207,6 +224,11 @@ def insert(
         features=state.settings.sampling.features,
         stops=_fit_stops(make_stop_table(config), state.settings.stops.shape[1:]),
     )
+    if pages is not None and state.pages is not None:
+        limits = requests.settings.limit.tolist()
+        needed = [num_pages_for(params, state, length, model=model, config=config) for length in limits]
+        parts = 1 if mesh is None else mesh.shape.get("data", 1)
+        requests = requests.replace(page_table=_make_page_table(pages, state.pages, needed, parts))
     requests = repeat_first_row(requests, num_padding)
     if num_padding:
         slot_ids = np.concatenate([slot_ids, np.full(num_padding, num_slots, np.int32)])
@@ -380,6 +402,49 @@ def _check_num_cached(num_cached: Sequence[int] | None, rows: list[np.ndarray], 
     if cached.any() and "linear_attention" in model.config.layer_types:
         raise ValueError("num_cached must be 0 for a model with linear attention: its state cannot be rolled back")
     return cached
+
+
+def num_pages_for(params: dict, state: DecodeState, length: int, *, model: MTPModel, config: DecodeConfig) -> int:
+    """Counts the pages that a request needs.
+
+    Args:
+        params: model parameters.
+        state: a state with a pool.
+        length: the most tokens that its text can have, prompt included.
+        model: the model.
+        config: the settings that the state was made with.
+
+    Returns:
+        Pages for the text and for what rounds write behind it.
+
+    Raises:
+        ValueError: for a state without a pool.
+    """
+    _check_state(state)
+    if state.pages is None:
+        raise ValueError("the state has no pages: make it with init_state(..., pool=...)")
+    model, _, drafter, spec, _ = _resolve_statics(params_to_device(params), model, config, len(state.length))
+    num_positions = length + slots_per_round(model, drafter, spec) + 1 + state.pages.max_shift
+    return -(-num_positions // state.pages.size)
+
+
+def _make_page_table(
+    pages: Sequence[Sequence[int]], state_pages: Pages, num_needed: list[int], parts: int
+) -> np.ndarray:
+    """Returns the requests' rows of the page table; raises `ValueError` if pages are missing or out of range."""
+    if len(pages) != len(num_needed):
+        raise ValueError(f"got pages for {len(pages)} requests, but there are {len(num_needed)} prompts")
+    num_pages = state_pages.num_pages // parts
+    table = np.full((len(pages), state_pages.table.shape[1]), NO_PAGE, np.int32)
+    for number, (own, needed) in enumerate(zip(pages, num_needed, strict=True)):
+        ids = _to_integers("pages", own)
+        if ((ids < 0) | (ids >= num_pages)).any():
+            raise ValueError(f"pages must be within 0..{num_pages - 1}, got {ids.tolist()} for prompt {number}")
+        if len(ids) < needed:
+            raise ValueError(f"prompt {number} and its new tokens need {needed} pages, got {len(ids)}")
+        ids = ids[: table.shape[1]]
+        table[number, : len(ids)] = ids
+    return table
 
 
 def _fit_stops(stops: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

@@ -24,6 +24,7 @@ class DecodeSpec:
         prefill_chunk: tokens per row in one prefill pass.
         logprobs: record the log-probability of every new token.
         kv_cache_dtype: NumPy's name of the dtype of the caches; None: that of the embedding.
+        pool: number of pages and positions per page, of a new state whose caches are in pages; None: contiguous.
     """
 
     num_steps: int
@@ -36,6 +37,7 @@ class DecodeSpec:
     prefill_chunk: int = 64
     logprobs: bool = False
     kv_cache_dtype: str | None = None
+    pool: tuple[int, int] | None = None
 
     @classmethod
     def from_config(

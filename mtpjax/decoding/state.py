@@ -9,8 +9,10 @@ import jax.numpy as jnp
 from mtpjax.decoding.depth_policy import DepthPolicy, init_policy, reset_counts
 from mtpjax.decoding.sampling import SamplingArrays, SamplingFeatures, TokenHistory
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.models.cache import Cache, empty_cache
+from mtpjax.models.cache import Cache, empty_cache, put_rows, take_rows
+from mtpjax.models.masks import TreeSlots, View, cached_view
 from mtpjax.models.model import MTPModel
+from mtpjax.models.pages import NO_PAGE, Pages
 from mtpjax.models.parallel import all_rows
 
 
@@ -27,7 +29,7 @@ class RowSettings(flax.struct.PyTreeNode):
 class DecodeState(flax.struct.PyTreeNode):
     """A batch of B rows being decoded. L is the number of cache slots, K the number of draft levels.
 
-    Every leaf except those of `policy` and `drafting_disabled` has B as its first axis.
+    Every leaf except those of `policy` and `drafting_disabled`, and pools of pages, has B as its first axis.
     """
 
     settings: RowSettings
@@ -40,6 +42,7 @@ class DecodeState(flax.struct.PyTreeNode):
     history: TokenHistory
     trunk: Cache  # the trunk's KV cache; holds the first length - 1 tokens
     drafter: Any  # the drafter's own state
+    pages: Pages | None  # where the caches keep each row's entries; None: contiguous caches
     policy: DepthPolicy | None  # chooses the depth of an adaptive call; None: fixed depth
     drafting_disabled: jax.Array  # [] bool: no depth can pay at these costs, so rounds do not extend the drafter
     steps: jax.Array  # [B] int32 verification passes
@@ -55,6 +58,7 @@ class NewRows(flax.struct.PyTreeNode):
     length: jax.Array  # [R] int32 prompt lengths
     num_cached: jax.Array  # [R] int32 prompt tokens whose cache entries the slot already holds
     settings: RowSettings
+    page_table: jax.Array | None = None  # [R, N] int32, for a state with pages
 
     @classmethod
     def without_stops(
@@ -115,7 +119,11 @@ def empty_state(
         The state. Every slot holds a sequence of one token 0, so that indices such as `length - 1` stay in range.
     """
     # The number and shape of the arrays depend only on static settings, so later requests fit without recompilation.
-    config = model.config
+    config, pages = model.config, None
+    if spec.pool is not None:
+        (num_pages, page_size), max_shift = spec.pool, config.num_mtp_modules
+        table = jnp.full((batch, -(-(capacity + max_shift) // page_size)), NO_PAGE, jnp.int32)
+        pages = Pages(table, page_size, num_pages, max_shift)
 
     def zeros(*shape: int, dtype: Any = jnp.int32) -> jax.Array:
         return jnp.zeros((batch, *shape), dtype)
@@ -137,8 +145,9 @@ def empty_state(
         done=jnp.ones(batch, bool),
         stopped=zeros(dtype=bool),
         history=TokenHistory.empty(batch, config.vocab_size, sampling),
-        trunk=empty_cache(config, config.trunk_kinds, batch, capacity, dtype, spec.kv_cache_dtype),
+        trunk=empty_cache(config, config.trunk_kinds, batch, capacity, dtype, spec.kv_cache_dtype, spec.pool),
         drafter=drafter.init(model=model, spec=spec, batch=batch, capacity=capacity, dtype=dtype),
+        pages=pages,
         policy=None if depth_costs is None else init_policy(depth_costs, batch, prior=depth_rates),
         drafting_disabled=jnp.asarray(drafting_disabled),
         steps=zeros(),
@@ -165,8 +174,12 @@ def start_rows(state: DecodeState, rows: NewRows, *, vocab_size: int) -> DecodeS
         is_prompt = jnp.arange(rows.tokens.shape[1])[None, :] < rows.length[:, None]
         mark = jax.vmap(lambda row, is_marked: jnp.zeros(vocab_size, bool).at[row].max(is_marked))
         history = TokenHistory(mark(rows.tokens, is_prompt), jnp.zeros_like(history.counts))
+    pages = state.pages
+    if pages is not None and rows.page_table is not None:
+        pages = pages.replace(table=rows.page_table)
     return state.replace(
         settings=rows.settings,
+        pages=pages,
         tokens=rows.tokens,
         length=rows.length,
         done=jnp.zeros_like(state.done),
@@ -191,7 +204,11 @@ def gather_rows(state: DecodeState, slots: jax.Array) -> DecodeState:
     """
     # Leaves without a batch axis cannot be indexed by slot.
     shared = {"policy": None, "drafting_disabled": None}
-    rows = jax.tree.map(lambda leaf: jnp.take(leaf, slots, axis=0, mode="clip"), state.replace(**shared))
+
+    def take(node: Any) -> Any:
+        return take_rows(node, slots) if _is_cache(node) else jnp.take(node, slots, axis=0, mode="clip")
+
+    rows = jax.tree.map(take, state.replace(**shared), is_leaf=_is_cache)
     return rows.replace(drafting_disabled=state.drafting_disabled)
 
 
@@ -207,12 +224,55 @@ def scatter_rows(state: DecodeState, rows: DecodeState, slots: jax.Array) -> Dec
         The state of B rows. Its depth policy forgets the counts of the replaced rows.
     """
     shared = {"policy": None, "drafting_disabled": None}
-    updated = jax.tree.map(
-        lambda leaf, new: leaf.at[slots].set(new, mode="drop"), state.replace(**shared), rows.replace(**shared)
-    )
+
+    def put(node: Any, new: Any) -> Any:
+        return put_rows(node, new, slots) if _is_cache(node) else node.at[slots].set(new, mode="drop")
+
+    updated = jax.tree.map(put, state.replace(**shared), rows.replace(**shared), is_leaf=_is_cache)
     policy = state.policy
     if policy is not None:
         # A new request must not inherit the acceptance counts of the row that it replaces, since its text differs.
         is_new = jnp.zeros(len(state.length), bool).at[slots].set(True, mode="drop")
         policy = reset_counts(policy, all_rows(is_new))
     return updated.replace(policy=policy, drafting_disabled=state.drafting_disabled)
+
+
+def _is_cache(node: Any) -> bool:
+    return isinstance(node, Cache)
+
+
+def running_pages(state: DecodeState) -> Pages | None:
+    """Returns the pages of the running rows. Another request may have got those of a row that has ended."""
+    if state.pages is None:
+        return None
+    return state.pages.replace(table=jnp.where(state.done[:, None], NO_PAGE, state.pages.table))
+
+
+def view_pass(
+    state: DecodeState,
+    model: MTPModel,
+    start: jax.Array,
+    width: int,
+    *,
+    num_valid: jax.Array | None = None,
+    tree: TreeSlots | None = None,
+    window: tuple[int, int] | None = None,
+) -> View:
+    """Makes the view of a pass over the rows' caches.
+
+    Args:
+        state: the rows.
+        model: the model.
+        start: `[B]` int32 first slot.
+        width: tokens of the pass, T.
+        num_valid: as in `cached_view`.
+        tree: as in `cached_view`.
+        window: as in `cached_view`.
+
+    Returns:
+        The view. The trunk's layers use it as it is; MTP modules keep their entries in other places of a page.
+    """
+    pages, capacity = running_pages(state), state.tokens.shape[1]
+    num_slots = capacity if pages is None else min(capacity, pages.num_slots)
+    settings = {"num_valid": num_valid, "tree": tree, "window": window, "pages": pages}
+    return cached_view(model.config, start, width, num_slots, **settings)

@@ -13,9 +13,9 @@ from mtpjax.decoding.drafters.base import Draft, Drafter
 from mtpjax.decoding.logits import adjust_logits
 from mtpjax.decoding.sampling import PathTokens, distribution, draw, draw_target
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import DecodeState
+from mtpjax.decoding.state import DecodeState, view_pass
 from mtpjax.models.cache import Cache
-from mtpjax.models.masks import TreeSlots, cached_view
+from mtpjax.models.masks import TreeSlots
 from mtpjax.models.model import MTPModel, bind
 from mtpjax.models.vocabulary import Vocabulary
 
@@ -70,7 +70,7 @@ def verify(
     # A plain decoding step always commits its only node, so recurrent layers may advance their state within the pass.
     # Otherwise they keep what each token contributes until acceptance decides.
     num_valid = None if spec.num_steps else (~state.done).astype(jnp.int32)
-    view = cached_view(model.config, start, width, state.tokens.shape[1], num_valid=num_valid, tree=tree)
+    view = view_pass(state, model, start, width, num_valid=num_valid, tree=tree)
     output = apply(tokens, view, state.trunk, layer_ids=drafter.layer_ids, method="run_trunk")
     # 3. Score. For greedy rows with unmodified logits the arg-max is enough, and a kernel computes it without storing
     #    [B, W, V] logits.

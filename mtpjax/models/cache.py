@@ -16,6 +16,7 @@ from mtpjax.models.attention_kinds import ATTENTION_KINDS
 from mtpjax.models.config import LayerKind, ModelConfig
 from mtpjax.models.layers.entries import pin_layout, read_rows, write_rows
 from mtpjax.models.masks import Entries
+from mtpjax.models.pages import Pages, read_pages, write_pages
 
 
 class Cache(flax.struct.PyTreeNode):
@@ -24,6 +25,7 @@ class Cache(flax.struct.PyTreeNode):
     layers: tuple[Entries, ...]
     length: jax.Array  # [B] int32, committed slots
     kinds: tuple[LayerKind, ...] = flax.struct.field(pytree_node=False)  # of the layers
+    is_paged: bool = flax.struct.field(pytree_node=False, default=False)  # attention layers are pools of pages
 
 
 def empty_cache(
@@ -33,6 +35,7 @@ def empty_cache(
     capacity: int,
     dtype: Any = jnp.float32,
     kv_dtype: Any = None,
+    pool: tuple[int, int] | None = None,
 ) -> Cache:
     """Makes a zero-filled cache.
 
@@ -44,17 +47,20 @@ def empty_cache(
         dtype: dtype of the activations. Of a recurrent layer the inputs of its convolution have it; its state is
             float32.
         kv_dtype: dtype of keys, values and latents; None: `dtype`.
+        pool: number of pages and positions per page, of attention layers in pages; None: contiguous rows.
 
     Returns:
         The cache, with no committed slot.
     """
     kv_dtype = kv_dtype or dtype
-    attentions = [ATTENTION_KINDS[kind.attention] for kind in kinds]
-    layers = tuple(
-        attention.empty_entries(config, kind, batch, capacity, dtype if attention.is_recurrent else kv_dtype)
-        for kind, attention in zip(kinds, attentions, strict=True)
-    )
-    return Cache(layers, jnp.zeros(batch, jnp.int32), tuple(kinds))
+    layers = []
+    for kind in kinds:
+        attention = ATTENTION_KINDS[kind.attention]
+        if attention.is_recurrent:
+            layers.append(attention.empty_entries(config, kind, batch, capacity, dtype))
+        else:
+            layers.append(attention.empty_entries(config, kind, *(pool or (batch, capacity)), kv_dtype))
+    return Cache(tuple(layers), jnp.zeros(batch, jnp.int32), tuple(kinds), is_paged=pool is not None)
 
 
 def commit(cache: Cache, length: jax.Array) -> Cache:
@@ -80,7 +86,35 @@ def reset_rows(cache: Cache, is_new: jax.Array) -> Cache:
     return cache.replace(layers=layers, length=jnp.where(is_new, 0, cache.length))
 
 
-def gather_path(cache: Cache, start: jax.Array, path: jax.Array, width: int) -> Cache:
+def take_rows(cache: Cache, rows: jax.Array) -> Cache:
+    """Copies `rows [R]` of a cache; an index outside copies the nearest row. All rows share the pool of pages."""
+
+    def take(leaf: jax.Array) -> jax.Array:
+        return jnp.take(leaf, rows, axis=0, mode="clip")
+
+    layers = tuple(
+        entries if cache.is_paged and not ATTENTION_KINDS[kind.attention].is_recurrent else jax.tree.map(take, entries)
+        for kind, entries in zip(cache.kinds, cache.layers, strict=True)
+    )
+    return cache.replace(layers=layers, length=take(cache.length))
+
+
+def put_rows(cache: Cache, new: Cache, rows: jax.Array) -> Cache:
+    """Writes the rows of `new` into `rows [R]` of a cache, the inverse of `take_rows`; indices outside are dropped."""
+
+    def put(leaf: jax.Array, new: jax.Array) -> jax.Array:
+        return leaf.at[rows].set(new, mode="drop")
+
+    layers = tuple(
+        written
+        if cache.is_paged and not ATTENTION_KINDS[kind.attention].is_recurrent
+        else jax.tree.map(put, entries, written)
+        for kind, entries, written in zip(cache.kinds, cache.layers, new.layers, strict=True)
+    )
+    return cache.replace(layers=layers, length=put(cache.length, new.length))
+
+
+def gather_path(cache: Cache, start: jax.Array, path: jax.Array, width: int, pages: Pages | None = None) -> Cache:
     """Moves the accepted entries of a draft tree side by side: slot `start + path[:, j]` moves to `start + j`.
 
     Args:
@@ -88,6 +122,7 @@ def gather_path(cache: Cache, start: jax.Array, path: jax.Array, width: int) -> 
         start: `[B]` int32 first slot of the tree.
         path: `[B, J]` int32 places of the accepted nodes within the tree, in rising order.
         width: slots of the tree.
+        pages: the rows' pages, for a cache in pages.
 
     Returns:
         The cache; its length does not change.
@@ -95,8 +130,11 @@ def gather_path(cache: Cache, start: jax.Array, path: jax.Array, width: int) -> 
 
     def move(kept: jax.Array) -> jax.Array:
         axis = kept.ndim - 2
-        tree = read_rows(kept, start, width, axis=axis)
+        tree = read_rows(kept, start, width, axis=axis) if pages is None else read_pages(kept, start, width, pages)
         place = jnp.expand_dims(path, tuple(other for other in range(1, kept.ndim) if other != axis))
-        return pin_layout(write_rows(kept, jnp.take_along_axis(tree, place, axis=axis), start, axis=axis))
+        moved = jnp.take_along_axis(tree, place, axis=axis)
+        if pages is not None:
+            return pin_layout(write_pages(kept, moved, start, pages))
+        return pin_layout(write_rows(kept, moved, start, axis=axis))
 
     return cache.replace(layers=tuple(jax.tree.map(move, entries) for entries in cache.layers))

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.layers.rotary import rotary_angles
+from mtpjax.models.pages import Pages
 
 Entries = dict[str, jax.Array]  # what an attention layer stores per position; also one layer of a cache
 Masks = tuple[jax.Array, ...]  # bool, per source of keys `[B, T, S]`; `[B, T, 1]` means that row i sees entry i alone
@@ -41,6 +42,7 @@ class View(flax.struct.PyTreeNode):
     num_valid: jax.Array | None = None  # [B] tokens that are committed for sure; None: acceptance decides later
     span: Span | None = None  # None: the whole cache is read
     reach: Reach | None = None  # of a pass with a cache
+    pages: Pages | None = None  # of a pass with a cache in pages
 
 
 class TreeSlots(flax.struct.PyTreeNode):
@@ -91,6 +93,7 @@ def cached_view(
     num_valid: jax.Array | None = None,
     tree: TreeSlots | None = None,
     window: tuple[int, int] | None = None,
+    pages: Pages | None = None,
 ) -> View:
     """Makes the view of tokens that are written to cache slots `start .. start + width - 1`.
 
@@ -104,6 +107,7 @@ def cached_view(
         tree: the tokens form a draft tree. None: each token follows the one before.
         window: (newest positions, sinks). A token sees that many newest positions, itself included, and the first
             sinks; other slots are not read. None: a token sees all text before it.
+        pages: the rows' pages, for a cache in pages.
 
     Returns:
         The view.
@@ -145,7 +149,8 @@ def cached_view(
         # The two ranges overlap in short texts; a sink counts once.
         is_sink = jnp.concatenate([jnp.zeros_like(far, bool), near < window[1]], axis=-1)
         mask, span = mask & ~is_sink[:, None], Span(begin, sinks, size)
-    return View(rotary_angles(config, positions), mask, start, num_valid=num_valid, span=span, reach=reach)
+    angles = rotary_angles(config, positions)
+    return View(angles, mask, start, num_valid=num_valid, span=span, reach=reach, pages=pages)
 
 
 def _is_ancestor(tree: TreeSlots, slots: jax.Array) -> jax.Array:

@@ -261,6 +261,21 @@ def test_the_loop_updates_caches_in_place_with_experts():
     assert_keeps_to_the_rules(EXPERTS, 1, chain(1), may_write_experts=True)
 
 
+@pytest.mark.parametrize(("name", "kind"), [("chain", "grouped"), ("tree", "latent")])
+def test_the_loop_updates_pages_in_place(name, kind):
+    """No round copies the pool, whose pages may be far more than the rows of a batch have."""
+    num_pages = 977
+    spec = dataclasses.replace(SPECS[name] if name in SPECS else chain(2), pool=(num_pages, 16))
+    computations = parse(compile_call(CONFIGS[kind], 4, spec).as_text())
+    updates = 0
+    for one in loop_instructions(computations):
+        if one.opcode not in NO_RESULT and any(num_pages in shape for shape in one.shapes):
+            made = updates_in(computations, one, lambda shape: num_pages in shape)
+            assert made, one.line[:300]
+            updates += made
+    assert updates == (2 if kind == "grouped" else 1) * passes_over_caches(spec, CONFIGS[kind])
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "batch"),
     [

@@ -8,9 +8,11 @@ import pytest
 
 from mtpjax import DecodeConfig, SamplingParams, collect, init_state, insert, run, speculative_generate
 from mtpjax.decoding import resumable
+from mtpjax.decoding.resumable import num_pages_for
 from mtpjax.decoding.sampling import SamplingFeatures
 
 SLOTS, ROWS = 3, 7
+POOL = 40, 4  # enough for the longest rows at once; pages are used again and again
 PROMPTS = [
     np.random.default_rng(row).integers(0, 61, size).tolist() for row, size in enumerate([1, 9, 4, 17, 2, 6, 12])
 ]
@@ -58,10 +60,12 @@ def settings_of(row, shape):
     return config, SamplingParams(**{"temperature": 0.8, "seed": 10 + row, **asked[row]})
 
 
-def serve(model, params, shape, seed):
+def serve(model, params, shape, seed, pool=None):
     """Decodes all rows in `SLOTS` slots, in an order and at times that `seed` gives; returns each row's result."""
     random = np.random.default_rng(seed)
-    state = init_state(params, model=model, config=settings_of(0, shape)[0], num_slots=SLOTS, max_length=64)
+    config = settings_of(0, shape)[0]
+    state = init_state(params, model=model, config=config, num_slots=SLOTS, max_length=64, pool=pool)
+    free_pages, pages_of = list(range(pool[0])) if pool else [], {}
     waiting, holds, found = random.permutation(ROWS).tolist(), {}, {}
     while waiting or holds:
         # Requests come at random: none, one or two at a time, into random free slots. Those of one call share limits.
@@ -70,7 +74,21 @@ def serve(model, params, shape, seed):
             if waiting:
                 row = holds[slot] = waiting.pop()
                 config, sampling = settings_of(row, shape)
-                state = insert(params, state, [slot], [PROMPTS[row]], model=model, config=config, sampling=sampling)
+                if pool:
+                    length = len(PROMPTS[row]) + LIMITS[row]
+                    random.shuffle(free_pages)
+                    needed = num_pages_for(params, state, length, model=model, config=config)
+                    pages_of[slot], free_pages = free_pages[:needed], free_pages[needed:]
+                state = insert(
+                    params,
+                    state,
+                    [slot],
+                    [PROMPTS[row]],
+                    model=model,
+                    config=config,
+                    sampling=sampling,
+                    pages=[pages_of[slot]] if pool else None,
+                )
         # Run for a few rounds, or until a row ends.
         config = settings_of(0, shape)[0]
         until = ["all", "any"][random.integers(2)]
@@ -79,6 +97,7 @@ def serve(model, params, shape, seed):
         done = np.asarray(state.done)
         for slot in [slot for slot in holds if done[slot]]:
             found[holds.pop(slot)] = collect(state, [slot])
+            free_pages += pages_of.pop(slot, [])
     return [found[row] for row in range(ROWS)]
 
 
@@ -89,10 +108,10 @@ def test_rows_inserted_at_random_times_get_the_tokens_they_get_alone(attention, 
     for row in range(ROWS):
         config, sampling = settings_of(row, shape)
         alone.append(speculative_generate(params, [PROMPTS[row]], model=model, config=config, sampling=sampling))
-    for seed in (0, 1):
-        for row, result in enumerate(serve(model, params, shape, seed)):
+    for seed, pool in ((0, None), (1, POOL)):
+        for row, result in enumerate(serve(model, params, shape, seed, pool)):
             result.stats.check()
-            assert result.rows() == alone[row].rows(), (seed, row)
+            assert result.rows() == alone[row].rows(), (pool, row)
             assert result.finish_reasons == alone[row].finish_reasons
             if "adaptive" not in shape:  # an adaptive depth depends on the other rows, the text does not
                 assert (result.stats.accepted == alone[row].stats.accepted).all()
@@ -121,33 +140,39 @@ def test_nothing_compiles_after_the_warm_up(small):
     assert (resumable._insert.plain._cache_size(), resumable._run.plain._cache_size()) == warm
 
 
-def test_several_rows_enter_at_once_with_settings_of_their_own(small):
+@pytest.mark.parametrize("pool", [None, (40, 16)])
+def test_several_rows_enter_at_once_with_settings_of_their_own(pool, small):
     """Three requests are padded to four; the padding changes no row."""
     model, params = small("grouped", "mixed")
     config = dataclasses.replace(CONFIG, acceptance="block", max_new_tokens=10)
     sampling = SamplingParams(temperature=[0.0, 0.7, 0.9], seed=[1, 2, 3], top_k=[0, 4, 0])
     prompts = PROMPTS[1:4]
-    state = init_state(params, model=model, config=config, num_slots=5, max_length=64)
-    state = insert(params, state, [4, 0, 2], prompts, model=model, config=config, sampling=sampling)
+    state = init_state(params, model=model, config=config, num_slots=5, max_length=64, pool=pool)
+    pages = [range(4, 8), range(20, 24), range(4)] if pool else None
+    settings = {"model": model, "config": config, "sampling": sampling}
+    state = insert(params, state, [4, 0, 2], prompts, pages=pages, **settings)
     state = run(params, state, 1000, model=model, config=config)
     together = speculative_generate(params, prompts, model=model, config=config, sampling=sampling)
     assert collect(state, [4, 0, 2]).rows() == together.rows()
 
 
-@pytest.mark.parametrize("attention", ["grouped", "latent", pytest.param("sparse", marks=pytest.mark.slow)])
-def test_a_conversation_goes_on_from_the_slots_own_cache(attention, small):
+@pytest.mark.parametrize(
+    ("attention", "pool"), [("grouped", (9, 8)), ("latent", None), pytest.param("sparse", None, marks=pytest.mark.slow)]
+)
+def test_a_conversation_goes_on_from_the_slots_own_cache(attention, pool, small):
     """The second turn prefills only what the slot does not hold, and gets the tokens of a fresh prefill."""
     model, params = small(attention, "mixed")
     config = dataclasses.replace(CONFIG, max_new_tokens=9, stop_sequences=())
-    state = init_state(params, model=model, config=config, num_slots=2, max_length=96)
-    state = insert(params, state, [1], [PROMPTS[3]], model=model, config=config)
+    state = init_state(params, model=model, config=config, num_slots=2, max_length=96, pool=pool)
+    settings = {"model": model, "config": config, "pages": [list(range(9))] if pool else None}
+    state = insert(params, state, [1], [PROMPTS[3]], **settings)
     state = run(params, state, 1000, model=model, config=config)
     text = PROMPTS[3] + collect(state, [1]).rows()[0]
     turn = [*text, 5, 6, 7]
     fresh = speculative_generate(params, [turn], model=model, config=config).rows()
     # Any count up to what the slot processed may be given: all of it, or less.
     for num_cached in (len(text) - 1, 6):
-        state = insert(params, state, [1], [turn], model=model, config=config, num_cached=[num_cached])
+        state = insert(params, state, [1], [turn], num_cached=[num_cached], **settings)
         state = run(params, state, 1000, model=model, config=config)
         assert collect(state, [1]).rows() == fresh
 
@@ -166,6 +191,7 @@ def test_bad_requests_are_refused_and_leave_the_state_usable(small):
         ([1], [[]], {}, "empty"),
         ([1], [[1, 2]], {"num_cached": [3]}, "num_cached must be within"),
         ([1], [[1, 2]], {"sampling": SamplingParams(temperature=-1.0)}, "temperature"),
+        ([1], [[1, 2]], {"pages": [[0, 1]]}, "state with a pool"),
     ]
     for slots, prompts, changes, message in bad:
         with pytest.raises(ValueError, match=message):
@@ -177,6 +203,26 @@ def test_bad_requests_are_refused_and_leave_the_state_usable(small):
     # The refused calls consumed nothing.
     state = run(params, state, 100, model=model, config=config)
     assert collect(state, [0]).rows() == speculative_generate(params, [[1, 2]], model=model, config=config).rows()
+
+
+def test_pages_that_do_not_fit_are_refused(small):
+    model, params = small("grouped", "mixed")
+    config = dataclasses.replace(CONFIG, max_new_tokens=6)
+    state = init_state(params, model=model, config=config, num_slots=2, max_length=32, pool=(8, 4))
+    wrong = [
+        (None, "needs them for every request"),
+        ([[0, 1, 2, 3], [4]], "pages for 2 requests"),
+        ([[0, 1, 2, 8]], "within 0..7"),
+        ([[0, 1]], "need 4 pages, got 2"),
+    ]
+    for pages, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            insert(params, state, [0], [[1, 2]], model=model, config=config, pages=pages)
+    with pytest.raises(ValueError, match="at least 1"):
+        init_state(params, model=model, config=config, num_slots=2, max_length=32, pool=(8, 0))
+    with pytest.raises(ValueError, match="no pages"):
+        contiguous = init_state(params, model=model, config=config, num_slots=2, max_length=32)
+        num_pages_for(params, contiguous, 8, model=model, config=config)
 
 
 def test_a_linear_state_is_not_continued(small):

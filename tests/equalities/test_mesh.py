@@ -213,17 +213,27 @@ def test_flash_prefill_and_fp8_caches_are_those_of_a_single_device(attention, sm
     assert set(caches) == {jnp.dtype(jnp.float8_e4m3fn if attention == "grouped" else jnp.float32)}
 
 
-@pytest.mark.parametrize("attention", ["latent", pytest.param("grouped", marks=slow)])
-def test_requests_enter_a_state_that_is_split(attention, small, expected):
+@pytest.mark.parametrize(
+    ("attention", "pool"),
+    [
+        ("latent", None),
+        ("grouped", (40, 4)),
+        pytest.param("grouped", None, marks=slow),
+        pytest.param("hybrid", (40, 4), marks=slow),
+    ],
+)
+def test_requests_enter_a_state_that_is_split(attention, pool, small, expected):
     model, params = small(attention, "mixed", num_mtp_modules=2, **sizes(attention))
     model, params = shard_for_decoding(model, params, compat.make_mesh(ALL))
     settings = {"model": model, "config": CONFIG}
-    state = init_state(params, num_slots=4, max_length=64, **settings)
+    state = init_state(params, num_slots=4, max_length=64, pool=pool, **settings)
     # Slots of both devices along `data`, in an order of their own; the last request comes later.
     slots = [2, 0, 3, 1]
-    state = insert(params, state, slots[:3], PROMPTS[:3], **settings)
+    # Two of the slots share a pool of 20 pages.
+    pages = [range(10), range(10), range(10, 20), range(10, 20)] if pool else None
+    state = insert(params, state, slots[:3], PROMPTS[:3], pages=pages and pages[:3], **settings)
     state = run(params, state, 2, **settings)
-    state = insert(params, state, slots[3:], PROMPTS[3:], **settings)
+    state = insert(params, state, slots[3:], PROMPTS[3:], pages=pages and pages[3:], **settings)
     state = run(params, state, 100, **settings)
     assert collect(state, slots).rows() == expected[attention]
 

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 
 from mtpjax.decoding.drafters.scoring import ReducedHead, pad_rows
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import DecodeState
+from mtpjax.decoding.state import DecodeState, view_pass
 from mtpjax.models.cache import Cache
 from mtpjax.models.layers.entries import read_rows
-from mtpjax.models.masks import View, cached_view
+from mtpjax.models.masks import View
 from mtpjax.models.model import MTPModel, bind
 
 # Rounds of depth 0 in an adaptive call do not run the modules: they store up to this many hidden states per row.
@@ -106,16 +106,21 @@ def extend_module(
     source = hidden if model.config.mtp_chaining == "trunk" or chained_hidden is None else chained_hidden
     # Slot i reads the token of position i + index + 1. Behind the committed text these are drafts, or garbage.
     shifted = read_rows(tokens, start + index + 1, hidden.shape[1])
+    view = _of_module(view, index)
     output, chained, entries = apply(source, shifted, view, caches[index].layers[0], index=index, method="run_module")
     caches[index] = caches[index].replace(layers=(entries,))
     return output, chained
 
 
+def _of_module(view: View, index: int) -> View:
+    """Returns the view of a pass of module `index`, whose entries are in other places of a page (`Pages.shift`)."""
+    return view if view.pages is None else view.replace(pages=view.pages.replace(shift=index + 1))
+
+
 def extend_modules(
     params: dict,
-    caches: tuple[Cache, ...],
+    state: DecodeState,
     hidden: jax.Array,
-    tokens: jax.Array,
     start: jax.Array,
     *,
     model: MTPModel,
@@ -125,9 +130,8 @@ def extend_modules(
 
     Args:
         params: parameters of the modules and of what they share with the trunk.
-        caches: all modules' caches.
+        state: the rows.
         hidden: `[B, T, D]` the trunk's hidden states.
-        tokens: `[B, L]` the text.
         start: `[B]` position of `hidden[:, 0]`.
         model: the model.
         spec: the shape of a round.
@@ -135,11 +139,11 @@ def extend_modules(
     Returns:
         The caches with the entries of these positions.
     """
-    apply, updated, chained = bind(model, params), list(caches), None
-    view = cached_view(model.config, start, hidden.shape[1], tokens.shape[1], window=spec.window)
+    apply, caches, chained = bind(model, params), list(state.drafter.caches), None
+    view = view_pass(state, model, start, hidden.shape[1], window=spec.window)
     for index in range(len(caches)):
-        _, chained = extend_module(apply, updated, index, hidden, chained, tokens, start, view, model=model)
-    return tuple(updated)
+        _, chained = extend_module(apply, caches, index, hidden, chained, state.tokens, start, view, model=model)
+    return tuple(caches)
 
 
 def extend_backlog(
@@ -158,15 +162,8 @@ def extend_backlog(
         The state with a new `drafter` field.
     """
     drafter_state = state.drafter
-    caches = extend_modules(
-        prepared.params,
-        drafter_state.caches,
-        drafter_state.hidden[:, :num_positions],
-        state.tokens,
-        drafter_state.hidden_start,
-        model=model,
-        spec=spec,
-    )
+    hidden, start = drafter_state.hidden[:, :num_positions], drafter_state.hidden_start
+    caches = extend_modules(prepared.params, state, hidden, start, model=model, spec=spec)
     # The newest M positions stay in the buffer: their shifted input tokens are not all committed.
     processed = jnp.clip(num_pending(state) - len(caches), 0, num_positions)
     # Move the rest of the buffer to its front.
@@ -240,6 +237,7 @@ def run_over_drafts(
         The outputs for the head and to draft on, both `[B, f, D]`.
     """
     f, width = tokens.shape[1], view.mask.shape[1]
+    view = _of_module(view, index)
     output, chained, entries = apply(
         pad_rows(chained_hidden, width), pad_rows(tokens, width), view, caches[index].layers[0], index=index,
         method="run_module",

@@ -86,7 +86,7 @@ class MTPDrafter(Drafter):
         )
         return MTPState(
             caches=tuple(
-                empty_cache(config, (config.mtp_kind,), batch, capacity, dtype, spec.kv_cache_dtype)
+                empty_cache(config, (config.mtp_kind,), batch, capacity, dtype, spec.kv_cache_dtype, spec.pool)
                 for _ in range(num_modules_used(model, spec.num_steps))
             ),
             hidden=jnp.zeros((batch, buffer_size, config.hidden_size), dtype),
@@ -113,9 +113,7 @@ class MTPDrafter(Drafter):
         hidden states of those slots are kept, and round 1 processes them.
         """
         drafter_state, chunk = state.drafter, states.shape[1]
-        caches = extend_modules(
-            prepared.params, drafter_state.caches, states, state.tokens, start, model=model, spec=spec
-        )
+        caches = extend_modules(prepared.params, state, states, start, model=model, spec=spec)
         # Module k has all inputs of a slot once the token k+1 positions later is known.
         num_known_tokens = jnp.minimum(start + chunk, state.length)
         caches = tuple(

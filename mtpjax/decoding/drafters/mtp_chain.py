@@ -9,10 +9,9 @@ from mtpjax.decoding.drafters.modules import PreparedMTP, extend_and_read, run_o
 from mtpjax.decoding.drafters.scoring import DraftScores
 from mtpjax.decoding.sampling import PathTokens, distribution, draw
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import DecodeState
+from mtpjax.decoding.state import DecodeState, view_pass
 from mtpjax.models.cache import Cache
 from mtpjax.models.layers.entries import read_rows, write_rows
-from mtpjax.models.masks import cached_view
 from mtpjax.models.model import MTPModel, bind
 
 
@@ -38,8 +37,8 @@ def draft_chain(
     tokens, caches = state.tokens, list(state.drafter.caches)
     num_modules, K = len(caches), spec.num_steps
     sampling = state.settings.sampling
-    num_positions, capacity = K + num_modules, tokens.shape[1]
-    extend_view = cached_view(model.config, state.drafter.hidden_start, num_positions, capacity, window=spec.window)
+    num_positions = K + num_modules
+    extend_view = view_pass(state, model, state.drafter.hidden_start, num_positions, window=spec.window)
     draft, probabilities = tokens[:, :1], []
     output = newest = chained = None
     for level in range(1, max(K, num_modules) + 1):
@@ -55,7 +54,7 @@ def draft_chain(
         else:
             # 2. Past the last module: run it again on its own output and the token that it just drafted.
             slot = state.length - 2 + level - num_modules
-            view = cached_view(model.config, slot, spec.min_rows, capacity, window=spec.window)
+            view = view_pass(state, model, slot, spec.min_rows, window=spec.window)
             assert newest is not None
             output, newest = run_over_drafts(apply, caches, index, newest, draft, view)
         # 3. Score the next token. Penalties also count the tokens drafted so far.

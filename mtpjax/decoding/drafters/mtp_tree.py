@@ -11,10 +11,10 @@ from mtpjax.decoding.drafters.modules import PreparedMTP, extend_and_read, run_o
 from mtpjax.decoding.drafters.scoring import DraftScores
 from mtpjax.decoding.sampling import PathTokens, apply_temperature, distribution
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.decoding.state import DecodeState
+from mtpjax.decoding.state import DecodeState, view_pass
 from mtpjax.models.cache import Cache
 from mtpjax.models.layers.entries import read_rows
-from mtpjax.models.masks import TreeSlots, cached_view
+from mtpjax.models.masks import TreeSlots
 from mtpjax.models.model import MTPModel, bind
 from mtpjax.models.vocabulary import Vocabulary
 
@@ -36,7 +36,7 @@ def draft_tree(
     apply = bind(model, prepared.params)
     caches = list(state.drafter.caches)
     builder = FixedTreeBuilder(state, spec) if spec.tree_shape else DynamicTreeBuilder(state, spec)
-    B, capacity = state.tokens.shape
+    B = len(state.tokens)
     base = state.length - 1  # the module's slots from here on hold drafted nodes
     slot_tokens, num_slots = jnp.zeros((B, 0), jnp.int32), 0
     # State of the current level: its ancestor mask, and each node's token and index of its parent in the level before.
@@ -44,7 +44,7 @@ def draft_tree(
 
     # 1. Extend the module over what the last round committed. Its newest output gives the children of the root.
     num_positions = spec.num_steps + 1
-    view = cached_view(model.config, state.drafter.hidden_start, num_positions, capacity, window=spec.window)
+    view = view_pass(state, model, state.drafter.hidden_start, num_positions, window=spec.window)
     output, chained, _ = extend_and_read(apply, caches, 0, None, state, state.tokens, num_positions, view, model=model)
 
     for level in range(1, builder.num_levels + 1):
@@ -63,7 +63,7 @@ def draft_tree(
             tree = TreeSlots(
                 base, jnp.full((B, width), level - 2), jnp.pad(mask, ((0, 0), (0, width - num_nodes), (0, 0)))
             )
-            view = cached_view(model.config, base + num_slots, width, capacity, tree=tree, window=spec.window)
+            view = view_pass(state, model, base + num_slots, width, tree=tree, window=spec.window)
             # Each node continues from the module's output at its parent.
             chained = jnp.take_along_axis(chained, parent[:, :, None], axis=1)
             output, chained = run_over_drafts(apply, caches, 0, chained, tokens, view)

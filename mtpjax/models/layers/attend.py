@@ -86,7 +86,7 @@ def attend_cache(
         `[B, K, T, G, Hv]`, with `value_up` `[B, 1, T, G, V]`, or None if XLA should compute it (`attend`).
     """
     reach = view.reach
-    if reach is None:
+    if reach is None or view.pages is not None:
         return None
     is_windowed, settings = reach.begin is not None, {"scale": scale, "sinks": reach.sinks, "value_width": value_width}
     # Few tokens, or a draft tree.

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from mtpjax.models.masks import Entries, Masks, Recycled, View
+from mtpjax.models.pages import gather_pages, read_pages, write_pages
 from pallas_kernels.fp8 import as_stored
 
 
@@ -36,9 +37,16 @@ def read_rows(buffer: jax.Array, start: jax.Array, width: int, *, axis: int = 1)
     return jax.vmap(lambda b, s: jax.lax.dynamic_slice_in_dim(b, s, width, axis - 1))(buffer, start)
 
 
-def append(entries: Entries, new: Entries, start: jax.Array) -> Entries:
-    """Writes `new` into one layer's entries from slot `start [B]` on. The slot axis is the last but one."""
-    return {name: pin_layout(write_rows(entries[name], new[name], start, axis=new[name].ndim - 2)) for name in entries}
+def append(entries: Entries, new: Entries, view: View) -> Entries:
+    """Writes `new` into one layer's entries, from slot `view.start` on. The slot axis is the last but one."""
+    assert view.start is not None, "a pass with a cache takes a cached view"
+    appended = {}
+    for name, kept in entries.items():
+        if view.pages is None:
+            appended[name] = write_rows(kept, new[name], view.start, axis=kept.ndim - 2)
+        else:
+            appended[name] = write_pages(kept, new[name], view.start, view.pages)
+    return {name: pin_layout(kept) for name, kept in appended.items()}
 
 
 def pin_layout(array: jax.Array) -> jax.Array:
@@ -72,8 +80,7 @@ def append_and_select(
         itself = jnp.ones((*view.mask.shape[:2], 1), bool)
         return new, (layer_cache.base, *levels), (view.mask, *(itself for _ in levels))
     if layer_cache is not None:
-        assert view.start is not None, "a pass with a cache takes a cached view"
-        new = append(layer_cache, new, view.start)
+        new = append(layer_cache, new, view)
     return new, *select(new, view)
 
 
@@ -87,10 +94,18 @@ def select(entries: Entries, view: View) -> tuple[tuple[Entries, ...], Masks]:
     Returns:
         The sources of keys, and the mask of each source `[B, T, S]`.
     """
-    if view.span is None:
+    pages, span = view.pages, view.span
+    if span is None:
+        if pages is not None:
+            entries = {name: gather_pages(kept, view.mask.shape[2], pages) for name, kept in entries.items()}
         return (entries,), (view.mask,)
     # A window reads two ranges of slots: the sinks at the beginning, and the newest slots.
-    sinks, begin, size = view.span.sinks, view.span.begin, view.span.size
-    oldest = {name: jax.lax.slice_in_dim(kept, 0, sinks, axis=kept.ndim - 2) for name, kept in entries.items()}
-    newest = {name: read_rows(kept, begin, size, axis=kept.ndim - 2) for name, kept in entries.items()}
+    sinks, begin, size = span.sinks, span.begin, span.size
+    if pages is not None:
+        first = jnp.zeros_like(begin)
+        oldest = {name: read_pages(kept, first, sinks, pages) for name, kept in entries.items()}
+        newest = {name: read_pages(kept, begin, size, pages) for name, kept in entries.items()}
+    else:
+        oldest = {name: jax.lax.slice_in_dim(kept, 0, sinks, axis=kept.ndim - 2) for name, kept in entries.items()}
+        newest = {name: read_rows(kept, begin, size, axis=kept.ndim - 2) for name, kept in entries.items()}
     return (oldest, newest), (view.mask[:, :, :sinks], view.mask[:, :, sinks:])

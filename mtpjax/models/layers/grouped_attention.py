@@ -55,7 +55,7 @@ class GroupedAttention(nn.Module):
 
         # Normalise and rotate each head, and append to the cache, which keeps rotated keys, heads before slots: in one
         # kernel, or by XLA.
-        kept = layer_cache if isinstance(layer_cache, dict) else None
+        kept = layer_cache if isinstance(layer_cache, dict) and view.pages is None else None
         if kept and choose_append(projected, kept["key"], self.implementation) != "xla":
             caches = kept["key"], kept["value"]
             settings = {"group_size": G, "implementation": self.implementation}

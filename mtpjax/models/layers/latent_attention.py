@@ -73,7 +73,7 @@ class LatentAttention(nn.Module):
         # 2. The absorbed queries, and the normalised latent and rotated key appended to the cache: in one kernel, or
         # by XLA. An indexer narrows the masks to the keys that it selects.
         is_expanded = self._expands(T, cached=view.start is not None)
-        kept = layer_cache if isinstance(layer_cache, dict) else None
+        kept = layer_cache if isinstance(layer_cache, dict) and view.pages is None else None
         fits_kernel = not is_expanded and not self.indexer and selection is None and view.reach is not None
         absorbed = None
         if kept and fits_kernel and choose_append(query, key_up, kept["latent"], self.implementation) != "xla":

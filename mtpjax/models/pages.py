@@ -1,0 +1,78 @@
+"""KV caches in pages: a pool of pages that all rows share, and a table of each row's pages (vLLM, 2309.06180).
+
+A contiguous cache reserves the longest text for every row. With pages a row takes as many as its text needs, in any
+order, and rows with the same beginning can share pages. A cache array has pages where a contiguous one has rows, and
+the slots of one page where that has a row's slots: keys are `[P, K, size, H]` in the place of `[B, K, S, H]`.
+Contiguous caches are the plain twin; `tests/models/test_pages.py` compares them.
+"""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.fp8 import as_stored
+
+NO_PAGE = np.iinfo(np.int32).max  # in a table: reads give any page's entries, which no token sees; writes are dropped
+
+
+class Pages(flax.struct.PyTreeNode):
+    """The page table of a batch.
+
+    Entry i of MTP module k (0-based) depends on token i + k + 1. Its cache stores it where the page of that token is,
+    at position i + `shift` with shift = k + 1, so that the contents of a page depend on no token behind the page.
+    """
+
+    table: jax.Array  # [B, N] int32: the page of positions n * size .. (n + 1) * size - 1; NO_PAGE: none
+    size: int = flax.struct.field(pytree_node=False)  # positions per page
+    num_pages: int = flax.struct.field(pytree_node=False)  # of the pool
+    max_shift: int = flax.struct.field(pytree_node=False)  # the largest shift of the batch's caches
+    shift: int = flax.struct.field(pytree_node=False, default=0)  # slot i of the cache is at position i + shift
+
+    @property
+    def num_slots(self) -> int:
+        """Slots for which every cache of the batch has room."""
+        return self.table.shape[1] * self.size - self.max_shift
+
+    def locate(self, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the page of each slot `[B, T]`, NO_PAGE behind the table, and the place within it."""
+        position = slots + self.shift
+        page = jnp.take_along_axis(self.table, position // self.size, axis=1, mode="fill", fill_value=NO_PAGE)
+        return page, position % self.size
+
+
+def write_pages(pool: jax.Array, rows: jax.Array, start: jax.Array, pages: Pages) -> jax.Array:
+    """Writes entries into pages, from slot `start` of each row.
+
+    Args:
+        pool: `[P, ..., size, H]`.
+        rows: `[B, ..., T, H]`, converted to the pool's dtype (`pallas_kernels.fp8.as_stored`).
+        start: `[B]` int32 first slot.
+        pages: the rows' pages. Rows that write to the same page may not write the same slots of it.
+
+    Returns:
+        The pool; entries of slots without a page are dropped.
+    """
+    axis = pool.ndim - 2
+    page, place = pages.locate(start[:, None] + jnp.arange(rows.shape[axis])[None, :])
+    rows = jnp.moveaxis(as_stored(rows, pool.dtype), axis, 1)
+    return pool.at[_index(pool, page, place)].set(rows, mode="drop")
+
+
+def read_pages(pool: jax.Array, start: jax.Array, width: int, pages: Pages) -> jax.Array:
+    """Reads `width` slots from slot `start [B]` of each row on: `[P, ..., size, H]` -> `[B, ..., width, H]`."""
+    page, place = pages.locate(start[:, None] + jnp.arange(width)[None, :])
+    return jnp.moveaxis(pool.at[_index(pool, page, place)].get(mode="clip"), 1, pool.ndim - 2)
+
+
+def gather_pages(pool: jax.Array, num_slots: int, pages: Pages) -> jax.Array:
+    """Copies the first `num_slots` slots of each row: `[P, ..., size, H]` -> `[B, ..., num_slots, H]`."""
+    kept = pool.at[pages.table].get(mode="clip")  # [B, N, ..., size, H]
+    kept = jnp.moveaxis(kept, 1, -3)
+    kept = kept.reshape(*kept.shape[:-3], -1, kept.shape[-1])
+    return jax.lax.slice_in_dim(kept, pages.shift, pages.shift + num_slots, axis=kept.ndim - 2)
+
+
+def _index(pool: jax.Array, page: jax.Array, place: jax.Array) -> tuple:
+    """Indexes entries by page and place. The result has the axes `[B, T]` first, for any number of axes between."""
+    return (page, *(slice(None),) * (pool.ndim - 3), place)
