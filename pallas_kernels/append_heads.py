@@ -48,7 +48,7 @@ class Heads:
 
 
 def append_heads(
-    projected: PartialSums, angles, keys, values, start, heads: Heads, *, group_size, implementation="auto"
+    projected: PartialSums, angles, keys, values, start, heads: Heads, places=None, *, group_size, implementation="auto"
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Makes queries, keys and values of a projection, and appends the keys and values to the cache.
 
@@ -62,6 +62,8 @@ def append_heads(
         values: [B, K, S, H], likewise.
         start: [B] int32 slot of each row's first token. All T slots from there on must exist.
         heads: What the heads go through.
+        places: For a cache in pages, [P, K, size, H]: each token's page and its place there, both [B, T] int32; `start`
+            is not read, and what has a page outside of the pool is dropped. None: the cache is contiguous.
         group_size: G.
         implementation: "xla" (the reference), "triton" (the kernel, on CUDA and ROCm), "interpreted" (the kernel in
             Pallas's interpreter, on any machine) or "auto"; see `pallas_kernels.dispatch`. More than 64 rows always run
@@ -73,9 +75,10 @@ def append_heads(
     Raises:
         ValueError: The implementation is unknown, or shapes do not fit.
     """
-    B, K, _, H = keys.shape
-    T = projected.shape[1]
+    K, H = keys.shape[1], keys.shape[3]
+    B, T = projected.shape[:2]
     fits = projected.shape[:3] == (B, T, K) and projected.shape[4:] == (H,) and projected.shape[3] >= group_size + 2
+    fits &= len(keys) == B if places is None else all(one.shape == (B, T) for one in places)
     if not fits or values.shape != keys.shape or start.shape != (B,) or any(a.shape[:2] != (B, T) for a in angles):
         raise ValueError(
             f"a projection {projected.shape} does not fit keys {keys.shape}, values {values.shape}, start {start.shape}"
@@ -83,9 +86,9 @@ def append_heads(
         )
     chosen = choose_implementation(projected, keys, implementation)
     if chosen == "xla":
-        return append_heads_reference(projected, angles, keys, values, start, heads, group_size=group_size)
+        return append_heads_reference(projected, angles, keys, values, start, heads, places, group_size=group_size)
     return _append_heads_triton(
-        projected, angles, keys, values, start, heads, group_size, interpret=chosen == "interpreted"
+        projected, angles, keys, values, start, heads, places, group_size, interpret=chosen == "interpreted"
     )
 
 
@@ -133,25 +136,30 @@ def split_heads(projected, angles, heads: Heads, *, group_size: int) -> tuple[ja
     return q.reshape(B, T, K, G, H), k, v.reshape(B, T, K, H)
 
 
-def append_heads_reference(projected: PartialSums, angles, keys, values, start, heads: Heads, *, group_size: int):
+def append_heads_reference(
+    projected: PartialSums, angles, keys, values, start, heads: Heads, places=None, *, group_size: int
+):
     """Computes `append_heads` in plain JAX, which defines its meaning."""
     q, k, v = split_heads(projected.total(), angles, heads, group_size=group_size)
 
     def append(cache, new):
+        if places is not None:
+            return cache.at[places[0], :, places[1]].set(as_stored(new, cache.dtype), mode="drop")
         write = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1)
         return jax.vmap(write)(cache, as_stored(new.swapaxes(1, 2), cache.dtype), start)
 
     return q.swapaxes(1, 2), append(keys, k), append(values, v)
 
 
-def _append_heads_triton(projected, angles, keys, values, start, heads, group_size, *, interpret):
+def _append_heads_triton(projected, angles, keys, values, start, heads, places, group_size, *, interpret):
     """Runs one program for each token and key head."""
     B, T, K, per_key, H = projected.shape
     num_parts, P = len(projected.parts), angles[0].shape[2]
     parts = projected.parts.reshape(num_parts, B * T, K * per_key * H)
     extra = [] if heads.bias is None else [heads.bias]
     extra += [] if heads.norms is None else list(heads.norms)
-    operands = [start, *angles, parts, *extra]
+    positions = [start] if places is None else list(places)
+    operands = [*positions, *angles, parts, *extra]
     # Each program loads the angles twice, for its queries and its key.
     num_programs, new_elements = B * T * K, B * T * K * (group_size + 2) * H
     q, keys, values = pl.pallas_call(
@@ -166,6 +174,7 @@ def _append_heads_triton(projected, angles, keys, values, start, heads, group_si
             group_size=group_size,
             per_key=per_key,
             num_tokens=T,
+            is_paged=places is not None,
         ),
         out_shape=[
             jax.ShapeDtypeStruct((B, K, T, group_size, H), projected.dtype),
@@ -180,11 +189,12 @@ def _append_heads_triton(projected, angles, keys, values, start, heads, group_si
             flops=new_elements * (num_parts + 8),
             transcendentals=0,
             bytes_accessed=new_elements * num_parts * parts.dtype.itemsize
-            + num_programs * (4 + 2 * 8 * P + sum(one.nbytes // (K if one.ndim == 3 else 1) for one in extra))
+            + num_programs
+            * (4 * len(positions) + 2 * 8 * P + sum(one.nbytes // (K if one.ndim == 3 else 1) for one in extra))
             + num_programs * H * (group_size * jnp.dtype(projected.dtype).itemsize + 2 * keys.dtype.itemsize),
         ),
         metadata=loads_from_l2(
-            (start.nbytes, num_programs // B),
+            *((one.nbytes, num_programs // one.size) for one in positions),
             *((angle.nbytes, 2 * K) for angle in angles),
             *((one.nbytes, B * T * (1 if one.ndim == 3 else K)) for one in extra),
         ),
@@ -195,10 +205,6 @@ def _append_heads_triton(projected, angles, keys, values, start, heads, group_si
 
 
 def _append_heads_kernel(
-    start_ref,
-    cos_ref,
-    sin_ref,
-    parts_ref,
     *refs,
     has_bias,
     has_norms,
@@ -209,12 +215,15 @@ def _append_heads_kernel(
     group_size,
     per_key,
     num_tokens,
+    is_paged,
 ):
     """Handles the heads of one key head at one token.
 
     The channels of a head are up to three groups: first and second of each rotated pair, and those without rotation.
     """
     *refs, _, _, q_ref, keys_ref, values_ref = refs
+    *place_refs, cos_ref, sin_ref, parts_ref = refs[: 5 if is_paged else 4]
+    refs = refs[5 if is_paged else 4 :]
     bias_ref = refs.pop(0) if has_bias else None
     norm_refs = refs if has_norms else (None, None)
     G, H, P = group_size, int(q_ref.shape[4]), int(cos_ref.shape[2])
@@ -266,7 +275,11 @@ def _append_heads_kernel(
     store(q_ref, (row, key_head, place), head, head < G, q, rotated_groups)
     # 2. Key and value go to the token's slot of the cache; a value is written as it was read.
     one = jnp.arange(1)
-    slot = plt.load(start_ref.at[row]) + place + one
+    if is_paged:
+        page, slot = (plt.load(ref.at[row, place]) for ref in place_refs)
+        is_kept, page = page < keys_ref.shape[0], jnp.minimum(page, keys_ref.shape[0] - 1)
+    else:
+        page, slot, is_kept = row, plt.load(place_refs[0].at[row]) + place, True
     key = normalise_and_rotate(load(one + G, one == 0), norm_refs[1])
-    store(keys_ref, (row, key_head), slot, one == 0, key, rotated_groups)
-    store(values_ref, (row, key_head), slot, one == 0, load(one + (G + 1), one == 0), groups)
+    store(keys_ref, (page, key_head), slot + one, (one == 0) & is_kept, key, rotated_groups)
+    store(values_ref, (page, key_head), slot + one, (one == 0) & is_kept, load(one + (G + 1), one == 0), groups)

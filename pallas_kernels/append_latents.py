@@ -30,6 +30,7 @@ def append_latents(
     angles,
     cache,
     start,
+    places=None,
     *,
     eps=1e-6,
     interleaved=False,
@@ -48,6 +49,8 @@ def append_latents(
         angles: Cosines and sines [B, T, P / 2] float32.
         cache: [B, S, R + P]. The caller no longer uses it.
         start: [B] int32 slot of each row's first token. All T slots from there on must exist.
+        places: For a cache in pages, [P, size, R + P]: each token's page and its place there, both [B, T] int32;
+            `start` is not read, and what has a page outside of the pool is dropped. None: the cache is contiguous.
         eps: Of the norm.
         interleaved: Rotated pairs are channels (2j, 2j+1); False: channels (j, j+P/2).
         implementation: "xla" (the reference), "triton" (the kernel, on CUDA and ROCm), "interpreted" (the kernel in
@@ -63,14 +66,15 @@ def append_latents(
     B, T, N, width = queries.shape
     C, R = key_up.shape[1:]
     P = width - C
-    fits = latents.shape == (B, T, R + P) and cache.shape[::2] == (B, R + P) and start.shape == (B,)
+    fits = latents.shape == (B, T, R + P) and cache.shape[2] == R + P and start.shape == (B,)
+    fits &= len(cache) == B if places is None else all(one.shape == (B, T) for one in places)
     if not fits or len(key_up) != N or norm.shape != (R,) or any(one.shape != (B, T, P // 2) for one in angles):
         raise ValueError(
             f"queries {queries.shape}, latents {latents.shape}, norm {norm.shape}, key_up {key_up.shape}, angles"
             f" {angles[0].shape}, cache {cache.shape} and start {start.shape} do not fit each other"
         )
     chosen = choose_implementation(queries, key_up, cache, implementation)
-    operands = (queries, latents, norm, key_up, angles, cache, start)
+    operands = (queries, latents, norm, key_up, angles, cache, start, places)
     if chosen == "xla":
         return append_latents_reference(*operands, eps=eps, interleaved=interleaved)
     return _append_latents_triton(*operands, eps, interleaved, interpret=chosen == "interpreted")
@@ -96,7 +100,9 @@ def choose_implementation(queries: PartialSums, key_up, cache, implementation: s
     return chosen if B * T <= MAX_ROWS and not is_batch_invariant() else "xla"
 
 
-def append_latents_reference(queries, latents, norm, key_up, angles, cache, start, *, eps=1e-6, interleaved=False):
+def append_latents_reference(
+    queries, latents, norm, key_up, angles, cache, start, places=None, *, eps=1e-6, interleaved=False
+):
     """Computes `append_latents` in plain JAX, which defines its meaning."""
     C, R = key_up.shape[1:]
     q_content, q_rope = jnp.split(queries.total(), [C], axis=-1)
@@ -104,12 +110,17 @@ def append_latents_reference(queries, latents, norm, key_up, angles, cache, star
     q_rope = rotate(q_rope, angles, interleaved=interleaved)
     k_rope = rotate(k_rope[:, :, None], angles, interleaved=interleaved)[:, :, 0]
     new = as_stored(jnp.concatenate([rms_norm_reference(latent, norm, eps=eps), k_rope], axis=-1), cache.dtype)
-    cache = jax.vmap(functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0))(cache, new, start)
+    if places is None:
+        cache = jax.vmap(functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0))(cache, new, start)
+    else:
+        cache = cache.at[places].set(new, mode="drop")
     absorbed = jnp.einsum("BTNC,NCR->BTNR", q_content, key_up)
     return jnp.concatenate([absorbed, q_rope], axis=-1), cache
 
 
-def _append_latents_triton(queries, latents, norm, key_up, angles, cache, start, eps, interleaved, *, interpret):
+def _append_latents_triton(
+    queries, latents, norm, key_up, angles, cache, start, places, eps, interleaved, *, interpret
+):
     """Runs programs for each head and slice of the latent's columns, and one for each token's entry."""
     B, T, N, width = queries.shape
     C, R = key_up.shape[1:]
@@ -118,8 +129,9 @@ def _append_latents_triton(queries, latents, norm, key_up, angles, cache, start,
     columns = min(64, max(16, pl.next_power_of_2(R)))
     slices = pl.cdiv(R, columns)
     dtype = jnp.dtype(queries.dtype)
+    positions = [start] if places is None else list(places)
     operands = [
-        start,
+        *positions,
         *(one.reshape(n, P // 2) for one in angles),
         queries.parts.reshape(-1, n, N * width),
         latents.parts.reshape(-1, n, R + P),
@@ -135,6 +147,7 @@ def _append_latents_triton(queries, latents, norm, key_up, angles, cache, start,
             dtypes=(dtype, latents.dtype),
             eps=eps,
             interleaved=interleaved,
+            is_paged=places is not None,
         ),
         out_shape=[jax.ShapeDtypeStruct((n, N, R + P), dtype), jax.ShapeDtypeStruct(cache.shape, cache.dtype)],
         grid=(N * slices + n,),
@@ -146,14 +159,14 @@ def _append_latents_triton(queries, latents, norm, key_up, angles, cache, start,
             bytes_accessed=key_up.nbytes
             + queries.parts.nbytes // width * (slices * C + P)
             + latents.parts.nbytes
-            + n * (norm.nbytes + 4 + (N + 1) * P * 4)
+            + n * (norm.nbytes + 4 * len(positions) + (N + 1) * P * 4)
             + n * N * (R + P) * dtype.itemsize
             + n * (R + P) * cache.dtype.itemsize,
         ),
         metadata=loads_from_l2(
             (queries.parts.nbytes // width * C, slices),
             (norm.nbytes, n),
-            (start.nbytes, T),
+            *((one.nbytes, n // one.size) for one in positions),
             *((one.nbytes, N + 1) for one in angles),
         ),
         interpret=interpret,
@@ -163,25 +176,17 @@ def _append_latents_triton(queries, latents, norm, key_up, angles, cache, start,
 
 
 def _append_latents_kernel(
-    start_ref,
-    cos_ref,
-    sin_ref,
-    queries_ref,
-    latents_ref,
-    norm_ref,
-    key_up_ref,
-    _,
-    absorbed_ref,
-    cache_ref,
-    *,
+    *refs,
     tile,
     slices,
     num_tokens,
     dtypes,
     eps,
     interleaved,
+    is_paged,
 ):
     """Absorbs a slice of one head's queries, or appends one token's entry."""
+    *place_refs, cos_ref, sin_ref, queries_ref, latents_ref, norm_ref, key_up_ref, _, absorbed_ref, cache_ref = refs
     program = pl.program_id(0)
     num_heads, C, R = (int(size) for size in key_up_ref.shape)
     n, pairs = (int(size) for size in cos_ref.shape)
@@ -237,15 +242,19 @@ def _append_latents_kernel(
     def append():
         token = program - num_absorbing
         batch, place = jax.lax.div(token, num_tokens), jax.lax.rem(token, num_tokens)
-        slot = plt.load(start_ref.at[batch]) + place
+        if is_paged:
+            page, slot = (plt.load(ref.at[batch, place]) for ref in place_refs)
+            is_kept, page = page < cache_ref.shape[0], jnp.minimum(page, cache_ref.shape[0] - 1)
+        else:
+            page, slot, is_kept = batch, plt.load(place_refs[0].at[batch]) + place, True
         one = jnp.arange(1)
-        is_one, column = one == 0, jnp.arange(pl.next_power_of_2(R))
+        is_one, is_kept, column = one == 0, (one == 0) & is_kept, jnp.arange(pl.next_power_of_2(R))
         is_column = column < R
         # The normalised latent, then the rotated key.
         latent = load_parts(latents_ref, token + one, is_one, column, is_column, dtypes[1]).astype(jnp.float32)
         scale = plt.load(norm_ref.at[column], mask=is_column, other=0.0).astype(jnp.float32)
         inverse = jax.lax.rsqrt(jnp.sum(latent * latent, axis=1) / R + eps)
         latent = (latent * inverse[:, None] * scale[None, :]).astype(dtypes[1])
-        store(cache_ref, (slot,), batch + one, is_one, column, is_column, latent)
+        store(cache_ref, (slot,), page + one, is_kept, column, is_column, latent)
         for half, x in enumerate(rotated(latents_ref, token + one, is_one, R, dtypes[1])):
-            store(cache_ref, (slot,), batch + one, is_one, R + half * pairs + pair, is_pair, x)
+            store(cache_ref, (slot,), page + one, is_kept, R + half * pairs + pair, is_pair, x)

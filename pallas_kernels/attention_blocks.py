@@ -52,12 +52,14 @@ def slice_mask(row_mask, column_slice):
 def load_slice(ref, rows, row_mask, column_slice, dtype, *, is_integer_fp8=False):
     """Loads rows of one slice of the columns as `dtype`, zero where the mask is false.
 
-    With `is_integer_fp8` the numbers are divided by `FP8_DIVISOR`.
+    `rows` is an index of the first axis, or a tuple of one per axis before the columns. With `is_integer_fp8` the
+    numbers are divided by `FP8_DIVISOR`.
     """
     start, _, padded = column_slice
     mask = slice_mask(row_mask, column_slice)
     other = None if mask is None else 0.0
-    loaded = plt.load(ref.at[rows, pl.ds(start, padded)], mask=mask, other=other)
+    rows = rows if isinstance(rows, tuple) else (rows,)
+    loaded = plt.load(ref.at[*rows, pl.ds(start, padded)], mask=mask, other=other)
     if is_integer_fp8:
         return convert_fp8(jax.lax.bitcast_convert_type(loaded, jnp.uint8), dtype)
     # fp8 goes through float32: its direct conversion to bfloat16 runs at 1/16 of the rate on an H100.
@@ -69,10 +71,11 @@ def attend_blocks(blocks, find_slots, q, cache_refs, *, num_rows, scale, key_sli
 
     Args:
         blocks: First block and end.
-        find_slots: Maps a block to the range of its slots, the mask of those to load, and the mask [rows, slots] of
-            those that each query row sees.
+        find_slots: Maps a block to the range of its slots (in a pool: a page and the range within it), the mask of
+            those to load, and the mask [rows, slots] of those that each query row sees.
         q: Slices [rows, columns] of the queries.
-        cache_refs: Keys [S, H] and values [S, Hv], or a latent alone, whose values are the first slices of its keys.
+        cache_refs: Keys [S, H] and values [S, Hv], or a latent alone, whose values are the first slices of its keys;
+            pools of pages [P, size, H].
         num_rows: Query rows.
         scale: Factor of the scores, with log2(e), because exp2 is one instruction.
         key_slices: Slices of the keys' columns.

@@ -4,6 +4,7 @@ Limit: the bytes of the cache, each read once. Latent attention (MLA) with many 
 them, so there multiplications limit.
 """
 
+import dataclasses
 import functools
 import math
 
@@ -20,9 +21,11 @@ from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.device import call_by_platform, die_order, num_processors
 from pallas_kernels.dispatch import choose
 from pallas_kernels.fp8 import is_converted_by_integers
+from pallas_kernels.paged import gather_pages
 
 MAX_QUERY_TOKENS = 16  # tokens per row that the kernel supports
 MAX_DRAFT_SLOTS = 64  # slots behind the committed ones: two 32-bit words of the ancestor mask
+MIN_PAGE = 16  # positions of a page; a block of slots lies within one
 
 
 def verify_attention(
@@ -32,11 +35,13 @@ def verify_attention(
     num_committed,
     ancestor_mask,
     window_start=None,
+    page_table=None,
     *,
     scale,
     sinks=0,
     value_width=None,
     value_up=None,
+    page_shift=0,
     implementation="auto",
 ) -> jax.Array:
     """Computes softmax attention of T tokens per row against the row's KV cache.
@@ -58,11 +63,15 @@ def verify_attention(
         num_committed: [B] int32 number of committed slots.
         ancestor_mask: [B, T, X] bool: token t attends to slot num_committed + x.
         window_start: [B, T] int32 first slot of each token's window, or None for all slots.
+        page_table: [B, N] int32, for a cache in pages: keys are [P, K, size, H] and values [P, K, size, Hv], and slot s
+            of a row is at place p % size of page `page_table[row, p // size]`, with p = s + page_shift. None: the
+            cache is contiguous.
         scale: Factor of the scores.
         sinks: Number of first slots that stay visible outside the window.
         value_width: Hv if `values` is None.
         value_up: [G, Hv, V] in q's dtype with K = 1, or None: a matrix of each head, which multiplies its output, as in
             absorbed latent attention. Up to 64 tokens of the batch the kernel does so as it combines its shares.
+        page_shift: Positions before slot 0 of a cache in pages.
         implementation: "xla" (the reference), "triton" (the kernel, on CUDA and ROCm), "interpreted" (the kernel in
             Pallas's interpreter, on any machine) or "auto"; see `pallas_kernels.dispatch`. More than 16 tokens or 64
             slots behind the text always run the reference.
@@ -72,23 +81,28 @@ def verify_attention(
 
     Raises:
         ValueError: The implementation is unknown, shapes do not fit, or the kernel was requested for a cache of 2^31 or
-            more one-byte elements, which exceed its 32-bit offsets.
+            more one-byte elements, or a pool of 2^31 or more elements, which exceed its 32-bit offsets, or for pages
+            whose size is not a power of two of at least 16.
     """
     B, K, T, _, H = q.shape
     S, X = keys.shape[2], ancestor_mask.shape[2]
+    entries = B if page_table is None else keys.shape[0]
     if (values is None) == (value_width is None):
         raise ValueError("pass either values or value_width, the columns of the keys that hold them")
-    expected = [(keys, (B, K, S, H)), (num_committed, (B,)), (ancestor_mask, (B, T, X))]
-    expected += [] if values is None else [(values, (B, K, S, values.shape[-1]))]
+    expected = [(keys, (entries, K, S, H)), (num_committed, (B,)), (ancestor_mask, (B, T, X))]
+    expected += [] if values is None else [(values, (entries, K, S, values.shape[-1]))]
     expected += [] if window_start is None else [(window_start, (B, T))]
     expected += [] if value_up is None else [(value_up, (q.shape[3], value_width, value_up.shape[-1]))]
+    expected += [] if page_table is None else [(page_table, (B, page_table.shape[-1]))]
     if any(array.shape != shape for array, shape in expected) or not 0 < (value_width or 1) <= H:
         found = ", ".join(str(array.shape) for array, _ in expected)
         raise ValueError(
-            f"q {q.shape} does not fit keys, num_committed, ancestor_mask, values, window_start, value_up of {found},"
-            f" {value_width=}"
+            f"q {q.shape} does not fit keys, num_committed, ancestor_mask, values, window_start, value_up, page_table"
+            f" of {found}, {value_width=}"
         )
-    chosen = choose_implementation(q, keys, ancestor_mask, implementation, is_windowed=window_start is not None)
+    is_windowed, num_pages = window_start is not None, None if page_table is None else page_table.shape[1]
+    settings = {"is_windowed": is_windowed, "pages_per_row": num_pages}
+    chosen = choose_implementation(q, keys, ancestor_mask, implementation, **settings)
     if chosen == "xla" or q.size == 0:
         return verify_attention_reference(
             q,
@@ -97,10 +111,12 @@ def verify_attention(
             num_committed,
             ancestor_mask,
             window_start,
+            page_table,
             scale=scale,
             sinks=sinks,
             value_width=value_width,
             value_up=value_up,
+            page_shift=page_shift,
         )
     return _verify_attention_triton(
         q,
@@ -110,14 +126,18 @@ def verify_attention(
         ancestor_mask,
         window_start,
         value_up,
+        page_table,
         scale=scale,
         sinks=sinks,
         value_width=value_width,
+        page_shift=page_shift,
         interpret=chosen == "interpreted",
     )
 
 
-def choose_implementation(q, keys, ancestor_mask, implementation: str, *, is_windowed: bool) -> str:
+def choose_implementation(
+    q, keys, ancestor_mask, implementation: str, *, is_windowed: bool, pages_per_row: int | None = None
+) -> str:
     """Returns the implementation that `verify_attention` runs for arrays of these shapes.
 
     Args:
@@ -126,6 +146,7 @@ def choose_implementation(q, keys, ancestor_mask, implementation: str, *, is_win
         ancestor_mask: As in `verify_attention`.
         implementation: The requested implementation.
         is_windowed: `window_start` is given.
+        pages_per_row: N of `page_table`; None: contiguous.
 
     Returns:
         "xla", "triton" or "interpreted".
@@ -135,16 +156,37 @@ def choose_implementation(q, keys, ancestor_mask, implementation: str, *, is_win
     unsupported_reason = None
     if fits_kernel and keys.dtype.itemsize == 1 and keys.size >= 2**31:
         unsupported_reason = f"a cache {keys.shape} of {keys.dtype} has 2^31 elements or more: split it"
-    shape = {"batch": B, "heads": K, "queries": T * G, "width": H, "slots": keys.shape[2]}
+    size = keys.shape[2]
+    if fits_kernel and pages_per_row is not None:
+        if size < MIN_PAGE or size & (size - 1):
+            unsupported_reason = f"pages have {size} positions: use a power of two of at least {MIN_PAGE}"
+        elif keys.size >= 2**31:
+            unsupported_reason = f"a pool {keys.shape} has 2^31 elements or more: use fewer pages"
+    shape = {"batch": B, "heads": K, "queries": T * G, "width": H, "slots": size * (pages_per_row or 1)}
     shape |= {"dtype": str(q.dtype), "cache": str(keys.dtype), "reads": "a window" if is_windowed else "all"}
     chosen = choose("verify_attention", implementation, ("xla", "triton"), shape, unsupported_reason=unsupported_reason)
     return chosen if fits_kernel else "xla"
 
 
 def verify_attention_reference(
-    q, keys, values, num_committed, ancestor_mask, window_start=None, *, scale, sinks=0, value_width=None, value_up=None
+    q,
+    keys,
+    values,
+    num_committed,
+    ancestor_mask,
+    window_start=None,
+    page_table=None,
+    *,
+    scale,
+    sinks=0,
+    value_width=None,
+    value_up=None,
+    page_shift=0,
 ):
     """Computes `verify_attention` in plain JAX with all scores at once, which defines its meaning."""
+    if page_table is not None:
+        keys = gather_pages(keys, page_table, shift=page_shift)
+        values = None if values is None else gather_pages(values, page_table, shift=page_shift)
     values = keys[..., :value_width] if values is None else values
     slot = jnp.arange(keys.shape[2])[None, None, :]
     # The mask [B, T, S]: the committed slots, within the window or among the sinks ...
@@ -171,12 +213,26 @@ def verify_attention_reference(
 
 
 def _verify_attention_triton(
-    q, keys, values, num_committed, ancestor_mask, window_start, value_up, *, scale, sinks, value_width, interpret
+    q,
+    keys,
+    values,
+    num_committed,
+    ancestor_mask,
+    window_start,
+    value_up,
+    page_table,
+    *,
+    scale,
+    sinks,
+    value_width,
+    page_shift,
+    interpret,
 ):
     """Calls `_run_kernel` with the tiles of the platform that the computation is lowered for."""
     caches = (keys,) if values is None else (keys, values)
-    run = functools.partial(_run_kernel, scale=scale, sinks=sinks, value_width=value_width, interpret=interpret)
-    operands = (q, caches, num_committed, ancestor_mask, window_start, value_up)
+    settings = {"scale": scale, "sinks": sinks, "value_width": value_width, "page_shift": page_shift}
+    run = functools.partial(_run_kernel, **settings, interpret=interpret)
+    operands = (q, caches, num_committed, ancestor_mask, window_start, value_up, page_table)
     return call_by_platform(run, *operands, interpret=interpret)
 
 
@@ -208,7 +264,20 @@ def _choose_tiles(num_rows: int, width: int, is_latent: bool, itemsize: int, pla
 
 
 def _run_kernel(
-    q, caches, num_committed, ancestor_mask, window_start, value_up, *, scale, sinks, value_width, interpret, platform
+    q,
+    caches,
+    num_committed,
+    ancestor_mask,
+    window_start,
+    value_up,
+    page_table,
+    *,
+    scale,
+    sinks,
+    value_width,
+    page_shift,
+    interpret,
+    platform,
 ):
     """Runs the kernel over [row blocks, splits, K, B] and combines the splits.
 
@@ -218,11 +287,19 @@ def _run_kernel(
     """
     B, K, T, G, H = q.shape
     S, R = caches[0].shape[2], T * G
+    page_size = S
+    if page_table is not None:
+        # From here on a slot is a position: the first `page_shift` ones are in no window and no sink.
+        S *= page_table.shape[1]
+        num_committed = num_committed + page_shift
+        window_start = None if window_start is None else window_start + page_shift
     is_latent = len(caches) == 1
     width = value_width if is_latent else caches[1].shape[3]
     # Within `batch_invariant` the tile has the rows of one token, so that other depths of drafts do not change it.
     is_invariant = is_batch_invariant()
     tiles = _choose_tiles(G if is_invariant else R, width, is_latent, q.dtype.itemsize, platform)
+    if page_table is not None:
+        tiles = dataclasses.replace(tiles, slots=min(tiles.slots, page_size))
     num_parts = 2 if tiles.is_column_split else 1
     num_row_blocks = pl.cdiv(R, tiles.rows) * num_parts
     # Splits: enough programs for the processors, each of which holds at least eight warps of these kernels. A share has
@@ -249,7 +326,7 @@ def _run_kernel(
         for slices in (column_slices(width), key_slices, *([] if is_latent else [value_slices]))
     ]
     # Bytes for the cost estimate: the cache once per row block, the partial results, and small operands from L2.
-    bytes_moved = num_row_blocks * sum(cache.nbytes for cache in caches)
+    bytes_moved = num_row_blocks * B * S * sum(cache.nbytes // (cache.shape[0] * cache.shape[2]) for cache in caches)
     bytes_moved += 4 * B * K * num_splits * R * (width + num_parts)
     repeated_loads = (
         (row_table.nbytes, num_splits * num_row_blocks * K),
@@ -257,6 +334,17 @@ def _run_kernel(
         (q.nbytes, num_splits * num_parts),
     )
     bytes_moved += sum(nbytes * times for nbytes, times in repeated_loads)
+    if page_table is not None:
+        bytes_moved += 4 * num_row_blocks * K * B * pl.cdiv(S, tiles.slots)  # a page for each block of slots
+    # A program sees its row of a contiguous cache, or the whole pool and its row of the page table.
+    tables = [] if page_table is None else [page_table]
+    cache_specs = [
+        pl.BlockSpec(
+            (None if page_table is None else caches[0].shape[0], None, page_size, size),
+            placed(lambda i, z, k, b: (b if page_table is None else 0, k, 0, 0)),
+        )
+        for size in cache_widths
+    ]
 
     outputs, log_sums = pl.pallas_call(
         functools.partial(
@@ -267,7 +355,7 @@ def _run_kernel(
             num_splits=num_splits,
             is_invariant=is_invariant,
             is_windowed=window_start is not None,
-            sinks=sinks,
+            sinks=sinks + page_shift if sinks else 0,
             num_draft_slots=ancestor_mask.shape[2],
             scale=scale * math.log2(math.e),
             width=width,
@@ -275,6 +363,9 @@ def _run_kernel(
             value_slices=value_slices,
             is_integer_fp8=is_converted_by_integers(caches[0].dtype, platform),
             place=place,
+            num_slots=S,
+            is_paged=page_table is not None,
+            page_shift=page_shift,
         ),
         out_shape=[
             jax.ShapeDtypeStruct((B, K, num_splits, R, width), jnp.float32),
@@ -287,7 +378,8 @@ def _run_kernel(
             pl.BlockSpec(
                 (None, None, tiles.rows, cache_widths[0]), placed(lambda i, z, k, b: (b, k, i // num_parts, 0))
             ),
-            *(pl.BlockSpec((None, None, S, size), placed(lambda i, z, k, b: (b, k, 0, 0))) for size in cache_widths),
+            *(pl.BlockSpec((None, table.shape[1]), placed(lambda i, z, k, b: (b, 0))) for table in tables),
+            *cache_specs,
         ],
         out_specs=[
             pl.BlockSpec(
@@ -307,7 +399,7 @@ def _run_kernel(
         metadata=loads_from_l2(*repeated_loads),
         interpret=interpret,
         name=f"verify_attention_{platform}",
-    )(row_table, token_table, q.reshape(B, K, R, H), *caches)
+    )(row_table, token_table, q.reshape(B, K, R, H), *tables, *caches)
     # Combine the shares. The kernel writes tokens before heads, as the caller's next product reads them, so that XLA
     # cancels this transposition against the caller's.
     outputs = outputs.reshape(B, K, num_splits, T, G, width)
@@ -366,9 +458,13 @@ def _verify_attention_kernel(
     value_slices,
     is_integer_fp8,
     place,
+    num_slots,
+    is_paged,
+    page_shift,
 ):
     """Attends from a block of query rows to one share of a row's slots; `_pack_masks` describes the first two refs."""
     *cache_refs, output_ref, log_sum_ref = refs
+    table_ref = cache_refs.pop(0) if is_paged else None
     # The row's table, and per query row (token t, head g, numbered t * G + g) the table of its token.
     num_committed, first_visible, *row_words = [row_ref[index] for index in range(4)]
     block, split, *_ = place(*(pl.program_id(axis) for axis in range(4)))
@@ -391,7 +487,7 @@ def _verify_attention_kernel(
     # takes an equal share of them.
     num_sink_blocks = pl.cdiv(sinks, tiles.slots)
     first_window_block = jnp.maximum(first_visible // tiles.slots, num_sink_blocks)
-    end_slot = jnp.minimum(num_committed + num_draft_slots, cache_refs[0].shape[0])
+    end_slot = jnp.minimum(num_committed + num_draft_slots, num_slots)
     num_blocks = num_sink_blocks + jnp.maximum(pl.cdiv(end_slot, tiles.slots) - first_window_block, 0)
     if is_invariant:
         # A share is a fixed range of slots. Blocks are counted without those between sinks and window.
@@ -414,6 +510,8 @@ def _verify_attention_kernel(
         is_committed = draft_slot < 0
         if is_windowed:
             is_committed &= (slot >= window_start) | (slot < sinks)
+        if page_shift:
+            is_committed &= slot >= page_shift
         return is_committed | ((draft_slot >= 0) & (draft_slot < num_draft_slots) & (bit == 1))
 
     def find_slots(index):
@@ -423,7 +521,13 @@ def _verify_attention_kernel(
         # Load only slots that some token of the row sees.
         is_loaded = is_visible(slot, first_visible, row_words)
         mask = is_visible(slot[None, :], window_start[:, None], [word[:, None] for word in token_words])
-        return pl.ds(start, tiles.slots), is_loaded, mask
+        slots = pl.ds(start, tiles.slots)
+        if table_ref is not None:
+            # The block lies within one page. Nothing is loaded from a page that the row does not have.
+            num_pages, page_size, _ = cache_refs[0].shape
+            page = jnp.minimum(table_ref[start // page_size], num_pages - 1)
+            slots = page, pl.ds(start % page_size, tiles.slots)
+        return slots, is_loaded, mask
 
     outputs, highest, total = attend_blocks(
         (begin_block, end_block),

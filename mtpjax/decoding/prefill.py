@@ -65,13 +65,18 @@ def insert_rows(
 
 def _prefill_start(state: DecodeState, rows: NewRows, *, model: MTPModel, drafter: Drafter) -> jax.Array:
     """Returns `[B]` int32 first position to prefill: 0, or the first one without reusable cache entries."""
-    # The request states how many of its tokens the slot decoded before, and the cache states how many it holds.
-    start = jnp.minimum(rows.num_cached, state.trunk.length)
-    extended = drafter.num_extended(state.drafter)
+    # The request states how many of its tokens the slot decoded before, and the cache states how many it holds. Pages
+    # hold what the request states.
+    start, extended = rows.num_cached, drafter.num_extended(state.drafter)
+    if rows.page_table is None:
+        start = jnp.minimum(start, state.trunk.length)
     if extended is not None:
         # Entry i of MTP module k (0-based) also depends on token i+k+1. The new prompt may differ from the old text
-        # there, so the last M cached positions are processed again.
-        start = jnp.minimum(start - model.config.num_mtp_modules, extended)
+        # there, so the last M cached positions are processed again. In pages, the entries that do not depend on what
+        # follows are kept.
+        start = start - model.config.num_mtp_modules
+        if rows.page_table is None:
+            start = jnp.minimum(start, extended)
     # The last prompt token is always processed, because its output gives the first new token.
     return jnp.clip(start, 0, rows.length - 1)
 

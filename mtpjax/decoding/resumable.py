@@ -166,7 +166,8 @@ def insert(
         sampling: sampling parameters per request; None picks the arg-max.
         key: a `jax.random` key that seeds requests without a seed.
         num_cached: per request, the number of tokens at the start of its prompt that equal the text that the slot
-            decoded before. Prefill reuses their cache entries. Attention layers only.
+            decoded before, or that its pages hold. Prefill reuses their cache entries. Attention layers only. Pages
+            are not written at these positions, so rows with the same beginning can share them.
         pages: per request, the pages that hold its text and what a round writes behind it (`num_pages_for`), for a
             state with a pool. On a mesh, ids count from 0 in each part of `data`.
         draft_params: the drafter's own parameters; None takes the MTP modules' from `params`.

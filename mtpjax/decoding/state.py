@@ -56,7 +56,7 @@ class NewRows(flax.struct.PyTreeNode):
 
     tokens: jax.Array  # [R, L] int32 prompts, right-padded
     length: jax.Array  # [R] int32 prompt lengths
-    num_cached: jax.Array  # [R] int32 prompt tokens whose cache entries the slot already holds
+    num_cached: jax.Array  # [R] int32 prompt tokens whose cache entries the slot, or its pages, already hold
     settings: RowSettings
     page_table: jax.Array | None = None  # [R, N] int32, for a state with pages
 
@@ -123,7 +123,7 @@ def empty_state(
     if spec.pool is not None:
         (num_pages, page_size), max_shift = spec.pool, config.num_mtp_modules
         table = jnp.full((batch, -(-(capacity + max_shift) // page_size)), NO_PAGE, jnp.int32)
-        pages = Pages(table, page_size, num_pages, max_shift)
+        pages = Pages(table, jnp.zeros(batch, jnp.int32), page_size, num_pages, max_shift)
 
     def zeros(*shape: int, dtype: Any = jnp.int32) -> jax.Array:
         return jnp.zeros((batch, *shape), dtype)
@@ -176,7 +176,7 @@ def start_rows(state: DecodeState, rows: NewRows, *, vocab_size: int) -> DecodeS
         history = TokenHistory(mark(rows.tokens, is_prompt), jnp.zeros_like(history.counts))
     pages = state.pages
     if pages is not None and rows.page_table is not None:
-        pages = pages.replace(table=rows.page_table)
+        pages = pages.replace(table=rows.page_table, num_shared=rows.num_cached)
     return state.replace(
         settings=rows.settings,
         pages=pages,

@@ -93,7 +93,7 @@ def take_rows(cache: Cache, rows: jax.Array) -> Cache:
         return jnp.take(leaf, rows, axis=0, mode="clip")
 
     layers = tuple(
-        entries if cache.is_paged and not ATTENTION_KINDS[kind.attention].is_recurrent else jax.tree.map(take, entries)
+        entries if _is_pool(cache, kind) else jax.tree.map(take, entries)
         for kind, entries in zip(cache.kinds, cache.layers, strict=True)
     )
     return cache.replace(layers=layers, length=take(cache.length))
@@ -106,12 +106,14 @@ def put_rows(cache: Cache, new: Cache, rows: jax.Array) -> Cache:
         return leaf.at[rows].set(new, mode="drop")
 
     layers = tuple(
-        written
-        if cache.is_paged and not ATTENTION_KINDS[kind.attention].is_recurrent
-        else jax.tree.map(put, entries, written)
+        written if _is_pool(cache, kind) else jax.tree.map(put, entries, written)
         for kind, entries, written in zip(cache.kinds, cache.layers, new.layers, strict=True)
     )
     return cache.replace(layers=layers, length=put(cache.length, new.length))
+
+
+def _is_pool(cache: Cache, kind: LayerKind) -> bool:
+    return cache.is_paged and not ATTENTION_KINDS[kind.attention].is_recurrent
 
 
 def gather_path(cache: Cache, start: jax.Array, path: jax.Array, width: int, pages: Pages | None = None) -> Cache:

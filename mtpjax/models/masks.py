@@ -44,6 +44,13 @@ class View(flax.struct.PyTreeNode):
     reach: Reach | None = None  # of a pass with a cache
     pages: Pages | None = None  # of a pass with a cache in pages
 
+    @property
+    def places(self) -> tuple[jax.Array, jax.Array] | None:
+        """Page of each token's new entry, and the place within it, `[B, T]` int32; None: contiguous."""
+        if self.pages is None or self.start is None:
+            return None
+        return self.pages.locate(self.start, self.mask.shape[1], to_write=True)
+
 
 class TreeSlots(flax.struct.PyTreeNode):
     """The tokens of a draft tree, which occupy cache slots from `base` on, behind the text."""

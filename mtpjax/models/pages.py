@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import paged
 from pallas_kernels.fp8 import as_stored
 
 NO_PAGE = np.iinfo(np.int32).max  # in a table: reads give any page's entries, which no token sees; writes are dropped
@@ -24,6 +25,7 @@ class Pages(flax.struct.PyTreeNode):
     """
 
     table: jax.Array  # [B, N] int32: the page of positions n * size .. (n + 1) * size - 1; NO_PAGE: none
+    num_shared: jax.Array  # [B] int32: positions at the beginning that are never written, since other rows read them
     size: int = flax.struct.field(pytree_node=False)  # positions per page
     num_pages: int = flax.struct.field(pytree_node=False)  # of the pool
     max_shift: int = flax.struct.field(pytree_node=False)  # the largest shift of the batch's caches
@@ -34,10 +36,21 @@ class Pages(flax.struct.PyTreeNode):
         """Slots for which every cache of the batch has room."""
         return self.table.shape[1] * self.size - self.max_shift
 
-    def locate(self, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the page of each slot `[B, T]`, NO_PAGE behind the table, and the place within it."""
-        position = slots + self.shift
+    def locate(self, start: jax.Array, width: int, *, to_write: bool) -> tuple[jax.Array, jax.Array]:
+        """Locates consecutive slots.
+
+        Args:
+            start: `[B]` int32 first slot.
+            width: slots, T.
+            to_write: slots at shared positions have no page.
+
+        Returns:
+            The page of each slot, or NO_PAGE, and the place within it, both `[B, T]` int32.
+        """
+        position = start[:, None] + jnp.arange(width)[None, :] + self.shift
         page = jnp.take_along_axis(self.table, position // self.size, axis=1, mode="fill", fill_value=NO_PAGE)
+        if to_write:
+            page = jnp.where(position < self.num_shared[:, None], NO_PAGE, page)
         return page, position % self.size
 
 
@@ -51,26 +64,23 @@ def write_pages(pool: jax.Array, rows: jax.Array, start: jax.Array, pages: Pages
         pages: the rows' pages. Rows that write to the same page may not write the same slots of it.
 
     Returns:
-        The pool; entries of slots without a page are dropped.
+        The pool; entries of slots without a page, and at shared positions, are dropped.
     """
     axis = pool.ndim - 2
-    page, place = pages.locate(start[:, None] + jnp.arange(rows.shape[axis])[None, :])
+    page, place = pages.locate(start, rows.shape[axis], to_write=True)
     rows = jnp.moveaxis(as_stored(rows, pool.dtype), axis, 1)
     return pool.at[_index(pool, page, place)].set(rows, mode="drop")
 
 
 def read_pages(pool: jax.Array, start: jax.Array, width: int, pages: Pages) -> jax.Array:
     """Reads `width` slots from slot `start [B]` of each row on: `[P, ..., size, H]` -> `[B, ..., width, H]`."""
-    page, place = pages.locate(start[:, None] + jnp.arange(width)[None, :])
+    page, place = pages.locate(start, width, to_write=False)
     return jnp.moveaxis(pool.at[_index(pool, page, place)].get(mode="clip"), 1, pool.ndim - 2)
 
 
 def gather_pages(pool: jax.Array, num_slots: int, pages: Pages) -> jax.Array:
     """Copies the first `num_slots` slots of each row: `[P, ..., size, H]` -> `[B, ..., num_slots, H]`."""
-    kept = pool.at[pages.table].get(mode="clip")  # [B, N, ..., size, H]
-    kept = jnp.moveaxis(kept, 1, -3)
-    kept = kept.reshape(*kept.shape[:-3], -1, kept.shape[-1])
-    return jax.lax.slice_in_dim(kept, pages.shift, pages.shift + num_slots, axis=kept.ndim - 2)
+    return paged.gather_pages(pool, pages.table, shift=pages.shift, num_slots=num_slots)
 
 
 def _index(pool: jax.Array, page: jax.Array, place: jax.Array) -> tuple:

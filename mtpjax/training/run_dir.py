@@ -253,7 +253,8 @@ def restore_state(folder: pathlib.Path, like: Tree, *, run_id: str | None = None
 
     Args:
         folder: the run folder.
-        like: a state with the structure, shapes, dtypes and shardings to restore.
+        like: a state with the structure, shapes, dtypes and shardings to restore, or the shapes and dtypes of one, whose
+            arrays then come to the first device.
         run_id: identifier of the run; None does not check it.
 
     Returns:
@@ -283,10 +284,10 @@ def _restore_from(path: pathlib.Path, like: Tree, run_id: str | None) -> tuple[T
         raise RunError(f"{path} is the state of another run: remove it, or put back the states of this run")
     # Leaves are stored by number, so names, shapes and dtypes must match before they are assigned.
     _check_tree(path, config.get("tree") if isinstance(config, dict) else None, _describe_tree(like))
-    # Each array goes where the array of `like` is; a restored run may have another mesh.
-    leaves = jax.tree.leaves(like)
+    # Each array goes where the array of `like` is; a restored run may have another mesh. A shape alone is nowhere.
+    leaves, default = jax.tree.leaves(like), jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     arrays = [
-        reader.place(name, lambda shape, leaf=leaf: leaf.sharding)
+        reader.place(name, lambda shape, leaf=leaf: leaf.sharding or default)
         for name, leaf in zip(sorted(reader.records), leaves, strict=True)
     ]
     return jax.tree.unflatten(jax.tree.structure(like), arrays), metadata

@@ -28,6 +28,7 @@ from mtpjax.models.presets import presets
 from mtpjax.models.quantized import BlockScaled
 from mtpjax.models.vocabulary import Vocabulary
 
+NUM_PAGES = 977  # of a pool; likewise no other size here
 SLOTS = 1536  # what `round_up_capacity` gives, and no other size here
 SIZES = {"vocab_size": 320, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"intermediate_size": 384, "num_mtp_modules": 2, "max_position_embeddings": SLOTS}
@@ -264,16 +265,35 @@ def test_the_loop_updates_caches_in_place_with_experts():
 @pytest.mark.parametrize(("name", "kind"), [("chain", "grouped"), ("tree", "latent")])
 def test_the_loop_updates_pages_in_place(name, kind):
     """No round copies the pool, whose pages may be far more than the rows of a batch have."""
-    num_pages = 977
-    spec = dataclasses.replace(SPECS[name] if name in SPECS else chain(2), pool=(num_pages, 16))
-    computations = parse(compile_call(CONFIGS[kind], 4, spec).as_text())
+    spec = dataclasses.replace(SPECS[name] if name in SPECS else chain(2), pool=(NUM_PAGES, 16))
+    assert_updates_pages_in_place(parse(compile_call(CONFIGS[kind], 4, spec).as_text()), spec, kind)
+
+
+def assert_updates_pages_in_place(computations, spec, kind):
     updates = 0
     for one in loop_instructions(computations):
-        if one.opcode not in NO_RESULT and any(num_pages in shape for shape in one.shapes):
-            made = updates_in(computations, one, lambda shape: num_pages in shape)
+        if one.opcode not in NO_RESULT and any(NUM_PAGES in shape for shape in one.shapes):
+            made = updates_in(computations, one, lambda shape: NUM_PAGES in shape)
             assert made, one.line[:300]
             updates += made
     assert updates == (2 if kind == "grouped" else 1) * passes_over_caches(spec, CONFIGS[kind])
+
+
+@pytest.mark.h100
+@pytest.mark.parametrize("kind", ["grouped", "latent"])
+def test_on_an_h100_rounds_with_kernels_copy_no_page(kind):
+    mesh = compat.make_mesh({"data": 1}, compat.h100_devices())
+    spec, how = dataclasses.replace(chain(2), pool=(NUM_PAGES, 64)), {"dtype": jnp.bfloat16, "platform": "cuda"}
+    with use_abstract_mesh(mesh.abstract_mesh):
+        sharding = NamedSharding(mesh, PartitionSpec())
+        compiled = compile_call(CONFIGS[kind], 4, spec, sharding=sharding, implementation="triton", **how)
+    computations = parse(compiled.as_text())
+    assert_updates_pages_in_place(computations, spec, kind)
+    # Nor the pages of a row: nothing in a round is as large as the entries of all rows.
+    width = 2 * 64 if kind == "grouped" else 128
+    for one in loop_instructions(computations):
+        if one.opcode not in NO_RESULT and not any(NUM_PAGES in shape for shape in one.shapes):
+            assert all(math.prod(shape) < 4 * SLOTS * width for shape in one.shapes), one.line[:300]
 
 
 @pytest.mark.parametrize(

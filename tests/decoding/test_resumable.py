@@ -205,6 +205,19 @@ def test_bad_requests_are_refused_and_leave_the_state_usable(small):
     assert collect(state, [0]).rows() == speculative_generate(params, [[1, 2]], model=model, config=config).rows()
 
 
+@pytest.mark.parametrize("attention", ["grouped", pytest.param("latent", marks=pytest.mark.slow)])
+def test_interpreted_kernels_read_and_write_pages(attention, small):
+    model, params = small(attention, "mixed", num_mtp_modules=2)
+    config = dataclasses.replace(CONFIG, max_new_tokens=9, prefill_chunk=32, stop_sequences=())
+    prompts = [PROMPTS[3] * 2, PROMPTS[1]]  # a prefill by flash attention, and rounds of few tokens
+    wanted = speculative_generate(params, prompts, model=model, config=config).rows()
+    settings = {"model": model, "config": dataclasses.replace(config, implementation="interpreted")}
+    state = init_state(params, num_slots=2, max_length=64, pool=(12, 16), **settings)
+    state = insert(params, state, [1, 0], prompts, pages=[[7, 1, 9, 4], [3, 0, 11]], **settings)
+    state = run(params, state, 100, **settings)
+    assert collect(state, [1, 0]).rows() == wanted
+
+
 def test_pages_that_do_not_fit_are_refused(small):
     model, params = small("grouped", "mixed")
     config = dataclasses.replace(CONFIG, max_new_tokens=6)

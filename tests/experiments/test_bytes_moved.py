@@ -192,6 +192,13 @@ def attention(*shapes, tokens):
     return *[*caches, None][:3], num_committed, ancestor_mask
 
 
+def paged_attention():
+    """Two rows whose 13 pages are all in use."""
+    q, keys, values = (normal(number, *size) for number, size in enumerate([(2, 2, 3, 2, 64), *[(26, 2, 16, 64)] * 2]))
+    mask = jnp.tri(3, dtype=bool)[None].repeat(2, axis=0)
+    return q, keys, values, jnp.array([205, 205]), mask, None, jnp.arange(26)[::-1].reshape(2, 13)
+
+
 def delta(tokens):
     scalars = [-jnp.ones((2, tokens, 2)), jnp.ones((2, tokens, 2)) / 2]
     q, k, v = (normal(number, 2, tokens, heads, 16) / 4 for number, heads in enumerate((1, 1, 2)))
@@ -250,6 +257,7 @@ SMALL = {
     ],
     "verify_attention": [
         ({"scale": 0.1}, attention((2, 2, 3, 2, 64), (2, 2, 200, 64), (2, 2, 200, 64), tokens=3)),
+        ({"scale": 0.1}, paged_attention()),
         ({"scale": 0.1, "value_width": 128}, attention((2, 1, 2, 4, 160), (2, 1, 200, 160), tokens=2)),
         (
             {"scale": 0.1, "value_width": 128, "value_up": normal(9, 4, 128, 40)},

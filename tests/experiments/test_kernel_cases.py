@@ -1,5 +1,6 @@
 """Every kernel, at every shape that it is for, lowers for both GPU platforms on a machine without a GPU."""
 
+import collections
 import functools
 import re
 
@@ -20,7 +21,15 @@ CASES = cases()
 ONE_OF_EACH = list({case.op: case for case in reversed(CASES)}.values())  # `experiments/machine_code.py` has all
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+def some_by_default(cases):
+    """All cases, with all but the first three of each op marked as slow."""
+    numbers = collections.Counter()
+    for case in cases:
+        numbers[case.op] += 1
+        yield pytest.param(case, marks=[pytest.mark.slow] * (numbers[case.op] > 3))
+
+
+@pytest.mark.parametrize("case", some_by_default(CASES), ids=str)
 def test_kernel_lowers_without_a_gpu_where_it_was_measured_to_be_fastest(case, monkeypatch):
     """As "auto", so that what a case says of its shape is what the op asks for."""
     cells = fastest_table([{"op": case.op, "shape": case.shape(), "seconds": {"xla": [2.0], "triton": [1.0]}}])
@@ -92,7 +101,9 @@ def test_offsets_into_stacks_do_not_overflow(case):
 
 
 @pytest.mark.parametrize(
-    "case", [case for case in CASES if case.name.endswith("float8_e4m3fn cache") or "fp8" in case.name], ids=str
+    "case",
+    some_by_default(case for case in CASES if case.name.endswith("float8_e4m3fn cache") or "fp8" in case.name),
+    ids=str,
 )
 def test_fp8_takes_the_fast_conversion_of_each_platform(case):
     """On CUDA to float32, since a conversion to bfloat16 runs at 1/16 of the rate; on ROCm none, but bit arithmetic."""

@@ -54,7 +54,7 @@ def run(code, target, **values):
 
 
 # Orbax's description of the arrays, its thread that writes it, and a chunk of a large array.
-@pytest.mark.parametrize("limit", [1000, 8000, 40_000])
+@pytest.mark.parametrize("limit", [1000, pytest.param(8000, marks=pytest.mark.slow), 40_000])
 def test_a_full_disk_leaves_the_old_checkpoint_and_one_line(limit, target):
     before = content(target)
     done = run(LIMITED, target, limit=limit)

@@ -13,7 +13,7 @@ B, SIZE, NUM_PAGES = 3, 4, 20
 
 def random_pages(shift):
     table = np.random.default_rng(shift).permutation(NUM_PAGES)[: B * 6].reshape(B, 6)
-    return Pages(jnp.asarray(table, jnp.int32), SIZE, NUM_PAGES, max_shift=2, shift=shift)
+    return Pages(jnp.asarray(table, jnp.int32), jnp.zeros(B, jnp.int32), SIZE, NUM_PAGES, max_shift=2, shift=shift)
 
 
 @pytest.mark.parametrize("shift", [0, 1, 2])
@@ -41,3 +41,11 @@ def test_writes_without_a_page_are_dropped():
     written = write_pages(pool, jnp.ones((B, 3, 5)), jnp.array([22, 0, 4]), pages)
     # Row 0 has two slots before the end of its table, row 1 has no page, row 2 has all three.
     assert written.sum() == 5 * (2 + 0 + 3)
+
+
+def test_shared_positions_are_read_and_not_written():
+    pages = random_pages(1).replace(num_shared=jnp.array([0, 3, 8]))
+    pool = write_pages(jnp.zeros((NUM_PAGES, SIZE, 5)), jnp.ones((B, 6, 5)), jnp.zeros(B, jnp.int32), pages)
+    # Slot i is at position i + 1, so rows of 0, 3 and 8 shared positions keep 6, 4 and none of 6 slots.
+    written = read_pages(pool, jnp.zeros(B, jnp.int32), 6, pages)[..., 0]
+    np.testing.assert_array_equal(written, [[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0]])

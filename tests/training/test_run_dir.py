@@ -65,6 +65,11 @@ class Killed(BaseException):
     """What no code expects."""
 
 
+def test_shapes_alone_restore_to_the_first_device(tmp_path):
+    state, _ = run_dir.restore_state(saved(tmp_path, 10), jax.eval_shape(lambda: state_at(0)))
+    assert (state["weights"]["a"] == state_at(10)["weights"]["a"]).all() and state["moments"][1] == 10
+
+
 @pytest.mark.parametrize(
     "owner, name, is_done, newest",
     [

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from mtpjax.models.masks import Masks, View
+from mtpjax.models.pages import gather_pages
 from pallas_kernels.batch_invariance import is_batch_invariant
 from pallas_kernels.prefill_attention import choose_implementation as prefill_implementation
 from pallas_kernels.prefill_attention import prefill_attention
@@ -73,7 +74,7 @@ def attend_cache(
 
     Args:
         q: `[B, K, T, G, H]` queries.
-        keys: `[B, K, S, H]` keys of the cache.
+        keys: `[B, K, S, H]` keys of the cache; of a cache in pages `[P, K, size, H]`.
         values: `[B, K, S, Hv]`; None takes the first `value_width` columns of the keys.
         view: positions and masks of the pass.
         scale: factor of the scores.
@@ -86,17 +87,24 @@ def attend_cache(
         `[B, K, T, G, Hv]`, with `value_up` `[B, 1, T, G, V]`, or None if XLA should compute it (`attend`).
     """
     reach = view.reach
-    if reach is None or view.pages is not None:
+    if reach is None:
         return None
     is_windowed, settings = reach.begin is not None, {"scale": scale, "sinks": reach.sinks, "value_width": value_width}
+    pages = view.pages
     # Few tokens, or a draft tree.
     if q.shape[2] <= MAX_QUERY_TOKENS or not reach.is_chain:
-        chosen = choose_implementation(q, keys, reach.ancestor_mask, implementation, is_windowed=is_windowed)
+        table = None if pages is None else pages.table
+        shape = {"is_windowed": is_windowed, "pages_per_row": None if table is None else table.shape[1]}
+        chosen = choose_implementation(q, keys, reach.ancestor_mask, implementation, **shape)
         if chosen == "xla" or selection is not None:
             return None
-        operands = (q, keys, values, reach.base, reach.ancestor_mask, reach.begin)
-        return verify_attention(*operands, **settings, value_up=value_up, implementation=chosen)
-    # A prefill chunk.
+        settings |= {"value_up": value_up, "page_shift": 0 if pages is None else pages.shift}
+        operands = (q, keys, values, reach.base, reach.ancestor_mask, reach.begin, table)
+        return verify_attention(*operands, **settings, implementation=chosen)
+    # A prefill chunk. Copying a row's pages costs little beside the attention of so many tokens.
+    if pages is not None:
+        keys = gather_pages(keys, pages.num_slots, pages)
+        values = None if values is None else gather_pages(values, pages.num_slots, pages)
     mask = selection[0] if selection else None
     if mask is not None and mask.shape[2] != keys.shape[2]:
         return None

@@ -84,6 +84,14 @@ def append_and_select(
     return new, *select(new, view)
 
 
+def side_by_side(entries: Entries, view: View, num_slots: int | None = None) -> Entries:
+    """Returns contiguous entries as they are; of entries in pages, copies `num_slots` slots of each row (None: all)."""
+    pages = view.pages
+    if pages is None:
+        return entries
+    return {name: gather_pages(kept, num_slots or pages.num_slots, pages) for name, kept in entries.items()}
+
+
 def select(entries: Entries, view: View) -> tuple[tuple[Entries, ...], Masks]:
     """Selects what the queries of a pass attend to among one layer's entries.
 
@@ -96,9 +104,7 @@ def select(entries: Entries, view: View) -> tuple[tuple[Entries, ...], Masks]:
     """
     pages, span = view.pages, view.span
     if span is None:
-        if pages is not None:
-            entries = {name: gather_pages(kept, view.mask.shape[2], pages) for name, kept in entries.items()}
-        return (entries,), (view.mask,)
+        return (side_by_side(entries, view, view.mask.shape[2]),), (view.mask,)
     # A window reads two ranges of slots: the sinks at the beginning, and the newest slots.
     sinks, begin, size = span.sinks, span.begin, span.size
     if pages is not None:

@@ -55,11 +55,11 @@ class GroupedAttention(nn.Module):
 
         # Normalise and rotate each head, and append to the cache, which keeps rotated keys, heads before slots: in one
         # kernel, or by XLA.
-        kept = layer_cache if isinstance(layer_cache, dict) and view.pages is None else None
+        kept = layer_cache if isinstance(layer_cache, dict) else None
         if kept and choose_append(projected, kept["key"], self.implementation) != "xla":
             caches = kept["key"], kept["value"]
             settings = {"group_size": G, "implementation": self.implementation}
-            q, key, value = append_heads(projected, view.angles, *caches, view.start, heads, **settings)
+            q, key, value = append_heads(projected, view.angles, *caches, view.start, heads, view.places, **settings)
             entries = {"key": key, "value": value}
             sources, masks = select(entries, view)
         else:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from mtpjax.models.config import LayerKind, ModelConfig
 from mtpjax.models.layers.attend import attend, attend_cache
 from mtpjax.models.layers.attention_kind import AttentionKind
-from mtpjax.models.layers.entries import append_and_select, select
+from mtpjax.models.layers.entries import append_and_select, select, side_by_side
 from mtpjax.models.layers.indexer import Indexer
 from mtpjax.models.layers.norm import AddRMSNorm, NormScale, fused_norm
 from mtpjax.models.layers.rotary import softmax_scale
@@ -73,11 +73,11 @@ class LatentAttention(nn.Module):
         # 2. The absorbed queries, and the normalised latent and rotated key appended to the cache: in one kernel, or
         # by XLA. An indexer narrows the masks to the keys that it selects.
         is_expanded = self._expands(T, cached=view.start is not None)
-        kept = layer_cache if isinstance(layer_cache, dict) and view.pages is None else None
+        kept = layer_cache if isinstance(layer_cache, dict) else None
         fits_kernel = not is_expanded and not self.indexer and selection is None and view.reach is not None
         absorbed = None
         if kept and fits_kernel and choose_append(query, key_up, kept["latent"], self.implementation) != "xla":
-            operands = query, latent, norm_scale, key_up, view.angles, kept["latent"], view.start
+            operands = query, latent, norm_scale, key_up, view.angles, kept["latent"], view.start, view.places
             settings = {"eps": config.latent_norm_eps, "interleaved": config.rope_interleave}
             absorbed, new = append_latents(*operands, **settings, implementation=self.implementation)
             entries = {"latent": new}
@@ -109,8 +109,8 @@ class LatentAttention(nn.Module):
             # Expanded: N key/value heads with one query each, [B, N, T, 1, C + P].
             q = jnp.concatenate([q_content, q_rope], axis=-1).swapaxes(1, 2)[:, :, :, None]
             settings = {"scale": scale, "implementation": self.implementation, "selection": selection}
-            whole = keys_and_values(entries)
-            output = attend_cache(q, *whole, view, **settings)
+            whole = keys_and_values(side_by_side(entries, view))
+            output = attend_cache(q, *whole, view.replace(pages=None), **settings)
             if output is None:
                 pairs = [whole if kept is entries else keys_and_values(kept) for kept in sources]
                 output = attend(q, pairs, masks, scale=scale)

@@ -1,0 +1,1 @@
+"""Serving: requests in, tokens out."""

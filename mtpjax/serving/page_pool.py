@@ -1,0 +1,174 @@
+"""Which pages of a pool are free, in use, or kept because a later request may begin with the same text.
+
+Only the host knows this; the device reads page tables (`mtpjax.models.pages`). A page whose positions are all final is
+known by a hash of its tokens and of all tokens before it, as in vLLM's prefix caching. A request whose prompt begins
+with known pages shares them. Pages that no request uses stay known until their place is needed, the least recently used
+first.
+"""
+
+import collections
+import dataclasses
+import hashlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+
+@dataclasses.dataclass
+class Lease:
+    """The pages of one request.
+
+    Attributes:
+        pages: in the order of the text.
+        num_cached: tokens at the beginning whose entries the pages already hold.
+        salt: what the entries depend on beside the tokens.
+    """
+
+    pages: list[int]
+    num_cached: int
+    salt: bytes
+    num_stored: int = 0  # pages at the beginning that are known by their hash, or cannot be
+    digest: bytes = b""  # of the text in these pages
+
+
+class PagePool:
+    """Hands out pages.
+
+    Args:
+        num_pages: P; ids are 0 .. P - 1.
+        page_size: positions per page.
+
+    Raises:
+        ValueError: if one of them is below 1.
+    """
+
+    def __init__(self, num_pages: int, page_size: int):
+        if min(num_pages, page_size) < 1:
+            raise ValueError(f"a pool needs pages and positions, got {num_pages} pages of {page_size}")
+        self.num_pages, self.page_size = num_pages, page_size
+        self._free = list(range(num_pages))[::-1]
+        self._users = [0] * num_pages
+        self._page_of: dict[bytes, int] = {}
+        self._hash_of: dict[int, bytes] = {}
+        self._unused: collections.OrderedDict[int, None] = collections.OrderedDict()  # known pages without users
+
+    @property
+    def num_available(self) -> int:
+        """Pages that can be handed out: free ones, and known ones that no request uses."""
+        return len(self._free) + len(self._unused)
+
+    @property
+    def num_in_use(self) -> int:
+        """Pages of requests."""
+        return self.num_pages - self.num_available
+
+    def acquire(self, tokens: Sequence[int], num_pages: int, *, salt: bytes = b"") -> Lease | None:
+        """Reserves the pages of a request: known ones for the beginning of its prompt, and others behind them.
+
+        Args:
+            tokens: the prompt.
+            num_pages: pages that the request needs, shared ones included.
+            salt: what the entries depend on beside the tokens, such as who may see them. Only requests with the same
+                salt share pages.
+
+        Returns:
+            The lease; None if the pool has too few pages, and then nothing changes.
+        """
+        # The last prompt token is always processed, because its output gives the first new token.
+        shared, digest = [], hashlib.sha256(salt).digest()
+        for next_digest in self._hashes(tokens, (len(tokens) - 1) // self.page_size, salt):
+            page = self._page_of.get(next_digest)
+            if page is None or len(shared) == num_pages:
+                break
+            shared.append(page)
+            digest = next_digest
+        num_unused = sum(page in self._unused for page in shared)
+        if num_pages - len(shared) > self.num_available - num_unused:
+            return None
+        for page in shared:
+            self._use(page)
+        pages = shared + [self._take() for _ in range(num_pages - len(shared))]
+        return Lease(pages, len(shared) * self.page_size, salt, len(shared), digest)
+
+    def extend(self, lease: Lease, num_pages: int) -> bool:
+        """Adds pages to a lease.
+
+        Args:
+            lease: a request's pages.
+            num_pages: how many to add.
+
+        Returns:
+            False if the pool has too few, and then nothing changes.
+        """
+        if num_pages > self.num_available:
+            return False
+        lease.pages += [self._take() for _ in range(num_pages)]
+        return True
+
+    def store(self, lease: Lease, tokens: Sequence[int], num_final: int) -> None:
+        """Makes the pages known whose entries are final.
+
+        Args:
+            lease: a request's pages.
+            tokens: its text, at least `num_final` tokens.
+            num_final: tokens at the beginning whose entries, of the trunk and of all modules, will not change.
+        """
+        num_whole = min(num_final // self.page_size, len(lease.pages))
+        size = self.page_size
+        while lease.num_stored < num_whole:
+            begin = lease.num_stored * size
+            lease.digest = _extend_hash(lease.digest, tokens[begin : begin + size])
+            page = lease.pages[lease.num_stored]
+            # Of two requests that computed the same text at the same time, one keeps its page to itself.
+            if lease.digest not in self._page_of:
+                self._page_of[lease.digest], self._hash_of[page] = page, lease.digest
+            lease.num_stored += 1
+
+    def release(self, lease: Lease) -> None:
+        """Gives back a request's pages. Known ones may serve later requests."""
+        # Later pages of a text are forgotten first: without those before them they cannot be found.
+        for page in reversed(lease.pages):
+            self._users[page] -= 1
+            if self._users[page]:
+                continue
+            if page in self._hash_of:
+                self._unused[page] = None
+            else:
+                self._free.append(page)
+        lease.pages = []
+
+    def forget(self) -> int:
+        """Forgets all known pages that no request uses.
+
+        Returns:
+            How many they were.
+        """
+        number = len(self._unused)
+        while self._unused:
+            self._free.append(self._evict())
+        return number
+
+    def _hashes(self, tokens: Sequence[int], num_pages: int, salt: bytes) -> Iterator[bytes]:
+        digest = hashlib.sha256(salt).digest()
+        for number in range(num_pages):
+            digest = _extend_hash(digest, tokens[number * self.page_size : (number + 1) * self.page_size])
+            yield digest
+
+    def _use(self, page: int) -> None:
+        self._unused.pop(page, None)
+        self._users[page] += 1
+
+    def _take(self) -> int:
+        page = self._free.pop() if self._free else self._evict()
+        self._users[page] = 1
+        return page
+
+    def _evict(self) -> int:
+        page, _ = self._unused.popitem(last=False)
+        del self._page_of[self._hash_of.pop(page)]
+        return page
+
+
+def _extend_hash(digest: bytes, tokens: Sequence[int]) -> bytes:
+    """Returns the hash of a text and the page behind it. A plain hash could be made to collide on purpose."""
+    return hashlib.sha256(digest + np.asarray(tokens, "<i4").tobytes()).digest()

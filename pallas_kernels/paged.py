@@ -1,0 +1,22 @@
+"""Caches in pages, as kernels see them: a pool of pages, and a table of each row's pages."""
+
+import jax
+import jax.numpy as jnp
+
+
+def gather_pages(pool, table, *, shift: int = 0, num_slots: int | None = None) -> jax.Array:
+    """Copies each row's pages side by side, as a contiguous cache has them.
+
+    Args:
+        pool: [P, ..., size, H]: pages of `size` positions.
+        table: [B, N] int32 page of positions n * size .. (n + 1) * size - 1. An index outside the pool gives any page.
+        shift: Slot i of the cache is at position i + shift.
+        num_slots: Slots to return; None: all that the table has, N * size - shift.
+
+    Returns:
+        [B, ..., num_slots, H].
+    """
+    rows = jnp.moveaxis(pool.at[table].get(mode="clip"), 1, -3)  # [B, ..., N, size, H]
+    rows = rows.reshape(*rows.shape[:-3], -1, rows.shape[-1])
+    end = rows.shape[-2] if num_slots is None else shift + num_slots
+    return jax.lax.slice_in_dim(rows, shift, end, axis=rows.ndim - 2)
