@@ -253,8 +253,8 @@ def restore_state(folder: pathlib.Path, like: Tree, *, run_id: str | None = None
 
     Args:
         folder: the run folder.
-        like: a state with the structure, shapes, dtypes and shardings to restore, or the shapes and dtypes of one, whose
-            arrays then come to the first device.
+        like: a state with the structure, shapes, dtypes and shardings to restore. Arrays without a sharding, as from
+            `jax.eval_shape`, come to the first device.
         run_id: identifier of the run; None does not check it.
 
     Returns:

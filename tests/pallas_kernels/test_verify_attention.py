@@ -114,7 +114,7 @@ ON_ROCM = [  # several blocks of rows, whose programs are reordered; fp8, which 
 def test_kernel_of_rocm_matches_reference(shape, key):
     def call(q, keys, values, *arrays, **keywords):
         caches = (keys,) if values is None else (keys, values)
-        return _run_kernel(q, caches, *arrays, None, **keywords, interpret=True, platform="rocm")
+        return _run_kernel(q, caches, *arrays, None, None, **keywords, page_shift=0, interpret=True, platform="rocm")
 
     assert_kernel_is_reference(call, key, shape)
 
