@@ -23,10 +23,11 @@ ONE_OF_EACH = list({case.op: case for case in reversed(CASES)}.values())  # `exp
 
 def some_by_default(cases):
     """All cases, with all but the first three of each op marked as slow."""
-    numbers = collections.Counter()
+    numbers, marked = collections.Counter(), []
     for case in cases:
         numbers[case.op] += 1
-        yield pytest.param(case, marks=[pytest.mark.slow] * (numbers[case.op] > 3))
+        marked.append(pytest.param(case, marks=[pytest.mark.slow] * (numbers[case.op] > 3)))
+    return marked
 
 
 @pytest.mark.parametrize("case", some_by_default(CASES), ids=str)
