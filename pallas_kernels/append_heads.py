@@ -16,6 +16,7 @@ from pallas_kernels.batch_invariance import is_batch_invariant
 from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.dispatch import choose
 from pallas_kernels.fp8 import as_stored
+from pallas_kernels.paged import write_places
 from pallas_kernels.partial_sums import PartialSums, load_sum
 from pallas_kernels.rms_norm import rms_norm_reference
 from pallas_kernels.rotation import rotate, rotate_pairs
@@ -144,7 +145,7 @@ def append_heads_reference(
 
     def append(cache, new):
         if places is not None:
-            return cache.at[places[0], :, places[1]].set(as_stored(new, cache.dtype), mode="drop")
+            return write_places(cache, new, *places)
         write = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=1)
         return jax.vmap(write)(cache, as_stored(new.swapaxes(1, 2), cache.dtype), start)
 

@@ -15,6 +15,7 @@ from pallas_kernels.batch_invariance import is_batch_invariant
 from pallas_kernels.cost import loads_from_l2
 from pallas_kernels.dispatch import choose
 from pallas_kernels.fp8 import as_stored
+from pallas_kernels.paged import write_places
 from pallas_kernels.partial_sums import PartialSums, load_sum
 from pallas_kernels.rms_norm import rms_norm_reference
 from pallas_kernels.rotation import rotate, rotate_pairs
@@ -109,11 +110,12 @@ def append_latents_reference(
     latent, k_rope = jnp.split(latents.total(), [R], axis=-1)
     q_rope = rotate(q_rope, angles, interleaved=interleaved)
     k_rope = rotate(k_rope[:, :, None], angles, interleaved=interleaved)[:, :, 0]
-    new = as_stored(jnp.concatenate([rms_norm_reference(latent, norm, eps=eps), k_rope], axis=-1), cache.dtype)
+    new = jnp.concatenate([rms_norm_reference(latent, norm, eps=eps), k_rope], axis=-1)
     if places is None:
-        cache = jax.vmap(functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0))(cache, new, start)
+        write = functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0)
+        cache = jax.vmap(write)(cache, as_stored(new, cache.dtype), start)
     else:
-        cache = cache.at[places].set(new, mode="drop")
+        cache = write_places(cache, new, *places)
     absorbed = jnp.einsum("BTNC,NCR->BTNR", q_content, key_up)
     return jnp.concatenate([absorbed, q_rope], axis=-1), cache
 

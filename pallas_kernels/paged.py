@@ -3,6 +3,20 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.fp8 import as_stored
+
+NO_PAGE = 2**31 - 1  # in a table: reads give any page's entries, which no token sees; writes are dropped
+
+
+def index_places(pool, page, place) -> tuple:
+    """Returns the index of entries [B, T, ..., H] of a pool [P, ..., size, H], by page and place [B, T]."""
+    return (page, *(slice(None),) * (pool.ndim - 3), place)
+
+
+def write_places(pool, entries, page, place) -> jax.Array:
+    """Writes entries [B, T, ..., H] to their pages and places there; those of a page outside the pool are dropped."""
+    return pool.at[index_places(pool, page, place)].set(as_stored(entries, pool.dtype), mode="drop")
+
 
 def gather_pages(pool, table, *, shift: int = 0, num_slots: int | None = None) -> jax.Array:
     """Copies each row's pages side by side, as a contiguous cache has them.

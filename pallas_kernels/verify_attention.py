@@ -100,39 +100,19 @@ def verify_attention(
             f"q {q.shape} does not fit keys, num_committed, ancestor_mask, values, window_start, value_up, page_table"
             f" of {found}, {value_width=}"
         )
-    is_windowed, num_pages = window_start is not None, None if page_table is None else page_table.shape[1]
-    settings = {"is_windowed": is_windowed, "pages_per_row": num_pages}
-    chosen = choose_implementation(q, keys, ancestor_mask, implementation, **settings)
+    shape = {
+        "is_windowed": window_start is not None,
+        "pages_per_row": None if page_table is None else page_table.shape[1],
+    }
+    chosen = choose_implementation(q, keys, ancestor_mask, implementation, **shape)
+    operands = (q, keys, values, num_committed, ancestor_mask, window_start, page_table)
+    settings = {"scale": scale, "sinks": sinks, "value_width": value_width, "page_shift": page_shift}
     if chosen == "xla" or q.size == 0:
-        return verify_attention_reference(
-            q,
-            keys,
-            values,
-            num_committed,
-            ancestor_mask,
-            window_start,
-            page_table,
-            scale=scale,
-            sinks=sinks,
-            value_width=value_width,
-            value_up=value_up,
-            page_shift=page_shift,
-        )
-    return _verify_attention_triton(
-        q,
-        keys,
-        values,
-        num_committed,
-        ancestor_mask,
-        window_start,
-        value_up,
-        page_table,
-        scale=scale,
-        sinks=sinks,
-        value_width=value_width,
-        page_shift=page_shift,
-        interpret=chosen == "interpreted",
-    )
+        return verify_attention_reference(*operands, **settings, value_up=value_up)
+    # The kernel, with the tiles of the platform that the computation is lowered for.
+    caches, interpret = (keys,) if values is None else (keys, values), chosen == "interpreted"
+    run = functools.partial(_run_kernel, **settings, interpret=interpret)
+    return call_by_platform(run, q, caches, *operands[3:], value_up, interpret=interpret)
 
 
 def choose_implementation(
@@ -212,30 +192,6 @@ def verify_attention_reference(
     return outputs if value_up is None else jnp.einsum("BKTGR,GRV->BKTGV", outputs, value_up)
 
 
-def _verify_attention_triton(
-    q,
-    keys,
-    values,
-    num_committed,
-    ancestor_mask,
-    window_start,
-    value_up,
-    page_table,
-    *,
-    scale,
-    sinks,
-    value_width,
-    page_shift,
-    interpret,
-):
-    """Calls `_run_kernel` with the tiles of the platform that the computation is lowered for."""
-    caches = (keys,) if values is None else (keys, values)
-    settings = {"scale": scale, "sinks": sinks, "value_width": value_width, "page_shift": page_shift}
-    run = functools.partial(_run_kernel, **settings, interpret=interpret)
-    operands = (q, caches, num_committed, ancestor_mask, window_start, value_up, page_table)
-    return call_by_platform(run, *operands, interpret=interpret)
-
-
 def _choose_tiles(num_rows: int, width: int, is_latent: bool, itemsize: int, platform: str) -> Tiles:
     """Chooses the largest tiles that spill no registers, found by compiling for sm_90 and gfx942.
 
@@ -269,8 +225,8 @@ def _run_kernel(
     num_committed,
     ancestor_mask,
     window_start,
-    value_up,
     page_table,
+    value_up,
     *,
     scale,
     sinks,

@@ -227,7 +227,8 @@ def insert(
     )
     if pages is not None and state.pages is not None:
         limits = requests.settings.limit.tolist()
-        needed = [num_pages_for(params, state, length, model=model, config=config) for length in limits]
+        num_behind = slots_per_round(model, drafter, spec)
+        needed = [state.pages.num_pages_of(length, num_behind) for length in limits]
         parts = 1 if mesh is None else mesh.shape.get("data", 1)
         requests = requests.replace(page_table=_make_page_table(pages, state.pages, needed, parts))
     requests = repeat_first_row(requests, num_padding)
@@ -425,8 +426,7 @@ def num_pages_for(params: dict, state: DecodeState, length: int, *, model: MTPMo
     if state.pages is None:
         raise ValueError("the state has no pages: make it with init_state(..., pool=...)")
     model, _, drafter, spec, _ = _resolve_statics(params_to_device(params), model, config, len(state.length))
-    num_positions = length + slots_per_round(model, drafter, spec) + 1 + state.pages.max_shift
-    return -(-num_positions // state.pages.size)
+    return state.pages.num_pages_of(length, slots_per_round(model, drafter, spec))
 
 
 def _make_page_table(

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 
 from mtpjax.models.attention_kinds import ATTENTION_KINDS
 from mtpjax.models.config import LayerKind, ModelConfig
-from mtpjax.models.layers.entries import pin_layout, read_rows, write_rows
+from mtpjax.models.layers.entries import read_slots, write_slots
 from mtpjax.models.masks import Entries
-from mtpjax.models.pages import Pages, read_pages, write_pages
+from mtpjax.models.pages import Pages
 
 
 class Cache(flax.struct.PyTreeNode):
@@ -132,11 +132,8 @@ def gather_path(cache: Cache, start: jax.Array, path: jax.Array, width: int, pag
 
     def move(kept: jax.Array) -> jax.Array:
         axis = kept.ndim - 2
-        tree = read_rows(kept, start, width, axis=axis) if pages is None else read_pages(kept, start, width, pages)
+        tree = read_slots(kept, start, width, pages)
         place = jnp.expand_dims(path, tuple(other for other in range(1, kept.ndim) if other != axis))
-        moved = jnp.take_along_axis(tree, place, axis=axis)
-        if pages is not None:
-            return pin_layout(write_pages(kept, moved, start, pages))
-        return pin_layout(write_rows(kept, moved, start, axis=axis))
+        return write_slots(kept, jnp.take_along_axis(tree, place, axis=axis), start, pages)
 
     return cache.replace(layers=tuple(jax.tree.map(move, entries) for entries in cache.layers))

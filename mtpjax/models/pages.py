@@ -9,12 +9,9 @@ Contiguous caches are the plain twin; `tests/models/test_pages.py` compares them
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels import paged
-from pallas_kernels.fp8 import as_stored
-
-NO_PAGE = np.iinfo(np.int32).max  # in a table: reads give any page's entries, which no token sees; writes are dropped
+from pallas_kernels.paged import NO_PAGE
 
 
 class Pages(flax.struct.PyTreeNode):
@@ -35,6 +32,10 @@ class Pages(flax.struct.PyTreeNode):
     def num_slots(self) -> int:
         """Slots for which every cache of the batch has room."""
         return self.table.shape[1] * self.size - self.max_shift
+
+    def num_pages_of(self, length: int, num_behind: int) -> int:
+        """Returns the pages of a text of `length` tokens, with `num_behind` slots that rounds write behind it."""
+        return -(-(length + num_behind + 1 + self.max_shift) // self.size)
 
     def locate(self, start: jax.Array, width: int, *, to_write: bool) -> tuple[jax.Array, jax.Array]:
         """Locates consecutive slots.
@@ -67,22 +68,15 @@ def write_pages(pool: jax.Array, rows: jax.Array, start: jax.Array, pages: Pages
         The pool; entries of slots without a page, and at shared positions, are dropped.
     """
     axis = pool.ndim - 2
-    page, place = pages.locate(start, rows.shape[axis], to_write=True)
-    rows = jnp.moveaxis(as_stored(rows, pool.dtype), axis, 1)
-    return pool.at[_index(pool, page, place)].set(rows, mode="drop")
+    return paged.write_places(pool, jnp.moveaxis(rows, axis, 1), *pages.locate(start, rows.shape[axis], to_write=True))
 
 
 def read_pages(pool: jax.Array, start: jax.Array, width: int, pages: Pages) -> jax.Array:
     """Reads `width` slots from slot `start [B]` of each row on: `[P, ..., size, H]` -> `[B, ..., width, H]`."""
     page, place = pages.locate(start, width, to_write=False)
-    return jnp.moveaxis(pool.at[_index(pool, page, place)].get(mode="clip"), 1, pool.ndim - 2)
+    return jnp.moveaxis(pool.at[paged.index_places(pool, page, place)].get(mode="clip"), 1, pool.ndim - 2)
 
 
 def gather_pages(pool: jax.Array, num_slots: int, pages: Pages) -> jax.Array:
     """Copies the first `num_slots` slots of each row: `[P, ..., size, H]` -> `[B, ..., num_slots, H]`."""
     return paged.gather_pages(pool, pages.table, shift=pages.shift, num_slots=num_slots)
-
-
-def _index(pool: jax.Array, page: jax.Array, place: jax.Array) -> tuple:
-    """Indexes entries by page and place. The result has the axes `[B, T]` first, for any number of axes between."""
-    return (page, *(slice(None),) * (pool.ndim - 3), place)

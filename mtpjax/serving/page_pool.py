@@ -9,7 +9,7 @@ first.
 import collections
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -21,14 +21,14 @@ class Lease:
     Attributes:
         pages: in the order of the text.
         num_cached: tokens at the beginning whose entries the pages already hold.
-        salt: what the entries depend on beside the tokens.
+        num_stored: pages at the beginning whose text has been hashed.
+        digest: hash of the text in these pages.
     """
 
     pages: list[int]
     num_cached: int
-    salt: bytes
-    num_stored: int = 0  # pages at the beginning that are known by their hash, or cannot be
-    digest: bytes = b""  # of the text in these pages
+    num_stored: int
+    digest: bytes
 
 
 class PagePool:
@@ -75,10 +75,11 @@ class PagePool:
             The lease; None if the pool has too few pages, and then nothing changes.
         """
         # The last prompt token is always processed, because its output gives the first new token.
-        shared, digest = [], hashlib.sha256(salt).digest()
-        for next_digest in self._hashes(tokens, (len(tokens) - 1) // self.page_size, salt):
+        shared, digest, size = [], hashlib.sha256(salt).digest(), self.page_size
+        for begin in range(0, min(len(tokens) - 1, num_pages * size) // size * size, size):
+            next_digest = _extend_hash(digest, tokens[begin : begin + size])
             page = self._page_of.get(next_digest)
-            if page is None or len(shared) == num_pages:
+            if page is None:
                 break
             shared.append(page)
             digest = next_digest
@@ -86,9 +87,10 @@ class PagePool:
         if num_pages - len(shared) > self.num_available - num_unused:
             return None
         for page in shared:
-            self._use(page)
+            self._unused.pop(page, None)
+            self._users[page] += 1
         pages = shared + [self._take() for _ in range(num_pages - len(shared))]
-        return Lease(pages, len(shared) * self.page_size, salt, len(shared), digest)
+        return Lease(pages, len(shared) * size, len(shared), digest)
 
     def extend(self, lease: Lease, num_pages: int) -> bool:
         """Adds pages to a lease.
@@ -147,16 +149,6 @@ class PagePool:
         while self._unused:
             self._free.append(self._evict())
         return number
-
-    def _hashes(self, tokens: Sequence[int], num_pages: int, salt: bytes) -> Iterator[bytes]:
-        digest = hashlib.sha256(salt).digest()
-        for number in range(num_pages):
-            digest = _extend_hash(digest, tokens[number * self.page_size : (number + 1) * self.page_size])
-            yield digest
-
-    def _use(self, page: int) -> None:
-        self._unused.pop(page, None)
-        self._users[page] += 1
 
     def _take(self) -> int:
         page = self._free.pop() if self._free else self._evict()

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from mtpjax.models.masks import Entries, Masks, Recycled, View
-from mtpjax.models.pages import gather_pages, read_pages, write_pages
+from mtpjax.models.pages import Pages, gather_pages, read_pages, write_pages
 from pallas_kernels.fp8 import as_stored
 
 
@@ -40,13 +40,21 @@ def read_rows(buffer: jax.Array, start: jax.Array, width: int, *, axis: int = 1)
 def append(entries: Entries, new: Entries, view: View) -> Entries:
     """Writes `new` into one layer's entries, from slot `view.start` on. The slot axis is the last but one."""
     assert view.start is not None, "a pass with a cache takes a cached view"
-    appended = {}
-    for name, kept in entries.items():
-        if view.pages is None:
-            appended[name] = write_rows(kept, new[name], view.start, axis=kept.ndim - 2)
-        else:
-            appended[name] = write_pages(kept, new[name], view.start, view.pages)
-    return {name: pin_layout(kept) for name, kept in appended.items()}
+    return {name: write_slots(kept, new[name], view.start, view.pages) for name, kept in entries.items()}
+
+
+def write_slots(kept: jax.Array, new: jax.Array, start: jax.Array, pages: Pages | None) -> jax.Array:
+    """Writes entries into contiguous slots `[B, ..., S, H]` or pages `[P, ..., size, H]`, from slot `start [B]` on."""
+    if pages is None:
+        return pin_layout(write_rows(kept, new, start, axis=kept.ndim - 2))
+    return pin_layout(write_pages(kept, new, start, pages))
+
+
+def read_slots(kept: jax.Array, start: jax.Array, width: int, pages: Pages | None) -> jax.Array:
+    """Reads `width` slots of each row: the twin of `write_slots`."""
+    if pages is None:
+        return read_rows(kept, start, width, axis=kept.ndim - 2)
+    return read_pages(kept, start, width, pages)
 
 
 def pin_layout(array: jax.Array) -> jax.Array:
@@ -107,11 +115,9 @@ def select(entries: Entries, view: View) -> tuple[tuple[Entries, ...], Masks]:
         return (side_by_side(entries, view, view.mask.shape[2]),), (view.mask,)
     # A window reads two ranges of slots: the sinks at the beginning, and the newest slots.
     sinks, begin, size = span.sinks, span.begin, span.size
-    if pages is not None:
-        first = jnp.zeros_like(begin)
-        oldest = {name: read_pages(kept, first, sinks, pages) for name, kept in entries.items()}
-        newest = {name: read_pages(kept, begin, size, pages) for name, kept in entries.items()}
-    else:
+    if pages is None:
         oldest = {name: jax.lax.slice_in_dim(kept, 0, sinks, axis=kept.ndim - 2) for name, kept in entries.items()}
-        newest = {name: read_rows(kept, begin, size, axis=kept.ndim - 2) for name, kept in entries.items()}
+    else:
+        oldest = side_by_side(entries, view, sinks)
+    newest = {name: read_slots(kept, begin, size, pages) for name, kept in entries.items()}
     return (oldest, newest), (view.mask[:, :, :sinks], view.mask[:, :, sinks:])
