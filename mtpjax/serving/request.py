@@ -1,0 +1,146 @@
+"""What goes into the engine and comes out of it: requests, the tokens of a tick, and how a request ended."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal
+
+from mtpjax.decoding.config import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
+
+
+class QueueFull(Exception):
+    """The engine's queue is full, or the engine shuts down; the client should try again later."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """One text to continue.
+
+    Attributes:
+        prompt: token ids, at least one.
+        max_new_tokens: most new tokens, at least 1.
+        sampling: one value per option. A temperature above 0 needs a seed.
+        stop_token_ids: the text ends after any of these tokens, which is part of the new tokens.
+        stop_sequences: the text ends after any of these sequences of new tokens, which is part of them.
+        logprobs: report the log-probability of each new token under the trunk's unmodified logits.
+        speculative: False decodes without drafts.
+        salt: only requests with the same salt share pages of the prefix cache.
+    """
+
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
+    stop_token_ids: tuple[int, ...] = ()
+    stop_sequences: tuple[tuple[int, ...], ...] = ()
+    logprobs: bool = False
+    speculative: bool = True
+    salt: bytes = b""
+
+
+@dataclasses.dataclass(frozen=True)
+class Delta:
+    """New tokens of a request.
+
+    Attributes:
+        tokens: at least one.
+        origins: draft level that proposed each token; 0: a bonus token, which the trunk drew itself.
+        logprobs: of each token; None unless the request asks for them.
+    """
+
+    tokens: list[int]
+    origins: list[int]
+    logprobs: list[float] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Finish:
+    """The end of a request. Nothing follows it.
+
+    Attributes:
+        reason: "stop" (a stop token or sequence), "length" (a limit), "abort", "timeout" or "error".
+        num_prompt_tokens: tokens of the prompt.
+        num_cached_tokens: tokens of the prompt whose entries came from the prefix cache.
+        num_new_tokens: tokens delivered.
+        num_steps: verification passes.
+        proposed: per draft level, passes that drafted it.
+        accepted: per draft level, passes that accepted it.
+        message: one line for the user, if the reason is "error".
+    """
+
+    reason: FinishReason
+    num_prompt_tokens: int
+    num_cached_tokens: int = 0
+    num_new_tokens: int = 0
+    num_steps: int = 0
+    proposed: tuple[int, ...] = ()
+    accepted: tuple[int, ...] = ()
+    message: str = ""
+
+
+Deliver = Callable[[Delta | Finish], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """Log-probabilities of a given text under the trunk, without sampling options.
+
+    Attributes:
+        logprobs: per token; None for the first, which nothing precedes.
+        top_ids: per token, the most likely ids in its place, in falling order; empty for the first.
+        top_logprobs: their log-probabilities.
+    """
+
+    logprobs: list[float | None]
+    top_ids: list[list[int]]
+    top_logprobs: list[list[float]]
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineStatus:
+    """The engine's load and its counts since the start.
+
+    Attributes:
+        num_running: requests in slots, prefill included.
+        num_waiting: requests in the queue.
+        num_slots: most requests that run at the same time.
+        num_pages: pages of the pool.
+        num_used_pages: pages of running requests.
+        page_size: positions per page.
+        num_prompt_tokens: tokens of prompts that were prefilled or found in the prefix cache.
+        num_cached_tokens: those of them that were found.
+        num_new_tokens: tokens delivered.
+        num_requests: requests that ended.
+        num_aborted: those of them that were aborted, or ran out of time.
+        num_failed: those of them that ended with an error.
+        num_preempted: times that a request gave up its pages and waited again.
+        num_ticks: ticks of the scheduler that called the device.
+        num_steps: verification passes of all rows.
+        proposed: per draft level, passes that drafted it.
+        accepted: per draft level, passes that accepted it.
+        num_compilations: programs compiled since the engine was ready.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_slots: int = 0
+    num_pages: int = 0
+    num_used_pages: int = 0
+    page_size: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_new_tokens: int = 0
+    num_requests: int = 0
+    num_aborted: int = 0
+    num_failed: int = 0
+    num_preempted: int = 0
+    num_ticks: int = 0
+    num_steps: int = 0
+    proposed: tuple[int, ...] = ()
+    accepted: tuple[int, ...] = ()
+    num_compilations: int = 0
+
+    @property
+    def accept_length(self) -> float:
+        """Mean tokens per verification pass, bonus token included; nan without passes."""
+        return 1 + sum(self.accepted) / self.num_steps if self.num_steps else float("nan")
