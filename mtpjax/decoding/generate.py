@@ -261,7 +261,7 @@ def make_state(
     # An adaptive call whose costs can never pay disables drafting, so that it does not keep a drafter up to date.
     costs = rates = None
     is_disabled = False
-    if spec.is_adaptive:
+    if spec.is_adaptive and config.depth_costs is not None:
         costs = np.asarray(config.depth_costs, np.float32)
         rates = None if config.depth_rates is None else np.asarray(config.depth_rates, np.float32)
         is_disabled = not can_speed_up(costs)

@@ -58,6 +58,11 @@ class OneGraph:
             self._is_rejected = True
             return self.plain(*args, **kwargs)
 
+    @property
+    def num_programs(self) -> int:
+        """Programs that calls have compiled so far."""
+        return sum(jitted._cache_size() for jitted in (self.plain, self._on_one_gpu, self._on_mesh))
+
 
 def _is_traced(arguments: Any) -> bool:
     """Returns whether the call is part of another trace."""

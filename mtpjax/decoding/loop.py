@@ -13,7 +13,7 @@ from mtpjax.decoding.gpu_graph import one_graph
 from mtpjax.decoding.prefill import prefill
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import DecodeState
-from mtpjax.decoding.verify import accept, verify
+from mtpjax.decoding.verify import accept, end_failed_rows, verify
 from mtpjax.models.decoding_layout import run_in_parts
 from mtpjax.models.model import MTPModel
 from mtpjax.models.parallel import over_rows, own_size
@@ -60,6 +60,8 @@ def run_round(
     #    even if it rejects all drafts.
     accepted = accept(state, draft, verified, model=model, spec=spec)
     chex.assert_shape((accepted.num_accepted, accepted.tokens), ((B,), (B, K + 1)))
+    if spec.check_nan:
+        state = end_failed_rows(state, verified, accepted)
     # 4. Commit: keep the cache entries of the path, append its tokens, and end finished rows. The bonus token becomes
     #    the pending token of the next round.
     return commit(state, draft, verified, accepted, model=model, drafter=drafter, spec=spec)
@@ -75,6 +77,7 @@ def run_rounds(
     drafter: Drafter,
     spec: DecodeSpec,
     until: Literal["all", "any"] = "all",
+    depth: int | None = None,
 ) -> DecodeState:
     """Runs rounds until the rows have ended.
 
@@ -91,6 +94,7 @@ def run_rounds(
         drafter: the draft method.
         spec: the shape of a round; an adaptive call drafts 0..`spec.num_steps` levels.
         until: "all" stops when every row is done, "any" when a row ends that was running at the start.
+        depth: draft levels of every round, of an adaptive spec whose caller chooses them; None: the policy does.
 
     Returns:
         The state after the last round.
@@ -116,6 +120,8 @@ def run_rounds(
 
     # Adaptive depth: shapes are static, so each depth has a compiled round of its own.
     def chosen_depth(state: DecodeState) -> jax.Array:
+        if depth is not None:
+            return jnp.int32(depth)
         assert state.policy is not None
         return jnp.where(state.drafting_disabled, 0, state.policy.depth)
 
@@ -132,7 +138,7 @@ def run_rounds(
         carry = drafter.drain_backlog(prepared, state, chosen_depth(state), model=model, spec=spec), rounds_left
         # The loop for the chosen depth runs at least one round. Any other loop runs only if the policy has moved to its
         # depth by then; otherwise it costs one test of its condition.
-        for num_steps in range(spec.num_steps + 1):
+        for num_steps in range(spec.num_steps + 1) if depth is None else (depth,):
             carry = jax.lax.while_loop(
                 functools.partial(should_keep_depth, num_steps=num_steps),
                 functools.partial(advance, spec=spec.at_depth(num_steps)),

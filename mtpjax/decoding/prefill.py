@@ -90,6 +90,8 @@ def prefill(
     model: MTPModel,
     drafter: Drafter,
     spec: DecodeSpec,
+    max_chunks: jax.Array | int | None = None,
+    first_token: jax.Array | None = None,
 ) -> DecodeState:
     """Processes the prompts from `start` on and commits the first new token of each row.
 
@@ -101,6 +103,10 @@ def prefill(
         model: the model.
         drafter: the draft method.
         spec: the shape of a round.
+        max_chunks: the most chunks to process. A row whose prompt needs more gets no token, and another call continues
+            where this one ends. None: no limit.
+        first_token: `[B]` int32 the first new token where it is known already, as of a row that decoded before; -1
+            where it is not. None: of no row.
 
     Returns:
         The state before the first round. Each row has one new token, which is pending: no cache holds it.
@@ -112,6 +118,8 @@ def prefill(
     B, dtype = len(length), params["embedding"].dtype
     num_to_process = length if start is None else jnp.maximum(length - start, 0)
     num_chunks = (over_rows(jnp.max, num_to_process) + chunk_width - 1) // chunk_width
+    if max_chunks is not None:
+        num_chunks = jnp.minimum(num_chunks, max_chunks)
 
     def process_chunk(carry):
         index, trunk, draft_state, last_hidden = carry
@@ -149,15 +157,27 @@ def prefill(
     # Where the arg-max is enough, no logits are stored, as in verification.
     logits, sampling = None, state.settings.sampling
     if spec.rule == "greedy" and not sampling.changes_logits and not spec.logprobs:
-        first = apply(last_hidden, k=1, method="top_tokens")[1][:, :, 0]
+        values, tokens, _ = apply(last_hidden, k=1, method="top_tokens")
+        first, best = tokens[:, :, 0], values[:, :, 0]
     else:
         logits, vocabulary = apply(last_hidden, method="own_logits"), Vocabulary.of(model.config.vocab_size)
+        best = vocabulary.logsumexp(logits) if spec.check_nan else None
         adjusted = adjust_logits(logits, state, None, jnp.zeros_like(length)[:, None], model)
         if spec.rule == "greedy":
             first = vocabulary.argmax(adjusted)
         else:
             first = draw_target(distribution(adjusted, sampling, vocabulary), sampling, length[:, None], vocabulary)
+    if first_token is not None:
+        first = jnp.where(first_token[:, None] >= 0, first_token[:, None], first)
     # Append it as the pending token: the trunk's cache covers every token before it.
+    processed = length
+    if max_chunks is not None:
+        begin = 0 if start is None else start
+        processed = jnp.minimum(length, begin + num_chunks * chunk_width)
+    is_complete = processed == length
     state = state.replace(trunk=trunk, drafter=draft_state)
-    state, _ = append_tokens(state, first, jnp.ones_like(length), logits, model=model)
-    return state.replace(trunk=commit(trunk, state.length - 1))
+    if spec.check_nan and best is not None:
+        has_failed = is_complete & jnp.isnan(best[:, 0]) & ~state.done
+        state = state.replace(failed=state.failed | has_failed, done=state.done | has_failed)
+    state, _ = append_tokens(state, first, is_complete.astype(jnp.int32), logits, model=model)
+    return state.replace(trunk=commit(trunk, processed))

@@ -104,7 +104,7 @@ def init_state(
     params, num_slots = params_to_device(params), check_integer("num_slots", num_slots)
     if num_slots < 1:
         raise ValueError(f"num_slots must be at least 1, got {num_slots}")
-    model, params, drafter, spec, mesh = _resolve_statics(params, model, config, num_slots, mesh)
+    model, params, drafter, spec, mesh = resolve_statics(params, model, config, num_slots, mesh)
     if mesh is not None and num_slots % mesh.shape.get("data", 1):
         raise ValueError(f"num_slots must be a multiple of the mesh's data = {mesh.shape['data']}, got {num_slots}")
     if pool is not None:
@@ -195,7 +195,7 @@ def insert(
     check_argument_types(params, prompts, sampling, key, model=model)
     _check_state(state)
     params, (num_slots, capacity) = params_to_device(params), state.tokens.shape
-    model, params, drafter, spec, mesh = _resolve_statics(params, model, config, num_slots)
+    model, params, drafter, spec, mesh = resolve_statics(params, model, config, num_slots)
     rows = prompts_to_arrays(prompts)
     limit = check_request(rows, model, config, drafter)
     # The state's capacity bounds every row. Keep room for a whole prefill chunk and for the widest draft behind the
@@ -223,7 +223,7 @@ def insert(
         key=key,
         num_cached=num_cached_array,
         features=state.settings.sampling.features,
-        stops=_fit_stops(make_stop_table(config), state.settings.stops.shape[1:]),
+        stops=fit_stops(make_stop_table(config), state.settings.stops.shape[1:]),
     )
     if pages is not None and state.pages is not None:
         limits = requests.settings.limit.tolist()
@@ -289,7 +289,7 @@ def run(
         raise ValueError(f"max_rounds must not be negative, got {max_rounds}")
     if until not in ("all", "any"):
         raise ValueError(f"unknown until '{until}'; supported: all, any")
-    model, params, drafter, spec, mesh = _resolve_statics(params, model, config, len(state.length))
+    model, params, drafter, spec, mesh = resolve_statics(params, model, config, len(state.length))
     if draft_params is None:
         draft_params = drafter.default_params(params, config, model=model)
     # The limit enters as an array, so another value compiles nothing.
@@ -341,7 +341,7 @@ def _run(
     return run_in_parts(run_part, model.config, params, draft_params, state, max_rounds)
 
 
-def _resolve_statics(
+def resolve_statics(
     params: dict, model: MTPModel, config: DecodeConfig, num_slots: int, mesh: Mesh | None = None
 ) -> tuple[MTPModel, dict, Drafter, DecodeSpec, Mesh | None]:
     """Resolves the model and parameters to decode with, the drafter, the spec and the mesh of a state."""
@@ -425,7 +425,7 @@ def num_pages_for(params: dict, state: DecodeState, length: int, *, model: MTPMo
     _check_state(state)
     if state.pages is None:
         raise ValueError("the state has no pages: make it with init_state(..., pool=...)")
-    model, _, drafter, spec, _ = _resolve_statics(params_to_device(params), model, config, len(state.length))
+    model, _, drafter, spec, _ = resolve_statics(params_to_device(params), model, config, len(state.length))
     return state.pages.num_pages_of(length, slots_per_round(model, drafter, spec))
 
 
@@ -448,7 +448,7 @@ def _make_page_table(
     return table
 
 
-def _fit_stops(stops: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def fit_stops(stops: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Copies a stop table into one of the state's `shape`; raises `ValueError` if it is too large."""
     # Sequences fill the table's first rows and last columns, so the used part is a corner of it.
     is_used = stops != -1

@@ -25,6 +25,7 @@ class DecodeSpec:
         logprobs: record the log-probability of every new token.
         kv_cache_dtype: NumPy's name of the dtype of the caches; None: that of the embedding.
         pool: number of pages and positions per page, of a new state whose caches are in pages; None: contiguous.
+        check_nan: end a row, as failed, when a logit that its text follows from is NaN.
     """
 
     num_steps: int
@@ -38,6 +39,7 @@ class DecodeSpec:
     logprobs: bool = False
     kv_cache_dtype: str | None = None
     pool: tuple[int, int] | None = None
+    check_nan: bool = False
 
     @classmethod
     def from_config(

@@ -39,6 +39,7 @@ class DecodeState(flax.struct.PyTreeNode):
     length: jax.Array  # [B] int32 committed tokens; the last one is pending: the trunk has not processed it yet
     done: jax.Array  # [B] bool, the row has ended, or the slot is free
     stopped: jax.Array  # [B] bool, the row ended with a stop sequence
+    failed: jax.Array  # [B] bool, the row ended because a logit was NaN (`spec.check_nan`)
     history: TokenHistory
     trunk: Cache  # the trunk's KV cache; holds the first length - 1 tokens
     drafter: Any  # the drafter's own state
@@ -59,6 +60,7 @@ class NewRows(flax.struct.PyTreeNode):
     num_cached: jax.Array  # [R] int32 prompt tokens whose cache entries the slot, or its pages, already hold
     settings: RowSettings
     page_table: jax.Array | None = None  # [R, N] int32, for a state with pages
+    first_token: jax.Array | None = None  # [R] int32 new token behind `tokens` that is known already; -1: none
 
     @classmethod
     def without_stops(
@@ -144,6 +146,7 @@ def empty_state(
         length=jnp.ones(batch, jnp.int32),
         done=jnp.ones(batch, bool),
         stopped=zeros(dtype=bool),
+        failed=zeros(dtype=bool),
         history=TokenHistory.empty(batch, config.vocab_size, sampling),
         trunk=empty_cache(config, config.trunk_kinds, batch, capacity, dtype, spec.kv_cache_dtype, spec.pool),
         drafter=drafter.init(model=model, spec=spec, batch=batch, capacity=capacity, dtype=dtype),
@@ -173,7 +176,13 @@ def start_rows(state: DecodeState, rows: NewRows, *, vocab_size: int) -> DecodeS
         # The repetition penalty also applies to tokens of the prompt: mark them, without the padding behind the prompt.
         is_prompt = jnp.arange(rows.tokens.shape[1])[None, :] < rows.length[:, None]
         mark = jax.vmap(lambda row, is_marked: jnp.zeros(vocab_size, bool).at[row].max(is_marked))
-        history = TokenHistory(mark(rows.tokens, is_prompt), jnp.zeros_like(history.counts))
+        counts = jnp.zeros_like(history.counts)
+        if rows.first_token is not None:
+            # The text of a row that decoded before goes on behind its prompt.
+            is_new = is_prompt & (jnp.arange(rows.tokens.shape[1])[None, :] >= rows.settings.prompt_length[:, None])
+            is_prompt &= ~is_new
+            counts = jax.vmap(lambda counts, row, new: counts.at[row].add(new))(counts, rows.tokens, is_new.astype(int))
+        history = TokenHistory(mark(rows.tokens, is_prompt), counts)
     pages = state.pages
     if pages is not None and rows.page_table is not None:
         pages = pages.replace(table=rows.page_table, num_shared=rows.num_cached)
@@ -184,6 +193,7 @@ def start_rows(state: DecodeState, rows: NewRows, *, vocab_size: int) -> DecodeS
         length=rows.length,
         done=jnp.zeros_like(state.done),
         stopped=jnp.zeros_like(state.stopped),
+        failed=jnp.zeros_like(state.failed),
         history=history,
         steps=jnp.zeros_like(state.steps),
         proposed=jnp.zeros_like(state.proposed),

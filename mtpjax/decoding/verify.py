@@ -27,6 +27,7 @@ class VerifyOutput(flax.struct.PyTreeNode):
     target_tokens: jax.Array | None  # [B, W] int32 arg-max after each node; None if the rule needs logits
     states: Any  # trunk states that the drafter selected, [B, W, ...] per leaf
     trunk: Cache  # the trunk's cache with the nodes appended; its length is unchanged
+    is_nan: jax.Array | None = None  # [B, W] bool, a logit after the node is NaN; None unless `spec.check_nan`
 
 
 class Acceptance(flax.struct.PyTreeNode):
@@ -74,14 +75,38 @@ def verify(
     output = apply(tokens, view, state.trunk, layer_ids=drafter.layer_ids, method="run_trunk")
     # 3. Score. For greedy rows with unmodified logits the arg-max is enough, and a kernel computes it without storing
     #    [B, W, V] logits.
-    logits = target_tokens = None
+    logits = target_tokens = is_nan = None
     if spec.rule == "greedy" and not state.settings.sampling.changes_logits and not spec.logprobs:
-        target_tokens = apply(output.hidden, k=1, method="top_tokens")[1][:, :W, 0]
+        values, tokens, _ = apply(output.hidden, k=1, method="top_tokens")
+        target_tokens, best = tokens[:, :W, 0], values[:, :W, 0]
     else:
         logits = apply(output.hidden, method="own_logits")[:, :W]
+        best = Vocabulary.of(model.config.vocab_size).logsumexp(logits) if spec.check_nan else None
+    if spec.check_nan and best is not None:
+        is_nan = jnp.isnan(best)
     # The drafter needs the hidden states of the accepted nodes in the next round, when it extends over them.
     states = jax.tree.map(lambda kept: kept[:, :W], drafter.select_states(output, model=model))
-    return VerifyOutput(logits, target_tokens, states, output.cache)
+    return VerifyOutput(logits, target_tokens, states, output.cache, is_nan)
+
+
+def end_failed_rows(state: DecodeState, verified: VerifyOutput, accepted: "Acceptance") -> DecodeState:
+    """Ends the rows whose accepted path has a node with NaN logits, before they append anything.
+
+    Args:
+        state: the rows.
+        verified: the outputs of the trunk's pass over the nodes, with `is_nan`.
+        accepted: the accepted path.
+
+    Returns:
+        The state, with these rows failed and done.
+    """
+    assert verified.is_nan is not None
+    num_tokens = accepted.tokens.shape[1]
+    path = accepted.path
+    is_nan = verified.is_nan[:, :num_tokens] if path is None else jnp.take_along_axis(verified.is_nan, path, axis=1)
+    is_on_path = jnp.arange(num_tokens)[None, :] <= accepted.num_accepted[:, None]
+    has_failed = (is_nan & is_on_path).any(axis=1) & ~state.done
+    return state.replace(failed=state.failed | has_failed, done=state.done | has_failed)
 
 
 def accept(

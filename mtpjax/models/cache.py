@@ -112,6 +112,19 @@ def put_rows(cache: Cache, new: Cache, rows: jax.Array) -> Cache:
     return cache.replace(layers=layers, length=put(cache.length, new.length))
 
 
+def clear_pages(cache: Cache, pages: jax.Array) -> Cache:
+    """Zeroes pages `[n]` of a cache in pages; ids outside the pool are dropped."""
+
+    def clear(pool: jax.Array) -> jax.Array:
+        return pool.at[pages].set(0, mode="drop")
+
+    layers = tuple(
+        jax.tree.map(clear, entries) if _is_pool(cache, kind) else entries
+        for kind, entries in zip(cache.kinds, cache.layers, strict=True)
+    )
+    return cache.replace(layers=layers)
+
+
 def _is_pool(cache: Cache, kind: LayerKind) -> bool:
     return cache.is_paged and not ATTENTION_KINDS[kind.attention].is_recurrent
 

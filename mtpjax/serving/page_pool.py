@@ -126,18 +126,31 @@ class PagePool:
                 self._page_of[lease.digest], self._hash_of[page] = page, lease.digest
             lease.num_stored += 1
 
-    def release(self, lease: Lease) -> None:
-        """Gives back a request's pages. Known ones may serve later requests."""
+    def release(self, lease: Lease, *, forget: bool = False) -> list[int]:
+        """Gives back a request's pages. Known ones may serve later requests.
+
+        Args:
+            lease: the pages.
+            forget: pages that no other request uses become unknown.
+
+        Returns:
+            The pages that no request uses now and no later one can find.
+        """
         # Later pages of a text are forgotten first: without those before them they cannot be found.
+        free = []
         for page in reversed(lease.pages):
             self._users[page] -= 1
             if self._users[page]:
                 continue
-            if page in self._hash_of:
+            if page in self._hash_of and not forget:
                 self._unused[page] = None
-            else:
-                self._free.append(page)
+                continue
+            if page in self._hash_of:
+                del self._page_of[self._hash_of.pop(page)]
+            free.append(page)
+        self._free += free
         lease.pages = []
+        return free
 
     def forget(self) -> int:
         """Forgets all known pages that no request uses.

@@ -1,0 +1,358 @@
+"""The engine: requests in, tokens out, one thread that keeps the device busy.
+
+A tick takes new requests and aborts, plans (`Scheduler`), dispatches the calls of the plan (`Executor`), and then reads
+the reports of the tick before, while the device runs this one. Deltas reach each request's `deliver` function.
+"""
+
+import collections
+import concurrent.futures
+import dataclasses
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as TokenSequence
+
+import numpy as np
+
+from mtpjax.decoding.config import DecodeConfig, SamplingParams
+from mtpjax.models.model import MTPModel
+from mtpjax.serving.executor import Call, EngineSettings, Executor
+from mtpjax.serving.page_pool import PagePool
+from mtpjax.serving.programs import Report
+from mtpjax.serving.request import Deliver, Delta, EngineStatus, Finish, FinishReason, QueueFull, Request, Scores
+from mtpjax.serving.scheduler import Scheduler, SchedulerSettings, Sequence
+
+_log = logging.getLogger(__name__)
+
+
+class Engine:
+    """Serves requests. All methods may be called from any thread.
+
+    Args:
+        params: model parameters, with unrolled layers.
+        model: the model.
+        config: settings of every request; limits and stop tokens are the requests' own.
+        settings: sizes and limits.
+
+    Raises:
+        ValueError: for settings that contradict each other or the model.
+
+    Attributes:
+        max_length: most tokens of a text, prompt included.
+        vocab_size: ids are 0 .. vocab_size - 1.
+    """
+
+    def __init__(self, params: dict, *, model: MTPModel, config: DecodeConfig, settings: EngineSettings | None = None):
+        self.settings = settings or EngineSettings()
+        self._executor = Executor(params, model=model, config=config, settings=self.settings)
+        self.max_length, self.vocab_size = self._executor.max_length, model.config.vocab_size
+        self._scheduler = self._new_scheduler()
+        self._changed = threading.Condition()
+        self._inbox: list[Callable[[], None]] = []  # what other threads ask the engine's own to do
+        self._sequences: dict[int, Sequence] = {}
+        self._ids = itertools.count()
+        self._in_flight: collections.deque[list[Call]] = collections.deque()
+        self._totals: collections.Counter[str] = collections.Counter()
+        self._drafts = np.zeros(1 + 2 * self._executor.max_depth, np.int64)
+        self._num_ready_programs: int | None = None
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="mtpjax-engine", daemon=True)
+
+    def start(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Compiles all programs and starts the thread.
+
+        Args:
+            progress: called with the number of programs done and of all programs.
+        """
+        self._executor.warm_up(progress)
+        self._num_ready_programs = self._executor.num_programs
+        self._thread.start()
+
+    def submit(self, request: Request, deliver: Deliver) -> int:
+        """Puts a request into the queue.
+
+        Args:
+            request: what to continue.
+            deliver: gets every `Delta`, then one `Finish`. It is called from the engine's thread and must not block.
+
+        Returns:
+            The request's number, for `abort`.
+
+        Raises:
+            ValueError: for a prompt or an option out of range, in one line.
+            QueueFull: too many requests wait, or the engine shuts down.
+        """
+        rows = self._executor.make_rows(request)
+        is_plain = dataclasses.replace(request.sampling, seed=None) == SamplingParams() and not request.logprobs
+        sequence = Sequence(
+            next(self._ids),
+            request,
+            deliver,
+            list(request.prompt),
+            limit=int(rows.settings.limit[0]),
+            rows=rows,
+            is_plain=is_plain,
+            arrived=time.monotonic(),
+        )
+        with self._changed:
+            if self._is_closing:
+                raise QueueFull("the server shuts down")
+            num_waiting = len(self._sequences) - len(self._scheduler.running)
+            if num_waiting >= self.settings.max_waiting:
+                raise QueueFull(f"{num_waiting} requests wait already; try again later")
+            self._sequences[sequence.id] = sequence
+            self._inbox.append(lambda: self._scheduler.add(sequence))
+            self._changed.notify()
+        return sequence.id
+
+    def abort(self, request_id: int) -> None:
+        """Ends a request with "abort"; one that has ended stays as it is."""
+
+        def end() -> None:
+            sequence = self._sequences.get(request_id)
+            if sequence is not None:
+                self._end(sequence, "abort")
+
+        self._post(end)
+
+    def score(self, tokens: TokenSequence[int], num_top: int) -> Scores:
+        """Computes the log-probabilities of a text under the trunk. Blocks until a tick has time for it.
+
+        Args:
+            tokens: the text.
+            num_top: alternatives per token, at most 20.
+
+        Returns:
+            The log-probabilities.
+
+        Raises:
+            ValueError: for a text or a number out of range.
+            QueueFull: the engine shuts down.
+        """
+        future: concurrent.futures.Future[Scores] = concurrent.futures.Future()
+
+        def compute() -> None:
+            try:
+                future.set_result(self._executor.score(list(tokens), num_top))
+            except Exception as error:
+                future.set_exception(error)
+
+        self._post(compute)
+        return future.result()
+
+    def flush_cache(self) -> int:
+        """Forgets the pages that no request uses.
+
+        Returns:
+            How many they were.
+        """
+        future: concurrent.futures.Future[int] = concurrent.futures.Future()
+        self._post(lambda: future.set_result(sum(pool.forget() for pool in self._scheduler.pools)))
+        return future.result()
+
+    def status(self) -> EngineStatus:
+        """Returns the load and the counts since the start."""
+        scheduler, depth = self._scheduler, self._executor.max_depth
+        programs = self._num_ready_programs
+        return EngineStatus(
+            num_running=len(scheduler.running),
+            num_waiting=len(self._sequences) - len(scheduler.running),
+            num_slots=self.settings.num_slots,
+            num_pages=sum(pool.num_pages for pool in scheduler.pools),
+            num_used_pages=sum(pool.num_in_use for pool in scheduler.pools),
+            page_size=self.settings.page_size,
+            num_preempted=scheduler.num_preempted,
+            num_steps=int(self._drafts[0]),
+            proposed=tuple(self._drafts[1 : 1 + depth].tolist()),
+            accepted=tuple(self._drafts[1 + depth :].tolist()),
+            num_compilations=0 if programs is None else self._executor.num_programs - programs,
+            **{f"num_{name}": self._totals[name] for name in _TOTALS},
+        )
+
+    def close(self, timeout: float | None = None) -> bool:
+        """Takes no further requests, lets the others end, and stops the thread.
+
+        Args:
+            timeout: seconds after which requests that still run are aborted; None: no limit.
+
+        Returns:
+            True if all requests ended by themselves.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+        is_running = self._thread.ident is not None
+        while is_running and self._sequences and (deadline is None or time.monotonic() < deadline):
+            time.sleep(0.01)
+        left = list(self._sequences)
+        for request_id in left:
+            self.abort(request_id)
+        if is_running:
+            self._thread.join()
+        return not left
+
+    def _new_scheduler(self) -> Scheduler:
+        executor, settings = self._executor, self.settings
+        has_modules = executor.drafter.num_extended(executor.state.drafter) is not None
+
+        def depth_of(num_rows: int) -> int:
+            limit = settings.disable_drafts_at
+            return executor.max_depth if limit is None or num_rows < limit else 0
+
+        return Scheduler(
+            SchedulerSettings(
+                num_slots=executor.part_slots,
+                prefill_chunk=executor.spec.prefill_chunk,
+                prefill_rows=executor.prefill_sizes[-1],
+                rounds_per_call=settings.rounds_per_call,
+                overlap=executor.model.config.num_mtp_modules if has_modules else 0,
+                num_pages_of=executor.num_pages_of,
+                max_depth=executor.max_depth,
+                depth_of=depth_of,
+                # A recurrent layer keeps only its newest state, which pages do not hold.
+                shares_prefixes=settings.shares_prefixes and not executor.has_recurrent_layers,
+            ),
+            [PagePool(executor.part_pages, settings.page_size) for _ in range(executor.num_parts)],
+        )
+
+    # The engine's thread.
+
+    def _post(self, action: Callable[[], None]) -> None:
+        with self._changed:
+            if self._is_closing and not self._thread.is_alive():
+                raise QueueFull("the server shuts down")
+            self._inbox.append(action)
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._inbox or self._in_flight or self._sequences):
+                    if self._is_closing:
+                        return
+                    self._changed.wait()
+                actions, self._inbox = self._inbox, []
+            # One request's fault must never end the thread.
+            try:
+                for action in actions:
+                    action()
+                self._tick()
+            except Exception as error:
+                self._recover(error)
+
+    def _tick(self) -> None:
+        self._end_late_requests()
+        # 1. Dispatch this tick's calls. The device runs them in this order.
+        plan = self._scheduler.plan()
+        calls = []
+        if plan.admitted:
+            self._executor.admit(plan.admitted)
+            for sequence in plan.admitted:
+                if not sequence.is_resumed:
+                    self._totals["prompt_tokens"] += len(sequence.request.prompt)
+                    self._totals["cached_tokens"] += sequence.num_cached or 0
+        if plan.prefills:
+            calls.append(self._executor.prefill(plan.prefills))
+        for depth, sequences in plan.advances.items():
+            calls.append(self._executor.advance(sequences, depth))
+        # 2. Read the reports of the tick before. Without new calls, read all.
+        if calls:
+            self._totals["ticks"] += 1
+            self._in_flight.append(calls)
+        while len(self._in_flight) > bool(calls):
+            for call in self._in_flight.popleft():
+                self._take_report(call)
+
+    def _take_report(self, call: Call) -> None:
+        """Delivers the new tokens of a call, and ends the rows that are done."""
+        report = call.read()
+        for row, sequence in enumerate(call.rows):
+            if sequence is not None:
+                sequence.num_unread -= 1
+                if not sequence.has_ended:
+                    self._take_row(sequence, report, row, call.is_prefill)
+
+    def _take_row(self, sequence: Sequence, report: Report, row: int, is_prefill: bool) -> None:
+        # 1. Counts.
+        counts = np.concatenate([report.steps[row, None], report.proposed[row], report.accepted[row]]).astype(int)
+        self._drafts += counts - sequence.counts
+        sequence.totals = sequence.totals + counts - sequence.counts
+        sequence.counts = counts
+        # 2. New tokens. The first one of a row that decoded before was delivered then.
+        new = slice(int(is_prefill and sequence.is_resumed), int(report.num_new[row]))
+        tokens = report.tokens[row, new].tolist()
+        if tokens:
+            sequence.text += tokens
+            self._totals["new_tokens"] += len(tokens)
+            logprobs = report.logprobs[row, new].tolist() if sequence.request.logprobs else None
+            self._deliver(sequence, Delta(tokens, report.origins[row, new].tolist(), logprobs))
+        # 3. Pages whose entries are final serve later requests.
+        if sequence.lease is not None:
+            pool = self._scheduler.pools[sequence.part]
+            pool.store(sequence.lease, sequence.text, min(int(report.num_final[row]), len(sequence.text)))
+        # 4. The end.
+        if report.failed[row]:
+            self._end(sequence, "error", f"request {sequence.id} failed: the model computed NaN")
+        elif report.done[row]:
+            self._end(sequence, "stop" if report.stopped[row] else "length")
+
+    def _end(self, sequence: Sequence, reason: FinishReason, message: str = "") -> None:
+        part, has_failed = sequence.part, reason == "error"
+        # Entries of a failed row may be NaN: nobody may find them, and they are overwritten.
+        pages = self._scheduler.end(sequence, forget=has_failed)
+        if has_failed and pages:
+            self._executor.clear_pages(part, pages)
+        del self._sequences[sequence.id]
+        self._totals["requests"] += 1
+        self._totals["aborted"] += reason in ("abort", "timeout")
+        self._totals["failed"] += has_failed
+        totals, depth = np.broadcast_to(sequence.totals, self._drafts.shape).tolist(), self._executor.max_depth
+        finish = Finish(
+            reason,
+            num_prompt_tokens=len(sequence.request.prompt),
+            num_cached_tokens=sequence.num_cached or 0,
+            num_new_tokens=sequence.num_new,
+            num_steps=totals[0],
+            proposed=tuple(totals[1 : 1 + depth]),
+            accepted=tuple(totals[1 + depth :]),
+            message=message,
+        )
+        self._deliver(sequence, finish)
+
+    def _end_late_requests(self) -> None:
+        """Ends requests that have waited or run for too long."""
+        now, settings = time.monotonic(), self.settings
+        if settings.max_queue_seconds is not None:
+            for sequence in list(self._scheduler.waiting):
+                if now - sequence.arrived > settings.max_queue_seconds and not sequence.num_new:
+                    self._end(sequence, "timeout")
+        if settings.max_run_seconds is not None:
+            for sequence in list(self._sequences.values()):
+                if now - sequence.arrived > settings.max_run_seconds:
+                    self._end(sequence, "timeout")
+
+    def _deliver(self, sequence: Sequence, event: Delta | Finish) -> None:
+        try:
+            sequence.deliver(event)
+        except Exception:
+            _log.exception("request %d: its receiver failed", sequence.id)
+
+    def _recover(self, error: Exception) -> None:
+        """Ends the requests that have entered, whose state may be lost, and goes on with the others."""
+        _log.error("a call of the engine failed; its requests end", exc_info=error)
+        scheduler = self._scheduler
+        lost = [*scheduler.running, *scheduler._preempted]
+        self._in_flight.clear()
+        self._executor.reset()
+        self._scheduler = self._new_scheduler()
+        self._scheduler.waiting, self._scheduler.num_preempted = scheduler.waiting, scheduler.num_preempted
+        for sequence in lost:
+            sequence.slot = sequence.lease = None
+            self._end(sequence, "error", f"request {sequence.id} failed: the engine had to start anew")
+
+
+# Totals of `EngineStatus`.
+_TOTALS = ("prompt_tokens", "cached_tokens", "new_tokens", "requests", "aborted", "failed", "ticks")

@@ -1,0 +1,394 @@
+"""Runs the calls of a tick: turns requests and page tables into arrays, and keeps the decoding state on the device."""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from mtpjax.compat import library_settings
+from mtpjax.decoding.capacity import round_up_capacity, slots_per_round
+from mtpjax.decoding.config import DecodeConfig
+from mtpjax.decoding.generate import device_settings, make_state
+from mtpjax.decoding.requests import (
+    check_request,
+    check_settings,
+    explain_param_errors,
+    make_new_rows,
+    make_stop_table,
+    params_to_device,
+)
+from mtpjax.decoding.resumable import fit_stops, resolve_statics
+from mtpjax.decoding.sampling import SamplingFeatures
+from mtpjax.decoding.state import NewRows
+from mtpjax.models.model import MTPModel
+from mtpjax.models.pages import NO_PAGE
+from mtpjax.serving import programs
+from mtpjax.serving.programs import NO_START, Batch, Features, Report
+from mtpjax.serving.request import Request, Scores
+from mtpjax.serving.scheduler import Sequence, bucket, powers_of
+from mtpjax.serving.scoring import num_score_programs, score_sizes, score_text
+
+STOPS_SHAPE = 32, 8  # largest number and length of a request's stop sequences, in tokens
+NUM_CLEARED = 64  # pages per call that clears pages
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """Sizes and limits of an engine.
+
+    Attributes:
+        num_slots: most requests that run at the same time.
+        max_length: most tokens of a text, prompt included; None: the model's `max_position_embeddings`.
+        page_size: positions per page.
+        num_pages: pages of the pool; None: enough for every slot at `max_length`.
+        prefill_rows: most prompts that one call processes.
+        rounds_per_call: decoding rounds per call. More hide the host better, and let new requests wait longer.
+        disable_drafts_at: number of decoding rows from which on no tokens are drafted; None: always drafted.
+        batch_sizes: numbers of rows that programs are compiled for, ascending; None: powers of two.
+        max_waiting: most requests in the queue.
+        max_queue_seconds: a request that waits longer ends with "timeout"; None: no limit.
+        max_run_seconds: likewise for the time since its arrival.
+        shares_prefixes: requests with the same beginning share pages.
+    """
+
+    num_slots: int = 8
+    max_length: int | None = None
+    page_size: int = 16
+    num_pages: int | None = None
+    prefill_rows: int = 4
+    rounds_per_call: int = 1
+    disable_drafts_at: int | None = None
+    batch_sizes: tuple[int, ...] | None = None
+    max_waiting: int = 1024
+    max_queue_seconds: float | None = None
+    max_run_seconds: float | None = None
+    shares_prefixes: bool = True
+
+
+@dataclasses.dataclass
+class Call:
+    """A dispatched call.
+
+    Attributes:
+        rows: the request of each row of the report; None for padding.
+        report: arrays on the device.
+        is_prefill: the call processes prompts.
+    """
+
+    rows: list[Sequence | None]
+    report: Report
+    is_prefill: bool
+
+    def read(self) -> Report:
+        """Waits for the call; returns its report as arrays on the host."""
+        return jax.device_get(self.report)
+
+
+class Executor:
+    """The device's side of the engine. All calls come from one thread.
+
+    Args:
+        params: model parameters, with unrolled layers; their mesh is that of the engine.
+        model: the model.
+        config: settings of every request. Limits and stop tokens are the requests' own.
+        settings: sizes.
+
+    Raises:
+        ValueError: for settings that contradict each other or the model.
+    """
+
+    @library_settings()
+    def __init__(self, params: dict, *, model: MTPModel, config: DecodeConfig, settings: EngineSettings):
+        for name in ("num_slots", "page_size", "prefill_rows", "rounds_per_call"):
+            if getattr(settings, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(settings, name)}")
+        if config.depth_policy != "fixed":
+            raise ValueError("an engine chooses the depth by its load: set depth_policy to 'fixed'")
+        self.settings, self.config = settings, config
+        params = params_to_device(params)
+        # The whole vocabulary and every option may be asked for, so the spec is that of sampled rows.
+        model, params, drafter, spec, mesh = resolve_statics(params, model, config, settings.num_slots)
+        self.model, self.params, self.drafter, self.mesh = model, params, drafter, mesh
+        self.num_parts = 1 if mesh is None else mesh.shape.get("data", 1)
+        if settings.num_slots % self.num_parts:
+            raise ValueError(f"num_slots must be a multiple of data = {self.num_parts}, got {settings.num_slots}")
+        self.part_slots = settings.num_slots // self.num_parts
+        limit = check_settings(model, config, drafter)
+        self.max_length = min(settings.max_length or limit, limit)
+        if self.max_length < 2:
+            raise ValueError(f"max_length must be at least 2, got {self.max_length}")
+        # A chain may change its depth from call to call, so the drafter keeps the states of rounds without drafts.
+        self.max_depth = config.num_steps
+        is_adaptive = config.num_steps > 0 and config.topk == 1
+        if settings.disable_drafts_at is not None and config.topk > 1:
+            raise ValueError("drafts can be disabled by load only for chains: set topk to 1")
+        if settings.disable_drafts_at is not None and spec.is_ratio_rule:
+            raise ValueError(
+                f"under acceptance '{spec.rule}' the text of a seed depends on the number of drafts, which would "
+                "depend on the load: set acceptance to 'sample' or 'greedy'"
+            )
+        spec = dataclasses.replace(spec, is_adaptive=is_adaptive, check_nan=True, logprobs=True)
+        # Rows that are all greedy have dynamic trees, which may need more slots than those of a sampling rule.
+        rules = (spec, dataclasses.replace(spec, rule="greedy"))
+        self.num_behind = max(slots_per_round(model, drafter, spec) for spec in rules)
+        self.capacity = round_up_capacity(self.max_length + max(self.num_behind, spec.prefill_chunk) + 1)
+        # One page more than the slots need, since entries of modules are stored up to M positions further.
+        self.max_pages = -(
+            -(self.max_length + self.num_behind + 1 + model.config.num_mtp_modules) // settings.page_size
+        )
+        num_pages = settings.num_pages or self.max_pages * settings.num_slots
+        if num_pages % self.num_parts:
+            raise ValueError(f"num_pages must be a multiple of data = {self.num_parts}, got {num_pages}")
+        self.part_pages = num_pages // self.num_parts
+        self.spec = dataclasses.replace(spec, pool=(num_pages, settings.page_size))
+        self.has_recurrent_layers = "linear_attention" in model.config.layer_types
+        self.draft_params = drafter.default_params(params, config, model=model)
+        # The numbers of rows and pages that programs are compiled for.
+        self.batch_sizes = settings.batch_sizes or powers_of(2, self.part_slots)
+        if self.batch_sizes[-1] < self.part_slots or list(self.batch_sizes) != sorted(set(self.batch_sizes)):
+            raise ValueError(f"batch_sizes must rise up to {self.part_slots}, got {self.batch_sizes}")
+        self.prefill_sizes = powers_of(2, min(settings.prefill_rows, self.part_slots))
+        self.table_widths = powers_of(4, self.max_pages, 16)
+        self.reset()
+
+    def reset(self) -> None:
+        """Makes a state whose slots are all free."""
+        self.state = make_state(
+            self.params,
+            model=self.model,
+            config=self.config,
+            drafter=self.drafter,
+            spec=self.spec,
+            batch=self.settings.num_slots,
+            capacity=self.capacity,
+            stops_shape=STOPS_SHAPE,
+            features=SamplingFeatures.all_enabled(),
+            mesh=self.mesh,
+        )
+
+    def num_pages_of(self, length: int) -> int:
+        """Returns the pages of a text of `length` tokens and what a round writes behind it."""
+        # Entries of module k are stored k positions further.
+        max_shift = self.model.config.num_mtp_modules
+        return -(-(length + self.num_behind + 1 + max_shift) // self.settings.page_size)
+
+    def make_rows(self, request: Request) -> NewRows:
+        """Checks a request and converts it to arrays `[1, ...]` on the host; callable from any thread.
+
+        Raises:
+            ValueError: for a prompt or an option out of range, in one line.
+        """
+        config = dataclasses.replace(
+            self.config,
+            max_new_tokens=request.max_new_tokens,
+            stop_token_ids=request.stop_token_ids,
+            stop_sequences=request.stop_sequences,
+            max_length=self.max_length,
+        )
+        prompt = np.asarray(request.prompt)
+        limit = check_request([prompt], self.model, config, self.drafter)
+        rows = make_new_rows(
+            [prompt.astype(np.int32)],
+            model=self.model,
+            config=config,
+            limit=limit,
+            capacity=self.capacity,
+            sampling=request.sampling,
+            features=SamplingFeatures.all_enabled(),
+            stops=fit_stops(make_stop_table(config), STOPS_SHAPE),
+        )
+        if self.num_pages_of(int(rows.settings.limit[0])) > self.part_pages:
+            raise ValueError(
+                f"a text of {int(rows.settings.limit[0])} tokens needs more than the {self.part_pages} pages of "
+                f"{self.settings.page_size} that the pool has"
+            )
+        return rows.replace(first_token=np.full(1, -1, np.int32))
+
+    def admit(self, sequences: list[Sequence]) -> None:
+        """Puts requests into their slots."""
+        grid = self._grid(sequences, self.batch_sizes)
+        # Padding repeats a request; its slot does not exist.
+        rows = [[_text_rows(sequence or sequences[0]) for sequence in row] for row in grid]
+        parts = [jax.tree.map(lambda *leaves: np.concatenate(leaves), *row) for row in rows]
+        self._admit(jax.tree.map(lambda *leaves: np.stack(leaves), *parts), self._batch(grid).slots)
+
+    def prefill(self, prefills: list[tuple[Sequence, int]]) -> Call:
+        """Processes a chunk of each row's prompt, from the given position on."""
+        starts = {sequence.id: start for sequence, start in prefills}
+        grid = self._grid([sequence for sequence, _ in prefills], self.prefill_sizes)
+        batch = self._batch(grid)
+        start = np.full(batch.slots.shape, NO_START, np.int32)
+        first_token = np.full_like(start, -1)
+        for part, column, sequence in _cells(grid):
+            start[part, column] = starts[sequence.id]
+            if sequence.is_resumed:
+                first_token[part, column] = sequence.text[-1]
+        return Call(list(itertools.chain(*grid)), self._prefill(batch, start, first_token), is_prefill=True)
+
+    def advance(self, sequences: list[Sequence], depth: int) -> Call:
+        """Runs rounds of `depth` draft levels on rows."""
+        grid = self._grid(sequences, self.batch_sizes)
+        features = Features(plain=all(sequence.is_plain for sequence in sequences))
+        return Call(list(itertools.chain(*grid)), self._advance(self._batch(grid), features, depth), is_prefill=False)
+
+    def clear_pages(self, part: int, pages: list[int]) -> None:
+        """Zeroes pages of a part."""
+        for begin in range(0, len(pages), NUM_CLEARED):
+            ids = np.full((self.num_parts, NUM_CLEARED), NO_PAGE, np.int32)
+            some = pages[begin : begin + NUM_CLEARED]
+            ids[part, : len(some)] = some
+            with self._on_device():
+                self.state = programs.clear_pages(self.params, self.state, ids, model=self.model)
+
+    def score(self, tokens: list[int], num_top: int) -> Scores:
+        """Computes the log-probabilities of a text; see `Scores`."""
+        with self._on_device():
+            return score_text(self.params, tokens, num_top, model=self.model, max_length=self.max_length)
+
+    def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Compiles every program that requests may need.
+
+        Args:
+            progress: called with the number of programs done and of all programs.
+        """
+        request = self.make_rows(Request(prompt=(0,), max_new_tokens=1))
+        jobs: list[Callable[[], Any]] = []
+
+        # Every row is padding, so the calls change nothing.
+        def admit(size: int) -> None:
+            shape = (self.num_parts, size)
+            rows = jax.tree.map(lambda leaf: np.broadcast_to(leaf[0], (*shape, *leaf.shape[1:])), request)
+            self._admit(rows, self._empty_batch(size, 1).slots)
+
+        def prefill(size: int, width: int) -> None:
+            shape = (self.num_parts, size)
+            self._prefill(
+                self._empty_batch(size, width), np.full(shape, NO_START, np.int32), np.full(shape, -1, np.int32)
+            )
+
+        def advance(size: int, width: int, features: Features, depth: int) -> None:
+            self._advance(self._empty_batch(size, width), features, depth)
+
+        for size in self.batch_sizes:
+            jobs.append(functools.partial(admit, size))
+        for size, width in itertools.product(self.prefill_sizes, self.table_widths):
+            jobs.append(functools.partial(prefill, size, width))
+        kinds = (Features(plain=True), Features(plain=False))
+        for arguments in itertools.product(self.batch_sizes, self.table_widths, kinds, self.depths):
+            jobs.append(functools.partial(advance, *arguments))
+        jobs.append(functools.partial(self.clear_pages, 0, [NO_PAGE]))
+        jobs += [functools.partial(self.score, [0] * size, 1) for size in score_sizes(self.max_length)]
+        for number, job in enumerate(jobs):
+            job()
+            progress(number + 1, len(jobs))
+        jax.block_until_ready(self.state)
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Numbers of draft levels that calls can have; a request can ask for none."""
+        return (self.max_depth, 0) if self.max_depth else (0,)
+
+    @property
+    def num_programs(self) -> int:
+        """Programs that this process has compiled for engines so far."""
+        calls = (programs.admit, programs.prefill_chunk, programs.advance, programs.clear_pages)
+        return sum(call.num_programs for call in calls) + num_score_programs()
+
+    # Calls on arrays.
+
+    def _admit(self, rows: NewRows, slots: Any) -> None:
+        with self._on_device():
+            self.state = programs.admit(self.params, self.state, rows, slots, model=self.model)
+
+    def _prefill(self, batch: Batch, start: np.ndarray, first_token: np.ndarray) -> Report:
+        with self._on_device():
+            self.state, report = programs.prefill_chunk(
+                self.params,
+                self.draft_params,
+                self.state,
+                batch,
+                start,
+                first_token,
+                model=self.model,
+                drafter=self.drafter,
+                spec=self.spec,
+                features=Features(plain=False),
+            )
+        return report
+
+    def _advance(self, batch: Batch, features: Features, depth: int) -> Report:
+        with self._on_device():
+            self.state, report = programs.advance(
+                self.params,
+                self.draft_params,
+                self.state,
+                batch,
+                model=self.model,
+                drafter=self.drafter,
+                spec=self.spec,
+                features=features,
+                depth=depth,
+                max_rounds=self.settings.rounds_per_call,
+            )
+        return report
+
+    @contextlib.contextmanager
+    def _on_device(self) -> Iterator[None]:
+        with (
+            library_settings(),
+            device_settings(self.params, self.mesh, self.config),
+            explain_param_errors(self.params, self.model),
+        ):
+            yield
+
+    # Batches.
+
+    def _grid(self, sequences: list[Sequence], sizes: tuple[int, ...]) -> list[list[Sequence | None]]:
+        """Returns the requests of each part, padded to one of `sizes`."""
+        grid: list[list[Sequence | None]] = [[] for _ in range(self.num_parts)]
+        for sequence in sequences:
+            grid[sequence.part].append(sequence)
+        size = bucket(max(map(len, grid)), sizes)
+        return [row + [None] * (size - len(row)) for row in grid]
+
+    def _empty_batch(self, size: int, width: int) -> Batch:
+        shape = (self.num_parts, size)
+        return Batch(
+            slots=np.full(shape, self.part_slots, np.int32),
+            table=np.full((*shape, width), NO_PAGE, np.int32),
+            num_shared=np.zeros(shape, np.int32),
+        )
+
+    def _batch(self, grid: list[list[Sequence | None]]) -> Batch:
+        """Makes the arrays of rows in slots."""
+        widest = max(len(sequence.lease.pages) for _, _, sequence in _cells(grid) if sequence.lease is not None)
+        batch = self._empty_batch(len(grid[0]), bucket(min(widest, self.max_pages), self.table_widths))
+        for part, column, sequence in _cells(grid):
+            assert sequence.lease is not None and sequence.slot is not None
+            pages = sequence.lease.pages[: self.max_pages]
+            batch.slots[part, column] = sequence.slot
+            batch.table[part, column, : len(pages)] = pages
+            batch.num_shared[part, column] = sequence.lease.num_cached
+        return batch
+
+
+def _cells(grid: list[list[Sequence | None]]) -> Iterator[tuple[int, int, Sequence]]:
+    """Yields part, column and request of each row that is not padding."""
+    for part, row in enumerate(grid):
+        for column, sequence in enumerate(row):
+            if sequence is not None:
+                yield part, column, sequence
+
+
+def _text_rows(sequence: Sequence) -> NewRows:
+    """Returns the arrays of a request, with the text that it has when it enters."""
+    rows, size = sequence.rows, sequence.num_to_prefill
+    tokens = np.zeros_like(rows.tokens)
+    tokens[0, :size] = sequence.text[:size]
+    first_token = sequence.text[-1] if sequence.is_resumed else -1
+    return rows.replace(tokens=tokens, length=np.full(1, size, np.int32), first_token=np.full(1, first_token, np.int32))

@@ -1,0 +1,284 @@
+"""Decides what the engine does next: which requests enter, which prompts to process, and which rows to decode.
+
+This is host code without arrays. Requests wait in the order of their arrival. One enters when a slot is free and the
+pool has pages for its text; further pages are added as the text grows. When the pool is full, the request that entered
+last gives up its pages and waits again (preemption, as in vLLM). Its text so far is kept, and it later goes on at the
+same position.
+"""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mtpjax.serving.page_pool import Lease, PagePool
+from mtpjax.serving.request import Deliver, Request
+
+
+@dataclasses.dataclass(eq=False)
+class Sequence:
+    """A request on its way through the engine.
+
+    Attributes:
+        id: number of the request.
+        request: what was asked.
+        deliver: takes its deltas and its end.
+        text: the prompt and the new tokens that were read from the device.
+        limit: most tokens of the text.
+        rows: the request as arrays, for the executor.
+        is_plain: greedy, without sampling options and log-probabilities.
+        arrived: time at which it was submitted, of `time.monotonic`.
+        part: part of the mesh's `data` whose slots and pages it uses.
+        slot: its slot in that part; None while it waits.
+        lease: its pages; None while it waits.
+        position: next prompt position to process.
+        num_to_prefill: positions to process before it decodes.
+        max_length: most tokens that its text can have after the calls that were dispatched.
+        min_length: fewest tokens that it has then, unless it ends.
+        num_unread: calls whose report was not read yet.
+        is_resumed: it decoded before, so prefill ends with a token that was delivered already.
+        has_ended: its end was delivered.
+        num_cached: tokens of its prompt that the prefix cache held when it first entered.
+        counts: verification passes since it last entered, then per draft level proposed and accepted drafts.
+        totals: the same since it arrived.
+        first_token_at: time of the first delta.
+    """
+
+    id: int
+    request: Request
+    deliver: Deliver
+    text: list[int]
+    limit: int
+    rows: Any
+    is_plain: bool
+    arrived: float
+    part: int = 0
+    slot: int | None = None
+    lease: Lease | None = None
+    position: int = 0
+    num_to_prefill: int = 0
+    max_length: int = 0
+    min_length: int = 0
+    num_unread: int = 0
+    is_resumed: bool = False
+    has_ended: bool = False
+    num_cached: int | None = None
+    counts: np.ndarray | int = 0
+    totals: np.ndarray | int = 0
+    first_token_at: float | None = None
+
+    @property
+    def num_new(self) -> int:
+        """New tokens delivered so far."""
+        return len(self.text) - len(self.request.prompt)
+
+    @property
+    def is_prefilled(self) -> bool:
+        """True if the calls that were dispatched process its whole prompt."""
+        return self.position >= self.num_to_prefill
+
+
+@dataclasses.dataclass
+class Plan:
+    """The calls of one tick.
+
+    Attributes:
+        admitted: requests that enter a slot.
+        prefills: rows whose next chunk is processed, and the position where it starts.
+        advances: for each number of draft levels, the rows that decode.
+    """
+
+    admitted: list[Sequence] = dataclasses.field(default_factory=list)
+    prefills: list[tuple[Sequence, int]] = dataclasses.field(default_factory=list)
+    advances: dict[int, list[Sequence]] = dataclasses.field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.admitted or self.prefills or self.advances)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SchedulerSettings:
+    """Sizes that the scheduler works with.
+
+    Attributes:
+        num_slots: rows per part.
+        prefill_chunk: tokens of a row per prefill call.
+        prefill_rows: rows per prefill call.
+        rounds_per_call: rounds per decoding call.
+        overlap: positions before the end of a shared beginning that prefill processes again: one per MTP module.
+        num_pages_of: pages that a text of this length needs.
+        max_depth: most draft levels of a round.
+        depth_of: draft levels for this number of decoding rows.
+        shares_prefixes: requests with the same beginning share pages.
+    """
+
+    num_slots: int
+    prefill_chunk: int
+    prefill_rows: int
+    rounds_per_call: int
+    overlap: int
+    num_pages_of: Callable[[int], int]
+    max_depth: int
+    depth_of: Callable[[int], int]
+    shares_prefixes: bool = True
+
+
+class Scheduler:
+    """Keeps the queue, the slots and the pages.
+
+    Args:
+        settings: the sizes.
+        pools: one pool per part.
+    """
+
+    def __init__(self, settings: SchedulerSettings, pools: list[PagePool]):
+        self.settings, self.pools = settings, pools
+        self.waiting: collections.deque[Sequence] = collections.deque()
+        self.running: list[Sequence] = []  # in the order in which they entered
+        self._preempted: list[Sequence] = []  # some of their reports are not read yet
+        self._free_slots = [list(range(settings.num_slots))[::-1] for _ in pools]
+        self.num_preempted = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a slot or for pages."""
+        return len(self.waiting) + len(self._preempted)
+
+    def add(self, sequence: Sequence) -> None:
+        """Appends a request to the queue."""
+        self.waiting.append(sequence)
+
+    def plan(self) -> Plan:
+        """Chooses the calls of the next tick. The caller dispatches all of them.
+
+        Returns:
+            The plan.
+        """
+        plan = Plan()
+        # 1. Rows that decode get the pages that this tick may fill, the oldest first.
+        for sequence in list(self.running):
+            if sequence.is_prefilled and sequence.slot is not None and self._may_go_on(sequence):
+                self._grow(sequence)
+        # 2. New requests enter.
+        self._requeue_preempted()
+        while self.waiting and self._admit(self.waiting[0]):
+            plan.admitted.append(self.waiting.popleft())
+        # 3. The oldest prompts get their next chunk. A row whose prompt ends there decodes in this tick.
+        num_prefills: collections.Counter[int] = collections.Counter()
+        for sequence in self.running:
+            if not sequence.is_prefilled and num_prefills[sequence.part] < self.settings.prefill_rows:
+                num_prefills[sequence.part] += 1
+                plan.prefills.append((sequence, sequence.position))
+                sequence.position = min(sequence.position + self.settings.prefill_chunk, sequence.num_to_prefill)
+                sequence.num_unread += 1
+                if sequence.is_prefilled:
+                    sequence.max_length = sequence.min_length = sequence.num_to_prefill + 1
+        # 4. The others decode. All rows that are drafted for have the same depth.
+        decoding = [row for row in self.running if row.is_prefilled and self._may_go_on(row)]
+        depth = self.settings.depth_of(len(decoding))
+        for sequence in decoding:
+            own_depth = depth if sequence.request.speculative else 0
+            plan.advances.setdefault(own_depth, []).append(sequence)
+            sequence.max_length = min(sequence.max_length + self._max_growth(own_depth), sequence.limit)
+            sequence.min_length += self.settings.rounds_per_call
+            sequence.num_unread += 1
+        return plan
+
+    def end(self, sequence: Sequence, *, forget: bool = False) -> list[int]:
+        """Takes a request out.
+
+        Args:
+            sequence: a request that waits or runs.
+            forget: its pages hold nothing that another request may read.
+
+        Returns:
+            With `forget`, the pages that were its own.
+        """
+        sequence.has_ended = True
+        pages = []
+        if sequence.slot is not None:
+            pages = self._vacate(sequence, forget=forget)
+        elif sequence in self._preempted:
+            self._preempted.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        return pages
+
+    def _may_go_on(self, sequence: Sequence) -> bool:
+        """Returns whether the row may have tokens to decode after the calls that were dispatched."""
+        return sequence.min_length < sequence.limit
+
+    def _max_growth(self, depth: int) -> int:
+        return self.settings.rounds_per_call * (depth + 1)
+
+    def _num_pages(self, length: int, limit: int) -> int:
+        """Returns the pages for a text of `length` tokens and the tick behind it."""
+        return self.settings.num_pages_of(min(length + self._max_growth(self.settings.max_depth), limit))
+
+    def _grow(self, sequence: Sequence) -> None:
+        """Adds the pages that the next call may fill; preempts younger rows, or the row itself, if there are none."""
+        assert sequence.lease is not None
+        needed = self._num_pages(sequence.max_length, sequence.limit) - len(sequence.lease.pages)
+        while needed > 0 and not self.pools[sequence.part].extend(sequence.lease, needed):
+            victim = next(row for row in reversed(self.running) if row.part == sequence.part)
+            self._preempt(victim)
+            if victim is sequence:
+                return
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._vacate(sequence)
+        self._preempted.append(sequence)
+        self.num_preempted += 1
+
+    def _requeue_preempted(self) -> None:
+        """Puts preempted requests whose reports were all read back into the queue, by their arrival."""
+        ready = [sequence for sequence in self._preempted if not sequence.num_unread]
+        for sequence in sorted(ready, key=lambda sequence: sequence.id, reverse=True):
+            self._preempted.remove(sequence)
+            self.waiting.appendleft(sequence)
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Gives a request a slot and pages; False if there are none."""
+        # The part with the most free slots.
+        part = max(range(len(self.pools)), key=lambda part: len(self._free_slots[part]))
+        if not self._free_slots[part]:
+            return False
+        is_resumed = sequence.num_new > 0
+        # The newest token of a text is pending: the trunk has not processed it.
+        num_to_prefill = len(sequence.text) - is_resumed
+        text = sequence.text[:num_to_prefill]
+        salt = sequence.request.salt if self.settings.shares_prefixes else f"{sequence.id}".encode()
+        lease = self.pools[part].acquire(text, self._num_pages(len(text) + 1, sequence.limit), salt=salt)
+        if lease is None:
+            return False
+        sequence.part, sequence.slot, sequence.lease = part, self._free_slots[part].pop(), lease
+        sequence.is_resumed, sequence.num_to_prefill, sequence.counts = is_resumed, num_to_prefill, 0
+        sequence.position = min(max(lease.num_cached - self.settings.overlap, 0), num_to_prefill - 1)
+        if sequence.num_cached is None:
+            sequence.num_cached = lease.num_cached
+        self.running.append(sequence)
+        return True
+
+    def _vacate(self, sequence: Sequence, *, forget: bool = False) -> list[int]:
+        """Frees slot and pages. Calls that were dispatched before still write there, and end before later calls."""
+        assert sequence.slot is not None and sequence.lease is not None
+        pages = self.pools[sequence.part].release(sequence.lease, forget=forget)
+        self._free_slots[sequence.part].append(sequence.slot)
+        self.running.remove(sequence)
+        sequence.slot = sequence.lease = None
+        sequence.position = sequence.num_to_prefill = 0
+        return pages
+
+
+def bucket(count: int, sizes: tuple[int, ...]) -> int:
+    """Returns the smallest of ascending sizes that `count` fits into."""
+    return next(size for size in sizes if size >= count)
+
+
+def powers_of(base: int, largest: int, smallest: int = 1) -> tuple[int, ...]:
+    """Returns `smallest`, `smallest * base`, ... up to the first that is at least `largest`, which replaces it."""
+    count = max(math.ceil(math.log(max(largest / smallest, 1), base) - 1e-9), 0)
+    return (*(min(smallest * base**power, largest) for power in range(count)), largest)
