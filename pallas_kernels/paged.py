@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.fp8 import as_stored
 
-NO_PAGE = 2**31 - 1  # in a table: reads give any page's entries, which no token sees; writes are dropped
+NO_PAGE = 2**31 - 1  # in a table: reads give entries that no token sees, and writes are dropped
 
 
 def index_places(pool, page, place) -> tuple:
@@ -23,14 +23,15 @@ def gather_pages(pool, table, *, shift: int = 0, num_slots: int | None = None) -
 
     Args:
         pool: [P, ..., size, H]: pages of `size` positions.
-        table: [B, N] int32 page of positions n * size .. (n + 1) * size - 1. An index outside the pool gives any page.
+        table: [B, N] int32 page of positions n * size .. (n + 1) * size - 1. An index outside the pool gives zeros:
+            where attention multiplies masked entries by 0, another row's NaN must not be among them.
         shift: Slot i of the cache is at position i + shift.
         num_slots: Slots to return; None: all that the table has, N * size - shift.
 
     Returns:
         [B, ..., num_slots, H].
     """
-    rows = jnp.moveaxis(pool.at[table].get(mode="clip"), 1, -3)  # [B, ..., N, size, H]
+    rows = jnp.moveaxis(pool.at[table].get(mode="fill", fill_value=0), 1, -3)  # [B, ..., N, size, H]
     rows = rows.reshape(*rows.shape[:-3], -1, rows.shape[-1])
     end = rows.shape[-2] if num_slots is None else shift + num_slots
     return jax.lax.slice_in_dim(rows, shift, end, axis=rows.ndim - 2)

@@ -56,7 +56,7 @@ class Engine:
         self._in_flight: collections.deque[list[Call]] = collections.deque()
         self._totals: collections.Counter[str] = collections.Counter()
         self._drafts = np.zeros(1 + 2 * self._executor.max_depth, np.int64)
-        self._num_ready_programs: int | None = None
+        self._num_warm_up_programs = 0
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="mtpjax-engine", daemon=True)
 
@@ -67,7 +67,7 @@ class Engine:
             progress: called with the number of programs done and of all programs.
         """
         self._executor.warm_up(progress)
-        self._num_ready_programs = self._executor.num_programs
+        self._num_warm_up_programs = self._executor.num_compiled
         self._thread.start()
 
     def submit(self, request: Request, deliver: Deliver) -> int:
@@ -155,7 +155,6 @@ class Engine:
     def status(self) -> EngineStatus:
         """Returns the load and the counts since the start."""
         scheduler, depth = self._scheduler, self._executor.max_depth
-        programs = self._num_ready_programs
         return EngineStatus(
             num_running=len(scheduler.running),
             num_waiting=len(self._sequences) - len(scheduler.running),
@@ -167,7 +166,7 @@ class Engine:
             num_steps=int(self._drafts[0]),
             proposed=tuple(self._drafts[1 : 1 + depth].tolist()),
             accepted=tuple(self._drafts[1 + depth :].tolist()),
-            num_compilations=0 if programs is None else self._executor.num_programs - programs,
+            num_compilations=self._executor.num_compiled - self._num_warm_up_programs,
             **{f"num_{name}": self._totals[name] for name in _TOTALS},
         )
 

@@ -31,7 +31,7 @@ from mtpjax.serving import programs
 from mtpjax.serving.programs import NO_START, Batch, Features, Report
 from mtpjax.serving.request import Request, Scores
 from mtpjax.serving.scheduler import Sequence, bucket, powers_of
-from mtpjax.serving.scoring import num_score_programs, score_sizes, score_text
+from mtpjax.serving.scoring import score, score_sizes, score_text
 
 STOPS_SHAPE = 32, 8  # largest number and length of a request's stop sequences, in tokens
 NUM_CLEARED = 64  # pages per call that clears pages
@@ -154,6 +154,7 @@ class Executor:
             raise ValueError(f"batch_sizes must rise up to {self.part_slots}, got {self.batch_sizes}")
         self.prefill_sizes = powers_of(2, min(settings.prefill_rows, self.part_slots))
         self.table_widths = powers_of(4, self.max_pages, 16)
+        self.num_compiled = 0  # programs
         self.reset()
 
     def reset(self) -> None:
@@ -293,12 +294,6 @@ class Executor:
         """Numbers of draft levels that calls can have; a request can ask for none."""
         return (self.max_depth, 0) if self.max_depth else (0,)
 
-    @property
-    def num_programs(self) -> int:
-        """Programs that this process has compiled for engines so far."""
-        calls = (programs.admit, programs.prefill_chunk, programs.advance, programs.clear_pages)
-        return sum(call.num_programs for call in calls) + num_score_programs()
-
     # Calls on arrays.
 
     def _admit(self, rows: NewRows, slots: Any) -> None:
@@ -344,7 +339,9 @@ class Executor:
             device_settings(self.params, self.mesh, self.config),
             explain_param_errors(self.params, self.model),
         ):
+            before = _num_programs()
             yield
+            self.num_compiled += _num_programs() - before
 
     # Batches.
 
@@ -375,6 +372,12 @@ class Executor:
             batch.table[part, column, : len(pages)] = pages
             batch.num_shared[part, column] = sequence.lease.num_cached
         return batch
+
+
+def _num_programs() -> int:
+    """Returns the number of programs that this process has compiled for engines."""
+    calls = (programs.admit, programs.prefill_chunk, programs.advance, programs.clear_pages, score)
+    return sum(call.num_programs for call in calls)
 
 
 def _cells(grid: list[list[Sequence | None]]) -> Iterator[tuple[int, int, Sequence]]:

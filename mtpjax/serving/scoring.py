@@ -43,7 +43,7 @@ def score_text(params: dict, tokens: list[int], num_top: int, *, model: MTPModel
         raise ValueError(f"num_top must be within 0..{MAX_TOP}, got {num_top}")
     padded = np.zeros((1, bucket(len(tokens), score_sizes(max_length))), np.int32)
     padded[0, : len(tokens)] = tokens
-    logprobs, ids, top = jax.device_get(_score(params, padded, np.array([len(tokens)], np.int32), model=model))
+    logprobs, ids, top = jax.device_get(score(params, padded, np.array([len(tokens)], np.int32), model=model))
     count = len(tokens) - 1
     return Scores(
         logprobs=[None, *logprobs[0, :count].tolist()],
@@ -52,13 +52,8 @@ def score_text(params: dict, tokens: list[int], num_top: int, *, model: MTPModel
     )
 
 
-def num_score_programs() -> int:
-    """Returns the number of programs that scoring has compiled in this process."""
-    return _score.num_programs
-
-
 @one_graph(static_argnames=("model",))
-def _score(
+def score(
     params: dict, tokens: jax.Array, lengths: jax.Array, *, model: MTPModel
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the log-probabilities of tokens 1.. `[1, T-1]`, and ids and log-probabilities of the best ones."""

@@ -162,3 +162,10 @@ def test_kernels_over_pages_lower_without_a_gpu(platform):
     angle = jax.ShapeDtypeStruct((2, 1, 16), jnp.float32)
     text = compat.lower_for(calls, *shapes, (angle, angle), platforms=(platform,))[platform].as_text()
     assert text.count("custom_call @__gpu$xla.gpu.triton") == 3  # append, attend, combine
+
+
+def test_a_missing_page_reads_as_zeros():
+    """Attention multiplies masked entries by 0, so another row's NaN must not be read in place of a missing page."""
+    pool = jnp.full((3, 2, 4, 5), jnp.nan).at[1].set(1.0)
+    rows = gather_pages(pool, jnp.array([[1, NO_PAGE]], jnp.int32))
+    np.testing.assert_array_equal(rows[0, 0, :, 0], [1, 1, 1, 1, 0, 0, 0, 0])

@@ -14,6 +14,7 @@ from mtpjax.serving.request import Delta, Finish, QueueFull, Request
 
 CONFIG = DecodeConfig(num_steps=2, prefill_chunk=8)
 SETTINGS = EngineSettings(num_slots=4, max_length=96, page_size=8, batch_sizes=(1, 4), prefill_rows=2)
+ONE_SIZE = dataclasses.replace(SETTINGS, batch_sizes=(4,), prefill_rows=4)  # fewer programs to compile
 OPTIONS = [
     {},
     {"temperature": 0.8},
@@ -121,3 +122,183 @@ def test_each_request_gets_the_text_that_it_gets_alone(engines):
     engine, model, params = engines()
     check_all(engine, model, params, list(random_requests(0, 24)))
     assert engine.status().accept_length > 1
+
+
+PREFIXES = [np.random.default_rng(100 + row).integers(0, 61, 27).tolist() for row in range(2)]
+SMALL_POOL = dataclasses.replace(ONE_SIZE, num_pages=19)  # less than two of the longest texts need
+
+
+@pytest.mark.parametrize(
+    ("attention", "changes"),
+    [
+        ("grouped", {}),
+        pytest.param("latent", {}, marks=pytest.mark.slow),
+        pytest.param("latent", {"topk": 2, "num_draft_tokens": 5}, marks=pytest.mark.slow),
+        pytest.param("sparse", {}, marks=pytest.mark.slow),
+        pytest.param("hybrid", {}, marks=pytest.mark.slow),
+        pytest.param("grouped", {"acceptance": "token"}, marks=pytest.mark.slow),
+        pytest.param("grouped", {"drafter": "lookup"}, marks=pytest.mark.slow),
+        pytest.param("grouped", {"num_steps": 0}, marks=pytest.mark.slow),
+    ],
+)
+def test_preemption_and_shared_beginnings_change_no_text(engines, attention, changes):
+    engine, model, params = engines(attention, SMALL_POOL, **changes)
+    before = engine.status()
+    requests = list(random_requests(1, 32, prompt_length=(1, 20), new_tokens=(1, 60), prefixes=PREFIXES))
+    requests = [request for request in requests if len(request.prompt) + 1 < engine.max_length]
+    check_all(engine, model, params, requests, dataclasses.replace(CONFIG, **changes))
+    status = engine.status()
+    assert status.num_preempted > before.num_preempted
+    # A recurrent layer has no pages to share.
+    assert (status.num_cached_tokens > before.num_cached_tokens) == (attention != "hybrid")
+
+
+def test_a_depth_that_follows_the_load_changes_no_text(engines):
+    settings = dataclasses.replace(ONE_SIZE, disable_drafts_at=3)
+    engine, model, params = engines("grouped", settings, acceptance="sample")
+    requests = list(random_requests(2, 16, new_tokens=(5, 60)))
+    check_all(engine, model, params, requests, dataclasses.replace(CONFIG, acceptance="sample"))
+    # Some rounds had drafts, and others had none.
+    assert 0 < engine.status().proposed[0] < engine.status().num_steps
+
+
+def test_depth_by_load_needs_a_rule_whose_text_does_not_depend_on_it(small):
+    model, params = small("grouped")
+    settings = dataclasses.replace(ONE_SIZE, disable_drafts_at=3)
+    with pytest.raises(ValueError, match="acceptance 'block' the text of a seed depends"):
+        Engine(params, model=model, config=CONFIG, settings=settings)
+
+
+def test_an_aborted_request_gives_back_its_slot_and_pages(engines):
+    engine, model, params = engines()
+    client = Client(engine)
+    long = Request(prompt=(1, 2, 3), max_new_tokens=90)
+    running = [client.submit(long) for _ in range(6)]  # two of them wait
+    running[0][1].get(timeout=60)
+    for request_id, _ in running:
+        engine.abort(request_id)
+        engine.abort(request_id)  # again, and unknown ones: nothing happens
+    engine.abort(10**9)
+    for submitted in running:
+        assert client.finish(submitted)[2].reason in ("abort", "length")
+    check_idle(engine)
+    check_all(engine, model, params, list(random_requests(3, 4)))
+
+
+def test_a_row_that_becomes_nan_fails_alone(small):
+    model, params = small("grouped")
+    broken = {**params, "embedding": params["embedding"].at[60].set(np.nan)}
+    # Token 60 is in one prompt only: no row drafts it.
+    config = dataclasses.replace(CONFIG, draft_vocabulary=tuple(range(60)))
+    engine = Engine(broken, model=model, config=config, settings=ONE_SIZE)
+    engine.start()
+    client = Client(engine)
+    requests = [Request(prompt=(index + 1, 2, 3, index), max_new_tokens=30) for index in range(7)]
+    requests[3] = Request(prompt=tuple(range(40, 61)), max_new_tokens=30)
+    submitted = [client.submit(request) for request in requests]
+    results = [client.finish(each) for each in submitted]
+    assert results[3][2].reason == "error" and "NaN" in results[3][2].message and not results[3][0]
+    status = engine.status()
+    assert status.num_failed == 1 and status.num_used_pages == 0
+    for index in (0, 1, 2, 4, 5, 6):
+        assert results[index][2].reason == "length"
+        assert results[index][0] == alone(broken, model, requests[index], config)[0]
+    # The pages that it wrote do no harm to the rows that get them.
+    for request, result in zip(requests[4:], client.run(requests[4:]), strict=True):
+        assert result[0] == alone(broken, model, request, config)[0]
+    assert engine.close(timeout=30)
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request(prompt=(), max_new_tokens=1), "prompt 0 is empty"),
+        (Request(prompt=(10**6,), max_new_tokens=1), "token id 1000000, outside"),
+        (Request(prompt=(1,) * 96, max_new_tokens=1), "has 96 tokens; max_length 96 leaves room for 95"),
+        (Request(prompt=(1,), max_new_tokens=0), "max_new_tokens must be at least 1"),
+        (Request(prompt=(1,), max_new_tokens=1, sampling=SamplingParams(temperature=0.5)), "needs SamplingParams.seed"),
+        (Request(prompt=(1,), max_new_tokens=1, stop_sequences=((1,) * 9,)), "stop sequences of up to 9 tokens exceed"),
+    ],
+)
+def test_a_wrong_request_is_refused_and_changes_nothing(engines, request_, message):
+    engine, *_ = engines()
+    with pytest.raises(ValueError, match=message):
+        engine.submit(request_, print)
+    check_idle(engine)
+
+
+def test_a_full_queue_refuses_and_a_closed_engine_too(small):
+    model, params = small("grouped")
+    settings = dataclasses.replace(SETTINGS, num_slots=1, batch_sizes=None, max_waiting=2)
+    engine = Engine(params, model=model, config=CONFIG, settings=settings)
+    events = queue.Queue()
+    # Its thread has not started, so nothing runs yet.
+    for _ in range(2):
+        engine.submit(Request(prompt=(1,), max_new_tokens=3), events.put)
+    with pytest.raises(QueueFull, match="2 requests wait already"):
+        engine.submit(Request(prompt=(1,), max_new_tokens=3), events.put)
+    engine.start()
+    closer = threading.Thread(target=engine.close)
+    closer.start()
+    closer.join(timeout=60)
+    # The others ended before the engine did.
+    assert [event.reason for event in events.queue if isinstance(event, Finish)] == ["length", "length"]
+    with pytest.raises(QueueFull, match="shuts down"):
+        engine.submit(Request(prompt=(1,), max_new_tokens=3), events.put)
+
+
+def test_requests_that_take_too_long_end_with_a_timeout(engines):
+    settings = dataclasses.replace(SETTINGS, num_slots=1, batch_sizes=None, max_queue_seconds=0.0, max_run_seconds=0.3)
+    engine, *_ = engines("grouped", settings)
+    client = Client(engine)
+    results = client.run([Request(prompt=(1,), max_new_tokens=95)] * 30)
+    reasons = {result[2].reason for result in results}
+    assert "timeout" in reasons and reasons <= {"timeout", "length"}
+    check_idle(engine)
+
+
+def test_a_receiver_that_fails_disturbs_nobody(engines):
+    engine, model, params = engines()
+
+    def fail(event):
+        raise RuntimeError("the receiver fails")
+
+    engine.submit(Request(prompt=(1, 2), max_new_tokens=5), fail)
+    check_all(engine, model, params, list(random_requests(4, 6)))
+
+
+def test_scores_are_those_of_a_forward_pass(engines):
+    import jax
+
+    from mtpjax import forward
+
+    engine, model, params = engines()
+    text = np.random.default_rng(5).integers(0, 61, 21).tolist()
+    scores = engine.score(text, 3)
+    logprobs = jax.nn.log_softmax(forward(params, np.array([text]), model=model).logits[0])
+    expected = np.take_along_axis(np.asarray(logprobs[:-1]), np.array(text[1:])[:, None], axis=1)[:, 0]
+    assert scores.logprobs[0] is None and scores.top_ids[0] == []
+    np.testing.assert_allclose(scores.logprobs[1:], expected, atol=1e-4)
+    for row, ids, values in zip(np.asarray(logprobs), scores.top_ids[1:], scores.top_logprobs[1:], strict=False):
+        assert ids == np.argsort(-row)[:3].tolist()
+        np.testing.assert_allclose(values, np.sort(row)[::-1][:3], atol=1e-4)
+    with pytest.raises(ValueError, match="tokens, got 0"):
+        engine.score([], 1)
+
+
+def test_a_call_that_fails_ends_its_requests_and_the_engine_goes_on(engines, monkeypatch):
+    engine, model, params = engines()
+    client, advance, calls = Client(engine), engine._executor.advance, []
+
+    def fail_once(*arguments):
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise RuntimeError("the device fails")
+        return advance(*arguments)
+
+    monkeypatch.setattr(engine._executor, "advance", fail_once)
+    results = client.run(list(random_requests(6, 8, new_tokens=(20, 40))))
+    reasons = [result[2].reason for result in results]
+    assert "error" in reasons and set(reasons) <= {"error", "stop", "length"}
+    monkeypatch.undo()
+    check_all(engine, model, params, list(random_requests(7, 8)))
