@@ -42,6 +42,7 @@ class Engine:
     Attributes:
         max_length: most tokens of a text, prompt included.
         vocab_size: ids are 0 .. vocab_size - 1.
+        busy_since: time (`time.monotonic`) at which the running tick began; None while the engine waits.
     """
 
     def __init__(self, params: dict, *, model: MTPModel, config: DecodeConfig, settings: EngineSettings | None = None):
@@ -58,16 +59,20 @@ class Engine:
         self._drafts = np.zeros(1 + 2 * self._executor.max_depth, np.int64)
         self._num_warm_up_programs = 0
         self._is_closing = False
+        self.busy_since: float | None = None
         self._thread = threading.Thread(target=self._run, name="mtpjax-engine", daemon=True)
 
-    def start(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Compiles all programs and starts the thread.
+    def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Compiles all programs; call it before `start`.
 
         Args:
             progress: called with the number of programs done and of all programs.
         """
         self._executor.warm_up(progress)
         self._num_warm_up_programs = self._executor.num_compiled
+
+    def start(self) -> None:
+        """Starts the thread that serves requests."""
         self._thread.start()
 
     def submit(self, request: Request, deliver: Deliver) -> int:
@@ -229,11 +234,13 @@ class Engine:
     def _run(self) -> None:
         while True:
             with self._changed:
+                self.busy_since = None
                 while not (self._inbox or self._in_flight or self._sequences):
                     if self._is_closing:
                         return
                     self._changed.wait()
                 actions, self._inbox = self._inbox, []
+                self.busy_since = time.monotonic()
             # One request's fault must never end the thread.
             try:
                 for action in actions:
@@ -289,7 +296,7 @@ class Engine:
             logprobs = report.logprobs[row, new].tolist() if sequence.request.logprobs else None
             self._deliver(sequence, Delta(tokens, report.origins[row, new].tolist(), logprobs))
         # 3. Pages whose entries are final serve later requests.
-        if sequence.lease is not None:
+        if sequence.lease is not None and self._scheduler.settings.shares_prefixes:
             pool = self._scheduler.pools[sequence.part]
             pool.store(sequence.lease, sequence.text, min(int(report.num_final[row]), len(sequence.text)))
         # 4. The end.

@@ -46,7 +46,7 @@ class EngineSettings:
         max_length: most tokens of a text, prompt included; None: the model's `max_position_embeddings`.
         page_size: positions per page.
         num_pages: pages of the pool; None: enough for every slot at `max_length`.
-        prefill_rows: most prompts that one call processes.
+        prefill_tokens: most prompt tokens of one call; None: four chunks.
         rounds_per_call: decoding rounds per call. More hide the host better, and let new requests wait longer.
         disable_drafts_at: number of decoding rows from which on no tokens are drafted; None: always drafted.
         batch_sizes: numbers of rows that programs are compiled for, ascending; None: powers of two.
@@ -60,7 +60,7 @@ class EngineSettings:
     max_length: int | None = None
     page_size: int = 16
     num_pages: int | None = None
-    prefill_rows: int = 4
+    prefill_tokens: int | None = None
     rounds_per_call: int = 1
     disable_drafts_at: int | None = None
     batch_sizes: tuple[int, ...] | None = None
@@ -104,9 +104,10 @@ class Executor:
 
     @library_settings()
     def __init__(self, params: dict, *, model: MTPModel, config: DecodeConfig, settings: EngineSettings):
-        for name in ("num_slots", "page_size", "prefill_rows", "rounds_per_call"):
-            if getattr(settings, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(settings, name)}")
+        for name in ("num_slots", "page_size", "num_pages", "prefill_tokens", "rounds_per_call", "max_waiting"):
+            value = getattr(settings, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
         if config.depth_policy != "fixed":
             raise ValueError("an engine chooses the depth by its load: set depth_policy to 'fixed'")
         self.settings, self.config = settings, config
@@ -133,6 +134,10 @@ class Executor:
                 "depend on the load: set acceptance to 'sample' or 'greedy'"
             )
         spec = dataclasses.replace(spec, is_adaptive=is_adaptive, check_nan=True, logprobs=True)
+        # A call processes a chunk of each of some prompts.
+        prefill_tokens = settings.prefill_tokens or 4 * spec.prefill_chunk
+        spec = dataclasses.replace(spec, prefill_chunk=min(spec.prefill_chunk, prefill_tokens))
+        prefill_rows = min(prefill_tokens // spec.prefill_chunk, self.part_slots)
         # Rows that are all greedy have dynamic trees, which may need more slots than those of a sampling rule.
         rules = (spec, dataclasses.replace(spec, rule="greedy"))
         self.num_behind = max(slots_per_round(model, drafter, spec) for spec in rules)
@@ -152,7 +157,7 @@ class Executor:
         self.batch_sizes = settings.batch_sizes or powers_of(2, self.part_slots)
         if self.batch_sizes[-1] < self.part_slots or list(self.batch_sizes) != sorted(set(self.batch_sizes)):
             raise ValueError(f"batch_sizes must rise up to {self.part_slots}, got {self.batch_sizes}")
-        self.prefill_sizes = powers_of(2, min(settings.prefill_rows, self.part_slots))
+        self.prefill_sizes = powers_of(2, prefill_rows)
         self.table_widths = powers_of(4, self.max_pages, 16)
         self.num_compiled = 0  # programs
         self.reset()

@@ -249,9 +249,9 @@ class Scheduler:
         is_resumed = sequence.num_new > 0
         # The newest token of a text is pending: the trunk has not processed it.
         num_to_prefill = len(sequence.text) - is_resumed
-        text = sequence.text[:num_to_prefill]
-        salt = sequence.request.salt if self.settings.shares_prefixes else f"{sequence.id}".encode()
-        lease = self.pools[part].acquire(text, self._num_pages(len(text) + 1, sequence.limit), salt=salt)
+        known_text = sequence.text[:num_to_prefill] if self.settings.shares_prefixes else []
+        num_pages = self._num_pages(num_to_prefill + 1, sequence.limit)
+        lease = self.pools[part].acquire(known_text, num_pages, salt=sequence.request.salt)
         if lease is None:
             return False
         sequence.part, sequence.slot, sequence.lease = part, self._free_slots[part].pop(), lease

@@ -13,8 +13,8 @@ from mtpjax.serving.executor import EngineSettings
 from mtpjax.serving.request import Delta, Finish, QueueFull, Request
 
 CONFIG = DecodeConfig(num_steps=2, prefill_chunk=8)
-SETTINGS = EngineSettings(num_slots=4, max_length=96, page_size=8, batch_sizes=(1, 4), prefill_rows=2)
-ONE_SIZE = dataclasses.replace(SETTINGS, batch_sizes=(4,), prefill_rows=4)  # fewer programs to compile
+SETTINGS = EngineSettings(num_slots=4, max_length=96, page_size=8, batch_sizes=(1, 4), prefill_tokens=16)
+ONE_SIZE = dataclasses.replace(SETTINGS, batch_sizes=(4,))  # fewer programs to compile
 OPTIONS = [
     {},
     {"temperature": 0.8},
@@ -109,6 +109,7 @@ def engines(small):
         if key not in made:
             model, params = small(attention)
             engine = Engine(params, model=model, config=dataclasses.replace(CONFIG, **changes), settings=settings)
+            engine.warm_up()
             engine.start()
             made[key] = engine, model, params
         return made[key]
@@ -191,6 +192,7 @@ def test_a_row_that_becomes_nan_fails_alone(small):
     # Token 60 is in one prompt only: no row drafts it.
     config = dataclasses.replace(CONFIG, draft_vocabulary=tuple(range(60)))
     engine = Engine(broken, model=model, config=config, settings=ONE_SIZE)
+    engine.warm_up()
     engine.start()
     client = Client(engine)
     requests = [Request(prompt=(index + 1, 2, 3, index), max_new_tokens=30) for index in range(7)]

@@ -1,0 +1,321 @@
+"""`mtpjax serve`: flags by SGLang's names, and which of SGLang's flags it does not have."""
+
+import dataclasses
+import difflib
+import importlib.resources
+import os
+import sys
+from typing import Any
+
+from mtpjax.cli.common import add_implementation_flag, add_model_path_flag, set_threads
+from mtpjax.cli.config_flags import choose_num_steps
+from mtpjax.cli.help import command_parser
+from mtpjax.cli.mesh_flags import add_process_flags, load_on_mesh, open_mesh
+from mtpjax.errors import UsageError
+
+KEY_VARIABLE = "MTPJAX_API_KEY"
+# SGLang's names of draft methods, and ours.
+ALGORITHMS = {"NEXTN": "mtp", "EAGLE": "mtp", "MTP": "mtp", "NGRAM": "lookup", "NONE": None}
+
+
+def add_commands(commands) -> None:
+    """Adds the command and its flags.
+
+    Args:
+        commands: the subcommands of the `mtpjax` parser.
+    """
+    parser = command_parser(
+        "Serve a model over HTTP: OpenAI's routes /v1/completions and /v1/chat/completions, SGLang's /generate, and a "
+        "page with a chat and the server's state at /. Flags have SGLang's names. It listens on this machine alone "
+        "unless --host says otherwise. SIGTERM lets running requests end."
+    )
+    add_model_path_flag(parser)
+    add_implementation_flag(parser)
+    _add_server_flags(parser)
+    _add_size_flags(parser)
+    _add_draft_flags(parser)
+    _add_mesh_flags(parser)
+    commands.add_subcommand("serve", parser, help="serve a model over HTTP, with OpenAI's and SGLang's routes")
+
+
+def _add_server_flags(parser) -> None:
+    parser.add_argument("--tokenizer-path", default=None, help="folder of the tokenizer (default: the model's)")
+    parser.add_argument("--served-model-name", default=None, help="name for clients (default: the model's folder)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=int, default=30000, help="port to listen on; 0: a free one")
+    parser.add_argument(
+        "--api-key",
+        default=None,
+        help=f"requests need this key as bearer token; several are separated by commas (default: ${KEY_VARIABLE}, "
+        "which other users of the machine cannot see)",
+    )
+    parser.add_argument("--chat-template", default=None, help="file of a Jinja chat template (default: the model's)")
+    parser.add_argument("--enable-metrics", action="store_true", help="answer /metrics, for Prometheus")
+    parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    parser.add_argument("--watchdog-timeout", type=float, default=300.0, help="seconds after which a call is hung")
+    parser.add_argument("--drain-timeout", type=float, default=30.0, help="seconds for running requests at the end")
+    parser.add_argument("--skip-server-warmup", action="store_true", help="compile programs at their first use")
+
+
+def _add_size_flags(parser) -> None:
+    parser.add_argument("--context-length", type=int, default=None, help="most tokens of a text (default: the model's)")
+    parser.add_argument("--max-running-requests", type=int, default=8, help="requests that run at the same time")
+    parser.add_argument("--max-queued-requests", type=int, default=1024, help="requests that wait; others get 429")
+    parser.add_argument(
+        "--max-total-tokens",
+        type=int,
+        default=None,
+        help="tokens of the pool of pages (default: by --mem-fraction-static; on a CPU at most 1 GiB)",
+    )
+    parser.add_argument(
+        "--mem-fraction-static", type=float, default=0.9, help="share of the accelerator's memory for weights and pages"
+    )
+    parser.add_argument("--page-size", type=int, default=16, help="positions per page")
+    parser.add_argument(
+        "--chunked-prefill-size", type=int, default=None, help="prompt tokens per call (default: 4 chunks of a prompt)"
+    )
+    parser.add_argument("--num-continuous-decode-steps", type=int, default=1, help="decoding rounds per call")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="auto, bfloat16 or fp8_e4m3")
+    parser.add_argument("--disable-radix-cache", action="store_true", help="share no pages between requests")
+    parser.add_argument("--max-queue-seconds", type=float, default=None, help="longest wait of a request")
+    parser.add_argument("--max-run-seconds", type=float, default=None, help="longest time from arrival to the end")
+
+
+def _add_draft_flags(parser) -> None:
+    parser.add_argument(
+        "--speculative-algorithm",
+        default=None,
+        help="NEXTN, EAGLE or MTP: the model's MTP modules; NGRAM: n-grams of the text; NONE (default: the modules, if "
+        "the model has any)",
+    )
+    parser.add_argument(
+        "--speculative-num-steps",
+        type=int,
+        default=None,
+        help="draft levels per round; by default 2 with MTP modules, 4 for NGRAM",
+    )
+    parser.add_argument("--speculative-eagle-topk", type=int, default=1, help="candidates per tree node; 1: a chain")
+    parser.add_argument("--speculative-num-draft-tokens", type=int, default=None, help="nodes verified per round")
+    parser.add_argument(
+        "--speculative-disable-by-batch-size",
+        type=int,
+        default=None,
+        help="draft nothing while at least this many requests decode (vLLM's name); needs --acceptance sample",
+    )
+    parser.add_argument(
+        "--acceptance",
+        default="auto",
+        help="acceptance rule, as in `mtpjax generate`; auto: block for a chain, recursive for a tree",
+    )
+    parser.add_argument("--speculative-use-rejection-sampling", action="store_true", help="--acceptance token")
+    parser.add_argument("--speculative-use-block-verification", action="store_true", help="--acceptance block")
+    parser.add_argument("--speculative-accept-threshold-single", type=float, default=1.0, help="below 1 is lossy")
+    parser.add_argument("--speculative-accept-threshold-acc", type=float, default=1.0, help="below 1 is lossy")
+    parser.add_argument("--allow-lossy", action="store_true", help="allow rules that change the text's distribution")
+    parser.add_argument(
+        "--speculative-draft-window-size", type=int, default=None, help="positions that modules attend to"
+    )
+    parser.add_argument("--speculative-draft-sink-size", type=int, default=4, help="first positions that they also see")
+    parser.add_argument("--speculative-token-map", default=None, help="file that `mtpjax vocabulary` wrote")
+
+
+def _add_mesh_flags(parser) -> None:
+    parser.add_argument("--mesh", default="", metavar="AXIS=SIZE,...", help="as in `mtpjax generate`")
+    parser.add_argument("--tp-size", type=int, default=None, help="devices; the same as --mesh tensor=N")
+    parser.add_argument(
+        "--dp-size",
+        type=int,
+        default=1,
+        help="parts of --tp-size with rows of their own; the same as --mesh data=N,...",
+    )
+    parser.add_argument("--enable-dp-attention", action="store_true", help="split the rows over --dp-size")
+    parser.add_argument("--allow-copies", action="store_true", help="as in `mtpjax generate`")
+    add_process_flags(parser)
+
+
+def check_flags(arguments: list[str], known: set[str]) -> list[str]:
+    """Checks the names of flags before they are parsed, so that the message can say more than that one is unknown.
+
+    Args:
+        arguments: the command line behind `mtpjax serve`.
+        known: the command's flags.
+
+    Returns:
+        The arguments, with dashes for underscores in the names of flags.
+
+    Raises:
+        UsageError: a flag is unknown, or SGLang's and not supported.
+    """
+    checked = []
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if name.startswith("--"):
+            name = name.replace("_", "-")
+            if name not in known:
+                if name in sglang_flags():
+                    raise UsageError(f"{name} is a flag of SGLang that mtpjax does not support")
+                near = difflib.get_close_matches(name, known, n=1)
+                raise UsageError(f"unknown flag {name}" + (f"; did you mean {near[0]}?" if near else ""))
+        checked.append(name + equals + value)
+    return checked
+
+
+def sglang_flags() -> frozenset[str]:
+    """Returns the names of SGLang's server flags, as of version 0.5.23."""
+    text = importlib.resources.files("mtpjax.cli").joinpath("sglang_flags.txt").read_text()
+    return frozenset(text.split())
+
+
+def decode_config(options, num_modules: int) -> dict[str, Any]:
+    """Makes the settings of `DecodeConfig` from the flags.
+
+    Args:
+        options: the parsed flags.
+        num_modules: MTP modules of the model.
+
+    Returns:
+        Arguments of `DecodeConfig`.
+
+    Raises:
+        ValueError: for flags that contradict each other.
+    """
+    # 1. The drafter.
+    algorithm = options.speculative_algorithm
+    if algorithm is not None and algorithm.upper() not in ALGORITHMS:
+        raise ValueError(f"unknown --speculative-algorithm {algorithm}; supported: {', '.join(ALGORITHMS)}")
+    drafter = "mtp" if algorithm is None else ALGORITHMS[algorithm.upper()]
+    steps = 0 if drafter is None else choose_num_steps(options.speculative_num_steps, drafter, num_modules)
+    # 2. The acceptance rule, which SGLang chooses by switches.
+    rules = {
+        "token": options.speculative_use_rejection_sampling,
+        "block": options.speculative_use_block_verification,
+        "threshold": min(options.speculative_accept_threshold_single, options.speculative_accept_threshold_acc) < 1,
+    }
+    chosen = [rule for rule, is_chosen in rules.items() if is_chosen]
+    if len(chosen) > 1 or (chosen and options.acceptance not in ("auto", chosen[0])):
+        raise ValueError(f"acceptance is chosen twice: {', '.join([*chosen, options.acceptance])}")
+    acceptance = chosen[0] if chosen else options.acceptance
+    # 3. vLLM's switch needs a rule under which the text of a seed does not depend on the number of drafts.
+    if options.speculative_disable_by_batch_size is not None and acceptance == "auto":
+        acceptance = "sample"
+    vocabulary = None
+    if options.speculative_token_map is not None:
+        from mtpjax.data.draft_vocabulary import load_vocabulary
+
+        vocabulary = load_vocabulary(options.speculative_token_map)
+    return {
+        "drafter": drafter or "mtp",
+        "num_steps": steps,
+        "topk": options.speculative_eagle_topk if steps else 1,
+        "num_draft_tokens": options.speculative_num_draft_tokens if steps else None,
+        "acceptance": acceptance,
+        "threshold_single": options.speculative_accept_threshold_single,
+        "threshold_acc": options.speculative_accept_threshold_acc,
+        "draft_vocabulary": vocabulary,
+        "draft_window": options.speculative_draft_window_size,
+        "draft_sinks": options.speculative_draft_sink_size,
+        "kv_cache_dtype": options.kv_cache_dtype,
+        "allow_copies": options.allow_copies,
+    }
+
+
+def _mesh_text(options) -> str:
+    """Returns the mesh that `--mesh`, or SGLang's sizes, name."""
+    if options.mesh and (options.tp_size is not None or options.dp_size != 1):
+        raise ValueError("give either --mesh, or --tp-size and --dp-size")
+    if options.mesh or (options.tp_size is None and options.dp_size == 1):
+        return options.mesh
+    size, parts = options.tp_size or 1, options.dp_size
+    if parts > 1 and not options.enable_dp_attention:
+        raise ValueError("--dp-size needs --enable-dp-attention: for copies of the whole model, start several servers")
+    if min(size, parts) < 1 or size % parts:
+        raise ValueError(f"--tp-size ({size}) must be a multiple of --dp-size ({parts})")
+    return f"data={parts},tensor={size // parts}"
+
+
+def _serve(options) -> int:
+    try:
+        import fastapi  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise UsageError(f"{error.name} is missing: pip install 'mtpjax[serve]'") from error
+    if options.nnodes > 1:
+        raise UsageError("mtpjax serve runs in one process: --nnodes must be 1")
+    options.mesh = _mesh_text(options)
+    set_threads(options.model_path)
+    with open_mesh(options) as mesh:
+        return _serve_on(mesh, options)
+
+
+def _serve_on(mesh, options) -> int:
+    import logging
+
+    from mtpjax.data.tokenizer import load_tokenizer
+    from mtpjax.decoding.config import DecodeConfig
+    from mtpjax.evaluation.self_check import check_acceptance
+    from mtpjax.io.checkpoint_format import find_checkpoint
+    from mtpjax.serving.api_server import ApiSettings
+    from mtpjax.serving.executor import EngineSettings
+    from mtpjax.serving.launch import ServerSettings, choose_num_pages, running_engine, serve
+
+    logging.getLogger("mtpjax").setLevel(options.log_level.upper())
+    # 1. The model and its tokenizer.
+    path = find_checkpoint(options.model_path)
+    model, params, loaded_config = load_on_mesh(path, options, mesh)
+    tokenizer = load_tokenizer(options.tokenizer_path or path, model.config.vocab_size)
+    config = DecodeConfig(**decode_config(options, loaded_config.num_mtp_modules))
+    if config.acceptance in ("threshold", "typical", "relaxed") and not options.allow_lossy:
+        raise ValueError(f"acceptance '{config.acceptance}' changes the text's distribution: it needs --allow-lossy")
+    if config.num_steps and config.drafter == "mtp":
+        check_acceptance(path, model, params)
+    # 2. Sizes.
+    settings = EngineSettings(
+        num_slots=options.max_running_requests,
+        max_length=options.context_length,
+        page_size=options.page_size,
+        prefill_tokens=options.chunked_prefill_size,
+        rounds_per_call=options.num_continuous_decode_steps,
+        disable_drafts_at=options.speculative_disable_by_batch_size,
+        max_waiting=options.max_queued_requests,
+        max_queue_seconds=options.max_queue_seconds,
+        max_run_seconds=options.max_run_seconds,
+        shares_prefixes=not options.disable_radix_cache,
+    )
+    if options.max_total_tokens is not None:
+        num_pages = max(options.max_total_tokens // options.page_size, 1)
+    else:
+        num_pages = choose_num_pages(params, model.config, config, settings, options.mem_fraction_static)
+    settings = dataclasses.replace(settings, num_pages=num_pages)
+    server = ServerSettings(
+        host=options.host,
+        port=options.port,
+        watchdog_seconds=options.watchdog_timeout or None,
+        drain_seconds=options.drain_timeout,
+        warms_up=not options.skip_server_warmup,
+    )
+    # 3. Who may ask.
+    name = options.served_model_name or path.name
+    given = options.api_key or os.environ.get(KEY_VARIABLE, "")
+    keys = tuple(filter(None, (key.strip() for key in given.split(","))))
+    if not keys and options.host not in ("127.0.0.1", "localhost", "::1"):
+        print(f"mtpjax serve: anybody who reaches {options.host} may use the model: set an --api-key", file=sys.stderr)
+    api = ApiSettings(
+        model_name=name,
+        api_keys=keys,
+        server_info={
+            "model_path": str(options.model_path),
+            "speculative_algorithm": options.speculative_algorithm,
+            "speculative_num_steps": config.num_steps,
+            "speculative_eagle_topk": config.topk,
+            "speculative_num_draft_tokens": config.num_nodes,
+            "acceptance": str(config.acceptance),
+            "max_running_requests": settings.num_slots,
+            "page_size": settings.page_size,
+        },
+    )
+    with running_engine(params, model=model, config=config, settings=settings, server=server) as engine:
+        serve(engine, tokenizer, api, server)
+    return 0
+
+
+COMMANDS = {"serve": _serve}

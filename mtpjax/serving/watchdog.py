@@ -1,0 +1,49 @@
+"""Ends a server whose device call never returns: a hung process helps nobody, and a supervisor starts it again."""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+
+_log = logging.getLogger(__name__)
+EXIT_CODE = 1
+
+
+class Watchdog:
+    """Watches a tick's duration from a thread of its own.
+
+    Args:
+        busy_since: returns the time (`time.monotonic`) since which the engine is in one tick; None while it waits.
+        timeout: seconds after which `on_timeout` is called, once.
+        on_timeout: takes the seconds; None: logs an error and ends the process with exit code 1.
+    """
+
+    def __init__(
+        self,
+        busy_since: Callable[[], float | None],
+        timeout: float,
+        on_timeout: Callable[[float], None] | None = None,
+    ):
+        self._busy_since, self._timeout, self._on_timeout = busy_since, timeout, on_timeout or _exit
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="mtpjax-watchdog", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stops watching."""
+        self._stopped.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(min(self._timeout / 4, 1.0)):
+            begin = self._busy_since()
+            if begin is not None and (seconds := time.monotonic() - begin) > self._timeout:
+                self._on_timeout(seconds)
+                return
+
+
+def _exit(seconds: float) -> None:
+    _log.error("a call of the engine has not returned for %.0f s (--watchdog-timeout): the server ends", seconds)
+    logging.shutdown()
+    os._exit(EXIT_CODE)
