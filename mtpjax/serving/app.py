@@ -4,12 +4,14 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 
 from mtpjax.data.tokenizer import Tokenizer
-from mtpjax.serving.admin_routes import admin_router
-from mtpjax.serving.api_errors import ApiError
-from mtpjax.serving.api_server import ApiServer, ApiSettings, Engine, Observer
-from mtpjax.serving.http import KeyCheck, error_handler
-from mtpjax.serving.openai_routes import openai_router
-from mtpjax.serving.sglang_routes import generate_router
+from mtpjax.serving.api import schemas
+from mtpjax.serving.api.admin_routes import admin_router
+from mtpjax.serving.api.errors import ApiError
+from mtpjax.serving.api.http import KeyCheck, error_handler
+from mtpjax.serving.api.openai_routes import openai_router
+from mtpjax.serving.api.server import ApiServer, ApiSettings, Engine, Observer
+from mtpjax.serving.api.sglang_routes import generate_router
+from mtpjax.serving.request import QueueFull
 from mtpjax.version import __version__
 
 
@@ -37,7 +39,8 @@ def make_app(engine: Engine, tokenizer: Tokenizer, settings: ApiSettings, observ
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        exception_handlers={each: error_handler for each in (ApiError, HTTPException, Exception)},
+        responses=schemas.ERRORS,
+        exception_handlers={each: error_handler for each in (ApiError, QueueFull, HTTPException, Exception)},
     )
     app.state.server = server
     for router in (openai_router(server), generate_router(server), admin_router(server)):

@@ -6,16 +6,16 @@ import json
 from starlette.testclient import TestClient
 
 from mtpjax.data.tokenizer import ByteTokenizer
-from mtpjax.serving.api_server import ApiSettings
+from mtpjax.serving.api.server import ApiSettings
 from mtpjax.serving.app import make_app
 from tests.helpers.fake_engine import FakeEngine
 
 
 @contextlib.contextmanager
-def api_client(engine=None, tokenizer=None, **settings):
+def api_client(engine=None, tokenizer=None, observer=None, **settings):
     """Yields a client and its engine."""
     engine = engine or FakeEngine()
-    app = make_app(engine, tokenizer or ByteTokenizer(), ApiSettings(model_name="tiny", **settings))
+    app = make_app(engine, tokenizer or ByteTokenizer(), ApiSettings(model_name="tiny", **settings), observer)
     with TestClient(app, raise_server_exceptions=False) as client:
         yield client, engine
     engine.close()

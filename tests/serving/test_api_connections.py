@@ -17,7 +17,7 @@ import httpx
 import uvicorn
 
 from mtpjax.data.tokenizer import ByteTokenizer
-from mtpjax.serving.api_server import ApiSettings
+from mtpjax.serving.api.server import ApiSettings
 from mtpjax.serving.app import make_app
 from tests.helpers.fake_engine import REPLY, FakeEngine
 
@@ -130,6 +130,30 @@ def test_all_requests_can_be_aborted(slow):
     for thread in threads:
         thread.join()
     assert [answer.json()["choices"][0]["finish_reason"] for answer in answers] == ["abort"] * 3
+
+
+def test_running_requests_finish_or_are_told_when_the_server_stops():
+    async def run():
+        engine = FakeEngine(delay=0.01, max_length=100_000)
+        app = make_app(engine, ByteTokenizer(), ApiSettings(model_name="tiny"))
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://tiny") as client:
+            bodies = [{**LONG, "stream": True}, LONG, {**LONG, "max_tokens": 9}]
+            tasks = [asyncio.create_task(client.post("/v1/completions", json=body)) for body in bodies]
+            while engine.status().num_running < 3:
+                await asyncio.sleep(0.01)
+            drained = asyncio.create_task(app.state.server.drain(0.3))
+            await asyncio.sleep(0)
+            refused = await client.post("/v1/completions", json=LONG)
+            await drained
+            stream, plain, short = [await task for task in tasks]
+        engine.close()
+        assert refused.status_code == 503
+        assert '"finish_reason":"abort"' in stream.text and stream.text.endswith("data: [DONE]\n\n")
+        assert plain.json()["choices"][0]["finish_reason"] == "abort"
+        assert short.json()["choices"][0]["finish_reason"] == "length"
+
+    asyncio.run(run())
 
 
 def connect(address, body, *, length=None, buffer_bytes=1 << 16):

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from mtpjax.data.tokenizer import ByteTokenizer
-from mtpjax.serving.text_stream import TextStream
+from mtpjax.serving.api.text_stream import TextStream
 
 TEXT = "né 🙂 abcabd €"
 

@@ -10,10 +10,10 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 
-from mtpjax.serving.api_errors import ApiError, internal_error, queue_full, shutting_down
-from mtpjax.serving.api_server import ApiServer
-from mtpjax.serving.request import Delta, Finish, QueueFull, Request
-from mtpjax.serving.text_stream import TextStream
+from mtpjax.serving.api.errors import ApiError, internal_error, shutting_down
+from mtpjax.serving.api.server import ApiServer
+from mtpjax.serving.api.text_stream import TextStream
+from mtpjax.serving.request import Delta, Finish, FinishReason, Request
 
 LOGGER = logging.getLogger(__name__)
 BYTES_PER_TOKEN = 96  # of a token, its draft level and its log-probability as Python objects in lists
@@ -59,6 +59,7 @@ class Choice:
         tokens: new tokens so far, without those behind a stop string.
         logprobs: of `tokens`, if asked for.
         finish: how it ended; None before.
+        last_arrival: time of the newest tokens; None before the first.
     """
 
     def __init__(self, index: int, job: Job, stream: TextStream, request_id: int):
@@ -67,6 +68,11 @@ class Choice:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.finish: Finish | None = None
+        self.last_arrival: float | None = None
+
+    def reason(self, finish: Finish) -> FinishReason:
+        """Returns why the text ended. The engine knows nothing of stop strings: it was told to abort."""
+        return "stop" if self.stream.is_stopped else finish.reason
 
     def push(self, tokens: list[int], logprobs: list[float]) -> Update:
         """Takes new tokens."""
@@ -80,9 +86,7 @@ class Choice:
     def end(self, finish: Finish) -> Update:
         """Takes the end."""
         rest = self.stream.finish()
-        # The engine knows nothing of stop strings: it was told to abort.
-        reason = "stop" if self.stream.is_stopped else finish.reason
-        self.finish = dataclasses.replace(finish, reason=reason, num_new_tokens=len(self.tokens))
+        self.finish = dataclasses.replace(finish, reason=self.reason(finish), num_new_tokens=len(self.tokens))
         self.text += rest
         return Update(self, rest, [], [])
 
@@ -99,7 +103,8 @@ class Generation:
         is_streaming: the client reads while the text is made, so it may be too slow.
 
     Raises:
-        ApiError: the engine rejects a request. None of them runs then.
+        ApiError: the engine rejects a request, or the server stops. None of them runs then.
+        QueueFull: the engine has no place for a request. None of them runs then.
     """
 
     def __init__(self, server: ApiServer, jobs: Sequence[Job], name: str, *, is_streaming: bool = False):
@@ -108,7 +113,7 @@ class Generation:
         if name in server.running:
             raise ApiError("a request with this rid is running", param="rid")
         self.name, self._server = name, server
-        self.started = self._last_tokens = time.monotonic()
+        self.started = time.monotonic()
         self._max_bytes = server.settings.max_buffer_bytes if is_streaming else math.inf
         self._loop = asyncio.get_running_loop()
         self._inbox: collections.deque[tuple[int, Delta | Finish]] = collections.deque()
@@ -141,8 +146,6 @@ class Generation:
 
         try:
             request_id = self._server.engine.submit(request, deliver)
-        except QueueFull as error:
-            raise queue_full() from error
         except ValueError as error:
             raise ApiError(str(error)) from error
         self._open.add(request_id)
@@ -150,8 +153,8 @@ class Generation:
 
     def _receive(self, index: int, event: Delta | Finish) -> None:
         """Takes an event into the inbox, in the event loop."""
+        self._observe(self.choices[index], event)
         if isinstance(event, Finish):
-            self._server.observer.on_finish(time.monotonic() - self.started, event)
             self._open.discard(self.choices[index].request_id)
             self._forget_if_done()
         if self._is_closed:
@@ -166,13 +169,25 @@ class Generation:
         if self._is_too_slow:
             self.close()
 
+    def _observe(self, choice: Choice, event: Delta | Finish) -> None:
+        """Tells the observer when an event arrived, whether or not the client reads it soon."""
+        now = time.monotonic()
+        if isinstance(event, Finish):
+            finish = dataclasses.replace(event, reason=choice.reason(event))
+            self._server.observer.on_finish(now - self.started, finish)
+        else:
+            is_first = choice.last_arrival is None
+            seconds = now - (self.started if choice.last_arrival is None else choice.last_arrival)
+            self._server.observer.on_tokens(seconds, len(event.tokens), is_first=is_first)
+            choice.last_arrival = now
+
     async def updates(self) -> AsyncIterator[Update]:
         """Yields the news of all texts until each has ended.
 
         Raises:
             ApiError: a text ended with an error, or the client reads too slowly.
         """
-        num_ended, has_tokens = 0, False
+        num_ended = 0
         while num_ended < len(self.choices):
             await self._arrived.wait()
             self._arrived.clear()
@@ -186,8 +201,6 @@ class Generation:
                     yield choice.end(event)
                 elif not choice.stream.is_stopped:
                     update = choice.push(event.tokens, [json_logprob(each) for each in event.logprobs or ()])
-                    self._observe(len(update.tokens), is_first=not has_tokens)
-                    has_tokens = True
                     if choice.stream.is_stopped:
                         self._server.engine.abort(choice.request_id)
                     yield update
@@ -206,11 +219,6 @@ class Generation:
             if isinstance(event, Delta):
                 self._num_bytes -= BYTES_PER_TOKEN * len(event.tokens)
             yield index, event
-
-    def _observe(self, num_tokens: int, *, is_first: bool) -> None:
-        now = time.monotonic()
-        self._server.observer.on_tokens(now - self._last_tokens, num_tokens, is_first=is_first)
-        self._last_tokens = now
 
     async def run(self) -> list[Choice]:
         """Waits until all texts have ended and returns them."""

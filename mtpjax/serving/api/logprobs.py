@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mtpjax.data.tokenizer import Tokenizer
-from mtpjax.serving.api_server import ApiServer
-from mtpjax.serving.generation import Choice, json_logprob
+from mtpjax.serving.api.generation import Choice, json_logprob
+from mtpjax.serving.api.server import ApiServer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from mtpjax.errors import printable
 from mtpjax.safe_open import check_json_depth
-from mtpjax.serving.api_errors import ApiError
+from mtpjax.serving.api.errors import ApiError
 
 MAX_INTEGER = 2**31 - 1  # counts and ids are int32 on the device
 MAX_DEPTH = 64

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from mtpjax.serving.api_errors import ApiError
-from mtpjax.serving.api_server import ApiServer
-from mtpjax.serving.fields import MAX_NAME_CHARACTERS, Body, check_list, check_text, check_tokens
-from mtpjax.serving.protocol import MAX_PROMPTS
+from mtpjax.serving.api.errors import ApiError
+from mtpjax.serving.api.fields import MAX_NAME_CHARACTERS, Body, check_list, check_text, check_tokens
+from mtpjax.serving.api.option_tables import MAX_PROMPTS
+from mtpjax.serving.api.server import ApiServer
 
 MAX_MESSAGES = 2048
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -5,18 +5,18 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
-from mtpjax.serving import schemas
-from mtpjax.serving.api_errors import ApiError
-from mtpjax.serving.api_server import ApiServer
-from mtpjax.serving.bodies import check_model, limits_of, prefix_salt, read_body
-from mtpjax.serving.generation import Choice, Generation, Job, Update, new_id
-from mtpjax.serving.http import EventStream, run_while_connected
-from mtpjax.serving.logprobs import TokenScores, chat_logprobs, completion_logprobs, score_choice
-from mtpjax.serving.prompts import read_chat, read_prompts
-from mtpjax.serving.protocol import CHAT, COMPLETION, read_openai
-from mtpjax.serving.usage import speculation, usage
+from mtpjax.serving.api import schemas
+from mtpjax.serving.api.errors import ApiError
+from mtpjax.serving.api.generation import Choice, Generation, Job, Update, new_id
+from mtpjax.serving.api.logprobs import TokenScores, chat_logprobs, completion_logprobs, score_choice
+from mtpjax.serving.api.option_tables import CHAT, COMPLETION
+from mtpjax.serving.api.options import read_openai
+from mtpjax.serving.api.prompts import read_chat, read_prompts
+from mtpjax.serving.api.route_steps import check_model, limits_of, prefix_salt, read_body, respond
+from mtpjax.serving.api.server import ApiServer
+from mtpjax.serving.api.usage import speculation, usage
 
 
 class Reply:
@@ -55,19 +55,15 @@ class Reply:
 
         Raises:
             ApiError: the engine rejects a text, or a text ends with an error.
+            QueueFull: the engine has no place for them.
         """
-        if self._values["stream"]:
-            # Submit before the status is sent, so that a full queue is still a 429.
-            generation = Generation(self._server, self._jobs, self._id, is_streaming=True)
-            timeout = self._server.settings.write_timeout
-            return EventStream(self._events(generation), write_timeout=timeout, on_close=generation.close)
-        return JSONResponse(await run_while_connected(request, self._complete()))
+        events = self._events if self._values["stream"] else None
+        return await respond(self._server, request, self._jobs, self._id, events=events, complete=self._complete)
 
-    async def _complete(self) -> dict[str, Any]:
-        with Generation(self._server, self._jobs, self._id) as generation:
-            choices = await generation.run()
-            bodies = [await self._choice(choice) for choice in choices]
+    async def _complete(self, generation: Generation) -> dict[str, Any]:
+        choices = await generation.run()
         kind = "chat.completion" if self._is_chat else "text_completion"
+        bodies = [await self._choice(choice) for choice in choices]
         return {**self._head(kind), "choices": bodies, **self._counts(choices)}
 
     async def _choice(self, choice: Choice) -> dict[str, Any]:

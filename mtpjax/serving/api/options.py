@@ -1,7 +1,4 @@
-"""The bodies of requests that make text: their fields, limits and defaults.
-
-The three tables are the whole list of options. They also give the JSON schemas (`schemas`).
-"""
+"""Checks the options of requests that make text, and makes the engine's requests."""
 
 import dataclasses
 import os
@@ -9,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mtpjax.decoding.config import SamplingParams
-from mtpjax.serving.api_errors import ApiError
-from mtpjax.serving.fields import (
-    FLAG,
+from mtpjax.serving.api import option_tables as tables
+from mtpjax.serving.api.errors import ApiError
+from mtpjax.serving.api.fields import (
     MAX_INTEGER,
-    NAME,
     Body,
     Field,
     check_list,
@@ -22,108 +18,8 @@ from mtpjax.serving.fields import (
     check_tokens,
     read_fields,
 )
-from mtpjax.serving.generation import Job
+from mtpjax.serving.api.generation import Job
 from mtpjax.serving.request import Request
-
-MAX_CHOICES = 16
-MAX_PROMPTS = 1024
-MAX_LOGPROBS = 20
-MAX_STOP_STRINGS = 16
-MAX_STOP_BYTES = 512
-MAX_STOP_TOKENS = 1024
-MAX_BIASES = 1024
-GREEDY_TEMPERATURE = 1e-5  # below, float32 logits divided by the temperature overflow
-DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
-DEFAULT_GENERATE_TOKENS = 128  # SGLang's
-
-# Options that have the same name and meaning in OpenAI's and SGLang's routes.
-SAMPLING = {
-    "temperature": Field("number", 1.0, 0, 2),
-    "top_p": Field("number", 1.0, 0, 1, is_above=True),
-    "top_k": Field("integer", -1, -1),
-    "min_p": Field("number", 0.0, 0, 1),
-    "frequency_penalty": Field("number", 0.0, -2, 2),
-    "presence_penalty": Field("number", 0.0, -2, 2),
-    "repetition_penalty": Field("number", 1.0, 0, 100, is_above=True),
-    "ignore_eos": FLAG,
-    "n": Field("integer", 1, 1, MAX_CHOICES),
-}
-_SEED = Field("integer", None, -(2**63), 2**64 - 1)
-_TOKENS = Field("integer", None, 1)
-_MIN_TOKENS = Field("integer", 0, 0)
-_BIAS = Field("number", None, -100, 100)
-_OPENAI = {
-    **SAMPLING,
-    "model": NAME,
-    "user": NAME,
-    "rid": NAME,
-    "cache_salt": NAME,
-    "max_tokens": _TOKENS,
-    "min_tokens": _MIN_TOKENS,
-    "seed": _SEED,
-    "stream": FLAG,
-    "speculative": Field("boolean", default=True),
-}
-COMPLETION = {
-    **_OPENAI,
-    "best_of": Field("integer", None, 1, MAX_CHOICES),
-    "echo": FLAG,
-    "logprobs": Field("integer", None, 0, MAX_LOGPROBS),
-}
-CHAT = {
-    **_OPENAI,
-    "max_completion_tokens": _TOKENS,
-    "logprobs": FLAG,
-    "top_logprobs": Field("integer", 0, 0, MAX_LOGPROBS),
-    "add_generation_prompt": Field("boolean", default=True),
-}
-GENERATE = {
-    "rid": NAME,
-    "stream": FLAG,
-    "return_logprob": FLAG,
-    "speculative": Field("boolean", default=True),
-}
-GENERATE_SAMPLING = {
-    **SAMPLING,
-    "max_new_tokens": dataclasses.replace(_TOKENS, default=DEFAULT_GENERATE_TOKENS),
-    "min_new_tokens": _MIN_TOKENS,
-    "sampling_seed": _SEED,
-}
-STREAM_OPTIONS = {"include_usage": FLAG, "continuous_usage_stats": FLAG}
-# Options without a table entry: lists and objects, which have checks of their own.
-STRUCTURED = ("prompt", "messages", "text", "input_ids", "sampling_params", "stream_options", "stop", "stop_token_ids")
-STRUCTURED += ("logit_bias", "chat_template_kwargs")
-
-# Options of OpenAI, vLLM and SGLang that would change the text, and are missing here. Accepting them without effect
-# would give a wrong answer. The values in the second column have no effect.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "chat_template": (),
-    "continue_final_message": (False,),
-    "custom_logit_processor": (),
-    "ebnf": (),
-    "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "image_data": ([],),
-    "include_stop_str_in_output": (False,),
-    "input_embeds": (),
-    "json_schema": (),
-    "lora_path": (),
-    "modalities": (["text"], []),
-    "no_stop_trim": (False,),
-    "prompt_embeds": (),
-    "regex": (),
-    "response_format": ({"type": "text"},),
-    "return_hidden_states": (False,),
-    "skip_special_tokens": (True,),
-    "structured_outputs": (),
-    "suffix": ("",),
-    "tools": ([],),
-    "top_logprobs_num": (0,),
-    "use_beam_search": (False,),
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -234,7 +130,7 @@ def read_openai(body: Body, limits: Limits, *, is_chat: bool) -> tuple[dict[str,
     Raises:
         ApiError: a value is not allowed.
     """
-    values = read_fields(CHAT if is_chat else COMPLETION, body)
+    values = read_fields(tables.CHAT if is_chat else tables.COMPLETION, body)
     if is_chat:
         if values["top_logprobs"] and not values["logprobs"]:
             raise ApiError("top_logprobs needs logprobs true", param="top_logprobs")
@@ -243,11 +139,11 @@ def read_openai(body: Body, limits: Limits, *, is_chat: bool) -> tuple[dict[str,
     stream_options = _object(body, "stream_options")
     if stream_options and not values["stream"]:
         raise ApiError("stream_options needs stream true", param="stream_options")
-    values |= read_fields(STREAM_OPTIONS, stream_options, "stream_options.")
+    values |= read_fields(tables.STREAM_OPTIONS, stream_options, "stream_options.")
     length = values["max_tokens"]
     if is_chat:
         length = values["max_completion_tokens"] or length
-    default = None if is_chat else DEFAULT_COMPLETION_TOKENS
+    default = None if is_chat else tables.DEFAULT_COMPLETION_TOKENS
     logprobs = values["logprobs"] if is_chat else values["logprobs"] is not None
     names = {"length": length or default, "is_explicit": length is not None, "logprobs": bool(logprobs)}
     return values, _options(body, values, limits, min_tokens="min_tokens", seed="seed", **names)
@@ -266,10 +162,10 @@ def read_generate(body: Body, limits: Limits) -> tuple[dict[str, Any], Options]:
     Raises:
         ApiError: a value is not allowed.
     """
-    values, prefix = read_fields(GENERATE, body), "sampling_params."
+    values, prefix = read_fields(tables.GENERATE, body), "sampling_params."
     sampling = _object(body, "sampling_params")
     reject_unsupported(sampling, prefix)
-    values |= read_fields(GENERATE_SAMPLING, sampling, prefix)
+    values |= read_fields(tables.GENERATE_SAMPLING, sampling, prefix)
     names = {"length": values["max_new_tokens"], "is_explicit": sampling.get("max_new_tokens") is not None}
     names |= {"logprobs": values["return_logprob"], "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
     return values, _options(sampling, values, limits, prefix=prefix, **names)
@@ -277,7 +173,7 @@ def read_generate(body: Body, limits: Limits) -> tuple[dict[str, Any], Options]:
 
 def reject_unsupported(body: Body, prefix: str = "") -> None:
     """Raises ApiError if a body asks for an option that would change the text and is missing here."""
-    for name, harmless in UNSUPPORTED.items():
+    for name, harmless in tables.UNSUPPORTED.items():
         value = body.get(name)
         if value is not None and value not in harmless:
             raise ApiError(f"{prefix}{name} is not supported", param=prefix + name, code="unsupported_option")
@@ -286,7 +182,7 @@ def reject_unsupported(body: Body, prefix: str = "") -> None:
 def reject_unknown(body: Body, fields: Mapping[str, Field]) -> None:
     """Raises ApiError if a body has a field that no table names."""
     for name in body:
-        if name not in fields and name not in STRUCTURED and name not in UNSUPPORTED:
+        if name not in fields and name not in tables.STRUCTURED and name not in tables.UNSUPPORTED:
             raise ApiError(f"unknown field {name[:64]}", param=name[:64], code="unknown_field")
 
 
@@ -307,7 +203,7 @@ def _options(
         raise ApiError(message, param=prefix + min_tokens)
     temperature, top_k = values["temperature"], values["top_k"]
     sampling = SamplingParams(
-        temperature=temperature if temperature >= GREEDY_TEMPERATURE else 0.0,
+        temperature=temperature if temperature >= tables.GREEDY_TEMPERATURE else 0.0,
         # As many as there are tokens is all of them.
         top_k=top_k if 0 < top_k < limits.vocab_size else 0,
         top_p=values["top_p"],
@@ -319,7 +215,7 @@ def _options(
         logit_bias=_logit_bias(_object(body, "logit_bias", prefix), limits.vocab_size, f"{prefix}logit_bias"),
     )
     stop_param, stop_ids_param = f"{prefix}stop", f"{prefix}stop_token_ids"
-    stop_ids = check_list(_or(body.get("stop_token_ids"), []), stop_ids_param, MAX_STOP_TOKENS)
+    stop_ids = check_list(_or(body.get("stop_token_ids"), []), stop_ids_param, tables.MAX_STOP_TOKENS)
     stop_ids = check_tokens(stop_ids, stop_ids_param, limits.vocab_size)
     ends = () if values["ignore_eos"] else limits.eos_token_ids
     return Options(
@@ -336,22 +232,22 @@ def _options(
 
 
 def _stop_strings(value: Any, param: str) -> tuple[str, ...]:
-    strings = check_list([value] if isinstance(value, str) else _or(value, []), param, MAX_STOP_STRINGS)
+    strings = check_list([value] if isinstance(value, str) else _or(value, []), param, tables.MAX_STOP_STRINGS)
     for string in strings:
-        if not 1 <= len(check_text(string, param, MAX_STOP_BYTES).encode()) <= MAX_STOP_BYTES:
-            raise ApiError(f"{param}: a stop string must have 1 to {MAX_STOP_BYTES} bytes", param=param)
+        if not 1 <= len(check_text(string, param, tables.MAX_STOP_BYTES).encode()) <= tables.MAX_STOP_BYTES:
+            raise ApiError(f"{param}: a stop string must have 1 to {tables.MAX_STOP_BYTES} bytes", param=param)
     return tuple(dict.fromkeys(strings))
 
 
 def _logit_bias(bias: Body, vocab_size: int, param: str) -> dict[int, float] | None:
-    if len(bias) > MAX_BIASES:
-        raise ApiError(f"{param} has {len(bias)} entries; at most {MAX_BIASES} are allowed", param=param)
+    if len(bias) > tables.MAX_BIASES:
+        raise ApiError(f"{param} has {len(bias)} entries; at most {tables.MAX_BIASES} are allowed", param=param)
     checked = {}
     for name, value in bias.items():
         # JSON's keys are strings.
         is_number = name.isascii() and name.removeprefix("-").isdigit() and len(name) < 20
         token = check_token(int(name) if is_number else name, param, vocab_size)
-        checked[token] = _BIAS.check(value, param)
+        checked[token] = tables.BIAS.check(value, param)
     return checked or None
 
 

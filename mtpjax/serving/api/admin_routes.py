@@ -7,14 +7,14 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from mtpjax.decoding.config import SamplingParams
-from mtpjax.serving import schemas
-from mtpjax.serving.api_errors import ApiError, shutting_down
-from mtpjax.serving.api_server import ApiServer
-from mtpjax.serving.bodies import read_body
-from mtpjax.serving.fields import FLAG, NAME, Field, check_list, check_text, check_tokens, read_fields
-from mtpjax.serving.generation import Generation, Job, new_id
-from mtpjax.serving.http import read_json, run_while_connected
-from mtpjax.serving.prompts import read_chat
+from mtpjax.serving.api import schemas
+from mtpjax.serving.api.errors import ApiError, shutting_down
+from mtpjax.serving.api.fields import FLAG, NAME, Field, check_list, check_text, check_tokens, read_fields
+from mtpjax.serving.api.generation import Generation, Job, new_id
+from mtpjax.serving.api.http import read_json, run_while_connected
+from mtpjax.serving.api.prompts import read_chat
+from mtpjax.serving.api.route_steps import read_body
+from mtpjax.serving.api.server import ApiServer
 from mtpjax.serving.request import Request as EngineRequest
 from mtpjax.version import __version__
 
@@ -34,14 +34,14 @@ def admin_router(server: ApiServer) -> APIRouter:
         if server.failure:
             raise ApiError(server.failure, status=503, code="unhealthy")
 
-    @router.get("/health")
-    @router.get("/ping")
+    @router.get("/health", response_class=Response)
+    @router.get("/ping", response_class=Response)
     async def health() -> Response:
         """Answers 200 while the engine works."""
         check_health()
         return Response()
 
-    @router.get("/ready")
+    @router.get("/ready", response_class=Response)
     async def ready() -> Response:
         """Answers 200 while new requests are taken."""
         check_health()
@@ -49,7 +49,7 @@ def admin_router(server: ApiServer) -> APIRouter:
             raise shutting_down()
         return Response()
 
-    @router.get("/health_generate")
+    @router.get("/health_generate", response_class=Response)
     async def health_generate(request: Request) -> Response:
         """Answers 200 after the engine has made one token."""
         check_health()
@@ -97,7 +97,7 @@ def admin_router(server: ApiServer) -> APIRouter:
     async def abort_request(request: Request) -> dict[str, Any]:
         """Aborts the request of an id, or all."""
         values = read_fields(ABORT, await read_json(request, settings))  # also while the server stops
-        if values["rid"] is None and not values["abort_all"]:
+        if not values["rid"] and not values["abort_all"]:
             raise ApiError("give rid, or abort_all true", param="rid")
         return {"num_aborted": server.abort(None if values["abort_all"] else values["rid"])}
 

@@ -4,13 +4,17 @@ import asyncio
 import concurrent.futures
 import dataclasses
 import hashlib
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from mtpjax.data.tokenizer import Tokenizer
-from mtpjax.serving.api_errors import ApiError
+from mtpjax.serving.api.errors import ApiError
 from mtpjax.serving.request import Deliver, EngineStatus, Finish, Request, Scores
 from mtpjax.version import __version__
+
+DRAIN_INTERVAL = 0.02
+ABORT_SECONDS = 2.0
 
 
 class Engine(Protocol):
@@ -172,6 +176,22 @@ class ApiServer:
         for request_id in ids:
             self.engine.abort(request_id)
         return len(ids)
+
+    async def drain(self, seconds: float) -> None:
+        """Ends the service: takes no new requests, and waits for those that run.
+
+        Args:
+            seconds: after which the rest is aborted. Their clients get the text so far, with finish reason "abort".
+        """
+        self.is_stopping = True
+        end = time.monotonic() + seconds
+        while self.running and time.monotonic() < end:
+            await asyncio.sleep(DRAIN_INTERVAL)
+        self.abort()
+        # An engine that does not answer must not keep the process alive.
+        end = time.monotonic() + ABORT_SECONDS
+        while self.running and time.monotonic() < end:
+            await asyncio.sleep(DRAIN_INTERVAL)
 
     async def _tokenize(self, function: Callable[[], Any], param: str) -> Any:
         try:

@@ -13,10 +13,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mtpjax.serving.api_errors import ApiError
-from mtpjax.serving.api_server import ApiSettings
-from mtpjax.serving.fields import parse_body
-from mtpjax.serving.generation import log_fault
+from mtpjax.serving.api.errors import ApiError, queue_full
+from mtpjax.serving.api.fields import parse_body
+from mtpjax.serving.api.generation import log_fault
+from mtpjax.serving.api.server import ApiSettings
+from mtpjax.serving.request import QueueFull
 
 LARGE_BODY_BYTES = 1 << 16  # parsed outside the event loop
 T = TypeVar("T")
@@ -181,6 +182,8 @@ async def error_handler(request: Request, error: Exception) -> Response:
     """Makes the response to any exception of a route."""
     if isinstance(error, ApiError):
         return error_response(error)
+    if isinstance(error, QueueFull):
+        return error_response(queue_full())
     if isinstance(error, HTTPException):
         known = {404: ("there is no such path", "not_found"), 405: ("the path has other methods", "method_not_allowed")}
         message, code = known.get(error.status_code, (str(error.detail), None))

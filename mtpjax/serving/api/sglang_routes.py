@@ -5,17 +5,17 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
-from mtpjax.serving import schemas
-from mtpjax.serving.api_errors import ApiError
-from mtpjax.serving.api_server import ApiServer
-from mtpjax.serving.bodies import limits_of, prefix_salt, read_body
-from mtpjax.serving.generation import Choice, Generation, Job, new_id
-from mtpjax.serving.http import EventStream, run_while_connected
-from mtpjax.serving.prompts import read_prompts
-from mtpjax.serving.protocol import GENERATE, read_generate
-from mtpjax.serving.usage import meta_info
+from mtpjax.serving.api import schemas
+from mtpjax.serving.api.errors import ApiError
+from mtpjax.serving.api.generation import Choice, Generation, Job, new_id
+from mtpjax.serving.api.option_tables import GENERATE
+from mtpjax.serving.api.options import read_generate
+from mtpjax.serving.api.prompts import read_prompts
+from mtpjax.serving.api.route_steps import limits_of, prefix_salt, read_body, respond
+from mtpjax.serving.api.server import ApiServer
+from mtpjax.serving.api.usage import meta_info
 
 
 class GenerateReply:
@@ -43,16 +43,13 @@ class GenerateReply:
 
         Raises:
             ApiError: the engine rejects a text, or a text ends with an error.
+            QueueFull: the engine has no place for them.
         """
-        if self._values["stream"]:
-            generation = Generation(self._server, self._jobs, self._id, is_streaming=True)
-            timeout = self._server.settings.write_timeout
-            return EventStream(self._events(generation), write_timeout=timeout, on_close=generation.close)
-        return JSONResponse(await run_while_connected(request, self._complete()))
+        events = self._events if self._values["stream"] else None
+        return await respond(self._server, request, self._jobs, self._id, events=events, complete=self._complete)
 
-    async def _complete(self) -> Any:
-        with Generation(self._server, self._jobs, self._id) as generation:
-            bodies = [self._body(choice, generation) for choice in await generation.run()]
+    async def _complete(self, generation: Generation) -> Any:
+        bodies = [self._body(choice, generation) for choice in await generation.run()]
         return bodies if self._is_list else bodies[0]
 
     async def _events(self, generation: Generation) -> AsyncGenerator[Any, None]:
@@ -66,10 +63,14 @@ class GenerateReply:
     def _body(self, choice: Choice, generation: Generation) -> dict[str, Any]:
         seconds = time.monotonic() - generation.started
         info = meta_info(self._id, choice, seconds, self._server.settings.model_name)
-        if choice.request.logprobs:
-            rows = zip(choice.logprobs, choice.tokens, strict=True)
-            info["output_token_logprobs"] = [[logprob, token, None] for logprob, token in rows]
-        return {"text": choice.text, "output_ids": list(choice.tokens), "meta_info": info}
+        body = {"text": choice.text, "meta_info": info}
+        # The lists of tokens come once, at the end: in every event they would take quadratic time.
+        if choice.finish:
+            body["output_ids"] = choice.tokens
+            if choice.request.logprobs:
+                rows = zip(choice.logprobs, choice.tokens, strict=True)
+                info["output_token_logprobs"] = [[logprob, token, None] for logprob, token in rows]
+        return body
 
 
 def generate_router(server: ApiServer) -> APIRouter:
