@@ -1,0 +1,1 @@
+"""The HTTP API: from bodies to engine requests, and from tokens to responses."""

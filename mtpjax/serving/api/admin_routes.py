@@ -1,0 +1,124 @@
+"""Routes about the server and its tokenizer: health, settings, the cache, aborts, tokenizing."""
+
+import math
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from mtpjax.decoding.config import SamplingParams
+from mtpjax.serving.api import schemas
+from mtpjax.serving.api.errors import ApiError, shutting_down
+from mtpjax.serving.api.fields import FLAG, NAME, Field, check_list, check_text, check_tokens, read_fields
+from mtpjax.serving.api.generation import Generation, Job, new_id
+from mtpjax.serving.api.http import read_json, run_while_connected
+from mtpjax.serving.api.prompts import read_chat
+from mtpjax.serving.api.route_steps import read_body
+from mtpjax.serving.api.server import ApiServer
+from mtpjax.serving.request import Request as EngineRequest
+from mtpjax.version import __version__
+
+ABORT = {"rid": NAME, "abort_all": FLAG}
+TOKENIZE = {"model": NAME, "add_generation_prompt": Field("boolean", default=True)}
+DETOKENIZE = {"model": NAME}
+_STRING = {"type": "string"}
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+
+
+def admin_router(server: ApiServer) -> APIRouter:
+    """Makes the routes."""
+    router = APIRouter()
+    settings, engine = server.settings, server.engine
+
+    def check_health() -> None:
+        if server.failure:
+            raise ApiError(server.failure, status=503, code="unhealthy")
+
+    @router.get("/health", response_class=Response)
+    @router.get("/ping", response_class=Response)
+    async def health() -> Response:
+        """Answers 200 while the engine works."""
+        check_health()
+        return Response()
+
+    @router.get("/ready", response_class=Response)
+    async def ready() -> Response:
+        """Answers 200 while new requests are taken."""
+        check_health()
+        if server.is_stopping:
+            raise shutting_down()
+        return Response()
+
+    @router.get("/health_generate", response_class=Response)
+    async def health_generate(request: Request) -> Response:
+        """Answers 200 after the engine has made one token."""
+        check_health()
+        job = Job(EngineRequest(prompt=(0,), max_new_tokens=1, sampling=SamplingParams()))
+
+        async def make_token() -> None:
+            with Generation(server, [job], new_id("health")) as generation:
+                await generation.run()
+
+        await run_while_connected(request, make_token())
+        return Response()
+
+    @router.get("/model_info")
+    @router.get("/get_model_info")
+    async def model_info() -> dict[str, Any]:
+        """Describes the model."""
+        lengths = {"max_model_len": engine.max_length, "vocab_size": engine.vocab_size}
+        return {"model_path": settings.model_name, "is_generation": True, **lengths}
+
+    @router.get("/server_info")
+    @router.get("/get_server_info")
+    async def server_info() -> dict[str, Any]:
+        """Describes the server: its settings, its load, and the mean tokens per verification pass."""
+        status = engine.status()
+        length = status.accept_length
+        state = {
+            "avg_spec_accept_length": None if math.isnan(length) else length,
+            "num_running_reqs": status.num_running,
+            "num_queue_reqs": status.num_waiting,
+            "max_running_requests": status.num_slots,
+            "token_usage": status.num_used_pages / status.num_pages if status.num_pages else 0.0,
+            "accepted_per_level": list(status.accepted),
+            "proposed_per_level": list(status.proposed),
+        }
+        info = {"served_model_name": settings.model_name, "version": __version__, "context_length": engine.max_length}
+        return {**settings.server_info, **info, "internal_states": [state]}
+
+    @router.get("/flush_cache")
+    @router.post("/flush_cache")
+    async def flush_cache() -> dict[str, Any]:
+        """Forgets prefix pages that no request uses."""
+        return {"success": True, "num_pages": engine.flush_cache()}
+
+    @router.post("/abort_request", openapi_extra=schemas.request_body(ABORT, {}, []))
+    async def abort_request(request: Request) -> dict[str, Any]:
+        """Aborts the request of an id, or all."""
+        values = read_fields(ABORT, await read_json(request, settings))  # also while the server stops
+        if not values["rid"] and not values["abort_all"]:
+            raise ApiError("give rid, or abort_all true", param="rid")
+        return {"num_aborted": server.abort(None if values["abort_all"] else values["rid"])}
+
+    @router.post("/tokenize", openapi_extra=schemas.request_body(TOKENIZE, {"prompt": _STRING}, ["prompt"]))
+    async def tokenize(request: Request) -> dict[str, Any]:
+        """Encodes a text (`prompt` or `text`) or a conversation (`messages`)."""
+        body = await read_body(server, request, TOKENIZE)
+        values = read_fields(TOKENIZE, body)
+        if body.get("messages") is not None:
+            tokens = await read_chat(server, body, add_generation_prompt=values["add_generation_prompt"])
+        else:
+            param = "text" if body.get("prompt") is None and "text" in body else "prompt"
+            [tokens] = await server.encode([check_text(body.get(param), param, server.max_prompt_characters)])
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": engine.max_length}
+
+    @router.post("/detokenize", openapi_extra=schemas.request_body(DETOKENIZE, {"tokens": _IDS}, ["tokens"]))
+    async def detokenize(request: Request) -> dict[str, Any]:
+        """Decodes token ids."""
+        body = await read_body(server, request, DETOKENIZE)
+        tokens = check_list(body.get("tokens"), "tokens", engine.max_length)
+        text = await server.decode(check_tokens(tokens, "tokens", engine.vocab_size))
+        return {"text": text, "prompt": text}
+
+    return router

@@ -1,0 +1,63 @@
+"""Errors of the HTTP API, in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`."""
+
+from typing import Any
+
+from mtpjax.errors import printable
+
+MAX_MESSAGE_CHARACTERS = 400
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+
+
+class ApiError(Exception):
+    """A request that is answered with an error.
+
+    Args:
+        message: one sentence for the client. It must hold neither paths nor long parts of the request.
+        status: HTTP status code.
+        param: the field at fault, such as "messages[0].content".
+        code: a word for programs, such as "model_not_found".
+        headers: further headers of the response.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.param, self.code, self.headers = status, param, code, headers or {}
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON body of the response."""
+        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        message = printable(str(self), MAX_MESSAGE_CHARACTERS)
+        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def queue_full() -> ApiError:
+    """Returns the error for requests that the engine has no place for."""
+    message = "the server has too many requests; try again later"
+    return ApiError(message, status=429, code="queue_full", headers={"Retry-After": "1"})
+
+
+def shutting_down() -> ApiError:
+    """Returns the error for requests that come while the server ends."""
+    message = "the server is shutting down"
+    return ApiError(message, status=503, code="shutting_down", headers={"Retry-After": "5"})
+
+
+def internal_error(error_id: str) -> ApiError:
+    """Returns the error for a fault of the server. The log has the details under the same id."""
+    return ApiError(f"internal error {error_id}", status=500, code="internal_error")

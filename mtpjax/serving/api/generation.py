@@ -1,0 +1,274 @@
+"""Runs the engine requests of one HTTP request, and turns their tokens into text."""
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import logging
+import math
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator, Sequence
+
+from mtpjax.serving.api.errors import ApiError, internal_error, shutting_down
+from mtpjax.serving.api.server import ApiServer
+from mtpjax.serving.api.text_stream import TextStream
+from mtpjax.serving.request import Delta, Finish, FinishReason, Request
+
+LOGGER = logging.getLogger(__name__)
+BYTES_PER_TOKEN = 96  # of a token, its draft level and its log-probability as Python objects in lists
+MIN_LOGPROB = -9999.0  # JSON has no infinity; vLLM's value
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One text to make.
+
+    Attributes:
+        request: for the engine.
+        stop: stop strings.
+    """
+
+    request: Request
+    stop: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """News of one text.
+
+    Attributes:
+        choice: the text so far.
+        text: new text.
+        tokens: new tokens.
+        logprobs: of the new tokens; empty if not asked for.
+    """
+
+    choice: "Choice"
+    text: str
+    tokens: list[int]
+    logprobs: list[float]
+
+
+class Choice:
+    """One text while it is made.
+
+    Attributes:
+        index: its place among the texts of the HTTP request.
+        text: so far.
+        tokens: new tokens so far, without those behind a stop string.
+        logprobs: of `tokens`, if asked for.
+        finish: how it ended; None before.
+        last_arrival: time of the newest tokens; None before the first.
+    """
+
+    def __init__(self, index: int, job: Job, stream: TextStream, request_id: int):
+        self.index, self.request, self.stream, self.request_id = index, job.request, stream, request_id
+        self.text = ""
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.finish: Finish | None = None
+        self.last_arrival: float | None = None
+
+    def reason(self, finish: Finish) -> FinishReason:
+        """Returns why the text ended. The engine knows nothing of stop strings: it was told to abort."""
+        return "stop" if self.stream.is_stopped else finish.reason
+
+    def push(self, tokens: list[int], logprobs: list[float]) -> Update:
+        """Takes new tokens."""
+        piece = self.stream.push(tokens)
+        tokens, logprobs = tokens[: piece.num_tokens], logprobs[: piece.num_tokens]
+        self.tokens += tokens
+        self.logprobs += logprobs
+        self.text += piece.text
+        return Update(self, piece.text, tokens, logprobs)
+
+    def end(self, finish: Finish) -> Update:
+        """Takes the end."""
+        rest = self.stream.finish()
+        self.finish = dataclasses.replace(finish, reason=self.reason(finish), num_new_tokens=len(self.tokens))
+        self.text += rest
+        return Update(self, rest, [], [])
+
+
+class Generation:
+    """The texts of one HTTP request. Ends its engine requests when it is left.
+
+    Use as a context manager; `updates` gives the news of all texts in the order in which they come.
+
+    Args:
+        server: state of the API.
+        jobs: the texts.
+        name: the HTTP request's id.
+        is_streaming: the client reads while the text is made, so it may be too slow.
+
+    Raises:
+        ApiError: the engine rejects a request, or the server stops. None of them runs then.
+        QueueFull: the engine has no place for a request. None of them runs then.
+    """
+
+    def __init__(self, server: ApiServer, jobs: Sequence[Job], name: str, *, is_streaming: bool = False):
+        if server.is_stopping:
+            raise shutting_down()
+        if name in server.running:
+            raise ApiError("a request with this rid is running", param="rid")
+        self.name, self._server = name, server
+        self.started = time.monotonic()
+        self._max_bytes = server.settings.max_buffer_bytes if is_streaming else math.inf
+        self._loop = asyncio.get_running_loop()
+        self._inbox: collections.deque[tuple[int, Delta | Finish]] = collections.deque()
+        self._arrived = asyncio.Event()
+        self._num_bytes = 0
+        self._is_closed = self._is_too_slow = False
+        self.choices: list[Choice] = []
+        self._open: set[int] = set()
+        server.running[name] = self._open
+        try:
+            for index, job in enumerate(jobs):
+                self.choices.append(self._submit(index, job))
+        except BaseException:
+            self.close()
+            raise
+
+    def _submit(self, index: int, job: Job) -> Choice:
+        request = job.request
+        stream = TextStream(
+            self._server.tokenizer.incremental_decoder(),
+            stop=job.stop,
+            hidden_tokens=request.stop_token_ids,
+            min_tokens=int(request.sampling.min_new_tokens),  # type: ignore[arg-type]
+        )
+
+        def deliver(event: Delta | Finish) -> None:
+            # In the engine's thread. The loop may have ended while the engine still works.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._receive, index, event)
+
+        try:
+            request_id = self._server.engine.submit(request, deliver)
+        except ValueError as error:
+            raise ApiError(str(error)) from error
+        self._open.add(request_id)
+        return Choice(index, job, stream, request_id)
+
+    def _receive(self, index: int, event: Delta | Finish) -> None:
+        """Takes an event into the inbox, in the event loop."""
+        self._observe(self.choices[index], event)
+        if isinstance(event, Finish):
+            self._open.discard(self.choices[index].request_id)
+            self._forget_if_done()
+        if self._is_closed:
+            return
+        if isinstance(event, Delta):
+            # A client that does not read its stream must not fill the memory.
+            self._num_bytes += BYTES_PER_TOKEN * len(event.tokens)
+            if self._num_bytes > self._max_bytes:
+                self._is_too_slow = True
+        self._inbox.append((index, event))
+        self._arrived.set()
+        if self._is_too_slow:
+            self.close()
+
+    def _observe(self, choice: Choice, event: Delta | Finish) -> None:
+        """Tells the observer when an event arrived, whether or not the client reads it soon."""
+        now = time.monotonic()
+        if isinstance(event, Finish):
+            finish = dataclasses.replace(event, reason=choice.reason(event))
+            self._server.observer.on_finish(now - self.started, finish)
+        else:
+            is_first = choice.last_arrival is None
+            seconds = now - (self.started if choice.last_arrival is None else choice.last_arrival)
+            self._server.observer.on_tokens(seconds, len(event.tokens), is_first=is_first)
+            choice.last_arrival = now
+
+    async def updates(self) -> AsyncIterator[Update]:
+        """Yields the news of all texts until each has ended.
+
+        Raises:
+            ApiError: a text ended with an error, or the client reads too slowly.
+        """
+        num_ended = 0
+        while num_ended < len(self.choices):
+            await self._arrived.wait()
+            self._arrived.clear()
+            if self._is_too_slow:
+                raise ApiError("the client reads its stream too slowly", status=408, code="slow_reader")
+            for index, event in self._drain():
+                choice = self.choices[index]
+                if isinstance(event, Finish):
+                    num_ended += 1
+                    _check_finish(event, choice)
+                    yield choice.end(event)
+                elif not choice.stream.is_stopped:
+                    update = choice.push(event.tokens, [json_logprob(each) for each in event.logprobs or ()])
+                    if choice.stream.is_stopped:
+                        self._server.engine.abort(choice.request_id)
+                    yield update
+
+    def _drain(self) -> Iterator[tuple[int, Delta | Finish]]:
+        """Yields what has arrived. Tokens of one text that follow each other become one delta."""
+        while self._inbox:
+            index, event = self._inbox.popleft()
+            while isinstance(event, Delta) and self._inbox and self._inbox[0][0] == index:
+                following = self._inbox[0][1]
+                if isinstance(following, Finish):
+                    break
+                self._inbox.popleft()
+                logprobs = None if event.logprobs is None else event.logprobs + (following.logprobs or [])
+                event = Delta(event.tokens + following.tokens, event.origins + following.origins, logprobs)
+            if isinstance(event, Delta):
+                self._num_bytes -= BYTES_PER_TOKEN * len(event.tokens)
+            yield index, event
+
+    async def run(self) -> list[Choice]:
+        """Waits until all texts have ended and returns them."""
+        async for _ in self.updates():
+            pass
+        return self.choices
+
+    def close(self) -> None:
+        """Aborts what still runs."""
+        self._is_closed = True
+        self._inbox.clear()
+        for request_id in self._open:
+            self._server.engine.abort(request_id)
+        self._forget_if_done()
+
+    def _forget_if_done(self) -> None:
+        if not self._open and self._server.running.get(self.name) is self._open:
+            del self._server.running[self.name]
+
+    def __enter__(self) -> "Generation":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+
+def new_id(prefix: str) -> str:
+    """Returns a new id of a request."""
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def log_fault(error: BaseException | str) -> ApiError:
+    """Logs a fault of the server under a new id, and returns the error for the client, which holds only the id."""
+    error_id = uuid.uuid4().hex
+    LOGGER.error("internal error %s: %s", error_id, error, exc_info=error if isinstance(error, BaseException) else None)
+    return internal_error(error_id)
+
+
+def _check_finish(finish: Finish, choice: Choice) -> None:
+    """Raises the error of a request that failed, or that ran out of time in the queue."""
+    if finish.reason == "error":
+        raise log_fault(finish.message)
+    if finish.reason == "timeout" and not choice.tokens:
+        raise ApiError(
+            "the request ran out of time in the queue", status=503, code="timeout", headers={"Retry-After": "1"}
+        )
+
+
+def json_logprob(logprob: float) -> float:
+    """Returns a log-probability that JSON can hold. NaN is a fault of the engine."""
+    if math.isnan(logprob):
+        raise log_fault("a log-probability is NaN")
+    return max(logprob, MIN_LOGPROB)

@@ -1,0 +1,213 @@
+"""HTTP beneath the routes: keys, bodies with limits, clients that leave, streams of events, and errors."""
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import json
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any, TypeVar
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from mtpjax.serving.api.errors import ApiError, queue_full
+from mtpjax.serving.api.fields import parse_body
+from mtpjax.serving.api.generation import log_fault
+from mtpjax.serving.api.server import ApiSettings
+from mtpjax.serving.request import QueueFull
+
+LARGE_BODY_BYTES = 1 << 16  # parsed outside the event loop
+T = TypeVar("T")
+
+
+class KeyCheck:
+    """Answers requests without a valid key with 401, before anything else looks at them.
+
+    Args:
+        app: the application behind it.
+        settings: the keys, and the paths that need none.
+    """
+
+    def __init__(self, app: ASGIApp, settings: ApiSettings):
+        self._app, self._open_paths = app, settings.open_paths
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not self._digests:
+            return await self._app(scope, receive, send)
+        digest = _bearer_digest(scope)
+        # Compare with every key, so that the time tells nothing about any of them.
+        is_known = sum(hmac.compare_digest(digest, known) for known in self._digests) > 0
+        if not is_known and scope["path"] not in self._open_paths:
+            message = "a valid API key is needed: Authorization: Bearer KEY"
+            headers = {"WWW-Authenticate": "Bearer"}
+            error = ApiError(message, status=401, code="invalid_api_key", headers=headers)
+            return await error_response(error)(scope, receive, send)
+        # Clients with different keys must not find each other's prompts in the prefix cache.
+        scope["prefix_salt"] = digest if is_known else b""
+        await self._app(scope, receive, send)
+
+
+def _bearer_digest(scope: Scope) -> bytes:
+    """Returns the digest of the key that a request gives; that of nothing if it gives none, or several."""
+    values = [value for name, value in scope["headers"] if name == b"authorization"]
+    scheme, _, key = values[0].strip().partition(b" ") if len(values) == 1 else (b"", b"", b"")
+    return hashlib.sha256(key.strip()).digest() if scheme.lower() == b"bearer" and key.strip() else b""
+
+
+async def read_json(request: Request, settings: ApiSettings) -> dict[str, Any]:
+    """Reads a JSON body.
+
+    Args:
+        request: the request.
+        settings: limits of size and time.
+
+    Returns:
+        The JSON object.
+
+    Raises:
+        ApiError: the body has another type, is too large, takes too long, or is not a JSON object.
+    """
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        message = "the body must be JSON, with Content-Type: application/json"
+        raise ApiError(message, status=415, code="unsupported_media_type")
+    try:
+        async with asyncio.timeout(settings.body_timeout):
+            raw = await _read_body(request, settings.max_body_bytes)
+    except TimeoutError as error:
+        message = f"the body did not arrive within {settings.body_timeout:g} seconds"
+        raise ApiError(message, status=408, code="body_timeout", headers={"Connection": "close"}) from error
+    except ClientDisconnect as error:
+        raise ApiError("the client left") from error
+    return await asyncio.to_thread(parse_body, raw) if len(raw) > LARGE_BODY_BYTES else parse_body(raw)
+
+
+async def _read_body(request: Request, max_bytes: int) -> bytes:
+    too_large = ApiError(f"the body has more than {max_bytes} bytes", status=413, code="body_too_large")
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and (len(length) > 15 or int(length) > max_bytes):
+        raise too_large
+    # A chunked body has no length: count.
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > max_bytes:
+            raise too_large
+    return bytes(body)
+
+
+async def run_while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Runs a coroutine until it ends or the client leaves.
+
+    Args:
+        request: the request, whose body has been read.
+        work: is cancelled if the client leaves.
+
+    Returns:
+        The result.
+
+    Raises:
+        ApiError: the client left; nobody reads the response.
+    """
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_wait_for_disconnect(request.receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError("the client left")
+        return task.result()
+    finally:
+        await _cancel(task, watcher)
+
+
+class EventStream(Response):
+    """Server-sent events.
+
+    The generator is closed when the client leaves, also between two events, and when it stops reading.
+
+    Args:
+        events: values with a JSON form, or texts as they are.
+        write_timeout: seconds that one event may wait for the client to read.
+        on_close: called at the end, also if the client left before the first event.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[Any, None], *, write_timeout: float, on_close: Callable[[], None]):
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events, self._write_timeout, self._on_close = events, write_timeout, on_close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writer = asyncio.ensure_future(self._write(send))
+        watcher = asyncio.ensure_future(_wait_for_disconnect(receive))
+        try:
+            await asyncio.wait({writer, watcher}, return_when=asyncio.FIRST_COMPLETED)
+            if writer.done():
+                writer.result()
+        finally:
+            self._on_close()
+            await _cancel(writer, watcher)
+            await self._events.aclose()
+
+    async def _write(self, send: Send) -> None:
+        async def write(body: bytes, *, more_body: bool) -> None:
+            async with asyncio.timeout(self._write_timeout):
+                await send({"type": "http.response.body", "body": body, "more_body": more_body})
+
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        with contextlib.suppress(TimeoutError, OSError):  # the client stopped reading, or left
+            async with contextlib.aclosing(self._events_or_error()) as events:
+                async for event in events:
+                    text = event if isinstance(event, str) else to_json(event)
+                    await write(f"data: {text}\n\n".encode(), more_body=True)
+            await write(b"", more_body=False)
+
+    async def _events_or_error(self):
+        """Yields the events. An error in mid-stream becomes the last event, because the status is sent already."""
+        try:
+            async for event in self._events:
+                yield event
+        except ApiError as error:
+            yield error.body
+        except Exception as error:
+            yield log_fault(error).body
+
+
+async def error_handler(request: Request, error: Exception) -> Response:
+    """Makes the response to any exception of a route."""
+    if isinstance(error, ApiError):
+        return error_response(error)
+    if isinstance(error, QueueFull):
+        return error_response(queue_full())
+    if isinstance(error, HTTPException):
+        known = {404: ("there is no such path", "not_found"), 405: ("the path has other methods", "method_not_allowed")}
+        message, code = known.get(error.status_code, (str(error.detail), None))
+        headers = dict(error.headers or {})
+        return error_response(ApiError(message, status=error.status_code, code=code, headers=headers))
+    return error_response(log_fault(error))
+
+
+def error_response(error: ApiError) -> Response:
+    """Makes the response to an error."""
+    return JSONResponse(error.body, status_code=error.status, headers=error.headers)
+
+
+def to_json(value: Any) -> str:
+    """Returns compact JSON. NaN raises ValueError."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancel(*tasks: asyncio.Future) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,121 @@
+"""Log-probabilities in OpenAI's two forms."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from mtpjax.data.tokenizer import Tokenizer
+from mtpjax.serving.api.generation import Choice, json_logprob
+from mtpjax.serving.api.server import ApiServer
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenScores:
+    """Log-probabilities of a text's tokens, finite.
+
+    Attributes:
+        tokens: their ids.
+        logprobs: of each token; None for one that nothing precedes.
+        alternatives: per token, the most likely ids in its place and their log-probabilities, in falling order; None
+            without them.
+    """
+
+    tokens: list[int]
+    logprobs: Sequence[float | None]
+    alternatives: Sequence[list[tuple[int, float]]] | None = None
+
+
+async def score_choice(server: ApiServer, choice: Choice, num_top: int, *, with_prompt: bool = False) -> TokenScores:
+    """Collects the log-probabilities of a text that has ended.
+
+    The engine gives those of new tokens as it makes them. Alternatives, and those of the prompt, take another pass
+    over the whole text.
+
+    Args:
+        server: state of the API.
+        choice: the text.
+        num_top: alternatives per token.
+        with_prompt: include the prompt.
+
+    Returns:
+        The log-probabilities.
+    """
+    if not num_top and not with_prompt:
+        return TokenScores(choice.tokens, choice.logprobs)
+    prompt = list(choice.request.prompt)
+    scores = await server.score(prompt + choice.tokens, num_top)
+    rows = list(zip(scores.top_ids, scores.top_logprobs, strict=True))
+    alternatives = [[(token, json_logprob(each)) for token, each in zip(*row, strict=True)] for row in rows]
+    given = [None if each is None else json_logprob(each) for each in scores.logprobs[: len(prompt)]]
+    start = 0 if with_prompt else len(prompt)
+    tokens, logprobs = (prompt + choice.tokens)[start:], [*given, *choice.logprobs][start:]
+    return TokenScores(tokens, logprobs, alternatives[start:] if num_top else None)
+
+
+def completion_logprobs(tokenizer: Tokenizer, scores: TokenScores, start: int = 0) -> dict[str, Any]:
+    """Makes the `logprobs` object of a completion.
+
+    Args:
+        tokenizer: gives the tokens' texts.
+        scores: of the tokens.
+        start: characters of the text before the first of them.
+
+    Returns:
+        The lists `tokens`, `token_logprobs`, `top_logprobs` (None without alternatives) and `text_offset`.
+    """
+    text_of = _TokenTexts(tokenizer)
+    offsets, decoder = [], tokenizer.incremental_decoder()
+    for token in scores.tokens:
+        offsets.append(start)
+        start += len(decoder(token))
+    top = None
+    if scores.alternatives is not None:
+        # Tokens of equal text share a key: the most likely one keeps it.
+        rows = [[(text_of(token), logprob) for token, logprob in row] for row in scores.alternatives]
+        top = [dict(reversed(row)) if row else None for row in rows]
+    return {
+        "tokens": [text_of(token) for token in scores.tokens],
+        "token_logprobs": list(scores.logprobs),
+        "top_logprobs": top,
+        "text_offset": offsets,
+    }
+
+
+def chat_logprobs(tokenizer: Tokenizer, scores: TokenScores) -> dict[str, Any]:
+    """Makes the `logprobs` object of a chat.
+
+    Args:
+        tokenizer: gives the tokens' texts.
+        scores: of the tokens.
+
+    Returns:
+        A list `content` with one entry per token.
+    """
+    text_of = _TokenTexts(tokenizer)
+
+    def entry(token: int, logprob: float | None) -> dict[str, Any]:
+        text = text_of(token)
+        # Half a character has no text of its own, and its bytes are not known.
+        return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
+
+    alternatives: Iterable = scores.alternatives or [[]] * len(scores.tokens)
+    content = [
+        {**entry(token, logprob), "top_logprobs": [entry(*each) for each in row]}
+        for token, logprob, row in zip(scores.tokens, scores.logprobs, alternatives, strict=True)
+    ]
+    return {"content": content, "refusal": None}
+
+
+class _TokenTexts(dict[int, str]):
+    """Texts of single tokens, each decoded once."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token: int) -> str:
+        self[token] = self._tokenizer.decode([token])
+        return self[token]
+
+    def __call__(self, token: int) -> str:
+        return self[token]

@@ -1,0 +1,206 @@
+"""OpenAI's routes: models, completions and chats."""
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from mtpjax.serving.api import schemas
+from mtpjax.serving.api.errors import ApiError
+from mtpjax.serving.api.generation import Choice, Generation, Job, Update, new_id
+from mtpjax.serving.api.logprobs import TokenScores, chat_logprobs, completion_logprobs, score_choice
+from mtpjax.serving.api.option_tables import CHAT, COMPLETION
+from mtpjax.serving.api.options import read_openai
+from mtpjax.serving.api.prompts import read_chat, read_prompts
+from mtpjax.serving.api.route_steps import check_model, limits_of, prefix_salt, read_body, respond
+from mtpjax.serving.api.server import ApiServer
+from mtpjax.serving.api.usage import speculation, usage
+
+
+class Reply:
+    """Makes the responses to one completion or chat.
+
+    Args:
+        server: state of the API.
+        values: the request's fields.
+        jobs: the texts, the choices of one prompt after the other.
+        is_chat: the form of the response.
+        prompt_texts: per prompt, its text, if the completion repeats it.
+    """
+
+    def __init__(
+        self,
+        server: ApiServer,
+        values: dict[str, Any],
+        jobs: Sequence[Job],
+        *,
+        is_chat: bool,
+        prompt_texts: list[str] | None = None,
+    ):
+        self._server, self._values, self._jobs, self._is_chat = server, values, jobs, is_chat
+        self._prompt_texts = prompt_texts or []
+        self._id = values["rid"] or new_id("chatcmpl" if is_chat else "cmpl")
+        self._created = int(time.time())
+
+    async def respond(self, request: Request) -> Response:
+        """Runs the texts.
+
+        Args:
+            request: is watched for the client leaving.
+
+        Returns:
+            The response: a stream if the request asks for it.
+
+        Raises:
+            ApiError: the engine rejects a text, or a text ends with an error.
+            QueueFull: the engine has no place for them.
+        """
+        events = self._events if self._values["stream"] else None
+        return await respond(self._server, request, self._jobs, self._id, events=events, complete=self._complete)
+
+    async def _complete(self, generation: Generation) -> dict[str, Any]:
+        choices = await generation.run()
+        kind = "chat.completion" if self._is_chat else "text_completion"
+        bodies = [await self._choice(choice) for choice in choices]
+        return {**self._head(kind), "choices": bodies, **self._counts(choices)}
+
+    async def _choice(self, choice: Choice) -> dict[str, Any]:
+        """Makes the object of a text that has ended."""
+        logprobs = None
+        if choice.request.logprobs:
+            num_top = self._values["top_logprobs"] if self._is_chat else self._values["logprobs"]
+            scores = await score_choice(self._server, choice, num_top, with_prompt=bool(self._prompt_texts))
+            logprobs = self._logprobs(scores, 0)
+        if self._is_chat:
+            content = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
+        else:
+            content = {"text": self._prompt_text(choice) + choice.text}
+        return {"index": choice.index, **content, "logprobs": logprobs, **self._reason(choice)}
+
+    async def _events(self, generation: Generation) -> AsyncGenerator[Any, None]:
+        """Yields the chunks of a stream."""
+        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
+        with_usage, is_continuous = self._values["include_usage"], self._values["continuous_usage_stats"]
+
+        def chunk(content: dict[str, Any]) -> dict[str, Any]:
+            counts = usage(generation.choices, self._values["n"]) if is_continuous else None
+            return {**self._head(kind), "choices": [content], **({"usage": counts} if with_usage else {})}
+
+        # The beginning: the role of each answer, or the prompt.
+        lengths = [0] * len(generation.choices)
+        for choice in generation.choices:
+            if self._is_chat:
+                yield chunk(self._delta(choice, {"role": "assistant", "content": ""}))
+            elif self._prompt_texts:
+                text = self._prompt_text(choice)
+                lengths[choice.index] = len(text)
+                yield chunk(self._delta(choice, {"text": text}))
+        # Tokens whose text is held back wait for it only if nothing else is to be told.
+        async for update in generation.updates():
+            choice = update.choice
+            if update.text or update.logprobs or choice.finish:
+                content = {"content": update.text} if update.text or not choice.finish else {}
+                fields = content if self._is_chat else {"text": update.text}
+                yield chunk({**self._delta(choice, fields, update, lengths), **self._reason(choice)})
+                lengths[choice.index] += len(update.text)
+        if with_usage:
+            yield {**self._head(kind), "choices": [], **self._counts(generation.choices)}
+        yield "[DONE]"
+
+    def _delta(
+        self,
+        choice: Choice,
+        fields: dict[str, Any],
+        update: Update | None = None,
+        lengths: Sequence[int] = (),
+    ) -> dict[str, Any]:
+        """Makes the choice of a chunk."""
+        logprobs = None
+        if update is not None and update.logprobs:
+            logprobs = self._logprobs(TokenScores(update.tokens, update.logprobs), lengths[choice.index])
+        content = {"delta": fields} if self._is_chat else fields
+        return {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": None}
+
+    def _logprobs(self, scores: TokenScores, start: int) -> dict[str, Any]:
+        if self._is_chat:
+            return chat_logprobs(self._server.tokenizer, scores)
+        return completion_logprobs(self._server.tokenizer, scores, start)
+
+    def _reason(self, choice: Choice) -> dict[str, Any]:
+        """Returns why a text ended; `stop_reason` is the stop string or token of the request, as in vLLM."""
+        matched = choice.stream.matched if choice.finish else None
+        is_end_of_text = matched in self._server.tokenizer.eos_token_ids
+        return {
+            "finish_reason": choice.finish and choice.finish.reason,
+            "stop_reason": None if is_end_of_text else matched,
+        }
+
+    def _prompt_text(self, choice: Choice) -> str:
+        return self._prompt_texts[choice.index // self._values["n"]] if self._prompt_texts else ""
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        model = self._values["model"] or self._server.settings.model_name
+        head = {"id": self._id, "object": kind, "created": self._created, "model": model}
+        return {**head, "system_fingerprint": self._server.fingerprint}
+
+    def _counts(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        counts = {"usage": usage(choices, self._values["n"])}
+        return {**counts, "metrics": {"speculative_decoding": speculation(choices)}}
+
+
+def openai_router(server: ApiServer) -> APIRouter:
+    """Makes the routes under `/v1`."""
+    router = APIRouter(prefix="/v1")
+    settings, limits = server.settings, limits_of(server)
+
+    def model(name: str) -> dict[str, Any]:
+        card = {"id": name, "object": "model", "created": 0, "owned_by": "mtpjax"}
+        return {**card, "root": settings.model_name, "max_model_len": server.engine.max_length}
+
+    @router.get("/models")
+    async def list_models() -> dict[str, Any]:
+        """Lists the model."""
+        names = [settings.model_name, *settings.model_aliases]
+        return {"object": "list", "data": [model(name) for name in names]}
+
+    @router.get("/models/{name:path}")
+    async def get_model(name: str) -> dict[str, Any]:
+        """Describes the model."""
+        check_model(server, name)
+        return model(name)
+
+    @router.post("/completions", openapi_extra=schemas.completion())
+    async def complete(request: Request) -> Response:
+        """Continues texts."""
+        body = await read_body(server, request, COMPLETION)
+        values, options = read_openai(body, limits, is_chat=False)
+        check_model(server, values["model"])
+        if values["stream"] and values["logprobs"]:
+            message = "a stream has no alternatives: logprobs must be 0, or stream false"
+            raise ApiError(message, param="logprobs", code="unsupported_option")
+        prompts = await read_prompts(server, body.get("prompt"), "prompt")
+        if values["echo"] and values["stream"] and values["logprobs"] is not None:
+            message = "a stream has no log-probabilities of the prompt: set echo or stream to false"
+            raise ApiError(message, param="echo", code="unsupported_option")
+        texts = [await server.decode(prompt) for prompt in prompts] if values["echo"] else []
+        salt = prefix_salt(request, values["cache_salt"])
+        jobs = options.jobs(prompts, limits, salt=salt, param="prompt")
+        return await Reply(server, values, jobs, is_chat=False, prompt_texts=texts).respond(request)
+
+    @router.post("/chat/completions", openapi_extra=schemas.chat())
+    async def chat(request: Request) -> Response:
+        """Answers a conversation."""
+        body = await read_body(server, request, CHAT)
+        values, options = read_openai(body, limits, is_chat=True)
+        check_model(server, values["model"])
+        if values["stream"] and values["top_logprobs"]:
+            message = "a stream has no alternatives: top_logprobs must be 0, or stream false"
+            raise ApiError(message, param="top_logprobs", code="unsupported_option")
+        prompt = await read_chat(server, body, add_generation_prompt=values["add_generation_prompt"])
+        salt = prefix_salt(request, values["cache_salt"])
+        jobs = options.jobs([prompt], limits, salt=salt, param="messages")
+        return await Reply(server, values, jobs, is_chat=True).respond(request)
+
+    return router

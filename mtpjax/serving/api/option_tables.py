@@ -1,0 +1,109 @@
+"""The options of requests that make text: their ranges and defaults.
+
+These tables are the whole list. `options` checks bodies against them, and `schemas` describes them.
+"""
+
+import dataclasses
+from typing import Any
+
+from mtpjax.serving.api.fields import FLAG, NAME, Field
+
+MAX_CHOICES = 16
+MAX_PROMPTS = 1024
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_BYTES = 512
+MAX_STOP_TOKENS = 1024
+MAX_BIASES = 1024
+GREEDY_TEMPERATURE = 1e-5  # below, float32 logits divided by the temperature overflow
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+DEFAULT_GENERATE_TOKENS = 128  # SGLang's
+
+# Options that have the same name and meaning in OpenAI's and SGLang's routes.
+SAMPLING = {
+    "temperature": Field("number", 1.0, 0, 2),
+    "top_p": Field("number", 1.0, 0, 1, is_above=True),
+    "top_k": Field("integer", -1, -1),
+    "min_p": Field("number", 0.0, 0, 1),
+    "frequency_penalty": Field("number", 0.0, -2, 2),
+    "presence_penalty": Field("number", 0.0, -2, 2),
+    "repetition_penalty": Field("number", 1.0, 0, 100, is_above=True),
+    "ignore_eos": FLAG,
+    "n": Field("integer", 1, 1, MAX_CHOICES),
+}
+_SEED = Field("integer", None, -(2**63), 2**64 - 1)
+_TOKENS = Field("integer", None, 1)
+_MIN_TOKENS = Field("integer", 0, 0)
+BIAS = Field("number", None, -100, 100)
+_OPENAI = {
+    **SAMPLING,
+    "model": NAME,
+    "user": NAME,
+    "rid": NAME,
+    "cache_salt": NAME,
+    "max_tokens": _TOKENS,
+    "min_tokens": _MIN_TOKENS,
+    "seed": _SEED,
+    "stream": FLAG,
+    "speculative": Field("boolean", default=True),
+}
+COMPLETION = {
+    **_OPENAI,
+    "best_of": Field("integer", None, 1, MAX_CHOICES),
+    "echo": FLAG,
+    "logprobs": Field("integer", None, 0, MAX_LOGPROBS),
+}
+CHAT = {
+    **_OPENAI,
+    "max_completion_tokens": _TOKENS,
+    "logprobs": FLAG,
+    "top_logprobs": Field("integer", 0, 0, MAX_LOGPROBS),
+    "add_generation_prompt": Field("boolean", default=True),
+}
+GENERATE = {
+    "rid": NAME,
+    "stream": FLAG,
+    "return_logprob": FLAG,
+    "speculative": Field("boolean", default=True),
+}
+GENERATE_SAMPLING = {
+    **SAMPLING,
+    "max_new_tokens": dataclasses.replace(_TOKENS, default=DEFAULT_GENERATE_TOKENS),
+    "min_new_tokens": _MIN_TOKENS,
+    "sampling_seed": _SEED,
+}
+STREAM_OPTIONS = {"include_usage": FLAG, "continuous_usage_stats": FLAG}
+# Options without a table entry: lists and objects, which have checks of their own.
+STRUCTURED = ("prompt", "messages", "text", "input_ids", "sampling_params", "stream_options", "stop", "stop_token_ids")
+STRUCTURED += ("logit_bias", "chat_template_kwargs")
+
+# Options of OpenAI, vLLM and SGLang that would change the text, and are missing here. Accepting them without effect
+# would give a wrong answer. The values in the second column have no effect.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "custom_logit_processor": (),
+    "ebnf": (),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "image_data": ([],),
+    "include_stop_str_in_output": (False,),
+    "input_embeds": (),
+    "json_schema": (),
+    "lora_path": (),
+    "modalities": (["text"], []),
+    "no_stop_trim": (False,),
+    "prompt_embeds": (),
+    "regex": (),
+    "response_format": ({"type": "text"},),
+    "return_hidden_states": (False,),
+    "skip_special_tokens": (True,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tools": ([],),
+    "top_logprobs_num": (0,),
+    "use_beam_search": (False,),
+}

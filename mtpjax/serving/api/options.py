@@ -1,0 +1,262 @@
+"""Checks the options of requests that make text, and makes the engine's requests."""
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mtpjax.decoding.config import SamplingParams
+from mtpjax.serving.api import option_tables as tables
+from mtpjax.serving.api.errors import ApiError
+from mtpjax.serving.api.fields import (
+    MAX_INTEGER,
+    Body,
+    Field,
+    check_list,
+    check_text,
+    check_token,
+    check_tokens,
+    read_fields,
+)
+from mtpjax.serving.api.generation import Job
+from mtpjax.serving.request import Request
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What the model allows.
+
+    Attributes:
+        max_length: most tokens of a text, prompt included.
+        vocab_size: valid ids are 0 .. vocab_size - 1.
+        eos_token_ids: they end a text unless the request ignores them.
+        max_prompt_characters: longer prompts are rejected before they are tokenized.
+        max_requests: most texts of one request.
+    """
+
+    max_length: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_prompt_characters: int
+    max_requests: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """How texts are continued.
+
+    Attributes:
+        max_new_tokens: most new tokens; None: as many as fit.
+        is_explicit: the request gives `max_new_tokens`, so that many must fit.
+        sampling: without a seed.
+        seed: of the first choice; the next ones count on.
+        stop: stop strings.
+        stop_token_ids: tokens that end the text, those of the end of a text included.
+        num_choices: texts per prompt.
+        logprobs: report log-probabilities of the new tokens.
+        speculative: decode with drafts.
+    """
+
+    max_new_tokens: int | None
+    is_explicit: bool
+    sampling: SamplingParams
+    seed: int
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    num_choices: int
+    logprobs: bool
+    speculative: bool
+
+    def jobs(self, prompts: Sequence[Sequence[int]], limits: Limits, *, salt: bytes, param: str) -> list[Job]:
+        """Makes the engine's requests.
+
+        Args:
+            prompts: token ids.
+            limits: of the model.
+            salt: only requests with the same one share pages.
+            param: the field that gave the prompts, for messages.
+
+        Returns:
+            All choices of the first prompt, then those of the next.
+
+        Raises:
+            ApiError: a text would be too long, or there are too many.
+        """
+        if len(prompts) * self.num_choices > limits.max_requests:
+            message = f"{len(prompts)} prompts with n {self.num_choices} are more than {limits.max_requests} texts"
+            raise ApiError(message, param="n")
+        jobs = []
+        for prompt in prompts:
+            length = self._new_tokens(len(prompt), limits.max_length, param)
+            for index in range(self.num_choices):
+                request = Request(
+                    prompt=tuple(prompt),
+                    max_new_tokens=length,
+                    sampling=dataclasses.replace(self.sampling, seed=(self.seed + index) % 2**64),
+                    stop_token_ids=self.stop_token_ids,
+                    logprobs=self.logprobs,
+                    speculative=self.speculative,
+                    salt=salt,
+                )
+                jobs.append(Job(request, self.stop))
+        return jobs
+
+    def _new_tokens(self, num_prompt_tokens: int, max_length: int, param: str) -> int:
+        if not num_prompt_tokens:
+            raise ApiError(f"{param} is empty", param=param)
+        left = max_length - num_prompt_tokens
+        wanted = self.max_new_tokens or max(left, 1)
+        if left < 1 or (self.is_explicit and wanted > left):
+            message = (
+                f"the prompt has {num_prompt_tokens} tokens and max_tokens is {wanted}, together "
+                f"{num_prompt_tokens + wanted}; the longest text has {max_length} tokens"
+            )
+            raise ApiError(message, param=param, code="context_length_exceeded")
+        return min(wanted, left)
+
+
+def read_openai(body: Body, limits: Limits, *, is_chat: bool) -> tuple[dict[str, Any], Options]:
+    """Checks the options of `/v1/completions` or `/v1/chat/completions`.
+
+    Args:
+        body: the JSON object.
+        limits: of the model.
+        is_chat: the body is that of a chat.
+
+    Returns:
+        The values of the table's fields, with `include_usage` and `continuous_usage_stats` beside them; and how the
+        texts are continued.
+
+    Raises:
+        ApiError: a value is not allowed.
+    """
+    values = read_fields(tables.CHAT if is_chat else tables.COMPLETION, body)
+    if is_chat:
+        if values["top_logprobs"] and not values["logprobs"]:
+            raise ApiError("top_logprobs needs logprobs true", param="top_logprobs")
+    elif values["best_of"] not in (None, values["n"]):
+        raise ApiError(f"best_of must equal n ({values['n']}), got {values['best_of']}", param="best_of")
+    stream_options = _object(body, "stream_options")
+    if stream_options and not values["stream"]:
+        raise ApiError("stream_options needs stream true", param="stream_options")
+    values |= read_fields(tables.STREAM_OPTIONS, stream_options, "stream_options.")
+    length = values["max_tokens"]
+    if is_chat:
+        length = values["max_completion_tokens"] or length
+    default = None if is_chat else tables.DEFAULT_COMPLETION_TOKENS
+    logprobs = values["logprobs"] if is_chat else values["logprobs"] is not None
+    names = {"length": length or default, "is_explicit": length is not None, "logprobs": bool(logprobs)}
+    return values, _options(body, values, limits, min_tokens="min_tokens", seed="seed", **names)
+
+
+def read_generate(body: Body, limits: Limits) -> tuple[dict[str, Any], Options]:
+    """Checks the options of SGLang's `/generate`.
+
+    Args:
+        body: the JSON object.
+        limits: of the model.
+
+    Returns:
+        The values of the table's fields, and how the texts are continued.
+
+    Raises:
+        ApiError: a value is not allowed.
+    """
+    values, prefix = read_fields(tables.GENERATE, body), "sampling_params."
+    sampling = _object(body, "sampling_params")
+    reject_unsupported(sampling, prefix)
+    values |= read_fields(tables.GENERATE_SAMPLING, sampling, prefix)
+    names = {"length": values["max_new_tokens"], "is_explicit": sampling.get("max_new_tokens") is not None}
+    names |= {"logprobs": values["return_logprob"], "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
+    return values, _options(sampling, values, limits, prefix=prefix, **names)
+
+
+def reject_unsupported(body: Body, prefix: str = "") -> None:
+    """Raises ApiError if a body asks for an option that would change the text and is missing here."""
+    for name, harmless in tables.UNSUPPORTED.items():
+        value = body.get(name)
+        if value is not None and value not in harmless:
+            raise ApiError(f"{prefix}{name} is not supported", param=prefix + name, code="unsupported_option")
+
+
+def reject_unknown(body: Body, fields: Mapping[str, Field]) -> None:
+    """Raises ApiError if a body has a field that no table names."""
+    for name in body:
+        if name not in fields and name not in tables.STRUCTURED and name not in tables.UNSUPPORTED:
+            raise ApiError(f"unknown field {name[:64]}", param=name[:64], code="unknown_field")
+
+
+def _options(
+    body: Body,
+    values: dict[str, Any],
+    limits: Limits,
+    *,
+    length: int | None,
+    is_explicit: bool,
+    min_tokens: str,
+    seed: str,
+    logprobs: bool,
+    prefix: str = "",
+) -> Options:
+    if values[min_tokens] > (length or MAX_INTEGER):
+        message = f"{prefix}{min_tokens} is {values[min_tokens]}, above the limit of {length} new tokens"
+        raise ApiError(message, param=prefix + min_tokens)
+    temperature, top_k = values["temperature"], values["top_k"]
+    sampling = SamplingParams(
+        temperature=temperature if temperature >= tables.GREEDY_TEMPERATURE else 0.0,
+        # As many as there are tokens is all of them.
+        top_k=top_k if 0 < top_k < limits.vocab_size else 0,
+        top_p=values["top_p"],
+        min_p=values["min_p"],
+        repetition_penalty=values["repetition_penalty"],
+        frequency_penalty=values["frequency_penalty"],
+        presence_penalty=values["presence_penalty"],
+        min_new_tokens=values[min_tokens],
+        logit_bias=_logit_bias(_object(body, "logit_bias", prefix), limits.vocab_size, f"{prefix}logit_bias"),
+    )
+    stop_param, stop_ids_param = f"{prefix}stop", f"{prefix}stop_token_ids"
+    stop_ids = check_list(_or(body.get("stop_token_ids"), []), stop_ids_param, tables.MAX_STOP_TOKENS)
+    stop_ids = check_tokens(stop_ids, stop_ids_param, limits.vocab_size)
+    ends = () if values["ignore_eos"] else limits.eos_token_ids
+    return Options(
+        max_new_tokens=length,
+        is_explicit=is_explicit,
+        sampling=sampling,
+        seed=_or(values[seed], int.from_bytes(os.urandom(8))) % 2**64,
+        stop=_stop_strings(body.get("stop"), stop_param),
+        stop_token_ids=tuple(dict.fromkeys([*ends, *stop_ids])),
+        num_choices=values["n"],
+        logprobs=logprobs,
+        speculative=values["speculative"],
+    )
+
+
+def _stop_strings(value: Any, param: str) -> tuple[str, ...]:
+    strings = check_list([value] if isinstance(value, str) else _or(value, []), param, tables.MAX_STOP_STRINGS)
+    for string in strings:
+        if not 1 <= len(check_text(string, param, tables.MAX_STOP_BYTES).encode()) <= tables.MAX_STOP_BYTES:
+            raise ApiError(f"{param}: a stop string must have 1 to {tables.MAX_STOP_BYTES} bytes", param=param)
+    return tuple(dict.fromkeys(strings))
+
+
+def _logit_bias(bias: Body, vocab_size: int, param: str) -> dict[int, float] | None:
+    if len(bias) > tables.MAX_BIASES:
+        raise ApiError(f"{param} has {len(bias)} entries; at most {tables.MAX_BIASES} are allowed", param=param)
+    checked = {}
+    for name, value in bias.items():
+        # JSON's keys are strings.
+        is_number = name.isascii() and name.removeprefix("-").isdigit() and len(name) < 20
+        token = check_token(int(name) if is_number else name, param, vocab_size)
+        checked[token] = tables.BIAS.check(value, param)
+    return checked or None
+
+
+def _object(body: Body, name: str, prefix: str = "") -> dict[str, Any]:
+    value = _or(body.get(name), {})
+    if not isinstance(value, dict):
+        raise ApiError(f"{prefix}{name} must be an object", param=prefix + name)
+    return value
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value

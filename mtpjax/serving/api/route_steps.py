@@ -1,0 +1,99 @@
+"""Steps that the routes with a body share."""
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from mtpjax.serving.api.errors import ApiError, shutting_down
+from mtpjax.serving.api.fields import Field
+from mtpjax.serving.api.generation import Generation, Job
+from mtpjax.serving.api.http import EventStream, read_json, run_while_connected
+from mtpjax.serving.api.options import Limits, reject_unknown, reject_unsupported
+from mtpjax.serving.api.server import ApiServer
+
+
+async def read_body(server: ApiServer, request: Request, fields: Mapping[str, Field]) -> dict[str, Any]:
+    """Reads the body of a request that makes text.
+
+    Args:
+        server: state of the API.
+        request: the request.
+        fields: the table of its fields.
+
+    Returns:
+        The JSON object.
+
+    Raises:
+        ApiError: the server stops, the body is not acceptable, or it asks for an unsupported option.
+    """
+    if server.is_stopping:
+        raise shutting_down()
+    body = await read_json(request, server.settings)
+    reject_unsupported(body)
+    if server.settings.strict_fields:
+        reject_unknown(body, fields)
+    return body
+
+
+def limits_of(server: ApiServer) -> Limits:
+    """Returns what the engine's model allows."""
+    return Limits(
+        max_length=server.engine.max_length,
+        vocab_size=server.engine.vocab_size,
+        eos_token_ids=tuple(server.tokenizer.eos_token_ids),
+        max_prompt_characters=server.max_prompt_characters,
+        max_requests=server.settings.max_requests,
+    )
+
+
+def check_model(server: ApiServer, name: str | None) -> None:
+    """Raises ApiError if a request names another model. No name means the one that is served."""
+    settings = server.settings
+    if name is not None and name not in (settings.model_name, *settings.model_aliases):
+        raise ApiError("there is no model of this name", status=404, param="model", code="model_not_found")
+
+
+def prefix_salt(request: Request, cache_salt: str | None) -> bytes:
+    """Returns what a prompt's pages depend on besides its tokens: the client's key, and the salt that it gives."""
+    return request.scope.get("prefix_salt", b"") + (cache_salt or "").encode()
+
+
+async def respond(
+    server: ApiServer,
+    request: Request,
+    jobs: Sequence[Job],
+    name: str,
+    *,
+    events: Callable[[Generation], AsyncGenerator[Any, None]] | None,
+    complete: Callable[[Generation], Awaitable[Any]],
+) -> Response:
+    """Runs the texts of a request, which end early if the client leaves.
+
+    Args:
+        server: state of the API.
+        request: the request, whose body has been read.
+        jobs: the texts.
+        name: the request's id.
+        events: makes the events of a stream; None if the request asks for none.
+        complete: waits for the texts and makes the body of the response.
+
+    Returns:
+        The stream, or the response.
+
+    Raises:
+        ApiError: the engine rejects a text, or a text ends with an error.
+        QueueFull: the engine has no place for them.
+    """
+    if events is not None:
+        # Submit before the status is sent, so that a full queue is still a 429.
+        generation = Generation(server, jobs, name, is_streaming=True)
+        timeout = server.settings.write_timeout
+        return EventStream(events(generation), write_timeout=timeout, on_close=generation.close)
+
+    async def run() -> Any:
+        with Generation(server, jobs, name) as generation:
+            return await complete(generation)
+
+    return JSONResponse(await run_while_connected(request, run()))

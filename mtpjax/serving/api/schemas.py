@@ -1,0 +1,120 @@
+"""JSON schemas of the bodies, for `/openapi.json`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mtpjax.serving.api import option_tables as tables
+from mtpjax.serving.api.fields import MAX_INTEGER, Field
+from mtpjax.serving.api.prompts import MAX_MESSAGES, ROLES
+
+_TEXT = {"type": "string", "minLength": 1}
+_TOKENS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": MAX_INTEGER}}
+_STOP = {"type": "string", "minLength": 1, "maxLength": tables.MAX_STOP_BYTES}
+
+
+def _list_of(items: dict[str, Any], max_items: int) -> dict[str, Any]:
+    return {"type": "array", "minItems": 1, "maxItems": max_items, "items": items}
+
+
+_ENDS = {
+    "stop": {"anyOf": [_STOP, _list_of(_STOP, tables.MAX_STOP_STRINGS), {"type": "null"}]},
+    "stop_token_ids": {**_TOKENS, "minItems": 0, "type": ["array", "null"], "maxItems": tables.MAX_STOP_TOKENS},
+    "logit_bias": {
+        "type": ["object", "null"],
+        "maxProperties": tables.MAX_BIASES,
+        "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+        "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+    },
+}
+_PART = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
+_MESSAGE = {
+    "type": "object",
+    "required": ["role", "content"],
+    "properties": {
+        "role": {"enum": list(ROLES)},
+        "content": {"anyOf": [{"type": "string"}, _list_of(_PART, MAX_MESSAGES)]},
+        "name": {"type": "string"},
+    },
+}
+
+
+def completion() -> dict[str, Any]:
+    """Returns the description of `/v1/completions`."""
+    prompts = [_TEXT, _TOKENS, *(_list_of(each, tables.MAX_PROMPTS) for each in (_TEXT, _TOKENS))]
+    return request_body(
+        tables.COMPLETION, {"prompt": {"anyOf": prompts}, **_ENDS, "stream_options": _stream_options()}, ["prompt"]
+    )
+
+
+def chat() -> dict[str, Any]:
+    """Returns the description of `/v1/chat/completions`."""
+    scalar = {"type": ["string", "number", "boolean"]}
+    extra = {
+        "messages": _list_of(_MESSAGE, MAX_MESSAGES),
+        "chat_template_kwargs": {"type": ["object", "null"], "additionalProperties": scalar},
+        **_ENDS,
+        "stream_options": _stream_options(),
+    }
+    return request_body(tables.CHAT, extra, ["messages"])
+
+
+def generate() -> dict[str, Any]:
+    """Returns the description of `/generate`."""
+    extra = {
+        "text": {"anyOf": [_TEXT, _list_of(_TEXT, tables.MAX_PROMPTS), {"type": "null"}]},
+        "input_ids": {"anyOf": [_TOKENS, _list_of(_TOKENS, tables.MAX_PROMPTS), {"type": "null"}]},
+        "sampling_params": _object(tables.GENERATE_SAMPLING, _ENDS),
+    }
+    return request_body(tables.GENERATE, extra, [], one_of=("text", "input_ids"))
+
+
+def request_body(
+    fields: Mapping[str, Field], extra: Mapping[str, Any], required: Sequence[str], *, one_of: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Makes the description of a route.
+
+    Args:
+        fields: the table of the body's fields.
+        extra: schemas of further fields.
+        required: names of the fields that the body must have.
+        one_of: names of fields of which the body must have one.
+
+    Returns:
+        For FastAPI's `openapi_extra`.
+    """
+    schema = {**_object(fields, extra), "type": "object"}
+    if required:
+        schema["required"] = list(required)
+    if one_of:
+        schema["oneOf"] = [{"required": [name]} for name in one_of]
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _object(fields: Mapping[str, Field], extra: Mapping[str, Any]) -> dict[str, Any]:
+    properties = {name: field.schema for name, field in fields.items()}
+    return {"type": ["object", "null"], "properties": {**properties, **extra}}
+
+
+def _stream_options() -> dict[str, Any]:
+    return _object(tables.STREAM_OPTIONS, {})
+
+
+_ERROR_FIELDS = {
+    "message": {"type": "string"},
+    "type": {"type": "string"},
+    "param": {"type": ["string", "null"]},
+    "code": {"type": ["string", "null"]},
+}
+_ERROR = {"type": "object", "required": list(_ERROR_FIELDS), "properties": _ERROR_FIELDS}
+_ERROR_RESPONSE = {
+    "description": "An error, in OpenAI's form",
+    "content": {
+        "application/json": {"schema": {"type": "object", "required": ["error"], "properties": {"error": _ERROR}}}
+    },
+}
+# For all routes.
+ERRORS: dict[int | str, dict[str, Any]] = {"4XX": _ERROR_RESPONSE, "5XX": _ERROR_RESPONSE}

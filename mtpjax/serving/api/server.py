@@ -1,0 +1,200 @@
+"""The routes' shared state: the engine, the tokenizer, the settings, and the requests that run."""
+
+import asyncio
+import concurrent.futures
+import dataclasses
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from mtpjax.data.tokenizer import Tokenizer
+from mtpjax.serving.api.errors import ApiError
+from mtpjax.serving.request import Deliver, EngineStatus, Finish, Request, Scores
+from mtpjax.version import __version__
+
+DRAIN_INTERVAL = 0.02
+ABORT_SECONDS = 2.0
+
+
+class Engine(Protocol):
+    """The interface of the engine. Its methods may be called from any thread.
+
+    Attributes:
+        max_length: most tokens of a text; a prompt may have one less.
+        vocab_size: valid ids are 0 .. vocab_size - 1.
+    """
+
+    max_length: int
+    vocab_size: int
+
+    def submit(self, request: Request, deliver: Deliver) -> int:
+        """Adds a request to the queue.
+
+        Args:
+            request: the request.
+            deliver: takes its events, in the engine's thread, which it must not block.
+
+        Returns:
+            The request's id.
+
+        Raises:
+            ValueError: the request cannot be carried out.
+            QueueFull: there is no place, or the engine shuts down.
+        """
+        ...
+
+    def abort(self, request_id: int) -> None:
+        """Ends a request. Unknown ids are ignored."""
+        ...
+
+    def score(self, tokens: Sequence[int], num_top: int) -> Scores:
+        """Returns the log-probabilities of a text; blocks."""
+        ...
+
+    def status(self) -> EngineStatus:
+        """Returns the load and the counts."""
+        ...
+
+    def flush_cache(self) -> int:
+        """Forgets unused prefix pages and returns their number."""
+        ...
+
+
+class Observer:
+    """Takes measurements, for metrics. This one drops them. The methods run in the event loop, and must not block."""
+
+    def on_tokens(self, seconds: float, num_tokens: int, *, is_first: bool) -> None:
+        """Takes new tokens of a request.
+
+        Args:
+            seconds: since the request arrived if they are its first, else since the tokens before them.
+            num_tokens: how many.
+            is_first: they are the first.
+        """
+
+    def on_finish(self, seconds: float, finish: Finish) -> None:
+        """Takes the end of a request.
+
+        Args:
+            seconds: since it arrived.
+            finish: how it ended.
+        """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ApiSettings:
+    """Settings of the HTTP API.
+
+    Attributes:
+        model_name: the name that clients see.
+        model_aliases: further names that requests may use.
+        api_keys: requests need one of them as bearer token; empty: no key is needed.
+        open_paths: paths that need no key.
+        max_body_bytes: larger bodies are answered with 413.
+        max_prompt_characters: most characters of a prompt; None: 64 per token of the longest text.
+        max_requests: most texts of one request, prompts times `n`.
+        body_timeout: seconds in which a body must arrive.
+        write_timeout: seconds after which a client that does not read its stream is cut off.
+        max_buffer_bytes: most bytes of undelivered tokens per stream.
+        template_variables: variables of the chat template that requests may set.
+        strict_fields: answer unknown fields with 400.
+        server_info: settings of the server that `/server_info` shows.
+    """
+
+    model_name: str
+    model_aliases: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = ()
+    open_paths: frozenset[str] = frozenset({"/health"})
+    max_body_bytes: int = 32 << 20
+    max_prompt_characters: int | None = None
+    max_requests: int = 4096
+    body_timeout: float = 30.0
+    write_timeout: float = 60.0
+    max_buffer_bytes: int = 1 << 20
+    template_variables: tuple[str, ...] = ("enable_thinking", "thinking", "reasoning_effort")
+    strict_fields: bool = False
+    server_info: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class ApiServer:
+    """State of the API.
+
+    Args:
+        engine: makes the tokens.
+        tokenizer: the model's.
+        settings: of the API.
+        observer: takes measurements.
+
+    Attributes:
+        is_stopping: new requests are answered with 503.
+        failure: why the engine does not work; "" if it does. `/health` then answers 503.
+        running: engine ids by the name of the request they belong to, for `/abort_request`.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, settings: ApiSettings, observer: Observer | None = None):
+        self.engine, self.tokenizer, self.settings = engine, tokenizer, settings
+        self.observer = observer or Observer()
+        self.is_stopping = False
+        self.failure = ""
+        self.running: dict[str, set[int]] = {}
+        self.max_prompt_characters = settings.max_prompt_characters or 64 * engine.max_length
+        digest = hashlib.sha256(f"{__version__} {settings.model_name} {tokenizer.digest}".encode()).hexdigest()
+        self.fingerprint = f"fp_{digest[:12]}"
+        # Long waits for scores must not hold up the tokenizing of other requests.
+        self._tokenizer_threads = concurrent.futures.ThreadPoolExecutor(2, "tokenize")
+        self._score_threads = concurrent.futures.ThreadPoolExecutor(4, "score")
+
+    async def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Encodes texts outside the event loop. Raises ApiError if the tokenizer cannot encode one."""
+        return await self._tokenize(lambda: [self.tokenizer.encode(text) for text in texts], "prompt")
+
+    async def encode_chat(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> list[int]:
+        """Encodes a conversation outside the event loop. Raises ApiError if the chat template rejects it."""
+        return await self._tokenize(lambda: self.tokenizer.apply_chat_template(messages, **variables), "messages")
+
+    async def decode(self, tokens: Sequence[int]) -> str:
+        """Decodes tokens outside the event loop. Raises ApiError if the tokenizer cannot."""
+        return await self._tokenize(lambda: self.tokenizer.decode(tokens), "tokens")
+
+    async def score(self, tokens: Sequence[int], num_top: int) -> Scores:
+        """Returns the engine's log-probabilities of a text."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._score_threads, self.engine.score, tokens, num_top)
+
+    def abort(self, name: str | None = None) -> int:
+        """Aborts running requests.
+
+        Args:
+            name: the request; None: all.
+
+        Returns:
+            The number of texts that were aborted.
+        """
+        names = list(self.running) if name is None else [name]
+        ids = [request_id for each in names for request_id in self.running.get(each, ())]
+        for request_id in ids:
+            self.engine.abort(request_id)
+        return len(ids)
+
+    async def drain(self, seconds: float) -> None:
+        """Ends the service: takes no new requests, and waits for those that run.
+
+        Args:
+            seconds: after which the rest is aborted. Their clients get the text so far, with finish reason "abort".
+        """
+        self.is_stopping = True
+        end = time.monotonic() + seconds
+        while self.running and time.monotonic() < end:
+            await asyncio.sleep(DRAIN_INTERVAL)
+        self.abort()
+        # An engine that does not answer must not keep the process alive.
+        end = time.monotonic() + ABORT_SECONDS
+        while self.running and time.monotonic() < end:
+            await asyncio.sleep(DRAIN_INTERVAL)
+
+    async def _tokenize(self, function: Callable[[], Any], param: str) -> Any:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._tokenizer_threads, function)
+        except ValueError as error:  # the tokenizer's errors are ValueErrors whose text is meant for users
+            raise ApiError(str(error), param=param) from error

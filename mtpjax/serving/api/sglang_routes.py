@@ -1,0 +1,94 @@
+"""SGLang's route `/generate`."""
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from mtpjax.serving.api import schemas
+from mtpjax.serving.api.errors import ApiError
+from mtpjax.serving.api.generation import Choice, Generation, Job, new_id
+from mtpjax.serving.api.option_tables import GENERATE
+from mtpjax.serving.api.options import read_generate
+from mtpjax.serving.api.prompts import read_prompts
+from mtpjax.serving.api.route_steps import limits_of, prefix_salt, read_body, respond
+from mtpjax.serving.api.server import ApiServer
+from mtpjax.serving.api.usage import meta_info
+
+
+class GenerateReply:
+    """Makes the responses to one request of `/generate`.
+
+    Args:
+        server: state of the API.
+        values: the request's fields.
+        jobs: the texts, the choices of one prompt after the other.
+        is_list: the response is a list, because the request has several prompts or choices.
+    """
+
+    def __init__(self, server: ApiServer, values: dict[str, Any], jobs: Sequence[Job], *, is_list: bool):
+        self._server, self._values, self._jobs, self._is_list = server, values, jobs, is_list
+        self._id = values["rid"] or new_id("gen")
+
+    async def respond(self, request: Request) -> Response:
+        """Runs the texts.
+
+        Args:
+            request: is watched for the client leaving.
+
+        Returns:
+            The response: a stream if the request asks for it.
+
+        Raises:
+            ApiError: the engine rejects a text, or a text ends with an error.
+            QueueFull: the engine has no place for them.
+        """
+        events = self._events if self._values["stream"] else None
+        return await respond(self._server, request, self._jobs, self._id, events=events, complete=self._complete)
+
+    async def _complete(self, generation: Generation) -> Any:
+        bodies = [self._body(choice, generation) for choice in await generation.run()]
+        return bodies if self._is_list else bodies[0]
+
+    async def _events(self, generation: Generation) -> AsyncGenerator[Any, None]:
+        async for update in generation.updates():
+            # Each event has the whole text so far.
+            if update.tokens or update.choice.finish:
+                body = self._body(update.choice, generation)
+                yield {**body, "index": update.choice.index} if self._is_list else body
+        yield "[DONE]"
+
+    def _body(self, choice: Choice, generation: Generation) -> dict[str, Any]:
+        seconds = time.monotonic() - generation.started
+        info = meta_info(self._id, choice, seconds, self._server.settings.model_name)
+        body = {"text": choice.text, "meta_info": info}
+        # The lists of tokens come once, at the end: in every event they would take quadratic time.
+        if choice.finish:
+            body["output_ids"] = choice.tokens
+            if choice.request.logprobs:
+                rows = zip(choice.logprobs, choice.tokens, strict=True)
+                info["output_token_logprobs"] = [[logprob, token, None] for logprob, token in rows]
+        return body
+
+
+def generate_router(server: ApiServer) -> APIRouter:
+    """Makes the route."""
+    router, limits = APIRouter(), limits_of(server)
+
+    @router.post("/generate", openapi_extra=schemas.generate())
+    async def generate(request: Request) -> Response:
+        """Continues texts. In a stream, each event has the whole text so far."""
+        body = await read_body(server, request, GENERATE)
+        values, options = read_generate(body, limits)
+        given = [name for name in ("text", "input_ids") if body.get(name) is not None]
+        if len(given) != 1:
+            raise ApiError("give either text or input_ids", param="text")
+        param, value = given[0], body[given[0]]
+        is_batch = isinstance(value, list) and isinstance(value[0] if value else None, str | list)
+        prompts = await read_prompts(server, value, param)
+        jobs = options.jobs(prompts, limits, salt=prefix_salt(request, None), param=param)
+        return await GenerateReply(server, values, jobs, is_list=is_batch or len(jobs) > 1).respond(request)
+
+    return router

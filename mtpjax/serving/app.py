@@ -1,0 +1,49 @@
+"""The HTTP application: OpenAI's and SGLang's routes over one engine."""
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+
+from mtpjax.data.tokenizer import Tokenizer
+from mtpjax.serving.api import schemas
+from mtpjax.serving.api.admin_routes import admin_router
+from mtpjax.serving.api.errors import ApiError
+from mtpjax.serving.api.http import KeyCheck, error_handler
+from mtpjax.serving.api.openai_routes import openai_router
+from mtpjax.serving.api.server import ApiServer, ApiSettings, Engine, Observer
+from mtpjax.serving.api.sglang_routes import generate_router
+from mtpjax.serving.request import QueueFull
+from mtpjax.version import __version__
+
+
+def make_app(engine: Engine, tokenizer: Tokenizer, settings: ApiSettings, observer: Observer | None = None) -> FastAPI:
+    """Makes the application.
+
+    Every path but `settings.open_paths` needs a key if there are keys. `app.state.server` is the `ApiServer`, through
+    which the caller stops new requests and reports an engine that fails.
+
+    Args:
+        engine: makes the tokens.
+        tokenizer: the model's.
+        settings: of the API.
+        observer: takes measurements, for metrics.
+
+    Returns:
+        An ASGI application, for uvicorn.
+    """
+    server = ApiServer(engine, tokenizer, settings, observer)
+
+    # Pages of documentation would load scripts from elsewhere; the schema alone does not.
+    app = FastAPI(
+        title="mtpjax",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        responses=schemas.ERRORS,
+        exception_handlers={each: error_handler for each in (ApiError, QueueFull, HTTPException, Exception)},
+    )
+    app.state.server = server
+    for router in (openai_router(server), generate_router(server), admin_router(server)):
+        app.include_router(router)
+    app.add_middleware(KeyCheck, settings=settings)
+    return app

@@ -1,0 +1,217 @@
+"""Over real connections: clients that leave, read slowly or send nothing cost the engine nothing, and others go on."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("httpx")
+pytest.importorskip("uvicorn")
+
+import httpx
+import uvicorn
+
+from mtpjax.data.tokenizer import ByteTokenizer
+from mtpjax.serving.api.server import ApiSettings
+from mtpjax.serving.app import make_app
+from tests.helpers.fake_engine import REPLY, FakeEngine
+
+LONG = {"prompt": "Hi", "max_tokens": 50_000, "ignore_eos": True}
+
+
+@contextlib.contextmanager
+def serve(engine, **settings):
+    """Yields the address of a server in a thread."""
+    app = make_app(engine, ByteTokenizer(), ApiSettings(model_name="tiny", **settings))
+    config = uvicorn.Config(app, log_level="error", ws="none", timeout_graceful_shutdown=1)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
+            engine.close()
+
+
+@pytest.fixture(scope="module")
+def slow():
+    """A server whose engine makes a delta per 10 ms, and the engine."""
+    engine = FakeEngine(delay=0.01, max_length=100_000)
+    with serve(engine) as address:
+        yield address, engine
+
+
+def wait_until(condition, seconds=5.0):
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.005)
+    assert condition()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
+def test_a_streaming_client_that_leaves_ends_its_request(slow, path):
+    address, engine = slow
+    num_aborted = engine.num_aborted
+    body = {**LONG, "text": "Hi", "sampling_params": {"max_new_tokens": 50_000, "ignore_eos": True}, "stream": True}
+    with httpx.stream("POST", address + path, json=body) as response:
+        next(response.iter_lines())
+        assert engine.status().num_running == 1
+    assert engine.wait_until_idle(0.5)
+    assert engine.num_aborted == num_aborted + 1
+
+
+def test_a_plain_client_that_leaves_ends_its_request(slow):
+    address, engine = slow
+    num_aborted = engine.num_aborted
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{address}/v1/completions", json={**LONG, "n": 3}, timeout=0.2)
+    assert engine.wait_until_idle(0.5)
+    assert engine.num_aborted == num_aborted + 3
+
+
+def test_many_clients_that_leave_at_once_leave_nothing_behind(slow):
+    address, engine = slow
+
+    async def storm():
+        async with httpx.AsyncClient(limits=httpx.Limits(max_connections=60)) as client:
+
+            async def read_one():
+                async with client.stream(
+                    "POST", f"{address}/v1/completions", json={**LONG, "stream": True}
+                ) as response:
+                    await response.aiter_lines().__anext__()
+                    await asyncio.sleep(0.1)
+
+            await asyncio.gather(*(read_one() for _ in range(50)))
+
+    asyncio.run(storm())
+    assert engine.wait_until_idle(2)
+    response = httpx.post(f"{address}/v1/completions", json={"prompt": "Hi", "max_tokens": 9})
+    assert response.json()["choices"][0]["text"] == "iPrüfung"
+
+
+def test_a_request_ends_by_its_id(slow):
+    address, engine = slow
+    body = {**LONG, "stream": True, "rid": "mine"}
+    with httpx.stream("POST", f"{address}/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        # The same id cannot be used twice at the same time.
+        assert httpx.post(f"{address}/v1/completions", json=body).status_code == 400
+        assert httpx.post(f"{address}/abort_request", json={"rid": "other"}).json() == {"num_aborted": 0}
+        assert httpx.post(f"{address}/abort_request", json={"rid": "mine"}).json() == {"num_aborted": 1}
+        *_, last, done = [line.removeprefix("data: ") for line in lines if line]
+    assert done == "[DONE]" and json.loads(last)["choices"][0]["finish_reason"] == "abort"
+    assert engine.wait_until_idle(1)
+
+
+def test_all_requests_can_be_aborted(slow):
+    address, engine = slow
+    answers = []
+    threads = [
+        threading.Thread(target=lambda: answers.append(httpx.post(f"{address}/v1/completions", json=LONG)))
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: engine.status().num_running == 3)
+    httpx.post(f"{address}/abort_request", json={"abort_all": True})
+    for thread in threads:
+        thread.join()
+    assert [answer.json()["choices"][0]["finish_reason"] for answer in answers] == ["abort"] * 3
+
+
+def test_running_requests_finish_or_are_told_when_the_server_stops():
+    async def run():
+        engine = FakeEngine(delay=0.01, max_length=100_000)
+        app = make_app(engine, ByteTokenizer(), ApiSettings(model_name="tiny"))
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://tiny") as client:
+            bodies = [{**LONG, "stream": True}, LONG, {**LONG, "max_tokens": 9}]
+            tasks = [asyncio.create_task(client.post("/v1/completions", json=body)) for body in bodies]
+            while engine.status().num_running < 3:
+                await asyncio.sleep(0.01)
+            drained = asyncio.create_task(app.state.server.drain(0.3))
+            await asyncio.sleep(0)
+            refused = await client.post("/v1/completions", json=LONG)
+            await drained
+            stream, plain, short = [await task for task in tasks]
+        engine.close()
+        assert refused.status_code == 503
+        assert '"finish_reason":"abort"' in stream.text and stream.text.endswith("data: [DONE]\n\n")
+        assert plain.json()["choices"][0]["finish_reason"] == "abort"
+        assert short.json()["choices"][0]["finish_reason"] == "length"
+
+    asyncio.run(run())
+
+
+def connect(address, body, *, length=None, buffer_bytes=1 << 16):
+    """Returns a connection that has sent a completion's body."""
+    host, port = address.removeprefix("http://").split(":")
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
+    client.settimeout(5)
+    client.connect((host, int(port)))
+    lines = ["POST /v1/completions HTTP/1.1", "Host: tiny", "Content-Type: application/json"]
+    lines += [f"Content-Length: {length or len(body)}", "", ""]
+    client.sendall("\r\n".join(lines).encode() + body)
+    return client
+
+
+def test_a_slow_reader_is_aborted_and_others_go_on():
+    engine = FakeEngine(max_length=10_000_000, delay=0.0001)
+    with serve(engine, max_buffer_bytes=20_000, write_timeout=0.5) as address:
+        body = json.dumps({**LONG, "max_tokens": 9_000_000, "stream": True, "logprobs": 0}).encode()
+        with connect(address, body, buffer_bytes=4096):
+            wait_until(lambda: engine.requests)
+            response = httpx.post(f"{address}/v1/completions", json={"prompt": "Hi"})
+            assert response.json()["usage"]["completion_tokens"] == 16
+            # Nothing is read: the buffers of the connection fill, then the server's own.
+            assert engine.wait_until_idle(20)
+    assert engine.num_aborted == 1
+
+
+def test_a_body_that_does_not_arrive_is_408():
+    with serve(FakeEngine(), body_timeout=0.3) as address, connect(address, b'{"prompt"', length=50) as client:
+        assert httpx.get(f"{address}/health").status_code == 200
+        answer = b"".join(iter(lambda: client.recv(4096), b""))  # until the server closes
+    assert answer.startswith(b"HTTP/1.1 408") and b"body_timeout" in answer
+
+
+def test_the_openai_client_reads_the_same_text_in_both_ways():
+    openai = pytest.importorskip("openai")
+    with serve(FakeEngine(), api_keys=("key",)) as address:
+        with openai.OpenAI(base_url=f"{address}/v1", api_key="key", max_retries=0) as client:
+            assert [model.id for model in client.models.list()] == ["tiny"]
+            prompt = {"model": "tiny", "prompt": "Hi", "max_tokens": 40}
+            plain = client.completions.create(**prompt)
+            chunks = list(client.completions.create(**prompt, stream=True, stream_options={"include_usage": True}))
+            assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == plain.choices[0].text
+            assert chunks[-1].usage == plain.usage and plain.usage.completion_tokens == 40
+            messages = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
+            answer = client.chat.completions.create(**messages, logprobs=True)
+            assert answer.choices[0].message.content == " " + REPLY
+            assert answer.choices[0].finish_reason == "stop" and answer.choices[0].logprobs.content[0].token == " "
+            chunks = list(client.chat.completions.create(**messages, stream=True))
+            assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == " " + REPLY
+            with pytest.raises(openai.BadRequestError) as error:
+                client.completions.create(model="tiny", prompt="a" * 500)
+            assert error.value.code == "context_length_exceeded"
+            with pytest.raises(openai.NotFoundError):
+                client.completions.create(model="other", prompt="a")
+        with (
+            openai.OpenAI(base_url=f"{address}/v1", api_key="wrong", max_retries=0) as client,
+            pytest.raises(openai.AuthenticationError),
+        ):
+            client.models.list()

@@ -1,0 +1,405 @@
+"""The routes give OpenAI's and SGLang's responses, and a stream gives the same text as a plain response."""
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("httpx")
+
+from mtpjax.decoding.config import SamplingParams
+from mtpjax.serving.api.server import Observer
+from mtpjax.serving.request import Finish
+from tests.helpers import chatml
+from tests.helpers.api_client import api_client, chat, completion, events
+from tests.helpers.fake_engine import REPLY, FakeEngine
+
+
+@pytest.fixture(scope="module")
+def server():
+    with api_client(model_aliases=("small",)) as (client, engine):
+        yield client, engine
+
+
+@pytest.fixture
+def client(server):
+    return server[0]
+
+
+def streamed_text(response):
+    choices = [choice for event in events(response)[:-1] for choice in event["choices"]]
+    texts = {}
+    for choice in choices:
+        text = choice["text"] if "text" in choice else choice["delta"].get("content", "")
+        texts[choice["index"]] = texts.get(choice["index"], "") + text
+    return texts
+
+
+@pytest.mark.parametrize("stop", [None, "café", ["🙂 c", "—"], [" ok?"], ["ü", "Prüf"]])
+@pytest.mark.parametrize("length", [1, 4, 5, 25, 28, 100])  # some end inside of a character
+def test_a_stream_gives_the_plain_text(client, stop, length):
+    body = {"stop": stop, "max_tokens": length, "n": 2}
+    plain = completion(client, **body).json()
+    stream = completion(client, **body, stream=True, stream_options={"include_usage": True})
+    assert streamed_text(stream) == {choice["index"]: choice["text"] for choice in plain["choices"]}
+    assert events(stream)[-2]["usage"] == plain["usage"]
+    ends = [choice["finish_reason"] for event in events(stream)[:-2] for choice in event["choices"]]
+    assert [end for end in ends if end] == [choice["finish_reason"] for choice in plain["choices"]]
+
+
+def test_a_chat_stream_gives_the_plain_text(client):
+    plain, stream = chat(client, max_tokens=30).json(), chat(client, max_tokens=30, stream=True)
+    assert streamed_text(stream) == {0: plain["choices"][0]["message"]["content"]}
+    first = events(stream)[0]
+    assert first["object"] == "chat.completion.chunk" and first["choices"][0]["delta"]["role"] == "assistant"
+    assert events(stream)[-1] == "[DONE]" and "usage" not in first
+
+
+def test_streams_have_the_headers_of_server_sent_events(client):
+    response = completion(client, stream=True)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert "content-length" not in response.headers
+
+
+def test_a_completion_has_openais_fields(client):
+    body = completion(client, model="small", user="me").json()
+    assert body["object"] == "text_completion" and body["model"] == "small" and body["id"].startswith("cmpl-")
+    assert body["choices"] == [
+        {"index": 0, "text": "i" + REPLY, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+    ]
+    assert body["usage"] == {
+        "prompt_tokens": 2,
+        "completion_tokens": 2 + len(REPLY.encode()),
+        "total_tokens": 4 + len(REPLY.encode()),
+        "prompt_tokens_details": {"cached_tokens": 1},
+    }
+    histogram = body["metrics"]["speculative_decoding"]["acceptance_histogram"]
+    assert sum(histogram) == body["metrics"]["speculative_decoding"]["num_spec_steps"]
+
+
+def test_tokens_behind_a_stop_string_are_not_counted(client):
+    body = completion(client, stop="naïve").json()
+    assert body["choices"][0]["text"] == "iPrüfung: the "
+    assert body["choices"][0]["finish_reason"] == "stop" and body["choices"][0]["stop_reason"] == "naïve"
+    assert body["usage"]["completion_tokens"] == len("iPrüfung: the naïve".encode())
+
+
+def test_all_forms_of_prompts_give_the_same_text(client):
+    texts = [
+        [choice["text"] for choice in completion(client, prompt=prompt, max_tokens=9).json()["choices"]]
+        for prompt in ("Hi", ["Hi"], [72, 105], [[72, 105]])
+    ]
+    assert texts == [["iPrüfung"]] * 4
+
+
+def test_choices_of_several_prompts_come_in_order(client):
+    body = completion(client, prompt=["a", "b", "c"], n=2, max_tokens=1).json()
+    assert [(choice["index"], choice["text"]) for choice in body["choices"]] == list(enumerate("aabbcc"))
+    assert body["usage"]["prompt_tokens"] == 3 and body["usage"]["completion_tokens"] == 6
+
+
+def test_usage_may_come_with_every_chunk(client):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = events(completion(client, stream=True, stream_options=options))[:-1]
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[-1] == 2 + len(REPLY.encode())
+
+
+def test_eos_ends_the_text_unless_it_is_ignored(client):
+    assert completion(client).json()["choices"][0]["finish_reason"] == "stop"
+    body = completion(client, ignore_eos=True).json()
+    assert body["choices"][0]["finish_reason"] == "length" and body["usage"]["completion_tokens"] == 100
+    assert "\0" not in body["choices"][0]["text"]
+
+
+def test_options_reach_the_engine(server):
+    client, engine = server
+    options = {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.1, "repetition_penalty": 1.1}
+    options |= {"frequency_penalty": 0.5, "presence_penalty": -0.5}
+    body = {**options, "min_tokens": 2, "seed": 7, "stop_token_ids": [9], "speculative": False, "n": 2, "logprobs": 0}
+    assert completion(client, **body).status_code == 200
+    first, second = engine.requests[-2:]
+    assert first.sampling == SamplingParams(**options, min_new_tokens=2, seed=7)
+    assert second.sampling.seed == 8
+    assert (first.stop_token_ids, first.speculative, first.logprobs, first.max_new_tokens) == ((0, 9), False, True, 100)
+    assert first.prompt == (72, 105)
+
+
+def test_a_missing_seed_is_random_and_a_given_one_is_kept(server):
+    client, engine = server
+    seeds = []
+    for body in ({}, {}, {"seed": 3}, {"seed": 3}, {"seed": -1}):
+        completion(client, temperature=1, **body)
+        seeds.append(engine.requests[-1].sampling.seed)
+    assert seeds[0] != seeds[1] and seeds[2:4] == [3, 3] and seeds[4] == 2**64 - 1
+
+
+def test_echo_gives_log_probabilities_of_the_prompt(client):
+    # lm-eval's way to score a text.
+    body = completion(client, prompt=[72, 105], echo=True, logprobs=1, max_tokens=1).json()
+    choice = body["choices"][0]
+    assert choice["text"] == "Hii"
+    assert choice["logprobs"] == {
+        "tokens": ["H", "i", "i"],
+        "token_logprobs": [None, -0.5, -0.5],
+        "top_logprobs": [None, {"i": -0.5}, {"i": -0.5}],
+        "text_offset": [0, 1, 2],
+    }
+
+
+def test_alternatives_of_new_tokens(client):
+    choice = completion(client, logprobs=2, max_tokens=4).json()["choices"][0]
+    assert choice["logprobs"]["token_logprobs"] == [-0.5] * 4
+    assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3] and choice["text"] == "iPr\ufffd"
+    assert choice["logprobs"]["top_logprobs"][0] == {"i": -0.5, "\x01": -1.5}
+    content = chat(client, max_tokens=2, logprobs=True, top_logprobs=2).json()["choices"][0]["logprobs"]["content"]
+    assert content[1]["token"] == "P" and content[1]["bytes"] == [80]
+    assert [each["logprob"] for each in content[1]["top_logprobs"]] == [-0.5, -1.5]
+
+
+def test_streamed_log_probabilities_are_those_of_the_plain_response(client):
+    plain = completion(client, logprobs=0).json()["choices"][0]["logprobs"]
+    parts = [event["choices"][0]["logprobs"] for event in events(completion(client, logprobs=0, stream=True))[:-1]]
+    for name in ("tokens", "token_logprobs"):
+        assert [each for part in parts if part for each in part[name]] == plain[name]
+    plain = chat(client, logprobs=True).json()["choices"][0]["logprobs"]["content"]
+    parts = [event["choices"][0]["logprobs"] for event in events(chat(client, logprobs=True, stream=True))[:-1]]
+    assert [each for part in parts if part for each in part["content"]] == plain
+
+
+def test_infinite_log_probabilities_are_finite_in_json_and_nan_is_a_fault():
+    with api_client() as (client, engine):
+        engine.logprob = -float("inf")
+        body = completion(client, logprobs=1, echo=True, max_tokens=2).json()
+        assert body["choices"][0]["logprobs"]["token_logprobs"][1:] == [-9999.0] * 3
+        engine.logprob = float("nan")
+        response = completion(client, logprobs=0)
+        assert response.status_code == 500 and response.json()["error"]["code"] == "internal_error"
+
+
+def test_generate_has_sglangs_fields(client):
+    body = client.post("/generate", json={"text": "Hi", "sampling_params": {"temperature": 0, "stop": "naïve"}}).json()
+    assert body["text"] == "iPrüfung: the "
+    info = body["meta_info"]
+    assert info["finish_reason"] == {"type": "stop", "matched": "naïve"}
+    assert (info["prompt_tokens"], info["completion_tokens"]) == (2, len("iPrüfung: the naïve".encode()))
+    assert len(body["output_ids"]) == info["completion_tokens"] and info["e2e_latency"] > 0
+    names = {"id", "cached_tokens", "spec_accept_length", "spec_verify_ct", "spec_accept_token_num"}
+    assert names <= set(info)
+
+
+def test_generate_streams_the_whole_text_so_far(client):
+    params = {"max_new_tokens": 12, "ignore_eos": True}
+    plain = client.post("/generate", json={"text": "Hi", "sampling_params": params}).json()
+    response = client.post("/generate", json={"text": "Hi", "sampling_params": params, "stream": True})
+    *parts, last, done = events(response)
+    assert done == "[DONE]" and last["text"] == plain["text"]
+    assert all(last["text"].startswith(part["text"]) for part in parts)
+    assert last["meta_info"]["finish_reason"] == {"type": "length", "length": 12}
+
+
+def test_generate_takes_lists(client):
+    bodies = client.post("/generate", json={"input_ids": [[65], [66]], "sampling_params": {"max_new_tokens": 1}}).json()
+    assert [body["text"] for body in bodies] == ["A", "B"]
+    body = {"text": ["A"], "return_logprob": True, "sampling_params": {"max_new_tokens": 1}}
+    [body] = client.post("/generate", json=body).json()
+    assert body["meta_info"]["output_token_logprobs"] == [[-0.5, 65, None]]
+
+
+def test_tokenize_and_detokenize(client):
+    assert client.post("/tokenize", json={"prompt": "hé"}).json()["tokens"] == [104, 195, 169]
+    assert client.post("/tokenize", json={"messages": [{"role": "user", "content": "a"}]}).json()["count"] == 19
+    assert client.post("/detokenize", json={"tokens": [104, 195, 169]}).json()["text"] == "hé"
+
+
+def test_the_observer_sees_each_text_once():
+    class Recorder(Observer):
+        def __init__(self):
+            self.num_tokens, self.num_first, self.finishes = 0, 0, []
+
+        def on_tokens(self, seconds, num_tokens, *, is_first):
+            assert seconds >= 0
+            self.num_tokens, self.num_first = self.num_tokens + num_tokens, self.num_first + is_first
+
+        def on_finish(self, seconds, finish):
+            self.finishes.append(finish.reason)
+
+    recorder = Recorder()
+    with api_client(observer=recorder) as (client, _):
+        completion(client, n=3, max_tokens=5)
+        assert (recorder.num_tokens, recorder.num_first, recorder.finishes) == (15, 3, ["length"] * 3)
+        completion(client, stop="naïve")
+        assert recorder.finishes[3:] == ["stop"], "the engine was told to abort, but the client did not leave"
+
+
+def test_information_about_server_and_model(client):
+    for path in ("/server_info", "/get_server_info"):
+        assert client.get(path).json()["internal_states"][0]["avg_spec_accept_length"] == 1.5
+    for path in ("/model_info", "/get_model_info"):
+        assert client.get(path).json()["model_path"] == "tiny"
+    assert [card["id"] for card in client.get("/v1/models").json()["data"]] == ["tiny", "small"]
+    assert client.get("/v1/models/small").json()["max_model_len"] == 200
+    assert client.get("/flush_cache").json() == client.post("/flush_cache").json() == {"success": True, "num_pages": 3}
+
+
+def test_health_and_readiness():
+    with api_client() as (client, engine):
+        for path in ("/health", "/ping", "/ready", "/health_generate"):
+            assert client.get(path).status_code == 200
+        assert engine.requests[-1].max_new_tokens == 1
+        # While the server stops, what runs goes on and nothing new begins.
+        client.app.state.server.is_stopping = True
+        assert client.get("/health").status_code == 200
+        for response in (client.get("/ready"), completion(client), chat(client), client.get("/health_generate")):
+            assert response.status_code == 503 and "retry-after" in response.headers
+        client.app.state.server.failure = "the engine does not answer"
+        assert client.get("/health").status_code == 503
+
+
+def test_a_checkpoint_tokenizer_with_a_template(tmp_path):
+    engine = FakeEngine(reply="ok", max_length=300)
+    engine.vocab_size = 300
+    with api_client(engine, chatml.save_tokenizer(tmp_path)) as (client, engine):
+        assert chat(client, [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]).status_code == 200
+        assert engine.requests[-1].prompt[0] == 256 and engine.requests[-1].stop_token_ids == (257,)
+        assert completion(client, prompt="a\0b", max_tokens=3).status_code == 200
+
+
+def test_a_model_without_a_chat_template_says_so(tmp_path):
+    tokenizer = chatml.save_tokenizer(tmp_path)
+    tokenizer._template = None
+    with api_client(tokenizer=tokenizer) as (client, _):
+        response = chat(client)
+        assert response.status_code == 400 and "no chat template" in response.json()["error"]["message"]
+
+
+KEY = "sécret"
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ([], 401),
+        ([("Authorization", b"Bearer wrong")], 401),
+        ([("Authorization", b"Bearer s")], 401),
+        ([("Authorization", b"Bearer \xff\xfe")], 401),
+        ([("Authorization", b"Bearer ")], 401),
+        ([("Authorization", b"Basic " + KEY.encode())], 401),
+        ([("Authorization", b"Bearer " + KEY.encode())] * 2, 401),
+        ([("Authorization", b"Bearer " + KEY.encode())], 200),
+        ([("Authorization", b"bearer other")], 200),
+    ],
+)
+def test_keys(headers, status):
+    with api_client(api_keys=(KEY, "other")) as (client, _):
+        response = client.get("/v1/models", headers=headers)
+        assert response.status_code == status
+        if status == 401:
+            assert response.json()["error"]["code"] == "invalid_api_key"
+
+
+def test_every_route_but_health_needs_a_key():
+    with api_client(api_keys=(KEY,)) as (client, _):
+        paths = client.app.openapi()["paths"]
+        assert len(paths) > 15
+        for path, methods in paths.items():
+            for method in methods:
+                response = client.request(method.upper(), path.replace("{name}", "tiny"))
+                assert response.status_code == (200 if path == "/health" else 401), path
+        for path in ("/openapi.json", "/docs", "/unknown", "//health", "/health/", "/health/../v1/models"):
+            assert client.get(path).status_code == 401
+        assert client.get("/metrics").status_code == 401
+
+
+def test_clients_with_different_keys_share_no_pages():
+    with api_client(api_keys=("a", "b")) as (client, engine):
+        for key in "aab":
+            client.headers["Authorization"] = f"Bearer {key}"
+            assert completion(client).status_code == 200
+        salts = [request.salt for request in engine.requests]
+        assert salts[0] == salts[1] != salts[2] and all(salts)
+
+
+ODD_PATHS = ["/v1/models/../admin", "//v1/models", "/v1/models/%2e%2e", "/v1/%2e%2e/health", "/docs"]
+
+
+@pytest.mark.parametrize("path", ODD_PATHS)
+def test_odd_paths_lead_nowhere(client, path):
+    response = client.get(f"http://testserver{path}")
+    assert response.status_code == 404 and "error" in response.json()
+
+
+def test_a_fault_of_the_engine_is_an_error_with_an_id_only(client, caplog):
+    with api_client(FakeEngine(fail_after=4)) as (client, _):
+        response = completion(client)
+        assert response.status_code == 500
+        message = response.json()["error"]["message"]
+        assert "injected" not in message and message.removeprefix("internal error ") in caplog.text
+
+
+def test_a_fault_in_mid_stream_is_the_last_event():
+    with api_client(FakeEngine(fail_after=4)) as (client, _):
+        for response in (completion(client, stream=True), chat(client, stream=True)):
+            assert response.status_code == 200
+            assert events(response)[-1]["error"]["code"] == "internal_error"
+            assert "[DONE]" not in response.text
+
+
+def test_unexpected_exceptions_are_errors_with_an_id_only(monkeypatch):
+    with api_client() as (client, engine):
+
+        def fail(*_):
+            raise RuntimeError("details at /some/path 0x7f")
+
+        monkeypatch.setattr(engine, "submit", fail)
+        response = completion(client)
+        assert response.status_code == 500 and "details" not in response.text
+        monkeypatch.setattr(engine, "score", fail)
+        monkeypatch.undo()
+        assert completion(client).status_code == 200
+
+
+def test_a_full_queue_is_429_and_nothing_is_lost():
+    with api_client(FakeEngine(max_requests=2)) as (client, engine):
+        for stream in (False, True):
+            response = completion(client, n=3, stream=stream)
+            assert response.status_code == 429 and int(response.headers["retry-after"]) >= 1
+            assert engine.wait_until_idle()
+            assert not client.app.state.server.running
+        assert completion(client, n=2).status_code == 200
+
+
+def test_time_limits_of_the_engine_are_told(monkeypatch):
+    with api_client() as (client, engine):
+        monkeypatch.setattr(engine, "_deltas", lambda request: iter([Finish("timeout", 2)]))
+        response = completion(client)
+        assert response.status_code == 503 and response.json()["error"]["code"] == "timeout"
+
+
+def test_the_schema_describes_the_bodies(client):
+    paths = client.get("/openapi.json").json()["paths"]
+    required = {"/v1/completions": ["prompt"], "/v1/chat/completions": ["messages"], "/generate": []}
+    for path, names in required.items():
+        schema = paths[path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert schema.get("required", []) == names and {"stream", "speculative", *names} <= set(schema["properties"])
+
+
+@pytest.mark.parametrize("mode", ["POSITIVE", "NEGATIVE"])
+def test_generated_requests_cause_no_fault_of_the_server(client, mode):
+    schemathesis = pytest.importorskip("schemathesis")
+    import hypothesis
+
+    schema = schemathesis.openapi.from_asgi("/openapi.json", client.app)
+    mode, answers = schemathesis.GenerationMode[mode], []
+
+    checks = list(hypothesis.HealthCheck)
+    settings = {"deadline": None, "derandomize": True, "database": None, "suppress_health_check": checks}
+
+    @hypothesis.settings(max_examples=60, **settings)
+    @hypothesis.given(case=schema.as_strategy(generation_mode=mode))
+    def check(case):
+        response = case.call()
+        answers.append((case.method, response.status_code))
+        assert response.status_code < 500, response.text
+
+    check()
+    # Some reach the engine, or are wrong in their body.
+    assert ("POST", 200 if mode == schemathesis.GenerationMode.POSITIVE else 400) in answers

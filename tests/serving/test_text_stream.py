@@ -1,0 +1,78 @@
+"""Text comes in whole characters, and ends at a stop string, however its tokens are split into deltas."""
+
+import itertools
+import random
+
+import pytest
+
+from mtpjax.data.tokenizer import ByteTokenizer
+from mtpjax.serving.api.text_stream import TextStream
+
+TEXT = "né 🙂 abcabd €"
+
+
+def stream(text, sizes, **options):
+    """Returns the pieces of a text whose bytes come in deltas of the given sizes, and the stream."""
+    made = TextStream(ByteTokenizer().incremental_decoder(), **options)
+    tokens, pieces = iter(text if isinstance(text, list) else text.encode()), []
+    for size in sizes:
+        pieces.append(made.push(list(itertools.islice(tokens, size))).text)
+    pieces.append(made.push(list(tokens)).text)
+    return [*pieces, made.finish()], made
+
+
+@pytest.mark.parametrize("stop", [(), ("abd",), ("🙂",), ("x", "€"), ("é 🙂 a", "bca"), ("ab", "abc"), ("€ and more",)])
+def test_all_splits_give_the_same_text(stop):
+    places = [place for each in stop if (place := TEXT.find(each)) >= 0]
+    expected = TEXT[: min(places, default=len(TEXT))]
+    rng, num_tokens = random.Random(0), set()
+    for size in (1, 2, 3, 100):
+        sizes = [size] * (100 // size)
+        for case in (sizes, [rng.randint(0, 4) for _ in range(40)]):
+            pieces, made = stream(TEXT, case, stop=stop)
+            assert "".join(pieces) == expected
+            num_tokens.add(made.num_tokens)
+    assert len(num_tokens) == 1, "the tokens that count depend on the split"
+
+
+def test_every_split_into_two_or_three_deltas_finds_the_stop_string():
+    num_bytes = len(TEXT.encode())
+    for first, second in itertools.combinations(range(num_bytes), 2):
+        pieces, made = stream(TEXT, (first, second - first), stop=("abd",))
+        assert "".join(pieces) == "né 🙂 abc"
+        assert made.matched == "abd" and made.is_stopped
+
+
+def test_deltas_never_hold_half_a_character():
+    pieces, _ = stream(TEXT, [1] * 100)
+    assert "\ufffd" not in "".join(pieces)
+    assert set(pieces) - {""} == set(TEXT)
+
+
+def test_only_the_beginning_of_a_stop_string_is_held_back():
+    pieces, _ = stream("xabcaby", [1] * 7, stop=("abd",))
+    assert pieces[:7] == ["x", "", "", "abc", "", "", "aby"]
+
+
+def test_held_text_is_released_at_the_end():
+    assert "".join(stream("see ab", (), stop=("abd",))[0]) == "see ab"
+
+
+def test_half_a_character_at_the_end_is_shown_as_replacement():
+    assert "".join(stream(list("🙂".encode()[:2]), ())[0]) == "\ufffd"
+
+
+def test_a_stop_token_is_counted_and_not_shown():
+    pieces, made = stream([*b"ok", 10], (), hidden_tokens=(10,))
+    assert ("".join(pieces), made.num_tokens, made.matched, made.is_stopped) == ("ok", 3, 10, False)
+
+
+def test_stop_strings_count_only_after_the_least_number_of_tokens():
+    pieces, made = stream("a.b.c.", (), stop=(".",), min_tokens=3)
+    assert "".join(pieces) == "a.b" and made.num_tokens == 4
+
+
+def test_tokens_behind_a_stop_string_do_not_count():
+    pieces, made = stream("ab.cdef", (), stop=(".",))
+    assert "".join(pieces) == "ab" and made.num_tokens == 3
+    assert made.push(b"more").num_tokens == 0
