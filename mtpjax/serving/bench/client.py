@@ -1,0 +1,180 @@
+"""The connection of a benchmark to a server: sends requests and notes when their tokens arrive."""
+
+import contextlib
+import json
+import re
+import time
+from typing import TYPE_CHECKING, Any
+
+from mtpjax.errors import UsageError, printable
+from mtpjax.serving.bench.backends import Backend, BenchRequest, RequestFailedError, read_event
+from mtpjax.serving.bench.outcome import AnswerReader, Outcome
+
+if TYPE_CHECKING:
+    import httpx
+
+CONNECT_SECONDS = 10.0
+MAX_ERROR_CHARACTERS = 200
+
+
+class Client:
+    """A connection to one server. Use it as an asynchronous context manager."""
+
+    def __init__(
+        self,
+        url: str,
+        backend: Backend,
+        *,
+        model: str = "",
+        headers: dict[str, str] | None = None,
+        stream: bool = True,
+        ignore_eos: bool = True,
+        extra_body: dict[str, Any] | None = None,
+    ):
+        """Makes a client that has sent nothing yet.
+
+        Args:
+            url: the server, without the route.
+            backend: the route for requests.
+            model: the model's name; empty: the first one that the server lists.
+            headers: of every request.
+            stream: ask for tokens as they come.
+            ignore_eos: ask for exactly `max_new_tokens` tokens.
+            extra_body: added to every body, objects into objects.
+
+        Raises:
+            ValueError: the URL has another form.
+            UsageError: httpx is not installed.
+        """
+        try:
+            import httpx
+        except ImportError as error:
+            raise UsageError("the benchmark sends requests with httpx: pip install 'mtpjax[serve]'") from error
+        if not re.match(r"https?://[^/]", url):
+            raise ValueError(f"the URL of a server starts with http:// or https://, not '{url}'")
+        self.url, self.model, self._backend = url.rstrip("/"), model, backend
+        self._stream, self._ignore_eos, self._extra = stream, ignore_eos, extra_body or {}
+        self._http = httpx.AsyncClient(
+            base_url=self.url,
+            headers=headers,
+            # A long queue is no failure, and the benchmark itself limits the number of connections.
+            timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            # A proxy named by the environment would add its own latency.
+            trust_env=False,
+        )
+
+    async def __aenter__(self) -> "Client":
+        """Checks that a server answers, and asks for the model's name.
+
+        Raises:
+            ConnectionError: no server answers.
+        """
+        import httpx
+
+        await self._http.__aenter__()
+        try:
+            response = await self._http.get("/v1/models")
+        except (httpx.HTTPError, OSError) as error:
+            await self._http.aclose()
+            reason = str(error) or type(error).__name__
+            raise ConnectionError(f"no server answers at {self.url}: {reason}") from error
+        # A server without this route is a server all the same.
+        with contextlib.suppress(ValueError, LookupError, TypeError):
+            self.model = self.model or str(response.json()["data"][0]["id"])
+        return self
+
+    async def __aexit__(self, *failure: Any) -> None:
+        await self._http.__aexit__(*failure)
+
+    async def tokenize(self, text: str) -> list[int] | None:
+        """Returns the token ids of a text, by `POST /tokenize`; None if the server has no such route."""
+        body = {"model": self.model, "prompt": text, "add_special_tokens": False}
+        response = await self._http.post("/tokenize", json=body)
+        try:
+            return [int(token) for token in response.json()["tokens"]]
+        except (ValueError, LookupError, TypeError):
+            return None
+
+    async def flush_cache(self) -> None:
+        """Empties the server's prefix cache, by `POST /flush_cache`; does nothing if the server has no such route."""
+        await self._http.post("/flush_cache")
+
+    async def speculation_counts(self) -> tuple[float, float] | None:
+        """Returns verification passes and accepted drafts since the server's start; None if it does not count them."""
+        response = await self._http.get("/metrics")
+        sums = {"drafts": 0.0, "accepted_tokens": 0.0}
+        # Names as vLLM has them, with any prefix; `mtpjax serve` may export the same count under two prefixes.
+        pattern = r"^(\w+):spec_decode_num_(drafts|accepted_tokens)(?:_total)?(?:\{[^}]*\})? (\S+)"
+        found = re.findall(pattern, response.text, re.MULTILINE) if response.is_success else []
+        for prefix, name, value in found:
+            if prefix == found[0][0]:
+                sums[name] += float(value)
+        return (sums["drafts"], sums["accepted_tokens"]) if found else None
+
+    async def send(self, request: BenchRequest, extra_body: dict[str, Any] | None = None) -> Outcome:
+        """Sends a request and waits for its end.
+
+        Args:
+            request: the request.
+            extra_body: added to the body.
+
+        Returns:
+            What became of it. Failures are part of it: this raises nothing.
+        """
+        import httpx
+
+        body = self._backend.write(request, self.model, self._stream, self._ignore_eos)
+        body = merge(merge(body, self._extra), extra_body or {})
+        outcome = Outcome(request, time.perf_counter())
+        try:
+            async with self._http.stream("POST", self._backend.path, json=body) as response:
+                await self._read(response, outcome)
+            if not outcome.num_new_tokens:
+                raise RequestFailedError("the answer has no tokens")
+        except (httpx.HTTPError, OSError, ValueError, RequestFailedError) as error:
+            kind = "" if isinstance(error, RequestFailedError) else f"{type(error).__name__}: "
+            outcome.error = printable(f"{kind}{error}", MAX_ERROR_CHARACTERS)
+        return outcome
+
+    async def _read(self, response: "httpx.Response", outcome: Outcome) -> None:
+        """Reads an answer into the outcome. Raises `RequestFailedError` if it is an error."""
+        if not response.is_success:
+            content = (await response.aread()).decode(errors="replace")
+            raise RequestFailedError(f"HTTP {response.status_code}: {_error_message(content)}")
+        reader = AnswerReader(outcome, text_is_cumulative=self._backend.text_is_cumulative)
+        if self._stream:
+            async for line in response.aiter_lines():
+                # Take the time first, because parsing takes time too.
+                now = time.perf_counter()
+                if line.startswith("data:") and (data := line[5:].strip()) != "[DONE]":
+                    reader.add(now, read_event(self._backend, json.loads(data)))
+        else:
+            content = await response.aread()
+            reader.add(time.perf_counter(), read_event(self._backend, json.loads(content)))
+        reader.close()
+
+
+def _error_message(content: str) -> str:
+    """Returns the message of an OpenAI error object, or any other content as it is."""
+    try:
+        return str(json.loads(content)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return content
+
+
+def merge(body: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    """Adds fields to a body; an object within an object is merged, everything else is replaced.
+
+    Args:
+        body: the body.
+        extra: the fields.
+
+    Returns:
+        A new body.
+    """
+    merged = dict(body)
+    for key, value in extra.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = merge(merged[key], value) if both else value
+    return merged
