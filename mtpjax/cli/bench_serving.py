@@ -190,6 +190,8 @@ async def _connect_and_run(options, lengths) -> int:
         )
         if len(requests) < options.num_prompts:
             print(f"{options.dataset_path} has only {len(requests)} prompts", file=sys.stderr)
+        if options.with_and_without_mtp:
+            _check_concurrencies(options.concurrencies, len(requests))
         # Warm up what will be measured: connections, and the server's programs.
         for request in requests[: options.warmup_requests]:
             for extra in ({}, WITHOUT_DRAFTS) if options.with_and_without_mtp else ({},):
@@ -200,7 +202,7 @@ async def _connect_and_run(options, lengths) -> int:
 async def _run_once(options, client, requests) -> int:
     from mtpjax.serving.bench.outcome import Outcome
     from mtpjax.serving.bench.sending import measure
-    from mtpjax.serving.bench.summary import details, format_table, summarize
+    from mtpjax.serving.bench.summary import details, format_table, is_client_busy, summarize
     from mtpjax.serving.bench.workload import arrival_times
 
     outcomes: list[Outcome] = []
@@ -223,11 +225,22 @@ async def _run_once(options, client, requests) -> int:
     if options.output_file is not None:
         _append(options.output_file, settings, summary, details(outcomes) if options.output_details else {})
     print(format_table(settings, summary))
+    if is_client_busy(summary):
+        print("the client itself was too busy: latencies are too long", file=sys.stderr)
     _print_errors(summary["errors"])
     if interrupted:
         print(f"interrupted after {len(outcomes)} of {len(requests)} requests", file=sys.stderr)
         return INTERRUPTED
     return 0 if summary["completed"] else 1
+
+
+def _check_concurrencies(concurrencies: list[int], num_requests: int) -> None:
+    """Raises an error for a concurrency that the requests cannot reach."""
+    if max(concurrencies) > num_requests or min(concurrencies) < 1:
+        raise UsageError(
+            f"concurrencies must be from 1 to the number of requests, {num_requests}, got "
+            f"{' '.join(map(str, concurrencies))}: change --concurrencies or --num-prompts"
+        )
 
 
 async def _compare(options, client, requests) -> int:
@@ -236,14 +249,12 @@ async def _compare(options, client, requests) -> int:
     from mtpjax.serving.bench.speedup import Run, compare, speedups
     from mtpjax.serving.bench.speedup_report import notes, speedup_table, write_report
 
-    if max(options.concurrencies) > len(requests) or min(options.concurrencies) < 1:
-        raise UsageError(
-            f"concurrencies must be from 1 to the number of requests, {len(requests)}, got "
-            f"{' '.join(map(str, options.concurrencies))}: change --concurrencies or --num-prompts"
-        )
     runs: list[Run] = []
     interrupted, num_runs = False, 2 * options.repeats * len(options.concurrencies)
+    # Both runs of a pair have the same prompts, which the second would find in the prefix cache of the first.
+    emptied = await client.flush_cache()
     settings = _settings(options, client)
+    settings["prefix_cache"] = "emptied before each run" if emptied else "not emptied: no POST /flush_cache"
     with progress_bar() as bar:
         task = bar.add_task("requests", total=num_runs * len(requests))
 
@@ -276,8 +287,8 @@ async def _compare(options, client, requests) -> int:
         files = write_report(options.output, rows, runs, settings, options.plot_formats)
         console = rich.console.Console()
         console.print(speedup_table(rows))
-        for note in notes(rows):
-            console.print(f"- {note}", highlight=False)
+        for note in (*notes(rows), f"prefix cache: {settings['prefix_cache']}"):
+            console.print(f"- {note}", highlight=False, markup=False)
         print(f"wrote {' and '.join(printable(file) for file in files)}", file=sys.stderr)
     if interrupted:
         print(f"interrupted after {len(runs)} of {num_runs} runs", file=sys.stderr)

@@ -254,12 +254,20 @@ def test_wrong_settings_are_one_line(server, flags, message, capsys):
     assert message in line
 
 
-def test_no_server_is_one_line(capsys):
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--port", "9"), "no server answers at http://127.0.0.1:9"),
+        (("--port", "99999"), "Port out of range"),
+        (("--base-url", "localhost:9"), "starts with http:// or https://"),
+    ],
+)
+def test_no_server_is_one_line(flags, message, capsys):
     with pytest.raises(SystemExit) as exit_:
-        main(["bench-serving", "--port", "9"])
+        main(["bench-serving", *flags])
     assert exit_.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "no server answers at http://127.0.0.1:9" in line
+    assert message in line
 
 
 def test_ctrl_c_keeps_what_was_measured(server, capsys):
@@ -278,13 +286,13 @@ def test_ctrl_c_keeps_what_was_measured(server, capsys):
 def test_with_and_without_mtp(server, capsys, tmp_path):
     output = tmp_path / "speed"
     flags = ("--with-and-without-mtp", "--concurrencies", 1, 3, "--repeats", 2, "--output", output)
-    assert bench(server, *SMALL, *flags, "--plot-formats", "png", "--random-output-len", 31) == 0
-    # Two requests to warm up, then runs of six: with, without, without, with at each concurrency.
+    assert bench(server, *SMALL, *flags, "--plot-formats", "png", "--num-prompts", 3, "--random-output-len", 31) == 0
+    # Two requests to warm up, then runs of three: with, without, without, with at each concurrency.
     sides = [body.get("speculative", True) for body in server.bodies[2:]]
-    assert sides == [side for side in (True, False, False, True) * 2 for _ in range(6)]
-    assert server.num_flushes == 8
+    assert sides == [side for side in (True, False, False, True) * 2 for _ in range(3)]
+    assert server.num_flushes == 9
     # All runs have the same prompts.
-    prompts = [sorted(tuple(body["input_ids"]) for body in server.bodies[2 + 6 * n : 8 + 6 * n]) for n in range(8)]
+    prompts = [sorted(tuple(body["input_ids"]) for body in server.bodies[2 + 3 * n : 5 + 3 * n]) for n in range(8)]
     assert all(each == prompts[0] for each in prompts)
     result = json.loads((tmp_path / "speed.json").read_text())
     for row, published in zip(result["speedups"], (PUBLISHED[1], None), strict=True):

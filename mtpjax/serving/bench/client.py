@@ -4,6 +4,7 @@ import contextlib
 import json
 import re
 import time
+import urllib.parse
 from typing import TYPE_CHECKING, Any
 
 from mtpjax.errors import UsageError, printable
@@ -50,19 +51,26 @@ class Client:
             import httpx
         except ImportError as error:
             raise UsageError("the benchmark sends requests with httpx: pip install 'mtpjax[serve]'") from error
-        if not re.match(r"https?://[^/]", url):
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"the URL of a server starts with http:// or https://, not '{url}'")
+        # Reading the port raises an error for a number that is no port.
+        if parts.port == 0:
+            raise ValueError(f"port 0 of '{url}' is not the port of a server")
         self.url, self.model, self._backend = url.rstrip("/"), model, backend
         self._stream, self._ignore_eos, self._extra = stream, ignore_eos, extra_body or {}
-        self._http = httpx.AsyncClient(
-            base_url=self.url,
-            headers=headers,
-            # A long queue is no failure, and the benchmark itself limits the number of connections.
-            timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-            # A proxy named by the environment would add its own latency.
-            trust_env=False,
-        )
+        try:
+            self._http = httpx.AsyncClient(
+                base_url=self.url,
+                headers=headers,
+                # Requests may queue for long, and the benchmark itself limits the number of connections.
+                timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+                # A proxy named by the environment would add its own latency.
+                trust_env=False,
+            )
+        except httpx.InvalidURL as error:
+            raise ValueError(f"'{url}' is not the URL of a server: {error}") from error
 
     async def __aenter__(self) -> "Client":
         """Checks that a server answers, and asks for the model's name.
@@ -90,27 +98,36 @@ class Client:
     async def tokenize(self, text: str) -> list[int] | None:
         """Returns the token ids of a text, by `POST /tokenize`; None if the server has no such route."""
         body = {"model": self.model, "prompt": text, "add_special_tokens": False}
-        response = await self._http.post("/tokenize", json=body)
+        content = await self._ask("POST", "/tokenize", json=body)
         try:
-            return [int(token) for token in response.json()["tokens"]]
+            return None if content is None else [int(token) for token in json.loads(content)["tokens"]]
         except (ValueError, LookupError, TypeError):
             return None
 
-    async def flush_cache(self) -> None:
-        """Empties the server's prefix cache, by `POST /flush_cache`; does nothing if the server has no such route."""
-        await self._http.post("/flush_cache")
+    async def flush_cache(self) -> bool:
+        """Empties the server's prefix cache, by `POST /flush_cache`. Returns whether the server did it."""
+        return await self._ask("POST", "/flush_cache") is not None
 
     async def speculation_counts(self) -> tuple[float, float] | None:
         """Returns verification passes and accepted drafts since the server's start; None if it does not count them."""
-        response = await self._http.get("/metrics")
-        sums = {"drafts": 0.0, "accepted_tokens": 0.0}
         # Names as vLLM has them, with any prefix; `mtpjax serve` may export the same count under two prefixes.
         pattern = r"^(\w+):spec_decode_num_(drafts|accepted_tokens)(?:_total)?(?:\{[^}]*\})? (\S+)"
-        found = re.findall(pattern, response.text, re.MULTILINE) if response.is_success else []
+        found = re.findall(pattern, await self._ask("GET", "/metrics") or "", re.MULTILINE)
+        sums = {"drafts": 0.0, "accepted_tokens": 0.0}
         for prefix, name, value in found:
             if prefix == found[0][0]:
                 sums[name] += float(value)
         return (sums["drafts"], sums["accepted_tokens"]) if found else None
+
+    async def _ask(self, method: str, path: str, **settings: Any) -> str | None:
+        """Returns the answer of a route that not every server has; None if it fails."""
+        import httpx
+
+        try:
+            response = await self._http.request(method, path, **settings)
+        except httpx.HTTPError:
+            return None
+        return response.text if response.is_success else None
 
     async def send(self, request: BenchRequest, extra_body: dict[str, Any] | None = None) -> Outcome:
         """Sends a request and waits for its end.

@@ -63,6 +63,7 @@ async def measure(
 ) -> dict[str, Any]:
     """Sends all requests and computes the numbers of the run; the arguments are those of `send_all`."""
     before = await client.speculation_counts()
+    begin, cpu_begin = time.perf_counter(), time.process_time()
     await send_all(
         client,
         requests,
@@ -72,10 +73,12 @@ async def measure(
         extra_body=extra_body,
         progress=progress,
     )
+    # A client that needs a whole core reads tokens late.
+    cpu_share = (time.process_time() - cpu_begin) / (time.perf_counter() - begin)
     after = await client.speculation_counts()
-    if before is None or after is None:
-        return summarize(outcomes)
-    return summarize(outcomes, (after[0] - before[0], after[1] - before[1]))
+    counts = None if before is None or after is None else (after[0] - before[0], after[1] - before[1])
+    summary = summarize(outcomes, counts)
+    return {**summary, "client_cpu_share": cpu_share}
 
 
 def run_until_interrupted(work: Coroutine[Any, Any, T]) -> T:

@@ -10,6 +10,7 @@ from mtpjax.evaluation.intervals import Estimate, estimate_from, resample
 from mtpjax.serving.bench.backends import BenchRequest
 from mtpjax.serving.bench.client import Client
 from mtpjax.serving.bench.sending import measure
+from mtpjax.serving.bench.summary import is_client_busy
 
 # Speed-ups by concurrency, to compare with.
 PUBLISHED = {1: 2.11, 2: 2.04, 4: 1.84, 8: 1.70, 16: 1.53, 32: 1.44, 64: 1.25}
@@ -86,6 +87,7 @@ class Speedup:
         accept_length_without: that of the runs without drafts, which is 1 if the server obeys.
         num_pairs: pairs of runs.
         num_failed: requests that failed.
+        is_client_busy: the client was too busy in a run, see `is_client_busy`.
     """
 
     concurrency: int
@@ -97,6 +99,7 @@ class Speedup:
     accept_length_without: float | None
     num_pairs: int
     num_failed: int
+    is_client_busy: bool = False
 
     @property
     def published(self) -> float | None:
@@ -143,6 +146,7 @@ def speedups(runs: Sequence[Run]) -> list[Speedup]:
                 accept_length_without=_mean(pairs, 0, "accept_length"),
                 num_pairs=len(pairs),
                 num_failed=sum(side["failed"] for pair in pairs for side in pair),
+                is_client_busy=any(is_client_busy(side) for pair in pairs for side in pair),
             )
         )
     return result

@@ -66,6 +66,8 @@ def notes(rows: Sequence[Speedup]) -> list[str]:
         result.append("one pair of runs has no interval: raise --repeats")
     if any(row.accept_length is None for row in rows):
         result.append("the server reports no accept length")
+    if busy := [str(row.concurrency) for row in rows if row.is_client_busy]:
+        result.append(f"the client itself was too busy at {', '.join(busy)} requests at once: latencies are too long")
     # A server that does not know the field answers all requests with drafts.
     if any((row.accept_length_without or 1) > 1 for row in rows):
         result.append("the server drafts in spite of `speculative: false`: this is no comparison")

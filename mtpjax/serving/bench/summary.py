@@ -10,6 +10,7 @@ import numpy as np
 from mtpjax.serving.bench.outcome import Outcome
 
 WIDTH = 50  # of SGLang's table
+MAX_CLIENT_CPU_SHARE = 0.8  # of one core; above it the client itself delays what it measures
 PERCENTILES = (90, 95, 99)
 LATENCIES = {
     "e2e_latency": ("End-to-End Latency", "E2E Latency"),
@@ -85,6 +86,11 @@ def details(outcomes: Sequence[Outcome]) -> dict[str, list[Any]]:
         "generated_texts": [outcome.text for outcome in outcomes],
         "request_errors": [outcome.error for outcome in outcomes],
     }
+
+
+def is_client_busy(summary: dict[str, Any]) -> bool:
+    """Returns whether the client took so much CPU time that it measured its own delays."""
+    return summary.get("client_cpu_share", 0.0) > MAX_CLIENT_CPU_SHARE
 
 
 def _num_prompt_tokens(outcome: Outcome) -> int:
