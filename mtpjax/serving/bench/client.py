@@ -1,25 +1,24 @@
-"""The connection of a benchmark to a server: sends requests and notes when their tokens arrive."""
+"""The client of a benchmark: sends requests and notes when their tokens arrive."""
 
 import contextlib
 import json
 import re
 import time
-import urllib.parse
 from typing import TYPE_CHECKING, Any
 
-from mtpjax.errors import UsageError, printable
+from mtpjax.errors import printable
 from mtpjax.serving.bench.backends import Backend, BenchRequest, RequestFailedError, read_event
+from mtpjax.serving.bench.connections import Connections
 from mtpjax.serving.bench.outcome import AnswerReader, Outcome
 
 if TYPE_CHECKING:
     import httpx
 
-CONNECT_SECONDS = 10.0
 MAX_ERROR_CHARACTERS = 200
 
 
 class Client:
-    """A connection to one server. Use it as an asynchronous context manager."""
+    """A client of one server. Use it as an asynchronous context manager."""
 
     def __init__(
         self,
@@ -47,30 +46,9 @@ class Client:
             ValueError: the URL has another form.
             UsageError: httpx is not installed.
         """
-        try:
-            import httpx
-        except ImportError as error:
-            raise UsageError("the benchmark sends requests with httpx: pip install 'mtpjax[serve]'") from error
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"the URL of a server starts with http:// or https://, not '{url}'")
-        # Reading the port raises an error for a number that is no port.
-        if parts.port == 0:
-            raise ValueError(f"port 0 of '{url}' is not the port of a server")
-        self.url, self.model, self._backend = url.rstrip("/"), model, backend
+        self._connections = Connections(url, headers)
+        self.url, self.model, self._backend = self._connections.url, model, backend
         self._stream, self._ignore_eos, self._extra = stream, ignore_eos, extra_body or {}
-        try:
-            self._http = httpx.AsyncClient(
-                base_url=self.url,
-                headers=headers,
-                # Requests may queue for long, and the benchmark itself limits the number of connections.
-                timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
-                limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-                # A proxy named by the environment would add its own latency.
-                trust_env=False,
-            )
-        except httpx.InvalidURL as error:
-            raise ValueError(f"'{url}' is not the URL of a server: {error}") from error
 
     async def __aenter__(self) -> "Client":
         """Checks that a server answers, and asks for the model's name.
@@ -80,11 +58,11 @@ class Client:
         """
         import httpx
 
-        await self._http.__aenter__()
         try:
-            response = await self._http.get("/v1/models")
+            async with self._connections.use() as connection:
+                response = await connection.get("/v1/models")
         except (httpx.HTTPError, OSError) as error:
-            await self._http.aclose()
+            await self._connections.close()
             reason = str(error) or type(error).__name__
             raise ConnectionError(f"no server answers at {self.url}: {reason}") from error
         # A server without this route is a server all the same.
@@ -93,7 +71,11 @@ class Client:
         return self
 
     async def __aexit__(self, *failure: Any) -> None:
-        await self._http.__aexit__(*failure)
+        await self._connections.close()
+
+    async def open_connections(self, count: int) -> None:
+        """Opens connections ahead of as many requests at once."""
+        await self._connections.open(count)
 
     async def tokenize(self, text: str) -> list[int] | None:
         """Returns the token ids of a text, by `POST /tokenize`; None if the server has no such route."""
@@ -124,7 +106,8 @@ class Client:
         import httpx
 
         try:
-            response = await self._http.request(method, path, **settings)
+            async with self._connections.use() as connection:
+                response = await connection.request(method, path, **settings)
         except httpx.HTTPError:
             return None
         return response.text if response.is_success else None
@@ -142,10 +125,15 @@ class Client:
         import httpx
 
         body = self._backend.write(request, self.model, self._stream, self._ignore_eos)
-        body = merge(merge(body, self._extra), extra_body or {})
+        content = json.dumps(merge(merge(body, self._extra), extra_body or {})).encode()
         outcome = Outcome(request, time.perf_counter())
         try:
-            async with self._http.stream("POST", self._backend.path, json=body) as response:
+            async with (
+                self._connections.use() as connection,
+                connection.stream(
+                    "POST", self._backend.path, content=content, headers={"Content-Type": "application/json"}
+                ) as response,
+            ):
                 await self._read(response, outcome)
             if not outcome.num_new_tokens:
                 raise RequestFailedError("the answer has no tokens")

@@ -25,7 +25,7 @@ async def make_requests(
     """Makes the requests.
 
     Args:
-        client: the connection, whose server encodes texts.
+        client: the client, whose server encodes texts.
         dataset: "random", "random-ids", or the name of a kind of file.
         path: the file of a data set that is not random.
         count: number of requests; fewer if the file has fewer.

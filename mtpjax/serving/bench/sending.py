@@ -28,7 +28,7 @@ async def send_all(
     """Sends requests and waits for all.
 
     Args:
-        client: the connection.
+        client: the client.
         requests: the requests.
         outcomes: receives each outcome when its request ends, so that an interrupted caller has those before.
         times: when each request arrives, in seconds from now. It is sent then, or once fewer than `max_concurrency`
@@ -62,6 +62,7 @@ async def measure(
     progress: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Sends all requests and computes the numbers of the run; the arguments are those of `send_all`."""
+    await client.open_connections(min(max_concurrency or len(requests), len(requests)))
     before = await client.speculation_counts()
     begin, cpu_begin = time.perf_counter(), time.process_time()
     await send_all(

@@ -47,7 +47,7 @@ async def compare(
     """Runs all requests with and without drafts at each concurrency, in turns.
 
     Args:
-        client: the connection.
+        client: the client.
         requests: the requests, the same in every run.
         runs: receives each run when it ends, so that an interrupted caller has those before.
         concurrencies: numbers of requests that run at the same time.
