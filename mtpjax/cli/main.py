@@ -8,7 +8,7 @@ import sys
 
 import jsonargparse
 
-from mtpjax.cli import conversion, decoding, measuring, training
+from mtpjax.cli import conversion, decoding, measuring, serving, training
 from mtpjax.cli.help import HelpFormatter
 from mtpjax.cli.interrupts import INTERRUPTED, defer_interrupts
 from mtpjax.cli.supervisor import continue_in_child
@@ -16,7 +16,7 @@ from mtpjax.errors import CheckpointError, LostProcess, ResumableError, UsageErr
 from mtpjax.host import keep_freed_memory
 from mtpjax.version import __version__
 
-GROUPS = (training, decoding, conversion, measuring)
+GROUPS = (training, decoding, conversion, measuring, serving)
 COMMANDS = {name: run for group in GROUPS for name, run in group.COMMANDS.items()}
 # Exit code of an exception: the first class that it is an instance of. `errors.py` says what each means.
 EXIT_CODES = (

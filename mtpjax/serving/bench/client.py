@@ -1,0 +1,185 @@
+"""The client of a benchmark: sends requests and notes when their tokens arrive."""
+
+import contextlib
+import json
+import re
+import time
+from typing import TYPE_CHECKING, Any
+
+from mtpjax.errors import printable
+from mtpjax.serving.bench.backends import Backend, BenchRequest, RequestFailedError, read_event
+from mtpjax.serving.bench.connections import Connections
+from mtpjax.serving.bench.outcome import AnswerReader, Outcome
+
+if TYPE_CHECKING:
+    import httpx
+
+MAX_ERROR_CHARACTERS = 200
+
+
+class Client:
+    """A client of one server. Use it as an asynchronous context manager."""
+
+    def __init__(
+        self,
+        url: str,
+        backend: Backend,
+        *,
+        model: str = "",
+        headers: dict[str, str] | None = None,
+        stream: bool = True,
+        ignore_eos: bool = True,
+        extra_body: dict[str, Any] | None = None,
+    ):
+        """Makes a client that has sent nothing yet.
+
+        Args:
+            url: the server, without the route.
+            backend: the route for requests.
+            model: the model's name; empty: the first one that the server lists.
+            headers: of every request.
+            stream: ask for tokens as they come.
+            ignore_eos: ask for exactly `max_new_tokens` tokens.
+            extra_body: added to every body, objects into objects.
+
+        Raises:
+            ValueError: the URL has another form.
+            UsageError: httpx is not installed.
+        """
+        self._connections = Connections(url, headers)
+        self.url, self.model, self._backend = self._connections.url, model, backend
+        self._stream, self._ignore_eos, self._extra = stream, ignore_eos, extra_body or {}
+
+    async def __aenter__(self) -> "Client":
+        """Checks that a server answers, and asks for the model's name.
+
+        Raises:
+            ConnectionError: no server answers.
+        """
+        import httpx
+
+        try:
+            async with self._connections.use() as connection:
+                response = await connection.get("/v1/models")
+        except (httpx.HTTPError, OSError) as error:
+            await self._connections.close()
+            reason = str(error) or type(error).__name__
+            raise ConnectionError(f"no server answers at {self.url}: {reason}") from error
+        # A server without this route is a server all the same.
+        with contextlib.suppress(ValueError, LookupError, TypeError):
+            self.model = self.model or str(response.json()["data"][0]["id"])
+        return self
+
+    async def __aexit__(self, *failure: Any) -> None:
+        await self._connections.close()
+
+    async def open_connections(self, count: int) -> None:
+        """Opens connections ahead of as many requests at once."""
+        await self._connections.open(count)
+
+    async def tokenize(self, text: str) -> list[int] | None:
+        """Returns the token ids of a text, by `POST /tokenize`; None if the server has no such route."""
+        body = {"model": self.model, "prompt": text, "add_special_tokens": False}
+        content = await self._ask("POST", "/tokenize", json=body)
+        try:
+            return None if content is None else [int(token) for token in json.loads(content)["tokens"]]
+        except (ValueError, LookupError, TypeError):
+            return None
+
+    async def flush_cache(self) -> bool:
+        """Empties the server's prefix cache, by `POST /flush_cache`. Returns whether the server did it."""
+        return await self._ask("POST", "/flush_cache") is not None
+
+    async def speculation_counts(self) -> tuple[float, float] | None:
+        """Returns verification passes and accepted drafts since the server's start; None if it does not count them."""
+        # Names as vLLM has them, with any prefix; `mtpjax serve` may export the same count under two prefixes.
+        pattern = r"^(\w+):spec_decode_num_(drafts|accepted_tokens)(?:_total)?(?:\{[^}]*\})? (\S+)"
+        found = re.findall(pattern, await self._ask("GET", "/metrics") or "", re.MULTILINE)
+        sums = {"drafts": 0.0, "accepted_tokens": 0.0}
+        for prefix, name, value in found:
+            if prefix == found[0][0]:
+                sums[name] += float(value)
+        return (sums["drafts"], sums["accepted_tokens"]) if found else None
+
+    async def _ask(self, method: str, path: str, **settings: Any) -> str | None:
+        """Returns the answer of a route that not every server has; None if it fails."""
+        import httpx
+
+        try:
+            async with self._connections.use() as connection:
+                response = await connection.request(method, path, **settings)
+        except httpx.HTTPError:
+            return None
+        return response.text if response.is_success else None
+
+    async def send(self, request: BenchRequest, extra_body: dict[str, Any] | None = None) -> Outcome:
+        """Sends a request and waits for its end.
+
+        Args:
+            request: the request.
+            extra_body: added to the body.
+
+        Returns:
+            What became of it. Failures are part of it: this raises nothing.
+        """
+        import httpx
+
+        body = self._backend.write(request, self.model, self._stream, self._ignore_eos)
+        content = json.dumps(merge(merge(body, self._extra), extra_body or {})).encode()
+        outcome = Outcome(request, time.perf_counter())
+        try:
+            async with (
+                self._connections.use() as connection,
+                connection.stream(
+                    "POST", self._backend.path, content=content, headers={"Content-Type": "application/json"}
+                ) as response,
+            ):
+                await self._read(response, outcome)
+            if not outcome.num_new_tokens:
+                raise RequestFailedError("the answer has no tokens")
+        except (httpx.HTTPError, OSError, ValueError, RequestFailedError) as error:
+            kind = "" if isinstance(error, RequestFailedError) else f"{type(error).__name__}: "
+            outcome.error = printable(f"{kind}{error}", MAX_ERROR_CHARACTERS)
+        return outcome
+
+    async def _read(self, response: "httpx.Response", outcome: Outcome) -> None:
+        """Reads an answer into the outcome. Raises `RequestFailedError` if it is an error."""
+        if not response.is_success:
+            content = (await response.aread()).decode(errors="replace")
+            raise RequestFailedError(f"HTTP {response.status_code}: {_error_message(content)}")
+        reader = AnswerReader(outcome, text_is_cumulative=self._backend.text_is_cumulative)
+        if self._stream:
+            async for line in response.aiter_lines():
+                # Take the time first, because parsing takes time too.
+                now = time.perf_counter()
+                if line.startswith("data:") and (data := line[5:].strip()) != "[DONE]":
+                    reader.add(now, read_event(self._backend, json.loads(data)))
+        else:
+            content = await response.aread()
+            reader.add(time.perf_counter(), read_event(self._backend, json.loads(content)))
+        reader.close()
+
+
+def _error_message(content: str) -> str:
+    """Returns the message of an OpenAI error object, or any other content as it is."""
+    try:
+        return str(json.loads(content)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return content
+
+
+def merge(body: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    """Adds fields to a body; an object within an object is merged, everything else is replaced.
+
+    Args:
+        body: the body.
+        extra: the fields.
+
+    Returns:
+        A new body.
+    """
+    merged = dict(body)
+    for key, value in extra.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = merge(merged[key], value) if both else value
+    return merged

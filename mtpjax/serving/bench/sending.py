@@ -1,0 +1,113 @@
+"""Sends the requests of a benchmark at their times, and stops at Ctrl-C."""
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from mtpjax.serving.bench.backends import BenchRequest
+from mtpjax.serving.bench.client import Client
+from mtpjax.serving.bench.outcome import Outcome
+from mtpjax.serving.bench.summary import summarize
+
+T = TypeVar("T")
+
+
+async def send_all(
+    client: Client,
+    requests: Sequence[BenchRequest],
+    outcomes: list[Outcome],
+    *,
+    times: Sequence[float],
+    max_concurrency: int | None = None,
+    extra_body: dict[str, Any] | None = None,
+    progress: Callable[[], None] = lambda: None,
+) -> None:
+    """Sends requests and waits for all.
+
+    Args:
+        client: the client.
+        requests: the requests.
+        outcomes: receives each outcome when its request ends, so that an interrupted caller has those before.
+        times: when each request arrives, in seconds from now. It is sent then, or once fewer than `max_concurrency`
+            requests run.
+        max_concurrency: most requests that run at the same time; None: no limit.
+        extra_body: added to every body.
+        progress: called when a request ends.
+    """
+    begin, slots = time.perf_counter(), asyncio.Semaphore(max_concurrency or len(requests))
+
+    async def send(request: BenchRequest, at: float) -> None:
+        await asyncio.sleep(begin + at - time.perf_counter())
+        # The semaphore hands slots out in the order of arrival. The time before the slot is not part of the latency.
+        async with slots:
+            outcomes.append(await client.send(request, extra_body))
+        progress()
+
+    async with asyncio.TaskGroup() as group:
+        for request, at in zip(requests, times, strict=True):
+            group.create_task(send(request, at))
+
+
+async def measure(
+    client: Client,
+    requests: Sequence[BenchRequest],
+    outcomes: list[Outcome],
+    *,
+    times: Sequence[float],
+    max_concurrency: int | None,
+    extra_body: dict[str, Any] | None = None,
+    progress: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Sends all requests and computes the numbers of the run; the arguments are those of `send_all`."""
+    await client.open_connections(min(max_concurrency or len(requests), len(requests)))
+    before = await client.speculation_counts()
+    begin, cpu_begin = time.perf_counter(), time.process_time()
+    await send_all(
+        client,
+        requests,
+        outcomes,
+        times=times,
+        max_concurrency=max_concurrency,
+        extra_body=extra_body,
+        progress=progress,
+    )
+    # A client that needs a whole core reads tokens late.
+    cpu_share = (time.process_time() - cpu_begin) / (time.perf_counter() - begin)
+    after = await client.speculation_counts()
+    counts = None if before is None or after is None else (after[0] - before[0], after[1] - before[1])
+    summary = summarize(outcomes, counts)
+    return {**summary, "client_cpu_share": cpu_share}
+
+
+def run_until_interrupted(work: Coroutine[Any, Any, T]) -> T:
+    """Runs a coroutine, in which Ctrl-C raises `CancelledError`: it can return what it has.
+
+    Args:
+        work: the coroutine.
+
+    Returns:
+        Its result.
+
+    Raises:
+        KeyboardInterrupt: the coroutine did not catch the cancellation.
+    """
+    previous = signal.getsignal(signal.SIGINT)
+
+    async def cancellable() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        # Only the main thread can have signal handlers; elsewhere Ctrl-C is the caller's matter.
+        with contextlib.suppress(ValueError, RuntimeError):
+            asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
+        return await work
+
+    try:
+        return asyncio.run(cancellable())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+    finally:
+        with contextlib.suppress(ValueError):
+            signal.signal(signal.SIGINT, previous)

@@ -1,0 +1,183 @@
+"""The numbers of one run of a benchmark, with SGLang's names, and their table."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mtpjax.serving.bench.outcome import Outcome
+
+WIDTH = 50  # of SGLang's table
+MAX_CLIENT_CPU_SHARE = 0.8  # of one core; above it the client itself delays what it measures
+PERCENTILES = (90, 95, 99)
+LATENCIES = {
+    "e2e_latency": ("End-to-End Latency", "E2E Latency"),
+    "ttft": ("Time to First Token", "TTFT"),
+    "tpot": ("Time per Output Token (excl. 1st token)", "TPOT"),
+    "itl": ("Inter-Token Latency", "ITL"),
+}
+
+
+def summarize(outcomes: Sequence[Outcome], counts: tuple[float, float] | None = None) -> dict[str, Any]:
+    """Computes the numbers of a run.
+
+    Args:
+        outcomes: the requests that ended, failed ones included.
+        counts: verification passes and accepted drafts of the server during the run, for servers that do not report
+            them per request; None: unknown.
+
+    Returns:
+        Numbers by SGLang's names. A number that is undefined is None.
+    """
+    done = [outcome for outcome in outcomes if not outcome.error]
+    # The run begins with its first request and ends with its last token.
+    begin = min((outcome.sent for outcome in outcomes), default=0.0)
+    duration = max((outcome.arrivals[-1][0] for outcome in done), default=begin) - begin
+    # Prompts of token ids are counted here; texts are counted by the server.
+    num_input = sum(_num_prompt_tokens(outcome) for outcome in done)
+    num_output = sum(outcome.num_new_tokens for outcome in done)
+    latencies = {
+        "e2e_latency": [outcome.latency for outcome in done],
+        "ttft": [outcome.time_to_first_token for outcome in done],
+        # One token has no time per token after the first.
+        "tpot": [
+            (outcome.latency - outcome.time_to_first_token) / (outcome.num_new_tokens - 1)
+            for outcome in done
+            if outcome.num_new_tokens > 1
+        ],
+        "itl": [latency for outcome in done for latency in outcome.inter_token_latencies],
+    }
+    rates = {
+        "request_throughput": len(done),
+        "input_throughput": num_input,
+        "output_throughput": num_output,
+        "total_throughput": num_input + num_output,
+        "concurrency": sum(latencies["e2e_latency"]),  # mean number of requests that run
+    }
+    statistics: dict[str, float | None] = {}
+    for name, seconds in latencies.items():
+        statistics |= _statistics(name, seconds)
+    return {
+        "duration": duration,
+        "completed": len(done),
+        "failed": len(outcomes) - len(done),
+        "errors": dict(Counter(outcome.error for outcome in outcomes if outcome.error)),
+        "total_input_tokens": num_input,
+        "total_output_tokens": num_output,
+        **{name: amount / duration if duration else None for name, amount in rates.items()},
+        "max_output_tokens_per_s": _peak_tokens(done, begin),
+        "max_concurrent_requests": _peak_requests(done),
+        "accept_length": _accept_length(done, counts),
+        **statistics,
+    }
+
+
+def details(outcomes: Sequence[Outcome]) -> dict[str, list[Any]]:
+    """Returns the arrays of `--output-details`, by SGLang's names: an entry per request, in the order of their ends."""
+    return {
+        "input_lens": [_num_prompt_tokens(outcome) for outcome in outcomes],
+        "output_lens": [outcome.num_new_tokens for outcome in outcomes],
+        "ttfts": [outcome.time_to_first_token if outcome.arrivals else None for outcome in outcomes],
+        "itls": [outcome.inter_token_latencies for outcome in outcomes],
+        "accept_lengths": [outcome.accept_length for outcome in outcomes],
+        "categories": [outcome.request.category for outcome in outcomes],
+        "generated_texts": [outcome.text for outcome in outcomes],
+        "request_errors": [outcome.error for outcome in outcomes],
+    }
+
+
+def is_client_busy(summary: dict[str, Any]) -> bool:
+    """Returns whether the client took so much CPU time that it measured its own delays."""
+    return summary.get("client_cpu_share", 0.0) > MAX_CLIENT_CPU_SHARE
+
+
+def _num_prompt_tokens(outcome: Outcome) -> int:
+    prompt = outcome.request.prompt
+    return outcome.num_prompt_tokens if isinstance(prompt, str) else len(prompt)
+
+
+def _statistics(name: str, seconds: Sequence[float]) -> dict[str, float | None]:
+    """Returns mean, median, deviation, percentiles and maximum in milliseconds; None without values."""
+    values = 1e3 * np.asarray(seconds if seconds else [math.nan])
+    numbers = {"mean": values.mean(), "median": np.median(values), "std": values.std()}
+    numbers |= {f"p{percent}": np.percentile(values, percent) for percent in PERCENTILES}
+    numbers |= {"max": values.max()}
+    return {f"{kind}_{name}_ms": None if np.isnan(value) else float(value) for kind, value in numbers.items()}
+
+
+def _accept_length(done: Sequence[Outcome], counts: tuple[float, float] | None) -> float | None:
+    """Returns 1 + accepted drafts / verification passes."""
+    # A request's accept length counts as often as it has passes: the accepted drafts of all over the passes of all.
+    known = [(outcome.accept_length, outcome.num_verify_steps) for outcome in done if outcome.num_verify_steps]
+    told = [(length, steps) for length, steps in known if length is not None]
+    if told:
+        return sum(length * steps for length, steps in told) / sum(steps for _, steps in told)
+    return 1 + counts[1] / counts[0] if counts is not None and counts[0] > 0 else None
+
+
+def _peak_tokens(done: Sequence[Outcome], begin: float) -> int:
+    """Returns the most tokens that arrived within one second of the run's clock."""
+    tokens: Counter[int] = Counter()
+    for outcome in done:
+        before = 0
+        for now, count in outcome.arrivals:
+            tokens[int(now - begin)] += count - before
+            before = count
+    return max(tokens.values(), default=0)
+
+
+def _peak_requests(done: Sequence[Outcome]) -> int:
+    """Returns the most requests that ran at the same time."""
+    # Ends sort before beginnings of the same moment.
+    changes = sorted(change for each in done for change in ((each.sent, 1), (each.sent + each.latency, -1)))
+    running = peak = 0
+    for _, change in changes:
+        running += change
+        peak = max(peak, running)
+    return peak
+
+
+def format_table(settings: dict[str, Any], summary: dict[str, Any]) -> str:
+    """Formats a run as SGLang's benchmark prints it, so that scripts can read both.
+
+    Args:
+        settings: `backend`, `request_rate` and `max_concurrency`.
+        summary: the result of `summarize`.
+
+    Returns:
+        Lines of at most 50 columns.
+    """
+    limit = settings["max_concurrency"]
+    rows = [
+        ("Backend", settings["backend"]),
+        ("Traffic request rate", settings["request_rate"]),
+        ("Max request concurrency", limit if limit is not None else "not set"),
+        ("Successful requests", summary["completed"]),
+        ("Failed requests", summary["failed"]),
+        ("Benchmark duration (s)", summary["duration"]),
+        ("Total input tokens", summary["total_input_tokens"]),
+        ("Total generated tokens", summary["total_output_tokens"]),
+        ("Request throughput (req/s)", summary["request_throughput"]),
+        ("Input token throughput (tok/s)", summary["input_throughput"]),
+        ("Output token throughput (tok/s)", summary["output_throughput"]),
+        ("Peak output token throughput (tok/s)", summary["max_output_tokens_per_s"]),
+        ("Peak concurrent requests", summary["max_concurrent_requests"]),
+        ("Total token throughput (tok/s)", summary["total_throughput"]),
+        ("Concurrency", summary["concurrency"]),
+        ("Accept length", summary["accept_length"]),
+    ]
+    lines = [" Serving Benchmark Result ".center(WIDTH, "="), *(_row(*row) for row in rows)]
+    for name, (title, short) in LATENCIES.items():
+        lines.append(title.center(WIDTH, "-"))
+        kinds = {"mean": "Mean", "median": "Median", **{f"p{percent}": f"P{percent}" for percent in PERCENTILES}}
+        kinds |= {"max": "Max"} if name == "itl" else {}
+        lines += [_row(f"{shown} {short} (ms)", summary[f"{kind}_{name}_ms"]) for kind, shown in kinds.items()]
+    lines.append("=" * WIDTH)
+    return "\n".join(lines)
+
+
+def _row(name: str, value: Any) -> str:
+    shown = "n/a" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
+    return f"{name + ':':<40} {shown}"

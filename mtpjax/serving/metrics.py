@@ -1,0 +1,191 @@
+"""The server's metrics for Prometheus, under our own names and under those of SGLang and vLLM.
+
+The engine counts for itself: a collector reads its `EngineStatus` when Prometheus asks. Only latencies are kept here,
+because the engine does not know when a client's request arrived.
+"""
+
+import bisect
+import dataclasses
+import itertools
+import math
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from mtpjax.serving.metric_names import (
+    ACCEPTED_PER_POSITION,
+    ALIASES,
+    COUNTERS,
+    E2E_LATENCY,
+    FINISHED,
+    GAUGES,
+    INTER_TOKEN_LATENCY,
+    NEW_TOKENS,
+    PROMPT_TOKENS,
+    QUEUE_TIME,
+    REQUEST_SECONDS,
+    THROUGHPUT,
+    TIME_TO_FIRST_TOKEN,
+    TOKEN_SECONDS,
+    TOKENS,
+    Names,
+)
+from mtpjax.serving.request import EngineStatus, Finish
+
+# The extra `serve` has prometheus-client; this module can be imported without it.
+if TYPE_CHECKING:
+    from prometheus_client import Metric
+
+Sample = tuple[str, dict[str, str], float]  # suffix of the name, labels besides `model_name`, value
+THROUGHPUT_SECONDS = 1.0  # shortest interval over which `gen_throughput` is measured
+
+
+@dataclasses.dataclass
+class RequestTimes:
+    """When things happened to a request, in seconds of one clock.
+
+    Attributes:
+        arrived: the request reached the server.
+        started: its prefill began; None: it never left the queue.
+        deliveries: time and number of tokens of each delivery.
+    """
+
+    arrived: float
+    started: float | None = None
+    deliveries: list[tuple[float, int]] = dataclasses.field(default_factory=list)
+
+
+class _Histogram:
+    """Counts of values per bucket. The same counts are exported under several names."""
+
+    def __init__(self, bounds: tuple[float, ...]):
+        self.bounds, self.counts, self.sum = bounds, [0] * (len(bounds) + 1), 0.0
+
+    def add(self, value: float, times: int = 1) -> None:
+        self.counts[bisect.bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+    def samples(self) -> list[Sample]:
+        """Returns how many values are at most each bound, their number and their sum."""
+        bounds = [*(str(float(bound)) for bound in self.bounds), "+Inf"]
+        counts = list(itertools.accumulate(self.counts))
+        buckets = [("_bucket", {"le": bound}, count) for bound, count in zip(bounds, counts, strict=True)]
+        return [*buckets, ("_count", {}, counts[-1]), ("_sum", {}, self.sum)]
+
+
+class Metrics:
+    """All metrics of a server. Threads may share it.
+
+    Example:
+        metrics = Metrics(engine.status, model_name="tiny")
+        metrics.observe(finish, times)  # once per request
+        body, content_type = metrics.render()  # GET /metrics
+    """
+
+    def __init__(
+        self, status: Callable[[], EngineStatus], *, model_name: str, aliases: tuple[str, ...] = ALIASES
+    ) -> None:
+        """Starts with no requests.
+
+        Args:
+            status: returns the engine's status; called here and once per scrape.
+            model_name: value of the label `model_name`.
+            aliases: engines whose names are exported too: "sglang", "vllm".
+
+        Raises:
+            ValueError: an alias is unknown.
+        """
+        if unknown := set(aliases) - set(ALIASES):
+            raise ValueError(f"metric names of {', '.join(sorted(unknown))} are unknown; known: {', '.join(ALIASES)}")
+        self._status, self._model_name, self._aliases = status, model_name, aliases
+        self._lock = threading.Lock()
+        self._finished: Counter[str] = Counter()
+        self._histograms = {
+            TIME_TO_FIRST_TOKEN: _Histogram(REQUEST_SECONDS),
+            INTER_TOKEN_LATENCY: _Histogram(TOKEN_SECONDS),
+            E2E_LATENCY: _Histogram(REQUEST_SECONDS),
+            QUEUE_TIME: _Histogram(REQUEST_SECONDS),
+            PROMPT_TOKENS: _Histogram(TOKENS),
+            NEW_TOKENS: _Histogram(TOKENS),
+        }
+        # Time, tokens delivered until then, and throughput before it.
+        self._last_scrape = (time.monotonic(), status().num_new_tokens, 0.0)
+
+    def observe(self, finish: Finish, times: RequestTimes) -> None:
+        """Records a request that ended.
+
+        Args:
+            finish: how it ended.
+            times: when it arrived, started and got tokens.
+        """
+        with self._lock:
+            self._finished[finish.reason] += 1
+            self._histograms[PROMPT_TOKENS].add(finish.num_prompt_tokens)
+            self._histograms[NEW_TOKENS].add(finish.num_new_tokens)
+            if times.started is not None:
+                self._histograms[QUEUE_TIME].add(times.started - times.arrived)
+            # A request that got no token has no latency: it was refused, aborted or failed.
+            if not times.deliveries:
+                return
+            self._histograms[TIME_TO_FIRST_TOKEN].add(times.deliveries[0][0] - times.arrived)
+            self._histograms[E2E_LATENCY].add(times.deliveries[-1][0] - times.arrived)
+            # A round delivers several tokens at once. Each counts with its share of the time since the last delivery,
+            # so that the sum is the decoding time and the count is the number of tokens.
+            for (before, _), (now, count) in itertools.pairwise(times.deliveries):
+                self._histograms[INTER_TOKEN_LATENCY].add((now - before) / count, count)
+
+    def render(self) -> tuple[bytes, str]:
+        """Returns the body and the content type of `GET /metrics`."""
+        from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+        # Only these metrics: the library's default registry would add those of the Python process.
+        return generate_latest(self), CONTENT_TYPE_LATEST
+
+    def collect(self) -> "Iterator[Metric]":
+        """Yields all metrics under all names, as a `prometheus_client` collector does."""
+        from prometheus_client import Metric
+
+        for kind, names, samples in self._families():
+            for name in names.full(self._aliases):
+                metric = Metric(name, names.help, kind)
+                for suffix, labels, value in samples:
+                    metric.add_sample(name + suffix, {"model_name": self._model_name, **labels}, value)
+                yield metric
+
+    def _families(self) -> Iterator[tuple[str, Names, list[Sample]]]:
+        """Yields kind, names and samples of each metric."""
+        status = self._status()
+        # 1. Numbers of the status. A ratio is undefined before the first pass and is then left out.
+        gauges = {names: read(status) for names, read in GAUGES.items()}
+        gauges[THROUGHPUT] = self._throughput(status.num_new_tokens)
+        for names, value in gauges.items():
+            yield "gauge", names, [] if math.isnan(value) else [("", {}, value)]
+        for names, read in COUNTERS.items():
+            yield "counter", names, [("_total", {}, read(status))]
+        # 2. Counts with a second label: draft levels from 0, as vLLM numbers them, and how requests ended.
+        levels: list[Sample] = [
+            ("_total", {"position": str(level)}, count) for level, count in enumerate(status.accepted)
+        ]
+        yield "counter", ACCEPTED_PER_POSITION, levels
+        # 3. Latencies and sizes of requests.
+        with self._lock:
+            finished = dict(self._finished)
+            histograms = {names: each.samples() for names, each in self._histograms.items()}
+        yield (
+            "counter",
+            FINISHED,
+            [("_total", {"finished_reason": reason}, count) for reason, count in finished.items()],
+        )
+        for names, samples in histograms.items():
+            yield "histogram", names, samples
+
+    def _throughput(self, num_new_tokens: int) -> float:
+        """Returns tokens per second since the previous scrape; scrapes in quick succession repeat its value."""
+        with self._lock:
+            now, (then, tokens_then, throughput) = time.monotonic(), self._last_scrape
+            if now - then >= THROUGHPUT_SECONDS:
+                throughput = (num_new_tokens - tokens_then) / (now - then)
+                self._last_scrape = (now, num_new_tokens, throughput)
+            return throughput
