@@ -8,7 +8,7 @@ import sys
 
 import jsonargparse
 
-from mtpjax.cli import conversion, decoding, measuring, serving, training
+from mtpjax.cli import conversion, decoding, measuring, serve, serving, training
 from mtpjax.cli.help import HelpFormatter
 from mtpjax.cli.interrupts import INTERRUPTED, defer_interrupts
 from mtpjax.cli.supervisor import continue_in_child
@@ -85,6 +85,9 @@ def _prepare_process(command: str, *, is_own: bool) -> None:
 
 def _parse(arguments: list[str] | None):
     """Parses the flags. Help that cannot be written, as on a full disk, is an error and not a success."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["serve"]:
+        arguments = ["serve", *serve.check_flags(arguments[1:])]
     # argparse ignores errors of writing, so it writes into memory.
     printed, errors = io.StringIO(), io.StringIO()
     try:

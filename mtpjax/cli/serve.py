@@ -18,12 +18,8 @@ KEY_VARIABLE = "MTPJAX_API_KEY"
 ALGORITHMS = {"NEXTN": "mtp", "EAGLE": "mtp", "MTP": "mtp", "NGRAM": "lookup", "NONE": None}
 
 
-def add_commands(commands) -> None:
-    """Adds the command and its flags.
-
-    Args:
-        commands: the subcommands of the `mtpjax` parser.
-    """
+def make_parser():
+    """Makes the command's parser."""
     parser = command_parser(
         "Serve a model over HTTP: OpenAI's routes /v1/completions and /v1/chat/completions, SGLang's /generate, and a "
         "page with a chat and the server's state at /. Flags have SGLang's names. It listens on this machine alone "
@@ -35,7 +31,7 @@ def add_commands(commands) -> None:
     _add_size_flags(parser)
     _add_draft_flags(parser)
     _add_mesh_flags(parser)
-    commands.add_subcommand("serve", parser, help="serve a model over HTTP, with OpenAI's and SGLang's routes")
+    return parser
 
 
 def _add_server_flags(parser) -> None:
@@ -133,12 +129,11 @@ def _add_mesh_flags(parser) -> None:
     add_process_flags(parser)
 
 
-def check_flags(arguments: list[str], known: set[str]) -> list[str]:
+def check_flags(arguments: list[str]) -> list[str]:
     """Checks the names of flags before they are parsed, so that the message can say more than that one is unknown.
 
     Args:
         arguments: the command line behind `mtpjax serve`.
-        known: the command's flags.
 
     Returns:
         The arguments, with dashes for underscores in the names of flags.
@@ -146,7 +141,7 @@ def check_flags(arguments: list[str], known: set[str]) -> list[str]:
     Raises:
         UsageError: a flag is unknown, or SGLang's and not supported.
     """
-    checked = []
+    checked, known = [], set(make_parser()._option_string_actions)
     for argument in arguments:
         name, equals, value = argument.partition("=")
         if name.startswith("--"):
@@ -233,7 +228,8 @@ def _mesh_text(options) -> str:
     return f"data={parts},tensor={size // parts}"
 
 
-def _serve(options) -> int:
+def run_serve(options) -> int:
+    """Runs `mtpjax serve`; returns the exit code."""
     try:
         import fastapi  # noqa: F401
         import uvicorn  # noqa: F401
@@ -254,7 +250,7 @@ def _serve_on(mesh, options) -> int:
     from mtpjax.decoding.config import DecodeConfig
     from mtpjax.evaluation.self_check import check_acceptance
     from mtpjax.io.checkpoint_format import find_checkpoint
-    from mtpjax.serving.api_server import ApiSettings
+    from mtpjax.serving.api.server import ApiSettings
     from mtpjax.serving.executor import EngineSettings
     from mtpjax.serving.launch import ServerSettings, choose_num_pages, running_engine, serve
 
@@ -316,6 +312,3 @@ def _serve_on(mesh, options) -> int:
     with running_engine(params, model=model, config=config, settings=settings, server=server) as engine:
         serve(engine, tokenizer, api, server)
     return 0
-
-
-COMMANDS = {"serve": _serve}

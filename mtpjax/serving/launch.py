@@ -15,7 +15,7 @@ import uvicorn
 from mtpjax.decoding.config import KV_CACHE_DTYPES, DecodeConfig
 from mtpjax.models.cache import empty_cache
 from mtpjax.models.config import ModelConfig
-from mtpjax.serving.api_server import ApiSettings
+from mtpjax.serving.api.server import ApiSettings
 from mtpjax.serving.app import make_app
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.executor import EngineSettings
