@@ -7,6 +7,7 @@ import pytest
 
 from mtpjax.data.tokenizer import ByteTokenizer
 from mtpjax.serving.api.text_stream import TextStream
+from tests.helpers import chatml
 
 TEXT = "né 🙂 abcabd €"
 
@@ -76,3 +77,15 @@ def test_tokens_behind_a_stop_string_do_not_count():
     pieces, made = stream("ab.cdef", (), stop=(".",))
     assert "".join(pieces) == "ab" and made.num_tokens == 3
     assert made.push(b"more").num_tokens == 0
+
+
+def test_a_checkpoint_tokenizer_gives_whole_characters_and_hides_special_tokens(tmp_path):
+    tokenizer = chatml.save_tokenizer(tmp_path)
+    tokens = [*tokenizer.encode(TEXT), 257]
+    for size in (1, 2, 3, 100):
+        made = TextStream(tokenizer.incremental_decoder(), stop=("abd",), hidden_tokens=tokenizer.eos_token_ids)
+        pieces = [made.push(tokens[place : place + size]).text for place in range(0, len(tokens), size)]
+        assert "".join([*pieces, made.finish()]) == "né 🙂 abc" and made.matched == "abd"
+        assert not any("\ufffd" in piece for piece in pieces)
+    made = TextStream(tokenizer.incremental_decoder(), hidden_tokens=tokenizer.eos_token_ids)
+    assert made.push(tokens).text + made.finish() == TEXT == tokenizer.decode(tokens)

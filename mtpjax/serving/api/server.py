@@ -141,21 +141,24 @@ class ApiServer:
         self.max_prompt_characters = settings.max_prompt_characters or 64 * engine.max_length
         digest = hashlib.sha256(f"{__version__} {settings.model_name} {tokenizer.digest}".encode()).hexdigest()
         self.fingerprint = f"fp_{digest[:12]}"
-        # Long waits for scores must not hold up the tokenizing of other requests.
+        # A slow chat template, or a long wait for scores, must not hold up the tokenizing of other requests.
         self._tokenizer_threads = concurrent.futures.ThreadPoolExecutor(2, "tokenize")
+        self._chat_threads = concurrent.futures.ThreadPoolExecutor(2, "chat")
         self._score_threads = concurrent.futures.ThreadPoolExecutor(4, "score")
 
     async def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Encodes texts outside the event loop. Raises ApiError if the tokenizer cannot encode one."""
-        return await self._tokenize(lambda: [self.tokenizer.encode(text) for text in texts], "prompt")
+        encode = lambda: [self.tokenizer.encode(text) for text in texts]
+        return await _tokenize(self._tokenizer_threads, encode, "prompt")
 
     async def encode_chat(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> list[int]:
         """Encodes a conversation outside the event loop. Raises ApiError if the chat template rejects it."""
-        return await self._tokenize(lambda: self.tokenizer.apply_chat_template(messages, **variables), "messages")
+        encode = lambda: self.tokenizer.apply_chat_template(messages, **variables)
+        return await _tokenize(self._chat_threads, encode, "messages")
 
     async def decode(self, tokens: Sequence[int]) -> str:
         """Decodes tokens outside the event loop. Raises ApiError if the tokenizer cannot."""
-        return await self._tokenize(lambda: self.tokenizer.decode(tokens), "tokens")
+        return await _tokenize(self._tokenizer_threads, lambda: self.tokenizer.decode(tokens), "tokens")
 
     async def score(self, tokens: Sequence[int], num_top: int) -> Scores:
         """Returns the engine's log-probabilities of a text."""
@@ -193,8 +196,9 @@ class ApiServer:
         while self.running and time.monotonic() < end:
             await asyncio.sleep(DRAIN_INTERVAL)
 
-    async def _tokenize(self, function: Callable[[], Any], param: str) -> Any:
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._tokenizer_threads, function)
-        except ValueError as error:  # the tokenizer's errors are ValueErrors whose text is meant for users
-            raise ApiError(str(error), param=param) from error
+
+async def _tokenize(threads: concurrent.futures.Executor, function: Callable[[], Any], param: str) -> Any:
+    try:
+        return await asyncio.get_running_loop().run_in_executor(threads, function)
+    except ValueError as error:  # the tokenizer's errors are ValueErrors whose text is meant for users
+        raise ApiError(str(error), param=param) from error
