@@ -6,6 +6,8 @@ import json
 import math
 import os
 import sys
+from collections import Counter
+from collections.abc import Mapping
 
 from mtpjax.atomic import check_output_file
 from mtpjax.cli.bench_flags import add_comparison_flags, add_dataset_flags, add_server_flags, add_traffic_flags
@@ -175,8 +177,7 @@ async def _compare(options, client, requests) -> int:
             )
         except asyncio.CancelledError:
             interrupted = True
-    for run in runs:
-        _print_errors(run.summary["errors"])
+    _print_errors(sum((Counter(run.summary["errors"]) for run in runs), Counter()))
     if rows := speedups(runs):
         files = write_report(options.output, rows, runs, settings, options.plot_formats)
         console = rich.console.Console()
@@ -221,9 +222,9 @@ def _append(path: str, *parts: dict) -> None:
         writer.append([{key: value for part in parts for key, value in part.items()}])
 
 
-def _print_errors(errors: dict[str, int]) -> None:
+def _print_errors(errors: Mapping[str, int]) -> None:
     for message, count in errors.items():
-        print(f"{count} requests failed: {message}", file=sys.stderr)
+        print(f"{count} request{'s' * (count > 1)} failed: {message}", file=sys.stderr)
 
 
 def _headers(pairs: list[str]) -> dict[str, str]:

@@ -141,6 +141,16 @@ def test_accept_length_weighs_requests_by_their_passes():
     assert summarize([Outcome(REQUEST, 0.0, [(1.0, 1)])])["accept_length"] is None
 
 
+def test_accept_length_by_category_is_in_the_table():
+    def outcome(category, length):
+        return Outcome(BenchRequest("x", 1, category), 0.0, [(1.0, 1)], 0, 10, length)
+
+    summary = summarize([outcome("math", 3.0), outcome("rag", 2.0), outcome("math", 2.5)])
+    assert summary["accept_length_by_category"] == {"math": 2.75, "rag": 2.0}
+    table = format_table({"backend": "x", "request_rate": 1.0, "max_concurrency": None}, summary)
+    assert "Accept length, math:                     2.75" in table
+
+
 def test_same_seed_same_requests():
     lengths = RandomLengths(16, 8, 0.5)
     requests = random_requests([3, 5, 9], 50, lengths, seed=1)

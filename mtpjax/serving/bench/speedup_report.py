@@ -69,7 +69,7 @@ def notes(rows: Sequence[Speedup]) -> list[str]:
     if busy := [str(row.concurrency) for row in rows if row.is_client_busy]:
         result.append(f"the client itself was too busy at {', '.join(busy)} requests at once: latencies are too long")
     # A server that does not know the field answers all requests with drafts.
-    if any((row.accept_length_without or 1) > 1 for row in rows):
+    if any((row.accept_length_without or 1) > 1.001 for row in rows):
         result.append("the server drafts in spite of `speculative: false`: this is no comparison")
     return result
 
