@@ -83,7 +83,7 @@ class AnswerReader:
         self._outcome.text = "".join(self._texts)
         # Servers without running counts name only the total, at the end: spread it over the events with text.
         counts, num_events = self._counts, len(self._times_of_text)
-        if len(counts) == 1 and num_events > 1:
+        if len(counts) == 1 and num_events:
             total = counts[0][1]
             counts = [(now, total * event // num_events) for event, now in enumerate(self._times_of_text, start=1)]
         # Keep the events that brought tokens.

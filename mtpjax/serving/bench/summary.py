@@ -70,6 +70,7 @@ def summarize(outcomes: Sequence[Outcome], counts: tuple[float, float] | None = 
         "max_output_tokens_per_s": _peak_tokens(done, begin),
         "max_concurrent_requests": _peak_requests(done),
         "accept_length": _accept_length(done, counts),
+        "accept_length_by_category": _by_category(done),
         **statistics,
     }
 
@@ -115,6 +116,14 @@ def _accept_length(done: Sequence[Outcome], counts: tuple[float, float] | None) 
     if told:
         return sum(length * steps for length, steps in told) / sum(steps for _, steps in told)
     return 1 + counts[1] / counts[0] if counts is not None and counts[0] > 0 else None
+
+
+def _by_category(done: Sequence[Outcome]) -> dict[str, float | None]:
+    """Returns the accept length of each category of prompts, where requests report it; empty if there is only one."""
+    groups: dict[str, list[Outcome]] = {}
+    for outcome in done:
+        groups.setdefault(outcome.request.category, []).append(outcome)
+    return {name: _accept_length(groups[name], None) for name in sorted(groups)} if len(groups) > 1 else {}
 
 
 def _peak_tokens(done: Sequence[Outcome], begin: float) -> int:
@@ -167,6 +176,7 @@ def format_table(settings: dict[str, Any], summary: dict[str, Any]) -> str:
         ("Total token throughput (tok/s)", summary["total_throughput"]),
         ("Concurrency", summary["concurrency"]),
         ("Accept length", summary["accept_length"]),
+        *((f"Accept length, {name}", value) for name, value in summary["accept_length_by_category"].items()),
     ]
     lines = [" Serving Benchmark Result ".center(WIDTH, "="), *(_row(*row) for row in rows)]
     for name, (title, short) in LATENCIES.items():
