@@ -36,20 +36,18 @@ class OneGraph:
     def __init__(self, function: Callable[..., Any], **jit_options: Any):
         """Wraps a function; `jit_options` are arguments of `jax.jit`."""
         functools.update_wrapper(self, function)
-        self.plain = jax.jit(function, **jit_options)
-        self._on_one_gpu = jax.jit(function, compiler_options=GRAPH_OPTIONS, **jit_options)
-        self._on_mesh = jax.jit(function, compiler_options=MESH_GRAPH_OPTIONS, **jit_options)
+        self.plain: Any = jax.jit(function, **jit_options)
+        self._on_one_gpu: Any = jax.jit(function, compiler_options=GRAPH_OPTIONS, **jit_options)
+        self._on_mesh: Any = jax.jit(function, compiler_options=MESH_GRAPH_OPTIONS, **jit_options)
         self._is_rejected = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function, compiled for the platform; the mesh that is set decides about collectives."""
         # Compiler options are allowed at the top level only.
-        if not compat.is_cuda() or self._is_rejected or _is_traced((args, kwargs)):
+        if self._is_rejected or _is_traced((args, kwargs)):
             return self.plain(*args, **kwargs)
-        mesh = jax.sharding.get_abstract_mesh()
-        compiled = self._on_one_gpu if mesh.empty or mesh.size == 1 else self._on_mesh
         try:
-            return compiled(*args, **kwargs)
+            return self._choose()(*args, **kwargs)
         except jax.errors.JaxRuntimeError as error:
             # Options may be renamed in another version of XLA. Decoding works without them, only slower.
             if "option" not in str(error):
@@ -57,6 +55,18 @@ class OneGraph:
             _log.warning("decoding does not run as one CUDA graph, because XLA rejects an option: %s", error)
             self._is_rejected = True
             return self.plain(*args, **kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles the program of a call, so that the call only runs it. Several threads may compile at once."""
+        jitted = self.plain if self._is_rejected else self._choose()
+        jitted.lower(*args, **kwargs).compile()
+
+    def _choose(self) -> Any:
+        """Returns the function for the platform and the mesh."""
+        mesh = jax.sharding.get_abstract_mesh()
+        if not compat.is_cuda():
+            return self.plain
+        return self._on_one_gpu if mesh.empty or mesh.size == 1 else self._on_mesh
 
     @property
     def num_programs(self) -> int:

@@ -1,9 +1,10 @@
 """Runs the calls of a tick: turns requests and page tables into arrays, and keeps the decoding state on the device."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from mtpjax.compat import library_settings
 from mtpjax.decoding.capacity import round_up_capacity, slots_per_round
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.generate import device_settings, make_state
+from mtpjax.decoding.gpu_graph import OneGraph
 from mtpjax.decoding.requests import (
     check_request,
     check_settings,
@@ -30,7 +32,7 @@ from mtpjax.models.pages import NO_PAGE
 from mtpjax.serving import programs
 from mtpjax.serving.programs import NO_START, Batch, Features, Report
 from mtpjax.serving.request import Request, Scores
-from mtpjax.serving.scheduler import Sequence, bucket, powers_of
+from mtpjax.serving.scheduler import Sequence, bucket, fractions_of, powers_of
 from mtpjax.serving.scoring import score, score_sizes, score_text
 
 STOPS_SHAPE = 32, 8  # largest number and length of a request's stop sequences, in tokens
@@ -87,6 +89,15 @@ class Call:
     def read(self) -> Report:
         """Waits for the call; returns its report as arrays on the host."""
         return jax.device_get(self.report)
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """A call that is not dispatched yet: a program of `mtpjax.serving.programs`, and its arguments behind the state."""
+
+    program: OneGraph
+    arrays: tuple[Any, ...]
+    settings: dict[str, Any]
 
 
 class Executor:
@@ -158,7 +169,7 @@ class Executor:
         if self.batch_sizes[-1] < self.part_slots or list(self.batch_sizes) != sorted(set(self.batch_sizes)):
             raise ValueError(f"batch_sizes must rise up to {self.part_slots}, got {self.batch_sizes}")
         self.prefill_sizes = powers_of(2, prefill_rows)
-        self.table_widths = powers_of(4, self.max_pages, 16)
+        self.table_widths = fractions_of(8, self.max_pages, 16)
         self.num_compiled = 0  # programs
         self.reset()
 
@@ -221,7 +232,8 @@ class Executor:
         # Padding repeats a request; its slot does not exist.
         rows = [[_text_rows(sequence or sequences[0]) for sequence in row] for row in grid]
         parts = [jax.tree.map(lambda *leaves: np.concatenate(leaves), *row) for row in rows]
-        self._admit(jax.tree.map(lambda *leaves: np.stack(leaves), *parts), self._batch(grid).slots)
+        rows = jax.tree.map(lambda *leaves: np.stack(leaves), *parts)
+        self._run(self._admission(rows, self._batch(grid).slots))
 
     def prefill(self, prefills: list[tuple[Sequence, int]]) -> Call:
         """Processes a chunk of each row's prompt, from the given position on."""
@@ -234,22 +246,20 @@ class Executor:
             start[part, column] = starts[sequence.id]
             if sequence.is_resumed:
                 first_token[part, column] = sequence.text[-1]
-        return Call(list(itertools.chain(*grid)), self._prefill(batch, start, first_token), is_prefill=True)
+        report = self._run(self._prefill(batch, start, first_token))
+        return Call(list(itertools.chain(*grid)), report, is_prefill=True)
 
     def advance(self, sequences: list[Sequence], depth: int) -> Call:
         """Runs rounds of `depth` draft levels on rows."""
         grid = self._grid(sequences, self.batch_sizes)
         features = Features(plain=all(sequence.is_plain for sequence in sequences))
-        return Call(list(itertools.chain(*grid)), self._advance(self._batch(grid), features, depth), is_prefill=False)
+        report = self._run(self._advance(self._batch(grid), features, depth))
+        return Call(list(itertools.chain(*grid)), report, is_prefill=False)
 
     def clear_pages(self, part: int, pages: list[int]) -> None:
         """Zeroes pages of a part."""
         for begin in range(0, len(pages), NUM_CLEARED):
-            ids = np.full((self.num_parts, NUM_CLEARED), NO_PAGE, np.int32)
-            some = pages[begin : begin + NUM_CLEARED]
-            ids[part, : len(some)] = some
-            with self._on_device():
-                self.state = programs.clear_pages(self.params, self.state, ids, model=self.model)
+            self._run(self._clearing(part, pages[begin : begin + NUM_CLEARED]))
 
     def score(self, tokens: list[int], num_top: int) -> Scores:
         """Computes the log-probabilities of a text; see `Scores`."""
@@ -257,41 +267,36 @@ class Executor:
             return score_text(self.params, tokens, num_top, model=self.model, max_length=self.max_length)
 
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Compiles every program that requests may need.
+        """Compiles every program that requests may need, on all cores.
 
         Args:
             progress: called with the number of programs done and of all programs.
         """
         request = self.make_rows(Request(prompt=(0,), max_new_tokens=1))
-        jobs: list[Callable[[], Any]] = []
-
         # Every row is padding, so the calls change nothing.
-        def admit(size: int) -> None:
-            shape = (self.num_parts, size)
-            rows = jax.tree.map(lambda leaf: np.broadcast_to(leaf[0], (*shape, *leaf.shape[1:])), request)
-            self._admit(rows, self._empty_batch(size, 1).slots)
-
-        def prefill(size: int, width: int) -> None:
-            shape = (self.num_parts, size)
-            self._prefill(
-                self._empty_batch(size, width), np.full(shape, NO_START, np.int32), np.full(shape, -1, np.int32)
-            )
-
-        def advance(size: int, width: int, features: Features, depth: int) -> None:
-            self._advance(self._empty_batch(size, width), features, depth)
-
+        works: list[Work] = []
         for size in self.batch_sizes:
-            jobs.append(functools.partial(admit, size))
+            shape = (self.num_parts, size)
+            rows = jax.tree.map(lambda leaf, shape=shape: np.broadcast_to(leaf[0], (*shape, *leaf.shape[1:])), request)
+            works.append(self._admission(rows, self._empty_batch(size, 1).slots))
         for size, width in itertools.product(self.prefill_sizes, self.table_widths):
-            jobs.append(functools.partial(prefill, size, width))
+            batch = self._empty_batch(size, width)
+            works.append(self._prefill(batch, np.full_like(batch.slots, NO_START), np.full_like(batch.slots, -1)))
         kinds = (Features(plain=True), Features(plain=False))
-        for arguments in itertools.product(self.batch_sizes, self.table_widths, kinds, self.depths):
-            jobs.append(functools.partial(advance, *arguments))
-        jobs.append(functools.partial(self.clear_pages, 0, [NO_PAGE]))
-        jobs += [functools.partial(self.score, [0] * size, 1) for size in score_sizes(self.max_length)]
-        for number, job in enumerate(jobs):
-            job()
-            progress(number + 1, len(jobs))
+        for size, width, features, depth in itertools.product(self.batch_sizes, self.table_widths, kinds, self.depths):
+            works.append(self._advance(self._empty_batch(size, width), features, depth))
+        works.append(self._clearing(0, [NO_PAGE]))
+        sizes = score_sizes(self.max_length)
+        total = len(works) + len(sizes)
+        # Compile, then run each once: the first call of a program also prepares its dispatch.
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
+            for number, _ in enumerate(threads.map(self._compile, works)):
+                progress(number + 1, total)
+        for work in works:
+            self._run(work)
+        for number, size in enumerate(sizes):
+            self.score([0] * size, 1)
+            progress(len(works) + number + 1, total)
         jax.block_until_ready(self.state)
 
     @property
@@ -301,41 +306,35 @@ class Executor:
 
     # Calls on arrays.
 
-    def _admit(self, rows: NewRows, slots: Any) -> None:
-        with self._on_device():
-            self.state = programs.admit(self.params, self.state, rows, slots, model=self.model)
+    def _admission(self, rows: NewRows, slots: Any) -> "Work":
+        return Work(programs.admit, (rows, slots), {})
 
-    def _prefill(self, batch: Batch, start: np.ndarray, first_token: np.ndarray) -> Report:
+    def _prefill(self, batch: Batch, start: np.ndarray, first_token: np.ndarray) -> "Work":
+        settings = {"drafter": self.drafter, "spec": self.spec, "features": Features(plain=False)}
+        return Work(programs.prefill_chunk, (batch, start, first_token), settings)
+
+    def _advance(self, batch: Batch, features: Features, depth: int) -> "Work":
+        settings = {"drafter": self.drafter, "spec": self.spec, "features": features, "depth": depth}
+        return Work(programs.advance, (batch,), settings | {"max_rounds": self.settings.rounds_per_call})
+
+    def _clearing(self, part: int, pages: list[int]) -> "Work":
+        ids = np.full((self.num_parts, NUM_CLEARED), NO_PAGE, np.int32)
+        ids[part, : len(pages)] = pages
+        return Work(programs.clear_pages, (ids,), {})
+
+    def _run(self, work: "Work") -> Any:
+        """Dispatches a call; returns its report, if it has one."""
         with self._on_device():
-            self.state, report = programs.prefill_chunk(
-                self.params,
-                self.draft_params,
-                self.state,
-                batch,
-                start,
-                first_token,
-                model=self.model,
-                drafter=self.drafter,
-                spec=self.spec,
-                features=Features(plain=False),
+            self.state, report = work.program(
+                self.params, self.draft_params, self.state, *work.arrays, model=self.model, **work.settings
             )
         return report
 
-    def _advance(self, batch: Batch, features: Features, depth: int) -> Report:
+    def _compile(self, work: "Work") -> None:
         with self._on_device():
-            self.state, report = programs.advance(
-                self.params,
-                self.draft_params,
-                self.state,
-                batch,
-                model=self.model,
-                drafter=self.drafter,
-                spec=self.spec,
-                features=features,
-                depth=depth,
-                max_rounds=self.settings.rounds_per_call,
+            work.program.compile(
+                self.params, self.draft_params, self.state, *work.arrays, model=self.model, **work.settings
             )
-        return report
 
     @contextlib.contextmanager
     def _on_device(self) -> Iterator[None]:

@@ -88,21 +88,24 @@ class Features:
 
 
 @one_graph(donate_argnames=("state",), static_argnames=("model",))
-def admit(params: dict, state: DecodeState, rows: NewRows, slots: jax.Array, *, model: MTPModel) -> DecodeState:
+def admit(
+    params: dict, draft_params: Any, state: DecodeState, rows: NewRows, slots: jax.Array, *, model: MTPModel
+) -> tuple[DecodeState, None]:
     """Puts requests into slots; `prefill_chunk` processes their prompts.
 
     Args:
         params: model parameters, for the layout of a mesh.
+        draft_params: the drafter's own parameters, likewise.
         state: the state; donated.
         rows: requests, `[P, r, ...]`.
         slots: `[P, r]` int32.
         model: the model.
 
     Returns:
-        The new state.
+        The new state. Like every call of the engine this one could have a report, but there is nothing to tell.
     """
 
-    def admit_part(_: dict, __: None, state: DecodeState, rows: NewRows, slots: jax.Array) -> DecodeState:
+    def admit_part(_: dict, __: Any, state: DecodeState, rows: NewRows, slots: jax.Array) -> DecodeState:
         rows, slots = _of_part(state, (rows, slots))
         taken = gather_rows(state, slots)
         # Attention masks slots behind the text. A recurrent layer's state must be zero at the start of a text.
@@ -110,7 +113,7 @@ def admit(params: dict, state: DecodeState, rows: NewRows, slots: jax.Array, *, 
         taken = start_rows(taken, rows, vocab_size=model.config.vocab_size)
         return scatter_rows(state, taken, slots)
 
-    return run_in_parts(admit_part, model.config, params, None, state, rows, slots)
+    return run_in_parts(admit_part, model.config, params, draft_params, state, rows, slots), None
 
 
 @one_graph(donate_argnames=("state",), static_argnames=("model", "drafter", "spec", "features"))
@@ -213,15 +216,17 @@ def advance(
 
 
 @one_graph(donate_argnames=("state",), static_argnames=("model",))
-def clear_pages(params: dict, state: DecodeState, pages: jax.Array, *, model: MTPModel) -> DecodeState:
+def clear_pages(
+    params: dict, draft_params: Any, state: DecodeState, pages: jax.Array, *, model: MTPModel
+) -> tuple[DecodeState, None]:
     """Zeroes pages `[P, n]` int32 that a failed row wrote: XLA's attention multiplies what it masks by 0, also NaN."""
 
-    def clear_part(_: dict, __: None, state: DecodeState, pages: jax.Array) -> DecodeState:
+    def clear_part(_: dict, __: Any, state: DecodeState, pages: jax.Array) -> DecodeState:
         pages = _of_part(state, pages)
         clear = lambda node: clear_cache_pages(node, pages) if isinstance(node, Cache) else node
         return jax.tree.map(clear, state, is_leaf=lambda node: isinstance(node, Cache))
 
-    return run_in_parts(clear_part, model.config, params, None, state, pages)
+    return run_in_parts(clear_part, model.config, params, draft_params, state, pages), None
 
 
 def _of_part(state: DecodeState, tree: Any) -> Any:

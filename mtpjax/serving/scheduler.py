@@ -8,7 +8,6 @@ same position.
 
 import collections
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -278,7 +277,17 @@ def bucket(count: int, sizes: tuple[int, ...]) -> int:
     return next(size for size in sizes if size >= count)
 
 
-def powers_of(base: int, largest: int, smallest: int = 1) -> tuple[int, ...]:
-    """Returns `smallest`, `smallest * base`, ... up to the first that is at least `largest`, which replaces it."""
-    count = max(math.ceil(math.log(max(largest / smallest, 1), base) - 1e-9), 0)
-    return (*(min(smallest * base**power, largest) for power in range(count)), largest)
+def powers_of(base: int, largest: int) -> tuple[int, ...]:
+    """Returns 1, `base`, `base`^2, ... below `largest`, and `largest`."""
+    sizes = [1]
+    while sizes[-1] * base < largest:
+        sizes.append(sizes[-1] * base)
+    return tuple(sorted({*sizes, largest}))
+
+
+def fractions_of(base: int, largest: int, smallest: int) -> tuple[int, ...]:
+    """Returns `largest`, `largest / base`, ... (rounded up) down to `smallest`, in rising order."""
+    sizes = [largest]
+    while -(-sizes[-1] // base) >= smallest:
+        sizes.append(-(-sizes[-1] // base))
+    return tuple(reversed(sizes))

@@ -8,14 +8,14 @@ from mtpjax.decoding.gpu_graph import one_graph
 from mtpjax.models.forward import forward
 from mtpjax.models.model import MTPModel
 from mtpjax.serving.request import Scores
-from mtpjax.serving.scheduler import bucket, powers_of
+from mtpjax.serving.scheduler import bucket, fractions_of
 
 MAX_TOP = 20  # alternatives per token
 
 
 def score_sizes(max_length: int) -> tuple[int, ...]:
     """Returns the lengths that texts are padded to, ascending; each has a program of its own."""
-    return powers_of(4, max_length, 64)
+    return fractions_of(8, max_length, 64)
 
 
 def score_text(params: dict, tokens: list[int], num_top: int, *, model: MTPModel, max_length: int) -> Scores:
