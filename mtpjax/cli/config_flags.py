@@ -20,6 +20,8 @@ SGLANG_FLAGS = {
     "threshold_single": "--speculative-accept-threshold-single",
     "threshold_acc": "--speculative-accept-threshold-acc",
     "draft_window": "--speculative-draft-window-size",
+    "draft_sinks": "--speculative-draft-sink-size",
+    "draft_vocabulary": "--speculative-token-map",
 }
 # Settings of the draft's shape, of acceptance, and of one drafter each.
 SHAPE_FIELDS = ("num_steps", "topk", "num_draft_tokens")

@@ -8,9 +8,16 @@ import sys
 from typing import Any
 
 from mtpjax.cli.common import add_implementation_flag, add_model_path_flag, set_threads
-from mtpjax.cli.config_flags import choose_num_steps
+from mtpjax.cli.config_flags import (
+    DRAFT_FIELDS,
+    LOOKUP_FIELDS,
+    add_config_flags,
+    choose_num_steps,
+    decode_settings,
+)
 from mtpjax.cli.help import command_parser
-from mtpjax.cli.mesh_flags import add_process_flags, load_on_mesh, open_mesh
+from mtpjax.cli.mesh_flags import add_mesh_flags, load_on_mesh, open_mesh
+from mtpjax.decoding.config import LOSSY_RULES
 from mtpjax.errors import UsageError
 
 KEY_VARIABLE = "MTPJAX_API_KEY"
@@ -71,7 +78,14 @@ def _add_size_flags(parser) -> None:
         "--chunked-prefill-size", type=int, default=None, help="prompt tokens per call (default: 4 chunks of a prompt)"
     )
     parser.add_argument("--num-continuous-decode-steps", type=int, default=1, help="decoding rounds per call")
-    parser.add_argument("--kv-cache-dtype", default="auto", help="auto, bfloat16 or fp8_e4m3")
+    parser.add_argument(
+        "--precompile-bs-paddings",
+        type=int,
+        nargs="*",
+        default=[],
+        help="numbers of rows that programs are compiled for (SGLang-JAX's name; default: powers of four)",
+    )
+    add_config_flags(parser, ("kv_cache_dtype",))
     parser.add_argument("--disable-radix-cache", action="store_true", help="share no pages between requests")
     parser.add_argument("--max-queue-seconds", type=float, default=None, help="longest wait of a request")
     parser.add_argument("--max-run-seconds", type=float, default=None, help="longest time from arrival to the end")
@@ -84,39 +98,19 @@ def _add_draft_flags(parser) -> None:
         help="NEXTN, EAGLE or MTP: the model's MTP modules; NGRAM: n-grams of the text; NONE (default: the modules, if "
         "the model has any)",
     )
-    parser.add_argument(
-        "--speculative-num-steps",
-        type=int,
-        default=None,
-        help="draft levels per round; by default 2 with MTP modules, 4 for NGRAM",
-    )
-    parser.add_argument("--speculative-eagle-topk", type=int, default=1, help="candidates per tree node; 1: a chain")
-    parser.add_argument("--speculative-num-draft-tokens", type=int, default=None, help="nodes verified per round")
+    add_config_flags(parser, (*DRAFT_FIELDS, *LOOKUP_FIELDS), num_steps=None)
+    parser.add_argument("--speculative-use-rejection-sampling", action="store_true", help="--acceptance token")
+    parser.add_argument("--speculative-use-block-verification", action="store_true", help="--acceptance block")
+    parser.add_argument("--allow-lossy", action="store_true", help="allow rules that change the text's distribution")
     parser.add_argument(
         "--speculative-disable-by-batch-size",
         type=int,
         default=None,
-        help="draft nothing while at least this many requests decode (vLLM's name); needs --acceptance sample",
+        help="draft nothing while at least this many requests decode (vLLM's name); --acceptance auto is then sample",
     )
-    parser.add_argument(
-        "--acceptance",
-        default="auto",
-        help="acceptance rule, as in `mtpjax generate`; auto: block for a chain, recursive for a tree",
-    )
-    parser.add_argument("--speculative-use-rejection-sampling", action="store_true", help="--acceptance token")
-    parser.add_argument("--speculative-use-block-verification", action="store_true", help="--acceptance block")
-    parser.add_argument("--speculative-accept-threshold-single", type=float, default=1.0, help="below 1 is lossy")
-    parser.add_argument("--speculative-accept-threshold-acc", type=float, default=1.0, help="below 1 is lossy")
-    parser.add_argument("--allow-lossy", action="store_true", help="allow rules that change the text's distribution")
-    parser.add_argument(
-        "--speculative-draft-window-size", type=int, default=None, help="positions that modules attend to"
-    )
-    parser.add_argument("--speculative-draft-sink-size", type=int, default=4, help="first positions that they also see")
-    parser.add_argument("--speculative-token-map", default=None, help="file that `mtpjax vocabulary` wrote")
 
 
 def _add_mesh_flags(parser) -> None:
-    parser.add_argument("--mesh", default="", metavar="AXIS=SIZE,...", help="as in `mtpjax generate`")
     parser.add_argument("--tp-size", type=int, default=None, help="devices; the same as --mesh tensor=N")
     parser.add_argument(
         "--dp-size",
@@ -125,8 +119,7 @@ def _add_mesh_flags(parser) -> None:
         help="parts of --tp-size with rows of their own; the same as --mesh data=N,...",
     )
     parser.add_argument("--enable-dp-attention", action="store_true", help="split the rows over --dp-size")
-    parser.add_argument("--allow-copies", action="store_true", help="as in `mtpjax generate`")
-    add_process_flags(parser)
+    add_mesh_flags(parser)
 
 
 def check_flags(arguments: list[str]) -> list[str]:
@@ -161,8 +154,8 @@ def sglang_flags() -> frozenset[str]:
     return frozenset(text.split())
 
 
-def decode_config(options, num_modules: int) -> dict[str, Any]:
-    """Makes the settings of `DecodeConfig` from the flags.
+def engine_settings(options, num_modules: int) -> dict[str, Any]:
+    """Collects the settings of `DecodeConfig` that the flags hold.
 
     Args:
         options: the parsed flags.
@@ -174,44 +167,32 @@ def decode_config(options, num_modules: int) -> dict[str, Any]:
     Raises:
         ValueError: for flags that contradict each other.
     """
+    settings = decode_settings(options)
     # 1. The drafter.
-    algorithm = options.speculative_algorithm
-    if algorithm is not None and algorithm.upper() not in ALGORITHMS:
+    algorithm = (options.speculative_algorithm or "MTP").upper()
+    if algorithm not in ALGORITHMS:
         raise ValueError(f"unknown --speculative-algorithm {algorithm}; supported: {', '.join(ALGORITHMS)}")
-    drafter = "mtp" if algorithm is None else ALGORITHMS[algorithm.upper()]
-    steps = 0 if drafter is None else choose_num_steps(options.speculative_num_steps, drafter, num_modules)
-    # 2. The acceptance rule, which SGLang chooses by switches.
+    drafter = ALGORITHMS[algorithm]
+    if drafter is None:
+        settings |= {"num_steps": 0, "topk": 1, "num_draft_tokens": None}
+    else:
+        steps = choose_num_steps(settings["num_steps"], drafter, num_modules)
+        settings |= {"drafter": drafter, "num_steps": steps}
+    # 2. The acceptance rule. SGLang has switches for two.
     rules = {
         "token": options.speculative_use_rejection_sampling,
         "block": options.speculative_use_block_verification,
-        "threshold": min(options.speculative_accept_threshold_single, options.speculative_accept_threshold_acc) < 1,
     }
-    chosen = [rule for rule, is_chosen in rules.items() if is_chosen]
-    if len(chosen) > 1 or (chosen and options.acceptance not in ("auto", chosen[0])):
-        raise ValueError(f"acceptance is chosen twice: {', '.join([*chosen, options.acceptance])}")
-    acceptance = chosen[0] if chosen else options.acceptance
-    # 3. vLLM's switch needs a rule under which the text of a seed does not depend on the number of drafts.
-    if options.speculative_disable_by_batch_size is not None and acceptance == "auto":
-        acceptance = "sample"
-    vocabulary = None
-    if options.speculative_token_map is not None:
-        from mtpjax.data.draft_vocabulary import load_vocabulary
-
-        vocabulary = load_vocabulary(options.speculative_token_map)
-    return {
-        "drafter": drafter or "mtp",
-        "num_steps": steps,
-        "topk": options.speculative_eagle_topk if steps else 1,
-        "num_draft_tokens": options.speculative_num_draft_tokens if steps else None,
-        "acceptance": acceptance,
-        "threshold_single": options.speculative_accept_threshold_single,
-        "threshold_acc": options.speculative_accept_threshold_acc,
-        "draft_vocabulary": vocabulary,
-        "draft_window": options.speculative_draft_window_size,
-        "draft_sinks": options.speculative_draft_sink_size,
-        "kv_cache_dtype": options.kv_cache_dtype,
-        "allow_copies": options.allow_copies,
-    }
+    for rule in (rule for rule, is_chosen in rules.items() if is_chosen):
+        if settings["acceptance"] not in ("auto", rule):
+            raise ValueError(f"acceptance is chosen twice: {settings['acceptance']} and {rule}")
+        settings["acceptance"] = rule
+    # vLLM's switch needs a rule under which the text of a seed does not depend on the number of drafts.
+    if options.speculative_disable_by_batch_size is not None and settings["acceptance"] == "auto":
+        settings["acceptance"] = "sample"
+    if settings["acceptance"] in LOSSY_RULES and not options.allow_lossy:
+        raise ValueError(f"acceptance '{settings['acceptance']}' changes the text's distribution: use --allow-lossy")
+    return settings
 
 
 def _mesh_text(options) -> str:
@@ -238,6 +219,8 @@ def run_serve(options) -> int:
     if options.nnodes > 1:
         raise UsageError("mtpjax serve runs in one process: --nnodes must be 1")
     options.mesh = _mesh_text(options)
+    # Check the flags before the model is loaded, which may take minutes.
+    engine_settings(options, num_modules=1)
     set_threads(options.model_path)
     with open_mesh(options) as mesh:
         return _serve_on(mesh, options)
@@ -259,9 +242,7 @@ def _serve_on(mesh, options) -> int:
     path = find_checkpoint(options.model_path)
     model, params, loaded_config = load_on_mesh(path, options, mesh)
     tokenizer = load_tokenizer(options.tokenizer_path or path, model.config.vocab_size)
-    config = DecodeConfig(**decode_config(options, loaded_config.num_mtp_modules))
-    if config.acceptance in ("threshold", "typical", "relaxed") and not options.allow_lossy:
-        raise ValueError(f"acceptance '{config.acceptance}' changes the text's distribution: it needs --allow-lossy")
+    config = DecodeConfig(**engine_settings(options, loaded_config.num_mtp_modules))
     if config.num_steps and config.drafter == "mtp":
         check_acceptance(path, model, params)
     # 2. Sizes.
@@ -272,6 +253,7 @@ def _serve_on(mesh, options) -> int:
         prefill_tokens=options.chunked_prefill_size,
         rounds_per_call=options.num_continuous_decode_steps,
         disable_drafts_at=options.speculative_disable_by_batch_size,
+        batch_sizes=tuple(options.precompile_bs_paddings) or None,
         max_waiting=options.max_queued_requests,
         max_queue_seconds=options.max_queue_seconds,
         max_run_seconds=options.max_run_seconds,
@@ -290,7 +272,8 @@ def _serve_on(mesh, options) -> int:
         warms_up=not options.skip_server_warmup,
     )
     # 3. Who may ask.
-    name = options.served_model_name or path.name
+    folder = path.parent.name if path.name == "checkpoint" else path.name
+    name = options.served_model_name or folder
     given = options.api_key or os.environ.get(KEY_VARIABLE, "")
     keys = tuple(filter(None, (key.strip() for key in given.split(","))))
     if not keys and options.host not in ("127.0.0.1", "localhost", "::1"):
@@ -309,6 +292,7 @@ def _serve_on(mesh, options) -> int:
             "page_size": settings.page_size,
         },
     )
-    with running_engine(params, model=model, config=config, settings=settings, server=server) as engine:
-        serve(engine, tokenizer, api, server)
+    start = running_engine(params, model=model, config=config, settings=settings, server=server, model_name=name)
+    with start as (engine, metrics):
+        serve(engine, tokenizer, api, server, metrics if options.enable_metrics else None)
     return 0

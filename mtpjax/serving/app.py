@@ -2,6 +2,7 @@
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.responses import Response
 
 from mtpjax.data.tokenizer import Tokenizer
 from mtpjax.serving.api import schemas
@@ -9,13 +10,14 @@ from mtpjax.serving.api.admin_routes import admin_router
 from mtpjax.serving.api.errors import ApiError
 from mtpjax.serving.api.http import KeyCheck, error_handler
 from mtpjax.serving.api.openai_routes import openai_router
-from mtpjax.serving.api.server import ApiServer, ApiSettings, Engine, Observer
+from mtpjax.serving.api.server import ApiServer, ApiSettings, Engine
 from mtpjax.serving.api.sglang_routes import generate_router
+from mtpjax.serving.metrics import Metrics
 from mtpjax.serving.request import QueueFull
 from mtpjax.version import __version__
 
 
-def make_app(engine: Engine, tokenizer: Tokenizer, settings: ApiSettings, observer: Observer | None = None) -> FastAPI:
+def make_app(engine: Engine, tokenizer: Tokenizer, settings: ApiSettings, metrics: Metrics | None = None) -> FastAPI:
     """Makes the application.
 
     Every path but `settings.open_paths` needs a key if there are keys. `app.state.server` is the `ApiServer`, through
@@ -25,12 +27,12 @@ def make_app(engine: Engine, tokenizer: Tokenizer, settings: ApiSettings, observ
         engine: makes the tokens.
         tokenizer: the model's.
         settings: of the API.
-        observer: takes measurements, for metrics.
+        metrics: what `/metrics` answers; None: there is no such path.
 
     Returns:
         An ASGI application, for uvicorn.
     """
-    server = ApiServer(engine, tokenizer, settings, observer)
+    server = ApiServer(engine, tokenizer, settings)
 
     # Pages of documentation would load scripts from elsewhere; the schema alone does not.
     app = FastAPI(
@@ -45,5 +47,13 @@ def make_app(engine: Engine, tokenizer: Tokenizer, settings: ApiSettings, observ
     app.state.server = server
     for router in (openai_router(server), generate_router(server), admin_router(server)):
         app.include_router(router)
+    if metrics is not None:
+
+        @app.get("/metrics", response_class=Response)
+        def read_metrics() -> Response:
+            """Answers with the metrics, for Prometheus."""
+            body, content_type = metrics.render()
+            return Response(body, media_type=content_type)
+
     app.add_middleware(KeyCheck, settings=settings)
     return app

@@ -21,7 +21,17 @@ from mtpjax.models.model import MTPModel
 from mtpjax.serving.executor import Call, EngineSettings, Executor
 from mtpjax.serving.page_pool import PagePool
 from mtpjax.serving.programs import Report
-from mtpjax.serving.request import Deliver, Delta, EngineStatus, Finish, FinishReason, QueueFull, Request, Scores
+from mtpjax.serving.request import (
+    Deliver,
+    Delta,
+    EngineStatus,
+    Finish,
+    FinishReason,
+    QueueFull,
+    Request,
+    RequestTimes,
+    Scores,
+)
 from mtpjax.serving.scheduler import Scheduler, SchedulerSettings, Sequence
 
 _log = logging.getLogger(__name__)
@@ -35,6 +45,7 @@ class Engine:
         model: the model.
         config: settings of every request; limits and stop tokens are the requests' own.
         settings: sizes and limits.
+        observe: called from the engine's thread with the end of each request and its times, for metrics.
 
     Raises:
         ValueError: for settings that contradict each other or the model.
@@ -45,8 +56,16 @@ class Engine:
         busy_since: time (`time.monotonic`) at which the running tick began; None while the engine waits.
     """
 
-    def __init__(self, params: dict, *, model: MTPModel, config: DecodeConfig, settings: EngineSettings | None = None):
-        self.settings = settings or EngineSettings()
+    def __init__(
+        self,
+        params: dict,
+        *,
+        model: MTPModel,
+        config: DecodeConfig,
+        settings: EngineSettings | None = None,
+        observe: Callable[[Finish, RequestTimes], None] = lambda finish, times: None,
+    ):
+        self.settings, self._observe = settings or EngineSettings(), observe
         self._executor = Executor(params, model=model, config=config, settings=self.settings)
         self.max_length, self.vocab_size = self._executor.max_length, model.config.vocab_size
         self._scheduler = self._new_scheduler()
@@ -99,7 +118,7 @@ class Engine:
             limit=int(rows.settings.limit[0]),
             rows=rows,
             is_plain=is_plain,
-            arrived=time.monotonic(),
+            times=RequestTimes(time.monotonic()),
         )
         with self._changed:
             if self._is_closing:
@@ -112,13 +131,18 @@ class Engine:
             self._changed.notify()
         return sequence.id
 
-    def abort(self, request_id: int) -> None:
-        """Ends a request with "abort"; one that has ended stays as it is."""
+    def abort(self, request_id: int, reason: FinishReason = "abort") -> None:
+        """Ends a request; one that has ended stays as it is.
+
+        Args:
+            request_id: from `submit`.
+            reason: "stop" for a text that is complete, as with a stop string in the decoded text.
+        """
 
         def end() -> None:
             sequence = self._sequences.get(request_id)
             if sequence is not None:
-                self._end(sequence, "abort")
+                self._end(sequence, reason)
 
         self._post(end)
 
@@ -257,7 +281,8 @@ class Engine:
         if plan.admitted:
             self._executor.admit(plan.admitted)
             for sequence in plan.admitted:
-                if not sequence.is_resumed:
+                if sequence.times.started is None:
+                    sequence.times.started = time.monotonic()
                     self._totals["prompt_tokens"] += len(sequence.request.prompt)
                     self._totals["cached_tokens"] += sequence.num_cached or 0
         if plan.prefills:
@@ -293,6 +318,7 @@ class Engine:
         if tokens:
             sequence.text += tokens
             self._totals["new_tokens"] += len(tokens)
+            sequence.times.deliveries.append((time.monotonic(), len(tokens)))
             logprobs = report.logprobs[row, new].tolist() if sequence.request.logprobs else None
             self._deliver(sequence, Delta(tokens, report.origins[row, new].tolist(), logprobs))
         # 3. Pages whose entries are final serve later requests.
@@ -327,17 +353,18 @@ class Engine:
             message=message,
         )
         self._deliver(sequence, finish)
+        self._observe(finish, sequence.times)
 
     def _end_late_requests(self) -> None:
         """Ends requests that have waited or run for too long."""
         now, settings = time.monotonic(), self.settings
         if settings.max_queue_seconds is not None:
             for sequence in list(self._scheduler.waiting):
-                if now - sequence.arrived > settings.max_queue_seconds and not sequence.num_new:
+                if now - sequence.times.arrived > settings.max_queue_seconds and not sequence.num_new:
                     self._end(sequence, "timeout")
         if settings.max_run_seconds is not None:
             for sequence in list(self._sequences.values()):
-                if now - sequence.arrived > settings.max_run_seconds:
+                if now - sequence.times.arrived > settings.max_run_seconds:
                     self._end(sequence, "timeout")
 
     def _deliver(self, sequence: Sequence, event: Delta | Finish) -> None:

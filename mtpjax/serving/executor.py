@@ -51,7 +51,7 @@ class EngineSettings:
         prefill_tokens: most prompt tokens of one call; None: four chunks.
         rounds_per_call: decoding rounds per call. More hide the host better, and let new requests wait longer.
         disable_drafts_at: number of decoding rows from which on no tokens are drafted; None: always drafted.
-        batch_sizes: numbers of rows that programs are compiled for, ascending; None: powers of two.
+        batch_sizes: numbers of rows that programs are compiled for, ascending; None: powers of four.
         max_waiting: most requests in the queue.
         max_queue_seconds: a request that waits longer ends with "timeout"; None: no limit.
         max_run_seconds: likewise for the time since its arrival.
@@ -165,10 +165,10 @@ class Executor:
         self.has_recurrent_layers = "linear_attention" in model.config.layer_types
         self.draft_params = drafter.default_params(params, config, model=model)
         # The numbers of rows and pages that programs are compiled for.
-        self.batch_sizes = settings.batch_sizes or powers_of(2, self.part_slots)
+        self.batch_sizes = settings.batch_sizes or powers_of(4, self.part_slots)
         if self.batch_sizes[-1] < self.part_slots or list(self.batch_sizes) != sorted(set(self.batch_sizes)):
             raise ValueError(f"batch_sizes must rise up to {self.part_slots}, got {self.batch_sizes}")
-        self.prefill_sizes = powers_of(2, prefill_rows)
+        self.prefill_sizes = powers_of(4, prefill_rows)
         self.table_widths = fractions_of(8, self.max_pages, 16)
         self.num_compiled = 0  # programs
         self.reset()

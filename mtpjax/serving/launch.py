@@ -19,6 +19,7 @@ from mtpjax.serving.api.server import ApiSettings
 from mtpjax.serving.app import make_app
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.executor import EngineSettings
+from mtpjax.serving.metrics import Metrics
 from mtpjax.serving.watchdog import Watchdog
 
 CPU_POOL_BYTES = 1 << 30  # of the default pool where no accelerator says how much memory it has
@@ -103,10 +104,17 @@ def choose_num_pages(
 
 @contextlib.contextmanager
 def running_engine(
-    params: dict, *, model: Any, config: DecodeConfig, settings: EngineSettings, server: ServerSettings
-) -> Iterator[Engine]:
-    """Starts an engine; on exit lets its requests end, for at most `drain_seconds`, and stops it."""
-    engine = Engine(params, model=model, config=config, settings=settings)
+    params: dict,
+    *,
+    model: Any,
+    config: DecodeConfig,
+    settings: EngineSettings,
+    server: ServerSettings,
+    model_name: str,
+) -> Iterator[tuple[Engine, Metrics]]:
+    """Starts an engine and its metrics; on exit lets its requests end, for at most `drain_seconds`, and stops it."""
+    engine = Engine(params, model=model, config=config, settings=settings, observe=lambda *end: metrics.observe(*end))
+    metrics = Metrics(engine.status, model_name=model_name)
     if server.warms_up:
         with _progress() as progress:
             engine.warm_up(progress)
@@ -115,7 +123,7 @@ def running_engine(
     if server.watchdog_seconds is not None:
         watchdog = Watchdog(lambda: engine.busy_since, server.watchdog_seconds)
     try:
-        yield engine
+        yield engine, metrics
     finally:
         if not engine.close(timeout=server.drain_seconds):
             _log.warning("requests still ran after %.0f s and were aborted", server.drain_seconds)
@@ -123,7 +131,9 @@ def running_engine(
             watchdog.stop()
 
 
-def serve(engine: Engine, tokenizer: Any, api: ApiSettings, server: ServerSettings, observer: Any = None) -> None:
+def serve(
+    engine: Engine, tokenizer: Any, api: ApiSettings, server: ServerSettings, metrics: Metrics | None = None
+) -> None:
     """Serves requests until SIGTERM or Ctrl-C.
 
     Args:
@@ -131,12 +141,12 @@ def serve(engine: Engine, tokenizer: Any, api: ApiSettings, server: ServerSettin
         tokenizer: the model's.
         api: settings of the API.
         server: settings of the process.
-        observer: takes measurements (`ApiSettings`).
+        metrics: what `/metrics` answers; None: nothing.
 
     Raises:
         OSError: the port cannot be opened.
     """
-    app = make_app(engine, tokenizer, api, observer)
+    app = make_app(engine, tokenizer, api, metrics)
     # Open the port first, so that an address in use is an error in one line, and port 0 is known.
     family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
     with socket.socket(family) as listener:
@@ -160,12 +170,17 @@ def serve(engine: Engine, tokenizer: Any, api: ApiSettings, server: ServerSettin
                 if self.started:
                     print(line, flush=True)
 
+            async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+                # Streams go on while the server drains, and new requests get 503.
+                await app.state.server.drain(server.drain_seconds)
+                await super().shutdown(sockets)
+
         config = uvicorn.Config(
             app,
             log_level=server.log_level,
             access_log=False,
             server_header=False,
-            timeout_graceful_shutdown=max(int(server.drain_seconds), 1),
+            timeout_graceful_shutdown=5,  # after the drain: clients that do not read the rest
             timeout_keep_alive=30,
         )
         Server(config).run(sockets=[listener])

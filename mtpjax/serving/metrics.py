@@ -5,7 +5,6 @@ because the engine does not know when a client's request arrived.
 """
 
 import bisect
-import dataclasses
 import itertools
 import math
 import threading
@@ -32,7 +31,7 @@ from mtpjax.serving.metric_names import (
     TOKENS,
     Names,
 )
-from mtpjax.serving.request import EngineStatus, Finish
+from mtpjax.serving.request import EngineStatus, Finish, RequestTimes
 
 # The extra `serve` has prometheus-client; this module can be imported without it.
 if TYPE_CHECKING:
@@ -40,21 +39,6 @@ if TYPE_CHECKING:
 
 Sample = tuple[str, dict[str, str], float]  # suffix of the name, labels besides `model_name`, value
 THROUGHPUT_SECONDS = 1.0  # shortest interval over which `gen_throughput` is measured
-
-
-@dataclasses.dataclass
-class RequestTimes:
-    """When things happened to a request, in seconds of one clock.
-
-    Attributes:
-        arrived: the request reached the server.
-        started: its prefill began; None: it never left the queue.
-        deliveries: time and number of tokens of each delivery.
-    """
-
-    arrived: float
-    started: float | None = None
-    deliveries: list[tuple[float, int]] = dataclasses.field(default_factory=list)
 
 
 class _Histogram:

@@ -78,6 +78,21 @@ class Finish:
     message: str = ""
 
 
+@dataclasses.dataclass
+class RequestTimes:
+    """When things happened to a request, in seconds of one clock.
+
+    Attributes:
+        arrived: the request reached the server.
+        started: its prefill began; None: it never left the queue.
+        deliveries: time and number of tokens of each delivery.
+    """
+
+    arrived: float
+    started: float | None = None
+    deliveries: list[tuple[float, int]] = dataclasses.field(default_factory=list)
+
+
 Deliver = Callable[[Delta | Finish], None]
 
 

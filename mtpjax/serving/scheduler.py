@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mtpjax.serving.page_pool import Lease, PagePool
-from mtpjax.serving.request import Deliver, Request
+from mtpjax.serving.request import Deliver, Request, RequestTimes
 
 
 @dataclasses.dataclass(eq=False)
@@ -29,7 +29,7 @@ class Sequence:
         limit: most tokens of the text.
         rows: the request as arrays, for the executor.
         is_plain: greedy, without sampling options and log-probabilities.
-        arrived: time at which it was submitted, of `time.monotonic`.
+        times: when things happened to it, of `time.monotonic`.
         part: part of the mesh's `data` whose slots and pages it uses.
         slot: its slot in that part; None while it waits.
         lease: its pages; None while it waits.
@@ -43,7 +43,6 @@ class Sequence:
         num_cached: tokens of its prompt that the prefix cache held when it first entered.
         counts: verification passes since it last entered, then per draft level proposed and accepted drafts.
         totals: the same since it arrived.
-        first_token_at: time of the first delta.
     """
 
     id: int
@@ -53,7 +52,7 @@ class Sequence:
     limit: int
     rows: Any
     is_plain: bool
-    arrived: float
+    times: RequestTimes
     part: int = 0
     slot: int | None = None
     lease: Lease | None = None
@@ -67,7 +66,6 @@ class Sequence:
     num_cached: int | None = None
     counts: np.ndarray | int = 0
     totals: np.ndarray | int = 0
-    first_token_at: float | None = None
 
     @property
     def num_new(self) -> int:

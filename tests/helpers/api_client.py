@@ -12,10 +12,10 @@ from tests.helpers.fake_engine import FakeEngine
 
 
 @contextlib.contextmanager
-def api_client(engine=None, tokenizer=None, observer=None, **settings):
+def api_client(engine=None, tokenizer=None, metrics=None, **settings):
     """Yields a client and its engine."""
     engine = engine or FakeEngine()
-    app = make_app(engine, tokenizer or ByteTokenizer(), ApiSettings(model_name="tiny", **settings), observer)
+    app = make_app(engine, tokenizer or ByteTokenizer(), ApiSettings(model_name="tiny", **settings), metrics)
     with TestClient(app, raise_server_exceptions=False) as client:
         yield client, engine
     engine.close()

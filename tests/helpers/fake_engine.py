@@ -24,8 +24,8 @@ class FakeEngine:
         self.reply, self.max_length, self.vocab_size, self.delay = reply, max_length, 256, delay
         self.max_requests, self.fail_after = max_requests, fail_after
         self.logprob = -0.5
-        self.requests, self.num_aborted = [], 0
-        self._ids, self._running, self._aborted = itertools.count(), {}, set()
+        self.requests, self.reasons, self.num_aborted = [], [], 0
+        self._ids, self._running, self._aborted = itertools.count(), {}, {}
         self._changed, self._is_open = threading.Condition(), True
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
@@ -40,10 +40,10 @@ class FakeEngine:
             self._changed.notify()
             return request_id
 
-    def abort(self, request_id):
+    def abort(self, request_id, reason="abort"):
         with self._changed:
             if request_id in self._running:
-                self._aborted.add(request_id)
+                self._aborted[request_id] = reason
 
     def score(self, tokens, num_top):
         tops = [[] if i == 0 else [token, *range(1, num_top)][:num_top] for i, token in enumerate(tokens)]
@@ -98,10 +98,11 @@ class FakeEngine:
                 running = list(self._running.items())
             for request_id, (request, deliver, deltas) in running:
                 is_aborted = request_id in self._aborted
-                event = Finish("abort", len(request.prompt), 1) if is_aborted else next(deltas)
+                event = Finish(self._aborted[request_id], len(request.prompt), 1) if is_aborted else next(deltas)
                 if isinstance(event, Finish):
                     with self._changed:
                         del self._running[request_id]
                         self.num_aborted += is_aborted
+                        self.reasons.append(event.reason)
                 deliver(event)
             time.sleep(self.delay)

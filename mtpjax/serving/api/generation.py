@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from mtpjax.serving.api.errors import ApiError, internal_error, shutting_down
 from mtpjax.serving.api.server import ApiServer
 from mtpjax.serving.api.text_stream import TextStream
-from mtpjax.serving.request import Delta, Finish, FinishReason, Request
+from mtpjax.serving.request import Delta, Finish, Request
 
 LOGGER = logging.getLogger(__name__)
 BYTES_PER_TOKEN = 96  # of a token, its draft level and its log-probability as Python objects in lists
@@ -59,7 +59,6 @@ class Choice:
         tokens: new tokens so far, without those behind a stop string.
         logprobs: of `tokens`, if asked for.
         finish: how it ended; None before.
-        last_arrival: time of the newest tokens; None before the first.
     """
 
     def __init__(self, index: int, job: Job, stream: TextStream, request_id: int):
@@ -68,11 +67,6 @@ class Choice:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.finish: Finish | None = None
-        self.last_arrival: float | None = None
-
-    def reason(self, finish: Finish) -> FinishReason:
-        """Returns why the text ended. The engine knows nothing of stop strings: it was told to abort."""
-        return "stop" if self.stream.is_stopped else finish.reason
 
     def push(self, tokens: list[int], logprobs: list[float]) -> Update:
         """Takes new tokens."""
@@ -86,7 +80,9 @@ class Choice:
     def end(self, finish: Finish) -> Update:
         """Takes the end."""
         rest = self.stream.finish()
-        self.finish = dataclasses.replace(finish, reason=self.reason(finish), num_new_tokens=len(self.tokens))
+        # The engine may have reached its limit before it was told of the stop string.
+        reason = "stop" if self.stream.is_stopped else finish.reason
+        self.finish = dataclasses.replace(finish, reason=reason, num_new_tokens=len(self.tokens))
         self.text += rest
         return Update(self, rest, [], [])
 
@@ -153,7 +149,6 @@ class Generation:
 
     def _receive(self, index: int, event: Delta | Finish) -> None:
         """Takes an event into the inbox, in the event loop."""
-        self._observe(self.choices[index], event)
         if isinstance(event, Finish):
             self._open.discard(self.choices[index].request_id)
             self._forget_if_done()
@@ -168,18 +163,6 @@ class Generation:
         self._arrived.set()
         if self._is_too_slow:
             self.close()
-
-    def _observe(self, choice: Choice, event: Delta | Finish) -> None:
-        """Tells the observer when an event arrived, whether or not the client reads it soon."""
-        now = time.monotonic()
-        if isinstance(event, Finish):
-            finish = dataclasses.replace(event, reason=choice.reason(event))
-            self._server.observer.on_finish(now - self.started, finish)
-        else:
-            is_first = choice.last_arrival is None
-            seconds = now - (self.started if choice.last_arrival is None else choice.last_arrival)
-            self._server.observer.on_tokens(seconds, len(event.tokens), is_first=is_first)
-            choice.last_arrival = now
 
     async def updates(self) -> AsyncIterator[Update]:
         """Yields the news of all texts until each has ended.
@@ -202,7 +185,7 @@ class Generation:
                 elif not choice.stream.is_stopped:
                     update = choice.push(event.tokens, [json_logprob(each) for each in event.logprobs or ()])
                     if choice.stream.is_stopped:
-                        self._server.engine.abort(choice.request_id)
+                        self._server.engine.abort(choice.request_id, "stop")
                     yield update
 
     def _drain(self) -> Iterator[tuple[int, Delta | Finish]]:

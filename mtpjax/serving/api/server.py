@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from mtpjax.data.tokenizer import Tokenizer
 from mtpjax.serving.api.errors import ApiError
-from mtpjax.serving.request import Deliver, EngineStatus, Finish, Request, Scores
+from mtpjax.serving.request import Deliver, EngineStatus, FinishReason, Request, Scores
 from mtpjax.version import __version__
 
 DRAIN_INTERVAL = 0.02
@@ -44,8 +44,8 @@ class Engine(Protocol):
         """
         ...
 
-    def abort(self, request_id: int) -> None:
-        """Ends a request. Unknown ids are ignored."""
+    def abort(self, request_id: int, reason: FinishReason = "abort") -> None:
+        """Ends a request for this reason. Unknown ids are ignored."""
         ...
 
     def score(self, tokens: Sequence[int], num_top: int) -> Scores:
@@ -59,27 +59,6 @@ class Engine(Protocol):
     def flush_cache(self) -> int:
         """Forgets unused prefix pages and returns their number."""
         ...
-
-
-class Observer:
-    """Takes measurements, for metrics. This one drops them. The methods run in the event loop, and must not block."""
-
-    def on_tokens(self, seconds: float, num_tokens: int, *, is_first: bool) -> None:
-        """Takes new tokens of a request.
-
-        Args:
-            seconds: since the request arrived if they are its first, else since the tokens before them.
-            num_tokens: how many.
-            is_first: they are the first.
-        """
-
-    def on_finish(self, seconds: float, finish: Finish) -> None:
-        """Takes the end of a request.
-
-        Args:
-            seconds: since it arrived.
-            finish: how it ended.
-        """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,7 +103,6 @@ class ApiServer:
         engine: makes the tokens.
         tokenizer: the model's.
         settings: of the API.
-        observer: takes measurements.
 
     Attributes:
         is_stopping: new requests are answered with 503.
@@ -132,9 +110,8 @@ class ApiServer:
         running: engine ids by the name of the request they belong to, for `/abort_request`.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, settings: ApiSettings, observer: Observer | None = None):
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, settings: ApiSettings):
         self.engine, self.tokenizer, self.settings = engine, tokenizer, settings
-        self.observer = observer or Observer()
         self.is_stopping = False
         self.failure = ""
         self.running: dict[str, set[int]] = {}
