@@ -1,0 +1,35 @@
+"""The engine on a mesh: the tokens of one device, with slots and pages in every part of `data`."""
+
+import pytest
+
+from mtpjax import DecodeConfig, compat
+from mtpjax.models.decoding_layout import shard_for_decoding
+from mtpjax.serving.engine import Engine
+from mtpjax.serving.executor import EngineSettings
+from tests.serving.test_engine import Client, alone, check_idle, random_requests
+
+CONFIG = DecodeConfig(num_steps=2, prefill_chunk=8)
+# One program of each kind: compiling for eight devices takes long.
+SETTINGS = EngineSettings(num_slots=4, max_length=64, page_size=8, num_pages=20, batch_sizes=(2,), prefill_tokens=16)
+
+
+@pytest.mark.parametrize(
+    ("attention", "sizes"),
+    [
+        pytest.param("grouped", {"data": 2, "tensor": 2}, marks=pytest.mark.slow),
+        pytest.param("latent", {"data": 2, "expert": 2, "tensor": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_an_engine_on_a_mesh_gives_the_tokens_of_one_device(small, attention, sizes):
+    model, params = small(attention, vocab_size=64)
+    mesh = compat.make_mesh(sizes)
+    mesh_model, mesh_params = shard_for_decoding(model, params, mesh)
+    engine = Engine(mesh_params, model=mesh_model, config=CONFIG, settings=SETTINGS)
+    engine.warm_up()
+    engine.start()
+    requests = list(random_requests(8, 16, prompt_length=(1, 12), new_tokens=(1, 45)))
+    results = Client(engine).run(requests)
+    for request, (tokens, _, finish) in zip(requests, results, strict=True):
+        assert (tokens, finish.reason) == alone(params, model, request, CONFIG, 64)[::2], request
+    check_idle(engine)
+    assert engine.close(timeout=30)
