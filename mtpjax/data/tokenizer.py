@@ -9,6 +9,7 @@ import pathlib
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
+from mtpjax.data.hidden_text import hide_special_text, split_at_marks
 from mtpjax.data.template_worker import WORKER, TemplateFailure
 from mtpjax.data.tokenizer_checks import check_expansion, rust_errors
 from mtpjax.errors import ConversationError, TokenizerError, printable
@@ -147,7 +148,8 @@ class HuggingFaceTokenizer:
     """The `tokenizer.json` of a Hugging Face directory or GGUF file, read by the tokenizers package.
 
     `eos_token_ids` come from `generation_config.json`, else `config.json`, else the `eos_token` of
-    `tokenizer_config.json`. Special tokens written in a prompt's text become those tokens, as in transformers.
+    `tokenizer_config.json`. Special tokens written in a prompt's text become those tokens, as in transformers; those
+    that a user or a tool writes in a message stay text, so that a message cannot end its own turn.
 
     Args:
         folder: the directory, or the GGUF file.
@@ -177,6 +179,7 @@ class HuggingFaceTokenizer:
         # Special and end tokens, and the chat template, come from the files beside it.
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_token_ids = tuple(sorted(index for index, token in added.items() if token.special))
+        self._special_names = [token.content for token in added.values() if token.special]
         self._settings = _read_json(folder, "tokenizer_config.json")
         self.eos_token_ids = _eos_token_ids(folder, vocab_size) or self._named_token_ids("eos_token")
         self._template = _read_chat_template(folder, self._settings)
@@ -210,10 +213,24 @@ class HuggingFaceTokenizer:
         """Encodes a conversation; `template_variables` are variables of the template, such as `enable_thinking`."""
         if self._template is None:
             raise TokenizerError("the checkpoint has no chat template")
-        # The template writes the special tokens itself.
+        # The template writes the special tokens itself. Those in messages of users are hidden from the tokenizer.
+        messages, hidden = hide_special_text(messages, self._special_names, self._template)
         text = render_chat(self._template, messages, **{**self._special_tokens(), **template_variables})
+        tokens: list[int] = []
         with rust_errors("the tokenizer cannot encode this conversation"):
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
+            for part, is_hidden in split_at_marks(text, hidden):
+                tokenizer = self._plain_tokenizer if is_hidden else self._tokenizer
+                tokens += tokenizer.encode(part, add_special_tokens=False).ids
+        return tokens
+
+    @functools.cached_property
+    def _plain_tokenizer(self) -> Any:
+        """The tokenizer that reads special tokens in a text as characters."""
+        import tokenizers
+
+        plain = tokenizers.Tokenizer.from_buffer(self._content)
+        plain.encode_special_tokens = True
+        return plain
 
     @functools.cached_property
     def generation_prompt(self) -> str:
