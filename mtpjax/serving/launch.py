@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import logging
+import signal
 import socket
 import sys
 import time
@@ -183,6 +184,9 @@ def serve(
             timeout_graceful_shutdown=5,  # after the drain: clients that do not read the rest
             timeout_keep_alive=30,
         )
+        # uvicorn raises the signal that ended it again, behind the drain. Then it has done its work.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda number, frame: None)
         Server(config).run(sockets=[listener])
 
 
