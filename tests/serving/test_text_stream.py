@@ -19,7 +19,7 @@ def stream(text, sizes, **options):
     for size in sizes:
         pieces.append(made.push(list(itertools.islice(tokens, size))).text)
     pieces.append(made.push(list(tokens)).text)
-    return [*pieces, made.finish()], made
+    return [*pieces, made.finish().text], made
 
 
 @pytest.mark.parametrize("stop", [(), ("abd",), ("🙂",), ("x", "€"), ("é 🙂 a", "bca"), ("ab", "abc"), ("€ and more",)])
@@ -85,7 +85,7 @@ def test_a_checkpoint_tokenizer_gives_whole_characters_and_hides_special_tokens(
     for size in (1, 2, 3, 100):
         made = TextStream(tokenizer.incremental_decoder(), stop=("abd",), hidden_tokens=tokenizer.eos_token_ids)
         pieces = [made.push(tokens[place : place + size]).text for place in range(0, len(tokens), size)]
-        assert "".join([*pieces, made.finish()]) == "né 🙂 abc" and made.matched == "abd"
+        assert "".join([*pieces, made.finish().text]) == "né 🙂 abc" and made.matched == "abd"
         assert not any("\ufffd" in piece for piece in pieces)
     made = TextStream(tokenizer.incremental_decoder(), hidden_tokens=tokenizer.eos_token_ids)
-    assert made.push(tokens).text + made.finish() == TEXT == tokenizer.decode(tokens)
+    assert made.push(tokens).text + made.finish().text == TEXT == tokenizer.decode(tokens)
