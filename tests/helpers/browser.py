@@ -55,7 +55,7 @@ class Browser:
     def texts(self, selector):
         return self.run("return [...document.querySelectorAll(arguments[0])].map(each => each.textContent)", selector)
 
-    def wait(self, condition, seconds=15.0):
+    def wait(self, condition, seconds=30.0):
         """Waits until a function returns something true, and returns it."""
         end = time.monotonic() + seconds
         while not (value := condition()):

@@ -108,9 +108,16 @@ def test_levels_come_only_if_asked_for():
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory):
+def chromium(tmp_path_factory):
     with open_browser(tmp_path_factory.mktemp("profile")) as browser:
         yield browser
+
+
+@pytest.fixture
+def browser(chromium):
+    yield chromium
+    chromium.open("about:blank")
+    chromium.console_errors()  # of the page after its server has ended
 
 
 def send(browser, text):
@@ -137,8 +144,6 @@ def test_the_browser_shows_the_state(browser):
         assert "L" in browser.run("return document.querySelector('#chart .line').getAttribute('d')")
         assert browser.text("#chart-text") == "last value 2.50"
     browser.wait(lambda: browser.text("#connection") == "the server does not answer")
-    browser.open("about:blank")
-    browser.console_errors()
 
 
 def test_the_browser_shows_an_answer_in_the_colours_of_its_drafts_and_markup_as_text(browser):

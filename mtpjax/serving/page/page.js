@@ -187,7 +187,7 @@ let running = null; // { rid, controller } of the answer that is made
 async function answer(text) {
   const rid = `page-${crypto.getRandomValues(new Uint32Array(4)).join("-")}`;
   const controller = new AbortController();
-  const question = addLine("user", text);
+  addLine("user", text);
   const line = addLine("answer", "");
   setRunning({ rid, controller });
   try {
@@ -198,7 +198,6 @@ async function answer(text) {
     // The conversation goes on without the failed question, which can be sent again.
     byId("prompt").value ||= text;
     addLine("error", controller.signal.aborted ? "stopped" : error.message);
-    question.classList.add("failed");
   }
   setRunning(null);
 }
