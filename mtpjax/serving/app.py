@@ -1,4 +1,4 @@
-"""The HTTP application: OpenAI's and SGLang's routes over one engine."""
+"""The HTTP application: OpenAI's and SGLang's routes over one engine, and a page in the browser."""
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -10,6 +10,7 @@ from mtpjax.serving.api.admin_routes import admin_router
 from mtpjax.serving.api.errors import ApiError
 from mtpjax.serving.api.http import KeyCheck, error_handler
 from mtpjax.serving.api.openai_routes import openai_router
+from mtpjax.serving.api.page_routes import page_router
 from mtpjax.serving.api.server import ApiServer, ApiSettings, Engine
 from mtpjax.serving.api.sglang_routes import generate_router
 from mtpjax.serving.metrics import Metrics
@@ -45,7 +46,7 @@ def make_app(engine: Engine, tokenizer: Tokenizer, settings: ApiSettings, metric
         exception_handlers={each: error_handler for each in (ApiError, QueueFull, HTTPException, Exception)},
     )
     app.state.server = server
-    for router in (openai_router(server), generate_router(server), admin_router(server)):
+    for router in (openai_router(server), generate_router(server), admin_router(server), page_router(server)):
         app.include_router(router)
     if metrics is not None:
 

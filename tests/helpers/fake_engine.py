@@ -85,7 +85,9 @@ class FakeEngine:
             if self.fail_after is not None and num_new > self.fail_after:
                 yield Finish("error", len(request.prompt), message="injected")
                 return
-            yield Delta(part, [0] * len(part), [self.logprob] * len(part) if request.logprobs else None)
+            # Each delta is a pass: the accepted drafts, then the bonus token.
+            origins = [*range(1, len(part)), 0]
+            yield Delta(part, origins, [self.logprob] * len(part) if request.logprobs else None)
         reason = "length" if num_new == request.max_new_tokens else "stop"
         accepted = num_new - num_steps
         yield Finish(reason, len(request.prompt), 1, num_new, num_steps, (num_steps,), (accepted,))

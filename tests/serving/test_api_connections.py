@@ -1,7 +1,6 @@
 """Over real connections: clients that leave, read slowly or send nothing cost the engine nothing, and others go on."""
 
 import asyncio
-import contextlib
 import json
 import socket
 import threading
@@ -14,34 +13,14 @@ pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")
 
 import httpx
-import uvicorn
 
 from mtpjax.data.tokenizer import ByteTokenizer
 from mtpjax.serving.api.server import ApiSettings
 from mtpjax.serving.app import make_app
+from tests.helpers.api_server import serve
 from tests.helpers.fake_engine import REPLY, FakeEngine
 
 LONG = {"prompt": "Hi", "max_tokens": 50_000, "ignore_eos": True}
-
-
-@contextlib.contextmanager
-def serve(engine, **settings):
-    """Yields the address of a server in a thread."""
-    app = make_app(engine, ByteTokenizer(), ApiSettings(model_name="tiny", **settings))
-    config = uvicorn.Config(app, log_level="error", ws="none", timeout_graceful_shutdown=1)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, args=([listener],))
-        thread.start()
-        while not server.started:
-            time.sleep(0.01)
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join()
-            engine.close()
 
 
 @pytest.fixture(scope="module")

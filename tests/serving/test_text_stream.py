@@ -19,7 +19,7 @@ def stream(text, sizes, **options):
     for size in sizes:
         pieces.append(made.push(list(itertools.islice(tokens, size))).text)
     pieces.append(made.push(list(tokens)).text)
-    return [*pieces, made.finish()], made
+    return [*pieces, made.finish().text], made
 
 
 @pytest.mark.parametrize("stop", [(), ("abd",), ("🙂",), ("x", "€"), ("é 🙂 a", "bca"), ("ab", "abc"), ("€ and more",)])
@@ -55,6 +55,33 @@ def test_only_the_beginning_of_a_stop_string_is_held_back():
     assert pieces[:7] == ["x", "", "", "abc", "", "", "aby"]
 
 
+def test_released_text_keeps_the_draft_level_of_its_token():
+    texts = {0: "xa", 1: "b", 2: "ay", None: ""}
+    made = TextStream(texts.__getitem__, stop=("abd",))
+    pieces = [made.push([0], [1]), made.push([1], [2]), made.push([2], [0]), made.push([0], [1]), made.finish()]
+    assert [piece.spans for piece in pieces] == [
+        [("x", 1)],
+        [],
+        [("a", 1), ("b", 2), ("ay", 0)],
+        [("x", 1)],
+        [("a", 1)],
+    ]
+
+
+@pytest.mark.parametrize("stop", [(), ("abd",), ("🙂",), ("€ and more",)])
+def test_all_splits_give_the_same_levels(stop):
+    tokens, seen = TEXT.encode(), set()
+    for size in (1, 2, 3, 100):
+        made = TextStream(ByteTokenizer().incremental_decoder(), stop=stop)
+        starts = range(0, len(tokens), size)
+        pieces = [made.push(tokens[start : start + size], range(start, start + size)) for start in starts]
+        spans = [span for piece in [*pieces, made.finish()] for span in piece.spans]
+        seen.add(tuple(spans))
+        # Here each token has a level of its own: its place.
+        assert all(tokens[: span.level + 1].decode().endswith(span.text) for span in spans)
+    assert len(seen) == 1
+
+
 def test_held_text_is_released_at_the_end():
     assert "".join(stream("see ab", (), stop=("abd",))[0]) == "see ab"
 
@@ -85,7 +112,7 @@ def test_a_checkpoint_tokenizer_gives_whole_characters_and_hides_special_tokens(
     for size in (1, 2, 3, 100):
         made = TextStream(tokenizer.incremental_decoder(), stop=("abd",), hidden_tokens=tokenizer.eos_token_ids)
         pieces = [made.push(tokens[place : place + size]).text for place in range(0, len(tokens), size)]
-        assert "".join([*pieces, made.finish()]) == "né 🙂 abc" and made.matched == "abd"
+        assert "".join([*pieces, made.finish().text]) == "né 🙂 abc" and made.matched == "abd"
         assert not any("\ufffd" in piece for piece in pieces)
     made = TextStream(tokenizer.incremental_decoder(), hidden_tokens=tokenizer.eos_token_ids)
-    assert made.push(tokens).text + made.finish() == TEXT == tokenizer.decode(tokens)
+    assert made.push(tokens).text + made.finish().text == TEXT == tokenizer.decode(tokens)

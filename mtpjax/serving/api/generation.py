@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 
 from mtpjax.serving.api.errors import ApiError, internal_error, shutting_down
 from mtpjax.serving.api.server import ApiServer
-from mtpjax.serving.api.text_stream import TextStream
+from mtpjax.serving.api.text_stream import Span, TextStream
 from mtpjax.serving.request import Delta, Finish, Request
 
 LOGGER = logging.getLogger(__name__)
@@ -39,15 +39,20 @@ class Update:
 
     Attributes:
         choice: the text so far.
-        text: new text.
+        spans: new text, by token.
         tokens: new tokens.
         logprobs: of the new tokens; empty if not asked for.
     """
 
     choice: "Choice"
-    text: str
+    spans: list[Span]
     tokens: list[int]
     logprobs: list[float]
+
+    @property
+    def text(self) -> str:
+        """The new text."""
+        return "".join(span.text for span in self.spans)
 
 
 class Choice:
@@ -68,14 +73,14 @@ class Choice:
         self.logprobs: list[float] = []
         self.finish: Finish | None = None
 
-    def push(self, tokens: list[int], logprobs: list[float]) -> Update:
+    def push(self, tokens: list[int], levels: list[int], logprobs: list[float]) -> Update:
         """Takes new tokens."""
-        piece = self.stream.push(tokens)
+        piece = self.stream.push(tokens, levels)
         tokens, logprobs = tokens[: piece.num_tokens], logprobs[: piece.num_tokens]
         self.tokens += tokens
         self.logprobs += logprobs
         self.text += piece.text
-        return Update(self, piece.text, tokens, logprobs)
+        return Update(self, piece.spans, tokens, logprobs)
 
     def end(self, finish: Finish) -> Update:
         """Takes the end."""
@@ -83,8 +88,8 @@ class Choice:
         # The engine may have reached its limit before it was told of the stop string.
         reason = "stop" if self.stream.is_stopped else finish.reason
         self.finish = dataclasses.replace(finish, reason=reason, num_new_tokens=len(self.tokens))
-        self.text += rest
-        return Update(self, rest, [], [])
+        self.text += rest.text
+        return Update(self, rest.spans, [], [])
 
 
 class Generation:
@@ -183,7 +188,8 @@ class Generation:
                     _check_finish(event, choice)
                     yield choice.end(event)
                 elif not choice.stream.is_stopped:
-                    update = choice.push(event.tokens, [json_logprob(each) for each in event.logprobs or ()])
+                    logprobs = [json_logprob(each) for each in event.logprobs or ()]
+                    update = choice.push(event.tokens, event.origins, logprobs)
                     if choice.stream.is_stopped:
                         self._server.engine.abort(choice.request_id, "stop")
                     yield update

@@ -116,11 +116,17 @@ class Reply:
         update: Update | None = None,
         lengths: Sequence[int] = (),
     ) -> dict[str, Any]:
-        """Makes the choice of a chunk."""
+        """Makes the choice of a chunk.
+
+        If the request asks for `return_draft_levels`, a choice with new text has `draft_levels`: that text by token,
+        each with the level of the draft that proposed it, or level 0 if the trunk drew it itself.
+        """
         logprobs = None
         if update is not None and update.logprobs:
             logprobs = self._logprobs(TokenScores(update.tokens, update.logprobs), lengths[choice.index])
         content = {"delta": fields} if self._is_chat else fields
+        if update is not None and self._values["return_draft_levels"]:
+            content = {**content, "draft_levels": [span._asdict() for span in update.spans]}
         return {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": None}
 
     def _logprobs(self, scores: TokenScores, start: int) -> dict[str, Any]:
@@ -173,7 +179,7 @@ def openai_router(server: ApiServer) -> APIRouter:
 
     @router.post("/completions", openapi_extra=schemas.completion())
     async def complete(request: Request) -> Response:
-        """Continues texts."""
+        """Continues texts. With `return_draft_levels`, a stream tells which drafts the text comes from."""
         body = await read_body(server, request, COMPLETION)
         values, options = read_openai(body, limits, is_chat=False)
         check_model(server, values["model"])
@@ -191,7 +197,7 @@ def openai_router(server: ApiServer) -> APIRouter:
 
     @router.post("/chat/completions", openapi_extra=schemas.chat())
     async def chat(request: Request) -> Response:
-        """Answers a conversation."""
+        """Answers a conversation. With `return_draft_levels`, a stream tells which drafts the text comes from."""
         body = await read_body(server, request, CHAT)
         values, options = read_openai(body, limits, is_chat=True)
         check_model(server, values["model"])

@@ -46,6 +46,8 @@ _OPENAI = {
     "seed": _SEED,
     "stream": FLAG,
     "speculative": Field("boolean", default=True),
+    # In a stream: `draft_levels` in each choice, the new text by token with the level of the draft that proposed it.
+    "return_draft_levels": FLAG,
 }
 COMPLETION = {
     **_OPENAI,

@@ -139,6 +139,8 @@ def read_openai(body: Body, limits: Limits, *, is_chat: bool) -> tuple[dict[str,
     stream_options = _object(body, "stream_options")
     if stream_options and not values["stream"]:
         raise ApiError("stream_options needs stream true", param="stream_options")
+    if values["return_draft_levels"] and not values["stream"]:
+        raise ApiError("return_draft_levels needs stream true", param="return_draft_levels")
     values |= read_fields(tables.STREAM_OPTIONS, stream_options, "stream_options.")
     length = values["max_tokens"]
     if is_chat:

@@ -69,7 +69,7 @@ class ApiSettings:
         model_name: the name that clients see.
         model_aliases: further names that requests may use.
         api_keys: requests need one of them as bearer token; empty: no key is needed.
-        open_paths: paths that need no key.
+        open_paths: paths that need no key; the page is empty without its data, which needs one.
         max_body_bytes: larger bodies are answered with 413.
         max_prompt_characters: most characters of a prompt; None: 64 per token of the longest text.
         max_requests: most texts of one request, prompts times `n`.
@@ -84,7 +84,7 @@ class ApiSettings:
     model_name: str
     model_aliases: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
-    open_paths: frozenset[str] = frozenset({"/health"})
+    open_paths: frozenset[str] = frozenset({"/health", "/", "/page.css", "/page.js"})
     max_body_bytes: int = 32 << 20
     max_prompt_characters: int | None = None
     max_requests: int = 4096

@@ -1,7 +1,21 @@
 """New tokens to text, piece by piece: whole characters only, and an end at the first stop string."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Iterable
+from typing import NamedTuple
+
+
+class Span(NamedTuple):
+    """Text of one token, or the part of it that is released; a character of several tokens belongs to the last.
+
+    Attributes:
+        text: never empty.
+        level: draft level that proposed the token; 0: a bonus token, which the trunk drew itself.
+    """
+
+    text: str
+    level: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -9,12 +23,17 @@ class Piece:
     """The text that some tokens released.
 
     Attributes:
-        text: may be empty while it could still become a stop string.
+        spans: in order; none while the text could still become a stop string.
         num_tokens: tokens that count; those behind a stop string do not.
     """
 
-    text: str
-    num_tokens: int
+    spans: list[Span]
+    num_tokens: int = 0
+
+    @property
+    def text(self) -> str:
+        """The spans' text."""
+        return "".join(span.text for span in self.spans)
 
 
 class TextStream:
@@ -40,56 +59,70 @@ class TextStream:
     ):
         self._decoder, self._stop = decoder, tuple(stop)
         self._hidden_tokens, self._min_tokens = frozenset(hidden_tokens), min_tokens
-        self._held = ""
+        self._held: list[Span] = []
+        self._level = 0  # of the last token
         self.num_tokens = 0
         self.matched: str | int | None = None  # the stop string or stop token that ended the text
         self.is_stopped = False  # by a stop string
 
-    def push(self, tokens: Iterable[int]) -> Piece:
+    def push(self, tokens: Iterable[int], levels: Iterable[int] = itertools.repeat(0)) -> Piece:
         """Takes the next tokens.
 
         Args:
             tokens: in order. Those behind a stop string are ignored.
+            levels: draft level of each token.
 
         Returns:
             The text that can be shown now.
         """
-        released, before = [], self.num_tokens
-        for token in tokens:
+        released: list[Span] = []
+        before = self.num_tokens
+        for token, self._level in zip(tokens, levels, strict=False):
             if self.is_stopped:
                 break
             self.num_tokens += 1
             if token in self._hidden_tokens:
                 self.matched = token
             else:
-                released.append(self._release(self._decoder(token)))
-        return Piece("".join(released), self.num_tokens - before)
+                released += self._release(self._decoder(token))
+        return Piece(released, self.num_tokens - before)
 
-    def finish(self) -> str:
+    def finish(self) -> Piece:
         """Returns the rest of the text after the last token."""
         if self.is_stopped:
-            return ""
-        text = self._release(self._decoder(None))
+            return Piece([])
+        spans = self._release(self._decoder(None))
         if not self.is_stopped:
-            text, self._held = text + self._held, ""
-        return text
+            spans, self._held = spans + self._held, []
+        return Piece(spans)
 
-    def _release(self, text: str) -> str:
-        """Returns the text that is safe to show once `text` follows what is held back."""
+    def _release(self, text: str) -> list[Span]:
+        """Returns the text that is safe to show once `text`, of the last token, follows what is held back."""
         if not text:
-            return ""
-        text, self._held = self._held + text, ""
+            return []
+        spans, self._held = [*self._held, Span(text, self._level)], []
         if self.num_tokens < self._min_tokens:
-            return text
+            return spans
+        text = "".join(span.text for span in spans)
         # The stop string that begins first wins; of several at one place, the first in the request's order.
         found = [(place, stop) for stop in self._stop if (place := text.find(stop)) >= 0]
         if found:
             place, self.matched = min(found, key=lambda each: each[0])
             self.is_stopped = True
-            return text[:place]
+            return _split(spans, place)[0]
         held = max((_overlap(text, stop) for stop in self._stop), default=0)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
+        shown, self._held = _split(spans, len(text) - held)
+        return shown
+
+
+def _split(spans: list[Span], place: int) -> tuple[list[Span], list[Span]]:
+    """Returns the spans before a place in their text, and those behind it."""
+    before, behind = [], []
+    for text, level in spans:
+        before.append(Span(text[:place], level))
+        behind.append(Span(text[place:], level))
+        place = max(place - len(text), 0)
+    return [span for span in before if span.text], [span for span in behind if span.text]
 
 
 def _overlap(text: str, stop: str) -> int:

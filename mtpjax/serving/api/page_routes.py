@@ -1,0 +1,86 @@
+"""The page of the server: live state and a chat, and the JSON that the page reads."""
+
+import collections
+import dataclasses
+import importlib.resources
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi.responses import Response
+
+from mtpjax.serving.api.server import ApiServer
+
+RATE_SECONDS = 3.0  # over which tokens per second are measured
+SAMPLE_SECONDS = 0.5  # shortest time between two samples
+FILES = {
+    "/": ("index.html", "text/html"),
+    "/page.css": ("page.css", "text/css"),
+    "/page.js": ("page.js", "text/javascript"),
+}
+HEADERS = {
+    # Scripts, styles and requests of this server only, and nothing inline: text of a model can never become code.
+    "Content-Security-Policy": "default-src 'self'; img-src data:; object-src 'none'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+class TokenRate:
+    """Tokens per second over the last seconds, the same for any number of readers."""
+
+    def __init__(self) -> None:
+        self._samples: collections.deque[tuple[float, int]] = collections.deque()
+
+    def read(self, now: float, num_tokens: int) -> float | None:
+        """Takes a sample.
+
+        Args:
+            now: seconds of a monotonic clock.
+            num_tokens: tokens until now.
+
+        Returns:
+            Tokens per second since the oldest sample of the last seconds; None if there is none yet.
+        """
+        while self._samples and self._samples[0][0] < now - RATE_SECONDS:
+            self._samples.popleft()
+        if not self._samples:
+            self._samples.append((now, num_tokens))
+            return None
+        if now - self._samples[-1][0] >= SAMPLE_SECONDS:
+            self._samples.append((now, num_tokens))
+        then, num_before = self._samples[0]
+        return (num_tokens - num_before) / (now - then) if now - then >= SAMPLE_SECONDS else None
+
+
+def page_router(server: ApiServer) -> APIRouter:
+    """Makes the routes. The page and its files need no key, its data does."""
+    router, rate = APIRouter(), TokenRate()
+
+    @router.get("/status.json")
+    async def status() -> dict[str, Any]:
+        """Tells the load and the counts since the start, named as in `EngineStatus`, and tokens per second."""
+        status = server.engine.status()
+        length = status.accept_length
+        return {
+            "model": server.settings.model_name,
+            **dataclasses.asdict(status),
+            "accept_length": None if math.isnan(length) else length,
+            "tokens_per_second": rate.read(time.monotonic(), status.num_new_tokens),
+        }
+
+    for path, (name, media_type) in FILES.items():
+        body = importlib.resources.files("mtpjax.serving").joinpath("page", name).read_bytes()
+        router.add_api_route(path, _file_route(body, media_type), include_in_schema=False)
+    return router
+
+
+def _file_route(body: bytes, media_type: str) -> Callable[[], Any]:
+    async def read_file() -> Response:
+        return Response(body, media_type=media_type, headers=HEADERS)
+
+    return read_file
