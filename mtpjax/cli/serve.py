@@ -87,6 +87,12 @@ def _add_size_flags(parser) -> None:
     )
     add_config_flags(parser, ("kv_cache_dtype",))
     parser.add_argument("--disable-radix-cache", action="store_true", help="share no pages between requests")
+    parser.add_argument(
+        "--enable-hierarchical-cache",
+        action="store_true",
+        help="keep pages of the prefix cache in host memory when their place is needed (one device)",
+    )
+    parser.add_argument("--hicache-size", type=float, default=4.0, help="GB of host memory for them")
     parser.add_argument("--max-queue-seconds", type=float, default=None, help="longest wait of a request")
     parser.add_argument("--max-run-seconds", type=float, default=None, help="longest time from arrival to the end")
 
@@ -258,6 +264,7 @@ def _serve_on(mesh, options) -> int:
         max_queue_seconds=options.max_queue_seconds,
         max_run_seconds=options.max_run_seconds,
         shares_prefixes=not options.disable_radix_cache,
+        host_bytes=int(options.hicache_size * 1e9) if options.enable_hierarchical_cache else 0,
     )
     if options.max_total_tokens is not None:
         num_pages = max(options.max_total_tokens // options.page_size, 1)

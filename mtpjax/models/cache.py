@@ -6,6 +6,7 @@ garbage. A recurrent layer has a state instead. Between append and commit it hol
 committing applies the effects of the accepted ones.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import flax.struct
@@ -112,17 +113,25 @@ def put_rows(cache: Cache, new: Cache, rows: jax.Array) -> Cache:
     return cache.replace(layers=layers, length=put(cache.length, new.length))
 
 
-def clear_pages(cache: Cache, pages: jax.Array) -> Cache:
-    """Zeroes pages `[n]` of a cache in pages; ids outside the pool are dropped."""
+def pool_arrays(cache: Cache) -> list[jax.Array]:
+    """Returns the pools `[P, ..., size, H]` of a cache in pages, layer by layer."""
+    layers = zip(cache.kinds, cache.layers, strict=True)
+    return [pool for kind, entries in layers if _is_pool(cache, kind) for pool in jax.tree.leaves(entries)]
 
-    def clear(pool: jax.Array) -> jax.Array:
-        return pool.at[pages].set(0, mode="drop")
 
+def replace_pool_arrays(cache: Cache, pools: Iterable[jax.Array]) -> Cache:
+    """Replaces the pools of a cache by others, in the order of `pool_arrays`."""
+    rest = iter(pools)
     layers = tuple(
-        jax.tree.map(clear, entries) if _is_pool(cache, kind) else entries
+        jax.tree.map(lambda _: next(rest), entries) if _is_pool(cache, kind) else entries
         for kind, entries in zip(cache.kinds, cache.layers, strict=True)
     )
     return cache.replace(layers=layers)
+
+
+def clear_pages(cache: Cache, pages: jax.Array) -> Cache:
+    """Zeroes pages `[n]` of a cache in pages; ids outside the pool are dropped."""
+    return replace_pool_arrays(cache, [pool.at[pages].set(0, mode="drop") for pool in pool_arrays(cache)])
 
 
 def _is_pool(cache: Cache, kind: LayerKind) -> bool:

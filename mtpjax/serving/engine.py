@@ -19,6 +19,7 @@ import numpy as np
 from mtpjax.decoding.config import DecodeConfig, SamplingParams
 from mtpjax.models.model import MTPModel
 from mtpjax.serving.executor import Call, EngineSettings, Executor
+from mtpjax.serving.host_pages import HostPages
 from mtpjax.serving.page_pool import PagePool
 from mtpjax.serving.programs import Report
 from mtpjax.serving.request import (
@@ -243,7 +244,14 @@ class Engine:
                 # A recurrent layer keeps only its newest state, which pages do not hold.
                 shares_prefixes=settings.shares_prefixes and not executor.has_recurrent_layers,
             ),
-            [PagePool(executor.part_pages, settings.page_size) for _ in range(executor.num_parts)],
+            [
+                PagePool(
+                    executor.part_pages,
+                    settings.page_size,
+                    HostPages(settings.host_bytes) if settings.host_bytes else None,
+                )
+                for _ in range(executor.num_parts)
+            ],
         )
 
     # The engine's thread.
@@ -277,7 +285,10 @@ class Engine:
         self._end_late_requests()
         # 1. Dispatch this tick's calls. The device runs them in this order.
         plan = self._scheduler.plan()
-        calls = []
+        calls, leaving = [], []
+        for pool in self._scheduler.pools:
+            if pool.outgoing or pool.incoming:
+                leaving += [(pool.host, copies) for copies in self._executor.move_pages(pool)]
         if plan.admitted:
             self._executor.admit(plan.admitted)
             for sequence in plan.admitted:
@@ -296,6 +307,8 @@ class Engine:
         while len(self._in_flight) > bool(calls):
             for call in self._in_flight.popleft():
                 self._take_report(call)
+        for host, copies in leaving:
+            copies.arrive(host)
 
     def _take_report(self, call: Call) -> None:
         """Delivers the new tokens of a call, and ends the rows that are done."""

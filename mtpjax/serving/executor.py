@@ -29,7 +29,9 @@ from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.decoding.state import NewRows
 from mtpjax.models.model import MTPModel
 from mtpjax.models.pages import NO_PAGE
-from mtpjax.serving import programs
+from mtpjax.serving import host_pages, programs
+from mtpjax.serving.host_pages import Outgoing, copy_in, copy_out
+from mtpjax.serving.page_pool import PagePool
 from mtpjax.serving.programs import NO_START, Batch, Features, Report
 from mtpjax.serving.request import Request, Scores
 from mtpjax.serving.scheduler import Sequence, bucket, fractions_of, powers_of
@@ -56,6 +58,7 @@ class EngineSettings:
         max_queue_seconds: a request that waits longer ends with "timeout"; None: no limit.
         max_run_seconds: likewise for the time since its arrival.
         shares_prefixes: requests with the same beginning share pages.
+        host_bytes: memory of the host for pages of the prefix cache whose place is needed; 0: none. One device only.
     """
 
     num_slots: int = 8
@@ -70,6 +73,7 @@ class EngineSettings:
     max_queue_seconds: float | None = None
     max_run_seconds: float | None = None
     shares_prefixes: bool = True
+    host_bytes: int = 0
 
 
 @dataclasses.dataclass
@@ -126,6 +130,8 @@ class Executor:
         # The whole vocabulary and every option may be asked for, so the spec is that of sampled rows.
         model, params, drafter, spec, mesh = resolve_statics(params, model, config, settings.num_slots)
         self.model, self.params, self.drafter, self.mesh = model, params, drafter, mesh
+        if settings.host_bytes and mesh is not None and mesh.size > 1:
+            raise ValueError("pages in host memory need one device, not a mesh: set host_bytes to 0")
         self.num_parts = 1 if mesh is None else mesh.shape.get("data", 1)
         if settings.num_slots % self.num_parts:
             raise ValueError(f"num_slots must be a multiple of data = {self.num_parts}, got {settings.num_slots}")
@@ -261,6 +267,18 @@ class Executor:
         for begin in range(0, len(pages), NUM_CLEARED):
             self._run(self._clearing(part, pages[begin : begin + NUM_CLEARED]))
 
+    def move_pages(self, pool: PagePool) -> list[Outgoing]:
+        """Copies what leaves the pool towards the host, and then what comes back into its pages.
+
+        Returns:
+            The copies on their way out.
+        """
+        with self._on_device():
+            copies = copy_out(self.state, pool.outgoing)
+            self.state = copy_in(self.state, pool.incoming)
+        pool.outgoing, pool.incoming = [], []
+        return copies
+
     def score(self, tokens: list[int], num_top: int) -> Scores:
         """Computes the log-probabilities of a text; see `Scores`."""
         with self._on_device():
@@ -294,6 +312,9 @@ class Executor:
                 progress(number + 1, total)
         for work in works:
             self._run(work)
+        if self.settings.host_bytes:
+            with self._on_device():
+                self.state = host_pages.warm_up(self.state)
         for number, size in enumerate(sizes):
             self.score([0] * size, 1)
             progress(len(works) + number + 1, total)
@@ -381,7 +402,7 @@ class Executor:
 def _num_programs() -> int:
     """Returns the number of programs that this process has compiled for engines."""
     calls = (programs.admit, programs.prefill_chunk, programs.advance, programs.clear_pages, score)
-    return sum(call.num_programs for call in calls)
+    return sum(call.num_programs for call in calls) + host_pages.num_programs()
 
 
 def _cells(grid: list[list[Sequence | None]]) -> Iterator[tuple[int, int, Sequence]]:

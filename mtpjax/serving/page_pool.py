@@ -13,6 +13,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mtpjax.serving.host_pages import Entries, HostPages
+
 
 @dataclasses.dataclass
 class Lease:
@@ -37,15 +39,23 @@ class PagePool:
     Args:
         num_pages: P; ids are 0 .. P - 1.
         page_size: positions per page.
+        host: keeps the entries of known pages whose place is needed; None: they are forgotten.
+
+    Attributes:
+        outgoing: known pages, with the hash of their text, whose entries the caller must copy to `host` before it
+            writes to any page. The caller empties the list.
+        incoming: pages to which the caller must copy entries of the host before they are read. The caller empties it.
 
     Raises:
         ValueError: if one of them is below 1.
     """
 
-    def __init__(self, num_pages: int, page_size: int):
+    def __init__(self, num_pages: int, page_size: int, host: HostPages | None = None):
         if min(num_pages, page_size) < 1:
             raise ValueError(f"a pool needs pages and positions, got {num_pages} pages of {page_size}")
-        self.num_pages, self.page_size = num_pages, page_size
+        self.num_pages, self.page_size, self.host = num_pages, page_size, host
+        self.outgoing: list[tuple[bytes, int]] = []
+        self.incoming: list[tuple[int, Entries]] = []
         self._free = list(range(num_pages))[::-1]
         self._users = [0] * num_pages
         self._page_of: dict[bytes, int] = {}
@@ -75,22 +85,27 @@ class PagePool:
             The lease; None if the pool has too few pages, and then nothing changes.
         """
         # The last prompt token is always processed, because its output gives the first new token.
-        shared, digest, size = [], hashlib.sha256(salt).digest(), self.page_size
+        shared: list[int | None] = []  # None: the host has the page
+        digests, size = [hashlib.sha256(salt).digest()], self.page_size
         for begin in range(0, min(len(tokens) - 1, num_pages * size) // size * size, size):
-            next_digest = _extend_hash(digest, tokens[begin : begin + size])
-            page = self._page_of.get(next_digest)
-            if page is None:
+            digest = _extend_hash(digests[-1], tokens[begin : begin + size])
+            page = self._page_of.get(digest)
+            if page is None and (self.host is None or digest not in self.host):
                 break
             shared.append(page)
-            digest = next_digest
-        num_unused = sum(page in self._unused for page in shared)
-        if num_pages - len(shared) > self.num_available - num_unused:
+            digests.append(digest)
+        known = [page for page in shared if page is not None]
+        num_unused = sum(page in self._unused for page in known)
+        if num_pages - len(known) > self.num_available - num_unused:
             return None
-        for page in shared:
+        for page in known:
             self._unused.pop(page, None)
             self._users[page] += 1
-        pages = shared + [self._take() for _ in range(num_pages - len(shared))]
-        return Lease(pages, len(shared) * size, len(shared), digest)
+        pages = []
+        for page, digest in zip(shared, digests[1:], strict=True):
+            pages.append(self._bring_in(digest) if page is None else page)
+        pages += [self._take() for _ in range(num_pages - len(shared))]
+        return Lease(pages, len(shared) * size, len(shared), digests[-1])
 
     def extend(self, lease: Lease, num_pages: int) -> bool:
         """Adds pages to a lease.
@@ -158,10 +173,23 @@ class PagePool:
         Returns:
             How many they were.
         """
-        number = len(self._unused)
+        number, host = len(self._unused), self.host
+        self.host = None
         while self._unused:
             self._free.append(self._evict())
-        return number
+        self.host = host
+        return number + (0 if host is None else host.clear())
+
+    def _bring_in(self, digest: bytes) -> int:
+        """Takes a page for entries of the host."""
+        assert self.host is not None
+        # Before the page is taken: what leaves the pool for it may push these entries out of the host.
+        entries = self.host.take(digest)
+        assert entries is not None
+        page = self._take()
+        self._page_of[digest], self._hash_of[page] = page, digest
+        self.incoming.append((page, entries))
+        return page
 
     def _take(self) -> int:
         page = self._free.pop() if self._free else self._evict()
@@ -170,7 +198,10 @@ class PagePool:
 
     def _evict(self) -> int:
         page, _ = self._unused.popitem(last=False)
-        del self._page_of[self._hash_of.pop(page)]
+        digest = self._hash_of.pop(page)
+        del self._page_of[digest]
+        if self.host is not None:
+            self.outgoing.append((digest, page))
         return page
 
 

@@ -1,0 +1,160 @@
+"""Pages in host memory: where known pages of the pool go when their place is needed (SGLang's hierarchical cache).
+
+A page is known by the hash of its text (`page_pool`). Its entries are copied to the host before the page is given to
+another request, and back when a prompt begins with that text again. The bits do not change.
+"""
+
+import collections
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mtpjax.decoding.gpu_graph import one_graph
+from mtpjax.decoding.state import DecodeState
+from mtpjax.models.cache import Cache, pool_arrays, replace_pool_arrays
+
+NUM_PER_CALL = 16  # pages per copy; one program each for out and in
+Entries = list[np.ndarray]  # of one page: [..., size, H] per pool array of the state
+
+
+class HostPages:
+    """Entries of pages in host memory, the least recently used dropped first.
+
+    Args:
+        max_bytes: most bytes to keep.
+
+    Attributes:
+        num_bytes: bytes kept.
+    """
+
+    def __init__(self, max_bytes: int):
+        self.max_bytes, self.num_bytes = max_bytes, 0
+        self._pages: collections.OrderedDict[bytes, Entries] = collections.OrderedDict()
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._pages
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def put(self, digest: bytes, entries: Entries) -> None:
+        """Keeps a page's entries."""
+        self.take(digest)
+        self._pages[digest] = entries
+        self.num_bytes += sum(array.nbytes for array in entries)
+        while self.num_bytes > self.max_bytes:
+            self.take(next(iter(self._pages)))
+
+    def take(self, digest: bytes) -> Entries | None:
+        """Returns a page's entries, and keeps them no longer: the pool has them then."""
+        entries = self._pages.pop(digest, None)
+        self.num_bytes -= sum(array.nbytes for array in entries or ())
+        return entries
+
+    def clear(self) -> int:
+        """Drops all pages; returns how many they were."""
+        number = len(self._pages)
+        self._pages.clear()
+        self.num_bytes = 0
+        return number
+
+
+@dataclasses.dataclass
+class Outgoing:
+    """Pages on their way to the host.
+
+    Attributes:
+        digests: hashes of their texts.
+        arrays: copies of their entries on the device, `[NUM_PER_CALL, ..., size, H]` per pool array.
+    """
+
+    digests: list[bytes]
+    arrays: list[jax.Array]
+
+    def arrive(self, host: HostPages) -> None:
+        """Waits for the copies, and gives them to the host."""
+        arrays = [np.asarray(array) for array in self.arrays]
+        for place, digest in enumerate(self.digests):
+            host.put(digest, [array[place].copy() for array in arrays])
+
+
+def copy_out(state: DecodeState, pages: list[tuple[bytes, int]]) -> list[Outgoing]:
+    """Copies pages towards the host, without waiting.
+
+    Args:
+        state: a state with a pool, on one device.
+        pages: hash and page.
+
+    Returns:
+        The copies.
+    """
+    copies = []
+    for begin in range(0, len(pages), NUM_PER_CALL):
+        some = pages[begin : begin + NUM_PER_CALL]
+        arrays = _read(state, _padded([page for _, page in some]))
+        for array in arrays:
+            array.copy_to_host_async()
+        copies.append(Outgoing([digest for digest, _ in some], arrays))
+    return copies
+
+
+def copy_in(state: DecodeState, pages: list[tuple[int, Entries]]) -> DecodeState:
+    """Writes entries from the host into pages.
+
+    Args:
+        state: a state with a pool, on one device; donated.
+        pages: page and entries.
+
+    Returns:
+        The new state.
+    """
+    for begin in range(0, len(pages), NUM_PER_CALL):
+        some = pages[begin : begin + NUM_PER_CALL]
+        # Padding repeats the first entries; its page does not exist.
+        entries = [entries for _, entries in some] + [some[0][1]] * (NUM_PER_CALL - len(some))
+        arrays = [np.stack(of_pages) for of_pages in zip(*entries, strict=True)]
+        state = _write(state, _padded([page for page, _ in some]), arrays)
+    return state
+
+
+def warm_up(state: DecodeState) -> DecodeState:
+    """Compiles both copies; no page changes."""
+    arrays = jax.device_get(_read(state, _padded([])))
+    return _write(state, _padded([]), arrays)
+
+
+def num_programs() -> int:
+    """Returns the number of programs that copies have compiled in this process."""
+    return _read.num_programs + _write.num_programs
+
+
+def _padded(pages: list[int]) -> np.ndarray:
+    """Returns page ids `[NUM_PER_CALL]` int32; an id outside the pool pads."""
+    return np.array([*pages, *[np.iinfo(np.int32).max] * (NUM_PER_CALL - len(pages))], np.int32)
+
+
+def _is_cache(node: Any) -> bool:
+    return isinstance(node, Cache)
+
+
+@one_graph()
+def _read(state: DecodeState, pages: jax.Array) -> list[jax.Array]:
+    """Copies pages `[n]` of every pool array: `[n, ..., size, H]` each."""
+    caches = [node for node in jax.tree.leaves(state, is_leaf=_is_cache) if _is_cache(node)]
+    return [jnp.take(pool, pages, axis=0, mode="clip") for cache in caches for pool in pool_arrays(cache)]
+
+
+@one_graph(donate_argnames=("state",))
+def _write(state: DecodeState, pages: jax.Array, entries: list[jax.Array]) -> DecodeState:
+    """Writes pages `[n]` of every pool array; ids outside the pool are dropped."""
+    rest = iter(entries)
+
+    def write(node: Any) -> Any:
+        if not _is_cache(node):
+            return node
+        return replace_pool_arrays(node, [pool.at[pages].set(next(rest), mode="drop") for pool in pool_arrays(node)])
+
+    return jax.tree.map(write, state, is_leaf=_is_cache)
