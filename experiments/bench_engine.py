@@ -2,10 +2,12 @@
 
     python -m experiments.bench_engine [--quick] [--output FILE]
 
-Rounds (counted, not timed). Requests whose output lengths have a long tail are submitted before the engine starts, so
-the schedule is the same in every run. The engine's rounds are its decoding calls. A static batch of 8 takes as many
-rounds as its longest request, and a request takes the same rounds in both (`experiments.check_engine`). The occupancy
-is the share of row-rounds, slots x rounds, that advanced a request, over the rounds during which others waited.
+Rounds (counted, not timed). The output lengths of a load have a long tail. All of its requests are in the queue before
+the first tick, so the schedule is the same in every run. The engine's rounds are its decoding calls. A static batch of
+8 takes as many rounds as its longest request, and a request takes the same rounds in both
+(`experiments.check_engine`). The occupancy is the share of row-rounds, slots x rounds, that advanced a request, over
+the rounds during which others waited. Ratio and occupancy are those of several loads together; the larger model takes
+one load.
 
 Host time. The engine dispatches a call before it reads the report of the one before, so the host works while the
 device runs. Hidden host time costs nothing; the device waits only if it has finished a call before the next one is
@@ -57,14 +59,14 @@ MODELS = {
     "tiny": ({}, 1.0),
     "larger": (
         {
-            "hidden_size": 512,
-            "intermediate_size": 1536,
+            "hidden_size": 768,
+            "intermediate_size": 2304,
             "num_hidden_layers": 4,
             "num_attention_heads": 8,
             "num_key_value_heads": 4,
             "vocab_size": 2048,
         },
-        2.4,
+        3.0,
     ),
 }
 GOALS = {"rounds": 0.65, "occupancy": 0.92, "host": 0.05, "single": 1.15}
@@ -182,17 +184,31 @@ def run_load(engine: Engine, requests: Sequence[Request]) -> list[Finish]:
     return load.wait()
 
 
-def measure_rounds(engine: Engine, requests: Sequence[Request]) -> dict:
-    """Counts the rounds of an engine that has not started, and of static batches. Starts the engine."""
-    load = Load(engine)
-    for request in requests:
-        load.submit(request)
+def measure_rounds(engine: Engine, loads: Sequence[Sequence[Request]]) -> dict:
+    """Counts the rounds of the engine and of static batches; see the head of the file."""
+    found = [count_rounds(engine, requests) for requests in loads]
+    total = {name: sum(each[name] for each in found) for name in found[0]}
+    return {
+        **total,
+        "ratio": total["engine_rounds"] / total["static_rounds"],
+        "ratio_per_load": [each["engine_rounds"] / each["static_rounds"] for each in found],
+        "occupancy": total["waited_used"] / (NUM_SLOTS * total["waited_rounds"]),
+    }
+
+
+def count_rounds(engine: Engine, requests: Sequence[Request]) -> dict[str, int]:
+    """Counts the rounds of one load."""
+    is_submitted = threading.Event()
+    engine._post(is_submitted.wait)  # keeps the engine's thread from its next tick
     with Trace(engine) as trace:
-        engine.start()
+        load = Load(engine)
+        for request in requests:
+            load.submit(request)
+        is_submitted.set()
         ends = load.wait()
     # 1. A row-round counts if it raised the passes of its request. The rounds behind its end, which were dispatched
     #    before the report of the end was read, do not.
-    rounds = waited_rounds = used = waited_used = 0
+    rounds = used = waited_rounds = waited_used = 0
     passes: dict[int, int] = {}
     for traced in trace.calls:
         if traced.call.is_prefill:
@@ -215,10 +231,9 @@ def measure_rounds(engine: Engine, requests: Sequence[Request]) -> dict:
         "new_tokens": sum(end.num_new_tokens for end in ends),
         "engine_rounds": rounds,
         "static_rounds": static,
-        "ratio": rounds / static,
-        "fewest_rounds": -(-used // NUM_SLOTS),
-        "rounds_while_waiting": waited_rounds,
-        "occupancy": waited_used / (NUM_SLOTS * waited_rounds),
+        "row_rounds": used,
+        "waited_rounds": waited_rounds,
+        "waited_used": waited_used,
     }
 
 
@@ -368,20 +383,23 @@ def make_model(name: str) -> tuple[MTPModel, dict]:
     return model, jax.tree_util.tree_map_with_path(scale, constructed_params(model, "grouped", "mixed"))
 
 
-def measure_model(name: str, *, requests: int, turns: int, counts: Sequence[int], show: Callable) -> dict:
+def measure_model(
+    name: str, *, num_loads: int, requests: int, turns: int, counts: Sequence[int], show: Callable
+) -> dict:
     """Runs all parts on one model."""
     rng = np.random.default_rng(0)
     model, params = make_model(name)
     sizes = (1, NUM_SLOTS)  # of batches that programs are compiled for
     many, one = make_engine(params, model, NUM_SLOTS, sizes), make_engine(params, model, 1)
+    for engine in (many, one):
+        engine.start()
     # Output lengths with a long tail: most are short, and a few fill the context.
-    lengths = np.clip(rng.lognormal(np.log(40), 0.9, requests), 4, MAX_LENGTH - PROMPT_TOKENS - 1).astype(int)
-    found: dict = {"model": name}
-    found["rounds"] = measure_rounds(many, make_requests(rng, lengths, model.config.vocab_size))
+    lengths = np.clip(rng.lognormal(np.log(40), 0.9, (num_loads, requests)), 4, MAX_LENGTH - PROMPT_TOKENS - 1)
+    loads = [make_requests(rng, row, model.config.vocab_size) for row in lengths]
+    found: dict = {"model": name, "rounds": measure_rounds(many, loads)}
     show(name, "rounds", found["rounds"])
     found["host"] = measure_host(many, rng)
     show(name, "host", found["host"])
-    one.start()
     engines = {f"{NUM_SLOTS} slots": many, "1 slot": one}
     config = DecodeConfig(num_steps=NUM_STEPS, max_length=MAX_LENGTH)
     found["single"] = measure_single(engines, params, model, config, rng, turns)
@@ -424,15 +442,16 @@ def print_table(console: Console, models: Sequence[dict]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=48, help="of the ragged load (default: %(default)s)")
+    parser.add_argument("--loads", type=int, default=5, help="loads with a long tail (default: %(default)s)")
+    parser.add_argument("--requests", type=int, default=48, help="per load (default: %(default)s)")
     parser.add_argument("--turns", type=int, default=20, help="measurements of each time (default: %(default)s)")
     parser.add_argument("--model", choices=list(MODELS), nargs="+", default=list(MODELS), help="only these")
     parser.add_argument("--quick", action="store_true", help="the tiny model and few turns, to see that it runs")
     parser.add_argument("--output", type=pathlib.Path, default=None, help="JSON file to write")
     options = parser.parse_args(argv)
-    names, requests, turns, counts = options.model, options.requests, options.turns, (1, 4, 16)
+    names, num_loads, turns, counts = options.model, options.loads, options.turns, (1, 4, 16)
     if options.quick:
-        names, turns, counts = ["tiny"], 2, (1, NUM_SLOTS)
+        names, num_loads, turns, counts = ["tiny"], 1, 2, (1, NUM_SLOTS)
     console = Console(highlight=False)
     about = {
         "date": datetime.date.today().isoformat(),
@@ -446,7 +465,9 @@ def main(argv: list[str] | None = None) -> int:
         console.print(f"{name}, {part}: {json.dumps(figures)}", soft_wrap=True)
 
     for name in names:
-        found = measure_model(name, requests=requests, turns=turns, counts=counts, show=show)
+        found = measure_model(
+            name, num_loads=num_loads, requests=options.requests, turns=turns, counts=counts, show=show
+        )
         models.append(found)
         if options.output is not None:
             write_text(options.output, json.dumps({**about, "models": models}, indent=1) + "\n")
