@@ -199,7 +199,11 @@ def measure_rounds(engine: Engine, loads: Sequence[Sequence[Request]]) -> dict:
 def count_rounds(engine: Engine, requests: Sequence[Request]) -> dict[str, int]:
     """Counts the rounds of one load."""
     is_submitted = threading.Event()
-    engine._post(is_submitted.wait)  # keeps the engine's thread from its next tick
+
+    def hold() -> None:
+        is_submitted.wait()
+
+    engine._post(hold)  # keeps the engine's thread from its next tick
     with Trace(engine) as trace:
         load = Load(engine)
         for request in requests:

@@ -25,6 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -51,18 +52,18 @@ TIMEOUT = 600  # seconds for all requests of a family
 NEW_TOKENS = (1, 2, 9, 30, 60)
 # Each choice has a sequence of several tokens, so that calls of the twin share a compiled program. The first never
 # ends a text in practice.
-STOPS = (
+STOPS: tuple[dict[str, Any], ...] = (
     {"stop_sequences": ((1, 2, 3, 4, 5, 6, 7, 8),)},
     {"stop_sequences": ((7, 7), (33,)), "stop_token_ids": (5,)},
 )
-GREEDY = (
+GREEDY: tuple[dict[str, Any], ...] = (
     {},
     {"repetition_penalty": 1.3},
     {"presence_penalty": 0.7, "frequency_penalty": 0.4},
     {"logit_bias": {7: 2.0, 9: -3.0}},
     {"banned_tokens": (3, 4, 5), "min_new_tokens": 6},
 )
-SAMPLED = (
+SAMPLED: tuple[dict[str, Any], ...] = (
     {"temperature": 0.8},
     {"temperature": 0.7, "top_k": 9, "frequency_penalty": 0.5},
     {"temperature": 1.1, "top_p": 0.8, "min_p": 0.02},
@@ -99,7 +100,7 @@ class Family:
 
     name: str
     attention: str
-    draft: dict
+    draft: dict[str, Any]
     num_mtp_modules: int = 1
     disable_drafts_at: int | None = None
     is_quick: bool = False
@@ -230,7 +231,7 @@ def run_alone(
         groups[key].append(number)
     expected: dict[int, Expected] = {}
     for (is_plain, speculative, max_new_tokens, stop_sequences, stop_token_ids), numbers in groups.items():
-        plain = {} if speculative else {"num_steps": 0, "topk": 1, "num_draft_tokens": None}
+        plain: dict[str, Any] = {} if speculative else {"num_steps": 0, "topk": 1, "num_draft_tokens": None}
         plain |= {} if speculative or is_greedy else {"acceptance": "auto"}
         call_config = dataclasses.replace(
             config,
