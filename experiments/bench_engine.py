@@ -6,8 +6,7 @@ Rounds (counted, not timed). The output lengths of a load have a long tail. All 
 the first tick, so the schedule is the same in every run. The engine's rounds are its decoding calls. A static batch of
 8 takes as many rounds as its longest request, and a request takes the same rounds in both
 (`experiments.check_engine`). The occupancy is the share of row-rounds, slots x rounds, that advanced a request, over
-the rounds during which others waited. Ratio and occupancy are those of several loads together; the larger model takes
-one load.
+the rounds during which others waited. Ratio and occupancy are those of several loads together.
 
 Host time. The engine dispatches a call before it reads the report of the one before, so the host works while the
 device runs. Hidden host time costs nothing; the device waits only if it has finished a call before the next one is

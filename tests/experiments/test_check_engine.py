@@ -6,18 +6,16 @@ import json
 import pytest
 
 from experiments import check_engine
-from mtpjax.serving.request import Finish, Request
+from mtpjax.serving.request import Finish, FinishReason, Request
 
 REQUEST = Request(prompt=(1,), max_new_tokens=3, logprobs=True)
 EXPECTED = check_engine.Expected([4, 5, 6], [-1.0, -2.0, -3.0], "length", 1, (1, 0))
-FAMILIES = [
-    pytest.param(family.name, marks=[pytest.mark.slow] * (family.name != "grouped chain"))
-    for family in check_engine.FAMILIES
-    if family.is_quick or family.name == "grouped chain"
-]
+FAMILIES = [family.name for family in check_engine.FAMILIES if family.is_quick]
 
 
-def received(tokens=(4, 5, 6), logprobs=(-1.0, -2.0, -3.0), reason="length", num_steps=1, accepted=(1, 0)):
+def received(
+    tokens=(4, 5, 6), logprobs=(-1.0, -2.0, -3.0), reason: FinishReason = "length", num_steps=1, accepted=(1, 0)
+):
     receiver = check_engine.Receiver()
     receiver.tokens, receiver.logprobs = list(tokens), list(logprobs)
     receiver.finish = Finish(reason, 1, num_new_tokens=len(tokens), num_steps=num_steps, accepted=accepted)
@@ -51,6 +49,7 @@ def test_each_kind_of_difference_is_found(changes, message):
     assert message in difference(**changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_request_differs(family, tmp_path):
     output = tmp_path / "check.json"
