@@ -194,8 +194,8 @@ class Executor:
         )
         if self.spec.rule == "greedy" and temperatures(request.sampling, 1).any():
             raise ValueError(
-                f"acceptance 'greedy' supports only temperature 0, got {request.sampling.temperature}; start the engine "
-                "with 'auto' or an exact sampling rule"
+                f"acceptance 'greedy' supports only temperature 0, got {request.sampling.temperature}; "
+                "start the engine with 'auto' or an exact sampling rule"
             )
         prompt = np.asarray(request.prompt)
         limit = check_request([prompt], self.model, config, self.drafter)
