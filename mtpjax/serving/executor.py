@@ -26,6 +26,7 @@ from mtpjax.decoding.requests import (
 )
 from mtpjax.decoding.resumable import fit_stops, resolve_statics
 from mtpjax.decoding.sampling import SamplingFeatures
+from mtpjax.decoding.sampling_params import temperatures
 from mtpjax.decoding.state import NewRows
 from mtpjax.models.model import MTPModel
 from mtpjax.models.pages import NO_PAGE
@@ -213,6 +214,11 @@ class Executor:
             stop_sequences=request.stop_sequences,
             max_length=self.max_length,
         )
+        if self.spec.rule == "greedy" and temperatures(request.sampling, 1).any():
+            raise ValueError(
+                f"acceptance 'greedy' supports only temperature 0, got {request.sampling.temperature}; "
+                "start the engine with 'auto' or an exact sampling rule"
+            )
         prompt = np.asarray(request.prompt)
         limit = check_request([prompt], self.model, config, self.drafter)
         rows = make_new_rows(

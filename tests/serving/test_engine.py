@@ -170,6 +170,13 @@ def test_depth_by_load_needs_a_rule_whose_text_does_not_depend_on_it(small):
         Engine(params, model=model, config=CONFIG, settings=settings)
 
 
+def test_an_engine_of_the_greedy_rule_refuses_a_temperature(small):
+    model, params = small("grouped")
+    engine = Engine(params, model=model, config=dataclasses.replace(CONFIG, acceptance="greedy"), settings=ONE_SIZE)
+    with pytest.raises(ValueError, match=r"acceptance 'greedy' supports only temperature 0, got 0\.5"):
+        engine.submit(Request(prompt=(1,), max_new_tokens=1, sampling=SamplingParams(temperature=0.5, seed=1)), print)
+
+
 def test_an_aborted_request_gives_back_its_slot_and_pages(engines):
     engine, model, params = engines()
     client = Client(engine)
