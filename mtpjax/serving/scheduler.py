@@ -250,7 +250,9 @@ class Scheduler:
         # The newest token of a text is pending: the trunk has not processed it.
         num_to_prefill = len(sequence.text) - is_resumed
         text = sequence.text[:num_to_prefill]
-        salt = sequence.request.salt if self.settings.shares_prefixes else f"{sequence.id}".encode()
+        # Without sharing, a preempted request must not find its own pages either: its recurrent state is lost.
+        own_salt = f"{sequence.id} {self.num_preempted}".encode()
+        salt = sequence.request.salt if self.settings.shares_prefixes else own_salt
         lease = self.pools[part].acquire(text, self._num_pages(len(text) + 1, sequence.limit), salt=salt)
         if lease is None:
             return False
