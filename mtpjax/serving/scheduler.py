@@ -246,6 +246,7 @@ class Scheduler:
         is_resumed = sequence.num_new > 0
         # The newest token of a text is pending: the trunk has not processed it.
         num_to_prefill = len(sequence.text) - is_resumed
+        # Without sharing, a preempted request must not find its own pages either: its recurrent state is lost.
         known_text = sequence.text[:num_to_prefill] if self.settings.shares_prefixes else []
         num_pages = self._num_pages(num_to_prefill + 1, sequence.limit)
         lease = self.pools[part].acquire(known_text, num_pages, salt=sequence.request.salt)
