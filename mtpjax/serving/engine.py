@@ -338,8 +338,6 @@ class Engine:
         tokens = report.tokens[row, new].tolist()
         if tokens:
             sequence.text += tokens
-            if sequence.matcher is not None:
-                sequence.matcher.consume(tokens)
             self._totals["new_tokens"] += len(tokens)
             sequence.times.deliveries.append((time.monotonic(), len(tokens)))
             logprobs = report.logprobs[row, new].tolist() if sequence.request.logprobs else None
@@ -353,6 +351,11 @@ class Engine:
             self._end(sequence, "error", f"request {sequence.id} failed: the model computed NaN")
         elif report.done[row]:
             self._end(sequence, "stop" if report.stopped[row] else "length")
+        elif sequence.matcher is not None:
+            try:
+                sequence.matcher.consume(tokens)
+            except GrammarError as error:
+                self._end(sequence, "invalid", str(error))
 
     def _end(self, sequence: Sequence, reason: FinishReason, message: str = "") -> None:
         part, has_failed = sequence.part, reason == "error"

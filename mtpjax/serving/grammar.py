@@ -40,8 +40,13 @@ class Matcher:
         self._matcher = matcher
 
     def consume(self, tokens: Sequence[int]) -> None:
-        """Takes new tokens of the text. Those behind the end of the grammar are ignored."""
-        self._matcher.try_consume_tokens(list(tokens))
+        """Takes new tokens of the text.
+
+        Raises:
+            GrammarError: the grammar forbids one of them, or exceeds a limit. The matcher is unusable then.
+        """
+        if self._matcher.try_consume_tokens(list(tokens)) < len(tokens):
+            raise GrammarError("the grammar failed: it forbids a token that its mask allowed")
 
     def fill_masks(self, masks: np.ndarray, tokens: Sequence[int], parents: Sequence[int] | None = None) -> None:
         """Computes which tokens may follow each node of a draft.

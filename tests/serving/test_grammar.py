@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 pytest.importorskip("llguidance")
+import tokenizers
 
 from mtpjax import DecodeConfig, SamplingParams, compat, forward, shard_for_decoding
-from mtpjax.data.tokenizer import ByteTokenizer
+from mtpjax.data.tokenizer import ByteTokenizer, load_tokenizer
 from mtpjax.decoding.sampling import SamplingArrays, SamplingFeatures, distribution, draw_target
 from mtpjax.serving import programs
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.executor import EngineSettings
 from mtpjax.serving.grammar import MAX_GRAMMAR_BYTES, GrammarError, Grammars, Matcher, num_words
 from mtpjax.serving.request import Finish, Request
-from tests.helpers import chatml
 from tests.helpers.engine_client import Client, check_idle
 
 CONFIG = DecodeConfig(num_steps=2, prefill_chunk=8)
@@ -139,9 +139,9 @@ def plain_text(params, model, request):
         logits = np.where(allowed_tokens(matcher, text[-1]), logits, -np.inf)[None, None]
         token = int(draw_target(distribution(logits, sampling), sampling, np.array([[len(text)]]))[0, 0])
         text.append(token)
-        matcher.consume([token])
         if token in request.stop_token_ids:
             break
+        matcher.consume([token])
     return text[len(request.prompt) :]
 
 
@@ -188,7 +188,7 @@ def test_rules_that_compare_p_with_q_give_valid_texts_and_exact_greedy_ones(engi
 
 def test_ratio_rules_draw_from_the_masked_distribution(engines):
     engine, model, params = engines()
-    grammar, num_texts = GRAMMARS.compile("regex", "[a-c]{3}"), 1200
+    grammar, num_texts = GRAMMARS.compile("regex", "[a-c]{3}"), 1000
     sampling = [SamplingParams(temperature=2.0, seed=seed) for seed in range(num_texts)]
     results = Client(engine).run([request_of(grammar, sampling=each) for each in sampling])
     counts = {text: 0 for text in itertools.product(b"abc", repeat=3)}
@@ -436,7 +436,15 @@ def test_only_the_end_token_follows_a_complete_text():
 
 
 def test_a_tokenizer_of_merged_tokens_and_several_end_tokens(tmp_path):
-    tokenizer = chatml.save_tokenizer(tmp_path, ends=("<|im_end|>", "<|end|>"), merges=(("a", "b"),))
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocab = {piece: index for index, piece in enumerate([*alphabet, "ab"])}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[("a", "b")]))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.add_special_tokens(["<eos>", "<end>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text('{"eos_token_id": [257, 258]}')
+    tokenizer = load_tokenizer(tmp_path, 300)
     grammars = Grammars(tokenizer, 300)
     merged = tokenizer.encode("ab")
     assert len(merged) == 1
@@ -445,4 +453,4 @@ def test_a_tokenizer_of_merged_tokens_and_several_end_tokens(tmp_path):
     allowed = [np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist() for row in masks]
     # llguidance allows only the encoder's own tokens of a text that has no alternative.
     assert allowed[0] == tokenizer.encode("x") and set(merged) <= set(allowed[1]) <= {*merged, *tokenizer.encode("a")}
-    assert allowed[2] == sorted(tokenizer.eos_token_ids)
+    assert allowed[2] == [257, 258] == sorted(tokenizer.eos_token_ids)
