@@ -279,7 +279,7 @@ class Executor:
         """Processes a chunk of each row's prompt, from the given position on."""
         starts = {sequence.id: start for sequence, start in prefills}
         grid = self._grid([sequence for sequence, _ in prefills], self.prefill_sizes)
-        is_constrained = any(sequence.matcher is not None for sequence, _ in prefills)
+        is_constrained = any(sequence.request.grammar is not None for sequence, _ in prefills)
         batch = self._batch(grid, is_constrained=is_constrained)
         allowed = self.all_allowed(batch.slots.shape) if is_constrained else None
         start = np.full(batch.slots.shape, NO_START, np.int32)
@@ -288,8 +288,8 @@ class Executor:
             start[part, column] = starts[sequence.id]
             if sequence.is_resumed:
                 first_token[part, column] = sequence.text[-1]
-            elif allowed is not None and sequence.matcher is not None:
-                sequence.matcher.fill_masks(allowed[part, column, None], sequence.text[-1:])
+            elif allowed is not None and sequence.request.grammar is not None:
+                allowed[part, column] = sequence.request.grammar.first_mask
         report = self._run(self._prefill(batch, start, first_token, allowed))
         return Call(list(itertools.chain(*grid)), report, is_prefill=True)
 

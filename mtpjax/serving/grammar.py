@@ -81,10 +81,20 @@ class Grammar:
 
     Args:
         matcher: llguidance's matcher; it stays at the beginning.
+        vocab_size: V of the model.
+
+    Raises:
+        GrammarError: no text can begin.
+
+    Attributes:
+        first_mask: `[ceil(V/32)]` int32 tokens that may begin a text, as in `Matcher.fill_masks`.
     """
 
-    def __init__(self, matcher: Any):
+    def __init__(self, matcher: Any, vocab_size: int):
         self._matcher = matcher
+        masks = np.zeros((1, num_words(vocab_size)), np.int32)
+        self.start().fill_masks(masks, [0])
+        self.first_mask = masks[0]
 
     def start(self) -> Matcher:
         """Returns a matcher for a new text."""
@@ -144,10 +154,7 @@ class Grammars:
         matcher = LLMatcher(self._tokenizer, compiled, log_level=0, limits=LLParserLimits(**_LIMITS))
         if matcher.is_error():
             raise GrammarError(f"the grammar does not compile: {_one_line(matcher.get_error())}")
-        # Some faults show only when the first mask is computed, such as a schema that is its own definition.
-        grammar = Grammar(matcher)
-        grammar.start().fill_masks(np.zeros((1, num_words(self._vocab_size)), np.int32), [0])
-        return grammar
+        return Grammar(matcher, self._vocab_size)
 
 
 def num_words(vocab_size: int) -> int:
