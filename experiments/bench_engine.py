@@ -371,7 +371,7 @@ def measure_throughput(engine: Engine, rng: np.random.Generator, counts: Sequenc
 def make_engine(params: dict, model: MTPModel, num_slots: int, batch_sizes: tuple[int, ...] | None = None) -> Engine:
     """Makes an engine that has not started."""
     settings = EngineSettings(
-        num_slots=num_slots, max_length=MAX_LENGTH, batch_sizes=batch_sizes, prefill_rows=2, shares_prefixes=False
+        num_slots=num_slots, max_length=MAX_LENGTH, batch_sizes=batch_sizes, prefill_tokens=32, shares_prefixes=False
     )
     return Engine(params, model=model, config=DecodeConfig(num_steps=NUM_STEPS, prefill_chunk=16), settings=settings)
 
@@ -396,6 +396,7 @@ def measure_model(
     sizes = (1, NUM_SLOTS)  # of batches that programs are compiled for
     many, one = make_engine(params, model, NUM_SLOTS, sizes), make_engine(params, model, 1)
     for engine in (many, one):
+        engine.warm_up()
         engine.start()
     # Output lengths with a long tail: most are short, and a few fill the context.
     lengths = np.clip(rng.lognormal(np.log(40), 0.9, (num_loads, requests)), 4, MAX_LENGTH - PROMPT_TOKENS - 1)

@@ -313,6 +313,7 @@ def check_family(family: Family, num_requests: int, seed: int, settings: EngineS
     # 1. In company.
     settings = dataclasses.replace(settings, disable_drafts_at=family.disable_drafts_at)
     engine = Engine(params, model=model, config=config, settings=settings)
+    engine.warm_up()
     engine.start()
     receivers = run_requests(engine, requests, seed)
     status = engine.status()
@@ -353,7 +354,7 @@ def main(argv: list[str] | None = None) -> int:
     console = Console(highlight=False)
     num_requests, families = options.requests, FAMILIES
     settings = EngineSettings(
-        num_slots=6, max_length=MAX_LENGTH, page_size=8, num_pages=NUM_PAGES, batch_sizes=(2, 6), prefill_rows=2
+        num_slots=6, max_length=MAX_LENGTH, page_size=8, num_pages=NUM_PAGES, batch_sizes=(2, 6), prefill_tokens=16
     )
     if options.quick:
         num_requests, families = min(num_requests, 60), tuple(family for family in FAMILIES if family.is_quick)

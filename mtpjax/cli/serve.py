@@ -53,6 +53,13 @@ def _add_server_flags(parser) -> None:
         "which other users of the machine cannot see)",
     )
     parser.add_argument("--chat-template", default=None, help="file of a Jinja chat template (default: the model's)")
+    parser.add_argument(
+        "--grammar-backend",
+        default=None,
+        choices=("llguidance", "none"),
+        help="compiler of requests' JSON schemas and regular expressions (default: llguidance, if it is installed "
+        "and knows the tokenizer)",
+    )
     parser.add_argument("--enable-metrics", action="store_true", help="answer /metrics, for Prometheus")
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     parser.add_argument("--watchdog-timeout", type=float, default=300.0, help="seconds after which a call is hung")
@@ -232,6 +239,18 @@ def run_serve(options) -> int:
         return _serve_on(mesh, options)
 
 
+def _load_grammars(backend: str | None, tokenizer, vocab_size: int):
+    """Returns what compiles the grammars of requests; None if there is nothing, and nobody asked for it."""
+    from mtpjax.serving.grammar import Grammars
+
+    try:
+        return None if backend == "none" else Grammars(tokenizer, vocab_size)
+    except (ImportError, ValueError) as error:
+        if backend is None:
+            return None
+        raise UsageError(f"--grammar-backend {backend}: {error}") from error
+
+
 def _serve_on(mesh, options) -> int:
     import logging
 
@@ -265,6 +284,7 @@ def _serve_on(mesh, options) -> int:
         max_run_seconds=options.max_run_seconds,
         shares_prefixes=not options.disable_radix_cache,
         host_bytes=int(options.hicache_size * 1e9) if options.enable_hierarchical_cache else 0,
+        grammars=_load_grammars(options.grammar_backend, tokenizer, model.config.vocab_size),
     )
     if options.max_total_tokens is not None:
         num_pages = max(options.max_total_tokens // options.page_size, 1)
@@ -297,6 +317,7 @@ def _serve_on(mesh, options) -> int:
             "acceptance": str(config.acceptance),
             "max_running_requests": settings.num_slots,
             "page_size": settings.page_size,
+            "grammar_backend": "none" if settings.grammars is None else "llguidance",
         },
     )
     start = running_engine(params, model=model, config=config, settings=settings, server=server, model_name=name)

@@ -268,6 +268,10 @@ class HuggingFaceTokenizer:
         (folder / "tokenizer_config.json").write_text(json.dumps(self._settings | {"chat_template": self._template}))
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(self.eos_token_ids)}))
 
+    def to_json(self) -> str:
+        """Returns the content of a `tokenizer.json`, without padding and truncation."""
+        return self._tokenizer.to_str()
+
     def _special_tokens(self) -> dict[str, str | None]:
         """Returns the special tokens that a template may name, as text."""
         names = ("bos_token", "eos_token", "pad_token", "unk_token")

@@ -10,7 +10,12 @@ from mtpjax.models.vocabulary import Vocabulary
 
 
 def adjust_logits(
-    logits: jax.Array, state: DecodeState, path: PathTokens | None, num_new: jax.Array, model: MTPModel
+    logits: jax.Array,
+    state: DecodeState,
+    path: PathTokens | None,
+    num_new: jax.Array,
+    model: MTPModel,
+    allowed: jax.Array | None = None,
 ) -> jax.Array:
     """Applies `mtpjax.decoding.sampling.apply_penalties_and_bias` with the state's parameters, history and stop tokens.
 
@@ -22,6 +27,8 @@ def adjust_logits(
         path: drafted tokens up to each node, that node included; None: none.
         num_new: `[B, T]` int32 new tokens up to each node.
         model: the model, for its vocabulary size.
+        allowed: `[B, T, ceil(V/32)]` int32 tokens that may follow each node, a bit per token, the lowest bit first;
+            None: all.
 
     Returns:
         `[B, T, own V]` float32.
@@ -30,7 +37,7 @@ def adjust_logits(
     # right-aligned, so a single stop token has -1 in every column but the last.
     stops = state.settings.stops
     is_single = (stops[:, :, :-1] == -1).all(axis=2)
-    return apply_penalties_and_bias(
+    adjusted = apply_penalties_and_bias(
         logits,
         state.settings.sampling,
         state.history,
@@ -40,3 +47,13 @@ def adjust_logits(
         num_tokens=model.config.num_tokens or model.config.vocab_size,
         vocabulary=Vocabulary.of(model.config.vocab_size),
     )
+    if allowed is None:
+        return adjusted
+    return jnp.where(_unpack_bits(allowed, model.config.vocab_size), adjusted, -jnp.inf)
+
+
+def _unpack_bits(words: jax.Array, vocab_size: int) -> jax.Array:
+    """Unpacks `[B, T, ceil(V/32)]` int32 to `[B, T, own V]` bool."""
+    bits = (words[..., None] >> jnp.arange(32)[None, None, None]) & 1
+    bits = bits.reshape(*words.shape[:-1], -1)[..., :vocab_size]
+    return Vocabulary.of(vocab_size).own(bits) == 1

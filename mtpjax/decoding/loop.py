@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from mtpjax.decoding.commit import commit
-from mtpjax.decoding.drafters.base import Drafter
+from mtpjax.decoding.drafters.base import Draft, Drafter
 from mtpjax.decoding.gpu_graph import one_graph
 from mtpjax.decoding.prefill import prefill
 from mtpjax.decoding.spec import DecodeSpec
@@ -48,6 +48,34 @@ def run_round(
     # 1. Draft: extend the drafter over the tokens that the last round committed, then propose W nodes. Node 0 is the
     #    pending token: it is committed, but the trunk has not processed it.
     draft, state = drafter.propose(prepared, state, model=model, spec=spec)
+    # 2. to 4. Verify, accept and commit.
+    return finish_round(params, state, draft, model=model, drafter=drafter, spec=spec)
+
+
+def finish_round(
+    params: dict,
+    state: DecodeState,
+    draft: Draft,
+    *,
+    model: MTPModel,
+    drafter: Drafter,
+    spec: DecodeSpec,
+    allowed: jax.Array | None = None,
+) -> DecodeState:
+    """Runs a round from the draft on: verify, accept, commit.
+
+    Args:
+        params: model parameters.
+        state: the rows, with the drafter's state after drafting.
+        draft: the nodes.
+        model: the model.
+        drafter: the draft method.
+        spec: the shape of the round.
+        allowed: tokens that may follow each node, as in `adjust_logits`. None: all.
+
+    Returns:
+        The state after the round.
+    """
     B, W, K = len(state.length), spec.num_nodes, spec.num_steps
     chex.assert_shape(draft.tokens, (B, W))
     chex.assert_type(draft.tokens, jnp.int32)
@@ -58,7 +86,7 @@ def run_round(
         chex.assert_shape(verified.logits, (B, W, own_size(model.config.vocab_size, "tensor")))
     # 3. Accept: the rule picks a path from the root and draws one bonus token after it, so every round makes progress
     #    even if it rejects all drafts.
-    accepted = accept(state, draft, verified, model=model, spec=spec)
+    accepted = accept(state, draft, verified, model=model, spec=spec, allowed=allowed)
     chex.assert_shape((accepted.num_accepted, accepted.tokens), ((B,), (B, K + 1)))
     if spec.check_nan:
         state = end_failed_rows(state, verified, accepted)

@@ -92,6 +92,7 @@ def prefill(
     spec: DecodeSpec,
     max_chunks: jax.Array | int | None = None,
     first_token: jax.Array | None = None,
+    allowed: jax.Array | None = None,
 ) -> DecodeState:
     """Processes the prompts from `start` on and commits the first new token of each row.
 
@@ -107,6 +108,8 @@ def prefill(
             where this one ends. None: no limit.
         first_token: `[B]` int32 the first new token where it is known already, as of a row that decoded before; -1
             where it is not. None: of no row.
+        allowed: `[B, ceil(V/32)]` int32 tokens that the first new token may be, as in `adjust_logits`; needs a spec or
+            sampling options that compute logits. None: all.
 
     Returns:
         The state before the first round. Each row has one new token, which is pending: no cache holds it.
@@ -157,12 +160,14 @@ def prefill(
     # Where the arg-max is enough, no logits are stored, as in verification.
     logits, sampling = None, state.settings.sampling
     if spec.rule == "greedy" and not sampling.changes_logits and not spec.logprobs:
+        assert allowed is None
         values, tokens, _ = apply(last_hidden, k=1, method="top_tokens")
         first, best = tokens[:, :, 0], values[:, :, 0]
     else:
         logits, vocabulary = apply(last_hidden, method="own_logits"), Vocabulary.of(model.config.vocab_size)
         best = vocabulary.logsumexp(logits) if spec.check_nan else None
-        adjusted = adjust_logits(logits, state, None, jnp.zeros_like(length)[:, None], model)
+        num_new, masks = jnp.zeros_like(length)[:, None], None if allowed is None else allowed[:, None]
+        adjusted = adjust_logits(logits, state, None, num_new, model, masks)
         if spec.rule == "greedy":
             first = vocabulary.argmax(adjusted)
         else:

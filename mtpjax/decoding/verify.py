@@ -110,7 +110,13 @@ def end_failed_rows(state: DecodeState, verified: VerifyOutput, accepted: "Accep
 
 
 def accept(
-    state: DecodeState, draft: Draft, verified: VerifyOutput, *, model: MTPModel, spec: DecodeSpec
+    state: DecodeState,
+    draft: Draft,
+    verified: VerifyOutput,
+    *,
+    model: MTPModel,
+    spec: DecodeSpec,
+    allowed: jax.Array | None = None,
 ) -> Acceptance:
     """Applies the acceptance rule and draws the bonus token.
 
@@ -120,12 +126,15 @@ def accept(
         verified: the outputs of the trunk's pass over the nodes.
         model: the model.
         spec: the shape of the round, including the rule.
+        allowed: tokens that may follow each node, as in `adjust_logits`; needs logits. An exact rule accepts no draft
+            that is not allowed after its parent, since its p is 0.
 
     Returns:
         The accepted path and the tokens that the round appends.
     """
     # Greedy without logits: a draft is accepted if it equals the arg-max after its parent.
     if verified.target_tokens is not None:
+        assert allowed is None
         return _accept_matches(draft, verified.target_tokens, spec.num_steps)
     assert verified.logits is not None
     # On a mesh V is the size of this device's part of the vocabulary.
@@ -142,7 +151,7 @@ def accept(
             mask = jnp.broadcast_to(jnp.tri(W, dtype=bool)[None], (B, W, W))
         # The path leaves out node 0: the pending token is committed, so the history already counts it.
         path_tokens = PathTokens(draft.tokens, mask & (jnp.arange(W) > 0)[None, None])
-    adjusted = adjust_logits(verified.logits, state, path_tokens, num_new, model)
+    adjusted = adjust_logits(verified.logits, state, path_tokens, num_new, model, allowed)
     round_start = state.length[:, None]
 
     # 2. Rules that choose the target's own token after each node and accept the drafts that equal it: arg-max for

@@ -180,7 +180,13 @@ def copy_key_value_heads(params: dict, config: ModelConfig, num_heads: int) -> d
 
 
 def run_in_parts(
-    function: Callable[..., Any], config: ModelConfig, params: dict, draft_params: Any, state: Any, *rest: Any
+    function: Callable[..., Any],
+    config: ModelConfig,
+    params: dict,
+    draft_params: Any,
+    state: Any,
+    *rest: Any,
+    has_row_outputs: bool = False,
 ) -> Any:
     """Calls `function(params, draft_params, state, *rest)` in one `shard_map` over the mesh that is set.
 
@@ -196,9 +202,11 @@ def run_in_parts(
         draft_params: the drafter's parameters.
         state: a decoding state; its first axes are rows.
         *rest: arrays that every device gets whole.
+        has_row_outputs: `function` returns `(state, arrays)`. The arrays have rows as their first axis, and are the
+            same on all devices of a part of `data`.
 
     Returns:
-        The new state, laid out as the old one.
+        The new state, laid out as the old one; with `has_row_outputs` also the arrays, of all rows.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1 or any(kind is AxisType.Manual for kind in mesh.axis_types):
@@ -208,7 +216,9 @@ def run_in_parts(
     specs = [part_specs(tree, config, sizes) for tree in (params, draft_params)]
     specs.append(part_specs(state, config, sizes, is_state=True))
     whole = (PartitionSpec(),) * len(rest)
-    in_parts = jax.shard_map(function, in_specs=(*specs, *whole), out_specs=specs[2], check_vma=False)
+    rows = PartitionSpec("data" if "data" in sizes else None)
+    out_specs = (specs[2], rows) if has_row_outputs else specs[2]
+    in_parts = jax.shard_map(function, in_specs=(*specs, *whole), out_specs=out_specs, check_vma=False)
     return in_parts(params, draft_params, state, *rest)
 
 

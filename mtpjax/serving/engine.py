@@ -1,7 +1,9 @@
 """The engine: requests in, tokens out, one thread that keeps the device busy.
 
 A tick takes new requests and aborts, plans (`Scheduler`), dispatches the calls of the plan (`Executor`), and then reads
-the reports of the tick before, while the device runs this one. Deltas reach each request's `deliver` function.
+the reports of the tick before, while the device runs this one. Deltas reach each request's `deliver` function. Rows
+with a grammar draft in that first batch of calls. Their verification is dispatched last, with masks that the host
+computes from the drafts and the text so far.
 """
 
 import collections
@@ -18,7 +20,8 @@ import numpy as np
 
 from mtpjax.decoding.config import DecodeConfig, SamplingParams
 from mtpjax.models.model import MTPModel
-from mtpjax.serving.executor import Call, EngineSettings, Executor
+from mtpjax.serving.executor import Call, DraftCall, EngineSettings, Executor
+from mtpjax.serving.grammar import GrammarError
 from mtpjax.serving.host_pages import HostPages
 from mtpjax.serving.page_pool import PagePool
 from mtpjax.serving.programs import Report
@@ -54,6 +57,7 @@ class Engine:
     Attributes:
         max_length: most tokens of a text, prompt included.
         vocab_size: ids are 0 .. vocab_size - 1.
+        grammars: compiles the grammars of requests; None: requests have none.
         busy_since: time (`time.monotonic`) at which the running tick began; None while the engine waits.
     """
 
@@ -69,12 +73,13 @@ class Engine:
         self.settings, self._observe = settings or EngineSettings(), observe
         self._executor = Executor(params, model=model, config=config, settings=self.settings)
         self.max_length, self.vocab_size = self._executor.max_length, model.config.vocab_size
+        self.grammars = self.settings.grammars
         self._scheduler = self._new_scheduler()
         self._changed = threading.Condition()
         self._inbox: list[Callable[[], None]] = []  # what other threads ask the engine's own to do
         self._sequences: dict[int, Sequence] = {}
         self._ids = itertools.count()
-        self._in_flight: collections.deque[list[Call]] = collections.deque()
+        self._in_flight: list[Call] = []
         self._totals: collections.Counter[str] = collections.Counter()
         self._drafts = np.zeros(1 + 2 * self._executor.max_depth, np.int64)
         self._num_warm_up_programs = 0
@@ -119,6 +124,7 @@ class Engine:
             limit=int(rows.settings.limit[0]),
             rows=rows,
             is_plain=is_plain,
+            matcher=None if request.grammar is None else request.grammar.start(),
             times=RequestTimes(time.monotonic()),
         )
         with self._changed:
@@ -298,17 +304,33 @@ class Engine:
                     self._totals["cached_tokens"] += sequence.num_cached or 0
         if plan.prefills:
             calls.append(self._executor.prefill(plan.prefills))
+        drafts = [self._executor.draft(sequences, depth) for depth, sequences in plan.constrained.items()]
         for depth, sequences in plan.advances.items():
             calls.append(self._executor.advance(sequences, depth))
-        # 2. Read the reports of the tick before. Without new calls, read all.
-        if calls:
-            self._totals["ticks"] += 1
-            self._in_flight.append(calls)
-        while len(self._in_flight) > bool(calls):
-            for call in self._in_flight.popleft():
-                self._take_report(call)
+        self._totals["ticks"] += bool(calls or drafts)
+        # 2. Read the reports of the tick before.
+        for call in self._in_flight:
+            self._take_report(call)
+        # 3. The text of the rows with a grammar is known now, so that their drafts can be masked and verified.
+        calls += [self._executor.verify(draft, self._allowed(draft)) for draft in drafts]
+        self._in_flight = calls
+        # 4. Pages that left the pool were copied before this tick's calls.
         for host, copies in leaving:
             copies.arrive(host)
+
+    def _allowed(self, call: DraftCall) -> np.ndarray:
+        """Computes the tokens `[R, W, ceil(V/32)]` that may follow each node; ends rows whose grammar fails."""
+        tokens, parents = call.read()
+        allowed = self._executor.all_allowed(tokens.shape)
+        for row, sequence in enumerate(call.rows):
+            if sequence is None or sequence.matcher is None or sequence.has_ended:
+                continue
+            try:
+                own_parents = None if parents is None else parents[row].tolist()
+                sequence.matcher.fill_masks(allowed[row], tokens[row].tolist(), own_parents)
+            except GrammarError as error:
+                self._end(sequence, "invalid", str(error))
+        return allowed
 
     def _take_report(self, call: Call) -> None:
         """Delivers the new tokens of a call, and ends the rows that are done."""
@@ -343,6 +365,11 @@ class Engine:
             self._end(sequence, "error", f"request {sequence.id} failed: the model computed NaN")
         elif report.done[row]:
             self._end(sequence, "stop" if report.stopped[row] else "length")
+        elif sequence.matcher is not None:
+            try:
+                sequence.matcher.consume(tokens)
+            except GrammarError as error:
+                self._end(sequence, "invalid", str(error))
 
     def _end(self, sequence: Sequence, reason: FinishReason, message: str = "") -> None:
         part, has_failed = sequence.part, reason == "error"
@@ -391,7 +418,7 @@ class Engine:
         _log.error("a call of the engine failed; its requests end", exc_info=error)
         scheduler = self._scheduler
         lost = [*scheduler.running, *scheduler._preempted]
-        self._in_flight.clear()
+        self._in_flight = []
         self._executor.reset()
         self._scheduler = self._new_scheduler()
         self._scheduler.waiting, self._scheduler.num_preempted = scheduler.waiting, scheduler.num_preempted

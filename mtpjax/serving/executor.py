@@ -14,6 +14,7 @@ import numpy as np
 from mtpjax.compat import library_settings
 from mtpjax.decoding.capacity import round_up_capacity, slots_per_round
 from mtpjax.decoding.config import DecodeConfig
+from mtpjax.decoding.drafters.base import Draft
 from mtpjax.decoding.generate import device_settings, make_state
 from mtpjax.decoding.gpu_graph import OneGraph
 from mtpjax.decoding.requests import (
@@ -31,6 +32,7 @@ from mtpjax.decoding.state import NewRows
 from mtpjax.models.model import MTPModel
 from mtpjax.models.pages import NO_PAGE
 from mtpjax.serving import host_pages, programs
+from mtpjax.serving.grammar import Grammars, num_words
 from mtpjax.serving.host_pages import Outgoing, copy_in, copy_out
 from mtpjax.serving.page_pool import PagePool
 from mtpjax.serving.programs import NO_START, Batch, Features, Report
@@ -60,6 +62,7 @@ class EngineSettings:
         max_run_seconds: likewise for the time since its arrival.
         shares_prefixes: requests with the same beginning share pages.
         host_bytes: memory of the host for pages of the prefix cache whose place is needed; 0: none. One device only.
+        grammars: compiles the grammars of requests; None: requests have none.
     """
 
     num_slots: int = 8
@@ -75,6 +78,7 @@ class EngineSettings:
     max_run_seconds: float | None = None
     shares_prefixes: bool = True
     host_bytes: int = 0
+    grammars: Grammars | None = None
 
 
 @dataclasses.dataclass
@@ -94,6 +98,27 @@ class Call:
     def read(self) -> Report:
         """Waits for the call; returns its report as arrays on the host."""
         return jax.device_get(self.report)
+
+
+@dataclasses.dataclass
+class DraftCall:
+    """A dispatched call that drafts. `Executor.verify` goes on with it.
+
+    Attributes:
+        rows: the request of each row; None for padding.
+        batch: the rows as arrays.
+        depth: draft levels.
+        draft: arrays on the device.
+    """
+
+    rows: list[Sequence | None]
+    batch: Batch
+    depth: int
+    draft: Draft
+
+    def read(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """Waits for the call; returns tokens `[R, W]` and parents `[R, W]` of the nodes, None for chains."""
+        return jax.device_get((self.draft.tokens, self.draft.parents))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,6 +244,7 @@ class Executor:
                 f"acceptance 'greedy' supports only temperature 0, got {request.sampling.temperature}; "
                 "start the engine with 'auto' or an exact sampling rule"
             )
+        self._check_grammar(request)
         prompt = np.asarray(request.prompt)
         limit = check_request([prompt], self.model, config, self.drafter)
         rows = make_new_rows(
@@ -238,6 +264,20 @@ class Executor:
             )
         return rows.replace(first_token=np.full(1, -1, np.int32))
 
+    def _check_grammar(self, request: Request) -> None:
+        """Checks that masks alone decide which tokens a text can have, and that a complete text ends."""
+        if request.grammar is None:
+            return
+        grammars, sampling = self.settings.grammars, request.sampling
+        if grammars is None:
+            raise ValueError("the engine was started without grammars")
+        if not self.spec.is_exact:
+            raise ValueError(f"acceptance '{self.spec.rule}' may accept tokens that the grammar forbids")
+        if not set(grammars.eos_token_ids) <= set(request.stop_token_ids):
+            raise ValueError("a text with a grammar ends with the end token, which cannot be ignored")
+        if sampling.min_new_tokens or sampling.allowed_tokens is not None or sampling.banned_tokens is not None:
+            raise ValueError("a grammar excludes min_new_tokens, allowed_tokens and banned_tokens")
+
     def admit(self, sequences: list[Sequence]) -> None:
         """Puts requests into their slots."""
         grid = self._grid(sequences, self.batch_sizes)
@@ -251,14 +291,18 @@ class Executor:
         """Processes a chunk of each row's prompt, from the given position on."""
         starts = {sequence.id: start for sequence, start in prefills}
         grid = self._grid([sequence for sequence, _ in prefills], self.prefill_sizes)
-        batch = self._batch(grid)
+        is_constrained = any(sequence.request.grammar is not None for sequence, _ in prefills)
+        batch = self._batch(grid, is_constrained=is_constrained)
+        allowed = self.all_allowed(batch.slots.shape) if is_constrained else None
         start = np.full(batch.slots.shape, NO_START, np.int32)
         first_token = np.full_like(start, -1)
         for part, column, sequence in _cells(grid):
             start[part, column] = starts[sequence.id]
             if sequence.is_resumed:
                 first_token[part, column] = sequence.text[-1]
-        report = self._run(self._prefill(batch, start, first_token))
+            elif allowed is not None and sequence.request.grammar is not None:
+                allowed[part, column] = sequence.request.grammar.first_mask
+        report = self._run(self._prefill(batch, start, first_token, allowed))
         return Call(list(itertools.chain(*grid)), report, is_prefill=True)
 
     def advance(self, sequences: list[Sequence], depth: int) -> Call:
@@ -267,6 +311,16 @@ class Executor:
         features = Features(plain=all(sequence.is_plain for sequence in sequences))
         report = self._run(self._advance(self._batch(grid), features, depth))
         return Call(list(itertools.chain(*grid)), report, is_prefill=False)
+
+    def draft(self, sequences: list[Sequence], depth: int) -> DraftCall:
+        """Begins a round of `depth` draft levels on rows with a grammar."""
+        grid = self._grid(sequences, self.batch_sizes)
+        batch = self._batch(grid, is_constrained=True)
+        return DraftCall(list(itertools.chain(*grid)), batch, depth, self._run(self._draft(batch, depth)))
+
+    def verify(self, call: DraftCall, allowed: np.ndarray) -> Call:
+        """Ends a round, with the tokens `[R, W, ceil(V/32)]` that may follow each node."""
+        return Call(call.rows, self._run(self._verify(call, allowed)), is_prefill=False)
 
     def clear_pages(self, part: int, pages: list[int]) -> None:
         """Zeroes pages of a part."""
@@ -305,25 +359,39 @@ class Executor:
             works.append(self._admission(rows, self._empty_batch(size, 1).slots))
         for size, width in itertools.product(self.prefill_sizes, self.table_widths):
             batch = self._empty_batch(size, width)
-            works.append(self._prefill(batch, np.full_like(batch.slots, NO_START), np.full_like(batch.slots, -1)))
+            works.append(self._empty_prefill(batch))
         kinds = (Features(plain=True), Features(plain=False))
         for size, width, features, depth in itertools.product(self.batch_sizes, self.table_widths, kinds, self.depths):
             works.append(self._advance(self._empty_batch(size, width), features, depth))
         works.append(self._clearing(0, [NO_PAGE]))
+        # Rows with a grammar have programs for the widest table only.
+        has_grammars, width = self.settings.grammars is not None, self.table_widths[-1]
+        batches = [self._empty_batch(size, width) for size in self.batch_sizes]
+        rounds = list(itertools.product(batches, self.depths)) if has_grammars else []
+        for size in self.prefill_sizes if has_grammars else ():
+            batch = self._empty_batch(size, width)
+            works.append(self._empty_prefill(batch, self.all_allowed(batch.slots.shape)))
+        works += [self._draft(batch, depth) for batch, depth in rounds]
         sizes = score_sizes(self.max_length)
-        total = len(works) + len(sizes)
+        total = len(works) + len(rounds) + len(sizes)
+        steps = itertools.count(1)
+
         # Compile, then run each once: the first call of a program also prepares its dispatch.
-        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
-            for number, _ in enumerate(threads.map(self._compile, works)):
-                progress(number + 1, total)
-        for work in works:
-            self._run(work)
+        def warm(works: list[Work]) -> list[Any]:
+            with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
+                for _ in threads.map(self._compile, works):
+                    progress(next(steps), total)
+            return [self._run(work) for work in works]
+
+        drafts = warm(works)[len(works) - len(rounds) :]
+        calls = [DraftCall([], batch, depth, draft) for (batch, depth), draft in zip(rounds, drafts, strict=True)]
+        warm([self._verify(call, self.all_allowed(call.draft.tokens.shape)) for call in calls])
         if self.settings.host_bytes:
             with self._on_device():
                 self.state = host_pages.warm_up(self.state)
-        for number, size in enumerate(sizes):
+        for size in sizes:
             self.score([0] * size, 1)
-            progress(len(works) + number + 1, total)
+            progress(next(steps), total)
         jax.block_until_ready(self.state)
 
     @property
@@ -336,13 +404,23 @@ class Executor:
     def _admission(self, rows: NewRows, slots: Any) -> "Work":
         return Work(programs.admit, (rows, slots), {})
 
-    def _prefill(self, batch: Batch, start: np.ndarray, first_token: np.ndarray) -> "Work":
+    def _prefill(self, batch: Batch, start: np.ndarray, first_token: np.ndarray, allowed: np.ndarray | None) -> "Work":
         settings = {"drafter": self.drafter, "spec": self.spec, "features": Features(plain=False)}
-        return Work(programs.prefill_chunk, (batch, start, first_token), settings)
+        return Work(programs.prefill_chunk, (batch, start, first_token, allowed), settings)
+
+    def _empty_prefill(self, batch: Batch, allowed: np.ndarray | None = None) -> "Work":
+        return self._prefill(batch, np.full_like(batch.slots, NO_START), np.full_like(batch.slots, -1), allowed)
 
     def _advance(self, batch: Batch, features: Features, depth: int) -> "Work":
         settings = {"drafter": self.drafter, "spec": self.spec, "features": features, "depth": depth}
         return Work(programs.advance, (batch,), settings | {"max_rounds": self.settings.rounds_per_call})
+
+    def _draft(self, batch: Batch, depth: int) -> "Work":
+        return Work(programs.draft_round, (batch,), {"drafter": self.drafter, "spec": self.spec, "depth": depth})
+
+    def _verify(self, call: DraftCall, allowed: np.ndarray) -> "Work":
+        settings = {"drafter": self.drafter, "spec": self.spec, "depth": call.depth}
+        return Work(programs.verify_round, (call.batch, call.draft, allowed), settings)
 
     def _clearing(self, part: int, pages: list[int]) -> "Work":
         ids = np.full((self.num_parts, NUM_CLEARED), NO_PAGE, np.int32)
@@ -392,10 +470,15 @@ class Executor:
             num_shared=np.zeros(shape, np.int32),
         )
 
-    def _batch(self, grid: list[list[Sequence | None]]) -> Batch:
+    def all_allowed(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Returns masks `[..., ceil(V/32)]` that allow every token."""
+        return np.full((*shape, num_words(self.model.config.vocab_size)), -1, np.int32)
+
+    def _batch(self, grid: list[list[Sequence | None]], *, is_constrained: bool = False) -> Batch:
         """Makes the arrays of rows in slots."""
         widest = max(len(sequence.lease.pages) for _, _, sequence in _cells(grid) if sequence.lease is not None)
-        batch = self._empty_batch(len(grid[0]), bucket(min(widest, self.max_pages), self.table_widths))
+        widths = self.table_widths[-1:] if is_constrained else self.table_widths
+        batch = self._empty_batch(len(grid[0]), bucket(min(widest, self.max_pages), widths))
         for part, column, sequence in _cells(grid):
             assert sequence.lease is not None and sequence.slot is not None
             pages = sequence.lease.pages[: self.max_pages]
@@ -407,7 +490,8 @@ class Executor:
 
 def _num_programs() -> int:
     """Returns the number of programs that this process has compiled for engines."""
-    calls = (programs.admit, programs.prefill_chunk, programs.advance, programs.clear_pages, score)
+    rounds = programs.advance, programs.draft_round, programs.verify_round
+    calls = (programs.admit, programs.prefill_chunk, *rounds, programs.clear_pages, score)
     return sum(call.num_programs for call in calls) + host_pages.num_programs()
 
 

@@ -1,24 +1,27 @@
 """The compiled calls of the engine. Each takes some rows of a state, works on them, and writes them back.
 
-`admit` puts requests into slots, `prefill_chunk` processes a part of their prompts, and `advance` runs rounds. The
-host keeps the page tables and passes those of the rows at each call. It may dispatch a call before it has read the
-report of the one before. Calls are compiled for a few numbers of rows and of pages; padding rows read nothing and write
-nothing.
+`admit` puts requests into slots, `prefill_chunk` processes a part of their prompts, and `advance` runs rounds. Rows
+with a grammar take a round in two calls, `draft_round` and `verify_round`: between them the host reads the drafted
+tokens and computes which tokens may follow each. The host keeps the page tables and passes those of the rows at each
+call. It may dispatch a call before it has read the report of the one before. Calls are compiled for a few numbers of
+rows and of pages; padding rows read nothing and write nothing.
 
 On a mesh a call has b rows of each part of `data`: the arrays of a batch are `[P, b, ...]`, and slots and pages count
 from 0 in each part.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
-from mtpjax.decoding.drafters.base import Drafter
+from mtpjax.decoding.commit import cond_as_while_loop
+from mtpjax.decoding.drafters.base import Draft, Drafter
 from mtpjax.decoding.gpu_graph import one_graph
-from mtpjax.decoding.loop import run_rounds
+from mtpjax.decoding.loop import finish_round, run_rounds
 from mtpjax.decoding.prefill import prefill
 from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.decoding.spec import DecodeSpec
@@ -27,7 +30,8 @@ from mtpjax.models.cache import Cache, reset_rows
 from mtpjax.models.cache import clear_pages as clear_cache_pages
 from mtpjax.models.decoding_layout import run_in_parts
 from mtpjax.models.model import MTPModel
-from mtpjax.models.parallel import first_row
+from mtpjax.models.parallel import first_row, over_rows
+from mtpjax.models.vocabulary import Vocabulary
 
 # Rows that only pad a batch start behind every text, so no chunk is theirs.
 NO_START = 2**30
@@ -124,6 +128,7 @@ def prefill_chunk(
     batch: Batch,
     start: jax.Array,
     first_token: jax.Array,
+    allowed: jax.Array | None = None,
     *,
     model: MTPModel,
     drafter: Drafter,
@@ -139,6 +144,7 @@ def prefill_chunk(
         batch: the rows.
         start: `[P, b]` int32 first position of each row's chunk; `NO_START` for padding.
         first_token: `[P, b]` int32 the first new token if it is known already, else -1.
+        allowed: `[P, b, ceil(V/32)]` int32 tokens that the first new token may be, a bit per token; None: all.
         model: the model.
         drafter: the draft method.
         spec: the shape of a round.
@@ -148,18 +154,19 @@ def prefill_chunk(
         The new state and the report.
     """
 
-    def prefill_part(params, draft_params, state, batch, start, first_token):
+    def prefill_part(params, draft_params, state, batch, start, first_token, allowed):
         prepared = drafter.prepare(params, draft_params, model=model, dtype=params["embedding"].dtype)
-        batch, start, first_token = _of_part(state, (batch, start, first_token))
+        batch, start, first_token, allowed = _of_part(state, (batch, start, first_token, allowed))
         rows, row_spec = features.reduce(_take(state, batch), spec)
         rows = prefill(
             params, prepared, rows, start, model=model, drafter=drafter, spec=row_spec, max_chunks=1,
-            first_token=first_token,
+            first_token=first_token, allowed=allowed,
         )  # fmt: skip
         return _put(state, rows, batch, features)
 
     before = _lengths(state, batch)
-    state = run_in_parts(prefill_part, model.config, params, draft_params, state, batch, start, first_token)
+    rest = batch, start, first_token, allowed
+    state = run_in_parts(prefill_part, model.config, params, draft_params, state, *rest)
     return state, _report(state, batch, before, 1, drafter)
 
 
@@ -199,20 +206,123 @@ def advance(
         prepared = drafter.prepare(params, draft_params, model=model, dtype=params["embedding"].dtype)
         batch = _of_part(state, batch)
         rows, row_spec = features.reduce(_take(state, batch), spec)
-        # A tree has one depth, or none for rows that are never drafted for. Chains change theirs.
-        chosen = None
-        if row_spec.is_adaptive:
-            chosen = depth
-        elif depth != row_spec.num_steps:
-            row_spec = dataclasses.replace(row_spec.at_depth(depth), topk=1)
+        # Chains change their depth, so their drafter may have a backlog of rounds without drafts.
+        is_adaptive = row_spec.is_adaptive
         rows = run_rounds(
-            params, prepared, rows, jnp.int32(max_rounds), model=model, drafter=drafter, spec=row_spec, depth=chosen
+            params,
+            prepared,
+            rows,
+            jnp.int32(max_rounds),
+            model=model,
+            drafter=drafter,
+            spec=row_spec if is_adaptive else _round_spec(row_spec, depth),
+            depth=depth if is_adaptive else None,
         )
         return _put(state, rows, batch, features)
 
     before = _lengths(state, batch)
     state = run_in_parts(advance_part, model.config, params, draft_params, state, batch)
     return state, _report(state, batch, before, max_rounds * (depth + 1), drafter)
+
+
+@one_graph(donate_argnames=("state",), static_argnames=("model", "drafter", "spec", "depth"))
+def draft_round(
+    params: dict,
+    draft_params: Any,
+    state: DecodeState,
+    batch: Batch,
+    *,
+    model: MTPModel,
+    drafter: Drafter,
+    spec: DecodeSpec,
+    depth: int,
+) -> tuple[DecodeState, Draft]:
+    """Begins a round of some rows: drafts, and leaves verification to `verify_round`.
+
+    Args:
+        params: model parameters.
+        draft_params: the drafter's own parameters.
+        state: the state; donated.
+        batch: the rows.
+        model: the model.
+        drafter: the draft method.
+        spec: the shape of the deepest round.
+        depth: draft levels of the round.
+
+    Returns:
+        The new state, and the draft, `[R, ...]`.
+    """
+
+    def draft_part(params, draft_params, state, batch):
+        prepared = drafter.prepare(params, draft_params, model=model, dtype=params["embedding"].dtype)
+        batch = _of_part(state, batch)
+
+        def propose(carry):
+            rows, _ = carry
+            if spec.is_adaptive:
+                rows = drafter.drain_backlog(prepared, rows, jnp.int32(depth), model=model, spec=spec)
+            draft, rows = drafter.propose(prepared, rows, model=model, spec=_round_spec(spec, depth))
+            # Between two calls q has all columns.
+            q, vocab_size = draft.probabilities, model.config.vocab_size
+            if q is not None and q.shape[-1] != vocab_size:
+                draft = draft.replace(probabilities=Vocabulary.of(vocab_size).gather(q))
+            return rows, draft
+
+        rows = _take(state, batch)
+        _, draft = jax.eval_shape(propose, (rows, None))
+        no_draft = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), draft)
+        rows, draft = _run_once(propose, (rows, no_draft))
+        return _put(state, rows, batch, Features(plain=False)), draft
+
+    return run_in_parts(draft_part, model.config, params, draft_params, state, batch, has_row_outputs=True)
+
+
+@one_graph(donate_argnames=("state",), static_argnames=("model", "drafter", "spec", "depth"))
+def verify_round(
+    params: dict,
+    draft_params: Any,
+    state: DecodeState,
+    batch: Batch,
+    draft: Draft,
+    allowed: jax.Array,
+    *,
+    model: MTPModel,
+    drafter: Drafter,
+    spec: DecodeSpec,
+    depth: int,
+) -> tuple[DecodeState, Report]:
+    """Ends the round that `draft_round` began: verifies, accepts and commits.
+
+    Args:
+        params: model parameters.
+        draft_params: the drafter's own parameters.
+        state: the state; donated.
+        batch: the rows.
+        draft: from `draft_round`.
+        allowed: `[R, W, ceil(V/32)]` int32 tokens that may follow each node, a bit per token.
+        model: the model.
+        drafter: the draft method.
+        spec: the shape of the deepest round.
+        depth: draft levels of the round.
+
+    Returns:
+        The new state and the report.
+    """
+
+    def verify_part(params, _, state, batch, draft, allowed):
+        batch, draft, allowed = _of_part(state, (batch, draft, allowed))
+
+        def finish(carry):
+            settings = {"model": model, "drafter": drafter, "spec": _round_spec(spec, depth), "allowed": allowed}
+            return (finish_round(params, carry[0], draft, **settings),)
+
+        (rows,) = _run_once(finish, (_take(state, batch),))
+        return _put(state, rows, batch, Features(plain=False))
+
+    before, num_parts = _lengths(state, batch), len(batch.slots)
+    draft, allowed = jax.tree.map(lambda leaf: leaf.reshape(num_parts, -1, *leaf.shape[1:]), (draft, allowed))
+    state = run_in_parts(verify_part, model.config, params, draft_params, state, batch, draft, allowed)
+    return state, _report(state, batch, before, depth + 1, drafter)
 
 
 @one_graph(donate_argnames=("state",), static_argnames=("model",))
@@ -227,6 +337,21 @@ def clear_pages(
         return jax.tree.map(clear, state, is_leaf=lambda node: isinstance(node, Cache))
 
     return run_in_parts(clear_part, model.config, params, draft_params, state, pages), None
+
+
+def _round_spec(spec: DecodeSpec, depth: int) -> DecodeSpec:
+    """Returns the spec of a round with `depth` draft levels. A tree has one depth, or none for rows without drafts."""
+    if depth == spec.num_steps and not spec.is_adaptive:
+        return spec
+    return dataclasses.replace(spec.at_depth(depth), topk=1)
+
+
+def _run_once(function: Callable[[Any], Any], carry: Any) -> Any:
+    """Computes `function(carry)`, unless all rows of `carry[0]` have ended.
+
+    Outside of a loop, jit rejects donated caches whose layout is pinned (`mtpjax.models.layers.entries.pin_layout`).
+    """
+    return cond_as_while_loop(function, over_rows(jnp.any, ~carry[0].done), carry)
 
 
 def _of_part(state: DecodeState, tree: Any) -> Any:

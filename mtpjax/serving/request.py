@@ -5,8 +5,9 @@ from collections.abc import Callable
 from typing import Literal
 
 from mtpjax.decoding.config import SamplingParams
+from mtpjax.serving.grammar import Grammar
 
-FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
+FinishReason = Literal["stop", "length", "abort", "timeout", "error", "invalid"]
 
 
 class QueueFull(Exception):
@@ -25,6 +26,8 @@ class Request:
         stop_sequences: the text ends after any of these sequences of new tokens, which is part of them.
         logprobs: report the log-probability of each new token under the trunk's unmodified logits.
         speculative: False decodes without drafts.
+        grammar: the new text matches it, or is the beginning of a text that does if a limit, a stop sequence or a stop
+            token of the request ends it early; None: any text. `stop_token_ids` must hold all end tokens.
         salt: only requests with the same salt share pages of the prefix cache.
     """
 
@@ -35,6 +38,7 @@ class Request:
     stop_sequences: tuple[tuple[int, ...], ...] = ()
     logprobs: bool = False
     speculative: bool = True
+    grammar: Grammar | None = None
     salt: bytes = b""
 
 
@@ -58,14 +62,15 @@ class Finish:
     """The end of a request. Nothing follows it.
 
     Attributes:
-        reason: "stop" (a stop token or sequence), "length" (a limit), "abort", "timeout" or "error".
+        reason: "stop" (a stop token or sequence), "length" (a limit), "abort", "timeout", "error", or "invalid" (the
+            request's grammar exceeds a limit).
         num_prompt_tokens: tokens of the prompt.
         num_cached_tokens: tokens of the prompt whose entries came from the prefix cache.
         num_new_tokens: tokens delivered.
         num_steps: verification passes.
         proposed: per draft level, passes that drafted it.
         accepted: per draft level, passes that accepted it.
-        message: one line for the user, if the reason is "error".
+        message: one line for the user, if the reason is "error" or "invalid".
     """
 
     reason: FinishReason

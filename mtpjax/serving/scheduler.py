@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from mtpjax.serving.grammar import Matcher
 from mtpjax.serving.page_pool import Lease, PagePool
 from mtpjax.serving.request import Deliver, Request, RequestTimes
 
@@ -29,6 +30,7 @@ class Sequence:
         limit: most tokens of the text.
         rows: the request as arrays, for the executor.
         is_plain: greedy, without sampling options and log-probabilities.
+        matcher: follows the text through the request's grammar, up to the end of `text`; None: no grammar.
         times: when things happened to it, of `time.monotonic`.
         part: part of the mesh's `data` whose slots and pages it uses.
         slot: its slot in that part; None while it waits.
@@ -52,6 +54,7 @@ class Sequence:
     limit: int
     rows: Any
     is_plain: bool
+    matcher: Matcher | None
     times: RequestTimes
     part: int = 0
     slot: int | None = None
@@ -86,14 +89,13 @@ class Plan:
         admitted: requests that enter a slot.
         prefills: rows whose next chunk is processed, and the position where it starts.
         advances: for each number of draft levels, the rows that decode.
+        constrained: likewise the rows with a grammar, which take one round.
     """
 
     admitted: list[Sequence] = dataclasses.field(default_factory=list)
     prefills: list[tuple[Sequence, int]] = dataclasses.field(default_factory=list)
     advances: dict[int, list[Sequence]] = dataclasses.field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        return bool(self.admitted or self.prefills or self.advances)
+    constrained: dict[int, list[Sequence]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -173,14 +175,21 @@ class Scheduler:
                 sequence.num_unread += 1
                 if sequence.is_prefilled:
                     sequence.max_length = sequence.min_length = sequence.num_to_prefill + 1
-        # 4. The others decode. All rows that are drafted for have the same depth.
-        decoding = [row for row in self.running if row.is_prefilled and self._may_go_on(row)]
+        # 4. The others decode. All rows that are drafted for have the same depth. A row with a grammar waits for the
+        #    next tick after its prompt: its masks follow from its first new token.
+        unmatched = {sequence.id for sequence, _ in plan.prefills if sequence.matcher is not None}
+        decoding = [
+            row for row in self.running if row.is_prefilled and self._may_go_on(row) and row.id not in unmatched
+        ]
         depth = self.settings.depth_of(len(decoding))
         for sequence in decoding:
             own_depth = depth if sequence.request.speculative else 0
-            plan.advances.setdefault(own_depth, []).append(sequence)
-            sequence.max_length = min(sequence.max_length + self._max_growth(own_depth), sequence.limit)
-            sequence.min_length += self.settings.rounds_per_call
+            calls, num_rounds = plan.advances, self.settings.rounds_per_call
+            if sequence.matcher is not None:
+                calls, num_rounds = plan.constrained, 1
+            calls.setdefault(own_depth, []).append(sequence)
+            sequence.max_length = min(sequence.max_length + num_rounds * (own_depth + 1), sequence.limit)
+            sequence.min_length += num_rounds
             sequence.num_unread += 1
         return plan
 
@@ -208,12 +217,10 @@ class Scheduler:
         """Returns whether the row may have tokens to decode after the calls that were dispatched."""
         return sequence.min_length < sequence.limit
 
-    def _max_growth(self, depth: int) -> int:
-        return self.settings.rounds_per_call * (depth + 1)
-
     def _num_pages(self, length: int, limit: int) -> int:
         """Returns the pages for a text of `length` tokens and the tick behind it."""
-        return self.settings.num_pages_of(min(length + self._max_growth(self.settings.max_depth), limit))
+        max_growth = self.settings.rounds_per_call * (self.settings.max_depth + 1)
+        return self.settings.num_pages_of(min(length + max_growth, limit))
 
     def _grow(self, sequence: Sequence) -> None:
         """Adds the pages that the next call may fill; preempts younger rows, or the row itself, if there are none."""

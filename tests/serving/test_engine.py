@@ -10,7 +10,8 @@ import pytest
 from mtpjax import DecodeConfig, SamplingParams, speculative_generate
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.executor import EngineSettings
-from mtpjax.serving.request import Delta, Finish, QueueFull, Request
+from mtpjax.serving.request import Finish, QueueFull, Request
+from tests.helpers.engine_client import Client, check_idle
 
 CONFIG = DecodeConfig(num_steps=2, prefill_chunk=8)
 SETTINGS = EngineSettings(num_slots=4, max_length=96, page_size=8, batch_sizes=(1, 4), prefill_tokens=16)
@@ -23,31 +24,6 @@ OPTIONS = [
     {"temperature": 1.1, "top_p": 0.8, "min_p": 0.02},
     {"logit_bias": {7: 2.0, 9: -3.0}},
 ]
-
-
-class Client:
-    """Submits requests to an engine and collects what comes back."""
-
-    def __init__(self, engine):
-        self.engine = engine
-
-    def submit(self, request):
-        events = queue.Queue()
-        return self.engine.submit(request, events.put), events
-
-    def finish(self, submitted):
-        """Waits for the end; returns tokens, log-probabilities and the `Finish`."""
-        tokens, logprobs = [], []
-        while True:
-            event = submitted[1].get(timeout=120)
-            if isinstance(event, Finish):
-                return tokens, logprobs, event
-            assert isinstance(event, Delta) and event.tokens
-            tokens += event.tokens
-            logprobs += event.logprobs or []
-
-    def run(self, requests):
-        return [self.finish(submitted) for submitted in [self.submit(request) for request in requests]]
 
 
 def random_requests(seed, count, *, prompt_length=(1, 30), new_tokens=(1, 40), prefixes=()):
@@ -92,11 +68,6 @@ def check_all(engine, model, params, requests, config=CONFIG):
         if request.logprobs:
             np.testing.assert_allclose(logprobs, expected_logprobs, atol=1e-4)
     check_idle(engine)
-
-
-def check_idle(engine):
-    status = engine.status()
-    assert (status.num_running, status.num_waiting, status.num_used_pages, status.num_compilations) == (0, 0, 0, 0)
 
 
 @pytest.fixture(scope="module")

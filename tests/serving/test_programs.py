@@ -41,7 +41,7 @@ def works(executor):
     rows = executor.make_rows(Request(prompt=(0,), max_new_tokens=1))
     rows = jax.tree.map(lambda leaf: np.broadcast_to(leaf[0], (1, 4, *leaf.shape[1:])), rows)
     yield "admit", executor._admission(rows, batch.slots)
-    yield "prefill", executor._prefill(batch, nowhere, unknown)
+    yield "prefill", executor._prefill(batch, nowhere, unknown, None)
     for plain, depth in itertools.product((True, False), (2, 0)):
         yield f"advance plain={plain} depth={depth}", executor._advance(batch, Features(plain=plain), depth)
 

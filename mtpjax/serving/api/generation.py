@@ -250,6 +250,8 @@ def _check_finish(finish: Finish, choice: Choice) -> None:
     """Raises the error of a request that failed, or that ran out of time in the queue."""
     if finish.reason == "error":
         raise log_fault(finish.message)
+    if finish.reason == "invalid":
+        raise ApiError(finish.message, code="grammar_failed")
     if finish.reason == "timeout" and not choice.tokens:
         raise ApiError(
             "the request ran out of time in the queue", status=503, code="timeout", headers={"Retry-After": "1"}

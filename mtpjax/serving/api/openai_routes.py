@@ -186,13 +186,14 @@ def openai_router(server: ApiServer) -> APIRouter:
         if values["stream"] and values["logprobs"]:
             message = "a stream has no alternatives: logprobs must be 0, or stream false"
             raise ApiError(message, param="logprobs", code="unsupported_option")
+        grammar = await server.compile_grammar(options.grammar)
         prompts = await read_prompts(server, body.get("prompt"), "prompt")
         if values["echo"] and values["stream"] and values["logprobs"] is not None:
             message = "a stream has no log-probabilities of the prompt: set echo or stream to false"
             raise ApiError(message, param="echo", code="unsupported_option")
         texts = [await server.decode(prompt) for prompt in prompts] if values["echo"] else []
         salt = prefix_salt(request, values["cache_salt"])
-        jobs = options.jobs(prompts, limits, salt=salt, param="prompt")
+        jobs = options.jobs(prompts, limits, salt=salt, param="prompt", grammar=grammar)
         return await Reply(server, values, jobs, is_chat=False, prompt_texts=texts).respond(request)
 
     @router.post("/chat/completions", openapi_extra=schemas.chat())
@@ -204,9 +205,10 @@ def openai_router(server: ApiServer) -> APIRouter:
         if values["stream"] and values["top_logprobs"]:
             message = "a stream has no alternatives: top_logprobs must be 0, or stream false"
             raise ApiError(message, param="top_logprobs", code="unsupported_option")
+        grammar = await server.compile_grammar(options.grammar)
         prompt = await read_chat(server, body, add_generation_prompt=values["add_generation_prompt"])
         salt = prefix_salt(request, values["cache_salt"])
-        jobs = options.jobs([prompt], limits, salt=salt, param="messages")
+        jobs = options.jobs([prompt], limits, salt=salt, param="messages", grammar=grammar)
         return await Reply(server, values, jobs, is_chat=True).respond(request)
 
     return router

@@ -78,6 +78,7 @@ STREAM_OPTIONS = {"include_usage": FLAG, "continuous_usage_stats": FLAG}
 # Options without a table entry: lists and objects, which have checks of their own.
 STRUCTURED = ("prompt", "messages", "text", "input_ids", "sampling_params", "stream_options", "stop", "stop_token_ids")
 STRUCTURED += ("logit_bias", "chat_template_kwargs")
+STRUCTURED += ("response_format", "json_schema", "regex", "guided_json", "guided_regex", "structured_outputs")
 
 # Options of OpenAI, vLLM and SGLang that would change the text, and are missing here. Accepting them without effect
 # would give a wrong answer. The values in the second column have no effect.
@@ -91,12 +92,9 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "guided_choice": (),
     "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "image_data": ([],),
     "include_stop_str_in_output": (False,),
     "input_embeds": (),
-    "json_schema": (),
     "length_penalty": (1,),
     "logprob_start_len": (-1,),
     "logits_processors": ([],),
@@ -105,13 +103,10 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "no_stop_trim": (False,),
     "prompt_embeds": (),
     "prompt_logprobs": (),
-    "regex": (),
-    "response_format": ({"type": "text"},),
     "return_hidden_states": (False,),
     "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
     "stop_regex": ([],),
-    "structured_outputs": (),
     "suffix": ("",),
     "token_ids_logprob": ([],),
     "tools": ([],),

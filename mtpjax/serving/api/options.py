@@ -19,6 +19,8 @@ from mtpjax.serving.api.fields import (
     read_fields,
 )
 from mtpjax.serving.api.generation import Job
+from mtpjax.serving.api.grammars import GrammarField, read_grammar
+from mtpjax.serving.grammar import Grammar
 from mtpjax.serving.request import Request
 
 
@@ -55,6 +57,7 @@ class Options:
         num_choices: texts per prompt.
         logprobs: report log-probabilities of the new tokens.
         speculative: decode with drafts.
+        grammar: what the texts must match; None: any text.
     """
 
     max_new_tokens: int | None
@@ -66,8 +69,17 @@ class Options:
     num_choices: int
     logprobs: bool
     speculative: bool
+    grammar: GrammarField | None
 
-    def jobs(self, prompts: Sequence[Sequence[int]], limits: Limits, *, salt: bytes, param: str) -> list[Job]:
+    def jobs(
+        self,
+        prompts: Sequence[Sequence[int]],
+        limits: Limits,
+        *,
+        salt: bytes,
+        param: str,
+        grammar: Grammar | None = None,
+    ) -> list[Job]:
         """Makes the engine's requests.
 
         Args:
@@ -75,6 +87,7 @@ class Options:
             limits: of the model.
             salt: only requests with the same one share pages.
             param: the field that gave the prompts, for messages.
+            grammar: the compiled grammar.
 
         Returns:
             All choices of the first prompt, then those of the next.
@@ -96,6 +109,7 @@ class Options:
                     stop_token_ids=self.stop_token_ids,
                     logprobs=self.logprobs,
                     speculative=self.speculative,
+                    grammar=grammar,
                     salt=salt,
                 )
                 jobs.append(Job(request, self.stop))
@@ -148,6 +162,7 @@ def read_openai(body: Body, limits: Limits, *, is_chat: bool) -> tuple[dict[str,
     default = None if is_chat else tables.DEFAULT_COMPLETION_TOKENS
     logprobs = values["logprobs"] if is_chat else values["logprobs"] is not None
     names = {"length": length or default, "is_explicit": length is not None, "logprobs": bool(logprobs)}
+    names |= {"grammar": read_grammar((body, ""))}
     return values, _options(body, values, limits, min_tokens="min_tokens", seed="seed", **names)
 
 
@@ -170,6 +185,7 @@ def read_generate(body: Body, limits: Limits) -> tuple[dict[str, Any], Options]:
     values |= read_fields(tables.GENERATE_SAMPLING, sampling, prefix)
     names = {"length": values["max_new_tokens"], "is_explicit": sampling.get("max_new_tokens") is not None}
     names |= {"logprobs": values["return_logprob"], "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
+    names |= {"grammar": read_grammar((body, ""), (sampling, prefix))}
     return values, _options(sampling, values, limits, prefix=prefix, **names)
 
 
@@ -198,6 +214,7 @@ def _options(
     min_tokens: str,
     seed: str,
     logprobs: bool,
+    grammar: GrammarField | None,
     prefix: str = "",
 ) -> Options:
     if values[min_tokens] > (length or MAX_INTEGER):
@@ -230,6 +247,7 @@ def _options(
         num_choices=values["n"],
         logprobs=logprobs,
         speculative=values["speculative"],
+        grammar=grammar,
     )
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from mtpjax.serving.api import option_tables as tables
 from mtpjax.serving.api.fields import MAX_INTEGER, Field
+from mtpjax.serving.api.grammars import RESPONSE_FORMATS
 from mtpjax.serving.api.prompts import MAX_MESSAGES, ROLES
 
 _TEXT = {"type": "string", "minLength": 1}
@@ -16,7 +17,17 @@ def _list_of(items: dict[str, Any], max_items: int) -> dict[str, Any]:
     return {"type": "array", "minItems": 1, "maxItems": max_items, "items": items}
 
 
-_ENDS = {
+_SCHEMA = {"type": ["object", "string", "null"]}
+_REGEX = {"type": ["string", "null"]}
+# Fields that all bodies have, besides those of the tables.
+_COMMON = {
+    "response_format": {
+        "type": ["object", "null"],
+        "required": ["type"],
+        "properties": {"type": {"enum": list(RESPONSE_FORMATS)}, "json_schema": {"type": "object"}},
+    },
+    **{"json_schema": _SCHEMA, "guided_json": _SCHEMA, "regex": _REGEX, "guided_regex": _REGEX},
+    "structured_outputs": {"type": ["object", "null"], "properties": {"json": _SCHEMA, "regex": _REGEX}},
     "stop": {"anyOf": [_STOP, _list_of(_STOP, tables.MAX_STOP_STRINGS), {"type": "null"}]},
     "stop_token_ids": {**_TOKENS, "minItems": 0, "type": ["array", "null"], "maxItems": tables.MAX_STOP_TOKENS},
     "logit_bias": {
@@ -46,7 +57,7 @@ def completion() -> dict[str, Any]:
     """Returns the description of `/v1/completions`."""
     prompts = [_TEXT, _TOKENS, *(_list_of(each, tables.MAX_PROMPTS) for each in (_TEXT, _TOKENS))]
     return request_body(
-        tables.COMPLETION, {"prompt": {"anyOf": prompts}, **_ENDS, "stream_options": _stream_options()}, ["prompt"]
+        tables.COMPLETION, {"prompt": {"anyOf": prompts}, **_COMMON, "stream_options": _stream_options()}, ["prompt"]
     )
 
 
@@ -56,7 +67,7 @@ def chat() -> dict[str, Any]:
     extra = {
         "messages": _list_of(_MESSAGE, MAX_MESSAGES),
         "chat_template_kwargs": {"type": ["object", "null"], "additionalProperties": scalar},
-        **_ENDS,
+        **_COMMON,
         "stream_options": _stream_options(),
     }
     return request_body(tables.CHAT, extra, ["messages"])
@@ -67,7 +78,7 @@ def generate() -> dict[str, Any]:
     extra = {
         "text": {"anyOf": [_TEXT, _list_of(_TEXT, tables.MAX_PROMPTS), {"type": "null"}]},
         "input_ids": {"anyOf": [_TOKENS, _list_of(_TOKENS, tables.MAX_PROMPTS), {"type": "null"}]},
-        "sampling_params": _object(tables.GENERATE_SAMPLING, _ENDS),
+        "sampling_params": _object(tables.GENERATE_SAMPLING, _COMMON),
     }
     return request_body(tables.GENERATE, extra, [], one_of=("text", "input_ids"))
 

@@ -10,11 +10,14 @@ from typing import Any, Protocol
 
 from mtpjax.data.tokenizer import Tokenizer
 from mtpjax.serving.api.errors import ApiError
+from mtpjax.serving.api.grammars import GrammarField
+from mtpjax.serving.grammar import Grammar, Grammars
 from mtpjax.serving.request import Deliver, EngineStatus, FinishReason, Request, Scores
 from mtpjax.version import __version__
 
 DRAIN_INTERVAL = 0.02
 ABORT_SECONDS = 2.0
+GRAMMAR_SECONDS = 10.0
 
 
 class Engine(Protocol):
@@ -23,10 +26,12 @@ class Engine(Protocol):
     Attributes:
         max_length: most tokens of a text; a prompt may have one less.
         vocab_size: valid ids are 0 .. vocab_size - 1.
+        grammars: compiles the grammars of requests; None: requests have none.
     """
 
     max_length: int
     vocab_size: int
+    grammars: Grammars | None
 
     def submit(self, request: Request, deliver: Deliver) -> int:
         """Adds a request to the queue.
@@ -121,21 +126,37 @@ class ApiServer:
         # A slow chat template, or a long wait for scores, must not hold up the tokenizing of other requests.
         self._tokenizer_threads = concurrent.futures.ThreadPoolExecutor(2, "tokenize")
         self._chat_threads = concurrent.futures.ThreadPoolExecutor(2, "chat")
+        self._grammar_threads = concurrent.futures.ThreadPoolExecutor(2, "grammar")
         self._score_threads = concurrent.futures.ThreadPoolExecutor(4, "score")
 
     async def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Encodes texts outside the event loop. Raises ApiError if the tokenizer cannot encode one."""
         encode = lambda: [self.tokenizer.encode(text) for text in texts]
-        return await _tokenize(self._tokenizer_threads, encode, "prompt")
+        return await _in_thread(self._tokenizer_threads, encode, "prompt")
 
     async def encode_chat(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> list[int]:
         """Encodes a conversation outside the event loop. Raises ApiError if the chat template rejects it."""
         encode = lambda: self.tokenizer.apply_chat_template(messages, **variables)
-        return await _tokenize(self._chat_threads, encode, "messages")
+        return await _in_thread(self._chat_threads, encode, "messages")
 
     async def decode(self, tokens: Sequence[int]) -> str:
         """Decodes tokens outside the event loop. Raises ApiError if the tokenizer cannot."""
-        return await _tokenize(self._tokenizer_threads, lambda: self.tokenizer.decode(tokens), "tokens")
+        return await _in_thread(self._tokenizer_threads, lambda: self.tokenizer.decode(tokens), "tokens")
+
+    async def compile_grammar(self, field: GrammarField | None) -> Grammar | None:
+        """Compiles a request's grammar outside the event loop. Raises ApiError if it is wrong or takes too long."""
+        if field is None:
+            return None
+        grammars = self.engine.grammars
+        if grammars is None:
+            message = f"{field.param} is not supported: the server was started without grammars"
+            raise ApiError(message, param=field.param, code="unsupported_option")
+        try:
+            async with asyncio.timeout(GRAMMAR_SECONDS):
+                work = lambda: grammars.compile(field.kind, field.source)
+                return await _in_thread(self._grammar_threads, work, field.param)
+        except TimeoutError as error:
+            raise ApiError(f"{field.param} takes too long to compile", param=field.param) from error
 
     async def score(self, tokens: Sequence[int], num_top: int) -> Scores:
         """Returns the engine's log-probabilities of a text."""
@@ -174,8 +195,8 @@ class ApiServer:
             await asyncio.sleep(DRAIN_INTERVAL)
 
 
-async def _tokenize(threads: concurrent.futures.Executor, function: Callable[[], Any], param: str) -> Any:
+async def _in_thread(threads: concurrent.futures.Executor, function: Callable[[], Any], param: str) -> Any:
     try:
         return await asyncio.get_running_loop().run_in_executor(threads, function)
-    except ValueError as error:  # the tokenizer's errors are ValueErrors whose text is meant for users
+    except ValueError as error:  # those of tokenizers and grammars have a text that is meant for users
         raise ApiError(str(error), param=param) from error

@@ -85,10 +85,11 @@ def generate_router(server: ApiServer) -> APIRouter:
         given = [name for name in ("text", "input_ids") if body.get(name) is not None]
         if len(given) != 1:
             raise ApiError("give either text or input_ids", param="text")
+        grammar = await server.compile_grammar(options.grammar)
         param, value = given[0], body[given[0]]
         is_batch = isinstance(value, list) and isinstance(value[0] if value else None, str | list)
         prompts = await read_prompts(server, value, param)
-        jobs = options.jobs(prompts, limits, salt=prefix_salt(request, None), param=param)
+        jobs = options.jobs(prompts, limits, salt=prefix_salt(request, None), param=param, grammar=grammar)
         return await GenerateReply(server, values, jobs, is_list=is_batch or len(jobs) > 1).respond(request)
 
     return router

@@ -1,0 +1,102 @@
+"""The grammar that a request asks for, under the names of OpenAI, SGLang and vLLM."""
+
+import dataclasses
+import json
+from typing import Any
+
+from mtpjax.serving.api.errors import ApiError
+from mtpjax.serving.api.fields import Body, check_text
+from mtpjax.serving.grammar import MAX_GRAMMAR_BYTES, GrammarKind
+
+ANY_JSON = "$$ANY$$"  # SGLang's schema of any JSON value
+RESPONSE_FORMATS = ("text", "json_object", "json_schema")
+
+
+@dataclasses.dataclass(frozen=True)
+class GrammarField:
+    """A grammar that is not compiled yet.
+
+    Attributes:
+        kind: of the source.
+        source: a JSON schema or a regular expression.
+        param: the field that gave it, for messages.
+    """
+
+    kind: GrammarKind
+    source: str
+    param: str
+
+
+def read_grammar(*bodies: tuple[Body, str]) -> GrammarField | None:
+    """Reads the grammar of a request.
+
+    Args:
+        *bodies: JSON objects whose fields may ask for one, and what stands before their names in messages.
+
+    Returns:
+        The grammar; None if no field asks for one.
+
+    Raises:
+        ApiError: a value is not allowed, or there are several grammars.
+    """
+    found = [
+        grammar
+        for body, prefix in bodies
+        for name, read in _READERS.items()
+        if body.get(name) is not None and (grammar := read(body[name], prefix + name)) is not None
+    ]
+    if len(found) > 1:
+        raise ApiError(f"{found[0].param} and {found[1].param} exclude each other", param=found[1].param)
+    return found[0] if found else None
+
+
+def _read_schema(value: Any, param: str) -> GrammarField:
+    """Reads a JSON schema: an object, true, or its text."""
+    if value == ANY_JSON or value is True:
+        value = "true"
+    elif isinstance(value, dict):
+        value = json.dumps(value)
+    return GrammarField("json_schema", check_text(value, param, MAX_GRAMMAR_BYTES), param)
+
+
+def _read_regex(value: Any, param: str) -> GrammarField:
+    return GrammarField("regex", check_text(value, param, MAX_GRAMMAR_BYTES), param)
+
+
+def _read_response_format(value: Any, param: str) -> GrammarField | None:
+    """Reads OpenAI's `{"type": "json_schema", "json_schema": {"schema": ...}}`, or one of the other types."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind not in RESPONSE_FORMATS:
+        message = f"{param}.type must be one of {', '.join(RESPONSE_FORMATS)}"
+        raise ApiError(message, param=param, code="unsupported_option")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return GrammarField("json_schema", '{"type": "object"}', param)
+    inner = value.get("json_schema")
+    schema = inner.get("schema") if isinstance(inner, dict) else None
+    if schema is None:
+        raise ApiError(f"{param}.json_schema.schema is missing", param=f"{param}.json_schema.schema")
+    return _read_schema(schema, f"{param}.json_schema.schema")
+
+
+def _read_structured_outputs(value: Any, param: str) -> GrammarField | None:
+    """Reads vLLM's object with a key for each kind of grammar."""
+    readers = {"json": _read_schema, "regex": _read_regex}
+    given = {name: each for name, each in value.items() if each is not None} if isinstance(value, dict) else {}
+    if given.get("json_object") is True:
+        given = {**given, "json": {"type": "object"}}
+    unsupported = [name for name in given if name not in (*readers, "json_object")]
+    if not isinstance(value, dict) or unsupported or len(given.keys() & readers) != 1:
+        raise ApiError(f"{param} must have json, regex or json_object", param=param, code="unsupported_option")
+    return next(read(given[name], f"{param}.{name}") for name, read in readers.items() if name in given)
+
+
+_READERS = {
+    "response_format": _read_response_format,
+    "json_schema": _read_schema,
+    "regex": _read_regex,
+    "guided_json": _read_schema,
+    "guided_regex": _read_regex,
+    "structured_outputs": _read_structured_outputs,
+}

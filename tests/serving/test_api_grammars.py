@@ -1,0 +1,148 @@
+"""The fields that ask for a grammar reach the engine, and a wrong grammar is a 400."""
+
+import threading
+
+import numpy as np
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("httpx")
+pytest.importorskip("llguidance")
+
+from mtpjax.data.tokenizer import ByteTokenizer
+from mtpjax.serving.api import server as api_server
+from mtpjax.serving.grammar import Grammars, num_words
+from mtpjax.serving.request import Finish
+from tests.helpers.api_client import api_client, chat, completion, events
+from tests.helpers.fake_engine import FakeEngine
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+MATCHING = {"json": b'{"a": true}', "object": b'{"b": [1]}', "regex": b"abb", "any": b"[1]"}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with api_client(FakeEngine(grammars=Grammars(ByteTokenizer(), 256))) as (client, engine):
+        yield client, engine
+
+
+def generate(client, **sampling):
+    return client.post("/generate", json={"text": "Hi", "sampling_params": sampling})
+
+
+def matches(grammar, text):
+    """Returns whether a text is complete."""
+    matcher, masks = grammar.start(), np.zeros((1, num_words(256)), np.int32)
+    try:
+        matcher.consume(text)
+    except ValueError:
+        return False
+    matcher.fill_masks(masks, [0])
+    return bool(masks[0, 0] & 1)
+
+
+@pytest.mark.parametrize("send", [completion, chat, generate])
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": None, "regex": None}, None),
+        ({"response_format": {"type": "json_object"}}, {"json", "object"}),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "strict": True, "schema": SCHEMA},
+                }
+            },
+            {"json"},
+        ),
+        ({"json_schema": '{"type": "object"}'}, {"json", "object"}),
+        ({"json_schema": "$$ANY$$"}, {"json", "object", "any"}),
+        ({"regex": "(a|b)*abb"}, {"regex"}),
+        ({"guided_json": SCHEMA}, {"json"}),
+        ({"guided_regex": "(a|b)*abb"}, {"regex"}),
+        ({"structured_outputs": {"json": SCHEMA, "regex": None}}, {"json"}),
+        ({"structured_outputs": {"regex": "(a|b)*abb"}}, {"regex"}),
+        ({"structured_outputs": {"json_object": True}}, {"json", "object"}),
+    ],
+)
+def test_every_name_of_a_grammar_reaches_the_engine(server, send, body, expected):
+    client, engine = server
+    assert send(client, **body).status_code == 200
+    grammar = engine.requests[-1].grammar
+    if expected is None:
+        assert grammar is None
+    else:
+        assert {name for name, text in MATCHING.items() if matches(grammar, text)} == expected
+
+
+def test_all_choices_share_a_grammar(server):
+    client, engine = server
+    assert completion(client, regex="a*", n=2).status_code == 200
+    first, second = engine.requests[-2:]
+    assert first.grammar is second.grammar is not None
+
+
+@pytest.mark.parametrize("send", [completion, chat, generate])
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"response_format": {"type": "structural_tag"}}, "response_format"),
+        ({"response_format": {}}, "response_format"),
+        ({"response_format": "json"}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "bogus"}}}},
+            "response_format.json_schema.schema",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"json_schema": "{"}, "json_schema"),
+        ({"json_schema": '{"$ref": "http://localhost/x"}'}, "json_schema"),
+        ({"regex": "("}, "regex"),
+        ({"regex": 5}, "regex"),
+        ({"regex": "a" * 70_000}, "regex"),
+        ({"guided_json": {"properties": {f"p{i}": {"const": "x" * 900} for i in range(90)}}}, "guided_json"),
+        ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs"),
+        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
+        ({"structured_outputs": []}, "structured_outputs"),
+        ({"regex": "a", "json_schema": "{}"}, "regex"),
+    ],
+)
+def test_a_wrong_grammar_is_a_400_that_names_the_field(server, send, body, param):
+    client, engine = server
+    before = len(engine.requests)
+    response = send(client, **body)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == ("sampling_params." if send is generate else "") + param
+    assert len(error["message"]) < 400 and len(engine.requests) == before
+
+
+def test_a_server_without_grammars_says_so():
+    with api_client() as (client, _):
+        response = completion(client, response_format={"type": "json_object"})
+        assert response.status_code == 400 and response.json()["error"]["code"] == "unsupported_option"
+        assert completion(client, response_format={"type": "text"}).status_code == 200
+
+
+def test_a_grammar_that_compiles_for_too_long_is_a_400(server, monkeypatch):
+    client, engine = server
+    ends = threading.Event()
+    monkeypatch.setattr(api_server, "GRAMMAR_SECONDS", 0.05)
+    monkeypatch.setattr(engine.grammars, "compile", lambda *_: ends.wait(30))
+    response = completion(client, regex="a")
+    ends.set()
+    assert response.status_code == 400 and "too long" in response.json()["error"]["message"]
+
+
+def test_a_grammar_that_fails_while_decoding_is_a_400(server, monkeypatch):
+    client, engine = server
+    finish = Finish("invalid", 2, message="the grammar failed: too complex")
+    monkeypatch.setattr(engine, "_deltas", lambda request: iter([finish]))
+    response = completion(client, regex="a")
+    assert response.status_code == 400 and response.json()["error"]["code"] == "grammar_failed"
+    assert "too complex" in events(completion(client, regex="a", stream=True))[-1]["error"]["message"]
