@@ -51,11 +51,12 @@ class Matcher:
     def fill_masks(self, masks: np.ndarray, tokens: Sequence[int], parents: Sequence[int] | None = None) -> None:
         """Computes which tokens may follow each node of a draft.
 
-        The mask of a node that is itself forbidden, or has a forbidden ancestor, stays as it is: no exact rule accepts
-        that node.
+        The mask of a node stays as it is if the node or an ancestor is forbidden, because no exact rule accepts it, or
+        follows an end token, because the text is cut there.
 
         Args:
-            masks: `[W, ceil(V/32)]` int32, a bit per token, the lowest bit first; overwritten.
+            masks: `[W, ceil(V/32)]` int32, a bit per token, the lowest bit first. Callers begin with masks that allow
+                every token.
             tokens: of the W nodes; the text consumed so far ends with node 0.
             parents: of the W nodes, parents before children; None: each node follows the one before.
 

@@ -177,9 +177,9 @@ class Scheduler:
                     sequence.max_length = sequence.min_length = sequence.num_to_prefill + 1
         # 4. The others decode. All rows that are drafted for have the same depth. A row with a grammar waits for the
         #    next tick after its prompt: its masks follow from its first new token.
-        unmatched = {sequence.id for sequence, _ in plan.prefills if sequence.matcher is not None}
+        just_prefilled = {sequence.id for sequence, _ in plan.prefills if sequence.matcher is not None}
         decoding = [
-            row for row in self.running if row.is_prefilled and self._may_go_on(row) and row.id not in unmatched
+            row for row in self.running if row.is_prefilled and self._may_go_on(row) and row.id not in just_prefilled
         ]
         depth = self.settings.depth_of(len(decoding))
         for sequence in decoding:
