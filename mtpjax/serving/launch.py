@@ -13,6 +13,7 @@ import jax
 import uvicorn
 
 from mtpjax.decoding.config import KV_CACHE_DTYPES, DecodeConfig
+from mtpjax.errors import MemoryTooSmall, printable
 from mtpjax.models.cache import empty_cache
 from mtpjax.models.config import ModelConfig
 from mtpjax.serving.api.server import ApiSettings
@@ -83,7 +84,7 @@ def choose_num_pages(
         Pages.
 
     Raises:
-        ValueError: the memory that is left has no room for one text.
+        MemoryTooSmall: the memory that is left has no room for one text.
     """
     max_length = min(settings.max_length or config.max_position_embeddings, config.max_position_embeddings)
     per_row = -(-(max_length + 64) // settings.page_size)
@@ -95,11 +96,29 @@ def choose_num_pages(
         room = CPU_POOL_BYTES
     num_pages = int(room // page_bytes(config, decode, settings.page_size, params["embedding"].dtype))
     if num_pages < per_row and all(stats):
-        raise ValueError(
+        raise MemoryTooSmall(
             f"the memory has room for {max(num_pages, 0) * settings.page_size} tokens, but a text may have "
             f"{max_length}: lower --context-length, or raise --mem-fraction-static"
         )
     return max(min(num_pages, per_row * settings.num_slots), per_row)
+
+
+@contextlib.contextmanager
+def explain_full_memory(advice: str) -> Iterator[None]:
+    """Turns JAX's error for full memory into one line with advice.
+
+    Args:
+        advice: what to change.
+
+    Raises:
+        MemoryTooSmall: memory was full.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:  # JAX's errors are RuntimeErrors
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise MemoryTooSmall(f"memory is too small: {advice} ({printable(error, 200)})") from error
 
 
 @contextlib.contextmanager
@@ -113,11 +132,14 @@ def running_engine(
     model_name: str,
 ) -> Iterator[tuple[Engine, Metrics]]:
     """Starts an engine and its metrics; on exit lets its requests end, for at most `drain_seconds`, and stops it."""
-    engine = Engine(params, model=model, config=config, settings=settings, observe=lambda *end: metrics.observe(*end))
-    metrics = Metrics(engine.status, model_name=model_name)
-    if server.warms_up:
-        with _progress() as progress:
-            engine.warm_up(progress)
+    with explain_full_memory("lower --max-total-tokens, --max-running-requests or --chunked-prefill-size"):
+        engine = Engine(
+            params, model=model, config=config, settings=settings, observe=lambda *end: metrics.observe(*end)
+        )
+        metrics = Metrics(engine.status, model_name=model_name)
+        if server.warms_up:
+            with _progress() as progress:
+                engine.warm_up(progress)
     engine.start()
     watchdog = None
     if server.watchdog_seconds is not None:
