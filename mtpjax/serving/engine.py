@@ -34,6 +34,8 @@ from mtpjax.serving.request import (
 )
 from mtpjax.serving.scheduler import Scheduler, SchedulerSettings, Sequence
 
+RETRY_SECONDS = 1.0  # between two attempts to make the state anew
+
 _log = logging.getLogger(__name__)
 
 
@@ -199,6 +201,14 @@ class Engine:
             **{f"num_{name}": self._totals[name] for name in _TOTALS},
         )
 
+    @property
+    def failure(self) -> str:
+        """Why the engine does not answer; "" if it does."""
+        begin, limit = self.busy_since, self.settings.max_tick_seconds
+        if begin is not None and limit is not None and (seconds := time.monotonic() - begin) > limit:
+            return f"a call of the engine has not returned for {seconds:.0f} s"
+        return ""
+
     def close(self, timeout: float | None = None) -> bool:
         """Takes no further requests, lets the others end, and stops the thread.
 
@@ -331,7 +341,7 @@ class Engine:
         elif report.done[row]:
             self._end(sequence, "stop" if report.stopped[row] else "length")
 
-    def _end(self, sequence: Sequence, reason: FinishReason, message: str = "") -> None:
+    def _end(self, sequence: Sequence, reason: FinishReason, message: str = "", *, is_retryable: bool = False) -> None:
         part, has_failed = sequence.part, reason == "error"
         # Entries of a failed row may be NaN: nobody may find them, and they are overwritten.
         pages = self._scheduler.end(sequence, forget=has_failed)
@@ -351,9 +361,13 @@ class Engine:
             proposed=tuple(totals[1 : 1 + depth]),
             accepted=tuple(totals[1 + depth :]),
             message=message,
+            is_retryable=is_retryable,
         )
         self._deliver(sequence, finish)
-        self._observe(finish, sequence.times)
+        try:
+            self._observe(finish, sequence.times)
+        except Exception:
+            _log.exception("request %d: its metrics are lost", sequence.id)
 
     def _end_late_requests(self) -> None:
         """Ends requests that have waited or run for too long."""
@@ -376,15 +390,24 @@ class Engine:
     def _recover(self, error: Exception) -> None:
         """Ends the requests that have entered, whose state may be lost, and goes on with the others."""
         _log.error("a call of the engine failed; its requests end", exc_info=error)
+        # 1. End the requests. Their slots and pages go with the scheduler.
         scheduler = self._scheduler
         lost = [*scheduler.running, *scheduler._preempted]
         self._in_flight.clear()
-        self._executor.reset()
         self._scheduler = self._new_scheduler()
         self._scheduler.waiting, self._scheduler.num_preempted = scheduler.waiting, scheduler.num_preempted
         for sequence in lost:
             sequence.slot = sequence.lease = None
-            self._end(sequence, "error", f"request {sequence.id} failed: the engine had to start anew")
+            message = f"request {sequence.id} failed: the engine had to start anew"
+            self._end(sequence, "error", message, is_retryable=True)
+        # 2. Make the state anew. Memory may be free again later; the watchdog ends a server that fails for too long.
+        while not self._is_closing:
+            try:
+                return self._executor.reset()
+            except Exception:
+                _log.exception("the engine cannot start anew; it tries again in %.0f s", RETRY_SECONDS)
+                time.sleep(RETRY_SECONDS)
+        raise error
 
 
 # Totals of `EngineStatus`.

@@ -26,7 +26,7 @@ from mtpjax.decoding.requests import (
 )
 from mtpjax.decoding.resumable import fit_stops, resolve_statics
 from mtpjax.decoding.sampling import SamplingFeatures
-from mtpjax.decoding.state import NewRows
+from mtpjax.decoding.state import DecodeState, NewRows
 from mtpjax.models.model import MTPModel
 from mtpjax.models.pages import NO_PAGE
 from mtpjax.serving import programs
@@ -55,6 +55,7 @@ class EngineSettings:
         max_waiting: most requests in the queue.
         max_queue_seconds: a request that waits longer ends with "timeout"; None: no limit.
         max_run_seconds: likewise for the time since its arrival.
+        max_tick_seconds: a server whose tick takes longer is unhealthy; None: no limit.
         shares_prefixes: requests with the same beginning share pages.
     """
 
@@ -69,6 +70,7 @@ class EngineSettings:
     max_waiting: int = 1024
     max_queue_seconds: float | None = None
     max_run_seconds: float | None = None
+    max_tick_seconds: float | None = None
     shares_prefixes: bool = True
 
 
@@ -171,11 +173,17 @@ class Executor:
         self.prefill_sizes = powers_of(4, prefill_rows)
         self.table_widths = fractions_of(8, self.max_pages, 16)
         self.num_compiled = 0  # programs
-        self.reset()
+        self.state = self._new_state()
 
     def reset(self) -> None:
-        """Makes a state whose slots are all free."""
-        self.state = make_state(
+        """Makes a state whose slots are all free. The old one is freed first: memory may not have room for two."""
+        for leaf in jax.tree.leaves(self.state):
+            if not leaf.is_deleted():
+                leaf.delete()
+        self.state = self._new_state()
+
+    def _new_state(self) -> DecodeState:
+        return make_state(
             self.params,
             model=self.model,
             config=self.config,
