@@ -125,7 +125,8 @@ class Engine:
         with self._changed:
             if self._is_closing:
                 raise QueueFull("the server shuts down")
-            num_waiting = len(self._sequences) - len(self._scheduler.running)
+            # A request that finds a free slot does not wait, also if it has not entered yet.
+            num_waiting = len(self._sequences) - self.settings.num_slots
             if num_waiting >= self.settings.max_waiting:
                 raise QueueFull(f"{num_waiting} requests wait already; try again later")
             self._sequences[sequence.id] = sequence

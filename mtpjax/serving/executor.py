@@ -52,7 +52,7 @@ class EngineSettings:
         rounds_per_call: decoding rounds per call. More hide the host better, and let new requests wait longer.
         disable_drafts_at: number of decoding rows from which on no tokens are drafted; None: always drafted.
         batch_sizes: numbers of rows that programs are compiled for, ascending; None: powers of four.
-        max_waiting: most requests in the queue.
+        max_waiting: most requests in the queue, besides one per slot.
         max_queue_seconds: a request that waits longer ends with "timeout"; None: no limit.
         max_run_seconds: likewise for the time since its arrival.
         max_tick_seconds: a server whose tick takes longer is unhealthy; None: no limit.
