@@ -32,7 +32,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs a command and exits.
 
     The exit code is 0 on success, 2 for wrong usage, 3 for a bad checkpoint, 4 if a text differs from plain decoding's,
-    5 if memory is too small, 75 if the run was interrupted and the same command continues it, 130 after Ctrl-C, and 1 for any other error.
+    5 if memory is too small, 75 if the run was interrupted and the same command continues it, 130 after Ctrl-C, and 1
+    for any other error.
 
     Args:
         arguments: the command line without the program's name; None: `sys.argv`.

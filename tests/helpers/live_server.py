@@ -20,7 +20,7 @@ from mtpjax.serving.executor import EngineSettings
 from mtpjax.serving.metrics import Metrics
 
 CONFIG = DecodeConfig(num_steps=2, prefill_chunk=16)
-SETTINGS = EngineSettings(num_slots=8, max_length=512, page_size=32, batch_sizes=(1, 8), prefill_tokens=32)
+SETTINGS = EngineSettings(num_slots=8, max_length=512, page_size=32, batch_sizes=(1, 8), prefill_tokens=16)
 CONTROL = {"prompt": "The control text", "temperature": 0, "max_tokens": 40, "ignore_eos": True}
 
 

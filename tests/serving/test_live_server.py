@@ -7,6 +7,7 @@ request as it did at the start, with nothing running, no page in use and no prog
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import json
 import random
 import socket
@@ -323,13 +324,15 @@ def test_a_client_that_does_not_read_is_aborted_and_others_get_their_text(server
     expected = [server.text(**body) for body in others]
     params = {"max_new_tokens": 500, "n": 16, "ignore_eos": True, "sampling_seed": 1, "temperature": 1}
     body = {"text": "slow", "stream": True, "sampling_params": params}
-    with api_settings(server, max_buffer_bytes=20_000, write_timeout=2.0):
-        # Each event of this route has the whole text, so the stream has megabytes.
-        with connect(server, raw_request("/generate", body), buffer_bytes=4096):
-            wait_until(lambda: server.engine.status().num_running)
-            texts = [response.json()["choices"][0]["text"] for response in server.together(others)]
-            assert texts == expected
-            wait_until(lambda: server.is_idle, 60)
+    # Each event of this route has the whole text, so the stream has megabytes.
+    with (
+        api_settings(server, max_buffer_bytes=20_000, write_timeout=2.0),
+        connect(server, raw_request("/generate", body), buffer_bytes=4096),
+    ):
+        wait_until(lambda: server.engine.status().num_running)
+        texts = [response.json()["choices"][0]["text"] for response in server.together(others)]
+        assert texts == expected
+        wait_until(lambda: server.is_idle, 60)
     assert "abort" in [finish.reason for finish in server.finishes[-27:]]
 
 
@@ -451,7 +454,7 @@ def test_metrics_under_load_never_go_down_and_match_the_requests(server):
     responses = asyncio.run(scrape_during_load())
     wait_until(lambda: server.is_idle)
     scrapes.append(samples(server)[0])
-    for earlier, later in zip(scrapes, scrapes[1:], strict=False):
+    for earlier, later in itertools.pairwise(scrapes):
         for key, value in earlier.items():
             if key[0] in counters:
                 assert later[key] >= value, key
