@@ -20,6 +20,7 @@ from mtpjax.serving.api.server import ApiSettings
 from mtpjax.serving.app import make_app
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.executor import EngineSettings
+from mtpjax.serving.header_timeout import protocol_with_timeout
 from mtpjax.serving.metrics import Metrics
 from mtpjax.serving.watchdog import Watchdog
 
@@ -37,6 +38,7 @@ class ServerSettings:
         port: port to listen on; 0 takes a free one.
         watchdog_seconds: a call that takes longer ends the process; None: no limit.
         drain_seconds: time that running requests get to end after SIGTERM.
+        header_seconds: time in which a client must send the header of a request.
         warms_up: compile every program before the port opens.
         log_level: of the HTTP server's own log.
     """
@@ -45,6 +47,7 @@ class ServerSettings:
     port: int = 30000
     watchdog_seconds: float | None = 300.0
     drain_seconds: float = 30.0
+    header_seconds: float = 30.0
     warms_up: bool = True
     log_level: str = "warning"
 
@@ -199,6 +202,7 @@ def serve(
 
         config = uvicorn.Config(
             app,
+            http=protocol_with_timeout(server.header_seconds),
             log_level=server.log_level,
             access_log=False,
             server_header=False,

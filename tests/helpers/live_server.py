@@ -17,10 +17,12 @@ from mtpjax.serving.api.server import ApiServer, ApiSettings
 from mtpjax.serving.app import make_app
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.executor import EngineSettings
+from mtpjax.serving.header_timeout import protocol_with_timeout
 from mtpjax.serving.metrics import Metrics
 
 CONFIG = DecodeConfig(num_steps=2, prefill_chunk=16)
 SETTINGS = EngineSettings(num_slots=8, max_length=512, page_size=32, batch_sizes=(1, 8), prefill_tokens=16)
+HEADER_SECONDS = 5.0
 CONTROL = {"prompt": "The control text", "temperature": 0, "max_tokens": 40, "ignore_eos": True}
 
 
@@ -101,7 +103,8 @@ def live_server(model, params, *, config=CONFIG, settings=SETTINGS, **api_settin
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error", ws="none", timeout_graceful_shutdown=1))
+        http = protocol_with_timeout(HEADER_SECONDS)
+        server = uvicorn.Server(uvicorn.Config(app, http=http, log_level="error", timeout_graceful_shutdown=1))
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
         wait_until(lambda: server.started)

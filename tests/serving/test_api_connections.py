@@ -19,16 +19,18 @@ import uvicorn
 from mtpjax.data.tokenizer import ByteTokenizer
 from mtpjax.serving.api.server import ApiSettings
 from mtpjax.serving.app import make_app
+from mtpjax.serving.header_timeout import protocol_with_timeout
 from tests.helpers.fake_engine import REPLY, FakeEngine
 
 LONG = {"prompt": "Hi", "max_tokens": 50_000, "ignore_eos": True}
 
 
 @contextlib.contextmanager
-def serve(engine, **settings):
+def serve(engine, header_seconds=30.0, **settings):
     """Yields the address of a server in a thread."""
     app = make_app(engine, ByteTokenizer(), ApiSettings(model_name="tiny", **settings))
-    config = uvicorn.Config(app, log_level="error", ws="none", timeout_graceful_shutdown=1)
+    http = protocol_with_timeout(header_seconds)
+    config = uvicorn.Config(app, http=http, log_level="error", timeout_keep_alive=1, timeout_graceful_shutdown=1)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         server = uvicorn.Server(config)
@@ -187,6 +189,28 @@ def test_a_body_that_does_not_arrive_is_408():
         assert httpx.get(f"{address}/health").status_code == 200
         answer = b"".join(iter(lambda: client.recv(4096), b""))  # until the server closes
     assert answer.startswith(b"HTTP/1.1 408") and b"body_timeout" in answer
+
+
+@pytest.mark.parametrize("before", [b"", b"GET /health HTTP/1.1\r\nHost: tiny\r\n\r\n"])
+@pytest.mark.parametrize("data", [b"", b"POST /v1/comp", b"GET /health HTTP/1.1\r\nHost: ti"])
+def test_a_header_that_does_not_arrive_closes_the_connection(before, data):
+    with serve(FakeEngine(), header_seconds=0.3) as address:
+        host, port = address.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=5) as client:
+            if before:
+                # An earlier request on the same connection is answered.
+                client.sendall(before)
+                assert client.recv(4096).startswith(b"HTTP/1.1 200")
+            client.sendall(data)
+            # Uvicorn itself closes a connection that is idle after a request.
+            assert client.recv(4096) == b""
+
+
+def test_a_long_response_outlives_the_time_for_headers():
+    engine = FakeEngine(delay=0.05, max_length=1000)
+    with serve(engine, header_seconds=0.2) as address:
+        response = httpx.post(f"{address}/v1/completions", json={"prompt": "Hi", "max_tokens": 20, "ignore_eos": True})
+    assert response.json()["usage"]["completion_tokens"] == 20
 
 
 def test_the_openai_client_reads_the_same_text_in_both_ways():
