@@ -18,7 +18,7 @@ from mtpjax.cli.config_flags import (
 from mtpjax.cli.help import command_parser
 from mtpjax.cli.mesh_flags import add_mesh_flags, load_on_mesh, open_mesh
 from mtpjax.decoding.config import LOSSY_RULES
-from mtpjax.errors import UsageError
+from mtpjax.errors import TokenizerError, UsageError
 
 KEY_VARIABLE = "MTPJAX_API_KEY"
 # SGLang's names of draft methods, and ours.
@@ -242,6 +242,8 @@ def _serve_on(mesh, options) -> int:
     path = find_checkpoint(options.model_path)
     with explain_full_memory("give the model more devices with --tp-size"):
         model, params, loaded_config = load_on_mesh(path, options, mesh)
+    if options.tokenizer_path and not os.path.exists(options.tokenizer_path):
+        raise TokenizerError(f"--tokenizer-path: there is no {options.tokenizer_path}")
     tokenizer = load_tokenizer(options.tokenizer_path or path, model.config.vocab_size)
     config = DecodeConfig(**engine_settings(options, loaded_config.num_mtp_modules))
     if config.num_steps and config.drafter == "mtp":

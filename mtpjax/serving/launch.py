@@ -1,10 +1,13 @@
 """Starts a server: loads the model, compiles, opens the port, and shuts down in order."""
 
+import asyncio
 import contextlib
 import dataclasses
 import logging
+import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -196,8 +199,12 @@ def serve(
                     print(line, flush=True)
 
             async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-                # Streams go on while the server drains, and new requests get 503.
-                await app.state.server.drain(server.drain_seconds)
+                # Streams go on while the server drains, and new requests get 503. A second Ctrl-C ends them.
+                draining = asyncio.ensure_future(app.state.server.drain(server.drain_seconds))
+                while not draining.done() and not self.force_exit:
+                    await asyncio.sleep(0.02)
+                if draining.cancel():
+                    app.state.server.abort()
                 await super().shutdown(sockets)
 
         config = uvicorn.Config(
@@ -209,7 +216,21 @@ def serve(
             timeout_graceful_shutdown=5,  # after the drain: clients that do not read the rest
             timeout_keep_alive=30,
         )
-        Server(config).run(sockets=[listener])
+        with _expected_sigterm():
+            Server(config).run(sockets=[listener])
+
+
+@contextlib.contextmanager
+def _expected_sigterm() -> Iterator[None]:
+    """Lets the process go on after uvicorn has shut down: it sends itself the signal again, which would kill it."""
+    if threading.current_thread() is not threading.main_thread():  # where uvicorn takes no signals
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 @contextlib.contextmanager
