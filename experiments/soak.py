@@ -177,7 +177,7 @@ class Soak:
 @contextlib.contextmanager
 def running_server():
     """Yields the address of a server of a tiny model in a thread, and its engine."""
-    model = MTPModel(small_models.small_config(vocab_size=256))
+    model = MTPModel(small_models.small_config(vocab_size=256, max_position_embeddings=512))
     params = small_models.constructed_params(model, "grouped", "mixed")
     # A pool with room for half of the slots' longest texts, so that requests are preempted.
     settings = EngineSettings(num_slots=8, batch_sizes=(1, 8), num_pages=72, prefill_tokens=64, max_waiting=256)

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TextIO
 
 import jax
 import uvicorn
@@ -196,7 +196,7 @@ def serve(
             async def startup(self, sockets: list[socket.socket] | None = None) -> None:
                 await super().startup(sockets)
                 if self.started:
-                    print(line, flush=True)
+                    _tell(line, sys.stdout)
 
             async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
                 # Streams go on while the server drains, and new requests get 503. A second Ctrl-C ends them.
@@ -213,6 +213,7 @@ def serve(
             log_level=server.log_level,
             access_log=False,
             server_header=False,
+            lifespan="off",  # the application has no events of its own, and uvicorn logs their end at a second Ctrl-C
             timeout_graceful_shutdown=5,  # after the drain: clients that do not read the rest
             timeout_keep_alive=30,
         )
@@ -248,4 +249,10 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
             bar.update(task, completed=count, total=total)
 
         yield show
-    print(f"mtpjax serve: {done[0]} programs in {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
+    _tell(f"mtpjax serve: {done[0]} programs in {time.perf_counter() - begin:.0f} s", sys.stderr)
+
+
+def _tell(line: str, stream: TextIO) -> None:
+    """Prints a line. A full disk, or a reader that is gone, must not stop the server."""
+    with contextlib.suppress(OSError):
+        print(line, file=stream, flush=True)

@@ -31,11 +31,11 @@ START_SECONDS = 120
 SLOW_CALLS = """
 import sys, time
 from mtpjax.serving.executor import Executor
-advance = Executor.advance
-def advance_slowly(*arguments):
+call = Executor.{name}
+def call_slowly(*arguments):
     time.sleep({seconds})
-    return advance(*arguments)
-Executor.advance = advance_slowly
+    return call(*arguments)
+Executor.{name} = call_slowly
 from mtpjax.cli.main import main
 main(sys.argv[1:])
 """
@@ -180,7 +180,7 @@ def test_the_key_comes_from_the_environment(serve):
 @pytest.mark.slow
 def test_sigkill_closes_all_connections_and_frees_the_port(serve, tmp_path):
     """48: nobody waits for an answer that never comes."""
-    server = serve(*QUICK, code=SLOW_CALLS.format(seconds=0.2), cwd=tmp_path)
+    server = serve(*QUICK, code=SLOW_CALLS.format(name="advance", seconds=0.2), cwd=tmp_path)
     address = server.wait_until_ready()
     ended = []
 
@@ -219,7 +219,7 @@ def wait_for_load(address, count, seconds=60):
 @pytest.mark.slow
 def test_at_sigterm_each_of_twenty_streams_gets_an_end(serve):
     """49: two run and 18 wait; those that do not end in time get what they have so far. New ones get 503."""
-    server = serve(*QUICK, "--drain-timeout", "2", code=SLOW_CALLS.format(seconds=0.1))
+    server = serve(*QUICK, "--drain-timeout", "2", code=SLOW_CALLS.format(name="advance", seconds=0.1))
     address = server.wait_until_ready()
     complete(address, max_tokens=2)
     ends = []
@@ -263,7 +263,7 @@ def test_a_signal_during_warm_up_ends_the_server_quickly(serve, number):
 @pytest.mark.slow
 def test_a_second_interrupt_ends_running_requests(serve):
     """50: the first one lets them end."""
-    server = serve(*QUICK, code=SLOW_CALLS.format(seconds=0.5))
+    server = serve(*QUICK, code=SLOW_CALLS.format(name="advance", seconds=0.5))
     address = server.wait_until_ready()
     complete(address, max_tokens=2)
     body = {"prompt": "Hi", "temperature": 0, "ignore_eos": True, "max_tokens": 100, "stream": True}
@@ -299,7 +299,7 @@ def test_signals_end_an_idle_server_quickly(serve, numbers):
 @pytest.mark.slow
 def test_a_hang_makes_the_server_unhealthy_shows_the_stacks_and_ends_it(serve):
     """47."""
-    server = serve(*QUICK, "--watchdog-timeout", "6", code=SLOW_CALLS.format(seconds=1000))
+    server = serve(*QUICK, "--watchdog-timeout", "6", code=SLOW_CALLS.format(name="admit", seconds=1000))
     address = server.wait_until_ready()
     assert httpx.get(f"{address}/health").status_code == 200
     with contextlib.suppress(httpx.TransportError):
@@ -311,7 +311,7 @@ def test_a_hang_makes_the_server_unhealthy_shows_the_stacks_and_ends_it(serve):
             time.sleep(0.1)
     assert server.end() == 1
     assert statuses == {200, 503}
-    assert "advance_slowly" in server.errors and "the server ends" in server.errors
+    assert "call_slowly" in server.errors and "the server ends" in server.errors
 
 
 @pytest.mark.slow
