@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import os
 import random
 import socket
 import statistics
@@ -27,6 +28,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.helpers.live_server import live_server, read_events, wait_until
 
+JSON = {"Content-Type": "application/json"}
 GREEDY = {"temperature": 0, "ignore_eos": True}
 LONG = {**GREEDY, "max_tokens": 500}
 
@@ -471,3 +473,71 @@ def test_metrics_under_load_never_go_down_and_match_the_requests(server):
     assert grown("mtpjax:prompt_tokens_total") == sum(usage["prompt_tokens"] for usage in usages)
     for name in ("mtpjax:e2e_request_latency_seconds_count", "mtpjax:time_to_first_token_seconds_count"):
         assert grown(name) == 24
+
+
+def resident_bytes():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads /proc")
+def test_a_body_over_the_limit_is_413_and_takes_no_more_memory_than_the_limit(server):
+    """14: a chunked body without a length."""
+    limit = server.api.settings.max_body_bytes
+    piece = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: tiny\r\nContent-Type: application/json\r\n"
+    largest = before = resident_bytes()
+    with connect(server, head + b"Transfer-Encoding: chunked\r\n\r\n") as client:
+        # The server answers, and closes the connection, before all is sent.
+        with contextlib.suppress(ConnectionError):
+            for _ in range(3 * limit // 0x10000):
+                client.sendall(piece)
+                largest = max(largest, resident_bytes())
+        with contextlib.suppress(ConnectionError):
+            assert client.recv(1000).startswith(b"HTTP/1.1 413")
+    assert largest - before < 1.2 * limit + (8 << 20)
+    response = httpx.post(f"{server.address}/v1/completions", content=b" " * (limit + 1), headers=JSON)
+    assert response.status_code == 413 and response.json()["error"]["code"] == "body_too_large"
+
+
+@pytest.mark.slow
+def test_a_word_of_four_megabytes_does_not_hold_up_others(server):
+    """15: ten of them, beside a stream."""
+    expected = server.text(**LONG)
+    gaps = []
+
+    async def read(client):
+        last = time.perf_counter()
+        text = ""
+        async with client.stream("POST", "/v1/completions", json={"prompt": "Hi", "stream": True, **LONG}) as response:
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    gaps.append(time.perf_counter() - last)
+                    last = time.perf_counter()
+                    text += json.loads(line[6:])["choices"][0]["text"]
+        return text
+
+    async def run():
+        async with httpx.AsyncClient(base_url=server.address, timeout=60) as client:
+            alone = await read(client)
+            idle, gaps[:] = np.percentile(gaps, 99), []
+            words = [client.post("/v1/completions", json={"prompt": "x" * (4 << 20)}) for _ in range(10)]
+            beside, *answers = await asyncio.gather(read(client), *words)
+            return alone, beside, idle, [answer.status_code for answer in answers]
+
+    alone, beside, idle, statuses = asyncio.run(run())
+    assert statuses == [400] * 10 and alone == beside == expected
+    # This process makes the bodies too, so the bar is wider than the two-fold of the list.
+    print(f"99th percentile of the gaps: {1000 * idle:.1f} ms -> {1000 * np.percentile(gaps, 99):.1f} ms")
+    assert np.percentile(gaps, 99) < max(10 * idle, 0.5)
+
+
+@pytest.mark.parametrize("jump", [-1e9, 1e9])
+def test_a_jump_of_the_clock_changes_nothing(server, monkeypatch, jump):
+    """47-53: durations and limits are those of the monotonic clock."""
+    expected, now = server.text(**LONG), time.time
+    with engine_settings(server, max_queue_seconds=30.0, max_run_seconds=60.0), busy(server, 2):
+        monkeypatch.setattr(time, "time", lambda: now() + jump)
+        response = server.post(**{**LONG, "max_tokens": 40})
+    assert response.status_code == 200 and expected.startswith(response.json()["choices"][0]["text"].rstrip("\ufffd"))
