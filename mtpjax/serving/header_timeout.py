@@ -1,6 +1,7 @@
 """Closes connections that do not finish the header of a request: uvicorn waits for them without limit."""
 
 import asyncio
+from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
@@ -19,9 +20,14 @@ def protocol_with_timeout(seconds: float) -> type[asyncio.Protocol]:
     """
 
     class Protocol(AutoHTTPProtocol):
+        # Those of uvicorn's protocols, of which there are two.
+        loop: asyncio.AbstractEventLoop
+        transport: asyncio.Transport
+        cycle: Any
+
         _header_timer: asyncio.TimerHandle | None = None
 
-        def connection_made(self, transport) -> None:
+        def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             self._header_timer = self.loop.call_later(seconds, transport.close)
 
