@@ -234,12 +234,12 @@ def test_at_sigterm_each_of_twenty_streams_gets_an_end(serve):
     for thread in threads:
         thread.start()
     wait_for_load(address, 20)
-    client = httpx.Client(base_url=address)
-    assert client.get("/ready").status_code == 200
-    server.process.send_signal(signal.SIGTERM)
-    time.sleep(0.5)
-    # A connection that is open goes on; it hears that the server ends.
-    statuses = [client.get("/ready").status_code, client.get("/health").status_code]
+    with httpx.Client(base_url=address) as client:
+        assert client.get("/ready").status_code == 200
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        # A connection that is open goes on; it hears that the server ends.
+        statuses = [client.get("/ready").status_code, client.get("/health").status_code]
     for thread in threads:
         thread.join(timeout=60)
     assert server.end() == 0, server.errors
