@@ -4,6 +4,7 @@ There is one base class per exit code of `mtpjax`:
 
     UsageError        2   the request is wrong: a flag, a setting, a path, the content of a data file
     CheckpointError   3   a checkpoint is missing, damaged, unsupported or does not fit
+    MemoryTooSmall    5   the model, or what the settings ask for, does not fit into memory
     ResumableError    75  the run was interrupted and saved its state; run the command again to continue
 
 Every other `ValueError` or `OSError` exits with 2 too.
@@ -71,6 +72,10 @@ class TokenizerError(CheckpointError):
 
 class ConversationError(TokenizerError, UsageError):
     """A chat template rejects a conversation or fails on it: the request is at fault, not the checkpoint."""
+
+
+class MemoryTooSmall(ValueError):
+    """The model, or what the settings ask for, does not fit into memory. The command line exits with 5."""
 
 
 class ResumableError(Exception):

@@ -12,7 +12,7 @@ from mtpjax.cli import conversion, decoding, measuring, serve, serving, training
 from mtpjax.cli.help import HelpFormatter
 from mtpjax.cli.interrupts import INTERRUPTED, defer_interrupts
 from mtpjax.cli.supervisor import continue_in_child
-from mtpjax.errors import CheckpointError, LostProcess, ResumableError, UsageError, printable
+from mtpjax.errors import CheckpointError, LostProcess, MemoryTooSmall, ResumableError, UsageError, printable
 from mtpjax.host import keep_freed_memory
 from mtpjax.version import __version__
 
@@ -22,6 +22,7 @@ COMMANDS = {name: run for group in GROUPS for name, run in group.COMMANDS.items(
 EXIT_CODES = (
     (UsageError, 2),
     (CheckpointError, 3),
+    (MemoryTooSmall, 5),
     (ResumableError, 75),
     ((ValueError, OSError), 2),
 )
@@ -31,7 +32,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs a command and exits.
 
     The exit code is 0 on success, 2 for wrong usage, 3 for a bad checkpoint, 4 if a text differs from plain decoding's,
-    75 if the run was interrupted and the same command continues it, 130 after Ctrl-C, and 1 for any other error.
+    5 if memory is too small, 75 if the run was interrupted and the same command continues it, 130 after Ctrl-C, and 1
+    for any other error.
 
     Args:
         arguments: the command line without the program's name; None: `sys.argv`.

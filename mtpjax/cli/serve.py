@@ -18,7 +18,7 @@ from mtpjax.cli.config_flags import (
 from mtpjax.cli.help import command_parser
 from mtpjax.cli.mesh_flags import add_mesh_flags, load_on_mesh, open_mesh
 from mtpjax.decoding.config import LOSSY_RULES
-from mtpjax.errors import UsageError
+from mtpjax.errors import TokenizerError, UsageError
 
 KEY_VARIABLE = "MTPJAX_API_KEY"
 # SGLang's names of draft methods, and ours.
@@ -260,12 +260,15 @@ def _serve_on(mesh, options) -> int:
     from mtpjax.io.checkpoint_format import find_checkpoint
     from mtpjax.serving.api.server import ApiSettings
     from mtpjax.serving.executor import EngineSettings
-    from mtpjax.serving.launch import ServerSettings, choose_num_pages, running_engine, serve
+    from mtpjax.serving.launch import ServerSettings, choose_num_pages, explain_full_memory, running_engine, serve
 
     logging.getLogger("mtpjax").setLevel(options.log_level.upper())
     # 1. The model and its tokenizer.
     path = find_checkpoint(options.model_path)
-    model, params, loaded_config = load_on_mesh(path, options, mesh)
+    with explain_full_memory("give the model more devices with --tp-size"):
+        model, params, loaded_config = load_on_mesh(path, options, mesh)
+    if options.tokenizer_path and not os.path.exists(options.tokenizer_path):
+        raise TokenizerError(f"--tokenizer-path: there is no {options.tokenizer_path}")
     tokenizer = load_tokenizer(options.tokenizer_path or path, model.config.vocab_size)
     config = DecodeConfig(**engine_settings(options, loaded_config.num_mtp_modules))
     if config.num_steps and config.drafter == "mtp":
@@ -282,6 +285,7 @@ def _serve_on(mesh, options) -> int:
         max_waiting=options.max_queued_requests,
         max_queue_seconds=options.max_queue_seconds,
         max_run_seconds=options.max_run_seconds,
+        max_tick_seconds=options.watchdog_timeout / 2 or None,
         shares_prefixes=not options.disable_radix_cache,
         host_bytes=int(options.hicache_size * 1e9) if options.enable_hierarchical_cache else 0,
         grammars=_load_grammars(options.grammar_backend, tokenizer, model.config.vocab_size),

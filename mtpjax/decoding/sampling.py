@@ -198,14 +198,14 @@ def distribution(logits: jax.Array, sampling: SamplingArrays, vocabulary: Vocabu
         vocabulary: how the columns are split over devices.
 
     Returns:
-        `[B, T, V]` float32. Rows at temperature 0 are one-hot at the arg-max; a row whose logits are all -inf is
-        one-hot at token 0.
+        `[B, T, V]` float32. Rows at temperature 0 are one-hot at the arg-max; a row whose logits are all -inf, or hold
+        NaN, is one-hot at some token. So every rule stays exact when a draft head computes NaN.
     """
     features = sampling.features
-    # 1. Softmax. Greedy rows, and rows in which every token is banned, become one-hot at the end; until then they get
-    #    harmless values, so that no NaN appears.
+    # 1. Softmax. Greedy rows, and rows in which every token is banned or one is NaN, become one-hot at the end; until
+    #    then they get harmless values, so that no NaN appears.
     temperature = sampling.temperature[:, None, None]
-    is_greedy = (temperature == 0) | (vocabulary.max(logits, keepdims=True) == -jnp.inf)
+    is_greedy = (temperature == 0) | ~(vocabulary.max(logits, keepdims=True) > -jnp.inf)
     temperature = jnp.where(temperature == 0, 1, temperature)
     scaled = apply_temperature(jnp.where(is_greedy, 0, logits), temperature, vocabulary)
     probabilities = vocabulary.softmax(scaled)

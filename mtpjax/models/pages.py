@@ -67,6 +67,10 @@ def write_pages(pool: jax.Array, rows: jax.Array, start: jax.Array, pages: Pages
     Returns:
         The pool; entries of slots without a page, and at shared positions, are dropped.
     """
+    # Attention multiplies what it masks by 0, also NaN. In a page of an MTP module, whose NaN ends no request, it would
+    # spoil the drafts of every later row that gets the page. (NaN of the trunk ends the row, and clears its pages.)
+    if pages.shift:
+        rows = jnp.where(jnp.isfinite(rows), rows, 0)
     axis = pool.ndim - 2
     return paged.write_places(pool, jnp.moveaxis(rows, axis, 1), *pages.locate(start, rows.shape[axis], to_write=True))
 

@@ -22,7 +22,7 @@ def make_app(engine: Engine, tokenizer: Tokenizer, settings: ApiSettings, metric
     """Makes the application.
 
     Every path but `settings.open_paths` needs a key if there are keys. `app.state.server` is the `ApiServer`, through
-    which the caller stops new requests and reports an engine that fails.
+    which the caller stops new requests.
 
     Args:
         engine: makes the tokens.

@@ -38,6 +38,8 @@ from mtpjax.serving.request import (
 )
 from mtpjax.serving.scheduler import Scheduler, SchedulerSettings, Sequence
 
+RETRY_SECONDS = 1.0  # between two attempts to make the state anew
+
 _log = logging.getLogger(__name__)
 
 
@@ -130,7 +132,8 @@ class Engine:
         with self._changed:
             if self._is_closing:
                 raise QueueFull("the server shuts down")
-            num_waiting = len(self._sequences) - len(self._scheduler.running)
+            # A request that finds a free slot does not wait, also if it has not entered yet.
+            num_waiting = len(self._sequences) - self.settings.num_slots
             if num_waiting >= self.settings.max_waiting:
                 raise QueueFull(f"{num_waiting} requests wait already; try again later")
             self._sequences[sequence.id] = sequence
@@ -205,6 +208,14 @@ class Engine:
             num_compilations=self._executor.num_compiled - self._num_warm_up_programs,
             **{f"num_{name}": self._totals[name] for name in _TOTALS},
         )
+
+    @property
+    def failure(self) -> str:
+        """Why the engine does not answer; "" if it does."""
+        begin, limit = self.busy_since, self.settings.max_tick_seconds
+        if begin is not None and limit is not None and (seconds := time.monotonic() - begin) > limit:
+            return f"a call of the engine has not returned for {seconds:.0f} s"
+        return ""
 
     def close(self, timeout: float | None = None) -> bool:
         """Takes no further requests, lets the others end, and stops the thread.
@@ -371,7 +382,7 @@ class Engine:
             except GrammarError as error:
                 self._end(sequence, "invalid", str(error))
 
-    def _end(self, sequence: Sequence, reason: FinishReason, message: str = "") -> None:
+    def _end(self, sequence: Sequence, reason: FinishReason, message: str = "", *, is_retryable: bool = False) -> None:
         part, has_failed = sequence.part, reason == "error"
         # Entries of a failed row may be NaN: nobody may find them, and they are overwritten.
         pages = self._scheduler.end(sequence, forget=has_failed)
@@ -391,9 +402,13 @@ class Engine:
             proposed=tuple(totals[1 : 1 + depth]),
             accepted=tuple(totals[1 + depth :]),
             message=message,
+            is_retryable=is_retryable,
         )
         self._deliver(sequence, finish)
-        self._observe(finish, sequence.times)
+        try:
+            self._observe(finish, sequence.times)
+        except Exception:
+            _log.exception("request %d: its metrics are lost", sequence.id)
 
     def _end_late_requests(self) -> None:
         """Ends requests that have waited or run for too long."""
@@ -416,15 +431,24 @@ class Engine:
     def _recover(self, error: Exception) -> None:
         """Ends the requests that have entered, whose state may be lost, and goes on with the others."""
         _log.error("a call of the engine failed; its requests end", exc_info=error)
+        # 1. End the requests. Their slots and pages go with the scheduler.
         scheduler = self._scheduler
         lost = [*scheduler.running, *scheduler._preempted]
         self._in_flight = []
-        self._executor.reset()
         self._scheduler = self._new_scheduler()
         self._scheduler.waiting, self._scheduler.num_preempted = scheduler.waiting, scheduler.num_preempted
         for sequence in lost:
             sequence.slot = sequence.lease = None
-            self._end(sequence, "error", f"request {sequence.id} failed: the engine had to start anew")
+            message = f"request {sequence.id} failed: the engine had to start anew"
+            self._end(sequence, "error", message, is_retryable=True)
+        # 2. Make the state anew. Memory may be free again later; the watchdog ends a server that fails for too long.
+        while not self._is_closing:
+            try:
+                return self._executor.reset()
+            except Exception:
+                _log.exception("the engine cannot start anew; it tries again in %.0f s", RETRY_SECONDS)
+                time.sleep(RETRY_SECONDS)
+        raise error
 
 
 # Totals of `EngineStatus`.

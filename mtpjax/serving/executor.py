@@ -28,7 +28,7 @@ from mtpjax.decoding.requests import (
 from mtpjax.decoding.resumable import fit_stops, resolve_statics
 from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.decoding.sampling_params import temperatures
-from mtpjax.decoding.state import NewRows
+from mtpjax.decoding.state import DecodeState, NewRows
 from mtpjax.models.model import MTPModel
 from mtpjax.models.pages import NO_PAGE
 from mtpjax.serving import host_pages, programs
@@ -57,9 +57,10 @@ class EngineSettings:
         rounds_per_call: decoding rounds per call. More hide the host better, and let new requests wait longer.
         disable_drafts_at: number of decoding rows from which on no tokens are drafted; None: always drafted.
         batch_sizes: numbers of rows that programs are compiled for, ascending; None: powers of four.
-        max_waiting: most requests in the queue.
+        max_waiting: most requests in the queue, besides one per slot.
         max_queue_seconds: a request that waits longer ends with "timeout"; None: no limit.
         max_run_seconds: likewise for the time since its arrival.
+        max_tick_seconds: a server whose tick takes longer is unhealthy; None: no limit.
         shares_prefixes: requests with the same beginning share pages.
         host_bytes: memory of the host for pages of the prefix cache whose place is needed; 0: none. One device only.
         grammars: compiles the grammars of requests; None: requests have none.
@@ -76,6 +77,7 @@ class EngineSettings:
     max_waiting: int = 1024
     max_queue_seconds: float | None = None
     max_run_seconds: float | None = None
+    max_tick_seconds: float | None = None
     shares_prefixes: bool = True
     host_bytes: int = 0
     grammars: Grammars | None = None
@@ -203,11 +205,17 @@ class Executor:
         self.prefill_sizes = powers_of(4, prefill_rows)
         self.table_widths = fractions_of(8, self.max_pages, 16)
         self.num_compiled = 0  # programs
-        self.reset()
+        self.state = self._new_state()
 
     def reset(self) -> None:
-        """Makes a state whose slots are all free."""
-        self.state = make_state(
+        """Makes a state whose slots are all free. The old one is freed first: memory may not have room for two."""
+        for leaf in jax.tree.leaves(self.state):
+            if not leaf.is_deleted():
+                leaf.delete()
+        self.state = self._new_state()
+
+    def _new_state(self) -> DecodeState:
+        return make_state(
             self.params,
             model=self.model,
             config=self.config,

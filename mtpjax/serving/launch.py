@@ -1,25 +1,29 @@
 """Starts a server: loads the model, compiles, opens the port, and shuts down in order."""
 
+import asyncio
 import contextlib
 import dataclasses
 import logging
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TextIO
 
 import jax
 import uvicorn
 
 from mtpjax.decoding.config import KV_CACHE_DTYPES, DecodeConfig
+from mtpjax.errors import MemoryTooSmall, printable
 from mtpjax.models.cache import empty_cache
 from mtpjax.models.config import ModelConfig
 from mtpjax.serving.api.server import ApiSettings
 from mtpjax.serving.app import make_app
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.executor import EngineSettings
+from mtpjax.serving.header_timeout import protocol_with_timeout
 from mtpjax.serving.metrics import Metrics
 from mtpjax.serving.watchdog import Watchdog
 
@@ -37,6 +41,7 @@ class ServerSettings:
         port: port to listen on; 0 takes a free one.
         watchdog_seconds: a call that takes longer ends the process; None: no limit.
         drain_seconds: time that running requests get to end after SIGTERM.
+        header_seconds: time in which a client must send the header of a request.
         warms_up: compile every program before the port opens.
         log_level: of the HTTP server's own log.
     """
@@ -45,6 +50,7 @@ class ServerSettings:
     port: int = 30000
     watchdog_seconds: float | None = 300.0
     drain_seconds: float = 30.0
+    header_seconds: float = 30.0
     warms_up: bool = True
     log_level: str = "warning"
 
@@ -84,7 +90,7 @@ def choose_num_pages(
         Pages.
 
     Raises:
-        ValueError: the memory that is left has no room for one text.
+        MemoryTooSmall: the memory that is left has no room for one text.
     """
     max_length = min(settings.max_length or config.max_position_embeddings, config.max_position_embeddings)
     per_row = -(-(max_length + 64) // settings.page_size)
@@ -96,11 +102,29 @@ def choose_num_pages(
         room = CPU_POOL_BYTES
     num_pages = int(room // page_bytes(config, decode, settings.page_size, params["embedding"].dtype))
     if num_pages < per_row and all(stats):
-        raise ValueError(
+        raise MemoryTooSmall(
             f"the memory has room for {max(num_pages, 0) * settings.page_size} tokens, but a text may have "
             f"{max_length}: lower --context-length, or raise --mem-fraction-static"
         )
     return max(min(num_pages, per_row * settings.num_slots), per_row)
+
+
+@contextlib.contextmanager
+def explain_full_memory(advice: str) -> Iterator[None]:
+    """Turns JAX's error for full memory into one line with advice.
+
+    Args:
+        advice: what to change.
+
+    Raises:
+        MemoryTooSmall: memory was full.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:  # JAX's errors are RuntimeErrors
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise MemoryTooSmall(f"memory is too small: {advice} ({printable(error, 200)})") from error
 
 
 @contextlib.contextmanager
@@ -114,11 +138,14 @@ def running_engine(
     model_name: str,
 ) -> Iterator[tuple[Engine, Metrics]]:
     """Starts an engine and its metrics; on exit lets its requests end, for at most `drain_seconds`, and stops it."""
-    engine = Engine(params, model=model, config=config, settings=settings, observe=lambda *end: metrics.observe(*end))
-    metrics = Metrics(engine.status, model_name=model_name)
-    if server.warms_up:
-        with _progress() as progress:
-            engine.warm_up(progress)
+    with explain_full_memory("lower --max-total-tokens, --max-running-requests or --chunked-prefill-size"):
+        engine = Engine(
+            params, model=model, config=config, settings=settings, observe=lambda *end: metrics.observe(*end)
+        )
+        metrics = Metrics(engine.status, model_name=model_name)
+        if server.warms_up:
+            with _progress() as progress:
+                engine.warm_up(progress)
     engine.start()
     watchdog = None
     if server.watchdog_seconds is not None:
@@ -169,25 +196,42 @@ def serve(
             async def startup(self, sockets: list[socket.socket] | None = None) -> None:
                 await super().startup(sockets)
                 if self.started:
-                    print(line, flush=True)
+                    _tell(line, sys.stdout)
 
             async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-                # Streams go on while the server drains, and new requests get 503.
-                await app.state.server.drain(server.drain_seconds)
+                # Streams go on while the server drains, and new requests get 503. A second Ctrl-C ends them.
+                draining = asyncio.ensure_future(app.state.server.drain(server.drain_seconds))
+                while not draining.done() and not self.force_exit:
+                    await asyncio.sleep(0.02)
+                if draining.cancel():
+                    app.state.server.abort()
                 await super().shutdown(sockets)
 
         config = uvicorn.Config(
             app,
+            http=protocol_with_timeout(server.header_seconds),
             log_level=server.log_level,
             access_log=False,
             server_header=False,
+            lifespan="off",  # the application has no events of its own, and uvicorn logs their end at a second Ctrl-C
             timeout_graceful_shutdown=5,  # after the drain: clients that do not read the rest
             timeout_keep_alive=30,
         )
-        # uvicorn raises the signal that ended it again, behind the drain. Then it has done its work.
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda number, frame: None)
-        Server(config).run(sockets=[listener])
+        with _expected_sigterm():
+            Server(config).run(sockets=[listener])
+
+
+@contextlib.contextmanager
+def _expected_sigterm() -> Iterator[None]:
+    """Lets the process go on after uvicorn has shut down: it sends itself the signal again, which would kill it."""
+    if threading.current_thread() is not threading.main_thread():  # where uvicorn takes no signals
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 @contextlib.contextmanager
@@ -205,4 +249,10 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
             bar.update(task, completed=count, total=total)
 
         yield show
-    print(f"mtpjax serve: {done[0]} programs in {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
+    _tell(f"mtpjax serve: {done[0]} programs in {time.perf_counter() - begin:.0f} s", sys.stderr)
+
+
+def _tell(line: str, stream: TextIO) -> None:
+    """Prints a line. A full disk, or a reader that is gone, must not stop the server."""
+    with contextlib.suppress(OSError):
+        print(line, file=stream, flush=True)

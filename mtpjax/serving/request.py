@@ -70,7 +70,8 @@ class Finish:
         num_steps: verification passes.
         proposed: per draft level, passes that drafted it.
         accepted: per draft level, passes that accepted it.
-        message: one line for the user, if the reason is "error" or "invalid".
+        message: one line, for the log, if the reason is "error" or "invalid".
+        is_retryable: the error was not the request's fault, so it may succeed when it is sent again.
     """
 
     reason: FinishReason
@@ -81,6 +82,7 @@ class Finish:
     proposed: tuple[int, ...] = ()
     accepted: tuple[int, ...] = ()
     message: str = ""
+    is_retryable: bool = False
 
 
 @dataclasses.dataclass

@@ -1,7 +1,10 @@
 """Ends a server whose device call never returns: a hung process helps nobody, and a supervisor starts it again."""
 
+import contextlib
+import faulthandler
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +18,8 @@ class Watchdog:
 
     Args:
         busy_since: returns the time (`time.monotonic`) since which the engine is in one tick; None while it waits.
-        timeout: seconds after which `on_timeout` is called, once.
+        timeout: seconds after which `on_timeout` is called, once. After half of them the stacks of all threads are
+            written to standard error.
         on_timeout: takes the seconds; None: logs an error and ends the process with exit code 1.
     """
 
@@ -36,9 +40,16 @@ class Watchdog:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._stopped.wait(min(self._timeout / 4, 1.0)):
+        shown = None  # the tick whose stacks were written
+        while not self._stopped.wait(min(self._timeout / 8, 1.0)):
             begin = self._busy_since()
-            if begin is not None and (seconds := time.monotonic() - begin) > self._timeout:
+            seconds = 0.0 if begin is None else time.monotonic() - begin
+            if seconds > self._timeout / 2 and shown != begin:
+                shown = begin
+                _log.warning("a call of the engine has not returned for %.0f s; the threads are at", seconds)
+                with contextlib.suppress(OSError, ValueError, AttributeError):  # there may be no standard error
+                    faulthandler.dump_traceback(sys.stderr)
+            if seconds > self._timeout:
                 self._on_timeout(seconds)
                 return
 

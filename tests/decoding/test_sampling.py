@@ -12,6 +12,7 @@ from mtpjax.decoding.sampling import (
     TokenHistory,
     apply_penalties_and_bias,
     distribution,
+    draw,
 )
 
 V = 12
@@ -144,3 +145,18 @@ def test_neutral_values_change_nothing():
     few = SamplingArrays.greedy(2).replace(temperature=jnp.array([0.0, 0.8]))
     many = arrays([{"temperature": 0.0}, {"temperature": 0.8}])
     np.testing.assert_allclose(distribution(logits, few), distribution(logits, many), rtol=1e-6)
+
+
+@pytest.mark.parametrize("place", [slice(None), 3])
+def test_a_row_with_nan_is_one_hot_and_leaves_the_others_as_they_are(place):
+    # A draft head that computes NaN must still say what its token was drawn from: ratio rules compare p with it.
+    logits = np.random.default_rng(0).normal(size=(3, 1, V)).astype(np.float32)
+    broken = logits.copy()
+    broken[1, 0, place] = np.nan
+    sampling = SamplingArrays.greedy(3, V, SamplingFeatures.all_enabled())
+    sampling = sampling.replace(temperature=jnp.full(3, 0.7), top_k=jnp.full(3, 5), top_p=jnp.full(3, 0.9))
+    whole, given = (np.asarray(distribution(jnp.asarray(each), sampling)) for each in (logits, broken))
+    assert sorted(given[1, 0]) == [0] * (V - 1) + [1]
+    gumbel = jnp.asarray(np.random.default_rng(1).gumbel(size=(3, 1, V)), jnp.float32)
+    assert given[1, 0, draw(jnp.asarray(given), gumbel)[1, 0]] == 1
+    np.testing.assert_array_equal(given[[0, 2]], whole[[0, 2]])

@@ -24,7 +24,7 @@ class FakeEngine:
     def __init__(self, reply=REPLY, *, max_length=200, delay=0.0, max_requests=10_000, fail_after=None, grammars=None):
         self.reply, self.max_length, self.vocab_size, self.delay = reply, max_length, 256, delay
         self.max_requests, self.fail_after = max_requests, fail_after
-        self.logprob, self.grammars = -0.5, grammars
+        self.logprob, self.grammars, self.failure = -0.5, grammars, ""
         self.requests, self.reasons, self.num_aborted = [], [], 0
         self._ids, self._running, self._aborted = itertools.count(), {}, {}
         self._changed, self._is_open = threading.Condition(), True

@@ -168,6 +168,28 @@ def test_a_body_that_does_not_arrive_is_408():
     assert answer.startswith(b"HTTP/1.1 408") and b"body_timeout" in answer
 
 
+@pytest.mark.parametrize("before", [b"", b"GET /health HTTP/1.1\r\nHost: tiny\r\n\r\n"])
+@pytest.mark.parametrize("data", [b"", b"POST /v1/comp", b"GET /health HTTP/1.1\r\nHost: ti"])
+def test_a_header_that_does_not_arrive_closes_the_connection(before, data):
+    with serve(FakeEngine(), header_seconds=0.3) as address:
+        host, port = address.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=5) as client:
+            if before:
+                # An earlier request on the same connection is answered.
+                client.sendall(before)
+                assert client.recv(4096).startswith(b"HTTP/1.1 200")
+            client.sendall(data)
+            # Uvicorn itself closes a connection that is idle after a request.
+            assert client.recv(4096) == b""
+
+
+def test_a_long_response_outlives_the_time_for_headers():
+    engine = FakeEngine(delay=0.05, max_length=1000)
+    with serve(engine, header_seconds=0.2) as address:
+        response = httpx.post(f"{address}/v1/completions", json={"prompt": "Hi", "max_tokens": 20, "ignore_eos": True})
+    assert response.json()["usage"]["completion_tokens"] == 20
+
+
 def test_the_openai_client_reads_the_same_text_in_both_ways():
     openai = pytest.importorskip("openai")
     with serve(FakeEngine(), api_keys=("key",)) as address:

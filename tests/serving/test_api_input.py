@@ -141,6 +141,14 @@ def test_token_ids_must_be_in_the_vocabulary(client, token):
     assert_error(client.post("/detokenize", json={"tokens": [1, token]}), param="tokens")
 
 
+def test_stop_tokens_are_limited_by_what_the_engine_compares(client):
+    assert completion(client, stop_token_ids=list(range(100, 131))).status_code == 200
+    # The end token is the 33rd.
+    assert_error(completion(client, stop_token_ids=list(range(100, 132))), param="stop_token_ids")
+    assert completion(client, stop_token_ids=list(range(100, 132)), ignore_eos=True).status_code == 200
+    assert_error(completion(client, stop_token_ids=list(range(100, 133)), ignore_eos=True), param="stop_token_ids")
+
+
 @pytest.mark.parametrize("prompt", [["a", 1], [[1], 2], [[1], "a"], [1, [2]], [[[1]]], ["a", None]])
 def test_ragged_prompts_are_rejected(client, prompt):
     assert_error(completion(client, prompt=prompt), param="prompt")

@@ -235,7 +235,7 @@ def test_health_and_readiness():
         assert client.get("/health").status_code == 200
         for response in (client.get("/ready"), completion(client), chat(client), client.get("/health_generate")):
             assert response.status_code == 503 and "retry-after" in response.headers
-        client.app.state.server.failure = "the engine does not answer"
+        engine.failure = "the engine does not answer"
         assert client.get("/health").status_code == 503
 
 

@@ -212,8 +212,8 @@ def test_a_full_queue_refuses_and_a_closed_engine_too(small):
     settings = dataclasses.replace(SETTINGS, num_slots=1, batch_sizes=None, max_waiting=2)
     engine = Engine(params, model=model, config=CONFIG, settings=settings)
     events = queue.Queue()
-    # Its thread has not started, so nothing runs yet.
-    for _ in range(2):
+    # Its thread has not started, so nothing runs yet: one will get the slot, and two wait.
+    for _ in range(3):
         engine.submit(Request(prompt=(1,), max_new_tokens=3), events.put)
     with pytest.raises(QueueFull, match="2 requests wait already"):
         engine.submit(Request(prompt=(1,), max_new_tokens=3), events.put)
@@ -222,7 +222,7 @@ def test_a_full_queue_refuses_and_a_closed_engine_too(small):
     closer.start()
     closer.join(timeout=60)
     # The others ended before the engine did.
-    assert [event.reason for event in events.queue if isinstance(event, Finish)] == ["length", "length"]
+    assert [event.reason for event in events.queue if isinstance(event, Finish)] == ["length"] * 3
     with pytest.raises(QueueFull, match="shuts down"):
         engine.submit(Request(prompt=(1,), max_new_tokens=3), events.put)
 

@@ -31,8 +31,8 @@ def admin_router(server: ApiServer) -> APIRouter:
     settings, engine = server.settings, server.engine
 
     def check_health() -> None:
-        if server.failure:
-            raise ApiError(server.failure, status=503, code="unhealthy")
+        if failure := engine.failure:
+            raise ApiError(failure, status=503, code="unhealthy")
 
     @router.get("/health", response_class=Response)
     @router.get("/ping", response_class=Response)

@@ -61,3 +61,9 @@ def shutting_down() -> ApiError:
 def internal_error(error_id: str) -> ApiError:
     """Returns the error for a fault of the server. The log has the details under the same id."""
     return ApiError(f"internal error {error_id}", status=500, code="internal_error")
+
+
+def engine_restarted(error: ApiError) -> ApiError:
+    """Returns the error for a request that a fault of the engine ended, from the error that was logged for it."""
+    message = f"{error}: the engine had to start anew; try again"
+    return ApiError(message, status=503, code="engine_restarted", headers={"Retry-After": "1"})

@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 
-from mtpjax.serving.api.errors import ApiError, internal_error, shutting_down
+from mtpjax.serving.api.errors import ApiError, engine_restarted, internal_error, shutting_down
 from mtpjax.serving.api.server import ApiServer
 from mtpjax.serving.api.text_stream import Span, TextStream
 from mtpjax.serving.request import Delta, Finish, Request
@@ -249,7 +249,8 @@ def log_fault(error: BaseException | str) -> ApiError:
 def _check_finish(finish: Finish, choice: Choice) -> None:
     """Raises the error of a request that failed, or that ran out of time in the queue."""
     if finish.reason == "error":
-        raise log_fault(finish.message)
+        error = log_fault(finish.message)
+        raise engine_restarted(error) if finish.is_retryable else error
     if finish.reason == "invalid":
         raise ApiError(finish.message, code="grammar_failed")
     if finish.reason == "timeout" and not choice.tokens:

@@ -237,13 +237,17 @@ def _options(
     stop_ids = check_list(_or(body.get("stop_token_ids"), []), stop_ids_param, tables.MAX_STOP_TOKENS)
     stop_ids = check_tokens(stop_ids, stop_ids_param, limits.vocab_size)
     ends = () if values["ignore_eos"] else limits.eos_token_ids
+    stop_ids = tuple(dict.fromkeys([*ends, *stop_ids]))
+    if len(stop_ids) > tables.MAX_STOP_TOKENS:
+        message = f"{stop_ids_param} and the {len(ends)} end tokens of the model are more than {tables.MAX_STOP_TOKENS}"
+        raise ApiError(message, param=stop_ids_param)
     return Options(
         max_new_tokens=length,
         is_explicit=is_explicit,
         sampling=sampling,
         seed=_or(values[seed], int.from_bytes(os.urandom(8))) % 2**64,
         stop=_stop_strings(body.get("stop"), stop_param),
-        stop_token_ids=tuple(dict.fromkeys([*ends, *stop_ids])),
+        stop_token_ids=stop_ids,
         num_choices=values["n"],
         logprobs=logprobs,
         speculative=values["speculative"],

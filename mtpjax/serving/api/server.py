@@ -33,6 +33,11 @@ class Engine(Protocol):
     vocab_size: int
     grammars: Grammars | None
 
+    @property
+    def failure(self) -> str:
+        """Why the engine does not work; "" if it does. `/health` then answers 503."""
+        ...
+
     def submit(self, request: Request, deliver: Deliver) -> int:
         """Adds a request to the queue.
 
@@ -111,14 +116,12 @@ class ApiServer:
 
     Attributes:
         is_stopping: new requests are answered with 503.
-        failure: why the engine does not work; "" if it does. `/health` then answers 503.
         running: engine ids by the name of the request they belong to, for `/abort_request`.
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, settings: ApiSettings):
         self.engine, self.tokenizer, self.settings = engine, tokenizer, settings
         self.is_stopping = False
-        self.failure = ""
         self.running: dict[str, set[int]] = {}
         self.max_prompt_characters = settings.max_prompt_characters or 64 * engine.max_length
         digest = hashlib.sha256(f"{__version__} {settings.model_name} {tokenizer.digest}".encode()).hexdigest()

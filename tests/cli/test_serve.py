@@ -1,0 +1,338 @@
+"""`mtpjax serve` as a process: the ready line, exit codes, signals, and what it leaves behind.
+
+Numbers in the docstrings are those of the list of server tests.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("httpx")
+pytest.importorskip("prometheus_client")
+pytest.importorskip("uvicorn")
+
+import httpx
+
+from mtpjax.cli.main import main
+
+SIZES = ("--max-running-requests", "2", "--context-length", "128", "--precompile-bs-paddings", "2")
+QUICK = (*SIZES, "--skip-server-warmup", "--port", "0")
+START_SECONDS = 120
+SLOW_CALLS = """
+import sys, time
+from mtpjax.serving.executor import Executor
+call = Executor.{name}
+def call_slowly(*arguments):
+    time.sleep({seconds})
+    return call(*arguments)
+Executor.{name} = call_slowly
+from mtpjax.cli.main import main
+main(sys.argv[1:])
+"""
+
+
+class Server:
+    """A process of `mtpjax serve`, and the lines that it printed."""
+
+    def __init__(self, checkpoint, *flags, code=None, environment=(), cwd=None):
+        start = ["-m", "mtpjax.cli.start"] if code is None else ["-c", code]
+        command = [sys.executable, *start, "serve", "--model-path", str(checkpoint), *flags]
+        environment = os.environ | {"PYTHONPATH": os.getcwd()} | dict(environment)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        self.process = subprocess.Popen(command, env=environment, cwd=cwd, text=True, **pipes)
+        self.errors, self.address = "", ""
+
+    def wait_until_ready(self):
+        """Waits for the ready line; returns the address."""
+        timer = threading.Timer(START_SECONDS, self.process.kill)
+        timer.start()
+        line = self.process.stdout.readline()
+        timer.cancel()
+        if " is ready at " not in line:
+            self.process.kill()
+            raise AssertionError(line + self.process.communicate()[1])
+        self.address = line.split(" is ready at ")[1].split(": ")[0]
+        return self.address
+
+    def end(self, number=None, seconds=60):
+        """Sends a signal, and returns the exit code."""
+        if number is not None:
+            self.process.send_signal(number)
+        _, errors = self.process.communicate(timeout=seconds)
+        self.errors += errors
+        return self.process.returncode
+
+
+@pytest.fixture
+def serve(checkpoint, tmp_path):
+    """`serve(*flags)` -> a `Server`, which ends with the test."""
+    with contextlib.ExitStack() as stack:
+
+        def start(*flags, **options):
+            server = Server(checkpoint, *flags, **options)
+            stack.callback(server.process.communicate)
+            stack.callback(server.process.kill)
+            return server
+
+        yield start
+
+
+def complete(address, **body):
+    body = {"prompt": "Hi", "temperature": 0, "ignore_eos": True, "max_tokens": 100, **body}
+    return httpx.post(f"{address}/v1/completions", json=body, timeout=60)
+
+
+def test_a_server_starts_drains_and_leaves_nothing_behind(serve, tmp_path):
+    """49: a stream that runs at SIGTERM ends as it should; --port 0; the name of the model and the address."""
+    server = serve(*QUICK, cwd=tmp_path)
+    address = server.wait_until_ready()
+    expected = complete(address).json()["choices"][0]["text"]
+    body = {"prompt": "Hi", "temperature": 0, "ignore_eos": True, "max_tokens": 100, "stream": True}
+    with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as response:
+        lines = response.iter_lines()
+        first = next(lines)
+        server.process.send_signal(signal.SIGTERM)
+        lines = [first, *lines]
+    events = [line.removeprefix("data: ") for line in lines if line]
+    assert events[-1] == "[DONE]"
+    assert "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1]) == expected
+    assert server.end() == 0, server.errors
+    assert "Traceback" not in server.errors
+    # The port is free, and no file was written.
+    host, port = address.removeprefix("http://").split(":")
+    with socket.socket() as again:
+        again.bind((host, int(port)))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "message"),
+    [
+        (["--made-up"], 2, "unknown flag --made-up"),
+        (["--prot", "1"], 2, "did you mean --port?"),
+        (["--enable-lora"], 2, "is a flag of SGLang that mtpjax does not support"),
+        (["--port", "http"], 2, "--port"),
+        (["--context-length", "1"], 2, "max_length must be at least 2"),
+        (["--speculative-algorithm", "EAGLE4"], 2, "unknown --speculative-algorithm EAGLE4"),
+        (["--acceptance", "threshold"], 2, "use --allow-lossy"),
+        (["--tokenizer-path", "/no/such/folder"], 3, "/no/such/folder"),
+    ],
+)
+def test_wrong_flags_are_one_line_and_an_exit_code(checkpoint, capsys, flags, code, message):
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--model-path", str(checkpoint), "--skip-server-warmup", *flags])
+    assert ended.value.code == code
+    errors = capsys.readouterr().err
+    assert message in errors and "Traceback" not in errors
+    assert len(errors.splitlines()) == 1 or "--port" in message  # argparse shows the usage too
+
+
+def test_a_missing_model_is_one_line_and_exit_code_3(tmp_path, capsys):
+    """51."""
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--model-path", str(tmp_path / "missing")])
+    assert ended.value.code == 3
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_port_in_use_is_one_line_and_exit_code_2(checkpoint, capsys):
+    """51."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(SystemExit) as ended:
+            flags = [*SIZES, "--skip-server-warmup", "--port", str(taken.getsockname()[1])]
+            main(["serve", "--model-path", str(checkpoint), *flags])
+    assert ended.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "cannot listen on 127.0.0.1" in last and "in use" in last
+
+
+def test_a_pool_beyond_memory_ends_with_exit_code_5_and_advice(checkpoint, capsys):
+    """45: at the start."""
+    with pytest.raises(SystemExit) as ended:
+        flags = [*SIZES, "--skip-server-warmup", "--max-total-tokens", str(2**41)]
+        main(["serve", "--model-path", str(checkpoint), *flags])
+    assert ended.value.code == 5
+    [line] = capsys.readouterr().err.splitlines()
+    assert "lower --max-total-tokens" in line
+
+
+@pytest.mark.slow
+def test_the_key_comes_from_the_environment(serve):
+    address = serve(*QUICK, environment={"MTPJAX_API_KEY": "secret, other"}).wait_until_ready()
+    assert httpx.get(f"{address}/health").status_code == 200
+    for key, status in (("wrong", 401), ("secret", 200), ("other", 200)):
+        headers = {"Authorization": f"Bearer {key}"}
+        assert httpx.get(f"{address}/v1/models", headers=headers).status_code == status
+
+
+@pytest.mark.slow
+def test_sigkill_closes_all_connections_and_frees_the_port(serve, tmp_path):
+    """48: nobody waits for an answer that never comes."""
+    server = serve(*QUICK, code=SLOW_CALLS.format(name="advance", seconds=0.2), cwd=tmp_path)
+    address = server.wait_until_ready()
+    ended = []
+
+    def wait():
+        try:
+            ended.append(complete(address))
+        except httpx.TransportError as error:
+            ended.append(error)
+
+    threads = [threading.Thread(target=wait) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    wait_for_load(address, 4)
+    begin = time.monotonic()
+    assert server.end(signal.SIGKILL) == -signal.SIGKILL
+    for thread in threads:
+        thread.join(timeout=5)
+    assert len(ended) == 4 and all(isinstance(each, httpx.TransportError) for each in ended)
+    assert time.monotonic() - begin < 5
+    assert not list(tmp_path.iterdir())
+    port = address.rpartition(":")[2]
+    assert serve(*QUICK[:-1], port).wait_until_ready() == address
+
+
+def wait_for_load(address, count, seconds=60):
+    """Waits until the server has this many requests."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        state = httpx.get(f"{address}/server_info").json()["internal_states"][0]
+        if state["num_running_reqs"] + state["num_queue_reqs"] >= count:
+            return
+        time.sleep(0.05)
+    raise AssertionError("the requests do not arrive")
+
+
+@pytest.mark.slow
+def test_at_sigterm_each_of_twenty_streams_gets_an_end(serve):
+    """49: two run and 18 wait; those that do not end in time get what they have so far. New ones get 503."""
+    server = serve(*QUICK, "--drain-timeout", "2", code=SLOW_CALLS.format(name="advance", seconds=0.1))
+    address = server.wait_until_ready()
+    complete(address, max_tokens=2)
+    ends = []
+
+    def read():
+        body = {"prompt": "Hi", "temperature": 0, "ignore_eos": True, "max_tokens": 100, "stream": True}
+        with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as response:
+            lines = [line for line in response.iter_lines() if line]
+        ends.append(lines[-1])
+
+    threads = [threading.Thread(target=read) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    wait_for_load(address, 20)
+    with httpx.Client(base_url=address) as client:
+        assert client.get("/ready").status_code == 200
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        # A connection that is open goes on; it hears that the server ends.
+        statuses = [client.get("/ready").status_code, client.get("/health").status_code]
+    for thread in threads:
+        thread.join(timeout=60)
+    assert server.end() == 0, server.errors
+    assert ends == ["data: [DONE]"] * 20
+    assert statuses == [503, 200]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_during_warm_up_ends_the_server_quickly(serve, number):
+    """50."""
+    server = serve("--port", "0", "--max-running-requests", "64", "--context-length", "200")
+    time.sleep(12)  # it compiles
+    begin = time.monotonic()
+    code = server.end(number)
+    assert time.monotonic() - begin < 20
+    assert code in (-signal.SIGTERM, 130, 0), server.errors
+    assert "Traceback" not in server.errors
+
+
+@pytest.mark.slow
+def test_a_second_interrupt_ends_running_requests(serve):
+    """50: the first one lets them end."""
+    server = serve(*QUICK, code=SLOW_CALLS.format(name="advance", seconds=0.5))
+    address = server.wait_until_ready()
+    complete(address, max_tokens=2)
+    body = {"prompt": "Hi", "temperature": 0, "ignore_eos": True, "max_tokens": 100, "stream": True}
+    with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as response:
+        lines = response.iter_lines()
+        next(lines)
+        server.process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        server.process.send_signal(signal.SIGINT)
+        begin = time.monotonic()
+        with contextlib.suppress(httpx.TransportError):
+            list(lines)
+    assert server.end() in (0, 130), server.errors
+    assert time.monotonic() - begin < 10  # all tokens would take 25 s
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("numbers", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT,), (signal.SIGINT,) * 2])
+def test_signals_end_an_idle_server_quickly(serve, numbers):
+    """50."""
+    server = serve(*QUICK)
+    server.wait_until_ready()
+    begin = time.monotonic()
+    for number in numbers:
+        server.process.send_signal(number)
+        time.sleep(0.05)
+    code = server.end()
+    assert time.monotonic() - begin < 10
+    assert code == (0 if signal.SIGTERM in numbers else 130), server.errors
+    assert "Traceback" not in server.errors
+
+
+@pytest.mark.slow
+def test_a_hang_makes_the_server_unhealthy_shows_the_stacks_and_ends_it(serve):
+    """47."""
+    server = serve(*QUICK, "--watchdog-timeout", "6", code=SLOW_CALLS.format(name="admit", seconds=1000))
+    address = server.wait_until_ready()
+    assert httpx.get(f"{address}/health").status_code == 200
+    with contextlib.suppress(httpx.TransportError):
+        httpx.post(f"{address}/v1/completions", json={"prompt": "Hi", "max_tokens": 5}, timeout=0.5)
+    statuses = set()
+    with contextlib.suppress(httpx.TransportError):
+        while True:
+            statuses.add(httpx.get(f"{address}/health").status_code)
+            time.sleep(0.1)
+    assert server.end() == 1
+    assert statuses == {200, 503}
+    assert "call_slowly" in server.errors and "the server ends" in server.errors
+
+
+@pytest.mark.slow
+def test_standard_output_on_a_full_disk_does_not_stop_the_server(checkpoint):
+    """51: the ready line and the log are lost, and requests are answered."""
+    if not pathlib.Path("/dev/full").exists():
+        pytest.skip("needs /dev/full")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "mtpjax.cli.start", "serve", "--model-path", str(checkpoint), *QUICK[:-1]]
+    with open("/dev/full", "w") as full:
+        process = subprocess.Popen([*command, str(port)], stdout=full, stderr=full)
+    try:
+        end = time.monotonic() + START_SECONDS
+        while time.monotonic() < end and process.poll() is None:
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200:
+                    break
+            time.sleep(0.2)
+        assert complete(f"http://127.0.0.1:{port}", max_tokens=3).status_code == 200
+    finally:
+        process.terminate()
+        process.wait(timeout=60)
