@@ -2,8 +2,10 @@
 
 import pytest
 
-for name in ("fastapi", "prometheus_client", "tokenizers", "uvicorn"):
-    pytest.importorskip(name)
+pytest.importorskip("fastapi")
+pytest.importorskip("prometheus_client")
+pytest.importorskip("tokenizers")
+pytest.importorskip("uvicorn")
 
 from experiments import check_clients
 
