@@ -11,20 +11,17 @@ import argparse
 import contextlib
 import json
 import pathlib
-import socket
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 import venv
 import zipfile
 
 import jax
 import numpy as np
 import tokenizers
-import uvicorn
 
+from experiments.local_server import serve_in_thread
 from mtpjax import DecodeConfig, MTPModel, forward
 from mtpjax.data.tokenizer import load_tokenizer
 from mtpjax.evaluation import small_models
@@ -88,20 +85,9 @@ class Server:
         tokenizer = load_tokenizer(self.folder, VOCAB_SIZE)
         aliases = (str(self.folder),)
         app = make_app(self.engine, tokenizer, ApiSettings(model_name=MODEL_NAME, model_aliases=aliases), self._metrics)
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            self.address = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
-            thread = threading.Thread(target=server.run, args=([listener],))
-            thread.start()
-            while not server.started:
-                time.sleep(0.01)
-            try:
-                yield self
-            finally:
-                server.should_exit = True
-                thread.join()
-                self.engine.close(timeout=10)
+        with serve_in_thread(app) as self.address:
+            yield self
+        self.engine.close(timeout=10)
 
 
 class Environment:

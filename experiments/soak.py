@@ -14,15 +14,13 @@ import contextlib
 import json
 import os
 import random
-import socket
 import sys
-import threading
 import time
 
 import httpx
 import numpy as np
-import uvicorn
 
+from experiments.local_server import serve_in_thread
 from mtpjax import DecodeConfig, MTPModel
 from mtpjax.data.tokenizer import ByteTokenizer
 from mtpjax.evaluation import small_models
@@ -185,19 +183,9 @@ def running_server():
     engine.warm_up()
     engine.start()
     app = make_app(engine, ByteTokenizer(), ApiSettings(model_name="tiny"))
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
-        thread = threading.Thread(target=server.run, args=([listener],))
-        thread.start()
-        while not server.started:
-            time.sleep(0.01)
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}", engine
-        finally:
-            server.should_exit = True
-            thread.join()
-            engine.close(timeout=10)
+    with serve_in_thread(app) as address:
+        yield address, engine
+    engine.close(timeout=10)
 
 
 def resident_bytes() -> int:

@@ -1,6 +1,4 @@
-"""Other projects' clients over a real server: openai's, schemathesis, and SGLang's benchmark."""
-
-import pathlib
+"""Other projects' clients over a real server: openai's, and schemathesis."""
 
 import pytest
 
@@ -9,7 +7,6 @@ pytest.importorskip("httpx")
 pytest.importorskip("prometheus_client")
 pytest.importorskip("uvicorn")
 
-from experiments import check_clients
 from tests.helpers.live_server import live_server, wait_until
 
 
@@ -73,17 +70,3 @@ def test_generated_requests_cause_no_fault_of_the_server(server, mode):
     assert not faults, faults[:3]
     assert ("POST", 200 if mode == schemathesis.GenerationMode.POSITIVE else 400) in answers
     wait_until(lambda: server.is_idle, 60)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["sglang"])
-def test_a_client_of_another_project_runs(name, tmp_path, monkeypatch):
-    """Its script comes from SGLang's wheel, and is not part of this repository."""
-    folder = tmp_path / "model"
-    folder.mkdir()
-    with check_clients.Server(pathlib.Path(folder)).running() as server:
-        try:
-            print(check_clients.CLIENTS[name](server, tmp_path / name))
-        except check_clients.Skipped as reason:
-            pytest.skip(f"{name} cannot be installed: {reason}")
-        assert server.engine.status().num_compilations == server.engine.status().num_failed == 0
