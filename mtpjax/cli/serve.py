@@ -84,7 +84,12 @@ def _add_size_flags(parser) -> None:
     parser.add_argument(
         "--chunked-prefill-size", type=int, default=None, help="prompt tokens per call (default: 4 chunks of a prompt)"
     )
-    parser.add_argument("--num-continuous-decode-steps", type=int, default=1, help="decoding rounds per call")
+    parser.add_argument(
+        "--num-continuous-decode-steps",
+        type=int,
+        default=2,
+        help="decoding rounds per call while no request waits; 1 otherwise",
+    )
     parser.add_argument(
         "--precompile-bs-paddings",
         type=int,

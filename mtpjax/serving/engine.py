@@ -317,7 +317,7 @@ class Engine:
             calls.append(self._executor.prefill(plan.prefills))
         drafts = [self._executor.draft(sequences, depth) for depth, sequences in plan.constrained.items()]
         for depth, sequences in plan.advances.items():
-            calls.append(self._executor.advance(sequences, depth))
+            calls.append(self._executor.advance(sequences, depth, plan.num_rounds))
         self._totals["ticks"] += bool(calls or drafts)
         # 2. Read the reports of the tick before.
         for call in self._in_flight:

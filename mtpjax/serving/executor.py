@@ -54,7 +54,8 @@ class EngineSettings:
         page_size: positions per page.
         num_pages: pages of the pool; None: enough for every slot at `max_length`.
         prefill_tokens: most prompt tokens of one call; None: four chunks.
-        rounds_per_call: decoding rounds per call. More hide the host better, and let new requests wait longer.
+        rounds_per_call: decoding rounds per call while no request waits and no prompt is processed; 1 otherwise. More
+            hide the host better.
         disable_drafts_at: number of decoding rows from which on no tokens are drafted; None: always drafted.
         batch_sizes: numbers of rows that programs are compiled for, ascending; None: powers of four.
         max_waiting: most requests in the queue, besides one per slot.
@@ -71,7 +72,7 @@ class EngineSettings:
     page_size: int = 16
     num_pages: int | None = None
     prefill_tokens: int | None = None
-    rounds_per_call: int = 1
+    rounds_per_call: int = 2
     disable_drafts_at: int | None = None
     batch_sizes: tuple[int, ...] | None = None
     max_waiting: int = 1024
@@ -313,11 +314,11 @@ class Executor:
         report = self._run(self._prefill(batch, start, first_token, allowed))
         return Call(list(itertools.chain(*grid)), report, is_prefill=True)
 
-    def advance(self, sequences: list[Sequence], depth: int) -> Call:
+    def advance(self, sequences: list[Sequence], depth: int, rounds: int) -> Call:
         """Runs rounds of `depth` draft levels on rows."""
         grid = self._grid(sequences, self.batch_sizes)
         features = Features(plain=all(sequence.is_plain for sequence in sequences))
-        report = self._run(self._advance(self._batch(grid), features, depth))
+        report = self._run(self._advance(self._batch(grid), features, depth, rounds))
         return Call(list(itertools.chain(*grid)), report, is_prefill=False)
 
     def draft(self, sequences: list[Sequence], depth: int) -> DraftCall:
@@ -370,7 +371,7 @@ class Executor:
             works.append(self._empty_prefill(batch))
         kinds = (Features(plain=True), Features(plain=False))
         for size, width, features, depth in itertools.product(self.batch_sizes, self.table_widths, kinds, self.depths):
-            works.append(self._advance(self._empty_batch(size, width), features, depth))
+            works.append(self._advance(self._empty_batch(size, width), features, depth, 0))
         works.append(self._clearing(0, [NO_PAGE]))
         # Rows with a grammar have programs for the widest table only.
         has_grammars, width = self.settings.grammars is not None, self.table_widths[-1]
@@ -419,9 +420,10 @@ class Executor:
     def _empty_prefill(self, batch: Batch, allowed: np.ndarray | None = None) -> "Work":
         return self._prefill(batch, np.full_like(batch.slots, NO_START), np.full_like(batch.slots, -1), allowed)
 
-    def _advance(self, batch: Batch, features: Features, depth: int) -> "Work":
+    def _advance(self, batch: Batch, features: Features, depth: int, rounds: int) -> "Work":
         settings = {"drafter": self.drafter, "spec": self.spec, "features": features, "depth": depth}
-        return Work(programs.advance, (batch,), settings | {"max_rounds": self.settings.rounds_per_call})
+        arrays = (batch, np.int32(rounds))
+        return Work(programs.advance, arrays, settings | {"max_rounds": self.settings.rounds_per_call})
 
     def _draft(self, batch: Batch, depth: int) -> "Work":
         return Work(programs.draft_round, (batch,), {"drafter": self.drafter, "spec": self.spec, "depth": depth})

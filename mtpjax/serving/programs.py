@@ -176,6 +176,7 @@ def advance(
     draft_params: Any,
     state: DecodeState,
     batch: Batch,
+    rounds: jax.Array,
     *,
     model: MTPModel,
     drafter: Drafter,
@@ -191,18 +192,19 @@ def advance(
         draft_params: the drafter's own parameters.
         state: the state; donated.
         batch: the rows.
+        rounds: `[]` int32, rounds to run, unless all rows end before; at most `max_rounds`.
         model: the model.
         drafter: the draft method.
         spec: the shape of the deepest round.
         features: what the rows need.
         depth: draft levels of each round.
-        max_rounds: rounds, unless all rows end before.
+        max_rounds: what the report has room for.
 
     Returns:
         The new state and the report.
     """
 
-    def advance_part(params, draft_params, state, batch):
+    def advance_part(params, draft_params, state, batch, rounds):
         prepared = drafter.prepare(params, draft_params, model=model, dtype=params["embedding"].dtype)
         batch = _of_part(state, batch)
         rows, row_spec = features.reduce(_take(state, batch), spec)
@@ -212,7 +214,7 @@ def advance(
             params,
             prepared,
             rows,
-            jnp.int32(max_rounds),
+            rounds,
             model=model,
             drafter=drafter,
             spec=row_spec if is_adaptive else _round_spec(row_spec, depth),
@@ -221,7 +223,7 @@ def advance(
         return _put(state, rows, batch, features)
 
     before = _lengths(state, batch)
-    state = run_in_parts(advance_part, model.config, params, draft_params, state, batch)
+    state = run_in_parts(advance_part, model.config, params, draft_params, state, batch, rounds)
     return state, _report(state, batch, before, max_rounds * (depth + 1), drafter)
 
 

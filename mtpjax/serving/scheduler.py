@@ -90,12 +90,14 @@ class Plan:
         prefills: rows whose next chunk is processed, and the position where it starts.
         advances: for each number of draft levels, the rows that decode.
         constrained: likewise the rows with a grammar, which take one round.
+        num_rounds: rounds of each call of `advances`.
     """
 
     admitted: list[Sequence] = dataclasses.field(default_factory=list)
     prefills: list[tuple[Sequence, int]] = dataclasses.field(default_factory=list)
     advances: dict[int, list[Sequence]] = dataclasses.field(default_factory=dict)
     constrained: dict[int, list[Sequence]] = dataclasses.field(default_factory=dict)
+    num_rounds: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,7 +108,7 @@ class SchedulerSettings:
         num_slots: rows per part.
         prefill_chunk: tokens of a row per prefill call.
         prefill_rows: rows per prefill call.
-        rounds_per_call: rounds per decoding call.
+        rounds_per_call: most rounds per decoding call.
         overlap: positions before the end of a shared beginning that prefill processes again: one per MTP module.
         num_pages_of: pages that a text of this length needs.
         max_depth: most draft levels of a round.
@@ -182,9 +184,12 @@ class Scheduler:
             row for row in self.running if row.is_prefilled and self._may_go_on(row) and row.id not in just_prefilled
         ]
         depth = self.settings.depth_of(len(decoding))
+        # Whoever waits for a slot or for the next chunk should wait for one round only.
+        is_awaited = self.num_waiting or any(not row.is_prefilled for row in self.running)
+        plan.num_rounds = 1 if is_awaited else self.settings.rounds_per_call
         for sequence in decoding:
             own_depth = depth if sequence.request.speculative else 0
-            calls, num_rounds = plan.advances, self.settings.rounds_per_call
+            calls, num_rounds = plan.advances, plan.num_rounds
             if sequence.matcher is not None:
                 calls, num_rounds = plan.constrained, 1
             calls.setdefault(own_depth, []).append(sequence)

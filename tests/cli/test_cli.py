@@ -88,7 +88,7 @@ def test_sglang_names_of_flags_are_aliases():
     parser = jsonargparse.ArgumentParser()
     config_flags.add_config_flags(parser, config_flags.SGLANG_FLAGS)
     values = {"num_steps": 3, "topk": 2, "num_draft_tokens": 5, "threshold_single": 0.5, "threshold_acc": 0.25}
-    values |= {"draft_window": 64}
+    values |= {"draft_window": 64, "draft_sinks": 8, "draft_vocabulary": "frequent.json"}
     assert values.keys() == config_flags.SGLANG_FLAGS.keys()
     options = parser.parse_args([f"{config_flags.SGLANG_FLAGS[name]}={value}" for name, value in values.items()])
     assert {name: options[name] for name in values} == values

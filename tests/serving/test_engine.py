@@ -125,6 +125,7 @@ def test_preemption_and_shared_beginnings_change_no_text(engines, attention, cha
     assert (status.num_cached_tokens > before.num_cached_tokens) == (attention != "hybrid")
 
 
+@pytest.mark.slow
 def test_a_depth_that_follows_the_load_changes_no_text(engines):
     settings = dataclasses.replace(ONE_SIZE, disable_drafts_at=3)
     engine, model, params = engines("grouped", settings, acceptance="sample")
@@ -164,6 +165,7 @@ def test_an_aborted_request_gives_back_its_slot_and_pages(engines):
     check_all(engine, model, params, list(random_requests(3, 4)))
 
 
+@pytest.mark.slow
 def test_a_row_that_becomes_nan_fails_alone(small):
     model, params = small("grouped")
     broken = {**params, "embedding": params["embedding"].at[60].set(np.nan)}

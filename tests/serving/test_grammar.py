@@ -176,7 +176,8 @@ def test_texts_match_their_schema_and_equal_plain_decoding_with_masks(engines, a
         assert tokens == plain_text(params, model, request), schema
 
 
-@pytest.mark.parametrize("changes", [{}, pytest.param({"acceptance": "token"}, marks=slow)])
+@slow
+@pytest.mark.parametrize("changes", [{}, {"acceptance": "token"}])
 def test_rules_that_compare_p_with_q_give_valid_texts_and_exact_greedy_ones(engines, changes):
     engine, model, params = engines(**changes)
     pairs = list(random_requests(1, 24))
@@ -187,6 +188,7 @@ def test_rules_that_compare_p_with_q_give_valid_texts_and_exact_greedy_ones(engi
             assert tokens == plain_text(params, model, request)
 
 
+@slow
 def test_ratio_rules_draw_from_the_masked_distribution(engines):
     engine, model, params = engines()
     grammar, num_texts = GRAMMARS.compile("regex", "[a-c]{3}"), 1000
@@ -215,6 +217,7 @@ def test_drafts_that_the_grammar_allows_are_accepted(engines):
     assert sum(finish.accepted) > 0 and finish.num_steps < len(tokens) - 1
 
 
+@slow
 def test_no_draft_is_accepted_that_the_grammar_forbids(engines):
     # The drafter knows capital letters only.
     engine, model, params = engines(draft_vocabulary=tuple(range(65, 91)))
@@ -250,6 +253,7 @@ def test_log_probabilities_are_those_of_the_trunk_without_masks(engines):
     np.testing.assert_allclose(logprobs, expected, atol=1e-4)
 
 
+@slow
 def test_preemption_and_shared_beginnings_change_no_text(engines):
     engine, model, params = engines(settings=SMALL_POOL, acceptance="sample")
     prefix = tuple(np.random.default_rng(4).integers(1, 256, 27).tolist())
@@ -310,6 +314,7 @@ def test_a_grammar_that_fails_ends_its_request_alone(engines, monkeypatch):
     check_idle(engine)
 
 
+@slow
 def test_a_row_that_becomes_nan_fails_alone(small):
     model, params = small("grouped", "mixed", vocab_size=256)
     broken = {**params, "embedding": params["embedding"].at[200].set(np.nan)}
@@ -351,7 +356,7 @@ def test_rows_without_grammars_run_programs_without_masks(engines, monkeypatch):
     client.run([free])
     assert {work.program for work in calls} == {programs.admit, programs.prefill_chunk, programs.advance}
     assert all(work.arrays[3] is None for work in calls if work.program is programs.prefill_chunk)
-    assert all(len(work.arrays) == 1 for work in calls if work.program is programs.advance)
+    assert all(len(work.arrays) == 2 for work in calls if work.program is programs.advance)  # rows and rounds
     calls.clear()
     client.run([request_of(GRAMMARS.compile("regex", "[a-z]{9}"))])
     assert programs.advance not in {work.program for work in calls}

@@ -247,8 +247,8 @@ def test_an_abort_while_the_device_works_loses_no_other_row(server, monkeypatch)
     expected = [server.text(**body) for body in bodies]
     advance, num_calls = server.engine._executor.advance, [0]
 
-    def abort_one(sequences, depth):
-        call = advance(sequences, depth)
+    def abort_one(sequences, *arguments):
+        call = advance(sequences, *arguments)
         num_calls[0] += 1
         if num_calls[0] in (3, 9):
             victim = sequences[num_calls[0] % len(sequences)]
