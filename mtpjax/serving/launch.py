@@ -18,6 +18,8 @@ from mtpjax.models.cache import empty_cache
 from mtpjax.models.config import ModelConfig
 from mtpjax.serving.api.server import ApiSettings
 from mtpjax.serving.app import make_app
+from mtpjax.serving.disaggregation.protocol import PATH
+from mtpjax.serving.disaggregation.setup import DisaggregationSettings, set_up
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.executor import EngineSettings
 from mtpjax.serving.metrics import Metrics
@@ -133,7 +135,12 @@ def running_engine(
 
 
 def serve(
-    engine: Engine, tokenizer: Any, api: ApiSettings, server: ServerSettings, metrics: Metrics | None = None
+    engine: Engine,
+    tokenizer: Any,
+    api: ApiSettings,
+    server: ServerSettings,
+    metrics: Metrics | None = None,
+    disaggregation: DisaggregationSettings | None = None,
 ) -> None:
     """Serves requests until SIGTERM or Ctrl-C.
 
@@ -143,11 +150,18 @@ def serve(
         api: settings of the API.
         server: settings of the process.
         metrics: what `/metrics` answers; None: nothing.
+        disaggregation: makes this a prefill server or a decode server; None: it is both.
 
     Raises:
         OSError: the port cannot be opened.
+        ValueError: the engine cannot be a prefill server or a decode server.
     """
+    if disaggregation is not None:
+        # Decode servers have the secret in the place of a key.
+        api = dataclasses.replace(api, open_paths=api.open_paths | {PATH})
     app = make_app(engine, tokenizer, api, metrics)
+    if disaggregation is not None:
+        set_up(app, engine, disaggregation, metrics)
     # Open the port first, so that an address in use is an error in one line, and port 0 is known.
     family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
     with socket.socket(family) as listener:
