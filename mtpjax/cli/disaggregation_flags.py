@@ -13,7 +13,8 @@ def add_disaggregation_flags(parser) -> None:
     """Adds the flags."""
     parser.add_argument(
         "--disaggregation-mode",
-        default="null",
+        default=None,
+        metavar="MODE",
         choices=("null", "prefill", "decode"),
         help="prefill: compute prompts for decode servers too; decode: fetch pages of prompts from a prefill server",
     )
@@ -60,7 +61,7 @@ def disaggregation_settings(options) -> Any:
     from mtpjax.serving.disaggregation.setup import DisaggregationSettings
 
     mode, url = options.disaggregation_mode, options.disaggregation_prefill_url
-    if mode == "null":
+    if mode in (None, "null"):  # SGLang's default
         return None
     if options.disable_radix_cache:
         raise UsageError("--disaggregation-mode needs the prefix cache: leave --disable-radix-cache out")

@@ -3,15 +3,12 @@
 import contextlib
 import dataclasses
 import logging
-import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import uvicorn
 
 from mtpjax.decoding.config import KV_CACHE_DTYPES, DecodeConfig
 from mtpjax.models.cache import empty_cache
@@ -22,6 +19,7 @@ from mtpjax.serving.disaggregation.protocol import PATH
 from mtpjax.serving.disaggregation.setup import DisaggregationSettings, set_up
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.executor import EngineSettings
+from mtpjax.serving.http_server import address_of, listen, run_app
 from mtpjax.serving.metrics import Metrics
 from mtpjax.serving.watchdog import Watchdog
 
@@ -162,46 +160,14 @@ def serve(
     app = make_app(engine, tokenizer, api, metrics)
     if disaggregation is not None:
         set_up(app, engine, disaggregation, metrics)
-    # Open the port first, so that an address in use is an error in one line, and port 0 is known.
-    family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
-    with socket.socket(family) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((server.host, server.port))
-        except OSError as error:
-            raise OSError(f"cannot listen on {server.host}:{server.port}: {error.strerror or error}") from error
-        host, port = listener.getsockname()[:2]
-        address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    with listen(server.host, server.port) as listener:
         line = (
-            f"mtpjax serve: {api.model_name} is ready at {address}: {engine.settings.num_slots} slots of up to "
-            f"{engine.max_length} tokens, {engine.status().num_pages} pages of {engine.settings.page_size}"
+            f"mtpjax serve: {api.model_name} is ready at {address_of(listener)}: {engine.settings.num_slots} slots of "
+            f"up to {engine.max_length} tokens, {engine.status().num_pages} pages of {engine.settings.page_size}"
         )
-
-        class Server(uvicorn.Server):
-            """Prints the ready line when the port accepts connections."""
-
-            async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-                await super().startup(sockets)
-                if self.started:
-                    print(line, flush=True)
-
-            async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-                # Streams go on while the server drains, and new requests get 503.
-                await app.state.server.drain(server.drain_seconds)
-                await super().shutdown(sockets)
-
-        config = uvicorn.Config(
-            app,
-            log_level=server.log_level,
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=5,  # after the drain: clients that do not read the rest
-            timeout_keep_alive=30,
-        )
-        # uvicorn raises the signal that ended it again, behind the drain. Then it has done its work.
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda number, frame: None)
-        Server(config).run(sockets=[listener])
+        # Streams go on while the server drains, and new requests get 503.
+        drain = lambda: app.state.server.drain(server.drain_seconds)
+        run_app(app, listener, line, drain, log_level=server.log_level)
 
 
 @contextlib.contextmanager
