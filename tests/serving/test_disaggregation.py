@@ -308,4 +308,6 @@ def test_an_engine_without_host_memory_cannot_take_part(small):
 
 def test_the_address_for_pages_is_one_that_others_reach():
     assert own_address("10.0.0.7", "127.0.0.1") == "10.0.0.7"
+    with pytest.raises(ValueError, match="no address towards"):
+        own_address("0.0.0.0", "nowhere.invalid")
     assert own_address("0.0.0.0", "127.0.0.1") == "127.0.0.1"

@@ -56,8 +56,7 @@ class RemotePrefill:
         max_concurrent: int = 8,
     ):
         self._engine, self._signer, self._model, self._transfer = engine, signer, model, transfer
-        host = urlsplit(url).hostname or ""
-        self._url, self._host = url.rstrip("/") + PATH, f"[{host}]" if ":" in host else host
+        self._url, self._host = url.rstrip("/") + PATH, urlsplit(url).hostname or ""
         self._timeout, self._max_concurrent = timeout, max_concurrent
         limits = httpx.Timeout(timeout, connect=min(CONNECT_SECONDS, timeout))
         self._client = httpx.Client(timeout=limits, trust_env=False)  # no proxy stands between the servers

@@ -65,7 +65,7 @@ class JaxTransfer:
     bytes' checksum.
 
     Args:
-        host: address to listen on; not that of all interfaces.
+        host: name or address to listen on; not that of all interfaces.
         port: port of the sending side; 0: a free one.
 
     Raises:
@@ -75,14 +75,14 @@ class JaxTransfer:
     fields: dict[str, type] = {"uuid": int, "port": int}  # noqa: RUF012
 
     def __init__(self, host: str, port: int):
-        # The other side connects to the address that this one listens on, so it must be a real one.
-        host = f"[{host}]" if ":" in host else host
+        # The other side is told to connect to the address that this one listens on, so it must be a real one.
+        host = _resolve(host)
         try:
             from jax.experimental import transfer
 
             self._device = jax.devices("cpu")[0]
             self._server = transfer.start_transfer_server(self._device.client, f"{host}:{port}", [f"{host}:0"])
-        except (ImportError, NotImplementedError, RuntimeError) as error:
+        except (ImportError, NotImplementedError, RuntimeError, ValueError) as error:
             raise ValueError(
                 f"jax.experimental.transfer does not start ({str(error).splitlines()[0]}): set JAX_PLATFORMS so that "
                 "it has cpu, choose another --disaggregation-bootstrap-port, or use "
@@ -99,7 +99,7 @@ class JaxTransfer:
 
     def receive(self, answer: dict[str, Any], size: int, host: str, seconds: float) -> np.ndarray:
         """Pulls the bytes."""
-        address = f"{host}:{answer['port']}"
+        address = f"{_resolve(host)}:{answer['port']}"
         connection = self._connections.pop(address, None) or self._server.connect(address)
         sharding = jax.sharding.SingleDeviceSharding(self._device)
         shape = jax.ShapeDtypeStruct((size,), np.uint8, sharding=sharding)
@@ -132,6 +132,13 @@ def own_address(host: str, peer: str) -> str:
             return probe.getsockname()[0]
     except OSError as error:
         raise ValueError(f"this machine has no address towards {peer}: {error.strerror or error}") from error
+
+
+def _resolve(host: str) -> str:
+    """Returns the address of a name, as a URL has it: JAX connects to addresses only."""
+    addresses = [each[4][0] for each in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+    address = min(addresses, key=lambda each: ":" in str(each))  # IPv4 first
+    return f"[{address}]" if ":" in str(address) else str(address)
 
 
 def _after(seconds: float) -> datetime.datetime:
