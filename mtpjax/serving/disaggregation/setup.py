@@ -1,19 +1,16 @@
 """Makes a server a prefill server or a decode server."""
 
 import dataclasses
-from urllib.parse import urlsplit
 
 from fastapi import FastAPI
 
 from mtpjax.serving.disaggregation.prefill_routes import PrefillService, prefill_router
 from mtpjax.serving.disaggregation.protocol import Signer
 from mtpjax.serving.disaggregation.remote_prefill import RemotePrefill
-from mtpjax.serving.disaggregation.transfer import HttpTransfer, JaxTransfer, Transfer, own_address
+from mtpjax.serving.disaggregation.transfer import HttpTransfer, JaxTransfer, own_address
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.metric_names import PREFILL_FALLBACKS, REMOTE_PREFILLS
 from mtpjax.serving.metrics import Metrics
-
-PUBLIC_ADDRESS = "192.0.2.1"  # of no machine (RFC 5737): the way there is the default route
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,19 +59,17 @@ def set_up(app: FastAPI, engine: Engine, settings: DisaggregationSettings, metri
         )
     signer, model = Signer(settings.secret), engine.model_digest()
     server = app.state.server
+    is_jax = settings.backend == "jax"
     if settings.prefill_url is None:
-        transfer = _make_transfer(settings, own_address(settings.host, PUBLIC_ADDRESS), settings.port)
+        transfer = JaxTransfer(own_address(settings.host), settings.port) if is_jax else HttpTransfer()
         app.include_router(prefill_router(server, PrefillService(engine, signer, model, transfer)))
         return
-    # Where clients reach this server may not be where the prefill server does.
-    prefill_host = urlsplit(settings.prefill_url).hostname or ""
-    transfer = _make_transfer(settings, own_address("", prefill_host), 0)
     remote = RemotePrefill(
         engine,
         settings.prefill_url,
         signer=signer,
         model=model,
-        transfer=transfer,
+        transfer=JaxTransfer() if is_jax else HttpTransfer(),
         timeout=settings.timeout,
         max_concurrent=engine.settings.num_slots,
     )
@@ -82,7 +77,3 @@ def set_up(app: FastAPI, engine: Engine, settings: DisaggregationSettings, metri
     if metrics is not None:
         metrics.more_counters[REMOTE_PREFILLS] = lambda: remote.num_fetched
         metrics.more_counters[PREFILL_FALLBACKS] = lambda: remote.num_fallbacks
-
-
-def _make_transfer(settings: DisaggregationSettings, host: str, port: int) -> Transfer:
-    return JaxTransfer(host, port) if settings.backend == "jax" else HttpTransfer()

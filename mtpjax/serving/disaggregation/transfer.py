@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 BACKENDS = ("jax", "http")
+PUBLIC_ADDRESS = "192.0.2.1"  # of no machine (RFC 5737): the way there is the default route
 OFFER_SECONDS = 60.0  # bytes that nobody fetches are dropped after this time
 
 
@@ -65,8 +66,8 @@ class JaxTransfer:
     bytes' checksum.
 
     Args:
-        host: name or address to listen on; not that of all interfaces.
-        port: port of the sending side; 0: a free one.
+        host: name or address that the other side connects to, if this one sends; not that of all interfaces.
+        port: port for that; 0: a free one.
 
     Raises:
         ValueError: this JAX, or this platform, has no transfer server, or the port is in use.
@@ -74,7 +75,7 @@ class JaxTransfer:
 
     fields: dict[str, type] = {"uuid": int, "port": int}  # noqa: RUF012
 
-    def __init__(self, host: str, port: int):
+    def __init__(self, host: str = "127.0.0.1", port: int = 0):
         # The other side is told to connect to the address that this one listens on, so it must be a real one.
         host = _resolve(host)
         try:
@@ -110,28 +111,26 @@ class JaxTransfer:
         return data
 
 
-def own_address(host: str, peer: str) -> str:
-    """Finds an address of this machine that another one can connect to.
+def own_address(host: str) -> str:
+    """Finds an address of this machine that others can connect to.
 
     Args:
         host: address that this server listens on.
-        peer: name or address of the other machine.
 
     Returns:
-        `host` if it is one address; for all of them, that of the way to the peer.
+        `host` if it is one address; for all of them, that of the default route.
 
     Raises:
-        ValueError: there is no way to the peer.
+        ValueError: there is no default route.
     """
     if host not in ("", "0.0.0.0", "::"):
         return host
     try:
-        [(family, *_, address), *_] = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # of a datagram socket: nothing is sent
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((PUBLIC_ADDRESS, 9))  # of a datagram socket: nothing is sent
             return probe.getsockname()[0]
     except OSError as error:
-        raise ValueError(f"this machine has no address towards {peer}: {error.strerror or error}") from error
+        raise ValueError(f"this machine has no default route ({error.strerror}): give --host an address") from error
 
 
 def _resolve(host: str) -> str:
