@@ -20,6 +20,7 @@ import httpx
 pytestmark = pytest.mark.slow
 PROMPT = "the quick brown fox jumps over the lazy dog again and again"
 NUM_CACHED = (len(PROMPT) - 1) // 8 * 8
+KEY = {"Authorization": "Bearer a-key"}
 SIZES = ["--page-size", "8", "--max-running-requests", "2", "--skip-server-warmup", "--enable-metrics"]
 
 
@@ -48,12 +49,16 @@ class Process:
 
     def complete(self, prompt=PROMPT, **fields):
         body = {"prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True, **fields}
-        response = httpx.post(f"{self.url}/v1/completions", json=body, timeout=120)
+        response = httpx.post(f"{self.url}/v1/completions", json=body, headers=KEY, timeout=120)
         assert response.status_code == 200, response.text
         return response.json()
 
     def counter(self, name):
-        [line] = [each for each in httpx.get(f"{self.url}/metrics").text.splitlines() if each.startswith(name + "{")]
+        [line] = [
+            each
+            for each in httpx.get(f"{self.url}/metrics", headers=KEY).text.splitlines()
+            if each.startswith(name + "{")
+        ]
         return float(line.split()[-1])
 
 
@@ -63,7 +68,7 @@ def test_servers_in_processes_and_their_deaths(checkpoint, backend):
         transfer = pytest.importorskip("jax.experimental.transfer")
         if not hasattr(transfer, "start_transfer_server"):
             pytest.skip("this jax has no transfer server")
-    secret = {"MTPJAX_DISAGGREGATION_SECRET": "0123456789abcdef"}
+    secret = {"MTPJAX_DISAGGREGATION_SECRET": "0123456789abcdef", "MTPJAX_API_KEY": "a-key"}
     serve = ["serve", "--model", str(checkpoint), *SIZES, "--disaggregation-transfer-backend", backend]
     with contextlib.ExitStack() as stack:
 
@@ -86,8 +91,9 @@ def test_servers_in_processes_and_their_deaths(checkpoint, backend):
         assert sum(answer["metrics"]["speculative_decoding"]["accepted_per_level"]) > 0
         assert decode.counter("mtpjax:remote_prefills_total") == 1
         assert decode.counter("mtpjax:received_pages_total") == NUM_CACHED / 8
-        # Nobody without the secret gets pages.
-        assert httpx.post(f"{prefill.url}/disaggregation/prefill", content=b"x").status_code == 403
+        # The router passes keys on, and a key is not the secret for pages.
+        assert httpx.post(f"{router.url}/v1/completions", json={}).status_code == 401
+        assert httpx.post(f"{prefill.url}/disaggregation/prefill", content=b"x", headers=KEY).status_code == 403
         # 2. The prefill server dies while it has a request.
         other = PROMPT[::-1]
         expected = prefill.complete(other)["choices"][0]["text"]
@@ -101,7 +107,8 @@ def test_servers_in_processes_and_their_deaths(checkpoint, backend):
         assert decode.counter("mtpjax:prefill_fallbacks_total") == 1
         # 3. The decode server dies while it streams.
         body = {"prompt": "x", "max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{router.url}/v1/completions", json=body, timeout=5) as response:
+        with httpx.stream("POST", f"{router.url}/v1/completions", json=body, headers=KEY, timeout=5) as response:
+            assert response.status_code == 200
             lines = response.iter_lines()
             next(lines)
             decode.stop()
@@ -110,4 +117,4 @@ def test_servers_in_processes_and_their_deaths(checkpoint, backend):
             events = [line.removeprefix("data: ") for line in lines if line]
         assert time.monotonic() - begin < 5
         assert json.loads(events[-1])["error"]["code"] == "server_lost"
-        assert httpx.post(f"{router.url}/v1/completions", json=body).status_code == 503
+        assert httpx.post(f"{router.url}/v1/completions", json=body, headers=KEY).status_code == 503

@@ -7,6 +7,7 @@ import logging
 import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
+from starlette.datastructures import Headers
 
 from mtpjax.serving.api.errors import ApiError
 from mtpjax.serving.api.generation import Generation, Job, new_id
@@ -75,13 +76,13 @@ def prefill_router(server: ApiServer, service: PrefillService) -> APIRouter:
 
         await run_while_connected(request, compute())
         # 4. Offer them.
-        answer = await asyncio.to_thread(read, tokens, salt, values["num_known"])
-        return Response(answer, headers=service.signer.sign_answer(request.headers, answer))
+        return await asyncio.to_thread(offer, request.headers, tokens, salt, values["num_known"])
 
-    def read(tokens: list[int], salt: bytes, num_known: int) -> bytes:
+    def offer(headers: Headers, tokens: list[int], salt: bytes, num_known: int) -> Response:
         pages = [entries for _, entries in engine.read_pages(tokens[:-1], salt)[max(num_known, 0) :]]
         data = protocol.pages_to_bytes(pages)
         checksum = protocol.checksum(data)
-        return protocol.pack({"size": len(data), "checksum": checksum, **service.transfer.send(data)})
+        answer = protocol.pack({"size": len(data), "checksum": checksum, **service.transfer.send(data)})
+        return Response(answer, headers=service.signer.sign_answer(headers, answer))
 
     return router

@@ -7,7 +7,7 @@ connections. `http` puts them into the answer itself, which works everywhere.
 import datetime
 import secrets
 import socket
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import numpy as np
@@ -24,7 +24,7 @@ class Transfer(Protocol):
         fields: name and type of what `send` adds to an answer.
     """
 
-    fields: dict[str, type]
+    fields: ClassVar[dict[str, type]]
 
     def send(self, data: np.ndarray) -> dict[str, Any]:
         """Offers bytes `[n]` uint8; returns the fields of the answer that `receive` needs."""
@@ -48,7 +48,7 @@ class Transfer(Protocol):
 class HttpTransfer:
     """Bytes within the answer."""
 
-    fields: dict[str, type] = {"data": bytes}  # noqa: RUF012
+    fields: ClassVar[dict[str, type]] = {"data": bytes}
 
     def send(self, data: np.ndarray) -> dict[str, Any]:
         """Returns the bytes themselves."""
@@ -73,7 +73,7 @@ class JaxTransfer:
         ValueError: this JAX, or this platform, has no transfer server, or the port is in use.
     """
 
-    fields: dict[str, type] = {"uuid": int, "port": int}  # noqa: RUF012
+    fields: ClassVar[dict[str, type]] = {"uuid": int, "port": int}
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0):
         # The other side is told to connect to the address that this one listens on, so it must be a real one.
