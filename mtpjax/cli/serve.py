@@ -15,6 +15,7 @@ from mtpjax.cli.config_flags import (
     choose_num_steps,
     decode_settings,
 )
+from mtpjax.cli.disaggregation_flags import add_disaggregation_flags, disaggregation_settings
 from mtpjax.cli.help import command_parser
 from mtpjax.cli.mesh_flags import add_mesh_flags, load_on_mesh, open_mesh
 from mtpjax.decoding.config import LOSSY_RULES
@@ -38,6 +39,7 @@ def make_parser():
     _add_size_flags(parser)
     _add_draft_flags(parser)
     _add_mesh_flags(parser)
+    add_disaggregation_flags(parser)
     return parser
 
 
@@ -239,9 +241,10 @@ def run_serve(options) -> int:
     options.mesh = _mesh_text(options)
     # Check the flags before the model is loaded, which may take minutes.
     engine_settings(options, num_modules=1)
+    disaggregation = disaggregation_settings(options)
     set_threads(options.model_path)
     with open_mesh(options) as mesh:
-        return _serve_on(mesh, options)
+        return _serve_on(mesh, options, disaggregation)
 
 
 def _load_grammars(backend: str | None, tokenizer, vocab_size: int):
@@ -256,7 +259,7 @@ def _load_grammars(backend: str | None, tokenizer, vocab_size: int):
         raise UsageError(f"--grammar-backend {backend}: {error}") from error
 
 
-def _serve_on(mesh, options) -> int:
+def _serve_on(mesh, options, disaggregation) -> int:
     import logging
 
     from mtpjax.data.tokenizer import load_tokenizer
@@ -278,7 +281,8 @@ def _serve_on(mesh, options) -> int:
     config = DecodeConfig(**engine_settings(options, loaded_config.num_mtp_modules))
     if config.num_steps and config.drafter == "mtp":
         check_acceptance(path, model, params)
-    # 2. Sizes.
+    # 2. Sizes. Pages of a prefill server arrive in host memory.
+    uses_host = options.enable_hierarchical_cache or disaggregation is not None
     settings = EngineSettings(
         num_slots=options.max_running_requests,
         max_length=options.context_length,
@@ -292,7 +296,7 @@ def _serve_on(mesh, options) -> int:
         max_run_seconds=options.max_run_seconds,
         max_tick_seconds=options.watchdog_timeout / 2 or None,
         shares_prefixes=not options.disable_radix_cache,
-        host_bytes=int(options.hicache_size * 1e9) if options.enable_hierarchical_cache else 0,
+        host_bytes=int(options.hicache_size * 1e9) if uses_host else 0,
         grammars=_load_grammars(options.grammar_backend, tokenizer, model.config.vocab_size),
     )
     if options.max_total_tokens is not None:
@@ -331,5 +335,6 @@ def _serve_on(mesh, options) -> int:
     )
     start = running_engine(params, model=model, config=config, settings=settings, server=server, model_name=name)
     with start as (engine, metrics):
-        serve(engine, tokenizer, api, server, metrics if options.enable_metrics else None)
+        shown = metrics if options.enable_metrics else None
+        serve(engine, tokenizer, api, server, shown, disaggregation)
     return 0

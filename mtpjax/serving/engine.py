@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as TokenSequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -22,7 +23,8 @@ from mtpjax.decoding.config import DecodeConfig, SamplingParams
 from mtpjax.models.model import MTPModel
 from mtpjax.serving.executor import Call, DraftCall, EngineSettings, Executor
 from mtpjax.serving.grammar import GrammarError
-from mtpjax.serving.host_pages import HostPages
+from mtpjax.serving.host_pages import Entries, HostPages, Outgoing, page_shapes
+from mtpjax.serving.model_digest import model_digest
 from mtpjax.serving.page_pool import PagePool
 from mtpjax.serving.programs import Report
 from mtpjax.serving.request import (
@@ -40,6 +42,7 @@ from mtpjax.serving.scheduler import Scheduler, SchedulerSettings, Sequence
 
 RETRY_SECONDS = 1.0  # between two attempts to make the state anew
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
@@ -60,6 +63,7 @@ class Engine:
         max_length: most tokens of a text, prompt included.
         vocab_size: ids are 0 .. vocab_size - 1.
         grammars: compiles the grammars of requests; None: requests have none.
+        page_shapes: shapes and dtypes of a page's entries.
         busy_since: time (`time.monotonic`) at which the running tick began; None while the engine waits.
     """
 
@@ -76,6 +80,7 @@ class Engine:
         self._executor = Executor(params, model=model, config=config, settings=self.settings)
         self.max_length, self.vocab_size = self._executor.max_length, model.config.vocab_size
         self.grammars = self.settings.grammars
+        self.page_shapes = page_shapes(self._executor.state)
         self._scheduler = self._new_scheduler()
         self._changed = threading.Condition()
         self._inbox: list[Callable[[], None]] = []  # what other threads ask the engine's own to do
@@ -170,16 +175,7 @@ class Engine:
             ValueError: for a text or a number out of range.
             QueueFull: the engine shuts down.
         """
-        future: concurrent.futures.Future[Scores] = concurrent.futures.Future()
-
-        def compute() -> None:
-            try:
-                future.set_result(self._executor.score(list(tokens), num_top))
-            except Exception as error:
-                future.set_exception(error)
-
-        self._post(compute)
-        return future.result()
+        return self._ask(lambda: self._executor.score(list(tokens), num_top))
 
     def flush_cache(self) -> int:
         """Forgets the pages that no request uses.
@@ -187,9 +183,67 @@ class Engine:
         Returns:
             How many they were.
         """
-        future: concurrent.futures.Future[int] = concurrent.futures.Future()
-        self._post(lambda: future.set_result(sum(pool.forget() for pool in self._scheduler.pools)))
-        return future.result()
+        return self._ask(lambda: sum(pool.forget() for pool in self._scheduler.pools))
+
+    def count_known_pages(self, tokens: TokenSequence[int], salt: bytes) -> int:
+        """Counts the pages at the beginning of a text that the prefix cache has. Blocks.
+
+        Args:
+            tokens: the text.
+            salt: the request's.
+
+        Returns:
+            The number of pages.
+        """
+        return self._ask(lambda: len(self._only_pool.find(tokens, salt=salt)))
+
+    def read_pages(self, tokens: TokenSequence[int], salt: bytes) -> list[tuple[bytes, Entries]]:
+        """Reads the known whole pages at the beginning of a text, for another engine's `put_pages`. Blocks.
+
+        Args:
+            tokens: the text.
+            salt: the request's.
+
+        Returns:
+            Hash and entries of each page.
+        """
+
+        def start() -> tuple[list[bytes], dict[bytes, Entries], list[Outgoing]]:
+            found, host = self._only_pool.find(tokens, salt=salt), self._only_pool.host
+            in_host = {digest: host.read(digest) for digest, page in found if page is None and host is not None}
+            copies = self._executor.read_pages([(digest, page) for digest, page in found if page is not None])
+            return [digest for digest, _ in found], in_host, copies
+
+        digests, entries, copies = self._ask(start)
+        # The engine's thread goes on while the copies arrive.
+        entries.update(page for some in copies for page in some.read())
+        return [(digest, entries[digest]) for digest in digests]
+
+    def put_pages(self, pages: list[tuple[bytes, Entries]]) -> None:
+        """Adds pages that another engine has read to the prefix cache, in host memory. Blocks.
+
+        Args:
+            pages: hash and entries of each. The other engine's model, page size and dtypes must be the same.
+        """
+
+        def put() -> None:
+            for digest, entries in pages:
+                self._only_pool.put(digest, entries)
+            self._totals["received_pages"] += len(pages)
+
+        self._ask(put)
+
+    @property
+    def shares_pages(self) -> bool:
+        """True if requests with the same beginning share pages."""
+        return self._scheduler.settings.shares_prefixes
+
+    def model_digest(self) -> bytes:
+        """Computes a hash of all that the entries of a page depend on besides the text; see `model_digest`."""
+        executor = self._executor
+        return model_digest(
+            executor.params, executor.model.config, executor.config, self.settings.page_size, self.page_shapes
+        )
 
     def status(self) -> EngineStatus:
         """Returns the load and the counts since the start."""
@@ -271,7 +325,25 @@ class Engine:
             ],
         )
 
+    @property
+    def _only_pool(self) -> PagePool:
+        [pool] = self._scheduler.pools
+        return pool
+
     # The engine's thread.
+
+    def _ask(self, compute: Callable[[], T]) -> T:
+        """Runs a function in the engine's thread, and waits for its result."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def run() -> None:
+            try:
+                future.set_result(compute())
+            except Exception as error:
+                future.set_exception(error)
+
+        self._post(run)
+        return future.result()
 
     def _post(self, action: Callable[[], None]) -> None:
         with self._changed:
@@ -452,4 +524,4 @@ class Engine:
 
 
 # Totals of `EngineStatus`.
-_TOTALS = ("prompt_tokens", "cached_tokens", "new_tokens", "requests", "aborted", "failed", "ticks")
+_TOTALS = ("prompt_tokens", "cached_tokens", "new_tokens", "requests", "aborted", "failed", "ticks", "received_pages")

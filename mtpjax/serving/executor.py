@@ -348,6 +348,11 @@ class Executor:
         pool.outgoing, pool.incoming = [], []
         return copies
 
+    def read_pages(self, pages: list[tuple[bytes, int]]) -> list[Outgoing]:
+        """Copies known pages towards the host; they stay in the pool."""
+        with self._on_device():
+            return copy_out(self.state, pages)
+
     def score(self, tokens: list[int], num_top: int) -> Scores:
         """Computes the log-probabilities of a text; see `Scores`."""
         with self._on_device():

@@ -54,6 +54,10 @@ class HostPages:
         self.num_bytes -= sum(array.nbytes for array in entries or ())
         return entries
 
+    def read(self, digest: bytes) -> Entries:
+        """Returns a page's entries, and keeps them."""
+        return self._pages[digest]
+
     def clear(self) -> int:
         """Drops all pages; returns how many they were."""
         number = len(self._pages)
@@ -76,9 +80,13 @@ class Outgoing:
 
     def arrive(self, host: HostPages) -> None:
         """Waits for the copies, and gives them to the host."""
+        for digest, entries in self.read():
+            host.put(digest, entries)
+
+    def read(self) -> list[tuple[bytes, Entries]]:
+        """Waits for the copies; returns hash and entries of each page."""
         arrays = [np.asarray(array) for array in self.arrays]
-        for place, digest in enumerate(self.digests):
-            host.put(digest, [array[place].copy() for array in arrays])
+        return [(digest, [array[place].copy() for array in arrays]) for place, digest in enumerate(self.digests)]
 
 
 def copy_out(state: DecodeState, pages: list[tuple[bytes, int]]) -> list[Outgoing]:
@@ -120,6 +128,11 @@ def copy_in(state: DecodeState, pages: list[tuple[int, Entries]]) -> DecodeState
     return state
 
 
+def page_shapes(state: DecodeState) -> list[jax.ShapeDtypeStruct]:
+    """Returns the shapes and dtypes of a page's entries."""
+    return [jax.ShapeDtypeStruct(pool.shape[1:], pool.dtype) for cache in _caches(state) for pool in pool_arrays(cache)]
+
+
 def warm_up(state: DecodeState) -> DecodeState:
     """Compiles both copies; no page changes."""
     arrays = jax.device_get(_read(state, _padded([])))
@@ -140,11 +153,14 @@ def _is_cache(node: Any) -> bool:
     return isinstance(node, Cache)
 
 
+def _caches(state: DecodeState) -> list[Cache]:
+    return [node for node in jax.tree.leaves(state, is_leaf=_is_cache) if _is_cache(node)]
+
+
 @one_graph()
 def _read(state: DecodeState, pages: jax.Array) -> list[jax.Array]:
     """Copies pages `[n]` of every pool array: `[n, ..., size, H]` each."""
-    caches = [node for node in jax.tree.leaves(state, is_leaf=_is_cache) if _is_cache(node)]
-    return [jnp.take(pool, pages, axis=0, mode="clip") for cache in caches for pool in pool_arrays(cache)]
+    return [jnp.take(pool, pages, axis=0, mode="clip") for cache in _caches(state) for pool in pool_arrays(cache)]
 
 
 @one_graph(donate_argnames=("state",))

@@ -1,19 +1,14 @@
 """Starts a server: loads the model, compiles, opens the port, and shuts down in order."""
 
-import asyncio
 import contextlib
 import dataclasses
 import logging
-import signal
-import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, TextIO
+from typing import Any
 
 import jax
-import uvicorn
 
 from mtpjax.decoding.config import KV_CACHE_DTYPES, DecodeConfig
 from mtpjax.errors import MemoryTooSmall, printable
@@ -21,9 +16,11 @@ from mtpjax.models.cache import empty_cache
 from mtpjax.models.config import ModelConfig
 from mtpjax.serving.api.server import ApiSettings
 from mtpjax.serving.app import make_app
+from mtpjax.serving.disaggregation.protocol import PATH
+from mtpjax.serving.disaggregation.setup import DisaggregationSettings, set_up
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.executor import EngineSettings
-from mtpjax.serving.header_timeout import protocol_with_timeout
+from mtpjax.serving.http_server import address_of, listen, run_app, tell
 from mtpjax.serving.metrics import Metrics
 from mtpjax.serving.watchdog import Watchdog
 
@@ -160,7 +157,12 @@ def running_engine(
 
 
 def serve(
-    engine: Engine, tokenizer: Any, api: ApiSettings, server: ServerSettings, metrics: Metrics | None = None
+    engine: Engine,
+    tokenizer: Any,
+    api: ApiSettings,
+    server: ServerSettings,
+    metrics: Metrics | None = None,
+    disaggregation: DisaggregationSettings | None = None,
 ) -> None:
     """Serves requests until SIGTERM or Ctrl-C.
 
@@ -170,68 +172,32 @@ def serve(
         api: settings of the API.
         server: settings of the process.
         metrics: what `/metrics` answers; None: nothing.
+        disaggregation: makes this a prefill server or a decode server; None: it is both.
 
     Raises:
         OSError: the port cannot be opened.
+        ValueError: the engine cannot be a prefill server or a decode server.
     """
+    if disaggregation is not None:
+        # Decode servers have the secret in the place of a key.
+        api = dataclasses.replace(api, open_paths=api.open_paths | {PATH})
     app = make_app(engine, tokenizer, api, metrics)
-    # Open the port first, so that an address in use is an error in one line, and port 0 is known.
-    family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
-    with socket.socket(family) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((server.host, server.port))
-        except OSError as error:
-            raise OSError(f"cannot listen on {server.host}:{server.port}: {error.strerror or error}") from error
-        host, port = listener.getsockname()[:2]
-        address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    if disaggregation is not None:
+        set_up(app, engine, disaggregation, metrics)
+    with listen(server.host, server.port) as listener:
         line = (
-            f"mtpjax serve: {api.model_name} is ready at {address}: {engine.settings.num_slots} slots of up to "
-            f"{engine.max_length} tokens, {engine.status().num_pages} pages of {engine.settings.page_size}"
+            f"mtpjax serve: {api.model_name} is ready at {address_of(listener)}: {engine.settings.num_slots} slots of "
+            f"up to {engine.max_length} tokens, {engine.status().num_pages} pages of {engine.settings.page_size}"
         )
-
-        class Server(uvicorn.Server):
-            """Prints the ready line when the port accepts connections."""
-
-            async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-                await super().startup(sockets)
-                if self.started:
-                    _tell(line, sys.stdout)
-
-            async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-                # Streams go on while the server drains, and new requests get 503. A second Ctrl-C ends them.
-                draining = asyncio.ensure_future(app.state.server.drain(server.drain_seconds))
-                while not draining.done() and not self.force_exit:
-                    await asyncio.sleep(0.02)
-                if draining.cancel():
-                    app.state.server.abort()
-                await super().shutdown(sockets)
-
-        config = uvicorn.Config(
+        run_app(
             app,
-            http=protocol_with_timeout(server.header_seconds),
+            listener,
+            line,
+            lambda: app.state.server.drain(server.drain_seconds),
+            app.state.server.abort,
+            header_seconds=server.header_seconds,
             log_level=server.log_level,
-            access_log=False,
-            server_header=False,
-            lifespan="off",  # the application has no events of its own, and uvicorn logs their end at a second Ctrl-C
-            timeout_graceful_shutdown=5,  # after the drain: clients that do not read the rest
-            timeout_keep_alive=30,
         )
-        with _expected_sigterm():
-            Server(config).run(sockets=[listener])
-
-
-@contextlib.contextmanager
-def _expected_sigterm() -> Iterator[None]:
-    """Lets the process go on after uvicorn has shut down: it sends itself the signal again, which would kill it."""
-    if threading.current_thread() is not threading.main_thread():  # where uvicorn takes no signals
-        yield
-        return
-    previous = signal.signal(signal.SIGTERM, lambda number, frame: None)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 @contextlib.contextmanager
@@ -249,10 +215,4 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
             bar.update(task, completed=count, total=total)
 
         yield show
-    _tell(f"mtpjax serve: {done[0]} programs in {time.perf_counter() - begin:.0f} s", sys.stderr)
-
-
-def _tell(line: str, stream: TextIO) -> None:
-    """Prints a line. A full disk, or a reader that is gone, must not stop the server."""
-    with contextlib.suppress(OSError):
-        print(line, file=stream, flush=True)
+    tell(f"mtpjax serve: {done[0]} programs in {time.perf_counter() - begin:.0f} s", sys.stderr)

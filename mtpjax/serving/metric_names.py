@@ -72,6 +72,9 @@ COUNTERS: dict[Names, Callable[[EngineStatus], float]] = {
     Names("num_preemptions", "", "num_preemptions", "Times that a request gave up its pages and waited again."): (
         lambda status: status.num_preempted
     ),
+    Names("received_pages", "", "", "Pages of the prefix cache that came from a prefill server."): (
+        lambda status: status.num_received_pages
+    ),
     Names("num_ticks", "", "", "Ticks of the scheduler that called the device."): lambda status: status.num_ticks,
     Names("compile", "", "", "Programs compiled since the engine was ready."): lambda status: status.num_compilations,
     Names("spec_verify_calls", "spec_verify_calls", "", "Verification passes of all rows."): (
@@ -88,6 +91,9 @@ COUNTERS: dict[Names, Callable[[EngineStatus], float]] = {
         lambda status: sum(status.accepted)
     ),
 }
+# Counters of a decode server, read from its `RemotePrefill`.
+REMOTE_PREFILLS = Names("remote_prefills", "", "", "Prompts whose pages came from the prefill server.")
+PREFILL_FALLBACKS = Names("prefill_fallbacks", "", "", "Prompts prefilled here since the prefill server did not help.")
 ACCEPTED_PER_POSITION = Names(
     "spec_decode_num_accepted_tokens_per_pos", "", "spec_decode_num_accepted_tokens_per_pos", "Accepted, by position."
 )

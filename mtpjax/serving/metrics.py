@@ -62,6 +62,9 @@ class _Histogram:
 class Metrics:
     """All metrics of a server. Threads may share it.
 
+    Attributes:
+        more_counters: counters that are not the engine's, and where to read them.
+
     Example:
         metrics = Metrics(engine.status, model_name="tiny")
         metrics.observe(finish, times)  # once per request
@@ -84,6 +87,7 @@ class Metrics:
         if unknown := set(aliases) - set(ALIASES):
             raise ValueError(f"metric names of {', '.join(sorted(unknown))} are unknown; known: {', '.join(ALIASES)}")
         self._status, self._model_name, self._aliases = status, model_name, aliases
+        self.more_counters: dict[Names, Callable[[], float]] = {}
         self._lock = threading.Lock()
         self._finished: Counter[str] = Counter()
         self._histograms = {
@@ -148,6 +152,8 @@ class Metrics:
             yield "gauge", names, [] if math.isnan(value) else [("", {}, value)]
         for names, read in COUNTERS.items():
             yield "counter", names, [("_total", {}, read(status))]
+        for names, count in self.more_counters.items():
+            yield "counter", names, [("_total", {}, count())]
         # 2. Counts with a second label: draft levels from 0, as vLLM numbers them, and how requests ended.
         levels: list[Sample] = [
             ("_total", {"position": str(level)}, count) for level, count in enumerate(status.accepted)

@@ -9,7 +9,7 @@ first.
 import collections
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -85,16 +85,9 @@ class PagePool:
             The lease; None if the pool has too few pages, and then nothing changes.
         """
         # The last prompt token is always processed, because its output gives the first new token.
-        shared: list[int | None] = []  # None: the host has the page
-        digests, size = [hashlib.sha256(salt).digest()], self.page_size
-        for begin in range(0, min(len(tokens) - 1, num_pages * size) // size * size, size):
-            digest = _extend_hash(digests[-1], tokens[begin : begin + size])
-            page = self._page_of.get(digest)
-            if page is None and (self.host is None or digest not in self.host):
-                break
-            shared.append(page)
-            digests.append(digest)
-        known = [page for page in shared if page is not None]
+        size = self.page_size
+        shared = self.find(tokens[: min(len(tokens) - 1, num_pages * size)], salt=salt)
+        known = [page for _, page in shared if page is not None]
         num_unused = sum(page in self._unused for page in known)
         if num_pages - len(known) > self.num_available - num_unused:
             return None
@@ -102,10 +95,35 @@ class PagePool:
             self._unused.pop(page, None)
             self._users[page] += 1
         pages = []
-        for page, digest in zip(shared, digests[1:], strict=True):
+        for digest, page in shared:
             pages.append(self._bring_in(digest) if page is None else page)
         pages += [self._take() for _ in range(num_pages - len(shared))]
-        return Lease(pages, len(shared) * size, len(shared), digests[-1])
+        digest = shared[-1][0] if shared else _first_hash(salt)
+        return Lease(pages, len(shared) * size, len(shared), digest)
+
+    def find(self, tokens: Sequence[int], *, salt: bytes = b"") -> list[tuple[bytes, int | None]]:
+        """Finds the known pages of a text, from its beginning to the first unknown page.
+
+        Args:
+            tokens: the text; tokens behind its last whole page do not count.
+            salt: as for `acquire`.
+
+        Returns:
+            Hash and page of each; None in the place of a page that the host has.
+        """
+        found = []
+        for digest in page_digests(tokens, self.page_size, salt=salt):
+            page = self._page_of.get(digest)
+            if page is None and (self.host is None or digest not in self.host):
+                break
+            found.append((digest, page))
+        return found
+
+    def put(self, digest: bytes, entries: Entries) -> None:
+        """Keeps the entries of a page that was computed elsewhere on the host, unless the page is known already."""
+        assert self.host is not None
+        if digest not in self._page_of:
+            self.host.put(digest, entries)
 
     def extend(self, lease: Lease, num_pages: int) -> bool:
         """Adds pages to a lease.
@@ -203,6 +221,18 @@ class PagePool:
         if self.host is not None:
             self.outgoing.append((digest, page))
         return page
+
+
+def page_digests(tokens: Sequence[int], page_size: int, *, salt: bytes = b"") -> Iterator[bytes]:
+    """Yields the hashes that the whole pages of a text are known by."""
+    digest = _first_hash(salt)
+    for begin in range(0, len(tokens) // page_size * page_size, page_size):
+        digest = _extend_hash(digest, tokens[begin : begin + page_size])
+        yield digest
+
+
+def _first_hash(salt: bytes) -> bytes:
+    return hashlib.sha256(salt).digest()
 
 
 def _extend_hash(digest: bytes, tokens: Sequence[int]) -> bytes:

@@ -136,6 +136,7 @@ class EngineStatus:
         num_aborted: those of them that were aborted, or ran out of time.
         num_failed: those of them that ended with an error.
         num_preempted: times that a request gave up its pages and waited again.
+        num_received_pages: pages of the prefix cache that came from a prefill server.
         num_ticks: ticks of the scheduler that called the device.
         num_steps: verification passes of all rows.
         proposed: per draft level, passes that drafted it.
@@ -156,6 +157,7 @@ class EngineStatus:
     num_aborted: int = 0
     num_failed: int = 0
     num_preempted: int = 0
+    num_received_pages: int = 0
     num_ticks: int = 0
     num_steps: int = 0
     proposed: tuple[int, ...] = ()

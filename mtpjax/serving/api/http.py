@@ -75,15 +75,32 @@ async def read_json(request: Request, settings: ApiSettings) -> dict[str, Any]:
     if media_type != "application/json":
         message = "the body must be JSON, with Content-Type: application/json"
         raise ApiError(message, status=415, code="unsupported_media_type")
+    raw = await read_bytes(request, settings.max_body_bytes, settings.body_timeout)
+    return await asyncio.to_thread(parse_body, raw) if len(raw) > LARGE_BODY_BYTES else parse_body(raw)
+
+
+async def read_bytes(request: Request, max_bytes: int, seconds: float) -> bytes:
+    """Reads a body.
+
+    Args:
+        request: the request.
+        max_bytes: most bytes of the body.
+        seconds: time in which it must arrive.
+
+    Returns:
+        The body.
+
+    Raises:
+        ApiError: the body is too large or takes too long, or the client left.
+    """
     try:
-        async with asyncio.timeout(settings.body_timeout):
-            raw = await _read_body(request, settings.max_body_bytes)
+        async with asyncio.timeout(seconds):
+            return await _read_body(request, max_bytes)
     except TimeoutError as error:
-        message = f"the body did not arrive within {settings.body_timeout:g} seconds"
+        message = f"the body did not arrive within {seconds:g} seconds"
         raise ApiError(message, status=408, code="body_timeout", headers={"Connection": "close"}) from error
     except ClientDisconnect as error:
         raise ApiError("the client left") from error
-    return await asyncio.to_thread(parse_body, raw) if len(raw) > LARGE_BODY_BYTES else parse_body(raw)
 
 
 async def _read_body(request: Request, max_bytes: int) -> bytes:

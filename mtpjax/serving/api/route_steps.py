@@ -86,6 +86,8 @@ async def respond(
         ApiError: the engine rejects a text, or a text ends with an error.
         QueueFull: the engine has no place for them.
     """
+    if server.prepare is not None:
+        await server.prepare([job.request for job in jobs])
     if events is not None:
         # Submit before the status is sent, so that a full queue is still a 429.
         generation = Generation(server, jobs, name, is_streaming=True)

@@ -5,7 +5,7 @@ import concurrent.futures
 import dataclasses
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from mtpjax.data.tokenizer import Tokenizer
@@ -116,12 +116,14 @@ class ApiServer:
 
     Attributes:
         is_stopping: new requests are answered with 503.
+        prepare: called with the requests of an HTTP request before they enter the engine; None: nothing is to be done.
         running: engine ids by the name of the request they belong to, for `/abort_request`.
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, settings: ApiSettings):
         self.engine, self.tokenizer, self.settings = engine, tokenizer, settings
         self.is_stopping = False
+        self.prepare: Callable[[Sequence[Request]], Awaitable[None]] | None = None
         self.running: dict[str, set[int]] = {}
         self.max_prompt_characters = settings.max_prompt_characters or 64 * engine.max_length
         digest = hashlib.sha256(f"{__version__} {settings.model_name} {tokenizer.digest}".encode()).hexdigest()

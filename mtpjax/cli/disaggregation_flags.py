@@ -1,0 +1,83 @@
+"""Flags of `mtpjax serve` for prefill and decode on different machines, by SGLang's names where it has them."""
+
+import os
+import pathlib
+from typing import Any
+
+from mtpjax.errors import UsageError
+
+SECRET_VARIABLE = "MTPJAX_DISAGGREGATION_SECRET"
+
+
+def add_disaggregation_flags(parser) -> None:
+    """Adds the flags."""
+    parser.add_argument(
+        "--disaggregation-mode",
+        default=None,
+        metavar="MODE",
+        choices=("null", "prefill", "decode"),
+        help="prefill: compute prompts for decode servers too; decode: fetch pages of prompts from a prefill server",
+    )
+    parser.add_argument("--disaggregation-prefill-url", default=None, help="the prefill server, for a decode server")
+    parser.add_argument(
+        "--disaggregation-transfer-backend",
+        default="jax",
+        choices=("jax", "http"),
+        help="jax: pages travel over jax.experimental.transfer; http: within the prefill server's answer",
+    )
+    parser.add_argument(
+        "--disaggregation-bootstrap-port",
+        type=int,
+        default=8998,
+        help="port of the prefill server from which jax fetches pages; 0: a free one",
+    )
+    parser.add_argument(
+        "--disaggregation-secret-file",
+        default=None,
+        help=f"file with the secret that both servers share (default: ${SECRET_VARIABLE})",
+    )
+    parser.add_argument(
+        "--disaggregation-timeout",
+        type=float,
+        default=30.0,
+        help="seconds that a request waits for its pages; then the decode server prefills itself",
+    )
+
+
+def disaggregation_settings(options) -> Any:
+    """Reads the flags.
+
+    Args:
+        options: the parsed flags.
+
+    Returns:
+        `DisaggregationSettings`; None for a server that does both.
+
+    Raises:
+        UsageError: a flag is missing, or contradicts another.
+        ValueError: the secret is too short.
+        OSError: the secret's file cannot be read.
+    """
+    from mtpjax.serving.disaggregation.setup import DisaggregationSettings
+
+    mode, url = options.disaggregation_mode, options.disaggregation_prefill_url
+    if mode in (None, "null"):  # SGLang's default
+        return None
+    if options.disable_radix_cache:
+        raise UsageError("--disaggregation-mode needs the prefix cache: leave --disable-radix-cache out")
+    if mode == "decode" and not (url or "").startswith(("http://", "https://")):
+        raise UsageError("--disaggregation-mode decode needs --disaggregation-prefill-url http://HOST:PORT")
+    if options.disaggregation_secret_file is not None:
+        secret = pathlib.Path(options.disaggregation_secret_file).read_bytes().strip()
+    else:
+        secret = os.environ.get(SECRET_VARIABLE, "").encode()
+    if not secret:
+        raise UsageError(f"--disaggregation-mode needs --disaggregation-secret-file, or {SECRET_VARIABLE}")
+    return DisaggregationSettings(
+        prefill_url=url if mode == "decode" else None,
+        secret=secret,
+        backend=options.disaggregation_transfer_backend,
+        host=options.host,
+        port=options.disaggregation_bootstrap_port,
+        timeout=options.disaggregation_timeout,
+    )

@@ -1,0 +1,38 @@
+"""`mtpjax serve-router`."""
+
+from mtpjax.cli.help import command_parser
+from mtpjax.errors import UsageError
+
+
+def add_serve_router(commands) -> None:
+    """Adds the command and its flags to the subcommands of the `mtpjax` parser."""
+    router = command_parser(
+        "Pass requests on to several servers of the same model: each to the one that has the fewest of them. Requests "
+        "that begin alike go to the same server if several are equally busy. Servers that do not answer are left out "
+        "until they do. API keys are passed on; the servers check them."
+    )
+    router.add_argument("--decode-urls", nargs="+", required=True, metavar="URL", help="addresses of the servers")
+    router.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    router.add_argument("--port", type=int, default=30000, help="port to listen on; 0: a free one")
+    router.add_argument("--drain-timeout", type=float, default=30.0, help="seconds for running requests at the end")
+    router.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    commands.add_subcommand("serve-router", router, help="pass requests on to several servers")
+
+
+def run_serve_router(options) -> int:
+    """Runs `mtpjax serve-router`; returns the exit code."""
+    import logging
+
+    try:
+        from mtpjax.serving.http_server import address_of, listen, run_app
+        from mtpjax.serving.router import Router
+    except ImportError as error:
+        raise UsageError(f"{error.name} is missing: pip install 'mtpjax[serve]'") from error
+    logging.getLogger("mtpjax").setLevel(options.log_level.upper())
+    router = Router(options.decode_urls)
+    with listen(options.host, options.port) as listener:
+        line = f"mtpjax serve-router: {len(router.upstreams)} servers behind {address_of(listener)}"
+        # At a second Ctrl-C the connections are closed, which ends the requests.
+        drain = lambda: router.drain(options.drain_timeout)
+        run_app(router, listener, line, drain, lambda: None, has_lifespan=True, log_level="warning")
+    return 0

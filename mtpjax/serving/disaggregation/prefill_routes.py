@@ -1,0 +1,88 @@
+"""The prefill server's route for decode servers."""
+
+import asyncio
+import dataclasses
+import logging
+
+import numpy as np
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from starlette.datastructures import Headers
+
+from mtpjax.serving.api.errors import ApiError
+from mtpjax.serving.api.generation import Generation, Job, new_id
+from mtpjax.serving.api.http import read_bytes, run_while_connected
+from mtpjax.serving.api.server import ApiServer
+from mtpjax.serving.disaggregation import protocol
+from mtpjax.serving.disaggregation.protocol import PATH, Forged, Signer
+from mtpjax.serving.disaggregation.transfer import Transfer
+from mtpjax.serving.engine import Engine
+from mtpjax.serving.request import Request as EngineRequest
+
+REQUEST = {"model": bytes, "tokens": bytes, "salt": bytes, "num_known": int}
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillService:
+    """What the prefill server needs besides its engine.
+
+    Attributes:
+        engine: computes the pages.
+        signer: checks who asks.
+        model: hash of the model; see `Engine.model_digest`.
+        transfer: sends the pages.
+    """
+
+    engine: Engine
+    signer: Signer
+    model: bytes
+    transfer: Transfer
+
+
+def prefill_router(server: ApiServer, service: PrefillService) -> APIRouter:
+    """Makes the route."""
+    router, engine, size = APIRouter(), service.engine, service.engine.settings.page_size
+
+    @router.post(PATH, response_class=Response, include_in_schema=False)
+    async def prefill(request: Request) -> Response:
+        """Computes the whole pages of a prompt, and offers those that the decode server does not have."""
+        # 1. Who asks? Nothing looks into the body before.
+        max_bytes = 4 * engine.max_length + protocol.MESSAGE_BYTES
+        body = await read_bytes(request, max_bytes, server.settings.body_timeout)
+        try:
+            service.signer.check(request.headers, body)
+        except Forged as error:
+            _log.warning("a request for prefill was refused: %s", error)
+            raise ApiError("only decode servers may ask", status=403, code="forbidden") from error
+        # 2. For what?
+        try:
+            values = protocol.unpack(body, REQUEST)
+            tokens = np.frombuffer(values["tokens"], "<i4").tolist()
+        except ValueError as error:
+            raise ApiError(str(error)) from error
+        if values["model"] != service.model:
+            message = "the servers differ in their model, --page-size, --kv-cache-dtype or draft settings"
+            raise ApiError(message, status=409, code="other_model")
+        # 3. Compute the pages that are missing: prefill, and one token that nobody reads.
+        salt = values["salt"]
+
+        async def compute() -> None:
+            known = await asyncio.to_thread(engine.count_known_pages, tokens[:-1], salt)
+            if known < (len(tokens) - 1) // size:
+                job = Job(EngineRequest(prompt=tuple(tokens), max_new_tokens=1, salt=salt))
+                with Generation(server, [job], new_id("prefill")) as generation:
+                    await generation.run()
+
+        await run_while_connected(request, compute())
+        # 4. Offer them.
+        return await asyncio.to_thread(offer, request.headers, tokens, salt, values["num_known"])
+
+    def offer(headers: Headers, tokens: list[int], salt: bytes, num_known: int) -> Response:
+        pages = [entries for _, entries in engine.read_pages(tokens[:-1], salt)[max(num_known, 0) :]]
+        data = protocol.pages_to_bytes(pages)
+        checksum = protocol.checksum(data)
+        answer = protocol.pack({"size": len(data), "checksum": checksum, **service.transfer.send(data)})
+        return Response(answer, headers=service.signer.sign_answer(headers, answer))
+
+    return router

@@ -1,0 +1,79 @@
+"""Makes a server a prefill server or a decode server."""
+
+import dataclasses
+
+from fastapi import FastAPI
+
+from mtpjax.serving.disaggregation.prefill_routes import PrefillService, prefill_router
+from mtpjax.serving.disaggregation.protocol import Signer
+from mtpjax.serving.disaggregation.remote_prefill import RemotePrefill
+from mtpjax.serving.disaggregation.transfer import HttpTransfer, JaxTransfer, own_address
+from mtpjax.serving.engine import Engine
+from mtpjax.serving.metric_names import PREFILL_FALLBACKS, REMOTE_PREFILLS
+from mtpjax.serving.metrics import Metrics
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DisaggregationSettings:
+    """Settings of a prefill server or a decode server.
+
+    Attributes:
+        prefill_url: address of the prefill server, for a decode server; None: this is the prefill server.
+        secret: what both servers share, at least 16 bytes.
+        backend: how pages travel: "jax" or "http".
+        host: address that the data plane listens on.
+        port: the prefill server's port for pages; 0: a free one.
+        timeout: seconds that a request waits for its pages.
+
+    Raises:
+        ValueError: the secret is too short.
+    """
+
+    prefill_url: str | None
+    secret: bytes = dataclasses.field(repr=False)
+    backend: str = "jax"
+    host: str = "127.0.0.1"
+    port: int = 0
+    timeout: float = 30.0
+
+    def __post_init__(self):
+        Signer(self.secret)
+
+
+def set_up(app: FastAPI, engine: Engine, settings: DisaggregationSettings, metrics: Metrics | None = None) -> None:
+    """Adds the prefill server's route to an application, or the decode server's step before each request.
+
+    Args:
+        app: from `make_app`.
+        engine: its engine, with pages in host memory.
+        settings: which server this is.
+        metrics: gets the decode server's counters; None: nothing counts.
+
+    Raises:
+        ValueError: the engine shares no pages, or the data plane does not start.
+    """
+    if not engine.shares_pages or not engine.settings.host_bytes:
+        raise ValueError(
+            "disaggregation needs a prefix cache with pages in host memory: one device, and a model without linear "
+            "attention"
+        )
+    signer, model = Signer(settings.secret), engine.model_digest()
+    server = app.state.server
+    is_jax = settings.backend == "jax"
+    if settings.prefill_url is None:
+        transfer = JaxTransfer(own_address(settings.host), settings.port) if is_jax else HttpTransfer()
+        app.include_router(prefill_router(server, PrefillService(engine, signer, model, transfer)))
+        return
+    remote = RemotePrefill(
+        engine,
+        settings.prefill_url,
+        signer=signer,
+        model=model,
+        transfer=JaxTransfer() if is_jax else HttpTransfer(),
+        timeout=settings.timeout,
+        max_concurrent=engine.settings.num_slots,
+    )
+    server.prepare = remote.prepare
+    if metrics is not None:
+        metrics.more_counters[REMOTE_PREFILLS] = lambda: remote.num_fetched
+        metrics.more_counters[PREFILL_FALLBACKS] = lambda: remote.num_fallbacks

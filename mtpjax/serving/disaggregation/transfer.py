@@ -1,0 +1,144 @@
+"""The data plane: how the bytes of pages get from one process to another.
+
+`jax` sends them from host memory to host memory over `jax.experimental.transfer`, beside HTTP and in parallel
+connections. `http` puts them into the answer itself, which works everywhere.
+"""
+
+import datetime
+import secrets
+import socket
+from typing import Any, ClassVar, Protocol
+
+import jax
+import numpy as np
+
+BACKENDS = ("jax", "http")
+PUBLIC_ADDRESS = "192.0.2.1"  # of no machine (RFC 5737): the way there is the default route
+OFFER_SECONDS = 60.0  # bytes that nobody fetches are dropped after this time
+
+
+class Transfer(Protocol):
+    """A way for bytes from a prefill server to a decode server.
+
+    Attributes:
+        fields: name and type of what `send` adds to an answer.
+    """
+
+    fields: ClassVar[dict[str, type]]
+
+    def send(self, data: np.ndarray) -> dict[str, Any]:
+        """Offers bytes `[n]` uint8; returns the fields of the answer that `receive` needs."""
+        ...
+
+    def receive(self, answer: dict[str, Any], size: int, host: str, seconds: float) -> np.ndarray:
+        """Fetches bytes.
+
+        Args:
+            answer: holds the fields of `send`.
+            size: number of bytes.
+            host: name or address of the machine that sends.
+            seconds: longest time to wait.
+
+        Returns:
+            `[size]` uint8.
+        """
+        ...
+
+
+class HttpTransfer:
+    """Bytes within the answer."""
+
+    fields: ClassVar[dict[str, type]] = {"data": bytes}
+
+    def send(self, data: np.ndarray) -> dict[str, Any]:
+        """Returns the bytes themselves."""
+        return {"data": data.tobytes()}
+
+    def receive(self, answer: dict[str, Any], size: int, host: str, seconds: float) -> np.ndarray:
+        """Returns the bytes of the answer."""
+        return np.frombuffer(answer["data"], np.uint8)
+
+
+class JaxTransfer:
+    """Bytes over `jax.experimental.transfer`, between host memories, whatever the accelerator.
+
+    Nothing encrypts or authenticates its connections. A random number names each offer, and the signed answer has the
+    bytes' checksum.
+
+    Args:
+        host: name or address that the other side connects to, if this one sends; not that of all interfaces.
+        port: port for that; 0: a free one.
+
+    Raises:
+        ValueError: this JAX, or this platform, has no transfer server, or the port is in use.
+    """
+
+    fields: ClassVar[dict[str, type]] = {"uuid": int, "port": int}
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0):
+        # The other side is told to connect to the address that this one listens on, so it must be a real one.
+        host = _resolve(host)
+        try:
+            from jax.experimental import transfer
+
+            self._device = jax.devices("cpu")[0]
+            self._server = transfer.start_transfer_server(self._device.client, f"{host}:{port}", [f"{host}:0"])
+        except (ImportError, NotImplementedError, RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"jax.experimental.transfer does not start ({str(error).splitlines()[0]}): set JAX_PLATFORMS so that "
+                "it has cpu, choose another --disaggregation-bootstrap-port, or use "
+                "--disaggregation-transfer-backend http"
+            ) from error
+        self._port = int(self._server.address().rpartition(":")[2])
+        self._connections: dict[str, Any] = {}
+
+    def send(self, data: np.ndarray) -> dict[str, Any]:
+        """Offers the bytes for one pull."""
+        uuid = secrets.randbits(62)
+        self._server.await_pull(uuid, [jax.device_put(data, self._device)], timeout=_after(OFFER_SECONDS))
+        return {"uuid": uuid, "port": self._port}
+
+    def receive(self, answer: dict[str, Any], size: int, host: str, seconds: float) -> np.ndarray:
+        """Pulls the bytes."""
+        address = f"{_resolve(host)}:{answer['port']}"
+        connection = self._connections.pop(address, None) or self._server.connect(address)
+        sharding = jax.sharding.SingleDeviceSharding(self._device)
+        shape = jax.ShapeDtypeStruct((size,), np.uint8, sharding=sharding)
+        [data] = connection.pull(answer["uuid"], [shape], timeout=_after(seconds))
+        data = np.asarray(data)
+        # A connection that failed is not used again.
+        self._connections[address] = connection
+        return data
+
+
+def own_address(host: str) -> str:
+    """Finds an address of this machine that others can connect to.
+
+    Args:
+        host: address that this server listens on.
+
+    Returns:
+        `host` if it is one address; for all of them, that of the default route.
+
+    Raises:
+        ValueError: there is no default route.
+    """
+    if host not in ("", "0.0.0.0", "::"):
+        return host
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((PUBLIC_ADDRESS, 9))  # of a datagram socket: nothing is sent
+            return probe.getsockname()[0]
+    except OSError as error:
+        raise ValueError(f"this machine has no default route ({error.strerror}): give --host an address") from error
+
+
+def _resolve(host: str) -> str:
+    """Returns the address of a name, as a URL has it: JAX connects to addresses only."""
+    addresses = [each[4][0] for each in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+    address = min(addresses, key=lambda each: ":" in str(each))  # IPv4 first
+    return f"[{address}]" if ":" in str(address) else str(address)
+
+
+def _after(seconds: float) -> datetime.datetime:
+    return datetime.datetime.now() + datetime.timedelta(seconds=seconds)

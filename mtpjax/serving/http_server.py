@@ -1,0 +1,119 @@
+"""The process's HTTP server: opens the port, prints the ready line, and drains at SIGTERM or Ctrl-C."""
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TextIO
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from mtpjax.serving.header_timeout import protocol_with_timeout
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Opens a port, so that an address in use is an error in one line, and port 0 is known.
+
+    Args:
+        host: address to listen on.
+        port: port to listen on; 0 takes a free one.
+
+    Returns:
+        The socket.
+
+    Raises:
+        OSError: the port cannot be opened.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+    return listener
+
+
+def address_of(listener: socket.socket) -> str:
+    """Returns the URL of an open port."""
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def run_app(
+    app: ASGIApp,
+    listener: socket.socket,
+    line: str,
+    drain: Callable[[], Awaitable[None]],
+    abort: Callable[[], object],
+    *,
+    header_seconds: float = 30.0,
+    has_lifespan: bool = False,
+    log_level: str,
+) -> None:
+    """Serves an application until SIGTERM or Ctrl-C.
+
+    Args:
+        app: the application.
+        listener: from `listen`.
+        line: printed when the port accepts connections.
+        drain: awaited before connections are closed.
+        abort: ends what still runs; called at a second Ctrl-C.
+        header_seconds: time in which a client must send the header of a request.
+        has_lifespan: the application takes the events of its start and end.
+        log_level: of the HTTP server's own log.
+    """
+
+    class Server(uvicorn.Server):
+        """Prints the ready line when the port accepts connections."""
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            if self.started:
+                tell(line, sys.stdout)
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            # Streams go on while the server drains, and new requests get 503. A second Ctrl-C ends them.
+            draining = asyncio.ensure_future(drain())
+            while not draining.done() and not self.force_exit:
+                await asyncio.sleep(0.02)
+            if draining.cancel():
+                abort()
+            await super().shutdown(sockets)
+
+    config = uvicorn.Config(
+        app,
+        http=protocol_with_timeout(header_seconds),
+        log_level=log_level,
+        access_log=False,
+        server_header=False,
+        # Without it, uvicorn logs nothing at a second Ctrl-C.
+        lifespan="on" if has_lifespan else "off",
+        timeout_graceful_shutdown=5,  # after the drain: clients that do not read the rest
+        timeout_keep_alive=30,
+    )
+    with _expected_sigterm():
+        Server(config).run(sockets=[listener])
+
+
+@contextlib.contextmanager
+def _expected_sigterm() -> Iterator[None]:
+    """Lets the process go on after uvicorn has shut down: it sends itself the signal again, which would kill it."""
+    if threading.current_thread() is not threading.main_thread():  # where uvicorn takes no signals
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def tell(line: str, stream: TextIO) -> None:
+    """Prints a line. A full disk, or a reader that is gone, must not stop the server."""
+    with contextlib.suppress(OSError):
+        print(line, file=stream, flush=True)

@@ -1,0 +1,44 @@
+"""A hash that tells whether the pages of one engine mean the same to another."""
+
+import hashlib
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from mtpjax.decoding.config import DecodeConfig
+from mtpjax.models.config import ModelConfig
+
+VERSION = 1  # of what a page holds
+NUM_SAMPLED = 16  # numbers of each parameter that the hash depends on
+
+
+def model_digest(
+    params: dict,
+    config: ModelConfig,
+    decode: DecodeConfig,
+    page_size: int,
+    page_shapes: Sequence[jax.ShapeDtypeStruct],
+) -> bytes:
+    """Computes a hash of everything that the entries of a page depend on besides the text.
+
+    Args:
+        params: the model's parameters. A few numbers of each stand for all.
+        config: the model's config.
+        decode: settings of the requests.
+        page_size: positions per page.
+        page_shapes: shapes and dtypes of a page's entries.
+
+    Returns:
+        The hash.
+    """
+    digest = hashlib.sha256()
+    drafting = (decode.drafter, decode.draft_window, decode.draft_sinks, decode.kv_cache_dtype)
+    shapes = [(each.shape, str(each.dtype)) for each in page_shapes]
+    digest.update(repr((VERSION, config, drafting, page_size, shapes)).encode())
+    first = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf[(0,) * (leaf.ndim - 1)][:NUM_SAMPLED], tree))
+    leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(first(params)))
+    for (path, leaf), whole in zip(leaves, jax.tree.leaves(params), strict=True):
+        digest.update(repr((jax.tree_util.keystr(path), whole.shape, str(whole.dtype))).encode())
+        digest.update(np.asarray(leaf).tobytes())
+    return digest.digest()
