@@ -28,8 +28,8 @@ from mtpjax.evaluation import small_models
 from mtpjax.serving.api.server import ApiSettings
 from mtpjax.serving.app import make_app
 from mtpjax.serving.engine import Engine
-from mtpjax.serving.executor import EngineSettings
 from mtpjax.serving.metrics import Metrics
+from mtpjax.serving.sizes import EngineSettings
 
 SGLANG, VOCAB_SIZE, MODEL_NAME = "0.5.23", 264, "tiny"
 INSTALL_SECONDS, RUN_SECONDS = 1500, 400

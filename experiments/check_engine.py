@@ -37,8 +37,8 @@ from mtpjax.console import narrow_table
 from mtpjax.evaluation.machine import describe_machine
 from mtpjax.evaluation.small_models import constructed_params, small_config
 from mtpjax.serving.engine import Engine
-from mtpjax.serving.executor import EngineSettings
 from mtpjax.serving.request import Delta, EngineStatus, Finish, Request
+from mtpjax.serving.sizes import EngineSettings
 
 MAX_LENGTH = 96
 NUM_PAGES = 24  # of 8 positions; one text needs up to 14, so requests are preempted

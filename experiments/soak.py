@@ -27,7 +27,7 @@ from mtpjax.evaluation import small_models
 from mtpjax.serving.api.server import ApiSettings
 from mtpjax.serving.app import make_app
 from mtpjax.serving.engine import Engine
-from mtpjax.serving.executor import EngineSettings
+from mtpjax.serving.sizes import EngineSettings
 
 NUM_CLIENTS = 24
 BAD = [b"{", b"[]", b'{"prompt": "a", "max_tokens": -1}', b'{"prompt": [9999]}', b'{"prompt": "a", "top_p": NaN}']

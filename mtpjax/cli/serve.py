@@ -267,8 +267,8 @@ def _serve_on(mesh, options, disaggregation) -> int:
     from mtpjax.evaluation.self_check import check_acceptance
     from mtpjax.io.checkpoint_format import find_checkpoint
     from mtpjax.serving.api.server import ApiSettings
-    from mtpjax.serving.executor import EngineSettings
     from mtpjax.serving.launch import ServerSettings, choose_num_pages, explain_full_memory, running_engine, serve
+    from mtpjax.serving.sizes import EngineSettings
 
     logging.getLogger("mtpjax").setLevel(options.log_level.upper())
     # 1. The model and its tokenizer.

@@ -21,7 +21,8 @@ import numpy as np
 
 from mtpjax.decoding.config import DecodeConfig, SamplingParams
 from mtpjax.models.model import MTPModel
-from mtpjax.serving.executor import Call, DraftCall, EngineSettings, Executor
+from mtpjax.serving.calls import Call, DraftCall
+from mtpjax.serving.executor import Executor
 from mtpjax.serving.grammar import GrammarError
 from mtpjax.serving.host_pages import Entries, HostPages, Outgoing, page_shapes
 from mtpjax.serving.model_digest import model_digest
@@ -39,6 +40,7 @@ from mtpjax.serving.request import (
     Scores,
 )
 from mtpjax.serving.scheduler import Scheduler, SchedulerSettings, Sequence
+from mtpjax.serving.sizes import EngineSettings
 
 RETRY_SECONDS = 1.0  # between two attempts to make the state anew
 
@@ -78,7 +80,8 @@ class Engine:
     ):
         self.settings, self._observe = settings or EngineSettings(), observe
         self._executor = Executor(params, model=model, config=config, settings=self.settings)
-        self.max_length, self.vocab_size = self._executor.max_length, model.config.vocab_size
+        self.max_length, self.vocab_size = self._executor.sizes.max_length, model.config.vocab_size
+        self._max_depth = self._executor.spec.num_steps
         self.grammars = self.settings.grammars
         self.page_shapes = page_shapes(self._executor.state)
         self._scheduler = self._new_scheduler()
@@ -88,7 +91,7 @@ class Engine:
         self._ids = itertools.count()
         self._in_flight: list[Call] = []
         self._totals: collections.Counter[str] = collections.Counter()
-        self._drafts = np.zeros(1 + 2 * self._executor.max_depth, np.int64)
+        self._drafts = np.zeros(1 + 2 * self._max_depth, np.int64)
         self._num_warm_up_programs = 0
         self._is_closing = False
         self.busy_since: float | None = None
@@ -247,7 +250,7 @@ class Engine:
 
     def status(self) -> EngineStatus:
         """Returns the load and the counts since the start."""
-        scheduler, depth = self._scheduler, self._executor.max_depth
+        scheduler, depth = self._scheduler, self._max_depth
         return EngineStatus(
             num_running=len(scheduler.running),
             num_waiting=len(self._sequences) - len(scheduler.running),
@@ -296,32 +299,33 @@ class Engine:
 
     def _new_scheduler(self) -> Scheduler:
         executor, settings = self._executor, self.settings
+        sizes, has_recurrent_layers = executor.sizes, "linear_attention" in executor.model.config.layer_types
         has_modules = executor.drafter.num_extended(executor.state.drafter) is not None
 
         def depth_of(num_rows: int) -> int:
             limit = settings.disable_drafts_at
-            return executor.max_depth if limit is None or num_rows < limit else 0
+            return self._max_depth if limit is None or num_rows < limit else 0
 
         return Scheduler(
             SchedulerSettings(
-                num_slots=executor.part_slots,
+                num_slots=sizes.part_slots,
                 prefill_chunk=executor.spec.prefill_chunk,
-                prefill_rows=executor.prefill_sizes[-1],
+                prefill_rows=sizes.prefill_sizes[-1],
                 rounds_per_call=settings.rounds_per_call,
                 overlap=executor.model.config.num_mtp_modules if has_modules else 0,
-                num_pages_of=executor.num_pages_of,
-                max_depth=executor.max_depth,
+                num_pages_of=sizes.num_pages_of,
+                max_depth=self._max_depth,
                 depth_of=depth_of,
                 # A recurrent layer keeps only its newest state, which pages do not hold.
-                shares_prefixes=settings.shares_prefixes and not executor.has_recurrent_layers,
+                shares_prefixes=settings.shares_prefixes and not has_recurrent_layers,
             ),
             [
                 PagePool(
-                    executor.part_pages,
+                    sizes.part_pages,
                     settings.page_size,
                     HostPages(settings.host_bytes) if settings.host_bytes else None,
                 )
-                for _ in range(executor.num_parts)
+                for _ in range(sizes.num_parts)
             ],
         )
 
@@ -464,7 +468,7 @@ class Engine:
         self._totals["requests"] += 1
         self._totals["aborted"] += reason in ("abort", "timeout")
         self._totals["failed"] += has_failed
-        totals, depth = np.broadcast_to(sequence.totals, self._drafts.shape).tolist(), self._executor.max_depth
+        totals, depth = np.broadcast_to(sequence.totals, self._drafts.shape).tolist(), self._max_depth
         finish = Finish(
             reason,
             num_prompt_tokens=len(sequence.request.prompt),

@@ -12,11 +12,8 @@ import jax
 import numpy as np
 
 from mtpjax.compat import library_settings
-from mtpjax.decoding.capacity import round_up_capacity, slots_per_round
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.drafters.base import Draft
 from mtpjax.decoding.generate import device_settings, make_state
-from mtpjax.decoding.gpu_graph import OneGraph
 from mtpjax.decoding.requests import (
     check_request,
     check_settings,
@@ -32,105 +29,18 @@ from mtpjax.decoding.state import DecodeState, NewRows
 from mtpjax.models.model import MTPModel
 from mtpjax.models.pages import NO_PAGE
 from mtpjax.serving import host_pages, programs
-from mtpjax.serving.grammar import Grammars, num_words
+from mtpjax.serving.calls import Call, DraftCall, Work
+from mtpjax.serving.grammar import num_words
 from mtpjax.serving.host_pages import Outgoing, copy_in, copy_out
 from mtpjax.serving.page_pool import PagePool
-from mtpjax.serving.programs import NO_START, Batch, Features, Report
+from mtpjax.serving.programs import NO_START, Batch, Features
 from mtpjax.serving.request import Request, Scores
-from mtpjax.serving.scheduler import Sequence, bucket, fractions_of, powers_of
+from mtpjax.serving.scheduler import Sequence
 from mtpjax.serving.scoring import score, score_sizes, score_text
+from mtpjax.serving.sizes import EngineSettings, bucket, resolve_sizes
 
 STOPS_SHAPE = 32, 8  # largest number and length of a request's stop sequences, in tokens
 NUM_CLEARED = 64  # pages per call that clears pages
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineSettings:
-    """Sizes and limits of an engine.
-
-    Attributes:
-        num_slots: most requests that run at the same time.
-        max_length: most tokens of a text, prompt included; None: the model's `max_position_embeddings`.
-        page_size: positions per page.
-        num_pages: pages of the pool; None: enough for every slot at `max_length`.
-        prefill_tokens: most prompt tokens of one call; None: four chunks.
-        rounds_per_call: decoding rounds per call while no request waits and no prompt is processed; 1 otherwise. More
-            hide the host better.
-        disable_drafts_at: number of decoding rows from which on no tokens are drafted; None: always drafted.
-        batch_sizes: numbers of rows that programs are compiled for, ascending; None: powers of four.
-        max_waiting: most requests in the queue, besides one per slot.
-        max_queue_seconds: a request that waits longer ends with "timeout"; None: no limit.
-        max_run_seconds: likewise for the time since its arrival.
-        max_tick_seconds: a server whose tick takes longer is unhealthy; None: no limit.
-        shares_prefixes: requests with the same beginning share pages.
-        host_bytes: memory of the host for pages of the prefix cache whose place is needed; 0: none. One device only.
-        grammars: compiles the grammars of requests; None: requests have none.
-    """
-
-    num_slots: int = 8
-    max_length: int | None = None
-    page_size: int = 16
-    num_pages: int | None = None
-    prefill_tokens: int | None = None
-    rounds_per_call: int = 2
-    disable_drafts_at: int | None = None
-    batch_sizes: tuple[int, ...] | None = None
-    max_waiting: int = 1024
-    max_queue_seconds: float | None = None
-    max_run_seconds: float | None = None
-    max_tick_seconds: float | None = None
-    shares_prefixes: bool = True
-    host_bytes: int = 0
-    grammars: Grammars | None = None
-
-
-@dataclasses.dataclass
-class Call:
-    """A dispatched call.
-
-    Attributes:
-        rows: the request of each row of the report; None for padding.
-        report: arrays on the device.
-        is_prefill: the call processes prompts.
-    """
-
-    rows: list[Sequence | None]
-    report: Report
-    is_prefill: bool
-
-    def read(self) -> Report:
-        """Waits for the call; returns its report as arrays on the host."""
-        return jax.device_get(self.report)
-
-
-@dataclasses.dataclass
-class DraftCall:
-    """A dispatched call that drafts. `Executor.verify` goes on with it.
-
-    Attributes:
-        rows: the request of each row; None for padding.
-        batch: the rows as arrays.
-        depth: draft levels.
-        draft: arrays on the device.
-    """
-
-    rows: list[Sequence | None]
-    batch: Batch
-    depth: int
-    draft: Draft
-
-    def read(self) -> tuple[np.ndarray, np.ndarray | None]:
-        """Waits for the call; returns tokens `[R, W]` and parents `[R, W]` of the nodes, None for chains."""
-        return jax.device_get((self.draft.tokens, self.draft.parents))
-
-
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """A call that is not dispatched yet: a program of `mtpjax.serving.programs`, and its arguments behind the state."""
-
-    program: OneGraph
-    arrays: tuple[Any, ...]
-    settings: dict[str, Any]
 
 
 class Executor:
@@ -148,10 +58,6 @@ class Executor:
 
     @library_settings()
     def __init__(self, params: dict, *, model: MTPModel, config: DecodeConfig, settings: EngineSettings):
-        for name in ("num_slots", "page_size", "num_pages", "prefill_tokens", "rounds_per_call", "max_waiting"):
-            value = getattr(settings, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
         if config.depth_policy != "fixed":
             raise ValueError("an engine chooses the depth by its load: set depth_policy to 'fixed'")
         self.settings, self.config = settings, config
@@ -161,16 +67,7 @@ class Executor:
         self.model, self.params, self.drafter, self.mesh = model, params, drafter, mesh
         if settings.host_bytes and mesh is not None and mesh.size > 1:
             raise ValueError("pages in host memory need one device, not a mesh: set host_bytes to 0")
-        self.num_parts = 1 if mesh is None else mesh.shape.get("data", 1)
-        if settings.num_slots % self.num_parts:
-            raise ValueError(f"num_slots must be a multiple of data = {self.num_parts}, got {settings.num_slots}")
-        self.part_slots = settings.num_slots // self.num_parts
-        limit = check_settings(model, config, drafter)
-        self.max_length = min(settings.max_length or limit, limit)
-        if self.max_length < 2:
-            raise ValueError(f"max_length must be at least 2, got {self.max_length}")
         # A chain may change its depth from call to call, so the drafter keeps the states of rounds without drafts.
-        self.max_depth = config.num_steps
         is_adaptive = config.num_steps > 0 and config.topk == 1
         if settings.disable_drafts_at is not None and config.topk > 1:
             raise ValueError("drafts can be disabled by load only for chains: set topk to 1")
@@ -180,31 +77,12 @@ class Executor:
                 "depend on the load: set acceptance to 'sample' or 'greedy'"
             )
         spec = dataclasses.replace(spec, is_adaptive=is_adaptive, check_nan=True, logprobs=True)
-        # A call processes a chunk of each of some prompts.
-        prefill_tokens = settings.prefill_tokens or 4 * spec.prefill_chunk
-        spec = dataclasses.replace(spec, prefill_chunk=min(spec.prefill_chunk, prefill_tokens))
-        prefill_rows = min(prefill_tokens // spec.prefill_chunk, self.part_slots)
-        # Rows that are all greedy have dynamic trees, which may need more slots than those of a sampling rule.
-        rules = (spec, dataclasses.replace(spec, rule="greedy"))
-        self.num_behind = max(slots_per_round(model, drafter, spec) for spec in rules)
-        self.capacity = round_up_capacity(self.max_length + max(self.num_behind, spec.prefill_chunk) + 1)
-        # One page more than the slots need, since entries of modules are stored up to M positions further.
-        self.max_pages = -(
-            -(self.max_length + self.num_behind + 1 + model.config.num_mtp_modules) // settings.page_size
+        num_parts = 1 if mesh is None else mesh.shape.get("data", 1)
+        limit = check_settings(model, config, drafter)
+        self.sizes, self.spec = resolve_sizes(
+            settings, spec, model=model, drafter=drafter, limit=limit, num_parts=num_parts
         )
-        num_pages = settings.num_pages or self.max_pages * settings.num_slots
-        if num_pages % self.num_parts:
-            raise ValueError(f"num_pages must be a multiple of data = {self.num_parts}, got {num_pages}")
-        self.part_pages = num_pages // self.num_parts
-        self.spec = dataclasses.replace(spec, pool=(num_pages, settings.page_size))
-        self.has_recurrent_layers = "linear_attention" in model.config.layer_types
         self.draft_params = drafter.default_params(params, config, model=model)
-        # The numbers of rows and pages that programs are compiled for.
-        self.batch_sizes = settings.batch_sizes or powers_of(4, self.part_slots)
-        if self.batch_sizes[-1] < self.part_slots or list(self.batch_sizes) != sorted(set(self.batch_sizes)):
-            raise ValueError(f"batch_sizes must rise up to {self.part_slots}, got {self.batch_sizes}")
-        self.prefill_sizes = powers_of(4, prefill_rows)
-        self.table_widths = fractions_of(8, self.max_pages, 16)
         self.num_compiled = 0  # programs
         self.state = self._new_state()
 
@@ -223,17 +101,11 @@ class Executor:
             drafter=self.drafter,
             spec=self.spec,
             batch=self.settings.num_slots,
-            capacity=self.capacity,
+            capacity=self.sizes.capacity,
             stops_shape=STOPS_SHAPE,
             features=SamplingFeatures.all_enabled(),
             mesh=self.mesh,
         )
-
-    def num_pages_of(self, length: int) -> int:
-        """Returns the pages of a text of `length` tokens and what a round writes behind it."""
-        # Entries of module k are stored k positions further.
-        max_shift = self.model.config.num_mtp_modules
-        return -(-(length + self.num_behind + 1 + max_shift) // self.settings.page_size)
 
     def make_rows(self, request: Request) -> NewRows:
         """Checks a request and converts it to arrays `[1, ...]` on the host; callable from any thread.
@@ -246,7 +118,7 @@ class Executor:
             max_new_tokens=request.max_new_tokens,
             stop_token_ids=request.stop_token_ids,
             stop_sequences=request.stop_sequences,
-            max_length=self.max_length,
+            max_length=self.sizes.max_length,
         )
         if self.spec.rule == "greedy" and temperatures(request.sampling, 1).any():
             raise ValueError(
@@ -261,14 +133,14 @@ class Executor:
             model=self.model,
             config=config,
             limit=limit,
-            capacity=self.capacity,
+            capacity=self.sizes.capacity,
             sampling=request.sampling,
             features=SamplingFeatures.all_enabled(),
             stops=fit_stops(make_stop_table(config), STOPS_SHAPE),
         )
-        if self.num_pages_of(int(rows.settings.limit[0])) > self.part_pages:
+        if self.sizes.num_pages_of(int(rows.settings.limit[0])) > self.sizes.part_pages:
             raise ValueError(
-                f"a text of {int(rows.settings.limit[0])} tokens needs more than the {self.part_pages} pages of "
+                f"a text of {int(rows.settings.limit[0])} tokens needs more than the {self.sizes.part_pages} pages of "
                 f"{self.settings.page_size} that the pool has"
             )
         return rows.replace(first_token=np.full(1, -1, np.int32))
@@ -289,7 +161,7 @@ class Executor:
 
     def admit(self, sequences: list[Sequence]) -> None:
         """Puts requests into their slots."""
-        grid = self._grid(sequences, self.batch_sizes)
+        grid = self._grid(sequences, self.sizes.batch_sizes)
         # Padding repeats a request; its slot does not exist.
         rows = [[_text_rows(sequence or sequences[0]) for sequence in row] for row in grid]
         parts = [jax.tree.map(lambda *leaves: np.concatenate(leaves), *row) for row in rows]
@@ -299,7 +171,7 @@ class Executor:
     def prefill(self, prefills: list[tuple[Sequence, int]]) -> Call:
         """Processes a chunk of each row's prompt, from the given position on."""
         starts = {sequence.id: start for sequence, start in prefills}
-        grid = self._grid([sequence for sequence, _ in prefills], self.prefill_sizes)
+        grid = self._grid([sequence for sequence, _ in prefills], self.sizes.prefill_sizes)
         is_constrained = any(sequence.request.grammar is not None for sequence, _ in prefills)
         batch = self._batch(grid, is_constrained=is_constrained)
         allowed = self.all_allowed(batch.slots.shape) if is_constrained else None
@@ -316,14 +188,14 @@ class Executor:
 
     def advance(self, sequences: list[Sequence], depth: int, rounds: int) -> Call:
         """Runs rounds of `depth` draft levels on rows."""
-        grid = self._grid(sequences, self.batch_sizes)
+        grid = self._grid(sequences, self.sizes.batch_sizes)
         features = Features(plain=all(sequence.is_plain for sequence in sequences))
         report = self._run(self._advance(self._batch(grid), features, depth, rounds))
         return Call(list(itertools.chain(*grid)), report, is_prefill=False)
 
     def draft(self, sequences: list[Sequence], depth: int) -> DraftCall:
         """Begins a round of `depth` draft levels on rows with a grammar."""
-        grid = self._grid(sequences, self.batch_sizes)
+        grid = self._grid(sequences, self.sizes.batch_sizes)
         batch = self._batch(grid, is_constrained=True)
         return DraftCall(list(itertools.chain(*grid)), batch, depth, self._run(self._draft(batch, depth)))
 
@@ -356,7 +228,7 @@ class Executor:
     def score(self, tokens: list[int], num_top: int) -> Scores:
         """Computes the log-probabilities of a text; see `Scores`."""
         with self._on_device():
-            return score_text(self.params, tokens, num_top, model=self.model, max_length=self.max_length)
+            return score_text(self.params, tokens, num_top, model=self.model, max_length=self.sizes.max_length)
 
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Compiles every program that requests may need, on all cores.
@@ -364,30 +236,30 @@ class Executor:
         Args:
             progress: called with the number of programs done and of all programs.
         """
+        sizes, width = self.sizes, self.sizes.table_widths[-1]
         request = self.make_rows(Request(prompt=(0,), max_new_tokens=1))
         # Every row is padding, so the calls change nothing.
         works: list[Work] = []
-        for size in self.batch_sizes:
-            shape = (self.num_parts, size)
+        for size in sizes.batch_sizes:
+            shape = (sizes.num_parts, size)
             rows = jax.tree.map(lambda leaf, shape=shape: np.broadcast_to(leaf[0], (*shape, *leaf.shape[1:])), request)
             works.append(self._admission(rows, self._empty_batch(size, 1).slots))
-        for size, width in itertools.product(self.prefill_sizes, self.table_widths):
-            batch = self._empty_batch(size, width)
-            works.append(self._empty_prefill(batch))
+        for shape in itertools.product(sizes.prefill_sizes, sizes.table_widths):
+            works.append(self._empty_prefill(self._empty_batch(*shape)))
         kinds = (Features(plain=True), Features(plain=False))
-        for size, width, features, depth in itertools.product(self.batch_sizes, self.table_widths, kinds, self.depths):
-            works.append(self._advance(self._empty_batch(size, width), features, depth, 0))
+        for *shape, features, depth in itertools.product(sizes.batch_sizes, sizes.table_widths, kinds, sizes.depths):
+            works.append(self._advance(self._empty_batch(*shape), features, depth, 0))
         works.append(self._clearing(0, [NO_PAGE]))
         # Rows with a grammar have programs for the widest table only.
-        has_grammars, width = self.settings.grammars is not None, self.table_widths[-1]
-        batches = [self._empty_batch(size, width) for size in self.batch_sizes]
-        rounds = list(itertools.product(batches, self.depths)) if has_grammars else []
-        for size in self.prefill_sizes if has_grammars else ():
+        has_grammars = self.settings.grammars is not None
+        batches = [self._empty_batch(size, width) for size in sizes.batch_sizes]
+        rounds = list(itertools.product(batches, sizes.depths)) if has_grammars else []
+        for size in sizes.prefill_sizes if has_grammars else ():
             batch = self._empty_batch(size, width)
             works.append(self._empty_prefill(batch, self.all_allowed(batch.slots.shape)))
         works += [self._draft(batch, depth) for batch, depth in rounds]
-        sizes = score_sizes(self.max_length)
-        total = len(works) + len(rounds) + len(sizes)
+        score_lengths = score_sizes(sizes.max_length)
+        total = len(works) + len(rounds) + len(score_lengths)
         steps = itertools.count(1)
 
         # Compile, then run each once: the first call of a program also prepares its dispatch.
@@ -403,46 +275,41 @@ class Executor:
         if self.settings.host_bytes:
             with self._on_device():
                 self.state = host_pages.warm_up(self.state)
-        for size in sizes:
-            self.score([0] * size, 1)
+        for length in score_lengths:
+            self.score([0] * length, 1)
             progress(next(steps), total)
         jax.block_until_ready(self.state)
 
-    @property
-    def depths(self) -> tuple[int, ...]:
-        """Numbers of draft levels that calls can have; a request can ask for none."""
-        return (self.max_depth, 0) if self.max_depth else (0,)
-
     # Calls on arrays.
 
-    def _admission(self, rows: NewRows, slots: Any) -> "Work":
+    def _admission(self, rows: NewRows, slots: Any) -> Work:
         return Work(programs.admit, (rows, slots), {})
 
-    def _prefill(self, batch: Batch, start: np.ndarray, first_token: np.ndarray, allowed: np.ndarray | None) -> "Work":
+    def _prefill(self, batch: Batch, start: np.ndarray, first_token: np.ndarray, allowed: np.ndarray | None) -> Work:
         settings = {"drafter": self.drafter, "spec": self.spec, "features": Features(plain=False)}
         return Work(programs.prefill_chunk, (batch, start, first_token, allowed), settings)
 
-    def _empty_prefill(self, batch: Batch, allowed: np.ndarray | None = None) -> "Work":
+    def _empty_prefill(self, batch: Batch, allowed: np.ndarray | None = None) -> Work:
         return self._prefill(batch, np.full_like(batch.slots, NO_START), np.full_like(batch.slots, -1), allowed)
 
-    def _advance(self, batch: Batch, features: Features, depth: int, rounds: int) -> "Work":
+    def _advance(self, batch: Batch, features: Features, depth: int, rounds: int) -> Work:
         settings = {"drafter": self.drafter, "spec": self.spec, "features": features, "depth": depth}
         arrays = (batch, np.int32(rounds))
         return Work(programs.advance, arrays, settings | {"max_rounds": self.settings.rounds_per_call})
 
-    def _draft(self, batch: Batch, depth: int) -> "Work":
+    def _draft(self, batch: Batch, depth: int) -> Work:
         return Work(programs.draft_round, (batch,), {"drafter": self.drafter, "spec": self.spec, "depth": depth})
 
-    def _verify(self, call: DraftCall, allowed: np.ndarray) -> "Work":
+    def _verify(self, call: DraftCall, allowed: np.ndarray) -> Work:
         settings = {"drafter": self.drafter, "spec": self.spec, "depth": call.depth}
         return Work(programs.verify_round, (call.batch, call.draft, allowed), settings)
 
-    def _clearing(self, part: int, pages: list[int]) -> "Work":
-        ids = np.full((self.num_parts, NUM_CLEARED), NO_PAGE, np.int32)
+    def _clearing(self, part: int, pages: list[int]) -> Work:
+        ids = np.full((self.sizes.num_parts, NUM_CLEARED), NO_PAGE, np.int32)
         ids[part, : len(pages)] = pages
         return Work(programs.clear_pages, (ids,), {})
 
-    def _run(self, work: "Work") -> Any:
+    def _run(self, work: Work) -> Any:
         """Dispatches a call; returns its report, if it has one."""
         with self._on_device():
             self.state, report = work.program(
@@ -450,7 +317,7 @@ class Executor:
             )
         return report
 
-    def _compile(self, work: "Work") -> None:
+    def _compile(self, work: Work) -> None:
         with self._on_device():
             work.program.compile(
                 self.params, self.draft_params, self.state, *work.arrays, model=self.model, **work.settings
@@ -471,16 +338,16 @@ class Executor:
 
     def _grid(self, sequences: list[Sequence], sizes: tuple[int, ...]) -> list[list[Sequence | None]]:
         """Returns the requests of each part, padded to one of `sizes`."""
-        grid: list[list[Sequence | None]] = [[] for _ in range(self.num_parts)]
+        grid: list[list[Sequence | None]] = [[] for _ in range(self.sizes.num_parts)]
         for sequence in sequences:
             grid[sequence.part].append(sequence)
         size = bucket(max(map(len, grid)), sizes)
         return [row + [None] * (size - len(row)) for row in grid]
 
     def _empty_batch(self, size: int, width: int) -> Batch:
-        shape = (self.num_parts, size)
+        shape = (self.sizes.num_parts, size)
         return Batch(
-            slots=np.full(shape, self.part_slots, np.int32),
+            slots=np.full(shape, self.sizes.part_slots, np.int32),
             table=np.full((*shape, width), NO_PAGE, np.int32),
             num_shared=np.zeros(shape, np.int32),
         )
@@ -492,11 +359,11 @@ class Executor:
     def _batch(self, grid: list[list[Sequence | None]], *, is_constrained: bool = False) -> Batch:
         """Makes the arrays of rows in slots."""
         widest = max(len(sequence.lease.pages) for _, _, sequence in _cells(grid) if sequence.lease is not None)
-        widths = self.table_widths[-1:] if is_constrained else self.table_widths
-        batch = self._empty_batch(len(grid[0]), bucket(min(widest, self.max_pages), widths))
+        widths = self.sizes.table_widths[-1:] if is_constrained else self.sizes.table_widths
+        batch = self._empty_batch(len(grid[0]), bucket(min(widest, self.sizes.max_pages), widths))
         for part, column, sequence in _cells(grid):
             assert sequence.lease is not None and sequence.slot is not None
-            pages = sequence.lease.pages[: self.max_pages]
+            pages = sequence.lease.pages[: self.sizes.max_pages]
             batch.slots[part, column] = sequence.slot
             batch.table[part, column, : len(pages)] = pages
             batch.num_shared[part, column] = sequence.lease.num_cached

@@ -19,9 +19,9 @@ from mtpjax.serving.app import make_app
 from mtpjax.serving.disaggregation.protocol import PATH
 from mtpjax.serving.disaggregation.setup import DisaggregationSettings, set_up
 from mtpjax.serving.engine import Engine
-from mtpjax.serving.executor import EngineSettings
 from mtpjax.serving.http_server import address_of, listen, run_app, tell
 from mtpjax.serving.metrics import Metrics
+from mtpjax.serving.sizes import EngineSettings
 from mtpjax.serving.watchdog import Watchdog
 
 CPU_POOL_BYTES = 1 << 30  # of the default pool where no accelerator says how much memory it has

@@ -281,24 +281,3 @@ class Scheduler:
         sequence.slot = sequence.lease = None
         sequence.position = sequence.num_to_prefill = 0
         return pages
-
-
-def bucket(count: int, sizes: tuple[int, ...]) -> int:
-    """Returns the smallest of ascending sizes that `count` fits into."""
-    return next(size for size in sizes if size >= count)
-
-
-def powers_of(base: int, largest: int) -> tuple[int, ...]:
-    """Returns 1, `base`, `base`^2, ... below `largest`, and `largest`."""
-    sizes = [1]
-    while sizes[-1] * base < largest:
-        sizes.append(sizes[-1] * base)
-    return tuple(sorted({*sizes, largest}))
-
-
-def fractions_of(base: int, largest: int, smallest: int) -> tuple[int, ...]:
-    """Returns `largest`, `largest / base`, ... (rounded up) down to `smallest`, in rising order."""
-    sizes = [largest]
-    while -(-sizes[-1] // base) >= smallest:
-        sizes.append(-(-sizes[-1] // base))
-    return tuple(reversed(sizes))

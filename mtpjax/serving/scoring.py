@@ -8,7 +8,7 @@ from mtpjax.decoding.gpu_graph import one_graph
 from mtpjax.models.forward import forward
 from mtpjax.models.model import MTPModel
 from mtpjax.serving.request import Scores
-from mtpjax.serving.scheduler import bucket, fractions_of
+from mtpjax.serving.sizes import bucket, fractions_of
 
 MAX_TOP = 20  # alternatives per token
 

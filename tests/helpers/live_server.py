@@ -16,9 +16,9 @@ from mtpjax.data.tokenizer import ByteTokenizer
 from mtpjax.serving.api.server import ApiServer, ApiSettings
 from mtpjax.serving.app import make_app
 from mtpjax.serving.engine import Engine
-from mtpjax.serving.executor import EngineSettings
 from mtpjax.serving.header_timeout import protocol_with_timeout
 from mtpjax.serving.metrics import Metrics
+from mtpjax.serving.sizes import EngineSettings
 
 CONFIG = DecodeConfig(num_steps=2, prefill_chunk=16)
 SETTINGS = EngineSettings(num_slots=8, max_length=512, page_size=32, batch_sizes=(1, 8), prefill_tokens=16)

@@ -9,8 +9,8 @@ import pytest
 
 from mtpjax import DecodeConfig, SamplingParams, speculative_generate
 from mtpjax.serving.engine import Engine
-from mtpjax.serving.executor import EngineSettings
 from mtpjax.serving.request import Finish, QueueFull, Request
+from mtpjax.serving.sizes import EngineSettings
 from tests.helpers.engine_client import Client, check_idle
 
 CONFIG = DecodeConfig(num_steps=2, prefill_chunk=8)

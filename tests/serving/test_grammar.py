@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import queue
+import time
 
 import jax
 import numpy as np
@@ -17,9 +18,9 @@ from mtpjax.data.tokenizer import ByteTokenizer, load_tokenizer
 from mtpjax.decoding.sampling import SamplingArrays, SamplingFeatures, distribution, draw_target
 from mtpjax.serving import programs
 from mtpjax.serving.engine import Engine
-from mtpjax.serving.executor import EngineSettings
 from mtpjax.serving.grammar import MAX_GRAMMAR_BYTES, GrammarError, Grammars, Matcher, num_words
 from mtpjax.serving.request import Finish, Request
+from mtpjax.serving.sizes import EngineSettings
 from tests.helpers.engine_client import Client, check_idle
 
 CONFIG = DecodeConfig(num_steps=2, prefill_chunk=8)
@@ -348,6 +349,9 @@ def test_a_mesh_changes_no_text(small):
 
 def test_rows_without_grammars_run_programs_without_masks(engines, monkeypatch):
     engine, *_ = engines()
+    # The tick in which the last request of another test ended may go on.
+    while engine.busy_since is not None:
+        time.sleep(0.01)
     calls = []
     run = engine._executor._run
     monkeypatch.setattr(engine._executor, "_run", lambda work: calls.append(work) or run(work))

@@ -17,7 +17,7 @@ pytest.importorskip("prometheus_client")
 pytest.importorskip("uvicorn")
 
 from mtpjax.data.tokenizer import ByteTokenizer
-from mtpjax.serving.executor import Call
+from mtpjax.serving.calls import Call
 from tests.helpers.live_server import SETTINGS, live_server, read_events
 
 GREEDY = {"temperature": 0, "ignore_eos": True}

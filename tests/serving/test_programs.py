@@ -8,9 +8,10 @@ from jax.sharding import NamedSharding, PartitionSpec, use_abstract_mesh
 
 from mtpjax import DecodeConfig, ModelConfig, MTPModel, compat
 from mtpjax.models.params import init_params
-from mtpjax.serving.executor import EngineSettings, Executor
+from mtpjax.serving.executor import Executor
 from mtpjax.serving.programs import NO_START, Features
 from mtpjax.serving.request import Request
+from mtpjax.serving.sizes import EngineSettings
 from tests.helpers.hlo import NO_RESULT, called, parse, updates_in
 
 NUM_PAGES = 977  # no other size here
@@ -34,7 +35,7 @@ def make_executor(kind, dtype=jnp.float32, implementation="xla"):
 
 def works(executor):
     """One call of each kind, by name."""
-    batch = executor._empty_batch(4, executor.table_widths[-1])
+    batch = executor._empty_batch(4, executor.sizes.table_widths[-1])
     nowhere, unknown = np.full_like(batch.slots, NO_START), np.full_like(batch.slots, -1)
     rows = executor.make_rows(Request(prompt=(0,), max_new_tokens=1))
     rows = jax.tree.map(lambda leaf: np.broadcast_to(leaf[0], (1, 4, *leaf.shape[1:])), rows)

@@ -1,0 +1,61 @@
+"""The engine's calls: before they are dispatched, while they run, and their reports."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from mtpjax.decoding.drafters.base import Draft
+from mtpjax.decoding.gpu_graph import OneGraph
+from mtpjax.serving.programs import Batch, Report
+from mtpjax.serving.scheduler import Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """A call that is not dispatched yet: a program of `mtpjax.serving.programs`, and its arguments behind the state."""
+
+    program: OneGraph
+    arrays: tuple[Any, ...]
+    settings: dict[str, Any]
+
+
+@dataclasses.dataclass
+class Call:
+    """A dispatched call.
+
+    Attributes:
+        rows: the request of each row of the report; None for padding.
+        report: arrays on the device.
+        is_prefill: the call processes prompts.
+    """
+
+    rows: list[Sequence | None]
+    report: Report
+    is_prefill: bool
+
+    def read(self) -> Report:
+        """Waits for the call; returns its report as arrays on the host."""
+        return jax.device_get(self.report)
+
+
+@dataclasses.dataclass
+class DraftCall:
+    """A dispatched call that drafts. `Executor.verify` goes on with it.
+
+    Attributes:
+        rows: the request of each row; None for padding.
+        batch: the rows as arrays.
+        depth: draft levels.
+        draft: arrays on the device.
+    """
+
+    rows: list[Sequence | None]
+    batch: Batch
+    depth: int
+    draft: Draft
+
+    def read(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """Waits for the call; returns tokens `[R, W]` and parents `[R, W]` of the nodes, None for chains."""
+        return jax.device_get((self.draft.tokens, self.draft.parents))
