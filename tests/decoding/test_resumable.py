@@ -140,7 +140,7 @@ def test_nothing_compiles_after_the_warm_up(small):
     assert (resumable._insert.plain._cache_size(), resumable._run.plain._cache_size()) == warm
 
 
-@pytest.mark.parametrize("pool", [None, (40, 16)])
+@pytest.mark.parametrize("pool", [None, pytest.param((40, 16), marks=pytest.mark.slow)])
 def test_several_rows_enter_at_once_with_settings_of_their_own(pool, small):
     """Three requests are padded to four; the padding changes no row."""
     model, params = small("grouped", "mixed")

@@ -33,7 +33,10 @@ def first_pages(state):
 
 @pytest.mark.parametrize(
     ("attention", "modules"),
-    [("grouped", 3), ("latent", 2), pytest.param("sparse", 2, marks=pytest.mark.slow), ("grouped", 0)],
+    [
+        ("grouped", 3),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("latent", 2), ("sparse", 2), ("grouped", 0))),
+    ],
 )
 def test_a_shared_beginning_changes_no_row_and_no_entry(attention, modules, small):
     model, params = small(attention, "mixed", num_mtp_modules=modules)

@@ -228,6 +228,7 @@ def test_no_draft_is_accepted_that_the_grammar_forbids(engines):
     assert finish.num_steps == 30 and sum(finish.proposed) == 60 and sum(finish.accepted) == 0
 
 
+@slow
 def test_rows_with_and_without_grammars_leave_each_other_unchanged(engines):
     engine, *_ = engines()
     client, rng = Client(engine), np.random.default_rng(2)

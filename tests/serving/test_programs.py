@@ -82,7 +82,8 @@ def test_no_call_copies_the_pool(kind):
 
 
 @pytest.mark.h100
-@pytest.mark.parametrize("kind", ["grouped", pytest.param("latent", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["grouped", "latent"])
 def test_on_an_h100_no_call_copies_the_pool(kind):
     executor = make_executor(kind, jnp.bfloat16, "triton")
     mesh = compat.make_mesh({"data": 1}, compat.h100_devices())
