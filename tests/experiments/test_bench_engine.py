@@ -36,7 +36,8 @@ def test_a_trace_has_every_call_and_leaves_no_trace(tiny):
     with bench_engine.Trace(tiny) as trace:
         bench_engine.run_load(tiny, bench_engine.make_requests(rng, [12] * 4, tiny.vocab_size))
     assert not {"prefill", "advance"} & set(vars(tiny._executor))
-    assert sum(traced.call.is_prefill for traced in trace.calls) == 2  # two prompts per call
+    prompts = [row for traced in trace.calls if traced.call.is_prefill for row in traced.call.rows if row is not None]
+    assert len(prompts) == 4  # each has one chunk
     for before, after in zip(trace.calls, trace.calls[1:], strict=False):
         assert before.began <= before.dispatched <= after.began and before.completed <= after.completed
 

@@ -30,16 +30,17 @@ def reference():
     )
 
 
-@pytest.mark.parametrize("draft_quality", DRAFT_QUALITIES)
+QUALITIES = [pytest.param(name, marks=[pytest.mark.slow] * (name == "random")) for name in DRAFT_QUALITIES]
+
+
+@pytest.mark.parametrize("draft_quality", QUALITIES)
 @pytest.mark.parametrize("attention", MIXED_BLOCK_SCALE)
 def test_plain_decoding_is_the_arg_max_of_the_full_pass(attention, draft_quality, reference):
     rows = reference(attention, draft_quality).rows
     assert len(rows) == PROMPTS and {len(row) for row in rows} == {check_equality.NEW_TOKENS}
 
 
-@pytest.mark.parametrize(
-    "draft_quality", [pytest.param(name, marks=[pytest.mark.slow] * (name == "random")) for name in DRAFT_QUALITIES]
-)
+@pytest.mark.parametrize("draft_quality", QUALITIES)
 @pytest.mark.parametrize("cell", CELLS)
 def test_greedy_speculation_reproduces_plain_decoding(cell, draft_quality, reference):
     differences, num_calls, stats = check_equality.check_cell(
