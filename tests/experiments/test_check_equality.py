@@ -15,7 +15,7 @@ PROMPTS = 16
 
 
 def named(cell):
-    is_slow = cell.topk > 1 and (cell.num_steps > 3 or cell.attention == "sparse")
+    is_slow = cell.topk > 1 and (cell.num_steps > 3 or cell.topk > 4 or cell.attention == "sparse")
     return pytest.param(cell, id=str(cell).replace(" ", ""), marks=[pytest.mark.slow] * is_slow)
 
 

@@ -14,7 +14,14 @@ from mtpjax.serving.sizes import EngineSettings
 from tests.helpers.engine_client import Client, check_idle
 
 CONFIG = DecodeConfig(num_steps=2, prefill_chunk=8)
-SETTINGS = EngineSettings(num_slots=4, max_length=96, page_size=8, batch_sizes=(1, 4), prefill_tokens=16)
+SETTINGS = EngineSettings(
+    num_slots=4,
+    max_length=96,
+    page_size=8,
+    num_pages=19,  # less than two of the longest texts need
+    batch_sizes=(1, 4),
+    prefill_tokens=16,
+)
 ONE_SIZE = dataclasses.replace(SETTINGS, batch_sizes=(4,))  # fewer programs to compile
 OPTIONS = [
     {},
@@ -97,7 +104,6 @@ def test_each_request_gets_the_text_that_it_gets_alone(engines):
 
 
 PREFIXES = [np.random.default_rng(100 + row).integers(0, 61, 27).tolist() for row in range(2)]
-SMALL_POOL = dataclasses.replace(ONE_SIZE, num_pages=19)  # less than two of the longest texts need
 
 
 @pytest.mark.parametrize(
@@ -114,7 +120,7 @@ SMALL_POOL = dataclasses.replace(ONE_SIZE, num_pages=19)  # less than two of the
     ],
 )
 def test_preemption_and_shared_beginnings_change_no_text(engines, attention, changes):
-    engine, model, params = engines(attention, SMALL_POOL, **changes)
+    engine, model, params = engines(attention, **changes)
     before = engine.status()
     requests = list(random_requests(1, 32, prompt_length=(1, 20), new_tokens=(1, 60), prefixes=PREFIXES))
     requests = [request for request in requests if len(request.prompt) + 1 < engine.max_length]
