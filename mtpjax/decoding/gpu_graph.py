@@ -44,10 +44,10 @@ class OneGraph:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function, compiled for the platform; the mesh that is set decides about collectives."""
         # Compiler options are allowed at the top level only.
-        if self._is_rejected or _is_traced((args, kwargs)):
+        if not compat.is_cuda() or self._is_rejected or _is_traced((args, kwargs)):
             return self.plain(*args, **kwargs)
         try:
-            return self._choose()(*args, **kwargs)
+            return self._with_options()(*args, **kwargs)
         except jax.errors.JaxRuntimeError as error:
             # Options may be renamed in another version of XLA. Decoding works without them, only slower.
             if "option" not in str(error):
@@ -58,14 +58,12 @@ class OneGraph:
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compiles the program of a call, so that the call only runs it. Several threads may compile at once."""
-        jitted = self.plain if self._is_rejected else self._choose()
+        jitted = self._with_options() if compat.is_cuda() and not self._is_rejected else self.plain
         jitted.lower(*args, **kwargs).compile()
 
-    def _choose(self) -> Any:
-        """Returns the function for the platform and the mesh."""
+    def _with_options(self) -> Any:
+        """Returns the function with the options for the mesh that is set."""
         mesh = jax.sharding.get_abstract_mesh()
-        if not compat.is_cuda():
-            return self.plain
         return self._on_one_gpu if mesh.empty or mesh.size == 1 else self._on_mesh
 
     @property

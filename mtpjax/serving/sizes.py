@@ -6,6 +6,7 @@ from mtpjax.decoding.capacity import round_up_capacity, slots_per_round
 from mtpjax.decoding.drafters.base import Drafter
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.models.model import MTPModel
+from mtpjax.models.pages import count_pages
 from mtpjax.serving.grammar import Grammars
 
 
@@ -83,7 +84,7 @@ class EngineSizes:
 
     def num_pages_of(self, length: int) -> int:
         """Returns the pages of a text of `length` tokens and what a round writes behind it."""
-        return _num_pages(length, self.num_behind, self.max_shift, self.page_size)
+        return count_pages(length, self.num_behind, max_shift=self.max_shift, size=self.page_size)
 
     @property
     def max_pages(self) -> int:
@@ -128,7 +129,7 @@ def resolve_sizes(
     rules = (spec, dataclasses.replace(spec, rule="greedy"))
     num_behind, max_shift = max(slots_per_round(model, drafter, each) for each in rules), model.config.num_mtp_modules
     # 3. The pool.
-    max_pages = _num_pages(max_length, num_behind, max_shift, settings.page_size)
+    max_pages = count_pages(max_length, num_behind, max_shift=max_shift, size=settings.page_size)
     num_pages = settings.num_pages or max_pages * settings.num_slots
     if num_pages % num_parts:
         raise ValueError(f"num_pages must be a multiple of data = {num_parts}, got {num_pages}")
@@ -151,10 +152,6 @@ def resolve_sizes(
         table_widths=fractions_of(8, max_pages, 16),
     )
     return sizes, dataclasses.replace(spec, pool=(num_pages, settings.page_size))
-
-
-def _num_pages(length: int, num_behind: int, max_shift: int, page_size: int) -> int:
-    return -(-(length + num_behind + 1 + max_shift) // page_size)
 
 
 def bucket(count: int, sizes: tuple[int, ...]) -> int:
