@@ -21,13 +21,13 @@ import jax
 import numpy as np
 import tokenizers
 
-from experiments.local_server import serve_in_thread
 from mtpjax import DecodeConfig, MTPModel, forward
 from mtpjax.data.tokenizer import load_tokenizer
 from mtpjax.evaluation import small_models
 from mtpjax.serving.api.server import ApiSettings
 from mtpjax.serving.app import make_app
 from mtpjax.serving.engine import Engine
+from mtpjax.serving.http_server import serve_in_thread
 from mtpjax.serving.metrics import Metrics
 from mtpjax.serving.sizes import EngineSettings
 

@@ -20,13 +20,13 @@ import time
 import httpx
 import numpy as np
 
-from experiments.local_server import serve_in_thread
 from mtpjax import DecodeConfig, MTPModel
 from mtpjax.data.tokenizer import ByteTokenizer
 from mtpjax.evaluation import small_models
 from mtpjax.serving.api.server import ApiSettings
 from mtpjax.serving.app import make_app
 from mtpjax.serving.engine import Engine
+from mtpjax.serving.http_server import serve_in_thread
 from mtpjax.serving.sizes import EngineSettings
 
 NUM_CLIENTS = 24

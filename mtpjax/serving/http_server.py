@@ -6,6 +6,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TextIO
 
@@ -98,6 +99,36 @@ def run_app(
     )
     with _expected_sigterm():
         Server(config).run(sockets=[listener])
+
+
+@contextlib.contextmanager
+def serve_in_thread(
+    app: ASGIApp, *, port: int = 0, header_seconds: float = 30.0, log_level: str = "error"
+) -> Iterator[str]:
+    """Serves an application in a thread of this process while the context is open, as in tests and notebooks.
+
+    Args:
+        app: the application.
+        port: port to listen on; 0 takes a free one.
+        header_seconds: time in which a client must send the header of a request.
+        log_level: of the HTTP server's own log.
+
+    Yields:
+        The address.
+    """
+    http = protocol_with_timeout(header_seconds)
+    config = uvicorn.Config(app, http=http, ws="none", log_level=log_level, timeout_graceful_shutdown=1)
+    with listen("127.0.0.1", port) as listener:
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        try:
+            yield address_of(listener)
+        finally:
+            server.should_exit = True
+            thread.join()
 
 
 @contextlib.contextmanager

@@ -4,19 +4,16 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import socket
-import threading
 import time
 
 import httpx
-import uvicorn
 
 from mtpjax import DecodeConfig
 from mtpjax.data.tokenizer import ByteTokenizer
 from mtpjax.serving.api.server import ApiServer, ApiSettings
 from mtpjax.serving.app import make_app
 from mtpjax.serving.engine import Engine
-from mtpjax.serving.header_timeout import protocol_with_timeout
+from mtpjax.serving.http_server import serve_in_thread
 from mtpjax.serving.metrics import Metrics
 from mtpjax.serving.sizes import EngineSettings
 
@@ -100,22 +97,13 @@ def live_server(model, params, *, config=CONFIG, settings=SETTINGS, **api_settin
     engine.warm_up()
     engine.start()
     app = make_app(engine, ByteTokenizer(), ApiSettings(model_name="tiny", **api_settings), metrics)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        http = protocol_with_timeout(HEADER_SECONDS)
-        server = uvicorn.Server(uvicorn.Config(app, http=http, log_level="error", timeout_graceful_shutdown=1))
-        thread = threading.Thread(target=server.run, args=([listener],))
-        thread.start()
-        wait_until(lambda: server.started)
-        try:
+    try:
+        with serve_in_thread(app, header_seconds=HEADER_SECONDS) as address:
             live = LiveServer(address, engine, metrics, app.state.server, finishes)
             live.control = live.text(**CONTROL)
             yield live
-        finally:
-            server.should_exit = True
-            thread.join()
-            assert engine.close(timeout=30)
+    finally:
+        assert engine.close(timeout=30)
 
 
 def wait_until(condition, seconds=20.0):

@@ -1,7 +1,7 @@
 """The router: streams pass through unbuffered, dead servers are left out, and a server that dies is an error event."""
 
 import asyncio
-import contextlib
+import functools
 import json
 import socket
 import threading
@@ -13,8 +13,8 @@ pytest.importorskip("fastapi")
 pytest.importorskip("httpx")
 
 import httpx
-import uvicorn
 
+from mtpjax.serving.http_server import serve_in_thread
 from mtpjax.serving.router import Router
 
 
@@ -60,23 +60,7 @@ async def answer(send, status, body, headers=()):
     await send({"type": "http.response.body", "body": body})
 
 
-@contextlib.contextmanager
-def serve(app, port=0):
-    """Runs an application in a thread; yields its address."""
-    config = uvicorn.Config(app, log_level="critical", ws="none", timeout_graceful_shutdown=1)
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", port))
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, args=([listener],))
-        thread.start()
-        while not server.started:
-            time.sleep(0.01)
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join()
+serve = functools.partial(serve_in_thread, log_level="critical")
 
 
 @pytest.fixture
@@ -175,7 +159,7 @@ def test_a_server_that_is_down_gets_no_requests():
         assert len(upstream.requests) == 8
         # It comes back.
         late = Upstream("late")
-        with serve(late, port):
+        with serve(late, port=port):
             wait_until(
                 lambda: httpx.post(f"{address}/stream", json={"prompt": str(time.monotonic())}) and late.requests
             )
