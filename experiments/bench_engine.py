@@ -168,11 +168,13 @@ class Load:
         return [self.finished[number] for number in range(self._number)]
 
 
-def make_requests(rng: np.random.Generator, lengths: Sequence[int], vocab_size: int, **options) -> list[Request]:
+def make_requests(
+    rng: np.random.Generator, lengths: Sequence[int], vocab_size: int, *, prompt_tokens: int = PROMPT_TOKENS
+) -> list[Request]:
     """Makes greedy requests with random prompts and the given numbers of new tokens."""
-    prompts = rng.integers(0, vocab_size, (len(lengths), PROMPT_TOKENS)).tolist()
+    prompts = rng.integers(0, vocab_size, (len(lengths), prompt_tokens)).tolist()
     return [
-        Request(prompt=tuple(prompt), max_new_tokens=int(length), **options)
+        Request(prompt=tuple(prompt), max_new_tokens=int(length))
         for prompt, length in zip(prompts, lengths, strict=True)
     ]
 
@@ -336,37 +338,32 @@ def measure_single(
     }
 
 
-def measure_throughput(engine: Engine, rng: np.random.Generator, counts: Sequence[int], turns: int) -> list[dict]:
-    """Measures tokens per second for numbers of simultaneous requests, with and without drafts."""
-    rows = []
-    for count in counts:
-        prompts = make_requests(rng, [NEW_TOKENS] * count, engine.vocab_size)
-        ends: dict[str, list[Finish]] = {}
+def measure_throughput(engine: Engine, requests: Sequence[Request], turns: int) -> dict:
+    """Measures tokens per second of simultaneous requests, with and without drafts in turns."""
+    ends: dict[str, list[Finish]] = {}
 
-        def tokens_per_second(name: str, speculative: bool, prompts=prompts, ends=ends) -> float:
-            requests = [dataclasses.replace(request, speculative=speculative) for request in prompts]
-            begin = time.perf_counter()
-            ends[name] = run_load(engine, requests)
-            return sum(end.num_new_tokens for end in ends[name]) / (time.perf_counter() - begin)
+    def tokens_per_second(name: str, speculative: bool) -> float:
+        changed = [dataclasses.replace(request, speculative=speculative) for request in requests]
+        begin = time.perf_counter()
+        ends[name] = run_load(engine, changed)
+        return sum(end.num_new_tokens for end in ends[name]) / (time.perf_counter() - begin)
 
-        measures = {
-            "drafts": lambda measure=tokens_per_second: measure("drafts", True),
-            "plain": lambda measure=tokens_per_second: measure("plain", False),
-        }
-        stopwatch = Stopwatch()
-        speeds = in_turns(measures, turns)
-        drafted = ends["drafts"]
-        rows.append(
-            {
-                "requests": count,
-                "tokens_per_second": {name: float(np.median(values)) for name, values in speeds.items()},
-                "ratio": median_ratio(speeds["drafts"], speeds["plain"]).to_dict(),
-                "accept_length": 1
-                + sum(sum(end.accepted) for end in drafted) / max(sum(end.num_steps for end in drafted), 1),
-                "waited_share": stopwatch.waited_share(),
-            }
-        )
-    return rows
+    stopwatch = Stopwatch()
+    speeds = in_turns(
+        {
+            "drafts": lambda: tokens_per_second("drafts", True),
+            "plain": lambda: tokens_per_second("plain", False),
+        },
+        turns,
+    )
+    drafted = ends["drafts"]
+    return {
+        "requests": len(requests),
+        "tokens_per_second": {name: float(np.median(values)) for name, values in speeds.items()},
+        "ratio": median_ratio(speeds["drafts"], speeds["plain"]).to_dict(),
+        "accept_length": 1 + sum(sum(end.accepted) for end in drafted) / max(sum(end.num_steps for end in drafted), 1),
+        "waited_share": stopwatch.waited_share(),
+    }
 
 
 def make_engine(params: dict, model: MTPModel, num_slots: int, batch_sizes: tuple[int, ...] | None = None) -> Engine:
@@ -414,7 +411,9 @@ def measure_model(
     if max(counts) > NUM_SLOTS:
         most = make_engine(params, model, max(counts), tuple(sorted(counts)))
         most.start()
-    found["throughput"] = measure_throughput(most, rng, counts, turns)
+    found["throughput"] = [
+        measure_throughput(most, make_requests(rng, [NEW_TOKENS] * count, most.vocab_size), turns) for count in counts
+    ]
     show(name, "throughput", found["throughput"])
     for engine in {many, one, most}:
         assert engine.close(timeout=60)

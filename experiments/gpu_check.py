@@ -62,19 +62,21 @@ def _kernels(op: str) -> tuple[str, ...]:
 
 
 _PYTEST = ("{python}", "-m", "pytest", "-n", "0", "-q")
+# Tests spend their time compiling on the host, so many share the GPU.
+_GPU_TESTS = ("{python}", "-m", "pytest", "-n", "auto", "--maxprocesses=12", "--dist=load", "-q", "-m", "gpu")
 _GROUPED = ("{python}", "-m", "experiments.bench_kernels", "--op", "grouped_matmul", "--rounds", "1")
 STEPS = (
     Step(
         "kernels",
         "Do the compiled kernels give the reference's numbers?",
-        (*_PYTEST, "-m", "gpu", "tests/pallas_kernels"),
+        (*_GPU_TESTS, "tests/pallas_kernels"),
         8,
         quick=(*_PYTEST, "tests/pallas_kernels/test_device.py"),
     ),
     Step(
         "loop",
         "Is plain XLA == plain kernels == speculation, twice each?",
-        (*_PYTEST, "-m", "gpu", "tests/decoding/test_on_a_gpu.py"),
+        (*_GPU_TESTS, "tests/decoding/test_on_a_gpu.py"),
         8,
     ),
     Step(
@@ -92,6 +94,13 @@ STEPS = (
     ),
     Step("1B", "1B beside PyTorch", _bench("--models", "1B"), 8),
     Step("1B-loop-outside", "The same without the graph", _bench("--models", "1B", "--loop-outside"), 8),
+    Step(
+        "serving",
+        "What does the engine gain from MTP at 1 .. 64 requests?",
+        ("{python}", "-m", "experiments.bench_engine_gpu", "--output", "{output}"),
+        10,
+        quick=("{python}", "-m", "experiments.bench_engine_gpu", "--quick", "--output", "{output}"),
+    ),
     Step("grouped_matmul", "How fast are the experts' kernels?", _kernels("grouped_matmul"), 9),
     Step("block_scaled_matmul", "How fast are products of few rows?", _kernels("block_scaled_matmul"), 9),
     Step(
