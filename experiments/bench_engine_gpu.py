@@ -11,11 +11,14 @@ turns, with and without drafts in turns.
 """
 
 import argparse
+import concurrent.futures
 import datetime
+import itertools
 import json
 import pathlib
 import platform
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +34,7 @@ from mtpjax.console import narrow_table
 from mtpjax.evaluation.machine import describe_machine
 from mtpjax.evaluation.small_models import small_config
 from mtpjax.serving.engine import Engine
+from mtpjax.serving.programs import Features
 from mtpjax.serving.sizes import EngineSettings
 
 RESULT = pathlib.Path(__file__).parent / "results" / "bench_engine_gpu.json"
@@ -86,6 +90,21 @@ def find_scale(params: dict, *, model: MTPModel, config: DecodeConfig, goal: flo
         stats = speculative_generate(scaled, prompts, model=model, config=config).stats
         low, high = (middle, high) if stats.accept_length > goal else (low, middle)
     return scale_blocks(params, jnp.float32(np.exp(middle))), float(np.exp(middle))
+
+
+def compile_plain(engine: Engine) -> int:
+    """Compiles the programs of greedy requests, on all cores; returns how many."""
+    executor = engine._executor
+    sizes, features = executor.sizes, Features(plain=True)
+    works = [
+        executor._empty_prefill(executor._empty_batch(*shape))
+        for shape in itertools.product(sizes.prefill_sizes, sizes.table_widths)
+    ]
+    for size, width, depth in itertools.product(sizes.batch_sizes, sizes.table_widths, sizes.depths):
+        works.append(executor._advance(executor._empty_batch(size, width), features, depth, 0))
+    with concurrent.futures.ThreadPoolExecutor(len(works)) as threads:
+        list(threads.map(executor._compile, works))
+    return len(works)
 
 
 def print_table(console: Console, rows: list[dict]) -> None:
@@ -144,7 +163,9 @@ def main(argv: list[str] | None = None) -> int:
     engine = Engine(
         params, model=model, config=DecodeConfig(num_steps=options.num_steps, prefill_chunk=prompt), settings=settings
     )
-    engine.warm_up(lambda done, total: console.print(f"{done} of {total} programs") if done % 8 == 0 else None)
+    begin = time.perf_counter()
+    count = compile_plain(engine)
+    console.print(f"{count} programs compiled in {time.perf_counter() - begin:.0f} s")
     engine.start()
     about = {
         "date": datetime.date.today().isoformat(),
