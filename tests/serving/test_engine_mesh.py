@@ -28,7 +28,7 @@ def test_an_engine_on_a_mesh_gives_the_tokens_of_one_device(small, attention, si
     engine = Engine(mesh_params, model=mesh_model, config=CONFIG, settings=SETTINGS)
     engine.warm_up()
     engine.start()
-    requests = list(random_requests(8, 16, prompt_length=(1, 12), new_tokens=(1, 45), prefixes=[list(range(18))]))
+    requests = list(random_requests(8, 16, prompt_length=(1, 12), new_tokens=(1, 26), prefixes=[list(range(18))]))
     expected = [alone(params, model, request, CONFIG, 64)[::2] for request in requests]
     # The second time, each part has seen the common beginning.
     for _ in range(2):
