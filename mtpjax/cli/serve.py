@@ -102,6 +102,13 @@ def _add_size_flags(parser) -> None:
     add_config_flags(parser, ("kv_cache_dtype",))
     parser.add_argument("--disable-radix-cache", action="store_true", help="share no pages between requests")
     parser.add_argument(
+        "--max-mamba-cache-size",
+        type=int,
+        default=None,
+        help="for models with linear attention: recurrent states that the prefix cache keeps on the device; 0: such "
+        "models share no pages (default: four per slot)",
+    )
+    parser.add_argument(
         "--enable-hierarchical-cache",
         action="store_true",
         help="keep pages of the prefix cache in host memory when their place is needed (one device)",
@@ -296,6 +303,7 @@ def _serve_on(mesh, options, disaggregation) -> int:
         max_run_seconds=options.max_run_seconds,
         max_tick_seconds=options.watchdog_timeout / 2 or None,
         shares_prefixes=not options.disable_radix_cache,
+        num_snapshots=options.max_mamba_cache_size,
         host_bytes=int(options.hicache_size * 1e9) if uses_host else 0,
         grammars=_load_grammars(options.grammar_backend, tokenizer, model.config.vocab_size),
     )

@@ -93,6 +93,7 @@ def prefill(
     max_chunks: jax.Array | int | None = None,
     first_token: jax.Array | None = None,
     allowed: jax.Array | None = None,
+    end: jax.Array | None = None,
 ) -> DecodeState:
     """Processes the prompts from `start` on and commits the first new token of each row.
 
@@ -110,6 +111,8 @@ def prefill(
             where it is not. None: of no row.
         allowed: `[B, ceil(V/32)]` int32 tokens that the first new token may be, as in `adjust_logits`; needs a spec or
             sampling options that compute logits. None: all.
+        end: `[B]` int32 position before which processing ends, so that recurrent layers have their state there. A row
+            whose prompt goes on gets no token, as with `max_chunks`. None: the end of each prompt.
 
     Returns:
         The state before the first round. Each row has one new token, which is pending: no cache holds it.
@@ -119,7 +122,8 @@ def prefill(
     apply = bind(model, params)
     chunk_width, length = spec.prefill_chunk, state.length
     B, dtype = len(length), params["embedding"].dtype
-    num_to_process = length if start is None else jnp.maximum(length - start, 0)
+    last = length if end is None else jnp.minimum(length, end)
+    num_to_process = last if start is None else jnp.maximum(last - start, 0)
     num_chunks = (over_rows(jnp.max, num_to_process) + chunk_width - 1) // chunk_width
     if max_chunks is not None:
         num_chunks = jnp.minimum(num_chunks, max_chunks)
@@ -127,13 +131,13 @@ def prefill(
     def process_chunk(carry):
         index, trunk, draft_state, last_hidden = carry
         # 1. Take each row's next tokens. Rows of different lengths share the passes: a row that is complete processes
-        #    garbage in the slots behind its text, where later passes overwrite it.
+        #    garbage in the slots behind its text, where later passes overwrite it. Behind `end` they do so too.
         #    Without `start` the position is one number for all rows, so XLA computes masks and angles only once.
         if start is None:
             chunk_start = jnp.full_like(length, index * chunk_width)
         else:
-            chunk_start = jnp.minimum(start + index * chunk_width, length)
-        num_valid = jnp.clip(length - chunk_start, 0, chunk_width)
+            chunk_start = jnp.minimum(start + index * chunk_width, last)
+        num_valid = jnp.clip(last - chunk_start, 0, chunk_width)
         view = view_pass(state, model, chunk_start, chunk_width, num_valid=num_valid)
         tokens = read_rows(state.tokens, chunk_start, chunk_width)
         # 2. Run the trunk, then the drafter over the same positions with the trunk's hidden states. The drafter's cache
@@ -175,10 +179,10 @@ def prefill(
     if first_token is not None:
         first = jnp.where(first_token[:, None] >= 0, first_token[:, None], first)
     # Append it as the pending token: the trunk's cache covers every token before it.
-    processed = length
+    processed = last
     if max_chunks is not None:
         begin = 0 if start is None else start
-        processed = jnp.minimum(length, begin + num_chunks * chunk_width)
+        processed = jnp.minimum(last, begin + num_chunks * chunk_width)
     is_complete = processed == length
     state = state.replace(trunk=trunk, drafter=draft_state)
     if spec.check_nan and best is not None:

@@ -129,6 +129,22 @@ def replace_pool_arrays(cache: Cache, pools: Iterable[jax.Array]) -> Cache:
     return cache.replace(layers=layers)
 
 
+def recurrent_entries(cache: Cache) -> tuple[Entries, ...]:
+    """Returns the states `[B, ...]` of a cache's recurrent layers; none while a pass waits for its commit."""
+    layers = zip(cache.kinds, cache.layers, strict=True)
+    return tuple(entries for kind, entries in layers if ATTENTION_KINDS[kind.attention].is_recurrent)
+
+
+def replace_recurrent_entries(cache: Cache, states: Iterable[Entries]) -> Cache:
+    """Replaces the states of a cache's recurrent layers by others, in the order of `recurrent_entries`."""
+    rest = iter(states)
+    layers = tuple(
+        next(rest) if ATTENTION_KINDS[kind.attention].is_recurrent else entries
+        for kind, entries in zip(cache.kinds, cache.layers, strict=True)
+    )
+    return cache.replace(layers=layers)
+
+
 def clear_pages(cache: Cache, pages: jax.Array) -> Cache:
     """Zeroes pages `[n]` of a cache in pages; ids outside the pool are dropped."""
     return replace_pool_arrays(cache, [pool.at[pages].set(0, mode="drop") for pool in pool_arrays(cache)])

@@ -41,6 +41,7 @@ from mtpjax.serving.request import (
 )
 from mtpjax.serving.scheduler import Scheduler, SchedulerSettings, Sequence
 from mtpjax.serving.sizes import EngineSettings
+from mtpjax.serving.snapshots import SnapshotRows
 
 RETRY_SECONDS = 1.0  # between two attempts to make the state anew
 
@@ -238,8 +239,8 @@ class Engine:
 
     @property
     def shares_pages(self) -> bool:
-        """True if requests with the same beginning share pages."""
-        return self._scheduler.settings.shares_prefixes
+        """True if requests with the same beginning share pages, and need nothing else of each other."""
+        return self._scheduler.settings.shares_prefixes and not self._executor.sizes.part_snapshots
 
     def model_digest(self) -> bytes:
         """Computes a hash of all that the entries of a page depend on besides the text; see `model_digest`."""
@@ -316,14 +317,15 @@ class Engine:
                 num_pages_of=sizes.num_pages_of,
                 max_depth=self._max_depth,
                 depth_of=depth_of,
-                # A recurrent layer keeps only its newest state, which pages do not hold.
-                shares_prefixes=settings.shares_prefixes and not has_recurrent_layers,
+                # A recurrent layer keeps only its newest state, which pages do not hold, but snapshots do.
+                shares_prefixes=settings.shares_prefixes and (not has_recurrent_layers or sizes.part_snapshots > 0),
             ),
             [
                 PagePool(
                     sizes.part_pages,
                     settings.page_size,
                     HostPages(settings.host_bytes) if settings.host_bytes else None,
+                    SnapshotRows(sizes.part_snapshots) if sizes.part_snapshots else None,
                 )
                 for _ in range(sizes.num_parts)
             ],
@@ -384,6 +386,8 @@ class Engine:
                 leaving += [(pool.host, copies) for copies in self._executor.move_pages(pool)]
         if plan.admitted:
             self._executor.admit(plan.admitted)
+            # Before `saved` may overwrite these rows.
+            self._executor.restore_snapshots(plan.restored)
             for sequence in plan.admitted:
                 if sequence.times.started is None:
                     sequence.times.started = time.monotonic()
@@ -391,6 +395,7 @@ class Engine:
                     self._totals["cached_tokens"] += sequence.num_cached or 0
         if plan.prefills:
             calls.append(self._executor.prefill(plan.prefills))
+            self._executor.save_snapshots(plan.saved)
         drafts = [self._executor.draft(sequences, depth) for depth, sequences in plan.constrained.items()]
         for depth, sequences in plan.advances.items():
             calls.append(self._executor.advance(sequences, depth, plan.num_rounds))

@@ -26,6 +26,7 @@ from mtpjax.decoding.resumable import fit_stops, resolve_statics
 from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.decoding.sampling_params import temperatures
 from mtpjax.decoding.state import DecodeState, NewRows
+from mtpjax.models.cache import recurrent_entries, replace_recurrent_entries
 from mtpjax.models.model import MTPModel
 from mtpjax.models.pages import NO_PAGE
 from mtpjax.serving import host_pages, programs
@@ -38,6 +39,7 @@ from mtpjax.serving.request import Request, Scores
 from mtpjax.serving.scheduler import Sequence
 from mtpjax.serving.scoring import score, score_sizes, score_text
 from mtpjax.serving.sizes import EngineSettings, bucket, resolve_sizes
+from mtpjax.serving.snapshots import NO_ROW, States, copy_rows, make_snapshots
 
 STOPS_SHAPE = 32, 8  # largest number and length of a request's stop sequences, in tokens
 NUM_CLEARED = 64  # pages per call that clears pages
@@ -85,13 +87,15 @@ class Executor:
         self.draft_params = drafter.default_params(params, config, model=model)
         self.num_compiled = 0  # programs
         self.state = self._new_state()
+        self.snapshots = self._new_snapshots()
 
     def reset(self) -> None:
         """Makes a state whose slots are all free. The old one is freed first: memory may not have room for two."""
-        for leaf in jax.tree.leaves(self.state):
+        for leaf in jax.tree.leaves((self.state, self.snapshots)):
             if not leaf.is_deleted():
                 leaf.delete()
         self.state = self._new_state()
+        self.snapshots = self._new_snapshots()
 
     def _new_state(self) -> DecodeState:
         return make_state(
@@ -106,6 +110,12 @@ class Executor:
             features=SamplingFeatures.all_enabled(),
             mesh=self.mesh,
         )
+
+    def _new_snapshots(self) -> States:
+        num_rows = self.sizes.part_snapshots * self.sizes.num_parts
+        if not num_rows:
+            return ()
+        return make_snapshots(self.state.trunk, num_rows, config=self.model.config, mesh=self.mesh)
 
     def make_rows(self, request: Request) -> NewRows:
         """Checks a request and converts it to arrays `[1, ...]` on the host; callable from any thread.
@@ -168,22 +178,22 @@ class Executor:
         rows = jax.tree.map(lambda *leaves: np.stack(leaves), *parts)
         self._run(self._admission(rows, self._batch(grid).slots))
 
-    def prefill(self, prefills: list[tuple[Sequence, int]]) -> Call:
-        """Processes a chunk of each row's prompt, from the given position on."""
-        starts = {sequence.id: start for sequence, start in prefills}
-        grid = self._grid([sequence for sequence, _ in prefills], self.sizes.prefill_sizes)
-        is_constrained = any(sequence.request.grammar is not None for sequence, _ in prefills)
+    def prefill(self, prefills: list[tuple[Sequence, int, int]]) -> Call:
+        """Processes a chunk of each row's prompt, between the given positions."""
+        chunks = {sequence.id: (start, end) for sequence, start, end in prefills}
+        grid = self._grid([sequence for sequence, *_ in prefills], self.sizes.prefill_sizes)
+        is_constrained = any(sequence.request.grammar is not None for sequence, *_ in prefills)
         batch = self._batch(grid, is_constrained=is_constrained)
         allowed = self.all_allowed(batch.slots.shape) if is_constrained else None
         start = np.full(batch.slots.shape, NO_START, np.int32)
-        first_token = np.full_like(start, -1)
+        end, first_token = start.copy(), np.full_like(start, -1)
         for part, column, sequence in _cells(grid):
-            start[part, column] = starts[sequence.id]
+            start[part, column], end[part, column] = chunks[sequence.id]
             if sequence.is_resumed:
                 first_token[part, column] = sequence.text[-1]
             elif allowed is not None and sequence.request.grammar is not None:
                 allowed[part, column] = sequence.request.grammar.first_mask
-        report = self._run(self._prefill(batch, start, first_token, allowed))
+        report = self._run(self._prefill(batch, start, first_token, allowed, end))
         return Call(list(itertools.chain(*grid)), report, is_prefill=True)
 
     def advance(self, sequences: list[Sequence], depth: int, rounds: int) -> Call:
@@ -224,6 +234,33 @@ class Executor:
         """Copies known pages towards the host; they stay in the pool."""
         with self._on_device():
             return copy_out(self.state, pages)
+
+    def save_snapshots(self, rows: list[tuple[Sequence, int]]) -> None:
+        """Copies the recurrent states of requests to rows of the snapshots."""
+        for slots, kept in self._of_parts(rows):
+            self._copy_snapshots(slots, kept, to_state=False)
+
+    def restore_snapshots(self, rows: list[tuple[Sequence, int]]) -> None:
+        """Copies rows of the snapshots to the slots of requests."""
+        for slots, kept in self._of_parts(rows):
+            self._copy_snapshots(slots, kept, to_state=True)
+
+    def _of_parts(self, rows: list[tuple[Sequence, int]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yields slots and rows of the snapshots, both `[P]` int32: one of each part, as long as there are any."""
+        parts = [[row for row in rows if row[0].part == part] for part in range(self.sizes.num_parts)]
+        for some in itertools.zip_longest(*parts):
+            pairs = [(NO_ROW, NO_ROW) if row is None else (row[0].slot, row[1]) for row in some]
+            slots, kept = np.array(pairs, np.int32).T
+            yield slots, kept
+
+    def _copy_snapshots(self, slots: np.ndarray, rows: np.ndarray, *, to_state: bool) -> None:
+        own, config = recurrent_entries(self.state.trunk), self.model.config
+        with self._on_device():
+            if to_state:
+                self.snapshots, own = copy_rows((self.snapshots, own), rows, slots, config=config)
+            else:
+                own, self.snapshots = copy_rows((own, self.snapshots), slots, rows, config=config)
+        self.state = self.state.replace(trunk=replace_recurrent_entries(self.state.trunk, own))
 
     def score(self, tokens: list[int], num_top: int) -> Scores:
         """Computes the log-probabilities of a text; see `Scores`."""
@@ -275,6 +312,10 @@ class Executor:
         if self.settings.host_bytes:
             with self._on_device():
                 self.state = host_pages.warm_up(self.state)
+        if self.snapshots:
+            nowhere = np.full(sizes.num_parts, NO_ROW, np.int32)
+            for to_state in (False, True):
+                self._copy_snapshots(nowhere, nowhere, to_state=to_state)
         for length in score_lengths:
             self.score([0] * length, 1)
             progress(next(steps), total)
@@ -285,12 +326,22 @@ class Executor:
     def _admission(self, rows: NewRows, slots: Any) -> Work:
         return Work(programs.admit, (rows, slots), {})
 
-    def _prefill(self, batch: Batch, start: np.ndarray, first_token: np.ndarray, allowed: np.ndarray | None) -> Work:
+    def _prefill(
+        self,
+        batch: Batch,
+        start: np.ndarray,
+        first_token: np.ndarray,
+        allowed: np.ndarray | None,
+        end: np.ndarray | None = None,
+    ) -> Work:
         settings = {"drafter": self.drafter, "spec": self.spec, "features": Features(plain=False)}
-        return Work(programs.prefill_chunk, (batch, start, first_token, allowed), settings)
+        # Only for snapshots do chunks end before their width.
+        arrays = (batch, start, first_token, allowed, end if self.sizes.part_snapshots else None)
+        return Work(programs.prefill_chunk, arrays, settings)
 
     def _empty_prefill(self, batch: Batch, allowed: np.ndarray | None = None) -> Work:
-        return self._prefill(batch, np.full_like(batch.slots, NO_START), np.full_like(batch.slots, -1), allowed)
+        nowhere = np.full_like(batch.slots, NO_START)
+        return self._prefill(batch, nowhere, np.full_like(batch.slots, -1), allowed, nowhere)
 
     def _advance(self, batch: Batch, features: Features, depth: int, rounds: int) -> Work:
         settings = {"drafter": self.drafter, "spec": self.spec, "features": features, "depth": depth}
@@ -373,7 +424,7 @@ class Executor:
 def _num_programs() -> int:
     """Returns the number of programs that this process has compiled for engines."""
     rounds = programs.advance, programs.draft_round, programs.verify_round
-    calls = (programs.admit, programs.prefill_chunk, *rounds, programs.clear_pages, score)
+    calls = (programs.admit, programs.prefill_chunk, *rounds, programs.clear_pages, score, copy_rows)
     return sum(call.num_programs for call in calls) + host_pages.num_programs()
 
 

@@ -12,7 +12,7 @@ import jax
 
 from mtpjax.decoding.config import KV_CACHE_DTYPES, DecodeConfig
 from mtpjax.errors import MemoryTooSmall, printable
-from mtpjax.models.cache import empty_cache
+from mtpjax.models.cache import empty_cache, recurrent_entries
 from mtpjax.models.config import ModelConfig
 from mtpjax.serving.api.server import ApiSettings
 from mtpjax.serving.app import make_app
@@ -21,7 +21,7 @@ from mtpjax.serving.disaggregation.setup import DisaggregationSettings, set_up
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.http_server import address_of, listen, run_app, tell
 from mtpjax.serving.metrics import Metrics
-from mtpjax.serving.sizes import EngineSettings
+from mtpjax.serving.sizes import EngineSettings, count_snapshots
 from mtpjax.serving.watchdog import Watchdog
 
 CPU_POOL_BYTES = 1 << 30  # of the default pool where no accelerator says how much memory it has
@@ -71,6 +71,12 @@ def page_bytes(config: ModelConfig, decode: DecodeConfig, page_size: int, dtype:
     return sum(leaf.size * leaf.dtype.itemsize for layer in cache.layers for leaf in jax.tree.leaves(layer))
 
 
+def state_bytes(config: ModelConfig, dtype: Any) -> int:
+    """Computes the bytes of one row's recurrent states, on all devices together; 0 for models without them."""
+    cache = jax.eval_shape(lambda: empty_cache(config, config.trunk_kinds, 1, 1, dtype))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(recurrent_entries(cache)))
+
+
 def choose_num_pages(
     params: dict, config: ModelConfig, decode: DecodeConfig, settings: EngineSettings, memory_fraction: float
 ) -> int:
@@ -80,7 +86,7 @@ def choose_num_pages(
         params: the model's parameters, on their devices.
         config: the model's config.
         decode: settings of the requests.
-        settings: the engine's; slots and length.
+        settings: the engine's; slots, length and snapshots.
         memory_fraction: share of the accelerator's memory that weights and pages may take.
 
     Returns:
@@ -97,6 +103,7 @@ def choose_num_pages(
         room = sum(memory_fraction * each["bytes_limit"] - each["bytes_in_use"] for each in stats if each)
     else:
         room = CPU_POOL_BYTES
+    room -= count_snapshots(settings, config) * state_bytes(config, params["embedding"].dtype)
     num_pages = int(room // page_bytes(config, decode, settings.page_size, params["embedding"].dtype))
     if num_pages < per_row and all(stats):
         raise MemoryTooSmall(

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from mtpjax.serving.host_pages import Entries, HostPages
+from mtpjax.serving.snapshots import SnapshotRows
 
 
 @dataclasses.dataclass
@@ -25,12 +26,18 @@ class Lease:
         num_cached: tokens at the beginning whose entries the pages already hold.
         num_stored: pages at the beginning whose text has been hashed.
         digest: hash of the text in these pages.
+        num_found: pages at the beginning that were known. More than `num_cached` tells if the snapshots are of less.
+        snapshot: row of the snapshots with the recurrent state that follows the cached tokens; None: no such state.
+        reserved: rows of the snapshots that this request writes, by the number of pages before them.
     """
 
     pages: list[int]
     num_cached: int
     num_stored: int
     digest: bytes
+    num_found: int = 0
+    snapshot: int | None = None
+    reserved: dict[int, int] = dataclasses.field(default_factory=dict)
 
 
 class PagePool:
@@ -40,6 +47,8 @@ class PagePool:
         num_pages: P; ids are 0 .. P - 1.
         page_size: positions per page.
         host: keeps the entries of known pages whose place is needed; None: they are forgotten.
+        snapshots: rows for recurrent states at page borders. Requests then share pages only up to a border with a
+            snapshot. None: a model without recurrent layers.
 
     Attributes:
         outgoing: known pages, with the hash of their text, whose entries the caller must copy to `host` before it
@@ -50,10 +59,12 @@ class PagePool:
         ValueError: if one of them is below 1.
     """
 
-    def __init__(self, num_pages: int, page_size: int, host: HostPages | None = None):
+    def __init__(
+        self, num_pages: int, page_size: int, host: HostPages | None = None, snapshots: SnapshotRows | None = None
+    ):
         if min(num_pages, page_size) < 1:
             raise ValueError(f"a pool needs pages and positions, got {num_pages} pages of {page_size}")
-        self.num_pages, self.page_size, self.host = num_pages, page_size, host
+        self.num_pages, self.page_size, self.host, self.snapshots = num_pages, page_size, host, snapshots
         self.outgoing: list[tuple[bytes, int]] = []
         self.incoming: list[tuple[int, Entries]] = []
         self._free = list(range(num_pages))[::-1]
@@ -87,6 +98,11 @@ class PagePool:
         # The last prompt token is always processed, because its output gives the first new token.
         size = self.page_size
         shared = self.find(tokens[: min(len(tokens) - 1, num_pages * size)], salt=salt)
+        num_found = len(shared)
+        if self.snapshots is not None:
+            # Recurrent layers can only continue from a border where their state was kept.
+            while shared and shared[-1][0] not in self.snapshots:
+                shared.pop()
         known = [page for _, page in shared if page is not None]
         num_unused = sum(page in self._unused for page in known)
         if num_pages - len(known) > self.num_available - num_unused:
@@ -99,7 +115,10 @@ class PagePool:
             pages.append(self._bring_in(digest) if page is None else page)
         pages += [self._take() for _ in range(num_pages - len(shared))]
         digest = shared[-1][0] if shared else _first_hash(salt)
-        return Lease(pages, len(shared) * size, len(shared), digest)
+        lease = Lease(pages, len(shared) * size, len(shared), digest, num_found)
+        if self.snapshots is not None and shared:
+            lease.snapshot = self.snapshots.use(digest)
+        return lease
 
     def find(self, tokens: Sequence[int], *, salt: bytes = b"") -> list[tuple[bytes, int | None]]:
         """Finds the known pages of a text, from its beginning to the first unknown page.
@@ -140,6 +159,22 @@ class PagePool:
         lease.pages += [self._take() for _ in range(num_pages)]
         return True
 
+    def reserve_snapshot(self, lease: Lease, num_pages: int) -> int | None:
+        """Reserves a row for the recurrent state that belongs to a page border. It is known when the pages are.
+
+        Args:
+            lease: a request's pages.
+            num_pages: pages before the border, which are not all stored yet.
+
+        Returns:
+            The row to which the caller must copy the state; None if there is none.
+        """
+        assert self.snapshots is not None and num_pages > lease.num_stored
+        row = self.snapshots.reserve()
+        if row is not None:
+            lease.reserved[num_pages] = row
+        return row
+
     def store(self, lease: Lease, tokens: Sequence[int], num_final: int) -> None:
         """Makes the pages known whose entries are final.
 
@@ -158,6 +193,8 @@ class PagePool:
             if lease.digest not in self._page_of:
                 self._page_of[lease.digest], self._hash_of[page] = page, lease.digest
             lease.num_stored += 1
+            if self.snapshots is not None and lease.num_stored in lease.reserved:
+                self.snapshots.keep(lease.digest, lease.reserved.pop(lease.num_stored))
 
     def release(self, lease: Lease, *, forget: bool = False) -> list[int]:
         """Gives back a request's pages. Known ones may serve later requests.
@@ -171,6 +208,10 @@ class PagePool:
         """
         # Later pages of a text are forgotten first: without those before them they cannot be found.
         free = []
+        if self.snapshots is not None:
+            for row in lease.reserved.values():
+                self.snapshots.free(row)
+            lease.reserved = {}
         for page in reversed(lease.pages):
             self._users[page] -= 1
             if self._users[page]:
@@ -179,7 +220,7 @@ class PagePool:
                 self._unused[page] = None
                 continue
             if page in self._hash_of:
-                del self._page_of[self._hash_of.pop(page)]
+                self._unlink(page)
             free.append(page)
         self._free += free
         lease.pages = []
@@ -196,6 +237,8 @@ class PagePool:
         while self._unused:
             self._free.append(self._evict())
         self.host = host
+        if self.snapshots is not None:
+            self.snapshots.clear()
         return number + (0 if host is None else host.clear())
 
     def _bring_in(self, digest: bytes) -> int:
@@ -216,11 +259,21 @@ class PagePool:
 
     def _evict(self) -> int:
         page, _ = self._unused.popitem(last=False)
-        digest = self._hash_of.pop(page)
-        del self._page_of[digest]
-        if self.host is not None:
+        if self.host is None:
+            self._unlink(page)
+        else:
+            # The page may come back, so its snapshot stays until the row is needed.
+            digest = self._hash_of.pop(page)
+            del self._page_of[digest]
             self.outgoing.append((digest, page))
         return page
+
+    def _unlink(self, page: int) -> None:
+        """Makes a known page unknown, with its snapshot."""
+        digest = self._hash_of.pop(page)
+        del self._page_of[digest]
+        if self.snapshots is not None:
+            self.snapshots.drop(digest)
 
 
 def page_digests(tokens: Sequence[int], page_size: int, *, salt: bytes = b"") -> Iterator[bytes]:

@@ -129,6 +129,7 @@ def prefill_chunk(
     start: jax.Array,
     first_token: jax.Array,
     allowed: jax.Array | None = None,
+    end: jax.Array | None = None,
     *,
     model: MTPModel,
     drafter: Drafter,
@@ -145,6 +146,8 @@ def prefill_chunk(
         start: `[P, b]` int32 first position of each row's chunk; `NO_START` for padding.
         first_token: `[P, b]` int32 the first new token if it is known already, else -1.
         allowed: `[P, b, ceil(V/32)]` int32 tokens that the first new token may be, a bit per token; None: all.
+        end: `[P, b]` int32 position before which each row's chunk ends, at most a chunk behind `start`; None: a whole
+            chunk, or the end of the prompt.
         model: the model.
         drafter: the draft method.
         spec: the shape of a round.
@@ -154,18 +157,18 @@ def prefill_chunk(
         The new state and the report.
     """
 
-    def prefill_part(params, draft_params, state, batch, start, first_token, allowed):
+    def prefill_part(params, draft_params, state, batch, start, first_token, allowed, end):
         prepared = drafter.prepare(params, draft_params, model=model, dtype=params["embedding"].dtype)
-        batch, start, first_token, allowed = _of_part(state, (batch, start, first_token, allowed))
+        batch, start, first_token, allowed, end = _of_part(state, (batch, start, first_token, allowed, end))
         rows, row_spec = features.reduce(_take(state, batch), spec)
         rows = prefill(
             params, prepared, rows, start, model=model, drafter=drafter, spec=row_spec, max_chunks=1,
-            first_token=first_token, allowed=allowed,
+            first_token=first_token, allowed=allowed, end=end,
         )  # fmt: skip
         return _put(state, rows, batch, features)
 
     before = _lengths(state, batch)
-    rest = batch, start, first_token, allowed
+    rest = batch, start, first_token, allowed, end
     state = run_in_parts(prefill_part, model.config, params, draft_params, state, *rest)
     return state, _report(state, batch, before, 1, drafter)
 

@@ -36,6 +36,7 @@ class Sequence:
         slot: its slot in that part; None while it waits.
         lease: its pages; None while it waits.
         position: next prompt position to process.
+        snapshot_stops: prompt positions where a chunk ends, so that the recurrent state there can be kept.
         num_to_prefill: positions to process before it decodes.
         max_length: most tokens that its text can have after the calls that were dispatched.
         min_length: fewest tokens that it has then, unless it ends.
@@ -60,6 +61,7 @@ class Sequence:
     slot: int | None = None
     lease: Lease | None = None
     position: int = 0
+    snapshot_stops: list[int] = dataclasses.field(default_factory=list)
     num_to_prefill: int = 0
     max_length: int = 0
     min_length: int = 0
@@ -87,14 +89,18 @@ class Plan:
 
     Attributes:
         admitted: requests that enter a slot.
-        prefills: rows whose next chunk is processed, and the position where it starts.
+        restored: those of them that begin with a snapshot, and its row.
+        prefills: rows whose next chunk is processed, and the positions where it starts and ends.
+        saved: rows whose recurrent state is kept when their chunk is processed, and the row of the snapshot.
         advances: for each number of draft levels, the rows that decode.
         constrained: likewise the rows with a grammar, which take one round.
         num_rounds: rounds of each call of `advances`.
     """
 
     admitted: list[Sequence] = dataclasses.field(default_factory=list)
-    prefills: list[tuple[Sequence, int]] = dataclasses.field(default_factory=list)
+    restored: list[tuple[Sequence, int]] = dataclasses.field(default_factory=list)
+    prefills: list[tuple[Sequence, int, int]] = dataclasses.field(default_factory=list)
+    saved: list[tuple[Sequence, int]] = dataclasses.field(default_factory=list)
     advances: dict[int, list[Sequence]] = dataclasses.field(default_factory=dict)
     constrained: dict[int, list[Sequence]] = dataclasses.field(default_factory=dict)
     num_rounds: int = 1
@@ -166,20 +172,22 @@ class Scheduler:
         # 2. New requests enter.
         self._requeue_preempted()
         while self.waiting and self._admit(self.waiting[0]):
-            plan.admitted.append(self.waiting.popleft())
+            sequence = self.waiting.popleft()
+            plan.admitted.append(sequence)
+            if sequence.lease is not None and sequence.lease.snapshot is not None:
+                plan.restored.append((sequence, sequence.lease.snapshot))
         # 3. The oldest prompts get their next chunk. A row whose prompt ends there decodes in this tick.
         num_prefills: collections.Counter[int] = collections.Counter()
         for sequence in self.running:
             if not sequence.is_prefilled and num_prefills[sequence.part] < self.settings.prefill_rows:
                 num_prefills[sequence.part] += 1
-                plan.prefills.append((sequence, sequence.position))
-                sequence.position = min(sequence.position + self.settings.prefill_chunk, sequence.num_to_prefill)
+                self._plan_chunk(plan, sequence)
                 sequence.num_unread += 1
                 if sequence.is_prefilled:
                     sequence.max_length = sequence.min_length = sequence.num_to_prefill + 1
         # 4. The others decode. All rows that are drafted for have the same depth. A row with a grammar waits for the
         #    next tick after its prompt: its masks follow from its first new token.
-        just_prefilled = {sequence.id for sequence, _ in plan.prefills if sequence.matcher is not None}
+        just_prefilled = {sequence.id for sequence, *_ in plan.prefills if sequence.matcher is not None}
         decoding = [
             row for row in self.running if row.is_prefilled and self._may_go_on(row) and row.id not in just_prefilled
         ]
@@ -258,7 +266,7 @@ class Scheduler:
         is_resumed = sequence.num_new > 0
         # The newest token of a text is pending: the trunk has not processed it.
         num_to_prefill = len(sequence.text) - is_resumed
-        # Without sharing, a preempted request must not find its own pages either: its recurrent state is lost.
+        # Without sharing, a preempted request must not find its own pages either: a recurrent state may be lost.
         known_text = sequence.text[:num_to_prefill] if self.settings.shares_prefixes else []
         num_pages = self._num_pages(num_to_prefill + 1, sequence.limit)
         lease = self.pools[part].acquire(known_text, num_pages, salt=sequence.request.salt)
@@ -267,10 +275,41 @@ class Scheduler:
         sequence.part, sequence.slot, sequence.lease = part, self._free_slots[part].pop(), lease
         sequence.is_resumed, sequence.num_to_prefill, sequence.counts = is_resumed, num_to_prefill, 0
         sequence.position = min(max(lease.num_cached - self.settings.overlap, 0), num_to_prefill - 1)
+        sequence.snapshot_stops = self._snapshot_stops(sequence)
         if sequence.num_cached is None:
             sequence.num_cached = lease.num_cached
         self.running.append(sequence)
         return True
+
+    def _snapshot_stops(self, sequence: Sequence) -> list[int]:
+        """Chooses where to keep the recurrent state of a request that has just entered."""
+        pool, lease, position = self.pools[sequence.part], sequence.lease, sequence.position
+        assert lease is not None
+        if pool.snapshots is None:
+            return []
+        # The borders that later requests are likely to continue from: where this prompt leaves a text that another
+        # request had (Marconi, 2411.19379), and the last one of the prompt. Each costs a call for the rest of a chunk,
+        # which pays only if a request that continues there needs a chunk less.
+        stops, size = [], pool.page_size
+        for num_pages in (lease.num_found, (sequence.num_to_prefill - 1) // size):
+            stop = num_pages * size - self.settings.overlap
+            if stop - position >= self.settings.prefill_chunk:
+                stops.append(stop)
+                position = stop
+        return stops
+
+    def _plan_chunk(self, plan: Plan, sequence: Sequence) -> None:
+        """Plans the next chunk of a prompt, up to the next position whose recurrent state is kept."""
+        assert sequence.lease is not None
+        start, pool = sequence.position, self.pools[sequence.part]
+        end = min(start + self.settings.prefill_chunk, sequence.num_to_prefill)
+        if sequence.snapshot_stops and sequence.snapshot_stops[0] <= end:
+            end = sequence.snapshot_stops.pop(0)
+            row = pool.reserve_snapshot(sequence.lease, (end + self.settings.overlap) // pool.page_size)
+            if row is not None:
+                plan.saved.append((sequence, row))
+        plan.prefills.append((sequence, start, end))
+        sequence.position = end
 
     def _vacate(self, sequence: Sequence, *, forget: bool = False) -> list[int]:
         """Frees slot and pages. Calls that were dispatched before still write there, and end before later calls."""

@@ -5,6 +5,7 @@ import dataclasses
 from mtpjax.decoding.capacity import round_up_capacity, slots_per_round
 from mtpjax.decoding.drafters.base import Drafter
 from mtpjax.decoding.spec import DecodeSpec
+from mtpjax.models.config import ModelConfig
 from mtpjax.models.model import MTPModel
 from mtpjax.models.pages import count_pages
 from mtpjax.serving.grammar import Grammars
@@ -29,6 +30,8 @@ class EngineSettings:
         max_run_seconds: likewise for the time since its arrival.
         max_tick_seconds: a server whose tick takes longer is unhealthy; None: no limit.
         shares_prefixes: requests with the same beginning share pages.
+        num_snapshots: states of recurrent layers that the prefix cache keeps; 0: requests of such models share nothing.
+            None: four per slot. Of no effect for other models.
         host_bytes: memory of the host for pages of the prefix cache whose place is needed; 0: none. One device only.
         grammars: compiles the grammars of requests; None: requests have none.
     """
@@ -46,6 +49,7 @@ class EngineSettings:
     max_run_seconds: float | None = None
     max_tick_seconds: float | None = None
     shares_prefixes: bool = True
+    num_snapshots: int | None = None
     host_bytes: int = 0
     grammars: Grammars | None = None
 
@@ -58,6 +62,7 @@ class EngineSizes:
         num_parts: parts of the mesh's `data`. Each has slots and pages of its own.
         part_slots: slots of a part.
         part_pages: pages of a part.
+        part_snapshots: states of recurrent layers that the prefix cache of a part keeps; 0 for models without them.
         page_size: positions per page.
         max_length: most tokens of a text, prompt included.
         capacity: tokens per row that the state has room for.
@@ -72,6 +77,7 @@ class EngineSizes:
     num_parts: int
     part_slots: int
     part_pages: int
+    part_snapshots: int
     page_size: int
     max_length: int
     capacity: int
@@ -133,6 +139,9 @@ def resolve_sizes(
     num_pages = settings.num_pages or max_pages * settings.num_slots
     if num_pages % num_parts:
         raise ValueError(f"num_pages must be a multiple of data = {num_parts}, got {num_pages}")
+    num_snapshots = count_snapshots(settings, model.config)
+    if num_snapshots < 0 or num_snapshots % num_parts:
+        raise ValueError(f"num_snapshots must be a multiple of data = {num_parts}, at least 0, got {num_snapshots}")
     # 4. The numbers of rows and pages that programs are compiled for.
     batch_sizes = settings.batch_sizes or powers_of(4, part_slots)
     if batch_sizes[-1] < part_slots or list(batch_sizes) != sorted(set(batch_sizes)):
@@ -141,6 +150,7 @@ def resolve_sizes(
         num_parts=num_parts,
         part_slots=part_slots,
         part_pages=num_pages // num_parts,
+        part_snapshots=num_snapshots // num_parts,
         page_size=settings.page_size,
         max_length=max_length,
         capacity=round_up_capacity(max_length + max(num_behind, spec.prefill_chunk) + 1),
@@ -152,6 +162,13 @@ def resolve_sizes(
         table_widths=fractions_of(8, max_pages, 16),
     )
     return sizes, dataclasses.replace(spec, pool=(num_pages, settings.page_size))
+
+
+def count_snapshots(settings: EngineSettings, config: ModelConfig) -> int:
+    """Returns the states of recurrent layers that the prefix cache keeps; 0 for models without such layers."""
+    if not settings.shares_prefixes or "linear_attention" not in config.layer_types:
+        return 0
+    return 4 * settings.num_slots if settings.num_snapshots is None else settings.num_snapshots
 
 
 def bucket(count: int, sizes: tuple[int, ...]) -> int:

@@ -18,6 +18,7 @@ SETTINGS = EngineSettings(num_slots=4, max_length=64, page_size=8, num_pages=20,
     [
         pytest.param("grouped", {"data": 2, "tensor": 2}, marks=pytest.mark.slow),
         pytest.param("latent", {"data": 2, "expert": 2, "tensor": 2}, marks=pytest.mark.slow),
+        pytest.param("hybrid", {"data": 2, "tensor": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_an_engine_on_a_mesh_gives_the_tokens_of_one_device(small, attention, sizes):
@@ -27,9 +28,13 @@ def test_an_engine_on_a_mesh_gives_the_tokens_of_one_device(small, attention, si
     engine = Engine(mesh_params, model=mesh_model, config=CONFIG, settings=SETTINGS)
     engine.warm_up()
     engine.start()
-    requests = list(random_requests(8, 16, prompt_length=(1, 12), new_tokens=(1, 45)))
-    results = Client(engine).run(requests)
-    for request, (tokens, _, finish) in zip(requests, results, strict=True):
-        assert (tokens, finish.reason) == alone(params, model, request, CONFIG, 64)[::2], request
+    requests = list(random_requests(8, 16, prompt_length=(1, 12), new_tokens=(1, 26), prefixes=[list(range(18))]))
+    expected = [alone(params, model, request, CONFIG, 64)[::2] for request in requests]
+    # The second time, each part has seen the common beginning.
+    for _ in range(2):
+        before = engine.status().num_cached_tokens
+        results = Client(engine).run(requests)
+        assert [(tokens, finish.reason) for tokens, _, finish in results] == expected
+    assert engine.status().num_cached_tokens > before
     check_idle(engine)
     assert engine.close(timeout=30)

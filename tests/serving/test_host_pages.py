@@ -52,7 +52,9 @@ def test_a_pool_sends_known_pages_out_and_brings_them_back():
     )
 
 
-@pytest.mark.parametrize("attention", ["grouped", pytest.param("latent", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "attention", ["grouped", *(pytest.param(name, marks=pytest.mark.slow) for name in ("latent", "hybrid"))]
+)
 def test_a_prompt_finds_its_beginning_in_host_memory(small, attention):
     model, params = small(attention)
     settings = dataclasses.replace(ONE_SIZE, num_pages=15, host_bytes=1 << 20)

@@ -1,0 +1,130 @@
+"""Snapshots: states of recurrent layers at page borders, so that models with linear attention share beginnings too.
+
+A page holds an entry per position, but a recurrent layer keeps only its newest state. While a prompt is processed, a
+chunk ends M positions before some page borders, where M is the number of MTP modules, and the row's state is copied to
+a row of the snapshots. Those are arrays on the device, beside the state (SGLang has a pool of Mamba states). A later
+request that shares the pages up to that border copies the snapshot into its slot, and processes the last M positions
+again, as every request that shares pages does: the modules' entries behind the border need their hidden states.
+"""
+
+import collections
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from mtpjax.decoding.gpu_graph import one_graph
+from mtpjax.models.cache import recurrent_entries
+from mtpjax.models.config import ModelConfig
+from mtpjax.models.decoding_layout import constrain_state, run_in_parts
+from mtpjax.models.masks import Entries
+from mtpjax.models.parallel import first_row
+
+NO_ROW = 2**30  # of a part without a copy: reads any row, writes none
+States = tuple[Entries, ...]  # of each recurrent layer: [rows, ...] per array
+
+
+class SnapshotRows:
+    """The rows of one part's snapshots: free, reserved by a request, or known by the hash of the text before them.
+
+    The state that follows a text depends on nothing else, so a known row is right as long as it is kept.
+
+    Args:
+        num_rows: rows; ids are 0 .. num_rows - 1.
+    """
+
+    def __init__(self, num_rows: int):
+        self._free = list(range(num_rows))[::-1]
+        self._row_of: collections.OrderedDict[bytes, int] = collections.OrderedDict()
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._row_of
+
+    def __len__(self) -> int:
+        return len(self._row_of)
+
+    def use(self, digest: bytes) -> int:
+        """Returns the row of a known text, and counts it as used most recently."""
+        self._row_of.move_to_end(digest)
+        return self._row_of[digest]
+
+    def reserve(self) -> int | None:
+        """Takes a free row, or the least recently used one; None: requests have reserved all rows.
+
+        A restore of that row must have been dispatched before the copy that overwrites it.
+        """
+        if self._free:
+            return self._free.pop()
+        return self._row_of.popitem(last=False)[1] if self._row_of else None
+
+    def keep(self, digest: bytes, row: int) -> None:
+        """Makes a reserved row known. Of two requests that computed the same text, the first one's row is kept."""
+        if digest in self._row_of:
+            self._free.append(row)
+        else:
+            self._row_of[digest] = row
+
+    def free(self, row: int) -> None:
+        """Gives back a reserved row."""
+        self._free.append(row)
+
+    def drop(self, digest: bytes) -> None:
+        """Forgets a text, if it is known."""
+        if digest in self._row_of:
+            self._free.append(self._row_of.pop(digest))
+
+    def clear(self) -> None:
+        """Forgets all texts."""
+        self._free += self._row_of.values()
+        self._row_of.clear()
+
+
+def make_snapshots(trunk: Any, num_rows: int, *, config: ModelConfig, mesh: Mesh | None) -> States:
+    """Makes zero-filled snapshots.
+
+    Args:
+        trunk: a trunk's cache.
+        num_rows: rows of all parts together.
+        config: the model's config.
+        mesh: splits the rows over `data` and the heads over `tensor`, as those of the state.
+
+    Returns:
+        The arrays of each recurrent layer.
+    """
+    shapes = jax.eval_shape(recurrent_entries, trunk)
+
+    def zeros() -> States:
+        arrays = jax.tree.map(lambda leaf: jnp.zeros((num_rows, *leaf.shape[1:]), leaf.dtype), shapes)
+        return arrays if mesh is None else constrain_state(arrays, config, mesh)
+
+    return jax.jit(zeros)()
+
+
+@one_graph(donate_argnames=("arrays",), static_argnames=("config",))
+def copy_rows(
+    arrays: tuple[States, States], sources: jax.Array, targets: jax.Array, *, config: ModelConfig
+) -> tuple[States, States]:
+    """Copies one row of each part: from the state to its snapshots, or back.
+
+    Args:
+        arrays: where the rows come from, and where they go; donated.
+        sources: `[P]` int32 rows of the first.
+        targets: `[P]` int32 rows of the second; `NO_ROW` copies nothing.
+        config: the model's config.
+
+    Returns:
+        Both.
+    """
+
+    def copy_part(_: dict, __: dict, arrays: tuple[States, States], sources: jax.Array, targets: jax.Array):
+        part = first_row(1)
+        source, target = sources[part], targets[part]
+
+        def copy(origin: jax.Array, kept: jax.Array) -> jax.Array:
+            row = jnp.take(origin, source, axis=0, mode="clip")
+            return kept.at[target].set(row, mode="drop")
+
+        return arrays[0], jax.tree.map(copy, *arrays)
+
+    return run_in_parts(copy_part, config, {}, {}, arrays, sources, targets)
