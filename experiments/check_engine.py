@@ -133,7 +133,6 @@ FAMILIES = (
     Family("sparse chain", "sparse", {}),
     Family("sparse tree", "sparse", TREE),
     Family("hybrid chain", "hybrid", {}),
-    Family("hybrid tree", "hybrid", TREE),
 )
 
 
