@@ -401,6 +401,8 @@ class Engine:
                     action()
                 self._tick()
             except Exception as error:
+                if self._ends_process(error):
+                    return
                 self._recover(error)
 
     def _tick(self) -> None:
@@ -533,12 +535,18 @@ class Engine:
         except Exception:
             _log.exception("request %d: its receiver failed", sequence.id)
 
+    def _ends_process(self, error: Exception) -> bool:
+        """Ends this process, and so all of them, if a call on several processes failed; else returns False.
+
+        The others may not have failed at the same call, so their states may differ from now on.
+        """
+        if self._followers is None or not (isinstance(error, LostProcess) or is_runtime_error(error)):
+            return False
+        self._followers.end_process(f"another process has ended, or a call failed: {printable(error, 200)}")
+        return True
+
     def _recover(self, error: Exception) -> None:
         """Ends the requests that have entered, whose state may be lost, and goes on with the others."""
-        # The other processes may not have failed at the same call, so all of them must start anew.
-        if self._followers is not None and (isinstance(error, LostProcess) or is_runtime_error(error)):
-            self._followers.end_process(f"a call of several processes failed: {printable(error, 200)}")
-            raise SystemExit  # ends this thread; another one ends the process
         _log.error("a call of the engine failed; its requests end", exc_info=error)
         # 1. End the requests. Their slots and pages go with the scheduler.
         scheduler = self._scheduler

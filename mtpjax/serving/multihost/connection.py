@@ -96,7 +96,7 @@ class Leader:
     """
 
     def __init__(self, connection: socket.socket):
-        self._connection = connection
+        self._connection, self._is_closed = connection, False
         self._frames: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         # A thread of its own notices the loss of process 0 while this process waits for a device.
         threading.Thread(target=self._read, name="mtpjax-process-0", daemon=True).start()
@@ -112,6 +112,11 @@ class Leader:
             raise ValueError(f"process 0 has ended: {printable(frame[1:].decode(errors='replace'))}")
         return frame[1:] if frame[:1] == CALL else None
 
+    def close(self) -> None:
+        """Ends the connection. From now on, the end of process 0 does not end this one."""
+        self._is_closed = True
+        self._connection.close()
+
     def ask_to_drain(self) -> None:
         """Tells process 0 that this process was told to end."""
         with contextlib.suppress(OSError):
@@ -123,7 +128,8 @@ class Leader:
                 self._frames.put(frame)
             self._frames.put(frame)
         except (OSError, ValueError):
-            _end_process("process 0 of this server has ended or cannot be reached", lambda message: None)
+            if not self._is_closed:
+                _end_process("process 0 of this server has ended or cannot be reached", lambda message: None)
 
 
 @contextlib.contextmanager
@@ -153,8 +159,9 @@ def connect_processes(address: str | None) -> Iterator[Followers | Leader]:
         signer = Signer(bytes.fromhex(meeting["secret"]))
         # 2. They connect, and both sides prove that they know the secret.
         if not is_main:
-            connection = stack.enter_context(_join(meeting["hosts"], meeting["port"], signer))
-            yield Leader(connection)
+            leader = Leader(_join(meeting["hosts"], meeting["port"], signer))
+            stack.callback(leader.close)
+            yield leader
             return
         connections = _accept(listener, num_others, signer)
         for connection in connections.values():
@@ -222,11 +229,16 @@ def _join(hosts: list[str], port: int, signer: Signer) -> socket.socket:
     for host in hosts:
         try:
             connection = socket.create_connection((host, port), timeout=HELLO_SECONDS)
+        except OSError as error:
+            problem = f"{host}:{port}: {error}"
+            continue
+        try:
             _send(connection, protocol.pack({"rank": rank, **headers}))
             answer = {SIGNATURE: _receive(connection, protocol.MESSAGE_BYTES).decode()}
             signer.check_answer(headers, answer, b"")
             return _prepared(connection)
         except (OSError, ValueError, Forged) as error:
+            connection.close()
             problem = f"{host}:{port}: {error}"
     raise LostProcess(f"process {rank} cannot reach process 0 at {problem}")
 
