@@ -69,6 +69,8 @@ def connect_followers(options, params: dict, arguments: dict[str, Any]) -> Itera
     if options.nnodes == 1:
         yield None
         return
+    import jax
+
     from mtpjax.distributed import check_same
     from mtpjax.serving.http_server import tell
     from mtpjax.serving.launch import explain_full_memory
@@ -82,7 +84,7 @@ def connect_followers(options, params: dict, arguments: dict[str, Any]) -> Itera
         if not isinstance(link, Leader):
             yield link
             return
-        tell(f"mtpjax serve: process {options.node_rank} runs the calls of process 0", sys.stderr)
+        tell(f"mtpjax serve: process {jax.process_index()} runs the calls of process 0", sys.stderr)
         with explain_full_memory("lower --max-total-tokens, --max-running-requests or --chunked-prefill-size"):
             executor = FollowerExecutor(params, **arguments)
         follow(executor, link)

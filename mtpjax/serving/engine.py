@@ -285,7 +285,7 @@ class Engine:
         with self._changed:
             self._is_closing = True
         for sequence in list(self._sequences.values()):
-            deliver, sequence.deliver = sequence.deliver, lambda event: None
+            deliver, sequence.deliver = sequence.deliver, lambda event: None  # nothing may follow the end
             finish = Finish(
                 "error",
                 num_prompt_tokens=len(sequence.request.prompt),
@@ -293,7 +293,10 @@ class Engine:
                 message=f"request {sequence.id} failed: {message}",
                 is_retryable=True,
             )
-            deliver(finish)
+            try:
+                deliver(finish)
+            except Exception:
+                _log.exception("request %d: its receiver failed", sequence.id)
 
     @property
     def failure(self) -> str:

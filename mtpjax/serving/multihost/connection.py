@@ -25,6 +25,7 @@ from mtpjax.serving.disaggregation.transfer import own_address
 EXIT_CODE = 75  # of a process that has lost another; see `LostProcess`
 MEETING_SECONDS = 60.0  # until all processes are connected
 HELLO_SECONDS = 5.0  # until a connection must have said who it is
+STOP_SECONDS = 5.0  # in which another process closes its connection at the end
 MAX_BYTES = 1 << 30  # of a frame
 HELLO = {"rank": int, TIME: str, NONCE: str, SIGNATURE: str}
 STOP, DRAIN, CALL = b"s", b"d", b"c"  # first byte of a frame
@@ -46,8 +47,12 @@ class Followers:
         self.before_exit: Callable[[str], None] = lambda message: None
         self.should_drain = threading.Event()
         self._has_ended = threading.Lock()  # taken once
-        for rank in connections:
-            threading.Thread(target=self._watch, args=(rank,), name=f"mtpjax-process-{rank}", daemon=True).start()
+        self._threads = [
+            threading.Thread(target=self._watch, args=(rank,), name=f"mtpjax-process-{rank}", daemon=True)
+            for rank in connections
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def send(self, body: bytes) -> None:
         """Sends a call to all of them.
@@ -71,6 +76,10 @@ class Followers:
             for connection in self._connections.values():
                 with contextlib.suppress(OSError):
                     _send(connection, STOP + problem.encode())
+                    connection.shutdown(socket.SHUT_WR)
+            # A connection that is closed before the other side has closed it may lose the last frame.
+            for thread in self._threads:
+                thread.join(timeout=STOP_SECONDS)
 
     def end_process(self, message: str) -> None:
         """Ends this process because another one is lost; returns if that has begun, or the run has ended.
