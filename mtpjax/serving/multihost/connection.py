@@ -162,7 +162,7 @@ def connect_processes(address: str | None) -> Iterator[Followers | Leader]:
         meeting = None
         if is_main:
             listener = stack.enter_context(_listen())
-            hosts = [address.rpartition(":")[0]] if address else _own_hosts()
+            hosts = [address.rpartition(":")[0].strip("[]")] if address else _own_hosts()
             meeting = {"hosts": hosts, "port": listener.getsockname()[1], "secret": secrets.token_hex(32)}
         meeting = distributed.from_main_process(meeting)
         signer = Signer(bytes.fromhex(meeting["secret"]))
