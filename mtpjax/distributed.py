@@ -128,6 +128,23 @@ def gather_values(value: Any) -> list[Any]:
     return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
 
+def check_same(values: Mapping[str, Any]) -> None:
+    """Checks that all processes pass the same values. All processes must call it.
+
+    Args:
+        values: values by name that JSON can hold.
+
+    Raises:
+        ValueError: they differ; in every process. The message names the values.
+    """
+    first, *others = gather_values(dict(values))
+    for number, other in enumerate(others, 1):
+        names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+        if names:
+            found = ", ".join(f"{name} ({other.get(name)}; process 0 has {first.get(name)})" for name in names)
+            raise ValueError(f"process {number} was started with another {found}")
+
+
 def from_main_process(value: Any) -> Any:
     """Returns the value that the main process passes, in every process. All processes must call it.
 
@@ -192,13 +209,18 @@ def raise_on_lost_peer() -> Iterator[None]:
     try:
         yield
     except (jax.errors.JaxRuntimeError, ValueError) as error:
-        # Collectives on CPUs run over Gloo, whose errors JAX raises as ValueError. Any other runtime error of a
-        # multi-process run counts as a lost process, except running out of memory, which is this process's own failure.
+        # Any runtime error of a multi-process run counts as a lost process, except running out of memory, which is this
+        # process's own failure.
         message = str(error).partition("\n")[0]
-        is_lost = "Gloo" in message if isinstance(error, ValueError) else "RESOURCE_EXHAUSTED" not in message
-        if not (is_lost and is_multiprocess()):
+        if not (is_multiprocess() and is_runtime_error(error)) or "RESOURCE_EXHAUSTED" in message:
             raise
         raise LostProcess(f"another process of this run has ended or cannot be reached: {message}") from error
+
+
+def is_runtime_error(error: BaseException) -> bool:
+    """Returns whether a call on the device failed. Collectives on CPUs run over Gloo, whose errors are ValueErrors."""
+    is_gloo = isinstance(error, ValueError) and "Gloo" in str(error).partition("\n")[0]
+    return is_gloo or isinstance(error, jax.errors.JaxRuntimeError)
 
 
 def exit_without_shutdown(code: int) -> NoReturn:

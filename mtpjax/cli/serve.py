@@ -18,6 +18,7 @@ from mtpjax.cli.config_flags import (
 from mtpjax.cli.disaggregation_flags import add_disaggregation_flags, disaggregation_settings
 from mtpjax.cli.help import command_parser
 from mtpjax.cli.mesh_flags import add_mesh_flags, load_on_mesh, open_mesh
+from mtpjax.cli.serve_processes import check_process_flags, check_same_start, connect_followers
 from mtpjax.decoding.config import LOSSY_RULES
 from mtpjax.errors import TokenizerError, UsageError
 
@@ -243,8 +244,7 @@ def run_serve(options) -> int:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise UsageError(f"{error.name} is missing: pip install 'mtpjax[serve]'") from error
-    if options.nnodes > 1:
-        raise UsageError("mtpjax serve runs in one process: --nnodes must be 1")
+    check_process_flags(options)
     options.mesh = _mesh_text(options)
     # Check the flags before the model is loaded, which may take minutes.
     engine_settings(options, num_modules=1)
@@ -271,6 +271,7 @@ def _serve_on(mesh, options, disaggregation) -> int:
 
     from mtpjax.data.tokenizer import load_tokenizer
     from mtpjax.decoding.config import DecodeConfig
+    from mtpjax.distributed import is_main_process
     from mtpjax.evaluation.self_check import check_acceptance
     from mtpjax.io.checkpoint_format import find_checkpoint
     from mtpjax.serving.api.server import ApiSettings
@@ -280,6 +281,7 @@ def _serve_on(mesh, options, disaggregation) -> int:
     logging.getLogger("mtpjax").setLevel(options.log_level.upper())
     # 1. The model and its tokenizer.
     path = find_checkpoint(options.model_path)
+    check_same_start(options, path)
     with explain_full_memory("give the model more devices with --tp-size"):
         model, params, loaded_config = load_on_mesh(path, options, mesh)
     if options.tokenizer_path and not os.path.exists(options.tokenizer_path):
@@ -341,8 +343,15 @@ def _serve_on(mesh, options, disaggregation) -> int:
             "grammar_backend": "none" if settings.grammars is None else "llguidance",
         },
     )
-    start = running_engine(params, model=model, config=config, settings=settings, server=server, model_name=name)
-    with start as (engine, metrics):
-        shown = metrics if options.enable_metrics else None
-        serve(engine, tokenizer, api, server, shown, disaggregation)
+    arguments = {"model": model, "config": config, "settings": settings}
+    with connect_followers(options, params, arguments) as followers:
+        if not is_main_process():
+            return 0
+        with running_engine(params, **arguments, server=server, model_name=name, followers=followers) as (
+            engine,
+            metrics,
+        ):
+            shown = metrics if options.enable_metrics else None
+            should_stop = None if followers is None else followers.should_drain
+            serve(engine, tokenizer, api, server, shown, disaggregation, should_stop)
     return 0

@@ -9,6 +9,7 @@ computes from the drafts and the text so far.
 import collections
 import concurrent.futures
 import dataclasses
+import functools
 import itertools
 import logging
 import threading
@@ -20,12 +21,16 @@ from typing import TypeVar
 import numpy as np
 
 from mtpjax.decoding.config import DecodeConfig, SamplingParams
+from mtpjax.distributed import is_runtime_error
+from mtpjax.errors import LostProcess, printable
 from mtpjax.models.model import MTPModel
 from mtpjax.serving.calls import Call, DraftCall
 from mtpjax.serving.executor import Executor
 from mtpjax.serving.grammar import GrammarError
 from mtpjax.serving.host_pages import Entries, HostPages, Outgoing, page_shapes
 from mtpjax.serving.model_digest import model_digest
+from mtpjax.serving.multihost.connection import Followers
+from mtpjax.serving.multihost.leader import LeaderExecutor
 from mtpjax.serving.page_pool import PagePool
 from mtpjax.serving.programs import Report
 from mtpjax.serving.request import (
@@ -58,6 +63,7 @@ class Engine:
         config: settings of every request; limits and stop tokens are the requests' own.
         settings: sizes and limits.
         observe: called from the engine's thread with the end of each request and its times, for metrics.
+        followers: the other processes of the mesh, which run the same calls; None: there are none.
 
     Raises:
         ValueError: for settings that contradict each other or the model.
@@ -78,9 +84,11 @@ class Engine:
         config: DecodeConfig,
         settings: EngineSettings | None = None,
         observe: Callable[[Finish, RequestTimes], None] = lambda finish, times: None,
+        followers: Followers | None = None,
     ):
-        self.settings, self._observe = settings or EngineSettings(), observe
-        self._executor = Executor(params, model=model, config=config, settings=self.settings)
+        self.settings, self._observe, self._followers = settings or EngineSettings(), observe, followers
+        make = Executor if followers is None else functools.partial(LeaderExecutor, followers=followers)
+        self._executor: Executor = make(params, model=model, config=config, settings=self.settings)
         self.max_length, self.vocab_size = self._executor.sizes.max_length, model.config.vocab_size
         self._max_depth = self._executor.spec.num_steps
         self.grammars = self.settings.grammars
@@ -267,6 +275,30 @@ class Engine:
             **{f"num_{name}": self._totals[name] for name in _TOTALS},
         )
 
+    def fail(self, message: str) -> None:
+        """Ends all requests with an error, and takes no others: the process is about to end.
+
+        The engine's thread may wait for a device that never answers, so this runs in the caller's.
+
+        Args:
+            message: why, in one line.
+        """
+        with self._changed:
+            self._is_closing = True
+        for sequence in list(self._sequences.values()):
+            deliver, sequence.deliver = sequence.deliver, lambda event: None  # nothing may follow the end
+            finish = Finish(
+                "error",
+                num_prompt_tokens=len(sequence.request.prompt),
+                num_new_tokens=sequence.num_new,
+                message=f"request {sequence.id} failed: {message}",
+                is_retryable=True,
+            )
+            try:
+                deliver(finish)
+            except Exception:
+                _log.exception("request %d: its receiver failed", sequence.id)
+
     @property
     def failure(self) -> str:
         """Why the engine does not answer; "" if it does."""
@@ -374,6 +406,8 @@ class Engine:
                     action()
                 self._tick()
             except Exception as error:
+                if self._ends_process(error):
+                    return
                 self._recover(error)
 
     def _tick(self) -> None:
@@ -508,6 +542,16 @@ class Engine:
             sequence.deliver(event)
         except Exception:
             _log.exception("request %d: its receiver failed", sequence.id)
+
+    def _ends_process(self, error: Exception) -> bool:
+        """Ends this process, and so all of them, if a call on several processes failed; else returns False.
+
+        The others may not have failed at the same call, so their states may differ from now on.
+        """
+        if self._followers is None or not (isinstance(error, LostProcess) or is_runtime_error(error)):
+            return False
+        self._followers.end_process(f"another process has ended, or a call failed: {printable(error, 200)}")
+        return True
 
     def _recover(self, error: Exception) -> None:
         """Ends the requests that have entered, whose state may be lost, and goes on with the others."""

@@ -238,12 +238,12 @@ class Executor:
     def save_snapshots(self, rows: list[tuple[Sequence, int]]) -> None:
         """Copies the recurrent states of requests to rows of the snapshots."""
         for slots, kept in self._of_parts(rows):
-            self._copy_snapshots(slots, kept, to_state=False)
+            self.copy_snapshots(slots, kept, to_state=False)
 
     def restore_snapshots(self, rows: list[tuple[Sequence, int]]) -> None:
         """Copies rows of the snapshots to the slots of requests."""
         for slots, kept in self._of_parts(rows):
-            self._copy_snapshots(slots, kept, to_state=True)
+            self.copy_snapshots(slots, kept, to_state=True)
 
     def _of_parts(self, rows: list[tuple[Sequence, int]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yields slots and rows of the snapshots, both `[P]` int32: one of each part, as long as there are any."""
@@ -253,7 +253,14 @@ class Executor:
             slots, kept = np.array(pairs, np.int32).T
             yield slots, kept
 
-    def _copy_snapshots(self, slots: np.ndarray, rows: np.ndarray, *, to_state: bool) -> None:
+    def copy_snapshots(self, slots: np.ndarray, rows: np.ndarray, *, to_state: bool) -> None:
+        """Copies one row of each part.
+
+        Args:
+            slots: `[P]` int32 slots; `NO_ROW`: no copy.
+            rows: `[P]` int32 rows of the snapshots.
+            to_state: from the snapshots to the slots; False: back.
+        """
         own, config = recurrent_entries(self.state.trunk), self.model.config
         with self._on_device():
             if to_state:
@@ -315,7 +322,7 @@ class Executor:
         if self.snapshots:
             nowhere = np.full(sizes.num_parts, NO_ROW, np.int32)
             for to_state in (False, True):
-                self._copy_snapshots(nowhere, nowhere, to_state=to_state)
+                self.copy_snapshots(nowhere, nowhere, to_state=to_state)
         for length in score_lengths:
             self.score([0] * length, 1)
             progress(next(steps), total)

@@ -54,6 +54,7 @@ def run_app(
     *,
     header_seconds: float = 30.0,
     has_lifespan: bool = False,
+    should_stop: threading.Event | None = None,
     log_level: str,
 ) -> None:
     """Serves an application until SIGTERM or Ctrl-C.
@@ -66,6 +67,7 @@ def run_app(
         abort: ends what still runs; called at a second Ctrl-C.
         header_seconds: time in which a client must send the header of a request.
         has_lifespan: the application takes the events of its start and end.
+        should_stop: ends the server as SIGTERM does, when it is set.
         log_level: of the HTTP server's own log.
     """
 
@@ -76,6 +78,9 @@ def run_app(
             await super().startup(sockets)
             if self.started:
                 tell(line, sys.stdout)
+
+        async def on_tick(self, counter: int) -> bool:
+            return await super().on_tick(counter) or (should_stop is not None and should_stop.is_set())
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             # Streams go on while the server drains, and new requests get 503. A second Ctrl-C ends them.

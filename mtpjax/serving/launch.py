@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import logging
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import jax
 
 from mtpjax.decoding.config import KV_CACHE_DTYPES, DecodeConfig
+from mtpjax.distributed import gather_values
 from mtpjax.errors import MemoryTooSmall, printable
 from mtpjax.models.cache import empty_cache, recurrent_entries
 from mtpjax.models.config import ModelConfig
@@ -21,9 +23,11 @@ from mtpjax.serving.disaggregation.setup import DisaggregationSettings, set_up
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.http_server import address_of, listen, run_app, tell
 from mtpjax.serving.metrics import Metrics
+from mtpjax.serving.multihost.connection import Followers
 from mtpjax.serving.sizes import EngineSettings, count_snapshots
 from mtpjax.serving.watchdog import Watchdog
 
+ERROR_SECONDS = 1.0  # in which clients get their errors before the process ends
 CPU_POOL_BYTES = 1 << 30  # of the default pool where no accelerator says how much memory it has
 
 _log = logging.getLogger(__name__)
@@ -97,10 +101,14 @@ def choose_num_pages(
     """
     max_length = min(settings.max_length or config.max_position_embeddings, config.max_position_embeddings)
     per_row = -(-(max_length + 64) // settings.page_size)
-    stats = [device.memory_stats() for device in params["embedding"].devices()]
+    devices = params["embedding"].devices()
+    own = [device for device in devices if device.process_index == jax.process_index()]
+    stats = [device.memory_stats() for device in own]
     if all(stats):
         # Every device holds its part of the weights already, and its share of each page.
         room = sum(memory_fraction * each["bytes_limit"] - each["bytes_in_use"] for each in stats if each)
+        # All processes must choose the same size.
+        room = min(gather_values(room * len(devices) / len(own)))
     else:
         room = CPU_POOL_BYTES
     room -= count_snapshots(settings, config) * state_bytes(config, params["embedding"].dtype)
@@ -140,17 +148,33 @@ def running_engine(
     settings: EngineSettings,
     server: ServerSettings,
     model_name: str,
+    followers: Followers | None = None,
 ) -> Iterator[tuple[Engine, Metrics]]:
-    """Starts an engine and its metrics; on exit lets its requests end, for at most `drain_seconds`, and stops it."""
+    """Starts an engine and its metrics; on exit lets its requests end, for at most `drain_seconds`, and stops it.
+
+    If one of `followers` is lost, requests that run end with an error, and this process ends.
+    """
     with explain_full_memory("lower --max-total-tokens, --max-running-requests or --chunked-prefill-size"):
         engine = Engine(
-            params, model=model, config=config, settings=settings, observe=lambda *end: metrics.observe(*end)
+            params,
+            model=model,
+            config=config,
+            settings=settings,
+            observe=lambda *end: metrics.observe(*end),
+            followers=followers,
         )
         metrics = Metrics(engine.status, model_name=model_name)
         if server.warms_up:
             with _progress() as progress:
                 engine.warm_up(progress)
     engine.start()
+    if followers is not None:
+
+        def fail(message: str) -> None:
+            engine.fail(message)
+            time.sleep(ERROR_SECONDS)
+
+        followers.before_exit = fail
     watchdog = None
     if server.watchdog_seconds is not None:
         watchdog = Watchdog(lambda: engine.busy_since, server.watchdog_seconds)
@@ -170,6 +194,7 @@ def serve(
     server: ServerSettings,
     metrics: Metrics | None = None,
     disaggregation: DisaggregationSettings | None = None,
+    should_stop: threading.Event | None = None,
 ) -> None:
     """Serves requests until SIGTERM or Ctrl-C.
 
@@ -180,6 +205,7 @@ def serve(
         server: settings of the process.
         metrics: what `/metrics` answers; None: nothing.
         disaggregation: makes this a prefill server or a decode server; None: it is both.
+        should_stop: ends it too, when it is set.
 
     Raises:
         OSError: the port cannot be opened.
@@ -203,6 +229,7 @@ def serve(
             lambda: app.state.server.drain(server.drain_seconds),
             app.state.server.abort,
             header_seconds=server.header_seconds,
+            should_stop=should_stop,
             log_level=server.log_level,
         )
 

@@ -17,6 +17,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from mtpjax.decoding.commit import cond_as_while_loop
 from mtpjax.decoding.drafters.base import Draft, Drafter
@@ -279,7 +280,8 @@ def draft_round(
         rows, draft = _run_once(propose, (rows, no_draft))
         return _put(state, rows, batch, Features(plain=False)), draft
 
-    return run_in_parts(draft_part, model.config, params, draft_params, state, batch, has_row_outputs=True)
+    state, draft = run_in_parts(draft_part, model.config, params, draft_params, state, batch, has_row_outputs=True)
+    return state, _in_every_process(draft)
 
 
 @one_graph(donate_argnames=("state",), static_argnames=("model", "drafter", "spec", "depth"))
@@ -405,7 +407,7 @@ def _report(state: DecodeState, batch: Batch, before: jax.Array, max_new: int, d
     num_final, extended = take(state.trunk.length), drafter.num_extended(state.drafter)
     if extended is not None:
         num_final = jnp.minimum(num_final, take(extended))
-    return Report(
+    report = Report(
         tokens=new(state.tokens),
         origins=new(state.origin),
         logprobs=new(state.logprobs) if state.logprobs.shape[1] else state.logprobs[slots],
@@ -413,3 +415,9 @@ def _report(state: DecodeState, batch: Batch, before: jax.Array, max_new: int, d
         **{name: take(getattr(state, name)) for name in ("done", "stopped", "failed", "steps", "proposed", "accepted")},
         num_final=num_final,
     )
+    return _in_every_process(report)
+
+
+def _in_every_process(tree: Any) -> Any:
+    """Gives every process whole arrays, since process 0 reads them. One process can read all parts anyway."""
+    return tree if jax.process_count() == 1 else jax.lax.with_sharding_constraint(tree, PartitionSpec())

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mtpjax.decoding.gpu_graph import one_graph
+from mtpjax.distributed import gather_processes
 from mtpjax.models.forward import forward
 from mtpjax.models.model import MTPModel
 from mtpjax.serving.request import Scores
@@ -16,6 +17,26 @@ MAX_TOP = 20  # alternatives per token
 def score_sizes(max_length: int) -> tuple[int, ...]:
     """Returns the lengths that texts are padded to, ascending; each has a program of its own."""
     return fractions_of(8, max_length, 64)
+
+
+def check_text(tokens: list[int], num_top: int, *, vocab_size: int, max_length: int) -> None:
+    """Checks what `score_text` is asked for.
+
+    Args:
+        tokens: the text.
+        num_top: alternatives per token.
+        vocab_size: ids are 0 .. vocab_size - 1.
+        max_length: most tokens of a text.
+
+    Raises:
+        ValueError: for an empty or too long text, ids outside the vocabulary, or too many alternatives.
+    """
+    if not 1 <= len(tokens) <= max_length:
+        raise ValueError(f"a text to score must have 1..{max_length} tokens, got {len(tokens)}")
+    if not all(0 <= token < vocab_size for token in tokens):
+        raise ValueError(f"the text holds a token id outside 0..{vocab_size - 1}")
+    if not 0 <= num_top <= MAX_TOP:
+        raise ValueError(f"num_top must be within 0..{MAX_TOP}, got {num_top}")
 
 
 def score_text(params: dict, tokens: list[int], num_top: int, *, model: MTPModel, max_length: int) -> Scores:
@@ -34,16 +55,11 @@ def score_text(params: dict, tokens: list[int], num_top: int, *, model: MTPModel
     Raises:
         ValueError: for an empty or too long text, ids outside the vocabulary, or too many alternatives.
     """
-    vocab_size = model.config.vocab_size
-    if not 1 <= len(tokens) <= max_length:
-        raise ValueError(f"a text to score must have 1..{max_length} tokens, got {len(tokens)}")
-    if not all(0 <= token < vocab_size for token in tokens):
-        raise ValueError(f"the text holds a token id outside 0..{vocab_size - 1}")
-    if not 0 <= num_top <= MAX_TOP:
-        raise ValueError(f"num_top must be within 0..{MAX_TOP}, got {num_top}")
+    check_text(tokens, num_top, vocab_size=model.config.vocab_size, max_length=max_length)
     padded = np.zeros((1, bucket(len(tokens), score_sizes(max_length))), np.int32)
     padded[0, : len(tokens)] = tokens
-    logprobs, ids, top = jax.device_get(score(params, padded, np.array([len(tokens)], np.int32), model=model))
+    scored = score(params, padded, np.array([len(tokens)], np.int32), model=model)
+    logprobs, ids, top = jax.device_get(gather_processes(scored))
     count = len(tokens) - 1
     return Scores(
         logprobs=[None, *logprobs[0, :count].tolist()],

@@ -1,0 +1,113 @@
+"""`mtpjax serve` in several processes: what it refuses, and how the processes find out that they belong together."""
+
+import contextlib
+import hashlib
+import pathlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from mtpjax.errors import UsageError
+from mtpjax.version import __version__
+
+# Flags that may differ between processes, and keys, which stay where they are.
+OF_ONE_PROCESS = ("node_rank", "dist_init_addr", "host", "port", "api_key", "log_level", "model_path", "tokenizer_path")
+WEIGHT_FILES = ("*.safetensors", "*.gguf", "*.bin")
+END_BYTES = 1 << 16  # of each file of weights
+
+
+def check_process_flags(options) -> None:
+    """Checks the flags of a server in several processes.
+
+    Args:
+        options: the parsed flags.
+
+    Raises:
+        UsageError: a flag does not work there.
+    """
+    if options.nnodes == 1:
+        return
+    if options.disaggregation_mode not in (None, "null"):
+        raise UsageError("--disaggregation-mode needs a server in one process: leave --nnodes out")
+    if options.enable_hierarchical_cache:
+        raise UsageError("--enable-hierarchical-cache needs a server in one process: leave --nnodes out")
+
+
+def check_same_start(options, path: pathlib.Path) -> None:
+    """Checks that all processes have the same flags, checkpoint and versions. All of them must call it.
+
+    Args:
+        options: the parsed flags.
+        path: the checkpoint.
+
+    Raises:
+        ValueError: they differ; the message says in what.
+    """
+    if options.nnodes == 1:
+        return
+    import jax
+
+    from mtpjax.distributed import check_same
+
+    flags = {f"--{name.replace('_', '-')}": value for name, value in vars(options).items() if _is_shared(name)}
+    versions = {"mtpjax version": __version__, "jax version": jax.__version__}
+    check_same({**versions, "checkpoint": _digest(path), **flags})
+
+
+@contextlib.contextmanager
+def connect_followers(options, params: dict, arguments: dict[str, Any]) -> Iterator:
+    """Connects the processes of a server. In all but the first, it runs the calls of process 0 until that one stops.
+
+    Args:
+        options: the parsed flags.
+        params: model parameters.
+        arguments: those of `Engine`: model, config and settings.
+
+    Yields:
+        The other processes, in process 0; None in one of them, after the end, and if there are no others.
+    """
+    if options.nnodes == 1:
+        yield None
+        return
+    import jax
+
+    from mtpjax.distributed import check_same
+    from mtpjax.serving.http_server import tell
+    from mtpjax.serving.launch import explain_full_memory
+    from mtpjax.serving.multihost.connection import Leader, connect_processes
+    from mtpjax.serving.multihost.follower import FollowerExecutor, follow
+
+    # Sizes depend on the memory, and programs on the packages of a machine.
+    settings = arguments["settings"]
+    check_same({"number of pages": settings.num_pages, "--grammar-backend": settings.grammars is not None})
+    with connect_processes(options.dist_init_addr) as link:
+        if not isinstance(link, Leader):
+            yield link
+            return
+        tell(f"mtpjax serve: process {jax.process_index()} runs the calls of process 0", sys.stderr)
+        with explain_full_memory("lower --max-total-tokens, --max-running-requests or --chunked-prefill-size"):
+            executor = FollowerExecutor(params, **arguments)
+        follow(executor, link)
+    yield None
+
+
+def _is_shared(name: str) -> bool:
+    return name not in OF_ONE_PROCESS and not name.startswith(("disaggregation", "cfg", "config"))
+
+
+def _digest(path: pathlib.Path) -> str:
+    """Returns a hash of a checkpoint's description and of the beginning and end of each file of weights."""
+    from mtpjax.io.checkpoint_format import checkpoint_digest
+
+    digest = hashlib.sha256()
+    if path.is_dir():
+        digest.update(checkpoint_digest(path).encode())
+        files = sorted(file for pattern in WEIGHT_FILES for file in path.glob(pattern))
+    else:
+        files = [path]
+    for file in files:
+        with open(file, "rb") as stream:
+            digest.update(stream.read(END_BYTES))
+            stream.seek(max(stream.seek(0, 2) - END_BYTES, 0))
+            digest.update(stream.read(END_BYTES))
+    return digest.hexdigest()

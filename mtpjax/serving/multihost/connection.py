@@ -1,0 +1,292 @@
+"""TCP connections between process 0 and the others: how they meet, frames of bytes, and what happens if one is lost.
+
+Process 0 listens at a free port. The port, its addresses and a secret that is made for this run travel over JAX's own
+collectives, so there is nothing to configure. Frames are not encrypted, and neither are JAX's collectives.
+"""
+
+import contextlib
+import queue
+import secrets
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import jax
+
+from mtpjax import distributed
+from mtpjax.errors import LostProcess, printable
+from mtpjax.serving.disaggregation import protocol
+from mtpjax.serving.disaggregation.protocol import NONCE, SIGNATURE, TIME, Forged, Signer
+from mtpjax.serving.disaggregation.transfer import own_address
+
+EXIT_CODE = 75  # of a process that has lost another; see `LostProcess`
+MEETING_SECONDS = 60.0  # until all processes are connected
+HELLO_SECONDS = 5.0  # until a connection must have said who it is
+STOP_SECONDS = 5.0  # in which another process closes its connection at the end
+MAX_BYTES = 1 << 30  # of a frame
+HELLO = {"rank": int, TIME: str, NONCE: str, SIGNATURE: str}
+STOP, DRAIN, CALL = b"s", b"d", b"c"  # first byte of a frame
+
+
+class Followers:
+    """Connections of process 0 to the others.
+
+    Args:
+        connections: one per process, by its number.
+
+    Attributes:
+        before_exit: called with a message when another process is lost, before this one ends.
+        should_drain: set when another process was told to end.
+    """
+
+    def __init__(self, connections: dict[int, socket.socket]):
+        self._connections = connections
+        self.before_exit: Callable[[str], None] = lambda message: None
+        self.should_drain = threading.Event()
+        self._has_ended = threading.Lock()  # taken once
+        self._threads = [
+            threading.Thread(target=self._watch, args=(rank,), name=f"mtpjax-process-{rank}", daemon=True)
+            for rank in connections
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, body: bytes) -> None:
+        """Sends a call to all of them.
+
+        Raises:
+            LostProcess: a connection is broken.
+        """
+        for rank, connection in self._connections.items():
+            try:
+                _send(connection, CALL + body)
+            except OSError as error:
+                raise LostProcess(f"process {rank} cannot be reached: {error.strerror or error}") from error
+
+    def stop(self, problem: str = "") -> None:
+        """Lets the other processes end.
+
+        Args:
+            problem: why this one ends, if that is a fault.
+        """
+        if self._has_ended.acquire(blocking=False):
+            for connection in self._connections.values():
+                with contextlib.suppress(OSError):
+                    _send(connection, STOP + problem.encode())
+                    connection.shutdown(socket.SHUT_WR)
+            # A connection that is closed before the other side has closed it may lose the last frame.
+            for thread in self._threads:
+                thread.join(timeout=STOP_SECONDS)
+
+    def end_process(self, message: str) -> None:
+        """Ends this process because another one is lost; returns if that has begun, or the run has ended.
+
+        Args:
+            message: one line.
+        """
+        if self._has_ended.acquire(blocking=False):
+            _end_process(message, self.before_exit)
+
+    def _watch(self, rank: int) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            while _receive(self._connections[rank], len(DRAIN)) == DRAIN:
+                self.should_drain.set()
+        self.end_process(f"process {rank} of this server has ended or cannot be reached")
+
+
+class Leader:
+    """The connection of another process to process 0.
+
+    Args:
+        connection: the socket.
+    """
+
+    def __init__(self, connection: socket.socket):
+        self._connection, self._is_closed = connection, False
+        self._frames: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        # A thread of its own notices the loss of process 0 while this process waits for a device.
+        threading.Thread(target=self._read, name="mtpjax-process-0", daemon=True).start()
+
+    def receive(self) -> bytes | None:
+        """Waits for the next call; None: process 0 stops.
+
+        Raises:
+            ValueError: process 0 ends because of a fault.
+        """
+        frame = self._frames.get()
+        if frame[:1] == STOP and len(frame) > 1:
+            raise ValueError(f"process 0 has ended: {printable(frame[1:].decode(errors='replace'))}")
+        return frame[1:] if frame[:1] == CALL else None
+
+    def close(self) -> None:
+        """Ends the connection. From now on, the end of process 0 does not end this one."""
+        self._is_closed = True
+        self._connection.close()
+
+    def ask_to_drain(self) -> None:
+        """Tells process 0 that this process was told to end."""
+        with contextlib.suppress(OSError):
+            _send(self._connection, DRAIN)
+
+    def _read(self) -> None:
+        try:
+            while (frame := _receive(self._connection, MAX_BYTES))[:1] == CALL:
+                self._frames.put(frame)
+            self._frames.put(frame)
+        except (OSError, ValueError):
+            if not self._is_closed:
+                _end_process("process 0 of this server has ended or cannot be reached", lambda message: None)
+
+
+@contextlib.contextmanager
+def connect_processes(address: str | None) -> Iterator[Followers | Leader]:
+    """Connects process 0 with the others. All processes must call it.
+
+    On exit the first process stops the others, with the reason if the block raises.
+
+    Args:
+        address: "host:port" of process 0 for JAX, whose host the others connect to; None: an address of the machine.
+
+    Yields:
+        `Followers` in process 0, `Leader` in the others.
+
+    Raises:
+        LostProcess: a process did not come.
+    """
+    is_main, num_others = distributed.is_main_process(), jax.process_count() - 1
+    with contextlib.ExitStack() as stack:
+        # 1. Process 0 opens a port, and tells the others.
+        meeting = None
+        if is_main:
+            listener = stack.enter_context(_listen())
+            hosts = [address.rpartition(":")[0].strip("[]")] if address else _own_hosts()
+            meeting = {"hosts": hosts, "port": listener.getsockname()[1], "secret": secrets.token_hex(32)}
+        meeting = distributed.from_main_process(meeting)
+        signer = Signer(bytes.fromhex(meeting["secret"]))
+        # 2. They connect, and both sides prove that they know the secret.
+        if not is_main:
+            leader = Leader(_join(meeting["hosts"], meeting["port"], signer))
+            stack.callback(leader.close)
+            yield leader
+            return
+        connections = _accept(listener, num_others, signer)
+        for connection in connections.values():
+            stack.enter_context(connection)
+        followers = Followers(connections)
+        try:
+            yield followers
+        except BaseException as error:
+            followers.stop(printable(error) or type(error).__name__)
+            raise
+        followers.stop()
+
+
+def _end_process(message: str, before_exit: Callable[[str], None]) -> None:
+    print(f"mtpjax serve: {message}", file=sys.stderr, flush=True)
+    with contextlib.suppress(Exception):
+        before_exit(message)
+    # JAX's shutdown would wait for the lost process.
+    distributed.exit_without_shutdown(EXIT_CODE)
+
+
+def _listen() -> socket.socket:
+    """Opens a free port at all addresses of the machine."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
+
+
+def _own_hosts() -> list[str]:
+    """Returns names of this machine for others, the most likely one first."""
+    with contextlib.suppress(ValueError):
+        return [own_address(""), socket.gethostname()]
+    return [socket.gethostname()]
+
+
+def _accept(listener: socket.socket, count: int, signer: Signer) -> dict[int, socket.socket]:
+    """Waits for the processes 1 .. `count`; whoever else connects is turned away."""
+    connections: dict[int, socket.socket] = {}
+    deadline = time.monotonic() + MEETING_SECONDS
+    while len(connections) < count:
+        listener.settimeout(max(deadline - time.monotonic(), 0.01))
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            missing = sorted({*range(1, count + 1)} - {*connections})
+            raise LostProcess(f"processes {missing} did not connect within {MEETING_SECONDS:.0f} s") from None
+        try:
+            connection.settimeout(HELLO_SECONDS)
+            hello = protocol.unpack(_receive(connection, protocol.MESSAGE_BYTES), HELLO)
+            rank = hello["rank"]
+            signer.check(hello, str(rank).encode())
+            if not 1 <= rank <= count or rank in connections:
+                raise Forged("there is such a process already")
+            _send(connection, signer.sign_answer(hello, b"")[SIGNATURE].encode())
+            connections[rank] = _prepared(connection)
+        except (OSError, ValueError, Forged):
+            connection.close()
+    return connections
+
+
+def _join(hosts: list[str], port: int, signer: Signer) -> socket.socket:
+    """Connects to process 0."""
+    rank, problem = jax.process_index(), ""
+    headers = signer.sign(str(rank).encode())
+    for host in hosts:
+        try:
+            connection = socket.create_connection((host, port), timeout=HELLO_SECONDS)
+        except OSError as error:
+            problem = f"{host}:{port}: {error}"
+            continue
+        try:
+            _send(connection, protocol.pack({"rank": rank, **headers}))
+            answer = {SIGNATURE: _receive(connection, protocol.MESSAGE_BYTES).decode()}
+            signer.check_answer(headers, answer, b"")
+            return _prepared(connection)
+        except (OSError, ValueError, Forged) as error:
+            connection.close()
+            problem = f"{host}:{port}: {error}"
+    raise LostProcess(f"process {rank} cannot reach process 0 at {problem}")
+
+
+def _prepared(connection: socket.socket) -> socket.socket:
+    """Sets a connection's options: no delays, and a host that is gone breaks it within half a minute."""
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # Names of Linux; other systems keep their own times.
+    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 25_000)):
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return connection
+
+
+def _send(connection: socket.socket, body: bytes) -> None:
+    connection.sendall(struct.pack(">I", len(body)) + body)
+
+
+def _receive(connection: socket.socket, max_bytes: int) -> bytes:
+    """Reads a frame.
+
+    Raises:
+        OSError: the connection is closed or broken.
+        ValueError: the frame is longer than `max_bytes`.
+    """
+    [size] = struct.unpack(">I", _read_exactly(connection, 4))
+    if size > max_bytes:
+        raise ValueError(f"a frame has {size} bytes, more than {max_bytes}")
+    return _read_exactly(connection, size)
+
+
+def _read_exactly(connection: socket.socket, size: int) -> bytes:
+    data = bytearray(size)
+    view = memoryview(data)
+    while view:
+        count = connection.recv_into(view)
+        if not count:
+            raise OSError("the connection is closed")
+        view = view[count:]
+    return bytes(data)

@@ -1,0 +1,60 @@
+"""The executor of process 0: sends each call to the other processes, and runs it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mtpjax.serving.calls import Work
+from mtpjax.serving.executor import Executor
+from mtpjax.serving.multihost.connection import Followers
+from mtpjax.serving.multihost.plan import encode, encode_work
+from mtpjax.serving.request import Scores
+from mtpjax.serving.scoring import check_text
+
+
+class LeaderExecutor(Executor):
+    """An executor whose calls run in all processes.
+
+    Args:
+        params: as for `Executor`, spread over the devices of all processes.
+        followers: connections to the other processes.
+        **arguments: those of `Executor`.
+    """
+
+    def __init__(self, params: dict, *, followers: Followers, **arguments: Any):
+        super().__init__(params, **arguments)
+        self._followers, self._is_warming_up = followers, False
+
+    def _run(self, work: Work) -> Any:
+        """Sends a call, then dispatches it, so that all processes start it at about the same time."""
+        # The other processes make the calls of the warm-up themselves.
+        if not self._is_warming_up:
+            self._followers.send(encode_work(work))
+        return super()._run(work)
+
+    def copy_snapshots(self, slots: np.ndarray, rows: np.ndarray, *, to_state: bool) -> None:
+        """Copies recurrent states; see `Executor.copy_snapshots`."""
+        if not self._is_warming_up:
+            self._followers.send(encode("copy_snapshots", slots, rows, to_state))
+        super().copy_snapshots(slots, rows, to_state=to_state)
+
+    def score(self, tokens: list[int], num_top: int) -> Scores:
+        """Computes the log-probabilities of a text; see `Executor.score`."""
+        # A text that is rejected must not reach the other processes.
+        check_text(tokens, num_top, vocab_size=self.model.config.vocab_size, max_length=self.sizes.max_length)
+        if not self._is_warming_up:
+            self._followers.send(encode("score", tokens, num_top))
+        return super().score(tokens, num_top)
+
+    def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Compiles every program in every process."""
+        self._followers.send(encode("warm_up"))
+        self._is_warming_up = True
+        super().warm_up(progress)
+        self._is_warming_up = False
+
+    def reset(self) -> None:
+        """Makes a state whose slots are all free, in every process."""
+        self._followers.send(encode("reset"))
+        super().reset()
