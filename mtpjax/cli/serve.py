@@ -139,6 +139,12 @@ def _add_mesh_flags(parser) -> None:
         help="parts of --tp-size with rows of their own; the same as --mesh data=N,...",
     )
     parser.add_argument("--enable-dp-attention", action="store_true", help="split the rows over --dp-size")
+    parser.add_argument(
+        "--ep-size",
+        type=int,
+        default=None,
+        help="parts of --tp-size with experts of their own; the same as --mesh expert=N,... (default: --dp-size)",
+    )
     add_mesh_flags(parser)
 
 
@@ -217,16 +223,24 @@ def engine_settings(options, num_modules: int) -> dict[str, Any]:
 
 def _mesh_text(options) -> str:
     """Returns the mesh that `--mesh`, or SGLang's sizes, name."""
-    if options.mesh and (options.tp_size is not None or options.dp_size != 1):
-        raise ValueError("give either --mesh, or --tp-size and --dp-size")
-    if options.mesh or (options.tp_size is None and options.dp_size == 1):
+    has_sizes = options.tp_size is not None or options.dp_size != 1 or options.ep_size is not None
+    if options.mesh and has_sizes:
+        raise ValueError("give either --mesh, or --tp-size, --dp-size and --ep-size")
+    if not has_sizes:
         return options.mesh
     size, parts = options.tp_size or 1, options.dp_size
     if parts > 1 and not options.enable_dp_attention:
         raise ValueError("--dp-size needs --enable-dp-attention: for copies of the whole model, start several servers")
     if min(size, parts) < 1 or size % parts:
         raise ValueError(f"--tp-size ({size}) must be a multiple of --dp-size ({parts})")
-    return f"data={parts},tensor={size // parts}"
+    # Experts are split over data and expert together, and their columns over tensor.
+    experts = parts if options.ep_size is None else options.ep_size
+    if experts < 1 or experts % parts or size % experts:
+        raise ValueError(
+            f"--ep-size ({experts}) must divide --tp-size ({size}) and be a multiple of --dp-size ({parts})"
+        )
+    axes = {"data": parts, "expert": experts // parts, "tensor": size // experts}
+    return ",".join(f"{axis}={count}" for axis, count in axes.items() if count > 1 or axis != "expert")
 
 
 def run_serve(options) -> int:

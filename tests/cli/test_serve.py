@@ -23,6 +23,7 @@ pytest.importorskip("uvicorn")
 
 import httpx
 
+from mtpjax.cli import serve as serve_command
 from mtpjax.cli.main import main
 
 SIZES = ("--max-running-requests", "2", "--context-length", "128", "--precompile-bs-paddings", "2")
@@ -124,6 +125,7 @@ def test_a_server_starts_drains_and_leaves_nothing_behind(serve, tmp_path):
         (["--port", "http"], 2, "--port"),
         (["--context-length", "1"], 2, "max_length must be at least 2"),
         (["--speculative-algorithm", "EAGLE4"], 2, "unknown --speculative-algorithm EAGLE4"),
+        (["--tp-size", "8", "--ep-size", "3"], 2, "--ep-size (3) must divide --tp-size (8)"),
         (["--acceptance", "threshold"], 2, "use --allow-lossy"),
         (["--tokenizer-path", "/no/such/folder"], 3, "/no/such/folder"),
     ],
@@ -135,6 +137,23 @@ def test_wrong_flags_are_one_line_and_an_exit_code(checkpoint, capsys, flags, co
     errors = capsys.readouterr().err
     assert message in errors and "Traceback" not in errors
     assert len(errors.splitlines()) == 1 or "--port" in message  # argparse shows the usage too
+
+
+@pytest.mark.parametrize(
+    ("flags", "mesh"),
+    [
+        ([], ""),
+        (["--mesh", "expert=2"], "expert=2"),
+        (["--tp-size", "8"], "data=1,tensor=8"),
+        (["--tp-size", "8", "--dp-size", "4", "--enable-dp-attention"], "data=4,tensor=2"),
+        (["--tp-size", "8", "--ep-size", "4"], "data=1,expert=4,tensor=2"),
+        (["--tp-size", "8", "--ep-size", "8"], "data=1,expert=8,tensor=1"),
+        (["--tp-size", "8", "--ep-size", "4", "--dp-size", "2", "--enable-dp-attention"], "data=2,expert=2,tensor=2"),
+    ],
+)
+def test_sizes_with_sglang_s_names_are_a_mesh(flags, mesh):
+    options = serve_command.make_parser().parse_args(["--model-path", "model", *flags])
+    assert serve_command._mesh_text(options) == mesh
 
 
 def test_a_missing_model_is_one_line_and_exit_code_3(tmp_path, capsys):
