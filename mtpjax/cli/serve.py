@@ -123,6 +123,12 @@ def _add_draft_flags(parser) -> None:
     parser.add_argument("--speculative-use-block-verification", action="store_true", help="--acceptance block")
     parser.add_argument("--allow-lossy", action="store_true", help="allow rules that change the text's distribution")
     parser.add_argument(
+        "--speculative-adaptive",
+        action="store_true",
+        help="choose the draft levels of each call, at most --num-steps, by acceptance and by the cost of a round, "
+        "which is measured at the start; --acceptance auto is then sample",
+    )
+    parser.add_argument(
         "--speculative-disable-by-batch-size",
         type=int,
         default=None,
@@ -213,8 +219,9 @@ def engine_settings(options, num_modules: int) -> dict[str, Any]:
         if settings["acceptance"] not in ("auto", rule):
             raise ValueError(f"acceptance is chosen twice: {settings['acceptance']} and {rule}")
         settings["acceptance"] = rule
-    # vLLM's switch needs a rule under which the text of a seed does not depend on the number of drafts.
-    if options.speculative_disable_by_batch_size is not None and settings["acceptance"] == "auto":
+    # A depth that changes needs a rule under which the text of a seed does not depend on the number of drafts.
+    changes_depth = options.speculative_adaptive or options.speculative_disable_by_batch_size is not None
+    if changes_depth and settings["acceptance"] == "auto":
         settings["acceptance"] = "sample"
     if settings["acceptance"] in LOSSY_RULES and not options.allow_lossy:
         raise ValueError(f"acceptance '{settings['acceptance']}' changes the text's distribution: use --allow-lossy")
@@ -304,6 +311,7 @@ def _serve_on(mesh, options, disaggregation) -> int:
         prefill_tokens=options.chunked_prefill_size,
         rounds_per_call=options.num_continuous_decode_steps,
         disable_drafts_at=options.speculative_disable_by_batch_size,
+        adapts_depth=options.speculative_adaptive,
         batch_sizes=tuple(options.precompile_bs_paddings) or None,
         max_waiting=options.max_queued_requests,
         max_queue_seconds=options.max_queue_seconds,

@@ -69,12 +69,13 @@ class Executor:
             raise ValueError("pages in host memory need one device, not a mesh: set host_bytes to 0")
         # A chain may change its depth from call to call, so the drafter keeps the states of rounds without drafts.
         is_adaptive = config.num_steps > 0 and config.topk == 1
-        if settings.disable_drafts_at is not None and config.topk > 1:
-            raise ValueError("drafts can be disabled by load only for chains: set topk to 1")
-        if settings.disable_drafts_at is not None and spec.is_ratio_rule:
+        changes_depth = settings.disable_drafts_at is not None or settings.adapts_depth
+        if changes_depth and config.topk > 1:
+            raise ValueError("the number of draft levels can follow load or acceptance only for chains: set topk to 1")
+        if changes_depth and spec.is_ratio_rule:
             raise ValueError(
                 f"under acceptance '{spec.rule}' the text of a seed depends on the number of drafts, which would "
-                "depend on the load: set acceptance to 'sample' or 'greedy'"
+                "depend on other requests: set acceptance to 'sample' or 'greedy'"
             )
         spec = dataclasses.replace(spec, is_adaptive=is_adaptive, check_nan=True, logprobs=True)
         num_parts = 1 if mesh is None else mesh.shape.get("data", 1)
