@@ -21,7 +21,7 @@ from mtpjax.cli.mesh_flags import add_mesh_flags, load_on_mesh, open_mesh
 from mtpjax.decoding.config import LOSSY_RULES
 from mtpjax.errors import TokenizerError, UsageError
 
-KEY_VARIABLE = "MTPJAX_API_KEY"
+KEY_VARIABLE, ADMIN_KEY_VARIABLE = "MTPJAX_API_KEY", "MTPJAX_ADMIN_API_KEY"
 # SGLang's names of draft methods, and ours.
 ALGORITHMS = {"NEXTN": "mtp", "EAGLE": "mtp", "MTP": "mtp", "NGRAM": "lookup", "NONE": None}
 
@@ -53,6 +53,12 @@ def _add_server_flags(parser) -> None:
         default=None,
         help=f"requests need this key as bearer token; several are separated by commas (default: ${KEY_VARIABLE}, "
         "which other users of the machine cannot see)",
+    )
+    parser.add_argument(
+        "--admin-api-key",
+        default=None,
+        help="requests that change the server for everybody (/flush_cache, /abort_request for all) need this key; "
+        f"several are separated by commas (default: ${ADMIN_KEY_VARIABLE})",
     )
     parser.add_argument("--chat-template", default=None, help="file of a Jinja chat template (default: the model's)")
     parser.add_argument(
@@ -268,6 +274,12 @@ def run_serve(options) -> int:
         return _serve_on(mesh, options, disaggregation)
 
 
+def _read_keys(flag: str | None, variable: str) -> tuple[str, ...]:
+    """Returns the keys of a flag, or of an environment variable if the flag is not given."""
+    given = flag or os.environ.get(variable, "")
+    return tuple(filter(None, (key.strip() for key in given.split(","))))
+
+
 def _load_grammars(backend: str | None, tokenizer, vocab_size: int):
     """Returns what compiles the grammars of requests; None if there is nothing, and nobody asked for it."""
     from mtpjax.serving.grammar import Grammars
@@ -336,13 +348,13 @@ def _serve_on(mesh, options, disaggregation) -> int:
     # 3. Who may ask.
     folder = path.parent.name if path.name == "checkpoint" else path.name
     name = options.served_model_name or folder
-    given = options.api_key or os.environ.get(KEY_VARIABLE, "")
-    keys = tuple(filter(None, (key.strip() for key in given.split(","))))
+    keys = _read_keys(options.api_key, KEY_VARIABLE)
     if not keys and options.host not in ("127.0.0.1", "localhost", "::1"):
         print(f"mtpjax serve: anybody who reaches {options.host} may use the model: set an --api-key", file=sys.stderr)
     api = ApiSettings(
         model_name=name,
         api_keys=keys,
+        admin_api_keys=_read_keys(options.admin_api_key, ADMIN_KEY_VARIABLE),
         server_info={
             "model_path": str(options.model_path),
             "speculative_algorithm": options.speculative_algorithm,
