@@ -279,6 +279,7 @@ class Engine:
             proposed=tuple(self._drafts[1 : 1 + depth].tolist()),
             accepted=tuple(self._drafts[1 + depth :].tolist()),
             num_compilations=self._executor.num_compiled - self._num_warm_up_programs,
+            compile_seconds=self._executor.compile_seconds,
             **{f"num_{name}": self._totals[name] for name in _TOTALS},
         )
 
@@ -472,6 +473,7 @@ class Engine:
             pool.store(sequence.lease, sequence.text, min(int(report.num_final[row]), len(sequence.text)))
         # 4. The end.
         if report.failed[row]:
+            self._totals["nan_logits"] += 1
             self._end(sequence, "error", f"request {sequence.id} failed: the model computed NaN")
         elif report.done[row]:
             self._end(sequence, "stop" if report.stopped[row] else "length")
@@ -552,4 +554,7 @@ class Engine:
 
 
 # Totals of `EngineStatus`.
-_TOTALS = ("prompt_tokens", "cached_tokens", "new_tokens", "requests", "aborted", "failed", "ticks", "received_pages")
+_TOTALS = (
+    *("prompt_tokens", "cached_tokens", "new_tokens", "requests", "aborted", "failed", "nan_logits", "ticks"),
+    "received_pages",
+)

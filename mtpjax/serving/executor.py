@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -85,6 +86,7 @@ class Executor:
         )
         self.draft_params = drafter.default_params(params, config, model=model)
         self.num_compiled = 0  # programs
+        self.compile_seconds = 0.0
         self.state = self._new_state()
 
     def reset(self) -> None:
@@ -237,7 +239,7 @@ class Executor:
         Args:
             progress: called with the number of programs done and of all programs.
         """
-        sizes, width = self.sizes, self.sizes.table_widths[-1]
+        sizes, width, begin = self.sizes, self.sizes.table_widths[-1], time.perf_counter()
         request = self.make_rows(Request(prompt=(0,), max_new_tokens=1))
         # Every row is padding, so the calls change nothing.
         works: list[Work] = []
@@ -280,6 +282,8 @@ class Executor:
             self.score([0] * length, 1)
             progress(next(steps), total)
         jax.block_until_ready(self.state)
+        # The threads compiled at the same time.
+        self.compile_seconds = time.perf_counter() - begin
 
     # Calls on arrays.
 
@@ -331,9 +335,11 @@ class Executor:
             device_settings(self.params, self.mesh, self.config),
             explain_param_errors(self.params, self.model),
         ):
-            before = _num_programs()
+            before, begin = _num_programs(), time.perf_counter()
             yield
-            self.num_compiled += _num_programs() - before
+            if (num_new := _num_programs() - before) > 0:
+                self.num_compiled += num_new
+                self.compile_seconds += time.perf_counter() - begin
 
     # Batches.
 
