@@ -22,6 +22,7 @@ from mtpjax.decoding.config import LOSSY_RULES
 from mtpjax.errors import TokenizerError, UsageError
 
 KEY_VARIABLE, ADMIN_KEY_VARIABLE = "MTPJAX_API_KEY", "MTPJAX_ADMIN_API_KEY"
+MAX_COUNTS_BYTES = 64 << 20  # of a file of --init-expert-location
 # SGLang's names of draft methods, and ours.
 ALGORITHMS = {"NEXTN": "mtp", "EAGLE": "mtp", "MTP": "mtp", "NGRAM": "lookup", "NONE": None}
 
@@ -157,6 +158,19 @@ def _add_mesh_flags(parser) -> None:
         default=None,
         help="parts of --tp-size with experts of their own; the same as --mesh expert=N,... (default: --dp-size)",
     )
+    parser.add_argument(
+        "--ep-num-redundant-experts",
+        type=int,
+        default=0,
+        help="copies of experts per layer, so that devices have equal work; of the experts that "
+        "--init-expert-location says are chosen most",
+    )
+    parser.add_argument(
+        "--init-expert-location",
+        default="trivial",
+        help="JSON file with 'logical_count', for each layer the tokens that chose each expert; trivial: all experts "
+        "count the same, and stay where they are without copies (default: %(default)s)",
+    )
     add_mesh_flags(parser)
 
 
@@ -266,12 +280,39 @@ def run_serve(options) -> int:
     if options.nnodes > 1:
         raise UsageError("mtpjax serve runs in one process: --nnodes must be 1")
     options.mesh = _mesh_text(options)
+    if options.ep_num_redundant_experts < 0:
+        raise UsageError(f"--ep-num-redundant-experts must be at least 0, got {options.ep_num_redundant_experts}")
     # Check the flags before the model is loaded, which may take minutes.
     engine_settings(options, num_modules=1)
     disaggregation = disaggregation_settings(options)
     set_threads(options.model_path)
     with open_mesh(options) as mesh:
         return _serve_on(mesh, options, disaggregation)
+
+
+def _expert_counts(path: str) -> dict[str, Any] | None:
+    """Reads SGLang's `logical_count`, a list of numbers for each layer of the trunk; None without a file."""
+    from mtpjax.safe_open import read_json_file
+
+    if path == "trivial":
+        return None
+    content = read_json_file(path, max_bytes=MAX_COUNTS_BYTES)
+    layers = content.get("logical_count") if isinstance(content, dict) else None
+    is_count = lambda value: isinstance(value, int | float) and 0 <= value < float("inf")
+    if not isinstance(layers, list) or not all(isinstance(row, list) and all(map(is_count, row)) for row in layers):
+        raise UsageError(f"--init-expert-location {path}: 'logical_count' must be a list of numbers for each layer")
+    return {f"layer_{index}": row for index, row in enumerate(layers)}
+
+
+def _place_experts(params: dict, options, mesh) -> dict:
+    """Places the experts as the flags ask, if they do."""
+    counts, num_redundant = _expert_counts(options.init_expert_location), options.ep_num_redundant_experts
+    if counts is None and not num_redundant:
+        return params
+    from mtpjax.models.expert_placement import place_all_layers
+
+    num_devices = 1 if mesh is None else mesh.shape.get("data", 1) * mesh.shape.get("expert", 1)
+    return place_all_layers(params, num_devices=num_devices, num_redundant=num_redundant, counts=counts)
 
 
 def _read_keys(flag: str | None, variable: str) -> tuple[str, ...]:
@@ -307,7 +348,9 @@ def _serve_on(mesh, options, disaggregation) -> int:
     # 1. The model and its tokenizer.
     path = find_checkpoint(options.model_path)
     with explain_full_memory("give the model more devices with --tp-size"):
-        model, params, loaded_config = load_on_mesh(path, options, mesh)
+        model, params, loaded_config = load_on_mesh(
+            path, options, mesh, rearrange=lambda params: _place_experts(params, options, mesh)
+        )
     if options.tokenizer_path and not os.path.exists(options.tokenizer_path):
         raise TokenizerError(f"--tokenizer-path: there is no {options.tokenizer_path}")
     tokenizer = load_tokenizer(options.tokenizer_path or path, model.config.vocab_size)

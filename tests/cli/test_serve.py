@@ -25,6 +25,7 @@ import httpx
 
 from mtpjax.cli import serve as serve_command
 from mtpjax.cli.main import main
+from mtpjax.errors import UsageError
 
 SIZES = ("--max-running-requests", "2", "--context-length", "128", "--precompile-bs-paddings", "2")
 QUICK = (*SIZES, "--skip-server-warmup", "--port", "0")
@@ -126,6 +127,8 @@ def test_a_server_starts_drains_and_leaves_nothing_behind(serve, tmp_path):
         (["--context-length", "1"], 2, "max_length must be at least 2"),
         (["--speculative-algorithm", "EAGLE4"], 2, "unknown --speculative-algorithm EAGLE4"),
         (["--tp-size", "8", "--ep-size", "3"], 2, "--ep-size (3) must divide --tp-size (8)"),
+        (["--enable-eplb"], 2, "is a flag of SGLang that mtpjax does not support"),
+        (["--ep-num-redundant-experts", "2"], 2, "the model has no routed experts"),
         (["--acceptance", "threshold"], 2, "use --allow-lossy"),
         (["--tokenizer-path", "/no/such/folder"], 3, "/no/such/folder"),
     ],
@@ -154,6 +157,17 @@ def test_wrong_flags_are_one_line_and_an_exit_code(checkpoint, capsys, flags, co
 def test_sizes_with_sglang_s_names_are_a_mesh(flags, mesh):
     options = serve_command.make_parser().parse_args(["--model-path", "model", *flags])
     assert serve_command._mesh_text(options) == mesh
+
+
+def test_counts_of_experts_are_read_from_a_file(tmp_path):
+    path = tmp_path / "counts.json"
+    path.write_text(json.dumps({"logical_count": [[0, 0], [3, 1.5]]}))
+    assert serve_command._expert_counts(str(path)) == {"layer_0": [0, 0], "layer_1": [3, 1.5]}
+    assert serve_command._expert_counts("trivial") is None
+    for wrong in ([], {}, {"logical_count": [1]}, {"logical_count": [["a"]]}, {"logical_count": [[-1]]}):
+        path.write_text(json.dumps(wrong))
+        with pytest.raises(UsageError, match="must be a list of numbers for each layer"):
+            serve_command._expert_counts(str(path))
 
 
 def test_a_missing_model_is_one_line_and_exit_code_3(tmp_path, capsys):
