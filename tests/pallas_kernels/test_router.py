@@ -87,6 +87,7 @@ def test_wrong_arguments_are_an_error(key):
 def test_kernels_lower_without_a_gpu(platform):
     make = functools.partial(problem, rows=4, width=2048, experts=64, dtype=jnp.bfloat16)
     arrays = jax.eval_shape(make, jax.random.key(0))
-    call = functools.partial(route_tokens, routing=CASES["groups"][1], implementation="triton")
+    is_used = np.array([True, True, False, True])
+    call = functools.partial(route_tokens, routing=CASES["groups"][1], is_used=is_used, implementation="triton")
     text = compat.lower_for(call, *arrays, platforms=(platform,))[platform].as_text()
     assert text.count("custom_call @__gpu$xla.gpu.triton") == 2
