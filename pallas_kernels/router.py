@@ -41,7 +41,9 @@ class Routing:
     factor: float = 1.0
 
 
-def route_tokens(x, router, bias, routing: Routing, *, implementation="auto") -> tuple[jax.Array, jax.Array]:
+def route_tokens(
+    x, router, bias, routing: Routing, *, is_used=None, implementation="auto"
+) -> tuple[jax.Array, jax.Array]:
     """Chooses the experts of each token and their weights.
 
     The product is float32, because its last bits decide between experts. Scores plus bias select, first the groups,
@@ -53,6 +55,7 @@ def route_tokens(x, router, bias, routing: Routing, *, implementation="auto") ->
         router: [D, E] floating.
         bias: [E] floating, or None.
         routing: How experts are chosen.
+        is_used: [n] bool; other tokens choose no experts, so their ids are E. None: all tokens are used.
         implementation: "xla" (the reference), "triton" (the kernels, on CUDA and ROCm), "interpreted" (the kernels in
             Pallas's interpreter, on any machine) or "auto"; see `pallas_kernels.dispatch`. More than 64 rows always run
             "xla".
@@ -80,9 +83,10 @@ def route_tokens(x, router, bias, routing: Routing, *, implementation="auto") ->
     )
     if chosen == "xla" or not 0 < n <= (n if is_batch_invariant() else MAX_ROWS):
         logits = x.astype(jnp.float32) @ router.astype(jnp.float32)
-        return select_experts_reference(logits, bias, routing)
+        ids, weights = select_experts_reference(logits, bias, routing)
+        return ids if is_used is None else jnp.where(is_used[:, None], ids, E), weights
     logits = partial_matmul(x, router, dtype=jnp.float32, implementation=chosen)
-    return _select_experts_triton(logits, bias, routing, chosen == "interpreted")
+    return _select_experts_triton(logits, bias, is_used, routing, chosen == "interpreted")
 
 
 def difference_from_reference(implementation: str, *, dtype, routing: Routing, has_bias: bool) -> float:
@@ -140,14 +144,19 @@ def select_experts_reference(logits, bias, routing: Routing) -> tuple[jax.Array,
     return ids, weights * routing.factor
 
 
-def _select_experts_triton(logits: PartialSums, bias, routing, interpret):
+def _select_experts_triton(logits: PartialSums, bias, is_used, routing, interpret):
     """Runs one program for each token."""
     n, E = logits.shape
     groups = pl.next_power_of_2(routing.num_groups)
     per_group = pl.next_power_of_2(E // routing.num_groups)
+    # Integers, which are as long in memory as in a register.
+    optional = {"bias": bias, "is_used": None if is_used is None else is_used.astype(jnp.int32)}
+    optional = {name: array for name, array in optional.items() if array is not None}
     return tuple(
         pl.pallas_call(
-            functools.partial(_select_experts_kernel, tile=(groups, per_group), routing=routing, num_experts=E),
+            functools.partial(
+                _select_experts_kernel, names=tuple(optional), tile=(groups, per_group), routing=routing, num_experts=E
+            ),
             out_shape=[
                 jax.ShapeDtypeStruct((n, routing.k), jnp.int32),
                 jax.ShapeDtypeStruct((n, routing.k), jnp.float32),
@@ -157,18 +166,22 @@ def _select_experts_triton(logits: PartialSums, bias, routing, interpret):
             cost_estimate=pl.CostEstimate(
                 flops=logits.parts.size + 8 * routing.k * n * E,
                 transcendentals=n * E,
-                bytes_accessed=logits.parts.nbytes + (0 if bias is None else n * bias.nbytes) + 8 * n * routing.k,
+                bytes_accessed=logits.parts.nbytes
+                + (0 if bias is None else n * bias.nbytes)
+                + 8 * n * routing.k
+                + 4 * n * ("is_used" in optional),
             ),
             metadata={"from_l2": str(0 if bias is None else (n - 1) * bias.nbytes)},
             interpret=interpret,
             name="select_experts",
-        )(logits.parts, *([] if bias is None else [bias]))
+        )(logits.parts, *optional.values())
     )
 
 
-def _select_experts_kernel(parts_ref, *refs, tile, routing, num_experts):
+def _select_experts_kernel(parts_ref, *refs, names, tile, routing, num_experts):
     """Chooses the experts of one token; scores are [groups, experts of a group], padded to powers of two."""
-    *bias_refs, ids_ref, weights_ref = refs
+    *optional_refs, ids_ref, weights_ref = refs
+    optional = dict(zip(names, optional_refs, strict=True))
     token = pl.program_id(0)
     per_group = num_experts // routing.num_groups
     # Number of each place's expert; padding gets numbers behind all experts.
@@ -186,8 +199,8 @@ def _select_experts_kernel(parts_ref, *refs, tile, routing, num_experts):
         exponentials = jnp.where(is_expert, jnp.exp(logits - largest), 0.0)
         scores = exponentials / jnp.sum(jnp.sum(exponentials, axis=1), axis=0)
     choice = scores
-    for bias_ref in bias_refs:
-        choice = choice + plt.load(bias_ref.at[expert], mask=is_expert, other=0.0).astype(jnp.float32)
+    if "bias" in optional:
+        choice = choice + plt.load(optional["bias"].at[expert], mask=is_expert, other=0.0).astype(jnp.float32)
     choice = jnp.where(is_expert, choice, lowest)
 
     # Keep the best groups: one after the other, by the sum of their two best experts. `argmax` takes the lowest of
@@ -216,6 +229,8 @@ def _select_experts_kernel(parts_ref, *refs, tile, routing, num_experts):
         choice = jnp.where(is_best, lowest, choice)
     if routing.normalises:
         weights = weights / (jnp.sum(weights, axis=0) + 1e-20)
+    if "is_used" in optional:
+        ids = jnp.where(plt.load(optional["is_used"].at[token]) != 0, ids, num_experts)
     is_place = place < routing.k
     plt.store(ids_ref.at[token, place], ids, mask=is_place)
     plt.store(weights_ref.at[token, place], weights * routing.factor, mask=is_place)

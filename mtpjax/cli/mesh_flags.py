@@ -57,13 +57,14 @@ def parse_mesh(text: str) -> dict[str, int]:
     return sizes
 
 
-def load_on_mesh(path, options, mesh):
+def load_on_mesh(path, options, mesh, *, rearrange=lambda params: params):
     """Loads the model of a command that decodes, and lays it out over the mesh.
 
     Args:
         path: the checkpoint.
         options: what a parser with `add_mesh_flags`, `add_model_path_flag` and `add_implementation_flag` returned.
         mesh: the mesh, or None.
+        rearrange: changes the parameters before they are laid out for decoding.
 
     Returns:
         The model and its parameters, laid out for decoding, and the config of the checkpoint.
@@ -73,7 +74,7 @@ def load_on_mesh(path, options, mesh):
 
     settings = {"model_type": model_type(options), "implementation": options.implementation}
     model, params = load(path, mesh=mesh, allow_copies=options.allow_copies, **settings)
-    config = model.config
+    config, params = model.config, rearrange(params)
     if mesh is not None:
         model, params = shard_for_decoding(model, params, mesh, allow_copies=options.allow_copies)
     return model, params, config

@@ -22,7 +22,8 @@ from mtpjax.cli.serve_processes import check_process_flags, check_same_start, co
 from mtpjax.decoding.config import LOSSY_RULES
 from mtpjax.errors import TokenizerError, UsageError
 
-KEY_VARIABLE = "MTPJAX_API_KEY"
+KEY_VARIABLE, ADMIN_KEY_VARIABLE = "MTPJAX_API_KEY", "MTPJAX_ADMIN_API_KEY"
+MAX_COUNTS_BYTES = 64 << 20  # of a file of --init-expert-location
 # SGLang's names of draft methods, and ours.
 ALGORITHMS = {"NEXTN": "mtp", "EAGLE": "mtp", "MTP": "mtp", "NGRAM": "lookup", "NONE": None}
 
@@ -54,6 +55,12 @@ def _add_server_flags(parser) -> None:
         default=None,
         help=f"requests need this key as bearer token; several are separated by commas (default: ${KEY_VARIABLE}, "
         "which other users of the machine cannot see)",
+    )
+    parser.add_argument(
+        "--admin-api-key",
+        default=None,
+        help="requests that change the server for everybody (/flush_cache, /abort_request for all) need this key; "
+        f"several are separated by commas (default: ${ADMIN_KEY_VARIABLE})",
     )
     parser.add_argument("--chat-template", default=None, help="file of a Jinja chat template (default: the model's)")
     parser.add_argument(
@@ -131,6 +138,12 @@ def _add_draft_flags(parser) -> None:
     parser.add_argument("--speculative-use-block-verification", action="store_true", help="--acceptance block")
     parser.add_argument("--allow-lossy", action="store_true", help="allow rules that change the text's distribution")
     parser.add_argument(
+        "--speculative-adaptive",
+        action="store_true",
+        help="choose the draft levels of each call, at most --num-steps, by acceptance and by the cost of a round, "
+        "which is measured at the start; --acceptance auto is then sample",
+    )
+    parser.add_argument(
         "--speculative-disable-by-batch-size",
         type=int,
         default=None,
@@ -147,6 +160,25 @@ def _add_mesh_flags(parser) -> None:
         help="parts of --tp-size with rows of their own; the same as --mesh data=N,...",
     )
     parser.add_argument("--enable-dp-attention", action="store_true", help="split the rows over --dp-size")
+    parser.add_argument(
+        "--ep-size",
+        type=int,
+        default=None,
+        help="parts of --tp-size with experts of their own; the same as --mesh expert=N,... (default: --dp-size)",
+    )
+    parser.add_argument(
+        "--ep-num-redundant-experts",
+        type=int,
+        default=0,
+        help="copies of experts per layer, so that devices have equal work; of the experts that "
+        "--init-expert-location says are chosen most",
+    )
+    parser.add_argument(
+        "--init-expert-location",
+        default="trivial",
+        help="JSON file with 'logical_count', for each layer the tokens that chose each expert; trivial: all experts "
+        "count the same, and stay where they are without copies (default: %(default)s)",
+    )
     add_mesh_flags(parser)
 
 
@@ -215,8 +247,9 @@ def engine_settings(options, num_modules: int) -> dict[str, Any]:
         if settings["acceptance"] not in ("auto", rule):
             raise ValueError(f"acceptance is chosen twice: {settings['acceptance']} and {rule}")
         settings["acceptance"] = rule
-    # vLLM's switch needs a rule under which the text of a seed does not depend on the number of drafts.
-    if options.speculative_disable_by_batch_size is not None and settings["acceptance"] == "auto":
+    # A depth that changes needs a rule under which the text of a seed does not depend on the number of drafts.
+    changes_depth = options.speculative_adaptive or options.speculative_disable_by_batch_size is not None
+    if changes_depth and settings["acceptance"] == "auto":
         settings["acceptance"] = "sample"
     if settings["acceptance"] in LOSSY_RULES and not options.allow_lossy:
         raise ValueError(f"acceptance '{settings['acceptance']}' changes the text's distribution: use --allow-lossy")
@@ -225,16 +258,24 @@ def engine_settings(options, num_modules: int) -> dict[str, Any]:
 
 def _mesh_text(options) -> str:
     """Returns the mesh that `--mesh`, or SGLang's sizes, name."""
-    if options.mesh and (options.tp_size is not None or options.dp_size != 1):
-        raise ValueError("give either --mesh, or --tp-size and --dp-size")
-    if options.mesh or (options.tp_size is None and options.dp_size == 1):
+    has_sizes = options.tp_size is not None or options.dp_size != 1 or options.ep_size is not None
+    if options.mesh and has_sizes:
+        raise ValueError("give either --mesh, or --tp-size, --dp-size and --ep-size")
+    if not has_sizes:
         return options.mesh
     size, parts = options.tp_size or 1, options.dp_size
     if parts > 1 and not options.enable_dp_attention:
         raise ValueError("--dp-size needs --enable-dp-attention: for copies of the whole model, start several servers")
     if min(size, parts) < 1 or size % parts:
         raise ValueError(f"--tp-size ({size}) must be a multiple of --dp-size ({parts})")
-    return f"data={parts},tensor={size // parts}"
+    # Experts are split over data and expert together, and their columns over tensor.
+    experts = parts if options.ep_size is None else options.ep_size
+    if experts < 1 or experts % parts or size % experts:
+        raise ValueError(
+            f"--ep-size ({experts}) must divide --tp-size ({size}) and be a multiple of --dp-size ({parts})"
+        )
+    axes = {"data": parts, "expert": experts // parts, "tensor": size // experts}
+    return ",".join(f"{axis}={count}" for axis, count in axes.items() if count > 1 or axis != "expert")
 
 
 def run_serve(options) -> int:
@@ -246,12 +287,45 @@ def run_serve(options) -> int:
         raise UsageError(f"{error.name} is missing: pip install 'mtpjax[serve]'") from error
     check_process_flags(options)
     options.mesh = _mesh_text(options)
+    if options.ep_num_redundant_experts < 0:
+        raise UsageError(f"--ep-num-redundant-experts must be at least 0, got {options.ep_num_redundant_experts}")
     # Check the flags before the model is loaded, which may take minutes.
     engine_settings(options, num_modules=1)
     disaggregation = disaggregation_settings(options)
     set_threads(options.model_path)
     with open_mesh(options) as mesh:
         return _serve_on(mesh, options, disaggregation)
+
+
+def _expert_counts(path: str) -> dict[str, Any] | None:
+    """Reads SGLang's `logical_count`, a list of numbers for each layer of the trunk; None without a file."""
+    from mtpjax.safe_open import read_json_file
+
+    if path == "trivial":
+        return None
+    content = read_json_file(path, max_bytes=MAX_COUNTS_BYTES)
+    layers = content.get("logical_count") if isinstance(content, dict) else None
+    is_count = lambda value: isinstance(value, int | float) and 0 <= value < float("inf")
+    if not isinstance(layers, list) or not all(isinstance(row, list) and all(map(is_count, row)) for row in layers):
+        raise UsageError(f"--init-expert-location {path}: 'logical_count' must be a list of numbers for each layer")
+    return {f"layer_{index}": row for index, row in enumerate(layers)}
+
+
+def _place_experts(params: dict, options, mesh) -> dict:
+    """Places the experts as the flags ask, if they do."""
+    counts, num_redundant = _expert_counts(options.init_expert_location), options.ep_num_redundant_experts
+    if counts is None and not num_redundant:
+        return params
+    from mtpjax.models.expert_placement import place_all_layers
+
+    num_devices = 1 if mesh is None else mesh.shape.get("data", 1) * mesh.shape.get("expert", 1)
+    return place_all_layers(params, num_devices=num_devices, num_redundant=num_redundant, counts=counts)
+
+
+def _read_keys(flag: str | None, variable: str) -> tuple[str, ...]:
+    """Returns the keys of a flag, or of an environment variable if the flag is not given."""
+    given = flag or os.environ.get(variable, "")
+    return tuple(filter(None, (key.strip() for key in given.split(","))))
 
 
 def _load_grammars(backend: str | None, tokenizer, vocab_size: int):
@@ -283,7 +357,9 @@ def _serve_on(mesh, options, disaggregation) -> int:
     path = find_checkpoint(options.model_path)
     check_same_start(options, path)
     with explain_full_memory("give the model more devices with --tp-size"):
-        model, params, loaded_config = load_on_mesh(path, options, mesh)
+        model, params, loaded_config = load_on_mesh(
+            path, options, mesh, rearrange=lambda params: _place_experts(params, options, mesh)
+        )
     if options.tokenizer_path and not os.path.exists(options.tokenizer_path):
         raise TokenizerError(f"--tokenizer-path: there is no {options.tokenizer_path}")
     tokenizer = load_tokenizer(options.tokenizer_path or path, model.config.vocab_size)
@@ -299,6 +375,7 @@ def _serve_on(mesh, options, disaggregation) -> int:
         prefill_tokens=options.chunked_prefill_size,
         rounds_per_call=options.num_continuous_decode_steps,
         disable_drafts_at=options.speculative_disable_by_batch_size,
+        adapts_depth=options.speculative_adaptive,
         batch_sizes=tuple(options.precompile_bs_paddings) or None,
         max_waiting=options.max_queued_requests,
         max_queue_seconds=options.max_queue_seconds,
@@ -324,13 +401,13 @@ def _serve_on(mesh, options, disaggregation) -> int:
     # 3. Who may ask.
     folder = path.parent.name if path.name == "checkpoint" else path.name
     name = options.served_model_name or folder
-    given = options.api_key or os.environ.get(KEY_VARIABLE, "")
-    keys = tuple(filter(None, (key.strip() for key in given.split(","))))
+    keys = _read_keys(options.api_key, KEY_VARIABLE)
     if not keys and options.host not in ("127.0.0.1", "localhost", "::1"):
         print(f"mtpjax serve: anybody who reaches {options.host} may use the model: set an --api-key", file=sys.stderr)
     api = ApiSettings(
         model_name=name,
         api_keys=keys,
+        admin_api_keys=_read_keys(options.admin_api_key, ADMIN_KEY_VARIABLE),
         server_info={
             "model_path": str(options.model_path),
             "speculative_algorithm": options.speculative_algorithm,

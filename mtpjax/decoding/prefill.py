@@ -138,7 +138,7 @@ def prefill(
         else:
             chunk_start = jnp.minimum(start + index * chunk_width, last)
         num_valid = jnp.clip(last - chunk_start, 0, chunk_width)
-        view = view_pass(state, model, chunk_start, chunk_width, num_valid=num_valid)
+        view = view_pass(state, model, chunk_start, chunk_width, num_used=num_valid, num_valid=num_valid)
         tokens = read_rows(state.tokens, chunk_start, chunk_width)
         # 2. Run the trunk, then the drafter over the same positions with the trunk's hidden states. The drafter's cache
         #    must cover the whole prompt, or its drafts are accepted less often.

@@ -264,6 +264,7 @@ def view_pass(
     start: jax.Array,
     width: int,
     *,
+    num_used: jax.Array | int,
     num_valid: jax.Array | None = None,
     tree: TreeSlots | None = None,
     window: tuple[int, int] | None = None,
@@ -275,6 +276,8 @@ def view_pass(
         model: the model.
         start: `[B]` int32 first slot.
         width: tokens of the pass, T.
+        num_used: `[B]`, or a number for all rows: the first tokens of the pass, whose outputs are read. The others, and
+            those of rows that are done, choose no experts.
         num_valid: as in `cached_view`.
         tree: as in `cached_view`.
         window: as in `cached_view`.
@@ -284,5 +287,6 @@ def view_pass(
     """
     pages, capacity = running_pages(state), state.tokens.shape[1]
     num_slots = capacity if pages is None else min(capacity, pages.num_slots)
-    settings = {"num_valid": num_valid, "tree": tree, "window": window, "pages": pages}
+    is_used = ~state.done[:, None] & (jnp.arange(width)[None, :] < jnp.reshape(num_used, (-1, 1)))
+    settings = {"num_valid": num_valid, "tree": tree, "window": window, "pages": pages, "is_used": is_used}
     return cached_view(model.config, start, width, num_slots, **settings)

@@ -157,6 +157,38 @@ def apply_placement(params: dict, placements: dict[str, Placement]) -> dict:
     return {**params, "trunk": trunk, **modules}
 
 
+def place_all_layers(
+    params: dict, *, num_devices: int, num_redundant: int = 0, counts: dict[str, np.ndarray] | None = None
+) -> dict:
+    """Places the experts of every layer of the trunk, with the same number of copies in each.
+
+    Args:
+        params: model parameters with unrolled layers.
+        num_devices: devices over which experts are split: `data x expert` of the mesh.
+        num_redundant: copies per layer, of all experts together.
+        counts: `[E]` tokens that chose each expert, by layer, as `count_expert_tokens` returns them. In layers that are
+            not named all experts count the same. None: in all layers.
+
+    Returns:
+        The parameters, for decoding with the same model.
+
+    Raises:
+        ValueError: the model has no routed experts, the devices do not divide the experts and their copies, or there
+            are counts for another number of experts.
+    """
+    placements = {}
+    for name, layer in params["trunk"].items():
+        if "experts" in layer:
+            num_experts = layer["experts"]["router"].shape[-1]
+            chosen = (counts or {}).get(name, np.ones(num_experts))
+            if np.shape(chosen) != (num_experts,):
+                raise ValueError(f"{name} has {num_experts} experts, but there are counts {np.shape(chosen)}")
+            placements[name] = place_experts(chosen, num_devices, num_experts + num_redundant)
+    if not placements:
+        raise ValueError("the model has no routed experts")
+    return apply_placement(params, placements)
+
+
 def _with_slots(experts: dict[str, Any], expert_of_slot: np.ndarray) -> dict[str, Any]:
     """Returns a layer's experts in these slots, with the tables that `choose_slots` reads."""
     num_experts = experts["router"].shape[-1]

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.layers.rotary import rotary_angles
 from mtpjax.models.pages import Pages
+from mtpjax.models.parallel import all_rows
 
 Entries = dict[str, jax.Array]  # what an attention layer stores per position; also one layer of a cache
 Masks = tuple[jax.Array, ...]  # bool, per source of keys `[B, T, S]`; `[B, T, 1]` means that row i sees entry i alone
@@ -43,6 +44,8 @@ class View(flax.struct.PyTreeNode):
     span: Span | None = None  # None: the whole cache is read
     reach: Reach | None = None  # of a pass with a cache
     pages: Pages | None = None  # of a pass with a cache in pages
+    is_used: jax.Array | None = None  # [B, T] bool: other tokens choose no experts; None: all are used
+    all_used: jax.Array | None = None  # the same of the rows of all devices
 
     @property
     def places(self) -> tuple[jax.Array, jax.Array] | None:
@@ -101,6 +104,7 @@ def cached_view(
     tree: TreeSlots | None = None,
     window: tuple[int, int] | None = None,
     pages: Pages | None = None,
+    is_used: jax.Array | None = None,
 ) -> View:
     """Makes the view of tokens that are written to cache slots `start .. start + width - 1`.
 
@@ -115,6 +119,8 @@ def cached_view(
         window: (newest positions, sinks). A token sees that many newest positions, itself included, and the first
             sinks; other slots are not read. None: a token sees all text before it.
         pages: the rows' pages, for a cache in pages.
+        is_used: `[B, T]` bool tokens whose outputs are read. Others, such as those of free rows and padding, choose
+            no experts. None: all.
 
     Returns:
         The view.
@@ -157,7 +163,12 @@ def cached_view(
         is_sink = jnp.concatenate([jnp.zeros_like(far, bool), near < window[1]], axis=-1)
         mask, span = mask & ~is_sink[:, None], Span(begin, sinks, size)
     angles = rotary_angles(config, positions)
-    return View(angles, mask, start, num_valid=num_valid, span=span, reach=reach, pages=pages)
+    # Experts process the rows of all devices. They are gathered here, once for all layers.
+    all_used = None if is_used is None else all_rows(is_used)
+    return View(
+        angles, mask, start, num_valid=num_valid, span=span, reach=reach, pages=pages, is_used=is_used,
+        all_used=all_used,
+    )  # fmt: skip
 
 
 def _is_ancestor(tree: TreeSlots, slots: jax.Array) -> jax.Array:

@@ -25,6 +25,7 @@ from mtpjax.distributed import is_runtime_error
 from mtpjax.errors import LostProcess, printable
 from mtpjax.models.model import MTPModel
 from mtpjax.serving.calls import Call, DraftCall
+from mtpjax.serving.depth import AdaptiveDepth, Costs, measure_costs
 from mtpjax.serving.executor import Executor
 from mtpjax.serving.grammar import GrammarError
 from mtpjax.serving.host_pages import Entries, HostPages, Outgoing, page_shapes
@@ -93,6 +94,9 @@ class Engine:
         self._max_depth = self._executor.spec.num_steps
         self.grammars = self.settings.grammars
         self.page_shapes = page_shapes(self._executor.state)
+        self._depth: AdaptiveDepth | None = None
+        if self.settings.depth_costs is not None:
+            self._adapt_depth(self.settings.depth_costs)
         self._scheduler = self._new_scheduler()
         self._changed = threading.Condition()
         self._inbox: list[Callable[[], None]] = []  # what other threads ask the engine's own to do
@@ -113,11 +117,23 @@ class Engine:
             progress: called with the number of programs done and of all programs.
         """
         self._executor.warm_up(progress)
+        self._measure_depths()
         self._num_warm_up_programs = self._executor.num_compiled
 
     def start(self) -> None:
         """Starts the thread that serves requests."""
+        self._measure_depths()
         self._thread.start()
+
+    def _measure_depths(self) -> None:
+        if self.settings.adapts_depth and self._max_depth and self._depth is None:
+            self._adapt_depth(measure_costs(self._executor))
+
+    def _adapt_depth(self, costs: Costs) -> None:
+        self._depth = AdaptiveDepth(costs, self._executor.sizes.batch_sizes)
+        for size, durations in zip(self._executor.sizes.batch_sizes, costs, strict=True):
+            shown = ", ".join(f"{depth}: {1000 * seconds:.2f}" for depth, seconds in enumerate(durations))
+            _log.info("ms of a round with %d rows, by draft levels: %s", size, shown)
 
     def submit(self, request: Request, deliver: Deliver) -> int:
         """Puts a request into the queue.
@@ -272,6 +288,7 @@ class Engine:
             proposed=tuple(self._drafts[1 : 1 + depth].tolist()),
             accepted=tuple(self._drafts[1 + depth :].tolist()),
             num_compilations=self._executor.num_compiled - self._num_warm_up_programs,
+            compile_seconds=self._executor.compile_seconds,
             **{f"num_{name}": self._totals[name] for name in _TOTALS},
         )
 
@@ -337,7 +354,9 @@ class Engine:
 
         def depth_of(num_rows: int) -> int:
             limit = settings.disable_drafts_at
-            return self._max_depth if limit is None or num_rows < limit else 0
+            if limit is not None and num_rows >= limit:
+                return 0
+            return self._max_depth if self._depth is None else self._depth.choose(-(-num_rows // sizes.num_parts))
 
         return Scheduler(
             SchedulerSettings(
@@ -460,19 +479,24 @@ class Engine:
 
     def _take_report(self, call: Call) -> None:
         """Delivers the new tokens of a call, and ends the rows that are done."""
-        report = call.read()
+        report, before = call.read(), self._drafts.copy()
+        num_rounds = 0
         for row, sequence in enumerate(call.rows):
             if sequence is not None:
                 sequence.num_unread -= 1
                 if not sequence.has_ended:
-                    self._take_row(sequence, report, row, call.is_prefill)
+                    num_rounds = max(num_rounds, self._take_row(sequence, report, row, call.is_prefill))
+        if self._depth is not None:
+            _, proposed, accepted = np.split(self._drafts - before, [1, 1 + self._max_depth])
+            self._depth.record(num_rounds, proposed, accepted)
 
-    def _take_row(self, sequence: Sequence, report: Report, row: int, is_prefill: bool) -> None:
+    def _take_row(self, sequence: Sequence, report: Report, row: int, is_prefill: bool) -> int:
+        """Delivers the new tokens of a row; returns the number of its rounds."""
         # 1. Counts.
         counts = np.concatenate([report.steps[row, None], report.proposed[row], report.accepted[row]]).astype(int)
-        self._drafts += counts - sequence.counts
-        sequence.totals = sequence.totals + counts - sequence.counts
-        sequence.counts = counts
+        new_counts = counts - sequence.counts
+        self._drafts += new_counts
+        sequence.totals, sequence.counts = sequence.totals + new_counts, counts
         # 2. New tokens. The first one of a row that decoded before was delivered then.
         new = slice(int(is_prefill and sequence.is_resumed), int(report.num_new[row]))
         tokens = report.tokens[row, new].tolist()
@@ -488,6 +512,7 @@ class Engine:
             pool.store(sequence.lease, sequence.text, min(int(report.num_final[row]), len(sequence.text)))
         # 4. The end.
         if report.failed[row]:
+            self._totals["nan_logits"] += 1
             self._end(sequence, "error", f"request {sequence.id} failed: the model computed NaN")
         elif report.done[row]:
             self._end(sequence, "stop" if report.stopped[row] else "length")
@@ -496,6 +521,7 @@ class Engine:
                 sequence.matcher.consume(tokens)
             except GrammarError as error:
                 self._end(sequence, "invalid", str(error))
+        return int(new_counts[0])
 
     def _end(self, sequence: Sequence, reason: FinishReason, message: str = "", *, is_retryable: bool = False) -> None:
         part, has_failed = sequence.part, reason == "error"
@@ -577,4 +603,7 @@ class Engine:
 
 
 # Totals of `EngineStatus`.
-_TOTALS = ("prompt_tokens", "cached_tokens", "new_tokens", "requests", "aborted", "failed", "ticks", "received_pages")
+_TOTALS = (
+    *("prompt_tokens", "cached_tokens", "new_tokens", "requests", "aborted", "failed", "nan_logits", "ticks"),
+    "received_pages",
+)

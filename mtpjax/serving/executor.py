@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -71,12 +72,13 @@ class Executor:
             raise ValueError("pages in host memory need one device, not a mesh: set host_bytes to 0")
         # A chain may change its depth from call to call, so the drafter keeps the states of rounds without drafts.
         is_adaptive = config.num_steps > 0 and config.topk == 1
-        if settings.disable_drafts_at is not None and config.topk > 1:
-            raise ValueError("drafts can be disabled by load only for chains: set topk to 1")
-        if settings.disable_drafts_at is not None and spec.is_ratio_rule:
+        changes_depth = settings.disable_drafts_at is not None or settings.adapts_depth
+        if changes_depth and config.topk > 1:
+            raise ValueError("the number of draft levels can follow load or acceptance only for chains: set topk to 1")
+        if changes_depth and spec.is_ratio_rule:
             raise ValueError(
                 f"under acceptance '{spec.rule}' the text of a seed depends on the number of drafts, which would "
-                "depend on the load: set acceptance to 'sample' or 'greedy'"
+                "depend on other requests: set acceptance to 'sample' or 'greedy'"
             )
         spec = dataclasses.replace(spec, is_adaptive=is_adaptive, check_nan=True, logprobs=True)
         num_parts = 1 if mesh is None else mesh.shape.get("data", 1)
@@ -86,6 +88,7 @@ class Executor:
         )
         self.draft_params = drafter.default_params(params, config, model=model)
         self.num_compiled = 0  # programs
+        self.compile_seconds = 0.0
         self.state = self._new_state()
         self.snapshots = self._new_snapshots()
 
@@ -280,7 +283,7 @@ class Executor:
         Args:
             progress: called with the number of programs done and of all programs.
         """
-        sizes, width = self.sizes, self.sizes.table_widths[-1]
+        sizes, width, begin = self.sizes, self.sizes.table_widths[-1], time.perf_counter()
         request = self.make_rows(Request(prompt=(0,), max_new_tokens=1))
         # Every row is padding, so the calls change nothing.
         works: list[Work] = []
@@ -327,6 +330,8 @@ class Executor:
             self.score([0] * length, 1)
             progress(next(steps), total)
         jax.block_until_ready(self.state)
+        # The threads compiled at the same time.
+        self.compile_seconds = time.perf_counter() - begin
 
     # Calls on arrays.
 
@@ -388,9 +393,11 @@ class Executor:
             device_settings(self.params, self.mesh, self.config),
             explain_param_errors(self.params, self.model),
         ):
-            before = _num_programs()
+            before, begin = _num_programs(), time.perf_counter()
             yield
-            self.num_compiled += _num_programs() - before
+            if (num_new := _num_programs() - before) > 0:
+                self.num_compiled += num_new
+                self.compile_seconds += time.perf_counter() - begin
 
     # Batches.
 

@@ -22,6 +22,7 @@ from mtpjax.serving.disaggregation.protocol import PATH
 from mtpjax.serving.disaggregation.setup import DisaggregationSettings, set_up
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.http_server import address_of, listen, run_app, tell
+from mtpjax.serving.metric_names import WATCHDOG
 from mtpjax.serving.metrics import Metrics
 from mtpjax.serving.multihost.connection import Followers
 from mtpjax.serving.sizes import EngineSettings, count_snapshots
@@ -178,6 +179,7 @@ def running_engine(
     watchdog = None
     if server.watchdog_seconds is not None:
         watchdog = Watchdog(lambda: engine.busy_since, server.watchdog_seconds)
+        metrics.more_counters[WATCHDOG] = lambda: watchdog.num_slow
     try:
         yield engine, metrics
     finally:

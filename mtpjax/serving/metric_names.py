@@ -69,6 +69,9 @@ COUNTERS: dict[Names, Callable[[EngineStatus], float]] = {
         lambda status: status.num_aborted
     ),
     Names("num_failed_requests", "", "", "Requests that ended with an error."): lambda status: status.num_failed,
+    Names("nan_logits", "", "", "Requests that ended because the model computed NaN."): (
+        lambda status: status.num_nan_logits
+    ),
     Names("num_preemptions", "", "num_preemptions", "Times that a request gave up its pages and waited again."): (
         lambda status: status.num_preempted
     ),
@@ -77,6 +80,9 @@ COUNTERS: dict[Names, Callable[[EngineStatus], float]] = {
     ),
     Names("num_ticks", "", "", "Ticks of the scheduler that called the device."): lambda status: status.num_ticks,
     Names("compile", "", "", "Programs compiled since the engine was ready."): lambda status: status.num_compilations,
+    Names("compile_seconds", "", "", "Seconds of compiling programs, at the start and since."): (
+        lambda status: status.compile_seconds
+    ),
     Names("spec_verify_calls", "spec_verify_calls", "", "Verification passes of all rows."): (
         lambda status: status.num_steps
     ),
@@ -91,6 +97,8 @@ COUNTERS: dict[Names, Callable[[EngineStatus], float]] = {
         lambda status: sum(status.accepted)
     ),
 }
+# Counter of the watchdog.
+WATCHDOG = Names("watchdog", "", "", "Ticks that took longer than half of the watchdog's timeout.")
 # Counters of a decode server, read from its `RemotePrefill`.
 REMOTE_PREFILLS = Names("remote_prefills", "", "", "Prompts whose pages came from the prefill server.")
 PREFILL_FALLBACKS = Names("prefill_fallbacks", "", "", "Prompts prefilled here since the prefill server did not help.")

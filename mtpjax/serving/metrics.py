@@ -29,6 +29,7 @@ from mtpjax.serving.metric_names import (
     TIME_TO_FIRST_TOKEN,
     TOKEN_SECONDS,
     TOKENS,
+    WATCHDOG,
     Names,
 )
 from mtpjax.serving.request import EngineStatus, Finish, RequestTimes
@@ -87,7 +88,7 @@ class Metrics:
         if unknown := set(aliases) - set(ALIASES):
             raise ValueError(f"metric names of {', '.join(sorted(unknown))} are unknown; known: {', '.join(ALIASES)}")
         self._status, self._model_name, self._aliases = status, model_name, aliases
-        self.more_counters: dict[Names, Callable[[], float]] = {}
+        self.more_counters: dict[Names, Callable[[], float]] = {WATCHDOG: lambda: 0}
         self._lock = threading.Lock()
         self._finished: Counter[str] = Counter()
         self._histograms = {

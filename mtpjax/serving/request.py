@@ -135,6 +135,7 @@ class EngineStatus:
         num_requests: requests that ended.
         num_aborted: those of them that were aborted, or ran out of time.
         num_failed: those of them that ended with an error.
+        num_nan_logits: those of them that ended because the model computed NaN.
         num_preempted: times that a request gave up its pages and waited again.
         num_received_pages: pages of the prefix cache that came from a prefill server.
         num_ticks: ticks of the scheduler that called the device.
@@ -142,6 +143,7 @@ class EngineStatus:
         proposed: per draft level, passes that drafted it.
         accepted: per draft level, passes that accepted it.
         num_compilations: programs compiled since the engine was ready.
+        compile_seconds: time that compiling took, at the start and since.
     """
 
     num_running: int = 0
@@ -156,6 +158,7 @@ class EngineStatus:
     num_requests: int = 0
     num_aborted: int = 0
     num_failed: int = 0
+    num_nan_logits: int = 0
     num_preempted: int = 0
     num_received_pages: int = 0
     num_ticks: int = 0
@@ -163,6 +166,7 @@ class EngineStatus:
     proposed: tuple[int, ...] = ()
     accepted: tuple[int, ...] = ()
     num_compilations: int = 0
+    compile_seconds: float = 0.0
 
     @property
     def accept_length(self) -> float:

@@ -191,7 +191,7 @@ class Scheduler:
         decoding = [
             row for row in self.running if row.is_prefilled and self._may_go_on(row) and row.id not in just_prefilled
         ]
-        depth = self.settings.depth_of(len(decoding))
+        depth = self.settings.depth_of(len(decoding)) if decoding else 0
         # Whoever waits for a slot or for the next chunk should wait for one round only.
         is_awaited = self.num_waiting or any(not row.is_prefilled for row in self.running)
         plan.num_rounds = 1 if is_awaited else self.settings.rounds_per_call

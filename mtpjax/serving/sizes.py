@@ -24,6 +24,9 @@ class EngineSettings:
         rounds_per_call: decoding rounds per call while no request waits and no prompt is processed; 1 otherwise. More
             hide the host better.
         disable_drafts_at: number of decoding rows from which on no tokens are drafted; None: always drafted.
+        adapts_depth: each call drafts as many levels, at most `num_steps`, as promise the most tokens per second.
+        depth_costs: for that, per number of rows in `batch_sizes`, durations of a round at depths 0..num_steps; None:
+            measured at the start.
         batch_sizes: numbers of rows that programs are compiled for, ascending; None: powers of four.
         max_waiting: most requests in the queue, besides one per slot.
         max_queue_seconds: a request that waits longer ends with "timeout"; None: no limit.
@@ -43,6 +46,8 @@ class EngineSettings:
     prefill_tokens: int | None = None
     rounds_per_call: int = 2
     disable_drafts_at: int | None = None
+    adapts_depth: bool = False
+    depth_costs: tuple[tuple[float, ...], ...] | None = None
     batch_sizes: tuple[int, ...] | None = None
     max_waiting: int = 1024
     max_queue_seconds: float | None = None
@@ -68,7 +73,7 @@ class EngineSizes:
         capacity: tokens per row that the state has room for.
         num_behind: slots that a round writes behind the text.
         max_shift: positions behind its own where a module may store an entry.
-        depths: numbers of draft levels that calls can have; a request can ask for none.
+        depths: numbers of draft levels that calls can have, the most first; a request can ask for none.
         batch_sizes: numbers of rows that programs are compiled for, ascending.
         prefill_sizes: the same for prompts.
         table_widths: numbers of pages per row that programs are compiled for, ascending.
@@ -146,6 +151,12 @@ def resolve_sizes(
     batch_sizes = settings.batch_sizes or powers_of(4, part_slots)
     if batch_sizes[-1] < part_slots or list(batch_sizes) != sorted(set(batch_sizes)):
         raise ValueError(f"batch_sizes must rise up to {part_slots}, got {batch_sizes}")
+    depths = (spec.num_steps, 0) if spec.num_steps else (0,)
+    if settings.adapts_depth:
+        depths = tuple(range(spec.num_steps, -1, -1))
+    costs = settings.depth_costs
+    if costs is not None and [len(each) for each in costs] != [spec.num_steps + 1] * len(batch_sizes):
+        raise ValueError(f"depth_costs must have {spec.num_steps + 1} durations for each of batch_sizes {batch_sizes}")
     sizes = EngineSizes(
         num_parts=num_parts,
         part_slots=part_slots,
@@ -156,7 +167,7 @@ def resolve_sizes(
         capacity=round_up_capacity(max_length + max(num_behind, spec.prefill_chunk) + 1),
         num_behind=num_behind,
         max_shift=max_shift,
-        depths=(spec.num_steps, 0) if spec.num_steps else (0,),
+        depths=depths,
         batch_sizes=batch_sizes,
         prefill_sizes=powers_of(4, prefill_rows),
         table_widths=fractions_of(8, max_pages, 16),

@@ -21,6 +21,9 @@ class Watchdog:
         timeout: seconds after which `on_timeout` is called, once. After half of them the stacks of all threads are
             written to standard error.
         on_timeout: takes the seconds; None: logs an error and ends the process with exit code 1.
+
+    Attributes:
+        num_slow: ticks that took longer than half of the timeout.
     """
 
     def __init__(
@@ -30,6 +33,7 @@ class Watchdog:
         on_timeout: Callable[[float], None] | None = None,
     ):
         self._busy_since, self._timeout, self._on_timeout = busy_since, timeout, on_timeout or _exit
+        self.num_slow = 0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="mtpjax-watchdog", daemon=True)
         self._thread.start()
@@ -46,6 +50,7 @@ class Watchdog:
             seconds = 0.0 if begin is None else time.monotonic() - begin
             if seconds > self._timeout / 2 and shown != begin:
                 shown = begin
+                self.num_slow += 1
                 _log.warning("a call of the engine has not returned for %.0f s; the threads are at", seconds)
                 with contextlib.suppress(OSError, ValueError, AttributeError):  # there may be no standard error
                     faulthandler.dump_traceback(sys.stderr)

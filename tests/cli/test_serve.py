@@ -23,7 +23,9 @@ pytest.importorskip("uvicorn")
 
 import httpx
 
+from mtpjax.cli import serve as serve_command
 from mtpjax.cli.main import main
+from mtpjax.errors import UsageError
 
 SIZES = ("--max-running-requests", "2", "--context-length", "128", "--precompile-bs-paddings", "2")
 QUICK = (*SIZES, "--skip-server-warmup", "--port", "0")
@@ -124,6 +126,9 @@ def test_a_server_starts_drains_and_leaves_nothing_behind(serve, tmp_path):
         (["--port", "http"], 2, "--port"),
         (["--context-length", "1"], 2, "max_length must be at least 2"),
         (["--speculative-algorithm", "EAGLE4"], 2, "unknown --speculative-algorithm EAGLE4"),
+        (["--tp-size", "8", "--ep-size", "3"], 2, "--ep-size (3) must divide --tp-size (8)"),
+        (["--enable-eplb"], 2, "is a flag of SGLang that mtpjax does not support"),
+        (["--ep-num-redundant-experts", "2"], 2, "the model has no routed experts"),
         (["--acceptance", "threshold"], 2, "use --allow-lossy"),
         (["--tokenizer-path", "/no/such/folder"], 3, "/no/such/folder"),
     ],
@@ -135,6 +140,34 @@ def test_wrong_flags_are_one_line_and_an_exit_code(checkpoint, capsys, flags, co
     errors = capsys.readouterr().err
     assert message in errors and "Traceback" not in errors
     assert len(errors.splitlines()) == 1 or "--port" in message  # argparse shows the usage too
+
+
+@pytest.mark.parametrize(
+    ("flags", "mesh"),
+    [
+        ([], ""),
+        (["--mesh", "expert=2"], "expert=2"),
+        (["--tp-size", "8"], "data=1,tensor=8"),
+        (["--tp-size", "8", "--dp-size", "4", "--enable-dp-attention"], "data=4,tensor=2"),
+        (["--tp-size", "8", "--ep-size", "4"], "data=1,expert=4,tensor=2"),
+        (["--tp-size", "8", "--ep-size", "8"], "data=1,expert=8,tensor=1"),
+        (["--tp-size", "8", "--ep-size", "4", "--dp-size", "2", "--enable-dp-attention"], "data=2,expert=2,tensor=2"),
+    ],
+)
+def test_sizes_with_sglang_s_names_are_a_mesh(flags, mesh):
+    options = serve_command.make_parser().parse_args(["--model-path", "model", *flags])
+    assert serve_command._mesh_text(options) == mesh
+
+
+def test_counts_of_experts_are_read_from_a_file(tmp_path):
+    path = tmp_path / "counts.json"
+    path.write_text(json.dumps({"logical_count": [[0, 0], [3, 1.5]]}))
+    assert serve_command._expert_counts(str(path)) == {"layer_0": [0, 0], "layer_1": [3, 1.5]}
+    assert serve_command._expert_counts("trivial") is None
+    for wrong in ([], {}, {"logical_count": [1]}, {"logical_count": [["a"]]}, {"logical_count": [[-1]]}):
+        path.write_text(json.dumps(wrong))
+        with pytest.raises(UsageError, match="must be a list of numbers for each layer"):
+            serve_command._expert_counts(str(path))
 
 
 def test_a_missing_model_is_one_line_and_exit_code_3(tmp_path, capsys):

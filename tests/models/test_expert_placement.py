@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from mtpjax import DecodeConfig, compat, load, speculative_generate
-from mtpjax.models.expert_placement import apply_placement, count_expert_tokens, place_experts
+from mtpjax.models.expert_placement import apply_placement, count_expert_tokens, place_all_layers, place_experts
 from tests.golden import path
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [12, 13]]
@@ -61,6 +61,26 @@ def test_fp8_experts_are_copied_with_their_scales():
     placed = apply_placement(params, {name: place_experts(counts, 4, 16) for name in layers})
     expected = speculative_generate(params, PROMPTS, model=model, config=CONFIG).rows()
     assert speculative_generate(placed, PROMPTS, model=model, config=CONFIG).rows() == expected
+
+
+def test_all_layers_get_the_same_number_of_copies(small):
+    _, params = small("latent", "mixed", num_hidden_layers=3, vocab_size=64)
+    counts = {"layer_2": np.array([1, 1, 1, 1, 1, 1, 1, 90])}
+    placed = place_all_layers(params, num_devices=2, num_redundant=2, counts=counts)
+    slots = {
+        name: layer["experts"]["placement"]["expert_of_slot"]
+        for name, layer in placed["trunk"].items()
+        if name != "layer_0"
+    }
+    assert sorted(slots["layer_1"].tolist()) == [0, 0, 1, 1, *range(2, 8)]
+    assert sorted(slots["layer_2"].tolist()) == [*range(8), 7, 7]
+    assert placed["trunk"]["layer_2"]["experts"]["down"].shape[0] == 10
+    with pytest.raises(ValueError, match="multiple of 2 devices"):
+        place_all_layers(params, num_devices=2, num_redundant=1)
+    with pytest.raises(ValueError, match=r"layer_2 has 8 experts, but there are counts \(3,\)"):
+        place_all_layers(params, num_devices=1, counts={"layer_2": np.ones(3)})
+    with pytest.raises(ValueError, match="no routed experts"):
+        place_all_layers(small("grouped")[1], num_devices=1, num_redundant=1)
 
 
 def test_wrong_placements_are_refused(skewed):

@@ -42,6 +42,18 @@ def test_kernels_match_reference(name, has_bias, key):
     assert (ids.dtype, weights.dtype) == (jnp.int32, jnp.float32)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "interpreted"])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_tokens_that_are_not_used_choose_no_experts(implementation, has_bias, key):
+    x, router, bias = problem(key, 3, 96, 12)
+    call = functools.partial(
+        route_tokens, x, router, bias if has_bias else None, Routing(k=2), implementation=implementation
+    )
+    (all_ids, all_weights), (ids, weights) = call(), call(is_used=jnp.array([True, False, True]))
+    np.testing.assert_array_equal(ids, all_ids.at[1].set(12))
+    np.testing.assert_array_equal(weights, all_weights)
+
+
 def test_equal_scores_go_to_the_lowest_expert(key):
     x, router, _ = problem(key, 2, 64, 12)
     routing = Routing(k=5, num_groups=3, num_kept_groups=2)
@@ -75,6 +87,7 @@ def test_wrong_arguments_are_an_error(key):
 def test_kernels_lower_without_a_gpu(platform):
     make = functools.partial(problem, rows=4, width=2048, experts=64, dtype=jnp.bfloat16)
     arrays = jax.eval_shape(make, jax.random.key(0))
-    call = functools.partial(route_tokens, routing=CASES["groups"][1], implementation="triton")
+    is_used = np.array([True, True, False, True])
+    call = functools.partial(route_tokens, routing=CASES["groups"][1], is_used=is_used, implementation="triton")
     text = compat.lower_for(call, *arrays, platforms=(platform,))[platform].as_text()
     assert text.count("custom_call @__gpu$xla.gpu.triton") == 2

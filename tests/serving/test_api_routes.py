@@ -294,6 +294,41 @@ def test_every_route_but_health_needs_a_key():
         assert client.get("/metrics").status_code == 401
 
 
+@pytest.mark.parametrize("keys", [(), (KEY,)])
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [(None, 401), (b"wrong", 401), (KEY.encode(), 403), (b"admin", 200), (b"second", 200)],
+)
+def test_what_changes_the_server_for_everybody_needs_an_admin_key(keys, sent, status):
+    headers = [] if sent is None else [("Authorization", b"Bearer " + sent)]
+    if status == 403 and not keys:
+        status = 401  # nobody knows this key
+    with api_client(api_keys=keys, admin_api_keys=("admin", "second")) as (client, _):
+        responses = [
+            client.get("/flush_cache", headers=headers),
+            client.post("/flush_cache", headers=headers),
+            client.post("/abort_request", json={"abort_all": True}, headers=headers),
+        ]
+        assert {response.status_code for response in responses} == {status}
+        codes = {401: "invalid_api_key", 403: "admin_api_key_needed"}
+        if status != 200:
+            assert {response.json()["error"]["code"] for response in responses} == {codes[status]}
+            assert responses[0].json()["error"]["type"] in ("authentication_error", "permission_error")
+        # Everything else needs an ordinary key, or none, or takes the admin key too.
+        others = [
+            client.get("/v1/models", headers=headers),
+            client.post("/abort_request", json={"rid": "unknown"}, headers=headers),
+        ]
+        assert {response.status_code for response in others} == {401 if keys and status == 401 else 200}
+
+
+def test_without_an_admin_key_an_ordinary_one_is_enough():
+    with api_client(api_keys=(KEY,)) as (client, _):
+        headers = [("Authorization", b"Bearer " + KEY.encode())]
+        assert client.post("/flush_cache", headers=headers).status_code == 200
+        assert client.post("/abort_request", json={"abort_all": True}, headers=headers).status_code == 200
+
+
 def test_clients_with_different_keys_share_no_pages():
     with api_client(api_keys=("a", "b")) as (client, engine):
         for key in "aab":

@@ -4,6 +4,8 @@ import json
 import math
 import pathlib
 import re
+import threading
+import time
 
 import pytest
 
@@ -14,6 +16,7 @@ from mtpjax.serving import metric_names
 from mtpjax.serving import metrics as metrics_module
 from mtpjax.serving.metrics import Metrics, RequestTimes
 from mtpjax.serving.request import EngineStatus, Finish
+from mtpjax.serving.watchdog import Watchdog
 
 STATUS = EngineStatus(
     num_running=3,
@@ -28,6 +31,8 @@ STATUS = EngineStatus(
     num_requests=7,
     num_aborted=1,
     num_failed=1,
+    num_nan_logits=1,
+    compile_seconds=12.5,
     num_steps=200,
     proposed=(200, 180),
     accepted=(100, 30),
@@ -64,6 +69,18 @@ def test_status_is_read_at_scrape_time():
     assert after["mtpjax:spec_accept_rate", ()] == pytest.approx(130 / 380)
     assert after["mtpjax:generation_tokens_total", ()] == 330
     assert after["mtpjax:token_usage", ()] == 0.25 and after["mtpjax:kv_used_tokens", ()] == 400
+
+
+def test_faults_and_compiling_are_counted(metrics):
+    samples = read_back(metrics)
+    assert samples["mtpjax:nan_logits_total", ()] == 1 and samples["mtpjax:compile_seconds_total", ()] == 12.5
+    assert samples["mtpjax:watchdog_total", ()] == 0
+    begin, hung = time.monotonic() - 1.0, threading.Event()
+    watchdog = Watchdog(lambda: begin, 0.1, lambda seconds: hung.set())
+    metrics.more_counters[metric_names.WATCHDOG] = lambda: watchdog.num_slow
+    assert hung.wait(10)
+    watchdog.stop()
+    assert read_back(metrics)["mtpjax:watchdog_total", ()] == 1
 
 
 def test_vllm_counters_give_the_accept_length(metrics):

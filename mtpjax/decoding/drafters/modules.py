@@ -122,6 +122,7 @@ def extend_modules(
     state: DecodeState,
     hidden: jax.Array,
     start: jax.Array,
+    num_used: jax.Array,
     *,
     model: MTPModel,
     spec: DecodeSpec,
@@ -133,6 +134,7 @@ def extend_modules(
         state: the rows.
         hidden: `[B, T, D]` the trunk's hidden states.
         start: `[B]` position of `hidden[:, 0]`.
+        num_used: `[B]` hidden states at the beginning that belong to committed positions; others are padding.
         model: the model.
         spec: the shape of a round.
 
@@ -140,7 +142,7 @@ def extend_modules(
         The caches with the entries of these positions.
     """
     apply, caches, chained = bind(model, params), list(state.drafter.caches), None
-    view = view_pass(state, model, start, hidden.shape[1], window=spec.window)
+    view = view_pass(state, model, start, hidden.shape[1], num_used=num_used, window=spec.window)
     for index in range(len(caches)):
         _, chained = extend_module(apply, caches, index, hidden, chained, state.tokens, start, view, model=model)
     return tuple(caches)
@@ -163,7 +165,7 @@ def extend_backlog(
     """
     drafter_state = state.drafter
     hidden, start = drafter_state.hidden[:, :num_positions], drafter_state.hidden_start
-    caches = extend_modules(prepared.params, state, hidden, start, model=model, spec=spec)
+    caches = extend_modules(prepared.params, state, hidden, start, num_pending(state), model=model, spec=spec)
     # The newest M positions stay in the buffer: their shifted input tokens are not all committed.
     processed = jnp.clip(num_pending(state) - len(caches), 0, num_positions)
     # Move the rest of the buffer to its front.

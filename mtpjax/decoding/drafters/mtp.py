@@ -113,7 +113,8 @@ class MTPDrafter(Drafter):
         hidden states of those slots are kept, and round 1 processes them.
         """
         drafter_state, chunk = state.drafter, states.shape[1]
-        caches = extend_modules(prepared.params, state, states, start, model=model, spec=spec)
+        num_used = state.length - start
+        caches = extend_modules(prepared.params, state, states, start, num_used, model=model, spec=spec)
         # Module k has all inputs of a slot once the token k+1 positions later is known.
         num_known_tokens = jnp.minimum(start + chunk, state.length)
         caches = tuple(
@@ -140,8 +141,12 @@ class MTPDrafter(Drafter):
             return super().propose(prepared, state, model=model, spec=spec)
         propose = draft_tree if spec.topk > 1 else draft_chain
         draft, caches, tokens = propose(prepared, state, model=model, spec=spec)
-        # The extended slots are now final in each module, up to the newest slot whose shifted token is committed.
-        caches = tuple(commit(cache, jnp.maximum(state.length - 1 - index, 0)) for index, cache in enumerate(caches))
+        # The extended slots are now final in each module, up to the newest slot whose shifted token is committed. A row
+        # that is done was not extended: its experts did not run, and its pages may belong to another.
+        caches = tuple(
+            commit(cache, jnp.where(state.done, cache.length, jnp.maximum(state.length - 1 - index, 0)))
+            for index, cache in enumerate(caches)
+        )
         return draft, state.replace(tokens=tokens, drafter=state.drafter.replace(caches=caches))
 
     def commit(

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from mtpjax.decoding import rng
 from mtpjax.decoding.drafters.base import Draft
-from mtpjax.decoding.drafters.modules import PreparedMTP, extend_and_read, run_over_drafts
+from mtpjax.decoding.drafters.modules import PreparedMTP, extend_and_read, num_pending, run_over_drafts
 from mtpjax.decoding.drafters.scoring import DraftScores
 from mtpjax.decoding.sampling import PathTokens, distribution, draw
 from mtpjax.decoding.spec import DecodeSpec
@@ -38,7 +38,9 @@ def draft_chain(
     num_modules, K = len(caches), spec.num_steps
     sampling = state.settings.sampling
     num_positions = K + num_modules
-    extend_view = view_pass(state, model, state.drafter.hidden_start, num_positions, window=spec.window)
+    extend_view = view_pass(
+        state, model, state.drafter.hidden_start, num_positions, num_used=num_pending(state), window=spec.window
+    )
     draft, probabilities = tokens[:, :1], []
     output = newest = chained = None
     for level in range(1, max(K, num_modules) + 1):
@@ -54,7 +56,7 @@ def draft_chain(
         else:
             # 2. Past the last module: run it again on its own output and the token that it just drafted.
             slot = state.length - 2 + level - num_modules
-            view = view_pass(state, model, slot, spec.min_rows, window=spec.window)
+            view = view_pass(state, model, slot, spec.min_rows, num_used=1, window=spec.window)
             assert newest is not None
             output, newest = run_over_drafts(apply, caches, index, newest, draft, view)
         # 3. Score the next token. Penalties also count the tokens drafted so far.

@@ -7,7 +7,7 @@ import numpy as np
 from mtpjax.decoding import rng
 from mtpjax.decoding.draft_tree import Candidates, depths_and_ancestor_mask
 from mtpjax.decoding.drafters.base import Draft
-from mtpjax.decoding.drafters.modules import PreparedMTP, extend_and_read, run_over_drafts
+from mtpjax.decoding.drafters.modules import PreparedMTP, extend_and_read, num_pending, run_over_drafts
 from mtpjax.decoding.drafters.scoring import DraftScores
 from mtpjax.decoding.sampling import PathTokens, apply_temperature, distribution
 from mtpjax.decoding.spec import DecodeSpec
@@ -44,7 +44,9 @@ def draft_tree(
 
     # 1. Extend the module over what the last round committed. Its newest output gives the children of the root.
     num_positions = spec.num_steps + 1
-    view = view_pass(state, model, state.drafter.hidden_start, num_positions, window=spec.window)
+    view = view_pass(
+        state, model, state.drafter.hidden_start, num_positions, num_used=num_pending(state), window=spec.window
+    )
     output, chained, _ = extend_and_read(apply, caches, 0, None, state, state.tokens, num_positions, view, model=model)
 
     for level in range(1, builder.num_levels + 1):
@@ -63,7 +65,7 @@ def draft_tree(
             tree = TreeSlots(
                 base, jnp.full((B, width), level - 2), jnp.pad(mask, ((0, 0), (0, width - num_nodes), (0, 0)))
             )
-            view = view_pass(state, model, base + num_slots, width, tree=tree, window=spec.window)
+            view = view_pass(state, model, base + num_slots, width, num_used=num_nodes, tree=tree, window=spec.window)
             # Each node continues from the module's output at its parent.
             chained = jnp.take_along_axis(chained, parent[:, :, None], axis=1)
             output, chained = run_over_drafts(apply, caches, 0, chained, tokens, view)

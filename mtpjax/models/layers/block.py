@@ -48,7 +48,8 @@ class Block(nn.Module):
         # Feed-forward: experts or one dense SwiGLU. A pass with a cache needs no gradients.
         x, normed = add_and_norm("norm_feed_forward")(x, attended)
         if self.kind.is_moe:
-            update = Experts(config, self.implementation, name="experts")(normed, cached=view.start is not None)
+            experts = Experts(config, self.implementation, name="experts")
+            update = experts(normed, cached=view.start is not None, is_used=view.is_used, all_used=view.all_used)
         else:
             update = SwiGLU(config.intermediate_size, self.implementation, name="dense")(normed)
         return x, update, entries, selection

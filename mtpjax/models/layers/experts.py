@@ -95,14 +95,22 @@ def routing(config: ModelConfig) -> Routing:
 class Experts(nn.Module):
     """Routed and shared experts, `[B, T, D] -> [B, T, D]`, as `PartialSums` of one part.
 
-    `cached` marks a decoding pass, which needs no gradient.
+    `cached` marks a decoding pass, which needs no gradient. Tokens that are not used, by `is_used [B, T]` of these rows
+    and `all_used` of those of all devices, choose no experts.
     """
 
     config: ModelConfig
     implementation: str = "auto"
 
     @nn.compact
-    def __call__(self, x: jax.Array, *, cached: bool = False) -> PartialSums:
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        cached: bool = False,
+        is_used: jax.Array | None = None,
+        all_used: jax.Array | None = None,
+    ) -> PartialSums:
         config = self.config
         B, T, D = x.shape
         E, F = config.n_routed_experts, config.moe_intermediate_size
@@ -124,12 +132,18 @@ class Experts(nn.Module):
         # Route every token, run its experts, and add the shared experts, which process every token. If an axis splits
         # rows and experts, each device runs its own experts for all rows, and the sums go back to the rows' devices.
         flat = all_rows(x.reshape(B * T, D), over_rows)
+        used = all_used if over_rows else is_used
         ids, weights = route_tokens(
-            flat, router, bias, routing(config), implementation=self.implementation if cached else "xla"
+            flat,
+            router,
+            bias,
+            routing(config),
+            is_used=None if used is None else used.reshape(-1),
+            implementation=self.implementation if cached else "xla",
         )
         self.sow("router", "ids", ids)  # kept where the caller asks for it (`count_expert_tokens`)
         if placement is not None:
-            ids = choose_slots(ids, placement)
+            ids = jnp.where(ids < E, choose_slots(jnp.minimum(ids, E - 1), placement), num_slots)
         form = functools.partial(mix_experts, inference=cached, implementation=self.implementation)
         # Inside `shard_map` ids of other devices' experts become the number of own ones, which no expert has.
         if over:

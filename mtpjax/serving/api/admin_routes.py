@@ -11,7 +11,7 @@ from mtpjax.serving.api import schemas
 from mtpjax.serving.api.errors import ApiError, shutting_down
 from mtpjax.serving.api.fields import FLAG, NAME, Field, check_list, check_text, check_tokens, read_fields
 from mtpjax.serving.api.generation import Generation, Job, new_id
-from mtpjax.serving.api.http import read_json, run_while_connected
+from mtpjax.serving.api.http import check_admin, read_json, run_while_connected
 from mtpjax.serving.api.prompts import read_chat
 from mtpjax.serving.api.route_steps import read_body
 from mtpjax.serving.api.server import ApiServer
@@ -89,16 +89,19 @@ def admin_router(server: ApiServer) -> APIRouter:
 
     @router.get("/flush_cache")
     @router.post("/flush_cache")
-    async def flush_cache() -> dict[str, Any]:
-        """Forgets prefix pages that no request uses."""
+    async def flush_cache(request: Request) -> dict[str, Any]:
+        """Forgets prefix pages that no request uses; needs the admin key, if there is one."""
+        check_admin(request, settings)
         return {"success": True, "num_pages": engine.flush_cache()}
 
     @router.post("/abort_request", openapi_extra=schemas.request_body(ABORT, {}, []))
     async def abort_request(request: Request) -> dict[str, Any]:
-        """Aborts the request of an id, or all."""
+        """Aborts the request of an id, or all, which needs the admin key, if there is one."""
         values = read_fields(ABORT, await read_json(request, settings))  # also while the server stops
         if not values["rid"] and not values["abort_all"]:
             raise ApiError("give rid, or abort_all true", param="rid")
+        if values["abort_all"]:
+            check_admin(request, settings)
         return {"num_aborted": server.abort(None if values["abort_all"] else values["rid"])}
 
     @router.post("/tokenize", openapi_extra=schemas.request_body(TOKENIZE, {"prompt": _STRING}, ["prompt"]))

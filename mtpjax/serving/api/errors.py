@@ -9,6 +9,7 @@ MAX_MESSAGE_CHARACTERS = 400
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",

@@ -33,22 +33,49 @@ class KeyCheck:
 
     def __init__(self, app: ASGIApp, settings: ApiSettings):
         self._app, self._open_paths = app, settings.open_paths
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
+        self._digests, self._admin_digests = (
+            [hashlib.sha256(key.encode()).digest() for key in keys]
+            for keys in (settings.api_keys, settings.admin_api_keys)
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not self._digests:
+        if scope["type"] != "http" or not (self._digests or self._admin_digests):
             return await self._app(scope, receive, send)
         digest = _bearer_digest(scope)
         # Compare with every key, so that the time tells nothing about any of them.
-        is_known = sum(hmac.compare_digest(digest, known) for known in self._digests) > 0
-        if not is_known and scope["path"] not in self._open_paths:
-            message = "a valid API key is needed: Authorization: Bearer KEY"
-            headers = {"WWW-Authenticate": "Bearer"}
-            error = ApiError(message, status=401, code="invalid_api_key", headers=headers)
-            return await error_response(error)(scope, receive, send)
+        is_user, is_admin = (
+            sum(hmac.compare_digest(digest, known) for known in digests) > 0
+            for digests in (self._digests, self._admin_digests)
+        )
+        is_known = is_user or is_admin
+        if self._digests and not is_known and scope["path"] not in self._open_paths:
+            return await error_response(_invalid_key("API key"))(scope, receive, send)
+        scope["has_key"], scope["is_admin"] = is_known, is_admin
         # Clients with different keys must not find each other's prompts in the prefix cache.
         scope["prefix_salt"] = digest if is_known else b""
         await self._app(scope, receive, send)
+
+
+def check_admin(request: Request, settings: ApiSettings) -> None:
+    """Checks that a request may change the server for everybody.
+
+    Args:
+        request: the request.
+        settings: the keys.
+
+    Raises:
+        ApiError: there are admin keys, and the request has none of them: 403 with an ordinary key, else 401.
+    """
+    if not settings.admin_api_keys or request.scope["is_admin"]:
+        return
+    if not request.scope["has_key"]:
+        raise _invalid_key("admin API key")
+    raise ApiError("this needs the admin API key", status=403, code="admin_api_key_needed")
+
+
+def _invalid_key(kind: str) -> ApiError:
+    message = f"a valid {kind} is needed: Authorization: Bearer KEY"
+    return ApiError(message, status=401, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
 def _bearer_digest(scope: Scope) -> bytes:

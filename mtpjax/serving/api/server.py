@@ -79,6 +79,8 @@ class ApiSettings:
         model_name: the name that clients see.
         model_aliases: further names that requests may use.
         api_keys: requests need one of them as bearer token; empty: no key is needed.
+        admin_api_keys: with these, what changes the server for everybody needs one of them: `/flush_cache`, and
+            `/abort_request` for all. They open every other route too. Empty: such requests need what others need.
         open_paths: paths that need no key; the page is empty without its data, which needs one.
         max_body_bytes: larger bodies are answered with 413.
         max_prompt_characters: most characters of a prompt; None: 64 per token of the longest text.
@@ -94,6 +96,7 @@ class ApiSettings:
     model_name: str
     model_aliases: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
+    admin_api_keys: tuple[str, ...] = ()
     open_paths: frozenset[str] = frozenset({"/health", "/", "/page.css", "/page.js"})
     max_body_bytes: int = 32 << 20
     max_prompt_characters: int | None = None
