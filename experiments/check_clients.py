@@ -228,9 +228,11 @@ def check_guidellm(server: Server, folder: pathlib.Path) -> str:
     """Runs guidellm at a fixed concurrency."""
     environment = Environment(folder, "guidellm==0.8.1")
     output = folder / "guidellm.json"
-    flags = ["--target", server.address, "--processor", str(server.folder), "--rate-type", "concurrent", "--rate", "4"]
-    flags += ["--max-requests", "20", "--data", "prompt_tokens=40,output_tokens=20", "--output-path", str(output)]
-    environment.run("guidellm", "benchmark", "run", *flags)
+    flags = ["--backend", f"kind=openai_http,target={server.address}", "--profile", "kind=concurrent,streams=4"]
+    flags += ["--constraint", "kind=max_requests,count=20", "--output", f"kind=json,path={output}"]
+    flags += ["--data", "kind=synthetic_text,prompt_tokens=40,output_tokens=20"]
+    flags += ["--tokenizer", f"kind=huggingface_auto,model={server.folder}", "--disable-console"]
+    environment.run("guidellm", "run", *flags)
     [benchmark] = json.loads(output.read_text())["benchmarks"]
     totals = benchmark["metrics"]["request_totals"]
     if totals["successful"] < 20 or totals["errored"]:
