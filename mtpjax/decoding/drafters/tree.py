@@ -49,11 +49,7 @@ def draft_tree(network: DraftNetwork, state: DecodeState, *, spec: DecodeSpec) -
             # itself: a node's mask is its parent's, extended by one column per node of this level.
             num_nodes = tokens.shape[1]
             slot_tokens = jnp.concatenate([slot_tokens, tokens], axis=1)
-            self_mask = jnp.broadcast_to(jnp.eye(num_nodes, dtype=bool), (B, num_nodes, num_nodes))
-            if mask is None:
-                mask = self_mask
-            else:
-                mask = jnp.concatenate([jnp.take_along_axis(mask, parent[:, :, None], axis=1), self_mask], axis=2)
+            mask = extend_ancestor_mask(mask, parent)
             # The nodes occupy the slots behind those of earlier levels, at the position of their depth.
             width = max(num_nodes, spec.min_rows)
             tree = TreeSlots(
@@ -69,6 +65,23 @@ def draft_tree(network: DraftNetwork, state: DecodeState, *, spec: DecodeSpec) -
         scores = network.scores(state, output, 0, path, level, spec=spec)
         tokens, parent = builder.add_level(level, scores)
     return builder.draft(), caches, state.tokens
+
+
+def extend_ancestor_mask(mask: jax.Array | None, parent: jax.Array) -> jax.Array:
+    """Computes which drafted nodes each node of a new level sees: its ancestors and itself.
+
+    Args:
+        mask: `[B, f, n]` bool, those of the level before; None: there is none.
+        parent: `[B, g]` int32, each new node's parent among the f nodes.
+
+    Returns:
+        `[B, g, n + g]` bool, with a column per node of the new level.
+    """
+    B, num_nodes = parent.shape
+    self_mask = jnp.broadcast_to(jnp.eye(num_nodes, dtype=bool), (B, num_nodes, num_nodes))
+    if mask is None:
+        return self_mask
+    return jnp.concatenate([jnp.take_along_axis(mask, parent[:, :, None], axis=1), self_mask], axis=2)
 
 
 class DynamicTreeBuilder:
