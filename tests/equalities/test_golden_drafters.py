@@ -122,7 +122,9 @@ def test_the_states_that_enter_the_layers_are_read():
     assert np.abs(found[1] - found[0]).max() > 0.3
 
 
-@pytest.mark.parametrize("name", EAGLE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "eagle3_wide")) for name in EAGLE]
+)
 def test_the_chain_of_the_uncached_twin_matches(name):
     """Level k is run again over the text with the drafts so far: no cache, no state."""
     _, _, drafter, params, expected = load(name)
