@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from mtpjax import DecodeConfig, SamplingParams, generate, init_state, insert, run, speculative_generate
+from mtpjax.compat import make_mesh
 from mtpjax.decoding.drafters.eagle3 import Eagle3Drafter, Eagle3Params
 from mtpjax.decoding.drafters.medusa import MedusaDrafter, MedusaParams
 from mtpjax.decoding.result import collect
@@ -196,6 +197,30 @@ def test_rows_enter_a_running_state(name, pool, trunk):
         cached = [len(whole[0]) - 1, len(whole[1]) - 2]
         if turn:
             assert found.stats.accepted.sum() > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_mesh_splits_rows_and_not_the_trunk(name, trunk):
+    model, params = trunk
+    drafter, draft_params = DRAFTERS[name]()
+    config = DecodeConfig(max_new_tokens=12, num_steps=2, drafter=drafter, prefill_chunk=8)
+    arguments = {"model": model, "config": config, "draft_params": draft_params}
+    plain = speculative_generate(params, PROMPTS, **arguments)
+    result = speculative_generate(params, PROMPTS, **arguments, mesh=make_mesh({"data": 2}))
+    assert result.rows() == plain.rows() and (result.stats.accepted == plain.stats.accepted).all()
+    with pytest.raises(ValueError, match="do not support a mesh that splits the trunk"):
+        speculative_generate(
+            params, PROMPTS, **arguments | {"config": dataclasses.replace(config, allow_copies=True)},
+            mesh=make_mesh({"tensor": 2}),
+        )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_typical_acceptance_is_called_lossy(trunk):
+    sampling = SamplingParams(temperature=0.8, seed=1)
+    result, _ = decode(trunk, medusa(CHOICES), sampling, acceptance="typical", **TREE)
+    assert not result.is_exact and result.stats.accepted.sum() > 0
 
 
 def test_static_trees_are_checked():
