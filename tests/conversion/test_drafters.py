@@ -14,8 +14,9 @@ from safetensors.numpy import load_file, save_file
 
 import mtpjax
 from conversion.drafters.eagle3_config import TrunkSizes, default_layer_ids, parse_eagle3
-from conversion.drafters.store import read_drafter, write_drafter
+from conversion.drafters.read import read_drafter
 from conversion.drafters.torch_file import TorchFile
+from conversion.drafters.write import write_drafter
 from mtpjax import MTPModel, presets
 from mtpjax.errors import CheckpointError, CheckpointFileError, ConfigError
 from tests.golden import drafter_path

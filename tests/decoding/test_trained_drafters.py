@@ -86,6 +86,18 @@ def test_greedy_text_is_that_of_plain_decoding(name, shape, trunk):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("name", "shape"), [("eagle3", CHAIN), ("eagle3", TREE), ("medusa", CHAIN)])
+def test_the_kernels_draft_as_xla_does(name, shape, trunk):
+    settings = {"max_new_tokens": 6, **shape}
+    found, expected = (
+        decode(trunk, DRAFTERS[name](), implementation=implementation, **settings)[0]
+        for implementation in ("interpreted", "xla")
+    )
+    assert found.rows() == expected.rows()
+    np.testing.assert_array_equal(found.stats.accepted, expected.stats.accepted)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "switches",
     [

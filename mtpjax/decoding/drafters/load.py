@@ -5,7 +5,8 @@ from typing import Any, Literal
 import jax.numpy as jnp
 
 from conversion.drafters.eagle3_config import TrunkSizes
-from conversion.drafters.store import StoredDrafter, read_drafter, write_drafter
+from conversion.drafters.read import StoredDrafter, read_drafter
+from conversion.drafters.write import write_drafter
 from mtpjax.decoding.drafters.eagle3 import Eagle3Drafter, Eagle3Params
 from mtpjax.decoding.drafters.medusa import MedusaDrafter, MedusaParams
 from mtpjax.errors import UsageError

@@ -3,18 +3,85 @@
 import dataclasses
 from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.drafters.cached import CachedDrafter
-from mtpjax.decoding.drafters.modules import MTPNetwork, MTPParams, PreparedMTP, num_modules_used
-from mtpjax.decoding.drafters.scoring import reduce_head
+from mtpjax.decoding.drafters.scoring import DraftScores, ReducedHead, reduce_head
+from mtpjax.decoding.sampling import PathTokens
 from mtpjax.decoding.spec import DecodeSpec
+from mtpjax.decoding.state import DecodeState
 from mtpjax.models.cache import Cache, empty_cache
-from mtpjax.models.model import MTPModel, TrunkOutput
+from mtpjax.models.config import ModelConfig
+from mtpjax.models.masks import Entries, View
+from mtpjax.models.model import MTPModel, TrunkOutput, bind
 from mtpjax.models.params import is_of_modules
+
+
+class MTPParams(flax.struct.PyTreeNode):
+    """Parameters of the MTP drafter."""
+
+    modules: dict[str, Any]  # the model's top-level parameters whose names begin with `mtp_`
+    draft_ids: jax.Array | None = None  # [R] int32 reduced draft vocabulary, ascending
+
+
+class PreparedMTP(flax.struct.PyTreeNode):
+    """The parameters that a round reads: the modules', and those that they share with the trunk."""
+
+    params: dict[str, Any]
+    head: ReducedHead | None
+
+
+@dataclasses.dataclass(frozen=True)
+class MTPNetwork:
+    """The model's MTP modules as a `DraftNetwork`.
+
+    Attributes:
+        prepared: parameters of the modules and of what they share with the trunk.
+        model: trunk and modules.
+    """
+
+    prepared: PreparedMTP
+    model: MTPModel
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's own config: a module's layer is like the trunk's."""
+        return self.model.config
+
+    def input_hidden(self, states: jax.Array) -> jax.Array:
+        """Returns the trunk's hidden states as they are."""
+        return states
+
+    def run(
+        self, index: int, hidden: jax.Array, tokens: jax.Array, view: View, layers: tuple[Entries, ...]
+    ) -> tuple[jax.Array, jax.Array, tuple[Entries, ...]]:
+        """Runs module `index`; see `DraftNetwork.run`."""
+        apply = bind(self.model, self.prepared.params)
+        output, chained, entries = apply(hidden, tokens, view, layers[0], index=index, method="run_module")
+        return output, chained, (entries,)
+
+    def scores(
+        self,
+        state: DecodeState,
+        output: jax.Array,
+        index: int,
+        path: PathTokens | None,
+        level: int,
+        *,
+        spec: DecodeSpec,
+    ) -> DraftScores:
+        """Scores tokens by the module's head, or a reduced one; see `DraftNetwork.scores`."""
+        apply = bind(self.model, self.prepared.params)
+        return DraftScores(apply, state, self.prepared.head, self.model, spec.min_rows, output, index, path, level)
+
+
+def num_modules_used(model: MTPModel, num_steps: int) -> int:
+    """Returns how many modules a call with `num_steps` draft levels runs: at most one per level."""
+    return min(model.config.num_mtp_modules, num_steps)
 
 
 @dataclasses.dataclass(frozen=True)
