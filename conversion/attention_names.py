@@ -15,14 +15,17 @@ from mtpjax.models.config import LayerKind, ModelConfig
 Specs = dict[str, ParamSpec]  # by parameter name within the layer's attention
 
 
-def grouped_names(config: ModelConfig, kind: LayerKind, prefix: str, layout: Layout) -> Specs:
+def grouped_names(
+    config: ModelConfig, kind: LayerKind, prefix: str, layout: Layout, *, input_size: int | None = None
+) -> Specs:
     """Grouped-query attention: q, k and v projections become one array `qkv [D, K, G + 2, H]`.
 
     The first G entries of the third axis are the queries of a key/value head, then come its key and its value. With an
-    output gate, G gates follow, and `q_proj` holds query and gate of each head side by side.
+    output gate, G gates follow, and `q_proj` holds query and gate of each head side by side. The input is as wide as
+    the model, unless `input_size` says otherwise.
     """
     prefix = f"{prefix}self_attn."
-    D, K, H = config.hidden_size, config.num_key_value_heads, config.head_dim
+    D, K, H = input_size or config.hidden_size, config.num_key_value_heads, config.head_dim
     G = config.num_attention_heads // K
     gates = 2 if config.attn_output_gate else 1
 
@@ -59,7 +62,7 @@ def grouped_names(config: ModelConfig, kind: LayerKind, prefix: str, layout: Lay
     if config.use_qk_norm:
         specs["norm_q/scale"] = copied(f"{prefix}q_norm.weight", H)
         specs["norm_k/scale"] = copied(f"{prefix}k_norm.weight", H)
-    specs["output"] = linear(f"{prefix}o_proj.weight", K * G * H, D)
+    specs["output"] = linear(f"{prefix}o_proj.weight", K * G * H, config.hidden_size)
     return specs
 
 

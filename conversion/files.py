@@ -10,7 +10,7 @@ import os
 import pathlib
 import struct
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -24,6 +24,21 @@ log = logging.getLogger("mtpjax.conversion")
 BLOCK_BYTES = 4 << 20  # of a tensor that is read, reordered or written at once
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".gguf")
+
+
+class TensorSource(Protocol):
+    """What reading parameters needs of files: `CheckpointFiles`, or another format."""
+
+    path: pathlib.Path
+    tensors: dict[str, TensorInfo]
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> np.ndarray:
+        """Reads a tensor or some of its rows."""
+        ...
+
+    def read_checked(self, name: str, begin: int, end: int) -> np.ndarray:
+        """Reads rows of a tensor, and counts or rejects their infinite and NaN elements."""
+        ...
 
 
 class CheckpointFiles:

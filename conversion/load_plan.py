@@ -11,7 +11,7 @@ import numpy as np
 from conversion import hf_config
 from conversion.array_checks import streams_equal
 from conversion.families import Layout
-from conversion.files import CheckpointFiles
+from conversion.files import CheckpointFiles, TensorSource
 from conversion.names import module_prefixes, mtp_names, param_specs, stored_layout, tied_copies
 from conversion.read_params import BF16, E4M3, ScaleMap
 from conversion.tensor_slice import ParamSpec
@@ -71,7 +71,7 @@ def make_plan(
             f"{files.path} has {len(plan.extra)} unknown tensors: {', '.join(plan.extra[:5])}; "
             "allow_extra (--allow-extra) skips them"
         )
-    dtypes = {path: _param_dtype(path, spec, files, plan.scales, dtype) for path, spec in plan.specs.items()}
+    dtypes = {path: param_dtype(path, spec, files, plan.scales, dtype) for path, spec in plan.specs.items()}
     return dataclasses.replace(plan, other=(*plan.other, *plan.extra), dtypes=dtypes)
 
 
@@ -244,8 +244,22 @@ def _scale_names(
     return scales
 
 
-def _param_dtype(path: str, spec: ParamSpec, files: CheckpointFiles, scales: ScaleMap, dtype) -> np.dtype:
-    """Chooses a parameter's dtype, and rejects weights that cannot be loaded in it."""
+def param_dtype(path: str, spec: ParamSpec, files: TensorSource, scales: ScaleMap, dtype) -> np.dtype:
+    """Chooses a parameter's dtype, and rejects weights that cannot be loaded in it.
+
+    Args:
+        path: the parameter's flat name, for messages.
+        spec: the parameter.
+        files: the checkpoint.
+        scales: its scales.
+        dtype: the dtype to cast to; None keeps that of the files.
+
+    Returns:
+        The dtype.
+
+    Raises:
+        CheckpointFileError: the weights are not floats, or of several dtypes and `dtype` is None.
+    """
     # A parameter such as `qkv` is assembled from several tensors, which must agree.
     found = {files.tensors[piece.name].dtype for piece in spec.slices}
     for piece in spec.slices:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import ml_dtypes
 import numpy as np
 
-from conversion.files import CheckpointFiles
+from conversion.files import TensorSource
 from conversion.tensor_slice import ParamSpec, TensorSlice, copy_into
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -58,7 +58,7 @@ def scale_spec(spec: ParamSpec, scales: ScaleMap) -> ParamSpec:
     return dataclasses.replace(spec, shape=tuple(shape))
 
 
-def read_as(files: CheckpointFiles, scales: ScaleMap, spec: ParamSpec, index: Index, dtype: np.dtype) -> np.ndarray:
+def read_as(files: TensorSource, scales: ScaleMap, spec: ParamSpec, index: Index, dtype: np.dtype) -> np.ndarray:
     """Reads a part of a parameter and casts it; fp8 with scales is multiplied in float32 and rounded once.
 
     Args:
@@ -98,7 +98,7 @@ def dequantize(values: np.ndarray, scales: np.ndarray, axis: int, block: int, be
     return _E4M3_VALUES.take(values.view(np.uint8)) * np.repeat(scales, block, axis=axis)[part]
 
 
-def read_values(files: CheckpointFiles, spec: ParamSpec, index: Index) -> np.ndarray:
+def read_values(files: TensorSource, spec: ParamSpec, index: Index) -> np.ndarray:
     """Reads a part of a parameter in the dtype of its tensors, without applying scales.
 
     Args:
@@ -113,7 +113,7 @@ def read_values(files: CheckpointFiles, spec: ParamSpec, index: Index) -> np.nda
     return _assemble(spec, index, dtype, lambda piece, begin, end: files.read_checked(piece.name, begin, end))
 
 
-def read_scales(files: CheckpointFiles, scales: ScaleMap, spec: ParamSpec, index: Index) -> np.ndarray:
+def read_scales(files: TensorSource, scales: ScaleMap, spec: ParamSpec, index: Index) -> np.ndarray:
     """Reads the scales of a part of a parameter.
 
     Args:

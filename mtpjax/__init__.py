@@ -8,6 +8,7 @@ from mtpjax.version import __version__
 # Type checkers and editors follow these imports; at run time `__getattr__` does them.
 if TYPE_CHECKING:
     from mtpjax.decoding.config import DecodeConfig, SamplingParams
+    from mtpjax.decoding.drafters.load import load_drafter, save_drafter
     from mtpjax.decoding.generate import generate, speculative_generate
     from mtpjax.decoding.result import GenerationResult, collect
     from mtpjax.decoding.resumable import init_state, insert, run
@@ -41,9 +42,11 @@ __all__ = [
     "init_state",
     "insert",
     "load",
+    "load_drafter",
     "presets",
     "run",
     "save",
+    "save_drafter",
     "shard_for_decoding",
     "speculative_generate",
     "train",
@@ -53,6 +56,7 @@ __all__ = [
 # and `mtpjax --help` must answer at once.
 _HOMES = {
     "decoding.config": ("DecodeConfig", "SamplingParams"),
+    "decoding.drafters.load": ("load_drafter", "save_drafter"),
     "decoding.generate": ("generate", "speculative_generate"),
     "decoding.result": ("GenerationResult", "collect"),
     "decoding.resumable": ("init_state", "insert", "run"),

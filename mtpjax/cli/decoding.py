@@ -16,6 +16,7 @@ from mtpjax.cli.config_flags import (
     decode_settings,
     sampling_params,
 )
+from mtpjax.cli.drafter_flags import add_drafter_flags, load_drafter_of
 from mtpjax.cli.help import command_parser
 from mtpjax.cli.mesh_flags import add_mesh_flags, load_on_mesh, open_mesh
 from mtpjax.errors import printable
@@ -47,6 +48,7 @@ def _add_generate(commands) -> None:
         default=None,
         help="file of `mtpjax profile`, for --depth-policy adaptive (default: profile.json in the model's folder)",
     )
+    add_drafter_flags(parser)
     add_sampling_flags(parser)
     add_mesh_flags(parser)
     parser.add_argument("--chat", action="store_true", help="make each prompt a user message of the chat template")
@@ -105,6 +107,7 @@ def _generate_on(mesh, options, settings: dict[str, Any]) -> int:
     path = find_checkpoint(options.model_path)
     model, params, loaded_config = load_on_mesh(path, options, mesh)
     tokenizer = load_tokenizer(path, model.config.vocab_size)
+    settings, draft_params = load_drafter_of(options, settings, model)
     config = _decode_config(options, settings, loaded_config, tokenizer)
     # Warn if the MTP modules draft worse than they did in training; damaged modules raise no error otherwise.
     if config.num_steps and config.drafter == "mtp":
@@ -119,7 +122,7 @@ def _generate_on(mesh, options, settings: dict[str, Any]) -> int:
         "config": config,
         "sampling": sampling_params(options, len(prompts)),
     }
-    result = speculative_generate(params, prompts, **decode_arguments)
+    result = speculative_generate(params, prompts, **decode_arguments, draft_params=draft_params)
     # The text goes to stdout, everything about it to stderr, so that the text can be piped. Of several processes, which
     # all have the text, one prints.
     prints = is_main_process()

@@ -72,9 +72,9 @@ def _prefill_start(state: DecodeState, rows: NewRows, *, model: MTPModel, drafte
         start = jnp.minimum(start, state.trunk.length)
     if extended is not None:
         # Entry i of MTP module k (0-based) also depends on token i+k+1. The new prompt may differ from the old text
-        # there, so the last M cached positions are processed again. In pages, the entries that do not depend on what
-        # follows are kept.
-        start = start - model.config.num_mtp_modules
+        # there, so the last M cached positions (`max_shift`) are processed again. In pages, the entries that do not
+        # depend on what follows are kept.
+        start = start - drafter.max_shift(model)
         if rows.page_table is None:
             start = jnp.minimum(start, extended)
     # The last prompt token is always processed, because its output gives the first new token.
@@ -138,7 +138,7 @@ def prefill(
         else:
             chunk_start = jnp.minimum(start + index * chunk_width, last)
         num_valid = jnp.clip(last - chunk_start, 0, chunk_width)
-        view = view_pass(state, model, chunk_start, chunk_width, num_used=num_valid, num_valid=num_valid)
+        view = view_pass(state, model.config, chunk_start, chunk_width, num_used=num_valid, num_valid=num_valid)
         tokens = read_rows(state.tokens, chunk_start, chunk_width)
         # 2. Run the trunk, then the drafter over the same positions with the trunk's hidden states. The drafter's cache
         #    must cover the whole prompt, or its drafts are accepted less often.

@@ -10,6 +10,7 @@ from mtpjax.decoding.depth_policy import DepthPolicy, init_policy, reset_counts
 from mtpjax.decoding.sampling import SamplingArrays, SamplingFeatures, TokenHistory
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.models.cache import Cache, empty_cache, put_rows, take_rows
+from mtpjax.models.config import ModelConfig
 from mtpjax.models.masks import TreeSlots, View, cached_view
 from mtpjax.models.model import MTPModel
 from mtpjax.models.pages import NO_PAGE, Pages
@@ -123,7 +124,7 @@ def empty_state(
     # The number and shape of the arrays depend only on static settings, so later requests fit without recompilation.
     config, pages = model.config, None
     if spec.pool is not None:
-        (num_pages, page_size), max_shift = spec.pool, config.num_mtp_modules
+        (num_pages, page_size), max_shift = spec.pool, max(config.num_mtp_modules, drafter.max_shift(model))
         table = jnp.full((batch, -(-(capacity + max_shift) // page_size)), NO_PAGE, jnp.int32)
         pages = Pages(table, jnp.zeros(batch, jnp.int32), page_size, num_pages, max_shift)
 
@@ -260,7 +261,7 @@ def running_pages(state: DecodeState) -> Pages | None:
 
 def view_pass(
     state: DecodeState,
-    model: MTPModel,
+    config: ModelConfig,
     start: jax.Array,
     width: int,
     *,
@@ -273,7 +274,7 @@ def view_pass(
 
     Args:
         state: the rows.
-        model: the model.
+        config: sizes and rotary embedding of the layers that run.
         start: `[B]` int32 first slot.
         width: tokens of the pass, T.
         num_used: `[B]`, or a number for all rows: the first tokens of the pass, whose outputs are read. The others, and
@@ -289,4 +290,4 @@ def view_pass(
     num_slots = capacity if pages is None else min(capacity, pages.num_slots)
     is_used = ~state.done[:, None] & (jnp.arange(width)[None, :] < jnp.reshape(num_used, (-1, 1)))
     settings = {"num_valid": num_valid, "tree": tree, "window": window, "pages": pages, "is_used": is_used}
-    return cached_view(model.config, start, width, num_slots, **settings)
+    return cached_view(config, start, width, num_slots, **settings)

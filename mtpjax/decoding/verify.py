@@ -71,7 +71,7 @@ def verify(
     # A plain decoding step always commits its only node, so recurrent layers may advance their state within the pass.
     # Otherwise they keep what each token contributes until acceptance decides.
     num_valid = None if spec.num_steps else (~state.done).astype(jnp.int32)
-    view = view_pass(state, model, start, width, num_used=W, num_valid=num_valid, tree=tree)
+    view = view_pass(state, model.config, start, width, num_used=W, num_valid=num_valid, tree=tree)
     output = apply(tokens, view, state.trunk, layer_ids=drafter.layer_ids, method="run_trunk")
     # 3. Score. For greedy rows with unmodified logits the arg-max is enough, and a kernel computes it without storing
     #    [B, W, V] logits.

@@ -17,7 +17,7 @@ import numpy as np
 from mtpjax.decoding import rng
 from mtpjax.decoding.commit import cond_as_while_loop
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.decoding.drafters.modules import num_extend_positions
+from mtpjax.decoding.drafters.mtp import MTPDrafter
 from mtpjax.decoding.loop import run_round
 from mtpjax.decoding.requests import make_drafter
 from mtpjax.decoding.sampling import SamplingArrays, distribution, draw
@@ -229,7 +229,9 @@ class CostMeter:
 
 def max_slots_written(model: MTPModel, shape: RoundShape) -> int:
     """Returns an upper bound on the cache slots that a round of this shape writes behind the committed text."""
-    return max(shape.num_nodes, num_extend_positions(model, shape.num_steps) + shape.topk * shape.num_steps)
+    return max(
+        shape.num_nodes, MTPDrafter().num_extend_positions(model, shape.num_steps) + shape.topk * shape.num_steps
+    )
 
 
 class _TimingConditions(NamedTuple):
@@ -299,7 +301,7 @@ def _passes_loop(
     """
     config, (batch, context, capacity, min_rows, temperature) = model.config, conditions
     num_modules = min(config.num_mtp_modules, shape.num_steps) if drafts else 0
-    num_extended = num_extend_positions(model, shape.num_steps)
+    num_extended = MTPDrafter().num_extend_positions(model, shape.num_steps)
     width, level_rows = max(shape.num_nodes, min_rows), max(shape.topk, min_rows)
     num_starts = _num_start_positions(model, shape, conditions)
     # A plain step commits its token within the pass.

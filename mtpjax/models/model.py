@@ -149,6 +149,10 @@ class MTPModel(nn.Module):
         after, before, entries = self.mtp[index](hidden, embedding, view, layer_cache)
         return after, after if self.config.mtp_chain_post_norm else before, entries
 
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """Looks up the trunk's embedding: `[B, T]` tokens to `[B, T, D]`."""
+        return self._embed(self.embedding, tokens)
+
     def _embed(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
         # The cast follows the look-up, so that the gradient sums over tokens in the table's dtype.
         rows = Vocabulary.of(self.config.vocab_size).look_up(lambda columns: table[columns], tokens, len(table))

@@ -14,14 +14,16 @@ import numpy as np
 import pytest
 import tokenizers
 
-from mtpjax import DecodeConfig, MTPModel, SamplingParams, generate, init_params, load, presets
+from mtpjax import DecodeConfig, MTPModel, SamplingParams, generate, init_params, load, presets, save_drafter
 from mtpjax.atomic import check_output_file
 from mtpjax.cli import config_flags
 from mtpjax.cli.main import COMMANDS, main
 from mtpjax.data.draft_vocabulary import save_vocabulary
+from mtpjax.decoding.drafters.medusa import MedusaDrafter, MedusaParams
 from mtpjax.evaluation import profile
 from mtpjax.evaluation.profile import load_depth_settings
 from mtpjax.io.checkpoint import save_model
+from mtpjax.models.medusa import Medusa, MedusaConfig
 from tests import golden
 
 
@@ -396,3 +398,41 @@ def test_a_path_with_control_characters_is_printed_without_them(checkpoint, tmp_
     captured = capsys.readouterr()
     assert r"\x1b[2J: " in captured.err
     assert "\x1b" not in captured.out + captured.err
+
+
+@pytest.fixture(scope="module")
+def heads(checkpoint, tmp_path_factory):
+    """Untrained Medusa heads for the checkpoint."""
+    model, _ = load(checkpoint)
+    config = MedusaConfig(hidden_size=32, vocab_size=model.config.vocab_size, num_heads=2)
+    path = tmp_path_factory.mktemp("heads") / "heads"
+    save_drafter(path, MedusaDrafter(architecture=config), MedusaParams(init_medusa(config)))
+    return path
+
+
+def init_medusa(config):
+    return Medusa(config).init(jax.random.key(0), np.zeros((1, config.hidden_size), np.float32))["params"]
+
+
+def test_generate_drafts_with_medusa_heads(checkpoint, heads, capsys):
+    arguments = ["generate", "--model", str(checkpoint), "--prompt", "def ", "--max-new-tokens", "8", "--check"]
+    arguments += ["--speculative-draft-model-path", str(heads), "--speculative-algorithm", "MEDUSA"]
+    assert exit_code(arguments) == 0
+    printed = capsys.readouterr().err
+    assert "identical to plain decoding: yes" in printed and "accepted per level" in printed
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--speculative-algorithm", "EAGLE3"], "--speculative-algorithm needs --speculative-draft-model-path"),
+        (["--speculative-draft-model-path", "HEADS", "--speculative-algorithm", "EAGLE3"], "is EAGLE3, but"),
+        (["--speculative-draft-model-path", "HEADS", "--drafter", "lookup"], "name two drafters"),
+        (["--speculative-draft-model-path", "HEADS", "--depth-policy", "adaptive"], "takes its costs from a profile"),
+        (["--speculative-draft-model-path", "HEADS", "--num-steps", "3"], "exceeds the 2 Medusa heads"),
+    ],
+)
+def test_flags_of_a_drafter_that_do_not_fit_are_refused(flags, message, checkpoint, heads, capsys):
+    flags = [str(heads) if flag == "HEADS" else flag for flag in flags]
+    assert exit_code(["generate", "--model", str(checkpoint), "--prompt", "x", *flags]) == 2
+    assert message in capsys.readouterr().err

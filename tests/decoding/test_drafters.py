@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtpjax import DecodeConfig, SamplingParams, forward, generate, speculative_generate
+from mtpjax import DecodeConfig, SamplingParams, generate, speculative_generate
 from mtpjax.decoding.acceptance import AcceptedPath
 from mtpjax.decoding.drafters.base import Draft, Drafter
 from mtpjax.decoding.drafters.lookup import find_ngram
 from mtpjax.decoding.reference import plain_generate
 from mtpjax.models.layers.entries import read_rows
+from tests.helpers.laws import first_token_law, second_token_law, second_tokens
 
 CASES = json.loads((Path(__file__).parents[1] / "golden" / "lookup" / "cases.json").read_text())
 PROMPTS = [[1, 2, 3, 1, 2], [4], [5, 6, 5, 6, 5], [9, 8, 7, 9, 8, 7, 9]]
@@ -96,30 +97,6 @@ class UnigramDrafter(Drafter):
         drafts = jax.vmap(lambda key: jax.random.categorical(key, prepared, shape=(K,)))(keys).astype(jnp.int32)
         q = jnp.broadcast_to(jax.nn.softmax(prepared)[None, None], (B, K, len(prepared)))
         return Draft(jnp.concatenate([pending, drafts], axis=1), q), state
-
-
-def first_token_law(sampled: np.ndarray, expected: np.ndarray) -> float:
-    """Largest distance between a frequency and its probability, in standard errors."""
-    share = np.bincount(sampled, minlength=len(expected)) / len(sampled)
-    return float(np.max(np.abs(share - expected) / np.sqrt(expected * (1 - expected) / len(sampled))))
-
-
-def second_tokens(model, params, config, draft_params=None, batch=4096):
-    """Second new token of rows that share a prompt and differ in their seeds; the first round verifies it."""
-    sampling = SamplingParams(temperature=1.0)
-    rows = np.tile([[1, 2, 3, 1, 2, 3, 1]], (batch, 1))
-    args = {"model": model, "config": config, "sampling": sampling, "key": jax.random.key(5)}
-    result = speculative_generate(params, rows, **args, draft_params=draft_params)
-    return result.tokens[:, 1], result
-
-
-def second_token_law(model, params):
-    """`[V]`: probability of the second token, summed over the first one."""
-    V = model.config.vocab_size
-    prompt = [1, 2, 3, 1, 2, 3, 1]
-    rows = np.concatenate([np.tile(prompt, (V, 1)), np.arange(V)[:, None]], axis=1)
-    probabilities = np.asarray(jax.nn.softmax(forward(params, rows, model=model, num_depths=0).logits))
-    return probabilities[0, -2] @ probabilities[:, -1]
 
 
 @pytest.mark.parametrize(

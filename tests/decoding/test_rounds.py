@@ -229,7 +229,7 @@ def test_depths_that_change_leave_every_cache_true(attention, num_modules, costs
     rounds = [jax.jit(functools.partial(advanced, model=model, spec=spec.at_depth(depth))) for depth in range(4)]
     follow_up = jax.jit(
         lambda params, state, rows: extend_backlog(
-            prepare(model, params), state, model=model, spec=spec, num_positions=rows
+            DRAFTER.network(prepare(model, params), model=model), state, spec=spec, num_positions=rows
         ),
         static_argnums=2,
     )

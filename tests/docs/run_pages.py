@@ -45,6 +45,7 @@ PAGES = {
     "docs/guides/meshes.md": ("bash", "python"),
     "docs/guides/kernels.md": ("bash", "python"),
     "docs/guides/adding_a_family.md": ("bash", "python"),
+    "docs/guides/trained_drafters.md": ("bash", "python"),
     "docs/guides/adding_a_drafter.md": ("bash", "python"),
     "docs/guides/adding_a_kernel.md": ("bash", "python"),
 }

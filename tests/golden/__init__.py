@@ -1,5 +1,6 @@
 """Golden checkpoints in published layouts, with outputs of an independent implementation; see `README.md` here."""
 
+import os
 import pathlib
 
 HERE = pathlib.Path(__file__).parent
@@ -13,3 +14,11 @@ SETS = (*MTP_SETS, "qwen3")
 
 def path(name: str) -> pathlib.Path:
     return HERE / name
+
+
+def drafter_path(name: str) -> pathlib.Path:
+    return pathlib.Path(os.environ.get("MTPJAX_GOLDEN_DRAFTERS", HERE / "drafters")) / name
+
+
+def has_trunk(name: str) -> bool:
+    return any((drafter_path(name) / "trunk").glob("*.safetensors"))

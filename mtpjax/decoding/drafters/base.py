@@ -94,6 +94,10 @@ class Drafter:
         """Returns the most cache slots that a round writes behind the committed text."""
         return 0
 
+    def max_shift(self, model: MTPModel) -> int:
+        """Returns how far ahead of its own position the furthest token is that a cache entry of the drafter reads."""
+        return 0
+
     def init(self, *, model: MTPModel, spec: DecodeSpec, batch: int, capacity: int, dtype: Any) -> Any:
         """Makes the drafter's state for free slots.
 

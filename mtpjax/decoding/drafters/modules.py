@@ -1,4 +1,4 @@
-"""Runs the MTP modules: their state, and draft extend, the pass of a module over committed text.
+"""Runs the modules of a draft network: their state, and draft extend, the pass of a module over committed text.
 
 Module k (0-based) reads, at slot i, the trunk's hidden state of position i (or the previous module's output) and the
 token of position i+k+1. Its cache matches a teacher-forced prefill up to the last slot whose inputs are all committed.
@@ -6,20 +6,17 @@ Later entries come from drafted tokens; the next round overwrites them when it e
 that verification accepted. Prefill, every round and the backlog of an adaptive call use the same `extend_module`.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import flax.struct
 import jax
 import jax.numpy as jnp
 
-from mtpjax.decoding.drafters.scoring import ReducedHead, pad_rows
+from mtpjax.decoding.drafters.network import DraftNetwork
+from mtpjax.decoding.drafters.scoring import pad_rows
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import DecodeState, view_pass
 from mtpjax.models.cache import Cache
 from mtpjax.models.layers.entries import read_rows
 from mtpjax.models.masks import View
-from mtpjax.models.model import MTPModel, bind
 
 # Rounds of depth 0 in an adaptive call do not run the modules: they store up to this many hidden states per row.
 HIDDEN_BUFFER = 32
@@ -27,46 +24,12 @@ HIDDEN_BUFFER = 32
 EXTEND_CHUNK = HIDDEN_BUFFER // 2
 
 
-class MTPState(flax.struct.PyTreeNode):
-    """State of the MTP drafter: M caches, and the hidden states whose entries in some module are not final yet."""
+class ModulesState(flax.struct.PyTreeNode):
+    """State of a drafter with M modules: M caches, and the trunk states whose entries in some module are not final."""
 
-    caches: tuple[Cache, ...]  # one layer each; length: slots that match a teacher-forced prefill
-    hidden: jax.Array  # [B, E, D] hidden states that the modules read, from position hidden_start on
+    caches: tuple[Cache, ...]  # one per module; length: slots that match a teacher-forced prefill
+    hidden: jax.Array  # [B, E, D] trunk states that the modules read, from position hidden_start on
     hidden_start: jax.Array  # [B] int32
-
-
-class MTPParams(flax.struct.PyTreeNode):
-    """Parameters of the MTP drafter."""
-
-    modules: dict[str, Any]  # the model's top-level parameters whose names begin with `mtp_`
-    draft_ids: jax.Array | None = None  # [R] int32 reduced draft vocabulary, ascending
-
-
-class PreparedMTP(flax.struct.PyTreeNode):
-    """The parameters that a round reads: the modules', and those that they share with the trunk."""
-
-    params: dict[str, Any]
-    head: ReducedHead | None
-
-
-def num_modules_used(model: MTPModel, num_steps: int) -> int:
-    """Returns how many modules a call with `num_steps` draft levels runs: at most one per level."""
-    return min(model.config.num_mtp_modules, num_steps)
-
-
-def num_extend_positions(model: MTPModel, num_steps: int) -> int:
-    """Returns how many positions each module processes per round.
-
-    These are the K+1 verified positions and the M-1 before them, whose entries in some module came from drafted tokens.
-
-    Args:
-        model: the model.
-        num_steps: draft levels, K.
-
-    Returns:
-        K + M, at least 1.
-    """
-    return max(num_steps + num_modules_used(model, num_steps), 1)
 
 
 def num_pending(state: DecodeState) -> jax.Array:
@@ -75,7 +38,7 @@ def num_pending(state: DecodeState) -> jax.Array:
 
 
 def extend_module(
-    apply: Callable[..., Any],
+    network: DraftNetwork,
     caches: list[Cache],
     index: int,
     hidden: jax.Array,
@@ -83,32 +46,29 @@ def extend_module(
     tokens: jax.Array,
     start: jax.Array,
     view: View,
-    *,
-    model: MTPModel,
 ) -> tuple[jax.Array, jax.Array]:
     """Draft extend: runs one module over committed positions and overwrites what drafting wrote to its cache.
 
     Args:
-        apply: calls the model's methods.
+        network: the modules.
         caches: all modules' caches; the function replaces this module's cache in the list.
         index: the module, 0-based.
-        hidden: `[B, T, D]` the trunk's hidden states.
+        hidden: `[B, T, D]` the hidden states that come from the trunk (`DraftNetwork.input_hidden`).
         chained_hidden: `[B, T, D]` the previous module's output; None for the first module.
         tokens: `[B, L]` the text.
         start: `[B]` position of `hidden[:, 0]`.
         view: cache slots, positions and masks of the T positions.
-        model: the model.
 
     Returns:
         The output for the head and the output for the next module, both `[B, T, D]`.
     """
     # A chained module reads the output of the module before it; others read the trunk (`mtp_chaining`).
-    source = hidden if model.config.mtp_chaining == "trunk" or chained_hidden is None else chained_hidden
+    source = hidden if network.config.mtp_chaining == "trunk" or chained_hidden is None else chained_hidden
     # Slot i reads the token of position i + index + 1. Behind the committed text these are drafts, or garbage.
     shifted = read_rows(tokens, start + index + 1, hidden.shape[1])
     view = _of_module(view, index)
-    output, chained, entries = apply(source, shifted, view, caches[index].layers[0], index=index, method="run_module")
-    caches[index] = caches[index].replace(layers=(entries,))
+    output, chained, layers = network.run(index, source, shifted, view, caches[index].layers)
+    caches[index] = caches[index].replace(layers=layers)
     return output, chained
 
 
@@ -118,45 +78,40 @@ def _of_module(view: View, index: int) -> View:
 
 
 def extend_modules(
-    params: dict,
+    network: DraftNetwork,
     state: DecodeState,
-    hidden: jax.Array,
+    states: jax.Array,
     start: jax.Array,
     num_used: jax.Array,
     *,
-    model: MTPModel,
     spec: DecodeSpec,
 ) -> tuple[Cache, ...]:
     """Runs all modules, one after the other, over positions whose tokens are known.
 
     Args:
-        params: parameters of the modules and of what they share with the trunk.
+        network: the modules.
         state: the rows.
-        hidden: `[B, T, D]` the trunk's hidden states.
-        start: `[B]` position of `hidden[:, 0]`.
-        num_used: `[B]` hidden states at the beginning that belong to committed positions; others are padding.
-        model: the model.
+        states: `[B, T, D]` the trunk states that the drafter keeps.
+        start: `[B]` position of `states[:, 0]`.
+        num_used: `[B]` states at the beginning that belong to committed positions; others are padding.
         spec: the shape of a round.
 
     Returns:
         The caches with the entries of these positions.
     """
-    apply, caches, chained = bind(model, params), list(state.drafter.caches), None
-    view = view_pass(state, model, start, hidden.shape[1], num_used=num_used, window=spec.window)
+    caches, chained, hidden = list(state.drafter.caches), None, network.input_hidden(states)
+    view = view_pass(state, network.config, start, hidden.shape[1], num_used=num_used, window=spec.window)
     for index in range(len(caches)):
-        _, chained = extend_module(apply, caches, index, hidden, chained, state.tokens, start, view, model=model)
+        _, chained = extend_module(network, caches, index, hidden, chained, state.tokens, start, view)
     return tuple(caches)
 
 
-def extend_backlog(
-    prepared: PreparedMTP, state: DecodeState, *, model: MTPModel, spec: DecodeSpec, num_positions: int
-) -> DecodeState:
+def extend_backlog(network: DraftNetwork, state: DecodeState, *, spec: DecodeSpec, num_positions: int) -> DecodeState:
     """Runs the modules over the oldest positions of the backlog and drops the final ones from the buffer.
 
     Args:
-        prepared: the modules and heads.
+        network: the modules.
         state: the rows.
-        model: the model.
         spec: the shape of a round.
         num_positions: positions to process.
 
@@ -165,18 +120,18 @@ def extend_backlog(
     """
     drafter_state = state.drafter
     hidden, start = drafter_state.hidden[:, :num_positions], drafter_state.hidden_start
-    caches = extend_modules(prepared.params, state, hidden, start, num_pending(state), model=model, spec=spec)
+    caches = extend_modules(network, state, hidden, start, num_pending(state), spec=spec)
     # The newest M positions stay in the buffer: their shifted input tokens are not all committed.
     processed = jnp.clip(num_pending(state) - len(caches), 0, num_positions)
     # Move the rest of the buffer to its front.
     E = drafter_state.hidden.shape[1]
     source = jnp.minimum(processed[:, None] + jnp.arange(E)[None, :], E - 1)
     hidden = jnp.take_along_axis(drafter_state.hidden, source[:, :, None], axis=1)
-    return state.replace(drafter=MTPState(caches, hidden, drafter_state.hidden_start + processed))
+    return state.replace(drafter=ModulesState(caches, hidden, drafter_state.hidden_start + processed))
 
 
 def extend_and_read(
-    apply: Callable[..., Any],
+    network: DraftNetwork,
     caches: list[Cache],
     index: int,
     chained_hidden: jax.Array | None,
@@ -184,13 +139,11 @@ def extend_and_read(
     tokens: jax.Array,
     num_positions: int,
     view: View,
-    *,
-    model: MTPModel,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Extends a module over the hidden states of the last round and reads its newest output.
 
     Args:
-        apply: calls the model's methods.
+        network: the modules.
         caches: all modules' caches; the function replaces this module's cache in the list.
         index: the module, 0-based.
         chained_hidden: `[B, num_positions, D]` the previous module's output; None for the first module.
@@ -198,23 +151,15 @@ def extend_and_read(
         tokens: `[B, L]` the text and the drafts so far.
         num_positions: hidden states to process.
         view: cache slots, positions and masks of these positions.
-        model: the model.
 
     Returns:
         The outputs of the newest committed slot, for the head and to draft on, `[B, 1, D]`; and all outputs for the
         next module, `[B, num_positions, D]`.
     """
     drafter_state = state.drafter
+    hidden = network.input_hidden(drafter_state.hidden[:, :num_positions])
     output, chained = extend_module(
-        apply,
-        caches,
-        index,
-        drafter_state.hidden[:, :num_positions],
-        chained_hidden,
-        tokens,
-        drafter_state.hidden_start,
-        view,
-        model=model,
+        network, caches, index, hidden, chained_hidden, tokens, drafter_state.hidden_start, view
     )
     # The newest slot is length - 2: position length - 1 is pending, so the trunk has no hidden state for it. A row that
     # is done may have stopped within the buffer, hence the clip.
@@ -223,12 +168,12 @@ def extend_and_read(
 
 
 def run_over_drafts(
-    apply: Callable[..., Any], caches: list[Cache], index: int, chained_hidden: jax.Array, tokens: jax.Array, view: View
+    network: DraftNetwork, caches: list[Cache], index: int, chained_hidden: jax.Array, tokens: jax.Array, view: View
 ) -> tuple[jax.Array, jax.Array]:
     """Runs a module over drafted tokens, padded to the view's width.
 
     Args:
-        apply: calls the model's methods.
+        network: the modules.
         caches: all modules' caches; the function replaces this module's cache in the list.
         index: the module, 0-based.
         chained_hidden: `[B, f, D]` the module output that each token was drafted from.
@@ -240,9 +185,8 @@ def run_over_drafts(
     """
     f, width = tokens.shape[1], view.mask.shape[1]
     view = _of_module(view, index)
-    output, chained, entries = apply(
-        pad_rows(chained_hidden, width), pad_rows(tokens, width), view, caches[index].layers[0], index=index,
-        method="run_module",
-    )  # fmt: skip
-    caches[index] = caches[index].replace(layers=(entries,))
+    output, chained, layers = network.run(
+        index, pad_rows(chained_hidden, width), pad_rows(tokens, width), view, caches[index].layers
+    )
+    caches[index] = caches[index].replace(layers=layers)
     return output[:, :f], chained[:, :f]

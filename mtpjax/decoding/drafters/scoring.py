@@ -1,4 +1,4 @@
-"""Token scores of the MTP modules, from the full head or from a reduced draft vocabulary (FR-Spec, 2502.14856).
+"""Token scores of draft networks, from the trunk's head, a reduced one (FR-Spec, 2502.14856), or one of their own.
 
 Verification always uses the full vocabulary, so a reduced one changes the acceptance rate and not the text.
 """
@@ -20,10 +20,10 @@ from pallas_kernels import head_top_k
 
 
 class ReducedHead(flax.struct.PyTreeNode):
-    """The head columns of a reduced draft vocabulary of R tokens."""
+    """The head columns of a draft vocabulary of R tokens, and the tokens that they stand for."""
 
     matrices: tuple[jax.Array, ...]  # [D, R] per module, or one that all modules share
-    ids: jax.Array  # [R] int32, token of each column, ascending
+    ids: jax.Array  # [R] int32, token of each column
     column: jax.Array  # [V] int32, column of each token, -1 where the token cannot be drafted
 
 
@@ -49,10 +49,35 @@ def reduce_head(params: dict, ids: jax.Array, *, model: MTPModel, dtype: Any) ->
         rows = apply(index=index, method="head_matrix").T  # [own V, D]
         return vocabulary.look_up(lambda columns: rows[columns], ids, len(rows)).T.astype(dtype)
 
-    matrices = tuple(map(reduced, indices))
-    # The inverse of `ids`, which scatters reduced logits back over the vocabulary.
-    column = jnp.full(config.vocab_size, -1, jnp.int32).at[ids].set(jnp.arange(len(ids), dtype=jnp.int32))
-    return ReducedHead(matrices, ids, column)
+    return ReducedHead(tuple(map(reduced, indices)), ids, _columns(ids, config.vocab_size))
+
+
+def own_head(matrices: tuple[jax.Array, ...], ids: jax.Array | None, *, model: MTPModel, dtype: Any) -> ReducedHead:
+    """Makes the head of a drafter that has one of its own.
+
+    Args:
+        matrices: `[D, R]` one that all modules share, or one each.
+        ids: `[R]` int32 token of each column; None: column j is token j.
+        model: the model.
+        dtype: dtype of the columns.
+
+    Returns:
+        The head.
+
+    Raises:
+        ValueError: the ids and the columns differ in number.
+    """
+    num_columns = matrices[0].shape[1]
+    ids = jnp.arange(num_columns, dtype=jnp.int32) if ids is None else ids
+    if len(ids) != num_columns:
+        raise ValueError(f"the drafter's head has {num_columns} columns, but draft_ids has {len(ids)}")
+    matrices = tuple(matrix.astype(dtype) for matrix in matrices)
+    return ReducedHead(matrices, ids, _columns(ids, model.config.vocab_size))
+
+
+def _columns(ids: jax.Array, vocab_size: int) -> jax.Array:
+    """Inverts `ids [R]`: the column of each token `[V]`, which scatters reduced logits back over the vocabulary."""
+    return jnp.full(vocab_size, -1, jnp.int32).at[ids].set(jnp.arange(len(ids), dtype=jnp.int32))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,6 +30,7 @@ class GroupedAttention(nn.Module):
 
     config: ModelConfig
     implementation: str = "auto"
+    output_size: int = 0  # channels of the output; 0: those of the input
 
     @nn.compact
     def __call__(
@@ -79,7 +80,7 @@ class GroupedAttention(nn.Module):
         output = output.swapaxes(1, 2)
         if config.attn_output_gate:
             output = output * jax.nn.sigmoid(projected.total()[:, :, :, G + 2 :])
-        project = self.param("output", nn.initializers.lecun_normal(), (K * G * H, D))
+        project = self.param("output", nn.initializers.lecun_normal(), (K * G * H, self.output_size or D))
         output = output.reshape(B, T, K * G * H)
         product = partial_product(output, project, implementation=self.implementation)
         return add_parts(product, config.num_key_value_heads, "tensor"), entries, selection

@@ -1,4 +1,4 @@
-"""Drafts a tree with one MTP module, level by level."""
+"""Drafts a tree with one MTP module or another `DraftNetwork` of one module, level by level."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,8 @@ import numpy as np
 from mtpjax.decoding import rng
 from mtpjax.decoding.draft_tree import Candidates, depths_and_ancestor_mask
 from mtpjax.decoding.drafters.base import Draft
-from mtpjax.decoding.drafters.modules import PreparedMTP, extend_and_read, num_pending, run_over_drafts
+from mtpjax.decoding.drafters.modules import extend_and_read, num_pending, run_over_drafts
+from mtpjax.decoding.drafters.network import DraftNetwork
 from mtpjax.decoding.drafters.scoring import DraftScores
 from mtpjax.decoding.sampling import PathTokens, apply_temperature, distribution
 from mtpjax.decoding.spec import DecodeSpec
@@ -15,25 +16,20 @@ from mtpjax.decoding.state import DecodeState, view_pass
 from mtpjax.models.cache import Cache
 from mtpjax.models.layers.entries import read_rows
 from mtpjax.models.masks import TreeSlots
-from mtpjax.models.model import MTPModel, bind
 from mtpjax.models.vocabulary import Vocabulary
 
 
-def draft_tree(
-    prepared: PreparedMTP, state: DecodeState, *, model: MTPModel, spec: DecodeSpec
-) -> tuple[Draft, list[Cache], jax.Array]:
+def draft_tree(network: DraftNetwork, state: DecodeState, *, spec: DecodeSpec) -> tuple[Draft, list[Cache], jax.Array]:
     """Drafts a tree. One pass of the module serves all nodes of a level that have children.
 
     Args:
-        prepared: the module and its head.
+        network: the module and its head.
         state: the rows.
-        model: a model with one MTP module.
         spec: a tree's spec.
 
     Returns:
         The draft, the module's cache in a list, and the unchanged tokens `[B, L]`.
     """
-    apply = bind(model, prepared.params)
     caches = list(state.drafter.caches)
     builder = FixedTreeBuilder(state, spec) if spec.tree_shape else DynamicTreeBuilder(state, spec)
     B = len(state.tokens)
@@ -45,9 +41,14 @@ def draft_tree(
     # 1. Extend the module over what the last round committed. Its newest output gives the children of the root.
     num_positions = spec.num_steps + 1
     view = view_pass(
-        state, model, state.drafter.hidden_start, num_positions, num_used=num_pending(state), window=spec.window
+        state,
+        network.config,
+        state.drafter.hidden_start,
+        num_positions,
+        num_used=num_pending(state),
+        window=spec.window,
     )
-    output, chained, _ = extend_and_read(apply, caches, 0, None, state, state.tokens, num_positions, view, model=model)
+    output, chained, _ = extend_and_read(network, caches, 0, None, state, state.tokens, num_positions, view)
 
     for level in range(1, builder.num_levels + 1):
         if tokens is not None and parent is not None:
@@ -55,26 +56,41 @@ def draft_tree(
             # itself: a node's mask is its parent's, extended by one column per node of this level.
             num_nodes = tokens.shape[1]
             slot_tokens = jnp.concatenate([slot_tokens, tokens], axis=1)
-            self_mask = jnp.broadcast_to(jnp.eye(num_nodes, dtype=bool), (B, num_nodes, num_nodes))
-            if mask is None:
-                mask = self_mask
-            else:
-                mask = jnp.concatenate([jnp.take_along_axis(mask, parent[:, :, None], axis=1), self_mask], axis=2)
+            mask = extend_ancestor_mask(mask, parent)
             # The nodes occupy the slots behind those of earlier levels, at the position of their depth.
             width = max(num_nodes, spec.min_rows)
             tree = TreeSlots(
                 base, jnp.full((B, width), level - 2), jnp.pad(mask, ((0, 0), (0, width - num_nodes), (0, 0)))
             )
-            view = view_pass(state, model, base + num_slots, width, num_used=num_nodes, tree=tree, window=spec.window)
+            view = view_pass(
+                state, network.config, base + num_slots, width, num_used=num_nodes, tree=tree, window=spec.window
+            )
             # Each node continues from the module's output at its parent.
             chained = jnp.take_along_axis(chained, parent[:, :, None], axis=1)
-            output, chained = run_over_drafts(apply, caches, 0, chained, tokens, view)
+            output, chained = run_over_drafts(network, caches, 0, chained, tokens, view)
             num_slots += num_nodes
             path = PathTokens(slot_tokens, mask) if state.settings.sampling.has_penalties else None
         # 3. Score the children of these nodes, and choose the nodes that get children of their own.
-        scores = DraftScores(apply, state, prepared.head, model, spec.min_rows, output, 0, path, level)
+        scores = network.scores(state, output, 0, path, level, spec=spec)
         tokens, parent = builder.add_level(level, scores)
     return builder.draft(), caches, state.tokens
+
+
+def extend_ancestor_mask(mask: jax.Array | None, parent: jax.Array) -> jax.Array:
+    """Computes which drafted nodes each node of a new level sees: its ancestors and itself.
+
+    Args:
+        mask: `[B, f, n]` bool, those of the level before; None: there is none.
+        parent: `[B, g]` int32, each new node's parent among the f nodes.
+
+    Returns:
+        `[B, g, n + g]` bool, with a column per node of the new level.
+    """
+    B, num_nodes = parent.shape
+    self_mask = jnp.broadcast_to(jnp.eye(num_nodes, dtype=bool), (B, num_nodes, num_nodes))
+    if mask is None:
+        return self_mask
+    return jnp.concatenate([jnp.take_along_axis(mask, parent[:, :, None], axis=1), self_mask], axis=2)
 
 
 class DynamicTreeBuilder:

@@ -1,0 +1,218 @@
+"""The `config.json` of EAGLE-3 drafters, in the formats of SpecForge and of speculators.
+
+SpecForge's (`LlamaForCausalLMEagle3`) is EAGLE's own, which SGLang reads; speculators' (`Eagle3Speculator`) is vLLM's.
+Both leave something unsaid that changes what the network computes. Such files are rejected with both readings, unless
+the caller names one.
+"""
+
+import dataclasses
+import logging
+from typing import Any, Literal, NamedTuple
+
+from conversion.config_reader import ConfigReader
+from conversion.describe_config import describe_config
+from conversion.hf_config import parse_config
+from mtpjax.errors import ConfigError
+from mtpjax.models.config import ModelConfig
+from mtpjax.models.eagle3 import Eagle3Config
+
+log = logging.getLogger("mtpjax.conversion")
+
+Format = Literal["specforge", "speculators"]
+AuxLayers = Literal["entered", "output"]
+SPECFORGE_CLASS, SPECULATORS_CLASS = "LlamaForCausalLMEagle3", "Eagle3Speculator"
+NUM_STATES = 3  # of the default layers
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+SWITCHES = ("norm_before_fc", "fc_norm", "norm_output")
+KNOWN_KEYS = {
+    *("draft_vocab_size", "target_hidden_size", "num_aux_hidden_states", "eagle_config", "norm_before_residual"),
+    *(LAYER_IDS, "bias", "speculators_config", "speculators_model_type", "speculators_version", *SWITCHES),
+}
+
+
+class TrunkSizes(NamedTuple):
+    """Sizes of the trunk that a drafter is for."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+
+
+def default_layer_ids(num_layers: int) -> tuple[int, ...]:
+    """Returns the layers whose input states EAGLE, SGLang and vLLM take for a file that names none."""
+    return (2, num_layers // 2, num_layers - 3)
+
+
+def parse_eagle3(
+    values: dict[str, Any],
+    trunk: TrunkSizes,
+    *,
+    has_embedding: bool,
+    has_head: bool,
+    aux_layers: AuxLayers | None = None,
+    norm_before_residual: bool | None = None,
+) -> tuple[Eagle3Config, Format]:
+    """Parses the content of a `config.json`.
+
+    Args:
+        values: the JSON value.
+        trunk: sizes of the trunk.
+        has_embedding: the files hold an embedding of the drafter's own.
+        has_head: the files hold a head of the drafter's own.
+        aux_layers: what listed layer ids mean: the states that enter these layers, or the outputs of these layers.
+            None: as the format's producer means them, if that is known.
+        norm_before_residual: the value of this switch, where the file does not have it.
+
+    Returns:
+        The architecture, and the format of the file.
+
+    Raises:
+        ConfigError: the configuration is damaged, not supported, or has two readings and none is chosen.
+    """
+    reader = ConfigReader(values)
+    eagle = reader.section("eagle_config")
+    kind = reader.get("speculators_model_type")
+    if kind not in (None, "eagle3"):
+        raise ConfigError(f"config.json: speculators_model_type {kind!r} is not supported here; supported: 'eagle3'")
+    # speculators nests the keys of the layers; SpecForge has them beside its own.
+    form: Format = "specforge" if kind is None else "speculators"
+    layers = values if kind is None else reader.section("transformer_layer_config").values
+    block = _block(layers, form)
+    eagle.require("use_aux_hidden_state", True)
+    reader.require("bias", False)
+    for section in (reader, ConfigReader(layers)):
+        section.require("tie_word_embeddings", False)
+
+    def switch(name: str) -> bool:
+        return eagle.flag(name, reader.flag(name, False))
+
+    if form == "specforge":
+        residual = False  # SGLang has no such switch
+    elif reader.get("norm_before_residual") is None:
+        # speculators' own class and vLLM's reader of its files have different defaults.
+        if norm_before_residual is None:
+            raise ConfigError(
+                "config.json lacks norm_before_residual, which speculators takes for false and vLLM for true: pass "
+                "norm_before_residual to choose one"
+            )
+        residual = norm_before_residual
+    else:
+        residual = reader.flag("norm_before_residual", False)
+    if form == "specforge" and block.num_hidden_layers > 1:
+        raise ConfigError(
+            f"config.json: num_hidden_layers {block.num_hidden_layers} is not supported in this format: its programs "
+            "disagree about the residual and the norms of further layers; supported: 1, or speculators' format"
+        )
+    try:
+        return Eagle3Config(
+            block=block,
+            layer_ids=_layer_ids(reader, eagle, trunk, form, aux_layers),
+            num_target_layers=trunk.num_hidden_layers,
+            target_hidden_size=reader.integer("target_hidden_size", block.hidden_size),
+            draft_vocab_size=reader.integer("draft_vocab_size", block.vocab_size),
+            norm_before_residual=residual,
+            own_embedding=has_embedding,
+            own_head=has_head,
+            **{name: switch(name) for name in SWITCHES},
+        ), form
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"config.json: {error}") from error
+
+
+def _block(values: dict[str, Any], form: Format) -> ModelConfig:
+    """Parses the sizes of the drafter's own layers, which are Llama's or Qwen3's."""
+    model_type = values.get("model_type")
+    if values.get("kv_lora_rank") is not None or str(model_type).startswith(("deepseek", "kimi")):
+        raise ConfigError(
+            f"config.json: drafters with latent attention (model_type {model_type!r}) are not supported: the attention "
+            "of the first layer reads an input of twice the width, for which no latent form is implemented; supported: "
+            "llama, qwen3"
+        )
+    if model_type not in ("llama", "qwen3"):
+        raise ConfigError(f"config.json: model_type {model_type!r} of a drafter is not supported: llama, qwen3 are")
+    parsed = parse_config(values, model_type)
+    unknown = set(parsed.unknown) - KNOWN_KEYS
+    if unknown:
+        log.warning("config.json has unknown keys, which are ignored: %s", ", ".join(sorted(unknown)))
+    return dataclasses.replace(parsed.model, num_mtp_modules=0)
+
+
+def _layer_ids(
+    reader: ConfigReader, eagle: ConfigReader, trunk: TrunkSizes, form: Format, aux_layers: AuxLayers | None
+) -> tuple[int, ...]:
+    """Reads which states the drafter takes in, as the ids of the layers that they enter."""
+    count = reader.integer("num_aux_hidden_states", eagle.integer("num_aux_hidden_states", 0, low=0), low=0)
+    nested, beside = (section.items(LAYER_IDS, int) for section in (eagle, reader))
+    if nested and beside and nested != beside:
+        raise ConfigError(f"config.json: {LAYER_IDS} is {list(beside)}, and {list(nested)} in eagle_config")
+    listed = nested or beside
+    default = default_layer_ids(trunk.num_hidden_layers)
+    if not listed:
+        if count not in (0, NUM_STATES):
+            raise ConfigError(f"config.json: {count} states of the trunk, but {LAYER_IDS} does not say which")
+        return default
+    if count and count != len(listed):
+        raise ConfigError(f"config.json: num_aux_hidden_states is {count}, but {LAYER_IDS} has {len(listed)}")
+    entered, output = listed, tuple(layer + 1 for layer in listed)
+    # speculators and vLLM read the states that enter these layers, SGLang the outputs, and the file does not say who
+    # made it. The wrong reading drafts well enough to go unnoticed, and is accepted far less often.
+    if aux_layers is None and form == "specforge":
+        usual = {default: "; the usual default of this trunk is the first", output: ""}.get(entered, "")
+        usual = "; the second is the usual default of this trunk" if output == default else usual
+        raise ConfigError(
+            f"config.json: {LAYER_IDS} {list(listed)} has two readings: the states that enter these layers (vLLM, "
+            f"EAGLE), or the outputs of these layers, which enter {list(output)} (SGLang){usual}. Pass aux_layers "
+            "'entered' or 'output' (--aux-layers); the better one is accepted far more often on any text"
+        )
+    return output if aux_layers == "output" else entered
+
+
+def describe_eagle3(config: Eagle3Config, form: Format) -> dict[str, Any]:
+    """Makes a `config.json` that `parse_eagle3` reads as `config`.
+
+    Args:
+        config: the architecture.
+        form: the format to write.
+
+    Returns:
+        The content. In SpecForge's format, layers that are not the default ones are written as SGLang reads them, as
+        outputs, and reading them needs `aux_layers="output"`.
+
+    Raises:
+        ConfigError: the format cannot express the architecture.
+    """
+    block = config.block
+    _, layers = describe_config(block, "qwen3" if block.use_qk_norm else "llama")
+    layers.pop("num_nextn_predict_layers", None)
+    layers.pop("mtp_num_hidden_layers", None)
+    switches = {name: getattr(config, name) for name in SWITCHES}
+    sizes = {"draft_vocab_size": config.draft_vocab_size, "target_hidden_size": config.target_hidden_size}
+    if form == "speculators":
+        layers.pop("architectures")
+        return {
+            "architectures": [SPECULATORS_CLASS],
+            **sizes,
+            LAYER_IDS: list(config.layer_ids),
+            "norm_before_residual": config.norm_before_residual,
+            **switches,
+            "speculators_config": {
+                "algorithm": "eagle3",
+                "default_proposal_method": "greedy",
+                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+                "verifier": {"architectures": [], "name_or_path": None},
+            },
+            "speculators_model_type": "eagle3",
+            "tie_word_embeddings": False,
+            "transformer_layer_config": layers,
+        }
+    if config.norm_before_residual or block.num_hidden_layers > 1:
+        raise ConfigError("this format has neither norm_before_residual nor further layers: write speculators' format")
+    eagle: dict[str, Any] = {"use_aux_hidden_state": True}
+    if config.layer_ids != default_layer_ids(config.num_target_layers):
+        if min(config.layer_ids) == 0:
+            raise ConfigError("this format has no id for the embedding as a state: write speculators' format")
+        eagle[LAYER_IDS] = [layer - 1 for layer in config.layer_ids]
+    present = {name: value for name, value in switches.items() if value}
+    return {**layers, "architectures": [SPECFORGE_CLASS], **sizes, "eagle_config": eagle, **present}

@@ -1,0 +1,168 @@
+"""Writes a drafter as published drafters are: with the bytes of the original, or as new files."""
+
+import contextlib
+import json
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from flax.traverse_util import flatten_dict
+
+from conversion.drafters.eagle3_config import AuxLayers, TrunkSizes, describe_eagle3
+from conversion.drafters.eagle3_names import IS_DRAFTED, OFFSETS, eagle3_specs, is_drafted
+from conversion.drafters.medusa import TOKEN_MAP, describe_medusa, medusa_specs
+from conversion.drafters.read import (
+    CONFIG,
+    NO_SCALES,
+    DrafterPlan,
+    StoredDrafter,
+    config_bytes,
+    make_drafter_plan,
+    open_drafter,
+)
+from conversion.drafters.torch_file import TorchFile
+from conversion.export import TensorAssembler
+from conversion.files import SINGLE, CheckpointFiles
+from conversion.shards import (
+    Shard,
+    TensorEntry,
+    copy_files,
+    entry_of,
+    make_shard,
+    split_into_shards,
+    write_index,
+    write_shards,
+)
+from conversion.tensor_slice import ParamSpec
+from mtpjax.atomic import atomic_folder
+from mtpjax.errors import CheckpointFileError, ConfigError
+from mtpjax.models.eagle3 import Eagle3Config
+from mtpjax.models.medusa import MedusaConfig
+
+
+def write_drafter(path, drafter: StoredDrafter, *, like=None, form: str | None = None) -> None:
+    """Writes a drafter as safetensors and `config.json`.
+
+    Args:
+        path: the folder to write; it appears once it is complete.
+        drafter: the drafter.
+        like: a directory of the same architecture, whose names, order, dtypes, `config.json` and other files are kept.
+            Unchanged parameters then give the same bytes in every safetensors file.
+        form: without `like`, the format: "specforge" or "speculators", "medusa" or "vllm". None: "speculators" for
+            EAGLE-3, "medusa" for Medusa.
+
+    Raises:
+        CheckpointFileError: `like` is another architecture.
+        ConfigError: the format cannot express the architecture.
+        FileExistsError: `path` exists and is not empty.
+    """
+    with contextlib.ExitStack() as stack:
+        if like is None:
+            files, small_files = None, ()
+            specs, values = _describe(drafter.config, form)
+            content = (json.dumps(values, indent=2) + "\n").encode()
+        else:
+            like = pathlib.Path(like)
+            files = stack.enter_context(open_drafter(like))
+            specs = _plan_like(like, files, drafter.config).specs
+            content = config_bytes(like)
+            small_files = files.other_files() if isinstance(files, CheckpointFiles) else ()
+        blocks = _tensor_blocks(specs, drafter)
+        if isinstance(files, CheckpointFiles):
+            groups = {
+                file: [entry_of(each) for each in files.tensors.values() if each.file == file] for file in files.headers
+            }
+            shards = [Shard(file, files.headers[file], tuple(entries)) for file, entries in groups.items()]
+        else:
+            shards = _new_shards(specs, drafter)
+        folder = stack.enter_context(atomic_folder(pathlib.Path(path).absolute()))
+        write_shards(folder, shards, blocks)
+        if files is None or isinstance(files, TorchFile):
+            write_index(folder, shards)
+        else:
+            copy_files(folder, files.bytes_of, [name for name in small_files if name != CONFIG])
+        (folder / CONFIG).write_bytes(content)
+
+
+def _plan_like(
+    path: pathlib.Path, files: CheckpointFiles | TorchFile, config: Eagle3Config | MedusaConfig
+) -> DrafterPlan:
+    """Plans writing `config` like the files at `path`, in whichever reading of them it is."""
+    if isinstance(config, Eagle3Config):
+        trunk = TrunkSizes(config.block.vocab_size, config.target_hidden_size, config.num_target_layers)
+    else:
+        trunk = TrunkSizes(config.vocab_size, config.hidden_size, 0)
+    readings: tuple[AuxLayers, ...] = ("entered", "output")
+    for aux_layers in readings:
+        for residual in (False, True):
+            try:
+                plan = make_drafter_plan(path, files, trunk, aux_layers, residual)
+            except ConfigError:
+                continue
+            if plan.config == config:
+                return plan
+    raise CheckpointFileError(f"{path} is a drafter of another architecture: name a format in its place")
+
+
+def _describe(config: Eagle3Config | MedusaConfig, form: Any) -> tuple[dict[str, ParamSpec], dict[str, Any]]:
+    """Returns the tensors and the configuration of a new file."""
+    has: Callable[[str], bool] = lambda name: False
+    if isinstance(config, Eagle3Config):
+        form = form or "speculators"
+        if form not in ("specforge", "speculators"):
+            raise ConfigError(f"EAGLE-3 is written as 'specforge' or 'speculators', not {form!r}")
+        return eagle3_specs(config, form, has), describe_eagle3(config, form)
+    form = form or "medusa"
+    if form not in ("medusa", "vllm"):
+        raise ConfigError(f"Medusa is written as 'medusa' or 'vllm', not {form!r}")
+    return medusa_specs(config, form, has), describe_medusa(config, form)
+
+
+def _ids_tensors(drafter: StoredDrafter) -> dict[str, np.ndarray]:
+    """Returns the tensors of the draft vocabulary by name."""
+    if drafter.draft_ids is None:
+        return {}
+    ids = np.asarray(drafter.draft_ids).astype(np.int64)
+    if isinstance(drafter.config, MedusaConfig):
+        return {TOKEN_MAP: ids}
+    return {OFFSETS: ids - np.arange(len(ids)), IS_DRAFTED: is_drafted(ids, drafter.config.block.vocab_size)}
+
+
+def _flat(drafter: StoredDrafter) -> dict[str, np.ndarray]:
+    return {name: np.asarray(leaf) for name, leaf in flatten_dict(drafter.params, sep="/").items()}
+
+
+def _tensor_blocks(
+    specs: dict[str, ParamSpec], drafter: StoredDrafter
+) -> Callable[[TensorEntry], Iterator[np.ndarray]]:
+    """Returns the function that makes the rows of a tensor, block after block."""
+    flat, ids = _flat(drafter), _ids_tensors(drafter)
+    different = sorted(flat.keys() ^ specs.keys())
+    if different:
+        raise CheckpointFileError(f"the parameters are not the drafter's: {', '.join(different[:5])}")
+    for name, spec in specs.items():
+        if flat[name].shape != spec.shape:
+            raise CheckpointFileError(f"parameter {name} has shape {flat[name].shape}, not {spec.shape}")
+    assembler = TensorAssembler(specs, lambda name, index: flat[name][index], scaled={}, scales=NO_SCALES, tied={})
+
+    def blocks(entry: TensorEntry) -> Iterator[np.ndarray]:
+        if entry.name in ids:
+            return iter([ids[entry.name].astype(entry.dtype)])
+        return assembler.blocks(entry)
+
+    return blocks
+
+
+def _new_shards(specs: dict[str, ParamSpec], drafter: StoredDrafter) -> list[Shard]:
+    """Lays the tensors out as the safetensors package does: by falling size of an element, then by name."""
+    flat, ids = _flat(drafter), _ids_tensors(drafter)
+    entries = {
+        piece.name: TensorEntry(piece.name, flat[path].dtype, piece.shape)
+        for path, spec in specs.items()
+        for piece in spec.slices
+    }
+    entries |= {name: TensorEntry(name, array.dtype, array.shape) for name, array in ids.items()}
+    ordered = sorted(entries.values(), key=lambda entry: (-entry.dtype.itemsize, entry.name))
+    shards = split_into_shards(ordered)
+    return shards if len(shards) > 1 else [make_shard(SINGLE, ordered, {"format": "pt"})]

@@ -1,0 +1,125 @@
+"""`mtpjax.load_drafter` and `mtpjax.save_drafter`: published EAGLE-3 and Medusa drafters."""
+
+from typing import Any, Literal
+
+import jax.numpy as jnp
+
+from conversion.drafters.eagle3_config import TrunkSizes
+from conversion.drafters.read import StoredDrafter, read_drafter
+from conversion.drafters.write import write_drafter
+from mtpjax.decoding.drafters.eagle3 import Eagle3Drafter, Eagle3Params
+from mtpjax.decoding.drafters.medusa import MedusaDrafter, MedusaParams
+from mtpjax.errors import UsageError
+from mtpjax.io.checkpoint_format import find_checkpoint
+from mtpjax.models.eagle3 import Eagle3Config
+from mtpjax.models.model import MTPModel
+
+
+def load_drafter(
+    path,
+    *,
+    model: MTPModel,
+    dtype: Any = None,
+    aux_layers: Literal["entered", "output"] | None = None,
+    norm_before_residual: bool | None = None,
+) -> tuple[Eagle3Drafter | MedusaDrafter, Eagle3Params | MedusaParams]:
+    """Loads a published drafter for a trunk.
+
+    Formats: EAGLE-3 and 3.1 of SpecForge and SGLang (`LlamaForCausalLMEagle3`) or of speculators and vLLM
+    (`Eagle3Speculator`); Medusa of its authors (`medusa_lm_head`, safetensors or `.pt`) or of vLLM. A `.pt` file is
+    read without unpickling it.
+
+    Args:
+        path: the drafter's directory, or a repository of the Hugging Face Hub (extra `hub`).
+        model: the trunk that the drafter is for.
+        dtype: dtype to cast the parameters to. None keeps those of the files.
+        aux_layers: the meaning of listed trunk layers of an EAGLE-3 file: states that enter these layers, or outputs of
+            these layers. None takes the states that enter for speculators' files; SpecForge's do not say which.
+        norm_before_residual: this switch of EAGLE-3, for a speculators file without it.
+
+    Returns:
+        `(drafter, draft_params)`, for `DecodeConfig(drafter=drafter)` and `speculative_generate(draft_params=...)`.
+
+    Raises:
+        CheckpointError: the files are damaged, not supported, or have two readings and none is chosen.
+        ValueError: the drafter is for a trunk of other sizes.
+
+    Example:
+        >>> import tempfile
+        >>> import jax, mtpjax
+        >>> from mtpjax.decoding.drafters.medusa import MedusaDrafter, MedusaParams
+        >>> from mtpjax.models.medusa import Medusa, MedusaConfig
+        >>> model = mtpjax.MTPModel(mtpjax.presets["tiny"])
+        >>> config = MedusaConfig(hidden_size=64, vocab_size=256, num_heads=2)
+        >>> heads = Medusa(config).init(jax.random.key(0), jax.numpy.zeros((1, 64)))["params"]
+        >>> path = tempfile.mkdtemp() + "/heads"
+        >>> mtpjax.save_drafter(path, MedusaDrafter(architecture=config), MedusaParams(heads))
+        >>> drafter, draft_params = mtpjax.load_drafter(path, model=model)
+        >>> drafter.architecture.num_heads
+        2
+    """
+    if not isinstance(model, MTPModel):
+        raise UsageError(f"model must be an MTPModel, got {type(model).__name__}")
+    config = model.config
+    trunk = TrunkSizes(config.vocab_size, config.hidden_size, config.num_hidden_layers)
+    choices: dict[str, Any] = {"aux_layers": aux_layers, "norm_before_residual": norm_before_residual}
+    if aux_layers not in (None, "entered", "output"):
+        raise UsageError(f"aux_layers must be 'entered' or 'output', got {aux_layers!r}")
+    stored = read_drafter(find_checkpoint(path), trunk, dtype=dtype, **choices)
+    own, ids = stored.config, None if stored.draft_ids is None else jnp.asarray(stored.draft_ids)
+    if isinstance(own, Eagle3Config):
+        sizes, drafter = (own.block.vocab_size, own.target_hidden_size), Eagle3Drafter(architecture=own)
+        params: Eagle3Params | MedusaParams = Eagle3Params(stored.params, ids)
+    else:
+        sizes, drafter = (own.vocab_size, own.hidden_size), MedusaDrafter(architecture=own)
+        params = MedusaParams(stored.params, ids)
+    if sizes != trunk[:2]:
+        raise UsageError(
+            f"{path} is for a trunk of vocabulary {sizes[0]} and width {sizes[1]}; this one has {trunk[0]} and "
+            f"{trunk[1]}"
+        )
+    return drafter, params
+
+
+def save_drafter(
+    path,
+    drafter: Eagle3Drafter | MedusaDrafter,
+    draft_params: Eagle3Params | MedusaParams,
+    *,
+    like=None,
+    format: Literal["specforge", "speculators", "medusa", "vllm"] | None = None,
+) -> None:
+    """Saves a drafter as safetensors and `config.json`, for SGLang, vLLM or `mtpjax.load_drafter`.
+
+    Args:
+        path: the folder to write; it must be new or empty.
+        drafter: the drafter.
+        draft_params: its parameters.
+        like: the directory that it was loaded from: its `config.json`, its other files, and the names, order and dtypes
+            of its tensors are kept. A drafter that was not changed gives the same bytes.
+        format: without `like`: "specforge" or "speculators" for EAGLE-3, "medusa" or "vllm" for Medusa. None takes
+            "speculators", whose layer ids have one meaning, or "medusa".
+
+    Returns:
+        None.
+
+    Raises:
+        CheckpointError: the format, or `like`, is of another architecture.
+        FileExistsError: `path` exists and is not empty.
+
+    Example:
+        >>> import mtpjax
+        >>> mtpjax.save_drafter("out", None, None)
+        Traceback (most recent call last):
+        ...
+        mtpjax.errors.UsageError: drafter must be an Eagle3Drafter or a MedusaDrafter, got NoneType
+    """
+    if isinstance(drafter, Eagle3Drafter) and isinstance(draft_params, Eagle3Params):
+        stored = StoredDrafter(drafter.architecture, draft_params.network, draft_params.draft_ids)
+    elif isinstance(drafter, MedusaDrafter) and isinstance(draft_params, MedusaParams):
+        stored = StoredDrafter(drafter.architecture, draft_params.heads, draft_params.draft_ids)
+    else:
+        raise UsageError(f"drafter must be an Eagle3Drafter or a MedusaDrafter, got {type(drafter).__name__}")
+    if like is not None and format is not None:
+        raise UsageError(f"format {format!r} with like: the files of like decide the format")
+    write_drafter(path, stored, like=None if like is None else find_checkpoint(like), form=format)
