@@ -157,6 +157,7 @@ def test_a_cell_of_a_right_drafter_has_its_figures(small, monkeypatch):
         assert is_whole(json.loads(json.dumps(row, allow_nan=False)), cell)
 
 
+@pytest.mark.slow
 def test_sampled_rows_have_seeds_of_their_own_the_same_for_both_ways(small, monkeypatch):
     model, params = small("grouped", "right")
     bench = Bench(model, params, SETTINGS, WORKLOAD)

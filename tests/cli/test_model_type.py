@@ -84,6 +84,7 @@ def test_the_flag_reads_a_checkpoint_of_an_unknown_family(name, renamed, tmp_pat
     assert "unsupported model_type 'no_family'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_training_takes_the_family_and_its_checkpoint_is_exported_as_it(renamed, tmp_path):
     settings = {"init_from": str(renamed), "data": str(renamed.parent / "text.txt"), "output": str(tmp_path / "run")}
     settings |= {"row_length": 32, "batch_size": 1, "steps": 1, "panel_prompts": 0, "num_depths": 1}

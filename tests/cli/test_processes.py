@@ -47,6 +47,7 @@ def bytes_to_compare(folder):
 @pytest.mark.parametrize(
     "names", [("deepseek_v3",), pytest.param(("qwen3_5_moe", "deepseek_v3"), marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_processes_of_slurm_load_save_and_decode_as_one_does(names, start, tmp_path):
     golden = [path(name) for name in names]
     loaded = [load(folder) for folder in golden]

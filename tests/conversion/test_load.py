@@ -85,6 +85,7 @@ def test_the_shapes_are_those_of_a_new_model_and_the_dtypes_those_of_the_files(n
     }.get(name, {"float32"})
 
 
+@pytest.mark.slow
 def test_kept_fp8_computes_what_dequantised_weights_do():
     model, kept = mtpjax.load(GOLDEN / "deepseek_v3_fp8")
     _, plain = mtpjax.load(GOLDEN / "deepseek_v3_fp8", dtype=jnp.float32)

@@ -141,6 +141,7 @@ def test_a_vocabulary_beyond_the_embedding_is_refused(folder):
 @pytest.mark.parametrize(
     "sampling", [pytest.param(None, marks=pytest.mark.slow), SamplingParams(temperature=1.5, seed=4)]
 )
+@pytest.mark.slow
 def test_rows_behind_the_last_token_are_never_decoded(sampling, folder, small):
     """The tables have 320 rows, the tokenizer 259 tokens; the padding is made the likeliest of all."""
     model, params = small("grouped", "right", vocab_size=320)

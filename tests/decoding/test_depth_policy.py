@@ -132,6 +132,7 @@ def test_drafting_that_cannot_pay_is_never_tried():
     assert int(rounds(init_policy(costs, 2), [[0, 0]] * 40, 0).depth) == 0
 
 
+@pytest.mark.slow
 def test_one_slow_row_ends_drafting_for_a_batch_that_waits_for_it():
     """Its 63 neighbours gain by drafts, but it is the one that ends the batch."""
     costs, batch = jnp.array([1.0, 1.35, 2.05, 2.45]), 64

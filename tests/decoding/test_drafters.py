@@ -28,6 +28,7 @@ def without_modules(small):
     return small("grouped", "random", vocab_size=11, num_mtp_modules=0)
 
 
+@pytest.mark.slow
 def test_every_drafted_text_equals_vllms():
     """All 200 cases, padded to one length and run with each case's own settings."""
     L = max(len(case["tokens"]) for case in CASES) + 8
@@ -51,6 +52,7 @@ def test_lookup_keeps_the_greedy_text_of_a_model_without_modules(without_modules
     assert 0 < result.stats.accepted.sum() < result.stats.proposed.sum()
 
 
+@pytest.mark.slow
 def test_lookup_draws_the_tokens_of_plain_decoding(without_modules):
     """Rule "sample" uses the same noise as plain decoding, so the texts are equal and not only alike in law."""
     model, params = without_modules

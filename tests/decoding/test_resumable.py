@@ -122,6 +122,7 @@ def test_rows_inserted_at_random_times_get_the_tokens_they_get_alone(attention, 
     assert 0 < accepted < proposed
 
 
+@pytest.mark.slow
 def test_nothing_compiles_after_the_warm_up(small):
     """Later requests with other limits, stops, sampling options and prompt lengths reuse what is compiled."""
     model, params = small("grouped", "mixed")
@@ -258,6 +259,7 @@ def test_options_that_the_state_lacks_are_refused(small):
         insert(params, state, [0], [[1]], model=model, config=CONFIG)
 
 
+@pytest.mark.slow
 def test_a_running_row_reports_its_text_so_far(small):
     model, params = small("grouped", "mixed")
     config = dataclasses.replace(CONFIG, max_new_tokens=20, stop_sequences=())

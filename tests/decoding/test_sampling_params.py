@@ -207,6 +207,7 @@ def test_a_reduced_draft_vocabulary_drafts_nothing_else(small):
     assert np.array_equal(full.tokens, plain.tokens)
 
 
+@pytest.mark.slow
 def test_a_window_only_changes_what_is_drafted(small):
     model, params = small("grouped", "mixed")
     prompts = [np.random.default_rng(0).integers(0, 61, 40).tolist(), [3, 4]]

@@ -165,6 +165,7 @@ def test_a_seed_gives_the_same_text_on_a_mesh_with_every_option(name, small):
         np.testing.assert_allclose(one, other, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_fp8_weights_are_split_with_their_scales():
     model, params = load(path("deepseek_v3_fp8"))
     # bfloat16 would round the sums of the parts, so that near-tied logits can flip.
@@ -179,6 +180,7 @@ def test_fp8_weights_are_split_with_their_scales():
 
 
 @pytest.mark.parametrize("attention", ["grouped", pytest.param("latent", marks=slow)])
+@pytest.mark.slow
 def test_every_kernel_runs_on_each_device(attention, small, expected):
     model, params = small(attention, "mixed", num_mtp_modules=2, **sizes(attention))
     model, params = shard_for_decoding(model, params, compat.make_mesh({"data": 2, "tensor": 2}))

@@ -234,6 +234,7 @@ def mixed_plain(make):
     return generate(params, PROMPTS, model=model, config=PLAIN, sampling=MIXED)
 
 
+@pytest.mark.slow
 def test_plain_decoding_draws_what_the_python_loop_draws(small):
     model, params = small("grouped", "mixed")
     arrays = make_sampling_arrays(MIXED, len(PROMPTS), model.config, None)

@@ -29,6 +29,7 @@ def mixed(small):
     return model, params, acceptance
 
 
+@pytest.mark.slow
 def test_texts_part_at_their_first_other_token_by_the_trunk_s_logits(mixed):
     model, params, _ = mixed
     plain = generate(params, PROMPTS, model=model, config=CONFIG).rows()

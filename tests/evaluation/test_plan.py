@@ -125,6 +125,7 @@ def test_more_devices_and_fewer_bytes_take_less_time(stored):
     assert inside.collectives[0].seconds < outside.collectives[0].seconds
 
 
+@pytest.mark.slow
 def test_the_fastest_that_fits_is_chosen(stored):
     settings = {"rows": 64, "context": 4000, "num_steps": 1, "accept_length": 1.8}
     result = compare_meshes(V3, stored, H100, list_meshes(16), **settings)

@@ -44,6 +44,7 @@ def test_greedy_rounds_are_predicted_one_by_one(attention, modules, chaining, nu
     assert 0 < acceptance.accepted.sum() < acceptance.steps.sum() * num_steps
 
 
+@pytest.mark.slow
 def test_rounds_of_fewer_levels_are_predicted_on_the_way(small):
     model, params = small("grouped", "mixed")
     prompts = make_prompts(16)
@@ -58,6 +59,7 @@ def test_rounds_of_fewer_levels_are_predicted_on_the_way(small):
     assert lengths[-1] == pytest.approx(figures["decoded"]["accept_length"].value)
 
 
+@pytest.mark.slow
 def test_limits_and_stops_within_a_round_are_predicted(small):
     """A row ends at each place of a round; drafts behind its end count, as they do in decoding."""
     model, params = small("grouped", "mixed", max_position_embeddings=40)
@@ -84,6 +86,7 @@ def test_greedy_rounds_of_golden_checkpoints_are_predicted_one_by_one(name):
     assert_exact(measure_acceptance(params, prompts, model=model, config=CONFIG, batch_size=8))
 
 
+@pytest.mark.slow
 def test_matched_samples_are_predicted_one_by_one(small):
     """The rule "sample" gives the tokens of plain decoding, so nothing is left to chance."""
     model, params = small("grouped", "mixed")

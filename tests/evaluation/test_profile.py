@@ -73,6 +73,7 @@ def no_captured_weights():
         (1, chain_shape(2), 2, 0.7),
     ],
 )
+@pytest.mark.slow
 def test_every_shape_is_timed(small, modules, shape, batch, temperature, no_captured_weights):
     model, params = small(num_mtp_modules=modules)
     compiled = []

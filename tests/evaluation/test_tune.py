@@ -31,6 +31,7 @@ def test_the_questions_are_those_of_plain_and_speculative_decoding_and_prefill(s
 
 
 @pytest.mark.parametrize("attention", ["grouped", pytest.param("latent", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_every_question_can_be_asked_again(attention, small):
     for op, shape in questions_of(small, attention):
         made = make_call(op, shape)

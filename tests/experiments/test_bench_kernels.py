@@ -55,6 +55,7 @@ def test_what_is_carried_is_given_away_and_comes_back(key):
     assert not inputs[1][1].is_deleted() and not second[0][0].is_deleted()
 
 
+@pytest.mark.slow
 def test_what_stands_in_a_kernels_place_computes_the_same(key):
     for case in (
         attention_case(2, 2, 3, 2, 32, slots=64),

@@ -19,6 +19,7 @@ def test_the_twin_in_pytorch_has_the_same_losses_update_after_update(tmp_path):
     assert abs(ours[0][0] - ours[1][0]) > 1e-3  # batches differ, so equal rows would be a bug of the bench
 
 
+@pytest.mark.slow
 def test_a_run_asked_for_in_parts_is_the_same_run(tmp_path):
     write_start(tmp_path, "tiny")
     engine = Mtpjax("tiny", tmp_path)
@@ -39,6 +40,7 @@ def test_arithmetic_is_that_of_the_shapes(depths):
     assert step_flops(config, depths, rows, length) == 3 * 2 * rows * length * per_token
 
 
+@pytest.mark.slow
 def test_chunks_of_the_vocabulary_take_less_memory():
     settings = {"num_depths": 2, "rows": 4, "length": 64}
     whole, chunked = (train_engines.loss_memory("tiny", 8192, "cross_entropy", chunk, **settings) for chunk in (0, 512))

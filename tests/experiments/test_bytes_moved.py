@@ -353,6 +353,7 @@ def test_an_access_outside_of_its_array_is_an_error():
         run_counted(gather, jnp.ones((64, 128)), jnp.array([3, 64, 3, 0]))
 
 
+@pytest.mark.slow
 def test_block_scaled_matmul_reads_nothing_beyond_an_array_and_fp8_weights_once(key):
     keys = jax.random.split(key, 3)
     x, weights = (jax.random.normal(key, shape) for key, shape in zip(keys, ((3, 300), (300, 200)), strict=False))
@@ -402,6 +403,7 @@ def test_a_kernel_in_a_round_counts_what_it_declares(monkeypatch):
 
 
 @pytest.mark.parametrize(("batch", "num_steps"), [(1, 0), (8, 3)])
+@pytest.mark.slow
 def test_the_prediction_counts_the_same_bytes(batch, num_steps):
     """Of a model without experts, of which this count assumes the most there can be."""
     subject = bytes_moved.SUBJECTS["S"]

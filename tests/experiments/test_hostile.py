@@ -94,6 +94,7 @@ while time.process_time() < 1:
 
 
 @pytest.mark.skipif(not pathlib.Path("/proc/stat").exists(), reason="only where /proc tells the time of processes")
+@pytest.mark.slow
 def test_a_busy_core_does_not_lengthen_the_time():
     begin = time.perf_counter()
     processes = [subprocess.Popen([sys.executable, "-S", "-c", SPEND]) for _ in range(4)]

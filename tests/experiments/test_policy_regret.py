@@ -65,6 +65,7 @@ def test_drafting_starts_again_when_acceptance_comes_back(batch):
         *(pytest.param(mode, 16, True, marks=pytest.mark.slow) for mode in ("stream", "batch")),
     ],
 )
+@pytest.mark.slow
 def test_regret_is_small(mode, batch, is_measured):
     """The bar: on average over cells, at least 0.95 of the speed of the best fixed depth."""
     seeds = {1: 160, 16: 48}[batch]

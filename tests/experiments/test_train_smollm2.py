@@ -50,6 +50,7 @@ def write_reduced(folder, trunk):
     return smollm2_data.write_reduced_trunk(folder, PAIRS, params, model=model, eos_token_ids=[EOS], seed=0)
 
 
+@pytest.mark.slow
 def test_the_reduced_trunk_has_the_hidden_states_and_logits_of_the_full_one(tmp_path, trunk):
     reduced, reduced_params = load(write_reduced(tmp_path, trunk))
     ids = np.unique(np.concatenate([tokens for pair in PAIRS for tokens in pair]))

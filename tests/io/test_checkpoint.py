@@ -75,6 +75,7 @@ def test_saving_is_silent_and_leaves_nothing_beside_the_checkpoint(params, tmp_p
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_arrays_sharded_over_devices_restore_where_there_is_one(tmp_path):
     mesh = jax.make_mesh((len(jax.devices()),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))

@@ -64,6 +64,7 @@ def test_a_converted_checkpoint_loads_as_the_original(name, converted):
     assert_same_params(params, wanted)
 
 
+@pytest.mark.slow
 def test_several_chunks_are_one_array(tmp_path, monkeypatch):
     monkeypatch.setattr("conversion.tensor_slice.BLOCK_BYTES", 2000)
     source = path("deepseek_v3_fp8")

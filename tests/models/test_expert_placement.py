@@ -20,6 +20,7 @@ def skewed(small):
     return model, {**params, "trunk": {**params["trunk"], "layer_1": layer}}
 
 
+@pytest.mark.slow
 def test_copies_even_out_a_skewed_router_and_change_no_token(skewed):
     model, params = skewed
     tokens = np.asarray(jax.random.randint(jax.random.key(1), (8, 32), 0, 64))

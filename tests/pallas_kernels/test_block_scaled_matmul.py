@@ -153,6 +153,7 @@ def test_a_layer_multiplies_by_weights_with_factored_axes_of_either_kind(impleme
         pytest.param("sparse", 2 * (4 + 3 + 2) + (4 + 2) + (1 + 4 + 3 + 2), marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_every_layer_multiplies_with_the_kernel(attention, num_products, small):
     model, params = small(attention)
     tokens = jnp.arange(10)[None] + 7

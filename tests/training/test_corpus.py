@@ -43,6 +43,7 @@ def test_data_without_a_usable_record_names_the_field(tmp_path):
         load_corpus(TrainConfig(data=str(file), row_length=32), 256)
 
 
+@pytest.mark.slow
 def test_a_run_with_nothing_held_out_ends_with_a_panel(tmp_path, monkeypatch):
     (tmp_path / "book.txt").write_text("".join(f"line {number}\n" for number in range(500)))
     small = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 24, "head_dim": 8}

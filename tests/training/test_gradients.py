@@ -94,6 +94,7 @@ MOE = dataclasses.replace(presets["tiny-moe"], num_hidden_layers=2, router_corre
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_experts_of_other_devices_give_the_same_gradients(axes, remat, batch):
     expected = gradients(batch, EACH["kl"], config=MOE)
     assert_same(gradients(batch, EACH["kl"], config=MOE, axes=axes, remat=remat), expected)
@@ -178,6 +179,7 @@ def test_bfloat16_layers_have_float32_gradients_near_the_true_ones(accumulation,
     assert 0 < norm(optax.tree.sub(found, expected)) < 0.05 * norm(expected)
 
 
+@pytest.mark.slow
 def test_master_weights_keep_updates_that_bfloat16_would_lose(batch):
     """A learning rate of 1e-5 moves weights of 1 and more by far less than half of bfloat16's step there, 2^-8."""
     optimizer = make_optimizer(TrainConfig(weight_decay=0.0))

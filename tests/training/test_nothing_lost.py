@@ -87,6 +87,7 @@ def test_a_panel_that_fails_during_the_run_saves_the_state(config, monkeypatch):
     assert len(run_dir._state_folders(pathlib.Path(config.output))) == 1
 
 
+@pytest.mark.slow
 def test_rows_have_learning_rate_gradient_norm_tokens_and_memory(config, capsys):
     rows = [row for row in train(config, evaluations=1).history if "bits" in row]
     assert [row["tokens"] for row in rows] == [64, 128, 192]
@@ -158,6 +159,7 @@ def test_interrupted_at_random_moments_a_run_continues(text, tmp_path):
     check_interruptions(text, env, tmp_path, count=20, longest=longest)
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_the_panel_leaves_the_model_and_a_next_step(config, monkeypatch):
     def interrupted(*args, **kwargs):
         signal.raise_signal(signal.SIGINT)

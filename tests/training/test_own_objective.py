@@ -86,6 +86,7 @@ def test_an_objective_sees_kl_and_overlap_with_chunks_of_the_vocabulary(batch):
     assert_close(got, expected)
 
 
+@pytest.mark.slow
 def test_parts_of_a_batch_and_a_mesh_give_the_batch_s_loss(batch):
     whole, expected = gradients(batch, z_loss)
     mesh = compat.make_mesh({"data": 2, "fsdp": 2})

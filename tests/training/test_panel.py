@@ -136,6 +136,7 @@ def test_a_speed_up_above_the_accept_length_or_on_a_busy_machine_is_told():
     assert timing_problem(1.9, 2.0, 0.12) == "disturbed: waited 12% of the time for a core"
 
 
+@pytest.mark.slow
 def test_a_timing_that_cannot_be_is_marked_in_the_panel(decoder_of, monkeypatch):
     """A round that seems to cost half a plain step."""
     decoder, params = decoder_of(1, 3)

@@ -141,6 +141,7 @@ def test_a_documents_beginning_is_kept(rig, run):
         assert len(tokenizer.encode(kept)) <= tokens
 
 
+@pytest.mark.slow
 def test_sampled_texts_depend_on_the_number_and_the_seed_alone(rig, run, tmp_path):
     tokenizer = rig[2]
     records = [*TALKS, *TALKS]

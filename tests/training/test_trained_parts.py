@@ -61,6 +61,7 @@ def test_drafts_learn_from_the_trunk_unless_their_losses_reach_it():
     assert mixes == {"all": {"cross_entropy": 1.0}, "modules": {"kl": 1.0}, "detached": {"kl": 1.0}}
 
 
+@pytest.mark.slow
 def test_frozen_trunks_have_no_backward_pass(small):
     model, params = small(num_hidden_layers=6)
     flops = {
@@ -99,6 +100,7 @@ def test_detached_depths_leave_the_trunks_gradient_alone(changes, small):
     assert not np.allclose(joint["embedding"], alone["embedding"], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_modules_of_a_published_checkpoint_are_tuned_merged_and_decoded(tmp_path):
     """The README's sequence of commands, on golden weights."""
     origin = golden.path("qwen3_5_tied_bf16")

@@ -45,6 +45,7 @@ def run(tmp_path_factory):
     del presets["narrow"]
 
 
+@pytest.mark.slow
 def test_metrics_hold_losses_and_panels(run):
     config, result = run
     rows = [json.loads(line) for line in pathlib.Path(config.output, "metrics.jsonl").read_text().splitlines()]
