@@ -9,7 +9,14 @@ class Layout:
     """The naming of a family's tensors."""
 
     trunk: str = "model."  # prefix of embedding, layers and final norm
-    mtp: str = "layers"  # MTP modules are further "layers" (DeepSeek, GLM), under "mtp" (Qwen), "mtp_each" or "mimo"
+    head: str = "lm_head.weight"
+    # MTP modules are further "layers" (DeepSeek, GLM), under "mtp" (Qwen), "mtp_each", "mimo" or "ernie".
+    mtp: str = "layers"
+    mtp_norm: str = "shared_head.norm"  # the final norm of modules that are further layers
+    router: str = "gate"
+    correction_bias: str = "gate.e_score_correction_bias"
+    has_bias_row: bool = False  # the correction bias is stored as [1, E]
+    shared_experts: str = "shared_experts"
     packed_delta: bool = False  # Qwen3-Next packs the projections of linear attention per key head
     fused_experts: bool = False  # new files hold the trunk's experts stacked, as Qwen3.5's do
 
@@ -27,6 +34,11 @@ class Family:
     attention: str = "grouped"  # "grouped" (GQA) or "latent" (MLA)
     fixed: tuple[tuple[str, Any], ...] = ()  # fields of ModelConfig that no configuration of the family names
     architecture: str = ""  # the class of transformers that loads the text model
+    # Pairs about keys of `config.json`: names of this family instead of the usual ones, values of keys that may be
+    # missing, and further keys with the only value that the model implements.
+    keys: tuple[tuple[str, str], ...] = ()
+    defaults: tuple[tuple[str, Any], ...] = ()
+    required: tuple[tuple[str, Any], ...] = ()
 
 
 # Qwen3-Next and Qwen3.5: norms scale by 1 + weight, gated attention outputs, a gated shared expert.
@@ -79,5 +91,9 @@ IGNORED_KEYS = {
     *("max_window_layers", "sliding_window", "use_sliding_window", "index_topk_freq", "index_topk_pattern"),
     *("index_skip_topk_offset", "index_share_for_mtp_iteration", "mamba_ssm_dtype", "vision_config", "text_config"),
     *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "quantization_config"),
+    # Kimi-K2.5's vision tower and tokens; precisions of Hunyuan-3; training and a guard against 0 of Ernie-4.5.
+    *("projection_hidden_size", "projection_layer_norm_eps", "media_placeholder_token_id"),
+    *("use_unified_vision_chunk", "video_placeholder", "ignore_index", "enable_moe_fp32_combine"),
+    *("enable_attention_fp32_softmax", "enable_lm_head_fp32", "moe_capacity", "moe_gate", "moe_norm_min"),
     *("language_model_only", "scale_fmt", "moe_router_dtype", "rope_parameters", "rope_scaling", "name_or_path"),
 }

@@ -132,7 +132,9 @@ class ModelConfig:
         mtp_input: order of the projection's two inputs, "embedding_hidden" or "hidden_embedding".
         mtp_hidden_post_norm: modules read the trunk's hidden states after its final norm.
         mtp_chain_post_norm: the next depth reads a module's output after its own final norm.
-        mtp_mask_first: zero the embedding at position 0 (vLLM's DeepSeek and GLM classes).
+        mtp_mask_first: zero the embedding at position 0 (Ernie-4.5, and vLLM's DeepSeek and GLM classes).
+        mtp_dense: the modules' layers are dense where the trunk has experts (Ernie-4.5).
+        mtp_output_norm: modules have a final norm; without one (Ernie-4.5) head and next depth read their output.
         mtp_own_embedding: each module has its own embedding.
         mtp_own_head: each module has its own head.
 
@@ -217,6 +219,8 @@ class ModelConfig:
     mtp_hidden_post_norm: bool = True
     mtp_chain_post_norm: bool = True
     mtp_mask_first: bool = False
+    mtp_dense: bool = False
+    mtp_output_norm: bool = True
     mtp_own_embedding: bool = False
     mtp_own_head: bool = False
 
@@ -327,8 +331,8 @@ class ModelConfig:
 
     @property
     def mtp_kind(self) -> LayerKind:
-        """Kind of an MTP module's layer: full attention, its own indexer, and experts if the trunk has them."""
-        return LayerKind(self.attention, self.is_moe, "full" if self.index_topk else "")
+        """Kind of an MTP module's layer: full attention, its own indexer, and by default experts as the trunk has."""
+        return LayerKind(self.attention, self.is_moe and not self.mtp_dense, "full" if self.index_topk else "")
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields as plain values, for JSON."""

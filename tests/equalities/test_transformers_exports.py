@@ -26,7 +26,8 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 NEW_TOKENS = 16
 # transformers' class of the fp8 set wants a GPU, and its own families are the text models of the published ones.
-THERE = [name for name in SETS if name != "deepseek_v3_fp8"]
+# Kimi-K2.5's class is not a text model, and saves layers under a name that is not the published one.
+THERE = [name for name in SETS if name not in ("deepseek_v3_fp8", "kimi_k25")]
 
 
 def shrink(config):

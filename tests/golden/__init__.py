@@ -10,6 +10,8 @@ RECYCLING = (  # one MTP module, which engines reuse for each further draft
 )
 MTP_SETS = (*RECYCLING, "deepseek_v3_mtp2_bf16")
 SETS = (*MTP_SETS, "qwen3")
+# Sets whose arithmetic is that of others: default tests check loading, names and most logits, slow ones the rest.
+RENAMED: tuple[str, ...] = ()
 
 
 def path(name: str) -> pathlib.Path:
