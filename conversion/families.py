@@ -58,6 +58,13 @@ FAMILIES = {
     "kimi_k2": Family(attention="latent", fixed=_DEEPSEEK, architecture="DeepseekV3ForCausalLM"),
     "deepseek_v32": Family(attention="latent", fixed=_DEEPSEEK, architecture="DeepseekV32ForCausalLM"),
     "glm_moe_dsa": Family(attention="latent", fixed=_DEEPSEEK, architecture="GlmMoeDsaForCausalLM"),
+    # GLM-4.7-Flash.
+    "glm4_moe_lite": Family(
+        attention="latent",
+        fixed=_DEEPSEEK,
+        architecture="Glm4MoeLiteForCausalLM",
+        defaults=(("first_k_dense_replace", 1), ("rms_norm_eps", 1e-5)),
+    ),
     "glm4_moe": Family(fixed=(("router_correction_bias", True),), architecture="Glm4MoeForCausalLM"),
     "qwen3_next": Family(Layout(mtp="mtp", packed_delta=True), fixed=_QWEN_HYBRID, architecture="Qwen3NextForCausalLM"),
     "qwen3_5": Family(
