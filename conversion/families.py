@@ -81,6 +81,12 @@ FAMILIES = {
     ),
     # Neither family has published modules. Ours have Qwen3.5's names, or are further layers as in older exports.
     "qwen3": Family(Layout(mtp="mtp_each"), fixed=(("use_qk_norm", True),), architecture="Qwen3ForCausalLM"),
+    "qwen3_moe": Family(
+        Layout(mtp="mtp_each"),
+        fixed=(("use_qk_norm", True), ("scoring_func", "softmax")),
+        architecture="Qwen3MoeForCausalLM",
+        defaults=(("norm_topk_prob", False),),
+    ),
     "llama": Family(Layout(mtp="mtp_each"), architecture="LlamaForCausalLM"),
     "mimo": Family(
         Layout(mtp="mimo"),
