@@ -65,6 +65,13 @@ FAMILIES = {
         architecture="Glm4MoeLiteForCausalLM",
         defaults=(("first_k_dense_replace", 1), ("rms_norm_eps", 1e-5)),
     ),
+    # Kimi-K2.5 and K2.6: DeepSeek-V3's trunk beside a vision tower.
+    "kimi_k25": Family(
+        Layout("language_model.model.", head="language_model.lm_head.weight"),
+        attention="latent",
+        fixed=_DEEPSEEK,
+        architecture="DeepseekV3ForCausalLM",
+    ),
     "glm4_moe": Family(fixed=(("router_correction_bias", True),), architecture="Glm4MoeForCausalLM"),
     "qwen3_next": Family(Layout(mtp="mtp", packed_delta=True), fixed=_QWEN_HYBRID, architecture="Qwen3NextForCausalLM"),
     "qwen3_5": Family(

@@ -9,9 +9,9 @@ RECYCLING = (  # one MTP module, which engines reuse for each further draft
     *("qwen3_5_moe", "qwen3_5_tied_bf16", "glm4_moe_lite"),
 )
 MTP_SETS = (*RECYCLING, "deepseek_v3_mtp2_bf16")
-SETS = (*MTP_SETS, "qwen3", "qwen3_moe")
+SETS = (*MTP_SETS, "qwen3", "qwen3_moe", "kimi_k25")
 # Sets whose arithmetic is that of others: default tests check loading, names and most logits, slow ones the rest.
-RENAMED = ("glm4_moe_lite", "qwen3_moe")
+RENAMED = ("glm4_moe_lite", "qwen3_moe", "kimi_k25")
 
 
 def path(name: str) -> pathlib.Path:
