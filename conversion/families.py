@@ -100,6 +100,26 @@ FAMILIES = {
         fixed=(("mtp_input", "hidden_embedding"), ("mtp_chaining", "trunk"), ("attention_bias", True)),
         architecture="MiMoForCausalLM",
     ),
+    # Hunyuan-3.
+    "hy_v3": Family(
+        Layout(
+            mtp_norm="final_layernorm",
+            router="router.gate",
+            correction_bias="expert_bias",
+            shared_experts="shared_mlp",
+        ),
+        fixed=(("use_qk_norm", True), ("router_correction_bias", True)),
+        architecture="HYV3ForCausalLM",
+        keys=(
+            ("use_qk_norm", "qk_norm"),
+            ("n_routed_experts", "num_experts"),
+            ("n_shared_experts", "num_shared_experts"),
+            ("norm_topk_prob", "route_norm"),
+            ("routed_scaling_factor", "router_scaling_factor"),
+        ),
+        defaults=(("first_k_dense_replace", 1), ("rms_norm_eps", 1e-5), ("rope_theta", 11158840.0)),
+        required=(("use_cla", False),),
+    ),
 }
 
 # Keys of `config.json` that do not change what the model computes: about training, special tokens, caches, and what
