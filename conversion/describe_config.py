@@ -12,7 +12,7 @@ from mtpjax.models.config import Llama3Scaling, ModelConfig
 ORDER = (
     *("llama", "qwen3", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe"),
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "mimo", "kimi_k2"),
-    *("qwen3_moe", "glm4_moe_lite", "hy_v3"),
+    *("qwen3_moe", "glm4_moe_lite", "hy_v3", "ernie4_5_moe"),
 )
 QWEN_HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 LISTS_FEED_FORWARD = ("glm4_moe_lite", "hy_v3")  # name each layer's kind instead of the number of dense layers

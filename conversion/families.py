@@ -120,6 +120,40 @@ FAMILIES = {
         defaults=(("first_k_dense_replace", 1), ("rms_norm_eps", 1e-5), ("rope_theta", 11158840.0)),
         required=(("use_cla", False),),
     ),
+    # Ernie-4.5: a dense MTP module that reads states before the trunk's final norm and shares this norm, as its authors
+    # train it (PaddlePaddle/ERNIE). SGLang and vLLM hand over normed states, apply no final norm, and mask position 0.
+    "ernie4_5_moe": Family(
+        Layout(mtp="ernie", correction_bias="moe_statics.e_score_correction_bias", has_bias_row=True),
+        fixed=(
+            ("rope_interleave", True),
+            ("scoring_func", "softmax"),
+            ("router_correction_bias", True),
+            ("mtp_dense", True),
+            ("mtp_output_norm", "trunk"),
+            ("mtp_hidden_post_norm", False),
+            ("mtp_chain_post_norm", False),
+        ),
+        architecture="Ernie4_5_MoeForCausalLM",
+        keys=(
+            ("n_routed_experts", "moe_num_experts"),
+            ("num_experts_per_tok", "moe_k"),
+            ("n_shared_experts", "moe_num_shared_experts"),
+            ("first_k_dense_replace", "moe_layer_start_index"),
+            ("decoder_sparse_step", "moe_layer_interval"),
+        ),
+        defaults=(
+            ("moe_layer_start_index", 1),
+            ("rms_norm_eps", 1e-5),
+            ("rope_theta", 500000.0),
+            ("tie_word_embeddings", True),
+        ),
+        required=(
+            ("use_bias", False),
+            ("moe_use_aux_free", True),
+            ("moe_gate_act", "softmax"),
+            ("compression_ratio", 1),
+        ),
+    ),
 }
 
 # Keys of `config.json` that do not change what the model computes: about training, special tokens, caches, and what

@@ -271,8 +271,9 @@ def _mtp(reader: ConfigReader) -> tuple[int, bool]:
 
 def _mtp_conventions(reader: ConfigReader) -> dict[str, Any]:
     """Reads how MTP modules are fed and chained, where an export of ours says that it is not as in the family."""
-    made = {key: value for key in ("mtp_chaining", "mtp_input") if (value := reader.get(key)) is not None}
-    for key in ("mtp_hidden_post_norm", "mtp_chain_post_norm", "mtp_mask_first", "mtp_dense", "mtp_output_norm"):
+    names = ("mtp_chaining", "mtp_input", "mtp_output_norm")
+    made = {key: value for key in names if (value := reader.get(key)) is not None}
+    for key in ("mtp_hidden_post_norm", "mtp_chain_post_norm", "mtp_mask_first", "mtp_dense"):
         if reader.get(key) is not None:
             made[key] = reader.flag(key, False)
     return made

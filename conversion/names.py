@@ -40,7 +40,7 @@ def param_specs(config: ModelConfig, layout: Layout, has: Callable[[str], bool])
         )
     # The MTP modules: a projection of [embedding | hidden], two or three norms, and one decoder layer each. Embedding
     # and head are the trunk's, unless the checkpoint has other ones for the modules.
-    norms = ("norm_embedding", "norm_hidden", "norm_output")[: 3 if config.mtp_output_norm else 2]
+    norms = ("norm_embedding", "norm_hidden", "norm_output")[: 3 if config.mtp_output_norm == "own" else 2]
     for number in range(config.num_mtp_modules):
         prefix, around = mtp_names(config, layout, number)
         module = {
