@@ -17,20 +17,22 @@ class ConfigReader:
     Attributes:
         values: the object.
         seen: the keys that were asked for.
+        names: what the object calls some keys, by the names that they are asked for with.
     """
 
-    def __init__(self, values: dict[str, Any]):
-        self.values, self.seen = values, set()
+    def __init__(self, values: dict[str, Any], names: dict[str, str] | None = None):
+        self.values, self.seen, self.names = values, set(), names or {}
 
     def get(self, key: str) -> Any:
         """Returns the value of `key` unchecked, or `None`."""
         # `parse_config` warns of keys that nothing asked for: they may change what the model computes.
+        key = self.names.get(key, key)
         self.seen.add(key)
         return self.values.get(key)
 
     def integer(self, key: str, default: int | None = None, *, low: int = 1) -> int:
         """Returns an integer of at least `low`; without a default the key is required."""
-        value = self.get(key)
+        value, key = self.get(key), self.names.get(key, key)
         value = default if value is None else value
         if value is None:
             raise ConfigError(f"config.json lacks {key}")
@@ -41,7 +43,7 @@ class ConfigReader:
 
     def number(self, key: str, default: float) -> float:
         """Returns a positive, finite number."""
-        value = self.get(key)
+        value, key = self.get(key), self.names.get(key, key)
         value = default if value is None else value
         # Python's JSON parser accepts NaN and Infinity.
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
@@ -50,7 +52,7 @@ class ConfigReader:
 
     def flag(self, key: str, default: bool) -> bool:
         """Returns a boolean."""
-        value = self.get(key)
+        value, key = self.get(key), self.names.get(key, key)
         value = default if value is None else value
         if not isinstance(value, bool):
             raise ConfigError(f"config.json: {key} is {value!r}, not true or false")
@@ -58,7 +60,7 @@ class ConfigReader:
 
     def items(self, key: str, kind: type) -> tuple:
         """Returns a list whose items are all of one type, as a tuple; empty if missing."""
-        value = self.get(key)
+        value, key = self.get(key), self.names.get(key, key)
         value = [] if value is None else value
         if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
             raise ConfigError(f"config.json: {key} must be a list of {kind.__name__}")
@@ -66,7 +68,7 @@ class ConfigReader:
 
     def section(self, key: str) -> "ConfigReader":
         """Returns a reader of a nested object; empty if missing."""
-        value = self.get(key)
+        value, key = self.get(key), self.names.get(key, key)
         value = {} if value is None else value
         if not isinstance(value, dict):
             raise ConfigError(f"config.json: {key} is {value!r}, not an object")
@@ -74,7 +76,7 @@ class ConfigReader:
 
     def require(self, key: str, *allowed: Any) -> None:
         """Rejects a value that the model does not implement; a missing one is accepted."""
-        value = self.get(key)
+        value, key = self.get(key), self.names.get(key, key)
         if value is not None and value not in allowed:
             supported = f"; supported: {', '.join(map(repr, allowed))}" if allowed else ""
             raise ConfigError(f"config.json: {key} {value!r} is not supported{supported}")

@@ -12,12 +12,24 @@ from mtpjax.models.config import Llama3Scaling, ModelConfig
 ORDER = (
     *("llama", "qwen3", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe"),
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "mimo", "kimi_k2"),
+    *("qwen3_moe", "glm4_moe_lite", "hy_v3", "ernie4_5_moe"),
 )
 QWEN_HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
+LISTS_FEED_FORWARD = ("glm4_moe_lite", "hy_v3")  # name each layer's kind instead of the number of dense layers
+# Fields that transformers' class of a family fixes, whatever `config.json` says.
+_PLAIN = {"attention_bias": False, "partial_rotary_factor": 1.0, "n_group": 1, "shared_expert_intermediate_size": 0}
+FIXED_THERE: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {**_PLAIN, "use_qk_norm": True, "n_shared_experts": 0, "routed_scaling_factor": 1.0},
+    "hy_v3": {**_PLAIN, "use_qk_norm": True, "norm_topk_prob": True},
+    "ernie4_5_moe": {**_PLAIN, "use_qk_norm": False, "norm_topk_prob": True, "routed_scaling_factor": 1.0},
+}
 # Fields that the files or the tokenizer decide, not `config.json`.
 NOT_DESCRIBED = ("num_tokens", "mtp_own_embedding", "mtp_own_head")
 # Conventions of MTP modules that differ between families; written where the family's own is another.
-MTP_CONVENTIONS = ("mtp_chaining", "mtp_input", "mtp_hidden_post_norm", "mtp_chain_post_norm", "mtp_mask_first")
+MTP_CONVENTIONS = (
+    *("mtp_chaining", "mtp_input", "mtp_hidden_post_norm", "mtp_chain_post_norm", "mtp_mask_first"),
+    *("mtp_dense", "mtp_output_norm"),
+)
 
 
 def describe_config(config: ModelConfig, model_type: str | None = None) -> tuple[str, dict[str, Any]]:
@@ -75,11 +87,15 @@ def _unsupported(config: ModelConfig, model_type: str) -> list[str]:
         wrong += [name for name in ("attention_bias", "n_routed_experts") if getattr(config, name)]
         wrong += ["partial_rotary_factor"] if config.partial_rotary_factor != 1.0 else []
         wrong += ["use_qk_norm"] if config.use_qk_norm and model_type == "llama" else []
-    # Only Qwen3-Next has dense layers between those with experts, only Qwen3.5 has neither.
+    # Its other classes of mixtures fix more than ours, and have no dense form.
+    if model_type in FIXED_THERE:
+        wrong += [name for name, value in FIXED_THERE[model_type].items() if getattr(config, name) != value]
+        wrong += [] if config.is_moe else ["n_routed_experts"]
+    # Qwen3-Next and some others have dense layers between those with experts, only Qwen3.5 has neither.
     dense = bool(config.mlp_only_layers or (config.is_moe and config.first_k_dense_replace))
     if model_type.startswith("qwen3_5") and dense:
         wrong.append("mlp_only_layers")
-    if not model_type.startswith("qwen3_next") and config.mlp_only_layers:
+    if model_type not in ("qwen3_next", "qwen3_moe", *LISTS_FEED_FORWARD) and config.mlp_only_layers:
         wrong.append("mlp_only_layers")
     if model_type in QWEN_HYBRID and config.is_moe == (model_type in ("qwen3_5", "qwen3_5_text")):
         wrong.append("n_routed_experts")
@@ -126,7 +142,8 @@ def _values(config: ModelConfig, model_type: str) -> dict[str, Any]:
     # End tokens are the tokenizer's: without these keys transformers would take its family's defaults.
     head = {"architectures": [family.architecture], "model_type": model_type, "hidden_act": "silu", "dtype": "float32"}
     ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    return {**head, **ends, **values, **_modules(config, model_type)}
+    values = {**head, **ends, **values, **_modules(config, model_type)}
+    return {dict(family.keys).get(name, name): value for name, value in values.items()}
 
 
 def _experts(config: ModelConfig, model_type: str) -> dict[str, Any]:
@@ -137,14 +154,16 @@ def _experts(config: ModelConfig, model_type: str) -> dict[str, Any]:
         return {"first_k_dense_replace": config.num_hidden_layers} if is_mixture else {}
     names = ["num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"]
     values: dict[str, Any] = {}
-    if model_type in QWEN_HYBRID:
+    if model_type in ("qwen3_moe", *QWEN_HYBRID):
         dense = (*range(config.first_k_dense_replace), *config.mlp_only_layers)
         values |= {"num_experts": config.n_routed_experts, "mlp_only_layers": dense, "decoder_sparse_step": 1}
-        names += ["shared_expert_intermediate_size"]
+        names += ["shared_expert_intermediate_size"] if model_type in QWEN_HYBRID else []
     else:
         names += ["n_routed_experts", "n_group", "topk_group", "n_shared_experts", "routed_scaling_factor"]
         names += ["scoring_func", "first_k_dense_replace", *(["mlp_only_layers"] if config.mlp_only_layers else [])]
         names += ["shared_expert_intermediate_size"] if config.shared_expert_intermediate_size else []
+    if model_type in LISTS_FEED_FORWARD:
+        values["mlp_layer_types"] = ["sparse" if kind.is_moe else "dense" for kind in config.trunk_kinds]
     return values | {name: getattr(config, name) for name in names}
 
 

@@ -30,7 +30,8 @@ from mtpjax.models.config import ModelConfig
 
 WEIGHTS = "mtp_layer_parameters.safetensors"
 ASCEND_QUANTIZATION = "quant_model_description.json"  # Ascend's list of quantized tensors, by name
-AROUND = ("embed_tokens.", "shared_head.", "enorm.", "hnorm.", "eh_proj.")  # tensors beside a module's decoder layer
+# Tensors beside a module's decoder layer.
+AROUND = ("embed_tokens.", "shared_head.", "final_layernorm.", "enorm.", "hnorm.", "eh_proj.")
 # Small files that belong to a checkpoint, by their usual names. The source's other files stay where they are: pictures,
 # logs, results, and the description of the whole model.
 CHECKPOINT_FILES = (
@@ -125,8 +126,8 @@ def exported_name(name: str, config: ModelConfig, layout: Layout) -> str | None:
     """Renames a tensor for an export.
 
     The decoder layer of module k becomes `model.layers.k`. Tensors around the layer move up to `model.` if there is one
-    module, and stay with their layer if there are several, a case that xLLM's script rejects. Qwen and MiMo keep their
-    names.
+    module, and stay with their layer if there are several, a case that xLLM's script rejects. Qwen, MiMo and Ernie keep
+    their names.
 
     Args:
         name: the tensor's name in the checkpoint.
@@ -138,8 +139,8 @@ def exported_name(name: str, config: ModelConfig, layout: Layout) -> str | None:
     """
     if layout.is_under_mtp:
         return name if name.startswith(("mtp.", "model.mtp.")) else None
-    if layout.mtp == "mimo":
-        return name if name.startswith(f"{layout.trunk}mtp_layers.") else None
+    if layout.mtp in ("mimo", "ernie"):
+        return name if name.startswith(f"{layout.trunk}mtp_") else None
     if name == "rot.weight":  # a rotation that some quantized checkpoints have
         return "model.rot.weight"
     # Modules are the decoder layers behind those of the trunk.
@@ -188,7 +189,7 @@ def shared_tensors(config: ModelConfig, layout: Layout) -> list[str]:
     """
     # The engines run Qwen's export as a complete model, so it needs both.
     embedding = f"{layout.trunk}embed_tokens.weight"
-    return [embedding] if config.tie_word_embeddings else [embedding, "lm_head.weight"]
+    return [embedding] if config.tie_word_embeddings else [embedding, layout.head]
 
 
 def belongs_to_checkpoint(name: str) -> bool:

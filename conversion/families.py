@@ -9,7 +9,14 @@ class Layout:
     """The naming of a family's tensors."""
 
     trunk: str = "model."  # prefix of embedding, layers and final norm
-    mtp: str = "layers"  # MTP modules are further "layers" (DeepSeek, GLM), under "mtp" (Qwen), "mtp_each" or "mimo"
+    head: str = "lm_head.weight"
+    # MTP modules are further "layers" (DeepSeek, GLM), under "mtp" (Qwen), "mtp_each", "mimo" or "ernie".
+    mtp: str = "layers"
+    mtp_norm: str = "shared_head.norm"  # the final norm of modules that are further layers
+    router: str = "gate"
+    correction_bias: str = "gate.e_score_correction_bias"
+    has_bias_row: bool = False  # the correction bias is stored as [1, E]
+    shared_experts: str = "shared_experts"
     packed_delta: bool = False  # Qwen3-Next packs the projections of linear attention per key head
     fused_experts: bool = False  # new files hold the trunk's experts stacked, as Qwen3.5's do
 
@@ -27,6 +34,11 @@ class Family:
     attention: str = "grouped"  # "grouped" (GQA) or "latent" (MLA)
     fixed: tuple[tuple[str, Any], ...] = ()  # fields of ModelConfig that no configuration of the family names
     architecture: str = ""  # the class of transformers that loads the text model
+    # Pairs about keys of `config.json`: names of this family instead of the usual ones, values of keys that may be
+    # missing, and further keys with the only value that the model implements.
+    keys: tuple[tuple[str, str], ...] = ()
+    defaults: tuple[tuple[str, Any], ...] = ()
+    required: tuple[tuple[str, Any], ...] = ()
 
 
 # Qwen3-Next and Qwen3.5: norms scale by 1 + weight, gated attention outputs, a gated shared expert.
@@ -46,6 +58,20 @@ FAMILIES = {
     "kimi_k2": Family(attention="latent", fixed=_DEEPSEEK, architecture="DeepseekV3ForCausalLM"),
     "deepseek_v32": Family(attention="latent", fixed=_DEEPSEEK, architecture="DeepseekV32ForCausalLM"),
     "glm_moe_dsa": Family(attention="latent", fixed=_DEEPSEEK, architecture="GlmMoeDsaForCausalLM"),
+    # GLM-4.7-Flash.
+    "glm4_moe_lite": Family(
+        attention="latent",
+        fixed=_DEEPSEEK,
+        architecture="Glm4MoeLiteForCausalLM",
+        defaults=(("first_k_dense_replace", 1), ("rms_norm_eps", 1e-5)),
+    ),
+    # Kimi-K2.5 and K2.6: DeepSeek-V3's trunk beside a vision tower.
+    "kimi_k25": Family(
+        Layout("language_model.model.", head="language_model.lm_head.weight"),
+        attention="latent",
+        fixed=_DEEPSEEK,
+        architecture="DeepseekV3ForCausalLM",
+    ),
     "glm4_moe": Family(fixed=(("router_correction_bias", True),), architecture="Glm4MoeForCausalLM"),
     "qwen3_next": Family(Layout(mtp="mtp", packed_delta=True), fixed=_QWEN_HYBRID, architecture="Qwen3NextForCausalLM"),
     "qwen3_5": Family(
@@ -62,11 +88,71 @@ FAMILIES = {
     ),
     # Neither family has published modules. Ours have Qwen3.5's names, or are further layers as in older exports.
     "qwen3": Family(Layout(mtp="mtp_each"), fixed=(("use_qk_norm", True),), architecture="Qwen3ForCausalLM"),
+    "qwen3_moe": Family(
+        Layout(mtp="mtp_each"),
+        fixed=(("use_qk_norm", True), ("scoring_func", "softmax")),
+        architecture="Qwen3MoeForCausalLM",
+        defaults=(("norm_topk_prob", False),),
+    ),
     "llama": Family(Layout(mtp="mtp_each"), architecture="LlamaForCausalLM"),
     "mimo": Family(
         Layout(mtp="mimo"),
         fixed=(("mtp_input", "hidden_embedding"), ("mtp_chaining", "trunk"), ("attention_bias", True)),
         architecture="MiMoForCausalLM",
+    ),
+    # Hunyuan-3.
+    "hy_v3": Family(
+        Layout(
+            mtp_norm="final_layernorm",
+            router="router.gate",
+            correction_bias="expert_bias",
+            shared_experts="shared_mlp",
+        ),
+        fixed=(("use_qk_norm", True), ("router_correction_bias", True)),
+        architecture="HYV3ForCausalLM",
+        keys=(
+            ("use_qk_norm", "qk_norm"),
+            ("n_routed_experts", "num_experts"),
+            ("n_shared_experts", "num_shared_experts"),
+            ("norm_topk_prob", "route_norm"),
+            ("routed_scaling_factor", "router_scaling_factor"),
+        ),
+        defaults=(("first_k_dense_replace", 1), ("rms_norm_eps", 1e-5), ("rope_theta", 11158840.0)),
+        required=(("use_cla", False),),
+    ),
+    # Ernie-4.5: a dense MTP module that reads states before the trunk's final norm and shares this norm, as its authors
+    # train it (PaddlePaddle/ERNIE). SGLang and vLLM hand over normed states, apply no final norm, and mask position 0.
+    "ernie4_5_moe": Family(
+        Layout(mtp="ernie", correction_bias="moe_statics.e_score_correction_bias", has_bias_row=True),
+        fixed=(
+            ("rope_interleave", True),
+            ("scoring_func", "softmax"),
+            ("router_correction_bias", True),
+            ("mtp_dense", True),
+            ("mtp_output_norm", "trunk"),
+            ("mtp_hidden_post_norm", False),
+            ("mtp_chain_post_norm", False),
+        ),
+        architecture="Ernie4_5_MoeForCausalLM",
+        keys=(
+            ("n_routed_experts", "moe_num_experts"),
+            ("num_experts_per_tok", "moe_k"),
+            ("n_shared_experts", "moe_num_shared_experts"),
+            ("first_k_dense_replace", "moe_layer_start_index"),
+            ("decoder_sparse_step", "moe_layer_interval"),
+        ),
+        defaults=(
+            ("moe_layer_start_index", 1),
+            ("rms_norm_eps", 1e-5),
+            ("rope_theta", 500000.0),
+            ("tie_word_embeddings", True),
+        ),
+        required=(
+            ("use_bias", False),
+            ("moe_use_aux_free", True),
+            ("moe_gate_act", "softmax"),
+            ("compression_ratio", 1),
+        ),
     ),
 }
 
@@ -79,5 +165,9 @@ IGNORED_KEYS = {
     *("max_window_layers", "sliding_window", "use_sliding_window", "index_topk_freq", "index_topk_pattern"),
     *("index_skip_topk_offset", "index_share_for_mtp_iteration", "mamba_ssm_dtype", "vision_config", "text_config"),
     *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "quantization_config"),
+    # Kimi-K2.5's vision tower and tokens; precisions of Hunyuan-3; training and a guard against 0 of Ernie-4.5.
+    *("projection_hidden_size", "projection_layer_norm_eps", "media_placeholder_token_id"),
+    *("use_unified_vision_chunk", "video_placeholder", "ignore_index", "enable_moe_fp32_combine"),
+    *("enable_attention_fp32_softmax", "enable_lm_head_fp32", "moe_capacity", "moe_gate", "moe_norm_min"),
     *("language_model_only", "scale_fmt", "moe_router_dtype", "rope_parameters", "rope_scaling", "name_or_path"),
 }

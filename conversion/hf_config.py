@@ -47,12 +47,13 @@ def parse_config(values: Any, model_type: str | None = None) -> ParsedConfig:
         raise ConfigError(f"unsupported model_type {model_type!r}; supported: {', '.join(FAMILIES)}")
     family = FAMILIES[model_type]
     # Multimodal checkpoints nest the language model's values; those of the nested section win.
-    top = ConfigReader(values)
-    text = top.section("text_config")
-    reader = ConfigReader({**values, **text.values})
+    text = ConfigReader(values).section("text_config")
+    reader = ConfigReader({**dict(family.defaults), **values, **text.values}, dict(family.keys))
     # Collect the fields of ModelConfig, part by part; later parts read the fields of earlier ones.
     fields = dict(family.fixed)
     try:
+        for key, value in family.required:
+            reader.require(key, value)
         fields |= _common(reader)
         fields |= {"latent": _latent, "grouped": _grouped}[family.attention](reader, fields)
         fields |= _linear(reader, fields)
@@ -68,7 +69,7 @@ def parse_config(values: Any, model_type: str | None = None) -> ParsedConfig:
     except (ValueError, TypeError) as error:
         raise ConfigError(f"config.json: {error}") from error
     unknown = tuple(sorted(set(reader.values) - reader.seen - IGNORED_KEYS))
-    return ParsedConfig(model_type, model, family.layout, _fp8_block(top), names_modules, unknown)
+    return ParsedConfig(model_type, model, family.layout, _fp8_block(reader), names_modules, unknown)
 
 
 def _common(reader: ConfigReader) -> dict[str, Any]:
@@ -218,21 +219,25 @@ def _linear(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
 
 def _experts(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     """Reads the mixture of experts, and which layers are dense."""
-    names = [name for name in ("n_routed_experts", "num_experts") if reader.get(name) is not None]
+    aliases = ("n_routed_experts", "num_experts", "num_local_experts")  # the last one by transformers 5 for Qwen3-MoE
+    names = [name for name in aliases if reader.get(name) is not None]
     # A dense model: drop the family's fields about experts.
     if not names or not reader.integer(names[0], low=0):
         for field in ("scoring_func", "shared_expert_gate", "router_correction_bias"):
             fields.pop(field, None)
-        reader.seen |= {"mlp_only_layers", "decoder_sparse_step", "num_experts_per_tok", "norm_topk_prob"}
-        reader.seen.add("first_k_dense_replace")
+        for key in ("mlp_only_layers", "decoder_sparse_step", "num_experts_per_tok", "norm_topk_prob"):
+            reader.get(key)
+        reader.get("first_k_dense_replace")
         return {}
     reader.require("topk_method", "noaux_tc")
     reader.require("scoring_func", fields.get("scoring_func", "sigmoid"))
     layers = fields["num_hidden_layers"]
+    width = reader.integer("moe_intermediate_size", reader.get("expert_hidden_dim"))
+    reader.require("expert_hidden_dim", width)
     made = {
         "n_routed_experts": reader.integer(names[0]),
         "num_experts_per_tok": reader.integer("num_experts_per_tok"),
-        "moe_intermediate_size": reader.integer("moe_intermediate_size"),
+        "moe_intermediate_size": width,
         "n_shared_experts": reader.integer("n_shared_experts", 0, low=0),
         "shared_expert_intermediate_size": reader.integer("shared_expert_intermediate_size", 0, low=0),
         "n_group": reader.integer("n_group", 1),
@@ -240,11 +245,12 @@ def _experts(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
         "norm_topk_prob": reader.flag("norm_topk_prob", True),
         "routed_scaling_factor": reader.number("routed_scaling_factor", 1.0),
     }
-    # Which layers are dense: the first few, those listed, all but every n-th, or as each layer's type says.
+    # Which layers are dense: the first and last few, those listed, all but every n-th, or as each layer's type says.
     first = reader.integer("first_k_dense_replace", 0, low=0)
     each = reader.integer("moe_layer_freq", reader.integer("decoder_sparse_step", 1))
     phase = 0 if reader.get("moe_layer_freq") is not None else 1  # DeepSeek counts layers from 0, Qwen from 1
-    only = set(reader.items("mlp_only_layers", int))
+    last = reader.integer("moe_layer_end_index", -1, low=-1)  # Ernie's; -1: the last layer
+    only = {*reader.items("mlp_only_layers", int), *range(last + 1 if last >= 0 else layers, layers)}
     kinds = reader.items("mlp_layer_types", str)
     dense = [
         kinds[layer] == "dense" if kinds else layer < first or layer in only or (layer + phase) % each != 0
@@ -265,8 +271,9 @@ def _mtp(reader: ConfigReader) -> tuple[int, bool]:
 
 def _mtp_conventions(reader: ConfigReader) -> dict[str, Any]:
     """Reads how MTP modules are fed and chained, where an export of ours says that it is not as in the family."""
-    made = {key: value for key in ("mtp_chaining", "mtp_input") if (value := reader.get(key)) is not None}
-    for key in ("mtp_hidden_post_norm", "mtp_chain_post_norm", "mtp_mask_first"):
+    names = ("mtp_chaining", "mtp_input", "mtp_output_norm")
+    made = {key: value for key in names if (value := reader.get(key)) is not None}
+    for key in ("mtp_hidden_post_norm", "mtp_chain_post_norm", "mtp_mask_first", "mtp_dense"):
         if reader.get(key) is not None:
             made[key] = reader.flag(key, False)
     return made

@@ -49,19 +49,22 @@ def decoder_layer(
     specs |= prefixed(f"{ATTENTION_KINDS[kind.attention].scope}/", attention)
     # Feed-forward: experts, or one dense SwiGLU.
     if kind.is_moe:
-        return specs | prefixed("experts/", _experts(config, f"{prefix}mlp.", has))
+        return specs | prefixed("experts/", _experts(config, f"{prefix}mlp.", layout, has))
     F = config.intermediate_size
     specs["dense/gate_up"] = gate_up(f"{prefix}mlp.", D, F)
     specs["dense/down"] = linear(f"{prefix}mlp.down_proj.weight", F, D)
     return specs
 
 
-def _experts(config: ModelConfig, prefix: str, has: Callable[[str], bool]) -> dict[str, ParamSpec]:
+def _experts(config: ModelConfig, prefix: str, layout: Layout, has: Callable[[str], bool]) -> dict[str, ParamSpec]:
     """Mixture of experts: a router, routed experts `gate_up [E, D, 2, F]` and `down [E, F, D]`, shared experts."""
     D, E, F = config.hidden_size, config.n_routed_experts, config.moe_intermediate_size
-    specs = {"router": linear(f"{prefix}gate.weight", D, E)}
+    specs = {"router": linear(f"{prefix}{layout.router}.weight", D, E)}
     if config.router_correction_bias:
-        specs["correction_bias"] = copied(f"{prefix}gate.e_score_correction_bias", E)
+        name = f"{prefix}{layout.correction_bias}"
+        specs["correction_bias"] = copied(name, E)
+        if layout.has_bias_row:
+            specs["correction_bias"] = ParamSpec((E,), (tensor_slice(name, (1, E), (ALL,), select=(0,)),))
     # Routed experts are one stacked tensor, `[E, 2F, D]` with the gate's rows first and `[E, D, F]`, or one per expert.
     if has(f"{prefix}experts.gate_up_proj"):
         name, shape = f"{prefix}experts.gate_up_proj", (E, 2 * F, D)
@@ -86,9 +89,9 @@ def _experts(config: ModelConfig, prefix: str, has: Callable[[str], bool]) -> di
     specs["down"] = ParamSpec((E, F, D), tuple(down), in_axis=-2)
     # The shared expert sees every token; Qwen weighs it by a gate.
     if config.shared_width:
-        plural = "" if config.shared_expert_gate else "s"
-        specs["shared/gate_up"] = gate_up(f"{prefix}shared_expert{plural}.", D, config.shared_width)
-        specs["shared/down"] = linear(f"{prefix}shared_expert{plural}.down_proj.weight", config.shared_width, D)
+        name = "shared_expert" if config.shared_expert_gate else layout.shared_experts
+        specs["shared/gate_up"] = gate_up(f"{prefix}{name}.", D, config.shared_width)
+        specs["shared/down"] = linear(f"{prefix}{name}.down_proj.weight", config.shared_width, D)
     if config.shared_expert_gate:
         specs["shared_gate"] = linear(f"{prefix}shared_expert_gate.weight", D, 1)
     return specs

@@ -22,7 +22,8 @@ log = logging.getLogger("mtpjax.conversion")
 
 FLOATS = (np.dtype(np.float32), np.dtype(np.float16), BF16)
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
-OTHER_PARTS = ("model.visual.", "visual.", "vision_tower.", "model.vision_tower.")  # of multimodal checkpoints
+# Of multimodal checkpoints.
+OTHER_PARTS = ("model.visual.", "visual.", "vision_tower.", "model.vision_tower.", "mm_projector.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +64,8 @@ def make_plan(
     if plan.missing:
         found, named = count_stored_modules(plan.config, plan.layout, files), plan.config.num_mtp_modules
         modules = f"; config.json names {named} MTP modules, the files hold {found}" if found < named else ""
+        packed = [name for name in files.tensors if name.endswith(("weight_packed", ".qweight"))]
+        modules += f"; {packed[0]} is quantized in a format that is not supported" if packed else ""
         raise CheckpointFileError(
             f"{files.path} lacks {len(plan.missing)} tensors{modules}; missing: {', '.join(plan.missing[:5])}"
         )
@@ -187,8 +190,8 @@ def _with_own_copies(config: ModelConfig, layout: Layout, files: CheckpointFiles
             continue
         same = _same_bytes(files, copy, original)
         log.info("%s %s %s", copy, "equals, and is tied to," if same else "differs from, and is kept beside,", original)
-        if not same and copy == "lm_head.weight":
-            raise CheckpointFileError("tie_word_embeddings is true, but lm_head.weight differs from the embedding")
+        if not same and copy == layout.head:
+            raise CheckpointFileError(f"tie_word_embeddings is true, but {copy} differs from the embedding")
         own["embedding" if "embed_tokens" in copy else "head"].append(not same)
     # The model has own embeddings or heads for all modules or for none.
     changes = {}

@@ -12,7 +12,7 @@ from conversion.export_mtp import WEIGHTS, exported_name, original_name
 from conversion.files import CheckpointFiles
 from conversion.fp8_blocks import dequantized_blocks
 from conversion.load_plan import LoadPlan, make_plan
-from conversion.names import TRUNK_PREFIXES, mtp_names, param_specs
+from conversion.names import HEADS, TRUNK_PREFIXES, mtp_names, param_specs
 from conversion.read_params import BF16
 from conversion.shards import TensorEntry, entry_of
 from mtpjax.errors import CheckpointFileError
@@ -73,8 +73,8 @@ def _from_export(exported: CheckpointFiles, base: CheckpointFiles, plan: LoadPla
     names = {}
     for name in exported.tensors:
         trunk = next((each for each in TRUNK_PREFIXES if name == f"{each}embed_tokens.weight"), None)
-        if plan.layout.is_under_mtp and (trunk or name == "lm_head.weight"):
-            kept = f"{plan.layout.trunk}embed_tokens.weight" if trunk else name
+        if plan.layout.is_under_mtp and (trunk or name in HEADS):
+            kept = f"{plan.layout.trunk}embed_tokens.weight" if trunk else plan.layout.head
             if kept in base.tensors and not streams_equal(base.blocks(kept), exported.blocks(name)):
                 log.warning("%s of the export differs from the checkpoint's, which is kept", name)
         else:
@@ -83,7 +83,7 @@ def _from_export(exported: CheckpointFiles, base: CheckpointFiles, plan: LoadPla
     # Copies in the modules: an export does not tell whether they were equal to the trunk's, so ours say so.
     own_embedding = values.get("mtp_use_dedicated_embeddings") is True
     own = {"embedding": own_embedding, "head": values.get("mtp_use_dedicated_head") is True}
-    originals = {"embedding": f"{plan.layout.trunk}embed_tokens.weight", "head": "lm_head.weight"}
+    originals = {"embedding": f"{plan.layout.trunk}embed_tokens.weight", "head": plan.layout.head}
     for part, copies in _copies(config, plan).items():
         for copy in [copy for copy in copies if copy in names and not own[part]]:
             old = names.pop(copy)

@@ -12,6 +12,7 @@ from conversion.layer_names import decoder_layer, prefixed
 from conversion.tensor_slice import ParamSpec, copied, linear
 from mtpjax.models.config import ModelConfig
 
+HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 TRUNK_PREFIXES = ("model.", "model.language_model.", "language_model.model.")  # of embedding, layers and final norm
 
 
@@ -32,18 +33,19 @@ def param_specs(config: ModelConfig, layout: Layout, has: Callable[[str], bool])
     specs = {"embedding": copied(f"{layout.trunk}embed_tokens.weight", V, D)}
     specs["norm_final/scale"] = copied(f"{layout.trunk}norm.weight", D)
     if not config.tie_word_embeddings:
-        specs["head"] = linear("lm_head.weight", D, V)
+        specs["head"] = linear(layout.head, D, V)
     for layer, kind in enumerate(config.trunk_kinds):
         specs |= prefixed(
             f"trunk/layer_{layer}/", decoder_layer(config, kind, f"{layout.trunk}layers.{layer}.", layout, has)
         )
-    # The MTP modules: a projection of [embedding | hidden], three norms, and one decoder layer each. Embedding and head
-    # are the trunk's, unless the checkpoint has other ones for the modules.
+    # The MTP modules: a projection of [embedding | hidden], two or three norms, and one decoder layer each. Embedding
+    # and head are the trunk's, unless the checkpoint has other ones for the modules.
+    norms = ("norm_embedding", "norm_hidden", "norm_output")[: 3 if config.mtp_output_norm == "own" else 2]
     for number in range(config.num_mtp_modules):
         prefix, around = mtp_names(config, layout, number)
         module = {
             "project": linear(around["project"], 2 * D, D),
-            **{f"{norm}/scale": copied(around[norm], D) for norm in ("norm_embedding", "norm_hidden", "norm_output")},
+            **{f"{norm}/scale": copied(around[norm], D) for norm in norms},
             **prefixed("block/", decoder_layer(config, config.mtp_kind, prefix, layout, has)),
         }
         specs |= prefixed(f"mtp_{number}/", module)
@@ -91,13 +93,21 @@ def mtp_names(config: ModelConfig, layout: Layout, number: int) -> tuple[str, di
             "norm_output": f"{prefix}final_layernorm.weight",
         }
         return prefix, around
-    # DeepSeek-V3, GLM and Kimi: further decoder layers behind the trunk's.
+    # Ernie: a list per part of the module.
+    if layout.mtp == "ernie":
+        around = {
+            "project": f"{layout.trunk}mtp_linear_proj.{number}.weight",
+            "norm_embedding": f"{layout.trunk}mtp_emb_norm.{number}.weight",
+            "norm_hidden": f"{layout.trunk}mtp_hidden_norm.{number}.weight",
+        }
+        return f"{layout.trunk}mtp_block.{number}.", around
+    # DeepSeek-V3, GLM, Kimi and Hunyuan: further decoder layers behind the trunk's.
     prefix = f"{layout.trunk}layers.{config.num_hidden_layers + number}."
     around = {
         "project": f"{prefix}eh_proj.weight",
         "norm_embedding": f"{prefix}enorm.weight",
         "norm_hidden": f"{prefix}hnorm.weight",
-        "norm_output": f"{prefix}shared_head.norm.weight",
+        "norm_output": f"{prefix}{layout.mtp_norm}.weight",
         "embedding": f"{prefix}embed_tokens.weight",
         "head": f"{prefix}shared_head.head.weight",
     }
@@ -120,6 +130,7 @@ def stored_layout(layout: Layout, config: ModelConfig, has: Callable[[str], bool
         if has(f"{trunk}embed_tokens.weight"):
             layout = dataclasses.replace(layout, trunk=trunk)
             break
+    layout = dataclasses.replace(layout, head=next(filter(has, (layout.head, *HEADS)), layout.head))
     # Several modules that share nothing repeat the projection and the norms in the layer of each.
     if layout.mtp == "mtp" and has("mtp.layers.0.fc.weight"):
         layout = dataclasses.replace(layout, mtp="mtp_each")
@@ -141,6 +152,8 @@ def module_prefixes(config: ModelConfig, layout: Layout) -> tuple[str, ...]:
     """
     if layout.is_under_mtp:
         return ("mtp.",)
+    if layout.mtp == "ernie":
+        return (f"{layout.trunk}mtp_",)
     return tuple(mtp_names(config, layout, number)[0] for number in range(max(config.num_mtp_modules, 1)))
 
 
@@ -157,9 +170,9 @@ def tied_copies(config: ModelConfig, layout: Layout) -> Iterator[tuple[str, str]
         `(copy, original)` names.
     """
     embedding = f"{layout.trunk}embed_tokens.weight"
-    head = embedding if config.tie_word_embeddings else "lm_head.weight"
+    head = embedding if config.tie_word_embeddings else layout.head
     if config.tie_word_embeddings:
-        yield "lm_head.weight", embedding
+        yield layout.head, embedding
     for number in range(config.num_mtp_modules):
         _, around = mtp_names(config, layout, number)
         if "embedding" in around and not config.mtp_own_embedding:

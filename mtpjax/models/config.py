@@ -132,7 +132,9 @@ class ModelConfig:
         mtp_input: order of the projection's two inputs, "embedding_hidden" or "hidden_embedding".
         mtp_hidden_post_norm: modules read the trunk's hidden states after its final norm.
         mtp_chain_post_norm: the next depth reads a module's output after its own final norm.
-        mtp_mask_first: zero the embedding at position 0 (vLLM's DeepSeek and GLM classes).
+        mtp_mask_first: zero the embedding at position 0 (vLLM's DeepSeek, GLM and Ernie classes).
+        mtp_dense: the modules' layers are dense where the trunk has experts (Ernie-4.5).
+        mtp_output_norm: final norm of a module before the head: its "own", the "trunk"'s (Ernie-4.5), or "none".
         mtp_own_embedding: each module has its own embedding.
         mtp_own_head: each module has its own head.
 
@@ -217,6 +219,8 @@ class ModelConfig:
     mtp_hidden_post_norm: bool = True
     mtp_chain_post_norm: bool = True
     mtp_mask_first: bool = False
+    mtp_dense: bool = False
+    mtp_output_norm: Literal["own", "trunk", "none"] = "own"
     mtp_own_embedding: bool = False
     mtp_own_head: bool = False
 
@@ -234,6 +238,7 @@ class ModelConfig:
         require_choice("attention", self.attention, ("grouped", "latent"))
         require_choice("scoring_func", self.scoring_func, ("sigmoid", "softmax"))
         require_choice("mtp_chaining", self.mtp_chaining, ("chain", "trunk"))
+        require_choice("mtp_output_norm", self.mtp_output_norm, ("own", "trunk", "none"))
         require_choice("mtp_input", self.mtp_input, ("embedding_hidden", "hidden_embedding"))
         # Per-layer lists, stored as tuples so that the config is hashable.
         for name in ("indexer_types", "layer_types"):
@@ -327,8 +332,8 @@ class ModelConfig:
 
     @property
     def mtp_kind(self) -> LayerKind:
-        """Kind of an MTP module's layer: full attention, its own indexer, and experts if the trunk has them."""
-        return LayerKind(self.attention, self.is_moe, "full" if self.index_topk else "")
+        """Kind of an MTP module's layer: full attention, its own indexer, and by default experts as the trunk has."""
+        return LayerKind(self.attention, self.is_moe and not self.mtp_dense, "full" if self.index_topk else "")
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields as plain values, for JSON."""

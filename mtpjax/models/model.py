@@ -147,6 +147,8 @@ class MTPModel(nn.Module):
             is_first = view.angles[1][:, :, :1] == 0  # the sine of position 0
             embedding = jnp.where(is_first, 0, embedding)
         after, before, entries = self.mtp[index](hidden, embedding, view, layer_cache)
+        if self.config.mtp_output_norm == "trunk":
+            after = self.norm_final(before)
         return after, after if self.config.mtp_chain_post_norm else before, entries
 
     def embed(self, tokens: jax.Array) -> jax.Array:

@@ -77,6 +77,7 @@ def test_export_then_merge_gives_the_original_bytes(name, exported, tmp_path):
         ("deepseek_v32", "deepseek_v32_mtp", "DeepseekV32MtpForCausalLM"),
         ("glm4_moe", "glm4_moe_mtp", "Glm4MoeMtpForCausalLM"),
         ("glm_moe_dsa", "glm_moe_dsa_mtp", "GlmMoeDsaMtpForCausalLM"),
+        ("glm4_moe_lite", "glm4_moe_lite_mtp", "MtpForCausalLM"),
         ("qwen3_next", "qwen3_next_mtp", "MtpForCausalLM"),
         ("qwen3_5", "qwen3_5_mtp", "Qwen3_5MtpForCausalLM"),
         ("qwen3_5_moe", "qwen3_5_moe_mtp", "Qwen3_5MtpForCausalLM"),

@@ -15,12 +15,16 @@ from mtpjax.decoding.sampling import SamplingArrays
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import NewRows, empty_state, start_rows
 from mtpjax.models.params import param_shapes
-from tests.golden import MTP_SETS, RECYCLING, SETS, path
+from tests.golden import MTP_SETS, RECYCLING, RENAMED, SETS, path
 
-SIMILAR = ("deepseek_v3_fp8", "qwen3_5_moe", "qwen3_5_tied_bf16")  # to others in how they decode
-
+SIMILAR = ("deepseek_v3_fp8", "qwen3_5_moe", "qwen3_5_tied_bf16", *RENAMED)  # to others in how they decode
+LIKE_DEEPSEEK = ("glm4_moe_lite", "kimi_k25")  # under other names
 PROMPTS = ("p0", "p1")
 PASSED = (*PROMPTS, "long")  # through a teacher-forced pass
+
+
+def slow_if_like_deepseek(names):
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name in LIKE_DEEPSEEK)) for name in names]
 
 
 def assert_close(name, found, expected):
@@ -70,7 +74,7 @@ def test_parameters_have_the_shapes_that_init_gives(name, load):
     assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, shapes)
 
 
-@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("name", slow_if_like_deepseek(SETS))
 def test_the_trunk_matches(name, load, run):
     _, _, expected = load(name)
     output = run(name, num_depths=2 if name in MTP_SETS else 0)
@@ -81,7 +85,7 @@ def test_the_trunk_matches(name, load, run):
         assert_close(name, output.hidden_prenorm[row, :T], expected[f"{prompt}_hidden_prenorm"])
 
 
-@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("name", slow_if_like_deepseek(SETS))
 def test_a_longer_prompt_matches(name, load, run):
     _, _, expected = load(name)
     output = run(name, num_depths=2 if name in MTP_SETS else 0)
@@ -89,7 +93,7 @@ def test_a_longer_prompt_matches(name, load, run):
     assert_logits(name, long[expected["long_positions"]], expected["long_logits"])
 
 
-@pytest.mark.parametrize("name", MTP_SETS)
+@pytest.mark.parametrize("name", slow_if_like_deepseek(MTP_SETS))
 def test_the_first_depth_matches(name, load, run):
     _, _, expected = load(name)
     output = run(name, num_depths=2)
@@ -102,7 +106,10 @@ def test_the_first_depth_matches(name, load, run):
 @pytest.mark.parametrize(
     ("name", "layout", "meant"),
     [
-        *((name, "ttt", "rec_eagle") for name in RECYCLING),
+        *(
+            pytest.param(*each.values, "ttt", "rec_eagle", marks=each.marks)
+            for each in slow_if_like_deepseek(RECYCLING)
+        ),
         *((name, "stream", "rec_fresh") for name in ("deepseek_v3", "deepseek_v32", "glm4_moe", "qwen3_next")),
         ("deepseek_v3_mtp2_bf16", "ttt", "layer"),
     ],
