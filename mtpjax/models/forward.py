@@ -147,6 +147,8 @@ def trunk_states(
         `[B, T, (n + 1) * D]`: the states that enter the layers `layer_ids`, side by side, and then those that the MTP
         modules read. `forward_depths` continues from the latter, `forward_drafter` from all.
     """
+    if not layer_ids:
+        return _trunk_pass(params, tokens, segment_ids, model)[0]
     inside = tuple(sorted({layer for layer in layer_ids if layer < model.config.num_hidden_layers}))
     view = full_view(model.config, segment_ids)
     output = bind(model, params)(tokens, view, method="run_trunk", layer_ids=inside)

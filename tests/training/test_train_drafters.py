@@ -65,31 +65,39 @@ def rms(x, scale):
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale
 
 
-def eagle3_level_1(network, states, embedded, config):
-    """The first level of one document `[T, D]` in numpy: logits `[T, R]`."""
-    block, T = config.block, len(states)
-    fused = states @ network["fc"]
-    layer = network["layer_0"]
-    inputs = np.concatenate(
-        [rms(embedded, layer["norm_embedding"]["scale"]), rms(fused, layer["norm_hidden"]["scale"])], axis=-1
-    )
-    # qkv [2D, K, G + 2, H]: the queries of each key head, its key and its value.
-    H = block.head_dim
-    projected = np.einsum("td,dkgh->tkgh", inputs, layer["attention"]["qkv"])
-    angles = np.arange(T)[:, None] * block.rope_theta ** (-np.arange(H // 2) / (H // 2))
-    cos, sin = (f(angles)[:, None, None] for f in (np.cos, np.sin))
-    low, high = projected[:, :, :-1, : H // 2], projected[:, :, :-1, H // 2 :]
-    rotated = np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
-    scores = np.einsum("tkgh,skh->kgts", rotated[:, :, :-1], rotated[:, :, -1]) / np.sqrt(H)
-    scores = np.where(np.tri(T, dtype=bool), scores, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
-    attended = np.einsum("kgts,skh->tkgh", weights, projected[:, :, -1]).reshape(T, -1)
-    x = fused + attended @ layer["attention"]["output"].reshape(attended.shape[1], -1)
-    normed = rms(x, layer["norm_feed_forward"]["scale"])
-    gate, up = np.moveaxis(np.einsum("td,dcf->tcf", normed, layer["dense"]["gate_up"]), 1, 0)
-    x = x + (gate / (1 + np.exp(-gate)) * up) @ layer["dense"]["down"]
-    return rms(x, network["norm_final"]["scale"]) @ network["head"]
+def eagle3_plain_levels(network, states, tokens, embedding, config):
+    """The levels over one document `[T, D]` in numpy, row by row: logits `[LEVELS, T, R]`."""
+    block, layer, T = config.block, network["layer_0"], len(states)
+    H, half, keys_values = block.head_dim, block.head_dim // 2, {}
+    hidden, logits = states @ network["fc"], []
+    for level in range(1, LEVELS + 1):
+        outputs = []
+        for i in range(T):
+            token = tokens[i + level] if i + level < T else 0
+            parts = [
+                rms(embedding[token], layer["norm_embedding"]["scale"]),
+                rms(hidden[i], layer["norm_hidden"]["scale"]),
+            ]
+            # qkv [2D, K, G + 2, H]: the queries of each key head, its key and its value; at the position of the slot.
+            projected = np.einsum("d,dkgh->kgh", np.concatenate(parts), layer["attention"]["qkv"])
+            angle = (i + level - 1) * block.rope_theta ** (-np.arange(half) / half)
+            low, high = projected[:, :-1, :half], projected[:, :-1, half:]
+            turned = [low * np.cos(angle) - high * np.sin(angle), high * np.cos(angle) + low * np.sin(angle)]
+            queries_key = np.concatenate(turned, axis=-1)
+            keys_values[level, i] = queries_key[:, -1], projected[:, -1]
+            # Entries of level 1 up to its own row, and those of its own row in later levels.
+            seen = [keys_values[1, j] for j in range(i + 1)] + [keys_values[k, i] for k in range(2, level + 1)]
+            keys, values = map(np.stack, zip(*seen, strict=True))
+            scores = np.einsum("kgh,skh->kgs", queries_key[:, :-1], keys) / np.sqrt(H)
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            attended = np.einsum("kgs,skh->kgh", weights / weights.sum(-1, keepdims=True), values).reshape(-1)
+            x = hidden[i] + attended @ layer["attention"]["output"].reshape(len(attended), -1)
+            normed = rms(x, layer["norm_feed_forward"]["scale"])
+            gate, up = np.einsum("d,dcf->cf", normed, layer["dense"]["gate_up"])
+            outputs.append(x + (gate / (1 + np.exp(-gate)) * up) @ layer["dense"]["down"])
+        hidden = np.stack(outputs)
+        logits.append(rms(hidden, network["norm_final"]["scale"]) @ network["head"])
+    return np.stack(logits)
 
 
 def log_softmax(logits):
@@ -138,24 +146,23 @@ def test_medusa_losses_are_those_of_a_plain_loop(small, batch):
 
 
 def test_eagle3_losses_are_those_of_a_plain_loop(small, batch):
-    """Level 1 against numpy, document by document. The levels after it have twins in the decoding tests."""
     model, params, architecture = new_drafter(small, "eagle3")
     states = np.asarray(
         trunk_states(params, batch.tokens, batch.segment_ids, model=model, layer_ids=architecture.layer_ids), np.float64
     )
     network, embedding = jax.tree.map(np.float64, params[DRAFTER]), np.float64(params["embedding"])
-    log_q = np.zeros((*batch.tokens.shape, len(DRAFT_IDS_OF_TESTS)))
+    log_q = np.zeros((LEVELS, *batch.tokens.shape, len(DRAFT_IDS_OF_TESTS)))
     for row, start, end in ((0, 0, 7), (0, 7, 12), (1, 0, 10)):
-        following = np.append(batch.tokens[row, start + 1 : end], 0)
-        features = states[row, start:end, :-D]
-        logits = eagle3_level_1(network, features, embedding[following], architecture)
-        log_q[row, start:end] = log_softmax(logits)
-    _, log_p = trunk_logs(model, params, batch)
-    entropy, kl = plain_losses(log_p, log_q, batch, DRAFT_IDS_OF_TESTS, 1)
-    only_level_1 = Objective(mix={"kl": 1.0}, depth_weights="decayed", depth_decay=1e-12)
-    _, metrics = run_steps(model, params, architecture, batch, objective=only_level_1)
-    np.testing.assert_allclose(metrics["losses"][1], entropy, rtol=1e-5)
-    np.testing.assert_allclose(metrics["loss"] - metrics["losses"][0], kl, rtol=1e-5)
+        document = states[row, start:end, :-D], batch.tokens[row, start:end]
+        log_q[:, row, start:end] = log_softmax(eagle3_plain_levels(network, *document, embedding, architecture))
+    objective = Objective(mix={"kl": 1.0}, depth_weights="decayed", depth_decay=0.8)
+    _, metrics = run_steps(model, params, architecture, batch, objective=objective)
+    log_p, wanted = trunk_logs(model, params, batch)[1], 0.0
+    for level in range(1, LEVELS + 1):
+        entropy, kl = plain_losses(log_p, log_q[level - 1], batch, DRAFT_IDS_OF_TESTS, level)
+        np.testing.assert_allclose(metrics["losses"][level], entropy, rtol=1e-5)
+        wanted += 0.8 ** (level - 1) / (1 + 0.8 + 0.64) * kl
+    np.testing.assert_allclose(metrics["loss"] - metrics["losses"][0], wanted, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -174,7 +181,17 @@ def test_losses_are_the_same_in_parts_and_chunks_and_from_cached_states(kind, mi
             np.testing.assert_allclose(metrics[name], wanted[name], rtol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
+def test_layers_may_compute_in_bfloat16(kind, small, batch):
+    model, params, architecture = new_drafter(small, kind)
+    _, wanted = run_steps(model, params, architecture, batch)
+    after, metrics = run_steps(model.clone(dtype="bfloat16"), params, architecture, batch)
+    np.testing.assert_allclose(metrics["losses"], wanted["losses"], rtol=0.03)
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(after[DRAFTER]))
+
+
+@pytest.mark.parametrize("kind", ["eagle3", pytest.param("medusa", marks=pytest.mark.slow)])
 def test_only_the_drafter_changes(kind, small, batch):
     model, params, architecture = new_drafter(small, kind)
     after, metrics = run_steps(model, params, architecture, batch, steps=2)
