@@ -156,7 +156,7 @@ def _train(options) -> int:
         return 0
     print_panel(rich.console.Console(), result.panel)
     pictures = ", ".join(file.name for file in picture_paths("panel", config.plot_formats))
-    print(f"wrote {printable(config.output)}/: checkpoint/, metrics.jsonl{pictures and ', '}{pictures}")
+    print(f"wrote {printable(config.output)}/: {result.path.name}/, metrics.jsonl{pictures and ', '}{pictures}")
     return 0
 
 

@@ -17,12 +17,16 @@ import numpy as np
 
 from mtpjax.decoding.capacity import round_up_capacity
 from mtpjax.decoding.config import DecodeConfig, SamplingParams
+from mtpjax.decoding.drafters.eagle3 import Eagle3Drafter, Eagle3Params
+from mtpjax.decoding.drafters.medusa import MedusaDrafter, MedusaParams
 from mtpjax.decoding.generate import generate, speculative_generate
 from mtpjax.decoding.spec import DecodeSpec, Rule
 from mtpjax.distributed import gather_processes
 from mtpjax.evaluation.predict import acceptance_probabilities, expected_rounds
+from mtpjax.models.draft_forward import DraftArchitecture, forward_with_drafter
 from mtpjax.models.forward import forward, shift_left
 from mtpjax.models.model import MTPModel
+from mtpjax.models.params import DRAFT_IDS, DRAFTER
 from mtpjax.program_memory import free_programs_if_full
 
 MAX_LOGITS_PER_PASS = 1 << 28  # most float32 logits of one teacher-forced pass: 1 GiB
@@ -104,6 +108,7 @@ def measure_acceptance(
     temperature: float | Sequence[float] = 0.0,
     seed: int = 0,
     batch_size: int = 8,
+    draft_params: Any = None,
     progress: Callable[[int], Any] = lambda count: None,
 ) -> AcceptanceCounts:
     """Decodes prompts plainly and with drafts, and runs a teacher-forced pass over the plain texts.
@@ -116,6 +121,7 @@ def measure_acceptance(
         temperature: one temperature for all prompts, or one per prompt.
         seed: seed of the first prompt; each further prompt's seed is one higher.
         batch_size: prompts decoded together.
+        draft_params: parameters of `config.drafter`, if it has its own (`mtpjax.load_drafter`).
         progress: called after each batch with its number of prompts.
 
     Returns:
@@ -152,13 +158,16 @@ def measure_acceptance(
         extended_texts = generate(params, rows, model=model, config=extended_config, **sampling_kwargs).rows()
         texts = [_cut_at_end(text, config, len(row), model) for row, text in zip(rows, extended_texts, strict=True)]
         # 2. Decode with drafts and the same seeds, and check that the text is the same.
-        result = speculative_generate(params, rows, model=model, config=config, **sampling_kwargs)
+        result = speculative_generate(
+            params, rows, model=model, config=config, draft_params=draft_params, **sampling_kwargs
+        )
         is_identical = equals_plain_decoding(
             params, rows, result.rows(), texts, model=model, config=config, **sampling_kwargs
         )
         # 3. One teacher-forced pass over the plain text gives rates at every position, and the predictions.
+        arguments = {"model": model, "config": config, "temperatures": batch_temperatures}
         teacher_forced, predicted = _teacher_forced(
-            params, rows, texts, extended_texts, model=model, config=config, temperatures=batch_temperatures
+            params, rows, texts, extended_texts, draft_params=draft_params, **arguments
         )
         steps, accepted = result.stats.steps, result.stats.accepted
         parts.append(
@@ -315,14 +324,27 @@ def _cut_at_end(text: list[int], config: DecodeConfig, prompt_length: int, model
 
 
 def _teacher_forced(
-    params, prompts, texts, extended_texts, *, model: MTPModel, config: DecodeConfig, temperatures: np.ndarray
+    params,
+    prompts,
+    texts,
+    extended_texts,
+    *,
+    model: MTPModel,
+    config: DecodeConfig,
+    temperatures: np.ndarray,
+    draft_params: Any = None,
 ):
     """Runs one pass over the prompts and their `extended_texts`.
 
     Returns:
         `TeacherForcedSums` of `texts`, and the predicted fields of `AcceptanceCounts`.
     """
-    comparison = _compare_texts(params, prompts, extended_texts, model=model, config=config, temperatures=temperatures)
+    # A drafter beside the trunk has a teacher-forced pass of its own.
+    architecture, network = None, {}
+    if isinstance(config.drafter, Eagle3Drafter | MedusaDrafter):
+        architecture, network = config.drafter.architecture, own_params(draft_params)
+    arguments = {"model": model, "config": config, "temperatures": temperatures, "architecture": architecture}
+    comparison = _compare_texts({**params, **network}, prompts, extended_texts, **arguments)
     starts = np.array([len(prompt) for prompt in prompts])
     ends = starts + np.array([len(text) for text in texts])
     is_greedy = temperatures == 0
@@ -353,7 +375,14 @@ class LevelComparison(NamedTuple):
 
 
 def _compare_texts(
-    params, prompts, continuations, *, model: MTPModel, config: DecodeConfig, temperatures: np.ndarray
+    params,
+    prompts,
+    continuations,
+    *,
+    model: MTPModel,
+    config: DecodeConfig,
+    temperatures: np.ndarray,
+    architecture: DraftArchitecture | None,
 ) -> LevelComparison:
     """Runs `compare_levels` over the texts, in groups whose logits fit `MAX_LOGITS_PER_PASS`."""
     texts = [prompt + row for prompt, row in zip(prompts, continuations, strict=True)]
@@ -361,7 +390,7 @@ def _compare_texts(
     columns = round_up_capacity(max(map(len, texts)))
     size = columns * model.config.vocab_size * (config.num_steps + 1)
     rows_at_once = min(max(1, MAX_LOGITS_PER_PASS // size), len(texts))
-    compare = functools.partial(compare_levels, model=model, num_depths=config.num_steps)
+    compare = functools.partial(compare_levels, model=model, num_depths=config.num_steps, architecture=architecture)
     parts = []
     for begin in range(0, len(texts), rows_at_once):
         group = texts[begin : begin + rows_at_once]
@@ -375,8 +404,17 @@ def _compare_texts(
     return LevelComparison(*(np.concatenate(arrays)[: len(texts)] for arrays in zip(*parts, strict=True)))
 
 
-@functools.partial(jax.jit, static_argnames=("model", "num_depths"))
-def compare_levels(params, tokens, lengths, temperature, *, model: MTPModel, num_depths: int) -> LevelComparison:
+@functools.partial(jax.jit, static_argnames=("model", "num_depths", "architecture"))
+def compare_levels(
+    params,
+    tokens,
+    lengths,
+    temperature,
+    *,
+    model: MTPModel,
+    num_depths: int,
+    architecture: DraftArchitecture | None = None,
+) -> LevelComparison:
     """Compares draft levels 1..num_depths with the trunk at every position of a text.
 
     Args:
@@ -386,12 +424,18 @@ def compare_levels(params, tokens, lengths, temperature, *, model: MTPModel, num
         temperature: `[B]` float32, above 0.
         model: the model.
         num_depths: draft levels, K.
+        architecture: the drafter beside the trunk, whose parameters are then in `params`; None: MTP modules.
 
     Returns:
         The comparison, `[B, T, K]`.
     """
     # Recycled levels see the keys that they see in decoding: the true prefix, then their own (`ttt`).
-    output = forward(params, tokens, model=model, lengths=lengths, num_depths=num_depths, attention_layout="ttt")
+    if architecture is None:
+        output = forward(params, tokens, model=model, lengths=lengths, num_depths=num_depths, attention_layout="ttt")
+    else:
+        is_text = (jnp.arange(tokens.shape[1])[None, :] < lengths[:, None]).astype(jnp.int32)
+        shape = {"architecture": architecture, "num_depths": num_depths}
+        output = forward_with_drafter(params, tokens, is_text, model=model, **shape)
     # Decoding never picks ids that only pad the embedding table.
     is_token = jnp.arange(model.config.vocab_size) < (model.config.num_tokens or model.config.vocab_size)
 
@@ -418,6 +462,13 @@ def compare_levels(params, tokens, lengths, temperature, *, model: MTPModel, num
             )
         )
     return LevelComparison(*(jnp.stack(field, axis=-1) for field in zip(*levels, strict=True)))
+
+
+def own_params(draft_params: Eagle3Params | MedusaParams) -> dict[str, Any]:
+    """Returns a drafter's parameters by the names that they have beside those of the trunk."""
+    network = draft_params.network if isinstance(draft_params, Eagle3Params) else draft_params.heads
+    ids = draft_params.draft_ids
+    return {DRAFTER: network} | ({} if ids is None else {DRAFT_IDS: ids})
 
 
 def _sum_over_positions(comparison: LevelComparison, starts: np.ndarray, ends: np.ndarray) -> TeacherForcedSums:

@@ -129,8 +129,10 @@ def _forward(params, tokens, *, model, segment_ids, lengths, num_depths, attenti
     return ForwardOutput(**vars(output), hidden_prenorm=prenorm)
 
 
-@functools.partial(jax.jit, static_argnames="model")
-def trunk_states(params: dict, tokens: jax.Array, segment_ids: jax.Array, *, model: MTPModel) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("model", "layer_ids"))
+def trunk_states(
+    params: dict, tokens: jax.Array, segment_ids: jax.Array, *, model: MTPModel, layer_ids: tuple[int, ...] = ()
+) -> jax.Array:
     """Runs the trunk alone over whole rows.
 
     Args:
@@ -138,11 +140,20 @@ def trunk_states(params: dict, tokens: jax.Array, segment_ids: jax.Array, *, mod
         tokens: `[B, T]` int32.
         segment_ids: `[B, T]` int32 documents; 0 is padding.
         model: the model.
+        layer_ids: n layers whose input states are returned as well; needs unrolled layers. The number of layers stands
+            for the output of the last one, before the final norm.
 
     Returns:
-        The hidden states `[B, T, D]` that the MTP modules read; `forward_depths` continues from them.
+        `[B, T, (n + 1) * D]`: the states that enter the layers `layer_ids`, side by side, and then those that the MTP
+        modules read. `forward_depths` continues from the latter, `forward_drafter` from all.
     """
-    return _trunk_pass(params, tokens, segment_ids, model)[0]
+    if not layer_ids:
+        return _trunk_pass(params, tokens, segment_ids, model)[0]
+    inside = tuple(sorted({layer for layer in layer_ids if layer < model.config.num_hidden_layers}))
+    view = full_view(model.config, segment_ids)
+    output = bind(model, params)(tokens, view, method="run_trunk", layer_ids=inside)
+    states = dict(zip(inside, output.states, strict=True)) | {model.config.num_hidden_layers: output.prenorm}
+    return jnp.concatenate([*(states[layer] for layer in layer_ids), model.mtp_input_hidden(output)], axis=-1)
 
 
 def _trunk_pass(params, tokens, segment_ids, model) -> tuple[jax.Array, jax.Array]:

@@ -18,6 +18,9 @@ from mtpjax.models.quantized import is_scaled
 from mtpjax.models.sharding import param_shardings, path_name
 from mtpjax.models.trunk import unstack_layers
 
+# Top-level names of a drafter that trains beside its trunk: its network, and the token of each column of its head.
+DRAFTER, DRAFT_IDS = "drafter", "draft_ids"
+
 
 @library_settings()
 def init_params(model: MTPModel, key: jax.Array, mesh: Mesh | None = None) -> dict:
@@ -148,8 +151,8 @@ def add_mtp_modules(model: MTPModel, params: dict, num_modules: int, key: jax.Ar
 
 
 def is_of_modules(name: str) -> bool:
-    """Returns whether a top-level parameter belongs to the MTP modules alone."""
-    return name.startswith("mtp_")
+    """Returns whether a top-level parameter belongs to what drafts: MTP modules, or a drafter beside the trunk."""
+    return name.startswith("mtp_") or name == DRAFTER
 
 
 def detach_trunk(params: dict) -> dict:

@@ -98,6 +98,12 @@ class TrainConfig:
             be set here. Its `tokenizer.json`, if it has one, is the default tokenizer. It may be a repository of the
             Hugging Face Hub: `org/name` or `org/name@revision`.
         model_type: the family to read `init_from` as, instead of the one that its `config.json` names.
+        drafter: what drafts: "mtp", the model's MTP modules; or a new drafter in files of its own, which trains on the
+            frozen trunk of `init_from`: "eagle3" (2503.01840) over `num_depths` levels, or "medusa" (2401.10774) with
+            `num_depths` heads. The trunk's MTP modules are then left out, and `trains` is "modules".
+        draft_vocab_size: tokens that a new drafter can draft: the most frequent ones of the training rows. 0: all.
+        draft_layers: trunk layers whose input states EAGLE-3 reads; the number of layers stands for the last one's
+            output. (): layers 2, L / 2 and L - 3, or thirds of a trunk of fewer than 7 layers.
         trains: "all"; "modules" freezes the trunk and the embedding and head that the modules share with it;
             "detached" trains everything, but the draft losses do not reach the trunk.
         trunk_dtype: dtype of a frozen trunk's weights, with its embedding and head: "float32", "bfloat16", or "stored",
@@ -172,6 +178,9 @@ class TrainConfig:
     model: ModelConfig | Mapping[str, Any] | tuple[tuple[str, Any], ...] | None = ()
     init_from: str | None = None
     model_type: str | None = None
+    drafter: Literal["mtp", "eagle3", "medusa"] = "mtp"
+    draft_vocab_size: int = 0
+    draft_layers: tuple[int, ...] = ()
     trains: Literal["all", "modules", "detached"] = "all"
     trunk_dtype: Literal["float32", "bfloat16", "stored"] = "float32"
     trunk_states: str | None = None
@@ -218,6 +227,7 @@ class TrainConfig:
 
     def __post_init__(self):
         self._check_model()
+        self._check_drafter()
         # Ranges of single values.
         for name in ("steps", "batch_size", "log_every", "keep_states", "most_bad_steps", "accumulation"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
@@ -287,6 +297,37 @@ class TrainConfig:
         require(
             not others,
             f"init_from has an architecture of its own: set only model.num_mtp_modules with it, not {others}",
+        )
+
+    def _check_drafter(self):
+        """Checks the settings of a drafter of its own, which trains on a frozen trunk."""
+        require_choice("drafter", self.drafter, ("mtp", "eagle3", "medusa"))
+        object.__setattr__(self, "draft_layers", tuple(self.draft_layers))
+        require(self.draft_vocab_size >= 0, f"draft_vocab_size must not be negative, is {self.draft_vocab_size}")
+        if self.drafter == "mtp":
+            for name in ("draft_vocab_size", "draft_layers"):
+                require(not getattr(self, name), f"{name} needs a drafter 'eagle3' or 'medusa', not 'mtp'")
+            return
+        require(
+            self.init_from is not None,
+            f"drafter '{self.drafter}' trains on the frozen trunk of a checkpoint: set init_from",
+        )
+        require(
+            self.trains != "detached",
+            f"drafter '{self.drafter}' trains on a frozen trunk: trains must be 'modules', not 'detached'",
+        )
+        object.__setattr__(self, "trains", "modules")
+        require(not self.draft_layers or self.drafter == "eagle3", "draft_layers applies only to drafter 'eagle3'")
+        require(not self.model, f"drafter '{self.drafter}' leaves MTP modules out: do not set model.num_mtp_modules")
+        require(not dict(self.mesh), f"drafter '{self.drafter}' trains on one device: leave out mesh")
+        require(
+            self.attention_layout == "ttt",
+            f"drafter '{self.drafter}' trains as it decodes: attention_layout must be 'ttt', not "
+            f"'{self.attention_layout}'",
+        )
+        require(
+            self.remat == "none",
+            f"remat '{self.remat}' repeats the trunk's layers, which drafter '{self.drafter}' leaves frozen",
         )
 
     def _check_optimizer(self):

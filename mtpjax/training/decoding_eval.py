@@ -19,10 +19,12 @@ from mtpjax.evaluation.machine import Stopwatch, timing_problem
 from mtpjax.evaluation.metrics import report
 from mtpjax.evaluation.round_costs import CostMeter, chain_shape
 from mtpjax.models.decoding_layout import shard_for_decoding
+from mtpjax.models.draft_forward import DraftArchitecture
 from mtpjax.models.model import MTPModel
 from mtpjax.models.sharding import mesh_of
 from mtpjax.models.trunk import unstack_layers
 from mtpjax.training.corpus import Corpus
+from mtpjax.training.new_drafter import to_decoding
 
 PROMPT_TOKENS, NEW_TOKENS = 64, 64
 PROMPTS_PER_BATCH = 32  # prompts in a batch, each at both temperatures
@@ -87,9 +89,18 @@ class PanelDecoder:
         model: the model in its form for training.
         num_depths: draft levels; 0: nothing is decoded.
         max_prompts: maximum number of prompts.
+        architecture: the drafter beside the trunk, whose speed-up is not measured; None: MTP modules.
     """
 
-    def __init__(self, corpus: Corpus, *, model: MTPModel, num_depths: int, max_prompts: int):
+    def __init__(
+        self,
+        corpus: Corpus,
+        *,
+        model: MTPModel,
+        num_depths: int,
+        max_prompts: int,
+        architecture: DraftArchitecture | None = None,
+    ):
         # Prompt, continuation and drafts together must fit into the model's positions.
         max_positions = model.config.max_position_embeddings
         new_tokens = min(NEW_TOKENS, max_positions // 2)
@@ -106,7 +117,7 @@ class PanelDecoder:
             num_steps=num_depths,
             stop_token_ids=corpus.tokenizer.eos_token_ids,
         )
-        self.is_stacked = model.scan_layers
+        self.is_stacked, self.architecture = model.scan_layers, architecture
         self.seconds_spent, self.expected_seconds = 0.0, FIRST_DECODING_SECONDS
 
     def is_within_time_share(self, seconds: float) -> bool:
@@ -140,7 +151,9 @@ class PanelDecoder:
         decoded: dict[str, dict[str, DecodedMetrics]] = {}
         try:
             decoded, counts = self._decode(model, params, chosen, 2 * batch_prompts)
-            if is_last and not is_multiprocess():  # the clocks of several processes differ
+            if (
+                is_last and self.architecture is None and not is_multiprocess()
+            ):  # the clocks of several processes differ
                 decoded = self._add_speed_up(model, params, decoded, counts)
         except jax.errors.JaxRuntimeError as error:
             log.warning("held-out prompts could not be decoded: %s", error)
@@ -154,11 +167,16 @@ class PanelDecoder:
         # Every prompt appears once per temperature: greedy and sampled rows share the batches.
         rows = [prompt for prompt, _ in chosen for _ in KIND_TEMPERATURES]
         temperatures = np.tile(list(KIND_TEMPERATURES.values()), len(chosen))
+        config, draft_params = self.config, None
+        if self.architecture is not None:
+            drafter, draft_params = to_decoding(params, self.architecture)
+            config = dataclasses.replace(config, drafter=drafter)
         acceptance = measure_acceptance(
             params,
             rows,
             model=model,
-            config=self.config,
+            config=config,
+            draft_params=draft_params,
             temperature=temperatures.tolist(),
             batch_size=batch_size,
         )

@@ -6,6 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mtpjax.models.draft_forward import (
+    DraftArchitecture,
+    draft_columns,
+    draft_heads,
+    draft_layer_ids,
+    forward_drafter,
+)
+from mtpjax.models.eagle3 import Eagle3Config
 from mtpjax.models.forward import DepthsOutput, forward_depths, trunk_states
 from mtpjax.models.model import MTPModel, bind
 from mtpjax.models.params import is_of_modules
@@ -26,7 +34,7 @@ def trainable_params(params: dict, trains: str) -> dict:
         trains: "all", "modules" or "detached", as in `TrainConfig`.
 
     Returns:
-        The MTP modules' own parameters for "modules", else all.
+        The own parameters of the MTP modules, or of the drafter, for "modules"; else all.
     """
     return {name: leaf for name, leaf in params.items() if trains != "modules" or is_of_modules(name)}
 
@@ -45,6 +53,7 @@ def loss_and_gradients(
     trains: str,
     accumulation: int = 1,
     objective_function: ObjectiveFunction | None = None,
+    architecture: DraftArchitecture | None = None,
     sum_over_devices: Callable[[jax.Array], jax.Array] = lambda share: share,
 ) -> tuple[tuple[jax.Array, jax.Array], dict]:
     """Computes loss and gradients of rows `[b, T]`, as shares of those of their batch.
@@ -62,6 +71,7 @@ def loss_and_gradients(
         trains: the trained part, as in `TrainConfig`.
         accumulation: number of parts that the rows are split into; they run one after the other.
         objective_function: computes the loss in the place of `objective`, whose loss it gets.
+        architecture: the drafter that trains in the place of MTP modules; None: MTP modules.
         sum_over_devices: sums a value over the devices that hold the batch's other rows.
 
     Returns:
@@ -78,12 +88,20 @@ def loss_and_gradients(
         tokens, segment_ids, loss_mask, states = rows
         all_params = {**params, **trainable}
         if states is None:
-            states = trunk_states(all_params, tokens, segment_ids, model=model)
+            layer_ids = draft_layer_ids(architecture)
+            states = trunk_states(all_params, tokens, segment_ids, model=model, layer_ids=layer_ids)
         else:
             states = states.astype(model.dtype or params["embedding"].dtype)
-        shape = {"num_depths": num_depths, "attention_layout": attention_layout, "is_detached": is_detached}
-        output = forward_depths(all_params, states, tokens, segment_ids, model=model, **shape)
         targets, is_valid = all_targets(tokens, segment_ids, loss_mask, num_depths)
+        if architecture is None:
+            shape = {"num_depths": num_depths, "attention_layout": attention_layout, "is_detached": is_detached}
+            output = forward_depths(all_params, states, tokens, segment_ids, model=model, **shape)
+        else:
+            shape = {"num_depths": num_depths, "architecture": architecture}
+            output = forward_drafter(all_params, states, tokens, segment_ids, model=model, **shape)
+            # Targets are columns of the drafter's head. Tokens without one are masked (`mask_undraftable`).
+            if (column := draft_columns(all_params, model.config.vocab_size)) is not None:
+                targets = jnp.maximum(column[targets], 0)
         terms = _output_terms(
             all_params,
             output,
@@ -92,6 +110,7 @@ def loss_and_gradients(
             vocab_chunk=objective.vocab_chunk,
             compares_with_trunk=compares_with_trunk,
             is_detached=is_detached,
+            architecture=architecture,
         )
         return terms, is_valid, targets, output
 
@@ -157,6 +176,7 @@ def _output_terms(
     vocab_chunk: int,
     compares_with_trunk: bool,
     is_detached: bool,
+    architecture: DraftArchitecture | None = None,
 ) -> PositionTerms:
     """Computes the terms from logits, or with `vocab_chunk` from hidden states and heads.
 
@@ -168,7 +188,12 @@ def _output_terms(
     # use the last module's head.
     apply, modules, num_depths = bind(model, params), model.config.num_mtp_modules, len(output.mtp_hidden)
     heads, head_of = [apply(method="head_matrix")], [0] * (1 + num_depths)
-    if model.config.mtp_own_head:
+    if architecture is not None:
+        # All levels of EAGLE-3 have one head, which the loss then reads once.
+        heads = list(draft_heads(params, model=model, architecture=architecture, num_depths=num_depths))
+        is_shared = isinstance(architecture, Eagle3Config) or architecture.shares_output
+        heads, head_of = (heads[:2], [0, *[1] * num_depths]) if is_shared else (heads, [*range(1 + num_depths)])
+    elif model.config.mtp_own_head:
         heads += [apply(index=index, method="head_matrix") for index in range(min(modules, num_depths))]
         head_of = [0, *(min(depth, modules) for depth in range(1, num_depths + 1))]
     # A shared head gets gradients from the trunk's loss alone: the depths read a copy without gradient.

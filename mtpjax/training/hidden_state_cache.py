@@ -1,7 +1,8 @@
-"""Caches the hidden states of a frozen trunk on disk, so that modules train without the trunk's forward pass.
+"""Caches the hidden states of a frozen trunk on disk, so that what drafts trains without the trunk's passes.
 
     manifest.json   identity of trunk and rows, and the sha256 of every complete block
-    000000.npy …    blocks of hidden states `[rows, T, D]`; bfloat16 is stored by its bits, as uint16
+    000000.npy …    blocks of hidden states `[rows, T, D]`, or of n layers' states and these, `[rows, T, (n + 1) * D]`;
+                    bfloat16 is stored by its bits, as uint16
     .lock           held while a process checks or computes blocks
 
 Blocks are written atomically, so a killed process continues after its last complete block. Runs on the same trunk and
@@ -30,7 +31,7 @@ from mtpjax.io.array_files import array_record
 from mtpjax.io.checkpoint_format import file_digest
 from mtpjax.models.forward import trunk_states
 from mtpjax.models.model import MTPModel
-from mtpjax.models.params import is_of_modules
+from mtpjax.models.params import DRAFT_IDS, is_of_modules
 from mtpjax.safe_open import read_json_file
 from mtpjax.training import run_dir
 from mtpjax.training.log import progress_display
@@ -45,6 +46,7 @@ MISMATCH_MESSAGES = {
     "config": "of a trunk with another configuration",
     "rows": "of other rows (data, tokenizer, row_length, extra_tokens or held_out_fraction)",
     "dtype": "in another dtype",
+    "layers": "of other layers of the trunk",
 }
 log = logging.getLogger("mtpjax.train")
 
@@ -71,9 +73,9 @@ class HiddenStateCache:
         return np.stack([self.blocks[n // self.rows_per_block][n % self.rows_per_block] for n in row_indices])
 
 
-def bytes_per_token(model: MTPModel, dtype: str) -> int:
-    """Returns the disk space of one token's state, in bytes."""
-    return model.config.hidden_size * jnp.dtype(dtype).itemsize
+def bytes_per_token(model: MTPModel, dtype: str, layer_ids: tuple[int, ...] = ()) -> int:
+    """Returns the disk space of one token's states, in bytes."""
+    return (len(layer_ids) + 1) * model.config.hidden_size * jnp.dtype(dtype).itemsize
 
 
 def open_hidden_state_cache(
@@ -84,6 +86,7 @@ def open_hidden_state_cache(
     model: MTPModel,
     batch_size: int,
     dtype: str = "float32",
+    layer_ids: tuple[int, ...] = (),
     should_stop: Callable[[], bool] = lambda: False,
 ) -> HiddenStateCache:
     """Opens the cache in a folder: checks its blocks against their digests, and computes missing or damaged ones.
@@ -98,6 +101,7 @@ def open_hidden_state_cache(
         model: the model.
         batch_size: rows per forward pass.
         dtype: dtype to store, "float32" or "bfloat16".
+        layer_ids: layers whose input states are stored as well, as in `mtpjax.models.forward.trunk_states`.
         should_stop: returns whether the process has been told to stop; asked before each block.
 
     Returns:
@@ -108,8 +112,8 @@ def open_hidden_state_cache(
         OSError: a block cannot be written, for example on a full disk. Complete blocks stay.
         Preempted: the process was told to stop. Complete blocks stay.
     """
-    identity = _cache_identity(params, rows, model, dtype)
-    pass_bytes = batch_size * rows.tokens.shape[1] * bytes_per_token(model, dtype)
+    identity = _cache_identity(params, rows, model, dtype, layer_ids)
+    pass_bytes = batch_size * rows.tokens.shape[1] * bytes_per_token(model, dtype, layer_ids)
     # A block holds whole passes, and at least one. An existing manifest keeps its own block size.
     rows_per_block = batch_size * max(1, BLOCK_BYTES // pass_bytes)
     # Of several processes, which compute together, the first one reads and writes the folder.
@@ -126,7 +130,7 @@ def open_hidden_state_cache(
                         f"told to stop with {len(digests)} of {len(names)} blocks in {folder}: continue with resume"
                     )
                 block = Batch(*(array[number * size : (number + 1) * size] for array in rows))
-                states = _compute_block(params, block, model, batch_size, dtype)
+                states = _compute_block(params, block, model, batch_size, dtype, layer_ids)
                 if distributed.is_main_process():
                     digests[names[number]] = _write_block(folder / names[number], states)
                     write_text(folder / MANIFEST_FILE, json.dumps(manifest, indent=1) + "\n")
@@ -150,9 +154,12 @@ def _lock_and_check(
         yield str(folder), manifest
 
 
-def _cache_identity(params: dict, rows: Batch, model: MTPModel, dtype: str) -> dict[str, Any]:
-    """Returns everything that determines the states: trunk, configuration, rows and dtype."""
-    trunk = {name: leaf for name, leaf in params.items() if not is_of_modules(name)}
+def _cache_identity(
+    params: dict, rows: Batch, model: MTPModel, dtype: str, layer_ids: tuple[int, ...]
+) -> dict[str, Any]:
+    """Returns everything that determines the states: trunk, configuration, rows, dtype and layers."""
+    # Stacked and unrolled layers hold the same numbers, but have other names and other digests.
+    trunk = {name: leaf for name, leaf in params.items() if not is_of_modules(name) and name != DRAFT_IDS}
     # Settings of the modules do not change the trunk. `mtp_hidden_post_norm` selects which hidden state they read.
     config = {
         name: value
@@ -166,6 +173,7 @@ def _cache_identity(params: dict, rows: Batch, model: MTPModel, dtype: str) -> d
         "rows": _digest({"tokens": rows.tokens, "segment_ids": rows.segment_ids}),
         "dtype": dtype,
         "config": config,
+        "layers": layer_ids,
     }
     # Through JSON, so that tuples compare equal to the lists of a stored manifest.
     return json.loads(json.dumps(identity))
@@ -197,6 +205,8 @@ def _open_manifest(folder: pathlib.Path, identity: dict[str, Any], rows_per_bloc
         raise HiddenStateCacheError(
             f"{path} is damaged ({error}): remove {folder} to compute its states again"
         ) from error
+    # Manifests from before several layers could be stored name none.
+    found = {"layers": []} | found
     if differing := [message for name, message in MISMATCH_MESSAGES.items() if found.get(name) != identity[name]]:
         raise HiddenStateCacheError(
             f"{folder} holds states {', and '.join(differing)}: choose another folder, or remove this one"
@@ -217,13 +227,15 @@ def _drop_damaged_blocks(folder: pathlib.Path, digests: dict[str, str | None], *
             tick()
 
 
-def _compute_block(params: dict, rows: Batch, model: MTPModel, batch_size: int, dtype: str) -> np.ndarray:
-    """Computes the states of a block `[rows, T, D]`, in passes of `batch_size` rows."""
+def _compute_block(
+    params: dict, rows: Batch, model: MTPModel, batch_size: int, dtype: str, layer_ids: tuple[int, ...]
+) -> np.ndarray:
+    """Computes the states of a block `[rows, T, (n + 1) * D]`, in passes of `batch_size` rows."""
     passes, last = [], len(rows.tokens) - 1
     for first in range(0, last + 1, batch_size):
         # The last pass repeats the last row, so that all passes have one shape.
         taken = np.minimum(np.arange(first, first + batch_size), last)
-        states = trunk_states(params, rows.tokens[taken], rows.segment_ids[taken], model=model)
+        states = trunk_states(params, rows.tokens[taken], rows.segment_ids[taken], model=model, layer_ids=layer_ids)
         passes.append(states.astype(dtype))
     return np.concatenate(jax.device_get(distributed.gather_processes(passes)))[: last + 1]
 

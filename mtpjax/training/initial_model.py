@@ -1,5 +1,6 @@
 """Makes the model that a run begins with: new weights of an architecture, or those of a checkpoint."""
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable
@@ -20,7 +21,7 @@ logger = logging.getLogger("mtpjax.train")
 
 
 def init_model(config: TrainConfig, mesh: Mesh | None = None) -> tuple[MTPModel, Callable[[], dict]]:
-    """Makes the model of a run, with stacked trunk layers.
+    """Makes the model of a run, with stacked trunk layers; for a drafter of its own, the unrolled trunk alone.
 
     Args:
         config: the settings.
@@ -49,6 +50,13 @@ def init_model(config: TrainConfig, mesh: Mesh | None = None) -> tuple[MTPModel,
         layout="training",
         model_type=config.model_type,
     )
+    # A drafter of its own: the trunk alone. Its layers stay unrolled, because only those return their states.
+    if config.drafter != "mtp":
+        trunk = {name: leaf for name, leaf in params.items() if not is_of_modules(name)}
+        if config.trunk_dtype == "bfloat16":
+            trunk = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), trunk, is_leaf=is_scaled)
+        bare = dataclasses.replace(model.config, num_mtp_modules=0)
+        return MTPModel(bare, implementation=config.implementation), lambda: trunk
     existing = model.config.num_mtp_modules
     wanted = model_changes(config.model).get("num_mtp_modules", existing or int(config.num_depths > 0))
     if wanted < existing:
@@ -79,7 +87,7 @@ def num_trained_depths(config: TrainConfig, model: MTPModel) -> int:
     Returns:
         The number of depths.
     """
-    return config.num_depths if model.config.num_mtp_modules else 0
+    return config.num_depths if model.config.num_mtp_modules or config.drafter != "mtp" else 0
 
 
 def _check_experts(config: TrainConfig, model: MTPModel) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from mtpjax.console import narrow_table
 from mtpjax.data.packing import Batch
+from mtpjax.models.draft_forward import DraftArchitecture, forward_with_drafter
 from mtpjax.models.forward import forward, shift_left
 from mtpjax.models.model import MTPModel
 from mtpjax.training.decoding_eval import JSON_KEYS, KIND_TEMPERATURES, DecodedMetrics
@@ -65,7 +66,9 @@ class Panel:
         return 1 + sum(self.sampled_survival)
 
 
-def acceptance_panel(params: dict, batch: Batch, *, model: MTPModel, num_depths: int) -> Panel:
+def acceptance_panel(
+    params: dict, batch: Batch, *, model: MTPModel, num_depths: int, architecture: DraftArchitecture | None = None
+) -> Panel:
     """Computes the teacher-forced metrics of the panel. Recycled levels attend as in decoding (`ttt`).
 
     Args:
@@ -73,6 +76,8 @@ def acceptance_panel(params: dict, batch: Batch, *, model: MTPModel, num_depths:
         batch: packed held-out rows `[B, T]`.
         model: the model.
         num_depths: draft levels.
+        architecture: the drafter beside the trunk; None: MTP modules. The bits of levels that cannot draft all tokens
+            are means over the targets that they can draft.
 
     Returns:
         The panel, without decoded metrics.
@@ -89,16 +94,22 @@ def acceptance_panel(params: dict, batch: Batch, *, model: MTPModel, num_depths:
         >>> len(panel.agreement)
         2
     """
-    losses, *rates = jax.device_get(_panel_metrics(params, batch, model=model, num_depths=num_depths))
+    metrics = _panel_metrics(params, batch, model=model, num_depths=num_depths, architecture=architecture)
+    losses, *rates = jax.device_get(metrics)
     bits, agreement, survival, overlap, products = (tuple(row.tolist()) for row in (losses / np.log(2), *rates))
     return Panel(bits, agreement, survival, overlap, products)
 
 
-@functools.partial(jax.jit, static_argnames=("model", "num_depths"))
-def _panel_metrics(params, batch: Batch, *, model: MTPModel, num_depths: int):
+@functools.partial(jax.jit, static_argnames=("model", "num_depths", "architecture"))
+def _panel_metrics(params, batch: Batch, *, model: MTPModel, num_depths: int, architecture: DraftArchitecture | None):
     # One teacher-forced pass gives trunk and draft logits at every position.
     tokens, segment_ids, loss_mask = (jnp.asarray(array) for array in batch)
-    output = forward(params, tokens, model=model, segment_ids=segment_ids, num_depths=num_depths)
+    if architecture is None:
+        output = forward(params, tokens, model=model, segment_ids=segment_ids, num_depths=num_depths)
+    else:
+        output = forward_with_drafter(
+            params, tokens, segment_ids, model=model, num_depths=num_depths, architecture=architecture
+        )
     targets, is_valid = all_targets(tokens, segment_ids, loss_mask, num_depths)
     terms = plain_terms((output.logits, *output.mtp_logits), targets)
     # Draft level k at position i predicts t[i+k+1], which the trunk predicts at position i+k.
@@ -111,7 +122,8 @@ def _panel_metrics(params, batch: Batch, *, model: MTPModel, num_depths: int):
     # A draft survives only if all levels before it do, hence the products over levels. All rates are means over the
     # positions that have a valid target at that level.
     rates = (agrees, jnp.cumprod(agrees, axis=0), terms.overlap, jnp.cumprod(terms.overlap, axis=0))
-    return valid_mean(terms.cross_entropy, is_valid), *(valid_mean(rate, is_valid[1:]) for rate in rates)
+    is_draftable = is_valid if architecture is None else is_valid & jnp.isfinite(terms.cross_entropy)
+    return valid_mean(terms.cross_entropy, is_draftable), *(valid_mean(rate, is_valid[1:]) for rate in rates)
 
 
 def print_panel(console, panel: Panel) -> None:

@@ -8,6 +8,7 @@ wandb-id            id of the run at Weights & Biases
 profile/            trace of JAX's profiler
 states/00000120/    parameters and optimiser state after 120 updates (`mtpjax.io.checkpoint`, with digests)
 checkpoint/         the trained model, for decoding
+drafter/            instead of it, a drafter that was trained on a frozen trunk (`mtpjax.load_drafter`)
 .lock               held while a process writes here
 """
 
@@ -30,6 +31,7 @@ import numpy as np
 
 from mtpjax import distributed
 from mtpjax.atomic import write_text
+from mtpjax.decoding.drafters.load import DRAFTER_FOLDER
 from mtpjax.errors import CheckpointError, UsageError
 from mtpjax.evaluation.plot_style import FORMATS
 from mtpjax.io import checkpoint
@@ -51,6 +53,7 @@ OWN_NAMES = (
     METRICS_FILE,
     WANDB_ID_FILE,
     CHECKPOINT_FOLDER,
+    DRAFTER_FOLDER,
     *(f"{PLOT_NAME}.{each}" for each in FORMATS),
     MODEL_FILE,
 )
@@ -132,7 +135,7 @@ def begin(folder: pathlib.Path, settings: Mapping[str, Any], fingerprint: str, *
     # first and write the new ones last: in between there is no run to resume.
     if (folder / SETTINGS_FILE).exists():
         (folder / SETTINGS_FILE).replace(folder / REPLACED_FILE)
-    for name in (STATES_FOLDER, TENSORBOARD_FOLDER, PROFILE_FOLDER):
+    for name in (STATES_FOLDER, TENSORBOARD_FOLDER, PROFILE_FOLDER, DRAFTER_FOLDER):
         shutil.rmtree(folder / name, ignore_errors=True)
     for name in (METRICS_FILE, WANDB_ID_FILE):
         (folder / name).unlink(missing_ok=True)
@@ -150,12 +153,14 @@ def check_outputs(folder: pathlib.Path) -> None:
         folder: the run folder.
 
     Raises:
-        RunError: its `checkpoint` is neither a checkpoint nor an empty folder, so saving would not replace it.
+        RunError: its `checkpoint` or `drafter` is neither one nor an empty folder, so saving would not replace it.
     """
-    path = folder / CHECKPOINT_FOLDER
-    is_free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
-    if not is_free and not checkpoint.is_checkpoint(path):
-        raise RunError(f"{path} exists and is not a checkpoint: move it away or choose another output")
+    for name, kind in ((CHECKPOINT_FOLDER, "checkpoint"), (DRAFTER_FOLDER, "drafter")):
+        path = folder / name
+        is_free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
+        is_ours = checkpoint.is_checkpoint(path) if kind == "checkpoint" else (path / "config.json").is_file()
+        if not is_free and not is_ours:
+            raise RunError(f"{path} exists and is not a {kind}: move it away or choose another output")
 
 
 def check_settings(

@@ -1,14 +1,17 @@
 """Sizes of a run, computed from its settings and data without training."""
 
+import functools
 import math
 
 import jax
 
+from mtpjax.models.draft_forward import draft_layer_ids
 from mtpjax.training.config import TrainConfig
 from mtpjax.training.corpus import load_corpus
 from mtpjax.training.gradients import trainable_params
 from mtpjax.training.hidden_state_cache import bytes_per_token
 from mtpjax.training.initial_model import init_model, num_trained_depths
+from mtpjax.training.new_drafter import add_new_drafter, choose_draft_ids, draft_architecture
 from mtpjax.training.step import make_optimizer
 
 
@@ -27,8 +30,13 @@ def compute_run_sizes(config: TrainConfig) -> dict[str, int]:
     """
     # Shapes only: neither parameters nor optimiser state are allocated.
     model, make_params = init_model(config)
+    architecture = draft_architecture(config, model.config)
     params = jax.eval_shape(make_params)
     corpus = load_corpus(config, model.config.vocab_size, num_depths=num_trained_depths(config, model))
+    if architecture is not None:
+        ids = choose_draft_ids(corpus, architecture, model.config.vocab_size)
+        make = functools.partial(add_new_drafter, model=model, architecture=architecture, draft_ids=ids)
+        params = jax.eval_shape(lambda params: make(params, key=jax.random.key(0)), params)
     state = (params, jax.eval_shape(make_optimizer(config).init, trainable_params(params, config.trains)))
     sizes = {
         "rows": sum(len(rows.tokens) for rows in corpus.source_rows),
@@ -40,7 +48,7 @@ def compute_run_sizes(config: TrainConfig) -> dict[str, int]:
         ),
     }
     if config.trunk_states is not None:
-        each = bytes_per_token(model, config.trunk_states_dtype)
+        each = bytes_per_token(model, config.trunk_states_dtype, draft_layer_ids(architecture))
         sizes["bytes of the trunk's states, each token"] = each
         sizes["bytes of the trunk's states"] = each * sum(rows.tokens.size for rows in corpus.source_rows)
     return sizes

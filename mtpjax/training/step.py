@@ -12,6 +12,7 @@ import optax.contrib
 from jax.sharding import Mesh
 
 from mtpjax.data.packing import Batch
+from mtpjax.models.draft_forward import DraftArchitecture, mask_undraftable
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import is_of_modules
 from mtpjax.training.config import Objective, TrainConfig
@@ -149,6 +150,7 @@ def train_step(
     accumulation: int = 1,
     mesh: Mesh | None = None,
     objective_function: ObjectiveFunction | None = None,
+    architecture: DraftArchitecture | None = None,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """Runs one update: losses, gradients, optimiser. Skips it if the loss or the gradient norm is not finite.
 
@@ -158,8 +160,8 @@ def train_step(
         learning_rate: `[]`.
         mtp_scale: `[]` lambda, the weight of the draft losses.
         progress: `[]` fraction of the run that is done, 0..1, for the objective's warm-up.
-        states: `[B, T, D]` cached hidden states of a frozen trunk (`mtpjax.models.forward.trunk_states`);
-            None: the trunk runs.
+        states: `[B, T, D]` cached hidden states of a frozen trunk (`mtpjax.models.forward.trunk_states`), for EAGLE-3
+            with those of its layers; None: the trunk runs.
         model: the model, with stacked layers.
         optimizer: from `make_optimizer`.
         num_depths: draft depths with a loss.
@@ -170,6 +172,8 @@ def train_step(
             rounding; the LK hybrid takes one more forward pass.
         mesh: splits the rows over its devices (`mtpjax.training.data_parallel`); None: one device.
         objective_function: computes the loss from `LossInputs`, in the place of `objective`.
+        architecture: the drafter that trains in the place of MTP modules (`mtpjax.models.draft_forward`); None: MTP
+            modules.
 
     Returns:
         The new state, and metrics: `loss []` (the training loss), `losses [1 + num_depths]` (cross-entropy in nats),
@@ -200,6 +204,8 @@ def train_step(
     # Count the targets of the whole batch first: with them, losses of its parts are shares that add up. The overlap,
     # which the LK hybrid also needs, is only known after a forward pass.
     rows = jax.tree.map(jnp.asarray, (*batch, states))
+    if architecture is not None:
+        rows = (*rows[:2], mask_undraftable(state.params, rows[0], rows[2], model.config.vocab_size), rows[3])
     _, is_valid = all_targets(rows[0], rows[1], rows[2], num_depths)
     totals = batch_totals(is_valid, jnp.zeros(num_depths))
     # Loss and gradients, on a mesh summed over devices.
@@ -212,6 +218,7 @@ def train_step(
         trains=trains,
         accumulation=accumulation,
         objective_function=objective_function,
+        architecture=architecture,
     )
     if mesh is not None:
         compute_gradients = sharded_loss_and_gradients(compute_gradients, mesh, trains=trains)

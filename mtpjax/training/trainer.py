@@ -16,10 +16,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mtpjax import distributed
 from mtpjax.atomic import write_text
 from mtpjax.data import packing
+from mtpjax.decoding.drafters.base import Drafter
 from mtpjax.errors import Preempted, printable
 from mtpjax.evaluation import self_check
 from mtpjax.io import checkpoint
+from mtpjax.models.draft_forward import DraftArchitecture, draft_layer_ids
 from mtpjax.models.model import MTPModel
+from mtpjax.models.params import DRAFT_IDS, DRAFTER
 from mtpjax.models.sharding import shard_params
 from mtpjax.models.trunk import unstack_layers
 from mtpjax.training import run_dir
@@ -34,6 +37,13 @@ from mtpjax.training.log import MetricsLog, peak_memory_bytes, trace_window
 from mtpjax.training.loss_inputs import ObjectiveFunction, describe_objective
 from mtpjax.training.losses import mtp_scale_at
 from mtpjax.training.model_yaml import model_to_yaml
+from mtpjax.training.new_drafter import (
+    add_new_drafter,
+    choose_draft_ids,
+    draft_architecture,
+    save_trained_drafter,
+    to_decoding,
+)
 from mtpjax.training.panel import Panel, acceptance_panel
 from mtpjax.training.plots import plot_run
 from mtpjax.training.progress import ProgressClock, learning_rate_at
@@ -48,12 +58,14 @@ class TrainResult:
     """Result of a training run.
 
     Attributes:
-        model: the trained model in its form for decoding, with unrolled layers.
+        model: the trained model in its form for decoding, with unrolled layers; the trunk of a drafter.
         params: its parameters.
-        path: folder of its checkpoint.
+        path: folder of its checkpoint, or of the drafter.
         held_out: the held-out documents.
         panel: the last evaluation.
         history: every logged row of `metrics.jsonl`.
+        drafter: the trained drafter, for `DecodeConfig(drafter=...)`; None: MTP modules were trained.
+        draft_params: its parameters.
     """
 
     model: MTPModel
@@ -62,6 +74,8 @@ class TrainResult:
     held_out: list[packing.Document]
     panel: Panel
     history: list[dict[str, Any]]
+    drafter: Drafter | None = None
+    draft_params: Any = None
 
 
 def train(
@@ -79,8 +93,8 @@ def train(
 
     `metrics.jsonl` gets a row every `log_every` updates (losses per depth in bits) and one per evaluation (the
     acceptance panel on held-out documents). The pictures `panel.png` and `panel.svg` show both;
-    `checkpoint/` holds the model and its tokenizer. Progress goes to stderr, as a live bar on a terminal, else as
-    lines.
+    `checkpoint/` holds the model and its tokenizer, `drafter/` a drafter that is trained in its place. Progress goes to
+    stderr, as a live bar on a terminal, else as lines.
 
     Args:
         config: the settings.
@@ -121,10 +135,16 @@ def train(
     check_callbacks(callbacks)
     mesh, is_main_process = make_run_mesh(config), distributed.is_main_process()
     model, make_params = init_model(config, mesh)
+    architecture = draft_architecture(config, model.config)
     num_depths = num_trained_depths(config, model)
-    panel_depths = max(num_depths, panel_depths)
+    # Medusa has a head for every trained level, and none for others.
+    panel_depths = num_depths if config.drafter == "medusa" else max(num_depths, panel_depths)
     corpus = load_corpus(config, model.config.vocab_size, num_depths=num_depths)
-    state, jitted_step = _init_state_and_step(config, model, make_params(), num_depths, mesh, objective)
+    params = make_params()
+    if architecture is not None:
+        ids, key = choose_draft_ids(corpus, architecture, model.config.vocab_size), jax.random.key(config.seed)
+        params = add_new_drafter(params, model=model, architecture=architecture, draft_ids=ids, key=key)
+    state, jitted_step = _init_state_and_step(config, model, params, num_depths, mesh, objective, architecture)
     # Tracing without computing finds a faulty objective before an old run is replaced.
     if objective is not None:
         rows = corpus.batches(config.batch_size, seed=config.seed)
@@ -145,7 +165,8 @@ def train(
             run_dir.check_outputs(output)
         # 3. Fill the cache of trunk states, then restore the newest training state. The clock continues with its number
         # of updates and its seconds, because both determine the progress.
-        trunk_states = _open_trunk_states(config, model, state.params, corpus, should_stop)
+        layer_ids = draft_layer_ids(architecture)
+        trunk_states = _open_trunk_states(config, model, state.params, corpus, layer_ids, should_stop)
         clock = ProgressClock(config)
         if resume and (restored := run_dir.restore_state(output, state, run_id=run_id)) is not None:
             state, metadata = restored
@@ -157,7 +178,8 @@ def train(
         send = stack.enter_context(open_trackers(output, clock.step, config, settings)) if is_main_process else None
         log = stack.enter_context(MetricsLog(output if is_main_process else None, step=clock.step, send=send))
         trace = stack.enter_context(trace_window(output, start=config.profile_start, steps=config.profile_steps))
-        decoder = PanelDecoder(corpus, model=model, num_depths=panel_depths, max_prompts=config.panel_prompts)
+        panel_settings = {"model": model, "num_depths": panel_depths, "architecture": architecture}
+        decoder = PanelDecoder(corpus, max_prompts=config.panel_prompts, **panel_settings)
 
         is_stopped, last_metrics = False, {}
 
@@ -171,7 +193,7 @@ def train(
         # All processes take part, because each has a part of the parameters. Prompts are decoded during the run only as
         # long as that stays a small fraction of the time, by the first process's clock.
         def evaluate(*, is_last: bool = False) -> Panel:
-            panel = acceptance_panel(state.params, corpus.panel_rows, model=model, num_depths=panel_depths)
+            panel = acceptance_panel(state.params, corpus.panel_rows, **panel_settings)
             if is_last or distributed.from_main_process(decoder.is_within_time_share(clock.seconds)):
                 panel = dataclasses.replace(panel, decoded=decoder.measure(state.params, is_last=is_last))
             log.record({"step": clock.step, "seconds": clock.seconds, "eval": panel.to_json()})
@@ -257,12 +279,17 @@ def train(
         # 6. Save what was trained before anything else can fail: the state, from which a resumed run repeats only the
         # evaluation, and the model in its form for decoding.
         is_state_saved = save()
-        params = unstack_layers(state.params, model.config)
+        params = unstack_layers(state.params, model.config) if model.scan_layers else state.params
         unrolled, path = MTPModel(model.config), output / run_dir.CHECKPOINT_FOLDER
+        if architecture is not None:
+            path = output / run_dir.DRAFTER_FOLDER
         metadata = {"steps": clock.step, "train": settings, "data": corpus.summary}
         metadata["tokenizer"] = "huggingface" if corpus.file_tokenizer else "bytes"
 
         def save_model(further: dict[str, Any]) -> None:
+            if architecture is not None:
+                save_trained_drafter(output, params, architecture)
+                return
             checkpoint.save_model(
                 path,
                 unrolled,
@@ -284,7 +311,11 @@ def train(
             panel = evaluate(is_last=True)
             if is_main_process:
                 _plot_or_warn(output / run_dir.PLOT_NAME, log.history, config.plot_formats)
-            record = self_check.make_record(params, corpus.panel_rows.tokens, model=unrolled, num_depths=panel_depths)
+            further = {"panel": panel.to_json()}
+            if architecture is None:
+                rows = corpus.panel_rows.tokens
+                record = self_check.make_record(params, rows, model=unrolled, num_depths=panel_depths)
+                further["self_check"] = record
             should_stop.is_immediate = False
         except KeyboardInterrupt:
             should_stop.is_immediate = False
@@ -295,13 +326,20 @@ def train(
         except Exception:
             logger.error("the panel failed; the trained model is in %s", path)
             raise
-        save_model({"panel": panel.to_json(), "self_check": record})
+        # A drafter's files have no place for them; `metrics.jsonl` has the panel.
+        if architecture is None:
+            save_model(further)
         if is_state_saved:
             notify_saved(run_dir.state_path(output, clock.step))
         notify_saved(path)
         # No process may end while the first still writes: that would count as a lost process.
         distributed.barrier("saved")
-    return TrainResult(unrolled, params, path, corpus.held_out, panel, log.history)
+    result = TrainResult(unrolled, params, path, corpus.held_out, panel, log.history)
+    if architecture is None:
+        return result
+    drafter, draft_params = to_decoding(params, architecture)
+    trunk = {name: leaf for name, leaf in params.items() if name not in (DRAFTER, DRAFT_IDS)}
+    return dataclasses.replace(result, params=trunk, drafter=drafter, draft_params=draft_params)
 
 
 def _plot_or_warn(path: pathlib.Path, history: list[dict[str, Any]], formats: Sequence[str]) -> None:
@@ -327,6 +365,7 @@ def _init_state_and_step(
     num_depths: int,
     mesh: Mesh | None,
     objective: ObjectiveFunction | None,
+    architecture: DraftArchitecture | None,
 ) -> tuple[TrainState, Callable]:
     """Returns the state before the first update, and the jitted update."""
     optimizer = make_optimizer(config)
@@ -349,12 +388,18 @@ def _init_state_and_step(
         accumulation=config.accumulation,
         mesh=mesh,
         objective_function=objective,
+        architecture=architecture,
     )
     return state, jax.jit(step, donate_argnames="state", out_shardings=out_shardings)
 
 
 def _open_trunk_states(
-    config: TrainConfig, model: MTPModel, params: dict, corpus: Corpus, should_stop: Callable[[], bool]
+    config: TrainConfig,
+    model: MTPModel,
+    params: dict,
+    corpus: Corpus,
+    layer_ids: tuple[int, ...],
+    should_stop: Callable[[], bool],
 ) -> HiddenStateCache | None:
     """Opens the cache of the frozen trunk's states for all packed rows; None without one."""
     if config.trunk_states is None:
@@ -366,6 +411,7 @@ def _open_trunk_states(
         model=model,
         batch_size=config.batch_size,
         dtype=config.trunk_states_dtype,
+        layer_ids=layer_ids,
         should_stop=should_stop,
     )
 
@@ -382,5 +428,8 @@ def _settings_json(config: TrainConfig, objective: ObjectiveFunction | None) -> 
     # The whole architecture, so that a run resumes with it wherever it is named from, and `mtpjax compare` shows the
     # fields that differ. A checkpoint has its own, of which the settings change only the number of modules.
     settings["model"] = config.model_config.to_dict() if config.init_from is None else dict(values["model"])
+    # Runs of MTP modules from before there were other drafters resume without these settings.
+    if config.drafter == "mtp":
+        settings = {name: value for name, value in settings.items() if not name.startswith("draft")}
     # Code is not stored: a resumed run is checked to have an objective of the same name.
     return settings | {"objective_function": None if objective is None else describe_objective(objective)}

@@ -14,6 +14,8 @@ from mtpjax.io.checkpoint_format import find_checkpoint
 from mtpjax.models.eagle3 import Eagle3Config
 from mtpjax.models.model import MTPModel
 
+DRAFTER_FOLDER = "drafter"  # in the run folder of `mtpjax train drafter=...`
+
 
 def load_drafter(
     path,
@@ -30,7 +32,8 @@ def load_drafter(
     read without unpickling it.
 
     Args:
-        path: the drafter's directory, or a repository of the Hugging Face Hub (extra `hub`).
+        path: the drafter's directory, the run folder that trained it, or a repository of the Hugging Face Hub (extra
+            `hub`).
         model: the trunk that the drafter is for.
         dtype: dtype to cast the parameters to. None keeps those of the files.
         aux_layers: the meaning of listed trunk layers of an EAGLE-3 file: states that enter these layers, or outputs of
@@ -65,7 +68,9 @@ def load_drafter(
     choices: dict[str, Any] = {"aux_layers": aux_layers, "norm_before_residual": norm_before_residual}
     if aux_layers not in (None, "entered", "output"):
         raise UsageError(f"aux_layers must be 'entered' or 'output', got {aux_layers!r}")
-    stored = read_drafter(find_checkpoint(path), trunk, dtype=dtype, **choices)
+    found = find_checkpoint(path)
+    found = found / DRAFTER_FOLDER if (found / DRAFTER_FOLDER / "config.json").is_file() else found
+    stored = read_drafter(found, trunk, dtype=dtype, **choices)
     own, ids = stored.config, None if stored.draft_ids is None else jnp.asarray(stored.draft_ids)
     if isinstance(own, Eagle3Config):
         sizes, drafter = (own.block.vocab_size, own.target_hidden_size), Eagle3Drafter(architecture=own)
