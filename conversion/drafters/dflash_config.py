@@ -84,12 +84,9 @@ def parse_dflash(
             f"config.json: num_target_layers is {num_layers}, but the trunk has {trunk.num_hidden_layers} layers"
         )
     windows, is_causal = _attention(reader, section, layers, form, block.num_hidden_layers)
-    is_first = section.get("sample_from_anchor")
-    is_first = (
-        reader.flag("sample_from_anchor", is_deepspec if sample_from_anchor is None else sample_from_anchor)
-        if (is_first is None)
-        else section.flag("sample_from_anchor", False)
-    )
+    # Beside the other keys or in dflash_config; DeepSpec's class always drafts from the anchor, and does not say so.
+    is_first = is_deepspec if sample_from_anchor is None else sample_from_anchor
+    is_first = section.flag("sample_from_anchor", reader.flag("sample_from_anchor", is_first))
     mask = section.integer("mask_token_id", reader.get("mask_token_id"), low=0)
     fields: dict[str, Any] = {
         "block": block,
