@@ -74,7 +74,7 @@ class DSpark(DFlash):
         hidden = super().__call__(features, embedded, view)
         tokens = jnp.zeros(hidden.shape[:2], jnp.int32)
         if self.config.markov_rank:
-            self.markov_bias(hidden, tokens, self.first_carry(hidden))
+            self.markov_bias(hidden[:, :1], tokens[:, :1], self.first_carry(hidden))
         if self.config.has_confidence:
             self.confidence_logits(hidden, tokens)
         return hidden

@@ -98,7 +98,6 @@ SLOW = pytest.mark.slow
                 (functools.partial(dspark, 0.5), {}),
                 (dflash, {"num_steps": 1}),
                 (dflash, {"draft_window": 3}),
-                (dflash, {"draft_window": 2, "draft_sinks": 0}),
                 (dflash, {"min_rows": 5}),
                 (functools.partial(dspark, markov_head="gated"), {}),
                 (functools.partial(dspark, markov_head="rnn"), {}),
@@ -246,7 +245,8 @@ def start(trunk, drafter, rows, chunk, capacity=64):
     return begin(params, drafter[1], state)
 
 
-@pytest.mark.parametrize("name", ["dflash", pytest.param("anchor", marks=SLOW), pytest.param("dspark", marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("name", ["dflash", "anchor", "dspark"])
 def test_prefill_in_chunks_and_the_uncached_twin_agree(name, trunk):
     """The caches and the first draft do not depend on the chunks, and the draft is that of blocks over whole rows."""
     model, params = trunk

@@ -248,7 +248,7 @@ def rounds(name, prompt, num_steps, drafter=None):
     return drafts, accepted, positions
 
 
-@pytest.mark.parametrize("name", [pytest.param("dflash_full", marks=pytest.mark.slow), "dflash", "dspark"])
+@pytest.mark.parametrize("name", [*(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[:2]), "dspark"])
 def test_rounds_match(name):
     """The cached path drafts and accepts what the original does, round by round."""
     _, _, drafter, _, expected = load(name)
