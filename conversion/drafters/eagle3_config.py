@@ -77,7 +77,7 @@ def parse_eagle3(
     # speculators nests the keys of the layers; SpecForge has them beside its own.
     form: Format = "specforge" if kind is None else "speculators"
     layers = values if kind is None else reader.section("transformer_layer_config").values
-    block = _block(layers, form)
+    block = parse_layers(layers, KNOWN_KEYS)
     eagle.require("use_aux_hidden_state", True)
     reader.require("bias", False)
     for section in (reader, ConfigReader(layers)):
@@ -121,8 +121,19 @@ def parse_eagle3(
         raise ConfigError(f"config.json: {error}") from error
 
 
-def _block(values: dict[str, Any], form: Format) -> ModelConfig:
-    """Parses the sizes of the drafter's own layers, which are Llama's or Qwen3's."""
+def parse_layers(values: dict[str, Any], known_keys: set[str]) -> ModelConfig:
+    """Parses the sizes of a drafter's own layers, which are Llama's or Qwen3's.
+
+    Args:
+        values: the keys of the layers, perhaps beside others.
+        known_keys: the others; further keys are warned of.
+
+    Returns:
+        The sizes.
+
+    Raises:
+        ConfigError: the layers are damaged or not supported.
+    """
     model_type = values.get("model_type")
     if values.get("kv_lora_rank") is not None or str(model_type).startswith(("deepseek", "kimi")):
         raise ConfigError(
@@ -133,7 +144,7 @@ def _block(values: dict[str, Any], form: Format) -> ModelConfig:
     if model_type not in ("llama", "qwen3"):
         raise ConfigError(f"config.json: model_type {model_type!r} of a drafter is not supported: llama, qwen3 are")
     parsed = parse_config(values, model_type)
-    unknown = set(parsed.unknown) - KNOWN_KEYS
+    unknown = set(parsed.unknown) - known_keys
     if unknown:
         log.warning("config.json has unknown keys, which are ignored: %s", ", ".join(sorted(unknown)))
     return dataclasses.replace(parsed.model, num_mtp_modules=0)

@@ -14,6 +14,7 @@ from conversion.families import Layout
 from conversion.layer_names import prefixed
 from conversion.tensor_slice import ParamSpec, copied, gate_up, linear
 from mtpjax.errors import CheckpointFileError
+from mtpjax.models.dflash import DFlashConfig
 from mtpjax.models.eagle3 import Eagle3Config
 
 OFFSETS, IS_DRAFTED = "d2t", "t2d"  # of the draft vocabulary
@@ -61,7 +62,7 @@ def eagle3_specs(config: Eagle3Config, form: Format, has: Callable[[str], bool])
     return specs
 
 
-def read_draft_ids(files: Any, config: Eagle3Config) -> np.ndarray | None:
+def read_draft_ids(files: Any, config: Eagle3Config | DFlashConfig) -> np.ndarray | None:
     """Reads the draft vocabulary: `d2t` holds offsets, so column j of the head is token `j + d2t[j]`.
 
     Args:

@@ -10,6 +10,8 @@ import jax
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
+from conversion.drafters.dflash_config import DEEPSPEC_CLASS, ZLAB_CLASS, is_dflash, parse_dflash
+from conversion.drafters.dflash_names import dflash_specs
 from conversion.drafters.eagle3_config import SPECFORGE_CLASS, AuxLayers, TrunkSizes, parse_eagle3
 from conversion.drafters.eagle3_names import IS_DRAFTED, OFFSETS, eagle3_specs, read_draft_ids
 from conversion.drafters.medusa import TOKEN_MAP, is_medusa, medusa_specs, parse_medusa
@@ -20,6 +22,7 @@ from conversion.read_params import ScaleMap, read_as
 from conversion.safetensors_header import MAX_HEADER_BYTES, parse_json
 from conversion.tensor_slice import ParamSpec
 from mtpjax.errors import CheckpointFileError, ConfigError
+from mtpjax.models.dflash import DFlashConfig
 from mtpjax.models.eagle3 import Eagle3Config
 from mtpjax.models.medusa import MedusaConfig
 from mtpjax.safe_open import read_inside
@@ -27,13 +30,14 @@ from mtpjax.safe_open import read_inside
 CONFIG = "config.json"
 MEDUSA_SAFETENSORS, MEDUSA_TORCH = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
 NO_SCALES = ScaleMap({}, None)
+Config = Eagle3Config | MedusaConfig | DFlashConfig
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredDrafter:
     """A drafter as files hold it."""
 
-    config: Eagle3Config | MedusaConfig
+    config: Config
     params: dict[str, Any]  # of the network, nested by name
     draft_ids: Any  # [R] int32 token of each column of the head; None: column j is token j
 
@@ -42,7 +46,7 @@ class StoredDrafter:
 class DrafterPlan:
     """A drafter's configuration, and the tensors of its parameters."""
 
-    config: Eagle3Config | MedusaConfig
+    config: Config
     specs: dict[str, ParamSpec]
     form: str  # of the files
 
@@ -54,6 +58,7 @@ def read_drafter(
     dtype=None,
     aux_layers: AuxLayers | None = None,
     norm_before_residual: bool | None = None,
+    sample_from_anchor: bool | None = None,
 ) -> StoredDrafter:
     """Reads a drafter.
 
@@ -63,6 +68,7 @@ def read_drafter(
         dtype: dtype to cast the parameters to. None keeps those of the files.
         aux_layers: as in `parse_eagle3`.
         norm_before_residual: as in `parse_eagle3`.
+        sample_from_anchor: as in `parse_dflash`.
 
     Returns:
         The drafter.
@@ -73,16 +79,16 @@ def read_drafter(
     """
     path = pathlib.Path(path)
     with open_drafter(path) as files:
-        plan = make_drafter_plan(path, files, trunk, aux_layers, norm_before_residual)
+        plan = make_drafter_plan(path, files, trunk, aux_layers, norm_before_residual, sample_from_anchor)
         params = {}
         for name, spec in plan.specs.items():
             kind = param_dtype(name, spec, files, NO_SCALES, dtype)
             index = tuple((0, size) for size in spec.shape)
             params[tuple(name.split("/"))] = jax.device_put(read_as(files, NO_SCALES, spec, index, kind))
-        if isinstance(plan.config, Eagle3Config):
-            draft_ids = read_draft_ids(files, plan.config)
-        else:
+        if isinstance(plan.config, MedusaConfig):
             draft_ids = _read_token_map(files, plan.config)
+        else:
+            draft_ids = read_draft_ids(files, plan.config)
         if isinstance(files, CheckpointFiles):
             files.report()
     return StoredDrafter(plan.config, unflatten_dict(params), draft_ids)
@@ -116,6 +122,7 @@ def make_drafter_plan(
     trunk: TrunkSizes,
     aux_layers: AuxLayers | None,
     norm_before_residual: bool | None,
+    sample_from_anchor: bool | None,
 ) -> DrafterPlan:
     """Parses the configuration, and checks that the files hold its tensors and no others."""
     values = parse_json(config_bytes(path), path / CONFIG)
@@ -125,6 +132,10 @@ def make_drafter_plan(
     if is_medusa(values):
         config, form = parse_medusa(values, files.tensors, trunk)
         specs, known = medusa_specs(config, form, has), {TOKEN_MAP}
+    elif is_dflash(values):
+        has_own = {"has_embedding": has("embed_tokens.weight"), "has_head": has("lm_head.weight")}
+        config, form = parse_dflash(values, trunk, **has_own, sample_from_anchor=sample_from_anchor)
+        specs, known = dflash_specs(config, has), {OFFSETS, IS_DRAFTED}
     elif values.get("speculators_model_type") is not None or SPECFORGE_CLASS in (values.get("architectures") or ()):
         config, form = parse_eagle3(
             values,
@@ -138,7 +149,8 @@ def make_drafter_plan(
     else:
         raise ConfigError(
             f"{path} is no drafter that is supported: architectures {values.get('architectures')}; supported: "
-            f"{SPECFORGE_CLASS}, speculators_model_type 'eagle3', medusa_num_heads, model_type 'medusa'"
+            f"{SPECFORGE_CLASS}, {ZLAB_CLASS}, {DEEPSPEC_CLASS}, speculators_model_type 'eagle3', 'dflash' or "
+            "'dspark', medusa_num_heads, model_type 'medusa'"
         )
     wanted = {piece.name: piece.shape for spec in specs.values() for piece in spec.slices}
     missing = sorted(wanted.keys() - files.tensors.keys())

@@ -9,12 +9,15 @@ from typing import Any
 import numpy as np
 from flax.traverse_util import flatten_dict
 
+from conversion.drafters.dflash_config import describe_dflash
+from conversion.drafters.dflash_names import dflash_specs
 from conversion.drafters.eagle3_config import AuxLayers, TrunkSizes, describe_eagle3
 from conversion.drafters.eagle3_names import IS_DRAFTED, OFFSETS, eagle3_specs, is_drafted
 from conversion.drafters.medusa import TOKEN_MAP, describe_medusa, medusa_specs
 from conversion.drafters.read import (
     CONFIG,
     NO_SCALES,
+    Config,
     DrafterPlan,
     StoredDrafter,
     config_bytes,
@@ -37,6 +40,8 @@ from conversion.shards import (
 from conversion.tensor_slice import ParamSpec
 from mtpjax.atomic import atomic_folder
 from mtpjax.errors import CheckpointFileError, ConfigError
+from mtpjax.models.dflash import DFlashConfig
+from mtpjax.models.dspark import DSparkConfig
 from mtpjax.models.eagle3 import Eagle3Config
 from mtpjax.models.medusa import MedusaConfig
 
@@ -49,8 +54,9 @@ def write_drafter(path, drafter: StoredDrafter, *, like=None, form: str | None =
         drafter: the drafter.
         like: a directory of the same architecture, whose names, order, dtypes, `config.json` and other files are kept.
             Unchanged parameters then give the same bytes in every safetensors file.
-        form: without `like`, the format: "specforge" or "speculators", "medusa" or "vllm". None: "speculators" for
-            EAGLE-3, "medusa" for Medusa.
+        form: without `like`, the format: "specforge" or "speculators" for EAGLE-3, "medusa" or "vllm", "z-lab",
+            "deepspec" or "speculators" for DFlash and DSpark. None: "speculators" for EAGLE-3, "medusa" for Medusa,
+            "z-lab" for DFlash, "deepspec" for DSpark.
 
     Raises:
         CheckpointFileError: `like` is another architecture.
@@ -85,19 +91,19 @@ def write_drafter(path, drafter: StoredDrafter, *, like=None, form: str | None =
         (folder / CONFIG).write_bytes(content)
 
 
-def _plan_like(
-    path: pathlib.Path, files: CheckpointFiles | TorchFile, config: Eagle3Config | MedusaConfig
-) -> DrafterPlan:
+def _plan_like(path: pathlib.Path, files: CheckpointFiles | TorchFile, config: Config) -> DrafterPlan:
     """Plans writing `config` like the files at `path`, in whichever reading of them it is."""
     if isinstance(config, Eagle3Config):
         trunk = TrunkSizes(config.block.vocab_size, config.target_hidden_size, config.num_target_layers)
+    elif isinstance(config, DFlashConfig):
+        trunk = TrunkSizes(config.block.vocab_size, config.block.hidden_size, config.num_target_layers)
     else:
         trunk = TrunkSizes(config.vocab_size, config.hidden_size, 0)
     readings: tuple[AuxLayers, ...] = ("entered", "output")
     for aux_layers in readings:
-        for residual in (False, True):
+        for switch in (False, True):
             try:
-                plan = make_drafter_plan(path, files, trunk, aux_layers, residual)
+                plan = make_drafter_plan(path, files, trunk, aux_layers, switch, switch)
             except ConfigError:
                 continue
             if plan.config == config:
@@ -105,18 +111,27 @@ def _plan_like(
     raise CheckpointFileError(f"{path} is a drafter of another architecture: name a format in its place")
 
 
-def _describe(config: Eagle3Config | MedusaConfig, form: Any) -> tuple[dict[str, ParamSpec], dict[str, Any]]:
+def _describe(config: Config, form: Any) -> tuple[dict[str, ParamSpec], dict[str, Any]]:
     """Returns the tensors and the configuration of a new file."""
     has: Callable[[str], bool] = lambda name: False
     if isinstance(config, Eagle3Config):
-        form = form or "speculators"
-        if form not in ("specforge", "speculators"):
-            raise ConfigError(f"EAGLE-3 is written as 'specforge' or 'speculators', not {form!r}")
+        form = _choose_form(form, "EAGLE-3", ("speculators", "specforge"))
         return eagle3_specs(config, form, has), describe_eagle3(config, form)
-    form = form or "medusa"
-    if form not in ("medusa", "vllm"):
-        raise ConfigError(f"Medusa is written as 'medusa' or 'vllm', not {form!r}")
+    if isinstance(config, DSparkConfig):
+        form = _choose_form(form, "DSpark", ("deepspec", "speculators"))
+        return dflash_specs(config, has), describe_dflash(config, form)
+    if isinstance(config, DFlashConfig):
+        form = _choose_form(form, "DFlash", ("z-lab", "speculators"))
+        return dflash_specs(config, has), describe_dflash(config, form)
+    form = _choose_form(form, "Medusa", ("medusa", "vllm"))
     return medusa_specs(config, form, has), describe_medusa(config, form)
+
+
+def _choose_form(form: str | None, name: str, forms: tuple[str, str]) -> Any:
+    """Returns the format to write; None is the first one."""
+    if form not in (None, *forms):
+        raise ConfigError(f"{name} is written as '{forms[0]}' or '{forms[1]}', not {form!r}")
+    return form or forms[0]
 
 
 def _ids_tensors(drafter: StoredDrafter) -> dict[str, np.ndarray]:

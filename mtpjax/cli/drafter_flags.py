@@ -1,9 +1,14 @@
-"""Flags for a drafter in files of its own (EAGLE-3, Medusa), by SGLang's names. Imports no JAX."""
+"""Flags for a drafter in files of its own (EAGLE-3, Medusa, DFlash, DSpark), by SGLang's names. Imports no JAX."""
 
 from typing import Any
 
 # SGLang's names -> the drafters' classes.
-ALGORITHMS = {"EAGLE3": "Eagle3Drafter", "MEDUSA": "MedusaDrafter"}
+ALGORITHMS = {
+    "EAGLE3": "Eagle3Drafter",
+    "MEDUSA": "MedusaDrafter",
+    "DFLASH": "DFlashDrafter",
+    "DSPARK": "DSparkDrafter",
+}
 DEFAULT_EAGLE3_STEPS = 3
 
 
@@ -16,8 +21,9 @@ def add_drafter_flags(parser) -> None:
     parser.add_argument(
         "--speculative-draft-model-path",
         default=None,
-        help="folder or Hub repository of an EAGLE-3 or Medusa drafter for this model (SpecForge, speculators, vLLM); "
-        f"--num-steps then defaults to {DEFAULT_EAGLE3_STEPS}, or to the number of Medusa heads",
+        help="folder or Hub repository of an EAGLE-3, Medusa, DFlash or DSpark drafter for this model (SpecForge, "
+        f"speculators, vLLM, z-lab, DeepSpec); --num-steps then defaults to {DEFAULT_EAGLE3_STEPS}, to the number of "
+        "Medusa heads, or to the drafts of a block",
     )
     parser.add_argument(
         "--speculative-algorithm",
@@ -31,6 +37,12 @@ def add_drafter_flags(parser) -> None:
         default=None,
         help="what the trunk layers that an EAGLE-3 file lists mean, where its format does not say: the states that "
         "enter these layers (vLLM), or the outputs of these layers (SGLang)",
+    )
+    parser.add_argument(
+        "--sample-from-anchor",
+        action="store_true",
+        default=None,
+        help="the first slot of a DFlash block drafts too, where its file does not say so",
     )
 
 
@@ -51,7 +63,7 @@ def load_drafter_of(options, settings: dict[str, Any], model) -> tuple[dict[str,
     """
     path = options.speculative_draft_model_path
     if path is None:
-        for name in ("speculative_algorithm", "aux_layers"):
+        for name in ("speculative_algorithm", "aux_layers", "sample_from_anchor"):
             if options[name] is not None:
                 raise ValueError(f"--{name.replace('_', '-')} needs --speculative-draft-model-path")
         return settings, None
@@ -61,10 +73,12 @@ def load_drafter_of(options, settings: dict[str, Any], model) -> tuple[dict[str,
         raise ValueError("--depth-policy adaptive takes its costs from a profile, which is of MTP modules")
     from mtpjax.decoding.drafters.load import load_drafter
 
-    drafter, draft_params = load_drafter(path, model=model, aux_layers=options.aux_layers)
+    switches = {"aux_layers": options.aux_layers, "sample_from_anchor": options.sample_from_anchor}
+    drafter, draft_params = load_drafter(path, model=model, **switches)
     kind = next(name for name, of in ALGORITHMS.items() if of == type(drafter).__name__)
     if options.speculative_algorithm not in (None, kind):
         raise ValueError(f"--speculative-algorithm is {options.speculative_algorithm}, but {path} is {kind}")
-    heads = getattr(drafter.architecture, "num_heads", DEFAULT_EAGLE3_STEPS)
-    steps = heads if settings["num_steps"] is None else settings["num_steps"]
+    own = drafter.architecture
+    most = getattr(own, "num_heads", None) or getattr(own, "num_drafts", DEFAULT_EAGLE3_STEPS)
+    steps = most if settings["num_steps"] is None else settings["num_steps"]
     return settings | {"drafter": drafter, "num_steps": steps}, draft_params

@@ -65,6 +65,8 @@ def commit(
     levels = jnp.arange(1, K + 2)[None, :]
     was_accepted = (levels[:, :-1] <= accepted.num_accepted[:, None]) & is_running[:, None]
     was_proposed = jnp.broadcast_to(is_running[:, None], was_accepted.shape)
+    if draft.num_drafted is not None:
+        was_proposed &= levels[:, :-1] <= draft.num_drafted[:, None]
     padding = ((0, 0), (0, state.proposed.shape[1] - K))
     state = state.replace(
         steps=state.steps + is_running.astype(jnp.int32),

@@ -173,8 +173,9 @@ def accept(
         # Chain rules need only the count: the accepted path is a prefix of the chain.
         assert q is not None
         rule = acceptance.token_chain if spec.rule == "token" else acceptance.block_chain
+        ends = () if draft.num_drafted is None else (draft.num_drafted,)
         num_accepted, weights = jax.vmap(functools.partial(rule, vocabulary=vocabulary))(
-            draft.tokens[:, 1:], probabilities, q, uniforms
+            draft.tokens[:, 1:], probabilities, q, uniforms, *ends
         )
         path, accepted = None, draft.tokens[:, 1:]
     else:
@@ -182,6 +183,8 @@ def accept(
         parents = draft.parents
         if parents is None:
             parents = jnp.broadcast_to(jnp.arange(W)[None, :] - 1, (B, W))
+            if draft.num_drafted is not None:
+                parents = jnp.where(jnp.arange(W)[None, :] <= draft.num_drafted[:, None], parents, -1)
         accepted_path = jax.vmap(_bind_tree_rule(spec, vocabulary))(
             draft.tokens, parents, probabilities, q, uniforms, state.settings.rule_params
         )
@@ -203,7 +206,10 @@ def _accept_matches(draft: Draft, target_tokens: jax.Array, num_steps: int) -> A
     # Chain: accept the longest prefix of matches. The target's tokens themselves are the drafts up to there and
     # the bonus token.
     if draft.parents is None:
-        return Acceptance(None, acceptance.match_chain(draft.tokens[:, 1:], target_tokens), target_tokens)
+        num_accepted = acceptance.match_chain(draft.tokens[:, 1:], target_tokens)
+        if draft.num_drafted is not None:
+            num_accepted = jnp.minimum(num_accepted, draft.num_drafted)
+        return Acceptance(None, num_accepted, target_tokens)
     # Tree: descend to the child that equals the target's token, until no child does.
     match = jax.vmap(lambda *row: acceptance.match_tree(*row, num_steps=num_steps))
     path, num_accepted = match(draft.tokens, draft.parents, target_tokens)

@@ -19,10 +19,16 @@ from mtpjax.atomic import check_output_file
 from mtpjax.cli import config_flags
 from mtpjax.cli.main import COMMANDS, main
 from mtpjax.data.draft_vocabulary import save_vocabulary
+from mtpjax.decoding.drafters.dflash import DFlashDrafter, DFlashParams
+from mtpjax.decoding.drafters.dspark import DSparkDrafter
 from mtpjax.decoding.drafters.medusa import MedusaDrafter, MedusaParams
 from mtpjax.evaluation import profile
 from mtpjax.evaluation.profile import load_depth_settings
 from mtpjax.io.checkpoint import save_model
+from mtpjax.models.config import ModelConfig
+from mtpjax.models.dflash import DFlash, DFlashConfig
+from mtpjax.models.dspark import DSpark, DSparkConfig
+from mtpjax.models.masks import full_view
 from mtpjax.models.medusa import Medusa, MedusaConfig
 from tests import golden
 
@@ -422,9 +428,36 @@ def test_generate_drafts_with_medusa_heads(checkpoint, heads, capsys):
     assert "identical to plain decoding: yes" in printed and "accepted per level" in printed
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["DFLASH", "DSPARK"])
+def test_generate_drafts_with_blocks(algorithm, checkpoint, tmp_path, capsys):
+    model, _ = load(checkpoint)
+    own = model.config
+    block = ModelConfig(
+        vocab_size=own.vocab_size, hidden_size=own.hidden_size, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=24, use_qk_norm=True,
+    )  # fmt: skip
+    layers = {"layer_ids": (1,), "num_target_layers": own.num_hidden_layers}
+    sizes = {"block": block, "block_size": 3, "mask_token_id": 0, **layers}
+    drafter, network = DFlashDrafter(architecture=DFlashConfig(**sizes)), DFlash
+    if algorithm == "DSPARK":
+        heads = {"sample_from_anchor": True, "markov_head": "vanilla", "markov_rank": 2}
+        drafter, network = DSparkDrafter(architecture=DSparkConfig(**sizes, **heads)), DSpark
+    view = full_view(block, np.ones((1, 2), np.int32))
+    zeros = np.zeros((1, 2, own.hidden_size), np.float32)
+    params = network(drafter.architecture).init(jax.random.key(0), zeros, zeros, view)["params"]
+    save_drafter(tmp_path / "draft", drafter, DFlashParams(params))
+    arguments = ["generate", "--model", str(checkpoint), "--prompt", "def ", "--max-new-tokens", "8", "--check"]
+    arguments += ["--speculative-draft-model-path", str(tmp_path / "draft"), "--speculative-algorithm", algorithm]
+    assert exit_code(arguments) == 0
+    printed = capsys.readouterr().err
+    assert "identical to plain decoding: yes" in printed and "accepted per level" in printed
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (["--sample-from-anchor"], "--sample-from-anchor needs --speculative-draft-model-path"),
         (["--speculative-algorithm", "EAGLE3"], "--speculative-algorithm needs --speculative-draft-model-path"),
         (["--speculative-draft-model-path", "HEADS", "--speculative-algorithm", "EAGLE3"], "is EAGLE3, but"),
         (["--speculative-draft-model-path", "HEADS", "--drafter", "lookup"], "name two drafters"),

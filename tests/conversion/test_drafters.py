@@ -13,8 +13,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import mtpjax
+from conversion.drafters.dflash_config import describe_dflash, parse_dflash
 from conversion.drafters.eagle3_config import TrunkSizes, default_layer_ids, parse_eagle3
-from conversion.drafters.read import read_drafter
+from conversion.drafters.read import StoredDrafter, read_drafter
 from conversion.drafters.torch_file import TorchFile
 from conversion.drafters.write import write_drafter
 from mtpjax import MTPModel, presets
@@ -23,6 +24,7 @@ from tests.golden import drafter_path
 
 TRUNK = TrunkSizes(320, 64, 8)
 EAGLE = ("eagle3", "eagle3_wide", "eagle31", "eagle31_plain")
+BLOCKS = ("dflash", "dflash_full", "dspark")
 
 
 def draft(name):
@@ -43,7 +45,7 @@ def same_drafter(found, expected):
     np.testing.assert_array_equal(found.draft_ids, expected.draft_ids)
 
 
-@pytest.mark.parametrize("name", [*EAGLE, "medusa"])
+@pytest.mark.parametrize("name", [*EAGLE, "medusa", *BLOCKS])
 def test_a_round_trip_keeps_every_byte(name, tmp_path):
     write_drafter(tmp_path / "copy", read_drafter(draft(name), TRUNK), like=draft(name))
     kept = {file.name for file in draft(name).iterdir() if file.suffix != ".pt"}
@@ -61,6 +63,10 @@ def test_a_round_trip_keeps_every_byte(name, tmp_path):
         ("eagle31_plain", "speculators", True),
         ("medusa", "medusa", True),
         ("medusa", "vllm", False),
+        ("dflash", "z-lab", True),
+        ("dflash_full", "speculators", True),
+        ("dspark", "deepspec", True),
+        ("dspark", "speculators", True),
     ],
 )
 def test_new_files_say_the_same(name, form, is_own, tmp_path):
@@ -121,6 +127,27 @@ def test_listed_layers_of_specforge_have_two_readings(tmp_path):
         ("eagle3", {"architectures": ["LlamaForCausalLM"]}, "is no drafter that is supported"),
         ("eagle3", {"tie_word_embeddings": True}, "tie_word_embeddings True"),
         ("medusa", {"vocab_size": 300}, "not within 1..300"),
+        ("dflash", {"dflash_config": {"mask_token_id": 319}}, "lacks target_layer_ids: the formula .* is wrong"),
+        (
+            "dflash",
+            {"dflash_config": {"mask_token_id": 320, "target_layer_ids": [1, 3, 5]}},
+            "not within the vocabulary",
+        ),
+        ("dflash", {"dflash_config": {"target_layer_ids": [1, 3, 5]}}, "lacks mask_token_id"),
+        ("dflash", {"dflash_config": {"mask_token_id": 319, "target_layer_ids": [1, 3, 8]}}, "within 0..8"),
+        ("dflash", {"dflash_config": {"attention_sink_bias": True}}, "attention_sink_bias True is not supported"),
+        ("dflash", {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported"),
+        ("dflash", {"num_target_layers": 9}, "num_target_layers is 9, but the trunk has 8 layers"),
+        ("dflash", {"sliding_window": None}, "lacks swa_window_size"),
+        ("dflash", {"layer_types": None}, "does not say which layers slide"),
+        ("dflash", {"layer_types": ["full_attention", "linear_attention"]}, "are not 2 of"),
+        ("dflash", {"architectures": ["DFlash2DraftModel"]}, "is no drafter that is supported"),
+        ("dflash", {"markov_rank": 8}, "markov_rank 8 is not supported"),
+        ("dspark", {"markov_head_type": "fir"}, "'fir' is not supported; supported: vanilla, gated, rnn"),
+        ("dspark", {"markov_head_type": "gated"}, "lacks 2 tensors: markov_head.gate_proj.bias"),
+        ("dspark", {"markov_rank": 0, "confidence_head_with_markov": False}, "unknown tensors: markov_head.markov_w1"),
+        ("dspark", {"target_layer_ids": None}, "lacks target_layer_ids"),
+        ("dspark", {"layer_types": ["sliding_attention"] * 2}, "DeepSpec's format"),
     ],
 )
 def test_what_would_draft_something_else_is_refused(name, changes, message, tmp_path):
@@ -132,6 +159,72 @@ def test_a_missing_switch_can_be_chosen(tmp_path):
     path = edited(draft("eagle31"), tmp_path / "edited", norm_before_residual=None)
     for value in (False, True):
         assert read_drafter(path, TRUNK, norm_before_residual=value).config.norm_before_residual is value
+
+
+def values_of(name, **changes):
+    return json.loads((draft(name) / "config.json").read_text()) | changes
+
+
+def parse_blocks(values, **choices):
+    return parse_dflash(values, TRUNK, has_embedding=False, has_head=False, **choices)[0]
+
+
+def test_ids_name_outputs_or_entered_layers():
+    """z-lab and DeepSpec list outputs, -1 for the embedding; speculators the layers that these states enter."""
+    assert parse_blocks(values_of("dflash")).layer_ids == (2, 4, 6)
+    assert parse_blocks(values_of("dspark", target_layer_ids=[-1, 3, 7])).layer_ids == (0, 4, 8)
+    for name in BLOCKS:
+        config, _ = parse_dflash(values_of(name), TRUNK, has_embedding=True, has_head=True)
+        if name != "dflash":  # its windows count from each slot, which speculators' do not
+            assert describe_dflash(config, "speculators")["aux_hidden_state_layer_ids"] == [2, 4, 6]
+
+
+def test_the_anchor_drafts_where_the_format_says_so():
+    assert not parse_blocks(values_of("dflash")).sample_from_anchor
+    assert parse_blocks(values_of("dflash"), sample_from_anchor=True).sample_from_anchor
+    named = {"mask_token_id": 319, "target_layer_ids": [1], "sample_from_anchor": True}
+    assert parse_blocks(values_of("dflash", dflash_config=named)).num_drafts == 6
+    # DeepSpec's DFlash is the same class without heads, and does not say that its anchor drafts.
+    plain = values_of("dspark", markov_rank=0, enable_confidence_head=False)
+    assert parse_blocks(plain).num_drafts == 5 and parse_blocks(plain).markov_head == "none"
+    assert not parse_blocks(plain | {"sample_from_anchor": False}).sample_from_anchor
+
+
+def test_causality_follows_the_stated_precedence():
+    """is_causal, then dflash_config.causal, then the layer's type."""
+    section = values_of("dflash")["dflash_config"]
+    assert parse_blocks(values_of("dflash")).is_causal == (True, False)
+    assert parse_blocks(values_of("dflash")).windows == (12, 0)
+    stated = values_of("dflash", dflash_config=section | {"causal": False})
+    assert parse_blocks(stated).is_causal == (False, False)
+    assert parse_blocks(stated | {"is_causal": True}).is_causal == (True, True)
+    swa = values_of("dflash_full", dflash_config=section | {"use_swa": True, "swa_window_size": 9})
+    assert parse_blocks(swa).windows == (9, 9) and parse_blocks(swa).is_causal == (False, False)
+
+
+def test_sliding_layers_of_speculators_count_from_the_anchor():
+    config = dataclasses.replace(parse_blocks(values_of("dflash")), window_from_anchor=True)
+    values = describe_dflash(config, "speculators")
+    assert parse_blocks(values) == config
+    del values["sliding_window_non_causal"]
+    with pytest.raises(ConfigError, match="lacks sliding_window_non_causal"):
+        parse_blocks(values)
+    with pytest.raises(ConfigError, match="cannot express window_from_anchor"):
+        describe_dflash(config, "z-lab")
+    with pytest.raises(ConfigError, match="DFlash is written as 'z-lab' or 'speculators', not 'deepspec'"):
+        write_drafter("never", StoredDrafter(config, {}, None), form="deepspec")
+
+
+@pytest.mark.parametrize("markov_head", ["gated", "rnn"])
+def test_other_markov_heads_are_written_and_read(markov_head, tmp_path):
+    stored = read_drafter(draft("dspark"), TRUNK)
+    D, r = 64, 8
+    sizes = (D + r, r) if markov_head == "gated" else (2 * r + D, 3 * r)
+    step = {"markov_step": np.full(sizes, 0.5, np.float32), "markov_step_bias": np.ones(sizes[1], np.float32)}
+    config = dataclasses.replace(stored.config, markov_head=markov_head)
+    changed = StoredDrafter(config, stored.params | step, None)
+    write_drafter(tmp_path / "new", changed)
+    same_drafter(read_drafter(tmp_path / "new", TRUNK), changed)
 
 
 def test_absolute_ids_in_the_place_of_offsets_are_noticed(tmp_path):

@@ -25,7 +25,13 @@ def match_chain(drafts: jax.Array, target_tokens: jax.Array) -> jax.Array:
 
 
 def token_chain(
-    drafts: jax.Array, p: jax.Array, q: jax.Array, u: jax.Array, *, vocabulary: Vocabulary = WHOLE
+    drafts: jax.Array,
+    p: jax.Array,
+    q: jax.Array,
+    u: jax.Array,
+    num_drafted: jax.Array | None = None,
+    *,
+    vocabulary: Vocabulary = WHOLE,
 ) -> tuple[jax.Array, jax.Array]:
     """Accepts drafts one by one, each with probability min(1, p(x)/q(x)).
 
@@ -37,6 +43,7 @@ def token_chain(
         p: `[K+1, V]` target distributions.
         q: `[K, V]` draft distributions.
         u: `[K]` uniforms.
+        num_drafted: `[]` int32: drafts from here on are padding. None: all K were drafted.
         vocabulary: how the columns of p and q are split over devices.
 
     Returns:
@@ -47,6 +54,10 @@ def token_chain(
     # u < p/q, written without a division so that q = 0 needs no special case.
     p_x, q_x = (vocabulary.at(rows, position, drafts) for rows in (p, q))
     is_accepted = u * q_x < p_x
+    if num_drafted is not None:
+        # Where the draft ends, nothing is proposed: as behind the last draft.
+        is_accepted &= position < num_drafted
+        q = jnp.where((position < num_drafted)[:, None], q, 0)
     num_accepted = jnp.cumprod(is_accepted).sum().astype(jnp.int32)
     # After the last draft nothing was proposed: its q is 0 and the residual is p.
     proposed = jnp.pad(q, ((0, 1), (0, 0)))[num_accepted]
@@ -54,7 +65,13 @@ def token_chain(
 
 
 def block_chain(
-    drafts: jax.Array, p: jax.Array, q: jax.Array, u: jax.Array, *, vocabulary: Vocabulary = WHOLE
+    drafts: jax.Array,
+    p: jax.Array,
+    q: jax.Array,
+    u: jax.Array,
+    num_drafted: jax.Array | None = None,
+    *,
+    vocabulary: Vocabulary = WHOLE,
 ) -> tuple[jax.Array, jax.Array]:
     """Accepts a prefix of the chain by block verification (Sun et al., 2403.10444).
 
@@ -68,6 +85,7 @@ def block_chain(
         p: `[K+1, V]` target distributions.
         q: `[K, V]` draft distributions.
         u: `[K]` uniforms.
+        num_drafted: `[]` int32: drafts from here on are padding. None: all K were drafted.
         vocabulary: how the columns of p and q are split over devices.
 
     Returns:
@@ -86,12 +104,16 @@ def block_chain(
 
     _, w = jax.lax.scan(narrow, jnp.ones_like(p[0, 0]), ratios, unroll=True)
     w = jnp.concatenate([jnp.ones_like(p[0, :1]), w])  # [K+1]
-    # r_i: the probability mass of the target that the next draft does not cover.
+    # r_i: the probability mass of the target that the next draft does not cover. Where the draft ends, that is w_i.
+    if num_drafted is not None:
+        q = jnp.where((position < num_drafted)[:, None], q, 0)
     proposed = jnp.pad(q, ((0, 1), (0, 0)))
     r = vocabulary.sum(jnp.maximum(w[:, None] * p - proposed, 0))  # [K+1]
     # Test every prefix with its own uniform, and accept the longest that passes. `u (r + 1 - w) < r` is `u < h` without
     # a division. Behind the last draft q is 0, so r_K = w_K and h_K = w_K.
     passes = (w[1:] >= 1) | (u * (r[1:] + 1 - w[1:]) < r[1:])
+    if num_drafted is not None:
+        passes &= position < num_drafted
     num_accepted = jnp.max(jnp.where(passes, position + 1, 0), initial=0).astype(jnp.int32)
     rest = residual(w[num_accepted] * p[num_accepted], proposed[num_accepted], p[num_accepted], vocabulary)
     return num_accepted, rest

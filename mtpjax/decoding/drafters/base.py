@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 class Draft(flax.struct.PyTreeNode):
     """The W nodes per row that one round verifies. Node 0 is the pending token.
 
-    In a chain, node n is the child of node n-1, and `parents`, `depths` and `ancestor_mask` are None. On a mesh
+    In a chain, node n is the child of node n-1, and `parents`, `depths` and `ancestor_mask` are None. Text stays exact
+    only if no row's `num_drafted` depends on the token drawn at its end or on later ones. On a mesh
     `probabilities` may have the columns of this device's part of the vocabulary, or all of them.
     """
 
@@ -29,6 +30,7 @@ class Draft(flax.struct.PyTreeNode):
     parents: jax.Array | None = None  # [B, W] int32, parents before children, -1 for the root
     depths: jax.Array | None = None  # [B, W] int32
     ancestor_mask: jax.Array | None = None  # [B, W, W] bool, (n, m): m is n or an ancestor of n
+    num_drafted: jax.Array | None = None  # [B] int32: a chain ends after so many drafts, the rest is padding; None: all
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,6 @@ from typing import Any
 
 import flax.struct
 import jax
-import jax.numpy as jnp
 
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.drafters.cached import CachedDrafter
@@ -16,6 +15,7 @@ from mtpjax.decoding.drafters.own_params import (
     require_whole_vocabulary,
 )
 from mtpjax.decoding.drafters.scoring import DraftScores, ReducedHead, own_head
+from mtpjax.decoding.drafters.trunk_states import inner_layers, join_states
 from mtpjax.decoding.sampling import PathTokens
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import DecodeState
@@ -106,8 +106,7 @@ class Eagle3Drafter(CachedDrafter):
     def __post_init__(self):
         # The output of the last layer enters no layer: `select_states` takes it from the pass itself.
         config = self.architecture
-        inside = tuple(layer for layer in config.layer_ids if layer < config.num_target_layers)
-        object.__setattr__(self, "layer_ids", inside)
+        object.__setattr__(self, "layer_ids", inner_layers(config.layer_ids, config.num_target_layers))
 
     def check(self, model: MTPModel, config: DecodeConfig) -> None:
         """Raises `ValueError` if the drafter is for another trunk, or the settings ask for what it cannot do."""
@@ -157,6 +156,4 @@ class Eagle3Drafter(CachedDrafter):
 
     def select_states(self, output: TrunkOutput, *, model: MTPModel) -> jax.Array:
         """Joins the trunk states that the drafter reads, `[B, T, n * Dt]`."""
-        states = dict(zip(self.layer_ids, output.states, strict=True))
-        states[self.architecture.num_target_layers] = output.prenorm
-        return jnp.concatenate([states[layer] for layer in self.architecture.layer_ids], axis=-1)
+        return join_states(output, self.architecture.layer_ids, self.architecture.num_target_layers)

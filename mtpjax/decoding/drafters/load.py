@@ -1,4 +1,4 @@
-"""`mtpjax.load_drafter` and `mtpjax.save_drafter`: published EAGLE-3 and Medusa drafters."""
+"""`mtpjax.load_drafter` and `mtpjax.save_drafter`: published EAGLE-3, Medusa, DFlash and DSpark drafters."""
 
 from typing import Any, Literal
 
@@ -7,14 +7,20 @@ import jax.numpy as jnp
 from conversion.drafters.eagle3_config import TrunkSizes
 from conversion.drafters.read import StoredDrafter, read_drafter
 from conversion.drafters.write import write_drafter
+from mtpjax.decoding.drafters.dflash import DFlashDrafter, DFlashParams
+from mtpjax.decoding.drafters.dspark import DSparkDrafter
 from mtpjax.decoding.drafters.eagle3 import Eagle3Drafter, Eagle3Params
 from mtpjax.decoding.drafters.medusa import MedusaDrafter, MedusaParams
 from mtpjax.errors import UsageError
 from mtpjax.io.checkpoint_format import find_checkpoint
+from mtpjax.models.dflash import DFlashConfig
+from mtpjax.models.dspark import DSparkConfig
 from mtpjax.models.eagle3 import Eagle3Config
 from mtpjax.models.model import MTPModel
 
 DRAFTER_FOLDER = "drafter"  # in the run folder of `mtpjax train drafter=...`
+TrainedDrafter = Eagle3Drafter | MedusaDrafter | DFlashDrafter
+TrainedParams = Eagle3Params | MedusaParams | DFlashParams
 
 
 def load_drafter(
@@ -24,12 +30,14 @@ def load_drafter(
     dtype: Any = None,
     aux_layers: Literal["entered", "output"] | None = None,
     norm_before_residual: bool | None = None,
-) -> tuple[Eagle3Drafter | MedusaDrafter, Eagle3Params | MedusaParams]:
+    sample_from_anchor: bool | None = None,
+) -> tuple[TrainedDrafter, TrainedParams]:
     """Loads a published drafter for a trunk.
 
     Formats: EAGLE-3 and 3.1 of SpecForge and SGLang (`LlamaForCausalLMEagle3`) or of speculators and vLLM
-    (`Eagle3Speculator`); Medusa of its authors (`medusa_lm_head`, safetensors or `.pt`) or of vLLM. A `.pt` file is
-    read without unpickling it.
+    (`Eagle3Speculator`); Medusa of its authors (`medusa_lm_head`, safetensors or `.pt`) or of vLLM; DFlash of z-lab
+    (`DFlashDraftModel`) and DSpark of DeepSpec (`Qwen3DSparkModel`), or both of speculators. A `.pt` file is read
+    without unpickling it.
 
     Args:
         path: the drafter's directory, the run folder that trained it, or a repository of the Hugging Face Hub (extra
@@ -39,6 +47,8 @@ def load_drafter(
         aux_layers: the meaning of listed trunk layers of an EAGLE-3 file: states that enter these layers, or outputs of
             these layers. None takes the states that enter for speculators' files; SpecForge's do not say which.
         norm_before_residual: this switch of EAGLE-3, for a speculators file without it.
+        sample_from_anchor: this switch of DFlash, for a file without it: the first slot of a block drafts too. None
+            takes it as True for DeepSpec's files, and as False for others.
 
     Returns:
         `(drafter, draft_params)`, for `DecodeConfig(drafter=drafter)` and `speculative_generate(draft_params=...)`.
@@ -66,6 +76,7 @@ def load_drafter(
     config = model.config
     trunk = TrunkSizes(config.vocab_size, config.hidden_size, config.num_hidden_layers)
     choices: dict[str, Any] = {"aux_layers": aux_layers, "norm_before_residual": norm_before_residual}
+    choices["sample_from_anchor"] = sample_from_anchor
     if aux_layers not in (None, "entered", "output"):
         raise UsageError(f"aux_layers must be 'entered' or 'output', got {aux_layers!r}")
     found = find_checkpoint(path)
@@ -74,7 +85,11 @@ def load_drafter(
     own, ids = stored.config, None if stored.draft_ids is None else jnp.asarray(stored.draft_ids)
     if isinstance(own, Eagle3Config):
         sizes, drafter = (own.block.vocab_size, own.target_hidden_size), Eagle3Drafter(architecture=own)
-        params: Eagle3Params | MedusaParams = Eagle3Params(stored.params, ids)
+        params: TrainedParams = Eagle3Params(stored.params, ids)
+    elif isinstance(own, DFlashConfig):
+        sizes = own.block.vocab_size, own.block.hidden_size
+        drafter = DSparkDrafter(architecture=own) if isinstance(own, DSparkConfig) else DFlashDrafter(architecture=own)
+        params = DFlashParams(stored.params, ids)
     else:
         sizes, drafter = (own.vocab_size, own.hidden_size), MedusaDrafter(architecture=own)
         params = MedusaParams(stored.params, ids)
@@ -88,11 +103,11 @@ def load_drafter(
 
 def save_drafter(
     path,
-    drafter: Eagle3Drafter | MedusaDrafter,
-    draft_params: Eagle3Params | MedusaParams,
+    drafter: TrainedDrafter,
+    draft_params: TrainedParams,
     *,
     like=None,
-    format: Literal["specforge", "speculators", "medusa", "vllm"] | None = None,
+    format: Literal["specforge", "speculators", "medusa", "vllm", "z-lab", "deepspec"] | None = None,
 ) -> None:
     """Saves a drafter as safetensors and `config.json`, for SGLang, vLLM or `mtpjax.load_drafter`.
 
@@ -102,8 +117,9 @@ def save_drafter(
         draft_params: its parameters.
         like: the directory that it was loaded from: its `config.json`, its other files, and the names, order and dtypes
             of its tensors are kept. A drafter that was not changed gives the same bytes.
-        format: without `like`: "specforge" or "speculators" for EAGLE-3, "medusa" or "vllm" for Medusa. None takes
-            "speculators", whose layer ids have one meaning, or "medusa".
+        format: without `like`: "specforge" or "speculators" for EAGLE-3, "medusa" or "vllm" for Medusa, "z-lab" or
+            "speculators" for DFlash, "deepspec" or "speculators" for DSpark. None takes "speculators" for EAGLE-3,
+            whose layer ids have one meaning there, and the authors' format for the others.
 
     Returns:
         None.
@@ -117,14 +133,18 @@ def save_drafter(
         >>> mtpjax.save_drafter("out", None, None)
         Traceback (most recent call last):
         ...
-        mtpjax.errors.UsageError: drafter must be an Eagle3Drafter or a MedusaDrafter, got NoneType
+        mtpjax.errors.UsageError: drafter must be an Eagle3Drafter, MedusaDrafter or DFlashDrafter, got NoneType
     """
     if isinstance(drafter, Eagle3Drafter) and isinstance(draft_params, Eagle3Params):
         stored = StoredDrafter(drafter.architecture, draft_params.network, draft_params.draft_ids)
     elif isinstance(drafter, MedusaDrafter) and isinstance(draft_params, MedusaParams):
         stored = StoredDrafter(drafter.architecture, draft_params.heads, draft_params.draft_ids)
+    elif isinstance(drafter, DFlashDrafter) and isinstance(draft_params, DFlashParams):
+        stored = StoredDrafter(drafter.architecture, draft_params.network, draft_params.draft_ids)
     else:
-        raise UsageError(f"drafter must be an Eagle3Drafter or a MedusaDrafter, got {type(drafter).__name__}")
+        raise UsageError(
+            f"drafter must be an Eagle3Drafter, MedusaDrafter or DFlashDrafter, got {type(drafter).__name__}"
+        )
     if like is not None and format is not None:
         raise UsageError(f"format {format!r} with like: the files of like decide the format")
     write_drafter(path, stored, like=None if like is None else find_checkpoint(like), form=format)

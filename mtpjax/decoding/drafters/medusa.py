@@ -8,10 +8,10 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from mtpjax.decoding import rng
 from mtpjax.decoding.config import FIXED_TREE_RULES, DecodeConfig
 from mtpjax.decoding.draft_tree import depths_and_ancestor_mask
 from mtpjax.decoding.drafters.base import Draft, Drafter
+from mtpjax.decoding.drafters.levels import draft_levels
 from mtpjax.decoding.drafters.own_params import (
     check_sizes,
     require_params,
@@ -20,7 +20,7 @@ from mtpjax.decoding.drafters.own_params import (
 )
 from mtpjax.decoding.drafters.scoring import DraftScores, ReducedHead, own_head
 from mtpjax.decoding.drafters.tree import DynamicTreeBuilder, FixedTreeBuilder, extend_ancestor_mask
-from mtpjax.decoding.sampling import PathTokens, distribution, draw
+from mtpjax.decoding.sampling import PathTokens
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import DecodeState
 from mtpjax.models.layers.entries import read_rows
@@ -179,7 +179,7 @@ class MedusaDrafter(Drafter):
             return DraftScores(apply, state, prepared.head, model, spec.min_rows, rows, level - 1, path, level)
 
         if spec.topk == 1:
-            return _draft_chain(scores, state, spec), state
+            return draft_levels(lambda level, _, path, carry: (scores(level, 1, path), carry), state, spec), state
         if self.choices:
             return self._draft_choices(scores, state, spec), state
         return _draft_tree(scores, state, spec), state
@@ -198,32 +198,6 @@ class MedusaDrafter(Drafter):
         tokens = jnp.concatenate([pending, jnp.stack(nodes, axis=1).astype(jnp.int32)], axis=1)
         parents = jnp.broadcast_to(jnp.array(self.parents, jnp.int32)[None], tokens.shape)
         return Draft(tokens, None, parents, *depths_and_ancestor_mask(parents, spec.num_steps))
-
-
-def _draft_chain(scores: Any, state: DecodeState, spec: DecodeSpec) -> Draft:
-    """Drafts one token per head: sampled from q where the rule compares p with q, else the arg-max."""
-    K, sampling = spec.num_steps, state.settings.sampling
-    tokens, probabilities = [read_rows(state.tokens, state.length - 1, 1)], []
-    for level in range(1, K + 1):
-        # Penalties count the tokens drafted so far, as verification does.
-        path = None
-        if sampling.has_penalties and level > 1:
-            drafted = jnp.concatenate(tokens[1:], axis=1)
-            path = PathTokens(drafted, jnp.ones((len(drafted), 1, level - 1), bool))
-        of_level = scores(level, 1, path)
-        vocabulary = of_level.vocabulary
-        if spec.is_ratio_rule:
-            logits = of_level.logits()
-            probabilities.append(distribution(logits, sampling, vocabulary))
-            V, node = logits.shape[-1], jnp.array([level])
-            noise = rng.gumbel(sampling.seed, state.length[:, None], rng.DRAFT, node, V, vocabulary.first_id(V))
-            tokens.append(draw(probabilities[-1], noise, vocabulary))
-        elif sampling.changes_logits:
-            tokens.append(vocabulary.argmax(of_level.logits()))
-        else:
-            tokens.append(of_level.top_tokens(1)[1][:, :, 0])
-    nodes = jnp.concatenate(tokens, axis=1).astype(jnp.int32)
-    return Draft(nodes, jnp.concatenate(probabilities, axis=1) if probabilities else None)
 
 
 def _draft_tree(scores: Any, state: DecodeState, spec: DecodeSpec) -> Draft:

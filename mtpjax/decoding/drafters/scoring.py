@@ -106,16 +106,20 @@ class DraftScores:
     path: PathTokens | None
     level: int
 
+    def head_logits(self) -> jax.Array:
+        """Runs the head: `[B, f, R]`, or `[B, f, own V]` without a reduced one, float32."""
+        f = self.hidden.shape[1]
+        hidden = pad_rows(self.hidden, max(f, self.min_rows))
+        if self.head is None:
+            return self.apply(hidden, index=self.index, method="own_logits")[:, :f]
+        return multiply_head(hidden, self._matrix(self.head))[:, :f]
+
     def logits(self) -> jax.Array:
         """Computes adjusted logits `[B, f, own V]` float32; tokens outside a reduced vocabulary have -inf."""
         # 1. Run the head. With a reduced one, tokens outside the draft vocabulary get -inf, so their q is 0.
-        f, state, head = self.hidden.shape[1], self.state, self.head
-        hidden = pad_rows(self.hidden, max(f, self.min_rows))
-        if head is None:
-            logits = self.apply(hidden, index=self.index, method="own_logits")[:, :f]
-        else:
-            reduced_logits = multiply_head(hidden, self._matrix(head))[:, :f]
-            column = self.vocabulary.own(head.column)
+        state, head, logits = self.state, self.head, self.head_logits()
+        if head is not None:
+            reduced_logits, column = logits, self.vocabulary.own(head.column)
             is_draftable = (column >= 0)[None, None, :]
             logits = jnp.where(is_draftable, jnp.take(reduced_logits, jnp.maximum(column, 0), axis=-1), -jnp.inf)
         # 2. Apply the request's penalties and bans, exactly as verification does: `num_new` is the number of new tokens
