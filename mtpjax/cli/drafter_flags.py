@@ -4,6 +4,8 @@ from typing import Any
 
 # SGLang's names -> the drafters' classes.
 ALGORITHMS = {"EAGLE3": "Eagle3Drafter", "MEDUSA": "MedusaDrafter"}
+# Other names that SGLang accepts for them.
+ALIASES = {"EAGLE": "EAGLE3"}
 DEFAULT_EAGLE3_STEPS = 3
 
 
@@ -14,16 +16,26 @@ def add_drafter_flags(parser) -> None:
         parser: an argument parser.
     """
     parser.add_argument(
-        "--speculative-draft-model-path",
-        default=None,
-        help="folder or Hub repository of an EAGLE-3 or Medusa drafter for this model (SpecForge, speculators, vLLM); "
-        f"--num-steps then defaults to {DEFAULT_EAGLE3_STEPS}, or to the number of Medusa heads",
-    )
-    parser.add_argument(
         "--speculative-algorithm",
         choices=tuple(ALGORITHMS),
         default=None,
         help="what the drafter must be; by default its files say so",
+    )
+    add_path_flags(parser)
+
+
+def add_path_flags(parser) -> None:
+    """Adds the flags that name the drafter's files, and say how to read them.
+
+    Args:
+        parser: an argument parser.
+    """
+    parser.add_argument(
+        "--speculative-draft-model-path",
+        "--speculative-draft-model",
+        default=None,
+        help="folder or Hub repository of an EAGLE-3 or Medusa drafter for this model (SpecForge, speculators, vLLM); "
+        f"--num-steps then defaults to {DEFAULT_EAGLE3_STEPS}, or to the number of Medusa heads",
     )
     parser.add_argument(
         "--aux-layers",
@@ -32,6 +44,11 @@ def add_drafter_flags(parser) -> None:
         help="what the trunk layers that an EAGLE-3 file lists mean, where its format does not say: the states that "
         "enter these layers (vLLM), or the outputs of these layers (SGLang)",
     )
+
+
+def name_of_drafter(drafter: Any) -> str:
+    """Returns SGLang's name of a drafter in files of its own."""
+    return next(name for name, of in ALGORITHMS.items() if of == type(drafter).__name__)
 
 
 def load_drafter_of(options, settings: dict[str, Any], model) -> tuple[dict[str, Any], Any]:
@@ -51,9 +68,10 @@ def load_drafter_of(options, settings: dict[str, Any], model) -> tuple[dict[str,
     """
     path = options.speculative_draft_model_path
     if path is None:
-        for name in ("speculative_algorithm", "aux_layers"):
-            if options[name] is not None:
-                raise ValueError(f"--{name.replace('_', '-')} needs --speculative-draft-model-path")
+        needs_files = {"--speculative-algorithm": options.speculative_algorithm in ALGORITHMS}
+        needs_files["--aux-layers"] = options.aux_layers is not None
+        for flag in (flag for flag, is_needed in needs_files.items() if is_needed):
+            raise ValueError(f"{flag} needs --speculative-draft-model-path")
         return settings, None
     if settings["drafter"] != "mtp":
         raise ValueError(f"--drafter {settings['drafter']} and --speculative-draft-model-path name two drafters")
@@ -62,9 +80,9 @@ def load_drafter_of(options, settings: dict[str, Any], model) -> tuple[dict[str,
     from mtpjax.decoding.drafters.load import load_drafter
 
     drafter, draft_params = load_drafter(path, model=model, aux_layers=options.aux_layers)
-    kind = next(name for name, of in ALGORITHMS.items() if of == type(drafter).__name__)
-    if options.speculative_algorithm not in (None, kind):
-        raise ValueError(f"--speculative-algorithm is {options.speculative_algorithm}, but {path} is {kind}")
+    kind, wanted = name_of_drafter(drafter), options.speculative_algorithm
+    if wanted is not None and ALIASES.get(wanted.upper(), wanted.upper()) != kind:
+        raise ValueError(f"--speculative-algorithm is {wanted}, but {path} is {kind}")
     heads = getattr(drafter.architecture, "num_heads", DEFAULT_EAGLE3_STEPS)
     steps = heads if settings["num_steps"] is None else settings["num_steps"]
     return settings | {"drafter": drafter, "num_steps": steps}, draft_params
