@@ -73,7 +73,7 @@ def load_drafter_of(options, settings: dict[str, Any], model) -> tuple[dict[str,
         for flag in (flag for flag, is_needed in needs_files.items() if is_needed):
             raise ValueError(f"{flag} needs --speculative-draft-model-path")
         return settings, None
-    if settings["drafter"] != "mtp":
+    if settings.get("drafter", "mtp") != "mtp":
         raise ValueError(f"--drafter {settings['drafter']} and --speculative-draft-model-path name two drafters")
     if settings.get("depth_policy") == "adaptive":
         raise ValueError("--depth-policy adaptive takes its costs from a profile, which is of MTP modules")

@@ -92,7 +92,8 @@ class AcceptanceCounts:
 
 
 # The per-prompt arrays of `AcceptanceCounts`, which batches and groups of prompts concatenate or index alike.
-_COUNTS = ("steps", "accepted", "predicted_accepted", "steps_at_depth", "accepted_at_depth", "is_identical")
+_PREDICTED = ("predicted_accepted", "steps_at_depth", "accepted_at_depth")
+_COUNTS = ("steps", "accepted", *_PREDICTED, "is_identical")
 
 
 def measure_acceptance(
@@ -105,8 +106,12 @@ def measure_acceptance(
     seed: int = 0,
     batch_size: int = 8,
     progress: Callable[[int], Any] = lambda count: None,
+    draft_params: Any = None,
 ) -> AcceptanceCounts:
     """Decodes prompts plainly and with drafts, and runs a teacher-forced pass over the plain texts.
+
+    The teacher-forced pass is one of MTP modules. For a drafter with parameters of its own it is left out: its sums are
+    0, and predictions are nan.
 
     Args:
         params: parameters of `model` with unrolled layers.
@@ -117,6 +122,7 @@ def measure_acceptance(
         seed: seed of the first prompt; each further prompt's seed is one higher.
         batch_size: prompts decoded together.
         progress: called after each batch with its number of prompts.
+        draft_params: parameters of a drafter that has its own (`mtpjax.load_drafter`); None: MTP modules draft.
 
     Returns:
         The counts of every prompt.
@@ -152,14 +158,19 @@ def measure_acceptance(
         extended_texts = generate(params, rows, model=model, config=extended_config, **sampling_kwargs).rows()
         texts = [_cut_at_end(text, config, len(row), model) for row, text in zip(rows, extended_texts, strict=True)]
         # 2. Decode with drafts and the same seeds, and check that the text is the same.
-        result = speculative_generate(params, rows, model=model, config=config, **sampling_kwargs)
+        result = speculative_generate(
+            params, rows, model=model, config=config, draft_params=draft_params, **sampling_kwargs
+        )
         is_identical = equals_plain_decoding(
             params, rows, result.rows(), texts, model=model, config=config, **sampling_kwargs
         )
         # 3. One teacher-forced pass over the plain text gives rates at every position, and the predictions.
-        teacher_forced, predicted = _teacher_forced(
-            params, rows, texts, extended_texts, model=model, config=config, temperatures=batch_temperatures
-        )
+        if draft_params is None:
+            teacher_forced, predicted = _teacher_forced(
+                params, rows, texts, extended_texts, model=model, config=config, temperatures=batch_temperatures
+            )
+        else:
+            teacher_forced, predicted = _no_teacher_forced(len(rows), config.num_steps)
         steps, accepted = result.stats.steps, result.stats.accepted
         parts.append(
             AcceptanceCounts(teacher_forced, steps, accepted, **predicted, is_identical=is_identical, texts=texts)
@@ -312,6 +323,13 @@ def _cut_at_end(text: list[int], config: DecodeConfig, prompt_length: int, model
     stops = [(token,) for token in config.stop_token_ids] + list(config.stop_sequences)
     ends = (end for end in range(1, len(text) + 1) if any(tuple(text[:end][-len(stop) :]) == stop for stop in stops))
     return text[: next(ends, len(text))]
+
+
+def _no_teacher_forced(num_prompts: int, num_steps: int) -> tuple[TeacherForcedSums, dict[str, np.ndarray]]:
+    """Returns the results of a teacher-forced pass that counts no position, and predicts nothing."""
+    shape = num_prompts, num_steps
+    sums = TeacherForcedSums(*(np.zeros(shape) for _ in dataclasses.fields(TeacherForcedSums)))
+    return sums, {name: np.full(shape, np.nan) for name in _PREDICTED}
 
 
 def _teacher_forced(
