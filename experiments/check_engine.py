@@ -9,7 +9,7 @@ sequences, log-probabilities and speculation.
 
 The twin is `speculative_generate` on contiguous caches. A request that ends by itself must have the same tokens,
 log-probabilities (1e-4) and end; an aborted one must have a prefix. Where the depth of a chain is fixed, its passes and
-accepted drafts must be the same too, which shows a wrong entry in the cache of a module even if the text is right.
+accepted drafts must be the same too, which shows a wrong entry in a cache of the drafter even if the text is right.
 Afterwards no page may be in use, no request may wait, and no program may have been compiled since the start. Exit code
 4 on a difference.
 """
@@ -35,7 +35,7 @@ from mtpjax import DecodeConfig, MTPModel, SamplingParams, speculative_generate
 from mtpjax.atomic import write_text
 from mtpjax.console import narrow_table
 from mtpjax.evaluation.machine import describe_machine
-from mtpjax.evaluation.small_models import constructed_params, small_config
+from mtpjax.evaluation.small_models import constructed_drafter, constructed_params, small_config
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.request import Delta, EngineStatus, Finish, Request
 from mtpjax.serving.sizes import EngineSettings
@@ -94,6 +94,7 @@ class Family:
         attention: kind of the small model.
         draft: fields of `DecodeConfig`.
         num_mtp_modules: modules of the model.
+        drafter: kind of a drafter with parameters of its own, as for `constructed_drafter`; None: there is none.
         disable_drafts_at: as in `EngineSettings`.
         is_quick: part of the quick run.
     """
@@ -102,6 +103,7 @@ class Family:
     attention: str
     draft: dict[str, Any]
     num_mtp_modules: int = 1
+    drafter: str | None = None
     disable_drafts_at: int | None = None
     is_quick: bool = False
 
@@ -133,6 +135,12 @@ FAMILIES = (
     Family("sparse chain", "sparse", {}),
     Family("sparse tree", "sparse", TREE),
     Family("hybrid chain", "hybrid", {}),
+    Family("EAGLE-3 chain", "grouped", {"num_steps": 3}, num_mtp_modules=0, drafter="eagle3"),
+    Family("EAGLE-3 tree", "grouped", TREE, num_mtp_modules=0, drafter="eagle3"),
+    Family("EAGLE-3 by load", "grouped", {"acceptance": "sample"}, 2, "eagle3", disable_drafts_at=4),
+    Family("EAGLE-3 for a hybrid", "hybrid", {}, drafter="eagle3"),
+    Family("Medusa chain", "grouped", {"num_steps": 3}, num_mtp_modules=0, drafter="medusa"),
+    Family("Medusa tree", "grouped", TREE, num_mtp_modules=0, drafter="medusa"),
 )
 
 
@@ -217,7 +225,13 @@ class Expected:
 
 
 def run_alone(
-    params: dict, model: MTPModel, config: DecodeConfig, requests: Sequence[Request], *, is_greedy: bool
+    params: dict,
+    model: MTPModel,
+    config: DecodeConfig,
+    requests: Sequence[Request],
+    *,
+    is_greedy: bool,
+    draft_params: Any = None,
 ) -> list[Expected]:
     """Decodes every request with `speculative_generate`; those with equal static settings share a call.
 
@@ -251,6 +265,7 @@ def run_alone(
                 model=model,
                 config=call_config,
                 sampling=_per_row([requests[number].sampling for number in part] + [filler] * num_fillers),
+                draft_params=draft_params if speculative else None,
             )
             assert result.logprobs is not None
             result.stats.check()
@@ -307,11 +322,15 @@ def check_family(family: Family, num_requests: int, seed: int, settings: EngineS
     model = MTPModel(small_config(family.attention, num_mtp_modules=family.num_mtp_modules))
     params = constructed_params(model, family.attention, "mixed")
     config, is_greedy = family.config, family.draft.get("acceptance") == "greedy"
+    draft_params = None
+    if family.drafter is not None:
+        drafter, draft_params = constructed_drafter(family.drafter, model, params)
+        config = dataclasses.replace(config, drafter=drafter)
     rng = np.random.default_rng(seed)
     requests = list(random_requests(rng, num_requests, model.config.vocab_size, is_greedy=is_greedy))
     # 1. In company.
     settings = dataclasses.replace(settings, disable_drafts_at=family.disable_drafts_at)
-    engine = Engine(params, model=model, config=config, settings=settings)
+    engine = Engine(params, model=model, config=config, settings=settings, draft_params=draft_params)
     engine.warm_up()
     engine.start()
     receivers = run_requests(engine, requests, seed)
@@ -320,7 +339,7 @@ def check_family(family: Family, num_requests: int, seed: int, settings: EngineS
     if not engine.close(timeout=60):
         differences.append("requests were left at the end")
     # 2. Alone.
-    expected = run_alone(params, model, config, requests, is_greedy=is_greedy)
+    expected = run_alone(params, model, config, requests, is_greedy=is_greedy, draft_params=draft_params)
     for number, (request, receiver, wanted) in enumerate(zip(requests, receivers, expected, strict=True)):
         found = find_difference(request, receiver, wanted, compare_rounds=family.has_fixed_rounds)
         if found:

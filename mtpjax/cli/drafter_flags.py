@@ -9,6 +9,8 @@ ALGORITHMS = {
     "DFLASH": "DFlashDrafter",
     "DSPARK": "DSparkDrafter",
 }
+# Other names that SGLang accepts for them.
+ALIASES = {"EAGLE": "EAGLE3"}
 DEFAULT_EAGLE3_STEPS = 3
 
 
@@ -19,17 +21,28 @@ def add_drafter_flags(parser) -> None:
         parser: an argument parser.
     """
     parser.add_argument(
+        "--speculative-algorithm",
+        choices=tuple(ALGORITHMS),
+        metavar="NAME",
+        default=None,
+        help=f"what the drafter must be, {', '.join(ALGORITHMS)}; by default its files say so",
+    )
+    add_path_flags(parser)
+
+
+def add_path_flags(parser) -> None:
+    """Adds the flags that name the drafter's files, and say how to read them.
+
+    Args:
+        parser: an argument parser.
+    """
+    parser.add_argument(
         "--speculative-draft-model-path",
+        "--speculative-draft-model",
         default=None,
         help="folder or Hub repository of an EAGLE-3, Medusa, DFlash or DSpark drafter for this model (SpecForge, "
         f"speculators, vLLM, z-lab, DeepSpec); --num-steps then defaults to {DEFAULT_EAGLE3_STEPS}, to the number of "
         "Medusa heads, or to the drafts of a block",
-    )
-    parser.add_argument(
-        "--speculative-algorithm",
-        choices=tuple(ALGORITHMS),
-        default=None,
-        help="what the drafter must be; by default its files say so",
     )
     parser.add_argument(
         "--aux-layers",
@@ -44,6 +57,11 @@ def add_drafter_flags(parser) -> None:
         default=None,
         help="the first slot of a DFlash block drafts too, where its file does not say so",
     )
+
+
+def name_of_drafter(drafter: Any) -> str:
+    """Returns SGLang's name of a drafter in files of its own."""
+    return next(name for name, of in ALGORITHMS.items() if of == type(drafter).__name__)
 
 
 def load_drafter_of(options, settings: dict[str, Any], model) -> tuple[dict[str, Any], Any]:
@@ -63,11 +81,13 @@ def load_drafter_of(options, settings: dict[str, Any], model) -> tuple[dict[str,
     """
     path = options.speculative_draft_model_path
     if path is None:
-        for name in ("speculative_algorithm", "aux_layers", "sample_from_anchor"):
-            if options[name] is not None:
-                raise ValueError(f"--{name.replace('_', '-')} needs --speculative-draft-model-path")
+        needs_files = {"--speculative-algorithm": options.speculative_algorithm in ALGORITHMS}
+        needs_files["--aux-layers"] = options.aux_layers is not None
+        needs_files["--sample-from-anchor"] = options.sample_from_anchor is not None
+        for flag in (flag for flag, is_needed in needs_files.items() if is_needed):
+            raise ValueError(f"{flag} needs --speculative-draft-model-path")
         return settings, None
-    if settings["drafter"] != "mtp":
+    if settings.get("drafter", "mtp") != "mtp":
         raise ValueError(f"--drafter {settings['drafter']} and --speculative-draft-model-path name two drafters")
     if settings.get("depth_policy") == "adaptive":
         raise ValueError("--depth-policy adaptive takes its costs from a profile, which is of MTP modules")
@@ -75,9 +95,9 @@ def load_drafter_of(options, settings: dict[str, Any], model) -> tuple[dict[str,
 
     switches = {"aux_layers": options.aux_layers, "sample_from_anchor": options.sample_from_anchor}
     drafter, draft_params = load_drafter(path, model=model, **switches)
-    kind = next(name for name, of in ALGORITHMS.items() if of == type(drafter).__name__)
-    if options.speculative_algorithm not in (None, kind):
-        raise ValueError(f"--speculative-algorithm is {options.speculative_algorithm}, but {path} is {kind}")
+    kind, wanted = name_of_drafter(drafter), options.speculative_algorithm
+    if wanted is not None and ALIASES.get(wanted.upper(), wanted.upper()) != kind:
+        raise ValueError(f"--speculative-algorithm is {wanted}, but {path} is {kind}")
     own = drafter.architecture
     most = getattr(own, "num_heads", None) or getattr(own, "num_drafts", DEFAULT_EAGLE3_STEPS)
     steps = most if settings["num_steps"] is None else settings["num_steps"]

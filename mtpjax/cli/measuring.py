@@ -1,6 +1,5 @@
 """`mtpjax profile`, `tune`, `plan`, `vocabulary`, `eval` and `ablate`."""
 
-import dataclasses
 import json
 import pathlib
 import sys
@@ -16,6 +15,7 @@ from mtpjax.cli.common import (
     show_bytes_read,
 )
 from mtpjax.cli.config_flags import DRAFT_FIELDS, SHAPE_FIELDS, add_config_flags, decode_settings, flag_names
+from mtpjax.cli.drafter_flags import add_drafter_flags, load_drafter_of
 from mtpjax.cli.help import command_parser
 from mtpjax.cli.mesh_flags import add_mesh_flags, load_on_mesh, open_mesh
 from mtpjax.cli.planning import add_plan, run_plan
@@ -88,6 +88,7 @@ def _add_eval(commands) -> None:
     add_implementation_flag(acceptance)
     _add_prompt_flags(acceptance, required=True, count=64)
     add_config_flags(acceptance, (*DRAFT_FIELDS, "kv_cache_dtype"), num_steps=3)
+    add_drafter_flags(acceptance)
     add_mesh_flags(acceptance)
     acceptance.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default: %(default)s)")
     acceptance.add_argument("--batch-size", type=int, default=8, help="prompts decoded together (default: %(default)s)")
@@ -271,7 +272,8 @@ def _eval_acceptance_on(mesh, options) -> int:
     from mtpjax.io.checkpoint_format import find_checkpoint
 
     # Check the settings and read the prompts before the model is loaded.
-    config = DecodeConfig(**decode_settings(options))
+    settings = decode_settings(options)
+    DecodeConfig(**settings)
     chosen = choose_prompts(
         read_prompts(options.prompts), options.num_prompts, categories=options.categories, seed=options.seed
     )
@@ -280,11 +282,13 @@ def _eval_acceptance_on(mesh, options) -> int:
     path = find_checkpoint(options.model_path)
     model, params, _ = load_on_mesh(path, options, mesh)
     tokenizer = load_tokenizer(path, model.config.vocab_size)
+    settings, draft_params = load_drafter_of(options, settings, model)
     most = max_prompt_length(model.config.max_position_embeddings, options.max_new_tokens, options.prompt_tokens)
     prompts, cut = encode_prompts(chosen, tokenizer, max_tokens=most, chat=options.chat)
-    config = dataclasses.replace(config, stop_token_ids=tokenizer.eos_token_ids)
+    config = DecodeConfig(**settings, stop_token_ids=tokenizer.eos_token_ids)
     # Warn if the MTP modules draft worse than they did in training.
-    check_acceptance(path, model, params)
+    if draft_params is None:
+        check_acceptance(path, model, params)
     console = rich.console.Console()
     # Cut prompts change what is measured, so say so.
     if cut:
@@ -300,6 +304,7 @@ def _eval_acceptance_on(mesh, options) -> int:
             seed=options.seed,
             batch_size=options.batch_size,
             progress=lambda count: bar.update(task, advance=count),
+            draft_params=draft_params,
         )
     # Summarise per category and over all prompts, with intervals.
     figures = report(acceptance, [prompt.category for prompt in chosen])

@@ -16,6 +16,8 @@ from mtpjax.cli.config_flags import (
     decode_settings,
 )
 from mtpjax.cli.disaggregation_flags import add_disaggregation_flags, disaggregation_settings
+from mtpjax.cli.drafter_flags import ALGORITHMS as TRAINED
+from mtpjax.cli.drafter_flags import ALIASES, add_path_flags, load_drafter_of, name_of_drafter
 from mtpjax.cli.help import command_parser
 from mtpjax.cli.mesh_flags import add_mesh_flags, load_on_mesh, open_mesh
 from mtpjax.cli.serve_processes import check_process_flags, check_same_start, connect_followers
@@ -24,8 +26,9 @@ from mtpjax.errors import TokenizerError, UsageError
 
 KEY_VARIABLE, ADMIN_KEY_VARIABLE = "MTPJAX_API_KEY", "MTPJAX_ADMIN_API_KEY"
 MAX_COUNTS_BYTES = 64 << 20  # of a file of --init-expert-location
-# SGLang's names of draft methods, and ours.
+# SGLang's names of draft methods without files of their own, and ours.
 ALGORITHMS = {"NEXTN": "mtp", "EAGLE": "mtp", "MTP": "mtp", "NGRAM": "lookup", "NONE": None}
+SERVED = ("EAGLE3", "MEDUSA")  # drafters in files of their own
 
 
 def make_parser():
@@ -130,9 +133,11 @@ def _add_draft_flags(parser) -> None:
     parser.add_argument(
         "--speculative-algorithm",
         default=None,
-        help="NEXTN, EAGLE or MTP: the model's MTP modules; NGRAM: n-grams of the text; NONE (default: the modules, if "
+        help=f"NEXTN, EAGLE or MTP: the model's MTP modules; {', '.join(SERVED)}: the drafter of "
+        "--speculative-draft-model-path; NGRAM: n-grams of the text; NONE (default: that drafter, else the modules, if "
         "the model has any)",
     )
+    add_path_flags(parser)
     add_config_flags(parser, (*DRAFT_FIELDS, *LOOKUP_FIELDS), num_steps=None)
     parser.add_argument("--speculative-use-rejection-sampling", action="store_true", help="--acceptance token")
     parser.add_argument("--speculative-use-block-verification", action="store_true", help="--acceptance block")
@@ -230,10 +235,21 @@ def engine_settings(options, num_modules: int) -> dict[str, Any]:
     settings = decode_settings(options)
     # 1. The drafter.
     algorithm = (options.speculative_algorithm or "MTP").upper()
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"unknown --speculative-algorithm {algorithm}; supported: {', '.join(ALGORITHMS)}")
-    drafter = ALGORITHMS[algorithm]
-    if drafter is None:
+    if algorithm not in (*ALGORITHMS, *SERVED):
+        raise ValueError(f"unknown --speculative-algorithm {algorithm}; supported: {', '.join((*ALGORITHMS, *SERVED))}")
+    has_files = options.speculative_draft_model_path is not None
+    if has_files and options.speculative_algorithm and algorithm not in (*TRAINED, *ALIASES):
+        raise ValueError(
+            f"--speculative-algorithm {algorithm} has no files of its own: leave --speculative-draft-model-path out, "
+            f"or choose one of {', '.join(TRAINED)}"
+        )
+    if algorithm in TRAINED and not has_files:
+        raise ValueError(f"--speculative-algorithm {algorithm} needs --speculative-draft-model-path")
+    drafter = "mtp" if algorithm in TRAINED else ALGORITHMS[algorithm]
+    if has_files:
+        # `load_drafter_of` sets the drafter, and the levels that the flags leave out.
+        settings |= {"drafter": drafter}
+    elif drafter is None:
         settings |= {"num_steps": 0, "topk": 1, "num_draft_tokens": None}
     else:
         steps = choose_num_steps(settings["num_steps"], drafter, num_modules)
@@ -254,6 +270,15 @@ def engine_settings(options, num_modules: int) -> dict[str, Any]:
     if settings["acceptance"] in LOSSY_RULES and not options.allow_lossy:
         raise ValueError(f"acceptance '{settings['acceptance']}' changes the text's distribution: use --allow-lossy")
     return settings
+
+
+def _drafter_name(config) -> str | None:
+    """Returns SGLang's name of the draft method that runs; None: nothing is drafted."""
+    if not config.num_steps:
+        return None
+    if isinstance(config.drafter, str):
+        return {"mtp": "MTP", "lookup": "NGRAM"}[config.drafter]
+    return name_of_drafter(config.drafter)
 
 
 def _mesh_text(options) -> str:
@@ -363,7 +388,12 @@ def _serve_on(mesh, options, disaggregation) -> int:
     if options.tokenizer_path and not os.path.exists(options.tokenizer_path):
         raise TokenizerError(f"--tokenizer-path: there is no {options.tokenizer_path}")
     tokenizer = load_tokenizer(options.tokenizer_path or path, model.config.vocab_size)
-    config = DecodeConfig(**engine_settings(options, loaded_config.num_mtp_modules))
+    chosen = engine_settings(options, loaded_config.num_mtp_modules)
+    with explain_full_memory("give the model more devices with --tp-size"):
+        chosen, draft_params = load_drafter_of(options, chosen, model)
+        if draft_params is not None and name_of_drafter(chosen["drafter"]) not in SERVED:
+            raise ValueError(f"the server does not support {name_of_drafter(chosen['drafter'])} drafters yet")
+    config = DecodeConfig(**chosen)
     if config.num_steps and config.drafter == "mtp":
         check_acceptance(path, model, params)
     # 2. Sizes. Pages of a prefill server arrive in host memory.
@@ -389,7 +419,7 @@ def _serve_on(mesh, options, disaggregation) -> int:
     if options.max_total_tokens is not None:
         num_pages = max(options.max_total_tokens // options.page_size, 1)
     else:
-        num_pages = choose_num_pages(params, model.config, config, settings, options.mem_fraction_static)
+        num_pages = choose_num_pages(params, model, config, settings, options.mem_fraction_static)
     settings = dataclasses.replace(settings, num_pages=num_pages)
     server = ServerSettings(
         host=options.host,
@@ -410,7 +440,8 @@ def _serve_on(mesh, options, disaggregation) -> int:
         admin_api_keys=_read_keys(options.admin_api_key, ADMIN_KEY_VARIABLE),
         server_info={
             "model_path": str(options.model_path),
-            "speculative_algorithm": options.speculative_algorithm,
+            "speculative_algorithm": _drafter_name(config),
+            "speculative_draft_model_path": options.speculative_draft_model_path,
             "speculative_num_steps": config.num_steps,
             "speculative_eagle_topk": config.topk,
             "speculative_num_draft_tokens": config.num_nodes,
@@ -420,7 +451,7 @@ def _serve_on(mesh, options, disaggregation) -> int:
             "grammar_backend": "none" if settings.grammars is None else "llguidance",
         },
     )
-    arguments = {"model": model, "config": config, "settings": settings}
+    arguments = {"model": model, "config": config, "settings": settings, "draft_params": draft_params}
     with connect_followers(options, params, arguments) as followers:
         if not is_main_process():
             return 0

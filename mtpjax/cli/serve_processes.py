@@ -29,6 +29,8 @@ def check_process_flags(options) -> None:
         return
     if options.disaggregation_mode not in (None, "null"):
         raise UsageError("--disaggregation-mode needs a server in one process: leave --nnodes out")
+    if options.speculative_draft_model_path is not None:
+        raise UsageError("--speculative-draft-model-path needs a server in one process: leave --nnodes out")
     if options.enable_hierarchical_cache:
         raise UsageError("--enable-hierarchical-cache needs a server in one process: leave --nnodes out")
 

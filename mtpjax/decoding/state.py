@@ -124,7 +124,7 @@ def empty_state(
     # The number and shape of the arrays depend only on static settings, so later requests fit without recompilation.
     config, pages = model.config, None
     if spec.pool is not None:
-        (num_pages, page_size), max_shift = spec.pool, max(config.num_mtp_modules, drafter.max_shift(model))
+        (num_pages, page_size), max_shift = spec.pool, drafter.max_shift(model)
         table = jnp.full((batch, -(-(capacity + max_shift) // page_size)), NO_PAGE, jnp.int32)
         pages = Pages(table, jnp.zeros(batch, jnp.int32), page_size, num_pages, max_shift)
 

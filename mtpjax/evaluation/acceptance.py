@@ -96,7 +96,8 @@ class AcceptanceCounts:
 
 
 # The per-prompt arrays of `AcceptanceCounts`, which batches and groups of prompts concatenate or index alike.
-_COUNTS = ("steps", "accepted", "predicted_accepted", "steps_at_depth", "accepted_at_depth", "is_identical")
+_PREDICTED = ("predicted_accepted", "steps_at_depth", "accepted_at_depth")
+_COUNTS = ("steps", "accepted", *_PREDICTED, "is_identical")
 
 
 def measure_acceptance(
@@ -112,6 +113,8 @@ def measure_acceptance(
     progress: Callable[[int], Any] = lambda count: None,
 ) -> AcceptanceCounts:
     """Decodes prompts plainly and with drafts, and runs a teacher-forced pass over the plain texts.
+
+    A block drafter (DFlash, DSpark) has no teacher-forced pass yet: its sums are 0, and its predictions are nan.
 
     Args:
         params: parameters of `model` with unrolled layers.
@@ -165,10 +168,13 @@ def measure_acceptance(
             params, rows, result.rows(), texts, model=model, config=config, **sampling_kwargs
         )
         # 3. One teacher-forced pass over the plain text gives rates at every position, and the predictions.
-        arguments = {"model": model, "config": config, "temperatures": batch_temperatures}
-        teacher_forced, predicted = _teacher_forced(
-            params, rows, texts, extended_texts, draft_params=draft_params, **arguments
-        )
+        if draft_params is None or isinstance(draft_params, Eagle3Params | MedusaParams):
+            arguments = {"model": model, "config": config, "temperatures": batch_temperatures}
+            teacher_forced, predicted = _teacher_forced(
+                params, rows, texts, extended_texts, draft_params=draft_params, **arguments
+            )
+        else:
+            teacher_forced, predicted = _no_teacher_forced(len(rows), config.num_steps)
         steps, accepted = result.stats.steps, result.stats.accepted
         parts.append(
             AcceptanceCounts(teacher_forced, steps, accepted, **predicted, is_identical=is_identical, texts=texts)
@@ -321,6 +327,13 @@ def _cut_at_end(text: list[int], config: DecodeConfig, prompt_length: int, model
     stops = [(token,) for token in config.stop_token_ids] + list(config.stop_sequences)
     ends = (end for end in range(1, len(text) + 1) if any(tuple(text[:end][-len(stop) :]) == stop for stop in stops))
     return text[: next(ends, len(text))]
+
+
+def _no_teacher_forced(num_prompts: int, num_steps: int) -> tuple[TeacherForcedSums, dict[str, np.ndarray]]:
+    """Returns the results of a teacher-forced pass that counts no position, and predicts nothing."""
+    shape = num_prompts, num_steps
+    sums = TeacherForcedSums(*(np.zeros(shape) for _ in dataclasses.fields(TeacherForcedSums)))
+    return sums, {name: np.full(shape, np.nan) for name in _PREDICTED}
 
 
 def _teacher_forced(

@@ -161,6 +161,9 @@ def print_report(console, metrics: dict[str, dict[str, Any]]) -> None:
             result.add_column(heading, justify="right", no_wrap=True)
         return result
 
+    def number(value: float, digits: int) -> str:
+        return "-" if np.isnan(value) else f"{value:.{digits}f}"
+
     def spread(rate: Estimate, digits: int = 3) -> str:
         return f"{rate.value:.{digits}f} {rate.low:.{digits}f}-{rate.high:.{digits}f}"
 
@@ -185,9 +188,9 @@ def print_report(console, metrics: dict[str, dict[str, Any]]) -> None:
             spread(decoded["accept_length"], 2),
             f"{decoded['accept_length_macro'].value:.2f}",
             f"{decoded['accept_length_without_bonus'].value:.2f}",
-            "-" if np.isnan(predicted) else f"{predicted:.2f}",
-            f"{teacher_forced['accept_length']:.2f}",
-            f"{teacher_forced['overlap_accept_length']:.2f}",
+            number(predicted, 2),
+            number(teacher_forced["accept_length"], 2),
+            number(teacher_forced["overlap_accept_length"], 2),
         )
     console.print(lengths)
 
@@ -207,7 +210,7 @@ def print_report(console, metrics: dict[str, dict[str, Any]]) -> None:
             rates.add_row(
                 escape(name) if not level else "",
                 str(level + 1),
-                *(f"{teacher_forced[key][level].value:.3f}" for key in ("agreement", "conditional", "overlap")),
+                *(number(teacher_forced[key][level].value, 3) for key in ("agreement", "conditional", "overlap")),
                 spread(decoded["conditional"][level], 2),
                 spread(decoded["survival"][level], 2),
             )

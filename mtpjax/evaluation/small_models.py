@@ -1,12 +1,18 @@
 """Small models for tests of decoding, with constructed weights whose drafts are right sometimes, always or never."""
 
 import zlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mtpjax.decoding.drafters.base import Drafter
+from mtpjax.decoding.drafters.eagle3 import Eagle3Drafter, Eagle3Params
+from mtpjax.decoding.drafters.medusa import MedusaDrafter, MedusaParams
 from mtpjax.models.config import ModelConfig
+from mtpjax.models.eagle3 import Eagle3Config
+from mtpjax.models.medusa import MedusaConfig
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import param_shapes
 
@@ -139,3 +145,82 @@ def constructed_params(model: MTPModel, attention: str, draft_quality: str, seed
     head = np.zeros_like(embedding.T)
     head[:, np.roll(order, -1)] = (embedding / np.linalg.norm(embedding, axis=1, keepdims=True))[order].T
     return {**jax.tree_util.tree_map_with_path(scale_blocks, params), "head": jnp.asarray(head)}
+
+
+def constructed_drafter(kind: str, model: MTPModel, params: dict, seed: int = 0) -> tuple[Drafter, Any]:
+    """Constructs a drafter with parameters of its own whose drafts are right sometimes.
+
+    It drafts for weights of `constructed_params` other than "random", whose trunk mostly continues a token with its
+    successor. Random parts make every draft depend on the trunk's states, and those of EAGLE-3 on the cache too. A
+    quarter of the vocabulary cannot be drafted.
+
+    Args:
+        kind: "eagle3" (one layer that reads three trunk states) or "medusa" (three heads).
+        model: the trunk.
+        params: its parameters.
+        seed: seed of the drafter.
+
+    Returns:
+        The drafter, and its parameters in float32.
+    """
+    config, rng = model.config, np.random.default_rng([seed, zlib.crc32(kind.encode())])
+    V, D = config.vocab_size, config.hidden_size
+    draft_ids = np.sort(rng.choice(V, V - V // 4, replace=False)).astype(np.int32)
+    embedding, head = np.asarray(params["embedding"]), np.asarray(params["head"])
+
+    def noise(*shape: int, scale: float = 1.0) -> np.ndarray:
+        return scale * rng.standard_normal(shape) / shape[0] ** 0.5
+
+    def to_arrays(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), tree)
+
+    if kind == "medusa":
+        # The state of a token is close to its embedding. Head k scores the (k+2)th successor of that token.
+        medusa = MedusaConfig(hidden_size=D, vocab_size=V, num_heads=3, draft_vocab_size=len(draft_ids))
+        successor = (embedding @ head).argmax(axis=1)  # of each token
+        target, heads = successor, {}
+        for index in range(medusa.num_heads):
+            target = successor[target]
+            output = np.zeros((D, V))
+            output[:, target] = (embedding / np.linalg.norm(embedding, axis=1, keepdims=True)).T
+            heads[f"output_{index}"] = output[:, draft_ids]
+            heads[f"block_{index}"] = {"kernel_0": noise(D, D, scale=0.5), "bias_0": noise(D, scale=0.5)}
+        return MedusaDrafter(architecture=medusa), MedusaParams(to_arrays(heads), jnp.asarray(draft_ids))
+    # EAGLE-3: attention finds the newest token by its embedding and passes the embedding on, which the trunk's head
+    # maps to the successor.
+    N, H = config.num_attention_heads, D // config.num_attention_heads
+    block = ModelConfig(
+        vocab_size=V,
+        hidden_size=D,
+        num_hidden_layers=1,
+        num_attention_heads=N,
+        intermediate_size=config.intermediate_size,
+        max_position_embeddings=config.max_position_embeddings,
+    )
+    eagle = Eagle3Config(
+        block=block,
+        layer_ids=(0, 1, config.num_hidden_layers),
+        num_target_layers=config.num_hidden_layers,
+        target_hidden_size=D,
+        draft_vocab_size=len(draft_ids),
+    )
+    qkv = noise(2 * D, N, 3, H, scale=0.3)
+    slices = np.eye(D).reshape(D, N, H)
+    for part, scale in enumerate((2.0, 2.0, 1.0)):  # query, key, value
+        qkv[:D, :, part] += scale * slices
+    network = {
+        "fc": noise(eagle.features_size, D),
+        "head": head[:, draft_ids],
+        "norm_final": {"scale": 1 + 0.1 * rng.standard_normal(D)},
+        "layer_0": {
+            "norm_embedding": {"scale": np.ones(D)},
+            "norm_hidden": {"scale": np.ones(D)},
+            "norm_feed_forward": {"scale": np.ones(D)},
+            "attention": {"qkv": qkv, "output": 3.0 * np.eye(D)},
+            "dense": {
+                "gate_up": noise(D, 2, config.intermediate_size),
+                "down": noise(config.intermediate_size, D, scale=0.3),
+            },
+        },
+    }
+    return Eagle3Drafter(architecture=eagle), Eagle3Params(to_arrays(network), jnp.asarray(draft_ids))

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as TokenSequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -65,6 +65,8 @@ class Engine:
         settings: sizes and limits.
         observe: called from the engine's thread with the end of each request and its times, for metrics.
         followers: the other processes of the mesh, which run the same calls; None: there are none.
+        draft_params: parameters of a drafter that has its own (`mtpjax.load_drafter`); None: it has none, or the
+            model's MTP modules.
 
     Raises:
         ValueError: for settings that contradict each other or the model.
@@ -86,10 +88,13 @@ class Engine:
         settings: EngineSettings | None = None,
         observe: Callable[[Finish, RequestTimes], None] = lambda finish, times: None,
         followers: Followers | None = None,
+        draft_params: Any = None,
     ):
         self.settings, self._observe, self._followers = settings or EngineSettings(), observe, followers
         make = Executor if followers is None else functools.partial(LeaderExecutor, followers=followers)
-        self._executor: Executor = make(params, model=model, config=config, settings=self.settings)
+        self._executor: Executor = make(
+            params, model=model, config=config, settings=self.settings, draft_params=draft_params
+        )
         self.max_length, self.vocab_size = self._executor.sizes.max_length, model.config.vocab_size
         self._max_depth = self._executor.spec.num_steps
         self.grammars = self.settings.grammars
@@ -270,7 +275,12 @@ class Engine:
         """Computes a hash of all that the entries of a page depend on besides the text; see `model_digest`."""
         executor = self._executor
         return model_digest(
-            executor.params, executor.model.config, executor.config, self.settings.page_size, self.page_shapes
+            executor.params,
+            executor.model.config,
+            executor.config,
+            self.settings.page_size,
+            self.page_shapes,
+            draft_params=executor.own_draft_params,
         )
 
     def status(self) -> EngineStatus:
@@ -350,7 +360,6 @@ class Engine:
     def _new_scheduler(self) -> Scheduler:
         executor, settings = self._executor, self.settings
         sizes, has_recurrent_layers = executor.sizes, "linear_attention" in executor.model.config.layer_types
-        has_modules = executor.drafter.num_extended(executor.state.drafter) is not None
 
         def depth_of(num_rows: int) -> int:
             limit = settings.disable_drafts_at
@@ -364,7 +373,7 @@ class Engine:
                 prefill_chunk=executor.spec.prefill_chunk,
                 prefill_rows=sizes.prefill_sizes[-1],
                 rounds_per_call=settings.rounds_per_call,
-                overlap=executor.model.config.num_mtp_modules if has_modules else 0,
+                overlap=executor.drafter.max_shift(executor.model),
                 num_pages_of=sizes.num_pages_of,
                 max_depth=self._max_depth,
                 depth_of=depth_of,

@@ -11,9 +11,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from mtpjax.compat import library_settings
 from mtpjax.decoding.config import DecodeConfig
+from mtpjax.decoding.drafters.own_params import require_whole_trunk
 from mtpjax.decoding.generate import device_settings, make_state
 from mtpjax.decoding.requests import (
     check_request,
@@ -54,13 +56,22 @@ class Executor:
         model: the model.
         config: settings of every request. Limits and stop tokens are the requests' own.
         settings: sizes.
+        draft_params: parameters of a drafter that has its own; None: it has none, or the model's MTP modules.
 
     Raises:
         ValueError: for settings that contradict each other or the model.
     """
 
     @library_settings()
-    def __init__(self, params: dict, *, model: MTPModel, config: DecodeConfig, settings: EngineSettings):
+    def __init__(
+        self,
+        params: dict,
+        *,
+        model: MTPModel,
+        config: DecodeConfig,
+        settings: EngineSettings,
+        draft_params: Any = None,
+    ):
         if config.depth_policy != "fixed":
             raise ValueError("an engine chooses the depth by its load: set depth_policy to 'fixed'")
         self.settings, self.config = settings, config
@@ -70,6 +81,11 @@ class Executor:
         self.model, self.params, self.drafter, self.mesh = model, params, drafter, mesh
         if settings.host_bytes and mesh is not None and mesh.size > 1:
             raise ValueError("pages in host memory need one device, not a mesh: set host_bytes to 0")
+        # Without drafts, no parameters of a drafter are read. A mesh is checked here, not in a request's first call.
+        self.own_draft_params = draft_params if config.num_steps else None
+        if self.own_draft_params is not None and mesh is not None:
+            require_whole_trunk(mesh.shape)
+            self.own_draft_params = jax.device_put(self.own_draft_params, NamedSharding(mesh, PartitionSpec()))
         # A chain may change its depth from call to call, so the drafter keeps the states of rounds without drafts.
         is_adaptive = config.num_steps > 0 and config.topk == 1
         changes_depth = settings.disable_drafts_at is not None or settings.adapts_depth
@@ -86,7 +102,9 @@ class Executor:
         self.sizes, self.spec = resolve_sizes(
             settings, spec, model=model, drafter=drafter, limit=limit, num_parts=num_parts
         )
-        self.draft_params = drafter.default_params(params, config, model=model)
+        self.draft_params = self.own_draft_params
+        if self.draft_params is None:
+            self.draft_params = drafter.default_params(params, config, model=model)
         self.num_compiled = 0  # programs
         self.compile_seconds = 0.0
         self.state = self._new_state()

@@ -133,6 +133,13 @@ def page_shapes(state: DecodeState) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(pool.shape[1:], pool.dtype) for cache in _caches(state) for pool in pool_arrays(cache)]
 
 
+def page_bytes(state: Any) -> int:
+    """Returns the bytes of a page's entries; the state's leaves may be shapes."""
+    return sum(
+        pool.size // pool.shape[0] * pool.dtype.itemsize for cache in _caches(state) for pool in pool_arrays(cache)
+    )
+
+
 def warm_up(state: DecodeState) -> DecodeState:
     """Compiles both copies; no page changes."""
     arrays = jax.device_get(_read(state, _padded([])))
@@ -153,7 +160,7 @@ def _is_cache(node: Any) -> bool:
     return isinstance(node, Cache)
 
 
-def _caches(state: DecodeState) -> list[Cache]:
+def _caches(state: Any) -> list[Cache]:
     return [node for node in jax.tree.leaves(state, is_leaf=_is_cache) if _is_cache(node)]
 
 

@@ -11,11 +11,15 @@ from typing import Any
 
 import jax
 
-from mtpjax.decoding.config import KV_CACHE_DTYPES, DecodeConfig
+from mtpjax.decoding.config import DecodeConfig
+from mtpjax.decoding.requests import make_drafter
+from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.distributed import gather_values
 from mtpjax.errors import MemoryTooSmall, printable
 from mtpjax.models.cache import empty_cache, recurrent_entries
 from mtpjax.models.config import ModelConfig
+from mtpjax.models.model import MTPModel
+from mtpjax.serving import host_pages
 from mtpjax.serving.api.server import ApiSettings
 from mtpjax.serving.app import make_app
 from mtpjax.serving.disaggregation.protocol import PATH
@@ -57,23 +61,27 @@ class ServerSettings:
     log_level: str = "warning"
 
 
-def page_bytes(config: ModelConfig, decode: DecodeConfig, page_size: int, dtype: Any) -> int:
-    """Computes the bytes of one page in the caches of the trunk and of the modules.
+def page_bytes(model: MTPModel, decode: DecodeConfig, page_size: int, dtype: Any) -> int:
+    """Computes the bytes of one page in the caches of the trunk and of the drafter.
 
     Args:
-        config: the model's config.
-        decode: settings, for the dtype of the caches.
+        model: the model.
+        decode: settings, for the drafter and the dtype of the caches.
         page_size: positions per page.
         dtype: dtype of the activations.
 
     Returns:
         Bytes on all devices together.
     """
-    kinds = (*config.trunk_kinds, *[config.mtp_kind] * min(config.num_mtp_modules, decode.num_steps))
-    kinds = tuple(kind for kind in kinds if kind.attention != "linear_attention")
-    dtype_of_entries = KV_CACHE_DTYPES[decode.kv_cache_dtype]
-    cache = jax.eval_shape(lambda: empty_cache(config, kinds, 1, 1, dtype, dtype_of_entries, (1, page_size)))
-    return sum(leaf.size * leaf.dtype.itemsize for layer in cache.layers for leaf in jax.tree.leaves(layer))
+    config, drafter = model.config, make_drafter(decode)
+    spec = DecodeSpec.from_config(decode, is_greedy=decode.acceptance == "greedy")
+    spec = dataclasses.replace(spec, pool=(1, page_size))
+
+    def caches() -> tuple[Any, Any]:
+        trunk = empty_cache(config, config.trunk_kinds, 1, 1, dtype, spec.kv_cache_dtype, spec.pool)
+        return trunk, drafter.init(model=model, spec=spec, batch=1, capacity=1, dtype=dtype)
+
+    return host_pages.page_bytes(jax.eval_shape(caches))
 
 
 def state_bytes(config: ModelConfig, dtype: Any) -> int:
@@ -83,13 +91,13 @@ def state_bytes(config: ModelConfig, dtype: Any) -> int:
 
 
 def choose_num_pages(
-    params: dict, config: ModelConfig, decode: DecodeConfig, settings: EngineSettings, memory_fraction: float
+    params: dict, model: MTPModel, decode: DecodeConfig, settings: EngineSettings, memory_fraction: float
 ) -> int:
     """Chooses the size of the pool: what every slot can need, if the memory has room for it.
 
     Args:
         params: the model's parameters, on their devices.
-        config: the model's config.
+        model: the model.
         decode: settings of the requests.
         settings: the engine's; slots, length and snapshots.
         memory_fraction: share of the accelerator's memory that weights and pages may take.
@@ -100,6 +108,7 @@ def choose_num_pages(
     Raises:
         MemoryTooSmall: the memory that is left has no room for one text.
     """
+    config = model.config
     max_length = min(settings.max_length or config.max_position_embeddings, config.max_position_embeddings)
     per_row = -(-(max_length + 64) // settings.page_size)
     devices = params["embedding"].devices()
@@ -113,7 +122,7 @@ def choose_num_pages(
     else:
         room = CPU_POOL_BYTES
     room -= count_snapshots(settings, config) * state_bytes(config, params["embedding"].dtype)
-    num_pages = int(room // page_bytes(config, decode, settings.page_size, params["embedding"].dtype))
+    num_pages = int(room // page_bytes(model, decode, settings.page_size, params["embedding"].dtype))
     if num_pages < per_row and all(stats):
         raise MemoryTooSmall(
             f"the memory has room for {max(num_pages, 0) * settings.page_size} tokens, but a text may have "
@@ -150,6 +159,7 @@ def running_engine(
     server: ServerSettings,
     model_name: str,
     followers: Followers | None = None,
+    draft_params: Any = None,
 ) -> Iterator[tuple[Engine, Metrics]]:
     """Starts an engine and its metrics; on exit lets its requests end, for at most `drain_seconds`, and stops it.
 
@@ -163,6 +173,7 @@ def running_engine(
             settings=settings,
             observe=lambda *end: metrics.observe(*end),
             followers=followers,
+            draft_params=draft_params,
         )
         metrics = Metrics(engine.status, model_name=model_name)
         if server.warms_up:
@@ -219,10 +230,12 @@ def serve(
     app = make_app(engine, tokenizer, api, metrics)
     if disaggregation is not None:
         set_up(app, engine, disaggregation, metrics)
+    drafter = api.server_info.get("speculative_algorithm")
     with listen(server.host, server.port) as listener:
         line = (
             f"mtpjax serve: {api.model_name} is ready at {address_of(listener)}: {engine.settings.num_slots} slots of "
-            f"up to {engine.max_length} tokens, {engine.status().num_pages} pages of {engine.settings.page_size}"
+            f"up to {engine.max_length} tokens, {engine.status().num_pages} pages of {engine.settings.page_size}, "
+            f"{f'drafts by {drafter}' if drafter else 'no drafts'}"
         )
         run_app(
             app,

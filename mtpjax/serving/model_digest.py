@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,6 +20,8 @@ def model_digest(
     decode: DecodeConfig,
     page_size: int,
     page_shapes: Sequence[jax.ShapeDtypeStruct],
+    *,
+    draft_params: Any = None,
 ) -> bytes:
     """Computes a hash of everything that the entries of a page depend on besides the text.
 
@@ -28,6 +31,7 @@ def model_digest(
         decode: settings of the requests.
         page_size: positions per page.
         page_shapes: shapes and dtypes of a page's entries.
+        draft_params: parameters of a drafter that has its own; None: there are none.
 
     Returns:
         The hash.
@@ -37,8 +41,9 @@ def model_digest(
     shapes = [(each.shape, str(each.dtype)) for each in page_shapes]
     digest.update(repr((VERSION, config, drafting, page_size, shapes)).encode())
     first = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf[(0,) * (leaf.ndim - 1)][:NUM_SAMPLED], tree))
-    leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(first(params)))
-    for (path, leaf), whole in zip(leaves, jax.tree.leaves(params), strict=True):
-        digest.update(repr((jax.tree_util.keystr(path), whole.shape, str(whole.dtype))).encode())
-        digest.update(np.asarray(leaf).tobytes())
+    for tree in (params,) if draft_params is None else (params, draft_params):
+        leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(first(tree)))
+        for (path, leaf), whole in zip(leaves, jax.tree.leaves(tree), strict=True):
+            digest.update(repr((jax.tree_util.keystr(path), whole.shape, str(whole.dtype))).encode())
+            digest.update(np.asarray(leaf).tobytes())
     return digest.digest()

@@ -115,7 +115,7 @@ class SchedulerSettings:
         prefill_chunk: tokens of a row per prefill call.
         prefill_rows: rows per prefill call.
         rounds_per_call: most rounds per decoding call.
-        overlap: positions before the end of a shared beginning that prefill processes again: one per MTP module.
+        overlap: positions before the end of a shared beginning that prefill processes again: `Drafter.max_shift`.
         num_pages_of: pages that a text of this length needs.
         max_depth: most draft levels of a round.
         depth_of: draft levels for this number of decoding rows.

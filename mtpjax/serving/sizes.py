@@ -72,7 +72,7 @@ class EngineSizes:
         max_length: most tokens of a text, prompt included.
         capacity: tokens per row that the state has room for.
         num_behind: slots that a round writes behind the text.
-        max_shift: positions behind its own where a module may store an entry.
+        max_shift: positions behind its own where the drafter may store an entry.
         depths: numbers of draft levels that calls can have, the most first; a request can ask for none.
         batch_sizes: numbers of rows that programs are compiled for, ascending.
         prefill_sizes: the same for prompts.
@@ -138,7 +138,7 @@ def resolve_sizes(
     prefill_rows = min(prefill_tokens // spec.prefill_chunk, part_slots)
     # 2. Rows that are all greedy have dynamic trees, which may need more slots than those of a sampling rule.
     rules = (spec, dataclasses.replace(spec, rule="greedy"))
-    num_behind, max_shift = max(slots_per_round(model, drafter, each) for each in rules), model.config.num_mtp_modules
+    num_behind, max_shift = max(slots_per_round(model, drafter, each) for each in rules), drafter.max_shift(model)
     # 3. The pool.
     max_pages = count_pages(max_length, num_behind, max_shift=max_shift, size=settings.page_size)
     num_pages = settings.num_pages or max_pages * settings.num_slots

@@ -1,10 +1,10 @@
 """Snapshots: states of recurrent layers at page borders, so that models with linear attention share beginnings too.
 
 A page holds an entry per position, but a recurrent layer keeps only its newest state. While a prompt is processed, a
-chunk ends M positions before some page borders, where M is the number of MTP modules, and the row's state is copied to
-a row of the snapshots. Those are arrays on the device, beside the state (SGLang has a pool of Mamba states). A later
+chunk ends M positions before some page borders, where M is `Drafter.max_shift`, and the row's state is copied to a row
+of the snapshots. Those are arrays on the device, beside the state (SGLang has a pool of Mamba states). A later
 request that shares the pages up to that border copies the snapshot into its slot, and processes the last M positions
-again, as every request that shares pages does: the modules' entries behind the border need their hidden states.
+again, as every request that shares pages does: the drafter's entries behind the border need their hidden states.
 """
 
 import collections

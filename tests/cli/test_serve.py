@@ -25,7 +25,9 @@ import httpx
 
 from mtpjax.cli import serve as serve_command
 from mtpjax.cli.main import main
+from mtpjax.decoding.drafters.load import save_drafter
 from mtpjax.errors import UsageError
+from mtpjax.evaluation.small_models import constructed_drafter
 
 SIZES = ("--max-running-requests", "2", "--context-length", "128", "--precompile-bs-paddings", "2")
 QUICK = (*SIZES, "--skip-server-warmup", "--port", "0")
@@ -52,7 +54,7 @@ class Server:
         environment = os.environ | {"PYTHONPATH": os.getcwd()} | dict(environment)
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         self.process = subprocess.Popen(command, env=environment, cwd=cwd, text=True, **pipes)
-        self.errors, self.address = "", ""
+        self.errors, self.address, self.ready_line = "", "", ""
 
     def wait_until_ready(self):
         """Waits for the ready line; returns the address."""
@@ -63,6 +65,7 @@ class Server:
         if " is ready at " not in line:
             self.process.kill()
             raise AssertionError(line + self.process.communicate()[1])
+        self.ready_line = line
         self.address = line.split(" is ready at ")[1].split(": ")[0]
         return self.address
 
@@ -89,9 +92,9 @@ def serve(checkpoint, tmp_path):
         yield start
 
 
-def complete(address, **body):
+def complete(address, seconds=60, **body):
     body = {"prompt": "Hi", "temperature": 0, "ignore_eos": True, "max_tokens": 100, **body}
-    return httpx.post(f"{address}/v1/completions", json=body, timeout=60)
+    return httpx.post(f"{address}/v1/completions", json=body, timeout=seconds)
 
 
 def test_a_server_starts_drains_and_leaves_nothing_behind(serve, tmp_path):
@@ -126,6 +129,13 @@ def test_a_server_starts_drains_and_leaves_nothing_behind(serve, tmp_path):
         (["--port", "http"], 2, "--port"),
         (["--context-length", "1"], 2, "max_length must be at least 2"),
         (["--speculative-algorithm", "EAGLE4"], 2, "unknown --speculative-algorithm EAGLE4"),
+        (["--speculative-algorithm", "medusa"], 2, "MEDUSA needs --speculative-draft-model-path"),
+        (
+            ["--speculative-algorithm", "NGRAM", "--speculative-draft-model-path", "x"],
+            2,
+            "NGRAM has no files of its own",
+        ),
+        (["--nnodes", "2", "--speculative-draft-model-path", "x"], 2, "needs a server in one process"),
         (["--tp-size", "8", "--ep-size", "3"], 2, "--ep-size (3) must divide --tp-size (8)"),
         (["--enable-eplb"], 2, "is a flag of SGLang that mtpjax does not support"),
         (["--ep-num-redundant-experts", "2"], 2, "the model has no routed experts"),
@@ -208,6 +218,52 @@ def test_the_key_comes_from_the_environment(serve):
     for key, status in (("wrong", 401), ("secret", 200), ("other", 200)):
         headers = {"Authorization": f"Bearer {key}"}
         assert httpx.get(f"{address}/v1/models", headers=headers).status_code == status
+
+
+@pytest.fixture(scope="module")
+def drafters(small, tmp_path_factory):
+    """Folders of an EAGLE-3 and a Medusa drafter for `checkpoint`."""
+    folder = tmp_path_factory.mktemp("drafters")
+    for kind, form in (("eagle3", "speculators"), ("medusa", "vllm")):
+        drafter, draft_params = constructed_drafter(kind, *small("grouped", "mixed", vocab_size=256))
+        save_drafter(folder / kind, drafter, draft_params, format=form)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("algorithm", "kind", "name", "levels"),
+    [("EAGLE", "eagle3", "EAGLE3", 3), (None, "medusa", "MEDUSA", 3)],
+)
+def test_a_drafter_in_files_of_its_own(serve, drafters, algorithm, kind, name, levels):
+    flags = [] if algorithm is None else ["--speculative-algorithm", algorithm]
+    server = serve(*QUICK, *flags, "--speculative-draft-model-path", str(drafters / kind))
+    address = server.wait_until_ready()
+    assert server.ready_line.rstrip().endswith(f"drafts by {name}")
+    # Programs are compiled at their first use.
+    text = complete(address, seconds=300).json()["choices"][0]["text"]
+    assert complete(address, seconds=300, speculative=False).json()["choices"][0]["text"] == text
+    info = httpx.get(f"{address}/server_info").json()
+    assert (info["speculative_algorithm"], info["speculative_num_steps"]) == (name, levels)
+    assert info["internal_states"][0]["avg_spec_accept_length"] > 1
+    assert server.end(signal.SIGTERM) == 0, server.errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "code", "message"),
+    [
+        (["--speculative-algorithm", "EAGLE"], 2, "--speculative-algorithm is EAGLE, but"),
+        (["--num-steps", "4"], 2, "exceeds the 3 Medusa heads"),
+    ],
+)
+def test_a_drafter_that_does_not_fit_is_one_line(checkpoint, drafters, capsys, flags, code, message):
+    with pytest.raises(SystemExit) as ended:
+        path = ["--speculative-draft-model-path", str(drafters / "medusa")]
+        main(["serve", "--model-path", str(checkpoint), "--skip-server-warmup", *path, *flags])
+    assert ended.value.code == code
+    [line] = capsys.readouterr().err.splitlines()
+    assert message in line
 
 
 @pytest.mark.slow

@@ -11,9 +11,11 @@ import rich.console
 
 from mtpjax import DecodeConfig, forward, generate
 from mtpjax.cli.main import main
+from mtpjax.decoding.drafters.load import save_drafter
 from mtpjax.evaluation import acceptance as acceptance_module
 from mtpjax.evaluation.acceptance import Divergence, first_divergences, measure_acceptance
 from mtpjax.evaluation.metrics import estimate, print_report, report, to_json
+from mtpjax.evaluation.small_models import constructed_drafter
 
 CONFIG = DecodeConfig(max_new_tokens=20, num_steps=3, prefill_chunk=8)
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [10, 11], [12, 13, 14]]
@@ -178,6 +180,21 @@ def test_the_command_samples_trees(checkpoint, tmp_path, capsys):
     assert exit_.value.code == 0
     assert "identical to plain decoding: 2 of 2" in capsys.readouterr().out
     assert json.loads(output.read_text())["settings"]["num_draft_tokens"] == 4
+
+
+@pytest.mark.slow
+def test_the_command_counts_with_a_drafter_in_files_of_its_own(checkpoint, small, tmp_path, capsys):
+    save_drafter(tmp_path / "draft", *constructed_drafter("eagle3", *small("grouped", "mixed", vocab_size=256)))
+    prompts, output = tmp_path / "prompts.txt", tmp_path / "acceptance.json"
+    prompts.write_text("one\ntwo\n")
+    arguments = ["eval", "acceptance", "--model", str(checkpoint), "--prompts", str(prompts), "--output", str(output)]
+    with pytest.raises(SystemExit) as exit_:
+        main([*arguments, "--speculative-draft-model-path", str(tmp_path / "draft"), "--max-new-tokens", "20"])
+    assert exit_.value.code == 0
+    assert "identical to plain decoding: 2 of 2" in capsys.readouterr().out
+    found = json.loads(output.read_text())["figures"]["overall"]
+    assert found["decoded"]["accept_length"]["value"] > 1
+    assert found["predicted"]["accept_length"]["value"] == found["decoded"]["accept_length"]["value"]
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def random_requests(seed, count, *, prompt_length=(1, 30), new_tokens=(1, 40), p
         )
 
 
-def alone(params, model, request, config=CONFIG, max_length=96):
+def alone(params, model, request, config=CONFIG, max_length=96, draft_params=None):
     """The tokens, log-probabilities and end of a request that decodes alone, in contiguous caches."""
     config = dataclasses.replace(
         config,
@@ -62,14 +62,16 @@ def alone(params, model, request, config=CONFIG, max_length=96):
         max_length=max_length,
         **({} if request.speculative else {"num_steps": 0, "acceptance": "auto"}),
     )
-    result = speculative_generate(params, [request.prompt], model=model, config=config, sampling=request.sampling)
+    result = speculative_generate(
+        params, [request.prompt], model=model, config=config, sampling=request.sampling, draft_params=draft_params
+    )
     return result.rows()[0], result.logprobs[0], result.finish_reasons[0]
 
 
-def check_all(engine, model, params, requests, config=CONFIG):
+def check_all(engine, model, params, requests, config=CONFIG, draft_params=None):
     """Runs all requests at once, and compares each with itself alone."""
     for request, (tokens, logprobs, finish) in zip(requests, Client(engine).run(requests), strict=True):
-        expected, expected_logprobs, reason = alone(params, model, request, config)
+        expected, expected_logprobs, reason = alone(params, model, request, config, draft_params=draft_params)
         assert (tokens, finish.reason) == (expected, reason), request
         assert finish.num_new_tokens == len(tokens)
         if request.logprobs:

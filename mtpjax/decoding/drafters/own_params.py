@@ -1,5 +1,6 @@
 """Checks that drafters with parameters of their own share."""
 
+from collections.abc import Mapping
 from typing import NoReturn
 
 from mtpjax.decoding.config import DecodeConfig
@@ -55,15 +56,19 @@ def require_params(name: str) -> NoReturn:
     raise ValueError(f"{name} has parameters of its own: pass draft_params, the second result of mtpjax.load_drafter")
 
 
-def require_whole_trunk() -> None:
-    """Checks, while tracing, that no mesh axis splits the trunk's width or heads.
+def require_whole_trunk(sizes: Mapping[str, int] | None = None) -> None:
+    """Checks that no mesh axis splits the trunk's width or heads.
+
+    Args:
+        sizes: sizes of the mesh axes by name; None: those of the call that is traced.
 
     Raises:
         ValueError: one does. Only MTP modules are split with the trunk.
     """
     for axis in ("tensor", "expert"):
-        if num_parts(axis) > 1:
+        count = num_parts(axis) if sizes is None else sizes.get(axis, 1)
+        if count > 1:
             raise ValueError(
-                f"drafters with parameters of their own do not support a mesh that splits the trunk ({axis} "
-                f"{num_parts(axis)}): split only the rows, over data"
+                f"drafters with parameters of their own do not support a mesh that splits the trunk ({axis} {count}): "
+                "split only the rows, over data"
             )

@@ -1,0 +1,201 @@
+"""The engine with drafters that have parameters of their own: EAGLE-3, whose KV cache is in pages, and Medusa."""
+
+import dataclasses
+import functools
+import itertools
+
+import numpy as np
+import pytest
+
+from mtpjax import DecodeConfig, MTPModel, compat
+from mtpjax.evaluation.small_models import constructed_drafter, constructed_params, small_config
+from mtpjax.models.decoding_layout import shard_for_decoding
+from mtpjax.serving.engine import Engine
+from mtpjax.serving.host_pages import page_bytes
+from mtpjax.serving.launch import page_bytes as expected_page_bytes
+from mtpjax.serving.model_digest import model_digest
+from mtpjax.serving.request import Request
+from tests.serving.test_engine import CONFIG, ONE_SIZE, PREFIXES, Client, alone, check_all, check_idle, random_requests
+
+slow = pytest.mark.slow
+TREE = {"num_steps": 2, "topk": 2, "num_draft_tokens": 5}
+
+
+@functools.cache
+def trunk(attention="grouped", vocab_size=61, num_mtp_modules=0):
+    model = MTPModel(small_config(attention, vocab_size=vocab_size, num_mtp_modules=num_mtp_modules))
+    return model, constructed_params(model, attention, "mixed")
+
+
+@functools.cache
+def drafter_of(kind, seed=0, **changes):
+    return constructed_drafter(kind, *trunk(**changes), seed=seed)
+
+
+def make_engine(kind, settings=ONE_SIZE, of_trunk=(), **changes):
+    """Makes an engine; returns it with its config and the parameters of its drafter."""
+    drafter, draft_params = drafter_of(kind, **dict(of_trunk))
+    config = dataclasses.replace(CONFIG, drafter=drafter, **changes)
+    model, params = trunk(**dict(of_trunk))
+    return Engine(params, model=model, config=config, settings=settings, draft_params=draft_params), config
+
+
+@pytest.fixture(scope="module")
+def engines():
+    """`engines(kind, settings, **changes)` -> a running engine and its config."""
+    made = {}
+
+    def make(kind, settings=ONE_SIZE, of_trunk=(), **changes):
+        key = (kind, settings, of_trunk, tuple(changes.items()))
+        if key not in made:
+            made[key] = make_engine(kind, settings, of_trunk, **changes)
+            made[key][0].warm_up()
+            made[key][0].start()
+        return made[key]
+
+    yield make
+    for engine, _ in made.values():
+        assert engine.close(timeout=30)
+
+
+def test_a_shared_beginning_changes_neither_text_nor_acceptance():
+    """EAGLE-3's entries in a shared page are those of a prefill of its own."""
+    # As few programs as possible: one of each kind.
+    engine, config = make_engine(
+        "eagle3", dataclasses.replace(ONE_SIZE, num_slots=1, batch_sizes=(1,), prefill_tokens=8)
+    )
+    engine.start()
+    prompt = np.random.default_rng(0).integers(0, 61, 41).tolist()
+    request = Request(prompt=tuple(prompt), max_new_tokens=20)
+    (cold,), (warm,) = Client(engine).run([request]), Client(engine).run([request])
+    assert (cold[2].num_cached_tokens, warm[2].num_cached_tokens) == (0, 40)
+    expected = alone(trunk()[1], trunk()[0], request, config, draft_params=drafter_of("eagle3")[1])[0]
+    assert cold[0] == warm[0] == expected
+    counts = [(each.num_steps, each.proposed, each.accepted) for each in (cold[2], warm[2])]
+    assert counts[0] == counts[1] and sum(counts[0][2]) > 0
+    assert engine.close(timeout=30)
+
+
+@slow
+@pytest.mark.parametrize("shape", [{"num_steps": 3}, TREE, {"num_steps": 3, "acceptance": "token"}])
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+def test_preemption_and_shared_beginnings_change_no_text(engines, kind, shape):
+    engine, config = engines(kind, **shape)
+    model, params = trunk()
+    requests = random_requests(1, 32, prompt_length=(1, 20), new_tokens=(1, 60), prefixes=PREFIXES)
+    requests = [request for request in requests if len(request.prompt) + 1 < engine.max_length]
+    before = engine.status()
+    check_all(engine, model, params, requests, config, drafter_of(kind)[1])
+    status = engine.status()
+    assert status.num_preempted > before.num_preempted and status.num_cached_tokens > before.num_cached_tokens
+    assert status.accept_length > 1.2
+    assert engine.flush_cache() > 0
+    check_idle(engine)
+
+
+@slow
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+@pytest.mark.parametrize("changes", [{"disable_drafts_at": 3}, {"adapts_depth": True}])
+def test_a_depth_that_changes_keeps_the_text(engines, kind, changes):
+    if "adapts_depth" in changes:
+        changes = {**changes, "depth_costs": ((1.0, 1.1, 1.2),)}
+    engine, config = engines(kind, dataclasses.replace(ONE_SIZE, **changes), acceptance="sample")
+    model, params = trunk()
+    check_all(engine, model, params, list(random_requests(2, 16, new_tokens=(5, 60))), config, drafter_of(kind)[1])
+    assert engine.status().proposed[0] > 0
+
+
+@slow
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+def test_a_trunk_with_linear_attention_and_modules_of_its_own(engines, kind):
+    """Snapshots are as many positions before a border as the drafter needs, not the modules."""
+    of_trunk = (("attention", "hybrid"), ("num_mtp_modules", 1))
+    engine, config = engines(kind, of_trunk=of_trunk)
+    model, params = trunk(**dict(of_trunk))
+    requests = random_requests(1, 24, prompt_length=(1, 20), new_tokens=(1, 50), prefixes=PREFIXES)
+    check_all(engine, model, params, list(requests), config, drafter_of(kind, **dict(of_trunk))[1])
+    assert engine.status().num_cached_tokens > 0
+
+
+@slow
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+def test_pages_of_another_engine_are_those_of_its_own_prefill(kind):
+    settings = dataclasses.replace(ONE_SIZE, host_bytes=1 << 22)
+    (first, config), (second, _) = (make_engine(kind, settings) for _ in range(2))
+    assert first.model_digest() == second.model_digest()
+    for engine in (first, second):
+        engine.start()
+    request = Request(prompt=tuple(np.random.default_rng(0).integers(0, 61, 42).tolist()), max_new_tokens=20)
+    (cold,) = Client(first).run([request])
+    pages = first.read_pages(request.prompt, request.salt)
+    second.put_pages(pages)
+    (warm,) = Client(second).run([request])
+    assert warm[2].num_cached_tokens == 40 and warm[0] == cold[0]
+    assert (warm[2].num_steps, warm[2].accepted) == (cold[2].num_steps, cold[2].accepted)
+    # Bytes that the pool is sized by, and that a page has.
+    model, params = trunk()
+    size = expected_page_bytes(model, config, 8, params["embedding"].dtype)
+    assert size == page_bytes(first._executor.state) == sum(array.nbytes for array in pages[0][1])
+    for engine in (first, second):
+        assert engine.close(timeout=30)
+
+
+@slow
+@pytest.mark.parametrize(("kind", "shape"), [("eagle3", {}), ("eagle3", TREE), ("medusa", TREE)])
+def test_texts_with_grammars_are_those_of_plain_decoding_with_masks(kind, shape):
+    pytest.importorskip("llguidance")
+    from tests.serving.test_grammar import GRAMMARS, check_text, plain_text
+    from tests.serving.test_grammar import random_requests as constrained_requests
+
+    settings = dataclasses.replace(ONE_SIZE, num_pages=40, max_length=96, grammars=GRAMMARS)
+    of_trunk = (("vocab_size", 256),)
+    engine, _ = make_engine(kind, settings, of_trunk, acceptance="sample", **shape)
+    engine.start()
+    pairs = list(constrained_requests(0, 8))
+    model, params = trunk(**dict(of_trunk))
+    for (schema, request), result in zip(pairs, Client(engine).run([each for _, each in pairs]), strict=True):
+        check_text(schema, result[0], result[2])
+        assert result[0] == plain_text(params, model, request), schema
+    assert engine.close(timeout=30)
+
+
+@slow
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+def test_a_mesh_over_rows_changes_no_text(kind):
+    model, params = trunk(vocab_size=64)
+    drafter, draft_params = drafter_of(kind, vocab_size=64)
+    config = dataclasses.replace(CONFIG, drafter=drafter)
+    mesh_model, mesh_params = shard_for_decoding(model, params, compat.make_mesh({"data": 2}))
+    settings = dataclasses.replace(ONE_SIZE, num_pages=38, batch_sizes=(2,))
+    engine = Engine(mesh_params, model=mesh_model, config=config, settings=settings, draft_params=draft_params)
+    engine.warm_up()
+    engine.start()
+    requests = list(random_requests(8, 12, prompt_length=(1, 12), new_tokens=(1, 26), prefixes=PREFIXES))
+    check_all(engine, model, params, requests, config, draft_params)
+    assert engine.close(timeout=30)
+
+
+def test_a_mesh_that_splits_the_trunk_is_refused_at_the_start():
+    model, params = trunk(vocab_size=64)
+    drafter, draft_params = drafter_of("medusa", vocab_size=64)
+    model, params = shard_for_decoding(model, params, compat.make_mesh({"tensor": 2}))
+    with pytest.raises(ValueError, match=r"do not support a mesh that splits the trunk \(tensor 2\)"):
+        config = dataclasses.replace(CONFIG, drafter=drafter)
+        Engine(params, model=model, config=config, settings=ONE_SIZE, draft_params=draft_params)
+
+
+def test_an_engine_needs_the_parameters_of_its_drafter():
+    model, params = trunk()
+    config = DecodeConfig(num_steps=2, drafter=drafter_of("medusa")[0])
+    with pytest.raises(ValueError, match="MedusaDrafter has parameters of its own: pass draft_params"):
+        Engine(params, model=model, config=config, settings=ONE_SIZE)
+
+
+def test_engines_with_other_drafters_do_not_understand_each_others_pages():
+    model, params = trunk()
+    drafters = [(None, None), drafter_of("eagle3"), drafter_of("eagle3", seed=1), drafter_of("medusa")]
+    digests = [
+        model_digest(params, model.config, DecodeConfig(drafter=drafter or "mtp"), 8, [], draft_params=draft_params)
+        for drafter, draft_params in (*drafters, drafter_of("eagle3"))
+    ]
+    assert digests[1] == digests[4] and all(a != b for a, b in itertools.combinations(digests[:4], 2))
