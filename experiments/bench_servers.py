@@ -41,11 +41,27 @@ from mtpjax.evaluation.machine import Stopwatch, describe_machine
 from mtpjax.io.checkpoint import load, save_model
 from mtpjax.serving.bench.backends import BACKENDS, BenchRequest
 from mtpjax.serving.bench.client import Client
+from mtpjax.serving.bench.outcome import Outcome
 from mtpjax.serving.bench.sending import measure
 from mtpjax.serving.bench.speedup import WITHOUT_DRAFTS
 
 MODULES = pathlib.Path(__file__).parent / "results" / "smollm2_mtp.safetensors"
 START_SECONDS = 600
+# Starts llama.cpp's server without repacked weights, for virtual machines in which its AMX kernels crash.
+WITHOUT_REPACKING = """
+import llama_cpp.llama_cpp as library
+
+defaults = library.llama_model_default_params
+
+def without_repacking():
+    params = defaults()
+    params.use_extra_bufts = False
+    return params
+
+library.llama_model_default_params = without_repacking
+from llama_cpp.server.__main__ import main
+main()
+"""
 
 
 def free_port() -> int:
@@ -131,11 +147,12 @@ async def run_turns(
             for name in arms if turn % 2 else reversed(arms):
                 client, body = arms[name]
                 await client.flush_cache()
+                outcomes: list[Outcome] = []
                 summary = await measure(
-                    client, requests, [], times=[0.0] * len(requests), max_concurrency=count, extra_body=body
+                    client, requests, outcomes, times=[0.0] * len(requests), max_concurrency=count, extra_body=body
                 )
                 if summary["failed"]:
-                    raise SystemExit(f"{name}: {summary['failed']} requests failed")
+                    raise SystemExit(f"{name}: {next(outcome.error for outcome in outcomes if outcome.error)}")
                 if turn:  # the first one warms up
                     speeds[name].append(summary["output_throughput"])
                     if name == "MTP":
@@ -174,6 +191,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", type=pathlib.Path, default=None, help="a checkpoint with MTP modules")
     parser.add_argument("--smollm2", action="store_true", help="SmolLM2 with its module, in place of --model")
     parser.add_argument("--llama", type=pathlib.Path, default=None, help="interpreter with llama-cpp-python[server]")
+    parser.add_argument("--llama-no-repack", action="store_true", help="without repacked weights: where AMX crashes")
     parser.add_argument("--prompts", type=pathlib.Path, default=OWN_PROMPTS, help="JSONL of prompts")
     parser.add_argument("--num-steps", type=int, default=1, help="draft levels (default: %(default)s)")
     parser.add_argument("--counts", type=int, nargs="+", default=[1, 4, 16], help="concurrencies (default: 1 4 16)")
@@ -215,7 +233,8 @@ def main(argv: list[str] | None = None) -> int:
             whole = folder / "bfloat16.gguf"
             write_bfloat16(gguf, whole)
             for name, file in {"llama.cpp Q4_1": gguf, "llama.cpp bfloat16": whole}.items():
-                command = [str(options.llama), "-m", "llama_cpp.server", "--model", str(file), "--n_ctx", "1024"]
+                start = ["-c", WITHOUT_REPACKING] if options.llama_no_repack else ["-m", "llama_cpp.server"]
+                command = [str(options.llama), *start, "--model", str(file), "--n_ctx", "1024"]
                 command += ["--n_threads", "2", "--n_threads_batch", "2"]
                 urls[name] = (stack.enter_context(server(command, folder / f"{name}.log")), "openai")
 

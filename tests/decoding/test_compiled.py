@@ -376,6 +376,7 @@ SAMPLED = {
 @pytest.mark.parametrize(
     "name", ["block", *(pytest.param(name, marks=pytest.mark.slow) for name in SAMPLED if name != "block")]
 )
+@pytest.mark.slow
 def test_no_collective_grows_with_the_vocabulary(name):
     config = dataclasses.replace(SINGLE["grouped"], num_hidden_layers=1)
     small, large = (

@@ -104,7 +104,7 @@ class UnigramDrafter(Drafter):
 @pytest.mark.parametrize(
     ("drafter", "rule"),
     [
-        ("lookup", "token"),
+        pytest.param("lookup", "token", marks=pytest.mark.slow),
         ("lookup", "sample"),
         ("own", "block"),
         pytest.param("lookup", "block", marks=pytest.mark.slow),

@@ -106,7 +106,8 @@ def test_the_scanned_stack_equals_the_unrolled_one(attention, changes, small):
 
 
 @pytest.mark.parametrize(
-    ("attention", "layers"), [("grouped", 3), ("latent", 3), pytest.param("hybrid", 4, marks=pytest.mark.slow)]
+    ("attention", "layers"),
+    [("grouped", 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in [("latent", 3), ("hybrid", 4)])],
 )
 def test_the_scanned_stack_has_the_gradients_of_the_unrolled_one(attention, layers, small):
     """The one computes much of the forward pass again, the other keeps all of it."""

@@ -17,7 +17,14 @@ from mtpjax.decoding.state import NewRows, empty_state, start_rows
 from mtpjax.models.params import param_shapes
 from tests.golden import MTP_SETS, RECYCLING, RENAMED, SETS, path
 
-SIMILAR = ("deepseek_v3_fp8", "qwen3_5_moe", "qwen3_5_tied_bf16", *RENAMED)  # to others in how they decode
+SIMILAR = (
+    "deepseek_v32",
+    "deepseek_v3_fp8",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_5_tied_bf16",
+    *RENAMED,
+)  # to others in how they decode
 LIKE_DEEPSEEK = ("glm4_moe_lite", "kimi_k25")  # under other names
 PROMPTS = ("p0", "p1")
 PASSED = (*PROMPTS, "long")  # through a teacher-forced pass

@@ -57,7 +57,7 @@ def expected(small):
         pytest.param("latent", {"data": 4, "expert": 2}, speculative_generate, marks=slow),
         ("latent", ALL, generate),
         pytest.param("latent", {"expert": 8}, speculative_generate, marks=slow),
-        ("sparse", ALL, speculative_generate),
+        pytest.param("sparse", ALL, speculative_generate, marks=slow),
         pytest.param("sparse", {"data": 4, "tensor": 2}, speculative_generate, marks=slow),
         ("hybrid", ALL, speculative_generate),
         pytest.param("hybrid", {"data": 4, "tensor": 2}, speculative_generate, marks=slow),
@@ -83,8 +83,6 @@ SHAPES = {
 }
 CHOSEN = {
     ("latent", "greedy tree"),
-    ("grouped", "adaptive"),
-    ("grouped", "recursive tree"),
 }
 
 
@@ -137,6 +135,7 @@ RULES = {
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "sample" else slow) for name in RULES])
+@pytest.mark.slow
 def test_a_seed_gives_the_same_text_on_a_mesh_with_every_option(name, small):
     """Each of four devices has a quarter of the vocabulary, and draws from its part of the distribution."""
     model, params = small("grouped", "mixed", num_mtp_modules=1, **sizes("grouped"))

@@ -290,6 +290,7 @@ def test_log_probabilities_are_those_of_a_teacher_forced_pass(small):
     ],
     ids=lambda changes: changes["acceptance"],
 )
+@pytest.mark.slow
 def test_a_row_is_the_same_alone_and_in_any_batch(changes, small):
     model, params = small("grouped", "mixed")
     config = DecodeConfig(max_new_tokens=16, num_steps=2, prefill_chunk=8, **changes)

@@ -144,6 +144,7 @@ def test_on_h100s_no_collective_grows_with_vocabulary_slots_or_weights(sizes, ro
 @pytest.mark.parametrize(
     "config", [pytest.param(SMALL, marks=pytest.mark.slow), SMALL_SPARSE], ids=["latent", "sparse"]
 )
+@pytest.mark.slow
 def test_no_collective_grows_with_vocabulary_slots_or_weights(config, sizes):
     def compile_for(config, slots):
         params = stored_shapes(config, has_fp8=True)

@@ -79,6 +79,7 @@ def test_limits_and_stops_within_a_round_are_predicted(small):
         assert sum(map(len, found.texts)) < sum(map(len, whole.texts))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["deepseek_v3_fp8"])
 def test_greedy_rounds_of_golden_checkpoints_are_predicted_one_by_one(name):
     model, params = load(golden.path(name), dtype=jnp.float32)

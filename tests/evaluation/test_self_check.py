@@ -139,9 +139,8 @@ def sound(decoded):
     return decoded()
 
 
-@pytest.mark.parametrize(
-    "change", [*(pytest.param(change, marks=pytest.mark.slow) for change in CONVENTIONS[:-1]), CONVENTIONS[-1]]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("change", CONVENTIONS)
 def test_a_wrong_convention_costs_acceptance_and_no_text_shows_it(change, decoded, sound):
     (accept_length, promised), (wrong_accept_length, wrong_promised) = sound, decoded(**change)
     lost = promised - wrong_promised

@@ -286,7 +286,12 @@ SHARED = {
 }
 
 
-@pytest.mark.parametrize("op", sorted({case.op for case in cases()}))
+SLOW = ("verify_attention", "route_tokens", "gated_delta")
+
+
+@pytest.mark.parametrize(
+    "op", [pytest.param(op, marks=[pytest.mark.slow] * (op in SLOW)) for op in sorted({case.op for case in cases()})]
+)
 def test_kernels_move_what_they_declare(op):
     for options, arguments in SMALL[op]:
         function = functools.partial(getattr(pallas_kernels, op), **options)

@@ -30,7 +30,7 @@ def reference():
     )
 
 
-QUALITIES = [pytest.param(name, marks=[pytest.mark.slow] * (name == "random")) for name in DRAFT_QUALITIES]
+QUALITIES = [pytest.param(name, marks=[pytest.mark.slow] * (name in ("random", "right"))) for name in DRAFT_QUALITIES]
 
 
 @pytest.mark.parametrize("draft_quality", QUALITIES)

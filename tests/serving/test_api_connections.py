@@ -173,7 +173,7 @@ def test_a_body_that_does_not_arrive_is_408():
 def test_a_header_that_does_not_arrive_closes_the_connection(before, data):
     with serve(FakeEngine(), header_seconds=0.3) as address:
         host, port = address.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=5) as client:
+        with socket.create_connection((host, int(port)), timeout=20) as client:
             if before:
                 # An earlier request on the same connection is answered.
                 client.sendall(before)

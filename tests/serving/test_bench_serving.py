@@ -296,6 +296,7 @@ def test_ctrl_c_keeps_what_was_measured(server, capsys):
     assert signal.getsignal(signal.SIGINT) is handler
 
 
+@pytest.mark.slow
 def test_with_and_without_mtp(server, capsys, tmp_path):
     output = tmp_path / "speed"
     flags = ("--with-and-without-mtp", "--concurrencies", 1, 3, "--repeats", 2, "--output", output)

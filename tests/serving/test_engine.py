@@ -236,6 +236,7 @@ def test_a_full_queue_refuses_and_a_closed_engine_too(small):
         engine.submit(Request(prompt=(1,), max_new_tokens=3), events.put)
 
 
+@pytest.mark.slow
 def test_requests_that_take_too_long_end_with_a_timeout(engines):
     settings = dataclasses.replace(SETTINGS, num_slots=1, batch_sizes=None, max_queue_seconds=0.0, max_run_seconds=0.3)
     engine, *_ = engines("grouped", settings)

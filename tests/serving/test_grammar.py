@@ -246,6 +246,7 @@ def test_rows_with_and_without_grammars_leave_each_other_unchanged(engines):
     check_idle(engine)
 
 
+@pytest.mark.slow
 def test_log_probabilities_are_those_of_the_trunk_without_masks(engines):
     engine, model, params = engines()
     request = request_of(compact({"enum": ["abc", "abd", "x"]}), logprobs=True)

@@ -127,6 +127,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.slow
 def test_every_option_gives_the_same_tokens_in_a_mixed_batch_and_alone(server):
     """24: with and without speculation."""
     rng = random.Random(0)

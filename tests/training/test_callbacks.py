@@ -55,6 +55,7 @@ class Recorder(Callback):
         return [f"{moment} {step}" for moment, step, *_ in self.events]
 
 
+@pytest.mark.slow
 def test_callbacks_are_called_in_order_with_the_metrics(config):
     first, second = Recorder(), Recorder()
     result = train(config, callbacks=(first, second), evaluations=2)
