@@ -27,12 +27,12 @@ from rich.console import Console
 
 from experiments.bench_engine import make_requests, measure_throughput
 from experiments.bench_gpu import MODELS, random_params
-from experiments.published_speedup import PUBLISHED
 from mtpjax import DecodeConfig, MTPModel, speculative_generate
 from mtpjax.atomic import write_text
 from mtpjax.console import narrow_table
 from mtpjax.evaluation.machine import describe_machine
 from mtpjax.evaluation.small_models import small_config
+from mtpjax.serving.bench.speedup import PUBLISHED
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.programs import Features
 from mtpjax.serving.sizes import EngineSettings

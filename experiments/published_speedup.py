@@ -28,8 +28,8 @@ from mtpjax.evaluation.plan import estimate_round
 from mtpjax.evaluation.plot_style import COLOURS, GREY, picture
 from mtpjax.evaluation.roofline import DEVICES
 from mtpjax.models.presets import presets
+from mtpjax.serving.bench.speedup import PUBLISHED
 
-PUBLISHED = {1: 2.11, 2: 2.04, 4: 1.84, 8: 1.70, 16: 1.53, 32: 1.44, 64: 1.25}  # speed-up by concurrent requests
 MODEL, MESH = "deepseek-v3", {"tensor": 8}
 # The whole bandwidth and rate of the data sheet.
 ROOFLINE = dataclasses.replace(DEVICES["mi300x"], bandwidth_share=1.0, fp8_bandwidth_share=1.0, flops_share=1.0)

@@ -16,7 +16,6 @@ from mtpjax.cli.config_flags import (
     decode_settings,
 )
 from mtpjax.cli.disaggregation_flags import add_disaggregation_flags, disaggregation_settings
-from mtpjax.cli.drafter_flags import ALGORITHMS as TRAINED
 from mtpjax.cli.drafter_flags import ALIASES, add_path_flags, load_drafter_of, name_of_drafter
 from mtpjax.cli.help import command_parser
 from mtpjax.cli.mesh_flags import add_mesh_flags, load_on_mesh, open_mesh
@@ -238,14 +237,14 @@ def engine_settings(options, num_modules: int) -> dict[str, Any]:
     if algorithm not in (*ALGORITHMS, *SERVED):
         raise ValueError(f"unknown --speculative-algorithm {algorithm}; supported: {', '.join((*ALGORITHMS, *SERVED))}")
     has_files = options.speculative_draft_model_path is not None
-    if has_files and options.speculative_algorithm and algorithm not in (*TRAINED, *ALIASES):
+    if has_files and options.speculative_algorithm and algorithm not in (*SERVED, *ALIASES):
         raise ValueError(
             f"--speculative-algorithm {algorithm} has no files of its own: leave --speculative-draft-model-path out, "
-            f"or choose one of {', '.join(TRAINED)}"
+            f"or choose one of {', '.join(SERVED)}"
         )
-    if algorithm in TRAINED and not has_files:
+    if algorithm in SERVED and not has_files:
         raise ValueError(f"--speculative-algorithm {algorithm} needs --speculative-draft-model-path")
-    drafter = "mtp" if algorithm in TRAINED else ALGORITHMS[algorithm]
+    drafter = "mtp" if algorithm in SERVED else ALGORITHMS[algorithm]
     if has_files:
         # `load_drafter_of` sets the drafter, and the levels that the flags leave out.
         settings |= {"drafter": drafter}

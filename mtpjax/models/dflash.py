@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from mtpjax.models.config import LayerKind, ModelConfig, require
+from mtpjax.models.draft_checks import check_draft_vocabulary, check_layer_ids
 from mtpjax.models.layers.experts import SwiGLU
 from mtpjax.models.layers.grouped_attention import GroupedAttention
 from mtpjax.models.layers.norm import AddRMSNorm, RMSNorm
@@ -63,16 +64,12 @@ class DFlashConfig:
     own_head: bool = False
 
     def __post_init__(self):
-        block, layers, count = self.block, self.num_target_layers, self.block.num_hidden_layers
+        block, count = self.block, self.block.num_hidden_layers
         object.__setattr__(self, "layer_ids", tuple(self.layer_ids))
         object.__setattr__(self, "windows", tuple(self.windows) or (0,) * count)
         object.__setattr__(self, "is_causal", tuple(self.is_causal) or (False,) * count)
         object.__setattr__(self, "draft_vocab_size", self.draft_vocab_size or block.vocab_size)
-        ids = self.layer_ids
-        require(
-            bool(ids) and len(set(ids)) == len(ids) and all(0 <= layer <= layers for layer in ids),
-            f"layer_ids {list(ids)} must be different layers within 0..{layers} of a trunk of {layers}",
-        )
+        check_layer_ids(self.layer_ids, self.num_target_layers)
         for name in ("windows", "is_causal"):
             require(len(getattr(self, name)) == count, f"{len(getattr(self, name))} {name} for {count} layers")
         require(min(self.windows) >= 0, f"windows must not be negative, got {list(self.windows)}")
@@ -81,15 +78,7 @@ class DFlashConfig:
             0 <= self.mask_token_id < block.vocab_size,
             f"mask_token_id {self.mask_token_id} is not within the vocabulary of {block.vocab_size}",
         )
-        require(
-            1 <= self.draft_vocab_size <= block.vocab_size,
-            f"draft_vocab_size {self.draft_vocab_size} is not within 1..{block.vocab_size}",
-        )
-        require(
-            self.own_head or self.draft_vocab_size == block.vocab_size,
-            f"draft_vocab_size {self.draft_vocab_size} is below the vocabulary of {block.vocab_size}: "
-            "the trunk's head has the columns of all tokens",
-        )
+        check_draft_vocabulary(self.draft_vocab_size, block.vocab_size, own_head=self.own_head)
         require(
             block.attention == "grouped" and block.use_qk_norm and not block.is_moe and not block.attention_bias,
             "DFlash layers are Qwen3's: grouped attention with query and key norms and no bias, dense",

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from mtpjax.models.config import LayerKind, ModelConfig, require
+from mtpjax.models.draft_checks import check_draft_vocabulary, check_layer_ids
 from mtpjax.models.layers.experts import SwiGLU
 from mtpjax.models.layers.grouped_attention import GroupedAttention
 from mtpjax.models.layers.norm import AddRMSNorm, RMSNorm
@@ -58,15 +59,8 @@ class Eagle3Config:
 
     def __post_init__(self):
         object.__setattr__(self, "layer_ids", tuple(self.layer_ids))
-        layers, ids, block = self.num_target_layers, self.layer_ids, self.block
-        require(
-            bool(ids) and len(set(ids)) == len(ids) and all(0 <= layer <= layers for layer in ids),
-            f"layer_ids {list(ids)} must be different layers within 0..{layers} of a trunk of {layers}",
-        )
-        require(
-            1 <= self.draft_vocab_size <= block.vocab_size,
-            f"draft_vocab_size {self.draft_vocab_size} is not within 1..{block.vocab_size}",
-        )
+        block = self.block
+        check_layer_ids(self.layer_ids, self.num_target_layers)
         require(
             block.attention == "grouped" and not block.is_moe, "EAGLE-3 layers have grouped attention and are dense"
         )
@@ -75,11 +69,7 @@ class Eagle3Config:
             f"a drafter of width {block.hidden_size} needs its own embedding and head: "
             f"the trunk's have width {self.target_hidden_size}",
         )
-        require(
-            self.own_head or self.draft_vocab_size == block.vocab_size,
-            f"draft_vocab_size {self.draft_vocab_size} is below the vocabulary of {block.vocab_size}: "
-            "the trunk's head has the columns of all tokens",
-        )
+        check_draft_vocabulary(self.draft_vocab_size, block.vocab_size, own_head=self.own_head)
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
