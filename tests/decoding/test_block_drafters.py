@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from mtpjax import DecodeConfig, SamplingParams, generate, init_state, insert, run, speculative_generate
-from mtpjax.compat import make_mesh
 from mtpjax.decoding import rng
 from mtpjax.decoding.drafters import levels
 from mtpjax.decoding.drafters.dflash import DFlashDrafter, DFlashParams
@@ -25,6 +24,7 @@ from mtpjax.models.dflash_forward import dflash_blocks
 from mtpjax.models.dspark import DSpark, DSparkConfig
 from mtpjax.models.masks import full_view
 from mtpjax.models.model import bind
+from tests.helpers.drafter_mesh import check_mesh
 from tests.helpers.laws import first_token_law, second_token_law, second_tokens
 
 V, D, R = 11, 32, 7
@@ -328,16 +328,7 @@ def context_of(state, row, paged):
 def test_a_mesh_splits_rows_and_not_the_trunk(trunk):
     model, params = trunk
     drafter, draft_params = dspark()
-    config = DecodeConfig(max_new_tokens=12, num_steps=2, drafter=drafter, prefill_chunk=8)
-    arguments = {"model": model, "config": config, "draft_params": draft_params}
-    plain = speculative_generate(params, PROMPTS, **arguments)
-    result = speculative_generate(params, PROMPTS, **arguments, mesh=make_mesh({"data": 2}))
-    assert result.rows() == plain.rows() and (result.stats.accepted == plain.stats.accepted).all()
-    with pytest.raises(ValueError, match="do not support a mesh that splits the trunk"):
-        speculative_generate(
-            params, PROMPTS, **arguments | {"config": dataclasses.replace(config, allow_copies=True)},
-            mesh=make_mesh({"tensor": 2}),
-        )  # fmt: skip
+    check_mesh(model, params, drafter, draft_params, PROMPTS)
 
 
 @pytest.mark.parametrize(

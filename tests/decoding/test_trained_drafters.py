@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from mtpjax import DecodeConfig, SamplingParams, generate, init_state, insert, run, speculative_generate
-from mtpjax.compat import make_mesh
 from mtpjax.decoding.drafters.eagle3 import Eagle3Drafter, Eagle3Params
 from mtpjax.decoding.drafters.medusa import MedusaDrafter, MedusaParams
 from mtpjax.decoding.result import collect
@@ -17,6 +16,7 @@ from mtpjax.models.config import ModelConfig
 from mtpjax.models.eagle3 import Eagle3, Eagle3Config
 from mtpjax.models.masks import full_view
 from mtpjax.models.medusa import Medusa, MedusaConfig
+from tests.helpers.drafter_mesh import check_mesh
 from tests.helpers.laws import first_token_law, second_token_law, second_tokens
 
 V, D, R = 11, 32, 7
@@ -216,16 +216,7 @@ def test_rows_enter_a_running_state(name, pool, trunk):
 def test_a_mesh_splits_rows_and_not_the_trunk(name, trunk):
     model, params = trunk
     drafter, draft_params = DRAFTERS[name]()
-    config = DecodeConfig(max_new_tokens=12, num_steps=2, drafter=drafter, prefill_chunk=8)
-    arguments = {"model": model, "config": config, "draft_params": draft_params}
-    plain = speculative_generate(params, PROMPTS, **arguments)
-    result = speculative_generate(params, PROMPTS, **arguments, mesh=make_mesh({"data": 2}))
-    assert result.rows() == plain.rows() and (result.stats.accepted == plain.stats.accepted).all()
-    with pytest.raises(ValueError, match="do not support a mesh that splits the trunk"):
-        speculative_generate(
-            params, PROMPTS, **arguments | {"config": dataclasses.replace(config, allow_copies=True)},
-            mesh=make_mesh({"tensor": 2}),
-        )  # fmt: skip
+    check_mesh(model, params, drafter, draft_params, PROMPTS)
 
 
 @pytest.mark.slow
