@@ -137,7 +137,7 @@ class Trace:
 
     def _watch(self) -> None:
         while (traced := self._pending.get()) is not None:
-            jax.block_until_ready(traced.call.report.num_new)
+            jax.block_until_ready(traced.call.report)
             traced.completed = time.perf_counter()
 
 
@@ -220,7 +220,7 @@ def count_rounds(engine: Engine, requests: Sequence[Request]) -> dict[str, int]:
     for traced in trace.calls:
         if traced.call.is_prefill:
             continue
-        steps = np.asarray(traced.call.report.steps)
+        steps = traced.call.report.read().steps
         advanced = 0
         for row, sequence in enumerate(traced.call.rows):
             if sequence is not None:

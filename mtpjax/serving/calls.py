@@ -8,7 +8,7 @@ import numpy as np
 
 from mtpjax.decoding.drafters.base import Draft
 from mtpjax.decoding.gpu_graph import OneGraph
-from mtpjax.serving.programs import Batch, Report
+from mtpjax.serving.programs import Batch, PackedReport, Report
 from mtpjax.serving.scheduler import Sequence
 
 
@@ -27,17 +27,17 @@ class Call:
 
     Attributes:
         rows: the request of each row of the report; None for padding.
-        report: arrays on the device.
+        report: what it changed, on the device.
         is_prefill: the call processes prompts.
     """
 
     rows: list[Sequence | None]
-    report: Report
+    report: PackedReport
     is_prefill: bool
 
     def read(self) -> Report:
         """Waits for the call; returns its report as arrays on the host."""
-        return jax.device_get(self.report)
+        return self.report.read()
 
 
 @dataclasses.dataclass

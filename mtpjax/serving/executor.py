@@ -245,7 +245,7 @@ class Executor:
         Returns:
             The copies on their way out.
         """
-        with self._on_device():
+        with self._on_device(*host_pages.PROGRAMS):
             copies = copy_out(self.state, pool.outgoing)
             self.state = copy_in(self.state, pool.incoming)
         pool.outgoing, pool.incoming = [], []
@@ -253,7 +253,7 @@ class Executor:
 
     def read_pages(self, pages: list[tuple[bytes, int]]) -> list[Outgoing]:
         """Copies known pages towards the host; they stay in the pool."""
-        with self._on_device():
+        with self._on_device(*host_pages.PROGRAMS):
             return copy_out(self.state, pages)
 
     def save_snapshots(self, rows: list[tuple[Sequence, int]]) -> None:
@@ -283,7 +283,7 @@ class Executor:
             to_state: from the snapshots to the slots; False: back.
         """
         own, config = recurrent_entries(self.state.trunk), self.model.config
-        with self._on_device():
+        with self._on_device(copy_rows):
             if to_state:
                 self.snapshots, own = copy_rows((self.snapshots, own), rows, slots, config=config)
             else:
@@ -292,7 +292,7 @@ class Executor:
 
     def score(self, tokens: list[int], num_top: int) -> Scores:
         """Computes the log-probabilities of a text; see `Scores`."""
-        with self._on_device():
+        with self._on_device(score):
             return score_text(self.params, tokens, num_top, model=self.model, max_length=self.sizes.max_length)
 
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
@@ -338,7 +338,7 @@ class Executor:
         calls = [DraftCall([], batch, depth, draft) for (batch, depth), draft in zip(rounds, drafts, strict=True)]
         warm([self._verify(call, self.all_allowed(call.draft.tokens.shape)) for call in calls])
         if self.settings.host_bytes:
-            with self._on_device():
+            with self._on_device(*host_pages.PROGRAMS):
                 self.state = host_pages.warm_up(self.state)
         if self.snapshots:
             nowhere = np.full(sizes.num_parts, NO_ROW, np.int32)
@@ -392,28 +392,29 @@ class Executor:
 
     def _run(self, work: Work) -> Any:
         """Dispatches a call; returns its report, if it has one."""
-        with self._on_device():
+        with self._on_device(work.program):
             self.state, report = work.program(
                 self.params, self.draft_params, self.state, *work.arrays, model=self.model, **work.settings
             )
         return report
 
     def _compile(self, work: Work) -> None:
-        with self._on_device():
+        with self._on_device(work.program):
             work.program.compile(
                 self.params, self.draft_params, self.state, *work.arrays, model=self.model, **work.settings
             )
 
     @contextlib.contextmanager
-    def _on_device(self) -> Iterator[None]:
+    def _on_device(self, *calls: Any) -> Iterator[None]:
+        """Sets what calls on the device need, and counts the programs that `calls` compile."""
         with (
             library_settings(),
             device_settings(self.params, self.mesh, self.config),
             explain_param_errors(self.params, self.model),
         ):
-            before, begin = _num_programs(), time.perf_counter()
+            before, begin = _num_programs(calls), time.perf_counter()
             yield
-            if (num_new := _num_programs() - before) > 0:
+            if (num_new := _num_programs(calls) - before) > 0:
                 self.num_compiled += num_new
                 self.compile_seconds += time.perf_counter() - begin
 
@@ -453,11 +454,9 @@ class Executor:
         return batch
 
 
-def _num_programs() -> int:
-    """Returns the number of programs that this process has compiled for engines."""
-    rounds = programs.advance, programs.draft_round, programs.verify_round
-    calls = (programs.admit, programs.prefill_chunk, *rounds, programs.clear_pages, score, copy_rows)
-    return sum(call.num_programs for call in calls) + host_pages.num_programs()
+def _num_programs(calls: tuple[Any, ...]) -> int:
+    """Returns the number of programs that this process has compiled for calls."""
+    return sum(call.num_programs for call in calls)
 
 
 def _cells(grid: list[list[Sequence | None]]) -> Iterator[tuple[int, int, Sequence]]:

@@ -146,11 +146,6 @@ def warm_up(state: DecodeState) -> DecodeState:
     return _write(state, _padded([]), arrays)
 
 
-def num_programs() -> int:
-    """Returns the number of programs that copies have compiled in this process."""
-    return _read.num_programs + _write.num_programs
-
-
 def _padded(pages: list[int]) -> np.ndarray:
     """Returns page ids `[NUM_PER_CALL]` int32; an id outside the pool pads."""
     return np.array([*pages, *[np.iinfo(np.int32).max] * (NUM_PER_CALL - len(pages))], np.int32)
@@ -181,3 +176,6 @@ def _write(state: DecodeState, pages: jax.Array, entries: list[jax.Array]) -> De
         return replace_pool_arrays(node, [pool.at[pages].set(next(rest), mode="drop") for pool in pool_arrays(node)])
 
     return jax.tree.map(write, state, is_leaf=_is_cache)
+
+
+PROGRAMS = (_read, _write)  # the compiled copies

@@ -12,11 +12,12 @@ from 0 in each part.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from mtpjax.decoding.commit import cond_as_while_loop
@@ -46,20 +47,46 @@ class Batch(flax.struct.PyTreeNode):
     num_shared: Any  # [P, b] int32 positions at the beginning that the row never writes
 
 
-class Report(flax.struct.PyTreeNode):
-    """What a call changed, per row of its batch: R = P * b rows, and n new tokens at most."""
+class Report(NamedTuple):
+    """What a call changed, per row of its batch: R = P * b rows, n new tokens at most, K draft levels."""
 
-    tokens: jax.Array  # [R, n] int32, valid up to num_new
-    origins: jax.Array  # [R, n] int8
-    logprobs: jax.Array  # [R, n] float32; [R, 0] for a state without log-probabilities
-    num_new: jax.Array  # [R] int32
-    done: jax.Array  # [R] bool
-    stopped: jax.Array  # [R] bool
-    failed: jax.Array  # [R] bool
-    steps: jax.Array  # [R] int32, as in `DecodeState`
-    proposed: jax.Array  # [R, K] int32
-    accepted: jax.Array  # [R, K] int32
-    num_final: jax.Array  # [R] int32 positions at the beginning whose entries will not change
+    tokens: Any  # [R, n] int32, valid up to num_new
+    origins: Any  # [R, n] int32
+    logprobs: Any  # [R, n] float32; [R, 0] for a state without log-probabilities
+    num_new: Any  # [R] int32
+    done: Any  # [R] bool
+    stopped: Any  # [R] bool
+    failed: Any  # [R] bool
+    steps: Any  # [R] int32, as in `DecodeState`
+    proposed: Any  # [R, K] int32
+    accepted: Any  # [R, K] int32
+    num_final: Any  # [R] int32 positions at the beginning whose entries will not change
+
+
+class PackedReport(flax.struct.PyTreeNode):
+    """A `Report` as one array, because every array that the host reads is a copy of its own.
+
+    Attributes:
+        values: `[R, C]` int32: the fields side by side, log-probabilities bit by bit.
+        widths: columns of each field.
+    """
+
+    values: jax.Array
+    widths: tuple[int, ...] = flax.struct.field(pytree_node=False)
+
+    @classmethod
+    def pack(cls, report: Report) -> "PackedReport":
+        """Packs arrays on the device."""
+        bits = report._replace(logprobs=jax.lax.bitcast_convert_type(report.logprobs, jnp.int32))
+        columns = [field.astype(jnp.int32).reshape(len(field), -1) for field in bits]
+        return cls(jnp.concatenate(columns, axis=1), tuple(column.shape[1] for column in columns))
+
+    def read(self) -> Report:
+        """Waits for the call; returns arrays of the host."""
+        fields = Report(*np.split(jax.device_get(self.values), np.cumsum(self.widths)[:-1], axis=1))
+        flat = {name: getattr(fields, name)[:, 0] for name in ("num_new", "steps", "num_final")}
+        flags = {name: getattr(fields, name)[:, 0].astype(bool) for name in ("done", "stopped", "failed")}
+        return fields._replace(logprobs=fields.logprobs.view(np.float32), **flat, **flags)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +163,7 @@ def prefill_chunk(
     drafter: Drafter,
     spec: DecodeSpec,
     features: Features,
-) -> tuple[DecodeState, Report]:
+) -> tuple[DecodeState, PackedReport]:
     """Processes one chunk of each row's prompt; a row whose prompt ends there gets its first new token.
 
     Args:
@@ -188,7 +215,7 @@ def advance(
     features: Features,
     depth: int,
     max_rounds: int,
-) -> tuple[DecodeState, Report]:
+) -> tuple[DecodeState, PackedReport]:
     """Runs rounds on some rows, all with the same number of draft levels.
 
     Args:
@@ -297,7 +324,7 @@ def verify_round(
     drafter: Drafter,
     spec: DecodeSpec,
     depth: int,
-) -> tuple[DecodeState, Report]:
+) -> tuple[DecodeState, PackedReport]:
     """Ends the round that `draft_round` began: verifies, accepts and commits.
 
     Args:
@@ -397,7 +424,7 @@ def _lengths(state: DecodeState, batch: Batch) -> jax.Array:
     return jnp.take(state.length, _slots(state, batch))
 
 
-def _report(state: DecodeState, batch: Batch, before: jax.Array, max_new: int, drafter: Drafter) -> Report:
+def _report(state: DecodeState, batch: Batch, before: jax.Array, max_new: int, drafter: Drafter) -> PackedReport:
     """Reports the change of each row since it had `before [R]` tokens."""
     slots = _slots(state, batch)
     take = lambda leaf: jnp.take(leaf, slots, axis=0)
@@ -415,7 +442,7 @@ def _report(state: DecodeState, batch: Batch, before: jax.Array, max_new: int, d
         **{name: take(getattr(state, name)) for name in ("done", "stopped", "failed", "steps", "proposed", "accepted")},
         num_final=num_final,
     )
-    return _in_every_process(report)
+    return _in_every_process(PackedReport.pack(report))
 
 
 def _in_every_process(tree: Any) -> Any:
