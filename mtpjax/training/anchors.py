@@ -27,6 +27,7 @@ def draw_anchors(key: jax.Array, is_valid: jax.Array, count: int) -> jax.Array:
     Returns:
         `[B, A]` int32 columns, A = min(count, T - 1), ascending; 0 stands for no anchor.
     """
+    # The rows with the most noise; those without a valid target come last.
     noise = jnp.where(is_valid, jax.random.uniform(key, is_valid.shape), -1.0)
     drawn, rows = jax.lax.top_k(noise, min(count, is_valid.shape[1] - 1))
     return jnp.sort(jnp.where(drawn >= 0, rows + 1, 0), axis=1)
@@ -74,8 +75,9 @@ def anchor_terms(
         The terms, `[1 + K, B, T]` and `[K, B, T]`.
     """
     (B, A), T, K = anchors.shape, targets.shape[2], len(output.mtp_logits)
+    # 1. The trunk, in all rows.
     trunk = compute(DepthsOutput(output.logits, output.hidden, (), ()), targets[:1])
-    # All drafts of a row become the rows of one depth, whose row r `compute` compares with row r + 1 of the trunk.
+    # 2. All drafts of a row become the rows of one depth, whose row r `compute` compares with row r + 1 of the trunk.
     # The trunk predicts token a + k in column a + k - 1.
     columns = jnp.clip(anchors[:, :, None] + jnp.arange(K)[None, None], 0, T - 1).reshape(B, A * K)
 
@@ -91,11 +93,13 @@ def anchor_terms(
         (of_levels(output.mtp_logits),),
         (of_levels(output.mtp_hidden),),
     )
+    # Their targets are those of the depths in row a - 1.
     rows = jnp.broadcast_to(jnp.maximum(anchors - 1, 0)[None], (K, B, A))
     drafted = jnp.moveaxis(jnp.take_along_axis(targets[1:], rows, axis=2), 0, 2).reshape(B, A * K)
     drafted = jnp.pad(drafted, ((0, 0), (0, 1)))
     terms = compute(flat, jnp.stack([jnp.zeros_like(drafted), drafted]))
 
+    # 3. Back to the rows of the anchors.
     def back(values: jax.Array) -> jax.Array:
         return to_rows(jnp.moveaxis(values[:, : A * K].reshape(B, A, K), 2, 0), anchors, T)
 

@@ -325,6 +325,7 @@ class TrainConfig:
         require_choice("drafter", self.drafter, DRAFTERS)
         object.__setattr__(self, "draft_layers", tuple(self.draft_layers))
         require(self.draft_vocab_size >= 0, f"draft_vocab_size must not be negative, is {self.draft_vocab_size}")
+        # A setting that the drafter would ignore is a mistake.
         for name, drafters in DRAFTER_SETTINGS.items():
             is_default = getattr(self, name) == getattr(type(self), name)
             choices = ", ".join(map(repr, drafters))

@@ -109,10 +109,13 @@ def _block_architecture(config: TrainConfig, trunk: ModelConfig, num_drafted: in
         "num_target_layers": trunk.num_hidden_layers,
         "mask_token_id": config.draft_mask_token or 0,
         "draft_vocab_size": num_drafted,
+        # The trunk's head has the columns of all tokens.
         "own_head": num_drafted < V,
     }
+    # The slot of DFlash's anchor drafts nothing.
     if config.drafter == "dflash":
         return DFlashConfig(block_size=config.num_depths + 1, **shape)
+    # The heads that DeepSpec trains.
     return DSparkConfig(
         block_size=config.num_depths,
         sample_from_anchor=True,

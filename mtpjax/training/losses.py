@@ -240,6 +240,7 @@ def objective_loss(
         else:
             value = end_to_end_tv(terms.overlap, drafts, totals)
         total += share * value
+    # The confidence learns the overlap, and does not change it.
     if confidence is not None:
         surprise = binary_cross_entropy(confidence, jax.lax.stop_gradient(terms.overlap))
         total += weights @ valid_mean(surprise, drafts, totals.num_valid[1:])

@@ -42,6 +42,7 @@ def with_mask_token(architecture: DraftArchitecture, config: TrainConfig, corpus
         return architecture
     V = architecture.block.vocab_size
     counts = _count_tokens(corpus, V)
+    # However rare an end of a text is, drafts contain it.
     counts[[token for token in corpus.tokenizer.eos_token_ids if token < V]] = np.iinfo(np.int64).max
     return dataclasses.replace(architecture, mask_token_id=V - 1 - int(np.argmin(counts[::-1])))
 
@@ -67,6 +68,7 @@ def choose_draft_ids(corpus: Corpus, architecture: DraftArchitecture, vocab_size
     """
     if (size := architecture.draft_vocab_size) == vocab_size:
         return None
+    # Every text must be able to end.
     ends = [token for token in corpus.tokenizer.eos_token_ids if token < vocab_size]
     return jnp.array(choose_vocabulary(_count_tokens(corpus, vocab_size), size, required_ids=ends), jnp.int32)
 
@@ -87,6 +89,7 @@ def add_new_drafter(
         The parameters with `DRAFTER` (float32), and `DRAFT_IDS` if there are any.
     """
     own, D = {} if draft_ids is None else {DRAFT_IDS: draft_ids}, model.config.hidden_size
+    # Only the shapes of the inputs matter here.
     if isinstance(architecture, MedusaConfig):
         network = jax.jit(Medusa(architecture).init)(key, jnp.zeros((1, D)))["params"]
     else:
@@ -98,6 +101,7 @@ def add_new_drafter(
             block = DSpark(architecture) if isinstance(architecture, DSparkConfig) else DFlash(architecture)
             network = jax.jit(block.init)(key, features, jnp.zeros((1, 2, D)), view)["params"]
     params = {**params, **own, DRAFTER: dict(network)}
+    # A head of its own begins as the trunk's.
     head = draft_heads(params, model=model, architecture=architecture, num_depths=0)[0].astype(jnp.float32)
     for name in network:
         if name == "head" or name.startswith("output_"):

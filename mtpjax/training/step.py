@@ -213,6 +213,7 @@ def train_step(
     if architecture is not None:
         loss_mask = mask_undraftable(state.params, tokens, loss_mask, model.config.vocab_size)
     _, is_valid = all_targets(tokens, segment_ids, loss_mask, num_depths)
+    # A resumed run has the same number of updates behind it, and so draws the same anchors.
     anchors = None
     if isinstance(architecture, DFlashConfig):
         key = jax.random.fold_in(jax.random.key(seed), state.step)
