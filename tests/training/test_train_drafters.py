@@ -362,7 +362,8 @@ def test_the_cache_tells_layers_apart(trunk, corpus, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_trains_and_decodes(trunk, corpus, tmp_path, capsys):
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_the_command_trains_and_decodes(kind, trunk, corpus, tmp_path, capsys):
     from mtpjax.cli.main import main
 
     def command(*arguments):
@@ -372,7 +373,7 @@ def test_the_command_trains_and_decodes(trunk, corpus, tmp_path, capsys):
         return capsys.readouterr().out
 
     output = tmp_path / "run"
-    pairs = {"drafter": "eagle3", "init_from": trunk, **run_settings(corpus, output, steps=2, num_depths=2)}
+    pairs = {"drafter": kind, "init_from": trunk, **run_settings(corpus, output, steps=2, num_depths=2)}
     pairs["plot_formats"] = "[]"
     assert "drafter/" in command("train", *(f"{name}={value}" for name, value in pairs.items()))
     flags = ["--prompt", "def f", "--max-new-tokens", "12", "--check", "--speculative-draft-model-path", str(output)]
