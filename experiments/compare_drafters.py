@@ -1,12 +1,16 @@
-"""Which drafter drafts best on one trunk: an MTP module, EAGLE-3 or Medusa?
+"""Which drafter drafts best on one trunk: an MTP module, EAGLE-3, Medusa, DFlash or DSpark?
 
-    python -m experiments.compare_drafters [--quick]
+    python -m experiments.compare_drafters [--quick] [--methods dflash dspark] [--time-again]
 
 One trunk is trained on the standard library, as that of `mtpjax quickstart`, or `--model` names one of bytes. Each
 method trains a new drafter on it, frozen, with the same updates on the same rows and the same objective (KL to the
 trunk, levels weighted by 0.8), from several seeds. Each then drafts chains of the same depth for the same held-out
-prompts: greedily, and sampled at temperature 1 with block verification. A cell (method and seed) that is complete is
-not computed again, and a run that was killed resumes.
+prompts: greedily, and sampled at temperature 1 with block verification. DFlash and DSpark have five layers, as
+published, and train on a block behind every token; the others have one layer. DSpark also trains its confidence head,
+which decoding here does not use.
+
+A cell (method and seed) that is complete is not computed again, and a run that was killed resumes. `--time-again` only
+times the drafters of complete cells again, on a machine that is quiet now.
 
     accept length     tokens per round with the bonus token; 95 % over prompts
     position k        share of rounds that accepted at least k drafts, at temperature 0
@@ -25,16 +29,18 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
 
 from experiments.objectives import train_trunk
-from mtpjax import DecodeConfig, MTPModel, Objective, TrainConfig, load
+from mtpjax import DecodeConfig, MTPModel, Objective, TrainConfig, load, load_drafter
 from mtpjax.ablation.bench import Settings, find_workload
 from mtpjax.atomic import write_text
 from mtpjax.console import narrow_table
+from mtpjax.decoding.drafters.base import Drafter
+from mtpjax.decoding.drafters.load import DRAFTER_FOLDER
 from mtpjax.decoding.generate import generate, speculative_generate
 from mtpjax.evaluation.acceptance import sampling_arguments
 from mtpjax.evaluation.machine import Stopwatch, describe_machine
@@ -49,6 +55,8 @@ METHODS: dict[str, dict[str, Any]] = {  # another drafter joins with a row of it
     "mtp": {"trains": "modules"},
     "eagle3": {"drafter": "eagle3"},
     "medusa": {"drafter": "medusa"},
+    "dflash": {"drafter": "dflash"},
+    "dspark": {"drafter": "dspark"},
 }
 
 
@@ -62,9 +70,38 @@ class Sizes:
     timings: int = 5
 
 
-def train_drafter(folder: pathlib.Path, trunk: pathlib.Path, method: str, seed: int, *, steps: int) -> TrainResult:
+class Trained(NamedTuple):
+    """What decoding with a trained drafter needs."""
+
+    model: MTPModel
+    params: dict[str, Any]
+    drafter: Drafter | str
+    draft_params: Any
+
+
+def run_folder(folder: pathlib.Path, method: str, seed: int, steps: int) -> pathlib.Path:
+    """Returns the folder of a drafter's run."""
+    return folder / f"{method}-{seed}-{steps}"
+
+
+def load_trained(output: pathlib.Path, trunk: pathlib.Path) -> Trained:
+    """Loads the drafter of a complete run: MTP modules with their trunk, or a drafter beside it."""
+    if not (output / DRAFTER_FOLDER).is_dir():
+        return Trained(*load_model(output), "mtp", None)
+    model, params = load_model(trunk)
+    return Trained(model, params, *load_drafter(output, model=model))
+
+
+def load_model(path: pathlib.Path) -> tuple[MTPModel, dict[str, Any]]:
+    """Loads a model of bytes."""
+    model, params = load(path)
+    if not isinstance(model, MTPModel) or model.config.vocab_size != 256:
+        raise SystemExit(f"{path} is not a model of bytes")
+    return model, params
+
+
+def train_drafter(output: pathlib.Path, trunk: pathlib.Path, method: str, seed: int, *, steps: int) -> TrainResult:
     """Trains one drafter, or continues its run."""
-    output = folder / f"{method}-{seed}-{steps}"
     config = TrainConfig(
         init_from=str(trunk), steps=steps, batch_size=8, seed=seed, log_every=max(1, min(20, steps // 4)),
         num_depths=LEVELS, extra_tokens=LEVELS + 1, mtp_loss_scale=1.0, mtp_loss_scale_final=1.0, objective=OBJECTIVE,
@@ -80,9 +117,7 @@ def seconds_per_step(history: list[dict[str, Any]]) -> float:
     return float(np.median(seconds / steps))
 
 
-def time_decoding(
-    trained: TrainResult, config: DecodeConfig, prompts: list[list[int]], timings: int
-) -> dict[str, float]:
+def time_decoding(trained: Trained, config: DecodeConfig, prompts: list[list[int]], timings: int) -> dict[str, float]:
     """Times plain decoding, plain decoding as wide as verification, and decoding with drafts, in turns."""
     model, params = trained.model, trained.params
     plain = DecodeConfig(max_new_tokens=config.max_new_tokens, num_steps=0)
@@ -116,33 +151,50 @@ def time_decoding(
 
 
 def measure_cell(
-    folder: pathlib.Path, trunk: pathlib.Path, prompts: list[list[int]], method: str, seed: int, sizes: Sizes
+    folder: pathlib.Path,
+    trunk: pathlib.Path,
+    prompts: list[list[int]],
+    method: str,
+    seed: int,
+    sizes: Sizes,
+    *,
+    time_again: bool = False,
 ) -> dict[str, Any]:
     """Trains a drafter and decodes with it, unless the cell's file has the figures of the same settings."""
     file = folder / "cells" / f"{method}-{seed}-{sizes.steps}.json"
     settings = {"prompts": prompts, "levels": LEVELS, **dataclasses.asdict(sizes)}
-    if file.exists() and (stored := json.loads(file.read_text()))["settings"] == settings:
+    stored: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    is_complete, output = stored.get("settings") == settings, run_folder(folder, method, seed, sizes.steps)
+    if is_complete and not time_again:
         return stored
-    trained = train_drafter(folder, trunk, method, seed, steps=sizes.steps)
-    drafter = trained.drafter or "mtp"
-    config = DecodeConfig(max_new_tokens=sizes.new_tokens, num_steps=LEVELS, drafter=drafter)
+    if time_again and not is_complete:
+        raise SystemExit(f"{method}, seed {seed}, has no complete cell: run without --time-again first")
+    if is_complete:
+        cell, trained = stored, load_trained(output, trunk)
+    else:
+        result = train_drafter(output, trunk, method, seed, steps=sizes.steps)
+        trained = Trained(result.model, result.params, result.drafter or "mtp", result.draft_params)
+        cell = {"settings": settings, "train_seconds_per_step": seconds_per_step(result.history)}
+    config = DecodeConfig(max_new_tokens=sizes.new_tokens, num_steps=LEVELS, drafter=trained.drafter)
+    if not is_complete:
+        cell["counts"] = count_accepted(trained, config, prompts)
+    stopwatch = Stopwatch()
+    timed = time_decoding(trained, config, prompts[: sizes.timed_prompts], sizes.timings)
+    cell["timed"] = timed | {"waited": stopwatch.waited_share()}
+    file.parent.mkdir(exist_ok=True)
+    write_text(file, json.dumps(cell) + "\n")
+    return cell
+
+
+def count_accepted(trained: Trained, config: DecodeConfig, prompts: list[list[int]]) -> dict[str, dict[str, Any]]:
+    """Decodes the prompts at each temperature; returns rounds and accepted drafts of each."""
     counts = {}
     for temperature in TEMPERATURES:
         asked = sampling_arguments(temperature, list(range(len(prompts))))
         arguments = {"model": trained.model, "config": config, "draft_params": trained.draft_params, **asked}
         stats = speculative_generate(trained.params, prompts, **arguments).stats
         counts[f"{temperature:g}"] = {"rounds": stats.steps.tolist(), "accepted": stats.accepted.tolist()}
-    stopwatch = Stopwatch()
-    timed = time_decoding(trained, config, prompts[: sizes.timed_prompts], sizes.timings)
-    cell = {
-        "settings": settings,
-        "counts": counts,
-        "train_seconds_per_step": seconds_per_step(trained.history),
-        "timed": timed | {"waited": stopwatch.waited_share()},
-    }
-    file.parent.mkdir(exist_ok=True)
-    write_text(file, json.dumps(cell) + "\n")
-    return cell
+    return counts
 
 
 def figures(cells: list[dict[str, Any]]) -> dict[str, Any]:
@@ -207,18 +259,24 @@ def plot(path: pathlib.Path, methods: dict[str, dict[str, Any]]) -> None:
 
 
 def measure(
-    folder: pathlib.Path, console: Console, trunk: pathlib.Path, sizes: Sizes, *, seeds: int, count: int
+    folder: pathlib.Path,
+    console: Console,
+    trunk: pathlib.Path,
+    sizes: Sizes,
+    *,
+    methods: list[str],
+    seeds: int,
+    count: int,
+    time_again: bool,
 ) -> dict[str, Any]:
     """Returns `{"prompts": their number, "methods": {method: figures}}`."""
-    model, params = load(trunk)
-    if not isinstance(model, MTPModel) or model.config.vocab_size != 256:
-        raise SystemExit(f"{trunk} is not a model of bytes")
+    model, params = load_model(trunk)
     settings = Settings(max_new_tokens=sizes.new_tokens)
     prompts = find_workload(trunk, model, params, settings, num_prompts=count).prompts
-    cells: dict[str, list[dict[str, Any]]] = {method: [] for method in METHODS}
+    cells: dict[str, list[dict[str, Any]]] = {method: [] for method in methods}
     for seed in range(seeds):
         for method, found in cells.items():
-            found.append(measure_cell(folder, trunk, prompts, method, seed, sizes))
+            found.append(measure_cell(folder, trunk, prompts, method, seed, sizes, time_again=time_again))
             lengths = figures(found[-1:])["temperatures"].values()
             text = " and ".join(f"{row['accept_length']['value']:.3f}" for row in lengths)
             console.print(f"{method}, seed {seed}: accept length {text} at temperature 0 and 1")
@@ -232,6 +290,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=600, help="updates of each drafter (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=3, help="drafters of each method (default: %(default)s)")
     parser.add_argument("--prompts", type=int, default=64, help="held-out prompts (default: %(default)s)")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="(default: all)")
+    parser.add_argument("--time-again", action="store_true", help="only time the drafters of complete cells again")
     parser.add_argument("--quick", action="store_true", help="a few updates of each: to see that it runs")
     parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("runs/compare_drafters"), help="runs")
     parser.add_argument("--output", type=pathlib.Path, default=None, help="JSON file; a picture beside it")
@@ -242,7 +302,8 @@ def main(argv: list[str] | None = None) -> int:
     console = Console(highlight=False)
     options.folder.mkdir(parents=True, exist_ok=True)
     trunk = options.model or train_trunk(options.folder, steps=trunk_steps, preset="tiny")
-    result = measure(options.folder, console, trunk, sizes, seeds=seeds, count=count)
+    chosen = {"methods": options.methods, "time_again": options.time_again}
+    result = measure(options.folder, console, trunk, sizes, seeds=seeds, count=count, **chosen)
     print_tables(console, result["methods"])
     if options.output is not None:
         about = {"date": datetime.date.today().isoformat(), "machine": describe_machine(), "argv": sys.argv[1:]}

@@ -17,7 +17,10 @@ import numpy as np
 
 from mtpjax.decoding.capacity import round_up_capacity
 from mtpjax.decoding.config import DecodeConfig, SamplingParams
-from mtpjax.decoding.drafters.eagle3 import Eagle3Drafter, Eagle3Params
+from mtpjax.decoding.drafters.dflash import DFlashDrafter
+from mtpjax.decoding.drafters.dspark import DSparkDrafter
+from mtpjax.decoding.drafters.eagle3 import Eagle3Drafter
+from mtpjax.decoding.drafters.load import TrainedParams
 from mtpjax.decoding.drafters.medusa import MedusaDrafter, MedusaParams
 from mtpjax.decoding.generate import generate, speculative_generate
 from mtpjax.decoding.spec import DecodeSpec, Rule
@@ -114,7 +117,7 @@ def measure_acceptance(
 ) -> AcceptanceCounts:
     """Decodes prompts plainly and with drafts, and runs a teacher-forced pass over the plain texts.
 
-    A block drafter (DFlash, DSpark) has no teacher-forced pass yet: its sums are 0, and its predictions are nan.
+    A drafter of your own that has parameters has no teacher-forced pass: its sums are 0, and its predictions are nan.
 
     Args:
         params: parameters of `model` with unrolled layers.
@@ -168,7 +171,7 @@ def measure_acceptance(
             params, rows, result.rows(), texts, model=model, config=config, **sampling_kwargs
         )
         # 3. One teacher-forced pass over the plain text gives rates at every position, and the predictions.
-        if draft_params is None or isinstance(draft_params, Eagle3Params | MedusaParams):
+        if draft_params is None or isinstance(draft_params, TrainedParams):
             arguments = {"model": model, "config": config, "temperatures": batch_temperatures}
             teacher_forced, predicted = _teacher_forced(
                 params, rows, texts, extended_texts, draft_params=draft_params, **arguments
@@ -307,7 +310,7 @@ def is_predictable(config: DecodeConfig, rule: Rule) -> bool:
     """Returns whether `mtpjax.evaluation.predict` covers these settings.
 
     It covers chains of a fixed depth under an exact rule. The teacher-forced pass has no draft window and no reduced
-    draft vocabulary, so it does not describe drafts that are made with them.
+    draft vocabulary, and does not end DSpark's drafts early, so it does not describe drafts that are made with them.
 
     Args:
         config: decoding settings.
@@ -317,6 +320,8 @@ def is_predictable(config: DecodeConfig, rule: Rule) -> bool:
         True if predictions are possible.
     """
     is_chain = config.topk == 1 and config.depth_policy == "fixed" and config.draft_window is None
+    if isinstance(config.drafter, DSparkDrafter) and config.drafter.confidence_threshold:
+        return False
     return is_chain and config.draft_vocabulary is None and rule in ("greedy", "sample", "token", "block")
 
 
@@ -354,7 +359,7 @@ def _teacher_forced(
     """
     # A drafter beside the trunk has a teacher-forced pass of its own.
     architecture, network = None, {}
-    if isinstance(config.drafter, Eagle3Drafter | MedusaDrafter):
+    if isinstance(config.drafter, Eagle3Drafter | MedusaDrafter | DFlashDrafter):
         architecture, network = config.drafter.architecture, own_params(draft_params)
     arguments = {"model": model, "config": config, "temperatures": temperatures, "architecture": architecture}
     comparison = _compare_texts({**params, **network}, prompts, extended_texts, **arguments)
@@ -477,9 +482,9 @@ def compare_levels(
     return LevelComparison(*(jnp.stack(field, axis=-1) for field in zip(*levels, strict=True)))
 
 
-def own_params(draft_params: Eagle3Params | MedusaParams) -> dict[str, Any]:
+def own_params(draft_params: TrainedParams) -> dict[str, Any]:
     """Returns a drafter's parameters by the names that they have beside those of the trunk."""
-    network = draft_params.network if isinstance(draft_params, Eagle3Params) else draft_params.heads
+    network = draft_params.heads if isinstance(draft_params, MedusaParams) else draft_params.network
     ids = draft_params.draft_ids
     return {DRAFTER: network} | ({} if ids is None else {DRAFT_IDS: ids})
 

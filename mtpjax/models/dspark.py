@@ -84,8 +84,8 @@ class DSpark(DFlash):
         r = self.config.markov_rank if self.config.markov_head == "rnn" else 0
         return jnp.zeros((len(hidden), 1, r), hidden.dtype)
 
-    def markov_bias(self, hidden: jax.Array, previous: jax.Array, carry: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Computes what the Markov head adds to the logits.
+    def markov_features(self, hidden: jax.Array, previous: jax.Array, carry: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Computes what `markov_out` turns into a bias of the logits.
 
         Args:
             hidden: `[B, T, D]` states of the slots, after the final norm; T is 1 with recurrence.
@@ -93,7 +93,7 @@ class DSpark(DFlash):
             carry: the recurrent state, from `first_carry` or the slot before.
 
         Returns:
-            `[B, T, R]` float32, and the recurrent state for the next slot.
+            `[B, T, r]`, and the recurrent state for the next slot.
         """
         kind = self.config.markov_head
         x = self.markov_in[previous].astype(hidden.dtype)
@@ -104,6 +104,15 @@ class DSpark(DFlash):
             gate = jax.nn.sigmoid(gate)
             carry = gate * carry + (1 - gate) * jnp.tanh(candidate)
             x = jnp.tanh(output)
+        return x, carry
+
+    def markov_bias(self, hidden: jax.Array, previous: jax.Array, carry: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Computes what the Markov head adds to the logits; arguments as in `markov_features`.
+
+        Returns:
+            `[B, T, R]` float32, and the recurrent state for the next slot.
+        """
+        x, carry = self.markov_features(hidden, previous, carry)
         return jnp.matmul(x, self.markov_out.astype(x.dtype), preferred_element_type=jnp.float32), carry
 
     def confidence_logits(self, hidden: jax.Array, previous: jax.Array) -> jax.Array:

@@ -74,6 +74,13 @@ class Recycled(flax.struct.PyTreeNode):
     levels: tuple[Entries, ...] = ()
 
 
+def segment_positions(segment_ids: jax.Array) -> jax.Array:
+    """Counts the positions `[B, T]` int32 of packed rows from the first token of each segment."""
+    index = jnp.arange(segment_ids.shape[1])[None, :]
+    begins = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
+    return index - jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
+
+
 def full_view(config: ModelConfig, segment_ids: jax.Array, *, shift: int = 0) -> View:
     """Makes the view of whole rows without a cache: causal within each segment.
 
@@ -85,10 +92,7 @@ def full_view(config: ModelConfig, segment_ids: jax.Array, *, shift: int = 0) ->
     Returns:
         The view; positions count from the start of each segment.
     """
-    index = jnp.arange(segment_ids.shape[1])[None, :]
-    # Positions count from the first token of each segment.
-    begins = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
-    positions = index - jax.lax.cummax(jnp.where(begins, index, 0), axis=1) + shift
+    index, positions = jnp.arange(segment_ids.shape[1])[None, :], segment_positions(segment_ids) + shift
     # Causal, within the segment.
     mask = (index[:, :, None] >= index[:, None, :]) & (segment_ids[:, :, None] == segment_ids[:, None, :])
     return View(rotary_angles(config, positions), mask, segment_ids=segment_ids)

@@ -13,15 +13,26 @@ from mtpjax.models.presets import presets
 
 MAX_LEARNING_RATE = 100.0  # far above what any run uses: a larger one is a typing error
 MAX_DEPTHS = 64  # each depth is compiled: many more would compile for hours
-OBJECTIVES = ("cross_entropy", "kl", "lk_hybrid", "end_to_end_tv")
+OBJECTIVES = ("cross_entropy", "kl", "total_variation", "lk_hybrid", "end_to_end_tv")
+DRAFTERS = ("mtp", "eagle3", "medusa", "dflash", "dspark")
+BLOCK_DRAFTERS = ("dflash", "dspark")
+# Settings of drafters in files of their own, and the drafters that each one applies to.
+DRAFTER_SETTINGS = {
+    "draft_vocab_size": DRAFTERS[1:],
+    "draft_layers": ("eagle3", *BLOCK_DRAFTERS),
+    "draft_num_layers": BLOCK_DRAFTERS,
+    "draft_anchors": BLOCK_DRAFTERS,
+    "draft_mask_token": BLOCK_DRAFTERS,
+    "draft_markov_rank": ("dspark",),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Objective:
     """Losses of the draft depths. The trunk always minimises cross-entropy.
 
-    The draft loss is a weighted sum (a mix) of the objectives "cross_entropy", "kl", "lk_hybrid" and "end_to_end_tv",
-    whose formulas are in `mtpjax.training.losses`.
+    The draft loss is a weighted sum (a mix) of the objectives "cross_entropy", "kl", "total_variation", "lk_hybrid" and
+    "end_to_end_tv", whose formulas are in `mtpjax.training.losses`.
 
     Args:
         mix: weight of each objective by name, as a dict or as pairs; kept as pairs. (): `TrainConfig` sets it to
@@ -99,11 +110,17 @@ class TrainConfig:
             Hugging Face Hub: `org/name` or `org/name@revision`.
         model_type: the family to read `init_from` as, instead of the one that its `config.json` names.
         drafter: what drafts: "mtp", the model's MTP modules; or a new drafter in files of its own, which trains on the
-            frozen trunk of `init_from`: "eagle3" (2503.01840) over `num_depths` levels, or "medusa" (2401.10774) with
-            `num_depths` heads. The trunk's MTP modules are then left out, and `trains` is "modules".
+            frozen trunk of `init_from`: "eagle3" (2503.01840) over `num_depths` levels, "medusa" (2401.10774) with
+            `num_depths` heads, "dflash" (2602.06036) or "dspark" (2607.05147) with blocks of `num_depths` drafts. The
+            trunk's MTP modules are then left out, and `trains` is "modules".
         draft_vocab_size: tokens that a new drafter can draft: the most frequent ones of the training rows. 0: all.
-        draft_layers: trunk layers whose input states EAGLE-3 reads; the number of layers stands for the last one's
-            output. (): layers 2, L / 2 and L - 3, or thirds of a trunk of fewer than 7 layers.
+        draft_layers: trunk layers whose input states EAGLE-3, DFlash and DSpark read; the number of layers stands for
+            the last one's output. (): for EAGLE-3 layers 2, L / 2 and L - 3, or thirds of a trunk of fewer than 7
+            layers; for the others five layers from 2 to L - 2, or from 1 to L of a trunk of fewer than 8 layers.
+        draft_num_layers: layers of DFlash and DSpark. None: 5.
+        draft_anchors: most blocks of DFlash and DSpark in a row. Every update draws new anchors. None: 512.
+        draft_mask_token: token of the slots behind an anchor. None: the rarest one of the training rows.
+        draft_markov_rank: rank of DSpark's Markov head. None: 256, at most the vocabulary.
         trains: "all"; "modules" freezes the trunk and the embedding and head that the modules share with it;
             "detached" trains everything, but the draft losses do not reach the trunk.
         trunk_dtype: dtype of a frozen trunk's weights, with its embedding and head: "float32", "bfloat16", or "stored",
@@ -178,9 +195,13 @@ class TrainConfig:
     model: ModelConfig | Mapping[str, Any] | tuple[tuple[str, Any], ...] | None = ()
     init_from: str | None = None
     model_type: str | None = None
-    drafter: Literal["mtp", "eagle3", "medusa"] = "mtp"
+    drafter: Literal["mtp", "eagle3", "medusa", "dflash", "dspark"] = "mtp"
     draft_vocab_size: int = 0
     draft_layers: tuple[int, ...] = ()
+    draft_num_layers: int | None = None
+    draft_anchors: int | None = None
+    draft_mask_token: int | None = None
+    draft_markov_rank: int | None = None
     trains: Literal["all", "modules", "detached"] = "all"
     trunk_dtype: Literal["float32", "bfloat16", "stored"] = "float32"
     trunk_states: str | None = None
@@ -301,12 +322,18 @@ class TrainConfig:
 
     def _check_drafter(self):
         """Checks the settings of a drafter of its own, which trains on a frozen trunk."""
-        require_choice("drafter", self.drafter, ("mtp", "eagle3", "medusa"))
+        require_choice("drafter", self.drafter, DRAFTERS)
         object.__setattr__(self, "draft_layers", tuple(self.draft_layers))
         require(self.draft_vocab_size >= 0, f"draft_vocab_size must not be negative, is {self.draft_vocab_size}")
+        # A setting that the drafter would ignore is a mistake.
+        for name, drafters in DRAFTER_SETTINGS.items():
+            is_default = getattr(self, name) == getattr(type(self), name)
+            choices = ", ".join(map(repr, drafters))
+            require(is_default or self.drafter in drafters, f"{name} needs drafter {choices}, not '{self.drafter}'")
+        for name in ("draft_num_layers", "draft_anchors", "draft_markov_rank"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"{name} must be at least 1, is {value}")
         if self.drafter == "mtp":
-            for name in ("draft_vocab_size", "draft_layers"):
-                require(not getattr(self, name), f"{name} needs a drafter 'eagle3' or 'medusa', not 'mtp'")
             return
         require(
             self.init_from is not None,
@@ -317,7 +344,10 @@ class TrainConfig:
             f"drafter '{self.drafter}' trains on a frozen trunk: trains must be 'modules', not 'detached'",
         )
         object.__setattr__(self, "trains", "modules")
-        require(not self.draft_layers or self.drafter == "eagle3", "draft_layers applies only to drafter 'eagle3'")
+        require(
+            self.num_depths >= 2 or self.drafter != "dspark",
+            f"drafter 'dspark' needs num_depths of at least 2, the slots of its block, not {self.num_depths}",
+        )
         require(not self.model, f"drafter '{self.drafter}' leaves MTP modules out: do not set model.num_mtp_modules")
         require(not dict(self.mesh), f"drafter '{self.drafter}' trains on one device: leave out mesh")
         require(

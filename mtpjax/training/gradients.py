@@ -1,5 +1,6 @@
 """Loss and gradients of some rows of a batch, as shares that add up to those of the whole batch."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,18 +13,21 @@ from mtpjax.models.draft_forward import (
     draft_heads,
     draft_layer_ids,
     forward_drafter,
+    shares_head,
 )
-from mtpjax.models.eagle3 import Eagle3Config
+from mtpjax.models.dspark import DSparkConfig
 from mtpjax.models.forward import DepthsOutput, forward_depths, trunk_states
 from mtpjax.models.model import MTPModel, bind
 from mtpjax.models.params import is_of_modules
+from mtpjax.training.anchors import anchor_terms, keep_anchors, to_rows
 from mtpjax.training.config import Objective
 from mtpjax.training.loss_inputs import LossInputs, ObjectiveFunction, call_objective
 from mtpjax.training.losses import BatchTotals, all_targets, objective_loss, valid_mean
 from mtpjax.training.position_losses import PositionTerms, chunked_terms, plain_terms
 
-# Tokens, segment ids and loss mask of a `Batch`, and the trunk's cached hidden states if it is frozen.
-Rows = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
+# Tokens, segment ids and loss mask of a `Batch`, the trunk's cached hidden states if it is frozen, and the anchors of a
+# block drafter.
+Rows = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]
 
 
 def trainable_params(params: dict, trains: str) -> dict:
@@ -80,12 +84,14 @@ def loss_and_gradients(
         of the batch are the batch's.
     """
     is_detached = trains == "detached"
-    # An objective of one's own may read KL and overlap, whatever the settings' objective needs.
-    compares_with_trunk = objective.compares_with_trunk or objective_function is not None
+    # An objective of one's own may read KL and overlap, whatever the settings' objective needs. A confidence head
+    # learns the overlap.
+    has_confidence = isinstance(architecture, DSparkConfig) and architecture.has_confidence
+    compares_with_trunk = objective.compares_with_trunk or objective_function is not None or has_confidence
 
     # Forward pass: trunk (or its cached states), then every depth, then cross-entropy, KL and overlap per position.
     def terms_of(trainable, rows):
-        tokens, segment_ids, loss_mask, states = rows
+        tokens, segment_ids, loss_mask, states, anchors = rows
         all_params = {**params, **trainable}
         if states is None:
             layer_ids = draft_layer_ids(architecture)
@@ -93,38 +99,40 @@ def loss_and_gradients(
         else:
             states = states.astype(model.dtype or params["embedding"].dtype)
         targets, is_valid = all_targets(tokens, segment_ids, loss_mask, num_depths)
+        is_valid, confidence = keep_anchors(is_valid, anchors), None
         if architecture is None:
             shape = {"num_depths": num_depths, "attention_layout": attention_layout, "is_detached": is_detached}
             output = forward_depths(all_params, states, tokens, segment_ids, model=model, **shape)
         else:
-            shape = {"num_depths": num_depths, "architecture": architecture}
+            shape = {"num_depths": num_depths, "architecture": architecture, "anchors": anchors}
             output = forward_drafter(all_params, states, tokens, segment_ids, model=model, **shape)
             # Targets are columns of the drafter's head. Tokens without one are masked (`mask_undraftable`).
             if (column := draft_columns(all_params, model.config.vocab_size)) is not None:
                 targets = jnp.maximum(column[targets], 0)
-        terms = _output_terms(
+            if anchors is not None and output.confidence is not None:
+                confidence = to_rows(output.confidence, anchors, tokens.shape[1])
+        compute = functools.partial(
+            _output_terms,
             all_params,
-            output,
-            targets,
             model=model,
             vocab_chunk=objective.vocab_chunk,
             compares_with_trunk=compares_with_trunk,
             is_detached=is_detached,
             architecture=architecture,
         )
-        return terms, is_valid, targets, output
+        terms = compute(output, targets) if anchors is None else anchor_terms(compute, output, targets, anchors)
+        return terms, is_valid, targets, output, confidence
 
     # The LK hybrid's w depends on the overlap of the whole batch, and gets no gradient.
     def overlap_of(terms, is_valid, *_):
         return jax.lax.stop_gradient(valid_mean(terms.overlap, is_valid[1:], totals.num_valid[1:]))
 
     def loss_of(trainable, rows, overlap=None):
-        terms, is_valid, targets, output = terms_of(trainable, rows)
+        terms, is_valid, targets, output, confidence = terms_of(trainable, rows)
         overlap = sum_over_devices(overlap_of(terms, is_valid)) if overlap is None else overlap
         whole = totals._replace(overlap=overlap)
-        loss, losses = objective_loss(
-            terms, is_valid, mtp_scale=mtp_scale, objective=objective, progress=progress, totals=whole
-        )
+        settings = {"mtp_scale": mtp_scale, "objective": objective, "progress": progress}
+        loss, losses = objective_loss(terms, is_valid, totals=whole, confidence=confidence, **settings)
         if objective_function is not None:
             inputs = LossInputs(loss, terms, targets, is_valid, output, whole, mtp_scale, progress)
             loss = call_objective(objective_function, inputs)
@@ -189,9 +197,9 @@ def _output_terms(
     apply, modules, num_depths = bind(model, params), model.config.num_mtp_modules, len(output.mtp_hidden)
     heads, head_of = [apply(method="head_matrix")], [0] * (1 + num_depths)
     if architecture is not None:
-        # All levels of EAGLE-3 have one head, which the loss then reads once.
+        # The loss reads a head that the levels share once.
         heads = list(draft_heads(params, model=model, architecture=architecture, num_depths=num_depths))
-        is_shared = isinstance(architecture, Eagle3Config) or architecture.shares_output
+        is_shared = shares_head(architecture)
         heads, head_of = (heads[:2], [0, *[1] * num_depths]) if is_shared else (heads, [*range(1 + num_depths)])
     elif model.config.mtp_own_head:
         heads += [apply(index=index, method="head_matrix") for index in range(min(modules, num_depths))]
@@ -199,6 +207,8 @@ def _output_terms(
     # A shared head gets gradients from the trunk's loss alone: the depths read a copy without gradient.
     elif is_detached:
         heads, head_of = [heads[0], jax.lax.stop_gradient(heads[0])], [0, *[1] * num_depths]
+    # The kernels take heads of one width; a Markov head makes the drafter's wider than the trunk's.
+    is_one_width = len({len(head) for head in heads}) == 1
     return chunked_terms(
         (output.hidden, *output.mtp_hidden),
         heads,
@@ -206,5 +216,5 @@ def _output_terms(
         head_of=head_of,
         vocab_chunk=vocab_chunk,
         compares_with_trunk=compares_with_trunk,
-        implementation=model.implementation,
+        implementation=model.implementation if is_one_width else "xla",
     )

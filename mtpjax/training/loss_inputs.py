@@ -21,7 +21,8 @@ class LossInputs(NamedTuple):
         terms: cross-entropy of trunk and depths, and the depths' KL and overlap with the trunk, at each position.
         targets: `[1 + num_depths, B, T]` int32, the token that trunk (0) and depth k predict at each position.
         is_valid: `[1 + num_depths, B, T]` bool, which targets count.
-        output: logits and hidden states of trunk and depths. Reading logits stores them, also with `vocab_chunk`.
+        output: logits and hidden states of trunk and depths; a block drafter's levels have those of its anchors,
+            `[B, A, ...]`. Reading logits stores them, also with `vocab_chunk`.
         totals: counts of valid targets in the whole batch; `mean` uses them.
         mtp_scale: `[]` lambda, the weight of the draft losses.
         progress: `[]` fraction of the run that is done, 0..1.

@@ -6,11 +6,15 @@ rule "token" accepts a draft drawn from q:
 
 - `cross_entropy`: `-log q[target]` of the data;
 - `kl`: `KL(p||q)`;
+- `total_variation`: `TV(p, q) = 1 - alpha`, half of the L1 distance (DSpark, 2607.05147);
 - `lk_hybrid`: `w KL + (1 - w) (1 - alpha)` with `w = exp(-eta alpha)` (2602.23881), where KL and alpha are means over
   the positions of a depth;
 - `end_to_end_tv`: 1 minus the expected fraction of a chain's drafts that are accepted (2606.12370).
 
 p gets no gradient, and neither does alpha in w.
+
+DSpark's confidence head predicts alpha of each draft. It minimises the binary cross-entropy to it, with the weights of
+the depths; alpha gets no gradient here, and the drafter's states do (DeepSpec's `loss.py`).
 """
 
 from typing import NamedTuple
@@ -149,6 +153,11 @@ def end_to_end_tv(overlap: jax.Array, is_valid: jax.Array, totals: BatchTotals |
     return missing / jnp.maximum(is_reached.sum() if totals is None else totals.num_reached, 1)
 
 
+def binary_cross_entropy(logits: jax.Array, chances: jax.Array) -> jax.Array:
+    """Computes `-c log s - (1 - c) log(1 - s)` in nats, with s the sigmoid of the logits and c the true chances."""
+    return (1 - chances) * logits + jax.nn.softplus(-logits)
+
+
 def depth_weights(num_depths: int, objective: Objective) -> jax.Array:
     """Returns the weights of the depths: equal (DeepSeek-V3, equation 25), or `beta^(k-1) / sum` (FastMTP, 2509.18362).
 
@@ -191,6 +200,7 @@ def objective_loss(
     objective: Objective,
     progress: jax.Array | float = 1.0,
     totals: BatchTotals | None = None,
+    confidence: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the training loss `L_main + mtp_scale * sum over objectives of weight * L_objective`.
 
@@ -203,6 +213,7 @@ def objective_loss(
         objective: the draft losses.
         progress: `[]` fraction of the run that is done, 0..1.
         totals: totals of the batch if the rows are a part of it; both results are then shares of the batch's.
+        confidence: `[depths, B, T]` logits of the predicted acceptance, whose loss is added with weight 1.
 
     Returns:
         The loss `[]`, and the cross-entropies `[1 + depths]` in nats.
@@ -212,8 +223,8 @@ def objective_loss(
     # Without depths only the trunk's loss is left.
     if len(losses) == 1:
         return losses[0], losses
-    # Cross-entropy, KL and the LK hybrid are weighed by depth. End-to-end total variation couples the depths, and its
-    # formula already weighs them.
+    # Cross-entropy, KL, total variation and the LK hybrid are weighed by depth. End-to-end total variation couples the
+    # depths, and its formula already weighs them.
     weights = depth_weights(len(losses) - 1, objective)
     drafts = is_valid[1:]
     total = jnp.zeros(())
@@ -222,11 +233,17 @@ def objective_loss(
             value = weights @ losses[1:]
         elif name == "kl":
             value = weights @ valid_mean(terms.kl, drafts, totals.num_valid[1:])
+        elif name == "total_variation":
+            value = weights @ valid_mean(1 - terms.overlap, drafts, totals.num_valid[1:])
         elif name == "lk_hybrid":
             value = weights @ lk_hybrid(terms.kl, terms.overlap, drafts, decay=objective.lk_decay, totals=totals)
         else:
             value = end_to_end_tv(terms.overlap, drafts, totals)
         total += share * value
+    # The confidence learns the overlap, and does not change it.
+    if confidence is not None:
+        surprise = binary_cross_entropy(confidence, jax.lax.stop_gradient(terms.overlap))
+        total += weights @ valid_mean(surprise, drafts, totals.num_valid[1:])
     return losses[0] + mtp_scale * total, losses
 
 

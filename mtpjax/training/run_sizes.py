@@ -8,10 +8,11 @@ import jax
 from mtpjax.models.draft_forward import draft_layer_ids
 from mtpjax.training.config import TrainConfig
 from mtpjax.training.corpus import load_corpus
+from mtpjax.training.draft_architecture import draft_architecture
 from mtpjax.training.gradients import trainable_params
 from mtpjax.training.hidden_state_cache import bytes_per_token
 from mtpjax.training.initial_model import init_model, num_trained_depths
-from mtpjax.training.new_drafter import add_new_drafter, choose_draft_ids, draft_architecture
+from mtpjax.training.new_drafter import add_new_drafter, choose_draft_ids
 from mtpjax.training.step import make_optimizer
 
 

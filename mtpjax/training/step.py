@@ -12,9 +12,11 @@ import optax.contrib
 from jax.sharding import Mesh
 
 from mtpjax.data.packing import Batch
+from mtpjax.models.dflash import DFlashConfig
 from mtpjax.models.draft_forward import DraftArchitecture, mask_undraftable
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import is_of_modules
+from mtpjax.training.anchors import MAX_ANCHORS, draw_anchors, keep_anchors
 from mtpjax.training.config import Objective, TrainConfig
 from mtpjax.training.data_parallel import sharded_loss_and_gradients
 from mtpjax.training.gradients import loss_and_gradients, trainable_params
@@ -151,6 +153,8 @@ def train_step(
     mesh: Mesh | None = None,
     objective_function: ObjectiveFunction | None = None,
     architecture: DraftArchitecture | None = None,
+    num_anchors: int = MAX_ANCHORS,
+    seed: int = 0,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """Runs one update: losses, gradients, optimiser. Skips it if the loss or the gradient norm is not finite.
 
@@ -160,8 +164,8 @@ def train_step(
         learning_rate: `[]`.
         mtp_scale: `[]` lambda, the weight of the draft losses.
         progress: `[]` fraction of the run that is done, 0..1, for the objective's warm-up.
-        states: `[B, T, D]` cached hidden states of a frozen trunk (`mtpjax.models.forward.trunk_states`), for EAGLE-3
-            with those of its layers; None: the trunk runs.
+        states: `[B, T, D]` cached hidden states of a frozen trunk (`mtpjax.models.forward.trunk_states`), with those of
+            the layers that the drafter reads; None: the trunk runs.
         model: the model, with stacked layers.
         optimizer: from `make_optimizer`.
         num_depths: draft depths with a loss.
@@ -174,6 +178,8 @@ def train_step(
         objective_function: computes the loss from `LossInputs`, in the place of `objective`.
         architecture: the drafter that trains in the place of MTP modules (`mtpjax.models.draft_forward`); None: MTP
             modules.
+        num_anchors: most anchors of a row, for a block drafter.
+        seed: seed of the anchors. Those of an update depend on the seed and its number alone.
 
     Returns:
         The new state, and metrics: `loss []` (the training loss), `losses [1 + num_depths]` (cross-entropy in nats),
@@ -203,11 +209,17 @@ def train_step(
         raise ValueError(f"cached trunk states need a frozen trunk: trains '{trains}' changes it")
     # Count the targets of the whole batch first: with them, losses of its parts are shares that add up. The overlap,
     # which the LK hybrid also needs, is only known after a forward pass.
-    rows = jax.tree.map(jnp.asarray, (*batch, states))
+    tokens, segment_ids, loss_mask, cached = jax.tree.map(jnp.asarray, (*batch, states))
     if architecture is not None:
-        rows = (*rows[:2], mask_undraftable(state.params, rows[0], rows[2], model.config.vocab_size), rows[3])
-    _, is_valid = all_targets(rows[0], rows[1], rows[2], num_depths)
-    totals = batch_totals(is_valid, jnp.zeros(num_depths))
+        loss_mask = mask_undraftable(state.params, tokens, loss_mask, model.config.vocab_size)
+    _, is_valid = all_targets(tokens, segment_ids, loss_mask, num_depths)
+    # A resumed run has the same number of updates behind it, and so draws the same anchors.
+    anchors = None
+    if isinstance(architecture, DFlashConfig):
+        key = jax.random.fold_in(jax.random.key(seed), state.step)
+        anchors = draw_anchors(key, is_valid[1], num_anchors)
+    rows = (tokens, segment_ids, loss_mask, cached, anchors)
+    totals = batch_totals(keep_anchors(is_valid, anchors), jnp.zeros(num_depths))
     # Loss and gradients, on a mesh summed over devices.
     compute_gradients = functools.partial(
         loss_and_gradients,

@@ -26,11 +26,13 @@ from mtpjax.models.params import DRAFT_IDS, DRAFTER
 from mtpjax.models.sharding import shard_params
 from mtpjax.models.trunk import unstack_layers
 from mtpjax.training import run_dir
+from mtpjax.training.anchors import MAX_ANCHORS
 from mtpjax.training.callbacks import Callback, Moment, TrainEvent, call_callbacks, check_callbacks
 from mtpjax.training.config import TrainConfig
 from mtpjax.training.corpus import Corpus, load_corpus
 from mtpjax.training.data_parallel import make_run_mesh, shard_batch, shard_train_state
 from mtpjax.training.decoding_eval import PanelDecoder
+from mtpjax.training.draft_architecture import draft_architecture
 from mtpjax.training.hidden_state_cache import HiddenStateCache, open_hidden_state_cache
 from mtpjax.training.initial_model import init_model, num_trained_depths
 from mtpjax.training.log import MetricsLog, peak_memory_bytes, trace_window
@@ -40,9 +42,9 @@ from mtpjax.training.model_yaml import model_to_yaml
 from mtpjax.training.new_drafter import (
     add_new_drafter,
     choose_draft_ids,
-    draft_architecture,
     save_trained_drafter,
     to_decoding,
+    with_mask_token,
 )
 from mtpjax.training.panel import Panel, acceptance_panel
 from mtpjax.training.plots import plot_run
@@ -137,11 +139,12 @@ def train(
     model, make_params = init_model(config, mesh)
     architecture = draft_architecture(config, model.config)
     num_depths = num_trained_depths(config, model)
-    # Medusa has a head for every trained level, and none for others.
-    panel_depths = num_depths if config.drafter == "medusa" else max(num_depths, panel_depths)
+    # Medusa's heads and the slots of a block draft the trained levels, and no others.
+    panel_depths = max(num_depths, panel_depths) if config.drafter in ("mtp", "eagle3") else num_depths
     corpus = load_corpus(config, model.config.vocab_size, num_depths=num_depths)
     params = make_params()
     if architecture is not None:
+        architecture = with_mask_token(architecture, config, corpus)
         ids, key = choose_draft_ids(corpus, architecture, model.config.vocab_size), jax.random.key(config.seed)
         params = add_new_drafter(params, model=model, architecture=architecture, draft_ids=ids, key=key)
     state, jitted_step = _init_state_and_step(config, model, params, num_depths, mesh, objective, architecture)
@@ -389,6 +392,8 @@ def _init_state_and_step(
         mesh=mesh,
         objective_function=objective,
         architecture=architecture,
+        num_anchors=config.draft_anchors or MAX_ANCHORS,
+        seed=config.seed,
     )
     return state, jax.jit(step, donate_argnames="state", out_shardings=out_shardings)
 

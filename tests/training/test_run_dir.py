@@ -251,7 +251,7 @@ def test_steps_that_are_not_finite_are_skipped_and_end_the_run(text, tmp_path, c
     assert len(run_dir._state_folders(tmp_path)) == 1  # as good as it was
 
 
-@pytest.mark.parametrize("name", ["joint", "recycled", "total_variation", "eagle3", "medusa"])
+@pytest.mark.parametrize("name", ["joint", "recycled", "total_variation", "eagle3", "medusa", "dflash", "dspark"])
 def test_recipes_are_settings(name):
     recipe = pathlib.Path(run_dir.__file__).parent / "recipes" / f"{name}.yaml"
     config = read_train_config(recipe, ["steps=3"])

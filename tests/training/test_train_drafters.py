@@ -1,8 +1,9 @@
 """Drafters that train on a frozen trunk: losses of plain twins, frozen bits, acceptance, resuming, refusals."""
 
 import dataclasses
-import functools
 import json
+import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,52 +14,34 @@ from mtpjax import DecodeConfig, Objective, TrainConfig, load_drafter, speculati
 from mtpjax.data.packing import Batch
 from mtpjax.evaluation.acceptance import measure_acceptance
 from mtpjax.io.checkpoint import save_model
-from mtpjax.models.forward import forward, trunk_states
+from mtpjax.models.forward import trunk_states
 from mtpjax.models.params import DRAFT_IDS, DRAFTER
 from mtpjax.training import Callback, hidden_state_cache
-from mtpjax.training.new_drafter import add_new_drafter, default_draft_layers, draft_architecture, to_decoding
+from mtpjax.training.draft_architecture import default_block_layers, default_draft_layers, draft_architecture
+from mtpjax.training.new_drafter import to_decoding, with_mask_token
 from mtpjax.training.run_sizes import compute_run_sizes
-from mtpjax.training.step import init_train_state, make_optimizer, train_step
+from mtpjax.training.step import init_train_state, make_optimizer
 from tests.helpers import training_runs
+from tests.helpers.new_drafters import (
+    DRAFT_IDS_OF_TESTS,
+    KIND_SETTINGS,
+    LEVELS,
+    D,
+    V,
+    log_softmax,
+    new_drafter,
+    packed_batch,
+    run_steps,
+    settings,
+    trunk_logs,
+)
 
-V, D, LEVELS = 61, 32, 3
-DRAFT_IDS_OF_TESTS = jnp.arange(0, V, 2, dtype=jnp.int32)
-KINDS = ("eagle3", "medusa")
-
-
-def settings(kind, **changes):
-    return TrainConfig(drafter=kind, init_from="unused", num_depths=LEVELS, **changes)
-
-
-@functools.cache
-def new_drafter(small, kind, is_reduced=True):
-    """A trunk with a new drafter beside it, whose residual layers are not zero."""
-    model, params = small(num_mtp_modules=0)
-    ids = DRAFT_IDS_OF_TESTS if is_reduced else None
-    architecture = draft_architecture(settings(kind, draft_vocab_size=0 if ids is None else len(ids)), model.config)
-    params = add_new_drafter(params, model=model, architecture=architecture, draft_ids=ids, key=jax.random.key(1))
-    noise = lambda leaf: leaf + 0.1 * jax.random.normal(jax.random.key(leaf.size), leaf.shape)
-    return model, params | {DRAFTER: jax.tree.map(noise, params[DRAFTER])}, architecture
+KINDS = ("eagle3", "medusa", "dflash", "dspark")
 
 
 @pytest.fixture(scope="module")
 def batch():
-    """Two packed documents in the first row, padding at the end of the second."""
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(V, size=(2, 12)).astype(np.int32)
-    segments = np.ones((2, 12), np.int32)
-    segments[0, 7:], segments[1, 10:] = 2, 0
-    return Batch(tokens, segments, rng.random((2, 12)) < 0.8)
-
-
-def run_steps(model, params, architecture, batch, *, steps=1, states=None, **changes):
-    optimizer = make_optimizer(TrainConfig())
-    state = init_train_state(params, optimizer, "modules")
-    step = functools.partial(train_step, model=model, optimizer=optimizer, num_depths=LEVELS, trains="modules")
-    step = jax.jit(functools.partial(step, architecture=architecture, **changes))
-    for _ in range(steps):
-        state, metrics = step(state, batch, 1e-2, 1.0, states=states)
-    return state.params, metrics
+    return packed_batch()
 
 
 def rms(x, scale):
@@ -100,11 +83,6 @@ def eagle3_plain_levels(network, states, tokens, embedding, config):
     return np.stack(logits)
 
 
-def log_softmax(logits):
-    logits = logits - logits.max(-1, keepdims=True)
-    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-
-
 def plain_losses(log_p, log_q, batch, ids, level):
     """Cross-entropy and KL of a level in a loop over positions; p is the trunk's, restricted to the draft ids."""
     column = {int(token): number for number, token in enumerate(ids)}
@@ -120,12 +98,6 @@ def plain_losses(log_p, log_q, batch, ids, level):
             entropy.append(-q[column[target]])
             kl.append((np.exp(p) * (p - q)).sum())
     return np.mean(entropy), np.mean(kl)
-
-
-def trunk_logs(model, params, batch):
-    output = forward(params, batch.tokens, model=model, segment_ids=batch.segment_ids)
-    logits = np.asarray(output.logits, np.float64)[..., np.asarray(DRAFT_IDS_OF_TESTS)]
-    return np.asarray(output.hidden, np.float64), log_softmax(logits)
 
 
 def test_medusa_losses_are_those_of_a_plain_loop(small, batch):
@@ -209,9 +181,25 @@ def test_the_draft_vocabulary_stays_out_of_the_gradient(small):
     assert DRAFT_IDS in params and all(leaf.dtype != jnp.int32 or leaf.ndim == 0 for leaf in moments)
 
 
+def test_the_mask_token_is_the_rarest_of_the_training_rows(small):
+    architecture, tokenizer = new_drafter(small, "dflash")[2], types.SimpleNamespace(eos_token_ids=(58,))
+    tokens = np.delete(np.arange(V, dtype=np.int32), [2, 56, 58, 60])
+    rows = [Batch(tokens[None], np.ones((1, len(tokens)), np.int32), (tokens != 60)[None])]
+    corpus: Any = types.SimpleNamespace(source_rows=[*rows, *rows], tokenizer=tokenizer)
+    chosen = with_mask_token(architecture, settings("dflash", draft_mask_token=None), corpus)
+    assert chosen == dataclasses.replace(architecture, mask_token_id=60)
+    rows.append(Batch(np.array([[60, 60, 56]], np.int32), np.array([[1, 1, 0]], np.int32), np.ones((1, 3), bool)))
+    corpus.source_rows = rows
+    chosen = with_mask_token(architecture, settings("dflash", draft_mask_token=None), corpus)
+    assert chosen.mask_token_id == 56  # of padding, and 58 ends a text
+    assert with_mask_token(architecture, settings("dflash"), corpus).mask_token_id == 1
+
+
 def test_default_layers_fit_every_trunk():
     assert default_draft_layers(32) == (2, 16, 29) and default_draft_layers(7) == (2, 3, 4)
     assert [default_draft_layers(layers) for layers in (1, 2, 3, 6)] == [(0, 1), (0, 1, 2), (1, 2, 3), (2, 4, 6)]
+    assert default_block_layers(36) == (2, 10, 18, 26, 34) and default_block_layers(8) == (2, 3, 4, 5, 6)
+    assert [default_block_layers(layers) for layers in (1, 2, 4, 6)] == [(1,), (1, 2), (1, 2, 3, 4), (1, 2, 4, 5, 6)]
 
 
 @pytest.mark.parametrize(
@@ -219,9 +207,13 @@ def test_default_layers_fit_every_trunk():
     [
         ({"init_from": None}, "set init_from"),
         ({"trains": "detached"}, "must be 'modules', not 'detached'"),
-        ({"drafter": "dflash"}, "drafter 'dflash'"),
-        ({"drafter": "mtp", "draft_vocab_size": 8}, "draft_vocab_size needs a drafter 'eagle3' or 'medusa'"),
-        ({"drafter": "medusa", "draft_layers": (1,)}, "draft_layers applies only to drafter 'eagle3'"),
+        ({"drafter": "dflash2"}, "drafter 'dflash2'"),
+        ({"drafter": "mtp", "draft_vocab_size": 8}, "draft_vocab_size needs drafter 'eagle3', 'medusa', 'dflash'"),
+        ({"drafter": "medusa", "draft_layers": (1,)}, "draft_layers needs drafter 'eagle3', 'dflash', 'dspark', not"),
+        ({"draft_anchors": 3}, "draft_anchors needs drafter 'dflash', 'dspark', not 'eagle3'"),
+        ({"drafter": "dflash", "draft_markov_rank": 3}, "draft_markov_rank needs drafter 'dspark', not 'dflash'"),
+        ({"drafter": "dflash", "draft_num_layers": 0}, "draft_num_layers must be at least 1, is 0"),
+        ({"drafter": "dspark", "num_depths": 1}, "needs num_depths of at least 2"),
         ({"model": {"num_mtp_modules": 2}}, "do not set model.num_mtp_modules"),
         ({"mesh": {"data": 2}}, "leave out mesh"),
         ({"attention_layout": "stream"}, "must be 'ttt'"),
@@ -237,11 +229,15 @@ def test_wrong_settings_are_refused(changes, message):
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"draft_vocab_size": 99}, "exceeds the vocabulary of 61"), ({"draft_layers": (0, 9)}, "within 0..2")],
+    [
+        ({"draft_vocab_size": 99}, "exceeds the vocabulary of 61"),
+        ({"draft_layers": (0, 9)}, "within 0..2"),
+        ({"draft_mask_token": 61}, "not within the vocabulary of 61"),
+    ],
 )
 def test_settings_that_do_not_fit_the_trunk_are_refused(changes, message, small):
     with pytest.raises(ValueError, match=message):
-        draft_architecture(settings("eagle3", **changes), small()[0].config)
+        draft_architecture(settings("dflash", **changes), small()[0].config)
 
 
 # Runs: a trunk of bytes that was trained on repeating text, in a few seconds.
@@ -268,7 +264,7 @@ def run_settings(corpus, output, **changes):
 
 def drafter_settings(kind, trunk, corpus, output, **changes):
     objective = Objective(depth_weights="decayed", depth_decay=0.8)
-    own = {"num_depths": LEVELS, "steps": 6, "draft_vocab_size": 40, "objective": objective}
+    own = {"num_depths": LEVELS, "steps": 6, "draft_vocab_size": 40, "objective": objective, **KIND_SETTINGS[kind]}
     return TrainConfig(drafter=kind, init_from=str(trunk), **run_settings(corpus, output, **own | changes))
 
 
@@ -366,7 +362,8 @@ def test_the_cache_tells_layers_apart(trunk, corpus, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_trains_and_decodes(trunk, corpus, tmp_path, capsys):
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_the_command_trains_and_decodes(kind, trunk, corpus, tmp_path, capsys):
     from mtpjax.cli.main import main
 
     def command(*arguments):
@@ -376,7 +373,7 @@ def test_the_command_trains_and_decodes(trunk, corpus, tmp_path, capsys):
         return capsys.readouterr().out
 
     output = tmp_path / "run"
-    pairs = {"drafter": "eagle3", "init_from": trunk, **run_settings(corpus, output, steps=2, num_depths=2)}
+    pairs = {"drafter": kind, "init_from": trunk, **run_settings(corpus, output, steps=2, num_depths=2)}
     pairs["plot_formats"] = "[]"
     assert "drafter/" in command("train", *(f"{name}={value}" for name, value in pairs.items()))
     flags = ["--prompt", "def f", "--max-new-tokens", "12", "--check", "--speculative-draft-model-path", str(output)]

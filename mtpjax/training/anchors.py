@@ -1,0 +1,107 @@
+"""Anchors of block drafters in training: DFlash and DSpark learn from one block behind each anchor.
+
+An anchor at column a of a packed row is the pending token. Level k of its block predicts token a+k. In the layout of
+MTP depths, whose row i predicts token i+k+1, that is row a-1: terms per position and their masks keep this layout, and
+are valid only in the rows of anchors.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from mtpjax.models.forward import DepthsOutput
+from mtpjax.training.position_losses import PositionTerms
+
+MAX_ANCHORS = 512  # in a row, unless the settings say otherwise (DFlash, 2602.06036)
+
+
+def draw_anchors(key: jax.Array, is_valid: jax.Array, count: int) -> jax.Array:
+    """Draws anchors of each row, uniformly and without replacement, among those whose first draft has a valid target.
+
+    Args:
+        key: a `jax.random` key.
+        is_valid: `[B, T]` bool, valid targets of depth 1.
+        count: most anchors of a row.
+
+    Returns:
+        `[B, A]` int32 columns, A = min(count, T - 1), ascending; 0 stands for no anchor.
+    """
+    # The rows with the most noise; those without a valid target come last.
+    noise = jnp.where(is_valid, jax.random.uniform(key, is_valid.shape), -1.0)
+    drawn, rows = jax.lax.top_k(noise, min(count, is_valid.shape[1] - 1))
+    return jnp.sort(jnp.where(drawn >= 0, rows + 1, 0), axis=1)
+
+
+def to_rows(values: jax.Array, anchors: jax.Array, num_columns: int) -> jax.Array:
+    """Lays values of anchors out in rows, with zeros elsewhere: `[K, B, A]` to `[K, B, T]`."""
+    batch = jnp.arange(len(anchors))[:, None]
+    rows = jnp.where(anchors > 0, anchors - 1, num_columns)  # without an anchor: outside, and dropped
+    zeros = jnp.zeros((len(values), len(anchors), num_columns), values.dtype)
+    return zeros.at[:, batch, rows].set(values, mode="drop")
+
+
+def keep_anchors(is_valid: jax.Array, anchors: jax.Array | None) -> jax.Array:
+    """Restricts the valid targets of the depths to the rows of anchors.
+
+    Args:
+        is_valid: `[1 + depths, B, T]` bool.
+        anchors: `[B, A]` from `draw_anchors`; None: all rows.
+
+    Returns:
+        `[1 + depths, B, T]` bool; the trunk's are unchanged.
+    """
+    if anchors is None:
+        return is_valid
+    is_anchor = to_rows(jnp.ones((1, *anchors.shape), bool), anchors, is_valid.shape[2])
+    return jnp.concatenate([is_valid[:1], is_valid[1:] & is_anchor])
+
+
+def anchor_terms(
+    compute: Callable[[DepthsOutput, jax.Array], PositionTerms],
+    output: DepthsOutput,
+    targets: jax.Array,
+    anchors: jax.Array,
+) -> PositionTerms:
+    """Computes the terms of blocks. Rows without an anchor have zeros.
+
+    Args:
+        compute: computes the terms of an output with the arrays `[B, T, ...]` of an MTP pass, from its targets.
+        output: the trunk's arrays `[B, T, ...]`, and the levels' `[B, A, ...]`.
+        targets: `[1 + K, B, T]` int32.
+        anchors: `[B, A]` from `draw_anchors`.
+
+    Returns:
+        The terms, `[1 + K, B, T]` and `[K, B, T]`.
+    """
+    (B, A), T, K = anchors.shape, targets.shape[2], len(output.mtp_logits)
+    # 1. The trunk, in all rows.
+    trunk = compute(DepthsOutput(output.logits, output.hidden, (), ()), targets[:1])
+    # 2. All drafts of a row become the rows of one depth, whose row r `compute` compares with row r + 1 of the trunk.
+    # The trunk predicts token a + k in column a + k - 1.
+    columns = jnp.clip(anchors[:, :, None] + jnp.arange(K)[None, None], 0, T - 1).reshape(B, A * K)
+
+    def of_trunk(array: jax.Array) -> jax.Array:
+        return jnp.pad(jnp.take_along_axis(array, columns[:, :, None], axis=1), ((0, 0), (1, 0), (0, 0)))
+
+    def of_levels(arrays: tuple[jax.Array, ...]) -> jax.Array:
+        return jnp.pad(jnp.stack(arrays, axis=2).reshape(B, A * K, -1), ((0, 0), (0, 1), (0, 0)))
+
+    flat = DepthsOutput(
+        of_trunk(output.logits),
+        of_trunk(output.hidden),
+        (of_levels(output.mtp_logits),),
+        (of_levels(output.mtp_hidden),),
+    )
+    # Their targets are those of the depths in row a - 1.
+    rows = jnp.broadcast_to(jnp.maximum(anchors - 1, 0)[None], (K, B, A))
+    drafted = jnp.moveaxis(jnp.take_along_axis(targets[1:], rows, axis=2), 0, 2).reshape(B, A * K)
+    drafted = jnp.pad(drafted, ((0, 0), (0, 1)))
+    terms = compute(flat, jnp.stack([jnp.zeros_like(drafted), drafted]))
+
+    # 3. Back to the rows of the anchors.
+    def back(values: jax.Array) -> jax.Array:
+        return to_rows(jnp.moveaxis(values[:, : A * K].reshape(B, A, K), 2, 0), anchors, T)
+
+    cross_entropy = jnp.concatenate([trunk.cross_entropy, back(terms.cross_entropy[1])])
+    return PositionTerms(cross_entropy, back(terms.kl[0]), back(terms.overlap[0]))

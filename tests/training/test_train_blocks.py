@@ -1,0 +1,223 @@
+"""Training of DFlash and DSpark: losses of the cached drafter, anchors, groups of anchors."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mtpjax import Objective
+from mtpjax.decoding.drafters.base import Draft
+from mtpjax.decoding.drafters.dflash import DFlashDrafter, DFlashParams
+from mtpjax.decoding.drafters.dspark import DSparkDrafter
+from mtpjax.decoding.prefill import prefill
+from mtpjax.decoding.sampling import SamplingArrays
+from mtpjax.decoding.spec import DecodeSpec
+from mtpjax.decoding.state import NewRows, empty_state, start_rows
+from mtpjax.models import dflash_forward
+from mtpjax.models.dspark import DSparkConfig
+from mtpjax.models.params import DRAFTER
+from mtpjax.training.anchors import draw_anchors
+from mtpjax.training.losses import all_targets, binary_cross_entropy
+from tests.helpers.new_drafters import (
+    DRAFT_IDS_OF_TESTS,
+    LEVELS,
+    V,
+    log_softmax,
+    new_drafter,
+    packed_batch,
+    run_steps,
+    trunk_logs,
+)
+
+DOCUMENTS = ((0, 0, 7), (0, 7, 12), (1, 0, 10))  # row, first column, end
+SEED, NUM_ANCHORS = 5, 4
+WEIGHTS = 0.7 ** np.arange(LEVELS) / (0.7 ** np.arange(LEVELS)).sum()
+COLUMN = {int(token): column for column, token in enumerate(DRAFT_IDS_OF_TESTS)}
+
+
+@pytest.fixture(scope="module")
+def batch():
+    return packed_batch()
+
+
+class _ShowsStates:
+    """Returns the states of the slots in the place of a distribution."""
+
+    def _draft(self, prepared, state, hidden, *, model, spec):
+        return Draft(jnp.zeros((len(hidden), spec.num_steps + 1), jnp.int32), hidden)
+
+
+class ShownDFlash(_ShowsStates, DFlashDrafter):
+    pass
+
+
+class ShownDSpark(_ShowsStates, DSparkDrafter):
+    pass
+
+
+def drafted_states(model, params, architecture, prefixes, pending):
+    """The states `[prefixes, LEVELS, D]` that the cached drafter drafts from, behind a prefill of every prefix."""
+    kind = ShownDSpark if isinstance(architecture, DSparkConfig) else ShownDFlash
+    drafter, spec = kind(architecture=architecture), DecodeSpec(LEVELS, num_nodes=LEVELS + 1, prefill_chunk=4)
+    tokens = jnp.stack([jnp.pad(prefix, (0, 32 - len(prefix))) for prefix in prefixes])
+    lengths = jnp.array([len(prefix) for prefix in prefixes], jnp.int32)
+    sampling = SamplingArrays.greedy(len(prefixes))
+    statics = {"model": model, "drafter": drafter, "spec": spec}
+    sizes = {"batch": len(prefixes), "capacity": 32, "stops_shape": (8, 1), "features": sampling.features}
+    state = empty_state(**statics, **sizes, dtype=jnp.float32)
+    state = start_rows(state, NewRows.without_stops(tokens, lengths, lengths + 9, sampling), vocab_size=V)
+
+    @jax.jit
+    def propose(params, state):
+        own = DFlashParams(params[DRAFTER], DRAFT_IDS_OF_TESTS)
+        prepared = drafter.prepare(params, own, model=model, dtype=jnp.float32)
+        state = prefill(params, prepared, state, first_token=jnp.array(pending, jnp.int32), **statics)
+        return drafter.propose(prepared, state, model=model, spec=spec)[0].probabilities
+
+    return np.asarray(propose(params, state), np.float64)
+
+
+def all_anchors(batch, is_kept):
+    """(row, first column of its document, column, end) of the anchors that are kept."""
+    places = [(row, begin, a, end) for row, begin, end in DOCUMENTS for a in range(begin + 1, end)]
+    return [place for place in places if is_kept(place[0], place[2])]
+
+
+@pytest.mark.parametrize("kind", ["dspark", pytest.param("dflash", marks=pytest.mark.slow)])
+def test_losses_are_those_of_the_cached_drafter_behind_each_anchor(kind, small, batch):
+    """A loop over anchors: prefill of the document before it, one block, and the losses of its slots."""
+    model, params, architecture = new_drafter(small, kind)
+    draftable = batch.loss_mask & np.isin(batch.tokens, DRAFT_IDS_OF_TESTS)
+    _, is_valid = all_targets(*map(jnp.asarray, (batch.tokens, batch.segment_ids, draftable)), LEVELS)
+    drawn = draw_anchors(jax.random.fold_in(jax.random.key(SEED), 0), is_valid[1], NUM_ANCHORS)
+    chosen = all_anchors(batch, lambda row, column: column in np.asarray(drawn[row]))
+    assert len(chosen) == (np.asarray(drawn) > 0).sum() > 4
+    prefixes = [batch.tokens[row, begin:a] for row, begin, a, _ in chosen]
+    states = drafted_states(model, params, architecture, prefixes, [batch.tokens[row, a] for row, _, a, _ in chosen])
+    network, log_p = jax.tree.map(np.float64, params[DRAFTER]), trunk_logs(model, params, batch)[1]
+    losses = {name: [[] for _ in range(LEVELS)] for name in ("cross_entropy", "kl", "tv", "confidence")}
+    for (row, _, a, end), hidden in zip(chosen, states, strict=True):
+        for level in range(1, min(LEVELS, end - 1 - a) + 1):
+            if not draftable[row, a + level]:
+                continue
+            h, logits = hidden[level - 1], hidden[level - 1] @ network["head"]
+            if kind == "dspark":
+                before = network["markov_in"][batch.tokens[row, a + level - 1]]
+                logits = logits + before @ network["markov_out"]
+                (logit,) = np.concatenate([h, before]) @ network["confidence_out"] + network["confidence_bias"]
+            log_q, log_t = log_softmax(logits), log_p[row, a + level - 1]
+            tv = 0.5 * abs(np.exp(log_q) - np.exp(log_t)).sum()
+            losses["cross_entropy"][level - 1].append(-log_q[COLUMN[int(batch.tokens[row, a + level])]])
+            losses["kl"][level - 1].append((np.exp(log_t) * (log_t - log_q)).sum())
+            losses["tv"][level - 1].append(tv)
+            if kind == "dspark":
+                chance = 1 / (1 + np.exp(-logit))
+                losses["confidence"][level - 1].append(-(1 - tv) * np.log(chance) - tv * np.log(1 - chance))
+    mean = {name: np.array([np.mean(each) if each else 0 for each in losses[name]]) for name in losses}
+    mix = {"cross_entropy": 0.1, "kl": 0.5, "total_variation": 1.8}
+    objective = Objective(mix=mix, depth_weights="decayed", depth_decay=0.7)
+    sizes = {"num_anchors": NUM_ANCHORS, "seed": SEED}
+    _, metrics = run_steps(model, params, architecture, batch, objective=objective, **sizes)
+    np.testing.assert_allclose(metrics["losses"][1:], mean["cross_entropy"], rtol=1e-5)
+    wanted = 0.1 * mean["cross_entropy"] + 0.5 * mean["kl"] + 1.8 * mean["tv"] + mean["confidence"]
+    np.testing.assert_allclose(metrics["loss"] - metrics["losses"][0], WEIGHTS @ wanted, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_confidence_learns_the_overlap_without_changing_it(small, batch):
+    """The target has no gradient: with the confidence head alone, the states still move, and q's head does not."""
+    model, params, architecture = new_drafter(small, "dspark")
+    objective = Objective(mix={"kl": 0.0})
+    after, metrics = run_steps(model, params, architecture, batch, objective=objective, steps=1)
+    assert metrics["gradient_norm"] > 0
+    moved = jax.tree.map(lambda new, old: np.abs(np.asarray(new - old)).max(), after[DRAFTER], params[DRAFTER])
+    decay = 1e-2 * 0.1 * 1.01  # of the weights, which an update has without a gradient
+    for name in ("head", "markov_out"):
+        assert moved[name] <= decay * np.abs(np.asarray(params[DRAFTER][name])).max()
+    assert moved["confidence_out"] > 5e-3 and moved["fc"] > 5e-3
+
+
+def test_a_binary_cross_entropy_is_finite_and_right():
+    logits, chances = jnp.array([-100.0, -1.5, 0.0, 2.0, 100.0]), jnp.array([0.0, 0.3, 0.5, 0.9, 1.0])
+    s = 1 / (1 + np.exp(-np.float64(logits[1:4])))
+    c = np.float64(chances[1:4])
+    found = binary_cross_entropy(logits, chances)
+    np.testing.assert_allclose(found[1:4], -c * np.log(s) - (1 - c) * np.log(1 - s), rtol=1e-6)
+    np.testing.assert_allclose(found[jnp.array([0, 4])], 0, atol=1e-6)
+
+
+def test_anchors_are_drawn_anew_among_valid_rows(batch):
+    _, is_valid = all_targets(*map(jnp.asarray, batch), 1)
+    key = jax.random.key(0)
+    drawn = {}
+    for step in range(60):
+        anchors = np.asarray(draw_anchors(jax.random.fold_in(key, step), is_valid[1], 3))
+        again = draw_anchors(jax.random.fold_in(key, step), is_valid[1], 3)
+        np.testing.assert_array_equal(anchors, again)
+        for row, columns in enumerate(anchors):
+            assert len(set(columns)) == 3 and (np.sort(columns) == columns).all()
+            drawn.setdefault(row, []).extend(columns.tolist())
+    for row, columns in drawn.items():
+        valid = np.flatnonzero(is_valid[1, row]) + 1
+        assert set(columns) == set(valid)
+        # 180 draws: each column has its share, within 4 standard errors of sampling without replacement.
+        share = 180 / len(valid)
+        assert (abs(np.bincount(columns, minlength=12)[valid] - share) < 4 * np.sqrt(share)).all()
+    whole = np.asarray(draw_anchors(key, is_valid[1], 99))
+    assert whole.shape == (2, 11)
+    for row in range(2):
+        assert whole[row][whole[row] > 0].tolist() == (np.flatnonzero(is_valid[1, row]) + 1).tolist()
+
+
+@pytest.mark.slow
+def test_updates_draw_other_anchors(small, batch):
+    model, params, architecture = new_drafter(small, "dflash")
+    run = lambda **sizes: run_steps(model, params, architecture, batch, **sizes)[1]["losses"]
+    one, again, other = run(num_anchors=2, seed=0), run(num_anchors=2, seed=0), run(num_anchors=2, seed=1)
+    np.testing.assert_array_equal(one, again)
+    assert one[1] != other[1] and one[0] == other[0]
+
+
+@pytest.mark.parametrize("window_from_anchor", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_groups_of_anchors_change_nothing(window_from_anchor, small, batch, monkeypatch):
+    """States and gradients, with a window and a causal layer, documents, and a last group that is not full."""
+    _, params, architecture = new_drafter(small, "dflash")
+    changes = {"windows": (2, 0), "is_causal": (True, False), "window_from_anchor": window_from_anchor}
+    config = dataclasses.replace(architecture, **changes)
+    features = jax.random.normal(jax.random.key(0), (2, 12, config.features_size))
+    anchors = jnp.array([[1, 3, 8, 10, 11], [0, 2, 5, 6, 9]])
+    given = jnp.asarray(batch.tokens), anchors, params["embedding"]
+
+    def total(network, features):
+        shape = {"config": config, "segment_ids": jnp.asarray(batch.segment_ids)}
+        states = dflash_forward.block_states(network, features, *given, **shape)
+        return jnp.sin(states).sum(), states
+
+    results = []
+    for most in (1 << 26, 2 * 2 * config.block.num_attention_heads * 4 * 16):  # two anchors at once, of five
+        monkeypatch.setattr(dflash_forward, "MAX_SCORES", most)
+        compute = jax.jit(lambda *given: jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(*given))
+        results.append(compute(params[DRAFTER], features))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *results)
+
+
+def test_nothing_of_another_document_or_behind_the_anchor_is_read(small, batch):
+    _, params, config = new_drafter(small, "dflash")
+    features = jax.random.normal(jax.random.key(0), (2, 12, config.features_size))
+    anchors = jnp.array([[10], [4]])
+
+    @jax.jit
+    def states(features, tokens):
+        shape = {"config": config, "segment_ids": jnp.asarray(batch.segment_ids)}
+        return dflash_forward.block_states(params[DRAFTER], features, tokens, anchors, params["embedding"], **shape)
+
+    tokens = jnp.asarray(batch.tokens)
+    columns = jnp.arange(12)[None, :]
+    is_read = (columns < anchors) & (jnp.asarray(batch.segment_ids) == jnp.array([[2], [1]]))
+    others = jnp.where(columns == anchors, tokens, (tokens + 1) % V)
+    found = states(jnp.where(is_read[:, :, None], features, 7.0), others)
+    np.testing.assert_array_equal(found, states(features, tokens))
+    changed = states(features.at[0, 7].add(1.0).at[1, 3].add(1.0), tokens)
+    assert (np.abs(np.asarray(changed - found)).max(axis=(1, 2, 3)) > 1e-3).all()
