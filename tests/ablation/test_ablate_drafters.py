@@ -274,7 +274,8 @@ def test_ablate_over_drafters_resumes_and_measures_a_changed_one_again(
         with pytest.raises(SystemExit) as exit_:
             main(command)
         assert exit_.value.code == 0
-        return capsys.readouterr().out, [json.loads(line) for line in open(tmp_path / "out" / "cells.jsonl")]
+        lines = (tmp_path / "out" / "cells.jsonl").read_text().splitlines()
+        return capsys.readouterr().out, list(map(json.loads, lines))
 
     printed, rows = run()
     drafters = [row["cell"]["drafter"] for row in rows]
