@@ -465,7 +465,8 @@ def tables(profile: dict[str, Any]):
             "parts'\nshare",
             *(["draft's\nshare"] if costs.draft else []),
             "verify's\nshare",
-            "plain steps =\nbreak-even length",
+            # The column of drafting takes the width of this one.
+            "plain steps\n= break-even\nlength" if costs.draft else "plain steps =\nbreak-even length",
         )
         for heading in (*headings, "rate per level\nto break even"):
             table.add_column(heading, justify="right", no_wrap=True)

@@ -435,6 +435,7 @@ def test_a_drafter_is_profiled_and_drafts_at_the_depths_that_pay(checkpoint, hea
     assert exit_code(arguments) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80 and any("MedusaDrafter" in line for line in lines)
+    assert not any("…" in line for line in lines)
     # As deep as there are heads.
     stored = json.loads((heads / "profile.json").read_text())
     assert [row["num_steps"] for row in stored["batches"][0]["rounds"]] == [0, 1, 2]
