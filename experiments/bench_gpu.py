@@ -35,7 +35,8 @@ from mtpjax import DecodeConfig, ModelConfig, MTPModel, generate, presets
 from mtpjax.console import narrow_table
 from mtpjax.decoding.capacity import min_rows_per_pass
 from mtpjax.decoding.gpu_graph import OneGraph
-from mtpjax.evaluation.round_costs import PLAIN_STEP, CostMeter, chain_shape
+from mtpjax.evaluation.round_costs import CostMeter
+from mtpjax.evaluation.round_loops import PLAIN_STEP, chain_shape
 from mtpjax.models.params import param_shapes
 
 RESULT = pathlib.Path(__file__).parent / "results" / "bench_gpu.json"

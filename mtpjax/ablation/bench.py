@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from mtpjax.ablation.drafters import MTP, DraftMethod
 from mtpjax.ablation.grid import Cell, Settings
 from mtpjax.data import packing
 from mtpjax.data.config import Source
@@ -23,11 +24,13 @@ from mtpjax.data.tokenizer import ByteTokenizer, load_tokenizer
 from mtpjax.decoding.capacity import cache_capacity, choose_prefill_chunk, min_rows_per_pass
 from mtpjax.decoding.config import LOSSY_RULES, DecodeConfig
 from mtpjax.decoding.generate import generate, speculative_generate
+from mtpjax.decoding.requests import make_drafter
 from mtpjax.evaluation.acceptance import equals_plain_decoding, sampling_arguments
 from mtpjax.evaluation.intervals import Estimate, estimate_from, resample
 from mtpjax.evaluation.machine import Stopwatch, timing_problem
 from mtpjax.evaluation.metrics import decoded_rates, to_json
-from mtpjax.evaluation.round_costs import PLAIN_STEP, CostMeter, RoundCosts, RoundShape, max_slots_written
+from mtpjax.evaluation.round_costs import CostMeter, RoundCosts
+from mtpjax.evaluation.round_loops import PLAIN_STEP, RoundShape, max_slots_written
 from mtpjax.io.checkpoint_format import is_checkpoint
 from mtpjax.io.checkpoint_reader import CheckpointReader
 from mtpjax.models.model import MTPModel
@@ -46,11 +49,13 @@ class Workload:
         prompts: token lists.
         source: where they come from, in words.
         stop_token_ids: tokens that end a text.
+        categories: the category of each prompt; empty: they have none.
     """
 
     prompts: list[list[int]]
     source: str
     stop_token_ids: tuple[int, ...] = ()
+    categories: tuple[str, ...] = ()
 
     def batches(self, size: int) -> list[list[list[int]]]:
         """Splits the prompts into batches of `size`; the last one repeats the first prompts, so all have one shape."""
@@ -99,7 +104,8 @@ def find_workload(
         chosen = choose_prompts(read_prompts(prompts), num_prompts, categories=categories, seed=settings.seed)
         rows, cut = encode_prompts(chosen, tokenizer, max_tokens=max_tokens, chat=chat)
         source = f"{len(rows)} prompts of {prompts}" + (f", {cut} of them cut to {max_tokens} tokens" if cut else "")
-        return Workload(rows, source, tuple(tokenizer.eos_token_ids))
+        of_prompts = tuple(prompt.category for prompt in chosen)
+        return Workload(rows, source, tuple(tokenizer.eos_token_ids), of_prompts)
     # Without a file, only byte-level models have prompts: the files that their training held out.
     if not isinstance(tokenizer, ByteTokenizer):
         raise ValueError("pass a prompt file with --prompts: only byte-level models have default prompts")
@@ -149,6 +155,7 @@ class Bench:
         settings: the settings of the ablation.
         workload: the prompts.
         cells: the cells to be measured.
+        methods: the drafters that the cells name.
     """
 
     model: MTPModel
@@ -156,10 +163,11 @@ class Bench:
     settings: Settings
     workload: Workload
     cells: Sequence[Cell] = ()
+    methods: Sequence[DraftMethod] = (MTP,)
 
     def __post_init__(self):
         self._min_rows_cache: dict[int, int | None] = {}
-        self._costs_cache: dict[int, RoundCosts] = {}
+        self._costs_cache: dict[tuple[int, str], RoundCosts] = {}
         longest = max(map(len, self.workload.prompts)) + self.settings.max_new_tokens
         self._max_length = min(self.model.config.max_position_embeddings, longest)
         self._plain_config = DecodeConfig(
@@ -184,12 +192,13 @@ class Bench:
         """
         begin = time.perf_counter()
         batches = self.workload.batches(cell.batch_size)
-        drafted = cell.config(self._plain_config)
+        method = self.method(cell)
+        drafted = method.config(cell.config(self._plain_config))
         plain = dataclasses.replace(self._plain_config, min_rows=self._fastest_min_rows(cell.batch_size))
         # Compile before timing: batches of different prompt lengths may need different programs.
         for config in (plain, drafted):
             for number, batch in enumerate(batches):
-                self._time_calls(batch, config, cell.temperature, 0, number)
+                self._time_calls(batch, config, cell.temperature, 0, number, method.params)
         shape = (self.settings.repeats, len(batches))
         call_seconds, one_token_seconds, tokens = (np.zeros((2, *shape)) for _ in range(3))
         steps = np.zeros((len(batches), cell.batch_size))
@@ -201,7 +210,7 @@ class Bench:
             for form in (0, 1) if (repeat + number) % 2 == 0 else (1, 0):
                 config = (plain, drafted)[form]
                 one_token_seconds[form, repeat, number], call_seconds[form, repeat, number], result = self._time_calls(
-                    batches[number], config, cell.temperature, repeat, number
+                    batches[number], config, cell.temperature, repeat, number, method.params
                 )
                 # Tokens after the first, which the prefill makes and whose time is subtracted.
                 tokens[form, repeat, number] = np.maximum(result.lengths - 1, 0).sum()
@@ -217,7 +226,8 @@ class Bench:
         waited = stopwatch.waited_share()
         compared, differing = self._count_differing(decoded, batches, drafted, cell)
         num_prompts = len(self.workload.prompts)  # the last batch repeats some
-        rates = decoded_rates(steps.reshape(-1)[:num_prompts], accepted.reshape(-1, cell.num_steps)[:num_prompts])
+        steps, accepted = steps.reshape(-1)[:num_prompts], accepted.reshape(-1, cell.num_steps)[:num_prompts]
+        rates = decoded_rates(steps, accepted)
         # Subtract the prefill: the shortest one-token call of each batch and form.
         seconds = call_seconds - one_token_seconds.min(axis=1, keepdims=True)
         speeds = [float(np.median(tokens[form].sum(1) / seconds[form].sum(1))) for form in (0, 1)]
@@ -232,6 +242,7 @@ class Bench:
             "ratio": to_json(ratio),
             "ideal_ratio": ideal_ratio,
             "costs": {"plain": costs.plain, "verify": costs.verify[cell.shape], "parts": costs.parts[cell.shape]},
+            "categories": self._rates_by_category(cell, costs, steps, accepted, seconds, tokens),
             "lossless": lossless_status(cell, differing),
             "differing_rows": differing,
             "compared_rows": compared,
@@ -239,6 +250,33 @@ class Bench:
             "problem": timing_problem(max(ratio.value, ideal_ratio), accept_length, waited),
             "seconds": time.perf_counter() - begin,
         }
+
+    def method(self, cell: Cell) -> DraftMethod:
+        """Returns the drafter that a cell names."""
+        return next(method for method in self.methods if method.name == cell.drafter)
+
+    def _rates_by_category(self, cell: Cell, costs: RoundCosts, steps, accepted, seconds, tokens) -> dict[str, Any]:
+        """Computes rates and ratios per category of prompts; nothing for a single category.
+
+        A ratio needs batches of one category each, which batches of one prompt are.
+        """
+        categories = np.array(self.workload.categories)
+        result = {}
+        for category in dict.fromkeys(self.workload.categories) if len(set(categories)) > 1 else ():
+            is_in = categories == category
+            if not steps[is_in].any():
+                continue
+            rates = decoded_rates(steps[is_in], accepted[is_in])
+            # Batches of one prompt are the prompts in their order, so the mask picks a category's batches.
+            is_measured = cell.batch_size == 1
+            result[category] = {
+                "prompts": int(is_in.sum()),
+                "accept_length": to_json(rates["accept_length"]),
+                "survival": to_json(rates["survival"]),
+                "ratio": to_json(paired_ratio(seconds[..., is_in], tokens[..., is_in])) if is_measured else None,
+                "ideal_ratio": costs.ideal_ratio(rates["accept_length"].value, cell.shape),
+            }
+        return result
 
     def _count_differing(self, decoded, batches, config: DecodeConfig, cell: Cell) -> tuple[int, int]:
         """Counts the texts that the rule lets compare, and how many of them differ from plain decoding's."""
@@ -255,17 +293,24 @@ class Bench:
         seeds = [self.settings.seed + 1_000_003 * repeat + number * len(batch) + row for row in range(len(batch))]
         return sampling_arguments(temperature, seeds)
 
-    def _decode(self, batch, config: DecodeConfig, temperature: float, repeat: int, number: int):
-        sampling = self._sampling_params(batch, temperature, repeat, number)
+    def _decode(
+        self, batch, config: DecodeConfig, temperature: float, repeat: int, number: int, draft_params: Any = None
+    ):
+        sampling: dict[str, Any] = self._sampling_params(batch, temperature, repeat, number)
+        # Plain decoding has no drafter, and so no parameters of one.
+        sampling |= {"draft_params": draft_params} if config.num_steps and draft_params is not None else {}
         return speculative_generate(self.params, batch, model=self.model, config=config, **sampling)
 
-    def _time_calls(self, batch, config: DecodeConfig, temperature: float, repeat: int, number: int):
+    def _time_calls(
+        self, batch, config: DecodeConfig, temperature: float, repeat: int, number: int, draft_params: Any = None
+    ):
         """Returns the seconds of a one-token call and of the whole call, and the result."""
         first_only = dataclasses.replace(config, max_new_tokens=1)
+        arguments = (temperature, repeat, number, draft_params)
         begin = time.perf_counter()
-        self._decode(batch, first_only, temperature, repeat, number)
+        self._decode(batch, first_only, *arguments)
         middle = time.perf_counter()
-        result = self._decode(batch, config, temperature, repeat, number)
+        result = self._decode(batch, config, *arguments)
         end = time.perf_counter()
         result.stats.check()
         return middle - begin, end - middle, result
@@ -287,25 +332,32 @@ class Bench:
         return self._min_rows_cache[batch_size]
 
     def _part_costs(self, cell: Cell) -> RoundCosts:
-        """Measures the costs of the parts for all cells of a batch size at once; plain steps in their faster form."""
-        batch_size = cell.batch_size
-        if batch_size not in self._costs_cache:
+        """Measures the costs of the parts for all cells of a batch size and drafter at once.
+
+        Plain steps are measured in their faster form.
+        """
+        batch_size, method, key = cell.batch_size, self.method(cell), (cell.batch_size, cell.drafter)
+        if key not in self._costs_cache:
             # One meter measures every shape of the batch size in turns. A second one measures plain steps in the faster
             # form if decoding's own form is the other.
-            shapes = tuple({other.shape: None for other in (*self.cells, cell) if other.batch_size == batch_size})
+            alike = (other for other in (*self.cells, cell) if (other.batch_size, other.drafter) == key)
+            shapes = tuple(dict.fromkeys(other.shape for other in alike))
             default_rows = min_rows_per_pass(self.model, batch_size, jax.default_backend())
-            meters = [self._make_meter(batch_size, shapes, default_rows)]
+            meters = [self._make_meter(method, batch_size, shapes, default_rows)]
             if (fastest_rows := self._fastest_min_rows(batch_size) or default_rows) != default_rows:
-                meters.append(self._make_meter(batch_size, (), fastest_rows))
+                meters.append(self._make_meter(method, batch_size, (), fastest_rows))
             for meter in meters:
                 meter.measure()
             costs = meters[0].costs()
             costs.parts[PLAIN_STEP] = meters[-1].costs().plain
-            self._costs_cache[batch_size] = costs
-        return self._costs_cache[batch_size]
+            self._costs_cache[key] = costs
+        return self._costs_cache[key]
 
-    def _make_meter(self, batch_size: int, shapes: tuple[RoundShape, ...], min_rows: int) -> CostMeter:
-        max_slots = max((max_slots_written(self.model, shape) for shape in shapes), default=1)
+    def _make_meter(
+        self, method: DraftMethod, batch_size: int, shapes: tuple[RoundShape, ...], min_rows: int
+    ) -> CostMeter:
+        drafter = make_drafter(method.config(DecodeConfig()))
+        max_slots = max((max_slots_written(self.model, shape, drafter) for shape in shapes), default=1)
         # Measure at the mean length of the texts, with caches as large as decoding allocates.
         lengths = [len(row) for row in self.workload.prompts]
         context, longest = int(np.mean(lengths)) + self.settings.max_new_tokens // 2, max(lengths)
@@ -320,6 +372,8 @@ class Bench:
             min_rows=min_rows,
             context=context,
             capacity=cache_capacity(longest, self._max_length, max_slots_per_round=max_slots, prefill_chunk=chunk),
+            drafter=method.drafter,
+            draft_params=method.params,
         )
 
 

@@ -3,11 +3,14 @@
 import dataclasses
 import itertools
 import math
+from collections.abc import Sequence
 
+from mtpjax.ablation.drafters import MTP, DraftMethod
 from mtpjax.decoding.config import CHAIN_RULES, EXACT_RULES, FIXED_TREE_RULES, LOSSY_RULES, DecodeConfig
-from mtpjax.decoding.drafters.mtp import check_tree
+from mtpjax.decoding.requests import check_settings, make_drafter
 from mtpjax.decoding.spec import DecodeSpec
-from mtpjax.evaluation.round_costs import MAX_MEASURED_STEPS, RoundShape
+from mtpjax.evaluation.round_costs import MAX_MEASURED_STEPS
+from mtpjax.evaluation.round_loops import RoundShape
 from mtpjax.models.model import MTPModel
 
 RULES = ("auto", "exact", *EXACT_RULES, *LOSSY_RULES)
@@ -74,7 +77,10 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Cell:
-    """One combination of settings; `acceptance` is the name of a rule, neither "auto" nor "exact"."""
+    """One combination of settings.
+
+    `acceptance` is the name of a rule, neither "auto" nor "exact"; `drafter` is the name of a `DraftMethod`.
+    """
 
     batch_size: int
     num_steps: int
@@ -82,9 +88,10 @@ class Cell:
     num_nodes: int
     acceptance: str
     temperature: float
+    drafter: str = "mtp"
 
     def config(self, common: DecodeConfig) -> DecodeConfig:
-        """Returns `common` with this cell's draft settings."""
+        """Returns `common` with this cell's draft settings; `DraftMethod.config` sets the drafter."""
         return dataclasses.replace(
             common,
             num_steps=self.num_steps,
@@ -100,18 +107,23 @@ class Cell:
 
     @property
     def setting(self) -> str:
-        """The draft setting in words, such as "depth 3, topk 2, 11 nodes, recursive"."""
+        """The draft setting in words, such as "mtp, depth 3, topk 2, 11 nodes, recursive"."""
+        return f"{self.drafter}, {self.shape_text}, {self.acceptance}"
+
+    @property
+    def shape_text(self) -> str:
+        """The shape of a round in words, such as "depth 3, topk 2, 11 nodes"."""
         tree = f", topk {self.topk}, {self.num_nodes} nodes" if self.topk > 1 else ""
-        return f"depth {self.num_steps}{tree}, {self.acceptance}"
+        return f"depth {self.num_steps}{tree}"
 
     @property
     def name(self) -> str:
-        """The cell in words, such as "batch 4, temperature 0, depth 3, greedy"."""
+        """The cell in words, such as "batch 4, temperature 0, mtp, depth 3, greedy"."""
         return f"batch {self.batch_size}, temperature {self.temperature:g}, {self.setting}"
 
     @property
     def flags(self) -> str:
-        """The setting as SGLang's command-line flags, with the rule if it is not the default one."""
+        """The shape as SGLang's command-line flags, with the rule if it is not the default one."""
         is_default = self.acceptance in _resolve_rules("auto", self.topk, self.temperature)
         return (
             f"--speculative-num-steps {self.num_steps} --speculative-eagle-topk {self.topk} "
@@ -119,24 +131,23 @@ class Cell:
         )
 
 
-def list_cells(settings: Settings, *, model: MTPModel) -> tuple[list[Cell], dict[str, int]]:
+def list_cells(
+    settings: Settings, *, model: MTPModel, methods: Sequence[DraftMethod] = (MTP,)
+) -> tuple[list[Cell], dict[str, int]]:
     """Lists the cells to measure.
 
     Args:
         settings: the settings of the ablation.
         model: the model.
+        methods: the drafters.
 
     Returns:
         The cells without duplicates, and for each reason the number of combinations left out.
-
-    Raises:
-        ValueError: the model has no MTP module.
     """
-    if not model.config.num_mtp_modules:
-        raise ValueError("the model has no MTP module to draft with")
     cells: dict[Cell, None] = {}
     reasons: dict[str, int] = {}
     combinations = itertools.product(
+        methods,
         settings.batch_sizes,
         settings.depths,
         settings.topk,
@@ -144,9 +155,9 @@ def list_cells(settings: Settings, *, model: MTPModel) -> tuple[list[Cell], dict
         settings.rules,
         settings.temperatures,
     )
-    for batch_size, num_steps, topk, num_draft_tokens, name, temperature in combinations:
-        # `DecodeConfig`, `check_tree` and `_check_combination` reject what cannot run or repeats another cell. Their
-        # messages are the reasons that the report lists.
+    for method, batch_size, num_steps, topk, num_draft_tokens, name, temperature in combinations:
+        # `DecodeConfig`, `check_settings` and `_check_combination` reject what cannot run, such as a depth beyond a
+        # drafter's heads, or repeats another cell. Their messages are the reasons that the report lists.
         for rule in _resolve_rules(name, topk, temperature):
             try:
                 config = DecodeConfig(
@@ -154,15 +165,16 @@ def list_cells(settings: Settings, *, model: MTPModel) -> tuple[list[Cell], dict
                     topk=topk,
                     num_draft_tokens=num_draft_tokens or None if topk > 1 else None,
                     acceptance=rule,  # pyright: ignore[reportArgumentType]
+                    drafter=method.drafter,
                 )
-                if topk > 1:
-                    check_tree(model, config)
+                check_settings(model, config, make_drafter(config))
                 _check_combination(rule, topk, temperature)
             except ValueError as error:
-                reasons[str(error)] = reasons.get(str(error), 0) + 1
+                reason = f"{method.name}: {error}" if len(methods) > 1 else str(error)
+                reasons[reason] = reasons.get(reason, 0) + 1
                 continue
             # A dict keeps the order and drops duplicates, such as a chain with two values of num_draft_tokens.
-            cells[Cell(batch_size, num_steps, topk, config.num_nodes, rule, temperature)] = None
+            cells[Cell(batch_size, num_steps, topk, config.num_nodes, rule, temperature, method.name)] = None
     return list(cells), reasons
 
 

@@ -1,18 +1,27 @@
-"""The heat map of an ablation: the speed-up over plain decoding by depth, tree and rule, with its interval."""
+"""The heat map of an ablation: the speed-up over plain decoding by depth, drafter, tree and rule, with its interval."""
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from mtpjax.ablation.panels import Row, group_by_batch_and_temperature, panel_rows, panels
+from mtpjax.ablation.panels import Row, group_by_batch_and_temperature, list_drafters, panel_rows, panels
 from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, GREY, picture
 
 # Round ratios that the colour bar labels, as far as they are in its range.
 TICKS = (0.25, 0.33, 0.5, 0.67, 0.8, 1, 1.25, 1.5, 2, 3, 4)
 
 
+class Line(NamedTuple):
+    """The settings of a line of a panel."""
+
+    drafter: int  # its number in `list_drafters`
+    topk: int
+    num_nodes: int  # 0 for chains and complete trees, whose size follows from the depth
+    rule: str
+
+
 def plot_heatmap(path, rows: list[Row], formats: Sequence[str] = DEFAULT_FORMATS) -> None:
-    """Plots a heat map of the speed-up over plain decoding, by depth and by tree and rule.
+    """Plots a heat map of the speed-up over plain decoding, by depth and by drafter, tree and rule.
 
     Args:
         path: the picture, as in `plot_style.picture_paths`.
@@ -21,15 +30,18 @@ def plot_heatmap(path, rows: list[Row], formats: Sequence[str] = DEFAULT_FORMATS
     """
     groups = group_by_batch_and_temperature(rows)
     depths = sorted({row["cell"]["num_steps"] for row in rows})
-    trees = {key: sorted({_tree_key(row) for row in group}) for key, group in groups.items()}
+    drafters = list_drafters(rows)
+    trees = {key: sorted({_line(row, drafters) for row in group}) for key, group in groups.items()}
     layout = panel_rows(groups)
-    # A panel grows with its numbers of depths and trees.
-    width, height = max(2.8, 1.05 * len(depths) + 1.2), max(2.0, 0.7 * max(map(len, trees.values())) + 1.0)
+    # A panel grows with its numbers of depths and lines, and with the names of the drafters beside it.
+    longest = max(map(len, drafters)) if len(drafters) > 1 else 0
+    width = max(2.8, 1.05 * len(depths) + max(1.2, 0.3 + 0.085 * longest))
+    height = max(2.0, 0.7 * max(map(len, trees.values())) + 1.0)
     with picture(path, (width * len(layout[0]) + 1.0, height * len(layout) + 0.4), formats) as figure:
-        _draw(figure, rows, groups, layout, depths=depths, trees=trees)
+        _draw(figure, rows, groups, layout, depths=depths, trees=trees, drafters=drafters)
 
 
-def _draw(figure, rows: list[Row], groups, layout, *, depths, trees) -> None:
+def _draw(figure, rows: list[Row], groups, layout, *, depths, trees, drafters) -> None:
     import matplotlib
     import matplotlib.colors
 
@@ -40,7 +52,7 @@ def _draw(figure, rows: list[Row], groups, layout, *, depths, trees) -> None:
     colours = matplotlib.colormaps["RdBu"].with_extremes(bad="#eeeeee")
     axes = figure.subplots(len(layout), len(layout[0]), squeeze=False)
     for axis, key, group in panels(axes, layout, groups):
-        style = {"depths": depths, "trees": trees[key], "colours": colours, "norm": norm}
+        style = {"depths": depths, "trees": trees[key], "drafters": drafters, "colours": colours, "norm": norm}
         _draw_panel(axis, f"batch {key[0]}, temperature {key[1]:g}", group, **style)
     # Label the colour bar with the round ratios inside its range.
     bar = figure.colorbar(axes[0][0].images[0], ax=axes, shrink=min(0.8, 2.4 / len(layout)), aspect=25, pad=0.02)
@@ -51,11 +63,11 @@ def _draw(figure, rows: list[Row], groups, layout, *, depths, trees) -> None:
     figure.suptitle(title, fontsize=10, wrap=True)
 
 
-def _draw_panel(axis, title: str, rows, *, depths, trees, colours, norm) -> None:
+def _draw_panel(axis, title: str, rows, *, depths, trees, drafters, colours, norm) -> None:
     """Draws one panel of the heat map."""
     import matplotlib.patches
 
-    grid = {(_tree_key(row), row["cell"]["num_steps"]): row for row in rows}
+    grid = {(_line(row, drafters), row["cell"]["num_steps"]): row for row in rows}
     # A ratio that cannot be trusted is the best only where all are of that kind.
     best = max(rows, key=lambda row: (not row.get("problem"), row["ratio"]["value"]))
     # Combinations that were not measured are nan, which the colour map shows in grey.
@@ -82,7 +94,7 @@ def _draw_panel(axis, title: str, rows, *, depths, trees, colours, norm) -> None
                 axis.add_patch(frame)
     axis.set_title(title, fontsize=9)
     axis.set_xticks(range(len(depths)), [str(depth) for depth in depths])
-    axis.set_yticks(range(len(trees)), [_tree_label(tree) for tree in trees])
+    axis.set_yticks(range(len(trees)), [_line_label(tree, drafters) for tree in trees])
     axis.set_xlabel("draft levels per round", fontsize=9)
     axis.tick_params(length=0)
     axis.spines[:].set_visible(False)
@@ -103,19 +115,18 @@ def cell_texts(row: Row) -> tuple[str, str, str]:
     return f"{ratio['value']:.2f}{doubt}", f"{ratio['low']:.2f}-{ratio['high']:.2f}", f"{length:.2f} tok/step{mark}"
 
 
-def _tree_key(row: dict[str, Any]) -> tuple[int, int, str]:
-    """Returns topk, nodes and rule of a row: the key of a line of the heat map.
-
-    Nodes are 0 for chains and complete trees, whose size follows from the depth.
-    """
+def _line(row: dict[str, Any], drafters: list[str]) -> Line:
+    """Returns the line of the heat map that a row belongs to."""
     # 64 is the default cap of `num_draft_tokens`.
     cell = row["cell"]
     complete_size = 1 + cell["topk"] + (cell["num_steps"] - 1) * cell["topk"] ** 2
     nodes = 0 if cell["topk"] == 1 or cell["num_nodes"] in (complete_size, 64) else cell["num_nodes"]
-    return cell["topk"], nodes, cell["acceptance"] + " (lossy)" * (row["lossless"] == "lossy")
+    rule = cell["acceptance"] + " (lossy)" * (row["lossless"] == "lossy")
+    return Line(drafters.index(cell["drafter"]), cell["topk"], nodes, rule)
 
 
-def _tree_label(tree: tuple[int, int, str]) -> str:
-    """Names a line of the heat map."""
-    topk, nodes, rule = tree
-    return ("chain" if topk == 1 else f"topk {topk}") + (f", {nodes} nodes" if nodes else "") + f"\n{rule}"
+def _line_label(line: Line, drafters: list[str]) -> str:
+    """Names a line of the heat map; the drafter only where there are several."""
+    tree = "chain" if line.topk == 1 else f"topk {line.topk}"
+    tree += f", {line.num_nodes} nodes" if line.num_nodes else ""
+    return (f"{drafters[line.drafter]}\n" if len(drafters) > 1 else "") + f"{tree}\n{line.rule}"

@@ -23,6 +23,11 @@ def group_by_batch_and_temperature(rows: list[Row]) -> dict[Group, list[Row]]:
     return dict(sorted(groups.items()))
 
 
+def list_drafters(rows: list[Row]) -> list[str]:
+    """Lists the names of the drafters of these rows, in the order of the rows."""
+    return list(dict.fromkeys(row["cell"]["drafter"] for row in rows))
+
+
 def panel_rows(groups: dict[Group, list[Row]]) -> list[list[Group]]:
     """Lays out panels: a line per batch size and a column per temperature; with one temperature, three per line.
 

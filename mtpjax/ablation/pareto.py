@@ -4,8 +4,10 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from mtpjax.ablation.panels import Row, group_by_batch_and_temperature, panel_rows, panels
-from mtpjax.evaluation.plot_style import COLOURS, DEFAULT_FORMATS, GREY, picture
+from mtpjax.ablation.panels import Row, group_by_batch_and_temperature, list_drafters, panel_rows, panels
+from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, GREY, colour, picture
+
+MARKERS = "os^DvP"  # of topk, from the smallest
 
 
 def plot_pareto(path, rows: list[Row], formats: Sequence[str] = DEFAULT_FORMATS) -> None:
@@ -33,9 +35,13 @@ def _draw(figure, rows: list[Row], groups, layout) -> None:
     costs = [row["accept_length"]["value"] / row["ratio"]["value"] for row in rows]
     xlim = 0.72 * min(1.0, *costs), 1.15 * max(1.2, *costs)
     ylim = 0.9, 1.1 * max(1.2, *(length["high"] for length in lengths))
-    # A marker and colour per topk.
-    topks = sorted({row["cell"]["topk"] for row in rows})
-    styles = dict(zip(topks, itertools.cycle(zip("os^DvP", COLOURS, strict=True)), strict=False))
+    # A marker per topk, and a colour per drafter; with one drafter, the colour shows topk too.
+    topks, drafters = sorted({row["cell"]["topk"] for row in rows}), list_drafters(rows)
+    markers = dict(zip(topks, itertools.cycle(MARKERS), strict=False))
+
+    def colour_of(cell: dict[str, Any]) -> str:
+        return colour(drafters.index(cell["drafter"]) if len(drafters) > 1 else topks.index(cell["topk"]))
+
     for axis, key, group in panels(axes, layout, groups):
         # 1. The background: lines of equal speed-up, and plain decoding at cost 1 and accept length 1.
         (batch_size, temperature), axis_of_group[key] = key, axis
@@ -44,15 +50,12 @@ def _draw(figure, rows: list[Row], groups, layout) -> None:
         axis.plot(1, 1, "*", color="black", markersize=11, zorder=3)
         # 2. A point per setting with its interval; hollow markers are lossy rules.
         for row in group:
-            (cost, length), spread, (marker, colour) = (
-                _cost_and_length(row),
-                row["accept_length"],
-                styles[row["cell"]["topk"]],
-            )
+            (cost, length), spread, cell = _cost_and_length(row), row["accept_length"], row["cell"]
             error = [[max(length - spread["low"], 0)], [max(spread["high"] - length, 0)]]
-            axis.errorbar(cost, length, error, color=colour, alpha=0.35, linewidth=1, zorder=1)
-            face = "white" if row["lossless"] == "lossy" else colour
-            axis.plot(cost, length, marker, color=colour, markerfacecolor=face, markersize=7, zorder=3)
+            axis.errorbar(cost, length, error, color=colour_of(cell), alpha=0.35, linewidth=1, zorder=1)
+            style = {"color": colour_of(cell), "markersize": 7, "zorder": 3}
+            face = "white" if row["lossless"] == "lossy" else style["color"]
+            axis.plot(cost, length, markers[cell["topk"]], markerfacecolor=face, **style)
         # 3. The frontier, from plain decoding on.
         frontier = [(1.0, 1.0)] + [_cost_and_length(row) for row in _frontier(group)]
         axis.plot(*zip(*frontier, strict=True), color=GREY, linewidth=1, linestyle="--", zorder=2)
@@ -65,10 +68,14 @@ def _draw(figure, rows: list[Row], groups, layout) -> None:
             set_ticks(shown, [f"{tick:g}" for tick in shown])
         axis.minorticks_off()
     # One legend for all panels.
-    handles = [
-        axes[0][0].plot([], [], marker, color=colour, label=f"topk {topk}")[0]
-        for topk, (marker, colour) in styles.items()
+    many = len(drafters) > 1
+    named = [("o", colour(number), name) for number, name in enumerate(drafters)] if many else []
+    named += [
+        (markers[topk], GREY if many else colour(number), f"topk {topk}")
+        for number, topk in enumerate(topks)
+        if not many or len(topks) > 1
     ]
+    handles = [axes[0][0].plot([], [], marker, color=own, label=name)[0] for marker, own, name in named]
     handles.append(axes[0][0].plot([], [], "*", color="black", markersize=11, label="plain")[0])
     if any(row["lossless"] == "lossy" for row in rows):
         handles.append(axes[0][0].plot([], [], "o", color=GREY, markerfacecolor="white", label="lossy")[0])
@@ -76,7 +83,7 @@ def _draw(figure, rows: list[Row], groups, layout) -> None:
     # Labels avoid each other in pixels, so they come last, when the layout is final.
     figure.draw_without_rendering()
     for key, group in groups.items():
-        _label_frontier(axis_of_group[key], group)
+        _label_frontier(axis_of_group[key], group, has_names=many)
 
 
 def _draw_speed_up_lines(axis, xlim, ylim) -> None:
@@ -87,8 +94,8 @@ def _draw_speed_up_lines(axis, xlim, ylim) -> None:
         end = (ylim[1] / speed, ylim[1]) if at_top else (xlim[1], speed * xlim[1])
         if end[0] <= xlim[0] or end[1] <= ylim[0]:
             continue
-        colour, width = ("black", 1.2) if speed == 1 else ("#bbbbbb", 0.8)
-        axis.plot([xlim[0], end[0]], [speed * xlim[0], end[1]], color=colour, linewidth=width, zorder=0)
+        grey, width = ("black", 1.2) if speed == 1 else ("#bbbbbb", 0.8)
+        axis.plot([xlim[0], end[0]], [speed * xlim[0], end[1]], color=grey, linewidth=width, zorder=0)
         axis.annotate(
             f"{speed:g}x",
             end,
@@ -101,13 +108,14 @@ def _draw_speed_up_lines(axis, xlim, ylim) -> None:
         )
 
 
-def _label_frontier(axis, group: list[dict[str, Any]]) -> None:
+def _label_frontier(axis, group: list[dict[str, Any]], *, has_names: bool) -> None:
     """Labels the frontier's points, longest accept length first, where no label covers a point or another label."""
     points = [axis.transData.transform(_cost_and_length(row)) for row in group]
     label_boxes: list[Any] = []
     for row in reversed(_frontier(group)):
         cell = row["cell"]
-        text = f"depth {cell['num_steps']}" + (f", {cell['num_nodes']} nodes" if cell["topk"] > 1 else "")
+        text = f"{cell['drafter']}, " if has_names else ""
+        text += f"depth {cell['num_steps']}" + (f", {cell['num_nodes']} nodes" if cell["topk"] > 1 else "")
         # Name the rule only where several settings differ in nothing else.
         same_shape = [other for other in group if _round_shape(other) == _round_shape(row)]
         text += f", {cell['acceptance']}" if len(same_shape) > 1 else ""
@@ -133,9 +141,9 @@ def _label_frontier(axis, group: list[dict[str, Any]]) -> None:
             label.remove()
 
 
-def _round_shape(row: dict[str, Any]) -> tuple[int, int, int]:
-    """Returns the shape of a row's rounds: depth, topk and nodes."""
-    return row["cell"]["num_steps"], row["cell"]["topk"], row["cell"]["num_nodes"]
+def _round_shape(row: dict[str, Any]) -> tuple[str, int, int, int]:
+    """Returns the drafter of a row, and the shape of its rounds: depth, topk and nodes."""
+    return tuple(row["cell"][name] for name in ("drafter", "num_steps", "topk", "num_nodes"))
 
 
 def _cost_and_length(row: dict[str, Any]) -> tuple[float, float]:

@@ -6,10 +6,12 @@ A row is a line of `cells.jsonl`.
 import csv
 import dataclasses
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mtpjax.ablation.bench import Workload
+from mtpjax.ablation.comparison import format_comparison, format_interval, format_rates, parts_cost, round_cost
+from mtpjax.ablation.drafters import MTP, DraftMethod
 from mtpjax.ablation.grid import Cell, Settings
 from mtpjax.console import narrow_table
 from mtpjax.evaluation.machine import MAX_WAITING_SHARE
@@ -71,11 +73,11 @@ def advise(rows: Iterable[dict[str, Any]]) -> list[Advice]:
         if not paying:
             is_slower = fastest["ratio"]["value"] <= 1
             text = "do not speculate" if is_slower else "speculation is not shown to pay: decode plainly"
-            why = f"the fastest, {cell_of(fastest).setting}, has ratio to plain {_format_interval(fastest['ratio'])}"
+            why = f"the fastest, {cell_of(fastest).setting}, has ratio to plain {format_interval(fastest['ratio'])}"
             result.append(Advice(batch_size, temperature, None, text, why))
             continue
         best = paying[0]
-        length, ratio = best["accept_length"]["value"], _format_interval(best["ratio"])
+        length, ratio = best["accept_length"]["value"], format_interval(best["ratio"])
         text = f"{cell_of(best).setting}: accept length {length:.2f}, ratio to plain {ratio}"
         if is_impossible(best):
             text += " (above the accept length, which is impossible: measure again)"
@@ -95,7 +97,7 @@ def _certainty(best: dict[str, Any], others: list[dict[str, Any]]) -> str:
         return "no other setting was measured"
     # Intervals that do not overlap are clear. A best interval above the runner-up's value is probable.
     second = others[0]
-    measured = f"{cell_of(second).setting}: {_format_interval(second['ratio'])}"
+    measured = f"{cell_of(second).setting}: {format_interval(second['ratio'])}"
     if best["ratio"]["low"] > second["ratio"]["high"]:
         return f"clearly faster than {measured}"
     if best["ratio"]["low"] > second["ratio"]["value"]:
@@ -110,6 +112,7 @@ def format_recommendation(
     workload: Workload,
     settings: Settings,
     environment: dict[str, Any],
+    methods: Sequence[DraftMethod] = (MTP,),
 ) -> str:
     """Writes the text of `recommendation.md`.
 
@@ -119,18 +122,21 @@ def format_recommendation(
         workload: the prompts.
         settings: the settings of the ablation.
         environment: model, machine and versions.
+        methods: the drafters.
 
     Returns:
         Markdown.
     """
     # First the advice: what to use where, how certain it is, and the flags.
     lines, advices = ["# Which draft settings to use", ""], advise(rows)
+    drafter_flags = {method.name: method.flags for method in methods}
     for advice in advices:
         lines.append(f"- **batch {advice.batch_size}, temperature {advice.temperature:g}**: {advice.text}")
         if advice.certainty:
             lines.append(f"  - {advice.certainty}")
         if advice.best is not None:
-            lines.append(f"  - `{cell_of(advice.best).flags}`")
+            cell = cell_of(advice.best)
+            lines.append(f"  - `{' '.join(filter(None, [drafter_flags[cell.drafter], cell.flags]))}`")
     plain_cases = [
         f"batch {advice.batch_size} at temperature {advice.temperature:g}" for advice in advices if not advice.best
     ]
@@ -146,14 +152,22 @@ def format_recommendation(
         lines += [
             f"- {cell_of(row).name}: {row['differing_rows']} of {row['compared_rows']} texts" for row in differing
         ]
+    # Then the drafters side by side.
+    lines += format_comparison(rows, methods)
     # Last how it was measured, with everything that limits what the numbers mean.
     lines += ["", "## Measured", ""]
     lines += [
         f"- {len(rows)} cells, {settings.repeats} repeats, {settings.max_new_tokens} new tokens; {workload.source}",
         f"- {environment['device']}, {environment['processor']}",
         f"- jax {environment['jax']}, model {environment['model']}",
+        *(
+            f"- drafter {method.name}: {method.kind}, {method.digest}, {method.path}"
+            for method in methods
+            if method.path
+        ),
         "- ratio: tokens/s over plain decoding of the same prompts, batch and temperature, in turns; 95 % intervals",
-        "- ideal: accept length over the cost of a round's passes in plain steps; without the cost of sampling",
+        "- ideal: accept length over the cost of a round's passes (verifying and drafting) in plain steps; without the "
+        "cost of acceptance and sampling",
     ]
     # A single batch of prompts cannot be resampled, so its interval says nothing about other prompts.
     single_batch_sizes = sorted(size for size in settings.batch_sizes if len(workload.batches(size)) == 1)
@@ -171,6 +185,7 @@ def format_recommendation(
 
 
 CSV_COLUMNS = (
+    "drafter",
     "batch_size",
     "temperature",
     "num_steps",
@@ -189,6 +204,8 @@ CSV_COLUMNS = (
     "ratio_low",
     "ratio_high",
     "ideal_ratio",
+    "round_steps",
+    "parts_steps",
     "plain_ms",
     "verify_ms",
     "parts_ms",
@@ -220,11 +237,13 @@ def to_csv(rows: Iterable[dict[str, Any]]) -> str:
             "tokens_per_second": row["tokens_per_second"],
             "plain_tokens_per_second": row["plain_tokens_per_second"],
             "ideal_ratio": row["ideal_ratio"],
+            "round_steps": round_cost(row),
+            "parts_steps": parts_cost(row),
             **{f"{part}_ms": 1e3 * seconds for part, seconds in row["costs"].items()},
         }
         writer.writerow(
             {
-                **{name: row["cell"][name] for name in CSV_COLUMNS[:6]},
+                **{name: row["cell"][name] for name in CSV_COLUMNS[:7]},
                 **{name: "" if value is None else f"{value:.5g}" for name, value in numbers.items()},
                 **{name: " ".join(_format_rate(rate) for rate in row[name]) for name in ("conditional", "survival")},
                 "lossless": row["lossless"],
@@ -245,26 +264,34 @@ def print_cells(console, rows: list[dict[str, Any]]) -> None:
         console: a `rich` console.
         rows: rows of `cells.jsonl`.
     """
+    from rich.markup import escape
+
+    # A column names the drafter where there are others than MTP modules; it takes the place of the tokens/s.
+    has_drafters = any(row["cell"]["drafter"] != MTP.name for row in rows)
     for (batch_size, temperature), group in group_rows(rows).items():
         plain = f"plain {group[0]['plain_tokens_per_second']:.0f} tokens/s"
         table = narrow_table(f"batch {batch_size}, temperature {temperature:g}: {plain}")
-        headings = ("depth", "topk/\nnodes", "rule", "accept\nlength", "survival", "tokens/s", "ratio (95 %)", "ideal")
-        # Only the survival rates may wrap, because their number grows with the depth.
+        headings = ["depth", "topk/\nnodes", "rule", "accept\nlength", "survival", "ratio (95 %)", "ideal"]
+        headings.insert(*((0, "drafter") if has_drafters else (5, "tokens/s")))
+        # Only the survival rates may wrap, because their number grows with the depth, and the names of drafters.
         for heading in headings:
-            fixed = heading != "survival"
-            table.add_column(heading, justify="right", no_wrap=fixed, min_width=None if fixed else len(heading))
+            fixed = heading not in ("survival", "drafter")
+            justify = "left" if heading == "drafter" else "right"
+            width = None if fixed else len(heading)
+            table.add_column(heading, justify=justify, overflow="fold", no_wrap=fixed, min_width=width)
         for row in group:
             cell, ratio = cell_of(row), row["ratio"]
-            table.add_row(
+            values = [
                 str(cell.num_steps),
                 f"{cell.topk}/{cell.num_nodes}",
                 cell.acceptance + {"lossy": " *", "DIFFERS": " !"}.get(row["lossless"], ""),
                 f"{row['accept_length']['value']:.2f}",
-                " ".join(f"{rate['value'] or 0:.2f}".removeprefix("0") for rate in row["survival"]),
-                f"{row['tokens_per_second']:.0f}",
+                format_rates(row["survival"]),
                 f"{ratio['value']:.2f} {ratio['low']:.2f}-{ratio['high']:.2f}" + " ?" * bool(row.get("problem")),
                 f"{row['ideal_ratio']:.2f}",
-            )
+            ]
+            values.insert(*((0, escape(cell.drafter)) if has_drafters else (5, f"{row['tokens_per_second']:.0f}")))
+            table.add_row(*values)
         console.print(table)
     # Explain the marks of the columns for ratio and rule.
     if any(row.get("problem") for row in rows):
@@ -279,9 +306,5 @@ def print_cells(console, rows: list[dict[str, Any]]) -> None:
 def format_summary(row: dict[str, Any]) -> str:
     """Formats a row in a line: accept length, ratio with its interval, and the check of its texts."""
     return (
-        f"accept length {row['accept_length']['value']:.2f}, ratio {_format_interval(row['ratio'])}, {row['lossless']}"
+        f"accept length {row['accept_length']['value']:.2f}, ratio {format_interval(row['ratio'])}, {row['lossless']}"
     )
-
-
-def _format_interval(estimate: dict[str, float]) -> str:
-    return f"{estimate['value']:.2f} ({estimate['low']:.2f}-{estimate['high']:.2f})"

@@ -35,8 +35,24 @@ def is_whole(row: dict[str, Any], cell: Cell) -> bool:
         and isinstance(costs, dict)
         and costs.keys() == {"plain", "verify", "parts"}
         and all(map(_is_number, costs.values()))
+        and isinstance(row.get("categories"), dict)
+        and all(_is_category(rates, cell) for rates in row["categories"].values())
         and row.get("lossless") in STATES
         and isinstance(row.get("problem"), str | None)
+    )
+
+
+def _is_category(rates: Any, cell: Cell) -> bool:
+    """Returns whether a value holds the rates of a category of prompts."""
+    return (
+        isinstance(rates, dict)
+        and _is_number(rates.get("prompts"))
+        and _is_number(rates.get("ideal_ratio"))
+        and _is_estimate(rates.get("accept_length"))
+        and (rates.get("ratio") is None or _is_estimate(rates["ratio"]))
+        and isinstance(rates.get("survival"), list)
+        and len(rates["survival"]) == cell.num_steps
+        and all(_is_estimate(rate, can_lack=True) for rate in rates["survival"])
     )
 
 

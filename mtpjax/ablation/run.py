@@ -1,8 +1,9 @@
 """Runs an ablation: a grid of cells, each measured in turns with plain decoding of the same batch.
 
-A cell is one draft depth, tree, rule, temperature and batch size. `grid` lists the cells, `bench` measures them,
-`report` writes the advice. The line of a cell in `cells.jsonl` carries a fingerprint of everything that its results
-depend on. So a run that was stopped continues after its last cell, and changed settings are measured again.
+A cell is one drafter, draft depth, tree, rule, temperature and batch size. `drafters` loads the drafters, `grid` lists
+the cells, `bench` measures them, `report` writes the advice. The line of a cell in `cells.jsonl` carries a fingerprint
+of everything that its results depend on, the drafter's parameters included. So a run that was stopped continues after
+its last cell, and changed settings and drafters are measured again.
 """
 
 import dataclasses
@@ -11,16 +12,19 @@ import json
 import os
 import pathlib
 import platform
+import re
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
 from mtpjax.ablation.bench import Bench, Workload, find_workload
+from mtpjax.ablation.drafters import MTP, DraftMethod, load_methods
 from mtpjax.ablation.grid import Cell, Settings, list_cells
 from mtpjax.ablation.heatmap import plot_heatmap
 from mtpjax.ablation.pareto import plot_pareto
+from mtpjax.ablation.positions import plot_positions
 from mtpjax.ablation.report import format_recommendation, format_summary, print_cells, to_csv
 from mtpjax.ablation.rows import is_whole
 from mtpjax.atomic import write_text
@@ -33,10 +37,12 @@ from mtpjax.io.checkpoint_format import checkpoint_digest, find_checkpoint
 from mtpjax.models.config import Implementation
 from mtpjax.program_memory import free_programs_if_full
 
-CELL_VERSION = 5  # format of a cell's line; lines of another version are measured again
+CELL_VERSION = 6  # format of a cell's line; lines of another version are measured again
 
 
-def fingerprint(cell: Cell, settings: Settings, workload: Workload, environment: dict[str, Any]) -> str:
+def fingerprint(
+    cell: Cell, settings: Settings, workload: Workload, environment: dict[str, Any], method: DraftMethod = MTP
+) -> str:
     """Computes a digest of everything that a cell's results depend on, except chance.
 
     Args:
@@ -44,6 +50,7 @@ def fingerprint(cell: Cell, settings: Settings, workload: Workload, environment:
         settings: the settings of the ablation.
         workload: the prompts.
         environment: model, machine and versions, from `describe_environment`.
+        method: the drafter of the cell.
 
     Returns:
         16 hexadecimal digits.
@@ -56,6 +63,8 @@ def fingerprint(cell: Cell, settings: Settings, workload: Workload, environment:
         "seed": settings.seed,
         "prompts": workload.prompts,
         "stop_token_ids": workload.stop_token_ids,
+        "categories": workload.categories,
+        "drafter": method.digest,
         "about": environment,
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
@@ -107,7 +116,8 @@ def run_cells(
     """
     # Of two lines with the same fingerprint the newer one counts.
     known_rows = {row["fingerprint"]: row for row in writer.resume(required=("fingerprint",))}
-    fingerprints = {cell: fingerprint(cell, bench.settings, bench.workload, environment) for cell in cells}
+    about = (bench.settings, bench.workload, environment)
+    fingerprints = {cell: fingerprint(cell, *about, bench.method(cell)) for cell in cells}
     rows = {cell: known_rows[fingerprints[cell]] for cell in cells if fingerprints[cell] in known_rows}
     # A fingerprint vouches for the settings, not for the rest of a line that somebody edited.
     for cell in [cell for cell, row in rows.items() if not is_whole(row, cell)]:
@@ -150,6 +160,9 @@ def run(
     prompt_tokens: int | None = None,
     chat: bool = False,
     plot_formats: Sequence[str] = DEFAULT_FORMATS,
+    drafters: Sequence[str] = ("mtp",),
+    aux_layers: Literal["entered", "output"] | None = None,
+    sample_from_anchor: bool | None = None,
 ) -> int:
     """Measures the grid, writes the results and prints them.
 
@@ -166,20 +179,27 @@ def run(
         prompt_tokens: most tokens per prompt.
         chat: apply the chat template.
         plot_formats: formats of the pictures: "png", "svg", "pdf".
+        drafters: what drafts, as in `load_methods`, like the arguments after it.
+        aux_layers: the meaning of listed trunk layers.
+        sample_from_anchor: whether the first slot of a block drafts too.
 
     Returns:
         The exit status: 0, 4 if a text differs from plain decoding, or 75 if the run was stopped early.
 
     Raises:
-        ValueError: no combination of the settings is possible, or model and prompts do not fit.
+        ValueError: no combination of the settings is possible, or model, drafters and prompts do not fit.
+        CheckpointError: the files of the model or of a drafter are damaged, missing or not supported.
     """
     # An unknown format fails before anything is measured.
     output = pathlib.Path(output)
-    pictures = [picture_paths(output / name, plot_formats) for name in ("heatmap", "pareto")]
+    picture_paths(output / "heatmap", plot_formats)
     path = find_checkpoint(model_path)
     model, params = load(path, model_type=model_type, implementation=implementation)
+    # Load all drafters before anything is measured: one that cannot be read is an error now.
+    switches: dict[str, Any] = {"aux_layers": aux_layers, "sample_from_anchor": sample_from_anchor}
+    methods = load_methods(drafters, model=model, model_path=model_path, **switches)
     # List the cells, and print why combinations were left out.
-    cells, reasons = list_cells(settings, model=model)
+    cells, reasons = list_cells(settings, model=model, methods=methods)
     for reason, count in reasons.items():
         console.print(f"left out: {reason} ({count} cells)", highlight=False)
     if not cells:
@@ -199,7 +219,7 @@ def run(
     environment = describe_environment(path, model_type, implementation)
     output.mkdir(parents=True, exist_ok=True)
     console.print(f"{len(cells)} cells; {workload.source}", highlight=False, soft_wrap=True)
-    bench = Bench(model, params, settings, workload)
+    bench = Bench(model, params, settings, workload, methods=methods)
 
     def log(line: str) -> None:
         console.print(line, highlight=False, soft_wrap=True)
@@ -210,13 +230,20 @@ def run(
     # Report what was measured, even if the run was stopped early.
     if rows:
         print_cells(console, rows)
-        text = format_recommendation(rows, reasons, workload, settings, environment)
+        text = format_recommendation(rows, reasons, workload, settings, environment, methods)
         write_text(output / "cells.csv", to_csv(rows))
         write_text(output / "recommendation.md", text)
         plot_heatmap(output / "heatmap", rows, plot_formats)
         plot_pareto(output / "pareto", rows, plot_formats)
-        console.print(text.partition("\n## Measured")[0], highlight=False, soft_wrap=True, markup=False)
-        files = ["cells.jsonl", "cells.csv", "recommendation.md", *(file.name for files in pictures for file in files)]
+        pictures = ["heatmap", "pareto"]
+        if len(methods) > 1:
+            plot_positions(output / "positions", rows, plot_formats)
+            pictures.append("positions")
+        # The wide tables of the drafters are in the file only.
+        printed = re.split(r"\n## (?:Drafters|Categories|Training|Measured)", text)[0]
+        console.print(printed, highlight=False, soft_wrap=True, markup=False)
+        files = ["cells.jsonl", "cells.csv", "recommendation.md"]
+        files += [file.name for name in pictures for file in picture_paths(output / name, plot_formats)]
         console.print(f"wrote {output}/: {', '.join(files)}", soft_wrap=True)
     if not is_complete:
         console.print(f"stopped after {len(rows)} of {len(cells)} cells: run it again to continue", soft_wrap=True)

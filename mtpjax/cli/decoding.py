@@ -46,7 +46,8 @@ def _add_generate(commands) -> None:
     parser.add_argument(
         "--profile",
         default=None,
-        help="file of `mtpjax profile`, for --depth-policy adaptive (default: profile.json in the model's folder)",
+        help="file of `mtpjax profile`, for --depth-policy adaptive (default: profile.json in the folder of the model, "
+        "or of the drafter in files of its own)",
     )
     add_drafter_flags(parser)
     add_sampling_flags(parser)
@@ -200,9 +201,13 @@ def _decode_config(options, settings: dict[str, Any], config, tokenizer):
     settings = _with_num_steps(settings, config)
     # Adaptive depth weighs accept length against measured round times, which depend on the device.
     if options.depth_policy == "adaptive" and settings["num_steps"]:
-        profile = options.profile or options.model_path
+        profile = options.profile or options.speculative_draft_model_path or options.model_path
         settings |= load_depth_settings(
-            profile, batch=len(options.prompt), num_steps=settings["num_steps"], config=config
+            profile,
+            batch=len(options.prompt),
+            num_steps=settings["num_steps"],
+            config=config,
+            drafter=settings["drafter"],
         )
     return DecodeConfig(**settings, stop_token_ids=tokenizer.eos_token_ids)
 

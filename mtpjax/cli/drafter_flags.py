@@ -44,6 +44,15 @@ def add_path_flags(parser) -> None:
         f"speculators, vLLM, z-lab, DeepSpec); --num-steps then defaults to {DEFAULT_EAGLE3_STEPS}, to the number of "
         "Medusa heads, or to the drafts of a block",
     )
+    add_reading_flags(parser)
+
+
+def add_reading_flags(parser) -> None:
+    """Adds the flags that say how to read the files of drafters.
+
+    Args:
+        parser: an argument parser.
+    """
     parser.add_argument(
         "--aux-layers",
         choices=("entered", "output"),
@@ -89,8 +98,6 @@ def load_drafter_of(options, settings: dict[str, Any], model) -> tuple[dict[str,
         return settings, None
     if settings.get("drafter", "mtp") != "mtp":
         raise ValueError(f"--drafter {settings['drafter']} and --speculative-draft-model-path name two drafters")
-    if settings.get("depth_policy") == "adaptive":
-        raise ValueError("--depth-policy adaptive takes its costs from a profile, which is of MTP modules")
     from mtpjax.decoding.drafters.load import load_drafter
 
     switches = {"aux_layers": options.aux_layers, "sample_from_anchor": options.sample_from_anchor}

@@ -15,13 +15,15 @@ from mtpjax.cli.common import (
     show_bytes_read,
 )
 from mtpjax.cli.config_flags import DRAFT_FIELDS, SHAPE_FIELDS, add_config_flags, decode_settings, flag_names
-from mtpjax.cli.drafter_flags import add_drafter_flags, load_drafter_of
+from mtpjax.cli.drafter_flags import add_drafter_flags, add_reading_flags, load_drafter_of
 from mtpjax.cli.help import command_parser
 from mtpjax.cli.mesh_flags import add_mesh_flags, load_on_mesh, open_mesh
 from mtpjax.cli.planning import add_plan, run_plan
 from mtpjax.cli.prediction import add_prediction_flags, run_prediction
 from mtpjax.cli.tuning import add_tune, run_tune
 from mtpjax.errors import printable
+
+DEFAULT_PROFILE_STEPS = 5  # deepest draft of `mtpjax profile` with MTP modules
 
 
 def add_commands(commands) -> None:
@@ -46,7 +48,15 @@ def _add_profile(commands) -> None:
     add_model_path_flag(profile)
     add_implementation_flag(profile)
     profile.add_argument("--batch-size", type=int, nargs="+", default=[1], help="batch sizes to measure")
-    add_config_flags(profile, SHAPE_FIELDS, num_steps=5)
+    profile.add_argument(
+        *flag_names("num_steps"),
+        type=int,
+        default=None,
+        help=f"deepest draft; by default {DEFAULT_PROFILE_STEPS} with MTP modules, else as "
+        "--speculative-draft-model-path says",
+    )
+    add_config_flags(profile, SHAPE_FIELDS[1:])
+    add_drafter_flags(profile)
     profile.add_argument("--context", type=int, default=512, help="tokens in the KV caches (default: %(default)s)")
     profile.add_argument(
         "--temperature", type=float, default=0.0, help="above 0: measure rounds that sample (default: %(default)s)"
@@ -59,7 +69,9 @@ def _add_profile(commands) -> None:
         "acceptance rates",
     )
     profile.add_argument("--repeats", type=int, default=48, help="most measurements per loop (default: %(default)s)")
-    profile.add_argument("--output", default=None, help="file to write (default: profile.json in the model's folder)")
+    profile.add_argument(
+        "--output", default=None, help="file to write (default: profile.json in the folder of the drafter or the model)"
+    )
     add_prediction_flags(profile)
     commands.add_subcommand("profile", profile, help="measure what drafting costs, by depth and batch size")
 
@@ -104,14 +116,24 @@ def _add_eval(commands) -> None:
 
 def _add_ablate(commands) -> None:
     ablate = command_parser(
-        "Decode the same prompts with every combination of settings, each alternating with plain decoding "
+        "Decode the same prompts with every combination of drafter and settings, each alternating with plain decoding "
         "at the same batch size and temperature, and recommend one. Finished cells are kept: run the same command "
-        "again to continue. Writes cells.jsonl, cells.csv, recommendation.md, and the pictures heatmap and pareto."
+        "again to continue. Writes cells.jsonl, cells.csv, recommendation.md, and the pictures heatmap and pareto, and "
+        "of several drafters also positions."
     )
     add_model_path_flag(ablate)
     add_implementation_flag(ablate)
     ablate.add_argument("--output", required=True, help="folder to write or to continue")
     _add_prompt_flags(ablate, required=False, count=12)
+    ablate.add_argument(
+        "--drafters",
+        nargs="+",
+        default=["mtp"],
+        metavar="DRAFTER",
+        help="what drafts: mtp (the model's MTP modules), lookup or ngram (n-grams of the text), and folders, training "
+        "runs or Hub repositories of EAGLE-3, Medusa, DFlash and DSpark drafters for this model",
+    )
+    add_reading_flags(ablate)
     # The flags of single settings, which take several values here; the grid is their product.
     grid: list[tuple[str, type, list, str]] = [
         ("num_steps", int, [1, 2, 3], "draft levels per round"),
@@ -160,6 +182,9 @@ def _add_prompt_flags(parser, *, required: bool, count: int) -> None:
 
 
 def _profile(options) -> int:
+    drafter_path = options.speculative_draft_model_path
+    if options.num_steps is None and drafter_path is None:
+        options.num_steps = DEFAULT_PROFILE_STEPS
     if options.predict:
         return run_prediction(options)
     set_threads(options.model_path)
@@ -169,21 +194,23 @@ def _profile(options) -> int:
     from mtpjax.io.checkpoint import load
 
     # Check the shape and the files before the model is loaded.
-    profile.shapes_up_to(options.num_steps, options.topk, options.num_draft_tokens)
+    if options.num_steps is not None:
+        profile.shapes_up_to(options.num_steps, options.topk, options.num_draft_tokens)
     acceptance = None if options.acceptance_rates is None else profile.read_acceptance(options.acceptance_rates)
     if options.repeats < 1:
         raise ValueError(f"repeats must be at least 1, got {options.repeats}")
     if options.output is not None:
         check_output_file(options.output)
     model, params = load(options.model_path, model_type=model_type(options), implementation=options.implementation)
-    output = profile.default_path(options.model_path) if options.output is None else options.output
+    settings, draft_params = load_drafter_of(options, {"num_steps": options.num_steps}, model)
+    output = profile.default_path(drafter_path or options.model_path) if options.output is None else options.output
     with progress_bar() as bar:
         task = bar.add_task("compiling and measuring", total=None)
         measured = profile.measure(
             params,
             model=model,
             batches=tuple(options.batch_size),
-            num_steps=options.num_steps,
+            num_steps=settings["num_steps"],
             topk=options.topk,
             num_draft_tokens=options.num_draft_tokens,
             context=options.context,
@@ -191,6 +218,8 @@ def _profile(options) -> int:
             acceptance=acceptance,
             rounds=options.repeats,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
+            drafter=settings.get("drafter", "mtp"),
+            draft_params=draft_params,
         )
     # Save before printing: the tables are only a summary of the file.
     profile.save(output, measured)
@@ -360,6 +389,9 @@ def _ablate(options) -> int:
         prompt_tokens=options.prompt_tokens,
         chat=options.chat,
         plot_formats=options.plot_formats,
+        drafters=options.drafters,
+        aux_layers=options.aux_layers,
+        sample_from_anchor=options.sample_from_anchor,
     )
 
 

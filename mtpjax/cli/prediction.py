@@ -42,6 +42,11 @@ def run_prediction(options) -> int:
 
     if options.output is not None:
         check_output_file(options.output)
+    if options.speculative_draft_model_path is not None:
+        raise ValueError(
+            "--predict knows the kernels that MTP modules launch, and not those of a drafter in files of its own: "
+            "leave --predict out to measure it on this device"
+        )
     if options.num_steps < 0 or options.topk != 1:
         raise ValueError(
             f"--predict takes chains of 0 or more drafts, got num_steps {options.num_steps}, topk {options.topk}"

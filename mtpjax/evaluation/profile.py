@@ -9,21 +9,17 @@ import os
 import pathlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
 from mtpjax.atomic import write_text
 from mtpjax.decoding.capacity import min_rows_per_pass
 from mtpjax.decoding.config import LOSSY_RULES, DecodeConfig, largest_tree
-from mtpjax.evaluation.round_costs import (
-    MAX_MEASURED_STEPS,
-    PLAIN_STEP,
-    CostMeter,
-    RoundCosts,
-    RoundShape,
-    max_slots_written,
-)
+from mtpjax.decoding.drafters.base import Drafter
+from mtpjax.decoding.requests import check_settings, make_drafter
+from mtpjax.evaluation.round_costs import MAX_MEASURED_STEPS, CostMeter, RoundCosts
+from mtpjax.evaluation.round_loops import PLAIN_STEP, RoundShape, max_slots_written
 from mtpjax.host import num_threads
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.model import MTPModel
@@ -80,12 +76,14 @@ def measure(
     rounds: int = 48,
     seconds: float = 0.02,
     progress: Callable[[int, int], Any] = lambda done, total: None,
+    drafter: Literal["mtp"] | Drafter = "mtp",
+    draft_params: Any = None,
 ) -> dict[str, Any]:
     """Times rounds of every depth from 0 to `num_steps`, per batch size.
 
     Args:
         params: parameters of `model` with unrolled layers.
-        model: a model with MTP modules.
+        model: the model.
         batches: batch sizes.
         num_steps: deepest draft.
         topk: children per tree node; 1 measures chains.
@@ -97,20 +95,26 @@ def measure(
             limit of a batch size is reached.
         seconds: approximate duration of one timing.
         progress: called with the numbers of steps done and of all steps.
+        drafter: what drafts: the model's MTP modules, or a drafter of `mtpjax.load_drafter`.
+        draft_params: parameters of that drafter.
 
     Returns:
         The profile, a JSON object.
 
     Raises:
-        ValueError: for a model without modules, or for settings that are out of range or that the model cannot run.
+        ValueError: for a model without modules, or for settings that are out of range or that the model or the drafter
+            cannot run.
     """
     # Check before compiling, which takes long.
     config = model.config
     shapes = shapes_up_to(num_steps, topk, num_draft_tokens)
-    if not config.num_mtp_modules:
+    if drafter == "mtp" and not config.num_mtp_modules:
         raise ValueError("the model has no MTP modules, so no drafts can be measured")
-    if topk > 1 and config.num_mtp_modules > 1:
+    if drafter == "mtp" and topk > 1 and config.num_mtp_modules > 1:
         raise ValueError(f"trees need exactly one MTP module; the model has {config.num_mtp_modules}")
+    # A drafter refuses what it cannot do, such as a depth beyond its heads, with its reason.
+    settings = DecodeConfig(num_steps=num_steps, topk=topk, num_draft_tokens=num_draft_tokens, drafter=drafter)
+    check_settings(model, settings, make_drafter(settings))
     if not temperature >= 0:
         raise ValueError(f"temperature {temperature} must be at least 0")
     if rounds < 1:
@@ -118,13 +122,14 @@ def measure(
     if not batches or min(batches) < 1:
         raise ValueError(f"batch sizes {list(batches)} must be at least 1")
     # The context must leave room for the widest round, and the caches for a second one, since rounds move forward.
-    max_slots = max(max_slots_written(model, shape) for shape in shapes) + 2
+    max_slots = max(max_slots_written(model, shape, make_drafter(settings)) for shape in shapes) + 2
     if context < 1 or config.max_position_embeddings < 2 * max_slots:
         raise ValueError(f"context {context} leaves no room for a round in {config.max_position_embeddings} positions")
     context = min(context, config.max_position_embeddings - max_slots)
     capacity = -(-(context + 2 * max_slots) // CAPACITY_STEP) * CAPACITY_STEP
-    # Steps of the progress: compiled loops (3 per shape, 2 for plain steps, 1 for chains in turn), then measurements.
-    per_batch = 3 * len(shapes) + 2 + (topk == 1) + rounds
+    # Steps of the progress: compiled loops (3 per shape, 4 with a drafter other than MTP modules, 2 for plain steps, 1
+    # for chains in turn), then measurements.
+    per_batch = (3 + (drafter != "mtp")) * len(shapes) + 2 + (topk == 1) + rounds
     total, done, costs = per_batch * len(batches), 0, []
 
     def advance(by: int = 1) -> None:
@@ -146,6 +151,8 @@ def measure(
             seconds=seconds,
             time_full_rounds=True,
             on_compiled=advance,
+            drafter=drafter,
+            draft_params=draft_params,
         )
         _measure_within_time_limit(meter, rounds, advance)
         costs.append(meter.costs().to_json())
@@ -157,6 +164,7 @@ def measure(
         **_device_properties(),
         "dtype": params["embedding"].dtype.name,
         "model_config_sha256": config_digest(config),
+        "drafter": describe_drafter(drafter),
         "context": context,
         "temperature": temperature,
         "capacity": capacity,
@@ -186,6 +194,22 @@ def config_digest(config: ModelConfig) -> str:
         SHA-256 in hexadecimal.
     """
     return hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode()).hexdigest()
+
+
+def describe_drafter(drafter: Any) -> str | None:
+    """Describes the drafter that a profile was measured with: costs depend on its architecture, not on its weights.
+
+    Args:
+        drafter: what drafts, as in `DecodeConfig`.
+
+    Returns:
+        Its class and a digest of its architecture; None for drafters by name: the configuration of MTP modules is the
+        model's.
+    """
+    if not isinstance(drafter, Drafter):
+        return None
+    architecture = getattr(drafter, "architecture", drafter)
+    return f"{type(drafter).__name__} {hashlib.sha256(repr(architecture).encode()).hexdigest()[:16]}"
 
 
 def _device_properties() -> dict[str, Any]:
@@ -266,7 +290,9 @@ def read(path) -> tuple[dict[str, Any], tuple[RoundCosts, ...]]:
     return profile, costs
 
 
-def load_depth_settings(path, *, batch: int, num_steps: int, config: ModelConfig | None = None) -> dict[str, Any]:
+def load_depth_settings(
+    path, *, batch: int, num_steps: int, config: ModelConfig | None = None, drafter: Any = "mtp"
+) -> dict[str, Any]:
     """Reads the settings of adaptive depth from a profile: `DecodeConfig(depth_policy="adaptive", …, **settings)`.
 
     Logs a warning if the profile was measured with another device, JAX version or number of threads.
@@ -276,17 +302,24 @@ def load_depth_settings(path, *, batch: int, num_steps: int, config: ModelConfig
         batch: rows that will be decoded; the costs of the nearest measured batch size are used.
         num_steps: the deepest draft.
         config: the model's configuration; None skips the comparison with the profile's.
+        drafter: what will draft, as in `DecodeConfig`.
 
     Returns:
         `depth_costs` and `depth_rates`; see `depth_settings`.
 
     Raises:
-        ValueError: if the profile is missing or damaged, belongs to another model, or has no costs of chains of this
-            depth.
+        ValueError: if the profile is missing or damaged, belongs to another model or drafter, or has no costs of chains
+            of this depth.
     """
     profile, measured = read(path)
     if config is not None and profile.get("model_config_sha256") != config_digest(config):
         raise ValueError(f"{path} was measured on another model: run `mtpjax profile` for this one")
+    found, wanted = profile.get("drafter"), describe_drafter(drafter)
+    if found != wanted:
+        raise ValueError(
+            f"{path} was measured with {found or 'MTP modules'}, not with {wanted or 'MTP modules'}: run `mtpjax "
+            "profile` for what drafts, with --speculative-draft-model-path if it has files of its own"
+        )
     for name, current in _device_properties().items():
         if profile.get(name) != current:
             log.warning("%s was measured with %s %r; here it is %r", path, name, profile.get(name), current)
@@ -422,6 +455,7 @@ def tables(profile: dict[str, Any]):
         costs = RoundCosts.from_json(stored)
         title = f"batch {costs.batch}, {profile['context']} tokens of context, {profile['dtype']}"
         title += f", temperature {profile['temperature']}" if profile["temperature"] else ""
+        title += f", {profile['drafter'].partition(' ')[0]}" if profile.get("drafter") else ""
         title += f"; a change of depth takes {1e3 * costs.change:.2g} ms" if costs.change else ""
         table = narrow_table(title)
         headings = (
@@ -429,8 +463,10 @@ def tables(profile: dict[str, Any]):
             "nodes",
             "round\nms",
             "parts'\nshare",
+            *(["draft's\nshare"] if costs.draft else []),
             "verify's\nshare",
-            "plain steps =\nbreak-even length",
+            # The column of drafting takes the width of this one.
+            "plain steps\n= break-even\nlength" if costs.draft else "plain steps =\nbreak-even length",
         )
         for heading in (*headings, "rate per level\nto break even"):
             table.add_column(heading, justify="right", no_wrap=True)
@@ -443,6 +479,7 @@ def tables(profile: dict[str, Any]):
                 str(shape.num_nodes),
                 f"{1e3 * seconds:.3g}",
                 f"{costs.parts[shape] / seconds:.2f}",
+                *([f"{costs.draft.get(shape, 0.0) / seconds:.2f}"] if costs.draft else []),
                 f"{costs.verify[shape] / seconds:.2f}",
                 f"{relative_cost:.2f}",
                 "never" if rate is None else f"{rate:.2f}",

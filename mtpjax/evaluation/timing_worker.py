@@ -117,7 +117,8 @@ class _RequestHandler:
 
     def costs(self, *, num_steps, context: int, capacity: int) -> dict[str, Any]:
         """Adds measurements of the costs of chains, and returns the medians so far as JSON (`Costs.to_json`)."""
-        from mtpjax.evaluation.round_costs import CostMeter, chain_shape
+        from mtpjax.evaluation.round_costs import CostMeter
+        from mtpjax.evaluation.round_loops import chain_shape
 
         # The first request compiles the timing loops. Later ones repeat them, whatever their arguments are.
         if self.meter is None:

@@ -17,7 +17,8 @@ from mtpjax.evaluation.acceptance import measure_acceptance
 from mtpjax.evaluation.intervals import Estimate, estimate_from, resample
 from mtpjax.evaluation.machine import Stopwatch, timing_problem
 from mtpjax.evaluation.metrics import report
-from mtpjax.evaluation.round_costs import CostMeter, chain_shape
+from mtpjax.evaluation.round_costs import CostMeter
+from mtpjax.evaluation.round_loops import chain_shape
 from mtpjax.models.decoding_layout import shard_for_decoding
 from mtpjax.models.draft_forward import DraftArchitecture
 from mtpjax.models.model import MTPModel

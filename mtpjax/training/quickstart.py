@@ -13,7 +13,8 @@ from mtpjax.data.packing import held_out_prompts
 from mtpjax.evaluation.intervals import estimate_from, resample
 from mtpjax.evaluation.plot_style import picture_paths
 from mtpjax.evaluation.plots import plot_quickstart
-from mtpjax.evaluation.round_costs import RoundCosts, chain_shape
+from mtpjax.evaluation.round_costs import RoundCosts
+from mtpjax.evaluation.round_loops import chain_shape
 from mtpjax.evaluation.timing_worker import TimingWorker
 from mtpjax.host import num_threads
 from mtpjax.training.config import TrainConfig

@@ -19,7 +19,8 @@ import rich.console
 from mtpjax import generate, program_memory
 from mtpjax.ablation import bench as bench_module
 from mtpjax.ablation import run
-from mtpjax.ablation.bench import Bench, Workload, find_workload, paired_ratio
+from mtpjax.ablation.bench import Bench, find_workload, paired_ratio
+from mtpjax.ablation.drafters import MTP
 from mtpjax.ablation.grid import Cell, Settings, list_cells
 from mtpjax.ablation.heatmap import cell_texts, plot_heatmap
 from mtpjax.ablation.pareto import plot_pareto
@@ -30,39 +31,12 @@ from mtpjax.cli.main import main
 from mtpjax.data.jsonl_writer import JsonlWriter
 from mtpjax.data.packing import read_documents, split_held_out
 from mtpjax.decoding.config import DecodeConfig
-from mtpjax.evaluation.machine import timing_problem
-from mtpjax.evaluation.round_costs import PLAIN_STEP, RoundCosts
+from mtpjax.evaluation.round_costs import RoundCosts
+from mtpjax.evaluation.round_loops import PLAIN_STEP
 from mtpjax.io.checkpoint import save_model
 from mtpjax.training.decoding_eval import is_looping
 from tests.helpers import training_runs
-
-SETTINGS = Settings(depths=(1, 2), topk=(1,), temperatures=(0.0,), batch_sizes=(1, 2), max_new_tokens=12, repeats=2)
-WORKLOAD = Workload([[1, 2, 3], [4, 5], [6, 7, 8]], "three prompts")
-ENVIRONMENT = {"model": "m", "device": "d", "processor": "p", "jax": "j"}
-
-
-def row(ratio, spread=0.05, *, batch_size=1, temperature=0.0, num_steps=1, topk=1, lossless="identical", rule="greedy"):
-    """A line of `cells.jsonl` as it might be."""
-    nodes = DecodeConfig(num_steps=num_steps, topk=topk).num_nodes
-    length = 1 + 0.8 * num_steps
-    around = lambda value, by: {"value": value, "low": value - by, "high": value + by}
-    return {
-        "cell": dataclasses.asdict(Cell(batch_size, num_steps, topk, nodes, rule, temperature)),
-        "accept_length": around(length, 0.1),
-        "accept_length_macro": around(length, 0.1),
-        "conditional": [around(0.8, 0.02)] * num_steps,
-        "survival": [around(0.8, 0.02)] * num_steps,
-        "ratio": around(ratio, spread),
-        "tokens_per_second": 100 * ratio,
-        "plain_tokens_per_second": 100.0,
-        "costs": {"plain": 1e-3, "verify": 1e-3, "parts": 1.2e-3},
-        "ideal_ratio": length / 1.2,
-        "lossless": lossless,
-        "differing_rows": int(lossless == "DIFFERS"),
-        "compared_rows": 10,
-        "waited": 0.2,
-        "problem": timing_problem(ratio, length, 0.0),
-    }
+from tests.helpers.ablation_rows import ENVIRONMENT, SETTINGS, WORKLOAD, cell_row
 
 
 def test_the_grid_leaves_out_what_is_impossible_with_its_reason(small):
@@ -111,9 +85,6 @@ def test_a_model_that_cannot_draft_trees_has_chains_only(small):
     model, _ = small("grouped", "right", num_mtp_modules=2)
     cells, reasons = list_cells(Settings(), model=model)
     assert {cell.topk for cell in cells} == {1} and any("need exactly one MTP module" in reason for reason in reasons)
-    without = dataclasses.replace(model, config=dataclasses.replace(model.config, num_mtp_modules=0))
-    with pytest.raises(ValueError, match="no MTP module"):
-        list_cells(Settings(), model=without)
 
 
 @pytest.mark.parametrize(
@@ -219,11 +190,14 @@ class FakeBench:
     def __init__(self, ends_at=None, settings=SETTINGS):
         self.settings, self.workload, self.ends_at, self.measured = settings, WORKLOAD, ends_at, []
 
+    def method(self, cell):
+        return MTP
+
     def measure(self, cell):
         if len(self.measured) == self.ends_at:
             raise KeyboardInterrupt
         self.measured.append(cell)
-        return {**row(1.2, num_steps=cell.num_steps), "cell": dataclasses.asdict(cell)}
+        return {**cell_row(1.2, num_steps=cell.num_steps), "cell": dataclasses.asdict(cell)}
 
 
 def run_cells(tmp_path, bench, cells):
@@ -284,6 +258,8 @@ def test_a_damaged_line_is_told(tmp_path, line):
         {"lossless": ["identical"]},
         {"problem": 3},
         {"waited": None},
+        {"categories": None},
+        {"categories": {"code": {"prompts": 1}}},
     ],
 )
 def test_a_spoilt_row_is_measured_again(change, tmp_path, small):
@@ -314,23 +290,23 @@ def test_ratios_are_paired_within_a_repeat():
 
 def test_advice_says_what_how_sure_and_when_not():
     rows = [
-        row(1.5, num_steps=2),
-        row(1.2, num_steps=1),
-        row(1.32, num_steps=3, batch_size=4),
-        row(1.3, num_steps=1, batch_size=4),
-        row(0.9, batch_size=8),
-        row(1.02, batch_size=16),
-        row(1.4, 0.5, batch_size=32),
-        row(1.3, batch_size=32, num_steps=2),
-        row(2.0, batch_size=16, lossless="lossy", rule="typical", temperature=0.0),
-        row(3.0, batch_size=16, lossless="DIFFERS", num_steps=2),
+        cell_row(1.5, num_steps=2),
+        cell_row(1.2, num_steps=1),
+        cell_row(1.32, num_steps=3, batch_size=4),
+        cell_row(1.3, num_steps=1, batch_size=4),
+        cell_row(0.9, batch_size=8),
+        cell_row(1.02, batch_size=16),
+        cell_row(1.4, 0.5, batch_size=32),
+        cell_row(1.3, batch_size=32, num_steps=2),
+        cell_row(2.0, batch_size=16, lossless="lossy", rule="typical", temperature=0.0),
+        cell_row(3.0, batch_size=16, lossless="DIFFERS", num_steps=2),
     ]
     one, four, eight, sixteen, wide = advise(rows)
-    assert one.best is rows[0] and one.certainty.startswith("clearly faster than depth 1, greedy: 1.20")
-    assert four.best is rows[2] and four.certainty.startswith("not distinguishable from depth 1, greedy")
+    assert one.best is rows[0] and one.certainty.startswith("clearly faster than mtp, depth 1, greedy: 1.20")
+    assert four.best is rows[2] and four.certainty.startswith("not distinguishable from mtp, depth 1, greedy")
     assert eight.best is None and eight.text == "do not speculate"
     assert sixteen.best is None and "not shown to pay" in sixteen.text
-    assert wide.best is rows[7] and wide.certainty.startswith("not distinguishable from depth 1")
+    assert wide.best is rows[7] and wide.certainty.startswith("not distinguishable from mtp, depth 1")
     text = format_recommendation(rows, {"a reason": 3}, WORKLOAD, SETTINGS, ENVIRONMENT)
     assert "--speculative-num-steps 2 --speculative-eagle-topk 1 --speculative-num-draft-tokens 3" in text
     assert "When not to speculate: batch 8 at temperature 0, batch 16 at temperature 0." in text
@@ -338,13 +314,13 @@ def test_advice_says_what_how_sure_and_when_not():
     assert "one batch" not in text and "--acceptance" not in text
     assert "typical" in text and "1 of 10 texts" in text and "left out: a reason (3 cells)" in text
     settings = dataclasses.replace(SETTINGS, batch_sizes=(2, 4))
-    text = format_recommendation([row(1.5, temperature=1.0, rule="token")], {}, WORKLOAD, settings, ENVIRONMENT)
+    text = format_recommendation([cell_row(1.5, temperature=1.0, rule="token")], {}, WORKLOAD, settings, ENVIRONMENT)
     assert "--speculative-num-draft-tokens 2 --acceptance token`" in text
     assert "one batch of 4: intervals there cover timing" in text
 
 
 def test_a_ratio_above_the_accept_length_is_marked_everywhere():
-    rows = [row(2.5), row(1.2, num_steps=2)]
+    rows = [cell_row(2.5), cell_row(1.2, num_steps=2)]
     (advice,) = advise(rows)
     assert "above the accept length, which is impossible: measure again" in advice.text
     text = format_recommendation(rows, {}, WORKLOAD, SETTINGS, ENVIRONMENT)
@@ -361,12 +337,12 @@ def test_a_ratio_above_the_accept_length_is_marked_everywhere():
 
 def test_tables_csv_and_pictures_show_every_cell(tmp_path):
     rows = [
-        row(1 + 0.1 * depth - 0.2 * (topk - 1), num_steps=depth, topk=topk, batch_size=batch, temperature=heat)
+        cell_row(1 + 0.1 * depth - 0.2 * (topk - 1), num_steps=depth, topk=topk, batch_size=batch, temperature=heat)
         for depth in (1, 2, 3)
         for topk in (1, 2)
         for batch in (1, 16)
         for heat in (0.0, 1.0)
-    ] + [row(0.7, num_steps=2, temperature=1.0, rule="typical", lossless="lossy")]
+    ] + [cell_row(0.7, num_steps=2, temperature=1.0, rule="typical", lossless="lossy")]
     table = list(csv.DictReader(io.StringIO(to_csv(rows))))
     assert len(table) == len(rows) and table[-1]["acceptance"] == "typical" and table[-1]["survival"] == "0.8000 0.8000"
     assert all(float(line["ratio_low"]) < float(line["ratio"]) for line in table)
@@ -380,11 +356,11 @@ def test_tables_csv_and_pictures_show_every_cell(tmp_path):
 
 
 def test_the_heat_map_shows_intervals_and_doubts(tmp_path):
-    assert cell_texts(row(1.5)) == ("1.50", "1.45-1.55", "1.80 tok/step")
-    assert cell_texts(row(2.5, lossless="DIFFERS")) == ("2.50 ?", "2.45-2.55", "1.80 tok/step, DIFFERS")
+    assert cell_texts(cell_row(1.5)) == ("1.50", "1.45-1.55", "1.80 tok/step")
+    assert cell_texts(cell_row(2.5, lossless="DIFFERS")) == ("2.50 ?", "2.45-2.55", "1.80 tok/step, DIFFERS")
     # With text as text, the SVG file holds what the picture shows.
     with matplotlib.rc_context({"svg.fonttype": "none"}):
-        plot_heatmap(tmp_path / "heatmap", [row(1.5), row(1.2, num_steps=2)], ["svg"])
+        plot_heatmap(tmp_path / "heatmap", [cell_row(1.5), cell_row(1.2, num_steps=2)], ["svg"])
     assert [file.name for file in tmp_path.iterdir()] == ["heatmap.svg"]
     shown = (tmp_path / "heatmap.svg").read_text()
     assert "1.45-1.55" in shown and "1.15-1.25" in shown

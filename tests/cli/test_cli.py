@@ -429,6 +429,31 @@ def test_generate_drafts_with_medusa_heads(checkpoint, heads, capsys):
 
 
 @pytest.mark.slow
+def test_a_drafter_is_profiled_and_drafts_at_the_depths_that_pay(checkpoint, heads, capsys):
+    drafter = ["--speculative-draft-model-path", str(heads)]
+    arguments = ["profile", "--model", str(checkpoint), *drafter, "--context", "40", "--repeats", "1"]
+    assert exit_code(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80 and any("MedusaDrafter" in line for line in lines)
+    assert not any("…" in line for line in lines)
+    # As deep as there are heads.
+    stored = json.loads((heads / "profile.json").read_text())
+    assert [row["num_steps"] for row in stored["batches"][0]["rounds"]] == [0, 1, 2]
+    assert all(row["draft_seconds"] > 0 for row in stored["batches"][0]["rounds"][1:])
+    generate = ["generate", "--model", str(checkpoint), *drafter, "--prompt", "def ", "--max-new-tokens", "12"]
+    assert exit_code([*generate, "--check", "--depth-policy", "adaptive"]) == 0
+    assert "identical to plain decoding: yes" in capsys.readouterr().err
+    assert exit_code([*arguments, "--num-steps", "3"]) == 2
+    assert "exceeds the 2 Medusa heads" in capsys.readouterr().err
+
+
+def test_kernels_of_a_drafter_are_not_predicted(checkpoint, capsys):
+    arguments = ["profile", "--model", str(checkpoint), "--predict", "--speculative-draft-model-path", "x"]
+    assert exit_code(arguments) == 2
+    assert "--predict knows the kernels that MTP modules launch" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["DFLASH", "DSPARK"])
 def test_generate_drafts_with_blocks(algorithm, checkpoint, tmp_path, capsys):
     model, _ = load(checkpoint)
@@ -461,7 +486,7 @@ def test_generate_drafts_with_blocks(algorithm, checkpoint, tmp_path, capsys):
         (["--speculative-algorithm", "EAGLE3"], "--speculative-algorithm needs --speculative-draft-model-path"),
         (["--speculative-draft-model-path", "HEADS", "--speculative-algorithm", "EAGLE3"], "is EAGLE3, but"),
         (["--speculative-draft-model-path", "HEADS", "--drafter", "lookup"], "name two drafters"),
-        (["--speculative-draft-model-path", "HEADS", "--depth-policy", "adaptive"], "takes its costs from a profile"),
+        (["--speculative-draft-model-path", "HEADS", "--depth-policy", "adaptive"], "no profile at"),
         (["--speculative-draft-model-path", "HEADS", "--num-steps", "3"], "exceeds the 2 Medusa heads"),
     ],
 )

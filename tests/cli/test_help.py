@@ -10,8 +10,9 @@ from mtpjax.cli.help import command_parser
 from mtpjax.cli.main import make_parser
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-# A text to continue, and a file of prompts: two settings whose names differ by an s.
-SINGULAR_AND_PLURAL = {"--prompt"}
+# Two settings whose names differ by an s: a text to continue, and a file of prompts; a drafter by name, and several by
+# name or folder.
+SINGULAR_AND_PLURAL = {"--prompt", "--drafter"}
 
 
 def parsers():

@@ -12,7 +12,9 @@ import pytest
 from mtpjax import DecodeConfig
 from mtpjax.evaluation import profile, round_costs
 from mtpjax.evaluation.profile import load_depth_settings, read_acceptance
-from mtpjax.evaluation.round_costs import PLAIN_STEP, CostMeter, RoundCosts, RoundShape, chain_shape
+from mtpjax.evaluation.round_costs import CostMeter, RoundCosts
+from mtpjax.evaluation.round_loops import PLAIN_STEP, RoundLoop, RoundShape, chain_shape
+from mtpjax.evaluation.small_models import constructed_drafter
 from mtpjax.host import num_threads
 
 UNKNOWN = {"depth_rates": None}
@@ -38,7 +40,8 @@ def test_a_timing_that_a_pause_made_negative_is_repeated(monkeypatch):
     durations = [0.1] * 4 + [0.9] + [0.1, 7.0, 0.5] + [0.1, 0.1, 0.5]
     readings = iter(np.cumsum([each for duration in durations for each in (0.0, duration)]).tolist())
     monkeypatch.setattr(round_costs, "time", types.SimpleNamespace(perf_counter=lambda: next(readings)))
-    run = round_costs._timer({}, lambda params, index, inputs: inputs + 1, jax.numpy.zeros(2), seconds=0.02)
+    loop = RoundLoop(lambda params, draft_params: params, lambda params, index, inputs: inputs + 1, jax.numpy.zeros(2))
+    run = round_costs._timer(({}, None), loop, seconds=0.02)
     assert run() == pytest.approx((0.5 - 0.1) / 4)
 
 
@@ -96,6 +99,43 @@ def test_every_shape_is_timed(small, modules, shape, batch, temperature, no_capt
     assert costs.change >= 0
     timed = [of[kind] for of in (costs.verify, costs.parts, costs.round) for kind in (PLAIN_STEP, shape)]
     assert np.isfinite(timed).all() and all(timed)  # in one round on a busy machine a difference may be negative
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "temperature"),
+    [
+        ("eagle3", chain_shape(3), 0.0),
+        ("eagle3", RoundShape(2, 2, 6), 0.7),
+        ("medusa", RoundShape(2, 2, 6), 0.0),
+        ("medusa", chain_shape(2), 0.7),
+        ("lookup", chain_shape(3), 0.0),
+    ],
+)
+@pytest.mark.slow
+def test_rounds_of_other_drafters_are_timed_with_the_drafting_alone(small, kind, shape, temperature):
+    model, params = small("grouped", "mixed")
+    drafter, draft_params = ("lookup", None) if kind == "lookup" else constructed_drafter(kind, model, params)
+    meter = CostMeter(
+        params,
+        model=model,
+        shapes=(shape,),
+        context=20,
+        capacity=64,
+        batch=2,
+        temperature=temperature,
+        seconds=0.005,
+        time_full_rounds=True,
+        drafter=drafter,
+        draft_params=draft_params,
+    )
+    meter.measure(3)
+    costs = meter.costs()
+    assert costs.draft.keys() == {shape} and costs.parts.keys() == {PLAIN_STEP, shape} == costs.round.keys()
+    timed = (costs.draft, costs.parts, costs.verify, costs.round)
+    assert all(0 < seconds < 1 for of in timed for seconds in of.values())
+    # Drafting and verification together take at least as long as either, up to the noise of a busy machine.
+    assert costs.parts[shape] > 0.5 * max(costs.draft[shape], costs.verify[shape])
+    assert RoundCosts.from_json(json.loads(json.dumps(costs.to_json()))) == costs
 
 
 def test_shapes_grow_to_the_one_asked_for():
@@ -186,6 +226,19 @@ def test_what_is_missing_is_told(tmp_path, small):
             load_depth_settings(stored(tmp_path, 1, acceptance=acceptance), batch=1, num_steps=1)
 
 
+def test_a_profile_of_another_drafter_is_refused(tmp_path, small):
+    model, params = small("grouped", "mixed")
+    medusa, eagle3 = (constructed_drafter(kind, model, params)[0] for kind in ("medusa", "eagle3"))
+    file = stored(tmp_path, 1, drafter=profile.describe_drafter(medusa))
+    assert load_depth_settings(file, batch=1, num_steps=1, drafter=medusa)["depth_costs"] == (1.0, 2.0)
+    fewer = dataclasses.replace(medusa, architecture=dataclasses.replace(medusa.architecture, num_heads=2))
+    for other, name in (("mtp", "MTP modules"), (eagle3, "Eagle3Drafter"), (fewer, "MedusaDrafter")):
+        with pytest.raises(ValueError, match=f"was measured with MedusaDrafter [0-9a-f]*, not with {name}"):
+            load_depth_settings(file, batch=1, num_steps=1, drafter=other)
+    with pytest.raises(ValueError, match="was measured with MTP modules, not with MedusaDrafter"):
+        load_depth_settings(stored(tmp_path, 1), batch=1, num_steps=1, drafter=medusa)
+
+
 def test_another_device_is_a_warning(tmp_path, caplog):
     file = stored(tmp_path, 1, device_kind="abacus", threads=99)
     with caplog.at_level(logging.WARNING):
@@ -214,6 +267,16 @@ def test_what_cannot_be_measured_is_refused(small):
         profile.measure(params, model=model, batches=(0,))
     with pytest.raises(ValueError, match="temperature -1 must be at least 0"):
         profile.measure(params, model=model, temperature=-1)
+
+
+def test_a_drafter_refuses_what_it_cannot_do_before_anything_is_compiled(small):
+    model, params = small("grouped", "mixed", num_mtp_modules=0)
+    heads, head_params = constructed_drafter("medusa", model, params)
+    arguments = {"model": model, "drafter": heads, "draft_params": head_params}
+    with pytest.raises(ValueError, match="num_steps 4 exceeds the 3 Medusa heads"):
+        profile.measure(params, num_steps=4, **arguments)
+    with pytest.raises(ValueError, match="can be drafted"):
+        profile.measure(params, num_steps=2, topk=model.config.vocab_size, num_draft_tokens=9, **arguments)
 
 
 def test_a_file_has_no_folder_for_its_profile(tmp_path):

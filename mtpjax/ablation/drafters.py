@@ -1,0 +1,197 @@
+"""The drafters of an ablation: MTP modules, n-gram lookup, and drafters in files of their own."""
+
+import dataclasses
+import hashlib
+import pathlib
+import shlex
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from mtpjax.decoding.config import DecodeConfig
+from mtpjax.decoding.drafters.base import Drafter
+from mtpjax.decoding.drafters.load import DRAFTER_FOLDER, load_drafter
+from mtpjax.models.model import MTPModel
+from mtpjax.safe_open import read_json_file
+from mtpjax.training.log import METRICS_FILE, read_metrics
+from mtpjax.training.run_dir import CHECKPOINT_FOLDER, MAX_SETTINGS_BYTES, SETTINGS_FILE
+
+# Values that name no files. "ngram" is vLLM's name, and SGLang's NGRAM.
+NAMES: dict[str, Literal["mtp", "lookup"]] = {"mtp": "mtp", "lookup": "lookup", "ngram": "lookup"}
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingCost:
+    """The cost of the run that trained a drafter.
+
+    Attributes:
+        updates: number of updates.
+        tokens: tokens of all updates.
+        seconds: wall-clock time, compilation and evaluations included.
+        seconds_per_update: median over the logged stretches of updates.
+    """
+
+    updates: int
+    tokens: int
+    seconds: float
+    seconds_per_update: float
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftMethod:
+    """A drafter of an ablation.
+
+    Attributes:
+        name: its name in tables, which is that of its folder where it has one.
+        drafter: what drafts, as in `DecodeConfig`.
+        params: its parameters, if it has its own.
+        path: the folder or repository that it was read from; None: it has none.
+        digest: of its architecture and parameters; "": it has none of its own.
+        training: what training it cost, if its files are a training run.
+    """
+
+    name: str
+    drafter: Literal["mtp", "lookup"] | Drafter
+    params: Any = None
+    path: str | None = None
+    digest: str = ""
+    training: TrainingCost | None = None
+
+    @property
+    def kind(self) -> str:
+        """The draft method in words, such as "Medusa"."""
+        if isinstance(self.drafter, str):
+            return {"mtp": "MTP modules", "lookup": "n-gram lookup"}[self.drafter]
+        return {"Eagle3Drafter": "EAGLE-3"}.get(kind := type(self.drafter).__name__, kind.removesuffix("Drafter"))
+
+    @property
+    def flags(self) -> str:
+        """The flags of `mtpjax generate` that choose the drafter; "" for MTP modules, the default."""
+        if isinstance(self.drafter, str):
+            return "" if self.drafter == "mtp" else f"--drafter {self.drafter}"
+        return f"--speculative-draft-model-path {shlex.quote(str(self.path))}"
+
+    def config(self, config: DecodeConfig) -> DecodeConfig:
+        """Returns `config` with this drafter."""
+        return dataclasses.replace(config, drafter=self.drafter)
+
+
+MTP = DraftMethod("mtp", "mtp")
+
+
+def load_methods(
+    values: Sequence[str],
+    *,
+    model: MTPModel,
+    model_path: Any = None,
+    aux_layers: Literal["entered", "output"] | None = None,
+    sample_from_anchor: bool | None = None,
+) -> tuple[DraftMethod, ...]:
+    """Loads the drafters that `--drafters` names.
+
+    Args:
+        values: "mtp", "lookup" or "ngram", or what `mtpjax.load_drafter` reads: a folder, a training run, a repository.
+        model: the trunk that all of them draft for.
+        model_path: where the model was read from: the training cost of its MTP modules is read there.
+        aux_layers: as in `load_drafter`.
+        sample_from_anchor: as in `load_drafter`.
+
+    Returns:
+        One method per value, without duplicates.
+
+    Raises:
+        ValueError: there is no value, "mtp" is named for a model without MTP modules, or a drafter is for another
+            trunk.
+        CheckpointError: the files of a drafter are damaged, missing or not supported.
+    """
+    # 1. Drop duplicates, and refuse what cannot draft for any setting.
+    values = tuple(dict.fromkeys(NAMES.get(value, value) for value in values))
+    if not values:
+        raise ValueError("drafters is empty")
+    if "mtp" in values and not model.config.num_mtp_modules:
+        raise ValueError("the model has no MTP module to draft with")
+    # 2. Load the others, all before the first measurement.
+    names = short_names([value for value in values if value not in NAMES])
+    methods = []
+    for value in values:
+        if value in NAMES:
+            training = None if value == "lookup" or model_path is None else read_training_cost(model_path)
+            methods.append(DraftMethod(value, NAMES[value], training=training))
+            continue
+        switches: dict[str, Any] = {"aux_layers": aux_layers, "sample_from_anchor": sample_from_anchor}
+        drafter, params = load_drafter(value, model=model, **switches)
+        # Any drafter can draft one token, unless it is for another trunk.
+        drafter.check(model, DecodeConfig(num_steps=1, drafter=drafter))
+        digest, training = drafter_digest(drafter, params), read_training_cost(value)
+        methods.append(DraftMethod(names[value], drafter, params, value, digest, training))
+    return tuple(methods)
+
+
+def short_names(paths: Sequence[str]) -> dict[str, str]:
+    """Shortens paths to as many of their last parts as tell them apart from each other, and from "mtp" and "lookup".
+
+    Args:
+        paths: different paths.
+
+    Returns:
+        The name of each path.
+    """
+    # "runs/a/drafter" and "runs/b/drafter" need two parts each.
+    parts = {path: pathlib.PurePath(path).parts for path in paths}
+    for count in range(1, max(map(len, parts.values()), default=0) + 1):
+        names = {path: "/".join(of[-count:]) for path, of in parts.items()}
+        if len({*names.values(), *NAMES}) == len(names) + len(NAMES):
+            return names
+    return {path: path for path in paths}
+
+
+def drafter_digest(drafter: Drafter, params: Any) -> str:
+    """Computes a digest of a drafter's architecture and parameters.
+
+    Args:
+        drafter: the drafter.
+        params: its parameters.
+
+    Returns:
+        16 hexadecimal digits.
+    """
+    # The drafter is a frozen dataclass of plain values, so its text says all of them.
+    digest = hashlib.sha256(repr(drafter).encode())
+    # The bytes alone would not tell a bfloat16 array from a float32 one of half the size.
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        array = np.asarray(leaf)
+        digest.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape} ".encode())
+        digest.update(np.ascontiguousarray(array).view(np.uint8).data if array.size else b"")
+    return digest.hexdigest()[:16]
+
+
+def read_training_cost(folder) -> TrainingCost | None:
+    """Reads what training a drafter cost from its run folder.
+
+    Args:
+        folder: a folder, or anything else.
+
+    Returns:
+        The cost; None if the folder is not a run that trained a drafter alone, or has logged too little.
+    """
+    folder = pathlib.Path(folder)
+    folder = folder.parent if folder.name in (DRAFTER_FOLDER, CHECKPOINT_FOLDER) else folder
+    try:
+        settings = read_json_file(folder / SETTINGS_FILE, max_bytes=MAX_SETTINGS_BYTES)["settings"]
+        # A run that trained trunk and modules together cannot tell the cost of the modules.
+        if settings["trains"] != "modules":
+            return None
+        tokens_per_update = int(settings["batch_size"]) * int(settings["row_length"])
+        # Rows with losses are the logged updates; the other rows are evaluations.
+        history = read_metrics(folder / METRICS_FILE)
+        logged = np.array([(row["step"], row["seconds"]) for row in history if "bits" in row], float)
+        updates, seconds = int(history[-1]["step"]), float(history[-1]["seconds"])
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return None
+    # Two rows make a stretch; the time before the first row is mostly compilation.
+    if len(logged) < 2:
+        return None
+    steps, durations = np.diff(logged, axis=0).T
+    return TrainingCost(updates, updates * tokens_per_update, seconds, float(np.median(durations / steps)))

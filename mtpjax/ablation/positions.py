@@ -1,0 +1,65 @@
+"""The picture that compares drafters: the drafts that survive up to each position, by drafter."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from mtpjax.ablation.panels import Row, group_by_batch_and_temperature, list_drafters, panel_rows, panels
+from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, colour, picture
+
+
+def plot_positions(path, rows: list[Row], formats: Sequence[str] = DEFAULT_FORMATS) -> None:
+    """Plots which share of the rounds accepts at least k drafts, by k, for the deepest chain of each drafter.
+
+    Args:
+        path: the picture, as in `plot_style.picture_paths`.
+        rows: the rows of `cells.jsonl` of `mtpjax ablate`; each batch size and temperature gets a panel.
+        formats: formats of a path without suffix.
+    """
+    drafters = list_drafters(rows)
+    groups = group_by_batch_and_temperature(rows)
+    layout = panel_rows(groups)
+    with picture(path, (4.2 * len(layout[0]), (3.0 + 0.2 * len(drafters)) * len(layout) + 0.4), formats) as figure:
+        axes = figure.subplots(len(layout), len(layout[0]), squeeze=False)
+        for axis, (batch_size, temperature), group in panels(axes, layout, groups):
+            # A drafter keeps its colour in all panels, also where it has no cell.
+            for number, drafter in enumerate(drafters):
+                row = deepest(row for row in group if row["cell"]["drafter"] == drafter)
+                if row is not None:
+                    _draw_survival(axis, row, number)
+            axis.set_title(f"batch {batch_size}, temperature {temperature:g}")
+            axis.set_xlabel("draft position k")
+            axis.set_ylabel("share of rounds that accept k drafts")
+            axis.set_ylim(0, 1.02)
+            axis.xaxis.get_major_locator().set_params(integer=True)
+            # Below the panel, where it covers no line.
+            place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.17)}
+            axis.legend(title="drafter: accept length (95 %)", title_fontsize=8, **place)
+
+
+def deepest(rows) -> Row | None:
+    """Picks the row with the deepest chain of an exact rule, else the deepest tree, whose positions are levels.
+
+    Args:
+        rows: rows of one drafter, batch size and temperature.
+
+    Returns:
+        The row; None if all rows are lossy, or there is none.
+    """
+    # A lossy rule accepts drafts that the trunk would not have written, so its rates say nothing of the drafter.
+    exact = [row for row in rows if row["lossless"] != "lossy"]
+    return max(exact, key=lambda row: (row["cell"]["topk"] == 1, row["cell"]["num_steps"]), default=None)
+
+
+def _draw_survival(axis, row: dict[str, Any], number: int) -> None:
+    """Draws the survival rates of a row with their intervals; drafters are moved apart, so that bars do not overlap."""
+    known = [(k, rate) for k, rate in enumerate(row["survival"], start=1) if rate["value"] is not None]
+    values = [rate["value"] for _, rate in known]
+    errors = [
+        [max(rate["value"] - rate["low"], 0) for _, rate in known],
+        [max(rate["high"] - rate["value"], 0) for _, rate in known],
+    ]
+    cell, length = row["cell"], row["accept_length"]
+    tree = "" if cell["topk"] == 1 else f", topk {cell['topk']}"
+    label = f"{cell['drafter']}{tree}: {length['value']:.2f} ({length['low']:.2f}-{length['high']:.2f})"
+    places = [k + 0.05 * number for k, _ in known]
+    axis.errorbar(places, values, errors, color=colour(number), marker="o", label=label)
