@@ -451,7 +451,8 @@ def test_generate_drafts_with_blocks(algorithm, flags, checkpoint, tmp_path, cap
     params = network(drafter.architecture).init(jax.random.key(0), zeros, zeros, view)["params"]
     save_drafter(tmp_path / "draft", drafter, DFlashParams(params))
     arguments = ["generate", "--model", str(checkpoint), "--prompt", "def ", "--max-new-tokens", "8", "--check"]
-    arguments += ["--speculative-draft-model-path", str(tmp_path / "draft"), "--speculative-algorithm", algorithm, *flags]
+    arguments += ["--speculative-draft-model-path", str(tmp_path / "draft")]
+    arguments += ["--speculative-algorithm", algorithm, *flags]
     assert exit_code(arguments) == 0
     printed = capsys.readouterr().err
     assert "identical to plain decoding: yes" in printed and "accepted per level" in printed
