@@ -97,6 +97,7 @@ class Family:
         drafter: kind of a drafter with parameters of its own, as for `constructed_drafter`; None: there is none.
         disable_drafts_at: as in `EngineSettings`.
         is_quick: part of the quick run.
+        drafter_changes: fields of `drafter` to set otherwise.
     """
 
     name: str
@@ -106,6 +107,7 @@ class Family:
     drafter: str | None = None
     disable_drafts_at: int | None = None
     is_quick: bool = False
+    drafter_changes: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def config(self) -> DecodeConfig:
@@ -141,6 +143,13 @@ FAMILIES = (
     Family("EAGLE-3 for a hybrid", "hybrid", {}, drafter="eagle3"),
     Family("Medusa chain", "grouped", {"num_steps": 3}, num_mtp_modules=0, drafter="medusa"),
     Family("Medusa tree", "grouped", TREE, num_mtp_modules=0, drafter="medusa"),
+    Family("DFlash", "grouped", {"num_steps": 3}, num_mtp_modules=0, drafter="dflash"),
+    Family("DFlash by load", "grouped", {"acceptance": "sample"}, 0, "dflash", disable_drafts_at=4),
+    Family("DFlash for a hybrid", "hybrid", {"num_steps": 3}, drafter="dflash"),
+    Family("DSpark", "grouped", {"num_steps": 3}, num_mtp_modules=0, drafter="dspark"),
+    Family(
+        "DSpark by confidence", "grouped", {"num_steps": 3}, 0, "dspark", drafter_changes={"confidence_threshold": 0.5}
+    ),
 )
 
 
@@ -325,7 +334,7 @@ def check_family(family: Family, num_requests: int, seed: int, settings: EngineS
     draft_params = None
     if family.drafter is not None:
         drafter, draft_params = constructed_drafter(family.drafter, model, params)
-        config = dataclasses.replace(config, drafter=drafter)
+        config = dataclasses.replace(config, drafter=dataclasses.replace(drafter, **family.drafter_changes))
     rng = np.random.default_rng(seed)
     requests = list(random_requests(rng, num_requests, model.config.vocab_size, is_greedy=is_greedy))
     # 1. In company.

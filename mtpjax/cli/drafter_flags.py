@@ -1,5 +1,6 @@
 """Flags for a drafter in files of its own (EAGLE-3, Medusa, DFlash, DSpark), by SGLang's names. Imports no JAX."""
 
+import dataclasses
 from typing import Any
 
 # SGLang's names -> the drafters' classes.
@@ -66,6 +67,14 @@ def add_reading_flags(parser) -> None:
         default=None,
         help="the first slot of a DFlash block drafts too, where its file does not say so",
     )
+    parser.add_argument(
+        "--speculative-dspark-confidence-threshold",
+        type=float,
+        default=None,
+        metavar="CHANCE",
+        help="end a row's draft before the first slot whose chance of acceptance, as a DSpark drafter predicts it, is "
+        "lower; 0..1 (default: 0, drafts of --num-steps levels)",
+    )
 
 
 def name_of_drafter(drafter: Any) -> str:
@@ -90,9 +99,12 @@ def load_drafter_of(options, settings: dict[str, Any], model) -> tuple[dict[str,
     """
     path = options.speculative_draft_model_path
     if path is None:
-        needs_files = {"--speculative-algorithm": options.speculative_algorithm in ALGORITHMS}
-        needs_files["--aux-layers"] = options.aux_layers is not None
-        needs_files["--sample-from-anchor"] = options.sample_from_anchor is not None
+        needs_files = {
+            "--speculative-algorithm": options.speculative_algorithm in ALGORITHMS,
+            "--aux-layers": options.aux_layers is not None,
+            "--sample-from-anchor": options.sample_from_anchor is not None,
+            "--speculative-dspark-confidence-threshold": options.speculative_dspark_confidence_threshold is not None,
+        }
         for flag in (flag for flag, is_needed in needs_files.items() if is_needed):
             raise ValueError(f"{flag} needs --speculative-draft-model-path")
         return settings, None
@@ -105,6 +117,11 @@ def load_drafter_of(options, settings: dict[str, Any], model) -> tuple[dict[str,
     kind, wanted = name_of_drafter(drafter), options.speculative_algorithm
     if wanted is not None and ALIASES.get(wanted.upper(), wanted.upper()) != kind:
         raise ValueError(f"--speculative-algorithm is {wanted}, but {path} is {kind}")
+    threshold = options.speculative_dspark_confidence_threshold
+    if threshold is not None:
+        if kind != "DSPARK":
+            raise ValueError(f"--speculative-dspark-confidence-threshold is for DSPARK drafters, but {path} is {kind}")
+        drafter = dataclasses.replace(drafter, confidence_threshold=threshold)
     own = drafter.architecture
     most = getattr(own, "num_heads", None) or getattr(own, "num_drafts", DEFAULT_EAGLE3_STEPS)
     steps = most if settings["num_steps"] is None else settings["num_steps"]

@@ -16,6 +16,7 @@ from mtpjax.cli.config_flags import (
     decode_settings,
 )
 from mtpjax.cli.disaggregation_flags import add_disaggregation_flags, disaggregation_settings
+from mtpjax.cli.drafter_flags import ALGORITHMS as OF_FILES
 from mtpjax.cli.drafter_flags import ALIASES, add_path_flags, load_drafter_of, name_of_drafter
 from mtpjax.cli.help import command_parser
 from mtpjax.cli.mesh_flags import add_mesh_flags, load_on_mesh, open_mesh
@@ -27,7 +28,6 @@ KEY_VARIABLE, ADMIN_KEY_VARIABLE = "MTPJAX_API_KEY", "MTPJAX_ADMIN_API_KEY"
 MAX_COUNTS_BYTES = 64 << 20  # of a file of --init-expert-location
 # SGLang's names of draft methods without files of their own, and ours.
 ALGORITHMS = {"NEXTN": "mtp", "EAGLE": "mtp", "MTP": "mtp", "NGRAM": "lookup", "NONE": None}
-SERVED = ("EAGLE3", "MEDUSA")  # drafters in files of their own
 
 
 def make_parser():
@@ -132,7 +132,7 @@ def _add_draft_flags(parser) -> None:
     parser.add_argument(
         "--speculative-algorithm",
         default=None,
-        help=f"NEXTN, EAGLE or MTP: the model's MTP modules; {', '.join(SERVED)}: the drafter of "
+        help=f"NEXTN, EAGLE or MTP: the model's MTP modules; {', '.join(OF_FILES)}: the drafter of "
         "--speculative-draft-model-path; NGRAM: n-grams of the text; NONE (default: that drafter, else the modules, if "
         "the model has any)",
     )
@@ -234,17 +234,18 @@ def engine_settings(options, num_modules: int) -> dict[str, Any]:
     settings = decode_settings(options)
     # 1. The drafter.
     algorithm = (options.speculative_algorithm or "MTP").upper()
-    if algorithm not in (*ALGORITHMS, *SERVED):
-        raise ValueError(f"unknown --speculative-algorithm {algorithm}; supported: {', '.join((*ALGORITHMS, *SERVED))}")
+    if algorithm not in (*ALGORITHMS, *OF_FILES):
+        known = ", ".join((*ALGORITHMS, *OF_FILES))
+        raise ValueError(f"unknown --speculative-algorithm {algorithm}; supported: {known}")
     has_files = options.speculative_draft_model_path is not None
-    if has_files and options.speculative_algorithm and algorithm not in (*SERVED, *ALIASES):
+    if has_files and options.speculative_algorithm and algorithm not in (*OF_FILES, *ALIASES):
         raise ValueError(
             f"--speculative-algorithm {algorithm} has no files of its own: leave --speculative-draft-model-path out, "
-            f"or choose one of {', '.join(SERVED)}"
+            f"or choose one of {', '.join(OF_FILES)}"
         )
-    if algorithm in SERVED and not has_files:
+    if algorithm in OF_FILES and not has_files:
         raise ValueError(f"--speculative-algorithm {algorithm} needs --speculative-draft-model-path")
-    drafter = "mtp" if algorithm in SERVED else ALGORITHMS[algorithm]
+    drafter = "mtp" if algorithm in OF_FILES else ALGORITHMS[algorithm]
     if has_files:
         # `load_drafter_of` sets the drafter, and the levels that the flags leave out.
         settings |= {"drafter": drafter}
@@ -390,8 +391,6 @@ def _serve_on(mesh, options, disaggregation) -> int:
     chosen = engine_settings(options, loaded_config.num_mtp_modules)
     with explain_full_memory("give the model more devices with --tp-size"):
         chosen, draft_params = load_drafter_of(options, chosen, model)
-        if draft_params is not None and name_of_drafter(chosen["drafter"]) not in SERVED:
-            raise ValueError(f"the server does not support {name_of_drafter(chosen['drafter'])} drafters yet")
     config = DecodeConfig(**chosen)
     if config.num_steps and config.drafter == "mtp":
         check_acceptance(path, model, params)

@@ -10,6 +10,7 @@ import numpy as np
 from mtpjax.decoding.drafters.base import Drafter
 from mtpjax.decoding.drafters.eagle3 import Eagle3Drafter, Eagle3Params
 from mtpjax.decoding.drafters.medusa import MedusaDrafter, MedusaParams
+from mtpjax.evaluation.small_block_drafters import constructed_block_drafter
 from mtpjax.models.config import ModelConfig
 from mtpjax.models.eagle3 import Eagle3Config
 from mtpjax.models.medusa import MedusaConfig
@@ -151,11 +152,12 @@ def constructed_drafter(kind: str, model: MTPModel, params: dict, seed: int = 0)
     """Constructs a drafter with parameters of its own whose drafts are right sometimes.
 
     It drafts for weights of `constructed_params` other than "random", whose trunk mostly continues a token with its
-    successor. Random parts make every draft depend on the trunk's states, and those of EAGLE-3 on the cache too. A
+    successor. Random parts make every draft depend on the trunk's states, and on the drafter's cache if it has one. A
     quarter of the vocabulary cannot be drafted.
 
     Args:
-        kind: "eagle3" (one layer that reads three trunk states) or "medusa" (three heads).
+        kind: "eagle3" (one layer that reads three trunk states), "medusa" (three heads), "dflash" or "dspark" (blocks
+            of three drafts).
         model: the trunk.
         params: its parameters.
         seed: seed of the drafter.
@@ -163,6 +165,8 @@ def constructed_drafter(kind: str, model: MTPModel, params: dict, seed: int = 0)
     Returns:
         The drafter, and its parameters in float32.
     """
+    if kind in ("dflash", "dspark"):
+        return constructed_block_drafter(kind, model, params, seed)
     config, rng = model.config, np.random.default_rng([seed, zlib.crc32(kind.encode())])
     V, D = config.vocab_size, config.hidden_size
     draft_ids = np.sort(rng.choice(V, V - V // 4, replace=False)).astype(np.int32)

@@ -27,6 +27,7 @@ class Pages(flax.struct.PyTreeNode):
     num_pages: int = flax.struct.field(pytree_node=False)  # of the pool
     max_shift: int = flax.struct.field(pytree_node=False)  # the largest shift of the batch's caches
     shift: int = flax.struct.field(pytree_node=False, default=0)  # slot i of the cache is at position i + shift
+    is_of_drafter: bool = flax.struct.field(pytree_node=False, default=False)  # the cache is not the trunk's
 
     @property
     def num_slots(self) -> int:
@@ -82,9 +83,9 @@ def write_pages(pool: jax.Array, rows: jax.Array, start: jax.Array, pages: Pages
     Returns:
         The pool; entries of slots without a page, and at shared positions, are dropped.
     """
-    # Attention multiplies what it masks by 0, also NaN. In a page of an MTP module, whose NaN ends no request, it would
+    # Attention multiplies what it masks by 0, also NaN. In a page of a drafter, whose NaN ends no request, it would
     # spoil the drafts of every later row that gets the page. (NaN of the trunk ends the row, and clears its pages.)
-    if pages.shift:
+    if pages.is_of_drafter:
         rows = jnp.where(jnp.isfinite(rows), rows, 0)
     axis = pool.ndim - 2
     return paged.write_places(pool, jnp.moveaxis(rows, axis, 1), *pages.locate(start, rows.shape[axis], to_write=True))

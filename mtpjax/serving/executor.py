@@ -96,6 +96,10 @@ class Executor:
                 f"under acceptance '{spec.rule}' the text of a seed depends on the number of drafts, which would "
                 "depend on other requests: set acceptance to 'sample' or 'greedy'"
             )
+        if settings.adapts_depth and config.num_steps:
+            # A drafter that cannot follow the policy "adaptive" cannot follow the counts of the engine either.
+            costs = (1.0,) * (config.num_steps + 1)
+            drafter.check(model, dataclasses.replace(config, depth_policy="adaptive", depth_costs=costs))
         spec = dataclasses.replace(spec, is_adaptive=is_adaptive, check_nan=True, logprobs=True)
         num_parts = 1 if mesh is None else mesh.shape.get("data", 1)
         limit = check_settings(model, config, drafter)

@@ -454,8 +454,11 @@ def test_kernels_of_a_drafter_are_not_predicted(checkpoint, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["DFLASH", "DSPARK"])
-def test_generate_drafts_with_blocks(algorithm, checkpoint, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("algorithm", "flags"),
+    [("DFLASH", []), ("DSPARK", []), ("DSPARK", ["--speculative-dspark-confidence-threshold", "0.5"])],
+)
+def test_generate_drafts_with_blocks(algorithm, flags, checkpoint, tmp_path, capsys):
     model, _ = load(checkpoint)
     own = model.config
     block = ModelConfig(
@@ -466,14 +469,15 @@ def test_generate_drafts_with_blocks(algorithm, checkpoint, tmp_path, capsys):
     sizes = {"block": block, "block_size": 3, "mask_token_id": 0, **layers}
     drafter, network = DFlashDrafter(architecture=DFlashConfig(**sizes)), DFlash
     if algorithm == "DSPARK":
-        heads = {"sample_from_anchor": True, "markov_head": "vanilla", "markov_rank": 2}
+        heads = {"sample_from_anchor": True, "markov_head": "vanilla", "markov_rank": 2, "has_confidence": True}
         drafter, network = DSparkDrafter(architecture=DSparkConfig(**sizes, **heads)), DSpark
     view = full_view(block, np.ones((1, 2), np.int32))
     zeros = np.zeros((1, 2, own.hidden_size), np.float32)
     params = network(drafter.architecture).init(jax.random.key(0), zeros, zeros, view)["params"]
     save_drafter(tmp_path / "draft", drafter, DFlashParams(params))
     arguments = ["generate", "--model", str(checkpoint), "--prompt", "def ", "--max-new-tokens", "8", "--check"]
-    arguments += ["--speculative-draft-model-path", str(tmp_path / "draft"), "--speculative-algorithm", algorithm]
+    arguments += ["--speculative-draft-model-path", str(tmp_path / "draft")]
+    arguments += ["--speculative-algorithm", algorithm, *flags]
     assert exit_code(arguments) == 0
     printed = capsys.readouterr().err
     assert "identical to plain decoding: yes" in printed and "accepted per level" in printed
@@ -484,6 +488,11 @@ def test_generate_drafts_with_blocks(algorithm, checkpoint, tmp_path, capsys):
     [
         (["--sample-from-anchor"], "--sample-from-anchor needs --speculative-draft-model-path"),
         (["--speculative-algorithm", "EAGLE3"], "--speculative-algorithm needs --speculative-draft-model-path"),
+        (["--speculative-dspark-confidence-threshold", "0"], "threshold needs --speculative-draft-model-path"),
+        (
+            ["--speculative-draft-model-path", "HEADS", "--speculative-dspark-confidence-threshold", "0.5"],
+            "is for DSPARK drafters, but",
+        ),
         (["--speculative-draft-model-path", "HEADS", "--speculative-algorithm", "EAGLE3"], "is EAGLE3, but"),
         (["--speculative-draft-model-path", "HEADS", "--drafter", "lookup"], "name two drafters"),
         (["--speculative-draft-model-path", "HEADS", "--depth-policy", "adaptive"], "no profile at"),

@@ -222,9 +222,14 @@ def test_the_key_comes_from_the_environment(serve):
 
 @pytest.fixture(scope="module")
 def drafters(small, tmp_path_factory):
-    """Folders of an EAGLE-3 and a Medusa drafter for `checkpoint`."""
+    """Folders of a drafter of each kind for `checkpoint`."""
     folder = tmp_path_factory.mktemp("drafters")
-    for kind, form in (("eagle3", "speculators"), ("medusa", "vllm")):
+    for kind, form in (
+        ("eagle3", "speculators"),
+        ("medusa", "vllm"),
+        ("dflash", "z-lab"),
+        ("dspark", "speculators"),
+    ):
         drafter, draft_params = constructed_drafter(kind, *small("grouped", "mixed", vocab_size=256))
         save_drafter(folder / kind, drafter, draft_params, format=form)
     return folder
@@ -232,11 +237,15 @@ def drafters(small, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("algorithm", "kind", "name", "levels"),
-    [("EAGLE", "eagle3", "EAGLE3", 3), (None, "medusa", "MEDUSA", 3)],
+    ("flags", "kind", "name"),
+    [
+        (["--speculative-algorithm", "EAGLE"], "eagle3", "EAGLE3"),
+        ([], "medusa", "MEDUSA"),
+        (["--speculative-algorithm", "dflash", "--speculative-disable-by-batch-size", "4"], "dflash", "DFLASH"),
+        (["--speculative-dspark-confidence-threshold", "0.4"], "dspark", "DSPARK"),
+    ],
 )
-def test_a_drafter_in_files_of_its_own(serve, drafters, algorithm, kind, name, levels):
-    flags = [] if algorithm is None else ["--speculative-algorithm", algorithm]
+def test_a_drafter_in_files_of_its_own(serve, drafters, flags, kind, name):
     server = serve(*QUICK, *flags, "--speculative-draft-model-path", str(drafters / kind))
     address = server.wait_until_ready()
     assert server.ready_line.rstrip().endswith(f"drafts by {name}")
@@ -244,22 +253,31 @@ def test_a_drafter_in_files_of_its_own(serve, drafters, algorithm, kind, name, l
     text = complete(address, seconds=300).json()["choices"][0]["text"]
     assert complete(address, seconds=300, speculative=False).json()["choices"][0]["text"] == text
     info = httpx.get(f"{address}/server_info").json()
-    assert (info["speculative_algorithm"], info["speculative_num_steps"]) == (name, levels)
+    assert (info["speculative_algorithm"], info["speculative_num_steps"]) == (name, 3)
     assert info["internal_states"][0]["avg_spec_accept_length"] > 1
     assert server.end(signal.SIGTERM) == 0, server.errors
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("flags", "code", "message"),
+    ("kind", "flags", "code", "message"),
     [
-        (["--speculative-algorithm", "EAGLE"], 2, "--speculative-algorithm is EAGLE, but"),
-        (["--num-steps", "4"], 2, "exceeds the 3 Medusa heads"),
+        ("medusa", ["--speculative-algorithm", "EAGLE"], 2, "--speculative-algorithm is EAGLE, but"),
+        ("medusa", ["--num-steps", "4"], 2, "exceeds the 3 Medusa heads"),
+        ("dflash", ["--num-steps", "4"], 2, "exceeds the 3 drafts of a DFlash block"),
+        ("dflash", ["--topk", "2"], 2, "DFlash drafts chains only"),
+        ("dspark", ["--speculative-dspark-confidence-threshold", "2"], 2, "must be within 0..1"),
+        (
+            "dspark",
+            ["--speculative-dspark-confidence-threshold", "0.4", "--speculative-adaptive"],
+            2,
+            "both choose the depth",
+        ),
     ],
 )
-def test_a_drafter_that_does_not_fit_is_one_line(checkpoint, drafters, capsys, flags, code, message):
+def test_a_drafter_that_does_not_fit_is_one_line(checkpoint, drafters, capsys, kind, flags, code, message):
     with pytest.raises(SystemExit) as ended:
-        path = ["--speculative-draft-model-path", str(drafters / "medusa")]
+        path = ["--speculative-draft-model-path", str(drafters / kind)]
         main(["serve", "--model-path", str(checkpoint), "--skip-server-warmup", *path, *flags])
     assert ended.value.code == code
     [line] = capsys.readouterr().err.splitlines()

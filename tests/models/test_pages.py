@@ -49,3 +49,11 @@ def test_shared_positions_are_read_and_not_written():
     # Slot i is at position i + 1, so rows of 0, 3 and 8 shared positions keep 6, 4 and none of 6 slots.
     written = read_pages(pool, jnp.zeros(B, jnp.int32), 6, pages)[..., 0]
     np.testing.assert_array_equal(written, [[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0]])
+
+
+def test_nan_of_a_drafter_is_not_written():
+    rows, start = jnp.ones((B, 6, 5)).at[1, 2].set(jnp.nan), jnp.zeros(B, jnp.int32)
+    for pages in (random_pages(0), random_pages(0).replace(is_of_drafter=True)):
+        pool = write_pages(jnp.zeros((NUM_PAGES, SIZE, 5)), rows, start, pages)
+        expected = jnp.nan_to_num(rows) if pages.is_of_drafter else rows
+        np.testing.assert_array_equal(read_pages(pool, start, 6, pages), expected)

@@ -1,13 +1,15 @@
-"""The engine with drafters that have parameters of their own: EAGLE-3, whose KV cache is in pages, and Medusa."""
+"""The engine with drafters in files of their own: EAGLE-3, DFlash and DSpark, with caches in pages, and Medusa."""
 
 import dataclasses
 import functools
 import itertools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mtpjax import DecodeConfig, MTPModel, compat
+from mtpjax import DecodeConfig, MTPModel, SamplingParams, compat
 from mtpjax.evaluation.small_models import constructed_drafter, constructed_params, small_config
 from mtpjax.models.decoding_layout import shard_for_decoding
 from mtpjax.serving.engine import Engine
@@ -19,6 +21,8 @@ from tests.serving.test_engine import CONFIG, ONE_SIZE, PREFIXES, Client, alone,
 
 slow = pytest.mark.slow
 TREE = {"num_steps": 2, "topk": 2, "num_draft_tokens": 5}
+BLOCK = {"num_steps": 3}  # as many levels as a block of these drafters has
+KINDS = ("eagle3", "medusa", "dflash", "dspark")
 
 
 @functools.cache
@@ -29,6 +33,10 @@ def trunk(attention="grouped", vocab_size=61, num_mtp_modules=0):
 
 @functools.cache
 def drafter_of(kind, seed=0, **changes):
+    """A drafter and its parameters; "confident" is DSpark, whose drafts end early."""
+    if kind == "confident":
+        drafter, draft_params = drafter_of("dspark", seed, **changes)
+        return dataclasses.replace(drafter, confidence_threshold=0.5), draft_params
     return constructed_drafter(kind, *trunk(**changes), seed=seed)
 
 
@@ -58,18 +66,29 @@ def engines():
         assert engine.close(timeout=30)
 
 
-def test_a_shared_beginning_changes_neither_text_nor_acceptance():
-    """EAGLE-3's entries in a shared page are those of a prefill of its own."""
+ONE_SLOT = dataclasses.replace(ONE_SIZE, num_slots=1, batch_sizes=(1,), prefill_tokens=8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        ("eagle3", {}),
+        ("dspark", BLOCK),
+        pytest.param("dflash", BLOCK, marks=slow),
+        pytest.param("dflash", BLOCK | {"draft_window": 6}, marks=slow),
+        pytest.param("confident", BLOCK, marks=slow),
+    ],
+)
+def test_a_shared_beginning_changes_neither_text_nor_acceptance(kind, shape):
+    """The drafter's entries in a shared page are those of a prefill of its own."""
     # As few programs as possible: one of each kind.
-    engine, config = make_engine(
-        "eagle3", dataclasses.replace(ONE_SIZE, num_slots=1, batch_sizes=(1,), prefill_tokens=8)
-    )
+    engine, config = make_engine(kind, ONE_SLOT, **shape)
     engine.start()
     prompt = np.random.default_rng(0).integers(0, 61, 41).tolist()
     request = Request(prompt=tuple(prompt), max_new_tokens=20)
     (cold,), (warm,) = Client(engine).run([request]), Client(engine).run([request])
     assert (cold[2].num_cached_tokens, warm[2].num_cached_tokens) == (0, 40)
-    expected = alone(trunk()[1], trunk()[0], request, config, draft_params=drafter_of("eagle3")[1])[0]
+    expected = alone(trunk()[1], trunk()[0], request, config, draft_params=drafter_of(kind)[1])[0]
     assert cold[0] == warm[0] == expected
     counts = [(each.num_steps, each.proposed, each.accepted) for each in (cold[2], warm[2])]
     assert counts[0] == counts[1] and sum(counts[0][2]) > 0
@@ -77,8 +96,14 @@ def test_a_shared_beginning_changes_neither_text_nor_acceptance():
 
 
 @slow
-@pytest.mark.parametrize("shape", [{"num_steps": 3}, TREE, {"num_steps": 3, "acceptance": "token"}])
-@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        *itertools.product(("eagle3", "medusa"), (BLOCK, TREE, BLOCK | {"acceptance": "token"})),
+        *itertools.product(("dflash", "dspark", "confident"), (BLOCK, BLOCK | {"acceptance": "token"})),
+        ("dflash", {"num_steps": 2, "draft_window": 6}),
+    ],
+)
 def test_preemption_and_shared_beginnings_change_no_text(engines, kind, shape):
     engine, config = engines(kind, **shape)
     model, params = trunk()
@@ -94,8 +119,13 @@ def test_preemption_and_shared_beginnings_change_no_text(engines, kind, shape):
 
 
 @slow
-@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
-@pytest.mark.parametrize("changes", [{"disable_drafts_at": 3}, {"adapts_depth": True}])
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        *itertools.product(KINDS, ({"disable_drafts_at": 3}, {"adapts_depth": True})),
+        ("confident", {"disable_drafts_at": 3}),
+    ],
+)
 def test_a_depth_that_changes_keeps_the_text(engines, kind, changes):
     if "adapts_depth" in changes:
         changes = {**changes, "depth_costs": ((1.0, 1.1, 1.2),)}
@@ -105,8 +135,14 @@ def test_a_depth_that_changes_keeps_the_text(engines, kind, changes):
     assert engine.status().proposed[0] > 0
 
 
+def test_a_depth_by_acceptance_is_refused_where_drafts_end_early():
+    settings = dataclasses.replace(ONE_SIZE, adapts_depth=True)
+    with pytest.raises(ValueError, match="confidence_threshold and an adaptive depth both choose the depth"):
+        make_engine("confident", settings, acceptance="sample")
+
+
 @slow
-@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_trunk_with_linear_attention_and_modules_of_its_own(engines, kind):
     """Snapshots are as many positions before a border as the drafter needs, not the modules."""
     of_trunk = (("attention", "hybrid"), ("num_mtp_modules", 1))
@@ -118,7 +154,7 @@ def test_a_trunk_with_linear_attention_and_modules_of_its_own(engines, kind):
 
 
 @slow
-@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_pages_of_another_engine_are_those_of_its_own_prefill(kind):
     settings = dataclasses.replace(ONE_SIZE, host_bytes=1 << 22)
     (first, config), (second, _) = (make_engine(kind, settings) for _ in range(2))
@@ -141,7 +177,10 @@ def test_pages_of_another_engine_are_those_of_its_own_prefill(kind):
 
 
 @slow
-@pytest.mark.parametrize(("kind", "shape"), [("eagle3", {}), ("eagle3", TREE), ("medusa", TREE)])
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [("eagle3", {}), ("eagle3", TREE), ("medusa", TREE), ("dflash", BLOCK), ("confident", BLOCK)],
+)
 def test_texts_with_grammars_are_those_of_plain_decoding_with_masks(kind, shape):
     pytest.importorskip("llguidance")
     from tests.serving.test_grammar import GRAMMARS, check_text, plain_text
@@ -160,7 +199,7 @@ def test_texts_with_grammars_are_those_of_plain_decoding_with_masks(kind, shape)
 
 
 @slow
-@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle3", "medusa", "dflash", "confident"])
 def test_a_mesh_over_rows_changes_no_text(kind):
     model, params = trunk(vocab_size=64)
     drafter, draft_params = drafter_of(kind, vocab_size=64)
@@ -172,6 +211,48 @@ def test_a_mesh_over_rows_changes_no_text(kind):
     engine.start()
     requests = list(random_requests(8, 12, prompt_length=(1, 12), new_tokens=(1, 26), prefixes=PREFIXES))
     check_all(engine, model, params, requests, config, draft_params)
+    assert engine.close(timeout=30)
+
+
+@slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_that_becomes_nan_leaves_nothing_in_its_slot_and_pages(kind):
+    model, params = trunk()
+    drafter, draft_params = drafter_of(kind)
+    # Neither padding nor a prompt nor a draft has this token.
+    unknown = next(token for token in range(1, 30) if token not in np.asarray(draft_params.draft_ids))
+    broken = {**params, "embedding": params["embedding"].at[unknown].set(jnp.nan)}
+    config = dataclasses.replace(CONFIG, drafter=drafter, **BLOCK)
+    engine = Engine(broken, model=model, config=config, settings=ONE_SLOT, draft_params=draft_params)
+    engine.start()
+    request = Request(prompt=tuple(np.random.default_rng(1).integers(30, 60, 21).tolist()), max_new_tokens=20)
+    request = dataclasses.replace(request, sampling=SamplingParams(banned_tokens=(unknown,)))
+    (before,) = Client(engine).run([request])
+    # Its first new token is the one that has no embedding, so the trunk's states of the first round are NaN.
+    (failed,) = Client(engine).run(
+        [dataclasses.replace(request, sampling=SamplingParams(allowed_tokens=(unknown,)), max_new_tokens=9)]
+    )
+    assert failed[2].reason == "error" and "NaN" in failed[2].message
+    engine.flush_cache()
+    (after,) = Client(engine).run([request])
+    assert after[0] == before[0] and after[2].reason == "length"
+    assert (after[2].num_steps, after[2].accepted) == (before[2].num_steps, before[2].accepted)
+    assert sum(before[2].accepted) > 0
+    assert engine.close(timeout=30)
+
+
+@slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_drafter_that_computes_nan_changes_no_text(kind):
+    model, params = trunk()
+    drafter, draft_params = drafter_of(kind)
+    broken = jax.tree.map(lambda leaf: leaf if leaf.dtype == jnp.int32 else leaf.at[0].set(jnp.nan), draft_params)
+    config = dataclasses.replace(CONFIG, drafter=drafter, **BLOCK)
+    engine = Engine(params, model=model, config=config, settings=ONE_SIZE, draft_params=broken)
+    engine.start()
+    check_all(engine, model, params, list(random_requests(0, 8)), config, broken)
+    state = engine._executor.state
+    assert not any(jnp.isnan(leaf).any() for leaf in jax.tree.leaves((state.trunk, state.drafter)))
     assert engine.close(timeout=30)
 
 
@@ -193,9 +274,9 @@ def test_an_engine_needs_the_parameters_of_its_drafter():
 
 def test_engines_with_other_drafters_do_not_understand_each_others_pages():
     model, params = trunk()
-    drafters = [(None, None), drafter_of("eagle3"), drafter_of("eagle3", seed=1), drafter_of("medusa")]
+    drafters = [(None, None), *(drafter_of(kind) for kind in KINDS), drafter_of("eagle3", seed=1)]
     digests = [
         model_digest(params, model.config, DecodeConfig(drafter=drafter or "mtp"), 8, [], draft_params=draft_params)
         for drafter, draft_params in (*drafters, drafter_of("eagle3"))
     ]
-    assert digests[1] == digests[4] and all(a != b for a, b in itertools.combinations(digests[:4], 2))
+    assert digests[1] == digests[-1] and all(a != b for a, b in itertools.combinations(digests[:-1], 2))

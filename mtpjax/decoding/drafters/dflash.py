@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.drafters.base import Draft, Drafter
 from mtpjax.decoding.drafters.levels import draft_levels
-from mtpjax.decoding.drafters.modules import HIDDEN_BUFFER, num_pending
+from mtpjax.decoding.drafters.modules import HIDDEN_BUFFER, num_pending, of_drafter
 from mtpjax.decoding.drafters.own_params import (
     check_sizes,
     require_params,
@@ -153,14 +153,16 @@ class DFlashDrafter(Drafter):
         """Writes the context of one prefill chunk. A row's padding lands behind its text."""
         cache = self._extend_cache(prepared, state, states, start, model=model)
         length = jnp.minimum(start + states.shape[1], state.length)
-        return state.drafter.replace(cache=commit(cache, length), hidden_start=length)
+        # The slot's last request may have left NaN in the buffer. Whatever is in it is written behind the text.
+        hidden = jnp.zeros_like(state.drafter.hidden)
+        return DFlashState(commit(cache, length), hidden, length)
 
     def _extend_cache(
         self, prepared: PreparedDFlash, state: DecodeState, states: jax.Array, start: jax.Array, *, model: MTPModel
     ) -> Cache:
         """Projects trunk states `[B, T, n * D]` and writes their keys and values from slot `start` on."""
         config, cache, network = self.architecture.block, state.drafter.cache, prepared.network
-        view = view_pass(state, config, start, states.shape[1], num_used=states.shape[1])
+        view = of_drafter(view_pass(state, config, start, states.shape[1], num_used=states.shape[1]))
         context = self._apply(prepared, states, model=model, method="context")
         layers = []
         for index, kept in enumerate(cache.layers):
@@ -236,7 +238,7 @@ class DFlashDrafter(Drafter):
             depths = jnp.zeros_like(offset) if window and own.window_from_anchor else offset
             tree = TreeSlots(base, depths, jnp.broadcast_to(is_seen[None], (B, X, X)))
             view = view_pass(state, own.block, base, X, num_used=X, tree=tree, window=limit)
-            made[kind] = view.replace(angles=rotary_angles(own.block, base[:, None] + offset))
+            made[kind] = of_drafter(view).replace(angles=rotary_angles(own.block, base[:, None] + offset))
         return tuple(made[kind] for kind in zip(own.windows, own.is_causal, strict=True))
 
     def commit(

@@ -75,8 +75,8 @@ class DSparkDrafter(DFlashDrafter):
         super().check(model, config)
         if self.confidence_threshold and config.depth_policy == "adaptive":
             raise ValueError(
-                "confidence_threshold and depth_policy 'adaptive' both choose the depth, and the policy would count a "
-                "draft that ended early as rejected: use one of them"
+                "confidence_threshold and an adaptive depth both choose the depth, and the policy would count a draft "
+                "that ended early as rejected: use one of them"
             )
 
     def _draft(

@@ -66,15 +66,15 @@ def extend_module(
     source = hidden if network.config.mtp_chaining == "trunk" or chained_hidden is None else chained_hidden
     # Slot i reads the token of position i + index + 1. Behind the committed text these are drafts, or garbage.
     shifted = read_rows(tokens, start + index + 1, hidden.shape[1])
-    view = _of_module(view, index)
+    view = of_drafter(view, shift=index + 1)
     output, chained, layers = network.run(index, source, shifted, view, caches[index].layers)
     caches[index] = caches[index].replace(layers=layers)
     return output, chained
 
 
-def _of_module(view: View, index: int) -> View:
-    """Returns the view of a pass of module `index`, whose entries are in other places of a page (`Pages.shift`)."""
-    return view if view.pages is None else view.replace(pages=view.pages.replace(shift=index + 1))
+def of_drafter(view: View, shift: int = 0) -> View:
+    """Returns the view of a pass over a drafter's cache, whose entries may be in other places of a page."""
+    return view if view.pages is None else view.replace(pages=view.pages.replace(shift=shift, is_of_drafter=True))
 
 
 def extend_modules(
@@ -184,7 +184,7 @@ def run_over_drafts(
         The outputs for the head and to draft on, both `[B, f, D]`.
     """
     f, width = tokens.shape[1], view.mask.shape[1]
-    view = _of_module(view, index)
+    view = of_drafter(view, shift=index + 1)
     output, chained, layers = network.run(
         index, pad_rows(chained_hidden, width), pad_rows(tokens, width), view, caches[index].layers
     )
