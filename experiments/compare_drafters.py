@@ -218,8 +218,9 @@ def figures(cells: list[dict[str, Any]]) -> dict[str, Any]:
 
 def print_tables(console: Console, methods: dict[str, dict[str, Any]]) -> None:
     """Prints accept lengths with acceptance by position, and then the costs."""
-    lengths = narrow_table(f"chains of {LEVELS} drafts: accept length (95 %), and acceptance by position at T 0")
-    for heading in ("method", *(f"T {each:g}" for each in TEMPERATURES), *map(str, range(1, LEVELS + 1))):
+    levels = max(len(found["temperatures"]["0"]["survival"]) for found in methods.values())
+    lengths = narrow_table(f"chains of {levels} drafts: accept length (95 %), and acceptance by position at T 0")
+    for heading in ("method", *(f"T {each:g}" for each in TEMPERATURES), *map(str, range(1, levels + 1))):
         lengths.add_column(heading, justify="left" if heading == "method" else "right")
     costs = narrow_table("training and rounds at batch 1, temperature 0; rounds in plain steps")
     for heading in ("method", "seconds / step", "round", "speed-up", "ideal", "waited"):

@@ -188,7 +188,7 @@ def write_reduced_trunk(
     if path.exists():
         return path
     # 1. The tokens that occur, and the embedding's rows of them.
-    ids = np.unique(np.concatenate([tokens for pair in pairs for tokens in pair] + [list(eos_token_ids)]))
+    ids = reduced_ids(pairs, eos_token_ids)
     config = dataclasses.replace(model.config, vocab_size=len(ids), num_tokens=0)
     reduced = params | {"embedding": params["embedding"][ids]}
     # 2. The new module.
@@ -198,6 +198,11 @@ def write_reduced_trunk(
     tokenizer = write_id_tokenizer(folder / "id_tokenizer", ids, eos_token_ids)
     save_model(path, small, reduced, tokenizer=tokenizer)
     return path
+
+
+def reduced_ids(pairs, eos_token_ids: Sequence[int]) -> np.ndarray:
+    """Returns the tokens that occur in the conversations, and the end tokens: `[R]` ids, ascending."""
+    return np.unique(np.concatenate([tokens for pair in pairs for tokens in pair] + [list(eos_token_ids)]))
 
 
 def start_near_trunk(module: dict, norm_final: dict) -> dict:

@@ -1,7 +1,7 @@
 """Measures the module of `train_smollm2`: acceptance and equal text on held-out prompts; the sampled distribution."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import numpy as np
 
 from experiments.smollm2_settings import NUM_DEPTHS, Settings
 from mtpjax import DecodeConfig, MTPModel, SamplingParams, forward, generate, speculative_generate
-from mtpjax.evaluation.acceptance import first_divergences
+from mtpjax.evaluation.acceptance import first_divergences, sampling_arguments
 from mtpjax.evaluation.metrics import decoded_rates, to_json
 
 LAW_TOKENS, LAW_TOP_K = 4, 2  # the test of the distribution samples one of top_k ** tokens texts
@@ -34,15 +34,9 @@ def measure_acceptance(
     Returns:
         Counts of equal texts, and rates by category, as JSON.
     """
-    order = sorted(range(len(rows)), key=lambda number: len(rows[number]))
     steps, accepted = np.zeros(len(rows), int), np.zeros((len(rows), config.num_steps), int)
     differing = []
-    # Batches of similar lengths have little padding; batches of one size compile once for each cache capacity.
-    size = -(-len(order) // -(-len(order) // MAX_BATCH))
-    for begin in range(0, len(order), size):
-        group = order[begin : begin + size]
-        padded = (group + [group[-1]] * size)[:size]
-        prompts = [rows[number] for number in padded]
+    for group, prompts in batches(rows):
         plain = generate(params, prompts, model=model, config=config).rows()
         result = speculative_generate(params, prompts, model=model, config=config)
         steps[group], accepted[group] = result.stats.steps[: len(group)], result.stats.accepted[: len(group)]
@@ -53,7 +47,7 @@ def measure_acceptance(
             for number, each in zip(group, divergences, strict=True)
             if each is not None
         ]
-        print(f"acceptance: {begin + len(group)} of {len(rows)} prompts", flush=True)
+        print(f"acceptance: {int((steps > 0).sum())} of {len(rows)} prompts", flush=True)
     # The rates of all prompts together and of each category.
     masks = {"overall": np.ones(len(rows), bool)}
     masks |= {name: np.array([each == name for each in categories]) for name in dict.fromkeys(categories)}
@@ -62,6 +56,88 @@ def measure_acceptance(
         for name, mask in masks.items()
     }
     return {"prompts": len(rows), "equal_texts": len(rows) - len(differing), "differing": differing, "rates": rates}
+
+
+def plain_texts(params: dict, rows: Sequence[list[int]], *, model: MTPModel, config: DecodeConfig) -> list[list[int]]:
+    """Decodes prompts greedily without drafts; arguments as in `measure_acceptance`.
+
+    Returns:
+        The text of each prompt.
+    """
+    texts: list[list[int]] = [[]] * len(rows)
+    for group, prompts in batches(rows):
+        found = generate(params, prompts, model=model, config=config).rows()
+        for number, text in zip(group, found, strict=False):
+            texts[number] = text
+    return texts
+
+
+def count_accepted(
+    params: dict,
+    rows: Sequence[list[int]],
+    *,
+    draft_params: Any,
+    model: MTPModel,
+    config: DecodeConfig,
+    temperature: float,
+) -> dict[str, Any]:
+    """Decodes prompts with drafts.
+
+    Args:
+        params: parameters of `model`.
+        rows: tokens of each prompt.
+        draft_params: parameters of the drafter; None for MTP modules.
+        model: the model.
+        config: decoding settings with drafts.
+        temperature: sampling temperature; the seed of a prompt is its number.
+
+    Returns:
+        Per prompt the "rounds", the "accepted" drafts of each level, and the "texts", as JSON.
+    """
+    found: dict[str, list[Any]] = {name: [None] * len(rows) for name in ("rounds", "accepted", "texts")}
+    for group, prompts in batches(rows):
+        seeds = (group + [group[-1]] * len(prompts))[: len(prompts)]
+        asked = sampling_arguments(temperature, seeds)
+        result = speculative_generate(params, prompts, model=model, config=config, draft_params=draft_params, **asked)
+        values = result.stats.steps.tolist(), result.stats.accepted.tolist(), result.rows()
+        for name, of_rows in zip(found, values, strict=True):
+            for number, value in zip(group, of_rows, strict=False):
+                found[name][number] = value
+    return found
+
+
+def batches(rows: Sequence[list[int]]) -> Iterator[tuple[list[int], list[list[int]]]]:
+    """Groups prompts of similar lengths, which have little padding.
+
+    Args:
+        rows: tokens of each prompt.
+
+    Yields:
+        Numbers of prompts, and a batch that begins with these prompts. All batches have one size, so that they compile
+        once for each cache capacity: the last one repeats its last prompt.
+    """
+    order = sorted(range(len(rows)), key=lambda number: len(rows[number]))
+    size = -(-len(order) // -(-len(order) // MAX_BATCH))
+    for begin in range(0, len(order), size):
+        group = order[begin : begin + size]
+        yield group, [rows[number] for number in (group + [group[-1]] * size)[:size]]
+
+
+def choose_timed_prompts(rows: Sequence[list[int]], categories: Sequence[str], count: int) -> list[list[int]]:
+    """Chooses the shortest prompts of different categories: their prefill is short beside the decoding.
+
+    Args:
+        rows: tokens of each prompt.
+        categories: category of each prompt.
+        count: number of prompts.
+
+    Returns:
+        Tokens of the chosen prompts, the shortest first.
+    """
+    shortest: dict[str, list[int]] = {}
+    for row, category in zip(rows, categories, strict=True):
+        shortest[category] = min(shortest.get(category, row), row, key=len)
+    return sorted(shortest.values(), key=len)[:count]
 
 
 def check_law(

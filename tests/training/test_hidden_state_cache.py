@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import functools
 import itertools
+import json
 import threading
 
 import jax
@@ -18,6 +19,7 @@ from mtpjax.data.config import Source
 from mtpjax.errors import Preempted
 from mtpjax.io import checkpoint
 from mtpjax.models.forward import trunk_states
+from mtpjax.models.trunk import stack_layers
 from mtpjax.training import hidden_state_cache, run_dir
 from mtpjax.training.hidden_state_cache import HiddenStateCacheError, open_hidden_state_cache
 from mtpjax.training.run_sizes import compute_run_sizes
@@ -65,7 +67,7 @@ def test_states_are_those_of_the_trunks_pass(dtype, post_norm, rows, small, tmp_
     rtol = 1e-5 if dtype == "float32" else 2**-8  # sums in another order, or half a bfloat16's last place
     np.testing.assert_allclose(found.astype(np.float32), wanted[numbers], atol=1e-5, rtol=rtol)
     each = hidden_state_cache.bytes_per_token(model, dtype)
-    assert sum(array.nbytes for array in stored.blocks) == each * rows.tokens.size
+    assert sum(array.nbytes for (array,) in stored.blocks) == each * rows.tokens.size
     assert len(stored.blocks) == (3 if dtype == "float32" else 2)  # the last is not full
 
 
@@ -115,7 +117,45 @@ def test_a_trained_trunk_has_no_states(rows, small):
         )  # fmt: skip
 
 
+def test_layers_are_read_beside_the_final_states(rows, small, tmp_path):
+    model, params = small(num_hidden_layers=3, num_mtp_modules=0)
+    stored = read(tmp_path, rows, small, model=model, params=params, layer_ids=(3, 0, 2))
+    wanted = trunk_states(params, rows.tokens, rows.segment_ids, model=model, layer_ids=(3, 0, 2))
+    np.testing.assert_allclose(stored.take(np.array([4, 0, 9])), wanted[np.array([4, 0, 9])], rtol=1e-5, atol=1e-5)
+
+
 # The folder.
+
+
+def test_runs_that_read_other_layers_share_a_folder(rows, small, tmp_path, monkeypatch):
+    """Files that are there are read; only layers that are missing are computed."""
+    model, params = small(num_hidden_layers=3)
+    # As an MTP module and Medusa, EAGLE-3, and a drafter of some of its layers and a further one read it.
+    whole, bare = (tmp_path / name for name in ("whole", "bare"))
+    given = {"rows": rows, "small": small, "model": model, "params": params}
+    read(bare, **given)
+    before = blocks(bare)
+    read(bare, layer_ids=(1, 2), **given)
+    assert before.items() <= blocks(bare).items() and len(blocks(bare)) == 3 * len(before)
+    found = read(bare, layer_ids=(2, 0), **given).take(np.arange(ROWS))
+    np.testing.assert_array_equal(found, read(whole, layer_ids=(2, 0), **given).take(np.arange(ROWS)))
+    # Stacked layers are the same trunk.
+    monkeypatch.setattr(hidden_state_cache, "_compute_block", None)
+    stacked = {**given, "model": model.clone(scan_layers=True), "params": stack_layers(params, model.config)}
+    assert read(bare, **stacked).take(np.array([3])).shape == (1, LENGTH, 32)
+    assert read(bare, layer_ids=(0, 1, 2), **given).take(np.array([3])).shape == (1, LENGTH, 4 * 32)
+
+
+def test_several_layers_in_one_file_are_refused(rows, small, tmp_path):
+    """Older versions wrote them so, and named them in the manifest."""
+    read(tmp_path, rows, small)
+    manifest = tmp_path / "manifest.json"
+    stored = json.loads(manifest.read_text())
+    for layers in ([], [0, 1]):
+        manifest.write_text(json.dumps({**stored, "of": stored["of"] | {"layers": layers}}))
+        expected = pytest.raises(HiddenStateCacheError, match="several layers in one file, as older versions")
+        with expected if layers else contextlib.nullcontext():
+            read(tmp_path, rows, small)
 
 
 def test_a_folder_is_computed_once(rows, small, tmp_path, monkeypatch, capsys):

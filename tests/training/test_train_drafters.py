@@ -1,7 +1,6 @@
 """Drafters that train on a frozen trunk: losses of plain twins, frozen bits, acceptance, resuming, refusals."""
 
 import dataclasses
-import json
 import types
 from typing import Any
 
@@ -345,20 +344,18 @@ def test_a_resumed_run_has_the_bits_of_an_unbroken_one(kind, trunk, corpus, tmp_
 
 
 @pytest.mark.slow
-def test_the_cache_tells_layers_apart(trunk, corpus, tmp_path):
-    """Medusa and MTP modules read the same states; EAGLE-3 reads more."""
+def test_all_drafters_share_one_folder_of_states(trunk, corpus, tmp_path, monkeypatch):
+    """EAGLE-3 adds the layers that it reads; Medusa and an MTP module read the final states."""
     folder = str(tmp_path / "states")
     train(drafter_settings("medusa", trunk, corpus, tmp_path / "medusa", trunk_states=folder, steps=1))
-    with pytest.raises(hidden_state_cache.HiddenStateCacheError, match="of other layers of the trunk"):
-        train(drafter_settings("eagle3", trunk, corpus, tmp_path / "eagle3", trunk_states=folder, steps=1))
-    manifest = tmp_path / "states" / "manifest.json"
-    stored = json.loads(manifest.read_text())
-    assert stored["of"].pop("layers") == []
-    manifest.write_text(json.dumps(stored))  # as older versions wrote it
-    config = drafter_settings("medusa", trunk, corpus, tmp_path / "again", trunk_states=folder, steps=1)
+    config = drafter_settings("eagle3", trunk, corpus, tmp_path / "eagle3", trunk_states=folder, steps=1)
     train(config)
-    sizes = compute_run_sizes(dataclasses.replace(config, drafter="eagle3"))
-    assert sizes["bytes of the trunk's states, each token"] == 4 * D * 4
+    assert compute_run_sizes(config)["bytes of the trunk's states, each token"] == 4 * D * 4
+    monkeypatch.setattr(hidden_state_cache, "_compute_block", None)
+    for kind in KINDS:
+        train(drafter_settings(kind, trunk, corpus, tmp_path / f"{kind}-again", trunk_states=folder, steps=1))
+    modules = run_settings(corpus, tmp_path / "mtp", num_depths=LEVELS, steps=1)
+    train(TrainConfig(init_from=str(trunk), trains="modules", trunk_states=folder, **modules))
 
 
 @pytest.mark.slow
