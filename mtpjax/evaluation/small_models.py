@@ -19,7 +19,7 @@ from mtpjax.models.params import param_shapes
 # Scale of the blocks' outputs in "mixed" weights: small enough that drafts of every level are sometimes accepted, and
 # large enough that they are sometimes rejected.
 MIXED_BLOCK_SCALE = {
-    "grouped": 1.5, "latent": 0.15, "sparse": 0.15, "hybrid": 0.3, "sliding": 1.0, "clamped": 1.0
+    "grouped": 1.5, "latent": 0.15, "sparse": 0.15, "hybrid": 0.3, "sliding": 1.0, "clamped": 0.15
 }  # fmt: skip
 DRAFT_QUALITIES = ("random", "mixed", "right", "wrong")
 

@@ -145,7 +145,7 @@ def test_the_scanned_stack_has_the_gradients_of_the_unrolled_one(attention, laye
         ("grouped", 2, "trunk"),
         ("latent", 2, "chain"),
         pytest.param("sparse", 1, "chain", marks=pytest.mark.slow),
-        ("sliding", 2, "trunk"),
+        pytest.param("sliding", 2, "trunk", marks=pytest.mark.slow),
         pytest.param("clamped", 1, "chain", marks=pytest.mark.slow),
     ],
 )
