@@ -297,6 +297,7 @@ def _cache(config: ModelConfig, kinds, work: Work, context: int, tokens: int) ->
             math.prod(leaf.shape) * leaf.dtype.itemsize / (work.tensor if "heads" in CACHE_AXES[name] else 1)
             for name, leaf in made.layers[0].items()
         )
+        # Scores take the width of a key, their sum over values that of a value.
         if kind.attention == "grouped":
             heads, widths = config.of_layer(kind).num_attention_heads, config.head_dim + config.value_dim
             flops += 2 * tokens * heads * widths * read

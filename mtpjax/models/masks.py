@@ -112,6 +112,7 @@ def full_view(config: ModelConfig, segment_ids: jax.Array, *, shift: int = 0) ->
     view = View(rotary_angles(config, positions), mask, segment_ids=segment_ids)
     if not config.has_sliding_layers:
         return view
+    # Within a segment, differences of places are differences of positions.
     is_near = index[:, :, None] + shift - index[:, None, :] < config.sliding_window
     return view.replace(sliding=Window(rotary_angles(config.of_layer(SLIDING), positions), mask & is_near))
 

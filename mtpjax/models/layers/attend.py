@@ -56,6 +56,7 @@ def attend(
     joined = scores[0] if len(scores) == 1 else jnp.concatenate(scores, axis=-1)
     joined = joined * scale
     if sinks is not None:
+        # A further column of the softmax: it takes a share of the weight, and no value is added for it.
         sink = jnp.broadcast_to(sinks.astype(jnp.float32)[None, :, None, :, None], (*joined.shape[:-1], 1))
         joined = jnp.concatenate([joined, sink], axis=-1)
     weights = jax.nn.softmax(joined, axis=-1).astype(q.dtype)

@@ -68,9 +68,11 @@ def mix_clamped_experts(
     expert, token, sizes = flat[order], order // k, jnp.bincount(flat, length=E).astype(jnp.int32)
     is_used = (expert < E)[:, None]
     own = jnp.minimum(expert, E - 1)
+    # One product per expert over its rows; every row gets its expert's bias.
     products = jax.lax.ragged_dot(x[token], gate_up.reshape(E, D, 2 * F), sizes)
     products = products.reshape(-1, 2, F) + (0 if biases is None else biases[0].astype(x.dtype)[own])
     hidden = activate(products[:, 0], products[:, 1], limit=limit, alpha=alpha)
     output = jax.lax.ragged_dot(hidden, down, sizes) + (0 if biases is None else biases[1].astype(x.dtype)[own])
+    # Rows of no expert lie behind all groups and hold garbage: they count as zero.
     weighted = jnp.where(is_used, output * weights.reshape(-1)[order][:, None].astype(x.dtype), 0)
     return jnp.zeros_like(x).at[token].add(weighted)

@@ -70,6 +70,7 @@ class GroupedAttention(nn.Module):
             if V == H:
                 q, k, v = split_heads(projected.total(), view.angles, heads, group_size=G)
             else:
+                # Values of another width cannot lie beside queries and keys in one array.
                 q, k = self._split_narrow(projected.total(), view)
                 initial = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0, out_axis=(1, 2))
                 kernel = self.param("value", initial, (D, K, V))
