@@ -374,10 +374,10 @@ def make_engine(params: dict, model: MTPModel, num_slots: int, batch_sizes: tupl
     return Engine(params, model=model, config=DecodeConfig(num_steps=NUM_STEPS, prefill_chunk=16), settings=settings)
 
 
-def make_model(name: str) -> tuple[MTPModel, dict]:
-    """Makes one of `MODELS`."""
-    changes, factor = MODELS[name]
-    model = MTPModel(small_config("grouped", **changes))
+def make_model(name: str, **changes: int) -> tuple[MTPModel, dict]:
+    """Makes one of `MODELS`; `changes` are fields of its config to set otherwise."""
+    fields, factor = MODELS[name]
+    model = MTPModel(small_config("grouped", **{**fields, **changes}))
 
     def scale(path, leaf):
         return factor * leaf if path[-1].key in ("output", "down") else leaf

