@@ -24,8 +24,8 @@ def grouped_names(
     output gate, G gates follow, and `q_proj` holds query and gate of each head side by side. The input is as wide as
     the model, unless `input_size` says otherwise.
     """
-    prefix = f"{prefix}self_attn."
-    D, K, H = input_size or config.hidden_size, config.num_key_value_heads, config.head_dim
+    prefix, config = f"{prefix}self_attn.", config.of_layer(kind)
+    D, K, H, V = input_size or config.hidden_size, config.num_key_value_heads, config.head_dim, config.value_dim
     G = config.num_attention_heads // K
     gates = 2 if config.attn_output_gate else 1
 
@@ -52,18 +52,34 @@ def grouped_names(
                 of("q", G, slice(0, G), (ALL, ALL, 0), split),
                 of("q", G, slice(G + 2, None), (ALL, ALL, 1), split),
             ]
-        return [*queries, of("k", 1, slice(G, G + 1)), of("v", 1, slice(G + 1, G + 2))]
+        values = [of("v", 1, slice(G + 1, G + 2))] if V == H else []
+        return [*queries, of("k", 1, slice(G, G + 1)), *values]
 
-    # The third axis: queries, key, value, and gates if there are any.
-    heads = G + 2 + (G if gates == 2 else 0)
+    # The third axis: queries, key, value (unless it is narrower), and gates if there are any.
+    heads = G + 1 + (V == H) + (G if gates == 2 else 0)
     specs = {"qkv": ParamSpec((D, K, heads, H), tuple(slices("weight", D)), in_axis=-4)}
+    if V != H:
+        specs["value"] = _by_heads(f"{prefix}v_proj.weight", K, V, D)
     if config.attention_bias:
         specs["qkv_bias"] = ParamSpec((K, G + 2, H), tuple(slices("bias")))
     if config.use_qk_norm:
         specs["norm_q/scale"] = copied(f"{prefix}q_norm.weight", H)
         specs["norm_k/scale"] = copied(f"{prefix}k_norm.weight", H)
-    specs["output"] = linear(f"{prefix}o_proj.weight", K * G * H, config.hidden_size)
+    if config.has_sinks(kind):
+        sinks = tensor_slice(f"{prefix}{layout.sinks}", (K * G,), (ALL, ALL), split=(K, G))
+        specs["sinks"] = ParamSpec((K, G), (sinks,))
+    if config.attn_head_gate:
+        specs["head_gate"] = _by_heads(f"{prefix}g_proj.weight", K, G, D)
+    specs["output"] = linear(f"{prefix}o_proj.weight", K * G * V, config.hidden_size)
+    if config.attention_output_bias:
+        specs["output_bias"] = copied(f"{prefix}o_proj.bias", config.hidden_size)
     return specs
+
+
+def _by_heads(name: str, heads: int, width: int, inputs: int) -> ParamSpec:
+    """Describes a matrix `[heads * width, inputs]` that becomes `[inputs, heads, width]`."""
+    whole = tensor_slice(name, (heads * width, inputs), (ALL,) * 3, split=(heads, width, inputs), axes=(2, 0, 1))
+    return ParamSpec((inputs, heads, width), (whole,), in_axis=-3)
 
 
 def latent_names(config: ModelConfig, kind: LayerKind, prefix: str, layout: Layout) -> Specs:

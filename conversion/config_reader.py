@@ -58,12 +58,13 @@ class ConfigReader:
             raise ConfigError(f"config.json: {key} is {value!r}, not true or false")
         return value
 
-    def items(self, key: str, kind: type) -> tuple:
-        """Returns a list whose items are all of one type, as a tuple; empty if missing."""
+    def items(self, key: str, kind: type | tuple[type, ...]) -> tuple:
+        """Returns a list whose items are all of one type (or several), as a tuple; empty if missing."""
         value, key = self.get(key), self.names.get(key, key)
         value = [] if value is None else value
         if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
-            raise ConfigError(f"config.json: {key} must be a list of {kind.__name__}")
+            names = " or ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))
+            raise ConfigError(f"config.json: {key} must be a list of {names}")
         return tuple(value)
 
     def section(self, key: str) -> "ConfigReader":

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from conversion.describe_windows import describe_windows
 from conversion.families import FAMILIES
 from conversion.hf_config import parse_config
 from mtpjax.errors import ConfigError
@@ -12,10 +13,12 @@ from mtpjax.models.config import Llama3Scaling, ModelConfig
 ORDER = (
     *("llama", "qwen3", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe"),
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "mimo", "kimi_k2"),
-    *("qwen3_moe", "glm4_moe_lite", "hy_v3", "ernie4_5_moe"),
+    *("qwen3_moe", "glm4_moe_lite", "hy_v3", "ernie4_5_moe", "mimo_v2_flash", "step3p5"),
+    "gpt_oss",
 )
 QWEN_HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
-LISTS_FEED_FORWARD = ("glm4_moe_lite", "hy_v3")  # name each layer's kind instead of the number of dense layers
+# These name each layer's kind instead of the number of dense layers.
+LISTS_FEED_FORWARD = ("glm4_moe_lite", "hy_v3", "mimo_v2_flash", "step3p5", "step3p7")
 # Fields that transformers' class of a family fixes, whatever `config.json` says.
 _PLAIN = {"attention_bias": False, "partial_rotary_factor": 1.0, "n_group": 1, "shared_expert_intermediate_size": 0}
 FIXED_THERE: dict[str, dict[str, Any]] = {
@@ -28,7 +31,7 @@ NOT_DESCRIBED = ("num_tokens", "mtp_own_embedding", "mtp_own_head")
 # Conventions of MTP modules that differ between families; written where the family's own is another.
 MTP_CONVENTIONS = (
     *("mtp_chaining", "mtp_input", "mtp_hidden_post_norm", "mtp_chain_post_norm", "mtp_mask_first"),
-    *("mtp_dense", "mtp_output_norm"),
+    *("mtp_dense", "mtp_output_norm", "mtp_layer_type"),
 )
 
 
@@ -99,6 +102,11 @@ def _unsupported(config: ModelConfig, model_type: str) -> list[str]:
         wrong.append("mlp_only_layers")
     if model_type in QWEN_HYBRID and config.is_moe == (model_type in ("qwen3_5", "qwen3_5_text")):
         wrong.append("n_routed_experts")
+    # transformers has twice the key/value heads, and sinks, in MiMo-V2's layers with a window.
+    if model_type == "mimo_v2_flash":
+        doubled = config.sliding_num_key_value_heads == 2 * config.num_key_value_heads
+        wrong += [] if doubled else ["sliding_num_key_value_heads"]
+        wrong += ["attention_sinks"] if config.attention_sinks != "sliding" else []
     # transformers fixes how the indexer rotates: DeepSeek by halves, GLM interleaved.
     if model_type in ("deepseek_v32", "glm_moe_dsa") and config.index_topk:
         wrong += ["indexer_rope_interleave"] if config.indexer_rope_interleave != (model_type == "glm_moe_dsa") else []
@@ -122,7 +130,7 @@ def _values(config: ModelConfig, model_type: str) -> dict[str, Any]:
         names += ["num_key_value_heads", "head_dim"]
     if config.index_topk:
         names += ["index_topk", "index_n_heads", "index_head_dim", "indexer_rope_interleave", "indexer_types"]
-    if config.layer_types:
+    if "linear_attention" in config.layer_types:
         names += [f"linear_{name}" for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")]
         names += ["linear_conv_kernel_dim", "layer_types"]
     values = {name: getattr(config, name) for name in names}
@@ -137,6 +145,8 @@ def _values(config: ModelConfig, model_type: str) -> dict[str, Any]:
     if config.rope_scaling is not None:
         kind = "llama3" if isinstance(config.rope_scaling, Llama3Scaling) else "yarn"
         values["rope_scaling"] = {"rope_type": kind, **dataclasses.asdict(config.rope_scaling)}
+    if family.has_windows:
+        values |= describe_windows(config, model_type)
     if config.linear_output_gate == "sigmoid":
         values["output_gate_type"] = "sigmoid"
     # End tokens are the tokenizer's: without these keys transformers would take its family's defaults.

@@ -31,7 +31,10 @@ from mtpjax.models.config import ModelConfig
 WEIGHTS = "mtp_layer_parameters.safetensors"
 ASCEND_QUANTIZATION = "quant_model_description.json"  # Ascend's list of quantized tensors, by name
 # Tensors beside a module's decoder layer.
-AROUND = ("embed_tokens.", "shared_head.", "final_layernorm.", "enorm.", "hnorm.", "eh_proj.")
+AROUND = (
+    *("embed_tokens.", "shared_head.", "transformer.shared_head.", "final_layernorm."),
+    *("enorm.", "hnorm.", "eh_proj."),
+)
 # Small files that belong to a checkpoint, by their usual names. The source's other files stay where they are: pictures,
 # logs, results, and the description of the whole model.
 CHECKPOINT_FILES = (
@@ -139,8 +142,8 @@ def exported_name(name: str, config: ModelConfig, layout: Layout) -> str | None:
     """
     if layout.is_under_mtp:
         return name if name.startswith(("mtp.", "model.mtp.")) else None
-    if layout.mtp in ("mimo", "ernie"):
-        return name if name.startswith(f"{layout.trunk}mtp_") else None
+    if layout.mtp in ("mimo", "mimo_v2", "ernie"):
+        return name if name.startswith((f"{layout.trunk}mtp_", f"{layout.trunk}mtp.")) else None
     if name == "rot.weight":  # a rotation that some quantized checkpoints have
         return "model.rot.weight"
     # Modules are the decoder layers behind those of the trunk.

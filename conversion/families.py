@@ -10,13 +10,19 @@ class Layout:
 
     trunk: str = "model."  # prefix of embedding, layers and final norm
     head: str = "lm_head.weight"
-    # MTP modules are further "layers" (DeepSeek, GLM), under "mtp" (Qwen), "mtp_each", "mimo" or "ernie".
+    # MTP modules are further "layers" (DeepSeek, GLM), under "mtp" (Qwen), "mtp_each", "mimo", "mimo_v2" or "ernie".
     mtp: str = "layers"
-    mtp_norm: str = "shared_head.norm"  # the final norm of modules that are further layers
+    mtp_norm: str = "shared_head.norm"  # the final norm of modules that are further layers, and their head
+    mtp_head: str = "shared_head.head"
+    feed_forward_norm: str = "post_attention_layernorm"
+    mtp_feed_forward_norm: str = "post_attention_layernorm"  # the same in modules
+    sinks: str = "sinks"  # of attention
     router: str = "gate"
     correction_bias: str = "gate.e_score_correction_bias"
     has_bias_row: bool = False  # the correction bias is stored as [1, E]
-    shared_experts: str = "shared_experts"
+    experts: str = "mlp"  # where a layer has its experts and their router
+    stacks_matrices: bool = False  # the experts of a matrix are one tensor, gate and up two of them
+    shared_experts: str = "mlp.shared_experts"
     packed_delta: bool = False  # Qwen3-Next packs the projections of linear attention per key head
     fused_experts: bool = False  # new files hold the trunk's experts stacked, as Qwen3.5's do
 
@@ -39,6 +45,7 @@ class Family:
     keys: tuple[tuple[str, str], ...] = ()
     defaults: tuple[tuple[str, Any], ...] = ()
     required: tuple[tuple[str, Any], ...] = ()
+    has_windows: bool = False  # some layers attend to a window (`conversion.windows`)
 
 
 # Qwen3-Next and Qwen3.5: norms scale by 1 + weight, gated attention outputs, a gated shared expert.
@@ -51,6 +58,47 @@ _QWEN_HYBRID = (
 )
 # DeepSeek-V3 and its relatives: interleaved rotary pairs, and a router with a correction bias per expert.
 _DEEPSEEK = (("rope_interleave", True), ("router_correction_bias", True))
+
+_STEP_LAYOUT = Layout(
+    mtp_norm="transformer.shared_head.norm",
+    mtp_head="transformer.shared_head.output",
+    experts="moe",
+    correction_bias="router_bias",
+    stacks_matrices=True,
+    shared_experts="share_expert",
+)
+_STEP: dict[str, Any] = {
+    "fixed": (
+        ("zero_centred_norm", True),
+        ("use_qk_norm", True),
+        ("attn_head_gate", True),
+        ("router_correction_bias", True),
+        ("mtp_hidden_post_norm", False),
+        ("mtp_chain_post_norm", False),
+        ("mtp_dense", True),
+    ),
+    "keys": (
+        ("num_key_value_heads", "num_attention_groups"),
+        ("n_routed_experts", "moe_num_experts"),
+        ("num_experts_per_tok", "moe_top_k"),
+        ("shared_expert_intermediate_size", "share_expert_dim"),
+        ("routed_scaling_factor", "moe_router_scaling_factor"),
+        ("norm_topk_prob", "norm_expert_weight"),
+    ),
+    "defaults": (("rms_norm_eps", 1e-5),),
+    "required": (
+        ("use_head_wise_attn_gate", True),
+        ("use_moe", True),
+        ("use_moe_router_bias", True),
+        ("moe_router_activation", "sigmoid"),
+        ("att_impl_type", "GQA"),
+        ("zero_centered", True),
+        ("sink", False),
+        ("query_pre_attn_scalar", None),
+    ),
+    "architecture": "Step3p7ForConditionalGeneration",
+    "has_windows": True,
+}
 
 # By `model_type`. Everything that `config.json` states itself is read from there, not listed here.
 FAMILIES = {
@@ -100,13 +148,50 @@ FAMILIES = {
         fixed=(("mtp_input", "hidden_embedding"), ("mtp_chaining", "trunk"), ("attention_bias", True)),
         architecture="MiMoForCausalLM",
     ),
+    # MiMo-V2-Flash: three dense MTP modules with a window, which all read the trunk's states. SGLang hands them over
+    # before the final norm, vLLM after it.
+    "mimo_v2_flash": Family(
+        Layout(mtp="mimo_v2", mtp_feed_forward_norm="pre_mlp_layernorm", sinks="attention_sink_bias"),
+        fixed=(
+            ("router_correction_bias", True),
+            ("mtp_chaining", "trunk"),
+            ("mtp_hidden_post_norm", False),
+            ("mtp_chain_post_norm", False),
+            ("mtp_layer_type", "sliding_attention"),
+            ("mtp_dense", True),
+        ),
+        architecture="MiMoV2FlashForCausalLM",
+        defaults=(("attention_value_scale", 0.707), ("rms_norm_eps", 1e-5)),
+        required=(("hybrid_block_size", None),),
+        has_windows=True,
+    ),
+    # Step-3.5-Flash, and the text model of Step-3.7: three dense MTP modules, each with a head of its own, that hand
+    # over states before their norms.
+    "step3p5": Family(_STEP_LAYOUT, **_STEP),
+    "step3p7": Family(_STEP_LAYOUT, **_STEP),
+    # gpt-oss in bfloat16. Modules of ours have Qwen3.5's names.
+    "gpt_oss": Family(
+        Layout(mtp="mtp_each", router="router"),
+        fixed=(
+            ("attention_bias", True),
+            ("attention_output_bias", True),
+            ("attention_sinks", "all"),
+            ("scoring_func", "softmax"),
+            ("expert_bias", True),
+        ),
+        architecture="GptOssForCausalLM",
+        keys=(("moe_intermediate_size", "intermediate_size"), ("n_routed_experts", "num_local_experts")),
+        defaults=(("rms_norm_eps", 1e-5), ("rope_theta", 150000.0), ("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)),
+        required=(("attention_bias", True),),
+        has_windows=True,
+    ),
     # Hunyuan-3.
     "hy_v3": Family(
         Layout(
             mtp_norm="final_layernorm",
             router="router.gate",
             correction_bias="expert_bias",
-            shared_experts="shared_mlp",
+            shared_experts="mlp.shared_mlp",
         ),
         fixed=(("use_qk_norm", True), ("router_correction_bias", True)),
         architecture="HYV3ForCausalLM",
@@ -169,5 +254,9 @@ IGNORED_KEYS = {
     *("projection_hidden_size", "projection_layer_norm_eps", "media_placeholder_token_id"),
     *("use_unified_vision_chunk", "video_placeholder", "ignore_index", "enable_moe_fp32_combine"),
     *("enable_attention_fp32_softmax", "enable_lm_head_fp32", "moe_capacity", "moe_gate", "moe_norm_min"),
+    # MiMo-V2's chunks of kernels; precisions and layer patterns of Step-3.5 that its lists say as well; gpt-oss.
+    *("attention_chunk_size", "need_fp32_gate", "moe_every_n_layer", "moe_layer_offset", "max_seq_len", "norm_dtype"),
+    *("fp32_residual_connection", "projector_bias", "understand_projector_stride", "initial_context_length"),
+    "experts_per_token",
     *("language_model_only", "scale_fmt", "moe_router_dtype", "rope_parameters", "rope_scaling", "name_or_path"),
 }

@@ -9,6 +9,8 @@ from typing import Any
 
 from conversion.config_reader import ConfigReader
 from conversion.families import FAMILIES, IGNORED_KEYS, Layout
+from conversion.step_config import STEP, expand_step
+from conversion.windows import read_windows
 from mtpjax.errors import ConfigError
 from mtpjax.models.config import Llama3Scaling, ModelConfig, Yarn
 
@@ -48,7 +50,9 @@ def parse_config(values: Any, model_type: str | None = None) -> ParsedConfig:
     family = FAMILIES[model_type]
     # Multimodal checkpoints nest the language model's values; those of the nested section win.
     text = ConfigReader(values).section("text_config")
-    reader = ConfigReader({**dict(family.defaults), **values, **text.values}, dict(family.keys))
+    values = {**dict(family.defaults), **values, **text.values}
+    values = expand_step(values) if model_type in STEP else values
+    reader = ConfigReader(values, dict(family.keys))
     # Collect the fields of ModelConfig, part by part; later parts read the fields of earlier ones.
     fields = dict(family.fixed)
     try:
@@ -56,7 +60,7 @@ def parse_config(values: Any, model_type: str | None = None) -> ParsedConfig:
             reader.require(key, value)
         fields |= _common(reader)
         fields |= {"latent": _latent, "grouped": _grouped}[family.attention](reader, fields)
-        fields |= _linear(reader, fields)
+        fields |= read_windows(reader, fields, model_type) if family.has_windows else _linear(reader, fields)
         fields |= _experts(reader, fields)
         fields["num_mtp_modules"], names_modules = _mtp(reader)
         fields |= _mtp_conventions(reader)
@@ -86,7 +90,7 @@ def _common(reader: ConfigReader) -> dict[str, Any]:
         "num_attention_heads": reader.integer("num_attention_heads"),
         "intermediate_size": reader.integer("intermediate_size", moe_width),
         "max_position_embeddings": reader.integer("max_position_embeddings", 4096),
-        "rms_norm_eps": reader.number("rms_norm_eps", 1e-6),
+        "rms_norm_eps": reader.number("layernorm_epsilon", reader.number("rms_norm_eps", 1e-6)),
         "tie_word_embeddings": reader.flag("tie_word_embeddings", False),
         **_rope(reader),
     }
@@ -94,9 +98,21 @@ def _common(reader: ConfigReader) -> dict[str, Any]:
 
 def _rope(reader: ConfigReader) -> dict[str, Any]:
     """Reads rotary embeddings: `rope_parameters` (transformers 5) or `rope_scaling` and `rope_theta` (before)."""
-    # The newer section wins; `rope_theta` may stand in it or beside it.
+    # The newer section wins. It may have a section for each type of layer.
     scaling = reader.section("rope_parameters")
     scaling = scaling if scaling.values else reader.section("rope_scaling")
+    if "full_attention" not in scaling.values:
+        return _rope_section(scaling, reader)
+    made, sliding = (_rope_section(scaling.section(name), reader) for name in ("full_attention", "sliding_attention"))
+    own = sliding.pop("rope_scaling")
+    if own not in (None, made["rope_scaling"]):
+        raise ConfigError("config.json: rope_parameters with another scaling for sliding_attention are not supported")
+    made["sliding_rope_scaling"] = own == made["rope_scaling"]
+    return made | {f"sliding_{name}": value for name, value in sliding.items()}
+
+
+def _rope_section(scaling: ConfigReader, reader: ConfigReader) -> dict[str, Any]:
+    """Reads one section about rotary embeddings; `rope_theta` may stand in it or beside it."""
     theta = scaling.number("rope_theta", reader.number("rope_theta", 10000.0))
     partial = scaling.number("partial_rotary_factor", reader.number("partial_rotary_factor", 1.0))
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
@@ -116,7 +132,6 @@ def _rope(reader: ConfigReader) -> dict[str, Any]:
             made = Llama3Scaling(**sizes, low_freq_factor=low, high_freq_factor=high)
         else:
             # YaRN, with the two softmax terms of DeepSeek.
-            scaling.require("truncate", True)
             scaling.require("attention_factor")
             made = Yarn(
                 **sizes,
@@ -124,6 +139,7 @@ def _rope(reader: ConfigReader) -> dict[str, Any]:
                 beta_slow=scaling.number("beta_slow", 1.0),
                 mscale=scaling.number("mscale", 1.0),
                 mscale_all_dim=scaling.number("mscale_all_dim", 1.0) if scaling.get("mscale_all_dim") else 0.0,
+                truncate=scaling.flag("truncate", True),
             )
     return {"rope_theta": theta, "partial_rotary_factor": partial, "rope_scaling": made}
 
@@ -247,11 +263,14 @@ def _experts(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     }
     # Which layers are dense: the first and last few, those listed, all but every n-th, or as each layer's type says.
     first = reader.integer("first_k_dense_replace", 0, low=0)
-    each = reader.integer("moe_layer_freq", reader.integer("decoder_sparse_step", 1))
+    marks = reader.items("moe_layer_freq", int) if isinstance(reader.get("moe_layer_freq"), list) else ()  # MiMo-V2
+    each = 1 if marks else reader.integer("moe_layer_freq", reader.integer("decoder_sparse_step", 1))
     phase = 0 if reader.get("moe_layer_freq") is not None else 1  # DeepSeek counts layers from 0, Qwen from 1
     last = reader.integer("moe_layer_end_index", -1, low=-1)  # Ernie's; -1: the last layer
     only = {*reader.items("mlp_only_layers", int), *range(last + 1 if last >= 0 else layers, layers)}
-    kinds = reader.items("mlp_layer_types", str)
+    kinds = reader.items("mlp_layer_types", str) or tuple("sparse" if mark else "dense" for mark in marks)
+    if kinds and len(kinds) != layers:
+        raise ConfigError(f"config.json names the feed-forward kind of {len(kinds)} layers, and has {layers}")
     dense = [
         kinds[layer] == "dense" if kinds else layer < first or layer in only or (layer + phase) % each != 0
         for layer in range(layers)
@@ -271,7 +290,7 @@ def _mtp(reader: ConfigReader) -> tuple[int, bool]:
 
 def _mtp_conventions(reader: ConfigReader) -> dict[str, Any]:
     """Reads how MTP modules are fed and chained, where an export of ours says that it is not as in the family."""
-    names = ("mtp_chaining", "mtp_input", "mtp_output_norm")
+    names = ("mtp_chaining", "mtp_input", "mtp_output_norm", "mtp_layer_type")
     made = {key: value for key in names if (value := reader.get(key)) is not None}
     for key in ("mtp_hidden_post_norm", "mtp_chain_post_norm", "mtp_mask_first", "mtp_dense"):
         if reader.get(key) is not None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from conversion.attention_names import ATTENTION_NAMES
 from conversion.families import Layout
-from conversion.tensor_slice import ALL, ParamSpec, copied, gate_up, linear, tensor_slice
+from conversion.tensor_slice import ALL, ParamSpec, TensorSlice, copied, gate_up, linear, tensor_slice
 from mtpjax.models.attention_kinds import ATTENTION_KINDS
 from mtpjax.models.config import LayerKind, ModelConfig
 
@@ -43,13 +43,13 @@ def decoder_layer(
     D = config.hidden_size
     specs = {
         "norm_attention/scale": copied(f"{prefix}input_layernorm.weight", D),
-        "norm_feed_forward/scale": copied(f"{prefix}post_attention_layernorm.weight", D),
+        "norm_feed_forward/scale": copied(f"{prefix}{layout.feed_forward_norm}.weight", D),
     }
     attention = ATTENTION_NAMES[kind.attention](config, kind, prefix, layout)
     specs |= prefixed(f"{ATTENTION_KINDS[kind.attention].scope}/", attention)
     # Feed-forward: experts, or one dense SwiGLU.
     if kind.is_moe:
-        return specs | prefixed("experts/", _experts(config, f"{prefix}mlp.", layout, has))
+        return specs | prefixed("experts/", _experts(config, prefix, layout, has))
     F = config.intermediate_size
     specs["dense/gate_up"] = gate_up(f"{prefix}mlp.", D, F)
     specs["dense/down"] = linear(f"{prefix}mlp.down_proj.weight", F, D)
@@ -59,39 +59,97 @@ def decoder_layer(
 def _experts(config: ModelConfig, prefix: str, layout: Layout, has: Callable[[str], bool]) -> dict[str, ParamSpec]:
     """Mixture of experts: a router, routed experts `gate_up [E, D, 2, F]` and `down [E, F, D]`, shared experts."""
     D, E, F = config.hidden_size, config.n_routed_experts, config.moe_intermediate_size
-    specs = {"router": linear(f"{prefix}{layout.router}.weight", D, E)}
+    within = f"{prefix}{layout.experts}."
+    specs = {"router": linear(f"{within}{layout.router}.weight", D, E)}
     if config.router_correction_bias:
-        name = f"{prefix}{layout.correction_bias}"
+        name = f"{within}{layout.correction_bias}"
         specs["correction_bias"] = copied(name, E)
         if layout.has_bias_row:
             specs["correction_bias"] = ParamSpec((E,), (tensor_slice(name, (1, E), (ALL,), select=(0,)),))
-    # Routed experts are one stacked tensor, `[E, 2F, D]` with the gate's rows first and `[E, D, F]`, or one per expert.
-    if has(f"{prefix}experts.gate_up_proj"):
-        name, shape = f"{prefix}experts.gate_up_proj", (E, 2 * F, D)
+    if config.expert_bias:
+        specs["router_bias"] = copied(f"{within}{layout.router}.bias", E)
+        specs |= _interleaved_experts(f"{within}experts.", E, D, F)
+    else:
+        up, down = _routed_experts(within, layout, has, (E, D, F))
+        specs["gate_up"] = ParamSpec((E, D, 2, F), tuple(up), in_axis=-3)
+        specs["down"] = ParamSpec((E, F, D), tuple(down), in_axis=-2)
+    # The shared expert sees every token; Qwen weighs it by a gate.
+    if config.shared_width:
+        name = f"{prefix}{'mlp.shared_expert' if config.shared_expert_gate else layout.shared_experts}."
+        specs["shared/gate_up"] = gate_up(name, D, config.shared_width)
+        specs["shared/down"] = linear(f"{name}down_proj.weight", config.shared_width, D)
+    if config.shared_expert_gate:
+        specs["shared_gate"] = linear(f"{within}shared_expert_gate.weight", D, 1)
+    return specs
+
+
+def _routed_experts(
+    within: str, layout: Layout, has: Callable[[str], bool], sizes: tuple[int, int, int]
+) -> tuple[list[TensorSlice], list[TensorSlice]]:
+    """Lists the slices of routed experts, of gate and up and of down, with sizes (E, D, F)."""
+    E, D, F = sizes
+    # Step-3.5 stacks the experts of each matrix: `[E, F, D]` gate and up, `[E, D, F]` down.
+    if layout.stacks_matrices:
+        up = [
+            tensor_slice(
+                f"{within}{name}_proj.weight",
+                (E, F, D),
+                (e, ALL, place, ALL),
+                rows=(e, e + 1),
+                select=(0,),
+                axes=(1, 0),
+            )
+            for e in range(E)
+            for place, name in enumerate(("gate", "up"))
+        ]
+        return up, _stacked(f"{within}down_proj.weight", (E, D, F))
+    # One stacked tensor, `[E, 2F, D]` with the gate's rows first and `[E, D, F]`, or a tensor per expert.
+    if has(f"{within}experts.gate_up_proj"):
+        name, shape = f"{within}experts.gate_up_proj", (E, 2 * F, D)
         up = [
             tensor_slice(
                 name, shape, (e, ALL, ALL, ALL), rows=(e, e + 1), split=(1, 2, F, D), select=(0,), axes=(2, 0, 1)
             )
             for e in range(E)
         ]
-        name, shape = f"{prefix}experts.down_proj", (E, D, F)
-        down = [tensor_slice(name, shape, (e, ALL, ALL), rows=(e, e + 1), select=(0,), axes=(1, 0)) for e in range(E)]
-    else:
-        up = [
-            tensor_slice(f"{prefix}experts.{e}.{name}_proj.weight", (F, D), (e, ALL, place, ALL), axes=(1, 0))
-            for e in range(E)
-            for place, name in enumerate(("gate", "up"))
-        ]
-        down = [
-            tensor_slice(f"{prefix}experts.{e}.down_proj.weight", (D, F), (e, ALL, ALL), axes=(1, 0)) for e in range(E)
-        ]
-    specs["gate_up"] = ParamSpec((E, D, 2, F), tuple(up), in_axis=-3)
-    specs["down"] = ParamSpec((E, F, D), tuple(down), in_axis=-2)
-    # The shared expert sees every token; Qwen weighs it by a gate.
-    if config.shared_width:
-        name = "shared_expert" if config.shared_expert_gate else layout.shared_experts
-        specs["shared/gate_up"] = gate_up(f"{prefix}{name}.", D, config.shared_width)
-        specs["shared/down"] = linear(f"{prefix}{name}.down_proj.weight", config.shared_width, D)
-    if config.shared_expert_gate:
-        specs["shared_gate"] = linear(f"{prefix}shared_expert_gate.weight", D, 1)
-    return specs
+        return up, _stacked(f"{within}experts.down_proj", (E, D, F))
+    up = [
+        tensor_slice(f"{within}experts.{e}.{name}_proj.weight", (F, D), (e, ALL, place, ALL), axes=(1, 0))
+        for e in range(E)
+        for place, name in enumerate(("gate", "up"))
+    ]
+    down = [tensor_slice(f"{within}experts.{e}.down_proj.weight", (D, F), (e, ALL, ALL), axes=(1, 0)) for e in range(E)]
+    return up, down
+
+
+def _stacked(name: str, shape: tuple[int, int, int]) -> list[TensorSlice]:
+    """Lists the slices of a tensor `[E, out, in]`, one for each expert's `[in, out]`."""
+    return [
+        tensor_slice(name, shape, (e, ALL, ALL), rows=(e, e + 1), select=(0,), axes=(1, 0)) for e in range(shape[0])
+    ]
+
+
+def _interleaved_experts(within: str, E: int, D: int, F: int) -> dict[str, ParamSpec]:
+    """gpt-oss: `[E, D, 2F]` and `[E, F, D]` with biases; columns of gate and up take turns."""
+    up = [
+        tensor_slice(
+            f"{within}gate_up_proj",
+            (E, D, 2 * F),
+            (e, ALL, ALL, ALL),
+            rows=(e, e + 1),
+            split=(1, D, F, 2),
+            select=(0,),
+            axes=(0, 2, 1),
+        )
+        for e in range(E)
+    ]
+    down = [
+        tensor_slice(f"{within}down_proj", (E, F, D), (e, ALL, ALL), rows=(e, e + 1), select=(0,)) for e in range(E)
+    ]
+    bias = tensor_slice(f"{within}gate_up_proj_bias", (E, 2 * F), (ALL,) * 3, split=(E, F, 2), axes=(0, 2, 1))
+    return {
+        "gate_up": ParamSpec((E, D, 2, F), tuple(up), in_axis=-3),
+        "gate_up_bias": ParamSpec((E, 2, F), (bias,)),
+        "down": ParamSpec((E, F, D), tuple(down), in_axis=-2),
+        "down_bias": copied(f"{within}down_proj_bias", E, D),
+    }

@@ -23,7 +23,10 @@ log = logging.getLogger("mtpjax.conversion")
 FLOATS = (np.dtype(np.float32), np.dtype(np.float16), BF16)
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 # Of multimodal checkpoints.
-OTHER_PARTS = ("model.visual.", "visual.", "vision_tower.", "model.vision_tower.", "mm_projector.")
+OTHER_PARTS = (
+    *("model.visual.", "visual.", "vision_tower.", "model.vision_tower.", "mm_projector."),
+    *("vision_model.", "vit_large_projector."),
+)
 
 
 @dataclasses.dataclass(frozen=True)

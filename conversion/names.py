@@ -41,12 +41,13 @@ def param_specs(config: ModelConfig, layout: Layout, has: Callable[[str], bool])
     # The MTP modules: a projection of [embedding | hidden], two or three norms, and one decoder layer each. Embedding
     # and head are the trunk's, unless the checkpoint has other ones for the modules.
     norms = ("norm_embedding", "norm_hidden", "norm_output")[: 3 if config.mtp_output_norm == "own" else 2]
+    of_modules = dataclasses.replace(layout, feed_forward_norm=layout.mtp_feed_forward_norm)
     for number in range(config.num_mtp_modules):
         prefix, around = mtp_names(config, layout, number)
         module = {
             "project": linear(around["project"], 2 * D, D),
             **{f"{norm}/scale": copied(around[norm], D) for norm in norms},
-            **prefixed("block/", decoder_layer(config, config.mtp_kind, prefix, layout, has)),
+            **prefixed("block/", decoder_layer(config, config.mtp_kind, prefix, of_modules, has)),
         }
         specs |= prefixed(f"mtp_{number}/", module)
         if config.mtp_own_embedding:
@@ -93,6 +94,15 @@ def mtp_names(config: ModelConfig, layout: Layout, number: int) -> tuple[str, di
             "norm_output": f"{prefix}final_layernorm.weight",
         }
         return prefix, around
+    if layout.mtp == "mimo_v2":
+        prefix = f"{layout.trunk}mtp.layers.{number}."
+        around = {
+            "project": f"{prefix}eh_proj.weight",
+            "norm_embedding": f"{prefix}enorm.weight",
+            "norm_hidden": f"{prefix}hnorm.weight",
+            "norm_output": f"{prefix}final_layernorm.weight",
+        }
+        return prefix, around
     # Ernie: a list per part of the module.
     if layout.mtp == "ernie":
         around = {
@@ -109,7 +119,7 @@ def mtp_names(config: ModelConfig, layout: Layout, number: int) -> tuple[str, di
         "norm_hidden": f"{prefix}hnorm.weight",
         "norm_output": f"{prefix}{layout.mtp_norm}.weight",
         "embedding": f"{prefix}embed_tokens.weight",
-        "head": f"{prefix}shared_head.head.weight",
+        "head": f"{prefix}{layout.mtp_head}.weight",
     }
     return prefix, around
 

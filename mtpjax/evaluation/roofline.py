@@ -288,16 +288,19 @@ def _experts(name: str, config: ModelConfig, work: Work, group: str, passes: Seq
 
 def _cache(config: ModelConfig, kinds, work: Work, context: int, tokens: int) -> Part:
     """Returns the caches' bytes, and the operations of attention: each query with every key and value."""
-    made = jax.eval_shape(lambda: empty_cache(config, kinds, 1, context, jnp.bfloat16))
-    nbytes = sum(
-        math.prod(leaf.shape) * leaf.dtype.itemsize / (work.tensor if "heads" in CACHE_AXES[name] else 1)
-        for layer in made.layers
-        for name, leaf in layer.items()
-    )
-    flops = 0.0
+    nbytes = flops = 0.0
     for kind in kinds:
+        # A layer with a window reads the slots within it.
+        read = min(context, config.sliding_window) if kind.is_sliding else context
+        made = jax.eval_shape(lambda kind=kind, read=read: empty_cache(config, (kind,), 1, read, jnp.bfloat16))
+        nbytes += sum(
+            math.prod(leaf.shape) * leaf.dtype.itemsize / (work.tensor if "heads" in CACHE_AXES[name] else 1)
+            for name, leaf in made.layers[0].items()
+        )
+        # Scores take the width of a key, their sum over values that of a value.
         if kind.attention == "grouped":
-            flops += 4 * tokens * config.num_attention_heads * config.head_dim * context
+            heads, widths = config.of_layer(kind).num_attention_heads, config.head_dim + config.value_dim
+            flops += 2 * tokens * heads * widths * read
         elif kind.attention == "latent":
             width = 2 * config.kv_lora_rank + config.qk_rope_head_dim
             flops += 2 * tokens * config.num_attention_heads * width * context

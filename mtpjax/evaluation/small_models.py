@@ -19,7 +19,9 @@ from mtpjax.models.params import param_shapes
 
 # Scale of the blocks' outputs in "mixed" weights: small enough that drafts of every level are sometimes accepted, and
 # large enough that they are sometimes rejected.
-MIXED_BLOCK_SCALE = {"grouped": 1.5, "latent": 0.15, "sparse": 0.15, "hybrid": 0.3}
+MIXED_BLOCK_SCALE = {
+    "grouped": 1.5, "latent": 0.15, "sparse": 0.15, "hybrid": 0.3, "sliding": 1.0, "clamped": 0.15
+}  # fmt: skip
 DRAFT_QUALITIES = ("random", "mixed", "right", "wrong")
 
 
@@ -28,8 +30,10 @@ def small_config(attention: str = "grouped", **changes) -> ModelConfig:
 
     Args:
         attention: "grouped" (grouped-query attention, dense layers), "latent" (multi-head latent attention, experts
-            from the second layer on), "sparse" (latent attention with a sparse indexer, which one layer shares) or
-            "hybrid" (linear and gated full attention, experts with a gated shared expert).
+            from the second layer on), "sparse" (latent attention with a sparse indexer, which one layer shares),
+            "hybrid" (linear and gated full attention, experts with a gated shared expert), "sliding" (a window of 5
+            positions with sinks in two layers and the modules, values narrower than keys) or "clamped" (a window of 3
+            in one layer, gates per head, sinks and biases, clamped experts with biases).
         **changes: fields of `ModelConfig` to set otherwise.
 
     Returns:
@@ -37,7 +41,7 @@ def small_config(attention: str = "grouped", **changes) -> ModelConfig:
     """
     values = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     values |= {"intermediate_size": 48, "max_position_embeddings": 256, "num_mtp_modules": 1}
-    kind = {"sparse": "latent", "hybrid": "grouped"}.get(attention, attention)
+    kind = attention if attention == "latent" else "latent" if attention == "sparse" else "grouped"
     if kind == "grouped":
         values |= {"num_key_value_heads": 2}
     # Linear attention around one layer of full attention, with the options of Qwen3.5.
@@ -58,6 +62,20 @@ def small_config(attention: str = "grouped", **changes) -> ModelConfig:
             "mlp_only_layers": (1,),
         }
         values |= {"shared_expert_intermediate_size": 10, "shared_expert_gate": True, "scoring_func": "softmax"}
+    # A window in some layers, with the options of MiMo-V2.
+    if attention == "sliding":
+        values |= {"num_hidden_layers": 3, "layer_types": ("sliding_attention", "full_attention", "sliding_attention")}
+        values |= {"sliding_window": 5, "sliding_num_key_value_heads": 4, "sliding_rope_theta": 500.0}
+        values |= {"partial_rotary_factor": 0.5, "attention_sinks": "sliding", "v_head_dim": 6}
+        values |= {"attention_value_scale": 0.7, "mtp_layer_type": "sliding_attention"}
+    # The same with the options of Step-3.5 and gpt-oss.
+    if attention == "clamped":
+        values |= {"layer_types": ("full_attention", "sliding_attention"), "sliding_window": 3}
+        values |= {"sliding_num_attention_heads": 6, "attn_head_gate": True, "attention_sinks": "all"}
+        values |= {"attention_bias": True, "attention_output_bias": True, "use_qk_norm": True}
+        values |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "expert_bias": True}
+        values |= {"scoring_func": "softmax", "shared_expert_intermediate_size": 10, "mlp_only_layers": (0,)}
+        values |= {"swiglu_limits": (0.0, 0.6), "swiglu_limits_shared": (0.5, 0.4), "swiglu_alpha": 1.702}
     # The indexer picks the keys of latent attention; the second layer reuses the picks of the first.
     if attention == "sparse":
         values |= {"num_hidden_layers": 3, "indexer_types": ("full", "shared", "full")}
@@ -97,7 +115,7 @@ def random_params(model: MTPModel, seed: int = 0) -> dict:
             noise = (0 if model.config.zero_centred_norm else 1) + 0.1 * noise
         elif names[-1] in ("norm", "norm_scale"):
             noise = 1 + 0.1 * noise
-        elif names[-1] in ("qkv_bias", "correction_bias", "norm_bias"):
+        elif names[-1].endswith("_bias"):
             noise = 0.1 * noise
         elif "embedding" not in names[-1]:
             fan_in = {"key_up": 2, "value_up": 1, "conv": 2}.get(names[-1], int("experts" in names and leaf.ndim > 2))
@@ -138,7 +156,7 @@ def constructed_params(model: MTPModel, attention: str, draft_quality: str, seed
         if name == "project":
             D = leaf.shape[1]
             return jnp.concatenate([sign * jnp.eye(D), block_scale * leaf[D:]])
-        return block_scale * leaf if name in ("output", "down") else leaf
+        return block_scale * leaf if name in ("output", "output_bias", "down", "down_bias") else leaf
 
     # Column order[i + 1] of the head is the normalised embedding of token order[i].
     embedding = np.asarray(params["embedding"])

@@ -99,10 +99,16 @@ def count_attention_kinds(config: ModelConfig) -> dict[str, int]:
         config: the model's configuration.
 
     Returns:
-        Numbers of layers: "full_attention" (grouped-query), "linear_attention" (gated delta rule), "latent_attention"
-        (multi-head latent), and "sparse_latent_attention" (latent, with an indexer).
+        Numbers of layers: "full_attention" (grouped-query), "sliding_attention" (the same within a window),
+        "linear_attention" (gated delta rule), "latent_attention" (multi-head latent), and "sparse_latent_attention"
+        (latent, with an indexer).
     """
-    kinds = (("sparse_" if kind.indexer else "") + ATTENTION_NAMES[kind.attention] for kind in config.trunk_kinds)
+    kinds = (
+        "sliding_attention"
+        if kind.is_sliding
+        else ("sparse_" if kind.indexer else "") + ATTENTION_NAMES[kind.attention]
+        for kind in config.trunk_kinds
+    )
     return dict(collections.Counter(kinds))
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import functools
 import math
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -32,6 +33,9 @@ class LayerKind(NamedTuple):
     attention: Literal["grouped", "latent", "delta"]
     is_moe: bool
     indexer: Literal["", "full", "shared"] = ""  # sparse latent attention: its own indexer, or an earlier layer's
+    is_sliding: bool = False  # attention sees a window of the newest positions
+    expert_limit: float = 0.0  # clamp of the activation in routed experts; 0: none
+    dense_limit: float = 0.0  # the same in shared experts and dense layers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,6 +48,7 @@ class Yarn:
     beta_slow: float = 1.0
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
+    truncate: bool = True  # the ramp begins and ends at whole pairs
 
     def magnitude(self, mscale: float) -> float:
         """Returns YaRN's attention temperature, `0.1 * mscale * ln(factor) + 1`."""
@@ -86,14 +91,19 @@ class ModelConfig:
         attention: "grouped" (grouped-query) or "latent" (multi-head latent) full attention.
         num_key_value_heads: key/value heads of grouped attention, K; 0: as many as query heads.
         head_dim: head width of grouped attention, H; 0: `hidden_size / num_attention_heads`.
-        attention_bias: bias on q, k and v; never on the output.
+        attention_bias: bias on q, k and v.
+        attention_output_bias: bias on the output of attention.
         use_qk_norm: RMSNorm over each query and key head, before rotary.
         attn_output_gate: attention output times sigmoid of a gate, before the output projection.
+        attn_head_gate: the same with one gate per head (Step-3.5).
+        attention_sinks: layers with a learned logit per head that takes part in the softmax and adds no value: "none",
+            "sliding" or "all".
+        attention_value_scale: factor of the values of grouped attention (MiMo-V2).
         q_lora_rank: width of the queries' latent; 0: queries straight from the hidden state. Latent attention only.
         kv_lora_rank: width of the keys' and values' latent.
         qk_nope_head_dim: channels of a latent head without rotary.
         qk_rope_head_dim: channels of a latent head with rotary.
-        v_head_dim: value channels of a latent head.
+        v_head_dim: value channels of a latent head, or of a grouped one; 0: `head_dim`.
         latent_norm_eps: epsilon of the two latent norms. transformers fixes it, whatever `rms_norm_eps` is.
         index_topk: keys that the indexer of sparse latent attention selects per query; 0: no indexer.
         index_n_heads: heads of the indexer.
@@ -101,7 +111,14 @@ class ModelConfig:
         indexer_rope_interleave: the indexer rotates channel pairs (2j, 2j+1).
         indexer_types: per layer "full" (an indexer of its own) or "shared" (the selection of the layer before that
             has one); (): all "full".
-        layer_types: per layer "full_attention" or "linear_attention" (gated delta rule); (): all full.
+        layer_types: per layer "full_attention", "sliding_attention" or "linear_attention" (gated delta rule); (): all
+            full.
+        sliding_window: positions that a layer of type "sliding_attention" sees, its own included.
+        sliding_num_attention_heads: query heads of these layers; 0: `num_attention_heads`.
+        sliding_num_key_value_heads: their key/value heads; 0: `num_key_value_heads`.
+        sliding_rope_theta: their base of the rotary frequencies; 0: `rope_theta`.
+        sliding_partial_rotary_factor: their share of each head that rotates; 0: `partial_rotary_factor`.
+        sliding_rope_scaling: they scale rotary frequencies by `rope_scaling` as well.
         linear_num_key_heads: key heads of linear attention.
         linear_num_value_heads: value heads of linear attention, a multiple of the key heads.
         linear_key_head_dim: key width of linear attention.
@@ -127,12 +144,18 @@ class ModelConfig:
         topk_group: groups that a token may use.
         norm_topk_prob: normalise the chosen experts' weights to sum 1.
         routed_scaling_factor: factor of those weights.
+        expert_bias: biases on the router's logits and in the routed experts (gpt-oss).
+        swiglu_limits: per layer the bound of gate and up in routed experts, 0: none; (): none in all layers.
+        swiglu_limits_shared: the same in shared experts and dense layers.
+        swiglu_alpha: experts compute `(up + 1) * gate * sigmoid(alpha * gate)` of clamped gate and up (gpt-oss); 0:
+            `silu(gate) * up`, clamped after the activation (Step-3.5).
         num_mtp_modules: MTP modules, M.
         mtp_chaining: "chain": module k reads the output of module k-1; "trunk": every module reads the trunk's.
         mtp_input: order of the projection's two inputs, "embedding_hidden" or "hidden_embedding".
         mtp_hidden_post_norm: modules read the trunk's hidden states after its final norm.
         mtp_chain_post_norm: the next depth reads a module's output after its own final norm.
         mtp_mask_first: zero the embedding at position 0 (vLLM's DeepSeek, GLM and Ernie classes).
+        mtp_layer_type: attention of the modules' layers, "full_attention" or "sliding_attention".
         mtp_dense: the modules' layers are dense where the trunk has experts (Ernie-4.5).
         mtp_output_norm: final norm of a module before the head: its "own", the "trunk"'s (Ernie-4.5), or "none".
         mtp_own_embedding: each module has its own embedding.
@@ -165,8 +188,12 @@ class ModelConfig:
     num_key_value_heads: int = 0
     head_dim: int = 0
     attention_bias: bool = False
+    attention_output_bias: bool = False
     use_qk_norm: bool = False
     attn_output_gate: bool = False
+    attn_head_gate: bool = False
+    attention_sinks: Literal["none", "sliding", "all"] = "none"
+    attention_value_scale: float = 1.0
     q_lora_rank: int = 0
     kv_lora_rank: int = 0
     qk_nope_head_dim: int = 0
@@ -181,8 +208,16 @@ class ModelConfig:
     indexer_rope_interleave: bool = False
     indexer_types: tuple[Literal["full", "shared"], ...] = ()
 
+    # Attention to a window of positions, in the layers that layer_types names.
+    layer_types: tuple[Literal["full_attention", "sliding_attention", "linear_attention"], ...] = ()
+    sliding_window: int = 0
+    sliding_num_attention_heads: int = 0
+    sliding_num_key_value_heads: int = 0
+    sliding_rope_theta: float = 0.0
+    sliding_partial_rotary_factor: float = 0.0
+    sliding_rope_scaling: bool = True
+
     # Linear attention: the gated delta rule, in the layers that layer_types names.
-    layer_types: tuple[Literal["full_attention", "linear_attention"], ...] = ()
     linear_num_key_heads: int = 0
     linear_num_value_heads: int = 0
     linear_key_head_dim: int = 0
@@ -211,6 +246,10 @@ class ModelConfig:
     topk_group: int = 1
     norm_topk_prob: bool = True
     routed_scaling_factor: float = 1.0
+    expert_bias: bool = False
+    swiglu_limits: tuple[float, ...] = ()
+    swiglu_limits_shared: tuple[float, ...] = ()
+    swiglu_alpha: float = 0.0
 
     # Multi-token prediction.
     num_mtp_modules: int = 0
@@ -219,6 +258,7 @@ class ModelConfig:
     mtp_hidden_post_norm: bool = True
     mtp_chain_post_norm: bool = True
     mtp_mask_first: bool = False
+    mtp_layer_type: Literal["full_attention", "sliding_attention"] = "full_attention"
     mtp_dense: bool = False
     mtp_output_norm: Literal["own", "trunk", "none"] = "own"
     mtp_own_embedding: bool = False
@@ -241,14 +281,16 @@ class ModelConfig:
         require_choice("mtp_output_norm", self.mtp_output_norm, ("own", "trunk", "none"))
         require_choice("mtp_input", self.mtp_input, ("embedding_hidden", "hidden_embedding"))
         # Per-layer lists, stored as tuples so that the config is hashable.
-        for name in ("indexer_types", "layer_types"):
+        for name in ("indexer_types", "layer_types", "swiglu_limits", "swiglu_limits_shared"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
             given = len(getattr(self, name))
             require(given in (0, self.num_hidden_layers), f"{given} {name} for {self.num_hidden_layers} layers")
         for kind in self.layer_types:
-            require_choice("layer type", kind, ("full_attention", "linear_attention"))
+            require_choice("layer type", kind, ("full_attention", "sliding_attention", "linear_attention"))
         for kind in self.indexer_types:
             require_choice("indexer type", kind, ("full", "shared"))
+        require_choice("mtp_layer_type", self.mtp_layer_type, ("full_attention", "sliding_attention"))
+        require_choice("attention_sinks", self.attention_sinks, ("none", "sliding", "all"))
         require_choice("linear_output_gate", self.linear_output_gate, ("silu", "sigmoid"))
         object.__setattr__(self, "mlp_only_layers", tuple(self.mlp_only_layers))
         # Attention and experts.
@@ -268,6 +310,8 @@ class ModelConfig:
         else:
             for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
                 require(getattr(self, name) > 0, f"latent attention needs a positive {name}, not {getattr(self, name)}")
+        if self.has_sliding_layers:
+            self._check_sliding()
         require(self.rotary_dim % 2 == 0, f"the rotated width {self.rotary_dim} is odd")
         if self.n_routed_experts:
             self._check_experts()
@@ -280,6 +324,27 @@ class ModelConfig:
         object.__setattr__(self, "num_key_value_heads", self.num_key_value_heads or heads)
         kv_heads = self.num_key_value_heads
         _require_divisible("num_attention_heads", heads, "num_key_value_heads", kv_heads)
+        if self.v_head_dim == self.head_dim:
+            object.__setattr__(self, "v_head_dim", 0)
+        is_plain = not (self.attention_bias or self.use_qk_norm or self.attn_output_gate)
+        require(
+            self.value_dim == self.head_dim or is_plain,
+            f"v_head_dim {self.v_head_dim} other than head_dim {self.head_dim} excludes biases, norms and output gates",
+        )
+
+    def _check_sliding(self):
+        require(self.attention == "grouped", "sliding attention must be grouped-query attention")
+        require(
+            self.sliding_window > 0, f"sliding attention needs a positive sliding_window, not {self.sliding_window}"
+        )
+        # What is not given is as in layers with full attention.
+        for name in ("num_attention_heads", "num_key_value_heads", "rope_theta", "partial_rotary_factor"):
+            own = f"sliding_{name}"
+            object.__setattr__(self, own, getattr(self, own) or getattr(self, name))
+        heads, kv_heads = self.sliding_num_attention_heads, self.sliding_num_key_value_heads
+        _require_divisible("sliding_num_attention_heads", heads, "sliding_num_key_value_heads", kv_heads)
+        width = int(self.head_dim * self.sliding_partial_rotary_factor)
+        require(width % 2 == 0, f"the rotated width {width} of layers with a window is odd")
 
     def _check_linear(self):
         for name in ("linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim"):
@@ -317,13 +382,34 @@ class ModelConfig:
         """Width of the shared experts, computed as one feed-forward layer; 0 without any."""
         return self.shared_expert_intermediate_size or self.n_shared_experts * self.moe_intermediate_size
 
+    @property
+    def value_dim(self) -> int:
+        """Value channels of a head of grouped attention."""
+        return self.v_head_dim or self.head_dim
+
+    @property
+    def has_sliding_layers(self) -> bool:
+        """True if some layers attend to a window."""
+        in_modules = self.num_mtp_modules > 0 and self.mtp_layer_type == "sliding_attention"
+        return in_modules or "sliding_attention" in self.layer_types
+
+    def of_layer(self, kind: LayerKind) -> "ModelConfig":
+        """Returns the config whose heads and rotary embedding are those of attention layers of a kind."""
+        return _sliding_config(self) if kind.is_sliding else self
+
+    def has_sinks(self, kind: LayerKind) -> bool:
+        """Returns whether attention layers of a kind have a learned sink per head."""
+        return self.attention_sinks == "all" or (self.attention_sinks == "sliding" and kind.is_sliding)
+
     def layer_kind(self, layer: int) -> LayerKind:
         """Returns the kind of trunk layer `layer`, from 0."""
         is_moe = self.is_moe and layer >= self.first_k_dense_replace and layer not in self.mlp_only_layers
         if self.layer_types and self.layer_types[layer] == "linear_attention":
             return LayerKind("delta", is_moe)
         indexer = (self.indexer_types[layer] if self.indexer_types else "full") if self.index_topk else ""
-        return LayerKind(self.attention, is_moe, indexer)
+        is_sliding = bool(self.layer_types) and self.layer_types[layer] == "sliding_attention"
+        limits = (limits[layer] if limits else 0.0 for limits in (self.swiglu_limits, self.swiglu_limits_shared))
+        return LayerKind(self.attention, is_moe, indexer, is_sliding, *limits)
 
     @property
     def trunk_kinds(self) -> tuple[LayerKind, ...]:
@@ -332,8 +418,12 @@ class ModelConfig:
 
     @property
     def mtp_kind(self) -> LayerKind:
-        """Kind of an MTP module's layer: full attention, its own indexer, and by default experts as the trunk has."""
-        return LayerKind(self.attention, self.is_moe and not self.mtp_dense, "full" if self.index_topk else "")
+        """Kind of an MTP module's layer: by default full attention, its own indexer, and experts as the trunk has.
+
+        Nothing is clamped.
+        """
+        indexer, is_sliding = "full" if self.index_topk else "", self.mtp_layer_type == "sliding_attention"
+        return LayerKind(self.attention, self.is_moe and not self.mtp_dense, indexer, is_sliding)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields as plain values, for JSON."""
@@ -351,3 +441,16 @@ class ModelConfig:
         if isinstance(scaling, dict):
             scaling = Llama3Scaling(**scaling) if "low_freq_factor" in scaling else Yarn(**scaling)
         return cls(**{**values, "rope_scaling": scaling})
+
+
+@functools.cache
+def _sliding_config(config: ModelConfig) -> ModelConfig:
+    """Puts the values of layers with a window in the place of those of layers with full attention."""
+    return dataclasses.replace(
+        config,
+        num_attention_heads=config.sliding_num_attention_heads,
+        num_key_value_heads=config.sliding_num_key_value_heads,
+        rope_theta=config.sliding_rope_theta,
+        partial_rotary_factor=config.sliding_partial_rotary_factor,
+        rope_scaling=config.rope_scaling if config.sliding_rope_scaling else None,
+    )

@@ -68,6 +68,7 @@ def fit_to_mesh(
     Raises:
         ValueError: an axis of the mesh does not divide a size of the model.
     """
+    refuse_uneven_layers(model.config, sizes)
     if not allow_copies:
         check_divisible(model.config, sizes, num_expert_slots(params))
     config = fit_config(model.config, sizes)
@@ -89,6 +90,30 @@ def check_divisible(config: ModelConfig, sizes: Mapping[str, int], num_slots: in
     """
     for problem in find_copies(config, sizes, num_slots):
         raise ValueError(f"{problem}: choose another mesh, or let every device hold a copy with allow_copies")
+
+
+def refuse_uneven_layers(config: ModelConfig, sizes: Mapping[str, int]) -> None:
+    """Checks that heads of all layers are split alike, and that experts with biases are not split by columns.
+
+    Copies of key/value heads are not made either for layers that differ in their number of heads.
+
+    Args:
+        config: the model's config.
+        sizes: sizes of the mesh axes by name.
+
+    Raises:
+        ValueError: they are not. The message names the axis and the size.
+    """
+    tensor = sizes.get("tensor", 1)
+    if config.expert_bias and tensor > 1:
+        raise ValueError(f"tensor {tensor} of the mesh would split experts with biases, which is not supported")
+    for name in ("num_key_value_heads", "sliding_num_key_value_heads"):
+        heads = getattr(config, name)
+        if config.has_sliding_layers and heads % tensor:
+            raise ValueError(
+                f"tensor {tensor} of the mesh does not divide {name} {heads}, and key/value heads of a model with"
+                " sliding attention are not copied"
+            )
 
 
 def find_copies(config: ModelConfig, sizes: Mapping[str, int], num_slots: int | None = None) -> list[str]:
@@ -145,7 +170,13 @@ def fit_config(config: ModelConfig, sizes: Mapping[str, int]) -> ModelConfig:
         sizes: sizes of the mesh axes by name.
     """
     heads, parts = config.num_key_value_heads, sizes.get("tensor", 1)
-    if config.attention != "grouped" or heads >= parts or parts % heads or config.num_attention_heads % parts:
+    if (
+        config.attention != "grouped"
+        or config.has_sliding_layers
+        or heads >= parts
+        or parts % heads
+        or config.num_attention_heads % parts
+    ):
         return config
     return dataclasses.replace(config, num_key_value_heads=parts)
 
@@ -212,6 +243,7 @@ def run_in_parts(
     if mesh.empty or mesh.size == 1 or any(kind is AxisType.Manual for kind in mesh.axis_types):
         return function(params, draft_params, state, *rest)
     sizes = {name: mesh.shape[name] for name in AXES if name in mesh.shape}
+    refuse_uneven_layers(config, sizes)
     params, draft_params = (align_blocks(tree, config, sizes) for tree in (params, draft_params))
     specs = [part_specs(tree, config, sizes) for tree in (params, draft_params)]
     specs.append(part_specs(state, config, sizes, is_state=True))
@@ -261,6 +293,7 @@ def choose_layout(
     """
     if layout == "training":
         return lambda path, shape: param_sharding(path, shape, mesh)
+    refuse_uneven_layers(config, mesh.shape)
     if not allow_copies:
         check_divisible(config, mesh.shape)
     return lambda path, shape: NamedSharding(mesh, param_part_spec(path, shape, config, mesh.shape))

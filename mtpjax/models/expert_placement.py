@@ -16,6 +16,8 @@ import numpy as np
 from mtpjax.models.masks import full_view
 from mtpjax.models.model import MTPModel
 
+STACKS = ("gate_up", "gate_up_bias", "down", "down_bias")  # parameters with a first axis of experts
+
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
@@ -198,7 +200,7 @@ def _with_slots(experts: dict[str, Any], expert_of_slot: np.ndarray) -> dict[str
     most = max(map(len, slots))
     table = np.array([np.resize(found, most) for found in slots], np.int32)
     # Values and scales of fp8 weights have the experts as their first axis, too.
-    taken = {name: jax.tree.map(lambda leaf: leaf[expert_of_slot], experts[name]) for name in ("gate_up", "down")}
+    taken = {name: jax.tree.map(lambda leaf: leaf[expert_of_slot], experts[name]) for name in STACKS if name in experts}
     placement = {
         "expert_of_slot": jnp.asarray(expert_of_slot, jnp.int32),
         "slots_of_expert": jnp.asarray(table),

@@ -4,12 +4,13 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from mtpjax.models.config import ModelConfig
+from mtpjax.models.config import LayerKind, ModelConfig
 from mtpjax.models.layers.rotary import rotary_angles
 from mtpjax.models.pages import Pages
 from mtpjax.models.parallel import all_rows
 
 Entries = dict[str, jax.Array]  # what an attention layer stores per position; also one layer of a cache
+SLIDING = LayerKind("grouped", False, is_sliding=True)  # its heads and angles do not depend on the feed-forward layer
 Masks = tuple[jax.Array, ...]  # bool, per source of keys `[B, T, S]`; `[B, T, 1]` means that row i sees entry i alone
 
 
@@ -33,8 +34,17 @@ class Reach(flax.struct.PyTreeNode):
     )  # token t is in slot base + t and sees up to it
 
 
+class Window(flax.struct.PyTreeNode):
+    """The fields of `View` that differ in layers with a sliding window."""
+
+    angles: tuple[jax.Array, jax.Array]
+    mask: jax.Array
+    span: Span | None = None
+    reach: Reach | None = None
+
+
 class View(flax.struct.PyTreeNode):
-    """Positions and masks of the T tokens of a pass; the same for all layers."""
+    """Positions and masks of the T tokens of a pass; the same for all layers of one kind."""
 
     angles: tuple[jax.Array, jax.Array]  # cosines and sines of the rotary embedding, each [B, T, P]
     mask: jax.Array  # [B, T, S] bool: keys that a query sees; with a span [B, T, sinks + size]
@@ -46,6 +56,14 @@ class View(flax.struct.PyTreeNode):
     pages: Pages | None = None  # of a pass with a cache in pages
     is_used: jax.Array | None = None  # [B, T] bool: other tokens choose no experts; None: all are used
     all_used: jax.Array | None = None  # the same of the rows of all devices
+    sliding: Window | None = None  # what layers with a sliding window see instead
+    window: int = flax.struct.field(pytree_node=False, default=0)  # positions that a token sees; 0: all
+
+    def of_layer(self, kind: LayerKind, config: ModelConfig) -> "View":
+        """Returns the view that attention layers of a kind have."""
+        if self.sliding is None or not kind.is_sliding:
+            return self
+        return self.replace(**vars(self.sliding), sliding=None, window=config.sliding_window)
 
     @property
     def places(self) -> tuple[jax.Array, jax.Array] | None:
@@ -95,7 +113,12 @@ def full_view(config: ModelConfig, segment_ids: jax.Array, *, shift: int = 0) ->
     index, positions = jnp.arange(segment_ids.shape[1])[None, :], segment_positions(segment_ids) + shift
     # Causal, within the segment.
     mask = (index[:, :, None] >= index[:, None, :]) & (segment_ids[:, :, None] == segment_ids[:, None, :])
-    return View(rotary_angles(config, positions), mask, segment_ids=segment_ids)
+    view = View(rotary_angles(config, positions), mask, segment_ids=segment_ids)
+    if not config.has_sliding_layers:
+        return view
+    # Within a segment, differences of places are differences of positions.
+    is_near = index[:, :, None] + shift - index[:, None, :] < config.sliding_window
+    return view.replace(sliding=Window(rotary_angles(config.of_layer(SLIDING), positions), mask & is_near))
 
 
 def cached_view(
@@ -129,8 +152,30 @@ def cached_view(
     Returns:
         The view.
     """
-    # 1. Positions: consecutive in a chain, by depth in a tree.
+    # Positions: consecutive in a chain, by depth in a tree.
     positions = start[:, None] + jnp.arange(width)[None, :] if tree is None else tree.base[:, None] + tree.depths
+    mask, span, reach = _visible_slots(start, positions, capacity, tree, window)
+    # Layers with a window of their own see at most that, whatever else the pass asks for.
+    sliding = None
+    if config.has_sliding_layers:
+        own = config.sliding_window if window is None else min(config.sliding_window, window[0])
+        near = tree if tree is None else tree.replace(ancestor_mask=_newest(tree.ancestor_mask, own))
+        seen = _visible_slots(start, positions, capacity, near, (own, 0))
+        sliding = Window(rotary_angles(config.of_layer(SLIDING), positions), *seen)
+    angles = rotary_angles(config, positions)
+    # Experts process the rows of all devices. They are gathered here, once for all layers.
+    all_used = None if is_used is None else all_rows(is_used)
+    return View(
+        angles, mask, start, num_valid=num_valid, span=span, reach=reach, pages=pages, is_used=is_used,
+        all_used=all_used, sliding=sliding,
+    )  # fmt: skip
+
+
+def _visible_slots(
+    start: jax.Array, positions: jax.Array, capacity: int, tree: TreeSlots | None, window: tuple[int, int] | None
+) -> tuple[jax.Array, Span | None, Reach]:
+    """Returns mask, span and reach of a pass whose tokens have `positions [B, T]`; the rest as in `cached_view`."""
+    width = positions.shape[1]
 
     def is_visible(slots: jax.Array) -> jax.Array:
         """`slots [B, X]` -> `[B, T, X]`: text before the token, within the window; in a tree also its ancestors."""
@@ -140,7 +185,7 @@ def cached_view(
             is_text &= (slots > place - window[0]) | (slots < window[1])
         return is_text if tree is None else is_text | _is_ancestor(tree, slots[:, 0])
 
-    # 2. The kernels' form.
+    # 1. The kernels' form.
     if tree is None:
         reach = Reach(start, is_visible(positions), is_chain=True)
     else:
@@ -148,31 +193,28 @@ def cached_view(
     if window is not None:
         reach = reach.replace(begin=positions - window[0] + 1, sinks=window[1])
 
-    # 3. The mask over the slots that are read: all of them, or with a window the sinks and the newest ones.
-    span = None
+    # 2. The mask over the slots that are read: all of them, or with a window the sinks and the newest ones.
     size = capacity
     if window is not None:
         # At least two sinks: `attend` gives a source of one slot another meaning.
         drafted = 0 if tree is None else tree.ancestor_mask.shape[2]
         sinks, size = max(window[1], 2), window[0] + max(drafted, width)
     if window is None or sinks + size >= capacity:
-        mask = is_visible(jnp.arange(capacity)[None, :])
-    else:
-        first = start if tree is None else tree.base
-        begin = jnp.clip(first + 1 - window[0], 0, capacity - size)
-        near = begin[:, None] + jnp.arange(size)[None, :]
-        far = jnp.broadcast_to(jnp.arange(sinks)[None, :], (len(start), sinks))
-        mask = jnp.concatenate([is_visible(far) & (far < window[1])[:, None], is_visible(near)], axis=-1)
-        # The two ranges overlap in short texts; a sink counts once.
-        is_sink = jnp.concatenate([jnp.zeros_like(far, bool), near < window[1]], axis=-1)
-        mask, span = mask & ~is_sink[:, None], Span(begin, sinks, size)
-    angles = rotary_angles(config, positions)
-    # Experts process the rows of all devices. They are gathered here, once for all layers.
-    all_used = None if is_used is None else all_rows(is_used)
-    return View(
-        angles, mask, start, num_valid=num_valid, span=span, reach=reach, pages=pages, is_used=is_used,
-        all_used=all_used,
-    )  # fmt: skip
+        return is_visible(jnp.arange(capacity)[None, :]), None, reach
+    first = start if tree is None else tree.base
+    begin = jnp.clip(first + 1 - window[0], 0, capacity - size)
+    near = begin[:, None] + jnp.arange(size)[None, :]
+    far = jnp.broadcast_to(jnp.arange(sinks)[None, :], (len(start), sinks))
+    mask = jnp.concatenate([is_visible(far) & (far < window[1])[:, None], is_visible(near)], axis=-1)
+    # The two ranges overlap in short texts; a sink counts once.
+    is_sink = jnp.concatenate([jnp.zeros_like(far, bool), near < window[1]], axis=-1)
+    return mask & ~is_sink[:, None], Span(begin, sinks, size), reach
+
+
+def _newest(ancestor_mask: jax.Array, window: int) -> jax.Array:
+    """Keeps the newest `window` ancestors of each node, itself included: nodes lie behind their ancestors."""
+    from_behind = jnp.cumsum(ancestor_mask[:, :, ::-1].astype(jnp.int32), axis=2)[:, :, ::-1]
+    return ancestor_mask & (from_behind <= window)
 
 
 def _is_ancestor(tree: TreeSlots, slots: jax.Array) -> jax.Array:

@@ -23,6 +23,8 @@ PARAMETER_AXES = (
     (r"(dense|shared)/down$", ("ffn", "embed")),
     (r"experts/gate_up$", ("expert", "embed", None, "ffn")),
     (r"experts/down$", ("expert", "ffn", "embed")),
+    (r"experts/gate_up_bias$", ("expert", None, "ffn")),
+    (r"experts/down_bias$", ("expert", None)),
 )
 
 CACHE_AXES = {name: axes for kind in ATTENTION_KINDS.values() for name, axes in kind.cache_axes.items()}

@@ -13,7 +13,7 @@ from conversion.files import CheckpointFiles
 from conversion.hf_config import parse_config
 from conversion.load_plan import make_plan
 from mtpjax.errors import CheckpointFileError, ConfigError
-from tests.golden import RENAMED, path
+from tests.golden import RENAMED, WINDOWS, path
 from tests.helpers.checkpoints import rewrite
 from tests.helpers.numpy_module import run_module
 
@@ -22,14 +22,18 @@ def config_of(name):
     return json.loads((path(name) / "config.json").read_text())
 
 
-@pytest.mark.parametrize("name", RENAMED)
+DENSE = {"qwen3_moe": [False, True, False], "gpt_oss": [False] * 4}
+DENSE |= {name: [True, False, False, False] for name in ("mimo_v2_flash", "step3p5")}
+
+
+@pytest.mark.parametrize("name", (*RENAMED, *WINDOWS))
 def test_every_key_is_known_and_written_again(name):
     parsed = parse_config(config_of(name))
     assert parsed.unknown == ()
     model_type, values = describe_config(parsed.model, name)
     assert model_type == name and parse_config(values).model == parsed.model
     dense = [not kind.is_moe for kind in parsed.model.trunk_kinds]
-    assert dense == ([False, True, False] if name == "qwen3_moe" else [True, False, False])
+    assert dense == DENSE.get(name, [True, False, False])
 
 
 @pytest.mark.parametrize(
@@ -45,6 +49,25 @@ def test_every_key_is_known_and_written_again(name):
         ("hy_v3", {"expert_hidden_dim": 12}, "expert_hidden_dim 12 is not supported; supported: 8"),
         ("glm4_moe_lite", {"attention_bias": True}, "attention_bias True is not supported"),
         ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window True is not supported"),
+        ("mimo_v2_flash", {"swa_head_dim": 16}, "swa_head_dim 16 is not supported; supported: 12"),
+        ("mimo_v2_flash", {"hybrid_block_size": 4}, "hybrid_block_size 4 is not supported"),
+        ("mimo_v2_flash", {"layer_types": None}, "lacks layer_types"),
+        ("mimo_v2_flash", {"attention_bias": True}, "v_head_dim 8 other than head_dim 12 excludes biases"),
+        (
+            "mimo_v2_flash",
+            {"add_full_attention_sink_bias": True, "add_swa_attention_sink_bias": False},
+            "sinks in layers with full attention only",
+        ),
+        ("step3p5", {"layer_types": ["full_attention"] * 4}, "must name the type of 4 layers and 2 modules"),
+        ("step3p5", {"rope_theta": [1e4, 2e4, 3e4, 1e4, 2e4, 2e4]}, "within layers of type sliding_attention"),
+        ("step3p5", {"use_rope_layers": [True, False] * 3}, "layers without rotary embedding"),
+        ("step3p5", {"swiglu_limits": [0.0] * 5 + [7.0]}, "clamped modules"),
+        ("step3p5", {"moe_layers_enum": "1,5"}, "moe_layers_enum with modules"),
+        ("step3p5", {"moe_router_activation": "softmax"}, "moe_router_activation 'softmax' is not supported"),
+        ("step3p5", {"attention_other_setting": {"head_dim": 16}}, "head_dim 16 is not supported; supported: 8"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4, which is not supported"),
+        ("gpt_oss", {"attention_bias": False}, "attention_bias False is not supported"),
+        ("gpt_oss", {"sliding_window": 0}, "sliding_window is 0"),
     ],
 )
 def test_what_is_not_supported_is_named_as_the_file_names_it(name, changes, words):
@@ -64,6 +87,41 @@ def test_keys_that_are_missing_have_the_values_of_transformers():
         values = config_of(name)
         short = {key: value for key, value in values.items() if key not in ("mlp_layer_types", "first_k_dense_replace")}
         assert parse_config(short).model == parse_config(values).model
+
+
+def test_mimo_v2_as_published_is_mimo_v2_as_transformers_saves_it():
+    """The published file marks layers by 0 and 1, and counts the positions of a window before the query."""
+    values = config_of("mimo_v2_flash")
+    rope = values["rope_parameters"]
+    dropped = ("layer_types", "mlp_layer_types", "rope_parameters", "rms_norm_eps", "sliding_window")
+    published = {key: value for key, value in values.items() if key not in dropped} | {
+        "hybrid_layer_pattern": [0, 1, 1, 0],
+        "moe_layer_freq": [0, 1, 1, 1],
+        "layernorm_epsilon": values["rms_norm_eps"],
+        "sliding_window": values["sliding_window"] - 1,
+        "sliding_window_size": values["sliding_window"] - 1,
+        "attention_chunk_size": values["sliding_window"] - 1,
+        "rope_theta": rope["full_attention"]["rope_theta"],
+        "swa_rope_theta": rope["sliding_attention"]["rope_theta"],
+        "partial_rotary_factor": rope["full_attention"]["partial_rotary_factor"],
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        "swa_head_dim": 12,
+        "swa_v_head_dim": 8,
+        "add_full_attention_sink_bias": False,
+        "add_swa_attention_sink_bias": True,
+        "routed_scaling_factor": None,
+        "n_shared_experts": None,
+        "hybrid_block_size": None,
+    }
+    parsed = parse_config(published)
+    assert parsed.model == parse_config(values).model and parsed.unknown == ()
+
+
+def test_step_3_7_nests_the_text_model_of_step_3_5():
+    values = config_of("step3p5")
+    nested = {"model_type": "step3p7", "text_config": values, "vision_config": {}, "image_token_id": 5}
+    assert parse_config(nested).model == parse_config(values).model and parse_config(nested).unknown == ()
 
 
 def test_both_names_of_the_number_of_experts_are_read():

@@ -18,7 +18,7 @@ from mtpjax.errors import CheckpointFileError
 from mtpjax.io.checkpoint import save_model
 from mtpjax.io.convert import to_hugging_face
 from mtpjax.io.merge import merge_mtp
-from tests.golden import MTP_SETS, RENAMED, SETS, path
+from tests.golden import MTP_SETS, RENAMED, SETS, WINDOWS, path
 from tests.helpers.checkpoints import drop_modules, rewrite, tune
 
 NEW_TOKENS = 24  # as many as the golden sets have
@@ -40,6 +40,7 @@ SIMILAR = (
     "qwen3_5_moe",
     "qwen3_5_tied_bf16",
     *RENAMED,
+    *WINDOWS,
 )
 
 

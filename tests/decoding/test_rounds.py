@@ -43,6 +43,12 @@ CASES = [  # attention, modules, chaining, steps, and what differs from a greedy
     ("latent", 1, "chain", 3, {**TREE, "rule": "sample"}),
     pytest.param(("sparse", 1, "chain", 2, TREE), marks=pytest.mark.slow),
     ("grouped", 1, "chain", 3, {"rule": "block"}),
+    pytest.param(("sliding", 3, "trunk", 4), marks=pytest.mark.slow),
+    ("sliding", 1, "chain", 3, TREE),
+    pytest.param(("sliding", 1, "chain", 4, {**TREE, "rule": "recursive"}), marks=pytest.mark.slow),
+    pytest.param(("sliding", 1, "chain", 3, {"window": (3, 1)}), marks=pytest.mark.slow),
+    pytest.param(("clamped", 2, "chain", 3), marks=pytest.mark.slow),
+    pytest.param(("clamped", 1, "chain", 4, TREE), marks=pytest.mark.slow),
 ]
 
 

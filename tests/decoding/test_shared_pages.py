@@ -35,7 +35,10 @@ def first_pages(state):
     ("attention", "modules"),
     [
         ("grouped", 3),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("latent", 2), ("sparse", 2), ("grouped", 0))),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("latent", 2), ("sparse", 2), ("sliding", 2), ("grouped", 0))
+        ),
     ],
 )
 def test_a_shared_beginning_changes_no_row_and_no_entry(attention, modules, small):

@@ -24,7 +24,7 @@ def assert_close(found, expected):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("attention", ["grouped", "latent", "sparse", "hybrid"])
+@pytest.mark.parametrize("attention", ["grouped", "latent", "sparse", "hybrid", "sliding", "clamped"])
 @pytest.mark.parametrize("widths", [pytest.param((4, 4, 4, 4), marks=pytest.mark.slow), (11, 1, 1, 1, 1, 1)])
 def test_the_cached_trunk_equals_the_full_pass(attention, widths, small):
     model, params = small(attention)
@@ -65,7 +65,13 @@ def test_absorbed_latent_attention_equals_expanded(memory, q_lora_rank, small):
 
 
 @pytest.mark.parametrize(
-    ("attention", "layout", "num_mtp_modules"), [("grouped", "ttt", 1), ("latent", "ttt", 2), ("grouped", "stream", 2)]
+    ("attention", "layout", "num_mtp_modules"),
+    [
+        ("grouped", "ttt", 1),
+        ("latent", "ttt", 2),
+        ("grouped", "stream", 2),
+        pytest.param("sliding", "ttt", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_packed_documents_equal_separate_ones(attention, layout, num_mtp_modules, small):
     model, params = small(attention, num_mtp_modules=num_mtp_modules)
@@ -90,6 +96,11 @@ def test_packed_documents_equal_separate_ones(attention, layout, num_mtp_modules
         ("grouped", {"num_hidden_layers": 3}),
         ("latent", {"num_hidden_layers": 3}),
         ("sparse", {"num_hidden_layers": 5, "indexer_types": ("full", "full", "shared", "full", "shared")}),
+        pytest.param(
+            "sliding",
+            {"num_hidden_layers": 4, "layer_types": ("sliding_attention", "full_attention") * 2},
+            marks=pytest.mark.slow,
+        ),
         (
             "hybrid",
             {"num_hidden_layers": 4, "mlp_only_layers": (), "layer_types": ("linear_attention", "full_attention") * 2},
@@ -107,7 +118,10 @@ def test_the_scanned_stack_equals_the_unrolled_one(attention, changes, small):
 
 @pytest.mark.parametrize(
     ("attention", "layers"),
-    [("grouped", 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in [("latent", 3), ("hybrid", 4)])],
+    [
+        ("grouped", 3),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("latent", 3), ("hybrid", 4), ("clamped", 2)]),
+    ],
 )
 def test_the_scanned_stack_has_the_gradients_of_the_unrolled_one(attention, layers, small):
     """The one computes much of the forward pass again, the other keeps all of it."""
@@ -131,6 +145,8 @@ def test_the_scanned_stack_has_the_gradients_of_the_unrolled_one(attention, laye
         ("grouped", 2, "trunk"),
         ("latent", 2, "chain"),
         pytest.param("sparse", 1, "chain", marks=pytest.mark.slow),
+        pytest.param("sliding", 2, "trunk", marks=pytest.mark.slow),
+        pytest.param("clamped", 1, "chain", marks=pytest.mark.slow),
     ],
 )
 def test_a_recycled_depth_equals_cached_decoding_step_by_step(attention, num_mtp_modules, chaining, small):

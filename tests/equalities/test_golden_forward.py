@@ -15,7 +15,7 @@ from mtpjax.decoding.sampling import SamplingArrays
 from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import NewRows, empty_state, start_rows
 from mtpjax.models.params import param_shapes
-from tests.golden import MTP_SETS, RECYCLING, RENAMED, SETS, path
+from tests.golden import MTP_SETS, RECYCLING, RENAMED, SETS, SEVERAL, WINDOWS, path
 
 SIMILAR = (
     "deepseek_v32",
@@ -24,6 +24,7 @@ SIMILAR = (
     "qwen3_5_moe",
     "qwen3_5_tied_bf16",
     *RENAMED,
+    *WINDOWS,
 )  # to others in how they decode
 LIKE_DEEPSEEK = ("glm4_moe_lite", "kimi_k25")  # under other names
 PROMPTS = ("p0", "p1")
@@ -118,7 +119,7 @@ def test_the_first_depth_matches(name, load, run):
             for each in slow_if_like_deepseek(RECYCLING)
         ),
         *((name, "stream", "rec_fresh") for name in ("deepseek_v3", "deepseek_v32", "glm4_moe", "qwen3_next")),
-        ("deepseek_v3_mtp2_bf16", "ttt", "layer"),
+        *((name, "ttt", "layer") for name in SEVERAL),
     ],
 )
 def test_the_second_depth_matches(name, layout, meant, load, run):

@@ -43,7 +43,7 @@ def expected(small):
         model, params = small(attention, "mixed", num_mtp_modules=2, **sizes(attention))
         return generate(params, PROMPTS, model=model, config=CONFIG).rows()
 
-    return {attention: decode(attention) for attention in ("grouped", "latent", "sparse", "hybrid")}
+    return {attention: decode(attention) for attention in ("grouped", "latent", "sparse", "hybrid", "sliding")}
 
 
 @pytest.mark.parametrize(
@@ -61,6 +61,7 @@ def expected(small):
         pytest.param("sparse", {"data": 4, "tensor": 2}, speculative_generate, marks=slow),
         ("hybrid", ALL, speculative_generate),
         pytest.param("hybrid", {"data": 4, "tensor": 2}, speculative_generate, marks=slow),
+        pytest.param("sliding", {"data": 2, "tensor": 2}, speculative_generate, marks=slow),
     ],
 )
 def test_a_mesh_gives_the_tokens_of_a_single_device(attention, axes, decoder, small, expected):

@@ -9,6 +9,7 @@ from mtpjax.models.config import Yarn
 
 BASE = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 LATENT = {"attention": "latent", "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+SLIDING = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 4}
 EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 
 
@@ -28,6 +29,16 @@ def test_the_first_layers_may_be_dense():
     config = ModelConfig(**BASE, **EXPERTS, first_k_dense_replace=1)
     assert [config.layer_kind(layer).is_moe for layer in range(2)] == [False, True] and config.is_moe
     assert not ModelConfig(**BASE).layer_kind(0).is_moe
+
+
+def test_layers_with_a_window_have_what_is_not_given_from_the_others():
+    config = ModelConfig(**BASE, **SLIDING, sliding_rope_theta=100.0, attention_sinks="sliding")
+    sliding, full = config.trunk_kinds
+    assert (sliding.is_sliding, full.is_sliding, config.mtp_kind.is_sliding) == (True, False, False)
+    own = config.of_layer(sliding)
+    assert (own.rope_theta, own.num_attention_heads, own.num_key_value_heads) == (100.0, 4, 4)
+    assert config.of_layer(full) is config and config.has_sinks(sliding) and not config.has_sinks(full)
+    assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
 def test_an_unknown_preset_is_refused():
@@ -59,6 +70,12 @@ def test_yarn_comes_back_from_plain_values():
         ({"mtp_input": "hidden"}, "mtp_input 'hidden'"),
         ({"scoring_func": "relu"}, "scoring_func 'relu'"),
         ({"head_dim": 7}, "rotated width 7 is odd"),
+        ({**SLIDING, "sliding_window": 0}, "positive sliding_window, not 0"),
+        ({**SLIDING, "sliding_num_key_value_heads": 3}, "sliding_num_attention_heads (4) must be divisible by"),
+        ({**SLIDING, "sliding_partial_rotary_factor": 0.4}, "rotated width 3 of layers with a window is odd"),
+        ({**SLIDING, **LATENT}, "sliding attention must be grouped-query attention"),
+        ({"v_head_dim": 6, "use_qk_norm": True}, "v_head_dim 6 other than head_dim 8 excludes biases"),
+        ({"attention_sinks": "first"}, "attention_sinks 'first' is not one of none, sliding, all"),
         ({"partial_rotary_factor": 0.4}, "rotated width 3 is odd"),
         ({**LATENT, "kv_lora_rank": 0}, "positive kv_lora_rank, not 0"),
         ({**LATENT, "qk_rope_head_dim": 5}, "rotated width 5 is odd"),

@@ -16,7 +16,14 @@ from pallas_kernels.verify_attention import (
 )
 
 
-def attend(q: jax.Array, sources: list[tuple[jax.Array, jax.Array]], masks: Masks, *, scale: float) -> jax.Array:
+def attend(
+    q: jax.Array,
+    sources: list[tuple[jax.Array, jax.Array]],
+    masks: Masks,
+    *,
+    scale: float,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
     """Computes softmax attention jointly over several sources of keys, in plain XLA. Scores are float32.
 
     Args:
@@ -24,6 +31,8 @@ def attend(q: jax.Array, sources: list[tuple[jax.Array, jax.Array]], masks: Mask
         sources: keys `[B, K, S, H]` and values `[B, K, S, Hv]` of each source, converted to q's dtype.
         masks: `[B, T, S]` bool of each source. A mask `[B, T, 1]` means that row i attends to entry i of the source.
         scale: factor of the scores.
+        sinks: `[K, G]` a learned logit of each head, which takes part in the softmax and adds no value
+            (StreamingLLM, 2309.17453, section 3.3, as gpt-oss has it). None: no sinks.
 
     Returns:
         `[B, K, T, G, Hv]` in q's dtype.
@@ -45,7 +54,12 @@ def attend(q: jax.Array, sources: list[tuple[jax.Array, jax.Array]], masks: Mask
             score = _scores(q, key)
         scores.append(jnp.where(mask[:, None, :, None, :], score, jnp.finfo(jnp.float32).min))
     joined = scores[0] if len(scores) == 1 else jnp.concatenate(scores, axis=-1)
-    weights = jax.nn.softmax(joined * scale, axis=-1).astype(q.dtype)
+    joined = joined * scale
+    if sinks is not None:
+        # A further column of the softmax: it takes a share of the weight, and no value is added for it.
+        sink = jnp.broadcast_to(sinks.astype(jnp.float32)[None, :, None, :, None], (*joined.shape[:-1], 1))
+        joined = jnp.concatenate([joined, sink], axis=-1)
+    weights = jax.nn.softmax(joined, axis=-1).astype(q.dtype)
     # Add up each source's weighted values.
     output, begin = jnp.zeros((), q.dtype), 0
     for (_, value), mask in zip(sources, masks, strict=True):
@@ -67,6 +81,7 @@ def attend_cache(
     value_width: int | None = None,
     value_up: jax.Array | None = None,
     selection: Masks | None = None,
+    has_learned_sinks: bool = False,
 ) -> jax.Array | None:
     """Attends to a whole layer of a cache with a kernel: `verify_attention`, or `prefill_attention` for many tokens.
 
@@ -82,12 +97,20 @@ def attend_cache(
         value_width: Hv, without `values`.
         value_up: `[G, Hv, V]`, a matrix of each head that multiplies its output; K is 1.
         selection: the keys that an indexer selected, one mask `[B, T, S]`; only `prefill_attention` takes it.
+        has_learned_sinks: the layer has a learned logit per head (`sinks` of `attend`).
 
     Returns:
         `[B, K, T, G, Hv]`, with `value_up` `[B, 1, T, G, V]`, or None if XLA should compute it (`attend`).
+
+    Raises:
+        ValueError: a kernel was requested by name for a layer with learned sinks.
     """
     reach = view.reach
     if reach is None:
+        return None
+    if has_learned_sinks:
+        if implementation not in ("auto", "xla"):
+            raise ValueError(f"the kernels of attention take no learned sinks: use xla or auto, not {implementation}")
         return None
     is_windowed, settings = reach.begin is not None, {"scale": scale, "sinks": reach.sinks, "value_width": value_width}
     pages = view.pages

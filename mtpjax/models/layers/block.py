@@ -44,12 +44,15 @@ class Block(nn.Module):
         record = ATTENTION_KINDS[self.kind.attention]
         attention = record.module(config, self.kind, self.implementation, record.scope)
         x, normed = add_and_norm("norm_attention")(x, update)
-        attended, entries, selection = attention(normed, view, layer_cache, selection)
+        own_view = view.of_layer(self.kind, config)
+        attended, entries, selection = attention(normed, own_view, layer_cache, selection)
         # Feed-forward: experts or one dense SwiGLU. A pass with a cache needs no gradients.
         x, normed = add_and_norm("norm_feed_forward")(x, attended)
         if self.kind.is_moe:
-            experts = Experts(config, self.implementation, name="experts")
+            limits = self.kind.expert_limit, self.kind.dense_limit
+            experts = Experts(config, self.implementation, *limits, name="experts")
             update = experts(normed, cached=view.start is not None, is_used=view.is_used, all_used=view.all_used)
         else:
-            update = SwiGLU(config.intermediate_size, self.implementation, name="dense")(normed)
+            limit = self.kind.dense_limit
+            update = SwiGLU(config.intermediate_size, self.implementation, limit=limit, name="dense")(normed)
         return x, update, entries, selection

@@ -85,8 +85,10 @@ def append_and_select(
     # A recycled depth attends to the true entries of the prefix, and to its own entry of every level since.
     if isinstance(layer_cache, Recycled):
         levels = (*layer_cache.levels, new)
-        itself = jnp.ones((*view.mask.shape[:2], 1), bool)
-        return new, (layer_cache.base, *levels), (view.mask, *(itself for _ in levels))
+        # A window also ends within the levels: the entry of the level before is one position older, and so on.
+        shape, oldest = (*view.mask.shape[:2], 1), len(levels) - view.window if view.window else 0
+        itself = (jnp.full(shape, level >= oldest) for level in range(len(levels)))
+        return new, (layer_cache.base, *levels), (view.mask, *itself)
     if layer_cache is not None:
         new = append(layer_cache, new, view)
     return new, *select(new, view)

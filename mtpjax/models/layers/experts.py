@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 from mtpjax.models.config import ModelConfig
+from mtpjax.models.layers.clamped_experts import activate, mix_clamped_experts
 from mtpjax.models.parallel import add_parts, all_rows, expert_axes, is_split, num_parts, own_size
 from mtpjax.models.quantized import gated_product, is_scaled, partial_product
 from pallas_kernels import PartialSums, grouped_matmul, route_tokens
@@ -27,6 +28,7 @@ class SwiGLU(nn.Module):
     width: int
     implementation: str = "auto"
     is_summed_outside: bool = False  # the caller adds the devices' parts
+    limit: float = 0.0  # of gate and up (`activate`); 0: none
 
     @nn.compact
     def __call__(self, x: jax.Array) -> PartialSums:
@@ -35,7 +37,11 @@ class SwiGLU(nn.Module):
         width = own_size(self.width, "tensor")
         gate_up = self.param("gate_up", initial, (D, 2, width))
         down = self.param("down", nn.initializers.lecun_normal(), (width, D))
-        gated = gated_product(x, gate_up, implementation=self.implementation)
+        if self.limit:
+            pair = partial_product(x, gate_up, implementation=self.implementation).total()
+            gated = activate(*jnp.split(pair, 2, axis=-1), limit=self.limit)
+        else:
+            gated = gated_product(x, gate_up, implementation=self.implementation)
         product = partial_product(gated, down, implementation=self.implementation)
         return product if self.is_summed_outside else add_parts(product, self.width, "tensor")
 
@@ -101,6 +107,8 @@ class Experts(nn.Module):
 
     config: ModelConfig
     implementation: str = "auto"
+    limit: float = 0.0  # of gate and up in routed experts (`activate`); 0: none
+    shared_limit: float = 0.0  # the same in shared experts
 
     @nn.compact
     def __call__(
@@ -125,6 +133,13 @@ class Experts(nn.Module):
         initial = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=2, batch_axis=0)
         down = self.param("down", initial, (own_experts, own_width, D))
         gate_up, down = (stack if is_scaled(stack) else stack.astype(x.dtype) for stack in (gate_up, down))
+        biases = None
+        if config.expert_bias:
+            zeros = nn.initializers.zeros
+            biases = (
+                self.param("gate_up_bias", zeros, (own_experts, 2, own_width)),
+                self.param("down_bias", zeros, (own_experts, D)),
+            )
         bias = None
         if config.router_correction_bias:
             bias = jax.lax.stop_gradient(self.param("correction_bias", nn.initializers.zeros, (E,)))
@@ -133,18 +148,27 @@ class Experts(nn.Module):
         # rows and experts, each device runs its own experts for all rows, and the sums go back to the rows' devices.
         flat = all_rows(x.reshape(B * T, D), over_rows)
         used = all_used if over_rows else is_used
+        routed, implementation = flat, self.implementation if cached else "xla"
+        if config.expert_bias:
+            # A bias of the logits is the row of the router for one more input, which is 1.
+            row = self.param("router_bias", nn.initializers.zeros, (E,))
+            routed = jnp.concatenate([flat, jnp.ones((len(flat), 1), flat.dtype)], axis=1)
+            router, implementation = jnp.concatenate([router, row[None].astype(router.dtype)]), "xla"
         ids, weights = route_tokens(
-            flat,
+            routed,
             router,
             bias,
             routing(config),
             is_used=None if used is None else used.reshape(-1),
-            implementation=self.implementation if cached else "xla",
+            implementation=implementation,
         )
         self.sow("router", "ids", ids)  # kept where the caller asks for it (`count_expert_tokens`)
         if placement is not None:
             ids = jnp.where(ids < E, choose_slots(jnp.minimum(ids, E - 1), placement), num_slots)
         form = functools.partial(mix_experts, inference=cached, implementation=self.implementation)
+        if self.limit or config.expert_bias:
+            form = functools.partial(mix_clamped_experts, biases=biases, limit=self.limit, alpha=config.swiglu_alpha)
+            gate_up, down = gate_up.astype(x.dtype), down.astype(x.dtype)
         # Inside `shard_map` ids of other devices' experts become the number of own ones, which no expert has.
         if over:
             first = jax.lax.axis_index(over) * own_experts
@@ -157,7 +181,10 @@ class Experts(nn.Module):
             again = jax.checkpoint(lambda rows: form(rows[0], rows[1], rows[2], gate_up, down))
             output = jax.lax.map(again, tuple(rows)).reshape(flat.shape)
         else:
-            output = _over_mesh(form, num_slots, F)(flat, ids, weights, gate_up, down)
+            run = _over_mesh(form, num_slots, F)
+            if config.expert_bias and run is not form:
+                raise ValueError("experts with biases are not split by automatic partitioning: use shard_map")
+            output = run(flat, ids, weights, gate_up, down)
         if over_rows:
             output = jax.lax.psum_scatter(output, over_rows, scatter_dimension=0, tiled=True)
         output = output.reshape(B, T, D)
@@ -165,7 +192,7 @@ class Experts(nn.Module):
         if config.shared_width:
             # One sum over the devices adds shared and routed experts, if it is over the same devices.
             is_one_sum = bool(summed) and is_split(config.shared_width, "tensor") == ("tensor" in summed)
-            swiglu = SwiGLU(config.shared_width, self.implementation, is_one_sum, name="shared")
+            swiglu = SwiGLU(config.shared_width, self.implementation, is_one_sum, self.shared_limit, name="shared")
             shared = swiglu(x).total()
             if config.shared_expert_gate:
                 gate = self.param("shared_gate", nn.initializers.lecun_normal(), (D, 1))

@@ -1,4 +1,4 @@
-"""Grouped-query attention, with optional bias, query/key norm and output gate."""
+"""Grouped-query attention, with optional bias, query/key norm, output gate, narrow values and sinks."""
 
 from typing import Any
 
@@ -18,6 +18,7 @@ from mtpjax.models.quantized import partial_product
 from pallas_kernels import PartialSums, append_heads
 from pallas_kernels.append_heads import Heads, split_heads
 from pallas_kernels.append_heads import choose_implementation as choose_append
+from pallas_kernels.rotation import rotate
 
 
 class GroupedAttention(nn.Module):
@@ -25,12 +26,13 @@ class GroupedAttention(nn.Module):
 
     One matrix `[D, K, G + 2, H]` makes everything of a key/value head: its G = N/K queries, its key, its value, and
     with an output gate G gates. A mesh then splits whole key/value heads, and a step has one product in the place of
-    three.
+    three. Values of another width than keys have a matrix of their own, `[D, K, Hv]`.
     """
 
     config: ModelConfig
     implementation: str = "auto"
     output_size: int = 0  # channels of the output; 0: those of the input
+    has_sinks: bool = False
 
     @nn.compact
     def __call__(
@@ -38,9 +40,9 @@ class GroupedAttention(nn.Module):
     ) -> tuple[PartialSums, Entries, Masks | None]:
         config = self.config
         B, T, D = x.shape
-        K, H = own_size(config.num_key_value_heads, "tensor"), config.head_dim
+        K, H, V = own_size(config.num_key_value_heads, "tensor"), config.head_dim, config.value_dim
         G = config.num_attention_heads // config.num_key_value_heads
-        parts = [G, 1, 1] + [G] * config.attn_output_gate
+        parts = [G, 1] + [1] * (V == H) + [G] * config.attn_output_gate
 
         # Project to queries, key, value and gates of each key/value head. The gates have no bias and no norm.
         initial = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0, out_axis=(1, 2, 3))
@@ -57,48 +59,80 @@ class GroupedAttention(nn.Module):
         # Normalise and rotate each head, and append to the cache, which keeps rotated keys, heads before slots: in one
         # kernel, or by XLA.
         kept = layer_cache if isinstance(layer_cache, dict) else None
-        if kept and choose_append(projected, kept["key"], self.implementation) != "xla":
+        fits_kernel = V == H and config.attention_value_scale == 1
+        if kept and fits_kernel and choose_append(projected, kept["key"], self.implementation) != "xla":
             caches = kept["key"], kept["value"]
             settings = {"group_size": G, "implementation": self.implementation}
             q, key, value = append_heads(projected, view.angles, *caches, view.start, heads, view.places, **settings)
             entries = {"key": key, "value": value}
             sources, masks = select(entries, view)
         else:
-            q, k, v = split_heads(projected.total(), view.angles, heads, group_size=G)
+            if V == H:
+                q, k, v = split_heads(projected.total(), view.angles, heads, group_size=G)
+            else:
+                # Values of another width cannot lie beside queries and keys in one array.
+                q, k = self._split_narrow(projected.total(), view)
+                initial = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0, out_axis=(1, 2))
+                kernel = self.param("value", initial, (D, K, V))
+                v = partial_product(x, kernel, implementation=self.implementation).total().reshape(B, T, K, V)
+            if config.attention_value_scale != 1:
+                v = v * config.attention_value_scale
             q, entries = q.swapaxes(1, 2), {"key": k.swapaxes(1, 2), "value": v.swapaxes(1, 2)}
             entries, sources, masks = append_and_select(entries, view, layer_cache)
 
         # Attend by a kernel over the whole cache, or by XLA over the selected sources.
         scale = softmax_scale(config, H)
-        output = attend_cache(
-            q, entries["key"], entries["value"], view, scale=scale, implementation=self.implementation
-        )
+        sinks = self.param("sinks", nn.initializers.zeros, (K, G)) if self.has_sinks else None
+        settings = {"scale": scale, "implementation": self.implementation, "has_learned_sinks": self.has_sinks}
+        output = attend_cache(q, entries["key"], entries["value"], view, **settings)
         if output is None:
-            output = attend(q, [(kept["key"], kept["value"]) for kept in sources], masks, scale=scale)
+            output = attend(q, [(kept["key"], kept["value"]) for kept in sources], masks, scale=scale, sinks=sinks)
 
         # Gate and project back to the model width.
         output = output.swapaxes(1, 2)
         if config.attn_output_gate:
             output = output * jax.nn.sigmoid(projected.total()[:, :, :, G + 2 :])
-        project = self.param("output", nn.initializers.lecun_normal(), (K * G * H, self.output_size or D))
-        output = output.reshape(B, T, K * G * H)
+        if config.attn_head_gate:
+            initial = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0, out_axis=(1, 2))
+            kernel = self.param("head_gate", initial, (D, K, G))
+            gates = partial_product(x, kernel, implementation=self.implementation).total().reshape(B, T, K, G, 1)
+            output = output * jax.nn.sigmoid(gates)
+        project = self.param("output", nn.initializers.lecun_normal(), (K * G * V, self.output_size or D))
+        output = output.reshape(B, T, K * G * V)
         product = partial_product(output, project, implementation=self.implementation)
-        return add_parts(product, config.num_key_value_heads, "tensor"), entries, selection
+        product = add_parts(product, config.num_key_value_heads, "tensor")
+        if config.attention_output_bias:
+            bias = self.param("output_bias", nn.initializers.zeros, (self.output_size or D,))
+            product = PartialSums((product.total() + bias.astype(x.dtype)[None, None])[None], product.dtype)
+        return product, entries, selection
+
+    def _split_narrow(self, projected: jax.Array, view: View) -> tuple[jax.Array, jax.Array]:
+        """Splits `[B, T, K, G + 1, H]` into rotated queries `[B, T, K, G, H]` and keys `[B, T, K, H]`."""
+        B, T, K, parts, H = projected.shape
+        heads = rotate(projected.reshape(B, T, K * parts, H), view.angles, interleaved=self.config.rope_interleave)
+        q, k = jnp.split(heads.reshape(projected.shape), [parts - 1], axis=3)
+        return q, k[:, :, :, 0]
 
 
 def _empty_entries(config: ModelConfig, kind: LayerKind, batch: int, capacity: int, dtype: Any) -> Entries:
-    shape = (batch, config.num_key_value_heads, capacity, config.head_dim)
-    return {"key": jnp.zeros(shape, dtype), "value": jnp.zeros(shape, dtype)}
+    heads = (batch, config.of_layer(kind).num_key_value_heads, capacity)
+    widths = {"key": config.head_dim, "value": config.value_dim}
+    return {name: jnp.zeros((*heads, width), dtype) for name, width in widths.items()}
 
 
 GROUPED = AttentionKind(
     scope="attention",
-    module=lambda config, kind, implementation, name: GroupedAttention(config, implementation, name=name),
+    module=lambda config, kind, implementation, name: GroupedAttention(
+        config.of_layer(kind), implementation, has_sinks=config.has_sinks(kind), name=name
+    ),
     empty_entries=_empty_entries,
     cache_axes={"key": ("batch", "heads", None, None), "value": ("batch", "heads", None, None)},
     param_axes=(
         (r"attention/qkv$", ("embed", "heads", None, None)),
         (r"attention/qkv_bias$", ("heads", None, None)),
+        (r"attention/value$", ("embed", "heads", None)),
+        (r"attention/sinks$", ("heads", None)),
+        (r"attention/head_gate$", ("embed", "heads", None, None)),
         (r"attention/output$", ("heads", "embed")),
     ),
 )

@@ -38,8 +38,10 @@ def inverse_frequencies(config: ModelConfig) -> np.ndarray:
         length = yarn.original_max_position_embeddings
         return dim * math.log(length / (times * 2 * math.pi)) / (2 * math.log(config.rope_theta))
 
-    low = max(math.floor(pair_that_turns(yarn.beta_fast)), 0)
-    high = min(math.ceil(pair_that_turns(yarn.beta_slow)), dim - 1)
+    low, high = pair_that_turns(yarn.beta_fast), pair_that_turns(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
     slow = np.clip((np.arange(dim // 2) - low) / max(high - low, 0.001), 0, 1)
     return (plain * (1 - slow) + plain / yarn.factor * slow).astype(np.float32)
 

@@ -1,0 +1,83 @@
+"""Parses the keys of `config.json` about layers that attend to a window, which each family names in its own way."""
+
+import math
+from typing import Any
+
+from conversion.config_reader import ConfigReader
+from mtpjax.errors import ConfigError
+
+
+def read_windows(reader: ConfigReader, fields: dict[str, Any], model_type: str) -> dict[str, Any]:
+    """Reads which layers attend to a window, and how they differ from layers with full attention.
+
+    Args:
+        reader: the values of `config.json`.
+        fields: fields of `ModelConfig` that are known so far.
+        model_type: the family.
+
+    Returns:
+        Further fields of `ModelConfig`.
+
+    Raises:
+        ConfigError: the keys contradict each other, or need arithmetic that the model does not implement.
+    """
+    types = reader.items("layer_types", str)
+    # MiMo-V2 marks layers with a window by 1.
+    pattern = reader.items("hybrid_layer_pattern", int)
+    if pattern and not types:
+        types = tuple("sliding_attention" if mark else "full_attention" for mark in pattern)
+    if not types:
+        raise ConfigError("config.json lacks layer_types")
+    made: dict[str, Any] = {"layer_types": types, "sliding_window": _window(reader)}
+    # transformers leaves out that MiMo-V2 has twice the key/value heads there.
+    kv_heads = fields["num_key_value_heads"] * (2 if model_type == "mimo_v2_flash" else 1)
+    made["sliding_num_attention_heads"] = reader.integer("swa_num_attention_heads", fields["num_attention_heads"])
+    made["sliding_num_key_value_heads"] = reader.integer("swa_num_key_value_heads", kv_heads)
+    # Widths of heads are the same in all layers.
+    made["v_head_dim"] = reader.integer("v_head_dim", fields["head_dim"])
+    reader.require("swa_head_dim", fields["head_dim"])
+    reader.require("swa_v_head_dim", made["v_head_dim"])
+    if "sliding_rope_theta" not in fields:
+        made["sliding_rope_theta"] = reader.number("swa_rope_theta", fields["rope_theta"])
+    if "attention_sinks" not in fields:
+        made["attention_sinks"] = _sinks(reader)
+    made["attention_value_scale"] = reader.number("attention_value_scale", 1.0)
+    # Clamped activations: a bound for each layer (Step-3.5), or one for all (gpt-oss).
+    for key in ("swiglu_limits", "swiglu_limits_shared"):
+        made[key] = _limits(reader, key)
+    if reader.get("swiglu_limit") is not None:
+        made["swiglu_limits"] = (reader.number("swiglu_limit", 0.0),) * fields["num_hidden_layers"]
+    if reader.get("swiglu_alpha") is not None:
+        made["swiglu_alpha"] = reader.number("swiglu_alpha", 0.0)
+    method = reader.section("quantization_config").get("quant_method")
+    if method == "mxfp4":
+        raise ConfigError(
+            "config.json: quantization_config names mxfp4, which is not supported: save the model in bfloat16 first"
+        )
+    return made
+
+
+def _limits(reader: ConfigReader, key: str) -> tuple[float, ...]:
+    """Reads a bound for each layer; empty if none is clamped."""
+    limits = tuple(float(limit) for limit in reader.items(key, (int, float)))
+    if any(not 0 <= limit < math.inf for limit in limits):
+        raise ConfigError(f"config.json: {key} is {list(limits)}, not a list of bounds")
+    return limits if any(limits) else ()
+
+
+def _window(reader: ConfigReader) -> int:
+    """Reads the positions of a window, the query's own included."""
+    # The key of MiMo-V2 counts those before the query, as SGLang and transformers read it.
+    if reader.get("sliding_window_size") is None:
+        return reader.integer("sliding_window")
+    reader.seen.add("sliding_window")
+    return reader.integer("sliding_window_size") + 1
+
+
+def _sinks(reader: ConfigReader) -> str:
+    """Reads which layers have learned sinks: by default those with a window."""
+    in_full = reader.flag("add_full_attention_sink_bias", False)
+    in_sliding = reader.flag("add_swa_attention_sink_bias", True)
+    if in_full and not in_sliding:
+        raise ConfigError("config.json: attention sinks in layers with full attention only are not supported")
+    return "all" if in_full else "sliding" if in_sliding else "none"

@@ -1,0 +1,78 @@
+"""Experts with a clamped activation or biases (gpt-oss, Step-3.5), in plain XLA."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.batch_invariance import is_batch_invariant
+
+
+def activate(gate: jax.Array, up: jax.Array, *, limit: float, alpha: float = 0.0) -> jax.Array:
+    """Applies a gated activation whose inputs or factors are clamped.
+
+    Step-3.5 clamps after the activation: `min(silu(gate), limit) * clip(up, -limit, limit)`. With `alpha` (gpt-oss)
+    the clamps come first, and the result is `(up + 1) * gate * sigmoid(alpha * gate)`.
+
+    Args:
+        gate: `[..., F]`.
+        up: `[..., F]`.
+        limit: the bound; 0: nothing is clamped.
+        alpha: of gpt-oss's activation; 0: SwiGLU.
+
+    Returns:
+        `[..., F]` in their dtype.
+    """
+    bound = limit or jnp.inf
+    up = jnp.clip(up, -bound, bound)
+    if alpha:
+        gate = jnp.minimum(gate, bound)
+        return (up + 1) * gate * jax.nn.sigmoid(alpha * gate)
+    return jnp.minimum(jax.nn.silu(gate), bound) * up
+
+
+def mix_clamped_experts(
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    biases: tuple[jax.Array, jax.Array] | None,
+    *,
+    limit: float,
+    alpha: float = 0.0,
+) -> jax.Array:
+    """Runs each token through its chosen experts and sums their weighted outputs; differentiable.
+
+    Args:
+        x: `[n, D]` tokens.
+        ids: `[n, k]` experts of each token; an id of E or more is skipped.
+        weights: `[n, k]` float32 weights.
+        gate_up: `[E, D, 2, F]`.
+        down: `[E, F, D]`.
+        biases: of gate and up `[E, 2, F]`, and of the output `[E, D]`; None: no biases.
+        limit: as in `activate`.
+        alpha: as in `activate`.
+
+    Returns:
+        `[n, D]` in x's dtype.
+
+    Raises:
+        ValueError: within `pallas_kernels.batch_invariant`, which this form is not.
+    """
+    if is_batch_invariant():
+        raise ValueError("deterministic decoding needs a kernel for experts, and clamped ones run by XLA")
+    E, D, _, F = gate_up.shape
+    k = ids.shape[1]
+    # Sort the pairs of token and expert by expert; those without an expert come last, behind all groups.
+    flat = ids.reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    expert, token, sizes = flat[order], order // k, jnp.bincount(flat, length=E).astype(jnp.int32)
+    is_used = (expert < E)[:, None]
+    own = jnp.minimum(expert, E - 1)
+    # One product per expert over its rows; every row gets its expert's bias.
+    products = jax.lax.ragged_dot(x[token], gate_up.reshape(E, D, 2 * F), sizes)
+    products = products.reshape(-1, 2, F) + (0 if biases is None else biases[0].astype(x.dtype)[own])
+    hidden = activate(products[:, 0], products[:, 1], limit=limit, alpha=alpha)
+    output = jax.lax.ragged_dot(hidden, down, sizes) + (0 if biases is None else biases[1].astype(x.dtype)[own])
+    # Rows of no expert lie behind all groups and hold garbage: they count as zero.
+    weighted = jnp.where(is_used, output * weights.reshape(-1)[order][:, None].astype(x.dtype), 0)
+    return jnp.zeros_like(x).at[token].add(weighted)
