@@ -30,9 +30,9 @@ from mtpjax.models.draft_forward import draft_layer_ids
 from mtpjax.training import run_dir
 from mtpjax.training.callbacks import Callback, TrainEvent
 from mtpjax.training.corpus import load_corpus
+from mtpjax.training.draft_architecture import draft_architecture
 from mtpjax.training.hidden_state_cache import open_hidden_state_cache
 from mtpjax.training.initial_model import init_model
-from mtpjax.training.new_drafter import draft_architecture
 from mtpjax.training.trainer import train
 
 SAVE_EVERY = 50  # updates; a state has the trunk, too
