@@ -125,6 +125,8 @@ def brute_force_objective(name, logits, trunk, tokens, segments, mask, weights, 
             value = mean(-log_softmax(logits[depth][row, i])[tokens[row, i + depth + 1]] for row, i, _ in spots)
         elif name == "kl":
             value = mean(kl(*spot) for spot in spots)
+        elif name == "total_variation":
+            value = mean(1 - alpha(*spot, logits) for spot in spots)
         else:
             w = np.exp(-3.0 * float(mean(alpha(*spot, trunk) for spot in spots)))
             value = w * mean(kl(*spot) for spot in spots) + (1 - w) * mean(1 - alpha(*spot, logits) for spot in spots)
@@ -285,8 +287,8 @@ def test_depths_weigh_equally_or_fall_as_in_fastmtp(key):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"mix": {"tv": 1.0}}, "objective 'tv' is not one of cross_entropy, kl, lk_hybrid, end_to_end_tv"),
-        ({"start": {"xent": 1.0}, "warmup": 0.1}, "objective 'xent' is not one of cross_entropy, kl, lk_hybrid, "),
+        ({"mix": {"tv": 1.0}}, "objective 'tv' is not one of cross_entropy, kl, total_variation, lk_hybrid, "),
+        ({"start": {"xent": 1.0}, "warmup": 0.1}, "objective 'xent' is not one of cross_entropy, kl, total_variation, "),
         ({"depth_weights": "geometric"}, "depth_weights 'geometric' is not one of mean, decayed"),
         ({"mix": {"kl": -1.0}}, "the weight of kl must be finite and at least 0, not -1.0"),
         ({"warmup": 0.1}, r"start \(\) and warmup 0.1 must be set together"),
