@@ -465,10 +465,14 @@ def tables(profile: dict[str, Any]):
             "parts'\nshare",
             *(["draft's\nshare"] if costs.draft else []),
             "verify's\nshare",
-            # The column of drafting takes the width of this one.
-            "plain steps\n= break-even\nlength" if costs.draft else "plain steps =\nbreak-even length",
+            # The column of drafting takes the width of the last two.
+            *(
+                ("plain steps\n= break-even\nlength", "rate per\nlevel to\nbreak even")
+                if costs.draft
+                else ("plain steps =\nbreak-even length", "rate per level\nto break even")
+            ),
         )
-        for heading in (*headings, "rate per level\nto break even"):
+        for heading in headings:
             table.add_column(heading, justify="right", no_wrap=True)
         # A round breaks even if its accept length equals its cost in plain steps.
         for shape, seconds in costs.round.items():

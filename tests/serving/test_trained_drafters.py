@@ -249,6 +249,7 @@ def test_a_drafter_that_computes_nan_changes_no_text(kind):
     broken = jax.tree.map(lambda leaf: leaf if leaf.dtype == jnp.int32 else leaf.at[0].set(jnp.nan), draft_params)
     config = dataclasses.replace(CONFIG, drafter=drafter, **BLOCK)
     engine = Engine(params, model=model, config=config, settings=ONE_SIZE, draft_params=broken)
+    engine.warm_up()
     engine.start()
     check_all(engine, model, params, list(random_requests(0, 8)), config, broken)
     state = engine._executor.state
