@@ -429,7 +429,8 @@ def test_generate_drafts_with_medusa_heads(checkpoint, heads, capsys):
 
 
 @pytest.mark.slow
-def test_a_drafter_is_profiled_and_drafts_at_the_depths_that_pay(checkpoint, heads, capsys):
+def test_a_drafter_is_profiled_and_drafts_at_the_depths_that_pay(checkpoint, heads, tmp_path, capsys):
+    heads = shutil.copytree(heads, tmp_path / "heads")  # the profile is written beside them
     drafter = ["--speculative-draft-model-path", str(heads)]
     arguments = ["profile", "--model", str(checkpoint), *drafter, "--context", "40", "--repeats", "1"]
     assert exit_code(arguments) == 0
