@@ -52,11 +52,13 @@ def block_levels(
         for the head `block_head`.
     """
     shape = {"config": config, "segment_ids": segment_ids, "implementation": implementation}
+    # 1. One pass of the block for all levels: a slot reads no draft, so no level waits for another.
     hidden = block_states(params, features, tokens, anchors, embedding, **shape)
     # The anchor's slot may have no draft.
     hidden = hidden[:, :, config.block_size - config.num_drafts :][:, :, :num_levels]
     if not isinstance(config, DSparkConfig):
         return BlockLevels(tuple(hidden[:, :, level] for level in range(num_levels)))
+    # 2. DSpark's heads, which read the token before.
     (B, A), T = anchors.shape, tokens.shape[1]
     apply: Any = functools.partial(DSpark(config, implementation).apply, {"params": params})
     # The token before level k is at a + k - 1. Blocks are rows of their own from here on.

@@ -170,6 +170,7 @@ def gather_path(cache: Cache, start: jax.Array, path: jax.Array, width: int, pag
 
     def move(kept: jax.Array) -> jax.Array:
         axis = kept.ndim - 2
+        # Read the whole tree first: an entry may move to a slot that another one still has to leave.
         tree = read_slots(kept, start, width, pages)
         place = jnp.expand_dims(path, tuple(other for other in range(1, kept.ndim) if other != axis))
         return write_slots(kept, jnp.take_along_axis(tree, place, axis=axis), start, pages)

@@ -145,6 +145,7 @@ class DFlash(nn.Module):
         Returns:
             The states that the head reads, `[B, X, D]`, and the cache with the block's entries behind the context.
         """
+        # Layers may differ in their window and in whether slots see later ones, so each has its own view.
         x, update, entries = embedded, None, []
         for index, layer in enumerate(self.layer):
             x, update, kept = layer(x, update, views[index], None if layers is None else layers[index])
@@ -185,6 +186,7 @@ def context_entries(
     """
     # The last two heads of a group in `qkv [D, K, G + 2, H]` are its key and its value.
     projected = jnp.einsum("BTD,DKPH->PBTKH", context, attention["qkv"][:, :, -2:].astype(context.dtype))
+    # The rotation is that of the trunk's position, so a block finds the context at its true distance.
     key = rms_norm_reference(projected[0], attention["norm_k"]["scale"], eps=config.rms_norm_eps)
     key = rotate(key, angles, interleaved=config.rope_interleave)
     return {"key": key.swapaxes(1, 2), "value": projected[1].swapaxes(1, 2)}

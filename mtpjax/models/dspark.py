@@ -100,6 +100,7 @@ class DSpark(DFlash):
         if kind == "gated":
             x = jax.nn.sigmoid(self._step(hidden, x)) * x
         elif kind == "rnn":
+            # A gated recurrent step over the tokens of the block, with the slot's state as a further input.
             gate, candidate, output = jnp.split(self._step(carry, x, hidden), 3, axis=-1)
             gate = jax.nn.sigmoid(gate)
             carry = gate * carry + (1 - gate) * jnp.tanh(candidate)
@@ -125,6 +126,7 @@ class DSpark(DFlash):
         Returns:
             `[B, T]` float32 logits.
         """
+        # The slot's own draft is no input: a decision by it would change the distribution of the text.
         x = hidden
         if self.config.confidence_with_markov:
             x = jnp.concatenate([x, self.markov_in[previous].astype(x.dtype)], axis=-1)

@@ -146,10 +146,12 @@ class Eagle3(nn.Module):
             The states that the head reads and those that the next level reads, both `[B, T, D]`, and the attention
             entries per layer.
         """
+        # The residual stream begins at the hidden state; the embedding enters the first layer's attention only.
         x, update, entries = hidden, None, []
         for index, layer in enumerate(self.layer):
             x, update, kept = layer(x, embedding, view, None if layers is None else layers[index], update)
             entries.append(kept)
+        # EAGLE-3.1 hands the normalised state to the next level, EAGLE-3 the one before the norm.
         before, after = self.norm_final(x, update)
         return after, after if self.config.norm_output else before, tuple(entries)
 

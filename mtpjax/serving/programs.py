@@ -83,6 +83,7 @@ class PackedReport(flax.struct.PyTreeNode):
 
     def read(self) -> Report:
         """Waits for the call; returns arrays of the host."""
+        # One copy from the device; the rest are views.
         fields = Report(*np.split(jax.device_get(self.values), np.cumsum(self.widths)[:-1], axis=1))
         flat = {name: getattr(fields, name)[:, 0] for name in ("num_new", "steps", "num_final")}
         flags = {name: getattr(fields, name)[:, 0].astype(bool) for name in ("done", "stopped", "failed")}

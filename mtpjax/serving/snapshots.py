@@ -54,6 +54,7 @@ class SnapshotRows:
 
         A restore of that row must have been dispatched before the copy that overwrites it.
         """
+        # A free row first: it costs no later request a prefix hit.
         if self._free:
             return self._free.pop()
         return self._row_of.popitem(last=False)[1] if self._row_of else None
@@ -122,6 +123,7 @@ def copy_rows(
         source, target = sources[part], targets[part]
 
         def copy(origin: jax.Array, kept: jax.Array) -> jax.Array:
+            # Reading the row before writing lets XLA update the donated array in place.
             row = jnp.take(origin, source, axis=0, mode="clip")
             return kept.at[target].set(row, mode="drop")
 

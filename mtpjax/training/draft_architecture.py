@@ -67,6 +67,7 @@ def draft_architecture(config: TrainConfig, trunk: ModelConfig) -> DraftArchitec
     V, D = trunk.vocab_size, trunk.hidden_size
     if config.draft_vocab_size > V:
         raise ValueError(f"draft_vocab_size {config.draft_vocab_size} exceeds the vocabulary of {V}")
+    # 0 keeps the whole vocabulary.
     num_drafted = config.draft_vocab_size or V
     if config.drafter == "medusa":
         return MedusaConfig(

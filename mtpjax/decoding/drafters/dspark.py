@@ -83,12 +83,14 @@ class DSparkDrafter(DFlashDrafter):
         self, prepared: PreparedDFlash, state: DecodeState, hidden: jax.Array, *, model: MTPModel, spec: DecodeSpec
     ) -> Draft:
         """Drafts from the states `[B, K, D]` of the slots, each token with the bias of the one before."""
+        # 1. Draft all levels.
         if self.architecture.markov_rank:
             draft = self._draft_markov(prepared, state, hidden, model=model, spec=spec)
         else:
             draft = super()._draft(prepared, state, hidden, model=model, spec=spec)
         if not self.confidence_threshold:
             return draft
+        # 2. Cut a row before its first slot below the threshold. Later slots drafted for nothing.
         confidence = self._confidence(prepared, draft, hidden, model=model)
         is_kept = jnp.cumprod(confidence >= self.confidence_threshold, axis=1)
         return draft.replace(num_drafted=is_kept.sum(axis=1).astype(jnp.int32))
@@ -108,6 +110,7 @@ class DSparkDrafter(DFlashDrafter):
             level: int, previous: jax.Array, path: PathTokens | None, carry: jax.Array
         ) -> tuple[DraftScores, jax.Array]:
             rows = hidden[:, level - 1 : level]
+            # The block ran once for all levels. Only this bias depends on the token drafted before.
             bias, carry = self._apply(prepared, rows, previous, carry, model=model, method="markov_bias")
             head = prepared.head
             return MarkovScores(apply, state, head, model, spec.min_rows, rows, 0, path, level, bias), carry

@@ -73,6 +73,7 @@ def load_drafter(
     """
     if not isinstance(model, MTPModel):
         raise UsageError(f"model must be an MTPModel, got {type(model).__name__}")
+    # 1. Read the files. A training run has its drafter in a folder of its own.
     config = model.config
     trunk = TrunkSizes(config.vocab_size, config.hidden_size, config.num_hidden_layers)
     choices: dict[str, Any] = {"aux_layers": aux_layers, "norm_before_residual": norm_before_residual}
@@ -83,6 +84,7 @@ def load_drafter(
     found = found / DRAFTER_FOLDER if (found / DRAFTER_FOLDER / "config.json").is_file() else found
     stored = read_drafter(found, trunk, dtype=dtype, **choices)
     own, ids = stored.config, None if stored.draft_ids is None else jnp.asarray(stored.draft_ids)
+    # 2. The architecture says which draft method runs the network.
     if isinstance(own, Eagle3Config):
         sizes, drafter = (own.block.vocab_size, own.target_hidden_size), Eagle3Drafter(architecture=own)
         params: TrainedParams = Eagle3Params(stored.params, ids)
@@ -93,6 +95,7 @@ def load_drafter(
     else:
         sizes, drafter = (own.vocab_size, own.hidden_size), MedusaDrafter(architecture=own)
         params = MedusaParams(stored.params, ids)
+    # 3. A drafter fits one vocabulary and width. Which trunk of these sizes it was trained for, the files do not say.
     if sizes != trunk[:2]:
         raise UsageError(
             f"{path} is for a trunk of vocabulary {sizes[0]} and width {sizes[1]}; this one has {trunk[0]} and "

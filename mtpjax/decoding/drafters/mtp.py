@@ -108,6 +108,7 @@ class MTPDrafter(CachedDrafter):
 
     def prepare(self, params: dict, draft_params: MTPParams, *, model: MTPModel, dtype: Any) -> PreparedMTP:
         """Joins the modules with the parameters that they share with the trunk, and gathers the reduced head."""
+        # Modules share the embedding, and often the head, with the trunk.
         merged = {**params, **draft_params.modules}
         head = None
         if draft_params.draft_ids is not None:
