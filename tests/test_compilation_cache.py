@@ -101,6 +101,7 @@ def test_the_oldest_programs_are_removed_first(tmp_path):
     assert len(list((tmp_path / "key").iterdir())) == 2
 
 
+@pytest.mark.slow  # three processes; .ci/run keeps programs from command to command
 def test_a_command_keeps_programs_and_the_library_does_not(checkpoint, tmp_path):
     environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     environment |= {"XDG_CACHE_HOME": str(tmp_path / "cache"), "HOME": str(tmp_path / "home")}

@@ -302,6 +302,7 @@ def test_converting_to_a_dtype_that_is_none_is_refused(tmp_path, capsys):
     assert "--dtype 'int4' is not one of float32, float16, bfloat16" in capsys.readouterr().err
 
 
+@pytest.mark.slow  # .ci/run has the command
 def test_profile_measures_rounds_and_stores_them(checkpoint, tmp_path, capsys):
     file = tmp_path / "costs.json"
     acceptance = tmp_path / "rates.json"

@@ -28,7 +28,6 @@ SHAPES = {
 }
 CASES = [
     ("grouped", "greedy chain"),
-    ("latent", "greedy tree"),
     *[
         pytest.param(attention, shape, marks=pytest.mark.slow)
         for attention, shape in [
@@ -41,6 +40,7 @@ CASES = [
             ("grouped", "sampled chain"),
             ("grouped", "adaptive chain"),
             ("latent", "greedy chain"),
+            ("latent", "greedy tree"),
             ("latent", "sampled tree"),
             ("sparse", "greedy chain"),
             ("sparse", "greedy tree"),

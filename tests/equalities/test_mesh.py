@@ -82,15 +82,13 @@ SHAPES = {
     "reduced": {"draft_vocabulary": tuple(range(0, 60, 2))},
     "window": {"draft_window": 4, "draft_sinks": 1},
 }
-CHOSEN = {
-    ("latent", "greedy tree"),
-}
 
 
+@slow
 @pytest.mark.parametrize(
     ("attention", "name"),
     [
-        pytest.param(attention, name, marks=[] if (attention, name) in CHOSEN else slow)
+        (attention, name)
         for attention in ("grouped", "latent", "sparse", "hybrid")
         for name in SHAPES
         if attention != "hybrid" or "tree" not in name

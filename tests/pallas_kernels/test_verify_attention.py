@@ -175,7 +175,7 @@ def test_what_does_not_fit_is_refused():
         ("grouped", False, (4, 1)),
         pytest.param("grouped", True, None, marks=pytest.mark.slow),
         pytest.param("latent", False, None, marks=pytest.mark.slow),
-        ("latent", True, (4, 1)),
+        pytest.param("latent", True, (4, 1), marks=pytest.mark.slow),
     ],
 )
 def test_a_cached_pass_with_the_kernel_equals_one_without_and_reads_no_garbage(attention, is_tree, window, small, key):

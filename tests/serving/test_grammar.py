@@ -170,7 +170,7 @@ def check_text(schema, tokens, finish):
 )
 def test_texts_match_their_schema_and_equal_plain_decoding_with_masks(engines, attention, changes):
     engine, model, params = engines(attention, settings=SMALL_POOL, **changes)
-    pairs = list(random_requests(0, 24))
+    pairs = list(random_requests(0, 12))
     results = Client(engine).run([request for _, request in pairs])
     for (schema, request), (tokens, _, finish) in zip(pairs, results, strict=True):
         check_text(schema, tokens, finish)

@@ -73,7 +73,7 @@ ONE_SLOT = dataclasses.replace(ONE_SIZE, num_slots=1, batch_sizes=(1,), prefill_
     ("kind", "shape"),
     [
         ("eagle3", {}),
-        ("dspark", BLOCK),
+        pytest.param("dspark", BLOCK, marks=slow),
         pytest.param("dflash", BLOCK, marks=slow),
         pytest.param("dflash", BLOCK | {"draft_window": 6}, marks=slow),
         pytest.param("confident", BLOCK, marks=slow),

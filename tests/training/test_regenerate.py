@@ -312,6 +312,7 @@ def command(arguments):
     return exit_.value.code
 
 
+@pytest.mark.slow  # .ci/run has the command
 def test_the_command_writes_tells_and_goes_on(checkpoint, tmp_path, capsys, monkeypatch):
     folder, output = tmp_path / "texts", tmp_path / "out" / "answers.jsonl"
     folder.mkdir()

@@ -76,7 +76,7 @@ def test_shapes_alone_restore_to_the_first_device(tmp_path):
         (checkpoint, "save", False, 10),
         pytest.param(checkpoint, "write_arrays", False, 10, marks=pytest.mark.slow),
         pytest.param(checkpoint, "write_arrays", True, 10, marks=pytest.mark.slow),
-        (pathlib.Path, "rename", False, 10),
+        pytest.param(pathlib.Path, "rename", False, 10, marks=pytest.mark.slow),
         (pathlib.Path, "rename", True, 20),
         (run_dir, "_state_folders", False, 20),
     ],
