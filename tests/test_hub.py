@@ -220,6 +220,7 @@ def test_an_index_of_too_many_files_is_rejected(repository, hub):
         mtpjax.load("org/small")
 
 
+@pytest.mark.slow
 def test_the_environment_variables_of_the_package_hold(repository, hub, tmp_path):
     """In a process of its own, as a user has it: endpoint, home and token from the environment."""
     hub.private.add("org/small")

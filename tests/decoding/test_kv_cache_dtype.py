@@ -19,7 +19,8 @@ SHAPES = {"chain": {}, "tree": {"topk": 2, "num_draft_tokens": 6}}
 @pytest.mark.parametrize(
     ("attention", "shape"),
     [
-        ("grouped", "tree"),
+        ("grouped", "chain"),
+        pytest.param("grouped", "tree", marks=pytest.mark.slow),
         pytest.param("latent", "chain", marks=pytest.mark.slow),
         pytest.param("sparse", "chain", marks=pytest.mark.slow),
         pytest.param("latent", "tree", marks=pytest.mark.slow),

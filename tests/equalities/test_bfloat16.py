@@ -30,7 +30,7 @@ def cast(params, dtype):
     [
         ("grouped", "chain of 4"),
         pytest.param("grouped", "chain of 16", marks=pytest.mark.slow),
-        ("grouped", "tree of 16"),
+        pytest.param("grouped", "tree of 16", marks=pytest.mark.slow),
         pytest.param("latent", "chain of 16", marks=pytest.mark.slow),
         pytest.param("sparse", "tree of 16", marks=pytest.mark.slow),
         pytest.param("hybrid", "chain of 4", marks=pytest.mark.slow),

@@ -95,7 +95,11 @@ def test_packed_documents_equal_separate_ones(attention, layout, num_mtp_modules
     [
         ("grouped", {"num_hidden_layers": 3}),
         ("latent", {"num_hidden_layers": 3}),
-        ("sparse", {"num_hidden_layers": 5, "indexer_types": ("full", "full", "shared", "full", "shared")}),
+        pytest.param(
+            "sparse",
+            {"num_hidden_layers": 5, "indexer_types": ("full", "full", "shared", "full", "shared")},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "sliding",
             {"num_hidden_layers": 4, "layer_types": ("sliding_attention", "full_attention") * 2},

@@ -91,7 +91,8 @@ def test_settings_of_published_deployments_run(num_steps, topk, num_draft_tokens
 
 
 @pytest.mark.parametrize(
-    ("attention", "num_steps"), [("grouped", 4), ("latent", 2), pytest.param("hybrid", 3, marks=pytest.mark.slow)]
+    ("attention", "num_steps"),
+    [("grouped", 4), *(pytest.param(*case, marks=pytest.mark.slow) for case in [("latent", 2), ("hybrid", 3)])],
 )
 def test_one_row_decodes_as_it_does_in_a_batch(attention, num_steps, reference, small):
     model, params = small(attention, "mixed", num_mtp_modules=3)

@@ -78,7 +78,8 @@ def requests():
         yield Request(prompt=(seed + 1, 2, 3), max_new_tokens=60, sampling=sampling)
 
 
-@pytest.mark.parametrize("quality", ["wrong", pytest.param("right", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("quality", ["wrong", "right"])
 def test_the_depth_follows_acceptance_and_the_text_stays(quality, small):
     model, params = small("grouped", quality)
     engine = Engine(params, model=model, config=CONFIG, settings=SETTINGS)

@@ -33,7 +33,7 @@ def small(name):
 @pytest.mark.parametrize(
     ("name", "optimizer"),
     [
-        ("tiny", "muon"),
+        pytest.param("tiny", "muon", marks=pytest.mark.slow),
         pytest.param("tiny-moe", "adamw", marks=pytest.mark.slow),
         pytest.param("tiny", "adamw", marks=pytest.mark.slow),
         pytest.param("tiny-moe", "muon", marks=pytest.mark.slow),
@@ -73,7 +73,8 @@ def test_an_update_that_is_not_finite_changes_nothing():
         np.testing.assert_array_equal(old, new)
 
 
-@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow  # `test_position_losses.py` compares the terms themselves
+@pytest.mark.parametrize("tied", [False, True])
 def test_gradients_by_vocabulary_chunks_equal_those_from_all_logits(tied):
     """Two modules, with heads of their own or the embedding, and a recycled level; halfway through a warm-up."""
     config = dataclasses.replace(small("tiny"), num_mtp_modules=2, tie_word_embeddings=tied, mtp_own_head=not tied)
