@@ -14,6 +14,11 @@ from mtpjax.models.config import ModelConfig
 
 HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 TRUNK_PREFIXES = ("model.", "model.language_model.", "language_model.model.")  # of embedding, layers and final norm
+# MiMo's and MiMo-V2's list of modules, and the names of a module's projection and of its input norms.
+MIMO = {
+    "mimo": ("mtp_layers", "input_proj", "token_layernorm", "hidden_layernorm"),
+    "mimo_v2": ("mtp.layers", "eh_proj", "enorm", "hnorm"),
+}
 
 
 def param_specs(config: ModelConfig, layout: Layout, has: Callable[[str], bool]) -> dict[str, ParamSpec]:
@@ -85,21 +90,13 @@ def mtp_names(config: ModelConfig, layout: Layout, number: int) -> tuple[str, di
         }
         return prefix, around
     # MiMo: a list of layers beside the trunk's, which never repeats embedding and head.
-    if layout.mtp == "mimo":
-        prefix = f"{layout.trunk}mtp_layers.{number}."
+    if layout.mtp in MIMO:
+        layers, project, norm_embedding, norm_hidden = MIMO[layout.mtp]
+        prefix = f"{layout.trunk}{layers}.{number}."
         around = {
-            "project": f"{prefix}input_proj.weight",
-            "norm_embedding": f"{prefix}token_layernorm.weight",
-            "norm_hidden": f"{prefix}hidden_layernorm.weight",
-            "norm_output": f"{prefix}final_layernorm.weight",
-        }
-        return prefix, around
-    if layout.mtp == "mimo_v2":
-        prefix = f"{layout.trunk}mtp.layers.{number}."
-        around = {
-            "project": f"{prefix}eh_proj.weight",
-            "norm_embedding": f"{prefix}enorm.weight",
-            "norm_hidden": f"{prefix}hnorm.weight",
+            "project": f"{prefix}{project}.weight",
+            "norm_embedding": f"{prefix}{norm_embedding}.weight",
+            "norm_hidden": f"{prefix}{norm_hidden}.weight",
             "norm_output": f"{prefix}final_layernorm.weight",
         }
         return prefix, around

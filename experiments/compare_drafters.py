@@ -37,6 +37,7 @@ from rich.console import Console
 from experiments.objectives import train_trunk
 from mtpjax import DecodeConfig, MTPModel, Objective, TrainConfig, load, load_drafter
 from mtpjax.ablation.bench import Settings, find_workload
+from mtpjax.ablation.drafters import seconds_per_update
 from mtpjax.atomic import write_text
 from mtpjax.console import narrow_table
 from mtpjax.decoding.drafters.base import Drafter
@@ -110,13 +111,6 @@ def train_drafter(output: pathlib.Path, trunk: pathlib.Path, method: str, seed: 
     return train(config, resume=(output / "run.json").exists(), evaluations=1)
 
 
-def seconds_per_step(history: list[dict[str, Any]]) -> float:
-    """Median over the logged stretches of a run; the first holds the compilation."""
-    rows = [(row["step"], row["seconds"]) for row in history if "bits" in row]
-    steps, seconds = np.diff(np.array(rows, float), axis=0).T
-    return float(np.median(seconds / steps))
-
-
 def time_decoding(trained: Trained, config: DecodeConfig, prompts: list[list[int]], timings: int) -> dict[str, float]:
     """Times plain decoding, plain decoding as wide as verification, and decoding with drafts, in turns."""
     model, params = trained.model, trained.params
@@ -174,7 +168,7 @@ def measure_cell(
     else:
         result = train_drafter(output, trunk, method, seed, steps=sizes.steps)
         trained = Trained(result.model, result.params, result.drafter or "mtp", result.draft_params)
-        cell = {"settings": settings, "train_seconds_per_step": seconds_per_step(result.history)}
+        cell = {"settings": settings, "train_seconds_per_step": seconds_per_update(result.history)}
     config = DecodeConfig(max_new_tokens=sizes.new_tokens, num_steps=LEVELS, drafter=trained.drafter)
     if not is_complete:
         cell["counts"] = count_accepted(trained, config, prompts)

@@ -16,11 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.compare_drafters import METHODS, seconds_per_step
+from experiments.compare_drafters import METHODS
 from experiments.smollm2_modules import attach_modules, save_modules, train_config
 from experiments.smollm2_settings import Settings
 from experiments.train_smollm2 import TrainingData
 from mtpjax import DecodeConfig, MTPModel, TrainConfig, load_drafter, save_drafter
+from mtpjax.ablation.drafters import seconds_per_update
 from mtpjax.atomic import write_text
 from mtpjax.data.packing import concatenate_rows
 from mtpjax.decoding.drafters.load import TrainedDrafter, TrainedParams
@@ -147,7 +148,7 @@ def train_drafter(
         save_drafter(path, *full, format="vllm" if isinstance(full[0], MedusaDrafter) else "speculators")
     updates = budget.spent["updates"]
     tokens = updates * config.batch_size * config.row_length
-    return {**budget.spent, "tokens": tokens, "seconds_per_step": seconds_per_step(result.history)}
+    return {**budget.spent, "tokens": tokens, "seconds_per_step": seconds_per_update(result.history)}
 
 
 def to_full_vocabulary(

@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import pathlib
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -184,14 +184,29 @@ def read_training_cost(folder) -> TrainingCost | None:
         if settings["trains"] != "modules":
             return None
         tokens_per_update = int(settings["batch_size"]) * int(settings["row_length"])
-        # Rows with losses are the logged updates; the other rows are evaluations.
         history = read_metrics(folder / METRICS_FILE)
-        logged = np.array([(row["step"], row["seconds"]) for row in history if "bits" in row], float)
+        per_update = seconds_per_update(history)
         updates, seconds = int(history[-1]["step"]), float(history[-1]["seconds"])
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return None
+    if per_update is None:
+        return None
+    return TrainingCost(updates, updates * tokens_per_update, seconds, per_update)
+
+
+def seconds_per_update(history: Sequence[Mapping[str, Any]]) -> float | None:
+    """Computes the median duration of an update over the logged stretches of a run.
+
+    Args:
+        history: the rows of a run's metrics.
+
+    Returns:
+        Seconds; None with fewer than two logged updates.
+    """
+    # Rows with losses are the logged updates; the other rows are evaluations.
+    logged = np.array([(row["step"], row["seconds"]) for row in history if "bits" in row], float)
     # Two rows make a stretch; the time before the first row is mostly compilation.
     if len(logged) < 2:
         return None
     steps, durations = np.diff(logged, axis=0).T
-    return TrainingCost(updates, updates * tokens_per_update, seconds, float(np.median(durations / steps)))
+    return float(np.median(durations / steps))
