@@ -328,6 +328,9 @@ def _part_spec(path: str, shape, axes: tuple[str | None, ...], config: ModelConf
         # Wholes are split, such as heads. Scales of fp8 blocks that a border cuts are not, until `align_blocks`.
         is_split = parts > 1 and size % parts == 0 and (axis == "batch" or units.get(axis or "", 1) % parts == 0)
         names.append(name if is_split else None)
+    # The shortest form, in which jit returns arrays: P("data") and P("data", None) are one layout, but two programs.
+    while names and names[-1] is None:
+        names.pop()
     return PartitionSpec(*names)
 
 

@@ -17,6 +17,7 @@ SETTINGS = EngineSettings(num_slots=4, max_length=64, page_size=8, num_pages=20,
     ("attention", "sizes"),
     [
         pytest.param("grouped", {"data": 2, "tensor": 2}, marks=pytest.mark.slow),
+        pytest.param("grouped", {"tensor": 2}, marks=pytest.mark.slow),  # rows are not split
         pytest.param("latent", {"data": 2, "expert": 2, "tensor": 2}, marks=pytest.mark.slow),
         pytest.param("hybrid", {"data": 2, "tensor": 2}, marks=pytest.mark.slow),
     ],
