@@ -3,18 +3,22 @@
 Where experts are split over devices, a layer takes as long as its busiest device. Routers are not even: a few experts
 get a large share of the tokens. Copies of these and a placement that mixes frequent with rare experts even the devices
 out (DeepSeek's expert-parallel load balancer, "EPLB", has the same idea). Results stay the same: a copy has the weights
-of its expert. A placement is static, and for decoding only.
+of its expert. A placement is for decoding only. `mtpjax.models.expert_counts` counts the tokens, and
+`mtpjax.models.expert_moves` changes a placement on the devices.
 """
 
 import dataclasses
+import heapq
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mtpjax.models.masks import full_view
-from mtpjax.models.model import MTPModel
+from mtpjax.models.decoding_layout import num_expert_slots
+from mtpjax.models.parallel import axes_that_divide
 
 STACKS = ("gate_up", "gate_up_bias", "down", "down_bias")  # parameters with a first axis of experts
 
@@ -31,45 +35,35 @@ class Placement:
     expert_of_slot: np.ndarray
     loads: np.ndarray
 
+    @classmethod
+    def measured(cls, expert_of_slot: np.ndarray, counts: np.ndarray, num_devices: int) -> "Placement":
+        """Computes the loads of devices from counts; the copies of an expert share its tokens equally.
+
+        Args:
+            expert_of_slot: `[S]` int32.
+            counts: `[E]` tokens that chose each expert.
+            num_devices: devices that share the slots.
+        """
+        counts = np.asarray(counts, float)
+        share = counts / np.bincount(expert_of_slot, minlength=len(counts))
+        loads = share[expert_of_slot].reshape(num_devices, -1).sum(axis=1)
+        return cls(expert_of_slot, loads / max(counts.sum(), 1))
+
     @property
     def imbalance(self) -> float:
         """Load of the busiest device over the mean; 1 is even."""
         return float(self.loads.max() / self.loads.mean()) if self.loads.sum() else 1.0
 
 
-def count_expert_tokens(params: dict, tokens: jax.Array | np.ndarray, *, model: MTPModel) -> dict[str, np.ndarray]:
-    """Counts how many tokens choose each expert, in one pass of the trunk over whole rows.
+def num_expert_devices(params: dict, sizes: Mapping[str, int]) -> int:
+    """Returns the number of devices over which a mesh splits the experts while decoding; 1: it does not.
 
     Args:
-        params: parameters of `model` with unrolled layers.
-        tokens: `[B, T]` int32 texts of the kind that will be decoded, without padding.
-        model: the model.
-
-    Returns:
-        `[E]` counts by layer, such as "layer_3". Layers without experts are left out.
-
-    Raises:
-        ValueError: the model has no routed experts.
+        params: model parameters with unrolled layers.
+        sizes: sizes of the mesh axes by name.
     """
-    config = model.config
-    if not config.is_moe:
-        raise ValueError("the model has no routed experts")
-    ids = _chosen_experts(params, jnp.asarray(tokens, jnp.int32), model)
-    return {
-        name: np.bincount(np.asarray(chosen).ravel(), minlength=config.n_routed_experts) for name, chosen in ids.items()
-    }
-
-
-def _chosen_experts(params: dict, tokens: jax.Array, model: MTPModel) -> dict[str, jax.Array]:
-    """Returns the experts of every token, by layer."""
-
-    @jax.jit
-    def run(params, tokens):
-        view = full_view(model.config, jnp.ones_like(tokens))
-        _, kept = model.apply({"params": params}, tokens, view, method="run_trunk", mutable=["router"])
-        return {name: layer["experts"]["ids"][0] for name, layer in kept["router"]["trunk"].items()}
-
-    return run(params, tokens)
+    parts = lambda axis: sizes.get(axis, 1)
+    return math.prod(map(parts, axes_that_divide(num_expert_slots(params) or 1, parts)))
 
 
 def place_experts(counts: np.ndarray, num_devices: int, num_slots: int | None = None) -> Placement:
@@ -110,13 +104,14 @@ def place_experts(counts: np.ndarray, num_devices: int, num_slots: int | None = 
     slots = np.repeat(np.arange(num_experts), copies)
     slot_loads = (counts / copies)[slots]
     # 2. Devices.
-    loads, members = np.zeros(num_devices), [[] for _ in range(num_devices)]
-    for slot in np.argsort(-slot_loads, kind="stable"):
-        free = [device for device in range(num_devices) if len(members[device]) < num_slots // num_devices]
-        device = min(free, key=lambda device: loads[device])
-        members[device].append(slots[slot])
-        loads[device] += slot_loads[slot]
-    return Placement(np.array(members, np.int32).ravel(), loads / max(counts.sum(), 1))
+    members: list[list[int]] = [[] for _ in range(num_devices)]
+    free = [(0.0, device) for device in range(num_devices)]  # a heap: load and number of devices with a free slot
+    for slot in np.argsort(-slot_loads, kind="stable").tolist():
+        load, device = heapq.heappop(free)
+        members[device].append(int(slots[slot]))
+        if len(members[device]) < num_slots // num_devices:
+            heapq.heappush(free, (load + float(slot_loads[slot]), device))
+    return Placement.measured(np.array(members, np.int32).ravel(), counts, num_devices)
 
 
 def apply_placement(params: dict, placements: dict[str, Placement]) -> dict:
@@ -193,17 +188,34 @@ def place_all_layers(
 
 def _with_slots(experts: dict[str, Any], expert_of_slot: np.ndarray) -> dict[str, Any]:
     """Returns a layer's experts in these slots, with the tables that `choose_slots` reads."""
-    num_experts = experts["router"].shape[-1]
+    # Values and scales of fp8 weights have the experts as their first axis, too.
+    taken = {name: jax.tree.map(lambda leaf: leaf[expert_of_slot], experts[name]) for name in STACKS if name in experts}
+    tables = placement_tables(expert_of_slot, experts["router"].shape[-1])
+    return {**experts, **taken, "placement": jax.tree.map(jnp.asarray, tables)}
+
+
+def placement_tables(expert_of_slot: np.ndarray, num_experts: int) -> dict[str, np.ndarray]:
+    """Makes the tables of a placement, which a layer's parameters hold under "placement".
+
+    Their shapes depend on the numbers of slots S and experts E alone, so programs serve every placement of these.
+
+    Args:
+        expert_of_slot: `[S]` the expert in each slot.
+        num_experts: E.
+
+    Returns:
+        int32 arrays: `expert_of_slot [S]`, `slots_of_expert [E, S - E + 1]`, whose rows repeat the slots of an expert,
+        and `num_slots [E]`, how many these are.
+
+    Raises:
+        ValueError: an expert has no slot.
+    """
     slots = [np.flatnonzero(expert_of_slot == expert) for expert in range(num_experts)]
     if not all(map(len, slots)):
         raise ValueError("a placement leaves out an expert")
-    most = max(map(len, slots))
-    table = np.array([np.resize(found, most) for found in slots], np.int32)
-    # Values and scales of fp8 weights have the experts as their first axis, too.
-    taken = {name: jax.tree.map(lambda leaf: leaf[expert_of_slot], experts[name]) for name in STACKS if name in experts}
-    placement = {
-        "expert_of_slot": jnp.asarray(expert_of_slot, jnp.int32),
-        "slots_of_expert": jnp.asarray(table),
-        "num_slots": jnp.asarray([len(found) for found in slots], jnp.int32),
+    most = len(expert_of_slot) - num_experts + 1
+    return {
+        "expert_of_slot": np.asarray(expert_of_slot, np.int32),
+        "slots_of_expert": np.array([np.resize(found, most) for found in slots], np.int32),
+        "num_slots": np.array([len(found) for found in slots], np.int32),
     }
-    return {**experts, **taken, "placement": placement}

@@ -1,9 +1,22 @@
+import functools
+
 import jax
 import numpy as np
 import pytest
 
 from mtpjax import DecodeConfig, compat, load, speculative_generate
-from mtpjax.models.expert_placement import apply_placement, count_expert_tokens, place_all_layers, place_experts
+from mtpjax.models.decoding_layout import shard_for_decoding
+from mtpjax.models.expert_counts import count_expert_tokens, count_in_parts
+from mtpjax.models.expert_moves import move_experts
+from mtpjax.models.expert_placement import (
+    Placement,
+    apply_placement,
+    num_expert_devices,
+    place_all_layers,
+    place_experts,
+    placement_tables,
+)
+from mtpjax.models.masks import full_view
 from tests.golden import path
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [12, 13]]
@@ -93,3 +106,101 @@ def test_wrong_placements_are_refused(skewed):
         apply_placement(params, {"layer_0": place_experts(np.ones(8), 4)})
     with pytest.raises(ValueError, match="one number of slots"):
         apply_placement(params, {})
+
+
+def check_moves(model, params, sizes, num_slots, num_moves=4):
+    """Moves a layer's experts several times, on a mesh and without, and compares with the placement applied anew."""
+    layer = next(name for name, layer in params["trunk"].items() if "experts" in layer)
+    num_experts, rng = model.config.n_routed_experts, np.random.default_rng(7)
+    placed = apply_placement(params, {layer: place_experts(np.ones(num_experts), 1, num_slots)})
+    mesh = compat.make_mesh(sizes)
+    mesh_model, mesh_params = shard_for_decoding(model, placed, mesh)
+    plain, experts = placed["trunk"][layer]["experts"], mesh_params["trunk"][layer]["experts"]
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, experts)
+    move = jax.jit(functools.partial(move_experts, config=mesh_model.config))
+    for _ in range(num_moves):
+        # Every expert has a slot, and the others are anyone's.
+        slots = rng.permutation([*range(num_experts), *rng.integers(0, num_experts, num_slots - num_experts)])
+        tables = placement_tables(slots, num_experts)
+        with jax.set_mesh(mesh):
+            experts = {**experts, **move(experts, tables)}
+        plain = {**plain, **move_experts(plain, tables, config=model.config)}
+        expected = apply_placement(params, {layer: Placement(slots.astype(np.int32), np.ones(1))})
+        assert_same_bits(plain, expected["trunk"][layer]["experts"])
+        _, expected = shard_for_decoding(model, expected, mesh)
+        assert_same_bits(experts, expected["trunk"][layer]["experts"])
+        assert jax.tree.map(lambda leaf: leaf.sharding, experts) == shardings
+    assert move._cache_size() == 1  # one program for all placements
+
+
+def assert_same_bits(found, expected):
+    for pair in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_array_equal(*(np.asarray(leaf).view(np.uint8) for leaf in pair), strict=True)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"data": 2, "expert": 2, "tensor": 2},
+        pytest.param({"expert": 4}, marks=pytest.mark.slow),
+        pytest.param({"data": 3}, marks=pytest.mark.slow),
+    ],
+)
+def test_moved_experts_are_those_of_the_placement_applied_anew(skewed, sizes):
+    model, params = skewed
+    check_moves(model, params, sizes, 12)
+
+
+@pytest.mark.slow
+def test_moved_fp8_experts_keep_their_bits_and_scales():
+    model, params = load(path("deepseek_v3_fp8"))
+    check_moves(model, params, {"data": 2, "expert": 2}, 12)
+
+
+def test_moved_experts_with_biases_keep_them(small):
+    model, params = small("clamped")
+    check_moves(model, params, {"expert": 2}, 6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["latent", "hybrid", "clamped"])
+@pytest.mark.parametrize("sizes", [{"data": 2, "expert": 2}, {"expert": 4}, {"data": 3}])
+def test_counts_on_a_mesh_are_those_of_one_device(small, attention, sizes):
+    """Rows of different lengths, of which one is empty, in slots with copies."""
+    model, params = small(attention)
+    num_slots = 12
+    mesh = compat.make_mesh(sizes)
+    num_devices, num_parts = mesh.size, sizes.get("data", 1)
+    num_redundant = num_slots - model.config.n_routed_experts
+    placed = place_all_layers(params, num_devices=num_devices, num_redundant=num_redundant)
+    mesh_model, mesh_params = shard_for_decoding(model, placed, mesh)
+    assert num_expert_devices(mesh_params, mesh.shape) == num_devices
+    tokens = np.asarray(jax.random.randint(jax.random.key(3), (num_parts, 12 // num_parts, 16), 0, 61))
+    lengths = np.random.default_rng(3).integers(1, 17, tokens.shape[:2])
+    lengths[0, 0] = 0
+    with jax.set_mesh(mesh):
+        count = jax.jit(functools.partial(count_in_parts, model=mesh_model, capacity=256))
+        found = np.asarray(count(mesh_params, tokens, lengths))
+    rows = [row[:length] for row, length in zip(tokens.reshape(-1, 16), lengths.ravel(), strict=True) if length]
+    each = [count_expert_tokens(params, row[None], model=model) for row in rows]
+    expected = [sum(counts[layer] for counts in each) for layer in each[0]]
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.slow
+def test_counts_are_those_of_the_router(skewed):
+    model, params = skewed
+    tokens = np.asarray(jax.random.randint(jax.random.key(4), (2, 8), 0, 64))
+    view = full_view(model.config, np.ones_like(tokens))
+    _, kept = model.apply({"params": params}, tokens, view, method="run_trunk", mutable=["router"])
+    [ids] = kept["router"]["trunk"]["layer_1"]["experts"]["ids"]
+    counts = count_expert_tokens(params, tokens, model=model)
+    np.testing.assert_array_equal(counts["layer_1"], np.bincount(np.ravel(ids), minlength=8))
+
+
+def test_loads_of_a_placement_are_measured_by_other_counts():
+    # Expert 0 has two copies, one on each device.
+    placement = Placement.measured(np.array([0, 1, 0, 2]), np.array([40, 10, 50]), 2)
+    np.testing.assert_allclose(placement.loads, [0.3, 0.7])
+    assert placement.imbalance == pytest.approx(1.4)
+    assert Placement.measured(np.array([0, 1]), np.zeros(2), 2).imbalance == 1

@@ -83,7 +83,7 @@ def choose_slots(ids: jax.Array, placement: Mapping[str, jax.Array]) -> jax.Arra
         `[n, k]` slots of the stacks.
     """
     turn = jnp.arange(len(ids))[:, None] % placement["num_slots"][ids]
-    return jnp.take_along_axis(placement["slots_of_expert"][ids], turn[..., None], axis=-1)[..., 0]
+    return placement["slots_of_expert"][ids, turn]
 
 
 def routing(config: ModelConfig) -> Routing:

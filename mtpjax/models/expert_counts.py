@@ -1,0 +1,98 @@
+"""Counts how many tokens choose each expert of a mixture, for `mtpjax.models.expert_placement`."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mtpjax.models.cache import Cache, empty_cache
+from mtpjax.models.config import ModelConfig
+from mtpjax.models.decoding_layout import run_in_parts
+from mtpjax.models.masks import cached_view, full_view
+from mtpjax.models.model import MTPModel
+from mtpjax.models.parallel import first_row
+
+
+def count_expert_tokens(params: dict, tokens: jax.Array | np.ndarray, *, model: MTPModel) -> dict[str, np.ndarray]:
+    """Counts how many tokens choose each expert, in one pass of the trunk over whole rows.
+
+    Args:
+        params: parameters of `model` with unrolled layers.
+        tokens: `[B, T]` int32 texts of the kind that will be decoded, without padding.
+        model: the model.
+
+    Returns:
+        `[E]` counts by layer, such as "layer_3". Layers without experts are left out.
+
+    Raises:
+        ValueError: the model has no routed experts.
+    """
+    if not model.config.is_moe:
+        raise ValueError("the model has no routed experts")
+    tokens = jnp.asarray(tokens, jnp.int32)
+    counts = _count_chosen(params, tokens, jnp.ones(tokens.shape, bool), model=model)
+    return {name: np.asarray(count) for name, count in counts.items()}
+
+
+def count_in_parts(params: dict, tokens: jax.Array, lengths: jax.Array, *, model: MTPModel, capacity: int) -> jax.Array:
+    """Counts as `count_expert_tokens` does, with the layout of decoding: one pass like that of a prefill call.
+
+    Args:
+        params: parameters of `model`, laid out for decoding over the mesh that is set.
+        tokens: `[P, b, T]` int32 right-padded texts of each part of `data`.
+        lengths: `[P, b]` int32; 0: no text.
+        model: the model.
+        capacity: slots of the pass's cache, at least T.
+
+    Returns:
+        `[L, E]` int32 counts of each layer of `expert_layers`.
+    """
+    config = model.config
+    num_parts, rows, T = tokens.shape
+    cache = empty_cache(config, config.trunk_kinds, num_parts * rows, capacity, params["embedding"].dtype)
+
+    def count_part(params: dict, _: Any, cache: Cache, tokens: jax.Array, lengths: jax.Array):
+        part = first_row(1)
+        is_used = jnp.arange(T)[None, :] < lengths[part][:, None]
+        counts = _count_chosen(params, tokens[part], is_used, cache, model=model, capacity=capacity)
+        return cache, jnp.stack([counts[name] for name in expert_layers(config)])[None]
+
+    _, counts = run_in_parts(count_part, config, params, {}, cache, tokens, lengths, has_row_outputs=True)
+    return counts.sum(axis=0)
+
+
+def expert_layers(config: ModelConfig) -> list[str]:
+    """Returns the names of the trunk's layers with routed experts, such as "layer_3"."""
+    return [f"layer_{index}" for index, kind in enumerate(config.trunk_kinds) if kind.is_moe]
+
+
+@functools.partial(jax.jit, static_argnames=("model", "capacity"))
+def _count_chosen(
+    params: dict,
+    tokens: jax.Array,
+    is_used: jax.Array,
+    cache: Cache | None = None,
+    *,
+    model: MTPModel,
+    capacity: int | None = None,
+) -> dict[str, jax.Array]:
+    """Counts the experts that the tokens `is_used [B, T]` choose, by layer; with a cache in a pass like prefill's."""
+    (B, T), E = tokens.shape, model.config.n_routed_experts
+    if cache is None or capacity is None:
+        view = full_view(model.config, is_used.astype(jnp.int32))
+    else:
+        start, lengths = jnp.zeros(B, jnp.int32), is_used.sum(axis=1, dtype=jnp.int32)
+        view = cached_view(model.config, start, T, capacity, num_valid=lengths, is_used=is_used)
+    _, kept = model.apply({"params": params}, tokens, view, cache, method="run_trunk", mutable=["router"])
+
+    def count(ids: jax.Array) -> jax.Array:
+        # Devices that have experts of their own along `data` route the rows of all: each counts its own rows.
+        if len(ids) > B * T:
+            ids = jax.lax.dynamic_slice_in_dim(ids, first_row(B * T), B * T)
+        # An id of E or more is not counted.
+        return jnp.bincount(jnp.where(is_used.reshape(-1, 1), ids, E).ravel(), length=E)
+
+    layers: Any = kept["router"]["trunk"]
+    return {name: count(layer["experts"]["ids"][0]) for name, layer in layers.items()}

@@ -1,0 +1,66 @@
+"""Moves experts between devices, so that a running model gets another placement (`mtpjax.models.expert_placement`)."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
+
+from mtpjax.models.config import ModelConfig
+from mtpjax.models.decoding_layout import AXES, part_specs
+from mtpjax.models.expert_placement import STACKS
+from mtpjax.models.parallel import axes_that_divide, num_parts
+
+
+def move_experts(experts: dict[str, Any], placement: dict[str, jax.Array], *, config: ModelConfig) -> dict[str, Any]:
+    """Gives the experts of a layer other slots.
+
+    On a mesh, the devices pass their slots round in a ring, and each copies those that it needs. A device holds at most
+    its old slots, its new ones, and those that pass by.
+
+    Args:
+        experts: parameters of the layer's experts, with a placement. On a mesh they are laid out for decoding.
+        placement: the tables of the new one (`placement_tables`), with the same number of slots.
+        config: the model's config.
+
+    Returns:
+        The parameters that change: the stacks, with the same bits for each expert, and the placement.
+    """
+    stacks = {name: experts[name] for name in STACKS if name in experts}
+    # Where each slot's expert is now. Of several copies any one will do.
+    source = experts["placement"]["slots_of_expert"][placement["expert_of_slot"], 0]
+    mesh = jax.sharding.get_abstract_mesh()
+    sizes = {name: mesh.shape[name] for name in AXES if name in mesh.shape}
+    over = axes_that_divide(len(source), lambda axis: sizes.get(axis, 1))
+    if not over:
+        return {**jax.tree.map(lambda leaf: leaf[source], stacks), "placement": placement}
+    assert not any(kind is AxisType.Manual for kind in mesh.axis_types)
+    # One array after the other, so that only parts of one travel at a time.
+    specs = part_specs({"experts": stacks}, config, sizes)["experts"]
+    move = lambda stacks, source: jax.tree.map(lambda leaf: _take_around_ring(leaf, source, over), stacks)
+    moved = jax.shard_map(move, in_specs=(specs, PartitionSpec()), out_specs=specs, check_vma=False)(stacks, source)
+    return {**moved, "placement": jax.lax.with_sharding_constraint(placement, PartitionSpec())}
+
+
+def _take_around_ring(own: jax.Array, source: jax.Array, over: tuple[str, ...]) -> jax.Array:
+    """Returns this device's part of `leaf[source]`, where `own` is its part of `leaf` along the axes `over`.
+
+    XLA's own partition of `leaf[source]` makes the whole leaf on every device.
+    """
+    num_devices, device, size = math.prod(map(num_parts, over)), jax.lax.axis_index(over), len(own)
+    wanted = jax.lax.dynamic_slice_in_dim(source, device * size, size)
+    from_next = [(sender, (sender - 1) % num_devices) for sender in range(num_devices)]
+
+    def take(passing: jax.Array, taken: jax.Array, step: jax.Array | int) -> jax.Array:
+        """Takes what this device wants of the slots that pass: those of the device `step` places further."""
+        place = wanted - (device + step) % num_devices * size
+        is_here = ((place >= 0) & (place < size)).reshape(size, *[1] * (own.ndim - 1))
+        return jnp.where(is_here, jnp.take(passing, place, axis=0, mode="clip"), taken)
+
+    def pass_on(step: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        passing = jax.lax.ppermute(carry[0], over, from_next)
+        return passing, take(passing, carry[1], step)
+
+    _, taken = jax.lax.fori_loop(1, num_devices, pass_on, (own, take(own, own, 0)))
+    return taken
