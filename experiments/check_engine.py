@@ -11,7 +11,7 @@ The twin is `speculative_generate` on contiguous caches. A request that ends by 
 log-probabilities (1e-4) and end; an aborted one must have a prefix. Where the depth of a chain is fixed, its passes and
 accepted drafts must be the same too, which shows a wrong entry in a cache of the drafter even if the text is right.
 Afterwards no page may be in use, no request may wait, and no program may have been compiled since the start. Exit code
-4 on a difference.
+4 on a difference. Families whose experts move between devices run only where there are several: JAX_NUM_CPU_DEVICES=4.
 """
 
 import argparse
@@ -33,9 +33,12 @@ from rich.console import Console
 
 from mtpjax import DecodeConfig, MTPModel, SamplingParams, speculative_generate
 from mtpjax.atomic import write_text
+from mtpjax.compat import make_mesh
 from mtpjax.console import narrow_table
 from mtpjax.evaluation.machine import describe_machine
 from mtpjax.evaluation.small_models import constructed_drafter, constructed_params, small_config
+from mtpjax.models.decoding_layout import shard_for_decoding
+from mtpjax.models.expert_placement import place_all_layers
 from mtpjax.serving.engine import Engine
 from mtpjax.serving.request import Delta, EngineStatus, Finish, Request
 from mtpjax.serving.sizes import EngineSettings
@@ -48,6 +51,8 @@ MEAN_PAUSE = 0.004  # seconds between two requests of a thread
 LOGPROB_TOLERANCE = 1e-4  # float32 sums in another order
 REFERENCE_ROWS = 32  # requests per call of the twin
 TIMEOUT = 600  # seconds for all requests of a family
+TICKS_PER_PLACEMENT = 10  # where experts are placed anew
+NUM_EXPERT_COPIES = 4
 
 NEW_TOKENS = (1, 2, 9, 30, 60)
 # Each choice has a sequence of several tokens, so that calls of the twin share a compiled program. The first never
@@ -98,6 +103,8 @@ class Family:
         disable_drafts_at: as in `EngineSettings`.
         is_quick: part of the quick run.
         drafter_changes: fields of `drafter` to set otherwise.
+        expert_devices: devices that share the experts, with copies, which are placed anew while the engine runs; 1:
+            the engine has one device.
     """
 
     name: str
@@ -108,6 +115,7 @@ class Family:
     disable_drafts_at: int | None = None
     is_quick: bool = False
     drafter_changes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    expert_devices: int = 1
 
     @property
     def config(self) -> DecodeConfig:
@@ -134,6 +142,8 @@ FAMILIES = (
     Family("grouped by load, greedy", "grouped", {"acceptance": "greedy"}, disable_drafts_at=4),
     Family("latent chain", "latent", {"num_steps": 3}, num_mtp_modules=2, is_quick=True),
     Family("latent tree", "latent", TREE),
+    Family("latent, experts move", "latent", {}, expert_devices=4),
+    Family("latent tree, experts move", "latent", TREE, expert_devices=4),
     Family("sparse chain", "sparse", {}),
     Family("sparse tree", "sparse", TREE),
     Family("hybrid chain", "hybrid", {}),
@@ -339,12 +349,20 @@ def check_family(family: Family, num_requests: int, seed: int, settings: EngineS
     requests = list(random_requests(rng, num_requests, model.config.vocab_size, is_greedy=is_greedy))
     # 1. In company.
     settings = dataclasses.replace(settings, disable_drafts_at=family.disable_drafts_at)
-    engine = Engine(params, model=model, config=config, settings=settings, draft_params=draft_params)
+    served_model, served_params = model, params
+    if family.expert_devices > 1:
+        mesh = make_mesh({"expert": family.expert_devices})
+        placed = place_all_layers(params, num_devices=mesh.size, num_redundant=NUM_EXPERT_COPIES)
+        served_model, served_params = shard_for_decoding(model, placed, mesh)
+        settings = dataclasses.replace(settings, rebalance_experts_every=TICKS_PER_PLACEMENT)
+    engine = Engine(served_params, model=served_model, config=config, settings=settings, draft_params=draft_params)
     engine.warm_up()
     engine.start()
     receivers = run_requests(engine, requests, seed)
     status = engine.status()
     differences = check_idle(status)
+    if family.expert_devices > 1 and not status.num_rebalancings:
+        differences.append("the experts were never placed anew")
     if not engine.close(timeout=60):
         differences.append("requests were left at the end")
     # 2. Alone.
@@ -363,6 +381,7 @@ def check_family(family: Family, num_requests: int, seed: int, settings: EngineS
         "passes": status.num_steps,
         "drafted_passes": status.proposed[0] if status.proposed else 0,
         "accept_length": status.accept_length,
+        "rebalancings": status.num_rebalancings,
         "mismatches": len(differences),
         "differences": differences[:10],
         "seconds": time.monotonic() - began,
@@ -388,6 +407,8 @@ def main(argv: list[str] | None = None) -> int:
         settings = dataclasses.replace(settings, batch_sizes=(6,))
     if options.family:
         families = tuple(family for family in FAMILIES if family.name in options.family)
+    else:
+        families = tuple(family for family in families if family.expert_devices <= jax.device_count())
     about = {
         "date": datetime.date.today().isoformat(),
         "machine": describe_machine(),

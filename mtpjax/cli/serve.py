@@ -183,6 +183,17 @@ def _add_mesh_flags(parser) -> None:
         help="JSON file with 'logical_count', for each layer the tokens that chose each expert; trivial: all experts "
         "count the same, and stay where they are without copies (default: %(default)s)",
     )
+    parser.add_argument(
+        "--enable-eplb",
+        action="store_true",
+        help="count while the server runs how often texts choose each expert, and place the experts anew by it",
+    )
+    parser.add_argument(
+        "--eplb-rebalance-num-iterations",
+        type=int,
+        default=1000,
+        help="for --enable-eplb: ticks of the server between two placements (default: %(default)s)",
+    )
     add_mesh_flags(parser)
 
 
@@ -314,6 +325,10 @@ def run_serve(options) -> int:
     options.mesh = _mesh_text(options)
     if options.ep_num_redundant_experts < 0:
         raise UsageError(f"--ep-num-redundant-experts must be at least 0, got {options.ep_num_redundant_experts}")
+    if options.eplb_rebalance_num_iterations < 1:
+        raise UsageError(
+            f"--eplb-rebalance-num-iterations must be at least 1, got {options.eplb_rebalance_num_iterations}"
+        )
     # Check the flags before the model is loaded, which may take minutes.
     engine_settings(options, num_modules=1)
     disaggregation = disaggregation_settings(options)
@@ -339,12 +354,17 @@ def _expert_counts(path: str) -> dict[str, Any] | None:
 def _place_experts(params: dict, options, mesh) -> dict:
     """Places the experts as the flags ask, if they do."""
     counts, num_redundant = _expert_counts(options.init_expert_location), options.ep_num_redundant_experts
-    if counts is None and not num_redundant:
+    if counts is None and not num_redundant and not options.enable_eplb:
         return params
     from mtpjax.models.expert_placement import place_all_layers
 
-    num_devices = 1 if mesh is None else mesh.shape.get("data", 1) * mesh.shape.get("expert", 1)
+    num_devices = _num_expert_devices(mesh)
     return place_all_layers(params, num_devices=num_devices, num_redundant=num_redundant, counts=counts)
+
+
+def _num_expert_devices(mesh) -> int:
+    """Returns the number of devices over which a mesh splits experts."""
+    return 1 if mesh is None else mesh.shape.get("data", 1) * mesh.shape.get("expert", 1)
 
 
 def _read_keys(flag: str | None, variable: str) -> tuple[str, ...]:
@@ -378,6 +398,8 @@ def _serve_on(mesh, options, disaggregation) -> int:
     from mtpjax.serving.sizes import EngineSettings
 
     logging.getLogger("mtpjax").setLevel(options.log_level.upper())
+    if options.enable_eplb and _num_expert_devices(mesh) == 1:
+        raise UsageError("--enable-eplb needs several devices with experts of their own: --ep-size, or --mesh expert=N")
     # 1. The model and its tokenizer.
     path = find_checkpoint(options.model_path)
     check_same_start(options, path)
@@ -413,6 +435,7 @@ def _serve_on(mesh, options, disaggregation) -> int:
         num_snapshots=options.max_mamba_cache_size,
         host_bytes=int(options.hicache_size * 1e9) if uses_host else 0,
         grammars=_load_grammars(options.grammar_backend, tokenizer, model.config.vocab_size),
+        rebalance_experts_every=options.eplb_rebalance_num_iterations if options.enable_eplb else None,
     )
     if options.max_total_tokens is not None:
         num_pages = max(options.max_total_tokens // options.page_size, 1)

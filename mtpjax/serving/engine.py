@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -34,6 +35,7 @@ from mtpjax.serving.multihost.connection import Followers
 from mtpjax.serving.multihost.leader import LeaderExecutor
 from mtpjax.serving.page_pool import PagePool
 from mtpjax.serving.programs import Report
+from mtpjax.serving.rebalancing import ExpertRebalancer
 from mtpjax.serving.request import (
     Deliver,
     Delta,
@@ -102,6 +104,9 @@ class Engine:
         self._depth: AdaptiveDepth | None = None
         if self.settings.depth_costs is not None:
             self._adapt_depth(self.settings.depth_costs)
+        self._rebalancer: ExpertRebalancer | None = None
+        if self.settings.rebalance_experts_every is not None:
+            self._rebalancer = ExpertRebalancer(self._executor, self.settings.rebalance_experts_every)
         self._scheduler = self._new_scheduler()
         self._changed = threading.Condition()
         self._inbox: list[Callable[[], None]] = []  # what other threads ask the engine's own to do
@@ -299,6 +304,8 @@ class Engine:
             accepted=tuple(self._drafts[1 + depth :].tolist()),
             num_compilations=self._executor.num_compiled - self._num_warm_up_programs,
             compile_seconds=self._executor.compile_seconds,
+            num_rebalancings=0 if self._rebalancer is None else self._rebalancer.num_rebalancings,
+            expert_imbalance=(math.nan, math.nan) if self._rebalancer is None else self._rebalancer.imbalance,
             **{f"num_{name}": self._totals[name] for name in _TOTALS},
         )
 
@@ -461,7 +468,10 @@ class Engine:
         drafts = [self._executor.draft(sequences, depth) for depth, sequences in plan.constrained.items()]
         for depth, sequences in plan.advances.items():
             calls.append(self._executor.advance(sequences, depth, plan.num_rounds))
-        self._totals["ticks"] += bool(calls or drafts)
+        if calls or drafts:
+            self._totals["ticks"] += 1
+            if self._rebalancer is not None:
+                self._rebalancer.tick()
         # 2. Read the reports of the tick before.
         for call in self._in_flight:
             self._take_report(call)
@@ -511,6 +521,8 @@ class Engine:
         tokens = report.tokens[row, new].tolist()
         if tokens:
             sequence.text += tokens
+            if self._rebalancer is not None:
+                self._rebalancer.add(sequence)
             self._totals["new_tokens"] += len(tokens)
             sequence.times.deliveries.append((time.monotonic(), len(tokens)))
             logprobs = report.logprobs[row, new].tolist() if sequence.request.logprobs else None
@@ -538,6 +550,8 @@ class Engine:
         pages = self._scheduler.end(sequence, forget=has_failed)
         if has_failed and pages:
             self._executor.clear_pages(part, pages)
+        if self._rebalancer is not None and sequence.num_new:
+            self._rebalancer.add(sequence)
         del self._sequences[sequence.id]
         self._totals["requests"] += 1
         self._totals["aborted"] += reason in ("abort", "timeout")

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mtpjax.compat import library_settings
+from mtpjax.decoding.capacity import round_up_capacity
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.drafters.own_params import require_whole_trunk
 from mtpjax.decoding.generate import device_settings, make_state
@@ -30,10 +31,13 @@ from mtpjax.decoding.sampling import SamplingFeatures
 from mtpjax.decoding.sampling_params import temperatures
 from mtpjax.decoding.state import DecodeState, NewRows
 from mtpjax.models.cache import recurrent_entries, replace_recurrent_entries
+from mtpjax.models.expert_counts import expert_layers
+from mtpjax.models.expert_placement import STACKS, num_expert_devices, placement_tables
 from mtpjax.models.model import MTPModel
 from mtpjax.models.pages import NO_PAGE
 from mtpjax.serving import host_pages, programs
 from mtpjax.serving.calls import Call, DraftCall, Work
+from mtpjax.serving.expert_programs import count_experts, move_experts
 from mtpjax.serving.grammar import num_words
 from mtpjax.serving.host_pages import Outgoing, copy_in, copy_out
 from mtpjax.serving.page_pool import PagePool
@@ -109,10 +113,21 @@ class Executor:
         self.draft_params = self.own_draft_params
         if self.draft_params is None:
             self.draft_params = drafter.default_params(params, config, model=model)
+        self.num_expert_devices = 1 if mesh is None else num_expert_devices(params, mesh.shape)
+        if settings.rebalance_experts_every is not None:
+            self._check_rebalancing()
         self.num_compiled = 0  # programs
         self.compile_seconds = 0.0
         self.state = self._new_state()
         self.snapshots = self._new_snapshots()
+
+    def _check_rebalancing(self) -> None:
+        if not self.model.config.is_moe:
+            raise ValueError("the model has no routed experts that could be rebalanced")
+        if self.num_expert_devices == 1:
+            raise ValueError("experts are rebalanced between devices: use a mesh that splits them over data or expert")
+        if not all("placement" in self.params["trunk"][layer]["experts"] for layer in expert_layers(self.model.config)):
+            raise ValueError("experts can be rebalanced only after `place_all_layers`, which gives them slots")
 
     def reset(self) -> None:
         """Makes a state whose slots are all free. The old one is freed first: memory may not have room for two."""
@@ -299,6 +314,52 @@ class Executor:
         with self._on_device(score):
             return score_text(self.params, tokens, num_top, model=self.model, max_length=self.sizes.max_length)
 
+    def expert_placements(self) -> dict[str, np.ndarray]:
+        """Returns the expert in each slot, `[S]` int32, by layer."""
+        trunk = self.params["trunk"]
+        placements = {layer: trunk[layer]["experts"]["placement"] for layer in expert_layers(self.model.config)}
+        return {layer: np.asarray(tables["expert_of_slot"]) for layer, tables in placements.items()}
+
+    @property
+    def count_shape(self) -> tuple[int, int, int]:
+        """Texts `[P, b, T]` of a call that counts: as many tokens as the largest prefill call has."""
+        return self.sizes.num_parts, self.sizes.prefill_sizes[-1], self.spec.prefill_chunk
+
+    def count_experts(self, tokens: np.ndarray, lengths: np.ndarray) -> jax.Array:
+        """Counts the experts that texts choose.
+
+        Args:
+            tokens: `[P, b, T]` int32 right-padded texts, of the shape `count_shape`.
+            lengths: `[P, b]` int32; 0: no text.
+
+        Returns:
+            `[L, E]` int32 counts of each layer with experts, on the device.
+        """
+        capacity = round_up_capacity(tokens.shape[-1])
+        with self._on_device(count_experts):
+            return count_experts(self.params, tokens, lengths, model=self.model, capacity=capacity)
+
+    def move_experts(self, layer: str, expert_of_slot: np.ndarray) -> None:
+        """Gives the experts of a layer other slots. The arrays that had them before are deleted.
+
+        Args:
+            layer: name of a layer of the trunk.
+            expert_of_slot: `[S]` the expert in each slot.
+        """
+        trunk, config = self.params["trunk"], self.model.config
+        experts = trunk[layer]["experts"]
+        moving = {name: experts[name] for name in (*STACKS, "placement") if name in experts}
+        with self._on_device(move_experts):
+            moved = move_experts(moving, placement_tables(expert_of_slot, config.n_routed_experts), config=config)
+        self.params = {
+            **self.params,
+            "trunk": {**trunk, layer: {**trunk[layer], "experts": {**experts, **moved}}},
+        }
+        # Whoever made the engine may still hold the old ones: without this, the memory would hold both. A call that
+        # was dispatched before ends as it should.
+        for leaf in jax.tree.leaves(moving):
+            leaf.delete()
+
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Compiles every program that requests may need, on all cores.
 
@@ -307,6 +368,11 @@ class Executor:
         """
         sizes, width, begin = self.sizes, self.sizes.table_widths[-1], time.perf_counter()
         request = self.make_rows(Request(prompt=(0,), max_new_tokens=1))
+        # Moves come first: all later calls take what they return.
+        if self.settings.rebalance_experts_every is not None:
+            for layer, slots in self.expert_placements().items():
+                self.move_experts(layer, slots)
+            self.count_experts(np.zeros(self.count_shape, np.int32), np.zeros(self.count_shape[:-1], np.int32))
         # Every row is padding, so the calls change nothing.
         works: list[Work] = []
         for size in sizes.batch_sizes:

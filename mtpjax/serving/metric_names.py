@@ -50,6 +50,12 @@ GAUGES: dict[Names, Callable[[EngineStatus], float]] = {
     Names("spec_accept_rate", "spec_accept_rate", "", "Accepted drafts per proposed draft."): (
         lambda status: sum(status.accepted) / sum(status.proposed) if sum(status.proposed) else math.nan
     ),
+    Names(
+        "expert_imbalance_before", "", "", "Busiest device's expert load over the mean, before the last placement."
+    ): (lambda status: status.expert_imbalance[0]),
+    Names("expert_imbalance", "", "", "Busiest device's expert load over the mean, with the last placement."): (
+        lambda status: status.expert_imbalance[1]
+    ),
 }
 COUNTERS: dict[Names, Callable[[EngineStatus], float]] = {
     Names("prompt_tokens", "prompt_tokens", "prompt_tokens", "Tokens of prompts, prefilled or found in the cache."): (
@@ -77,6 +83,9 @@ COUNTERS: dict[Names, Callable[[EngineStatus], float]] = {
     ),
     Names("received_pages", "", "", "Pages of the prefix cache that came from a prefill server."): (
         lambda status: status.num_received_pages
+    ),
+    Names("num_rebalancings", "", "", "Times that the experts were placed anew."): (
+        lambda status: status.num_rebalancings
     ),
     Names("num_ticks", "", "", "Ticks of the scheduler that called the device."): lambda status: status.num_ticks,
     Names("compile", "", "", "Programs compiled since the engine was ready."): lambda status: status.num_compilations,

@@ -309,7 +309,7 @@ def draft_round(
         return _put(state, rows, batch, Features(plain=False)), draft
 
     state, draft = run_in_parts(draft_part, model.config, params, draft_params, state, batch, has_row_outputs=True)
-    return state, _in_every_process(draft)
+    return state, in_every_process(draft)
 
 
 @one_graph(donate_argnames=("state",), static_argnames=("model", "drafter", "spec", "depth"))
@@ -443,9 +443,9 @@ def _report(state: DecodeState, batch: Batch, before: jax.Array, max_new: int, d
         **{name: take(getattr(state, name)) for name in ("done", "stopped", "failed", "steps", "proposed", "accepted")},
         num_final=num_final,
     )
-    return _in_every_process(PackedReport.pack(report))
+    return in_every_process(PackedReport.pack(report))
 
 
-def _in_every_process(tree: Any) -> Any:
+def in_every_process(tree: Any) -> Any:
     """Gives every process whole arrays, since process 0 reads them. One process can read all parts anyway."""
     return tree if jax.process_count() == 1 else jax.lax.with_sharding_constraint(tree, PartitionSpec())

@@ -1,6 +1,7 @@
 """What goes into the engine and comes out of it: requests, the tokens of a tick, and how a request ended."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Literal
 
@@ -144,6 +145,9 @@ class EngineStatus:
         accepted: per draft level, passes that accepted it.
         num_compilations: programs compiled since the engine was ready.
         compile_seconds: time that compiling took, at the start and since.
+        num_rebalancings: times that experts were placed anew.
+        expert_imbalance: load of the busiest device over the mean, before and after the newest placement, as in
+            `ExpertRebalancer`; nan: the experts stay, or were not counted yet.
     """
 
     num_running: int = 0
@@ -167,6 +171,8 @@ class EngineStatus:
     accepted: tuple[int, ...] = ()
     num_compilations: int = 0
     compile_seconds: float = 0.0
+    num_rebalancings: int = 0
+    expert_imbalance: tuple[float, float] = (math.nan, math.nan)
 
     @property
     def accept_length(self) -> float:

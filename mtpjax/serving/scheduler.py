@@ -44,6 +44,7 @@ class Sequence:
         is_resumed: it decoded before, so prefill ends with a token that was delivered already.
         has_ended: its end was delivered.
         num_cached: tokens of its prompt that the prefix cache held when it first entered.
+        num_kept: tokens of its text that were kept for the counts of `ExpertRebalancer`.
         counts: verification passes since it last entered, then per draft level proposed and accepted drafts.
         totals: the same since it arrived.
     """
@@ -69,6 +70,7 @@ class Sequence:
     is_resumed: bool = False
     has_ended: bool = False
     num_cached: int | None = None
+    num_kept: int = 0
     counts: np.ndarray | int = 0
     totals: np.ndarray | int = 0
 

@@ -37,6 +37,9 @@ class EngineSettings:
             None: four per slot. Of no effect for other models.
         host_bytes: memory of the host for pages of the prefix cache whose place is needed; 0: none. One device only.
         grammars: compiles the grammars of requests; None: requests have none.
+        rebalance_experts_every: ticks after which the experts are placed anew on a mesh that splits them, by how often
+            texts choose them; None: they stay. The parameters have placements (`place_all_layers`), and the engine
+            then owns them: it deletes arrays of experts that it has moved.
     """
 
     num_slots: int = 8
@@ -57,6 +60,7 @@ class EngineSettings:
     num_snapshots: int | None = None
     host_bytes: int = 0
     grammars: Grammars | None = None
+    rebalance_experts_every: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,7 +126,8 @@ def resolve_sizes(
     Raises:
         ValueError: for sizes below their minimum, or that the mesh does not divide.
     """
-    for name in ("num_slots", "page_size", "num_pages", "prefill_tokens", "rounds_per_call", "max_waiting"):
+    sizes_from_1 = ("num_slots", "page_size", "num_pages", "prefill_tokens", "rounds_per_call", "max_waiting")
+    for name in (*sizes_from_1, "rebalance_experts_every"):
         value = getattr(settings, name)
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")

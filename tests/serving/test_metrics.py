@@ -33,6 +33,8 @@ STATUS = EngineStatus(
     num_failed=1,
     num_nan_logits=1,
     compile_seconds=12.5,
+    num_rebalancings=3,
+    expert_imbalance=(1.8, 1.1),
     num_steps=200,
     proposed=(200, 180),
     accepted=(100, 30),
@@ -69,6 +71,13 @@ def test_status_is_read_at_scrape_time():
     assert after["mtpjax:spec_accept_rate", ()] == pytest.approx(130 / 380)
     assert after["mtpjax:generation_tokens_total", ()] == 330
     assert after["mtpjax:token_usage", ()] == 0.25 and after["mtpjax:kv_used_tokens", ()] == 400
+
+
+def test_placements_of_experts_are_counted(metrics):
+    samples = read_back(metrics)
+    assert samples["mtpjax:num_rebalancings_total", ()] == 3
+    assert (samples["mtpjax:expert_imbalance_before", ()], samples["mtpjax:expert_imbalance", ()]) == (1.8, 1.1)
+    assert ("mtpjax:expert_imbalance", ()) not in read_back(Metrics(EngineStatus, model_name="tiny"))
 
 
 def test_faults_and_compiling_are_counted(metrics):

@@ -167,3 +167,24 @@ def test_processes_with_other_flags_or_another_checkpoint_do_not_start(start, ch
     server = start(checkpoint, "--mesh", "tensor=4", of_follower=["--model", str(tmp_path / "other")])
     assert server.wait(120) == [2, 2]
     assert any("another checkpoint" in line for line in server.said(1)), server.lines
+
+
+def test_experts_move_in_all_processes(start, small, tmp_path):
+    from mtpjax.io.checkpoint import save_model
+
+    save_model(tmp_path / "model", *small("latent", "mixed", vocab_size=256))
+    flags = ["--mesh", "data=2,expert=2", "--precompile-bs-paddings", "2"]
+    flags += ["--enable-eplb", "--eplb-rebalance-num-iterations", "3", "--ep-num-redundant-experts", "4"]
+    server = start(tmp_path / "model", *flags).wait_until_ready()
+    model, params = load(tmp_path / "model")
+    config = DecodeConfig(num_steps=1, max_new_tokens=60, acceptance="greedy")
+    for number in range(4):
+        prompt = [1 + number, 7, 9] * (1 + number)
+        sampling = {"temperature": 0, "max_new_tokens": 60, "ignore_eos": True}
+        tokens = server.post("/generate", input_ids=prompt, sampling_params=sampling)["output_ids"]
+        assert tokens == speculative_generate(params, [prompt], model=model, config=config).rows()[0]
+    info = httpx.get(f"{server.url}/server_info").json()["internal_states"][0]
+    assert info["num_rebalancings"] >= 1, info
+    assert server.num_compilations() == 0
+    server.processes[0].send_signal(signal.SIGTERM)
+    assert server.wait(30) == [0, 0], server.lines

@@ -74,15 +74,17 @@ def admin_router(server: ApiServer) -> APIRouter:
     async def server_info() -> dict[str, Any]:
         """Describes the server: its settings, its load, and the mean tokens per verification pass."""
         status = engine.status()
-        length = status.accept_length
+        or_none = lambda value: None if math.isnan(value) else value
         state = {
-            "avg_spec_accept_length": None if math.isnan(length) else length,
+            "avg_spec_accept_length": or_none(status.accept_length),
             "num_running_reqs": status.num_running,
             "num_queue_reqs": status.num_waiting,
             "max_running_requests": status.num_slots,
             "token_usage": status.num_used_pages / status.num_pages if status.num_pages else 0.0,
             "accepted_per_level": list(status.accepted),
             "proposed_per_level": list(status.proposed),
+            "num_rebalancings": status.num_rebalancings,
+            "expert_imbalance": or_none(status.expert_imbalance[1]),
         }
         info = {"served_model_name": settings.model_name, "version": __version__, "context_length": engine.max_length}
         return {**settings.server_info, **info, "internal_states": [state]}

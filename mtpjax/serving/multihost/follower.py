@@ -42,6 +42,10 @@ class FollowerExecutor(Executor):
         elif name == "score":
             tokens, num_top = arguments
             self.score(list(tokens), num_top)
+        elif name == "count_experts":
+            self.count_experts(*arguments)
+        elif name == "move_experts":
+            self.move_experts(*arguments)
         elif name == "copy_snapshots":
             slots, rows, to_state = arguments
             self.copy_snapshots(slots, rows, to_state=to_state)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 
 from mtpjax.serving.calls import Work
@@ -38,6 +39,18 @@ class LeaderExecutor(Executor):
         if not self._is_warming_up:
             self._followers.send(encode("copy_snapshots", slots, rows, to_state))
         super().copy_snapshots(slots, rows, to_state=to_state)
+
+    def count_experts(self, tokens: np.ndarray, lengths: np.ndarray) -> jax.Array:
+        """Counts the experts that texts choose; see `Executor.count_experts`."""
+        if not self._is_warming_up:
+            self._followers.send(encode("count_experts", tokens, lengths))
+        return super().count_experts(tokens, lengths)
+
+    def move_experts(self, layer: str, expert_of_slot: np.ndarray) -> None:
+        """Gives the experts of a layer other slots; see `Executor.move_experts`."""
+        if not self._is_warming_up:
+            self._followers.send(encode("move_experts", layer, expert_of_slot))
+        super().move_experts(layer, expert_of_slot)
 
     def score(self, tokens: list[int], num_top: int) -> Scores:
         """Computes the log-probabilities of a text; see `Executor.score`."""

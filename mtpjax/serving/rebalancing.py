@@ -1,0 +1,108 @@
+"""Places a running model's experts anew, by how often its own texts choose them (SGLang's `--enable-eplb`).
+
+Rounds and prefill are the same with and without it. Instead of counting in them, the engine keeps the newest tokens of
+its texts, and from time to time one more call runs the trunk over a block of them and counts the experts that they
+choose. Every so many ticks, each layer whose busiest device would get clearly less work with another placement gets
+that placement, one layer per tick. A copy has the weights of its expert, so texts do not change.
+"""
+
+import collections
+import logging
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from mtpjax.models.expert_placement import Placement, place_experts
+from mtpjax.serving.executor import Executor
+from mtpjax.serving.scheduler import Sequence
+
+BLOCKS_PER_PLACEMENT = 8  # blocks of tokens that are counted between two placements
+# A layer keeps its placement unless the busiest device's load falls by this share: counts are of a sample of the
+# tokens, and a placement fits its sample better than the tokens that follow.
+MIN_GAIN = 0.05
+
+_log = logging.getLogger(__name__)
+
+
+class ExpertRebalancer:
+    """Counts the experts that texts choose, and places the experts anew. All calls come from the engine's thread.
+
+    Args:
+        executor: runs the calls.
+        every: ticks between two placements.
+
+    Attributes:
+        num_rebalancings: times that the experts of at least one layer were placed anew.
+        imbalance: load of the busiest device over the mean, as a mean over the layers, by the newest counts: with the
+            placement before, and with that after. nan: nothing was counted yet.
+    """
+
+    def __init__(self, executor: Executor, every: int):
+        self._executor, self._every = executor, every
+        self._shape = executor.count_shape
+        self._texts: collections.deque[list[int]] = collections.deque(maxlen=math.prod(self._shape[:2]))
+        self._counts: list[Any] = []  # [L, E] each, on the device
+        self._placements = executor.expert_placements()
+        self._waiting: collections.deque[tuple[str, np.ndarray]] = collections.deque()  # layers to place, their counts
+        self._changes: list[tuple[float, float]] = []  # imbalance of each layer that was placed, before and after
+        self._num_ticks = self.num_rebalancings = 0
+        self.imbalance = math.nan, math.nan
+
+    def add(self, sequence: Sequence) -> None:
+        """Keeps the tokens of a text that were not kept yet: whole rows of a block, and the rest when it has ended."""
+        text, width = sequence.text, self._shape[-1]
+        while len(text) - sequence.num_kept >= (1 if sequence.has_ended else width):
+            row = text[sequence.num_kept : sequence.num_kept + width]
+            self._texts.append(row)
+            sequence.num_kept += len(row)
+
+    def tick(self) -> None:
+        """Dispatches the calls of a tick: none, a count, or the move of one layer."""
+        self._num_ticks += 1
+        # 1. The next layer, until all have a placement by the newest counts.
+        if self._waiting:
+            self._place_layer(*self._waiting.popleft())
+        elif self._num_ticks % self._every == 0 and self._counts:
+            # Reading waits only if `every` is small: these calls were dispatched many ticks ago.
+            counts, self._counts = self._counts, []
+            self._waiting.extend(zip(self._placements, np.sum(jax.device_get(counts), axis=0), strict=True))
+        # 2. Another block of tokens for the next placement.
+        if self._num_ticks % max(self._every // BLOCKS_PER_PLACEMENT, 1) == 0 and self._texts:
+            self._count()
+
+    def _count(self) -> None:
+        """Counts the experts that the kept tokens choose."""
+        tokens, lengths = np.zeros(self._shape, np.int32), np.zeros(self._shape[:2], np.int32)
+        for place, text in zip(np.ndindex(lengths.shape), self._texts, strict=False):
+            tokens[place][: len(text)], lengths[place] = text, len(text)
+        self._texts.clear()
+        self._counts.append(self._executor.count_experts(tokens, lengths))
+
+    def _place_layer(self, layer: str, counts: np.ndarray) -> None:
+        """Places the experts of a layer anew, if that is better."""
+        slots, num_devices = self._placements[layer], self._executor.num_expert_devices
+        now = Placement.measured(slots, counts, num_devices)
+        after = place_experts(counts, num_devices, len(slots))
+        # A small gain may be chance, and is not worth the move.
+        if after.imbalance > (1 - MIN_GAIN) * now.imbalance:
+            after = now
+        else:
+            self._executor.move_experts(layer, after.expert_of_slot)
+            self._placements[layer] = after.expert_of_slot
+        self._changes.append((now.imbalance, after.imbalance))
+        if not self._waiting:
+            self._finish()
+
+    def _finish(self) -> None:
+        """Records what a placement of all layers has changed."""
+        changes, self._changes = self._changes, []
+        num_moved = sum(before != after for before, after in changes)
+        before, after = np.mean(changes, axis=0).tolist()
+        self.imbalance = before, after
+        self.num_rebalancings += num_moved > 0
+        _log.info(
+            "placed the experts of %d of %d layers anew: the busiest device had %.2f times the mean load, now %.2f",
+            *(num_moved, len(changes), before, after),
+        )
