@@ -1,5 +1,7 @@
 """The engine on a mesh: the tokens of one device, with slots and pages in every part of `data`."""
 
+import dataclasses
+
 import pytest
 
 from mtpjax import DecodeConfig, compat
@@ -26,7 +28,8 @@ def test_an_engine_on_a_mesh_gives_the_tokens_of_one_device(small, attention, si
     model, params = small(attention, vocab_size=64)
     mesh = compat.make_mesh(sizes)
     mesh_model, mesh_params = shard_for_decoding(model, params, mesh)
-    engine = Engine(mesh_params, model=mesh_model, config=CONFIG, settings=SETTINGS)
+    settings = dataclasses.replace(SETTINGS, batch_sizes=(4 // sizes.get("data", 1),))
+    engine = Engine(mesh_params, model=mesh_model, config=CONFIG, settings=settings)
     engine.warm_up()
     engine.start()
     requests = list(random_requests(8, 16, prompt_length=(1, 12), new_tokens=(1, 26), prefixes=[list(range(18))]))
