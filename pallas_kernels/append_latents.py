@@ -43,16 +43,16 @@ def append_latents(
     k_rope]`. Not differentiable: for passes with a cache.
 
     Args:
-        queries: [B, T, N, C + P], of each head content and a part to be rotated.
-        latents: [B, T, R + P], the latent and a key to be rotated, which all heads share.
+        queries: [B, T, N, C + P], for each head its content, then the part that is rotated.
+        latents: [B, T, R + P], the latent, then the key that is rotated, which all heads share.
         norm: [R] scale of the latent's RMSNorm.
         key_up: [N, C, R] in the dtype of the queries.
         angles: Cosines and sines [B, T, P / 2] float32.
         cache: [B, S, R + P]. The caller no longer uses it.
         start: [B] int32 slot of each row's first token. All T slots from there on must exist.
         places: For a cache in pages, [P, size, R + P]: each token's page and its place there, both [B, T] int32;
-            `start` is not read, and what has a page outside of the pool is dropped. None: the cache is contiguous.
-        eps: Of the norm.
+            `start` is not read, and entries whose page is outside the pool are dropped. None: the cache is contiguous.
+        eps: Added to the mean square in the norm.
         interleaved: Rotated pairs are channels (2j, 2j+1); False: channels (j, j+P/2).
         implementation: "xla" (the reference), "triton" (the kernel, on CUDA and ROCm), "interpreted" (the kernel in
             Pallas's interpreter, on any machine) or "auto"; see `pallas_kernels.dispatch`. More than 64 rows always run

@@ -1,7 +1,7 @@
 """A few rows through the gate and up matrices of SwiGLU: op, kernel, reference.
 
-Limit: the bytes of the matrices. A program multiplies by the same columns of gate and up, so SwiGLU needs neither a
-launch of its own nor the products in memory.
+Limit: the bytes of the matrices. A program multiplies by the same columns of gate and up, so SwiGLU needs no launch of
+its own, and the products stay out of memory.
 """
 
 import functools

@@ -222,7 +222,7 @@ def _head_top_k_kernel(
     is_transposed,
     place,
 ):
-    """hidden_ref [block_rows, D] and a block of columns of the head -> values_ref and indices_ref [block_rows, k].
+    """Finds the k best of a block of columns: hidden_ref [block_rows, D] -> values_ref, indices_ref [block_rows, k].
 
     sums_ref [block_rows] is the sum of exp(logit - largest logit of the block), float32.
     """

@@ -29,7 +29,7 @@ def make_call(op: str, shape: Shape) -> Call | None:
 
     Args:
         op: Name of the op.
-        shape: What the op gives to `choose`.
+        shape: The shape that the op gives to `choose`.
 
     Returns:
         A function of arrays, which takes `implementation`, and the arrays; None for an op without a form here.
@@ -48,7 +48,7 @@ def difference_from_xla(op: str, shape: Shape, implementation: str) -> float:
 
     Args:
         op: Name of the op.
-        shape: What the op gives to `choose`.
+        shape: The shape that the op gives to `choose`.
         implementation: One of the op.
 
     Returns:
@@ -111,7 +111,7 @@ def _experts(shape, keys) -> Call:
 
 
 def _attention(op, shape, keys) -> Call:
-    """Queries of one head each, so that `verify_attention` takes them as tokens; the cost depends on their product."""
+    """Makes queries of one head each, so `verify_attention` takes them as tokens; the cost depends on their product."""
     B, K, S, H = (shape[name] for name in ("batch", "heads", "slots", "width"))
     is_prefill = op is prefill_attention
     tokens = shape["queries"] if is_prefill else next(t for t in range(16, 0, -1) if shape["queries"] % t == 0)

@@ -22,7 +22,7 @@ from pallas_kernels.partial_sums import PartialSums, load_sum
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Routing:
-    """How experts are chosen (DeepSeek-V3, 2412.19437, section 2.1.2).
+    """The rule by which tokens choose experts (DeepSeek-V3, 2412.19437, section 2.1.2).
 
     Attributes:
         k: Experts per token.
@@ -54,7 +54,7 @@ def route_tokens(
         x: [n, D] floating.
         router: [D, E] floating.
         bias: [E] floating, or None.
-        routing: How experts are chosen.
+        routing: The rule by which tokens choose experts.
         is_used: [n] bool; other tokens choose no experts, so their ids are E. None: all tokens are used.
         implementation: "xla" (the reference), "triton" (the kernels, on CUDA and ROCm), "interpreted" (the kernels in
             Pallas's interpreter, on any machine) or "auto"; see `pallas_kernels.dispatch`. More than 64 rows always run
@@ -95,7 +95,7 @@ def difference_from_reference(implementation: str, *, dtype, routing: Routing, h
     Args:
         implementation: One of `route_tokens`.
         dtype: Dtype of x.
-        routing: How experts are chosen.
+        routing: The rule by which tokens choose experts.
         has_bias: With a bias.
 
     Returns:
@@ -121,7 +121,7 @@ def select_experts_reference(logits, bias, routing: Routing) -> tuple[jax.Array,
     Args:
         logits: [n, E] float32.
         bias: [E] floating, or None.
-        routing: How experts are chosen.
+        routing: The rule by which tokens choose experts.
 
     Returns:
         Ids [n, k] int32 and weights [n, k] float32.

@@ -21,7 +21,7 @@ def check_matrix(x, weights, scales, block: int, *, layout: str = "[D, F]", mult
         weights: [D, F].
         scales: [ceil(D / block), F] or None.
         block: Number of neighbouring inputs that share a scale.
-        layout: What the error calls the weights' shape.
+        layout: The weights' shape in the words of the error.
         multiple: F must be a multiple of it.
     """
     if x.ndim == 0 or weights.ndim != 2 or x.shape[-1] != weights.shape[0] or weights.shape[1] % multiple:
@@ -41,7 +41,7 @@ def choose_for_few_rows(
     check: Callable[[str], float],
     has_jax_triton_form: bool = False,
 ) -> str:
-    """Returns the implementation that an op runs: "xla" where there are more rows than the kernels take, or none.
+    """Returns the implementation that an op runs: "xla" for no rows, or for more rows than the kernels take.
 
     Args:
         op: Name of the op.

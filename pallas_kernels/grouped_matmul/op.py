@@ -65,9 +65,9 @@ def grouped_matmul(
         [n, D] in x's dtype.
 
     Raises:
-        ValueError: The implementation is unknown, shapes or dtypes do not fit, a gradient of fp8 kernels was requested,
-            or the kernels were requested for another dtype of x, or for fp8 with odd D or F or a block that is not a
-            multiple of 16.
+        ValueError: The implementation is unknown, shapes or dtypes do not fit, or a gradient of fp8 kernels was
+            requested. Or the kernels were requested for another dtype of x, or for fp8 with odd D or F or a block that
+            is not a multiple of 16.
     """
     _check(x, ids, weights, gate_up, down, gate_up_scales, down_scales, block)
     E, D, _, F = gate_up.shape
