@@ -1,4 +1,4 @@
-"""The drafters of an ablation: MTP modules, n-gram lookup, and drafters in files of their own."""
+"""The drafters of an ablation: MTP modules, n-gram lookup, and drafters with their own files."""
 
 import dataclasses
 import hashlib
@@ -44,11 +44,11 @@ class DraftMethod:
     """A drafter of an ablation.
 
     Attributes:
-        name: its name in tables, which is that of its folder where it has one.
-        drafter: what drafts, as in `DecodeConfig`.
+        name: its name in tables: that of its folder, if it has one.
+        drafter: the drafter, as in `DecodeConfig`.
         params: its parameters, if it has its own.
-        path: the folder or repository that it was read from; None: it has none.
-        digest: of its architecture and parameters; "": it has none of its own.
+        path: the folder or repository that it was read from; None: it has no files.
+        digest: of its architecture and parameters; "": it has no parameters of its own.
         training: what training it cost, if its files are a training run.
     """
 
@@ -106,7 +106,7 @@ def load_methods(
             trunk.
         CheckpointError: the files of a drafter are damaged, missing or not supported.
     """
-    # 1. Drop duplicates, and refuse what cannot draft for any setting.
+    # 1. Drop duplicates, and reject drafters that cannot run under any setting.
     values = tuple(dict.fromkeys(NAMES.get(value, value) for value in values))
     if not values:
         raise ValueError("drafters is empty")
@@ -130,7 +130,7 @@ def load_methods(
 
 
 def short_names(paths: Sequence[str]) -> dict[str, str]:
-    """Shortens paths to as many of their last parts as tell them apart from each other, and from "mtp" and "lookup".
+    """Shortens paths to the fewest last parts by which they differ from each other, and from "mtp" and "lookup".
 
     Args:
         paths: different paths.
@@ -157,7 +157,7 @@ def drafter_digest(drafter: Drafter, params: Any) -> str:
     Returns:
         16 hexadecimal digits.
     """
-    # The drafter is a frozen dataclass of plain values, so its text says all of them.
+    # The drafter is a frozen dataclass of plain values, so its text holds all of them.
     digest = hashlib.sha256(repr(drafter).encode())
     # The bytes alone would not tell a bfloat16 array from a float32 one of half the size.
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -180,7 +180,7 @@ def read_training_cost(folder) -> TrainingCost | None:
     folder = folder.parent if folder.name in (DRAFTER_FOLDER, CHECKPOINT_FOLDER) else folder
     try:
         settings = read_json_file(folder / SETTINGS_FILE, max_bytes=MAX_SETTINGS_BYTES)["settings"]
-        # A run that trained trunk and modules together cannot tell the cost of the modules.
+        # A run that trained trunk and modules together does not show the cost of the modules.
         if settings["trains"] != "modules":
             return None
         tokens_per_update = int(settings["batch_size"]) * int(settings["row_length"])

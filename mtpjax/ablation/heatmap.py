@@ -68,7 +68,7 @@ def _draw_panel(axis, title: str, rows, *, depths, trees, drafters, colours, nor
     import matplotlib.patches
 
     grid = {(_line(row, drafters), row["cell"]["num_steps"]): row for row in rows}
-    # A ratio that cannot be trusted is the best only where all are of that kind.
+    # A ratio that cannot be trusted is the best only if none can be.
     best = max(rows, key=lambda row: (not row.get("problem"), row["ratio"]["value"]))
     # Combinations that were not measured are nan, which the colour map shows in grey.
     values = [[grid[t, d]["ratio"]["value"] if (t, d) in grid else float("nan") for d in depths] for t in trees]
@@ -107,7 +107,8 @@ def cell_texts(row: Row) -> tuple[str, str, str]:
         row: a row of `cells.jsonl`.
 
     Returns:
-        The ratio to plain decoding, with a question mark if it cannot be trusted; its 95 % interval; the accept length.
+        The ratio to plain decoding (with a question mark if it cannot be trusted), its 95 % interval, the accept
+        length.
     """
     ratio, length = row["ratio"], row["accept_length"]["value"]
     mark = ", DIFFERS" if row["lossless"] == "DIFFERS" else ""
@@ -126,7 +127,7 @@ def _line(row: dict[str, Any], drafters: list[str]) -> Line:
 
 
 def _line_label(line: Line, drafters: list[str]) -> str:
-    """Names a line of the heat map; the drafter only where there are several."""
+    """Names a line of the heat map; names the drafter only if there are several."""
     tree = "chain" if line.topk == 1 else f"topk {line.topk}"
     tree += f", {line.num_nodes} nodes" if line.num_nodes else ""
     return (f"{drafters[line.drafter]}\n" if len(drafters) > 1 else "") + f"{tree}\n{line.rule}"

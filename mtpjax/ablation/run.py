@@ -114,12 +114,12 @@ def run_cells(
     Returns:
         The rows that exist, in the order of `cells`, and whether they are complete; Ctrl-C ends the run early.
     """
-    # Of two lines with the same fingerprint the newer one counts.
+    # If two lines have the same fingerprint, the newer one counts.
     known_rows = {row["fingerprint"]: row for row in writer.resume(required=("fingerprint",))}
     about = (bench.settings, bench.workload, environment)
     fingerprints = {cell: fingerprint(cell, *about, bench.method(cell)) for cell in cells}
     rows = {cell: known_rows[fingerprints[cell]] for cell in cells if fingerprints[cell] in known_rows}
-    # A fingerprint vouches for the settings, not for the rest of a line that somebody edited.
+    # A fingerprint covers the settings, but not the rest of a line, which somebody may have edited.
     for cell in [cell for cell, row in rows.items() if not is_whole(row, cell)]:
         log(f"{cell.name}: its line in {writer.path} is damaged and measured again")
         del rows[cell]

@@ -124,8 +124,8 @@ def _generate_on(mesh, options, settings: dict[str, Any]) -> int:
         "sampling": sampling_params(options, len(prompts)),
     }
     result = speculative_generate(params, prompts, **decode_arguments, draft_params=draft_params)
-    # The text goes to stdout, everything about it to stderr, so that the text can be piped. Of several processes, which
-    # all have the text, one prints.
+    # The text goes to stdout, everything about it to stderr, so that the text can be piped. All processes have the
+    # text, and one prints it.
     prints = is_main_process()
     if prints:
         for text, tokens, origins in zip(options.prompt, result.rows(), result.origins, strict=True):

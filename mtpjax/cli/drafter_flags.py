@@ -1,4 +1,4 @@
-"""Flags for a drafter in files of its own (EAGLE-3, Medusa, DFlash, DSpark), by SGLang's names. Imports no JAX."""
+"""Flags for a drafter with its own files (EAGLE-3, Medusa, DFlash, DSpark), by SGLang's names. Imports no JAX."""
 
 import dataclasses
 from typing import Any
@@ -78,7 +78,7 @@ def add_reading_flags(parser) -> None:
 
 
 def name_of_drafter(drafter: Any) -> str:
-    """Returns SGLang's name of a drafter in files of its own."""
+    """Returns SGLang's name of a drafter with its own files."""
     return next(name for name, of in ALGORITHMS.items() if of == type(drafter).__name__)
 
 

@@ -342,7 +342,7 @@ def _eval_acceptance_on(mesh, options) -> int:
     identical = int(acceptance.is_identical.sum())
     is_compared = not options.temperature or config.acceptance == "sample"
     code = 4 if is_compared and identical < len(prompts) else 0
-    # Of several processes, which all have the figures, one writes and prints them.
+    # All processes have the figures, and one writes and prints them.
     if not is_main_process():
         return code
     # The file also records the settings, so that two files can be compared.

@@ -79,7 +79,7 @@ def read_model(path: str, family: str | None):
         family: the family to read a Hugging Face directory as, or None.
 
     Returns:
-        The config, and the shapes of the parameters as they are stored; None for a preset, which nobody stored.
+        The config, and the shapes of the parameters as they are stored; None for a preset, which has no files.
     """
     from conversion.hf_config import parse_config
     from mtpjax.evaluation.compiled_call import stored_shapes
@@ -99,7 +99,7 @@ def read_model(path: str, family: str | None):
 
 
 def _bytes_of_weight(params) -> float:
-    """Returns the bytes of a number in the mean; scales of fp8 blocks are bytes of their weight."""
+    """Returns the mean bytes per weight; scales of fp8 blocks count as bytes of their weights."""
     import math
 
     import jax

@@ -12,7 +12,7 @@ def add_tune(commands) -> None:
     """Adds the command and its flags to the subcommands of the `mtpjax` parser."""
     tune = command_parser(
         "Measure on this GPU whether each kernel or XLA is faster at the shapes that a model uses when it decodes. "
-        "The implementation 'auto' then goes by these times, which are kept in the user's cache folder, for this "
+        "The implementation 'auto' then chooses by these times, which are kept in the user's cache folder, for this "
         "kind of device, version of JAX and version of the kernels. Each time is kept as soon as it is measured: run "
         "the same command again to continue."
     )
@@ -30,7 +30,7 @@ def add_tune(commands) -> None:
 
 
 def run_tune(options) -> int:
-    """Measures what is not measured yet, and returns the exit code."""
+    """Measures the shapes that have no times yet, and returns the exit code."""
     set_threads(options.model_path)
     import jax
     import rich.console
