@@ -1,6 +1,6 @@
 """Compiles the decoding call of a model from shapes alone, for H100s on a mesh: memory, collectives and kernels.
 
-Nothing runs, and no GPU is needed (`mtpjax.compat.h100_devices` says what is).
+Nothing runs, and no GPU is needed; `mtpjax.compat.h100_devices` names the packages that are.
 """
 
 import collections
@@ -43,8 +43,8 @@ class Compiled:
 
     Attributes:
         arguments: bytes per device of weights and state.
-        temp: bytes per device besides.
-        collectives: how often each (operation, shapes, place in the program) stands in the module.
+        temp: bytes per device of temporary memory.
+        collectives: number of occurrences of each (operation, shapes, place in the program).
         kernels: Triton calls in the module.
         seconds: CPU seconds of the compilation.
     """
@@ -146,7 +146,7 @@ def compile_call(
         devices: `jax.Device`s of the mesh; None: H100s, which need not exist.
 
     Returns:
-        What the compiled module needs.
+        Memory, collectives and kernels of the compiled module.
 
     Raises:
         RuntimeError: the CUDA plug-in is missing.
@@ -193,7 +193,7 @@ def find_collectives(text: str) -> dict[tuple[str, str, str], int]:
         text: the module's text.
 
     Returns:
-        How often each (operation, shapes, place) stands in it.
+        The number of occurrences of each (operation, shapes, place).
     """
     found: collections.Counter[tuple[str, str, str]] = collections.Counter()
     for line in text.splitlines():

@@ -48,11 +48,11 @@ class Comparison:
     compiled: dict[str, float] | None = None
 
     def speedup(self, candidate: Candidate) -> float:
-        """Predicted speed-up of drafts over plain decoding."""
+        """Returns the predicted speed-up of drafts over plain decoding."""
         return self.accept_length * candidate.plain.seconds / candidate.drafted.seconds
 
     def tokens_per_second(self, candidate: Candidate) -> float:
-        """Predicted tokens a second of all rows that were asked for, with drafts."""
+        """Returns the predicted tokens per second of all requested rows, with drafts."""
         return self.rows * self.accept_length / candidate.drafted.seconds
 
     def to_json(self) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def compare_meshes(
                 config, params, sizes, rows=rows, slots=slots, num_steps=num_steps, prefill_chunk=prefill_chunk
             )
         except ValueError as error:
-            # Wrong numbers are wrong on every mesh.
+            # Leave out only meshes that do not divide the model. Other errors hold for every mesh.
             if len(meshes) == 1 or "does not divide" not in str(error):
                 raise
             excluded.append((dict(sizes), str(error)))

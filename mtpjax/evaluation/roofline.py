@@ -65,7 +65,7 @@ LAUNCHES_PER_LEVEL = 14  # of a draft level, beside the module's layer
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What one part of a round needs.
+    """The bytes and operations of one part of a round.
 
     Attributes:
         name: "weights" (of the trunk, without experts and head), "experts", "head", "cache" or "MTP modules".
@@ -207,7 +207,7 @@ def weights_of(config: ModelConfig, *, weight_bytes: float = 2.0) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What a device has of a model and a batch.
+    """A device's share of a model and a batch.
 
     Attributes:
         elements: numbers in its weights, by group: "trunk" and "module" (layers without routed experts), "trunk
@@ -230,7 +230,7 @@ def parts_of_round(config: ModelConfig, work: Work, context: int, num_steps: int
 
     Args:
         config: the model's config.
-        work: what the device has.
+        work: the device's share.
         context: tokens in each row's KV cache.
         num_steps: draft levels; 0 is plain decoding.
 

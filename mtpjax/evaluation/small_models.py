@@ -34,7 +34,7 @@ def small_config(attention: str = "grouped", **changes) -> ModelConfig:
             "hybrid" (linear and gated full attention, experts with a gated shared expert), "sliding" (a window of 5
             positions with sinks in two layers and the modules, values narrower than keys) or "clamped" (a window of 3
             in one layer, gates per head, sinks and biases, clamped experts with biases).
-        **changes: fields of `ModelConfig` to set otherwise.
+        **changes: fields of `ModelConfig` to change.
 
     Returns:
         The configuration.

@@ -45,7 +45,7 @@ def empty_cache(
         kinds: kind of each layer: `config.trunk_kinds`, or `(config.mtp_kind,)` for an MTP module.
         batch: rows, B.
         capacity: slots, S.
-        dtype: dtype of the activations. Of a recurrent layer the inputs of its convolution have it; its state is
+        dtype: dtype of the activations. In a recurrent layer it is that of the convolution's inputs; the state is
             float32.
         kv_dtype: dtype of keys, values and latents; None: `dtype`.
         pool: number of pages and positions per page, of attention layers in pages; None: contiguous rows.

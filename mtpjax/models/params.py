@@ -1,4 +1,4 @@
-"""Parameters of a model: draw them, describe them, add MTP modules, and tell whose they are."""
+"""Parameters of a model: draw them, describe them, add MTP modules, and find which belong to the modules."""
 
 import dataclasses
 import functools
