@@ -134,8 +134,7 @@ def fingerprint(
     """Computes the digest of the data that a run reads; a resumed run compares it.
 
     It covers kind, field, weight and files (relative paths, sizes, contents) of each source in order, the tokenizer,
-    and the size of the vocabulary, which decides which documents are skipped. The location of the folder is not part of
-    it.
+    and the size of the vocabulary, which decides which documents are skipped. The folder's location does not count.
 
     Args:
         sources: the sources.

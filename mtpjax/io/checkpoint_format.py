@@ -79,8 +79,7 @@ def checkpoint_digest(path: pathlib.Path) -> str:
         A hexadecimal sha256: over the digests of an mtpjax checkpoint, or over the configuration, the index and the
         file sizes of a Hugging Face directory.
     """
-    # Digests of an mtpjax checkpoint cover its weights. A Hugging Face directory has no digests, so file sizes replace
-    # them.
+    # Digests of an mtpjax checkpoint cover its weights. A Hugging Face directory has file sizes instead.
     described = [path / name for name in (DIGESTS_FILE, CONFIG_FILE, "model.safetensors.index.json")]
     whole = hashlib.sha256(b"".join(file.read_bytes() for file in described if file.is_file()))
     # A GGUF file has its metadata at its beginning: hash that, and the size.

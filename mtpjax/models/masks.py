@@ -82,8 +82,7 @@ class TreeSlots(flax.struct.PyTreeNode):
 
 
 class Recycled(flax.struct.PyTreeNode):
-    """Keys of a recycled MTP depth in a full pass: row i attends to `base` up to i, and to entry i of every level
-    since.
+    """Keys of a recycled MTP depth in a full pass: row i attends to `base` up to i, and entry i of later levels.
 
     Decoding attends to the same: true entries of the prefix, then the draft's own (the training-time test of EAGLE-3,
     2503.01840).

@@ -26,7 +26,7 @@ from mtpjax.serving.request import Request
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What the model allows.
+    """The limits of the model.
 
     Attributes:
         max_length: most tokens of a text, prompt included.
@@ -45,11 +45,11 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """How texts are continued.
+    """The settings by which texts are continued.
 
     Attributes:
         max_new_tokens: most new tokens; None: as many as fit.
-        is_explicit: the request gives `max_new_tokens`, so that many must fit.
+        is_explicit: the request gives `max_new_tokens`, so all of them must fit.
         sampling: without a seed.
         seed: of the first choice; the next ones count on.
         stop: stop strings.
@@ -85,7 +85,7 @@ class Options:
         Args:
             prompts: token ids.
             limits: of the model.
-            salt: only requests with the same one share pages.
+            salt: only requests with the same salt share pages.
             param: the field that gave the prompts, for messages.
             grammar: the compiled grammar.
 
@@ -138,8 +138,8 @@ def read_openai(body: Body, limits: Limits, *, is_chat: bool) -> tuple[dict[str,
         is_chat: the body is that of a chat.
 
     Returns:
-        The values of the table's fields, with `include_usage` and `continuous_usage_stats` beside them; and how the
-        texts are continued.
+        The values of the table's fields, with `include_usage` and `continuous_usage_stats` beside them, and the
+        `Options`.
 
     Raises:
         ApiError: a value is not allowed.
@@ -174,7 +174,7 @@ def read_generate(body: Body, limits: Limits) -> tuple[dict[str, Any], Options]:
         limits: of the model.
 
     Returns:
-        The values of the table's fields, and how the texts are continued.
+        The values of the table's fields, and the `Options`.
 
     Raises:
         ApiError: a value is not allowed.

@@ -40,7 +40,7 @@ class TextStream:
     """Decodes the tokens of one request.
 
     The text does not depend on how the tokens are split into calls. Text is held back only while it is the beginning
-    of a stop string. Of a stop string, and of a stop token, nothing is shown.
+    of a stop string. Stop strings and stop tokens are never shown.
 
     Args:
         decoder: the tokenizer's incremental decoder.
