@@ -71,8 +71,8 @@ def attend_blocks(blocks, find_slots, q, cache_refs, *, num_rows, scale, key_sli
 
     Args:
         blocks: First block and end.
-        find_slots: Maps a block to the range of its slots (in a pool: a page and the range within it), the mask of the
-            slots to load, and the mask [rows, slots] of the slots that each query row attends to.
+        find_slots: Maps a block to the range of its slots, the mask of the slots to load, and the mask [rows, slots] of
+            the slots that each query row attends to. In a pool the range is a page and the range within it.
         q: Slices [rows, columns] of the queries.
         cache_refs: Keys [S, H] and values [S, Hv], or a latent alone, whose values are the first slices of its keys;
             pools of pages [P, size, H].

@@ -102,7 +102,7 @@ def load_methods(
         One method per value, without duplicates.
 
     Raises:
-        ValueError: there is no value, "mtp" is named for a model without MTP modules, or a drafter is for another
+        ValueError: `values` is empty, "mtp" is named for a model without MTP modules, or a drafter is for another
             trunk.
         CheckpointError: the files of a drafter are damaged, missing or not supported.
     """

@@ -32,8 +32,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs a command and exits.
 
     The exit code is 0 on success. Errors have 2 (wrong usage), 3 (bad checkpoint), 5 (memory too small) or 1 (any
-    other). 4 means that a text differs from plain decoding's, 75 that the run was interrupted and the same command
-    continues it, and 130 is Ctrl-C.
+    other). 4 means that a text differs from plain decoding's, and 130 Ctrl-C. 75 means that the run was interrupted and
+    the same command continues it.
 
     Args:
         arguments: the command line without the program's name; None: `sys.argv`.

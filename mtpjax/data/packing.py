@@ -75,7 +75,7 @@ def list_python_sources(root=None) -> list[pathlib.Path]:
         The files, sorted.
 
     Raises:
-        FileNotFoundError: there are no such files.
+        FileNotFoundError: no file is left.
     """
     if root is not None:
         roots = [root]

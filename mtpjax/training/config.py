@@ -115,8 +115,8 @@ class TrainConfig:
             The trunk's MTP modules are then left out, and `trains` is "modules".
         draft_vocab_size: tokens that a new drafter can draft: the most frequent ones of the training rows. 0: all.
         draft_layers: trunk layers whose input states EAGLE-3, DFlash and DSpark read; the number of layers means the
-            last one's output. (): for EAGLE-3 layers 2, L / 2 and L - 3, or thirds of a trunk of fewer than 7 layers;
-            for the others five layers from 2 to L - 2, or from 1 to L of a trunk of fewer than 8 layers.
+            last one's output. (): for EAGLE-3 layers 2, L / 2 and L - 3, or thirds of a trunk of fewer than 7 layers.
+            For the others five layers from 2 to L - 2, or from 1 to L of a trunk of fewer than 8 layers.
         draft_num_layers: layers of DFlash and DSpark. None: 5.
         draft_anchors: most blocks of DFlash and DSpark in a row. Every update draws new anchors. None: 512.
         draft_mask_token: token of the slots behind an anchor. None: the rarest one of the training rows.

@@ -428,7 +428,7 @@ def _plain_metrics(metrics: dict[str, jax.Array]) -> dict[str, Any]:
 
 
 def _settings_json(config: TrainConfig, objective: ObjectiveFunction | None) -> dict[str, Any]:
-    """Returns the settings as JSON can hold them, with None for infinity and for what is not set."""
+    """Returns the settings as JSON can hold them, with None for infinity and for unset fields."""
     values = dataclasses.asdict(config)
     settings = {name: None if value == math.inf else value for name, value in values.items()}
     # The whole architecture, so that a run resumes with it wherever it is named from, and `mtpjax compare` shows the
