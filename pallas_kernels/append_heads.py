@@ -159,6 +159,7 @@ def _append_heads_triton(projected, angles, keys, values, start, heads, places, 
     parts = projected.parts.reshape(num_parts, B * T, K * per_key * H)
     extra = [] if heads.bias is None else [heads.bias]
     extra += [] if heads.norms is None else list(heads.norms)
+    # The positions: the first slot of each row, or page and place of each token.
     positions = [start] if places is None else list(places)
     operands = [*positions, *angles, parts, *extra]
     # Each program loads the angles twice, for its queries and its key.
@@ -225,6 +226,7 @@ def _append_heads_kernel(
     *refs, _, _, q_ref, keys_ref, values_ref = refs
     *place_refs, cos_ref, sin_ref, parts_ref = refs[: 5 if is_paged else 4]
     refs = refs[5 if is_paged else 4 :]
+    # Optional inputs come in a fixed order: the bias, then the norms of queries and of keys.
     bias_ref = refs.pop(0) if has_bias else None
     norm_refs = refs if has_norms else (None, None)
     G, H, P = group_size, int(q_ref.shape[4]), int(cos_ref.shape[2])
@@ -278,6 +280,7 @@ def _append_heads_kernel(
     one = jnp.arange(1)
     if is_paged:
         page, slot = (plt.load(ref.at[row, place]) for ref in place_refs)
+        # An entry whose page is outside the pool is dropped: clamp its address, and mask its store.
         is_kept, page = page < keys_ref.shape[0], jnp.minimum(page, keys_ref.shape[0] - 1)
     else:
         page, slot, is_kept = row, plt.load(place_refs[0].at[row]) + place, True

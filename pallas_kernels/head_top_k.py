@@ -198,6 +198,7 @@ def _run_kernel(hidden, head, *, k, num_tokens, is_transposed, interpret, platfo
     logsumexp = highest[:, 0] + jnp.log((sums * jnp.exp(values[:, :, 0] - highest)).sum(axis=1))
     # The candidates are in column order where they are equal, so the first of equal ones is the lower column.
     values, indices = values.reshape(num_rows, -1), indices.reshape(num_rows, -1)
+    # One logit needs no sort.
     if k == 1:
         position = jnp.argmax(values, axis=1, keepdims=True)
         values = highest

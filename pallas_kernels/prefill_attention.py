@@ -55,6 +55,7 @@ def prefill_attention(
     S = keys.shape[2]
     if (values is None) == (value_width is None):
         raise ValueError("pass either values or value_width, the columns of the keys that hold them")
+    # All shapes must follow from those of q and the cache.
     expected = [(keys, (B, K, S, H)), (start, (B,))]
     expected += [] if values is None else [(values, (B, K, S, values.shape[-1]))]
     expected += [] if window_start is None else [(window_start, (B, T))]
@@ -176,8 +177,10 @@ def _run_kernel(
         max(begin + padded for begin, _, padded in slices)
         for slices in (value_slices, key_slices, *([] if is_latent else [value_slices]))
     ]
+    # Late queries see the most slots, so their blocks start first and the short ones fill the end.
     block_of = lambda i: num_blocks - 1 - i
     caches = [keys] if is_latent else [keys, values]
+    # Windows and the mask, as bytes, are optional inputs.
     options = [] if window_start is None else [window_start.astype(jnp.int32)]
     options += [] if mask is None else [mask.astype(jnp.int8)]
     output = pl.pallas_call(
@@ -244,6 +247,7 @@ def _prefill_attention_kernel(
     token = jnp.minimum(row, num_rows - 1) // group_size
     start = plt.load(start_ref.at[batch])
     last_slot = start + token  # of each query row
+    # Load the queries once, in their own dtype.
     q = [load_slice(q_ref, slice(None), is_row, part, q_ref.dtype) for part in key_slices]
 
     # The blocks of slots that some query sees: those of the sinks, then from the first window to the last query.
@@ -284,6 +288,7 @@ def _prefill_attention_kernel(
         value_slices=value_slices,
         is_integer_fp8=is_integer_fp8,
     )
+    # Divide by the sums of the weights, and store without padded rows and columns.
     for output, part in zip(outputs, value_slices, strict=True):
         target = output_ref.at[:, pl.ds(part[0], output.shape[1])]
         plt.store(target, (output / total[:, None]).astype(output_ref.dtype), mask=slice_mask(is_row, part))

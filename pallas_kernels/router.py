@@ -85,6 +85,7 @@ def route_tokens(
         logits = x.astype(jnp.float32) @ router.astype(jnp.float32)
         ids, weights = select_experts_reference(logits, bias, routing)
         return ids if is_used is None else jnp.where(is_used[:, None], ids, E), weights
+    # The second kernel adds the parts of the split product as it loads them.
     logits = partial_matmul(x, router, dtype=jnp.float32, implementation=chosen)
     return _select_experts_triton(logits, bias, is_used, routing, chosen == "interpreted")
 
@@ -106,6 +107,7 @@ def difference_from_reference(implementation: str, *, dtype, routing: Routing, h
     x, router = jax.random.normal(keys[0], (n, D), dtype), jax.random.normal(keys[1], (D, E)) / 8
     bias = jax.random.normal(keys[2], (E,)) / 8 if has_bias else None
 
+    # Compare by expert, so that the order of the chosen experts does not matter.
     def weight_of_each(ids, weights):
         return (jax.nn.one_hot(ids, E) * weights[:, :, None]).sum(axis=1)
 
@@ -147,6 +149,7 @@ def select_experts_reference(logits, bias, routing: Routing) -> tuple[jax.Array,
 def _select_experts_triton(logits: PartialSums, bias, is_used, routing, interpret):
     """Runs one program for each token."""
     n, E = logits.shape
+    # Triton arrays have power-of-two sizes, so groups and the experts of a group are padded.
     groups = pl.next_power_of_2(routing.num_groups)
     per_group = pl.next_power_of_2(E // routing.num_groups)
     # Integers, which are as long in memory as in a register.
@@ -227,6 +230,7 @@ def _select_experts_kernel(parts_ref, *refs, names, tile, routing, num_experts):
         )
         ids, weights = jnp.where(place == step, index, ids), jnp.where(place == step, score, weights)
         choice = jnp.where(is_best, lowest, choice)
+    # Normalise the weights. A token that is not used gets ids behind all experts.
     if routing.normalises:
         weights = weights / (jnp.sum(weights, axis=0) + 1e-20)
     if "is_used" in optional:

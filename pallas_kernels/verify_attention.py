@@ -90,6 +90,7 @@ def verify_attention(
     entries = B if page_table is None else keys.shape[0]
     if (values is None) == (value_width is None):
         raise ValueError("pass either values or value_width, the columns of the keys that hold them")
+    # All shapes must follow from those of q and the cache. A pool has pages where a cache has rows.
     expected = [(keys, (entries, K, S, H)), (num_committed, (B,)), (ancestor_mask, (B, T, X))]
     expected += [] if values is None else [(values, (entries, K, S, values.shape[-1]))]
     expected += [] if window_start is None else [(window_start, (B, T))]

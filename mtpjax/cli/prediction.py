@@ -40,6 +40,7 @@ def run_prediction(options) -> int:
     from mtpjax.atomic import write_text
     from mtpjax.evaluation import roofline
 
+    # Check the flags: predictions exist for chains of MTP modules only.
     if options.output is not None:
         check_output_file(options.output)
     if options.speculative_draft_model_path is not None:
@@ -51,6 +52,7 @@ def run_prediction(options) -> int:
         raise ValueError(
             f"--predict takes chains of 0 or more drafts, got num_steps {options.num_steps}, topk {options.topk}"
         )
+    # Read shapes only. A preset has no files, so its weights count as bfloat16.
     config, params = read_model(options.model_path, model_type(options))
     weight_bytes = 2.0 if params is None else _bytes_of_weight(params)
     rows, tables = roofline.tables(

@@ -191,6 +191,7 @@ def plan_layout(
         ValueError: a number is out of range, there are draft levels without MTP modules, or the mesh does not divide
             the model.
     """
+    # 1. Check the numbers, and that the mesh divides the model.
     for name, value, least in (("batch", rows, 1), ("context", slots, 2), ("num_steps", num_steps, 0)):
         if value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
@@ -200,9 +201,11 @@ def plan_layout(
         raise ValueError(problem)
     data = sizes.get("data", 1)
     rows = -(-rows // data) * data
+    # 2. Shapes of the state at this size, with one more row per device, and with 128 more slots per row.
     fitted, params, state = call_shapes(config, params, sizes, rows=rows, slots=slots, num_steps=num_steps)
     _, _, more_rows = call_shapes(config, {}, sizes, rows=rows + data, slots=slots, num_steps=num_steps)
     _, _, more_slots = call_shapes(config, {}, sizes, rows=rows, slots=slots + 128, num_steps=num_steps)
+    # 3. Bytes on one device. The differences of the states give the bytes of a row and of a slot.
     nbytes = sum(amount for _, _, amount in _bytes_of_parts(params, fitted, sizes))
     states = [_state_bytes(each, fitted, sizes) for each in (state, more_rows, more_slots)]
     if prefill_chunk is None:
@@ -328,6 +331,7 @@ def estimate_round(
         for (name, shape, amount), leaf in zip(leaves, jax.tree.leaves(params), strict=True)
         if not name.endswith("/scales")
     ]
+    # Rows are split over `data`, but experts process the rows of all devices.
     tensor, data = sizes.get("tensor", 1), sizes.get("data", 1)
     work = Work(
         count_weights(config, numbers),

@@ -81,8 +81,11 @@ def constructed_block_drafter(
     """
     config, rng = model.config, np.random.default_rng([seed, zlib.crc32(kind.encode())])
     V, D, is_dspark = config.vocab_size, config.hidden_size, kind == "dspark"
+    # A quarter of the vocabulary cannot be drafted.
     draft_ids = np.sort(rng.choice(V, V - V // 4, replace=False)).astype(np.int32)
+    # The trunk's weights give the successor of each token, and so the tokens' places in the cycle.
     cycle = Cycle.of((np.asarray(params["embedding"]) @ np.asarray(params["head"])).argmax(axis=1))
+    # The architecture: heads as wide as a token's angles, one full layer and one sliding, causal layer.
     block = ModelConfig(
         vocab_size=V,
         hidden_size=D,
@@ -135,6 +138,7 @@ def constructed_block_drafter(
             "dense": {"gate_up": noise(D, 2, F), "down": noise(F, D, scale=0.1)},
         }
 
+    # Layer 0 finds the anchor and turns its angles on; layer 1 is random, so that the context matters.
     network: dict[str, Any] = {
         "embedding": embedding,
         "head": head,

@@ -129,6 +129,7 @@ def find_copies(config: ModelConfig, sizes: Mapping[str, int], num_slots: int | 
     """
     kinds = {*config.trunk_kinds, *([config.mtp_kind] if config.num_mtp_modules else [])}
     attentions = {kind.attention for kind in kinds}
+    # Sizes by the axes that split them: heads and columns over `tensor`, experts over `data` and `expert`.
     over_tensor, over_experts = {"vocab_size": config.vocab_size}, {}
     if attentions & {"grouped", "latent"}:
         over_tensor["num_attention_heads"] = config.num_attention_heads
@@ -146,6 +147,7 @@ def find_copies(config: ModelConfig, sizes: Mapping[str, int], num_slots: int | 
             over_experts["the slots of experts,"] = num_slots
         if config.shared_width:
             over_tensor["the width of the shared experts,"] = config.shared_width
+    # Report each size that the product of its axes does not divide.
     return [
         f"{' x '.join(f'{axis} {sizes.get(axis, 1)}' for axis in axes)} of the mesh does not divide {name} {size}"
         for axes, split in ((("tensor",), over_tensor), (("data", "expert"), over_experts))

@@ -189,6 +189,7 @@ def prefill_chunk(
     def prefill_part(params, draft_params, state, batch, start, first_token, allowed, end):
         prepared = drafter.prepare(params, draft_params, model=model, dtype=params["embedding"].dtype)
         batch, start, first_token, allowed, end = _of_part(state, (batch, start, first_token, allowed, end))
+        # Take the rows without the options that none of them uses, process a chunk, and write the rows back.
         rows, row_spec = features.reduce(_take(state, batch), spec)
         rows = prefill(
             params, prepared, rows, start, model=model, drafter=drafter, spec=row_spec, max_chunks=1,
@@ -196,6 +197,7 @@ def prefill_chunk(
         )  # fmt: skip
         return _put(state, rows, batch, features)
 
+    # The report holds what the rows gained, so remember their lengths.
     before = _lengths(state, batch)
     rest = batch, start, first_token, allowed, end
     state = run_in_parts(prefill_part, model.config, params, draft_params, state, *rest)

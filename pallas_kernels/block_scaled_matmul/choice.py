@@ -61,11 +61,13 @@ def choose_for_few_rows(
     """
     D, F = x.shape[-1], sum(weights.shape[1] for weights, _ in matrices)
     rows = x.size // D if D else 0
+    # The kernels take few rows, and any number within `batch_invariant`.
     has_few_rows = 0 < rows <= (rows if is_batch_invariant() else MAX_ROWS) and F > 0
     reasons = (find_unsupported_reason(*matrix, block=block) for matrix in matrices) if has_few_rows else ()
     shape = {"rows": rows, "inputs": D, "outputs": F, "dtype": str(dtype), "weights": str(matrices[0][0].dtype)}
     reason = next(filter(None, reasons), None)
     offered = ["xla", "triton"]
+    # jax_triton is optional, and of the fp8 dtypes its kernel reads only float8_e4m3fn.
     if has_jax_triton_form:
         weights_dtype = matrices[0][0].dtype
         obstacle = None
@@ -77,6 +79,7 @@ def choose_for_few_rows(
             offered.append("jax_triton")
         elif implementation == "jax_triton":
             raise ValueError(obstacle)
+    # Many rows run XLA, but a request for an unknown implementation is still an error.
     chosen = choose(op, implementation, offered, shape, unsupported_reason=reason, check=check)
     return chosen if has_few_rows else "xla"
 

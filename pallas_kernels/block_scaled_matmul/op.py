@@ -92,6 +92,7 @@ def partial_matmuls(
     for matrix in matrices:
         check_matrix(x, *matrix, block=block)
     kinds = {(weights.dtype, scales is not None) for weights, scales in matrices}
+    # A launch takes weights of one kind; matrices of several kinds run one by one.
     if len(kinds) > 1:
         each = functools.partial(partial_matmul, x, block=block, dtype=dtype, implementation=implementation)
         return tuple(each(*matrix) for matrix in matrices)

@@ -76,6 +76,7 @@ def _prepare_chunks(q, k, log_decay, beta, segment_ids, num_value_heads, interpr
     segments = () if segment_ids is None else (segment_ids,)
     out_shape = [chunk_matrices(jnp.float32), chunk_matrices(dtype), chunk_vectors, chunk_vectors]
     num_programs = B * J * num_chunks
+    # First kernel: how tokens of a chunk depend on each other, and the decays.
     system, attention, decay_from_state, decay_to_state = pl.pallas_call(
         functools.partial(_scores_kernel, num_tokens=T, width=P),
         out_shape=out_shape,

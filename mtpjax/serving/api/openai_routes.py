@@ -183,6 +183,7 @@ def openai_router(server: ApiServer) -> APIRouter:
         body = await read_body(server, request, COMPLETION)
         values, options = read_openai(body, limits, is_chat=False)
         check_model(server, values["model"])
+        # Alternatives take another pass over the whole text, which a stream does not have yet.
         if values["stream"] and values["logprobs"]:
             message = "a stream has no alternatives: logprobs must be 0, or stream false"
             raise ApiError(message, param="logprobs", code="unsupported_option")
@@ -191,7 +192,9 @@ def openai_router(server: ApiServer) -> APIRouter:
         if values["echo"] and values["stream"] and values["logprobs"] is not None:
             message = "a stream has no log-probabilities of the prompt: set echo or stream to false"
             raise ApiError(message, param="echo", code="unsupported_option")
+        # With echo the prompt's text comes first, also for prompts of token ids.
         texts = [await server.decode(prompt) for prompt in prompts] if values["echo"] else []
+        # Only requests with the same key and salt share pages of the prefix cache.
         salt = prefix_salt(request, values["cache_salt"])
         jobs = options.jobs(prompts, limits, salt=salt, param="prompt", grammar=grammar)
         return await Reply(server, values, jobs, is_chat=False, prompt_texts=texts).respond(request)
