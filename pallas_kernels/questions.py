@@ -55,6 +55,7 @@ def difference_from_xla(op: str, shape: Shape, implementation: str) -> float:
         The largest difference over its bound: more than 1 means that the numbers are wrong. 0 for an op without a form
         here.
     """
+    # Shrink the sizes that do not change the kernel's code, and compare every output.
     small = {name: min(size, _MOST[name]) if name in _MOST else size for name, size in shape.items()}
     made = make_call(op, small)
     if made is None:
@@ -63,6 +64,7 @@ def difference_from_xla(op: str, shape: Shape, implementation: str) -> float:
     found = run(*arrays, implementation=implementation)
     with jax.default_matmul_precision("highest"):
         expected = run(*arrays, implementation="xla")
+    # The bound is relative to the largest number of an output, within the rounding of the dtype.
     bound = 1e-4 if shape.get("dtype") == "float32" else 3e-2
     worst = 0.0
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
@@ -101,6 +103,7 @@ def _experts(shape, keys) -> Call:
     run = functools.partial(grouped_matmul, inference=shape["use"] == "inference")
     if not shape["weights"].startswith("float8"):
         return run, tuple(arrays)
+    # fp8 experts have scales, which `grouped_matmul` takes by keyword.
     scales = jnp.ones((E, -(-D // 128), 2, F)), jnp.ones((E, -(-F // 128), D))
 
     def with_scales(*arrays, implementation):
@@ -118,6 +121,7 @@ def _attention(op, shape, keys) -> Call:
     tokens = min(tokens, S)
     q = _normal(keys, (B, K, tokens, shape["queries"] // tokens, H), shape["dtype"])
     caches = [_normal(keys, (B, K, S, H), shape["cache"]) for _ in range(2)]
+    # The tokens are the last ones of a full cache; a window covers a quarter of the slots.
     start = jnp.full(B, S - tokens, jnp.int32)
     window = start[:, None] + jnp.arange(tokens)[None, :] - S // 4 if shape["reads"] == "a window" else None
     run = functools.partial(op, scale=H**-0.5)
@@ -134,6 +138,7 @@ def _head(shape, keys) -> Call:
 
 
 def _router(shape, keys) -> Call:
+    # The shape says only that there are groups: take four, if they divide the experts.
     groups = 4 if shape["scoring"].endswith("in groups") and shape["experts"] % 4 == 0 else 1
     scoring = shape["scoring"].split()[0]
     routing = Routing(k=shape["chosen"], scoring=scoring, num_groups=groups, num_kept_groups=groups)

@@ -83,6 +83,7 @@ def over_rows(reduce: Callable[[jax.Array], jax.Array], rows: jax.Array) -> jax.
 
 def all_rows(rows: jax.Array, axes: tuple[str, ...] = ("data",)) -> jax.Array:
     """Gathers `[own B, ...]` to `[B, ...]` along some axes."""
+    # Axes of one device, or outside of `shard_map`, need no communication.
     axes = tuple(axis for axis in axes if num_parts(axis) > 1)
     return jax.lax.all_gather(rows, axes, tiled=True) if axes else rows
 
@@ -92,6 +93,7 @@ def gather_axis(leaf: jax.Array, axis: int, size: int) -> jax.Array:
 
     The gradient is summed over these devices and scattered back.
     """
+    # An array that already has its whole size was not split: `fsdp` did not divide it.
     if num_parts("fsdp") == 1 or leaf.shape[axis] == size:
         return leaf
     return jax.lax.all_gather(leaf, "fsdp", axis=axis, tiled=True)

@@ -98,6 +98,7 @@ class Options:
         if len(prompts) * self.num_choices > limits.max_requests:
             message = f"{len(prompts)} prompts with n {self.num_choices} are more than {limits.max_requests} texts"
             raise ApiError(message, param="n")
+        # Each choice is a separate engine request, whose seed is one higher than that of the choice before.
         jobs = []
         for prompt in prompts:
             length = self._new_tokens(len(prompt), limits.max_length, param)
@@ -156,6 +157,7 @@ def read_openai(body: Body, limits: Limits, *, is_chat: bool) -> tuple[dict[str,
     if values["return_draft_levels"] and not values["stream"]:
         raise ApiError("return_draft_levels needs stream true", param="return_draft_levels")
     values |= read_fields(tables.STREAM_OPTIONS, stream_options, "stream_options.")
+    # Chats have the newer `max_completion_tokens`, and no default limit.
     length = values["max_tokens"]
     if is_chat:
         length = values["max_completion_tokens"] or length
@@ -220,6 +222,7 @@ def _options(
     if values[min_tokens] > (length or MAX_INTEGER):
         message = f"{prefix}{min_tokens} is {values[min_tokens]}, above the limit of {length} new tokens"
         raise ApiError(message, param=prefix + min_tokens)
+    # A temperature so low that float32 logits would overflow counts as greedy.
     temperature, top_k = values["temperature"], values["top_k"]
     sampling = SamplingParams(
         temperature=temperature if temperature >= tables.GREEDY_TEMPERATURE else 0.0,
@@ -233,6 +236,7 @@ def _options(
         min_new_tokens=values[min_tokens],
         logit_bias=_logit_bias(_object(body, "logit_bias", prefix), limits.vocab_size, f"{prefix}logit_bias"),
     )
+    # The model's end tokens count as stop tokens, unless the request ignores them.
     stop_param, stop_ids_param = f"{prefix}stop", f"{prefix}stop_token_ids"
     stop_ids = check_list(_or(body.get("stop_token_ids"), []), stop_ids_param, tables.MAX_STOP_TOKENS)
     stop_ids = check_tokens(stop_ids, stop_ids_param, limits.vocab_size)
