@@ -47,7 +47,7 @@ def _add_generate(commands) -> None:
         "--profile",
         default=None,
         help="file of `mtpjax profile`, for --depth-policy adaptive (default: profile.json in the folder of the model, "
-        "or of the drafter in files of its own)",
+        "or of --speculative-draft-model-path)",
     )
     add_drafter_flags(parser)
     add_sampling_flags(parser)

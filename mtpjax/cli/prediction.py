@@ -45,7 +45,7 @@ def run_prediction(options) -> int:
         check_output_file(options.output)
     if options.speculative_draft_model_path is not None:
         raise ValueError(
-            "--predict knows the kernels that MTP modules launch, and not those of a drafter in files of its own: "
+            "--predict knows the kernels that MTP modules launch, and not those of other drafters: "
             "leave --predict out to measure it on this device"
         )
     if options.num_steps < 0 or options.topk != 1:

@@ -318,7 +318,7 @@ def load_depth_settings(
     if found != wanted:
         raise ValueError(
             f"{path} was measured with {found or 'MTP modules'}, not with {wanted or 'MTP modules'}: run `mtpjax "
-            "profile` for what drafts, with --speculative-draft-model-path if it has files of its own"
+            "profile` for this drafter, with --speculative-draft-model-path if it has its own checkpoint"
         )
     for name, current in _device_properties().items():
         if profile.get(name) != current:
