@@ -114,7 +114,7 @@ class TorchFile:
             self._zip = zipfile.ZipFile(self._stream)
         except (zipfile.BadZipFile, OSError, ValueError) as error:
             raise CheckpointFileError(
-                f"{self.path} is not a zip archive, which PyTorch writes since 1.6: save it again, or as safetensors"
+                f"{self.path} is no zip archive, as PyTorch writes since 1.6: save it again, or as safetensors"
             ) from error
         entries = {entry.filename: entry for entry in self._zip.infolist()}
         pickles = [name for name in entries if name.endswith("/data.pkl") and name.count("/") == 1]
