@@ -234,6 +234,8 @@ class Bench:
         costs = self._part_costs(cell)
         ratio, accept_length = paired_ratio(seconds, tokens), rates["accept_length"].value
         ideal_ratio = costs.ideal_ratio(accept_length, cell.shape)
+        # Check the larger ratio, unless the measured one is negative.
+        doubtful_ratio = max(ratio.value, ideal_ratio) if ratio.value > 0 else ratio.value
         return {
             "cell": dataclasses.asdict(cell),
             **{name: to_json(value) for name, value in rates.items()},
@@ -247,7 +249,7 @@ class Bench:
             "differing_rows": differing,
             "compared_rows": compared,
             "waited": waited,  # share of the time, for a core
-            "problem": timing_problem(max(ratio.value, ideal_ratio), accept_length, waited),
+            "problem": timing_problem(doubtful_ratio, accept_length, waited),
             "seconds": time.perf_counter() - begin,
         }
 
