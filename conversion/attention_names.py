@@ -18,7 +18,7 @@ Specs = dict[str, ParamSpec]  # by parameter name within the layer's attention
 def grouped_names(
     config: ModelConfig, kind: LayerKind, prefix: str, layout: Layout, *, input_size: int | None = None
 ) -> Specs:
-    """Grouped-query attention: q, k and v projections become one array `qkv [D, K, G + 2, H]`.
+    """Maps grouped-query attention: the q, k and v projections become one array `qkv [D, K, G + 2, H]`.
 
     The first G entries of the third axis are the queries of a key/value head, then come its key and its value. With an
     output gate, G gates follow, and `q_proj` holds query and gate of each head side by side. The input is as wide as
@@ -30,7 +30,7 @@ def grouped_names(
     gates = 2 if config.attn_output_gate else 1
 
     def slices(kind: str, *inputs: int) -> list[TensorSlice]:
-        """Lists the slices of the weights, which have an input axis, or of the biases, which have none."""
+        """Lists the slices of the weights, or of the biases, which lack the input axis."""
         front = len(inputs)
         # A weight `[heads * H, D]` is factored into `[K, heads, H, D]`, and its input axis moved to the front.
         axes = (3, 0, 1, 2) if front else (0, 1, 2)
@@ -83,7 +83,7 @@ def _by_heads(name: str, heads: int, width: int, inputs: int) -> ParamSpec:
 
 
 def latent_names(config: ModelConfig, kind: LayerKind, prefix: str, layout: Layout) -> Specs:
-    """Multi-head latent attention (DeepSeek-V2), with the indexer of sparse attention (DeepSeek-V3.2) where it has one.
+    """Maps multi-head latent attention (DeepSeek-V2), and the indexer (DeepSeek-V3.2) of layers that have one.
 
     `kv_b_proj` holds the up-projections of keys and values head by head; they become `key_up [N, C, R]` and
     `value_up [N, R, V]`, so that decoding can absorb them into queries and outputs.
@@ -102,7 +102,7 @@ def latent_names(config: ModelConfig, kind: LayerKind, prefix: str, layout: Layo
         ),
         "output": linear(f"{prefix}o_proj.weight", N * V, D),
     }
-    # Queries have a latent of their own, or are projected directly.
+    # Queries have their own latent, or are projected directly.
     if L:
         specs["query_down"] = linear(f"{prefix}q_a_proj.weight", D, L)
         specs["norm_query/scale"] = copied(f"{prefix}q_a_layernorm.weight", L)
@@ -121,7 +121,7 @@ def latent_names(config: ModelConfig, kind: LayerKind, prefix: str, layout: Layo
 
 
 def delta_names(config: ModelConfig, kind: LayerKind, prefix: str, layout: Layout) -> Specs:
-    """Gated delta rule attention (Qwen3-Next, Qwen3.5): projections and convolution, arranged by key head.
+    """Maps gated delta rule attention (Qwen3-Next, Qwen3.5): projections and convolution, arranged by key head.
 
     `qkvz [D, K, ...]` holds query, key, values and output gates of a key head side by side, `ba [D, K, 2 G]` the write
     strengths and decay inputs of its G value heads.
@@ -155,7 +155,7 @@ def delta_names(config: ModelConfig, kind: LayerKind, prefix: str, layout: Layou
         return made
 
     weights = {"at": lambda place: (ALL, ALL, place), "select": (), "axes": (2, 0, 1)}
-    # Qwen3-Next packs the projections per key head as mtpjax does; Qwen3.5 has them apart.
+    # Qwen3-Next packs the projections per key head, as mtpjax does. Qwen3.5 stores them as separate tensors.
     if layout.packed_delta:
         arrange = {"target": (ALL,) * 3, "axes": (2, 0, 1)}
         qkvz = [tensor_slice(f"{prefix}in_proj_qkvz.weight", (K * ends[4], D), split=(K, ends[4], D), **arrange)]

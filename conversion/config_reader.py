@@ -17,14 +17,14 @@ class ConfigReader:
     Attributes:
         values: the object.
         seen: the keys that were asked for.
-        names: what the object calls some keys, by the names that they are asked for with.
+        names: the object's own names for some keys, by the names that callers use.
     """
 
     def __init__(self, values: dict[str, Any], names: dict[str, str] | None = None):
         self.values, self.seen, self.names = values, set(), names or {}
 
     def get(self, key: str) -> Any:
-        """Returns the value of `key` unchecked, or `None`."""
+        """Returns the unchecked value of `key`, or `None`."""
         # `parse_config` warns of keys that nothing asked for: they may change what the model computes.
         key = self.names.get(key, key)
         self.seen.add(key)

@@ -1,4 +1,4 @@
-"""Makes the `config.json` of an mtpjax model: finds the family that transformers loads it as, and spells its values."""
+"""Makes the `config.json` of an mtpjax model: finds the family that transformers loads it as, and writes its values."""
 
 import dataclasses
 from typing import Any
@@ -28,7 +28,7 @@ FIXED_THERE: dict[str, dict[str, Any]] = {
 }
 # Fields that the files or the tokenizer decide, not `config.json`.
 NOT_DESCRIBED = ("num_tokens", "mtp_own_embedding", "mtp_own_head")
-# Conventions of MTP modules that differ between families; written where the family's own is another.
+# Conventions of MTP modules that differ between families; written if a model differs from its family.
 MTP_CONVENTIONS = (
     *("mtp_chaining", "mtp_input", "mtp_hidden_post_norm", "mtp_chain_post_norm", "mtp_mask_first"),
     *("mtp_dense", "mtp_output_norm", "mtp_layer_type"),
@@ -69,7 +69,7 @@ def describe_config(config: ModelConfig, model_type: str | None = None) -> tuple
 
 
 def differing_fields(found: ModelConfig, config: ModelConfig) -> list[str]:
-    """Lists the fields in which two configurations differ, without those that `config.json` does not decide.
+    """Lists the fields in which two configurations differ. Leaves out fields that `config.json` does not decide.
 
     Args:
         found: one configuration.
@@ -85,16 +85,16 @@ def differing_fields(found: ModelConfig, config: ModelConfig) -> list[str]:
 def _unsupported(config: ModelConfig, model_type: str) -> list[str]:
     """Lists fields that mtpjax reads for a family, but that transformers' class of it does not compute."""
     wrong = []
-    # transformers' Llama has a bias on the output too, its Qwen3 no experts, and neither rotates a part of a head.
+    # In transformers, Llama also has a bias on the output, Qwen3 has no experts, and neither rotates a part of a head.
     if model_type in ("llama", "qwen3"):
         wrong += [name for name in ("attention_bias", "n_routed_experts") if getattr(config, name)]
         wrong += ["partial_rotary_factor"] if config.partial_rotary_factor != 1.0 else []
         wrong += ["use_qk_norm"] if config.use_qk_norm and model_type == "llama" else []
-    # Its other classes of mixtures fix more than ours, and have no dense form.
+    # The other mixture-of-experts classes of transformers fix more values, and have no dense form.
     if model_type in FIXED_THERE:
         wrong += [name for name, value in FIXED_THERE[model_type].items() if getattr(config, name) != value]
         wrong += [] if config.is_moe else ["n_routed_experts"]
-    # Qwen3-Next and some others have dense layers between those with experts, only Qwen3.5 has neither.
+    # Qwen3-Next and some others mix dense layers with expert layers; Qwen3.5 does not.
     dense = bool(config.mlp_only_layers or (config.is_moe and config.first_k_dense_replace))
     if model_type.startswith("qwen3_5") and dense:
         wrong.append("mlp_only_layers")
@@ -119,7 +119,7 @@ def _values(config: ModelConfig, model_type: str) -> dict[str, Any]:
     """Makes the keys of `config.json`; sections that the model does not have are left out."""
     family = FAMILIES[model_type]
     same = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-    # What every family has.
+    # Keys of every family.
     names = [*same, "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "rope_theta"]
     names += ["partial_rotary_factor", "attention_bias", *(["use_qk_norm"] if config.use_qk_norm else [])]
     # Attention: latent (MLA) with an optional indexer, or grouped (GQA); some layers may be linear.
@@ -136,8 +136,8 @@ def _values(config: ModelConfig, model_type: str) -> dict[str, Any]:
     values = {name: getattr(config, name) for name in names}
     values |= _experts(config, model_type)
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-    # What is spelled differently from ModelConfig's field, or needed by transformers: the number of key heads has
-    # another default there, and an empty list of indexer types means its own pattern.
+    # Keys that are spelled differently from ModelConfig's fields, and keys that transformers needs: its number of key
+    # heads has another default, and it replaces an empty list of indexer types by its own pattern.
     if config.attention == "latent":
         values["num_key_value_heads"] = config.num_attention_heads
     if config.index_topk and not config.indexer_types:
@@ -149,7 +149,7 @@ def _values(config: ModelConfig, model_type: str) -> dict[str, Any]:
         values |= describe_windows(config, model_type)
     if config.linear_output_gate == "sigmoid":
         values["output_gate_type"] = "sigmoid"
-    # End tokens are the tokenizer's: without these keys transformers would take its family's defaults.
+    # End tokens come from the tokenizer. Without these keys transformers would use the family's defaults.
     head = {"architectures": [family.architecture], "model_type": model_type, "hidden_act": "silu", "dtype": "float32"}
     ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     values = {**head, **ends, **values, **_modules(config, model_type)}
@@ -158,7 +158,7 @@ def _values(config: ModelConfig, model_type: str) -> dict[str, Any]:
 
 def _experts(config: ModelConfig, model_type: str) -> dict[str, Any]:
     """Makes the keys about the mixture of experts, and those that say which layers are dense."""
-    # Without experts, transformers' classes of mixtures need to hear that all layers are dense.
+    # Without experts, transformers' mixture-of-experts classes need a key which says that all layers are dense.
     if not config.is_moe:
         is_mixture = model_type not in ("llama", "qwen3", "mimo", *QWEN_HYBRID)
         return {"first_k_dense_replace": config.num_hidden_layers} if is_mixture else {}
@@ -178,7 +178,7 @@ def _experts(config: ModelConfig, model_type: str) -> dict[str, Any]:
 
 
 def _modules(config: ModelConfig, model_type: str) -> dict[str, Any]:
-    """Makes the keys about MTP modules: their number, and where they differ from the family's conventions."""
+    """Makes the keys about MTP modules: their number, and the conventions in which they differ from the family."""
     family = FAMILIES[model_type]
     key = "mtp_num_hidden_layers" if family.layout.mtp == "mtp" else "num_nextn_predict_layers"
     values: dict[str, Any] = {key: config.num_mtp_modules}

@@ -1,4 +1,4 @@
-"""Makes the keys of `config.json` about layers that attend to a window, in the way of each family."""
+"""Makes the keys of `config.json` about layers that attend to a window, as each family spells them."""
 
 import dataclasses
 from typing import Any

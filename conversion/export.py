@@ -73,7 +73,7 @@ class TensorAssembler:
         index, kept = _index(piece, spec.shape)
         if path not in self.scaled:
             return self.read(path, index)[kept].astype(dtype, copy=False)
-        # fp8 to fp8 copies the values; the tensor of scales is made apart.
+        # fp8 to fp8 copies the values; `_scale_tensor` makes the scales.
         values = self.read(f"{path}/values", index)
         if dtype == E4M3:
             return values[kept]

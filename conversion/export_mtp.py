@@ -1,10 +1,10 @@
-"""Exports the MTP modules of a Hugging Face checkpoint as a checkpoint of their own, laid out as xLLM's script does.
+"""Exports the MTP modules of a Hugging Face checkpoint as a separate checkpoint, in the layout of xLLM's script.
 
     python -m conversion.export_mtp --input-dir DIR --output-dir DIR [--model-type TYPE]
 
-Inference engines load such an export as a draft model. Compared to xLLM's script it also supports Qwen3-Next and
-several modules, dequantizes fp8 of every family by the block size of the configuration, checks names and shapes, keeps
-only a few blocks in memory, and runs no remote code.
+Inference engines load such an export as a draft model. Unlike xLLM's script, this one supports Qwen3-Next and several
+modules, dequantizes fp8 of every family by the block size of the configuration, and checks names and shapes. It keeps
+only a few blocks in memory and runs no remote code.
 """
 
 import argparse

@@ -165,8 +165,8 @@ FAMILIES = {
         required=(("hybrid_block_size", None),),
         has_windows=True,
     ),
-    # Step-3.5-Flash, and the text model of Step-3.7: three dense MTP modules, each with a head of its own, that hand
-    # over states before their norms.
+    # Step-3.5-Flash, and the text model of Step-3.7: three dense MTP modules, each with its own head, that hand over
+    # states before their norms.
     "step3p5": Family(_STEP_LAYOUT, **_STEP),
     "step3p7": Family(_STEP_LAYOUT, **_STEP),
     # gpt-oss in bfloat16. Modules of ours have Qwen3.5's names.
@@ -250,11 +250,11 @@ IGNORED_KEYS = {
     *("max_window_layers", "sliding_window", "use_sliding_window", "index_topk_freq", "index_topk_pattern"),
     *("index_skip_topk_offset", "index_share_for_mtp_iteration", "mamba_ssm_dtype", "vision_config", "text_config"),
     *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "quantization_config"),
-    # Kimi-K2.5's vision tower and tokens; precisions of Hunyuan-3; training and a guard against 0 of Ernie-4.5.
+    # Kimi-K2.5's vision tower and its tokens, Hunyuan-3's precisions, and Ernie-4.5's training and division guard.
     *("projection_hidden_size", "projection_layer_norm_eps", "media_placeholder_token_id"),
     *("use_unified_vision_chunk", "video_placeholder", "ignore_index", "enable_moe_fp32_combine"),
     *("enable_attention_fp32_softmax", "enable_lm_head_fp32", "moe_capacity", "moe_gate", "moe_norm_min"),
-    # MiMo-V2's chunks of kernels; precisions and layer patterns of Step-3.5 that its lists say as well; gpt-oss.
+    # MiMo-V2's kernel chunks, Step-3.5's precisions and layer patterns (its lists repeat these), and gpt-oss.
     *("attention_chunk_size", "need_fp32_gate", "moe_every_n_layer", "moe_layer_offset", "max_seq_len", "norm_dtype"),
     *("fp32_residual_connection", "projector_bias", "understand_projector_stride", "initial_context_length"),
     "experts_per_token",

@@ -27,7 +27,7 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".gguf")
 
 
 class TensorSource(Protocol):
-    """What reading parameters needs of files: `CheckpointFiles`, or another format."""
+    """The files that parameters are read from: `CheckpointFiles`, or another format."""
 
     path: pathlib.Path
     tensors: dict[str, TensorInfo]

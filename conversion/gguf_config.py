@@ -15,7 +15,7 @@ SIGMOID = 2  # llama.cpp's number of the router's scoring function
 
 
 class Metadata:
-    """Typed access to the metadata of a file: keys of its architecture, integers that are integers.
+    """Reads the metadata of a file by the keys of its architecture, and checks the types of values.
 
     Attributes:
         header: the parsed header.
@@ -37,17 +37,17 @@ class Metadata:
         self.header, self.architecture = header, name
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Returns a value.
+        """Returns the value of a key of the architecture.
 
         Args:
             key: the key without the architecture's name.
-            default: the value if the file has none.
+            default: returned if the file lacks the key; None: an error.
 
         Returns:
             The number or string.
 
         Raises:
-            ConfigError: the file has no value and there is no default, or the value is an array.
+            ConfigError: the file lacks the key and `default` is None, or the value is an array.
         """
         value = self.header.metadata.get(f"{self.architecture}.{key}", default)
         if value is None:
@@ -57,18 +57,18 @@ class Metadata:
         return value
 
     def integer(self, key: str, default: int | None = None, *, low: int = 0) -> int:
-        """Returns an integer.
+        """Returns the integer value of a key of the architecture.
 
         Args:
             key: the key without the architecture's name.
-            default: the value if the file has none.
+            default: returned if the file lacks the key; None: an error.
             low: the smallest value that is accepted.
 
         Returns:
             The integer.
 
         Raises:
-            ConfigError: as for `get`, or the value is no integer, or smaller.
+            ConfigError: as for `get`, or the value is not an integer, or below `low`.
         """
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < low:

@@ -1,8 +1,8 @@
 """The Hugging Face names of the tensors of a GGUF file, and how their rows lie in the file.
 
 Names and layouts are those of llama.cpp's converters: `blk.N.` for layer N, the experts of a layer stacked into one
-tensor, DeepSeek's `kv_b_proj` split into keys (transposed) and values, `blk.N.nextn.` for what an MTP module has beside
-its decoder layer.
+tensor, DeepSeek's `kv_b_proj` split into keys (transposed) and values, `blk.N.nextn.` for the tensors of an MTP module
+around its decoder layer.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ _LAYER = {
     **{"attn_q_a": "self_attn.q_a_proj", "attn_q_b": "self_attn.q_b_proj", "attn_kv_b": "self_attn.kv_b_proj"},
     **{"attn_q_a_norm": "self_attn.q_a_layernorm", "attn_kv_a_norm": "self_attn.kv_a_layernorm"},
     "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
-    # Experts: the router, and the experts that see every token.
+    # Experts: the router, and the shared experts.
     "ffn_gate_inp": "mlp.gate",
     **{f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in _PARTS},
     # MTP modules, beside their decoder layer.
@@ -147,7 +147,7 @@ def read_rows(
         whole = rows(source, first, -(-end // H) * H)
         ordered = whole.reshape(-1, H // 2, 2, *whole.shape[1:]).swapaxes(1, 2).reshape(whole.shape)
         return ordered[begin - first : end - first]
-    # A stack of experts holds one after the other. Of a tensor with more axes a row is several rows of the file.
+    # A stack of experts holds one after the other. A row of a tensor with more axes is several rows of the file.
     inner = int(np.prod(named.shape[1:-1], dtype=np.int64)) if named.shape[1:] else 1
     skipped = named.expert * named.shape[0] * inner
     return rows(source, skipped + begin * inner, skipped + end * inner).reshape(end - begin, *named.shape[1:])
@@ -156,7 +156,7 @@ def read_rows(
 def _read_joined(
     named: NamedTensor, header: GGUFHeader, rows: Callable[[str, int, int], np.ndarray], begin: int, end: int
 ) -> np.ndarray:
-    """Reads rows of `kv_b_proj`, of which each head holds its C rows of keys and its V rows of values."""
+    """Reads rows of `kv_b_proj`, where each head has C rows of keys and then V rows of values."""
     _, R, C = header.tensors[named.sources[0]].shape
     V = header.tensors[named.sources[1]].shape[1]
     first, last = begin // (C + V), -(-end // (C + V))

@@ -113,7 +113,7 @@ def _pre_tokenizer(kind: Any) -> tuple[dict | None, dict]:
     if kind in ("gpt-2", "gpt2"):
         return None, byte_level
     if kind == "smollm":
-        # Every digit is a token of its own.
+        # Each digit is a separate token.
         steps = [{"type": "Digits", "individual_digits": True}, byte_level]
         return None, {"type": "Sequence", "pretokenizers": steps}
     # The patterns that split the text, one after the other.

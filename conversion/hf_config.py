@@ -112,7 +112,7 @@ def _rope(reader: ConfigReader) -> dict[str, Any]:
 
 
 def _rope_section(scaling: ConfigReader, reader: ConfigReader) -> dict[str, Any]:
-    """Reads one section about rotary embeddings; `rope_theta` may stand in it or beside it."""
+    """Reads one section about rotary embeddings; `rope_theta` may be in it or beside it."""
     theta = scaling.number("rope_theta", reader.number("rope_theta", 10000.0))
     partial = scaling.number("partial_rotary_factor", reader.number("partial_rotary_factor", 1.0))
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
@@ -152,7 +152,7 @@ def _grouped(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
         "head_dim": reader.integer("head_dim", fields["hidden_size"] // heads or 1),
         "attention_bias": reader.flag("attention_bias", fields.get("attention_bias", False)),
     }
-    # A family that always normalizes queries and keys has it in its fixed fields; exports of ours name it too.
+    # A family that always normalizes queries and keys has it in its fixed fields; exports of mtpjax name it too.
     if fields.get("use_qk_norm"):
         reader.require("use_qk_norm", True)
     else:
@@ -188,7 +188,7 @@ def _latent(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _indexer_types(reader: ConfigReader, layers: int) -> tuple[str, ...]:
-    """Returns "full" or "shared" for each layer; empty if every layer has an indexer of its own."""
+    """Returns "full" or "shared" for each layer; empty if every layer has its own indexer."""
     types = _listed_indexer_types(reader, layers)
     return () if set(types) == {"full"} else types
 
@@ -202,7 +202,7 @@ def _listed_indexer_types(reader: ConfigReader, layers: int) -> tuple[str, ...]:
     pattern = reader.get("index_topk_pattern")
     if isinstance(pattern, str) and pattern:
         return tuple({"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern)
-    # GLM's frequency: from `offset` on, every freq-th layer has an indexer of its own.
+    # GLM's frequency: from `offset` on, every freq-th layer has its own indexer.
     freq = reader.integer("index_topk_freq", 1)
     offset = reader.integer("index_skip_topk_offset", 2, low=0)
     shares = (max(layer - offset + 1, 0) % freq != 0 for layer in range(layers))
@@ -213,7 +213,7 @@ def _linear(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     """Reads which layers have linear attention (Qwen3-Next, Qwen3.5), and its sizes."""
     interval = reader.get("full_attention_interval")
     if interval is None and not fields.get("zero_centred_norm"):
-        # transformers writes "indexed_attention" for sparse attention, which `index_topk` tells already.
+        # transformers writes "indexed_attention" for sparse attention, which `index_topk` already implies.
         count = fields["num_hidden_layers"]
         kinds = ["indexed_attention" if fields.get("index_topk") else "full_attention"]
         reader.require("layer_types", ["full_attention"] * count, kinds * count)
@@ -261,7 +261,7 @@ def _experts(reader: ConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
         "norm_topk_prob": reader.flag("norm_topk_prob", True),
         "routed_scaling_factor": reader.number("routed_scaling_factor", 1.0),
     }
-    # Which layers are dense: the first and last few, those listed, all but every n-th, or as each layer's type says.
+    # Dense layers: the first and last few, those listed, all but every n-th, or as each layer's type says.
     first = reader.integer("first_k_dense_replace", 0, low=0)
     marks = reader.items("moe_layer_freq", int) if isinstance(reader.get("moe_layer_freq"), list) else ()  # MiMo-V2
     each = 1 if marks else reader.integer("moe_layer_freq", reader.integer("decoder_sparse_step", 1))
@@ -289,7 +289,7 @@ def _mtp(reader: ConfigReader) -> tuple[int, bool]:
 
 
 def _mtp_conventions(reader: ConfigReader) -> dict[str, Any]:
-    """Reads how MTP modules are fed and chained, where an export of ours says that it is not as in the family."""
+    """Reads how MTP modules are fed and chained, where an mtpjax export differs from the family."""
     names = ("mtp_chaining", "mtp_input", "mtp_output_norm", "mtp_layer_type")
     made = {key: value for key in names if (value := reader.get(key)) is not None}
     for key in ("mtp_hidden_post_norm", "mtp_chain_post_norm", "mtp_mask_first", "mtp_dense"):

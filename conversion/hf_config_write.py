@@ -16,7 +16,7 @@ def edit_config(
     dtypes: set[str] | None = None,
     drop_quantization: bool = False,
 ) -> dict[str, Any]:
-    """Edits a `config.json` for weights that have changed. Keys that are not concerned stay as they are.
+    """Edits a `config.json` for weights that have changed. Other keys stay unchanged.
 
     Args:
         values: the content of the file.

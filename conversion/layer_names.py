@@ -33,7 +33,7 @@ def decoder_layer(
     Args:
         config: the model's configuration.
         kind: attention and feed-forward kind of the layer.
-        prefix: what the layer's tensor names begin with, such as "model.layers.0.".
+        prefix: prefix of the layer's tensor names, such as "model.layers.0.".
         layout: how the family names tensors.
         has: returns whether the checkpoint contains a tensor.
 
@@ -57,7 +57,7 @@ def decoder_layer(
 
 
 def _experts(config: ModelConfig, prefix: str, layout: Layout, has: Callable[[str], bool]) -> dict[str, ParamSpec]:
-    """Mixture of experts: a router, routed experts `gate_up [E, D, 2, F]` and `down [E, F, D]`, shared experts."""
+    """Maps a mixture of experts: router, routed experts `gate_up [E, D, 2, F]` and `down [E, F, D]`, shared experts."""
     D, E, F = config.hidden_size, config.n_routed_experts, config.moe_intermediate_size
     within = f"{prefix}{layout.experts}."
     specs = {"router": linear(f"{within}{layout.router}.weight", D, E)}
@@ -73,7 +73,7 @@ def _experts(config: ModelConfig, prefix: str, layout: Layout, has: Callable[[st
         up, down = _routed_experts(within, layout, has, (E, D, F))
         specs["gate_up"] = ParamSpec((E, D, 2, F), tuple(up), in_axis=-3)
         specs["down"] = ParamSpec((E, F, D), tuple(down), in_axis=-2)
-    # The shared expert sees every token; Qwen weighs it by a gate.
+    # The shared expert processes every token; Qwen weighs it by a gate.
     if config.shared_width:
         name = f"{prefix}{'mlp.shared_expert' if config.shared_expert_gate else layout.shared_experts}."
         specs["shared/gate_up"] = gate_up(name, D, config.shared_width)
@@ -130,7 +130,7 @@ def _stacked(name: str, shape: tuple[int, int, int]) -> list[TensorSlice]:
 
 
 def _interleaved_experts(within: str, E: int, D: int, F: int) -> dict[str, ParamSpec]:
-    """gpt-oss: `[E, D, 2F]` and `[E, F, D]` with biases; columns of gate and up take turns."""
+    """Maps gpt-oss's experts: `[E, D, 2F]` and `[E, F, D]` with biases; columns of gate and up alternate."""
     up = [
         tensor_slice(
             f"{within}gate_up_proj",

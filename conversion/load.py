@@ -41,7 +41,7 @@ def load(
             with their scales (`BlockScaled`).
         mesh: lays the parameters out over this mesh; each process reads only what its devices hold.
         allow_copies: let devices hold copies of what an axis of the mesh does not divide.
-        layout: what decoding or training wants.
+        layout: the layout for decoding, or the one for training.
         model_type: the family to use instead of the one that `config.json` names.
         allow_extra: skip unknown tensors instead of raising an error.
         strict: raise an error for infinite or NaN weights instead of a warning.
@@ -56,7 +56,7 @@ def load(
         ValueError: the mesh does not divide the model.
     """
     with open_checkpoint(path, strict=strict) as files:
-        # Check everything that headers can tell before any weight is read.
+        # Check everything that the headers show before any weight is read.
         plan = make_plan(files, dtype=dtype, model_type=model_type, allow_extra=allow_extra)
         sharding_of = None if mesh is None else choose_layout(plan.config, mesh, layout, allow_copies=allow_copies)
         _check_memory(plan, mesh)
@@ -97,10 +97,10 @@ def _load_param(files: CheckpointFiles, plan: LoadPlan, path: str, place: Callab
 
 def _check_memory(plan: LoadPlan, mesh: Mesh | None) -> None:
     """Rejects a model that this machine's memory cannot hold, before anything is allocated. Only checked on CPUs."""
-    # What this process's devices will hold: their share under a mesh, all without one.
+    # Bytes for this process's devices: their share under a mesh, everything without one.
     need = sum(np.prod(spec.shape, dtype=np.int64) * plan.dtypes[path].itemsize for path, spec in plan.specs.items())
     devices = len(mesh.local_devices) / mesh.size if mesh is not None else 1
-    # Windows cannot tell; the load then fails where memory runs out.
+    # Windows does not report its memory; the load then fails where memory runs out.
     if not hasattr(os, "sysconf"):
         return
     # Accelerators report running out of memory themselves; a CPU machine would swap or kill the process.

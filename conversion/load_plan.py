@@ -22,7 +22,7 @@ log = logging.getLogger("mtpjax.conversion")
 
 FLOATS = (np.dtype(np.float32), np.dtype(np.float16), BF16)
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
-# Of multimodal checkpoints.
+# Prefixes of tensors of multimodal checkpoints that are not part of the language model.
 OTHER_PARTS = (
     *("model.visual.", "visual.", "vision_tower.", "model.vision_tower.", "mm_projector."),
     *("vision_model.", "vit_large_projector."),
@@ -165,7 +165,7 @@ def _with_stored_modules(parsed: hf_config.ParsedConfig, layout: Layout, files: 
     """Counts MTP modules: those in the files, or those that the configuration names if the files hold some of them."""
     config = parsed.model
     found, named = count_stored_modules(config, layout, files), config.num_mtp_modules
-    # Fine-tuning tools drop the modules and keep the configuration: without a single tensor of them there are none.
+    # Fine-tuning tools drop the modules and keep the configuration. If the files hold no tensor of a module, count 0.
     if named and not any(name.startswith(module_prefixes(config, layout)) for name in files.tensors):
         modules = f"{named} MTP module{'s' if named > 1 else ''}"
         log.warning(
@@ -175,7 +175,7 @@ def _with_stored_modules(parsed: hf_config.ParsedConfig, layout: Layout, files: 
             *(modules, files.path),
         )
         return dataclasses.replace(config, num_mtp_modules=0)
-    # Some published configurations name fewer modules than the files hold. Fewer in the files are missing tensors.
+    # Some published configurations name fewer modules than the files hold. The reverse means missing tensors.
     if found > named:
         if parsed.names_modules:
             log.warning("config.json names %d MTP modules; the files hold %d, which are used", named, found)
@@ -184,7 +184,7 @@ def _with_stored_modules(parsed: hf_config.ParsedConfig, layout: Layout, files: 
 
 
 def _with_own_copies(config: ModelConfig, layout: Layout, files: CheckpointFiles) -> ModelConfig:
-    """Compares the copies of embedding and head in MTP modules: equal ones are tied, others are loaded beside."""
+    """Compares the copies of embedding and head in MTP modules: ties equal ones, and loads the others separately."""
     own = {"embedding": [], "head": []}
     for copy, original in tied_copies(config, layout):
         # Most checkpoints leave the copies out.
@@ -208,7 +208,7 @@ def _with_own_copies(config: ModelConfig, layout: Layout, files: CheckpointFiles
 
 def _with_norm_convention(config: ModelConfig, specs: dict[str, ParamSpec], files: CheckpointFiles) -> ModelConfig:
     """Detects how norm weights are stored: as w of `1 + w` (zero-centred), or as `1 + w`, with means near 1."""
-    # Norm weights are trained from 0 or from 1 and stay near it, so their mean tells the two conventions apart.
+    # Norm weights are trained from 0 or from 1 and stay near it, so their mean shows the convention.
     names = [spec.slices[0].name for path, spec in specs.items() if path.endswith("norm_attention/scale")]
     stored = [name for name in names if name in files.tensors and files.tensors[name].dtype in FLOATS]
     if not config.zero_centred_norm or not stored:

@@ -57,7 +57,7 @@ def merge_export(
         progress: called with the number of bytes of each block that is written.
 
     Returns:
-        How many tensors were equal, replaced and added.
+        The numbers of tensors that were equal, replaced and added.
 
     Raises:
         CheckpointFileError: one of the checkpoints is damaged, or the two do not fit.
@@ -82,7 +82,7 @@ def merge_tensors(
     *,
     progress: Callable[[int], Any] | None = None,
 ) -> MergeReport:
-    """Writes a checkpoint with other MTP modules.
+    """Writes the base checkpoint with new MTP modules.
 
     Args:
         files: the base checkpoint.
@@ -92,7 +92,7 @@ def merge_tensors(
         progress: called with the number of bytes of each block that is written.
 
     Returns:
-        How many tensors were equal, replaced and added.
+        The numbers of tensors that were equal, replaced and added.
 
     Raises:
         CheckpointFileError: a tensor has another shape than the one that it replaces.
@@ -100,7 +100,7 @@ def merge_tensors(
     report, changed = _compare(files, plan, modules)
     # A changed fp8 tensor gets new scales, so the tensor of its scales changes with it.
     scaled_tensor = {plan.scales.names[name]: name for name in changed if name in plan.scales.names}
-    # The base's files keep their headers, since names, dtypes and shapes stay. New modules get a file of their own.
+    # The base's files keep their headers, since names, dtypes and shapes stay. New modules get a separate file.
     shards = []
     for file, header in files.headers.items():
         tensors, _ = parse_header(header, file, files.path)

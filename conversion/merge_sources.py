@@ -35,8 +35,7 @@ class ModuleTensors:
 def read_modules(source: CheckpointFiles, base: CheckpointFiles, plan: LoadPlan) -> ModuleTensors:
     """Reads the modules of an export, or of a full checkpoint such as the original release of a fine-tuned model.
 
-    Copies of the trunk's embedding and head are left out: the modules go on with those of the base, as inference
-    engines do it.
+    Leaves out copies of the trunk's embedding and head: the modules use those of the base, as in inference engines.
 
     Args:
         source: a folder of `export_mtp`, or a full checkpoint with MTP modules.
@@ -80,7 +79,7 @@ def _from_export(exported: CheckpointFiles, base: CheckpointFiles, plan: LoadPla
         else:
             # From here on tensors have the names of the full checkpoint.
             names[original_name(name, config, plan.layout)] = name
-    # Copies in the modules: an export does not tell whether they were equal to the trunk's, so ours say so.
+    # Copies in the modules: an export does not show if they equalled the trunk's, so mtpjax's exports say it.
     own_embedding = values.get("mtp_use_dedicated_embeddings") is True
     own = {"embedding": own_embedding, "head": values.get("mtp_use_dedicated_head") is True}
     originals = {"embedding": f"{plan.layout.trunk}embed_tokens.weight", "head": plan.layout.head}
@@ -115,7 +114,7 @@ def _from_full(source: CheckpointFiles, base: CheckpointFiles, plan: LoadPlan) -
     names = {}
     for name in source.tensors:
         new = exported_name(name, given.config, given.layout)
-        # The model goes on with the trunk's embedding and head, not with copies that equal the original's.
+        # The merged modules use the base's embedding and head, so leave out copies that equal the source's.
         if new is None or name in given.tied or f"{name}".removesuffix("_scale_inv") in given.tied:
             continue
         if keeps_fp8 or name not in scale_names:
@@ -134,7 +133,7 @@ def _from_full(source: CheckpointFiles, base: CheckpointFiles, plan: LoadPlan) -
 
 
 def _with_modules(plan: LoadPlan, count: int, mtp: str) -> LoadPlan:
-    """Returns the base's plan with the number of modules that it will have, and where their names put them."""
+    """Returns the base's plan with the number of modules after the merge, and the layout of their names."""
     layout = plan.layout if plan.config.num_mtp_modules else dataclasses.replace(plan.layout, mtp=mtp)
     return dataclasses.replace(plan, config=dataclasses.replace(plan.config, num_mtp_modules=count), layout=layout)
 

@@ -75,7 +75,7 @@ def mtp_names(config: ModelConfig, layout: Layout, number: int) -> tuple[str, di
         what they are: "project", "norm_embedding", "norm_hidden", "norm_output", and where the family may repeat them
         "embedding" and "head".
     """
-    # Qwen: modules share the projection and the norms, if there are several. Dense models of ours ("mtp_each") have
+    # Qwen: modules share the projection and the norms, if there are several. Dense models of mtpjax ("mtp_each") have
     # the same names, and repeat these tensors in the layer of each module if there are several.
     if layout.is_under_mtp:
         prefix = f"mtp.layers.{number}."
@@ -148,7 +148,7 @@ def stored_layout(layout: Layout, config: ModelConfig, has: Callable[[str], bool
 
 
 def module_prefixes(config: ModelConfig, layout: Layout) -> tuple[str, ...]:
-    """Lists what the names of tensors of MTP modules begin with.
+    """Lists the prefixes of the tensor names of MTP modules.
 
     Args:
         config: the model's configuration, which names the number of modules.

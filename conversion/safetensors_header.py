@@ -1,8 +1,8 @@
 """Parses safetensors headers, with every number checked before anything is allocated.
 
-The safetensors package is not used here, for three reasons: its numpy interface cannot return fp8 tensors; it accepts a
-header that names a tensor twice; and `convert` repeats headers byte for byte, so it parses headers that have no file
-behind them. A test compares what is read here with what the package reads.
+The safetensors package is not used here. Its numpy interface cannot return fp8 tensors, and it accepts a header that
+names a tensor twice. `convert` also repeats headers byte for byte, so it parses headers without a file behind them. A
+test compares the results with the package's.
 """
 
 import dataclasses
@@ -80,7 +80,7 @@ def parse_header(content: bytes, file: str, path) -> tuple[list[TensorInfo], dic
 
 
 def parse_json(content: bytes, path) -> Any:
-    """Parses JSON of a checkpoint, and rejects keys that occur twice, of which parsers keep either one.
+    """Parses JSON of a checkpoint, and rejects keys that occur twice: parsers differ in which one they keep.
 
     Args:
         content: UTF-8 bytes.

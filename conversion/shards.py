@@ -1,7 +1,7 @@
 """Writes safetensors files block by block, so that a tensor is never in memory as a whole.
 
-The safetensors package is not used for writing: `save_file` takes whole arrays, orders tensors its own way and makes a
-header of its own, while a converted checkpoint must repeat the original header byte for byte.
+The safetensors package is not used for writing: `save_file` takes whole arrays, reorders tensors and writes its own
+header, but a converted checkpoint must repeat the original header byte for byte.
 """
 
 import json
@@ -83,7 +83,7 @@ def split_into_shards(entries: Iterable[TensorEntry], most: int = SHARD_BYTES) -
 
     Args:
         entries: the tensors, in order.
-        most: the largest size of a file in bytes; a larger tensor gets a file of its own.
+        most: the largest size of a file in bytes; a larger tensor gets a separate file.
 
     Returns:
         The shards; a single one is called `model.safetensors`.

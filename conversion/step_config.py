@@ -9,7 +9,7 @@ STEP = ("step3p5", "step3p7")  # model types
 
 
 def expand_step(values: dict[str, Any]) -> dict[str, Any]:
-    """Says with the keys of other families what Step-3.5 lists layer by layer.
+    """Translates Step-3.5's lists, with an entry per layer, to the keys of other families.
 
     Args:
         values: the content of the file, with the values of a nested section on top.
@@ -25,7 +25,7 @@ def expand_step(values: dict[str, Any]) -> dict[str, Any]:
     layers, modules = reader.integer("num_hidden_layers"), reader.integer("num_nextn_predict_layers", 0, low=0)
 
     def listed(key: str, kind: type | tuple[type, ...]) -> list[Any]:
-        """Reads one entry per layer and module; a single value counts for all, and nothing is an empty list."""
+        """Reads one entry per layer and module. A single value counts for all; a missing key gives an empty list."""
         value = values.get(key)
         if value is None or value == []:
             return []
@@ -77,7 +77,7 @@ def expand_step(values: dict[str, Any]) -> dict[str, Any]:
         if any(limits[layers:]):
             raise ConfigError(f"config.json: {key} with clamped modules is not supported")
         made[key] = limits[:layers]
-    # What differs in layers with a window.
+    # Settings that differ in layers with a window.
     other = reader.section("attention_other_setting")
     other.require("attention_type", "sliding_attention")
     other.require("head_dim", values.get("head_dim"))

@@ -119,8 +119,8 @@ class ParamSpec:
     def chunks(self, itemsize: int) -> tuple[int, ...]:
         """Chooses chunks in which the parameter can be converted with bounded memory.
 
-        A chunk needs no more of the tensors than it holds itself: it is cut between experts, which are tensors of their
-        own, and along the tensors' rows.
+        Chunks are cut between experts, which are separate tensors, and along the tensors' rows. So reading a chunk
+        reads nothing else.
 
         Args:
             itemsize: bytes of an element.
@@ -128,7 +128,7 @@ class ParamSpec:
         Returns:
             The shape of a chunk of at most `BLOCK_BYTES`, if cuts along these two axes suffice.
         """
-        # Cut the expert axis first: each expert is a tensor of its own. Then cut along the rows.
+        # Cut the expert axis first: each expert is a separate tensor. Then cut along the rows.
         shape = list(self.shape)
         has_experts = not isinstance(self.slices[0].target[0], slice)
         for axis in (0 if has_experts else None, self.slices[0].rows_axis):
@@ -196,7 +196,7 @@ def gate_up(prefix: str, D: int, F: int) -> ParamSpec:
     """Describes the gate and up projections of a SwiGLU layer, which mtpjax stores as one array `[D, 2, F]`.
 
     Args:
-        prefix: what the tensors' names begin with.
+        prefix: prefix of the tensors' names.
         D: the model's width.
         F: the layer's inner width.
 

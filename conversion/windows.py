@@ -1,4 +1,4 @@
-"""Parses the keys of `config.json` about layers that attend to a window, which each family names in its own way."""
+"""Parses the keys of `config.json` about layers that attend to a window; each family has different names for them."""
 
 import math
 from typing import Any
@@ -29,7 +29,7 @@ def read_windows(reader: ConfigReader, fields: dict[str, Any], model_type: str) 
     if not types:
         raise ConfigError("config.json lacks layer_types")
     made: dict[str, Any] = {"layer_types": types, "sliding_window": _window(reader)}
-    # transformers leaves out that MiMo-V2 has twice the key/value heads there.
+    # Files written by transformers do not say that MiMo-V2 has twice the key/value heads there.
     kv_heads = fields["num_key_value_heads"] * (2 if model_type == "mimo_v2_flash" else 1)
     made["sliding_num_attention_heads"] = reader.integer("swa_num_attention_heads", fields["num_attention_heads"])
     made["sliding_num_key_value_heads"] = reader.integer("swa_num_key_value_heads", kv_heads)

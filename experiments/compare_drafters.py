@@ -37,7 +37,6 @@ from rich.console import Console
 from experiments.objectives import train_trunk
 from mtpjax import DecodeConfig, MTPModel, Objective, TrainConfig, load, load_drafter
 from mtpjax.ablation.bench import Settings, find_workload
-from mtpjax.ablation.drafters import seconds_per_update
 from mtpjax.atomic import write_text
 from mtpjax.console import narrow_table
 from mtpjax.decoding.drafters.base import Drafter
@@ -47,6 +46,7 @@ from mtpjax.evaluation.acceptance import sampling_arguments
 from mtpjax.evaluation.machine import Stopwatch, describe_machine
 from mtpjax.evaluation.metrics import estimate
 from mtpjax.evaluation.plot_style import COLOURS, picture
+from mtpjax.training.cost import seconds_per_update
 from mtpjax.training.trainer import TrainResult, train
 
 LEVELS = 4
@@ -249,6 +249,7 @@ def plot(path: pathlib.Path, methods: dict[str, dict[str, Any]]) -> None:
             axes.set_xticks(range(len(methods)), list(methods))
         length.set(title="accept length (dots T 0, squares T 1)", ylabel="tokens per round; 95 % over prompts")
         survival.set(title="acceptance by position, temperature 0", xlabel="position", ylim=(0, 1))
+        survival.xaxis.get_major_locator().set_params(integer=True)
         survival.legend()
         speed.set(title="speed-up at batch 1 (dashed: drafts for free)", ylabel="over plain decoding")
 

@@ -21,7 +21,6 @@ from experiments.smollm2_modules import attach_modules, save_modules, train_conf
 from experiments.smollm2_settings import Settings
 from experiments.train_smollm2 import TrainingData
 from mtpjax import DecodeConfig, MTPModel, TrainConfig, load_drafter, save_drafter
-from mtpjax.ablation.drafters import seconds_per_update
 from mtpjax.atomic import write_text
 from mtpjax.data.packing import concatenate_rows
 from mtpjax.decoding.drafters.load import TrainedDrafter, TrainedParams
@@ -31,6 +30,7 @@ from mtpjax.models.draft_forward import draft_layer_ids
 from mtpjax.training import run_dir
 from mtpjax.training.callbacks import Callback, TrainEvent
 from mtpjax.training.corpus import load_corpus
+from mtpjax.training.cost import seconds_per_update
 from mtpjax.training.draft_architecture import draft_architecture
 from mtpjax.training.hidden_state_cache import open_hidden_state_cache
 from mtpjax.training.initial_model import init_model

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from mtpjax.version import __version__
 
-# Type checkers and editors follow these imports; at run time `__getattr__` does them.
+# Type checkers and editors follow these imports; at run time `__getattr__` imports the names.
 if TYPE_CHECKING:
     from mtpjax.decoding.config import DecodeConfig, SamplingParams
     from mtpjax.decoding.drafters.load import load_drafter, save_drafter

@@ -10,8 +10,8 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 
-REMOVAL_ATTEMPTS = 50  # a tenth of a second apart
-STABLE_CHECKS = 3  # of these, one after another, that find nothing
+REMOVAL_ATTEMPTS = 50  # with 0.1 s between two
+STABLE_CHECKS = 3  # consecutive attempts that must find nothing
 
 
 @contextlib.contextmanager
@@ -68,12 +68,12 @@ def atomic_folder(
 
 @contextlib.contextmanager
 def _lock(folder: pathlib.Path) -> Iterator[bool]:
-    """Locks a folder, and yields whether it worked. The system releases the lock when the process ends, however."""
+    """Locks a folder, and yields whether it worked. The system releases the lock when the process ends."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         is_locked = True
-    except OSError:  # another process has the lock, or the file system has none for folders
+    except OSError:  # another process has the lock, or the file system cannot lock folders
         is_locked = False
     try:
         yield is_locked
@@ -82,7 +82,7 @@ def _lock(folder: pathlib.Path) -> Iterator[bool]:
 
 
 def _clear_leftovers(path: pathlib.Path) -> None:
-    """Removes what processes that were killed left beside `path`, and puts an old folder back that has no successor."""
+    """Removes leftovers of killed processes beside `path`, and puts back an old folder that has no successor."""
     name = re.compile(rf"\.(tmp|old)-{re.escape(path.name)}-\d+-[0-9a-f]{{8}}")
     found = [each for each in path.parent.glob(".*") if name.fullmatch(each.name)] if path.parent.is_dir() else []
     # A process that lives has its folder locked.
@@ -131,7 +131,7 @@ def check_output_file(path) -> None:
     """Checks that a file can be written, before the work whose result it gets.
 
     Args:
-        path: the file, which need not exist, nor its folder.
+        path: the file; it and its folder need not exist.
 
     Raises:
         ValueError: it is a folder, or its folder cannot be made or written.

@@ -13,7 +13,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, use_abstr
 # Since jax 0.11 a Triton kernel lowers without a GPU only under a mesh that names the device; 0.10 accepts it too.
 _GPUS = {
     "cuda": AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu"),
-    "rocm": AbstractDevice(device_kind="gfx942", num_cores=304, platform="gpu"),  # MI300X, which only goes by this name
+    "rocm": AbstractDevice(device_kind="gfx942", num_cores=304, platform="gpu"),  # the name of an MI300X
 }
 
 # XLA's description of an H100 (SXM), which compiling ahead of time takes in the place of a device.

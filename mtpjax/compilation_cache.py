@@ -43,7 +43,7 @@ def enable() -> pathlib.Path | None:
         if not _is_private(folder):
             return None
         prune(root(), MAX_BYTES)
-    # There is no home folder, or it cannot be written: compile as without a cache.
+    # Without a home folder, or if it cannot be written, compile without a cache.
     except (OSError, RuntimeError):
         return None
     # A full disk or a damaged file costs only the time to compile, so JAX need not warn of it.
@@ -54,7 +54,7 @@ def enable() -> pathlib.Path | None:
 
 
 def follow_threads() -> None:
-    """In a child process of a command, changes to the folder for the child's own number of threads."""
+    """Switches a command's child process to the folder for the child's own number of threads."""
     inherited = os.environ.get(FOLDER_VARIABLE)
     # A folder of the user's choice stays.
     if inherited and pathlib.Path(inherited).parent == root():

@@ -1,7 +1,7 @@
 """Several processes, one per host, that run the same program on a mesh of all their devices.
 
-All processes read the same input, and each keeps its own part. The first one writes files; of arrays that are split,
-each writes its parts. Files must be on a file system that all of them share.
+All processes read the same input, and each keeps its own part. The first one writes files; each writes its parts of
+split arrays. Files must be on a file system that all of them share.
 """
 
 import contextlib
@@ -149,7 +149,7 @@ def from_main_process(value: Any) -> Any:
     """Returns the value that the main process passes, in every process. All processes must call it.
 
     Args:
-        value: values that JSON can hold, of the main process; the others' count for nothing.
+        value: the value of the main process, which JSON can hold. Values of other processes are ignored.
     """
     return gather_values(value if is_main_process() else None)[0]
 
@@ -161,7 +161,7 @@ def raise_together(error: Exception) -> Iterator[None]:
     All processes must enter the block, and meet the same collectives in it.
 
     Args:
-        error: what the processes raise in which nothing failed.
+        error: raised in the processes where nothing failed.
 
     Raises:
         Exception: what the block raised, or `error`.

@@ -14,7 +14,7 @@ MAX_MESSAGE_CHARACTERS = 2000
 
 
 def printable(text: object, max_characters: int = MAX_MESSAGE_CHARACTERS) -> str:
-    """Makes text from untrusted files fit for a message: one printable line of bounded length.
+    """Turns text from untrusted files into one printable line of bounded length, for messages.
 
     Control characters could send escape sequences to the terminal, and a string of a damaged file may have megabytes.
 
@@ -23,7 +23,7 @@ def printable(text: object, max_characters: int = MAX_MESSAGE_CHARACTERS) -> str
         max_characters: longer text loses its middle.
 
     Returns:
-        The text with `\\n`, `\\x1b` and the like in place of characters that cannot be printed.
+        The text, with escapes such as `\\n` and `\\x1b` in place of characters that cannot be printed.
     """
     text = str(text)
     # Cut before escaping, so that 30 MB are not escaped first; cut again after it, because escapes are longer.
@@ -84,7 +84,7 @@ class ResumableError(Exception):
 
 # Training: the reason for the interruption.
 class Preempted(ResumableError):
-    """The run was told to stop (SIGTERM or SIGUSR1) and saved its state; `--resume` continues from there."""
+    """The run received a stop signal (SIGTERM or SIGUSR1) and saved its state; `--resume` continues from there."""
 
 
 class LostProcess(ResumableError, RuntimeError):

@@ -20,7 +20,7 @@ def limit_threads(count: int) -> None:
 
 def num_threads() -> int:
     """Returns the number of CPU threads that XLA uses: the environment's, else one per core of this process."""
-    # A container may give the process fewer cores than the machine has; macOS cannot tell.
+    # A container may give the process fewer cores than the machine has; macOS does not report it.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return _env_num_threads() or cores or 1
 

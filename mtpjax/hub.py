@@ -45,10 +45,10 @@ def resolve(name, *, weights: bool = True) -> pathlib.Path:
         weights: download the weights too; False: only the tokenizer's files.
 
     Returns:
-        The path itself if it exists or is no name of a repository, else the snapshot's folder or the file in it.
+        The path itself if it exists or does not name a repository, else the snapshot's folder or the file in it.
 
     Raises:
-        CheckpointError: the package is missing, there is no such repository, revision or file, access is refused, or
+        CheckpointError: the package is missing, the repository, revision or file does not exist, access is refused, or
             the Hub cannot be reached and the cache lacks the files.
     """
     text = os.fspath(name)
@@ -122,7 +122,7 @@ def _fetch(repository: str, revision: str | None, patterns: tuple[str, ...], nam
 
 
 def _explain(error: Exception, repository: str, revision: str | None, name: str) -> str:
-    """Says in one line why a download failed, and what to do."""
+    """Explains in one line why a download failed, and what to do."""
     from huggingface_hub import constants, errors
 
     if isinstance(error, errors.GatedRepoError):

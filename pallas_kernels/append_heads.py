@@ -31,12 +31,12 @@ MAX_ROWS = 64  # with more rows, XLA's fusions cost less than the products aroun
 )
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """What each head of the projection goes through before it is used.
+    """The bias, norms and rotation of each head of the projection.
 
     Attributes:
         bias: [K, G + 2, H] added to the projection; None: nothing.
         norms: Scales [H] of the RMSNorm of queries and of keys; None: no norm.
-        eps: Of the norms.
+        eps: Added to the mean square in the norms.
         zero_centred: The norms multiply by `1 + scale`.
         interleaved: Rotated pairs are channels (2j, 2j+1); False: channels (j, j+P).
     """
@@ -60,11 +60,11 @@ def append_heads(
             op leaves alone.
         angles: Cosines and sines [B, T, P] float32; the first 2 P channels of queries and keys are rotated.
         keys: [B, K, S, H], the cache. The caller no longer uses it.
-        values: [B, K, S, H], likewise.
+        values: [B, K, S, H], the cache, as `keys`.
         start: [B] int32 slot of each row's first token. All T slots from there on must exist.
-        heads: What the heads go through.
+        heads: Bias, norms and rotation of the heads.
         places: For a cache in pages, [P, K, size, H]: each token's page and its place there, both [B, T] int32; `start`
-            is not read, and what has a page outside of the pool is dropped. None: the cache is contiguous.
+            is not read, and entries whose page is outside the pool are dropped. None: the cache is contiguous.
         group_size: G.
         implementation: "xla" (the reference), "triton" (the kernel, on CUDA and ROCm), "interpreted" (the kernel in
             Pallas's interpreter, on any machine) or "auto"; see `pallas_kernels.dispatch`. More than 64 rows always run
@@ -117,7 +117,7 @@ def split_heads(projected, angles, heads: Heads, *, group_size: int) -> tuple[ja
     Args:
         projected: [B, T, K, G + 2 or more, H].
         angles: Cosines and sines [B, T, P] float32.
-        heads: What the heads go through.
+        heads: Bias, norms and rotation of the heads.
         group_size: G.
 
     Returns:
@@ -159,6 +159,7 @@ def _append_heads_triton(projected, angles, keys, values, start, heads, places, 
     parts = projected.parts.reshape(num_parts, B * T, K * per_key * H)
     extra = [] if heads.bias is None else [heads.bias]
     extra += [] if heads.norms is None else list(heads.norms)
+    # The positions: the first slot of each row, or page and place of each token.
     positions = [start] if places is None else list(places)
     operands = [*positions, *angles, parts, *extra]
     # Each program loads the angles twice, for its queries and its key.
@@ -225,6 +226,7 @@ def _append_heads_kernel(
     *refs, _, _, q_ref, keys_ref, values_ref = refs
     *place_refs, cos_ref, sin_ref, parts_ref = refs[: 5 if is_paged else 4]
     refs = refs[5 if is_paged else 4 :]
+    # Optional inputs come in a fixed order: the bias, then the norms of queries and of keys.
     bias_ref = refs.pop(0) if has_bias else None
     norm_refs = refs if has_norms else (None, None)
     G, H, P = group_size, int(q_ref.shape[4]), int(cos_ref.shape[2])
@@ -278,6 +280,7 @@ def _append_heads_kernel(
     one = jnp.arange(1)
     if is_paged:
         page, slot = (plt.load(ref.at[row, place]) for ref in place_refs)
+        # An entry whose page is outside the pool is dropped: clamp its address, and mask its store.
         is_kept, page = page < keys_ref.shape[0], jnp.minimum(page, keys_ref.shape[0] - 1)
     else:
         page, slot, is_kept = row, plt.load(place_refs[0].at[row]) + place, True

@@ -43,16 +43,16 @@ def append_latents(
     k_rope]`. Not differentiable: for passes with a cache.
 
     Args:
-        queries: [B, T, N, C + P], of each head content and a part to be rotated.
-        latents: [B, T, R + P], the latent and a key to be rotated, which all heads share.
+        queries: [B, T, N, C + P], for each head its content, then the part that is rotated.
+        latents: [B, T, R + P], the latent, then the key that is rotated, which all heads share.
         norm: [R] scale of the latent's RMSNorm.
         key_up: [N, C, R] in the dtype of the queries.
         angles: Cosines and sines [B, T, P / 2] float32.
         cache: [B, S, R + P]. The caller no longer uses it.
         start: [B] int32 slot of each row's first token. All T slots from there on must exist.
         places: For a cache in pages, [P, size, R + P]: each token's page and its place there, both [B, T] int32;
-            `start` is not read, and what has a page outside of the pool is dropped. None: the cache is contiguous.
-        eps: Of the norm.
+            `start` is not read, and entries whose page is outside the pool are dropped. None: the cache is contiguous.
+        eps: Added to the mean square in the norm.
         interleaved: Rotated pairs are channels (2j, 2j+1); False: channels (j, j+P/2).
         implementation: "xla" (the reference), "triton" (the kernel, on CUDA and ROCm), "interpreted" (the kernel in
             Pallas's interpreter, on any machine) or "auto"; see `pallas_kernels.dispatch`. More than 64 rows always run
@@ -67,6 +67,7 @@ def append_latents(
     B, T, N, width = queries.shape
     C, R = key_up.shape[1:]
     P = width - C
+    # C content channels and P rotated ones make a query, R latent channels and P rotated ones an entry.
     fits = latents.shape == (B, T, R + P) and cache.shape[2] == R + P and start.shape == (B,)
     fits &= len(cache) == B if places is None else all(one.shape == (B, T) for one in places)
     if not fits or len(key_up) != N or norm.shape != (R,) or any(one.shape != (B, T, P // 2) for one in angles):
@@ -127,11 +128,14 @@ def _append_latents_triton(
     B, T, N, width = queries.shape
     C, R = key_up.shape[1:]
     n, P = B * T, width - C
+    # All tokens are one tile of rows, at least the 16 that tensor cores multiply. The latent's columns are split, to
+    # have more programs.
     rows = max(16, pl.next_power_of_2(n))
     columns = min(64, max(16, pl.next_power_of_2(R)))
     slices = pl.cdiv(R, columns)
     dtype = jnp.dtype(queries.dtype)
     positions = [start] if places is None else list(places)
+    # The positions: the first slot of each row, or page and place of each token.
     operands = [
         *positions,
         *(one.reshape(n, P // 2) for one in angles),
@@ -152,6 +156,7 @@ def _append_latents_triton(
             is_paged=places is not None,
         ),
         out_shape=[jax.ShapeDtypeStruct((n, N, R + P), dtype), jax.ShapeDtypeStruct(cache.shape, cache.dtype)],
+        # Grid: first the programs that absorb, then one for each token that appends its entry.
         grid=(N * slices + n,),
         input_output_aliases={len(operands): 1},  # the cache is updated in place
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
@@ -193,6 +198,7 @@ def _append_latents_kernel(
     num_heads, C, R = (int(size) for size in key_up_ref.shape)
     n, pairs = (int(size) for size in cos_ref.shape)
     num_absorbing = num_heads * slices
+    # Channels of the first and second half of each rotated pair.
     pair = jnp.arange(pl.next_power_of_2(pairs))
     is_pair = pair < pairs
     first, second = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + pairs)
@@ -222,6 +228,7 @@ def _append_latents_kernel(
 
     @pl.when(program < num_absorbing)
     def absorb():
+        # One head and slice of columns, for all tokens.
         head, part = jax.lax.div(program, slices), jax.lax.rem(program, slices)
         row, column = jnp.arange(tile[0]), part * tile[1] + jnp.arange(tile[1])
         is_row, is_column = row < n, column < R
@@ -246,6 +253,7 @@ def _append_latents_kernel(
         batch, place = jax.lax.div(token, num_tokens), jax.lax.rem(token, num_tokens)
         if is_paged:
             page, slot = (plt.load(ref.at[batch, place]) for ref in place_refs)
+            # An entry whose page is outside the pool is dropped: clamp its address, and mask its store.
             is_kept, page = page < cache_ref.shape[0], jnp.minimum(page, cache_ref.shape[0] - 1)
         else:
             page, slot, is_kept = batch, plt.load(place_refs[0].at[batch]) + place, True

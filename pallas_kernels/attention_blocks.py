@@ -1,4 +1,4 @@
-"""What the attention kernels share: slices of columns, and the online softmax over blocks of slots.
+"""Parts that the attention kernels share: slices of columns, and the online softmax over blocks of slots.
 
 Triton arrays have power-of-two sizes, so columns of any other number are cut into slices. The softmax is online
 (FlashAttention, 2205.14135): a block of slots at a time, with sums relative to the highest score so far.
@@ -71,8 +71,8 @@ def attend_blocks(blocks, find_slots, q, cache_refs, *, num_rows, scale, key_sli
 
     Args:
         blocks: First block and end.
-        find_slots: Maps a block to the range of its slots (in a pool: a page and the range within it), the mask of
-            those to load, and the mask [rows, slots] of those that each query row sees.
+        find_slots: Maps a block to the range of its slots, the mask of the slots to load, and the mask [rows, slots] of
+            the slots that each query row attends to. In a pool the range is a page and the range within it.
         q: Slices [rows, columns] of the queries.
         cache_refs: Keys [S, H] and values [S, Hv], or a latent alone, whose values are the first slices of its keys;
             pools of pages [P, size, H].
@@ -84,7 +84,7 @@ def attend_blocks(blocks, find_slots, q, cache_refs, *, num_rows, scale, key_sli
 
     Returns:
         For each slice of values the weighted sum [rows, columns], the highest score [rows], to which the weights are
-        relative, and the sum of the weights [rows]. A row that saw nothing gets zeros and a sum of 1.
+        relative, and the sum of the weights [rows]. A row that attends to nothing gets zeros and a sum of 1.
     """
     dtype = q[0].dtype
     load = functools.partial(load_slice, dtype=dtype, is_integer_fp8=is_integer_fp8)

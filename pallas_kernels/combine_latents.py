@@ -39,6 +39,7 @@ def combine_latents(outputs, log_sums, value_up, *, dtype, interpret=False) -> j
     """
     B, _, Z, T, N, R = outputs.shape
     V, n = value_up.shape[2], B * T
+    # All tokens are one tile of rows, at least the 16 that tensor cores multiply.
     rows = max(16, pl.next_power_of_2(n))
     # Few rows: narrow slices of the values, for enough programs. Many rows: wide ones, since each slice combines again.
     columns = min(max(16, pl.next_power_of_2(V)), 32 if rows == 16 else 128)
@@ -91,6 +92,7 @@ def _combine_latents_kernel(
         shares = jnp.int32(1), jnp.int32(num_shares)
         highest, total = jax.lax.fori_loop(*shares, add_weight, (first, jnp.ones_like(first)))
 
+        # Average a chunk of latent columns over the shares, and multiply it by the head's matrix.
         def add_chunk(index, result):
             inner = index * _CHUNK + jnp.arange(_CHUNK)
             latent, is_latent = part * size + inner, inner < size
@@ -110,6 +112,7 @@ def _combine_latents_kernel(
 
         return jax.lax.fori_loop(jnp.int32(0), jnp.int32(pl.cdiv(size, _CHUNK)), add_chunk, result)
 
+    # Each part of the latent's columns has its own softmax sums.
     result = jnp.zeros(tile, jnp.float32)
     for part in range(num_parts):
         result = combine_and_multiply(jnp.int32(part), result)

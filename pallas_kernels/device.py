@@ -1,4 +1,4 @@
-"""The device that a kernel is compiled for: its platform, its sizes, and the order of programs that its caches want."""
+"""The device that a kernel is compiled for: its platform and sizes, and the order of programs that suits its caches."""
 
 import functools
 
@@ -33,7 +33,7 @@ def call_by_platform(run, *operands, interpret: bool, differs: bool = True):
         differs: False where both platforms have the same form, so that only one is traced.
 
     Returns:
-        What `run` returns.
+        The result of `run`.
     """
     if interpret or not differs:
         return run(*operands, platform="cuda")
@@ -44,7 +44,7 @@ def call_by_platform(run, *operands, interpret: bool, differs: bool = True):
 def die_order(*ids, grid, is_reordered: bool = True):
     """Reorders the programs of a grid so that neighbours run on the same die of an MI300X and share its L2 cache.
 
-    An MI300X has eight dies, each with an L2 cache of its own, and its consecutive programs go to the dies in turn:
+    An MI300X has eight dies, each with its own L2 cache, and consecutive programs go to the dies in turn:
     program p runs on die p % 8. Here each die gets a run of consecutive places of the grid instead. The runs differ by
     at most one place where the number of programs is not divisible by the number of dies.
 

@@ -120,7 +120,7 @@ def _agrees(op: str, shape: Mapping[str, int | str], implementation: str, check:
         try:
             with concurrent.futures.ThreadPoolExecutor(1) as thread:
                 difference = thread.submit(check, implementation).result()
-        # Whatever keeps a kernel from running, the reference takes its place.
+        # If a kernel cannot run for any reason, the reference replaces it.
         except Exception as error:
             difference, why = math.inf, f"fails: {str(error).partition(chr(10))[0][:200]}"
         else:

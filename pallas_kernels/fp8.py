@@ -23,7 +23,7 @@ def as_stored(x, dtype):
     """Converts numbers to the dtype of a cache.
 
     Args:
-        x: Of any shape.
+        x: Numbers, in any shape.
         dtype: Dtype of the cache.
 
     Returns:

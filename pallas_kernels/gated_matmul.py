@@ -1,7 +1,7 @@
 """A few rows through the gate and up matrices of SwiGLU: op, kernel, reference.
 
-Limit: the bytes of the matrices. A program multiplies by the same columns of gate and up, so SwiGLU needs neither a
-launch of its own nor the products in memory.
+Limit: the bytes of the matrices. A program multiplies by the same columns of gate and up, so SwiGLU needs no launch of
+its own, and the products stay out of memory.
 """
 
 import functools
@@ -166,6 +166,7 @@ def _gated_matmul_kernel(x_ref, weights_ref, *refs, padded, tile, block, has_row
 
     zeros = jnp.zeros((padded, columns), jnp.float32)
     gate, up = jax.lax.fori_loop(jnp.int32(0), jnp.int32(pl.cdiv(D, inputs)), add_tile, (zeros, zeros))
+    # Undo the division of the integer conversion before the activation, which is not linear.
     if is_integer_fp8:
         gate, up = gate * FP8_DIVISOR, up * FP8_DIVISOR
     is_inside = (row < n)[:, None] & (column < F)[None, :]

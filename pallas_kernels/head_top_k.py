@@ -198,6 +198,7 @@ def _run_kernel(hidden, head, *, k, num_tokens, is_transposed, interpret, platfo
     logsumexp = highest[:, 0] + jnp.log((sums * jnp.exp(values[:, :, 0] - highest)).sum(axis=1))
     # The candidates are in column order where they are equal, so the first of equal ones is the lower column.
     values, indices = values.reshape(num_rows, -1), indices.reshape(num_rows, -1)
+    # One logit needs no sort.
     if k == 1:
         position = jnp.argmax(values, axis=1, keepdims=True)
         values = highest
@@ -222,7 +223,7 @@ def _head_top_k_kernel(
     is_transposed,
     place,
 ):
-    """hidden_ref [block_rows, D] and a block of columns of the head -> values_ref and indices_ref [block_rows, k].
+    """Finds the k best of a block of columns: hidden_ref [block_rows, D] -> values_ref, indices_ref [block_rows, k].
 
     sums_ref [block_rows] is the sum of exp(logit - largest logit of the block), float32.
     """

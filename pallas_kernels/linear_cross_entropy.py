@@ -451,9 +451,9 @@ def _load(ref, *masks):
 def _choose_tiles(hidden, V) -> _Tiles:
     """Chooses blocks of logits as large as registers hold.
 
-    That is 128 x 256 float32 sums for one product, and 128 x 128 each for draft and trunk: about half of the registers
-    of two warp groups. Larger blocks do more operations per byte from the L2 cache. `inner` of 64 in 3 stages fits the
-    shared memory of an SM. float32 runs without tensor cores; it is for comparisons with the reference.
+    One product has 128 x 256 float32 sums, draft and trunk have 128 x 128 each: about half of the registers of two warp
+    groups. Larger blocks do more operations per byte from the L2 cache. `inner` of 64 in 3 stages fits the shared
+    memory of an SM. float32 runs without tensor cores; it is for comparisons with the reference.
     """
     _, N, D = hidden[0].shape
     max_sizes = (128, 256 if sum(map(len, hidden)) == 1 else 128, 64)

@@ -50,7 +50,7 @@ def read(device_kind: str | None = None) -> dict[str, list]:
     try:
         file = path(device_kind)
         text = file.read_text()
-    # There is no home folder or no file, or it cannot be read: nothing was measured.
+    # Without a home folder or a readable file nothing was measured.
     except (OSError, RuntimeError, UnicodeDecodeError):
         return {}
     try:
@@ -68,7 +68,7 @@ def add(op: str, shape: Mapping[str, int | str], milliseconds: Mapping[str, floa
 
     Args:
         op: Name of the op, as it asks `pallas_kernels.dispatch.choose`.
-        shape: Shape of the call, likewise.
+        shape: Shape of the call, as the op gives it to `choose`.
         milliseconds: Time of each implementation.
 
     Returns:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.fp8 import as_stored
 
-NO_PAGE = 2**31 - 1  # in a table: reads give entries that no token sees, and writes are dropped
+NO_PAGE = 2**31 - 1  # in a table: no token attends to what it reads there, and writes are dropped
 
 
 def index_places(pool, page, place) -> tuple:

@@ -1,6 +1,6 @@
 """Attention of many new tokens per row against its KV cache, without scores in memory (flash attention): op, kernel.
 
-Limit: multiplications. A program keeps a block of queries and goes through the slots that they see, so the scores
+Limit: multiplications. A program keeps a block of queries and goes through the slots that they attend to, so the scores
 `[B, heads, T, S]`, which XLA writes and reads several times, never leave the processor (FlashAttention-2, 2307.08691).
 """
 
@@ -25,15 +25,15 @@ def prefill_attention(
 ) -> jax.Array:
     """Computes causal softmax attention of T new tokens per row against the row's KV cache.
 
-    The tokens are in slots start .. start + T - 1, and token t attends to the slots up to start + t; with
-    `window_start` to those from `window_start` on and the first `sinks` slots; with `mask` only to those of the mask. A
-    token that attends to nothing gets zeros. Slots behind the row's tokens are not read and may hold NaN. Scores and
-    sums are float32. Not differentiable: for passes with a cache.
+    The tokens are in slots start .. start + T - 1, and token t attends to the slots up to start + t. With
+    `window_start` it attends only to those from `window_start` on and to the first `sinks` slots, with `mask` only to
+    those of the mask. A token that attends to nothing gets zeros. Slots behind the row's tokens are not read and may
+    hold NaN. Scores and sums are float32. Not differentiable: for passes with a cache.
 
     Args:
         q: [B, K, T, G, H] floating: G query heads for each of K key heads.
         keys: [B, K, S, H], of any floating dtype, fp8 included; converted to q's dtype.
-        values: [B, K, S, Hv], likewise; None: the first `value_width` columns of the keys, as in absorbed latent
+        values: [B, K, S, Hv], as `keys`; None: the first `value_width` columns of the keys, as in absorbed latent
             attention (DeepSeek-V2, 2405.04434).
         start: [B] int32 slot of each row's first token.
         window_start: [B, T] int32 first slot of each token's window, rising with the token, or None for all slots.
@@ -55,6 +55,7 @@ def prefill_attention(
     S = keys.shape[2]
     if (values is None) == (value_width is None):
         raise ValueError("pass either values or value_width, the columns of the keys that hold them")
+    # All shapes must follow from those of q and the cache.
     expected = [(keys, (B, K, S, H)), (start, (B,))]
     expected += [] if values is None else [(values, (B, K, S, values.shape[-1]))]
     expected += [] if window_start is None else [(window_start, (B, T))]
@@ -176,8 +177,10 @@ def _run_kernel(
         max(begin + padded for begin, _, padded in slices)
         for slices in (value_slices, key_slices, *([] if is_latent else [value_slices]))
     ]
+    # Late queries see the most slots, so their blocks start first and the short ones fill the end.
     block_of = lambda i: num_blocks - 1 - i
     caches = [keys] if is_latent else [keys, values]
+    # Windows and the mask, as bytes, are optional inputs.
     options = [] if window_start is None else [window_start.astype(jnp.int32)]
     options += [] if mask is None else [mask.astype(jnp.int8)]
     output = pl.pallas_call(
@@ -244,6 +247,7 @@ def _prefill_attention_kernel(
     token = jnp.minimum(row, num_rows - 1) // group_size
     start = plt.load(start_ref.at[batch])
     last_slot = start + token  # of each query row
+    # Load the queries once, in their own dtype.
     q = [load_slice(q_ref, slice(None), is_row, part, q_ref.dtype) for part in key_slices]
 
     # The blocks of slots that some query sees: those of the sinks, then from the first window to the last query.
@@ -284,6 +288,7 @@ def _prefill_attention_kernel(
         value_slices=value_slices,
         is_integer_fp8=is_integer_fp8,
     )
+    # Divide by the sums of the weights, and store without padded rows and columns.
     for output, part in zip(outputs, value_slices, strict=True):
         target = output_ref.at[:, pl.ds(part[0], output.shape[1])]
         plt.store(target, (output / total[:, None]).astype(output_ref.dtype), mask=slice_mask(is_row, part))

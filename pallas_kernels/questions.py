@@ -29,7 +29,7 @@ def make_call(op: str, shape: Shape) -> Call | None:
 
     Args:
         op: Name of the op.
-        shape: What the op gives to `choose`.
+        shape: The shape that the op gives to `choose`.
 
     Returns:
         A function of arrays, which takes `implementation`, and the arrays; None for an op without a form here.
@@ -48,13 +48,14 @@ def difference_from_xla(op: str, shape: Shape, implementation: str) -> float:
 
     Args:
         op: Name of the op.
-        shape: What the op gives to `choose`.
+        shape: The shape that the op gives to `choose`.
         implementation: One of the op.
 
     Returns:
         The largest difference over its bound: more than 1 means that the numbers are wrong. 0 for an op without a form
         here.
     """
+    # Shrink the sizes that do not change the kernel's code, and compare every output.
     small = {name: min(size, _MOST[name]) if name in _MOST else size for name, size in shape.items()}
     made = make_call(op, small)
     if made is None:
@@ -63,6 +64,7 @@ def difference_from_xla(op: str, shape: Shape, implementation: str) -> float:
     found = run(*arrays, implementation=implementation)
     with jax.default_matmul_precision("highest"):
         expected = run(*arrays, implementation="xla")
+    # The bound is relative to the largest number of an output, within the rounding of the dtype.
     bound = 1e-4 if shape.get("dtype") == "float32" else 3e-2
     worst = 0.0
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
@@ -101,6 +103,7 @@ def _experts(shape, keys) -> Call:
     run = functools.partial(grouped_matmul, inference=shape["use"] == "inference")
     if not shape["weights"].startswith("float8"):
         return run, tuple(arrays)
+    # fp8 experts have scales, which `grouped_matmul` takes by keyword.
     scales = jnp.ones((E, -(-D // 128), 2, F)), jnp.ones((E, -(-F // 128), D))
 
     def with_scales(*arrays, implementation):
@@ -111,13 +114,14 @@ def _experts(shape, keys) -> Call:
 
 
 def _attention(op, shape, keys) -> Call:
-    """Queries of one head each, so that `verify_attention` takes them as tokens; the cost depends on their product."""
+    """Makes queries of one head each, so `verify_attention` takes them as tokens; the cost depends on their product."""
     B, K, S, H = (shape[name] for name in ("batch", "heads", "slots", "width"))
     is_prefill = op is prefill_attention
     tokens = shape["queries"] if is_prefill else next(t for t in range(16, 0, -1) if shape["queries"] % t == 0)
     tokens = min(tokens, S)
     q = _normal(keys, (B, K, tokens, shape["queries"] // tokens, H), shape["dtype"])
     caches = [_normal(keys, (B, K, S, H), shape["cache"]) for _ in range(2)]
+    # The tokens are the last ones of a full cache; a window covers a quarter of the slots.
     start = jnp.full(B, S - tokens, jnp.int32)
     window = start[:, None] + jnp.arange(tokens)[None, :] - S // 4 if shape["reads"] == "a window" else None
     run = functools.partial(op, scale=H**-0.5)
@@ -134,6 +138,7 @@ def _head(shape, keys) -> Call:
 
 
 def _router(shape, keys) -> Call:
+    # The shape says only that there are groups: take four, if they divide the experts.
     groups = 4 if shape["scoring"].endswith("in groups") and shape["experts"] % 4 == 0 else 1
     scoring = shape["scoring"].split()[0]
     routing = Routing(k=shape["chosen"], scoring=scoring, num_groups=groups, num_kept_groups=groups)

@@ -22,7 +22,7 @@ from pallas_kernels.partial_sums import PartialSums, load_sum
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Routing:
-    """How experts are chosen (DeepSeek-V3, 2412.19437, section 2.1.2).
+    """The rule by which tokens choose experts (DeepSeek-V3, 2412.19437, section 2.1.2).
 
     Attributes:
         k: Experts per token.
@@ -54,7 +54,7 @@ def route_tokens(
         x: [n, D] floating.
         router: [D, E] floating.
         bias: [E] floating, or None.
-        routing: How experts are chosen.
+        routing: The rule by which tokens choose experts.
         is_used: [n] bool; other tokens choose no experts, so their ids are E. None: all tokens are used.
         implementation: "xla" (the reference), "triton" (the kernels, on CUDA and ROCm), "interpreted" (the kernels in
             Pallas's interpreter, on any machine) or "auto"; see `pallas_kernels.dispatch`. More than 64 rows always run
@@ -85,6 +85,7 @@ def route_tokens(
         logits = x.astype(jnp.float32) @ router.astype(jnp.float32)
         ids, weights = select_experts_reference(logits, bias, routing)
         return ids if is_used is None else jnp.where(is_used[:, None], ids, E), weights
+    # The second kernel adds the parts of the split product as it loads them.
     logits = partial_matmul(x, router, dtype=jnp.float32, implementation=chosen)
     return _select_experts_triton(logits, bias, is_used, routing, chosen == "interpreted")
 
@@ -95,7 +96,7 @@ def difference_from_reference(implementation: str, *, dtype, routing: Routing, h
     Args:
         implementation: One of `route_tokens`.
         dtype: Dtype of x.
-        routing: How experts are chosen.
+        routing: The rule by which tokens choose experts.
         has_bias: With a bias.
 
     Returns:
@@ -106,6 +107,7 @@ def difference_from_reference(implementation: str, *, dtype, routing: Routing, h
     x, router = jax.random.normal(keys[0], (n, D), dtype), jax.random.normal(keys[1], (D, E)) / 8
     bias = jax.random.normal(keys[2], (E,)) / 8 if has_bias else None
 
+    # Compare by expert, so that the order of the chosen experts does not matter.
     def weight_of_each(ids, weights):
         return (jax.nn.one_hot(ids, E) * weights[:, :, None]).sum(axis=1)
 
@@ -121,7 +123,7 @@ def select_experts_reference(logits, bias, routing: Routing) -> tuple[jax.Array,
     Args:
         logits: [n, E] float32.
         bias: [E] floating, or None.
-        routing: How experts are chosen.
+        routing: The rule by which tokens choose experts.
 
     Returns:
         Ids [n, k] int32 and weights [n, k] float32.
@@ -147,6 +149,7 @@ def select_experts_reference(logits, bias, routing: Routing) -> tuple[jax.Array,
 def _select_experts_triton(logits: PartialSums, bias, is_used, routing, interpret):
     """Runs one program for each token."""
     n, E = logits.shape
+    # Triton arrays have power-of-two sizes, so groups and the experts of a group are padded.
     groups = pl.next_power_of_2(routing.num_groups)
     per_group = pl.next_power_of_2(E // routing.num_groups)
     # Integers, which are as long in memory as in a register.
@@ -227,6 +230,7 @@ def _select_experts_kernel(parts_ref, *refs, names, tile, routing, num_experts):
         )
         ids, weights = jnp.where(place == step, index, ids), jnp.where(place == step, score, weights)
         choice = jnp.where(is_best, lowest, choice)
+    # Normalise the weights. A token that is not used gets ids behind all experts.
     if routing.normalises:
         weights = weights / (jnp.sum(weights, axis=0) + 1e-20)
     if "is_used" in optional:

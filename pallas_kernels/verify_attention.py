@@ -58,19 +58,20 @@ def verify_attention(
     Args:
         q: [B, K, T, G, H] floating: G query heads for each of K key heads.
         keys: [B, K, S, H], of any floating dtype, fp8 included; converted to q's dtype.
-        values: [B, K, S, Hv], likewise; None: the first `value_width` columns of the keys, as in absorbed latent
+        values: [B, K, S, Hv], as `keys`; None: the first `value_width` columns of the keys, as in absorbed latent
             attention (DeepSeek-V2, 2405.04434).
         num_committed: [B] int32 number of committed slots.
         ancestor_mask: [B, T, X] bool: token t attends to slot num_committed + x.
         window_start: [B, T] int32 first slot of each token's window, or None for all slots.
-        page_table: [B, N] int32, for a cache in pages: keys are [P, K, size, H] and values [P, K, size, Hv], and slot s
-            of a row is at place p % size of page `page_table[row, p // size]`, with p = s + page_shift. None: the
-            cache is contiguous.
+        page_table: [B, N] int32, for a cache in pages: keys [P, K, size, H] and values [P, K, size, Hv]. With p = s +
+            page_shift, slot s of a row is at place p % size of page `page_table[row, p // size]`. None: the cache is
+            contiguous.
         scale: Factor of the scores.
         sinks: Number of first slots that stay visible outside the window.
         value_width: Hv if `values` is None.
         value_up: [G, Hv, V] in q's dtype with K = 1, or None: a matrix of each head, which multiplies its output, as in
-            absorbed latent attention. Up to 64 tokens of the batch the kernel does so as it combines its shares.
+            absorbed latent attention. For up to 64 tokens in the batch the kernel applies it while it combines its
+            shares.
         page_shift: Positions before slot 0 of a cache in pages.
         implementation: "xla" (the reference), "triton" (the kernel, on CUDA and ROCm), "interpreted" (the kernel in
             Pallas's interpreter, on any machine) or "auto"; see `pallas_kernels.dispatch`. More than 16 tokens or 64
@@ -80,15 +81,16 @@ def verify_attention(
         [B, K, T, G, Hv] in q's dtype, or [B, 1, T, G, V] with `value_up`.
 
     Raises:
-        ValueError: The implementation is unknown, shapes do not fit, or the kernel was requested for a cache of 2^31 or
-            more one-byte elements, or a pool of 2^31 or more elements, which exceed its 32-bit offsets, or for pages
-            whose size is not a power of two of at least 16.
+        ValueError: The implementation is unknown, or shapes do not fit. Or the kernel was requested for pages whose
+            size is not a power of two of at least 16, or for a cache of 2^31 or more one-byte elements, or a pool of
+            2^31 or more elements, which exceed its 32-bit offsets.
     """
     B, K, T, _, H = q.shape
     S, X = keys.shape[2], ancestor_mask.shape[2]
     entries = B if page_table is None else keys.shape[0]
     if (values is None) == (value_width is None):
         raise ValueError("pass either values or value_width, the columns of the keys that hold them")
+    # All shapes must follow from those of q and the cache. A pool has pages where a cache has rows.
     expected = [(keys, (entries, K, S, H)), (num_committed, (B,)), (ancestor_mask, (B, T, X))]
     expected += [] if values is None else [(values, (entries, K, S, values.shape[-1]))]
     expected += [] if window_start is None else [(window_start, (B, T))]
@@ -237,9 +239,9 @@ def _run_kernel(
 ):
     """Runs the kernel over [row blocks, splits, K, B] and combines the splits.
 
-    A program attends from a block of a key head's T * G query rows to one of `num_splits` equal shares of the slots
-    that the row attends to, so programs of a short row do little work and read nothing else. The row blocks of one
-    share are neighbours in the grid: they run at the same time, and all but the first find the share in the L2 cache.
+    A program takes a block of a key head's T * G query rows, and one of `num_splits` equal shares of the slots that the
+    row attends to. So programs of a short row do little work and read nothing else. The row blocks of one share are
+    neighbours in the grid: they run at the same time, and all but the first find the share in the L2 cache.
     """
     B, K, T, G, H = q.shape
     S, R = caches[0].shape[2], T * G
@@ -259,7 +261,7 @@ def _run_kernel(
     num_parts = 2 if tiles.is_column_split else 1
     num_row_blocks = pl.cdiv(R, tiles.rows) * num_parts
     # Splits: enough programs for the processors, each of which holds at least eight warps of these kernels. A share has
-    # at least 256 slots, or 512 with more rows, because each program's sums are written and read again; and at most
+    # at least 256 slots, or 512 with more rows, because each program's sums are written and read again. It has at most
     # 4096, so that one long row does not take all the time.
     num_splits = pl.cdiv(num_processors() * 8 // tiles.num_warps, B * K * num_row_blocks)
     num_splits = max(min(num_splits, pl.cdiv(S, 256 if tiles.rows == 16 else 512)), pl.cdiv(S, 4096))
@@ -292,7 +294,7 @@ def _run_kernel(
     bytes_moved += sum(nbytes * times for nbytes, times in repeated_loads)
     if page_table is not None:
         bytes_moved += 4 * num_row_blocks * K * B * pl.cdiv(S, tiles.slots)  # a page for each block of slots
-    # A program sees its row of a contiguous cache, or the whole pool and its row of the page table.
+    # A program gets its row of a contiguous cache, or the whole pool and its row of the page table.
     tables = [] if page_table is None else [page_table]
     cache_specs = [
         pl.BlockSpec(

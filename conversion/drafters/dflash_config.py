@@ -1,7 +1,8 @@
 """The `config.json` of DFlash and DSpark drafters, in the formats of z-lab, DeepSpec and speculators.
 
-z-lab's (`DFlashDraftModel`) is DFlash's own, DeepSpec's (`Qwen3DSparkModel`) DSpark's; speculators' is vLLM's for both.
-z-lab and DeepSpec list the trunk layers whose outputs are read, speculators the layers that these states enter.
+z-lab's (`DFlashDraftModel`) is DFlash's own, and DeepSpec's (`Qwen3DSparkModel`) is DSpark's. vLLM reads both from
+speculators' format. z-lab and DeepSpec list the trunk layers whose outputs are read, speculators the layers that these
+states enter.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ KNOWN_KEYS = {
     *("mask_token_id", "sample_from_anchor", "markov_rank", "markov_head_type", "enable_confidence_head"),
     *("confidence_head_with_markov", "draft_vocab_size", "target_hidden_size", "is_neox_style"),
 }
-# What published files may ask for and this network does not compute.
+# Keys of published files that this network does not implement, with the values that change nothing.
 NOT_SUPPORTED = {
     "attention_sink_bias": (False,),
     "add_swa_attention_sink_bias": (False,),
@@ -59,9 +60,9 @@ def parse_dflash(
     Args:
         values: the JSON value.
         trunk: sizes of the trunk.
-        has_embedding: the files hold an embedding of the drafter's own.
-        has_head: the files hold a head of the drafter's own.
-        sample_from_anchor: this switch, where the file does not have it. None: False, True for DeepSpec's.
+        has_embedding: the files hold the drafter's own embedding.
+        has_head: the files hold the drafter's own head.
+        sample_from_anchor: the value of this switch if the file lacks it. None: True for DeepSpec's files, else False.
 
     Returns:
         The architecture, a `DSparkConfig` for DSpark, and the format of the file.
@@ -84,7 +85,7 @@ def parse_dflash(
             f"config.json: num_target_layers is {num_layers}, but the trunk has {trunk.num_hidden_layers} layers"
         )
     windows, is_causal = _attention(reader, section, layers, form, block.num_hidden_layers)
-    # Beside the other keys or in dflash_config; DeepSpec's class always drafts from the anchor, and does not say so.
+    # The switch is in dflash_config or beside it. DeepSpec's class always drafts from the anchor, without a switch.
     is_first = is_deepspec if sample_from_anchor is None else sample_from_anchor
     is_first = section.flag("sample_from_anchor", reader.flag("sample_from_anchor", is_first))
     mask = section.integer("mask_token_id", reader.get("mask_token_id"), low=0)
@@ -131,7 +132,7 @@ def _heads(reader: ConfigReader) -> dict[str, Any]:
 
 
 def _layer_ids(reader: ConfigReader, section: ConfigReader, form: Format) -> tuple[int, ...]:
-    """Reads which states the drafter takes in, as the ids of the layers that they enter."""
+    """Reads which trunk states the drafter reads, as the ids of the layers that they enter."""
     key = "aux_hidden_state_layer_ids" if form == "speculators" else "target_layer_ids"
     listed = section.items(key, int) or reader.items(key, int)
     if not listed:
@@ -146,7 +147,7 @@ def _layer_ids(reader: ConfigReader, section: ConfigReader, form: Format) -> tup
 def _attention(
     reader: ConfigReader, section: ConfigReader, layers: ConfigReader, form: Format, count: int
 ) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-    """Reads each layer's window, and whether a slot sees only the slots before it."""
+    """Reads each layer's window, and whether a slot attends only to the slots before it."""
     types = layers.items("layer_types", str)
     if not types and layers.flag("use_sliding_window", False):
         raise ConfigError("config.json: use_sliding_window without layer_types does not say which layers slide")

@@ -57,11 +57,11 @@ def parse_eagle3(
     Args:
         values: the JSON value.
         trunk: sizes of the trunk.
-        has_embedding: the files hold an embedding of the drafter's own.
-        has_head: the files hold a head of the drafter's own.
+        has_embedding: the files hold the drafter's own embedding.
+        has_head: the files hold the drafter's own head.
         aux_layers: what listed layer ids mean: the states that enter these layers, or the outputs of these layers.
             None: as the format's producer means them, if that is known.
-        norm_before_residual: the value of this switch, where the file does not have it.
+        norm_before_residual: the value of this switch if the file lacks it.
 
     Returns:
         The architecture, and the format of the file.
@@ -153,7 +153,7 @@ def parse_layers(values: dict[str, Any], known_keys: set[str]) -> ModelConfig:
 def _layer_ids(
     reader: ConfigReader, eagle: ConfigReader, trunk: TrunkSizes, form: Format, aux_layers: AuxLayers | None
 ) -> tuple[int, ...]:
-    """Reads which states the drafter takes in, as the ids of the layers that they enter."""
+    """Reads which trunk states the drafter reads, as the ids of the layers that they enter."""
     count = reader.integer("num_aux_hidden_states", eagle.integer("num_aux_hidden_states", 0, low=0), low=0)
     nested, beside = (section.items(LAYER_IDS, int) for section in (eagle, reader))
     if nested and beside and nested != beside:

@@ -27,7 +27,7 @@ def eagle3_specs(config: Eagle3Config, form: Format, has: Callable[[str], bool])
     Args:
         config: the architecture.
         form: the format, which decides the name of the first layer.
-        has: returns whether the files contain a tensor; older files name some tensors otherwise.
+        has: returns whether the files contain a tensor; older files use other names for some tensors.
 
     Returns:
         The specs by flat parameter name.

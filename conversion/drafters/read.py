@@ -109,7 +109,7 @@ def open_drafter(path: pathlib.Path) -> Iterator[CheckpointFiles | TorchFile]:
 
 
 def config_bytes(path: pathlib.Path) -> bytes:
-    """Reads `config.json`; raises `CheckpointFileError` if there is none."""
+    """Reads `config.json`. Raises `CheckpointFileError` if it is missing."""
     content = read_inside(path, CONFIG, max_bytes=MAX_HEADER_BYTES)
     if content is None:
         raise CheckpointFileError(f"{path} has no {CONFIG}")

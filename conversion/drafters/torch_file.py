@@ -143,7 +143,7 @@ class TorchFile:
         """Interprets the pickle."""
         try:
             return _interpret(content)
-        # Malformed programs fail in many ways; none of them has run anything but the code of this file.
+        # Malformed pickles fail in many ways, but they run only the code of this file.
         except (ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointFileError(
                 f"{self.path} is not read: {printable(error, 300)}. Only tensors in dicts are; save them as safetensors"

@@ -1,4 +1,4 @@
-"""Writes a drafter as published drafters are: with the bytes of the original, or as new files."""
+"""Writes a drafter in a published format: with the bytes of the original, or as new files."""
 
 import contextlib
 import json
@@ -92,7 +92,7 @@ def write_drafter(path, drafter: StoredDrafter, *, like=None, form: str | None =
 
 
 def _plan_like(path: pathlib.Path, files: CheckpointFiles | TorchFile, config: Config) -> DrafterPlan:
-    """Plans writing `config` like the files at `path`, in whichever reading of them it is."""
+    """Plans to write `config` like the files at `path`, under the reading of the files that gives this architecture."""
     if isinstance(config, Eagle3Config):
         trunk = TrunkSizes(config.block.vocab_size, config.target_hidden_size, config.num_target_layers)
     elif isinstance(config, DFlashConfig):
@@ -108,7 +108,7 @@ def _plan_like(path: pathlib.Path, files: CheckpointFiles | TorchFile, config: C
                 continue
             if plan.config == config:
                 return plan
-    raise CheckpointFileError(f"{path} is a drafter of another architecture: name a format in its place")
+    raise CheckpointFileError(f"{path} is a drafter of another architecture: name a format instead")
 
 
 def _describe(config: Config, form: Any) -> tuple[dict[str, ParamSpec], dict[str, Any]]:

@@ -38,7 +38,7 @@ from mtpjax.training.decoding_eval import is_looping
 
 PROMPT_TOKENS = 64  # length of prompts from held-out files
 SAME_TEXT_RULES = ("greedy", "sample")  # rules that give the same texts as plain decoding with the same seeds
-CANDIDATES_PER_PROMPT = 16  # held-out prompts to try, at most, per prompt used
+CANDIDATES_PER_PROMPT = 16  # most held-out candidates per prompt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Workload:
         prompts: token lists.
         source: where they come from, in words.
         stop_token_ids: tokens that end a text.
-        categories: the category of each prompt; empty: they have none.
+        categories: the category of each prompt; empty: the prompts have no categories.
     """
 
     prompts: list[list[int]]
@@ -94,7 +94,7 @@ def find_workload(
         The workload.
 
     Raises:
-        ValueError: the prompts do not fit the model, or there is no file and the model is not byte-level.
+        ValueError: the prompts do not fit the model, or `prompts` is None and the model is not byte-level.
     """
     tokenizer = load_tokenizer(path, model.config.vocab_size)
     # A prompt and its new tokens must fit the model's positions; longer prompts are cut.
@@ -234,6 +234,8 @@ class Bench:
         costs = self._part_costs(cell)
         ratio, accept_length = paired_ratio(seconds, tokens), rates["accept_length"].value
         ideal_ratio = costs.ideal_ratio(accept_length, cell.shape)
+        # Check the larger ratio, unless the measured one is negative.
+        doubtful_ratio = max(ratio.value, ideal_ratio) if ratio.value > 0 else ratio.value
         return {
             "cell": dataclasses.asdict(cell),
             **{name: to_json(value) for name, value in rates.items()},
@@ -247,7 +249,7 @@ class Bench:
             "differing_rows": differing,
             "compared_rows": compared,
             "waited": waited,  # share of the time, for a core
-            "problem": timing_problem(max(ratio.value, ideal_ratio), accept_length, waited),
+            "problem": timing_problem(doubtful_ratio, accept_length, waited),
             "seconds": time.perf_counter() - begin,
         }
 
@@ -279,7 +281,7 @@ class Bench:
         return result
 
     def _count_differing(self, decoded, batches, config: DecodeConfig, cell: Cell) -> tuple[int, int]:
-        """Counts the texts that the rule lets compare, and how many of them differ from plain decoding's."""
+        """Counts the texts that can be compared under the rule, and those that differ from plain decoding's."""
         compared = differing = 0
         for (repeat, number), (plain, drafted) in decoded.items() if cell.acceptance in SAME_TEXT_RULES else ():
             sampling = self._sampling_params(batches[number], cell.temperature, repeat, number)
@@ -378,7 +380,7 @@ class Bench:
 
 
 def lossless_status(cell: Cell, differing: int) -> str:
-    """Says what is known about a cell's texts.
+    """Describes how a cell's texts compare with plain decoding's.
 
     Args:
         cell: the cell.

@@ -13,7 +13,7 @@ HEADING = "The fastest setting of each drafter, an exact one where there is one.
 
 
 def best_of_each_drafter(rows: Iterable[Row]) -> dict[Group, list[Row]]:
-    """Picks the setting with the highest ratio of each drafter, of the exact settings where there are any.
+    """Picks the setting with the highest ratio of each drafter, among its exact settings if it has any.
 
     Args:
         rows: rows of `cells.jsonl`.
@@ -47,7 +47,7 @@ def format_comparison(rows: list[Row], methods: Sequence[DraftMethod]) -> list[s
         methods: the drafters.
 
     Returns:
-        Lines of Markdown; a section that has nothing to say is left out.
+        Lines of Markdown, without empty sections.
     """
     # Every setting is in `cells.csv`. The tables compare drafters, so each drafter has one row in them.
     best = best_of_each_drafter(rows)

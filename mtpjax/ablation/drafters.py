@@ -1,10 +1,10 @@
-"""The drafters of an ablation: MTP modules, n-gram lookup, and drafters in files of their own."""
+"""The drafters of an ablation: MTP modules, n-gram lookup, and drafters with their own files."""
 
 import dataclasses
 import hashlib
 import pathlib
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -12,31 +12,12 @@ import numpy as np
 
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.drafters.base import Drafter
-from mtpjax.decoding.drafters.load import DRAFTER_FOLDER, load_drafter
+from mtpjax.decoding.drafters.load import load_drafter
 from mtpjax.models.model import MTPModel
-from mtpjax.safe_open import read_json_file
-from mtpjax.training.log import METRICS_FILE, read_metrics
-from mtpjax.training.run_dir import CHECKPOINT_FOLDER, MAX_SETTINGS_BYTES, SETTINGS_FILE
+from mtpjax.training.cost import TrainingCost, read_training_cost
 
 # Values that name no files. "ngram" is vLLM's name, and SGLang's NGRAM.
 NAMES: dict[str, Literal["mtp", "lookup"]] = {"mtp": "mtp", "lookup": "lookup", "ngram": "lookup"}
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainingCost:
-    """The cost of the run that trained a drafter.
-
-    Attributes:
-        updates: number of updates.
-        tokens: tokens of all updates.
-        seconds: wall-clock time, compilation and evaluations included.
-        seconds_per_update: median over the logged stretches of updates.
-    """
-
-    updates: int
-    tokens: int
-    seconds: float
-    seconds_per_update: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +25,11 @@ class DraftMethod:
     """A drafter of an ablation.
 
     Attributes:
-        name: its name in tables, which is that of its folder where it has one.
-        drafter: what drafts, as in `DecodeConfig`.
+        name: its name in tables: that of its folder, if it has one.
+        drafter: the drafter, as in `DecodeConfig`.
         params: its parameters, if it has its own.
-        path: the folder or repository that it was read from; None: it has none.
-        digest: of its architecture and parameters; "": it has none of its own.
+        path: the folder or repository that it was read from; None: it has no files.
+        digest: of its architecture and parameters; "": it has no parameters of its own.
         training: what training it cost, if its files are a training run.
     """
 
@@ -102,11 +83,11 @@ def load_methods(
         One method per value, without duplicates.
 
     Raises:
-        ValueError: there is no value, "mtp" is named for a model without MTP modules, or a drafter is for another
+        ValueError: `values` is empty, "mtp" is named for a model without MTP modules, or a drafter is for another
             trunk.
         CheckpointError: the files of a drafter are damaged, missing or not supported.
     """
-    # 1. Drop duplicates, and refuse what cannot draft for any setting.
+    # 1. Drop duplicates, and reject drafters that cannot run under any setting.
     values = tuple(dict.fromkeys(NAMES.get(value, value) for value in values))
     if not values:
         raise ValueError("drafters is empty")
@@ -130,7 +111,7 @@ def load_methods(
 
 
 def short_names(paths: Sequence[str]) -> dict[str, str]:
-    """Shortens paths to as many of their last parts as tell them apart from each other, and from "mtp" and "lookup".
+    """Shortens paths to the fewest last parts by which they differ from each other, and from "mtp" and "lookup".
 
     Args:
         paths: different paths.
@@ -157,7 +138,7 @@ def drafter_digest(drafter: Drafter, params: Any) -> str:
     Returns:
         16 hexadecimal digits.
     """
-    # The drafter is a frozen dataclass of plain values, so its text says all of them.
+    # The drafter is a frozen dataclass of plain values, so its text holds all of them.
     digest = hashlib.sha256(repr(drafter).encode())
     # The bytes alone would not tell a bfloat16 array from a float32 one of half the size.
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -165,48 +146,3 @@ def drafter_digest(drafter: Drafter, params: Any) -> str:
         digest.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape} ".encode())
         digest.update(np.ascontiguousarray(array).view(np.uint8).data if array.size else b"")
     return digest.hexdigest()[:16]
-
-
-def read_training_cost(folder) -> TrainingCost | None:
-    """Reads what training a drafter cost from its run folder.
-
-    Args:
-        folder: a folder, or anything else.
-
-    Returns:
-        The cost; None if the folder is not a run that trained a drafter alone, or has logged too little.
-    """
-    folder = pathlib.Path(folder)
-    folder = folder.parent if folder.name in (DRAFTER_FOLDER, CHECKPOINT_FOLDER) else folder
-    try:
-        settings = read_json_file(folder / SETTINGS_FILE, max_bytes=MAX_SETTINGS_BYTES)["settings"]
-        # A run that trained trunk and modules together cannot tell the cost of the modules.
-        if settings["trains"] != "modules":
-            return None
-        tokens_per_update = int(settings["batch_size"]) * int(settings["row_length"])
-        history = read_metrics(folder / METRICS_FILE)
-        per_update = seconds_per_update(history)
-        updates, seconds = int(history[-1]["step"]), float(history[-1]["seconds"])
-    except (OSError, ValueError, KeyError, TypeError, IndexError):
-        return None
-    if per_update is None:
-        return None
-    return TrainingCost(updates, updates * tokens_per_update, seconds, per_update)
-
-
-def seconds_per_update(history: Sequence[Mapping[str, Any]]) -> float | None:
-    """Computes the median duration of an update over the logged stretches of a run.
-
-    Args:
-        history: the rows of a run's metrics.
-
-    Returns:
-        Seconds; None with fewer than two logged updates.
-    """
-    # Rows with losses are the logged updates; the other rows are evaluations.
-    logged = np.array([(row["step"], row["seconds"]) for row in history if "bits" in row], float)
-    # Two rows make a stretch; the time before the first row is mostly compilation.
-    if len(logged) < 2:
-        return None
-    steps, durations = np.diff(logged, axis=0).T
-    return float(np.median(durations / steps))

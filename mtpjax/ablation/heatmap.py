@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from mtpjax.ablation.panels import Row, group_by_batch_and_temperature, list_drafters, panel_rows, panels
+from mtpjax.ablation.report import advise
 from mtpjax.evaluation.plot_style import DEFAULT_FORMATS, GREY, picture
 
 # Round ratios that the colour bar labels, as far as they are in its range.
@@ -59,7 +60,7 @@ def _draw(figure, rows: list[Row], groups, layout, *, depths, trees, drafters) -
     ticks = [tick for tick in TICKS if 1 / max_ratio <= tick <= max_ratio]
     bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
     bar.ax.minorticks_off()
-    title = "speed-up over plain decoding of the same batch, with its 95 % interval; a frame marks the best cell"
+    title = "speed-up over plain decoding of the same batch, with its 95 % interval; a frame marks the recommended cell"
     figure.suptitle(title, fontsize=10, wrap=True)
 
 
@@ -68,8 +69,7 @@ def _draw_panel(axis, title: str, rows, *, depths, trees, drafters, colours, nor
     import matplotlib.patches
 
     grid = {(_line(row, drafters), row["cell"]["num_steps"]): row for row in rows}
-    # A ratio that cannot be trusted is the best only where all are of that kind.
-    best = max(rows, key=lambda row: (not row.get("problem"), row["ratio"]["value"]))
+    [advice] = advise(rows)
     # Combinations that were not measured are nan, which the colour map shows in grey.
     values = [[grid[t, d]["ratio"]["value"] if (t, d) in grid else float("nan") for d in depths] for t in trees]
     axis.imshow(values, cmap=colours, norm=norm, aspect="auto")
@@ -86,7 +86,7 @@ def _draw_panel(axis, title: str, rows, *, depths, trees, drafters, colours, nor
         for text, height, size in zip(cell_texts(row), (-0.14, 0.1, 0.3), (12, 7, 7), strict=True):
             weight = "bold" if size > 7 else "normal"
             axis.text(x, y + height, text, va="center", fontsize=size, fontweight=weight, **style)
-        if row is best:
+        if row is advice.best:
             # A black frame on a wider white one is visible on light and dark cells.
             for colour, width in (("white", 5.0), ("black", 2.5)):
                 frame = matplotlib.patches.Rectangle((x - 0.465, y - 0.44), 0.93, 0.88, fill=False)
@@ -107,7 +107,8 @@ def cell_texts(row: Row) -> tuple[str, str, str]:
         row: a row of `cells.jsonl`.
 
     Returns:
-        The ratio to plain decoding, with a question mark if it cannot be trusted; its 95 % interval; the accept length.
+        The ratio to plain decoding (with a question mark if it cannot be trusted), its 95 % interval, the accept
+        length.
     """
     ratio, length = row["ratio"], row["accept_length"]["value"]
     mark = ", DIFFERS" if row["lossless"] == "DIFFERS" else ""
@@ -126,7 +127,7 @@ def _line(row: dict[str, Any], drafters: list[str]) -> Line:
 
 
 def _line_label(line: Line, drafters: list[str]) -> str:
-    """Names a line of the heat map; the drafter only where there are several."""
+    """Names a line of the heat map; names the drafter only if there are several."""
     tree = "chain" if line.topk == 1 else f"topk {line.topk}"
     tree += f", {line.num_nodes} nodes" if line.num_nodes else ""
     return (f"{drafters[line.drafter]}\n" if len(drafters) > 1 else "") + f"{tree}\n{line.rule}"

@@ -1,4 +1,4 @@
-"""How the pictures of an ablation lay out their panels: one per batch size and temperature."""
+"""The layout of the panels in an ablation's pictures: one per batch size and temperature."""
 
 import itertools
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ def panel_rows(groups: dict[Group, list[Row]]) -> list[list[Group]]:
 
 
 def panels(axes, layout: list[list[Group]], groups: dict[Group, list[Row]]) -> Iterator[tuple[Any, Group, list[Row]]]:
-    """Yields the axis, the group and the rows of each panel, and hides the axes that have none.
+    """Yields the axis, the group and the rows of each panel, and hides unused axes.
 
     Args:
         axes: the array of axes, as large as the layout.

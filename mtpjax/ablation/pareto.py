@@ -23,6 +23,9 @@ def plot_pareto(path, rows: list[Row], formats: Sequence[str] = DEFAULT_FORMATS)
     """
     groups = group_by_batch_and_temperature(rows)
     layout = panel_rows(groups)
+    # A disturbed measurement can give a ratio that is not positive, from which no cost follows.
+    rows = [row for row in rows if row["ratio"]["value"] > 0]
+    groups = {key: [row for row in group if row["ratio"]["value"] > 0] for key, group in groups.items()}
     with picture(path, (5.2 * len(layout[0]), 4.2 * len(layout) + 0.4), formats) as figure:
         _draw(figure, rows, groups, layout)
 
@@ -31,10 +34,9 @@ def _draw(figure, rows: list[Row], groups, layout) -> None:
     axes = figure.subplots(len(layout), len(layout[0]), squeeze=False)
     axis_of_group = {}
     # All panels share their limits, so that they can be compared. The cost follows from the measured ratio.
-    lengths = [row["accept_length"] for row in rows]
-    costs = [row["accept_length"]["value"] / row["ratio"]["value"] for row in rows]
-    xlim = 0.72 * min(1.0, *costs), 1.15 * max(1.2, *costs)
-    ylim = 0.9, 1.1 * max(1.2, *(length["high"] for length in lengths))
+    costs = [_cost_and_length(row)[0] for row in rows]
+    xlim = 0.72 * min((1.0, *costs)), 1.15 * max((1.2, *costs))
+    ylim = 0.9, 1.1 * max((1.2, *(row["accept_length"]["high"] for row in rows)))
     # A marker per topk, and a colour per drafter; with one drafter, the colour shows topk too.
     topks, drafters = sorted({row["cell"]["topk"] for row in rows}), list_drafters(rows)
     markers = dict(zip(topks, itertools.cycle(MARKERS), strict=False))

@@ -43,15 +43,15 @@ def deepest(rows) -> Row | None:
         rows: rows of one drafter, batch size and temperature.
 
     Returns:
-        The row; None if all rows are lossy, or there is none.
+        The row; None if no row is exact.
     """
-    # A lossy rule accepts drafts that the trunk would not have written, so its rates say nothing of the drafter.
+    # A lossy rule accepts drafts that the trunk would not have written, so its rates say nothing about the drafter.
     exact = [row for row in rows if row["lossless"] != "lossy"]
     return max(exact, key=lambda row: (row["cell"]["topk"] == 1, row["cell"]["num_steps"]), default=None)
 
 
 def _draw_survival(axis, row: dict[str, Any], number: int) -> None:
-    """Draws the survival rates of a row with their intervals; drafters are moved apart, so that bars do not overlap."""
+    """Draws the survival rates of a row with their intervals. Shifts drafters sideways, so that bars do not overlap."""
     known = [(k, rate) for k, rate in enumerate(row["survival"], start=1) if rate["value"] is not None]
     values = [rate["value"] for _, rate in known]
     errors = [

@@ -179,7 +179,7 @@ def format_recommendation(
         lines += [f"- the machine was busy: it waited for a core up to {waited:.0%} of a cell's time. Run it again"]
     impossible = sum(map(is_impossible, rows))
     if impossible:
-        lines += [f"- impossible ratios, above the accept length: {impossible}. Run it again"]
+        lines += [f"- impossible ratios, not positive or above the accept length: {impossible}. Run it again"]
     lines += [f"- left out: {reason} ({count} cells)" for reason, count in reasons.items()]
     return "\n".join(lines) + "\n"
 
@@ -295,7 +295,7 @@ def print_cells(console, rows: list[dict[str, Any]]) -> None:
         console.print(table)
     # Explain the marks of the columns for ratio and rule.
     if any(row.get("problem") for row in rows):
-        console.print("? impossible (ratio above the accept length) or disturbed: measure again")
+        console.print("? impossible (ratio above the accept length or negative) or disturbed: measure again")
     kinds = {row["lossless"] for row in rows}
     if "lossy" in kinds:
         console.print("* lossy: changes the distribution of the text")

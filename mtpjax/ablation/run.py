@@ -114,12 +114,12 @@ def run_cells(
     Returns:
         The rows that exist, in the order of `cells`, and whether they are complete; Ctrl-C ends the run early.
     """
-    # Of two lines with the same fingerprint the newer one counts.
+    # If two lines have the same fingerprint, the newer one counts.
     known_rows = {row["fingerprint"]: row for row in writer.resume(required=("fingerprint",))}
     about = (bench.settings, bench.workload, environment)
     fingerprints = {cell: fingerprint(cell, *about, bench.method(cell)) for cell in cells}
     rows = {cell: known_rows[fingerprints[cell]] for cell in cells if fingerprints[cell] in known_rows}
-    # A fingerprint vouches for the settings, not for the rest of a line that somebody edited.
+    # A fingerprint covers the settings, but not the rest of a line, which somebody may have edited.
     for cell in [cell for cell, row in rows.items() if not is_whole(row, cell)]:
         log(f"{cell.name}: its line in {writer.path} is damaged and measured again")
         del rows[cell]
@@ -229,23 +229,27 @@ def run(
         rows, is_complete = run_cells(cells, bench, writer, environment, log=log)
     # Report what was measured, even if the run was stopped early.
     if rows:
-        print_cells(console, rows)
         text = format_recommendation(rows, reasons, workload, settings, environment, methods)
-        write_text(output / "cells.csv", to_csv(rows))
-        write_text(output / "recommendation.md", text)
-        plot_heatmap(output / "heatmap", rows, plot_formats)
-        plot_pareto(output / "pareto", rows, plot_formats)
-        pictures = ["heatmap", "pareto"]
-        if len(methods) > 1:
-            plot_positions(output / "positions", rows, plot_formats)
-            pictures.append("positions")
-        # The wide tables of the drafters are in the file only.
-        printed = re.split(r"\n## (?:Drafters|Categories|Training|Measured)", text)[0]
-        console.print(printed, highlight=False, soft_wrap=True, markup=False)
-        files = ["cells.jsonl", "cells.csv", "recommendation.md"]
-        files += [file.name for name in pictures for file in picture_paths(output / name, plot_formats)]
-        console.print(f"wrote {output}/: {', '.join(files)}", soft_wrap=True)
+        _report(output, rows, text, plot_formats, console=console)
     if not is_complete:
         console.print(f"stopped after {len(rows)} of {len(cells)} cells: run it again to continue", soft_wrap=True)
         return 75
     return 4 if any(row["lossless"] == "DIFFERS" for row in rows) else 0
+
+
+def _report(output: pathlib.Path, rows: list[dict[str, Any]], text: str, plot_formats: Sequence[str], *, console):
+    """Prints the measured cells, and writes the table, the recommendation and the pictures."""
+    print_cells(console, rows)
+    write_text(output / "cells.csv", to_csv(rows))
+    write_text(output / "recommendation.md", text)
+    plots = {"heatmap": plot_heatmap, "pareto": plot_pareto}
+    if len({row["cell"]["drafter"] for row in rows}) > 1:
+        plots["positions"] = plot_positions
+    for name, plot in plots.items():
+        plot(output / name, rows, plot_formats)
+    # The wide tables of the drafters are in the file only.
+    printed = re.split(r"\n## (?:Drafters|Categories|Training|Measured)", text)[0]
+    console.print(printed, highlight=False, soft_wrap=True, markup=False)
+    files = ["cells.jsonl", "cells.csv", "recommendation.md"]
+    files += [file.name for name in plots for file in picture_paths(output / name, plot_formats)]
+    console.print(f"wrote {output}/: {', '.join(files)}", soft_wrap=True)

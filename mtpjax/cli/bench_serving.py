@@ -177,6 +177,7 @@ async def _compare(options, client, requests) -> int:
             )
         except asyncio.CancelledError:
             interrupted = True
+    # Report the pairs that are complete, even if Ctrl-C ended the comparison.
     _print_errors(sum((Counter(run.summary["errors"]) for run in runs), Counter()))
     if rows := speedups(runs):
         files = write_report(options.output, rows, runs, settings, options.plot_formats)

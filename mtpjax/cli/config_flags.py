@@ -99,7 +99,7 @@ def _add_flags(parser, kind: type, fields: Iterable[str], defaults: Mapping[str,
     own_defaults = {field.name: field.default for field in dataclasses.fields(kind)}
     for name in fields:
         default = defaults.get(name, own_defaults[name])
-        # Of the defaults that are None, the text says what they stand for.
+        # The text of a setting explains a default of None.
         shown = "" if default is None else " (default: %(default)s)"
         if name == "num_steps" and default is None:
             shown = f"; by default {DEFAULT_MTP_STEPS} with MTP modules, {DEFAULT_LOOKUP_STEPS} for lookup, else 0"
@@ -128,7 +128,7 @@ def field_docs(kind: type) -> dict[str, str]:
         kind: a class whose docstring has an `Attributes:` section in Google style.
 
     Returns:
-        The text of each field, on one line; nothing where Python was told to drop docstrings.
+        The text of each field, on one line; empty if Python runs without docstrings (`-OO`).
     """
     # The section ends at the first empty line.
     _, _, section = (kind.__doc__ or "").partition("Attributes:\n")

@@ -133,7 +133,7 @@ def _merge_mtp(options) -> int:
     from mtpjax.io.merge import merge_mtp
 
     choice: dict[str, Any] = {"model_type": model_type(options)}
-    # Read the prompts first: a bad file is then refused before anything is written.
+    # Read the prompts first, so that a bad file is an error before anything is written.
     prompts = []
     if options.check is not None:
         from mtpjax.data.prompts import read_prompts

@@ -47,7 +47,7 @@ def _add_generate(commands) -> None:
         "--profile",
         default=None,
         help="file of `mtpjax profile`, for --depth-policy adaptive (default: profile.json in the folder of the model, "
-        "or of the drafter in files of its own)",
+        "or of --speculative-draft-model-path)",
     )
     add_drafter_flags(parser)
     add_sampling_flags(parser)
@@ -124,8 +124,8 @@ def _generate_on(mesh, options, settings: dict[str, Any]) -> int:
         "sampling": sampling_params(options, len(prompts)),
     }
     result = speculative_generate(params, prompts, **decode_arguments, draft_params=draft_params)
-    # The text goes to stdout, everything about it to stderr, so that the text can be piped. Of several processes, which
-    # all have the text, one prints.
+    # The text goes to stdout, everything about it to stderr, so that the text can be piped. All processes have the
+    # text, and one prints it.
     prints = is_main_process()
     if prints:
         for text, tokens, origins in zip(options.prompt, result.rows(), result.origins, strict=True):

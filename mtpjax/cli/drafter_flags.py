@@ -1,4 +1,4 @@
-"""Flags for a drafter in files of its own (EAGLE-3, Medusa, DFlash, DSpark), by SGLang's names. Imports no JAX."""
+"""Flags for a drafter with its own files (EAGLE-3, Medusa, DFlash, DSpark), by SGLang's names. Imports no JAX."""
 
 import dataclasses
 from typing import Any
@@ -78,7 +78,7 @@ def add_reading_flags(parser) -> None:
 
 
 def name_of_drafter(drafter: Any) -> str:
-    """Returns SGLang's name of a drafter in files of its own."""
+    """Returns SGLang's name of a drafter with its own files."""
     return next(name for name, of in ALGORITHMS.items() if of == type(drafter).__name__)
 
 
@@ -98,6 +98,7 @@ def load_drafter_of(options, settings: dict[str, Any], model) -> tuple[dict[str,
         CheckpointError: the files are damaged or not supported.
     """
     path = options.speculative_draft_model_path
+    # 1. Without files, no flag may need such a drafter.
     if path is None:
         needs_files = {
             "--speculative-algorithm": options.speculative_algorithm in ALGORITHMS,
@@ -112,6 +113,7 @@ def load_drafter_of(options, settings: dict[str, Any], model) -> tuple[dict[str,
         raise ValueError(f"--drafter {settings['drafter']} and --speculative-draft-model-path name two drafters")
     from mtpjax.decoding.drafters.load import load_drafter
 
+    # 2. Load the drafter, and check that it is of the kind that the flags name.
     switches = {"aux_layers": options.aux_layers, "sample_from_anchor": options.sample_from_anchor}
     drafter, draft_params = load_drafter(path, model=model, **switches)
     kind, wanted = name_of_drafter(drafter), options.speculative_algorithm
@@ -122,6 +124,7 @@ def load_drafter_of(options, settings: dict[str, Any], model) -> tuple[dict[str,
         if kind != "DSPARK":
             raise ValueError(f"--speculative-dspark-confidence-threshold is for DSPARK drafters, but {path} is {kind}")
         drafter = dataclasses.replace(drafter, confidence_threshold=threshold)
+    # 3. The default depth: all heads of Medusa, all slots of a block, or a fixed number for EAGLE-3.
     own = drafter.architecture
     most = getattr(own, "num_heads", None) or getattr(own, "num_drafts", DEFAULT_EAGLE3_STEPS)
     steps = most if settings["num_steps"] is None else settings["num_steps"]

@@ -17,7 +17,7 @@ class HelpFormatter(jsonargparse.DefaultHelpFormatter):
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
         """Names a flag's value: N for integers, X for other numbers, else the last word of the flag."""
         numbers: dict[Any, str] = {int: "N", float: "X"}
-        # jsonargparse keeps the type of a flag that takes several values in an attribute of its own.
+        # jsonargparse keeps the type of a flag that takes several values in a separate attribute.
         kind = getattr(action, "_typehint", action.type)
         return numbers.get(kind) or action.dest.rsplit("_")[-1].upper()
 
@@ -35,7 +35,7 @@ class HelpFormatter(jsonargparse.DefaultHelpFormatter):
             return super()._get_help_string(action)
         if action.required and action.option_strings:
             return f"{text} (required)"
-        # Switches are off by default; of a default that is None, the text says what it stands for.
+        # Switches are off by default; the text explains a default of None.
         has_default = action.default is not None and action.default is not False and action.default != []
         is_told = not has_default or action.default == argparse.SUPPRESS or re.search(r"default:|by default", text)
         if is_told or not action.option_strings:

@@ -31,9 +31,9 @@ EXIT_CODES = (
 def main(arguments: list[str] | None = None) -> None:
     """Runs a command and exits.
 
-    The exit code is 0 on success, 2 for wrong usage, 3 for a bad checkpoint, 4 if a text differs from plain decoding's,
-    5 if memory is too small, 75 if the run was interrupted and the same command continues it, 130 after Ctrl-C, and 1
-    for any other error.
+    The exit code is 0 on success. Errors have 2 (wrong usage), 3 (bad checkpoint), 5 (memory too small) or 1 (any
+    other). 4 means that a text differs from plain decoding's, and 130 Ctrl-C. 75 means that the run was interrupted and
+    the same command continues it.
 
     Args:
         arguments: the command line without the program's name; None: `sys.argv`.
@@ -73,13 +73,13 @@ def _exit_code(kind: type[Exception]) -> int:
 
 
 def _prepare_process(command: str, *, is_own: bool) -> None:
-    """Sets what a command needs of its process; `is_own` says that the process does nothing else."""
+    """Sets up the process for a command; `is_own` says that the process runs nothing else."""
     # Only a process of our own may be restarted, not one that calls this function.
     if is_own and command in ("quickstart", "train"):
         keep_freed_memory()
     # Warnings of the library, such as MTP modules that draft badly, reach the user in one line each.
     logging.basicConfig(level=logging.WARNING, format="mtpjax: %(message)s")
-    # Conversions remove their unfinished folders when they are told to stop, as they do after Ctrl-C.
+    # SIGTERM and SIGHUP raise SystemExit, so that conversions remove their unfinished folders, as after Ctrl-C.
     if is_own and command in ("convert", "export-mtp", "merge-mtp"):
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda number, frame: sys.exit(128 + number))

@@ -183,6 +183,7 @@ def _add_prompt_flags(parser, *, required: bool, count: int) -> None:
 
 def _profile(options) -> int:
     drafter_path = options.speculative_draft_model_path
+    # This default is for MTP modules; a drafter with its own files brings its own depth.
     if options.num_steps is None and drafter_path is None:
         options.num_steps = DEFAULT_PROFILE_STEPS
     if options.predict:
@@ -205,6 +206,7 @@ def _profile(options) -> int:
     settings, draft_params = load_drafter_of(options, {"num_steps": options.num_steps}, model)
     output = profile.default_path(drafter_path or options.model_path) if options.output is None else options.output
     with progress_bar() as bar:
+        # Compile a loop per shape and batch size, then time the loops in turns.
         task = bar.add_task("compiling and measuring", total=None)
         measured = profile.measure(
             params,
@@ -342,7 +344,7 @@ def _eval_acceptance_on(mesh, options) -> int:
     identical = int(acceptance.is_identical.sum())
     is_compared = not options.temperature or config.acceptance == "sample"
     code = 4 if is_compared and identical < len(prompts) else 0
-    # Of several processes, which all have the figures, one writes and prints them.
+    # All processes have the figures, and one writes and prints them.
     if not is_main_process():
         return code
     # The file also records the settings, so that two files can be compared.

@@ -72,6 +72,7 @@ def load_on_mesh(path, options, mesh, *, rearrange=lambda params: params):
     from mtpjax.io.checkpoint import load
     from mtpjax.models.decoding_layout import shard_for_decoding
 
+    # Load each process's parts only, then move them to the layout of decoding.
     settings = {"model_type": model_type(options), "implementation": options.implementation}
     model, params = load(path, mesh=mesh, allow_copies=options.allow_copies, **settings)
     config, params = model.config, rearrange(params)
@@ -96,6 +97,7 @@ def open_mesh(options) -> Iterator:
     """
     from mtpjax import compat, distributed
 
+    # Connect before the first JAX call that makes devices.
     sizes = parse_mesh(options.mesh)
     if options.nnodes > 1:
         if not sizes:

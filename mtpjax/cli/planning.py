@@ -78,6 +78,7 @@ def run_plan(options) -> int:
     from mtpjax.evaluation.compiled_call import compile_call, stored_shapes
     from mtpjax.evaluation.roofline import DEVICES, tokens_per_round
 
+    # 1. Check the flags before the model is read.
     if options.output is not None:
         check_output_file(options.output)
     if options.device not in DEVICES:
@@ -86,16 +87,19 @@ def run_plan(options) -> int:
         raise ValueError(f"count must be at least 1, got {options.count}")
     if options.compile and options.device != "h100":
         raise ValueError(f"--compile compiles for H100s, not for {options.device}")
+    # 2. Read the shapes of the weights, in the dtype that the flags ask for. No weight is read.
     device, console = DEVICES[options.device], rich.console.Console()
     config, params = read_model(options.model, model_type(options))
     if params is None or options.weights != "stored":
         params = stored_shapes(config, has_fp8=options.weights == "fp8")
+    # A plan for training has its own table, and no rounds.
     if options.train is not None:
         rows = plan_report.train_rows(config, params, device, count=options.count, trains=options.train)
         console.print(plan_report.train_table(rows, device, options.count))
         if options.output is not None:
             write_text(options.output, json.dumps(rows, indent=1) + "\n")
         return 0
+    # 3. Settle the draft levels and the accept length. Without MTP modules there are no drafts.
     if options.num_steps < 0:
         raise ValueError(f"num_steps must be at least 0, got {options.num_steps}")
     num_steps = options.num_steps if config.num_mtp_modules else 0
@@ -104,6 +108,7 @@ def run_plan(options) -> int:
         raise ValueError(
             f"accept_length must be within 1..{num_steps + 1} with {num_steps} draft levels, got {accept_length}"
         )
+    # 4. Compare all meshes, or check the one that --mesh names.
     sizes = parse_mesh(options.mesh)
     if "fsdp" in sizes or (sizes and math.prod(sizes.values()) != options.count):
         raise ValueError(f"--mesh {options.mesh} must cover {options.count} GPUs with data, expert and tensor")
@@ -120,6 +125,7 @@ def run_plan(options) -> int:
     )
     for line in plan_report.describe(result, device, options.count):
         console.print(line)
+    # 5. Compile the fastest mesh that fits, to show XLA's own numbers beside the estimates.
     if options.compile and result.best is not None:
         best = result.best.plan
         print(f"compiling {best.mesh}", file=sys.stderr, flush=True)
@@ -135,6 +141,7 @@ def run_plan(options) -> int:
         result.compiled = {"arguments": found.arguments, "temp": found.temp, "cpu_seconds": found.seconds}
         result.compiled["collectives"] = sum(found.collectives.values())
         console.print(plan_report.compiled_line(result))
+    # 6. Write JSON and the picture.
     if options.output is not None:
         write_text(options.output, json.dumps(result.to_json(), indent=1) + "\n")
         plan_report.draw(pathlib.Path(options.output).with_suffix(""), result, device, options.plot_formats)

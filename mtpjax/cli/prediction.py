@@ -40,17 +40,19 @@ def run_prediction(options) -> int:
     from mtpjax.atomic import write_text
     from mtpjax.evaluation import roofline
 
+    # Check the flags: predictions exist for chains of MTP modules only.
     if options.output is not None:
         check_output_file(options.output)
     if options.speculative_draft_model_path is not None:
         raise ValueError(
-            "--predict knows the kernels that MTP modules launch, and not those of a drafter in files of its own: "
+            "--predict knows the kernels that MTP modules launch, and not those of other drafters: "
             "leave --predict out to measure it on this device"
         )
     if options.num_steps < 0 or options.topk != 1:
         raise ValueError(
             f"--predict takes chains of 0 or more drafts, got num_steps {options.num_steps}, topk {options.topk}"
         )
+    # Read shapes only. A preset has no files, so its weights count as bfloat16.
     config, params = read_model(options.model_path, model_type(options))
     weight_bytes = 2.0 if params is None else _bytes_of_weight(params)
     rows, tables = roofline.tables(
@@ -79,7 +81,7 @@ def read_model(path: str, family: str | None):
         family: the family to read a Hugging Face directory as, or None.
 
     Returns:
-        The config, and the shapes of the parameters as they are stored; None for a preset, which nobody stored.
+        The config, and the shapes of the parameters as they are stored; None for a preset, which has no files.
     """
     from conversion.hf_config import parse_config
     from mtpjax.evaluation.compiled_call import stored_shapes
@@ -99,7 +101,7 @@ def read_model(path: str, family: str | None):
 
 
 def _bytes_of_weight(params) -> float:
-    """Returns the bytes of a number in the mean; scales of fp8 blocks are bytes of their weight."""
+    """Returns the mean bytes per weight; scales of fp8 blocks count as bytes of their weights."""
     import math
 
     import jax

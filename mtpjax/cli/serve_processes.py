@@ -1,4 +1,4 @@
-"""`mtpjax serve` in several processes: what it refuses, and how the processes find out that they belong together."""
+"""`mtpjax serve` in several processes: rejects unsupported flags, and checks that the processes belong together."""
 
 import contextlib
 import hashlib
@@ -10,7 +10,7 @@ from typing import Any
 from mtpjax.errors import UsageError
 from mtpjax.version import __version__
 
-# Flags that may differ between processes, and keys, which stay where they are.
+# Flags that may differ between processes, and keys, which never leave their process.
 OF_ONE_PROCESS = ("node_rank", "dist_init_addr", "host", "port", "api_key", "log_level", "model_path", "tokenizer_path")
 WEIGHT_FILES = ("*.safetensors", "*.gguf", "*.bin")
 END_BYTES = 1 << 16  # of each file of weights
@@ -66,7 +66,8 @@ def connect_followers(options, params: dict, arguments: dict[str, Any]) -> Itera
         arguments: those of `Engine`: model, config and settings.
 
     Yields:
-        The other processes, in process 0; None in one of them, after the end, and if there are no others.
+        In process 0 the other processes, or None if there are none. In another process None, once process 0 has
+        stopped.
     """
     if options.nnodes == 1:
         yield None

@@ -7,7 +7,7 @@ from mtpjax.errors import UsageError
 def add_serve_router(commands) -> None:
     """Adds the command and its flags to the subcommands of the `mtpjax` parser."""
     router = command_parser(
-        "Pass requests on to several servers of the same model: each to the one that has the fewest of them. Requests "
+        "Pass requests on to several servers of the same model: each to the one with the fewest requests. Requests "
         "that begin alike go to the same server if several are equally busy. Servers that do not answer are left out "
         "until they do. API keys are passed on; the servers check them."
     )

@@ -1,7 +1,7 @@
-"""Gives a process of a run with several a parent, which turns the aborts of JAX's runtime into an exit code.
+"""Gives a process of a multi-process run a parent, which turns aborts of JAX's runtime into an exit code.
 
-When the process that coordinates the run dies, or another one sends no heartbeats, JAX's runtime aborts the process in
-a thread of its own. Python code of the same process cannot prevent that, and schedulers would read it as a crash.
+When the process that coordinates the run dies, or another one sends no heartbeats, JAX's runtime aborts the process
+from its own thread. Python code of the same process cannot prevent that, and schedulers would read it as a crash.
 """
 
 import ctypes
@@ -14,14 +14,14 @@ PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 
 
 def continue_in_child(name: str, exit_code: int, advice: str = "") -> None:
-    """Goes on in a child process. The parent waits for it and ends as it ends.
+    """Continues in a child process. The parent waits for it, and exits with its exit code or by the same signal.
 
     Must run before anything starts threads, and so before JAX is used.
 
     Args:
         name: the command, with which the message begins.
         exit_code: the parent's exit code if JAX's runtime aborts the child.
-        advice: what the user can do then; the end of the message.
+        advice: what the user can do in that case; the end of the message.
     """
     parent = os.getpid()
     child = os.fork()
@@ -39,7 +39,7 @@ def continue_in_child(name: str, exit_code: int, advice: str = "") -> None:
         if -code != signal.SIGKILL:  # it has no handler
             signal.signal(-code, signal.SIG_DFL)
         os.kill(parent, -code)
-    os._exit(code)  # the child has done what Python does at its exit
+    os._exit(code)  # the child has run Python's exit handlers
 
 
 def _end_with(parent: int) -> None:

@@ -151,7 +151,7 @@ def _train(options) -> int:
     except FloatingPointError as error:
         print(f"mtpjax train: {error}", file=sys.stderr)
         return 1
-    # Of several processes, which all have the figures, one prints them.
+    # All processes have the figures, and one prints them.
     if not distributed.is_main_process():
         return 0
     print_panel(rich.console.Console(), result.panel)

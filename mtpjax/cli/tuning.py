@@ -12,7 +12,7 @@ def add_tune(commands) -> None:
     """Adds the command and its flags to the subcommands of the `mtpjax` parser."""
     tune = command_parser(
         "Measure on this GPU whether each kernel or XLA is faster at the shapes that a model uses when it decodes. "
-        "The implementation 'auto' then goes by these times, which are kept in the user's cache folder, for this "
+        "The implementation 'auto' then chooses by these times, which are kept in the user's cache folder, for this "
         "kind of device, version of JAX and version of the kernels. Each time is kept as soon as it is measured: run "
         "the same command again to continue."
     )
@@ -30,7 +30,7 @@ def add_tune(commands) -> None:
 
 
 def run_tune(options) -> int:
-    """Measures what is not measured yet, and returns the exit code."""
+    """Measures the shapes that have no times yet, and returns the exit code."""
     set_threads(options.model_path)
     import jax
     import rich.console
@@ -49,6 +49,7 @@ def run_tune(options) -> int:
     if min(options.batch_size) < 1:
         raise ValueError(f"batch_size must be at least 1, got {min(options.batch_size)}")
     model, params = load(options.model_path, model_type=model_type(options))
+    # Trace the decoding call to find the ops and shapes, and drop those that have times already.
     questions = tune.find_questions(
         params,
         model=model,
@@ -63,6 +64,7 @@ def run_tune(options) -> int:
     for heading in ("op", "shape", "xla, ms", "triton, ms"):
         table.add_column(heading)
     is_gpu = jax.default_backend() == "gpu"
+    # Without a GPU, or in a dry run, only list the shapes.
     if options.dry_run or not is_gpu:
         for op, shape in left:
             table.add_row(op, _shape_text(shape), "", "")
@@ -72,6 +74,7 @@ def run_tune(options) -> int:
             print("the kernels run on a GPU, and JAX has none here: 'auto' is always XLA", file=sys.stderr)
         return 0
     del params  # the measurements need the memory
+    # Each time is in the user's file before the next shape is measured.
     with progress_bar() as bar:
         task = bar.add_task("measuring", total=len(left))
         for (op, shape), times, failure in tune.measure(left, rounds=options.repeats):

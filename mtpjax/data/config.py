@@ -14,11 +14,11 @@ class Source:
     Attributes:
         path: a file, or a folder with its subfolders; None: the running interpreter's standard library.
         pattern: glob pattern of the files in a folder.
-        kind: "auto": the suffix decides: `.jsonl`, `.jsonl.gz`, `.json` (a list) and `.parquet` (with pyarrow) hold
-            records, each a conversation or a text, and any other file is a document; "text": each file is a document;
-            "jsonl": each record has a text; "chat": each record has a conversation in OpenAI's, ShareGPT's or Alpaca's
-            form, whose answers are the targets; "formatted": each record has a text that the chat template has written
-            already, whose answers are the targets.
+        kind: what the files hold. "auto": the suffix decides. `.jsonl`, `.jsonl.gz`, `.json` (a list) and `.parquet`
+            (with pyarrow) hold records, each a conversation or a text, and any other file is a document. "text": each
+            file is a document. "jsonl": each record has a text. "chat": each record has a conversation in OpenAI's,
+            ShareGPT's or Alpaca's form, and its answers are the targets. "formatted": each record has a conversation
+            that the chat template has written already, and its answers are the targets.
         field: the record's field with the text or the conversation; "": `text`, or for conversations `messages`,
             `conversations` or `instruction`.
         weight: the source's share of the rows, relative to the other sources' weights.

@@ -119,7 +119,7 @@ def choose_vocabulary(counts: np.ndarray, size: int, *, required_ids: Iterable[i
         required_ids: tokens to keep in any case, such as special tokens.
 
     Returns:
-        `size` ids, ascending. Of equally frequent tokens the lower ids are chosen.
+        `size` ids, ascending. Among equally frequent tokens lower ids win.
 
     Raises:
         ValueError: the size is outside `len(required_ids)..V`.

@@ -1,4 +1,4 @@
-"""Keeps what users write in a conversation from becoming special tokens: a message could end its own turn."""
+"""Keeps the text of users in a conversation from becoming special tokens: a message could end its own turn."""
 
 import json
 import re
@@ -19,11 +19,11 @@ def hide_special_text(
         template: the chat template.
 
     Returns:
-        The messages, and the text that each mark stands for.
+        The messages, and the text that each mark replaces.
     """
     # The longest first: one name may begin another.
     special = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
-    # A mark is a number between characters for private use that occur nowhere else.
+    # A mark is a number between two private-use characters that are in neither the messages nor the template.
     everything = json.dumps(messages, ensure_ascii=False, default=str) + template
     character = next(chr(code) for code in range(0xE000, 0xF900) if chr(code) not in everything)
     hidden: dict[str, str] = {}

@@ -75,7 +75,7 @@ def list_python_sources(root=None) -> list[pathlib.Path]:
         The files, sorted.
 
     Raises:
-        FileNotFoundError: there are no such files.
+        FileNotFoundError: no file is left.
     """
     if root is not None:
         roots = [root]
@@ -119,8 +119,8 @@ def split_held_out(documents: Sequence[Document], fraction=0.05) -> tuple[list[D
     """Splits documents into training and held-out ones.
 
     The sha256 of a document's content alone decides its side. Paths, order and other documents change nothing, and
-    copies of a file get the same side. So a few documents may all get the same side. Of a single text the last part is
-    held out, from the start of a line if it is bytes.
+    copies of a file get the same side. So a few documents may all get the same side. If there is a single text, its
+    last part is held out; in bytes this part begins at the start of a line.
 
     Args:
         documents: the documents.
@@ -167,8 +167,8 @@ def pack(
     A row starts every `row_length` tokens and is `row_length + extra_tokens` long. Its last `extra_tokens` are the
     first tokens of the next row, where they are not targets again. So every token is a target exactly once, and from
     the second row on each target has at least `extra_tokens` tokens before it. With `D + 1` extra tokens no target of
-    the depths 0..D is lost at the end of a row; with D one of depth D is lost; with 0 the first k + 1 targets of each
-    later row are lost at depth k (DeepSeek-V3's window, 2412.19437, figure 3).
+    the depths 0..D is lost at the end of a row, with D one target of depth D. With 0 each later row loses its first k +
+    1 targets at depth k (DeepSeek-V3's window, 2412.19437, figure 3).
 
     A document that continues in the next row is that row's segment 1. The end of the last row is padding: segment 0,
     `eos_token_id`, no loss. Empty documents are skipped.

@@ -112,7 +112,7 @@ def choose_prompts(
     for category in selected:
         if category not in by_category:
             raise ValueError(f"there are no prompts of category '{category}', only of {', '.join(by_category)}")
-    # Shuffle each category by a seed of its own, then sort by turn, so that categories alternate.
+    # Shuffle each category by its own seed, then sort by turn, so that categories alternate.
     turns = []  # (turn, category's number, index)
     for number, category in enumerate(selected):
         rng = np.random.default_rng([seed, zlib.crc32(category.encode())])
@@ -166,7 +166,7 @@ def max_prompt_length(max_positions: int, max_new_tokens: int, requested: int | 
         The smaller of `requested` and the positions that the new tokens leave.
 
     Raises:
-        ValueError: there is no room, or `requested` is below 1.
+        ValueError: the new tokens leave no room, or `requested` is below 1.
     """
     room = max_positions - max_new_tokens
     if room < 1:

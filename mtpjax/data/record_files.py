@@ -59,7 +59,7 @@ def read_file_records(
         else:
             reader = _read_gzip if name.endswith(".gz") else _read_parquet if name.endswith(".parquet") else _read_json
             yield from reader(path)
-            # These readers do not see the file's bytes in order, so the digest is a pass of its own.
+            # These readers do not read the file's bytes in order, so the digest takes a separate pass.
             with open_regular(path) as stream:
                 digest, size = hashlib.file_digest(stream, "sha256").hexdigest(), stream.tell()
         if files is not None:

@@ -78,9 +78,9 @@ def end_token_id(tokenizer: Tokenizer) -> int:
 def read_source(source: Source, tokenizer: Tokenizer, *, vocab_size: int) -> SourceContents:
     """Reads a source into documents, in the order of its files and lines.
 
-    Skipped and counted are `corrupt` documents (not UTF-8, not JSON, a missing field, a conversation that the chat
-    template rejects, text that contains the end token), `empty` ones (also conversations without an answer), and those
-    with ids outside the `vocabulary`. Blank lines of JSONL are ignored.
+    Skips and counts documents of three kinds: `corrupt` (not UTF-8, not JSON, a missing field, a conversation that the
+    chat template rejects, text that contains the end token), `empty` (also conversations without an answer), and
+    `vocabulary` (ids outside the vocabulary). Ignores blank lines of JSONL.
 
     Args:
         source: the source.
@@ -133,8 +133,8 @@ def fingerprint(
 ) -> str:
     """Computes the digest of the data that a run reads; a resumed run compares it.
 
-    It covers, per source in order, kind, field, weight and files (relative paths, sizes, contents); the tokenizer; and
-    the size of the vocabulary, which decides which documents are skipped. The location of the folder is not part of it.
+    It covers kind, field, weight and files (relative paths, sizes, contents) of each source in order, the tokenizer,
+    and the size of the vocabulary, which decides which documents are skipped. The folder's location does not count.
 
     Args:
         sources: the sources.

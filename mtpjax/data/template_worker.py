@@ -1,4 +1,4 @@
-"""Renders chat templates in a process of its own, under limits of time, memory and output.
+"""Renders chat templates in a separate process, under limits of time, memory and output.
 
 Templates come with checkpoints, which are untrusted. jinja2's sandbox keeps a template away from Python objects, but a
 single expression such as `'a' * 10**9` or `9**(9**9)` can still use all memory or never end, and no thread can stop it.

@@ -44,12 +44,12 @@ class Tokenizer(Protocol):
         """Returns an incremental decoder.
 
         Returns:
-            A function from one token after the other to the text that each completes; None flushes the rest.
+            A function that takes one token at a time and returns the text that it completes; None flushes the rest.
         """
         ...
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **template_variables: Any) -> list[int]:
-        """Encodes a conversation up to where the model answers.
+        """Encodes a conversation up to the start of the model's answer.
 
         Args:
             messages: the conversation, in OpenAI's form.
@@ -59,7 +59,7 @@ class Tokenizer(Protocol):
             The tokens.
 
         Raises:
-            TokenizerError: there is no chat template.
+            TokenizerError: the tokenizer has no chat template.
             ConversationError: the template rejects these messages.
         """
         ...
@@ -118,7 +118,7 @@ class ByteTokenizer:
     def apply_chat_template(self, messages: list[dict[str, Any]], **template_variables: Any) -> list[int]:
         """Encodes a conversation as plain text: a line `role: content` per message; an answer ends with the end token.
 
-        Small models of bytes have no chat template of their own.
+        Small models of bytes have no chat template.
 
         Args:
             messages: the conversation.

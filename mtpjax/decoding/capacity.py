@@ -50,7 +50,7 @@ def cache_capacity(prompt_length: int, max_length: int, *, max_slots_per_round: 
     Returns:
         Slots per row, rounded up by `round_up_capacity`.
     """
-    # Writes past the capacity would be shifted back over committed entries, so both kinds of write behind the text must
+    # Writes past the capacity would be shifted back over committed entries. So both kinds of write behind the text must
     # fit: the last prefill chunk, and the nodes of a round that starts at the full length.
     return round_up_capacity(
         max(-(-prompt_length // prefill_chunk) * prefill_chunk, max_length) + max_slots_per_round + 1
@@ -90,7 +90,7 @@ def min_rows_per_pass(model: MTPModel, batch: int, platform: str) -> int:
     """Computes the minimum number of token rows per forward pass that runs fast.
 
     On a GPU a single row needs more launches than two: XLA does not multiply it on the tensor cores, and fuses less
-    around it. Experts take a single row as it is, because a second one would choose experts of its own.
+    around it. A model with experts keeps a single row, because a second one would choose further experts.
 
     Args:
         model: the model.

@@ -33,7 +33,7 @@ MAX_INTEGER = 2**31 - 1  # token ids and counts are int32 on the device
 
 
 def check_integer(name: str, value: Any) -> int:
-    """Converts an integer of Python or NumPy.
+    """Converts a Python or NumPy integer.
 
     Args:
         name: the argument's name, for the message.
@@ -43,7 +43,7 @@ def check_integer(name: str, value: Any) -> int:
         A Python integer.
 
     Raises:
-        ValueError: it is no integer, or beyond int32.
+        ValueError: the value is not an integer, or does not fit into int32.
     """
     try:
         number = None if isinstance(value, bool) else operator.index(value)
@@ -51,21 +51,21 @@ def check_integer(name: str, value: Any) -> int:
         number = None
     if number is None:
         raise ValueError(f"{name} must be an integer, got {value!r}")
-    # Limits may be huge: the model's positions bound the tokens, and the end of all rows the rounds.
+    # Limits may be huge: the model's positions bound the tokens, and the rounds stop once all rows have ended.
     is_limit = name in ("max_new_tokens", "max_rounds")
     require(is_limit or abs(number) <= MAX_INTEGER, f"{name} must be at most {MAX_INTEGER}, got {number}")
     return number
 
 
 def _float(name: str, value: Any) -> float:
-    """Returns a Python float of a number of Python or NumPy; raises `ValueError` for anything else."""
+    """Converts a Python or NumPy number to a float; raises `ValueError` for anything else."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ValueError(f"{name} must be a number, got {value!r}")
     return float(value)
 
 
 def _elements(name: str, value: Any) -> tuple[Any, ...]:
-    """Returns the elements of a sequence; raises `ValueError` for text and for what has no elements."""
+    """Returns the elements of a sequence; raises `ValueError` for text and for values without elements."""
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
         raise ValueError(f"{name} must be a sequence, got {value!r}")
     return tuple(value)

@@ -22,7 +22,7 @@ ROW_PSEUDO_COUNT = 3.0  # pseudo-counts with which a row's rate is shrunk toward
 DECAY_ROUNDS = 24  # rounds after which a count has faded to 1/e
 PROBE_INTERVAL = 16  # rounds between two probes of the next deeper depth
 POWER_MEAN_EXPONENT = 12  # exponent of the power mean over the rows' remaining times; large values approach the maximum
-MIN_SPEEDUP = 1.05  # speed-up at perfect acceptance below which drafting is not worth probing
+MIN_SPEEDUP = 1.05  # no probes of drafting below this speed-up at perfect acceptance
 
 
 class DepthPolicy(flax.struct.PyTreeNode):
@@ -135,7 +135,7 @@ def can_speed_up(costs) -> bool:
         costs: `[D+1]` durations of a round at depths 0..D, as numbers (not traced).
 
     Returns:
-        False if the caller can disable drafting for good.
+        False if the caller can disable drafting permanently.
     """
     # A fully accepted round of depth d commits d+1 tokens.
     costs = np.asarray(costs, np.float64)

@@ -146,15 +146,15 @@ def run_rounds(
     if not spec.is_adaptive:
         return jax.lax.while_loop(should_continue, functools.partial(advance, spec=spec), (state, max_rounds))[0]
 
-    # Adaptive depth: shapes are static, so each depth has a compiled round of its own.
+    # Adaptive depth: shapes are static, so each depth has its own compiled round.
     def chosen_depth(state: DecodeState) -> jax.Array:
         if depth is not None:
             return jnp.int32(depth)
         assert state.policy is not None
         return jnp.where(state.drafting_disabled, 0, state.policy.depth)
 
-    # An inner loop ends when the rows end, when the policy chooses another depth, or when the drafter's buffer is full:
-    # rounds of depth 0 skip the drafter, so hidden states that it has to process later pile up.
+    # An inner loop ends when the rows end, when the policy chooses another depth, or when the drafter's buffer is full.
+    # Rounds of depth 0 skip the drafter, so hidden states that it has to process later pile up.
     def should_keep_depth(carry: Carry, num_steps: int) -> jax.Array:
         state, _ = carry
         backlog_fits = drafter.backlog_fits(state, num_steps, model=model, spec=spec)

@@ -4,7 +4,7 @@ Drafting, verification and plain decoding share these functions. Ratio rules are
 that drafts were really drawn from, and text equals plain decoding only if p is transformed in the same way.
 
 On a mesh each device has the columns of its part of the vocabulary; `vocabulary` combines the parts
-(`mtpjax.models.vocabulary`). There V stands for the size of the part, except in `SamplingArrays` and `TokenHistory`.
+(`mtpjax.models.vocabulary`). There V is the size of the part, except in `SamplingArrays` and `TokenHistory`.
 """
 
 import dataclasses
@@ -187,8 +187,8 @@ def _occurrences(path: PathTokens, size: int, vocabulary: Vocabulary) -> jax.Arr
 def distribution(logits: jax.Array, sampling: SamplingArrays, vocabulary: Vocabulary = WHOLE) -> jax.Array:
     """Converts adjusted logits to the probabilities that a token is sampled from.
 
-    Three filters apply to `softmax(l / temperature)` in this order, each followed by a renormalisation: top_k keeps the
-    most likely tokens; top_p keeps the most likely tokens whose sum reaches top_p (Holtzman et al., 1904.09751); min_p
+    Three filters apply to `softmax(l / temperature)` in this order, each followed by a renormalisation. top_k keeps the
+    most likely tokens. top_p keeps the most likely tokens whose sum reaches top_p (Holtzman et al., 1904.09751). min_p
     keeps tokens with at least min_p times the largest probability (2407.01082). Equally likely tokens are kept or
     dropped together.
 

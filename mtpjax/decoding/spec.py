@@ -25,7 +25,7 @@ class DecodeSpec:
         logprobs: record the log-probability of every new token.
         kv_cache_dtype: NumPy's name of the dtype of the caches; None: that of the embedding.
         pool: number of pages and positions per page, of a new state whose caches are in pages; None: contiguous.
-        check_nan: end a row, as failed, when a logit that its text follows from is NaN.
+        check_nan: end a row as failed when a logit that its text depends on is NaN.
     """
 
     num_steps: int

@@ -80,7 +80,7 @@ class NewRows(flax.struct.PyTreeNode):
         """
         R = tokens.shape[0]
         settings = RowSettings(
-            prompt_length=jnp.copy(length),  # a buffer of its own, since states are donated
+            prompt_length=jnp.copy(length),  # its own buffer, since states are donated
             limit=limit,
             stops=jnp.full((R, 8, 1), -1, jnp.int32),
             rule_params=jnp.zeros((R, 2)),
@@ -179,7 +179,7 @@ def start_rows(state: DecodeState, rows: NewRows, *, vocab_size: int) -> DecodeS
         mark = jax.vmap(lambda row, is_marked: jnp.zeros(vocab_size, bool).at[row].max(is_marked))
         counts = jnp.zeros_like(history.counts)
         if rows.first_token is not None:
-            # The text of a row that decoded before goes on behind its prompt.
+            # The text of a row that decoded before continues behind its prompt.
             is_new = is_prompt & (jnp.arange(rows.tokens.shape[1])[None, :] >= rows.settings.prompt_length[:, None])
             is_prompt &= ~is_new
             counts = jax.vmap(lambda counts, row, new: counts.at[row].add(new))(counts, rows.tokens, is_new.astype(int))

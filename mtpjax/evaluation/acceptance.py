@@ -357,7 +357,7 @@ def _teacher_forced(
     Returns:
         `TeacherForcedSums` of `texts`, and the predicted fields of `AcceptanceCounts`.
     """
-    # A drafter beside the trunk has a teacher-forced pass of its own.
+    # A drafter beside the trunk has its own teacher-forced pass.
     architecture, network = None, {}
     if isinstance(config.drafter, Eagle3Drafter | MedusaDrafter | DFlashDrafter):
         architecture, network = config.drafter.architecture, own_params(draft_params)

@@ -1,6 +1,6 @@
 """Compiles the decoding call of a model from shapes alone, for H100s on a mesh: memory, collectives and kernels.
 
-Nothing runs, and no GPU is needed (`mtpjax.compat.h100_devices` says what is).
+Nothing runs, and no GPU is needed; `mtpjax.compat.h100_devices` names the packages that are.
 """
 
 import collections
@@ -43,8 +43,8 @@ class Compiled:
 
     Attributes:
         arguments: bytes per device of weights and state.
-        temp: bytes per device besides.
-        collectives: how often each (operation, shapes, place in the program) stands in the module.
+        temp: bytes per device of temporary memory.
+        collectives: number of occurrences of each (operation, shapes, place in the program).
         kernels: Triton calls in the module.
         seconds: CPU seconds of the compilation.
     """
@@ -117,6 +117,7 @@ def call_shapes(
         )
         return align_blocks(params, fitted, sizes), state
 
+    # Shapes only: `eval_shape` allocates nothing.
     return fitted, *jax.eval_shape(make, params)
 
 
@@ -146,11 +147,12 @@ def compile_call(
         devices: `jax.Device`s of the mesh; None: H100s, which need not exist.
 
     Returns:
-        What the compiled module needs.
+        Memory, collectives and kernels of the compiled module.
 
     Raises:
         RuntimeError: the CUDA plug-in is missing.
     """
+    # 1. Shapes of the arguments, and the static settings that decoding would choose for this batch.
     mesh = compat.make_mesh(sizes, devices or compat.h100_devices(f"1x1x{math.prod(sizes.values())}"))
     stored = stored_shapes(config, has_fp8=False) if params is None else params
     config, shapes, state = call_shapes(config, stored, sizes, rows=rows, slots=slots, num_steps=num_steps)
@@ -160,9 +162,11 @@ def compile_call(
     if prefill_chunk is None:
         prefill_chunk = choose_prefill_chunk(model, rows, "cuda", longest_prompt=slots // 2, max_length=slots)
     spec = DecodeSpec.from_config(settings, is_greedy=True, prefill_chunk=prefill_chunk)
+    # 2. Lay the shapes out over the mesh, as decoding lays out the arrays.
     placed = _place(shapes, part_specs(shapes, config, sizes), mesh)
     state = _place(state, part_specs(state, config, sizes, is_state=True), mesh)
     draft_params = drafter.default_params(placed, settings, model=model)
+    # 3. Compile, and read memory, collectives and kernels from the result.
     begin = time.process_time()
     with use_abstract_mesh(mesh.abstract_mesh):
         lowered = decode.plain.lower(placed, draft_params, state, model=model, drafter=drafter, spec=spec)
@@ -193,7 +197,7 @@ def find_collectives(text: str) -> dict[tuple[str, str, str], int]:
         text: the module's text.
 
     Returns:
-        How often each (operation, shapes, place) stands in it.
+        The number of occurrences of each (operation, shapes, place).
     """
     found: collections.Counter[tuple[str, str, str]] = collections.Counter()
     for line in text.splitlines():

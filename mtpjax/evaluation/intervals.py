@@ -1,6 +1,6 @@
-"""95 % bootstrap intervals, the one way in which this project states how sure a measurement is.
+"""95 % bootstrap intervals, with which this project states the uncertainty of every measurement.
 
-Units are what is drawn again: whole prompts, batches or repeats, because the steps of one of them are correlated. The
+The resampled units are whole prompts, batches or repeats, because the steps of one of them are correlated. The
 random numbers are fixed, so that a report is reproducible.
 """
 

@@ -30,6 +30,8 @@ def timing_problem(speed_up: float, accept_length: float, waited: float) -> str 
     Returns:
         The reason, which begins with "impossible" or "disturbed"; None if there is none.
     """
+    if speed_up <= 0:  # the time of a one-token call is subtracted from every call
+        return "impossible: a call for all tokens took no longer than a call for one"
     if speed_up > accept_length:
         return f"impossible: above the accept length {accept_length:.2f}"
     if waited > MAX_WAITING_SHARE:

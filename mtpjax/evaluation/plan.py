@@ -1,8 +1,8 @@
 """Plans how a model runs on many GPUs, for `mtpjax plan`: which meshes have room for it, and how long a round takes.
 
-Bytes of weights, caches and state are arithmetic: the shapes of the decoding call's arguments, divided as they lie on
-the mesh. Temporary memory and time are estimates; `mtpjax.evaluation.compiled_call` compiles the call to know the
-former.
+Bytes of weights, caches and state are arithmetic: the shapes of the decoding call's arguments, divided over the mesh.
+Temporary memory and time are estimates; `mtpjax.evaluation.compiled_call` compiles the call for the exact temporary
+memory.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from mtpjax.models.sharding import num_shards, param_spec, path_name
 from pallas_kernels.block_scaled_matmul.kernel import MAX_ROWS
 
 GPUS_PER_NODE = 8
-USABLE_SHARE = 0.9  # of a GPU's memory; the rest is the driver's, the allocator's and that of collectives
+USABLE_SHARE = 0.9  # of a GPU's memory; the rest is for the driver, the allocator and collectives
 SECONDS_PER_COLLECTIVE = {"link": 10e-6, "network": 30e-6}  # assumed latency, by whether it leaves the node
 
 
@@ -80,7 +80,7 @@ class Plan:
         slots: cache slots of each row.
         weights: bytes of the parameters per device.
         state: bytes of the caches and of the rest of the decoding state per device.
-        temps: estimated bytes besides, by the kind of layer that runs. They do not add up.
+        temps: estimated bytes of temporary memory, by the kind of layer that runs. They do not add up.
         bytes_per_row: bytes of the state of one more row on a device.
         bytes_per_slot: bytes of one more slot in each row of a device.
         prefill_chunk: tokens of a prefill pass.
@@ -191,6 +191,7 @@ def plan_layout(
         ValueError: a number is out of range, there are draft levels without MTP modules, or the mesh does not divide
             the model.
     """
+    # 1. Check the numbers, and that the mesh divides the model.
     for name, value, least in (("batch", rows, 1), ("context", slots, 2), ("num_steps", num_steps, 0)):
         if value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
@@ -200,9 +201,11 @@ def plan_layout(
         raise ValueError(problem)
     data = sizes.get("data", 1)
     rows = -(-rows // data) * data
+    # 2. Shapes of the state at this size, with one more row per device, and with 128 more slots per row.
     fitted, params, state = call_shapes(config, params, sizes, rows=rows, slots=slots, num_steps=num_steps)
     _, _, more_rows = call_shapes(config, {}, sizes, rows=rows + data, slots=slots, num_steps=num_steps)
     _, _, more_slots = call_shapes(config, {}, sizes, rows=rows, slots=slots + 128, num_steps=num_steps)
+    # 3. Bytes on one device. The differences of the states give the bytes of a row and of a slot.
     nbytes = sum(amount for _, _, amount in _bytes_of_parts(params, fitted, sizes))
     states = [_state_bytes(each, fitted, sizes) for each in (state, more_rows, more_slots)]
     if prefill_chunk is None:
@@ -322,12 +325,13 @@ def estimate_round(
         The round.
     """
     leaves = list(_bytes_of_parts(params, config, sizes))
-    # Scales are bytes that are read, and no numbers of a product.
+    # Scales count as bytes that are read, but not as factors of a product.
     numbers = [
         (name.removesuffix("/values"), shape, amount / leaf.dtype.itemsize)
         for (name, shape, amount), leaf in zip(leaves, jax.tree.leaves(params), strict=True)
         if not name.endswith("/scales")
     ]
+    # Rows are split over `data`, but experts process the rows of all devices.
     tensor, data = sizes.get("tensor", 1), sizes.get("data", 1)
     work = Work(
         count_weights(config, numbers),
@@ -362,7 +366,7 @@ def _collectives(
     row_bytes, own_rows = 2 * config.hidden_size, rows // data
 
     def travel(name: str, axis: str, count: int, nbytes: float) -> Collective:
-        # `tensor` is the innermost axis. What leaves a node goes at the speed of the network.
+        # `tensor` is the innermost axis. Traffic that leaves a node has the speed of the network.
         place = "link" if (tensor if axis == "tensor" else tensor * data) <= GPUS_PER_NODE else "network"
         seconds = count * SECONDS_PER_COLLECTIVE[place] + nbytes / getattr(device, place)
         return Collective(name, axis, count, nbytes, seconds)

@@ -48,11 +48,11 @@ class Comparison:
     compiled: dict[str, float] | None = None
 
     def speedup(self, candidate: Candidate) -> float:
-        """Predicted speed-up of drafts over plain decoding."""
+        """Returns the predicted speed-up of drafts over plain decoding."""
         return self.accept_length * candidate.plain.seconds / candidate.drafted.seconds
 
     def tokens_per_second(self, candidate: Candidate) -> float:
-        """Predicted tokens a second of all rows that were asked for, with drafts."""
+        """Returns the predicted tokens per second of all requested rows, with drafts."""
         return self.rows * self.accept_length / candidate.drafted.seconds
 
     def to_json(self) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def compare_meshes(
                 config, params, sizes, rows=rows, slots=slots, num_steps=num_steps, prefill_chunk=prefill_chunk
             )
         except ValueError as error:
-            # Wrong numbers are wrong on every mesh.
+            # Leave out only meshes that do not divide the model. Other errors hold for every mesh.
             if len(meshes) == 1 or "does not divide" not in str(error):
                 raise
             excluded.append((dict(sizes), str(error)))
@@ -145,6 +145,7 @@ def describe(result: Comparison, device: Device, count: int) -> Iterator[Any]:
     from mtpjax.console import narrow_table
 
     if result.candidates:
+        # 1. Memory: weights and state by arithmetic, temporary memory by estimate, and the largest sizes that fit.
         first = result.candidates[0].plan
         memory = narrow_table(f"{device.name} x {count}: GB per GPU, {result.rows} rows of {first.slots} slots")
         memory.caption = "weights and state: arithmetic. temp: estimated, with prefill passes of "
@@ -167,6 +168,7 @@ def describe(result: Comparison, device: Device, count: int) -> Iterator[Any]:
                 style=style,
             )
         yield memory
+        # 2. Time: the parts of a round with drafts, the round without drafts, and the speed-up.
         times = narrow_table("a round, estimated: milliseconds")
         steps = result.candidates[0].drafted.num_steps
         times.caption = (
@@ -180,6 +182,7 @@ def describe(result: Comparison, device: Device, count: int) -> Iterator[Any]:
             seconds = {
                 part.name: time for part, time in zip(each.drafted.parts, each.drafted.seconds_of_parts, strict=True)
             }
+            # The head counts as dense weights.
             seconds["weights"] += seconds.pop("head")
             shown = [seconds.get(name, 0.0) for name in ("weights", "experts", "cache", "MTP modules")]
             shown += [each.drafted.seconds_of_launches, sum(travel.seconds for travel in each.drafted.collectives)]
@@ -193,6 +196,7 @@ def describe(result: Comparison, device: Device, count: int) -> Iterator[Any]:
                 style="bold" if each is result.best else "",
             )
         yield times
+    # 3. The meshes that do not divide the model, and the advice.
     for mesh, reason in result.excluded:
         yield f"{mesh_text(mesh)}: {reason}"
     if result.best is None:
@@ -275,6 +279,7 @@ def draw(path, result: Comparison, device: Device, formats: Sequence[str] = DEFA
     places = range(len(names))
     with picture(path, (10, 1.2 + 0.35 * len(names)), formats) as figure:
         memory, time = figure.subplots(1, 2)
+        # Left: bytes per device, stacked; the lines are the device's memory and its usable share.
         left = [0.0] * len(names)
         for number, part in enumerate(("weights", "state", "temp")):
             widths = [getattr(each.plan, part) / 1e9 for each in result.candidates]
@@ -287,6 +292,7 @@ def draw(path, result: Comparison, device: Device, formats: Sequence[str] = DEFA
         )
         memory.invert_yaxis()
         memory.legend()
+        # Right: time per token of a row, without drafts and with them.
         height = 0.38
         for offset, kind, colour in ((-height / 2, "plain", GREY), (height / 2, "drafted", COLOURS[0])):
             per_token = [

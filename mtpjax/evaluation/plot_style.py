@@ -11,7 +11,7 @@ from typing import Any
 
 FORMATS = ("png", "svg", "pdf")
 DEFAULT_FORMATS = ("png", "svg")  # one to look at anywhere, one that scales
-# The palette of Okabe and Ito, which colour-blind readers can tell apart.
+# The palette of Okabe and Ito, whose colours colour-blind readers can distinguish.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 GREY = "#777777"
 # matplotlib's settings for every picture. Type 42 embeds fonts in PDF files as journals ask for; the salt makes the

@@ -21,8 +21,8 @@ probability prod of q_j(y_j), so given y the probability is R_i w_i, and w_i = m
 min(R_i, R_{i-1} w_{i-1}).
 
 Given y the anchors are a Markov chain, whose expected numbers of rounds and accepted drafts follow position by
-position. At temperature 0 nothing is random, and the predicted rounds and drafts equal those of decoding. Above, the
-expectations, averaged over texts from the trunk's distribution, equal those of decoding.
+position. At temperature 0 nothing is random, and the predicted rounds and drafts equal those of decoding. Above
+temperature 0, the expectations, averaged over texts from the trunk's distribution, equal those of decoding.
 """
 
 import numpy as np

@@ -40,7 +40,7 @@ def shapes_up_to(num_steps: int, topk: int = 1, num_draft_tokens: int | None = N
     Args:
         num_steps: deepest draft.
         topk: children per tree node; 1 makes chains.
-        num_draft_tokens: nodes of a tree; shallower trees have fewer if they have no room for that many. None: the
+        num_draft_tokens: nodes of a tree; shallower trees have fewer if they cannot hold as many. None: the
             default of `DecodeConfig`.
 
     Returns:
@@ -137,7 +137,7 @@ def measure(
         done += by
         progress(done, total)
 
-    # Each batch size has caches and compiled loops of its own.
+    # Each batch size has its own caches and compiled loops.
     for batch in sorted(set(batches)):
         meter = CostMeter(
             params,
@@ -231,7 +231,7 @@ def default_path(folder) -> pathlib.Path:
         ValueError: if the folder is missing or not writable.
     """
     folder = pathlib.Path(folder)
-    # A GGUF file and a repository of the Hub have no folder of their own.
+    # A GGUF file and a repository of the Hub have no model folder.
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ValueError(f"{folder} is not a writable folder: choose another place with --output FILE")
     return folder / FILE_NAME
@@ -318,7 +318,7 @@ def load_depth_settings(
     if found != wanted:
         raise ValueError(
             f"{path} was measured with {found or 'MTP modules'}, not with {wanted or 'MTP modules'}: run `mtpjax "
-            "profile` for what drafts, with --speculative-draft-model-path if it has files of its own"
+            "profile` for this drafter, with --speculative-draft-model-path if it has its own checkpoint"
         )
     for name, current in _device_properties().items():
         if profile.get(name) != current:

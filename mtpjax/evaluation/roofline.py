@@ -65,7 +65,7 @@ LAUNCHES_PER_LEVEL = 14  # of a draft level, beside the module's layer
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What one part of a round needs.
+    """The bytes and operations of one part of a round.
 
     Attributes:
         name: "weights" (of the trunk, without experts and head), "experts", "head", "cache" or "MTP modules".
@@ -145,10 +145,12 @@ def predict_round(
         raise ValueError(f"{num_steps} draft levels need at least one MTP module, and the model has none")
     if not weight_bytes > 0:
         raise ValueError(f"weight_bytes must be above 0, got {weight_bytes}")
+    # Count the weights by group, from shapes alone.
     leaves, _ = jax.tree_util.tree_flatten_with_path(param_shapes(config))
     shapes = [(path_name(path), leaf.shape) for path, leaf in leaves]
     elements = count_weights(config, ((name, shape, math.prod(shape)) for name, shape in shapes))
     nbytes = {name: weight_bytes * count for name, count in elements.items()}
+    # Devices share the time of the parts evenly. Each launches all kernels, so launches are not divided.
     work = Work(elements, nbytes, rows=batch, expert_rows=batch)
     parts = tuple(parts_of_round(config, work, context, num_steps))
     seconds = tuple(time / num_devices for time in seconds_of_parts(parts, device, has_fp8=weight_bytes < 1.5))
@@ -207,7 +209,7 @@ def weights_of(config: ModelConfig, *, weight_bytes: float = 2.0) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What a device has of a model and a batch.
+    """A device's share of a model and a batch.
 
     Attributes:
         elements: numbers in its weights, by group: "trunk" and "module" (layers without routed experts), "trunk
@@ -230,7 +232,7 @@ def parts_of_round(config: ModelConfig, work: Work, context: int, num_steps: int
 
     Args:
         config: the model's config.
-        work: what the device has.
+        work: the device's share.
         context: tokens in each row's KV cache.
         num_steps: draft levels; 0 is plain decoding.
 
@@ -352,6 +354,7 @@ def tables(
     rows, printed = [], []
     for name in devices:
         device = DEVICES[name]
+        # A table per device, which says if the weights do not fit into its memory.
         needed = weights_of(config, weight_bytes=weight_bytes)
         table = narrow_table()
         table.title = f"{device.name} x {num_devices}: predicted, not measured; microseconds"
@@ -366,6 +369,7 @@ def tables(
         table.caption += "."
         for heading in ("rows", "steps", "GB", "dense", "experts", "cache", "MTP", "launch", "round", "token", "gain"):
             table.add_column(heading, justify="right")
+        # Depth 0 comes first: speed-ups are over plain decoding at the same batch size.
         for batch in batches:
             plain = None
             for steps in range(num_steps + 1):
@@ -381,6 +385,7 @@ def tables(
                 times = (found.seconds_of_launches, found.seconds, found.seconds / tokens)
                 microseconds = (f"{1e6 * time:.0f}" for time in times)
                 table.add_row(str(batch), str(steps), f"{nbytes / 1e9:.1f}", *cells, *microseconds, f"{speedup:.2f}")
+                # The same numbers for JSON, unrounded.
                 row = {"device": device.name, "num_devices": num_devices, "batch": batch, "num_steps": steps}
                 row |= {"bytes": nbytes, "seconds_per_token": times[-1]}
                 row |= {"parts": [dataclasses.asdict(part) for part in found.parts], "seconds_of_parts": seconds}

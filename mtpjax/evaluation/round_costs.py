@@ -41,7 +41,7 @@ class RoundCosts:
         batch: rows, B.
         verify: the trunk's pass over the nodes alone.
         parts: all passes of a round: the trunk over the nodes, every module over the positions that it extends over,
-            and the recycled draft levels. They are timed together, since differences of timings are mostly noise. Of
+            and the recycled draft levels. They are timed together, since differences of timings are mostly noise. With
             another drafter: verification and the whole of drafting, with the choice of the drafts.
         round: the whole round of `speculative_generate`, including acceptance and commit; empty if not measured.
         change: how much longer a round takes after a round of another depth.
@@ -107,7 +107,7 @@ class RoundCosts:
 
 
 class CostMeter:
-    """Times rounds of several shapes, and plain steps, each in a compiled `while_loop` of its own.
+    """Times rounds of several shapes, and plain steps, each in its own compiled `while_loop`.
 
     The loops run on caches that hold a context. A loop that reaches the end of its caches starts over behind the
     context.

@@ -149,7 +149,7 @@ def passes_loop(dtype, model: MTPModel, shape: RoundShape, conditions: TimingCon
                 module_input = jnp.pad(module_output, ((0, 0), (level_rows, 0), (0, 0)))
             else:
                 module_input, start = module_output, start + level_rows
-            # Of an extended module only the newest output is scored. The row varies, so all rows must be computed.
+            # Only the newest output of an extended module is scored. The row varies, so all rows must be computed.
             if level <= num_modules:
                 output = read_rows(output, index % rows + jnp.zeros(batch, jnp.int32), 1)
             token = choose(output, module_index)
@@ -174,8 +174,8 @@ def drafter_loop(
     """Makes a loop over the drafter's part of a round, alone or with verification.
 
     The drafter runs as in decoding: it extends over what the last round committed and drafts. With verification, the
-    trunk's pass follows, and the drafter keeps its states. Nothing is accepted: every round begins at a length of its
-    own.
+    trunk's pass follows, and the drafter keeps its states. Nothing is accepted: every round begins at a different
+    length.
 
     Args:
         dtype: dtype of the activations.
@@ -247,7 +247,7 @@ def full_round_loop(
         params, prepared = prepared
         for spec in specs:
             state = _at_length(state, conditions.context + 1 + index % num_starts)
-            # An adaptive call runs each depth in a loop of its own, so a cycle does the same.
+            # An adaptive call runs each depth in its own loop, so a cycle does the same.
             run_one_round = functools.partial(
                 run_round, params, model=model, drafter=drafter, spec=spec, prepared=prepared
             )

@@ -38,8 +38,8 @@ def make_record(params: dict, tokens: np.ndarray, *, model: MTPModel, num_depths
         num_depths: draft levels to measure.
 
     Returns:
-        "tokens", the rows; "agreement", for each level the share of positions where the draft's arg-max is the trunk's;
-        "overlap", the mean of 1 - TV between their distributions.
+        "tokens" (the rows), and for each level "agreement" (the share of positions where the draft's arg-max is the
+        trunk's) and "overlap" (the mean of 1 - TV between their distributions).
     """
     rows = tokens[:MAX_ROWS, :MAX_COLUMNS]
     # Level k needs a row of at least k + 2 tokens.

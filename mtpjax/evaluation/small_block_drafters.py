@@ -1,9 +1,9 @@
 """Small DFlash and DSpark drafters for tests, with constructed weights whose drafts are right sometimes.
 
 The trunk of `constructed_params` mostly continues a token with its successor in one cycle through the vocabulary. A
-block drafts the j-th successor of its anchor in slot j, and no slot sees a draft. So each token is a set of angles, by
-its place in the cycle, and a head of attention that looks at the anchor from j positions behind turns them j steps on.
-Random parts make every draft depend on the whole context.
+block drafts the j-th successor of its anchor in slot j, and no slot attends to a draft. So each token is a set of
+angles, by its place in the cycle, and a head of attention that looks at the anchor from j positions behind turns them j
+steps on. Random parts make every draft depend on the whole context.
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ NUM_DRAFTS = 3
 NUM_ANGLES = 4  # of a token
 PLACE = 2 * NUM_ANGLES  # channels of the residual stream that hold a token's angles, before those of the two marks
 ANCHOR, MASK = PLACE, PLACE + 1  # channels that mark a token of the text, and the mask token
-# Per pair of rotated channels, what a query has in common with the keys of the anchor, and with those of mask tokens.
-# The anchor's are largest at the head's own distance, those of mask tokens nearly the same at all distances.
+# Per pair of rotated channels, the keys of the anchor and of mask tokens. A query's score is largest for the anchor at
+# the head's own distance, and nearly the same for mask tokens at all distances.
 ANCHOR_KEY, MASK_KEY = np.array([2**0.5, 1.0, 1.0, 0.0]), np.array([0.0, 0.0, 0.0, 2.0])
 QUERY = np.array([2**0.5, 1.0, 1.0, 1.75])
 SHARPNESS = 5.0  # scale of the norms of queries and keys
@@ -81,8 +81,11 @@ def constructed_block_drafter(
     """
     config, rng = model.config, np.random.default_rng([seed, zlib.crc32(kind.encode())])
     V, D, is_dspark = config.vocab_size, config.hidden_size, kind == "dspark"
+    # A quarter of the vocabulary cannot be drafted.
     draft_ids = np.sort(rng.choice(V, V - V // 4, replace=False)).astype(np.int32)
+    # The trunk's weights give the successor of each token, and so the tokens' places in the cycle.
     cycle = Cycle.of((np.asarray(params["embedding"]) @ np.asarray(params["head"])).argmax(axis=1))
+    # The architecture: heads as wide as a token's angles, one full layer and one sliding, causal layer.
     block = ModelConfig(
         vocab_size=V,
         hidden_size=D,
@@ -135,6 +138,7 @@ def constructed_block_drafter(
             "dense": {"gate_up": noise(D, 2, F), "down": noise(F, D, scale=0.1)},
         }
 
+    # Layer 0 finds the anchor and turns its angles on; layer 1 is random, so that the context matters.
     network: dict[str, Any] = {
         "embedding": embedding,
         "head": head,
@@ -174,7 +178,7 @@ def _looking_back(
         query = np.concatenate([QUERY, np.zeros(NUM_ANGLES)]) @ _rotation(-(first + index) * slow)
         qkv[[ANCHOR, MASK], index, 0] = 5.0 * query
         qkv[[ANCHOR, MASK], index, 1, :NUM_ANGLES] = 5.0 * np.array([ANCHOR_KEY, MASK_KEY])
-        # Keys of the context are at a right angle to the queries, but for some noise.
+        # Keys of the context are orthogonal to the queries, except for some noise.
         qkv[is_free, index, 1] *= 0.2
         qkv[is_free, index, 1, -1] += noise(D)[is_free] * 5.0
         # The anchor's own slot has its angles in the stream already.

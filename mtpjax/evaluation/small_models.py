@@ -34,7 +34,7 @@ def small_config(attention: str = "grouped", **changes) -> ModelConfig:
             "hybrid" (linear and gated full attention, experts with a gated shared expert), "sliding" (a window of 5
             positions with sinks in two layers and the modules, values narrower than keys) or "clamped" (a window of 3
             in one layer, gates per head, sinks and biases, clamped experts with biases).
-        **changes: fields of `ModelConfig` to set otherwise.
+        **changes: fields of `ModelConfig` to change.
 
     Returns:
         The configuration.
@@ -187,6 +187,7 @@ def constructed_drafter(kind: str, model: MTPModel, params: dict, seed: int = 0)
         return constructed_block_drafter(kind, model, params, seed)
     config, rng = model.config, np.random.default_rng([seed, zlib.crc32(kind.encode())])
     V, D = config.vocab_size, config.hidden_size
+    # A quarter of the vocabulary cannot be drafted.
     draft_ids = np.sort(rng.choice(V, V - V // 4, replace=False)).astype(np.int32)
     embedding, head = np.asarray(params["embedding"]), np.asarray(params["head"])
 
@@ -226,10 +227,12 @@ def constructed_drafter(kind: str, model: MTPModel, params: dict, seed: int = 0)
         target_hidden_size=D,
         draft_vocab_size=len(draft_ids),
     )
+    # Queries, keys and values pass the embedding half of the input on, plus noise from both halves.
     qkv = noise(2 * D, N, 3, H, scale=0.3)
     slices = np.eye(D).reshape(D, N, H)
     for part, scale in enumerate((2.0, 2.0, 1.0)):  # query, key, value
         qkv[:D, :, part] += scale * slices
+    # The output passes the attended embedding on to the trunk's head; the other matrices are noise.
     network = {
         "fc": noise(eagle.features_size, D),
         "head": head[:, draft_ids],

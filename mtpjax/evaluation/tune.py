@@ -29,7 +29,7 @@ LEAST_SECONDS = 0.02  # of one measurement; shorter calls are repeated
 def find_questions(
     params: dict, *, model: MTPModel, config: DecodeConfig, batches: Sequence[int], context: int, prefill_chunk: int
 ) -> list[Question]:
-    """Finds what the kernels are asked when the model decodes: traces the decoding call, and runs nothing.
+    """Finds the ops and shapes that choose a kernel when the model decodes: traces the decoding call, and runs nothing.
 
     Args:
         params: model parameters; shapes suffice.
@@ -46,7 +46,7 @@ def find_questions(
     found: list[Question] = []
     for batch in batches:
         for num_steps in sorted({0, config.num_steps}):
-            # What follows a kernel is asked other shapes than what follows XLA, so both are traced.
+            # An op after a kernel gets other shapes than after XLA, so both are traced.
             for implementation in ("xla", "triton"):
                 traced = model.clone(implementation=implementation)
                 for question in _trace(shapes, traced, config, batch, num_steps, context, prefill_chunk):
@@ -57,7 +57,7 @@ def find_questions(
 
 
 def _trace(shapes, model, config, batch, num_steps, context, prefill_chunk) -> list[Question]:
-    """Traces one decoding call and returns what it asks."""
+    """Traces one decoding call and returns its ops and shapes."""
     if not num_steps:
         config = dataclasses.replace(config, num_steps=0, topk=1, num_draft_tokens=None)
     drafter = make_drafter(config)
@@ -94,7 +94,7 @@ def measure(
 ) -> Iterator[tuple[Question, dict[str, float], str | None]]:
     """Times every implementation of each question on this device, and keeps the times in the user's file at once.
 
-    An implementation is compared with XLA first, on small arrays; what gives other numbers is not kept.
+    First compares an implementation with XLA, on small arrays; if the numbers differ, its times are not kept.
 
     Args:
         questions: what to measure, from `find_questions`.
@@ -115,14 +115,14 @@ def measure(
         failure = None
         for name in implementations or implementations_of(op):
             call = functools.partial(jax.jit(functools.partial(run, implementation=name)), *arrays)
-            # Whatever keeps an implementation from running here, the others are measured.
+            # If an implementation cannot run here for any reason, measure the others.
             try:
                 jax.block_until_ready(call())
                 difference = 0.0 if name == "xla" else difference_from_xla(op, shape, name)
             except Exception as error:
                 failure = f"{name} fails: {str(error).partition(chr(10))[0][:200]}"
                 continue
-            # Fast and wrong is not kept.
+            # Times of wrong results are not kept.
             if not difference <= 1:
                 failure = f"{name} gives other numbers than xla: {difference:.3g} times the bound"
                 continue

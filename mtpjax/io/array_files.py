@@ -59,7 +59,7 @@ def stream_parts(array: jax.Array) -> StreamedArray:
     Returns:
         The array to write.
     """
-    # Of the devices with the same part, one has the copy with number 0.
+    # Among the devices with the same part, one has copy number 0.
     parts = {
         tuple(cut.start or 0 for cut in shard.index): shard.data
         for shard in array.addressable_shards
@@ -293,7 +293,7 @@ def array_spec(folder: pathlib.Path, name: str) -> dict[str, Any]:
 
 
 def single_thread_context():
-    """Makes a TensorStore context with one copy thread and one file thread, since each keeps memory of its own."""
+    """Makes a TensorStore context with one copy thread and one file thread, since each thread keeps its own memory."""
     import tensorstore
 
     return tensorstore.Context({"data_copy_concurrency": {"limit": 1}, "file_io_concurrency": {"limit": 1}})

@@ -49,8 +49,8 @@ def save(
 ) -> None:
     """Writes a checkpoint folder, and replaces an older one only once the new one is complete.
 
-    An exception leaves what was at `path` as it was. All processes of a run must call it; each writes the parts that
-    its devices hold of arrays that a mesh splits, and the first one all else.
+    An exception leaves `path` unchanged. All processes of a run must call it. Each writes its devices' parts of arrays
+    that a mesh splits, and the first one writes everything else.
 
     Args:
         path: the folder; missing parents are made.
@@ -98,7 +98,7 @@ def save(
 
 @contextlib.contextmanager
 def _unfinished_folder(path: pathlib.Path) -> Iterator[str]:
-    """Yields the name of the folder to write into (`atomic_folder`), which other processes can be told."""
+    """Yields the name of the folder to write into (`atomic_folder`), as text that other processes can receive."""
     with atomic_folder(path, is_checkpoint) as folder:
         yield str(folder)
 
@@ -167,9 +167,10 @@ def load(
         dtype: dtype to cast the parameters to. `None` keeps the dtypes of the files; block-quantized fp8 weights stay
             fp8 with their scales (`BlockScaled`).
         mesh: lays the parameters out over this mesh; all processes of a run must load together. Each reads only what
-            its devices hold, but arrays of an mtpjax checkpoint that no mesh had split whole, one after the other.
+            its devices hold. Exception: arrays of an mtpjax checkpoint that were saved without a mesh are read whole,
+            one after the other.
         allow_copies: let devices hold copies of what an axis of the mesh does not divide.
-        layout: what decoding or training wants.
+        layout: the layout for decoding, or the one for training.
         model_type: the family of a Hugging Face directory, instead of the one that its `config.json` names.
         implementation: what runs the model's kernels (`pallas_kernels.dispatch`).
 
@@ -179,7 +180,7 @@ def load(
     Raises:
         CheckpointError: the checkpoint is missing, damaged, or of an unsupported architecture. Its subclasses
             `CheckpointFileError` and `ConfigError` say so for Hugging Face directories.
-        ValueError: the mesh does not divide the model, or `dtype` is no floating-point type.
+        ValueError: the mesh does not divide the model, or `dtype` is not a floating-point type.
 
     Example:
         >>> import tempfile

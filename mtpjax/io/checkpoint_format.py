@@ -6,7 +6,7 @@
     huggingface*   the rest of the Hugging Face directory that the checkpoint was converted from (`huggingface_files`)
 
 Orbax restores flipped bits without an error, so every checkpoint carries digests. File digests are checked first, so
-that no parser sees damaged data. Array digests then prove that the arrays in memory are the ones that were saved.
+that no parser gets damaged data. Array digests then prove that the arrays in memory are the ones that were saved.
 """
 
 import hashlib
@@ -77,10 +77,9 @@ def checkpoint_digest(path: pathlib.Path) -> str:
 
     Returns:
         A hexadecimal sha256: over the digests of an mtpjax checkpoint, or over the configuration, the index and the
-            file
-        sizes of a Hugging Face directory.
+        file sizes of a Hugging Face directory.
     """
-    # Digests of an mtpjax checkpoint cover its weights. For a Hugging Face directory the file sizes stand in.
+    # Digests of an mtpjax checkpoint cover its weights. A Hugging Face directory has file sizes instead.
     described = [path / name for name in (DIGESTS_FILE, CONFIG_FILE, "model.safetensors.index.json")]
     whole = hashlib.sha256(b"".join(file.read_bytes() for file in described if file.is_file()))
     # A GGUF file has its metadata at its beginning: hash that, and the size.
@@ -139,7 +138,7 @@ def read_digests(path: pathlib.Path) -> tuple[dict[str, str], dict[str, dict[str
 
 def _is_record(record: Any) -> bool:
     """Returns whether an array's record has usable chunk sizes; other fields are compared when the array is read."""
-    # `[0]` stands for a record that is not an object: 0 is not a chunk size, so it fails the check.
+    # `[0]` replaces a record that is not an object: 0 is not a chunk size, so it fails the check.
     chunks = record.get("chunks", [1]) if isinstance(record, dict) else [0]
     return isinstance(chunks, list) and all(isinstance(size, int) and size > 0 for size in chunks)
 
@@ -191,7 +190,7 @@ def json_bytes(value: Any) -> bytes:
 
     Raises:
         ValueError: `value` contains NaN or infinity.
-        TypeError: `value` contains a type that JSON has not.
+        TypeError: `value` contains a type that JSON lacks.
     """
     # NaN is not JSON: other parsers reject files that contain it.
     return (json.dumps(value, indent=1, allow_nan=False) + "\n").encode()

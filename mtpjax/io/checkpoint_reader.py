@@ -48,7 +48,7 @@ def restore(
         mesh: lays the parameters of a model out over this mesh, one array after the other. All processes of the run
             must read it together, and each verifies its share of the files. None: the default device.
         allow_copies: let devices hold copies of what an axis of the mesh does not divide.
-        layout: what decoding or training wants.
+        layout: the layout for decoding, or the one for training.
 
     Returns:
         `(config_dict, params, metadata)`. The params are nested dicts of jax arrays, with the shapes, dtypes and bits
@@ -175,7 +175,7 @@ class CheckpointReader:
 
         Args:
             name: the flat name.
-            sharding_of: returns where an array of this shape shall lie.
+            sharding_of: returns the sharding of an array of this shape.
 
         Returns:
             The array.
@@ -187,7 +187,7 @@ class CheckpointReader:
         if "chunks" not in self.records[name]:
             array = self.read_checked(name)
             return read_parts(array.shape, sharding_of(array.shape), lambda cut: array[_slices(cut)])
-        # Of one with chunks only those with the parts are read. Their files have digests of their own.
+        # Of a chunked array, only the chunks with these parts are read. Their files have their own digests.
         with self._reading(name):
             store = self._store(name)
         shape = tuple(store.shape)

@@ -137,7 +137,7 @@ def to_hugging_face(
         source: the checkpoint, or a run folder that holds one.
         target: the folder to write, which must be empty or missing. It appears only when it is complete.
         dtype: dtype to cast the weights to. `None` keeps those of the checkpoint.
-        model_type: the family to write a model as that was not converted from a Hugging Face directory; None: the
+        model_type: the family to write, for a model that was not converted from a Hugging Face directory. None: the
             family of the checkpoint that training began from, else the first that can describe the model.
         progress: called with the number of bytes of each block that is written.
 
@@ -156,7 +156,8 @@ def to_hugging_face(
             f"{model_type!r}"
         )
     original = converted or describe_directory(reader, config, model_type)
-    # Name the tensors as the original did: its layout, its experts stacked or apart, its copies of embedding and head.
+    # Name the tensors as the original did: its layout, its experts stacked or separate, its copies of embedding and
+    # head.
     parsed = {file: parse_header(header, file, source) for file, header in original.headers.items()}
     before = {tensor.name: tensor for found, _ in parsed.values() for tensor in found}
     # New files have the family's own names, and stack experts where transformers expects it.
@@ -183,7 +184,7 @@ def to_hugging_face(
         with _other_tensors(reader) as other:
 
             def blocks(entry: TensorEntry) -> Iterator[np.ndarray]:
-                # Tensors that are not parameters were kept in a file of their own.
+                # Tensors that are not parameters were kept in a separate file.
                 if other is not None and entry.name in other.tensors:
                     return other.blocks(entry.name)
                 return assembler.blocks(entry)

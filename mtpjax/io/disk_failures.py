@@ -15,7 +15,7 @@ from typing import Any
 from mtpjax.errors import CheckpointError
 from mtpjax.io.checkpoint_format import one_line
 
-QUIET_ATTEMPTS = 25  # a fifth of a second apart
+QUIET_ATTEMPTS = 25  # with 0.2 s between two
 
 
 def check_space(folder: pathlib.Path, arrays: Mapping[str, Any]) -> None:
@@ -42,9 +42,9 @@ def check_space(folder: pathlib.Path, arrays: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def one_line_failures(folder: pathlib.Path) -> Iterator[None]:
-    """Turns a failure of Orbax and TensorStore to write into one `OSError`.
+    """Turns write failures of Orbax and TensorStore into one `OSError`.
 
-    Both also report it from their threads and event loops, as tracebacks on stderr, until these have ended.
+    Both also report failures from their threads and event loops, as tracebacks on stderr, until these have ended.
 
     Args:
         folder: the folder that they write, inside an unfinished checkpoint.
@@ -70,7 +70,7 @@ def one_line_failures(folder: pathlib.Path) -> Iterator[None]:
 
 
 def _wait_until_quiet(folder: pathlib.Path) -> None:
-    """Waits until writes that were begun have ended: two looks that see the same files."""
+    """Waits until running writes have ended: until two looks in a row find the same files."""
     before: set[pathlib.Path] | None = None
     for _ in range(QUIET_ATTEMPTS):
         found = set(folder.parent.rglob("*"))

@@ -11,7 +11,7 @@ from mtpjax.io.convert import to_hugging_face
 
 
 def export_mtp(source, target, *, model_type: str | None = None, progress: Callable[[int], Any] | None = None) -> int:
-    """Writes the MTP modules of a checkpoint as a checkpoint of their own.
+    """Writes the MTP modules of a checkpoint as a separate checkpoint.
 
     An mtpjax checkpoint is first written as a Hugging Face directory beside the target, which needs as much space on
     disk as the whole model; the directory is removed at the end.

@@ -17,7 +17,7 @@ MAX_TOKENIZER_BYTES = 64 << 20  # of a tokenizer.json; the published ones have 7
 
 
 def read_small_file(path, name: str, *, max_bytes: int = MAX_TOKENIZER_BYTES) -> bytes | None:
-    """Reads a small file of a checkpoint, such as its tokenizer; of a GGUF file, what such a file would hold.
+    """Reads a small file of a checkpoint, such as its tokenizer; from a GGUF file, the equivalent content.
 
     Args:
         path: a Hugging Face directory or a GGUF file.
@@ -46,7 +46,7 @@ def has_tokenizer(path) -> bool:
         path: the directory or file.
 
     Returns:
-        True if there is a `tokenizer.json`, or the GGUF file holds what stands for one.
+        True if there is a `tokenizer.json`, or the GGUF file holds a tokenizer.
     """
     path = pathlib.Path(path)
     return read_small_file(path, "tokenizer.json") is not None if is_gguf(path) else (path / "tokenizer.json").exists()
@@ -102,7 +102,7 @@ def count_token_ids(path) -> int | None:
     try:
         content = read_small_file(huggingface_folder(path), "tokenizer.json")
         values = parse_json(content) if content is not None else {}
-        # BPE and WordPiece list tokens by id in a dict, Unigram in a list. Added tokens are listed apart.
+        # BPE and WordPiece list tokens by id in a dict, Unigram in a list. Added tokens are listed separately.
         vocabulary = values["model"]["vocab"]
         largest = max(vocabulary.values()) if isinstance(vocabulary, dict) else len(vocabulary) - 1
         # Added tokens may have ids above or inside the vocabulary's range, so compare both.

@@ -28,7 +28,7 @@ from mtpjax.models.sharding import num_shards
 from mtpjax.safe_open import is_gguf
 
 LINE_WIDTH, NAME_WIDTH = 80, 14  # columns of a printed line, and of the names at its beginning
-# How `inspect` names `LayerKind.attention`: as Hugging Face's layer_types, which have no name for latent attention.
+# `inspect`'s names of `LayerKind.attention`: Hugging Face's layer_types, which have no name for latent attention.
 ATTENTION_NAMES = {"grouped": "full_attention", "delta": "linear_attention", "latent": "latent_attention"}
 
 
@@ -42,8 +42,8 @@ def inspect(path, *, mesh: dict[str, int] | None = None, model_type: str | None 
 
     Returns:
         Values that JSON can hold: format, family, dtypes, files, missing and unknown tensors, the configuration, the
-        number of trunk layers by kind of attention, numbers and bytes of the parameters, and what the mesh does not
-        divide, so that devices hold copies.
+        number of trunk layers by kind of attention, and numbers and bytes of the parameters. Also the sizes that the
+        mesh does not divide, of which devices hold copies.
 
     Raises:
         CheckpointError: the checkpoint is damaged or not supported. Missing or unknown tensors raise no error.

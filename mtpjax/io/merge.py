@@ -38,7 +38,7 @@ def merge_mtp(
         progress: called with the number of bytes of each block that is written.
 
     Returns:
-        How many tensors of the modules equal those of `base`, replaced one, or were added.
+        The numbers of the modules' tensors that equal those of `base`, replaced one, or were added.
 
     Raises:
         CheckpointError: a checkpoint is damaged, or the two do not fit.
@@ -57,13 +57,14 @@ def _module_tensors(reader: CheckpointReader, plan: LoadPlan) -> ModuleTensors:
     config = reader.model_config()
     if not config.num_mtp_modules:
         raise CheckpointFileError(f"{reader.path} has no MTP modules")
-    # The trunk must be the base's. What modules may change, and what the tokenizer sets, is left out of the comparison.
+    # The trunk must be the base's. The comparison leaves out fields that modules may change, and those that the
+    # tokenizer sets.
     own = ("num_mtp_modules", "mtp_own_embedding", "mtp_own_head", "num_tokens")
     expected = dataclasses.replace(plan.config, **{name: getattr(config, name) for name in own})
     differing = [key for key, value in expected.to_dict().items() if config.to_dict()[key] != value]
     if differing:
         raise CheckpointFileError(f"{reader.path} is another model: it differs in {', '.join(differing)}")
-    # Name the tensors as the base names its own: its layout, and its experts stacked or apart.
+    # Name the tensors as the base names its own: its layout, and its experts stacked or separate.
     stored_names = {piece.name for spec in plan.specs.values() for piece in spec.slices}
     specs = {
         path: spec

@@ -1,4 +1,4 @@
-"""What a Hugging Face directory holds beside the weights, when a checkpoint is written as one."""
+"""The files beside the weights of a Hugging Face directory, when a checkpoint is written as one."""
 
 import dataclasses
 import json
@@ -31,7 +31,7 @@ class OriginalDirectory(NamedTuple):
 
     @property
     def layout(self) -> Layout:
-        """How the family names tensors."""
+        """The naming of the family's tensors."""
         return FAMILIES[self.model_type].layout
 
 
@@ -100,7 +100,7 @@ def describe_directory(reader: CheckpointReader, config: ModelConfig, model_type
 
 
 def module_layout(layout: Layout, config: ModelConfig) -> Layout:
-    """Returns the layout of a new directory: several modules that share nothing need names of their own.
+    """Returns the layout of a new directory: several modules that share nothing need separate names.
 
     Args:
         layout: the family's layout.

@@ -60,7 +60,7 @@ def flatten_arrays(params: Any) -> dict[str, np.ndarray | jax.Array | StreamedAr
         params: nested dicts of jax or numpy arrays, or of `StreamedArray`.
 
     Returns:
-        Arrays of this process and streamed arrays by flat name. What a mesh splits is streamed.
+        Arrays of this process and streamed arrays by flat name. Arrays that a mesh splits are streamed.
 
     Raises:
         ValueError: a leaf is not such an array, has no elements, or has a dtype that JAX cannot hold; or there is none.
@@ -77,7 +77,7 @@ def flatten_arrays(params: Any) -> dict[str, np.ndarray | jax.Array | StreamedAr
         dtype = np.dtype(leaf.dtype)
         if not dtype.isnative or not _is_jax_dtype(dtype):
             raise ValueError(f"params[{name!r}] has dtype {dtype.str} ({dtype}); JAX would not restore it")
-        # Arrays stay where they are until they are written; of copies, one is taken.
+        # Arrays stay on their devices until they are written; of several copies, one is written.
         if isinstance(leaf, jax.Array):
             leaf = leaf.addressable_data(0) if leaf.is_fully_replicated else stream_parts(leaf)
         arrays[name] = leaf

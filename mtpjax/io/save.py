@@ -11,7 +11,7 @@ from mtpjax.models.model import MTPModel
 from mtpjax.models.params import check_params
 from mtpjax.models.trunk import unstack_layers
 
-# What decides the tokens of a text and of a conversation, and the end tokens.
+# Files that decide the tokens of a text and of a conversation, and the end tokens.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 NUM_BYTES = 256  # vocabulary of the models that read bytes
 

@@ -45,7 +45,7 @@ def empty_cache(
         kinds: kind of each layer: `config.trunk_kinds`, or `(config.mtp_kind,)` for an MTP module.
         batch: rows, B.
         capacity: slots, S.
-        dtype: dtype of the activations. Of a recurrent layer the inputs of its convolution have it; its state is
+        dtype: dtype of the activations. In a recurrent layer it is that of the convolution's inputs; the state is
             float32.
         kv_dtype: dtype of keys, values and latents; None: `dtype`.
         pool: number of pages and positions per page, of attention layers in pages; None: contiguous rows.
@@ -57,6 +57,7 @@ def empty_cache(
     layers = []
     for kind in kinds:
         attention = ATTENTION_KINDS[kind.attention]
+        # A recurrent layer has one state per row; an attention layer has a slot per position, or pages of the pool.
         if attention.is_recurrent:
             layers.append(attention.empty_entries(config, kind, batch, capacity, dtype))
         else:
@@ -93,6 +94,7 @@ def take_rows(cache: Cache, rows: jax.Array) -> Cache:
     def take(leaf: jax.Array) -> jax.Array:
         return jnp.take(leaf, rows, axis=0, mode="clip")
 
+    # A pool belongs to all rows: their pages say which entries are theirs.
     layers = tuple(
         entries if _is_pool(cache, kind) else jax.tree.map(take, entries)
         for kind, entries in zip(cache.kinds, cache.layers, strict=True)

@@ -109,11 +109,11 @@ class ModelConfig:
         index_n_heads: heads of the indexer.
         index_head_dim: head width of the indexer.
         indexer_rope_interleave: the indexer rotates channel pairs (2j, 2j+1).
-        indexer_types: per layer "full" (an indexer of its own) or "shared" (the selection of the layer before that
+        indexer_types: per layer "full" (its own indexer) or "shared" (the selection of the layer before that
             has one); (): all "full".
         layer_types: per layer "full_attention", "sliding_attention" or "linear_attention" (gated delta rule); (): all
             full.
-        sliding_window: positions that a layer of type "sliding_attention" sees, its own included.
+        sliding_window: positions that a layer of type "sliding_attention" attends to, the query's own included.
         sliding_num_attention_heads: query heads of these layers; 0: `num_attention_heads`.
         sliding_num_key_value_heads: their key/value heads; 0: `num_key_value_heads`.
         sliding_rope_theta: their base of the rotary frequencies; 0: `rope_theta`.
@@ -337,7 +337,7 @@ class ModelConfig:
         require(
             self.sliding_window > 0, f"sliding attention needs a positive sliding_window, not {self.sliding_window}"
         )
-        # What is not given is as in layers with full attention.
+        # Missing values are those of layers with full attention.
         for name in ("num_attention_heads", "num_key_value_heads", "rope_theta", "partial_rotary_factor"):
             own = f"sliding_{name}"
             object.__setattr__(self, own, getattr(self, own) or getattr(self, name))

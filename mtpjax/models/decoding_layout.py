@@ -1,4 +1,4 @@
-"""How weights, caches and rows lie on a mesh while decoding, and the one `shard_map` in which a call runs."""
+"""The layout of weights, caches and rows on a mesh while decoding, and the one `shard_map` in which a call runs."""
 
 import dataclasses
 import math
@@ -23,7 +23,7 @@ AXES = ("data", "expert", "tensor")  # what decoding splits; the others hold cop
 def shard_for_decoding(
     model: MTPModel, params: dict, mesh: Mesh, *, allow_copies: bool = False
 ) -> tuple[MTPModel, dict]:
-    """Moves parameters to the parts in which decoding wants them, so that its calls need not move them.
+    """Lays parameters out over a mesh as decoding needs them, so that its calls need not move them.
 
     Args:
         model: the model.
@@ -33,7 +33,7 @@ def shard_for_decoding(
 
     Returns:
         The model and the parameters to decode with, which compute the same. Where `tensor` has more devices than there
-        are key/value heads, each device has a head of its own, a copy. fp8 blocks may be smaller, as in `align_blocks`.
+        are key/value heads, each device has one head, a copy. fp8 blocks may be smaller, as in `align_blocks`.
 
     Raises:
         ValueError: an axis of the mesh does not divide a size of the model.
@@ -95,7 +95,7 @@ def check_divisible(config: ModelConfig, sizes: Mapping[str, int], num_slots: in
 def refuse_uneven_layers(config: ModelConfig, sizes: Mapping[str, int]) -> None:
     """Checks that heads of all layers are split alike, and that experts with biases are not split by columns.
 
-    Copies of key/value heads are not made either for layers that differ in their number of heads.
+    Models with sliding attention get no copies of key/value heads, so `tensor` must divide their heads.
 
     Args:
         config: the model's config.
@@ -129,6 +129,7 @@ def find_copies(config: ModelConfig, sizes: Mapping[str, int], num_slots: int | 
     """
     kinds = {*config.trunk_kinds, *([config.mtp_kind] if config.num_mtp_modules else [])}
     attentions = {kind.attention for kind in kinds}
+    # Sizes by the axes that split them: heads and columns over `tensor`, experts over `data` and `expert`.
     over_tensor, over_experts = {"vocab_size": config.vocab_size}, {}
     if attentions & {"grouped", "latent"}:
         over_tensor["num_attention_heads"] = config.num_attention_heads
@@ -146,6 +147,7 @@ def find_copies(config: ModelConfig, sizes: Mapping[str, int], num_slots: int | 
             over_experts["the slots of experts,"] = num_slots
         if config.shared_width:
             over_tensor["the width of the shared experts,"] = config.shared_width
+    # Report each size that the product of its axes does not divide.
     return [
         f"{' x '.join(f'{axis} {sizes.get(axis, 1)}' for axis in axes)} of the mesh does not divide {name} {size}"
         for axes, split in ((("tensor",), over_tensor), (("data", "expert"), over_experts))
@@ -190,7 +192,7 @@ def copy_key_value_heads(params: dict, config: ModelConfig, num_heads: int) -> d
         num_heads: key/value heads afterwards, a multiple of those before.
 
     Returns:
-        The parameters of a model with so many key/value heads.
+        The parameters of a model with `num_heads` key/value heads.
     """
     group_size = config.num_attention_heads // config.num_key_value_heads
     copies = num_heads // config.num_key_value_heads
@@ -264,7 +266,7 @@ def part_specs(tree: Any, config: ModelConfig, sizes: Mapping[str, int], *, is_s
         is_state: the tree is a `DecodeState`.
 
     Returns:
-        `PartitionSpec`s in the structure of the tree. What an axis does not divide is not split.
+        `PartitionSpec`s in the structure of the tree. A size that an axis does not divide is not split.
     """
 
     def of(path, leaf):

@@ -1,8 +1,8 @@
 """The network of a DFlash drafter (2602.06036): a block of slots that attends to projected trunk states.
 
 The slots of a block are the pending token, called the anchor, and mask tokens behind it. All of them pass the layers at
-once. Each layer's keys and values are those of the context, which is the trunk's states of all positions before the
-anchor, and those of the block itself.
+once. Each layer attends to the keys and values of the block itself and of the context, which is the trunk's states of
+all positions before the anchor.
 """
 
 import dataclasses
@@ -32,12 +32,12 @@ class DFlashConfig:
     Args:
         block: sizes of the drafter's own layers, of which it has `num_hidden_layers`; `vocab_size` is V.
         layer_ids: the n trunk layers whose input states are read, in the order of the projection's inputs. The number
-            of trunk layers stands for the output of the last one, before the final norm.
+            of trunk layers means the output of the last one, before the final norm.
         num_target_layers: layers of the trunk.
         block_size: slots of a block, X.
         mask_token_id: the token of the slots behind the anchor.
-        windows: per layer the newest positions that a slot sees; 0: all. (): all layers see everything.
-        is_causal: per layer True if a slot sees only itself and the slots before it. (): all slots see each other.
+        windows: per layer the newest positions that a slot attends to; 0: all. (): all positions in every layer.
+        is_causal: per layer True if a slot attends only to itself and the slots before it. (): to all slots.
         window_from_anchor: windows count back from the anchor for every slot, and do not limit the block
             (speculators). False: from each slot, itself included (z-lab).
         sample_from_anchor: slot j drafts the token after its own position, so that a block has X drafts. False: the

@@ -32,8 +32,8 @@ def dflash_blocks(
 ) -> tuple[jax.Array, jax.Array]:
     """Runs one block behind each anchor, over true tokens.
 
-    The block of an anchor at position a sees the trunk states of positions before a in the same document, and its own
-    slots.
+    The block of an anchor at position a attends to the trunk states of positions before a in the same document, and to
+    its own slots.
 
     Args:
         params: parameters of `DFlash` or `DSpark`.
@@ -66,8 +66,8 @@ def block_states(
 ) -> jax.Array:
     """Computes the states that the head reads, `[B, A, X, D]`; arguments as in `dflash_blocks`.
 
-    Blocks do not see each other. If they have more than `MAX_SCORES` attention scores, they run in groups of anchors,
-    one after the other, and the backward pass computes a group again.
+    Blocks do not attend to each other. If they have more than `MAX_SCORES` attention scores, they run in groups of
+    anchors, one after the other, and the backward pass computes a group again.
     """
     (B, A), T, block = anchors.shape, tokens.shape[1], config.block
     segments = jnp.ones(tokens.shape, jnp.int32) if segment_ids is None else segment_ids
@@ -157,7 +157,7 @@ def _block_layer(
 def _visibility(
     config: DFlashConfig, index: int, anchors: jax.Array, segment_ids: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns which positions of the context, and which slots, each slot of a layer sees.
+    """Returns the positions of the context, and the slots, that each slot of a layer attends to.
 
     Args:
         config: the architecture.

@@ -7,7 +7,7 @@ def check_layer_ids(layer_ids: tuple[int, ...], num_target_layers: int) -> None:
     """Checks the trunk layers whose input states a drafter reads.
 
     Args:
-        layer_ids: the layers; `num_target_layers` stands for the output of the last one.
+        layer_ids: the layers; `num_target_layers` means the output of the last one.
         num_target_layers: layers of the trunk.
 
     Raises:
@@ -26,7 +26,7 @@ def check_draft_vocabulary(draft_vocab_size: int, vocab_size: int, *, own_head: 
     Args:
         draft_vocab_size: the number.
         vocab_size: tokens of the trunk.
-        own_head: the drafter has a head of its own.
+        own_head: the drafter has its own head.
 
     Raises:
         ValueError: it is out of range, or the trunk's head would have to have fewer columns.

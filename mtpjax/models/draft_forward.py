@@ -1,4 +1,4 @@
-"""The teacher-forced pass of a drafter with parameters of its own: the plain twin of its drafting.
+"""The teacher-forced pass of a drafter with its own parameters: the plain twin of its drafting.
 
 The parameters are those of the trunk and, beside them, `DRAFTER`: the network of `Eagle3`, `Medusa`, `DFlash` or
 `DSpark`, and `DRAFT_IDS`: the token of each column of its head, if it cannot draft all tokens.

@@ -59,7 +59,7 @@ class DSpark(DFlash):
         if r:
             self.markov_in = self.param("markov_in", nn.initializers.normal(0.02), (config.block.vocab_size, r))
             self.markov_out = self.param("markov_out", matrix, (r, config.draft_vocab_size))
-        # What the gate or the recurrent step reads and makes.
+        # Input and output width of the gate or the recurrent step.
         sizes = {"gated": (D + r, r), "rnn": (2 * r + D, 3 * r)}.get(config.markov_head)
         if sizes:
             self.markov_step = self.param("markov_step", matrix, sizes)
@@ -126,7 +126,7 @@ class DSpark(DFlash):
         Returns:
             `[B, T]` float32 logits.
         """
-        # The slot's own draft is no input: a decision by it would change the distribution of the text.
+        # The slot's own draft is not an input: a decision that depends on it would change the distribution of the text.
         x = hidden
         if self.config.confidence_with_markov:
             x = jnp.concatenate([x, self.markov_in[previous].astype(x.dtype)], axis=-1)

@@ -30,13 +30,13 @@ class Eagle3Config:
     Args:
         block: sizes of the drafter's own layers, of which it has `num_hidden_layers`; `vocab_size` is V.
         layer_ids: the n trunk layers whose input states are read, in the order of the projection's inputs. The number
-            of trunk layers stands for the output of the last one, before the final norm.
+            of trunk layers means the output of the last one, before the final norm.
         num_target_layers: layers of the trunk.
         target_hidden_size: width of the trunk, Dt.
         draft_vocab_size: tokens that can be drafted, R.
         norm_before_residual: the first layer's residual is the normalised hidden state.
         norm_before_fc: one norm over all n states before the projection.
-        fc_norm: a norm of its own for each of the n states (EAGLE-3.1).
+        fc_norm: a separate norm for each of the n states (EAGLE-3.1).
         norm_output: the next level reads the output after the final norm (EAGLE-3.1).
         own_embedding: the drafter has an embedding; else it uses the trunk's.
         own_head: the drafter has a head [D, R]; else it uses the trunk's.
@@ -183,7 +183,7 @@ class Eagle3Layer(nn.Module):
         config = self.config
         settings = (config.rms_norm_eps, False, self.implementation)
         if self.is_first:
-            # Both inputs have a norm of their own; the embedding comes first.
+            # Each input has its own norm; the embedding comes first.
             normed = RMSNorm(*settings, name="norm_hidden")(x)
             inputs = jnp.concatenate([RMSNorm(*settings, name="norm_embedding")(embedding), normed], axis=-1)
             x = normed if self.norm_before_residual else x

@@ -34,8 +34,8 @@ def eagle3_levels(
 ) -> Eagle3Levels:
     """Runs the levels that decoding drafts, over true tokens (the training-time test of EAGLE-3, 2503.01840).
 
-    Level 1 reads the trunk's states. Each later level reads the output of the level before, and attends to the entries
-    of level 1 up to its own row and to those of its own row in later levels, as decoding does.
+    Level 1 reads the trunk's states. Each later level reads the output of the level before. It attends to the entries
+    of level 1 up to its own row, and to those of its own row in later levels, as decoding does.
 
     Args:
         params: parameters of `Eagle3`.

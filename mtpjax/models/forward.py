@@ -140,8 +140,8 @@ def trunk_states(
         tokens: `[B, T]` int32.
         segment_ids: `[B, T]` int32 documents; 0 is padding.
         model: the model.
-        layer_ids: n layers whose input states are returned as well; needs unrolled layers. The number of layers stands
-            for the output of the last one, before the final norm.
+        layer_ids: n layers whose input states are returned as well; needs unrolled layers. The number of layers means
+            the output of the last one, before the final norm.
 
     Returns:
         `[B, T, (n + 1) * D]`: the states that enter the layers `layer_ids`, side by side, and then those that the MTP

@@ -82,9 +82,9 @@ class TreeSlots(flax.struct.PyTreeNode):
 
 
 class Recycled(flax.struct.PyTreeNode):
-    """Keys of a recycled MTP depth in a full pass: row i sees `base` up to i, and entry i of every level since.
+    """Keys of a recycled MTP depth in a full pass: row i attends to `base` up to i, and entry i of later levels.
 
-    Decoding sees the same: true entries of the prefix, then the draft's own (the training-time test of EAGLE-3,
+    Decoding attends to the same: true entries of the prefix, then the draft's own (the training-time test of EAGLE-3,
     2503.01840).
     """
 
@@ -143,8 +143,8 @@ def cached_view(
         num_valid: `[B]` tokens that are committed for sure, if that is known before the pass; recurrent layers then
             advance their state at once. None: acceptance decides later.
         tree: the tokens form a draft tree. None: each token follows the one before.
-        window: (newest positions, sinks). A token sees that many newest positions, itself included, and the first
-            sinks; other slots are not read. None: a token sees all text before it.
+        window: (newest positions, sinks). A token attends to that number of newest positions, itself included, and to
+            the first slots, the sinks. Other slots are not read. None: a token attends to all text before it.
         pages: the rows' pages, for a cache in pages.
         is_used: `[B, T]` bool tokens whose outputs are read. Others, such as those of free rows and padding, choose
             no experts. None: all.
@@ -155,7 +155,7 @@ def cached_view(
     # Positions: consecutive in a chain, by depth in a tree.
     positions = start[:, None] + jnp.arange(width)[None, :] if tree is None else tree.base[:, None] + tree.depths
     mask, span, reach = _visible_slots(start, positions, capacity, tree, window)
-    # Layers with a window of their own see at most that, whatever else the pass asks for.
+    # Layers with their own window attend to at most that window, whatever window the pass has.
     sliding = None
     if config.has_sliding_layers:
         own = config.sliding_window if window is None else min(config.sliding_window, window[0])
@@ -218,7 +218,7 @@ def _newest(ancestor_mask: jax.Array, window: int) -> jax.Array:
 
 
 def _is_ancestor(tree: TreeSlots, slots: jax.Array) -> jax.Array:
-    """Returns `[B, T, X]` whether slots `[B, X]` hold a token that each node of the tree sees."""
+    """Returns `[B, T, X]` whether slots `[B, X]` hold a token that each node of the tree attends to."""
     # The mask is packed into 32-bit words and read by shifts. Arithmetic fuses into the computation of every layer's
     # scores; the result of a gather would be laid out slots first, which is slow to read on a CPU.
     index = (slots - tree.base[:, None])[:, None]

@@ -214,7 +214,7 @@ class MTPModel(nn.Module):
             logits = self.logits(hidden, index=index)[..., :num_tokens]
             return *top_k(logits, k), jax.nn.logsumexp(logits, axis=-1)
         if own_tokens < config.vocab_size and num_tokens < config.vocab_size:
-            # How many ids only pad the table differs between devices, and is a constant in the kernel.
+            # The number of ids that only pad the table differs between devices, but is a constant in the kernel.
             token = vocabulary.ids(own_tokens)
             own_logits = jnp.where(token < num_tokens, self.own_logits(hidden, index=index), -jnp.inf)
             values, tokens, logsumexp = *top_k(own_logits, k), jax.nn.logsumexp(own_logits, axis=-1)

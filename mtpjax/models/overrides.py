@@ -21,7 +21,7 @@ def check_field_name(name: str, prefix: str = "") -> None:
         prefix: put in front of the names in the message, such as "model.".
 
     Raises:
-        ValueError: there is no such field; the message has the nearest names.
+        ValueError: the field does not exist; the message has the nearest names.
     """
     if name in MODEL_FIELDS:
         return
@@ -65,7 +65,7 @@ def _hashable_value(name: str, value: Any) -> Any:
         try:
             return kind(**value)
         except TypeError as error:
-            raise ValueError(f"model.rope_scaling is no {kind.__name__}: {error}") from error
+            raise ValueError(f"model.rope_scaling is not a {kind.__name__}: {error}") from error
     wanted = MODEL_FIELDS[name]
     if wanted in _PLAIN_TYPES:
         is_right = isinstance(value, _PLAIN_TYPES[wanted]) and (wanted is bool or not isinstance(value, bool))
@@ -81,7 +81,7 @@ def override_config(base: ModelConfig, changes: Mapping[str, Any]) -> ModelConfi
     """Changes fields of an architecture.
 
     `head_dim` and `num_key_value_heads` follow the other fields, as in a new `ModelConfig`, if the base has the values
-    that follow from its own fields: with `hidden_size` 96 in the place of 64, four heads are 24 wide and not 16.
+    that follow from its own fields. With `hidden_size` 96 in the place of 64, four heads are then 24 wide and not 16.
 
     Args:
         base: the architecture to start from.

@@ -17,8 +17,8 @@ from pallas_kernels.paged import NO_PAGE
 class Pages(flax.struct.PyTreeNode):
     """The page table of a batch.
 
-    Entry i of MTP module k (0-based) depends on token i + k + 1. Its cache stores it where the page of that token is,
-    at position i + `shift` with shift = k + 1, so that the contents of a page depend on no token behind the page.
+    Entry i of MTP module k (0-based) depends on token i + k + 1. Its cache stores it in the page of that token, at
+    position i + `shift` with shift = k + 1. So the contents of a page do not depend on tokens behind the page.
     """
 
     table: jax.Array  # [B, N] int32: the page of positions n * size .. (n + 1) * size - 1; NO_PAGE: none

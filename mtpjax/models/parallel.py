@@ -25,7 +25,7 @@ def num_parts(axis: str) -> int:
 
 
 def own_size(size: int, axis: str) -> int:
-    """Returns the size of this device's part. What the axis does not divide is not split."""
+    """Returns the size of this device's part. A size that the axis does not divide is not split."""
     return size // num_parts(axis) if is_split(size, axis) else size
 
 
@@ -38,9 +38,9 @@ def is_split(size: int, axis: str) -> bool:
 def expert_axes(num_experts: int, *, decodes: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Returns the manual axes over which experts are split, the first one slowest, and those that also split the rows.
 
-    Along the latter each device has experts of its own, and computes them for the rows of all. While decoding, experts
-    are split over `data` and `expert`, as far as they divide, and rows over `data`. In training experts are split over
-    `expert`, and rows over every axis.
+    Along the latter each device has its own experts, and computes them for the rows of all devices. While decoding,
+    experts are split over `data` and `expert`, as far as they divide, and rows over `data`. In training experts are
+    split over `expert`, and rows over every axis.
     """
     over = axes_that_divide(num_experts, num_parts, EXPERT_AXES if decodes else (("expert",),))
     return over, tuple(axis for axis in over if axis == "data" or not decodes)
@@ -83,6 +83,7 @@ def over_rows(reduce: Callable[[jax.Array], jax.Array], rows: jax.Array) -> jax.
 
 def all_rows(rows: jax.Array, axes: tuple[str, ...] = ("data",)) -> jax.Array:
     """Gathers `[own B, ...]` to `[B, ...]` along some axes."""
+    # Axes of one device, or outside of `shard_map`, need no communication.
     axes = tuple(axis for axis in axes if num_parts(axis) > 1)
     return jax.lax.all_gather(rows, axes, tiled=True) if axes else rows
 
@@ -92,6 +93,7 @@ def gather_axis(leaf: jax.Array, axis: int, size: int) -> jax.Array:
 
     The gradient is summed over these devices and scattered back.
     """
+    # An array that already has its whole size was not split: `fsdp` did not divide it.
     if num_parts("fsdp") == 1 or leaf.shape[axis] == size:
         return leaf
     return jax.lax.all_gather(leaf, "fsdp", axis=axis, tiled=True)

@@ -1,4 +1,4 @@
-"""Parameters of a model: draw them, describe them, add MTP modules, and tell whose they are."""
+"""Parameters of a model: draw them, describe them, add MTP modules, and find which belong to the modules."""
 
 import dataclasses
 import functools
@@ -128,6 +128,7 @@ def add_mtp_modules(model: MTPModel, params: dict, num_modules: int, key: jax.Ar
         raise ValueError(f"num_modules must be at least 1, not {num_modules}")
     if config.mtp_own_embedding or config.mtp_own_head:
         raise ValueError("cannot add MTP modules: the existing ones have their own embedding or head")
+    # Inputs with the shapes that `init` needs; their values do not matter.
     view = full_view(config, jnp.ones((1, 2), jnp.int32))
     hidden = jnp.zeros((1, 2, config.hidden_size))
     first, dtype = config.num_mtp_modules, params["embedding"].dtype
@@ -140,9 +141,11 @@ def add_mtp_modules(model: MTPModel, params: dict, num_modules: int, key: jax.Ar
 
     params = dict(params)
     for index in range(first, first + num_modules):
+        # A further module copies the one before it.
         if index:
             params[f"mtp_{index}"] = copy(params[f"mtp_{index - 1}"])
             continue
+        # The first module: random projections, around a copy of the trunk's last layer if that is of the same kind.
         new = copy(jax.jit(MTPModule(config).init)(key, hidden, hidden, view)["params"])
         last = copy(params["trunk"][f"layer_{config.num_hidden_layers - 1}"])
         params["mtp_0"] = {**new, "block": last} if shapes(last) == shapes(new["block"]) else new

@@ -11,7 +11,8 @@ class _Presets(dict[str, ModelConfig]):
 
 
 _SMALL = {
-    # Narrow and deep: on a CPU a second and third token then cost a third more than one, and a draft a sixteenth.
+    # Narrow and deep: on a CPU a pass over three tokens then costs little more than one token, and a draft costs
+    # little.
     "tiny": ModelConfig(
         vocab_size=256,
         hidden_size=64,
@@ -111,7 +112,7 @@ _GLM_45_AIR = ModelConfig(
 
 
 def _every_fourth(layers: int) -> tuple:
-    """Three layers of linear attention, one of full attention, and again."""
+    """Repeats three layers of linear attention and one of full attention."""
     return ("linear_attention", "linear_attention", "linear_attention", "full_attention") * (layers // 4)
 
 

@@ -86,6 +86,7 @@ def partial_products(x: jax.Array, weights, *, implementation: str = "auto") -> 
         The parts `[P, ..., F]` of each product.
     """
     matrices = [_as_matrix(weight, x.shape[-1]) for weight in weights]
+    # One launch takes scales of one block size; weights with several sizes run one by one.
     if len({block for _, scales, block in matrices if scales is not None}) > 1:
         return tuple(partial_product(x, weight, implementation=implementation) for weight in weights)
     block = next((block for _, scales, block in matrices if scales is not None), 128)
@@ -112,6 +113,7 @@ def _as_matrix(weight: jax.Array | BlockScaled, D: int) -> tuple[jax.Array, jax.
     """Returns a weight `[D, ...]` as a matrix `[D, F]`, and the scales `[blocks, F]` and block size of fp8."""
     if not isinstance(weight, BlockScaled):
         return weight.reshape(D, -1), None, 128
+    # Scales are per block of inputs, so the other axes are joined and the input axis is not.
     assert weight.axis == -weight.ndim, "the input axis must be the first"
     values = weight.values.reshape(D, -1)
     return values, weight.scales.reshape(-1, values.shape[1]), weight.block

@@ -1,4 +1,4 @@
-"""The vocabulary as one device sees it: look-ups, sums and maxima over columns that `tensor` may split.
+"""One device's part of the vocabulary: look-ups, sums and maxima over columns that `tensor` may split.
 
 Inside `shard_map` a device has the logits `[..., own V]` of its part of the vocabulary, and the other devices have the
 rest. Each function here combines the parts and gives every device the result for the whole vocabulary. Except for
@@ -18,7 +18,7 @@ from pallas_kernels import top_k
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """How the last axis of logits and probabilities is split over devices. `own V` is the size of that axis.
+    """The split of the last axis of logits and probabilities over devices. `own V` is the size of that axis.
 
     Attributes:
         axis: manual axis of the mesh that splits the columns in equal parts; None: this device has all of them.
@@ -75,7 +75,7 @@ class Vocabulary:
             own_size: own V.
 
         Returns:
-            What `read` returns on the device that has the token.
+            The entries that `read` returns on the device that has the token.
         """
         if self.axis is None:
             return read(tokens)

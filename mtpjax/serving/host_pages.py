@@ -102,6 +102,7 @@ def copy_out(state: DecodeState, pages: list[tuple[bytes, int]]) -> list[Outgoin
     copies = []
     for begin in range(0, len(pages), NUM_PER_CALL):
         some = pages[begin : begin + NUM_PER_CALL]
+        # A fixed number of pages per call compiles one program. The copies run while the engine goes on.
         arrays = _read(state, _padded([page for _, page in some]))
         for array in arrays:
             array.copy_to_host_async()

@@ -1,4 +1,4 @@
-"""Which pages of a pool are free, in use, or kept because a later request may begin with the same text.
+"""Tracks which pages of a pool are free, in use, or kept because a later request may begin with the same text.
 
 Only the host knows this; the device reads page tables (`mtpjax.models.pages`). A page whose positions are all final is
 known by a hash of its tokens and of all tokens before it, as in vLLM's prefix caching. A request whose prompt begins
@@ -26,7 +26,7 @@ class Lease:
         num_cached: tokens at the beginning whose entries the pages already hold.
         num_stored: pages at the beginning whose text has been hashed.
         digest: hash of the text in these pages.
-        num_found: pages at the beginning that were known. More than `num_cached` tells if the snapshots are of less.
+        num_found: pages at the beginning that were known; `num_cached` covers fewer if no snapshot reaches that far.
         snapshot: row of the snapshots with the recurrent state that follows the cached tokens; None: no such state.
         reserved: rows of the snapshots that this request writes, by the number of pages before them.
     """
@@ -189,7 +189,7 @@ class PagePool:
             begin = lease.num_stored * size
             lease.digest = _extend_hash(lease.digest, tokens[begin : begin + size])
             page = lease.pages[lease.num_stored]
-            # Of two requests that computed the same text at the same time, one keeps its page to itself.
+            # If two requests computed the same text at the same time, one keeps its page to itself.
             if lease.digest not in self._page_of:
                 self._page_of[lease.digest], self._hash_of[page] = page, lease.digest
             lease.num_stored += 1
@@ -230,7 +230,7 @@ class PagePool:
         """Forgets all known pages that no request uses.
 
         Returns:
-            How many they were.
+            The number of these pages.
         """
         number, host = len(self._unused), self.host
         self.host = None

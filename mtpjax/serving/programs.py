@@ -48,7 +48,7 @@ class Batch(flax.struct.PyTreeNode):
 
 
 class Report(NamedTuple):
-    """What a call changed, per row of its batch: R = P * b rows, n new tokens at most, K draft levels."""
+    """The changes of a call, per row of its batch: R = P * b rows, n new tokens at most, K draft levels."""
 
     tokens: Any  # [R, n] int32, valid up to num_new
     origins: Any  # [R, n] int32
@@ -64,7 +64,7 @@ class Report(NamedTuple):
 
 
 class PackedReport(flax.struct.PyTreeNode):
-    """A `Report` as one array, because every array that the host reads is a copy of its own.
+    """A `Report` as one array, because every array that the host reads costs a separate copy.
 
     Attributes:
         values: `[R, C]` int32: the fields side by side, log-probabilities bit by bit.
@@ -92,7 +92,7 @@ class PackedReport(flax.struct.PyTreeNode):
 
 @dataclasses.dataclass(frozen=True)
 class Features:
-    """What the rows of a call need; hashable, since it selects the compiled program.
+    """The features that the rows of a call need; hashable, since they select the compiled program.
 
     Attributes:
         plain: every row is greedy, without sampling options or log-probabilities, so logits need not be stored.
@@ -128,14 +128,14 @@ def admit(
 
     Args:
         params: model parameters, for the layout of a mesh.
-        draft_params: the drafter's own parameters, likewise.
+        draft_params: the drafter's own parameters, for the same layout.
         state: the state; donated.
         rows: requests, `[P, r, ...]`.
         slots: `[P, r]` int32.
         model: the model.
 
     Returns:
-        The new state. Like every call of the engine this one could have a report, but there is nothing to tell.
+        The new state. Unlike the other calls of the engine, this one has nothing to report.
     """
 
     def admit_part(_: dict, __: Any, state: DecodeState, rows: NewRows, slots: jax.Array) -> DecodeState:
@@ -189,6 +189,7 @@ def prefill_chunk(
     def prefill_part(params, draft_params, state, batch, start, first_token, allowed, end):
         prepared = drafter.prepare(params, draft_params, model=model, dtype=params["embedding"].dtype)
         batch, start, first_token, allowed, end = _of_part(state, (batch, start, first_token, allowed, end))
+        # Take the rows without the options that none of them uses, process a chunk, and write the rows back.
         rows, row_spec = features.reduce(_take(state, batch), spec)
         rows = prefill(
             params, prepared, rows, start, model=model, drafter=drafter, spec=row_spec, max_chunks=1,
@@ -196,6 +197,7 @@ def prefill_chunk(
         )  # fmt: skip
         return _put(state, rows, batch, features)
 
+    # The report holds what the rows gained, so remember their lengths.
     before = _lengths(state, batch)
     rest = batch, start, first_token, allowed, end
     state = run_in_parts(prefill_part, model.config, params, draft_params, state, *rest)

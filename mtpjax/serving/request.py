@@ -1,4 +1,4 @@
-"""What goes into the engine and comes out of it: requests, the tokens of a tick, and how a request ended."""
+"""The engine's input and output: requests, the tokens of a tick, and the end of a request."""
 
 import dataclasses
 import math

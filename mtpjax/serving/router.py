@@ -82,8 +82,8 @@ class Router:
     def order(self, body: bytes) -> list[Upstream]:
         """Returns the servers in the order in which a request tries them.
 
-        Servers that are ready come first, then those with fewer requests. Of equal ones, a hash of the prompt's
-        beginning decides, so that the prefix cache of one server gets all requests that begin alike.
+        Servers that are ready come first, then those with fewer requests. A hash of the prompt's beginning breaks ties,
+        so that the prefix cache of one server gets all requests that begin alike.
 
         Args:
             body: of the request.

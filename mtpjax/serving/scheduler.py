@@ -95,7 +95,7 @@ class Plan:
         prefills: rows whose next chunk is processed, and the positions where it starts and ends.
         saved: rows whose recurrent state is kept when their chunk is processed, and the row of the snapshot.
         advances: for each number of draft levels, the rows that decode.
-        constrained: likewise the rows with a grammar, which take one round.
+        constrained: the same for rows with a grammar, which take one round.
         num_rounds: rounds of each call of `advances`.
     """
 
@@ -194,7 +194,7 @@ class Scheduler:
             row for row in self.running if row.is_prefilled and self._may_go_on(row) and row.id not in just_prefilled
         ]
         depth = self.settings.depth_of(len(decoding)) if decoding else 0
-        # Whoever waits for a slot or for the next chunk should wait for one round only.
+        # A request that waits for a slot or for its next chunk should wait for one round only.
         is_awaited = self.num_waiting or any(not row.is_prefilled for row in self.running)
         plan.num_rounds = 1 if is_awaited else self.settings.rounds_per_call
         for sequence in decoding:

@@ -15,12 +15,12 @@ MAX_TOP = 20  # alternatives per token
 
 
 def score_sizes(max_length: int) -> tuple[int, ...]:
-    """Returns the lengths that texts are padded to, ascending; each has a program of its own."""
+    """Returns the lengths that texts are padded to, ascending; each has its own program."""
     return fractions_of(8, max_length, 64)
 
 
 def check_text(tokens: list[int], num_top: int, *, vocab_size: int, max_length: int) -> None:
-    """Checks what `score_text` is asked for.
+    """Checks the arguments of `score_text`.
 
     Args:
         tokens: the text.

@@ -30,11 +30,11 @@ class EngineSettings:
         batch_sizes: numbers of rows that programs are compiled for, ascending; None: powers of four.
         max_waiting: most requests in the queue, besides one per slot.
         max_queue_seconds: a request that waits longer ends with "timeout"; None: no limit.
-        max_run_seconds: likewise for the time since its arrival.
+        max_run_seconds: the same for the time since its arrival.
         max_tick_seconds: a server whose tick takes longer is unhealthy; None: no limit.
         shares_prefixes: requests with the same beginning share pages.
         num_snapshots: states of recurrent layers that the prefix cache keeps; 0: requests of such models share nothing.
-            None: four per slot. Of no effect for other models.
+            None: four per slot. No effect on other models.
         host_bytes: memory of the host for pages of the prefix cache whose place is needed; 0: none. One device only.
         grammars: compiles the grammars of requests; None: requests have none.
         rebalance_experts_every: ticks after which the experts are placed anew on a mesh that splits them, by how often
@@ -68,7 +68,7 @@ class EngineSizes:
     """Sizes of the state and of the calls.
 
     Attributes:
-        num_parts: parts of the mesh's `data`. Each has slots and pages of its own.
+        num_parts: parts of the mesh's `data`. Each has its own slots and pages.
         part_slots: slots of a part.
         part_pages: pages of a part.
         part_snapshots: states of recurrent layers that the prefix cache of a part keeps; 0 for models without them.

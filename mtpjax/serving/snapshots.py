@@ -2,9 +2,9 @@
 
 A page holds an entry per position, but a recurrent layer keeps only its newest state. While a prompt is processed, a
 chunk ends M positions before some page borders, where M is `Drafter.max_shift`, and the row's state is copied to a row
-of the snapshots. Those are arrays on the device, beside the state (SGLang has a pool of Mamba states). A later
-request that shares the pages up to that border copies the snapshot into its slot, and processes the last M positions
-again, as every request that shares pages does: the drafter's entries behind the border need their hidden states.
+of the snapshots. Those are arrays on the device, beside the state (SGLang has a pool of Mamba states). A later request
+that shares the pages up to that border copies the snapshot into its slot. It processes the last M positions again, as
+every request that shares pages does, because the drafter's entries behind the border need their hidden states.
 """
 
 import collections
@@ -60,7 +60,7 @@ class SnapshotRows:
         return self._row_of.popitem(last=False)[1] if self._row_of else None
 
     def keep(self, digest: bytes, row: int) -> None:
-        """Makes a reserved row known. Of two requests that computed the same text, the first one's row is kept."""
+        """Makes a reserved row known. If two requests computed the same text, the first one's row is kept."""
         if digest in self._row_of:
             self._free.append(row)
         else:

@@ -14,7 +14,7 @@ EXIT_CODE = 1
 
 
 class Watchdog:
-    """Watches a tick's duration from a thread of its own.
+    """Watches a tick's duration from a separate thread.
 
     Args:
         busy_since: returns the time (`time.monotonic`) since which the engine is in one tick; None while it waits.

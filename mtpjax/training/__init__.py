@@ -1,12 +1,12 @@
 """Training of trunks and MTP modules: settings, losses, update steps, run folders and evaluation.
 
-The names in `__all__` are for training loops, callbacks and objectives of one's own.
+The names in `__all__` are for custom training loops, callbacks and objectives.
 """
 
 import importlib
 from typing import TYPE_CHECKING
 
-# Type checkers and editors follow these imports; at run time `__getattr__` does them.
+# Type checkers and editors follow these imports; at run time `__getattr__` imports the names.
 if TYPE_CHECKING:
     from mtpjax.data.packing import Batch, Document, pack, shuffled_batches
     from mtpjax.training.callbacks import Callback, TrainEvent

@@ -25,7 +25,7 @@ def draw_anchors(key: jax.Array, is_valid: jax.Array, count: int) -> jax.Array:
         count: most anchors of a row.
 
     Returns:
-        `[B, A]` int32 columns, A = min(count, T - 1), ascending; 0 stands for no anchor.
+        `[B, A]` int32 columns, A = min(count, T - 1), ascending; 0 means no anchor.
     """
     # The rows with the most noise; those without a valid target come last.
     noise = jnp.where(is_valid, jax.random.uniform(key, is_valid.shape), -1.0)

@@ -1,4 +1,4 @@
-"""Callbacks: code of the user's that a run calls after updates, evaluations and saves."""
+"""Callbacks: user code that a run calls after updates, evaluations and saves."""
 
 import dataclasses
 import pathlib
@@ -12,7 +12,7 @@ Moment = Literal["after_update", "after_evaluation", "after_save"]
 
 @dataclasses.dataclass(frozen=True)
 class TrainEvent:
-    """What a callback is told.
+    """An event of a run, as a callback gets it.
 
     Args:
         step: number of updates done.

@@ -69,8 +69,9 @@ def tables(runs: Sequence[Run]) -> Iterator[Any]:
         runs: the runs; the first one is the baseline.
 
     Yields:
-        A `rich` table of the settings that differ (a sentence if none does), then a table of the metrics at each run's
-        last evaluation, with their difference from the first run, then a line per speed-up that cannot be trusted.
+        A `rich` table of the settings that differ, or a sentence if none does. Then a table of the metrics at each
+        run's last evaluation, with their difference from the first run. Then a line per speed-up that cannot be
+        trusted.
     """
     names = _short_names(runs)
     # Settings: one row per key whose value is not the same in all runs.

@@ -16,7 +16,7 @@ MAX_DEPTHS = 64  # each depth is compiled: many more would compile for hours
 OBJECTIVES = ("cross_entropy", "kl", "total_variation", "lk_hybrid", "end_to_end_tv")
 DRAFTERS = ("mtp", "eagle3", "medusa", "dflash", "dspark")
 BLOCK_DRAFTERS = ("dflash", "dspark")
-# Settings of drafters in files of their own, and the drafters that each one applies to.
+# Settings of drafters with their own files, and the drafters that each one applies to.
 DRAFTER_SETTINGS = {
     "draft_vocab_size": DRAFTERS[1:],
     "draft_layers": ("eagle3", *BLOCK_DRAFTERS),
@@ -109,20 +109,20 @@ class TrainConfig:
             be set here. Its `tokenizer.json`, if it has one, is the default tokenizer. It may be a repository of the
             Hugging Face Hub: `org/name` or `org/name@revision`.
         model_type: the family to read `init_from` as, instead of the one that its `config.json` names.
-        drafter: what drafts: "mtp", the model's MTP modules; or a new drafter in files of its own, which trains on the
-            frozen trunk of `init_from`: "eagle3" (2503.01840) over `num_depths` levels, "medusa" (2401.10774) with
-            `num_depths` heads, "dflash" (2602.06036) or "dspark" (2607.05147) with blocks of `num_depths` drafts. The
-            trunk's MTP modules are then left out, and `trains` is "modules".
+        drafter: the drafter to train: "mtp", the model's MTP modules, or a new drafter with its own files, which trains
+            on the frozen trunk of `init_from`: "eagle3" (2503.01840) over `num_depths` levels, "medusa" (2401.10774)
+            with `num_depths` heads, "dflash" (2602.06036) or "dspark" (2607.05147) with blocks of `num_depths` drafts.
+            The trunk's MTP modules are then left out, and `trains` is "modules".
         draft_vocab_size: tokens that a new drafter can draft: the most frequent ones of the training rows. 0: all.
-        draft_layers: trunk layers whose input states EAGLE-3, DFlash and DSpark read; the number of layers stands for
-            the last one's output. (): for EAGLE-3 layers 2, L / 2 and L - 3, or thirds of a trunk of fewer than 7
-            layers; for the others five layers from 2 to L - 2, or from 1 to L of a trunk of fewer than 8 layers.
+        draft_layers: trunk layers whose input states EAGLE-3, DFlash and DSpark read; the number of layers means the
+            last one's output. (): for EAGLE-3 layers 2, L / 2 and L - 3, or thirds of a trunk of fewer than 7 layers.
+            For the others five layers from 2 to L - 2, or from 1 to L of a trunk of fewer than 8 layers.
         draft_num_layers: layers of DFlash and DSpark. None: 5.
         draft_anchors: most blocks of DFlash and DSpark in a row. Every update draws new anchors. None: 512.
         draft_mask_token: token of the slots behind an anchor. None: the rarest one of the training rows.
         draft_markov_rank: rank of DSpark's Markov head. None: 256, at most the vocabulary.
-        trains: "all"; "modules" freezes the trunk and the embedding and head that the modules share with it;
-            "detached" trains everything, but the draft losses do not reach the trunk.
+        trains: "all" trains everything. "modules" freezes the trunk, and the embedding and head that the modules share
+            with it. "detached" trains everything, but the draft losses do not reach the trunk.
         trunk_dtype: dtype of a frozen trunk's weights, with its embedding and head: "float32", "bfloat16", or "stored",
             which keeps those of the checkpoint, such as fp8 blocks. Modules are always float32. The last two need
             `init_from` and trains "modules".
@@ -137,8 +137,8 @@ class TrainConfig:
         tokenizer: directory or repository with a `tokenizer.json`; None: that of `init_from`, or bytes if it has none.
         extra_tokens: tokens of the next row that a row repeats at its end; `num_depths + 1` keeps every target of every
             depth.
-        held_out_fraction: fraction of the documents that are held out for evaluation, from 0 to below 1. Of a single
-            text its end is held out. With 0, everything is trained on, the panel measures training rows, and no
+        held_out_fraction: fraction of the documents that are held out for evaluation, from 0 to below 1. If there is a
+            single text, its end is held out. With 0, everything is trained on, the panel measures training rows, and no
             prompts are decoded.
         steps: maximum number of updates.
         seconds: maximum wall-clock time of training, in seconds.
@@ -161,7 +161,7 @@ class TrainConfig:
         gradient_clip: maximum global norm of the gradients.
         log_every: updates between two logged rows.
         save_every: updates between two saved training states, from which a killed run continues. 0: the state is saved
-            only when the run is told to stop.
+            only when the run receives a stop signal.
         keep_states: number of saved states to keep; older ones are deleted.
         most_bad_steps: number of consecutive updates with a non-finite loss or gradient after which the run stops.
         panel_prompts: held-out prompts decoded at the end of the run, some of them also during it; 0: none.
@@ -321,7 +321,7 @@ class TrainConfig:
         )
 
     def _check_drafter(self):
-        """Checks the settings of a drafter of its own, which trains on a frozen trunk."""
+        """Checks the settings of a separate drafter, which trains on a frozen trunk."""
         require_choice("drafter", self.drafter, DRAFTERS)
         object.__setattr__(self, "draft_layers", tuple(self.draft_layers))
         require(self.draft_vocab_size >= 0, f"draft_vocab_size must not be negative, is {self.draft_vocab_size}")

@@ -117,7 +117,7 @@ def load_corpus(config: TrainConfig, vocab_size: int, *, num_depths: int = 0) ->
     # The tokenizer: the one in the settings, else the one beside the initial checkpoint, else bytes.
     folder = None if config.tokenizer is None else str(huggingface_folder(config.tokenizer))
     if folder is None and config.init_from is not None:
-        # A converted checkpoint keeps the tokenizer of the original in a folder of its own.
+        # A converted checkpoint keeps the tokenizer of the original in a separate folder.
         beside = find_checkpoint(config.init_from)
         beside = beside if beside.is_file() else huggingface_folder(beside)
         folder = str(beside) if has_tokenizer(beside) else None
@@ -146,7 +146,7 @@ def load_corpus(config: TrainConfig, vocab_size: int, *, num_depths: int = 0) ->
             print(f"skipped documents of {printable(source.path)}: {counts}", file=sys.stderr, flush=True)
     # One fixed batch of held-out rows serves every evaluation. Its seed is fixed too, so that `mtpjax compare` compares
     # runs of different seeds on the same rows.
-    # With nothing held out, training rows take their place, and the user is told.
+    # With nothing held out, training rows take their place, and a message says so.
     if held_out:
         held_out_rows = pack(held_out, config.row_length, **packing)
     else:

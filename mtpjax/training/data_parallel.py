@@ -2,7 +2,8 @@
 
 A layer of the trunk is gathered when it runs, and again for its backward pass, so that no device holds the whole trunk
 (`mtpjax.models.trunk.gather_layers`); its gradients are summed and scattered there. Embedding, head and MTP modules are
-gathered once an update. Experts are also split over the axis "expert": rows travel to them, not they to the rows.
+gathered once an update. Experts are also split over the axis "expert": rows are sent to the experts, and experts are
+not gathered.
 """
 
 import functools
@@ -101,7 +102,7 @@ def sharded_loss_and_gradients(compute_gradients: Callable[..., Any], mesh: Mesh
     """
     sum_over_devices = functools.partial(jax.lax.psum, axis_name=mesh.axis_names)
 
-    # What the trunk's scan does not gather layer by layer is gathered first.
+    # First gather the parameters that the trunk's scan does not gather layer by layer.
     def gather(path, shard, spec):
         if _is_gathered_by_layer(path) or "fsdp" not in spec:
             return shard

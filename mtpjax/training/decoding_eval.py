@@ -215,7 +215,7 @@ class PanelDecoder:
             capacity=round_up_capacity(2 * context + shape.num_nodes),
             min_rows=min_rows_per_pass(model, 1, jax.default_backend()),
         )
-        # Compiling is over, so the stopwatch sees only what disturbs the timings.
+        # Compiling is over, so the stopwatch measures only disturbances of the timings.
         stopwatch = Stopwatch()
         meter.measure(COST_TIMINGS)
         waited, plain_steps = stopwatch.waited_share(), meter.plain_steps(shape)

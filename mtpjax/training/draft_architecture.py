@@ -25,7 +25,7 @@ def default_draft_layers(num_layers: int) -> tuple[int, ...]:
         num_layers: layers of the trunk, L.
 
     Returns:
-        Layers, ascending; L stands for the output of the last one.
+        Layers, ascending; L means the output of the last one.
     """
     if num_layers >= MIN_DEFAULT_LAYERS:
         return 2, num_layers // 2, num_layers - 3
@@ -36,10 +36,10 @@ def default_block_layers(num_layers: int) -> tuple[int, ...]:
     """Returns the layers whose input states DFlash and DSpark read: five at equal distances from 2 to L - 2.
 
     Args:
-        num_layers: layers of the trunk, L. Of fewer than 8, the layers are within 1..L.
+        num_layers: layers of the trunk, L. With fewer than 8, the layers are within 1..L.
 
     Returns:
-        Layers, ascending; L stands for the output of the last one.
+        Layers, ascending; L means the output of the last one.
     """
     first, last = (2, num_layers - 2) if num_layers >= MIN_BLOCK_LAYERS else (1, num_layers)
     return tuple(sorted({round(each) for each in np.linspace(first, last, NUM_BLOCK_LAYERS)}))

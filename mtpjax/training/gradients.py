@@ -84,7 +84,7 @@ def loss_and_gradients(
         of the batch are the batch's.
     """
     is_detached = trains == "detached"
-    # An objective of one's own may read KL and overlap, whatever the settings' objective needs. A confidence head
+    # A custom objective may read KL and overlap, whatever the settings' objective needs. A confidence head
     # learns the overlap.
     has_confidence = isinstance(architecture, DSparkConfig) and architecture.has_confidence
     compares_with_trunk = objective.compares_with_trunk or objective_function is not None or has_confidence

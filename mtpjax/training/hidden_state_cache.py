@@ -1,4 +1,4 @@
-"""Caches the hidden states of a frozen trunk on disk, so that what drafts trains without the trunk's passes.
+"""Caches the hidden states of a frozen trunk on disk, so that drafters train without passes of the trunk.
 
     manifest.json          identity of trunk and rows, and the sha256 of every complete file
     000000.npy …           blocks of final hidden states `[rows, T, D]`; bfloat16 is stored by its bits, as uint16
@@ -54,7 +54,7 @@ log = logging.getLogger("mtpjax.train")
 
 
 class HiddenStateCacheError(UsageError):
-    """A folder holds hidden states of another trunk or other rows, or is not such a cache at all."""
+    """A folder holds hidden states of another trunk or other rows, or is not such a cache."""
 
 
 class HiddenStateCache:
@@ -113,7 +113,7 @@ def open_hidden_state_cache(
         dtype: dtype to store, "float32" or "bfloat16".
         layer_ids: layers whose input states are read as well, as in `mtpjax.models.forward.trunk_states`. Those that
             the folder lacks are added in one pass of the trunk.
-        should_stop: returns whether the process has been told to stop; asked before each block.
+        should_stop: returns whether a stop signal has arrived; called before each block.
 
     Returns:
         The states of all rows: those of the layers, and the final ones.
@@ -121,13 +121,13 @@ def open_hidden_state_cache(
     Raises:
         HiddenStateCacheError: the folder holds something else; the message names the difference.
         OSError: a block cannot be written, for example on a full disk. Complete blocks stay.
-        Preempted: the process was told to stop. Complete blocks stay.
+        Preempted: a stop signal arrived. Complete blocks stay.
     """
     identity = _cache_identity(params, rows, model, dtype)
     pass_bytes = batch_size * rows.tokens.shape[1] * bytes_per_token(model, dtype)
     # A block holds whole passes, and at least one. An existing manifest keeps its own block size.
     rows_per_block = batch_size * max(1, BLOCK_BYTES // pass_bytes)
-    # Of several processes, which compute together, the first one reads and writes the folder.
+    # All processes compute together, and the first one reads and writes the folder.
     with distributed.in_main_process(_lock_and_check, folder, identity, rows_per_block, rows, layer_ids) as opened:
         folder, manifest = pathlib.Path(opened[0]), opened[1]
         size, digests = manifest["rows_per_block"], manifest["blocks"]

@@ -21,7 +21,7 @@ logger = logging.getLogger("mtpjax.train")
 
 
 def init_model(config: TrainConfig, mesh: Mesh | None = None) -> tuple[MTPModel, Callable[[], dict]]:
-    """Makes the model of a run, with stacked trunk layers; for a drafter of its own, the unrolled trunk alone.
+    """Makes the model of a run, with stacked trunk layers; for a separate drafter, the unrolled trunk alone.
 
     Args:
         config: the settings.
@@ -31,8 +31,8 @@ def init_model(config: TrainConfig, mesh: Mesh | None = None) -> tuple[MTPModel,
         The model, and a function that makes its initial parameters, float32 except for a frozen trunk's.
 
     Raises:
-        ValueError: `model.num_mtp_modules` is below the number of modules of the checkpoint, a run of the modules
-            alone has none, or the mesh does not divide the experts.
+        ValueError: `model.num_mtp_modules` is below the number of modules of the checkpoint, a run trains modules alone
+            and the model has none, or the mesh does not divide the experts.
         CheckpointError: `init_from` cannot be loaded.
     """
     key = jax.random.key(config.seed)
@@ -50,7 +50,7 @@ def init_model(config: TrainConfig, mesh: Mesh | None = None) -> tuple[MTPModel,
         layout="training",
         model_type=config.model_type,
     )
-    # A drafter of its own: the trunk alone. Its layers stay unrolled, because only those return their states.
+    # A separate drafter: the trunk alone. Its layers stay unrolled, because only those return their states.
     if config.drafter != "mtp":
         trunk = {name: leaf for name, leaf in params.items() if not is_of_modules(name)}
         if config.trunk_dtype == "bfloat16":

@@ -1,4 +1,4 @@
-"""Objectives of one's own: a function of `LossInputs` that replaces the training loss or adds to it."""
+"""Custom objectives: a function of `LossInputs` that replaces the training loss or adds to it."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -14,10 +14,10 @@ from mtpjax.training.position_losses import PositionTerms
 class LossInputs(NamedTuple):
     """The arguments of an objective, for the rows of one device or one part of a batch.
 
-    What an objective does not read is not computed.
+    Values that an objective does not read are not computed.
 
     Attributes:
-        loss: `[]` the loss that the run minimises without an objective of one's own: `inputs.loss + extra` adds to it.
+        loss: `[]` the loss that the run minimises without a custom objective: `inputs.loss + extra` adds to it.
         terms: cross-entropy of trunk and depths, and the depths' KL and overlap with the trunk, at each position.
         targets: `[1 + num_depths, B, T]` int32, the token that trunk (0) and depth k predict at each position.
         is_valid: `[1 + num_depths, B, T]` bool, which targets count.
@@ -48,7 +48,7 @@ class LossInputs(NamedTuple):
     def mean(self, values: jax.Array, *, depth: int) -> jax.Array:
         """Averages values over the valid positions of a depth in the whole batch.
 
-        With accumulation or a mesh an objective sees a part of the batch at a time. The means of the parts add up to
+        With accumulation or a mesh an objective gets a part of the batch at a time. The means of the parts add up to
         the batch's, because all of them divide by the batch's number of targets. Sum such means; do not multiply them.
 
         Args:

@@ -12,7 +12,7 @@ from mtpjax.models.config import ModelConfig, require
 from mtpjax.models.overrides import MODEL_FIELDS, check_field_name, model_changes, override_config
 from mtpjax.safe_open import open_regular
 
-MAX_YAML_BYTES = 1 << 20  # of a file, and of what its aliases stand for
+MAX_YAML_BYTES = 1 << 20  # of a file, and of its text with aliases expanded
 REQUIRED = tuple(field.name for field in dataclasses.fields(ModelConfig) if field.default is dataclasses.MISSING)
 
 
@@ -146,7 +146,7 @@ def read_yaml(path) -> dict[str, Any]:
 
 
 def _check_expanded_size(values: Any) -> None:
-    """Raises `ValueError` for aliases that form a cycle, or that stand for much more text than the file has."""
+    """Raises `ValueError` for aliases that form a cycle, or that expand to much more text than the file has."""
     size = 0
     for part in json.JSONEncoder(default=str, skipkeys=True).iterencode(values):
         size += len(part)
@@ -161,7 +161,7 @@ def split_model_pairs(overrides: Sequence[str]) -> tuple[list[str], list[str], s
         overrides: `key=value` pairs.
 
     Returns:
-        The other pairs; the pairs `model.key=value` without "model."; and the file of the last `model=FILE`, or None.
+        The other pairs, the pairs `model.key=value` without "model.", and the file of the last `model=FILE`, or None.
     """
     files = [pair.removeprefix("model=") for pair in overrides if pair.startswith("model=")]
     others = [pair for pair in overrides if not pair.startswith(("model=", "model."))]

@@ -119,8 +119,8 @@ def _panel_metrics(params, batch: Batch, *, model: MTPModel, num_depths: int, ar
         for depth, logits in enumerate(output.mtp_logits, start=1)
     ]
     agrees = jnp.stack(agrees).astype(jnp.float32) if agrees else terms.overlap
-    # A draft survives only if all levels before it do, hence the products over levels. All rates are means over the
-    # positions that have a valid target at that level.
+    # A draft survives only if all levels before it do, so survival is a product over levels. All rates are means over
+    # the positions that have a valid target at that level.
     rates = (agrees, jnp.cumprod(agrees, axis=0), terms.overlap, jnp.cumprod(terms.overlap, axis=0))
     is_draftable = is_valid if architecture is None else is_valid & jnp.isfinite(terms.cross_entropy)
     return valid_mean(terms.cross_entropy, is_draftable), *(valid_mean(rate, is_valid[1:]) for rate in rates)

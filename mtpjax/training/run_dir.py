@@ -131,8 +131,8 @@ def begin(folder: pathlib.Path, settings: Mapping[str, Any], fingerprint: str, *
             f"{folder} holds {', '.join(foreign)} but no {SETTINGS_FILE}, so it is not a run of mtpjax: choose another"
             " output, or replace these files (overwrite)"
         )
-    # Neither old states under new settings nor old settings without their states may be resumed. So remove the settings
-    # first and write the new ones last: in between there is no run to resume.
+    # Old states must not be resumed under new settings, nor old settings without their states. So remove the settings
+    # first and write the new ones last: in between the folder holds no run.
     if (folder / SETTINGS_FILE).exists():
         (folder / SETTINGS_FILE).replace(folder / REPLACED_FILE)
     for name in (STATES_FOLDER, TENSORBOARD_FOLDER, PROFILE_FOLDER, DRAFTER_FOLDER):
@@ -153,7 +153,8 @@ def check_outputs(folder: pathlib.Path) -> None:
         folder: the run folder.
 
     Raises:
-        RunError: its `checkpoint` or `drafter` is neither one nor an empty folder, so saving would not replace it.
+        RunError: its `checkpoint` or `drafter` is something else and not an empty folder, so saving would not replace
+            it.
     """
     for name, kind in ((CHECKPOINT_FOLDER, "checkpoint"), (DRAFTER_FOLDER, "drafter")):
         path = folder / name
@@ -178,7 +179,7 @@ def check_settings(
         The run's identifier; None for a run of an older version, whose states carry none.
 
     Raises:
-        RunError: there is no run, it is damaged, or something else differs; the message names both values.
+        RunError: the folder holds no run, the run is damaged, or something else differs; the message names both values.
     """
     try:
         stored = read_json_file(folder / SETTINGS_FILE, max_bytes=MAX_SETTINGS_BYTES)
@@ -259,7 +260,7 @@ def restore_state(folder: pathlib.Path, like: Tree, *, run_id: str | None = None
     Args:
         folder: the run folder.
         like: a state with the structure, shapes, dtypes and shardings to restore. Arrays without a sharding, as from
-            `jax.eval_shape`, come to the first device.
+            `jax.eval_shape`, go to the first device.
         run_id: identifier of the run; None does not check it.
 
     Returns:
@@ -289,7 +290,7 @@ def _restore_from(path: pathlib.Path, like: Tree, run_id: str | None) -> tuple[T
         raise RunError(f"{path} is the state of another run: remove it, or put back the states of this run")
     # Leaves are stored by number, so names, shapes and dtypes must match before they are assigned.
     _check_tree(path, config.get("tree") if isinstance(config, dict) else None, _describe_tree(like))
-    # Each array goes where the array of `like` is; a restored run may have another mesh. A shape alone is nowhere.
+    # Each array gets the sharding of `like`'s, since a restored run may have another mesh. A shape alone has none.
     leaves, default = jax.tree.leaves(like), jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     arrays = [
         reader.place(name, lambda shape, leaf=leaf: leaf.sharding or default)

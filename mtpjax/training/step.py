@@ -95,7 +95,7 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
             # The RMS of Adam's updates, so that both parts can use one learning rate (2502.16982).
             consistent_rms=0.2,
         )
-    # Decoupled decay, added after the core. The updates already point downhill, hence the negative sign.
+    # Decoupled decay, added after the core. The updates already point downhill, so the sign is negative.
     decay = optax.add_decayed_weights(-config.weight_decay, mask=_is_matrix)
     # Detached modules get a clipping norm of their own, so that large draft gradients do not shrink the trunk's update.
     clip = optax.clip_by_global_norm(config.gradient_clip)

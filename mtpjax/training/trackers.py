@@ -146,7 +146,7 @@ def open_trackers(
         makers["Weights & Biases"] = lambda: Wandb(folder, str(config.wandb), settings)
     trackers: dict[str, Tracker] = {}
 
-    # Third-party code may raise anything. No error of it is worth a training run, so all are caught.
+    # Third-party code may raise anything, and none of its errors may end a run, so all are caught.
     def attempt(name: str, action: Callable[[], Any]) -> Any:
         try:
             return action()

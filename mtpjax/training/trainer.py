@@ -115,9 +115,10 @@ def train(
         The model, its parameters and checkpoint, the held-out documents, the last panel and all logged rows.
 
     Raises:
-        ValueError: settings do not fit the model, the data or the devices; too many documents are unusable; the folder
-            is in use or holds another run; a callback is not one; or the objective does not return one number.
-        FileNotFoundError: there is no text to train on.
+        ValueError: settings do not fit the model, the data or the devices, too many documents are unusable, or the
+            folder is in use or holds another run. Also for a callback that is not a `Callback`, and an objective that
+            does not return one number.
+        FileNotFoundError: the sources have no text.
         FloatingPointError: the loss or gradient was not finite in `most_bad_steps` consecutive updates.
         Preempted: SIGINT, SIGTERM or SIGUSR1 arrived; the state is saved.
         LostProcess: another process of the run has ended or cannot be reached.
@@ -427,7 +428,7 @@ def _plain_metrics(metrics: dict[str, jax.Array]) -> dict[str, Any]:
 
 
 def _settings_json(config: TrainConfig, objective: ObjectiveFunction | None) -> dict[str, Any]:
-    """Returns the settings as JSON can hold them, with None for infinity and for what is not set."""
+    """Returns the settings as JSON can hold them, with None for infinity and for unset fields."""
     values = dataclasses.asdict(config)
     settings = {name: None if value == math.inf else value for name, value in values.items()}
     # The whole architecture, so that a run resumes with it wherever it is named from, and `mtpjax compare` shows the

@@ -40,7 +40,7 @@ def read_train_config(path=None, overrides: Sequence[str] = ()) -> TrainConfig:
         if not found:
             raise ValueError(f"{pair!r} is not a key=value pair")
         _check_key(key, known)
-    # The architecture has types of its own. A file that it is read from is not named in the settings: they hold its
+    # The architecture has its own types. A file that it is read from is not named in the settings: they hold its
     # content, so that a run resumes with the architecture that it began with, and never silently with another.
     others, fields, file = split_model_pairs(overrides)
     in_file = values.pop("model", None)
@@ -70,7 +70,7 @@ def _dotted_keys(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
 
 def _check_key(key: str, known: list[str]) -> None:
     """Raises `ValueError` for an unknown key."""
-    # A setting such as `mesh` has keys of its own, so a key may also begin with a known one.
+    # A setting such as `mesh` has its own keys, so a key may also begin with a known one.
     if not any(f"{key}.".startswith(f"{name}.") for name in known):
         near = difflib.get_close_matches(key, known, n=1)
         raise ValueError(

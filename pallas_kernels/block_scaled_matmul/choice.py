@@ -21,7 +21,7 @@ def check_matrix(x, weights, scales, block: int, *, layout: str = "[D, F]", mult
         weights: [D, F].
         scales: [ceil(D / block), F] or None.
         block: Number of neighbouring inputs that share a scale.
-        layout: What the error calls the weights' shape.
+        layout: The weights' shape in the words of the error.
         multiple: F must be a multiple of it.
     """
     if x.ndim == 0 or weights.ndim != 2 or x.shape[-1] != weights.shape[0] or weights.shape[1] % multiple:
@@ -41,7 +41,7 @@ def choose_for_few_rows(
     check: Callable[[str], float],
     has_jax_triton_form: bool = False,
 ) -> str:
-    """Returns the implementation that an op runs: "xla" where there are more rows than the kernels take, or none.
+    """Returns the implementation that an op runs: "xla" for no rows, or for more rows than the kernels take.
 
     Args:
         op: Name of the op.
@@ -61,11 +61,13 @@ def choose_for_few_rows(
     """
     D, F = x.shape[-1], sum(weights.shape[1] for weights, _ in matrices)
     rows = x.size // D if D else 0
+    # The kernels take few rows, and any number within `batch_invariant`.
     has_few_rows = 0 < rows <= (rows if is_batch_invariant() else MAX_ROWS) and F > 0
     reasons = (find_unsupported_reason(*matrix, block=block) for matrix in matrices) if has_few_rows else ()
     shape = {"rows": rows, "inputs": D, "outputs": F, "dtype": str(dtype), "weights": str(matrices[0][0].dtype)}
     reason = next(filter(None, reasons), None)
     offered = ["xla", "triton"]
+    # jax_triton is optional, and of the fp8 dtypes its kernel reads only float8_e4m3fn.
     if has_jax_triton_form:
         weights_dtype = matrices[0][0].dtype
         obstacle = None
@@ -77,6 +79,7 @@ def choose_for_few_rows(
             offered.append("jax_triton")
         elif implementation == "jax_triton":
             raise ValueError(obstacle)
+    # Many rows run XLA, but a request for an unknown implementation is still an error.
     chosen = choose(op, implementation, offered, shape, unsupported_reason=reason, check=check)
     return chosen if has_few_rows else "xla"
 

@@ -83,7 +83,7 @@ def multiply_few_rows(x, matrices, *, block, dtype, interpret, platform) -> list
 
 
 def tile_rows(n: int) -> tuple[int, int]:
-    """Returns the rows of a tile, and the number of blocks of that many rows: one, except within `batch_invariant`."""
+    """Returns the rows of a tile, and the number of such blocks of rows: one, except within `batch_invariant`."""
     if is_batch_invariant():
         return ROWS, pl.cdiv(n, ROWS)
     return max(16, pl.next_power_of_2(n)), 1
@@ -133,7 +133,7 @@ def _multiply_kernel(x_ref, *refs, padded, tile, block, dtype, num_columns, has_
     axis = 1 if has_row_blocks else 0
     program, part, num_parts, begin = pl.program_id(axis), pl.program_id(axis + 1), pl.num_programs(axis + 1), 0
     first_row = pl.program_id(0) * padded if has_row_blocks else 0
-    # The program's column tells its matrix. With a single matrix there is no branch.
+    # The program's column selects its matrix. A single matrix needs no branch.
     for index, count in enumerate(num_columns):
         multiply = functools.partial(
             _multiply_column,
@@ -213,8 +213,8 @@ def multiply_tile(x, weights_ref, scales_refs, first, column, is_column, *, bloc
 
     - Row order. A thread loads 16 neighbouring columns of every 16th row, but a tensor core takes neighbouring inputs
       of one column. So the rows are loaded in an order in which each thread's own rows are neighbouring inputs. The
-      bytes then move between threads four at a time. Pipeline stages would put the tile into shared memory along F,
-      from which single bytes come out, so this form has no stages.
+      bytes then move between threads four at a time. This form has no pipeline stages: they would store the tile along
+      F in shared memory, from which single bytes come out.
     - Conversion. fp8 goes to float16, float32 and then bfloat16, all at full rate. The direct conversion from float16
       to bfloat16 runs at a quarter of the rate on an H100. With `is_integer_fp8` integer arithmetic does it, in
       which NaN becomes 480, and the result is divided by `FP8_DIVISOR`.

@@ -41,7 +41,7 @@ def block_scaled_matmul(x, weights, scales=None, *, block=128, implementation="a
         [..., F] in x's dtype.
 
     Raises:
-        ValueError: The implementation is unknown, shapes do not fit, or the kernel was requested for a block that is
+        ValueError: The implementation is unknown, or shapes do not fit. Or the kernel was requested for a block that is
             not a power of two from 16 up, or for one-byte weights of 2^31 elements or more, which exceed its 32-bit
             offsets.
     """
@@ -92,6 +92,7 @@ def partial_matmuls(
     for matrix in matrices:
         check_matrix(x, *matrix, block=block)
     kinds = {(weights.dtype, scales is not None) for weights, scales in matrices}
+    # A launch takes weights of one kind; matrices of several kinds run one by one.
     if len(kinds) > 1:
         each = functools.partial(partial_matmul, x, block=block, dtype=dtype, implementation=implementation)
         return tuple(each(*matrix) for matrix in matrices)

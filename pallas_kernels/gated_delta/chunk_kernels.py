@@ -76,6 +76,7 @@ def _prepare_chunks(q, k, log_decay, beta, segment_ids, num_value_heads, interpr
     segments = () if segment_ids is None else (segment_ids,)
     out_shape = [chunk_matrices(jnp.float32), chunk_matrices(dtype), chunk_vectors, chunk_vectors]
     num_programs = B * J * num_chunks
+    # First kernel: how tokens of a chunk depend on each other, and the decays.
     system, attention, decay_from_state, decay_to_state = pl.pallas_call(
         functools.partial(_scores_kernel, num_tokens=T, width=P),
         out_shape=out_shape,
@@ -124,10 +125,11 @@ def _dot(a, b, **transposed):
 
 
 def _scores_kernel(q_ref, k_ref, log_decay_ref, beta_ref, *refs, num_tokens, width):
-    """One chunk of C tokens: q_ref, k_ref [C, padded], log_decay_ref, beta_ref [C], optionally a row's segments [T].
+    """Scores one chunk of C tokens: q_ref, k_ref [C, padded], log_decay_ref, beta_ref [C], optional segments [T].
 
-    Writes system_ref [C, C], how each correction depends on earlier ones; attention_ref [C, C], from corrections
-    to outputs; decay_from_state_ref and decay_to_state_ref [C], from the incoming and to the outgoing state.
+    Writes system_ref [C, C], which says how each correction depends on earlier ones, and attention_ref [C, C], from
+    corrections to outputs. Also writes decay_from_state_ref and decay_to_state_ref [C], from the incoming and to the
+    outgoing state.
 
     Limit, by calculation for an H100: bytes. It reads queries and keys once per value head and writes two [C, C]
     arrays.

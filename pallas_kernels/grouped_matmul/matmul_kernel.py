@@ -97,7 +97,7 @@ def grouped_matmul_kernel(
     Args:
         route: A route of either kind.
         x: [R, K] with a row for each pair or for each token.
-        weight: [E, K, N]; [E, N, K] if `transposed`; or gate and up [E, K, 2, N], which give `silu(x gate) * (x up)`.
+        weight: [E, K, N], or [E, N, K] if `transposed`. Gate and up [E, K, 2, N] give `silu(x gate) * (x up)`.
         out_dtype: Dtype of the result.
         scales: float32 for fp8 weights [..., K, ...]: [..., ceil(K / block), ...], otherwise of the same shape.
         block: Number of inputs that share a scale.

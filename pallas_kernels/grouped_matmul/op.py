@@ -65,9 +65,9 @@ def grouped_matmul(
         [n, D] in x's dtype.
 
     Raises:
-        ValueError: The implementation is unknown, shapes or dtypes do not fit, a gradient of fp8 kernels was requested,
-            or the kernels were requested for another dtype of x, or for fp8 with odd D or F or a block that is not a
-            multiple of 16.
+        ValueError: The implementation is unknown, shapes or dtypes do not fit, or a gradient of fp8 kernels was
+            requested. Or the kernels were requested for another dtype of x, or for fp8 with odd D or F or a block that
+            is not a multiple of 16.
     """
     _check(x, ids, weights, gate_up, down, gate_up_scales, down_scales, block)
     E, D, _, F = gate_up.shape
@@ -116,6 +116,7 @@ def difference_from_reference(implementation: str, *, dtype, is_fp8: bool, infer
     keys = iter(jax.random.split(jax.random.key(0), 7))
     x = jax.random.normal(next(keys), (n, D), dtype)
     ids, weights = jax.random.randint(next(keys), (n, k), 0, E), jax.random.uniform(next(keys), (n, k))
+    # The reference gets the dequantised fp8 values, so that only the arithmetic is compared.
     stacks = [jax.random.normal(next(keys), shape) * 0.1 for shape in ((E, D, 2, F), (E, F, D))]
     scales = {}
     if is_fp8:
@@ -137,6 +138,7 @@ def difference_from_reference(implementation: str, *, dtype, is_fp8: bool, infer
             x, gate_up, down = wide
             return grouped_matmul_reference(x, ids, weights, gate_up, down)
 
+    # For training, compare the gradients too.
     def results(function, arrays):
         if inference:
             return (function(*arrays),)

@@ -21,7 +21,7 @@ def grouped_outer_product(route, expert_starts, left, right, *, out_dtype, inter
         route: A route of `route_many_tokens`.
         expert_starts: [E + 1], from `route_many_tokens`.
         left: [R, A] with a row for each pair or for each token.
-        right: [R, B], likewise.
+        right: [R, B], as `left`.
         out_dtype: Dtype of the result; sums are float32.
         interpret: Run in Pallas's interpreter.
 

@@ -119,6 +119,6 @@ def _combine_weights(ids, weights, num_experts):
 
 
 def _swiglu(x, gate_up, down):
-    """x [n, D], gate_up [D, 2, F], down [F, D] -> [n, D]; gate and up are one product."""
+    """Runs one expert: x [n, D], gate_up [D, 2, F], down [F, D] -> [n, D]; gate and up are one product."""
     gate, up = jnp.split(x @ gate_up.reshape(x.shape[-1], -1), 2, axis=-1)
     return (jax.nn.silu(gate) * up) @ down

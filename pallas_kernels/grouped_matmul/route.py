@@ -85,7 +85,7 @@ def route_few_tokens(ids, num_experts: int) -> Route:
             jax.lax.fori_loop(jnp.int32(0), passes, each, None)
 
         # Up to 16 tokens need one pass of one product. With more, an expert of at most 16 rows takes one product, and a
-        # larger one takes passes of two. A token may choose an expert several times, hence the loop in both cases.
+        # larger one takes passes of two. A token may choose an expert several times, so both cases loop.
         if max_products == 1:
             pl.when(is_active)(process_all)
         else:

@@ -324,7 +324,7 @@ def test_a_ratio_above_the_accept_length_is_marked_everywhere():
     (advice,) = advise(rows)
     assert "above the accept length, which is impossible: measure again" in advice.text
     text = format_recommendation(rows, {}, WORKLOAD, SETTINGS, ENVIRONMENT)
-    assert "- impossible ratios, above the accept length: 1. Run it again" in text
+    assert "- impossible ratios, not positive or above the accept length: 1. Run it again" in text
     table = list(csv.DictReader(io.StringIO(to_csv(rows))))
     assert [line["problem"] for line in table] == ["impossible: above the accept length 1.80", ""]
     file = io.StringIO()
@@ -350,7 +350,7 @@ def test_tables_csv_and_pictures_show_every_cell(tmp_path):
     print_cells(rich.console.Console(file=file, width=80), rows)
     assert max(map(len, file.getvalue().splitlines())) <= 80 and "…" not in file.getvalue()
     for plot in (plot_heatmap, plot_pareto):
-        for part in (rows, rows[:1]):
+        for part in (rows, rows[:1], [cell_row(-0.3)], [*rows, cell_row(-0.3, num_steps=4)]):
             plot(tmp_path / "picture.png", part)
             assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 

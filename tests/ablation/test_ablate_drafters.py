@@ -16,10 +16,8 @@ from mtpjax.ablation.comparison import best_of_each_drafter, format_comparison
 from mtpjax.ablation.drafters import (
     MTP,
     DraftMethod,
-    TrainingCost,
     drafter_digest,
     load_methods,
-    read_training_cost,
     short_names,
 )
 from mtpjax.ablation.grid import Cell, Settings, list_cells
@@ -36,6 +34,7 @@ from mtpjax.models.config import ModelConfig
 from mtpjax.models.dflash import DFlash, DFlashConfig
 from mtpjax.models.masks import full_view
 from mtpjax.models.model import MTPModel
+from mtpjax.training.cost import TrainingCost
 from tests.helpers.ablation_rows import ENVIRONMENT, SETTINGS, WORKLOAD, cell_row
 
 LOOKUP = DraftMethod("lookup", "lookup")
@@ -144,26 +143,6 @@ def test_a_changed_drafter_gives_a_new_fingerprint(trunk):
     narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
     assert len({of(drafter, params), of(drafter, changed), of(fewer, params), of(drafter, narrow)}) == 4
     assert fingerprint(cell, SETTINGS, WORKLOAD, ENVIRONMENT, MTP) != of(drafter, params)
-
-
-def test_the_cost_of_training_is_read_from_the_run(tmp_path):
-    settings = {"trains": "modules", "batch_size": 4, "row_length": 8}
-
-    def write(settings, history):
-        (tmp_path / "run.json").write_text(json.dumps({"settings": settings}))
-        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in history))
-        return read_training_cost(tmp_path)
-
-    steps = [{"step": step, "seconds": 20 + 0.5 * step, "bits": [1.0]} for step in (10, 20, 30)]
-    history = [*steps, {"step": 32, "seconds": 40.0, "eval": {}}]
-    cost = TrainingCost(updates=32, tokens=32 * 4 * 8, seconds=40.0, seconds_per_update=0.5)
-    assert write(settings, history) == cost
-    (tmp_path / "drafter").mkdir()
-    assert read_training_cost(tmp_path / "drafter") == cost
-    assert write(settings, history[:1]) is None
-    assert write(settings | {"trains": "all"}, history) is None
-    assert write({}, history) is None
-    assert read_training_cost(tmp_path / "missing") is None and read_training_cost("org/name") is None
 
 
 def rows_of_drafters():

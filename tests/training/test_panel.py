@@ -133,6 +133,7 @@ def test_a_speed_up_above_the_accept_length_or_on_a_busy_machine_is_told():
     assert timing_problem(1.9, 2.0, 0.0) is None
     assert timing_problem(5.78, 3.92, 0.0) == "impossible: above the accept length 3.92"
     assert timing_problem(5.78, 3.92, 0.5) == "impossible: above the accept length 3.92"
+    assert timing_problem(-0.4, 2.0, 0.5).startswith("impossible: a call for all tokens")
     assert timing_problem(1.9, 2.0, 0.12) == "disturbed: waited 12% of the time for a core"
 
 

@@ -216,7 +216,7 @@ def _full_remainder(like: jax.Array) -> _Remainder:
 def _remaining_at(remainder: _Remainder, p_x: jax.Array, q_x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns what remains of p and of q at a child's token, given the rows' values there, and if the child was drawn.
 
-    A child that was not drawn has a one-hot q, so 1 stands for its q.
+    A child that was not drawn has a one-hot q, so its q is 1.
     """
     # Below the smallest normal number q has no probability left, so the token cannot have been drawn from it.
     tiny = jnp.finfo(q_x.dtype).tiny

@@ -30,7 +30,7 @@ class Draft(flax.struct.PyTreeNode):
     parents: jax.Array | None = None  # [B, W] int32, parents before children, -1 for the root
     depths: jax.Array | None = None  # [B, W] int32
     ancestor_mask: jax.Array | None = None  # [B, W, W] bool, (n, m): m is n or an ancestor of n
-    num_drafted: jax.Array | None = None  # [B] int32: a chain ends after so many drafts, the rest is padding; None: all
+    num_drafted: jax.Array | None = None  # [B] int32 drafts of each chain, the rest is padding; None: all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Drafter:
         return 0
 
     def max_shift(self, model: MTPModel) -> int:
-        """Returns how far ahead of its own position the furthest token is that a cache entry of the drafter reads."""
+        """Returns how far ahead of its own position a cache entry of the drafter reads a token, at most."""
         return 0
 
     def init(self, *, model: MTPModel, spec: DecodeSpec, batch: int, capacity: int, dtype: Any) -> Any:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class CachedDrafter(Drafter):
-    """Base of drafters with M modules and a KV cache each. A subclass says what its modules are.
+    """Base of drafters with M modules and a KV cache each. A subclass defines the modules.
 
     The state is a `ModulesState`. Slot i of module k (0-based) depends on the token of position i+k+1.
     """
@@ -67,7 +67,7 @@ class CachedDrafter(Drafter):
         if spec.num_steps < 2:
             return max(num_extended, spec.min_rows)
         shape = spec.tree_shape
-        # Levels from 2 on run a module over drafted tokens, each level in slots of its own.
+        # Levels from 2 on run a module over drafted tokens, each level in its own slots.
         num_drafted = sum(map(len, shape.inner_levels()[1:])) if shape else spec.topk * (spec.num_steps - 1)
         return max(num_extended, num_drafted + spec.min_rows)
 

@@ -133,7 +133,7 @@ class DFlashDrafter(Drafter):
         )
 
     def _buffer_size(self, spec: DecodeSpec) -> int:
-        """Returns the positions that the buffer holds: those of a round, and in an adaptive call those of depth 0."""
+        """Returns the positions that the buffer holds: those of a round, and an adaptive call's backlog."""
         return spec.num_steps + 1 + HIDDEN_BUFFER * spec.is_adaptive
 
     def select_states(self, output: TrunkOutput, *, model: MTPModel) -> jax.Array:
@@ -180,7 +180,7 @@ class DFlashDrafter(Drafter):
         """Extends the context by what the last round committed, then drafts all levels in one pass."""
         if not spec.num_steps:
             return super().propose(prepared, state, model=model, spec=spec)
-        # 1. Extend: the states of the accepted nodes. Those behind them are garbage, where the block comes to stand.
+        # 1. Extend over the states of the accepted nodes. Entries behind them are garbage, which the block overwrites.
         drafter_state, own = state.drafter, self.architecture
         states = drafter_state.hidden[:, : spec.num_steps + 1]
         cache = self._extend_cache(prepared, state, states, drafter_state.hidden_start, model=model)
@@ -195,7 +195,7 @@ class DFlashDrafter(Drafter):
         hidden, layers = self._apply(prepared, embedded, views, cache.layers, model=model, method="run")
         # A row that is done was not extended: its pages may belong to another.
         cache = commit(cache.replace(layers=layers), jnp.where(state.done, cache.length, state.length - 1))
-        # 3. Draft from the slots, of which the anchor's may have no draft.
+        # 3. Draft from the slots. The anchor's slot drafts only if the network was trained so.
         hidden = hidden[:, own.block_size - own.num_drafts :][:, : spec.num_steps]
         draft = self._draft(prepared, state, hidden, model=model, spec=spec)
         return draft, state.replace(drafter=drafter_state.replace(cache=cache))

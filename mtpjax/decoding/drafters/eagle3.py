@@ -1,4 +1,4 @@
-"""The EAGLE-3 drafter (2503.01840): a small network of its own reads states of three trunk layers."""
+"""The EAGLE-3 drafter (2503.01840): a small separate network that reads states of three trunk layers."""
 
 import dataclasses
 from typing import Any

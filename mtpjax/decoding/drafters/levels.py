@@ -14,7 +14,7 @@ from mtpjax.decoding.spec import DecodeSpec
 from mtpjax.decoding.state import DecodeState
 from mtpjax.models.layers.entries import read_rows
 
-# (level, the token before it [B, 1], drafted tokens for penalties, what the level before handed on) -> scores, hand on.
+# (level, the token before it [B, 1], drafted tokens for penalties, the carry of the level before) -> scores, carry.
 ScoreLevel = Callable[[int, jax.Array, PathTokens | None, Any], tuple[DraftScores, Any]]
 
 
@@ -25,7 +25,7 @@ def draft_levels(score: ScoreLevel, state: DecodeState, spec: DecodeSpec, carry:
         score: returns the scores of a level, 1 to K.
         state: the rows.
         spec: a chain's spec.
-        carry: what the first level gets in the place of a level before.
+        carry: the carry that the first level gets.
 
     Returns:
         The draft.
@@ -43,7 +43,7 @@ def draft_levels(score: ScoreLevel, state: DecodeState, spec: DecodeSpec, carry:
         if spec.is_ratio_rule:
             logits = scores.logits()
             probabilities.append(distribution(logits, sampling, vocabulary))
-            # Noise of its own: what acceptance and the bonus token draw must not depend on it.
+            # Drafts have their own noise: the draws of acceptance and of the bonus token must not depend on it.
             V, node = logits.shape[-1], jnp.array([level])
             noise = rng.gumbel(sampling.seed, state.length[:, None], rng.DRAFT, node, V, vocabulary.first_id(V))
             tokens.append(draw(probabilities[-1], noise, vocabulary))

@@ -34,10 +34,12 @@ def load_drafter(
 ) -> tuple[TrainedDrafter, TrainedParams]:
     """Loads a published drafter for a trunk.
 
-    Formats: EAGLE-3 and 3.1 of SpecForge and SGLang (`LlamaForCausalLMEagle3`) or of speculators and vLLM
-    (`Eagle3Speculator`); Medusa of its authors (`medusa_lm_head`, safetensors or `.pt`) or of vLLM; DFlash of z-lab
-    (`DFlashDraftModel`) and DSpark of DeepSpec (`Qwen3DSparkModel`), or both of speculators. A `.pt` file is read
-    without unpickling it.
+    Reads these formats, and a `.pt` file without unpickling it:
+
+    - EAGLE-3 and 3.1: SpecForge and SGLang (`LlamaForCausalLMEagle3`), speculators and vLLM (`Eagle3Speculator`).
+    - Medusa: its authors' (`medusa_lm_head`, safetensors or `.pt`), vLLM.
+    - DFlash: z-lab (`DFlashDraftModel`), speculators.
+    - DSpark: DeepSpec (`Qwen3DSparkModel`), speculators.
 
     Args:
         path: the drafter's directory, the run folder that trained it, or a repository of the Hugging Face Hub (extra
@@ -73,7 +75,7 @@ def load_drafter(
     """
     if not isinstance(model, MTPModel):
         raise UsageError(f"model must be an MTPModel, got {type(model).__name__}")
-    # 1. Read the files. A training run has its drafter in a folder of its own.
+    # 1. Read the files. A training run has its drafter in a separate folder.
     config = model.config
     trunk = TrunkSizes(config.vocab_size, config.hidden_size, config.num_hidden_layers)
     choices: dict[str, Any] = {"aux_layers": aux_layers, "norm_before_residual": norm_before_residual}
@@ -95,7 +97,7 @@ def load_drafter(
     else:
         sizes, drafter = (own.vocab_size, own.hidden_size), MedusaDrafter(architecture=own)
         params = MedusaParams(stored.params, ids)
-    # 3. A drafter fits one vocabulary and width. Which trunk of these sizes it was trained for, the files do not say.
+    # 3. A drafter fits one vocabulary and width. The files do not say for which trunk of these sizes it was trained.
     if sizes != trunk[:2]:
         raise UsageError(
             f"{path} is for a trunk of vocabulary {sizes[0]} and width {sizes[1]}; this one has {trunk[0]} and "

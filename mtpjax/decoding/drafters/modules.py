@@ -47,7 +47,7 @@ def extend_module(
     start: jax.Array,
     view: View,
 ) -> tuple[jax.Array, jax.Array]:
-    """Draft extend: runs one module over committed positions and overwrites what drafting wrote to its cache.
+    """Runs one module over committed positions (draft extend), and overwrites what drafting wrote to its cache.
 
     Args:
         network: the modules.
@@ -162,7 +162,7 @@ def extend_and_read(
         network, caches, index, hidden, chained_hidden, tokens, drafter_state.hidden_start, view
     )
     # The newest slot is length - 2: position length - 1 is pending, so the trunk has no hidden state for it. A row that
-    # is done may have stopped within the buffer, hence the clip.
+    # is done may have stopped within the buffer, so the index is clipped.
     newest = jnp.clip(state.length - 2 - drafter_state.hidden_start, 0, num_positions - 1)
     return read_rows(output, newest, 1), read_rows(chained, newest, 1), chained
 

@@ -156,6 +156,7 @@ def check_tree(model: MTPModel, config: DecodeConfig) -> None:
         raise ValueError(
             f"topk {config.topk} drafts trees, which need exactly one MTP module; the model has {num_modules}"
         )
+    # A recurrent state cannot follow the branches of a tree.
     if "linear_attention" in model.config.layer_types:
         raise ValueError(f"linear attention supports only chains: set topk to 1, got {config.topk}")
     if config.draft_vocabulary is not None:

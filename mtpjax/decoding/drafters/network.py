@@ -1,7 +1,7 @@
-"""The network of a drafter with KV caches of its own, as the drafting passes see it.
+"""The network of a drafter with its own KV caches: the interface for the drafting passes.
 
 MTP modules and EAGLE-3 heads draft by the same passes: extend over committed positions, then a chain or a tree on the
-network's own output. What differs is behind `DraftNetwork`.
+network's own output. `DraftNetwork` hides the differences.
 """
 
 from typing import Protocol

@@ -1,4 +1,4 @@
-"""Checks that drafters with parameters of their own share."""
+"""The checks shared by all drafters with parameters of their own."""
 
 from collections.abc import Mapping
 from typing import NoReturn

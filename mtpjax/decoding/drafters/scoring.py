@@ -20,7 +20,7 @@ from pallas_kernels import head_top_k
 
 
 class ReducedHead(flax.struct.PyTreeNode):
-    """The head columns of a draft vocabulary of R tokens, and the tokens that they stand for."""
+    """The head columns of a draft vocabulary of R tokens, and the token of each column."""
 
     matrices: tuple[jax.Array, ...]  # [D, R] per module, or one that all modules share
     ids: jax.Array  # [R] int32, token of each column
@@ -53,7 +53,7 @@ def reduce_head(params: dict, ids: jax.Array, *, model: MTPModel, dtype: Any) ->
 
 
 def own_head(matrices: tuple[jax.Array, ...], ids: jax.Array | None, *, model: MTPModel, dtype: Any) -> ReducedHead:
-    """Makes the head of a drafter that has one of its own.
+    """Makes the head of a drafter with its own output matrix.
 
     Args:
         matrices: `[D, R]` one that all modules share, or one each.
@@ -151,7 +151,7 @@ class DraftScores:
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """How the columns of `logits` are split over devices."""
+        """The split of the columns of `logits` over devices."""
         return Vocabulary.of(self.model.config.vocab_size)
 
     def _matrix(self, head: ReducedHead) -> jax.Array:

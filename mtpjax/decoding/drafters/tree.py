@@ -77,7 +77,7 @@ def draft_tree(network: DraftNetwork, state: DecodeState, *, spec: DecodeSpec) -
 
 
 def extend_ancestor_mask(mask: jax.Array | None, parent: jax.Array) -> jax.Array:
-    """Computes which drafted nodes each node of a new level sees: its ancestors and itself.
+    """Computes which drafted nodes each node of a new level attends to: its ancestors and itself.
 
     Args:
         mask: `[B, f, n]` bool, those of the level before; None: there is none.

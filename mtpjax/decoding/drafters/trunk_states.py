@@ -10,8 +10,8 @@ def inner_layers(layer_ids: tuple[int, ...], num_layers: int) -> tuple[int, ...]
     """Returns the layers whose input states the trunk must return (`Drafter.layer_ids`).
 
     Args:
-        layer_ids: layers of a drafter's architecture; `num_layers` stands for the output of the last one, which enters
-            no layer.
+        layer_ids: layers of a drafter's architecture; `num_layers` means the output of the last one, which enters no
+            layer.
         num_layers: layers of the trunk.
 
     Returns:

@@ -124,7 +124,7 @@ def attend_cache(
         settings |= {"value_up": value_up, "page_shift": 0 if pages is None else pages.shift}
         operands = (q, keys, values, reach.base, reach.ancestor_mask, reach.begin, table)
         return verify_attention(*operands, **settings, implementation=chosen)
-    # A prefill chunk. Copying a row's pages costs little beside the attention of so many tokens.
+    # A prefill chunk. Copying a row's pages costs little beside the attention of a whole chunk.
     if pages is not None:
         keys = gather_pages(keys, pages.num_slots, pages)
         values = None if values is None else gather_pages(values, pages.num_slots, pages)

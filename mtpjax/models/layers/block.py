@@ -18,8 +18,8 @@ class Block(nn.Module):
     before. Without `x` the stream begins with the update. Also returns the attention's new cache entries and the
     selection of an indexer.
 
-    `layer_cache` is one layer of a cache, which comes back with the new entries appended; `Recycled`; or None for a
-    pass over whole rows. `selection` holds the masks of the last indexer before, which layers without one pass on.
+    `layer_cache` is one layer of a cache (returned with the new entries appended), `Recycled`, or None for a pass over
+    whole rows. `selection` holds the masks of the last indexer before, which layers without one pass on.
     """
 
     config: ModelConfig

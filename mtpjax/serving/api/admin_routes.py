@@ -53,6 +53,7 @@ def admin_router(server: ApiServer) -> APIRouter:
     async def health_generate(request: Request) -> Response:
         """Answers 200 after the engine has made one token."""
         check_health()
+        # A token shows that the device answers, which `/health` does not test.
         job = Job(EngineRequest(prompt=(0,), max_new_tokens=1, sampling=SamplingParams()))
 
         async def make_token() -> None:
@@ -75,6 +76,7 @@ def admin_router(server: ApiServer) -> APIRouter:
         """Describes the server: its settings, its load, and the mean tokens per verification pass."""
         status = engine.status()
         or_none = lambda value: None if math.isnan(value) else value
+        # SGLang's names where it has them.
         state = {
             "avg_spec_accept_length": or_none(status.accept_length),
             "num_running_reqs": status.num_running,
@@ -114,6 +116,7 @@ def admin_router(server: ApiServer) -> APIRouter:
         if body.get("messages") is not None:
             tokens = await read_chat(server, body, add_generation_prompt=values["add_generation_prompt"])
         else:
+            # An error names the field that the client used.
             param = "text" if body.get("prompt") is None and "text" in body else "prompt"
             [tokens] = await server.encode([check_text(body.get(param), param, server.max_prompt_characters)])
         return {"tokens": tokens, "count": len(tokens), "max_model_len": engine.max_length}

@@ -48,7 +48,7 @@ class ApiError(Exception):
 
 
 def queue_full() -> ApiError:
-    """Returns the error for requests that the engine has no place for."""
+    """Returns the error for requests that find the engine's queue full."""
     message = "the server has too many requests; try again later"
     return ApiError(message, status=429, code="queue_full", headers={"Retry-After": "1"})
 

@@ -41,7 +41,7 @@ class Field:
         Args:
             body: the JSON object.
             name: the field.
-            prefix: what stands before the name in messages.
+            prefix: put in front of the name in messages.
 
         Raises:
             ApiError: the value has another kind or is out of range.
@@ -85,7 +85,8 @@ FLAG = Field("boolean", default=False)
 def parse_body(raw: bytes) -> dict[str, Any]:
     """Parses a request's body.
 
-    Numbers without a JSON form (NaN, Infinity) and numbers beyond float64 are rejected. Of equal keys the last counts.
+    Numbers without a JSON form (NaN, Infinity) and numbers beyond float64 are rejected. If a key repeats, its last
+    value counts.
 
     Args:
         raw: the bytes; a byte order mark is skipped.

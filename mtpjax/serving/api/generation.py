@@ -35,7 +35,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """News of one text.
+    """New output of one text.
 
     Attributes:
         choice: the text so far.
@@ -74,7 +74,7 @@ class Choice:
         self.finish: Finish | None = None
 
     def push(self, tokens: list[int], levels: list[int], logprobs: list[float]) -> Update:
-        """Takes new tokens."""
+        """Adds new tokens."""
         piece = self.stream.push(tokens, levels)
         tokens, logprobs = tokens[: piece.num_tokens], logprobs[: piece.num_tokens]
         self.tokens += tokens
@@ -83,9 +83,9 @@ class Choice:
         return Update(self, piece.spans, tokens, logprobs)
 
     def end(self, finish: Finish) -> Update:
-        """Takes the end."""
+        """Records the end."""
         rest = self.stream.finish()
-        # The engine may have reached its limit before it was told of the stop string.
+        # The engine may have reached its limit before it learned of the stop string.
         reason = "stop" if self.stream.is_stopped else finish.reason
         self.finish = dataclasses.replace(finish, reason=reason, num_new_tokens=len(self.tokens))
         self.text += rest.text
@@ -95,7 +95,7 @@ class Choice:
 class Generation:
     """The texts of one HTTP request. Ends its engine requests when it is left.
 
-    Use as a context manager; `updates` gives the news of all texts in the order in which they come.
+    Use as a context manager; `updates` yields the new output of all texts in the order of arrival.
 
     Args:
         server: state of the API.
@@ -104,8 +104,8 @@ class Generation:
         is_streaming: the client reads while the text is made, so it may be too slow.
 
     Raises:
-        ApiError: the engine rejects a request, or the server stops. None of them runs then.
-        QueueFull: the engine has no place for a request. None of them runs then.
+        ApiError: the engine rejects a request, or the server stops. Then no request runs.
+        QueueFull: the queue is full. Then no request runs.
     """
 
     def __init__(self, server: ApiServer, jobs: Sequence[Job], name: str, *, is_streaming: bool = False):
@@ -170,7 +170,7 @@ class Generation:
             self.close()
 
     async def updates(self) -> AsyncIterator[Update]:
-        """Yields the news of all texts until each has ended.
+        """Yields the new output of all texts until each has ended.
 
         Raises:
             ApiError: a text ended with an error, or the client reads too slowly.

@@ -39,6 +39,7 @@ def read_grammar(*bodies: tuple[Body, str]) -> GrammarField | None:
     Raises:
         ApiError: a value is not allowed, or there are several grammars.
     """
+    # Clients of three APIs name a grammar in different fields: find all of them, and allow one.
     found = [
         grammar
         for body, prefix in bodies
@@ -84,6 +85,7 @@ def _read_structured_outputs(value: Any, param: str) -> GrammarField | None:
     """Reads vLLM's object with a key for each kind of grammar."""
     readers = {"json": _read_schema, "regex": _read_regex}
     given = {name: each for name, each in value.items() if each is not None} if isinstance(value, dict) else {}
+    # "json_object" is short for the schema of any object.
     if given.get("json_object") is True:
         given = {**given, "json": {"type": "object"}}
     unsupported = [name for name in given if name not in (*readers, "json_object")]

@@ -28,8 +28,8 @@ class TokenScores:
 async def score_choice(server: ApiServer, choice: Choice, num_top: int, *, with_prompt: bool = False) -> TokenScores:
     """Collects the log-probabilities of a text that has ended.
 
-    The engine gives those of new tokens as it makes them. Alternatives, and those of the prompt, take another pass
-    over the whole text.
+    The engine gives log-probabilities of new tokens as it makes them. Alternatives, and log-probabilities of the
+    prompt, take another pass over the whole text.
 
     Args:
         server: state of the API.

@@ -55,7 +55,7 @@ class Reply:
 
         Raises:
             ApiError: the engine rejects a text, or a text ends with an error.
-            QueueFull: the engine has no place for them.
+            QueueFull: the engine's queue is full.
         """
         events = self._events if self._values["stream"] else None
         return await respond(self._server, request, self._jobs, self._id, events=events, complete=self._complete)
@@ -97,7 +97,7 @@ class Reply:
                 text = self._prompt_text(choice)
                 lengths[choice.index] = len(text)
                 yield chunk(self._delta(choice, {"text": text}))
-        # Tokens whose text is held back wait for it only if nothing else is to be told.
+        # Send a chunk once there is text, a log-probability or the end. Tokens whose text is held back wait until then.
         async for update in generation.updates():
             choice = update.choice
             if update.text or update.logprobs or choice.finish:
@@ -119,7 +119,7 @@ class Reply:
         """Makes the choice of a chunk.
 
         If the request asks for `return_draft_levels`, a choice with new text has `draft_levels`: that text by token,
-        each with the level of the draft that proposed it, or level 0 if the trunk drew it itself.
+        each with the level of the draft that proposed it. Level 0 means that the trunk drew the token.
         """
         logprobs = None
         if update is not None and update.logprobs:
@@ -183,6 +183,7 @@ def openai_router(server: ApiServer) -> APIRouter:
         body = await read_body(server, request, COMPLETION)
         values, options = read_openai(body, limits, is_chat=False)
         check_model(server, values["model"])
+        # Alternatives take another pass over the whole text, which a stream does not have yet.
         if values["stream"] and values["logprobs"]:
             message = "a stream has no alternatives: logprobs must be 0, or stream false"
             raise ApiError(message, param="logprobs", code="unsupported_option")
@@ -191,7 +192,9 @@ def openai_router(server: ApiServer) -> APIRouter:
         if values["echo"] and values["stream"] and values["logprobs"] is not None:
             message = "a stream has no log-probabilities of the prompt: set echo or stream to false"
             raise ApiError(message, param="echo", code="unsupported_option")
+        # With echo the prompt's text comes first, also for prompts of token ids.
         texts = [await server.decode(prompt) for prompt in prompts] if values["echo"] else []
+        # Only requests with the same key and salt share pages of the prefix cache.
         salt = prefix_salt(request, values["cache_salt"])
         jobs = options.jobs(prompts, limits, salt=salt, param="prompt", grammar=grammar)
         return await Reply(server, values, jobs, is_chat=False, prompt_texts=texts).respond(request)

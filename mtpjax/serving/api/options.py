@@ -26,7 +26,7 @@ from mtpjax.serving.request import Request
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What the model allows.
+    """The limits of the model.
 
     Attributes:
         max_length: most tokens of a text, prompt included.
@@ -45,11 +45,11 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """How texts are continued.
+    """The settings by which texts are continued.
 
     Attributes:
         max_new_tokens: most new tokens; None: as many as fit.
-        is_explicit: the request gives `max_new_tokens`, so that many must fit.
+        is_explicit: the request gives `max_new_tokens`, so all of them must fit.
         sampling: without a seed.
         seed: of the first choice; the next ones count on.
         stop: stop strings.
@@ -85,7 +85,7 @@ class Options:
         Args:
             prompts: token ids.
             limits: of the model.
-            salt: only requests with the same one share pages.
+            salt: only requests with the same salt share pages.
             param: the field that gave the prompts, for messages.
             grammar: the compiled grammar.
 
@@ -98,6 +98,7 @@ class Options:
         if len(prompts) * self.num_choices > limits.max_requests:
             message = f"{len(prompts)} prompts with n {self.num_choices} are more than {limits.max_requests} texts"
             raise ApiError(message, param="n")
+        # Each choice is a separate engine request, whose seed is one higher than that of the choice before.
         jobs = []
         for prompt in prompts:
             length = self._new_tokens(len(prompt), limits.max_length, param)
@@ -138,8 +139,8 @@ def read_openai(body: Body, limits: Limits, *, is_chat: bool) -> tuple[dict[str,
         is_chat: the body is that of a chat.
 
     Returns:
-        The values of the table's fields, with `include_usage` and `continuous_usage_stats` beside them; and how the
-        texts are continued.
+        The values of the table's fields, with `include_usage` and `continuous_usage_stats` beside them, and the
+        `Options`.
 
     Raises:
         ApiError: a value is not allowed.
@@ -156,6 +157,7 @@ def read_openai(body: Body, limits: Limits, *, is_chat: bool) -> tuple[dict[str,
     if values["return_draft_levels"] and not values["stream"]:
         raise ApiError("return_draft_levels needs stream true", param="return_draft_levels")
     values |= read_fields(tables.STREAM_OPTIONS, stream_options, "stream_options.")
+    # Chats have the newer `max_completion_tokens`, and no default limit.
     length = values["max_tokens"]
     if is_chat:
         length = values["max_completion_tokens"] or length
@@ -174,7 +176,7 @@ def read_generate(body: Body, limits: Limits) -> tuple[dict[str, Any], Options]:
         limits: of the model.
 
     Returns:
-        The values of the table's fields, and how the texts are continued.
+        The values of the table's fields, and the `Options`.
 
     Raises:
         ApiError: a value is not allowed.
@@ -220,6 +222,7 @@ def _options(
     if values[min_tokens] > (length or MAX_INTEGER):
         message = f"{prefix}{min_tokens} is {values[min_tokens]}, above the limit of {length} new tokens"
         raise ApiError(message, param=prefix + min_tokens)
+    # A temperature so low that float32 logits would overflow counts as greedy.
     temperature, top_k = values["temperature"], values["top_k"]
     sampling = SamplingParams(
         temperature=temperature if temperature >= tables.GREEDY_TEMPERATURE else 0.0,
@@ -233,6 +236,7 @@ def _options(
         min_new_tokens=values[min_tokens],
         logit_bias=_logit_bias(_object(body, "logit_bias", prefix), limits.vocab_size, f"{prefix}logit_bias"),
     )
+    # The model's end tokens count as stop tokens, unless the request ignores them.
     stop_param, stop_ids_param = f"{prefix}stop", f"{prefix}stop_token_ids"
     stop_ids = check_list(_or(body.get("stop_token_ids"), []), stop_ids_param, tables.MAX_STOP_TOKENS)
     stop_ids = check_tokens(stop_ids, stop_ids_param, limits.vocab_size)

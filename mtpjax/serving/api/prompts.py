@@ -1,4 +1,4 @@
-"""What a request asks the model to continue: texts, token ids or a conversation."""
+"""Reads the prompts of a request: texts, token ids or a conversation."""
 
 from typing import Any
 

@@ -84,7 +84,7 @@ async def respond(
 
     Raises:
         ApiError: the engine rejects a text, or a text ends with an error.
-        QueueFull: the engine has no place for them.
+        QueueFull: the engine's queue is full.
     """
     if server.prepare is not None:
         await server.prepare([job.request for job in jobs])

@@ -50,7 +50,7 @@ class Engine(Protocol):
 
         Raises:
             ValueError: the request cannot be carried out.
-            QueueFull: there is no place, or the engine shuts down.
+            QueueFull: the queue is full, or the engine shuts down.
         """
         ...
 

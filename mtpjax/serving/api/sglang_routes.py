@@ -43,7 +43,7 @@ class GenerateReply:
 
         Raises:
             ApiError: the engine rejects a text, or a text ends with an error.
-            QueueFull: the engine has no place for them.
+            QueueFull: the engine's queue is full.
         """
         events = self._events if self._values["stream"] else None
         return await respond(self._server, request, self._jobs, self._id, events=events, complete=self._complete)

@@ -40,7 +40,7 @@ class TextStream:
     """Decodes the tokens of one request.
 
     The text does not depend on how the tokens are split into calls. Text is held back only while it is the beginning
-    of a stop string. Of a stop string, and of a stop token, nothing is shown.
+    of a stop string. Stop strings and stop tokens are never shown.
 
     Args:
         decoder: the tokenizer's incremental decoder.
@@ -81,6 +81,7 @@ class TextStream:
             if self.is_stopped:
                 break
             self.num_tokens += 1
+            # A stop token ends the text without being shown.
             if token in self._hidden_tokens:
                 self.matched = token
             else:
@@ -91,6 +92,7 @@ class TextStream:
         """Returns the rest of the text after the last token."""
         if self.is_stopped:
             return Piece([])
+        # Flush incomplete characters. What was held back can no longer become a stop string.
         spans = self._release(self._decoder(None))
         if not self.is_stopped:
             spans, self._held = spans + self._held, []
@@ -101,6 +103,7 @@ class TextStream:
         if not text:
             return []
         spans, self._held = [*self._held, Span(text, self._level)], []
+        # Stop strings that end this early do not count, so nothing is held back for them.
         if self.num_tokens < self._min_tokens:
             return spans
         text = "".join(span.text for span in spans)
@@ -110,6 +113,7 @@ class TextStream:
             place, self.matched = min(found, key=lambda each: each[0])
             self.is_stopped = True
             return _split(spans, place)[0]
+        # Hold back the longest end of the text that may still become a stop string.
         held = max((_overlap(text, stop) for stop in self._stop), default=0)
         shown, self._held = _split(spans, len(text) - held)
         return shown

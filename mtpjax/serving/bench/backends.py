@@ -124,7 +124,7 @@ def read_event(backend: Backend, event: Any) -> Update:
         event: the JSON.
 
     Returns:
-        What it says.
+        The update that it reports.
 
     Raises:
         RequestFailedError: the event reports an error, or has another form.

@@ -120,7 +120,7 @@ class Client:
             extra_body: added to the body.
 
         Returns:
-            What became of it. Failures are part of it: this raises nothing.
+            The outcome, which includes failures: this raises nothing.
         """
         import httpx
 

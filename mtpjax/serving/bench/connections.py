@@ -1,7 +1,7 @@
 """Connections to a server, opened before they are measured.
 
-One `httpx` client with a pool for all requests would be simpler, but its pool looks at every connection for every
-request: with 64 requests at once that alone adds a quarter of a second to the time to first token.
+One `httpx` client with a pool for all requests would be simpler. But its pool looks at every connection for every
+request, which adds to the time to first token when many requests run at once.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ class Connections:
         except ImportError as error:
             raise UsageError("the benchmark sends requests with httpx: pip install 'mtpjax[serve]'") from error
         parts = urllib.parse.urlsplit(url)
-        # Reading the port raises an error for a number that is no port.
+        # Reading the port raises an error for a number that is not a port.
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
             raise ValueError(f"the URL of a server starts with http:// or https:// and a host, not '{url}'")
         self.url, self._headers = url.rstrip("/"), headers

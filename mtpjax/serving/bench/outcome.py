@@ -1,4 +1,4 @@
-"""What became of one request of a benchmark: when its tokens arrived, and what the server counted."""
+"""The outcome of one request of a benchmark: when its tokens arrived, and the counts of the server."""
 
 import dataclasses
 import itertools
@@ -8,7 +8,7 @@ from mtpjax.serving.bench.backends import BenchRequest, Update
 
 @dataclasses.dataclass
 class Outcome:
-    """What became of a request. Times are those of `time.perf_counter`.
+    """The outcome of a request. Times are those of `time.perf_counter`.
 
     Attributes:
         request: the request.

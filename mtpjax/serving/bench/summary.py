@@ -158,6 +158,7 @@ def format_table(settings: dict[str, Any], summary: dict[str, Any]) -> str:
     Returns:
         Lines of at most 50 columns.
     """
+    # The labels and their order are those of SGLang's benchmark.
     limit = settings["max_concurrency"]
     rows = [
         ("Backend", settings["backend"]),
@@ -179,6 +180,7 @@ def format_table(settings: dict[str, Any], summary: dict[str, Any]) -> str:
         *((f"Accept length, {name}", value) for name, value in summary["accept_length_by_category"].items()),
     ]
     lines = [" Serving Benchmark Result ".center(WIDTH, "="), *(_row(*row) for row in rows)]
+    # A section for each kind of latency.
     for name, (title, short) in LATENCIES.items():
         lines.append(title.center(WIDTH, "-"))
         kinds = {"mean": "Mean", "median": "Median", **{f"p{percent}": f"P{percent}" for percent in PERCENTILES}}

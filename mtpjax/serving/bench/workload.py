@@ -79,7 +79,7 @@ def read_dataset(path, count: int, *, categories: Sequence[str] = (), seed: int)
     """
     path = pathlib.Path(path)
     replies = dict(_conversations(path)) if path.suffix in (".json", ".jsonl") else {}
-    # Files of Spec-Bench and the like have prompts without replies.
+    # Prompt files, such as Spec-Bench's, have no replies.
     prompts = list(replies) or read_prompts(path)
     chosen = choose_prompts(prompts, count, categories=categories, seed=seed)
     return [(prompt, replies.get(prompt)) for prompt in chosen]

@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class PrefillService:
-    """What the prefill server needs besides its engine.
+    """The parts of a prefill server that its route needs.
 
     Attributes:
         engine: computes the pages.
@@ -47,7 +47,7 @@ def prefill_router(server: ApiServer, service: PrefillService) -> APIRouter:
     @router.post(PATH, response_class=Response, include_in_schema=False)
     async def prefill(request: Request) -> Response:
         """Computes the whole pages of a prompt, and offers those that the decode server does not have."""
-        # 1. Who asks? Nothing looks into the body before.
+        # 1. Check the sender, before anything reads the body.
         max_bytes = 4 * engine.max_length + protocol.MESSAGE_BYTES
         body = await read_bytes(request, max_bytes, server.settings.body_timeout)
         try:
@@ -55,7 +55,7 @@ def prefill_router(server: ApiServer, service: PrefillService) -> APIRouter:
         except Forged as error:
             _log.warning("a request for prefill was refused: %s", error)
             raise ApiError("only decode servers may ask", status=403, code="forbidden") from error
-        # 2. For what?
+        # 2. Read the request.
         try:
             values = protocol.unpack(body, REQUEST)
             tokens = np.frombuffer(values["tokens"], "<i4").tolist()

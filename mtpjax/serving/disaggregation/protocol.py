@@ -1,4 +1,4 @@
-"""What a decode server and a prefill server say to each other: signed messages, and pages as bytes."""
+"""The protocol between a decode server and a prefill server: signed messages, and pages as bytes."""
 
 import hashlib
 import hmac

@@ -1,4 +1,4 @@
-"""The decode server's side: asks the prefill server for pages, and goes on without them if it does not get them."""
+"""The decode server's side: asks the prefill server for pages, and prefills itself if it does not get them."""
 
 import asyncio
 import concurrent.futures
@@ -22,7 +22,7 @@ from mtpjax.serving.page_pool import page_digests
 from mtpjax.serving.request import Request
 
 CONNECT_SECONDS = 2.0
-PAUSE_SECONDS = 5.0  # after a failure nobody waits for the prefill server for this time
+PAUSE_SECONDS = 5.0  # after a failure no request waits for the prefill server for this time
 _log = logging.getLogger(__name__)
 
 

@@ -57,13 +57,16 @@ def set_up(app: FastAPI, engine: Engine, settings: DisaggregationSettings, metri
             "disaggregation needs a prefix cache with pages in host memory: one device, and a model without linear "
             "attention"
         )
+    # Messages are signed with the secret, and pages are valid only between servers of the same model.
     signer, model = Signer(settings.secret), engine.model_digest()
     server = app.state.server
     is_jax = settings.backend == "jax"
+    # A prefill server gets one more route, which computes pages and offers them.
     if settings.prefill_url is None:
         transfer = JaxTransfer(own_address(settings.host), settings.port) if is_jax else HttpTransfer()
         app.include_router(prefill_router(server, PrefillService(engine, signer, model, transfer)))
         return
+    # A decode server fetches pages before a request enters the engine.
     remote = RemotePrefill(
         engine,
         settings.prefill_url,

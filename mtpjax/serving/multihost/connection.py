@@ -39,7 +39,7 @@ class Followers:
 
     Attributes:
         before_exit: called with a message when another process is lost, before this one ends.
-        should_drain: set when another process was told to end.
+        should_drain: set when another process has received a stop signal.
     """
 
     def __init__(self, connections: dict[int, socket.socket]):
@@ -82,7 +82,7 @@ class Followers:
                 thread.join(timeout=STOP_SECONDS)
 
     def end_process(self, message: str) -> None:
-        """Ends this process because another one is lost; returns if that has begun, or the run has ended.
+        """Ends this process because another one is lost; returns if it is ending already, or the run has ended.
 
         Args:
             message: one line.
@@ -107,7 +107,7 @@ class Leader:
     def __init__(self, connection: socket.socket):
         self._connection, self._is_closed = connection, False
         self._frames: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        # A thread of its own notices the loss of process 0 while this process waits for a device.
+        # A separate thread notices the loss of process 0 while this process waits for a device.
         threading.Thread(target=self._read, name="mtpjax-process-0", daemon=True).start()
 
     def receive(self) -> bytes | None:
@@ -127,7 +127,7 @@ class Leader:
         self._connection.close()
 
     def ask_to_drain(self) -> None:
-        """Tells process 0 that this process was told to end."""
+        """Tells process 0 that this process has received a stop signal."""
         with contextlib.suppress(OSError):
             _send(self._connection, DRAIN)
 
@@ -207,7 +207,7 @@ def _own_hosts() -> list[str]:
 
 
 def _accept(listener: socket.socket, count: int, signer: Signer) -> dict[int, socket.socket]:
-    """Waits for the processes 1 .. `count`; whoever else connects is turned away."""
+    """Waits for the processes 1 .. `count`, and closes other connections."""
     connections: dict[int, socket.socket] = {}
     deadline = time.monotonic() + MEETING_SECONDS
     while len(connections) < count:

@@ -67,7 +67,7 @@ def decode_work(name: str, arrays: tuple[Any, ...], settings: dict[str, Any], ow
         own: values of the settings `OF_EXECUTOR`.
 
     Raises:
-        ValueError: there is no such program.
+        ValueError: the program does not exist.
     """
     program = getattr(programs, name, None)
     if not isinstance(program, OneGraph):

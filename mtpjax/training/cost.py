@@ -1,0 +1,75 @@
+"""Reads the cost of training from the files of a run."""
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mtpjax.decoding.drafters.load import DRAFTER_FOLDER
+from mtpjax.safe_open import read_json_file
+from mtpjax.training.log import METRICS_FILE, read_metrics
+from mtpjax.training.run_dir import CHECKPOINT_FOLDER, MAX_SETTINGS_BYTES, SETTINGS_FILE
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingCost:
+    """The cost of the run that trained a drafter.
+
+    Attributes:
+        updates: number of updates.
+        tokens: tokens of all updates.
+        seconds: wall-clock time, compilation and evaluations included.
+        seconds_per_update: median over the logged stretches of updates.
+    """
+
+    updates: int
+    tokens: int
+    seconds: float
+    seconds_per_update: float
+
+
+def read_training_cost(folder) -> TrainingCost | None:
+    """Reads what training a drafter cost from its run folder.
+
+    Args:
+        folder: a folder, or anything else.
+
+    Returns:
+        The cost; None if the folder is not a run that trained a drafter alone, or has logged too little.
+    """
+    folder = pathlib.Path(folder)
+    folder = folder.parent if folder.name in (DRAFTER_FOLDER, CHECKPOINT_FOLDER) else folder
+    try:
+        settings = read_json_file(folder / SETTINGS_FILE, max_bytes=MAX_SETTINGS_BYTES)["settings"]
+        # A run that trained trunk and modules together does not show the cost of the modules.
+        if settings["trains"] != "modules":
+            return None
+        tokens_per_update = int(settings["batch_size"]) * int(settings["row_length"])
+        history = read_metrics(folder / METRICS_FILE)
+        per_update = seconds_per_update(history)
+        updates, seconds = int(history[-1]["step"]), float(history[-1]["seconds"])
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return None
+    if per_update is None:
+        return None
+    return TrainingCost(updates, updates * tokens_per_update, seconds, per_update)
+
+
+def seconds_per_update(history: Sequence[Mapping[str, Any]]) -> float | None:
+    """Computes the median duration of an update over the logged stretches of a run.
+
+    Args:
+        history: the rows of a run's metrics.
+
+    Returns:
+        Seconds; None with fewer than two logged updates.
+    """
+    # Rows with losses are the logged updates; the other rows are evaluations.
+    logged = np.array([(row["step"], row["seconds"]) for row in history if "bits" in row], float)
+    # Two rows make a stretch; the time before the first row is mostly compilation.
+    if len(logged) < 2:
+        return None
+    steps, durations = np.diff(logged, axis=0).T
+    return float(np.median(durations / steps))
