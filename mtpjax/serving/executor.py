@@ -318,7 +318,8 @@ class Executor:
         """Returns the expert in each slot, `[S]` int32, by layer."""
         trunk = self.params["trunk"]
         placements = {layer: trunk[layer]["experts"]["placement"] for layer in expert_layers(self.model.config)}
-        return {layer: np.asarray(tables["expert_of_slot"]) for layer, tables in placements.items()}
+        # Copies, because `move_experts` deletes these arrays.
+        return {layer: np.array(tables["expert_of_slot"]) for layer, tables in placements.items()}
 
     @property
     def count_shape(self) -> tuple[int, int, int]:
