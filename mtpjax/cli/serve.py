@@ -1,10 +1,8 @@
 """`mtpjax serve`: flags by SGLang's names, and which of SGLang's flags it does not have."""
 
-import dataclasses
 import difflib
 import importlib.resources
 import os
-import sys
 from typing import Any
 
 from mtpjax.cli.common import add_implementation_flag, add_model_path_flag, set_threads
@@ -17,15 +15,22 @@ from mtpjax.cli.config_flags import (
 )
 from mtpjax.cli.disaggregation_flags import add_disaggregation_flags, disaggregation_settings
 from mtpjax.cli.drafter_flags import ALGORITHMS as OF_FILES
-from mtpjax.cli.drafter_flags import ALIASES, add_path_flags, load_drafter_of, name_of_drafter
+from mtpjax.cli.drafter_flags import ALIASES, add_path_flags, load_drafter_of
+from mtpjax.cli.expert_flags import add_expert_flags, check_expert_devices, check_expert_flags, place_experts_by_flags
 from mtpjax.cli.help import command_parser
 from mtpjax.cli.mesh_flags import add_mesh_flags, load_on_mesh, open_mesh
 from mtpjax.cli.serve_processes import check_process_flags, check_same_start, connect_followers
+from mtpjax.cli.serve_settings import (
+    ADMIN_KEY_VARIABLE,
+    KEY_VARIABLE,
+    api_settings,
+    engine_sizes,
+    load_grammars,
+    server_settings,
+)
 from mtpjax.decoding.config import LOSSY_RULES
 from mtpjax.errors import TokenizerError, UsageError
 
-KEY_VARIABLE, ADMIN_KEY_VARIABLE = "MTPJAX_API_KEY", "MTPJAX_ADMIN_API_KEY"
-MAX_COUNTS_BYTES = 64 << 20  # of a file of --init-expert-location
 # SGLang's names of draft methods without files of their own, and ours.
 ALGORITHMS = {"NEXTN": "mtp", "EAGLE": "mtp", "MTP": "mtp", "NGRAM": "lookup", "NONE": None}
 
@@ -170,30 +175,7 @@ def _add_mesh_flags(parser) -> None:
         default=None,
         help="parts of --tp-size with experts of their own; the same as --mesh expert=N,... (default: --dp-size)",
     )
-    parser.add_argument(
-        "--ep-num-redundant-experts",
-        type=int,
-        default=0,
-        help="copies of experts per layer, so that devices have equal work; of the experts that "
-        "--init-expert-location says are chosen most",
-    )
-    parser.add_argument(
-        "--init-expert-location",
-        default="trivial",
-        help="JSON file with 'logical_count', for each layer the tokens that chose each expert; trivial: all experts "
-        "count the same, and stay where they are without copies (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--enable-eplb",
-        action="store_true",
-        help="count while the server runs how often texts choose each expert, and place the experts anew by it",
-    )
-    parser.add_argument(
-        "--eplb-rebalance-num-iterations",
-        type=int,
-        default=1000,
-        help="for --enable-eplb: ticks of the server between two placements (default: %(default)s)",
-    )
+    add_expert_flags(parser)
     add_mesh_flags(parser)
 
 
@@ -283,15 +265,6 @@ def engine_settings(options, num_modules: int) -> dict[str, Any]:
     return settings
 
 
-def _drafter_name(config) -> str | None:
-    """Returns SGLang's name of the draft method that runs; None: nothing is drafted."""
-    if not config.num_steps:
-        return None
-    if isinstance(config.drafter, str):
-        return {"mtp": "MTP", "lookup": "NGRAM"}[config.drafter]
-    return name_of_drafter(config.drafter)
-
-
 def _mesh_text(options) -> str:
     """Returns the mesh that `--mesh`, or SGLang's sizes, name."""
     has_sizes = options.tp_size is not None or options.dp_size != 1 or options.ep_size is not None
@@ -323,66 +296,13 @@ def run_serve(options) -> int:
         raise UsageError(f"{error.name} is missing: pip install 'mtpjax[serve]'") from error
     check_process_flags(options)
     options.mesh = _mesh_text(options)
-    if options.ep_num_redundant_experts < 0:
-        raise UsageError(f"--ep-num-redundant-experts must be at least 0, got {options.ep_num_redundant_experts}")
-    if options.eplb_rebalance_num_iterations < 1:
-        raise UsageError(
-            f"--eplb-rebalance-num-iterations must be at least 1, got {options.eplb_rebalance_num_iterations}"
-        )
     # Check the flags before the model is loaded, which may take minutes.
+    check_expert_flags(options)
     engine_settings(options, num_modules=1)
     disaggregation = disaggregation_settings(options)
     set_threads(options.model_path)
     with open_mesh(options) as mesh:
         return _serve_on(mesh, options, disaggregation)
-
-
-def _expert_counts(path: str) -> dict[str, Any] | None:
-    """Reads SGLang's `logical_count`, a list of numbers for each layer of the trunk; None without a file."""
-    from mtpjax.safe_open import read_json_file
-
-    if path == "trivial":
-        return None
-    content = read_json_file(path, max_bytes=MAX_COUNTS_BYTES)
-    layers = content.get("logical_count") if isinstance(content, dict) else None
-    is_count = lambda value: isinstance(value, int | float) and 0 <= value < float("inf")
-    if not isinstance(layers, list) or not all(isinstance(row, list) and all(map(is_count, row)) for row in layers):
-        raise UsageError(f"--init-expert-location {path}: 'logical_count' must be a list of numbers for each layer")
-    return {f"layer_{index}": row for index, row in enumerate(layers)}
-
-
-def _place_experts(params: dict, options, mesh) -> dict:
-    """Places the experts as the flags ask, if they do."""
-    counts, num_redundant = _expert_counts(options.init_expert_location), options.ep_num_redundant_experts
-    if counts is None and not num_redundant and not options.enable_eplb:
-        return params
-    from mtpjax.models.expert_placement import place_all_layers
-
-    num_devices = _num_expert_devices(mesh)
-    return place_all_layers(params, num_devices=num_devices, num_redundant=num_redundant, counts=counts)
-
-
-def _num_expert_devices(mesh) -> int:
-    """Returns the number of devices over which a mesh splits experts."""
-    return 1 if mesh is None else mesh.shape.get("data", 1) * mesh.shape.get("expert", 1)
-
-
-def _read_keys(flag: str | None, variable: str) -> tuple[str, ...]:
-    """Returns the keys of a flag, or of an environment variable if the flag is not given."""
-    given = flag or os.environ.get(variable, "")
-    return tuple(filter(None, (key.strip() for key in given.split(","))))
-
-
-def _load_grammars(backend: str | None, tokenizer, vocab_size: int):
-    """Returns what compiles the grammars of requests; None if there is nothing, and nobody asked for it."""
-    from mtpjax.serving.grammar import Grammars
-
-    try:
-        return None if backend == "none" else Grammars(tokenizer, vocab_size)
-    except (ImportError, ValueError) as error:
-        if backend is None:
-            return None
-        raise UsageError(f"--grammar-backend {backend}: {error}") from error
 
 
 def _serve_on(mesh, options, disaggregation) -> int:
@@ -393,19 +313,16 @@ def _serve_on(mesh, options, disaggregation) -> int:
     from mtpjax.distributed import is_main_process
     from mtpjax.evaluation.self_check import check_acceptance
     from mtpjax.io.checkpoint_format import find_checkpoint
-    from mtpjax.serving.api.server import ApiSettings
-    from mtpjax.serving.launch import ServerSettings, choose_num_pages, explain_full_memory, running_engine, serve
-    from mtpjax.serving.sizes import EngineSettings
+    from mtpjax.serving.launch import explain_full_memory, running_engine, serve
 
     logging.getLogger("mtpjax").setLevel(options.log_level.upper())
-    if options.enable_eplb and _num_expert_devices(mesh) == 1:
-        raise UsageError("--enable-eplb needs several devices with experts of their own: --ep-size, or --mesh expert=N")
-    # 1. The model and its tokenizer.
+    check_expert_devices(options, mesh)
+    # 1. The model, its tokenizer and its drafter.
     path = find_checkpoint(options.model_path)
     check_same_start(options, path)
     with explain_full_memory("give the model more devices with --tp-size"):
         model, params, loaded_config = load_on_mesh(
-            path, options, mesh, rearrange=lambda params: _place_experts(params, options, mesh)
+            path, options, mesh, rearrange=lambda params: place_experts_by_flags(params, options, mesh)
         )
     if options.tokenizer_path and not os.path.exists(options.tokenizer_path):
         raise TokenizerError(f"--tokenizer-path: there is no {options.tokenizer_path}")
@@ -416,70 +333,18 @@ def _serve_on(mesh, options, disaggregation) -> int:
     config = DecodeConfig(**chosen)
     if config.num_steps and config.drafter == "mtp":
         check_acceptance(path, model, params)
-    # 2. Sizes. Pages of a prefill server arrive in host memory.
+    # 2. The engine, which processes other than the main one follow. Pages of a prefill server arrive in host memory.
     uses_host = options.enable_hierarchical_cache or disaggregation is not None
-    settings = EngineSettings(
-        num_slots=options.max_running_requests,
-        max_length=options.context_length,
-        page_size=options.page_size,
-        prefill_tokens=options.chunked_prefill_size,
-        rounds_per_call=options.num_continuous_decode_steps,
-        disable_drafts_at=options.speculative_disable_by_batch_size,
-        adapts_depth=options.speculative_adaptive,
-        batch_sizes=tuple(options.precompile_bs_paddings) or None,
-        max_waiting=options.max_queued_requests,
-        max_queue_seconds=options.max_queue_seconds,
-        max_run_seconds=options.max_run_seconds,
-        max_tick_seconds=options.watchdog_timeout / 2 or None,
-        shares_prefixes=not options.disable_radix_cache,
-        num_snapshots=options.max_mamba_cache_size,
-        host_bytes=int(options.hicache_size * 1e9) if uses_host else 0,
-        grammars=_load_grammars(options.grammar_backend, tokenizer, model.config.vocab_size),
-        rebalance_experts_every=options.eplb_rebalance_num_iterations if options.enable_eplb else None,
-    )
-    if options.max_total_tokens is not None:
-        num_pages = max(options.max_total_tokens // options.page_size, 1)
-    else:
-        num_pages = choose_num_pages(params, model, config, settings, options.mem_fraction_static)
-    settings = dataclasses.replace(settings, num_pages=num_pages)
-    server = ServerSettings(
-        host=options.host,
-        port=options.port,
-        watchdog_seconds=options.watchdog_timeout or None,
-        drain_seconds=options.drain_timeout,
-        warms_up=not options.skip_server_warmup,
-    )
-    # 3. Who may ask.
-    folder = path.parent.name if path.name == "checkpoint" else path.name
-    name = options.served_model_name or folder
-    keys = _read_keys(options.api_key, KEY_VARIABLE)
-    if not keys and options.host not in ("127.0.0.1", "localhost", "::1"):
-        print(f"mtpjax serve: anybody who reaches {options.host} may use the model: set an --api-key", file=sys.stderr)
-    api = ApiSettings(
-        model_name=name,
-        api_keys=keys,
-        admin_api_keys=_read_keys(options.admin_api_key, ADMIN_KEY_VARIABLE),
-        server_info={
-            "model_path": str(options.model_path),
-            "speculative_algorithm": _drafter_name(config),
-            "speculative_draft_model_path": options.speculative_draft_model_path,
-            "speculative_num_steps": config.num_steps,
-            "speculative_eagle_topk": config.topk,
-            "speculative_num_draft_tokens": config.num_nodes,
-            "acceptance": str(config.acceptance),
-            "max_running_requests": settings.num_slots,
-            "page_size": settings.page_size,
-            "grammar_backend": "none" if settings.grammars is None else "llguidance",
-        },
-    )
+    grammars = load_grammars(options.grammar_backend, tokenizer, model.config.vocab_size)
+    settings = engine_sizes(options, params, model=model, config=config, grammars=grammars, uses_host=uses_host)
+    api, server = api_settings(options, path, config, settings), server_settings(options)
     arguments = {"model": model, "config": config, "settings": settings, "draft_params": draft_params}
     with connect_followers(options, params, arguments) as followers:
         if not is_main_process():
             return 0
-        with running_engine(params, **arguments, server=server, model_name=name, followers=followers) as (
-            engine,
-            metrics,
-        ):
+        # 3. The server.
+        started = {"server": server, "model_name": api.model_name, "followers": followers}
+        with running_engine(params, **arguments, **started) as (engine, metrics):
             shown = metrics if options.enable_metrics else None
             should_stop = None if followers is None else followers.should_drain
             serve(engine, tokenizer, api, server, shown, disaggregation, should_stop)

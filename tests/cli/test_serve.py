@@ -24,6 +24,7 @@ pytest.importorskip("uvicorn")
 import httpx
 
 from mtpjax.cli import serve as serve_command
+from mtpjax.cli.expert_flags import read_expert_counts
 from mtpjax.cli.main import main
 from mtpjax.decoding.drafters.load import save_drafter
 from mtpjax.errors import UsageError
@@ -175,12 +176,12 @@ def test_sizes_with_sglang_s_names_are_a_mesh(flags, mesh):
 def test_counts_of_experts_are_read_from_a_file(tmp_path):
     path = tmp_path / "counts.json"
     path.write_text(json.dumps({"logical_count": [[0, 0], [3, 1.5]]}))
-    assert serve_command._expert_counts(str(path)) == {"layer_0": [0, 0], "layer_1": [3, 1.5]}
-    assert serve_command._expert_counts("trivial") is None
+    assert read_expert_counts(str(path)) == {"layer_0": [0, 0], "layer_1": [3, 1.5]}
+    assert read_expert_counts("trivial") is None
     for wrong in ([], {}, {"logical_count": [1]}, {"logical_count": [["a"]]}, {"logical_count": [[-1]]}):
         path.write_text(json.dumps(wrong))
         with pytest.raises(UsageError, match="must be a list of numbers for each layer"):
-            serve_command._expert_counts(str(path))
+            read_expert_counts(str(path))
 
 
 def test_a_missing_model_is_one_line_and_exit_code_3(tmp_path, capsys):

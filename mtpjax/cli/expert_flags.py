@@ -1,0 +1,113 @@
+"""Flags about experts that are split over devices, by SGLang's names. Imports no JAX."""
+
+from typing import Any
+
+from mtpjax.errors import UsageError
+
+MAX_COUNTS_BYTES = 64 << 20  # of a file of --init-expert-location
+
+
+def add_expert_flags(parser) -> None:
+    """Adds the flags.
+
+    Args:
+        parser: an argument parser.
+    """
+    parser.add_argument(
+        "--ep-num-redundant-experts",
+        type=int,
+        default=0,
+        help="copies of experts per layer, so that devices have equal work; of the experts that "
+        "--init-expert-location says are chosen most",
+    )
+    parser.add_argument(
+        "--init-expert-location",
+        default="trivial",
+        help="JSON file with 'logical_count', for each layer the tokens that chose each expert; trivial: all experts "
+        "count the same, and stay where they are without copies (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--enable-eplb",
+        action="store_true",
+        help="count while the server runs how often texts choose each expert, and place the experts anew by it",
+    )
+    parser.add_argument(
+        "--eplb-rebalance-num-iterations",
+        type=int,
+        default=1000,
+        help="for --enable-eplb: ticks of the server between two placements (default: %(default)s)",
+    )
+
+
+def check_expert_flags(options) -> None:
+    """Checks the numbers.
+
+    Args:
+        options: the parsed flags.
+
+    Raises:
+        UsageError: a number is out of range.
+    """
+    if options.ep_num_redundant_experts < 0:
+        raise UsageError(f"--ep-num-redundant-experts must be at least 0, got {options.ep_num_redundant_experts}")
+    if options.eplb_rebalance_num_iterations < 1:
+        raise UsageError(
+            f"--eplb-rebalance-num-iterations must be at least 1, got {options.eplb_rebalance_num_iterations}"
+        )
+
+
+def check_expert_devices(options, mesh) -> None:
+    """Checks that there are devices between which experts can move, if they should.
+
+    Args:
+        options: the parsed flags.
+        mesh: the mesh of the server; None: it has one device.
+
+    Raises:
+        UsageError: the mesh does not split the experts.
+    """
+    if options.enable_eplb and _num_expert_devices(mesh) == 1:
+        raise UsageError("--enable-eplb needs several devices with experts of their own: --ep-size, or --mesh expert=N")
+
+
+def place_experts_by_flags(params: dict, options, mesh) -> dict:
+    """Places the experts as the flags ask.
+
+    Args:
+        params: parameters with unrolled layers.
+        options: the parsed flags.
+        mesh: the mesh of the server; None: it has one device.
+
+    Returns:
+        The parameters; the same ones if the flags do not ask for a placement.
+
+    Raises:
+        UsageError: the file of counts is not SGLang's.
+        ValueError: the model has no routed experts, or their counts do not fit.
+    """
+    counts, num_redundant = read_expert_counts(options.init_expert_location), options.ep_num_redundant_experts
+    if counts is None and not num_redundant and not options.enable_eplb:
+        return params
+    from mtpjax.models.expert_placement import place_all_layers
+
+    num_devices = _num_expert_devices(mesh)
+    return place_all_layers(params, num_devices=num_devices, num_redundant=num_redundant, counts=counts)
+
+
+def read_expert_counts(path: str) -> dict[str, Any] | None:
+    """Reads SGLang's `logical_count`, a list of numbers for each layer of the trunk; None without a file."""
+    from mtpjax.safe_open import read_json_file
+
+    if path == "trivial":
+        return None
+    content = read_json_file(path, max_bytes=MAX_COUNTS_BYTES)
+    layers = content.get("logical_count") if isinstance(content, dict) else None
+    is_count = lambda value: isinstance(value, int | float) and 0 <= value < float("inf")
+    if not isinstance(layers, list) or not all(isinstance(row, list) and all(map(is_count, row)) for row in layers):
+        raise UsageError(f"--init-expert-location {path}: 'logical_count' must be a list of numbers for each layer")
+    return {f"layer_{index}": row for index, row in enumerate(layers)}
+
+
+def _num_expert_devices(mesh) -> int:
+    """Returns the number of devices over which a mesh splits experts."""
+    return 1 if mesh is None else mesh.shape.get("data", 1) * mesh.shape.get("expert", 1)

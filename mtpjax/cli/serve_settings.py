@@ -1,0 +1,148 @@
+"""Makes the settings of the engine and the server from the flags of `mtpjax serve`."""
+
+import dataclasses
+import os
+import sys
+
+from mtpjax.cli.drafter_flags import name_of_drafter
+from mtpjax.errors import UsageError
+
+KEY_VARIABLE, ADMIN_KEY_VARIABLE = "MTPJAX_API_KEY", "MTPJAX_ADMIN_API_KEY"
+
+
+def engine_sizes(options, params: dict, *, model, config, grammars, uses_host: bool):
+    """Makes the sizes and limits of the engine.
+
+    Args:
+        options: the parsed flags.
+        params: parameters of the model, whose memory leaves the rest to pages.
+        model: the model.
+        config: the `DecodeConfig` of every request.
+        grammars: what `load_grammars` returned.
+        uses_host: pages may lie in host memory.
+
+    Returns:
+        The `EngineSettings`.
+
+    Raises:
+        MemoryTooSmall: there is no room for the pages of one text.
+    """
+    from mtpjax.serving.launch import choose_num_pages
+    from mtpjax.serving.sizes import EngineSettings
+
+    settings = EngineSettings(
+        num_slots=options.max_running_requests,
+        max_length=options.context_length,
+        page_size=options.page_size,
+        prefill_tokens=options.chunked_prefill_size,
+        rounds_per_call=options.num_continuous_decode_steps,
+        disable_drafts_at=options.speculative_disable_by_batch_size,
+        adapts_depth=options.speculative_adaptive,
+        batch_sizes=tuple(options.precompile_bs_paddings) or None,
+        max_waiting=options.max_queued_requests,
+        max_queue_seconds=options.max_queue_seconds,
+        max_run_seconds=options.max_run_seconds,
+        max_tick_seconds=options.watchdog_timeout / 2 or None,
+        shares_prefixes=not options.disable_radix_cache,
+        num_snapshots=options.max_mamba_cache_size,
+        host_bytes=int(options.hicache_size * 1e9) if uses_host else 0,
+        grammars=grammars,
+        rebalance_experts_every=options.eplb_rebalance_num_iterations if options.enable_eplb else None,
+    )
+    if options.max_total_tokens is not None:
+        num_pages = max(options.max_total_tokens // options.page_size, 1)
+    else:
+        num_pages = choose_num_pages(params, model, config, settings, options.mem_fraction_static)
+    return dataclasses.replace(settings, num_pages=num_pages)
+
+
+def server_settings(options):
+    """Makes the `ServerSettings`: the address, and when the server ends.
+
+    Args:
+        options: the parsed flags.
+    """
+    from mtpjax.serving.launch import ServerSettings
+
+    return ServerSettings(
+        host=options.host,
+        port=options.port,
+        watchdog_seconds=options.watchdog_timeout or None,
+        drain_seconds=options.drain_timeout,
+        warms_up=not options.skip_server_warmup,
+    )
+
+
+def api_settings(options, path, config, settings):
+    """Makes the `ApiSettings`: names, keys, and what `/server_info` says.
+
+    Warns on stderr if everybody who reaches the server may use it.
+
+    Args:
+        options: the parsed flags.
+        path: folder of the model.
+        config: the `DecodeConfig` of every request.
+        settings: what `engine_sizes` returned.
+    """
+    from mtpjax.serving.api.server import ApiSettings
+
+    folder = path.parent.name if path.name == "checkpoint" else path.name
+    keys = _read_keys(options.api_key, KEY_VARIABLE)
+    if not keys and options.host not in ("127.0.0.1", "localhost", "::1"):
+        print(f"mtpjax serve: anybody who reaches {options.host} may use the model: set an --api-key", file=sys.stderr)
+    return ApiSettings(
+        model_name=options.served_model_name or folder,
+        api_keys=keys,
+        admin_api_keys=_read_keys(options.admin_api_key, ADMIN_KEY_VARIABLE),
+        server_info={
+            "model_path": str(options.model_path),
+            "speculative_algorithm": _drafter_name(config),
+            "speculative_draft_model_path": options.speculative_draft_model_path,
+            "speculative_num_steps": config.num_steps,
+            "speculative_eagle_topk": config.topk,
+            "speculative_num_draft_tokens": config.num_nodes,
+            "acceptance": str(config.acceptance),
+            "max_running_requests": settings.num_slots,
+            "page_size": settings.page_size,
+            "grammar_backend": "none" if settings.grammars is None else "llguidance",
+        },
+    )
+
+
+def load_grammars(backend: str | None, tokenizer, vocab_size: int):
+    """Makes what compiles the grammars of requests.
+
+    Args:
+        backend: the value of `--grammar-backend`.
+        tokenizer: the tokenizer.
+        vocab_size: the model's vocabulary.
+
+    Returns:
+        The compiler; None if there is none and the flag does not ask for it.
+
+    Raises:
+        UsageError: the flag asks for one, and it is not installed or does not know the tokenizer.
+    """
+    from mtpjax.serving.grammar import Grammars
+
+    try:
+        return None if backend == "none" else Grammars(tokenizer, vocab_size)
+    except (ImportError, ValueError) as error:
+        if backend is None:
+            return None
+        raise UsageError(f"--grammar-backend {backend}: {error}") from error
+
+
+def _read_keys(flag: str | None, variable: str) -> tuple[str, ...]:
+    """Returns the keys of a flag, or of an environment variable if the flag is not given."""
+    given = flag or os.environ.get(variable, "")
+    return tuple(filter(None, (key.strip() for key in given.split(","))))
+
+
+def _drafter_name(config) -> str | None:
+    """Returns SGLang's name of the draft method that runs; None: nothing is drafted."""
+    if not config.num_steps:
+        return None
+    if isinstance(config.drafter, str):
+        return {"mtp": "MTP", "lookup": "NGRAM"}[config.drafter]
+    return name_of_drafter(config.drafter)
