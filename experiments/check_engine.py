@@ -392,7 +392,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=1000, help="per family (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--family", choices=[family.name for family in FAMILIES], nargs="+", help="only these")
+    names = [family.name for family in FAMILIES]
+    help_text = f"only these, of: {'; '.join(names)}"
+    parser.add_argument("--family", choices=names, metavar="NAME", nargs="+", help=help_text)
     parser.add_argument("--quick", action="store_true", help="three families, 60 requests each, one batch size")
     parser.add_argument("--output", type=pathlib.Path, default=None, help="JSON file to write")
     options = parser.parse_args(argv)
