@@ -23,6 +23,7 @@ def limit(tmp_path, monkeypatch):
     return lambda number: (tmp_path / "max_map_count").write_text(f"{number}\n")
 
 
+@pytest.mark.slow
 def test_programs_beyond_the_limit_give_their_mappings_back(limit):
     function = jax.jit(lambda x: jnp.tanh(x) @ jnp.sin(x).T + jnp.sort(x, axis=0).sum())
 

@@ -206,7 +206,8 @@ def test_bad_requests_are_refused_and_leave_the_state_usable(small):
     assert collect(state, [0]).rows() == speculative_generate(params, [[1, 2]], model=model, config=config).rows()
 
 
-@pytest.mark.parametrize("attention", ["grouped", pytest.param("latent", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["grouped", "latent"])
 def test_interpreted_kernels_read_and_write_pages(attention, small):
     model, params = small(attention, "mixed", num_mtp_modules=2)
     config = dataclasses.replace(CONFIG, max_new_tokens=9, prefill_chunk=32, stop_sequences=())

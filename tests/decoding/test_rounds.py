@@ -44,7 +44,7 @@ CASES = [  # attention, modules, chaining, steps, and what differs from a greedy
     pytest.param(("sparse", 1, "chain", 2, TREE), marks=pytest.mark.slow),
     ("grouped", 1, "chain", 3, {"rule": "block"}),
     pytest.param(("sliding", 3, "trunk", 4), marks=pytest.mark.slow),
-    ("sliding", 1, "chain", 3, TREE),
+    pytest.param(("sliding", 1, "chain", 3, TREE), marks=pytest.mark.slow),
     pytest.param(("sliding", 1, "chain", 4, {**TREE, "rule": "recursive"}), marks=pytest.mark.slow),
     pytest.param(("sliding", 1, "chain", 3, {"window": (3, 1)}), marks=pytest.mark.slow),
     pytest.param(("clamped", 2, "chain", 3), marks=pytest.mark.slow),
@@ -192,7 +192,9 @@ def test_every_cache_equals_a_teacher_forced_prefill(case, small):
             assert (state.tokens[row, length:limit] == choices[row, length - 1 : limit - 1]).all()
 
 
-@pytest.mark.parametrize("attention", ["grouped", "latent", pytest.param("sparse", marks=pytest.mark.slow), "hybrid"])
+@pytest.mark.parametrize(
+    "attention", ["grouped", *(pytest.param(name, marks=pytest.mark.slow) for name in ("latent", "sparse")), "hybrid"]
+)
 def test_a_call_reads_nothing_that_it_did_not_write(attention, small):
     model, params = small(attention, "mixed", num_mtp_modules=2)
     assert_reads_nothing_else(model, params, make_spec(3))

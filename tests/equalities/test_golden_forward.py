@@ -20,6 +20,8 @@ from tests.golden import MTP_SETS, RECYCLING, RENAMED, SETS, SEVERAL, WINDOWS, p
 SIMILAR = (
     "deepseek_v32",
     "deepseek_v3_fp8",
+    "deepseek_v3_mtp2_bf16",
+    "glm_moe_dsa",
     "qwen3_5",
     "qwen3_5_moe",
     "qwen3_5_tied_bf16",

@@ -214,12 +214,13 @@ def test_flash_prefill_and_fp8_caches_are_those_of_a_single_device(attention, sm
 @pytest.mark.parametrize(
     ("attention", "pool"),
     [
-        pytest.param("latent", None, marks=slow),
+        ("latent", None),
         ("grouped", (40, 4)),
-        pytest.param("grouped", None, marks=slow),
-        pytest.param("hybrid", (40, 4), marks=slow),
+        ("grouped", None),
+        ("hybrid", (40, 4)),
     ],
 )
+@slow
 def test_requests_enter_a_state_that_is_split(attention, pool, small, expected):
     model, params = small(attention, "mixed", num_mtp_modules=2, **sizes(attention))
     model, params = shard_for_decoding(model, params, compat.make_mesh(ALL))
