@@ -182,9 +182,6 @@ def experts(dtype=jnp.float32):
     return normal(0, 2, 48), jnp.array([[0, 3], [4, 1]]), jnp.ones((2, 2)), *stacks
 
 
-EXPERT_SCALES = {"gate_up_scales": jnp.ones((5, 3, 2, 32)), "down_scales": jnp.ones((5, 2, 48)), "block": 16}
-
-
 def attention(*shapes, tokens):
     """Two rows whose 200 slots are all in use, the tokens' own included."""
     caches = [normal(number, *shape) for number, shape in enumerate(shapes)]
@@ -220,55 +217,63 @@ def latents():
     return *sums, normal(4, 80), normal(5, 3, 24, 80), angles, normal(6, 2, 50, 92), jnp.array([5, 47])
 
 
-# Small calls of each op that move all that they declare: every length full, experts chosen by one token each. Sizes
-# that fill no block.
-SMALL = {
-    "rms_norm": [({}, (normal(0, 13, 96), normal(1, 96))), ({}, (normal(0, 3, 5000), normal(1, 5000)))],
-    "add_rms_norm": [
-        ({}, (normal(0, 13, 96), PartialSums(normal(1, 3, 13, 96), jnp.float32), normal(2, 96))),
-    ],
-    "gated_matmul": [
-        ({}, (normal(0, 3, 200), normal(1, 200, 2 * 70))),
-        ({}, (normal(0, 5, 200), normal(1, 200, 2 * 70).astype(jnp.float8_e4m3fn), jnp.ones((2, 2 * 70)))),
-    ],
-    "append_heads": [({"group_size": 3}, heads())],
-    "append_latents": [({}, latents())],
-    "prefill_attention": [],  # skips slots, so it declares the most that it can move
-    "route_tokens": [
-        ({"routing": Routing(k=4)}, (normal(0, 5, 300), normal(1, 300, 60), normal(2, 60))),
-        (
-            {"routing": Routing(k=2, num_groups=3, num_kept_groups=2)},
-            (normal(0, 2, 200), normal(1, 200, 24), None),
-        ),
-    ],
-    "head_top_k": [
-        ({"k": 4}, (normal(0, 3, 96), normal(1, 96, 200))),
-        ({"k": 1, "is_transposed": True}, (normal(0, 70, 64), normal(1, 150, 64))),
-    ],
-    "linear_cross_entropy": [({}, (normal(0, 100, 96), normal(1, 96, 200), jnp.arange(100)))],
-    "linear_total_variation": [({}, ([normal(0, 2, 70, 96)], [normal(1, 96, 200)], jnp.ones((2, 70), jnp.int32)))],
-    "block_scaled_matmul": [
-        ({}, (normal(0, 3, 200), normal(1, 200, 150))),
-        ({}, (normal(0, 5, 200), normal(1, 200, 150).astype(jnp.float8_e4m3fn), jnp.ones((2, 150)))),
-    ],
-    "grouped_matmul": [
-        ({"inference": True}, experts()),
-        ({"inference": True, **EXPERT_SCALES}, experts(jnp.float8_e4m3fn)),
-    ],
-    "verify_attention": [
-        ({"scale": 0.1}, attention((2, 2, 3, 2, 64), (2, 2, 200, 64), (2, 2, 200, 64), tokens=3)),
-        ({"scale": 0.1}, paged_attention()),
-        ({"scale": 0.1, "value_width": 128}, attention((2, 1, 2, 4, 160), (2, 1, 200, 160), tokens=2)),
-        (
-            {"scale": 0.1, "value_width": 128, "value_up": normal(9, 4, 128, 40)},
-            attention((2, 1, 2, 4, 160), (2, 1, 200, 160), tokens=2),
-        ),
-        ({"scale": 0.1, "value_width": 16}, attention((2, 1, 9, 2, 32), (2, 1, 200, 32), tokens=9)),  # the cache twice
-    ],
-    "gated_delta_steps": [({}, delta(3))],
-    "gated_delta_verify": [({}, delta(3))],
-    "gated_delta": [({}, delta(100))],
-}
+@functools.cache
+def small_calls():
+    """Small calls of each op that move all that they declare: every length full, experts chosen by one token each.
+
+    Sizes fill no block. They are made at the first use, since each array compiles a program.
+    """
+    scales = {"gate_up_scales": jnp.ones((5, 3, 2, 32)), "down_scales": jnp.ones((5, 2, 48)), "block": 16}
+    return {
+        "rms_norm": [({}, (normal(0, 13, 96), normal(1, 96))), ({}, (normal(0, 3, 5000), normal(1, 5000)))],
+        "add_rms_norm": [
+            ({}, (normal(0, 13, 96), PartialSums(normal(1, 3, 13, 96), jnp.float32), normal(2, 96))),
+        ],
+        "gated_matmul": [
+            ({}, (normal(0, 3, 200), normal(1, 200, 2 * 70))),
+            ({}, (normal(0, 5, 200), normal(1, 200, 2 * 70).astype(jnp.float8_e4m3fn), jnp.ones((2, 2 * 70)))),
+        ],
+        "append_heads": [({"group_size": 3}, heads())],
+        "append_latents": [({}, latents())],
+        "prefill_attention": [],  # skips slots, so it declares the most that it can move
+        "route_tokens": [
+            ({"routing": Routing(k=4)}, (normal(0, 5, 300), normal(1, 300, 60), normal(2, 60))),
+            (
+                {"routing": Routing(k=2, num_groups=3, num_kept_groups=2)},
+                (normal(0, 2, 200), normal(1, 200, 24), None),
+            ),
+        ],
+        "head_top_k": [
+            ({"k": 4}, (normal(0, 3, 96), normal(1, 96, 200))),
+            ({"k": 1, "is_transposed": True}, (normal(0, 70, 64), normal(1, 150, 64))),
+        ],
+        "linear_cross_entropy": [({}, (normal(0, 100, 96), normal(1, 96, 200), jnp.arange(100)))],
+        "linear_total_variation": [({}, ([normal(0, 2, 70, 96)], [normal(1, 96, 200)], jnp.ones((2, 70), jnp.int32)))],
+        "block_scaled_matmul": [
+            ({}, (normal(0, 3, 200), normal(1, 200, 150))),
+            ({}, (normal(0, 5, 200), normal(1, 200, 150).astype(jnp.float8_e4m3fn), jnp.ones((2, 150)))),
+        ],
+        "grouped_matmul": [
+            ({"inference": True}, experts()),
+            ({"inference": True, **scales}, experts(jnp.float8_e4m3fn)),
+        ],
+        "verify_attention": [
+            ({"scale": 0.1}, attention((2, 2, 3, 2, 64), (2, 2, 200, 64), (2, 2, 200, 64), tokens=3)),
+            ({"scale": 0.1}, paged_attention()),
+            ({"scale": 0.1, "value_width": 128}, attention((2, 1, 2, 4, 160), (2, 1, 200, 160), tokens=2)),
+            (
+                {"scale": 0.1, "value_width": 128, "value_up": normal(9, 4, 128, 40)},
+                attention((2, 1, 2, 4, 160), (2, 1, 200, 160), tokens=2),
+            ),
+            (
+                {"scale": 0.1, "value_width": 16},
+                attention((2, 1, 9, 2, 32), (2, 1, 200, 32), tokens=9),
+            ),  # the cache twice
+        ],
+        "gated_delta_steps": [({}, delta(3))],
+        "gated_delta_verify": [({}, delta(3))],
+        "gated_delta": [({}, delta(100))],
+    }
 
 
 # The operands that their programs share: activations and tables, never weights and caches.
@@ -293,7 +298,7 @@ SLOW = ("verify_attention", "route_tokens", "gated_delta")
     "op", [pytest.param(op, marks=[pytest.mark.slow] * (op in SLOW)) for op in sorted({case.op for case in cases()})]
 )
 def test_kernels_move_what_they_declare(op):
-    for options, arguments in SMALL[op]:
+    for options, arguments in small_calls()[op]:
         function = functools.partial(getattr(pallas_kernels, op), **options)
         result, calls = run_counted(functools.partial(function, implementation="triton"), *arguments)
         assert calls
