@@ -126,11 +126,12 @@ def test_the_kernels_draft_as_xla_does(name, trunk):
 
 
 @SLOW
-@pytest.mark.parametrize("penalties", [{}, {"repetition_penalty": 1.5, "presence_penalty": 0.3, "min_new_tokens": 9}])
+@pytest.mark.parametrize("penalties", [{}, {"repetition_penalty": 1.5, "presence_penalty": 0.3, "min_new_tokens": 40}])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_the_rule_sample_draws_the_tokens_of_plain_decoding(name, penalties, trunk):
     sampling = SamplingParams(temperature=[0.3, 0.7, 0.0, 0.5], top_k=[0, 5, 0, 0], seed=[1, 2, 3, 4], **penalties)
-    result, plain = decode(trunk, DRAFTERS[name](), sampling, acceptance="sample", stop_token_ids=(4,))
+    settings = {"acceptance": "sample", "stop_token_ids": (4,), "max_new_tokens": 50}
+    result, plain = decode(trunk, DRAFTERS[name](), sampling, **settings)
     assert result.rows() == plain and result.stats.accepted.sum() > 0
 
 
