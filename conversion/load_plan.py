@@ -258,7 +258,7 @@ def param_dtype(path: str, spec: ParamSpec, files: TensorSource, scales: ScaleMa
         spec: the parameter.
         files: the checkpoint.
         scales: its scales.
-        dtype: the dtype to cast to; None keeps that of the files.
+        dtype: the dtype to cast to; None keeps the files' dtype.
 
     Returns:
         The dtype.

@@ -77,7 +77,7 @@ def find_workload(
     prompt_tokens: int | None = None,
     chat: bool = False,
 ) -> Workload:
-    """Reads prompts from a file; for a byte-level model without one, takes line starts from held-out files.
+    """Reads the prompts from a file. Without a file, a byte-level model gets line starts of held-out files.
 
     Args:
         path: the checkpoint.

@@ -66,7 +66,7 @@ def connect_followers(options, params: dict, arguments: dict[str, Any]) -> Itera
         arguments: those of `Engine`: model, config and settings.
 
     Yields:
-        In process 0 the other processes, or None if there are none. In another process None, once process 0 has
+        The other processes in process 0; None in a server of one process. In the others None, once process 0 has
         stopped.
     """
     if options.nnodes == 1:

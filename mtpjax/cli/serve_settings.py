@@ -15,7 +15,7 @@ def engine_sizes(options, params: dict, *, model, config, grammars, uses_host: b
 
     Args:
         options: the parsed flags.
-        params: parameters of the model, whose memory leaves the rest to pages.
+        params: parameters of the model. Pages get a share of the memory that these leave free.
         model: the model.
         config: the `DecodeConfig` of every request.
         grammars: what `load_grammars` returned.
@@ -110,7 +110,7 @@ def api_settings(options, path, config, settings):
 
 
 def load_grammars(backend: str | None, tokenizer, vocab_size: int):
-    """Makes what compiles the grammars of requests.
+    """Makes the compiler of requests' JSON schemas and regular expressions.
 
     Args:
         backend: the value of `--grammar-backend`.
@@ -118,10 +118,10 @@ def load_grammars(backend: str | None, tokenizer, vocab_size: int):
         vocab_size: the model's vocabulary.
 
     Returns:
-        The compiler; None if there is none and the flag does not ask for it.
+        The compiler; None without the package, unless the flag asks for it.
 
     Raises:
-        UsageError: the flag asks for one, and it is not installed or does not know the tokenizer.
+        UsageError: the flag asks for the compiler, and it is not installed or does not support the tokenizer.
     """
     from mtpjax.serving.grammar import Grammars
 

@@ -28,7 +28,7 @@ def timing_problem(speed_up: float, accept_length: float, waited: float) -> str 
         waited: share of the measurement's time that threads waited for a core.
 
     Returns:
-        The reason, which begins with "impossible" or "disturbed"; None if there is none.
+        The reason, which begins with "impossible" or "disturbed"; None if the speed-up can be trusted.
     """
     if speed_up <= 0:  # the time of a one-token call is subtracted from every call
         return "impossible: a call for all tokens took no longer than a call for one"

@@ -63,7 +63,8 @@ def flatten_arrays(params: Any) -> dict[str, np.ndarray | jax.Array | StreamedAr
         Arrays of this process and streamed arrays by flat name. Arrays that a mesh splits are streamed.
 
     Raises:
-        ValueError: a leaf is not such an array, has no elements, or has a dtype that JAX cannot hold; or there is none.
+        ValueError: `params` is empty, or a leaf is not such an array, has no elements, or has a dtype that JAX cannot
+            hold.
     """
     arrays = {}
     for name, leaf in flatten(params).items():

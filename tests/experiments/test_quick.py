@@ -12,20 +12,23 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def run_quick(name, *arguments):
-    """Runs a benchmark's quick form, which must print something."""
+    """Runs a benchmark's quick form, and returns its exit code and what it printed."""
     command = [sys.executable, "-m", f"experiments.{name}", *arguments, "--quick"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
-    assert run.stdout.strip()
+    return run.returncode, run.stdout.strip(), run.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["bench_load", "bench_train", "bench_trained", "bench_gpu", "bench_disturbance"])
 def test_a_benchmark_runs(name):
-    run_quick(name)
+    code, output, errors = run_quick(name)
+    assert code == 0, output[-2000:] + errors[-2000:]
+    assert output
 
 
 @pytest.mark.slow
 def test_the_benchmark_of_the_adaptive_depth_runs(tmp_path):
     train(TrainConfig(preset="tiny", steps=4, batch_size=2, row_length=64, panel_prompts=0, output=str(tmp_path)))
-    run_quick("bench_adaptive", "--model", str(tmp_path))
+    code, output, errors = run_quick("bench_adaptive", "--model", str(tmp_path))
+    assert code == 0, output[-2000:] + errors[-2000:]
+    assert output

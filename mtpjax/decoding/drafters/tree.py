@@ -80,7 +80,7 @@ def extend_ancestor_mask(mask: jax.Array | None, parent: jax.Array) -> jax.Array
     """Computes which drafted nodes each node of a new level attends to: its ancestors and itself.
 
     Args:
-        mask: `[B, f, n]` bool, those of the level before; None: there is none.
+        mask: `[B, f, n]` bool, the mask of the level before; None for the first level.
         parent: `[B, g]` int32, each new node's parent among the f nodes.
 
     Returns:
