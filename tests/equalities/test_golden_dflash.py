@@ -162,8 +162,8 @@ def test_a_wrong_switch_is_caught(name, changes):
     _, _, drafter, _, expected = load(name)
     logits = blocks(name, "p0", dataclasses.replace(drafter.architecture, **changes))[1][-1]
     wanted = expected["p0_block_logits"][: len(logits)]
-    # A hundred times the tolerance: one slot less in the block changes the others by 0.03, the other mistakes by more.
-    assert np.abs(logits - wanted).max() > 0.02
+    # One slot less in the block changes the others by 0.03, 150 times the tolerance. The other mistakes change more.
+    assert np.abs(logits - wanted).max() > (0.02 if "block_size" in changes else 0.1)
 
 
 @pytest.mark.parametrize("name", NAMES)
