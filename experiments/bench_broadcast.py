@@ -30,7 +30,7 @@ def make_work(rows: int, pages: int) -> Work:
     """Makes the call of a round; the page ids differ, so all of them travel."""
     table = np.arange(rows * pages, dtype=np.int32).reshape(1, rows, pages)
     batch = Batch(np.arange(rows, dtype=np.int32)[None], table, np.zeros((1, rows), np.int32))
-    settings = {"drafter": 0, "spec": 0, "features": Features(plain=True), "depth": 2, "max_rounds": 2}
+    settings = {"drafter": 0, "spec": 0, "features": Features(plain=True), "depth": 2, "min_rows": 1, "max_rounds": 2}
     return Work(programs.advance, (batch, np.int32(2)), settings)
 
 

@@ -251,12 +251,15 @@ def measure_host(engine: Engine, rng: np.random.Generator) -> dict:
     stopwatch = Stopwatch()
     with Trace(engine) as trace:
         run_load(engine, requests)
-    waited = stopwatch.waited_share()
-    # Pairs of decoding calls of all slots, one directly behind the other.
-    is_full = [not traced.call.is_prefill and None not in traced.call.rows for traced in trace.calls]
+    return {**host_times(trace.calls), "waited_share": stopwatch.waited_share()}
+
+
+def host_times(calls: Sequence[TracedCall]) -> dict:
+    """Summarizes pairs of decoding calls of full batches, one directly behind the other: medians, and the share."""
+    is_full = [not traced.call.is_prefill and None not in traced.call.rows for traced in calls]
     pairs = [
         (before, after)
-        for before, after, *full in zip(trace.calls, trace.calls[1:], is_full, is_full[1:], strict=False)
+        for before, after, *full in zip(calls, calls[1:], is_full, is_full[1:], strict=False)
         if all(full)
     ]
     ticks = np.array([after.began - before.began for before, after in pairs])
@@ -272,7 +275,6 @@ def measure_host(engine: Engine, rng: np.random.Generator) -> dict:
         **{f"{name}_ms": 1e3 * float(np.median(values)) for name, values in milliseconds.items()},
         "dispatch_ms": 1e3 * float(np.median(dispatch)),
         "share": share.to_dict(),
-        "waited_share": waited,
     }
 
 
@@ -299,12 +301,20 @@ def measure_single(
     params: dict,
     model: MTPModel,
     config: DecodeConfig,
-    rng: np.random.Generator,
+    request: Request,
     turns: int,
 ) -> dict:
-    """Compares the time per token of one request in each engine with that of `speculative_generate`."""
-    (request,) = make_requests(rng, [NEW_TOKENS], model.config.vocab_size)
-    config = dataclasses.replace(config, max_new_tokens=NEW_TOKENS)
+    """Compares the time per token of one request in each engine with that of `speculative_generate`.
+
+    Args:
+        engines: the engines, by name.
+        params: parameters of the model.
+        model: the model.
+        config: settings of `speculative_generate`, the limit excepted; the same drafts as the request's.
+        request: a greedy request.
+        turns: measurements of each time.
+    """
+    config = dataclasses.replace(config, max_new_tokens=request.max_new_tokens)
     texts = set()
 
     def engine_seconds(engine: Engine) -> float:
@@ -405,7 +415,8 @@ def measure_model(
     show(name, "host", found["host"])
     engines = {f"{NUM_SLOTS} slots": many, "1 slot": one}
     config = DecodeConfig(num_steps=NUM_STEPS, max_length=MAX_LENGTH)
-    found["single"] = measure_single(engines, params, model, config, rng, turns)
+    (request,) = make_requests(rng, [NEW_TOKENS], model.config.vocab_size)
+    found["single"] = measure_single(engines, params, model, config, request, turns)
     show(name, "single", found["single"])
     most = many
     if max(counts) > NUM_SLOTS:

@@ -134,14 +134,16 @@ def write_bfloat16(gguf: pathlib.Path, path: pathlib.Path) -> None:
     writer.close()
 
 
-def find_prompts(model: pathlib.Path | None, file: pathlib.Path | None, new_tokens: int) -> list[str]:
+def find_prompts(
+    model: pathlib.Path | None, file: pathlib.Path | None, new_tokens: int, *, num_prompts: int = 16
+) -> list[str]:
     """Reads the prompts of a file; without one, takes the held-out prompts of a model of bytes."""
     if file is not None:
         return [record["prompt"] for _, record in read_json_objects(file)]
     assert model is not None
     loaded, params = load(model)
     assert isinstance(loaded, MTPModel)
-    rows = find_workload(model, loaded, params, Settings(max_new_tokens=new_tokens), num_prompts=16).prompts
+    rows = find_workload(model, loaded, params, Settings(max_new_tokens=new_tokens), num_prompts=num_prompts).prompts
     return [bytes(row).decode(errors="ignore") for row in rows]
 
 

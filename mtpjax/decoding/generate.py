@@ -231,13 +231,22 @@ def resolve_spec(
     Returns:
         The spec, which is part of the key of the compiled program.
     """
-    platform = mesh.devices.flat[0].platform if mesh is not None else jax.default_backend()
-    min_rows = config.min_rows or min_rows_per_pass(model, batch, platform)
+    platform, min_rows = platform_of(mesh), choose_min_rows(config, model, mesh, batch=batch)
     chunk = choose_prefill_chunk(model, batch, platform, longest_prompt=longest_prompt, max_length=max_length)
     spec = DecodeSpec.from_config(config, is_greedy=is_greedy, min_rows=min_rows, prefill_chunk=chunk)
     # No prompt is longer than the model's positions, and caches hold a whole chunk: a wider one would only cost memory.
     max_chunk = max(model.config.max_position_embeddings, MIN_PREFILL_CHUNK)
     return dataclasses.replace(spec, prefill_chunk=min(spec.prefill_chunk, max_chunk))
+
+
+def choose_min_rows(config: DecodeConfig, model: MTPModel, mesh: Mesh | None, *, batch: int) -> int:
+    """Chooses the fewest token rows of a forward pass: the configured number, or what is fast with `batch` rows."""
+    return config.min_rows or min_rows_per_pass(model, batch, platform_of(mesh))
+
+
+def platform_of(mesh: Mesh | None) -> str:
+    """Returns JAX's name of the mesh's platform, or of the default one: "cpu" or "gpu"."""
+    return mesh.devices.flat[0].platform if mesh is not None else jax.default_backend()
 
 
 def make_state(
@@ -302,7 +311,7 @@ def device_settings(params: dict, mesh: Mesh | None, config: DecodeConfig) -> It
     """
     if config.deterministic and mesh is not None and mesh.size > 1:
         raise ValueError(f"deterministic decoding runs on one device, not on a mesh of {mesh.size}")
-    platform = mesh.devices.flat[0].platform if mesh is not None else jax.default_backend()
+    platform = platform_of(mesh)
     with contextlib.ExitStack() as settings:
         settings.enter_context(batch_invariant(config.deterministic))
         if mesh is not None:

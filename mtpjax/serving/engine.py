@@ -34,7 +34,7 @@ from mtpjax.serving.model_digest import model_digest
 from mtpjax.serving.multihost.connection import Followers
 from mtpjax.serving.multihost.leader import LeaderExecutor
 from mtpjax.serving.page_pool import PagePool
-from mtpjax.serving.programs import Report
+from mtpjax.serving.programs import RowReport
 from mtpjax.serving.rebalancing import ExpertRebalancer
 from mtpjax.serving.request import (
     Deliver,
@@ -114,7 +114,8 @@ class Engine:
         self._ids = itertools.count()
         self._in_flight: list[Call] = []
         self._totals: collections.Counter[str] = collections.Counter()
-        self._drafts = np.zeros(1 + 2 * self._max_depth, np.int64)
+        self._no_counts = [0] * (1 + 2 * self._max_depth)
+        self._drafts = self._no_counts  # passes, and proposed and accepted drafts per level
         self._num_warm_up_programs = 0
         self._is_closing = False
         self.busy_since: float | None = None
@@ -290,7 +291,7 @@ class Engine:
 
     def status(self) -> EngineStatus:
         """Returns the load and the counts since the start."""
-        scheduler, depth = self._scheduler, self._max_depth
+        scheduler, depth, drafts = self._scheduler, self._max_depth, self._drafts
         return EngineStatus(
             num_running=len(scheduler.running),
             num_waiting=len(self._sequences) - len(scheduler.running),
@@ -299,9 +300,9 @@ class Engine:
             num_used_pages=sum(pool.num_in_use for pool in scheduler.pools),
             page_size=self.settings.page_size,
             num_preempted=scheduler.num_preempted,
-            num_steps=int(self._drafts[0]),
-            proposed=tuple(self._drafts[1 : 1 + depth].tolist()),
-            accepted=tuple(self._drafts[1 + depth :].tolist()),
+            num_steps=drafts[0],
+            proposed=tuple(drafts[1 : 1 + depth]),
+            accepted=tuple(drafts[1 + depth :]),
             num_compilations=self._executor.num_compiled - self._num_warm_up_programs,
             compile_seconds=self._executor.compile_seconds,
             num_rebalancings=0 if self._rebalancer is None else self._rebalancer.num_rebalancings,
@@ -498,51 +499,53 @@ class Engine:
 
     def _take_report(self, call: Call) -> None:
         """Delivers the new tokens of a call, and ends the rows that are done."""
-        report, before = call.read(), self._drafts.copy()
+        report, before = call.read(), self._drafts
         num_rounds = 0
-        for row, sequence in enumerate(call.rows):
+        for sequence, row in zip(call.rows, report.rows(), strict=True):
             if sequence is not None:
                 sequence.num_unread -= 1
                 if not sequence.has_ended:
-                    num_rounds = max(num_rounds, self._take_row(sequence, report, row, call.is_prefill))
+                    num_rounds = max(num_rounds, self._take_row(sequence, row, call.is_prefill))
         if self._depth is not None:
-            _, proposed, accepted = np.split(self._drafts - before, [1, 1 + self._max_depth])
+            _, proposed, accepted = np.split(np.subtract(self._drafts, before), [1, 1 + self._max_depth])
             self._depth.record(num_rounds, proposed, accepted)
 
-    def _take_row(self, sequence: Sequence, report: Report, row: int, is_prefill: bool) -> int:
+    def _take_row(self, sequence: Sequence, row: RowReport, is_prefill: bool) -> int:
         """Delivers the new tokens of a row; returns the number of its rounds."""
         # 1. Counts.
-        counts = np.concatenate([report.steps[row, None], report.proposed[row], report.accepted[row]]).astype(int)
-        new_counts = counts - sequence.counts
-        self._drafts += new_counts
-        sequence.totals, sequence.counts = sequence.totals + new_counts, counts
+        new_counts = [
+            after - before for after, before in zip(row.counts, sequence.counts or self._no_counts, strict=True)
+        ]
+        self._drafts = _add(self._drafts, new_counts)
+        sequence.totals = _add(sequence.totals or self._no_counts, new_counts)
+        sequence.counts = row.counts
         # 2. New tokens. The first one of a row that decoded before was delivered then.
-        new = slice(int(is_prefill and sequence.is_resumed), int(report.num_new[row]))
-        tokens = report.tokens[row, new].tolist()
+        new = slice(int(is_prefill and sequence.is_resumed), None)
+        tokens = row.tokens[new]
         if tokens:
             sequence.text += tokens
             if self._rebalancer is not None:
                 self._rebalancer.add(sequence)
             self._totals["new_tokens"] += len(tokens)
             sequence.times.deliveries.append((time.monotonic(), len(tokens)))
-            logprobs = report.logprobs[row, new].tolist() if sequence.request.logprobs else None
-            self._deliver(sequence, Delta(tokens, report.origins[row, new].tolist(), logprobs))
+            logprobs = row.logprobs[new].tolist() if sequence.request.logprobs else None
+            self._deliver(sequence, Delta(tokens, row.origins[new], logprobs))
         # 3. Pages whose entries are final serve later requests.
         if sequence.lease is not None and self._scheduler.settings.shares_prefixes:
             pool = self._scheduler.pools[sequence.part]
-            pool.store(sequence.lease, sequence.text, min(int(report.num_final[row]), len(sequence.text)))
+            pool.store(sequence.lease, sequence.text, min(row.num_final, len(sequence.text)))
         # 4. The end.
-        if report.failed[row]:
+        if row.failed:
             self._totals["nan_logits"] += 1
             self._end(sequence, "error", f"request {sequence.id} failed: the model computed NaN")
-        elif report.done[row]:
-            self._end(sequence, "stop" if report.stopped[row] else "length")
+        elif row.done:
+            self._end(sequence, "stop" if row.stopped else "length")
         elif sequence.matcher is not None:
             try:
                 sequence.matcher.consume(tokens)
             except GrammarError as error:
                 self._end(sequence, "invalid", str(error))
-        return int(new_counts[0])
+        return new_counts[0]
 
     def _end(self, sequence: Sequence, reason: FinishReason, message: str = "", *, is_retryable: bool = False) -> None:
         part, has_failed = sequence.part, reason == "error"
@@ -556,7 +559,7 @@ class Engine:
         self._totals["requests"] += 1
         self._totals["aborted"] += reason in ("abort", "timeout")
         self._totals["failed"] += has_failed
-        totals, depth = np.broadcast_to(sequence.totals, self._drafts.shape).tolist(), self._max_depth
+        totals, depth = sequence.totals or self._no_counts, self._max_depth
         finish = Finish(
             reason,
             num_prompt_tokens=len(sequence.request.prompt),
@@ -623,6 +626,10 @@ class Engine:
                 _log.exception("the engine cannot start anew; it tries again in %.0f s", RETRY_SECONDS)
                 time.sleep(RETRY_SECONDS)
         raise error
+
+
+def _add(values: list[int], others: list[int]) -> list[int]:
+    return [value + other for value, other in zip(values, others, strict=True)]
 
 
 # Totals of `EngineStatus`.

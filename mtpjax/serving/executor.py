@@ -17,7 +17,7 @@ from mtpjax.compat import library_settings
 from mtpjax.decoding.capacity import round_up_capacity
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.drafters.own_params import require_whole_trunk
-from mtpjax.decoding.generate import device_settings, make_state
+from mtpjax.decoding.generate import choose_min_rows, device_settings, make_state
 from mtpjax.decoding.requests import (
     check_request,
     check_settings,
@@ -108,7 +108,13 @@ class Executor:
         num_parts = 1 if mesh is None else mesh.shape.get("data", 1)
         limit = check_settings(model, config, drafter)
         self.sizes, self.spec = resolve_sizes(
-            settings, spec, model=model, drafter=drafter, limit=limit, num_parts=num_parts
+            settings,
+            spec,
+            model=model,
+            drafter=drafter,
+            limit=limit,
+            num_parts=num_parts,
+            min_rows_of=lambda num_rows: choose_min_rows(config, model, mesh, batch=num_rows),
         )
         self.draft_params = self.own_draft_params
         if self.draft_params is None:
@@ -445,16 +451,21 @@ class Executor:
         return self._prefill(batch, nowhere, np.full_like(batch.slots, -1), allowed, nowhere)
 
     def _advance(self, batch: Batch, features: Features, depth: int, rounds: int) -> Work:
-        settings = {"drafter": self.drafter, "spec": self.spec, "features": features, "depth": depth}
+        settings = self._round_settings(batch, depth) | {"features": features}
         arrays = (batch, np.int32(rounds))
         return Work(programs.advance, arrays, settings | {"max_rounds": self.settings.rounds_per_call})
 
     def _draft(self, batch: Batch, depth: int) -> Work:
-        return Work(programs.draft_round, (batch,), {"drafter": self.drafter, "spec": self.spec, "depth": depth})
+        return Work(programs.draft_round, (batch,), self._round_settings(batch, depth))
 
     def _verify(self, call: DraftCall, allowed: np.ndarray) -> Work:
-        settings = {"drafter": self.drafter, "spec": self.spec, "depth": call.depth}
-        return Work(programs.verify_round, (call.batch, call.draft, allowed), settings)
+        arrays = (call.batch, call.draft, allowed)
+        return Work(programs.verify_round, arrays, self._round_settings(call.batch, call.depth))
+
+    def _round_settings(self, batch: Batch, depth: int) -> dict[str, Any]:
+        """Returns the static settings of a round."""
+        min_rows = self.sizes.min_rows[self.sizes.batch_sizes.index(batch.slots.shape[1])]
+        return {"drafter": self.drafter, "spec": self.spec, "depth": depth, "min_rows": min_rows}
 
     def _clearing(self, part: int, pages: list[int]) -> Work:
         ids = np.full((self.sizes.num_parts, NUM_CLEARED), NO_PAGE, np.int32)

@@ -11,7 +11,7 @@ from 0 in each part.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -47,6 +47,19 @@ class Batch(flax.struct.PyTreeNode):
     num_shared: Any  # [P, b] int32 positions at the beginning that the row never writes
 
 
+class RowReport(NamedTuple):
+    """A row of a `Report`, as Python's own values."""
+
+    tokens: list[int]
+    origins: list[int]
+    logprobs: np.ndarray  # [n] float32
+    done: bool
+    stopped: bool
+    failed: bool
+    counts: list[int]  # [1 + 2 K]: steps, and proposed and accepted drafts per level
+    num_final: int
+
+
 class Report(NamedTuple):
     """The changes of a call, per row of its batch: R = P * b rows, n new tokens at most, K draft levels."""
 
@@ -61,6 +74,23 @@ class Report(NamedTuple):
     proposed: Any  # [R, K] int32
     accepted: Any  # [R, K] int32
     num_final: Any  # [R] int32 positions at the beginning whose entries will not change
+
+    def rows(self) -> Iterator[RowReport]:
+        """Yields the rows of a report on the host. Reading arrays element by element would take longer."""
+        counts = np.concatenate([self.steps[:, None], self.proposed, self.accepted], axis=1)
+        columns = (
+            self.tokens,
+            self.origins,
+            self.num_new,
+            self.done,
+            self.stopped,
+            self.failed,
+            counts,
+            self.num_final,
+        )
+        lists = zip(*(column.tolist() for column in columns), strict=True)
+        for logprobs, (tokens, origins, num_new, *rest) in zip(self.logprobs, lists, strict=True):
+            yield RowReport(tokens[:num_new], origins[:num_new], logprobs[:num_new], *rest)
 
 
 class PackedReport(flax.struct.PyTreeNode):
@@ -204,7 +234,10 @@ def prefill_chunk(
     return state, _report(state, batch, before, 1, drafter)
 
 
-@one_graph(donate_argnames=("state",), static_argnames=("model", "drafter", "spec", "features", "depth", "max_rounds"))
+@one_graph(
+    donate_argnames=("state",),
+    static_argnames=("model", "drafter", "spec", "features", "depth", "min_rows", "max_rounds"),
+)
 def advance(
     params: dict,
     draft_params: Any,
@@ -217,6 +250,7 @@ def advance(
     spec: DecodeSpec,
     features: Features,
     depth: int,
+    min_rows: int,
     max_rounds: int,
 ) -> tuple[DecodeState, PackedReport]:
     """Runs rounds on some rows, all with the same number of draft levels.
@@ -232,11 +266,13 @@ def advance(
         spec: the shape of the deepest round.
         features: what the rows need.
         depth: draft levels of each round.
+        min_rows: fewest token rows of a forward pass; narrower passes are padded.
         max_rounds: what the report has room for.
 
     Returns:
         The new state and the report.
     """
+    spec = dataclasses.replace(spec, min_rows=min_rows)
 
     def advance_part(params, draft_params, state, batch, rounds):
         prepared = drafter.prepare(params, draft_params, model=model, dtype=params["embedding"].dtype)
@@ -261,7 +297,7 @@ def advance(
     return state, _report(state, batch, before, max_rounds * (depth + 1), drafter)
 
 
-@one_graph(donate_argnames=("state",), static_argnames=("model", "drafter", "spec", "depth"))
+@one_graph(donate_argnames=("state",), static_argnames=("model", "drafter", "spec", "depth", "min_rows"))
 def draft_round(
     params: dict,
     draft_params: Any,
@@ -272,6 +308,7 @@ def draft_round(
     drafter: Drafter,
     spec: DecodeSpec,
     depth: int,
+    min_rows: int,
 ) -> tuple[DecodeState, Draft]:
     """Begins a round of some rows: drafts, and leaves verification to `verify_round`.
 
@@ -284,10 +321,12 @@ def draft_round(
         drafter: the draft method.
         spec: the shape of the deepest round.
         depth: draft levels of the round.
+        min_rows: as in `advance`.
 
     Returns:
         The new state, and the draft, `[R, ...]`.
     """
+    spec = dataclasses.replace(spec, min_rows=min_rows)
 
     def draft_part(params, draft_params, state, batch):
         prepared = drafter.prepare(params, draft_params, model=model, dtype=params["embedding"].dtype)
@@ -314,7 +353,7 @@ def draft_round(
     return state, in_every_process(draft)
 
 
-@one_graph(donate_argnames=("state",), static_argnames=("model", "drafter", "spec", "depth"))
+@one_graph(donate_argnames=("state",), static_argnames=("model", "drafter", "spec", "depth", "min_rows"))
 def verify_round(
     params: dict,
     draft_params: Any,
@@ -327,6 +366,7 @@ def verify_round(
     drafter: Drafter,
     spec: DecodeSpec,
     depth: int,
+    min_rows: int,
 ) -> tuple[DecodeState, PackedReport]:
     """Ends the round that `draft_round` began: verifies, accepts and commits.
 
@@ -341,10 +381,12 @@ def verify_round(
         drafter: the draft method.
         spec: the shape of the deepest round.
         depth: draft levels of the round.
+        min_rows: as in `advance`.
 
     Returns:
         The new state and the report.
     """
+    spec = dataclasses.replace(spec, min_rows=min_rows)
 
     def verify_part(params, _, state, batch, draft, allowed):
         batch, draft, allowed = _of_part(state, (batch, draft, allowed))

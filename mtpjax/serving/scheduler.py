@@ -11,8 +11,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from mtpjax.serving.grammar import Matcher
 from mtpjax.serving.page_pool import Lease, PagePool
 from mtpjax.serving.request import Deliver, Request, RequestTimes
@@ -45,7 +43,8 @@ class Sequence:
         has_ended: its end was delivered.
         num_cached: tokens of its prompt that the prefix cache held when it first entered.
         num_kept: tokens of its text that were kept for the counts of `ExpertRebalancer`.
-        counts: verification passes since it last entered, then per draft level proposed and accepted drafts.
+        counts: verification passes since it last entered, then per draft level proposed and accepted drafts; empty
+            before its first report.
         totals: the same since it arrived.
     """
 
@@ -71,8 +70,8 @@ class Sequence:
     has_ended: bool = False
     num_cached: int | None = None
     num_kept: int = 0
-    counts: np.ndarray | int = 0
-    totals: np.ndarray | int = 0
+    counts: list[int] = dataclasses.field(default_factory=list)
+    totals: list[int] = dataclasses.field(default_factory=list)
 
     @property
     def num_new(self) -> int:
@@ -275,7 +274,7 @@ class Scheduler:
         if lease is None:
             return False
         sequence.part, sequence.slot, sequence.lease = part, self._free_slots[part].pop(), lease
-        sequence.is_resumed, sequence.num_to_prefill, sequence.counts = is_resumed, num_to_prefill, 0
+        sequence.is_resumed, sequence.num_to_prefill, sequence.counts = is_resumed, num_to_prefill, []
         sequence.position = min(max(lease.num_cached - self.settings.overlap, 0), num_to_prefill - 1)
         sequence.snapshot_stops = self._snapshot_stops(sequence)
         if sequence.num_cached is None:

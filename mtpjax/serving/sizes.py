@@ -1,6 +1,7 @@
 """The sizes of an engine: its settings, and what follows from them for a model."""
 
 import dataclasses
+from collections.abc import Callable
 
 from mtpjax.decoding.capacity import round_up_capacity, slots_per_round
 from mtpjax.decoding.drafters.base import Drafter
@@ -79,6 +80,7 @@ class EngineSizes:
         max_shift: positions behind its own where the drafter may store an entry.
         depths: numbers of draft levels that calls can have, the most first; a request can ask for none.
         batch_sizes: numbers of rows that programs are compiled for, ascending.
+        min_rows: for each of `batch_sizes`, the fewest token rows of a forward pass.
         prefill_sizes: the same for prompts.
         table_widths: numbers of pages per row that programs are compiled for, ascending.
     """
@@ -94,6 +96,7 @@ class EngineSizes:
     max_shift: int
     depths: tuple[int, ...]
     batch_sizes: tuple[int, ...]
+    min_rows: tuple[int, ...]
     prefill_sizes: tuple[int, ...]
     table_widths: tuple[int, ...]
 
@@ -108,7 +111,14 @@ class EngineSizes:
 
 
 def resolve_sizes(
-    settings: EngineSettings, spec: DecodeSpec, *, model: MTPModel, drafter: Drafter, limit: int, num_parts: int
+    settings: EngineSettings,
+    spec: DecodeSpec,
+    *,
+    model: MTPModel,
+    drafter: Drafter,
+    limit: int,
+    num_parts: int,
+    min_rows_of: Callable[[int], int],
 ) -> tuple[EngineSizes, DecodeSpec]:
     """Computes an engine's sizes.
 
@@ -119,6 +129,7 @@ def resolve_sizes(
         drafter: the draft method.
         limit: most tokens of a text that the model allows.
         num_parts: parts of the mesh's `data`.
+        min_rows_of: chooses the fewest token rows of a forward pass for a number of rows on a device.
 
     Returns:
         The sizes, and the spec with the chunk of a prompt and the pool.
@@ -141,10 +152,16 @@ def resolve_sizes(
     prefill_tokens = settings.prefill_tokens or 4 * spec.prefill_chunk
     spec = dataclasses.replace(spec, prefill_chunk=min(spec.prefill_chunk, prefill_tokens))
     prefill_rows = min(prefill_tokens // spec.prefill_chunk, part_slots)
-    # 2. Rows that are all greedy have dynamic trees, which may need more slots than those of a sampling rule.
+    # 2. The numbers of rows that programs are compiled for.
+    batch_sizes = settings.batch_sizes or powers_of(4, part_slots)
+    if batch_sizes[-1] < part_slots or list(batch_sizes) != sorted(set(batch_sizes)):
+        raise ValueError(f"batch_sizes must rise up to {part_slots}, got {batch_sizes}")
+    min_rows = tuple(min_rows_of(size) for size in batch_sizes)
+    spec = dataclasses.replace(spec, min_rows=max(min_rows))
+    # 3. Rows that are all greedy have dynamic trees, which may need more slots than those of a sampling rule.
     rules = (spec, dataclasses.replace(spec, rule="greedy"))
     num_behind, max_shift = max(slots_per_round(model, drafter, each) for each in rules), drafter.max_shift(model)
-    # 3. The pool.
+    # 4. The pool.
     max_pages = count_pages(max_length, num_behind, max_shift=max_shift, size=settings.page_size)
     num_pages = settings.num_pages or max_pages * settings.num_slots
     if num_pages % num_parts:
@@ -152,10 +169,7 @@ def resolve_sizes(
     num_snapshots = count_snapshots(settings, model.config)
     if num_snapshots < 0 or num_snapshots % num_parts:
         raise ValueError(f"num_snapshots must be a multiple of data = {num_parts}, at least 0, got {num_snapshots}")
-    # 4. The numbers of rows and pages that programs are compiled for.
-    batch_sizes = settings.batch_sizes or powers_of(4, part_slots)
-    if batch_sizes[-1] < part_slots or list(batch_sizes) != sorted(set(batch_sizes)):
-        raise ValueError(f"batch_sizes must rise up to {part_slots}, got {batch_sizes}")
+    # 5. The depths.
     depths = (spec.num_steps, 0) if spec.num_steps else (0,)
     if settings.adapts_depth:
         depths = tuple(range(spec.num_steps, -1, -1))
@@ -174,6 +188,7 @@ def resolve_sizes(
         max_shift=max_shift,
         depths=depths,
         batch_sizes=batch_sizes,
+        min_rows=min_rows,
         prefill_sizes=powers_of(4, prefill_rows),
         table_widths=fractions_of(8, max_pages, 16),
     )

@@ -2,7 +2,6 @@
 
 import asyncio
 import collections
-import contextlib
 import dataclasses
 import logging
 import math
@@ -116,7 +115,7 @@ class Generation:
         self.name, self._server = name, server
         self.started = time.monotonic()
         self._max_bytes = server.settings.max_buffer_bytes if is_streaming else math.inf
-        self._loop = asyncio.get_running_loop()
+        self._mailbox = server.mailbox()
         self._inbox: collections.deque[tuple[int, Delta | Finish]] = collections.deque()
         self._arrived = asyncio.Event()
         self._num_bytes = 0
@@ -141,9 +140,8 @@ class Generation:
         )
 
         def deliver(event: Delta | Finish) -> None:
-            # In the engine's thread. The loop may have ended while the engine still works.
-            with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._receive, index, event)
+            # In the engine's thread.
+            self._mailbox.post(self._receive, index, event)
 
         try:
             request_id = self._server.engine.submit(request, deliver)

@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import hmac
 import json
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -20,6 +21,8 @@ from mtpjax.serving.api.server import ApiSettings
 from mtpjax.serving.request import QueueFull
 
 LARGE_BODY_BYTES = 1 << 16  # parsed outside the event loop
+CHECKS_PER_TIMEOUT = 4  # of a stream's writes
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 T = TypeVar("T")
 
 
@@ -185,12 +188,16 @@ class EventStream(Response):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events, self._write_timeout, self._on_close = events, write_timeout, on_close
+        self._write_began: float | None = None  # time at which the event that is being written began
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writer = asyncio.ensure_future(self._write(send))
         watcher = asyncio.ensure_future(_wait_for_disconnect(receive))
         try:
-            await asyncio.wait({writer, watcher}, return_when=asyncio.FIRST_COMPLETED)
+            # A timer per event would cost more than the event, so look from time to time.
+            while not (writer.done() or watcher.done() or self._is_late()):
+                tasks, interval = {writer, watcher}, self._write_timeout / CHECKS_PER_TIMEOUT
+                await asyncio.wait(tasks, timeout=interval, return_when=asyncio.FIRST_COMPLETED)
             if writer.done():
                 writer.result()
         finally:
@@ -198,28 +205,33 @@ class EventStream(Response):
             await _cancel(writer, watcher)
             await self._events.aclose()
 
+    def _is_late(self) -> bool:
+        """Returns whether an event has waited too long for the client to read."""
+        began = self._write_began
+        return began is not None and time.monotonic() - began > self._write_timeout
+
     async def _write(self, send: Send) -> None:
         async def write(body: bytes, *, more_body: bool) -> None:
-            async with asyncio.timeout(self._write_timeout):
-                await send({"type": "http.response.body", "body": body, "more_body": more_body})
+            self._write_began = time.monotonic()
+            await send({"type": "http.response.body", "body": body, "more_body": more_body})
+            self._write_began = None
 
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        with contextlib.suppress(TimeoutError, OSError):  # the client stopped reading, or left
-            async with contextlib.aclosing(self._events_or_error()) as events:
-                async for event in events:
-                    text = event if isinstance(event, str) else to_json(event)
-                    await write(f"data: {text}\n\n".encode(), more_body=True)
+        with contextlib.suppress(OSError):  # the client left
+            is_open = True
+            while is_open:
+                try:
+                    event = await anext(self._events)
+                except StopAsyncIteration:
+                    break
+                # An error in mid-stream becomes the last event, because the status is sent already.
+                except ApiError as error:
+                    event, is_open = error.body, False
+                except Exception as error:
+                    event, is_open = log_fault(error).body, False
+                text = event if isinstance(event, str) else to_json(event)
+                await write(f"data: {text}\n\n".encode(), more_body=True)
             await write(b"", more_body=False)
-
-    async def _events_or_error(self):
-        """Yields the events. An error in mid-stream becomes the last event, because the status is sent already."""
-        try:
-            async for event in self._events:
-                yield event
-        except ApiError as error:
-            yield error.body
-        except Exception as error:
-            yield log_fault(error).body
 
 
 async def error_handler(request: Request, error: Exception) -> Response:
@@ -243,7 +255,7 @@ def error_response(error: ApiError) -> Response:
 
 def to_json(value: Any) -> str:
     """Returns compact JSON. NaN raises ValueError."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return _ENCODER.encode(value)
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

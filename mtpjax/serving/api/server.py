@@ -1,7 +1,9 @@
 """The routes' shared state: the engine, the tokenizer, the settings, and the requests that run."""
 
 import asyncio
+import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import hashlib
 import time
@@ -109,6 +111,38 @@ class ApiSettings:
     server_info: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
+class Mailbox:
+    """Takes calls from other threads into an event loop.
+
+    Calls that come together wake the loop once, because a wake-up is a system call: a tick of the engine has an event
+    for each of its requests.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self.loop = loop
+        self._calls: collections.deque[tuple[Callable[..., None], tuple[Any, ...]]] = collections.deque()
+        self._is_woken = False
+
+    def post(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Calls a function in the loop, soon; in the order of the posts. Does nothing once the loop has ended."""
+        self._calls.append((function, arguments))
+        # `_run` resets this before it takes calls, so a call behind its last one wakes the loop again.
+        if not self._is_woken:
+            self._is_woken = True
+            with contextlib.suppress(RuntimeError):
+                self.loop.call_soon_threadsafe(self._run)
+
+    def _run(self) -> None:
+        self._is_woken = False
+        try:
+            while self._calls:
+                function, arguments = self._calls.popleft()
+                function(*arguments)
+        finally:
+            if self._calls:  # one of them failed
+                self.loop.call_soon(self._run)
+
+
 class ApiServer:
     """State of the API.
 
@@ -128,6 +162,7 @@ class ApiServer:
         self.is_stopping = False
         self.prepare: Callable[[Sequence[Request]], Awaitable[None]] | None = None
         self.running: dict[str, set[int]] = {}
+        self._mailbox: Mailbox | None = None
         self.max_prompt_characters = settings.max_prompt_characters or 64 * engine.max_length
         digest = hashlib.sha256(f"{__version__} {settings.model_name} {tokenizer.digest}".encode()).hexdigest()
         self.fingerprint = f"fp_{digest[:12]}"
@@ -136,6 +171,13 @@ class ApiServer:
         self._chat_threads = concurrent.futures.ThreadPoolExecutor(2, "chat")
         self._grammar_threads = concurrent.futures.ThreadPoolExecutor(2, "grammar")
         self._score_threads = concurrent.futures.ThreadPoolExecutor(4, "score")
+
+    def mailbox(self) -> Mailbox:
+        """Returns the mailbox of the running event loop."""
+        loop = asyncio.get_running_loop()
+        if self._mailbox is None or self._mailbox.loop is not loop:
+            self._mailbox = Mailbox(loop)
+        return self._mailbox
 
     async def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Encodes texts outside the event loop. Raises ApiError if the tokenizer cannot encode one."""

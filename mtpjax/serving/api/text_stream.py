@@ -102,6 +102,9 @@ class TextStream:
         """Returns the text that is safe to show once `text`, of the last token, follows what is held back."""
         if not text:
             return []
+        # Without stop strings, nothing is ever held back.
+        if not self._stop:
+            return [Span(text, self._level)]
         spans, self._held = [*self._held, Span(text, self._level)], []
         # Stop strings that end this early do not count, so nothing is held back for them.
         if self.num_tokens < self._min_tokens:
