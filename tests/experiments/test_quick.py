@@ -8,6 +8,7 @@ import pytest
 
 from mtpjax import TrainConfig, train
 
+NAMES = ["bench_load", "bench_train", "bench_trained", "bench_gpu", "bench_http", "bench_disturbance"]
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
@@ -19,11 +20,18 @@ def run_quick(name, *arguments):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bench_load", "bench_train", "bench_trained", "bench_gpu", "bench_disturbance"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_benchmark_runs(name):
     code, output, errors = run_quick(name)
     assert code == 0, output[-2000:] + errors[-2000:]
     assert output
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_the_engine_on_a_gpu_runs_with_its_server():
+    code, output, errors = run_quick("bench_engine_gpu", "--server")
+    assert code == 0, output[-2000:] + errors[-2000:]
+    assert "4 requests" in output and "run 4 of 4" in output
 
 
 @pytest.mark.slow

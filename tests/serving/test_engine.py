@@ -105,6 +105,26 @@ def test_each_request_gets_the_text_that_it_gets_alone(engines):
     assert engine.status().accept_length > 1
 
 
+@pytest.mark.parametrize("num_steps", [2, 0])
+def test_passes_of_one_row_are_padded_on_a_gpu(num_steps, small, monkeypatch):
+    model, params = small("grouped")
+    config = dataclasses.replace(CONFIG, num_steps=num_steps)
+    # The second fills the context: its last pass writes a padded row behind it.
+    requests = [
+        Request(prompt=(5, 6, 7), max_new_tokens=20, speculative=False),
+        Request(prompt=tuple(range(56)), max_new_tokens=40),
+    ]
+    expected = [alone(params, model, request, config)[0] for request in requests]
+    monkeypatch.setattr("mtpjax.decoding.generate.platform_of", lambda mesh: "gpu")
+    engine = Engine(params, model=model, config=config, settings=SETTINGS)
+    assert engine._executor.sizes.min_rows == (2, 1)
+    assert engine._executor.sizes.num_behind >= 2
+    engine.start()
+    for request, tokens in zip(requests, expected, strict=True):
+        assert Client(engine).run([request])[0][0] == tokens
+    assert engine.close(timeout=30)
+
+
 PREFIXES = [np.random.default_rng(100 + row).integers(0, 61, 27).tolist() for row in range(2)]
 
 
