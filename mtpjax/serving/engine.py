@@ -513,9 +513,8 @@ class Engine:
     def _take_row(self, sequence: Sequence, row: RowReport, is_prefill: bool) -> int:
         """Delivers the new tokens of a row; returns the number of its rounds."""
         # 1. Counts.
-        new_counts = [
-            after - before for after, before in zip(row.counts, sequence.counts or self._no_counts, strict=True)
-        ]
+        before = sequence.counts or self._no_counts
+        new_counts = [count - old for count, old in zip(row.counts, before, strict=True)]
         self._drafts = _add(self._drafts, new_counts)
         sequence.totals = _add(sequence.totals or self._no_counts, new_counts)
         sequence.counts = row.counts

@@ -239,15 +239,15 @@ class Executor:
                 first_token[part, column] = sequence.text[-1]
             elif allowed is not None and sequence.request.grammar is not None:
                 allowed[part, column] = sequence.request.grammar.first_mask
-        report = self._run(self._prefill(batch, start, first_token, allowed, end))
-        return Call(list(itertools.chain(*grid)), report, is_prefill=True)
+        work = self._prefill(batch, start, first_token, allowed, end)
+        return self._call(list(itertools.chain(*grid)), work, is_prefill=True)
 
     def advance(self, sequences: list[Sequence], depth: int, rounds: int) -> Call:
         """Runs rounds of `depth` draft levels on rows."""
         grid = self._grid(sequences, self.sizes.batch_sizes)
         features = Features(plain=all(sequence.is_plain for sequence in sequences))
-        report = self._run(self._advance(self._batch(grid), features, depth, rounds))
-        return Call(list(itertools.chain(*grid)), report, is_prefill=False)
+        work = self._advance(self._batch(grid), features, depth, rounds)
+        return self._call(list(itertools.chain(*grid)), work)
 
     def draft(self, sequences: list[Sequence], depth: int) -> DraftCall:
         """Begins a round of `depth` draft levels on rows with a grammar."""
@@ -257,7 +257,7 @@ class Executor:
 
     def verify(self, call: DraftCall, allowed: np.ndarray) -> Call:
         """Ends a round, with the tokens `[R, W, ceil(V/32)]` that may follow each node."""
-        return Call(call.rows, self._run(self._verify(call, allowed)), is_prefill=False)
+        return self._call(call.rows, self._verify(call, allowed))
 
     def clear_pages(self, part: int, pages: list[int]) -> None:
         """Zeroes pages of a part."""
@@ -471,6 +471,13 @@ class Executor:
         ids = np.full((self.sizes.num_parts, NUM_CLEARED), NO_PAGE, np.int32)
         ids[part, : len(pages)] = pages
         return Work(programs.clear_pages, (ids,), {})
+
+    def _call(self, rows: list[Sequence | None], work: Work, *, is_prefill: bool = False) -> Call:
+        """Dispatches a call that has a report."""
+        report = self._run(work)
+        # The next tick reads it: let the copy start as soon as the call has ended, not when it is asked for.
+        report.values.copy_to_host_async()
+        return Call(rows, report, is_prefill)
 
     def _run(self, work: Work) -> Any:
         """Dispatches a call; returns its report, if it has one."""

@@ -78,16 +78,8 @@ class Report(NamedTuple):
     def rows(self) -> Iterator[RowReport]:
         """Yields the rows of a report on the host. Reading arrays element by element would take longer."""
         counts = np.concatenate([self.steps[:, None], self.proposed, self.accepted], axis=1)
-        columns = (
-            self.tokens,
-            self.origins,
-            self.num_new,
-            self.done,
-            self.stopped,
-            self.failed,
-            counts,
-            self.num_final,
-        )
+        flags = (self.done, self.stopped, self.failed)
+        columns = (self.tokens, self.origins, self.num_new, *flags, counts, self.num_final)
         lists = zip(*(column.tolist() for column in columns), strict=True)
         for logprobs, (tokens, origins, num_new, *rest) in zip(self.logprobs, lists, strict=True):
             yield RowReport(tokens[:num_new], origins[:num_new], logprobs[:num_new], *rest)
