@@ -41,7 +41,7 @@ class Metadata:
 
         Args:
             key: the key without the architecture's name.
-            default: returned if the file lacks the key; None: an error.
+            default: what a missing key means; None: it is an error.
 
         Returns:
             The number or string.

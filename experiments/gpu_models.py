@@ -62,9 +62,11 @@ def constructed(name: str, *, num_steps: int, accept_length: float, scale: float
         accept_length: the goal.
         scale: the result of an earlier search; None: search.
     """
-    config, dtype = (small_config("grouped", hidden_size=64), jnp.float32) if name == "toy" else (MODELS[name], None)
+    config, dtype = MODELS.get(name), jnp.bfloat16
+    if config is None:
+        config, dtype = small_config("grouped", hidden_size=64), jnp.float32
     model = MTPModel(config)
-    params = successor_params(model, dtype or jnp.bfloat16)
+    params = successor_params(model, dtype)
     if scale is None:
         decode = DecodeConfig(num_steps=num_steps, max_new_tokens=64)
         scale = find_scale(params, model=model, config=decode, goal=accept_length)

@@ -15,7 +15,7 @@ def engine_sizes(options, params: dict, *, model, config, grammars, uses_host: b
 
     Args:
         options: the parsed flags.
-        params: parameters of the model. Pages get a share of the memory that these leave free.
+        params: parameters of the model, already on their devices: the pool of pages takes memory that is left.
         model: the model.
         config: the `DecodeConfig` of every request.
         grammars: what `load_grammars` returned.

@@ -11,7 +11,7 @@ def check_layer_ids(layer_ids: tuple[int, ...], num_target_layers: int) -> None:
         num_target_layers: layers of the trunk.
 
     Raises:
-        ValueError: there are none, one is named twice, or one does not exist.
+        ValueError: `layer_ids` is empty, names a layer twice, or names one that does not exist.
     """
     ids, layers = layer_ids, num_target_layers
     require(

@@ -28,7 +28,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, vocab_size: int) -> "Vocabulary":
-        """Returns the vocabulary of V tokens at this place in the program; an axis that does not divide V is None."""
+        """Returns the layout of V tokens under the mesh that is set: split over `tensor` if that axis divides V."""
         return cls("tensor" if is_split(vocab_size, "tensor") else None)
 
     # Columns and token ids.

@@ -28,7 +28,7 @@ def make_app(engine: Engine, tokenizer: Tokenizer, settings: ApiSettings, metric
         engine: makes the tokens.
         tokenizer: the model's.
         settings: of the API.
-        metrics: what `/metrics` answers; None: there is no such path.
+        metrics: the metrics that `/metrics` shows; None leaves this path out.
 
     Returns:
         An ASGI application, for uvicorn.

@@ -44,7 +44,7 @@ class TokenRate:
             num_tokens: tokens until now.
 
         Returns:
-            Tokens per second since the oldest sample of the last seconds; None if there is none yet.
+            Tokens per second over the last `RATE_SECONDS` at most; None before two samples are far enough apart.
         """
         while self._samples and self._samples[0][0] < now - RATE_SECONDS:
             self._samples.popleft()
