@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 import mtpjax
-from experiments import hostile_files
+from experiments import hostile_files, hostile_rewritten
 from experiments.hostile_json import ESCAPE, change_json
 from mtpjax.io.checkpoint import save_model
 
@@ -299,4 +299,5 @@ KINDS: dict[str, Callable[[random.Random, pathlib.Path], dict[str, Any]]] = {
     "full_disk": _full_disk,
     "signal": _signal,
     **hostile_files.KINDS,
+    "rewritten": hostile_rewritten.draw,
 }

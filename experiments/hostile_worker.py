@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from experiments import hostile_time
+from experiments import hostile_rewritten, hostile_time
 from experiments.hostile_cases import TRAIN
 
 EXIT_CODES = (0, 1, 2, 3, 4, 75)
@@ -224,6 +224,12 @@ def _value(text: str) -> Any:
     return eval(text, {"np": np, "object": object, "iter": iter})
 
 
+def rewritten(case: dict[str, Any], sandbox: pathlib.Path) -> str | None:
+    """Loads a checkpoint in another form, which must mean the same or be refused."""
+    with tempfile.TemporaryDirectory(dir=sandbox / "out") as folder:
+        return hostile_rewritten.rewritten(case, pathlib.Path(folder))
+
+
 def full_disk(case: dict[str, Any], sandbox: pathlib.Path) -> str | None:
     """Replaces a checkpoint on a disk that has not room for it: what was there must stay complete."""
     disk = sandbox / "out" / "disk"
@@ -308,4 +314,5 @@ ACTIONS: dict[str, Callable[[dict[str, Any], pathlib.Path], str | None]] = {
     "python": python,
     "full_disk": full_disk,
     "signalled": signalled,
+    "rewritten": rewritten,
 }
