@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 import mtpjax
-from experiments import hostile_files, hostile_rewritten
+from experiments import hostile_files, hostile_rewritten, hostile_streams
 from experiments.hostile_json import ESCAPE, change_json
 from mtpjax.io.checkpoint import save_model
 
@@ -300,4 +300,5 @@ KINDS: dict[str, Callable[[random.Random, pathlib.Path], dict[str, Any]]] = {
     "signal": _signal,
     **hostile_files.KINDS,
     "rewritten": hostile_rewritten.draw,
+    "streamed": hostile_streams.draw,
 }

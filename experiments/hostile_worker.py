@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from experiments import hostile_rewritten, hostile_time
+from experiments import hostile_rewritten, hostile_streams, hostile_time
 from experiments.hostile_cases import TRAIN
 
 EXIT_CODES = (0, 1, 2, 3, 4, 75)
@@ -224,10 +224,16 @@ def _value(text: str) -> Any:
     return eval(text, {"np": np, "object": object, "iter": iter})
 
 
-def rewritten(case: dict[str, Any], sandbox: pathlib.Path) -> str | None:
-    """Loads a checkpoint in another form, which must mean the same or be refused."""
-    with tempfile.TemporaryDirectory(dir=sandbox / "out") as folder:
-        return hostile_rewritten.rewritten(case, pathlib.Path(folder))
+def in_new_folder(
+    action: Callable[[dict[str, Any], pathlib.Path], str | None],
+) -> Callable[[dict[str, Any], pathlib.Path], str | None]:
+    """Makes an action of one that writes its files into an empty folder."""
+
+    def run(case: dict[str, Any], sandbox: pathlib.Path) -> str | None:
+        with tempfile.TemporaryDirectory(dir=sandbox / "out") as folder:
+            return action(case, pathlib.Path(folder))
+
+    return run
 
 
 def full_disk(case: dict[str, Any], sandbox: pathlib.Path) -> str | None:
@@ -314,5 +320,6 @@ ACTIONS: dict[str, Callable[[dict[str, Any], pathlib.Path], str | None]] = {
     "python": python,
     "full_disk": full_disk,
     "signalled": signalled,
-    "rewritten": rewritten,
+    "rewritten": in_new_folder(hostile_rewritten.rewritten),
+    "streamed": in_new_folder(hostile_streams.streamed),
 }
