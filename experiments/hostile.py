@@ -7,9 +7,10 @@ or chat template, of a record, of a command line, or of a Python argument. Cases
 where one can be mounted; signals hit a conversion and a short training run at random moments.
 
 A case passes if it succeeds, or fails with one printable line and a documented exit code; within 20 s (60 s for
-training and signals), not counting the time in which other programs had the core; with at most 256 MB more memory (512
-MB for training, which compiles); with nothing outside its own output folder changed; and, for full disks and signals,
-with what was there before still complete. The cases of a seed are always the same.
+training, loading and signals), not counting the time in which other programs had the core; with at most 256 MB more
+memory (512 MB for training, which compiles); with nothing outside its own output folder changed; and, for full disks
+and signals, with what was there before still complete. Cases of the kinds "rewritten", "rendered" and "streamed" have a
+known answer, and another one without an error fails. The cases of a seed are always the same.
 """
 
 import argparse

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 import mtpjax
-from experiments import hostile_files, hostile_rewritten, hostile_streams
+from experiments import hostile_chats, hostile_files, hostile_rewritten, hostile_streams
 from experiments.hostile_json import ESCAPE, change_json
 from mtpjax.io.checkpoint import save_model
 
@@ -301,4 +301,5 @@ KINDS: dict[str, Callable[[random.Random, pathlib.Path], dict[str, Any]]] = {
     **hostile_files.KINDS,
     "rewritten": hostile_rewritten.draw,
     "streamed": hostile_streams.draw,
+    "rendered": hostile_chats.draw,
 }

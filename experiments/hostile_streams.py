@@ -32,21 +32,8 @@ DECODERS: dict[str, dict[str, Any] | None] = {
 def draw(rng: random.Random, sandbox: pathlib.Path) -> dict[str, Any]:
     """Draws a case: a `tokenizer.json` and ids."""
     kind = rng.choice(sorted(DECODERS))
-    tokens = _vocabulary(kind)
-    tokenizer = {
-        "version": "1.0",
-        "model": {
-            "type": "BPE",
-            "vocab": {token: index for index, token in enumerate(tokens)},
-            "merges": [],
-            "byte_fallback": kind.startswith("byte fallback"),
-        },
-        "decoder": DECODERS[kind],
-        "added_tokens": [
-            _added(len(tokens), SPECIAL, is_special=True),
-            _added(len(tokens) + 1, "<tool>", is_special=False),
-        ],
-    }
+    tokens = vocabulary(kind)
+    tokenizer = make_tokenizer(tokens, DECODERS[kind])
     # The last id has no token: vocabularies of models are padded.
     ids = [rng.randrange(len(tokens) + 3) for _ in range(rng.choice([0, 1, 2, 5, 20, 60]))]
     if rng.random() < 0.3:
@@ -75,8 +62,8 @@ def streamed(case: dict[str, Any], folder: pathlib.Path) -> str | None:
     return None if text == whole else f"streams {text!a:.100}; the whole is {whole!a:.100}"
 
 
-def _vocabulary(kind: str) -> list[str]:
-    """Returns the tokens of a kind: bytes, where it has them, and some words in its spelling."""
+def vocabulary(kind: str) -> list[str]:
+    """Returns the tokens of a kind in `DECODERS`: bytes, where it has them, and some words in its spelling."""
     if kind == "byte-level":
         # GPT-2's characters for bytes: printable ones stand for themselves, the others are counted from 256 on.
         kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -91,6 +78,23 @@ def _vocabulary(kind: str) -> list[str]:
     words = [each for word in WORDS for each in (word, f"{before}{word}{behind}")]
     pieces = [f"<0x{byte:02X}>" for byte in range(256)] if kind.startswith("byte fallback") else []
     return list(dict.fromkeys([*pieces, *words, "▁", "▁▁"]))
+
+
+def make_tokenizer(tokens: list[str], decoder: dict[str, Any] | None) -> dict[str, Any]:
+    """Returns a `tokenizer.json` of BPE without merges, with an end token and another added token."""
+    has_bytes = tokens[0] == "<0x00>"
+    is_byte_level = decoder is not None and decoder["type"] == "ByteLevel"
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    return {
+        "version": "1.0",
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": [], "byte_fallback": has_bytes},
+        "pre_tokenizer": decoder if is_byte_level else None,
+        "decoder": decoder,
+        "added_tokens": [
+            _added(len(tokens), SPECIAL, is_special=True),
+            _added(len(tokens) + 1, "<tool>", is_special=False),
+        ],
+    }
 
 
 def _added(index: int, content: str, *, is_special: bool) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from experiments import hostile_rewritten, hostile_streams, hostile_time
+from experiments import hostile_chats, hostile_rewritten, hostile_streams, hostile_time
 from experiments.hostile_cases import TRAIN
 
 EXIT_CODES = (0, 1, 2, 3, 4, 75)
@@ -322,4 +322,5 @@ ACTIONS: dict[str, Callable[[dict[str, Any], pathlib.Path], str | None]] = {
     "signalled": signalled,
     "rewritten": in_new_folder(hostile_rewritten.rewritten),
     "streamed": in_new_folder(hostile_streams.streamed),
+    "rendered": in_new_folder(hostile_chats.rendered),
 }
