@@ -105,6 +105,17 @@ def test_each_request_gets_the_text_that_it_gets_alone(engines):
     assert engine.status().accept_length > 1
 
 
+def test_the_first_token_in_a_used_slot_was_not_drafted(engines):
+    engine, _, _ = engines()
+    client = Client(engine)
+    # Six in each slot, one after the other: prompts end at places where texts before had drafted tokens.
+    submitted = [client.submit(request) for request in random_requests(8, 24, prompt_length=(5, 30))]
+    firsts = [events.get(timeout=60) for _, events in submitted]
+    assert [delta.origins[0] for delta in firsts] == [0] * len(submitted)
+    assert sum(sum(client.finish(each)[2].accepted) for each in submitted) > 0
+    check_idle(engine)
+
+
 @pytest.mark.parametrize("num_steps", [2, 0])
 def test_passes_of_one_row_are_padded_on_a_gpu(num_steps, small, monkeypatch):
     model, params = small("grouped")
