@@ -14,15 +14,14 @@ import functools
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from mtpjax import compat
+from mtpjax.decoding.graph_trial import try_loop, wait_for_devices
 from mtpjax.distributed import gather_values
 from mtpjax.errors import printable
 
@@ -32,7 +31,7 @@ _RECORDED = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,WHILE,DYNAMIC_
 GRAPH_OPTIONS = {"xla_gpu_enable_command_buffer": _RECORDED, "xla_gpu_graph_min_graph_size": "1"}
 MESH_GRAPH_OPTIONS = {**GRAPH_OPTIONS, "xla_gpu_enable_command_buffer": f"{_RECORDED},COLLECTIVES"}
 
-_NUM_TURNS = 3  # of the trial's loop
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
@@ -57,7 +56,8 @@ class Graphs:
 
     A call donates its state, so it cannot be repeated without a graph when its graph has failed. The question is
     therefore decided on states that nobody needs: by a small loop before the first call (`options`), and by the engine
-    with its own programs while it warms up (`attempt`). A graph that fails later is a fault like any other.
+    with its own programs while it warms up (`attempt`). A graph that fails later is a fault like any other, except
+    where the caller can make the state again (`run_or_repeat`).
     """
 
     def __init__(self):
@@ -73,7 +73,7 @@ class Graphs:
             with self._lock:
                 if mesh not in self._answers:
                     options = graph_options(mesh)
-                    works = options is not None and self.attempt(mesh, lambda: _try_loop(mesh, options))
+                    works = options is not None and self.attempt(mesh, lambda: try_loop(mesh, options))
                     self._answers[mesh] = options if works else None
         return self._answers[mesh]
 
@@ -96,13 +96,39 @@ class Graphs:
         if not mesh.empty and mesh.is_multi_process:
             problem = next(filter(None, gather_values(problem)), "")
         if problem:
-            self._answers[mesh] = None
-            _log.warning(
-                "decoding does not run as one CUDA graph, because a trial failed: %s. Texts do not change, but the "
-                "host starts every round, which is slower",
-                problem,
-            )
+            self._reject(mesh, problem)
         return not problem
+
+    def run_or_repeat(self, mesh: Mesh, run: Callable[[], T]) -> T:
+        """Runs calls that begin with a new state, and once again without graphs if a graph fails.
+
+        Args:
+            mesh: the mesh of the calls.
+            run: makes the state and the calls, and waits for the result.
+
+        Returns:
+            The result.
+
+        Raises:
+            JaxRuntimeError: a call fails that is no graph, runs in several processes, or needs more memory.
+        """
+        try:
+            return run()
+        except jax.errors.JaxRuntimeError as error:
+            # Only one process can decide by itself. Full memory says nothing about graphs.
+            is_several = not mesh.empty and mesh.is_multi_process
+            if self._answers.get(mesh) is None or is_several or "RESOURCE_EXHAUSTED" in str(error):
+                raise
+            self._reject(mesh, printable(error, 300))
+        return run()
+
+    def _reject(self, mesh: Mesh, problem: str) -> None:
+        self._answers[mesh] = None
+        _log.warning(
+            "decoding does not run as one CUDA graph, because a call failed: %s. Texts do not change, but the host "
+            "starts every round, which is slower",
+            problem,
+        )
 
 
 GRAPHS = Graphs()
@@ -155,7 +181,7 @@ class OneGraph:
         """
         if signature not in self._called:
             self._called.add(signature)
-            _wait_for_devices(jax.sharding.get_mesh())
+            wait_for_devices(jax.sharding.get_mesh())
 
     @property
     def num_programs(self) -> int:
@@ -178,64 +204,3 @@ def one_graph(**jit_options: Any) -> Callable[[Callable[..., Any]], OneGraph]:
 def _signature(leaf: Any) -> Any:
     """Returns what selects the compiled program: shape and dtype of an array, any other value itself."""
     return (leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf
-
-
-def trial_loop(mesh: Mesh, options: dict[str, str] | None) -> Any:
-    """Returns a jitted loop like that of a decoding call: a dynamic length, collectives inside, a donated state.
-
-    It is what CUDA and NCCL accept or refuse in a loop that decides, not the size of the program: the kinds of nodes
-    in the graph are the same here, and it compiles in a moment.
-
-    Args:
-        mesh: the mesh.
-        options: compiler options.
-
-    Returns:
-        A function of values `[P, 8]`, a row per device, and a number of turns; each turn adds 1 to the mean of all
-        rows.
-    """
-
-    def loop(x: jax.Array, num_turns: jax.Array) -> jax.Array:
-        def turn(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            index, x = carry
-            if mesh.size > 1:
-                # Of the kinds that decoding has: a sum and a gather.
-                x = jax.lax.psum(x, mesh.axis_names) / mesh.size
-                x = jax.lax.all_gather(x, mesh.axis_names).mean(0)
-            return index + 1, x + 1
-
-        return jax.lax.while_loop(lambda carry: carry[0] < num_turns, turn, (jnp.int32(0), x))[1]
-
-    if mesh.size > 1:
-        rows = PartitionSpec(mesh.axis_names)
-        loop = jax.shard_map(loop, mesh=mesh, in_specs=(rows, PartitionSpec()), out_specs=rows, check_vma=False)
-    return jax.jit(loop, compiler_options=options, donate_argnums=0)
-
-
-def _try_loop(mesh: Mesh, options: dict[str, str]) -> None:
-    """Runs the trial's loop as a graph; raises `JaxRuntimeError` if that fails or its numbers are wrong."""
-    if mesh.size > 1:
-        compat.allow_recorded_collectives(mesh.devices.flat)
-    loop, x = trial_loop(mesh, options), np.ones((max(mesh.size, 1), 8), np.float32)
-    if mesh.size > 1:
-        sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-        x = jax.make_array_from_callback(x.shape, sharding, lambda index: np.ones((1, 8), np.float32))
-    # XLA runs the first call kernel by kernel and records the second one. Some errors come only when the result is
-    # read.
-    for _ in range(2):
-        x = jax.block_until_ready(loop(x, np.int32(_NUM_TURNS)))
-    found = np.asarray(x.addressable_data(0))
-    if not (found == 1 + 2 * _NUM_TURNS).all():
-        raise jax.errors.JaxRuntimeError(f"a loop computed {found[0, 0]} in the place of {1 + 2 * _NUM_TURNS}")
-
-
-def _wait_for_devices(mesh: Mesh) -> None:
-    """Waits until this process's devices of a mesh have finished all calls that were dispatched."""
-    jax.block_until_ready(_barrier(mesh)())
-
-
-@functools.cache
-def _barrier(mesh: Mesh) -> Any:
-    """Returns a program without collectives on every device: a device runs programs in their order."""
-    sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-    return jax.jit(lambda: jnp.zeros(mesh.size), out_shardings=sharding)

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +10,10 @@ import numpy as np
 import pytest
 
 from mtpjax import DecodeConfig, compat, generate, speculative_generate
-from mtpjax.decoding import gpu_graph
+from mtpjax.decoding import gpu_graph, graph_trial
 from mtpjax.decoding.gpu_graph import Graphs, one_graph
 from mtpjax.decoding.loop import decode
-from tests.helpers.failing_graphs import FailingCall
+from tests.helpers.failing_graphs import ERROR, FailingCall
 
 TWO_CPUS = {"data": 2}
 
@@ -30,7 +31,7 @@ def warnings_in(caplog):
 
 def test_other_platforms_are_not_given_the_options(monkeypatch):
     monkeypatch.setattr(gpu_graph, "GRAPH_OPTIONS", {"xla_gpu_no_such_option": "1"})
-    monkeypatch.setattr(gpu_graph, "trial_loop", lambda *arguments: pytest.fail("a trial without a GPU"))
+    monkeypatch.setattr(graph_trial, "trial_loop", lambda *arguments: pytest.fail("a trial without a GPU"))
     double = one_graph()(lambda x: 2 * x)
     np.testing.assert_array_equal(double(jnp.ones(2)), [2, 2])
     assert double.plain._cache_size() == 1
@@ -61,13 +62,8 @@ def test_the_trial_computes_what_it_should(axes, cuda, caplog):
     assert not warnings_in(caplog)
 
 
-@pytest.mark.parametrize(
-    ("how", "cause"), [("dispatch", "cuGraphInstantiate"), ("read", "cuGraphInstantiate"), ("wrong", "a loop computed")]
-)
-def test_a_graph_that_fails_at_the_start_gives_one_warning_and_the_same_texts(
-    how, cause, cuda, small, monkeypatch, caplog
-):
-    model, params = small("grouped", "mixed")
+def check_texts(model, params, monkeypatch, caplog, cause):
+    """Calls of several kinds have the texts of a CPU, and give one warning together."""
     config = DecodeConfig(num_steps=2, max_new_tokens=9, prefill_chunk=8)
     texts = lambda: [
         form(params, [[3, 1, 4], [1, 5]], model=model, config=config).rows()
@@ -76,14 +72,49 @@ def test_a_graph_that_fails_at_the_start_gives_one_warning_and_the_same_texts(
     with monkeypatch.context() as as_cpu:
         as_cpu.setattr(compat, "is_cuda", lambda: False)
         expected = texts()
-    monkeypatch.setattr(
-        gpu_graph, "trial_loop", lambda *arguments: FailingCall(how, number=2, result=lambda x, turns: x + turns)
-    )
     with caplog.at_level(logging.WARNING):
         assert texts() == expected
     [message] = warnings_in(caplog)
     assert cause in message and "Texts do not change" in message
-    assert decode._on_one_gpu._cache_size() == 0
+    assert gpu_graph.GRAPHS.options(jax.sharding.get_mesh()) is None
+
+
+@pytest.mark.parametrize("how", ["dispatch", "read", "wrong"])
+def test_a_trial_that_fails_gives_one_warning_and_the_same_texts(how, cuda, small, monkeypatch, caplog):
+    failing = FailingCall(how, number=2, result=lambda x, turns: x + turns)
+    monkeypatch.setattr(graph_trial, "trial_loop", lambda *arguments: failing)
+    monkeypatch.setattr(decode, "_on_one_gpu", None)
+    check_texts(*small("grouped", "mixed"), monkeypatch, caplog, "a loop computed" if how == "wrong" else ERROR)
+
+
+@pytest.mark.parametrize("how", ["dispatch", "read"])
+def test_a_whole_call_whose_graph_fails_is_repeated_with_a_new_state(how, cuda, small, monkeypatch, caplog):
+    if how == "dispatch":
+        monkeypatch.setattr(decode, "_on_one_gpu", FailingCall(how, number=1, result=None, donated=2))
+    else:
+        monkeypatch.setattr(decode, "_on_one_gpu", decode.plain)
+        module = sys.modules["mtpjax.decoding.generate"]
+        collect, calls = module.collect, []
+
+        def fail_on_cuda(*arguments, **settings):
+            if compat.is_cuda() and not calls:
+                calls.append(arguments)
+                raise jax.errors.JaxRuntimeError(ERROR)
+            return collect(*arguments, **settings)
+
+        monkeypatch.setattr(module, "collect", fail_on_cuda)
+    check_texts(*small("grouped", "mixed"), monkeypatch, caplog, ERROR)
+
+
+def test_full_memory_is_raised_and_leaves_the_graphs(cuda, caplog):
+    def full():
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    mesh = jax.sharding.get_mesh()
+    assert gpu_graph.GRAPHS.options(mesh)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        gpu_graph.GRAPHS.run_or_repeat(mesh, full)
+    assert gpu_graph.GRAPHS.options(mesh) and not warnings_in(caplog)
 
 
 def test_a_later_failure_is_raised_and_nothing_is_repeated(cuda, caplog):
@@ -97,7 +128,7 @@ def test_a_later_failure_is_raised_and_nothing_is_repeated(cuda, caplog):
 
 def test_a_new_program_on_a_mesh_waits_for_the_graphs_before(cuda, monkeypatch):
     waits = []
-    monkeypatch.setattr(gpu_graph, "_wait_for_devices", waits.append)
+    monkeypatch.setattr(gpu_graph, "wait_for_devices", waits.append)
     double = one_graph(static_argnames="n")(lambda x, n: n * x)
     mesh = compat.make_mesh(TWO_CPUS)
     with jax.set_mesh(mesh):
@@ -105,7 +136,7 @@ def test_a_new_program_on_a_mesh_waits_for_the_graphs_before(cuda, monkeypatch):
             np.testing.assert_array_equal(double(jnp.ones(shape), n=n), np.full(shape, n))
     assert waits == 3 * [mesh]
     monkeypatch.undo()
-    gpu_graph._wait_for_devices(mesh)  # itself
+    gpu_graph.wait_for_devices(mesh)  # itself
 
 
 def test_flags_of_the_user_decide_what_graphs_hold(monkeypatch):

@@ -10,7 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec, use_abstract_mesh
 
 from experiments.gpu_thunks import Thunk, compile_and_read, compile_thunks, parse
 from mtpjax import compat
-from mtpjax.decoding.gpu_graph import GRAPH_OPTIONS, MESH_GRAPH_OPTIONS, graph_options, trial_loop
+from mtpjax.decoding.gpu_graph import GRAPH_OPTIONS, MESH_GRAPH_OPTIONS, graph_options
+from mtpjax.decoding.graph_trial import trial_loop
 from mtpjax.decoding.loop import decode
 from mtpjax.models.decoding_layout import part_specs
 from tests.decoding.test_compiled import CONFIGS, SINGLE, SPECS, call_of, chain
