@@ -48,12 +48,40 @@ def compile_thunks(lowered: jax.stages.Lowered, options: Mapping[str, str] | Non
     Raises:
         RuntimeError: XLA wrote no such file.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        lowered.compile({**(options or {}), "xla_dump_to": folder, "xla_dump_hlo_as_text": True})
-        files = list(pathlib.Path(folder).glob("*.thunk_sequence_after_thunk_passes.txt"))
-        if len(files) != 1:
-            raise RuntimeError(f"XLA wrote {len(files)} thunk sequences, expected 1")
-        return parse(files[0].read_text())
+    return compile_and_read(lowered, options)[0]
+
+
+def compile_and_read(
+    lowered: jax.stages.Lowered, options: Mapping[str, str] | None = None
+) -> tuple[tuple[Thunk, ...], dict[str, list[str]]]:
+    """Compiles a lowered function and returns its steps, and the options that XLA compiled it with.
+
+    Args:
+        lowered: as for `compile_thunks`.
+        options: compiler options beside those of the function.
+
+    Returns:
+        The steps of the module, and the values of each option that is not XLA's default.
+
+    Raises:
+        RuntimeError: XLA did not write the files.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        lowered.compile({**(options or {}), "xla_dump_to": name, "xla_dump_hlo_as_text": True})
+        folder = pathlib.Path(name)
+        # Where no pass has changed the sequence, there is only the first file.
+        changed = list(folder.glob("*.thunk_sequence_after_thunk_passes.txt"))
+        sequences = changed or list(folder.glob("*.thunk_sequence.txt"))
+        settings = list(folder.glob("*.debug_options"))
+        if len(sequences) != 1 or len(settings) != 1:
+            raise RuntimeError(
+                f"XLA wrote {len(sequences)} thunk sequences and {len(settings)} options, expected 1 each"
+            )
+        found: dict[str, list[str]] = {}
+        for line in settings[0].read_text().splitlines():
+            option, _, value = line.partition(": ")
+            found.setdefault(option, []).append(value)
+        return parse(sequences[0].read_text()), found
 
 
 def parse(text: str) -> tuple[Thunk, ...]:

@@ -3,7 +3,8 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -59,7 +60,41 @@ def make_mesh(shape, devices=None) -> Mesh:
     """
     # `jax.make_mesh` makes axes explicit by default, and Flax linen modules fail under explicit axes.
     types = (AxisType.Auto,) * len(shape)
-    return jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=types, devices=devices)
+    mesh = jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=types, devices=devices)
+    allow_recorded_collectives(mesh.devices.flat)
+    return mesh
+
+
+def is_one_node(devices: Iterable[Any]) -> bool:
+    """Returns whether devices are GPUs of one node.
+
+    Args:
+        devices: JAX's devices, or described ones (`h100_devices`).
+    """
+    # XLA exchanges the hosts' boot IDs, and gives the processes of one host the same slice. Described devices have no
+    # host; there a process stands for one.
+    name = "process_index" if jax.process_count() == 1 else "slice_index"
+    return len({getattr(device, name, device.process_index) for device in devices}) == 1
+
+
+def has_graph_flags() -> bool:
+    """Returns whether XLA_FLAGS say what CUDA graphs hold: such a setting of the user decides."""
+    return "xla_gpu_enable_command_buffer" in os.environ.get("XLA_FLAGS", "")
+
+
+def allow_recorded_collectives(devices: Iterable[Any]) -> None:
+    """Lets CUDA graphs hold loops with collectives between GPUs of one node. A value of the user stays.
+
+    For each collective that a graph records, NCCL adds event nodes, which order it with collectives outside of graphs.
+    CUDA allows no event nodes in a loop, and a decoding call has no collectives outside of its graph. NCCL reads the
+    variable when its first communicator starts, so this comes before the first program on several GPUs.
+
+    Args:
+        devices: the devices of a mesh.
+    """
+    devices = list(devices)
+    if len(devices) > 1 and devices[0].platform != "cpu" and is_one_node(devices) and not has_graph_flags():
+        os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")
 
 
 def is_cuda() -> bool:

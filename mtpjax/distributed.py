@@ -110,7 +110,9 @@ def gather_processes(arrays: Any) -> Any:
     # On one process, arrays that are sharded over its devices stay as they are.
     if all(getattr(leaf, "is_fully_addressable", True) for leaf in jax.tree.leaves(arrays)):
         return arrays
-    return multihost_utils.process_allgather(arrays, tiled=True)
+    # The calls that compute them may be CUDA graphs, beside which no other collective may start
+    # (`compat.allow_recorded_collectives`).
+    return multihost_utils.process_allgather(jax.block_until_ready(arrays), tiled=True)
 
 
 def gather_values(value: Any) -> list[Any]:

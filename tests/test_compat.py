@@ -1,3 +1,6 @@
+import os
+import types
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -22,6 +25,56 @@ def test_a_mesh_takes_the_devices_it_is_given():
 def test_a_mesh_larger_than_its_devices_is_refused():
     with pytest.raises(ValueError):
         compat.make_mesh({"data": 3}, jax.devices()[:2])
+
+
+def gpus(*places):
+    """GPUs at places: process and slice."""
+    return [types.SimpleNamespace(platform="gpu", process_index=process, slice_index=node) for process, node in places]
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "places", "expected"),
+    [
+        (1, [(0, 0), (0, 0)], True),
+        (1, [(0, 0), (1, 0)], False),  # described: nobody has asked their hosts
+        (2, [(0, 0), (0, 0), (1, 0), (1, 0)], True),  # two processes of one host
+        (2, [(0, 0), (0, 0), (1, 1), (1, 1)], False),
+        (2, [(1, 1), (1, 1)], True),
+    ],
+)
+def test_gpus_of_one_host_are_one_node(num_processes, places, expected, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: num_processes)
+    assert compat.is_one_node(gpus(*places)) == expected
+
+
+@pytest.mark.parametrize(
+    ("before", "flags", "devices", "after"),
+    [
+        (None, "", gpus((0, 0), (0, 0)), "0"),
+        ("1", "", gpus((0, 0), (0, 0)), "1"),
+        (None, "--xla_gpu_enable_command_buffer=FUSION", gpus((0, 0), (0, 0)), None),
+        (None, "", gpus((0, 0), (1, 0)), None),
+        (None, "", gpus((0, 0)), None),
+        (None, "", jax.devices()[:2], None),
+    ],
+)
+def test_graphs_of_one_node_record_collectives_without_event_nodes(before, flags, devices, after, monkeypatch):
+    name = "NCCL_GRAPH_MIXING_SUPPORT"
+    monkeypatch.setenv(name, before or "")
+    if before is None:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    compat.allow_recorded_collectives(devices)
+    assert os.environ.get(name) == after
+
+
+@pytest.mark.h100
+@pytest.mark.parametrize(("topology", "after"), [("1x1x2", "0"), ("1x2x1", None), ("2x1x1", None)])
+def test_a_mesh_of_gpus_prepares_nccl(topology, after, monkeypatch):
+    monkeypatch.setenv("NCCL_GRAPH_MIXING_SUPPORT", "")
+    monkeypatch.delenv("NCCL_GRAPH_MIXING_SUPPORT")
+    compat.make_mesh({"data": 2}, compat.h100_devices(topology))
+    assert os.environ.get("NCCL_GRAPH_MIXING_SUPPORT") == after
 
 
 def test_a_plain_function_and_a_jitted_one_lower_alike():

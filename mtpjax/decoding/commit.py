@@ -72,13 +72,13 @@ def commit(
         steps=state.steps + is_running.astype(jnp.int32),
         proposed=state.proposed + jnp.pad(was_proposed.astype(jnp.int32), padding),
         accepted=state.accepted + jnp.pad(was_accepted.astype(jnp.int32), padding),
-        # A token's origin is the draft level that proposed it, 0 for the bonus token.
-        origin=write_rows(state.origin, jnp.where(levels <= accepted.num_accepted[:, None], levels, 0), length),
     )
     # 3. The drafter keeps the trunk states of the accepted nodes, over which it extends in the next round.
     state = state.replace(drafter=drafter.commit(state, states, accepted, model=model, spec=spec))
-    # 4. Append the tokens up to the first stop sequence or the row's limit. The rest counts as discarded.
-    state, num_appended = append_tokens(state, accepted.tokens, accepted.num_accepted + 1, logits, model=model)
+    # 4. Append the tokens up to the first stop sequence or the row's limit. The rest counts as discarded. A token's
+    #    origin is the draft level that proposed it, 0 for the bonus token.
+    origins = jnp.where(levels <= accepted.num_accepted[:, None], levels, 0)
+    state, num_appended = append_tokens(state, accepted.tokens, origins, accepted.num_accepted + 1, logits, model=model)
     cut_off = jnp.where(is_running, accepted.num_accepted + 1 - num_appended, 0)
     # 5. Commit the trunk's cache up to the newest token, which is the next pending token: the trunk has not processed
     #    it. Entries of rejected nodes stay in the slots after that, and the next round overwrites them.
@@ -99,13 +99,20 @@ def commit(
 
 
 def append_tokens(
-    state: DecodeState, tokens: jax.Array, num_valid: jax.Array, logits: jax.Array | None, *, model: MTPModel
+    state: DecodeState,
+    tokens: jax.Array,
+    origins: jax.Array,
+    num_valid: jax.Array,
+    logits: jax.Array | None,
+    *,
+    model: MTPModel,
 ) -> tuple[DecodeState, jax.Array]:
     """Appends new tokens to the rows that are not done, and ends rows at stop sequences and limits.
 
     Args:
         state: the rows.
         tokens: `[B, W]` int32 new tokens, valid up to `num_valid`.
+        origins: `[B, W]` int32 draft level that proposed each token; 0: none.
         num_valid: `[B]` int32 number of valid tokens per row.
         logits: `[B, W, own V]` unmodified logits that each token came from; read only if log-probabilities are
             recorded.
@@ -140,6 +147,7 @@ def append_tokens(
     #    overwrites.
     return state.replace(
         tokens=write_rows(state.tokens, tokens, state.length),
+        origin=write_rows(state.origin, origins, state.length),
         logprobs=logprobs,
         history=history,
         length=length,

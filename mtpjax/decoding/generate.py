@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mtpjax.compat import library_settings
+from mtpjax.decoding import gpu_graph
 from mtpjax.decoding.capacity import (
     MIN_PREFILL_CHUNK,
     cache_capacity,
@@ -186,25 +187,29 @@ def speculative_generate(
     # Rows are split over `data`. Where it does not divide them, copies of the first row fill the last device.
     num_padding = 0 if resolved_mesh is None else -B % resolved_mesh.shape.get("data", 1)
     rows = repeat_first_row(rows, num_padding)
-    state = make_state(
-        params,
-        model=model,
-        config=config,
-        drafter=drafter,
-        spec=spec,
-        batch=B + num_padding,
-        capacity=capacity,
-        stops_shape=rows.settings.stops.shape[1:],
-        features=rows.settings.sampling.features,
-        rows=rows,
-        mesh=resolved_mesh,
-    )
-    # 4. Run the compiled call: prefill, then rounds until every row is done.
     if draft_params is None:
         draft_params = drafter.default_params(params, config, model=model)
-    with device_settings(params, resolved_mesh, config), explain_param_errors(params, model):
-        state = decode(params, draft_params, state, model=model, drafter=drafter, spec=spec)
-    return collect(state, range(B) if num_padding else None, is_exact=spec.is_exact)
+
+    # 4. Run the compiled call: prefill, then rounds until every row is done. It donates the state.
+    def run() -> GenerationResult:
+        state = make_state(
+            params,
+            model=model,
+            config=config,
+            drafter=drafter,
+            spec=spec,
+            batch=B + num_padding,
+            capacity=capacity,
+            stops_shape=rows.settings.stops.shape[1:],
+            features=rows.settings.sampling.features,
+            rows=rows,
+            mesh=resolved_mesh,
+        )
+        with device_settings(params, resolved_mesh, config), explain_param_errors(params, model):
+            state = decode(params, draft_params, state, model=model, drafter=drafter, spec=spec)
+        return collect(state, range(B) if num_padding else None, is_exact=spec.is_exact)
+
+    return gpu_graph.GRAPHS.run_or_repeat(resolved_mesh or jax.sharding.get_mesh(), run)
 
 
 def resolve_spec(

@@ -4,18 +4,26 @@ XLA records a compiled call as CUDA graphs, which start all of their kernels wit
 recorded: the host waits for the condition after every round. `GRAPH_OPTIONS` records loops too, so the host takes no
 part between the first and the last token.
 
+Over several GPUs of one node the collectives are recorded as well. Over several nodes XLA's defaults stay: there NCCL
+adds a node that calls the host to the graph for every collective, which CUDA allows in no loop.
+
 ROCm has no graphs with loops, so the host reads one condition per round there. A CPU has no graphs.
 """
 
 import functools
 import logging
+import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.core import Tracer
+from jax.sharding import Mesh
 
 from mtpjax import compat
+from mtpjax.decoding.graph_trial import try_loop, wait_for_devices
+from mtpjax.distributed import gather_values
+from mtpjax.errors import printable
 
 # XLA's default list of what a graph may hold, and WHILE. A compiler option replaces the whole list.
 _RECORDED = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,WHILE,DYNAMIC_SLICE_FUSION"
@@ -23,7 +31,107 @@ _RECORDED = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,WHILE,DYNAMIC_
 GRAPH_OPTIONS = {"xla_gpu_enable_command_buffer": _RECORDED, "xla_gpu_graph_min_graph_size": "1"}
 MESH_GRAPH_OPTIONS = {**GRAPH_OPTIONS, "xla_gpu_enable_command_buffer": f"{_RECORDED},COLLECTIVES"}
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
+
+
+def graph_options(mesh: Mesh) -> dict[str, str] | None:
+    """Returns the compiler options of a call over a mesh.
+
+    Args:
+        mesh: the mesh; an empty one stands for one GPU.
+
+    Returns:
+        The options. None: XLA's defaults, for several nodes and where XLA_FLAGS say what graphs hold.
+    """
+    if compat.has_graph_flags():
+        return None
+    if mesh.empty or mesh.size == 1:
+        return GRAPH_OPTIONS
+    return MESH_GRAPH_OPTIONS if compat.is_one_node(mesh.devices.flat) else None
+
+
+class Graphs:
+    """Finds out whether calls can run as graphs, per mesh. The answers hold as long as the process lives.
+
+    A call donates its state, so it cannot be repeated without a graph when its graph has failed. The question is
+    therefore decided on states that nobody needs: by a small loop before the first call (`options`), and by the engine
+    with its own programs while it warms up (`attempt`). A graph that fails later is a fault like any other, except
+    where the caller can make the state again (`run_or_repeat`).
+    """
+
+    def __init__(self):
+        self._answers: dict[Mesh, dict[str, str] | None] = {}
+        self._lock = threading.Lock()  # programs are compiled in several threads
+
+    def options(self, mesh: Mesh) -> dict[str, str] | None:
+        """Returns the compiler options of calls over a mesh, as `graph_options`; None also if graphs do not work.
+
+        The first question runs a trial, so all processes of the mesh must ask at the same place.
+        """
+        if mesh not in self._answers:
+            with self._lock:
+                if mesh not in self._answers:
+                    options = graph_options(mesh)
+                    works = options is not None and self.attempt(mesh, lambda: try_loop(mesh, options))
+                    self._answers[mesh] = options if works else None
+        return self._answers[mesh]
+
+    def attempt(self, mesh: Mesh, run: Callable[[], Any]) -> bool:
+        """Runs calls that are graphs. If one fails, calls over the mesh are no graphs from now on, with a warning.
+
+        Args:
+            mesh: the mesh of the calls. All of its processes must make the attempt.
+            run: makes the calls and waits for them. If it fails, their states are lost.
+
+        Returns:
+            True if nothing failed in any process.
+        """
+        problem = ""
+        try:
+            run()
+        except jax.errors.JaxRuntimeError as error:
+            problem = printable(error, 300) or type(error).__name__
+        # All processes must run the same programs.
+        if not mesh.empty and mesh.is_multi_process:
+            problem = next(filter(None, gather_values(problem)), "")
+        if problem:
+            self._reject(mesh, problem)
+        return not problem
+
+    def run_or_repeat(self, mesh: Mesh, run: Callable[[], T]) -> T:
+        """Runs calls that begin with a new state, and once again without graphs if a graph fails.
+
+        Args:
+            mesh: the mesh of the calls.
+            run: makes the state and the calls, and waits for the result.
+
+        Returns:
+            The result.
+
+        Raises:
+            JaxRuntimeError: a call fails that is no graph, runs in several processes, or needs more memory.
+        """
+        try:
+            return run()
+        except jax.errors.JaxRuntimeError as error:
+            # Only one process can decide by itself. Full memory says nothing about graphs.
+            is_several = not mesh.empty and mesh.is_multi_process
+            if self._answers.get(mesh) is None or is_several or "RESOURCE_EXHAUSTED" in str(error):
+                raise
+            self._reject(mesh, printable(error, 300))
+        return run()
+
+    def _reject(self, mesh: Mesh, problem: str) -> None:
+        self._answers[mesh] = None
+        _log.warning(
+            "decoding does not run as one CUDA graph, because a call failed: %s. Texts do not change, but the host "
+            "starts every round, which is slower",
+            problem,
+        )
+
+
+GRAPHS = Graphs()
 
 
 class OneGraph:
@@ -39,42 +147,46 @@ class OneGraph:
         self.plain: Any = jax.jit(function, **jit_options)
         self._on_one_gpu: Any = jax.jit(function, compiler_options=GRAPH_OPTIONS, **jit_options)
         self._on_mesh: Any = jax.jit(function, compiler_options=MESH_GRAPH_OPTIONS, **jit_options)
-        self._is_rejected = False
+        self._called: set[Any] = set()  # signatures of calls over a mesh
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function, compiled for the platform; the mesh that is set decides about collectives."""
+        if not compat.is_cuda():
+            return self.plain(*args, **kwargs)
         # Compiler options are allowed at the top level only.
-        if not compat.is_cuda() or self._is_rejected or _is_traced((args, kwargs)):
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        if any(isinstance(leaf, Tracer) for leaf in leaves):
             return self.plain(*args, **kwargs)
-        try:
-            return self._with_options()(*args, **kwargs)
-        except jax.errors.JaxRuntimeError as error:
-            # Options may be renamed in another version of XLA. Decoding works without them, only slower.
-            if "option" not in str(error):
-                raise
-            _log.warning("decoding does not run as one CUDA graph, because XLA rejects an option: %s", error)
-            self._is_rejected = True
-            return self.plain(*args, **kwargs)
+        jitted = self._jitted()
+        if jitted is self._on_mesh:
+            self._separate_first_call((structure, *map(_signature, leaves)))
+        return jitted(*args, **kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compiles the program of a call, so that the call only runs it. Several threads may compile at once."""
-        jitted = self._with_options() if compat.is_cuda() and not self._is_rejected else self.plain
-        jitted.lower(*args, **kwargs).compile()
+        self._jitted().lower(*args, **kwargs).compile()
 
-    def _with_options(self) -> Any:
-        """Returns the function with the options for the mesh that is set."""
-        mesh = jax.sharding.get_abstract_mesh()
-        return self._on_one_gpu if mesh.empty or mesh.size == 1 else self._on_mesh
+    def with_options(self, options: dict[str, str] | None) -> Any:
+        """Returns the jitted function with the options that `graph_options` gives."""
+        return self.plain if options is None else self._on_one_gpu if options is GRAPH_OPTIONS else self._on_mesh
+
+    def _jitted(self) -> Any:
+        """Returns the jitted function for the platform and the mesh that is set."""
+        return self.with_options(GRAPHS.options(jax.sharding.get_mesh()) if compat.is_cuda() else None)
+
+    def _separate_first_call(self, signature: Any) -> None:
+        """Lets the devices finish before a new program's first call, which XLA runs without a graph.
+
+        With NCCL_GRAPH_MIXING_SUPPORT=0, NCCL must not start a collective outside of graphs while a graph runs.
+        """
+        if signature not in self._called:
+            self._called.add(signature)
+            wait_for_devices(jax.sharding.get_mesh())
 
     @property
     def num_programs(self) -> int:
         """Programs that calls have compiled so far."""
         return sum(jitted._cache_size() for jitted in (self.plain, self._on_one_gpu, self._on_mesh))
-
-
-def _is_traced(arguments: Any) -> bool:
-    """Returns whether the call is part of another trace."""
-    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(arguments))
 
 
 def one_graph(**jit_options: Any) -> Callable[[Callable[..., Any]], OneGraph]:
@@ -87,3 +199,8 @@ def one_graph(**jit_options: Any) -> Callable[[Callable[..., Any]], OneGraph]:
         The decorator.
     """
     return functools.partial(OneGraph, **jit_options)
+
+
+def _signature(leaf: Any) -> Any:
+    """Returns what selects the compiled program: shape and dtype of an array, any other value itself."""
+    return (leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf

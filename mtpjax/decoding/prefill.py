@@ -188,5 +188,6 @@ def prefill(
     if spec.check_nan and best is not None:
         has_failed = is_complete & jnp.isnan(best[:, 0]) & ~state.done
         state = state.replace(failed=state.failed | has_failed, done=state.done | has_failed)
-    state, _ = append_tokens(state, first, is_complete.astype(jnp.int32), logits, model=model)
+    no_draft = jnp.zeros_like(first)
+    state, _ = append_tokens(state, first, no_draft, is_complete.astype(jnp.int32), logits, model=model)
     return state.replace(trunk=commit(trunk, processed))

@@ -170,7 +170,8 @@ def start_rows(state: DecodeState, rows: NewRows, *, vocab_size: int) -> DecodeS
         vocab_size: V.
 
     Returns:
-        The state before prefill: prompts as the committed text, and counters at zero.
+        The state before prefill: prompts as the committed text, and all else as in a state that was never used, except
+        entries behind the text, which attention masks.
     """
     history = state.history
     if rows.settings.sampling.has_penalties:
@@ -191,6 +192,8 @@ def start_rows(state: DecodeState, rows: NewRows, *, vocab_size: int) -> DecodeS
         settings=rows.settings,
         pages=pages,
         tokens=rows.tokens,
+        origin=jnp.zeros_like(state.origin),
+        logprobs=jnp.zeros_like(state.logprobs),
         length=rows.length,
         done=jnp.zeros_like(state.done),
         stopped=jnp.zeros_like(state.stopped),

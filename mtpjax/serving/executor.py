@@ -13,7 +13,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from mtpjax import compat
 from mtpjax.compat import library_settings
+from mtpjax.decoding import gpu_graph
 from mtpjax.decoding.capacity import round_up_capacity
 from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.drafters.own_params import require_whole_trunk
@@ -370,13 +372,29 @@ class Executor:
     def warm_up(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Compiles every program that requests may need, on all cores.
 
+        Where programs run as CUDA graphs, they are recorded too. If that fails, they are compiled without graphs.
+
         Args:
             progress: called with the number of programs done and of all programs.
         """
-        sizes, width, begin = self.sizes, self.sizes.table_widths[-1], time.perf_counter()
+        begin, graphs = time.perf_counter(), gpu_graph.GRAPHS
+        with self._on_device():
+            mesh = jax.sharding.get_mesh()
+            has_graphs = compat.is_cuda() and graphs.options(mesh) is not None
+        # XLA records a program's graph in its second call. No request has entered yet, so the state may get lost.
+        if not has_graphs or not graphs.attempt(mesh, lambda: self._warm_up(progress, num_calls=2)):
+            if has_graphs:
+                self.reset()
+            self._warm_up(progress, num_calls=1)
+        # The threads compiled at the same time.
+        self.compile_seconds = time.perf_counter() - begin
+
+    def _warm_up(self, progress: Callable[[int, int], None], *, num_calls: int) -> None:
+        """Compiles every program, calls each `num_calls` times, and waits for the calls."""
+        sizes, width = self.sizes, self.sizes.table_widths[-1]
         request = self.make_rows(Request(prompt=(0,), max_new_tokens=1))
         # Moves come first: all later calls take what they return.
-        if self.settings.rebalance_experts_every is not None:
+        for _ in range(0 if self.settings.rebalance_experts_every is None else num_calls):
             for layer, slots in self.expert_placements().items():
                 self.move_experts(layer, slots)
             self.count_experts(np.zeros(self.count_shape, np.int32), np.zeros(self.count_shape[:-1], np.int32))
@@ -404,29 +422,32 @@ class Executor:
         total = len(works) + len(rounds) + len(score_lengths)
         steps = itertools.count(1)
 
-        # Compile, then run each once: the first call of a program also prepares its dispatch.
+        # Compile, then run each: the first call of a program also prepares its dispatch.
         def warm(works: list[Work]) -> list[Any]:
             with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
                 for _ in threads.map(self._compile, works):
                     progress(next(steps), total)
-            return [self._run(work) for work in works]
+            results = []
+            for _ in range(num_calls):
+                results = jax.block_until_ready([self._run(work) for work in works])
+            return results
 
         drafts = warm(works)[len(works) - len(rounds) :]
         calls = [DraftCall([], batch, depth, draft) for (batch, depth), draft in zip(rounds, drafts, strict=True)]
         warm([self._verify(call, self.all_allowed(call.draft.tokens.shape)) for call in calls])
-        if self.settings.host_bytes:
-            with self._on_device(*host_pages.PROGRAMS):
-                self.state = host_pages.warm_up(self.state)
-        if self.snapshots:
-            nowhere = np.full(sizes.num_parts, NO_ROW, np.int32)
-            for to_state in (False, True):
-                self.copy_snapshots(nowhere, nowhere, to_state=to_state)
+        for _ in range(num_calls):
+            if self.settings.host_bytes:
+                with self._on_device(*host_pages.PROGRAMS):
+                    self.state = host_pages.warm_up(self.state)
+            if self.snapshots:
+                nowhere = np.full(sizes.num_parts, NO_ROW, np.int32)
+                for to_state in (False, True):
+                    self.copy_snapshots(nowhere, nowhere, to_state=to_state)
         for length in score_lengths:
-            self.score([0] * length, 1)
+            for _ in range(num_calls):
+                self.score([0] * length, 1)
             progress(next(steps), total)
         jax.block_until_ready(self.state)
-        # The threads compiled at the same time.
-        self.compile_seconds = time.perf_counter() - begin
 
     # Calls on arrays.
 

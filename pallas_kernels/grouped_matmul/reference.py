@@ -104,7 +104,9 @@ def grouped_matmul_many_tokens(x, ids, weights, gate_up, down):
     slot = jnp.where(pair_expert < E, expert_starts[jnp.minimum(pair_expert, E - 1)] + rank, num_blocks * block)
     # Token of each slot (n, a zero row, for padding) and the expert that owns each block.
     token = jnp.full(num_blocks * block, n).at[slot].set(order // k, mode="drop")
-    expert_of_block = jnp.searchsorted(ends, jnp.arange(num_blocks) * block, side="right").clip(max=E - 1)
+    expert_of_block = jnp.searchsorted(ends, jnp.arange(num_blocks) * block, side="right", method="compare_all").clip(
+        max=E - 1
+    )
     # One batched product per block, then add each row to its token with the router's weight.
     rows = jnp.pad(x, ((0, 1), (0, 0)))[token].reshape(num_blocks, block, -1)
     outputs = jax.vmap(_swiglu)(rows, gate_up[expert_of_block], down[expert_of_block]).reshape(num_blocks * block, -1)

@@ -126,7 +126,7 @@ def route_many_tokens(ids, num_experts: int, max_rows: int = 128) -> tuple[Route
     num_blocks = pl.cdiv(num_pairs // rows_per_product + min(num_experts, num_pairs), l2_group) * l2_group
     block = jnp.arange(num_blocks, dtype=jnp.int32)
     # For each block: its expert, its first pair, and its number of rows, 0 for blocks beyond the last.
-    expert_of_block = jnp.searchsorted(ends, block, side="right").astype(jnp.int32)
+    expert_of_block = jnp.searchsorted(ends, block, side="right", method="compare_all").astype(jnp.int32)
     clipped_expert = expert_of_block.clip(max=num_experts - 1)
     first_pair = expert_starts[clipped_expert] + (block - (ends - blocks)[clipped_expert]) * rows_per_product
     num_rows = jnp.where(expert_of_block < num_experts, expert_starts[clipped_expert + 1] - first_pair, 0).astype(

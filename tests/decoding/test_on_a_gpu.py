@@ -2,10 +2,12 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
 from mtpjax import DecodeConfig, compat, generate, speculative_generate
+from mtpjax.decoding import gpu_graph
 
 pytestmark = pytest.mark.gpu
 
@@ -39,10 +41,22 @@ def test_every_form_of_the_loop_gives_the_tokens_of_plain_decoding(name, impleme
 def test_one_graph_gives_the_tokens_of_many(model_and_params, monkeypatch):
     model, params = model_and_params
     as_graph = speculative_generate(params, PROMPTS, model=model, config=CHAIN)
+    if compat.is_cuda():
+        assert gpu_graph.GRAPHS.options(jax.sharding.get_mesh()) is gpu_graph.GRAPH_OPTIONS  # no graph has failed
     monkeypatch.setattr(compat, "is_cuda", lambda: False)
     plain = speculative_generate(params, PROMPTS, model=model, config=CHAIN)
     assert as_graph.rows() == plain.rows()
     assert as_graph.stats.steps.tolist() == plain.stats.steps.tolist()
+
+
+def test_a_mesh_in_one_node_records_its_collectives(small):
+    if not compat.is_cuda() or len(jax.devices()) < 2:
+        pytest.skip("needs two NVIDIA GPUs")
+    model, params = small("grouped", "mixed")
+    wanted, mesh = generate(params, PROMPTS, model=model, config=CHAIN).rows(), compat.make_mesh({"tensor": 2})
+    for _ in range(3):
+        assert speculative_generate(params, PROMPTS, model=model, config=CHAIN, mesh=mesh).rows() == wanted
+    assert gpu_graph.GRAPHS.options(mesh) is gpu_graph.MESH_GRAPH_OPTIONS
 
 
 @pytest.mark.parametrize("attention", ["grouped", "latent"])

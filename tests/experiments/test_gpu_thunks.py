@@ -1,5 +1,6 @@
 """The compiled steps of a decoding call on an H100: one CUDA graph, the loop included."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,10 +8,12 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec, use_abstract_mesh
 
-from experiments.gpu_thunks import Thunk, compile_thunks, parse
+from experiments.gpu_thunks import Thunk, compile_and_read, compile_thunks, parse
 from mtpjax import compat
-from mtpjax.decoding.gpu_graph import GRAPH_OPTIONS
+from mtpjax.decoding.gpu_graph import GRAPH_OPTIONS, MESH_GRAPH_OPTIONS, graph_options
+from mtpjax.decoding.graph_trial import trial_loop
 from mtpjax.decoding.loop import decode
+from mtpjax.models.decoding_layout import part_specs
 from tests.decoding.test_compiled import CONFIGS, SINGLE, SPECS, call_of, chain
 
 SEQUENCE = """000: kCommandBuffer [source | next=008 (1)]
@@ -58,3 +61,43 @@ def test_the_whole_call_is_one_graph(config, batch, spec, implementation):
     assert any(thunk.kind == "kWhile" for thunk in graph.walk())
     # Without the options the loop is outside, and the host reads its condition.
     assert any(thunk.kind == "kWhile" for thunk in without_options)
+
+
+def lowered_call(mesh):
+    """The decoding call over a mesh, with the options that its topology gets."""
+    config = dataclasses.replace(SINGLE["grouped"], num_hidden_layers=1)
+    call, shapes = call_of(config, 1, chain(1), platform="cuda", dtype=jnp.bfloat16)
+
+    def place(tree, **how):
+        at = lambda leaf, part: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, part))
+        return jax.tree.map(at, tree, part_specs(tree, config, mesh.shape, **how))
+
+    params, own, state = shapes
+    jitted = decode.with_options(graph_options(mesh))
+    return jitted.lower(place(params), place(own), place(state, is_state=True), **call.keywords)
+
+
+def lowered_trial(mesh):
+    """The loop that decides whether graphs work, likewise."""
+    rows, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (mesh.axis_names, ()))
+    values = jax.ShapeDtypeStruct((mesh.size, 8), jnp.float32, sharding=rows)
+    return trial_loop(mesh, graph_options(mesh)).lower(values, jax.ShapeDtypeStruct((), jnp.int32, sharding=whole))
+
+
+@pytest.mark.h100
+@pytest.mark.parametrize("lower", [lowered_call, lowered_trial])
+@pytest.mark.parametrize("topology", ["1x1x2", "1x2x1"])
+def test_loops_and_collectives_are_recorded_on_one_node_only(topology, lower):
+    mesh = compat.make_mesh({"tensor": 2}, compat.h100_devices(topology))
+    with use_abstract_mesh(mesh.abstract_mesh):
+        steps, options = compile_and_read(lower(mesh))
+    outside = {step.kind for step in steps}
+    recorded = {step.kind for top in steps if top.kind == "kCommandBuffer" for step in top.walk()}
+    if topology == "1x1x2":
+        for name, value in MESH_GRAPH_OPTIONS.items():
+            assert set(options[name]) == set(value.split(","))
+        assert outside == {"kCommandBuffer"} and {"kWhile", "kAllReduce", "kAllGather"} <= recorded
+    else:
+        # XLA's own options, which hold neither: the host reads the condition of the loop.
+        assert not MESH_GRAPH_OPTIONS.keys() & options.keys()
+        assert "kWhile" in outside and not {"kWhile", "kAllReduce", "kAllGather"} & recorded

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
+from jax.sharding import NamedSharding, PartitionSpec, use_abstract_mesh
 
 from mtpjax import DecodeConfig, ModelConfig, MTPModel, compat, generate, speculative_generate
 from mtpjax.models.layers.experts import Experts
@@ -15,6 +16,7 @@ from pallas_kernels import grouped_matmul
 from pallas_kernels.dequantise import dequantise
 from pallas_kernels.grouped_matmul import grouped_matmul_reference
 from pallas_kernels.grouped_matmul.matmul_kernel import grouped_matmul_kernel
+from pallas_kernels.grouped_matmul.reference import grouped_matmul_many_tokens
 from pallas_kernels.grouped_matmul.route import route_few_tokens, route_many_tokens
 
 kernel = functools.partial(grouped_matmul, implementation="triton")
@@ -127,6 +129,39 @@ def test_each_chosen_expert_is_visited_once_and_each_of_its_rows(n, E):
     np.testing.assert_array_equal(taken, np.where(ids < E, 1 + 1000 * ids, 0).reshape(-1))
 
 
+@pytest.mark.parametrize(("n", "E", "k"), [(70, 5, 3), (65, 256, 8), (200, 3, 2)])
+def test_many_tokens_are_routed_without_a_loop(n, E, k):
+    """A loop would be several launches per turn, in every layer. A block may say all rows that its expert has left."""
+    ids = np.random.default_rng(n).integers(0, E + 1, (n, k)).astype(np.int32)  # E is nobody
+    routed = lambda ids: (lambda route, starts: (route.tables, starts))(*route_many_tokens(ids, E, max_rows=32))
+    for function, arrays in ((routed, (ids,)), (grouped_matmul_many_tokens, problem(n, E, k))):
+        assert not {"scan[", "while["} & set(str(jax.make_jaxpr(function)(*arrays)).split())
+    rows = route_many_tokens(jnp.asarray(ids), E, max_rows=32)[0].rows_per_product
+    counts = np.bincount(ids[ids < E], minlength=E)
+    begins = np.cumsum(counts) - counts
+    blocks = [(expert, begin) for expert in range(E) for begin in range(0, counts[expert], rows)]
+    (order, expert_of_block, first_pair, num_rows), starts = routed(jnp.asarray(ids))
+    np.testing.assert_array_equal(order, np.argsort(ids.reshape(-1), kind="stable"))
+    np.testing.assert_array_equal(starts, [*begins, counts.sum()])
+    used = slice(0, len(blocks))
+    np.testing.assert_array_equal(expert_of_block[used], [expert for expert, _ in blocks])
+    np.testing.assert_array_equal(first_pair[used], [begins[expert] + begin for expert, begin in blocks])
+    np.testing.assert_array_equal(num_rows[used], [counts[expert] - begin for expert, begin in blocks])
+    assert not num_rows[len(blocks) :].any()
+
+
+@pytest.mark.h100
+def test_a_layer_of_many_tokens_has_no_loop_on_an_h100():
+    mesh = compat.make_mesh({"data": 1}, compat.h100_devices())
+    make, params, x = layer_problem(num_tokens=128)
+    layer = lambda params, x: make("triton").apply({"params": params}, x, cached=True).total()
+    sharding = NamedSharding(mesh, PartitionSpec())
+    shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16, sharding=sharding)
+    with use_abstract_mesh(mesh.abstract_mesh):
+        compiled = jax.jit(layer).lower(*jax.tree.map(shape, (params, x))).compile().as_text()
+    assert "grouped_gate_up" in compiled and " while(" not in compiled
+
+
 def test_a_row_has_the_same_bits_whatever_its_neighbours():
     x, ids, weights, *stacks = problem(40, 3, 2)
     together = interpreted(x, ids, weights, *stacks)
@@ -159,11 +194,11 @@ def test_fp8_has_no_gradient_in_the_kernels():
         jax.grad(lambda x: interpreted(x, ids, weights, gate_up, down, **scales).sum())(x)
 
 
-def layer_problem():
-    """A layer of experts, its parameters and tokens [2, 9, D]."""
+def layer_problem(num_tokens=18):
+    """A layer of experts, its parameters and tokens [2, n / 2, D]."""
     base = {"vocab_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
     config = ModelConfig(**base, hidden_size=32, n_routed_experts=4, moe_intermediate_size=64, num_experts_per_tok=2)
-    x = jax.random.normal(jax.random.key(1), (2, 9, 32))
+    x = jax.random.normal(jax.random.key(1), (2, num_tokens // 2, 32))
     make = lambda implementation: Experts(config, implementation)
     return make, make("xla").init(jax.random.key(0), x)["params"], x
 

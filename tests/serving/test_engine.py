@@ -1,17 +1,24 @@
 """The engine: every request gets the tokens that `speculative_generate` gives it alone, whatever runs beside it."""
 
 import dataclasses
+import logging
 import queue
 import threading
 
+import jax
 import numpy as np
 import pytest
 
-from mtpjax import DecodeConfig, SamplingParams, speculative_generate
+from mtpjax import DecodeConfig, SamplingParams, compat, speculative_generate
+from mtpjax.decoding import gpu_graph
+from mtpjax.serving import programs
+from mtpjax.serving.calls import Call
 from mtpjax.serving.engine import Engine
+from mtpjax.serving.executor import Executor
 from mtpjax.serving.request import Finish, QueueFull, Request
 from mtpjax.serving.sizes import EngineSettings
 from tests.helpers.engine_client import Client, check_idle
+from tests.helpers.failing_graphs import FailingCall
 
 CONFIG = DecodeConfig(num_steps=2, prefill_chunk=8)
 SETTINGS = EngineSettings(
@@ -103,6 +110,17 @@ def test_each_request_gets_the_text_that_it_gets_alone(engines):
     engine, model, params = engines()
     check_all(engine, model, params, list(random_requests(0, 24)))
     assert engine.status().accept_length > 1
+
+
+def test_the_first_token_in_a_used_slot_was_not_drafted(engines):
+    engine, _, _ = engines()
+    client = Client(engine)
+    # Six in each slot, one after the other: prompts end at places where texts before had drafted tokens.
+    submitted = [client.submit(request) for request in random_requests(8, 24, prompt_length=(5, 30))]
+    firsts = [events.get(timeout=60) for _, events in submitted]
+    assert [delta.origins[0] for delta in firsts] == [0] * len(submitted)
+    assert sum(sum(client.finish(each)[2].accepted) for each in submitted) > 0
+    check_idle(engine)
 
 
 @pytest.mark.parametrize("num_steps", [2, 0])
@@ -296,19 +314,53 @@ def test_scores_are_those_of_a_forward_pass(engines):
         engine.score([], 1)
 
 
-def test_a_call_that_fails_ends_its_requests_and_the_engine_goes_on(engines, monkeypatch):
+@pytest.mark.parametrize("how", ["dispatch", "read"])
+def test_a_call_that_fails_ends_its_requests_and_the_engine_goes_on(how, engines, monkeypatch):
     engine, model, params = engines()
-    client, advance, calls = Client(engine), engine._executor.advance, []
+    client, advance, read, calls = Client(engine), engine._executor.advance, Call.read, []
 
+    # As a CUDA graph that fails after the start: when it is dispatched, or when its report is read.
     def fail_once(*arguments):
         calls.append(arguments)
         if len(calls) == 3:
-            raise RuntimeError("the device fails")
-        return advance(*arguments)
+            raise jax.errors.JaxRuntimeError("INTERNAL: the device fails")
+        return (advance if how == "dispatch" else read)(*arguments)
 
-    monkeypatch.setattr(engine._executor, "advance", fail_once)
-    results = client.run(list(random_requests(6, 8, new_tokens=(20, 40))))
+    monkeypatch.setattr(*((engine._executor, "advance") if how == "dispatch" else (Call, "read")), fail_once)
+    requests = list(random_requests(6, 8, new_tokens=(20, 40)))
+    results = client.run(requests)
     reasons = [result[2].reason for result in results]
     assert "error" in reasons and set(reasons) <= {"error", "stop", "length"}
+    assert all(result[2].is_retryable for result in results if result[2].reason == "error")
+    # What was delivered before is right.
+    for request, (tokens, *_) in zip(requests, results, strict=True):
+        assert tokens == alone(params, model, request)[0][: len(tokens)]
     monkeypatch.undo()
     check_all(engine, model, params, list(random_requests(7, 8)))
+
+
+@pytest.mark.parametrize("how", ["dispatch", "read"])
+def test_a_graph_that_fails_in_the_warm_up_gives_one_warning_and_the_same_texts(how, engines, monkeypatch, caplog):
+    _, model, params = engines()  # has compiled the programs without options
+    monkeypatch.setattr(compat, "is_cuda", lambda: True)
+    monkeypatch.setattr(gpu_graph, "GRAPHS", gpu_graph.Graphs())
+    clear = programs.clear_pages
+    recorded = FailingCall(how, number=2, result=clear.plain, donated=2)  # XLA records a graph in the second call
+    monkeypatch.setattr(clear, "_on_one_gpu", recorded)
+
+    def warm_up(executor, progress, *, num_calls):
+        for _ in range(num_calls):
+            state = executor._run(executor._clearing(0, [0]))
+            jax.block_until_ready((executor.state, state))
+
+    monkeypatch.setattr(Executor, "_warm_up", warm_up)
+    engine = Engine(params, model=model, config=CONFIG, settings=SETTINGS)
+    with caplog.at_level(logging.WARNING):
+        engine.warm_up()
+    engine.start()
+    requests = list(random_requests(9, 6))
+    for request, (tokens, *_) in zip(requests, Client(engine).run(requests), strict=True):
+        assert tokens == alone(params, model, request)[0]
+    assert engine.close(timeout=30)
+    [message] = [record.message for record in caplog.records if record.name == gpu_graph.__name__]
+    assert "cuGraphInstantiate" in message and recorded.calls == 2

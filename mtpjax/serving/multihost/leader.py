@@ -69,5 +69,6 @@ class LeaderExecutor(Executor):
 
     def reset(self) -> None:
         """Makes a state whose slots are all free, in every process."""
-        self._followers.send(encode("reset"))
+        if not self._is_warming_up:
+            self._followers.send(encode("reset"))
         super().reset()

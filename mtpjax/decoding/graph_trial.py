@@ -1,0 +1,82 @@
+"""A small loop like that of a decoding call, which shows whether CUDA takes such loops as graphs."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from mtpjax import compat
+
+NUM_TURNS = 3  # of the loop
+
+
+def trial_loop(mesh: Mesh, options: dict[str, str] | None) -> Any:
+    """Returns a jitted loop like that of a decoding call: a dynamic length, collectives inside, a donated state.
+
+    It is what CUDA and NCCL accept or refuse in a loop that decides, not the size of the program: the kinds of nodes
+    in the graph are the same here, and it compiles in a moment.
+
+    Args:
+        mesh: the mesh.
+        options: compiler options.
+
+    Returns:
+        A function of values `[P, 8]`, a row per device, and a number of turns; each turn adds 1 to the mean of all
+        rows.
+    """
+
+    def loop(x: jax.Array, num_turns: jax.Array) -> jax.Array:
+        def turn(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            index, x = carry
+            if mesh.size > 1:
+                # Of the kinds that decoding has: a sum and a gather.
+                x = jax.lax.psum(x, mesh.axis_names) / mesh.size
+                x = jax.lax.all_gather(x, mesh.axis_names).mean(0)
+            return index + 1, x + 1
+
+        return jax.lax.while_loop(lambda carry: carry[0] < num_turns, turn, (jnp.int32(0), x))[1]
+
+    if mesh.size > 1:
+        rows = PartitionSpec(mesh.axis_names)
+        loop = jax.shard_map(loop, mesh=mesh, in_specs=(rows, PartitionSpec()), out_specs=rows, check_vma=False)
+    return jax.jit(loop, compiler_options=options, donate_argnums=0)
+
+
+def try_loop(mesh: Mesh, options: dict[str, str]) -> None:
+    """Runs the trial's loop as a graph.
+
+    Args:
+        mesh: the mesh.
+        options: compiler options that make it a graph.
+
+    Raises:
+        JaxRuntimeError: that fails, or its numbers are wrong.
+    """
+    if mesh.size > 1:
+        compat.allow_recorded_collectives(mesh.devices.flat)
+    loop, x = trial_loop(mesh, options), jnp.ones((1, 8))
+    if mesh.size > 1:
+        sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        x = jax.make_array_from_callback((mesh.size, 8), sharding, lambda index: np.ones((1, 8), np.float32))
+    # XLA runs the first call kernel by kernel and records the second one. Some errors come only when the result is
+    # read.
+    for _ in range(2):
+        x = jax.block_until_ready(loop(x, np.int32(NUM_TURNS)))
+    found = np.asarray(x.addressable_data(0))
+    if not (found == 1 + 2 * NUM_TURNS).all():
+        raise jax.errors.JaxRuntimeError(f"a loop computed {found[0, 0]} in the place of {1 + 2 * NUM_TURNS}")
+
+
+def wait_for_devices(mesh: Mesh) -> None:
+    """Waits until this process's devices of a mesh have finished all calls that were dispatched."""
+    jax.block_until_ready(_barrier(mesh)())
+
+
+@functools.cache
+def _barrier(mesh: Mesh) -> Any:
+    """Returns a program without collectives on every device: a device runs programs in their order."""
+    sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    return jax.jit(lambda: jnp.zeros(mesh.size), out_shardings=sharding)
