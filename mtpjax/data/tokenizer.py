@@ -1,6 +1,5 @@
 """Tokenizers: bytes for our own small models, `tokenizer.json` and its chat template for published ones."""
 
-import codecs
 import dataclasses
 import functools
 import hashlib
@@ -9,7 +8,9 @@ import pathlib
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
+from mtpjax.data.decoder_stages import Utf8Stage
 from mtpjax.data.hidden_text import hide_special_text, split_at_marks
+from mtpjax.data.incremental_decoder import IncrementalDecoder, TokenizerDecoder
 from mtpjax.data.template_worker import WORKER, TemplateFailure
 from mtpjax.data.tokenizer_checks import check_expansion, rust_errors
 from mtpjax.errors import ConversationError, TokenizerError, printable
@@ -44,7 +45,8 @@ class Tokenizer(Protocol):
         """Returns an incremental decoder.
 
         Returns:
-            A function that takes one token at a time and returns the text that it completes; None flushes the rest.
+            A function that takes one token at a time and returns the text that it completes; None ends the text and
+            returns the rest. All texts together are `decode` of all tokens.
         """
         ...
 
@@ -103,17 +105,12 @@ class ByteTokenizer:
         return "".join(stream(int(index)) for index in ids) + stream(None)
 
     def incremental_decoder(self) -> Callable[[int | None], str]:
-        # A character may span several tokens, so the decoder keeps incomplete bytes.
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        return IncrementalDecoder(self._byte_of, [Utf8Stage()])
 
-        def step(token: int | None) -> str:
-            if token is None:
-                return decoder.decode(b"", final=True)
-            if not 0 <= token < self.vocab_size:
-                raise ValueError(f"token id {token} is outside the vocabulary of {self.vocab_size}")
-            return decoder.decode(bytes([token]) if token != self.eos_token_id else b"")
-
-        return step
+    def _byte_of(self, token: int) -> bytes | None:
+        if not 0 <= token < self.vocab_size:
+            raise ValueError(f"token id {token} is outside the vocabulary of {self.vocab_size}")
+        return bytes([token]) if token != self.eos_token_id else None
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **template_variables: Any) -> list[int]:
         """Encodes a conversation as plain text: a line `role: content` per message; an answer ends with the end token.
@@ -171,6 +168,7 @@ class HuggingFaceTokenizer:
         # Files may ask for padding or truncation, which would change the tokens of a text by its length.
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
+        self._decoder = TokenizerDecoder(self._tokenizer)
         # A token outside the model's vocabulary would index its embedding outside its rows without an error.
         largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         if largest >= vocab_size:
@@ -195,19 +193,16 @@ class HuggingFaceTokenizer:
             return self._tokenizer.encode(text).ids
 
     def decode(self, ids: Iterable[int]) -> str:
+        """Decodes ids; skips special tokens, and replaces bytes that are not UTF-8 by U+FFFD."""
+        tokens = [int(index) for index in ids]
+        if not self._decoder.is_total:
+            stream = self.incremental_decoder()
+            return "".join(map(stream, tokens)) + stream(None)
         with rust_errors("the tokenizer cannot decode these ids"):
-            return self._tokenizer.decode([int(index) for index in ids], skip_special_tokens=True)
+            return self._tokenizer.decode(tokens, skip_special_tokens=True)
 
     def incremental_decoder(self) -> Callable[[int | None], str]:
-        from tokenizers.decoders import DecodeStream
-
-        stream = DecodeStream(skip_special_tokens=True)
-
-        def step(token: int | None) -> str:
-            with rust_errors("the tokenizer cannot decode this id"):
-                return "" if token is None else stream.step(self._tokenizer, int(token)) or ""
-
-        return step
+        return self._decoder.start()
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **template_variables: Any) -> list[int]:
         """Encodes a conversation; `template_variables` are variables of the template, such as `enable_thinking`."""
