@@ -70,11 +70,11 @@ STRIPPED_AT_THE_END = {
 
 
 def make_tokenizer(vocabulary: list[str], decoder: dict | None) -> tokenizers.Tokenizer:
-    """Returns a tokenizer of the words, added and special tokens, with ids without a token between these."""
+    """Returns a tokenizer of the words, and behind them the added and special tokens."""
     names = [(name, False) for name in ADDED] + [(name, True) for name in SPECIAL]
     flags = dict.fromkeys(("normalized", "single_word", "lstrip", "rstrip"), False)
     added = [
-        {"id": len(vocabulary) + 1 + 2 * index, "content": name, "special": is_special, **flags}
+        {"id": len(vocabulary) + 1 + index, "content": name, "special": is_special, **flags}
         for index, (name, is_special) in enumerate(names)
     ]
     words = {word: index for index, word in enumerate(["<unk>", *vocabulary])}
