@@ -129,7 +129,8 @@ def _resolve(ref: str, root: Any) -> Any:
         return named[0]
     for name in fragment.split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")
-        part = part[int(name)] if type(part) is list and name.isdecimal() else part[name]
+        key: Any = int(name) if isinstance(part, list) and name.isdecimal() else name
+        part = part[key]
     return part
 
 
