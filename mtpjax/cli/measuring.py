@@ -223,7 +223,7 @@ def _profile(options) -> int:
             drafter=settings.get("drafter", "mtp"),
             draft_params=draft_params,
         )
-    if measured["context"] < options.context:
+    if measured.get("context", options.context) < options.context:
         print(
             f"mtpjax profile: --context {options.context} leaves no room in the model's "
             f"{model.config.max_position_embeddings} positions: measured with {measured['context']}",

@@ -183,9 +183,7 @@ def test_wrong_flags_are_one_line_and_an_exit_code(checkpoint, capsys, flags, co
         ),
         (
             "--disable-cuda-graph --enable-torch-compile --disable-cuda-graph",
-            (
-                "--disable-cuda-graph, --enable-torch-compile are flags of SGLang that mtpjax does not support: ",
-            ),
+            ("--disable-cuda-graph, --enable-torch-compile are flags of SGLang that mtpjax does not support: ",),
         ),
         ("--tensor-parallel-size 8 -tp 8", ("use --tp-size", "unknown flag -tp")),
         (
