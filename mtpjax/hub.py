@@ -30,7 +30,7 @@ MAX_INDEX_BYTES, MAX_SHARDS = 512 << 20, 10_000
 TOKENIZER_FILES = (
     *("config.json", "generation_config.json", "chat_template.jinja", "chat_template.json"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("tokenizer.model", "vocab.json", "merges.txt"),
+    *("tokenizer.model", "tiktoken.model", "vocab.json", "merges.txt"),
 )
 # Small files that say which of the large ones are needed. `digests.json` is a file of mtpjax's own checkpoints.
 _DESCRIPTION = (*TOKENIZER_FILES, INDEX, "digests.json", "mtpjax_self_check.json")

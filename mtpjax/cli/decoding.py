@@ -92,6 +92,8 @@ def _generate(options) -> int:
     set_threads(options.model_path)
     # Check the flags before the model is loaded, which may take minutes.
     settings = decode_settings(options)
+    if options.profile is not None and options.depth_policy != "adaptive":
+        raise ValueError("--profile has no effect without --depth-policy adaptive")
     if options.check and options.temperature and settings["acceptance"] != "sample":
         raise ValueError("--check above temperature 0 needs --acceptance sample: other rules draw other tokens")
     with open_mesh(options) as mesh:
@@ -131,6 +133,7 @@ def _generate_on(mesh, options, settings: dict[str, Any]) -> int:
         for text, tokens, origins in zip(options.prompt, result.rows(), result.origins, strict=True):
             _print_text(text, tokens, origins, tokenizer.incremental_decoder())
         _print_stats(result, config)
+        _tell_of_limit(prompts, config, model.config.max_position_embeddings)
     if not options.check:
         return 0
     # Decode again without drafts and compare the tokens.
@@ -139,6 +142,17 @@ def _generate_on(mesh, options, settings: dict[str, Any]) -> int:
     if prints:
         print(*lines, sep="\n", file=sys.stderr)
     return code
+
+
+def _tell_of_limit(prompts: list[list[int]], config, positions: int) -> None:
+    """Says on stderr that a text may have fewer new tokens than the flags ask for."""
+    longest = max(map(len, prompts))
+    if config.max_length is None and longest + config.max_new_tokens > positions:
+        print(
+            f"mtpjax generate: a prompt of {longest} tokens and --max-new-tokens {config.max_new_tokens} are more than "
+            f"the {positions} positions of the model: its text has at most {positions - longest} new tokens",
+            file=sys.stderr,
+        )
 
 
 def _print_stats(result, config) -> None:

@@ -223,6 +223,12 @@ def _profile(options) -> int:
             drafter=settings.get("drafter", "mtp"),
             draft_params=draft_params,
         )
+    if measured.get("context", options.context) < options.context:
+        print(
+            f"mtpjax profile: --context {options.context} leaves no room in the model's "
+            f"{model.config.max_position_embeddings} positions: measured with {measured['context']}",
+            file=sys.stderr,
+        )
     # Save before printing: the tables are only a summary of the file.
     profile.save(output, measured)
     console = rich.console.Console()

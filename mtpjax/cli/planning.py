@@ -30,9 +30,14 @@ def add_plan(commands) -> None:
     plan.add_argument(
         *flag_names("batch_size"), type=int, default=8, help="rows decoded together (default: %(default)s)"
     )
-    plan.add_argument("--context", type=int, default=4096, help="tokens of a row (default: %(default)s)")
     plan.add_argument(
-        *flag_names("num_steps"), type=int, default=1, help="draft levels per round (default: %(default)s)"
+        "--context", type=int, default=None, help="tokens of a row (default: 4096, if the model has them)"
+    )
+    plan.add_argument(
+        *flag_names("num_steps"),
+        type=int,
+        default=None,
+        help="draft levels per round (default: 1, and 0 for a model without MTP modules)",
     )
     plan.add_argument(
         "--accept-length",
@@ -100,9 +105,19 @@ def run_plan(options) -> int:
             write_text(options.output, json.dumps(rows, indent=1) + "\n")
         return 0
     # 3. Settle the draft levels and the accept length. Without MTP modules there are no drafts.
-    if options.num_steps < 0:
-        raise ValueError(f"num_steps must be at least 0, got {options.num_steps}")
-    num_steps = options.num_steps if config.num_mtp_modules else 0
+    num_steps = min(1, config.num_mtp_modules) if options.num_steps is None else options.num_steps
+    if num_steps < 0:
+        raise ValueError(f"num_steps must be at least 0, got {num_steps}")
+    if num_steps and not config.num_mtp_modules:
+        raise ValueError(f"num_steps must be 0 for a model without MTP modules, got {num_steps}")
+    positions = config.max_position_embeddings
+    context = min(4096, positions) if options.context is None else options.context
+    if context > positions:
+        print(
+            f"mtpjax plan: --context {context} is more than the {positions} positions of the "
+            "model (max_position_embeddings)",
+            file=sys.stderr,
+        )
     accept_length = tokens_per_round(0.8, num_steps) if options.accept_length is None else options.accept_length
     if not 1 <= accept_length <= num_steps + 1:
         raise ValueError(
@@ -118,7 +133,7 @@ def run_plan(options) -> int:
         device,
         [sizes] if sizes else plan.list_meshes(options.count),
         rows=options.batch_size,
-        context=options.context,
+        context=context,
         num_steps=num_steps,
         accept_length=accept_length,
         prefill_chunk=options.prefill_chunk,

@@ -1,10 +1,9 @@
-"""`mtpjax serve`: flags by SGLang's names, and which of SGLang's flags it does not have."""
+"""`mtpjax serve`: flags by SGLang's names."""
 
-import difflib
-import importlib.resources
 import os
 from typing import Any
 
+from mtpjax.cli import flag_checks
 from mtpjax.cli.common import add_implementation_flag, add_model_path_flag, set_threads
 from mtpjax.cli.config_flags import (
     DRAFT_FIELDS,
@@ -22,8 +21,10 @@ from mtpjax.cli.mesh_flags import add_mesh_flags, load_on_mesh, open_mesh
 from mtpjax.cli.serve_processes import check_process_flags, check_same_start, connect_followers
 from mtpjax.cli.serve_settings import (
     ADMIN_KEY_VARIABLE,
+    DEFAULT_HOST_GB,
     KEY_VARIABLE,
     api_settings,
+    check_used,
     engine_sizes,
     load_grammars,
     server_settings,
@@ -128,7 +129,9 @@ def _add_size_flags(parser) -> None:
         action="store_true",
         help="keep pages of the prefix cache in host memory when their place is needed (one device)",
     )
-    parser.add_argument("--hicache-size", type=float, default=4.0, help="GB of host memory for them")
+    parser.add_argument(
+        "--hicache-size", type=float, default=None, help=f"GB of host memory for them (default: {DEFAULT_HOST_GB:g})"
+    )
     parser.add_argument("--max-queue-seconds", type=float, default=None, help="longest wait of a request")
     parser.add_argument("--max-run-seconds", type=float, default=None, help="longest time from arrival to the end")
 
@@ -180,35 +183,8 @@ def _add_mesh_flags(parser) -> None:
 
 
 def check_flags(arguments: list[str]) -> list[str]:
-    """Checks the names of flags before they are parsed, so that the message can say more than that one is unknown.
-
-    Args:
-        arguments: the command line behind `mtpjax serve`.
-
-    Returns:
-        The arguments, with dashes for underscores in the names of flags.
-
-    Raises:
-        UsageError: a flag is unknown, or SGLang's and not supported.
-    """
-    checked, known = [], set(make_parser()._option_string_actions)
-    for argument in arguments:
-        name, equals, value = argument.partition("=")
-        if name.startswith("--"):
-            name = name.replace("_", "-")
-            if name not in known:
-                if name in sglang_flags():
-                    raise UsageError(f"{name} is a flag of SGLang that mtpjax does not support")
-                near = difflib.get_close_matches(name, known, n=1)
-                raise UsageError(f"unknown flag {name}" + (f"; did you mean {near[0]}?" if near else ""))
-        checked.append(name + equals + value)
-    return checked
-
-
-def sglang_flags() -> frozenset[str]:
-    """Returns the names of SGLang's server flags, as of version 0.5.23."""
-    text = importlib.resources.files("mtpjax.cli").joinpath("sglang_flags.txt").read_text()
-    return frozenset(text.split())
+    """Checks all flags of a command line (`flag_checks`), and returns it with dashes for underscores in the names."""
+    return flag_checks.check_flags(arguments, make_parser()._option_string_actions)
 
 
 def engine_settings(options, num_modules: int) -> dict[str, Any]:
@@ -298,6 +274,7 @@ def run_serve(options) -> int:
     options.mesh = _mesh_text(options)
     # Check the flags before the model is loaded, which may take minutes.
     check_expert_flags(options)
+    check_used(options)
     engine_settings(options, num_modules=1)
     disaggregation = disaggregation_settings(options)
     set_threads(options.model_path)

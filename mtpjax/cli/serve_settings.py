@@ -1,13 +1,17 @@
 """Makes the settings of the engine and the server from the flags of `mtpjax serve`."""
 
 import dataclasses
+import logging
 import os
 import sys
 
 from mtpjax.cli.drafter_flags import name_of_drafter
 from mtpjax.errors import UsageError
 
+DEFAULT_HOST_GB = 4.0
 KEY_VARIABLE, ADMIN_KEY_VARIABLE = "MTPJAX_API_KEY", "MTPJAX_ADMIN_API_KEY"
+
+log = logging.getLogger("mtpjax.serve")
 
 
 def engine_sizes(options, params: dict, *, model, config, grammars, uses_host: bool):
@@ -30,6 +34,13 @@ def engine_sizes(options, params: dict, *, model, config, grammars, uses_host: b
     from mtpjax.serving.launch import choose_num_pages
     from mtpjax.serving.sizes import EngineSettings
 
+    limit = model.config.max_position_embeddings
+    if (options.context_length or 0) > limit:
+        log.warning(
+            "--context-length %d is more than the %d positions of the model (max_position_embeddings in config.json): "
+            "a text has at most %d tokens",
+            *(options.context_length, limit, limit),
+        )
     settings = EngineSettings(
         num_slots=options.max_running_requests,
         max_length=options.context_length,
@@ -45,7 +56,7 @@ def engine_sizes(options, params: dict, *, model, config, grammars, uses_host: b
         max_tick_seconds=options.watchdog_timeout / 2 or None,
         shares_prefixes=not options.disable_radix_cache,
         num_snapshots=options.max_mamba_cache_size,
-        host_bytes=int(options.hicache_size * 1e9) if uses_host else 0,
+        host_bytes=int((DEFAULT_HOST_GB if options.hicache_size is None else options.hicache_size) * 1e9) * uses_host,
         grammars=grammars,
         rebalance_experts_every=options.eplb_rebalance_num_iterations if options.enable_eplb else None,
     )
@@ -131,6 +142,29 @@ def load_grammars(backend: str | None, tokenizer, vocab_size: int):
         if backend is None:
             return None
         raise UsageError(f"--grammar-backend {backend}: {error}") from error
+
+
+def check_used(options) -> None:
+    """Checks that no flag is given whose setting another flag turns off.
+
+    Args:
+        options: the parsed flags.
+
+    Raises:
+        UsageError: a flag would have no effect.
+    """
+    unused = []
+    uses_host = options.enable_hierarchical_cache or options.disaggregation_mode in ("prefill", "decode")
+    if options.hicache_size is not None and not uses_host:
+        unused.append("--hicache-size has no effect without --enable-hierarchical-cache")
+    if options.enable_hierarchical_cache and options.disable_radix_cache:
+        unused.append("--enable-hierarchical-cache has no effect with --disable-radix-cache")
+    if (options.speculative_algorithm or "").upper() == "NONE":
+        given = {"--num-steps": options.num_steps, "--num-draft-tokens": options.num_draft_tokens}
+        names = [name for name, value in (given | {"--topk": (options.topk or 1) - 1}).items() if value]
+        unused += [f"{name} has no effect with --speculative-algorithm NONE" for name in names]
+    if unused:
+        raise UsageError("; ".join(unused))
 
 
 def _read_keys(flag: str | None, variable: str) -> tuple[str, ...]:

@@ -1,6 +1,5 @@
 """Tokenizers: bytes for our own small models, `tokenizer.json` and its chat template for published ones."""
 
-import codecs
 import dataclasses
 import functools
 import hashlib
@@ -9,15 +8,20 @@ import pathlib
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
+from mtpjax.data.decoder_stages import Utf8Stage
+from mtpjax.data.end_tokens import find_end_tokens
 from mtpjax.data.hidden_text import hide_special_text, split_at_marks
+from mtpjax.data.incremental_decoder import IncrementalDecoder, TokenizerDecoder
 from mtpjax.data.template_worker import WORKER, TemplateFailure
 from mtpjax.data.tokenizer_checks import check_expansion, rust_errors
-from mtpjax.errors import ConversationError, TokenizerError, printable
+from mtpjax.errors import ConversationError, TokenizerError
 from mtpjax.io.huggingface_files import MAX_TOKENIZER_BYTES, has_tokenizer, huggingface_folder, read_small_file
 from mtpjax.safe_open import parse_json
 
 MAX_TEMPLATE_CHARACTERS = 1 << 20
 MAX_MESSAGES = 10_000
+OTHER_FORMATS = ("tokenizer.model", "vocab.json", "vocab.txt")  # SentencePiece's, and those of older classes
+SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")  # that a template may name
 
 
 class Tokenizer(Protocol):
@@ -44,7 +48,8 @@ class Tokenizer(Protocol):
         """Returns an incremental decoder.
 
         Returns:
-            A function that takes one token at a time and returns the text that it completes; None flushes the rest.
+            A function that takes one token at a time and returns the text that it completes; None ends the text and
+            returns the rest. All texts together are `decode` of all tokens.
         """
         ...
 
@@ -103,17 +108,12 @@ class ByteTokenizer:
         return "".join(stream(int(index)) for index in ids) + stream(None)
 
     def incremental_decoder(self) -> Callable[[int | None], str]:
-        # A character may span several tokens, so the decoder keeps incomplete bytes.
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        return IncrementalDecoder(self._byte_of, [Utf8Stage()])
 
-        def step(token: int | None) -> str:
-            if token is None:
-                return decoder.decode(b"", final=True)
-            if not 0 <= token < self.vocab_size:
-                raise ValueError(f"token id {token} is outside the vocabulary of {self.vocab_size}")
-            return decoder.decode(bytes([token]) if token != self.eos_token_id else b"")
-
-        return step
+    def _byte_of(self, token: int) -> bytes | None:
+        if not 0 <= token < self.vocab_size:
+            raise ValueError(f"token id {token} is outside the vocabulary of {self.vocab_size}")
+        return bytes([token]) if token != self.eos_token_id else None
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **template_variables: Any) -> list[int]:
         """Encodes a conversation as plain text: a line `role: content` per message; an answer ends with the end token.
@@ -147,9 +147,11 @@ class ByteTokenizer:
 class HuggingFaceTokenizer:
     """The `tokenizer.json` of a Hugging Face directory or GGUF file, read by the tokenizers package.
 
-    `eos_token_ids` come from `generation_config.json`, else `config.json`, else the `eos_token` of
-    `tokenizer_config.json`. Special tokens written in a prompt's text become those tokens, as in transformers; those
-    that a user or a tool writes in a message stay text, so that a message cannot end its own turn.
+    `eos_token_ids` are those of `generation_config.json`, `config.json`, its `text_config`, and the `eos_token` of
+    `tokenizer_config.json`, in this order: each of them ends a text, and the first ends a document. Special tokens
+    written in a prompt's text become those tokens, as in transformers; those that a user or a tool writes in a message
+    stay text, so that a message cannot end its own turn. The text of tokens is that of the decoder in `tokenizer.json`,
+    as in vLLM; `clean_up_tokenization_spaces` changes nothing.
 
     Args:
         folder: the directory, or the GGUF file.
@@ -171,6 +173,7 @@ class HuggingFaceTokenizer:
         # Files may ask for padding or truncation, which would change the tokens of a text by its length.
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
+        self._decoder = TokenizerDecoder(self._tokenizer)
         # A token outside the model's vocabulary would index its embedding outside its rows without an error.
         largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         if largest >= vocab_size:
@@ -180,8 +183,15 @@ class HuggingFaceTokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_token_ids = tuple(sorted(index for index, token in added.items() if token.special))
         self._special_names = [token.content for token in added.values() if token.special]
-        self._settings = _read_json(folder, "tokenizer_config.json")
-        self.eos_token_ids = _eos_token_ids(folder, vocab_size) or self._named_token_ids("eos_token")
+        older = _read_json(folder, "special_tokens_map.json")
+        self._settings = {name: older[name] for name in SPECIAL_NAMES if name in older}
+        self._settings |= _read_json(folder, "tokenizer_config.json")
+        files = {
+            "generation": _read_json(folder, "generation_config.json"),
+            "config": _read_json(folder, "config.json"),
+        }
+        eos_token = self._special_tokens().get("eos_token")
+        self.eos_token_ids = find_end_tokens(folder, self._tokenizer, eos_token, vocab_size=vocab_size, **files)
         self._template = _read_chat_template(folder, self._settings)
         self._content = content
         # The digest covers everything that decides the tokens, so that a resumed run notices a changed template.
@@ -195,19 +205,16 @@ class HuggingFaceTokenizer:
             return self._tokenizer.encode(text).ids
 
     def decode(self, ids: Iterable[int]) -> str:
+        """Decodes ids; skips special tokens, and replaces bytes that are not UTF-8 by U+FFFD."""
+        tokens = [int(index) for index in ids]
+        if not self._decoder.is_total:
+            stream = self.incremental_decoder()
+            return "".join(map(stream, tokens)) + stream(None)
         with rust_errors("the tokenizer cannot decode these ids"):
-            return self._tokenizer.decode([int(index) for index in ids], skip_special_tokens=True)
+            return self._tokenizer.decode(tokens, skip_special_tokens=True)
 
     def incremental_decoder(self) -> Callable[[int | None], str]:
-        from tokenizers.decoders import DecodeStream
-
-        stream = DecodeStream(skip_special_tokens=True)
-
-        def step(token: int | None) -> str:
-            with rust_errors("the tokenizer cannot decode this id"):
-                return "" if token is None else stream.step(self._tokenizer, int(token)) or ""
-
-        return step
+        return self._decoder.start()
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **template_variables: Any) -> list[int]:
         """Encodes a conversation; `template_variables` are variables of the template, such as `enable_thinking`."""
@@ -274,12 +281,8 @@ class HuggingFaceTokenizer:
 
     def _special_tokens(self) -> dict[str, str | None]:
         """Returns the special tokens that a template may name, as text."""
-        names = ("bos_token", "eos_token", "pad_token", "unk_token")
-        return {name: _token_text(self._settings[name]) for name in names if self._settings.get(name) is not None}
-
-    def _named_token_ids(self, name: str) -> tuple[int, ...]:
-        index = self._tokenizer.token_to_id(self._special_tokens().get(name) or "")
-        return () if index is None else (index,)
+        settings = self._settings
+        return {name: _token_text(settings[name]) for name in SPECIAL_NAMES if settings.get(name) is not None}
 
 
 def load_tokenizer(path, vocab_size: int) -> Tokenizer:
@@ -291,17 +294,26 @@ def load_tokenizer(path, vocab_size: int) -> Tokenizer:
         vocab_size: V of the model.
 
     Returns:
-        A `HuggingFaceTokenizer` if there is a `tokenizer.json`, else a `ByteTokenizer`.
+        A `HuggingFaceTokenizer` if there is a `tokenizer.json` or a `tiktoken.model`, else a `ByteTokenizer`.
 
     Raises:
-        TokenizerError: there is no `tokenizer.json`, and the vocabulary is not the 256 bytes.
+        TokenizerError: there is neither, and the vocabulary is not the 256 bytes.
     """
     folder = huggingface_folder(path)
     if has_tokenizer(folder):
         return HuggingFaceTokenizer(folder, vocab_size)
     if vocab_size == ByteTokenizer.vocab_size:
         return ByteTokenizer()
-    raise TokenizerError(f"{folder} has no tokenizer.json, and the model has {vocab_size} tokens, not the 256 bytes")
+    other = [name for name in OTHER_FORMATS if (folder / name).exists()]
+    way_on = (
+        f". Its {other[0]} is of another format: load it with transformers.AutoTokenizer and write a tokenizer.json "
+        "with save_pretrained"
+        if other
+        else ""
+    )
+    raise TokenizerError(
+        f"{folder} has no tokenizer.json, and the model has {vocab_size} tokens, not the 256 bytes{way_on}"
+    )
 
 
 def render_chat(template: str, messages: list[dict[str, Any]], **variables: Any) -> str:
@@ -351,24 +363,6 @@ def _read_chat_template(folder: pathlib.Path, settings: dict[str, Any]) -> str |
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")
     return template if isinstance(template, str) else None
-
-
-def _eos_token_ids(folder: pathlib.Path, vocab_size: int) -> tuple[int, ...]:
-    # Generation settings override the model's; a multimodal config nests the text model's settings.
-    config = _read_json(folder, "config.json")
-    for values in (_read_json(folder, "generation_config.json"), config, config.get("text_config")):
-        token_ids = values.get("eos_token_id") if isinstance(values, dict) else None
-        if token_ids is None:
-            continue
-        ids = token_ids if isinstance(token_ids, list) else [token_ids]
-        # A truth value is an int in Python, but not a token.
-        if not all(type(index) is int and 0 <= index < vocab_size for index in ids):
-            raise TokenizerError(
-                f"{folder}: eos_token_id is {printable(repr(token_ids), 100)}, not an id below {vocab_size} or a list"
-                " of such ids"
-            )
-        return tuple(ids)
-    return ()
 
 
 def _read_json(folder: pathlib.Path, name: str) -> dict[str, Any]:

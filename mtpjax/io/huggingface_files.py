@@ -9,6 +9,7 @@ import pathlib
 
 from mtpjax.hub import resolve
 from mtpjax.io.checkpoint_format import find_checkpoint, is_checkpoint
+from mtpjax.io.tiktoken_files import TIKTOKEN_FILE, tokenizer_json
 from mtpjax.safe_open import is_gguf, parse_json, read_inside
 
 HUGGINGFACE_FOLDER, HEADERS_FILE, OTHER_TENSORS_FILE = "huggingface", "huggingface.json", "huggingface.safetensors"
@@ -18,6 +19,8 @@ MAX_TOKENIZER_BYTES = 64 << 20  # of a tokenizer.json; the published ones have 7
 
 def read_small_file(path, name: str, *, max_bytes: int = MAX_TOKENIZER_BYTES) -> bytes | None:
     """Reads a small file of a checkpoint, such as its tokenizer; from a GGUF file, the equivalent content.
+
+    A directory whose tokenizer is a `tiktoken.model` has the equivalent `tokenizer.json`.
 
     Args:
         path: a Hugging Face directory or a GGUF file.
@@ -32,7 +35,8 @@ def read_small_file(path, name: str, *, max_bytes: int = MAX_TOKENIZER_BYTES) ->
     """
     path = pathlib.Path(path)
     if not is_gguf(path):
-        return read_inside(path, name, max_bytes=max_bytes)
+        content = read_inside(path, name, max_bytes=max_bytes)
+        return tokenizer_json(path) if content is None and name == "tokenizer.json" else content
     from conversion.gguf_files import GGUFFiles
 
     with GGUFFiles(path) as files:
@@ -46,10 +50,12 @@ def has_tokenizer(path) -> bool:
         path: the directory or file.
 
     Returns:
-        True if there is a `tokenizer.json`, or the GGUF file holds a tokenizer.
+        True if there is a `tokenizer.json` or a `tiktoken.model`, or the GGUF file holds a tokenizer.
     """
     path = pathlib.Path(path)
-    return read_small_file(path, "tokenizer.json") is not None if is_gguf(path) else (path / "tokenizer.json").exists()
+    if is_gguf(path):
+        return read_small_file(path, "tokenizer.json") is not None
+    return any((path / name).exists() for name in ("tokenizer.json", TIKTOKEN_FILE))
 
 
 def huggingface_folder(path) -> pathlib.Path:

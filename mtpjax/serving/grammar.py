@@ -4,29 +4,19 @@ llguidance compiles a grammar against the bytes of the tokenizer's tokens. Each 
 tokens on the host and computes the mask of the tokens that may follow.
 """
 
-import json
-import math
-from collections.abc import Iterator, Sequence
-from decimal import Decimal
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
 
 from mtpjax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
-from mtpjax.errors import printable
-from mtpjax.safe_open import parse_json
+from mtpjax.serving.grammar_checks import GrammarError, checked_schema, explain
 
 GrammarKind = Literal["json_schema", "regex"]
 
 MAX_GRAMMAR_BYTES = 1 << 16
-MAX_SCHEMA_DEPTH = 64
-MAX_MULTIPLE = 10_000  # llguidance makes an automaton with a state per remainder
 # Each lexer state takes 1-2 kB, and a step of 100,000 units of fuel takes about 10 ms.
 _LIMITS = {"max_lexer_states": 50_000, "step_lexer_fuel": 100_000, "verbose_errors": False}
-
-
-class GrammarError(ValueError):
-    """A grammar does not compile, or exceeds a limit while a text is made. One line that is meant for the client."""
 
 
 class Matcher:
@@ -72,7 +62,7 @@ class Matcher:
                 fill_next_token_bitmask(self._matcher, masks, node)
                 if self._matcher.is_error() or not masks[node].any():
                     message = self._matcher.get_error() or "no token of the vocabulary continues the text"
-                    raise GrammarError(f"the grammar failed: {_one_line(message)}")
+                    raise GrammarError(f"the grammar failed: {explain(message)}")
             if num_consumed:
                 self._matcher.rollback(num_consumed)
 
@@ -147,14 +137,14 @@ class Grammars:
         if len(source.encode()) > MAX_GRAMMAR_BYTES:
             raise GrammarError(f"the grammar has more than {MAX_GRAMMAR_BYTES} bytes")
         if kind == "json_schema":
-            compiled = LLMatcher.grammar_from_json_schema(_checked_schema(source))
+            compiled = LLMatcher.grammar_from_json_schema(checked_schema(source))
         else:
             if (len(source) - len(source.rstrip("\\"))) % 2:  # llguidance would escape its own delimiter
                 raise GrammarError("the regular expression ends with an incomplete escape")
             compiled = LLMatcher.grammar_from_regex(source)
         matcher = LLMatcher(self._tokenizer, compiled, log_level=0, limits=LLParserLimits(**_LIMITS))
         if matcher.is_error():
-            raise GrammarError(f"the grammar does not compile: {_one_line(matcher.get_error())}")
+            raise GrammarError(f"the grammar does not compile: {explain(matcher.get_error())}")
         return Grammar(matcher, self._vocab_size)
 
 
@@ -192,31 +182,3 @@ class _Bytes:
 
     def __call__(self, text: bytes) -> list[int]:
         return list(text)
-
-
-def _checked_schema(source: str) -> str:
-    """Returns a JSON schema in plain JSON. Raises GrammarError."""
-    try:
-        schema = parse_json(source, max_depth=MAX_SCHEMA_DEPTH)
-        # Compiling takes time and memory in proportion to the least common multiple.
-        multiples = [Decimal(str(value)).normalize().as_tuple().digits for value in _multiples(schema)]
-        if math.lcm(*(int("".join(map(str, digits))) for digits in multiples)) > MAX_MULTIPLE:
-            raise GrammarError(f"the least common multiple of all multipleOf is above {MAX_MULTIPLE}")
-        return json.dumps(schema, allow_nan=False)
-    except (ValueError, ArithmeticError) as error:
-        raise GrammarError(f"the JSON schema is not acceptable: {_one_line(str(error))}") from error
-
-
-def _multiples(schema: Any) -> Iterator[int | float]:
-    """Yields the numbers under `multipleOf` anywhere in a schema."""
-    if isinstance(schema, dict):
-        value = schema.get("multipleOf")
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            yield value
-    if isinstance(schema, dict | list):
-        for part in schema.values() if isinstance(schema, dict) else schema:
-            yield from _multiples(part)
-
-
-def _one_line(message: str) -> str:
-    return printable(" ".join(message.split()), 200)

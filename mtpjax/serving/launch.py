@@ -29,7 +29,7 @@ from mtpjax.serving.http_server import address_of, listen, run_app, tell
 from mtpjax.serving.metric_names import WATCHDOG
 from mtpjax.serving.metrics import Metrics
 from mtpjax.serving.multihost.connection import Followers
-from mtpjax.serving.sizes import EngineSettings, count_snapshots
+from mtpjax.serving.sizes import EngineSettings, count_snapshots, longest_text
 from mtpjax.serving.watchdog import Watchdog
 
 ERROR_SECONDS = 1.0  # in which clients get their errors before the process ends
@@ -109,7 +109,7 @@ def choose_num_pages(
         MemoryTooSmall: the memory that is left has no room for one text.
     """
     config = model.config
-    max_length = min(settings.max_length or config.max_position_embeddings, config.max_position_embeddings)
+    max_length = longest_text(settings, config.max_position_embeddings)
     per_row = -(-(max_length + 64) // settings.page_size)
     devices = params["embedding"].devices()
     own = [device for device in devices if device.process_index == jax.process_index()]

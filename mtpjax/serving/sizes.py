@@ -18,7 +18,8 @@ class EngineSettings:
 
     Attributes:
         num_slots: most requests that run at the same time.
-        max_length: most tokens of a text, prompt included; None: the model's `max_position_embeddings`.
+        max_length: most tokens of a text, prompt included; None: the model's `max_position_embeddings`, which is also
+            the most.
         page_size: positions per page.
         num_pages: pages of the pool; None: enough for every slot at `max_length`.
         prefill_tokens: most prompt tokens of one call; None: four chunks.
@@ -145,7 +146,7 @@ def resolve_sizes(
     if settings.num_slots % num_parts:
         raise ValueError(f"num_slots must be a multiple of data = {num_parts}, got {settings.num_slots}")
     part_slots = settings.num_slots // num_parts
-    max_length = min(settings.max_length or limit, limit)
+    max_length = longest_text(settings, limit)
     if max_length < 2:
         raise ValueError(f"max_length must be at least 2, got {max_length}")
     # 1. A call processes a chunk of each of some prompts.
@@ -193,6 +194,11 @@ def resolve_sizes(
         table_widths=fractions_of(8, max_pages, 16),
     )
     return sizes, dataclasses.replace(spec, pool=(num_pages, settings.page_size))
+
+
+def longest_text(settings: EngineSettings, limit: int) -> int:
+    """Returns the most tokens of a text: what the settings say, but not more than `limit`, which the model allows."""
+    return limit if settings.max_length is None else min(settings.max_length, limit)
 
 
 def count_snapshots(settings: EngineSettings, config: ModelConfig) -> int:

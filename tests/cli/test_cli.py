@@ -16,7 +16,7 @@ import tokenizers
 
 from mtpjax import DecodeConfig, MTPModel, SamplingParams, generate, init_params, load, presets, save_drafter
 from mtpjax.atomic import check_output_file
-from mtpjax.cli import config_flags
+from mtpjax.cli import config_flags, decoding
 from mtpjax.cli.main import COMMANDS, main
 from mtpjax.data.draft_vocabulary import save_vocabulary
 from mtpjax.decoding.drafters.dflash import DFlashDrafter, DFlashParams
@@ -187,6 +187,16 @@ def test_generate_drafts_from_a_vocabulary(checkpoint, tmp_path, capsys):
     assert "identical to plain decoding: yes" in capsys.readouterr().err
 
 
+def test_a_text_that_the_model_s_positions_cut_is_told(capsys):
+    prompts = [[1] * 20, [1] * 30]
+    for config in (DecodeConfig(max_new_tokens=98), DecodeConfig(max_new_tokens=200, max_length=100)):
+        decoding._tell_of_limit(prompts, config, 128)
+        assert not capsys.readouterr().err
+    decoding._tell_of_limit(prompts, DecodeConfig(max_new_tokens=99), 128)
+    assert "30 tokens and --max-new-tokens 99 are more than the 128 positions" in (told := capsys.readouterr().err)
+    assert told.endswith("at most 98 new tokens\n")
+
+
 @pytest.mark.parametrize("num_mtp_modules", [0, 1])
 def test_generate_drafts_by_lookup_with_and_without_mtp_modules(num_mtp_modules, tmp_path, capsys):
     """The drafts of `DecodeConfig(drafter="lookup")`, from flags; without modules "mtp" decodes plainly."""
@@ -220,6 +230,7 @@ def test_generate_drafts_by_lookup_with_and_without_mtp_modules(num_mtp_modules,
             "threshold_single must be within 0..1, got",
         ),
         (["--prompt", "x", "--draft-vocabulary", "missing.json"], "missing.json"),
+        (["--prompt", "x", "--profile", "x.json"], "--profile has no effect without --depth-policy adaptive"),
         (["--prompt", "x", "--top-p", "2"], "top_p"),
         (["--prompt", ""], "prompt 0 is empty"),
         (["--prompt", "x" * 200], "max_length 128 leaves room for 127"),

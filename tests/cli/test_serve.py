@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import pathlib
+import re
 import signal
 import socket
 import subprocess
@@ -23,12 +24,16 @@ pytest.importorskip("uvicorn")
 
 import httpx
 
+from mtpjax.cli import flag_checks
 from mtpjax.cli import serve as serve_command
 from mtpjax.cli.expert_flags import read_expert_counts
 from mtpjax.cli.main import main
+from mtpjax.cli.serve_settings import engine_sizes
+from mtpjax.decoding.config import DecodeConfig
 from mtpjax.decoding.drafters.load import save_drafter
 from mtpjax.errors import UsageError
 from mtpjax.evaluation.small_models import constructed_drafter
+from mtpjax.serving.sizes import longest_text
 
 SIZES = ("--max-running-requests", "2", "--context-length", "128", "--precompile-bs-paddings", "2")
 QUICK = (*SIZES, "--skip-server-warmup", "--port", "0")
@@ -129,6 +134,14 @@ def test_a_server_starts_drains_and_leaves_nothing_behind(serve, tmp_path):
         (["--enable-lora"], 2, "is a flag of SGLang that mtpjax does not support"),
         (["--port", "http"], 2, "--port"),
         (["--context-length", "1"], 2, "max_length must be at least 2"),
+        (["--context-length", "0"], 2, "max_length must be at least 2, got 0"),
+        (["--hicache-size", "8"], 2, "--hicache-size has no effect without --enable-hierarchical-cache"),
+        (["--enable-hierarchical-cache", "--disable-radix-cache"], 2, "no effect with --disable-radix-cache"),
+        (
+            ["--speculative-algorithm", "none", "--num-steps", "2", "--topk", "2"],
+            2,
+            "--num-steps has no effect with --speculative-algorithm NONE; --topk has no effect with",
+        ),
         (["--speculative-algorithm", "EAGLE4"], 2, "unknown --speculative-algorithm EAGLE4"),
         (["--speculative-algorithm", "medusa"], 2, "MEDUSA needs --speculative-draft-model-path"),
         (
@@ -157,6 +170,58 @@ def test_wrong_flags_are_one_line_and_an_exit_code(checkpoint, capsys, flags, co
 
 
 @pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (
+            "--enable-lora --max_model_len=4096 --trust-remote-code --made-up x",
+            (
+                "--enable-lora is a flag of SGLang that mtpjax does not support: merge the adapter into the weights",
+                "--max-model-len is a flag of vLLM that mtpjax does not support: use --context-length",
+                "--trust-remote-code is a flag of SGLang that mtpjax does not support: leave it out",
+                "unknown flag --made-up",
+            ),
+        ),
+        (
+            "--disable-cuda-graph --enable-torch-compile --disable-cuda-graph",
+            ("--disable-cuda-graph, --enable-torch-compile are flags of SGLang that mtpjax does not support: ",),
+        ),
+        ("--tensor-parallel-size 8 -tp 8", ("use --tp-size", "unknown flag -tp")),
+        (
+            "--port http --page-size=x --log-level loud --hicache-size 1,5 --gpu-memory-utilization 0.9",
+            (
+                "--port must be an integer, got http",
+                "--page-size must be an integer, got x",
+                "--log-level must be one of debug, info, warning, error, got loud",
+                "--hicache-size must be a number, got 1,5",
+                "use --mem-fraction-static",
+            ),
+        ),
+    ],
+)
+def test_all_wrong_flags_are_named_at_once(line, told, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--model-path", "no/model", *line.split()])
+    assert ended.value.code == 2
+    [message] = capsys.readouterr().err.splitlines()
+    for each in told:
+        assert message.count(each) == 1
+
+
+def test_advice_names_flags_that_there_are():
+    known = serve_command.make_parser()._option_string_actions
+    for name, advice in (flag_checks.SGLANG_ADVICE | flag_checks.VLLM_ADVICE).items():
+        assert name not in known and all(flag in known for flag in re.findall(r"--[a-z-]+", advice)), name
+    assert flag_checks.SGLANG_ADVICE.keys() <= flag_checks.sglang_flags()
+    assert not flag_checks.VLLM_ADVICE.keys() & flag_checks.sglang_flags()
+
+
+def test_right_flags_pass_the_check():
+    line = ["--max_running_requests", "8", "--dp-size=-1", "--precompile-bs-paddings", "1", "4", "--enable-metrics"]
+    expected = ["--max-running-requests", *line[1:]]
+    assert serve_command.check_flags([*line, "--api-key", "a=b"]) == [*expected, "--api-key", "a=b"]
+
+
+@pytest.mark.parametrize(
     ("flags", "mesh"),
     [
         ([], ""),
@@ -171,6 +236,23 @@ def test_wrong_flags_are_one_line_and_an_exit_code(checkpoint, capsys, flags, co
 def test_sizes_with_sglang_s_names_are_a_mesh(flags, mesh):
     options = serve_command.make_parser().parse_args(["--model-path", "model", *flags])
     assert serve_command._mesh_text(options) == mesh
+
+
+@pytest.mark.parametrize("length", [None, 100, 256, 257, 100_000])
+def test_a_context_beyond_the_model_is_told_with_both_numbers(length, small, caplog):
+    model, params = small("grouped", "mixed", vocab_size=256)
+    assert model.config.max_position_embeddings == 256
+    line = ["--model-path", "model", "--max-total-tokens", "512"]
+    line += [] if length is None else ["--context-length", str(length)]
+    options = serve_command.make_parser().parse_args(line)
+    settings = engine_sizes(options, params, model=model, config=DecodeConfig(), grammars=None, uses_host=False)
+    assert longest_text(settings, 256) == min(length or 256, 256)
+    messages = [record.getMessage() for record in caplog.records]
+    if length is None or length <= 256:
+        assert not messages
+    else:
+        assert f"--context-length {length} is more than the 256 positions of the model" in messages[0]
+        assert "a text has at most 256 tokens" in messages[0]
 
 
 def test_counts_of_experts_are_read_from_a_file(tmp_path):

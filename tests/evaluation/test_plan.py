@@ -175,3 +175,15 @@ def test_the_command(tmp_path, capsys):
 def test_wrong_settings_are_one_line(flags, named, capsys):
     assert run(["plan", "tiny", *flags]) == 2
     assert named in capsys.readouterr().err
+
+
+def test_a_model_without_modules_drafts_nothing(capsys):
+    flags = ["plan", str(path("qwen3")), "--count", "1"]
+    assert run([*flags, "--num-steps", "1"]) == 2
+    assert "num_steps must be 0 for a model without MTP modules, got 1" in capsys.readouterr().err
+    assert run(flags) == 0 and "mtpjax plan" not in capsys.readouterr().err
+
+
+def test_a_context_beyond_the_model_is_told(capsys):
+    assert run(["plan", str(path("qwen3")), "--count", "1", "--context", "1000000"]) in (0, 1)
+    assert "--context 1000000 is more than the " in capsys.readouterr().err

@@ -5,9 +5,10 @@ import random
 
 import pytest
 
-from mtpjax.data.tokenizer import ByteTokenizer
+from mtpjax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from mtpjax.serving.api.text_stream import TextStream
 from tests.helpers import chatml
+from tests.helpers.decoder_kinds import KINDS, make_tokenizer
 
 TEXT = "né 🙂 abcabd €"
 
@@ -116,3 +117,17 @@ def test_a_checkpoint_tokenizer_gives_whole_characters_and_hides_special_tokens(
         assert not any("\ufffd" in piece for piece in pieces)
     made = TextStream(tokenizer.incremental_decoder(), hidden_tokens=tokenizer.eos_token_ids)
     assert made.push(tokens).text + made.finish().text == TEXT == tokenizer.decode(tokens)
+
+
+@pytest.mark.parametrize("stop", [(), ("the",), (" a", "\ufffd\ufffd")])
+def test_any_tokens_of_a_byte_fallback_tokenizer_give_the_text_of_all_tokens(stop, tmp_path):
+    make_tokenizer(*KINDS["byte-fallback, Llama"]).save(str(tmp_path / "tokenizer.json"))
+    tokenizer, rng = HuggingFaceTokenizer(tmp_path, 320), random.Random(0)
+    for _ in range(200):
+        tokens = [rng.choice((rng.randrange(250), rng.randrange(250, 276))) for _ in range(rng.randrange(12))]
+        expected = tokenizer.decode(tokens)
+        places = [place for each in stop if (place := expected.find(each)) >= 0]
+        for size in (1, 3, 100):
+            made = TextStream(tokenizer.incremental_decoder(), stop=stop)
+            pieces = [made.push(tokens[place : place + size]).text for place in range(0, len(tokens), size)]
+            assert "".join([*pieces, made.finish().text]) == expected[: min(places, default=len(expected))]

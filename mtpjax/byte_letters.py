@@ -1,0 +1,8 @@
+"""GPT-2's letters for the 256 bytes, in which byte-level tokenizers write their tokens."""
+
+# Printable bytes stand for themselves; the others have the letters from U+0100 on.
+_PRINTABLE = (*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1))
+_OTHERS = tuple(byte for byte in range(256) if byte not in _PRINTABLE)
+
+LETTER_OF_BYTE = {byte: chr(byte) for byte in _PRINTABLE} | {byte: chr(256 + i) for i, byte in enumerate(_OTHERS)}
+BYTE_OF_LETTER = {letter: byte for byte, letter in LETTER_OF_BYTE.items()}

@@ -1,0 +1,175 @@
+"""Checks a JSON schema before llguidance compiles it, and puts its messages in the words of who wrote the schema."""
+
+import json
+import math
+import re
+import urllib.parse
+from collections.abc import Iterator
+from decimal import Decimal
+from typing import Any
+
+from mtpjax.errors import printable
+from mtpjax.safe_open import parse_json
+
+MAX_SCHEMA_DEPTH = 64
+MAX_MULTIPLE = 10_000  # llguidance makes an automaton with a state per remainder
+MAX_MESSAGE_CHARACTERS = 200
+
+# llguidance's words, and what they mean to who wrote the grammar.
+_MEANINGS = {
+    "NoExtension": "no text matches it, or none that the model's tokens can write",
+    "LexerTooComplex": "it is too complex: its regular expressions have too many states",
+    "coerce_one_of": "oneOf is not supported here: use anyOf",
+    "lookarounds not supported": "^, $ and \\b are not supported in it; the whole text must match anyway",
+}
+# A regular expression is compiled as a part of a larger grammar, whose place and text say nothing to a client.
+_WRAPPED = re.compile(r'^at \d+\(\d+\): invalid regex ".*" \(in regex\): (?P<problem>.*?)( \d+ \| start: .*)?$')
+
+
+class GrammarError(ValueError):
+    """A grammar does not compile, or exceeds a limit while a text is made. One line that is meant for the client."""
+
+
+def explain(message: str) -> str:
+    """Returns a message of llguidance in one line, without its internal words."""
+    message = " ".join(message.split()).removesuffix("<non-verbose/>").strip()
+    found = _WRAPPED.match(message)
+    message = found["problem"] if found else message
+    message = next((meaning for word, meaning in _MEANINGS.items() if word in message), message)
+    return printable(message, MAX_MESSAGE_CHARACTERS)
+
+
+def checked_schema(source: str) -> str:
+    """Checks a JSON schema.
+
+    Args:
+        source: the schema as JSON.
+
+    Returns:
+        The same in plain JSON.
+
+    Raises:
+        GrammarError: it is not JSON, nests too deeply, needs too much memory, or has a `$ref` loop.
+    """
+    try:
+        schema = parse_json(source, max_depth=MAX_SCHEMA_DEPTH)
+        # Compiling takes time and memory in proportion to the least common multiple.
+        multiples = [Decimal(str(value)).normalize().as_tuple().digits for value in _multiples(schema)]
+        if math.lcm(*(int("".join(map(str, digits))) for digits in multiples)) > MAX_MULTIPLE:
+            raise GrammarError(f"the least common multiple of all multipleOf is above {MAX_MULTIPLE}")
+        plain = json.dumps(schema, allow_nan=False)
+    except (ValueError, ArithmeticError) as error:
+        raise GrammarError(f"the JSON schema is not acceptable: {explain(str(error))}") from error
+    loop = find_ref_loop(schema)
+    if loop:
+        path = printable(" -> ".join(loop), 120)
+        raise GrammarError(f"the grammar failed: the $ref loop {path} leads back to itself and never to a type")
+    return plain
+
+
+def find_ref_loop(schema: Any) -> list[str]:
+    """Finds references that lead back to themselves before they say anything about a text.
+
+    A schema may contain itself, such as a list whose items are lists: each level writes some text. A reference to a
+    reference to itself writes none.
+
+    Args:
+        schema: a JSON schema.
+
+    Returns:
+        The references of a loop, the first again at the end; empty without one.
+    """
+    targets = _targets(schema)
+    # The references that come to a type: those whose target has one, then those whose target refers to these, ...
+    # A target is found after what refers to it, so most are settled in one pass from the end.
+    settled: set[str] = set()
+    num_before = -1
+    while len(settled) > num_before:
+        num_before = len(settled)
+        for ref in reversed(targets):
+            if ref not in settled and _is_settled(targets[ref], settled, targets):
+                settled.add(ref)
+    ref, loop = next((ref for ref in targets if ref not in settled), None), []
+    while ref is not None and ref not in loop:
+        loop.append(ref)
+        ref = next((each for each in _refs_in_place(targets[ref]) if each in targets and each not in settled), None)
+    return [*loop[loop.index(ref) :], ref] if ref is not None else loop
+
+
+def _targets(root: Any) -> dict[str, Any]:
+    """Returns the references that a schema uses, with their targets. Definitions that nothing uses do not matter."""
+    targets: dict[str, Any] = {}
+    waiting = [root]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, list):
+            waiting += part
+        if not isinstance(part, dict):
+            continue
+        waiting += [value for key, value in part.items() if key not in ("$defs", "definitions", "const", "enum")]
+        ref = part.get("$ref")
+        if isinstance(ref, str) and ref not in targets:
+            try:
+                targets[ref] = _resolve(ref, root)
+            except (LookupError, TypeError):
+                continue  # llguidance says what is wrong with it
+            waiting.append(targets[ref])
+    return targets
+
+
+def _resolve(ref: str, root: Any) -> Any:
+    """Returns the schema that a reference names. Raises LookupError."""
+    document, _, fragment = ref.partition("#")
+    if document and document != (root.get("$id") if isinstance(root, dict) else None):
+        raise LookupError(ref)
+    part: Any = root
+    fragment = urllib.parse.unquote(fragment)
+    if fragment and not fragment.startswith("/"):
+        named = [each for each in _dicts(root) if each.get("$anchor") == fragment]
+        return named[0]
+    for name in fragment.split("/")[1:]:
+        name = name.replace("~1", "/").replace("~0", "~")
+        key: Any = int(name) if isinstance(part, list) and name.isdecimal() else name
+        part = part[key]
+    return part
+
+
+def _is_settled(schema: Any, settled: set[str], targets: dict[str, Any]) -> bool:
+    """Returns whether a schema comes to a type once the settled references do."""
+    if not isinstance(schema, dict):
+        return True
+    ref = schema.get("$ref")
+    if isinstance(ref, str) and ref in targets and ref not in settled:
+        return False
+    for key, combine in (("allOf", all), ("anyOf", any), ("oneOf", any)):
+        parts = schema.get(key)
+        if isinstance(parts, list) and parts and not combine(_is_settled(part, settled, targets) for part in parts):
+            return False
+    return True
+
+
+def _refs_in_place(schema: Any) -> Iterator[str]:
+    """Yields the references that say what a schema is, not what is in it."""
+    if isinstance(schema, dict):
+        if isinstance(schema.get("$ref"), str):
+            yield schema["$ref"]
+        for key in ("allOf", "anyOf", "oneOf"):
+            for part in schema[key] if isinstance(schema.get(key), list) else ():
+                yield from _refs_in_place(part)
+
+
+def _dicts(part: Any) -> Iterator[dict[str, Any]]:
+    """Yields all objects in a schema."""
+    if isinstance(part, dict):
+        yield part
+    if isinstance(part, dict | list):
+        for each in part.values() if isinstance(part, dict) else part:
+            yield from _dicts(each)
+
+
+def _multiples(schema: Any) -> Iterator[int | float]:
+    """Yields the numbers under `multipleOf` anywhere in a schema."""
+    for part in _dicts(schema):
+        value = part.get("multipleOf")
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            yield value
