@@ -51,7 +51,10 @@ class CheckpointFiles:
         metadata: the `__metadata__` of each safetensors file.
         sizes: the size of each safetensors file in bytes.
         index: the content of `model.safetensors.index.json`, if there is one.
+        unread: safetensors files of the directory that belong to neither the index nor a checkpoint of one file.
     """
+
+    unread: tuple[str, ...] = ()
 
     def __init__(self, directory, *, strict: bool = False, only: str | None = None):
         """Opens the files and checks their headers.
@@ -81,7 +84,10 @@ class CheckpointFiles:
         self.index: dict[str, Any] | None = None
         self.tensors: dict[str, TensorInfo] = {}
         try:
-            self._read_headers(self._shards() if only is None else [only])
+            shards = self._shards() if only is None else [only]
+            self._read_headers(shards)
+            if only is None:
+                self.unread = tuple(sorted(set(_safetensors_files(self.path)) - set(shards)))
         except BaseException:
             self.close()
             raise
@@ -116,6 +122,33 @@ class CheckpointFiles:
         if size > MAX_HEADER_BYTES * 4:
             raise CheckpointFileError(f"{self.path / name} has {size} bytes: too large for a JSON description")
         return parse_json(_pread(descriptor, size, 0, self.path / name), self.path / name)
+
+    def peek(self, file: str) -> list[TensorInfo]:
+        """Reads the header of one of the files of `unread`, without taking its tensors.
+
+        Args:
+            file: the file's name.
+
+        Returns:
+            Its tensors.
+
+        Raises:
+            CheckpointFileError: the file is damaged or cannot be opened safely.
+        """
+        try:
+            return self._read_header(file)
+        finally:
+            for kept in (self.headers, self.metadata, self.sizes):
+                kept.pop(file, None)
+
+    def adopt(self, file: str) -> None:
+        """Takes the tensors of one of the files of `unread`, which must have new names.
+
+        Args:
+            file: the file's name.
+        """
+        self.tensors |= {tensor.name: tensor for tensor in self._read_header(file)}
+        self.unread = tuple(name for name in self.unread if name != file)
 
     def other_files(self) -> list[str]:
         """Lists the files beside the weights: configuration, tokenizer, text.
@@ -220,16 +253,28 @@ class CheckpointFiles:
 
     def _shards(self) -> list[str]:
         """Lists the safetensors files: those that the index names, or the single one."""
+        has_single = os.path.lexists(self.path / SINGLE)
         if os.path.lexists(self.path / INDEX):
-            return self._indexed_shards()
-        if os.path.lexists(self.path / SINGLE):
+            shards = self._indexed_shards()
+            missing = [file for file in shards if not os.path.lexists(self.path / file)]
+            if has_single and SINGLE not in shards:
+                return self._single_beside_index(shards, missing)
+            # Name all missing shards at once: an interrupted download usually lacks several.
+            if missing:
+                raise CheckpointFileError(
+                    f"{self.path} is incomplete: {len(missing)} of {len(shards)} shards are missing: "
+                    f"{', '.join(missing)}"
+                )
+            return shards
+        if has_single:
             return [SINGLE]
         # Say why nothing can be read: an index is missing, or the weights have another format.
-        found = sorted(file.name for file in self.path.iterdir())
-        shards = [name for name in found if name.endswith(".safetensors")]
+        shards = _safetensors_files(self.path)
         if shards:
-            raise CheckpointFileError(f"{self.path} has {len(shards)} safetensors shards but no {INDEX}")
-        other = [name for name in found if name.endswith(PICKLE_SUFFIXES)]
+            raise CheckpointFileError(
+                f"{self.path} has {len(shards)} safetensors shards but no {INDEX}: {', '.join(shards[:5])}"
+            )
+        other = sorted(file.name for file in self.path.iterdir() if file.name.endswith(PICKLE_SUFFIXES))
         if other:
             raise CheckpointFileError(
                 f"{self.path} contains {other[0]}, an unsupported weight format; supported: safetensors. Convert it "
@@ -238,7 +283,7 @@ class CheckpointFiles:
         raise CheckpointFileError(f"{self.path} contains no safetensors files")
 
     def _indexed_shards(self) -> list[str]:
-        """Reads the index, and checks that it names files of this directory that exist."""
+        """Reads the index, and checks that it names files of this directory."""
         self.index = self.json(INDEX)
         weight_map = self.index.get("weight_map") if isinstance(self.index, dict) else None
         if not isinstance(weight_map, dict) or not weight_map:
@@ -248,13 +293,26 @@ class CheckpointFiles:
         for file in files:
             if not isinstance(file, str) or file != os.path.basename(file) or not file or "\0" in file:
                 raise CheckpointFileError(f"{self.path / INDEX} names {file!r}, which is not a file of the directory")
-        # Name all missing shards at once: an interrupted download usually lacks several.
-        missing = [file for file in files if not os.path.lexists(self.path / file)]
-        if missing:
-            raise CheckpointFileError(
-                f"{self.path} is incomplete: {len(missing)} of {len(files)} shards are missing: {', '.join(missing)}"
-            )
         return sorted(files)
+
+    def _single_beside_index(self, shards: list[str], missing: list[str]) -> list[str]:
+        """Decides between `model.safetensors` and an index that does not name it.
+
+        One of the two is left over from another checkpoint, and programs differ in which one they read: transformers
+        takes the single file, vLLM the index.
+        """
+        if len(missing) == len(shards):
+            log.warning(
+                "%s: %s names %d shards, and none of them is there: the index is left over, %s is read",
+                *(self.path, INDEX, len(shards), SINGLE),
+            )
+            self.index = None
+            return [SINGLE]
+        raise CheckpointFileError(
+            f"{self.path} has {SINGLE} and also {INDEX}, which names {len(shards)} other files ({shards[0]}"
+            f"{f', {len(missing)} of them missing' if missing else ''}): only one of the two is the checkpoint. Delete "
+            f"{INDEX} and its files to read {SINGLE}, or delete {SINGLE} to read the files of the index"
+        )
 
     def _read_headers(self, files: list[str]) -> None:
         """Reads all headers, and checks that they and the index name the same tensors in the same files."""
@@ -305,6 +363,10 @@ class CheckpointFiles:
             except UnsafeFileError as error:
                 raise CheckpointFileError(str(error)) from error
         return self._open[file]
+
+
+def _safetensors_files(folder: pathlib.Path) -> list[str]:
+    return sorted(file.name for file in folder.iterdir() if file.name.endswith(".safetensors"))
 
 
 def _pread(descriptor: int, count: int, offset: int, path) -> bytes:

@@ -64,7 +64,7 @@ def merge_export(
     """
     modules = resolve(modules)
     with open_checkpoint(base) as files:
-        plan = make_plan(files, model_type=model_type, allow_extra=True)
+        plan = make_plan(files, model_type=model_type, is_copied=True)
         if not is_gguf(modules) and not (pathlib.Path(modules) / "config.json").is_file():
             raise CheckpointFileError(
                 f"{modules} is neither an export of MTP modules nor a checkpoint: it has no config.json"
@@ -116,8 +116,9 @@ def merge_tensors(
             yield from files.blocks(name)
         # Changed, and fp8 in the base: quantize, and yield the values or the scales, whichever the entry is.
         elif name in plan.scales.names:
-            for values, scales in quantized_blocks(modules.blocks(name), (plan.scales.rows, plan.scales.columns)):
-                yield values if entry.name == name else scales.astype(entry.dtype)
+            kind = files.tensors[plan.scales.names[name]].dtype
+            for values, scales in quantized_blocks(modules.blocks(name), (plan.scales.rows, plan.scales.columns), kind):
+                yield values if entry.name == name else scales
         # Changed or added: cast.
         else:
             for part in modules.blocks(name):

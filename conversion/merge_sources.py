@@ -64,7 +64,7 @@ def _from_export(exported: CheckpointFiles, base: CheckpointFiles, plan: LoadPla
             f"{exported.path} has {count!r} MTP modules, but {base.path} has {plan.config.num_mtp_modules}"
         )
     # Modules of dense models are under `mtp.`, or further layers in older exports.
-    has_mtp = any(name.startswith("mtp.") for name in exported.tensors)
+    has_mtp = any(".mtp." in f".{name}" for name in exported.tensors)
     plan = _with_modules(plan, count, "layers" if plan.layout.mtp == "mtp_each" and not has_mtp else plan.layout.mtp)
     config = plan.config
     # Qwen's exports hold the trunk's embedding and head, under whichever prefix the original had. They belong to the
@@ -73,7 +73,7 @@ def _from_export(exported: CheckpointFiles, base: CheckpointFiles, plan: LoadPla
     for name in exported.tensors:
         trunk = next((each for each in TRUNK_PREFIXES if name == f"{each}embed_tokens.weight"), None)
         if plan.layout.is_under_mtp and (trunk or name in HEADS):
-            kept = f"{plan.layout.trunk}embed_tokens.weight" if trunk else plan.layout.head
+            kept = plan.layout.embedding if trunk else plan.layout.head
             if kept in base.tensors and not streams_equal(base.blocks(kept), exported.blocks(name)):
                 log.warning("%s of the export differs from the checkpoint's, which is kept", name)
         else:
@@ -82,7 +82,7 @@ def _from_export(exported: CheckpointFiles, base: CheckpointFiles, plan: LoadPla
     # Copies in the modules: an export does not show if they equalled the trunk's, so mtpjax's exports say it.
     own_embedding = values.get("mtp_use_dedicated_embeddings") is True
     own = {"embedding": own_embedding, "head": values.get("mtp_use_dedicated_head") is True}
-    originals = {"embedding": f"{plan.layout.trunk}embed_tokens.weight", "head": plan.layout.head}
+    originals = {"embedding": plan.layout.embedding, "head": plan.layout.head}
     for part, copies in _copies(config, plan).items():
         for copy in [copy for copy in copies if copy in names and not own[part]]:
             old = names.pop(copy)
@@ -95,7 +95,7 @@ def _from_export(exported: CheckpointFiles, base: CheckpointFiles, plan: LoadPla
 
 def _from_full(source: CheckpointFiles, base: CheckpointFiles, plan: LoadPlan) -> ModuleTensors:
     """Lists the tensors of the modules of a full checkpoint, such as the original release."""
-    given = make_plan(source, allow_extra=True)
+    given = make_plan(source, is_copied=True)
     count = given.config.num_mtp_modules
     if not count or plan.config.num_mtp_modules not in (0, count):
         raise CheckpointFileError(

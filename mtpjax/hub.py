@@ -100,7 +100,8 @@ def _weight_files(folder: pathlib.Path) -> tuple[str, ...]:
     files = {name for name in named if isinstance(name, str) and name.endswith(".safetensors")}
     if len(files) > MAX_SHARDS:
         raise CheckpointError(f"{folder / INDEX} names {len(files)} files; at most {MAX_SHARDS} are accepted")
-    return tuple(map(glob.escape, sorted(files)))
+    # MTP modules may lie in a file that the index does not name.
+    return (*map(glob.escape, sorted(files)), "*mtp*.safetensors")
 
 
 def _fetch(repository: str, revision: str | None, patterns: tuple[str, ...], name: str) -> pathlib.Path:

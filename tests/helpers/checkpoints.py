@@ -37,7 +37,7 @@ def rewrite(source, target, change) -> pathlib.Path:
 def drop_modules(source, target, change=lambda name, array: array) -> pathlib.Path:
     """Copies a checkpoint without the tensors of its MTP modules; `config.json` still names them."""
     with CheckpointFiles(source) as files:
-        plan = make_plan(files, allow_extra=True)
+        plan = make_plan(files, is_copied=True)
     prefixes = module_prefixes(plan.config, plan.layout)
     return rewrite(source, target, lambda name, array: None if name.startswith(prefixes) else change(name, array))
 
