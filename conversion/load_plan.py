@@ -11,7 +11,7 @@ import numpy as np
 
 from conversion import hf_config
 from conversion.families import Layout
-from conversion.files import CheckpointFiles
+from conversion.files import CheckpointFiles, TensorSource
 from conversion.names import param_specs, stored_layout, tied_copies
 from conversion.norm_storage import with_norm_storage
 from conversion.quantized_formats import DESCRIPTIONS, described_quantization, find_packed_format
@@ -179,7 +179,7 @@ def inspect_files(
     return _with_dtypes(plan, files, dtype, problems, _find_extra_problems(plan, files, allow_extra, is_copied))
 
 
-def find_packing(files: CheckpointFiles, values: Any) -> str | None:
+def find_packing(files: TensorSource, values: Any) -> str | None:
     """Finds out whether the weights are packed in a format that is not read.
 
     Args:
@@ -194,8 +194,10 @@ def find_packing(files: CheckpointFiles, values: Any) -> str | None:
     return found and f"{files.path}: {found}"
 
 
-def read_descriptions(files: CheckpointFiles) -> dict[str, Any]:
+def read_descriptions(files: TensorSource) -> dict[str, Any]:
     """Reads the files in which other programs describe their quantization."""
+    if not isinstance(files, CheckpointFiles):
+        return {}
     return {name: files.json(name) for name in DESCRIPTIONS if (files.path / name).is_file()}
 
 

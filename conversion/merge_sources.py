@@ -101,9 +101,10 @@ def _from_full(source: CheckpointFiles, base: CheckpointFiles, plan: LoadPlan) -
         raise CheckpointFileError(
             f"{source.path} has {count} MTP modules, but {base.path} has {plan.config.num_mtp_modules}"
         )
-    if given.config.zero_centred_norm != plan.config.zero_centred_norm:
+    if given.config.of_modules.zero_centred_norm != plan.config.of_modules.zero_centred_norm:
         raise CheckpointFileError(
-            f"{source.path} and {base.path} store norm weights differently, as w and as 1 + w: convert one first"
+            f"the modules of {source.path} store norm weights as {_stored_as(given.config)}, those of {base.path} as "
+            f"{_stored_as(plan.config)}: give the modules of a release whose norms are stored like those of the base"
         )
     plan = _with_modules(plan, count, given.layout.mtp)
     # fp8 modules stay fp8 where they are added to a checkpoint of the same blocks; elsewhere they become bfloat16.
@@ -130,6 +131,10 @@ def _from_full(source: CheckpointFiles, base: CheckpointFiles, plan: LoadPlan) -
         return dequantized_blocks(source, given.scales, names[name])
 
     return ModuleTensors(count, entries, read, plan, given.config.mtp_own_embedding)
+
+
+def _stored_as(config: ModelConfig) -> str:
+    return "w of 1 + w" if config.of_modules.zero_centred_norm else "1 + w"
 
 
 def _with_modules(plan: LoadPlan, count: int, mtp: str) -> LoadPlan:

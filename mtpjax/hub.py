@@ -33,7 +33,10 @@ TOKENIZER_FILES = (
     *("tokenizer.model", "vocab.json", "merges.txt"),
 )
 # Small files that say which of the large ones are needed. `digests.json` is a file of mtpjax's own checkpoints.
-_DESCRIPTION = (*TOKENIZER_FILES, INDEX, "digests.json", "mtpjax_self_check.json")
+_DESCRIPTION = (
+    *(*TOKENIZER_FILES, INDEX, "digests.json", "mtpjax_self_check.json", "adapter_config.json"),
+    *("hf_quant_config.json", "quantize_config.json"),
+)
 _OWN_FILES = ("params/*", "huggingface/*", "huggingface.json", "huggingface.safetensors")
 
 
@@ -74,6 +77,9 @@ def _download(repository: str, revision: str | None, file: str, weights: bool) -
         return path
     folder = _fetch(repository, revision, _DESCRIPTION if weights else TOKENIZER_FILES, name)
     if not weights:
+        return folder
+    # An adapter is downloaded no further: `mtpjax.folder_kinds` says what to do with it.
+    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
         return folder
     if not (folder / "config.json").exists():
         raise CheckpointError(
