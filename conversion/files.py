@@ -16,14 +16,13 @@ import numpy as np
 
 from conversion.array_checks import count_nonfinite
 from conversion.safetensors_header import MAX_HEADER_BYTES, MAX_TENSORS, TensorInfo, parse_header, parse_json
+from conversion.weight_files import INDEX, PICKLE_SUFFIXES, choose_weight_files, safetensors_files
 from mtpjax.errors import CheckpointFileError, UnsafeFileError
 from mtpjax.safe_open import allowed_root, is_gguf, open_inside
 
 log = logging.getLogger("mtpjax.conversion")
 
 BLOCK_BYTES = 4 << 20  # of a tensor that is read, reordered or written at once
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".gguf")
 
 
 class TensorSource(Protocol):
@@ -84,10 +83,12 @@ class CheckpointFiles:
         self.index: dict[str, Any] | None = None
         self.tensors: dict[str, TensorInfo] = {}
         try:
-            shards = self._shards() if only is None else [only]
-            self._read_headers(shards)
+            shards = [] if only is None else [only]
             if only is None:
-                self.unread = tuple(sorted(set(_safetensors_files(self.path)) - set(shards)))
+                has_index = os.path.lexists(self.path / INDEX)
+                shards, self.index = choose_weight_files(self.path, self.json(INDEX) if has_index else None)
+                self.unread = tuple(sorted(set(safetensors_files(self.path)) - set(shards)))
+            self._read_headers(shards)
         except BaseException:
             self.close()
             raise
@@ -142,12 +143,12 @@ class CheckpointFiles:
                 kept.pop(file, None)
 
     def adopt(self, file: str) -> None:
-        """Takes the tensors of one of the files of `unread`, which must have new names.
+        """Takes the tensors of one of the files of `unread`. Tensors that are known already must be equal.
 
         Args:
             file: the file's name.
         """
-        self.tensors |= {tensor.name: tensor for tensor in self._read_header(file)}
+        self.tensors = {tensor.name: tensor for tensor in self._read_header(file)} | self.tensors
         self.unread = tuple(name for name in self.unread if name != file)
 
     def other_files(self) -> list[str]:
@@ -251,69 +252,6 @@ class CheckpointFiles:
             count = sum(count for (other, _), count in self._nonfinite.items() if other == name)
             log.warning("tensor %s has %d infinite or NaN elements", name, count)
 
-    def _shards(self) -> list[str]:
-        """Lists the safetensors files: those that the index names, or the single one."""
-        has_single = os.path.lexists(self.path / SINGLE)
-        if os.path.lexists(self.path / INDEX):
-            shards = self._indexed_shards()
-            missing = [file for file in shards if not os.path.lexists(self.path / file)]
-            if has_single and SINGLE not in shards:
-                return self._single_beside_index(shards, missing)
-            # Name all missing shards at once: an interrupted download usually lacks several.
-            if missing:
-                raise CheckpointFileError(
-                    f"{self.path} is incomplete: {len(missing)} of {len(shards)} shards are missing: "
-                    f"{', '.join(missing)}"
-                )
-            return shards
-        if has_single:
-            return [SINGLE]
-        # Say why nothing can be read: an index is missing, or the weights have another format.
-        shards = _safetensors_files(self.path)
-        if shards:
-            raise CheckpointFileError(
-                f"{self.path} has {len(shards)} safetensors shards but no {INDEX}: {', '.join(shards[:5])}"
-            )
-        other = sorted(file.name for file in self.path.iterdir() if file.name.endswith(PICKLE_SUFFIXES))
-        if other:
-            raise CheckpointFileError(
-                f"{self.path} contains {other[0]}, an unsupported weight format; supported: safetensors. Convert it "
-                "with the tools of that format first"
-            )
-        raise CheckpointFileError(f"{self.path} contains no safetensors files")
-
-    def _indexed_shards(self) -> list[str]:
-        """Reads the index, and checks that it names files of this directory."""
-        self.index = self.json(INDEX)
-        weight_map = self.index.get("weight_map") if isinstance(self.index, dict) else None
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointFileError(f"{self.path / INDEX} has no weight_map")
-        # A name such as "../other.safetensors" would leave the directory.
-        files = list(dict.fromkeys(weight_map.values()))
-        for file in files:
-            if not isinstance(file, str) or file != os.path.basename(file) or not file or "\0" in file:
-                raise CheckpointFileError(f"{self.path / INDEX} names {file!r}, which is not a file of the directory")
-        return sorted(files)
-
-    def _single_beside_index(self, shards: list[str], missing: list[str]) -> list[str]:
-        """Decides between `model.safetensors` and an index that does not name it.
-
-        One of the two is left over from another checkpoint, and programs differ in which one they read: transformers
-        takes the single file, vLLM the index.
-        """
-        if len(missing) == len(shards):
-            log.warning(
-                "%s: %s names %d shards, and none of them is there: the index is left over, %s is read",
-                *(self.path, INDEX, len(shards), SINGLE),
-            )
-            self.index = None
-            return [SINGLE]
-        raise CheckpointFileError(
-            f"{self.path} has {SINGLE} and also {INDEX}, which names {len(shards)} other files ({shards[0]}"
-            f"{f', {len(missing)} of them missing' if missing else ''}): only one of the two is the checkpoint. Delete "
-            f"{INDEX} and its files to read {SINGLE}, or delete {SINGLE} to read the files of the index"
-        )
-
     def _read_headers(self, files: list[str]) -> None:
         """Reads all headers, and checks that they and the index name the same tensors in the same files."""
         for file in files:
@@ -363,10 +301,6 @@ class CheckpointFiles:
             except UnsafeFileError as error:
                 raise CheckpointFileError(str(error)) from error
         return self._open[file]
-
-
-def _safetensors_files(folder: pathlib.Path) -> list[str]:
-    return sorted(file.name for file in folder.iterdir() if file.name.endswith(".safetensors"))
 
 
 def _pread(descriptor: int, count: int, offset: int, path) -> bytes:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from conversion.array_checks import streams_equal
-from conversion.files import INDEX, CheckpointFiles
+from conversion.files import CheckpointFiles
 from conversion.fp8_blocks import dequantized_blocks, quantized_blocks
 from conversion.gguf_files import open_checkpoint
 from conversion.hf_config_write import edit_config
@@ -21,6 +21,7 @@ from conversion.load_plan import LoadPlan, make_plan
 from conversion.merge_sources import ModuleTensors, read_modules
 from conversion.safetensors_header import parse_header
 from conversion.shards import Shard, TensorEntry, copy_files, entry_of, make_shard, write_index, write_shards
+from conversion.weight_files import INDEX
 from mtpjax.atomic import atomic_folder
 from mtpjax.errors import CheckpointFileError
 from mtpjax.hub import resolve

@@ -11,7 +11,7 @@ from conversion.array_checks import streams_equal
 from conversion.export_mtp import WEIGHTS, exported_name, original_name
 from conversion.files import CheckpointFiles
 from conversion.fp8_blocks import dequantized_blocks
-from conversion.load_plan import LoadPlan, make_plan
+from conversion.load_plan import LoadPlan, inspect_files
 from conversion.names import HEADS, TRUNK_PREFIXES, mtp_names, param_specs
 from conversion.read_params import BF16
 from conversion.shards import TensorEntry, entry_of
@@ -94,8 +94,14 @@ def _from_export(exported: CheckpointFiles, base: CheckpointFiles, plan: LoadPla
 
 
 def _from_full(source: CheckpointFiles, base: CheckpointFiles, plan: LoadPlan) -> ModuleTensors:
-    """Lists the tensors of the modules of a full checkpoint, such as the original release."""
-    given = make_plan(source, is_copied=True)
+    """Lists the tensors of the modules of a full checkpoint, such as the original release, or of its modules alone."""
+    given = inspect_files(source, is_copied=True)
+    needed = {piece.name for path, spec in given.specs.items() if path.startswith("mtp_") for piece in spec.slices}
+    # A folder that holds the file of the modules alone, under their original names, lacks the whole trunk.
+    has_modules_alone = bool(needed) and needed <= source.tensors.keys()
+    has_modules_alone &= not any(name in source.tensors for name in _trunk_names(given))
+    if given.problems and not has_modules_alone:
+        raise CheckpointFileError(given.problems[0])
     count = given.config.num_mtp_modules
     if not count or plan.config.num_mtp_modules not in (0, count):
         raise CheckpointFileError(
@@ -131,6 +137,11 @@ def _from_full(source: CheckpointFiles, base: CheckpointFiles, plan: LoadPlan) -
         return dequantized_blocks(source, given.scales, names[name])
 
     return ModuleTensors(count, entries, read, plan, given.config.mtp_own_embedding)
+
+
+def _trunk_names(plan: LoadPlan) -> set[str]:
+    """Names the tensors of the trunk's layers."""
+    return {piece.name for path, spec in plan.specs.items() if path.startswith("trunk/") for piece in spec.slices}
 
 
 def _stored_as(config: ModelConfig) -> str:

@@ -44,8 +44,9 @@ def _is_beside(*ends: str, kinds: tuple[str, ...] = tuple(DTYPES)) -> Callable[[
 def _is_awq(tensors: Tensors, name: str, stem: str) -> bool:
     """AWQ packs the columns of `qweight [I, O / 8]`; GPTQ packs its rows, `[I / 8, O]`."""
     scales = tensors.get(f"{stem}.scales")
-    packed, shape = tensors[name].shape, scales.shape if scales else ()
-    return f"{stem}.g_idx" not in tensors and len(packed) == len(shape) == 2 and packed[1] < shape[1]
+    if f"{stem}.g_idx" in tensors or scales is None or len(tensors[name].shape) != 2:
+        return False
+    return tensors[name].shape[-1] < scales.shape[-1] if scales.shape else False
 
 
 TORCH = "load it with transformers and call model.dequantize() and save_pretrained, or "

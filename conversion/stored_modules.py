@@ -14,14 +14,14 @@ from mtpjax.models.config import ModelConfig
 
 log = logging.getLogger("mtpjax.conversion")
 
-# Files beside a checkpoint that are known not to belong to it: the same weights under Mistral's names, and an adapter.
-KNOWN_FILES = ("consolidated", "adapter_model")
+KNOWN_FILE = "consolidated"  # begins the names of files with the same weights under Mistral's names
 
 
 def read_module_files(files: CheckpointFiles, parsed: hf_config.ParsedConfig) -> None:
     """Takes MTP modules from files that the index does not name, such as `mtp.safetensors`, and reports other files.
 
-    A file is taken if it holds tensors of the family's modules, and none that the checkpoint has already.
+    A file is taken if it holds new tensors of the family's modules, and no tensor that differs from one of the
+    checkpoint. An export may repeat embedding and head.
 
     Args:
         files: the checkpoint.
@@ -36,23 +36,33 @@ def read_module_files(files: CheckpointFiles, parsed: hf_config.ParsedConfig) ->
             continue
         layout = stored_layout(parsed.layout, parsed.model, (tensors.keys() | files.tensors.keys()).__contains__)
         prefixes = module_prefixes(parsed.model, layout)
-        is_module = [name for name in tensors if name.startswith(prefixes)]
-        again = sorted(tensors.keys() & files.tensors.keys())
-        if is_module and not again:
+        is_module = [name for name in tensors if name.startswith(prefixes) and name not in files.tensors]
+        again = sorted(tensors.keys() & files.tensors.keys()) if is_module else []
+        other = next((name for name in again if _differs(files, file, name)), None)
+        if is_module and other is None:
             log.warning(
                 "%s is not named by the index; its %d tensors, %d of them of MTP modules, are read",
                 *(files.path / file, len(tensors), len(is_module)),
             )
             files.adopt(file)
         elif is_module:
-            unused.append(f"{file} (it holds MTP modules, and {again[0]} like {files.tensors[again[0]].file})")
-        elif not file.startswith(KNOWN_FILES):
+            unused.append(
+                f"{file} (it holds MTP modules, but {other} differs from that of {files.tensors[other].file})"
+            )
+        elif not file.startswith(KNOWN_FILE):
             unused.append(file)
     if unused:
         log.warning(
             "%s has safetensors files that do not belong to the checkpoint, and are not read: %s",
             *(files.path, ", ".join(unused)),
         )
+
+
+def _differs(files: CheckpointFiles, file: str, name: str) -> bool:
+    """Returns whether a further file holds another tensor of this name than the checkpoint."""
+    with CheckpointFiles(files.path, only=file) as further:
+        mine, other = files.tensors[name], further.tensors[name]
+        return mine.shape != other.shape or not streams_equal(files.blocks(name), further.blocks(name))
 
 
 def count_stored_modules(config: ModelConfig, layout: Layout, files: CheckpointFiles) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 
 from conversion.export import TensorAssembler
 from conversion.families import Layout
-from conversion.files import INDEX, CheckpointFiles
+from conversion.files import CheckpointFiles
 from conversion.gguf_files import open_checkpoint
 from conversion.hf_config import parse_config
 from conversion.hf_config_write import edit_config
@@ -34,6 +34,7 @@ from conversion.shards import (
     write_shards,
 )
 from conversion.tensor_slice import ParamSpec
+from conversion.weight_files import INDEX
 from mtpjax.atomic import atomic_folder
 from mtpjax.errors import CheckpointFileError, ConfigError
 from mtpjax.io import checkpoint

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import mtpjax
-from conversion.export_mtp import export_mtp
+from conversion.export_mtp import WEIGHTS, export_mtp
 from conversion.files import CheckpointFiles
 from conversion.fp8_blocks import quantized_blocks
 from conversion.read_params import E8M0, decode_scales
@@ -278,6 +278,28 @@ def test_modules_may_lie_in_a_file_that_the_index_lacks(name, file, tmp_path, ca
     base = drop_modules(path(name), tmp_path / "base")
     assert merge_mtp(base, source, tmp_path / "merged").added
     assert_same(mtpjax.load(tmp_path / "merged")[1], params)
+
+
+def test_a_further_file_may_repeat_tensors_but_not_change_them(tmp_path, caplog):
+    """An export of Qwen's modules holds embedding and head too."""
+    source = rewrite(path("qwen3_next"), tmp_path / "source", lambda n, a: None if n.startswith("mtp.") else a)
+    export_mtp(path("qwen3_next"), tmp_path / "mtp")
+    shutil.copy(tmp_path / "mtp" / WEIGHTS, source / WEIGHTS)
+    assert_same(mtpjax.load(source)[1], mtpjax.load(path("qwen3_next"))[1])
+    assert_round_trip(source, tmp_path)
+    changed = rewrite(source, tmp_path / "changed", lambda n, a: a * 2 if n == HEAD else a)
+    shutil.copy(tmp_path / "mtp" / WEIGHTS, changed / WEIGHTS)
+    assert mtpjax.load(changed)[0].config.num_mtp_modules == 0
+    assert f"but {HEAD} differs from that of model.safetensors" in caplog.text
+
+
+def test_the_file_of_the_modules_alone_can_be_merged(tmp_path):
+    source = split(path("qwen3_next"), tmp_path / "source", lambda name: name.startswith("mtp."), "mtp.safetensors")
+    (source / "model.safetensors").unlink()
+    base = drop_modules(path("qwen3_next"), tmp_path / "base")
+    assert merge_mtp(base, source, tmp_path / "merged").added
+    assert_same(mtpjax.load(tmp_path / "merged")[1], mtpjax.load(path("qwen3_next"))[1])
+    assert "lacks" in problem_of(source)
 
 
 def test_other_files_are_reported_and_not_read(tmp_path, caplog):

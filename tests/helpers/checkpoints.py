@@ -6,10 +6,11 @@ import shutil
 
 import numpy as np
 
-from conversion.files import INDEX, CheckpointFiles
+from conversion.files import CheckpointFiles
 from conversion.load_plan import make_plan
 from conversion.names import module_prefixes
 from conversion.shards import TensorEntry, make_shard, write_shards
+from conversion.weight_files import INDEX
 
 
 def rewrite(source, target, change, **config) -> pathlib.Path:
