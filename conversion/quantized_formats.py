@@ -50,6 +50,7 @@ def _is_awq(tensors: Tensors, name: str, stem: str) -> bool:
 
 
 TORCH = "load it with transformers and call model.dequantize() and save_pretrained, or "
+OWN_NAMES = (".weight_packed", ".qweight", ".codes", ".W_q", ".trellis", "._data")
 INTEGERS = ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64")
 # The first one that fits is named, so special ones come first.
 FORMATS = (
@@ -105,8 +106,8 @@ def find_packed_format(tensors: Tensors, values: Any, descriptions: Mapping[str,
     Returns:
         One sentence with the format, a tensor that shows it, and what to do; None for other checkpoints.
     """
-    # Every packed format has tensors of integers, or fp8 values that are not a plain weight.
-    odd = [name for name in tensors if tensors[name].dtype.kind in "iu"]
+    # Every packed format has tensors of integers, fp8 values that are not a plain weight, or a name of its own.
+    odd = [name for name in tensors if tensors[name].dtype.kind in "iu" or name.endswith(OWN_NAMES)]
     odd += [name for name in tensors if tensors[name].dtype in FP8 and not name.endswith((".weight", "_proj"))]
     for name in sorted(odd):
         for form in FORMATS:

@@ -116,16 +116,13 @@ def _tensor(name: str, entry: Any, file: str, path, data_begin: int) -> TensorIn
     problem = f"{path}: tensor {name[:200]!r}"
     if not name or not name.isprintable() or len(name) > 1000:
         raise CheckpointFileError(f"{path} has an invalid tensor name {name[:100]!r}")
-    kind = entry.get("dtype") if isinstance(entry, dict) else None
-    if isinstance(kind, str) and kind not in DTYPES:
-        raise CheckpointFileError(
-            f"{problem} has dtype {printable(kind, 40)!r}, which is not supported; supported: {', '.join(DTYPES)}"
-        )
     try:
         dtype, shape, (begin, end) = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
     except (KeyError, TypeError, ValueError) as error:
+        kind = entry.get("dtype") if isinstance(entry, dict) else None
         raise CheckpointFileError(
-            f"{problem} has no valid dtype, shape and offsets; supported dtypes: {', '.join(DTYPES)}"
+            f"{problem} has no valid shape and offsets or an unsupported dtype ({printable(kind, 40)}); supported: "
+            f"{', '.join(DTYPES)}"
         ) from error
     # Check every number before it is used in arithmetic or in an allocation.
     numbers = (*shape, begin, end)

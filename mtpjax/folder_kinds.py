@@ -87,7 +87,7 @@ def _describe_weights(names: list[str]) -> str | None:
     """Recognizes weights of other formats."""
     gguf = [name for name in names if name.lower().endswith(".gguf")]
     if gguf and not any(name.endswith(".safetensors") for name in names):
-        return f"is a folder with {len(gguf)} GGUF files: give one of them, such as {gguf[0]}"
+        return f"has GGUF files ({len(gguf)}) and no safetensors: give one of the files, such as {gguf[0]}"
     pickles = [name for name in names if name.endswith(WEIGHTS[2:])]
     if pickles and not any(name.endswith(".safetensors") for name in names):
         return (

@@ -63,7 +63,7 @@ def test_python_callers_are_told_too(adapter):
         (["zero_to_fp32.py", "global_step10/x.pt"], "zero_to_fp32.py"),
         (["optimizer.pt", "scheduler.pt"], "optimizer's state"),
         (["checkpoint-10/config.json", "checkpoint-20/config.json"], "checkpoint-20"),
-        (["model.Q4_K_M.gguf", "model.Q8_0.gguf"], "2 GGUF files: give one of them, such as model.Q4_K_M.gguf"),
+        (["model.Q4_K_M.gguf", "model.Q8_0.gguf"], "give one of the files, such as model.Q4_K_M.gguf"),
         (["config.json", "pytorch_model.bin"], "pytorch_model.bin, an unsupported weight format"),
     ],
 )

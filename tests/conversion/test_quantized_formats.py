@@ -142,13 +142,13 @@ def test_gpt_oss_in_mxfp4_says_what_to_do(tmp_path):
 
 def test_a_drafter_names_its_format_too(tmp_path):
     source = drafter_path("eagle3") / "draft"
-    values = json.loads((source / "config.json").read_text())
 
     def change(name, array):
         packed = {name: np.zeros((4, 4), "u4"), name.replace("weight", "scales"): np.zeros(4, "f2")}
         return packed if name.endswith("up_proj.weight") else array
 
     drafter = rewrite(source, tmp_path / "drafter", change)
-    sizes = TrunkSizes(values["vocab_size"], values["hidden_size"], 4)
+    trunk = json.loads((source.parent / "trunk" / "config.json").read_text())
+    sizes = TrunkSizes(trunk["vocab_size"], trunk["hidden_size"], trunk["num_hidden_layers"])
     with pytest.raises(CheckpointFileError, match="quantized: MLX"):
         read_drafter(drafter, sizes)
